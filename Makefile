@@ -1,0 +1,134 @@
+# Everything from a clean clone: needs make, Python >= 3.10 with venv, and a C++20 compiler. `make help` lists it.
+#
+#   make test                  in .venv, with the newest supported torch
+#   make test TORCH=2.11.0     in .venv-2.11.0, with that torch; both can live side by side
+#   make test PYTHON=python3.11 JOBS=4
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+TORCH ?=
+JOBS  ?= $(shell nproc 2>/dev/null || echo 2)
+VENV  ?= .venv$(if $(TORCH),-$(TORCH))
+ARGS  ?=
+
+comma := ,
+LINT_VENV := .venv-lint
+TORCH_REQUIREMENT := $(if $(TORCH),torch==$(TORCH),torch>=2.11$(comma)<2.16)
+
+# The first of these that runs and is new enough. Looked for only when an environment is made.
+PYTHON_CANDIDATES := python3.12 python3.11 python3.10 python3
+IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 10))
+ifndef PYTHON
+PYTHON = $(shell for p in $(PYTHON_CANDIDATES); do \
+                   $$p -c '$(IS_NEW_ENOUGH)' >/dev/null 2>&1 && { echo $$p; exit; }; \
+                 done; echo no-python-3.10-or-newer-found)
+endif
+
+PY   := $(VENV)/bin/python
+HERE := PATH="$(abspath $(VENV))/bin:$$PATH"
+BUILD_DIR := build/$(patsubst .%,%,$(notdir $(VENV)))
+
+# Folders are listed beside the files so that adding or deleting a file also starts a build.
+SOURCES := setup.py pyproject.toml \
+  $(shell find csrc torch_ext/shardwright -type d -not -name __pycache__) \
+  $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh') \
+  $(shell find torch_ext/shardwright -name '*.pyi' -o -name '*.py' -not -name _build_info.py)
+
+# Stamps carry what they depend on in their names, so that a changed request is seen.
+ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
+BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
+LINT_STAMP  := $(LINT_VENV)/.stamp
+
+.PHONY: help venv build demo test test-cpp test-python bench lint format sanitize gpu clean distclean
+
+help:
+	@echo 'make build      make the environment, build shardwright, install it there'
+	@echo 'make demo       train a small transformer on four processes, stock against shardwright'
+	@echo 'make test       C++ tests and Python tests (also: test-cpp, test-python; ARGS=... goes to pytest)'
+	@echo 'make bench      redistributes against stock PyTorch (ARGS=... goes to the benchmark)'
+	@echo 'make lint       clang-format, ruff, mypy; make format mends what can be mended'
+	@echo 'make sanitize   the C++ tests under address and undefined-behaviour sanitizers'
+	@echo 'make gpu        what needs a GPU; says so and does nothing where there is none'
+	@echo 'make clean      remove what was built; make distclean: the environments too'
+	@echo
+	@echo 'TORCH=2.11.0 picks a torch (2.11 to 2.15; its own environment), PYTHON=... an interpreter, JOBS=... the'
+	@echo 'number of processes, SHARDWRIGHT_CUDA=0|1 the CUDA half (default: detect).'
+
+# $(call make-venv,folder): a new virtual environment, or a sentence about what is missing.
+define make-venv
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo 'No Python >= 3.10 was found; tried: $(PYTHON_CANDIDATES). Set PYTHON=...'; exit 1; }
+	@$(PYTHON) -c '$(IS_NEW_ENOUGH)' || { echo '$(PYTHON) is older than Python 3.10. Set PYTHON=...'; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo '$(PYTHON) cannot make virtual environments (Debian: apt-get install python3-venv).'; exit 1; }
+	$(PYTHON) -m venv $(1)
+endef
+
+venv: $(ENV_STAMP)
+$(ENV_STAMP): requirements/dev.txt
+	$(call make-venv,$(VENV))
+	@echo 'installing $(TORCH_REQUIREMENT) and the build tools into $(VENV) (a minute or two, about 3 GB)'
+	@$(PY) -m pip install --disable-pip-version-check --progress-bar off -q -r requirements/dev.txt '$(TORCH_REQUIREMENT)'
+	@rm -f $(VENV)/.stamp-*
+	@touch $@
+
+build: $(BUILD_STAMP)
+$(BUILD_STAMP): $(ENV_STAMP) $(SOURCES)
+	@echo 'building shardwright in $(VENV) (a few minutes the first time)'
+	@$(HERE) SHARDWRIGHT_BUILD_DIR=$(BUILD_DIR) $(PY) -m pip install \
+	  --disable-pip-version-check -q --no-index --no-build-isolation --no-deps .
+	@cat $(BUILD_DIR)/summary.txt
+	@rm -f $(VENV)/.stamp-build-*
+	@touch $@
+
+demo: build
+	$(HERE) $(PY) examples/demo.py $(ARGS)
+
+bench: build
+	$(HERE) $(PY) benchmarks/redistribute.py $(ARGS)
+
+test: test-cpp test-python
+
+test-python: build
+	$(HERE) $(PY) -m pytest -q tests/python $(ARGS)
+
+# $(call ctest,folder,cmake options): CMake comes from PATH, else from PyPI.
+define ctest
+	@$(HERE); command -v cmake >/dev/null || $(PY) -m pip install --disable-pip-version-check -q cmake
+	$(HERE); cmake -S . -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM="$$(command -v ninja)" $(2) >/dev/null
+	$(HERE); cmake --build $(1) -j $(JOBS)
+	$(HERE); ctest --test-dir $(1) --output-on-failure --no-tests=error -j $(JOBS) -Q --output-log $(1)/ctest.log || \
+	  { cat $(1)/ctest.log; exit 1; }; tail -n 4 $(1)/ctest.log
+endef
+
+test-cpp: venv
+	$(call ctest,build/cmake)
+
+sanitize: venv
+	$(call ctest,build/cmake-sanitize,-DSHARDWRIGHT_SANITIZE=address$(comma)undefined)
+
+$(LINT_STAMP): requirements/lint.txt
+	$(call make-venv,$(LINT_VENV))
+	$(LINT_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q -r requirements/lint.txt
+	@touch $@
+
+lint: $(LINT_STAMP)
+	PATH="$(abspath $(LINT_VENV))/bin:$$PATH" pre-commit run --all-files --show-diff-on-failure
+
+format: $(LINT_STAMP)
+	git ls-files -z --cached --others --exclude-standard -- '*.h' '*.cpp' '*.cu' '*.cuh' | \
+	  xargs -0 -r $(LINT_VENV)/bin/clang-format -i
+	$(LINT_VENV)/bin/ruff check --fix --exit-zero .
+	$(LINT_VENV)/bin/ruff format .
+
+gpu:
+	bash tools/gpu_check
+
+clean:
+	rm -rf build dist torch_ext/*.egg-info torch_ext/shardwright/*.so torch_ext/shardwright/_build_info.py
+	rm -rf .mypy_cache .ruff_cache .pytest_cache
+	rm -f .venv*/.stamp-build-*
+
+distclean: clean
+	rm -rf .venv .venv-*

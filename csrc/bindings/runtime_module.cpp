@@ -1,0 +1,80 @@
+// _runtime: the executor for Python. Plans come as bytes from _planner.
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include "layout/error.h"
+#include "runtime/executor.h"
+
+namespace py = pybind11;
+
+namespace shardwright {
+namespace {
+
+// Process groups by their registered names, in the order of program().groups.
+void bind_groups(Executable& executable, const std::vector<std::string>& names) {
+  std::vector<comm::GroupPtr> groups;
+  for (const std::string& name : names) groups.push_back(c10d::resolve_process_group(name));
+  executable.bind(std::move(groups));
+}
+
+}  // namespace
+}  // namespace shardwright
+
+PYBIND11_MODULE(_runtime, m) {
+  using shardwright::Executable;
+  m.doc() = "The executor of shardwright: programs over c10d process groups.";
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const shardwright::UserError& error) {
+      PyErr_SetString(PyExc_ValueError, error.what());
+    } catch (const shardwright::InvariantError& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+  });
+
+  py::class_<Executable, std::shared_ptr<Executable>>(m, "Executable")
+      .def(py::init<const std::string&, int64_t>(), py::arg("plan_bytes"), py::arg("rank"))
+      .def_property_readonly("groups",
+                             [](const Executable& e) {
+                               std::vector<std::pair<std::vector<int>, std::vector<int64_t>>> groups;
+                               for (const auto& group : e.program().groups) {
+                                 groups.emplace_back(group.mesh_dims.to_vector(), group.ranks);
+                               }
+                               return groups;
+                             })
+      .def_property_readonly("input_shape", [](const Executable& e) { return e.program().input_shape; })
+      .def_property_readonly("output_shape", [](const Executable& e) { return e.program().output_shape; })
+      .def_property_readonly("is_identity",
+                             [](const Executable& e) { return e.program().output == shardwright::kInputBuffer; })
+      .def_property_readonly("communicates", &Executable::communicates)
+      .def_property_readonly("received_bytes", &Executable::received_bytes)
+      .def("bind", &shardwright::bind_groups, py::arg("group_names"))
+      .def("run", &Executable::run, py::arg("input"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "start",
+          [](const Executable& e, const at::Tensor& input) {
+            auto [output, work] = e.start(input);
+            if (work) c10d::register_work(output, work);
+            return std::make_pair(output, static_cast<bool>(work));
+          },
+          py::arg("input"), py::call_guard<py::gil_scoped_release>())
+      .def("__str__", &Executable::text);
+
+  m.def("drain", &shardwright::drain_lane, py::call_guard<py::gil_scoped_release>());
+  m.def("counters", [] {
+    return py::dict(py::arg("runs") = shardwright::counters().runs.load(),
+                    py::arg("received_bytes") = shardwright::counters().received_bytes.load());
+  });
+  m.def("reset_counters", [] {
+    shardwright::counters().runs = 0;
+    shardwright::counters().received_bytes = 0;
+  });
+  m.attr("torch_version") = TORCH_VERSION;
+#ifdef SHARDWRIGHT_CUDA
+  m.attr("has_cuda") = true;
+#else
+  m.attr("has_cuda") = false;
+#endif
+}

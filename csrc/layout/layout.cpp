@@ -1,0 +1,229 @@
+#include "layout/layout.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "layout/error.h"
+
+namespace shardwright {
+namespace {
+
+void check_shape(const std::vector<int64_t>& shape) {
+  int64_t total = 1;
+  for (const int64_t size : shape) {
+    check_user(size >= 0, "shape: (", join(shape), ") has the negative size ", size);
+    check_user(size == 0 || total <= (int64_t{1} << 60) / size, "shape: (", join(shape), ") has too many elements");
+    total *= std::max(size, int64_t{1});
+  }
+}
+
+// Normalises negative tensor dims and refuses what no tensor of this shape can be.
+std::vector<Placement> checked_placements(const Mesh& mesh, const std::vector<int64_t>& shape, const DType& dtype,
+                                          std::vector<Placement> placements) {
+  check_user(static_cast<int>(placements.size()) == mesh.ndim(), "placements: got ", placements.size(),
+             " for a mesh of ", mesh.ndim(), " dims (", mesh.to_string(), "); allowed is one per mesh dim");
+  const auto ndim = static_cast<int64_t>(shape.size());
+  for (int d = 0; d < mesh.ndim(); ++d) {
+    Placement& placement = placements[d];
+    if (placement.is_shard_like()) {
+      check_user(placement.dim >= -ndim && placement.dim < ndim, "placements: ", placement.to_string(),
+                 " on mesh dim '", mesh.dim_names()[d], "' names tensor dim ", placement.dim, " of a tensor with ",
+                 ndim, " dims; allowed are ", -ndim, " to ", ndim - 1);
+      check_user(placement.split_factor >= 1, "placements: ", placement.to_string(), " has split factor ",
+                 placement.split_factor, "; allowed is 1 or more");
+      if (placement.dim < 0) placement.dim += ndim;
+    } else if (placement.is_partial()) {
+      const std::string reason = why_not_reducible(placement.op, dtype);
+      check_user(reason.empty(), reason, " (placements: ", placement.to_string(), " on mesh dim '", mesh.dim_names()[d],
+                 "')");
+    }
+  }
+  return placements;
+}
+
+// Reductions with different ops do not commute, so their order would matter; sum and avg do.
+void check_partials_mix(const std::vector<Placement>& placements) {
+  const Placement* first = nullptr;
+  for (const Placement& placement : placements) {
+    if (!placement.is_partial()) continue;
+    if (first == nullptr) first = &placement;
+    const auto is_linear = [](const Placement& p) { return p.op == ReduceOp::kSum || p.op == ReduceOp::kAvg; };
+    const bool mixes = placement == *first || (is_linear(placement) && is_linear(*first));
+    check_user(mixes, "placements: ", first->to_string(), " and ", placement.to_string(),
+               " cannot be pending together; allowed is one reduction, or sum with avg");
+  }
+}
+
+// DTensor writes the order of cuts into split factors: the factor of a mesh dim is the product of the sizes of the
+// mesh dims that cut before it and stand after it. Walk right to left and put each where that holds.
+// Mesh (2,2), [SS(0,2), S(0)]: S(0) first, then SS(0,2) behind it, so mesh dim 1 cuts before mesh dim 0.
+std::optional<ShardOrder> decode_order(const Mesh& mesh, const std::vector<Placement>& placements) {
+  ShardOrder order;
+  for (int d = mesh.ndim() - 1; d >= 0; --d) {
+    if (!placements[d].is_shard_like()) continue;
+    std::vector<int>& mesh_dims = order[placements[d].dim];
+    int64_t factor = 1;
+    size_t at = 0;
+    while (factor != placements[d].split_factor) {
+      if (at == mesh_dims.size()) return std::nullopt;
+      factor *= mesh.dim_size(mesh_dims[at++]);
+    }
+    mesh_dims.insert(mesh_dims.begin() + static_cast<int64_t>(at), d);
+  }
+  return order;
+}
+
+void check_order(const Mesh& mesh, const std::vector<Placement>& placements, int ndim, const ShardOrder& order) {
+  for (const auto& [tensor_dim, mesh_dims] : order) {
+    check_user(tensor_dim >= 0 && tensor_dim < ndim, "shard_order: tensor dim ", tensor_dim, " of a tensor with ", ndim,
+               " dims; allowed are 0 to ", ndim - 1);
+    std::vector<int> expected;
+    for (int d = 0; d < mesh.ndim(); ++d) {
+      if (placements[d].is_shard_like() && placements[d].dim == tensor_dim) expected.push_back(d);
+    }
+    std::vector<int> given = mesh_dims;
+    std::sort(given.begin(), given.end());
+    check_user(given == expected, "shard_order: tensor dim ", tensor_dim, " lists mesh dims (", join(mesh_dims),
+               "); allowed is each of (", join(expected), ") once, as these cut it");
+  }
+}
+
+}  // namespace
+
+Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vector<Placement> placements,
+               const ShardOrder& shard_order, StridedMeaning strided)
+    : mesh_(std::move(mesh)), shape_(std::move(shape)), dtype_(std::move(dtype)) {
+  check_shape(shape_);
+  placements_ = checked_placements(*mesh_, shape_, dtype_, std::move(placements));
+  check_partials_mix(placements_);
+
+  const bool has_strided = std::any_of(placements_.begin(), placements_.end(),
+                                       [](const Placement& p) { return p.kind == PlacementKind::kStridedShard; });
+  ShardOrder order = shard_order;
+  if (has_strided && strided != StridedMeaning::kLiteral && order.empty()) {
+    const std::optional<ShardOrder> decoded = decode_order(*mesh_, placements_);
+    check_user(decoded || strided == StridedMeaning::kAuto, "placements: the split factors of ", placements_string(),
+               " on ", mesh_->to_string(), " encode no order of cuts; say strided=\"literal\" if they mean pieces");
+    if (decoded) {
+      order = *decoded;
+      for (Placement& placement : placements_) {
+        if (placement.kind == PlacementKind::kStridedShard) placement = Placement::shard(placement.dim);
+      }
+    }
+  }
+  check_order(*mesh_, placements_, ndim(), order);
+
+  cuts_.resize(shape_.size());
+  for (int t = 0; t < ndim(); ++t) {
+    std::vector<int> mesh_dims;
+    const auto given = order.find(t);
+    if (given != order.end()) {
+      mesh_dims = given->second;
+    } else {
+      for (int d = 0; d < mesh_->ndim(); ++d) {
+        if (placements_[d].is_shard_like() && placements_[d].dim == t) mesh_dims.push_back(d);
+      }
+    }
+    for (const int d : mesh_dims) {
+      if (mesh_->dim_size(d) > 1) cuts_[t].push_back({d, placements_[d].split_factor});
+    }
+  }
+  derive_dim_sets();
+}
+
+Layout Layout::with(std::vector<std::vector<Cut>> cuts, const std::vector<Placement>& partials) const {
+  Layout other = *this;
+  other.placements_.assign(mesh_->ndim(), Placement::replicate());
+  for (int t = 0; t < ndim(); ++t) {
+    for (const Cut& c : cuts[t]) {
+      check_invariant(other.placements_[c.mesh_dim].is_replicate(), "mesh dim ", c.mesh_dim, " cuts twice");
+      other.placements_[c.mesh_dim] =
+          c.split_factor == 1 ? Placement::shard(t) : Placement::strided_shard(t, c.split_factor);
+    }
+  }
+  for (int d = 0; d < mesh_->ndim(); ++d) {
+    if (!partials[d].is_partial()) continue;
+    check_invariant(other.placements_[d].is_replicate(), "mesh dim ", d, " cuts and is partial");
+    other.placements_[d] = partials[d];
+  }
+  other.cuts_ = std::move(cuts);
+  other.derive_dim_sets();
+  return other;
+}
+
+void Layout::derive_dim_sets() {
+  cut_dims_ = {};
+  partial_dims_ = {};
+  for (const std::vector<Cut>& list : cuts_) {
+    for (const Cut& c : list) cut_dims_.insert(c.mesh_dim);
+  }
+  for (int d = 0; d < mesh_->ndim(); ++d) {
+    if (placements_[d].is_partial() && mesh_->dim_size(d) > 1) partial_dims_.insert(d);
+  }
+}
+
+MeshDimSet Layout::replicated_dims() const {
+  MeshDimSet dims;
+  for (int d = 0; d < mesh_->ndim(); ++d) {
+    if (mesh_->dim_size(d) > 1 && !cut_dims_.contains(d) && !partial_dims_.contains(d)) dims.insert(d);
+  }
+  return dims;
+}
+
+int64_t Layout::num_elements() const {
+  int64_t total = 1;
+  for (const int64_t size : shape_) total *= size;
+  return total;
+}
+
+Region Layout::region(int64_t position) const {
+  Region region(shape_.size());
+  for (int t = 0; t < ndim(); ++t) {
+    IntervalList list;
+    if (shape_[t] > 0) list.push_back({0, shape_[t]});
+    for (const Cut& c : cuts_[t]) {
+      list = cut(list, mesh_->dim_size(c.mesh_dim), mesh_->coordinate(position, c.mesh_dim), c.split_factor);
+    }
+    region[t] = std::move(list);
+  }
+  return region;
+}
+
+std::vector<int64_t> Layout::local_shape_of_rank(int64_t rank) const {
+  const std::optional<int64_t> position = mesh_->position_of(rank);
+  return position ? local_shape(*position) : std::vector<int64_t>{0};
+}
+
+std::string Layout::placements_string() const {
+  std::vector<std::string> parts;
+  for (int d = 0; d < mesh_->ndim(); ++d) {
+    std::string text = placements_[d].to_string();
+    if (placements_[d].is_shard_like() && !cuts_.empty()) {
+      const std::vector<Cut>& list = cuts_[placements_[d].dim];
+      const bool in_mesh_order =
+          std::is_sorted(list.begin(), list.end(), [](const Cut& a, const Cut& b) { return a.mesh_dim < b.mesh_dim; });
+      for (size_t i = 0; i < list.size() && !in_mesh_order; ++i) {
+        if (list[i].mesh_dim == d) text += concat("#", i);
+      }
+    }
+    parts.push_back(std::move(text));
+  }
+  return concat("[", join(parts), "]");
+}
+
+std::string Layout::to_string() const {
+  return concat(dtype_.name(), "[", join(shape_), "] on ", mesh_->to_string(), " as ", placements_string());
+}
+
+bool Layout::operator==(const Layout& other) const {
+  if (!(shape_ == other.shape_ && dtype_ == other.dtype_ && cuts_ == other.cuts_ && *mesh_ == *other.mesh_))
+    return false;
+  for (int d = 0; d < mesh_->ndim(); ++d) {
+    const bool mine = partial_dims_.contains(d);
+    if (mine != other.partial_dims_.contains(d)) return false;
+    if (mine && !(placements_[d] == other.placements_[d])) return false;
+  }
+  return true;
+}
+
+}  // namespace shardwright

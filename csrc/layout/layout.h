@@ -1,0 +1,84 @@
+// A layout: which elements of a global tensor each rank of a mesh holds, and where in its local tensor.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "layout/dtype.h"
+#include "layout/mesh.h"
+#include "layout/placement.h"
+#include "layout/region.h"
+
+namespace shardwright {
+
+// One mesh dim cutting one tensor dim.
+struct Cut {
+  int mesh_dim = 0;
+  int64_t split_factor = 1;
+  bool operator==(const Cut&) const = default;
+};
+
+// {tensor dim: mesh dims, first cut first}
+using ShardOrder = std::map<int64_t, std::vector<int>>;
+
+// What SS(d, f) says (DTensorSpec.use_strided_shard_as_shard_order): kOrder, it only encodes the order of plain cuts,
+// as FSDP on top of tensor parallelism does; kLiteral, the tensor really is cut in f times as many pieces; kAuto,
+// kOrder where the split factors can be decoded as an order, else kLiteral.
+enum class StridedMeaning { kAuto, kOrder, kLiteral };
+
+class Layout {
+ public:
+  // Negative tensor dims count from the end. An empty shard_order, or a missing entry, means mesh order.
+  // Throws UserError naming the argument: placements (number, tensor dim out of range, reductions that do not
+  // mix, dtype that cannot be reduced), shape, shard_order.
+  Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vector<Placement> placements,
+         const ShardOrder& shard_order = {}, StridedMeaning strided = StridedMeaning::kAuto);
+
+  const Mesh& mesh() const { return *mesh_; }
+  const MeshPtr& mesh_ptr() const { return mesh_; }
+  const std::vector<int64_t>& shape() const { return shape_; }
+  int ndim() const { return static_cast<int>(shape_.size()); }
+  const DType& dtype() const { return dtype_; }
+  const std::vector<Placement>& placements() const { return placements_; }
+  // Cuts of a tensor dim, first cut first; mesh dims of size 1 cut nothing and are left out.
+  const std::vector<Cut>& cuts(int tensor_dim) const { return cuts_[tensor_dim]; }
+  const std::vector<std::vector<Cut>>& cuts() const { return cuts_; }
+  int64_t num_elements() const;
+
+  // Mesh dims larger than 1, by what the layout does on them.
+  MeshDimSet cut_dims() const { return cut_dims_; }
+  MeshDimSet partial_dims() const { return partial_dims_; }
+  MeshDimSet replicated_dims() const;
+
+  // The part of the rank at `position`; for P, the elements it holds a contribution to.
+  Region region(int64_t position) const;
+  std::vector<int64_t> local_shape(int64_t position) const { return shape_of(region(position)); }
+  // Nothing is held by ranks outside the mesh: their local tensor has no elements, as in DTensor.
+  std::vector<int64_t> local_shape_of_rank(int64_t rank) const;
+
+  // The same tensor and mesh with other cuts and partials. `cuts` must name each mesh dim at most once.
+  Layout with(std::vector<std::vector<Cut>> cuts, const std::vector<Placement>& partials) const;
+
+  // "[S(0), R]", with the order of cuts where it is not mesh order: "[S(0)#1, S(0)#0]".
+  std::string placements_string() const;
+  // "float32[64, 64] on dp=2,tp=4 as [S(0), R]"
+  std::string to_string() const;
+
+  // Same elements in the same places on every rank.
+  bool operator==(const Layout& other) const;
+
+ private:
+  void derive_dim_sets();
+
+  MeshPtr mesh_;
+  std::vector<int64_t> shape_;
+  DType dtype_;
+  std::vector<Placement> placements_;
+  std::vector<std::vector<Cut>> cuts_;
+  MeshDimSet cut_dims_;
+  MeshDimSet partial_dims_;
+};
+
+}  // namespace shardwright

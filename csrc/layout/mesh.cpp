@@ -1,0 +1,110 @@
+#include "layout/mesh.h"
+
+#include <algorithm>
+#include <set>
+
+#include "layout/error.h"
+
+namespace shardwright {
+
+std::vector<int> MeshDimSet::to_vector() const {
+  std::vector<int> mesh_dims;
+  for (int d = 0; d < kMaxDims; ++d) {
+    if (contains(d)) mesh_dims.push_back(d);
+  }
+  return mesh_dims;
+}
+
+Mesh::Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, std::vector<int64_t> ranks)
+    : dim_names_(std::move(dim_names)), dim_sizes_(std::move(dim_sizes)), ranks_(std::move(ranks)) {
+  check_user(!dim_sizes_.empty(), "mesh: needs at least one dim, got none");
+  check_user(ndim() <= MeshDimSet::kMaxDims, "mesh: has ", ndim(), " dims; allowed are at most ", MeshDimSet::kMaxDims);
+  check_user(dim_names_.size() == dim_sizes_.size(), "mesh: ", dim_names_.size(), " dim names (", join(dim_names_),
+             ") for ", dim_sizes_.size(), " dims");
+  const std::set<std::string> distinct(dim_names_.begin(), dim_names_.end());
+  check_user(distinct.size() == dim_names_.size(), "mesh: dim names must differ, got (", join(dim_names_), ")");
+  check_user(distinct.count("") == 0, "mesh: dim names must not be empty, got (", join(dim_names_), ")");
+
+  strides_.assign(ndim(), 1);
+  for (int d = ndim() - 1; d >= 0; --d) {
+    check_user(dim_sizes_[d] >= 1, "mesh: dim '", dim_names_[d], "' has size ", dim_sizes_[d],
+               "; allowed is 1 or more");
+    strides_[d] = size_;
+    check_user(size_ <= (int64_t{1} << 40) / dim_sizes_[d], "mesh: (", join(dim_sizes_), ") has too many positions");
+    size_ *= dim_sizes_[d];
+  }
+
+  if (ranks_.empty()) return;
+  check_user(static_cast<int64_t>(ranks_.size()) == size_, "mesh: ", ranks_.size(), " ranks for ", size_,
+             " positions (", to_string(), ")");
+  for (int64_t p = 0; p < size_; ++p) {
+    check_user(ranks_[p] >= 0, "mesh: rank ", ranks_[p], " at position ", p, " is negative");
+    const bool is_new = position_of_rank_.emplace(ranks_[p], p).second;
+    check_user(is_new, "mesh: rank ", ranks_[p], " appears twice");
+    if (p > 0 && ranks_[p] < ranks_[p - 1]) ranks_ascend_ = false;
+  }
+}
+
+int64_t Mesh::group_size(MeshDimSet mesh_dims) const {
+  int64_t size = 1;
+  for (int d = 0; d < ndim(); ++d) {
+    if (mesh_dims.contains(d)) size *= dim_sizes_[d];
+  }
+  return size;
+}
+
+std::optional<int64_t> Mesh::position_of(int64_t rank) const {
+  if (ranks_.empty()) return rank >= 0 && rank < size_ ? std::optional<int64_t>(rank) : std::nullopt;
+  const auto found = position_of_rank_.find(rank);
+  return found == position_of_rank_.end() ? std::nullopt : std::optional<int64_t>(found->second);
+}
+
+std::vector<int64_t> Mesh::coordinate(int64_t position) const {
+  std::vector<int64_t> coordinates(ndim());
+  for (int d = 0; d < ndim(); ++d) coordinates[d] = coordinate(position, d);
+  return coordinates;
+}
+
+std::vector<int64_t> Mesh::group(int64_t position, MeshDimSet mesh_dims) const {
+  std::vector<int64_t> members{position};
+  for (int d = 0; d < ndim(); ++d) {
+    if (mesh_dims.contains(d)) members[0] -= coordinate(position, d) * strides_[d];
+  }
+  for (int d = 0; d < ndim(); ++d) {
+    if (!mesh_dims.contains(d)) continue;
+    std::vector<int64_t> wider;
+    wider.reserve(members.size() * dim_sizes_[d]);
+    for (const int64_t member : members) {
+      for (int64_t c = 0; c < dim_sizes_[d]; ++c) wider.push_back(member + c * strides_[d]);
+    }
+    members = std::move(wider);
+  }
+  if (!ranks_ascend_) {
+    std::sort(members.begin(), members.end(), [this](int64_t a, int64_t b) { return ranks_[a] < ranks_[b]; });
+  }
+  return members;
+}
+
+std::string Mesh::to_string() const {
+  std::vector<std::string> parts;
+  for (int d = 0; d < ndim(); ++d) parts.push_back(concat(dim_names_[d], "=", dim_sizes_[d]));
+  return join(parts, ",");
+}
+
+std::string Mesh::names_of(MeshDimSet mesh_dims) const {
+  std::vector<std::string> names;
+  for (int d = 0; d < ndim(); ++d) {
+    if (mesh_dims.contains(d)) names.push_back(dim_names_[d]);
+  }
+  return join(names, "+");
+}
+
+bool Mesh::operator==(const Mesh& other) const {
+  if (dim_names_ != other.dim_names_ || dim_sizes_ != other.dim_sizes_) return false;
+  for (int64_t p = 0; p < size_ && !(ranks_.empty() && other.ranks_.empty()); ++p) {
+    if (rank_at(p) != other.rank_at(p)) return false;
+  }
+  return true;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,90 @@
+// A device mesh: an n-D grid of ranks with named dims, as in torch's DeviceMesh.
+//
+// A *position* is the row-major index into the grid; a *rank* is the global rank that sits there. They differ on
+// slices of larger meshes. All geometry is done on positions; ranks appear only where a process group is meant.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace shardwright {
+
+// A set of mesh dims, bit i for mesh dim i.
+class MeshDimSet {
+ public:
+  static constexpr int kMaxDims = 32;
+
+  constexpr MeshDimSet() = default;
+  static constexpr MeshDimSet single(int mesh_dim) { return MeshDimSet(uint32_t{1} << mesh_dim); }
+  static constexpr MeshDimSet from_bits(uint32_t bits) { return MeshDimSet(bits); }
+
+  constexpr bool contains(int mesh_dim) const { return (bits_ >> mesh_dim) & 1u; }
+  constexpr bool empty() const { return bits_ == 0; }
+  constexpr int count() const { return std::popcount(bits_); }
+  constexpr uint32_t bits() const { return bits_; }
+  void insert(int mesh_dim) { bits_ |= uint32_t{1} << mesh_dim; }
+  void erase(int mesh_dim) { bits_ &= ~(uint32_t{1} << mesh_dim); }
+  std::vector<int> to_vector() const;
+
+  constexpr MeshDimSet operator|(MeshDimSet other) const { return MeshDimSet(bits_ | other.bits_); }
+  constexpr MeshDimSet operator&(MeshDimSet other) const { return MeshDimSet(bits_ & other.bits_); }
+  constexpr MeshDimSet operator-(MeshDimSet other) const { return MeshDimSet(bits_ & ~other.bits_); }
+  constexpr bool operator==(MeshDimSet other) const { return bits_ == other.bits_; }
+
+ private:
+  explicit constexpr MeshDimSet(uint32_t bits) : bits_(bits) {}
+  uint32_t bits_ = 0;
+};
+
+class Mesh {
+ public:
+  // `ranks` in row-major order, one per position, distinct and not negative; empty means 0, 1, 2, ...
+  // Throws UserError on names that repeat or are empty, sizes below 1, and ranks of the wrong number.
+  Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, std::vector<int64_t> ranks = {});
+
+  int ndim() const { return static_cast<int>(dim_sizes_.size()); }
+  int64_t size() const { return size_; }
+  int64_t dim_size(int mesh_dim) const { return dim_sizes_[mesh_dim]; }
+  const std::vector<int64_t>& dim_sizes() const { return dim_sizes_; }
+  const std::vector<std::string>& dim_names() const { return dim_names_; }
+  int64_t group_size(MeshDimSet mesh_dims) const;
+
+  int64_t rank_at(int64_t position) const { return ranks_.empty() ? position : ranks_[position]; }
+  // Nothing for a rank that is not part of the mesh.
+  std::optional<int64_t> position_of(int64_t rank) const;
+
+  std::vector<int64_t> coordinate(int64_t position) const;
+  int64_t coordinate(int64_t position, int mesh_dim) const {
+    return position / strides_[mesh_dim] % dim_sizes_[mesh_dim];
+  }
+  int64_t stride(int mesh_dim) const { return strides_[mesh_dim]; }
+
+  // The positions that differ from `position` only in `mesh_dims`, itself included, by ascending rank: this is the
+  // order of every process group of ours.
+  std::vector<int64_t> group(int64_t position, MeshDimSet mesh_dims) const;
+
+  // "dp=2,tp=4"
+  std::string to_string() const;
+  // Names joined by '+' in mesh order: "dp+tp".
+  std::string names_of(MeshDimSet mesh_dims) const;
+
+  bool operator==(const Mesh& other) const;
+
+ private:
+  std::vector<std::string> dim_names_;
+  std::vector<int64_t> dim_sizes_;
+  std::vector<int64_t> strides_;
+  std::vector<int64_t> ranks_;
+  std::unordered_map<int64_t, int64_t> position_of_rank_;  // filled only where ranks_ is
+  bool ranks_ascend_ = true;
+  int64_t size_ = 1;
+};
+
+using MeshPtr = std::shared_ptr<const Mesh>;
+
+}  // namespace shardwright

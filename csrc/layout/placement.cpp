@@ -1,0 +1,140 @@
+#include "layout/placement.h"
+
+#include <array>
+#include <cctype>
+#include <charconv>
+#include <cmath>
+
+#include "layout/error.h"
+
+namespace shardwright {
+namespace {
+
+constexpr std::array<const char*, 9> kOpNames{"sum", "avg", "min", "max", "product", "band", "bor", "bxor", "norm"};
+constexpr const char* kAllowedForms =
+    "R, S(dim), SS(dim,split_factor), P, P(op) with op one of sum, avg, min, max, product, band, bor, bxor, 'norm p'";
+
+std::string without_spaces_at_ends(const std::string& text) {
+  size_t begin = 0;
+  size_t end = text.size();
+  while (begin < end && std::isspace(static_cast<unsigned char>(text[begin]))) ++begin;
+  while (end > begin && std::isspace(static_cast<unsigned char>(text[end - 1]))) --end;
+  return text.substr(begin, end - begin);
+}
+
+[[noreturn]] void refuse(const std::string& text) {
+  throw UserError(concat("placements: '", text, "' is not a placement; allowed are ", kAllowedForms));
+}
+
+int64_t parse_integer(const std::string& digits, const std::string& whole) {
+  const std::string trimmed = without_spaces_at_ends(digits);
+  int64_t value = 0;
+  const char* end = trimmed.data() + trimmed.size();
+  const auto result = std::from_chars(trimmed.data(), end, value);
+  if (trimmed.empty() || result.ec != std::errc() || result.ptr != end) refuse(whole);
+  return value;
+}
+
+double parse_power(const std::string& digits, const std::string& whole) {
+  const std::string trimmed = without_spaces_at_ends(digits);
+  double value = 0;
+  const char* end = trimmed.data() + trimmed.size();
+  const auto result = std::from_chars(trimmed.data(), end, value);
+  if (trimmed.empty() || result.ec != std::errc() || result.ptr != end) refuse(whole);
+  check_user(std::isfinite(value) && value != 0, "placements: '", whole, "' has norm power ", value,
+             "; allowed is a finite number other than 0");
+  return value;
+}
+
+Placement parse_partial(const std::string& argument, const std::string& whole) {
+  for (size_t i = 0; i < kOpNames.size(); ++i) {
+    const std::string name = kOpNames[i];
+    const auto op = static_cast<ReduceOp>(i);
+    if (op == ReduceOp::kNorm) {
+      if (argument.rfind(name, 0) == 0) return Placement::partial(op, parse_power(argument.substr(name.size()), whole));
+    } else if (argument == name) {
+      return Placement::partial(op);
+    }
+  }
+  refuse(whole);
+}
+
+}  // namespace
+
+const char* reduce_op_name(ReduceOp op) { return kOpNames[static_cast<size_t>(op)]; }
+
+Placement Placement::parse(const std::string& text) {
+  const std::string whole = without_spaces_at_ends(text);
+  const size_t open = whole.find('(');
+  const std::string head = without_spaces_at_ends(whole.substr(0, open));
+  if (open == std::string::npos) {
+    if (head == "R") return replicate();
+    if (head == "P") return partial(ReduceOp::kSum);
+    refuse(text);
+  }
+  if (whole.back() != ')') refuse(text);
+  const std::string argument = without_spaces_at_ends(whole.substr(open + 1, whole.size() - open - 2));
+  if (head == "S") return shard(parse_integer(argument, whole));
+  if (head == "P") return parse_partial(argument, whole);
+  const size_t comma = argument.find(',');
+  if (head != "SS" || comma == std::string::npos) refuse(text);
+  return strided_shard(parse_integer(argument.substr(0, comma), whole),
+                       parse_integer(argument.substr(comma + 1), whole));
+}
+
+std::string Placement::to_string() const {
+  switch (kind) {
+    case PlacementKind::kReplicate:
+      return "R";
+    case PlacementKind::kShard:
+      return concat("S(", dim, ")");
+    case PlacementKind::kStridedShard:
+      return concat("SS(", dim, ",", split_factor, ")");
+    case PlacementKind::kPartial:
+      return op == ReduceOp::kNorm ? concat("P(norm ", norm_power, ")") : concat("P(", reduce_op_name(op), ")");
+  }
+  return "?";
+}
+
+std::vector<Placement> parse_placements(const std::string& text) {
+  std::vector<Placement> placements;
+  int depth = 0;
+  std::string part;
+  for (const char c : text) {
+    depth += c == '(' ? 1 : c == ')' ? -1 : 0;
+    if (c == ',' && depth == 0) {
+      placements.push_back(Placement::parse(part));
+      part.clear();
+    } else {
+      part.push_back(c);
+    }
+  }
+  placements.push_back(Placement::parse(part));
+  return placements;
+}
+
+std::string why_not_reducible(ReduceOp op, const DType& dtype) {
+  const DTypeKind kind = dtype.kind();
+  const std::string head =
+      concat("dtype: ", dtype.name(), " cannot be reduced with '", reduce_op_name(op), "'; allowed are ");
+  if (kind == DTypeKind::kOpaque) return concat(head, "types with arithmetic (cast to float32 or bfloat16 first)");
+  switch (op) {
+    case ReduceOp::kBitAnd:
+    case ReduceOp::kBitOr:
+    case ReduceOp::kBitXor:
+      return kind == DTypeKind::kInteger || kind == DTypeKind::kBool ? "" : concat(head, "integers and bool");
+    case ReduceOp::kMin:
+    case ReduceOp::kMax:
+      return kind != DTypeKind::kComplex ? "" : concat(head, "types with an order");
+    case ReduceOp::kAvg:
+      return kind == DTypeKind::kFloat || kind == DTypeKind::kComplex ? "" : concat(head, "floating and complex types");
+    case ReduceOp::kNorm:
+      return kind == DTypeKind::kFloat ? "" : concat(head, "floating types");
+    case ReduceOp::kSum:
+    case ReduceOp::kProduct:
+      return "";
+  }
+  return "";
+}
+
+}  // namespace shardwright

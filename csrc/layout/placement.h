@@ -1,0 +1,57 @@
+// How a tensor lies on one mesh dim, in DTensor's words and spelling.
+//
+//   R          replicated
+//   S(d)       tensor dim d cut into chunks, as torch.chunk does
+//   SS(d,f)    DTensor's _StridedShard(d, split_factor=f)
+//   P(op)      pending reduction; "P" alone is P(sum). Ops: sum avg min max product band bor bxor, and "norm p"
+//              (DTensor's _NormPartial(p): each rank holds a p-norm of its own elements)
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "layout/dtype.h"
+
+namespace shardwright {
+
+enum class ReduceOp : uint8_t { kSum, kAvg, kMin, kMax, kProduct, kBitAnd, kBitOr, kBitXor, kNorm };
+
+const char* reduce_op_name(ReduceOp op);
+
+enum class PlacementKind : uint8_t { kReplicate, kShard, kStridedShard, kPartial };
+
+struct Placement {
+  PlacementKind kind = PlacementKind::kReplicate;
+  int64_t dim = -1;              // shards: the tensor dim
+  int64_t split_factor = 1;      // strided shards
+  ReduceOp op = ReduceOp::kSum;  // partials
+  double norm_power = 0;         // P(norm p)
+
+  static Placement replicate() { return {}; }
+  static Placement shard(int64_t dim) { return {PlacementKind::kShard, dim, 1, ReduceOp::kSum, 0}; }
+  static Placement strided_shard(int64_t dim, int64_t split_factor) {
+    return {PlacementKind::kStridedShard, dim, split_factor, ReduceOp::kSum, 0};
+  }
+  static Placement partial(ReduceOp op, double norm_power = 0) {
+    return {PlacementKind::kPartial, -1, 1, op, norm_power};
+  }
+
+  bool is_replicate() const { return kind == PlacementKind::kReplicate; }
+  bool is_shard_like() const { return kind == PlacementKind::kShard || kind == PlacementKind::kStridedShard; }
+  bool is_partial() const { return kind == PlacementKind::kPartial; }
+
+  // Throws UserError naming the text and the allowed forms.
+  static Placement parse(const std::string& text);
+  std::string to_string() const;
+
+  bool operator==(const Placement& other) const = default;
+};
+
+// Splits "S(0),R,SS(1,2)" at the commas outside parentheses and parses each part.
+std::vector<Placement> parse_placements(const std::string& text);
+
+// Nothing wrong: an empty string. Else why elements of `dtype` cannot be reduced with `op`.
+std::string why_not_reducible(ReduceOp op, const DType& dtype);
+
+}  // namespace shardwright

@@ -1,0 +1,102 @@
+#include "layout/region.h"
+
+#include <algorithm>
+
+namespace shardwright {
+namespace {
+
+int64_t ceil_divide(int64_t n, int64_t k) { return (n + k - 1) / k; }
+
+void append(IntervalList& list, Interval interval) {
+  if (interval.begin >= interval.end) return;
+  if (!list.empty() && list.back().end == interval.begin) {
+    list.back().end = interval.end;
+  } else {
+    list.push_back(interval);
+  }
+}
+
+void append_subrange(IntervalList& out, const IntervalList& list, int64_t begin, int64_t end) {
+  int64_t position = 0;
+  for (const Interval& interval : list) {
+    const int64_t size = interval.end - interval.begin;
+    const int64_t from = std::max(begin - position, int64_t{0});
+    const int64_t to = std::min(end - position, size);
+    append(out, {interval.begin + from, interval.begin + to});
+    position += size;
+    if (position >= end) break;
+  }
+}
+
+template <typename Visit>
+void for_each_shared_run(const IntervalList& a, const IntervalList& b, const Visit& visit) {
+  size_t i = 0;
+  size_t j = 0;
+  int64_t a_position = 0;
+  int64_t b_position = 0;
+  while (i < a.size() && j < b.size()) {
+    const int64_t begin = std::max(a[i].begin, b[j].begin);
+    const int64_t end = std::min(a[i].end, b[j].end);
+    if (begin < end) visit(Piece{end - begin, a_position + begin - a[i].begin, b_position + begin - b[j].begin});
+    if (a[i].end <= b[j].end) {
+      a_position += a[i].end - a[i].begin;
+      ++i;
+    } else {
+      b_position += b[j].end - b[j].begin;
+      ++j;
+    }
+  }
+}
+
+}  // namespace
+
+int64_t length(const IntervalList& list) {
+  int64_t total = 0;
+  for (const Interval& interval : list) total += interval.end - interval.begin;
+  return total;
+}
+
+int64_t num_elements(const Region& region) {
+  int64_t total = 1;
+  for (const IntervalList& list : region) total *= length(list);
+  return total;
+}
+
+std::vector<int64_t> shape_of(const Region& region) {
+  std::vector<int64_t> shape;
+  shape.reserve(region.size());
+  for (const IntervalList& list : region) shape.push_back(length(list));
+  return shape;
+}
+
+IntervalList subrange(const IntervalList& list, int64_t begin, int64_t end) {
+  IntervalList out;
+  append_subrange(out, list, begin, end);
+  return out;
+}
+
+IntervalList cut(const IntervalList& list, int64_t num_chunks, int64_t index, int64_t split_factor) {
+  const int64_t total = length(list);
+  const int64_t piece = ceil_divide(total, split_factor);
+  IntervalList out;
+  for (int64_t begin = 0; begin < total; begin += piece) {
+    const int64_t end = std::min(begin + piece, total);
+    const int64_t chunk = ceil_divide(end - begin, num_chunks);
+    append_subrange(out, list, std::min(begin + index * chunk, end), std::min(begin + (index + 1) * chunk, end));
+  }
+  return out;
+}
+
+std::vector<Piece> intersect(const IntervalList& a, const IntervalList& b) {
+  std::vector<Piece> pieces;
+  for_each_shared_run(a, b, [&](const Piece& piece) { pieces.push_back(piece); });
+  return pieces;
+}
+
+int64_t intersection_length(const IntervalList& a, const IntervalList& b) {
+  int64_t total = 0;
+  for_each_shared_run(a, b, [&](const Piece& piece) { total += piece.length; });
+  return total;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,68 @@
+#include "planner/plan.h"
+
+#include "layout/error.h"
+
+namespace shardwright {
+
+const char* step_op_name(StepOp op) {
+  switch (op) {
+    case StepOp::kSlice:
+      return "slice";
+    case StepOp::kPartition:
+      return "partition";
+    case StepOp::kZeroFill:
+      return "zero_fill";
+    case StepOp::kAllGather:
+      return "all_gather";
+    case StepOp::kAllToAll:
+      return "all_to_all";
+    case StepOp::kPermute:
+      return "permute";
+    case StepOp::kExchange:
+      return "exchange";
+    case StepOp::kReduceScatter:
+      return "reduce_scatter";
+    case StepOp::kAllReduce:
+      return "all_reduce";
+  }
+  return "?";
+}
+
+bool is_local(StepOp op) { return op == StepOp::kSlice || op == StepOp::kPartition || op == StepOp::kZeroFill; }
+
+Backend parse_backend(const std::string& name) {
+  if (name == "nccl") return Backend::kNccl;
+  if (name == "gloo") return Backend::kGloo;
+  throw UserError(concat("backend: '", name, "' is not known; allowed are nccl, gloo"));
+}
+
+const char* backend_name(Backend backend) { return backend == Backend::kNccl ? "nccl" : "gloo"; }
+
+namespace {
+
+std::string bytes_text(int64_t bytes) {
+  if (bytes < 10 * 1024) return concat(bytes, " B");
+  if (bytes < 10 * 1024 * 1024) return concat(bytes / 1024, " KiB");
+  return concat(bytes / 1024 / 1024, " MiB");
+}
+
+}  // namespace
+
+std::string Plan::to_string() const {
+  std::string text = concat(src.to_string(), " -> ", dst.placements_string(), ", ", backend_name(backend));
+  if (steps.empty()) return text + "\n  nothing to do: every rank holds what it needs";
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const Step& step = steps[i];
+    text += concat("\n  ", i + 1, ". ", step_op_name(step.op), " over ", src.mesh().names_of(step.mesh_dims), ": ",
+                   step.before.placements_string(), " -> ", step.after.placements_string());
+    if (is_local(step.op)) {
+      text += ", local";
+      continue;
+    }
+    const TrafficTotals t = shardwright::totals(step, backend);
+    text += concat(", receives at most ", bytes_text(t.received_bytes_max), " in ", t.messages_max, " messages");
+  }
+  return text;
+}
+
+}  // namespace shardwright

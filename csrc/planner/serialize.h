@@ -1,0 +1,20 @@
+// Plans as bytes, to go from one binary or process to another, and as JSON, for people and tools.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "planner/plan.h"
+
+namespace shardwright {
+
+// Little-endian, versioned, closed by a checksum. Equal plans give equal bytes.
+std::string to_bytes(const Plan& plan);
+
+// Throws UserError on bytes that are cut short, changed, of another version, or describe no plan.
+Plan from_bytes(std::string_view bytes);
+
+// {"version": 1, "backend", "mesh": {...}, "shape", "dtype", "source", "destination", "steps": [...], totals}
+std::string to_json(const Plan& plan, int64_t peak_bytes);
+
+}  // namespace shardwright

@@ -1,0 +1,122 @@
+#include "program/boxes.h"
+
+namespace shardwright {
+namespace {
+
+std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (int d = static_cast<int>(shape.size()) - 2; d >= 0; --d) strides[d] = strides[d + 1] * shape[d + 1];
+  return strides;
+}
+
+// Drops dims of size 1 and merges neighbours that are dense on both sides, so that inner runs get long.
+// sizes (3,4), strides (4,1) and (8,1): stays. strides (4,1) and (4,1): one run of 12.
+void simplify(Box& box) {
+  size_t kept = 0;
+  for (size_t d = 0; d < box.sizes.size(); ++d) {
+    if (box.sizes[d] == 1) continue;
+    const bool merges = kept > 0 && box.src_strides[kept - 1] == box.src_strides[d] * box.sizes[d] &&
+                        box.dst_strides[kept - 1] == box.dst_strides[d] * box.sizes[d];
+    if (merges) {
+      box.sizes[kept - 1] *= box.sizes[d];
+      box.src_strides[kept - 1] = box.src_strides[d];
+      box.dst_strides[kept - 1] = box.dst_strides[d];
+    } else {
+      box.sizes[kept] = box.sizes[d];
+      box.src_strides[kept] = box.src_strides[d];
+      box.dst_strides[kept] = box.dst_strides[d];
+      ++kept;
+    }
+  }
+  box.sizes.resize(kept);
+  box.src_strides.resize(kept);
+  box.dst_strides.resize(kept);
+}
+
+struct Side {
+  const std::vector<int64_t>& shape;
+  int64_t Piece::* position;
+  int64_t base;
+};
+
+// One box per combination of pieces, in row-major order of the combinations.
+std::vector<Box> boxes_between(const std::vector<std::vector<Piece>>& pieces, const Side& from, const Side& to) {
+  const size_t ndim = pieces.size();
+  for (const auto& list : pieces) {
+    if (list.empty()) return {};
+  }
+  const std::vector<int64_t> from_strides = row_major_strides(from.shape);
+  const std::vector<int64_t> to_strides = row_major_strides(to.shape);
+  std::vector<Box> boxes;
+  std::vector<size_t> at(ndim, 0);
+  while (true) {
+    Box box;
+    box.src_offset = from.base;
+    box.dst_offset = to.base;
+    for (size_t d = 0; d < ndim; ++d) {
+      const Piece& piece = pieces[d][at[d]];
+      box.src_offset += piece.*from.position * from_strides[d];
+      box.dst_offset += piece.*to.position * to_strides[d];
+      box.sizes.push_back(piece.length);
+    }
+    box.src_strides = from_strides;
+    box.dst_strides = to_strides;
+    simplify(box);
+    boxes.push_back(std::move(box));
+    size_t d = ndim;
+    while (d > 0 && ++at[d - 1] == pieces[d - 1].size()) at[--d] = 0;
+    if (d == 0) return boxes;
+  }
+}
+
+// pieces with their place in the packed message written into `position`
+std::vector<std::vector<Piece>> packed_positions(std::vector<std::vector<Piece>> pieces, int64_t Piece::* position) {
+  for (auto& list : pieces) {
+    int64_t next = 0;
+    for (Piece& piece : list) {
+      piece.*position = next;
+      next += piece.length;
+    }
+  }
+  return pieces;
+}
+
+int64_t run_of(const std::vector<Box>& boxes, bool in_src) {
+  if (boxes.size() != 1 || boxes[0].sizes.size() > 1) return -1;
+  const Box& box = boxes[0];
+  const std::vector<int64_t>& strides = in_src ? box.src_strides : box.dst_strides;
+  if (!strides.empty() && strides[0] != 1) return -1;
+  return in_src ? box.src_offset : box.dst_offset;
+}
+
+}  // namespace
+
+Intersection::Intersection(const Region& a, const Region& b) : a_shape_(shape_of(a)), b_shape_(shape_of(b)) {
+  for (size_t d = 0; d < a.size(); ++d) {
+    pieces_.push_back(intersect(a[d], b[d]));
+    int64_t shared = 0;
+    for (const Piece& piece : pieces_.back()) shared += piece.length;
+    packed_shape_.push_back(shared);
+    count_ *= shared;
+  }
+}
+
+std::vector<Box> Intersection::a_to_b(int64_t a_base, int64_t b_base) const {
+  return boxes_between(pieces_, {a_shape_, &Piece::a_position, a_base}, {b_shape_, &Piece::b_position, b_base});
+}
+
+std::vector<Box> Intersection::a_to_packed(int64_t a_base, int64_t packed_base) const {
+  return boxes_between(packed_positions(pieces_, &Piece::b_position), {a_shape_, &Piece::a_position, a_base},
+                       {packed_shape_, &Piece::b_position, packed_base});
+}
+
+std::vector<Box> Intersection::packed_to_b(int64_t packed_base, int64_t b_base) const {
+  return boxes_between(packed_positions(pieces_, &Piece::a_position), {packed_shape_, &Piece::a_position, packed_base},
+                       {b_shape_, &Piece::b_position, b_base});
+}
+
+int64_t Intersection::run_in_a() const { return run_of(a_to_packed(0, 0), true); }
+
+int64_t Intersection::run_in_b() const { return run_of(packed_to_b(0, 0), false); }
+
+}  // namespace shardwright

@@ -1,0 +1,38 @@
+// Boxes: how a region's elements move between two local tensors, as few strided blocks as they take.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "layout/region.h"
+#include "program/program.h"
+
+namespace shardwright {
+
+// Elements that two local tensors share, and the order in which a packed message carries them: row-major over the
+// shared indices of each dim.
+class Intersection {
+ public:
+  // a and b are regions of one tensor.
+  Intersection(const Region& a, const Region& b);
+
+  int64_t count() const { return count_; }
+
+  // Copies between the row-major local tensors of a, of b, and the packed message, each starting at an offset.
+  std::vector<Box> a_to_b(int64_t a_base, int64_t b_base) const;
+  std::vector<Box> a_to_packed(int64_t a_base, int64_t packed_base) const;
+  std::vector<Box> packed_to_b(int64_t packed_base, int64_t b_base) const;
+
+  // Where the packed message already lies as one run inside the local tensor: its offset, else -1.
+  int64_t run_in_a() const;
+  int64_t run_in_b() const;
+
+ private:
+  std::vector<std::vector<Piece>> pieces_;
+  std::vector<int64_t> a_shape_;
+  std::vector<int64_t> b_shape_;
+  std::vector<int64_t> packed_shape_;
+  int64_t count_ = 1;
+};
+
+}  // namespace shardwright

@@ -1,0 +1,14 @@
+// Strided copies on plain memory: what the simulator and the CPU runtime both use to pack, place and unpack.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "program/program.h"
+
+namespace shardwright {
+
+// src and dst are the starts of row-major arrays of elements of item_bytes. They must not overlap.
+void copy_boxes(const std::vector<Box>& boxes, const void* src, void* dst, int64_t item_bytes);
+
+}  // namespace shardwright

@@ -1,0 +1,135 @@
+#include "program/program.h"
+
+#include <algorithm>
+
+#include "layout/error.h"
+
+namespace shardwright {
+namespace {
+
+template <typename... Handlers>
+struct Overloaded : Handlers... {
+  using Handlers::operator()...;
+};
+template <typename... Handlers>
+Overloaded(Handlers...) -> Overloaded<Handlers...>;
+
+std::string text(const BufferRange& r) { return concat("b", r.buffer, "[", r.offset, ":", r.offset + r.count, "]"); }
+
+std::string text(const std::vector<SendReceive::Message>& messages) {
+  std::vector<std::string> parts;
+  for (const auto& m : messages) parts.push_back(concat(m.peer, ":", text(m.range)));
+  return join(parts, " ");
+}
+
+std::string text(const Operation& operation) {
+  return std::visit(
+      Overloaded{
+          [](const Copy& o) { return concat("copy b", o.src, " -> b", o.dst, " in ", o.boxes.size(), " boxes"); },
+          [](const FillZero& o) { return concat("fill ", text(o.dst), " = 0"); },
+          [](const Divide& o) { return concat("divide ", text(o.dst), " by ", o.divisor); },
+          [](const Power& o) { return concat("power ", text(o.src), " ** ", o.exponent, " -> ", text(o.dst)); },
+          [](const Reduce& o) {
+            return concat("reduce ", reduce_op_name(o.op), " of ", o.num_parts, " parts ", text(o.src), " -> ",
+                          text(o.dst));
+          },
+          [](const AllGather& o) { return concat("all_gather g", o.group, " ", text(o.src), " -> ", text(o.dst)); },
+          [](const ReduceScatter& o) {
+            return concat("reduce_scatter ", reduce_op_name(o.op), " g", o.group, " ", text(o.src), " -> ",
+                          text(o.dst));
+          },
+          [](const AllReduce& o) {
+            return concat("all_reduce ", reduce_op_name(o.op), " g", o.group, " ", text(o.data));
+          },
+          [](const AllToAll& o) {
+            return concat("all_to_all g", o.group, " ", text(o.src), " (", join(o.send_counts), ") -> ", text(o.dst),
+                          " (", join(o.receive_counts), ")");
+          },
+          [](const SendReceive& o) {
+            return concat("send_receive g", o.group, " to {", text(o.sends), "} from {", text(o.receives), "}");
+          },
+          [](const Wait& o) { return concat("wait for instruction ", o.ticket); },
+      },
+      operation);
+}
+
+}  // namespace
+
+bool is_communication(const Operation& operation) {
+  return std::holds_alternative<AllGather>(operation) || std::holds_alternative<ReduceScatter>(operation) ||
+         std::holds_alternative<AllReduce>(operation) || std::holds_alternative<AllToAll>(operation) ||
+         std::holds_alternative<SendReceive>(operation);
+}
+
+std::vector<int> buffers_of(const Operation& operation) {
+  return std::visit(Overloaded{
+                        [](const Copy& o) { return std::vector<int>{o.src, o.dst}; },
+                        [](const FillZero& o) { return std::vector<int>{o.dst.buffer}; },
+                        [](const Divide& o) { return std::vector<int>{o.dst.buffer}; },
+                        [](const Power& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+                        [](const Reduce& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+                        [](const AllGather& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+                        [](const ReduceScatter& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+                        [](const AllReduce& o) { return std::vector<int>{o.data.buffer}; },
+                        [](const AllToAll& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+                        [](const SendReceive& o) {
+                          std::vector<int> buffers;
+                          for (const auto& m : o.sends) buffers.push_back(m.range.buffer);
+                          for (const auto& m : o.receives) buffers.push_back(m.range.buffer);
+                          return buffers;
+                        },
+                        [](const Wait&) { return std::vector<int>{}; },
+                    },
+                    operation);
+}
+
+Program::Lifetimes Program::lifetimes() const {
+  const auto n = static_cast<int>(instructions.size());
+  std::vector<int> first(buffer_counts.size(), -1);
+  std::vector<int> last(buffer_counts.size(), -1);
+  for (int i = 0; i < n; ++i) {
+    const Wait* wait = std::get_if<Wait>(&instructions[i].operation);
+    const Operation& touched = wait != nullptr ? instructions[wait->ticket].operation : instructions[i].operation;
+    for (const int b : buffers_of(touched)) {
+      if (first[b] < 0) first[b] = i;
+      last[b] = i;
+    }
+  }
+  Lifetimes lifetimes;
+  lifetimes.begins.resize(n);
+  lifetimes.ends.resize(n);
+  for (int b = 0; b < static_cast<int>(buffer_counts.size()); ++b) {
+    if (b == kInputBuffer || first[b] < 0) continue;
+    lifetimes.begins[first[b]].push_back(b);
+    if (b != output) lifetimes.ends[last[b]].push_back(b);
+  }
+  return lifetimes;
+}
+
+int64_t Program::peak_bytes() const {
+  const Lifetimes life = lifetimes();
+  int64_t live = 0;
+  int64_t peak = 0;
+  for (size_t i = 0; i < instructions.size(); ++i) {
+    for (const int b : life.begins[i]) live += buffer_counts[b];
+    peak = std::max(peak, live);
+    for (const int b : life.ends[i]) live -= buffer_counts[b];
+  }
+  return peak * dtype.size_bytes();
+}
+
+std::string Program::to_string() const {
+  std::vector<std::string> lines;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    lines.push_back(concat("g", g, " = ranks (", join(groups[g].ranks), "), here ", groups[g].index));
+  }
+  std::vector<std::string> buffers;
+  for (size_t b = 0; b < buffer_counts.size(); ++b) buffers.push_back(concat("b", b, ":", buffer_counts[b]));
+  lines.push_back(concat("buffers ", join(buffers, " "), ", input b0, output b", output));
+  for (size_t i = 0; i < instructions.size(); ++i) {
+    lines.push_back(concat(i, ". ", text(instructions[i].operation)));
+  }
+  return join(lines, "\n");
+}
+
+}  // namespace shardwright

@@ -1,0 +1,131 @@
+#include "runtime/execution.h"
+
+#include <ATen/ops/div.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/pow.h>
+#include <c10/core/GradMode.h>
+
+#include "layout/error.h"
+#include "runtime/local_ops.h"
+
+namespace shardwright {
+
+Execution::Execution(std::shared_ptr<const Executable> executable, const at::Tensor& input)
+    : executable_(std::move(executable)),
+      program_(executable_->program()),
+      options_(input.options().requires_grad(false).memory_format(std::nullopt)),
+      buffers_(program_.buffer_counts.size()),
+      works_(program_.instructions.size()),
+      num_instructions_(static_cast<int>(program_.instructions.size())) {
+  buffers_[kInputBuffer] = input.detach().contiguous().view({-1});
+  output_ = at::empty(program_.output_shape, options_);
+  buffers_[program_.output] = output_.view({-1});
+}
+
+void Execution::start() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  while (!finished()) {
+    const bool communicates = is_communication(program_.instructions[next_].operation);
+    step();
+    if (communicates) return;
+  }
+}
+
+void Execution::start_all() { advance_until(executable_->last_communication() + 1); }
+
+void Execution::finish() { advance_until(num_instructions_); }
+
+void Execution::advance_until(int instruction) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  while (next_ < instruction) step();
+}
+
+void Execution::step() {
+  const c10::NoGradGuard no_grad;
+  const int index = next_++;  // also when it fails: a failed run is not taken up again
+  for (const int b : executable_->lifetimes().begins[index]) allocate(b);
+  try {
+    execute(program_.instructions[index].operation, index);
+  } catch (const std::exception& error) {
+    const int step = program_.instructions[index].step;
+    next_ = num_instructions_;
+    TORCH_CHECK_WITH(DistBackendError, false, "shardwright: rank ", executable_->rank(), " failed in ",
+                     program_.step_texts[step], " of plan\n", executable_->text(), "\n", error.what());
+  }
+  for (const int b : executable_->lifetimes().ends[index]) buffers_[b].reset();
+}
+
+void Execution::allocate(int buffer) {
+  if (buffer != program_.output) buffers_[buffer] = at::empty({program_.buffer_counts[buffer]}, options_);
+}
+
+at::Tensor Execution::range(const BufferRange& range) const {
+  return buffers_[range.buffer].narrow(0, range.offset, range.count);
+}
+
+at::Tensor Execution::wire(const BufferRange& range) const {
+  const DTypeKind kind = program_.dtype.kind();
+  const bool as_bytes = kind == DTypeKind::kOpaque || kind == DTypeKind::kComplex;
+  return as_bytes ? this->range(range).view(at::kByte) : this->range(range);
+}
+
+void Execution::wait(int ticket) {
+  for (comm::WorkPtr& work : works_[ticket]) {
+    if (work) work->wait();
+  }
+  works_[ticket].clear();
+}
+
+void Execution::execute(const Operation& operation, int index) {
+  const auto& groups = executable_->groups();
+  if (const auto* o = std::get_if<Copy>(&operation)) {
+    copy_boxes(o->boxes, buffers_[o->src], buffers_[o->dst]);
+  } else if (const auto* o = std::get_if<FillZero>(&operation)) {
+    range(o->dst).zero_();
+  } else if (const auto* o = std::get_if<Divide>(&operation)) {
+    if (output_.is_floating_point() || output_.is_complex()) {
+      range(o->dst).div_(o->divisor);
+    } else {
+      // R -> P(sum) of integers, where PyTorch's division makes them floating.
+      output_ = at::div(output_, static_cast<int64_t>(o->divisor));
+      buffers_[o->dst.buffer] = output_.view({-1});
+    }
+  } else if (const auto* o = std::get_if<Power>(&operation)) {
+    at::Tensor dst = range(o->dst);
+    at::pow_out(dst, range(o->src), o->exponent);
+  } else if (const auto* o = std::get_if<Reduce>(&operation)) {
+    at::Tensor dst = range(o->dst);
+    reduce_parts(o->op, range(o->src), o->num_parts, dst);
+  } else if (const auto* o = std::get_if<AllGather>(&operation)) {
+    at::Tensor src = wire(o->src);
+    at::Tensor dst = wire(o->dst);
+    works_[index] = {comm::all_gather(groups[o->group], dst, src)};
+  } else if (const auto* o = std::get_if<ReduceScatter>(&operation)) {
+    at::Tensor src = range(o->src);
+    at::Tensor dst = range(o->dst);
+    works_[index] = {comm::reduce_scatter(groups[o->group], dst, src, o->op)};
+  } else if (const auto* o = std::get_if<AllReduce>(&operation)) {
+    at::Tensor data = range(o->data);
+    works_[index] = {comm::all_reduce(groups[o->group], data, o->op)};
+  } else if (const auto* o = std::get_if<AllToAll>(&operation)) {
+    at::Tensor src = wire(o->src);
+    at::Tensor dst = wire(o->dst);
+    const int64_t per_element =
+        o->src.count > 0 ? src.numel() / o->src.count : dst.numel() / std::max<int64_t>(o->dst.count, 1);
+    std::vector<int64_t> send_counts = o->send_counts;
+    std::vector<int64_t> receive_counts = o->receive_counts;
+    for (int64_t& count : send_counts) count *= per_element;
+    for (int64_t& count : receive_counts) count *= per_element;
+    works_[index] = {comm::all_to_all(groups[o->group], dst, src, std::move(receive_counts), std::move(send_counts))};
+  } else if (const auto* o = std::get_if<SendReceive>(&operation)) {
+    std::vector<comm::Message> sends;
+    std::vector<comm::Message> receives;
+    for (const auto& m : o->sends) sends.push_back({m.peer, wire(m.range)});
+    for (const auto& m : o->receives) receives.push_back({m.peer, wire(m.range)});
+    works_[index] = comm::send_receive(groups[o->group], sends, receives);
+  } else {
+    wait(std::get<Wait>(operation).ticket);
+  }
+}
+
+}  // namespace shardwright

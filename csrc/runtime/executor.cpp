@@ -1,0 +1,140 @@
+#include "runtime/executor.h"
+
+#include <c10/util/Exception.h>
+
+#include <deque>
+
+#include "layout/error.h"
+#include "planner/serialize.h"
+#include "runtime/execution.h"
+
+namespace shardwright {
+namespace {
+
+// The issue lane: programs in the order they were started, those that have communications left to start.
+class Lane {
+ public:
+  // Starts `execution` behind all communications of the programs before it.
+  template <typename Advance>
+  void issue(const std::shared_ptr<Execution>& execution, const Advance& advance) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    drain();
+    advance(*execution);
+    if (!execution->all_started()) pending_.push_back(execution);
+  }
+
+  void drain() {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    while (!pending_.empty()) {
+      const std::shared_ptr<Execution> execution = pending_.front().lock();
+      pending_.pop_front();
+      if (execution) execution->start_all();
+    }
+  }
+
+ private:
+  std::recursive_mutex mutex_;
+  std::deque<std::weak_ptr<Execution>> pending_;
+};
+
+Lane& lane() {
+  static Lane* instance = new Lane;  // outlives threads that run at exit
+  return *instance;
+}
+
+// What AsyncCollectiveTensor waits for: the rest of the program.
+class ExecutionWork : public c10d::Work {
+ public:
+  explicit ExecutionWork(std::shared_ptr<Execution> execution) : execution_(std::move(execution)) {}
+  // If nobody waited, the peers still need the communications of this rank.
+  ~ExecutionWork() override {
+    try {
+      execution_->start_all();
+    } catch (const std::exception&) {
+      // Whoever waits on another rank reports it; a destructor must not throw.
+    }
+  }
+
+  bool isCompleted() override { return execution_->finished(); }
+  bool isSuccess() const override { return execution_->finished(); }
+  bool wait(std::chrono::milliseconds) override {
+    execution_->finish();
+    return true;
+  }
+  void synchronize() override { execution_->finish(); }
+  std::vector<at::Tensor> result() override { return {execution_->output()}; }
+
+ private:
+  std::shared_ptr<Execution> execution_;
+};
+
+}  // namespace
+
+void drain_lane() { lane().drain(); }
+
+Counters& counters() {
+  static Counters instance;
+  return instance;
+}
+
+Executable::Executable(const std::string& plan_bytes, int64_t rank)
+    : program_{{}, {}, DType::parse("float32"), {}, 0, {}, {}, {}}, rank_(rank) {
+  const Plan plan = from_bytes(plan_bytes);
+  const auto position = plan.src.mesh().position_of(rank);
+  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", plan.src.mesh().to_string(), ")");
+  program_ = compile(plan, *position);
+  lifetimes_ = program_.lifetimes();
+  text_ = plan.to_string();
+  for (const Step& step : plan.steps) received_bytes_ += traffic_at(step, plan.backend, *position).received_bytes;
+  for (size_t i = 0; i < program_.instructions.size(); ++i) {
+    if (is_communication(program_.instructions[i].operation)) last_communication_ = static_cast<int>(i);
+  }
+  communicates_ = last_communication_ >= 0;
+}
+
+void Executable::bind(std::vector<comm::GroupPtr> groups) {
+  check_user(groups.size() == program_.groups.size(), "groups: got ", groups.size(), ", the program needs ",
+             program_.groups.size());
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const Group& expected = program_.groups[g];
+    check_user(groups[g]->getSize() == static_cast<int>(expected.ranks.size()) &&
+                   groups[g]->getRank() == static_cast<int>(expected.index),
+               "groups: group ", g, " has ", groups[g]->getSize(), " ranks and this is its rank ", groups[g]->getRank(),
+               "; the program needs ranks (", join(expected.ranks), ") in this order");
+  }
+  groups_ = std::move(groups);
+}
+
+void Executable::check_input(const at::Tensor& input) const {
+  const auto name = [](const at::Tensor& t) { return c10::toString(t.scalar_type()); };
+  TORCH_CHECK_VALUE(input.sizes().equals(program_.input_shape), "local tensor: has shape ", input.sizes(), " on rank ",
+                    rank_, ", where the source layout has ", c10::IntArrayRef(program_.input_shape), " (", text_, ")");
+  TORCH_CHECK_VALUE(static_cast<int64_t>(input.element_size()) == program_.dtype.size_bytes(),
+                    "local tensor: has dtype ", name(input), " where the layout has ", program_.dtype.name());
+  TORCH_CHECK_VALUE(groups_.size() == program_.groups.size(), "the program was not bound to its process groups");
+}
+
+at::Tensor Executable::run(const at::Tensor& input) const {
+  check_input(input);
+  if (program_.output == kInputBuffer) return input;
+  const auto execution = std::make_shared<Execution>(shared_from_this(), input);
+  if (communicates_) {
+    lane().issue(execution, [](Execution& e) { e.start_all(); });
+    counters().received_bytes += received_bytes_;
+  }
+  execution->finish();
+  ++counters().runs;
+  return execution->output();
+}
+
+std::pair<at::Tensor, comm::WorkPtr> Executable::start(const at::Tensor& input) const {
+  if (program_.output == kInputBuffer || !communicates_) return {run(input), nullptr};
+  check_input(input);
+  const auto execution = std::make_shared<Execution>(shared_from_this(), input);
+  lane().issue(execution, [](Execution& e) { e.start(); });
+  ++counters().runs;
+  counters().received_bytes += received_bytes_;
+  return {execution->output(), c10::make_intrusive<ExecutionWork>(execution)};
+}
+
+}  // namespace shardwright

@@ -1,0 +1,77 @@
+// Runs a rank's program over c10d process groups.
+//
+// Who advances a program: whoever started it, up to and including its first communication; for a synchronous call the
+// same thread then goes on to the end. An asynchronous call returns there, and the rest is done by whoever waits for
+// the returned Work first, or by the next program that is started, which first makes every program before it start all
+// its communications. So the order in which our collectives are started is the order in which programs were, on every
+// rank, whenever each rank happens to wait.
+//
+// Failures: a transfer that fails or times out raises on this rank an error that names rank, plan, step and group. The
+// input is never written.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "program/program.h"
+#include "runtime/c10d_adapter.h"
+
+namespace shardwright {
+
+// A compiled program bound to process groups, held by std::shared_ptr: its runs keep it alive.
+class Executable : public std::enable_shared_from_this<Executable> {
+ public:
+  // Takes the plan's own bytes and the rank to run it for; throws UserError if the rank is not on the mesh.
+  Executable(const std::string& plan_bytes, int64_t rank);
+
+  // Global ranks of the groups the program communicates in, ascending; `mesh_dims` span each.
+  const Program& program() const { return program_; }
+
+  // One process group per entry of program().groups, with the same ranks in the same order.
+  void bind(std::vector<comm::GroupPtr> groups);
+
+  // `input`: shape program().input_shape, the plan's dtype, any strides. Returns a new tensor of output_shape, or
+  // `input` itself where nothing is to be done. Throws c10::ValueError on another shape or dtype, with nothing sent.
+  at::Tensor run(const at::Tensor& input) const;
+
+  // The same, returning after the first communication has been started. The Work is null where nothing is pending.
+  std::pair<at::Tensor, comm::WorkPtr> start(const at::Tensor& input) const;
+
+  bool communicates() const { return communicates_; }
+  int64_t received_bytes() const { return received_bytes_; }
+  const std::string& text() const { return text_; }
+  int64_t rank() const { return rank_; }
+  const std::vector<comm::GroupPtr>& groups() const { return groups_; }
+  const Program::Lifetimes& lifetimes() const { return lifetimes_; }
+  int last_communication() const { return last_communication_; }
+
+ private:
+  void check_input(const at::Tensor& input) const;
+
+  Program program_;
+  Program::Lifetimes lifetimes_;
+  std::vector<comm::GroupPtr> groups_;
+  std::string text_;
+  int64_t rank_ = -1;
+  int64_t received_bytes_ = 0;
+  int last_communication_ = -1;  // index of the instruction
+  bool communicates_ = false;
+};
+
+// Makes every program that was started start all its communications; to be called before groups are made.
+void drain_lane();
+
+// Since the start of the process or the last reset.
+struct Counters {
+  std::atomic<int64_t> runs{0};
+  std::atomic<int64_t> received_bytes{0};
+};
+Counters& counters();
+
+}  // namespace shardwright

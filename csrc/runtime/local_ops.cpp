@@ -1,0 +1,140 @@
+#include "runtime/local_ops.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/bitwise_and.h>
+#include <ATen/ops/bitwise_or.h>
+#include <ATen/ops/bitwise_xor.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/sum.h>
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "layout/error.h"
+#include "program/copy_boxes.h"
+
+namespace shardwright {
+namespace {
+
+// Elements summed at a time: a block of accumulators and one of each part stay in cache.
+constexpr int64_t kBlock = 2048;
+
+template <typename Item, typename Accumulator, typename Combine>
+void reduce_blocks(const Item* parts, int64_t num_parts, int64_t n, Item* dst, const Combine& combine) {
+  Accumulator block[kBlock];
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t count = std::min(kBlock, n - begin);
+    for (int64_t i = 0; i < count; ++i) block[i] = static_cast<Accumulator>(parts[begin + i]);
+    for (int64_t m = 1; m < num_parts; ++m) {
+      const Item* part = parts + m * n + begin;
+      for (int64_t i = 0; i < count; ++i) block[i] = combine(block[i], static_cast<Accumulator>(part[i]));
+    }
+    for (int64_t i = 0; i < count; ++i) dst[begin + i] = static_cast<Item>(block[i]);
+  }
+}
+
+template <typename T>
+bool is_nan(T value) {
+  if constexpr (std::is_floating_point_v<T>) return std::isnan(value);
+  return false;
+}
+
+template <typename Item>
+void reduce_on_cpu(ReduceOp op, const Item* parts, int64_t num_parts, int64_t n, Item* dst) {
+  using Accumulator = at::opmath_type<Item>;
+  const auto run = [&](const auto& combine) { reduce_blocks<Item, Accumulator>(parts, num_parts, n, dst, combine); };
+  if (op == ReduceOp::kSum) {
+    if constexpr (std::is_same_v<Item, bool>)
+      return run([](bool a, bool b) { return a || b; });
+    else
+      return run([](Accumulator a, Accumulator b) { return static_cast<Accumulator>(a + b); });
+  }
+  if (op == ReduceOp::kProduct) {
+    if constexpr (std::is_same_v<Item, bool>)
+      return run([](bool a, bool b) { return a && b; });
+    else
+      return run([](Accumulator a, Accumulator b) { return static_cast<Accumulator>(a * b); });
+  }
+  if constexpr (!c10::is_complex<Item>::value) {
+    // NaN wins, as in torch.minimum and torch.maximum.
+    if (op == ReduceOp::kMin) {
+      return run([](Accumulator a, Accumulator b) { return is_nan(a) || a < b ? a : b; });
+    }
+    if (op == ReduceOp::kMax) {
+      return run([](Accumulator a, Accumulator b) { return is_nan(a) || a > b ? a : b; });
+    }
+  }
+  if constexpr (std::is_integral_v<Item>) {
+    if (op == ReduceOp::kBitAnd) return run([](Item a, Item b) { return static_cast<Item>(a & b); });
+    if (op == ReduceOp::kBitOr) return run([](Item a, Item b) { return static_cast<Item>(a | b); });
+    if (op == ReduceOp::kBitXor) return run([](Item a, Item b) { return static_cast<Item>(a ^ b); });
+  }
+  throw InvariantError(concat("'", reduce_op_name(op), "' on a dtype without it"));
+}
+
+// One op per part, in order; sums of 16-bit types through at::sum, which accumulates in float32.
+void reduce_with_aten(ReduceOp op, const at::Tensor& parts, int64_t num_parts, at::Tensor& dst) {
+  const at::Tensor rows = parts.view({num_parts, dst.numel()});
+  if (op == ReduceOp::kSum && dst.is_floating_point()) {
+    at::sum_out(dst, rows, {0});
+    return;
+  }
+  dst.copy_(rows[0]);
+  for (int64_t m = 1; m < num_parts; ++m) {
+    const at::Tensor part = rows[m];
+    switch (op) {
+      case ReduceOp::kSum:
+        dst.add_(part);
+        break;
+      case ReduceOp::kProduct:
+        at::mul_out(dst, dst, part);
+        break;
+      case ReduceOp::kMin:
+        at::minimum_out(dst, dst, part);
+        break;
+      case ReduceOp::kMax:
+        at::maximum_out(dst, dst, part);
+        break;
+      case ReduceOp::kBitAnd:
+        at::bitwise_and_out(dst, dst, part);
+        break;
+      case ReduceOp::kBitOr:
+        at::bitwise_or_out(dst, dst, part);
+        break;
+      case ReduceOp::kBitXor:
+        at::bitwise_xor_out(dst, dst, part);
+        break;
+      default:
+        throw InvariantError(concat("'", reduce_op_name(op), "' is not a local reduction"));
+    }
+  }
+}
+
+}  // namespace
+
+void copy_boxes(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor& dst) {
+  if (src.device().is_cpu()) {
+    copy_boxes(boxes, src.const_data_ptr(), dst.mutable_data_ptr(), static_cast<int64_t>(src.element_size()));
+    return;
+  }
+  for (const Box& box : boxes) {
+    at::Tensor to = at::as_strided(dst, box.sizes, box.dst_strides, dst.storage_offset() + box.dst_offset);
+    to.copy_(at::as_strided(src, box.sizes, box.src_strides, src.storage_offset() + box.src_offset));
+  }
+}
+
+void reduce_parts(ReduceOp op, const at::Tensor& parts, int64_t num_parts, at::Tensor& dst) {
+  if (!dst.device().is_cpu()) return reduce_with_aten(op, parts, num_parts, dst);
+  AT_DISPATCH_ALL_TYPES_AND_COMPLEX_AND3(at::kHalf, at::kBFloat16, at::kBool, dst.scalar_type(),
+                                         "shardwright::reduce_parts", [&] {
+                                           reduce_on_cpu<scalar_t>(op, parts.const_data_ptr<scalar_t>(), num_parts,
+                                                                   dst.numel(), dst.mutable_data_ptr<scalar_t>());
+                                         });
+}
+
+}  // namespace shardwright

@@ -1,0 +1,19 @@
+// What a rank does to its own memory: strided copies and reductions, on CPU by our own loops, elsewhere by ATen.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "program/program.h"
+
+namespace shardwright {
+
+// src and dst: flat tensors of one dtype on one device, not overlapping.
+void copy_boxes(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor& dst);
+
+// dst[i] = op over m of parts[m * n + i], in order of m, where dst has n elements and parts num_parts * n.
+// float16 and bfloat16 are accumulated in float32 and rounded once. Throws c10::TypeError on dtypes without the op.
+void reduce_parts(ReduceOp op, const at::Tensor& parts, int64_t num_parts, at::Tensor& dst);
+
+}  // namespace shardwright

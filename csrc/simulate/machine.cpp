@@ -1,0 +1,259 @@
+#include "simulate/machine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "layout/error.h"
+#include "program/copy_boxes.h"
+
+namespace shardwright {
+namespace {
+
+constexpr double kUnwritten = std::numeric_limits<double>::quiet_NaN();
+
+int group_of(const Operation& operation) {
+  if (const auto* o = std::get_if<AllGather>(&operation)) return o->group;
+  if (const auto* o = std::get_if<ReduceScatter>(&operation)) return o->group;
+  if (const auto* o = std::get_if<AllReduce>(&operation)) return o->group;
+  if (const auto* o = std::get_if<AllToAll>(&operation)) return o->group;
+  return std::get<SendReceive>(operation).group;
+}
+
+// What a member gives to a collective.
+BufferRange given_range(const Operation& operation) {
+  if (const auto* o = std::get_if<AllGather>(&operation)) return o->src;
+  if (const auto* o = std::get_if<ReduceScatter>(&operation)) return o->src;
+  if (const auto* o = std::get_if<AllReduce>(&operation)) return o->data;
+  return std::get<AllToAll>(operation).src;
+}
+
+}  // namespace
+
+double combine(ReduceOp op, double a, double b) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kAvg:
+    case ReduceOp::kNorm:
+      return a + b;
+    case ReduceOp::kMin:
+      return std::min(a, b);
+    case ReduceOp::kMax:
+      return std::max(a, b);
+    case ReduceOp::kProduct:
+      return a * b;
+    case ReduceOp::kBitAnd:
+      return static_cast<double>(static_cast<int64_t>(a) & static_cast<int64_t>(b));
+    case ReduceOp::kBitOr:
+      return static_cast<double>(static_cast<int64_t>(a) | static_cast<int64_t>(b));
+    case ReduceOp::kBitXor:
+      return static_cast<double>(static_cast<int64_t>(a) ^ static_cast<int64_t>(b));
+  }
+  return kUnwritten;
+}
+
+Machine::Machine(std::vector<Program> programs, std::vector<std::vector<double>> inputs)
+    : programs_(std::move(programs)), ranks_(programs_.size()) {
+  for (size_t p = 0; p < ranks_.size(); ++p) {
+    Rank& rank = ranks_[p];
+    rank.buffers.resize(programs_[p].buffer_counts.size());
+    rank.alive.assign(programs_[p].buffer_counts.size(), false);
+    rank.buffers[kInputBuffer] = std::move(inputs[p]);
+    rank.alive[kInputBuffer] = true;
+    rank.lifetimes = programs_[p].lifetimes();
+  }
+}
+
+void Machine::run() {
+  bool progressed = true;
+  while (progressed) {
+    progressed = false;
+    for (size_t p = 0; p < ranks_.size(); ++p) {
+      while (advance(static_cast<int64_t>(p))) progressed = true;
+    }
+  }
+  for (size_t p = 0; p < ranks_.size(); ++p) {
+    const size_t at = ranks_[p].next_instruction;
+    check_invariant(at == programs_[p].instructions.size(), "position ", p, " waits forever at instruction ", at,
+                    " of\n", programs_[p].to_string());
+  }
+}
+
+const std::vector<double>& Machine::output(int64_t position) const {
+  return ranks_[position].buffers[programs_[position].output];
+}
+
+bool Machine::advance(int64_t position) {
+  Rank& rank = ranks_[position];
+  const Program& program = programs_[position];
+  const size_t at = rank.next_instruction;
+  if (at == program.instructions.size()) return false;
+  for (const int b : rank.lifetimes.begins[at]) {
+    if (rank.alive[b]) continue;  // a Wait is tried again
+    rank.alive[b] = true;
+    rank.buffers[b].assign(program.buffer_counts[b], kUnwritten);
+    rank.live_bytes += program.buffer_counts[b] * program.dtype.size_bytes();
+  }
+  rank.peak_bytes = std::max(rank.peak_bytes, rank.live_bytes);
+
+  const Operation& operation = program.instructions[at].operation;
+  if (const auto* wait = std::get_if<Wait>(&operation)) {
+    if (!finish_wait(position, wait->ticket)) return false;
+  } else if (is_communication(operation)) {
+    start(position, static_cast<int>(at));
+  } else {
+    execute(position, operation);
+  }
+
+  for (const int b : rank.lifetimes.ends[at]) {
+    rank.live_bytes -= program.buffer_counts[b] * program.dtype.size_bytes();
+    rank.alive[b] = false;
+    Payload().swap(rank.buffers[b]);
+  }
+  ++rank.next_instruction;
+  return true;
+}
+
+void Machine::start(int64_t position, int instruction) {
+  Rank& rank = ranks_[position];
+  const Operation& operation = programs_[position].instructions[instruction].operation;
+  const Group& group = programs_[position].groups[group_of(operation)];
+  if (const auto* o = std::get_if<SendReceive>(&operation)) {
+    for (const auto& message : o->sends) {
+      mail_[{group.positions, {position, group.positions[message.peer]}}].push_back(read(position, message.range));
+    }
+    return;
+  }
+  const int64_t call = rank.calls[group.positions]++;
+  rank.call_of_ticket[instruction] = call;
+  Given given{read(position, given_range(operation)), {}};
+  if (const auto* o = std::get_if<AllToAll>(&operation)) given.send_counts = o->send_counts;
+  given_[{group.positions, call}][position] = std::move(given);
+}
+
+bool Machine::finish_wait(int64_t position, int ticket) {
+  const Operation& operation = programs_[position].instructions[ticket].operation;
+  if (const auto* o = std::get_if<SendReceive>(&operation)) return receive_messages(position, *o);
+  const Group& group = programs_[position].groups[group_of(operation)];
+  const auto& given = given_[{group.positions, ranks_[position].call_of_ticket[ticket]}];
+  if (given.size() != group.positions.size()) return false;
+  deliver(position, operation, given);
+  return true;
+}
+
+bool Machine::receive_messages(int64_t position, const SendReceive& operation) {
+  const Group& group = programs_[position].groups[operation.group];
+  const auto queue = [&](int64_t peer) -> std::deque<Payload>& {
+    return mail_[{group.positions, {group.positions[peer], position}}];
+  };
+  for (const auto& message : operation.receives) {
+    if (queue(message.peer).empty()) return false;
+  }
+  for (const auto& message : operation.receives) {
+    write(position, message.range, queue(message.peer).front());
+    queue(message.peer).pop_front();
+    ranks_[position].received_bytes += message.range.count * programs_[position].dtype.size_bytes();
+  }
+  return true;
+}
+
+void Machine::deliver(int64_t position, const Operation& operation, const std::map<int64_t, Given>& given) {
+  const Program& program = programs_[position];
+  const Group& group = program.groups[group_of(operation)];
+  const auto k = static_cast<int64_t>(group.positions.size());
+  const int64_t item = program.dtype.size_bytes();
+  int64_t& received = ranks_[position].received_bytes;
+  const auto reduced = [&](ReduceOp op, int64_t offset, int64_t count) {
+    Payload result;
+    for (const int64_t member : group.positions) {
+      const double* part = given.at(member).values.data() + offset;
+      if (result.empty()) {
+        result.assign(part, part + count);
+      } else {
+        for (int64_t i = 0; i < count; ++i) result[i] = combine(op, result[i], part[i]);
+      }
+    }
+    return result;
+  };
+
+  if (const auto* o = std::get_if<AllGather>(&operation)) {
+    Payload all;
+    for (const int64_t member : group.positions) {
+      const Payload& part = given.at(member).values;
+      check_invariant(static_cast<int64_t>(part.size()) == o->src.count, "uneven parts in an all_gather");
+      all.insert(all.end(), part.begin(), part.end());
+    }
+    write(position, o->dst, all);
+    received += (k - 1) * o->src.count * item;
+  } else if (const auto* o = std::get_if<ReduceScatter>(&operation)) {
+    write(position, o->dst, reduced(o->op, group.index * o->dst.count, o->dst.count));
+    received += (k - 1) * o->dst.count * item;
+  } else if (const auto* o = std::get_if<AllReduce>(&operation)) {
+    write(position, o->data, reduced(o->op, 0, o->data.count));
+    received += (2 * o->data.count * item * (k - 1) + k - 1) / k;
+  } else {
+    const auto& move = std::get<AllToAll>(operation);
+    Payload all;
+    for (int64_t m = 0; m < k; ++m) {
+      const int64_t sender = group.positions[m];
+      const Given& part = given.at(sender);
+      int64_t offset = 0;
+      for (int64_t j = 0; j < group.index; ++j) offset += part.send_counts.at(j);
+      check_invariant(part.send_counts.at(group.index) == move.receive_counts[m], "all_to_all counts disagree");
+      all.insert(all.end(), part.values.begin() + offset, part.values.begin() + offset + move.receive_counts[m]);
+      if (m != group.index) received += move.receive_counts[m] * item;
+    }
+    write(position, move.dst, all);
+  }
+}
+
+void Machine::execute(int64_t position, const Operation& operation) {
+  if (const auto* o = std::get_if<Copy>(&operation)) {
+    const Rank& rank = ranks_[position];
+    check_invariant(rank.alive[o->src] && rank.alive[o->dst], "copy touches memory that is not there");
+    copy_boxes(o->boxes, rank.buffers[o->src].data(), ranks_[position].buffers[o->dst].data(), sizeof(double));
+  } else if (const auto* o = std::get_if<FillZero>(&operation)) {
+    write(position, o->dst, Payload(o->dst.count, 0.0));
+  } else if (const auto* o = std::get_if<Divide>(&operation)) {
+    Payload values = read(position, o->dst);
+    for (double& value : values) value /= o->divisor;
+    write(position, o->dst, values);
+  } else if (const auto* o = std::get_if<Power>(&operation)) {
+    Payload values = read(position, o->src);
+    for (double& value : values) value = std::pow(value, o->exponent);
+    write(position, o->dst, values);
+  } else {
+    const auto& reduce = std::get<Reduce>(operation);
+    const Payload parts = read(position, reduce.src);
+    const int64_t count = reduce.dst.count;
+    check_invariant(static_cast<int64_t>(parts.size()) == reduce.num_parts * count, "reduce has the wrong parts");
+    Payload result(parts.begin(), parts.begin() + count);
+    for (int64_t m = 1; m < reduce.num_parts; ++m) {
+      for (int64_t i = 0; i < count; ++i) result[i] = combine(reduce.op, result[i], parts[m * count + i]);
+    }
+    write(position, reduce.dst, result);
+  }
+}
+
+double* Machine::data(int64_t position, const BufferRange& range) {
+  Rank& rank = ranks_[position];
+  check_invariant(rank.alive[range.buffer], "buffer ", range.buffer, " is touched outside its life");
+  check_invariant(
+      range.offset >= 0 && range.offset + range.count <= static_cast<int64_t>(rank.buffers[range.buffer].size()),
+      "buffer ", range.buffer, " is touched outside its bounds");
+  return rank.buffers[range.buffer].data() + range.offset;
+}
+
+Machine::Payload Machine::read(int64_t position, const BufferRange& range) {
+  const double* begin = data(position, range);
+  return Payload(begin, begin + range.count);
+}
+
+void Machine::write(int64_t position, const BufferRange& range, const Payload& payload) {
+  check_invariant(range.buffer != kInputBuffer, "the input is written");
+  check_invariant(static_cast<int64_t>(payload.size()) == range.count, "a transfer has ", payload.size(),
+                  " elements for a place of ", range.count);
+  std::copy(payload.begin(), payload.end(), data(position, range));
+}
+
+}  // namespace shardwright

@@ -1,0 +1,71 @@
+// The simulated ranks: memory, instructions, and messages that match as process groups match them.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "program/program.h"
+
+namespace shardwright {
+
+class Machine {
+ public:
+  // One program and one input per position; rank numbers come from the programs' groups.
+  Machine(std::vector<Program> programs, std::vector<std::vector<double>> inputs);
+
+  // Runs all ranks to the end. Throws InvariantError if none can go on.
+  void run();
+
+  const std::vector<double>& output(int64_t position) const;
+  int64_t received_bytes(int64_t position) const { return ranks_[position].received_bytes; }
+  int64_t peak_bytes(int64_t position) const { return ranks_[position].peak_bytes; }
+
+ private:
+  using Payload = std::vector<double>;
+
+  // What a member puts into a collective.
+  struct Given {
+    Payload values;
+    std::vector<int64_t> send_counts;  // of an all_to_all
+  };
+
+  struct Rank {
+    std::vector<Payload> buffers;
+    std::vector<bool> alive;
+    size_t next_instruction = 0;
+    int64_t live_bytes = 0;
+    int64_t peak_bytes = 0;
+    int64_t received_bytes = 0;
+    Program::Lifetimes lifetimes;
+    // Collectives started on each group so far (by members), to match the n-th with the n-th.
+    std::map<std::vector<int64_t>, int64_t> calls;
+    std::map<int, int64_t> call_of_ticket;
+  };
+
+  bool advance(int64_t position);
+  // False where the transfer cannot end yet.
+  bool finish_wait(int64_t position, int ticket);
+  void start(int64_t position, int instruction);
+  void execute(int64_t position, const Operation& operation);
+  double* data(int64_t position, const BufferRange& range);
+  Payload read(int64_t position, const BufferRange& range);
+  void write(int64_t position, const BufferRange& range, const Payload& payload);
+  // What the collective with this ticket brings to the rank.
+  void deliver(int64_t position, const Operation& operation, const std::map<int64_t, Given>& given);
+  bool receive_messages(int64_t position, const SendReceive& operation);
+
+  std::vector<Program> programs_;
+  std::vector<Rank> ranks_;
+  // (members, n-th call) -> what each member gave
+  std::map<std::pair<std::vector<int64_t>, int64_t>, std::map<int64_t, Given>> given_;
+  // (members, (sender, receiver)) -> messages under way
+  std::map<std::pair<std::vector<int64_t>, std::pair<int64_t, int64_t>>, std::deque<Payload>> mail_;
+};
+
+// One step of a reduction, as the runtime computes it; avg and norm are sums here.
+double combine(ReduceOp op, double a, double b);
+
+}  // namespace shardwright

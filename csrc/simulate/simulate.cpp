@@ -1,0 +1,207 @@
+#include "simulate/simulate.h"
+
+#include <cmath>
+#include <map>
+
+#include "layout/error.h"
+#include "program/program.h"
+#include "simulate/machine.h"
+
+namespace shardwright {
+namespace {
+
+template <typename... Parts>
+[[noreturn]] void fail(const Plan& plan, const Parts&... parts) {
+  throw InvariantError(concat("the simulation disagrees with the plan ", plan.to_string(), "\n", parts...));
+}
+
+// Row-major indices into the global tensor of a region's elements, in local order.
+std::vector<int64_t> global_indices(const Region& region, const std::vector<int64_t>& shape) {
+  std::vector<int64_t> indices{0};
+  for (size_t t = 0; t < shape.size(); ++t) {
+    std::vector<int64_t> wider;
+    wider.reserve(indices.size() * static_cast<size_t>(length(region[t])));
+    for (const int64_t outer : indices) {
+      for (const Interval& interval : region[t]) {
+        for (int64_t i = interval.begin; i < interval.end; ++i) wider.push_back(outer * shape[t] + i);
+      }
+    }
+    indices = std::move(wider);
+  }
+  return indices;
+}
+
+// Linear coordinate of a position over a set of mesh dims; the other dims do not count.
+int64_t coordinate_over(const Mesh& mesh, int64_t position, MeshDimSet dims) {
+  int64_t linear = 0;
+  for (const int d : dims.to_vector()) linear = linear * mesh.dim_size(d) + mesh.coordinate(position, d);
+  return linear;
+}
+
+// The values that ranks hold before and must hold after.
+class Expectation {
+ public:
+  explicit Expectation(const Plan& plan)
+      : mesh_(plan.src.mesh()),
+        partial_(plan.src.partial_dims()),
+        kept_(plan.src.partial_dims() & plan.dst.partial_dims()),
+        reduced_(plan.src.partial_dims() - plan.dst.partial_dims()) {
+    for (const int d : reduced_.to_vector()) {
+      const Placement& placement = plan.src.placements()[d];
+      op_ = placement.op;
+      power_ = placement.norm_power;
+      if (op_ == ReduceOp::kAvg) divisor_ *= static_cast<double>(mesh_.dim_size(d));
+    }
+    if (op_ == ReduceOp::kAvg) op_ = ReduceOp::kSum;
+    num_reduced_ = mesh_.group_size(reduced_);
+  }
+
+  // What the rank holds of an element before: the element's own number, or its share of a pending reduction.
+  double held(int64_t position, int64_t element) const {
+    if (partial_.empty()) return static_cast<double>(element + 1);
+    return share(coordinate_over(mesh_, position, kept_), coordinate_over(mesh_, position, reduced_), element);
+  }
+
+  // The element after the reductions that are due, for the rank's coordinates on the dims that stay partial.
+  double due(int64_t position, int64_t element) const {
+    if (partial_.empty()) return static_cast<double>(element + 1);
+    const int64_t kept = coordinate_over(mesh_, position, kept_);
+    double value = raised_share(kept, 0, element);
+    for (int64_t i = 1; i < num_reduced_; ++i) value = combine(op_, value, raised_share(kept, i, element));
+    value /= divisor_;
+    return power_ != 0 ? std::pow(value, 1.0 / power_) : value;
+  }
+
+ private:
+  // Small integers that differ between neighbours, so that sums and products of them are exact.
+  static double share(int64_t kept, int64_t reduced, int64_t element) {
+    return static_cast<double>(1 + (element * 7 + kept * 5 + reduced * 3 + element / 11) % 13);
+  }
+
+  double raised_share(int64_t kept, int64_t reduced, int64_t element) const {
+    const double value = share(kept, reduced, element);
+    return power_ != 0 ? std::pow(value, power_) : value;
+  }
+
+  const Mesh& mesh_;
+  MeshDimSet partial_;
+  MeshDimSet kept_;
+  MeshDimSet reduced_;
+  int64_t num_reduced_ = 1;
+  ReduceOp op_ = ReduceOp::kSum;
+  double power_ = 0;
+  double divisor_ = 1;
+};
+
+bool close(double a, double b) { return a == b || std::fabs(a - b) <= 1e-9 * std::max(std::fabs(a), std::fabs(b)); }
+
+// Dims that become partial: what the ranks along them hold must reduce to the value. Collected over all ranks.
+class NewPartials {
+ public:
+  explicit NewPartials(const Plan& plan) : plan_(plan), dims_(plan.dst.partial_dims() - plan.src.partial_dims()) {
+    for (const int d : dims_.to_vector()) placement_ = plan.dst.placements()[d];
+  }
+
+  bool any() const { return !dims_.empty(); }
+
+  void add(int64_t position, int64_t element, double value, double due) {
+    const Mesh& mesh = plan_.src.mesh();
+    int64_t base = position;
+    for (const int d : dims_.to_vector()) base -= mesh.coordinate(position, d) * mesh.stride(d);
+    std::vector<Entry>& entries = entries_[base];
+    if (entries.empty()) entries.resize(plan_.src.num_elements());
+    Entry& entry = entries[element];
+    if (placement_.op == ReduceOp::kNorm) value = std::pow(value, placement_.norm_power);
+    entry.value = entry.count == 0 ? value : combine(placement_.op, entry.value, value);
+    entry.due = due;
+    ++entry.count;
+  }
+
+  void check() const {
+    const int64_t n = plan_.src.mesh().group_size(dims_);
+    double averaged = 1;
+    for (const int d : dims_.to_vector()) {
+      if (plan_.dst.placements()[d].op == ReduceOp::kAvg) averaged *= static_cast<double>(plan_.src.mesh().dim_size(d));
+    }
+    for (const auto& [base, entries] : entries_) {
+      for (size_t element = 0; element < entries.size(); ++element) {
+        const Entry& entry = entries[element];
+        if (entry.count == 0) continue;  // other ranks hold it
+        double value = entry.value / averaged;
+        if (placement_.op == ReduceOp::kNorm) value = std::pow(value, 1.0 / placement_.norm_power);
+        if (entry.count != n || !close(value, entry.due)) {
+          fail(plan_, "element ", element, " reduces to ", value, " instead of ", entry.due);
+        }
+      }
+    }
+  }
+
+ private:
+  struct Entry {
+    double value = 0;
+    double due = 0;
+    int64_t count = 0;
+  };
+
+  const Plan& plan_;
+  MeshDimSet dims_;
+  Placement placement_;
+  // By position with the new dims at 0, then by element.
+  std::map<int64_t, std::vector<Entry>> entries_;
+};
+
+}  // namespace
+
+SimulationReport simulate(const Plan& plan) {
+  const int64_t size = plan.src.mesh().size();
+  const Expectation expectation(plan);
+  std::vector<Program> programs;
+  std::vector<std::vector<double>> inputs(size);
+  std::vector<int64_t> promised_peaks;
+  for (int64_t p = 0; p < size; ++p) {
+    programs.push_back(compile(plan, p));
+    promised_peaks.push_back(programs.back().peak_bytes());
+    for (const int64_t element : global_indices(plan.src.region(p), plan.src.shape())) {
+      inputs[p].push_back(expectation.held(p, element));
+    }
+  }
+
+  Machine machine(std::move(programs), std::move(inputs));
+  machine.run();
+
+  SimulationReport report;
+  NewPartials new_partials(plan);
+  for (int64_t p = 0; p < size; ++p) {
+    const std::vector<int64_t> elements = global_indices(plan.dst.region(p), plan.dst.shape());
+    const std::vector<double>& output = machine.output(p);
+    if (output.size() != elements.size() && !elements.empty()) {
+      fail(plan, "position ", p, " ends with ", output.size(), " elements instead of ", elements.size());
+    }
+    for (size_t i = 0; i < elements.size(); ++i) {
+      const double due = expectation.due(p, elements[i]);
+      if (new_partials.any()) {
+        new_partials.add(p, elements[i], output[i], due);
+      } else if (!close(output[i], due)) {
+        fail(plan, "position ", p, " holds ", output[i], " instead of ", due, " as element ", elements[i]);
+      }
+    }
+    report.elements_checked += static_cast<int64_t>(elements.size());
+
+    Traffic promised;
+    for (const Step& step : plan.steps) promised.received_bytes += traffic_at(step, plan.backend, p).received_bytes;
+    if (machine.received_bytes(p) != promised.received_bytes) {
+      fail(plan, "position ", p, " receives ", machine.received_bytes(p), " bytes instead of ",
+           promised.received_bytes);
+    }
+    if (machine.peak_bytes(p) != promised_peaks[p]) {
+      fail(plan, "position ", p, " takes ", machine.peak_bytes(p), " bytes at its peak instead of ", promised_peaks[p]);
+    }
+    report.received_bytes.push_back(machine.received_bytes(p));
+    report.peak_bytes.push_back(machine.peak_bytes(p));
+    report.received_bytes_sum += machine.received_bytes(p);
+  }
+  new_partials.check();
+  return report;
+}
+
+}  // namespace shardwright

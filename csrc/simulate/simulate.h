@@ -1,0 +1,27 @@
+// All ranks of a plan in one process on plain memory: the proof that a plan is right and costs what it says.
+//
+// Every rank runs its own compiled program. Values are doubles, chosen so that each element is recognisable and each
+// reduction is known. Memory that was not written is NaN and memory that was released is gone, so an instruction that
+// reads too early or too late fails the comparison or the run.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "planner/plan.h"
+
+namespace shardwright {
+
+struct SimulationReport {
+  // By position on the mesh.
+  std::vector<int64_t> received_bytes;
+  std::vector<int64_t> peak_bytes;
+  int64_t received_bytes_sum = 0;
+  int64_t elements_checked = 0;
+};
+
+// Throws InvariantError naming plan, rank and element where a result is wrong, where bytes moved or peak memory differ
+// from what plan and program promise, and where ranks wait for each other forever.
+SimulationReport simulate(const Plan& plan);
+
+}  // namespace shardwright

@@ -1,0 +1,350 @@
+"""Builds the two extension modules of shardwright; everything declarative is in pyproject.toml.
+
+    shardwright._planner   layout, planner, program, simulator. Knows nothing of torch.
+    shardwright._runtime   the same core and the executor over c10d. Linked against the installed torch.
+
+The core is compiled once, with the flags of `_planner`, and its object files are linked into both modules. With ninja
+only what changed is compiled again, headers included.
+
+Environment variables:
+    SHARDWRIGHT_CUDA        unset: build the CUDA half if it can be built; 1: fail if it cannot; 0: leave it out
+    SHARDWRIGHT_BUILD_DIR   where objects and logs go (default: one folder under build/ per torch and interpreter)
+    TORCH_CUDA_ARCH_LIST    GPU architectures (default: 8.0;9.0+PTX)
+    MAX_JOBS                compilers at a time (default: one per core)
+    CXX                     the C++ compiler
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import pprint
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import setuptools
+from setuptools import Extension, setup
+from setuptools.command.build import build as BuildCommand
+
+ROOT = Path(__file__).resolve().parent
+MIN_TORCH, MAX_TORCH = (2, 11), (2, 15)
+MIN_SETUPTOOLS = 77
+DEFAULT_CUDA_ARCH_LIST = "8.0;9.0+PTX"
+
+CXX_FLAGS = ["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
+NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler=-fvisibility=hidden"]
+
+
+# ---------------------------------------------------------------------------------------------- what is installed
+
+
+def fail(message: str) -> None:
+    """Ends the build with a message that says what to do."""
+    sys.exit(f"\nshardwright cannot be built: {message}\n")
+
+
+def find_torch_version() -> str:
+    """The installed torch's version, read without importing it; ends the build if it will not do."""
+    supported = "{}.{} to {}.{}".format(*MIN_TORCH, *MAX_TORCH)
+    remedy = (
+        f"Supported are torch {supported}. In the environment that is to use shardwright, run\n\n"
+        f"    {sys.executable} -m pip install 'torch>={MIN_TORCH[0]}.{MIN_TORCH[1]},<{MAX_TORCH[0]}.{MAX_TORCH[1] + 1}'"
+        f" 'setuptools>={MIN_SETUPTOOLS}' wheel ninja\n"
+        f"    {sys.executable} -m pip install --no-build-isolation ."
+    )
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        fail(
+            f"torch is not installed for {sys.executable}, or pip hides it (build isolation: the option "
+            f"--no-build-isolation is needed).\n{remedy}"
+        )
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if not match or not MIN_TORCH <= (int(match[1]), int(match[2])) <= MAX_TORCH:
+        fail(f"torch {version} is installed.\n{remedy}")
+    return version
+
+
+def check_tools() -> None:
+    """Ends the build if setuptools is too old to read pyproject.toml."""
+    if int(setuptools.__version__.split(".")[0]) < MIN_SETUPTOOLS:
+        fail(
+            f"setuptools {setuptools.__version__} is installed, {MIN_SETUPTOOLS} or newer is needed. Run\n\n"
+            f"    {sys.executable} -m pip install 'setuptools>={MIN_SETUPTOOLS}'"
+        )
+
+
+def check_compiler() -> None:
+    """Ends the build if there is no C++ compiler, or no header of this Python."""
+    cxx = os.environ.get("CXX", "c++").split()[0]
+    if not shutil.which(cxx):
+        fail(f"the C++ compiler {cxx!r} is not on PATH. Install one (Debian: apt-get install g++) or set CXX.")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        fail(
+            f"Python.h is missing for {sys.executable}. Install the headers of this Python "
+            f"(Debian: apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-dev)."
+        )
+
+
+def build_dir(torch_version: str) -> str:
+    """Relative path of the build folder: its own for every torch and interpreter, so that they can share a checkout."""
+    if chosen := os.environ.get("SHARDWRIGHT_BUILD_DIR"):
+        return chosen
+    environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:6]
+    return f"build/torch-{torch_version}-{sys.implementation.cache_tag}-{environment}"
+
+
+# --------------------------------------------------------------------------------------------------- the sources
+
+
+def glob(*patterns: str) -> list[str]:
+    """Sources below csrc/ matching any of the patterns, relative to this folder, in a fixed order."""
+    return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in (ROOT / "csrc").glob(pattern))
+
+
+CORE_SOURCES = glob("layout/*.cpp", "planner/*.cpp", "program/*.cpp", "simulate/*.cpp")
+PLANNER_MODULE = glob("bindings/planner_module.cpp")
+RUNTIME_SOURCES = glob("runtime/*.cpp")
+RUNTIME_MODULE = glob("bindings/runtime_module.cpp")
+CUDA_SOURCES = glob("runtime/cuda/*.cpp", "runtime/cuda/*.cu")
+HEADERS = glob("**/*.h", "**/*.cuh")
+
+
+class Cuda(NamedTuple):
+    """Whether the CUDA half is built, and why."""
+
+    enabled: bool
+    reason: str
+    toolkit: str | None = None
+    nvcc: str | None = None
+
+
+def decide_cuda() -> Cuda:
+    """SHARDWRIGHT_CUDA, then what this machine can do. Needs torch; ends the build if CUDA is forced and impossible."""
+    requested = os.environ.get("SHARDWRIGHT_CUDA", "")
+    if requested not in ("", "0", "1"):
+        fail(f"SHARDWRIGHT_CUDA={requested!r}; allowed are 0 (off), 1 (on, or fail) and unset (detect).")
+    if requested == "0":
+        return Cuda(False, "switched off by SHARDWRIGHT_CUDA=0")
+    cuda = detect_cuda()
+    if requested == "1" and not cuda.enabled:
+        fail(f"SHARDWRIGHT_CUDA=1, but {cuda.reason}. Unset it to build for CPU only.")
+    return cuda
+
+
+def detect_cuda() -> Cuda:
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if torch.version.cuda is None:
+        return Cuda(False, f"torch {torch.__version__} was built without CUDA")
+    nvcc = Path(CUDA_HOME, "bin", "nvcc") if CUDA_HOME else None
+    if nvcc is None or not nvcc.exists():
+        return Cuda(False, "no CUDA toolkit was found (nvcc on PATH, or CUDA_HOME)")
+    printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+)\.(\d+)", printed)
+    if not release:
+        return Cuda(False, f"{nvcc} --version could not be read")
+    toolkit = f"{release[1]}.{release[2]}"
+    if release[1] != torch.version.cuda.split(".")[0]:
+        return Cuda(False, f"the CUDA toolkit is {toolkit}, torch was built with CUDA {torch.version.cuda}", toolkit)
+    if not CUDA_SOURCES:
+        return Cuda(False, "csrc/runtime/cuda has no sources", toolkit)
+    reason = f"found the CUDA toolkit {toolkit}; torch was built with CUDA {torch.version.cuda}"
+    return Cuda(True, reason, toolkit, str(nvcc))
+
+
+# ------------------------------------------------------------------------------------------------- the extensions
+
+
+def bundled_pybind11(folder: Path) -> str:
+    """An include folder that shows torch's own pybind11, and nothing else of torch, to the torch-free half."""
+    from torch.utils.cpp_extension import include_paths
+
+    target = Path(include_paths()[0], "pybind11")
+    link = folder / "pybind11"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink() or link.resolve() != target.resolve():
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+    return str(folder)
+
+
+def make_extensions(cuda: Cuda, pybind11_include: str) -> list[Extension]:
+    """The modules whose binding file exists. `_planner` is first: `_runtime` links the core objects of its build."""
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension, include_paths
+
+    def system_includes(*folders: str) -> list[str]:
+        """-isystem beside the -I that torch and setuptools add: headers that are not ours give no warnings."""
+        return [flag for folder in folders for flag in ("-isystem", folder)]
+
+    python_include = sysconfig.get_path("include")
+    planner = Extension(
+        "shardwright._planner",
+        CORE_SOURCES + PLANNER_MODULE,
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args={"cxx": CXX_FLAGS + system_includes(pybind11_include, python_include), "nvcc": []},
+        depends=HEADERS,
+        language="c++",
+    )
+    if not RUNTIME_MODULE:
+        return [planner]
+
+    torch_includes = system_includes(*include_paths("cuda" if cuda.enabled else "cpu"), python_include)
+    runtime = (CUDAExtension if cuda.enabled else CppExtension)(
+        "shardwright._runtime",
+        RUNTIME_SOURCES + RUNTIME_MODULE + (CUDA_SOURCES if cuda.enabled else []),
+        include_dirs=[str(ROOT / "csrc")],
+        define_macros=[("SHARDWRIGHT_CUDA", "1")] if cuda.enabled else [],
+        extra_compile_args={"cxx": CXX_FLAGS + torch_includes, "nvcc": NVCC_FLAGS + torch_includes},
+        depends=HEADERS,
+    )
+    return [planner, runtime]
+
+
+def use_ccache(folder: Path, nvcc: str | None) -> bool:
+    """Puts ccache before the compilers if it is on PATH.
+
+    The compiler is called through a link that bears its name, because torch's build code wants a single program in CXX
+    (and, in its newer versions, puts ccache before it unless told not to). A CXX with a path or with arguments is left
+    as the user set it.
+    """
+    ccache = shutil.which("ccache")
+    cxx = os.environ.get("CXX", "c++")
+    if not ccache or os.environ.get("CCACHE_DISABLE") or not re.fullmatch(r"[\w.+-]+", cxx):
+        return False
+    link = folder / cxx
+    folder.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink() or os.readlink(link) != ccache:
+        link.unlink(missing_ok=True)
+        link.symlink_to(ccache)
+    os.environ["CXX"] = str(link)
+    os.environ["TORCH_NO_COMPILER_WRAPPER"] = "1"
+    if nvcc:
+        os.environ.setdefault("PYTORCH_NVCC", f"{ccache} {nvcc}")
+    # Clones of the repository in other folders share what they compiled.
+    os.environ.setdefault("CCACHE_BASEDIR", str(ROOT))
+    os.environ.setdefault("CCACHE_NOHASHDIR", "1")
+    return True
+
+
+def first_line(*command: str) -> str:
+    try:
+        printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return "unknown"
+    return (printed.strip().splitlines() or ["unknown"])[0]
+
+
+# ---------------------------------------------------------------------------------------------------- the commands
+
+
+class Build(BuildCommand):
+    """Starts from an empty tree, so that a module deleted from the sources does not live on in the wheel."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+def make_build_ext(base: Path) -> type:
+    """The build_ext command. Made in a function because its base class comes from torch, which is slow to import."""
+    import torch
+    from torch.utils.cpp_extension import BuildExtension
+
+    class BuildExt(BuildExtension):
+        def run(self) -> None:
+            check_compiler()
+            compiler = first_line(*os.environ.get("CXX", "c++").split(), "--version")
+            ccache = use_ccache(base / "ccache", CUDA.nvcc)
+            self.parallel = None  # the order of the extensions matters, and ninja is parallel within each
+            self.build_temp = str(base / "objects")  # kept also by an editable install, which would use a temporary one
+            super().run()
+            self.write_summary(compiler, ccache)
+
+        def build_extension(self, ext: Extension) -> None:
+            """Each extension has its own folder and ninja log; `_runtime` takes the core objects from `_planner`'s."""
+            build_temp = self.build_temp
+            planner_temp = os.path.abspath(os.path.join(build_temp, "_planner"))
+            try:
+                self.build_temp = os.path.join(build_temp, ext.name.rpartition(".")[2])
+                os.makedirs(self.build_temp, exist_ok=True)
+                if ext.name == "shardwright._runtime":
+                    ext.extra_objects = self.compiler.object_filenames(CORE_SOURCES, output_dir=planner_temp)
+                super().build_extension(ext)
+            finally:
+                self.build_temp = build_temp
+
+        def write_summary(self, compiler: str, ccache: bool) -> None:
+            """Prints what was built and leaves it in _build_info.py, for `shardwright doctor`."""
+            info = {
+                "version": self.distribution.get_version(),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "torch_cuda": torch.version.cuda,
+                "torch_cxx11_abi": torch.compiled_with_cxx11_abi(),
+                "modules": [ext.name for ext in self.extensions],
+                "cuda": CUDA.enabled,
+                "cuda_reason": CUDA.reason,
+                "cuda_toolkit": CUDA.toolkit,
+                "cuda_arch_list": os.environ["TORCH_CUDA_ARCH_LIST"] if CUDA.enabled else None,
+                "compiler": compiler,
+                "ninja": self.use_ninja,
+                "ccache": ccache,
+            }
+            package = ROOT / "torch_ext/shardwright" if self.inplace else Path(self.build_lib, "shardwright")
+            package.mkdir(parents=True, exist_ok=True)
+            literal = pprint.pformat(info, sort_dicts=False)
+            header = '"""Written by setup.py: what was built."""'
+            (package / "_build_info.py").write_text(f"{header}\n\nBUILD_INFO = {literal}\n")
+            architectures = f", architectures {info['cuda_arch_list']}" if CUDA.enabled else ""
+            summary = (
+                f"shardwright {info['version']}: {', '.join(info['modules'])}\n"
+                f"  torch     {info['torch']} for Python {info['python']}\n"
+                f"  CUDA      {'on' if CUDA.enabled else 'off'}, {CUDA.reason}{architectures}\n"
+                f"  compiler  {compiler}\n"
+                f"  ninja     {'yes' if self.use_ninja else 'no (slower; pip install ninja)'}\n"
+                f"  ccache    {'yes' if ccache else 'no'}\n"
+            )
+            base.mkdir(parents=True, exist_ok=True)
+            (base / "summary.txt").write_text(summary)
+            print(f"\n{summary}", flush=True)
+
+    return BuildExt
+
+
+def check_sources() -> None:
+    """Two sources that differ only in their suffix would write the same object file."""
+    stems = [os.path.splitext(source)[0] for source in CUDA_SOURCES]
+    if twins := sorted({stem for stem in stems if stems.count(stem) > 1}):
+        fail(f"{twins[0]}.cpp and {twins[0]}.cu would write the same object file: rename one.")
+    if not PLANNER_MODULE:
+        fail("csrc/bindings/planner_module.cpp is missing: the checkout is incomplete.")
+
+
+check_tools()
+TORCH_VERSION = find_torch_version()
+BUILD_DIR = build_dir(TORCH_VERSION)
+options = {"build": {"build_base": BUILD_DIR}}
+torch_series = ".".join(TORCH_VERSION.split(".")[:2])
+arguments: dict = {"install_requires": [f"torch=={torch_series}.*"], "options": options}
+
+# Questions about metadata are answered without importing torch: pip asks twice before it builds.
+if not {"egg_info", "dist_info", "sdist", "--version", "--name"} & set(sys.argv[1:]):
+    check_sources()
+    os.chdir(ROOT)
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCH_LIST)
+    CUDA = decide_cuda()
+    arguments["ext_modules"] = make_extensions(CUDA, bundled_pybind11(ROOT / BUILD_DIR / "include"))
+    arguments["cmdclass"] = {"build": Build, "build_ext": make_build_ext(ROOT / BUILD_DIR)}
+
+setup(**arguments)

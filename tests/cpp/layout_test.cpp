@@ -1,0 +1,145 @@
+#include "layout/layout.h"
+
+#include <gtest/gtest.h>
+
+#include "layout/error.h"
+#include "layouts.h"
+#include "naive.h"
+
+namespace shardwright {
+namespace {
+
+using test::layout_of;
+using test::mesh_of;
+
+std::vector<int64_t> elements(const IntervalList& list) {
+  std::vector<int64_t> out;
+  for (const Interval& interval : list) {
+    for (int64_t i = interval.begin; i < interval.end; ++i) out.push_back(i);
+  }
+  return out;
+}
+
+void expect_refused(const std::function<void()>& call, const std::vector<std::string>& mentions) {
+  try {
+    call();
+    FAIL() << "was accepted";
+  } catch (const UserError& error) {
+    for (const std::string& mention : mentions) {
+      EXPECT_NE(std::string(error.what()).find(mention), std::string::npos) << error.what() << " lacks " << mention;
+    }
+  }
+}
+
+TEST(Layout, RegionsOfAllLayoutsEqualTheNaiveOnes) {
+  for (const auto& sizes : std::vector<std::vector<int64_t>>{{2}, {3}, {2, 2}, {2, 3}, {2, 2, 2}, {1, 2}}) {
+    for (const auto& shape : std::vector<std::vector<int64_t>>{{7, 5}, {5, 3}, {1, 1}, {0, 3}, {8, 8}}) {
+      const MeshPtr mesh = mesh_of(sizes);
+      for (const Layout& layout : test::all_layouts(mesh, shape, {})) {
+        for (int64_t p = 0; p < mesh->size(); ++p) {
+          const Region region = layout.region(p);
+          for (size_t t = 0; t < shape.size(); ++t) {
+            std::vector<int64_t> expected = naive::iota(shape[t]);
+            for (const Cut& c : layout.cuts(static_cast<int>(t))) {
+              expected = naive::chunk(expected, mesh->dim_size(c.mesh_dim), mesh->coordinate(p, c.mesh_dim));
+            }
+            ASSERT_EQ(elements(region[t]), expected) << layout.to_string() << " at " << p;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Layout, NestedShardingIsNotShardingOnceOverTheProduct) {
+  // 5 rows on 2x2: 2/1/1/1, where one mesh dim of 4 gives 2/2/1/0.
+  const Layout nested = layout_of(mesh_of({2, 2}), {5, 3}, "S(0),S(0)");
+  const Layout flat = layout_of(mesh_of({4}), {5, 3}, "S(0)");
+  std::vector<int64_t> nested_rows;
+  std::vector<int64_t> flat_rows;
+  for (int64_t p = 0; p < 4; ++p) {
+    nested_rows.push_back(nested.local_shape(p)[0]);
+    flat_rows.push_back(flat.local_shape(p)[0]);
+  }
+  EXPECT_EQ(nested_rows, (std::vector<int64_t>{2, 1, 1, 1}));
+  EXPECT_EQ(flat_rows, (std::vector<int64_t>{2, 2, 1, 0}));
+}
+
+TEST(Layout, SplitFactorsDecodeToTheOrderOfCuts) {
+  // FSDP on top of tensor parallelism: the second mesh dim cuts first.
+  const Layout strided = layout_of(mesh_of({2, 2}), {8, 8}, "SS(0,2),S(0)");
+  EXPECT_EQ(strided, layout_of(mesh_of({2, 2}), {8, 8}, "S(0),S(0)", {{0, {1, 0}}}));
+  // From torch's documentation of the conversion: mesh (4,3,2), order (2, 0, 1).
+  const Layout three = layout_of(mesh_of({4, 3, 2}), {48, 2}, "SS(0,2),SS(0,2),S(0)");
+  EXPECT_EQ(three, layout_of(mesh_of({4, 3, 2}), {48, 2}, "S(0),S(0),S(0)", {{0, {2, 0, 1}}}));
+}
+
+TEST(Layout, SplitFactorsThatEncodeNoOrderArePieces) {
+  const Layout literal = layout_of(mesh_of({2}), {8, 1}, "SS(0,2)");
+  EXPECT_EQ(elements(literal.region(1)[0]), (std::vector<int64_t>{2, 3, 6, 7}));
+  expect_refused(
+      [] {
+        Layout(mesh_of({2}), {8, 1}, DType::parse("float32"), parse_placements("SS(0,2)"), {}, StridedMeaning::kOrder);
+      },
+      {"placements", "SS(0,2)", "literal"});
+}
+
+TEST(Layout, RanksOutsideTheMeshHoldNothing) {
+  const Layout layout = layout_of(mesh_of({2}, {3, 5}), {4, 2}, "S(0)");
+  EXPECT_EQ(layout.local_shape_of_rank(5), (std::vector<int64_t>{2, 2}));
+  EXPECT_EQ(layout.local_shape_of_rank(0), (std::vector<int64_t>{0}));
+}
+
+TEST(Layout, ZeroDimTensorsLieWhole) {
+  const Layout layout = layout_of(mesh_of({2, 2}), {}, "R,P");
+  EXPECT_EQ(layout.local_shape(3), (std::vector<int64_t>{}));
+  EXPECT_EQ(num_elements(layout.region(3)), 1);
+}
+
+TEST(Layout, NegativeDimsCountFromTheEnd) {
+  EXPECT_EQ(layout_of(mesh_of({2}), {4, 2}, "S(-1)"), layout_of(mesh_of({2}), {4, 2}, "S(1)"));
+}
+
+TEST(Layout, RefusalsNameTheArgument) {
+  const MeshPtr mesh = mesh_of({2, 2});
+  expect_refused([&] { layout_of(mesh, {4, 4}, "S(0)"); }, {"placements", "got 1", "2 dims"});
+  expect_refused([&] { layout_of(mesh, {4, 4}, "S(2),R"); }, {"placements", "S(2)", "'a'", "-2 to 1"});
+  expect_refused([&] { layout_of(mesh, {}, "S(0),R"); }, {"placements", "S(0)"});
+  expect_refused([&] { layout_of(mesh, {4}, "P(sum),P(max)"); }, {"P(sum)", "P(max)"});
+  expect_refused([&] { layout_of(mesh, {4}, "P(norm 2),P(sum)"); }, {"P(norm 2)", "P(sum)"});
+  expect_refused([&] { layout_of(mesh, {4}, "P(sum),R", {}, "float8_e4m3fn"); }, {"dtype", "float8_e4m3fn", "sum"});
+  expect_refused([&] { layout_of(mesh, {4}, "P(band),R"); }, {"dtype", "float32", "band"});
+  expect_refused([&] { layout_of(mesh, {4}, "SS(0,0),R"); }, {"split factor 0"});
+  expect_refused([&] { layout_of(mesh, {-4}, "R,R"); }, {"shape", "-4"});
+  expect_refused([&] { layout_of(mesh, {4}, "S(0),S(0)", {{0, {0}}}); }, {"shard_order", "(0)", "(0, 1)"});
+  expect_refused([&] { layout_of(mesh, {4}, "S(0),R", {{1, {0}}}); }, {"shard_order", "tensor dim 1"});
+  expect_refused([&] { layout_of(mesh, {4}, "Q,R"); }, {"'Q'", "SS(dim,split_factor)"});
+  expect_refused([&] { layout_of(mesh, {4}, "P(mean),R"); }, {"P(mean)"});
+  expect_refused([&] { layout_of(mesh, {4}, "R,R", {}, "float33"); }, {"dtype", "float33", "float32"});
+  expect_refused([] { mesh_of({2, 0}); }, {"mesh", "size 0"});
+  expect_refused([] { mesh_of({2}, {1, 1}); }, {"rank 1", "twice"});
+  expect_refused([] { mesh_of({2}, {1}); }, {"1 ranks", "2 positions"});
+  expect_refused([] { Mesh({"a", "a"}, {2, 2}); }, {"names must differ"});
+}
+
+TEST(Placement, TextsGoRoundTrip) {
+  for (const std::string text : {"R", "S(0)", "S(12)", "SS(1,4)", "P(sum)", "P(avg)", "P(min)", "P(max)", "P(product)",
+                                 "P(band)", "P(bor)", "P(bxor)", "P(norm 2)", "P(norm 1.5)"}) {
+    EXPECT_EQ(Placement::parse(text).to_string(), text);
+  }
+  EXPECT_EQ(Placement::parse("P"), Placement::partial(ReduceOp::kSum));
+  EXPECT_EQ(parse_placements(" SS(0, 2) , R").size(), 2u);
+}
+
+TEST(Mesh, GroupsAscendByRankWhateverTheMesh) {
+  const MeshPtr mesh = mesh_of({2, 2, 2}, {7, 6, 5, 4, 3, 2, 1, 0});
+  MeshDimSet outer_and_inner;
+  outer_and_inner.insert(0);
+  outer_and_inner.insert(2);
+  std::vector<int64_t> ranks;
+  for (const int64_t position : mesh->group(3, outer_and_inner)) ranks.push_back(mesh->rank_at(position));
+  EXPECT_EQ(ranks, (std::vector<int64_t>{0, 1, 4, 5}));
+}
+
+}  // namespace
+}  // namespace shardwright

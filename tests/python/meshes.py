@@ -1,0 +1,66 @@
+"""Device meshes for tests, made once per process group: making their groups costs more than the tests themselves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+NAMES = ("a", "b", "c")
+
+_cache: dict[tuple[object, ...], DeviceMesh] = {}
+
+
+def forget() -> None:
+    """Drops all meshes; called when the process group they live on is gone."""
+    _cache.clear()
+
+
+def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """All sets of at least two of the names, in order: what can be flattened."""
+    return [chosen for count in range(2, len(names) + 1) for chosen in itertools.combinations(names, count)]
+
+
+def get_mesh(
+    shape: Sequence[int],
+    *,
+    flatten: Sequence[Sequence[str]] | str = (),
+    keep: Sequence[str] | None = None,
+) -> DeviceMesh:
+    """A CPU mesh over all ranks with dims named a, b, c; every rank of the world must ask for the same meshes.
+
+    flatten: the sets of dims to flatten, such as [("a", "b")], or "all".
+    keep: with names of dims, returns the submesh of these dims that holds this rank. What is flattened must be kept.
+    """
+    shape = tuple(shape)
+    names = NAMES[: len(shape)]
+    kept = tuple(keep) if keep is not None else names
+    chosen = tuple(subsets(kept) if flatten == "all" else map(tuple, flatten))
+    key = (shape, kept, chosen)
+    if key not in _cache:
+        root = DeviceMesh("cpu", torch.arange(math.prod(shape)).reshape(shape), mesh_dim_names=names)
+        for dims in chosen:
+            root[dims]._flatten("_".join(dims))
+        _cache[key] = root if kept == names else root[kept]
+    return _cache[key]
+
+
+def slice_index(mesh_shape: Sequence[int], keep: Sequence[str], rank: int) -> int:
+    """Which of the parallel submeshes of `keep` a rank belongs to, counted from 0."""
+    index = 0
+    for name, size, coordinate in zip(NAMES, mesh_shape, coordinates(mesh_shape, rank)):
+        if name not in keep:
+            index = index * size + coordinate
+    return index
+
+
+def coordinates(mesh_shape: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Where a rank stands in a mesh over ranks 0, 1, ... in row-major order."""
+    result = []
+    for size in reversed(mesh_shape):
+        rank, coordinate = divmod(rank, size)
+        result.append(coordinate)
+    return tuple(reversed(result))

@@ -1,0 +1,90 @@
+"""One worker process of pool.py: takes calls from a pipe, one at a time, and answers (value, traceback)."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import importlib
+import logging
+import os
+import pickle
+import signal
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import _redistribute, debug
+
+import meshes
+
+_note_path = ""
+
+Job = tuple[str, str, tuple[Any, ...], dict[str, Any]]
+
+
+def _begin_life(world_size: int, store_path: str, rank: int, collective_timeout_seconds: float) -> None:
+    """Replaces the default process group, and forgets all that torch and the tests cached about the old one.
+
+    DTensor keys its caches by meshes that compare equal across process groups, so they would hand out dead groups.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    meshes.forget()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store_path, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=collective_timeout_seconds),
+    )
+
+
+def _call(job: Job) -> Any:
+    module_name, qualified_name, args, kwargs = job
+    function: Any = importlib.import_module(module_name)
+    for name in qualified_name.split("."):
+        function = getattr(function, name)
+    return function(*args, **kwargs)
+
+
+def note(text: str) -> None:
+    """Says what this worker is about to do, for the report in case it never comes back. Does nothing elsewhere."""
+    if _note_path:
+        with open(_note_path, "w") as file:
+            file.write(text)
+
+
+def serve(pipe: Connection, stacks_path: str) -> None:
+    """Answers calls until the other end of the pipe closes. SIGUSR1 writes the Python stacks to `stacks_path`."""
+    global _note_path
+    _note_path = stacks_path + ".note"
+    torch.set_num_threads(1)
+    torch._logging.set_logs(all=logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    current_life = None
+    with open(stacks_path, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        while True:
+            try:
+                life, rank, collective_timeout_seconds, job = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                break
+            note("")
+            try:
+                if life != current_life:
+                    current_life = None
+                    _begin_life(*life, rank, collective_timeout_seconds)
+                    current_life = life
+                answer = pickle.dumps((_call(job), None))
+            except BaseException:
+                answer = pickle.dumps((None, traceback.format_exc()))
+            pipe.send_bytes(answer)
+    # Skip the interpreter's teardown: a group whose peers are gone may block in it.
+    os._exit(0)

@@ -1,0 +1,67 @@
+"""Moves tensors from one placement to another on a device mesh.
+
+    import shardwright as sw
+    sw.enable()                                  # DTensor's redistributes go through shardwright
+    print(sw.plan(src_layout, dst_layout))       # what a redistribute does and costs
+
+Planning needs no torch; what runs imports it on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .layout import Layout, Mesh
+from .planning import Plan, Step, plan
+
+if TYPE_CHECKING:
+    from ._stats import reset_stats, stats
+    from .drop_in import disable, enable, enabled
+    from .groups import prepare
+    from .redistributing import redistribute, redistribute_local
+    from .wire import wire_meter
+
+__all__ = [
+    "Layout",
+    "Mesh",
+    "Plan",
+    "Step",
+    "disable",
+    "enable",
+    "enabled",
+    "plan",
+    "prepare",
+    "redistribute",
+    "redistribute_local",
+    "reset_stats",
+    "stats",
+    "wire_meter",
+]
+
+_NEEDS_TORCH = {
+    "disable": "drop_in",
+    "enable": "drop_in",
+    "enabled": "drop_in",
+    "prepare": "groups",
+    "redistribute": "redistributing",
+    "redistribute_local": "redistributing",
+    "reset_stats": "_stats",
+    "stats": "_stats",
+    "wire_meter": "wire",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _NEEDS_TORCH.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import torch  # noqa: F401  (its libraries must be loaded before ours)
+
+    value = getattr(importlib.import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,151 @@
+"""Types of the torch-free extension module. `Layout`, `Mesh` and `plan` of the package are the public face of it."""
+
+from collections.abc import Mapping, Sequence
+
+class Mesh:
+    """A grid of ranks with named dims."""
+
+    def __init__(self, dim_names: Sequence[str], dim_sizes: Sequence[int], ranks: Sequence[int] = ...) -> None: ...
+    @property
+    def dim_names(self) -> list[str]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def ranks(self) -> list[int]: ...
+    def coordinate(self, rank: int) -> list[int] | None:
+        """Where a rank sits; None for a rank that is not on the mesh."""
+
+    def group_ranks(self, rank: int, mesh_dims: Sequence[int]) -> list[int]:
+        """The ranks that differ from `rank` only in `mesh_dims`, itself included, ascending."""
+
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+class Layout:
+    """A global tensor's shape and dtype, and how it lies on a mesh."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        shape: Sequence[int],
+        placements: Sequence[str],
+        dtype: str = ...,
+        shard_order: Mapping[int, Sequence[int]] = ...,
+        strided: str = ...,
+    ) -> None: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def placements(self) -> tuple[str, ...]:
+        """One per mesh dim. Strided shards that encode an order of cuts stand as plain ones; see `shard_order`."""
+
+    @property
+    def shard_order(self) -> dict[int, list[int]]:
+        """{tensor dim: mesh dims that cut it, first cut first}; mesh dims of size 1 are left out."""
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of this rank's part; (0,) on a rank that is not on the mesh."""
+
+    def region(self, rank: int) -> list[list[tuple[int, int]]]:
+        """Per tensor dim the [begin, end) intervals of global indices the rank holds, in local order."""
+
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+class Step:
+    """One move of a plan."""
+
+    @property
+    def op(self) -> str:
+        """slice, partition, zero_fill, all_gather, all_to_all, permute, exchange, reduce_scatter or all_reduce."""
+
+    @property
+    def mesh_dims(self) -> tuple[int, ...]:
+        """Indices of the mesh dims it moves over."""
+
+    @property
+    def before(self) -> Layout: ...
+    @property
+    def after(self) -> Layout: ...
+    @property
+    def wire_bytes_max(self) -> int:
+        """Bytes received from other ranks by the rank that receives most."""
+
+    @property
+    def wire_bytes_sum(self) -> int:
+        """Bytes received by all ranks."""
+
+    @property
+    def send_bytes_max(self) -> int: ...
+    @property
+    def messages_max(self) -> int:
+        """Messages received by the rank that receives most."""
+
+class Plan:
+    """The moves from one layout to another, and what they cost. ``str(plan)`` is one line per move."""
+
+    @property
+    def src(self) -> Layout: ...
+    @property
+    def dst(self) -> Layout: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def steps(self) -> list[Step]: ...
+    @property
+    def wire_bytes_max(self) -> int:
+        """Bytes received from other ranks over all steps, by the rank that receives most."""
+
+    @property
+    def wire_bytes_sum(self) -> int:
+        """Bytes received over all steps by all ranks."""
+
+    @property
+    def send_bytes_max(self) -> int: ...
+    @property
+    def messages_max(self) -> int: ...
+    @property
+    def bound_bytes_max(self) -> int:
+        """What no plan can go below for the rank that receives most."""
+
+    @property
+    def bound_bytes_sum(self) -> int:
+        """What no plan can go below over all ranks."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory allocated at once on the worst rank: the result and temporaries, not the source."""
+
+    @property
+    def predicted_us(self) -> float:
+        """Time by the default cost table of the backend, in microseconds."""
+
+    def wire_bytes(self, rank: int) -> int:
+        """Bytes that one rank receives."""
+
+    def rank_peak_bytes(self, rank: int) -> int:
+        """Memory that one rank allocates at once."""
+
+    def program(self, rank: int) -> str:
+        """The instructions of one rank, as text."""
+
+    def simulate(self) -> int:
+        """Runs all ranks in this process. Returns the bytes moved; raises RuntimeError if an element is wrong, or if
+        bytes or memory differ from what the plan says."""
+
+    def to_bytes(self) -> bytes: ...
+    @staticmethod
+    def from_bytes(data: bytes) -> Plan:
+        """Raises ValueError on bytes that are no plan."""
+
+    def to_json(self) -> str: ...
+
+def make_plan(src: Layout, dst: Layout, backend: str = ...) -> Plan: ...

@@ -1,0 +1,41 @@
+"""Types of the extension module that runs programs. Import torch before it."""
+
+from collections.abc import Sequence
+
+import torch
+
+torch_version: str
+has_cuda: bool
+
+class Executable:
+    """One rank's program for a plan, bound to process groups."""
+
+    def __init__(self, plan_bytes: bytes, rank: int) -> None: ...
+    @property
+    def groups(self) -> list[tuple[list[int], list[int]]]:
+        """(mesh dims, ranks ascending) of each group the program communicates in."""
+
+    @property
+    def input_shape(self) -> list[int]: ...
+    @property
+    def output_shape(self) -> list[int]: ...
+    @property
+    def is_identity(self) -> bool:
+        """Whether the result is the input itself."""
+
+    @property
+    def communicates(self) -> bool: ...
+    @property
+    def received_bytes(self) -> int: ...
+    def bind(self, group_names: Sequence[str]) -> None:
+        """Registered names of the process groups, one per entry of `groups`."""
+
+    def run(self, input: torch.Tensor) -> torch.Tensor: ...
+    def start(self, input: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """The result and whether it is still under way; if so it is registered for `wait_tensor`."""
+
+def drain() -> None:
+    """Makes every program that was started start all its communications."""
+
+def counters() -> dict[str, int]: ...
+def reset_counters() -> None: ...

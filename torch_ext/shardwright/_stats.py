@@ -1,0 +1,50 @@
+"""Counts of what shardwright did in this process since it started or since `reset_stats`."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+from . import _runtime
+
+_log = logging.getLogger("shardwright")
+
+_counts: Counter[str] = Counter()
+_reasons: Counter[str] = Counter()
+
+
+def stats() -> dict[str, Any]:
+    """What was done so far.
+
+    Returns:
+        ``calls``: redistributes that shardwright ran. ``fallbacks``: those it handed to PyTorch, and
+        ``fallback_reasons``: how many for which reason. ``plans``: plans made. ``cache_hits``: calls that found
+        theirs. ``bytes``: received by this rank from others.
+    """
+    return {
+        "calls": _counts["calls"],
+        "fallbacks": sum(_reasons.values()),
+        "fallback_reasons": dict(_reasons),
+        "plans": _counts["plans"],
+        "cache_hits": _counts["cache_hits"],
+        "bytes": _runtime.counters()["received_bytes"],
+    }
+
+
+def reset_stats() -> None:
+    """Sets all counts to zero; caches stay."""
+    _counts.clear()
+    _reasons.clear()
+    _runtime.reset_counters()
+
+
+def count(name: str) -> None:
+    _counts[name] += 1
+
+
+def count_fallback(reason: str) -> None:
+    """Counts a redistribute that goes to PyTorch's own path, and logs the reason the first time."""
+    _reasons[reason] += 1
+    if _reasons[reason] == 1:
+        _log.warning("redistribute goes to PyTorch's own path: %s", reason)

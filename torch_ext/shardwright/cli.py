@@ -1,0 +1,117 @@
+"""The command line: `shardwright plan` and `shardwright doctor`. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, or 2 for bad arguments."""
+    parser = argparse.ArgumentParser(prog="shardwright", description="Plans tensor redistributions on device meshes.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan_parser = commands.add_parser("plan", help="print the plan from one layout to another")
+    plan_parser.add_argument("--mesh", required=True, help="names and sizes: dp=2,tp=4")
+    plan_parser.add_argument("--shape", required=True, help="of the global tensor: 64,64; empty for a scalar")
+    plan_parser.add_argument("--src", required=True, help="placements, one per mesh dim: 'S(0),R'")
+    plan_parser.add_argument("--dst", required=True, help="placements, one per mesh dim: 'R,S(1)'")
+    plan_parser.add_argument("--src-order", default="", help="order of cuts: '0:tp,dp;1:pp' (tensor dim: mesh dims)")
+    plan_parser.add_argument("--dst-order", default="", help="the same for the destination")
+    plan_parser.add_argument("--dtype", default="float32")
+    plan_parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
+    plan_parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan_parser.add_argument("--program", type=int, metavar="RANK", help="also print what this rank does")
+    plan_parser.add_argument("--simulate", action="store_true", help="run all ranks and check every element")
+    doctor_parser = commands.add_parser("doctor", help="say what this installation has")
+    doctor_parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "doctor":
+        from . import doctor
+
+        return doctor.main(["--json"] if arguments.json else [])
+    try:
+        return _plan(arguments)
+    except ValueError as error:
+        print(f"shardwright plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from .layout import Layout, Mesh
+    from .planning import plan
+
+    mesh = Mesh(_parse_mesh(arguments.mesh))
+    shape = _parse_shape(arguments.shape)
+
+    def layout(placements: str, order: str) -> Layout:
+        return Layout(mesh, shape, _split_placements(placements), arguments.dtype, _parse_order(order))
+
+    made = plan(
+        layout(arguments.src, arguments.src_order),
+        layout(arguments.dst, arguments.dst_order),
+        backend=arguments.backend,
+    )
+    if arguments.json:
+        print(made.to_json())
+        return 0
+    print(made)
+    print(
+        f"received by the worst rank {made.wire_bytes_max} B (bound {made.bound_bytes_max}), by all "
+        f"{made.wire_bytes_sum} B (bound {made.bound_bytes_sum}); {made.messages_max} messages; "
+        f"peak memory {made.peak_bytes} B; predicted {made.predicted_us:.0f} us"
+    )
+    if arguments.program is not None:
+        print(f"\nprogram of rank {arguments.program}:\n{made.program(arguments.program)}")
+    if arguments.simulate:
+        print(f"simulated: every element right, {made.simulate()} B moved")
+    return 0
+
+
+def _parse_mesh(text: str) -> dict[str, int]:
+    dims: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.partition("=")
+        if not equals or not size.strip().isdigit():
+            raise ValueError(f"--mesh: {part!r} in {text!r} is not NAME=SIZE")
+        if name.strip() in dims:
+            raise ValueError(f"--mesh: the name {name.strip()!r} appears twice in {text!r}")
+        dims[name.strip()] = int(size)
+    return dims
+
+
+def _parse_shape(text: str) -> list[int]:
+    if not text.strip():
+        return []
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--shape: {text!r} is not a list of sizes such as 64,64") from None
+
+
+def _split_placements(text: str) -> list[str]:
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def _parse_order(text: str) -> dict[int, list[int | str]] | None:
+    if not text.strip():
+        return None
+    order: dict[int, list[int | str]] = {}
+    for entry in text.split(";"):
+        dim, colon, mesh_dims = entry.partition(":")
+        if not colon or not dim.strip().isdigit():
+            raise ValueError(f"order: {entry!r} is not TENSOR_DIM:MESH_DIM,MESH_DIM")
+        names = [name.strip() for name in mesh_dims.split(",")]
+        order[int(dim)] = [int(name) if name.isdigit() else name for name in names]
+    return order
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""What this installation of shardwright has, said without importing torch: `shardwright doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+def report() -> dict[str, Any]:
+    """Facts about this build and the environment around it.
+
+    Keys: `version`, `python`, `platform`; `build`, what setup.py wrote when it built the extension modules (None if
+    this is a source tree that was never built); `torch_installed` and `nccl_installed`, versions or None;
+    `planner` and `runtime`, each with `file` (None if missing), `planner` also with `error` (None if it imports);
+    `problems`, a list of sentences, empty if everything is in order. Does not import torch, and does not raise.
+    """
+    build = _build_info()
+    nccl = next((f"{name} {version}" for name in _NCCL_PACKAGES if (version := _version_of(name))), None)
+    facts: dict[str, Any] = {
+        "version": _version_of("shardwright") or (build or {}).get("version"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "build": build,
+        "torch_installed": _version_of("torch"),
+        "nccl_installed": nccl,
+        "planner": {"file": _file_of("_planner"), "error": _import_error("_planner")},
+        "runtime": {"file": _file_of("_runtime")},
+    }
+    facts["problems"] = _problems(facts)
+    return facts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report, as text or with --json; returns 1 if it found a problem, else 0."""
+    parser = argparse.ArgumentParser(prog="shardwright doctor", description="Say what this build of shardwright has.")
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+    arguments = parser.parse_args(argv)
+    facts = report()
+    print(json.dumps(facts, indent=2) if arguments.json else _as_text(facts))
+    return 1 if facts["problems"] else 0
+
+
+def _build_info() -> dict[str, Any] | None:
+    try:
+        module = importlib.import_module("shardwright._build_info")
+    except ImportError:
+        return None
+    info: dict[str, Any] = module.BUILD_INFO
+    return info
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _file_of(module: str) -> str | None:
+    """Path of an extension module beside this file, whether or not it can be imported."""
+    folder = Path(__file__).parent
+    candidates = [folder / (module + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    return next((str(path) for path in candidates if path.exists()), None)
+
+
+def _import_error(module: str) -> str | None:
+    try:
+        importlib.import_module(f"shardwright.{module}")
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def _problems(facts: dict[str, Any]) -> list[str]:
+    rebuild = "run: pip install --no-build-isolation . in the source tree"
+    found = []
+    if facts["build"] is None:
+        found.append(f"the extension modules were never built; {rebuild}")
+    if facts["planner"]["error"]:
+        found.append(f"_planner does not import ({facts['planner']['error']}); {rebuild}")
+    if facts["runtime"]["file"] is None:
+        found.append(f"_runtime is missing, so nothing can be executed; {rebuild}")
+    if facts["torch_installed"] is None:
+        found.append("torch is not installed, so plans can be made and simulated but not executed")
+    elif facts["build"] and _release(facts["build"]["torch"]) != _release(facts["torch_installed"]):
+        found.append(
+            f"built for torch {facts['build']['torch']}, but torch {facts['torch_installed']} is installed; {rebuild}"
+        )
+    return found
+
+
+def _release(version: str) -> str:
+    """2.15 for 2.15.0+cu132: binaries fit every patch release of the series they were built for."""
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _as_text(facts: dict[str, Any]) -> str:
+    build = facts["build"] or {}
+    planner, runtime = facts["planner"], facts["runtime"]
+    lines = [
+        f"shardwright {facts['version'] or 'unknown'}",
+        f"  python      {facts['python']} on {facts['platform']}",
+        f"  torch       built against {build.get('torch', 'nothing')}, installed {facts['torch_installed'] or 'none'}",
+        f"  CUDA        {_cuda_line(build)}",
+        f"  NCCL        {facts['nccl_installed'] or 'no NCCL package installed'}",
+        f"  compiler    {build.get('compiler', 'unknown')}",
+        f"  _planner    {_planner_line(planner)}",
+        f"  _runtime    {'present' if runtime['file'] else 'missing'}",
+    ]
+    lines += [f"  problem     {problem}" for problem in facts["problems"]] or ["  no problems found"]
+    return "\n".join(lines)
+
+
+def _cuda_line(build: dict[str, Any]) -> str:
+    if not build:
+        return "unknown"
+    if build["cuda"]:
+        return f"built ({build['cuda_reason']}; architectures {build['cuda_arch_list']})"
+    return f"not built ({build['cuda_reason']})"
+
+
+def _planner_line(planner: dict[str, Any]) -> str:
+    if planner["error"]:
+        return f"present, but does not import: {planner['error']}" if planner["file"] else "missing"
+    return "present, imports"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,244 @@
+"""The drop-in for DTensor: redistributes that PyTorch starts, explicit and implicit, run by shardwright.
+
+PyTorch's own function `redistribute_local_tensor` is where all of them pass. `enable` binds ours in its place, in every
+loaded module that holds it. What we do not take (tracing, fake and subclassed tensors, placements we do not know) goes
+on to PyTorch's function and is counted with its reason.
+
+Who decides: outside of autograd, the mode at the time. A backward keeps the mode that was on when its node was made in
+the forward, told by the node's sequence number.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.tensor._redistribute as torch_redistribute
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._utils import assert_no_mixed_partial_types
+from torch.utils._debug_mode import get_active_debug_mode
+
+from . import _convert, _engine, _planner, _stats
+from .layout import Layout, Mesh
+
+_MAX_MODE_CHANGES = 4096
+
+
+class _Mode(NamedTuple):
+    on: bool
+    strict: bool
+
+
+_OFF = _Mode(False, False)
+
+_mode = _OFF
+# Mode changes, with the sequence number that the next autograd node of the thread gets.
+_change_numbers: list[int] = []
+_change_modes: list[_Mode] = []
+
+_original: Callable[..., torch.Tensor] | None = None
+
+
+def enable(strict: bool = False) -> None:
+    """Routes DTensor's redistributes through shardwright until `disable`.
+
+    Args:
+        strict: raise RuntimeError where a redistribute would go to PyTorch's own path.
+    """
+    _install()
+    _set_mode(_Mode(True, strict))
+
+
+def disable() -> None:
+    """Gives PyTorch its own function back. Raises RuntimeError if shardwright is not enabled."""
+    if not _mode.on:
+        raise RuntimeError("disable: shardwright is not enabled (disabled twice?)")
+    _set_mode(_OFF)
+    _uninstall()
+
+
+@contextlib.contextmanager
+def enabled(strict: bool = False) -> Iterator[None]:
+    """`enable` for a block. The backward of what ran inside goes through shardwright too, whenever it runs."""
+    before = _mode
+    _install()
+    _set_mode(_Mode(True, strict))
+    try:
+        yield
+    finally:
+        _set_mode(before)
+
+
+def _set_mode(mode: _Mode) -> None:
+    global _mode
+    if not _change_numbers:  # what was before the first change
+        _change_numbers.append(-1)
+        _change_modes.append(_mode)
+    _mode = mode
+    number = torch.autograd._get_sequence_nr()
+    if _change_numbers[-1] >= number:
+        _change_modes[-1] = mode
+    else:
+        _change_numbers.append(number)
+        _change_modes.append(mode)
+    if len(_change_numbers) > _MAX_MODE_CHANGES:
+        del _change_numbers[: _MAX_MODE_CHANGES // 2]
+        del _change_modes[: _MAX_MODE_CHANGES // 2]
+
+
+def _deciding_mode() -> _Mode:
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return _mode
+    at = bisect.bisect_right(_change_numbers, node._sequence_nr()) - 1
+    return _change_modes[max(at, 0)]
+
+
+def _install() -> None:
+    global _original
+    if _original is not None:
+        return
+    _original = torch_redistribute.redistribute_local_tensor
+    _rebind(_original, _redistribute_local_tensor)
+    _show_messages_to_comm_debug_mode(True)
+
+
+def _uninstall() -> None:
+    global _original
+    if _original is None:
+        return
+    _rebind(_redistribute_local_tensor, _original)
+    _original = None
+    _show_messages_to_comm_debug_mode(False)
+
+
+def _rebind(old: object, new: object) -> None:
+    """Replaces `old` in every loaded module that holds it, under whatever name."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if not isinstance(names, dict) or names is globals():
+            continue
+        for name in [name for name, value in list(names.items()) if value is old]:
+            names[name] = new
+
+
+def _show_messages_to_comm_debug_mode(show: bool) -> None:
+    # CommDebugMode counts a fixed set of operators; on Gloo we gather and reduce by messages.
+    from torch.distributed.tensor.debug import _comm_mode
+
+    messages = {torch.ops.c10d.send, torch.ops.c10d.recv_}
+    if show:
+        _comm_mode.c10d_collective_ops |= messages
+    else:
+        _comm_mode.c10d_collective_ops -= messages
+
+
+@functools.wraps(torch_redistribute.redistribute_local_tensor)
+def _redistribute_local_tensor(
+    local_tensor: torch.Tensor,
+    current_spec: DTensorSpec,
+    target_spec: DTensorSpec,
+    *,
+    async_op: bool = False,
+    use_graph_based_transform: bool | None = None,
+    is_explicit: bool = False,
+) -> torch.Tensor:
+    """What PyTorch's function of this name does, by a plan of ours."""
+    original = _original or torch_redistribute.redistribute_local_tensor
+    mode = _deciding_mode()
+
+    def by_torch() -> torch.Tensor:
+        return original(
+            local_tensor,
+            current_spec,
+            target_spec,
+            async_op=async_op,
+            use_graph_based_transform=use_graph_based_transform,
+            is_explicit=is_explicit,
+        )
+
+    if not mode.on:
+        return by_torch()
+    if isinstance(local_tensor, AsyncCollectiveTensor):
+        local_tensor = local_tensor.wait()
+    reason = _why_not(local_tensor, current_spec, target_spec)
+    if reason is None:
+        if current_spec.mesh != target_spec.mesh:
+            return by_torch()  # raises
+        assert_no_mixed_partial_types(current_spec.placements)
+        assert_no_mixed_partial_types(target_spec.placements)
+        if not current_spec.mesh._is_current_rank_part_of_mesh():
+            return local_tensor
+        try:
+            key = (current_spec, target_spec, local_tensor.dtype, local_tensor.device.type)
+            executable = _engine.lookup(key, lambda: _build(local_tensor, current_spec, target_spec))
+        except _Unplannable as unplannable:
+            reason = str(unplannable)
+        else:
+            with _recorded(local_tensor, current_spec, target_spec, executable, is_explicit):
+                return _engine.run(executable, local_tensor, async_op)
+    if mode.strict:
+        raise RuntimeError(
+            f"shardwright: {current_spec} -> {target_spec} would go to PyTorch's own path: {reason} (strict=True)"
+        )
+    _stats.count_fallback(reason)
+    return by_torch()
+
+
+class _Unplannable(Exception):
+    """Why a redistribute is left to PyTorch."""
+
+
+def _why_not(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> str | None:
+    if type(local_tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"local tensor is a {type(local_tensor).__name__}"
+    if _are_we_tracing():
+        return "tracing"
+    if local_tensor.device.type not in ("cpu", "cuda"):
+        return f"device {local_tensor.device.type}"
+    if local_tensor.requires_grad and torch.is_grad_enabled():
+        return "autograd on the local tensor"
+    if current_spec.tensor_meta is None:
+        return "no tensor_meta"
+    return None
+
+
+def _build(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> Any:
+    try:
+        src = layout_of_spec(current_spec, current_spec, local_tensor.dtype)
+        dst = layout_of_spec(target_spec, current_spec, local_tensor.dtype)
+        _planner.make_plan(src, dst)
+    except ValueError as error:
+        raise _Unplannable(str(error)) from None
+    return _engine.build(src, dst, device_type=local_tensor.device.type, device_mesh=current_spec.mesh)
+
+
+def layout_of_spec(spec: DTensorSpec, meta: DTensorSpec, dtype: torch.dtype) -> Layout:
+    """The layout a DTensorSpec describes, with the shape of `meta`. Raises ValueError for what we do not know."""
+    if any(not isinstance(size, int) for size in meta.shape):
+        raise ValueError("symbolic shape")
+    mesh = Mesh(spec.mesh)
+    if spec.use_strided_shard_as_shard_order:
+        return Layout(mesh, meta.shape, spec.placements, dtype)
+    return Layout(
+        mesh, meta.shape, spec.placements, dtype, _convert.order_dict(mesh.dim_names, spec.shard_order), "literal"
+    )
+
+
+def _recorded(
+    local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, executable: Any, is_explicit: bool
+) -> contextlib.AbstractContextManager[Any]:
+    """DebugMode's record of the redistribute, as PyTorch's own function makes it."""
+    debug_mode = get_active_debug_mode()
+    if debug_mode is None:
+        return contextlib.nullcontext()
+    record: contextlib.AbstractContextManager[Any] = debug_mode.record_redistribute_calls(
+        local_tensor, current_spec.placements, target_spec.placements, str(executable), is_explicit=is_explicit
+    )
+    return record

@@ -1,0 +1,122 @@
+"""Process groups for sets of mesh dims: found where they exist, made where they do not.
+
+A group is looked for among the mesh's own, then among its flattened ones, then the default group, then those made here.
+Only its members take part in making it, which is why ranks that run different programs may redistribute on their own
+part of a mesh. All members must ask at the same point of their programs; `prepare` moves that point to the start.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _convert, _planner, _runtime
+from .layout import Mesh
+
+_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_world: object | None = None
+
+
+def check_initialised() -> None:
+    """Raises RuntimeError if there is no default process group; forgets groups of an earlier one."""
+    global _world
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "group: torch.distributed is not initialised; call torch.distributed.init_process_group first"
+        )
+    if dist.group.WORLD is not _world:
+        _made.clear()
+        _world = dist.group.WORLD
+
+
+def find_or_make(ranks: Sequence[int], mesh_dims: Iterable[int], device_mesh: Any | None) -> dist.ProcessGroup:
+    """The process group of exactly these global ranks, ascending; collective among them if it must be made."""
+    wanted = tuple(ranks)
+    for group in _candidates(tuple(mesh_dims), device_mesh):
+        if tuple(dist.get_process_group_ranks(group)) == wanted:
+            return group
+    if wanted not in _made:
+        _made[wanted] = _make(wanted)
+    return _made[wanted]
+
+
+def prepare(mesh: Any, mesh_dims: Iterable[Sequence[int | str]] | None = None) -> None:
+    """Makes the process groups that redistributes on `mesh` may need, now instead of at their first use.
+
+    To be called by all ranks of the mesh, at the same point.
+
+    Args:
+        mesh: a torch ``DeviceMesh`` or a `Mesh`.
+        mesh_dims: sets of mesh dims, by name or index, each the span of one group, e.g. ``[("dp", "tp")]``. Default:
+            every set of two or more.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: a mesh dim that is not there.
+    """
+    check_initialised()
+    device_mesh = mesh if _convert.is_device_mesh(mesh) else None
+    grid = mesh if isinstance(mesh, _planner.Mesh) else Mesh(mesh)
+    rank = dist.get_rank()
+    if grid.coordinate(rank) is None:
+        return
+    if mesh_dims is None:
+        large = [d for d in range(grid.ndim) if grid.shape[d] > 1]
+        chosen = [s for n in range(1, len(large) + 1) for s in itertools.combinations(large, n)]
+    else:
+        chosen = [
+            tuple(sorted(_convert.mesh_dim_index(grid.dim_names, d, "mesh_dims") for d in dims)) for dims in mesh_dims
+        ]
+    for dims in chosen:
+        ranks = grid.group_ranks(rank, list(dims))
+        if len(ranks) > 1:
+            find_or_make(ranks, dims, device_mesh)
+
+
+def _candidates(mesh_dims: tuple[int, ...], device_mesh: Any | None) -> Iterable[dist.ProcessGroup]:
+    if device_mesh is not None:
+        if len(mesh_dims) == 1:
+            yield from _group_of(device_mesh, mesh_dims[0])
+        for flattened in device_mesh._get_root_mesh()._flatten_mapping.values():
+            yield from _group_of(flattened, 0)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+
+
+def _group_of(device_mesh: Any, mesh_dim: int) -> Iterable[dist.ProcessGroup]:
+    # A mesh may have been made without process groups, and a flattened one without this rank.
+    try:
+        yield device_mesh.get_group(mesh_dim)
+    except (RuntimeError, KeyError, ValueError, AssertionError):
+        return
+
+
+def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"group: ranks {ranks} have no process group yet, and none can be made while a CUDA graph is captured; "
+            "call shardwright.prepare(mesh) before the capture"
+        )
+    _runtime.drain()
+    group = dist.new_group(
+        list(ranks), timeout=_default_timeout(), use_local_synchronization=True, group_desc="shardwright"
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _default_timeout() -> timedelta | None:
+    # new_group falls back to the backend's 30 minutes, not to what init_process_group was given.
+    world = dist.group.WORLD
+    assert world is not None
+    for device in world._device_types:
+        options = getattr(world._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None

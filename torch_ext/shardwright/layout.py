@@ -1,0 +1,70 @@
+"""Where a tensor lies: meshes and layouts. Works without torch, and takes torch's objects where they are at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import _convert, _planner
+
+
+class Mesh(_planner.Mesh):
+    """A grid of ranks with named dims.
+
+    Args:
+        dims: names and sizes, outermost first, e.g. ``{"dp": 2, "tp": 4}``; or a torch ``DeviceMesh``.
+        ranks: the global ranks, row-major; default 0, 1, 2, ...
+
+    Raises:
+        ValueError: names that repeat, sizes below 1, ranks that repeat or are too few.
+    """
+
+    def __init__(self, dims: Mapping[str, int] | Any, ranks: Sequence[int] | None = None) -> None:
+        if _convert.is_device_mesh(dims):
+            if ranks is not None:
+                raise ValueError("ranks: a DeviceMesh brings its own; leave it out")
+            super().__init__(*_convert.device_mesh_parts(dims))
+        elif isinstance(dims, Mapping):
+            super().__init__(list(dims.keys()), list(dims.values()), list(ranks or []))
+        else:
+            raise ValueError(f"dims: {dims!r} is neither a dict of names and sizes nor a DeviceMesh")
+
+
+class Layout(_planner.Layout):
+    """A global tensor's shape and dtype, and how it lies on a mesh.
+
+    Args:
+        mesh: a `Mesh`, or a torch ``DeviceMesh``.
+        shape: of the global tensor, in elements.
+        placements: one per mesh dim: ``"R"``, ``"S(0)"``, ``"SS(0,2)"`` (strided), ``"P"`` or ``"P(max)"``, or
+            torch's placement objects.
+        dtype: by name, or a ``torch.dtype``.
+        shard_order: ``{tensor dim: [mesh dims, first cut first]}`` with mesh dims by index or name. A tensor dim
+            that is not listed is cut in mesh order.
+        strided: what strided shards say. ``"order"``: they only encode the order of plain cuts. ``"literal"``: pieces,
+            each chunked. ``"auto"``: an order where the split factors encode one, else pieces. As in
+            ``DTensorSpec.use_strided_shard_as_shard_order``.
+
+    Raises:
+        ValueError: naming the argument, its value and what is allowed.
+    """
+
+    def __init__(
+        self,
+        mesh: _planner.Mesh | Any,
+        shape: Sequence[int],
+        placements: Sequence[Any],
+        dtype: Any = "float32",
+        shard_order: _convert.ShardOrder | None = None,
+        strided: str = "auto",
+    ) -> None:
+        if not isinstance(mesh, _planner.Mesh):
+            mesh = Mesh(mesh)
+        super().__init__(
+            mesh,
+            list(shape),
+            [_convert.placement_text(p) for p in placements],
+            _convert.dtype_text(dtype),
+            _convert.order_dict(mesh.dim_names, shard_order),
+            strided,
+        )

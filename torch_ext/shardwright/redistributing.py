@@ -1,0 +1,151 @@
+"""Redistributes asked for by name: `redistribute` for DTensors, `redistribute_local` for plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from . import _engine, _planner, groups
+from .drop_in import enabled
+
+_DIFFERENTIABLE = ("P(sum)", "P(avg)")
+
+
+def redistribute(
+    x: DTensor,
+    placements: Sequence[Placement],
+    mesh: DeviceMesh | None = None,
+    *,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """`x.redistribute(...)` by shardwright, whether or not it is enabled; falling back raises.
+
+    Args:
+        x: the DTensor; stays as it is.
+        placements: one per mesh dim.
+        mesh: must be `x`'s own, if given.
+        async_op, forward_dtype, backward_dtype: as in ``DTensor.redistribute``.
+
+    Returns:
+        A DTensor with these placements; differentiable, twice.
+
+    Raises:
+        ValueError: another mesh, placements of the wrong number.
+        RuntimeError: what shardwright cannot do, with the reason.
+    """
+    if not isinstance(x, DTensor):
+        raise ValueError(f"x: got a {type(x).__name__}; allowed is a DTensor (redistribute_local takes plain tensors)")
+    if mesh is not None and mesh != x.device_mesh:
+        raise ValueError(f"mesh: {mesh} is not the mesh of x ({x.device_mesh}); allowed is redistributing on one mesh")
+    if len(placements) != x.device_mesh.ndim:
+        raise ValueError(
+            f"placements: got {len(placements)} for a mesh of {x.device_mesh.ndim} dims; allowed is one per mesh dim"
+        )
+    with enabled(strict=True):
+        return x.redistribute(
+            placements=placements, async_op=async_op, forward_dtype=forward_dtype, backward_dtype=backward_dtype
+        )
+
+
+def redistribute_local(
+    local: torch.Tensor,
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
+    async_op: bool = False,
+) -> torch.Tensor:
+    """This rank's part of a tensor, taken from one layout to another, without DTensor.
+
+    Args:
+        local: this rank's part by `src`: shape ``src.local_shape(rank)``, any strides. Stays as it is.
+        src, dst: layouts on one mesh. The mesh's ranks are global ranks, or ranks of `group` if one is given.
+        group: the process group the mesh lies in; default, the default group.
+        device_mesh: a DeviceMesh over the same ranks whose process groups may be used.
+        async_op: return once the first transfer is under way; the result waits for the rest on first use.
+
+    Returns:
+        A new tensor of shape ``dst.local_shape(rank)``, or `local` itself where the layouts agree. On a rank outside
+        the mesh, `local` itself. Differentiable where the pending reductions are sums or averages: the gradient
+        goes the way back, and stands for P as R, as in DTensor.
+
+    Raises:
+        ValueError: `local` contradicts `src`, or the layouts contradict each other.
+        RuntimeError: torch.distributed is not initialised.
+        torch.distributed.DistBackendError: a transfer failed or timed out; names rank, plan, step and group.
+    """
+    groups.check_initialised()
+    rank = dist.get_rank(group)
+    if src.mesh.coordinate(rank) is None:
+        return local
+    if tuple(local.shape) != tuple(src.local_shape(rank)):
+        raise ValueError(
+            f"local: has shape {tuple(local.shape)} on rank {rank}, where {src} has {tuple(src.local_shape(rank))}"
+        )
+    if str(local.dtype) != f"torch.{src.dtype}":
+        raise ValueError(f"local: has dtype {local.dtype}, where {src} has {src.dtype}")
+    if local.requires_grad and torch.is_grad_enabled():
+        result: torch.Tensor = _RedistributeLocal.apply(local, src, dst, group, device_mesh, async_op)  # type: ignore[no-untyped-call]
+        return result
+    return _run(local, src, dst, group, device_mesh, async_op)
+
+
+def _run(
+    local: torch.Tensor,
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    group: dist.ProcessGroup | None,
+    device_mesh: DeviceMesh | None,
+    async_op: bool,
+) -> torch.Tensor:
+    device_type = local.device.type
+    key = (src, dst, device_type, group, device_mesh)
+    executable = _engine.lookup(
+        key, lambda: _engine.build(src, dst, device_type=device_type, device_mesh=device_mesh, group=group)
+    )
+    return _engine.run(executable, local, async_op)
+
+
+def _gradient_layout(layout: _planner.Layout, argument: str) -> _planner.Layout:
+    """The layout of a gradient: R where the value is partial."""
+    placements = []
+    for placement in layout.placements:
+        if placement.startswith("P") and placement not in _DIFFERENTIABLE:
+            raise ValueError(
+                f"{argument}: {placement} has no gradient here; allowed with requires_grad are "
+                f"{', '.join(_DIFFERENTIABLE)}, S and R"
+            )
+        placements.append("R" if placement.startswith("P") else placement)
+    return _planner.Layout(
+        layout.mesh, list(layout.shape), placements, layout.dtype, layout.shard_order, strided="literal"
+    )
+
+
+class _RedistributeLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        local: torch.Tensor,
+        src: _planner.Layout,
+        dst: _planner.Layout,
+        group: dist.ProcessGroup | None,
+        device_mesh: DeviceMesh | None,
+        async_op: bool,
+    ) -> torch.Tensor:
+        ctx.way_back = (_gradient_layout(dst, "dst"), _gradient_layout(src, "src"), group, device_mesh)
+        output = _run(local, src, dst, group, device_mesh, async_op)
+        return output.view_as(output) if output is local else output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        src, dst, group, device_mesh = ctx.way_back
+        gradient = redistribute_local(gradients[0], src, dst, group=group, device_mesh=device_mesh)
+        return gradient, None, None, None, None, None

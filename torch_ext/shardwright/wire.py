@@ -1,0 +1,265 @@
+"""Counts the bytes that collectives deliver to this rank: the same ruler for our programs and for PyTorch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What one collective moves at one rank: (bytes that must reach it, bytes that must leave it). Both are the least a
+# direct exchange needs; what an algorithm relays on the way, and padding it adds below this level, is not counted.
+# Padding that the caller put into the tensors is counted: it travels.
+Traffic = tuple[int, int]
+Arguments = dict[str, Any]
+
+# Operators of these namespaces are collectives; one that the tables below do not know is an error, never a silent zero.
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
+
+# Operators of these namespaces that move no payload.
+_SILENT = frozenset(
+    {
+        "barrier",
+        "monitored_barrier_",
+        "check_for_nan",
+        "mesh_get_process_group",
+        "wait_tensor",
+        "wait_tensors",
+        "_wrap_tensor_autograd",
+    }
+)
+
+
+def _bytes(tensors: Any) -> int:
+    """Bytes of a tensor, or of all tensors in nested lists."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(_bytes(item) for item in tensors)
+
+
+def _first(arguments: Arguments, *names: str) -> Any:
+    """The argument with the first of these names that the operator has; namespaces name the same thing differently."""
+    for name in names:
+        if name in arguments:
+            return arguments[name]
+    raise KeyError(f"none of {names} among the arguments {sorted(arguments)}")
+
+
+def _inputs(arguments: Arguments) -> Any:
+    return _first(arguments, "input", "inputs", "input_tensor", "input_tensors", "input_list", "self", "shard")
+
+
+def _all_gather(arguments: Arguments, size: int, rank: int) -> Traffic:
+    others = (size - 1) * _bytes(_inputs(arguments))
+    return others, others
+
+
+def _all_gather_lists(arguments: Arguments, size: int, rank: int) -> Traffic:
+    """Outputs are lists, one tensor per rank, whose sizes may differ."""
+    lists = _first(arguments, "output_tensors", "output_lists")
+    return _bytes(lists) - sum(_bytes(outputs[rank]) for outputs in lists), (size - 1) * _bytes(_inputs(arguments))
+
+
+def _reduce_scatter(arguments: Arguments, size: int, rank: int) -> Traffic:
+    """The input holds one chunk per rank; a rank needs its own chunk from each of the others."""
+    others = _bytes(_inputs(arguments)) // size * (size - 1)
+    return others, others
+
+
+def _reduce_scatter_lists(arguments: Arguments, size: int, rank: int) -> Traffic:
+    lists = _first(arguments, "input_tensors")
+    sent = _bytes(lists) - sum(_bytes(inputs[rank]) for inputs in lists)
+    return (size - 1) * _bytes(arguments["output_tensors"]), sent
+
+
+def _all_reduce(arguments: Arguments, size: int, rank: int) -> Traffic:
+    """A reduce-scatter and an all-gather, each of (size - 1) / size of the tensor."""
+    total = _bytes(_first(arguments, "tensors", "input", "inputs", "self"))
+    both = -(-2 * (size - 1) * total // size)
+    return both, both
+
+
+def _reduce(arguments: Arguments, size: int, rank: int) -> Traffic:
+    total = _bytes(arguments["tensors"])
+    return ((size - 1) * total, 0) if rank == arguments["root_rank"] else (0, total)
+
+
+def _broadcast(arguments: Arguments, size: int, rank: int) -> Traffic:
+    total = _bytes(_first(arguments, "tensors", "input", "self"))
+    return (0, (size - 1) * total) if rank == _first(arguments, "root_rank", "src") else (total, 0)
+
+
+def _gather(arguments: Arguments, size: int, rank: int) -> Traffic:
+    own = _bytes(_inputs(arguments))
+    return ((size - 1) * own, 0) if rank == arguments["root_rank"] else (0, own)
+
+
+def _scatter(arguments: Arguments, size: int, rank: int) -> Traffic:
+    own = _bytes(arguments["output_tensors"])
+    return (0, _bytes(arguments["input_tensors"]) - own) if rank == arguments["root_rank"] else (own, 0)
+
+
+def _split_bytes(tensor_bytes: int, rows: int, splits: list[int] | None, size: int, rank: int) -> int:
+    """Bytes of a tensor cut along dim 0 that do not belong to `rank`; no splits means equal ones."""
+    if rows == 0:
+        return 0
+    own_rows = splits[rank] if splits else rows // size
+    return tensor_bytes - tensor_bytes // rows * own_rows
+
+
+def _all_to_all_single(arguments: Arguments, size: int, rank: int) -> Traffic:
+    sent_tensor = _inputs(arguments)
+    in_splits, out_splits = arguments.get("input_split_sizes"), arguments.get("output_split_sizes")
+    in_rows = sent_tensor.size(0)
+    if "output" in arguments:
+        out_rows, out_bytes = arguments["output"].size(0), _bytes(arguments["output"])
+    else:
+        out_rows = sum(out_splits) if out_splits else in_rows
+        row_elements = 1
+        for extent in sent_tensor.shape[1:]:
+            row_elements *= extent
+        out_bytes = out_rows * row_elements * sent_tensor.element_size()
+    return (
+        _split_bytes(out_bytes, out_rows, out_splits, size, rank),
+        _split_bytes(_bytes(sent_tensor), in_rows, in_splits, size, rank),
+    )
+
+
+def _all_to_all_lists(arguments: Arguments, size: int, rank: int) -> Traffic:
+    outputs, inputs = arguments["output_tensors"], arguments["input_tensors"]
+    return _bytes(outputs) - _bytes(outputs[rank]), _bytes(inputs) - _bytes(inputs[rank])
+
+
+def _shard_dim_all_to_all(arguments: Arguments, size: int, rank: int) -> Traffic:
+    """Every rank keeps one of `size` equal parts and exchanges the rest. On CPU DTensor gathers instead of calling it."""
+    total = _bytes(arguments["input"])
+    others = total - total // size
+    return others, others
+
+
+def _send(arguments: Arguments, size: int, rank: int) -> Traffic:
+    return 0, _bytes(_first(arguments, "tensors", "tensor", "self"))
+
+
+def _receive(arguments: Arguments, size: int, rank: int) -> Traffic:
+    return _bytes(_first(arguments, "tensors", "tensor", "self")), 0
+
+
+def _batched_point_to_point(arguments: Arguments, size: int, rank: int) -> Traffic:
+    received = sent = 0
+    for kind, tensor in zip(arguments["op_list"], arguments["tensors"]):
+        if kind.endswith("recv"):
+            received += _bytes(tensor)
+        else:
+            sent += _bytes(tensor)
+    return received, sent
+
+
+_RULES: dict[str, Callable[[Arguments, int, int], Traffic]] = {
+    "_allgather_base_": _all_gather,
+    "allgather_into_tensor_coalesced_": _all_gather,
+    "all_gather_into_tensor": _all_gather,
+    "all_gather_into_tensor_coalesced": _all_gather,
+    "all_gather_into_tensor_out": _all_gather,
+    "allgather_": _all_gather_lists,
+    "allgather_coalesced_": _all_gather_lists,
+    "_reduce_scatter_base_": _reduce_scatter,
+    "reduce_scatter_tensor_coalesced_": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "reduce_scatter_tensor_coalesced": _reduce_scatter,
+    "reduce_scatter_tensor_out": _reduce_scatter,
+    "reduce_scatter_": _reduce_scatter_lists,
+    "allreduce_": _all_reduce,
+    "allreduce_coalesced_": _all_reduce,
+    "all_reduce": _all_reduce,
+    "all_reduce_": _all_reduce,
+    "all_reduce_coalesced": _all_reduce,
+    "all_reduce_coalesced_": _all_reduce,
+    "reduce_": _reduce,
+    "broadcast_": _broadcast,
+    "broadcast": _broadcast,
+    "gather_": _gather,
+    "gather_into_tensor_": _gather,
+    "scatter_": _scatter,
+    "alltoall_base_": _all_to_all_single,
+    "all_to_all_single": _all_to_all_single,
+    "alltoall_": _all_to_all_lists,
+    "shard_dim_alltoall": _shard_dim_all_to_all,
+    "send": _send,
+    "isend": _send,
+    "recv_": _receive,
+    "recv_any_source_": _receive,
+    "irecv": _receive,
+    "batch_p2p_ops": _batched_point_to_point,
+}
+
+
+def _group_size_and_rank(arguments: Arguments) -> tuple[int, int]:
+    """Size of the operator's group and this rank in it, however the operator names the group."""
+    if "ranks" in arguments:
+        ranks = list(arguments["ranks"])
+        return arguments["group_size"], ranks.index(dist.get_rank())
+    group = _first(arguments, "process_group", "group_name")
+    if isinstance(group, str):
+        group = distributed_c10d._resolve_process_group(group)
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return group.size(), group.rank()
+
+
+class WireMeter(TorchDispatchMode):
+    """Counts what collectives called inside the block deliver to this rank and what they send from it.
+
+    It sees every collective that goes through PyTorch's dispatcher: ours, DTensor's, FSDP's and plain
+    `torch.distributed` calls, in forward and backward, on the thread that entered the block. A collective that calls
+    another one underneath counts once.
+
+    Attributes:
+        received_bytes: bytes that other ranks' data must bring here.
+        sent_bytes: bytes of this rank's data that others need.
+        calls: number of collectives.
+        by_op: operator name such as "c10d.allreduce_" to [calls, received bytes].
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        self.calls = 0
+        self.by_op: dict[str, list[int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        # Decline DTensors, so that DTensor unwraps them and its collectives come back here with plain tensors.
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if isinstance(func, torch._ops.OpOverload) and func.namespace in _NAMESPACES:
+            self._count(func, args, kwargs)
+        return result
+
+    def _count(self, func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
+        schema = func._schema
+        operator = schema.name.partition("::")[2]
+        if operator in _SILENT:
+            return
+        if operator not in _RULES:
+            raise NotImplementedError(f"wire_meter does not know how many bytes {schema.name} moves")
+        arguments = {argument.name: value for argument, value in zip(schema.arguments, args)}
+        arguments.update(kwargs)
+        received, sent = _RULES[operator](arguments, *_group_size_and_rank(arguments))
+        self.calls += 1
+        self.received_bytes += received
+        self.sent_bytes += sent
+        entry = self.by_op.setdefault(f"{func.namespace}.{operator}", [0, 0])
+        entry[0] += 1
+        entry[1] += received
+
+
+def wire_meter() -> WireMeter:
+    """Returns a meter to use as a context manager: `with wire_meter() as meter: ...; meter.received_bytes`."""
+    return WireMeter()
