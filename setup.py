@@ -178,7 +178,7 @@ def bundled_pybind11(folder: Path) -> str:
 
 
 def make_extensions(cuda: Cuda, pybind11_include: str) -> list[Extension]:
-    """The modules whose binding file exists. `_planner` is first: `_runtime` links the core objects of its build."""
+    """Both modules. `_planner` comes first: `_runtime` links the core objects that its build leaves."""
     from torch.utils.cpp_extension import CppExtension, CUDAExtension, include_paths
 
     def system_includes(*folders: str) -> list[str]:
@@ -194,9 +194,6 @@ def make_extensions(cuda: Cuda, pybind11_include: str) -> list[Extension]:
         depends=HEADERS,
         language="c++",
     )
-    if not RUNTIME_MODULE:
-        return [planner]
-
     torch_includes = system_includes(*include_paths("cuda" if cuda.enabled else "cpu"), python_include)
     runtime = (CUDAExtension if cuda.enabled else CppExtension)(
         "shardwright._runtime",
@@ -321,12 +318,12 @@ def make_build_ext(base: Path) -> type:
 
 
 def check_sources() -> None:
-    """Two sources that differ only in their suffix would write the same object file."""
+    """Ends the build if sources are missing, or if two would write the same object file."""
     stems = [os.path.splitext(source)[0] for source in CUDA_SOURCES]
     if twins := sorted({stem for stem in stems if stems.count(stem) > 1}):
         fail(f"{twins[0]}.cpp and {twins[0]}.cu would write the same object file: rename one.")
-    if not PLANNER_MODULE:
-        fail("csrc/bindings/planner_module.cpp is missing: the checkout is incomplete.")
+    if not (PLANNER_MODULE and RUNTIME_MODULE):
+        fail("csrc/bindings has no planner_module.cpp or no runtime_module.cpp: the checkout is incomplete.")
 
 
 check_tools()

@@ -12,6 +12,7 @@
 #include <ATen/ops/sum.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <type_traits>
 
@@ -115,13 +116,25 @@ void reduce_with_aten(ReduceOp op, const at::Tensor& parts, int64_t num_parts, a
   }
 }
 
+std::array<DeviceCopy, at::COMPILE_TIME_MAX_DEVICE_TYPES>& device_copies() {
+  static std::array<DeviceCopy, at::COMPILE_TIME_MAX_DEVICE_TYPES> copies{};
+  return copies;
+}
+
 }  // namespace
+
+bool register_device_copy(at::DeviceType device, DeviceCopy copy) {
+  device_copies()[static_cast<size_t>(device)] = copy;
+  return true;
+}
 
 void copy_boxes(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor& dst) {
   if (src.device().is_cpu()) {
     copy_boxes(boxes, src.const_data_ptr(), dst.mutable_data_ptr(), static_cast<int64_t>(src.element_size()));
     return;
   }
+  const DeviceCopy device_copy = device_copies()[static_cast<size_t>(src.device().type())];
+  if (device_copy != nullptr && device_copy(boxes, src, dst)) return;
   for (const Box& box : boxes) {
     at::Tensor to = at::as_strided(dst, box.sizes, box.dst_strides, dst.storage_offset() + box.dst_offset);
     to.copy_(at::as_strided(src, box.sizes, box.src_strides, src.storage_offset() + box.src_offset));

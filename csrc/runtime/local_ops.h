@@ -12,6 +12,11 @@ namespace shardwright {
 // src and dst: flat tensors of one dtype on one device, not overlapping.
 void copy_boxes(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor& dst);
 
+// A copy for one kind of device, in a file of its own that is built only where the device's toolkit is. Returns false,
+// with nothing done, for boxes it does not take; ATen's copy_ then does them one by one.
+using DeviceCopy = bool (*)(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor& dst);
+bool register_device_copy(at::DeviceType device, DeviceCopy copy);
+
 // dst[i] = op over m of parts[m * n + i], in order of m, where dst has n elements and parts num_parts * n.
 // float16 and bfloat16 are accumulated in float32 and rounded once. Throws c10::TypeError on dtypes without the op.
 void reduce_parts(ReduceOp op, const at::Tensor& parts, int64_t num_parts, at::Tensor& dst);

@@ -1,0 +1,172 @@
+"""async_op=True: an AsyncCollectiveTensor wherever stock gives one, also for Shard to Shard, and right when waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+import dtensors
+import oracle
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+
+WORLD = 4
+Move = tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]
+
+# Where communication is the last thing that happens, so that it can still be under way when the call returns.
+ASYNCHRONOUS: list[Move] = [
+    ((4,), ("S(0)",), ("R",)),
+    ((4,), ("S(0)",), ("S(1)",)),
+    ((4,), ("S(1)",), ("S(0)",)),
+    ((4,), ("P(sum)",), ("R",)),
+    ((4,), ("P(sum)",), ("S(0)",)),
+    ((4,), ("P(sum)",), ("S(1)",)),
+    ((4,), ("P(avg)",), ("R",)),
+    ((4,), ("P(max)",), ("R",)),
+    ((2, 2), ("S(0)", "S(0)"), ("R", "R")),
+    ((2, 2), ("S(0)", "S(1)"), ("R", "R")),
+    ((2, 2), ("S(0)", "S(1)"), ("S(1)", "S(0)")),
+    ((2, 2), ("P(sum)", "P(sum)"), ("R", "R")),
+    ((2, 2), ("P(sum)", "S(1)"), ("S(0)", "R")),
+    ((2, 2), ("R", "P(sum)"), ("S(0)", "R")),
+]
+LOCAL: list[Move] = [
+    ((4,), ("R",), ("S(0)",)),
+    ((4,), ("S(0)",), ("S(0)",)),
+    ((2, 2), ("R", "S(0)"), ("S(1)", "S(0)")),
+]
+
+
+def _start(move: Move, shape: Sequence[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Starts a move and returns the local result, which may be under way, with what it must become."""
+    mesh_shape, src, dst = move
+    mesh = get_mesh(mesh_shape)
+    reducible = any(map(oracle.reduce_op, src))
+    tensor = oracle.global_tensor(shape, torch.float32, seed, reducible)
+    source = dtensors.distribute(tensor, mesh, src)
+    result = source.redistribute(mesh, dtensors.to_placements(dst), async_op=True)
+    return result._local_tensor, dtensors.my_local(tensor, mesh, dst)
+
+
+def _types_and_values(move: Move) -> list[str]:
+    found = []
+    with sw.enabled(strict=True):
+        for shape in ((8, 8), (5, 7), (1, 3), (0, 3)):
+            local, expected = _start(move, shape, seed=1)
+            found.append(type(local).__name__)
+            waited = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+            wrong = oracle.difference(waited, expected, rounded="P(avg)" in move[1])
+            assert wrong is None, f"{shape}: {wrong}"
+    return found
+
+
+@pytest.mark.parametrize("move", ASYNCHRONOUS, ids=str)
+def test_under_way(pool: Pool, move: Move) -> None:
+    for found in pool.run(_types_and_values, WORLD, move):
+        assert found[:2] == ["AsyncCollectiveTensor"] * 2
+
+
+@pytest.mark.parametrize("move", LOCAL, ids=str)
+def test_nothing_to_wait_for(pool: Pool, move: Move) -> None:
+    for found in pool.run(_types_and_values, WORLD, move):
+        assert found == ["Tensor"] * 4
+
+
+def _used_without_wait(move: Move) -> None:
+    """An operator on the result waits by itself, and so does to_local()'s user."""
+    with sw.enabled(strict=True):
+        local, expected = _start(move, (8, 8), seed=2)
+        assert oracle.difference(local * 2, expected * 2, rounded="P(avg)" in move[1]) is None
+        dropped, _ = _start(move, (8, 8), seed=3)
+        del dropped
+
+
+@pytest.mark.parametrize("move", ASYNCHRONOUS, ids=str)
+def test_used_without_wait(pool: Pool, move: Move) -> None:
+    pool.run(_used_without_wait, WORLD, move)
+
+
+def _in_flight_together(reverse_on_odd_ranks: bool) -> None:
+    with sw.enabled(strict=True):
+        for shape in ((8, 8), (5, 7)):
+            started = [(move, *_start(move, shape, seed)) for seed, move in enumerate(ASYNCHRONOUS)]
+            if reverse_on_odd_ranks and dist.get_rank() % 2:
+                started.reverse()
+            for move, local, expected in started:
+                wrong = oracle.difference(local.wait(), expected, rounded="P(avg)" in move[1])
+                assert wrong is None, f"{move} {shape}: {wrong}"
+
+
+@pytest.mark.parametrize("reverse_on_odd_ranks", [False, True])
+def test_several_in_flight(pool: Pool, reverse_on_odd_ranks: bool) -> None:
+    """Ranks may wait in any order, each in its own: only the order of the calls must agree, as in stock."""
+    pool.run(_in_flight_together, WORLD, reverse_on_odd_ranks)
+
+
+def _synchronous_in_between() -> None:
+    mesh = get_mesh((4,))
+    with sw.enabled(strict=True):
+        first, expected = _start(((4,), ("S(0)",), ("S(1)",)), (8, 12), seed=5)
+        tensor = oracle.global_tensor((9, 4), torch.float32, seed=6)
+        second = dtensors.distribute(tensor, mesh, ["S(0)"]).redistribute(mesh, dtensors.to_placements(["R"]))
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert oracle.difference(second.to_local(), tensor) is None
+        assert oracle.difference(first.wait(), expected) is None
+        assert total.item() == WORLD
+
+
+def test_synchronous_calls_in_between(pool: Pool) -> None:
+    pool.run(_synchronous_in_between, WORLD)
+
+
+def _seconds_to_start(move: Move, late_seconds: float) -> tuple[float, float]:
+    """How long the call and the wait take while rank 0 comes late."""
+    with sw.enabled(strict=True):
+        _start(move, (64, 64), seed=7)[0].wait()  # plans and groups are made here
+        dist.barrier()
+        if dist.get_rank() == 0:
+            time.sleep(late_seconds)
+        begin = time.monotonic()
+        local, expected = _start(move, (64, 64), seed=8)
+        called = time.monotonic()
+        assert oracle.difference(local.wait(), expected) is None
+        return called - begin, time.monotonic() - called
+
+
+@pytest.mark.parametrize(
+    "move",
+    [((4,), ("S(0)",), ("S(1)",)), ((4,), ("S(0)",), ("R",)), ((2, 2), ("S(0)", "S(1)"), ("S(1)", "S(0)"))],
+    ids=str,
+)
+def test_the_call_does_not_wait_for_others(pool: Pool, move: Move) -> None:
+    late_seconds = 1.0
+    for call, wait in pool.run(_seconds_to_start, WORLD, move, late_seconds)[1:]:
+        assert call < late_seconds / 2 < wait
+
+
+def _backward(shape: tuple[int, ...]) -> None:
+    """async_op holds in backward too."""
+    mesh = get_mesh((4,))
+    tensor = oracle.global_tensor(shape, torch.float32, seed=9)
+    gradient = oracle.global_tensor(shape, torch.float32, seed=10)
+    with sw.enabled(strict=True):
+        for src, dst in [("S(0)", "S(1)"), ("S(0)", "R"), ("R", "S(1)"), ("P(sum)", "S(0)")]:
+            local = dtensors.my_local(tensor, mesh, [src]).requires_grad_()
+            source = dtensors.wrap(local, mesh, shape, [src])
+            moved = source.redistribute(mesh, dtensors.to_placements([dst]), async_op=True).to_local()
+            moved.backward(dtensors.my_local(gradient, mesh, [dst]))
+            back = ["R"] if oracle.reduce_op(src) else [src]
+            wrong = oracle.difference(local.grad + 0, dtensors.my_local(gradient, mesh, back))
+            assert wrong is None, f"gradient of {src} -> {dst}: {wrong}"
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 7)], ids=str)
+def test_backward(pool: Pool, shape: tuple[int, ...]) -> None:
+    pool.run(_backward, WORLD, shape)

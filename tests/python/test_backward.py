@@ -1,0 +1,239 @@
+"""Gradients through redistributes: once, twice, with dtypes of their own, and after the engine was switched off."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
+
+import dtensors
+import oracle
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+
+WORLD = 4
+MESHES = [(4,), (2, 2)]
+Placements = tuple[str, ...]
+
+# Before 2.15 PyTorch drops the second derivative of a redistribute, with an error from autograd.
+STOCK_IS_TWICE_DIFFERENTIABLE = hasattr(_redistribute, "NestedRedistribute")
+
+
+def _pairs(ndim: int) -> list[tuple[Placements, Placements]]:
+    sources = list(itertools.product(("R", "S(0)", "S(1)", "P(sum)"), repeat=ndim))
+    targets = list(itertools.product(("R", "S(0)", "S(1)"), repeat=ndim))
+    return [(src, dst) for src in sources for dst in targets]
+
+
+def _replicated(placements: Placements) -> Placements:
+    return tuple("R" if oracle.reduce_op(p) else p for p in placements)
+
+
+def _check_gradients(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    mesh = get_mesh(mesh_shape)
+    tensor = oracle.global_tensor(shape, torch.float32, 1, reducible=True)
+    gradient = oracle.global_tensor(shape, torch.float32, 2)
+    pairs = _pairs(len(mesh_shape))
+    for src, dst in pairs:
+        local = dtensors.my_local(tensor, mesh, src).requires_grad_()
+        with sw.enabled(strict=True):
+            moved = dtensors.wrap(local, mesh, shape, src).redistribute(mesh, dtensors.to_placements(dst))
+            moved.to_local().backward(dtensors.my_local(gradient, mesh, dst))
+        wrong = oracle.difference(local.grad, dtensors.my_local(gradient, mesh, _replicated(src)))
+        assert wrong is None, f"{src} -> {dst}: {wrong}"
+    return len(pairs)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 7)], ids=str)
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_every_pair(pool: Pool, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    assert pool.run(_check_gradients, WORLD, mesh_shape, shape)[0] >= 12
+
+
+def _second_gradient(src: str, dst: str) -> torch.Tensor:
+    """d/dx of the squared gradient of sum(x ** 3)."""
+    mesh = get_mesh((4,))
+    tensor = oracle.global_tensor((5, 7), torch.float32, 3, reducible=True)
+    local = dtensors.my_local(tensor, mesh, [src]).requires_grad_()
+    moved = dtensors.wrap(local, mesh, tensor.shape, [src]).redistribute(mesh, dtensors.to_placements([dst])).to_local()
+    (first,) = torch.autograd.grad((moved**3).sum(), local, create_graph=True)
+    (second,) = torch.autograd.grad((first**2).sum(), local)
+    return second
+
+
+def _twice(src: str, dst: str) -> None:
+    if not STOCK_IS_TWICE_DIFFERENTIABLE:
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            _second_gradient(src, dst)
+    with sw.enabled(strict=True):
+        if not STOCK_IS_TWICE_DIFFERENTIABLE:
+            try:
+                second = _second_gradient(src, dst)
+            except RuntimeError as error:
+                assert "not have been used in the graph" in str(error)  # as stock: an error, never a wrong number
+                return
+        else:
+            second = _second_gradient(src, dst)
+    mesh = get_mesh((4,))
+    tensor = oracle.global_tensor((5, 7), torch.float32, 3, reducible=True)
+    # The first gradient is 3 x^2, so the square's gradient is 36 x^3.
+    expected = dtensors.my_local(36 * tensor**3, mesh, _replicated((src,)))
+    wrong = oracle.difference(second, expected, rounded=True)
+    assert wrong is None, wrong
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [("S(0)", "R"), ("S(0)", "S(1)"), ("S(1)", "R"), ("R", "S(0)"), ("P(sum)", "R"), ("P(sum)", "S(0)")],
+)
+def test_twice(pool: Pool, src: str, dst: str) -> None:
+    pool.run(_twice, WORLD, src, dst)
+
+
+def _dtypes(src: str, dst: str, forward: torch.dtype | None, backward: torch.dtype | None) -> None:
+    mesh = get_mesh((4,))
+    shape = (6, 7)
+    tensor = oracle.global_tensor(shape, torch.float32, 4, reducible=True)
+    gradient = oracle.global_tensor(shape, torch.float32, 5, reducible=True)
+    results = []
+    for engine in (False, True):
+        local = dtensors.my_local(tensor, mesh, [src]).requires_grad_()
+
+        def move(local: torch.Tensor = local) -> torch.Tensor:
+            source = dtensors.wrap(local, mesh, shape, [src])
+            target = dtensors.to_placements([dst])
+            moved = source.redistribute(mesh, target, forward_dtype=forward, backward_dtype=backward)
+            assert moved.dtype == moved.to_local().dtype == (forward or torch.float32)
+            moved.to_local().backward(dtensors.my_local(gradient, mesh, [dst]).to(moved.dtype))
+            return moved.to_local().detach()
+
+        if engine:
+            with sw.enabled(strict=True):
+                result = move()
+        else:
+            result = move()
+        assert local.grad is not None and local.grad.dtype == torch.float32
+        results.append((result, local.grad))
+    for ours, stock in zip(results[1], results[0], strict=True):
+        wrong = oracle.difference(ours, stock, rounded=True)
+        assert wrong is None, wrong
+    expected = dtensors.my_local(tensor, mesh, [dst]).to(forward or torch.float32)
+    assert oracle.difference(results[1][0], expected, rounded=True) is None
+
+
+@pytest.mark.parametrize("forward", [None, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("backward", [None, torch.bfloat16], ids=str)
+def test_dtype_arguments(pool: Pool, forward: torch.dtype | None, backward: torch.dtype | None) -> None:
+    for src, dst in [("S(0)", "R"), ("S(0)", "S(1)"), ("P(sum)", "S(0)"), ("P(sum)", "R"), ("R", "S(1)")]:
+        pool.run(_dtypes, WORLD, src, dst, forward, backward)
+
+
+def _full_tensor(mesh_shape: tuple[int, ...], src: Placements) -> None:
+    mesh = get_mesh(mesh_shape, flatten="all")
+    tensor = oracle.global_tensor((7, 9), torch.float32, 6, reducible=True)
+    gradient = oracle.global_tensor((7, 9), torch.float32, 7)
+    local = dtensors.my_local(tensor, mesh, src).requires_grad_()
+    with sw.enabled(strict=True):
+        full = dtensors.wrap(local, mesh, tensor.shape, src).full_tensor()
+    assert type(full) is torch.Tensor and oracle.difference(full.detach(), tensor) is None
+    full.backward(gradient)
+    assert oracle.difference(local.grad, dtensors.my_local(gradient, mesh, _replicated(src))) is None
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "src"),
+    [
+        ((4,), ("S(0)",)),
+        ((4,), ("S(1)",)),
+        ((4,), ("P(sum)",)),
+        ((2, 2), ("S(0)", "S(0)")),
+        ((2, 2), ("S(1)", "S(0)")),
+        ((2, 2), ("P(sum)", "S(1)")),
+        ((2, 2), ("R", "R")),
+    ],
+    ids=str,
+)
+def test_full_tensor(pool: Pool, mesh_shape: tuple[int, ...], src: Placements) -> None:
+    pool.run(_full_tensor, WORLD, mesh_shape, src)
+
+
+def _count(call: Callable[[], object]) -> tuple[int, int]:
+    """Calls of the engine, and collectives of stock's kind, that `call` makes."""
+    sw.reset_stats()
+    with sw.wire_meter() as meter:
+        call()
+    stock = sum(calls for name, (calls, _) in meter.by_op.items() if name.startswith("_c10d_functional"))
+    return int(sw.stats()["calls"]), stock
+
+
+def _moved(mesh_shape: tuple[int, ...]) -> tuple[torch.Tensor, DTensor]:
+    local = torch.ones(2, 8, requires_grad=True)
+    source = DTensor.from_local(local, get_mesh(mesh_shape), [Shard(0)], run_check=False)
+    return local, source.redistribute(placements=[Shard(1)])
+
+
+def _decided_in_forward() -> None:
+    """A forward with the engine has a backward with it, wherever that runs; one without has none."""
+    with sw.enabled(strict=True):
+        local, moved = _moved((4,))
+    calls, stock = _count(lambda: moved.to_local().sum().backward())
+    assert calls == 1 and stock == 0, "the backward forgot the engine of its forward"
+    assert torch.equal(local.grad, torch.ones(2, 8))
+    local, moved = _moved((4,))
+    with sw.enabled(strict=True):
+        calls, stock = _count(lambda: moved.to_local().sum().backward())
+    assert calls == 0 and stock == 1, "the backward of a stock forward was taken over"
+    assert torch.equal(local.grad, torch.ones(2, 8))
+
+
+def test_the_forward_decides(pool: Pool) -> None:
+    pool.run(_decided_in_forward, WORLD)
+
+
+def _in_another_thread() -> None:
+    with sw.enabled(strict=True):
+        local, moved = _moved((4,))
+    thread = threading.Thread(target=lambda: moved.to_local().sum().backward())
+    sw.reset_stats()
+    thread.start()
+    thread.join()
+    assert torch.equal(local.grad, torch.ones(2, 8))
+    assert sw.stats()["calls"] == 1
+
+
+def test_backward_in_another_thread(pool: Pool) -> None:
+    pool.run(_in_another_thread, WORLD)
+
+
+def _checkpointed() -> None:
+    """Recomputation runs the forward again inside the backward."""
+    mesh = get_mesh((4,))
+    weight = torch.full((8, 8), 0.5, requires_grad=True)
+
+    def block(local: torch.Tensor) -> torch.Tensor:
+        source = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        gathered = source.redistribute(placements=[Replicate()]).to_local()
+        return (gathered @ weight).relu()
+
+    gradients = []
+    for engine in (False, True):
+        local = torch.ones(2, 8, requires_grad=True)
+        weight.grad = None
+        if engine:
+            with sw.enabled(strict=True):
+                result = torch.utils.checkpoint.checkpoint(block, local, use_reentrant=False)
+                result.sum().backward()
+        else:
+            torch.utils.checkpoint.checkpoint(block, local, use_reentrant=False).sum().backward()
+        gradients.append((local.grad, weight.grad.clone()))
+    for ours, stock in zip(gradients[1], gradients[0], strict=True):
+        assert torch.equal(ours, stock)
+
+
+def test_checkpointed_block(pool: Pool) -> None:
+    pool.run(_checkpointed, WORLD)
