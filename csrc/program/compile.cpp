@@ -48,7 +48,7 @@ std::vector<double> partition_divisors(const Step& step) {
 class Compiler {
  public:
   Compiler(const Plan& plan, int64_t position)
-      : plan_(plan), position_(position), program_{{}, {}, plan.src.dtype(), {}, 0, {}, {}, {}} {}
+      : plan_(plan), position_(position), program_{{}, {}, plan.src.dtype(), {}, 0, {}, {}, {}, {}} {}
 
   Program run() {
     program_.input_shape = plan_.src.local_shape(position_);
@@ -64,6 +64,7 @@ class Compiler {
       current = next;
     }
     program_.output = current;
+    program_.box_of_input = box_of_input();
     return std::move(program_);
   }
 
@@ -406,6 +407,21 @@ class Compiler {
   }
 
   // ---- small pieces
+
+  std::optional<std::vector<int64_t>> box_of_input() const {
+    for (const Step& step : plan_.steps) {
+      if (step.op != StepOp::kSlice && step.op != StepOp::kPartition) return std::nullopt;
+    }
+    const Region held = plan_.src.region(position_);
+    const Region needed = plan_.dst.region(position_);
+    std::vector<int64_t> starts;
+    for (size_t t = 0; t < held.size(); ++t) {
+      const std::vector<Piece> pieces = intersect(held[t], needed[t]);
+      if (pieces.size() > 1) return std::nullopt;
+      starts.push_back(pieces.empty() ? 0 : pieces[0].a_position);
+    }
+    return starts;
+  }
 
   void copy_shared(const Step& step, int current, int next) {
     copy(current, next, Intersection(step.before.region(position_), step.after.region(position_)).a_to_b(0, 0));

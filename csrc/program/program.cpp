@@ -55,11 +55,16 @@ std::string text(const Operation& operation) {
 
 }  // namespace
 
-bool is_communication(const Operation& operation) {
-  return std::holds_alternative<AllGather>(operation) || std::holds_alternative<ReduceScatter>(operation) ||
-         std::holds_alternative<AllReduce>(operation) || std::holds_alternative<AllToAll>(operation) ||
-         std::holds_alternative<SendReceive>(operation);
+int group_of(const Operation& operation) {
+  if (const auto* o = std::get_if<AllGather>(&operation)) return o->group;
+  if (const auto* o = std::get_if<ReduceScatter>(&operation)) return o->group;
+  if (const auto* o = std::get_if<AllReduce>(&operation)) return o->group;
+  if (const auto* o = std::get_if<AllToAll>(&operation)) return o->group;
+  if (const auto* o = std::get_if<SendReceive>(&operation)) return o->group;
+  return -1;
 }
+
+bool is_communication(const Operation& operation) { return group_of(operation) >= 0; }
 
 std::vector<int> buffers_of(const Operation& operation) {
   return std::visit(Overloaded{

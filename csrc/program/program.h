@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -133,6 +134,9 @@ struct Program {
   int output = kInputBuffer;           // kInputBuffer: nothing to do, the result is the input itself
   std::vector<Instruction> instructions;
   std::vector<Group> groups;
+  // Where the result is one box of the input, perhaps divided: its first index in each dim. A runtime may then keep
+  // the memory order of an input that is not row-major.
+  std::optional<std::vector<int64_t>> box_of_input;
   // One line per plan step, for error messages and listings.
   std::vector<std::string> step_texts;
 
@@ -150,6 +154,8 @@ struct Program {
 };
 
 bool is_communication(const Operation& operation);
+// Index of the group an operation communicates in; -1 for one that does not.
+int group_of(const Operation& operation);
 // Buffers an operation reads or writes.
 std::vector<int> buffers_of(const Operation& operation);
 

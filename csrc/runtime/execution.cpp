@@ -17,7 +17,9 @@ Execution::Execution(std::shared_ptr<const Executable> executable, const at::Ten
       buffers_(program_.buffer_counts.size()),
       works_(program_.instructions.size()),
       num_instructions_(static_cast<int>(program_.instructions.size())) {
-  buffers_[kInputBuffer] = input.detach().contiguous().view({-1});
+  // Contiguous tensors of one element may have any strides, which view() would keep.
+  const at::Tensor dense = input.detach().contiguous();
+  buffers_[kInputBuffer] = dense.as_strided({dense.numel()}, {1});
   output_ = at::empty(program_.output_shape, options_);
   buffers_[program_.output] = output_.view({-1});
 }
@@ -46,13 +48,27 @@ void Execution::step() {
   for (const int b : executable_->lifetimes().begins[index]) allocate(b);
   try {
     execute(program_.instructions[index].operation, index);
+  } catch (const c10::Error& error) {
+    fail(index, error.what_without_backtrace());
   } catch (const std::exception& error) {
-    const int step = program_.instructions[index].step;
-    next_ = num_instructions_;
-    TORCH_CHECK_WITH(DistBackendError, false, "shardwright: rank ", executable_->rank(), " failed in ",
-                     program_.step_texts[step], " of plan\n", executable_->text(), "\n", error.what());
+    fail(index, error.what());
   }
   for (const int b : executable_->lifetimes().ends[index]) buffers_[b].reset();
+}
+
+void Execution::fail(int index, const std::string& reason) {
+  next_ = num_instructions_;
+  const Instruction& instruction = program_.instructions[index];
+  TORCH_CHECK_WITH(DistBackendError, false, "shardwright: rank ", executable_->rank(), " failed in ",
+                   program_.step_texts[instruction.step], group_text(index), " of plan\n", executable_->text(), "\n",
+                   reason);
+}
+
+std::string Execution::group_text(int index) const {
+  const Operation& operation = program_.instructions[index].operation;
+  const auto* wait = std::get_if<Wait>(&operation);
+  const int group = group_of(wait != nullptr ? program_.instructions[wait->ticket].operation : operation);
+  return group < 0 ? "" : concat(" in the group of ranks (", join(program_.groups[group].ranks), ")");
 }
 
 void Execution::allocate(int buffer) {

@@ -27,6 +27,9 @@ class Execution {
   void step();
   void execute(const Operation& operation, int index);
   void wait(int ticket);
+  // Raises what every rank raises: rank, step, group, plan and reason.
+  [[noreturn]] void fail(int index, const std::string& reason);
+  std::string group_text(int index) const;
   void allocate(int buffer);
   at::Tensor range(const BufferRange& range) const;
   // As bytes where process groups do not take the dtype.

@@ -1,5 +1,7 @@
 #include "runtime/executor.h"
 
+#include <ATen/ops/div.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <deque>
@@ -78,7 +80,7 @@ Counters& counters() {
 }
 
 Executable::Executable(const std::string& plan_bytes, int64_t rank)
-    : program_{{}, {}, DType::parse("float32"), {}, 0, {}, {}, {}}, rank_(rank) {
+    : program_{{}, {}, DType::parse("float32"), {}, 0, {}, {}, {}, {}}, rank_(rank) {
   const Plan plan = from_bytes(plan_bytes);
   const auto position = plan.src.mesh().position_of(rank);
   check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", plan.src.mesh().to_string(), ")");
@@ -114,9 +116,31 @@ void Executable::check_input(const at::Tensor& input) const {
   TORCH_CHECK_VALUE(groups_.size() == program_.groups.size(), "the program was not bound to its process groups");
 }
 
+// As PyTorch slices: a clone of the box, in the memory order of the input, divided once per mesh dim.
+at::Tensor Executable::take_box(const at::Tensor& input) const {
+  const c10::NoGradGuard no_grad;
+  at::Tensor box = input.detach();
+  for (size_t t = 0; t < program_.output_shape.size(); ++t) {
+    box = box.narrow(static_cast<int64_t>(t), (*program_.box_of_input)[t], program_.output_shape[t]);
+  }
+  bool divided = false;
+  for (const Instruction& instruction : program_.instructions) {
+    const auto* divide = std::get_if<Divide>(&instruction.operation);
+    if (divide == nullptr) continue;
+    box = box.is_floating_point() || box.is_complex() ? at::div(box, divide->divisor)
+                                                      : at::div(box, static_cast<int64_t>(divide->divisor));
+    divided = true;
+  }
+  return divided ? box : box.clone();
+}
+
 at::Tensor Executable::run(const at::Tensor& input) const {
   check_input(input);
   if (program_.output == kInputBuffer) return input;
+  if (program_.box_of_input && !input.is_contiguous()) {
+    ++counters().runs;
+    return take_box(input);
+  }
   const auto execution = std::make_shared<Execution>(shared_from_this(), input);
   if (communicates_) {
     lane().issue(execution, [](Execution& e) { e.start_all(); });

@@ -53,6 +53,7 @@ class Executable : public std::enable_shared_from_this<Executable> {
 
  private:
   void check_input(const at::Tensor& input) const;
+  at::Tensor take_box(const at::Tensor& input) const;
 
   Program program_;
   Program::Lifetimes lifetimes_;

@@ -12,14 +12,6 @@ namespace {
 
 constexpr double kUnwritten = std::numeric_limits<double>::quiet_NaN();
 
-int group_of(const Operation& operation) {
-  if (const auto* o = std::get_if<AllGather>(&operation)) return o->group;
-  if (const auto* o = std::get_if<ReduceScatter>(&operation)) return o->group;
-  if (const auto* o = std::get_if<AllReduce>(&operation)) return o->group;
-  if (const auto* o = std::get_if<AllToAll>(&operation)) return o->group;
-  return std::get<SendReceive>(operation).group;
-}
-
 // What a member gives to a collective.
 BufferRange given_range(const Operation& operation) {
   if (const auto* o = std::get_if<AllGather>(&operation)) return o->src;

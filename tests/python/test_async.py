@@ -31,7 +31,7 @@ ASYNCHRONOUS: list[Move] = [
     ((4,), ("P(max)",), ("R",)),
     ((2, 2), ("S(0)", "S(0)"), ("R", "R")),
     ((2, 2), ("S(0)", "S(1)"), ("R", "R")),
-    ((2, 2), ("S(0)", "S(1)"), ("S(1)", "S(0)")),
+    ((2, 2), ("S(0)", "S(0)"), ("S(1)", "S(1)")),
     ((2, 2), ("P(sum)", "P(sum)"), ("R", "R")),
     ((2, 2), ("P(sum)", "S(1)"), ("S(0)", "R")),
     ((2, 2), ("R", "P(sum)"), ("S(0)", "R")),
@@ -54,14 +54,17 @@ def _start(move: Move, shape: Sequence[int], seed: int) -> tuple[torch.Tensor, t
     return result._local_tensor, dtensors.my_local(tensor, mesh, dst)
 
 
+def _wait(local: torch.Tensor) -> torch.Tensor:
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
 def _types_and_values(move: Move) -> list[str]:
     found = []
     with sw.enabled(strict=True):
         for shape in ((8, 8), (5, 7), (1, 3), (0, 3)):
             local, expected = _start(move, shape, seed=1)
             found.append(type(local).__name__)
-            waited = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-            wrong = oracle.difference(waited, expected, rounded="P(avg)" in move[1])
+            wrong = oracle.difference(_wait(local), expected, rounded="P(avg)" in move[1])
             assert wrong is None, f"{shape}: {wrong}"
     return found
 
@@ -70,6 +73,12 @@ def _types_and_values(move: Move) -> list[str]:
 def test_under_way(pool: Pool, move: Move) -> None:
     for found in pool.run(_types_and_values, WORLD, move):
         assert found[:2] == ["AsyncCollectiveTensor"] * 2
+
+
+def test_ranks_with_nothing_to_say_do_not_wait(pool: Pool) -> None:
+    """Swapping the mesh dims that cut rows and columns: ranks 0 and 3 keep their blocks, 1 and 2 trade theirs."""
+    found = pool.run(_types_and_values, WORLD, ((2, 2), ("S(0)", "S(1)"), ("S(1)", "S(0)")))
+    assert [kinds[0] for kinds in found] == ["Tensor", "AsyncCollectiveTensor", "AsyncCollectiveTensor", "Tensor"]
 
 
 @pytest.mark.parametrize("move", LOCAL, ids=str)
@@ -99,7 +108,7 @@ def _in_flight_together(reverse_on_odd_ranks: bool) -> None:
             if reverse_on_odd_ranks and dist.get_rank() % 2:
                 started.reverse()
             for move, local, expected in started:
-                wrong = oracle.difference(local.wait(), expected, rounded="P(avg)" in move[1])
+                wrong = oracle.difference(_wait(local), expected, rounded="P(avg)" in move[1])
                 assert wrong is None, f"{move} {shape}: {wrong}"
 
 
@@ -118,7 +127,7 @@ def _synchronous_in_between() -> None:
         total = torch.ones(1)
         dist.all_reduce(total)
         assert oracle.difference(second.to_local(), tensor) is None
-        assert oracle.difference(first.wait(), expected) is None
+        assert oracle.difference(_wait(first), expected) is None
         assert total.item() == WORLD
 
 
@@ -129,20 +138,20 @@ def test_synchronous_calls_in_between(pool: Pool) -> None:
 def _seconds_to_start(move: Move, late_seconds: float) -> tuple[float, float]:
     """How long the call and the wait take while rank 0 comes late."""
     with sw.enabled(strict=True):
-        _start(move, (64, 64), seed=7)[0].wait()  # plans and groups are made here
+        _wait(_start(move, (64, 64), seed=7)[0])  # plans and groups are made here
         dist.barrier()
         if dist.get_rank() == 0:
             time.sleep(late_seconds)
         begin = time.monotonic()
         local, expected = _start(move, (64, 64), seed=8)
         called = time.monotonic()
-        assert oracle.difference(local.wait(), expected) is None
+        assert oracle.difference(_wait(local), expected) is None
         return called - begin, time.monotonic() - called
 
 
 @pytest.mark.parametrize(
     "move",
-    [((4,), ("S(0)",), ("S(1)",)), ((4,), ("S(0)",), ("R",)), ((2, 2), ("S(0)", "S(1)"), ("S(1)", "S(0)"))],
+    [((4,), ("S(0)",), ("S(1)",)), ((4,), ("S(0)",), ("R",)), ((2, 2), ("S(0)", "S(0)"), ("S(1)", "S(1)"))],
     ids=str,
 )
 def test_the_call_does_not_wait_for_others(pool: Pool, move: Move) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
 
 import dtensors

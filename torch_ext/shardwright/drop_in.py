@@ -182,6 +182,9 @@ def _redistribute_local_tensor(
             reason = str(unplannable)
         else:
             with _recorded(local_tensor, current_spec, target_spec, executable, is_explicit):
+                if executable.is_identity and _torch_would_copy(current_spec, target_spec):
+                    _stats.count("calls")
+                    return local_tensor.clone(memory_format=torch.contiguous_format)
                 return _engine.run(executable, local_tensor, async_op)
     if mode.strict:
         raise RuntimeError(
@@ -189,6 +192,20 @@ def _redistribute_local_tensor(
         )
     _stats.count_fallback(reason)
     return by_torch()
+
+
+@functools.cache
+def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bool:
+    """Whether PyTorch's own path makes a new tensor, where we find that nothing has to be done.
+
+    It gathers and cuts again where mesh dims of size 1 hide that two layouts are one. Who gets a copy may write to it.
+    """
+    for info in torch_redistribute._gen_transform_infos(current_spec, target_spec):
+        source, target = info.src_dst_placements
+        keeps = source.is_replicate() and target.is_partial()  # the same values stand for P(avg), P(min), P(max)
+        if current_spec.mesh.size(info.mesh_dim) > 1 and not keeps:
+            return True
+    return False
 
 
 class _Unplannable(Exception):

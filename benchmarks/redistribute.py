@@ -1,0 +1,303 @@
+"""Times redistributes on four Gloo ranks of this machine: stock DTensor, shardwright, and a floor written by hand.
+
+    make bench                                          # everything; results/redistribute-torch<version>.json
+    make bench ARGS="--quick --sizes 64,1024 --out /tmp/quick.json"
+
+The three take turns, batch by batch, in one run; README.md says how a time is made from the batches.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.tensor._redistribute as torch_redistribute  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+
+import shardwright as sw  # noqa: E402
+from floor import Floor, Groups  # noqa: E402
+from ranks import coordinate, launch, make_mesh, over_ranks  # noqa: E402
+from redistribute_cases import TWELVE, Case, expected_local, source_local, torch_placements  # noqa: E402
+from report import say  # noqa: E402
+
+SIZES = (64, 256, 1024, 2048, 4096)
+NUM_RANKS = 4
+CONTENDERS = ("floor", "stock", "ours")
+
+BATCH_SECONDS = 0.012  # what a batch of one contender takes, if a single call does not take longer
+MAX_CALLS_PER_BATCH = 50
+MIN_ROUNDS, MAX_ROUNDS = 5, 40
+QUICK_ROUNDS = 3
+LOW_QUANTILE = 0.25  # of the batches of a contender: others use this machine too, and only ever make it slower
+
+MIN_OF_FLOOR = 0.9
+MIN_OF_STOCK = 0.95  # less is slower beyond noise
+MIN_GAIN, MIN_GAIN_N = 5.0, 1024  # of an all-to-all, against stock's gather and slice
+
+_STOCK_FUNCTION = torch_redistribute.redistribute_local_tensor
+
+
+@contextlib.contextmanager
+def stock_engine() -> Iterator[None]:
+    """PyTorch's own function in its place, as before `sw.enable`, which takes too long to switch for every batch."""
+    ours = torch_redistribute.redistribute_local_tensor
+    torch_redistribute.redistribute_local_tensor = _STOCK_FUNCTION
+    try:
+        yield
+    finally:
+        torch_redistribute.redistribute_local_tensor = ours
+
+
+ENGINES = {"floor": contextlib.nullcontext, "stock": stock_engine, "ours": contextlib.nullcontext}
+
+
+# ---- one case at one size
+
+
+def measure(case: Case, n: int, mesh: DeviceMesh, groups: Groups, row_seconds: float, quick: bool) -> dict:
+    """Judges and times the three. The same row on every rank."""
+    here = coordinate(mesh)
+    shape = torch.Size(case.shape(n))
+    local, src, dst = source_local(case, n, here), torch_placements(case.src), torch_placements(case.dst)
+    source = DTensor.from_local(local, mesh, src, run_check=False, shape=shape, stride=(shape[1], 1))
+    floor = Floor(case, n, here, local, groups)
+
+    def redistribute() -> torch.Tensor:
+        return source.redistribute(placements=dst)
+
+    calls = {"floor": floor, "stock": redistribute, "ours": redistribute}
+    right, received = _judge(calls, expected_local(case, n, here))
+    us, us_median, effort = _time(calls, row_seconds, quick)
+    plan = sw.plan(sw.Layout(mesh, shape, case.src), sw.Layout(mesh, shape, case.dst), backend="gloo")
+    totals = over_ranks([float(received[name]) for name in CONTENDERS], dist.ReduceOp.SUM)
+    return {
+        "case": case.name,
+        "src": list(case.src),
+        "dst": list(case.dst),
+        "n": n,
+        "shape": list(shape),
+        "changes_every_shard": case.changes_every_shard,
+        "right": right,
+        "received_bytes_all_ranks": {**dict(zip(CONTENDERS, map(int, totals))), "bound": plan.bound_bytes_sum},
+        "plan": [{"op": step.op, "mesh_dims": [mesh.mesh_dim_names[d] for d in step.mesh_dims]} for step in plan.steps],
+        "us": us,
+        "us_median": us_median,
+        "stock_over_ours": round(us["stock"] / us["ours"], 3),
+        "floor_over_ours": round(us["floor"] / us["ours"], 3),
+        **effort,
+    }
+
+
+def _judge(calls: dict[str, Callable], expected: torch.Tensor) -> tuple[dict[str, bool], dict[str, int]]:
+    """Whether each is right on every rank, and the bytes that reach this rank. Plans are cached from here on."""
+    right, received = {}, {}
+    for name, call in calls.items():
+        with ENGINES[name](), sw.wire_meter() as meter:
+            result = call()
+        result = result.to_local() if isinstance(result, DTensor) else result
+        right[name] = bool(over_ranks([float(torch.equal(result, expected))], dist.ReduceOp.MIN)[0])
+        received[name] = meter.received_bytes
+    return right, received
+
+
+def _time(calls: dict[str, Callable], row_seconds: float, quick: bool) -> tuple[dict, dict, dict]:
+    """Microseconds per call: the low quantile over batches, and their median. A batch lasts as long as its slowest rank.
+
+    All counts come from values reduced over ranks, so that every rank makes the same calls.
+    """
+    once = {name: _batch(name, call, 2) for name, call in calls.items()}
+    once = dict(zip(calls, over_ranks(list(once.values()), dist.ReduceOp.MAX), strict=True))
+    repeats = {name: min(max(round(BATCH_SECONDS / once[name]), 1), MAX_CALLS_PER_BATCH) for name in calls}
+    round_seconds = sum(once[name] * repeats[name] for name in calls)
+    rounds = QUICK_ROUNDS if quick else min(max(round(row_seconds / round_seconds), MIN_ROUNDS), MAX_ROUNDS)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            seconds[name].append(_batch(name, call, repeats[name]))
+    seconds = {name: over_ranks(values, dist.ReduceOp.MAX) for name, values in seconds.items()}
+    low = {name: round(1e6 * _quantile(values, LOW_QUANTILE), 1) for name, values in seconds.items()}
+    median = {name: round(1e6 * statistics.median(values), 1) for name, values in seconds.items()}
+    return low, median, {"rounds": rounds, "calls_per_batch": repeats}
+
+
+def _batch(name: str, call: Callable, repeats: int) -> float:
+    """Seconds per call on this rank."""
+    with ENGINES[name]():
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - start) / repeats
+
+
+def _quantile(values: list[float], fraction: float) -> float:
+    """Linear between neighbours."""
+    ordered = sorted(values)
+    position = fraction * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+# ---- all of them
+
+
+def run_rank(sizes: tuple[int, ...], seconds: float, quick: bool, out: str, head: dict) -> None:
+    """What every rank does; rank 0 prints and writes."""
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    groups = Groups()
+    sw.enable(strict=True)
+    rows = []
+    row_seconds = seconds / (len(sizes) * len(TWELVE))
+    for n in sizes:
+        say_table_head(n)
+        for case in TWELVE:
+            row = measure(case, n, mesh, groups, row_seconds, quick)
+            rows.append(row)
+            say_row(row)
+    sw.disable()
+    if dist.get_rank() != 0:
+        return
+    result = {**head, "summary": summarise(rows), "rows": rows}
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    Path(out).write_text(json.dumps(result, indent=1) + "\n")
+    say_summary(result["summary"])
+    say(f"\nwritten to {out}")
+
+
+def summarise(rows: list[dict]) -> dict:
+    """Geometric means, worst cases, and the three questions the benchmark answers."""
+    turned = [row for row in rows if row["changes_every_shard"] and row["n"] >= MIN_GAIN_N]
+    return {
+        "geometric_mean": {
+            key: {
+                "all": _geometric_mean(row[key] for row in rows),
+                **{str(n): _geometric_mean(row[key] for row in rows if row["n"] == n) for n in _sizes(rows)},
+            }
+            for key in ("stock_over_ours", "floor_over_ours")
+        },
+        "worst": {
+            key: _brief(min(rows, key=lambda row, key=key: row[key]), key)
+            for key in ("stock_over_ours", "floor_over_ours")
+        },
+        "checks": {
+            "ours_right": _check(rows, "right", lambda row: row["right"]["ours"]),
+            "floor_right": _check(rows, "right", lambda row: row["right"]["floor"]),
+            f"floor_over_ours >= {MIN_OF_FLOOR}": _check(
+                rows, "floor_over_ours", lambda row: row["floor_over_ours"] >= MIN_OF_FLOOR
+            ),
+            f"stock_over_ours >= {MIN_GAIN} where n >= {MIN_GAIN_N} and every shard changes": _check(
+                turned, "stock_over_ours", lambda row: row["stock_over_ours"] >= MIN_GAIN
+            ),
+            f"not slower than stock: stock_over_ours >= {MIN_OF_STOCK}": _check(
+                rows, "stock_over_ours", lambda row: row["stock_over_ours"] >= MIN_OF_STOCK
+            ),
+        },
+        "stock_wrong": [_brief(row, "right") for row in rows if not row["right"]["stock"]],
+    }
+
+
+def _check(rows: list[dict], key: str, holds: Callable[[dict], bool]) -> dict:
+    missed = [_brief(row, key) for row in rows if not holds(row)]
+    return {"holds": not missed, "rows": len(rows), "missed": missed}
+
+
+def _brief(row: dict, key: str) -> dict:
+    return {"case": row["case"], "n": row["n"], key: row[key]}
+
+
+def _sizes(rows: list[dict]) -> list[int]:
+    return sorted({row["n"] for row in rows})
+
+
+def _geometric_mean(values: Iterator[float]) -> float:
+    return round(math.exp(statistics.fmean(math.log(value) for value in values)), 3)
+
+
+# ---- words
+
+
+def say_table_head(n: int) -> None:
+    """The head of the rows of one size."""
+    say(f"\nabout {n} x {n} float32: us per call, as slow as the slowest rank; MiB that reach all ranks together")
+    say(
+        f"  {'':21}{'':24}{'stock':>8}{'floor':>8}{'ours':>8}{'stock/':>8}{'floor/':>8}{'MiB':>8}\n"
+        f"  {'':21}{'':24}{'':8}{'':8}{'':8}{'ours':>8}{'ours':>8}{'ours':>8}  plan"
+    )
+
+
+def say_row(row: dict) -> None:
+    """One case: times, ratios, what shardwright receives, its moves. A wrong result is marked with "!"."""
+    us = {name: f"{value:.0f}{'' if row['right'][name] else '!'}" for name, value in row["us"].items()}
+    move = f"{','.join(row['src'])} > {','.join(row['dst'])}"
+    mebibytes = row["received_bytes_all_ranks"]["ours"] / 2**20
+    plan = ", ".join(step["op"] for step in row["plan"])
+    say(
+        f"  {row['case']:21}{move:24}{us['stock']:>8}{us['floor']:>8}{us['ours']:>8}"
+        f"{row['stock_over_ours']:>8.2f}{row['floor_over_ours']:>8.2f}{mebibytes:>8.2f}  {plan}"
+    )
+
+
+def say_summary(summary: dict) -> None:
+    """Means, worst cases and the verdicts."""
+    say("\ngeometric means")
+    for key, means in summary["geometric_mean"].items():
+        worst = summary["worst"][key]
+        cells = "  ".join(f"{n}: {value:.2f}" for n, value in means.items())
+        say(f"  {key:16} {cells}   worst: {worst[key]:.2f} ({worst['case']}, {worst['n']})")
+    say("checks")
+    for name, check in summary["checks"].items():
+        say(f"  {'yes' if check['holds'] else 'NO ':4} {name}  ({check['rows'] - len(check['missed'])}/{check['rows']})")
+        for row in check["missed"]:
+            say(f"         {row['case']}, {row['n']}: {list(row.values())[-1]}")
+    wrong = sorted({row["case"] for row in summary["stock_wrong"]})
+    say(f"! stock returns wrong results in: {', '.join(wrong) or 'none of them'}")
+
+
+def describe_machine() -> dict:
+    """Versions and the machine."""
+    model = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        model = names[0] if names else model
+    versions = {"torch": torch.__version__, "shardwright": _shardwright_version(), "python": platform.python_version()}
+    return {"versions": versions, "machine": {"cpus": os.cpu_count(), "model": model}}
+
+
+def _shardwright_version() -> str:
+    from importlib.metadata import version
+
+    return version("shardwright")
+
+
+def main() -> None:
+    torch_version = torch.__version__.split("+")[0]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few rounds: to see that it runs, not to quote")
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="sizes N, with commas between (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=110, help="to spend on timing, about (%(default)s)")
+    parser.add_argument("--date", default=time.strftime("%Y-%m-%d"), help="to write into the results (today)")
+    parser.add_argument("--out", default=str(HERE / "results" / f"redistribute-torch{torch_version}.json"))
+    options = parser.parse_args()
+    sizes = tuple(int(size) for size in options.sizes.split(","))
+    head = {"date": options.date, **describe_machine(), "ranks": NUM_RANKS, "mesh": [2, 2], "quick": options.quick}
+    start = time.perf_counter()
+    launch(NUM_RANKS, run_rank, sizes, options.seconds, options.quick, os.path.abspath(options.out), head)
+    print(f"took {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

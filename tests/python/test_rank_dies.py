@@ -1,0 +1,122 @@
+"""When a rank dies or falls silent the others raise in time, and say which plan and which step they were in."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dtensors
+import oracle
+import shardwright as sw
+from meshes import get_mesh
+from pool import Outcome, run_isolated
+
+WORLD = 4
+VICTIM = 2
+EXIT_CODE = 17
+COLLECTIVE_TIMEOUT_SECONDS = 6.0
+# Beside the timeout of one collective: noticing, unwinding, a busy machine.
+SLACK_SECONDS = 10.0
+
+Found = tuple[str, float, bool]
+
+
+def _try(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> Found:
+    """What the move raised, after how many seconds, and whether the input is as it was."""
+    mesh = get_mesh(mesh_shape)
+    tensor = oracle.global_tensor(shape, torch.float32, seed=1, reducible=True)
+    local = dtensors.my_local(tensor, mesh, src)
+    before = local.clone()
+    begin = time.monotonic()
+    try:
+        dtensors.wrap(local, mesh, shape, src).redistribute(mesh, dtensors.to_placements(dst)).to_local()
+    except RuntimeError as error:
+        return str(error), time.monotonic() - begin, torch.equal(local, before)
+    return "nothing was raised", time.monotonic() - begin, torch.equal(local, before)
+
+
+def _prepare(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """One good run, after which groups and connections exist."""
+    with sw.enabled(strict=True):
+        error = _try(src, dst, mesh_shape, shape)[0]
+    assert error == "nothing was raised", error
+    dist.barrier()
+
+
+def _dies_before(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> Found:
+    _prepare(src, dst, mesh_shape, shape)
+    if dist.get_rank() == VICTIM:
+        os._exit(EXIT_CODE)
+    with sw.enabled(strict=True):
+        return _try(src, dst, mesh_shape, shape)
+
+
+def _dies_in_the_middle(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> Found:
+    """The victim takes part, but the collective is too large to be over when it leaves."""
+    _prepare(src, dst, mesh_shape, (4, 4))
+    mesh = get_mesh(mesh_shape)
+    with sw.enabled(strict=True):
+        if dist.get_rank() == VICTIM:
+            local = torch.ones(oracle.local(torch.empty(shape), mesh_shape, src, mesh.get_coordinate()).shape)
+            source = dtensors.wrap(local, mesh, shape, src)
+            source.redistribute(mesh, dtensors.to_placements(dst), async_op=True)
+            os._exit(EXIT_CODE)
+        return _try(src, dst, mesh_shape, shape)
+
+
+def _falls_silent(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> Found:
+    _prepare(src, dst, mesh_shape, shape)
+    if dist.get_rank() == VICTIM:
+        time.sleep(COLLECTIVE_TIMEOUT_SECONDS + SLACK_SECONDS)
+        os._exit(EXIT_CODE)
+    with sw.enabled(strict=True):
+        return _try(src, dst, mesh_shape, shape)
+
+
+def _run(function: Callable[..., Found], src: list[str], dst: list[str], mesh: tuple[int, ...], shape: tuple[int, ...]) -> list[Outcome]:
+    outcomes = run_isolated(
+        function,
+        WORLD,
+        src,
+        dst,
+        mesh,
+        shape,
+        timeout_seconds=60.0,
+        collective_timeout_seconds=COLLECTIVE_TIMEOUT_SECONDS,
+    )
+    assert outcomes[VICTIM].exit_code == EXIT_CODE, outcomes[VICTIM].error
+    return [outcome for outcome in outcomes if outcome.rank != VICTIM]
+
+
+def _check(survivors: list[Outcome], src: list[str], dst: list[str]) -> None:
+    for outcome in survivors:
+        assert outcome.ok, f"rank {outcome.rank}: {outcome.error or outcome.exit_code}"
+        error, seconds, untouched = outcome.value
+        assert seconds < COLLECTIVE_TIMEOUT_SECONDS + SLACK_SECONDS
+        assert untouched, f"rank {outcome.rank}: the input was written to"
+        for fragment in (f"rank {outcome.rank}", "step", *src, *dst):
+            assert fragment in error, f"rank {outcome.rank}: {error!r} does not name {fragment!r}"
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "mesh_shape"),
+    [(["S(0)"], ["S(1)"], (4,)), (["S(0)"], ["R"], (4,)), (["P(sum)", "P(sum)"], ["R", "S(0)"], (2, 2))],
+    ids=str,
+)
+def test_dies_before(src: list[str], dst: list[str], mesh_shape: tuple[int, ...]) -> None:
+    _check(_run(_dies_before, src, dst, mesh_shape, (64, 64)), src, dst)
+
+
+def test_dies_in_the_middle() -> None:
+    src, dst = ["S(0)"], ["S(1)"]
+    _check(_run(_dies_in_the_middle, src, dst, (4,), (4096, 4096)), src, dst)
+
+
+def test_falls_silent() -> None:
+    src, dst = ["S(0)"], ["S(1)"]
+    _check(_run(_falls_silent, src, dst, (4,), (8, 8)), src, dst)
