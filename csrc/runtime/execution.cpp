@@ -20,8 +20,12 @@ Execution::Execution(std::shared_ptr<const Executable> executable, const at::Ten
   // Contiguous tensors of one element may have any strides, which view() would keep.
   const at::Tensor dense = input.detach().contiguous();
   buffers_[kInputBuffer] = dense.as_strided({dense.numel()}, {1});
-  output_ = at::empty(program_.output_shape, options_);
-  buffers_[program_.output] = output_.view({-1});
+}
+
+const at::Tensor& Execution::output() {
+  // Not touched by any instruction where it has no elements.
+  if (!output_.defined()) allocate(program_.output);
+  return output_;
 }
 
 void Execution::start() {
@@ -72,7 +76,12 @@ std::string Execution::group_text(int index) const {
 }
 
 void Execution::allocate(int buffer) {
-  if (buffer != program_.output) buffers_[buffer] = at::empty({program_.buffer_counts[buffer]}, options_);
+  if (buffer != program_.output) {
+    buffers_[buffer] = at::empty({program_.buffer_counts[buffer]}, options_);
+  } else if (!output_.defined()) {
+    output_ = at::empty(program_.output_shape, options_);
+    buffers_[buffer] = output_.view({-1});
+  }
 }
 
 at::Tensor Execution::range(const BufferRange& range) const {

@@ -12,7 +12,8 @@ class Execution {
  public:
   Execution(std::shared_ptr<const Executable> executable, const at::Tensor& input);
 
-  const at::Tensor& output() const { return output_; }
+  // Allocated by the first instruction that writes it, or by the first to ask for it here.
+  const at::Tensor& output();
 
   // Up to and including the first communication.
   void start();

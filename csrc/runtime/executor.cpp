@@ -155,10 +155,11 @@ std::pair<at::Tensor, comm::WorkPtr> Executable::start(const at::Tensor& input) 
   if (program_.output == kInputBuffer || !communicates_) return {run(input), nullptr};
   check_input(input);
   const auto execution = std::make_shared<Execution>(shared_from_this(), input);
+  const at::Tensor output = execution->output();  // before anything runs, so that it is the one waited for
   lane().issue(execution, [](Execution& e) { e.start(); });
   ++counters().runs;
   counters().received_bytes += received_bytes_;
-  return {execution->output(), c10::make_intrusive<ExecutionWork>(execution)};
+  return {output, c10::make_intrusive<ExecutionWork>(execution)};
 }
 
 }  // namespace shardwright

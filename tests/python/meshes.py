@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import math
 from collections.abc import Sequence
@@ -12,11 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 NAMES = ("a", "b", "c")
 
 _cache: dict[tuple[object, ...], DeviceMesh] = {}
+_timeout = datetime.timedelta(minutes=30)
 
 
-def forget() -> None:
-    """Drops all meshes; called when the process group they live on is gone."""
+def begin_life(collective_timeout_seconds: float) -> None:
+    """Drops all meshes, when the process group they live on is gone, and sets the timeout for those to come."""
+    global _timeout
     _cache.clear()
+    _timeout = datetime.timedelta(seconds=collective_timeout_seconds)
 
 
 def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -42,8 +46,10 @@ def get_mesh(
     key = (shape, kept, chosen)
     if key not in _cache:
         root = DeviceMesh("cpu", torch.arange(math.prod(shape)).reshape(shape), mesh_dim_names=names)
-        for dims in chosen:
-            root[dims]._flatten("_".join(dims))
+        flattened = [root[dims]._flatten("_".join(dims)) for dims in chosen]
+        for group in [*root.get_all_groups(), *(mesh.get_group() for mesh in flattened)]:
+            # DeviceMesh gives its groups 30 minutes, whatever the default group has.
+            group._get_backend(torch.device("cpu"))._set_default_timeout(_timeout)
         _cache[key] = root if kept == names else root[kept]
     return _cache[key]
 

@@ -35,7 +35,7 @@ def _begin_life(world_size: int, store_path: str, rank: int, collective_timeout_
     debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
-    meshes.forget()
+    meshes.begin_life(collective_timeout_seconds)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store_path, world_size),

@@ -1,0 +1,82 @@
+"""What plans promise is what happens: bytes counted at the process group, memory counted at the allocator."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import oracle
+import shardwright as sw
+from pool import Pool
+
+Sample = tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]
+
+NUM_SAMPLES = 60
+NUM_RUNS = 3
+SEED = 20
+# ATen puts a number that it divides by into a tensor of its own.
+SCALAR_BYTES = 16
+SHAPES = [(64, 64), (7, 5), (5, 3), (2, 3, 5)]
+
+
+def _samples(mesh_shape: Sequence[int]) -> list[Sample]:
+    """Random pairs of layouts, with and without pending sums."""
+    generator = random.Random(SEED)
+    samples = []
+    while len(samples) < NUM_SAMPLES:
+        shape = generator.choice(SHAPES)
+        kinds = ["R", "P(sum)", *(f"S({d})" for d in range(len(shape)))]
+        src, dst = (tuple(generator.choice(kinds) for _ in mesh_shape) for _ in range(2))
+        if src != dst:
+            samples.append((shape, src, dst))
+    return samples
+
+
+def _allocated_peak(function: object, *args: object) -> tuple[torch.Tensor, int]:
+    """Runs it and returns its result with the most bytes that were allocated at once meanwhile."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = function(*args)  # type: ignore[operator]
+    live = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return result, peak
+
+
+def _kept_and_promised(mesh_shape: tuple[int, ...], samples: list[Sample]) -> list[str]:
+    """Runs every sample on this rank; returns what was not as promised."""
+    rank = dist.get_rank()
+    mesh = sw.Mesh({f"m{d}": size for d, size in enumerate(mesh_shape)})
+    broken = []
+    for shape, src, dst in samples:
+        src_layout, dst_layout = sw.Layout(mesh, shape, src), sw.Layout(mesh, shape, dst)
+        plan = sw.plan(src_layout, dst_layout, backend="gloo")
+        reducible = "P(sum)" in src
+        tensor = oracle.global_tensor(shape, torch.float32, SEED, reducible)
+        local = oracle.local(tensor, mesh_shape, src, mesh.coordinate(rank)).contiguous()
+        sw.redistribute_local(local, src_layout, dst_layout)  # plans, groups and caches are made here
+        with sw.wire_meter() as meter:
+            sw.redistribute_local(local, src_layout, dst_layout)
+        # Gloo's threads let go of what they sent a little after the wait, so the least of some runs is what it takes.
+        runs = [_allocated_peak(sw.redistribute_local, local, src_layout, dst_layout) for _ in range(NUM_RUNS)]
+        result, peak = runs[0][0], min(run[1] for run in runs)
+        name = f"{shape} {src} -> {dst}"
+        if meter.received_bytes != plan.wire_bytes(rank):
+            broken.append(f"{name}: received {meter.received_bytes} bytes, promised {plan.wire_bytes(rank)}")
+        if not 0 <= peak - plan.rank_peak_bytes(rank) <= SCALAR_BYTES:
+            broken.append(f"{name}: allocated {peak} bytes, promised {plan.rank_peak_bytes(rank)}")
+        if tuple(result.shape) != tuple(dst_layout.local_shape(rank)):
+            broken.append(f"{name}: shape {tuple(result.shape)}")
+    return broken
+
+
+@pytest.mark.parametrize(("world", "mesh_shape"), [(4, (2, 2)), (3, (3,)), (8, (2, 2, 2))])
+def test_bytes_and_peak_are_as_promised(pool: Pool, world: int, mesh_shape: tuple[int, ...]) -> None:
+    broken = itertools.chain(*pool.run(_kept_and_promised, world, mesh_shape, _samples(mesh_shape)))
+    assert not list(broken)
