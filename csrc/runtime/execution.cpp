@@ -108,7 +108,8 @@ void Execution::execute(const Operation& operation, int index) {
   } else if (const auto* o = std::get_if<FillZero>(&operation)) {
     range(o->dst).zero_();
   } else if (const auto* o = std::get_if<Divide>(&operation)) {
-    if (output_.is_floating_point() || output_.is_complex()) {
+    const DTypeKind kind = program_.dtype.kind();
+    if (kind == DTypeKind::kFloat || kind == DTypeKind::kComplex) {
       range(o->dst).div_(o->divisor);
     } else {
       // R -> P(sum) of integers, where PyTorch's division makes them floating.

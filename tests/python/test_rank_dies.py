@@ -19,9 +19,9 @@ from pool import Outcome, run_isolated
 WORLD = 4
 VICTIM = 2
 EXIT_CODE = 17
-COLLECTIVE_TIMEOUT_SECONDS = 6.0
+COLLECTIVE_TIMEOUT_SECONDS = 4.0
 # Beside the timeout of one collective: noticing, unwinding, a busy machine.
-SLACK_SECONDS = 10.0
+SLACK_SECONDS = 8.0
 
 Found = tuple[str, float, bool]
 

@@ -175,6 +175,8 @@ def _redistribute_local_tensor(
         assert_no_mixed_partial_types(target_spec.placements)
         if not current_spec.mesh._is_current_rank_part_of_mesh():
             return local_tensor
+        if local_tensor.requires_grad and torch.is_grad_enabled():
+            return _differentiable(local_tensor, current_spec, target_spec, async_op)
         try:
             key = (current_spec, target_spec, local_tensor.dtype, local_tensor.device.type)
             executable = _engine.lookup(key, lambda: _build(local_tensor, current_spec, target_spec))
@@ -194,13 +196,32 @@ def _redistribute_local_tensor(
     return by_torch()
 
 
+def _differentiable(
+    local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, async_op: bool
+) -> torch.Tensor:
+    """A redistribute below DTensor that autograd must see, as in the double backward of torch before 2.12.
+
+    PyTorch's collectives cut the graph here; ours carry the gradient.
+    """
+    from .redistributing import redistribute_local
+
+    dtype = local_tensor.dtype
+    src = layout_of_spec(current_spec, current_spec, dtype)
+    dst = layout_of_spec(target_spec, current_spec, dtype)
+    return redistribute_local(local_tensor, src, dst, device_mesh=current_spec.mesh, async_op=async_op)
+
+
 @functools.cache
 def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bool:
     """Whether PyTorch's own path makes a new tensor, where we find that nothing has to be done.
 
     It gathers and cuts again where mesh dims of size 1 hide that two layouts are one. Who gets a copy may write to it.
     """
-    for info in torch_redistribute._gen_transform_infos(current_spec, target_spec):
+    try:
+        infos = torch_redistribute._gen_transform_infos(current_spec, target_spec)
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError):
+        return True  # it has no way at all, so a result of its own is the safe one
+    for info in infos:
         source, target = info.src_dst_placements
         keeps = source.is_replicate() and target.is_partial()  # the same values stand for P(avg), P(min), P(max)
         if current_spec.mesh.size(info.mesh_dim) > 1 and not keeps:
@@ -219,8 +240,6 @@ def _why_not(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec:
         return "tracing"
     if local_tensor.device.type not in ("cpu", "cuda"):
         return f"device {local_tensor.device.type}"
-    if local_tensor.requires_grad and torch.is_grad_enabled():
-        return "autograd on the local tensor"
     if current_spec.tensor_meta is None:
         return "no tensor_meta"
     return None

@@ -19,6 +19,8 @@ class Mesh(_planner.Mesh):
         ValueError: names that repeat, sizes below 1, ranks that repeat or are too few.
     """
 
+    _made = False
+
     def __init__(self, dims: Mapping[str, int] | Any, ranks: Sequence[int] | None = None) -> None:
         if _convert.is_device_mesh(dims):
             if ranks is not None:
@@ -28,6 +30,11 @@ class Mesh(_planner.Mesh):
             super().__init__(list(dims.keys()), list(dims.values()), list(ranks or []))
         else:
             raise ValueError(f"dims: {dims!r} is neither a dict of names and sizes nor a DeviceMesh")
+        self._made = True
+
+    def __repr__(self) -> str:
+        # Debuggers print what is in a traceback, also a mesh whose making was refused and which holds nothing.
+        return super().__repr__() if self._made else "<Mesh that was not made>"
 
 
 class Layout(_planner.Layout):
@@ -49,6 +56,8 @@ class Layout(_planner.Layout):
         ValueError: naming the argument, its value and what is allowed.
     """
 
+    _made = False
+
     def __init__(
         self,
         mesh: _planner.Mesh | Any,
@@ -68,3 +77,7 @@ class Layout(_planner.Layout):
             _convert.order_dict(mesh.dim_names, shard_order),
             strided,
         )
+        self._made = True
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._made else "<Layout that was not made>"

@@ -23,4 +23,7 @@ def plan(src: _planner.Layout, dst: _planner.Layout, *, backend: str = "nccl") -
     Raises:
         ValueError: the layouts differ in mesh, shape or dtype, or PyTorch defines no such redistribution.
     """
+    for name, layout in (("src", src), ("dst", dst)):
+        if not isinstance(layout, _planner.Layout):
+            raise ValueError(f"{name}: got a {type(layout).__name__}; allowed is a Layout")
     return _planner.make_plan(src, dst, backend)

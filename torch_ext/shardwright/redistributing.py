@@ -82,6 +82,11 @@ def redistribute_local(
         RuntimeError: torch.distributed is not initialised.
         torch.distributed.DistBackendError: a transfer failed or timed out; names rank, plan, step and group.
     """
+    if not isinstance(local, torch.Tensor):
+        raise ValueError(f"local: got a {type(local).__name__}; allowed is a torch.Tensor")
+    for name, layout in (("src", src), ("dst", dst)):
+        if not isinstance(layout, _planner.Layout):
+            raise ValueError(f"{name}: got a {type(layout).__name__}; allowed is a Layout")
     groups.check_initialised()
     rank = dist.get_rank(group)
     if src.mesh.coordinate(rank) is None:

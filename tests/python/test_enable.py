@@ -1,0 +1,129 @@
+"""Switching the drop-in on and off: what it binds, how blocks nest, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
+
+import shardwright as sw
+from meshes import get_mesh
+from pool import Outcome, Pool, run_isolated
+
+WORLD = 2
+# Modules of PyTorch that hold the function under its own name.
+HOLDERS = (
+    "torch.distributed.tensor._redistribute",
+    "torch.distributed.tensor._api",
+    "torch.distributed.tensor._dispatch",
+    "torch.distributed.tensor.experimental._tp_transform",
+)
+
+
+def _held() -> list[object]:
+    return [importlib.import_module(name).redistribute_local_tensor for name in HOLDERS]
+
+
+def _calls(times: int = 1) -> int:
+    """How many of some redistributes the engine ran."""
+    mesh = get_mesh((WORLD,))
+    sw.reset_stats()
+    for _ in range(times):
+        x = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
+        assert torch.equal(x.redistribute(mesh, [Replicate()]).to_local(), torch.ones(4, 4))
+    return int(sw.stats()["calls"])
+
+
+def _all_good(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        assert outcome.ok, f"rank {outcome.rank}: {outcome.error or outcome.exit_code}"
+
+
+def _on_and_off() -> None:
+    before = _held()
+    assert _calls() == 0
+    sw.enable()
+    assert _calls(2) == 2
+    sw.disable()
+    assert _calls() == 0
+    assert all(now is then for now, then in zip(_held(), before, strict=True))
+
+
+def test_on_and_off() -> None:
+    """In processes of its own, where nobody has switched anything yet."""
+    _all_good(run_isolated(_on_and_off, WORLD))
+
+
+def _blocks() -> None:
+    with sw.enabled():
+        assert _calls() == 1
+        with sw.enabled(strict=True):
+            assert _calls() == 1
+        assert _calls() == 1
+    assert _calls() == 0
+    with pytest.raises(KeyError), sw.enabled():
+        raise KeyError("of the user")
+    assert _calls() == 0, "an exception left the engine on"
+    sw.enable()
+    with sw.enabled(strict=True):
+        assert _calls() == 1
+    assert _calls() == 1, "the end of a block switched off what was on before it"
+    sw.disable()
+    assert _calls() == 0
+
+
+def test_blocks(pool: Pool) -> None:
+    pool.run(_blocks, WORLD)
+
+
+def _imported_by_name() -> None:
+    """A module of somebody else that took the function by name, and one that keeps it under another name."""
+    original = _redistribute.redistribute_local_tensor
+    client = types.ModuleType("client_of_redistribute")
+    client.redistribute_local_tensor = client.mover = original
+    sys.modules[client.__name__] = client
+    try:
+        sw.enable()
+        assert client.redistribute_local_tensor is not original and client.mover is not original
+        sw.disable()
+        assert client.redistribute_local_tensor is original and client.mover is original
+    finally:
+        del sys.modules[client.__name__]
+
+
+def test_modules_that_imported_by_name() -> None:
+    _all_good(run_isolated(_imported_by_name, WORLD))
+
+
+def _implicit() -> int:
+    """Operators redistribute their inputs, also once PyTorch has cached what they need."""
+    mesh = get_mesh((WORLD,))
+    rows = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
+    columns = DTensor.from_local(torch.ones(4, 2), mesh, [Shard(1)], run_check=False)
+    sw.reset_stats()
+    with sw.enabled(strict=True):
+        for _ in range(5):
+            assert torch.equal((rows + columns).full_tensor(), torch.full((4, 4), 2.0))
+    return int(sw.stats()["calls"])
+
+
+def test_implicit_redistributes(pool: Pool) -> None:
+    for calls in pool.run(_implicit, WORLD):
+        assert calls == 10, "an operator's redistribute or the full_tensor passed the engine by"
+
+
+def _cost_is_stock() -> None:
+    """What steers DTensor's choice of strategies stays PyTorch's."""
+    from torch.distributed.tensor import _collective_utils
+
+    cost = _collective_utils.redistribute_cost
+    with sw.enabled():
+        assert _collective_utils.redistribute_cost is cost
+
+
+def test_strategies_stay_stock(pool: Pool) -> None:
+    pool.run(_cost_is_stock, WORLD)

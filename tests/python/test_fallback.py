@@ -1,0 +1,123 @@
+"""What the engine does not take goes to PyTorch's own path: counted with its reason, logged once, refused when strict."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
+
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+
+WORLD = 4
+
+
+def _masked_embedding() -> None:
+    """A row-wise sharded embedding makes a _MaskPartial, whose reduction needs a mask that only PyTorch has."""
+    mesh = get_mesh((WORLD,))
+    torch.manual_seed(0)
+    plain = nn.Embedding(8, 4)
+    words = torch.tensor([0, 3, 7, 5])
+    expected = plain(words)
+    sharded = parallelize_module(plain, mesh, RowwiseParallel(input_layouts=Replicate()))
+    torch.testing.assert_close(sharded(words), expected)
+
+
+def _fake() -> None:
+    mesh = get_mesh((WORLD,))
+    with FakeTensorMode():
+        x = DTensor.from_local(torch.ones(2, 6), mesh, [Shard(0)], run_check=False)
+        assert x.redistribute(mesh, [Replicate()]).to_local().shape == (8, 6)
+
+
+def _subclass() -> None:
+    mesh = get_mesh((WORLD,))
+    local = TwoTensor(torch.ones(2, 6), torch.zeros(2, 6))
+    x = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+    result = x.redistribute(mesh, [Shard(1)])._local_tensor
+    assert isinstance(result, TwoTensor)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _counted(call: Callable[[], None]) -> tuple[dict[str, int], list[str]]:
+    """The reasons that two calls count, and what they log."""
+    log, lines = logging.getLogger("shardwright"), _Lines()
+    log.addHandler(lines)
+    sw.reset_stats()
+    try:
+        with sw.enabled():
+            call()
+            call()
+        stats = sw.stats()
+        assert stats["fallbacks"] == sum(stats["fallback_reasons"].values())
+        with sw.enabled(strict=True), pytest.raises(RuntimeError, match="strict"):
+            call()
+    finally:
+        log.removeHandler(lines)
+    return stats["fallback_reasons"], lines.lines
+
+
+@pytest.mark.parametrize(
+    ("call", "named"), [(_masked_embedding, "_MaskPartial"), (_fake, "FakeTensor"), (_subclass, "TwoTensor")]
+)
+def test_counted_with_its_reason(pool: Pool, call: Callable[[], None], named: str) -> None:
+    for reasons, lines in pool.run(_counted, WORLD, call):
+        assert sum(reasons.values()) >= 2 and any(named in reason for reason in reasons), reasons
+        about = [line for line in lines if named in line]
+        assert len(about) == 1, f"logged {len(about)} times: {lines}"
+
+
+def _compiled() -> dict[str, int]:
+    """A traced redistribute is PyTorch's business; the compiled function computes the right thing."""
+    mesh = get_mesh((WORLD,))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def gather(x: DTensor) -> torch.Tensor:
+        return x.redistribute(x.device_mesh, [Replicate()]).to_local() * 2
+
+    sw.reset_stats()
+    with sw.enabled():
+        x = DTensor.from_local(torch.ones(2, 6), mesh, [Shard(0)], run_check=False)
+        assert torch.equal(gather(x), torch.full((8, 6), 2.0))
+    torch._dynamo.reset()
+    return sw.stats()["fallback_reasons"]
+
+
+def test_tracing(pool: Pool) -> None:
+    pool.run(_compiled, WORLD)
+
+
+def _counters() -> None:
+    mesh = get_mesh((WORLD,))
+    x = DTensor.from_local(torch.ones(3, 8), mesh, [Shard(0)], run_check=False)
+    sw.reset_stats()
+    assert sw.stats()["calls"] == sw.stats()["fallbacks"] == sw.stats()["bytes"] == 0
+    with sw.enabled(strict=True), sw.wire_meter() as meter:
+        for _ in range(3):
+            x.redistribute(mesh, [Shard(1)])
+    stats = sw.stats()
+    assert stats["calls"] == 3 and stats["fallbacks"] == 0 and not stats["fallback_reasons"]
+    assert stats["plans"] <= 1 and stats["cache_hits"] >= 2
+    assert stats["bytes"] == meter.received_bytes > 0
+    x.redistribute(mesh, [Shard(1)])
+    assert sw.stats()["calls"] == 3, "counted although disabled"
+
+
+def test_counters(pool: Pool) -> None:
+    pool.run(_counters, WORLD)

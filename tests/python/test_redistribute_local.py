@@ -1,0 +1,137 @@
+"""Plain tensors and layouts, without DTensor: values, shapes, and that plans keep what they promise about bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fuzz
+import oracle
+import shardwright as sw
+from meshes import coordinates, get_mesh
+from pool import Pool
+
+Placements = tuple[str, ...]
+NAMES = ("x", "y", "z")
+
+
+def _mesh(shape: tuple[int, ...]) -> sw.Mesh:
+    return sw.Mesh(dict(zip(NAMES, shape, strict=False)))
+
+
+def _pairs(ndim: int) -> list[tuple[Placements, Placements]]:
+    sources = itertools.product(("R", "S(0)", "S(1)", "P(sum)"), repeat=ndim)
+    return list(itertools.product(sources, itertools.product(("R", "S(0)", "S(1)"), repeat=ndim)))
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 7), (1, 0)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (2, 3), (2, 2, 2)], ids=str)
+def test_local_shapes(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    kinds = ("R", "S(0)", "S(1)", "SS(0,2)", "P(max)")
+    for placements in itertools.product(kinds, repeat=len(mesh_shape)):
+        layout = sw.Layout(_mesh(mesh_shape), shape, placements)
+        for rank in range(torch.Size(mesh_shape).numel()):
+            held = oracle.local_indices(shape, mesh_shape, placements, coordinates(mesh_shape, rank))
+            assert tuple(layout.local_shape(rank)) == tuple(map(len, held)), f"{placements} at rank {rank}"
+
+
+def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], with_groups: bool) -> list[tuple[str, int, int]]:
+    """Every pair: the values are checked here, the bytes received and promised are returned."""
+    device_mesh = get_mesh(mesh_shape, flatten="all")
+    mesh = sw.Mesh(device_mesh) if with_groups else _mesh(mesh_shape)
+    where = coordinates(mesh_shape, dist.get_rank())
+    tensor = oracle.global_tensor(shape, torch.float32, 1, reducible=True)
+    counts = []
+    for src, dst in _pairs(len(mesh_shape)):
+        layouts = [sw.Layout(mesh, shape, placements) for placements in (src, dst)]
+        local = oracle.local(tensor, mesh_shape, src, where)
+        kept = local.clone()
+        with sw.wire_meter() as meter:
+            result = sw.redistribute_local(local, *layouts)
+        wrong = oracle.difference(result, oracle.local(tensor, mesh_shape, dst, where))
+        assert wrong is None, f"{src} -> {dst}: {wrong}"
+        assert torch.equal(local, kept), f"{src} -> {dst}: the input was written to"
+        assert (result is local) == (src == dst), f"{src} -> {dst}: only the same layout keeps the same tensor"
+        counts.append((f"{src} -> {dst}", meter.received_bytes, meter.sent_bytes))
+    return counts
+
+
+def _check_bytes(counted: list[list[tuple[str, int, int]]], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """What plans promise is what arrived, at the worst rank and over all."""
+    for index, (src, dst) in enumerate(_pairs(len(mesh_shape))):
+        layouts = [sw.Layout(_mesh(mesh_shape), shape, placements) for placements in (src, dst)]
+        plan = sw.plan(*layouts, backend="gloo")
+        received = [rank[index][1] for rank in counted]
+        sent = [rank[index][2] for rank in counted]
+        assert sum(received) == sum(sent)
+        assert sum(received) == plan.wire_bytes_sum, f"{src} -> {dst} promised {plan.wire_bytes_sum}\n{plan}"
+        assert max(received) == plan.wire_bytes_max, f"{src} -> {dst} promised {plan.wire_bytes_max}\n{plan}"
+        plan.simulate()
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 7), (1, 1), (0, 3)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(3,), (4,), (2, 2), (2, 3)], ids=str)
+def test_every_pair(pool: Pool, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    world_size = torch.Size(mesh_shape).numel()
+    _check_bytes(pool.run(_move_all, world_size, mesh_shape, shape, False), mesh_shape, shape)
+
+
+def test_with_the_groups_of_a_device_mesh(pool: Pool) -> None:
+    pool.run(_move_all, 4, (2, 2), (9, 5), True)
+
+
+def _ranks_outside() -> None:
+    """A mesh over some of the ranks, in an order of its own."""
+    mesh = sw.Mesh({"x": 2}, ranks=[2, 1])
+    src, dst = sw.Layout(mesh, (5, 3), ["S(0)"]), sw.Layout(mesh, (5, 3), ["S(1)"])
+    tensor = oracle.global_tensor((5, 3), torch.float32, 2)
+    if dist.get_rank() in (1, 2):
+        where = (2 - dist.get_rank(),)
+        result = sw.redistribute_local(oracle.local(tensor, (2,), ["S(0)"], where), src, dst)
+        assert oracle.difference(result, oracle.local(tensor, (2,), ["S(1)"], where)) is None
+    else:
+        other = torch.ones(3)
+        assert sw.redistribute_local(other, src, dst) is other
+
+
+def test_ranks_outside_the_mesh(pool: Pool) -> None:
+    pool.run(_ranks_outside, 4)
+
+
+def _other_memory() -> None:
+    """Transposed, strided and offset inputs, and dtypes that no collective knows."""
+    mesh = _mesh((4,))
+    for dtype in (torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int64, torch.bfloat16):
+        tensor = oracle.global_tensor((6, 9), dtype, 3)
+        for src, dst in itertools.permutations(("R", "S(0)", "S(1)"), 2):
+            layouts = [sw.Layout(mesh, (6, 9), [p], dtype) for p in (src, dst)]
+            for laid_out in ("contiguous", "transposed", "strided", "offset"):
+                local = fuzz.lay_out(oracle.local(tensor, (4,), [src], (dist.get_rank(),)), laid_out)
+                result = sw.redistribute_local(local, *layouts)
+                wrong = oracle.difference(result, oracle.local(tensor, (4,), [dst], (dist.get_rank(),)))
+                assert wrong is None, f"{dtype}, {laid_out}: {src} -> {dst}: {wrong}"
+
+
+def test_other_memory_and_dtypes(pool: Pool) -> None:
+    pool.run(_other_memory, 4)
+
+
+def _gradients() -> None:
+    mesh = _mesh((4,))
+    tensor = oracle.global_tensor((6, 9), torch.float32, 4, reducible=True)
+    gradient = oracle.global_tensor((6, 9), torch.float32, 5)
+    where = (dist.get_rank(),)
+    for src, dst in (("S(0)", "R"), ("S(0)", "S(1)"), ("R", "S(1)"), ("P(sum)", "S(0)"), ("P(sum)", "R"), ("S(1)", "S(1)")):
+        local = oracle.local(tensor, (4,), [src], where).requires_grad_()
+        result = sw.redistribute_local(local, *(sw.Layout(mesh, (6, 9), [p]) for p in (src, dst)))
+        result.backward(oracle.local(gradient, (4,), [dst], where))
+        back = "R" if oracle.reduce_op(src) else src
+        wrong = oracle.difference(local.grad, oracle.local(gradient, (4,), [back], where))
+        assert wrong is None, f"gradient of {src} -> {dst}: {wrong}"
+
+
+def test_gradients(pool: Pool) -> None:
+    pool.run(_gradients, 4)
