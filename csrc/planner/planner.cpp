@@ -185,17 +185,15 @@ Plan make_plan(const Layout& src, const Layout& dst, Backend backend) {
     const Layout filled = without_partials(dst, work.partitioned, dst.cuts());
     plan.steps.push_back({StepOp::kZeroFill, work.zero_filled, goal, filled});
   }
-  const bool scales = std::any_of(dst.placements().begin(), dst.placements().end(), [](const Placement& p) {
-    return p.is_partial() && (p.op == ReduceOp::kSum || p.op == ReduceOp::kNorm);
-  });
-  if (!work.partitioned.empty()) {
+  // For P(avg), P(min) and P(max) the same values stand for both.
+  MeshDimSet scaled;
+  for (const int d : work.partitioned.to_vector()) {
+    const ReduceOp op = dst.placements()[d].op;
+    if (op == ReduceOp::kSum || op == ReduceOp::kNorm) scaled.insert(d);
+  }
+  if (!scaled.empty()) {
     const Layout before = plan.steps.empty() ? goal : plan.steps.back().after;
-    MeshDimSet scaled;
-    for (const int d : work.partitioned.to_vector()) {
-      const ReduceOp op = dst.placements()[d].op;
-      if (op == ReduceOp::kSum || op == ReduceOp::kNorm) scaled.insert(d);
-    }
-    if (scales && !scaled.empty()) plan.steps.push_back({StepOp::kPartition, scaled, before, dst});
+    plan.steps.push_back({StepOp::kPartition, scaled, before, dst});
   }
   return plan;
 }

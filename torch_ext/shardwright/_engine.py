@@ -47,6 +47,12 @@ def build(
     Ranks of the layouts' mesh are global ranks, or ranks of `group` if one is given.
     """
     groups.check_initialised()
+    world_size = dist.get_world_size(group)
+    last_rank = max(src.mesh.ranks)
+    if last_rank >= world_size:
+        raise ValueError(
+            f"mesh: {src.mesh} holds rank {last_rank}, but the process group has {world_size} ranks, 0 to {world_size - 1}"
+        )
     plan = planning.plan(src, dst, backend=backend_for(device_type))
     _stats.count("plans")
     executable = _runtime.Executable(plan.to_bytes(), dist.get_rank(group))
