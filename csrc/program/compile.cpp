@@ -435,9 +435,18 @@ class Compiler {
     if (divisor != 1 && dst.count > 0) emit(Divide{dst, divisor});
   }
 
-  // -1 where this rank neither sends nor receives.
+  // -1 where this rank neither sends nor receives. A trade between the two ranks of a group is one all-to-all, which
+  // costs one call instead of two; both see it alike, as what one sends the other receives.
   int send_receive(SendReceive move) {
-    return move.sends.empty() && move.receives.empty() ? -1 : emit(std::move(move));
+    if (move.sends.empty() && move.receives.empty()) return -1;
+    const Group& group = program_.groups[move.group];
+    if (group.ranks.size() != 2 || move.sends.empty() || move.receives.empty()) return emit(std::move(move));
+    const BufferRange& sent = move.sends[0].range;
+    const BufferRange& received = move.receives[0].range;
+    AllToAll trade{move.group, sent, received, {0, 0}, {0, 0}};
+    trade.send_counts[move.sends[0].peer] = sent.count;
+    trade.receive_counts[move.receives[0].peer] = received.count;
+    return emit(std::move(trade));
   }
 
   void wait(int ticket) {

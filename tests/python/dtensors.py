@@ -86,7 +86,7 @@ def distribute(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[str]
 
 
 def check(result: DTensor, tensor: torch.Tensor, placements: Sequence[str], rounded: bool = False) -> None:
-    """Raises AssertionError unless `result` is the global tensor placed as said. Pending reductions cannot be checked."""
+    """Raises AssertionError unless `result` is the global tensor placed as said, without pending reductions."""
     assert result.placements == to_placements(placements), f"placements {result.placements}, expected {placements}"
     wrong = oracle.difference(
         result.to_local().detach(), my_local(tensor, result.device_mesh, placements), rounded=rounded

@@ -324,7 +324,7 @@ def judge_contributions(cases: Sequence[Case], reports: Sequence[Report]) -> lis
     for index in reports[0].contributions:
         case, groups = cases[index], {}
         pending = [d for d, p in enumerate(case.dst) if oracle.reduce_op(p)]
-        for rank, report in enumerate(reports):
+        for rank in range(len(reports)):
             where = [
                 c for name, c in zip(NAMES, coordinates(case.mesh, rank)) if case.keep is None or name in case.keep
             ]

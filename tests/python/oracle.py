@@ -291,4 +291,5 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, rounded: bool = Fal
     if bool(good.all()):
         return None
     worst = tuple((~good).nonzero()[0].tolist())
-    return f"{int((~good).sum())} of {good.numel()} elements wrong, first at {worst}: {actual[worst]}, expected {expected[worst]}"
+    count = f"{int((~good).sum())} of {good.numel()} elements wrong"
+    return f"{count}, first at {worst}: {actual[worst]}, expected {expected[worst]}"

@@ -1,4 +1,4 @@
-"""async_op=True: an AsyncCollectiveTensor wherever stock gives one, also for Shard to Shard, and right when waited for."""
+"""async_op=True: an AsyncCollectiveTensor wherever stock gives one, and for Shard to Shard; right when waited for."""
 
 from __future__ import annotations
 

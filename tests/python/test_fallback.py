@@ -1,4 +1,4 @@
-"""What the engine does not take goes to PyTorch's own path: counted with its reason, logged once, refused when strict."""
+"""What the engine does not take goes to PyTorch's own path: counted with a reason, logged once, refused if strict."""
 
 from __future__ import annotations
 

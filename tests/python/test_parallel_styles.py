@@ -123,7 +123,11 @@ def _compare(stock: History, ours: History) -> None:
         assert our_loss == pytest.approx(stock_loss, rel=1e-5), f"step {step}"
         for name, expected in stock_gradients.items():
             torch.testing.assert_close(
-                our_gradients[name], expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"step {step}, {name}: {text}"
+                our_gradients[name],
+                expected,
+                rtol=1e-4,
+                atol=1e-6,
+                msg=lambda text, where=f"step {step}, {name}": f"{where}: {text}",
             )
 
 

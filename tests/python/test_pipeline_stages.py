@@ -1,4 +1,4 @@
-"""Ranks need not do the same thing: pipeline stages redistribute different tensors at different times, without a hang."""
+"""Ranks need not do the same: pipeline stages redistribute different tensors at different times, without a hang."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_two_stages(pool: Pool) -> None:
 
 
 def _groups_made_at_different_times(slow_stage: int) -> None:
-    """Merging both mesh dims of a stage needs a group that nobody has made; the stages come to it at different times."""
+    """Merging both mesh dims of a stage needs a group that nobody has made; stages come to it at different times."""
     whole = get_mesh((2, 2, 2))
     inside = get_mesh((2, 2, 2), keep=("b", "c"))
     with sw.enabled(strict=True):

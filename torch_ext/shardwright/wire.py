@@ -135,7 +135,7 @@ def _all_to_all_lists(arguments: Arguments, size: int, rank: int) -> Traffic:
 
 
 def _shard_dim_all_to_all(arguments: Arguments, size: int, rank: int) -> Traffic:
-    """Every rank keeps one of `size` equal parts and exchanges the rest. On CPU DTensor gathers instead of calling it."""
+    """Every rank keeps one of `size` equal parts and exchanges the rest. On CPU DTensor gathers instead."""
     total = _bytes(arguments["input"])
     others = total - total // size
     return others, others
