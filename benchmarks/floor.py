@@ -83,7 +83,7 @@ class _Transfer:
         sends: dict[int, torch.Tensor],
         receives: dict[int, int],
     ) -> None:
-        """`sends`: by rank what it gets, a view of what is there at each call. `receives`: by rank how many elements."""
+        """`sends`: by rank what it gets, as views that are read at each call. `receives`: by rank how many elements."""
         self._group = groups.get(ranks)
         self._send_counts = [sends[r].numel() if r in sends else 0 for r in ranks]
         self._receive_counts = [receives.get(r, 0) for r in ranks]

@@ -59,12 +59,13 @@ def show_plan() -> None:
     heading(4, "The plan for those gradients")
     mesh = sw.Mesh(dict(zip(workloads.MESH_NAMES[3], GRADIENTS.mesh_shape, strict=True)))
     shape = GRADIENTS.shape(workloads.SIZE)
-    plan = sw.plan(sw.Layout(mesh, shape, GRADIENTS.src), sw.Layout(mesh, shape, GRADIENTS.dst))
+    source, target = sw.Layout(mesh, shape, GRADIENTS.src), sw.Layout(mesh, shape, GRADIENTS.dst)
+    plan = sw.plan(source, target, backend="gloo")
     for line in str(plan).splitlines():
         say(f"  {line}")
     say(f"\n  {'step':8}{'operation':18}{'over mesh dims':22}{'MiB to worst rank':>18}{'messages':>10}")
     for number, step in enumerate(plan.steps, start=1):
-        dims = ", ".join(map(str, step.mesh_dims))
+        dims = ", ".join(mesh.dim_names[d] for d in step.mesh_dims)
         mebibytes = in_mebibytes(step.wire_bytes_max)
         say(f"  {number:<8}{step.op:18}{dims:22}{mebibytes:>18}{step.messages_max:>10}")
     say(f"\n  received by the worst rank   {in_mebibytes(plan.wire_bytes_max):>6} MiB")

@@ -19,7 +19,9 @@ struct CostTable {
 
 CostTable cost_table(Backend backend);
 
-// Of the rank at position 0, which torch.chunk gives the largest part of everything.
+// Of the slowest rank among the first kMaxCostRanks of position 0's group: by torch.chunk that group has the largest
+// parts, and its ranks differ only in who talks to whom.
+constexpr int64_t kMaxCostRanks = 64;
 int64_t predicted_picoseconds(const Step& step, Backend backend);
 int64_t predicted_picoseconds(const std::vector<Step>& steps, Backend backend);
 

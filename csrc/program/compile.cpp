@@ -1,5 +1,6 @@
 // Plan x rank -> program. One function per kind of move; each takes the buffer that holds `before` and fills the one
 // that will hold `after`.
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 #include <optional>
@@ -311,7 +312,7 @@ class Compiler {
         for (const Intersection& part : parts) move.send_counts.push_back(part.count());
         const BufferRange staging = move.dst;
         wait(emit(std::move(move)));
-        emit(Reduce{reduction.op, staging, whole(next), k});
+        emit(Reduce{reduction.op, staging, whole(next), order_of_positions(g)});
       }
     }
     finish(whole(next), reduction);
@@ -342,7 +343,7 @@ class Compiler {
     const int ticket = send_receive(std::move(move));
     if (own > 0) copy(current, receive_staging, parts[group.index].a_to_packed(0, group.index * own));
     wait(ticket);
-    if (own > 0) emit(Reduce{op, whole(receive_staging), whole(next), k});
+    if (own > 0) emit(Reduce{op, whole(receive_staging), whole(next), order_of_positions(g)});
   }
 
   void all_reduce(const Step& step, int current, int next) {
@@ -363,8 +364,8 @@ class Compiler {
     all_reduce_in_chunks(g, reduction, raised(current, reduction.power), next);
   }
 
-  // Rank m of the group reduces flat chunk m and sends it to all: each element is summed once, in rank order, so
-  // replicas are bitwise equal.
+  // Rank m of the group reduces flat chunk m and sends it to all: each element is summed once, so replicas are bitwise
+  // equal.
   void all_reduce_in_chunks(int g, const Reduction& reduction, int current, int next) {
     const Group& group = program_.groups[g];
     const auto k = static_cast<int64_t>(group.positions.size());
@@ -388,10 +389,19 @@ class Compiler {
     wait(ticket);
     const BufferRange result{next, mine.begin, own};
     if (own > 0) {
-      emit(Reduce{reduction.op, whole(staging), result, k});
+      emit(Reduce{reduction.op, whole(staging), result, order_of_positions(g)});
       finish(result, reduction);
     }
     wait(send_receive(std::move(gather)));
+  }
+
+  // Indices in the group by ascending position.
+  std::vector<int64_t> order_of_positions(int g) const {
+    const std::vector<int64_t>& positions = program_.groups[g].positions;
+    std::vector<int64_t> order(positions.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return positions[a] < positions[b]; });
+    return order;
   }
 
   int raised(int buffer, double power) {

@@ -30,7 +30,7 @@ std::string text(const Operation& operation) {
           [](const Divide& o) { return concat("divide ", text(o.dst), " by ", o.divisor); },
           [](const Power& o) { return concat("power ", text(o.src), " ** ", o.exponent, " -> ", text(o.dst)); },
           [](const Reduce& o) {
-            return concat("reduce ", reduce_op_name(o.op), " of ", o.num_parts, " parts ", text(o.src), " -> ",
+            return concat("reduce ", reduce_op_name(o.op), " of parts (", join(o.order), ") of ", text(o.src), " -> ",
                           text(o.dst));
           },
           [](const AllGather& o) { return concat("all_gather g", o.group, " ", text(o.src), " -> ", text(o.dst)); },

@@ -59,12 +59,13 @@ struct Power {
   double exponent = 1;
 };
 
-// dst = op over `num_parts` ranges of dst.count elements that lie one after the other from src.offset, in that order.
+// dst = op over ranges of dst.count elements that lie one after the other from src.offset, taken in `order`. It is the
+// order of positions on the mesh, so that replicas add alike on meshes whose ranks are shuffled too.
 struct Reduce {
   ReduceOp op = ReduceOp::kSum;
   BufferRange src;
   BufferRange dst;
-  int64_t num_parts = 0;
+  std::vector<int64_t> order;
 };
 
 // `group` below indexes Program::groups. Ranges are in the group's order, by ascending rank.

@@ -90,7 +90,7 @@ at::Tensor Execution::range(const BufferRange& range) const {
 
 at::Tensor Execution::wire(const BufferRange& range) const {
   const DTypeKind kind = program_.dtype.kind();
-  const bool as_bytes = kind == DTypeKind::kOpaque || kind == DTypeKind::kComplex;
+  const bool as_bytes = kind == DTypeKind::kOpaque || kind == DTypeKind::kComplex || program_.dtype.name() == "int16";
   return as_bytes ? this->range(range).view(at::kByte) : this->range(range);
 }
 
@@ -121,7 +121,7 @@ void Execution::execute(const Operation& operation, int index) {
     at::pow_out(dst, range(o->src), o->exponent);
   } else if (const auto* o = std::get_if<Reduce>(&operation)) {
     at::Tensor dst = range(o->dst);
-    reduce_parts(o->op, range(o->src), o->num_parts, dst);
+    reduce_parts(o->op, range(o->src), o->order, dst);
   } else if (const auto* o = std::get_if<AllGather>(&operation)) {
     at::Tensor src = wire(o->src);
     at::Tensor dst = wire(o->dst);

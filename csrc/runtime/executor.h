@@ -30,14 +30,14 @@ class Executable : public std::enable_shared_from_this<Executable> {
   // Takes the plan's own bytes and the rank to run it for; throws UserError if the rank is not on the mesh.
   Executable(const std::string& plan_bytes, int64_t rank);
 
-  // Global ranks of the groups the program communicates in, ascending; `mesh_dims` span each.
   const Program& program() const { return program_; }
 
   // One process group per entry of program().groups, with the same ranks in the same order.
   void bind(std::vector<comm::GroupPtr> groups);
 
   // `input`: shape program().input_shape, the plan's dtype, any strides. Returns a new tensor of output_shape, or
-  // `input` itself where nothing is to be done. Throws c10::ValueError on another shape or dtype, with nothing sent.
+  // `input` itself where nothing is to be done. Throws c10::ValueError on another shape or element size, with nothing
+  // sent.
   at::Tensor run(const at::Tensor& input) const;
 
   // The same, returning after the first communication has been started. The Work is null where nothing is pending.

@@ -26,13 +26,13 @@ namespace {
 constexpr int64_t kBlock = 2048;
 
 template <typename Item, typename Accumulator, typename Combine>
-void reduce_blocks(const Item* parts, int64_t num_parts, int64_t n, Item* dst, const Combine& combine) {
+void reduce_blocks(const Item* parts, const std::vector<int64_t>& order, int64_t n, Item* dst, const Combine& combine) {
   Accumulator block[kBlock];
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t count = std::min(kBlock, n - begin);
-    for (int64_t i = 0; i < count; ++i) block[i] = static_cast<Accumulator>(parts[begin + i]);
-    for (int64_t m = 1; m < num_parts; ++m) {
-      const Item* part = parts + m * n + begin;
+    for (int64_t i = 0; i < count; ++i) block[i] = static_cast<Accumulator>(parts[order[0] * n + begin + i]);
+    for (size_t m = 1; m < order.size(); ++m) {
+      const Item* part = parts + order[m] * n + begin;
       for (int64_t i = 0; i < count; ++i) block[i] = combine(block[i], static_cast<Accumulator>(part[i]));
     }
     for (int64_t i = 0; i < count; ++i) dst[begin + i] = static_cast<Item>(block[i]);
@@ -46,9 +46,9 @@ bool is_nan(T value) {
 }
 
 template <typename Item>
-void reduce_on_cpu(ReduceOp op, const Item* parts, int64_t num_parts, int64_t n, Item* dst) {
+void reduce_on_cpu(ReduceOp op, const Item* parts, const std::vector<int64_t>& order, int64_t n, Item* dst) {
   using Accumulator = at::opmath_type<Item>;
-  const auto run = [&](const auto& combine) { reduce_blocks<Item, Accumulator>(parts, num_parts, n, dst, combine); };
+  const auto run = [&](const auto& combine) { reduce_blocks<Item, Accumulator>(parts, order, n, dst, combine); };
   if (op == ReduceOp::kSum) {
     if constexpr (std::is_same_v<Item, bool>)
       return run([](bool a, bool b) { return a || b; });
@@ -79,15 +79,16 @@ void reduce_on_cpu(ReduceOp op, const Item* parts, int64_t num_parts, int64_t n,
 }
 
 // One op per part, in order; sums of 16-bit types through at::sum, which accumulates in float32.
-void reduce_with_aten(ReduceOp op, const at::Tensor& parts, int64_t num_parts, at::Tensor& dst) {
-  const at::Tensor rows = parts.view({num_parts, dst.numel()});
-  if (op == ReduceOp::kSum && dst.is_floating_point()) {
+void reduce_with_aten(ReduceOp op, const at::Tensor& parts, const std::vector<int64_t>& order, at::Tensor& dst) {
+  const at::Tensor rows = parts.view({static_cast<int64_t>(order.size()), dst.numel()});
+  const bool is_narrow = dst.scalar_type() == at::kHalf || dst.scalar_type() == at::kBFloat16;
+  if (op == ReduceOp::kSum && is_narrow) {
     at::sum_out(dst, rows, {0});
     return;
   }
-  dst.copy_(rows[0]);
-  for (int64_t m = 1; m < num_parts; ++m) {
-    const at::Tensor part = rows[m];
+  dst.copy_(rows[order[0]]);
+  for (size_t m = 1; m < order.size(); ++m) {
+    const at::Tensor part = rows[order[m]];
     switch (op) {
       case ReduceOp::kSum:
         dst.add_(part);
@@ -141,11 +142,11 @@ void copy_boxes(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor
   }
 }
 
-void reduce_parts(ReduceOp op, const at::Tensor& parts, int64_t num_parts, at::Tensor& dst) {
-  if (!dst.device().is_cpu()) return reduce_with_aten(op, parts, num_parts, dst);
+void reduce_parts(ReduceOp op, const at::Tensor& parts, const std::vector<int64_t>& order, at::Tensor& dst) {
+  if (!dst.device().is_cpu()) return reduce_with_aten(op, parts, order, dst);
   AT_DISPATCH_ALL_TYPES_AND_COMPLEX_AND3(at::kHalf, at::kBFloat16, at::kBool, dst.scalar_type(),
                                          "shardwright::reduce_parts", [&] {
-                                           reduce_on_cpu<scalar_t>(op, parts.const_data_ptr<scalar_t>(), num_parts,
+                                           reduce_on_cpu<scalar_t>(op, parts.const_data_ptr<scalar_t>(), order,
                                                                    dst.numel(), dst.mutable_data_ptr<scalar_t>());
                                          });
 }

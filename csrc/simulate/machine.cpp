@@ -218,10 +218,12 @@ void Machine::execute(int64_t position, const Operation& operation) {
     const auto& reduce = std::get<Reduce>(operation);
     const Payload parts = read(position, reduce.src);
     const int64_t count = reduce.dst.count;
-    check_invariant(static_cast<int64_t>(parts.size()) == reduce.num_parts * count, "reduce has the wrong parts");
-    Payload result(parts.begin(), parts.begin() + count);
-    for (int64_t m = 1; m < reduce.num_parts; ++m) {
-      for (int64_t i = 0; i < count; ++i) result[i] = combine(reduce.op, result[i], parts[m * count + i]);
+    check_invariant(parts.size() == reduce.order.size() * count, "reduce has the wrong parts");
+    const auto first = parts.begin() + reduce.order[0] * count;
+    Payload result(first, first + count);
+    for (size_t m = 1; m < reduce.order.size(); ++m) {
+      const double* part = parts.data() + reduce.order[m] * count;
+      for (int64_t i = 0; i < count; ++i) result[i] = combine(reduce.op, result[i], part[i]);
     }
     write(position, reduce.dst, result);
   }

@@ -153,7 +153,7 @@ def _make_case(chance: random.Random, world_size: int) -> Case:
 
 
 def _has_backward(src: Sequence[str], dst: Sequence[str], entry: str, dtype: torch.dtype) -> bool:
-    # Where PyTorch's backward rule asks for Shard alone, a gradient in strided shards of what was pending has no way back.
+    # Where PyTorch's backward rule asks for Shard alone, strided shards of what was pending have no way back.
     undefined = any(oracle.is_strided(t) and oracle.reduce_op(s) for s, t in zip(src, dst))
     return entry == "dtensor" and dtype in DIFFERENTIABLE and (BACKWARD_KNOWS_STRIDED or not undefined)
 

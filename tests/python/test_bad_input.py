@@ -77,7 +77,11 @@ def test_mesh(dims: Any, ranks: list[int] | None, fragments: list[str]) -> None:
         ({}, {"shape": (4, 7)}, ["shape", "6", "7"]),
         ({}, {"dtype": "bfloat16"}, ["dtype", "float32", "bfloat16"]),
         ({"placements": ["P(sum)", "P(max)"]}, {}, ["P(sum)", "P(max)"]),
-        ({"placements": ["P(sum)", "R"], "dtype": "float8_e4m3fn"}, {"dtype": "float8_e4m3fn"}, ["sum", "float8_e4m3fn"]),
+        (
+            {"placements": ["P(sum)", "R"], "dtype": "float8_e4m3fn"},
+            {"dtype": "float8_e4m3fn"},
+            ["sum", "float8_e4m3fn"],
+        ),
         ({"placements": ["P(band)", "R"]}, {}, ["band", "float32"]),
         ({"placements": ["P(max)", "R"], "dtype": "complex64"}, {"dtype": "complex64"}, ["max", "complex64"]),
         ({"placements": ["P(avg)", "R"], "dtype": "int64"}, {"dtype": "int64"}, ["avg", "int64"]),

@@ -78,7 +78,9 @@ def _falls_silent(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], s
         return _try(src, dst, mesh_shape, shape)
 
 
-def _run(function: Callable[..., Found], src: list[str], dst: list[str], mesh: tuple[int, ...], shape: tuple[int, ...]) -> list[Outcome]:
+def _run(
+    function: Callable[..., Found], src: list[str], dst: list[str], mesh: tuple[int, ...], shape: tuple[int, ...]
+) -> list[Outcome]:
     outcomes = run_isolated(
         function,
         WORLD,

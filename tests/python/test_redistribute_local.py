@@ -59,7 +59,9 @@ def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], with_groups: 
     return counts
 
 
-def _check_bytes(counted: list[list[tuple[str, int, int]]], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def _check_bytes(
+    counted: list[list[tuple[str, int, int]]], mesh_shape: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
     """What plans promise is what arrived, at the worst rank and over all."""
     for index, (src, dst) in enumerate(_pairs(len(mesh_shape))):
         layouts = [sw.Layout(_mesh(mesh_shape), shape, placements) for placements in (src, dst)]
@@ -124,7 +126,14 @@ def _gradients() -> None:
     tensor = oracle.global_tensor((6, 9), torch.float32, 4, reducible=True)
     gradient = oracle.global_tensor((6, 9), torch.float32, 5)
     where = (dist.get_rank(),)
-    for src, dst in (("S(0)", "R"), ("S(0)", "S(1)"), ("R", "S(1)"), ("P(sum)", "S(0)"), ("P(sum)", "R"), ("S(1)", "S(1)")):
+    for src, dst in (
+        ("S(0)", "R"),
+        ("S(0)", "S(1)"),
+        ("R", "S(1)"),
+        ("P(sum)", "S(0)"),
+        ("P(sum)", "R"),
+        ("S(1)", "S(1)"),
+    ):
         local = oracle.local(tensor, (4,), [src], where).requires_grad_()
         result = sw.redistribute_local(local, *(sw.Layout(mesh, (6, 9), [p]) for p in (src, dst)))
         result.backward(oracle.local(gradient, (4,), [dst], where))

@@ -3,58 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from . import _planner, _runtime, _stats, groups, planning
 
-_executables: dict[Hashable, _runtime.Executable] = {}
+# Executables kept, the oldest dropped first. A job has some hundreds of pairs of layouts.
+MAX_EXECUTABLES = 8192
+
+
+class Refusal(NamedTuple):
+    """Why there is no executable for a pair of layouts."""
+
+    reason: str
+
+
+_kept: dict[Hashable, _runtime.Executable | Refusal] = {}
 _world: object | None = None
 
 
-def backend_for(device_type: str) -> str:
-    """The lowering for tensors on this kind of device."""
-    return "nccl" if device_type == "cuda" else "gloo"
-
-
-def lookup(key: Hashable, build: Callable[[], _runtime.Executable]) -> _runtime.Executable:
-    """The executable kept under `key`, else a new one. A new default process group voids all that are kept."""
+def lookup(key: Hashable, build: Callable[[], _runtime.Executable | Refusal]) -> _runtime.Executable | Refusal:
+    """What is kept under `key`, else what `build` makes. A new default process group voids all that is kept."""
     global _world
     if dist.group.WORLD is not _world:
-        _executables.clear()
+        _kept.clear()
         _world = dist.group.WORLD
-    executable = _executables.get(key)
-    if executable is not None:
+    kept = _kept.get(key)
+    if kept is not None:
         _stats.count("cache_hits")
-        return executable
-    executable = build()
-    _executables[key] = executable
-    return executable
+        return kept
+    made = build()
+    while len(_kept) >= MAX_EXECUTABLES:
+        del _kept[next(iter(_kept))]
+    _kept[key] = made
+    return made
 
 
-def build(
-    src: _planner.Layout,
-    dst: _planner.Layout,
-    *,
-    device_type: str,
-    device_mesh: Any | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> _runtime.Executable:
-    """Plans, compiles for this rank, and binds. Collective among the ranks of any group that must be made.
-
-    Ranks of the layouts' mesh are global ranks, or ranks of `group` if one is given.
-    """
+def make_plan(
+    src: _planner.Layout, dst: _planner.Layout, device_type: str, group: dist.ProcessGroup | None = None
+) -> _planner.Plan:
+    """The plan with the lowering for the backend that carries tensors of this kind of device."""
     groups.check_initialised()
     world_size = dist.get_world_size(group)
     last_rank = max(src.mesh.ranks)
     if last_rank >= world_size:
         raise ValueError(
-            f"mesh: {src.mesh} holds rank {last_rank}, but the process group has {world_size} ranks, 0 to {world_size - 1}"
+            f"mesh: {src.mesh} holds rank {last_rank}, but the process group has {world_size} ranks, "
+            f"0 to {world_size - 1}"
         )
-    plan = planning.plan(src, dst, backend=backend_for(device_type))
+    plan = planning.plan(src, dst, backend=_lowering(device_type, group))
     _stats.count("plans")
+    return plan
+
+
+def bind(
+    plan: _planner.Plan, *, device_mesh: Any | None = None, group: dist.ProcessGroup | None = None
+) -> _runtime.Executable:
+    """Compiles for this rank and binds. Collective among the ranks of any group that must be made.
+
+    Ranks of the plan's mesh are global ranks, or ranks of `group` if one is given.
+    """
     executable = _runtime.Executable(plan.to_bytes(), dist.get_rank(group))
     names = []
     for mesh_dims, ranks in executable.groups:
@@ -79,3 +89,11 @@ def run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) ->
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return AsyncCollectiveTensor(output)
+
+
+def _lowering(device_type: str, group: dist.ProcessGroup | None) -> str:
+    # Gloo, and what stands in for it on CPU without moving data, is composed; all else has native collectives.
+    carrier = group if group is not None else dist.group.WORLD
+    assert carrier is not None
+    name = carrier._get_backend(torch.device(device_type)).name().lower()
+    return "gloo" if name == "gloo" or (name == "fake" and device_type == "cpu") else "nccl"

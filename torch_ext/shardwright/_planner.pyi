@@ -111,7 +111,9 @@ class Plan:
     @property
     def send_bytes_max(self) -> int: ...
     @property
-    def messages_max(self) -> int: ...
+    def messages_max(self) -> int:
+        """Messages received over all steps by the rank that receives most."""
+
     @property
     def bound_bytes_max(self) -> int:
         """What no plan can go below for the rank that receives most."""

@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor_parser = commands.add_parser("doctor", help="say what this installation has")
     doctor_parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
+    if arguments.command == "plan" and arguments.json and (arguments.simulate or arguments.program is not None):
+        plan_parser.error("--json prints the plan alone; leave out --simulate and --program")
     if arguments.command == "doctor":
         from . import doctor
 

@@ -4,8 +4,9 @@ PyTorch's own function `redistribute_local_tensor` is where all of them pass. `e
 loaded module that holds it. What we do not take (tracing, fake and subclassed tensors, placements we do not know) goes
 on to PyTorch's function and is counted with its reason.
 
-Who decides: outside of autograd, the mode at the time. A backward keeps the mode that was on when its node was made in
-the forward, told by the node's sequence number.
+Who decides: outside of autograd, the mode at the time. A backward keeps the mode that was on in its forward. The node
+of an explicit redistribute remembers it; for implicit ones, the node's sequence number tells when it was made. These
+numbers count per thread, so where several threads changed the mode, a backward goes by the changes of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import bisect
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,10 +26,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import assert_no_mixed_partial_types
 from torch.utils._debug_mode import get_active_debug_mode
 
-from . import _convert, _engine, _planner, _stats
+from . import _convert, _engine, _runtime, _stats
 from .layout import Layout, Mesh
 
 _MAX_MODE_CHANGES = 4096
+_REMEMBERED = "_shardwright_mode"
 
 
 class _Mode(NamedTuple):
@@ -37,12 +40,34 @@ class _Mode(NamedTuple):
 
 _OFF = _Mode(False, False)
 
+
+class _Changes:
+    """Mode changes of one thread, with the sequence number that its next autograd node got."""
+
+    def __init__(self) -> None:
+        self.numbers = [-1]
+        self.modes = [_mode]
+
+    def add(self, mode: _Mode) -> None:
+        number = torch.autograd._get_sequence_nr()
+        if self.numbers[-1] >= number:
+            self.modes[-1] = mode
+            return
+        self.numbers.append(number)
+        self.modes.append(mode)
+        if len(self.numbers) > _MAX_MODE_CHANGES:
+            del self.numbers[: _MAX_MODE_CHANGES // 2]
+            del self.modes[: _MAX_MODE_CHANGES // 2]
+
+    def mode_at(self, number: int) -> _Mode:
+        return self.modes[max(bisect.bisect_right(self.numbers, number) - 1, 0)]
+
+
 _mode = _OFF
-# Mode changes, with the sequence number that the next autograd node of the thread gets.
-_change_numbers: list[int] = []
-_change_modes: list[_Mode] = []
+_changes_by_thread: dict[int, _Changes] = {}
 
 _original: Callable[..., torch.Tensor] | None = None
+_original_forwards: dict[type, Callable[..., Any]] = {}
 
 
 def enable(strict: bool = False) -> None:
@@ -77,27 +102,33 @@ def enabled(strict: bool = False) -> Iterator[None]:
 
 def _set_mode(mode: _Mode) -> None:
     global _mode
-    if not _change_numbers:  # what was before the first change
-        _change_numbers.append(-1)
-        _change_modes.append(_mode)
+    changes = _changes_by_thread.setdefault(threading.get_ident(), _Changes())
     _mode = mode
-    number = torch.autograd._get_sequence_nr()
-    if _change_numbers[-1] >= number:
-        _change_modes[-1] = mode
-    else:
-        _change_numbers.append(number)
-        _change_modes.append(mode)
-    if len(_change_numbers) > _MAX_MODE_CHANGES:
-        del _change_numbers[: _MAX_MODE_CHANGES // 2]
-        del _change_modes[: _MAX_MODE_CHANGES // 2]
+    changes.add(mode)
 
 
 def _deciding_mode() -> _Mode:
     node = torch._C._current_autograd_node()
     if node is None:
         return _mode
-    at = bisect.bisect_right(_change_numbers, node._sequence_nr()) - 1
-    return _change_modes[max(at, 0)]
+    remembered: _Mode | None = getattr(node, _REMEMBERED, None)
+    if remembered is not None:
+        return remembered
+    changes = _changes_by_thread.get(threading.get_ident())
+    if changes is None and len(_changes_by_thread) == 1:
+        (changes,) = _changes_by_thread.values()
+    return _mode if changes is None else changes.mode_at(node._sequence_nr())
+
+
+def _remember_mode(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an autograd function whose node, which is its ctx, keeps the mode for its backward."""
+
+    @functools.wraps(forward)
+    def remembering(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        setattr(ctx, _REMEMBERED, _deciding_mode())
+        return forward(ctx, *args, **kwargs)
+
+    return remembering
 
 
 def _install() -> None:
@@ -106,6 +137,11 @@ def _install() -> None:
         return
     _original = torch_redistribute.redistribute_local_tensor
     _rebind(_original, _redistribute_local_tensor)
+    for name in ("Redistribute", "NestedRedistribute"):  # the second one came with torch 2.12
+        function = getattr(torch_redistribute, name, None)
+        if function is not None:
+            _original_forwards[function] = function.forward
+            function.forward = staticmethod(_remember_mode(function.forward))
     _show_messages_to_comm_debug_mode(True)
 
 
@@ -115,6 +151,9 @@ def _uninstall() -> None:
         return
     _rebind(_redistribute_local_tensor, _original)
     _original = None
+    for function, forward in _original_forwards.items():
+        function.forward = staticmethod(forward)  # type: ignore[attr-defined]
+    _original_forwards.clear()
     _show_messages_to_comm_debug_mode(False)
 
 
@@ -175,13 +214,12 @@ def _redistribute_local_tensor(
         assert_no_mixed_partial_types(target_spec.placements)
         if not current_spec.mesh._is_current_rank_part_of_mesh():
             return local_tensor
-        if local_tensor.requires_grad and torch.is_grad_enabled():
+        key = (current_spec, target_spec, local_tensor.dtype, local_tensor.device.type)
+        executable = _engine.lookup(key, lambda: _build(local_tensor, current_spec, target_spec))
+        if isinstance(executable, _engine.Refusal):
+            reason = executable.reason
+        elif local_tensor.requires_grad and torch.is_grad_enabled():
             return _differentiable(local_tensor, current_spec, target_spec, async_op)
-        try:
-            key = (current_spec, target_spec, local_tensor.dtype, local_tensor.device.type)
-            executable = _engine.lookup(key, lambda: _build(local_tensor, current_spec, target_spec))
-        except _Unplannable as unplannable:
-            reason = str(unplannable)
         else:
             with _recorded(local_tensor, current_spec, target_spec, executable, is_explicit):
                 if executable.is_identity and _torch_would_copy(current_spec, target_spec):
@@ -211,7 +249,7 @@ def _differentiable(
     return redistribute_local(local_tensor, src, dst, device_mesh=current_spec.mesh, async_op=async_op)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bool:
     """Whether PyTorch's own path makes a new tensor, where we find that nothing has to be done.
 
@@ -229,10 +267,6 @@ def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bo
     return False
 
 
-class _Unplannable(Exception):
-    """Why a redistribute is left to PyTorch."""
-
-
 def _why_not(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> str | None:
     if type(local_tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"local tensor is a {type(local_tensor).__name__}"
@@ -245,14 +279,17 @@ def _why_not(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec:
     return None
 
 
-def _build(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> Any:
+def _build(
+    local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec
+) -> _runtime.Executable | _engine.Refusal:
+    device_type = local_tensor.device.type
     try:
         src = layout_of_spec(current_spec, current_spec, local_tensor.dtype)
         dst = layout_of_spec(target_spec, current_spec, local_tensor.dtype)
-        _planner.make_plan(src, dst)
+        plan = _engine.make_plan(src, dst, device_type)
     except ValueError as error:
-        raise _Unplannable(str(error)) from None
-    return _engine.build(src, dst, device_type=local_tensor.device.type, device_mesh=current_spec.mesh)
+        return _engine.Refusal(str(error))
+    return _engine.bind(plan, device_mesh=current_spec.mesh)
 
 
 def layout_of_spec(spec: DTensorSpec, meta: DTensorSpec, dtype: torch.dtype) -> Layout:

@@ -53,7 +53,7 @@ def prepare(mesh: Any, mesh_dims: Iterable[Sequence[int | str]] | None = None) -
     Args:
         mesh: a torch ``DeviceMesh`` or a `Mesh`.
         mesh_dims: sets of mesh dims, by name or index, each the span of one group, e.g. ``[("dp", "tp")]``. Default:
-            every set of two or more.
+            every set of mesh dims.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.

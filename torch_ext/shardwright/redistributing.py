@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from . import _engine, _planner, groups
+from . import _engine, _planner, _runtime, groups
 from .drop_in import enabled
 
 _DIFFERENTIABLE = ("P(sum)", "P(avg)")
@@ -112,10 +112,12 @@ def _run(
     async_op: bool,
 ) -> torch.Tensor:
     device_type = local.device.type
-    key = (src, dst, device_type, group, device_mesh)
-    executable = _engine.lookup(
-        key, lambda: _engine.build(src, dst, device_type=device_type, device_mesh=device_mesh, group=group)
-    )
+
+    def build() -> _runtime.Executable:
+        return _engine.bind(_engine.make_plan(src, dst, device_type, group), device_mesh=device_mesh, group=group)
+
+    executable = _engine.lookup((src, dst, device_type, group, device_mesh), build)
+    assert isinstance(executable, _runtime.Executable)
     return _engine.run(executable, local, async_op)
 
 
