@@ -40,7 +40,8 @@ Traffic reduce_scatter_traffic(const Step& step, int64_t position) {
   return traffic;
 }
 
-// Native: the figure of a ring, rounded up. Composed: own chunk from every peer, then every peer's chunk.
+// Native: the figure of a ring, rounded up. Composed: own chunk from every peer, then every peer's chunk; two ranks just
+// trade all they have.
 Traffic all_reduce_traffic(const Step& step, Backend backend, int64_t position) {
   Traffic traffic;
   const int64_t item = step.before.dtype().size_bytes();
@@ -52,6 +53,7 @@ Traffic all_reduce_traffic(const Step& step, Backend backend, int64_t position) 
     traffic.messages = n > 0 ? 2 * (k - 1) : 0;
     return traffic;
   }
+  if (k == 2) return {n * item, n * item, n > 0 ? 1 : 0};
   const std::vector<int64_t> group = step.before.mesh().group(position, step.mesh_dims);
   const int64_t index = std::find(group.begin(), group.end(), position) - group.begin();
   const Interval mine = flat_chunk(n, k, index);

@@ -16,6 +16,10 @@ namespace {
 // Above this, looking at every pair of a group costs more than messages to absent peers save.
 constexpr int64_t kMaxGroupForDenseCheck = 512;
 
+// Gloo's all-to-all answers several times faster than its single messages do, so small gathers pay for sending every
+// peer a copy of its own. Above this the copies cost more.
+constexpr int64_t kMaxCopiedGatherBytes = int64_t{1} << 20;
+
 // How a pending reduction is carried out: pre-power, one collective with `op`, division, post-power.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
@@ -45,6 +49,8 @@ std::vector<double> partition_divisors(const Step& step) {
   }
   return divisors;
 }
+
+using Positions = std::vector<int64_t>;  // of ranks on the mesh, by ascending rank
 
 class Compiler {
  public:
@@ -103,26 +109,59 @@ class Compiler {
   };
 
   void exchange(const Step& step, int current, int next) {
-    const int g = group_index(step.mesh_dims);
-    const Group& group = program_.groups[g];
-    const Exchange parts = exchange_parts(step, group);
+    const Positions group = plan_.src.mesh().group(position_, step.mesh_dims);
+    const auto k = static_cast<int64_t>(group.size());
+    const bool is_gather = step.op == StepOp::kAllGather;
+    const bool looks_at_pairs = k <= kMaxGroupForDenseCheck;
     if (plan_.backend == Backend::kNccl && gathers_evenly(step, group)) {
-      native_all_gather(step, g, parts, current, next);
-    } else if (step.op != StepOp::kAllGather && is_dense(step, group)) {
-      native_all_to_all(g, parts, current, next);
+      native_all_gather(step, current, next);
+    } else if (plan_.backend == Backend::kGloo && looks_at_pairs &&
+               (!is_gather || k == 2 || part_bytes(step) <= kMaxCopiedGatherBytes)) {
+      all_to_all(step, partners(step, group), current, next);
+    } else if (looks_at_pairs && !is_gather && is_dense(step, group)) {
+      all_to_all(step, group, current, next);
     } else {
-      messages(g, parts, current, next);
+      messages(step, group, current, next);
     }
   }
 
-  Exchange exchange_parts(const Step& step, const Group& group) {
+  // The largest part a rank holds before the step: the same number on every rank.
+  static int64_t part_bytes(const Step& step) {
+    return num_elements(step.before.region(0)) * step.before.dtype().size_bytes();
+  }
+
+  // The ranks of a group that this one exchanges with, directly or through others. All of them find the same set, and
+  // ranks outside it are not waited for.
+  Positions partners(const Step& step, const Positions& group) const {
+    std::vector<bool> found(group.size(), false);
+    std::vector<size_t> open{static_cast<size_t>(std::find(group.begin(), group.end(), position_) - group.begin())};
+    found[open[0]] = true;
+    while (!open.empty()) {
+      const int64_t from = group[open.back()];
+      open.pop_back();
+      for (size_t m = 0; m < group.size(); ++m) {
+        if (found[m]) continue;
+        if (transfer_elements(step, from, group[m]) > 0 || transfer_elements(step, group[m], from) > 0) {
+          found[m] = true;
+          open.push_back(m);
+        }
+      }
+    }
+    Positions partners;
+    for (size_t m = 0; m < group.size(); ++m) {
+      if (found[m]) partners.push_back(group[m]);
+    }
+    return partners;
+  }
+
+  Exchange exchange_parts(const Step& step, const Positions& group) const {
     const Region held = step.before.region(position_);
     const Region needed = step.after.region(position_);
-    const size_t k = group.positions.size();
+    const size_t k = group.size();
     Exchange parts{std::vector<std::optional<Intersection>>(k), std::vector<std::optional<Intersection>>(k),
                    Intersection(held, needed)};
     for (size_t m = 0; m < k; ++m) {
-      const int64_t peer = group.positions[m];
+      const int64_t peer = group[m];
       if (peer == position_) continue;
       if (source_for(step, position_, peer) == position_) {
         Intersection shared(held, step.after.region(peer));
@@ -136,28 +175,29 @@ class Compiler {
     return parts;
   }
 
-  static bool gathers_evenly(const Step& step, const Group& group) {
+  static bool gathers_evenly(const Step& step, const Positions& group) {
     if (step.op != StepOp::kAllGather) return false;
-    const int64_t first = num_elements(step.before.region(group.positions[0]));
-    for (const int64_t member : group.positions) {
+    const int64_t first = num_elements(step.before.region(group[0]));
+    for (const int64_t member : group) {
       if (num_elements(step.before.region(member)) != first) return false;
     }
     return first > 0;
   }
 
   // Every rank of the group has something for every other. All members see the same answer.
-  static bool is_dense(const Step& step, const Group& group) {
-    if (static_cast<int64_t>(group.positions.size()) > kMaxGroupForDenseCheck) return false;
-    for (const int64_t source : group.positions) {
-      for (const int64_t receiver : group.positions) {
+  static bool is_dense(const Step& step, const Positions& group) {
+    for (const int64_t source : group) {
+      for (const int64_t receiver : group) {
         if (source != receiver && transfer_elements(step, source, receiver) == 0) return false;
       }
     }
     return true;
   }
 
-  void native_all_gather(const Step& step, int g, const Exchange& parts, int current, int next) {
+  void native_all_gather(const Step& step, int current, int next) {
+    const int g = group_index(step.mesh_dims);
     const Group& group = program_.groups[g];
+    const Exchange parts = exchange_parts(step, group.positions);
     const int64_t n = count_of(current);
     const auto k = static_cast<int64_t>(group.positions.size());
     bool in_place = true;
@@ -180,59 +220,84 @@ class Compiler {
     copy(staging, next, std::move(boxes));
   }
 
-  // Packs only where the parts do not already lie one behind the other in the group's order.
-  void native_all_to_all(int g, const Exchange& parts, int current, int next) {
+  // Parts may stay where they are if they lie one behind the other in the group's order; else they are packed. The own
+  // part goes along where that saves packing the others.
+  void all_to_all(const Step& step, const Positions& positions, int current, int next) {
+    const Exchange parts = exchange_parts(step, positions);
+    const size_t k = positions.size();
+    if (k == 1) return copy(current, next, parts.own.a_to_b(0, 0));
+    const int g = group_of_positions(step.mesh_dims, positions);
     const Group& group = program_.groups[g];
-    const size_t k = group.positions.size();
-    std::vector<const Intersection*> sends(k);
-    std::vector<const Intersection*> receives(k);
+    std::vector<const Intersection*> sends(k, nullptr);
+    std::vector<const Intersection*> receives(k, nullptr);
     for (size_t m = 0; m < k; ++m) {
-      const bool self = static_cast<int64_t>(m) == group.index;
-      sends[m] = self ? &parts.own : &*parts.sends[m];
-      receives[m] = self ? &parts.own : &*parts.receives[m];
+      if (parts.sends[m]) sends[m] = &*parts.sends[m];
+      if (parts.receives[m]) receives[m] = &*parts.receives[m];
     }
-    const bool from_place = lies_in_order(sends, &Intersection::run_in_a);
-    const bool to_place = lies_in_order(receives, &Intersection::run_in_b);
-    const bool carries_own = from_place || to_place;
+    const int64_t to_send = total_count(sends);
+    const int64_t to_receive = total_count(receives);
+    const int64_t own = parts.own.count();
+    int64_t from = first_of_run(sends, &Intersection::run_in_a);
+    int64_t to = first_of_run(receives, &Intersection::run_in_b);
+    const int64_t packed_without = (from < 0 ? to_send : 0) + (to < 0 ? to_receive : 0) + own;
+    sends[group.index] = receives[group.index] = &parts.own;
+    const int64_t from_with_own = first_of_run(sends, &Intersection::run_in_a);
+    const int64_t to_with_own = first_of_run(receives, &Intersection::run_in_b);
+    const int64_t packed_with = (from_with_own < 0 ? to_send + own : 0) + (to_with_own < 0 ? to_receive + own : 0);
+    const bool carries_own = packed_with < packed_without;
+    if (carries_own) {
+      from = from_with_own;
+      to = to_with_own;
+    } else {
+      sends[group.index] = receives[group.index] = nullptr;
+    }
 
-    AllToAll move{g, whole(current), whole(next), {}, {}};
+    AllToAll move{g, {current, from, total_count(sends)}, {next, to, total_count(receives)}, {}, {}};
     std::vector<Box> pack;
     std::vector<Box> unpack;
     int64_t sent = 0;
     int64_t received = 0;
     for (size_t m = 0; m < k; ++m) {
-      const bool left_out = static_cast<int64_t>(m) == group.index && !carries_own;
-      move.send_counts.push_back(left_out ? 0 : sends[m]->count());
-      move.receive_counts.push_back(left_out ? 0 : receives[m]->count());
-      if (!left_out) append(pack, sends[m]->a_to_packed(0, sent));
-      if (!left_out) append(unpack, receives[m]->packed_to_b(received, 0));
+      move.send_counts.push_back(sends[m] != nullptr ? sends[m]->count() : 0);
+      move.receive_counts.push_back(receives[m] != nullptr ? receives[m]->count() : 0);
+      if (sends[m] != nullptr && from < 0) append(pack, sends[m]->a_to_packed(0, sent));
+      if (receives[m] != nullptr && to < 0) append(unpack, receives[m]->packed_to_b(received, 0));
       sent += move.send_counts.back();
       received += move.receive_counts.back();
     }
-    if (!from_place) {
-      move.src = whole(new_buffer(sent));
-      copy(current, move.src.buffer, std::move(pack));
-    }
-    if (!to_place) move.dst = whole(new_buffer(received));
+    if (from < 0) move.src = whole(new_buffer(sent));
+    if (to < 0) move.dst = whole(new_buffer(received));
     const int staging = move.dst.buffer;
+    copy(current, move.src.buffer, std::move(pack));
     const int ticket = emit(std::move(move));
     if (!carries_own) copy(current, next, parts.own.a_to_b(0, 0));
     wait(ticket);
-    if (!to_place) copy(staging, next, std::move(unpack));
+    copy(staging, next, std::move(unpack));
   }
 
-  static bool lies_in_order(const std::vector<const Intersection*>& parts, int64_t (Intersection::*run)() const) {
-    int64_t offset = 0;
+  static int64_t total_count(const std::vector<const Intersection*>& parts) {
+    int64_t total = 0;
+    for (const Intersection* part : parts) total += part != nullptr ? part->count() : 0;
+    return total;
+  }
+
+  // Where the parts begin if they lie one behind the other in a local tensor, else -1. 0 if there are none.
+  static int64_t first_of_run(const std::vector<const Intersection*>& parts, int64_t (Intersection::*run)() const) {
+    int64_t first = -1;
+    int64_t next = -1;
     for (const Intersection* part : parts) {
-      if (part->count() == 0) continue;
-      if ((part->*run)() != offset) return false;
-      offset += part->count();
+      if (part == nullptr || part->count() == 0) continue;
+      const int64_t at = (part->*run)();
+      if (at < 0 || (first >= 0 && at != next)) return -1;
+      if (first < 0) first = at;
+      next = at + part->count();
     }
-    return true;
+    return std::max<int64_t>(first, 0);
   }
 
-  void messages(int g, const Exchange& parts, int current, int next) {
-    SendReceive move{g, {}, {}};
+  void messages(const Step& step, const Positions& positions, int current, int next) {
+    const Exchange parts = exchange_parts(step, positions);
+    SendReceive move{group_of_positions(step.mesh_dims, positions), {}, {}};
     std::vector<Box> pack;
     std::vector<Box> unpack;
     int64_t to_pack = 0;
@@ -279,77 +344,39 @@ class Compiler {
     std::vector<const Intersection*> pointers;
     for (const int64_t member : group.positions) parts.emplace_back(held, step.after.region(member));
     bool is_even = true;
-    bool all_get_some = true;
     for (const Intersection& part : parts) {
       pointers.push_back(&part);
       is_even = is_even && part.count() == parts[0].count();
-      all_get_some = all_get_some && part.count() > 0;
     }
     // All members hold the same region, so all answer these alike.
-    const bool in_order = lies_in_order(pointers, &Intersection::run_in_a);
-    const bool native = is_even && reduces_natively(step, plan_.backend);
     const int64_t own = count_of(next);
     if (count_of(current) == 0) return;
-
-    if (!all_get_some) {
-      reduce_by_messages(g, parts, reduction.op, current, next);
+    int packed = current;
+    if (first_of_run(pointers, &Intersection::run_in_a) != 0) {
+      packed = new_buffer(count_of(current));
+      std::vector<Box> boxes;
+      int64_t offset = 0;
+      for (const Intersection& part : parts) {
+        append(boxes, part.a_to_packed(0, offset));
+        offset += part.count();
+      }
+      copy(current, packed, std::move(boxes));
+    }
+    if (is_even && reduces_natively(step, plan_.backend)) {
+      wait(emit(ReduceScatter{g, reduction.op, whole(packed), whole(next)}));
     } else {
-      int packed = current;
-      if (!in_order) {
-        packed = new_buffer(count_of(current));
-        std::vector<Box> boxes;
-        int64_t offset = 0;
-        for (const Intersection& part : parts) {
-          append(boxes, part.a_to_packed(0, offset));
-          offset += part.count();
-        }
-        copy(current, packed, std::move(boxes));
-      }
-      if (native) {
-        wait(emit(ReduceScatter{g, reduction.op, whole(packed), whole(next)}));
-      } else {
-        AllToAll move{g, whole(packed), whole(new_buffer(own * k)), {}, std::vector<int64_t>(k, own)};
-        for (const Intersection& part : parts) move.send_counts.push_back(part.count());
-        const BufferRange staging = move.dst;
-        wait(emit(std::move(move)));
-        emit(Reduce{reduction.op, staging, whole(next), order_of_positions(g)});
-      }
+      AllToAll move{g, whole(packed), whole(new_buffer(own * k)), {}, std::vector<int64_t>(k, own)};
+      for (const Intersection& part : parts) move.send_counts.push_back(part.count());
+      const int staging = move.dst.buffer;
+      wait(emit(std::move(move)));
+      if (own > 0) emit(Reduce{reduction.op, rows_of(staging, own, g), whole(next)});
     }
     finish(whole(next), reduction);
   }
 
-  void reduce_by_messages(int g, const std::vector<Intersection>& parts, ReduceOp op, int current, int next) {
-    const Group& group = program_.groups[g];
-    const auto k = static_cast<int64_t>(parts.size());
-    const int64_t own = count_of(next);
-    int64_t to_pack = 0;
-    for (const Intersection& part : parts) to_pack += part.count();
-    const int send_staging = new_buffer(to_pack);
-    const int receive_staging = own > 0 ? new_buffer(own * k) : -1;
-    SendReceive move{g, {}, {}};
-    std::vector<Box> pack;
-    int64_t offset = 0;
-    for (int64_t m = 0; m < k; ++m) {
-      if (m == group.index) continue;
-      if (parts[m].count() > 0) {
-        move.sends.push_back({m, {send_staging, offset, parts[m].count()}});
-        append(pack, parts[m].a_to_packed(0, offset));
-        offset += parts[m].count();
-      }
-      if (own > 0) move.receives.push_back({m, {receive_staging, m * own, own}});
-    }
-    program_.buffer_counts[send_staging] = offset;
-    copy(current, send_staging, std::move(pack));
-    const int ticket = send_receive(std::move(move));
-    if (own > 0) copy(current, receive_staging, parts[group.index].a_to_packed(0, group.index * own));
-    wait(ticket);
-    if (own > 0) emit(Reduce{op, whole(receive_staging), whole(next), order_of_positions(g)});
-  }
-
   void all_reduce(const Step& step, int current, int next) {
     const Reduction reduction = reduction_of(step);
-    const int64_t n = count_of(next);
-    if (n == 0) return;
+    if (count_of(next) == 0) return;
     const int g = group_index(step.mesh_dims);
     if (reduces_natively(step, plan_.backend)) {
       if (reduction.power != 1) {
@@ -361,7 +388,26 @@ class Compiler {
       finish(whole(next), reduction);
       return;
     }
-    all_reduce_in_chunks(g, reduction, raised(current, reduction.power), next);
+    current = raised(current, reduction.power);
+    if (program_.groups[g].positions.size() == 2) {
+      all_reduce_of_two(g, reduction, current, next);
+    } else {
+      all_reduce_in_chunks(g, reduction, current, next);
+    }
+  }
+
+  // Two ranks trade all they have and both add it in the same order: the bytes of the way by chunks, in one step.
+  void all_reduce_of_two(int g, const Reduction& reduction, int current, int next) {
+    const Group& group = program_.groups[g];
+    const int64_t n = count_of(next);
+    const int staging = new_buffer(n);
+    std::vector<int64_t> counts{n, n};
+    counts[group.index] = 0;
+    wait(emit(AllToAll{g, whole(current), whole(staging), counts, counts}));
+    std::vector<BufferRange> parts{whole(current), whole(staging)};
+    if ((group.positions[0] < group.positions[1]) != (group.index == 0)) std::swap(parts[0], parts[1]);
+    emit(Reduce{reduction.op, std::move(parts), whole(next)});
+    finish(whole(next), reduction);
   }
 
   // Rank m of the group reduces flat chunk m and sends it to all: each element is summed once, so replicas are bitwise
@@ -372,36 +418,57 @@ class Compiler {
     const int64_t n = count_of(next);
     const Interval mine = flat_chunk(n, k, group.index);
     const int64_t own = mine.end - mine.begin;
-    const int staging = own > 0 ? new_buffer(own * k) : -1;
-    SendReceive scatter{g, {}, {}};
-    SendReceive gather{g, {}, {}};
+    const int staging = new_buffer(own * k);
+    AllToAll scatter{g, whole(current), whole(staging), {}, std::vector<int64_t>(k, own)};
     for (int64_t m = 0; m < k; ++m) {
-      if (m == group.index) continue;
       const Interval chunk = flat_chunk(n, k, m);
-      const int64_t count = chunk.end - chunk.begin;
-      if (count > 0) scatter.sends.push_back({m, {current, chunk.begin, count}});
-      if (count > 0) gather.receives.push_back({m, {next, chunk.begin, count}});
-      if (own > 0) scatter.receives.push_back({m, {staging, m * own, own}});
-      if (own > 0) gather.sends.push_back({m, {next, mine.begin, own}});
+      scatter.send_counts.push_back(chunk.end - chunk.begin);
     }
-    const int ticket = send_receive(std::move(scatter));
-    if (own > 0) copy(current, staging, {Box{mine.begin, group.index * own, {own}, {1}, {1}}});
-    wait(ticket);
+    const std::vector<int64_t> chunk_counts = scatter.send_counts;
+    wait(emit(std::move(scatter)));
     const BufferRange result{next, mine.begin, own};
     if (own > 0) {
-      emit(Reduce{reduction.op, whole(staging), result, order_of_positions(g)});
+      emit(Reduce{reduction.op, rows_of(staging, own, g), result});
       finish(result, reduction);
+    }
+    if (chunk_counts[0] * program_.dtype.size_bytes() <= kMaxCopiedGatherBytes) {
+      gather_copies(g, result, chunk_counts, next);
+    } else {
+      gather_messages(g, result, chunk_counts);
+    }
+  }
+
+  // One all-to-all that gives every rank a copy of the own chunk.
+  void gather_copies(int g, BufferRange own, const std::vector<int64_t>& chunk_counts, int next) {
+    const auto k = static_cast<int64_t>(chunk_counts.size());
+    const int copies = new_buffer(own.count * k);
+    if (own.count > 0) copy(next, copies, {Box{own.offset, 0, {k, own.count}, {0, 1}, {own.count, 1}}});
+    wait(emit(AllToAll{g, whole(copies), whole(next), std::vector<int64_t>(k, own.count), chunk_counts}));
+  }
+
+  void gather_messages(int g, BufferRange own, const std::vector<int64_t>& chunk_counts) {
+    SendReceive gather{g, {}, {}};
+    int64_t begin = 0;
+    for (int64_t m = 0; m < static_cast<int64_t>(chunk_counts.size()); ++m) {
+      if (m != program_.groups[g].index) {
+        if (chunk_counts[m] > 0) gather.receives.push_back({m, {own.buffer, begin, chunk_counts[m]}});
+        if (own.count > 0) gather.sends.push_back({m, own});
+      }
+      begin += chunk_counts[m];
     }
     wait(send_receive(std::move(gather)));
   }
 
-  // Indices in the group by ascending position.
-  std::vector<int64_t> order_of_positions(int g) const {
+  // The rows of a staging buffer, one per rank of the group, by ascending position: replicas then add in the same order
+  // on meshes whose ranks are shuffled too.
+  std::vector<BufferRange> rows_of(int staging, int64_t row, int g) const {
     const std::vector<int64_t>& positions = program_.groups[g].positions;
     std::vector<int64_t> order(positions.size());
     std::iota(order.begin(), order.end(), 0);
     std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return positions[a] < positions[b]; });
-    return order;
+    std::vector<BufferRange> rows;
+    for (const int64_t m : order) rows.push_back({staging, m * row, row});
+    return rows;
   }
 
   int raised(int buffer, double power) {
@@ -445,18 +512,9 @@ class Compiler {
     if (divisor != 1 && dst.count > 0) emit(Divide{dst, divisor});
   }
 
-  // -1 where this rank neither sends nor receives. A trade between the two ranks of a group is one all-to-all, which
-  // costs one call instead of two; both see it alike, as what one sends the other receives.
+  // -1 where this rank neither sends nor receives.
   int send_receive(SendReceive move) {
-    if (move.sends.empty() && move.receives.empty()) return -1;
-    const Group& group = program_.groups[move.group];
-    if (group.ranks.size() != 2 || move.sends.empty() || move.receives.empty()) return emit(std::move(move));
-    const BufferRange& sent = move.sends[0].range;
-    const BufferRange& received = move.receives[0].range;
-    AllToAll trade{move.group, sent, received, {0, 0}, {0, 0}};
-    trade.send_counts[move.sends[0].peer] = sent.count;
-    trade.receive_counts[move.receives[0].peer] = received.count;
-    return emit(std::move(trade));
+    return move.sends.empty() && move.receives.empty() ? -1 : emit(std::move(move));
   }
 
   void wait(int ticket) {
@@ -481,13 +539,16 @@ class Compiler {
   BufferRange whole(int buffer) const { return {buffer, 0, count_of(buffer)}; }
 
   int group_index(MeshDimSet mesh_dims) {
+    return group_of_positions(mesh_dims, plan_.src.mesh().group(position_, mesh_dims));
+  }
+
+  int group_of_positions(MeshDimSet mesh_dims, std::vector<int64_t> positions) {
     for (size_t g = 0; g < program_.groups.size(); ++g) {
-      if (program_.groups[g].mesh_dims == mesh_dims) return static_cast<int>(g);
+      if (program_.groups[g].positions == positions) return static_cast<int>(g);
     }
-    const Mesh& mesh = plan_.src.mesh();
-    Group group{mesh_dims, mesh.group(position_, mesh_dims), {}, -1};
+    Group group{mesh_dims, std::move(positions), {}, -1};
     for (size_t m = 0; m < group.positions.size(); ++m) {
-      group.ranks.push_back(mesh.rank_at(group.positions[m]));
+      group.ranks.push_back(plan_.src.mesh().rank_at(group.positions[m]));
       if (group.positions[m] == position_) group.index = static_cast<int64_t>(m);
     }
     program_.groups.push_back(std::move(group));

@@ -30,8 +30,9 @@ std::string text(const Operation& operation) {
           [](const Divide& o) { return concat("divide ", text(o.dst), " by ", o.divisor); },
           [](const Power& o) { return concat("power ", text(o.src), " ** ", o.exponent, " -> ", text(o.dst)); },
           [](const Reduce& o) {
-            return concat("reduce ", reduce_op_name(o.op), " of parts (", join(o.order), ") of ", text(o.src), " -> ",
-                          text(o.dst));
+            std::vector<std::string> parts;
+            for (const BufferRange& part : o.parts) parts.push_back(text(part));
+            return concat("reduce ", reduce_op_name(o.op), " of ", join(parts), " -> ", text(o.dst));
           },
           [](const AllGather& o) { return concat("all_gather g", o.group, " ", text(o.src), " -> ", text(o.dst)); },
           [](const ReduceScatter& o) {
@@ -72,7 +73,11 @@ std::vector<int> buffers_of(const Operation& operation) {
                         [](const FillZero& o) { return std::vector<int>{o.dst.buffer}; },
                         [](const Divide& o) { return std::vector<int>{o.dst.buffer}; },
                         [](const Power& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
-                        [](const Reduce& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+                        [](const Reduce& o) {
+                          std::vector<int> buffers{o.dst.buffer};
+                          for (const BufferRange& part : o.parts) buffers.push_back(part.buffer);
+                          return buffers;
+                        },
                         [](const AllGather& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
                         [](const ReduceScatter& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
                         [](const AllReduce& o) { return std::vector<int>{o.data.buffer}; },

@@ -59,13 +59,11 @@ struct Power {
   double exponent = 1;
 };
 
-// dst = op over ranges of dst.count elements that lie one after the other from src.offset, taken in `order`. It is the
-// order of positions on the mesh, so that replicas add alike on meshes whose ranks are shuffled too.
+// dst = op over parts of dst.count elements, taken in this order.
 struct Reduce {
   ReduceOp op = ReduceOp::kSum;
-  BufferRange src;
+  std::vector<BufferRange> parts;
   BufferRange dst;
-  std::vector<int64_t> order;
 };
 
 // `group` below indexes Program::groups. Ranges are in the group's order, by ascending rank.
@@ -120,6 +118,7 @@ struct Instruction {
   int step = -1;  // the step of the plan it serves, for messages
 };
 
+// The ranks of a group of the mesh, or those of them that have something to say to each other.
 struct Group {
   MeshDimSet mesh_dims;
   std::vector<int64_t> positions;  // ascending rank

@@ -121,7 +121,9 @@ void Execution::execute(const Operation& operation, int index) {
     at::pow_out(dst, range(o->src), o->exponent);
   } else if (const auto* o = std::get_if<Reduce>(&operation)) {
     at::Tensor dst = range(o->dst);
-    reduce_parts(o->op, range(o->src), o->order, dst);
+    std::vector<at::Tensor> parts;
+    for (const BufferRange& part : o->parts) parts.push_back(range(part));
+    reduce_parts(o->op, parts, dst);
   } else if (const auto* o = std::get_if<AllGather>(&operation)) {
     at::Tensor src = wire(o->src);
     at::Tensor dst = wire(o->dst);

@@ -9,6 +9,7 @@
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 
 #include <algorithm>
@@ -26,13 +27,13 @@ namespace {
 constexpr int64_t kBlock = 2048;
 
 template <typename Item, typename Accumulator, typename Combine>
-void reduce_blocks(const Item* parts, const std::vector<int64_t>& order, int64_t n, Item* dst, const Combine& combine) {
+void reduce_blocks(const std::vector<const Item*>& parts, int64_t n, Item* dst, const Combine& combine) {
   Accumulator block[kBlock];
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t count = std::min(kBlock, n - begin);
-    for (int64_t i = 0; i < count; ++i) block[i] = static_cast<Accumulator>(parts[order[0] * n + begin + i]);
-    for (size_t m = 1; m < order.size(); ++m) {
-      const Item* part = parts + order[m] * n + begin;
+    for (int64_t i = 0; i < count; ++i) block[i] = static_cast<Accumulator>(parts[0][begin + i]);
+    for (size_t m = 1; m < parts.size(); ++m) {
+      const Item* part = parts[m] + begin;
       for (int64_t i = 0; i < count; ++i) block[i] = combine(block[i], static_cast<Accumulator>(part[i]));
     }
     for (int64_t i = 0; i < count; ++i) dst[begin + i] = static_cast<Item>(block[i]);
@@ -46,9 +47,9 @@ bool is_nan(T value) {
 }
 
 template <typename Item>
-void reduce_on_cpu(ReduceOp op, const Item* parts, const std::vector<int64_t>& order, int64_t n, Item* dst) {
+void reduce_on_cpu(ReduceOp op, const std::vector<const Item*>& parts, int64_t n, Item* dst) {
   using Accumulator = at::opmath_type<Item>;
-  const auto run = [&](const auto& combine) { reduce_blocks<Item, Accumulator>(parts, order, n, dst, combine); };
+  const auto run = [&](const auto& combine) { reduce_blocks<Item, Accumulator>(parts, n, dst, combine); };
   if (op == ReduceOp::kSum) {
     if constexpr (std::is_same_v<Item, bool>)
       return run([](bool a, bool b) { return a || b; });
@@ -79,16 +80,15 @@ void reduce_on_cpu(ReduceOp op, const Item* parts, const std::vector<int64_t>& o
 }
 
 // One op per part, in order; sums of 16-bit types through at::sum, which accumulates in float32.
-void reduce_with_aten(ReduceOp op, const at::Tensor& parts, const std::vector<int64_t>& order, at::Tensor& dst) {
-  const at::Tensor rows = parts.view({static_cast<int64_t>(order.size()), dst.numel()});
+void reduce_with_aten(ReduceOp op, const std::vector<at::Tensor>& parts, at::Tensor& dst) {
   const bool is_narrow = dst.scalar_type() == at::kHalf || dst.scalar_type() == at::kBFloat16;
   if (op == ReduceOp::kSum && is_narrow) {
-    at::sum_out(dst, rows, {0});
+    at::sum_out(dst, at::stack(parts), {0});
     return;
   }
-  dst.copy_(rows[order[0]]);
-  for (size_t m = 1; m < order.size(); ++m) {
-    const at::Tensor part = rows[order[m]];
+  dst.copy_(parts[0]);
+  for (size_t m = 1; m < parts.size(); ++m) {
+    const at::Tensor& part = parts[m];
     switch (op) {
       case ReduceOp::kSum:
         dst.add_(part);
@@ -142,13 +142,14 @@ void copy_boxes(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor
   }
 }
 
-void reduce_parts(ReduceOp op, const at::Tensor& parts, const std::vector<int64_t>& order, at::Tensor& dst) {
-  if (!dst.device().is_cpu()) return reduce_with_aten(op, parts, order, dst);
-  AT_DISPATCH_ALL_TYPES_AND_COMPLEX_AND3(at::kHalf, at::kBFloat16, at::kBool, dst.scalar_type(),
-                                         "shardwright::reduce_parts", [&] {
-                                           reduce_on_cpu<scalar_t>(op, parts.const_data_ptr<scalar_t>(), order,
-                                                                   dst.numel(), dst.mutable_data_ptr<scalar_t>());
-                                         });
+void reduce_parts(ReduceOp op, const std::vector<at::Tensor>& parts, at::Tensor& dst) {
+  if (!dst.device().is_cpu()) return reduce_with_aten(op, parts, dst);
+  AT_DISPATCH_ALL_TYPES_AND_COMPLEX_AND3(
+      at::kHalf, at::kBFloat16, at::kBool, dst.scalar_type(), "shardwright::reduce_parts", [&] {
+        std::vector<const scalar_t*> starts;
+        for (const at::Tensor& part : parts) starts.push_back(part.const_data_ptr<scalar_t>());
+        reduce_on_cpu<scalar_t>(op, starts, dst.numel(), dst.mutable_data_ptr<scalar_t>());
+      });
 }
 
 }  // namespace shardwright

@@ -216,14 +216,11 @@ void Machine::execute(int64_t position, const Operation& operation) {
     write(position, o->dst, values);
   } else {
     const auto& reduce = std::get<Reduce>(operation);
-    const Payload parts = read(position, reduce.src);
-    const int64_t count = reduce.dst.count;
-    check_invariant(parts.size() == reduce.order.size() * count, "reduce has the wrong parts");
-    const auto first = parts.begin() + reduce.order[0] * count;
-    Payload result(first, first + count);
-    for (size_t m = 1; m < reduce.order.size(); ++m) {
-      const double* part = parts.data() + reduce.order[m] * count;
-      for (int64_t i = 0; i < count; ++i) result[i] = combine(reduce.op, result[i], part[i]);
+    Payload result = read(position, reduce.parts[0]);
+    for (size_t m = 1; m < reduce.parts.size(); ++m) {
+      const Payload part = read(position, reduce.parts[m]);
+      check_invariant(part.size() == result.size(), "reduce has parts of different sizes");
+      for (size_t i = 0; i < part.size(); ++i) result[i] = combine(reduce.op, result[i], part[i]);
     }
     write(position, reduce.dst, result);
   }
