@@ -49,14 +49,15 @@ MIN_OF_FLOOR = 0.9
 MIN_OF_STOCK = 0.95  # less is slower beyond noise
 MIN_GAIN, MIN_GAIN_N = 5.0, 1024  # of an all-to-all, against stock's gather and slice
 
-_STOCK_FUNCTION = torch_redistribute.redistribute_local_tensor
+# In a dict, because `sw.enable` replaces the function in every module that holds it under some name.
+_STOCK = {"redistribute_local_tensor": torch_redistribute.redistribute_local_tensor}
 
 
 @contextlib.contextmanager
 def stock_engine() -> Iterator[None]:
     """PyTorch's own function back in its place for a batch; `sw.disable` searches all modules, which takes too long."""
     ours = torch_redistribute.redistribute_local_tensor
-    torch_redistribute.redistribute_local_tensor = _STOCK_FUNCTION
+    torch_redistribute.redistribute_local_tensor = _STOCK["redistribute_local_tensor"]
     try:
         yield
     finally:

@@ -40,8 +40,8 @@ Traffic reduce_scatter_traffic(const Step& step, int64_t position) {
   return traffic;
 }
 
-// Native: the figure of a ring, rounded up. Composed: own chunk from every peer, then every peer's chunk; two ranks just
-// trade all they have.
+// Native: the figure of a ring, rounded up. Composed: own chunk from every peer, then every peer's chunk; two ranks
+// just trade all they have.
 Traffic all_reduce_traffic(const Step& step, Backend backend, int64_t position) {
   Traffic traffic;
   const int64_t item = step.before.dtype().size_bytes();

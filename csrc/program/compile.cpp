@@ -115,43 +115,20 @@ class Compiler {
     const bool looks_at_pairs = k <= kMaxGroupForDenseCheck;
     if (plan_.backend == Backend::kNccl && gathers_evenly(step, group)) {
       native_all_gather(step, current, next);
-    } else if (plan_.backend == Backend::kGloo && looks_at_pairs &&
-               (!is_gather || k == 2 || part_bytes(step) <= kMaxCopiedGatherBytes)) {
-      all_to_all(step, partners(step, group), current, next);
-    } else if (looks_at_pairs && !is_gather && is_dense(step, group)) {
+    } else if (is_gather ? gathers_by_copies(step, k) : looks_at_pairs && is_dense(step, group)) {
       all_to_all(step, group, current, next);
     } else {
       messages(step, group, current, next);
     }
   }
 
+  bool gathers_by_copies(const Step& step, int64_t k) const {
+    return plan_.backend == Backend::kGloo && (k == 2 || part_bytes(step) <= kMaxCopiedGatherBytes);
+  }
+
   // The largest part a rank holds before the step: the same number on every rank.
   static int64_t part_bytes(const Step& step) {
     return num_elements(step.before.region(0)) * step.before.dtype().size_bytes();
-  }
-
-  // The ranks of a group that this one exchanges with, directly or through others. All of them find the same set, and
-  // ranks outside it are not waited for.
-  Positions partners(const Step& step, const Positions& group) const {
-    std::vector<bool> found(group.size(), false);
-    std::vector<size_t> open{static_cast<size_t>(std::find(group.begin(), group.end(), position_) - group.begin())};
-    found[open[0]] = true;
-    while (!open.empty()) {
-      const int64_t from = group[open.back()];
-      open.pop_back();
-      for (size_t m = 0; m < group.size(); ++m) {
-        if (found[m]) continue;
-        if (transfer_elements(step, from, group[m]) > 0 || transfer_elements(step, group[m], from) > 0) {
-          found[m] = true;
-          open.push_back(m);
-        }
-      }
-    }
-    Positions partners;
-    for (size_t m = 0; m < group.size(); ++m) {
-      if (found[m]) partners.push_back(group[m]);
-    }
-    return partners;
   }
 
   Exchange exchange_parts(const Step& step, const Positions& group) const {
@@ -225,8 +202,7 @@ class Compiler {
   void all_to_all(const Step& step, const Positions& positions, int current, int next) {
     const Exchange parts = exchange_parts(step, positions);
     const size_t k = positions.size();
-    if (k == 1) return copy(current, next, parts.own.a_to_b(0, 0));
-    const int g = group_of_positions(step.mesh_dims, positions);
+    const int g = group_index(step.mesh_dims);
     const Group& group = program_.groups[g];
     std::vector<const Intersection*> sends(k, nullptr);
     std::vector<const Intersection*> receives(k, nullptr);
@@ -297,7 +273,7 @@ class Compiler {
 
   void messages(const Step& step, const Positions& positions, int current, int next) {
     const Exchange parts = exchange_parts(step, positions);
-    SendReceive move{group_of_positions(step.mesh_dims, positions), {}, {}};
+    SendReceive move{group_index(step.mesh_dims), {}, {}};
     std::vector<Box> pack;
     std::vector<Box> unpack;
     int64_t to_pack = 0;
@@ -539,16 +515,13 @@ class Compiler {
   BufferRange whole(int buffer) const { return {buffer, 0, count_of(buffer)}; }
 
   int group_index(MeshDimSet mesh_dims) {
-    return group_of_positions(mesh_dims, plan_.src.mesh().group(position_, mesh_dims));
-  }
-
-  int group_of_positions(MeshDimSet mesh_dims, std::vector<int64_t> positions) {
     for (size_t g = 0; g < program_.groups.size(); ++g) {
-      if (program_.groups[g].positions == positions) return static_cast<int>(g);
+      if (program_.groups[g].mesh_dims == mesh_dims) return static_cast<int>(g);
     }
-    Group group{mesh_dims, std::move(positions), {}, -1};
+    const Mesh& mesh = plan_.src.mesh();
+    Group group{mesh_dims, mesh.group(position_, mesh_dims), {}, -1};
     for (size_t m = 0; m < group.positions.size(); ++m) {
-      group.ranks.push_back(plan_.src.mesh().rank_at(group.positions[m]));
+      group.ranks.push_back(mesh.rank_at(group.positions[m]));
       if (group.positions[m] == position_) group.index = static_cast<int64_t>(m);
     }
     program_.groups.push_back(std::move(group));
