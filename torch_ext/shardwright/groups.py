@@ -7,13 +7,16 @@ part of a mesh. All members must ask at the same point of their programs; `prepa
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from . import _convert, _planner, _runtime
 from .layout import Mesh
@@ -103,11 +106,35 @@ def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
             "call shardwright.prepare(mesh) before the capture"
         )
     _runtime.drain()
-    group = dist.new_group(
-        list(ranks), timeout=_default_timeout(), use_local_synchronization=True, group_desc="shardwright"
-    )
+    with _names_by_ranks_alone():
+        group = dist.new_group(
+            list(ranks), timeout=_default_timeout(), use_local_synchronization=True, group_desc="shardwright"
+        )
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+@contextlib.contextmanager
+def _names_by_ranks_alone() -> Iterator[None]:
+    """Names groups made meanwhile by their ranks, and leaves the count of groups as it was.
+
+    PyTorch mixes into the name how many groups this rank has made (2.15) or holds (2.11). Members of one group that
+    have made different groups before would then wait for each other under different names, forever; and so would the
+    next group that all ranks make together.
+    """
+    count = distributed_c10d._world.group_count
+    original = distributed_c10d._hash_ranks_to_str
+
+    def name(ranks: Sequence[int]) -> str:
+        text = "shardwright " + "_".join(map(str, ranks))
+        return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    distributed_c10d._hash_ranks_to_str = name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
+        distributed_c10d._world.group_count = count
 
 
 def _default_timeout() -> timedelta | None:
