@@ -50,18 +50,23 @@ MIN_OF_STOCK = 0.95  # less is slower beyond noise
 MIN_GAIN, MIN_GAIN_N = 5.0, 1024  # of an all-to-all, against stock's gather and slice
 
 # In a dict, because `sw.enable` replaces the function in every module that holds it under some name.
-_STOCK = {"redistribute_local_tensor": torch_redistribute.redistribute_local_tensor}
+_STOCK = {
+    "redistribute_local_tensor": (torch_redistribute, torch_redistribute.redistribute_local_tensor),
+    "redistribute": (DTensor, DTensor.redistribute),
+}
 
 
 @contextlib.contextmanager
 def stock_engine() -> Iterator[None]:
-    """PyTorch's own function back in its place for a batch; `sw.disable` searches all modules, which takes too long."""
-    ours = torch_redistribute.redistribute_local_tensor
-    torch_redistribute.redistribute_local_tensor = _STOCK["redistribute_local_tensor"]
+    """PyTorch's own functions back in place for a batch; `sw.disable` searches all modules, which takes too long."""
+    ours = {name: getattr(owner, name) for name, (owner, _) in _STOCK.items()}
+    for name, (owner, function) in _STOCK.items():
+        setattr(owner, name, function)
     try:
         yield
     finally:
-        torch_redistribute.redistribute_local_tensor = ours
+        for name, (owner, _) in _STOCK.items():
+            setattr(owner, name, ours[name])
 
 
 ENGINES = {"floor": contextlib.nullcontext, "stock": stock_engine, "ours": contextlib.nullcontext}

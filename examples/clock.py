@@ -4,14 +4,15 @@ import time
 from collections.abc import Callable
 from types import ModuleType
 
+import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import _api, _dispatch, _redistribute
+from torch.distributed.tensor import DTensor, _api, _dispatch, _redistribute
 
 _FUNCTION = "redistribute_local_tensor"
 
 
 class RedistributeClock:
-    """While entered, sits on top of the function through which every DTensor redistribute goes.
+    """While entered, sits on top of the method and the function through which every DTensor redistribute goes.
 
     Enter it after `shardwright.enable()` and leave it before `shardwright.disable()`. A result that DTensor would
     wait for later is waited for at once, so that `seconds` includes all of the communication.
@@ -22,34 +23,53 @@ class RedistributeClock:
         self.calls_over_several_mesh_dims = 0
         self.seconds = 0.0
         self._running = False
-        self._replaced: list[tuple[ModuleType, Callable]] = []
+        self._replaced: list[tuple[ModuleType | type, str, Callable]] = []
 
     def __enter__(self) -> "RedistributeClock":
+        self._replace(DTensor, "redistribute", self._timed_method)
         for module in (_redistribute, _dispatch, _api):
-            function = getattr(module, _FUNCTION)
-            self._replaced.append((module, function))
-            setattr(module, _FUNCTION, self._timed(function))
+            self._replace(module, _FUNCTION, self._timed_function)
         return self
 
     def __exit__(self, *exc_info) -> None:
         while self._replaced:
-            module, function = self._replaced.pop()
-            setattr(module, _FUNCTION, function)
+            setattr(*self._replaced.pop())
 
-    def _timed(self, function: Callable) -> Callable:
+    def _replace(self, owner: ModuleType | type, name: str, timed: Callable[[Callable], Callable]) -> None:
+        function = getattr(owner, name)
+        self._replaced.append((owner, name, function))
+        setattr(owner, name, timed(function))
+
+    def _timed_method(self, method: Callable) -> Callable:
+        def redistribute(tensor, *args, **options):
+            before = tensor.placements
+            return self._time(lambda: method(tensor, *args, **options), lambda result: (before, result.placements))
+
+        return redistribute
+
+    def _timed_function(self, function: Callable) -> Callable:
         def redistribute_local_tensor(local_tensor, current_spec, target_spec, **options):
-            if self._running:
-                return function(local_tensor, current_spec, target_spec, **options)
-            self._running = True
-            start = time.perf_counter()
-            try:
-                result = function(local_tensor, current_spec, target_spec, **options)
-                return result.wait() if isinstance(result, AsyncCollectiveTensor) else result
-            finally:
-                self.seconds += time.perf_counter() - start
-                self._running = False
-                changes = sum(a != b for a, b in zip(current_spec.placements, target_spec.placements, strict=True))
-                self.calls += 1
-                self.calls_over_several_mesh_dims += changes > 1
+            placements = current_spec.placements, target_spec.placements
+            return self._time(
+                lambda: function(local_tensor, current_spec, target_spec, **options), lambda _: placements
+            )
 
         return redistribute_local_tensor
+
+    def _time(self, call: Callable, placements: Callable) -> torch.Tensor:
+        """Only the outermost counts: the method asks the function."""
+        if self._running:
+            return call()
+        self._running = True
+        start = time.perf_counter()
+        try:
+            result = call()
+            if isinstance(result, AsyncCollectiveTensor):
+                result = result.wait()
+        finally:
+            self._running = False
+            self.seconds += time.perf_counter() - start
+        changes = sum(a != b for a, b in zip(*placements(result), strict=True))
+        self.calls += 1
+        self.calls_over_several_mesh_dims += changes > 1
+        return result

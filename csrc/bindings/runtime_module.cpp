@@ -5,6 +5,7 @@
 
 #include "layout/error.h"
 #include "runtime/executor.h"
+#include "runtime/staging.h"
 
 namespace py = pybind11;
 
@@ -62,6 +63,8 @@ PYBIND11_MODULE(_runtime, m) {
           py::arg("input"), py::call_guard<py::gil_scoped_release>())
       .def("__str__", &Executable::text);
 
+  m.def("kept_staging_bytes", &shardwright::kept_staging_bytes);
+  m.def("release_staging", &shardwright::release_staging);
   m.def("drain", &shardwright::drain_lane, py::call_guard<py::gil_scoped_release>());
   m.def("counters", [] {
     return py::dict(py::arg("runs") = shardwright::counters().runs.load(),

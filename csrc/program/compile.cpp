@@ -14,7 +14,11 @@ namespace shardwright {
 namespace {
 
 // Above this, looking at every pair of a group costs more than messages to absent peers save.
-constexpr int64_t kMaxGroupForDenseCheck = 512;
+constexpr int64_t kMaxGroupForPairs = 512;
+
+// Gloo's single messages stall where its all-to-all does not: up to this many ranks that are connected by what they
+// exchange, an all-to-all among them is faster even if some pairs have nothing to say.
+constexpr size_t kMaxSparseAllToAll = 8;
 
 // Gloo's all-to-all answers several times faster than its single messages do, so small gathers pay for sending every
 // peer a copy of its own. Above this the copies cost more.
@@ -112,14 +116,78 @@ class Compiler {
     const Positions group = plan_.src.mesh().group(position_, step.mesh_dims);
     const auto k = static_cast<int64_t>(group.size());
     const bool is_gather = step.op == StepOp::kAllGather;
-    const bool looks_at_pairs = k <= kMaxGroupForDenseCheck;
     if (plan_.backend == Backend::kNccl && gathers_evenly(step, group)) {
       native_all_gather(step, current, next);
-    } else if (is_gather ? gathers_by_copies(step, k) : looks_at_pairs && is_dense(step, group)) {
-      all_to_all(step, group, current, next);
-    } else {
+    } else if (is_gather) {
+      gathers_by_copies(step, k) ? all_to_all(step, group, current, next) : messages(step, group, current, next);
+    } else if (k > kMaxGroupForPairs) {
       messages(step, group, current, next);
+    } else {
+      const Pairs pairs(step, group);
+      const Positions partners = plan_.backend == Backend::kGloo ? pairs.connected_to(position_) : group;
+      if (partners.size() == 1) {
+        copy_shared(step, current, next);
+      } else if (suits_all_to_all(pairs, partners)) {
+        all_to_all(step, partners, current, next);
+      } else {
+        messages(step, group, current, next);
+      }
     }
+  }
+
+  // Who has something for whom in a group. All its members see the same.
+  class Pairs {
+   public:
+    Pairs(const Step& step, const Positions& group) : group_(group), talks_(group.size() * group.size()) {
+      for (size_t from = 0; from < group.size(); ++from) {
+        for (size_t to = 0; to < group.size(); ++to) {
+          talks_[from * group.size() + to] = from != to && transfer_elements(step, group[from], group[to]) > 0;
+        }
+      }
+    }
+
+    bool talk(size_t from, size_t to) const { return talks_[from * group_.size() + to]; }
+
+    // The ranks that the one at `position` exchanges with, directly or through others, itself included.
+    Positions connected_to(int64_t position) const {
+      std::vector<bool> found(group_.size(), false);
+      std::vector<size_t> open{static_cast<size_t>(std::find(group_.begin(), group_.end(), position) - group_.begin())};
+      found[open[0]] = true;
+      while (!open.empty()) {
+        const size_t from = open.back();
+        open.pop_back();
+        for (size_t m = 0; m < group_.size(); ++m) {
+          if (found[m] || (!talk(from, m) && !talk(m, from))) continue;
+          found[m] = true;
+          open.push_back(m);
+        }
+      }
+      Positions connected;
+      for (size_t m = 0; m < group_.size(); ++m) {
+        if (found[m]) connected.push_back(group_[m]);
+      }
+      return connected;
+    }
+
+    // The share of ordered pairs of `members`, a subset of the group, that have something to say, in percent.
+    int64_t density(const Positions& members) const {
+      int64_t talking = 0;
+      for (size_t from = 0; from < group_.size(); ++from) {
+        if (std::find(members.begin(), members.end(), group_[from]) == members.end()) continue;
+        for (size_t to = 0; to < group_.size(); ++to) talking += talk(from, to) ? 1 : 0;
+      }
+      const auto k = static_cast<int64_t>(members.size());
+      return talking * 100 / (k * (k - 1));
+    }
+
+   private:
+    const Positions& group_;
+    std::vector<bool> talks_;
+  };
+
+  bool suits_all_to_all(const Pairs& pairs, const Positions& members) const {
+    if (plan_.backend == Backend::kGloo && members.size() <= kMaxSparseAllToAll) return true;
+    return pairs.density(members) == 100;
   }
 
   bool gathers_by_copies(const Step& step, int64_t k) const {
@@ -161,16 +229,6 @@ class Compiler {
     return first > 0;
   }
 
-  // Every rank of the group has something for every other. All members see the same answer.
-  static bool is_dense(const Step& step, const Positions& group) {
-    for (const int64_t source : group) {
-      for (const int64_t receiver : group) {
-        if (source != receiver && transfer_elements(step, source, receiver) == 0) return false;
-      }
-    }
-    return true;
-  }
-
   void native_all_gather(const Step& step, int current, int next) {
     const int g = group_index(step.mesh_dims);
     const Group& group = program_.groups[g];
@@ -202,7 +260,7 @@ class Compiler {
   void all_to_all(const Step& step, const Positions& positions, int current, int next) {
     const Exchange parts = exchange_parts(step, positions);
     const size_t k = positions.size();
-    const int g = group_index(step.mesh_dims);
+    const int g = group_of_positions(step.mesh_dims, positions);
     const Group& group = program_.groups[g];
     std::vector<const Intersection*> sends(k, nullptr);
     std::vector<const Intersection*> receives(k, nullptr);
@@ -273,7 +331,7 @@ class Compiler {
 
   void messages(const Step& step, const Positions& positions, int current, int next) {
     const Exchange parts = exchange_parts(step, positions);
-    SendReceive move{group_index(step.mesh_dims), {}, {}};
+    SendReceive move{group_of_positions(step.mesh_dims, positions), {}, {}};
     std::vector<Box> pack;
     std::vector<Box> unpack;
     int64_t to_pack = 0;
@@ -515,13 +573,16 @@ class Compiler {
   BufferRange whole(int buffer) const { return {buffer, 0, count_of(buffer)}; }
 
   int group_index(MeshDimSet mesh_dims) {
+    return group_of_positions(mesh_dims, plan_.src.mesh().group(position_, mesh_dims));
+  }
+
+  int group_of_positions(MeshDimSet mesh_dims, Positions positions) {
     for (size_t g = 0; g < program_.groups.size(); ++g) {
-      if (program_.groups[g].mesh_dims == mesh_dims) return static_cast<int>(g);
+      if (program_.groups[g].positions == positions) return static_cast<int>(g);
     }
-    const Mesh& mesh = plan_.src.mesh();
-    Group group{mesh_dims, mesh.group(position_, mesh_dims), {}, -1};
+    Group group{mesh_dims, std::move(positions), {}, -1};
     for (size_t m = 0; m < group.positions.size(); ++m) {
-      group.ranks.push_back(mesh.rank_at(group.positions[m]));
+      group.ranks.push_back(plan_.src.mesh().rank_at(group.positions[m]));
       if (group.positions[m] == position_) group.index = static_cast<int64_t>(m);
     }
     program_.groups.push_back(std::move(group));

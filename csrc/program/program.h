@@ -118,6 +118,7 @@ struct Instruction {
   int step = -1;  // the step of the plan it serves, for messages
 };
 
+// The ranks of a group of the mesh, or those of them that have something to say to each other.
 struct Group {
   MeshDimSet mesh_dims;
   std::vector<int64_t> positions;  // ascending rank

@@ -7,6 +7,7 @@
 
 #include "layout/error.h"
 #include "runtime/local_ops.h"
+#include "runtime/staging.h"
 
 namespace shardwright {
 
@@ -57,7 +58,10 @@ void Execution::step() {
   } catch (const std::exception& error) {
     fail(index, error.what());
   }
-  for (const int b : executable_->lifetimes().ends[index]) buffers_[b].reset();
+  for (const int b : executable_->lifetimes().ends[index]) {
+    if (b != kInputBuffer && b != program_.output) give_staging(buffers_[b]);
+    buffers_[b].reset();
+  }
 }
 
 void Execution::fail(int index, const std::string& reason) {
@@ -77,9 +81,10 @@ std::string Execution::group_text(int index) const {
 
 void Execution::allocate(int buffer) {
   if (buffer != program_.output) {
-    buffers_[buffer] = at::empty({program_.buffer_counts[buffer]}, options_);
+    buffers_[buffer] = take_staging(program_.buffer_counts[buffer], options_);
   } else if (!output_.defined()) {
     output_ = at::empty(program_.output_shape, options_);
+    prefer_huge_pages(output_);
     buffers_[buffer] = output_.view({-1});
   }
 }

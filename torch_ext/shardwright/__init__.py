@@ -16,6 +16,7 @@ from .layout import Layout, Mesh
 from .planning import Plan, Step, plan
 
 if TYPE_CHECKING:
+    from ._runtime import release_staging
     from ._stats import reset_stats, stats
     from .drop_in import disable, enable, enabled
     from .groups import prepare
@@ -34,6 +35,7 @@ __all__ = [
     "prepare",
     "redistribute",
     "redistribute_local",
+    "release_staging",
     "reset_stats",
     "stats",
     "wire_meter",
@@ -46,6 +48,7 @@ _NEEDS_TORCH = {
     "prepare": "groups",
     "redistribute": "redistributing",
     "redistribute_local": "redistributing",
+    "release_staging": "_runtime",
     "reset_stats": "_stats",
     "stats": "_stats",
     "wire_meter": "wire",

@@ -20,7 +20,8 @@ def stats() -> dict[str, Any]:
     Returns:
         ``calls``: redistributes that shardwright ran. ``fallbacks``: those it handed to PyTorch, and
         ``fallback_reasons``: how many for which reason. ``plans``: plans made. ``cache_hits``: calls that found
-        theirs. ``bytes``: received by this rank from others.
+        theirs. ``bytes``: received by this rank from others. ``staging_bytes``: memory of temporaries that is kept
+        for the next run, on CPU; `release_staging` gives it back.
     """
     return {
         "calls": _counts["calls"],
@@ -29,6 +30,7 @@ def stats() -> dict[str, Any]:
         "plans": _counts["plans"],
         "cache_hits": _counts["cache_hits"],
         "bytes": _runtime.counters()["received_bytes"],
+        "staging_bytes": _runtime.kept_staging_bytes(),
     }
 
 

@@ -16,17 +16,18 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.tensor._redistribute as torch_redistribute
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import assert_no_mixed_partial_types
 from torch.utils._debug_mode import get_active_debug_mode
 
-from . import _convert, _engine, _runtime, _stats
+from . import _convert, _engine, _runtime, _shortcut, _stats
 from .layout import Layout, Mesh
 
 _MAX_MODE_CHANGES = 4096
@@ -67,6 +68,7 @@ _mode = _OFF
 _changes_by_thread: dict[int, _Changes] = {}
 
 _original: Callable[..., torch.Tensor] | None = None
+_original_method: Callable[..., DTensor] | None = None
 _original_forwards: dict[type, Callable[..., Any]] = {}
 
 
@@ -132,9 +134,11 @@ def _remember_mode(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install() -> None:
-    global _original
+    global _original, _original_method
     if _original is not None:
         return
+    _original_method = DTensor.redistribute
+    DTensor.redistribute = _shortcut.method(_original_method, _may_take_shortcut, _find)  # type: ignore[method-assign]
     _original = torch_redistribute.redistribute_local_tensor
     _rebind(_original, _redistribute_local_tensor)
     for name in ("Redistribute", "NestedRedistribute"):  # the second one came with torch 2.12
@@ -146,11 +150,14 @@ def _install() -> None:
 
 
 def _uninstall() -> None:
-    global _original
+    global _original, _original_method
     if _original is None:
         return
     _rebind(_redistribute_local_tensor, _original)
     _original = None
+    assert _original_method is not None
+    DTensor.redistribute = _original_method  # type: ignore[method-assign]
+    _original_method = None
     for function, forward in _original_forwards.items():
         function.forward = staticmethod(forward)  # type: ignore[attr-defined]
     _original_forwards.clear()
@@ -208,13 +215,13 @@ def _redistribute_local_tensor(
         local_tensor = local_tensor.wait()
     reason = _why_not(local_tensor, current_spec, target_spec)
     if reason is None:
-        if current_spec.mesh != target_spec.mesh:
+        if current_spec.mesh is not target_spec.mesh and current_spec.mesh != target_spec.mesh:
             return by_torch()  # raises
         assert_no_mixed_partial_types(current_spec.placements)
         assert_no_mixed_partial_types(target_spec.placements)
         if not current_spec.mesh._is_current_rank_part_of_mesh():
             return local_tensor
-        key = (current_spec, target_spec, local_tensor.dtype, local_tensor.device.type)
+        key = _key(local_tensor, current_spec, target_spec)
         executable = _engine.lookup(key, lambda: _build(local_tensor, current_spec, target_spec))
         if isinstance(executable, _engine.Refusal):
             reason = executable.reason
@@ -232,6 +239,28 @@ def _redistribute_local_tensor(
         )
     _stats.count_fallback(reason)
     return by_torch()
+
+
+def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> Hashable:
+    """What an executable is kept under. Target specs are new ones in each call: hashing one whole is dear."""
+    return (
+        current_spec,
+        target_spec.placements,
+        target_spec.shard_order,
+        target_spec.use_strided_shard_as_shard_order,
+        local_tensor.dtype,
+        local_tensor.device.type,
+    )
+
+
+def _may_take_shortcut() -> bool:
+    return _deciding_mode().on and not _are_we_tracing() and get_active_debug_mode() is None
+
+
+def _find(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> Any | None:
+    executable = _engine.peek(_key(local_tensor, current_spec, target_spec))
+    copies = executable is not None and executable.is_identity and _torch_would_copy(current_spec, target_spec)
+    return None if copies else executable
 
 
 def _differentiable(

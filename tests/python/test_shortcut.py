@@ -1,0 +1,136 @@
+"""What a repeated `DTensor.redistribute` returns from its shortcut is what PyTorch's method returned the first time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import dtensors
+import oracle
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+from shardwright import _shortcut
+
+WORLD = 4
+SHAPE = (7, 5)
+PAIRS = [
+    (["S(0)", "R"], ["R", "R"]),
+    (["S(0)", "S(0)"], ["R", "R"]),
+    (["S(0)", "S(1)"], ["S(1)", "S(0)"]),
+    (["P(sum)", "P(sum)"], ["R", "S(0)"]),
+    (["R", "R"], ["S(0)", "S(1)"]),
+    (["S(0)", "R"], ["S(0)", "R"]),
+]
+
+
+def _source(src: list[str]) -> DTensor:
+    return dtensors.distribute(oracle.global_tensor(SHAPE, torch.float32, 3, True), get_mesh((2, 2)), src)
+
+
+def _look(result: DTensor, source: DTensor) -> dict[str, Any]:
+    local = result._local_tensor
+    return {
+        "spec": result._spec,
+        "shape": result.shape,
+        "stride": result.stride(),
+        "requires_grad": result.requires_grad,
+        "is_leaf": result.is_leaf,
+        "local strides": local.stride(),
+        "aliases": local is source._local_tensor,
+        "values": local.tolist(),
+    }
+
+
+def _repeated(src: list[str], dst: list[str]) -> list[dict[str, Any]]:
+    """Stock, then three times ours, of which the last two come from the shortcut."""
+    source, placements = _source(src), dtensors.to_placements(dst)
+    looks = [_look(source.redistribute(placements=placements), source)]
+    sw.reset_stats()
+    with sw.enabled(strict=True):
+        for _ in range(3):
+            looks.append(_look(source.redistribute(placements=placements), source))
+    looks.append(_look(source.redistribute(placements=placements), source))
+    assert sw.stats()["calls"] == (3 if src != dst else 0)
+    return looks
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_same_as_stock(pool: Pool, src: list[str], dst: list[str]) -> None:
+    for looks in pool.run(_repeated, WORLD, src, dst):
+        assert all(look == looks[0] for look in looks[1:])
+
+
+def _ways_to_ask() -> None:
+    source = _source(["S(0)", "S(1)"])
+    mesh = source.device_mesh
+    expected = source.redistribute(mesh, [Shard(1), Replicate()])._local_tensor
+    with sw.enabled(strict=True):
+        for _ in range(3):
+            for result in (
+                source.redistribute(mesh, [Shard(1), Replicate()]),
+                source.redistribute(mesh, placements=(Shard(-1), Replicate())),
+                source.redistribute(device_mesh=mesh, placements=[Shard(-1), Replicate()]),
+                source.redistribute(placements=[Shard(1), Replicate()], forward_dtype=torch.float32),
+            ):
+                assert torch.equal(result._local_tensor, expected)
+                assert result.placements == (Shard(1), Replicate())
+            narrow = source.redistribute(placements=[Shard(1), Replicate()], forward_dtype=torch.bfloat16)
+            assert narrow.dtype is torch.bfloat16 and torch.equal(narrow._local_tensor, expected.bfloat16())
+            later = source.redistribute(placements=[Shard(1), Replicate()], async_op=True)
+            assert isinstance(later._local_tensor, AsyncCollectiveTensor)
+            assert torch.equal(later._local_tensor.wait(), expected)
+            with pytest.raises(RuntimeError, match="placements is needed"):
+                source.redistribute(mesh)
+
+
+def test_ways_to_ask(pool: Pool) -> None:
+    pool.run(_ways_to_ask, WORLD)
+
+
+def _gradients() -> None:
+    source = _source(["S(0)", "S(1)"])
+    placements = [Replicate(), Shard(0)]
+    leaf = source.detach().requires_grad_()
+    leaf.redistribute(placements=placements).sum().backward()
+    assert leaf.grad is not None
+    expected = leaf.grad.full_tensor()
+    with sw.enabled(strict=True):
+        for _ in range(2):
+            assert not source.redistribute(placements=placements).requires_grad
+            with torch.no_grad():
+                assert not leaf.redistribute(placements=placements).requires_grad
+            moved = leaf.redistribute(placements=placements)
+            assert moved.requires_grad and moved.grad_fn is not None
+            leaf.grad = None
+            moved.sum().backward()
+            assert leaf.grad is not None
+            assert torch.equal(leaf.grad.full_tensor(), expected)
+
+
+def test_autograd_still_sees_its_calls(pool: Pool) -> None:
+    pool.run(_gradients, WORLD)
+
+
+def _other_process_group() -> None:
+    """A shortcut to executables of a process group that is gone would hang or fail."""
+    assert _shortcut._known
+    assert all(known.executable.communicates is not None for known in _shortcut._known.values())
+    world, _shortcut._world = _shortcut._world, object()
+    try:
+        source = _source(["S(0)", "R"])
+        with sw.enabled(strict=True):
+            source.redistribute(placements=[Replicate(), Replicate()])
+        assert len(_shortcut._known) == 1, "what belonged to the earlier process group is forgotten"
+    finally:
+        assert _shortcut._world is dist.group.WORLD is world
+
+
+def test_forgotten_with_the_process_group(pool: Pool) -> None:
+    pool.run(_gradients, WORLD)
+    pool.run(_other_process_group, WORLD)
