@@ -47,7 +47,7 @@ class InspectablePlan {
   int64_t peak_bytes() {
     if (!peak_bytes_) {
       peak_bytes_ = 0;
-      for (int64_t p = 0; p < plan_.src.mesh().size(); ++p) {
+      for (const int64_t p : seen_positions(plan_.src.mesh())) {
         peak_bytes_ = std::max(*peak_bytes_, compile(plan_, p).peak_bytes());
       }
     }
@@ -67,6 +67,15 @@ struct StepView {
   Backend backend;
   TrafficTotals traffic;
 };
+
+MeshDimSet mesh_dim_set(const std::vector<int>& mesh_dims, const Mesh& mesh) {
+  MeshDimSet set;
+  for (const int d : mesh_dims) {
+    check_user(d >= 0 && d < mesh.ndim(), "mesh_dims: ", d, " is not a dim of ", mesh.to_string());
+    set.insert(d);
+  }
+  return set;
+}
 
 void define_mesh(py::module_& m) {
   py::class_<Mesh, std::shared_ptr<Mesh>>(m, "Mesh")
@@ -93,11 +102,7 @@ void define_mesh(py::module_& m) {
       .def(
           "group_ranks",
           [](const Mesh& mesh, int64_t rank, const std::vector<int>& mesh_dims) {
-            MeshDimSet dims;
-            for (const int d : mesh_dims) {
-              check_user(d >= 0 && d < mesh.ndim(), "mesh_dims: ", d, " is not a dim of ", mesh.to_string());
-              dims.insert(d);
-            }
+            const MeshDimSet dims = mesh_dim_set(mesh_dims, mesh);
             const auto position = mesh.position_of(rank);
             check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", mesh.to_string(), ")");
             std::vector<int64_t> ranks;
@@ -184,6 +189,8 @@ void define_plan(py::module_& m) {
       .def_property_readonly("src", [](const InspectablePlan& p) { return p.plan().src; })
       .def_property_readonly("dst", [](const InspectablePlan& p) { return p.plan().dst; })
       .def_property_readonly("backend", [](const InspectablePlan& p) { return backend_name(p.plan().backend); })
+      .def_property_readonly("objective", [](const InspectablePlan& p) { return objective_name(p.plan().objective); })
+      .def_property_readonly("topology", [](const InspectablePlan& p) { return p.plan().topology.name; })
       .def_property_readonly("steps",
                              [](const InspectablePlan& p) {
                                std::vector<StepView> views;
@@ -194,16 +201,15 @@ void define_plan(py::module_& m) {
                              })
       .def_property_readonly("wire_bytes_max", [](InspectablePlan& p) { return p.traffic().received_bytes_max; })
       .def_property_readonly("wire_bytes_sum", [](InspectablePlan& p) { return p.traffic().received_bytes_sum; })
+      .def_property_readonly("wire_bytes_sum_is_exact", [](InspectablePlan& p) { return p.traffic().sum_is_exact; })
       .def_property_readonly("send_bytes_max", [](InspectablePlan& p) { return p.traffic().sent_bytes_max; })
       .def_property_readonly("messages_max", [](InspectablePlan& p) { return p.traffic().messages_max; })
       .def_property_readonly("bound_bytes_max", [](InspectablePlan& p) { return p.bound().bytes_max; })
       .def_property_readonly("bound_bytes_sum", [](InspectablePlan& p) { return p.bound().bytes_sum; })
       .def_property_readonly("peak_bytes", &InspectablePlan::peak_bytes)
-      .def_property_readonly("predicted_us",
-                             [](const InspectablePlan& p) {
-                               return static_cast<double>(predicted_picoseconds(p.plan().steps, p.plan().backend)) /
-                                      1e6;
-                             })
+      .def_property_readonly(
+          "predicted_us",
+          [](const InspectablePlan& p) { return static_cast<double>(predicted_picoseconds(p.plan())) / 1e6; })
       .def(
           "wire_bytes",
           [](const InspectablePlan& p, int64_t rank) {
@@ -239,10 +245,16 @@ void define_plan(py::module_& m) {
 
   m.def(
       "make_plan",
-      [](const Layout& src, const Layout& dst, const std::string& backend) {
-        return InspectablePlan(make_plan(src, dst, parse_backend(backend)));
+      [](const Layout& src, const Layout& dst, const std::string& backend, const std::string& objective,
+         const std::optional<std::string>& topology, const std::vector<std::vector<int>>& groups) {
+        PlanOptions options{parse_backend(backend), parse_objective(objective), {}, {}};
+        if (topology) options.topology = Topology::named(*topology);
+        for (const std::vector<int>& mesh_dims : groups) options.groups.push_back(mesh_dim_set(mesh_dims, src.mesh()));
+        return InspectablePlan(make_plan(src, dst, options));
       },
-      py::arg("src"), py::arg("dst"), py::arg("backend") = "nccl");
+      py::arg("src"), py::arg("dst"), py::arg("backend") = "nccl", py::arg("objective") = "time",
+      py::arg("topology") = py::none(), py::arg("groups") = std::vector<std::vector<int>>{});
+  m.attr("topologies") = Topology::names();
 }
 
 }  // namespace

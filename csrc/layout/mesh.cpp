@@ -43,6 +43,11 @@ Mesh::Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, s
     check_user(is_new, "mesh: rank ", ranks_[p], " appears twice");
     if (p > 0 && ranks_[p] < ranks_[p - 1]) ranks_ascend_ = false;
   }
+  bool is_iota = true;
+  for (int64_t p = 0; p < size_ && is_iota; ++p) is_iota = ranks_[p] == p;
+  if (!is_iota) return;
+  ranks_.clear();
+  position_of_rank_.clear();
 }
 
 int64_t Mesh::group_size(MeshDimSet mesh_dims) const {

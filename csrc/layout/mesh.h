@@ -55,6 +55,7 @@ class Mesh {
   int64_t group_size(MeshDimSet mesh_dims) const;
 
   int64_t rank_at(int64_t position) const { return ranks_.empty() ? position : ranks_[position]; }
+  bool ranks_are_positions() const { return ranks_.empty(); }
   // Nothing for a rank that is not part of the mesh.
   std::optional<int64_t> position_of(int64_t rank) const;
 

@@ -2,46 +2,49 @@
 
 #include <algorithm>
 
+#include "planner/move_table.h"
+
 namespace shardwright {
-
-CostTable cost_table(Backend backend) {
-  switch (backend) {
-    case Backend::kNccl:
-      return {12'000'000, 1'000'000, 5'120, 683};  // 12 us, 1 us, 200 GB/s, 1.5 TB/s
-    case Backend::kGloo:
-      return {150'000'000, 40'000'000, 512'000, 204'800};  // 150 us, 40 us, 2 GB/s, 5 GB/s
-  }
-  return {};
-}
-
 namespace {
 
-int64_t rank_picoseconds(const Step& step, Backend backend, int64_t position) {
-  const CostTable table = cost_table(backend);
-  const Traffic traffic = traffic_at(step, backend, position);
-  const int64_t touched = num_elements(step.after.region(position)) * step.after.dtype().size_bytes();
-  int64_t cost = touched / 1024 * table.memory_ps_per_kib + touched % 1024;
-  if (is_local(step.op)) return cost;
-  const int64_t wire = std::max(traffic.received_bytes, traffic.sent_bytes);
-  cost += table.step_ps + traffic.messages * table.message_ps;
-  cost += wire / 1024 * table.ps_per_kib + wire % 1024 * table.ps_per_kib / 1024;
-  return cost;
-}
-
+constexpr int64_t kCeiling = int64_t{1} << 60;
 }  // namespace
 
-int64_t predicted_picoseconds(const Step& step, Backend backend) {
-  if (is_local(step.op)) return rank_picoseconds(step, backend, 0);
-  const std::vector<int64_t> group = step.before.mesh().group(0, step.mesh_dims);
-  const int64_t count = std::min(kMaxCostRanks, static_cast<int64_t>(group.size()));
-  int64_t worst = 0;
-  for (int64_t m = 0; m < count; ++m) worst = std::max(worst, rank_picoseconds(step, backend, group[m]));
-  return worst;
+int64_t scaled(int64_t bytes, int64_t ps_per_kib) {
+  const auto exact = static_cast<__int128>(bytes) * ps_per_kib / 1024;
+  return exact > kCeiling ? kCeiling : static_cast<int64_t>(exact);
 }
 
-int64_t predicted_picoseconds(const std::vector<Step>& steps, Backend backend) {
+int64_t saturating_sum(int64_t a, int64_t b) { return std::min(a + b, kCeiling); }
+
+StepFigures figures(const Step& step, Backend backend) {
+  MoveTable table(step.before, backend);
+  const MoveTable::State before = table.state(step.before.cuts(), step.before.partial_dims());
+  const MoveTable::State after = table.state(step.after.cuts(), step.after.partial_dims());
+  return table.figures(before, after, {step.op, step.mesh_dims});
+}
+
+int64_t predicted_picoseconds(bool local, const StepFigures& figures, const Link& link, const Topology& topology) {
+  const int64_t copies = scaled(figures.touched_bytes, topology.memory_ps_per_kib);
+  if (local) return copies;
+  const int64_t wire = scaled(std::max(figures.received_bytes, figures.sent_bytes), link.ps_per_kib);
+  const int64_t latency = saturating_sum(topology.step_ps, scaled(figures.messages * 1024, link.message_ps));
+  return saturating_sum(saturating_sum(copies, wire), latency);
+}
+
+int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, const Topology& topology) {
+  return predicted_picoseconds(is_local(step.op), figures, topology.link(step.before.mesh(), step.mesh_dims), topology);
+}
+
+int64_t predicted_picoseconds(const Step& step, Backend backend, const Topology& topology) {
+  return predicted_picoseconds(step, figures(step, backend), topology);
+}
+
+int64_t predicted_picoseconds(const Plan& plan) {
   int64_t total = 0;
-  for (const Step& step : steps) total += predicted_picoseconds(step, backend);
+  for (const Step& step : plan.steps) {
+    total = saturating_sum(total, predicted_picoseconds(step, plan.backend, plan.topology));
+  }
   return total;
 }
 

@@ -4,25 +4,32 @@
 #include <cstdint>
 #include <vector>
 
+#include "layout/topology.h"
 #include "planner/plan.h"
 
 namespace shardwright {
 
-// The latency + bandwidth ("alpha-beta") model, in picoseconds. Defaults of the right order for their transport:
-// NCCL on NVLink-class links; Gloo over loopback.
-struct CostTable {
-  int64_t step_ps;            // fixed cost of a collective
-  int64_t message_ps;         // per message received
-  int64_t ps_per_kib;         // wire, the larger of bytes sent and received
-  int64_t memory_ps_per_kib;  // local copies
+// The worst rank's share of one step, each figure by itself.
+struct StepFigures {
+  int64_t received_bytes = 0;
+  int64_t sent_bytes = 0;
+  int64_t messages = 0;       // received
+  int64_t touched_bytes = 0;  // local copies: what is held afterwards
 };
 
-CostTable cost_table(Backend backend);
+// Among the corners of position 0's group, the ranks whose coordinates are first or last: there parts are largest and
+// smallest, and lie furthest from each other.
+StepFigures figures(const Step& step, Backend backend);
 
-// Of the slowest rank among the first kMaxCostRanks of position 0's group: by torch.chunk that group has the largest
-// parts, and its ranks differ only in who talks to whom.
-constexpr int64_t kMaxCostRanks = 64;
-int64_t predicted_picoseconds(const Step& step, Backend backend);
-int64_t predicted_picoseconds(const std::vector<Step>& steps, Backend backend);
+// Step latency + messages x message latency + the larger of bytes received and sent over the slowest link that the
+// group crosses + local copies. A local step only copies.
+int64_t predicted_picoseconds(bool local, const StepFigures& figures, const Link& link, const Topology& topology);
+int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, const Topology& topology);
+int64_t predicted_picoseconds(const Step& step, Backend backend, const Topology& topology);
+int64_t predicted_picoseconds(const Plan& plan);
+
+// Picoseconds for some bytes at a rate, and a sum, both held below a ceiling that no sum of a plan overflows from.
+int64_t scaled(int64_t bytes, int64_t ps_per_kib);
+int64_t saturating_sum(int64_t a, int64_t b);
 
 }  // namespace shardwright

@@ -1,9 +1,54 @@
 #include "planner/exchange.h"
 
 #include <algorithm>
+#include <span>
 
 namespace shardwright {
 namespace {
+
+// Non-empty parts of n elements cut by these mesh dims, all coordinates.
+int64_t count_parts(const Mesh& mesh, int64_t n, std::span<const Cut> cuts) {
+  if (n == 0) return 0;
+  if (cuts.empty()) return 1;
+  const int64_t k = mesh.dim_size(cuts[0].mesh_dim);
+  const int64_t chunk = (n + k - 1) / k;
+  const int64_t full = n / chunk;
+  return full * count_parts(mesh, chunk, cuts.subspan(1)) + count_parts(mesh, n - full * chunk, cuts.subspan(1));
+}
+
+Meeting meet_list(const Mesh& mesh, int64_t position, MeshDimSet all, const IntervalList& list,
+                  std::span<const Cut> cuts, const IntervalList& target) {
+  const int64_t shared = intersection_length(list, target);
+  if (shared == 0) return {};
+  if (cuts.empty()) return {shared, 1};
+  const Cut& first = cuts[0];
+  const int64_t k = mesh.dim_size(first.mesh_dim);
+  if (!all.contains(first.mesh_dim)) {
+    const IntervalList part = cut(list, k, mesh.coordinate(position, first.mesh_dim), first.split_factor);
+    return meet_list(mesh, position, all, part, cuts.subspan(1), target);
+  }
+  const bool all_taken = std::all_of(cuts.begin(), cuts.end(),
+                                     [&](const Cut& c) { return c.split_factor == 1 && all.contains(c.mesh_dim); });
+  const int64_t n = length(list);
+  if (all_taken && shared == n) return {n, count_parts(mesh, n, cuts)};
+  int64_t begin = 0;
+  int64_t end = k;
+  if (first.split_factor == 1) {  // only chunks between the first and the last shared element
+    const std::vector<Piece> pieces = intersect(list, target);
+    const int64_t chunk = (n + k - 1) / k;
+    begin = pieces.front().a_position / chunk;
+    end = (pieces.back().a_position + pieces.back().length - 1) / chunk + 1;
+  }
+  Meeting total;
+  for (int64_t c = begin; c < end; ++c) {
+    const Meeting one = meet_list(mesh, position, all, cut(list, k, c, first.split_factor), cuts.subspan(1), target);
+    total.elements += one.elements;
+    total.parts += one.parts;
+  }
+  return total;
+}
+
+IntervalList whole(int64_t n) { return n > 0 ? IntervalList{{0, n}} : IntervalList{}; }
 
 // Mesh dims of the step that do not cut `before`: along them all ranks hold the same.
 MeshDimSet replica_dims(const Step& step) { return step.mesh_dims - step.before.cut_dims(); }
@@ -32,14 +77,67 @@ int64_t transfer_elements(const Step& step, int64_t source, int64_t receiver) {
   return total;
 }
 
-bool reduces_natively(const Step& step, Backend backend) {
+IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position) {
+  IntervalList list = whole(n);
+  for (const Cut& c : cuts) {
+    list = cut(list, mesh.dim_size(c.mesh_dim), mesh.coordinate(position, c.mesh_dim), c.split_factor);
+  }
+  return list;
+}
+
+Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
+             const IntervalList& target) {
+  return meet_list(mesh, position, varying, whole(n), cuts, target);
+}
+
+// The parts of what is needed lie with one rank for each combination of coordinates on the dims that cut `before`;
+// tensor dims are cut by different mesh dims, so their parts multiply. What is sent is the same seen from the other
+// side, for the receivers that share this rank's coordinates on the replica dims.
+Traffic exchange_traffic(const Step& step, int64_t position) {
+  const Mesh& mesh = step.before.mesh();
+  const Region held = step.before.region(position);
+  const Region needed = step.after.region(position);
+  const MeshDimSet cutting = step.mesh_dims & step.before.cut_dims();
+  int64_t own = 1;
+  int64_t sources = 1;
+  int64_t sent = mesh.group_size(cutting - step.after.cut_dims());
+  for (int t = 0; t < step.before.ndim(); ++t) {
+    own *= intersection_length(held[t], needed[t]);
+    sources *= meet(mesh, step.before.shape()[t], step.before.cuts(t), position, cutting, needed[t]).parts;
+    sent *= meet(mesh, step.after.shape()[t], step.after.cuts(t), position, cutting, held[t]).elements;
+  }
+  const int64_t item = step.before.dtype().size_bytes();
+  return {(num_elements(needed) - own) * item, (sent - own) * item, sources - (own > 0 ? 1 : 0)};
+}
+
+bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Backend backend) {
   if (backend != Backend::kNccl) return false;
-  for (const int d : step.mesh_dims.to_vector()) {
-    const ReduceOp op = step.before.placements()[d].op;
+  for (const int d : mesh_dims.to_vector()) {
+    const ReduceOp op = layout.placements()[d].op;
     if (op == ReduceOp::kBitAnd || op == ReduceOp::kBitOr || op == ReduceOp::kBitXor) return false;
   }
-  const DType& dtype = step.before.dtype();
+  const DType& dtype = layout.dtype();
   return dtype.kind() == DTypeKind::kFloat || (dtype.kind() == DTypeKind::kInteger && dtype.name() != "int16");
+}
+
+Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t item_bytes) {
+  return {(k - 1) * kept * item_bytes, (held - kept) * item_bytes, kept > 0 ? k - 1 : 0};
+}
+
+// Native: the figure of a ring, rounded up. Composed: own chunk from every peer, then every peer's chunk; two ranks
+// just trade all they have.
+Traffic all_reduce_traffic(int64_t held, int64_t k, int64_t index, int64_t item_bytes, bool native) {
+  if (native) {
+    const int64_t bytes = (2 * held * item_bytes * (k - 1) + k - 1) / k;
+    return {bytes, bytes, held > 0 ? 2 * (k - 1) : 0};
+  }
+  if (k == 2) return {held * item_bytes, held * item_bytes, held > 0 ? 1 : 0};
+  const Interval mine = flat_chunk(held, k, index);
+  const int64_t own = mine.end - mine.begin;
+  const int64_t bytes = ((k - 1) * own + held - own) * item_bytes;
+  const int64_t chunk = (held + k - 1) / k;
+  const int64_t chunks = held > 0 ? (held + chunk - 1) / chunk : 0;
+  return {bytes, bytes, chunks - (own > 0 ? 1 : 0) + (own > 0 ? k - 1 : 0)};
 }
 
 Interval flat_chunk(int64_t n, int64_t k, int64_t index) {

@@ -36,6 +36,14 @@ Backend parse_backend(const std::string& name) {
   throw UserError(concat("backend: '", name, "' is not known; allowed are nccl, gloo"));
 }
 
+Objective parse_objective(const std::string& name) {
+  if (name == "time") return Objective::kTime;
+  if (name == "bytes") return Objective::kBytes;
+  throw UserError(concat("objective: '", name, "' is not known; allowed are time, bytes"));
+}
+
+const char* objective_name(Objective objective) { return objective == Objective::kTime ? "time" : "bytes"; }
+
 const char* backend_name(Backend backend) { return backend == Backend::kNccl ? "nccl" : "gloo"; }
 
 namespace {

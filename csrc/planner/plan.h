@@ -1,14 +1,16 @@
 // A plan: the moves that take a tensor from one layout to another, and what they cost.
 //
-// A plan is a function of the two global layouts and the backend alone, so every rank computes the same one without
+// A plan is a function of the two global layouts and the options alone, so every rank computes the same one without
 // communicating.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "layout/layout.h"
+#include "layout/topology.h"
 
 namespace shardwright {
 
@@ -42,19 +44,40 @@ struct Step {
   Layout after;
 };
 
+// What a plan is chosen for. kTime: predicted time, then fewest steps and messages. kBytes: bytes received by the worst
+// rank, then steps, then messages; they differ, because small messages cost more than their bytes.
+enum class Objective : uint8_t { kTime, kBytes };
+
+Objective parse_objective(const std::string& name);  // "time" or "bytes"; throws UserError
+const char* objective_name(Objective objective);
+
+struct PlanOptions {
+  Backend backend = Backend::kNccl;
+  Objective objective = Objective::kTime;
+  std::optional<Topology> topology = std::nullopt;  // default: "64x8" for kNccl, "gloo-local" for kGloo
+  // The sets of mesh dims that moves may span; empty: any.
+  std::vector<MeshDimSet> groups = {};
+};
+
 struct Plan {
   Layout src;
   Layout dst;
   Backend backend = Backend::kNccl;
+  Objective objective = Objective::kTime;
+  Topology topology;
+  // Moves keep to process groups over sets of mesh dims that were named; else smaller ones may be made for sparse
+  // moves.
+  bool named_groups_only = false;
   std::vector<Step> steps;
 
   // One line per move.
   std::string to_string() const;
 };
 
-// Chooses the moves. Throws UserError where the layouts differ in mesh, shape or dtype, and where PyTorch's semantics
-// define no such redistribution (P(sum) to P(max), S to P(max), R to P(product)).
-Plan make_plan(const Layout& src, const Layout& dst, Backend backend = Backend::kNccl);
+// Finds the cheapest moves. Throws UserError where the layouts differ in mesh, shape or dtype, where PyTorch's
+// semantics define no such redistribution (P(sum) to P(max), S to P(max), R to P(product)), and where the groups that
+// are allowed do not suffice.
+Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options = {});
 
 // Wire traffic, exact, in bytes and messages; received and sent by the rank at one position.
 struct Traffic {
@@ -70,9 +93,14 @@ struct TrafficTotals {
   int64_t received_bytes_sum = 0;
   int64_t sent_bytes_max = 0;
   int64_t messages_max = 0;
+  bool sum_is_exact = true;
 };
 
-// Of one step, and of the whole plan (maxima are of ranks' sums over steps). Walks all ranks.
+// Of one step, and of the whole plan (maxima are of ranks' sums over steps). On meshes of up to kMaxRanksWalked ranks
+// all are walked. On larger ones maxima are taken over the corners of the mesh, and the sum is worked out without a
+// walk, or else is an upper bound: then sum_is_exact is false.
+constexpr int64_t kMaxRanksWalked = 4096;
+std::vector<int64_t> seen_positions(const Mesh& mesh);
 TrafficTotals totals(const Step& step, Backend backend);
 TrafficTotals totals(const Plan& plan);
 

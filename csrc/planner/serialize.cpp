@@ -9,7 +9,7 @@
 namespace shardwright {
 namespace {
 
-constexpr std::string_view kMagic = "shardwright plan 1\n";
+constexpr std::string_view kMagic = "shardwright plan 2\n";
 constexpr uint64_t kMaxListLength = uint64_t{1} << 32;
 
 uint64_t checksum(std::string_view bytes) {  // FNV-1a
@@ -147,6 +147,27 @@ Layout read_layout(Reader& in, const MeshPtr& mesh, const std::vector<int64_t>& 
   return Layout(mesh, shape, dtype, std::move(placements), order, StridedMeaning::kLiteral);
 }
 
+void write_topology(Writer& out, const Topology& topology) {
+  out.text(topology.name);
+  for (const int64_t value :
+       {topology.ranks_per_node, topology.step_ps, topology.memory_ps_per_kib, topology.inside.message_ps,
+        topology.inside.ps_per_kib, topology.between.message_ps, topology.between.ps_per_kib}) {
+    out.integer(value);
+  }
+}
+
+Topology read_topology(Reader& in) {
+  Topology topology;
+  topology.name = in.text();
+  for (int64_t* value :
+       {&topology.ranks_per_node, &topology.step_ps, &topology.memory_ps_per_kib, &topology.inside.message_ps,
+        &topology.inside.ps_per_kib, &topology.between.message_ps, &topology.between.ps_per_kib}) {
+    *value = in.integer();
+    check_user(*value >= 0, "plan bytes: the topology holds the negative number ", *value);
+  }
+  return topology;
+}
+
 std::string quoted(const std::string& text) {
   std::string out = "\"";
   for (const char c : text) {
@@ -184,6 +205,9 @@ std::string to_bytes(const Plan& plan) {
   out.integers(plan.src.shape());
   out.text(plan.src.dtype().name());
   out.integer(static_cast<int64_t>(plan.backend));
+  out.integer(static_cast<int64_t>(plan.objective));
+  write_topology(out, plan.topology);
+  out.integer(plan.named_groups_only ? 1 : 0);
   write_layout(out, plan.src);
   write_layout(out, plan.dst);
   out.integer(static_cast<int64_t>(plan.steps.size()));
@@ -209,9 +233,14 @@ Plan from_bytes(std::string_view bytes) {
   const std::vector<int64_t> shape = in.integers();
   const DType dtype = DType::parse(in.text());
   const auto backend = in.enumerator(Backend::kGloo);
+  const auto objective = in.enumerator(Objective::kBytes);
+  Topology topology = read_topology(in);
+  const int64_t named_groups_only = in.integer();
+  check_user(named_groups_only == 0 || named_groups_only == 1, "plan bytes: ", named_groups_only,
+             " is neither 0 nor 1");
   Layout src = read_layout(in, mesh, shape, dtype);
   Layout dst = read_layout(in, mesh, shape, dtype);
-  Plan plan{std::move(src), std::move(dst), backend, {}};
+  Plan plan{std::move(src), std::move(dst), backend, objective, std::move(topology), named_groups_only == 1, {}};
   const size_t num_steps = in.count(1);
   for (size_t i = 0; i < num_steps; ++i) {
     const auto op = in.enumerator(StepOp::kAllReduce);
@@ -237,15 +266,16 @@ std::string to_json(const Plan& plan, int64_t peak_bytes) {
   std::vector<std::string> names;
   for (const std::string& name : mesh.dim_names()) names.push_back(quoted(name));
   const Bound bound = lower_bound(plan.src, plan.dst);
-  return concat("{\n  \"version\": 1,\n  \"backend\": ", quoted(backend_name(plan.backend)),
-                ",\n  \"mesh\": {\"names\": [", join(names), "], \"sizes\": [", join(mesh.dim_sizes()),
-                "]},\n  \"shape\": [", join(plan.src.shape()), "],\n  \"dtype\": ", quoted(plan.src.dtype().name()),
-                ",\n  \"source\": ", json_placements(plan.src), ",\n  \"destination\": ", json_placements(plan.dst),
-                ",\n  \"steps\": [", steps.empty() ? "" : "\n", join(steps, ",\n"), steps.empty() ? "" : "\n  ",
-                "],\n  ", json_traffic(totals(plan)), ",\n  \"bound_bytes_max\": ", bound.bytes_max,
-                ",\n  \"bound_bytes_sum\": ", bound.bytes_sum, ",\n  \"peak_bytes\": ", peak_bytes,
-                ",\n  \"predicted_us\": ", static_cast<double>(predicted_picoseconds(plan.steps, plan.backend)) / 1e6,
-                "\n}");
+  return concat("{\n  \"version\": 2,\n  \"backend\": ", quoted(backend_name(plan.backend)),
+                ",\n  \"objective\": ", quoted(objective_name(plan.objective)),
+                ",\n  \"topology\": ", quoted(plan.topology.name), ",\n  \"mesh\": {\"names\": [", join(names),
+                "], \"sizes\": [", join(mesh.dim_sizes()), "]},\n  \"shape\": [", join(plan.src.shape()),
+                "],\n  \"dtype\": ", quoted(plan.src.dtype().name()), ",\n  \"source\": ", json_placements(plan.src),
+                ",\n  \"destination\": ", json_placements(plan.dst), ",\n  \"steps\": [", steps.empty() ? "" : "\n",
+                join(steps, ",\n"), steps.empty() ? "" : "\n  ", "],\n  ", json_traffic(totals(plan)),
+                ",\n  \"bound_bytes_max\": ", bound.bytes_max, ",\n  \"bound_bytes_sum\": ", bound.bytes_sum,
+                ",\n  \"peak_bytes\": ", peak_bytes,
+                ",\n  \"predicted_us\": ", static_cast<double>(predicted_picoseconds(plan)) / 1e6, "\n}");
 }
 
 }  // namespace shardwright

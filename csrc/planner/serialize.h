@@ -14,7 +14,8 @@ std::string to_bytes(const Plan& plan);
 // Throws UserError on bytes that are cut short, changed, of another version, or describe no plan.
 Plan from_bytes(std::string_view bytes);
 
-// {"version": 1, "backend", "mesh": {...}, "shape", "dtype", "source", "destination", "steps": [...], totals}
+// {"version": 2, "backend", "objective", "topology", "mesh": {...}, "shape", "dtype", "source", "destination", "steps":
+// [...], totals}
 std::string to_json(const Plan& plan, int64_t peak_bytes);
 
 }  // namespace shardwright

@@ -1,5 +1,6 @@
 // What moves travel: exact counts per rank, totals, and the lower bound.
 #include <algorithm>
+#include <optional>
 
 #include "layout/error.h"
 #include "planner/exchange.h"
@@ -12,60 +13,6 @@ int64_t shared_elements(const Region& a, const Region& b) {
   int64_t total = 1;
   for (size_t t = 0; t < a.size() && total > 0; ++t) total *= intersection_length(a[t], b[t]);
   return total;
-}
-
-Traffic exchange_traffic(const Step& step, int64_t position) {
-  Traffic traffic;
-  const int64_t item = step.before.dtype().size_bytes();
-  for (const int64_t source : sources_of(step, position)) {
-    if (source == position) continue;
-    const int64_t elements = transfer_elements(step, source, position);
-    traffic.received_bytes += elements * item;
-    traffic.messages += elements > 0;
-  }
-  for (const int64_t receiver : step.before.mesh().group(position, step.mesh_dims)) {
-    if (receiver != position) traffic.sent_bytes += transfer_elements(step, position, receiver) * item;
-  }
-  return traffic;
-}
-
-Traffic reduce_scatter_traffic(const Step& step, int64_t position) {
-  Traffic traffic;
-  const int64_t item = step.before.dtype().size_bytes();
-  const int64_t peers = step.before.mesh().group_size(step.mesh_dims) - 1;
-  const int64_t kept = num_elements(step.after.region(position));
-  traffic.received_bytes = peers * kept * item;
-  traffic.sent_bytes = (num_elements(step.before.region(position)) - kept) * item;
-  traffic.messages = kept > 0 ? peers : 0;
-  return traffic;
-}
-
-// Native: the figure of a ring, rounded up. Composed: own chunk from every peer, then every peer's chunk; two ranks
-// just trade all they have.
-Traffic all_reduce_traffic(const Step& step, Backend backend, int64_t position) {
-  Traffic traffic;
-  const int64_t item = step.before.dtype().size_bytes();
-  const int64_t n = num_elements(step.before.region(position));
-  const int64_t k = step.before.mesh().group_size(step.mesh_dims);
-  if (reduces_natively(step, backend)) {
-    traffic.received_bytes = (2 * n * item * (k - 1) + k - 1) / k;
-    traffic.sent_bytes = traffic.received_bytes;
-    traffic.messages = n > 0 ? 2 * (k - 1) : 0;
-    return traffic;
-  }
-  if (k == 2) return {n * item, n * item, n > 0 ? 1 : 0};
-  const std::vector<int64_t> group = step.before.mesh().group(position, step.mesh_dims);
-  const int64_t index = std::find(group.begin(), group.end(), position) - group.begin();
-  const Interval mine = flat_chunk(n, k, index);
-  const int64_t own = mine.end - mine.begin;
-  traffic.received_bytes = ((k - 1) * own + n - own) * item;
-  traffic.sent_bytes = traffic.received_bytes;
-  for (int64_t m = 0; m < k; ++m) {
-    const Interval chunk = flat_chunk(n, k, m);
-    if (m != index && chunk.end > chunk.begin) ++traffic.messages;
-  }
-  if (own > 0) traffic.messages += k - 1;
-  return traffic;
 }
 
 }  // namespace
@@ -82,14 +29,92 @@ Traffic traffic_at(const Step& step, Backend backend, int64_t position) {
     case StepOp::kExchange:
       return exchange_traffic(step, position);
     case StepOp::kReduceScatter:
-      return reduce_scatter_traffic(step, position);
-    case StepOp::kAllReduce:
-      return all_reduce_traffic(step, backend, position);
+      return reduce_scatter_traffic(num_elements(step.before.region(position)),
+                                    num_elements(step.after.region(position)),
+                                    step.before.mesh().group_size(step.mesh_dims), step.before.dtype().size_bytes());
+    case StepOp::kAllReduce: {
+      const std::vector<int64_t> group = step.before.mesh().group(position, step.mesh_dims);
+      return all_reduce_traffic(num_elements(step.before.region(position)), static_cast<int64_t>(group.size()),
+                                std::find(group.begin(), group.end(), position) - group.begin(),
+                                step.before.dtype().size_bytes(),
+                                reduces_natively(step.before, step.mesh_dims, backend));
+    }
   }
   throw InvariantError("unknown step op");
 }
 
 namespace {
+
+// More combinations of coordinates than this are not summed over one by one.
+constexpr int64_t kMaxCombinations = int64_t{1} << 18;
+
+// Sum over all ranks of the elements that one holds in both layouts. Tensor dims that no mesh dim couples multiply, so
+// only the coordinates within each set of coupled ones are walked. Nothing where these are too many.
+std::optional<int64_t> shared_by_all(const Layout& a, const Layout& b) {
+  const Mesh& mesh = a.mesh();
+  std::vector<MeshDimSet> cutting(a.ndim());
+  for (int t = 0; t < a.ndim(); ++t) {
+    for (const Layout* layout : {&a, &b}) {
+      for (const Cut& c : layout->cuts(t)) cutting[t].insert(c.mesh_dim);
+    }
+    // Where both begin with the same cuts into equal parts, all parts share alike.
+    int64_t n = a.shape()[t];
+    for (size_t i = 0; i < std::min(a.cuts(t).size(), b.cuts(t).size()) && a.cuts(t)[i] == b.cuts(t)[i]; ++i) {
+      const int64_t k = mesh.dim_size(a.cuts(t)[i].mesh_dim);
+      if (a.cuts(t)[i].split_factor != 1 || n % k != 0) break;
+      n /= k;
+      cutting[t].erase(a.cuts(t)[i].mesh_dim);
+    }
+  }
+  int64_t total = 1;
+  MeshDimSet seen;
+  std::vector<bool> done(a.ndim(), false);
+  for (int first = 0; first < a.ndim(); ++first) {
+    if (done[first]) continue;
+    std::vector<int> coupled{first};
+    MeshDimSet dims = cutting[first];
+    done[first] = true;
+    for (bool grew = true; grew;) {
+      grew = false;
+      for (int t = 0; t < a.ndim(); ++t) {
+        if (done[t] || (cutting[t] & dims).empty()) continue;
+        coupled.push_back(t);
+        dims = dims | cutting[t];
+        done[t] = grew = true;
+      }
+    }
+    if (mesh.group_size(dims) > kMaxCombinations) return std::nullopt;
+    int64_t sum = 0;
+    for (const int64_t position : mesh.group(0, dims)) {
+      int64_t shared = 1;
+      for (const int t : coupled) {
+        const int64_t n = a.shape()[t];
+        shared *= intersection_length(part_at(mesh, n, a.cuts(t), position), part_at(mesh, n, b.cuts(t), position));
+      }
+      sum += shared;
+    }
+    total *= sum;
+    seen = seen | dims;
+  }
+  for (int d = 0; d < mesh.ndim(); ++d) {
+    if (!seen.contains(d)) total *= mesh.dim_size(d);
+  }
+  return total;
+}
+
+int64_t held_by_all(const Layout& layout) {
+  return layout.num_elements() * (layout.mesh().size() / layout.mesh().group_size(layout.cut_dims()));
+}
+
+std::optional<int64_t> received_by_all(const Step& step) {
+  const int64_t item = step.before.dtype().size_bytes();
+  const int64_t k = step.before.mesh().group_size(step.mesh_dims);
+  if (step.op == StepOp::kReduceScatter) return (k - 1) * held_by_all(step.after) * item;
+  if (step.op == StepOp::kAllReduce) return std::nullopt;  // chunks are rounded rank by rank
+  const std::optional<int64_t> kept = shared_by_all(step.before, step.after);
+  if (!kept) return std::nullopt;
+  return (held_by_all(step.after) - *kept) * item;
+}
 
 void add_rank(TrafficTotals& totals, const Traffic& traffic) {
   totals.received_bytes_max = std::max(totals.received_bytes_max, traffic.received_bytes);
@@ -98,17 +123,22 @@ void add_rank(TrafficTotals& totals, const Traffic& traffic) {
   totals.messages_max = std::max(totals.messages_max, traffic.messages);
 }
 
-}  // namespace
-
-TrafficTotals totals(const Step& step, Backend backend) {
+TrafficTotals totals_of_seen(const Step& step, Backend backend) {
   TrafficTotals result;
-  for (int64_t p = 0; p < step.before.mesh().size(); ++p) add_rank(result, traffic_at(step, backend, p));
+  for (const int64_t p : seen_positions(step.before.mesh())) add_rank(result, traffic_at(step, backend, p));
   return result;
 }
 
+}  // namespace
+
+TrafficTotals totals(const Step& step, Backend backend) {
+  return totals(Plan{step.before, step.after, backend, Objective::kTime, {}, false, {step}});
+}
+
 TrafficTotals totals(const Plan& plan) {
+  const Mesh& mesh = plan.src.mesh();
   TrafficTotals result;
-  for (int64_t p = 0; p < plan.src.mesh().size(); ++p) {
+  for (const int64_t p : seen_positions(mesh)) {
     Traffic all;
     for (const Step& step : plan.steps) {
       const Traffic traffic = traffic_at(step, plan.backend, p);
@@ -118,7 +148,32 @@ TrafficTotals totals(const Plan& plan) {
     }
     add_rank(result, all);
   }
+  if (mesh.size() <= kMaxRanksWalked) return result;
+  result.received_bytes_sum = 0;
+  for (const Step& step : plan.steps) {
+    if (is_local(step.op)) continue;
+    const std::optional<int64_t> sum = received_by_all(step);
+    result.sum_is_exact = result.sum_is_exact && sum;
+    const int64_t at_most = totals_of_seen(step, plan.backend).received_bytes_max * mesh.size();
+    result.received_bytes_sum += sum ? *sum : at_most;
+  }
   return result;
+}
+
+std::vector<int64_t> seen_positions(const Mesh& mesh) {
+  std::vector<int64_t> positions;
+  if (mesh.size() <= kMaxRanksWalked) {
+    for (int64_t p = 0; p < mesh.size(); ++p) positions.push_back(p);
+    return positions;
+  }
+  positions = {0};
+  for (int d = 0; d < mesh.ndim(); ++d) {
+    if (mesh.dim_size(d) == 1) continue;
+    const size_t count = positions.size();
+    if (count > kMaxRanksWalked / 2) break;
+    for (size_t i = 0; i < count; ++i) positions.push_back(positions[i] + (mesh.dim_size(d) - 1) * mesh.stride(d));
+  }
+  return positions;
 }
 
 Bound lower_bound(const Layout& src, const Layout& dst) {
@@ -129,11 +184,15 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
   if (reduced.empty()) {
     const MeshDimSet zero_filled = src.cut_dims() & dst.partial_dims();
     if (!zero_filled.empty()) return bound;  // a rank may hold any share of the value, so nothing must travel
-    for (int64_t p = 0; p < mesh.size(); ++p) {
+    for (const int64_t p : seen_positions(mesh)) {
       const Region needed = dst.region(p);
       const int64_t missing = num_elements(needed) - shared_elements(src.region(p), needed);
       bound.bytes_max = std::max(bound.bytes_max, missing * item);
       bound.bytes_sum += missing * item;
+    }
+    if (mesh.size() > kMaxRanksWalked) {
+      const std::optional<int64_t> kept = shared_by_all(src, dst);
+      bound.bytes_sum = kept ? (held_by_all(dst) - *kept) * item : bound.bytes_max;
     }
     return bound;
   }

@@ -124,7 +124,8 @@ class Compiler {
       messages(step, group, current, next);
     } else {
       const Pairs pairs(step, group);
-      const Positions partners = plan_.backend == Backend::kGloo ? pairs.connected_to(position_) : group;
+      const bool regroups = plan_.backend == Backend::kGloo && !plan_.named_groups_only;
+      const Positions partners = regroups ? pairs.connected_to(position_) : group;
       if (partners.size() == 1) {
         copy_shared(step, current, next);
       } else if (suits_all_to_all(pairs, partners)) {
@@ -186,7 +187,8 @@ class Compiler {
   };
 
   bool suits_all_to_all(const Pairs& pairs, const Positions& members) const {
-    if (plan_.backend == Backend::kGloo && members.size() <= kMaxSparseAllToAll) return true;
+    const bool waits_for_those_concerned = plan_.backend == Backend::kGloo && !plan_.named_groups_only;
+    if (waits_for_those_concerned && members.size() <= kMaxSparseAllToAll) return true;
     return pairs.density(members) == 100;
   }
 
@@ -396,7 +398,7 @@ class Compiler {
       }
       copy(current, packed, std::move(boxes));
     }
-    if (is_even && reduces_natively(step, plan_.backend)) {
+    if (is_even && reduces_natively(step.before, step.mesh_dims, plan_.backend)) {
       wait(emit(ReduceScatter{g, reduction.op, whole(packed), whole(next)}));
     } else {
       AllToAll move{g, whole(packed), whole(new_buffer(own * k)), {}, std::vector<int64_t>(k, own)};
@@ -412,7 +414,7 @@ class Compiler {
     const Reduction reduction = reduction_of(step);
     if (count_of(next) == 0) return;
     const int g = group_index(step.mesh_dims);
-    if (reduces_natively(step, plan_.backend)) {
+    if (reduces_natively(step.before, step.mesh_dims, plan_.backend)) {
       if (reduction.power != 1) {
         emit(Power{whole(current), whole(next), reduction.power});
       } else {

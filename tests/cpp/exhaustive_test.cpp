@@ -31,7 +31,7 @@ TEST_P(Exhaustive, EveryPairIsRightAndCostsWhatItPromises) {
   for (const Layout& src : layouts) {
     for (const Layout& dst : layouts) {
       const Backend backend = pairs++ % 2 == 0 ? Backend::kNccl : Backend::kGloo;
-      const Plan plan = make_plan(src, dst, backend);
+      const Plan plan = make_plan(src, dst, {backend});
       SimulationReport report;
       ASSERT_NO_THROW(report = simulate(plan)) << plan.to_string();
       const int64_t bound = lower_bound(src, dst).bytes_sum;
@@ -79,7 +79,7 @@ void simulate_all_with(const std::vector<Placement>& partials, const std::string
           for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
             std::optional<Plan> plan;
             try {
-              plan = make_plan(src, dst, backend);
+              plan = make_plan(src, dst, {backend});
             } catch (const UserError&) {
               continue;  // e.g. S -> P(max), which is not defined
             }
@@ -109,7 +109,7 @@ TEST(Reductions, SumAndAvgMix) {
     for (const char* dst : {"R,R", "S(0),R", "R,S(1)", "S(1),S(0)", "S(0),S(0)"}) {
       for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
         EXPECT_NO_THROW(
-            simulate(make_plan(test::layout_of(mesh, {5, 3}, src), test::layout_of(mesh, {5, 3}, dst), backend)))
+            simulate(make_plan(test::layout_of(mesh, {5, 3}, src), test::layout_of(mesh, {5, 3}, dst), {backend})))
             << src << " " << dst;
       }
     }
@@ -125,7 +125,7 @@ TEST(Strided, LiteralPiecesAndShuffledMeshesAreRight) {
     for (const std::string& src : texts) {
       for (const std::string& dst : texts) {
         for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
-          const Plan plan = make_plan(test::layout_of(mesh, shape, src), test::layout_of(mesh, shape, dst), backend);
+          const Plan plan = make_plan(test::layout_of(mesh, shape, src), test::layout_of(mesh, shape, dst), {backend});
           ASSERT_NO_THROW(simulate(plan)) << plan.to_string();
         }
       }

@@ -20,7 +20,7 @@ std::vector<std::string> ops(const Plan& plan) {
 Plan plan_of(const std::vector<int64_t>& mesh_sizes, const std::vector<int64_t>& shape, const std::string& src,
              const std::string& dst, Backend backend = Backend::kNccl) {
   const MeshPtr mesh = mesh_of(mesh_sizes);
-  return make_plan(layout_of(mesh, shape, src), layout_of(mesh, shape, dst), backend);
+  return make_plan(layout_of(mesh, shape, src), layout_of(mesh, shape, dst), {backend});
 }
 
 using Names = std::vector<std::string>;
@@ -72,7 +72,7 @@ TEST(Planner, MovesOfDataAreByteOptimal) {
     const std::vector<Layout> layouts = test::all_layouts(mesh, shape, {});
     for (const Layout& src : layouts) {
       for (const Layout& dst : layouts) {
-        const Plan plan = make_plan(src, dst);
+        const Plan plan = make_plan(src, dst, {Backend::kNccl, Objective::kBytes});
         ASSERT_LE(plan.steps.size(), 1u);
         const Bound bound = lower_bound(src, dst);
         const TrafficTotals t = totals(plan);

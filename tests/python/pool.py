@@ -24,6 +24,7 @@ from typing import Any
 import pool_worker
 
 MAX_WORLD_SIZE = 8
+EXIT_SECONDS = 60.0
 CALL_TIMEOUT_SECONDS = 120.0
 # A collective gives up before the call does, so that a hang is reported as a traceback of each rank.
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
@@ -80,7 +81,8 @@ class _Worker:
         return "no stack: the process does not react to signals"
 
     def exit_code(self) -> int | None:
-        self.process.join(10.0)
+        # Its pipe is closed, but the kernel may hold on to it while its sockets still have something to send.
+        self.process.join(EXIT_SECONDS)
         return self.process.exitcode
 
     def stop(self) -> None:

@@ -48,9 +48,16 @@ def peek(key: Hashable) -> _runtime.Executable | None:
 
 
 def make_plan(
-    src: _planner.Layout, dst: _planner.Layout, device_type: str, group: dist.ProcessGroup | None = None
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    device_type: str,
+    group: dist.ProcessGroup | None = None,
+    existing_groups_of: Any | None = None,
 ) -> _planner.Plan:
-    """The plan with the lowering for the backend that carries tensors of this kind of device."""
+    """The plan with the lowering for the backend that carries tensors of this kind of device.
+
+    With a DeviceMesh as `existing_groups_of`, moves keep to process groups that are there.
+    """
     groups.check_initialised()
     world_size = dist.get_world_size(group)
     last_rank = max(src.mesh.ranks)
@@ -59,7 +66,8 @@ def make_plan(
             f"mesh: {src.mesh} holds rank {last_rank}, but the process group has {world_size} ranks, "
             f"0 to {world_size - 1}"
         )
-    plan = planning.plan(src, dst, backend=_lowering(device_type, group))
+    allowed = None if existing_groups_of is None else groups.existing(src.mesh, existing_groups_of)
+    plan = planning.plan(src, dst, backend=_lowering(device_type, group), groups=allowed)
     _stats.count("plans")
     return plan
 

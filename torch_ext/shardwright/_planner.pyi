@@ -99,6 +99,12 @@ class Plan:
     @property
     def backend(self) -> str: ...
     @property
+    def objective(self) -> str: ...
+    @property
+    def topology(self) -> str:
+        """Name of the table of latencies and bandwidths that the plan was chosen by."""
+
+    @property
     def steps(self) -> list[Step]: ...
     @property
     def wire_bytes_max(self) -> int:
@@ -106,7 +112,11 @@ class Plan:
 
     @property
     def wire_bytes_sum(self) -> int:
-        """Bytes received over all steps by all ranks."""
+        """Bytes received over all steps by all ranks; see `wire_bytes_sum_is_exact`."""
+
+    @property
+    def wire_bytes_sum_is_exact(self) -> bool:
+        """Whether `wire_bytes_sum` is exact; if not, an upper bound. Always so up to 4,096 ranks."""
 
     @property
     def send_bytes_max(self) -> int: ...
@@ -128,7 +138,7 @@ class Plan:
 
     @property
     def predicted_us(self) -> float:
-        """Time by the default cost table of the backend, in microseconds."""
+        """Time by the plan's topology, in microseconds."""
 
     def wire_bytes(self, rank: int) -> int:
         """Bytes that one rank receives."""
@@ -150,4 +160,13 @@ class Plan:
 
     def to_json(self) -> str: ...
 
-def make_plan(src: Layout, dst: Layout, backend: str = ...) -> Plan: ...
+topologies: list[str]
+
+def make_plan(
+    src: Layout,
+    dst: Layout,
+    backend: str = ...,
+    objective: str = ...,
+    topology: str | None = ...,
+    groups: Sequence[Sequence[int]] = ...,
+) -> Plan: ...

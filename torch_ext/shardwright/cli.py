@@ -20,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan_parser.add_argument("--dst-order", default="", help="the same for the destination")
     plan_parser.add_argument("--dtype", default="float32")
     plan_parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
+    plan_parser.add_argument("--objective", default="time", choices=("time", "bytes"))
+    plan_parser.add_argument("--topology", help="8xNVLink, 64x8 or gloo-local; default by backend")
     plan_parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan_parser.add_argument("--program", type=int, metavar="RANK", help="also print what this rank does")
     plan_parser.add_argument("--simulate", action="store_true", help="run all ranks and check every element")
@@ -52,7 +54,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     made = plan(
         layout(arguments.src, arguments.src_order),
         layout(arguments.dst, arguments.dst_order),
+        objective=arguments.objective,
         backend=arguments.backend,
+        topology=arguments.topology,
     )
     if arguments.json:
         print(made.to_json())

@@ -37,9 +37,10 @@ _REMEMBERED = "_shardwright_mode"
 class _Mode(NamedTuple):
     on: bool
     strict: bool
+    make_groups: bool
 
 
-_OFF = _Mode(False, False)
+_OFF = _Mode(False, False, True)
 
 
 class _Changes:
@@ -72,14 +73,16 @@ _original_method: Callable[..., DTensor] | None = None
 _original_forwards: dict[type, Callable[..., Any]] = {}
 
 
-def enable(strict: bool = False) -> None:
+def enable(strict: bool = False, make_groups: bool = True) -> None:
     """Routes DTensor's redistributes through shardwright until `disable`.
 
     Args:
         strict: raise RuntimeError where a redistribute would go to PyTorch's own path.
+        make_groups: whether process groups that are missing may be made, at first use and by their members. If not,
+            plans keep to the groups of the mesh's dims, its flattened ones and those of `prepare`.
     """
     _install()
-    _set_mode(_Mode(True, strict))
+    _set_mode(_Mode(True, strict, make_groups))
 
 
 def disable() -> None:
@@ -91,11 +94,11 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def enabled(strict: bool = False) -> Iterator[None]:
+def enabled(strict: bool = False, make_groups: bool = True) -> Iterator[None]:
     """`enable` for a block. The backward of what ran inside goes through shardwright too, whenever it runs."""
     before = _mode
     _install()
-    _set_mode(_Mode(True, strict))
+    _set_mode(_Mode(True, strict, make_groups))
     try:
         yield
     finally:
@@ -221,8 +224,8 @@ def _redistribute_local_tensor(
         assert_no_mixed_partial_types(target_spec.placements)
         if not current_spec.mesh._is_current_rank_part_of_mesh():
             return local_tensor
-        key = _key(local_tensor, current_spec, target_spec)
-        executable = _engine.lookup(key, lambda: _build(local_tensor, current_spec, target_spec))
+        key = _key(local_tensor, current_spec, target_spec, mode)
+        executable = _engine.lookup(key, lambda: _build(local_tensor, current_spec, target_spec, mode.make_groups))
         if isinstance(executable, _engine.Refusal):
             reason = executable.reason
         elif local_tensor.requires_grad and torch.is_grad_enabled():
@@ -241,7 +244,7 @@ def _redistribute_local_tensor(
     return by_torch()
 
 
-def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> Hashable:
+def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, mode: _Mode) -> Hashable:
     """What an executable is kept under. Target specs are new ones in each call: hashing one whole is dear."""
     return (
         current_spec,
@@ -250,15 +253,17 @@ def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTe
         target_spec.use_strided_shard_as_shard_order,
         local_tensor.dtype,
         local_tensor.device.type,
+        mode.make_groups,
     )
 
 
 def _may_take_shortcut() -> bool:
-    return _deciding_mode().on and not _are_we_tracing() and get_active_debug_mode() is None
+    mode = _deciding_mode()
+    return mode.on and mode.make_groups and not _are_we_tracing() and get_active_debug_mode() is None
 
 
 def _find(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> Any | None:
-    executable = _engine.peek(_key(local_tensor, current_spec, target_spec))
+    executable = _engine.peek(_key(local_tensor, current_spec, target_spec, _deciding_mode()))
     copies = executable is not None and executable.is_identity and _torch_would_copy(current_spec, target_spec)
     return None if copies else executable
 
@@ -309,13 +314,14 @@ def _why_not(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec:
 
 
 def _build(
-    local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec
+    local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, make_groups: bool
 ) -> _runtime.Executable | _engine.Refusal:
     device_type = local_tensor.device.type
     try:
         src = layout_of_spec(current_spec, current_spec, local_tensor.dtype)
         dst = layout_of_spec(target_spec, current_spec, local_tensor.dtype)
-        plan = _engine.make_plan(src, dst, device_type)
+        existing = None if make_groups else current_spec.mesh
+        plan = _engine.make_plan(src, dst, device_type, existing_groups_of=existing)
     except ValueError as error:
         return _engine.Refusal(str(error))
     return _engine.bind(plan, device_mesh=current_spec.mesh)

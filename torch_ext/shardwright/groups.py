@@ -37,6 +37,23 @@ def check_initialised() -> None:
         _world = dist.group.WORLD
 
 
+def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ...]]:
+    """The sets of mesh dims whose group for this rank is there: the mesh's own, its flattened ones, and those made."""
+    rank = dist.get_rank()
+    found = []
+    for dims in _sets_of_large_dims(mesh):
+        wanted = tuple(mesh.group_ranks(rank, dims))
+        there = any(tuple(dist.get_process_group_ranks(g)) == wanted for g in _candidates(dims, device_mesh))
+        if there or wanted in _made:
+            found.append(dims)
+    return found
+
+
+def _sets_of_large_dims(mesh: _planner.Mesh) -> list[tuple[int, ...]]:
+    large = [d for d in range(mesh.ndim) if mesh.shape[d] > 1]
+    return [s for n in range(1, len(large) + 1) for s in itertools.combinations(large, n)]
+
+
 def find_or_make(ranks: Sequence[int], mesh_dims: Iterable[int], device_mesh: Any | None) -> dist.ProcessGroup:
     """The process group of exactly these global ranks, ascending; collective among them if it must be made."""
     wanted = tuple(ranks)
@@ -69,8 +86,7 @@ def prepare(mesh: Any, mesh_dims: Iterable[Sequence[int | str]] | None = None) -
     if grid.coordinate(rank) is None:
         return
     if mesh_dims is None:
-        large = [d for d in range(grid.ndim) if grid.shape[d] > 1]
-        chosen = [s for n in range(1, len(large) + 1) for s in itertools.combinations(large, n)]
+        chosen = _sets_of_large_dims(grid)
     else:
         chosen = [
             tuple(sorted(_convert.mesh_dim_index(grid.dim_names, d, "mesh_dims") for d in dims)) for dims in mesh_dims

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
-from . import _planner
+from collections.abc import Iterable, Sequence
+
+from . import _convert, _planner
 from ._planner import Plan, Step
 
 __all__ = ["Plan", "Step", "plan"]
 
 
-def plan(src: _planner.Layout, dst: _planner.Layout, *, backend: str = "nccl") -> Plan:
-    """The moves from `src` to `dst`, with what they cost. The same on every rank, without communication.
+def plan(
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    *,
+    objective: str = "time",
+    backend: str = "nccl",
+    topology: str | None = None,
+    groups: Iterable[Sequence[int | str]] | None = None,
+) -> Plan:
+    """The cheapest moves from `src` to `dst`, with what they cost. The same on every rank, without communication.
 
     Args:
         src, dst: layouts of one tensor on one mesh.
+        objective: ``"time"``, the least predicted time; or ``"bytes"``, the fewest bytes received by the worst rank,
+            then steps, then messages. They differ: a small message costs more than its bytes.
         backend: ``"nccl"`` or ``"gloo"``: which lowering the plan is for. They move the same data; Gloo composes
             reductions and gathers from messages.
+        topology: latencies and bandwidths by name: ``"8xNVLink"``, one node; ``"64x8"``, nodes of eight ranks, the
+            default for nccl; ``"gloo-local"``, one machine over loopback, the default for gloo.
+        groups: the sets of mesh dims, by name or index, whose process groups the moves may use. Default: any.
 
     Returns:
         A `Plan`. ``str(plan)`` is one line per move; bytes and messages are those received from other ranks;
         ``plan.simulate()`` runs every rank in this process and raises if any element is wrong.
 
     Raises:
-        ValueError: the layouts differ in mesh, shape or dtype, or PyTorch defines no such redistribution.
+        ValueError: the layouts differ in mesh, shape or dtype, PyTorch defines no such redistribution, an argument is
+            not known, or the groups do not suffice.
     """
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, _planner.Layout):
             raise ValueError(f"{name}: got a {type(layout).__name__}; allowed is a Layout")
-    return _planner.make_plan(src, dst, backend)
+    names = src.mesh.dim_names
+    allowed = [[_convert.mesh_dim_index(names, d, "groups") for d in dims] for dims in groups or ()]
+    if groups is not None and not allowed:
+        allowed = [[]]  # none at all, which is not the same as any
+    return _planner.make_plan(src, dst, backend, objective, topology, allowed)

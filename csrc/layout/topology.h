@@ -1,0 +1,43 @@
+// What joins the ranks of a mesh, and what it costs to use: the table behind every predicted time.
+//
+// Latency and bandwidth ("alpha-beta"), in integer picoseconds, so that ties break alike on every rank. Ranks are on
+// nodes of `ranks_per_node` consecutive ranks; a group whose ranks are on one node uses the inside link, every other
+// group the link between nodes.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "layout/mesh.h"
+
+namespace shardwright {
+
+struct Link {
+  int64_t message_ps = 0;  // per message received
+  int64_t ps_per_kib = 0;  // per rank: the larger of bytes sent and received; a shared NIC is counted in here
+  bool operator==(const Link&) const = default;
+};
+
+struct Topology {
+  std::string name;
+  int64_t ranks_per_node = 0;  // 0: all ranks are on one node
+  int64_t step_ps = 0;         // fixed cost of a collective
+  int64_t memory_ps_per_kib = 0;
+  Link inside;
+  Link between;
+
+  bool operator==(const Topology&) const = default;
+
+  // "8xNVLink": one node of GPUs. "64x8": nodes of eight such GPUs with a 400 Gb/s NIC each. "gloo-local": processes of
+  // one machine over loopback. Throws UserError naming these.
+  static Topology named(const std::string& name);
+  static std::vector<std::string> names();
+
+  // The slowest link that some group over `mesh_dims` crosses.
+  Link link(const Mesh& mesh, MeshDimSet mesh_dims) const;
+  // Whether some two ranks that differ only in this mesh dim are on different nodes.
+  bool crosses_nodes(const Mesh& mesh, int mesh_dim) const;
+};
+
+}  // namespace shardwright

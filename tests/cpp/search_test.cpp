@@ -1,0 +1,202 @@
+// The planner's choice against a search that knows no shortcuts: all layouts, all moves between them, no bounds.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <set>
+
+#include "layout/error.h"
+#include "layouts.h"
+#include "planner/cost.h"
+#include "planner/move.h"
+#include "planner/plan.h"
+#include "planner/search.h"
+
+namespace shardwright {
+namespace {
+
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max() / 4;
+
+// Every layout by its parts: every order of cuts, each cut with every split factor that gathered mesh dims could have
+// left. What differs by name alone is one state.
+std::vector<Layout> all_states(const MeshPtr& mesh, const std::vector<int64_t>& shape) {
+  std::vector<Layout> states;
+  std::set<std::vector<int64_t>> seen;
+  const auto add = [&](const Layout& layout) {
+    std::vector<int64_t> key{static_cast<int64_t>(layout.partial_dims().bits())};
+    for (int64_t p = 0; p < mesh->size(); ++p) {
+      for (const IntervalList& list : layout.region(p)) {
+        key.push_back(-1);
+        for (const Interval& interval : list) key.insert(key.end(), {interval.begin, interval.end});
+      }
+    }
+    if (seen.insert(std::move(key)).second) states.push_back(layout);
+  };
+  const std::vector<Layout> plain = test::all_layouts(mesh, shape, {Placement::partial(ReduceOp::kSum)});
+  for (const Layout& layout : plain) add(layout);
+  for (const Layout& layout : plain) {
+    std::vector<std::vector<std::vector<Cut>>> choices{std::vector<std::vector<Cut>>(layout.ndim())};
+    for (int t = 0; t < layout.ndim(); ++t) {
+      MeshDimSet before;
+      for (const Cut& c : layout.cuts(t)) {
+        before.insert(c.mesh_dim);
+        std::vector<int64_t> factors{1};
+        for (int d = 0; d < mesh->ndim(); ++d) {
+          const size_t count = before.contains(d) ? 0 : factors.size();
+          for (size_t i = 0; i < count; ++i) factors.push_back(factors[i] * mesh->dim_size(d));
+        }
+        std::vector<std::vector<std::vector<Cut>>> longer;
+        for (const auto& choice : choices) {
+          for (const int64_t factor : factors) {
+            longer.push_back(choice);
+            longer.back()[t].push_back({c.mesh_dim, factor});
+          }
+        }
+        choices = std::move(longer);
+      }
+    }
+    for (auto& cuts : choices) add(layout.with(std::move(cuts), layout.placements()));
+  }
+  return states;
+}
+
+bool has_same_regions(const Layout& a, const Layout& b) {
+  for (int64_t p = 0; p < a.mesh().size(); ++p) {
+    if (a.region(p) != b.region(p)) return false;
+  }
+  return true;
+}
+
+struct Edge {
+  std::optional<Step> step;
+  StepFigures figures;
+};
+
+class BruteForce {
+ public:
+  BruteForce(std::vector<Layout> states, Backend backend) : states_(std::move(states)), edges_(states_.size()) {
+    for (size_t a = 0; a < states_.size(); ++a) {
+      for (const Layout& after : states_) {
+        Edge edge{move_between(states_[a], after), {}};
+        if (edge.step) edge.figures = figures(*edge.step, backend);
+        edges_[a].push_back(std::move(edge));
+      }
+    }
+  }
+
+  size_t size() const { return states_.size(); }
+
+  // The state that is this layout, perhaps by another name.
+  size_t find(const Layout& layout) const {
+    for (size_t s = 0; s < states_.size(); ++s) {
+      if (states_[s].partial_dims() == layout.partial_dims() && has_same_regions(states_[s], layout)) return s;
+    }
+    return states_.size();
+  }
+
+  // Shortest distances between all states, by Floyd and Warshall.
+  std::vector<std::vector<int64_t>> distances(const Topology& topology) {
+    const size_t n = states_.size();
+    const Mesh& mesh = states_[0].mesh();
+    MeshDimSet inside;
+    for (int d = 0; d < mesh.ndim(); ++d) {
+      if (!topology.crosses_nodes(mesh, d)) inside.insert(d);
+    }
+    std::vector<std::vector<int64_t>> distance(n, std::vector<int64_t>(n, kNever));
+    for (size_t a = 0; a < n; ++a) {
+      distance[a][a] = 0;
+      for (size_t b = 0; b < n; ++b) {
+        const Edge& edge = edges_[a][b];
+        if (!edge.step) continue;
+        const MeshDimSet due = states_[a].partial_dims();
+        const MeshDimSet reduced = due - states_[b].partial_dims();
+        if (!reduced.empty() && !(reduced == due) && !(reduced == (due & inside))) continue;
+        distance[a][b] = predicted_picoseconds(*edge.step, edge.figures, topology);
+      }
+    }
+    direct_ = distance;
+    for (size_t via = 0; via < n; ++via) {
+      for (size_t a = 0; a < n; ++a) {
+        if (distance[a][via] == kNever) continue;
+        for (size_t b = 0; b < n; ++b) {
+          distance[a][b] = std::min(distance[a][b], distance[a][via] + distance[via][b]);
+        }
+      }
+    }
+    return distance;
+  }
+
+  // One shortest way, as text.
+  std::string route(const std::vector<std::vector<int64_t>>& distances, size_t from, size_t to) const {
+    std::string text = "a shorter way: " + states_[from].placements_string();
+    while (from != to) {
+      for (size_t via = 0; via < states_.size(); ++via) {
+        if (via == from || direct_[from][via] + distances[via][to] != distances[from][to]) continue;
+        const Edge& edge = edges_[from][via];
+        text += concat("\n  ", step_op_name(edge.step->op), " over ", states_[0].mesh().names_of(edge.step->mesh_dims),
+                       " to ", states_[via].placements_string(), ": ", direct_[from][via], " ps, ",
+                       edge.figures.received_bytes, " B, ", edge.figures.messages, " messages");
+        from = via;
+        break;
+      }
+    }
+    return text;
+  }
+
+ private:
+  std::vector<std::vector<int64_t>> direct_;
+  std::vector<Layout> states_;
+  std::vector<std::vector<Edge>> edges_;
+};
+
+struct Setting {
+  std::vector<int64_t> mesh;
+  std::vector<int64_t> shape;
+  Backend backend;
+  size_t stride;  // every how many-th pair is looked at
+};
+
+class AgainstBruteForce : public testing::TestWithParam<Setting> {};
+
+TEST_P(AgainstBruteForce, NoSequenceOfMovesIsFaster) {
+  const Setting& setting = GetParam();
+  const MeshPtr mesh = test::mesh_of(setting.mesh);
+  const std::vector<Layout> ends = test::all_layouts(mesh, setting.shape, {Placement::partial(ReduceOp::kSum)});
+  BruteForce brute(all_states(mesh, setting.shape), setting.backend);
+  std::vector<size_t> state_of;
+  for (const Layout& end : ends) state_of.push_back(brute.find(end));
+  int64_t compared = 0;
+  int64_t of_several_moves = 0;
+  for (const std::string& name : Topology::names()) {
+    Topology topology = Topology::named(name);
+    if (topology.ranks_per_node > 0) topology.ranks_per_node = setting.mesh.back();  // so that small meshes have nodes
+    const auto distances = brute.distances(topology);
+    for (size_t pair = 0; pair < ends.size() * ends.size(); pair += setting.stride) {
+      const size_t a = pair / ends.size();
+      const size_t b = pair % ends.size();
+      if (a == b || !ends[b].partial_dims().empty()) continue;
+      const Plan plan = make_plan(ends[a], ends[b], {setting.backend, Objective::kTime, topology});
+      ASSERT_EQ(predicted_picoseconds(plan), distances[state_of[a]][state_of[b]])
+          << name << "\n"
+          << plan.to_string() << "\n"
+          << brute.route(distances, state_of[a], state_of[b]);
+      ++compared;
+      of_several_moves += plan.steps.size() > 1;
+    }
+  }
+  std::printf("%zu states, compared %lld plans, %lld of several moves\n", brute.size(),
+              static_cast<long long>(compared), static_cast<long long>(of_several_moves));
+  EXPECT_GT(compared, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Search, AgainstBruteForce,
+    testing::Values(Setting{{4}, {64, 64}, Backend::kNccl, 1}, Setting{{2, 2}, {64, 64}, Backend::kGloo, 1},
+                    Setting{{2, 4}, {64, 64}, Backend::kNccl, 1}, Setting{{8, 4}, {1024, 1024}, Backend::kNccl, 1},
+                    Setting{{8, 8}, {16384, 16384}, Backend::kNccl, 1}, Setting{{3, 2}, {7, 5}, Backend::kNccl, 1},
+                    Setting{{2, 2, 2}, {64, 64}, Backend::kNccl, 11},
+                    Setting{{2, 2, 2}, {1024, 1024}, Backend::kGloo, 11},
+                    Setting{{4, 2, 4}, {16384, 16384}, Backend::kNccl, 23}));
+
+}  // namespace
+}  // namespace shardwright

@@ -1,0 +1,81 @@
+"""With `make_groups=False` plans keep to process groups that are there, and move everything all the same."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dtensors
+import oracle
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+from shardwright import groups
+
+SHAPE = (7, 6)
+PLACEMENTS = ["R", "S(0)", "S(1)", "P(sum)"]
+
+
+def _all_pairs(mesh_shape: tuple[int, ...], flatten: tuple[tuple[str, ...], ...]) -> tuple[int, list[str], set[int]]:
+    """How many redistributes ran, which were wrong, and the sizes of the groups that were made."""
+    mesh = get_mesh(mesh_shape, flatten=flatten)
+    tensor = oracle.global_tensor(SHAPE, torch.float32, 4, True)
+    made_before = set(groups._made)
+    wrong = []
+    count = 0
+    with sw.enabled(strict=True, make_groups=False):
+        pairs = itertools.product(itertools.product(PLACEMENTS, repeat=len(mesh_shape)), repeat=2)
+        for src, dst in itertools.islice(pairs, 0, None, 1 if len(mesh_shape) < 3 else 7):
+            if src == dst or any(d == "P(sum)" for d in dst):
+                continue
+            source = dtensors.distribute(tensor, mesh, src)
+            result = source.redistribute(mesh, dtensors.to_placements(dst)).to_local()
+            expected = oracle.local(tensor, mesh_shape, dst, mesh.get_coordinate())
+            if (difference := oracle.difference(result, expected, rounded=True)) is not None:
+                wrong.append(f"{src} -> {dst}: {difference}")
+            count += 1
+    return count, wrong, {len(ranks) for ranks in set(groups._made) - made_before}
+
+
+@pytest.mark.parametrize(
+    ("world", "mesh_shape", "flatten"),
+    [(4, (2, 2), ()), (6, (2, 3), ()), (8, (2, 2, 2), (("a", "b"),))],
+)
+def test_no_group_is_made(
+    pool: Pool, world: int, mesh_shape: tuple[int, ...], flatten: tuple[tuple[str, ...], ...]
+) -> None:
+    for count, wrong, made in pool.run(_all_pairs, world, mesh_shape, flatten):
+        assert count > 100
+        assert not wrong
+        assert not made
+
+
+def _groups_that_are_there() -> list[list[tuple[int, ...]]]:
+    mesh = get_mesh((2, 2, 2), flatten=(("b", "c"),))
+    grid = sw.Mesh(mesh)
+    before = groups.existing(grid, mesh)
+    sw.prepare(mesh, [("a", "c")])
+    return [before, groups.existing(grid, mesh)]
+
+
+def test_what_exists(pool: Pool) -> None:
+    for before, after in pool.run(_groups_that_are_there, 8):
+        assert {(0,), (1,), (2,), (1, 2), (0, 1, 2)} <= set(before)
+        assert set(after) == set(before) | {(0, 2)}
+
+
+def _without_a_way() -> str:
+    mesh = sw.Mesh({"a": 2, "b": 2})
+    src, dst = sw.Layout(mesh, SHAPE, ["S(0)", "R"]), sw.Layout(mesh, SHAPE, ["R", "R"])
+    with pytest.raises(ValueError, match="groups: no sequence of moves") as raised:
+        sw.plan(src, dst, groups=[("b",)])
+    assert dist.is_initialized()
+    return str(raised.value)
+
+
+def test_groups_that_do_not_suffice(pool: Pool) -> None:
+    for text in pool.run(_without_a_way, 1):
+        assert "[S(0), R]" in text and "[R, R]" in text
