@@ -40,13 +40,14 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python bench lint format sanitize gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python bench bench-planner lint format sanitize gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright, install it there'
 	@echo 'make demo       train a small transformer on four processes, stock against shardwright'
 	@echo 'make test       C++ tests and Python tests (also: test-cpp, test-python; ARGS=... goes to pytest)'
 	@echo 'make bench      redistributes against stock PyTorch (ARGS=... goes to the benchmark)'
+	@echo 'make bench-planner  our plans against PyTorch'"'"'s planners, under one cost'
 	@echo 'make lint       clang-format, ruff, mypy; make format mends what can be mended'
 	@echo 'make sanitize   the C++ tests under address and undefined-behaviour sanitizers'
 	@echo 'make gpu        what needs a GPU; says so and does nothing where there is none'
@@ -87,6 +88,9 @@ demo: build
 
 bench: build
 	$(HERE) $(PY) benchmarks/redistribute.py $(ARGS)
+
+bench-planner: build
+	$(HERE) $(PY) benchmarks/vs_torch_planner.py $(ARGS)
 
 test: test-cpp test-python
 

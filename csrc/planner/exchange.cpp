@@ -77,6 +77,42 @@ int64_t transfer_elements(const Step& step, int64_t source, int64_t receiver) {
   return total;
 }
 
+Transfers::Transfers(const Step& step, int64_t position)
+    : step_(step), group_(step.before.mesh().group(position, step.mesh_dims)) {
+  if (!step.spread) return;
+  const Mesh& mesh = step.before.mesh();
+  const MeshDimSet replica = replica_dims(step);
+  replicas_ = mesh.group_size(replica);
+  std::vector<Region> needed;
+  for (const int64_t member : group_) needed.push_back(step.after.region(member));
+  line_.resize(group_.size());
+  for (size_t m = 0; m < group_.size(); ++m) {
+    const std::vector<int64_t> holders = mesh.group(group_[m], replica);
+    turn_.push_back(std::find(holders.begin(), holders.end(), group_[m]) - holders.begin());
+    part_.push_back(std::find(group_.begin(), group_.end(), holders[0]) - group_.begin());
+  }
+  for (size_t m = 0; m < group_.size(); ++m) {
+    if (part_[m] != m) continue;
+    const Region held = step.before.region(group_[m]);
+    line_[m].push_back(0);
+    for (size_t to = 0; to < group_.size(); ++to) {
+      int64_t wanted = part_[to] == m ? 0 : 1;
+      for (size_t t = 0; t < held.size() && wanted > 0; ++t) wanted *= intersection_length(held[t], needed[to][t]);
+      line_[m].push_back(line_[m].back() + wanted);
+    }
+  }
+}
+
+Interval Transfers::range(size_t from, size_t to) const {
+  if (!step_.spread) return {0, transfer_elements(step_, group_[from], group_[to])};
+  const std::vector<int64_t>& line = line_[part_[from]];
+  const int64_t begin = line.back() * turn_[from] / replicas_;
+  const int64_t end = line.back() * (turn_[from] + 1) / replicas_;
+  const int64_t first = std::max(begin, line[to]);
+  const int64_t last = std::min(end, line[to + 1]);
+  return first < last ? Interval{first - line[to], last - line[to]} : Interval{0, 0};
+}
+
 IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position) {
   IntervalList list = whole(n);
   for (const Cut& c : cuts) {
@@ -90,10 +126,31 @@ Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t pos
   return meet_list(mesh, position, varying, whole(n), cuts, target);
 }
 
+namespace {
+
+Traffic spread_traffic(const Step& step, int64_t position) {
+  const Transfers transfers(step, position);
+  const size_t me = std::find(transfers.group().begin(), transfers.group().end(), position) - transfers.group().begin();
+  const int64_t item = step.before.dtype().size_bytes();
+  Traffic traffic;
+  for (size_t peer = 0; peer < transfers.group().size(); ++peer) {
+    if (peer == me) continue;
+    const Interval received = transfers.range(peer, me);
+    const Interval sent = transfers.range(me, peer);
+    traffic.received_bytes += (received.end - received.begin) * item;
+    traffic.sent_bytes += (sent.end - sent.begin) * item;
+    traffic.messages += received.end > received.begin;
+  }
+  return traffic;
+}
+
+}  // namespace
+
 // The parts of what is needed lie with one rank for each combination of coordinates on the dims that cut `before`;
 // tensor dims are cut by different mesh dims, so their parts multiply. What is sent is the same seen from the other
 // side, for the receivers that share this rank's coordinates on the replica dims.
 Traffic exchange_traffic(const Step& step, int64_t position) {
+  if (step.spread) return spread_traffic(step, position);
   const Mesh& mesh = step.before.mesh();
   const Region held = step.before.region(position);
   const Region needed = step.after.region(position);

@@ -2,8 +2,10 @@
 // counts it, and the compiler, which writes it down.
 //
 // Where several ranks hold the same part (mesh dims replicated in `before`), a receiver reads from the replica that has
-// its own coordinates on those mesh dims. Parts held at equal coordinates on the cutting dims are the receiver's own
-// and stay local. So every element comes from exactly one place.
+// its own coordinates on those mesh dims; or, in a spread step, all of them share what is sent of the part: receivers
+// stand in line by position, each with what it needs of the part, and every replica serves an equal stretch of the
+// line. Parts held at equal coordinates on the cutting dims are the receiver's own and stay local. So every element
+// comes from exactly one place.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +23,31 @@ int64_t source_for(const Step& step, int64_t holder, int64_t receiver);
 // dims that cut `before`. They hold disjoint parts that together cover what the group holds.
 std::vector<int64_t> sources_of(const Step& step, int64_t receiver);
 
-// Elements that `receiver` takes from `source`, 0 where it reads from another replica.
+// Elements that `receiver` takes from `source`, 0 where it reads from another replica. Not for spread steps.
 int64_t transfer_elements(const Step& step, int64_t source, int64_t receiver);
+
+// Who sends what within the group of one position.
+class Transfers {
+ public:
+  Transfers(const Step& step, int64_t position);
+
+  const std::vector<int64_t>& group() const { return group_; }  // positions, by ascending rank
+
+  // What the `from`-th of the group sends the `to`-th, as a range of the intersection of what the one holds and the
+  // other needs, in packed order.
+  Interval range(size_t from, size_t to) const;
+
+ private:
+  const Step& step_;
+  std::vector<int64_t> group_;
+  // Of spread steps. By rank of the group: which part it holds, by the first rank that holds it, and its turn among
+  // those that do.
+  std::vector<size_t> part_;
+  std::vector<int64_t> turn_;
+  int64_t replicas_ = 1;
+  // By part and receiver: where the receiver's stretch of the line begins; one entry more for the end.
+  std::vector<std::vector<int64_t>> line_;
+};
 
 // What the rank at `position` holds of a tensor dim of n elements.
 IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position);

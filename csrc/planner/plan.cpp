@@ -1,6 +1,7 @@
 #include "planner/plan.h"
 
 #include "layout/error.h"
+#include "planner/cost.h"
 
 namespace shardwright {
 
@@ -54,21 +55,29 @@ std::string bytes_text(int64_t bytes) {
   return concat(bytes / 1024 / 1024, " MiB");
 }
 
+std::string microseconds_text(int64_t picoseconds) {
+  if (picoseconds < 10'000'000) return concat(static_cast<double>(picoseconds / 100'000) / 10, " us");
+  return concat(picoseconds / 1'000'000, " us");
+}
+
 }  // namespace
 
 std::string Plan::to_string() const {
-  std::string text = concat(src.to_string(), " -> ", dst.placements_string(), ", ", backend_name(backend));
+  std::string text = concat(src.to_string(), " -> ", dst.placements_string(), ", ", backend_name(backend), ", least ",
+                            objective_name(objective), " on ", topology.name);
   if (steps.empty()) return text + "\n  nothing to do: every rank holds what it needs";
   for (size_t i = 0; i < steps.size(); ++i) {
     const Step& step = steps[i];
     text += concat("\n  ", i + 1, ". ", step_op_name(step.op), " over ", src.mesh().names_of(step.mesh_dims), ": ",
                    step.before.placements_string(), " -> ", step.after.placements_string());
+    if (step.spread) text += ", replicas share the sending";
     if (is_local(step.op)) {
       text += ", local";
       continue;
     }
     const TrafficTotals t = shardwright::totals(step, backend);
-    text += concat(", receives at most ", bytes_text(t.received_bytes_max), " in ", t.messages_max, " messages");
+    text += concat(", receives at most ", bytes_text(t.received_bytes_max), " in ", t.messages_max, " messages, about ",
+                   microseconds_text(predicted_picoseconds(step, backend, topology)));
   }
   return text;
 }

@@ -42,6 +42,9 @@ struct Step {
   MeshDimSet mesh_dims;
   Layout before;
   Layout after;
+  // Of an exchange: the ranks of a group that hold the same share what is sent of it, evenly to the element. Else each
+  // receiver reads from the one with its own coordinates.
+  bool spread = false;
 };
 
 // What a plan is chosen for. kTime: predicted time, then fewest steps and messages. kBytes: bytes received by the worst
@@ -78,6 +81,11 @@ struct Plan {
 // semantics define no such redistribution (P(sum) to P(max), S to P(max), R to P(product)), and where the groups that
 // are allowed do not suffice.
 Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options = {});
+
+// The plan that takes these layouts one after the other, one move each: to cost somebody else's plan, or to force one.
+// `layouts` begins with the source and ends with the destination. Throws UserError where two neighbours are not one
+// move apart; where they hold the same parts there is no step.
+Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options = {});
 
 // Wire traffic, exact, in bytes and messages; received and sent by the rank at one position.
 struct Traffic {

@@ -6,6 +6,7 @@
 #include <array>
 
 #include "layout/error.h"
+#include "planner/move.h"
 #include "planner/plan.h"
 #include "planner/search.h"
 
@@ -63,12 +64,34 @@ Layout without_partials(const Layout& layout, MeshDimSet dims, Cuts cuts) {
 
 }  // namespace
 
-Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
+namespace {
+
+Plan empty_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
   check_same_tensor(src, dst);
-  const PartialWork work = partial_work(src, dst);
   const char* by_default = options.backend == Backend::kNccl ? "64x8" : "gloo-local";
   const Topology topology = options.topology ? *options.topology : Topology::named(by_default);
-  Plan plan{src, dst, options.backend, options.objective, topology, !options.groups.empty(), {}};
+  return {src, dst, options.backend, options.objective, topology, !options.groups.empty(), {}};
+}
+
+}  // namespace
+
+Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options) {
+  check_user(layouts.size() >= 2, "through: a plan goes through two layouts at least, got ", layouts.size());
+  Plan plan = empty_plan(layouts.front(), layouts.back(), options);
+  for (size_t i = 0; i + 1 < layouts.size(); ++i) {
+    check_same_tensor(layouts[i], layouts[i + 1]);
+    if (layouts[i].partial_dims() == layouts[i + 1].partial_dims() && same_parts(layouts[i], layouts[i + 1])) continue;
+    std::optional<Step> step = move_between(layouts[i], layouts[i + 1], options.groups);
+    check_user(step.has_value(), "through: no one move leads from ", layouts[i].placements_string(), " to ",
+               layouts[i + 1].placements_string(), " on ", layouts[i].mesh().to_string());
+    plan.steps.push_back(named_by_collective(std::move(*step)));
+  }
+  return plan;
+}
+
+Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
+  Plan plan = empty_plan(src, dst, options);
+  const PartialWork work = partial_work(src, dst);
   if (src == dst) return plan;
 
   // The goal of the data move: dst, before anything becomes partial. A dim that will be zero-filled stays cut,
@@ -81,7 +104,7 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
   }
   const Layout goal = without_partials(dst, work.partitioned | work.zero_filled, std::move(goal_cuts));
 
-  plan.steps = cheapest_moves(src, goal, options, topology);
+  plan.steps = cheapest_moves(src, goal, options, plan.topology);
   if (!work.zero_filled.empty()) {
     const Layout filled = without_partials(dst, work.partitioned, dst.cuts());
     plan.steps.push_back({StepOp::kZeroFill, work.zero_filled, goal, filled});

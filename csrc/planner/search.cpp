@@ -287,8 +287,9 @@ class Search {
   // sends no more than it receives it is not beaten. A way that communicates twice receives no less in sum.
   bool is_cheapest(const MoveTable::Move& direct, const StepFigures& worst) const {
     if (is_local(direct.op)) return true;
-    if (direct.op != StepOp::kExchange || worst.sent_bytes > worst.received_bytes) return false;
+    if (direct.op != StepOp::kExchange) return false;
     if (options_.objective == Objective::kBytes) return true;
+    if (worst.sent_bytes > worst.received_bytes) return false;
     const int64_t twice = 2 * (topology_.step_ps + message_ps_) + scaled(worst.received_bytes, ps_per_kib_) +
                           scaled(worst.touched_bytes, topology_.memory_ps_per_kib);
     return nodes_[kGoal].reached->first <= twice;
@@ -420,7 +421,9 @@ class Search {
     Layout after = goal_;
     for (int at = kGoal; at != kSource; at = nodes_[at].from) {
       Layout before = nodes_[at].from == kSource ? src_ : layout(nodes_[nodes_[at].from].state);
-      steps.push_back(named_by_collective({nodes_[at].by.op, nodes_[at].by.mesh_dims, before, std::move(after)}));
+      Step step{nodes_[at].by.op, nodes_[at].by.mesh_dims, before, std::move(after)};
+      if (options_.objective == Objective::kBytes) step = spread_if_it_helps(std::move(step), options_.groups);
+      steps.push_back(named_by_collective(std::move(step)));
       after = std::move(before);
     }
     std::reverse(steps.begin(), steps.end());

@@ -216,6 +216,7 @@ std::string to_bytes(const Plan& plan) {
     out.integer(step.mesh_dims.bits());
     write_layout(out, step.before);
     write_layout(out, step.after);
+    out.integer(step.spread ? 1 : 0);
   }
   out.integer(static_cast<int64_t>(checksum(out.bytes())));
   return out.take();
@@ -248,7 +249,10 @@ Plan from_bytes(std::string_view bytes) {
     check_user(bits > 0 && bits < int64_t{1} << mesh->ndim(), "plan bytes: a step names mesh dims that are not there");
     Layout before = read_layout(in, mesh, shape, dtype);
     Layout after = read_layout(in, mesh, shape, dtype);
-    plan.steps.push_back({op, MeshDimSet::from_bits(static_cast<uint32_t>(bits)), std::move(before), std::move(after)});
+    const int64_t spread = in.integer();
+    check_user(spread == 0 || spread == 1, "plan bytes: ", spread, " is neither 0 nor 1");
+    plan.steps.push_back(
+        {op, MeshDimSet::from_bits(static_cast<uint32_t>(bits)), std::move(before), std::move(after), spread == 1});
   }
   check_user(in.at_end(), "plan bytes: go on after their end");
   return plan;
@@ -258,10 +262,10 @@ std::string to_json(const Plan& plan, int64_t peak_bytes) {
   const Mesh& mesh = plan.src.mesh();
   std::vector<std::string> steps;
   for (const Step& step : plan.steps) {
-    steps.push_back(concat("    {\"op\": ", quoted(step_op_name(step.op)),
-                           ", \"mesh_dims\": ", json_names(mesh, step.mesh_dims),
-                           ", \"before\": ", json_placements(step.before), ", \"after\": ", json_placements(step.after),
-                           ", ", json_traffic(totals(step, plan.backend)), "}"));
+    steps.push_back(
+        concat("    {\"op\": ", quoted(step_op_name(step.op)), ", \"mesh_dims\": ", json_names(mesh, step.mesh_dims),
+               ", \"before\": ", json_placements(step.before), ", \"after\": ", json_placements(step.after),
+               ", \"spread\": ", step.spread ? "true" : "false", ", ", json_traffic(totals(step, plan.backend)), "}"));
   }
   std::vector<std::string> names;
   for (const std::string& name : mesh.dim_names()) names.push_back(quoted(name));

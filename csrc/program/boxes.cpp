@@ -1,5 +1,7 @@
 #include "program/boxes.h"
 
+#include <algorithm>
+
 namespace shardwright {
 namespace {
 
@@ -118,5 +120,90 @@ std::vector<Box> Intersection::packed_to_b(int64_t packed_base, int64_t b_base) 
 int64_t Intersection::run_in_a() const { return run_of(a_to_packed(0, 0), true); }
 
 int64_t Intersection::run_in_b() const { return run_of(packed_to_b(0, 0), false); }
+
+void Intersection::narrow(size_t d, int64_t begin, int64_t end) {
+  std::vector<Piece> kept;
+  int64_t at = 0;
+  for (const Piece& piece : pieces_[d]) {
+    const int64_t from = std::max(begin - at, int64_t{0});
+    const int64_t to = std::min(end - at, piece.length);
+    if (from < to) kept.push_back({to - from, piece.a_position + from, piece.b_position + from});
+    at += piece.length;
+  }
+  pieces_[d] = std::move(kept);
+  count_ = count_ / packed_shape_[d] * (end - begin);
+  packed_shape_[d] = end - begin;
+}
+
+// Of the outermost dim: the rows that begin before the range does or end behind it are sliced by themselves, those
+// between are taken whole.
+std::vector<Intersection> Intersection::slice(int64_t begin, int64_t end) const {
+  if (begin >= end) return {};
+  if (begin == 0 && end == count_) return {*this};
+  size_t outer = 0;
+  while (packed_shape_[outer] == 1) ++outer;
+  const int64_t row = count_ / packed_shape_[outer];
+  std::vector<Intersection> parts;
+  for (int64_t at = begin; at < end;) {
+    const int64_t first = at / row;
+    const bool is_whole_row = at % row == 0 && end - at >= row;
+    const int64_t last = is_whole_row ? end / row : first + 1;
+    Intersection rows = *this;
+    rows.narrow(outer, first, last);
+    const int64_t to = std::min(end, last * row);
+    if (is_whole_row) {
+      parts.push_back(std::move(rows));
+    } else {
+      for (Intersection& part : rows.slice(at - first * row, to - first * row)) parts.push_back(std::move(part));
+    }
+    at = to;
+  }
+  return parts;
+}
+
+Parcel::Parcel(Intersection whole) : count_(whole.count()) {
+  if (count_ > 0) parts_.push_back(std::move(whole));
+}
+
+Parcel::Parcel(const Intersection& whole, int64_t begin, int64_t end)
+    : parts_(whole.slice(begin, end)), count_(std::max<int64_t>(end - begin, 0)) {}
+
+std::vector<Box> Parcel::a_to_b(int64_t a_base, int64_t b_base) const {
+  std::vector<Box> boxes;
+  for (const Intersection& part : parts_) {
+    for (Box& box : part.a_to_b(a_base, b_base)) boxes.push_back(std::move(box));
+  }
+  return boxes;
+}
+
+std::vector<Box> Parcel::a_to_packed(int64_t a_base, int64_t packed_base) const {
+  std::vector<Box> boxes;
+  for (const Intersection& part : parts_) {
+    for (Box& box : part.a_to_packed(a_base, packed_base)) boxes.push_back(std::move(box));
+    packed_base += part.count();
+  }
+  return boxes;
+}
+
+std::vector<Box> Parcel::packed_to_b(int64_t packed_base, int64_t b_base) const {
+  std::vector<Box> boxes;
+  for (const Intersection& part : parts_) {
+    for (Box& box : part.packed_to_b(packed_base, b_base)) boxes.push_back(std::move(box));
+    packed_base += part.count();
+  }
+  return boxes;
+}
+
+int64_t Parcel::run(int64_t (Intersection::*run_of_part)() const) const {
+  int64_t first = -1;
+  int64_t next = -1;
+  for (const Intersection& part : parts_) {
+    const int64_t at = (part.*run_of_part)();
+    if (at < 0 || (first >= 0 && at != next)) return -1;
+    if (first < 0) first = at;
+    next = at + part.count();
+  }
+  return first;
+}
 
 }  // namespace shardwright

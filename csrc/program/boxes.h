@@ -27,12 +27,38 @@ class Intersection {
   int64_t run_in_a() const;
   int64_t run_in_b() const;
 
+  // The elements [begin, end) of the packed order, as few products of ranges of the dims as that takes, in this order.
+  std::vector<Intersection> slice(int64_t begin, int64_t end) const;
+
  private:
+  // Of dim d only the shared indices [begin, end), counted along it.
+  void narrow(size_t d, int64_t begin, int64_t end);
+
   std::vector<std::vector<Piece>> pieces_;
   std::vector<int64_t> a_shape_;
   std::vector<int64_t> b_shape_;
   std::vector<int64_t> packed_shape_;
   int64_t count_ = 1;
+};
+
+// What one rank sends another: a range of their intersection in packed order.
+class Parcel {
+ public:
+  explicit Parcel(Intersection whole);
+  Parcel(const Intersection& whole, int64_t begin, int64_t end);
+
+  int64_t count() const { return count_; }
+  std::vector<Box> a_to_b(int64_t a_base, int64_t b_base) const;
+  std::vector<Box> a_to_packed(int64_t a_base, int64_t packed_base) const;
+  std::vector<Box> packed_to_b(int64_t packed_base, int64_t b_base) const;
+  int64_t run_in_a() const { return run(&Intersection::run_in_a); }
+  int64_t run_in_b() const { return run(&Intersection::run_in_b); }
+
+ private:
+  int64_t run(int64_t (Intersection::*run_of_part)() const) const;
+
+  std::vector<Intersection> parts_;
+  int64_t count_ = 0;
 };
 
 }  // namespace shardwright

@@ -107,9 +107,9 @@ class Compiler {
 
   // What one rank of the group exchanges, seen from here. Null where nothing is.
   struct Exchange {
-    std::vector<std::optional<Intersection>> sends;     // by index in the group
-    std::vector<std::optional<Intersection>> receives;  // by index in the group
-    Intersection own;
+    std::vector<std::optional<Parcel>> sends;     // by index in the group
+    std::vector<std::optional<Parcel>> receives;  // by index in the group
+    Parcel own;
   };
 
   void exchange(const Step& step, int current, int next) {
@@ -140,9 +140,11 @@ class Compiler {
   class Pairs {
    public:
     Pairs(const Step& step, const Positions& group) : group_(group), talks_(group.size() * group.size()) {
+      const Transfers transfers(step, group[0]);
       for (size_t from = 0; from < group.size(); ++from) {
         for (size_t to = 0; to < group.size(); ++to) {
-          talks_[from * group.size() + to] = from != to && transfer_elements(step, group[from], group[to]) > 0;
+          const Interval range = transfers.range(from, to);
+          talks_[from * group.size() + to] = from != to && range.begin < range.end;
         }
       }
     }
@@ -201,22 +203,29 @@ class Compiler {
     return num_elements(step.before.region(0)) * step.before.dtype().size_bytes();
   }
 
-  Exchange exchange_parts(const Step& step, const Positions& group) const {
+  // With the ranks at `partners`, some or all of the group of the step, by ascending rank.
+  Exchange exchange_parts(const Step& step, const Positions& partners) const {
     const Region held = step.before.region(position_);
     const Region needed = step.after.region(position_);
-    const size_t k = group.size();
-    Exchange parts{std::vector<std::optional<Intersection>>(k), std::vector<std::optional<Intersection>>(k),
-                   Intersection(held, needed)};
+    const size_t k = partners.size();
+    Exchange parts{std::vector<std::optional<Parcel>>(k), std::vector<std::optional<Parcel>>(k),
+                   Parcel(Intersection(held, needed))};
+    const Transfers transfers(step, position_);
+    const Positions& group = transfers.group();
+    const auto index_of = [&](int64_t position) {
+      return static_cast<size_t>(std::find(group.begin(), group.end(), position) - group.begin());
+    };
+    const size_t me = index_of(position_);
     for (size_t m = 0; m < k; ++m) {
-      const int64_t peer = group[m];
-      if (peer == position_) continue;
-      if (source_for(step, position_, peer) == position_) {
-        Intersection shared(held, step.after.region(peer));
-        if (shared.count() > 0) parts.sends[m] = std::move(shared);
+      if (partners[m] == position_) continue;
+      const size_t peer = k == group.size() ? m : index_of(partners[m]);
+      const Interval sent = transfers.range(me, peer);
+      if (sent.begin < sent.end) {
+        parts.sends[m] = Parcel(Intersection(held, step.after.region(partners[m])), sent.begin, sent.end);
       }
-      if (source_for(step, peer, position_) == peer) {
-        Intersection shared(step.before.region(peer), needed);
-        if (shared.count() > 0) parts.receives[m] = std::move(shared);
+      const Interval received = transfers.range(peer, me);
+      if (received.begin < received.end) {
+        parts.receives[m] = Parcel(Intersection(step.before.region(partners[m]), needed), received.begin, received.end);
       }
     }
     return parts;
@@ -239,7 +248,7 @@ class Compiler {
     const auto k = static_cast<int64_t>(group.positions.size());
     bool in_place = true;
     for (int64_t m = 0; m < k && in_place; ++m) {
-      const Intersection& shared = m == group.index ? parts.own : *parts.receives[m];
+      const Parcel& shared = m == group.index ? parts.own : *parts.receives[m];
       in_place = shared.run_in_b() == m * n;
     }
     if (in_place) {
@@ -264,8 +273,8 @@ class Compiler {
     const size_t k = positions.size();
     const int g = group_of_positions(step.mesh_dims, positions);
     const Group& group = program_.groups[g];
-    std::vector<const Intersection*> sends(k, nullptr);
-    std::vector<const Intersection*> receives(k, nullptr);
+    std::vector<const Parcel*> sends(k, nullptr);
+    std::vector<const Parcel*> receives(k, nullptr);
     for (size_t m = 0; m < k; ++m) {
       if (parts.sends[m]) sends[m] = &*parts.sends[m];
       if (parts.receives[m]) receives[m] = &*parts.receives[m];
@@ -273,12 +282,12 @@ class Compiler {
     const int64_t to_send = total_count(sends);
     const int64_t to_receive = total_count(receives);
     const int64_t own = parts.own.count();
-    int64_t from = first_of_run(sends, &Intersection::run_in_a);
-    int64_t to = first_of_run(receives, &Intersection::run_in_b);
+    int64_t from = first_of_run(sends, &Parcel::run_in_a);
+    int64_t to = first_of_run(receives, &Parcel::run_in_b);
     const int64_t packed_without = (from < 0 ? to_send : 0) + (to < 0 ? to_receive : 0) + own;
     sends[group.index] = receives[group.index] = &parts.own;
-    const int64_t from_with_own = first_of_run(sends, &Intersection::run_in_a);
-    const int64_t to_with_own = first_of_run(receives, &Intersection::run_in_b);
+    const int64_t from_with_own = first_of_run(sends, &Parcel::run_in_a);
+    const int64_t to_with_own = first_of_run(receives, &Parcel::run_in_b);
     const int64_t packed_with = (from_with_own < 0 ? to_send + own : 0) + (to_with_own < 0 ? to_receive + own : 0);
     const bool carries_own = packed_with < packed_without;
     if (carries_own) {
@@ -311,17 +320,17 @@ class Compiler {
     copy(staging, next, std::move(unpack));
   }
 
-  static int64_t total_count(const std::vector<const Intersection*>& parts) {
+  static int64_t total_count(const std::vector<const Parcel*>& parts) {
     int64_t total = 0;
-    for (const Intersection* part : parts) total += part != nullptr ? part->count() : 0;
+    for (const Parcel* part : parts) total += part != nullptr ? part->count() : 0;
     return total;
   }
 
   // Where the parts begin if they lie one behind the other in a local tensor, else -1. 0 if there are none.
-  static int64_t first_of_run(const std::vector<const Intersection*>& parts, int64_t (Intersection::*run)() const) {
+  static int64_t first_of_run(const std::vector<const Parcel*>& parts, int64_t (Parcel::*run)() const) {
     int64_t first = -1;
     int64_t next = -1;
-    for (const Intersection* part : parts) {
+    for (const Parcel* part : parts) {
       if (part == nullptr || part->count() == 0) continue;
       const int64_t at = (part->*run)();
       if (at < 0 || (first >= 0 && at != next)) return -1;
@@ -376,11 +385,11 @@ class Compiler {
     const Group& group = program_.groups[g];
     const auto k = static_cast<int64_t>(group.positions.size());
     const Region held = step.before.region(position_);
-    std::vector<Intersection> parts;
-    std::vector<const Intersection*> pointers;
-    for (const int64_t member : group.positions) parts.emplace_back(held, step.after.region(member));
+    std::vector<Parcel> parts;
+    std::vector<const Parcel*> pointers;
+    for (const int64_t member : group.positions) parts.emplace_back(Intersection(held, step.after.region(member)));
     bool is_even = true;
-    for (const Intersection& part : parts) {
+    for (const Parcel& part : parts) {
       pointers.push_back(&part);
       is_even = is_even && part.count() == parts[0].count();
     }
@@ -388,11 +397,11 @@ class Compiler {
     const int64_t own = count_of(next);
     if (count_of(current) == 0) return;
     int packed = current;
-    if (first_of_run(pointers, &Intersection::run_in_a) != 0) {
+    if (first_of_run(pointers, &Parcel::run_in_a) != 0) {
       packed = new_buffer(count_of(current));
       std::vector<Box> boxes;
       int64_t offset = 0;
-      for (const Intersection& part : parts) {
+      for (const Parcel& part : parts) {
         append(boxes, part.a_to_packed(0, offset));
         offset += part.count();
       }
@@ -402,7 +411,7 @@ class Compiler {
       wait(emit(ReduceScatter{g, reduction.op, whole(packed), whole(next)}));
     } else {
       AllToAll move{g, whole(packed), whole(new_buffer(own * k)), {}, std::vector<int64_t>(k, own)};
-      for (const Intersection& part : parts) move.send_counts.push_back(part.count());
+      for (const Parcel& part : parts) move.send_counts.push_back(part.count());
       const int staging = move.dst.buffer;
       wait(emit(std::move(move)));
       if (own > 0) emit(Reduce{reduction.op, rows_of(staging, own, g), whole(next)});

@@ -72,6 +72,10 @@ class Step:
         """Indices of the mesh dims it moves over."""
 
     @property
+    def spread(self) -> bool:
+        """Whether the ranks that hold the same share what is sent of it, instead of one of them sending all."""
+
+    @property
     def before(self) -> Layout: ...
     @property
     def after(self) -> Layout: ...
@@ -169,4 +173,5 @@ def make_plan(
     objective: str = ...,
     topology: str | None = ...,
     groups: Sequence[Sequence[int]] = ...,
+    through: Sequence[Layout] | None = ...,
 ) -> Plan: ...

@@ -18,6 +18,7 @@ def plan(
     backend: str = "nccl",
     topology: str | None = None,
     groups: Iterable[Sequence[int | str]] | None = None,
+    through: Sequence[_planner.Layout] | None = None,
 ) -> Plan:
     """The cheapest moves from `src` to `dst`, with what they cost. The same on every rank, without communication.
 
@@ -30,6 +31,8 @@ def plan(
         topology: latencies and bandwidths by name: ``"8xNVLink"``, one node; ``"64x8"``, nodes of eight ranks, the
             default for nccl; ``"gloo-local"``, one machine over loopback, the default for gloo.
         groups: the sets of mesh dims, by name or index, whose process groups the moves may use. Default: any.
+        through: layouts to take in between, one move each, instead of a search: to cost or force a plan of one's own.
+            Data moves and reductions only; ``[]`` asks for a single move.
 
     Returns:
         A `Plan`. ``str(plan)`` is one line per move; bytes and messages are those received from other ranks;
@@ -46,4 +49,4 @@ def plan(
     allowed = [[_convert.mesh_dim_index(names, d, "groups") for d in dims] for dims in groups or ()]
     if groups is not None and not allowed:
         allowed = [[]]  # none at all, which is not the same as any
-    return _planner.make_plan(src, dst, backend, objective, topology, allowed)
+    return _planner.make_plan(src, dst, backend, objective, topology, allowed, through)
