@@ -47,6 +47,9 @@ class States {
       for (const int t : tensor_dims_) {
         lists_.emplace_back();
         list_all(t, {}, dims);
+        // Of states that cost the same the first is taken: rather one that cuts the first tensor dims, into runs.
+        std::stable_sort(lists_.back().begin(), lists_.back().end(),
+                         [&](int a, int b) { return table_.dims_of(t, a).count() > table_.dims_of(t, b).count(); });
       }
       MoveTable::State state{std::vector<int>(src_.ndim()), {}, {}, 1};
       for (int t = 0; t < src_.ndim(); ++t) {

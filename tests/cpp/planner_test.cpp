@@ -5,6 +5,9 @@
 
 #include "layout/error.h"
 #include "layouts.h"
+#include "planner/cost.h"
+#include "planner/exchange.h"
+#include "planner/move.h"
 #include "planner/plan.h"
 #include "simulate/simulate.h"
 
@@ -60,6 +63,144 @@ TEST(Planner, ReducesOnceThenShares) {
   EXPECT_EQ(ops(plan), (Names{"reduce_scatter", "all_gather"}));
   EXPECT_EQ(plan.steps[0].mesh_dims.count(), 3);
   EXPECT_EQ(ops(plan_of({2, 2}, {1024, 1024}, "P(sum),P(avg)", "R,R")), Names{"all_reduce"});
+}
+
+TEST(Planner, SlicesOverReplicasReducesOnceAndGathers) {
+  const Plan plan = plan_of({8, 8}, {1024, 1024}, "P,R", "R,R");
+  EXPECT_EQ(ops(plan), (Names{"slice", "all_reduce", "all_gather"}));
+  const Bound bound = lower_bound(plan.src, plan.dst);
+  EXPECT_EQ(totals(plan).received_bytes_sum, bound.bytes_sum) << "1.09 of the tensor a rank, not 1.75";
+}
+
+// 8 nodes of 4. What enters a node is a gather's bound: all that its ranks together do not hold.
+TEST(Planner, GathersAcrossNodesFirst) {
+  const MeshPtr mesh = mesh_of({8, 4});
+  Topology topology = Topology::named("64x8");
+  topology.ranks_per_node = 4;
+  const Plan plan = make_plan(layout_of(mesh, {4096, 4096}, "S(0),S(0)"), layout_of(mesh, {4096, 4096}, "R,R"),
+                              {Backend::kNccl, Objective::kTime, topology});
+  ASSERT_EQ(ops(plan), (Names{"all_gather", "all_gather"}));
+  EXPECT_EQ(plan.steps[0].mesh_dims, MeshDimSet::single(0));
+  EXPECT_EQ(plan.steps[1].mesh_dims, MeshDimSet::single(1));
+  const int64_t whole = int64_t{4096} * 4096 * 4;
+  EXPECT_EQ(totals(plan.steps[0], Backend::kNccl).received_bytes_max * 4, whole * 7 / 8);
+  EXPECT_NO_THROW(simulate(make_plan(layout_of(mesh, {32, 8}, "S(0),S(0)"), layout_of(mesh, {32, 8}, "R,R"),
+                                     {Backend::kNccl, Objective::kTime, topology})));
+}
+
+TEST(Planner, ReducesWithinNodesFirst) {
+  const MeshPtr mesh = mesh_of({8, 4});
+  Topology topology = Topology::named("64x8");
+  topology.ranks_per_node = 4;
+  const PlanOptions options{Backend::kNccl, Objective::kTime, topology};
+  const Plan plan =
+      make_plan(layout_of(mesh, {4096, 4096}, "P,P"), layout_of(mesh, {4096, 4096}, "S(0),S(0)"), options);
+  ASSERT_EQ(ops(plan), (Names{"reduce_scatter", "reduce_scatter"}));
+  EXPECT_EQ(plan.steps[0].mesh_dims, MeshDimSet::single(1));
+  for (const char* dst : {"S(0),S(0)", "R,R", "S(1),S(0)"}) {
+    EXPECT_NO_THROW(simulate(make_plan(layout_of(mesh, {64, 32}, "P,P"), layout_of(mesh, {64, 32}, dst), options)));
+  }
+}
+
+TEST(Planner, KeepsToTheGroupsThatMayBeUsed) {
+  const MeshPtr mesh = mesh_of({2, 2, 2});
+  PlanOptions options;
+  options.groups = {MeshDimSet::single(0), MeshDimSet::single(1), MeshDimSet::single(2)};
+  for (const char* src : {"S(0),S(0),S(1)", "P,P,P", "S(1),R,P"}) {
+    for (const char* dst : {"R,R,R", "S(1),S(0),R", "R,S(0),S(0)"}) {
+      const Plan plan = make_plan(layout_of(mesh, {8, 12}, src), layout_of(mesh, {8, 12}, dst), options);
+      for (const Step& step : plan.steps) {
+        EXPECT_TRUE(is_local(step.op) || step.mesh_dims.count() == 1) << plan.to_string();
+      }
+      EXPECT_NO_THROW(simulate(plan)) << plan.to_string();
+    }
+  }
+  options.groups = {MeshDimSet::single(1)};
+  EXPECT_THROW(make_plan(layout_of(mesh, {8, 12}, "S(0),R,R"), layout_of(mesh, {8, 12}, "R,R,R"), options), UserError);
+}
+
+TEST(Planner, TakesAGivenWay) {
+  const MeshPtr mesh = mesh_of({2, 2});
+  const Layout src = layout_of(mesh, {8, 12}, "S(0),S(1)");
+  const Layout middle = layout_of(mesh, {8, 12}, "S(0),R");
+  const Layout dst = layout_of(mesh, {8, 12}, "R,R");
+  const Plan plan = plan_through({src, middle, dst});
+  EXPECT_EQ(ops(plan), (Names{"all_gather", "all_gather"}));
+  EXPECT_NO_THROW(simulate(plan));
+  EXPECT_EQ(ops(plan_through({src, dst})), Names{"all_gather"});
+  EXPECT_THROW(plan_through({layout_of(mesh, {8, 12}, "P,R"), layout_of(mesh, {8, 12}, "R,S(0)")}), UserError);
+  EXPECT_THROW(plan_through({src}), UserError);
+}
+
+// The figures that take no walk over the group, against one.
+TEST(Traffic, IsWhatEveryPairOfRanksSays) {
+  int64_t compared = 0;
+  for (const auto& sizes : std::vector<std::vector<int64_t>>{{4}, {2, 3}, {2, 2, 2}}) {
+    const MeshPtr mesh = mesh_of(sizes);
+    for (const auto& shape : std::vector<std::vector<int64_t>>{{12, 12}, {7, 5}, {3, 0}}) {
+      const std::vector<Layout> layouts = test::all_layouts(mesh, shape, {});
+      for (size_t pair = 0; pair < layouts.size() * layouts.size(); pair += mesh->ndim() < 3 ? 1 : 13) {
+        const Layout& src = layouts[pair / layouts.size()];
+        const Layout& dst = layouts[pair % layouts.size()];
+        const std::optional<Step> step = move_between(src, dst);
+        if (!step || is_local(step->op)) continue;
+        for (int64_t p = 0; p < mesh->size(); ++p) {
+          Traffic expected;
+          for (const int64_t peer : mesh->group(p, step->mesh_dims)) {
+            if (peer == p) continue;
+            const int64_t received = transfer_elements(*step, peer, p);
+            expected.received_bytes += received * 4;
+            expected.messages += received > 0;
+            expected.sent_bytes += transfer_elements(*step, p, peer) * 4;
+          }
+          const Traffic traffic = exchange_traffic(*step, p);
+          ASSERT_EQ(traffic.received_bytes, expected.received_bytes) << src.to_string() << dst.placements_string();
+          ASSERT_EQ(traffic.sent_bytes, expected.sent_bytes) << src.to_string() << dst.placements_string();
+          ASSERT_EQ(traffic.messages, expected.messages) << src.to_string() << dst.placements_string();
+          ++compared;
+        }
+      }
+    }
+  }
+  EXPECT_GT(compared, 1000);
+}
+
+// On a mesh too large to be walked, the sum is the one that a walk finds.
+TEST(Traffic, SumsWithoutAWalk) {
+  const MeshPtr mesh = mesh_of({32, 16, 16});
+  for (const auto& [src, dst] : std::vector<std::pair<const char*, const char*>>{
+           {"S(0),S(0),R", "R,S(0),R"}, {"S(0),S(1),R", "S(0),R,S(1)"}, {"R,S(0),S(1)", "S(1),S(0),R"}}) {
+    const Plan plan = make_plan(layout_of(mesh, {100, 70}, src), layout_of(mesh, {100, 70}, dst),
+                                {Backend::kNccl, Objective::kBytes});
+    const TrafficTotals t = totals(plan);
+    ASSERT_TRUE(t.sum_is_exact);
+    int64_t sum = 0;
+    for (int64_t p = 0; p < mesh->size(); ++p) {
+      for (const Step& step : plan.steps) sum += traffic_at(step, plan.backend, p).received_bytes;
+    }
+    EXPECT_EQ(t.received_bytes_sum, sum) << plan.to_string();
+    EXPECT_EQ(t.received_bytes_sum, lower_bound(plan.src, plan.dst).bytes_sum) << plan.to_string();
+  }
+}
+
+// No detour over a third layout is predicted to be faster.
+TEST(Planner, KeepsTheTriangleInequality) {
+  const MeshPtr mesh = mesh_of({2, 2, 2});
+  const std::vector<Layout> layouts = test::all_layouts(mesh, {64, 64}, {Placement::partial(ReduceOp::kSum)});
+  const std::vector<Layout> ends = test::all_layouts(mesh, {64, 64}, {});
+  for (const std::string& name : Topology::names()) {
+    Topology topology = Topology::named(name);
+    if (topology.ranks_per_node > 0) topology.ranks_per_node = 2;
+    const PlanOptions options{Backend::kNccl, Objective::kTime, topology};
+    const auto time = [&](const Layout& a, const Layout& b) { return predicted_picoseconds(make_plan(a, b, options)); };
+    for (size_t i = 0; i < 400; ++i) {
+      const Layout& a = layouts[i * 7919 % layouts.size()];
+      const Layout& b = ends[i * 104729 % ends.size()];
+      const Layout& c = ends[i * 15485863 % ends.size()];
+      ASSERT_LE(time(a, c), time(a, b) + time(b, c))
+          << a.to_string() << " " << b.placements_string() << " " << c.placements_string();
+    }
+  }
 }
 
 TEST(Planner, UnevenGatherOverMergedDimsIsRight) {
