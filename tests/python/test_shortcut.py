@@ -15,7 +15,7 @@ import oracle
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
-from shardwright import _shortcut
+from shardwright import _shortcut, planning
 
 WORLD = 4
 SHAPE = (7, 5)
@@ -121,16 +121,41 @@ def _other_process_group() -> None:
     """A shortcut to executables of a process group that is gone would hang or fail."""
     assert _shortcut._known
     assert all(known.executable.communicates is not None for known in _shortcut._known.values())
-    world, _shortcut._world = _shortcut._world, object()
-    try:
-        source = _source(["S(0)", "R"])
-        with sw.enabled(strict=True):
-            source.redistribute(placements=[Replicate(), Replicate()])
-        assert len(_shortcut._known) == 1, "what belonged to the earlier process group is forgotten"
-    finally:
-        assert _shortcut._world is dist.group.WORLD is world
+    _shortcut._valid_for = None
+    source = _source(["S(0)", "R"])
+    with sw.enabled(strict=True):
+        source.redistribute(placements=[Replicate(), Replicate()])
+    assert len(_shortcut._known) == 1, "what belonged to the earlier process group is forgotten"
+    assert _shortcut._valid_for == (dist.group.WORLD, planning.times_pinned())
 
 
 def test_forgotten_with_the_process_group(pool: Pool) -> None:
     pool.run(_gradients, WORLD)
     pool.run(_other_process_group, WORLD)
+
+
+def _pinned() -> None:
+    mesh = get_mesh((2, 2))
+    source = _source(["S(0)", "S(1)"])
+    src, dst = (sw.Layout(mesh, SHAPE, p) for p in (["S(0)", "S(1)"], ["R", "R"]))
+    by_two = sw.plan(src, dst, backend="gloo", through=[sw.Layout(mesh, SHAPE, ["S(1)", "S(0)"])])  # a detour
+    received = []
+    with sw.enabled(strict=True):
+        for change in (lambda: None, lambda: sw.pin(by_two), lambda: sw.unpin(by_two)):
+            change()
+            for _ in range(2):
+                with sw.wire_meter() as meter:
+                    result = source.redistribute(placements=[Replicate(), Replicate()])
+                received.append(meter.received_bytes)
+                assert torch.equal(result._local_tensor, oracle.global_tensor(SHAPE, torch.float32, 3, True))
+    assert received[0] == received[1] == received[4] == received[5]
+    assert by_two.wire_bytes(dist.get_rank()) == received[2] == received[3]
+    assert by_two.wire_bytes_sum > sw.plan(src, dst, backend="gloo").wire_bytes_sum
+    with pytest.raises(ValueError, match="none is pinned"):
+        sw.unpin(by_two)
+    with pytest.raises(ValueError, match="allowed is a Plan"):
+        sw.pin("R")
+
+
+def test_pinned_plans_are_used(pool: Pool) -> None:
+    pool.run(_pinned, WORLD)

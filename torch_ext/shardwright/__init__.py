@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .layout import Layout, Mesh
-from .planning import Plan, Step, plan
+from .planning import Plan, Step, pin, plan, unpin
 
 if TYPE_CHECKING:
     from ._runtime import release_staging
@@ -31,6 +31,7 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "pin",
     "plan",
     "prepare",
     "redistribute",
@@ -38,6 +39,7 @@ __all__ = [
     "release_staging",
     "reset_stats",
     "stats",
+    "unpin",
     "wire_meter",
 ]
 

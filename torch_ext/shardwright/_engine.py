@@ -21,15 +21,20 @@ class Refusal(NamedTuple):
 
 
 _kept: dict[Hashable, _runtime.Executable | Refusal] = {}
-_world: object | None = None
+_valid_for: object | None = None
+
+
+def validity() -> object:
+    """Equal as long as what was kept may be used: for one default process group and one set of pinned plans."""
+    return dist.group.WORLD, planning.times_pinned()
 
 
 def lookup(key: Hashable, build: Callable[[], _runtime.Executable | Refusal]) -> _runtime.Executable | Refusal:
-    """What is kept under `key`, else what `build` makes. A new default process group voids all that is kept."""
-    global _world
-    if dist.group.WORLD is not _world:
+    """What is kept under `key`, else what `build` makes."""
+    global _valid_for
+    if validity() != _valid_for:
         _kept.clear()
-        _world = dist.group.WORLD
+        _valid_for = validity()
     kept = _kept.get(key)
     if kept is not None:
         _stats.count("cache_hits")
@@ -66,6 +71,9 @@ def make_plan(
             f"mesh: {src.mesh} holds rank {last_rank}, but the process group has {world_size} ranks, "
             f"0 to {world_size - 1}"
         )
+    kept = planning.pinned(src, dst, _lowering(device_type, group))
+    if kept is not None:
+        return kept
     allowed = None if existing_groups_of is None else groups.existing(src.mesh, existing_groups_of)
     plan = planning.plan(src, dst, backend=_lowering(device_type, group), groups=allowed)
     _stats.count("plans")

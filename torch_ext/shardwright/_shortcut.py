@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -32,7 +31,7 @@ class _Known(NamedTuple):
 Find = Callable[[torch.Tensor, DTensorSpec, DTensorSpec], "_runtime.Executable | None"]
 
 _known: dict[tuple[DTensorSpec, tuple[Placement, ...]], _Known] = {}
-_world: object | None = None
+_valid_for: object | None = None
 
 
 def method(original: Callable[..., DTensor], is_on: Callable[[], bool], find: Find) -> Callable[..., DTensor]:
@@ -92,10 +91,10 @@ def _is_like(local: torch.Tensor, known: _Known) -> bool:
 
 
 def _lookup(key: tuple[DTensorSpec, tuple[Placement, ...]]) -> _Known | None:
-    global _world
-    if dist.group.WORLD is not _world:
+    global _valid_for
+    if _engine.validity() != _valid_for:
         _known.clear()
-        _world = dist.group.WORLD
+        _valid_for = _engine.validity()
     return _known.get(key)
 
 

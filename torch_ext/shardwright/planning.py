@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 from . import _convert, _planner
 from ._planner import Plan, Step
 
-__all__ = ["Plan", "Step", "plan"]
+__all__ = ["Plan", "Step", "pin", "plan", "unpin"]
+
+_pinned: dict[tuple[_planner.Layout, _planner.Layout, str], Plan] = {}
+_times_pinned = 0
 
 
 def plan(
@@ -50,3 +53,38 @@ def plan(
     if groups is not None and not allowed:
         allowed = [[]]  # none at all, which is not the same as any
     return _planner.make_plan(src, dst, backend, objective, topology, allowed, through)
+
+
+def pin(plan: Plan) -> None:
+    """From now on redistributes of this pair of layouts, over this backend, use `plan`. All ranks must pin the same.
+
+    Args:
+        plan: from `plan`, perhaps with ``through=``, or from ``Plan.from_bytes``.
+    """
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan: got a {type(plan).__name__}; allowed is a Plan")
+    _change_pins()
+    _pinned[plan.src, plan.dst, plan.backend] = plan
+
+
+def unpin(plan: Plan) -> None:
+    """Undoes `pin`. Raises ValueError if no plan is pinned for this pair of layouts and backend."""
+    if pinned(plan.src, plan.dst, plan.backend) is None:
+        raise ValueError(f"plan: none is pinned for {plan.src} -> {plan.dst} over {plan.backend}")
+    _change_pins()
+    del _pinned[plan.src, plan.dst, plan.backend]
+
+
+def pinned(src: _planner.Layout, dst: _planner.Layout, backend: str) -> Plan | None:
+    """The plan that is pinned for a pair of layouts."""
+    return _pinned.get((src, dst, backend))
+
+
+def times_pinned() -> int:
+    """Goes up with every change of what is pinned: what was kept from before may be of another plan."""
+    return _times_pinned
+
+
+def _change_pins() -> None:
+    global _times_pinned
+    _times_pinned += 1
