@@ -176,6 +176,7 @@ void define_plan(py::module_& m) {
                              [](const StepView& s) { return py::tuple(py::cast(s.step.mesh_dims.to_vector())); })
       .def_property_readonly("before", [](const StepView& s) { return s.step.before; })
       .def_property_readonly("after", [](const StepView& s) { return s.step.after; })
+      .def_property_readonly("ordered", [](const StepView& s) { return s.step.ordered; })
       .def_property_readonly("spread", [](const StepView& s) { return s.step.spread; })
       .def_property_readonly("wire_bytes_max", [](const StepView& s) { return s.traffic.received_bytes_max; })
       .def_property_readonly("wire_bytes_sum", [](const StepView& s) { return s.traffic.received_bytes_sum; })
@@ -248,8 +249,8 @@ void define_plan(py::module_& m) {
       "make_plan",
       [](const Layout& src, const Layout& dst, const std::string& backend, const std::string& objective,
          const std::optional<std::string>& topology, const std::vector<std::vector<int>>& groups,
-         const std::optional<std::vector<Layout>>& through) {
-        PlanOptions options{parse_backend(backend), parse_objective(objective), {}, {}};
+         const std::optional<std::vector<Layout>>& through, bool ordered) {
+        PlanOptions options{parse_backend(backend), parse_objective(objective), ordered};
         if (topology) options.topology = Topology::named(*topology);
         for (const std::vector<int>& mesh_dims : groups) options.groups.push_back(mesh_dim_set(mesh_dims, src.mesh()));
         if (!through) return InspectablePlan(make_plan(src, dst, options));
@@ -260,7 +261,7 @@ void define_plan(py::module_& m) {
       },
       py::arg("src"), py::arg("dst"), py::arg("backend") = "nccl", py::arg("objective") = "time",
       py::arg("topology") = py::none(), py::arg("groups") = std::vector<std::vector<int>>{},
-      py::arg("through") = py::none());
+      py::arg("through") = py::none(), py::arg("ordered") = false);
   m.attr("topologies") = Topology::names();
 }
 

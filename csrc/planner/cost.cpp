@@ -18,7 +18,7 @@ int64_t scaled(int64_t bytes, int64_t ps_per_kib) {
 int64_t saturating_sum(int64_t a, int64_t b) { return std::min(a + b, kCeiling); }
 
 StepFigures figures(const Step& step, Backend backend) {
-  MoveTable table(step.before, backend);
+  MoveTable table(step.before, backend, step.ordered);
   const MoveTable::State before = table.state(step.before.cuts(), step.before.partial_dims());
   const MoveTable::State after = table.state(step.after.cuts(), step.after.partial_dims());
   return table.figures(before, after, {step.op, step.mesh_dims});

@@ -177,6 +177,10 @@ bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Backend backen
   return dtype.kind() == DTypeKind::kFloat || (dtype.kind() == DTypeKind::kInteger && dtype.name() != "int16");
 }
 
+bool reduces_natively(const Step& step, Backend backend) {
+  return !step.ordered && reduces_natively(step.before, step.mesh_dims, backend);
+}
+
 Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t item_bytes) {
   return {(k - 1) * kept * item_bytes, (held - kept) * item_bytes, kept > 0 ? k - 1 : 0};
 }

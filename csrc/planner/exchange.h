@@ -68,6 +68,7 @@ Traffic exchange_traffic(const Step& step, int64_t position);
 // Whether the backend's own collectives carry out the reduction of a layout over some mesh dims; else it is exchanged
 // and summed here.
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Backend backend);
+bool reduces_natively(const Step& step, Backend backend);
 
 // Of one of k ranks that hold as many elements each and keep `kept`; the `index`-th by rank.
 Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t item_bytes);

@@ -50,9 +50,10 @@ std::vector<uint32_t> corners(MeshDimSet dims) {
 
 }  // namespace
 
-MoveTable::MoveTable(const Layout& layout, Backend backend)
+MoveTable::MoveTable(const Layout& layout, Backend backend, bool ordered)
     : layout_(layout),
       backend_(backend),
+      ordered_(ordered),
       item_(layout.dtype().size_bytes()),
       lists_(layout.ndim()),
       numbers_(layout.ndim()) {}
@@ -134,7 +135,7 @@ StepFigures MoveTable::figures(const State& before, const State& after, const Mo
   if (is_local(move.op)) return worst;
   const int64_t k = layout_.mesh().group_size(move.mesh_dims);
   if (move.op == StepOp::kAllReduce) {
-    const bool native = reduces_natively(layout_, move.mesh_dims, backend_);
+    const bool native = !ordered_ && reduces_natively(layout_, move.mesh_dims, backend_);
     raise_to(worst, all_reduce_traffic(before.elements, k, 0, item_, native));
     return worst;
   }

@@ -21,8 +21,9 @@ using Cuts = std::vector<std::vector<Cut>>;
 
 class MoveTable {
  public:
-  // States are on the mesh and of the shape and dtype of `layout`, and pending with its reductions.
-  MoveTable(const Layout& layout, Backend backend);
+  // States are on the mesh and of the shape and dtype of `layout`, and pending with its reductions, which are carried
+  // out in order or by whatever is native.
+  MoveTable(const Layout& layout, Backend backend, bool ordered = false);
 
   struct State {
     std::vector<int> lists;  // by tensor dim
@@ -77,6 +78,7 @@ class MoveTable {
 
   Layout layout_;
   Backend backend_;
+  bool ordered_;
   int64_t item_;
   struct List {
     std::vector<Cut> cuts;

@@ -70,6 +70,7 @@ std::string Plan::to_string() const {
     const Step& step = steps[i];
     text += concat("\n  ", i + 1, ". ", step_op_name(step.op), " over ", src.mesh().names_of(step.mesh_dims), ": ",
                    step.before.placements_string(), " -> ", step.after.placements_string());
+    if (step.ordered) text += ", in rank order";
     if (step.spread) text += ", replicas share the sending";
     if (is_local(step.op)) {
       text += ", local";

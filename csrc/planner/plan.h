@@ -45,6 +45,9 @@ struct Step {
   // Of an exchange: the ranks of a group that hold the same share what is sent of it, evenly to the element. Else each
   // receiver reads from the one with its own coordinates.
   bool spread = false;
+  // Of a reduction: contributions are exchanged and summed here in the order of positions, never by a native
+  // collective.
+  bool ordered = false;
 };
 
 // What a plan is chosen for. kTime: predicted time, then fewest steps and messages. kBytes: bytes received by the worst
@@ -57,6 +60,8 @@ const char* objective_name(Objective objective);
 struct PlanOptions {
   Backend backend = Backend::kNccl;
   Objective objective = Objective::kTime;
+  // Results that do not depend on plan, topology and algorithm: one reduction over all that is due, in rank order.
+  bool ordered = false;
   std::optional<Topology> topology = std::nullopt;  // default: "64x8" for kNccl, "gloo-local" for kGloo
   // The sets of mesh dims that moves may span; empty: any.
   std::vector<MeshDimSet> groups = {};

@@ -84,6 +84,7 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
     std::optional<Step> step = move_between(layouts[i], layouts[i + 1], options.groups);
     check_user(step.has_value(), "through: no one move leads from ", layouts[i].placements_string(), " to ",
                layouts[i + 1].placements_string(), " on ", layouts[i].mesh().to_string());
+    step->ordered = options.ordered && (step->op == StepOp::kAllReduce || step->op == StepOp::kReduceScatter);
     plan.steps.push_back(named_by_collective(std::move(*step)));
   }
   return plan;

@@ -237,7 +237,7 @@ class Search {
         goal_(goal),
         options_(options),
         topology_(topology),
-        table_(src, options.backend),
+        table_(src, options.backend, options.ordered),
         pending_(src.partial_dims() & goal.partial_dims()) {
     message_ps_ = std::min(topology.inside.message_ps, topology.between.message_ps);
     ps_per_kib_ = std::min(topology.inside.ps_per_kib, topology.between.ps_per_kib);
@@ -398,7 +398,8 @@ class Search {
   // One reduction does all that is due; only one within nodes may go ahead of it, to send less between them. With
   // groups prescribed there may be as many as they need.
   bool may_reduce(MeshDimSet due, MeshDimSet reduced) const {
-    return reduced.empty() || reduced == due || !options_.groups.empty() || reduced == due - between_nodes_;
+    if (reduced.empty() || reduced == due) return true;
+    return !options_.ordered && (!options_.groups.empty() || reduced == due - between_nodes_);
   }
 
   // A reduction keeps all cuts, and adds none or those of all mesh dims it reduces.
@@ -425,6 +426,7 @@ class Search {
     for (int at = kGoal; at != kSource; at = nodes_[at].from) {
       Layout before = nodes_[at].from == kSource ? src_ : layout(nodes_[nodes_[at].from].state);
       Step step{nodes_[at].by.op, nodes_[at].by.mesh_dims, before, std::move(after)};
+      step.ordered = options_.ordered && (step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter);
       if (options_.objective == Objective::kBytes) step = spread_if_it_helps(std::move(step), options_.groups);
       steps.push_back(named_by_collective(std::move(step)));
       after = std::move(before);

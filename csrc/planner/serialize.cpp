@@ -85,6 +85,11 @@ class Reader {
     check_user(value >= 0 && value <= static_cast<int64_t>(last), "plan bytes: ", value, " is out of range");
     return static_cast<Enum>(value);
   }
+  bool boolean() {
+    const int64_t value = integer();
+    check_user(value == 0 || value == 1, "plan bytes: ", value, " is neither 0 nor 1");
+    return value == 1;
+  }
   bool at_end() const { return bytes_.empty(); }
 
  private:
@@ -217,6 +222,7 @@ std::string to_bytes(const Plan& plan) {
     write_layout(out, step.before);
     write_layout(out, step.after);
     out.integer(step.spread ? 1 : 0);
+    out.integer(step.ordered ? 1 : 0);
   }
   out.integer(static_cast<int64_t>(checksum(out.bytes())));
   return out.take();
@@ -236,12 +242,10 @@ Plan from_bytes(std::string_view bytes) {
   const auto backend = in.enumerator(Backend::kGloo);
   const auto objective = in.enumerator(Objective::kBytes);
   Topology topology = read_topology(in);
-  const int64_t named_groups_only = in.integer();
-  check_user(named_groups_only == 0 || named_groups_only == 1, "plan bytes: ", named_groups_only,
-             " is neither 0 nor 1");
+  const bool named_groups_only = in.boolean();
   Layout src = read_layout(in, mesh, shape, dtype);
   Layout dst = read_layout(in, mesh, shape, dtype);
-  Plan plan{std::move(src), std::move(dst), backend, objective, std::move(topology), named_groups_only == 1, {}};
+  Plan plan{std::move(src), std::move(dst), backend, objective, std::move(topology), named_groups_only, {}};
   const size_t num_steps = in.count(1);
   for (size_t i = 0; i < num_steps; ++i) {
     const auto op = in.enumerator(StepOp::kAllReduce);
@@ -249,10 +253,10 @@ Plan from_bytes(std::string_view bytes) {
     check_user(bits > 0 && bits < int64_t{1} << mesh->ndim(), "plan bytes: a step names mesh dims that are not there");
     Layout before = read_layout(in, mesh, shape, dtype);
     Layout after = read_layout(in, mesh, shape, dtype);
-    const int64_t spread = in.integer();
-    check_user(spread == 0 || spread == 1, "plan bytes: ", spread, " is neither 0 nor 1");
+    const bool spread = in.boolean();
+    const bool ordered = in.boolean();
     plan.steps.push_back(
-        {op, MeshDimSet::from_bits(static_cast<uint32_t>(bits)), std::move(before), std::move(after), spread == 1});
+        {op, MeshDimSet::from_bits(static_cast<uint32_t>(bits)), std::move(before), std::move(after), spread, ordered});
   }
   check_user(in.at_end(), "plan bytes: go on after their end");
   return plan;
@@ -265,7 +269,8 @@ std::string to_json(const Plan& plan, int64_t peak_bytes) {
     steps.push_back(
         concat("    {\"op\": ", quoted(step_op_name(step.op)), ", \"mesh_dims\": ", json_names(mesh, step.mesh_dims),
                ", \"before\": ", json_placements(step.before), ", \"after\": ", json_placements(step.after),
-               ", \"spread\": ", step.spread ? "true" : "false", ", ", json_traffic(totals(step, plan.backend)), "}"));
+               ", \"spread\": ", step.spread ? "true" : "false", ", \"ordered\": ", step.ordered ? "true" : "false",
+               ", ", json_traffic(totals(step, plan.backend)), "}"));
   }
   std::vector<std::string> names;
   for (const std::string& name : mesh.dim_names()) names.push_back(quoted(name));

@@ -36,8 +36,7 @@ Traffic traffic_at(const Step& step, Backend backend, int64_t position) {
       const std::vector<int64_t> group = step.before.mesh().group(position, step.mesh_dims);
       return all_reduce_traffic(num_elements(step.before.region(position)), static_cast<int64_t>(group.size()),
                                 std::find(group.begin(), group.end(), position) - group.begin(),
-                                step.before.dtype().size_bytes(),
-                                reduces_natively(step.before, step.mesh_dims, backend));
+                                step.before.dtype().size_bytes(), reduces_natively(step, backend));
     }
   }
   throw InvariantError("unknown step op");

@@ -407,7 +407,7 @@ class Compiler {
       }
       copy(current, packed, std::move(boxes));
     }
-    if (is_even && reduces_natively(step.before, step.mesh_dims, plan_.backend)) {
+    if (is_even && reduces_natively(step, plan_.backend)) {
       wait(emit(ReduceScatter{g, reduction.op, whole(packed), whole(next)}));
     } else {
       AllToAll move{g, whole(packed), whole(new_buffer(own * k)), {}, std::vector<int64_t>(k, own)};
@@ -423,7 +423,7 @@ class Compiler {
     const Reduction reduction = reduction_of(step);
     if (count_of(next) == 0) return;
     const int g = group_index(step.mesh_dims);
-    if (reduces_natively(step.before, step.mesh_dims, plan_.backend)) {
+    if (reduces_natively(step, plan_.backend)) {
       if (reduction.power != 1) {
         emit(Power{whole(current), whole(next), reduction.power});
       } else {

@@ -9,6 +9,7 @@
 #include "planner/exchange.h"
 #include "planner/move.h"
 #include "planner/plan.h"
+#include "program/program.h"
 #include "simulate/simulate.h"
 
 namespace shardwright {
@@ -78,27 +79,57 @@ TEST(Planner, GathersAcrossNodesFirst) {
   Topology topology = Topology::named("64x8");
   topology.ranks_per_node = 4;
   const Plan plan = make_plan(layout_of(mesh, {4096, 4096}, "S(0),S(0)"), layout_of(mesh, {4096, 4096}, "R,R"),
-                              {Backend::kNccl, Objective::kTime, topology});
+                              {Backend::kNccl, Objective::kTime, false, topology});
   ASSERT_EQ(ops(plan), (Names{"all_gather", "all_gather"}));
   EXPECT_EQ(plan.steps[0].mesh_dims, MeshDimSet::single(0));
   EXPECT_EQ(plan.steps[1].mesh_dims, MeshDimSet::single(1));
   const int64_t whole = int64_t{4096} * 4096 * 4;
   EXPECT_EQ(totals(plan.steps[0], Backend::kNccl).received_bytes_max * 4, whole * 7 / 8);
   EXPECT_NO_THROW(simulate(make_plan(layout_of(mesh, {32, 8}, "S(0),S(0)"), layout_of(mesh, {32, 8}, "R,R"),
-                                     {Backend::kNccl, Objective::kTime, topology})));
+                                     {Backend::kNccl, Objective::kTime, false, topology})));
 }
 
 TEST(Planner, ReducesWithinNodesFirst) {
   const MeshPtr mesh = mesh_of({8, 4});
   Topology topology = Topology::named("64x8");
   topology.ranks_per_node = 4;
-  const PlanOptions options{Backend::kNccl, Objective::kTime, topology};
+  const PlanOptions options{Backend::kNccl, Objective::kTime, false, topology};
   const Plan plan =
       make_plan(layout_of(mesh, {4096, 4096}, "P,P"), layout_of(mesh, {4096, 4096}, "S(0),S(0)"), options);
   ASSERT_EQ(ops(plan), (Names{"reduce_scatter", "reduce_scatter"}));
   EXPECT_EQ(plan.steps[0].mesh_dims, MeshDimSet::single(1));
   for (const char* dst : {"S(0),S(0)", "R,R", "S(1),S(0)"}) {
     EXPECT_NO_THROW(simulate(make_plan(layout_of(mesh, {64, 32}, "P,P"), layout_of(mesh, {64, 32}, dst), options)));
+  }
+}
+
+// One reduction, no native one, and every program sums the contributions in the order of positions.
+TEST(Planner, ReducesInOrder) {
+  const MeshPtr mesh = mesh_of({8, 4});
+  Topology topology = Topology::named("64x8");
+  topology.ranks_per_node = 4;
+  for (const char* dst : {"R,R", "S(0),S(0)", "S(1),R"}) {
+    const Plan plan = make_plan(layout_of(mesh, {64, 32}, "P,P"), layout_of(mesh, {64, 32}, dst),
+                                {Backend::kNccl, Objective::kTime, true, topology});
+    int reductions = 0;
+    for (const Step& step : plan.steps) {
+      reductions += step.ordered;
+      EXPECT_EQ(step.ordered, step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter);
+    }
+    EXPECT_EQ(reductions, 1) << plan.to_string();
+    EXPECT_NO_THROW(simulate(plan));
+    for (int64_t p = 0; p < mesh->size(); ++p) {
+      for (const Instruction& instruction : compile(plan, p).instructions) {
+        EXPECT_FALSE(std::holds_alternative<AllReduce>(instruction.operation));
+        EXPECT_FALSE(std::holds_alternative<ReduceScatter>(instruction.operation));
+        if (const auto* reduce = std::get_if<Reduce>(&instruction.operation)) {
+          ASSERT_EQ(reduce->parts.size(), 32u);
+          for (size_t m = 1; m < reduce->parts.size(); ++m) {
+            EXPECT_GT(reduce->parts[m].offset, reduce->parts[m - 1].offset);
+          }
+        }
+      }
+    }
   }
 }
 
@@ -191,7 +222,7 @@ TEST(Planner, KeepsTheTriangleInequality) {
   for (const std::string& name : Topology::names()) {
     Topology topology = Topology::named(name);
     if (topology.ranks_per_node > 0) topology.ranks_per_node = 2;
-    const PlanOptions options{Backend::kNccl, Objective::kTime, topology};
+    const PlanOptions options{Backend::kNccl, Objective::kTime, false, topology};
     const auto time = [&](const Layout& a, const Layout& b) { return predicted_picoseconds(make_plan(a, b, options)); };
     for (size_t i = 0; i < 400; ++i) {
       const Layout& a = layouts[i * 7919 % layouts.size()];

@@ -175,7 +175,7 @@ TEST_P(AgainstBruteForce, NoSequenceOfMovesIsFaster) {
       const size_t a = pair / ends.size();
       const size_t b = pair % ends.size();
       if (a == b || !ends[b].partial_dims().empty()) continue;
-      const Plan plan = make_plan(ends[a], ends[b], {setting.backend, Objective::kTime, topology});
+      const Plan plan = make_plan(ends[a], ends[b], {setting.backend, Objective::kTime, false, topology});
       ASSERT_EQ(predicted_picoseconds(plan), distances[state_of[a]][state_of[b]])
           << name << "\n"
           << plan.to_string() << "\n"

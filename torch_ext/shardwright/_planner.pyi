@@ -72,6 +72,10 @@ class Step:
         """Indices of the mesh dims it moves over."""
 
     @property
+    def ordered(self) -> bool:
+        """Whether contributions are exchanged and summed in rank order, never by a native collective."""
+
+    @property
     def spread(self) -> bool:
         """Whether the ranks that hold the same share what is sent of it, instead of one of them sending all."""
 
@@ -174,4 +178,5 @@ def make_plan(
     topology: str | None = ...,
     groups: Sequence[Sequence[int]] = ...,
     through: Sequence[Layout] | None = ...,
+    ordered: bool = ...,
 ) -> Plan: ...

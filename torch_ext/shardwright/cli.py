@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan_parser.add_argument("--dtype", default="float32")
     plan_parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
     plan_parser.add_argument("--objective", default="time", choices=("time", "bytes"))
+    plan_parser.add_argument("--reduce", default="fast", choices=("fast", "ordered"))
     plan_parser.add_argument("--topology", help="8xNVLink, 64x8 or gloo-local; default by backend")
     plan_parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan_parser.add_argument("--program", type=int, metavar="RANK", help="also print what this rank does")
@@ -55,6 +56,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         layout(arguments.src, arguments.src_order),
         layout(arguments.dst, arguments.dst_order),
         objective=arguments.objective,
+        reduce=arguments.reduce,
         backend=arguments.backend,
         topology=arguments.topology,
     )

@@ -18,6 +18,7 @@ def plan(
     dst: _planner.Layout,
     *,
     objective: str = "time",
+    reduce: str = "fast",
     backend: str = "nccl",
     topology: str | None = None,
     groups: Iterable[Sequence[int | str]] | None = None,
@@ -29,6 +30,8 @@ def plan(
         src, dst: layouts of one tensor on one mesh.
         objective: ``"time"``, the least predicted time; or ``"bytes"``, the fewest bytes received by the worst rank,
             then steps, then messages. They differ: a small message costs more than its bytes.
+        reduce: ``"fast"``; or ``"ordered"``: contributions are exchanged and summed in rank order, in one reduction
+            over all mesh dims that are due, so that the result does not depend on plan, topology or collective.
         backend: ``"nccl"`` or ``"gloo"``: which lowering the plan is for. They move the same data; Gloo composes
             reductions and gathers from messages.
         topology: latencies and bandwidths by name: ``"8xNVLink"``, one node; ``"64x8"``, nodes of eight ranks, the
@@ -48,11 +51,13 @@ def plan(
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, _planner.Layout):
             raise ValueError(f"{name}: got a {type(layout).__name__}; allowed is a Layout")
+    if reduce not in ("fast", "ordered"):
+        raise ValueError(f"reduce: {reduce!r} is not known; allowed are fast, ordered")
     names = src.mesh.dim_names
     allowed = [[_convert.mesh_dim_index(names, d, "groups") for d in dims] for dims in groups or ()]
     if groups is not None and not allowed:
         allowed = [[]]  # none at all, which is not the same as any
-    return _planner.make_plan(src, dst, backend, objective, topology, allowed, through)
+    return _planner.make_plan(src, dst, backend, objective, topology, allowed, through, reduce == "ordered")
 
 
 def pin(plan: Plan) -> None:
