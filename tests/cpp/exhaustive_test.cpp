@@ -21,6 +21,10 @@ std::string name_of(const testing::TestParamInfo<Case>& info) {
   return "mesh_" + join(info.param.mesh, "x") + "_shape_" + join(info.param.shape, "x");
 }
 
+void PrintTo(const Case& c, std::ostream* out) {
+  *out << "mesh " << join(c.mesh, "x") << ", shape " << join(c.shape, "x");
+}
+
 class Exhaustive : public testing::TestWithParam<Case> {};
 
 TEST_P(Exhaustive, EveryPairIsRightAndCostsWhatItPromises) {

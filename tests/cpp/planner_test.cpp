@@ -278,6 +278,10 @@ struct ByteCase {
   std::vector<int64_t> shape;
 };
 
+void PrintTo(const ByteCase& c, std::ostream* out) {
+  *out << "mesh " << join(c.mesh, "x") << ", shape " << join(c.shape, "x");
+}
+
 class FewestBytes : public testing::TestWithParam<ByteCase> {};
 
 TEST_P(FewestBytes, MeetTheBoundInAllAndBalanceWhatIsSent) {
@@ -310,7 +314,10 @@ INSTANTIATE_TEST_SUITE_P(Planner, FewestBytes,
                          testing::Values(ByteCase{{2, 4}, {16, 16}}, ByteCase{{2, 2, 2}, {16, 16}},
                                          ByteCase{{2, 4}, {7, 5}}, ByteCase{{2, 2, 2}, {7, 5}},
                                          ByteCase{{3, 2}, {12, 12}}, ByteCase{{3, 2}, {7, 5}},
-                                         ByteCase{{2, 3, 2}, {12, 12}}, ByteCase{{2, 3, 2}, {7, 5}}));
+                                         ByteCase{{2, 3, 2}, {12, 12}}, ByteCase{{2, 3, 2}, {7, 5}}),
+                         [](const auto& info) {
+                           return "mesh_" + join(info.param.mesh, "x") + "_shape_" + join(info.param.shape, "x");
+                         });
 
 TEST(Planner, MeshDimsOfSizeOneChangeNothing) {
   EXPECT_TRUE(plan_of({1, 2}, {6, 6}, "S(0),S(1)", "R,S(1)").steps.empty());

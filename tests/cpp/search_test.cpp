@@ -156,6 +156,10 @@ struct Setting {
   size_t stride;  // every how many-th pair is looked at
 };
 
+void PrintTo(const Setting& setting, std::ostream* out) {
+  *out << "mesh " << join(setting.mesh, "x") << ", shape " << join(setting.shape, "x");
+}
+
 class AgainstBruteForce : public testing::TestWithParam<Setting> {};
 
 TEST_P(AgainstBruteForce, NoSequenceOfMovesIsFaster) {
@@ -189,14 +193,27 @@ TEST_P(AgainstBruteForce, NoSequenceOfMovesIsFaster) {
   EXPECT_GT(compared, 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Search, AgainstBruteForce,
-    testing::Values(Setting{{4}, {64, 64}, Backend::kNccl, 1}, Setting{{2, 2}, {64, 64}, Backend::kGloo, 1},
-                    Setting{{2, 4}, {64, 64}, Backend::kNccl, 1}, Setting{{8, 4}, {1024, 1024}, Backend::kNccl, 1},
-                    Setting{{8, 8}, {16384, 16384}, Backend::kNccl, 1}, Setting{{3, 2}, {7, 5}, Backend::kNccl, 1},
-                    Setting{{2, 2, 2}, {64, 64}, Backend::kNccl, 11},
-                    Setting{{2, 2, 2}, {1024, 1024}, Backend::kGloo, 11},
-                    Setting{{4, 2, 4}, {16384, 16384}, Backend::kNccl, 23}));
+// 16 KiB, 4 MiB and 1 GiB.
+const std::vector<std::vector<int64_t>> kShapes{{64, 64}, {1024, 1024}, {16384, 16384}};
+
+std::vector<Setting> settings() {
+  std::vector<Setting> all{{{3, 2}, {7, 5}, Backend::kNccl, 1}};
+  for (const std::vector<int64_t>& shape : kShapes) {
+    all.push_back({{4}, shape, Backend::kNccl, 1});
+    all.push_back({{2, 2}, shape, Backend::kGloo, 1});
+    all.push_back({{2, 4}, shape, Backend::kNccl, 1});
+    all.push_back({{8, 4}, shape, Backend::kNccl, 1});
+    all.push_back({{8, 8}, shape, Backend::kNccl, 1});
+    all.push_back({{2, 2, 2}, shape, shape[0] == 1024 ? Backend::kGloo : Backend::kNccl, 17});
+  }
+  all.push_back({{4, 2, 4}, kShapes[2], Backend::kNccl, 31});
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Search, AgainstBruteForce, testing::ValuesIn(settings()), [](const auto& info) {
+  return "mesh_" + join(info.param.mesh, "x") + "_shape_" + join(info.param.shape, "x") + "_" +
+         backend_name(info.param.backend);
+});
 
 }  // namespace
 }  // namespace shardwright

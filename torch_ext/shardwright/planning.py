@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 from . import _convert, _planner
@@ -35,7 +36,8 @@ def plan(
         backend: ``"nccl"`` or ``"gloo"``: which lowering the plan is for. They move the same data; Gloo composes
             reductions and gathers from messages.
         topology: latencies and bandwidths by name: ``"8xNVLink"``, one node; ``"64x8"``, nodes of eight ranks, the
-            default for nccl; ``"gloo-local"``, one machine over loopback, the default for gloo.
+            default for nccl; ``"gloo-local"``, one machine over loopback, the default for gloo. The environment
+            variable ``SHARDWRIGHT_TOPOLOGY`` replaces these defaults; it must be the same on all ranks.
         groups: the sets of mesh dims, by name or index, whose process groups the moves may use. Default: any.
         through: layouts to take in between, one move each, instead of a search: to cost or force a plan of one's own.
             Data moves and reductions only; ``[]`` asks for a single move.
@@ -57,6 +59,7 @@ def plan(
     allowed = [[_convert.mesh_dim_index(names, d, "groups") for d in dims] for dims in groups or ()]
     if groups is not None and not allowed:
         allowed = [[]]  # none at all, which is not the same as any
+    topology = topology or os.environ.get("SHARDWRIGHT_TOPOLOGY")
     return _planner.make_plan(src, dst, backend, objective, topology, allowed, through, reduce == "ordered")
 
 

@@ -1,0 +1,89 @@
+"""What `sw.plan` can be asked for, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+import shardwright as sw
+
+NODES = {"node": 8, "gpu": 8}
+
+
+def _ends(
+    mesh: dict[str, int], src: list[str], dst: list[str], shape: tuple[int, ...] = (4096, 4096)
+) -> list[sw.Layout]:
+    grid = sw.Mesh(mesh)
+    return [sw.Layout(grid, shape, placements) for placements in (src, dst)]
+
+
+def _spans(plan: sw.Plan) -> list[tuple[str, tuple[int, ...]]]:
+    return [(step.op, step.mesh_dims) for step in plan.steps]
+
+
+def test_topology_decides() -> None:
+    ends = _ends(NODES, ["S(0)", "S(0)"], ["R", "R"])
+    assert _spans(sw.plan(*ends, topology="64x8")) == [("all_gather", (0,)), ("all_gather", (1,))]
+    plan = sw.plan(*ends, topology="8xNVLink", objective="bytes")
+    assert _spans(plan) == [("all_gather", (0, 1))]
+    assert (plan.topology, plan.objective, plan.backend) == ("8xNVLink", "bytes", "nccl")
+
+
+def test_topology_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = _ends(NODES, ["S(0)", "S(0)"], ["R", "R"])
+    assert sw.plan(*ends).topology == "64x8"
+    assert sw.plan(*ends, backend="gloo").topology == "gloo-local"
+    monkeypatch.setenv("SHARDWRIGHT_TOPOLOGY", "8xNVLink")
+    assert sw.plan(*ends).topology == "8xNVLink"
+    assert sw.plan(*ends, topology="64x8").topology == "64x8"
+    monkeypatch.setenv("SHARDWRIGHT_TOPOLOGY", "ring")
+    with pytest.raises(ValueError, match="topology: 'ring' is not known; allowed are 8xNVLink, 64x8, gloo-local"):
+        sw.plan(*ends)
+
+
+def test_fewest_bytes_share_the_sending() -> None:
+    ends = _ends({"a": 4, "b": 4}, ["S(0)", "R"], ["R", "S(0)"], (64, 64))
+    plan = sw.plan(*ends, objective="bytes")
+    assert [step.spread for step in plan.steps] == [True]
+    assert "replicas share the sending" in str(plan)
+    assert plan.wire_bytes_sum == plan.bound_bytes_sum
+    nearest = sw.plan(*ends, through=[])
+    assert nearest.wire_bytes_sum == plan.wire_bytes_sum
+    assert nearest.send_bytes_max == 4 * plan.send_bytes_max, "one of four replicas sends it all"
+    assert plan.simulate() == plan.wire_bytes_sum
+    again = sw.Plan.from_bytes(plan.to_bytes())
+    assert str(again) == str(plan) and again.send_bytes_max == plan.send_bytes_max
+
+
+def test_groups_by_name() -> None:
+    ends = _ends({"a": 2, "b": 2, "c": 2}, ["S(0)", "S(0)", "S(0)"], ["R", "R", "R"])
+    spans = _spans(sw.plan(*ends, groups=[("a",), ("b", "c")]))
+    assert sorted(spans) == [("all_gather", (0,)), ("all_gather", (1, 2))]
+    with pytest.raises(ValueError, match="groups: no sequence of moves"):
+        sw.plan(*ends, groups=[])
+    with pytest.raises(ValueError, match="groups: there is no mesh dim 'd'"):
+        sw.plan(*ends, groups=[("d",)])
+
+
+def test_through() -> None:
+    src, dst = _ends({"a": 2, "b": 2}, ["S(0)", "S(1)"], ["R", "R"], (8, 8))
+    middle = sw.Layout(src.mesh, (8, 8), ["R", "S(1)"])
+    assert _spans(sw.plan(src, dst, through=[middle])) == [("all_gather", (0,)), ("all_gather", (1,))]
+    pending = sw.Layout(src.mesh, (8, 8), ["P", "R"])
+    with pytest.raises(ValueError, match="through: no one move leads from"):
+        sw.plan(src, dst, through=[pending])
+    with pytest.raises(ValueError, match="shape"):
+        sw.plan(src, dst, through=[sw.Layout(src.mesh, (8, 9), ["R", "R"])])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"objective": "speed"}, "objective: 'speed' is not known; allowed are time, bytes"),
+        ({"backend": "mpi"}, "backend: 'mpi' is not known; allowed are nccl, gloo"),
+        ({"topology": "torus"}, "topology: 'torus' is not known"),
+        ({"reduce": "twice"}, "reduce: 'twice' is not known"),
+    ],
+)
+def test_unknown_words(arguments: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        sw.plan(*_ends({"a": 2}, ["S(0)"], ["R"]), **arguments)  # type: ignore[arg-type]
