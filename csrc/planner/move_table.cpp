@@ -157,6 +157,16 @@ StepFigures MoveTable::figures(const State& before, const State& after, const Mo
   return worst;
 }
 
+int64_t MoveTable::missing(const State& before, const State& after) {
+  int64_t worst = 0;
+  for (const uint32_t corner : corners(before.cut_dims | after.cut_dims)) {
+    int64_t own = 1;
+    for (int t = 0; t < layout_.ndim(); ++t) own *= shares(t, before.lists[t], after.lists[t], {}, corner).own;
+    worst = std::max(worst, elements_at(after, corner) - own);
+  }
+  return worst;
+}
+
 bool MoveTable::scatters(const State& before, const State& after, MeshDimSet reduced) {
   if (!(after.cut_dims - before.cut_dims == reduced) || !(before.cut_dims - after.cut_dims).empty()) return false;
   for (int t = 0; t < layout_.ndim(); ++t) {

@@ -52,6 +52,8 @@ class MoveTable {
   // False where `move` finds no slice; quick.
   bool may_be_slice(const State& before, const State& after) const;
   StepFigures figures(const State& before, const State& after, const Move& move);
+  // Elements that some rank holds afterwards and not before: no sequence of moves brings it fewer.
+  int64_t missing(const State& before, const State& after);
 
  private:
   using Key = std::array<uint32_t, 5>;  // tensor dim, lists before and after, mesh dims that vary, corner

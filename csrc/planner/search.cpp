@@ -24,6 +24,8 @@ constexpr int kMaxDimsWithAllStates = 3;
 // Beyond these the states would be too many: mesh dims then cut as an end does or not at all, and states stop.
 constexpr int kMaxDimsWithOtherCuts = 4;
 constexpr size_t kMaxStates = 20'000;
+// Strided cuts of more pieces are left out: they take long to reason about, and longer to pack.
+constexpr int64_t kMaxPieces = 1024;
 
 // What a state does on one mesh dim.
 struct Role {
@@ -129,6 +131,7 @@ class States {
     }
     std::sort(factors.begin(), factors.end());
     factors.erase(std::unique(factors.begin(), factors.end()), factors.end());
+    factors.erase(std::upper_bound(factors.begin(), factors.end(), kMaxPieces), factors.end());
     return factors;
   }
 
@@ -224,6 +227,7 @@ class States {
 
 struct Node {
   MoveTable::State state;
+  std::optional<int64_t> missing;  // elements that have yet to come
   std::optional<Cost> reached;
   MoveTable::Move by{};
   int from = -1;
@@ -245,8 +249,8 @@ class Search {
     for (int d = 0; d < src.mesh().ndim(); ++d) {
       if (topology.crosses_nodes(src.mesh(), d)) between_nodes_.insert(d);
     }
-    nodes_.push_back({table_.state(src.cuts(), src.partial_dims()), Cost(), {}, -1, false});
-    nodes_.push_back({table_.state(goal.cuts(), pending_), {}, {}, -1, false});
+    nodes_.push_back({table_.state(src.cuts(), src.partial_dims()), {}, Cost(), {}, -1, false});
+    nodes_.push_back({table_.state(goal.cuts(), pending_), {}, {}, {}, -1, false});
   }
 
   std::vector<Step> run() {
@@ -311,16 +315,17 @@ class Search {
 
   // From a state to the goal by any number of moves. What is missing must come; m messages a step make at most m + 1
   // times as much of what is held; and due reductions take a collective.
-  Cost least_to_goal(const Node& node) const {
+  Cost least_to_goal(Node& node) {
     if (&node == &nodes_[kGoal]) return {};
+    if (!node.missing) node.missing = table_.missing(node.state, nodes_[kGoal].state);
     const int64_t held = node.state.elements;
-    const int64_t missing = std::max<int64_t>(goal_elements() - held, 0);
+    const int64_t missing = *node.missing;
     const bool communicates = missing > 0 || !table_.may_be_slice(node.state, nodes_[kGoal].state);
     if (options_.objective == Objective::kBytes) return {missing * item_, communicates ? 1 : 0, 0, 0};
     const int64_t copies = scaled(goal_elements() * item_, topology_.memory_ps_per_kib);
     if (!communicates) return {copies, 0, 0, 0};
     int64_t latency = topology_.step_ps + message_ps_;
-    if (missing > 0 && held > 0) {
+    if (goal_elements() > held && held > 0) {
       const int64_t ratio = goal_elements() / held;
       latency = topology_.step_ps + std::max<int64_t>(ratio - 1, 1) * message_ps_;
       for (int64_t steps = 2; steps * topology_.step_ps < latency; ++steps) {
@@ -347,7 +352,7 @@ class Search {
       for (const MeshDimSet left : subsets(all_due - state.cut_dims)) {
         state.partial_dims = left | pending_;
         if (state == nodes_[kSource].state || state == nodes_[kGoal].state) continue;
-        nodes_.push_back({state, {}, {}, -1, false});
+        nodes_.push_back({state, {}, {}, {}, -1, false});
       }
     }
   }
@@ -364,11 +369,11 @@ class Search {
     return all;
   }
 
-  int cheapest_open() const {
+  int cheapest_open() {
     int best = -1;
     std::optional<Cost> best_cost;
     for (size_t i = 0; i < nodes_.size(); ++i) {
-      const Node& node = nodes_[i];
+      Node& node = nodes_[i];
       if (!node.reached || node.closed) continue;
       const Cost total = *node.reached + least_to_goal(node);
       if (!best_cost || total < *best_cost) {
@@ -383,7 +388,7 @@ class Search {
     nodes_[from].closed = true;
     const MoveTable::State& state = nodes_[from].state;
     for (int to = 1; to < static_cast<int>(nodes_.size()); ++to) {
-      const Node& target = nodes_[to];
+      Node& target = nodes_[to];
       if (target.closed || !could_follow(state, target.state)) continue;
       const Cost least = *nodes_[from].reached +
                          least_of_move(state.elements, target.state.elements, table_.may_be_slice(state, target.state));
