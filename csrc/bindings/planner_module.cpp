@@ -262,7 +262,6 @@ void define_plan(py::module_& m) {
       py::arg("src"), py::arg("dst"), py::arg("backend") = "nccl", py::arg("objective") = "time",
       py::arg("topology") = py::none(), py::arg("groups") = std::vector<std::vector<int>>{},
       py::arg("through") = py::none(), py::arg("ordered") = false);
-  m.attr("topologies") = Topology::names();
 }
 
 }  // namespace

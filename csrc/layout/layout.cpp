@@ -176,16 +176,18 @@ int64_t Layout::num_elements() const {
   return total;
 }
 
-Region Layout::region(int64_t position) const {
-  Region region(shape_.size());
-  for (int t = 0; t < ndim(); ++t) {
-    IntervalList list;
-    if (shape_[t] > 0) list.push_back({0, shape_[t]});
-    for (const Cut& c : cuts_[t]) {
-      list = cut(list, mesh_->dim_size(c.mesh_dim), mesh_->coordinate(position, c.mesh_dim), c.split_factor);
-    }
-    region[t] = std::move(list);
+IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position) {
+  IntervalList list;
+  if (n > 0) list.push_back({0, n});
+  for (const Cut& c : cuts) {
+    list = cut(list, mesh.dim_size(c.mesh_dim), mesh.coordinate(position, c.mesh_dim), c.split_factor);
   }
+  return list;
+}
+
+Region Layout::region(int64_t position) const {
+  Region region;
+  for (int t = 0; t < ndim(); ++t) region.push_back(part_at(*mesh_, shape_[t], cuts_[t], position));
   return region;
 }
 

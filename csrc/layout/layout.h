@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,9 @@ using ShardOrder = std::map<int64_t, std::vector<int>>;
 // as FSDP on top of tensor parallelism does; kLiteral, the tensor really is cut in f times as many pieces; kAuto,
 // kOrder where the split factors can be decoded as an order, else kLiteral.
 enum class StridedMeaning { kAuto, kOrder, kLiteral };
+
+// What the rank at `position` holds of a tensor dim of n elements.
+IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position);
 
 class Layout {
  public:

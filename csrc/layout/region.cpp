@@ -99,4 +99,10 @@ int64_t intersection_length(const IntervalList& a, const IntervalList& b) {
   return total;
 }
 
+int64_t shared_elements(const Region& a, const Region& b) {
+  int64_t total = 1;
+  for (size_t t = 0; t < a.size() && total > 0; ++t) total *= intersection_length(a[t], b[t]);
+  return total;
+}
+
 }  // namespace shardwright

@@ -45,5 +45,6 @@ struct Piece {
 // makes a packed message mean the same on both sides.
 std::vector<Piece> intersect(const IntervalList& a, const IntervalList& b);
 int64_t intersection_length(const IntervalList& a, const IntervalList& b);
+int64_t shared_elements(const Region& a, const Region& b);
 
 }  // namespace shardwright

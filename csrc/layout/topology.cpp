@@ -1,7 +1,5 @@
 #include "layout/topology.h"
 
-#include <algorithm>
-
 #include "layout/error.h"
 
 namespace shardwright {
@@ -12,7 +10,7 @@ constexpr int64_t kMicrosecond = 1'000'000;  // picoseconds
 // Picoseconds for 1 KiB at this many GB/s.
 constexpr int64_t per_kib(int64_t gigabytes_per_second) { return 1'024'000 / gigabytes_per_second; }
 
-// Orders of magnitude of the hardware they are named for; `shardwright calibrate` will measure a job's own.
+// Orders of magnitude of the hardware they are named for, not measurements.
 const std::vector<Topology>& known() {
   static const std::vector<Topology> topologies{
       {"8xNVLink", 0, 12 * kMicrosecond, per_kib(1500), {kMicrosecond, per_kib(200)}, {kMicrosecond, per_kib(200)}},

@@ -8,6 +8,7 @@ namespace shardwright {
 namespace {
 
 constexpr int64_t kCeiling = int64_t{1} << 60;
+
 }  // namespace
 
 int64_t scaled(int64_t bytes, int64_t ps_per_kib) {

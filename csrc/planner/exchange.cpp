@@ -48,8 +48,6 @@ Meeting meet_list(const Mesh& mesh, int64_t position, MeshDimSet all, const Inte
   return total;
 }
 
-IntervalList whole(int64_t n) { return n > 0 ? IntervalList{{0, n}} : IntervalList{}; }
-
 // Mesh dims of the step that do not cut `before`: along them all ranks hold the same.
 MeshDimSet replica_dims(const Step& step) { return step.mesh_dims - step.before.cut_dims(); }
 
@@ -64,17 +62,9 @@ int64_t source_for(const Step& step, int64_t holder, int64_t receiver) {
   return source;
 }
 
-std::vector<int64_t> sources_of(const Step& step, int64_t receiver) {
-  return step.before.mesh().group(receiver, step.mesh_dims & step.before.cut_dims());
-}
-
 int64_t transfer_elements(const Step& step, int64_t source, int64_t receiver) {
   if (source_for(step, source, receiver) != source) return 0;
-  const Region held = step.before.region(source);
-  const Region needed = step.after.region(receiver);
-  int64_t total = 1;
-  for (size_t t = 0; t < held.size() && total > 0; ++t) total *= intersection_length(held[t], needed[t]);
-  return total;
+  return shared_elements(step.before.region(source), step.after.region(receiver));
 }
 
 Transfers::Transfers(const Step& step, int64_t position)
@@ -96,8 +86,7 @@ Transfers::Transfers(const Step& step, int64_t position)
     const Region held = step.before.region(group_[m]);
     line_[m].push_back(0);
     for (size_t to = 0; to < group_.size(); ++to) {
-      int64_t wanted = part_[to] == m ? 0 : 1;
-      for (size_t t = 0; t < held.size() && wanted > 0; ++t) wanted *= intersection_length(held[t], needed[to][t]);
+      const int64_t wanted = part_[to] == m ? 0 : shared_elements(held, needed[to]);
       line_[m].push_back(line_[m].back() + wanted);
     }
   }
@@ -113,17 +102,9 @@ Interval Transfers::range(size_t from, size_t to) const {
   return first < last ? Interval{first - line[to], last - line[to]} : Interval{0, 0};
 }
 
-IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position) {
-  IntervalList list = whole(n);
-  for (const Cut& c : cuts) {
-    list = cut(list, mesh.dim_size(c.mesh_dim), mesh.coordinate(position, c.mesh_dim), c.split_factor);
-  }
-  return list;
-}
-
 Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
              const IntervalList& target) {
-  return meet_list(mesh, position, varying, whole(n), cuts, target);
+  return meet_list(mesh, position, varying, part_at(mesh, n, {}, position), cuts, target);
 }
 
 namespace {

@@ -19,10 +19,6 @@ namespace shardwright {
 // Position of the rank that `receiver` reads the part of `holder` from, `holder` and `receiver` in one group.
 int64_t source_for(const Step& step, int64_t holder, int64_t receiver);
 
-// Positions `receiver` reads from, itself included, by ascending rank: one per combination of coordinates on the
-// dims that cut `before`. They hold disjoint parts that together cover what the group holds.
-std::vector<int64_t> sources_of(const Step& step, int64_t receiver);
-
 // Elements that `receiver` takes from `source`, 0 where it reads from another replica. Not for spread steps.
 int64_t transfer_elements(const Step& step, int64_t source, int64_t receiver);
 
@@ -48,9 +44,6 @@ class Transfers {
   // By part and receiver: where the receiver's stretch of the line begins; one entry more for the end.
   std::vector<std::vector<int64_t>> line_;
 };
-
-// What the rank at `position` holds of a tensor dim of n elements.
-IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position);
 
 // The parts into which mesh dims cut a tensor dim of n elements, as far as they meet a target: how many, and what of
 // it. Mesh dims in `varying` take every coordinate, others that of `position`.

@@ -26,11 +26,10 @@ MeshDimSet spanned_dims(const Mesh& mesh, int64_t n, const std::vector<Cut>& bef
 // The step. Nothing where the layouts are equal and where it takes more than one move. With `allowed` not empty, the
 // step spans one of these sets of mesh dims, or none is found.
 //
-//   no reduction           slice, where each rank holds what it needs; else exchange, along the mesh dims that cut what
-//   is
-//                          held and must be spanned
-//   some reductions        all_reduce, if nothing else changes; reduce_scatter, if the reduced mesh dims cut what is
-//                          held and nothing else changes
+//   no reduction        slice, where each rank holds what it needs; else exchange, along the mesh dims that cut what
+//                       is held and must be spanned
+//   some reductions     all_reduce, if nothing else changes; reduce_scatter, if the reduced mesh dims cut what is held
+//                       and nothing else changes
 std::optional<Step> move_between(const Layout& before, const Layout& after,
                                  const std::vector<MeshDimSet>& allowed = {});
 

@@ -3,8 +3,6 @@
 //   1. Refuse what PyTorch does not define; equal layouts need no move.
 //   2. The cheapest moves to the goal: the destination, before anything becomes partial (search.cpp).
 //   3. Zero-fill and partition, which are local.
-#include <array>
-
 #include "layout/error.h"
 #include "planner/move.h"
 #include "planner/plan.h"

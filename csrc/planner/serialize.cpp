@@ -100,10 +100,8 @@ void write_mesh(Writer& out, const Mesh& mesh) {
   out.integer(mesh.ndim());
   for (const std::string& name : mesh.dim_names()) out.text(name);
   out.integers(mesh.dim_sizes());
-  bool is_iota = true;
   std::vector<int64_t> ranks;
-  for (int64_t p = 0; p < mesh.size(); ++p) is_iota = is_iota && mesh.rank_at(p) == p;
-  for (int64_t p = 0; p < mesh.size() && !is_iota; ++p) ranks.push_back(mesh.rank_at(p));
+  for (int64_t p = 0; p < mesh.size() && !mesh.ranks_are_positions(); ++p) ranks.push_back(mesh.rank_at(p));
   out.integers(ranks);
 }
 

@@ -7,15 +7,6 @@
 #include "planner/plan.h"
 
 namespace shardwright {
-namespace {
-
-int64_t shared_elements(const Region& a, const Region& b) {
-  int64_t total = 1;
-  for (size_t t = 0; t < a.size() && total > 0; ++t) total *= intersection_length(a[t], b[t]);
-  return total;
-}
-
-}  // namespace
 
 Traffic traffic_at(const Step& step, Backend backend, int64_t position) {
   switch (step.op) {

@@ -168,30 +168,27 @@ Parcel::Parcel(Intersection whole) : count_(whole.count()) {
 Parcel::Parcel(const Intersection& whole, int64_t begin, int64_t end)
     : parts_(whole.slice(begin, end)), count_(std::max<int64_t>(end - begin, 0)) {}
 
-std::vector<Box> Parcel::a_to_b(int64_t a_base, int64_t b_base) const {
-  std::vector<Box> boxes;
+template <typename BoxesOfPart>
+std::vector<Box> Parcel::boxes(const BoxesOfPart& boxes_of_part) const {
+  std::vector<Box> all;
+  int64_t packed = 0;
   for (const Intersection& part : parts_) {
-    for (Box& box : part.a_to_b(a_base, b_base)) boxes.push_back(std::move(box));
+    for (Box& box : boxes_of_part(part, packed)) all.push_back(std::move(box));
+    packed += part.count();
   }
-  return boxes;
+  return all;
+}
+
+std::vector<Box> Parcel::a_to_b(int64_t a_base, int64_t b_base) const {
+  return boxes([&](const Intersection& part, int64_t) { return part.a_to_b(a_base, b_base); });
 }
 
 std::vector<Box> Parcel::a_to_packed(int64_t a_base, int64_t packed_base) const {
-  std::vector<Box> boxes;
-  for (const Intersection& part : parts_) {
-    for (Box& box : part.a_to_packed(a_base, packed_base)) boxes.push_back(std::move(box));
-    packed_base += part.count();
-  }
-  return boxes;
+  return boxes([&](const Intersection& part, int64_t at) { return part.a_to_packed(a_base, packed_base + at); });
 }
 
 std::vector<Box> Parcel::packed_to_b(int64_t packed_base, int64_t b_base) const {
-  std::vector<Box> boxes;
-  for (const Intersection& part : parts_) {
-    for (Box& box : part.packed_to_b(packed_base, b_base)) boxes.push_back(std::move(box));
-    packed_base += part.count();
-  }
-  return boxes;
+  return boxes([&](const Intersection& part, int64_t at) { return part.packed_to_b(packed_base + at, b_base); });
 }
 
 int64_t Parcel::run(int64_t (Intersection::*run_of_part)() const) const {

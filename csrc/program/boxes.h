@@ -55,6 +55,9 @@ class Parcel {
   int64_t run_in_b() const { return run(&Intersection::run_in_b); }
 
  private:
+  // The boxes of all parts, each part behind the one before on the packed side.
+  template <typename BoxesOfPart>
+  std::vector<Box> boxes(const BoxesOfPart& boxes_of_part) const;
   int64_t run(int64_t (Intersection::*run_of_part)() const) const;
 
   std::vector<Intersection> parts_;

@@ -168,8 +168,6 @@ class Plan:
 
     def to_json(self) -> str: ...
 
-topologies: list[str]
-
 def make_plan(
     src: Layout,
     dst: Layout,
