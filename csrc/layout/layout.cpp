@@ -191,6 +191,22 @@ Region Layout::region(int64_t position) const {
   return region;
 }
 
+bool cuts_evenly(const Mesh& mesh, int64_t n, std::span<const Cut> cuts) {
+  for (const Cut& c : cuts) {
+    const int64_t k = mesh.dim_size(c.mesh_dim);
+    if (n % (c.split_factor * k) != 0) return false;
+    n /= k;
+  }
+  return true;
+}
+
+bool Layout::has_equal_parts() const {
+  for (int t = 0; t < ndim(); ++t) {
+    if (!cuts_evenly(*mesh_, shape_[t], cuts_[t])) return false;
+  }
+  return true;
+}
+
 std::vector<int64_t> Layout::local_shape_of_rank(int64_t rank) const {
   const std::optional<int64_t> position = mesh_->position_of(rank);
   return position ? local_shape(*position) : std::vector<int64_t>{0};

@@ -32,6 +32,9 @@ enum class StridedMeaning { kAuto, kOrder, kLiteral };
 // What the rank at `position` holds of a tensor dim of n elements.
 IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position);
 
+// Whether that is as much on every rank.
+bool cuts_evenly(const Mesh& mesh, int64_t n, std::span<const Cut> cuts);
+
 class Layout {
  public:
   // Negative tensor dims count from the end. An empty shard_order, or a missing entry, means mesh order.
@@ -58,6 +61,8 @@ class Layout {
 
   // The part of the rank at `position`; for P, the elements it holds a contribution to.
   Region region(int64_t position) const;
+  // Whether all ranks hold parts of one size.
+  bool has_equal_parts() const;
   std::vector<int64_t> local_shape(int64_t position) const { return shape_of(region(position)); }
   // Nothing is held by ranks outside the mesh: their local tensor has no elements, as in DTensor.
   std::vector<int64_t> local_shape_of_rank(int64_t rank) const;

@@ -127,25 +127,52 @@ Traffic spread_traffic(const Step& step, int64_t position) {
 
 }  // namespace
 
+Traffic exchange_traffic(const Step& step, int64_t position) { return ExchangeTraffic(step).at(position); }
+
+ExchangeTraffic::ExchangeTraffic(const Step& step)
+    : step_(step), shared_(step.before, step.after), item_(step.before.dtype().size_bytes()) {
+  if (step.spread || shared_.matchings().empty()) return;
+  is_closed_ = true;
+  needed_ = sent_ = num_elements(step.after.region(0));
+  for (const Matching& matching : shared_.matchings()) {
+    for (const Matching::Common& digit : matching.digits()) {
+      if (digit.after.mesh_dim < 0) {
+        sources_ *= digit.radix;
+      } else if (digit.before.mesh_dim >= 0 && !step.before.cut_dims().contains(digit.after.mesh_dim)) {
+        sent_ *= digit.radix;
+        ties_with_replicas_.push_back(digit);
+      }
+    }
+  }
+}
+
+Traffic ExchangeTraffic::at(int64_t position) const {
+  if (step_.spread) return spread_traffic(step_, position);
+  if (!is_closed_) return walked_at(position);
+  const Mesh& mesh = step_.before.mesh();
+  const int64_t own = shared_.at(position);
+  bool sends = true;
+  for (const Matching::Common& tie : ties_with_replicas_) sends = sends && tie.agrees_at(mesh, position);
+  return {(needed_ - own) * item_, (sends ? sent_ - own : 0) * item_, sources_ - (own > 0 ? 1 : 0)};
+}
+
 // The parts of what is needed lie with one rank for each combination of coordinates on the dims that cut `before`;
 // tensor dims are cut by different mesh dims, so their parts multiply. What is sent is the same seen from the other
 // side, for the receivers that share this rank's coordinates on the replica dims.
-Traffic exchange_traffic(const Step& step, int64_t position) {
-  if (step.spread) return spread_traffic(step, position);
-  const Mesh& mesh = step.before.mesh();
-  const Region held = step.before.region(position);
-  const Region needed = step.after.region(position);
-  const MeshDimSet cutting = step.mesh_dims & step.before.cut_dims();
+Traffic ExchangeTraffic::walked_at(int64_t position) const {
+  const Mesh& mesh = step_.before.mesh();
+  const Region held = step_.before.region(position);
+  const Region needed = step_.after.region(position);
+  const MeshDimSet cutting = step_.mesh_dims & step_.before.cut_dims();
   int64_t own = 1;
   int64_t sources = 1;
-  int64_t sent = mesh.group_size(cutting - step.after.cut_dims());
-  for (int t = 0; t < step.before.ndim(); ++t) {
+  int64_t sent = mesh.group_size(cutting - step_.after.cut_dims());
+  for (int t = 0; t < step_.before.ndim(); ++t) {
     own *= intersection_length(held[t], needed[t]);
-    sources *= meet(mesh, step.before.shape()[t], step.before.cuts(t), position, cutting, needed[t]).parts;
-    sent *= meet(mesh, step.after.shape()[t], step.after.cuts(t), position, cutting, held[t]).elements;
+    sources *= meet(mesh, step_.before.shape()[t], step_.before.cuts(t), position, cutting, needed[t]).parts;
+    sent *= meet(mesh, step_.after.shape()[t], step_.after.cuts(t), position, cutting, held[t]).elements;
   }
-  const int64_t item = step.before.dtype().size_bytes();
-  return {(num_elements(needed) - own) * item, (sent - own) * item, sources - (own > 0 ? 1 : 0)};
+  return {(num_elements(needed) - own) * item_, (sent - own) * item_, sources - (own > 0 ? 1 : 0)};
 }
 
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Backend backend) {

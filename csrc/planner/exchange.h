@@ -12,6 +12,7 @@
 #include <span>
 #include <vector>
 
+#include "planner/digits.h"
 #include "planner/plan.h"
 
 namespace shardwright {
@@ -55,8 +56,44 @@ struct Meeting {
 Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
              const IntervalList& target);
 
-// What the rank at `position` receives and sends in an exchange, without a walk over its group.
+// What ranks receive and send in an exchange, without a walk over their group unless the step is a spread one.
+class ExchangeTraffic {
+ public:
+  explicit ExchangeTraffic(const Step& step);
+  Traffic at(int64_t position) const;
+
+  // Whether each source serves all its receivers alike.
+  bool has_equal_shares() const { return is_closed_; }
+
+ private:
+  Traffic walked_at(int64_t position) const;
+
+  const Step& step_;
+  SharedElements shared_;
+  int64_t item_;
+  // Where parts are equal and digits say it all: what all ranks need, from how many, and what those send that send
+  // anything. A rank whose coordinates differ in a tie with replicas sends nothing.
+  bool is_closed_ = false;
+  int64_t needed_ = 0;
+  int64_t sources_ = 1;
+  int64_t sent_ = 0;
+  std::vector<Matching::Common> ties_with_replicas_;
+};
+
 Traffic exchange_traffic(const Step& step, int64_t position);
+
+// Of any step.
+class StepTraffic {
+ public:
+  StepTraffic(const Step& step, Backend backend);
+  Traffic at(int64_t position) const;
+  const Step& step() const { return step_; }
+
+ private:
+  const Step& step_;
+  ExchangeTraffic exchange_;
+  bool is_native_;
+};
 
 // Whether the backend's own collectives carry out the reduction of a layout over some mesh dims; else it is exchanged
 // and summed here.

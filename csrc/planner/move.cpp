@@ -36,15 +36,6 @@ std::optional<CutList> without(const Mesh& mesh, CutList cuts, MeshDimSet gather
   return cuts;
 }
 
-// All parts have one size: then `without` and `canonical` say exactly what is held.
-bool divides_evenly(const Mesh& mesh, int64_t n, const CutList& cuts) {
-  for (const Cut& c : cuts) {
-    if (n % (c.split_factor * mesh.dim_size(c.mesh_dim)) != 0) return false;
-    n /= mesh.dim_size(c.mesh_dim);
-  }
-  return true;
-}
-
 IntervalList united(const Mesh& mesh, int64_t n, const CutList& cuts, MeshDimSet gathered, int64_t position) {
   std::vector<IntervalList> parts{{}};
   if (n > 0) parts[0].push_back({0, n});
@@ -78,7 +69,8 @@ bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, con
   const std::optional<CutList> left_before = without(mesh, before, gathered_before);
   const std::optional<CutList> left_after = without(mesh, after, gathered_after);
   if (!left_before || !left_after) return false;
-  if (divides_evenly(mesh, n, before) && divides_evenly(mesh, n, after)) {
+  // With parts of one size `without` and `canonical` say exactly what is held.
+  if (cuts_evenly(mesh, n, before) && cuts_evenly(mesh, n, after)) {
     return canonical(mesh, n, *left_before) == canonical(mesh, n, *left_after);
   }
   if (*left_before != *left_after) return false;
@@ -119,15 +111,16 @@ StepOp data_move_op(const Step& step) {
   if (k <= kMaxGroupNamedExactly) members = mesh.group(0, dims);
   bool trades_equally = true;
   bool has_one_peer = true;
+  const ExchangeTraffic exchange(step);
   for (const int64_t member : members) {
-    const Traffic traffic = exchange_traffic(step, member);
+    const Traffic traffic = exchange.at(member);
     const int64_t whole = num_elements(step.after.region(member)) * item;
     trades_equally = trades_equally && traffic.messages == k - 1 && traffic.received_bytes * k == whole * (k - 1) &&
                      traffic.sent_bytes == traffic.received_bytes;
     has_one_peer = has_one_peer && traffic.messages <= 1 && traffic.sent_bytes == traffic.received_bytes &&
                    (traffic.received_bytes == whole || traffic.received_bytes == 0);
   }
-  if (trades_equally && k <= kMaxGroupNamedExactly) {
+  if (trades_equally && !exchange.has_equal_shares() && k <= kMaxGroupNamedExactly) {
     for (const int64_t member : members) {
       for (const int64_t other : members) {
         trades_equally = trades_equally && (member == other || transfer_elements(step, other, member) ==
@@ -142,7 +135,7 @@ StepOp data_move_op(const Step& step) {
 }  // namespace
 
 std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts) {
-  if (!divides_evenly(mesh, n, cuts)) return cuts;
+  if (!cuts_evenly(mesh, n, cuts)) return cuts;
   bool changed = true;
   while (changed) {
     changed = false;
@@ -195,12 +188,14 @@ Step spread_if_it_helps(Step step, const std::vector<MeshDimSet>& allowed) {
   spread.mesh_dims = step.mesh_dims | (step.before.replicated_dims() & step.after.cut_dims());
   if (spread.mesh_dims == step.mesh_dims || mesh.group_size(spread.mesh_dims) > kMaxSpreadGroup) return step;
   if (!allowed.empty() && std::find(allowed.begin(), allowed.end(), spread.mesh_dims) == allowed.end()) return step;
+  const ExchangeTraffic as_it_is(step);
+  const ExchangeTraffic shared(spread);
   int64_t worst = 0;
   int64_t worst_spread = 0;
   const bool sees_all = mesh.size() <= kMaxSpreadGroup;
   for (const int64_t position : sees_all ? seen_positions(mesh) : mesh.group(0, spread.mesh_dims)) {
-    worst = std::max(worst, exchange_traffic(step, position).sent_bytes);
-    worst_spread = std::max(worst_spread, exchange_traffic(spread, position).sent_bytes);
+    worst = std::max(worst, as_it_is.at(position).sent_bytes);
+    worst_spread = std::max(worst_spread, shared.at(position).sent_bytes);
   }
   return worst_spread < worst ? spread : step;
 }

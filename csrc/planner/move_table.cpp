@@ -50,31 +50,42 @@ std::vector<uint32_t> corners(MeshDimSet dims) {
 
 }  // namespace
 
-MoveTable::MoveTable(const Layout& layout, Backend backend, bool ordered)
+MoveTable::MoveTable(const Layout& layout, Backend backend, bool ordered, MeshDimSet between)
     : layout_(layout),
       backend_(backend),
       ordered_(ordered),
+      between_(between),
+      node_size_(layout.mesh().size() / layout.mesh().group_size(between)),
       item_(layout.dtype().size_bytes()),
       lists_(layout.ndim()),
-      numbers_(layout.ndim()) {}
+      numbers_(layout.ndim()),
+      pair_numbers_(layout.ndim()) {}
 
 int MoveTable::number(int tensor_dim, const std::vector<Cut>& cuts) {
   const int64_t n = layout_.shape()[tensor_dim];
-  std::vector<Cut> list = canonical(layout_.mesh(), n, cuts);
-  std::vector<int64_t> name;
-  MeshDimSet dims;
-  for (const Cut& c : list) {
-    name.push_back(c.mesh_dim);
-    name.push_back(c.split_factor);
-    dims.insert(c.mesh_dim);
-  }
   std::vector<List>& lists = lists_[tensor_dim];
-  const auto [found, is_new] = numbers_[tensor_dim].emplace(std::move(name), static_cast<int>(lists.size()));
-  if (is_new) {
-    const int64_t first = length(part_at(layout_.mesh(), n, list, 0));
-    lists.push_back({std::move(list), dims, first});
+  List list{cuts, {}, n, false, digits_of(layout_.mesh(), n, cuts)};
+  list.has_equal_parts = list.digits || cuts_evenly(layout_.mesh(), n, cuts);
+  for (const Cut& c : cuts) list.dims.insert(c.mesh_dim);
+  const auto next = static_cast<int>(lists.size());
+  if (list.digits) {
+    for (int i = 0; i < next; ++i) {
+      if (lists[i].dims == list.dims && lists[i].digits == list.digits) return i;
+    }
+    for (const Digit& digit : *list.digits) list.length /= digit.radix;
+  } else {
+    list.cuts = canonical(layout_.mesh(), n, std::move(list.cuts));
+    std::vector<int64_t> name;
+    for (const Cut& c : list.cuts) {
+      name.push_back(c.mesh_dim);
+      name.push_back(c.split_factor);
+    }
+    const auto [found, is_new] = numbers_[tensor_dim].emplace(std::move(name), next);
+    if (!is_new) return found->second;
+    list.length = length(part_at(layout_.mesh(), n, list.cuts, 0));
   }
-  return found->second;
+  lists.push_back(std::move(list));
+  return next;
 }
 
 MoveTable::State MoveTable::state(const Cuts& cuts, MeshDimSet partial_dims) {
@@ -90,7 +101,9 @@ MoveTable::State MoveTable::state(const Cuts& cuts, MeshDimSet partial_dims) {
 
 Cuts MoveTable::cuts(const State& state) const {
   Cuts cuts;
-  for (int t = 0; t < layout_.ndim(); ++t) cuts.push_back(lists_[t][state.lists[t]].cuts);
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    cuts.push_back(canonical(layout_.mesh(), layout_.shape()[t], lists_[t][state.lists[t]].cuts));
+  }
   return cuts;
 }
 
@@ -107,7 +120,7 @@ std::optional<MoveTable::Move> MoveTable::move(const State& before, const State&
   }
   MeshDimSet dims;
   for (int t = 0; t < layout_.ndim(); ++t) {
-    if (before.lists[t] != after.lists[t]) dims = dims | spanned(t, before.lists[t], after.lists[t]);
+    if (before.lists[t] != after.lists[t]) dims = dims | pair(t, before.lists[t], after.lists[t]).spanned;
   }
   // Mesh dims that do not cut `before` bring nothing: ranks along them hold the same.
   dims = dims & before.cut_dims;
@@ -139,60 +152,179 @@ StepFigures MoveTable::figures(const State& before, const State& after, const Mo
     raise_to(worst, all_reduce_traffic(before.elements, k, 0, item_, native));
     return worst;
   }
+  if (move.op == StepOp::kReduceScatter) {
+    for (const uint32_t corner : has_equal_parts(after) ? std::vector<uint32_t>{0} : corners(move.mesh_dims)) {
+      raise_to(worst, reduce_scatter_traffic(elements_at(before, corner), elements_at(after, corner), k, item_));
+    }
+    return worst;
+  }
+  const StepFigures wire = exchange_figures(before, after, move);
+  return {wire.received_bytes, wire.sent_bytes, wire.messages, worst.touched_bytes};
+}
+
+bool MoveTable::has_equal_parts(const State& state) const {
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    if (!has_equal_parts(t, state.lists[t])) return false;
+  }
+  return true;
+}
+
+StepFigures MoveTable::exchange_figures(const State& before, const State& after, const Move& move) {
+  // Where digits say it all. All ranks send as much in sum as they receive, but where replicas will cut a digit that is
+  // cut already, only those that have the right coordinate send.
+  bool differs = false;
+  bool sender_differs = false;
+  int64_t shared = 1;
+  int64_t sources = 1;
+  int64_t sent = after.elements;
+  bool is_closed = true;
+  for (int t = 0; t < layout_.ndim() && is_closed; ++t) {
+    const Pair& one = pair(t, before.lists[t], after.lists[t]);
+    is_closed = one.is_closed;
+    differs = differs || one.differs;
+    shared *= one.shared;
+    sources *= one.sources;
+    for (int i = 0; i < one.num_ties; ++i) {
+      if (before.cut_dims.contains(one.ties[i].mesh_dim)) {
+        sender_differs = true;
+      } else {
+        sent *= one.ties[i].radix;
+      }
+    }
+  }
+  if (is_closed) {
+    return {(after.elements - (differs ? 0 : shared)) * item_, (sent - (sender_differs ? 0 : shared)) * item_,
+            sources - (differs ? 0 : 1), 0};
+  }
+  StepFigures worst;
   const MeshDimSet varying = move.mesh_dims & before.cut_dims;
   const int64_t receivers = layout_.mesh().group_size(varying - after.cut_dims);
   for (const uint32_t corner : corners(move.mesh_dims)) {
-    const int64_t needed = elements_at(after, corner);
-    if (move.op == StepOp::kReduceScatter) {
-      raise_to(worst, reduce_scatter_traffic(elements_at(before, corner), needed, k, item_));
-      continue;
-    }
     Shares all{1, 1, receivers};
     for (int t = 0; t < layout_.ndim(); ++t) {
       const Shares& one = shares(t, before.lists[t], after.lists[t], varying, corner);
       all = {all.own * one.own, all.sources * one.sources, all.sent * one.sent};
     }
-    raise_to(worst, {(needed - all.own) * item_, (all.sent - all.own) * item_, all.sources - (all.own > 0 ? 1 : 0)});
+    raise_to(worst, {(elements_at(after, corner) - all.own) * item_, (all.sent - all.own) * item_,
+                     all.sources - (all.own > 0 ? 1 : 0)});
   }
   return worst;
 }
 
-int64_t MoveTable::missing(const State& before, const State& after) {
-  int64_t worst = 0;
+MoveTable::Distance MoveTable::distance(const State& before, const State& after) {
+  Distance distance;
+  bool is_closed = true;
+  bool differs = false;
+  bool differs_between_nodes = false;
+  int64_t shared = 1;
+  int64_t shared_by_node = 1;
+  int64_t needed_by_node = after.elements;
+  for (int t = 0; t < layout_.ndim() && is_closed; ++t) {
+    const Pair& one = pair(t, before.lists[t], after.lists[t]);
+    is_closed = one.is_closed;
+    differs = differs || one.differs;
+    differs_between_nodes = differs_between_nodes || one.differs_between_nodes;
+    shared *= one.shared;
+    shared_by_node *= one.shared_by_node;
+    needed_by_node *= one.needed_by_node;
+    distance.sources *= one.sources;
+  }
+  // Of what is due for reduction every element needs contributions of others, wherever it goes.
+  const MeshDimSet due = before.partial_dims - after.partial_dims;
+  if (is_closed) {
+    distance.missing = after.elements - (differs || !due.empty() ? 0 : shared);
+    distance.missing_least = after.elements - (due.empty() ? shared : 0);
+    if (distance.sources == 1 && differs) distance.sources = 2;  // all of another rank's
+    distance.sources *= layout_.mesh().group_size(due);
+    const bool lacks_all = differs_between_nodes || !(due & between_).empty();
+    const int64_t missed_by_node = needed_by_node - (lacks_all ? 0 : shared_by_node);
+    distance.beyond_node = missed_by_node > 0;
+    distance.from_nodes = (missed_by_node + node_size_ - 1) / node_size_;
+    return distance;
+  }
+  distance = Distance();
   for (const uint32_t corner : corners(before.cut_dims | after.cut_dims)) {
     int64_t own = 1;
     for (int t = 0; t < layout_.ndim(); ++t) own *= shares(t, before.lists[t], after.lists[t], {}, corner).own;
-    worst = std::max(worst, elements_at(after, corner) - own);
+    distance.missing = std::max(distance.missing, elements_at(after, corner) - own);
   }
-  return worst;
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    distance.sources *=
+        std::max<int64_t>(shares(t, before.lists[t], after.lists[t], dims_of(t, before.lists[t]), 0).sources, 1);
+  }
+  distance.sources *= layout_.mesh().group_size(due);
+  if (!due.empty()) distance.missing = after.elements;
+  return distance;
 }
 
 bool MoveTable::scatters(const State& before, const State& after, MeshDimSet reduced) {
   if (!(after.cut_dims - before.cut_dims == reduced) || !(before.cut_dims - after.cut_dims).empty()) return false;
   for (int t = 0; t < layout_.ndim(); ++t) {
-    if (before.lists[t] != after.lists[t] && !is_cut_further(t, before.lists[t], after.lists[t])) return false;
+    if (before.lists[t] != after.lists[t] && !pair(t, before.lists[t], after.lists[t]).cuts_further) return false;
   }
   return true;
 }
 
-bool MoveTable::is_cut_further(int tensor_dim, int before, int after) {
-  const auto [found, is_new] = cut_further_.emplace(key(tensor_dim, before, after), false);
-  if (is_new) {
-    const MeshDimSet kept = dims_of(tensor_dim, before);
-    found->second = (kept - dims_of(tensor_dim, after)).empty() &&
-                    holds_the_same(layout_.mesh(), layout_.shape()[tensor_dim], lists_[tensor_dim][before].cuts,
-                                   lists_[tensor_dim][after].cuts, kept);
+const MoveTable::Pair& MoveTable::pair(int tensor_dim, int before, int after) {
+  std::vector<std::vector<int>>& rows = pair_numbers_[tensor_dim];
+  const size_t num_lists = lists_[tensor_dim].size();
+  if (static_cast<size_t>(before) >= rows.size()) rows.resize(num_lists);
+  if (static_cast<size_t>(after) >= rows[before].size()) rows[before].resize(num_lists, -1);
+  int& number = rows[before][after];
+  if (number < 0) {
+    number = static_cast<int>(pairs_.size());
+    pairs_.push_back(make_pair(tensor_dim, lists_[tensor_dim][before], lists_[tensor_dim][after]));
   }
-  return found->second;
+  return pairs_[number];
 }
 
-MeshDimSet MoveTable::spanned(int tensor_dim, int before, int after) {
-  const auto [found, is_new] = spanned_.emplace(key(tensor_dim, before, after), MeshDimSet());
-  if (is_new) {
-    found->second = spanned_dims(layout_.mesh(), layout_.shape()[tensor_dim], lists_[tensor_dim][before].cuts,
-                                 lists_[tensor_dim][after].cuts);
+MoveTable::Pair MoveTable::make_pair(int tensor_dim, const List& before, const List& after) const {
+  const Mesh& mesh = layout_.mesh();
+  const int64_t n = layout_.shape()[tensor_dim];
+  Pair pair;
+  if (before.digits && after.digits) {
+    if (const std::optional<Matching> matching = Matching::of(n, *before.digits, *after.digits)) {
+      const auto has = [](const List& list, const Digit& digit) {
+        return std::find(list.digits->begin(), list.digits->end(), digit) != list.digits->end();
+      };
+      pair.cuts_further = true;
+      for (const Digit& digit : *before.digits) {
+        if (has(after, digit)) continue;
+        pair.spanned.insert(digit.mesh_dim);
+        pair.cuts_further = false;
+      }
+      for (const Digit& digit : *after.digits) {
+        if (!has(before, digit)) pair.spanned.insert(digit.mesh_dim);
+      }
+      close(pair, *matching);
+      return pair;
+    }
   }
-  return found->second;
+  pair.spanned = spanned_dims(mesh, n, before.cuts, after.cuts);
+  pair.cuts_further =
+      (before.dims - after.dims).empty() && holds_the_same(mesh, n, before.cuts, after.cuts, before.dims);
+  return pair;
+}
+
+void MoveTable::close(Pair& pair, const Matching& matching) const {
+  pair.shared = pair.shared_by_node = matching.free();
+  for (const Matching::Common& digit : matching.digits()) {
+    const int from = digit.before.mesh_dim;
+    const int to = digit.after.mesh_dim;
+    const bool is_between_before = from >= 0 && between_.contains(from);
+    const bool is_between_after = to >= 0 && between_.contains(to);
+    if (to < 0) {
+      pair.sources *= digit.radix;
+    } else if (from >= 0 && !(digit.before == digit.after)) {
+      if (pair.num_ties == Pair::kMaxTies) return;
+      pair.ties[pair.num_ties++] = {to, digit.radix};
+      pair.differs = true;
+      if (is_between_before && is_between_after) pair.differs_between_nodes = true;
+    }
+    if (!is_between_before && !is_between_after) pair.shared_by_node *= digit.radix;
+    if (to >= 0 && !is_between_after) pair.needed_by_node *= digit.radix;
+  }
+  pair.is_closed = true;
 }
 
 const MoveTable::Shares& MoveTable::shares(int tensor_dim, int before, int after, MeshDimSet varying, uint32_t corner) {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "planner/cost.h"
+#include "planner/digits.h"
 #include "planner/plan.h"
 
 namespace shardwright {
@@ -22,8 +23,8 @@ using Cuts = std::vector<std::vector<Cut>>;
 class MoveTable {
  public:
   // States are on the mesh and of the shape and dtype of `layout`, and pending with its reductions, which are carried
-  // out in order or by whatever is native.
-  MoveTable(const Layout& layout, Backend backend, bool ordered = false);
+  // out in order or by whatever is native. Mesh dims in `between` lead to other nodes.
+  MoveTable(const Layout& layout, Backend backend, bool ordered = false, MeshDimSet between = {});
 
   struct State {
     std::vector<int> lists;  // by tensor dim
@@ -39,6 +40,9 @@ class MoveTable {
   MeshDimSet dims_of(int tensor_dim, int list) const { return lists_[tensor_dim][list].dims; }
   int64_t first_length(int tensor_dim, int list) const { return lists_[tensor_dim][list].length; }
 
+  bool has_equal_parts(int tensor_dim, int list) const { return lists_[tensor_dim][list].has_equal_parts; }
+  bool has_digits(int tensor_dim, int list) const { return lists_[tensor_dim][list].digits.has_value(); }
+
   State state(const Cuts& cuts, MeshDimSet partial_dims);
   Cuts cuts(const State& state) const;
 
@@ -52,8 +56,16 @@ class MoveTable {
   // False where `move` finds no slice; quick.
   bool may_be_slice(const State& before, const State& after) const;
   StepFigures figures(const State& before, const State& after, const Move& move);
-  // Elements that some rank holds afterwards and not before: no sequence of moves brings it fewer.
-  int64_t missing(const State& before, const State& after);
+
+  // What no sequence of moves from one state to another gets around, reductions that are due included.
+  struct Distance {
+    int64_t missing = 0;        // elements that some rank must receive
+    int64_t missing_least = 0;  // that every rank must receive
+    int64_t sources = 1;        // ranks, itself included, that some rank needs data of
+    bool beyond_node = false;   // some of them on other nodes
+    int64_t from_nodes = 0;     // elements that some rank must receive from other nodes
+  };
+  Distance distance(const State& before, const State& after);
 
  private:
   using Key = std::array<uint32_t, 5>;  // tensor dim, lists before and after, mesh dims that vary, corner
@@ -68,11 +80,43 @@ class MoveTable {
     int64_t sent = 0;
   };
 
+  // What there is to know of a pair of lists. From `is_closed` on only where digits say it.
+  struct Pair {
+    bool cuts_further = false;
+    bool is_closed = false;
+    bool differs = false;  // some rank's coordinates fix the same digit to different values
+    bool differs_between_nodes = false;
+    MeshDimSet spanned;
+    int64_t shared = 1;          // where they fix it to the same
+    int64_t sources = 1;         // parts held before that one needed afterwards meets
+    int64_t shared_by_node = 1;  // by a node's ranks together
+    int64_t needed_by_node = 1;  // times what one of them needs
+    // Digits that both fix, by different mesh dims: by which afterwards.
+    static constexpr int kMaxTies = 6;
+    struct Tie {
+      int mesh_dim;
+      int64_t radix;
+    };
+    int num_ties = 0;
+    std::array<Tie, kMaxTies> ties;
+  };
+
+  struct List {
+    std::vector<Cut> cuts;
+    MeshDimSet dims;
+    int64_t length = 0;  // of the part at position 0
+    bool has_equal_parts = false;
+    std::optional<std::vector<Digit>> digits;  // perhaps, if parts are equal
+  };
+
+  const Pair& pair(int tensor_dim, int before, int after);
+  Pair make_pair(int tensor_dim, const List& before, const List& after) const;
+  void close(Pair& pair, const Matching& matching) const;
+  StepFigures exchange_figures(const State& before, const State& after, const Move& move);
+  bool has_equal_parts(const State& state) const;
   int64_t length_at(int tensor_dim, int list, uint32_t corner);
   int64_t elements_at(const State& state, uint32_t corner);
   const Shares& shares(int tensor_dim, int before, int after, MeshDimSet varying, uint32_t corner);
-  MeshDimSet spanned(int tensor_dim, int before, int after);
-  bool is_cut_further(int tensor_dim, int before, int after);
   bool scatters(const State& before, const State& after, MeshDimSet reduced);
   // The position whose coordinate is the last one on the mesh dims of `corner`, else the first.
   int64_t position_of(uint32_t corner) const;
@@ -81,17 +125,14 @@ class MoveTable {
   Layout layout_;
   Backend backend_;
   bool ordered_;
+  MeshDimSet between_;
+  int64_t node_size_;  // ranks that differ in no mesh dim of between_
   int64_t item_;
-  struct List {
-    std::vector<Cut> cuts;
-    MeshDimSet dims;
-    int64_t length = 0;  // of the part at position 0
-  };
-  std::vector<std::vector<List>> lists_;  // by tensor dim, by number
-  std::vector<std::map<std::vector<int64_t>, int>> numbers_;
+  std::vector<std::vector<List>> lists_;                      // by tensor dim, by number
+  std::vector<std::map<std::vector<int64_t>, int>> numbers_;  // of lists without digits
+  std::vector<std::vector<std::vector<int>>> pair_numbers_;   // by tensor dim, list before, list after; -1: not yet
+  std::vector<Pair> pairs_;
   std::unordered_map<Key, Shares, KeyHash> shares_;
-  std::unordered_map<Key, MeshDimSet, KeyHash> spanned_;
-  std::unordered_map<Key, bool, KeyHash> cut_further_;
   std::unordered_map<Key, int64_t, KeyHash> lengths_;
 };
 

@@ -21,12 +21,17 @@ struct PartialWork {
 };
 
 void check_same_tensor(const Layout& src, const Layout& dst) {
-  check_user(src.mesh() == dst.mesh(), "mesh: source and destination lie on different meshes (", src.mesh().to_string(),
-             " and ", dst.mesh().to_string(), "); allowed is one mesh");
-  check_user(src.shape() == dst.shape(), "shape: source (", join(src.shape()), ") and destination (", join(dst.shape()),
-             ") differ");
-  check_user(src.dtype() == dst.dtype(), "dtype: source ", src.dtype().name(), " and destination ", dst.dtype().name(),
-             " differ; cast before or after");
+  if (!(src.mesh() == dst.mesh())) {
+    throw UserError(concat("mesh: source and destination lie on different meshes (", src.mesh().to_string(), " and ",
+                           dst.mesh().to_string(), "); allowed is one mesh"));
+  }
+  if (src.shape() != dst.shape()) {
+    throw UserError(concat("shape: source (", join(src.shape()), ") and destination (", join(dst.shape()), ") differ"));
+  }
+  if (!(src.dtype() == dst.dtype())) {
+    throw UserError(concat("dtype: source ", src.dtype().name(), " and destination ", dst.dtype().name(),
+                           " differ; cast before or after"));
+  }
 }
 
 PartialWork partial_work(const Layout& src, const Layout& dst) {

@@ -1,237 +1,90 @@
-// A* over layouts.
+// A* over layouts (states.h), each reduction that is due done or not.
 //
-// On meshes of up to three dims the states are all layouts: every order of cuts, and with every cut the split factors
-// that mesh dims gathered, or not yet cut, before it leave. On larger meshes they are the layouts that can be read off
-// the two ends: on each mesh dim a state cuts as the source does, as the goal does, as neither (another tensor dim,
-// innermost), or not at all. Either way each reduction that is due is done or not.
-//
-// search_test.cpp compares the result with a search that has no bounds. Most plans are one move, and are seen to be
+// search_test.cpp compares the result with a search that has no bounds. Many plans are one move, and are seen to be
 // cheapest before any state is made.
 #include "planner/search.h"
 
 #include <algorithm>
+#include <functional>
+#include <map>
 #include <optional>
-#include <set>
+#include <queue>
+#include <tuple>
 
 #include "layout/error.h"
 #include "planner/cost.h"
 #include "planner/move_table.h"
+#include "planner/states.h"
 
 namespace shardwright {
 namespace {
 
-constexpr int kMaxDimsWithAllStates = 3;
-// Beyond these the states would be too many: mesh dims then cut as an end does or not at all, and states stop.
-constexpr int kMaxDimsWithOtherCuts = 4;
-constexpr size_t kMaxStates = 20'000;
-// Strided cuts of more pieces are left out: they take long to reason about, and longer to pack.
-constexpr int64_t kMaxPieces = 1024;
-
-// What a state does on one mesh dim.
-struct Role {
-  enum Kind { kNone, kAsSource, kAsGoal, kOther } kind = kNone;
-  int tensor_dim = -1;  // kOther
-};
-
-class States {
- public:
-  States(const Layout& src, const Layout& goal, MoveTable& table) : src_(src), goal_(goal), table_(table) {}
-
-  // `free`: mesh dims that may cut. Cuts of all states, each once, in an order that depends on the ends alone.
-  std::vector<MoveTable::State> all(MeshDimSet free) {
-    const Mesh& mesh = src_.mesh();
-    std::vector<int> dims;
-    for (int d = 0; d < mesh.ndim(); ++d) {
-      if (free.contains(d) && mesh.dim_size(d) > 1) dims.push_back(d);
-    }
-    choose_tensor_dims();
-    if (static_cast<int>(dims.size()) <= kMaxDimsWithAllStates) {
-      for (const int t : tensor_dims_) {
-        lists_.emplace_back();
-        list_all(t, {}, dims);
-        // Of states that cost the same the first is taken: rather one that cuts the first tensor dims, into runs.
-        std::stable_sort(lists_.back().begin(), lists_.back().end(),
-                         [&](int a, int b) { return table_.dims_of(t, a).count() > table_.dims_of(t, b).count(); });
-      }
-      MoveTable::State state{std::vector<int>(src_.ndim()), {}, {}, 1};
-      for (int t = 0; t < src_.ndim(); ++t) {
-        state.lists[t] = table_.number(t, {});
-        state.elements *= table_.first_length(t, state.lists[t]);
-      }
-      combine(state, 0);
-    } else {
-      may_cut_elsewhere_ = static_cast<int>(dims.size()) <= kMaxDimsWithOtherCuts;
-      roles_.assign(mesh.ndim(), Role());
-      choose(dims, 0);
-    }
-    return std::move(found_);
-  }
-
- private:
-  // Those that an end cuts, and the largest other one: cutting further ones is cutting it by another name.
-  void choose_tensor_dims() {
-    int other = -1;
-    for (int t = 0; t < src_.ndim(); ++t) {
-      if (!src_.cuts(t).empty() || !goal_.cuts(t).empty()) {
-        tensor_dims_.push_back(t);
-      } else if (other < 0 || src_.shape()[t] > src_.shape()[other]) {
-        other = t;
-      }
-    }
-    if (other >= 0) tensor_dims_.push_back(other);
-  }
-
-  // Every list of cuts of a tensor dim that begins with `cuts`.
-  void list_all(int t, const std::vector<Cut>& cuts, const std::vector<int>& unused) {
-    const int number = table_.number(t, cuts);
-    if (std::find(lists_.back().begin(), lists_.back().end(), number) == lists_.back().end()) {
-      lists_.back().push_back(number);
-    }
-    for (const int d : unused) {
-      std::vector<int> rest;
-      for (const int other : unused) {
-        if (other != d) rest.push_back(other);
-      }
-      for (const int64_t factor : factors_behind(cuts, d)) {
-        std::vector<Cut> longer = cuts;
-        longer.push_back({d, factor});
-        list_all(t, longer, rest);
-      }
-    }
-  }
-
-  // Every way to give the chosen tensor dims, from one on, lists that share no mesh dim.
-  void combine(const MoveTable::State& state, size_t at) {
-    if (at == tensor_dims_.size()) return found_.push_back(state);
-    const int t = tensor_dims_[at];
-    for (const int list : lists_[at]) {
-      const MeshDimSet dims = table_.dims_of(t, list);
-      if (!(dims & state.cut_dims).empty()) continue;
-      MoveTable::State next = state;
-      next.elements =
-          next.elements == 0 ? 0 : next.elements / table_.first_length(t, next.lists[t]) * table_.first_length(t, list);
-      next.lists[t] = list;
-      next.cut_dims = next.cut_dims | dims;
-      combine(next, at + 1);
-    }
-  }
-
-  // Products of sizes of mesh dims that do not cut before: those that may have been gathered, or are still to come.
-  std::vector<int64_t> factors_behind(const std::vector<Cut>& list, int mesh_dim) const {
-    const Mesh& mesh = src_.mesh();
-    MeshDimSet others;
-    for (int d = 0; d < mesh.ndim(); ++d) {
-      if (d != mesh_dim && mesh.dim_size(d) > 1) others.insert(d);
-    }
-    for (const Cut& c : list) others.erase(c.mesh_dim);
-    std::vector<int64_t> factors{1};
-    for (const int d : others.to_vector()) {
-      const size_t count = factors.size();
-      for (size_t i = 0; i < count; ++i) factors.push_back(factors[i] * mesh.dim_size(d));
-    }
-    std::sort(factors.begin(), factors.end());
-    factors.erase(std::unique(factors.begin(), factors.end()), factors.end());
-    factors.erase(std::upper_bound(factors.begin(), factors.end(), kMaxPieces), factors.end());
-    return factors;
-  }
-
-  static int tensor_dim_cut(const Layout& layout, int mesh_dim) {
-    for (int t = 0; t < layout.ndim(); ++t) {
-      for (const Cut& c : layout.cuts(t)) {
-        if (c.mesh_dim == mesh_dim) return t;
-      }
-    }
-    return -1;
-  }
-
-  void choose(const std::vector<int>& dims, size_t at) {
-    if (found_.size() >= kMaxStates) return;
-    if (at == dims.size()) return add();
-    const int d = dims[at];
-    roles_[d] = {};
-    choose(dims, at + 1);
-    const int source = tensor_dim_cut(src_, d);
-    const int goal = tensor_dim_cut(goal_, d);
-    if (source >= 0) {
-      roles_[d] = {Role::kAsSource, source};
-      choose(dims, at + 1);
-    }
-    if (goal >= 0) {
-      roles_[d] = {Role::kAsGoal, goal};
-      choose(dims, at + 1);
-    }
-    for (const int t : may_cut_elsewhere_ ? tensor_dims_ : std::vector<int>()) {
-      roles_[d] = {Role::kOther, t};
-      choose(dims, at + 1);
-    }
-    roles_[d] = {};
-  }
-
-  void add() {
-    for (const bool source_first : {true, false}) {
-      if (!source_first && !mixes()) return;
-      Cuts cuts(src_.ndim());
-      for (int t = 0; t < src_.ndim(); ++t) {
-        if (source_first) append(cuts[t], src_, t, Role::kAsSource);
-        append(cuts[t], goal_, t, Role::kAsGoal);
-        if (!source_first) append(cuts[t], src_, t, Role::kAsSource);
-        for (int d = 0; d < src_.mesh().ndim(); ++d) {
-          if (roles_[d].kind == Role::kOther && roles_[d].tensor_dim == t) cuts[t].push_back({d, 1});
-        }
-      }
-      remember(cuts);
-    }
-  }
-
-  bool has(Role::Kind kind, int t) const {
-    return std::any_of(roles_.begin(), roles_.end(),
-                       [&](const Role& role) { return role.kind == kind && role.tensor_dim == t; });
-  }
-
-  // Some tensor dim is cut by mesh dims of both ends, so that it matters which come first.
-  bool mixes() const {
-    for (int t = 0; t < src_.ndim(); ++t) {
-      if (has(Role::kAsSource, t) && has(Role::kAsGoal, t)) return true;
-    }
-    return false;
-  }
-
-  // The cuts of one end that the state has, in that end's order; what is missing before them becomes a split factor.
-  void append(std::vector<Cut>& cuts, const Layout& end, int t, Role::Kind kind) const {
-    int64_t factor = 1;
-    for (const Cut& c : end.cuts(t)) {
-      const Role& role = roles_[c.mesh_dim];
-      if (role.kind == kind) {
-        cuts.push_back({c.mesh_dim, c.split_factor * factor});
-      } else {
-        factor *= end.mesh().dim_size(c.mesh_dim);
-      }
-    }
-  }
-
-  void remember(const Cuts& cuts) {
-    MoveTable::State state = table_.state(cuts, {});
-    if (seen_.insert(state.lists).second) found_.push_back(std::move(state));
-  }
-
-  const Layout& src_;
-  const Layout& goal_;
-  MoveTable& table_;
-  bool may_cut_elsewhere_ = true;
-  std::vector<int> tensor_dims_;
-  std::vector<std::vector<int>> lists_;  // numbers, by chosen tensor dim
-  std::vector<Role> roles_;
-  std::vector<MoveTable::State> found_;
-  std::set<std::vector<int>> seen_;
-};
-
 struct Node {
   MoveTable::State state;
-  std::optional<int64_t> missing;  // elements that have yet to come
+  Cost to_go;  // at least, to the goal
   std::optional<Cost> reached;
   MoveTable::Move by{};
   int from = -1;
   bool closed = false;
+};
+
+// Least time that moves of many messages take, by what they must bring together: after steps of m1, m2, ... messages a
+// rank knows of (m1 + 1)(m2 + 1)... ranks at most.
+class Latency {
+ public:
+  Latency(int64_t step_ps, const Link& inside, const Link& between, int64_t node_size)
+      : step_ps_(step_ps), inside_(inside), between_(between), node_size_(node_size) {}
+
+  // By `steps` moves or more, to know of so many ranks, of other nodes too or not.
+  int64_t least(int64_t steps, int64_t ranks, bool beyond_node) {
+    const auto [found, is_new] = known_.emplace(std::tuple{steps, ranks, beyond_node}, 0);
+    if (is_new) found->second = work_out(steps, ranks, beyond_node);
+    return found->second;
+  }
+
+ private:
+  // What comes from other nodes may come to some rank of the node first, so only the product is sure.
+  int64_t work_out(int64_t steps, int64_t ranks, bool beyond_node) const {
+    if (!beyond_node) return least_of_any(inside_, steps, ranks);
+    int64_t best = least_of_any(between_, steps, ranks);
+    for (int64_t inside = 2; inside <= std::min(node_size_, ranks); ++inside) {
+      const int64_t between =
+          least_of_any(between_, std::max<int64_t>(steps - 1, 1), std::max<int64_t>((ranks + inside - 1) / inside, 2));
+      best = std::min(best, between + least_of_any(inside_, 1, inside));
+    }
+    return best;
+  }
+
+  int64_t least_of_any(const Link& link, int64_t steps, int64_t ranks) const {
+    int64_t best = of(link, steps, ranks);
+    while (++steps * (step_ps_ + link.message_ps) < best) best = std::min(best, of(link, steps, ranks));
+    return best;
+  }
+
+  // As even as integers can be: steps of r - 1 or r messages.
+  int64_t of(const Link& link, int64_t steps, int64_t ranks) const {
+    int64_t r = steps == 1 ? ranks : 1;
+    while (!reaches(r + 1, steps, 0, ranks + 1)) ++r;
+    int64_t more = 0;
+    while (!reaches(r, steps - more, more, ranks)) ++more;
+    const int64_t messages = std::max(steps * (r - 1) + more, steps);
+    return steps * step_ps_ + saturating_product(messages, link.message_ps);
+  }
+
+  // Whether r^low * (r + 1)^high is at least `ranks`.
+  static bool reaches(int64_t r, int64_t low, int64_t high, int64_t ranks) {
+    int64_t product = 1;
+    for (int64_t i = 0; i < low + high && product < ranks; ++i) product *= i < low ? r : r + 1;
+    return product >= ranks;
+  }
+
+  static int64_t saturating_product(int64_t a, int64_t b) { return scaled(a * 1024, b); }
+
+  int64_t step_ps_;
+  Link inside_;
+  Link between_;
+  int64_t node_size_;
+  std::map<std::tuple<int64_t, int64_t, bool>, int64_t> known_;
 };
 
 class Search {
@@ -241,16 +94,17 @@ class Search {
         goal_(goal),
         options_(options),
         topology_(topology),
-        table_(src, options.backend, options.ordered),
-        pending_(src.partial_dims() & goal.partial_dims()) {
-    message_ps_ = std::min(topology.inside.message_ps, topology.between.message_ps);
-    ps_per_kib_ = std::min(topology.inside.ps_per_kib, topology.between.ps_per_kib);
-    item_ = src.dtype().size_bytes();
-    for (int d = 0; d < src.mesh().ndim(); ++d) {
-      if (topology.crosses_nodes(src.mesh(), d)) between_nodes_.insert(d);
-    }
-    nodes_.push_back({table_.state(src.cuts(), src.partial_dims()), {}, Cost(), {}, -1, false});
-    nodes_.push_back({table_.state(goal.cuts(), pending_), {}, {}, {}, -1, false});
+        between_nodes_(dims_between_nodes(src.mesh(), topology)),
+        table_(src, options.backend, options.ordered, between_nodes_),
+        pending_(src.partial_dims() & goal.partial_dims()),
+        fastest_{std::min(topology.inside.message_ps, topology.between.message_ps),
+                 std::min(topology.inside.ps_per_kib, topology.between.ps_per_kib)},
+        latency_(topology.step_ps, fastest_, topology.between,
+                 src.mesh().size() / src.mesh().group_size(between_nodes_)),
+        item_(src.dtype().size_bytes()) {
+    add_node(table_.state(src.cuts(), src.partial_dims()));
+    add_node(table_.state(goal.cuts(), pending_));
+    nodes_[kSource].reached = Cost();
   }
 
   std::vector<Step> run() {
@@ -258,14 +112,17 @@ class Search {
     if (const auto direct = table_.move(nodes_[kSource].state, nodes_[kGoal].state, options_.groups)) {
       const StepFigures worst = table_.figures(nodes_[kSource].state, nodes_[kGoal].state, *direct);
       relax(kSource, kGoal, *direct, cost(*direct, worst));
-      if (is_cheapest(*direct, worst)) return path();
+      if (is_local(direct->op) || nodes_[kGoal].reached->first <= least_to_goal(nodes_[kSource].state).first)
+        return path();
     }
     make_nodes();
     while (true) {
       const int next = cheapest_open();
-      check_user(next >= 0, "groups: no sequence of moves over the allowed sets of mesh dims leads from ",
-                 src_.placements_string(), " to ", goal_.placements_string(), " on ", src_.mesh().to_string(),
-                 "; allow more");
+      if (next < 0) {
+        throw UserError(concat("groups: no sequence of moves over the allowed sets of mesh dims leads from ",
+                               src_.placements_string(), " to ", goal_.placements_string(), " on ",
+                               src_.mesh().to_string(), "; allow more"));
+      }
       if (next == kGoal) return path();
       expand(next);
     }
@@ -275,8 +132,20 @@ class Search {
   static constexpr int kSource = 0;
   static constexpr int kGoal = 1;
 
+  static MeshDimSet dims_between_nodes(const Mesh& mesh, const Topology& topology) {
+    MeshDimSet dims;
+    for (int d = 0; d < mesh.ndim(); ++d) {
+      if (topology.crosses_nodes(mesh, d)) dims.insert(d);
+    }
+    return dims;
+  }
+
+  void add_node(MoveTable::State state) { nodes_.push_back({std::move(state), {}, {}, {}, -1, false}); }
+
   MeshDimSet due(const MoveTable::State& state) const { return state.partial_dims - pending_; }
-  int64_t goal_elements() const { return nodes_[kGoal].state.elements; }
+  bool is_for_time() const { return options_.objective == Objective::kTime; }
+  int64_t copying(int64_t elements) const { return scaled(elements * item_, topology_.memory_ps_per_kib); }
+  int64_t sending(int64_t elements, const Link& link) const { return scaled(elements * item_, link.ps_per_kib); }
 
   Link link(MeshDimSet mesh_dims) const {
     return (mesh_dims & between_nodes_).empty() ? topology_.inside : topology_.between;
@@ -284,77 +153,59 @@ class Search {
 
   Cost cost(const MoveTable::Move& move, const StepFigures& worst) const {
     const bool local = is_local(move.op);
-    const int64_t first = options_.objective == Objective::kTime
-                              ? predicted_picoseconds(local, worst, link(move.mesh_dims), topology_)
-                              : worst.received_bytes;
+    const int64_t first =
+        is_for_time() ? predicted_picoseconds(local, worst, link(move.mesh_dims), topology_) : worst.received_bytes;
     return {first, local ? 0 : 1, worst.messages, 1};
   }
 
-  // A way that communicates once receives no less than the direct move, and has as many sources at least; if that one
-  // sends no more than it receives it is not beaten. A way that communicates twice receives no less in sum.
-  bool is_cheapest(const MoveTable::Move& direct, const StepFigures& worst) const {
-    if (is_local(direct.op)) return true;
-    if (direct.op != StepOp::kExchange) return false;
-    if (options_.objective == Objective::kBytes) return true;
-    if (worst.sent_bytes > worst.received_bytes) return false;
-    const int64_t twice = 2 * (topology_.step_ps + message_ps_) + scaled(worst.received_bytes, ps_per_kib_) +
-                          scaled(worst.touched_bytes, topology_.memory_ps_per_kib);
-    return nodes_[kGoal].reached->first <= twice;
-  }
-
   // Of any one move between states that hold so much.
-  Cost least_of_move(int64_t from, int64_t to, bool may_be_local) const {
-    const int64_t copies = scaled(to * item_, topology_.memory_ps_per_kib);
-    const bool is_time = options_.objective == Objective::kTime;
-    if (may_be_local && to <= from) return {is_time ? copies : 0, 0, 0, 1};
-    const int64_t missing = std::max<int64_t>(to - from, 0);
-    const int64_t messages = from > 0 ? std::max<int64_t>((missing + from - 1) / from, 1) : 0;
-    if (!is_time) return {missing * item_, 1, messages, 1};
-    return {topology_.step_ps + messages * message_ps_ + scaled(missing * item_, ps_per_kib_) + copies, 1, messages, 1};
+  Cost least_of_move(const MoveTable::State& from, const MoveTable::State& to) const {
+    const int64_t copies = copying(to.elements);
+    if (to.elements <= from.elements && table_.may_be_slice(from, to)) return {is_for_time() ? copies : 0, 0, 0, 1};
+    const int64_t missing = std::max<int64_t>(to.elements - from.elements, 0);
+    if (!is_for_time()) return {missing * item_, 1, 0, 1};
+    return {topology_.step_ps + fastest_.message_ps + sending(missing, fastest_) + copies, 1, 0, 1};
   }
 
-  // From a state to the goal by any number of moves. What is missing must come; m messages a step make at most m + 1
-  // times as much of what is held; and due reductions take a collective.
-  Cost least_to_goal(Node& node) {
-    if (&node == &nodes_[kGoal]) return {};
-    if (!node.missing) node.missing = table_.missing(node.state, nodes_[kGoal].state);
-    const int64_t held = node.state.elements;
-    const int64_t missing = *node.missing;
-    const bool communicates = missing > 0 || !table_.may_be_slice(node.state, nodes_[kGoal].state);
-    if (options_.objective == Objective::kBytes) return {missing * item_, communicates ? 1 : 0, 0, 0};
-    const int64_t copies = scaled(goal_elements() * item_, topology_.memory_ps_per_kib);
+  // From a state to the goal by any number of moves.
+  Cost least_to_goal(const MoveTable::State& state) {
+    const MoveTable::State& goal = nodes_[kGoal].state;
+    if (state == goal) return {};
+    const MoveTable::Distance distance = table_.distance(state, goal);
+    const bool communicates = distance.missing > 0 || !table_.may_be_slice(state, goal);
+    if (!is_for_time()) return {distance.missing * item_, communicates ? 1 : 0, 0, 0};
+    const int64_t copies = copying(goal.elements);
     if (!communicates) return {copies, 0, 0, 0};
-    int64_t latency = topology_.step_ps + message_ps_;
-    if (goal_elements() > held && held > 0) {
-      const int64_t ratio = goal_elements() / held;
-      latency = topology_.step_ps + std::max<int64_t>(ratio - 1, 1) * message_ps_;
-      for (int64_t steps = 2; steps * topology_.step_ps < latency; ++steps) {
-        int64_t root = 1;
-        while (power_at_most(root + 1, steps, ratio)) ++root;
-        latency = std::min(latency, steps * (topology_.step_ps + (root - 1) * message_ps_));
-      }
-    }
-    return {saturating_sum(latency, saturating_sum(scaled(missing * item_, ps_per_kib_), copies)), 0, 0, 0};
-  }
-
-  static bool power_at_most(int64_t base, int64_t exponent, int64_t limit) {
-    int64_t power = 1;
-    for (int64_t i = 0; i < exponent; ++i) {
-      power *= base;
-      if (power > limit) return false;
-    }
-    return true;
+    // One move that communicates has all messages and bytes on the slowest link; of several, some may stay inside.
+    const Link& link = distance.beyond_node ? topology_.between : fastest_;
+    const int64_t once = topology_.step_ps +
+                         scaled(std::max<int64_t>(distance.sources - 1, 1) * 1024, link.message_ps) +
+                         sending(distance.missing, link);
+    const int64_t inside = std::max<int64_t>(distance.missing_least - distance.from_nodes, 0);
+    const int64_t sent =
+        std::max(sending(distance.missing, fastest_),
+                 saturating_sum(sending(distance.from_nodes, topology_.between), sending(inside, fastest_)));
+    const int64_t several = latency_.least(2, distance.sources, distance.beyond_node) + sent;
+    return {saturating_sum(std::min(once, several), copies), 1, 0, 0};
   }
 
   void make_nodes() {
     const MeshDimSet all_due = due(nodes_[kSource].state);
-    for (MoveTable::State& state : States(src_, goal_, table_).all(MeshDimSet::from_bits(~pending_.bits()))) {
+    std::vector<MoveTable::State> states = states_between(src_, goal_, MeshDimSet::from_bits(~pending_.bits()), table_);
+    nodes_.reserve(2 + states.size() * (all_due.empty() ? 1 : 2));
+    for (MoveTable::State& state : states) {
       for (const MeshDimSet left : subsets(all_due - state.cut_dims)) {
         state.partial_dims = left | pending_;
         if (state == nodes_[kSource].state || state == nodes_[kGoal].state) continue;
-        nodes_.push_back({state, {}, {}, {}, -1, false});
+        add_node(state);
       }
     }
+    for (Node& node : nodes_) node.to_go = least_to_goal(node.state);
+    for (int i = kGoal; i < static_cast<int>(nodes_.size()); ++i) nearest_first_.push_back(i);
+    std::stable_sort(nearest_first_.begin(), nearest_first_.end(),
+                     [&](int a, int b) { return nodes_[a].to_go < nodes_[b].to_go; });
+    open_.push({nodes_[kSource].to_go, kSource});
+    if (nodes_[kGoal].reached) open_.push({*nodes_[kGoal].reached, kGoal});
   }
 
   static std::vector<MeshDimSet> subsets(MeshDimSet set) {
@@ -370,30 +221,26 @@ class Search {
   }
 
   int cheapest_open() {
-    int best = -1;
-    std::optional<Cost> best_cost;
-    for (size_t i = 0; i < nodes_.size(); ++i) {
-      Node& node = nodes_[i];
-      if (!node.reached || node.closed) continue;
-      const Cost total = *node.reached + least_to_goal(node);
-      if (!best_cost || total < *best_cost) {
-        best = static_cast<int>(i);
-        best_cost = total;
-      }
+    while (!open_.empty()) {
+      const auto [total, node] = open_.top();
+      open_.pop();
+      if (!nodes_[node].closed && *nodes_[node].reached + nodes_[node].to_go == total) return node;
     }
-    return best;
+    return -1;
   }
 
   void expand(int from) {
     nodes_[from].closed = true;
     const MoveTable::State& state = nodes_[from].state;
-    for (int to = 1; to < static_cast<int>(nodes_.size()); ++to) {
+    const Cost so_far = *nodes_[from].reached;
+    for (const int to : nearest_first_) {
       Node& target = nodes_[to];
+      const std::optional<Cost>& best = nodes_[kGoal].reached;
+      if (best && *best <= so_far + target.to_go) break;
       if (target.closed || !could_follow(state, target.state)) continue;
-      const Cost least = *nodes_[from].reached +
-                         least_of_move(state.elements, target.state.elements, table_.may_be_slice(state, target.state));
+      const Cost least = so_far + least_of_move(state, target.state);
       if (target.reached && *target.reached <= least) continue;
-      if (nodes_[kGoal].reached && *nodes_[kGoal].reached <= least + least_to_goal(target)) continue;
+      if (best && *best <= least + target.to_go) continue;
       if (const auto move = table_.move(state, target.state, options_.groups)) {
         relax(from, to, *move, cost(*move, table_.figures(state, target.state, *move)));
       }
@@ -423,6 +270,7 @@ class Search {
     target.reached = total;
     target.by = move;
     target.from = from;
+    open_.push({total + target.to_go, to});
   }
 
   std::vector<Step> path() const {
@@ -450,13 +298,16 @@ class Search {
   const Layout& goal_;
   const PlanOptions& options_;
   const Topology& topology_;
+  MeshDimSet between_nodes_;
   MoveTable table_;
   MeshDimSet pending_;  // stays so to the end
-  MeshDimSet between_nodes_;
-  int64_t message_ps_ = 0;
-  int64_t ps_per_kib_ = 0;
-  int64_t item_ = 0;
+  Link fastest_;
+  Latency latency_;
+  int64_t item_;
   std::vector<Node> nodes_;
+  std::vector<int> nearest_first_;  // all but the source, by the least that is left to go
+  using Open = std::pair<Cost, int>;
+  std::priority_queue<Open, std::vector<Open>, std::greater<>> open_;
 };
 
 }  // namespace

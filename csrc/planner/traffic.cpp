@@ -3,13 +3,23 @@
 #include <optional>
 
 #include "layout/error.h"
+#include "planner/digits.h"
 #include "planner/exchange.h"
 #include "planner/plan.h"
 
 namespace shardwright {
 
 Traffic traffic_at(const Step& step, Backend backend, int64_t position) {
-  switch (step.op) {
+  return StepTraffic(step, backend).at(position);
+}
+
+StepTraffic::StepTraffic(const Step& step, Backend backend)
+    : step_(step), exchange_(step), is_native_(reduces_natively(step, backend)) {}
+
+Traffic StepTraffic::at(int64_t position) const {
+  const Mesh& mesh = step_.before.mesh();
+  const int64_t item = step_.before.dtype().size_bytes();
+  switch (step_.op) {
     case StepOp::kSlice:
     case StepOp::kPartition:
     case StepOp::kZeroFill:
@@ -18,16 +28,17 @@ Traffic traffic_at(const Step& step, Backend backend, int64_t position) {
     case StepOp::kAllToAll:
     case StepOp::kPermute:
     case StepOp::kExchange:
-      return exchange_traffic(step, position);
+      return exchange_.at(position);
     case StepOp::kReduceScatter:
-      return reduce_scatter_traffic(num_elements(step.before.region(position)),
-                                    num_elements(step.after.region(position)),
-                                    step.before.mesh().group_size(step.mesh_dims), step.before.dtype().size_bytes());
+      return reduce_scatter_traffic(num_elements(step_.before.region(position)),
+                                    num_elements(step_.after.region(position)), mesh.group_size(step_.mesh_dims), item);
     case StepOp::kAllReduce: {
-      const std::vector<int64_t> group = step.before.mesh().group(position, step.mesh_dims);
-      return all_reduce_traffic(num_elements(step.before.region(position)), static_cast<int64_t>(group.size()),
-                                std::find(group.begin(), group.end(), position) - group.begin(),
-                                step.before.dtype().size_bytes(), reduces_natively(step, backend));
+      const int64_t held = num_elements(step_.before.region(position));
+      const int64_t k = mesh.group_size(step_.mesh_dims);
+      if (is_native_) return all_reduce_traffic(held, k, 0, item, true);
+      const std::vector<int64_t> group = mesh.group(position, step_.mesh_dims);
+      const int64_t index = std::find(group.begin(), group.end(), position) - group.begin();
+      return all_reduce_traffic(held, k, index, item, false);
     }
   }
   throw InvariantError("unknown step op");
@@ -35,73 +46,21 @@ Traffic traffic_at(const Step& step, Backend backend, int64_t position) {
 
 namespace {
 
-// More combinations of coordinates than this are not summed over one by one.
-constexpr int64_t kMaxCombinations = int64_t{1} << 18;
-
-// Sum over all ranks of the elements that one holds in both layouts. Tensor dims that no mesh dim couples multiply, so
-// only the coordinates within each set of coupled ones are walked. Nothing where these are too many.
-std::optional<int64_t> shared_by_all(const Layout& a, const Layout& b) {
-  const Mesh& mesh = a.mesh();
-  std::vector<MeshDimSet> cutting(a.ndim());
-  for (int t = 0; t < a.ndim(); ++t) {
-    for (const Layout* layout : {&a, &b}) {
-      for (const Cut& c : layout->cuts(t)) cutting[t].insert(c.mesh_dim);
-    }
-    // Where both begin with the same cuts into equal parts, all parts share alike.
-    int64_t n = a.shape()[t];
-    for (size_t i = 0; i < std::min(a.cuts(t).size(), b.cuts(t).size()) && a.cuts(t)[i] == b.cuts(t)[i]; ++i) {
-      const int64_t k = mesh.dim_size(a.cuts(t)[i].mesh_dim);
-      if (a.cuts(t)[i].split_factor != 1 || n % k != 0) break;
-      n /= k;
-      cutting[t].erase(a.cuts(t)[i].mesh_dim);
-    }
-  }
-  int64_t total = 1;
-  MeshDimSet seen;
-  std::vector<bool> done(a.ndim(), false);
-  for (int first = 0; first < a.ndim(); ++first) {
-    if (done[first]) continue;
-    std::vector<int> coupled{first};
-    MeshDimSet dims = cutting[first];
-    done[first] = true;
-    for (bool grew = true; grew;) {
-      grew = false;
-      for (int t = 0; t < a.ndim(); ++t) {
-        if (done[t] || (cutting[t] & dims).empty()) continue;
-        coupled.push_back(t);
-        dims = dims | cutting[t];
-        done[t] = grew = true;
-      }
-    }
-    if (mesh.group_size(dims) > kMaxCombinations) return std::nullopt;
-    int64_t sum = 0;
-    for (const int64_t position : mesh.group(0, dims)) {
-      int64_t shared = 1;
-      for (const int t : coupled) {
-        const int64_t n = a.shape()[t];
-        shared *= intersection_length(part_at(mesh, n, a.cuts(t), position), part_at(mesh, n, b.cuts(t), position));
-      }
-      sum += shared;
-    }
-    total *= sum;
-    seen = seen | dims;
-  }
-  for (int d = 0; d < mesh.ndim(); ++d) {
-    if (!seen.contains(d)) total *= mesh.dim_size(d);
-  }
-  return total;
-}
-
 int64_t held_by_all(const Layout& layout) {
   return layout.num_elements() * (layout.mesh().size() / layout.mesh().group_size(layout.cut_dims()));
 }
 
-std::optional<int64_t> received_by_all(const Step& step) {
+std::optional<int64_t> received_by_all(const Step& step, Backend backend) {
   const int64_t item = step.before.dtype().size_bytes();
   const int64_t k = step.before.mesh().group_size(step.mesh_dims);
   if (step.op == StepOp::kReduceScatter) return (k - 1) * held_by_all(step.after) * item;
-  if (step.op == StepOp::kAllReduce) return std::nullopt;  // chunks are rounded rank by rank
-  const std::optional<int64_t> kept = shared_by_all(step.before, step.after);
+  if (step.op == StepOp::kAllReduce) {
+    if (!reduces_natively(step, backend)) return 2 * (k - 1) * (held_by_all(step.before) / k) * item;
+    if (!step.before.has_equal_parts()) return std::nullopt;  // rounded rank by rank
+    return all_reduce_traffic(num_elements(step.before.region(0)), k, 0, item, true).received_bytes *
+           step.before.mesh().size();
+  }
+  const std::optional<int64_t> kept = SharedElements(step.before, step.after).sum();
   if (!kept) return std::nullopt;
   return (held_by_all(step.after) - *kept) * item;
 }
@@ -113,12 +72,6 @@ void add_rank(TrafficTotals& totals, const Traffic& traffic) {
   totals.messages_max = std::max(totals.messages_max, traffic.messages);
 }
 
-TrafficTotals totals_of_seen(const Step& step, Backend backend) {
-  TrafficTotals result;
-  for (const int64_t p : seen_positions(step.before.mesh())) add_rank(result, traffic_at(step, backend, p));
-  return result;
-}
-
 }  // namespace
 
 TrafficTotals totals(const Step& step, Backend backend) {
@@ -127,11 +80,18 @@ TrafficTotals totals(const Step& step, Backend backend) {
 
 TrafficTotals totals(const Plan& plan) {
   const Mesh& mesh = plan.src.mesh();
+  const std::vector<int64_t> seen = seen_positions(mesh);
+  std::vector<StepTraffic> steps;
+  for (const Step& step : plan.steps) {
+    if (!is_local(step.op)) steps.emplace_back(step, plan.backend);
+  }
   TrafficTotals result;
-  for (const int64_t p : seen_positions(mesh)) {
+  std::vector<int64_t> received_max(steps.size(), 0);
+  for (const int64_t p : seen) {
     Traffic all;
-    for (const Step& step : plan.steps) {
-      const Traffic traffic = traffic_at(step, plan.backend, p);
+    for (size_t i = 0; i < steps.size(); ++i) {
+      const Traffic traffic = steps[i].at(p);
+      received_max[i] = std::max(received_max[i], traffic.received_bytes);
       all.received_bytes += traffic.received_bytes;
       all.sent_bytes += traffic.sent_bytes;
       all.messages += traffic.messages;
@@ -140,12 +100,10 @@ TrafficTotals totals(const Plan& plan) {
   }
   if (mesh.size() <= kMaxRanksWalked) return result;
   result.received_bytes_sum = 0;
-  for (const Step& step : plan.steps) {
-    if (is_local(step.op)) continue;
-    const std::optional<int64_t> sum = received_by_all(step);
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const std::optional<int64_t> sum = received_by_all(steps[i].step(), plan.backend);
     result.sum_is_exact = result.sum_is_exact && sum;
-    const int64_t at_most = totals_of_seen(step, plan.backend).received_bytes_max * mesh.size();
-    result.received_bytes_sum += sum ? *sum : at_most;
+    result.received_bytes_sum += sum ? *sum : received_max[i] * mesh.size();
   }
   return result;
 }
@@ -174,14 +132,16 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
   if (reduced.empty()) {
     const MeshDimSet zero_filled = src.cut_dims() & dst.partial_dims();
     if (!zero_filled.empty()) return bound;  // a rank may hold any share of the value, so nothing must travel
+    const SharedElements shared(src, dst);
+    const bool has_equal_parts = !shared.matchings().empty();
+    const int64_t first = num_elements(dst.region(0));
     for (const int64_t p : seen_positions(mesh)) {
-      const Region needed = dst.region(p);
-      const int64_t missing = num_elements(needed) - shared_elements(src.region(p), needed);
+      const int64_t missing = (has_equal_parts ? first : num_elements(dst.region(p))) - shared.at(p);
       bound.bytes_max = std::max(bound.bytes_max, missing * item);
       bound.bytes_sum += missing * item;
     }
     if (mesh.size() > kMaxRanksWalked) {
-      const std::optional<int64_t> kept = shared_by_all(src, dst);
+      const std::optional<int64_t> kept = shared.sum();
       bound.bytes_sum = kept ? (held_by_all(dst) - *kept) * item : bound.bytes_max;
     }
     return bound;

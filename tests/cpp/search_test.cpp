@@ -180,8 +180,12 @@ TEST_P(AgainstBruteForce, NoSequenceOfMovesIsFaster) {
       const size_t b = pair % ends.size();
       if (a == b || !ends[b].partial_dims().empty()) continue;
       const Plan plan = make_plan(ends[a], ends[b], {setting.backend, Objective::kTime, false, topology});
-      ASSERT_EQ(predicted_picoseconds(plan), distances[state_of[a]][state_of[b]])
-          << name << "\n"
+      const int64_t fastest = distances[state_of[a]][state_of[b]];
+      // Whether unequal parts are one move apart may depend on their names, of which brute force has one.
+      const bool may_be_faster = !ends[a].has_equal_parts() || !ends[b].has_equal_parts();
+      const bool is_as_fast = predicted_picoseconds(plan) == fastest;
+      ASSERT_TRUE(is_as_fast || (may_be_faster && predicted_picoseconds(plan) < fastest))
+          << name << ": " << predicted_picoseconds(plan) << " against " << fastest << "\n"
           << plan.to_string() << "\n"
           << brute.route(distances, state_of[a], state_of[b]);
       ++compared;
@@ -204,9 +208,13 @@ std::vector<Setting> settings() {
     all.push_back({{2, 4}, shape, Backend::kNccl, 1});
     all.push_back({{8, 4}, shape, Backend::kNccl, 1});
     all.push_back({{8, 8}, shape, Backend::kNccl, 1});
-    all.push_back({{2, 2, 2}, shape, shape[0] == 1024 ? Backend::kGloo : Backend::kNccl, 17});
+    all.push_back({{2, 2, 2}, shape, shape[0] == 1024 ? Backend::kGloo : Backend::kNccl, 1});
+    all.push_back({{4, 2, 4}, shape, Backend::kNccl, 7});
   }
-  all.push_back({{4, 2, 4}, kShapes[2], Backend::kNccl, 31});
+  all.push_back({{4, 4, 4}, kShapes[1], Backend::kNccl, 31});
+  all.push_back({{2, 3, 2}, {12, 24}, Backend::kNccl, 7});
+  all.push_back({{2, 2, 2}, {16, 8, 32}, Backend::kNccl, 301});
+  all.push_back({{2, 2, 2}, {7, 5}, Backend::kNccl, 31});
   return all;
 }
 

@@ -1,0 +1,113 @@
+// Closed forms of even cuts against a walk over the parts themselves.
+#include <gtest/gtest.h>
+
+#include "layout/error.h"
+#include "layouts.h"
+#include "planner/digits.h"
+#include "planner/exchange.h"
+#include "planner/move.h"
+
+namespace shardwright {
+namespace {
+
+struct Setting {
+  std::vector<int64_t> mesh;
+  std::vector<int64_t> shape;
+  size_t stride;
+};
+
+const std::vector<Setting> kSettings{
+    {{2, 4}, {16, 8}, 1},  {{4, 2}, {8, 24}, 1},        {{2, 2, 2}, {8, 16}, 7},
+    {{3, 2}, {12, 6}, 1},  {{6, 4}, {48, 24}, 1},       {{2, 3, 2}, {12, 24}, 11},
+    {{4, 4}, {16, 64}, 1}, {{2, 2, 2}, {8, 7, 8}, 301}, {{3, 2}, {7, 5}, 1},
+};
+
+// With strided ones: gathers leave them behind.
+std::vector<Layout> layouts_of(const Setting& setting) {
+  const MeshPtr mesh = test::mesh_of(setting.mesh);
+  std::vector<Layout> all = test::all_layouts(mesh, setting.shape, {});
+  const size_t plain = all.size();
+  for (size_t i = 0; i < plain; ++i) {
+    std::vector<std::vector<Cut>> cuts = all[i].cuts();
+    bool changed = false;
+    for (auto& list : cuts) {
+      if (list.empty()) continue;
+      for (int d = 0; d < mesh->ndim() && !changed; ++d) {
+        if (all[i].cut_dims().contains(d)) continue;
+        list.front().split_factor = mesh->dim_size(d);
+        changed = true;
+      }
+    }
+    if (changed) all.push_back(all[i].with(std::move(cuts), all[i].placements()));
+  }
+  return all;
+}
+
+TEST(Digits, SayWhatTwoLayoutsShare) {
+  int64_t closed = 0;
+  int64_t pairs = 0;
+  for (const Setting& setting : kSettings) {
+    const std::vector<Layout> layouts = layouts_of(setting);
+    for (size_t pair = 0; pair < layouts.size() * layouts.size(); pair += setting.stride) {
+      const Layout& a = layouts[pair / layouts.size()];
+      const Layout& b = layouts[pair % layouts.size()];
+      const SharedElements shared(a, b);
+      ++pairs;
+      closed += !shared.matchings().empty();
+      int64_t sum = 0;
+      for (int64_t p = 0; p < a.mesh().size(); ++p) {
+        const int64_t walked = shared_elements(a.region(p), b.region(p));
+        ASSERT_EQ(shared.at(p), walked) << a.to_string() << " and " << b.to_string() << " at " << p;
+        sum += walked;
+      }
+      ASSERT_EQ(shared.sum(), sum) << a.to_string() << " and " << b.to_string();
+    }
+  }
+  EXPECT_GT(closed, pairs / 2);
+  EXPECT_LT(closed, pairs);
+}
+
+// Every rank's traffic, message by message.
+TEST(Digits, SayWhatAnExchangeTravels) {
+  int64_t exchanges = 0;
+  for (const Setting& setting : kSettings) {
+    const std::vector<Layout> layouts = layouts_of(setting);
+    for (size_t pair = 0; pair < layouts.size() * layouts.size(); pair += 3 * setting.stride) {
+      const std::optional<Step> step = move_between(layouts[pair / layouts.size()], layouts[pair % layouts.size()]);
+      if (!step || is_local(step->op)) continue;
+      ++exchanges;
+      const ExchangeTraffic exchange(*step);
+      const int64_t item = step->before.dtype().size_bytes();
+      for (int64_t p = 0; p < step->before.mesh().size(); ++p) {
+        Traffic walked;
+        for (const int64_t peer : step->before.mesh().group(p, step->mesh_dims)) {
+          if (peer == p) continue;
+          const int64_t received = transfer_elements(*step, peer, p) * item;
+          walked.received_bytes += received;
+          walked.messages += received > 0;
+          walked.sent_bytes += transfer_elements(*step, p, peer) * item;
+        }
+        const Traffic traffic = exchange.at(p);
+        const std::string which = concat(step->before.to_string(), " -> ", step->after.placements_string(), " at ", p);
+        ASSERT_EQ(traffic.received_bytes, walked.received_bytes) << which;
+        ASSERT_EQ(traffic.sent_bytes, walked.sent_bytes) << which;
+        ASSERT_EQ(traffic.messages, walked.messages) << which;
+      }
+    }
+  }
+  EXPECT_GT(exchanges, 500);
+}
+
+TEST(Digits, AreThoseOfTheIndex) {
+  const MeshPtr mesh = test::mesh_of({4, 2});
+  const auto digits = digits_of(*mesh, 64, std::vector<Cut>{{0, 1}, {1, 1}});
+  ASSERT_TRUE(digits.has_value());
+  EXPECT_EQ((*digits)[0], (Digit{16, 4, 0}));
+  EXPECT_EQ((*digits)[1], (Digit{8, 2, 1}));
+  EXPECT_EQ(digits_of(*mesh, 64, std::vector<Cut>{{1, 4}, {0, 1}}), digits);  // the same parts by other cuts
+  EXPECT_FALSE(digits_of(*mesh, 65, std::vector<Cut>{{0, 1}}).has_value());
+  EXPECT_FALSE(digits_of(*mesh, 0, std::vector<Cut>{{0, 1}}).has_value());
+}
+
+}  // namespace
+}  // namespace shardwright
