@@ -177,7 +177,7 @@ void define_plan(py::module_& m) {
       .def_property_readonly("before", [](const StepView& s) { return s.step.before; })
       .def_property_readonly("after", [](const StepView& s) { return s.step.after; })
       .def_property_readonly("ordered", [](const StepView& s) { return s.step.ordered; })
-      .def_property_readonly("spread", [](const StepView& s) { return s.step.spread; })
+      .def_property_readonly("sharing", [](const StepView& s) { return sharing_name(s.step.sharing); })
       .def_property_readonly("wire_bytes_max", [](const StepView& s) { return s.traffic.received_bytes_max; })
       .def_property_readonly("wire_bytes_sum", [](const StepView& s) { return s.traffic.received_bytes_sum; })
       .def_property_readonly("send_bytes_max", [](const StepView& s) { return s.traffic.sent_bytes_max; })

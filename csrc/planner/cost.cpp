@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "planner/exchange.h"
 #include "planner/move_table.h"
 
 namespace shardwright {
@@ -18,11 +19,31 @@ int64_t scaled(int64_t bytes, int64_t ps_per_kib) {
 
 int64_t saturating_sum(int64_t a, int64_t b) { return std::min(a + b, kCeiling); }
 
+namespace {
+
+// Over the ranks of position 0's group.
+StepFigures figures_by_walking(const Step& exchange) {
+  StepFigures worst;
+  const ExchangeTraffic traffic(exchange);
+  const int64_t item = exchange.before.dtype().size_bytes();
+  for (const int64_t position : exchange.before.mesh().group(0, exchange.mesh_dims)) {
+    const Traffic one = traffic.at(position);
+    worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);
+    worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);
+    worst.messages = std::max(worst.messages, one.messages);
+    worst.touched_bytes = std::max(worst.touched_bytes, num_elements(exchange.after.region(position)) * item);
+  }
+  return worst;
+}
+
+}  // namespace
+
 StepFigures figures(const Step& step, Backend backend) {
+  if (step.sharing == Sharing::kBytes) return figures_by_walking(step);
   MoveTable table(step.before, backend, step.ordered);
   const MoveTable::State before = table.state(step.before.cuts(), step.before.partial_dims());
   const MoveTable::State after = table.state(step.after.cuts(), step.after.partial_dims());
-  return table.figures(before, after, {step.op, step.mesh_dims});
+  return table.figures(before, after, {step.op, step.mesh_dims, step.sharing});
 }
 
 int64_t predicted_picoseconds(bool local, const StepFigures& figures, const Link& link, const Topology& topology) {

@@ -69,7 +69,7 @@ int64_t transfer_elements(const Step& step, int64_t source, int64_t receiver) {
 
 Transfers::Transfers(const Step& step, int64_t position)
     : step_(step), group_(step.before.mesh().group(position, step.mesh_dims)) {
-  if (!step.spread) return;
+  if (step.sharing == Sharing::kNone) return;
   const Mesh& mesh = step.before.mesh();
   const MeshDimSet replica = replica_dims(step);
   replicas_ = mesh.group_size(replica);
@@ -84,22 +84,31 @@ Transfers::Transfers(const Step& step, int64_t position)
   for (size_t m = 0; m < group_.size(); ++m) {
     if (part_[m] != m) continue;
     const Region held = step.before.region(group_[m]);
-    line_[m].push_back(0);
+    line_[m].push_back({});
     for (size_t to = 0; to < group_.size(); ++to) {
       const int64_t wanted = part_[to] == m ? 0 : shared_elements(held, needed[to]);
-      line_[m].push_back(line_[m].back() + wanted);
+      const Place& last = line_[m].back();
+      line_[m].push_back({last.elements + wanted, last.receivers + (wanted > 0)});
     }
+    const Place& end = line_[m].back();
+    stretch_.elements = std::max(stretch_.elements, (end.elements + replicas_ - 1) / replicas_);
+    stretch_.receivers = std::max(stretch_.receivers, (end.receivers + replicas_ - 1) / replicas_);
   }
 }
 
 Interval Transfers::range(size_t from, size_t to) const {
-  if (!step_.spread) return {0, transfer_elements(step_, group_[from], group_[to])};
-  const std::vector<int64_t>& line = line_[part_[from]];
-  const int64_t begin = line.back() * turn_[from] / replicas_;
-  const int64_t end = line.back() * (turn_[from] + 1) / replicas_;
-  const int64_t first = std::max(begin, line[to]);
-  const int64_t last = std::min(end, line[to + 1]);
-  return first < last ? Interval{first - line[to], last - line[to]} : Interval{0, 0};
+  if (step_.sharing == Sharing::kNone) return {0, transfer_elements(step_, group_[from], group_[to])};
+  const std::vector<Place>& line = line_[part_[from]];
+  const int64_t place = line[to].elements;
+  const int64_t wanted = line[to + 1].elements - place;
+  if (wanted == 0) return {0, 0};
+  if (step_.sharing == Sharing::kMessages) {
+    return {0, line[to].receivers / stretch_.receivers == turn_[from] ? wanted : 0};
+  }
+  const int64_t begin = stretch_.elements * turn_[from];
+  const int64_t first = std::max(begin, place);
+  const int64_t last = std::min(begin + stretch_.elements, place + wanted);
+  return first < last ? Interval{first - place, last - place} : Interval{0, 0};
 }
 
 Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
@@ -107,31 +116,11 @@ Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t pos
   return meet_list(mesh, position, varying, part_at(mesh, n, {}, position), cuts, target);
 }
 
-namespace {
-
-Traffic spread_traffic(const Step& step, int64_t position) {
-  const Transfers transfers(step, position);
-  const size_t me = std::find(transfers.group().begin(), transfers.group().end(), position) - transfers.group().begin();
-  const int64_t item = step.before.dtype().size_bytes();
-  Traffic traffic;
-  for (size_t peer = 0; peer < transfers.group().size(); ++peer) {
-    if (peer == me) continue;
-    const Interval received = transfers.range(peer, me);
-    const Interval sent = transfers.range(me, peer);
-    traffic.received_bytes += (received.end - received.begin) * item;
-    traffic.sent_bytes += (sent.end - sent.begin) * item;
-    traffic.messages += received.end > received.begin;
-  }
-  return traffic;
-}
-
-}  // namespace
-
 Traffic exchange_traffic(const Step& step, int64_t position) { return ExchangeTraffic(step).at(position); }
 
 ExchangeTraffic::ExchangeTraffic(const Step& step)
     : step_(step), shared_(step.before, step.after), item_(step.before.dtype().size_bytes()) {
-  if (step.spread || shared_.matchings().empty()) return;
+  if (step.sharing != Sharing::kNone || shared_.matchings().empty()) return;
   is_closed_ = true;
   needed_ = sent_ = num_elements(step.after.region(0));
   for (const Matching& matching : shared_.matchings()) {
@@ -147,13 +136,32 @@ ExchangeTraffic::ExchangeTraffic(const Step& step)
 }
 
 Traffic ExchangeTraffic::at(int64_t position) const {
-  if (step_.spread) return spread_traffic(step_, position);
+  if (step_.sharing != Sharing::kNone) return shared_at(position);
   if (!is_closed_) return walked_at(position);
   const Mesh& mesh = step_.before.mesh();
   const int64_t own = shared_.at(position);
   bool sends = true;
   for (const Matching::Common& tie : ties_with_replicas_) sends = sends && tie.agrees_at(mesh, position);
   return {(needed_ - own) * item_, (sends ? sent_ - own : 0) * item_, sources_ - (own > 0 ? 1 : 0)};
+}
+
+Traffic ExchangeTraffic::shared_at(int64_t position) const {
+  if (!shared_traffic_.contains(position)) {
+    const Transfers transfers(step_, position);
+    const std::vector<int64_t>& group = transfers.group();
+    for (const int64_t member : group) shared_traffic_.try_emplace(member);
+    for (size_t from = 0; from < group.size(); ++from) {
+      for (size_t to = 0; to < group.size(); ++to) {
+        const Interval range = transfers.range(from, to);
+        if (from == to || range.begin == range.end) continue;
+        const int64_t bytes = (range.end - range.begin) * item_;
+        shared_traffic_[group[from]].sent_bytes += bytes;
+        shared_traffic_[group[to]].received_bytes += bytes;
+        ++shared_traffic_[group[to]].messages;
+      }
+    }
+  }
+  return shared_traffic_[position];
 }
 
 // The parts of what is needed lie with one rank for each combination of coordinates on the dims that cut `before`;

@@ -2,14 +2,16 @@
 // counts it, and the compiler, which writes it down.
 //
 // Where several ranks hold the same part (mesh dims replicated in `before`), a receiver reads from the replica that has
-// its own coordinates on those mesh dims; or, in a spread step, all of them share what is sent of the part: receivers
-// stand in line by position, each with what it needs of the part, and every replica serves an equal stretch of the
-// line. Parts held at equal coordinates on the cutting dims are the receiver's own and stay local. So every element
-// comes from exactly one place.
+// its own coordinates on those mesh dims. Or they share the sending: receivers stand in line by position, each with
+// what it needs of the part, and every replica serves a stretch of the line. All stretches of a group have one length,
+// the least that serves every line: shorter ones would split more messages and relieve no rank that matters. Parts held
+// at equal coordinates on the cutting dims are the receiver's own and stay local. So every element comes from exactly
+// one place.
 #pragma once
 
 #include <cstdint>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "planner/digits.h"
@@ -20,7 +22,7 @@ namespace shardwright {
 // Position of the rank that `receiver` reads the part of `holder` from, `holder` and `receiver` in one group.
 int64_t source_for(const Step& step, int64_t holder, int64_t receiver);
 
-// Elements that `receiver` takes from `source`, 0 where it reads from another replica. Not for spread steps.
+// Elements that `receiver` takes from `source`, 0 where it reads from another replica. Not for steps with sharing.
 int64_t transfer_elements(const Step& step, int64_t source, int64_t receiver);
 
 // Who sends what within the group of one position.
@@ -37,13 +39,18 @@ class Transfers {
  private:
   const Step& step_;
   std::vector<int64_t> group_;
-  // Of spread steps. By rank of the group: which part it holds, by the first rank that holds it, and its turn among
-  // those that do.
+  // Of steps with sharing. By rank of the group: which part it holds, by the first rank that holds it, and its turn
+  // among those that do.
   std::vector<size_t> part_;
   std::vector<int64_t> turn_;
   int64_t replicas_ = 1;
-  // By part and receiver: where the receiver's stretch of the line begins; one entry more for the end.
-  std::vector<std::vector<int64_t>> line_;
+  // By part and receiver: where in line the receiver is, in elements and in receivers; one entry more for the end.
+  struct Place {
+    int64_t elements = 0;
+    int64_t receivers = 0;
+  };
+  std::vector<std::vector<Place>> line_;
+  Place stretch_;
 };
 
 // The parts into which mesh dims cut a tensor dim of n elements, as far as they meet a target: how many, and what of
@@ -56,7 +63,7 @@ struct Meeting {
 Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
              const IntervalList& target);
 
-// What ranks receive and send in an exchange, without a walk over their group unless the step is a spread one.
+// What ranks receive and send in an exchange, without a walk over their group unless that shares its sending.
 class ExchangeTraffic {
  public:
   explicit ExchangeTraffic(const Step& step);
@@ -67,6 +74,7 @@ class ExchangeTraffic {
 
  private:
   Traffic walked_at(int64_t position) const;
+  Traffic shared_at(int64_t position) const;
 
   const Step& step_;
   SharedElements shared_;
@@ -78,6 +86,8 @@ class ExchangeTraffic {
   int64_t sources_ = 1;
   int64_t sent_ = 0;
   std::vector<Matching::Common> ties_with_replicas_;
+  // Where the sending is shared, of whole groups that were asked for.
+  mutable std::unordered_map<int64_t, Traffic> shared_traffic_;
 };
 
 Traffic exchange_traffic(const Step& step, int64_t position);

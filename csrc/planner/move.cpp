@@ -180,28 +180,28 @@ std::optional<Step> move_between(const Layout& before, const Layout& after, cons
   return Step{move->op, move->mesh_dims, before, after};
 }
 
-Step spread_if_it_helps(Step step, const std::vector<MeshDimSet>& allowed) {
+Step shared_if_it_helps(Step step, Sharing sharing, const std::vector<MeshDimSet>& allowed) {
   if (step.op != StepOp::kExchange) return step;
   const Mesh& mesh = step.before.mesh();
-  Step spread = step;
-  spread.spread = true;
-  spread.mesh_dims = step.mesh_dims | (step.before.replicated_dims() & step.after.cut_dims());
-  if (spread.mesh_dims == step.mesh_dims || mesh.group_size(spread.mesh_dims) > kMaxSpreadGroup) return step;
-  if (!allowed.empty() && std::find(allowed.begin(), allowed.end(), spread.mesh_dims) == allowed.end()) return step;
-  const ExchangeTraffic as_it_is(step);
-  const ExchangeTraffic shared(spread);
-  int64_t worst = 0;
-  int64_t worst_spread = 0;
-  const bool sees_all = mesh.size() <= kMaxSpreadGroup;
-  for (const int64_t position : sees_all ? seen_positions(mesh) : mesh.group(0, spread.mesh_dims)) {
-    worst = std::max(worst, as_it_is.at(position).sent_bytes);
-    worst_spread = std::max(worst_spread, shared.at(position).sent_bytes);
+  Step shared = step;
+  shared.sharing = sharing;
+  shared.mesh_dims = step.mesh_dims | (step.before.replicated_dims() & step.after.cut_dims());
+  if (shared.mesh_dims == step.mesh_dims || mesh.group_size(shared.mesh_dims) > kMaxSharingGroup) return step;
+  if (!allowed.empty() && std::find(allowed.begin(), allowed.end(), shared.mesh_dims) == allowed.end()) return step;
+  const ExchangeTraffic before(step);
+  const ExchangeTraffic after(shared);
+  int64_t worst_before = 0;
+  int64_t worst_after = 0;
+  const bool sees_all = mesh.size() <= kMaxSharingGroup;
+  for (const int64_t position : sees_all ? seen_positions(mesh) : mesh.group(0, shared.mesh_dims)) {
+    worst_before = std::max(worst_before, before.at(position).sent_bytes);
+    worst_after = std::max(worst_after, after.at(position).sent_bytes);
   }
-  return worst_spread < worst ? spread : step;
+  return worst_after < worst_before ? shared : step;
 }
 
 Step named_by_collective(Step step) {
-  if (step.op == StepOp::kExchange && !step.spread) step.op = data_move_op(step);
+  if (step.op == StepOp::kExchange && step.sharing == Sharing::kNone) step.op = data_move_op(step);
   return step;
 }
 

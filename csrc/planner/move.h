@@ -36,10 +36,10 @@ std::optional<Step> move_between(const Layout& before, const Layout& after,
 // An exchange by the name of the native collective that does it, where one does: all_gather, all_to_all, permute.
 Step named_by_collective(Step step);
 
-// The exchange with the sending shared among replicas, where that lessens what the worst rank sends; else as it is. The
-// group then spans the replicas too. Not for groups of more than kMaxSpreadGroup ranks, which are walked pair by pair,
-// nor where `allowed` has no such set.
-constexpr int64_t kMaxSpreadGroup = 64;
-Step spread_if_it_helps(Step step, const std::vector<MeshDimSet>& allowed);
+// The exchange with its sending shared among replicas, which the group then spans, where that lessens what the worst
+// rank sends; else as it is. Not for groups of more than kMaxSharingGroup ranks, which are walked pair by pair, nor
+// where `allowed` has no such set.
+constexpr int64_t kMaxSharingGroup = 64;
+Step shared_if_it_helps(Step step, Sharing sharing, const std::vector<MeshDimSet>& allowed);
 
 }  // namespace shardwright

@@ -133,6 +133,26 @@ std::optional<MoveTable::Move> MoveTable::move(const State& before, const State&
   return Move{StepOp::kExchange, *span};
 }
 
+std::optional<MoveTable::Move> MoveTable::sharing_messages(const State& before, const State& after,
+                                                           const Move& exchange,
+                                                           const std::vector<MeshDimSet>& allowed) {
+  if (exchange.op != StepOp::kExchange || (after.cut_dims - before.cut_dims).empty()) return std::nullopt;
+  MeshDimSet replicas;
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    const Pair& one = pair(t, before.lists[t], after.lists[t]);
+    if (!one.is_closed) return std::nullopt;
+    for (int i = 0; i < one.num_ties; ++i) {
+      if (!before.cut_dims.contains(one.ties[i].mesh_dim)) replicas.insert(one.ties[i].mesh_dim);
+    }
+  }
+  if (replicas.empty()) return std::nullopt;
+  const Mesh& mesh = layout_.mesh();
+  const MeshDimSet dims = exchange.mesh_dims | (after.cut_dims - before.cut_dims - before.partial_dims);
+  if (mesh.group_size(dims) > kMaxSharingGroup) return std::nullopt;
+  if (!allowed.empty() && std::find(allowed.begin(), allowed.end(), dims) == allowed.end()) return std::nullopt;
+  return Move{StepOp::kExchange, dims, Sharing::kMessages};
+}
+
 bool MoveTable::may_be_slice(const State& before, const State& after) const {
   if (!(before.partial_dims == after.partial_dims) || before.cut_dims == after.cut_dims) return false;
   for (int t = 0; t < layout_.ndim(); ++t) {
@@ -191,6 +211,10 @@ StepFigures MoveTable::exchange_figures(const State& before, const State& after,
         sent *= one.ties[i].radix;
       }
     }
+  }
+  if (is_closed && move.sharing == Sharing::kMessages) {
+    // Of the replicas' line every receiver is one stretch, or as many as it has sources.
+    return {after.elements * item_, after.elements * item_, sources, 0};
   }
   if (is_closed) {
     return {(after.elements - (differs ? 0 : shared)) * item_, (sent - (sender_differs ? 0 : shared)) * item_,

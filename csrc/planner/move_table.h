@@ -47,12 +47,17 @@ class MoveTable {
   Cuts cuts(const State& state) const;
 
   struct Move {
-    StepOp op;
+    StepOp op = StepOp::kSlice;
     MeshDimSet mesh_dims;
+    Sharing sharing = Sharing::kNone;  // kBytes: its figures are not known here
   };
 
   // See move_between in move.h.
   std::optional<Move> move(const State& before, const State& after, const std::vector<MeshDimSet>& allowed);
+  // The exchange with its sending shared among replicas, in whole messages, where that lessens what the worst rank
+  // sends and digits say how much.
+  std::optional<Move> sharing_messages(const State& before, const State& after, const Move& exchange,
+                                       const std::vector<MeshDimSet>& allowed);
   // False where `move` finds no slice; quick.
   bool may_be_slice(const State& before, const State& after) const;
   StepFigures figures(const State& before, const State& after, const Move& move);

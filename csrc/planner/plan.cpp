@@ -29,6 +29,18 @@ const char* step_op_name(StepOp op) {
   return "?";
 }
 
+const char* sharing_name(Sharing sharing) {
+  switch (sharing) {
+    case Sharing::kNone:
+      return "none";
+    case Sharing::kMessages:
+      return "messages";
+    case Sharing::kBytes:
+      return "bytes";
+  }
+  return "?";
+}
+
 bool is_local(StepOp op) { return op == StepOp::kSlice || op == StepOp::kPartition || op == StepOp::kZeroFill; }
 
 Backend parse_backend(const std::string& name) {
@@ -71,7 +83,7 @@ std::string Plan::to_string() const {
     text += concat("\n  ", i + 1, ". ", step_op_name(step.op), " over ", src.mesh().names_of(step.mesh_dims), ": ",
                    step.before.placements_string(), " -> ", step.after.placements_string());
     if (step.ordered) text += ", in rank order";
-    if (step.spread) text += ", replicas share the sending";
+    if (step.sharing != Sharing::kNone) text += concat(", replicas share the ", sharing_name(step.sharing));
     if (is_local(step.op)) {
       text += ", local";
       continue;

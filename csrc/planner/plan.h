@@ -36,15 +36,20 @@ enum class Backend : uint8_t { kNccl, kGloo };
 Backend parse_backend(const std::string& name);  // "nccl" or "gloo"; throws UserError
 const char* backend_name(Backend backend);
 
+// Of an exchange: how ranks of a group that hold the same share what is sent of it. kNone: each receiver reads from the
+// one with its own coordinates. kMessages: each sends an equal number of whole messages. kBytes: each sends as much, to
+// the element, which splits some messages.
+enum class Sharing : uint8_t { kNone, kMessages, kBytes };
+
+const char* sharing_name(Sharing sharing);  // "none", "messages" or "bytes"
+
 // One move: `before` to `after`, within groups of ranks that differ only in `mesh_dims`.
 struct Step {
   StepOp op;
   MeshDimSet mesh_dims;
   Layout before;
   Layout after;
-  // Of an exchange: the ranks of a group that hold the same share what is sent of it, evenly to the element. Else each
-  // receiver reads from the one with its own coordinates.
-  bool spread = false;
+  Sharing sharing = Sharing::kNone;
   // Of a reduction: contributions are exchanged and summed here in the order of positions, never by a native
   // collective.
   bool ordered = false;

@@ -110,8 +110,7 @@ class Search {
   std::vector<Step> run() {
     if (nodes_[kSource].state == nodes_[kGoal].state) return {};
     if (const auto direct = table_.move(nodes_[kSource].state, nodes_[kGoal].state, options_.groups)) {
-      const StepFigures worst = table_.figures(nodes_[kSource].state, nodes_[kGoal].state, *direct);
-      relax(kSource, kGoal, *direct, cost(*direct, worst));
+      try_move(kSource, kGoal, *direct);
       if (is_local(direct->op) || nodes_[kGoal].reached->first <= least_to_goal(nodes_[kSource].state).first)
         return path();
     }
@@ -242,7 +241,7 @@ class Search {
       if (target.reached && *target.reached <= least) continue;
       if (best && *best <= least + target.to_go) continue;
       if (const auto move = table_.move(state, target.state, options_.groups)) {
-        relax(from, to, *move, cost(*move, table_.figures(state, target.state, *move)));
+        try_move(from, to, *move);
       }
     }
   }
@@ -263,6 +262,17 @@ class Search {
     return (from.cut_dims - to.cut_dims).empty() && (added.empty() || added == reduced);
   }
 
+  // Under the other objective sharing comes last: it changes nothing that counts there.
+  void try_move(int from, int to, const MoveTable::Move& move) {
+    const MoveTable::State& before = nodes_[from].state;
+    const MoveTable::State& after = nodes_[to].state;
+    relax(from, to, move, cost(move, table_.figures(before, after, move)));
+    if (!is_for_time()) return;
+    if (const auto sharing = table_.sharing_messages(before, after, move, options_.groups)) {
+      relax(from, to, *sharing, cost(*sharing, table_.figures(before, after, *sharing)));
+    }
+  }
+
   void relax(int from, int to, const MoveTable::Move& move, const Cost& cost) {
     const Cost total = *nodes_[from].reached + cost;
     Node& target = nodes_[to];
@@ -279,8 +289,11 @@ class Search {
     for (int at = kGoal; at != kSource; at = nodes_[at].from) {
       Layout before = nodes_[at].from == kSource ? src_ : layout(nodes_[nodes_[at].from].state);
       Step step{nodes_[at].by.op, nodes_[at].by.mesh_dims, before, std::move(after)};
+      step.sharing = nodes_[at].by.sharing;
       step.ordered = options_.ordered && (step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter);
-      if (options_.objective == Objective::kBytes) step = spread_if_it_helps(std::move(step), options_.groups);
+      if (options_.objective == Objective::kBytes) {
+        step = shared_if_it_helps(std::move(step), Sharing::kBytes, options_.groups);
+      }
       steps.push_back(named_by_collective(std::move(step)));
       after = std::move(before);
     }

@@ -219,7 +219,7 @@ std::string to_bytes(const Plan& plan) {
     out.integer(step.mesh_dims.bits());
     write_layout(out, step.before);
     write_layout(out, step.after);
-    out.integer(step.spread ? 1 : 0);
+    out.integer(static_cast<int64_t>(step.sharing));
     out.integer(step.ordered ? 1 : 0);
   }
   out.integer(static_cast<int64_t>(checksum(out.bytes())));
@@ -251,10 +251,10 @@ Plan from_bytes(std::string_view bytes) {
     check_user(bits > 0 && bits < int64_t{1} << mesh->ndim(), "plan bytes: a step names mesh dims that are not there");
     Layout before = read_layout(in, mesh, shape, dtype);
     Layout after = read_layout(in, mesh, shape, dtype);
-    const bool spread = in.boolean();
+    const auto sharing = in.enumerator(Sharing::kBytes);
     const bool ordered = in.boolean();
-    plan.steps.push_back(
-        {op, MeshDimSet::from_bits(static_cast<uint32_t>(bits)), std::move(before), std::move(after), spread, ordered});
+    plan.steps.push_back({op, MeshDimSet::from_bits(static_cast<uint32_t>(bits)), std::move(before), std::move(after),
+                          sharing, ordered});
   }
   check_user(in.at_end(), "plan bytes: go on after their end");
   return plan;
@@ -264,11 +264,11 @@ std::string to_json(const Plan& plan, int64_t peak_bytes) {
   const Mesh& mesh = plan.src.mesh();
   std::vector<std::string> steps;
   for (const Step& step : plan.steps) {
-    steps.push_back(
-        concat("    {\"op\": ", quoted(step_op_name(step.op)), ", \"mesh_dims\": ", json_names(mesh, step.mesh_dims),
-               ", \"before\": ", json_placements(step.before), ", \"after\": ", json_placements(step.after),
-               ", \"spread\": ", step.spread ? "true" : "false", ", \"ordered\": ", step.ordered ? "true" : "false",
-               ", ", json_traffic(totals(step, plan.backend)), "}"));
+    steps.push_back(concat(
+        "    {\"op\": ", quoted(step_op_name(step.op)), ", \"mesh_dims\": ", json_names(mesh, step.mesh_dims),
+        ", \"before\": ", json_placements(step.before), ", \"after\": ", json_placements(step.after),
+        ", \"sharing\": ", quoted(sharing_name(step.sharing)), ", \"ordered\": ", step.ordered ? "true" : "false", ", ",
+        json_traffic(totals(step, plan.backend)), "}"));
   }
   std::vector<std::string> names;
   for (const std::string& name : mesh.dim_names()) names.push_back(quoted(name));

@@ -3,6 +3,7 @@
 
 #include "layout/error.h"
 #include "layouts.h"
+#include "planner/cost.h"
 #include "planner/digits.h"
 #include "planner/exchange.h"
 #include "planner/move.h"
@@ -96,6 +97,36 @@ TEST(Digits, SayWhatAnExchangeTravels) {
     }
   }
   EXPECT_GT(exchanges, 500);
+}
+
+// What the planner expects of an exchange whose sending replicas share, against every rank's own count.
+TEST(Digits, SayWhatASharedExchangeTravels) {
+  int64_t shared = 0;
+  for (const Setting& setting : kSettings) {
+    const std::vector<Layout> layouts = layouts_of(setting);
+    for (size_t pair = 0; pair < layouts.size() * layouts.size(); pair += setting.stride) {
+      const std::optional<Step> direct = move_between(layouts[pair / layouts.size()], layouts[pair % layouts.size()]);
+      if (!direct || is_local(direct->op) || SharedElements(direct->before, direct->after).matchings().empty())
+        continue;
+      const Step step = shared_if_it_helps(*direct, Sharing::kMessages, {});
+      if (step.sharing == Sharing::kNone) continue;
+      ++shared;
+      const ExchangeTraffic exchange(step);
+      Traffic worst;
+      for (int64_t p = 0; p < step.before.mesh().size(); ++p) {
+        const Traffic one = exchange.at(p);
+        worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);
+        worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);
+        worst.messages = std::max(worst.messages, one.messages);
+      }
+      const StepFigures figures = shardwright::figures(step, Backend::kNccl);
+      const std::string which = concat(step.before.to_string(), " -> ", step.after.placements_string());
+      ASSERT_EQ(figures.received_bytes, worst.received_bytes) << which;
+      ASSERT_EQ(figures.sent_bytes, worst.sent_bytes) << which;
+      ASSERT_EQ(figures.messages, worst.messages) << which;
+    }
+  }
+  EXPECT_GT(shared, 50);
 }
 
 TEST(Digits, AreThoseOfTheIndex) {

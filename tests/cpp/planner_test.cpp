@@ -288,7 +288,7 @@ TEST_P(FewestBytes, MeetTheBoundInAllAndBalanceWhatIsSent) {
   const MeshPtr mesh = mesh_of(GetParam().mesh);
   const std::vector<Layout> layouts = test::all_layouts(mesh, GetParam().shape, {});
   int64_t moving = 0;
-  int64_t spread = 0;
+  int64_t sharing = 0;
   for (const Layout& src : layouts) {
     for (const Layout& dst : layouts) {
       const Plan plan = make_plan(src, dst, {Backend::kNccl, Objective::kBytes});
@@ -299,15 +299,15 @@ TEST_P(FewestBytes, MeetTheBoundInAllAndBalanceWhatIsSent) {
       ASSERT_EQ(t.received_bytes_max, bound.bytes_max) << plan.to_string();
       ASSERT_LE(t.sent_bytes_max * 100, least_worst_sent(src, dst) * 105) << plan.to_string();
       moving += bound.bytes_sum > 0;
-      if (!plan.steps.empty() && plan.steps.back().spread) {
-        ++spread;
+      if (!plan.steps.empty() && plan.steps.back().sharing == Sharing::kBytes) {
+        ++sharing;
         ASSERT_NO_THROW(simulate(plan)) << plan.to_string();
         ASSERT_NO_THROW(simulate(make_plan(src, dst, {Backend::kGloo, Objective::kBytes}))) << plan.to_string();
       }
     }
   }
   std::printf("%lld pairs move data, replicas share the sending in %lld\n", static_cast<long long>(moving),
-              static_cast<long long>(spread));
+              static_cast<long long>(sharing));
 }
 
 INSTANTIATE_TEST_SUITE_P(Planner, FewestBytes,

@@ -70,15 +70,25 @@ bool has_same_regions(const Layout& a, const Layout& b) {
 struct Edge {
   std::optional<Step> step;
   StepFigures figures;
+  std::optional<std::pair<Step, StepFigures>> sharing;
 };
+
+// By all replicas that will cut, where equal parts differ between them.
+std::optional<Step> sharing_messages(const Step& step) {
+  if (!step.before.has_equal_parts() || !step.after.has_equal_parts()) return std::nullopt;
+  const Step sharing = shared_if_it_helps(step, Sharing::kMessages, {});
+  return sharing.sharing == Sharing::kNone ? std::nullopt : std::optional(sharing);
+}
 
 class BruteForce {
  public:
   BruteForce(std::vector<Layout> states, Backend backend) : states_(std::move(states)), edges_(states_.size()) {
     for (size_t a = 0; a < states_.size(); ++a) {
       for (const Layout& after : states_) {
-        Edge edge{move_between(states_[a], after), {}};
+        Edge edge{move_between(states_[a], after), {}, {}};
         if (edge.step) edge.figures = figures(*edge.step, backend);
+        const std::optional<Step> sharing = edge.step ? sharing_messages(*edge.step) : std::nullopt;
+        if (sharing) edge.sharing = {*sharing, figures(*sharing, backend)};
         edges_[a].push_back(std::move(edge));
       }
     }
@@ -112,6 +122,10 @@ class BruteForce {
         const MeshDimSet reduced = due - states_[b].partial_dims();
         if (!reduced.empty() && !(reduced == due) && !(reduced == (due & inside))) continue;
         distance[a][b] = predicted_picoseconds(*edge.step, edge.figures, topology);
+        if (edge.sharing) {
+          const auto& [step, figures] = *edge.sharing;
+          distance[a][b] = std::min(distance[a][b], predicted_picoseconds(step, figures, topology));
+        }
       }
     }
     direct_ = distance;

@@ -76,7 +76,7 @@ class Step:
         """Whether contributions are exchanged and summed in rank order, never by a native collective."""
 
     @property
-    def spread(self) -> bool:
+    def sharing(self) -> str:
         """Whether the ranks that hold the same share what is sent of it, instead of one of them sending all."""
 
     @property
