@@ -7,8 +7,11 @@
 
 #include "layout/error.h"
 #include "planner/cost.h"
+#include "planner/json.h"
 #include "planner/plan.h"
 #include "planner/serialize.h"
+#include "program/fit.h"
+#include "program/plan_cache.h"
 #include "program/program.h"
 #include "simulate/simulate.h"
 
@@ -30,42 +33,27 @@ int64_t position_of(const Layout& layout, int64_t rank) {
   return *position;
 }
 
-// A plan with what is worth computing once.
-class InspectablePlan {
- public:
-  explicit InspectablePlan(Plan plan) : plan_(std::move(plan)) {}
+// A plan as Python sees it, shared with the cache.
+struct PlanView {
+  CertifiedPlanPtr certified;
 
-  const Plan& plan() const { return plan_; }
-  const TrafficTotals& traffic() {
-    if (!traffic_) traffic_ = totals(plan_);
-    return *traffic_;
-  }
-  const Bound& bound() {
-    if (!bound_) bound_ = lower_bound(plan_.src, plan_.dst);
-    return *bound_;
-  }
-  int64_t peak_bytes() {
-    if (!peak_bytes_) {
-      peak_bytes_ = 0;
-      for (const int64_t p : seen_positions(plan_.src.mesh())) {
-        peak_bytes_ = std::max(*peak_bytes_, compile(plan_, p).peak_bytes());
-      }
-    }
-    return *peak_bytes_;
-  }
-
- private:
-  Plan plan_;
-  std::optional<TrafficTotals> traffic_;
-  std::optional<Bound> bound_;
-  std::optional<int64_t> peak_bytes_;
+  const Plan& plan() const { return certified->plan(); }
+  const Certificate& certificate() const { return certified->certificate(); }
 };
+
+PlanView view_of(Plan plan) { return {std::make_shared<const CertifiedPlan>(std::move(plan))}; }
+
+PlanCache& plan_cache() {
+  static PlanCache cache;
+  return cache;
+}
 
 // A step as Python sees it.
 struct StepView {
   Step step;
   Backend backend;
   TrafficTotals traffic;
+  int64_t predicted_ps;
 };
 
 MeshDimSet mesh_dim_set(const std::vector<int>& mesh_dims, const Mesh& mesh) {
@@ -79,8 +67,16 @@ MeshDimSet mesh_dim_set(const std::vector<int>& mesh_dims, const Mesh& mesh) {
 
 void define_mesh(py::module_& m) {
   py::class_<Mesh, std::shared_ptr<Mesh>>(m, "Mesh")
-      .def(py::init<std::vector<std::string>, std::vector<int64_t>, std::vector<int64_t>>(), py::arg("dim_names"),
-           py::arg("dim_sizes"), py::arg("ranks") = std::vector<int64_t>{})
+      .def(py::init([](std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, std::vector<int64_t> ranks,
+                       std::shared_ptr<Topology> topology) {
+             auto mesh = std::make_shared<Mesh>(std::move(dim_names), std::move(dim_sizes), std::move(ranks));
+             mesh->set_topology(std::move(topology));
+             return mesh;
+           }),
+           py::arg("dim_names"), py::arg("dim_sizes"), py::arg("ranks") = std::vector<int64_t>{},
+           py::arg("topology") = nullptr)
+      .def_property_readonly("topology",
+                             [](const Mesh& mesh) { return std::const_pointer_cast<Topology>(mesh.topology()); })
       .def_property_readonly("dim_names", &Mesh::dim_names)
       .def_property_readonly("shape", [](const Mesh& mesh) { return py::tuple(py::cast(mesh.dim_sizes())); })
       .def_property_readonly("size", &Mesh::size)
@@ -165,8 +161,21 @@ void define_layout(py::module_& m) {
           py::arg("rank"))
       .def(
           "__eq__", [](const Layout& a, const Layout& b) { return a == b; }, py::is_operator())
-      .def("__hash__", [](const Layout& layout) { return py::hash(py::str(layout.to_string())); })
+      .def("__hash__", [](const Layout& layout) { return layout.hash(); })
       .def("__repr__", [](const Layout& layout) { return concat("Layout(", layout.to_string(), ")"); });
+}
+
+PlanOptions options_of(const Layout& src, const std::string& backend, const std::string& objective,
+                       const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int>>& groups,
+                       bool ordered) {
+  PlanOptions options{parse_backend(backend), parse_objective(objective), ordered};
+  if (topology) {
+    options.topology = *topology;
+  } else if (src.mesh().topology()) {
+    options.topology = *src.mesh().topology();
+  }
+  for (const std::vector<int>& mesh_dims : groups) options.groups.push_back(mesh_dim_set(mesh_dims, src.mesh()));
+  return options;
 }
 
 void define_plan(py::module_& m) {
@@ -177,6 +186,9 @@ void define_plan(py::module_& m) {
       .def_property_readonly("before", [](const StepView& s) { return s.step.before; })
       .def_property_readonly("after", [](const StepView& s) { return s.step.after; })
       .def_property_readonly("ordered", [](const StepView& s) { return s.step.ordered; })
+      .def_property_readonly("rounds", [](const StepView& s) { return s.step.rounds; })
+      .def_property_readonly("predicted_us",
+                             [](const StepView& s) { return static_cast<double>(s.predicted_ps) / 1e6; })
       .def_property_readonly("sharing", [](const StepView& s) { return sharing_name(s.step.sharing); })
       .def_property_readonly("wire_bytes_max", [](const StepView& s) { return s.traffic.received_bytes_max; })
       .def_property_readonly("wire_bytes_sum", [](const StepView& s) { return s.traffic.received_bytes_sum; })
@@ -187,34 +199,48 @@ void define_plan(py::module_& m) {
                       s.step.before.placements_string(), " -> ", s.step.after.placements_string(), ")");
       });
 
-  py::class_<InspectablePlan>(m, "Plan")
-      .def_property_readonly("src", [](const InspectablePlan& p) { return p.plan().src; })
-      .def_property_readonly("dst", [](const InspectablePlan& p) { return p.plan().dst; })
-      .def_property_readonly("backend", [](const InspectablePlan& p) { return backend_name(p.plan().backend); })
-      .def_property_readonly("objective", [](const InspectablePlan& p) { return objective_name(p.plan().objective); })
-      .def_property_readonly("topology", [](const InspectablePlan& p) { return p.plan().topology.name; })
+  py::class_<PlanView>(m, "Plan")
+      .def_property_readonly("src", [](const PlanView& p) { return p.plan().src; })
+      .def_property_readonly("dst", [](const PlanView& p) { return p.plan().dst; })
+      .def_property_readonly("backend", [](const PlanView& p) { return backend_name(p.plan().backend); })
+      .def_property_readonly("objective", [](const PlanView& p) { return objective_name(p.plan().objective); })
+      .def_property_readonly("topology", [](const PlanView& p) { return p.plan().topology.name; })
+      .def_property_readonly("certificate",
+                             [](const PlanView& p) {
+                               py::dict figures;
+                               for (const auto& [name, value, bound] : figures_of(p.certificate())) {
+                                 figures[py::str(name)] = py::make_tuple(value, bound);
+                               }
+                               return figures;
+                             })
+      .def_property_readonly("remarks", [](const PlanView& p) { return p.certified->remarks(); })
+      .def_property_readonly("replicas_are_bitwise_equal",
+                             [](const PlanView& p) { return p.certificate().replicas_are_bitwise_equal; })
       .def_property_readonly("steps",
-                             [](const InspectablePlan& p) {
+                             [](const PlanView& p) {
                                std::vector<StepView> views;
                                for (const Step& step : p.plan().steps) {
-                                 views.push_back({step, p.plan().backend, totals(step, p.plan().backend)});
+                                 views.push_back({step, p.plan().backend, totals(step, p.plan().backend),
+                                                  predicted_picoseconds(step, p.plan().backend, p.plan().topology)});
                                }
                                return views;
                              })
-      .def_property_readonly("wire_bytes_max", [](InspectablePlan& p) { return p.traffic().received_bytes_max; })
-      .def_property_readonly("wire_bytes_sum", [](InspectablePlan& p) { return p.traffic().received_bytes_sum; })
-      .def_property_readonly("wire_bytes_sum_is_exact", [](InspectablePlan& p) { return p.traffic().sum_is_exact; })
-      .def_property_readonly("send_bytes_max", [](InspectablePlan& p) { return p.traffic().sent_bytes_max; })
-      .def_property_readonly("messages_max", [](InspectablePlan& p) { return p.traffic().messages_max; })
-      .def_property_readonly("bound_bytes_max", [](InspectablePlan& p) { return p.bound().bytes_max; })
-      .def_property_readonly("bound_bytes_sum", [](InspectablePlan& p) { return p.bound().bytes_sum; })
-      .def_property_readonly("peak_bytes", &InspectablePlan::peak_bytes)
+      .def_property_readonly("wire_bytes_max",
+                             [](const PlanView& p) { return p.certified->traffic().received_bytes_max; })
+      .def_property_readonly("wire_bytes_sum",
+                             [](const PlanView& p) { return p.certified->traffic().received_bytes_sum; })
+      .def_property_readonly("wire_bytes_sum_is_exact",
+                             [](const PlanView& p) { return p.certified->traffic().sum_is_exact; })
+      .def_property_readonly("send_bytes_max", [](const PlanView& p) { return p.certified->traffic().sent_bytes_max; })
+      .def_property_readonly("messages_max", [](const PlanView& p) { return p.certified->traffic().messages_max; })
+      .def_property_readonly("bound_bytes_max", [](const PlanView& p) { return p.certified->bound().bytes_max; })
+      .def_property_readonly("bound_bytes_sum", [](const PlanView& p) { return p.certified->bound().bytes_sum; })
+      .def_property_readonly("peak_bytes", [](const PlanView& p) { return p.certified->peak_bytes(); })
       .def_property_readonly(
-          "predicted_us",
-          [](const InspectablePlan& p) { return static_cast<double>(predicted_picoseconds(p.plan())) / 1e6; })
+          "predicted_us", [](const PlanView& p) { return static_cast<double>(predicted_picoseconds(p.plan())) / 1e6; })
       .def(
           "wire_bytes",
-          [](const InspectablePlan& p, int64_t rank) {
+          [](const PlanView& p, int64_t rank) {
             int64_t bytes = 0;
             for (const Step& step : p.plan().steps) {
               bytes += traffic_at(step, p.plan().backend, position_of(p.plan().src, rank)).received_bytes;
@@ -224,44 +250,106 @@ void define_plan(py::module_& m) {
           py::arg("rank"))
       .def(
           "rank_peak_bytes",
-          [](const InspectablePlan& p, int64_t rank) {
+          [](const PlanView& p, int64_t rank) {
             return compile(p.plan(), position_of(p.plan().src, rank)).peak_bytes();
           },
           py::arg("rank"))
       .def(
           "program",
-          [](const InspectablePlan& p, int64_t rank) {
+          [](const PlanView& p, int64_t rank) {
             return compile(p.plan(), position_of(p.plan().src, rank)).to_string();
           },
           py::arg("rank"))
       .def(
-          "simulate", [](const InspectablePlan& p) { return simulate(p.plan()).received_bytes_sum; },
+          "simulate", [](const PlanView& p) { return simulate(p.plan()).received_bytes_sum; },
           py::call_guard<py::gil_scoped_release>())
-      .def("to_bytes", [](const InspectablePlan& p) { return py::bytes(to_bytes(p.plan())); })
+      .def("to_bytes", [](const PlanView& p) { return py::bytes(to_bytes(p.plan())); })
       .def_static(
-          "from_bytes", [](const py::bytes& bytes) { return InspectablePlan(from_bytes(std::string(bytes))); },
-          py::arg("data"))
-      .def("to_json", [](InspectablePlan& p) { return to_json(p.plan(), p.peak_bytes()); })
-      .def("__str__", [](const InspectablePlan& p) { return p.plan().to_string(); })
-      .def("__repr__", [](const InspectablePlan& p) { return concat("Plan(", p.plan().to_string(), ")"); });
+          "from_bytes", [](const py::bytes& bytes) { return view_of(from_bytes(std::string(bytes))); }, py::arg("data"))
+      .def("to_json", [](const PlanView& p) { return to_json(p.plan(), p.certificate(), p.certified->remarks()); })
+      .def("__str__", [](const PlanView& p) { return p.plan().to_string(); })
+      .def("__repr__", [](const PlanView& p) { return concat("Plan(", p.plan().to_string(), ")"); });
 
   m.def(
       "make_plan",
       [](const Layout& src, const Layout& dst, const std::string& backend, const std::string& objective,
-         const std::optional<std::string>& topology, const std::vector<std::vector<int>>& groups,
-         const std::optional<std::vector<Layout>>& through, bool ordered) {
-        PlanOptions options{parse_backend(backend), parse_objective(objective), ordered};
-        if (topology) options.topology = Topology::named(*topology);
-        for (const std::vector<int>& mesh_dims : groups) options.groups.push_back(mesh_dim_set(mesh_dims, src.mesh()));
-        if (!through) return InspectablePlan(make_plan(src, dst, options));
-        std::vector<Layout> layouts{src};
-        layouts.insert(layouts.end(), through->begin(), through->end());
-        layouts.push_back(dst);
-        return InspectablePlan(plan_through(layouts, options));
+         const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int>>& groups, bool ordered,
+         const std::optional<int64_t>& memory_limit) {
+        const PlanRequest request{src, dst, options_of(src, backend, objective, topology, groups, ordered),
+                                  memory_limit};
+        const py::gil_scoped_release release;
+        return PlanView{plan_cache().get(request)};
       },
       py::arg("src"), py::arg("dst"), py::arg("backend") = "nccl", py::arg("objective") = "time",
-      py::arg("topology") = py::none(), py::arg("groups") = std::vector<std::vector<int>>{},
-      py::arg("through") = py::none(), py::arg("ordered") = false);
+      py::arg("topology") = nullptr, py::arg("groups") = std::vector<std::vector<int>>{}, py::arg("ordered") = false,
+      py::arg("memory_limit") = py::none());
+  m.def(
+      "plan_through",
+      [](const std::vector<Layout>& layouts, const std::string& backend, const std::string& objective,
+         const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int>>& groups, bool ordered) {
+        check_user(!layouts.empty(), "through: names no layouts");
+        return view_of(plan_through(layouts, options_of(layouts[0], backend, objective, topology, groups, ordered)));
+      },
+      py::arg("layouts"), py::arg("backend") = "nccl", py::arg("objective") = "time", py::arg("topology") = nullptr,
+      py::arg("groups") = std::vector<std::vector<int>>{}, py::arg("ordered") = false);
+  using StepFields = std::tuple<std::string, std::vector<int>, Layout, Layout, std::string, int64_t, bool>;
+  m.def(
+      "plan_of_steps",
+      [](const Layout& src, const Layout& dst, const std::vector<StepFields>& steps, const std::string& backend,
+         const std::string& objective, const Topology& topology, bool named_groups_only) {
+        Plan plan{src, dst, parse_backend(backend), parse_objective(objective), topology, named_groups_only, {}};
+        for (const auto& [op, mesh_dims, before, after, sharing, rounds, ordered] : steps) {
+          plan.steps.push_back({parse_step_op(op), mesh_dim_set(mesh_dims, src.mesh()), before, after,
+                                parse_sharing(sharing), rounds, ordered});
+        }
+        return view_of(from_bytes(to_bytes(plan)));  // which refuses what is no plan
+      },
+      py::arg("src"), py::arg("dst"), py::arg("steps"), py::arg("backend"), py::arg("objective"), py::arg("topology"),
+      py::arg("named_groups_only"));
+  m.def("plan_cache_counts", [] {
+    const PlanCache::Counts counts = plan_cache().counts();
+    return py::dict(py::arg("hits") = counts.hits, py::arg("misses") = counts.misses, py::arg("size") = counts.size);
+  });
+  m.def("reset_plan_cache_counts", [] { plan_cache().reset_counts(); });
+  m.def("clear_plan_cache", [] { plan_cache().clear(); });
+}
+
+void define_topology(py::module_& m) {
+  py::class_<Link>(m, "Link")
+      .def(py::init<int64_t, int64_t>(), py::arg("message_ps"), py::arg("ps_per_kib"))
+      .def_readonly("message_ps", &Link::message_ps)
+      .def_readonly("ps_per_kib", &Link::ps_per_kib)
+      .def(
+          "__eq__", [](const Link& a, const Link& b) { return a == b; }, py::is_operator())
+      .def("__repr__", [](const Link& link) {
+        return concat("Link(message_ps=", link.message_ps, ", ps_per_kib=", link.ps_per_kib, ")");
+      });
+  py::class_<Topology, std::shared_ptr<Topology>>(m, "Topology")
+      .def(py::init([](std::string name, int64_t ranks_per_node, int64_t step_ps, int64_t memory_ps_per_kib,
+                       const Link& inside, const Link& between, const std::map<std::string, Link>& mesh_dims) {
+             auto topology = std::make_shared<Topology>(
+                 Topology{std::move(name), ranks_per_node, step_ps, memory_ps_per_kib, inside, between, mesh_dims});
+             topology->check();
+             return topology;
+           }),
+           py::arg("name"), py::arg("ranks_per_node"), py::arg("step_ps"), py::arg("memory_ps_per_kib"),
+           py::arg("inside"), py::arg("between"), py::arg("mesh_dims") = std::map<std::string, Link>{})
+      .def_static(
+          "named", [](const std::string& name) { return std::make_shared<Topology>(Topology::named(name)); },
+          py::arg("name"))
+      .def_static("names", &Topology::names)
+      .def_readonly("name", &Topology::name)
+      .def_readonly("ranks_per_node", &Topology::ranks_per_node)
+      .def_readonly("step_ps", &Topology::step_ps)
+      .def_readonly("memory_ps_per_kib", &Topology::memory_ps_per_kib)
+      .def_readonly("inside", &Topology::inside)
+      .def_readonly("between", &Topology::between)
+      .def_readonly("mesh_dims", &Topology::mesh_dims)
+      .def(
+          "__eq__", [](const Topology& a, const Topology& b) { return a == b; }, py::is_operator())
+      .def("__hash__", [](const Topology& t) { return py::hash(py::str(t.name)); })
+      .def("to_json", [](const Topology& topology) { return to_json(topology); })
+      .def("__repr__", [](const Topology& topology) { return concat("Topology(", topology.name, ")"); });
 }
 
 }  // namespace
@@ -278,6 +366,7 @@ PYBIND11_MODULE(_planner, m) {
       PyErr_SetString(PyExc_RuntimeError, error.what());
     }
   });
+  shardwright::define_topology(m);
   shardwright::define_mesh(m);
   shardwright::define_layout(m);
   shardwright::define_plan(m);

@@ -244,4 +244,17 @@ bool Layout::operator==(const Layout& other) const {
   return true;
 }
 
+size_t Layout::hash() const {
+  size_t hash = static_cast<size_t>(dtype_.size_bytes()) * 64 + dtype_.name().size();
+  const auto mix = [&](int64_t value) { hash = (hash ^ static_cast<uint64_t>(value)) * 0x9E3779B97F4A7C15u; };
+  for (const int64_t size : mesh_->dim_sizes()) mix(size);
+  for (const int64_t size : shape_) mix(size);
+  for (const std::vector<Cut>& cuts : cuts_) {
+    mix(static_cast<int64_t>(cuts.size()));
+    for (const Cut& c : cuts) mix(c.split_factor * MeshDimSet::kMaxDims + c.mesh_dim);
+  }
+  mix(partial_dims_.bits());
+  return hash ^ (hash >> 32);
+}
+
 }  // namespace shardwright

@@ -77,6 +77,7 @@ class Layout {
 
   // Same elements in the same places on every rank.
   bool operator==(const Layout& other) const;
+  size_t hash() const;
 
  private:
   void derive_dim_sets();

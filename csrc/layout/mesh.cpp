@@ -105,6 +105,7 @@ std::string Mesh::names_of(MeshDimSet mesh_dims) const {
 }
 
 bool Mesh::operator==(const Mesh& other) const {
+  if (this == &other) return true;
   if (dim_names_ != other.dim_names_ || dim_sizes_ != other.dim_sizes_) return false;
   for (int64_t p = 0; p < size_ && !(ranks_.empty() && other.ranks_.empty()); ++p) {
     if (rank_at(p) != other.rank_at(p)) return false;

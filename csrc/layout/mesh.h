@@ -41,6 +41,8 @@ class MeshDimSet {
   uint32_t bits_ = 0;
 };
 
+struct Topology;
+
 class Mesh {
  public:
   // `ranks` in row-major order, one per position, distinct and not negative; empty means 0, 1, 2, ...
@@ -69,6 +71,10 @@ class Mesh {
   // order of every process group of ours.
   std::vector<int64_t> group(int64_t position, MeshDimSet mesh_dims) const;
 
+  // What joins the ranks, where it was said; equality of meshes does not ask for it.
+  void set_topology(std::shared_ptr<const Topology> topology) { topology_ = std::move(topology); }
+  const std::shared_ptr<const Topology>& topology() const { return topology_; }
+
   // "dp=2,tp=4"
   std::string to_string() const;
   // Names joined by '+' in mesh order: "dp+tp".
@@ -82,6 +88,7 @@ class Mesh {
   std::vector<int64_t> strides_;
   std::vector<int64_t> ranks_;
   std::unordered_map<int64_t, int64_t> position_of_rank_;  // filled only where ranks_ is
+  std::shared_ptr<const Topology> topology_;
   bool ranks_ascend_ = true;
   int64_t size_ = 1;
 };

@@ -1,5 +1,7 @@
 #include "layout/topology.h"
 
+#include <algorithm>
+
 #include "layout/error.h"
 
 namespace shardwright {
@@ -13,14 +15,15 @@ constexpr int64_t per_kib(int64_t gigabytes_per_second) { return 1'024'000 / gig
 // Orders of magnitude of the hardware they are named for, not measurements.
 const std::vector<Topology>& known() {
   static const std::vector<Topology> topologies{
-      {"8xNVLink", 0, 12 * kMicrosecond, per_kib(1500), {kMicrosecond, per_kib(200)}, {kMicrosecond, per_kib(200)}},
-      {"64x8", 8, 12 * kMicrosecond, per_kib(1500), {kMicrosecond, per_kib(200)}, {4 * kMicrosecond, per_kib(45)}},
+      {"8xNVLink", 0, 12 * kMicrosecond, per_kib(1500), {kMicrosecond, per_kib(200)}, {kMicrosecond, per_kib(200)}, {}},
+      {"64x8", 8, 12 * kMicrosecond, per_kib(1500), {kMicrosecond, per_kib(200)}, {4 * kMicrosecond, per_kib(45)}, {}},
       {"gloo-local",
        0,
        150 * kMicrosecond,
        per_kib(5),
        {40 * kMicrosecond, per_kib(2)},
-       {40 * kMicrosecond, per_kib(2)}},
+       {40 * kMicrosecond, per_kib(2)},
+       {}},
   };
   return topologies;
 }
@@ -55,11 +58,36 @@ bool Topology::crosses_nodes(const Mesh& mesh, int mesh_dim) const {
   return false;
 }
 
+void Topology::check() const {
+  const auto check_one = [&](const std::string& field, int64_t value) {
+    check_user(value >= 0, "topology: '", name, "' has ", field, " ", value, "; allowed is 0 or more");
+  };
+  const auto check_link = [&](const std::string& field, const Link& link) {
+    check_one(field + ".message_ps", link.message_ps);
+    check_one(field + ".ps_per_kib", link.ps_per_kib);
+  };
+  check_one("ranks_per_node", ranks_per_node);
+  check_one("step_ps", step_ps);
+  check_one("memory_ps_per_kib", memory_ps_per_kib);
+  check_link("inside", inside);
+  check_link("between", between);
+  for (const auto& [mesh_dim, link] : mesh_dims) check_link("mesh_dims." + mesh_dim, link);
+}
+
+Link slower(const Link& a, const Link& b) {
+  return {std::max(a.message_ps, b.message_ps), std::max(a.ps_per_kib, b.ps_per_kib)};
+}
+
+Link Topology::link_of(const Mesh& mesh, int mesh_dim) const {
+  const auto own = mesh_dims.find(mesh.dim_names()[mesh_dim]);
+  if (own != mesh_dims.end()) return own->second;
+  return crosses_nodes(mesh, mesh_dim) ? between : inside;
+}
+
 Link Topology::link(const Mesh& mesh, MeshDimSet mesh_dims) const {
-  for (const int d : mesh_dims.to_vector()) {
-    if (crosses_nodes(mesh, d)) return between;
-  }
-  return inside;
+  Link slowest;
+  for (const int d : mesh_dims.to_vector()) slowest = slower(slowest, link_of(mesh, d));
+  return slowest;
 }
 
 }  // namespace shardwright

@@ -2,10 +2,12 @@
 //
 // Latency and bandwidth ("alpha-beta"), in integer picoseconds, so that ties break alike on every rank. Ranks are on
 // nodes of `ranks_per_node` consecutive ranks; a group whose ranks are on one node uses the inside link, every other
-// group the link between nodes.
+// group the link between nodes. A mesh dim may have a link of its own, by name; a group over several mesh dims has the
+// worse of their latencies and bandwidths.
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -19,6 +21,9 @@ struct Link {
   bool operator==(const Link&) const = default;
 };
 
+// The worse of both figures.
+Link slower(const Link& a, const Link& b);
+
 struct Topology {
   std::string name;
   int64_t ranks_per_node = 0;  // 0: all ranks are on one node
@@ -26,6 +31,7 @@ struct Topology {
   int64_t memory_ps_per_kib = 0;
   Link inside;
   Link between;
+  std::map<std::string, Link> mesh_dims;  // by name; others: inside or between
 
   bool operator==(const Topology&) const = default;
 
@@ -34,8 +40,12 @@ struct Topology {
   static Topology named(const std::string& name);
   static std::vector<std::string> names();
 
+  // Throws UserError on negative figures.
+  void check() const;
+
   // The slowest link that some group over `mesh_dims` crosses.
   Link link(const Mesh& mesh, MeshDimSet mesh_dims) const;
+  Link link_of(const Mesh& mesh, int mesh_dim) const;
   // Whether some two ranks that differ only in this mesh dim are on different nodes.
   bool crosses_nodes(const Mesh& mesh, int mesh_dim) const;
 };

@@ -22,16 +22,16 @@ int64_t saturating_sum(int64_t a, int64_t b) { return std::min(a + b, kCeiling);
 namespace {
 
 // Over the ranks of position 0's group.
-StepFigures figures_by_walking(const Step& exchange) {
+StepFigures figures_by_walking(const Step& step, Backend backend) {
   StepFigures worst;
-  const ExchangeTraffic traffic(exchange);
-  const int64_t item = exchange.before.dtype().size_bytes();
-  for (const int64_t position : exchange.before.mesh().group(0, exchange.mesh_dims)) {
+  const StepTraffic traffic(step, backend);
+  const int64_t item = step.before.dtype().size_bytes();
+  for (const int64_t position : step.before.mesh().group(0, step.mesh_dims)) {
     const Traffic one = traffic.at(position);
     worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);
     worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);
     worst.messages = std::max(worst.messages, one.messages);
-    worst.touched_bytes = std::max(worst.touched_bytes, num_elements(exchange.after.region(position)) * item);
+    worst.touched_bytes = std::max(worst.touched_bytes, num_elements(step.after.region(position)) * item);
   }
   return worst;
 }
@@ -39,7 +39,7 @@ StepFigures figures_by_walking(const Step& exchange) {
 }  // namespace
 
 StepFigures figures(const Step& step, Backend backend) {
-  if (step.sharing == Sharing::kBytes) return figures_by_walking(step);
+  if (step.sharing == Sharing::kBytes || step.rounds > 1) return figures_by_walking(step, backend);
   MoveTable table(step.before, backend, step.ordered);
   const MoveTable::State before = table.state(step.before.cuts(), step.before.partial_dims());
   const MoveTable::State after = table.state(step.after.cuts(), step.after.partial_dims());
@@ -55,7 +55,9 @@ int64_t predicted_picoseconds(bool local, const StepFigures& figures, const Link
 }
 
 int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, const Topology& topology) {
-  return predicted_picoseconds(is_local(step.op), figures, topology.link(step.before.mesh(), step.mesh_dims), topology);
+  const Link link = topology.link(step.before.mesh(), step.mesh_dims);
+  const int64_t first = predicted_picoseconds(is_local(step.op), figures, link, topology);
+  return saturating_sum(first, scaled((step.rounds - 1) * 1024, topology.step_ps));
 }
 
 int64_t predicted_picoseconds(const Step& step, Backend backend, const Topology& topology) {

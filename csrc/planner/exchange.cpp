@@ -111,6 +111,12 @@ Interval Transfers::range(size_t from, size_t to) const {
   return first < last ? Interval{first - place, last - place} : Interval{0, 0};
 }
 
+Interval in_round(Interval range, int64_t round, int64_t rounds) {
+  const __int128 length = range.end - range.begin;
+  return {range.begin + static_cast<int64_t>(length * round / rounds),
+          range.begin + static_cast<int64_t>(length * (round + 1) / rounds)};
+}
+
 Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
              const IntervalList& target) {
   return meet_list(mesh, position, varying, part_at(mesh, n, {}, position), cuts, target);
@@ -120,7 +126,7 @@ Traffic exchange_traffic(const Step& step, int64_t position) { return ExchangeTr
 
 ExchangeTraffic::ExchangeTraffic(const Step& step)
     : step_(step), shared_(step.before, step.after), item_(step.before.dtype().size_bytes()) {
-  if (step.sharing != Sharing::kNone || shared_.matchings().empty()) return;
+  if (is_walked_pair_by_pair() || shared_.matchings().empty()) return;
   is_closed_ = true;
   needed_ = sent_ = num_elements(step.after.region(0));
   for (const Matching& matching : shared_.matchings()) {
@@ -136,7 +142,7 @@ ExchangeTraffic::ExchangeTraffic(const Step& step)
 }
 
 Traffic ExchangeTraffic::at(int64_t position) const {
-  if (step_.sharing != Sharing::kNone) return shared_at(position);
+  if (is_walked_pair_by_pair()) return pairwise_at(position);
   if (!is_closed_) return walked_at(position);
   const Mesh& mesh = step_.before.mesh();
   const int64_t own = shared_.at(position);
@@ -145,23 +151,23 @@ Traffic ExchangeTraffic::at(int64_t position) const {
   return {(needed_ - own) * item_, (sends ? sent_ - own : 0) * item_, sources_ - (own > 0 ? 1 : 0)};
 }
 
-Traffic ExchangeTraffic::shared_at(int64_t position) const {
-  if (!shared_traffic_.contains(position)) {
+Traffic ExchangeTraffic::pairwise_at(int64_t position) const {
+  if (!pairwise_.contains(position)) {
     const Transfers transfers(step_, position);
     const std::vector<int64_t>& group = transfers.group();
-    for (const int64_t member : group) shared_traffic_.try_emplace(member);
+    for (const int64_t member : group) pairwise_.try_emplace(member);
     for (size_t from = 0; from < group.size(); ++from) {
       for (size_t to = 0; to < group.size(); ++to) {
         const Interval range = transfers.range(from, to);
         if (from == to || range.begin == range.end) continue;
         const int64_t bytes = (range.end - range.begin) * item_;
-        shared_traffic_[group[from]].sent_bytes += bytes;
-        shared_traffic_[group[to]].received_bytes += bytes;
-        ++shared_traffic_[group[to]].messages;
+        pairwise_[group[from]].sent_bytes += bytes;
+        pairwise_[group[to]].received_bytes += bytes;
+        pairwise_[group[to]].messages += std::min(step_.rounds, range.end - range.begin);
       }
     }
   }
-  return shared_traffic_[position];
+  return pairwise_[position];
 }
 
 // The parts of what is needed lie with one rank for each combination of coordinates on the dims that cut `before`;

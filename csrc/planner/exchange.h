@@ -25,6 +25,9 @@ int64_t source_for(const Step& step, int64_t holder, int64_t receiver);
 // Elements that `receiver` takes from `source`, 0 where it reads from another replica. Not for steps with sharing.
 int64_t transfer_elements(const Step& step, int64_t source, int64_t receiver);
 
+// The part of a range that goes in one of several rounds.
+Interval in_round(Interval range, int64_t round, int64_t rounds);
+
 // Who sends what within the group of one position.
 class Transfers {
  public:
@@ -63,7 +66,7 @@ struct Meeting {
 Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
              const IntervalList& target);
 
-// What ranks receive and send in an exchange, without a walk over their group unless that shares its sending.
+// What ranks receive and send in an exchange, without a walk over their group unless its pairs matter.
 class ExchangeTraffic {
  public:
   explicit ExchangeTraffic(const Step& step);
@@ -74,7 +77,9 @@ class ExchangeTraffic {
 
  private:
   Traffic walked_at(int64_t position) const;
-  Traffic shared_at(int64_t position) const;
+  // Where what goes between two ranks must be known: its sending is shared, or it goes in rounds.
+  bool is_walked_pair_by_pair() const { return step_.sharing != Sharing::kNone || step_.rounds > 1; }
+  Traffic pairwise_at(int64_t position) const;
 
   const Step& step_;
   SharedElements shared_;
@@ -86,8 +91,8 @@ class ExchangeTraffic {
   int64_t sources_ = 1;
   int64_t sent_ = 0;
   std::vector<Matching::Common> ties_with_replicas_;
-  // Where the sending is shared, of whole groups that were asked for.
-  mutable std::unordered_map<int64_t, Traffic> shared_traffic_;
+  // Of whole groups, once a rank of theirs was asked for.
+  mutable std::unordered_map<int64_t, Traffic> pairwise_;
 };
 
 Traffic exchange_traffic(const Step& step, int64_t position);

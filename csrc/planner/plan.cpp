@@ -2,6 +2,7 @@
 
 #include "layout/error.h"
 #include "planner/cost.h"
+#include "planner/text.h"
 
 namespace shardwright {
 
@@ -41,6 +42,24 @@ const char* sharing_name(Sharing sharing) {
   return "?";
 }
 
+namespace {
+
+template <typename Enum>
+Enum parse_name(const std::string& argument, const std::string& name, Enum last, const char* (*name_of)(Enum)) {
+  std::vector<std::string> known;
+  for (int i = 0; i <= static_cast<int>(last); ++i) {
+    known.push_back(name_of(static_cast<Enum>(i)));
+    if (name == known.back()) return static_cast<Enum>(i);
+  }
+  throw UserError(concat(argument, ": '", name, "' is not known; allowed are ", join(known)));
+}
+
+}  // namespace
+
+StepOp parse_step_op(const std::string& name) { return parse_name("op", name, StepOp::kAllReduce, step_op_name); }
+
+Sharing parse_sharing(const std::string& name) { return parse_name("sharing", name, Sharing::kBytes, sharing_name); }
+
 bool is_local(StepOp op) { return op == StepOp::kSlice || op == StepOp::kPartition || op == StepOp::kZeroFill; }
 
 Backend parse_backend(const std::string& name) {
@@ -59,21 +78,6 @@ const char* objective_name(Objective objective) { return objective == Objective:
 
 const char* backend_name(Backend backend) { return backend == Backend::kNccl ? "nccl" : "gloo"; }
 
-namespace {
-
-std::string bytes_text(int64_t bytes) {
-  if (bytes < 10 * 1024) return concat(bytes, " B");
-  if (bytes < 10 * 1024 * 1024) return concat(bytes / 1024, " KiB");
-  return concat(bytes / 1024 / 1024, " MiB");
-}
-
-std::string microseconds_text(int64_t picoseconds) {
-  if (picoseconds < 10'000'000) return concat(static_cast<double>(picoseconds / 100'000) / 10, " us");
-  return concat(picoseconds / 1'000'000, " us");
-}
-
-}  // namespace
-
 std::string Plan::to_string() const {
   std::string text = concat(src.to_string(), " -> ", dst.placements_string(), ", ", backend_name(backend), ", least ",
                             objective_name(objective), " on ", topology.name);
@@ -83,7 +87,8 @@ std::string Plan::to_string() const {
     text += concat("\n  ", i + 1, ". ", step_op_name(step.op), " over ", src.mesh().names_of(step.mesh_dims), ": ",
                    step.before.placements_string(), " -> ", step.after.placements_string());
     if (step.ordered) text += ", in rank order";
-    if (step.sharing != Sharing::kNone) text += concat(", replicas share the ", sharing_name(step.sharing));
+    if (step.sharing != Sharing::kNone) text += ", replicas share the sending";
+    if (step.rounds > 1) text += concat(", in ", step.rounds, " rounds");
     if (is_local(step.op)) {
       text += ", local";
       continue;

@@ -27,6 +27,7 @@ enum class StepOp : uint8_t {
 };
 
 const char* step_op_name(StepOp op);
+StepOp parse_step_op(const std::string& name);  // throws UserError
 bool is_local(StepOp op);
 
 // How the moves are lowered. kNccl uses the native reduce-scatter, all-reduce and all-gather where they fit. Gloo's own
@@ -41,7 +42,10 @@ const char* backend_name(Backend backend);
 // the element, which splits some messages.
 enum class Sharing : uint8_t { kNone, kMessages, kBytes };
 
-const char* sharing_name(Sharing sharing);  // "none", "messages" or "bytes"
+constexpr int64_t kMaxRounds = int64_t{1} << 20;
+
+const char* sharing_name(Sharing sharing);       // "none", "messages" or "bytes"
+Sharing parse_sharing(const std::string& name);  // throws UserError
 
 // One move: `before` to `after`, within groups of ranks that differ only in `mesh_dims`.
 struct Step {
@@ -50,6 +54,9 @@ struct Step {
   Layout before;
   Layout after;
   Sharing sharing = Sharing::kNone;
+  // Of an exchange or reduce_scatter: it is carried out in so many goes, each with its share of every message, so that
+  // staging is as many times smaller. Each counts as a step.
+  int64_t rounds = 1;
   // Of a reduction: contributions are exchanged and summed here in the order of positions, never by a native
   // collective.
   bool ordered = false;
@@ -67,9 +74,14 @@ struct PlanOptions {
   Objective objective = Objective::kTime;
   // Results that do not depend on plan, topology and algorithm: one reduction over all that is due, in rank order.
   bool ordered = false;
-  std::optional<Topology> topology = std::nullopt;  // default: "64x8" for kNccl, "gloo-local" for kGloo
+  // Default: the mesh's own, else "64x8" for kNccl and "gloo-local" for kGloo.
+  std::optional<Topology> topology = std::nullopt;
   // The sets of mesh dims that moves may span; empty: any.
   std::vector<MeshDimSet> groups = {};
+  // Elements that a rank may hold in between; 0: any number.
+  int64_t max_held = 0;
+
+  bool operator==(const PlanOptions& other) const = default;
 };
 
 struct Plan {
@@ -111,6 +123,7 @@ struct TrafficTotals {
   int64_t received_bytes_sum = 0;
   int64_t sent_bytes_max = 0;
   int64_t messages_max = 0;
+  int64_t steps = 0;  // those that communicate, rounds counted
   bool sum_is_exact = true;
 };
 
@@ -131,5 +144,8 @@ struct Bound {
 };
 
 Bound lower_bound(const Layout& src, const Layout& dst);
+
+// Picoseconds that no plan for the same layouts is predicted to go below, by this plan's topology.
+int64_t least_picoseconds(const Plan& plan);
 
 }  // namespace shardwright

@@ -65,15 +65,25 @@ Layout without_partials(const Layout& layout, MeshDimSet dims, Cuts cuts) {
   return layout.with(std::move(cuts), partials);
 }
 
-}  // namespace
-
-namespace {
+// The goal of the data move: dst, before anything becomes partial. A dim that will be zero-filled stays cut, innermost,
+// so that the fill is local.
+Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
+  Cuts goal_cuts = dst.cuts();
+  for (int t = 0; t < src.ndim(); ++t) {
+    for (const Cut& c : src.cuts(t)) {
+      if (work.zero_filled.contains(c.mesh_dim)) goal_cuts[t].push_back({c.mesh_dim, 1});
+    }
+  }
+  return without_partials(dst, work.partitioned | work.zero_filled, std::move(goal_cuts));
+}
 
 Plan empty_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
   check_same_tensor(src, dst);
   const char* by_default = options.backend == Backend::kNccl ? "64x8" : "gloo-local";
-  const Topology topology = options.topology ? *options.topology : Topology::named(by_default);
-  return {src, dst, options.backend, options.objective, topology, !options.groups.empty(), {}};
+  const Topology* of_mesh = src.mesh().topology().get();
+  Topology topology = options.topology ? *options.topology : of_mesh ? *of_mesh : Topology::named(by_default);
+  topology.check();
+  return {src, dst, options.backend, options.objective, std::move(topology), !options.groups.empty(), {}};
 }
 
 }  // namespace
@@ -98,16 +108,7 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
   const PartialWork work = partial_work(src, dst);
   if (src == dst) return plan;
 
-  // The goal of the data move: dst, before anything becomes partial. A dim that will be zero-filled stays cut,
-  // innermost, so that the fill is local.
-  Cuts goal_cuts = dst.cuts();
-  for (int t = 0; t < src.ndim(); ++t) {
-    for (const Cut& c : src.cuts(t)) {
-      if (work.zero_filled.contains(c.mesh_dim)) goal_cuts[t].push_back({c.mesh_dim, 1});
-    }
-  }
-  const Layout goal = without_partials(dst, work.partitioned | work.zero_filled, std::move(goal_cuts));
-
+  const Layout goal = goal_of(src, dst, work);
   plan.steps = cheapest_moves(src, goal, options, plan.topology);
   if (!work.zero_filled.empty()) {
     const Layout filled = without_partials(dst, work.partitioned, dst.cuts());
@@ -124,6 +125,11 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
     plan.steps.push_back({StepOp::kPartition, scaled, before, dst});
   }
   return plan;
+}
+
+int64_t least_picoseconds(const Plan& plan) {
+  const Layout goal = goal_of(plan.src, plan.dst, partial_work(plan.src, plan.dst));
+  return least_picoseconds(plan.src, goal, {plan.backend, Objective::kTime, false, plan.topology}, plan.topology);
 }
 
 }  // namespace shardwright

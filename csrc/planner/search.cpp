@@ -97,15 +97,18 @@ class Search {
         between_nodes_(dims_between_nodes(src.mesh(), topology)),
         table_(src, options.backend, options.ordered, between_nodes_),
         pending_(src.partial_dims() & goal.partial_dims()),
-        fastest_{std::min(topology.inside.message_ps, topology.between.message_ps),
-                 std::min(topology.inside.ps_per_kib, topology.between.ps_per_kib)},
-        latency_(topology.step_ps, fastest_, topology.between,
+        links_(links_of(src.mesh(), topology)),
+        fastest_(fastest_of(MeshDimSet::from_bits(~0u))),
+        fastest_between_(fastest_of(between_nodes_)),
+        latency_(topology.step_ps, fastest_, fastest_between_,
                  src.mesh().size() / src.mesh().group_size(between_nodes_)),
         item_(src.dtype().size_bytes()) {
     add_node(table_.state(src.cuts(), src.partial_dims()));
     add_node(table_.state(goal.cuts(), pending_));
     nodes_[kSource].reached = Cost();
   }
+
+  int64_t least() { return least_to_goal(nodes_[kSource].state).first; }
 
   std::vector<Step> run() {
     if (nodes_[kSource].state == nodes_[kGoal].state) return {};
@@ -139,6 +142,24 @@ class Search {
     return dims;
   }
 
+  static std::vector<Link> links_of(const Mesh& mesh, const Topology& topology) {
+    std::vector<Link> links;
+    for (int d = 0; d < mesh.ndim(); ++d) links.push_back(topology.link_of(mesh, d));
+    return links;
+  }
+
+  // The better of the latencies and bandwidths of these mesh dims; no move over some of them has better ones.
+  Link fastest_of(MeshDimSet mesh_dims) const {
+    std::optional<Link> fastest;
+    for (size_t d = 0; d < links_.size(); ++d) {
+      if (!mesh_dims.contains(static_cast<int>(d))) continue;
+      if (!fastest) fastest = links_[d];
+      fastest->message_ps = std::min(fastest->message_ps, links_[d].message_ps);
+      fastest->ps_per_kib = std::min(fastest->ps_per_kib, links_[d].ps_per_kib);
+    }
+    return fastest.value_or(Link());
+  }
+
   void add_node(MoveTable::State state) { nodes_.push_back({std::move(state), {}, {}, {}, -1, false}); }
 
   MeshDimSet due(const MoveTable::State& state) const { return state.partial_dims - pending_; }
@@ -147,7 +168,11 @@ class Search {
   int64_t sending(int64_t elements, const Link& link) const { return scaled(elements * item_, link.ps_per_kib); }
 
   Link link(MeshDimSet mesh_dims) const {
-    return (mesh_dims & between_nodes_).empty() ? topology_.inside : topology_.between;
+    Link slowest;
+    for (size_t d = 0; d < links_.size(); ++d) {
+      if (mesh_dims.contains(static_cast<int>(d))) slowest = slower(slowest, links_[d]);
+    }
+    return slowest;
   }
 
   Cost cost(const MoveTable::Move& move, const StepFigures& worst) const {
@@ -176,14 +201,14 @@ class Search {
     const int64_t copies = copying(goal.elements);
     if (!communicates) return {copies, 0, 0, 0};
     // One move that communicates has all messages and bytes on the slowest link; of several, some may stay inside.
-    const Link& link = distance.beyond_node ? topology_.between : fastest_;
+    const Link& link = distance.beyond_node ? fastest_between_ : fastest_;
     const int64_t once = topology_.step_ps +
                          scaled(std::max<int64_t>(distance.sources - 1, 1) * 1024, link.message_ps) +
                          sending(distance.missing, link);
     const int64_t inside = std::max<int64_t>(distance.missing_least - distance.from_nodes, 0);
     const int64_t sent =
         std::max(sending(distance.missing, fastest_),
-                 saturating_sum(sending(distance.from_nodes, topology_.between), sending(inside, fastest_)));
+                 saturating_sum(sending(distance.from_nodes, fastest_between_), sending(inside, fastest_)));
     const int64_t several = latency_.least(2, distance.sources, distance.beyond_node) + sent;
     return {saturating_sum(std::min(once, several), copies), 1, 0, 0};
   }
@@ -196,6 +221,7 @@ class Search {
       for (const MeshDimSet left : subsets(all_due - state.cut_dims)) {
         state.partial_dims = left | pending_;
         if (state == nodes_[kSource].state || state == nodes_[kGoal].state) continue;
+        if (options_.max_held > 0 && state.elements > options_.max_held) continue;
         add_node(state);
       }
     }
@@ -313,8 +339,10 @@ class Search {
   const Topology& topology_;
   MeshDimSet between_nodes_;
   MoveTable table_;
-  MeshDimSet pending_;  // stays so to the end
+  MeshDimSet pending_;       // stays so to the end
+  std::vector<Link> links_;  // by mesh dim
   Link fastest_;
+  Link fastest_between_;
   Latency latency_;
   int64_t item_;
   std::vector<Node> nodes_;
@@ -333,6 +361,10 @@ Cost Cost::operator+(const Cost& other) const {
 std::vector<Step> cheapest_moves(const Layout& src, const Layout& goal, const PlanOptions& options,
                                  const Topology& topology) {
   return Search(src, goal, options, topology).run();
+}
+
+int64_t least_picoseconds(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology) {
+  return Search(src, goal, options, topology).least();
 }
 
 }  // namespace shardwright

@@ -25,4 +25,7 @@ struct Cost {
 std::vector<Step> cheapest_moves(const Layout& src, const Layout& goal, const PlanOptions& options,
                                  const Topology& topology);
 
+// Picoseconds that no sequence of moves is predicted to go below.
+int64_t least_picoseconds(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology);
+
 }  // namespace shardwright

@@ -4,12 +4,11 @@
 #include <memory>
 
 #include "layout/error.h"
-#include "planner/cost.h"
 
 namespace shardwright {
 namespace {
 
-constexpr std::string_view kMagic = "shardwright plan 2\n";
+constexpr std::string_view kMagic = "shardwright plan 3\n";
 constexpr uint64_t kMaxListLength = uint64_t{1} << 32;
 
 uint64_t checksum(std::string_view bytes) {  // FNV-1a
@@ -157,6 +156,12 @@ void write_topology(Writer& out, const Topology& topology) {
         topology.inside.ps_per_kib, topology.between.message_ps, topology.between.ps_per_kib}) {
     out.integer(value);
   }
+  out.integer(static_cast<int64_t>(topology.mesh_dims.size()));
+  for (const auto& [mesh_dim, link] : topology.mesh_dims) {
+    out.text(mesh_dim);
+    out.integer(link.message_ps);
+    out.integer(link.ps_per_kib);
+  }
 }
 
 Topology read_topology(Reader& in) {
@@ -166,37 +171,15 @@ Topology read_topology(Reader& in) {
        {&topology.ranks_per_node, &topology.step_ps, &topology.memory_ps_per_kib, &topology.inside.message_ps,
         &topology.inside.ps_per_kib, &topology.between.message_ps, &topology.between.ps_per_kib}) {
     *value = in.integer();
-    check_user(*value >= 0, "plan bytes: the topology holds the negative number ", *value);
   }
+  const size_t num_mesh_dims = in.count(24);
+  for (size_t i = 0; i < num_mesh_dims; ++i) {
+    Link& link = topology.mesh_dims[in.text()];
+    link.message_ps = in.integer();
+    link.ps_per_kib = in.integer();
+  }
+  topology.check();
   return topology;
-}
-
-std::string quoted(const std::string& text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') out.push_back('\\');
-    if (static_cast<unsigned char>(c) < 0x20) {
-      char escaped[8];
-      std::snprintf(escaped, sizeof(escaped), "\\u%04x", c);
-      out += escaped;
-    } else {
-      out.push_back(c);
-    }
-  }
-  return out + "\"";
-}
-
-std::string json_placements(const Layout& layout) { return quoted(layout.placements_string()); }
-
-std::string json_names(const Mesh& mesh, MeshDimSet mesh_dims) {
-  std::vector<std::string> names;
-  for (const int d : mesh_dims.to_vector()) names.push_back(quoted(mesh.dim_names()[d]));
-  return concat("[", join(names), "]");
-}
-
-std::string json_traffic(const TrafficTotals& t) {
-  return concat("\"wire_bytes_max\": ", t.received_bytes_max, ", \"wire_bytes_sum\": ", t.received_bytes_sum,
-                ", \"send_bytes_max\": ", t.sent_bytes_max, ", \"messages_max\": ", t.messages_max);
 }
 
 }  // namespace
@@ -221,6 +204,7 @@ std::string to_bytes(const Plan& plan) {
     write_layout(out, step.after);
     out.integer(static_cast<int64_t>(step.sharing));
     out.integer(step.ordered ? 1 : 0);
+    out.integer(step.rounds);
   }
   out.integer(static_cast<int64_t>(checksum(out.bytes())));
   return out.take();
@@ -253,36 +237,13 @@ Plan from_bytes(std::string_view bytes) {
     Layout after = read_layout(in, mesh, shape, dtype);
     const auto sharing = in.enumerator(Sharing::kBytes);
     const bool ordered = in.boolean();
+    const int64_t rounds = in.integer();
+    check_user(rounds >= 1 && rounds <= kMaxRounds, "plan bytes: ", rounds, " rounds; allowed are 1 to ", kMaxRounds);
     plan.steps.push_back({op, MeshDimSet::from_bits(static_cast<uint32_t>(bits)), std::move(before), std::move(after),
-                          sharing, ordered});
+                          sharing, rounds, ordered});
   }
   check_user(in.at_end(), "plan bytes: go on after their end");
   return plan;
-}
-
-std::string to_json(const Plan& plan, int64_t peak_bytes) {
-  const Mesh& mesh = plan.src.mesh();
-  std::vector<std::string> steps;
-  for (const Step& step : plan.steps) {
-    steps.push_back(concat(
-        "    {\"op\": ", quoted(step_op_name(step.op)), ", \"mesh_dims\": ", json_names(mesh, step.mesh_dims),
-        ", \"before\": ", json_placements(step.before), ", \"after\": ", json_placements(step.after),
-        ", \"sharing\": ", quoted(sharing_name(step.sharing)), ", \"ordered\": ", step.ordered ? "true" : "false", ", ",
-        json_traffic(totals(step, plan.backend)), "}"));
-  }
-  std::vector<std::string> names;
-  for (const std::string& name : mesh.dim_names()) names.push_back(quoted(name));
-  const Bound bound = lower_bound(plan.src, plan.dst);
-  return concat("{\n  \"version\": 2,\n  \"backend\": ", quoted(backend_name(plan.backend)),
-                ",\n  \"objective\": ", quoted(objective_name(plan.objective)),
-                ",\n  \"topology\": ", quoted(plan.topology.name), ",\n  \"mesh\": {\"names\": [", join(names),
-                "], \"sizes\": [", join(mesh.dim_sizes()), "]},\n  \"shape\": [", join(plan.src.shape()),
-                "],\n  \"dtype\": ", quoted(plan.src.dtype().name()), ",\n  \"source\": ", json_placements(plan.src),
-                ",\n  \"destination\": ", json_placements(plan.dst), ",\n  \"steps\": [", steps.empty() ? "" : "\n",
-                join(steps, ",\n"), steps.empty() ? "" : "\n  ", "],\n  ", json_traffic(totals(plan)),
-                ",\n  \"bound_bytes_max\": ", bound.bytes_max, ",\n  \"bound_bytes_sum\": ", bound.bytes_sum,
-                ",\n  \"peak_bytes\": ", peak_bytes,
-                ",\n  \"predicted_us\": ", static_cast<double>(predicted_picoseconds(plan)) / 1e6, "\n}");
 }
 
 }  // namespace shardwright

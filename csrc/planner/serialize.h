@@ -1,4 +1,4 @@
-// Plans as bytes, to go from one binary or process to another, and as JSON, for people and tools.
+// Plans as bytes, to go from one binary or process to another.
 #pragma once
 
 #include <string>
@@ -13,9 +13,5 @@ std::string to_bytes(const Plan& plan);
 
 // Throws UserError on bytes that are cut short, changed, of another version, or describe no plan.
 Plan from_bytes(std::string_view bytes);
-
-// {"version": 2, "backend", "objective", "topology", "mesh": {...}, "shape", "dtype", "source", "destination", "steps":
-// [...], totals}
-std::string to_json(const Plan& plan, int64_t peak_bytes);
 
 }  // namespace shardwright

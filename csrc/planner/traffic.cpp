@@ -29,9 +29,13 @@ Traffic StepTraffic::at(int64_t position) const {
     case StepOp::kPermute:
     case StepOp::kExchange:
       return exchange_.at(position);
-    case StepOp::kReduceScatter:
-      return reduce_scatter_traffic(num_elements(step_.before.region(position)),
-                                    num_elements(step_.after.region(position)), mesh.group_size(step_.mesh_dims), item);
+    case StepOp::kReduceScatter: {
+      const int64_t kept = num_elements(step_.after.region(position));
+      Traffic traffic = reduce_scatter_traffic(num_elements(step_.before.region(position)), kept,
+                                               mesh.group_size(step_.mesh_dims), item);
+      traffic.messages *= std::min(step_.rounds, std::max<int64_t>(kept, 1));
+      return traffic;
+    }
     case StepOp::kAllReduce: {
       const int64_t held = num_elements(step_.before.region(position));
       const int64_t k = mesh.group_size(step_.mesh_dims);
@@ -86,6 +90,7 @@ TrafficTotals totals(const Plan& plan) {
     if (!is_local(step.op)) steps.emplace_back(step, plan.backend);
   }
   TrafficTotals result;
+  for (const StepTraffic& one : steps) result.steps += one.step().rounds;
   std::vector<int64_t> received_max(steps.size(), 0);
   for (const int64_t p : seen) {
     Traffic all;

@@ -116,7 +116,7 @@ class Compiler {
     const Positions group = plan_.src.mesh().group(position_, step.mesh_dims);
     const auto k = static_cast<int64_t>(group.size());
     const bool is_gather = step.op == StepOp::kAllGather;
-    if (plan_.backend == Backend::kNccl && gathers_evenly(step, group)) {
+    if (plan_.backend == Backend::kNccl && step.rounds == 1 && gathers_evenly(step, group)) {
       native_all_gather(step, current, next);
     } else if (is_gather) {
       gathers_by_copies(step, k) ? all_to_all(step, group, current, next) : messages(step, group, current, next);
@@ -204,12 +204,14 @@ class Compiler {
   }
 
   // With the ranks at `partners`, some or all of the group of the step, by ascending rank.
-  Exchange exchange_parts(const Step& step, const Positions& partners) const {
+  // What stays on the rank goes in the first round.
+  Exchange exchange_parts(const Step& step, const Positions& partners, int64_t round) const {
     const Region held = step.before.region(position_);
     const Region needed = step.after.region(position_);
     const size_t k = partners.size();
+    const Intersection own(held, needed);
     Exchange parts{std::vector<std::optional<Parcel>>(k), std::vector<std::optional<Parcel>>(k),
-                   Parcel(Intersection(held, needed))};
+                   Parcel(own, 0, round == 0 ? own.count() : 0)};
     const Transfers transfers(step, position_);
     const Positions& group = transfers.group();
     const auto index_of = [&](int64_t position) {
@@ -219,11 +221,11 @@ class Compiler {
     for (size_t m = 0; m < k; ++m) {
       if (partners[m] == position_) continue;
       const size_t peer = k == group.size() ? m : index_of(partners[m]);
-      const Interval sent = transfers.range(me, peer);
+      const Interval sent = in_round(transfers.range(me, peer), round, step.rounds);
       if (sent.begin < sent.end) {
         parts.sends[m] = Parcel(Intersection(held, step.after.region(partners[m])), sent.begin, sent.end);
       }
-      const Interval received = transfers.range(peer, me);
+      const Interval received = in_round(transfers.range(peer, me), round, step.rounds);
       if (received.begin < received.end) {
         parts.receives[m] = Parcel(Intersection(step.before.region(partners[m]), needed), received.begin, received.end);
       }
@@ -243,7 +245,7 @@ class Compiler {
   void native_all_gather(const Step& step, int current, int next) {
     const int g = group_index(step.mesh_dims);
     const Group& group = program_.groups[g];
-    const Exchange parts = exchange_parts(step, group.positions);
+    const Exchange parts = exchange_parts(step, group.positions, 0);
     const int64_t n = count_of(current);
     const auto k = static_cast<int64_t>(group.positions.size());
     bool in_place = true;
@@ -269,7 +271,11 @@ class Compiler {
   // Parts may stay where they are if they lie one behind the other in the group's order; else they are packed. The own
   // part goes along where that saves packing the others.
   void all_to_all(const Step& step, const Positions& positions, int current, int next) {
-    const Exchange parts = exchange_parts(step, positions);
+    for (int64_t round = 0; round < step.rounds; ++round) all_to_all(step, positions, current, next, round);
+  }
+
+  void all_to_all(const Step& step, const Positions& positions, int current, int next, int64_t round) {
+    const Exchange parts = exchange_parts(step, positions, round);
     const size_t k = positions.size();
     const int g = group_of_positions(step.mesh_dims, positions);
     const Group& group = program_.groups[g];
@@ -289,7 +295,7 @@ class Compiler {
     const int64_t from_with_own = first_of_run(sends, &Parcel::run_in_a);
     const int64_t to_with_own = first_of_run(receives, &Parcel::run_in_b);
     const int64_t packed_with = (from_with_own < 0 ? to_send + own : 0) + (to_with_own < 0 ? to_receive + own : 0);
-    const bool carries_own = packed_with < packed_without;
+    const bool carries_own = step.rounds == 1 && packed_with < packed_without;
     if (carries_own) {
       from = from_with_own;
       to = to_with_own;
@@ -341,7 +347,11 @@ class Compiler {
   }
 
   void messages(const Step& step, const Positions& positions, int current, int next) {
-    const Exchange parts = exchange_parts(step, positions);
+    for (int64_t round = 0; round < step.rounds; ++round) messages(step, positions, current, next, round);
+  }
+
+  void messages(const Step& step, const Positions& positions, int current, int next, int64_t round) {
+    const Exchange parts = exchange_parts(step, positions, round);
     SendReceive move{group_of_positions(step.mesh_dims, positions), {}, {}};
     std::vector<Box> pack;
     std::vector<Box> unpack;
@@ -382,41 +392,53 @@ class Compiler {
     const Reduction reduction = reduction_of(step);
     current = raised(current, reduction.power);
     const int g = group_index(step.mesh_dims);
+    if (count_of(current) == 0) return;
+    for (int64_t round = 0; round < step.rounds; ++round) reduce_scatter(step, reduction, g, current, next, round);
+    finish(whole(next), reduction);
+  }
+
+  void reduce_scatter(const Step& step, const Reduction& reduction, int g, int current, int next, int64_t round) {
     const Group& group = program_.groups[g];
     const auto k = static_cast<int64_t>(group.positions.size());
     const Region held = step.before.region(position_);
     std::vector<Parcel> parts;
     std::vector<const Parcel*> pointers;
-    for (const int64_t member : group.positions) parts.emplace_back(Intersection(held, step.after.region(member)));
+    for (const int64_t member : group.positions) {
+      const Intersection part(held, step.after.region(member));
+      const Interval range = in_round({0, part.count()}, round, step.rounds);
+      parts.emplace_back(part, range.begin, range.end);
+    }
     bool is_even = true;
     for (const Parcel& part : parts) {
       pointers.push_back(&part);
       is_even = is_even && part.count() == parts[0].count();
     }
     // All members hold the same region, so all answer these alike.
-    const int64_t own = count_of(next);
-    if (count_of(current) == 0) return;
-    int packed = current;
-    if (first_of_run(pointers, &Parcel::run_in_a) != 0) {
-      packed = new_buffer(count_of(current));
+    const Interval mine = in_round({0, count_of(next)}, round, step.rounds);
+    const int64_t own = mine.end - mine.begin;
+    const int64_t first = first_of_run(pointers, &Parcel::run_in_a);
+    BufferRange packed{current, first, total_count(pointers)};
+    if (packed.count == 0) return;
+    if (first < 0) {
+      packed = whole(new_buffer(packed.count));
       std::vector<Box> boxes;
       int64_t offset = 0;
       for (const Parcel& part : parts) {
         append(boxes, part.a_to_packed(0, offset));
         offset += part.count();
       }
-      copy(current, packed, std::move(boxes));
+      copy(current, packed.buffer, std::move(boxes));
     }
+    const BufferRange result{next, mine.begin, own};
     if (is_even && reduces_natively(step, plan_.backend)) {
-      wait(emit(ReduceScatter{g, reduction.op, whole(packed), whole(next)}));
+      wait(emit(ReduceScatter{g, reduction.op, packed, result}));
     } else {
-      AllToAll move{g, whole(packed), whole(new_buffer(own * k)), {}, std::vector<int64_t>(k, own)};
+      AllToAll move{g, packed, whole(new_buffer(own * k)), {}, std::vector<int64_t>(k, own)};
       for (const Parcel& part : parts) move.send_counts.push_back(part.count());
       const int staging = move.dst.buffer;
       wait(emit(std::move(move)));
-      if (own > 0) emit(Reduce{reduction.op, rows_of(staging, own, g), whole(next)});
+      if (own > 0) emit(Reduce{reduction.op, rows_of(staging, own, g), result});
     }
-    finish(whole(next), reduction);
   }
 
   void all_reduce(const Step& step, int current, int next) {

@@ -117,15 +117,21 @@ Program::Lifetimes Program::lifetimes() const {
 }
 
 int64_t Program::peak_bytes() const {
+  const std::vector<int64_t> peaks = peak_bytes_by_step();
+  return peaks.empty() ? 0 : *std::max_element(peaks.begin(), peaks.end());
+}
+
+std::vector<int64_t> Program::peak_bytes_by_step() const {
   const Lifetimes life = lifetimes();
+  std::vector<int64_t> peaks(step_texts.size(), 0);
   int64_t live = 0;
-  int64_t peak = 0;
   for (size_t i = 0; i < instructions.size(); ++i) {
-    for (const int b : life.begins[i]) live += buffer_counts[b];
+    for (const int b : life.begins[i]) live += buffer_counts[b] * dtype.size_bytes();
+    int64_t& peak = peaks[instructions[i].step];
     peak = std::max(peak, live);
-    for (const int b : life.ends[i]) live -= buffer_counts[b];
+    for (const int b : life.ends[i]) live -= buffer_counts[b] * dtype.size_bytes();
   }
-  return peak * dtype.size_bytes();
+  return peaks;
 }
 
 std::string Program::to_string() const {

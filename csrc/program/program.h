@@ -149,6 +149,8 @@ struct Program {
 
   // The most bytes allocated at once: the result and temporaries, not the input, which belongs to the caller.
   int64_t peak_bytes() const;
+  // The same while each step runs.
+  std::vector<int64_t> peak_bytes_by_step() const;
 
   std::string to_string() const;
 };

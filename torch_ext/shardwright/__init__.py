@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from .layout import Layout, Mesh
 from .planning import Plan, Step, pin, plan, unpin
+from .reading import plan_from_json
+from .topology import Link, Topology, load_topology
 
 if TYPE_CHECKING:
     from ._runtime import release_staging
@@ -25,14 +27,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Layout",
+    "Link",
     "Mesh",
     "Plan",
     "Step",
+    "Topology",
     "disable",
     "enable",
     "enabled",
+    "load_topology",
     "pin",
     "plan",
+    "plan_from_json",
     "prepare",
     "redistribute",
     "redistribute_local",

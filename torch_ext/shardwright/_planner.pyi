@@ -2,10 +2,74 @@
 
 from collections.abc import Mapping, Sequence
 
+class Link:
+    """What it costs to reach another rank."""
+
+    def __init__(self, message_ps: int, ps_per_kib: int) -> None: ...
+    @property
+    def message_ps(self) -> int:
+        """Picoseconds for each message received."""
+
+    @property
+    def ps_per_kib(self) -> int:
+        """Picoseconds per KiB, of the larger of bytes sent and received by a rank."""
+
+class Topology:
+    """What joins the ranks of a mesh, in integer picoseconds, so that every rank computes the same plan.
+
+    Ranks are on nodes of `ranks_per_node` consecutive ranks (0: on one node). Groups on one node go by `inside`, others
+    by `between`; `mesh_dims` gives single mesh dims, by name, links of their own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks_per_node: int,
+        step_ps: int,
+        memory_ps_per_kib: int,
+        inside: Link,
+        between: Link,
+        mesh_dims: Mapping[str, Link] = ...,
+    ) -> None: ...
+    @staticmethod
+    def named(name: str) -> Topology:
+        """Raises ValueError naming the known ones."""
+
+    @staticmethod
+    def names() -> list[str]: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def ranks_per_node(self) -> int: ...
+    @property
+    def step_ps(self) -> int:
+        """Fixed cost of a collective."""
+
+    @property
+    def memory_ps_per_kib(self) -> int:
+        """Of local copies."""
+
+    @property
+    def inside(self) -> Link: ...
+    @property
+    def between(self) -> Link: ...
+    @property
+    def mesh_dims(self) -> dict[str, Link]: ...
+    def to_json(self) -> str:
+        """What `load_topology` reads."""
+
 class Mesh:
     """A grid of ranks with named dims."""
 
-    def __init__(self, dim_names: Sequence[str], dim_sizes: Sequence[int], ranks: Sequence[int] = ...) -> None: ...
+    def __init__(
+        self,
+        dim_names: Sequence[str],
+        dim_sizes: Sequence[int],
+        ranks: Sequence[int] = ...,
+        topology: Topology | None = ...,
+    ) -> None: ...
+    @property
+    def topology(self) -> Topology | None: ...
     @property
     def dim_names(self) -> list[str]: ...
     @property
@@ -77,8 +141,15 @@ class Step:
 
     @property
     def sharing(self) -> str:
-        """Whether the ranks that hold the same share what is sent of it, instead of one of them sending all."""
+        """How ranks that hold the same share what is sent of it: ``"none"``, each receiver reads from one of them;
+        ``"messages"``, whole messages; ``"bytes"``, to the element, which splits some messages."""
 
+    @property
+    def rounds(self) -> int:
+        """In how many goes the move is carried out, to need less staging; each counts as a step."""
+
+    @property
+    def predicted_us(self) -> float: ...
     @property
     def before(self) -> Layout: ...
     @property
@@ -148,6 +219,20 @@ class Plan:
     def predicted_us(self) -> float:
         """Time by the plan's topology, in microseconds."""
 
+    @property
+    def certificate(self) -> dict[str, tuple[int, int]]:
+        """Figures, each beside what no plan can go below: ``wire_bytes_max`` and ``wire_bytes_sum`` received,
+        ``send_bytes_max``, ``messages_max``, ``steps`` that communicate, ``peak_bytes``, ``predicted_ps``."""
+
+    @property
+    def remarks(self) -> list[str]:
+        """A sentence for each bound that the plan does not meet, and for what it cannot promise."""
+
+    @property
+    def replicas_are_bitwise_equal(self) -> bool:
+        """Whether ranks that end with the same part hold the same bits of what was reduced, whatever the library that
+        reduces."""
+
     def wire_bytes(self, rank: int) -> int:
         """Bytes that one rank receives."""
 
@@ -173,8 +258,28 @@ def make_plan(
     dst: Layout,
     backend: str = ...,
     objective: str = ...,
-    topology: str | None = ...,
+    topology: Topology | None = ...,
     groups: Sequence[Sequence[int]] = ...,
-    through: Sequence[Layout] | None = ...,
+    ordered: bool = ...,
+    memory_limit: int | None = ...,
+) -> Plan: ...
+def plan_through(
+    layouts: Sequence[Layout],
+    backend: str = ...,
+    objective: str = ...,
+    topology: Topology | None = ...,
+    groups: Sequence[Sequence[int]] = ...,
     ordered: bool = ...,
 ) -> Plan: ...
+def plan_of_steps(
+    src: Layout,
+    dst: Layout,
+    steps: Sequence[tuple[str, Sequence[int], Layout, Layout, str, int, bool]],
+    backend: str,
+    objective: str,
+    topology: Topology,
+    named_groups_only: bool,
+) -> Plan: ...
+def plan_cache_counts() -> dict[str, int]: ...
+def reset_plan_cache_counts() -> None: ...
+def clear_plan_cache() -> None: ...

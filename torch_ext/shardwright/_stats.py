@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from . import _runtime
+from . import _planner, _runtime
 
 _log = logging.getLogger("shardwright")
 
@@ -20,15 +20,20 @@ def stats() -> dict[str, Any]:
     Returns:
         ``calls``: redistributes that shardwright ran. ``fallbacks``: those it handed to PyTorch, and
         ``fallback_reasons``: how many for which reason. ``plans``: plans made. ``cache_hits``: calls that found
-        theirs. ``bytes``: received by this rank from others. ``staging_bytes``: memory of temporaries that is kept
+        theirs. ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: of the plans that `plan` keeps.
+        ``bytes``: received by this rank from others. ``staging_bytes``: memory of temporaries that is kept
         for the next run, on CPU; `release_staging` gives it back.
     """
+    planned = _planner.plan_cache_counts()
     return {
         "calls": _counts["calls"],
         "fallbacks": sum(_reasons.values()),
         "fallback_reasons": dict(_reasons),
         "plans": _counts["plans"],
         "cache_hits": _counts["cache_hits"],
+        "plan_cache_hits": planned["hits"],
+        "plan_cache_misses": planned["misses"],
+        "plan_cache_size": planned["size"],
         "bytes": _runtime.counters()["received_bytes"],
         "staging_bytes": _runtime.kept_staging_bytes(),
     }
@@ -39,6 +44,7 @@ def reset_stats() -> None:
     _counts.clear()
     _reasons.clear()
     _runtime.reset_counters()
+    _planner.reset_plan_cache_counts()
 
 
 def count(name: str) -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._planner import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -12,18 +17,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shardwright", description="Plans tensor redistributions on device meshes.")
     commands = parser.add_subparsers(dest="command", required=True)
     plan_parser = commands.add_parser("plan", help="print the plan from one layout to another")
-    plan_parser.add_argument("--mesh", required=True, help="names and sizes: dp=2,tp=4")
-    plan_parser.add_argument("--shape", required=True, help="of the global tensor: 64,64; empty for a scalar")
-    plan_parser.add_argument("--src", required=True, help="placements, one per mesh dim: 'S(0),R'")
-    plan_parser.add_argument("--dst", required=True, help="placements, one per mesh dim: 'R,S(1)'")
+    plan_parser.add_argument("--mesh", help="names and sizes: dp=2,tp=4")
+    plan_parser.add_argument("--shape", help="of the global tensor: 64,64; empty for a scalar")
+    plan_parser.add_argument("--src", help="placements, one per mesh dim: 'S(0),R'")
+    plan_parser.add_argument("--dst", help="placements, one per mesh dim: 'R,S(1)'")
     plan_parser.add_argument("--src-order", default="", help="order of cuts: '0:tp,dp;1:pp' (tensor dim: mesh dims)")
     plan_parser.add_argument("--dst-order", default="", help="the same for the destination")
     plan_parser.add_argument("--dtype", default="float32")
     plan_parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
     plan_parser.add_argument("--objective", default="time", choices=("time", "bytes"))
     plan_parser.add_argument("--reduce", default="fast", choices=("fast", "ordered"))
-    plan_parser.add_argument("--topology", help="8xNVLink, 64x8 or gloo-local; default by backend")
+    plan_parser.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
+    plan_parser.add_argument("--memory-limit", type=int, metavar="BYTES", help="of the result and temporaries")
+    plan_parser.add_argument("--load", metavar="FILE", help="a plan as JSON, instead of planning one")
+    plan_parser.add_argument("--diff", nargs=2, metavar="FILE", help="compare two plans as JSON")
     plan_parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan_parser.add_argument("--svg", metavar="FILE", help="write a picture of the plan")
+    plan_parser.add_argument("--html", metavar="FILE", help="write the picture as a page of its own")
     plan_parser.add_argument("--program", type=int, metavar="RANK", help="also print what this rank does")
     plan_parser.add_argument("--simulate", action="store_true", help="run all ranks and check every element")
     doctor_parser = commands.add_parser("doctor", help="say what this installation has")
@@ -31,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.command == "plan" and arguments.json and (arguments.simulate or arguments.program is not None):
         plan_parser.error("--json prints the plan alone; leave out --simulate and --program")
+    asked = [arguments.mesh, arguments.shape, arguments.src, arguments.dst] if arguments.command == "plan" else []
+    if None in asked and not (arguments.load or arguments.diff):
+        plan_parser.error("the following arguments are required: --mesh, --shape, --src, --dst (or --load, --diff)")
     if arguments.command == "doctor":
         from . import doctor
 
@@ -43,6 +56,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.diff:
+        from .comparing import difference
+
+        print(difference(*map(_load, arguments.diff)))
+        return 0
+    made = _load(arguments.load) if arguments.load else _make(arguments)
+    for path, picture in ((arguments.svg, made.to_svg), (arguments.html, made.to_html)):
+        if path:
+            Path(path).write_text(picture())
+    if arguments.json:
+        print(made.to_json())
+        return 0
+    print(made)
+    print(_certificate(made))
+    if arguments.program is not None:
+        print(f"\nprogram of rank {arguments.program}:\n{made.program(arguments.program)}")
+    if arguments.simulate:
+        print(f"simulated: every element right, {made.simulate()} B moved")
+    return 0
+
+
+def _make(arguments: argparse.Namespace) -> Plan:
     from .layout import Layout, Mesh
     from .planning import plan
 
@@ -52,28 +87,36 @@ def _plan(arguments: argparse.Namespace) -> int:
     def layout(placements: str, order: str) -> Layout:
         return Layout(mesh, shape, _split_placements(placements), arguments.dtype, _parse_order(order))
 
-    made = plan(
+    return plan(
         layout(arguments.src, arguments.src_order),
         layout(arguments.dst, arguments.dst_order),
         objective=arguments.objective,
         reduce=arguments.reduce,
         backend=arguments.backend,
         topology=arguments.topology,
+        memory_limit=arguments.memory_limit,
     )
-    if arguments.json:
-        print(made.to_json())
-        return 0
-    print(made)
-    print(
-        f"received by the worst rank {made.wire_bytes_max} B (bound {made.bound_bytes_max}), by all "
-        f"{made.wire_bytes_sum} B (bound {made.bound_bytes_sum}); {made.messages_max} messages; "
-        f"peak memory {made.peak_bytes} B; predicted {made.predicted_us:.0f} us"
-    )
-    if arguments.program is not None:
-        print(f"\nprogram of rank {arguments.program}:\n{made.program(arguments.program)}")
-    if arguments.simulate:
-        print(f"simulated: every element right, {made.simulate()} B moved")
-    return 0
+
+
+def _load(path: str) -> Plan:
+    from .reading import plan_from_json
+
+    try:
+        return plan_from_json(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _certificate(plan: Plan) -> str:
+    """A line per figure beside its bound, and a sentence for each that is not met."""
+    units = {"predicted_ps": (1e-6, "us")}
+    lines = ["certificate:"]
+    for name, (value, bound) in plan.certificate.items():
+        scale, unit = units.get(name, (1, "B" if "bytes" in name else ""))
+        shown = name.replace("_ps", "")
+        lines.append(f"  {shown:15} {value * scale:>12,.0f} {unit:2}  bound {bound * scale:>12,.0f} {unit}".rstrip())
+    lines += [f"  - {remark}" for remark in plan.remarks]
+    return "\n".join(lines)
 
 
 def _parse_mesh(text: str) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import _convert, _planner
+from .topology import Topology, named_topology
 
 
 class Mesh(_planner.Mesh):
@@ -14,6 +15,7 @@ class Mesh(_planner.Mesh):
     Args:
         dims: names and sizes, outermost first, e.g. ``{"dp": 2, "tp": 4}``; or a torch ``DeviceMesh``.
         ranks: the global ranks, row-major; default 0, 1, 2, ...
+        topology: what joins them, as in `plan`: plans on this mesh go by it.
 
     Raises:
         ValueError: names that repeat, sizes below 1, ranks that repeat or are too few.
@@ -21,13 +23,19 @@ class Mesh(_planner.Mesh):
 
     _made = False
 
-    def __init__(self, dims: Mapping[str, int] | Any, ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        dims: Mapping[str, int] | Any,
+        ranks: Sequence[int] | None = None,
+        topology: Topology | str | None = None,
+    ) -> None:
+        table = named_topology(topology)
         if _convert.is_device_mesh(dims):
             if ranks is not None:
                 raise ValueError("ranks: a DeviceMesh brings its own; leave it out")
-            super().__init__(*_convert.device_mesh_parts(dims))
+            super().__init__(*_convert.device_mesh_parts(dims), table)
         elif isinstance(dims, Mapping):
-            super().__init__(list(dims.keys()), list(dims.values()), list(ranks or []))
+            super().__init__(list(dims.keys()), list(dims.values()), list(ranks or []), table)
         else:
             raise ValueError(f"dims: {dims!r} is neither a dict of names and sizes nor a DeviceMesh")
         self._made = True

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 
 from . import _convert, _planner
 from ._planner import Plan, Step
+from .topology import Topology, topology_of
 
 __all__ = ["Plan", "Step", "pin", "plan", "unpin"]
 
@@ -21,11 +21,14 @@ def plan(
     objective: str = "time",
     reduce: str = "fast",
     backend: str = "nccl",
-    topology: str | None = None,
+    topology: Topology | str | None = None,
     groups: Iterable[Sequence[int | str]] | None = None,
     through: Sequence[_planner.Layout] | None = None,
+    memory_limit: int | None = None,
 ) -> Plan:
     """The cheapest moves from `src` to `dst`, with what they cost. The same on every rank, without communication.
+
+    Plans are kept, a few thousand of them; asking again costs a lookup.
 
     Args:
         src, dst: layouts of one tensor on one mesh.
@@ -35,12 +38,16 @@ def plan(
             over all mesh dims that are due, so that the result does not depend on plan, topology or collective.
         backend: ``"nccl"`` or ``"gloo"``: which lowering the plan is for. They move the same data; Gloo composes
             reductions and gathers from messages.
-        topology: latencies and bandwidths by name: ``"8xNVLink"``, one node; ``"64x8"``, nodes of eight ranks, the
-            default for nccl; ``"gloo-local"``, one machine over loopback, the default for gloo. The environment
-            variable ``SHARDWRIGHT_TOPOLOGY`` replaces these defaults; it must be the same on all ranks.
+        topology: latencies and bandwidths: a `Topology`, a file of one as JSON (a path that ends in ``.json``), or a
+            name: ``"8xNVLink"``, one node; ``"64x8"``, nodes of eight ranks; ``"gloo-local"``, one machine over
+            loopback. Default: that of the mesh, else of the environment variable ``SHARDWRIGHT_TOPOLOGY``, else
+            ``"64x8"`` for nccl and ``"gloo-local"`` for gloo. It must be the same on all ranks.
         groups: the sets of mesh dims, by name or index, whose process groups the moves may use. Default: any.
         through: layouts to take in between, one move each, instead of a search: to cost or force a plan of one's own.
             Data moves and reductions only; ``[]`` asks for a single move.
+        memory_limit: bytes that a rank may allocate at once: its result and temporaries (``Plan.peak_bytes``).
+            Exchanges then go in rounds, or by way of smaller layouts. Default: beside the result as much as the larger
+            of source and destination and 256 MiB of staging, wherever that can be kept to.
 
     Returns:
         A `Plan`. ``str(plan)`` is one line per move; bytes and messages are those received from other ranks;
@@ -48,7 +55,8 @@ def plan(
 
     Raises:
         ValueError: the layouts differ in mesh, shape or dtype, PyTorch defines no such redistribution, an argument is
-            not known, or the groups do not suffice.
+            not known, the groups do not suffice, or no plan keeps to `memory_limit`; the message names the least
+            limit that one was found for.
     """
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, _planner.Layout):
@@ -59,8 +67,13 @@ def plan(
     allowed = [[_convert.mesh_dim_index(names, d, "groups") for d in dims] for dims in groups or ()]
     if groups is not None and not allowed:
         allowed = [[]]  # none at all, which is not the same as any
-    topology = topology or os.environ.get("SHARDWRIGHT_TOPOLOGY")
-    return _planner.make_plan(src, dst, backend, objective, topology, allowed, through, reduce == "ordered")
+    table = topology_of(topology, src.mesh)
+    if through is not None:
+        if memory_limit is not None:
+            raise ValueError("memory_limit: goes with a search; a plan given by `through` takes what it takes")
+        layouts = [src, *through, dst]
+        return _planner.plan_through(layouts, backend, objective, table, allowed, reduce == "ordered")
+    return _planner.make_plan(src, dst, backend, objective, table, allowed, reduce == "ordered", memory_limit)
 
 
 def pin(plan: Plan) -> None:

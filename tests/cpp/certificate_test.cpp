@@ -1,0 +1,123 @@
+// What a plan says of itself beside its bounds.
+#include "planner/certificate.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "layouts.h"
+#include "planner/search.h"
+#include "program/fit.h"
+#include "program/plan_cache.h"
+
+namespace shardwright {
+namespace {
+
+bool mentions(const std::vector<std::string>& sentences, const std::string& words) {
+  return std::any_of(sentences.begin(), sentences.end(),
+                     [&](const std::string& sentence) { return sentence.find(words) != std::string::npos; });
+}
+
+// Of every pair on a mesh: no figure is below its bound, and each that is above it has a sentence.
+TEST(Certificate, NoFigureIsBelowItsBound) {
+  int64_t met = 0;
+  int64_t figures = 0;
+  for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+    for (const std::vector<int64_t>& shape : {std::vector<int64_t>{64, 64}, {7, 5}}) {
+      const MeshPtr mesh = test::mesh_of({2, 4});
+      const std::vector<Layout> all = test::all_layouts(mesh, shape, {Placement::partial(ReduceOp::kSum)});
+      for (size_t pair = 0; pair < all.size() * all.size(); pair += 3) {
+        const Layout& src = all[pair / all.size()];
+        const Layout& dst = all[pair % all.size()];
+        if (!(dst.partial_dims() - src.partial_dims()).empty()) continue;
+        const Plan plan = make_plan(src, dst, {backend});
+        const Certificate certificate = certify(plan, peak_bytes(plan));
+        size_t missed = 0;
+        for (const Figure& figure : figures_of(certificate)) {
+          // With a reduction the bound of the worst rank is a mean, which a plan may not reach but cannot go below.
+          ASSERT_GE(figure.value, figure.bound) << figure.name << " of " << plan.to_string();
+          missed += figure.value > figure.bound;
+          met += figure.value == figure.bound;
+          ++figures;
+        }
+        ASSERT_EQ(remarks(plan, certificate).empty(), missed == 0 && certificate.replicas_are_bitwise_equal)
+            << plan.to_string();
+      }
+    }
+  }
+  EXPECT_GT(met, figures / 2);
+}
+
+TEST(Certificate, SaysWhatFewestBytesWouldTake) {
+  Topology topology = Topology::named("64x8");
+  topology.ranks_per_node = 4;
+  const MeshPtr mesh = test::mesh_of({4, 4});
+  const Plan plan =
+      make_plan(test::layout_of(mesh, {64, 64}, "S(0),S(1)"), test::layout_of(mesh, {64, 64}, "S(1),S(0)"),
+                {Backend::kNccl, Objective::kTime, false, topology});
+  const Certificate certificate = certify(plan, peak_bytes(plan));
+  if (certificate.traffic.received_bytes_max > certificate.received.bytes_max) {
+    EXPECT_TRUE(mentions(remarks(plan, certificate), "fewest bytes"));
+  }
+}
+
+TEST(Certificate, KnowsWhichReplicasMayDiffer) {
+  const MeshPtr mesh = test::mesh_of({2, 2});
+  const auto certificate_of = [&](const std::string& src, const std::string& dst, PlanOptions options) {
+    const Plan plan =
+        make_plan(test::layout_of(mesh, {4096, 4096}, src), test::layout_of(mesh, {4096, 4096}, dst), options);
+    return certify(plan, peak_bytes(plan));
+  };
+  EXPECT_TRUE(certificate_of("P,R", "R,R", {}).replicas_are_bitwise_equal);  // slices first, reduces once, gathers
+  EXPECT_TRUE(certificate_of("P,P", "R,R", {}).replicas_are_bitwise_equal);
+  EXPECT_TRUE(certificate_of("P,R", "R,R", {Backend::kGloo}).replicas_are_bitwise_equal);
+  EXPECT_TRUE(certificate_of("P,R", "R,R", {Backend::kNccl, Objective::kTime, true}).replicas_are_bitwise_equal);
+  const Plan direct = plan_through({test::layout_of(mesh, {64, 64}, "P,R"), test::layout_of(mesh, {64, 64}, "R,R")});
+  const Certificate apart = certify(direct, peak_bytes(direct));
+  EXPECT_FALSE(apart.replicas_are_bitwise_equal);
+  EXPECT_TRUE(mentions(remarks(direct, apart), "ordered"));
+}
+
+TEST(PlanCache, KeepsWhatWasAskedForLast) {
+  const MeshPtr mesh = test::mesh_of({2, 2});
+  const auto request = [&](const std::string& src) {
+    return PlanRequest{test::layout_of(mesh, {8, 8}, src), test::layout_of(mesh, {8, 8}, "R,R"), {}, std::nullopt};
+  };
+  PlanCache cache(2);
+  const CertifiedPlanPtr first = cache.get(request("S(0),R"));
+  EXPECT_EQ(cache.get(request("S(0),R")), first);
+  cache.get(request("S(1),R"));
+  EXPECT_EQ(cache.get(request("S(0),R")), first);  // now the latest
+  cache.get(request("R,S(0)"));                    // S(1),R goes
+  EXPECT_EQ(cache.get(request("S(0),R")), first);
+  EXPECT_EQ(cache.counts().hits, 3);
+  EXPECT_EQ(cache.counts().misses, 3);
+  EXPECT_EQ(cache.counts().size, 2);
+  cache.get(request("S(1),R"));
+  EXPECT_EQ(cache.counts().misses, 4);
+}
+
+TEST(PlanCache, TellsApartWhatPlansDependOn) {
+  const MeshPtr mesh = test::mesh_of({2, 2});
+  PlanRequest request{
+      test::layout_of(mesh, {8, 8}, "S(0),R"), test::layout_of(mesh, {8, 8}, "R,S(1)"), {}, std::nullopt};
+  PlanCache cache;
+  cache.get(request);
+  request.options.backend = Backend::kGloo;
+  cache.get(request);
+  request.options.objective = Objective::kBytes;
+  cache.get(request);
+  request.options.topology = Topology::named("8xNVLink");
+  cache.get(request);
+  request.options.topology->mesh_dims["a"] = {1, 1};
+  cache.get(request);
+  request.memory_limit = 1 << 20;
+  cache.get(request);
+  request.src = test::layout_of(mesh, {8, 8}, "R,S(0)");
+  cache.get(request);
+  EXPECT_EQ(cache.counts().misses, 7);
+  EXPECT_EQ(cache.counts().hits, 0);
+}
+
+}  // namespace
+}  // namespace shardwright

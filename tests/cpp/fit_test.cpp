@@ -1,0 +1,93 @@
+// Plans under a memory limit: right on every rank, within the limit, and refused only below what they say.
+#include "program/fit.h"
+
+#include <gtest/gtest.h>
+
+#include "layout/error.h"
+#include "layouts.h"
+#include "simulate/simulate.h"
+
+namespace shardwright {
+namespace {
+
+struct Setting {
+  std::vector<int64_t> mesh;
+  std::vector<int64_t> shape;
+  size_t stride;
+};
+
+const std::vector<Setting> kSettings{
+    {{2, 2}, {16, 16}, 3}, {{2, 4}, {16, 24}, 5}, {{2, 2}, {7, 5}, 3}, {{2, 2, 2}, {16, 8}, 1201}, {{3}, {9, 4}, 1}};
+
+int64_t least_limit(const std::string& message) { return std::stoll(message.substr(message.rfind(' ') + 1)); }
+
+class Fit : public testing::TestWithParam<Backend> {};
+
+TEST_P(Fit, KeepsToTheLimitOrSaysWhichOneItNeeds) {
+  int64_t kept = 0;
+  int64_t refused = 0;
+  int64_t in_rounds = 0;
+  for (const Setting& setting : kSettings) {
+    const MeshPtr mesh = test::mesh_of(setting.mesh);
+    const std::vector<Layout> all = test::all_layouts(mesh, setting.shape, {Placement::partial(ReduceOp::kSum)});
+    for (size_t pair = 0; pair < all.size() * all.size(); pair += setting.stride) {
+      const Layout& src = all[pair / all.size()];
+      const Layout& dst = all[pair % all.size()];
+      if (!dst.partial_dims().empty()) continue;
+      PlanOptions options;
+      options.backend = GetParam();
+      const int64_t free_peak = peak_bytes(make_plan(src, dst, options));
+      for (const int64_t limit : {free_peak, free_peak * 3 / 4, free_peak / 2, int64_t{0}}) {
+        try {
+          const Plan plan = make_plan_within(src, dst, options, limit);
+          const SimulationReport report = simulate(plan);
+          for (const int64_t peak : report.peak_bytes) ASSERT_LE(peak, limit) << plan.to_string();
+          ++kept;
+          for (const Step& step : plan.steps) in_rounds += step.rounds > 1;
+        } catch (const UserError& error) {
+          ++refused;
+          const int64_t least = least_limit(error.what());
+          ASSERT_GT(least, limit) << error.what();
+          ASSERT_LE(peak_bytes(make_plan_within(src, dst, options, least)), least) << error.what();
+        }
+      }
+    }
+  }
+  std::printf("%lld plans within their limit, %lld steps in rounds; %lld limits refused\n",
+              static_cast<long long>(kept), static_cast<long long>(in_rounds), static_cast<long long>(refused));
+  EXPECT_GT(in_rounds, 100);
+  EXPECT_GT(refused, 100);
+}
+
+INSTANTIATE_TEST_SUITE_P(Program, Fit, testing::Values(Backend::kNccl, Backend::kGloo),
+                         [](const auto& info) { return backend_name(info.param); });
+
+// A turned matrix packs all it sends and all it receives: as much again as source and destination.
+TEST(Fit, RoundsShrinkStaging) {
+  const MeshPtr mesh = test::mesh_of({4});
+  const Layout src = test::layout_of(mesh, {64, 64}, "S(0)");
+  const Layout dst = test::layout_of(mesh, {64, 64}, "S(1)");
+  const int64_t part = 64 * 64 * 4 / 4;
+  const Plan free = make_plan(src, dst);
+  EXPECT_GT(peak_bytes(free), part + part / 2);
+  const Plan plan = make_plan_within(src, dst, {}, part + part / 4);
+  ASSERT_EQ(plan.steps.size(), 1u);
+  EXPECT_GT(plan.steps[0].rounds, 1);
+  EXPECT_EQ(totals(plan).received_bytes_max, totals(free).received_bytes_max);
+  EXPECT_EQ(totals(plan).steps, plan.steps[0].rounds);
+  EXPECT_EQ(totals(plan).messages_max, 3 * plan.steps[0].rounds);
+  simulate(plan);
+}
+
+// Temporaries of a large tensor keep to the larger of source and destination, and some staging.
+TEST(Fit, LimitsTemporariesByItself) {
+  const MeshPtr mesh = test::mesh_of({4});
+  const Layout src = test::layout_of(mesh, {64, 8192, 8192}, "S(1)");
+  const Layout dst = test::layout_of(mesh, {64, 8192, 8192}, "S(2)");
+  const int64_t part = int64_t{64} * 8192 * 8192 * 4 / 4;
+  EXPECT_GT(peak_bytes(make_plan(src, dst)), 2 * part + kStagingBytes);
+  EXPECT_LE(peak_bytes(make_plan_within(src, dst, {}, std::nullopt)), 2 * part + kStagingBytes);
+}
+
+}  // namespace
+}  // namespace shardwright

@@ -1,0 +1,134 @@
+"""Plans and topologies as JSON, and what the command line makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+import shardwright as sw
+from shardwright import cli
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "plan.schema.json").read_text())
+
+
+def _plans() -> list[sw.Plan]:
+    mesh = sw.Mesh({"dp": 2, "tp": 4})
+    shuffled = sw.Mesh({"a": 2, "b": 2}, ranks=[3, 1, 0, 2])
+    strided = sw.Layout(mesh, (64, 64), ["SS(0,4)", "R"], strided="literal")
+
+    def layout(placements: list[str], order: dict | None = None, shape: tuple[int, ...] = (64, 64)) -> sw.Layout:
+        return sw.Layout(mesh, shape, placements, shard_order=order)
+
+    return [
+        sw.plan(layout(["S(0)", "R"]), layout(["R", "S(1)"])),
+        sw.plan(layout(["S(0)", "S(0)"], {0: [1, 0]}), layout(["S(1)", "R"]), objective="bytes"),
+        sw.plan(layout(["P", "P(sum)"]), layout(["R", "S(0)"]), backend="gloo", reduce="ordered"),
+        sw.plan(layout(["S(0)", "S(1)"], shape=(7, 5)), layout(["S(1)", "S(0)"], shape=(7, 5)), topology="64x8"),
+        sw.plan(strided, layout(["S(0)", "R"])),
+        sw.plan(layout(["S(0)", "R"]), layout(["S(1)", "R"]), memory_limit=64 * 64 * 4 // 2 + 3000),
+        sw.plan(layout(["R", "R"]), layout(["R", "R"])),
+        sw.plan(sw.Layout(shuffled, (8,), ["S(0)", "P"]), sw.Layout(shuffled, (8,), ["R", "R"])),
+    ]
+
+
+@pytest.mark.parametrize("plan", _plans(), ids=str)
+def test_json_goes_there_and_back(plan: sw.Plan) -> None:
+    again = sw.plan_from_json(plan.to_json())
+    assert again.to_bytes() == plan.to_bytes()
+    assert again.to_json() == plan.to_json()
+    again.simulate()
+
+
+@pytest.mark.parametrize("plan", _plans(), ids=str)
+def test_json_is_what_the_schema_says(plan: sw.Plan) -> None:
+    jsonschema.validate(json.loads(plan.to_json()), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update(version=2), "version 2; allowed is 3"),
+        (lambda t: t.pop("steps"), "missing"),
+        (lambda t: t["steps"][0].update(op="teleport"), "'teleport' is not known"),
+        (lambda t: t["steps"][0].update(rounds=0), "0 rounds"),
+        (lambda t: t["steps"][0].update(mesh_dims=[]), "mesh dims"),
+        (lambda t: t["steps"][0].update(after=t["source"]), "plan"),
+        (lambda t: t["mesh"].update(dim_sizes=[2, 0]), "size 0"),
+        (lambda t: t["topology"].update(step_ps=-1), "step_ps"),
+    ],
+)
+def test_hostile_json_is_refused(change, message: str) -> None:
+    table = json.loads(_plans()[0].to_json())
+    change(table)
+    with pytest.raises(ValueError, match=message):
+        sw.plan_from_json(json.dumps(table))
+
+
+def test_a_topology_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = sw.Topology("slow tp", 0, 1000, 10, sw.Link(5, 7), sw.Link(5, 7), {"tp": sw.Link(1000, 10**9)})
+    path = tmp_path / "slow.json"
+    path.write_text(slow.to_json())
+    assert sw.load_topology(path) == slow
+    mesh = sw.Mesh({"dp": 2, "tp": 4}, topology=str(path))
+    ends = [sw.Layout(mesh, (64, 64), placements) for placements in (["S(0)", "S(1)"], ["R", "S(1)"])]
+    assert sw.plan(*ends).topology == "slow tp"
+    assert sw.plan(*ends, topology="8xNVLink").topology == "8xNVLink"
+    elsewhere = [
+        sw.Layout(sw.Mesh({"dp": 2, "tp": 4}), (64, 64), placements) for placements in (["S(0)", "R"], ["R", "R"])
+    ]
+    monkeypatch.setenv("SHARDWRIGHT_TOPOLOGY", str(path))
+    assert sw.plan(*elsewhere).topology == "slow tp"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not JSON"),
+        ("[]", "holds a list"),
+        ('{"version": 7}', "version: 7; allowed is 1"),
+        ('{"version": 1, "inside": {}}', "inside.message_ps: None; allowed is an integer of 0 or more"),
+    ],
+)
+def test_hostile_topologies_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        sw.load_topology(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        sw.load_topology(tmp_path / "absent.json")
+
+
+def test_the_command_line_compares_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["--mesh", "a=64,b=8", "--shape", "4096,4096", "--src", "S(0),S(0)", "--dst", "R,R"]
+    for name, objective in (("time", "time"), ("bytes", "bytes")):
+        assert cli.main(["plan", *pair, "--objective", objective, "--json"]) == 0
+        (tmp_path / f"{name}.json").write_text(capsys.readouterr().out)
+    assert cli.main(["plan", "--diff", str(tmp_path / "time.json"), str(tmp_path / "bytes.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "- 2. all_gather over" in shown
+    assert "messages_max" in shown
+    assert cli.main(["plan", "--load", str(tmp_path / "time.json")]) == 0
+    assert "certificate:" in capsys.readouterr().out
+    assert cli.main(["plan", "--load", str(tmp_path / "absent.json")]) == 2
+
+
+def test_the_command_line_draws_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["--mesh", "a=2,b=2", "--shape", "8,8", "--src", "S(0),R", "--dst", "R,S(1)"]
+    svg, html = tmp_path / "plan.svg", tmp_path / "plan.html"
+    assert cli.main(["plan", *pair, "--svg", str(svg), "--html", str(html)]) == 0
+    assert svg.read_text().startswith("<svg") and svg.read_text().rstrip().endswith("</svg>")
+    assert "<svg" in html.read_text() and "</html>" in html.read_text()
+
+
+def test_the_cache_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = sw.Mesh({"a": 3})
+    ends = [sw.Layout(mesh, (17, 3), placements) for placements in (["S(0)"], ["R"])]
+    before = sw.stats()
+    first, second = sw.plan(*ends), sw.plan(*ends)
+    after = sw.stats()
+    assert first.to_bytes() == second.to_bytes()
+    assert after["plan_cache_hits"] - before["plan_cache_hits"] == 1
+    assert after["plan_cache_misses"] - before["plan_cache_misses"] == 1

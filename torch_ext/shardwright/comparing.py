@@ -1,0 +1,32 @@
+"""Two plans side by side."""
+
+from __future__ import annotations
+
+import difflib
+
+from ._planner import Plan
+
+
+def difference(a: Plan, b: Plan) -> str:
+    """What two plans do and cost, as text: the moves as a diff, then each figure of both and b over a.
+
+    Args:
+        a, b: of the same layouts or of others; that they differ is said.
+    """
+    lines = [f"- {_heading(a)}", f"+ {_heading(b)}"] if _heading(a) != _heading(b) else [f"  {_heading(a)}"]
+    moves = difflib.ndiff(_moves(a), _moves(b))
+    lines += [line.rstrip() for line in moves if not line.startswith("?")]
+    bounds = b.certificate
+    for name, (first, bound) in a.certificate.items():
+        second = bounds[name][0]
+        ratio = f"{second / first:.2f} times" if first else "-"
+        lines.append(f"  {name:15} {first:>16,} -> {second:>16,}  {ratio:>12}  bound {bound:,}")
+    return "\n".join(lines)
+
+
+def _heading(plan: Plan) -> str:
+    return str(plan).splitlines()[0]
+
+
+def _moves(plan: Plan) -> list[str]:
+    return [line.strip() for line in str(plan).splitlines()[1:]]

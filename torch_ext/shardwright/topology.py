@@ -1,0 +1,90 @@
+"""What joins the ranks of a mesh: the latencies and bandwidths that plans are chosen by."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from . import _planner
+from ._planner import Link, Topology
+
+__all__ = ["Link", "Topology", "load_topology"]
+
+ENVIRONMENT_VARIABLE = "SHARDWRIGHT_TOPOLOGY"
+
+_FIGURES = ("ranks_per_node", "step_ps", "memory_ps_per_kib")
+_LINK = ("message_ps", "ps_per_kib")
+_FILE_VERSION = 1
+
+
+def load_topology(source: str | os.PathLike[str] | dict[str, Any]) -> Topology:
+    """A topology from JSON: from a file, or from what such a file holds.
+
+    Args:
+        source: the path of a file that ``shardwright calibrate`` or ``Topology.to_json`` wrote, or a dict of its
+            contents: ``version``, ``name``, ``ranks_per_node`` (0: all ranks are on one node), ``step_ps``,
+            ``memory_ps_per_kib``, ``inside`` and ``between`` with ``message_ps`` and ``ps_per_kib`` each, and
+            ``mesh_dims``, links by the name of a mesh dim. Times are integers, in picoseconds, per step, per message,
+            per KiB.
+
+    Raises:
+        ValueError: naming the file, the field, its value and what is allowed.
+    """
+    if isinstance(source, dict):
+        return _topology(source, "topology")
+    where = f"topology: {os.fspath(source)!r}"
+    try:
+        table = json.loads(Path(source).read_text())
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    return _topology(table, where)
+
+
+def topology_of(topology: Topology | str | None, mesh: _planner.Mesh) -> Topology | None:
+    """What a plan on the mesh goes by: what is asked for, else what the mesh or the environment says, else None."""
+    if topology is None:
+        topology = mesh.topology or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    return named_topology(topology)
+
+
+def named_topology(topology: Topology | str | None) -> Topology | None:
+    """A topology by its name or file, or as it is."""
+    if topology is None or isinstance(topology, Topology):
+        return topology
+    if not isinstance(topology, str):
+        raise ValueError(f"topology: got a {type(topology).__name__}; allowed is a Topology, a name or a file")
+    return load_topology(topology) if topology.endswith(".json") else Topology.named(topology)
+
+
+def _topology(table: Any, where: str) -> Topology:
+    if not isinstance(table, dict):
+        raise ValueError(f"{where} holds a {type(table).__name__}; allowed is an object")
+    if table.get("version") != _FILE_VERSION:
+        raise ValueError(f"{where}.version: {table.get('version')!r}; allowed is {_FILE_VERSION}")
+    links = {name: _link(table.get(name), f"{where}.{name}") for name in ("inside", "between")}
+    mesh_dims = table.get("mesh_dims", {})
+    if not isinstance(mesh_dims, dict):
+        raise ValueError(f"{where}.mesh_dims: got a {type(mesh_dims).__name__}; allowed is an object")
+    return Topology(
+        str(table.get("name", "unnamed")),
+        **{name: _integer(table, name, where) for name in _FIGURES},
+        **links,
+        mesh_dims={name: _link(link, f"{where}.mesh_dims.{name}") for name, link in mesh_dims.items()},
+    )
+
+
+def _link(link: Any, where: str) -> Link:
+    if not isinstance(link, dict):
+        raise ValueError(f"{where}: got a {type(link).__name__}; allowed is an object with {' and '.join(_LINK)}")
+    return Link(*(_integer(link, name, where) for name in _LINK))
+
+
+def _integer(table: dict[str, Any], name: str, where: str) -> int:
+    value = table.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
+        raise ValueError(f"{where}.{name}: {value!r}; allowed is an integer of 0 or more")
+    return value
