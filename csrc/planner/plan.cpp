@@ -2,6 +2,7 @@
 
 #include "layout/error.h"
 #include "planner/cost.h"
+#include "planner/text.h"
 
 namespace shardwright {
 
@@ -58,21 +59,6 @@ Objective parse_objective(const std::string& name) {
 const char* objective_name(Objective objective) { return objective == Objective::kTime ? "time" : "bytes"; }
 
 const char* backend_name(Backend backend) { return backend == Backend::kNccl ? "nccl" : "gloo"; }
-
-namespace {
-
-std::string bytes_text(int64_t bytes) {
-  if (bytes < 10 * 1024) return concat(bytes, " B");
-  if (bytes < 10 * 1024 * 1024) return concat(bytes / 1024, " KiB");
-  return concat(bytes / 1024 / 1024, " MiB");
-}
-
-std::string microseconds_text(int64_t picoseconds) {
-  if (picoseconds < 10'000'000) return concat(static_cast<double>(picoseconds / 100'000) / 10, " us");
-  return concat(picoseconds / 1'000'000, " us");
-}
-
-}  // namespace
 
 std::string Plan::to_string() const {
   std::string text = concat(src.to_string(), " -> ", dst.placements_string(), ", ", backend_name(backend), ", least ",
