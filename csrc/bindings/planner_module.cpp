@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "layout/error.h"
+#include "picture/picture.h"
 #include "planner/cost.h"
 #include "planner/json.h"
 #include "planner/plan.h"
@@ -267,6 +268,9 @@ void define_plan(py::module_& m) {
       .def_static(
           "from_bytes", [](const py::bytes& bytes) { return view_of(from_bytes(std::string(bytes))); }, py::arg("data"))
       .def("to_json", [](const PlanView& p) { return to_json(p.plan(), p.certificate(), p.certified->remarks()); })
+      .def("to_svg", [](const PlanView& p) { return to_svg(p.plan()); })
+      .def("to_html", [](const PlanView& p) { return to_html(p.plan()); })
+      .def("_repr_html_", [](const PlanView& p) { return to_svg(p.plan()); })  // in notebooks
       .def("__str__", [](const PlanView& p) { return p.plan().to_string(); })
       .def("__repr__", [](const PlanView& p) { return concat("Plan(", p.plan().to_string(), ")"); });
 

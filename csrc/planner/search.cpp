@@ -57,7 +57,10 @@ class Latency {
 
   int64_t least_of_any(const Link& link, int64_t steps, int64_t ranks) const {
     int64_t best = of(link, steps, ranks);
-    while (++steps * (step_ps_ + link.message_ps) < best) best = std::min(best, of(link, steps, ranks));
+    // With one message a step, more steps than it takes bring nothing.
+    for (int64_t reached = int64_t{1} << steps; reached < 2 * ranks; reached *= 2) {
+      best = std::min(best, of(link, ++steps, ranks));
+    }
     return best;
   }
 

@@ -251,7 +251,14 @@ class Plan:
     def from_bytes(data: bytes) -> Plan:
         """Raises ValueError on bytes that are no plan."""
 
-    def to_json(self) -> str: ...
+    def to_json(self) -> str:
+        """As docs/plan.schema.json says; `plan_from_json` reads it."""
+
+    def to_svg(self) -> str:
+        """A picture: who holds what, and who sends what to whom; by rank on meshes of up to 16, else by mesh dim."""
+
+    def to_html(self) -> str:
+        """The picture and the plan's text as a page of its own."""
 
 def make_plan(
     src: Layout,

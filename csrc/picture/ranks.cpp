@@ -1,0 +1,492 @@
+// A row per rank. Everything here walks all ranks and all pairs of a group: for small meshes.
+#include <algorithm>
+#include <map>
+
+#include "layout/error.h"
+#include "planner/exchange.h"
+#include "picture/picture.h"
+#include "picture/frame.h"
+#include "planner/text.h"
+
+namespace shardwright {
+namespace {
+
+constexpr const char* kZeros = "#D8D8D8";
+constexpr const char* kStays = "#BBBBBB";
+constexpr const char* kBeside = "#777777";
+constexpr TextStyle kRank{13, "start", "#111111", true};
+constexpr TextStyle kCoordinate{10, "start", "#555555", false};
+constexpr TextStyle kRankAgain{11, "start", "#555555", false};
+constexpr TextStyle kEmpty{10, "middle", "#888888", false};
+constexpr size_t kMaxCoordinateChars = 30;
+constexpr double kBesideHeight = 6;  // of the strip for a dim that the box has no room for
+constexpr double kTip = 7;
+
+// What the rank at one position has from that at another, or kept itself, in a step.
+struct Parcel {
+  int64_t from = 0;
+  int64_t to = 0;
+  int64_t bytes = 0;
+  std::vector<Region> parts;
+};
+
+bool reduces(const Step& step) { return step.op == StepOp::kReduceScatter || step.op == StepOp::kAllReduce; }
+
+// The indices in both. `intersect` gives places, these are what the places hold.
+IntervalList shared_intervals(const IntervalList& a, const IntervalList& b) {
+  IntervalList shared;
+  for (size_t i = 0, j = 0; i < a.size() && j < b.size(); a[i].end < b[j].end ? ++i : ++j) {
+    const Interval both{std::max(a[i].begin, b[j].begin), std::min(a[i].end, b[j].end)};
+    if (both.begin < both.end) shared.push_back(both);
+  }
+  return shared;
+}
+
+Region shared_part(const Region& a, const Region& b) {
+  Region shared;
+  for (size_t t = 0; t < a.size(); ++t) shared.push_back(shared_intervals(a[t], b[t]));
+  return shared;
+}
+
+// Appends the boxes that elements [range) of `whole`, in packed order, consist of; dims before `t` are settled. Of
+// 3 x 4 elements, [2,9) is the end of the first row, all of the second and the beginning of the third.
+void add_boxes(const Region& whole, size_t t, Interval range, Region box, std::vector<Region>& boxes) {
+  if (range.begin >= range.end) return;
+  if (t == whole.size()) return boxes.push_back(std::move(box));
+  int64_t row = 1;
+  for (size_t later = t + 1; later < whole.size(); ++later) row *= length(whole[later]);
+  const auto within = [&](int64_t index, int64_t begin, int64_t end) {
+    box[t] = subrange(whole[t], index, index + 1);
+    add_boxes(whole, t + 1, {begin, end}, box, boxes);
+  };
+  const int64_t first = (range.begin + row - 1) / row;
+  const int64_t last = range.end / row;
+  if (first > last) return within(last, range.begin - last * row, range.end - last * row);
+  if (range.begin < first * row) within(first - 1, range.begin - (first - 1) * row, row);
+  if (first < last) {
+    Region rows = box;
+    rows[t] = subrange(whole[t], first, last);
+    boxes.push_back(std::move(rows));
+  }
+  if (last * row < range.end) within(last, 0, range.end - last * row);
+}
+
+// Of the group of one position.
+void add_transfers(const Step& step, int64_t position, std::vector<Parcel>& parcels) {
+  const int64_t item = step.before.dtype().size_bytes();
+  const Transfers transfers(step, position);
+  const std::vector<int64_t>& group = transfers.group();
+  for (size_t from = 0; from < group.size(); ++from) {
+    for (size_t to = 0; to < group.size(); ++to) {
+      const Interval range = transfers.range(from, to);
+      if (from == to || range.begin == range.end) continue;
+      Parcel parcel{group[from], group[to], (range.end - range.begin) * item, {}};
+      const Region whole = shared_part(step.before.region(group[from]), step.after.region(group[to]));
+      add_boxes(whole, 0, range, whole, parcel.parts);
+      parcels.push_back(std::move(parcel));
+    }
+  }
+}
+
+// What every rank has after the step and from whom, by sender, then receiver. Of reductions only what is kept.
+std::vector<Parcel> parcels_of(const Step& step) {
+  std::vector<Parcel> parcels;
+  const Mesh& mesh = step.before.mesh();
+  const int64_t item = step.before.dtype().size_bytes();
+  std::vector<bool> is_seen(mesh.size(), false);
+  for (int64_t p = 0; p < mesh.size(); ++p) {
+    const Region kept = shared_part(step.before.region(p), step.after.region(p));
+    if (num_elements(kept) > 0) parcels.push_back({p, p, num_elements(kept) * item, {kept}});
+    if (is_seen[p] || is_local(step.op) || reduces(step)) continue;
+    for (const int64_t member : mesh.group(p, step.mesh_dims)) is_seen[member] = true;
+    add_transfers(step, p, parcels);
+  }
+  std::sort(parcels.begin(), parcels.end(),
+            [](const Parcel& a, const Parcel& b) { return std::pair(a.from, a.to) < std::pair(b.from, b.to); });
+  return parcels;
+}
+
+// "sum", for a step or what a layout has pending.
+std::string op_text(const Layout& layout, MeshDimSet mesh_dims) {
+  for (const int d : (mesh_dims & layout.partial_dims()).to_vector()) {
+    return reduce_op_name(layout.placements()[d].op);
+  }
+  return "";
+}
+
+class RankPicture {
+ public:
+  explicit RankPicture(const Plan& plan)
+      : plan_(plan),
+        mesh_(plan.src.mesh()),
+        drawn_(drawn_dims(states_of(plan))),
+        box_(box_size(plan.src.shape(), drawn_, box_height(mesh_.size()))),
+        frame_(plan, labels_width(), box_.w) {
+    const double beside = static_cast<double>(drawn_.beside.size()) * (kBesideHeight + 2);
+    pitch_ = std::max(box_.h + beside, 34.0) + 14;
+    for (const Step& step : frame_.steps()) parcels_.push_back(parcels_of(step));
+    for (const std::vector<Parcel>& step : parcels_) {
+      for (const Parcel& parcel : step) {
+        if (parcel.from != parcel.to) widest_bytes_ = std::max(widest_bytes_, parcel.bytes);
+      }
+    }
+  }
+
+  std::string draw() {
+    frame_.draw_heads(svg_);
+    for (int64_t p = 0; p < mesh_.size(); ++p) {
+      draw_label(p);
+      svg_.text(right_labels(), row(p) + box_.h / 2 + 4, name_of(p), kRankAgain);
+    }
+    for (size_t i = 0; i < parcels_.size(); ++i) {
+      reduces(frame_.steps()[i]) ? draw_reductions(i) : draw_arrows(i);
+    }
+    for (size_t state = 0; state < frame_.states().size(); ++state) {
+      for (int64_t p = 0; p < mesh_.size(); ++p) draw_box(state, p);
+    }
+    explain();
+    return frame_.page(svg_, right(), row(mesh_.size() - 1) + pitch_);
+  }
+
+ private:
+  static double box_height(int64_t num_ranks) {
+    return std::clamp(760.0 / static_cast<double>(num_ranks) - 14, 58.0, 104.0);
+  }
+
+  // ---- places
+
+  double row(int64_t position) const { return frame_.top() + pitch_ * static_cast<double>(position); }
+
+  Rect box_at(size_t state, int64_t position) const {
+    return {frame_.column(state) - box_.w / 2, row(position), box_.w, box_.h};
+  }
+
+  std::string name_of(int64_t position) const { return concat("rank ", mesh_.rank_at(position)); }
+
+  std::string coordinate_text(int64_t position) const {
+    std::vector<std::string> parts;
+    for (int d = 0; d < mesh_.ndim(); ++d) {
+      if (mesh_.dim_size(d) > 1) parts.push_back(concat(mesh_.dim_names()[d], "=", mesh_.coordinate(position, d)));
+    }
+    return shortened(join(parts, " "), kMaxCoordinateChars);
+  }
+
+  double labels_width() const {
+    double width = text_width("rank 00", kRank);
+    for (int64_t p = 0; p < mesh_.size(); ++p) {
+      width = std::max({width, text_width(name_of(p), kRank), text_width(coordinate_text(p), kCoordinate)});
+    }
+    return width + 44;
+  }
+
+  double right_labels() const { return frame_.column(frame_.steps().size()) + box_.w / 2 + 12; }
+
+  double right() const {
+    double width = 0;
+    for (int64_t p = 0; p < mesh_.size(); ++p) width = std::max(width, text_width(name_of(p), kRankAgain));
+    return std::max(frame_.right(), right_labels() + width);
+  }
+
+  void draw_label(int64_t position) {
+    const double y = row(position) + box_.h / 2;
+    svg_.path(rect_path({20, y - 13, 6, 28}), concat("fill=\"", colour_of(position), "\""));
+    const bool has_coordinate = mesh_.ndim() > 1 && mesh_.size() > 1;
+    svg_.text(32, has_coordinate ? y - 1 : y + 5, name_of(position), kRank);
+    if (has_coordinate) svg_.text(32, y + 13, coordinate_text(position), kCoordinate);
+  }
+
+  // ---- what a rank holds
+
+  void draw_box(size_t state, int64_t position) {
+    const Rect box = box_at(state, position);
+    const Layout& layout = frame_.states()[state];
+    const Region held = layout.region(position);
+    const bool is_pending = !layout.partial_dims().empty();
+    svg_.open_group("class=\"sw-box\"",
+                    concat(name_of(position), is_pending ? " holds a contribution to " : " holds ", indices_text(held),
+                           ", ", bytes_text(num_elements(held) * layout.dtype().size_bytes())));
+    const bool is_nothing = layout.num_elements() == 0;
+    svg_.path(rect_path(box), is_nothing ? "fill=\"#FFFFFF\" stroke=\"#AAAAAA\" stroke-dasharray=\"3 3\""
+                                         : "fill=\"#F6F6F6\" stroke=\"#AAAAAA\"");
+    draw_parts(state, position, box, held);
+    if (is_pending) draw_stripes(held, box);
+    draw_beside(held, box);
+    if (num_elements(held) == 0) {
+      svg_.text(box.x + box.w / 2, box.y + box.h / 2 + 4, is_nothing ? "no elements" : "empty", kEmpty);
+    }
+    svg_.close_group();
+  }
+
+  void draw_parts(size_t state, int64_t position, const Rect& box, const Region& held) {
+    const Layout& layout = frame_.states()[state];
+    const bool is_pending = !layout.partial_dims().empty();
+    if (state == 0)
+      return draw_part(box, {position, position, 0, {held}}, position, is_pending ? "" : number(position));
+    const Step& step = frame_.steps()[state - 1];
+    if (step.op == StepOp::kZeroFill) fill(rects(held, box), kZeros, "class=\"sw-zeros\"", "zeros");
+    const std::string op = reduces(step) ? op_text(step.before, step.mesh_dims) : "";
+    std::vector<Parcel> parcels;
+    for (const Parcel& parcel : parcels_[state - 1]) {
+      if (parcel.to == position) parcels.push_back(parcel);
+    }
+    const bool hides_some = lie_behind_one_another(parcels);
+    has_hidden_ = has_hidden_ || hides_some;
+    for (const Parcel& parcel : parcels) {
+      const std::string words = is_pending || hides_some ? "" : op.empty() ? number(parcel.from) : op;
+      draw_part(box, parcel, hides_some ? position : parcel.from, words);
+    }
+  }
+
+  // Parts that differ only in dims that are not drawn.
+  bool lie_behind_one_another(const std::vector<Parcel>& parcels) const {
+    const auto meet = [](const Region& a, const Region& b, int dim) {
+      return dim < 0 || intersection_length(a[dim], b[dim]) > 0;
+    };
+    std::vector<const Region*> parts;
+    for (const Parcel& parcel : parcels) {
+      for (const Region& part : parcel.parts) parts.push_back(&part);
+    }
+    for (size_t i = 0; i < parts.size(); ++i) {
+      for (size_t j = 0; j < i; ++j) {
+        if (meet(*parts[i], *parts[j], drawn_.down) && meet(*parts[i], *parts[j], drawn_.across)) return true;
+      }
+    }
+    return false;
+  }
+
+  std::string number(int64_t position) const { return concat(mesh_.rank_at(position)); }
+
+  void draw_part(const Rect& box, const Parcel& parcel, int64_t colour, const std::string& words) {
+    std::vector<Rect> all;
+    for (const Region& part : parcel.parts) {
+      const std::vector<Rect> some = rects(part, box);
+      all.insert(all.end(), some.begin(), some.end());
+      if (some.empty() && num_elements(part) > 0) draw_pale(part, box, colour);
+    }
+    if (all.empty()) return;
+    const std::string more = parcel.parts.size() > 1 ? " and more" : "";
+    const std::string title = parcel.from == parcel.to
+                                  ? ""
+                                  : concat(name_of(parcel.to), " has ", indices_text(parcel.parts[0]), more, " from ",
+                                           name_of(parcel.from), ", ", bytes_text(parcel.bytes));
+    fill(all, colour_of(colour), "class=\"sw-part\" stroke=\"#FFFFFF\" stroke-width=\"0.7\"", title);
+    write_into(
+        *std::max_element(all.begin(), all.end(), [](const Rect& a, const Rect& b) { return a.w * a.h < b.w * b.h; }),
+        words, ink_on(colour));
+  }
+
+  // Where there is room.
+  void write_into(const Rect& rect, const std::string& words, const char* ink) {
+    const TextStyle style{std::clamp(rect.h - 1.5, 8.0, 11.0), "middle", ink, false};
+    if (words.empty() || rect.h < style.size + 1 || rect.w < text_width(words, style) + 2) return;
+    svg_.text(rect.x + rect.w / 2, rect.y + rect.h / 2 + style.size * 0.36, words, style);
+  }
+
+  std::vector<Rect> rects(const Region& part, const Rect& box) const {
+    return rects_of(part, plan_.src.shape(), drawn_, box);
+  }
+
+  void fill(const std::vector<Rect>& rects, const char* colour, const char* attributes, const std::string& title) {
+    if (rects.empty()) return;
+    std::string d;
+    for (const Rect& rect : rects) d += rect_path(rect);
+    svg_.path(d, concat("fill=\"", colour, "\" ", attributes), title);
+  }
+
+  // Too many pieces to draw: the range they lie in.
+  Region range_of(const Region& part) const {
+    Region range;
+    for (const IntervalList& list : part) range.push_back({{list.front().begin, list.back().end}});
+    return range;
+  }
+
+  void draw_pale(const Region& part, const Rect& box, int64_t colour) {
+    has_pale_ = true;
+    fill(rects(range_of(part), box), colour_of(colour), "class=\"sw-pale\" fill-opacity=\"0.35\"", "");
+  }
+
+  void draw_stripes(const Region& held, const Rect& box) {
+    if (num_elements(held) == 0) return;
+    std::vector<Rect> all = rects(held, box);
+    if (all.empty()) all = rects(range_of(held), box);
+    std::string d;
+    for (const Rect& rect : all) d += rect_path(rect);
+    svg_.stripes(d);
+  }
+
+  // A strip below the box for each dim that is cut and not drawn.
+  void draw_beside(const Region& held, const Rect& box) {
+    double y = box.y + box.h + 2;
+    for (const int t : drawn_.beside) {
+      const Rect strip{box.x, y, box.w, kBesideHeight};
+      svg_.path(rect_path(strip), "fill=\"#F6F6F6\" stroke=\"#AAAAAA\" stroke-width=\"0.7\"");
+      if (num_elements(held) > 0) {
+        fill(rects_of({held[t]}, {plan_.src.shape()[t]}, {-1, 0, {}}, strip), kBeside, "", "");
+      }
+      y += kBesideHeight + 2;
+    }
+  }
+
+  // ---- who sends what to whom
+
+  // Where many meet, no wider than leaves them apart.
+  double arrow_width(int64_t bytes, size_t neighbours) const {
+    const double share = static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(widest_bytes_, 1));
+    return std::min(1.1 + 2.4 * share, 0.45 * box_.h / static_cast<double>(neighbours));
+  }
+
+  // Where the `index`-th of `count` arrows meets the side of a box.
+  double berth(int64_t position, size_t index, size_t count) const {
+    return row(position) + box_.h * (static_cast<double>(index) + 0.5) / static_cast<double>(count);
+  }
+
+  // Arrows leave and arrive in the order of their other ends, so that those of one rank do not cross each other.
+  void draw_arrows(size_t index) {
+    const std::vector<Parcel>& parcels = parcels_[index];
+    std::vector<size_t> leaving(mesh_.size(), 0);
+    std::vector<size_t> arriving(mesh_.size(), 0);
+    for (const Parcel& parcel : parcels) {
+      ++leaving[parcel.from];
+      ++arriving[parcel.to];
+    }
+    std::vector<size_t> left(mesh_.size(), 0);
+    std::vector<size_t> arrived(mesh_.size(), 0);
+    const double x0 = box_at(index, 0).x + box_.w + 3;
+    const double x1 = box_at(index + 1, 0).x - 3;
+    for (const Parcel& parcel : parcels) {
+      const double y0 = berth(parcel.from, left[parcel.from]++, leaving[parcel.from]);
+      const double y1 = berth(parcel.to, arrived[parcel.to]++, arriving[parcel.to]);
+      const size_t neighbours = std::max(leaving[parcel.from], arriving[parcel.to]);
+      draw_arrow(parcel, arrow_width(parcel.bytes, neighbours), {x0, y0, x1 - x0, y1 - y0});
+    }
+  }
+
+  // From one corner of `span` to the other.
+  void draw_arrow(const Parcel& parcel, double width, const Rect& span) {
+    const bool stays = parcel.from == parcel.to;
+    const char* colour = stays ? kStays : colour_of(parcel.from);
+    open_arrow(stays ? "sw-stays" : "sw-arrow sw-sends", colour, stays ? 1.1 : width,
+               stays ? concat(name_of(parcel.to), " keeps ", bytes_text(parcel.bytes))
+                     : concat(name_of(parcel.from), " -> ", name_of(parcel.to), ": ", bytes_text(parcel.bytes)));
+    const double tip = stays || width < 1.6 ? 5 : kTip;
+    svg_.path(curve_path(span.x, span.y, span.x + span.w - tip + 1, span.y + span.h), "fill=\"none\"");
+    svg_.tip(span.x + span.w, span.y + span.h, tip);
+    svg_.close_group();
+  }
+
+  void open_arrow(const char* kind, const char* colour, double width, const std::string& title) {
+    svg_.open_group(
+        concat("class=\"", kind, "\" stroke=\"", colour, "\" fill=\"", colour, "\" stroke-width=\"", px(width), "\""),
+        title);
+  }
+
+  void draw_reductions(size_t index) {
+    const Step& step = frame_.steps()[index];
+    std::vector<bool> is_seen(mesh_.size(), false);
+    for (int64_t p = 0; p < mesh_.size(); ++p) {
+      if (is_seen[p]) continue;
+      const std::vector<int64_t> group = mesh_.group(p, step.mesh_dims);
+      for (const int64_t member : group) is_seen[member] = true;
+      draw_reduction(index, step, group);
+    }
+  }
+
+  // A knot that all of the group lead to, and the results from it. The knots of groups lie apart: each is the mean of
+  // a group's rows, and groups are alike but for where they begin.
+  void draw_reduction(size_t index, const Step& step, const std::vector<int64_t>& group) {
+    double y = 0;
+    for (const int64_t member : group) y += row(member) + box_.h / 2;
+    y /= static_cast<double>(group.size());
+    const double x0 = box_at(index, 0).x + box_.w + 3;
+    const double x1 = box_at(index + 1, 0).x - 3;
+    const double middle = (x0 + x1) / 2;
+    for (const int64_t member : group) {
+      const double side = row(member) + box_.h / 2;
+      const Traffic traffic = traffic_at(step, plan_.backend, member);
+      if (num_elements(step.before.region(member)) > 0) {
+        open_arrow("sw-arrow sw-gives", colour_of(member), 2,
+                   concat(name_of(member), " sends ", bytes_text(traffic.sent_bytes)));
+        svg_.path(curve_path(x0, side, middle, y), "fill=\"none\"");
+        svg_.close_group();
+      }
+      if (num_elements(step.after.region(member)) > 0) {
+        open_arrow("sw-arrow sw-takes", colour_of(member), 2,
+                   concat(name_of(member), " receives ", bytes_text(traffic.received_bytes)));
+        svg_.path(curve_path(middle, y, x1 - kTip + 1, side), "fill=\"none\"");
+        svg_.tip(x1, side, kTip);
+        svg_.close_group();
+      }
+    }
+    std::vector<std::string> names;
+    for (const int64_t member : group) names.push_back(number(member));
+    const std::string op = op_text(step.before, step.mesh_dims);
+    const double radius = std::max(16.0, text_width(op, {10, "", "", true}) / 2 + 3);
+    svg_.circle(middle, y, radius, "fill=\"#FFFFFF\" stroke=\"#555555\" stroke-width=\"1.5\"",
+                concat(op, " over ranks ", join(names)));
+    svg_.text(middle, y + 3.5, op, {10, "middle", "#111111", true});
+  }
+
+  // ---- legend
+
+  std::string box_text() const {
+    const auto dim_text = [&](int t) { return concat("dim ", t, " (", plan_.src.shape()[t], ")"); };
+    if (drawn_.across < 0) return "A box is the whole tensor, one element.";
+    std::string text = concat("A box is the whole tensor: ", dim_text(drawn_.across), " runs to the right");
+    if (drawn_.down >= 0) {
+      text = concat("A box is the whole tensor: ", dim_text(drawn_.down), " runs down, ", dim_text(drawn_.across),
+                    " to the right");
+    }
+    for (const int t : drawn_.beside) text += concat("; ", dim_text(t), " is the strip below");
+    const size_t hidden = plan_.src.shape().size() - 2 - drawn_.beside.size();
+    if (plan_.src.ndim() > 2 && hidden > 0) text += "; other dims are held whole and not drawn";
+    return text + ".";
+  }
+
+  void explain() {
+    frame_.explain(box_text());
+    frame_.explain("What a rank holds is filled in the colour, and has the number, of the rank it came from.");
+    if (has_hidden_) {
+      frame_.explain("Where parts from several ranks lie behind one another, all are in the holder's own colour.");
+    }
+    if (widest_bytes_ > 0) {
+      frame_.explain(concat("An arrow is a message in its sender's colour, the thicker the more bytes (at most ",
+                            bytes_text(widest_bytes_), "); grey: what stays where it is."));
+    }
+    const std::vector<Step>& steps = frame_.steps();
+    if (std::any_of(steps.begin(), steps.end(), reduces)) {
+      frame_.explain("A circle reduces what the ranks of a group hold; each takes its result from there.");
+    }
+    std::string pending;
+    bool has_zeros = false;
+    for (const Layout& layout : frame_.states()) {
+      if (pending.empty()) pending = op_text(layout, layout.partial_dims());
+    }
+    for (const Step& step : steps) has_zeros = has_zeros || step.op == StepOp::kZeroFill;
+    if (!pending.empty()) {
+      frame_.explain(concat("striped: a contribution; the value is the ", pending, " over the ranks that hold one"),
+                     colour_of(0), true);
+    }
+    if (has_zeros) frame_.explain("zeros", kZeros, true);
+    if (has_pale_) {
+      frame_.explain(concat("pale: more than ", kMaxRectsDrawn, " pieces; drawn is the range they lie in"), "#99C9E4");
+    }
+  }
+
+  const Plan& plan_;
+  const Mesh& mesh_;
+  DrawnDims drawn_;
+  Rect box_;
+  PictureFrame frame_;
+  Svg svg_;
+  double pitch_ = 0;
+  std::vector<std::vector<Parcel>> parcels_;  // by step
+  int64_t widest_bytes_ = 0;
+  bool has_pale_ = false;
+  bool has_hidden_ = false;
+};
+
+}  // namespace
+
+std::string picture_by_rank(const Plan& plan) { return RankPicture(plan).draw(); }
+
+}  // namespace shardwright

@@ -1,0 +1,482 @@
+#include "picture/picture.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <map>
+#include <set>
+#include <sstream>
+
+#include "layout/error.h"
+#include "layouts.h"
+#include "planner/serialize.h"
+#include "picture/svg.h"
+
+namespace shardwright {
+namespace {
+
+using test::all_layouts;
+using test::layout_of;
+using test::mesh_of;
+
+// ---- reading a picture back: as much of XML as pictures use, and not a bit more
+
+struct Element {
+  std::string name;
+  std::map<std::string, std::string> attributes;
+  std::string text;   // its own, as it reads
+  std::string title;  // of its <title>
+  int parent = -1;
+};
+
+class Document {
+ public:
+  explicit Document(std::string xml) : xml_(std::move(xml)) {
+    while (at_ < xml_.size()) xml_[at_] == '<' ? read_tag() : read_text();
+    expect(open_.empty(), "tags left open");
+  }
+
+  const std::vector<Element>& elements() const { return elements_; }
+
+  std::vector<int> of_class(const std::string& name) const {
+    std::vector<int> found;
+    for (size_t i = 0; i < elements_.size(); ++i) {
+      std::istringstream words(attribute(static_cast<int>(i), "class"));
+      for (std::string word; words >> word;) {
+        if (word == name) found.push_back(static_cast<int>(i));
+      }
+    }
+    return found;
+  }
+
+  std::vector<int> children(int parent) const {
+    std::vector<int> found;
+    for (size_t i = 0; i < elements_.size(); ++i) {
+      if (elements_[i].parent == parent) found.push_back(static_cast<int>(i));
+    }
+    return found;
+  }
+
+  std::string attribute(int element, const std::string& name) const {
+    const auto found = elements_[element].attributes.find(name);
+    return found == elements_[element].attributes.end() ? "" : found->second;
+  }
+
+  bool has_text(const std::string& text) const {
+    return std::any_of(elements_.begin(), elements_.end(), [&](const Element& e) { return e.text == text; });
+  }
+
+ private:
+  void expect(bool ok, const char* what) const {
+    if (!ok) throw std::runtime_error(concat(what, " at byte ", at_, ": ", xml_.substr(at_, 60)));
+  }
+
+  void read_tag() {
+    if (at_ == 0 && xml_.starts_with("<!DOCTYPE html>")) {
+      at_ = 15;
+    } else if (xml_.compare(at_, 2, "</") == 0) {
+      const size_t end = xml_.find('>', at_);
+      expect(!open_.empty() && xml_.substr(at_ + 2, end - at_ - 2) == elements_[open_.back()].name, "wrong end tag");
+      const Element& closed = elements_[open_.back()];
+      if (closed.name == "title" && closed.parent >= 0) elements_[closed.parent].title = closed.text;
+      open_.pop_back();
+      at_ = end + 1;
+    } else {
+      ++at_;
+      read_element();
+    }
+  }
+
+  void read_element() {
+    Element element{read_name(), {}, {}, {}, open_.empty() ? -1 : open_.back()};
+    while (true) {
+      while (xml_[at_] == ' ') ++at_;
+      if (xml_[at_] == '>' || xml_[at_] == '/') break;
+      const std::string name = read_name();
+      expect(xml_.compare(at_, 2, "=\"") == 0, "attribute without a value");
+      const size_t end = xml_.find('"', at_ + 2);
+      const std::string value = unescaped(xml_.substr(at_ + 2, end - at_ - 2));
+      expect(element.attributes.emplace(name, value).second, "attribute twice");
+      at_ = end + 1;
+    }
+    elements_.push_back(std::move(element));
+    const bool is_closed = xml_[at_] == '/';
+    if (is_closed) ++at_;
+    expect(xml_[at_] == '>', "tag without an end");
+    ++at_;
+    if (!is_closed) open_.push_back(static_cast<int>(elements_.size()) - 1);
+  }
+
+  std::string read_name() {
+    const size_t begin = at_;
+    while (at_ < xml_.size() && (std::isalnum(xml_[at_]) != 0 || xml_[at_] == '-')) ++at_;
+    expect(at_ > begin, "no name");
+    return xml_.substr(begin, at_ - begin);
+  }
+
+  void read_text() {
+    const size_t end = std::min(xml_.find('<', at_), xml_.size());
+    const std::string text = unescaped(xml_.substr(at_, end - at_));
+    if (open_.empty()) {
+      expect(text.find_first_not_of('\n') == std::string::npos, "text outside");
+    } else {
+      elements_[open_.back()].text += text;
+    }
+    at_ = end;
+  }
+
+  std::string unescaped(const std::string& raw) const {
+    static const std::map<std::string, std::string> kEntities{
+        {"amp", "&"}, {"lt", "<"}, {"gt", ">"}, {"quot", "\""}, {"#39", "'"}};
+    std::string text;
+    for (size_t i = 0; i < raw.size(); ++i) {
+      const auto byte = static_cast<unsigned char>(raw[i]);
+      expect(byte >= 0x20 || raw[i] == '\n', "control character");
+      expect(raw[i] != '<', "unescaped <");
+      if (raw[i] != '&') {
+        text += raw[i];
+        continue;
+      }
+      const size_t end = raw.find(';', i);
+      const auto entity = kEntities.find(raw.substr(i + 1, end == std::string::npos ? end : end - i - 1));
+      expect(entity != kEntities.end(), "unescaped &");
+      text += entity->second;
+      i = end;
+    }
+    return text;
+  }
+
+  std::string xml_;
+  size_t at_ = 0;
+  std::vector<Element> elements_;
+  std::vector<int> open_;
+};
+
+// Areas of the rectangles of a path as rect_path writes them.
+double area_of(const std::string& d) {
+  double area = 0;
+  for (size_t at = d.find('h'); at != std::string::npos; at = d.find('h', d.find('z', at))) {
+    const size_t v = d.find('v', at);
+    area += std::stod(d.substr(at + 1)) * std::stod(d.substr(v + 1));
+  }
+  return area;
+}
+
+// The box of one rank in one state; boxes are written state by state, position by position.
+struct Box {
+  double filled_share = 0;
+  std::vector<std::string> fills;
+};
+
+Box box_at(const Document& picture, size_t index) {
+  const int group = picture.of_class("sw-box").at(index);
+  Box box;
+  double whole = 0;
+  for (const int child : picture.children(group)) {
+    if (picture.elements()[child].name != "path") continue;
+    const double area = area_of(picture.attribute(child, "d"));
+    if (whole == 0) {
+      whole = area;
+    } else if (picture.attribute(child, "class") == "sw-part") {
+      box.filled_share += area / whole;
+      box.fills.push_back(picture.attribute(child, "fill"));
+    }
+  }
+  return box;
+}
+
+Plan plan_of(const std::vector<int64_t>& mesh_sizes, const std::vector<int64_t>& shape, const std::string& src,
+             const std::string& dst, const PlanOptions& options = {}) {
+  const MeshPtr mesh = mesh_of(mesh_sizes);
+  return make_plan(layout_of(mesh, shape, src), layout_of(mesh, shape, dst), options);
+}
+
+// A plan in which replicas share the sending, whatever the planner thinks of it.
+Plan shared_plan(Sharing sharing, const std::vector<int64_t>& shape) {
+  Plan plan = plan_of({2, 3}, shape, "R,S(0)", "R,S(1)");
+  plan.steps[0].op = StepOp::kExchange;
+  plan.steps[0].mesh_dims = MeshDimSet::from_bits(3);
+  plan.steps[0].sharing = sharing;
+  return plan;
+}
+
+std::vector<Plan> many_plans() {
+  const std::vector<Layout> layouts = all_layouts(mesh_of({2, 2}), {7, 5}, {Placement::partial(ReduceOp::kSum)});
+  std::vector<Plan> plans;
+  for (const Layout& src : layouts) {
+    for (const Layout& dst : layouts) plans.push_back(make_plan(src, dst));
+  }
+  plans.push_back(shared_plan(Sharing::kMessages, {12, 10}));
+  plans.push_back(shared_plan(Sharing::kBytes, {12, 10}));
+  plans.push_back(shared_plan(Sharing::kBytes, {9, 10}));  // splits messages within a row
+  plans.push_back(plan_of({4}, {64}, "S(0)", "R"));
+  plans.push_back(plan_of({4}, {3, 8}, "S(0)", "S(1)"));
+  plans.push_back(plan_of({4}, {}, "P(max)", "R"));
+  plans.push_back(plan_of({3}, {0, 3}, "S(0)", "R"));
+  plans.push_back(plan_of({2, 4}, {24, 64}, "R,SS(0,3)", "R,S(1)"));
+  plans.push_back(plan_of({2, 2, 2}, {8, 8, 8, 8}, "S(0),S(2),S(3)", "S(3),S(0),S(2)"));
+  plans.push_back(plan_of({1, 16, 1}, {64, 64}, "S(0),S(0),R", "R,S(1),S(1)"));
+  plans.push_back(plan_of({1}, {4}, "S(0)", "R"));
+  plans.push_back(plan_of({8, 8}, {1024, 1024}, "P,R", "R,R"));
+  plans.push_back(plan_of({8, 3}, {5, 3}, "S(0),SS(0,2)", "S(1),P"));
+  plans.push_back(plan_of({17}, {}, "P", "R"));
+  plans.push_back(plan_of({32}, {0}, "S(0)", "R"));
+  return plans;
+}
+
+// ---- any picture
+
+TEST(Picture, IsWellFormed) {
+  for (const Plan& plan : many_plans()) {
+    EXPECT_NO_THROW(Document(to_svg(plan))) << plan.to_string();
+    EXPECT_NO_THROW(Document(to_html(plan))) << plan.to_string();
+  }
+}
+
+TEST(Picture, ThisReaderRefusesWhatIsNotWellFormed) {
+  EXPECT_THROW(Document("<a><b></a></b>"), std::runtime_error);
+  EXPECT_THROW(Document("<a>1 & 2</a>"), std::runtime_error);
+  EXPECT_THROW(Document("<a b=\"<\"/>"), std::runtime_error);
+  EXPECT_THROW(Document("<a>"), std::runtime_error);
+  EXPECT_THROW(Document("<a>\x01</a>"), std::runtime_error);
+}
+
+// Text as wide as fonts may make it stays on the page, and clear of other text.
+TEST(Picture, TextIsNeitherCutOffNorOverlapping) {
+  for (const Plan& plan : many_plans()) {
+    const Document picture(to_svg(plan));
+    const double page = std::stod(picture.attribute(0, "width"));
+    std::vector<Rect> boxes;
+    for (size_t i = 0; i < picture.elements().size(); ++i) {
+      const Element& text = picture.elements()[i];
+      if (text.name != "text") continue;
+      const auto number = [&](const char* name) { return std::stod(text.attributes.at(name)); };
+      const double size = number("font-size");
+      const double w = text_width(text.text, {size, "", "", text.attributes.contains("font-weight")});
+      const double x = number("x") - (text.attributes.at("text-anchor") == "middle" ? w / 2 : 0);
+      const Rect box{x, number("y") - size * 0.75, w, size * 0.8};
+      EXPECT_GE(box.x, 0) << text.text;
+      EXPECT_LE(box.x + box.w, page) << text.text;
+      for (const Rect& other : boxes) {
+        const bool apart = box.x + box.w <= other.x || other.x + other.w <= box.x || box.y + box.h <= other.y ||
+                           other.y + other.h <= box.y;
+        EXPECT_TRUE(apart) << text.text << " in the picture of " << plan.to_string();
+      }
+      boxes.push_back(box);
+    }
+  }
+}
+
+TEST(Picture, IsTheSameForEqualPlans) {
+  const Plan plan = plan_of({2, 2}, {7, 5}, "S(0),S(0)", "S(1),P");
+  EXPECT_EQ(to_svg(plan), to_svg(from_bytes(to_bytes(plan))));
+}
+
+TEST(Picture, EscapesNames) {
+  const std::string name = "<script>&\"'\x01\xFF\xED\xA0\x80]]>";
+  for (const int64_t size : {2, 64}) {
+    const auto mesh = std::make_shared<Mesh>(std::vector<std::string>{name, "b"}, std::vector<int64_t>{size, 2});
+    const Plan plan = make_plan(layout_of(mesh, {64, 64}, "S(0),R"), layout_of(mesh, {64, 64}, "S(1),R"));
+    for (const std::string& text : {to_svg(plan), to_html(plan)}) {
+      EXPECT_NO_THROW(Document{text});
+      EXPECT_EQ(text.find("<script"), std::string::npos);
+      EXPECT_NE(text.find("&lt;script&gt;&amp;&quot;&#39;\xEF\xBF\xBD"), std::string::npos);
+      EXPECT_EQ(text.find('\xFF'), std::string::npos);
+    }
+  }
+}
+
+TEST(Picture, PageSaysThePlanInWordsToo) {
+  const Plan plan = plan_of({2, 2}, {7, 5}, "S(0),S(1)", "S(1),S(0)");
+  const Document page(to_html(plan));
+  EXPECT_TRUE(page.has_text(plan.to_string()));
+  EXPECT_FALSE(page.of_class("sw-box").empty());
+}
+
+// ---- by rank
+
+TEST(Picture, ShowsEveryRankStateAndStep) {
+  const MeshPtr mesh = mesh_of({2, 2}, {7, 3, 11, 0});
+  const Plan plan = make_plan(layout_of(mesh, {8, 8}, "P,S(0)"), layout_of(mesh, {8, 8}, "S(0),P"));
+  const Document picture(to_svg(plan));
+  for (const int rank : {7, 3, 11, 0}) EXPECT_TRUE(picture.has_text(concat("rank ", rank)));
+  EXPECT_FALSE(picture.has_text("rank 1")) << "a position is not a rank";
+  ASSERT_GE(plan.steps.size(), 2u);
+  for (size_t i = 0; i < plan.steps.size(); ++i) {
+    const Step& step = plan.steps[i];
+    EXPECT_TRUE(picture.has_text(concat(i + 1, ". ", step_op_name(step.op), " over ", mesh->names_of(step.mesh_dims))));
+  }
+  EXPECT_EQ(picture.of_class("sw-box").size(), 4 * (plan.steps.size() + 1));
+}
+
+TEST(Picture, FillsWhatARankHolds) {
+  const Document picture(to_svg(plan_of({2, 2}, {7, 5}, "S(0),S(1)", "S(1),S(0)")));
+  const double before[] = {4 * 3, 4 * 2, 3 * 3, 3 * 2};
+  const double after[] = {3 * 4, 3 * 3, 2 * 4, 2 * 3};
+  for (size_t p = 0; p < 4; ++p) {
+    EXPECT_NEAR(box_at(picture, p).filled_share, before[p] / 35, 0.005);
+    EXPECT_NEAR(box_at(picture, 4 + p).filled_share, after[p] / 35, 0.005);
+  }
+}
+
+// What arrives in parts adds up to what is held, whoever sends it.
+TEST(Picture, FillsTheShareOfTheTensor) {
+  for (const Plan& plan : many_plans()) {
+    const int64_t num_ranks = plan.src.mesh().size();
+    if (num_ranks > kMaxRanksDrawn || plan.src.ndim() > 2 || plan.src.num_elements() == 0) continue;
+    const Document picture(to_svg(plan));
+    for (int64_t p = 0; p < num_ranks; ++p) {
+      for (size_t state = 1; state <= plan.steps.size(); ++state) {
+        const Step& step = plan.steps[state - 1];
+        if (step.op == StepOp::kZeroFill) continue;
+        const auto held = static_cast<double>(num_elements(step.after.region(p)));
+        EXPECT_NEAR(box_at(picture, state * num_ranks + p).filled_share,
+                    held / static_cast<double>(plan.src.num_elements()), 0.01)
+            << "rank " << p << " after step " << state << " of " << plan.to_string();
+      }
+    }
+  }
+}
+
+TEST(Picture, StripesWhatIsPending) {
+  const Document picture(to_svg(plan_of({2, 2}, {8, 8}, "P,S(0)", "R,S(0)")));
+  for (size_t i = 0; i < 8; ++i) {
+    const int box = picture.of_class("sw-box").at(i);
+    double share = 0;
+    for (const int child : picture.children(box)) {
+      if (picture.attribute(child, "fill") != "url(#sw-stripes)") continue;
+      share += area_of(picture.attribute(child, "d")) / area_of(picture.attribute(picture.children(box).at(1), "d"));
+    }
+    EXPECT_NEAR(share, i < 4 ? 0.5 : 0, 0.005) << "half a tensor each before, none after";
+  }
+}
+
+TEST(Picture, ColoursPartsByTheirSender) {
+  const Document picture(to_svg(plan_of({4}, {64, 64}, "S(0)", "R")));
+  std::vector<std::string> senders;
+  for (size_t p = 0; p < 4; ++p) senders.push_back(box_at(picture, p).fills.at(0));
+  EXPECT_EQ(std::set<std::string>(senders.begin(), senders.end()).size(), 4u);
+  for (size_t p = 0; p < 4; ++p) EXPECT_EQ(box_at(picture, 4 + p).fills, senders);
+}
+
+TEST(Picture, DrawsAnArrowPerMessage) {
+  const Document picture(to_svg(plan_of({4}, {3, 8}, "S(0)", "S(1)")));
+  std::set<std::string> titles;
+  for (const int arrow : picture.of_class("sw-sends")) titles.insert(picture.elements()[arrow].title);
+  EXPECT_EQ(titles, (std::set<std::string>{"rank 0 -> rank 1: 8 B", "rank 0 -> rank 2: 8 B", "rank 0 -> rank 3: 8 B",
+                                           "rank 1 -> rank 0: 8 B", "rank 1 -> rank 2: 8 B", "rank 1 -> rank 3: 8 B",
+                                           "rank 2 -> rank 0: 8 B", "rank 2 -> rank 1: 8 B", "rank 2 -> rank 3: 8 B"}));
+  EXPECT_EQ(picture.of_class("sw-sends").size(), 9u);
+  EXPECT_EQ(picture.of_class("sw-stays").size(), 3u) << "rank 3 had nothing";
+}
+
+TEST(Picture, DrawsAsManyArrowsAsThereAreMessages) {
+  for (const Plan& plan : many_plans()) {
+    const int64_t num_ranks = plan.src.mesh().size();
+    if (num_ranks > kMaxRanksDrawn) continue;
+    int64_t messages = 0;
+    for (const Step& step : plan.steps) {
+      if (step.op == StepOp::kReduceScatter || step.op == StepOp::kAllReduce) continue;
+      for (int64_t p = 0; p < num_ranks; ++p) messages += traffic_at(step, plan.backend, p).messages;
+    }
+    EXPECT_EQ(static_cast<int64_t>(Document(to_svg(plan)).of_class("sw-sends").size()), messages) << plan.to_string();
+  }
+}
+
+TEST(Picture, JoinsTheGroupsOfAReduction) {
+  const Document picture(to_svg(plan_of({2, 4}, {1024, 1024}, "P(max),R", "R,R")));
+  std::vector<std::string> knots;
+  for (const Element& element : picture.elements()) {
+    if (element.name == "circle") knots.push_back(element.title);
+  }
+  EXPECT_EQ(knots, (std::vector<std::string>{"max over ranks 0, 4", "max over ranks 1, 5", "max over ranks 2, 6",
+                                             "max over ranks 3, 7"}));
+  EXPECT_EQ(picture.of_class("sw-gives").size(), 8u);
+  EXPECT_EQ(picture.of_class("sw-takes").size(), 8u);
+}
+
+TEST(Picture, SaysThatNothingIsToDo) {
+  const Document picture(to_svg(plan_of({4}, {64, 64}, "S(0)", "S(0)")));
+  EXPECT_TRUE(picture.has_text("nothing to do"));
+  EXPECT_EQ(picture.of_class("sw-box").size(), 8u);
+  EXPECT_TRUE(picture.of_class("sw-sends").empty());
+}
+
+TEST(Picture, SaysWhatIsEmpty) {
+  EXPECT_TRUE(Document(to_svg(plan_of({3}, {0, 3}, "S(0)", "R"))).has_text("no elements"));
+  const Document picture(to_svg(plan_of({4}, {3, 8}, "S(0)", "R")));
+  EXPECT_TRUE(picture.has_text("empty"));
+  EXPECT_EQ(box_at(picture, 3).filled_share, 0);
+}
+
+TEST(Picture, DrawsPaleWhatHasTooManyPieces) {
+  const MeshPtr mesh = mesh_of({2});
+  const Layout src(mesh, {800, 8}, DType::parse("float32"), parse_placements("SS(0,200)"), {},
+                   StridedMeaning::kLiteral);
+  const Document picture(to_svg(make_plan(src, layout_of(mesh, {800, 8}, "R"))));
+  EXPECT_FALSE(picture.of_class("sw-pale").empty());
+  EXPECT_TRUE(picture.has_text("pale: more than 128 pieces; drawn is the range they lie in"));
+}
+
+// ---- by mesh dim
+
+TEST(Picture, OfAMillionRanksIsSmallAndQuick) {
+  const MeshPtr mesh = mesh_of({64, 128, 128});
+  std::vector<Layout> layouts;
+  for (const char* placements : {"S(0),P,S(1)", "S(0),S(0),S(1)", "R,S(0),S(1)"}) {
+    layouts.push_back(layout_of(mesh, {1 << 20, 1 << 14}, placements));
+  }
+  const Plan plan = plan_through(layouts);
+  ASSERT_EQ(plan.steps.size(), 2u);
+  const auto begin = std::chrono::steady_clock::now();
+  const std::string svg = to_svg(plan);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+  EXPECT_LT(svg.size(), 50'000u);
+  const Document picture(svg);
+  EXPECT_TRUE(picture.of_class("sw-box").empty()) << "ranks are not drawn";
+  for (const char* name : {"a", "b", "c"}) EXPECT_TRUE(picture.has_text(name));
+  EXPECT_TRUE(picture.has_text("64 ranks"));
+  EXPECT_TRUE(picture.has_text("128 contribute"));
+  EXPECT_EQ(picture.of_class("sw-spans").size(), plan.steps.size());
+}
+
+TEST(Picture, PutsAKnotOnEveryMeshDimThatAStepSpans) {
+  const MeshPtr mesh = mesh_of({8, 4, 2});
+  const Plan plan =
+      plan_through({layout_of(mesh, {1024, 1024}, "S(0),R,S(0)"), layout_of(mesh, {1024, 1024}, "S(1),R,S(1)")});
+  ASSERT_EQ(plan.steps.size(), 1u);
+  const Document picture(to_svg(plan));
+  const std::vector<int> bars = picture.of_class("sw-spans");
+  ASSERT_EQ(bars.size(), 1u);
+  EXPECT_EQ(picture.elements()[bars[0]].title, "all_to_all over a+c, groups of 16");
+  int knots = 0;
+  for (const int child : picture.children(bars[0])) knots += picture.elements()[child].name == "circle" ? 1 : 0;
+  EXPECT_EQ(knots, 2);
+}
+
+// ---- the pieces
+
+TEST(Svg, LengthsHaveNoTrailingZeros) {
+  EXPECT_EQ(px(0), "0");
+  EXPECT_EQ(px(-0.001), "0");
+  EXPECT_EQ(px(12.5), "12.5");
+  EXPECT_EQ(px(12.05), "12.05");
+  EXPECT_EQ(px(-3.256), "-3.26");
+}
+
+TEST(Svg, ShortensBetweenCharacters) {
+  EXPECT_EQ(shortened("abcdef", 6), "abcdef");
+  EXPECT_EQ(shortened("abcdefg", 6), "abc...");
+  EXPECT_EQ(shortened("\xC3\xA4\xC3\xA4\xC3\xA4\xC3\xA4\xC3\xA4", 4), "\xC3\xA4...");
+}
+
+TEST(Svg, ReplacesWhatXmlForbids) {
+  EXPECT_EQ(escaped("a\nb"), "a\nb");
+  EXPECT_EQ(escaped("\xF0\x9F\x98\x80"), "\xF0\x9F\x98\x80");
+  for (const char* bad : {"\x01", "\x7F", "\xC0", "\xFF"}) EXPECT_EQ(escaped(bad), "\xEF\xBF\xBD");
+  EXPECT_EQ(escaped("\xC0\x80"), "\xEF\xBF\xBD\xEF\xBF\xBD") << "overlong";
+  EXPECT_EQ(escaped("\xEF\xBF\xBF"), "\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD") << "no character";
+}
+
+}  // namespace
+}  // namespace shardwright
