@@ -123,8 +123,9 @@ TEST(Layout, RefusalsNameTheArgument) {
 }
 
 TEST(Placement, TextsGoRoundTrip) {
-  for (const std::string text : {"R", "S(0)", "S(12)", "SS(1,4)", "P(sum)", "P(avg)", "P(min)", "P(max)", "P(product)",
-                                 "P(band)", "P(bor)", "P(bxor)", "P(norm 2)", "P(norm 1.5)"}) {
+  for (const std::string text :
+       {"R", "S(0)", "S(12)", "SS(1,4)", "P(sum)", "P(avg)", "P(min)", "P(max)", "P(product)", "P(band)", "P(bor)",
+        "P(bxor)", "P(norm 2)", "P(norm 1.5)", "P(norm 0.1234567891)", "P(norm 1e-320)"}) {
     EXPECT_EQ(Placement::parse(text).to_string(), text);
   }
   EXPECT_EQ(Placement::parse("P"), Placement::partial(ReduceOp::kSum));
