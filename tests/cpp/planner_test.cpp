@@ -160,6 +160,8 @@ TEST(Planner, TakesAGivenWay) {
   EXPECT_NO_THROW(simulate(plan));
   EXPECT_EQ(ops(plan_through({src, dst})), Names{"all_gather"});
   EXPECT_THROW(plan_through({layout_of(mesh, {8, 12}, "P,R"), layout_of(mesh, {8, 12}, "R,S(0)")}), UserError);
+  EXPECT_THROW(plan_through({layout_of(mesh, {8, 12}, "P,R"), layout_of(mesh, {8, 12}, "P(max),R")}), UserError);
+  EXPECT_THROW(plan_through({layout_of(mesh, {8, 12}, "P,S(0)"), layout_of(mesh, {8, 12}, "P(max),R")}), UserError);
   EXPECT_THROW(plan_through({src}), UserError);
 }
 
