@@ -1,6 +1,7 @@
 #include "layout/layout.h"
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 
 #include "layout/error.h"
@@ -8,12 +9,13 @@
 namespace shardwright {
 namespace {
 
-void check_shape(const std::vector<int64_t>& shape) {
-  int64_t total = 1;
+void check_shape(const Mesh& mesh, const std::vector<int64_t>& shape, const DType& dtype) {
+  int64_t bytes = mesh.size() * dtype.size_bytes();
   for (const int64_t size : shape) {
     check_user(size >= 0, "shape: (", join(shape), ") has the negative size ", size);
-    check_user(size == 0 || total <= (int64_t{1} << 60) / size, "shape: (", join(shape), ") has too many elements");
-    total *= std::max(size, int64_t{1});
+    check_user(size == 0 || bytes <= Layout::kMaxBytesOnAllRanks / size, "shape: (", join(shape), ") of ", dtype.name(),
+               " on ", mesh.size(), " ranks is too large; allowed are 2^57 bytes if every rank held all of it");
+    bytes *= std::max(size, int64_t{1});
   }
 }
 
@@ -31,8 +33,13 @@ std::vector<Placement> checked_placements(const Mesh& mesh, const std::vector<in
                  ndim, " dims; allowed are ", -ndim, " to ", ndim - 1);
       check_user(placement.split_factor >= 1, "placements: ", placement.to_string(), " has split factor ",
                  placement.split_factor, "; allowed is 1 or more");
+      check_user(placement.split_factor <= Layout::kMaxSplitFactor, "placements: ", placement.to_string(),
+                 " has split factor ", placement.split_factor, "; allowed are at most ", Layout::kMaxSplitFactor);
       if (placement.dim < 0) placement.dim += ndim;
     } else if (placement.is_partial()) {
+      check_user(placement.op != ReduceOp::kNorm || (std::isfinite(placement.norm_power) && placement.norm_power != 0),
+                 "placements: ", placement.to_string(), " has norm power ", placement.norm_power,
+                 "; allowed is a finite number other than 0");
       const std::string reason = why_not_reducible(placement.op, dtype);
       check_user(reason.empty(), reason, " (placements: ", placement.to_string(), " on mesh dim '", mesh.dim_names()[d],
                  "')");
@@ -93,7 +100,7 @@ void check_order(const Mesh& mesh, const std::vector<Placement>& placements, int
 Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vector<Placement> placements,
                const ShardOrder& shard_order, StridedMeaning strided)
     : mesh_(std::move(mesh)), shape_(std::move(shape)), dtype_(std::move(dtype)) {
-  check_shape(shape_);
+  check_shape(*mesh_, shape_, dtype_);
   placements_ = checked_placements(*mesh_, shape_, dtype_, std::move(placements));
   check_partials_mix(placements_);
 

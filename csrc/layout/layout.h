@@ -37,6 +37,11 @@ bool cuts_evenly(const Mesh& mesh, int64_t n, std::span<const Cut> cuts);
 
 class Layout {
  public:
+  // Larger ones are refused, so that no count of bytes overflows and parts do not fall into more pieces than memory
+  // holds.
+  static constexpr int64_t kMaxBytesOnAllRanks = int64_t{1} << 57;
+  static constexpr int64_t kMaxSplitFactor = int64_t{1} << 20;
+
   // Negative tensor dims count from the end. An empty shard_order, or a missing entry, means mesh order.
   // Throws UserError naming the argument: placements (number, tensor dim out of range, reductions that do not
   // mix, dtype that cannot be reduced), shape, shard_order.

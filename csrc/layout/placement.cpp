@@ -59,6 +59,13 @@ Placement parse_partial(const std::string& argument, const std::string& whole) {
   refuse(whole);
 }
 
+// The fewest digits that read back as the same number.
+std::string shortest(double value) {
+  std::array<char, 32> digits;
+  const auto result = std::to_chars(digits.data(), digits.data() + digits.size(), value);
+  return std::string(digits.data(), result.ptr);
+}
+
 }  // namespace
 
 const char* reduce_op_name(ReduceOp op) { return kOpNames[static_cast<size_t>(op)]; }
@@ -91,7 +98,8 @@ std::string Placement::to_string() const {
     case PlacementKind::kStridedShard:
       return concat("SS(", dim, ",", split_factor, ")");
     case PlacementKind::kPartial:
-      return op == ReduceOp::kNorm ? concat("P(norm ", norm_power, ")") : concat("P(", reduce_op_name(op), ")");
+      return op == ReduceOp::kNorm ? concat("P(norm ", shortest(norm_power), ")")
+                                   : concat("P(", reduce_op_name(op), ")");
   }
   return "?";
 }

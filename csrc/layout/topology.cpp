@@ -7,6 +7,7 @@
 namespace shardwright {
 namespace {
 
+constexpr int64_t kMaxFigure = int64_t{1} << 40;  // a second, in picoseconds; sums of some do not overflow
 constexpr int64_t kMicrosecond = 1'000'000;  // picoseconds
 
 // Picoseconds for 1 KiB at this many GB/s.
@@ -60,7 +61,8 @@ bool Topology::crosses_nodes(const Mesh& mesh, int mesh_dim) const {
 
 void Topology::check() const {
   const auto check_one = [&](const std::string& field, int64_t value) {
-    check_user(value >= 0, "topology: '", name, "' has ", field, " ", value, "; allowed is 0 or more");
+    check_user(value >= 0 && value <= kMaxFigure, "topology: '", name, "' has ", field, " ", value,
+               "; allowed are 0 to ", kMaxFigure);
   };
   const auto check_link = [&](const std::string& field, const Link& link) {
     check_one(field + ".message_ps", link.message_ps);

@@ -15,6 +15,8 @@ using CutList = std::vector<Cut>;
 constexpr int64_t kMaxRegionsCompared = 4096;
 // Up to this size a group's members are looked at one by one to name a move.
 constexpr int64_t kMaxGroupNamedExactly = 64;
+// Of larger groups, up to so many corners.
+constexpr size_t kMaxCornersNamed = 256;
 
 MeshDimSet dims_of(const CutList& cuts) {
   MeshDimSet dims;
@@ -106,6 +108,7 @@ StepOp data_move_op(const Step& step) {
   std::vector<int64_t> members{0};
   for (const int d : dims.to_vector()) {
     const size_t count = members.size();
+    if (mesh.dim_size(d) == 1 || count > kMaxCornersNamed / 2) continue;
     for (size_t i = 0; i < count; ++i) members.push_back(members[i] + (mesh.dim_size(d) - 1) * mesh.stride(d));
   }
   if (k <= kMaxGroupNamedExactly) members = mesh.group(0, dims);

@@ -93,6 +93,7 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
   Plan plan = empty_plan(layouts.front(), layouts.back(), options);
   for (size_t i = 0; i + 1 < layouts.size(); ++i) {
     check_same_tensor(layouts[i], layouts[i + 1]);
+    partial_work(layouts[i], layouts[i + 1]);  // refuses P(sum) to P(max), which move the same
     if (layouts[i].partial_dims() == layouts[i + 1].partial_dims() && same_parts(layouts[i], layouts[i + 1])) continue;
     std::optional<Step> step = move_between(layouts[i], layouts[i + 1], options.groups);
     check_user(step.has_value(), "through: no one move leads from ", layouts[i].placements_string(), " to ",

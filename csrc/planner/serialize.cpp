@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "layout/error.h"
+#include "planner/validate.h"
 
 namespace shardwright {
 namespace {
@@ -127,15 +128,29 @@ void write_layout(Writer& out, const Layout& layout) {
   }
 }
 
+// What does not belong to its kind is dropped.
+Placement read_placement(Reader& in) {
+  const auto kind = in.enumerator(PlacementKind::kPartial);
+  const int64_t dim = in.integer();
+  const int64_t split_factor = in.integer();
+  const auto op = in.enumerator(ReduceOp::kNorm);
+  const double norm_power = in.real();
+  switch (kind) {
+    case PlacementKind::kReplicate:
+      break;
+    case PlacementKind::kShard:
+      return Placement::shard(dim);
+    case PlacementKind::kStridedShard:
+      return Placement::strided_shard(dim, split_factor);
+    case PlacementKind::kPartial:
+      return Placement::partial(op, op == ReduceOp::kNorm ? norm_power : 0);
+  }
+  return Placement::replicate();
+}
+
 Layout read_layout(Reader& in, const MeshPtr& mesh, const std::vector<int64_t>& shape, const DType& dtype) {
   std::vector<Placement> placements(mesh->ndim());
-  for (Placement& placement : placements) {
-    placement.kind = in.enumerator(PlacementKind::kPartial);
-    placement.dim = in.integer();
-    placement.split_factor = in.integer();
-    placement.op = in.enumerator(ReduceOp::kNorm);
-    placement.norm_power = in.real();
-  }
+  for (Placement& placement : placements) placement = read_placement(in);
   ShardOrder order;
   for (size_t t = 0; t < shape.size(); ++t) {
     std::vector<int>& mesh_dims = order[static_cast<int64_t>(t)];
@@ -228,7 +243,8 @@ Plan from_bytes(std::string_view bytes) {
   Layout src = read_layout(in, mesh, shape, dtype);
   Layout dst = read_layout(in, mesh, shape, dtype);
   Plan plan{std::move(src), std::move(dst), backend, objective, std::move(topology), named_groups_only, {}};
-  const size_t num_steps = in.count(1);
+  const size_t num_steps = in.count(8);
+  check_user(num_steps <= kMaxSteps, "plan bytes: ", num_steps, " steps; allowed are at most ", kMaxSteps);
   for (size_t i = 0; i < num_steps; ++i) {
     const auto op = in.enumerator(StepOp::kAllReduce);
     const int64_t bits = in.integer();
@@ -243,6 +259,7 @@ Plan from_bytes(std::string_view bytes) {
                           sharing, rounds, ordered});
   }
   check_user(in.at_end(), "plan bytes: go on after their end");
+  check_steps(plan);
   return plan;
 }
 

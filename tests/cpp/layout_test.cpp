@@ -110,7 +110,11 @@ TEST(Layout, RefusalsNameTheArgument) {
   expect_refused([&] { layout_of(mesh, {4}, "P(sum),R", {}, "float8_e4m3fn"); }, {"dtype", "float8_e4m3fn", "sum"});
   expect_refused([&] { layout_of(mesh, {4}, "P(band),R"); }, {"dtype", "float32", "band"});
   expect_refused([&] { layout_of(mesh, {4}, "SS(0,0),R"); }, {"split factor 0"});
+  expect_refused([&] { layout_of(mesh, {4}, "SS(0,4611686018427387904),R"); }, {"split factor 4611686018427387904"});
   expect_refused([&] { layout_of(mesh, {-4}, "R,R"); }, {"shape", "-4"});
+  expect_refused([&] { layout_of(mesh, {1 << 30, 1 << 24}, "R,R"); }, {"shape", "float32 on 4 ranks", "2^57 bytes"});
+  expect_refused([&] { Layout(mesh, {4}, DType::parse("float32"), {Placement::partial(ReduceOp::kNorm, 0), {}}); },
+                 {"placements", "norm power 0"});
   expect_refused([&] { layout_of(mesh, {4}, "S(0),S(0)", {{0, {0}}}); }, {"shard_order", "(0)", "(0, 1)"});
   expect_refused([&] { layout_of(mesh, {4}, "S(0),R", {{1, {0}}}); }, {"shard_order", "tensor dim 1"});
   expect_refused([&] { layout_of(mesh, {4}, "Q,R"); }, {"'Q'", "SS(dim,split_factor)"});
@@ -123,8 +127,9 @@ TEST(Layout, RefusalsNameTheArgument) {
 }
 
 TEST(Placement, TextsGoRoundTrip) {
-  for (const std::string text : {"R", "S(0)", "S(12)", "SS(1,4)", "P(sum)", "P(avg)", "P(min)", "P(max)", "P(product)",
-                                 "P(band)", "P(bor)", "P(bxor)", "P(norm 2)", "P(norm 1.5)"}) {
+  for (const std::string text :
+       {"R", "S(0)", "S(12)", "SS(1,4)", "P(sum)", "P(avg)", "P(min)", "P(max)", "P(product)", "P(band)", "P(bor)",
+        "P(bxor)", "P(norm 2)", "P(norm 1.5)", "P(norm 0.1234567891)", "P(norm 1e-320)"}) {
     EXPECT_EQ(Placement::parse(text).to_string(), text);
   }
   EXPECT_EQ(Placement::parse("P"), Placement::partial(ReduceOp::kSum));

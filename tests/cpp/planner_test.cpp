@@ -160,6 +160,8 @@ TEST(Planner, TakesAGivenWay) {
   EXPECT_NO_THROW(simulate(plan));
   EXPECT_EQ(ops(plan_through({src, dst})), Names{"all_gather"});
   EXPECT_THROW(plan_through({layout_of(mesh, {8, 12}, "P,R"), layout_of(mesh, {8, 12}, "R,S(0)")}), UserError);
+  EXPECT_THROW(plan_through({layout_of(mesh, {8, 12}, "P,R"), layout_of(mesh, {8, 12}, "P(max),R")}), UserError);
+  EXPECT_THROW(plan_through({layout_of(mesh, {8, 12}, "P,S(0)"), layout_of(mesh, {8, 12}, "P(max),R")}), UserError);
   EXPECT_THROW(plan_through({src}), UserError);
 }
 
@@ -318,6 +320,22 @@ INSTANTIATE_TEST_SUITE_P(Planner, FewestBytes,
                          [](const auto& info) {
                            return "mesh_" + join(info.param.mesh, "x") + "_shape_" + join(info.param.shape, "x");
                          });
+
+// A move takes its name from some ranks of its group, not from a corner for each of 2^30 subsets of mesh dims.
+TEST(Planner, NamesMovesOverManyMeshDims) {
+  std::vector<int64_t> sizes(30, 1);
+  sizes[7] = 2;
+  const MeshPtr mesh = mesh_of(sizes);
+  std::vector<Placement> src(sizes.size());
+  std::vector<Placement> dst(sizes.size());
+  src[7] = Placement::shard(0);
+  dst[7] = Placement::shard(1);
+  PlanOptions options;
+  options.groups = {MeshDimSet::from_bits((uint32_t{1} << 30) - 1)};
+  const DType dtype = DType::parse("float32");
+  EXPECT_EQ(ops(make_plan(Layout(mesh, {4, 4}, dtype, src), Layout(mesh, {4, 4}, dtype, dst), options)),
+            Names{"all_to_all"});
+}
 
 TEST(Planner, MeshDimsOfSizeOneChangeNothing) {
   EXPECT_TRUE(plan_of({1, 2}, {6, 6}, "S(0),S(1)", "R,S(1)").steps.empty());

@@ -85,6 +85,6 @@ def _link(link: Any, where: str) -> Link:
 
 def _integer(table: dict[str, Any], name: str, where: str) -> int:
     value = table.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise ValueError(f"{where}.{name}: {value!r}; allowed is an integer of 0 or more")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 1 << 40:
+        raise ValueError(f"{where}.{name}: {value!r}; allowed are integers from 0 to 2**40")
     return value

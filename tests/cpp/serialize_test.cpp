@@ -1,0 +1,113 @@
+#include "planner/serialize.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "layout/error.h"
+#include "layouts.h"
+#include "planner/move.h"
+
+namespace shardwright {
+namespace {
+
+using test::layout_of;
+using test::mesh_of;
+
+Plan plan_of(const std::vector<int64_t>& mesh_sizes, const std::string& src, const std::string& dst,
+             const PlanOptions& options = {}) {
+  const MeshPtr mesh = mesh_of(mesh_sizes);
+  return make_plan(layout_of(mesh, {12, 7}, src), layout_of(mesh, {12, 7}, dst), options);
+}
+
+TEST(Serialize, GivesBackTheSamePlan) {
+  for (const char* src : {"S(0),R", "P,S(1)", "P(norm 0.3),R", "SS(0,3),S(0)", "R,R"}) {
+    for (const char* dst : {"R,R", "S(1),S(0)", "P,S(0)", "P(avg),R", "P(norm 0.3),S(1)"}) {
+      for (const Objective objective : {Objective::kTime, Objective::kBytes}) {
+        std::optional<Plan> plan;
+        try {
+          plan = plan_of({2, 3}, src, dst, {Backend::kGloo, objective});
+        } catch (const UserError&) {
+          continue;  // not defined, e.g. S(0) to P(avg)
+        }
+        const std::string bytes = to_bytes(*plan);
+        const Plan again = from_bytes(bytes);
+        EXPECT_EQ(to_bytes(again), bytes);
+        EXPECT_EQ(again.to_string(), plan->to_string());
+      }
+    }
+  }
+}
+
+struct Change {
+  const char* name;
+  std::function<void(Plan&)> apply;
+};
+
+void PrintTo(const Change& change, std::ostream* out) { *out << change.name; }
+
+class Refused : public testing::TestWithParam<Change> {};
+
+// P(sum) is reduced over replicas of a slice, which are gathered again: slice, all_reduce, all_gather.
+TEST_P(Refused, AsItsStepsDoNotLeadThere) {
+  const MeshPtr mesh = mesh_of({8, 8});
+  Plan plan = make_plan(layout_of(mesh, {1024, 1024}, "P,R"), layout_of(mesh, {1024, 1024}, "R,R"));
+  ASSERT_EQ(plan.steps.size(), 3u);
+  ASSERT_NO_THROW(from_bytes(to_bytes(plan)));
+  GetParam().apply(plan);
+  EXPECT_THROW(from_bytes(to_bytes(plan)), UserError) << plan.to_string();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Serialize, Refused,
+    testing::Values(
+        Change{"NoFirstStep", [](Plan& p) { p.steps.erase(p.steps.begin()); }},
+        Change{"NoLastStep", [](Plan& p) { p.steps.pop_back(); }}, Change{"NoSteps", [](Plan& p) { p.steps.clear(); }},
+        Change{"OtherOrder", [](Plan& p) { std::swap(p.steps[0], p.steps[1]); }},
+        Change{"TwiceTheSame", [](Plan& p) { p.steps.push_back(p.steps.back()); }},
+        Change{"SliceThatGathers", [](Plan& p) { p.steps[2].op = StepOp::kSlice; }},
+        Change{"PermuteThatGathers", [](Plan& p) { p.steps[2].op = StepOp::kPermute; }},
+        Change{"GatherThatSlices", [](Plan& p) { p.steps[0].op = StepOp::kAllGather; }},
+        Change{"ExchangeThatReduces", [](Plan& p) { p.steps[1].op = StepOp::kExchange; }},
+        Change{"ScatterThatKeepsAll", [](Plan& p) { p.steps[1].op = StepOp::kReduceScatter; }},
+        Change{"ZeroFillOfNothing", [](Plan& p) { p.steps[0].op = StepOp::kZeroFill; }},
+        Change{"PartitionOfNothing", [](Plan& p) { p.steps[0].op = StepOp::kPartition; }},
+        Change{"TooFewMeshDims", [](Plan& p) { p.steps[2].mesh_dims = MeshDimSet::single(0); }},
+        Change{"TooManyMeshDims", [](Plan& p) { p.steps[1].mesh_dims.insert(1); }},
+        Change{"SharingOfAGather", [](Plan& p) { p.steps[2].sharing = Sharing::kBytes; }},
+        Change{"GatherInOrder", [](Plan& p) { p.steps[2].ordered = true; }},
+        Change{"OtherSource", [](Plan& p) { p.src = p.dst; }},
+        Change{"OtherDestination", [](Plan& p) { p.dst = layout_of(p.src.mesh_ptr(), {1024, 1024}, "S(0),R"); }},
+        Change{"PendingAgain", [](Plan& p) { p.dst = p.src; }},
+        Change{"NegativeLatency", [](Plan& p) { p.topology.step_ps = -1; }},
+        Change{"EndlessLatency", [](Plan& p) { p.topology.step_ps = std::numeric_limits<int64_t>::max(); }}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(Serialize, RefusesStepsWithoutEnd) {
+  const MeshPtr mesh = mesh_of({4});
+  Plan plan = make_plan(layout_of(mesh, {8, 8}, "R"), layout_of(mesh, {8, 8}, "R"));
+  const Step slice = *move_between(layout_of(mesh, {8, 8}, "R"), layout_of(mesh, {8, 8}, "S(0)"));
+  const Step gather = named_by_collective(*move_between(layout_of(mesh, {8, 8}, "S(0)"), layout_of(mesh, {8, 8}, "R")));
+  plan.steps = {slice, gather};
+  EXPECT_NO_THROW(from_bytes(to_bytes(plan)));
+  while (plan.steps.size() < 1000) plan.steps.insert(plan.steps.end(), {slice, gather});
+  EXPECT_THROW(from_bytes(to_bytes(plan)), UserError);
+}
+
+// A mesh dim whose ranks hold different contributions cannot be one whose ranks share the sending.
+TEST(Serialize, RefusesSharingAmongContributions) {
+  const MeshPtr mesh = mesh_of({2, 2, 2});
+  Plan plan = make_plan(layout_of(mesh, {8, 8}, "P,S(0),R"), layout_of(mesh, {8, 8}, "P,S(1),R"));
+  ASSERT_EQ(plan.steps.size(), 1u);
+  plan.steps[0].op = StepOp::kExchange;
+  plan.steps[0].sharing = Sharing::kBytes;
+  plan.steps[0].mesh_dims = MeshDimSet::from_bits(0b110);
+  EXPECT_NO_THROW(from_bytes(to_bytes(plan)));
+  plan.steps[0].mesh_dims = MeshDimSet::from_bits(0b011);
+  EXPECT_THROW(from_bytes(to_bytes(plan)), UserError);
+}
+
+}  // namespace
+}  // namespace shardwright
