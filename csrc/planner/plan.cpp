@@ -62,6 +62,8 @@ Sharing parse_sharing(const std::string& name) { return parse_name("sharing", na
 
 bool is_local(StepOp op) { return op == StepOp::kSlice || op == StepOp::kPartition || op == StepOp::kZeroFill; }
 
+bool may_go_in_rounds(const Step& step) { return !is_local(step.op) && step.op != StepOp::kAllReduce; }
+
 Backend parse_backend(const std::string& name) {
   if (name == "nccl") return Backend::kNccl;
   if (name == "gloo") return Backend::kGloo;

@@ -69,6 +69,8 @@ enum class Objective : uint8_t { kTime, kBytes };
 Objective parse_objective(const std::string& name);  // "time" or "bytes"; throws UserError
 const char* objective_name(Objective objective);
 
+bool may_go_in_rounds(const Step& step);
+
 struct PlanOptions {
   Backend backend = Backend::kNccl;
   Objective objective = Objective::kTime;

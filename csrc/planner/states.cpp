@@ -11,10 +11,10 @@ constexpr int kMaxDimsWithAllLists = 3;
 // With more mesh dims these cut as an end does or not at all, and states stop at some number.
 constexpr int kMaxDimsWithInnermostCuts = 4;
 constexpr size_t kMaxStates = 20'000;
-// Strided cuts of more pieces are left out: they take long to pack. Of unequal parts, which take long to reason about,
-// all pieces of all ranks count.
+// Strided cuts of more pieces are left out: they take long to pack. Without digits they take long to reason about too,
+// and the pieces of all ranks count.
 constexpr int64_t kMaxPieces = 1024;
-constexpr int64_t kMaxUnequalPieces = 256;
+constexpr int64_t kMaxWalkedPieces = 256;
 
 class States {
  public:
@@ -81,8 +81,10 @@ class States {
   // False where longer lists that begin with it must be left out too, or are there by another name.
   bool add(int t, const std::vector<Cut>& cuts) {
     const int number = table_.number(t, cuts);
-    const bool is_fine = lists_all_ ? table_.has_equal_parts(t, number) : table_.has_digits(t, number);
-    if (!is_fine && (is_even_[t] || !has_few_pieces(cuts))) return false;
+    if (!table_.has_digits(t, number)) {
+      const bool is_wanted = !is_even_[t] || (lists_all_ && table_.has_equal_parts(t, number));
+      if (!is_wanted || !has_few_pieces(cuts)) return false;
+    }
     std::vector<int>& lists = lists_.back();
     if (std::find(lists.begin(), lists.end(), number) != lists.end()) return false;
     lists.push_back(number);
@@ -91,7 +93,7 @@ class States {
 
   bool has_few_pieces(const std::vector<Cut>& cuts) const {
     return std::all_of(cuts.begin(), cuts.end(), [&](const Cut& c) {
-      return c.split_factor == 1 || c.split_factor * mesh_.dim_size(c.mesh_dim) <= kMaxUnequalPieces;
+      return c.split_factor == 1 || c.split_factor * mesh_.dim_size(c.mesh_dim) <= kMaxWalkedPieces;
     });
   }
 

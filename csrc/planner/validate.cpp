@@ -72,12 +72,14 @@ bool moves(const Step& step) {
   if (found->op != StepOp::kExchange || !(found->mesh_dims - step.mesh_dims).empty()) return false;
   Step exchange = step;
   exchange.op = StepOp::kExchange;
+  exchange.rounds = 1;
   return named_by_collective(std::move(exchange)).op == step.op;
 }
 
 bool is_what_it_says(const Step& step) {
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
   if (step.ordered && !reduces) return false;
+  if (step.rounds > 1 && !may_go_in_rounds(step)) return false;
   if (step.sharing != Sharing::kNone) {
     const bool can_share = step.op == StepOp::kExchange && (step.mesh_dims & step.before.partial_dims()).empty() &&
                            step.before.mesh().group_size(step.mesh_dims) <= kMaxSharingGroup;

@@ -39,8 +39,6 @@ std::vector<int64_t> peaks_by_step(const Plan& plan) {
   return worst;
 }
 
-bool may_go_in_rounds(const Step& step) { return !is_local(step.op) && step.op != StepOp::kAllReduce; }
-
 // Rounds beyond this shorten messages more than they save memory.
 constexpr int64_t kMostRounds = 256;
 
@@ -54,8 +52,6 @@ std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit) {
       Step& step = plan.steps[i];
       const int64_t most = std::min(kMostRounds, std::max<int64_t>(num_elements(step.after.region(0)), 1));
       if (peaks[i] <= limit || !may_go_in_rounds(step) || step.rounds >= most || peaks[i] >= before[i]) continue;
-      // Native collectives in their own name take no rounds.
-      if (step.op == StepOp::kAllGather) step.op = StepOp::kExchange;
       step.rounds = std::min(2 * step.rounds, most);
       changed = true;
     }

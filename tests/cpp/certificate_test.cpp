@@ -62,7 +62,7 @@ TEST(Certificate, SaysWhatFewestBytesWouldTake) {
 }
 
 TEST(Certificate, KnowsWhichReplicasMayDiffer) {
-  const MeshPtr mesh = test::mesh_of({2, 2});
+  const MeshPtr mesh = test::mesh_of({8, 8});
   const auto certificate_of = [&](const std::string& src, const std::string& dst, PlanOptions options) {
     const Plan plan =
         make_plan(test::layout_of(mesh, {4096, 4096}, src), test::layout_of(mesh, {4096, 4096}, dst), options);

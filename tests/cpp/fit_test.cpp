@@ -5,6 +5,7 @@
 
 #include "layout/error.h"
 #include "layouts.h"
+#include "planner/serialize.h"
 #include "simulate/simulate.h"
 
 namespace shardwright {
@@ -40,7 +41,7 @@ TEST_P(Fit, KeepsToTheLimitOrSaysWhichOneItNeeds) {
       for (const int64_t limit : {free_peak, free_peak * 3 / 4, free_peak / 2, int64_t{0}}) {
         try {
           const Plan plan = make_plan_within(src, dst, options, limit);
-          const SimulationReport report = simulate(plan);
+          const SimulationReport report = simulate(from_bytes(to_bytes(plan)));
           for (const int64_t peak : report.peak_bytes) ASSERT_LE(peak, limit) << plan.to_string();
           ++kept;
           for (const Step& step : plan.steps) in_rounds += step.rounds > 1;

@@ -5,7 +5,8 @@ time, because in a redistribute the groups of a mesh dim all move at once and sh
 
     inside, step       all-to-alls in teams of neighbours on a node: 2, ..., all ranks of the node
     between            all-to-alls in teams across nodes, of the ranks that have the same place on their nodes
-    a mesh dim         all-to-alls in the mesh dim's own groups, with the fixed cost of `inside`
+    a mesh dim         all-to-alls in the mesh dim's own groups, with the fixed cost of `inside`; where these are as
+                       fast as `inside` or `between` says, within noise, it is one of those, lest noise decide on plans
     memory             copies of a large tensor into new memory, as a result is made
 
 A measured point is (peers, bytes to each, time on the slowest rank); a line `step + peers * message + bytes * rate` is
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from . import _convert, groups
-from .topology import Link, Topology, load_topology
+from .topology import Topology, load_topology
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,13 @@ _MAX_TEAM = 16
 
 # Of a team size and number of bytes: short batches that take turns with all others, so that what else the machine does
 # falls on all alike. The low quantile of the batches counts, for disturbances only ever add.
-_ROUNDS, _ROUNDS_QUICK = 12, 4
-_BATCH_SECONDS, _BATCH_SECONDS_QUICK = 0.008, 0.002
+_ROUNDS, _ROUNDS_QUICK = 24, 6
+_BATCH_SECONDS, _BATCH_SECONDS_QUICK = 0.006, 0.002
 _MAX_CALLS = 32
-_LOW_QUANTILE = 0.25
+_LOW_QUANTILE = 0.1
+
+# A mesh dim goes by the link of its node, or between nodes, unless that is off by so much more than one of its own.
+_OWN_LINK_GAIN = 0.25
 
 # Passes of the fit, each with weights 1 / (what the point was off by in the one before); less than this is not off.
 _PASSES = 20
@@ -107,7 +111,7 @@ def calibrate(
     Args:
         group: whose ranks to measure; default, the default group.
         device: where the tensors are that shall be redistributed, ``"cpu"`` or ``"cuda"``: it decides the backend.
-            Default: CUDA if the group has a backend for it only, else CPU.
+            Default: that of the mesh, else CUDA if the group has NCCL, else CPU.
         ranks_per_node: how many consecutive ranks are on a node, 0 for all. Default: what torchrun says
             (``LOCAL_WORLD_SIZE``), else as the host names of the ranks are.
         name: of the topology, for plans to say what they were chosen by.
@@ -123,7 +127,7 @@ def calibrate(
         ValueError: fewer than 2 ranks, a rank outside the group, a mesh that reaches beyond it or is no DeviceMesh,
             nodes that do not hold the same number of consecutive ranks each.
     """
-    topology, report = _calibrate(group, device, ranks_per_node, name, mesh, quick)
+    topology, report = measure(group, device, ranks_per_node, name, mesh, quick)
     for line in report:
         logger.info(line)
     return topology
@@ -168,7 +172,7 @@ def _calibrate_job(arguments: argparse.Namespace) -> None:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         mesh = _make_mesh(arguments.mesh, device)
-        topology, report = _calibrate(None, device, arguments.ranks_per_node, arguments.name, mesh, arguments.quick)
+        topology, report = measure(None, device, arguments.ranks_per_node, arguments.name, mesh, arguments.quick)
         if dist.get_rank() == 0:
             print("\n".join(report))
             if arguments.out:
@@ -199,27 +203,29 @@ def _make_mesh(text: str | None, device: str) -> Any | None:
     return init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
-def _calibrate(
-    group: dist.ProcessGroup | None, device: Any, ranks_per_node: int | None, name: str, mesh: Any | None, quick: bool
+def measure(
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    ranks_per_node: int | None = None,
+    name: str = "calibrated",
+    mesh: Any | None = None,
+    quick: bool = False,
 ) -> tuple[Topology, list[str]]:
-    """The topology, and lines that say what was measured."""
-    job = _make_job(group, device, quick)
+    """`calibrate`, with lines that say what was measured."""
+    job = _make_job(group, device, mesh, quick)
     per_node = _ranks_per_node(job, ranks_per_node)
     nodes = _by_node(job.ranks, per_node)
     series = _inside(job, nodes) + _between(job, nodes) + _along(job, mesh)
-    points, copy_seconds = _measure(job, series)
-    nearest = next(iter(points))  # between where each node has one rank
-    fits = {nearest: fit(points[nearest])}
-    fits.update({where: fit(points[where], fits[nearest].step) for where in points if where != nearest})
-    inside = fits.get(_INSIDE, fits[nearest])
+    points, copy_seconds = _take_points(job, series)
+    fits = _fits(points, _crossing(mesh, per_node))
     table = {
         "version": 1,
         "name": name,
         "ranks_per_node": per_node,
-        "step_ps": round(fits[nearest].step * _PS),
+        "step_ps": round(fits[_INSIDE].step * _PS),
         "memory_ps_per_kib": max(1, round(copy_seconds / _MEMORY_BYTES * 1024 * _PS)),
-        "inside": _link(inside),
-        "between": _link(fits.get(_BETWEEN, inside)),
+        "inside": _link(fits[_INSIDE]),
+        "between": _link(fits[_BETWEEN]),
         "mesh_dims": {w.removeprefix(_ALONG): _link(found) for w, found in fits.items() if w.startswith(_ALONG)},
     }
     # Clocks differ from rank to rank; what the first one has is used by all.
@@ -232,7 +238,9 @@ def _calibrate(
 # ---- who measures
 
 
-def _make_job(group: dist.ProcessGroup | None, device: torch.device | str | None, quick: bool) -> _Job:
+def _make_job(
+    group: dist.ProcessGroup | None, device: torch.device | str | None, mesh: Any | None, quick: bool
+) -> _Job:
     groups.check_initialised()
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None
@@ -243,11 +251,19 @@ def _make_job(group: dist.ProcessGroup | None, device: torch.device | str | None
         raise ValueError(f"group: it has {len(ranks)} rank; there is something to measure between at least 2 ranks")
     kinds = sorted(kind.type for kind in carrier._device_types)
     if device is None:
-        device = "cpu" if "cpu" in kinds else kinds[0]
-    device = torch.device(device)
-    if device.type not in kinds:
-        raise ValueError(f"device: the group has no backend for {device.type}; allowed are {', '.join(kinds)}")
-    return _Job(carrier, ranks, device, quick)
+        device = getattr(mesh, "device_type", None) or _default_device(carrier, kinds)
+    where = torch.device(device)
+    if where.type not in kinds:
+        raise ValueError(f"device: the group has no backend for {where.type}; allowed are {', '.join(kinds)}")
+    return _Job(carrier, ranks, where, quick)
+
+
+def _default_device(carrier: dist.ProcessGroup, kinds: list[str]) -> str:
+    # Gloo takes tensors on CUDA too, but nobody redistributes those by it who has NCCL.
+    if "cuda" in kinds and torch.cuda.is_available():
+        if carrier._get_backend(torch.device("cuda")).name().lower() != "gloo":
+            return "cuda"
+    return "cpu" if "cpu" in kinds else kinds[0]
 
 
 def _ranks_per_node(job: _Job, given: int | None) -> int:
@@ -270,7 +286,8 @@ def _nodes_of_hosts(ranks: list[int], hosts: list[str]) -> int:
     if len(set(hosts)) == 1:
         return 0
     largest = max(hosts.count(host) for host in hosts)
-    if len(set(zip(hosts, (rank // largest for rank in ranks)))) != len(set(hosts)):
+    nodes = [rank // largest for rank in ranks]
+    if not len(set(zip(hosts, nodes))) == len(set(hosts)) == len(set(nodes)):
         raise ValueError(
             f"ranks_per_node: ranks {ranks} are on the hosts {hosts}; allowed are nodes of equally many consecutive "
             "ranks. Start the job so, or give ranks_per_node"
@@ -325,6 +342,15 @@ def _along(job: _Job, mesh: Any | None) -> list[_Series]:
     return series
 
 
+def _crossing(mesh: Any | None, ranks_per_node: int) -> set[str]:
+    """Series of mesh dims along which ranks are on different nodes."""
+    if mesh is None or ranks_per_node == 0:
+        return set()
+    names, sizes, ranks = _convert.device_mesh_parts(mesh)
+    nodes = (torch.tensor(ranks) // ranks_per_node).view(tuple(sizes))
+    return {_ALONG + name for d, name in enumerate(names) if bool((nodes != nodes.narrow(d, 0, 1)).any())}
+
+
 def _at_all_sizes(job: _Job, name: str, team: dist.ProcessGroup | None, peers: int) -> list[_Series]:
     sizes = _SIZES_BYTES_QUICK if job.quick else _SIZES_BYTES
     return [_Series(name, team, peers, size // peers * peers) for size in sizes]
@@ -333,7 +359,7 @@ def _at_all_sizes(job: _Job, name: str, team: dist.ProcessGroup | None, peers: i
 # ---- measuring
 
 
-def _measure(job: _Job, series: list[_Series]) -> tuple[dict[str, list[Point]], float]:
+def _take_points(job: _Job, series: list[_Series]) -> tuple[dict[str, list[Point]], float]:
     """Points by the name of their series, and the seconds that a copy of `_MEMORY_BYTES` takes."""
     large = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device=job.device)
     calls = [_all_to_all(job, one) for one in series] + [large.clone]
@@ -405,7 +431,29 @@ def fit(points: Sequence[Point], step: float | None = None) -> Fit:
         off = (columns @ figures - target).abs()
         weights = 1 / off.clamp(min=_SLACK)
     found = figures.tolist()
-    return Fit(found[0] if step is None else step, found[1], found[2], float(off.mean()))
+    made = Fit(found[0] if step is None else step, found[1], found[2], 0.0)
+    return made._replace(error=_error(points, made))
+
+
+def _fits(points: dict[str, list[Point]], crossing: set[str]) -> dict[str, Fit]:
+    """By the name of the series, and for `inside` and `between` in any case. `crossing`: of mesh dims between nodes."""
+    first = _INSIDE if _INSIDE in points else _BETWEEN
+    inside = fit(points[first])
+    between = fit(points[_BETWEEN], inside.step) if first == _INSIDE and _BETWEEN in points else inside
+    fits = {_INSIDE: inside, _BETWEEN: between}
+    for where in points:
+        if where.startswith(_ALONG):
+            common = between if where in crossing else inside
+            common = common._replace(error=_error(points[where], common))
+            own = fit(points[where], inside.step)
+            fits[where] = own if own.error + _OWN_LINK_GAIN < common.error else common
+    return fits
+
+
+def _error(points: Sequence[Point], figures: Fit) -> float:
+    """Mean over the points of how far off they are, relative to what was measured."""
+    off = [figures.step + p.peers * figures.message + p.sent_bytes * figures.byte - p.seconds for p in points]
+    return sum(abs(one) / p.seconds for one, p in zip(off, points)) / len(points)
 
 
 def _least_squares(columns: Any, target: Any, weights: Any, free: list[int]) -> Any:
@@ -431,11 +479,12 @@ def _link(found: Fit) -> dict[str, int]:
 def _report(job: _Job, fits: dict[str, Fit], points: dict[str, list[Point]], copy_seconds: float) -> list[str]:
     backend = dist.get_backend(job.group)
     lines = [f"calibrated {len(job.ranks)} ranks on {job.device.type} over {backend}"]
-    for where, found in fits.items():
+    for where in points:
+        found = fits[where]
         teams = ", ".join(str(peers + 1) for peers in sorted({point.peers for point in points[where]}))
         lines.append(
-            f"  {where}: step {found.step * 1e6:.1f} us, message {found.message * 1e6:.1f} us, "
-            f"{_rate(found.byte)}; off by {found.error:.0%} on average over {len(points[where])} points (teams of {teams})"
+            f"  {where}: step {found.step * 1e6:.1f} us, message {found.message * 1e6:.1f} us, {_rate(found.byte)}; "
+            f"off by {found.error:.0%} on average over {len(points[where])} points (teams of {teams})"
         )
     lines.append(f"  memory: {_rate(copy_seconds / _MEMORY_BYTES)}, all ranks at once")
     return lines
@@ -443,3 +492,7 @@ def _report(job: _Job, fits: dict[str, Fit], points: dict[str, list[Point]], cop
 
 def _rate(seconds_per_byte: float) -> str:
     return f"{1e-9 / seconds_per_byte:.2f} GB/s" if seconds_per_byte > 0 else "more GB/s than can be told"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

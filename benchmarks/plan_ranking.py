@@ -1,0 +1,325 @@
+"""Does the predicted ranking of plans hold? Runs several plans for each of twenty pairs of layouts on Gloo ranks.
+
+    make bench-ranking                                    # everything; results/plan_ranking-torch<version>.json
+    make bench-ranking ARGS="--seconds 60 --out /tmp/ranking.json"
+
+The links are measured first (`shardwright.calibrating`), and the plan chosen by them is timed against plans chosen by
+other topologies or for fewest bytes, and against plans made by hand. README.md says how. The exit status is 1 if a plan
+returned a wrong result; a ranking that does not hold is reported, not failed.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
+
+import shardwright as sw  # noqa: E402
+from ranks import coordinate, launch, make_mesh, over_ranks  # noqa: E402
+from redistribute import describe_machine  # noqa: E402
+from redistribute_cases import Case, expected_local, source_local  # noqa: E402
+from report import say  # noqa: E402
+from shardwright import _engine, _planner, calibrating  # noqa: E402
+
+DIM_NAMES = ("a", "b", "c")
+
+BATCH_SECONDS = 0.01  # what a batch of one plan takes, if a single call does not take longer
+MAX_CALLS_PER_BATCH = 30
+MIN_ROUNDS, MAX_ROUNDS = 5, 60
+LOW_QUANTILE = 0.1  # of the batches of a plan: other work on the machine only ever adds
+
+CLOSE = 1.1  # times within this of each other count as equal
+CHOSEN, AGAIN = "chosen", "chosen, again"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pair of layouts of an n x n float32 matrix, and layouts to go through in plans made by hand."""
+
+    src: str
+    dst: str
+    n: int
+    through: tuple[str, ...]  # one plan each; layouts of a plan with " > " between, "" for a single move
+    mesh_shape: tuple[int, ...]
+
+    @property
+    def case(self) -> Case:
+        return Case(f"{self.src} > {self.dst}", _placements(self.src), _placements(self.dst), (0, 0), self.mesh_shape)
+
+
+PAIRS = (
+    Pair("S(0)", "S(1)", 64, ("", "R"), (4,)),
+    Pair("S(0)", "S(1)", 2048, ("", "R"), (4,)),
+    Pair("P", "R", 64, ("", "S(0)", "S(1)"), (4,)),
+    Pair("P", "R", 2048, ("", "S(0)", "S(1)"), (4,)),
+    Pair("P", "S(1)", 1024, ("", "S(0)", "R"), (4,)),
+    Pair("S(0)", "R", 4096, ("", "S(1)"), (4,)),
+    Pair("S(0) S(0)", "R R", 64, ("", "S(0) R", "S(1) S(1)"), (2, 2)),
+    Pair("S(0) S(0)", "R R", 2048, ("", "S(0) R", "S(1) S(1)"), (2, 2)),
+    Pair("S(0) S(1)", "R R", 1024, ("", "S(0) R", "R S(1)", "S(0) S(0)"), (2, 2)),
+    Pair("S(0) S(0)", "S(1) S(1)", 64, ("", "S(0) S(1)", "S(0) R", "R R"), (2, 2)),
+    Pair("S(0) S(1)", "S(1) S(0)", 2048, ("", "R S(1)", "S(0) R > S(0) S(0)", "R R"), (2, 2)),
+    Pair("S(0) R", "R S(0)", 1024, ("", "R R", "S(0) S(0)"), (2, 2)),
+    Pair("P P", "R R", 256, ("", "S(0) S(0)", "P R", "S(0) P > S(0) S(0)"), (2, 2)),
+    Pair("P P", "R R", 2048, ("", "S(0) S(0)", "P R", "S(0) P > S(0) S(0)"), (2, 2)),
+    Pair("P P", "S(0) S(1)", 1024, ("", "S(0) P", "R R", "S(0) S(0)"), (2, 2)),
+    Pair("P S(0)", "R S(1)", 1024, ("R S(0)", "P S(1)", "S(1) S(0)", "S(1) S(0) > S(1) S(1)"), (2, 2)),
+    Pair("S(0) S(0) S(0)", "R R R", 64, ("", "S(0) R R", "S(0) S(0) R > S(0) R R"), (2, 2, 2)),
+    Pair("S(0) S(0) S(0)", "R R R", 1024, ("", "S(0) R R", "S(0) S(0) R > S(0) R R"), (2, 2, 2)),
+    Pair("P P P", "R S(0) R", 512, ("S(0) S(0) S(0)", "S(0) P P > S(0) S(0) S(0)", "P S(0) P", "R R R"), (2, 2, 2)),
+    Pair("S(0) S(1) R", "R S(0) S(1)", 1024, ("", "S(0) S(1) S(1)", "R S(1) R", "R R R"), (2, 2, 2)),
+)
+
+
+def _placements(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# ---- one pair
+
+
+def plans_for(pair: Pair, mesh: DeviceMesh, topology: sw.Topology) -> dict[str, sw.Plan]:
+    """The chosen plan first, then those whose moves are none of an earlier one's, all costed by `topology`."""
+    grid = sw.Mesh(mesh)
+
+    def layout(text: str) -> sw.Layout:
+        return sw.Layout(grid, (pair.n, pair.n), _placements(text))
+
+    src, dst = layout(pair.src), layout(pair.dst)
+    made = {CHOSEN: sw.plan(src, dst, backend="gloo", topology=topology)}
+    made["fewest bytes"] = sw.plan(src, dst, backend="gloo", topology=topology, objective="bytes")
+    for name in _planner.Topology.names():
+        made[f"by {name}"] = sw.plan(src, dst, backend="gloo", topology=name)
+    for text in pair.through:
+        layouts = [layout(part) for part in text.split(" > ")] if text else []
+        name = f"through {text}" if text else "one move"
+        made[name] = sw.plan(src, dst, backend="gloo", topology=topology, through=layouts)
+    plans: dict[str, sw.Plan] = {}
+    seen = set()
+    for name, plan in made.items():
+        steps = _steps(plan)
+        if steps not in seen:
+            seen.add(steps)
+            plans[name] = _planner.plan_of_steps(src, dst, steps, "gloo", "time", topology, False)
+    return plans
+
+
+def _steps(plan: sw.Plan) -> tuple:
+    return tuple((s.op, tuple(s.mesh_dims), s.before, s.after, s.sharing, s.rounds, s.ordered) for s in plan.steps)
+
+
+def measure(pair: Pair, mesh: DeviceMesh, topology: sw.Topology, pair_seconds: float) -> dict:
+    """Runs the plans of a pair in turns. The same row on every rank."""
+    here = coordinate(mesh)
+    local, expected = source_local(pair.case, pair.n, here), expected_local(pair.case, pair.n, here)
+    plans = plans_for(pair, mesh, topology)
+    calls = {}
+    right = {}
+    for name, plan in plans.items():
+        executable = _engine.bind(plan, device_mesh=mesh)
+        calls[name] = lambda executable=executable: executable.run(local)
+        right[name] = bool(over_ranks([float(torch.equal(calls[name](), expected))], dist.ReduceOp.MIN)[0])
+    calls[AGAIN] = calls[CHOSEN]  # how far apart its two times are is what the others' differences must exceed
+    us, rounds = _time(calls, pair_seconds)
+    again = us.pop(AGAIN)
+    rows = [_candidate(name, plan, us[name], right[name]) for name, plan in plans.items()]
+    fastest = min(rows, key=lambda row: row["us"])
+    return {
+        "pair": pair.case.name,
+        "mesh": list(pair.mesh_shape),
+        "n": pair.n,
+        "bytes": 4 * pair.n * pair.n,
+        "chosen_over_fastest": round(us[CHOSEN] / fastest["us"], 3),
+        "within": us[CHOSEN] <= CLOSE * fastest["us"],
+        "fastest": fastest["name"],
+        "noise": round(max(again, us[CHOSEN]) / min(again, us[CHOSEN]), 3),
+        "rank_correlation": _rank_correlation(rows),
+        "rounds": rounds,
+        "plans": rows,
+    }
+
+
+def _candidate(name: str, plan: sw.Plan, us: float, right: bool) -> dict:
+    return {
+        "name": name,
+        "predicted_us": round(plan.predicted_us, 1),
+        "us": us,
+        "right": right,
+        "steps": [
+            {
+                "op": step.op,
+                "mesh_dims": [plan.src.mesh.dim_names[d] for d in step.mesh_dims],
+                "wire_bytes_max": step.wire_bytes_max,
+                "send_bytes_max": step.send_bytes_max,
+                "messages_max": step.messages_max,
+                "held_bytes_after": 4 * math.prod(step.after.local_shape(0)),
+            }
+            for step in plan.steps
+        ],
+    }
+
+
+def _time(calls: dict[str, Callable], pair_seconds: float) -> tuple[dict[str, float], int]:
+    """Microseconds per call, a low quantile over batches; a batch lasts as long as its slowest rank."""
+    start = time.perf_counter()
+    first = [_batch(call, 2) for call in calls.values()]
+    *first, left = over_ranks([*first, pair_seconds - (time.perf_counter() - start)], dist.ReduceOp.MAX)
+    repeats = [min(max(round(BATCH_SECONDS / seconds), 1), MAX_CALLS_PER_BATCH) for seconds in first]
+    round_seconds = sum(seconds * count for seconds, count in zip(first, repeats))
+    rounds = min(max(round(left / round_seconds), MIN_ROUNDS), MAX_ROUNDS)
+    seconds = [[] for _ in calls]
+    for turn in range(rounds):
+        order = list(enumerate(calls.values()))
+        for index, call in order if turn % 2 else reversed(order):
+            seconds[index].append(_batch(call, repeats[index]))
+    slowest = [over_ranks(values, dist.ReduceOp.MAX) for values in seconds]
+    low = [statistics.quantiles(values, n=round(1 / LOW_QUANTILE), method="inclusive")[0] for values in slowest]
+    return {name: round(1e6 * value, 1) for name, value in zip(calls, low)}, rounds
+
+
+def _batch(call: Callable, repeats: int) -> float:
+    """Seconds per call on this rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def _rank_correlation(rows: list[dict]) -> float | None:
+    """Spearman's, of predicted and measured times; None for fewer than three plans."""
+    if len(rows) < 3:
+        return None
+    predicted = _ranks([row["predicted_us"] for row in rows])
+    measured = _ranks([row["us"] for row in rows])
+    if len(set(predicted)) == 1 or len(set(measured)) == 1:
+        return None
+    return round(statistics.correlation(predicted, measured), 2)
+
+
+def _ranks(values: list[float]) -> list[float]:
+    """Place of each in ascending order; equal values share the mean of their places."""
+    return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
+
+
+# ---- all of them
+
+
+def run_rank(pairs: tuple[Pair, ...], seconds: float, out: str) -> None:
+    """What every rank of a job does for pairs on meshes of its size; rank 0 adds to the file of results."""
+    start = time.perf_counter()
+    tables: dict[tuple[int, ...], tuple[DeviceMesh, sw.Topology]] = {}
+    rows = []
+    for index, pair in enumerate(pairs):
+        if pair.mesh_shape not in tables:
+            mesh = make_mesh(pair.mesh_shape, DIM_NAMES[: len(pair.mesh_shape)])
+            sw.prepare(mesh)
+            topology, report = calibrating.measure(mesh=mesh, name=f"calibrated-{'x'.join(map(str, pair.mesh_shape))}")
+            tables[pair.mesh_shape] = mesh, topology
+            say("\n" + "\n".join(report) + "\n")
+            say(f"  {'plan':38}{'predicted us':>13}{'measured us':>13}{'of fastest':>12}  moves")
+        left = max(seconds - (time.perf_counter() - start), 0) / (len(pairs) - index)
+        row = measure(pair, *tables[pair.mesh_shape], left)
+        rows.append(row)
+        say_row(row)
+    if dist.get_rank() == 0:
+        results = json.loads(Path(out).read_text())
+        results["rows"] += rows
+        results["topologies"] += [json.loads(topology.to_json()) for _, topology in tables.values()]
+        Path(out).write_text(json.dumps(results, indent=1) + "\n")
+
+
+def summarise(rows: list[dict]) -> dict:
+    """How often the chosen plan is as good as the fastest, and how often two plans are in the right order."""
+    apart = right_order = 0
+    for row in rows:
+        for i, one in enumerate(row["plans"]):
+            for other in row["plans"][:i]:
+                if max(one["us"], other["us"]) > CLOSE * min(one["us"], other["us"]):
+                    apart += 1
+                    right_order += (one["us"] < other["us"]) == (one["predicted_us"] < other["predicted_us"])
+    correlations = [row["rank_correlation"] for row in rows if row["rank_correlation"] is not None]
+    missed = [row for row in rows if not row["within"]]
+    return {
+        "pairs": len(rows),
+        "within": sum(row["within"] for row in rows),
+        "missed": [
+            {key: row[key] for key in ("pair", "n", "chosen_over_fastest", "fastest", "noise")} for row in missed
+        ],
+        "worst_chosen_over_fastest": max(row["chosen_over_fastest"] for row in rows),
+        "median_noise": statistics.median(row["noise"] for row in rows),
+        "median_rank_correlation": statistics.median(correlations) if correlations else None,
+        "two_plans_apart": apart,
+        "two_plans_in_the_right_order": right_order,
+        "wrong_results": sum(not plan["right"] for row in rows for plan in row["plans"]),
+    }
+
+
+def say_row(row: dict) -> None:
+    """One pair, and a line for each of its plans; a wrong result is marked with "!"."""
+    mesh = "x".join(map(str, row["mesh"]))
+    verdict = "" if row["within"] else "  MISSED"
+    say(f"{row['pair']} on {mesh}, n = {row['n']}: {row['chosen_over_fastest']:.2f}, noise {row['noise']:.2f}{verdict}")
+    least = min(plan["us"] for plan in row["plans"])
+    for plan in row["plans"]:
+        mark = "" if plan["right"] else "!"
+        moves = ", ".join(f"{step['op']} {''.join(step['mesh_dims'])}" for step in plan["steps"])
+        say(
+            f"  {plan['name'] + mark:38}{plan['predicted_us']:>13.0f}{plan['us']:>13.0f}"
+            f"{plan['us'] / least:>12.2f}  {moves}"
+        )
+
+
+def say_summary(summary: dict) -> None:
+    """The verdict."""
+    say(f"\nwithin {CLOSE - 1:.0%} of the fastest: {summary['within']} of {summary['pairs']}")
+    noise = summary["median_noise"]
+    say(f"worst {summary['worst_chosen_over_fastest']:.2f}; the same plan timed twice differs by {noise:.2f} (median)")
+    say(
+        f"of two plans that differ by more than {CLOSE - 1:.0%}, the faster one is predicted: "
+        f"{summary['two_plans_in_the_right_order']} of {summary['two_plans_apart']}; "
+        f"median rank correlation {summary['median_rank_correlation']}"
+    )
+    if summary["wrong_results"]:
+        say(f"! {summary['wrong_results']} plans returned wrong results")
+
+
+def main() -> None:
+    torch_version = torch.__version__.split("+")[0]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=200, help="to take in all, about (%(default)s)")
+    parser.add_argument("--date", default=time.strftime("%Y-%m-%d"), help="to write into the results (today)")
+    parser.add_argument("--out", default=str(HERE / "results" / f"plan_ranking-torch{torch_version}.json"))
+    options = parser.parse_args()
+    out = Path(os.path.abspath(options.out))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    head = {"date": options.date, **describe_machine(), "backend": "gloo"}
+    out.write_text(json.dumps({**head, "topologies": [], "rows": []}))
+    start = time.perf_counter()
+    for num_ranks in sorted({math.prod(pair.mesh_shape) for pair in PAIRS}):
+        pairs = tuple(pair for pair in PAIRS if math.prod(pair.mesh_shape) == num_ranks)
+        launch(num_ranks, run_rank, pairs, options.seconds * len(pairs) / len(PAIRS), str(out))
+    results = json.loads(out.read_text())
+    summary = summarise(results["rows"])
+    out.write_text(
+        json.dumps({**head, "summary": summary, **{k: results[k] for k in ("topologies", "rows")}}, indent=1) + "\n"
+    )
+    say_summary(summary)
+    say(f"\nwritten to {out}\ntook {time.perf_counter() - start:.0f} s")
+    sys.exit(1 if summary["wrong_results"] else 0)
+
+
+if __name__ == "__main__":
+    main()
