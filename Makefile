@@ -11,6 +11,7 @@ TORCH ?=
 JOBS  ?= $(shell nproc 2>/dev/null || echo 2)
 VENV  ?= .venv$(if $(TORCH),-$(TORCH))
 ARGS  ?=
+SECONDS ?= 60
 
 comma := ,
 LINT_VENV := .venv-lint
@@ -40,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python bench bench-planner lint format sanitize gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python bench bench-planner lint format sanitize fuzz gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright, install it there'
@@ -50,6 +51,7 @@ help:
 	@echo 'make bench-planner  our plans against PyTorch'"'"'s planners, under one cost'
 	@echo 'make lint       clang-format, ruff, mypy; make format mends what can be mended'
 	@echo 'make sanitize   the C++ tests under address and undefined-behaviour sanitizers'
+	@echo 'make fuzz       arbitrary input under the same sanitizers, for SECONDS=60 (CXX=clang++ for libFuzzer)'
 	@echo 'make gpu        what needs a GPU; says so and does nothing where there is none'
 	@echo 'make clean      remove what was built; make distclean: the environments too'
 	@echo
@@ -97,11 +99,16 @@ test: test-cpp test-python
 test-python: build
 	$(HERE) $(PY) -m pytest -q tests/python $(ARGS)
 
-# $(call ctest,folder,cmake options): CMake comes from PATH, else from PyPI.
-define ctest
+# $(call cmake-build,folder,cmake options): CMake comes from PATH, else from PyPI.
+define cmake-build
 	@$(HERE); command -v cmake >/dev/null || $(PY) -m pip install --disable-pip-version-check -q cmake
 	$(HERE); cmake -S . -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM="$$(command -v ninja)" $(2) >/dev/null
 	$(HERE); cmake --build $(1) -j $(JOBS)
+endef
+
+# $(call ctest,folder,cmake options,ctest options)
+define ctest
+	$(call cmake-build,$(1),$(2))
 	$(HERE); ctest --test-dir $(1) --output-on-failure --no-tests=error -j $(JOBS) $(3) -Q --output-log $(1)/ctest.log || \
 	  { cat $(1)/ctest.log; exit 1; }; tail -n 4 $(1)/ctest.log
 endef
@@ -112,6 +119,12 @@ test-cpp: venv
 # Without the longest, which walk the same code as the others.
 sanitize: venv
 	$(call ctest,build/cmake-sanitize,-DSHARDWRIGHT_SANITIZE=address$(comma)undefined,-E 'AgainstBruteForce|Exhaustive.*mesh_2x2x2')
+
+# An input that fails is left in build/cmake-fuzz; `make fuzz ARGS=crash-...` runs it again.
+fuzz: venv
+	$(call cmake-build,build/cmake-fuzz,-DSHARDWRIGHT_BUILD_FUZZ=ON -DSHARDWRIGHT_BUILD_TESTS=OFF $(if \
+	  $(filter-out default,$(origin CXX)),-DCMAKE_CXX_COMPILER=$(CXX)))
+	cd build/cmake-fuzz && ./shardwright_fuzz -max_total_time=$(SECONDS) $(ARGS)
 
 $(LINT_STAMP): requirements/lint.txt
 	$(call make-venv,$(LINT_VENV))

@@ -16,17 +16,31 @@ void append(IntervalList& list, Interval interval) {
   }
 }
 
-void append_subrange(IntervalList& out, const IntervalList& list, int64_t begin, int64_t end) {
-  int64_t position = 0;
-  for (const Interval& interval : list) {
-    const int64_t size = interval.end - interval.begin;
-    const int64_t from = std::max(begin - position, int64_t{0});
-    const int64_t to = std::min(end - position, size);
-    append(out, {interval.begin + from, interval.begin + to});
-    position += size;
-    if (position >= end) break;
+// Subranges of a list that ascend, in one walk over it: strided cuts take as many as the list may have intervals.
+class Subranges {
+ public:
+  explicit Subranges(const IntervalList& list) : at_(list.begin()), end_(list.end()) {}
+
+  // What is at local positions [begin, end); `begin` is no less than those before.
+  void append_to(IntervalList& out, int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    while (at_ != end_ && position_ + size(*at_) <= begin) position_ += size(*at_++);
+    int64_t position = position_;
+    for (auto interval = at_; interval != end_ && position < end; ++interval) {
+      const int64_t from = std::max(begin - position, int64_t{0});
+      const int64_t to = std::min(end - position, size(*interval));
+      append(out, {interval->begin + from, interval->begin + to});
+      position += size(*interval);
+    }
   }
-}
+
+ private:
+  static int64_t size(const Interval& interval) { return interval.end - interval.begin; }
+
+  IntervalList::const_iterator at_;
+  IntervalList::const_iterator end_;
+  int64_t position_ = 0;  // of at_, in the list
+};
 
 template <typename Visit>
 void for_each_shared_run(const IntervalList& a, const IntervalList& b, const Visit& visit) {
@@ -71,18 +85,19 @@ std::vector<int64_t> shape_of(const Region& region) {
 
 IntervalList subrange(const IntervalList& list, int64_t begin, int64_t end) {
   IntervalList out;
-  append_subrange(out, list, begin, end);
+  Subranges(list).append_to(out, begin, end);
   return out;
 }
 
 IntervalList cut(const IntervalList& list, int64_t num_chunks, int64_t index, int64_t split_factor) {
   const int64_t total = length(list);
   const int64_t piece = ceil_divide(total, split_factor);
+  Subranges subranges(list);
   IntervalList out;
   for (int64_t begin = 0; begin < total; begin += piece) {
     const int64_t end = std::min(begin + piece, total);
     const int64_t chunk = ceil_divide(end - begin, num_chunks);
-    append_subrange(out, list, std::min(begin + index * chunk, end), std::min(begin + (index + 1) * chunk, end));
+    subranges.append_to(out, std::min(begin + index * chunk, end), std::min(begin + (index + 1) * chunk, end));
   }
   return out;
 }
