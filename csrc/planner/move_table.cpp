@@ -10,6 +10,8 @@ namespace shardwright {
 namespace {
 
 constexpr int kMaxDimsWithAllCorners = 5;
+// Of strided parts without digits, of all ranks.
+constexpr int64_t kMaxPiecesWalked = 4096;
 
 std::optional<MeshDimSet> allowed_span(MeshDimSet needed, const Mesh& mesh, const std::vector<MeshDimSet>& allowed,
                                        bool exactly) {
@@ -153,6 +155,23 @@ std::optional<MoveTable::Move> MoveTable::sharing_messages(const State& before, 
   return Move{StepOp::kExchange, dims, Sharing::kMessages};
 }
 
+bool MoveTable::takes_long(const State& before, const State& after) {
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    if (pair(t, before.lists[t], after.lists[t]).takes_long) return true;
+  }
+  return false;
+}
+
+int64_t MoveTable::pieces(const List& list) const {
+  int64_t pieces = 1;
+  bool is_strided = false;
+  for (const Cut& c : list.cuts) {
+    is_strided = is_strided || c.split_factor > 1;
+    pieces *= c.split_factor * layout_.mesh().dim_size(c.mesh_dim);
+  }
+  return is_strided ? pieces : 1;
+}
+
 bool MoveTable::may_be_slice(const State& before, const State& after) const {
   if (!(before.partial_dims == after.partial_dims) || before.cut_dims == after.cut_dims) return false;
   for (int t = 0; t < layout_.ndim(); ++t) {
@@ -267,6 +286,10 @@ MoveTable::Distance MoveTable::distance(const State& before, const State& after)
     return distance;
   }
   distance = Distance();
+  if (takes_long(before, after)) {
+    distance.missing = std::max<int64_t>(after.elements - before.elements, 0);
+    return distance;
+  }
   for (const uint32_t corner : corners(before.cut_dims | after.cut_dims)) {
     int64_t own = 1;
     for (int t = 0; t < layout_.ndim(); ++t) own *= shares(t, before.lists[t], after.lists[t], {}, corner).own;
@@ -324,6 +347,7 @@ MoveTable::Pair MoveTable::make_pair(int tensor_dim, const List& before, const L
       return pair;
     }
   }
+  pair.takes_long = std::max(pieces(before), pieces(after)) > kMaxPiecesWalked;
   pair.spanned = spanned_dims(mesh, n, before.cuts, after.cuts);
   pair.cuts_further =
       (before.dims - after.dims).empty() && holds_the_same(mesh, n, before.cuts, after.cuts, before.dims);
@@ -357,17 +381,43 @@ const MoveTable::Shares& MoveTable::shares(int tensor_dim, int before, int after
   corner &= relevant.bits();
   const auto [found, is_new] = shares_.emplace(key(tensor_dim, before, after, varying.bits(), corner), Shares());
   if (is_new) {
-    const Mesh& mesh = layout_.mesh();
+    const List& a = lists_[tensor_dim][before];
+    const List& b = lists_[tensor_dim][after];
     const int64_t n = layout_.shape()[tensor_dim];
     const int64_t position = position_of(corner);
-    const std::vector<Cut>& a = lists_[tensor_dim][before].cuts;
-    const std::vector<Cut>& b = lists_[tensor_dim][after].cuts;
-    const IntervalList held = part_at(mesh, n, a, position);
-    const IntervalList needed = part_at(mesh, n, b, position);
-    found->second = {intersection_length(held, needed), meet(mesh, n, a, position, varying, needed).parts,
-                     meet(mesh, n, b, position, varying, held).elements};
+    std::optional<Matching> matching;
+    if (a.digits && b.digits) matching = Matching::of(n, *a.digits, *b.digits);
+    found->second = matching ? shares_by_digits(*matching, varying, position)
+                             : shares_by_walking(n, a.cuts, b.cuts, varying, position);
   }
   return found->second;
+}
+
+MoveTable::Shares MoveTable::shares_by_digits(const Matching& matching, MeshDimSet varying, int64_t position) const {
+  const auto varies = [&](const Matching::Owner& owner) { return varying.contains(owner.mesh_dim); };
+  Shares shares{matching.free(), 1, matching.free()};
+  for (const Matching::Common& digit : matching.digits()) {
+    const bool agrees = digit.agrees_at(layout_.mesh(), position);
+    if (!agrees) shares.own = 0;
+    if (digit.after.mesh_dim < 0) {
+      if (varies(digit.before)) shares.sources *= digit.radix;
+    } else if (digit.before.mesh_dim < 0) {
+      if (varies(digit.after)) shares.sent *= digit.radix;
+    } else if (!agrees) {
+      if (!varies(digit.before)) shares.sources = 0;
+      if (!varies(digit.after)) shares.sent = 0;
+    }
+  }
+  return shares;
+}
+
+MoveTable::Shares MoveTable::shares_by_walking(int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after,
+                                               MeshDimSet varying, int64_t position) const {
+  const Mesh& mesh = layout_.mesh();
+  const IntervalList held = part_at(mesh, n, before, position);
+  const IntervalList needed = part_at(mesh, n, after, position);
+  return {intersection_length(held, needed), meet(mesh, n, before, position, varying, needed).parts,
+          meet(mesh, n, after, position, varying, held).elements};
 }
 
 int64_t MoveTable::length_at(int tensor_dim, int list, uint32_t corner) {

@@ -52,6 +52,9 @@ class MoveTable {
     Sharing sharing = Sharing::kNone;  // kBytes: its figures are not known here
   };
 
+  // Whether figures of a move take very long to work out: better not to think of it.
+  bool takes_long(const State& before, const State& after);
+
   // See move_between in move.h.
   std::optional<Move> move(const State& before, const State& after, const std::vector<MeshDimSet>& allowed);
   // The exchange with its sending shared among replicas, in whole messages, where that lessens what the worst rank
@@ -88,6 +91,7 @@ class MoveTable {
   // What there is to know of a pair of lists. From `is_closed` on only where digits say it.
   struct Pair {
     bool cuts_further = false;
+    bool takes_long = false;  // to walk over: many pieces, and digits do not help
     bool is_closed = false;
     bool differs = false;  // some rank's coordinates fix the same digit to different values
     bool differs_between_nodes = false;
@@ -114,6 +118,8 @@ class MoveTable {
     std::optional<std::vector<Digit>> digits;  // perhaps, if parts are equal
   };
 
+  // The pieces of all ranks that a walk over strided parts looks at; 1 where no cut is strided.
+  int64_t pieces(const List& list) const;
   const Pair& pair(int tensor_dim, int before, int after);
   Pair make_pair(int tensor_dim, const List& before, const List& after) const;
   void close(Pair& pair, const Matching& matching) const;
@@ -122,6 +128,9 @@ class MoveTable {
   int64_t length_at(int tensor_dim, int list, uint32_t corner);
   int64_t elements_at(const State& state, uint32_t corner);
   const Shares& shares(int tensor_dim, int before, int after, MeshDimSet varying, uint32_t corner);
+  Shares shares_by_digits(const Matching& matching, MeshDimSet varying, int64_t position) const;
+  Shares shares_by_walking(int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after,
+                           MeshDimSet varying, int64_t position) const;
   bool scatters(const State& before, const State& after, MeshDimSet reduced);
   // The position whose coordinate is the last one on the mesh dims of `corner`, else the first.
   int64_t position_of(uint32_t corner) const;

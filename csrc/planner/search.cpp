@@ -265,7 +265,7 @@ class Search {
       Node& target = nodes_[to];
       const std::optional<Cost>& best = nodes_[kGoal].reached;
       if (best && *best <= so_far + target.to_go) break;
-      if (target.closed || !could_follow(state, target.state)) continue;
+      if (target.closed || !could_follow(state, target.state) || table_.takes_long(state, target.state)) continue;
       const Cost least = so_far + least_of_move(state, target.state);
       if (target.reached && *target.reached <= least) continue;
       if (best && *best <= least + target.to_go) continue;

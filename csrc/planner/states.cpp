@@ -92,9 +92,14 @@ class States {
   }
 
   bool has_few_pieces(const std::vector<Cut>& cuts) const {
-    return std::all_of(cuts.begin(), cuts.end(), [&](const Cut& c) {
-      return c.split_factor == 1 || c.split_factor * mesh_.dim_size(c.mesh_dim) <= kMaxWalkedPieces;
-    });
+    int64_t pieces = 1;
+    bool is_strided = false;
+    for (const Cut& c : cuts) {
+      is_strided = is_strided || c.split_factor > 1;
+      pieces *= c.split_factor * mesh_.dim_size(c.mesh_dim);
+      if (is_strided && pieces > kMaxWalkedPieces) return false;
+    }
+    return true;
   }
 
   // Every list of cuts of a tensor dim that begins with `cuts`.

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import math
 import os
 import socket
 import sys
@@ -128,8 +129,8 @@ def calibrate(
             nodes that do not hold the same number of consecutive ranks each.
     """
     topology, report = measure(group, device, ranks_per_node, name, mesh, quick)
-    for line in report:
-        logger.info(line)
+    if dist.get_rank(group) == 0:
+        logger.info("\n".join(report))
     return topology
 
 
@@ -157,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "start it as: torchrun --nproc-per-node 4 -m shardwright calibrate"
             )
         _calibrate_job(arguments)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"shardwright calibrate: {error}", file=sys.stderr)
         return 2
     return 0
@@ -193,9 +194,7 @@ def _make_mesh(text: str | None, device: str) -> Any | None:
     from .cli import _parse_mesh
 
     dims = _parse_mesh(text)
-    size = 1
-    for extent in dims.values():
-        size *= extent
+    size = math.prod(dims.values())
     if size != dist.get_world_size():
         raise ValueError(
             f"--mesh: {text!r} has {size} ranks; allowed is as many as the job has, {dist.get_world_size()}"
@@ -260,9 +259,9 @@ def _make_job(
 
 def _default_device(carrier: dist.ProcessGroup, kinds: list[str]) -> str:
     # Gloo takes tensors on CUDA too, but nobody redistributes those by it who has NCCL.
-    if "cuda" in kinds and torch.cuda.is_available():
-        if carrier._get_backend(torch.device("cuda")).name().lower() != "gloo":
-            return "cuda"
+    has_cuda = "cuda" in kinds and torch.cuda.is_available()
+    if has_cuda and carrier._get_backend(torch.device("cuda")).name().lower() != "gloo":
+        return "cuda"
     return "cpu" if "cpu" in kinds else kinds[0]
 
 
