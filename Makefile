@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python bench bench-planner lint format sanitize fuzz gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-xla bench-ranking lint format sanitize fuzz gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright, install it there'
@@ -49,6 +49,9 @@ help:
 	@echo 'make test       C++ tests and Python tests (also: test-cpp, test-python; ARGS=... goes to pytest)'
 	@echo 'make bench      redistributes against stock PyTorch (ARGS=... goes to the benchmark)'
 	@echo 'make bench-planner  our plans against PyTorch'"'"'s planners, under one cost'
+	@echo 'make bench-planning  how long planning takes: C++, Python, PyTorch (needs libbenchmark-dev)'
+	@echo 'make bench-xla  our plans against what XLA compiles (installs jax; Python >= 3.12)'
+	@echo 'make bench-ranking  whether the plan that is predicted fastest is, on Gloo ranks'
 	@echo 'make lint       clang-format, ruff, mypy; make format mends what can be mended'
 	@echo 'make sanitize   the C++ tests under address and undefined-behaviour sanitizers'
 	@echo 'make fuzz       arbitrary input under the same sanitizers, for SECONDS=60 (CXX=clang++ for libFuzzer)'
@@ -93,6 +96,21 @@ bench: build
 
 bench-planner: build
 	$(HERE) $(PY) benchmarks/vs_torch_planner.py $(ARGS)
+
+bench-planning: build
+	$(call cmake-build,build/cmake-bench,-DSHARDWRIGHT_BUILD_BENCHMARKS=ON -DSHARDWRIGHT_BUILD_TESTS=OFF)
+	$(HERE) $(PY) benchmarks/planning.py build/cmake-bench/shardwright_planning $(ARGS)
+
+bench-ranking: build
+	$(HERE) $(PY) benchmarks/plan_ranking.py $(ARGS)
+
+XLA_STAMP := $(VENV)/.stamp-xla
+bench-xla: build $(XLA_STAMP)
+	$(HERE) $(PY) benchmarks/vs_xla.py $(ARGS)
+
+$(XLA_STAMP): $(ENV_STAMP) requirements/xla.txt
+	@$(PY) -m pip install --disable-pip-version-check --progress-bar off -q -r requirements/xla.txt
+	@touch $@
 
 test: test-cpp test-python
 

@@ -35,6 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 import shardwright as sw  # noqa: E402
 from redistribute import describe_machine  # noqa: E402
+from shardwright import _planner  # noqa: E402
 
 Placements = tuple[str, ...]
 Order = dict[int, list[int]]
@@ -115,6 +116,7 @@ def planning_us(plan: Callable[[], object]) -> float:
     best = math.inf
     for _ in range(PLANNING_REPEATS):
         torch_redistribute.clear_redistribute_planner_cache()
+        _planner.clear_plan_cache()
         start = time.perf_counter()
         plan()
         best = min(best, 1e6 * (time.perf_counter() - start))

@@ -8,7 +8,7 @@ namespace shardwright {
 namespace {
 
 constexpr int64_t kMaxFigure = int64_t{1} << 40;  // a second, in picoseconds; sums of some do not overflow
-constexpr int64_t kMicrosecond = 1'000'000;  // picoseconds
+constexpr int64_t kMicrosecond = 1'000'000;       // picoseconds
 
 // Picoseconds for 1 KiB at this many GB/s.
 constexpr int64_t per_kib(int64_t gigabytes_per_second) { return 1'024'000 / gigabytes_per_second; }

@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "layout/error.h"
-#include "picture/picture.h"
 #include "picture/frame.h"
+#include "picture/picture.h"
 #include "planner/text.h"
 
 namespace shardwright {

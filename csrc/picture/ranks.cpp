@@ -3,9 +3,9 @@
 #include <map>
 
 #include "layout/error.h"
-#include "planner/exchange.h"
-#include "picture/picture.h"
 #include "picture/frame.h"
+#include "picture/picture.h"
+#include "planner/exchange.h"
 #include "planner/text.h"
 
 namespace shardwright {

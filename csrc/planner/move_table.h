@@ -129,8 +129,8 @@ class MoveTable {
   int64_t elements_at(const State& state, uint32_t corner);
   const Shares& shares(int tensor_dim, int before, int after, MeshDimSet varying, uint32_t corner);
   Shares shares_by_digits(const Matching& matching, MeshDimSet varying, int64_t position) const;
-  Shares shares_by_walking(int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after,
-                           MeshDimSet varying, int64_t position) const;
+  Shares shares_by_walking(int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after, MeshDimSet varying,
+                           int64_t position) const;
   bool scatters(const State& before, const State& after, MeshDimSet reduced);
   // The position whose coordinate is the last one on the mesh dims of `corner`, else the first.
   int64_t position_of(uint32_t corner) const;

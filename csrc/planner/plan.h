@@ -134,6 +134,7 @@ struct TrafficTotals {
 // walk, or else is an upper bound: then sum_is_exact is false.
 constexpr int64_t kMaxRanksWalked = 4096;
 std::vector<int64_t> seen_positions(const Mesh& mesh);
+std::vector<int64_t> corner_positions(const Mesh& mesh);  // of many mesh dims those of the first
 TrafficTotals totals(const Step& step, Backend backend);
 TrafficTotals totals(const Plan& plan);
 

@@ -119,7 +119,11 @@ std::vector<int64_t> seen_positions(const Mesh& mesh) {
     for (int64_t p = 0; p < mesh.size(); ++p) positions.push_back(p);
     return positions;
   }
-  positions = {0};
+  return corner_positions(mesh);
+}
+
+std::vector<int64_t> corner_positions(const Mesh& mesh) {
+  std::vector<int64_t> positions{0};
   for (int d = 0; d < mesh.ndim(); ++d) {
     if (mesh.dim_size(d) == 1) continue;
     const size_t count = positions.size();

@@ -5,6 +5,7 @@
 
 #include "layout/error.h"
 #include "planner/cost.h"
+#include "planner/exchange.h"
 #include "planner/serialize.h"
 #include "program/program.h"
 
@@ -15,38 +16,61 @@ int64_t bytes_held(const Layout& layout) {
   return num_elements(layout.region(0)) * layout.dtype().size_bytes();  // parts are largest at position 0
 }
 
-// At least what the worst rank allocates, without compiling: what lies before and after, and all that goes packed.
+// The most that a step packs, on top of what is held before and after.
+int64_t staging_at_most(const Step& step, Backend backend) {
+  if (is_local(step.op)) return 0;
+  const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
+  const int64_t held = bytes_held(step.before);
+  if (reduces) {
+    const Placement& placement = step.before.placements()[step.mesh_dims.to_vector().front()];
+    const int64_t raised = placement.op == ReduceOp::kNorm ? held : 0;
+    const int64_t k = step.before.mesh().group_size(step.mesh_dims);
+    const int64_t received = k * bytes_held(step.after);
+    const bool is_native = reduces_natively(step, backend);
+    if (step.op == StepOp::kAllReduce) return is_native ? 0 : raised + 2 * held;
+    return raised + held + (is_native && step.after.has_equal_parts() ? 0 : received);
+  }
+  const StepFigures wire = figures(step, backend);
+  return wire.sent_bytes + wire.received_bytes + (step.op == StepOp::kAllGather ? held : 0);
+}
+
+// At least what the worst rank allocates, without compiling.
 int64_t peak_at_most(const Plan& plan) {
   int64_t peak = 0;
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];
-    int64_t bytes = (i > 0 ? bytes_held(step.before) : 0) + bytes_held(step.after);
-    if (!is_local(step.op)) {
-      const StepFigures figures = shardwright::figures(step, plan.backend);
-      bytes += figures.sent_bytes + figures.received_bytes + 2 * bytes_held(step.before);
-    }
-    peak = std::max(peak, bytes);
+    const int64_t before = i > 0 ? bytes_held(step.before) : 0;
+    peak = std::max(peak, before + bytes_held(step.after) + staging_at_most(step, plan.backend));
   }
   return peak;
 }
 
-std::vector<int64_t> peaks_by_step(const Plan& plan) {
+// With a limit that was asked for, every rank counts; else the corners of the mesh stand for large ones.
+constexpr int64_t kMaxRanksCompiled = 64;
+
+std::vector<int64_t> peaks_by_step(const Plan& plan, bool of_all) {
+  const Mesh& mesh = plan.src.mesh();
   std::vector<int64_t> worst(plan.steps.size(), 0);
-  for (const int64_t position : seen_positions(plan.src.mesh())) {
+  for (const int64_t position :
+       of_all || mesh.size() <= kMaxRanksCompiled ? seen_positions(mesh) : corner_positions(mesh)) {
     const std::vector<int64_t> peaks = compile(plan, position).peak_bytes_by_step();
     for (size_t i = 0; i < peaks.size(); ++i) worst[i] = std::max(worst[i], peaks[i]);
   }
   return worst;
 }
 
+int64_t largest(const std::vector<int64_t>& peaks) {
+  return peaks.empty() ? 0 : *std::max_element(peaks.begin(), peaks.end());
+}
+
 // Rounds beyond this shorten messages more than they save memory.
 constexpr int64_t kMostRounds = 256;
 
 // The plan with as many rounds as the limit asks for; its peak, which is above the limit where none suffice.
-std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit) {
+std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool of_all) {
   std::vector<int64_t> before(plan.steps.size(), std::numeric_limits<int64_t>::max());
   while (true) {
-    const std::vector<int64_t> peaks = peaks_by_step(plan);
+    const std::vector<int64_t> peaks = peaks_by_step(plan, of_all);
     bool changed = false;
     for (size_t i = 0; i < peaks.size(); ++i) {
       Step& step = plan.steps[i];
@@ -56,7 +80,7 @@ std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit) {
       changed = true;
     }
     before = peaks;
-    if (!changed) return {std::move(plan), peaks.empty() ? 0 : *std::max_element(peaks.begin(), peaks.end())};
+    if (!changed) return {std::move(plan), largest(peaks)};
   }
 }
 
@@ -73,10 +97,7 @@ Ranking ranking_of(const Plan& plan) {
 
 }  // namespace
 
-int64_t peak_bytes(const Plan& plan) {
-  const std::vector<int64_t> peaks = peaks_by_step(plan);
-  return peaks.empty() ? 0 : *std::max_element(peaks.begin(), peaks.end());
-}
+int64_t peak_bytes(const Plan& plan) { return largest(peaks_by_step(plan, true)); }
 
 Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& options,
                       std::optional<int64_t> memory_limit) {
@@ -85,7 +106,8 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
   Plan fastest = make_plan(src, dst, options);
   const int64_t by_default = bytes_held(dst) + std::max(bytes_held(src), bytes_held(dst)) + kStagingBytes;
   const int64_t limit = memory_limit.value_or(by_default);
-  if (peak_at_most(fastest) <= limit || peak_bytes(fastest) <= limit) return fastest;
+  const bool of_all = memory_limit.has_value();
+  if (peak_at_most(fastest) <= limit || largest(peaks_by_step(fastest, of_all)) <= limit) return fastest;
 
   // The fastest way, the way of fewest bytes, which is mostly one move, and those by way of smaller layouts.
   std::vector<Plan> candidates;
@@ -110,7 +132,7 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
   std::optional<std::pair<Ranking, Plan>> best;
   std::optional<std::pair<int64_t, Plan>> smallest;
   for (Plan& candidate : candidates) {
-    auto [plan, peak] = in_rounds(std::move(candidate), limit);
+    auto [plan, peak] = in_rounds(std::move(candidate), limit, of_all);
     if (!smallest || peak < smallest->first) smallest = {peak, plan};
     if (peak > limit) continue;
     const Ranking ranking = ranking_of(plan);

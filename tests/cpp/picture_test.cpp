@@ -9,8 +9,8 @@
 
 #include "layout/error.h"
 #include "layouts.h"
-#include "planner/serialize.h"
 #include "picture/svg.h"
+#include "planner/serialize.h"
 
 namespace shardwright {
 namespace {

@@ -20,6 +20,7 @@ from .topology import Link, Topology, load_topology
 if TYPE_CHECKING:
     from ._runtime import release_staging
     from ._stats import reset_stats, stats
+    from .calibrating import calibrate
     from .drop_in import disable, enable, enabled
     from .groups import prepare
     from .redistributing import redistribute, redistribute_local
@@ -32,6 +33,7 @@ __all__ = [
     "Plan",
     "Step",
     "Topology",
+    "calibrate",
     "disable",
     "enable",
     "enabled",
@@ -50,6 +52,7 @@ __all__ = [
 ]
 
 _NEEDS_TORCH = {
+    "calibrate": "calibrating",
     "disable": "drop_in",
     "enable": "drop_in",
     "enabled": "drop_in",

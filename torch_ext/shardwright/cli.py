@@ -1,4 +1,4 @@
-"""The command line: `shardwright plan` and `shardwright doctor`. Imports no torch."""
+"""The command line: `shardwright plan`, `doctor` and `calibrate`. Only `calibrate` imports torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, or 2 for bad arguments."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["calibrate"]:
+        from . import calibrating
+
+        return calibrating.main(given[1:])
     parser = argparse.ArgumentParser(prog="shardwright", description="Plans tensor redistributions on device meshes.")
     commands = parser.add_subparsers(dest="command", required=True)
     plan_parser = commands.add_parser("plan", help="print the plan from one layout to another")
@@ -38,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan_parser.add_argument("--simulate", action="store_true", help="run all ranks and check every element")
     doctor_parser = commands.add_parser("doctor", help="say what this installation has")
     doctor_parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args(argv)
+    commands.add_parser("calibrate", help="measure the links of a job (under torchrun)", add_help=False)
+    arguments = parser.parse_args(given)
     if arguments.command == "plan" and arguments.json and (arguments.simulate or arguments.program is not None):
         plan_parser.error("--json prints the plan alone; leave out --simulate and --program")
     asked = [arguments.mesh, arguments.shape, arguments.src, arguments.dst] if arguments.command == "plan" else []

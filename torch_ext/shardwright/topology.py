@@ -71,8 +71,9 @@ def _topology(table: Any, where: str) -> Topology:
         raise ValueError(f"{where}.mesh_dims: got a {type(mesh_dims).__name__}; allowed is an object")
     return Topology(
         str(table.get("name", "unnamed")),
-        **{name: _integer(table, name, where) for name in _FIGURES},
-        **links,
+        *(_integer(table, name, where) for name in _FIGURES),
+        inside=links["inside"],
+        between=links["between"],
         mesh_dims={name: _link(link, f"{where}.mesh_dims.{name}") for name, link in mesh_dims.items()},
     )
 
