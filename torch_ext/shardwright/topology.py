@@ -14,7 +14,6 @@ __all__ = ["Link", "Topology", "load_topology"]
 
 ENVIRONMENT_VARIABLE = "SHARDWRIGHT_TOPOLOGY"
 
-_FIGURES = ("ranks_per_node", "step_ps", "memory_ps_per_kib")
 _LINK = ("message_ps", "ps_per_kib")
 _FILE_VERSION = 1
 
@@ -65,15 +64,16 @@ def _topology(table: Any, where: str) -> Topology:
         raise ValueError(f"{where} holds a {type(table).__name__}; allowed is an object")
     if table.get("version") != _FILE_VERSION:
         raise ValueError(f"{where}.version: {table.get('version')!r}; allowed is {_FILE_VERSION}")
-    links = {name: _link(table.get(name), f"{where}.{name}") for name in ("inside", "between")}
     mesh_dims = table.get("mesh_dims", {})
     if not isinstance(mesh_dims, dict):
         raise ValueError(f"{where}.mesh_dims: got a {type(mesh_dims).__name__}; allowed is an object")
     return Topology(
         str(table.get("name", "unnamed")),
-        *(_integer(table, name, where) for name in _FIGURES),
-        inside=links["inside"],
-        between=links["between"],
+        ranks_per_node=_integer(table, "ranks_per_node", where),
+        step_ps=_integer(table, "step_ps", where),
+        memory_ps_per_kib=_integer(table, "memory_ps_per_kib", where),
+        inside=_link(table.get("inside"), f"{where}.inside"),
+        between=_link(table.get("between"), f"{where}.between"),
         mesh_dims={name: _link(link, f"{where}.mesh_dims.{name}") for name, link in mesh_dims.items()},
     )
 
