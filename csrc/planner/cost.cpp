@@ -50,7 +50,8 @@ int64_t predicted_picoseconds(bool local, const StepFigures& figures, const Link
   const int64_t copies = scaled(figures.touched_bytes, topology.memory_ps_per_kib);
   if (local) return copies;
   const int64_t wire = scaled(std::max(figures.received_bytes, figures.sent_bytes), link.ps_per_kib);
-  const int64_t latency = saturating_sum(topology.step_ps, scaled(figures.messages * 1024, link.message_ps));
+  const int64_t latency =
+      saturating_sum(figures.collectives * topology.step_ps, scaled(figures.messages * 1024, link.message_ps));
   return saturating_sum(saturating_sum(copies, wire), latency);
 }
 

@@ -15,6 +15,7 @@ struct StepFigures {
   int64_t sent_bytes = 0;
   int64_t messages = 0;       // received
   int64_t touched_bytes = 0;  // local copies: what is held afterwards
+  int64_t collectives = 1;    // one behind the other
 };
 
 // Among the corners of position 0's group, the ranks whose coordinates are first or last: there parts are largest and

@@ -126,10 +126,11 @@ Traffic exchange_traffic(const Step& step, int64_t position) { return ExchangeTr
 
 ExchangeTraffic::ExchangeTraffic(const Step& step)
     : step_(step), shared_(step.before, step.after), item_(step.before.dtype().size_bytes()) {
-  if (is_walked_pair_by_pair() || shared_.matchings().empty()) return;
+  if (step.sharing != Sharing::kNone || shared_.matchings().empty()) return;
   is_closed_ = true;
   needed_ = sent_ = num_elements(step.after.region(0));
   for (const Matching& matching : shared_.matchings()) {
+    from_each_ *= matching.free();
     for (const Matching::Common& digit : matching.digits()) {
       if (digit.after.mesh_dim < 0) {
         sources_ *= digit.radix;
@@ -148,7 +149,8 @@ Traffic ExchangeTraffic::at(int64_t position) const {
   const int64_t own = shared_.at(position);
   bool sends = true;
   for (const Matching::Common& tie : ties_with_replicas_) sends = sends && tie.agrees_at(mesh, position);
-  return {(needed_ - own) * item_, (sends ? sent_ - own : 0) * item_, sources_ - (own > 0 ? 1 : 0)};
+  return {(needed_ - own) * item_, (sends ? sent_ - own : 0) * item_,
+          (sources_ - (own > 0 ? 1 : 0)) * std::min(step_.rounds, from_each_)};
 }
 
 Traffic ExchangeTraffic::pairwise_at(int64_t position) const {

@@ -78,7 +78,7 @@ class ExchangeTraffic {
  private:
   Traffic walked_at(int64_t position) const;
   // Where what goes between two ranks must be known: its sending is shared, or it goes in rounds.
-  bool is_walked_pair_by_pair() const { return step_.sharing != Sharing::kNone || step_.rounds > 1; }
+  bool is_walked_pair_by_pair() const { return step_.sharing != Sharing::kNone || (step_.rounds > 1 && !is_closed_); }
   Traffic pairwise_at(int64_t position) const;
 
   const Step& step_;
@@ -89,6 +89,7 @@ class ExchangeTraffic {
   bool is_closed_ = false;
   int64_t needed_ = 0;
   int64_t sources_ = 1;
+  int64_t from_each_ = 1;
   int64_t sent_ = 0;
   std::vector<Matching::Common> ties_with_replicas_;
   // Of whole groups, once a rank of theirs was asked for.

@@ -189,6 +189,7 @@ StepFigures MoveTable::figures(const State& before, const State& after, const Mo
   if (move.op == StepOp::kAllReduce) {
     const bool native = !ordered_ && reduces_natively(layout_, move.mesh_dims, backend_);
     raise_to(worst, all_reduce_traffic(before.elements, k, 0, item_, native));
+    if (!native && k > 2) worst.collectives = 2;  // one to reduce chunks, one to share them
     return worst;
   }
   if (move.op == StepOp::kReduceScatter) {
@@ -198,7 +199,7 @@ StepFigures MoveTable::figures(const State& before, const State& after, const Mo
     return worst;
   }
   const StepFigures wire = exchange_figures(before, after, move);
-  return {wire.received_bytes, wire.sent_bytes, wire.messages, worst.touched_bytes};
+  return {wire.received_bytes, wire.sent_bytes, wire.messages, worst.touched_bytes, 1};
 }
 
 bool MoveTable::has_equal_parts(const State& state) const {
@@ -233,11 +234,11 @@ StepFigures MoveTable::exchange_figures(const State& before, const State& after,
   }
   if (is_closed && move.sharing == Sharing::kMessages) {
     // Of the replicas' line every receiver is one stretch, or as many as it has sources.
-    return {after.elements * item_, after.elements * item_, sources, 0};
+    return {after.elements * item_, after.elements * item_, sources, 0, 1};
   }
   if (is_closed) {
     return {(after.elements - (differs ? 0 : shared)) * item_, (sent - (sender_differs ? 0 : shared)) * item_,
-            sources - (differs ? 0 : 1), 0};
+            sources - (differs ? 0 : 1), 0, 1};
   }
   StepFigures worst;
   const MeshDimSet varying = move.mesh_dims & before.cut_dims;

@@ -89,7 +89,7 @@ def test_a_topology_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("", "is not JSON"),
         ("[]", "holds a list"),
         ('{"version": 7}', "version: 7; allowed is 1"),
-        ('{"version": 1, "inside": {}}', "inside.message_ps: None; allowed are integers from 0"),
+        ('{"version": 1, "inside": {}}', "ranks_per_node: None; allowed are integers from 0"),
     ],
 )
 def test_hostile_topologies_are_refused(tmp_path: Path, text: str, message: str) -> None:
