@@ -98,7 +98,7 @@ bench-planner: build
 	$(HERE) $(PY) benchmarks/vs_torch_planner.py $(ARGS)
 
 bench-planning: build
-	$(call cmake-build,build/cmake-bench,-DSHARDWRIGHT_BUILD_BENCHMARKS=ON -DSHARDWRIGHT_BUILD_TESTS=OFF)
+	$(call cmake-build,build/cmake-bench,-DCMAKE_BUILD_TYPE=Release -DSHARDWRIGHT_BUILD_BENCHMARKS=ON -DSHARDWRIGHT_BUILD_TESTS=OFF)
 	$(HERE) $(PY) benchmarks/planning.py build/cmake-bench/shardwright_planning $(ARGS)
 
 bench-ranking: build
