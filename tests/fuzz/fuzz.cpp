@@ -18,6 +18,7 @@
 #include "cases.h"
 #include "input.h"
 #include "layout/error.h"
+#include "planner/json.h"
 #include "planner/plan.h"
 #include "planner/serialize.h"
 #include "program/program.h"
@@ -140,7 +141,7 @@ void check_compiling(Input& in, const Plan& plan) {
 void check_printing(const Plan& plan) {
   must_do("the plan cannot be printed", [&] {
     plan.to_string();
-    to_json(plan, 0);
+    to_json(plan, certify(plan, 0), {});
   });
   must_do("the plan's own bytes are refused", [&] {
     const std::string bytes = to_bytes(plan);
@@ -277,6 +278,7 @@ void change_steps(Input& in, Plan& plan) {
     if (choice == 5) step.before = layout_like(in, plan.src);
     if (choice == 6) step.after = layout_like(in, plan.src);
     if (choice == 7) step.sharing = static_cast<Sharing>(in.between(0, 2));
+    if (choice == 7) step.rounds = in.between(1, 4);
     if (choice == 8) step.ordered = !step.ordered;
     if (choice == 9) plan.steps.erase(plan.steps.begin() + static_cast<int64_t>(at));
     if (choice == 10) plan.steps.push_back(plan.steps[at]);
