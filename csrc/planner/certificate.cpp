@@ -20,12 +20,10 @@ int64_t sources(const Layout& src, const Layout& dst) {
   const SharedElements shared(src, dst);
   int64_t sources = 1;
   if (shared.matchings().empty()) {
-    const int64_t held = num_elements(src.region(0));
-    if (held > 0) sources = (num_elements(dst.region(0)) + held - 1) / held;
+    const int64_t held = src.largest_part_bytes();
+    if (held > 0) sources = (dst.largest_part_bytes() + held - 1) / held;
   }
-  for (const Matching& matching : shared.matchings()) {
-    for (const Matching::Common& digit : matching.digits()) sources *= digit.after.mesh_dim < 0 ? digit.radix : 1;
-  }
+  for (const Matching& matching : shared.matchings()) sources *= matching.sources();
   return std::max<int64_t>(sources, 1) * src.mesh().group_size(reduced);
 }
 
@@ -64,12 +62,16 @@ std::string about_bytes(const Plan& plan, const Certificate& certificate) {
 }  // namespace
 
 Certificate certify(const Plan& plan, int64_t peak_bytes) {
+  return certify(plan, totals(plan), lower_bound(plan.src, plan.dst), peak_bytes);
+}
+
+Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound& received, int64_t peak_bytes) {
   Certificate certificate;
-  certificate.traffic = totals(plan);
+  certificate.traffic = traffic;
   certificate.peak_bytes = peak_bytes;
   certificate.predicted_ps = predicted_picoseconds(plan);
   certificate.replicas_are_bitwise_equal = keeps_replicas_equal(plan);
-  certificate.received = lower_bound(plan.src, plan.dst);
+  certificate.received = received;
   const int64_t must_travel = certificate.received.bytes_sum;
   certificate.least_sent_bytes = (must_travel + plan.src.mesh().size() - 1) / plan.src.mesh().size();
   certificate.least_steps = must_travel > 0 ? 1 : 0;
@@ -77,9 +79,7 @@ Certificate certify(const Plan& plan, int64_t peak_bytes) {
     const auto needed = static_cast<uint64_t>(sources(plan.src, plan.dst));
     certificate.least_messages = std::max<int64_t>(std::bit_width(needed - 1), 1);
   }
-  const bool is_nothing_to_do = plan.steps.empty();
-  certificate.least_peak_bytes =
-      is_nothing_to_do ? 0 : num_elements(plan.dst.region(0)) * plan.dst.dtype().size_bytes();
+  certificate.least_peak_bytes = plan.steps.empty() ? 0 : plan.dst.largest_part_bytes();
   certificate.least_ps = least_picoseconds(plan);
   return certificate;
 }

@@ -35,6 +35,8 @@ std::vector<Figure> figures_of(const Certificate& certificate);
 
 // `peak_bytes`: of the program of the worst rank (program/fit.h).
 Certificate certify(const Plan& plan, int64_t peak_bytes);
+// With totals and bound of the plan that are known already.
+Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound& received, int64_t peak_bytes);
 
 // A sentence for each bound that is not met, and for what the plan cannot promise. Plans once more, for comparison.
 std::vector<std::string> remarks(const Plan& plan, const Certificate& certificate);

@@ -10,12 +10,15 @@ namespace {
 
 constexpr int64_t kCeiling = int64_t{1} << 60;
 
+int64_t held_below_ceiling(__int128 exact) { return exact > kCeiling ? kCeiling : static_cast<int64_t>(exact); }
+
 }  // namespace
 
 int64_t scaled(int64_t bytes, int64_t ps_per_kib) {
-  const auto exact = static_cast<__int128>(bytes) * ps_per_kib / 1024;
-  return exact > kCeiling ? kCeiling : static_cast<int64_t>(exact);
+  return held_below_ceiling(static_cast<__int128>(bytes) * ps_per_kib / 1024);
 }
+
+int64_t saturating_product(int64_t a, int64_t b) { return held_below_ceiling(static_cast<__int128>(a) * b); }
 
 int64_t saturating_sum(int64_t a, int64_t b) { return std::min(a + b, kCeiling); }
 
@@ -51,14 +54,14 @@ int64_t predicted_picoseconds(bool local, const StepFigures& figures, const Link
   if (local) return copies;
   const int64_t wire = scaled(std::max(figures.received_bytes, figures.sent_bytes), link.ps_per_kib);
   const int64_t latency =
-      saturating_sum(figures.collectives * topology.step_ps, scaled(figures.messages * 1024, link.message_ps));
+      saturating_sum(figures.collectives * topology.step_ps, saturating_product(figures.messages, link.message_ps));
   return saturating_sum(saturating_sum(copies, wire), latency);
 }
 
 int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, const Topology& topology) {
   const Link link = topology.link(step.before.mesh(), step.mesh_dims);
   const int64_t first = predicted_picoseconds(is_local(step.op), figures, link, topology);
-  return saturating_sum(first, scaled((step.rounds - 1) * 1024, topology.step_ps));
+  return saturating_sum(first, saturating_product(step.rounds - 1, topology.step_ps));
 }
 
 int64_t predicted_picoseconds(const Step& step, Backend backend, const Topology& topology) {

@@ -29,8 +29,10 @@ int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, cons
 int64_t predicted_picoseconds(const Step& step, Backend backend, const Topology& topology);
 int64_t predicted_picoseconds(const Plan& plan);
 
-// Picoseconds for some bytes at a rate, and a sum, both held below a ceiling that no sum of a plan overflows from.
+// Picoseconds for some bytes at a rate, a product, and a sum, all held below a ceiling that no sum of a plan overflows
+// from.
 int64_t scaled(int64_t bytes, int64_t ps_per_kib);
+int64_t saturating_product(int64_t a, int64_t b);
 int64_t saturating_sum(int64_t a, int64_t b);
 
 }  // namespace shardwright

@@ -72,6 +72,12 @@ bool Matching::Common::agrees_at(const Mesh& mesh, int64_t position) const {
   return value(before) == value(after);
 }
 
+int64_t Matching::sources() const {
+  int64_t sources = 1;
+  for (const Common& digit : digits()) sources *= digit.after.mesh_dim < 0 ? digit.radix : 1;
+  return sources;
+}
+
 bool Matching::agrees_at(const Mesh& mesh, int64_t position) const {
   return std::all_of(digits().begin(), digits().end(),
                      [&](const Common& digit) { return digit.agrees_at(mesh, position); });

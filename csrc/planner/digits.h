@@ -56,6 +56,9 @@ class Matching {
   // Values of the digits that neither fixes.
   int64_t free() const { return free_; }
 
+  // Parts of the first list that one of the second meets.
+  int64_t sources() const;
+
   // Whether the rank at `position` holds any elements in both; then they are free().
   bool agrees_at(const Mesh& mesh, int64_t position) const;
 

@@ -122,8 +122,6 @@ Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t pos
   return meet_list(mesh, position, varying, part_at(mesh, n, {}, position), cuts, target);
 }
 
-Traffic exchange_traffic(const Step& step, int64_t position) { return ExchangeTraffic(step).at(position); }
-
 ExchangeTraffic::ExchangeTraffic(const Step& step)
     : step_(step), shared_(step.before, step.after), item_(step.before.dtype().size_bytes()) {
   if (step.sharing != Sharing::kNone || shared_.matchings().empty()) return;
@@ -131,13 +129,12 @@ ExchangeTraffic::ExchangeTraffic(const Step& step)
   needed_ = sent_ = num_elements(step.after.region(0));
   for (const Matching& matching : shared_.matchings()) {
     from_each_ *= matching.free();
+    sources_ *= matching.sources();
     for (const Matching::Common& digit : matching.digits()) {
-      if (digit.after.mesh_dim < 0) {
-        sources_ *= digit.radix;
-      } else if (digit.before.mesh_dim >= 0 && !step.before.cut_dims().contains(digit.after.mesh_dim)) {
-        sent_ *= digit.radix;
-        ties_with_replicas_.push_back(digit);
-      }
+      if (digit.before.mesh_dim < 0 || digit.after.mesh_dim < 0) continue;
+      if (step.before.cut_dims().contains(digit.after.mesh_dim)) continue;
+      sent_ *= digit.radix;
+      ties_with_replicas_.push_back(digit);
     }
   }
 }

@@ -96,8 +96,6 @@ class ExchangeTraffic {
   mutable std::unordered_map<int64_t, Traffic> pairwise_;
 };
 
-Traffic exchange_traffic(const Step& step, int64_t position);
-
 // Of any step.
 class StepTraffic {
  public:

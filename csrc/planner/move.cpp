@@ -105,13 +105,8 @@ StepOp data_move_op(const Step& step) {
   if (gathers && (step.after.cut_dims() - step.before.cut_dims()).empty()) return StepOp::kAllGather;
   const int64_t k = mesh.group_size(dims);
   const int64_t item = step.after.dtype().size_bytes();
-  std::vector<int64_t> members{0};
-  for (const int d : dims.to_vector()) {
-    const size_t count = members.size();
-    if (mesh.dim_size(d) == 1 || count > kMaxCornersNamed / 2) continue;
-    for (size_t i = 0; i < count; ++i) members.push_back(members[i] + (mesh.dim_size(d) - 1) * mesh.stride(d));
-  }
-  if (k <= kMaxGroupNamedExactly) members = mesh.group(0, dims);
+  const std::vector<int64_t> members =
+      k <= kMaxGroupNamedExactly ? mesh.group(0, dims) : corner_positions(mesh, dims, kMaxCornersNamed);
   bool trades_equally = true;
   bool has_one_peer = true;
   const ExchangeTraffic exchange(step);

@@ -357,14 +357,13 @@ MoveTable::Pair MoveTable::make_pair(int tensor_dim, const List& before, const L
 
 void MoveTable::close(Pair& pair, const Matching& matching) const {
   pair.shared = pair.shared_by_node = matching.free();
+  pair.sources = matching.sources();
   for (const Matching::Common& digit : matching.digits()) {
     const int from = digit.before.mesh_dim;
     const int to = digit.after.mesh_dim;
     const bool is_between_before = from >= 0 && between_.contains(from);
     const bool is_between_after = to >= 0 && between_.contains(to);
-    if (to < 0) {
-      pair.sources *= digit.radix;
-    } else if (from >= 0 && !(digit.before == digit.after)) {
+    if (from >= 0 && to >= 0 && !(digit.before == digit.after)) {
       if (pair.num_ties == Pair::kMaxTies) return;
       pair.ties[pair.num_ties++] = {to, digit.radix};
       pair.differs = true;

@@ -64,16 +64,10 @@ bool is_local(StepOp op) { return op == StepOp::kSlice || op == StepOp::kPartiti
 
 bool may_go_in_rounds(const Step& step) { return !is_local(step.op) && step.op != StepOp::kAllReduce; }
 
-Backend parse_backend(const std::string& name) {
-  if (name == "nccl") return Backend::kNccl;
-  if (name == "gloo") return Backend::kGloo;
-  throw UserError(concat("backend: '", name, "' is not known; allowed are nccl, gloo"));
-}
+Backend parse_backend(const std::string& name) { return parse_name("backend", name, Backend::kGloo, backend_name); }
 
 Objective parse_objective(const std::string& name) {
-  if (name == "time") return Objective::kTime;
-  if (name == "bytes") return Objective::kBytes;
-  throw UserError(concat("objective: '", name, "' is not known; allowed are time, bytes"));
+  return parse_name("objective", name, Objective::kBytes, objective_name);
 }
 
 const char* objective_name(Objective objective) { return objective == Objective::kTime ? "time" : "bytes"; }

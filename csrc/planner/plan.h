@@ -134,7 +134,10 @@ struct TrafficTotals {
 // walk, or else is an upper bound: then sum_is_exact is false.
 constexpr int64_t kMaxRanksWalked = 4096;
 std::vector<int64_t> seen_positions(const Mesh& mesh);
-std::vector<int64_t> corner_positions(const Mesh& mesh);  // of many mesh dims those of the first
+// The positions in position 0's group over `mesh_dims` whose coordinates are first or last: of the first mesh dims,
+// where all would be more than `at_most`.
+std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, size_t at_most);
+std::vector<int64_t> corner_positions(const Mesh& mesh);
 TrafficTotals totals(const Step& step, Backend backend);
 TrafficTotals totals(const Plan& plan);
 

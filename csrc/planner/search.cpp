@@ -81,8 +81,6 @@ class Latency {
     return product >= ranks;
   }
 
-  static int64_t saturating_product(int64_t a, int64_t b) { return scaled(a * 1024, b); }
-
   int64_t step_ps_;
   Link inside_;
   Link between_;
@@ -206,7 +204,7 @@ class Search {
     // One move that communicates has all messages and bytes on the slowest link; of several, some may stay inside.
     const Link& link = distance.beyond_node ? fastest_between_ : fastest_;
     const int64_t once = topology_.step_ps +
-                         scaled(std::max<int64_t>(distance.sources - 1, 1) * 1024, link.message_ps) +
+                         saturating_product(std::max<int64_t>(distance.sources - 1, 1), link.message_ps) +
                          sending(distance.missing, link);
     const int64_t inside = std::max<int64_t>(distance.missing_least - distance.from_nodes, 0);
     const int64_t sent =

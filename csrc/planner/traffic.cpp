@@ -122,15 +122,18 @@ std::vector<int64_t> seen_positions(const Mesh& mesh) {
   return corner_positions(mesh);
 }
 
-std::vector<int64_t> corner_positions(const Mesh& mesh) {
+std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, size_t at_most) {
   std::vector<int64_t> positions{0};
-  for (int d = 0; d < mesh.ndim(); ++d) {
-    if (mesh.dim_size(d) == 1) continue;
+  for (const int d : mesh_dims.to_vector()) {
     const size_t count = positions.size();
-    if (count > kMaxRanksWalked / 2) break;
+    if (d >= mesh.ndim() || mesh.dim_size(d) == 1 || 2 * count > at_most) continue;
     for (size_t i = 0; i < count; ++i) positions.push_back(positions[i] + (mesh.dim_size(d) - 1) * mesh.stride(d));
   }
   return positions;
+}
+
+std::vector<int64_t> corner_positions(const Mesh& mesh) {
+  return corner_positions(mesh, MeshDimSet::from_bits(~0u), kMaxRanksWalked);
 }
 
 Bound lower_bound(const Layout& src, const Layout& dst) {

@@ -161,10 +161,6 @@ std::vector<Intersection> Intersection::slice(int64_t begin, int64_t end) const 
   return parts;
 }
 
-Parcel::Parcel(Intersection whole) : count_(whole.count()) {
-  if (count_ > 0) parts_.push_back(std::move(whole));
-}
-
 Parcel::Parcel(const Intersection& whole, int64_t begin, int64_t end)
     : parts_(whole.slice(begin, end)), count_(std::max<int64_t>(end - begin, 0)) {}
 

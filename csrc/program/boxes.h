@@ -44,7 +44,6 @@ class Intersection {
 // What one rank sends another: a range of their intersection in packed order.
 class Parcel {
  public:
-  explicit Parcel(Intersection whole);
   Parcel(const Intersection& whole, int64_t begin, int64_t end);
 
   int64_t count() const { return count_; }

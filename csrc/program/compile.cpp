@@ -195,12 +195,7 @@ class Compiler {
   }
 
   bool gathers_by_copies(const Step& step, int64_t k) const {
-    return plan_.backend == Backend::kGloo && (k == 2 || part_bytes(step) <= kMaxCopiedGatherBytes);
-  }
-
-  // The largest part a rank holds before the step: the same number on every rank.
-  static int64_t part_bytes(const Step& step) {
-    return num_elements(step.before.region(0)) * step.before.dtype().size_bytes();
+    return plan_.backend == Backend::kGloo && (k == 2 || step.before.largest_part_bytes() <= kMaxCopiedGatherBytes);
   }
 
   // With the ranks at `partners`, some or all of the group of the step, by ascending rank.

@@ -12,20 +12,16 @@
 namespace shardwright {
 namespace {
 
-int64_t bytes_held(const Layout& layout) {
-  return num_elements(layout.region(0)) * layout.dtype().size_bytes();  // parts are largest at position 0
-}
-
 // The most that a step packs, on top of what is held before and after.
 int64_t staging_at_most(const Step& step, Backend backend) {
   if (is_local(step.op)) return 0;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
-  const int64_t held = bytes_held(step.before);
+  const int64_t held = step.before.largest_part_bytes();
   if (reduces) {
     const Placement& placement = step.before.placements()[step.mesh_dims.to_vector().front()];
     const int64_t raised = placement.op == ReduceOp::kNorm ? held : 0;
     const int64_t k = step.before.mesh().group_size(step.mesh_dims);
-    const int64_t received = k * bytes_held(step.after);
+    const int64_t received = k * step.after.largest_part_bytes();
     const bool is_native = reduces_natively(step, backend);
     if (step.op == StepOp::kAllReduce) return is_native ? 0 : raised + 2 * held;
     return raised + held + (is_native && step.after.has_equal_parts() ? 0 : received);
@@ -39,8 +35,8 @@ int64_t peak_at_most(const Plan& plan) {
   int64_t peak = 0;
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];
-    const int64_t before = i > 0 ? bytes_held(step.before) : 0;
-    peak = std::max(peak, before + bytes_held(step.after) + staging_at_most(step, plan.backend));
+    const int64_t before = i > 0 ? step.before.largest_part_bytes() : 0;
+    peak = std::max(peak, before + step.after.largest_part_bytes() + staging_at_most(step, plan.backend));
   }
   return peak;
 }
@@ -104,7 +100,8 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
   check_user(!memory_limit || *memory_limit >= 0, "memory_limit: ", memory_limit.value_or(0),
              " bytes; allowed is 0 or more");
   Plan fastest = make_plan(src, dst, options);
-  const int64_t by_default = bytes_held(dst) + std::max(bytes_held(src), bytes_held(dst)) + kStagingBytes;
+  const int64_t by_default =
+      dst.largest_part_bytes() + std::max(src.largest_part_bytes(), dst.largest_part_bytes()) + kStagingBytes;
   const int64_t limit = memory_limit.value_or(by_default);
   const bool of_all = memory_limit.has_value();
   if (peak_at_most(fastest) <= limit || largest(peaks_by_step(fastest, of_all)) <= limit) return fastest;
@@ -112,8 +109,8 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
   // The fastest way, the way of fewest bytes, which is mostly one move, and those by way of smaller layouts.
   std::vector<Plan> candidates;
   const int64_t item = src.dtype().size_bytes();
-  const int64_t larger = std::max(bytes_held(src), bytes_held(dst)) / item;
-  const int64_t smaller = std::min(bytes_held(src), bytes_held(dst)) / item;
+  const int64_t larger = std::max(src.largest_part_bytes(), dst.largest_part_bytes()) / item;
+  const int64_t smaller = std::min(src.largest_part_bytes(), dst.largest_part_bytes()) / item;
   for (const Objective objective : {options.objective, Objective::kBytes}) {
     for (const int64_t max_held : {int64_t{0}, larger, smaller}) {
       PlanOptions other = options;

@@ -24,7 +24,7 @@ int64_t CertifiedPlan::peak_bytes() const {
 
 const Certificate& CertifiedPlan::certificate() const {
   const std::lock_guard lock(mutex_);
-  if (!certificate_) certificate_ = certify(plan_, peak_bytes());
+  if (!certificate_) certificate_ = certify(plan_, traffic(), bound(), peak_bytes());
   return *certificate_;
 }
 

@@ -186,7 +186,7 @@ TEST(Traffic, IsWhatEveryPairOfRanksSays) {
             expected.messages += received > 0;
             expected.sent_bytes += transfer_elements(*step, p, peer) * 4;
           }
-          const Traffic traffic = exchange_traffic(*step, p);
+          const Traffic traffic = ExchangeTraffic(*step).at(p);
           ASSERT_EQ(traffic.received_bytes, expected.received_bytes) << src.to_string() << dst.placements_string();
           ASSERT_EQ(traffic.sent_bytes, expected.sent_bytes) << src.to_string() << dst.placements_string();
           ASSERT_EQ(traffic.messages, expected.messages) << src.to_string() << dst.placements_string();
