@@ -168,8 +168,8 @@ void define_layout(py::module_& m) {
 
 PlanOptions options_of(const Layout& src, const std::string& backend, const std::string& objective,
                        const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int>>& groups,
-                       bool ordered) {
-  PlanOptions options{parse_backend(backend), parse_objective(objective), ordered};
+                       const std::string& reduce) {
+  PlanOptions options{parse_backend(backend), parse_objective(objective), is_ordered(reduce, src)};
   if (topology) {
     options.topology = *topology;
   } else if (src.mesh().topology()) {
@@ -277,25 +277,26 @@ void define_plan(py::module_& m) {
   m.def(
       "make_plan",
       [](const Layout& src, const Layout& dst, const std::string& backend, const std::string& objective,
-         const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int>>& groups, bool ordered,
-         const std::optional<int64_t>& memory_limit) {
-        const PlanRequest request{src, dst, options_of(src, backend, objective, topology, groups, ordered),
+         const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int>>& groups,
+         const std::string& reduce, const std::optional<int64_t>& memory_limit) {
+        const PlanRequest request{src, dst, options_of(src, backend, objective, topology, groups, reduce),
                                   memory_limit};
         const py::gil_scoped_release release;
         return PlanView{plan_cache().get(request)};
       },
       py::arg("src"), py::arg("dst"), py::arg("backend") = "nccl", py::arg("objective") = "time",
-      py::arg("topology") = nullptr, py::arg("groups") = std::vector<std::vector<int>>{}, py::arg("ordered") = false,
+      py::arg("topology") = nullptr, py::arg("groups") = std::vector<std::vector<int>>{}, py::arg("reduce") = "fast",
       py::arg("memory_limit") = py::none());
   m.def(
       "plan_through",
       [](const std::vector<Layout>& layouts, const std::string& backend, const std::string& objective,
-         const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int>>& groups, bool ordered) {
+         const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int>>& groups,
+         const std::string& reduce) {
         check_user(!layouts.empty(), "through: names no layouts");
-        return view_of(plan_through(layouts, options_of(layouts[0], backend, objective, topology, groups, ordered)));
+        return view_of(plan_through(layouts, options_of(layouts[0], backend, objective, topology, groups, reduce)));
       },
       py::arg("layouts"), py::arg("backend") = "nccl", py::arg("objective") = "time", py::arg("topology") = nullptr,
-      py::arg("groups") = std::vector<std::vector<int>>{}, py::arg("ordered") = false);
+      py::arg("groups") = std::vector<std::vector<int>>{}, py::arg("reduce") = "fast");
   using StepFields = std::tuple<std::string, std::vector<int>, Layout, Layout, std::string, int64_t, bool>;
   m.def(
       "plan_of_steps",

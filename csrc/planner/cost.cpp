@@ -36,6 +36,8 @@ StepFigures figures_by_walking(const Step& step, Backend backend) {
     worst.messages = std::max(worst.messages, one.messages);
     worst.touched_bytes = std::max(worst.touched_bytes, num_elements(step.after.region(position)) * item);
   }
+  worst.collectives =
+      collectives_of(step.op, step.before.mesh().group_size(step.mesh_dims), reduces_natively(step, backend));
   return worst;
 }
 
@@ -61,7 +63,7 @@ int64_t predicted_picoseconds(bool local, const StepFigures& figures, const Link
 int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, const Topology& topology) {
   const Link link = topology.link(step.before.mesh(), step.mesh_dims);
   const int64_t first = predicted_picoseconds(is_local(step.op), figures, link, topology);
-  return saturating_sum(first, saturating_product(step.rounds - 1, topology.step_ps));
+  return saturating_sum(first, saturating_product((step.rounds - 1) * figures.collectives, topology.step_ps));
 }
 
 int64_t predicted_picoseconds(const Step& step, Backend backend, const Topology& topology) {

@@ -33,15 +33,21 @@ std::optional<std::vector<Digit>> digits_of(const Mesh& mesh, int64_t n, std::sp
 std::optional<Matching> Matching::of(int64_t n, std::span<const Digit> before, std::span<const Digit> after) {
   std::array<int64_t, 2 * kMaxDigits> ends;
   if (2 * (before.size() + after.size()) > ends.size()) return std::nullopt;
-  size_t num_ends = 0;
+  size_t num_ends = 0;  // in ascending order, each once
+  const auto add_end = [&](int64_t end) {
+    size_t at = num_ends;
+    while (at > 0 && ends[at - 1] > end) --at;
+    if (at > 0 && ends[at - 1] == end) return;
+    std::copy_backward(ends.begin() + at, ends.begin() + num_ends, ends.begin() + num_ends + 1);
+    ends[at] = end;
+    ++num_ends;
+  };
   for (const std::span<const Digit> digits : {before, after}) {
-    for (const Digit& digit : digits) {
-      ends[num_ends++] = digit.weight;
-      ends[num_ends++] = digit.weight * digit.radix;
+    for (size_t i = digits.size(); i-- > 0;) {
+      add_end(digits[i].weight);
+      add_end(digits[i].weight * digits[i].radix);
     }
   }
-  std::sort(ends.begin(), ends.begin() + num_ends);
-  num_ends = static_cast<size_t>(std::unique(ends.begin(), ends.begin() + num_ends) - ends.begin());
 
   Matching matching;
   matching.free_ = n;

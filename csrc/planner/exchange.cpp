@@ -202,6 +202,10 @@ bool reduces_natively(const Step& step, Backend backend) {
   return !step.ordered && reduces_natively(step.before, step.mesh_dims, backend);
 }
 
+int64_t collectives_of(StepOp op, int64_t group_size, bool native) {
+  return op == StepOp::kAllReduce && !native && group_size > 2 ? 2 : 1;
+}
+
 Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t item_bytes) {
   return {(k - 1) * kept * item_bytes, (held - kept) * item_bytes, kept > 0 ? k - 1 : 0};
 }

@@ -114,6 +114,10 @@ class StepTraffic {
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Backend backend);
 bool reduces_natively(const Step& step, Backend backend);
 
+// How many collectives a step takes one behind the other, in each round: two where we compose an all-reduce of more
+// than two ranks, one to reduce chunks and one to share them.
+int64_t collectives_of(StepOp op, int64_t group_size, bool native);
+
 // Of one of k ranks that hold as many elements each and keep `kept`; the `index`-th by rank.
 Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t item_bytes);
 Traffic all_reduce_traffic(int64_t held, int64_t k, int64_t index, int64_t item_bytes, bool native);

@@ -189,7 +189,7 @@ StepFigures MoveTable::figures(const State& before, const State& after, const Mo
   if (move.op == StepOp::kAllReduce) {
     const bool native = !ordered_ && reduces_natively(layout_, move.mesh_dims, backend_);
     raise_to(worst, all_reduce_traffic(before.elements, k, 0, item_, native));
-    if (!native && k > 2) worst.collectives = 2;  // one to reduce chunks, one to share them
+    worst.collectives = collectives_of(move.op, k, native);
     return worst;
   }
   if (move.op == StepOp::kReduceScatter) {
@@ -315,15 +315,14 @@ bool MoveTable::scatters(const State& before, const State& after, MeshDimSet red
 
 const MoveTable::Pair& MoveTable::pair(int tensor_dim, int before, int after) {
   std::vector<std::vector<int>>& rows = pair_numbers_[tensor_dim];
-  const size_t num_lists = lists_[tensor_dim].size();
-  if (static_cast<size_t>(before) >= rows.size()) rows.resize(num_lists);
-  if (static_cast<size_t>(after) >= rows[before].size()) rows[before].resize(num_lists, -1);
-  int& number = rows[before][after];
-  if (number < 0) {
-    number = static_cast<int>(pairs_.size());
+  if (static_cast<size_t>(before) >= rows.size()) rows.resize(lists_[tensor_dim].size());
+  std::vector<int>& row = rows[before];
+  if (static_cast<size_t>(after) >= row.size()) row.resize(lists_[tensor_dim].size(), -1);
+  if (row[after] < 0) {
+    row[after] = static_cast<int>(pairs_.size());
     pairs_.push_back(make_pair(tensor_dim, lists_[tensor_dim][before], lists_[tensor_dim][after]));
   }
-  return pairs_[number];
+  return pairs_[row[after]];
 }
 
 MoveTable::Pair MoveTable::make_pair(int tensor_dim, const List& before, const List& after) const {

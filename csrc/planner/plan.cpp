@@ -2,6 +2,7 @@
 
 #include "layout/error.h"
 #include "planner/cost.h"
+#include "planner/exchange.h"
 #include "planner/text.h"
 
 namespace shardwright {
@@ -62,7 +63,21 @@ Sharing parse_sharing(const std::string& name) { return parse_name("sharing", na
 
 bool is_local(StepOp op) { return op == StepOp::kSlice || op == StepOp::kPartition || op == StepOp::kZeroFill; }
 
-bool may_go_in_rounds(const Step& step) { return !is_local(step.op) && step.op != StepOp::kAllReduce; }
+bool may_go_in_rounds(const Step& step, Backend backend) {
+  return !is_local(step.op) && (step.op != StepOp::kAllReduce || !reduces_natively(step, backend));
+}
+
+bool is_ordered(const std::string& reduce, const Layout& src) {
+  check_user(reduce == "fast" || reduce == "float32" || reduce == "ordered", "reduce: '", reduce,
+             "' is not known; allowed are fast, float32, ordered");
+  if (reduce != "float32") return reduce == "ordered";
+  if (src.dtype().kind() != DTypeKind::kFloat || src.dtype().size_bytes() != 2) return false;
+  for (const int d : src.partial_dims().to_vector()) {
+    const ReduceOp op = src.placements()[d].op;
+    if (op == ReduceOp::kSum || op == ReduceOp::kAvg || op == ReduceOp::kNorm) return true;
+  }
+  return false;
+}
 
 Backend parse_backend(const std::string& name) { return parse_name("backend", name, Backend::kGloo, backend_name); }
 

@@ -54,7 +54,7 @@ struct Step {
   Layout before;
   Layout after;
   Sharing sharing = Sharing::kNone;
-  // Of an exchange or reduce_scatter: it is carried out in so many goes, each with its share of every message, so that
+  // Of an exchange or reduction: it is carried out in so many goes, each with its share of every message, so that
   // staging is as many times smaller. Each counts as a step.
   int64_t rounds = 1;
   // Of a reduction: contributions are exchanged and summed here in the order of positions, never by a native
@@ -69,12 +69,18 @@ enum class Objective : uint8_t { kTime, kBytes };
 Objective parse_objective(const std::string& name);  // "time" or "bytes"; throws UserError
 const char* objective_name(Objective objective);
 
-bool may_go_in_rounds(const Step& step);
+// Not what is local, nor an all-reduce that the backend does in place.
+bool may_go_in_rounds(const Step& step, Backend backend);
+
+// Whether "fast" (no), "float32" (where `src` has pending sums, averages or norms of a 16-bit type) or "ordered" (yes)
+// asks for ordered reductions. Throws UserError on other names.
+bool is_ordered(const std::string& reduce, const Layout& src);
 
 struct PlanOptions {
   Backend backend = Backend::kNccl;
   Objective objective = Objective::kTime;
-  // Results that do not depend on plan, topology and algorithm: one reduction over all that is due, in rank order.
+  // One reduction over all that is due, exchanged and summed here in rank order, 16-bit types in float32: results do
+  // not depend on plan, topology and algorithm, and are rounded once.
   bool ordered = false;
   // Default: the mesh's own, else "64x8" for kNccl and "gloo-local" for kGloo.
   std::optional<Topology> topology = std::nullopt;

@@ -216,10 +216,12 @@ class Search {
 
   void make_nodes() {
     const MeshDimSet all_due = due(nodes_[kSource].state);
+    const std::vector<MeshDimSet> lefts = left_after_some(all_due);
     std::vector<MoveTable::State> states = states_between(src_, goal_, MeshDimSet::from_bits(~pending_.bits()), table_);
-    nodes_.reserve(2 + states.size() * (all_due.empty() ? 1 : 2));
+    nodes_.reserve(2 + states.size() * lefts.size());
     for (MoveTable::State& state : states) {
-      for (const MeshDimSet left : subsets(all_due - state.cut_dims)) {
+      for (const MeshDimSet left : lefts) {
+        if (!(left & state.cut_dims).empty()) continue;
         state.partial_dims = left | pending_;
         if (state == nodes_[kSource].state || state == nodes_[kGoal].state) continue;
         if (options_.max_held > 0 && state.elements > options_.max_held) continue;
@@ -234,15 +236,15 @@ class Search {
     if (nodes_[kGoal].reached) open_.push({*nodes_[kGoal].reached, kGoal});
   }
 
-  static std::vector<MeshDimSet> subsets(MeshDimSet set) {
-    std::vector<MeshDimSet> all{MeshDimSet()};
-    for (const int d : set.to_vector()) {
-      const size_t count = all.size();
-      for (size_t i = 0; i < count; ++i) {
-        all.push_back(all[i]);
-        all.back().insert(d);
-      }
-    }
+  // What can be left of what is due, by the reductions that may be.
+  std::vector<MeshDimSet> left_after_some(MeshDimSet due) const {
+    std::vector<MeshDimSet> all;
+    uint32_t left = 0;
+    do {
+      const MeshDimSet some = MeshDimSet::from_bits(left);
+      if (some.empty() || may_reduce(due, due - some)) all.push_back(some);
+      left = (left - due.bits()) & due.bits();
+    } while (left != 0);
     return all;
   }
 

@@ -42,7 +42,15 @@ Traffic StepTraffic::at(int64_t position) const {
       if (is_native_) return all_reduce_traffic(held, k, 0, item, true);
       const std::vector<int64_t> group = mesh.group(position, step_.mesh_dims);
       const int64_t index = std::find(group.begin(), group.end(), position) - group.begin();
-      return all_reduce_traffic(held, k, index, item, false);
+      Traffic traffic;
+      for (int64_t round = 0; round < step_.rounds; ++round) {
+        const Interval range = in_round({0, held}, round, step_.rounds);
+        const Traffic one = all_reduce_traffic(range.end - range.begin, k, index, item, false);
+        traffic.received_bytes += one.received_bytes;
+        traffic.sent_bytes += one.sent_bytes;
+        traffic.messages += one.messages;
+      }
+      return traffic;
     }
   }
   throw InvariantError("unknown step op");

@@ -385,11 +385,10 @@ class Compiler {
 
   void reduce_scatter(const Step& step, int current, int next) {
     const Reduction reduction = reduction_of(step);
-    current = raised(current, reduction.power);
     const int g = group_index(step.mesh_dims);
     if (count_of(current) == 0) return;
+    current = raised(whole(current), reduction.power).buffer;
     for (int64_t round = 0; round < step.rounds; ++round) reduce_scatter(step, reduction, g, current, next, round);
-    finish(whole(next), reduction);
   }
 
   void reduce_scatter(const Step& step, const Reduction& reduction, int g, int current, int next, int64_t round) {
@@ -427,12 +426,13 @@ class Compiler {
     const BufferRange result{next, mine.begin, own};
     if (is_even && reduces_natively(step, plan_.backend)) {
       wait(emit(ReduceScatter{g, reduction.op, packed, result}));
+      finish(result, reduction);
     } else {
       AllToAll move{g, packed, whole(new_buffer(own * k)), {}, std::vector<int64_t>(k, own)};
       for (const Parcel& part : parts) move.send_counts.push_back(part.count());
       const int staging = move.dst.buffer;
       wait(emit(std::move(move)));
-      if (own > 0) emit(Reduce{reduction.op, rows_of(staging, own, g), result});
+      if (own > 0) reduce(reduction, rows_of(staging, own, g), result);
     }
   }
 
@@ -450,70 +450,70 @@ class Compiler {
       finish(whole(next), reduction);
       return;
     }
-    current = raised(current, reduction.power);
-    if (program_.groups[g].positions.size() == 2) {
-      all_reduce_of_two(g, reduction, current, next);
-    } else {
-      all_reduce_in_chunks(g, reduction, current, next);
+    for (int64_t round = 0; round < step.rounds; ++round) {
+      const Interval range = in_round({0, count_of(next)}, round, step.rounds);
+      const int64_t n = range.end - range.begin;
+      if (n == 0) continue;
+      const BufferRange contribution = raised({current, range.begin, n}, reduction.power);
+      const BufferRange result{next, range.begin, n};
+      if (program_.groups[g].positions.size() == 2) {
+        all_reduce_of_two(g, reduction, contribution, result);
+      } else {
+        all_reduce_in_chunks(g, reduction, contribution, result);
+      }
     }
   }
 
   // Two ranks trade all they have and both add it in the same order: the bytes of the way by chunks, in one step.
-  void all_reduce_of_two(int g, const Reduction& reduction, int current, int next) {
+  void all_reduce_of_two(int g, const Reduction& reduction, BufferRange contribution, BufferRange result) {
     const Group& group = program_.groups[g];
-    const int64_t n = count_of(next);
-    const int staging = new_buffer(n);
-    std::vector<int64_t> counts{n, n};
+    const int staging = new_buffer(result.count);
+    std::vector<int64_t> counts{result.count, result.count};
     counts[group.index] = 0;
-    wait(emit(AllToAll{g, whole(current), whole(staging), counts, counts}));
-    std::vector<BufferRange> parts{whole(current), whole(staging)};
+    wait(emit(AllToAll{g, contribution, whole(staging), counts, counts}));
+    std::vector<BufferRange> parts{contribution, whole(staging)};
     if ((group.positions[0] < group.positions[1]) != (group.index == 0)) std::swap(parts[0], parts[1]);
-    emit(Reduce{reduction.op, std::move(parts), whole(next)});
-    finish(whole(next), reduction);
+    reduce(reduction, std::move(parts), result);
   }
 
   // Rank m of the group reduces flat chunk m and sends it to all: each element is summed once, so replicas are bitwise
   // equal.
-  void all_reduce_in_chunks(int g, const Reduction& reduction, int current, int next) {
+  void all_reduce_in_chunks(int g, const Reduction& reduction, BufferRange contribution, BufferRange result) {
     const Group& group = program_.groups[g];
     const auto k = static_cast<int64_t>(group.positions.size());
-    const int64_t n = count_of(next);
-    const Interval mine = flat_chunk(n, k, group.index);
+    const Interval mine = flat_chunk(result.count, k, group.index);
     const int64_t own = mine.end - mine.begin;
     const int staging = new_buffer(own * k);
-    AllToAll scatter{g, whole(current), whole(staging), {}, std::vector<int64_t>(k, own)};
+    AllToAll scatter{g, contribution, whole(staging), {}, std::vector<int64_t>(k, own)};
     for (int64_t m = 0; m < k; ++m) {
-      const Interval chunk = flat_chunk(n, k, m);
+      const Interval chunk = flat_chunk(result.count, k, m);
       scatter.send_counts.push_back(chunk.end - chunk.begin);
     }
     const std::vector<int64_t> chunk_counts = scatter.send_counts;
     wait(emit(std::move(scatter)));
-    const BufferRange result{next, mine.begin, own};
-    if (own > 0) {
-      emit(Reduce{reduction.op, rows_of(staging, own, g), result});
-      finish(result, reduction);
-    }
+    const BufferRange own_result{result.buffer, result.offset + mine.begin, own};
+    if (own > 0) reduce(reduction, rows_of(staging, own, g), own_result);
     if (chunk_counts[0] * program_.dtype.size_bytes() <= kMaxCopiedGatherBytes) {
-      gather_copies(g, result, chunk_counts, next);
+      gather_copies(g, own_result, chunk_counts, result);
     } else {
-      gather_messages(g, result, chunk_counts);
+      gather_messages(g, own_result, chunk_counts, result);
     }
   }
 
   // One all-to-all that gives every rank a copy of the own chunk.
-  void gather_copies(int g, BufferRange own, const std::vector<int64_t>& chunk_counts, int next) {
+  void gather_copies(int g, BufferRange own, const std::vector<int64_t>& chunk_counts, BufferRange result) {
     const auto k = static_cast<int64_t>(chunk_counts.size());
     const int copies = new_buffer(own.count * k);
-    if (own.count > 0) copy(next, copies, {Box{own.offset, 0, {k, own.count}, {0, 1}, {own.count, 1}}});
-    wait(emit(AllToAll{g, whole(copies), whole(next), std::vector<int64_t>(k, own.count), chunk_counts}));
+    if (own.count > 0) copy(result.buffer, copies, {Box{own.offset, 0, {k, own.count}, {0, 1}, {own.count, 1}}});
+    wait(emit(AllToAll{g, whole(copies), result, std::vector<int64_t>(k, own.count), chunk_counts}));
   }
 
-  void gather_messages(int g, BufferRange own, const std::vector<int64_t>& chunk_counts) {
+  void gather_messages(int g, BufferRange own, const std::vector<int64_t>& chunk_counts, BufferRange result) {
     SendReceive gather{g, {}, {}};
-    int64_t begin = 0;
+    int64_t begin = result.offset;
     for (int64_t m = 0; m < static_cast<int64_t>(chunk_counts.size()); ++m) {
       if (m != program_.groups[g].index) {
-        if (chunk_counts[m] > 0) gather.receives.push_back({m, {own.buffer, begin, chunk_counts[m]}});
+        if (chunk_counts[m] > 0) gather.receives.push_back({m, {result.buffer, begin, chunk_counts[m]}});
         if (own.count > 0) gather.sends.push_back({m, own});
       }
       begin += chunk_counts[m];
@@ -533,16 +533,30 @@ class Compiler {
     return rows;
   }
 
-  int raised(int buffer, double power) {
-    if (power == 1 || count_of(buffer) == 0) return buffer;
-    const int raised = new_buffer(count_of(buffer));
-    emit(Power{whole(buffer), whole(raised), power});
-    return raised;
+  // The range itself where there is nothing to raise.
+  BufferRange raised(BufferRange range, double power) {
+    if (power == 1) return range;
+    const int raised = new_buffer(range.count);
+    emit(Power{range, whole(raised), power});
+    return whole(raised);
   }
 
+  void reduce(const Reduction& reduction, std::vector<BufferRange> parts, BufferRange result) {
+    const bool has_fractions =
+        program_.dtype.kind() == DTypeKind::kFloat || program_.dtype.kind() == DTypeKind::kComplex;
+    emit(Reduce{reduction.op, std::move(parts), result, has_fractions ? reduction.divisor : 1});
+    if (!has_fractions) divide(result, reduction.divisor);
+    take_root(result, reduction.power);
+  }
+
+  // After a native collective, which neither divides nor takes roots.
   void finish(BufferRange result, const Reduction& reduction) {
     divide(result, reduction.divisor);
-    if (reduction.power != 1 && result.count > 0) emit(Power{result, result, 1.0 / reduction.power});
+    take_root(result, reduction.power);
+  }
+
+  void take_root(BufferRange result, double power) {
+    if (power != 1 && result.count > 0) emit(Power{result, result, 1.0 / power});
   }
 
   // ---- small pieces

@@ -62,22 +62,34 @@ int64_t largest(const std::vector<int64_t>& peaks) {
 // Rounds beyond this shorten messages more than they save memory.
 constexpr int64_t kMostRounds = 256;
 
-// The plan with as many rounds as the limit asks for; its peak, which is above the limit where none suffice.
+// The plan with as many rounds as the limit asks for; its peak, which is above the limit where none suffice. A step has
+// its peak by its own rounds alone.
 std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool of_all) {
-  std::vector<int64_t> before(plan.steps.size(), std::numeric_limits<int64_t>::max());
-  while (true) {
+  struct Best {
+    int64_t peak = std::numeric_limits<int64_t>::max();
+    int64_t rounds = 1;
+    bool is_final = false;
+  };
+  std::vector<Best> best(plan.steps.size());
+  std::vector<int64_t> previous(plan.steps.size(), std::numeric_limits<int64_t>::max());
+  for (bool changed = true; changed;) {
     const std::vector<int64_t> peaks = peaks_by_step(plan, of_all);
-    bool changed = false;
+    changed = false;
     for (size_t i = 0; i < peaks.size(); ++i) {
       Step& step = plan.steps[i];
+      if (peaks[i] < best[i].peak) best[i] = {peaks[i], step.rounds};
+      if (best[i].is_final || best[i].peak <= limit || !may_go_in_rounds(step, plan.backend)) continue;
       const int64_t most = std::min(kMostRounds, std::max<int64_t>(num_elements(step.after.region(0)), 1));
-      if (peaks[i] <= limit || !may_go_in_rounds(step) || step.rounds >= most || peaks[i] >= before[i]) continue;
-      step.rounds = std::min(2 * step.rounds, most);
-      changed = true;
+      // The second round may cost what it saves: the result is there already while it runs.
+      best[i].is_final = step.rounds >= most || (step.rounds > 2 && peaks[i] >= previous[i]);
+      step.rounds = best[i].is_final ? best[i].rounds : std::min(2 * step.rounds, most);
+      changed = changed || !best[i].is_final;
     }
-    before = peaks;
-    if (!changed) return {std::move(plan), largest(peaks)};
+    previous = peaks;
   }
+  int64_t peak = 0;
+  for (const Best& one : best) peak = std::max(peak, one.peak);
+  return {std::move(plan), peak};
 }
 
 struct Ranking {

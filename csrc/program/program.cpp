@@ -32,7 +32,8 @@ std::string text(const Operation& operation) {
           [](const Reduce& o) {
             std::vector<std::string> parts;
             for (const BufferRange& part : o.parts) parts.push_back(text(part));
-            return concat("reduce ", reduce_op_name(o.op), " of ", join(parts), " -> ", text(o.dst));
+            const std::string divided = o.divisor != 1 ? concat(", divided by ", o.divisor) : "";
+            return concat("reduce ", reduce_op_name(o.op), " of ", join(parts), divided, " -> ", text(o.dst));
           },
           [](const AllGather& o) { return concat("all_gather g", o.group, " ", text(o.src), " -> ", text(o.dst)); },
           [](const ReduceScatter& o) {

@@ -59,11 +59,12 @@ struct Power {
   double exponent = 1;
 };
 
-// dst = op over parts of dst.count elements, taken in this order.
+// dst = (op over parts of dst.count elements, taken in this order) / divisor, rounded once.
 struct Reduce {
   ReduceOp op = ReduceOp::kSum;
   std::vector<BufferRange> parts;
   BufferRange dst;
+  double divisor = 1;
 };
 
 // `group` below indexes Program::groups. Ranges are in the group's order, by ascending rank.

@@ -128,7 +128,7 @@ void Execution::execute(const Operation& operation, int index) {
     at::Tensor dst = range(o->dst);
     std::vector<at::Tensor> parts;
     for (const BufferRange& part : o->parts) parts.push_back(range(part));
-    reduce_parts(o->op, parts, dst);
+    reduce_parts(o->op, parts, o->divisor, dst);
   } else if (const auto* o = std::get_if<AllGather>(&operation)) {
     at::Tensor src = wire(o->src);
     at::Tensor dst = wire(o->dst);

@@ -6,6 +6,7 @@
 #include <ATen/ops/bitwise_and.h>
 #include <ATen/ops/bitwise_or.h>
 #include <ATen/ops/bitwise_xor.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/mul.h>
@@ -27,7 +28,8 @@ namespace {
 constexpr int64_t kBlock = 2048;
 
 template <typename Item, typename Accumulator, typename Combine>
-void reduce_blocks(const std::vector<const Item*>& parts, int64_t n, Item* dst, const Combine& combine) {
+void reduce_blocks(const std::vector<const Item*>& parts, int64_t n, double divisor, Item* dst,
+                   const Combine& combine) {
   Accumulator block[kBlock];
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t count = std::min(kBlock, n - begin);
@@ -35,6 +37,11 @@ void reduce_blocks(const std::vector<const Item*>& parts, int64_t n, Item* dst, 
     for (size_t m = 1; m < parts.size(); ++m) {
       const Item* part = parts[m] + begin;
       for (int64_t i = 0; i < count; ++i) block[i] = combine(block[i], static_cast<Accumulator>(part[i]));
+    }
+    if constexpr (!std::is_integral_v<Item>) {
+      if (divisor != 1) {
+        for (int64_t i = 0; i < count; ++i) block[i] = block[i] / static_cast<Accumulator>(divisor);
+      }
     }
     for (int64_t i = 0; i < count; ++i) dst[begin + i] = static_cast<Item>(block[i]);
   }
@@ -47,9 +54,9 @@ bool is_nan(T value) {
 }
 
 template <typename Item>
-void reduce_on_cpu(ReduceOp op, const std::vector<const Item*>& parts, int64_t n, Item* dst) {
+void reduce_on_cpu(ReduceOp op, const std::vector<const Item*>& parts, int64_t n, double divisor, Item* dst) {
   using Accumulator = at::opmath_type<Item>;
-  const auto run = [&](const auto& combine) { reduce_blocks<Item, Accumulator>(parts, n, dst, combine); };
+  const auto run = [&](const auto& combine) { reduce_blocks<Item, Accumulator>(parts, n, divisor, dst, combine); };
   if (op == ReduceOp::kSum) {
     if constexpr (std::is_same_v<Item, bool>)
       return run([](bool a, bool b) { return a || b; });
@@ -79,11 +86,12 @@ void reduce_on_cpu(ReduceOp op, const std::vector<const Item*>& parts, int64_t n
   throw InvariantError(concat("'", reduce_op_name(op), "' on a dtype without it"));
 }
 
-// One op per part, in order; sums of 16-bit types through at::sum, which accumulates in float32.
-void reduce_with_aten(ReduceOp op, const std::vector<at::Tensor>& parts, at::Tensor& dst) {
+// One op per part, in order; sums of 16-bit types through at::sum in float32.
+void reduce_with_aten(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst) {
   const bool is_narrow = dst.scalar_type() == at::kHalf || dst.scalar_type() == at::kBFloat16;
   if (op == ReduceOp::kSum && is_narrow) {
-    at::sum_out(dst, at::stack(parts), {0});
+    const at::Tensor sum = at::sum(at::stack(parts), {0}, false, at::kFloat);
+    dst.copy_(divisor != 1 ? at::div(sum, divisor) : sum);
     return;
   }
   dst.copy_(parts[0]);
@@ -115,6 +123,7 @@ void reduce_with_aten(ReduceOp op, const std::vector<at::Tensor>& parts, at::Ten
         throw InvariantError(concat("'", reduce_op_name(op), "' is not a local reduction"));
     }
   }
+  if (divisor != 1) dst.div_(divisor);
 }
 
 std::array<DeviceCopy, at::COMPILE_TIME_MAX_DEVICE_TYPES>& device_copies() {
@@ -142,13 +151,13 @@ void copy_boxes(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor
   }
 }
 
-void reduce_parts(ReduceOp op, const std::vector<at::Tensor>& parts, at::Tensor& dst) {
-  if (!dst.device().is_cpu()) return reduce_with_aten(op, parts, dst);
+void reduce_parts(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst) {
+  if (!dst.device().is_cpu()) return reduce_with_aten(op, parts, divisor, dst);
   AT_DISPATCH_ALL_TYPES_AND_COMPLEX_AND3(
       at::kHalf, at::kBFloat16, at::kBool, dst.scalar_type(), "shardwright::reduce_parts", [&] {
         std::vector<const scalar_t*> starts;
         for (const at::Tensor& part : parts) starts.push_back(part.const_data_ptr<scalar_t>());
-        reduce_on_cpu<scalar_t>(op, starts, dst.numel(), dst.mutable_data_ptr<scalar_t>());
+        reduce_on_cpu<scalar_t>(op, starts, dst.numel(), divisor, dst.mutable_data_ptr<scalar_t>());
       });
 }
 

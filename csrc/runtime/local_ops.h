@@ -17,8 +17,9 @@ void copy_boxes(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor
 using DeviceCopy = bool (*)(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor& dst);
 bool register_device_copy(at::DeviceType device, DeviceCopy copy);
 
-// dst[i] = op over parts[m][i], in order of m; all flat, of one size and dtype, dst none of the parts.
-// float16 and bfloat16 are accumulated in float32 and rounded once. Throws c10::TypeError on dtypes without the op.
-void reduce_parts(ReduceOp op, const std::vector<at::Tensor>& parts, at::Tensor& dst);
+// dst[i] = (op over parts[m][i], in order of m) / divisor; all flat, of one size and dtype, dst none of the parts.
+// float16 and bfloat16 are accumulated and divided in float32 and rounded once. Divides floating and complex dtypes
+// only. Throws c10::TypeError on dtypes without the op.
+void reduce_parts(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
 
 }  // namespace shardwright

@@ -222,6 +222,7 @@ void Machine::execute(int64_t position, const Operation& operation) {
       check_invariant(part.size() == result.size(), "reduce has parts of different sizes");
       for (size_t i = 0; i < part.size(); ++i) result[i] = combine(reduce.op, result[i], part[i]);
     }
+    for (double& value : result) value /= reduce.divisor;
     write(position, reduce.dst, result);
   }
 }

@@ -80,6 +80,30 @@ TEST(Fit, RoundsShrinkStaging) {
   simulate(plan);
 }
 
+// A sum on every rank of what all contribute, composed: the second step of each round sends what the first reduced.
+TEST(Fit, SumsGoInRoundsToo) {
+  for (const int64_t ranks : {2, 4}) {
+    for (const char* pending : {"P(sum)", "P(avg)", "P(norm 2)"}) {
+      const MeshPtr mesh = test::mesh_of({ranks});
+      const Layout src = test::layout_of(mesh, {63, 7}, pending);
+      const Layout dst = test::layout_of(mesh, {63, 7}, "R");
+      PlanOptions options;
+      options.backend = Backend::kGloo;
+      const Plan free = make_plan(src, dst, options);
+      const int64_t result = 63 * 7 * 4;
+      const int64_t limit = result + (peak_bytes(free) - result) / 3;
+      const Plan plan = make_plan_within(src, dst, options, limit);
+      EXPECT_LE(peak_bytes(plan), limit);
+      ASSERT_EQ(plan.steps.size(), 1u);
+      EXPECT_EQ(plan.steps[0].op, StepOp::kAllReduce);
+      EXPECT_GT(plan.steps[0].rounds, 1);
+      simulate(plan);
+      options.backend = Backend::kNccl;  // in place, whatever the limit
+      EXPECT_EQ(peak_bytes(make_plan_within(src, dst, options, result)), result);
+    }
+  }
+}
+
 // Temporaries of a large tensor keep to the larger of source and destination, and some staging.
 TEST(Fit, LimitsTemporariesByItself) {
   const MeshPtr mesh = test::mesh_of({4});

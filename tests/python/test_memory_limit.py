@@ -52,6 +52,8 @@ def _run(sizes: dict[str, int], before: list[str], after: list[str], options: di
         ({"a": 2, "b": 2}, ["S(1)", "S(1)"], ["S(2)", "S(0)"]),
         ({"a": 2, "b": 2}, ["S(1)", "S(2)"], ["S(0)", "R"]),
         ({"a": 4}, ["P"], ["S(1)"]),
+        ({"a": 4}, ["P"], ["R"]),
+        ({"a": 2, "b": 2}, ["P", "P"], ["R", "R"]),
     ],
 )
 def test_rounds_on_real_ranks(pool: Pool, sizes: dict[str, int], before: list[str], after: list[str]) -> None:

@@ -46,7 +46,43 @@ def test_same_bits_everywhere(pool: Pool) -> None:
         assert all(torch.equal(result, in_order) for result in results)
 
 
+def _narrow_sums(before: list[str], after: list[str]) -> torch.Tensor:
+    mesh = sw.Mesh({"a": 2, "b": 2})
+    src, dst = (sw.Layout(mesh, SHAPE, p, "bfloat16") for p in (before, after))
+    plan = sw.plan(src, dst, reduce="float32", backend="gloo")
+    assert [step.op for step in plan.steps if step.ordered] == ["all_reduce"]
+    sw.pin(plan)
+    try:
+        return sw.redistribute_local(_contribution(dist.get_rank()).bfloat16(), src, dst)
+    finally:
+        sw.unpin(plan)
+
+
+@pytest.mark.parametrize(("pending", "divisor"), [("P", 1), ("P(avg)", 4)])
+def test_narrow_sums_are_rounded_once(pool: Pool, pending: str, divisor: int) -> None:
+    parts = [_contribution(rank).bfloat16() for rank in range(WORLD)]
+    wide = parts[0].float()
+    narrow = parts[0]
+    for part in parts[1:]:
+        wide = wide + part.float()
+        narrow = narrow + part
+    expected = (wide / divisor).bfloat16()
+    assert not torch.equal(narrow / divisor, expected), "these values would not tell one rounding from several"
+    for result in pool.run(_narrow_sums, WORLD, [pending] * 2, ["R", "R"]):
+        assert torch.equal(result, expected)
+
+
+def test_float32_is_for_narrow_sums_only() -> None:
+    mesh = sw.Mesh({"a": 8})
+    for dtype, pending, is_ordered in (("bfloat16", "P", True), ("float16", "P(avg)", True), ("float32", "P", False),
+                                       ("bfloat16", "P(max)", False)):  # fmt: skip
+        src, dst = (sw.Layout(mesh, (64, 64), [p], dtype) for p in (pending, "R"))
+        plan = sw.plan(src, dst, reduce="float32")
+        assert any(step.ordered for step in plan.steps) == is_ordered
+        assert plan.wire_bytes_max == sw.plan(src, dst).wire_bytes_max
+
+
 def test_unknown_way_to_reduce() -> None:
     layout = sw.Layout(sw.Mesh({"a": 2}), (4,), ["P"])
-    with pytest.raises(ValueError, match="reduce: 'slow' is not known; allowed are fast, ordered"):
+    with pytest.raises(ValueError, match="reduce: 'slow' is not known; allowed are fast, float32, ordered"):
         sw.plan(layout, layout, reduce="slow")

@@ -267,7 +267,7 @@ def make_plan(
     objective: str = ...,
     topology: Topology | None = ...,
     groups: Sequence[Sequence[int]] = ...,
-    ordered: bool = ...,
+    reduce: str = ...,
     memory_limit: int | None = ...,
 ) -> Plan: ...
 def plan_through(
@@ -276,7 +276,7 @@ def plan_through(
     objective: str = ...,
     topology: Topology | None = ...,
     groups: Sequence[Sequence[int]] = ...,
-    ordered: bool = ...,
+    reduce: str = ...,
 ) -> Plan: ...
 def plan_of_steps(
     src: Layout,

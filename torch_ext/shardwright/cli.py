@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan_parser.add_argument("--dtype", default="float32")
     plan_parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
     plan_parser.add_argument("--objective", default="time", choices=("time", "bytes"))
-    plan_parser.add_argument("--reduce", default="fast", choices=("fast", "ordered"))
+    plan_parser.add_argument("--reduce", default="fast", choices=("fast", "float32", "ordered"))
     plan_parser.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
     plan_parser.add_argument("--memory-limit", type=int, metavar="BYTES", help="of the result and temporaries")
     plan_parser.add_argument("--load", metavar="FILE", help="a plan as JSON, instead of planning one")

@@ -35,7 +35,10 @@ def plan(
         objective: ``"time"``, the least predicted time; or ``"bytes"``, the fewest bytes received by the worst rank,
             then steps, then messages. They differ: a small message costs more than its bytes.
         reduce: ``"fast"``; or ``"ordered"``: contributions are exchanged and summed in rank order, in one reduction
-            over all mesh dims that are due, so that the result does not depend on plan, topology or collective.
+            over all mesh dims that are due, so that the result does not depend on plan, topology or collective; or
+            ``"float32"``: that for sums, averages and norms of 16-bit types, which are then accumulated in float32 and
+            rounded once (collectives round after every addition), and ``"fast"`` for all else. The bytes on the wire
+            are those of a reduce-scatter and a gather in the tensor's own dtype.
         backend: ``"nccl"`` or ``"gloo"``: which lowering the plan is for. They move the same data; Gloo composes
             reductions and gathers from messages.
         topology: latencies and bandwidths: a `Topology`, a file of one as JSON (a path that ends in ``.json``), or a
@@ -61,8 +64,6 @@ def plan(
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, _planner.Layout):
             raise ValueError(f"{name}: got a {type(layout).__name__}; allowed is a Layout")
-    if reduce not in ("fast", "ordered"):
-        raise ValueError(f"reduce: {reduce!r} is not known; allowed are fast, ordered")
     names = src.mesh.dim_names
     allowed = [[_convert.mesh_dim_index(names, d, "groups") for d in dims] for dims in groups or ()]
     if groups is not None and not allowed:
@@ -72,8 +73,8 @@ def plan(
         if memory_limit is not None:
             raise ValueError("memory_limit: goes with a search; a plan given by `through` takes what it takes")
         layouts = [src, *through, dst]
-        return _planner.plan_through(layouts, backend, objective, table, allowed, reduce == "ordered")
-    return _planner.make_plan(src, dst, backend, objective, table, allowed, reduce == "ordered", memory_limit)
+        return _planner.plan_through(layouts, backend, objective, table, allowed, reduce)
+    return _planner.make_plan(src, dst, backend, objective, table, allowed, reduce, memory_limit)
 
 
 def pin(plan: Plan) -> None:
