@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-xla bench-ranking lint format sanitize fuzz gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-xla bench-ranking bench-overhead lint format sanitize fuzz gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright, install it there'
@@ -52,6 +52,7 @@ help:
 	@echo 'make bench-planning  how long planning takes: C++, Python, PyTorch (needs libbenchmark-dev)'
 	@echo 'make bench-xla  our plans against what XLA compiles (installs jax; Python >= 3.12)'
 	@echo 'make bench-ranking  whether the plan that is predicted fastest is, on Gloo ranks'
+	@echo 'make bench-overhead  what a call costs beside the data it moves: stock PyTorch, ours'
 	@echo 'make lint       clang-format, ruff, mypy; make format mends what can be mended'
 	@echo 'make sanitize   the C++ tests under address and undefined-behaviour sanitizers'
 	@echo 'make fuzz       arbitrary input under the same sanitizers, for SECONDS=60 (CXX=clang++ for libFuzzer)'
@@ -100,6 +101,9 @@ bench-planner: build
 bench-planning: build
 	$(call cmake-build,build/cmake-bench,-DCMAKE_BUILD_TYPE=Release -DSHARDWRIGHT_BUILD_BENCHMARKS=ON -DSHARDWRIGHT_BUILD_TESTS=OFF)
 	$(HERE) $(PY) benchmarks/planning.py build/cmake-bench/shardwright_planning $(ARGS)
+
+bench-overhead: build
+	$(HERE) $(PY) benchmarks/call_overhead.py $(ARGS)
 
 bench-ranking: build
 	$(HERE) $(PY) benchmarks/plan_ranking.py $(ARGS)

@@ -26,9 +26,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 
+import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
 from ranks import coordinate, launch, make_mesh, over_ranks  # noqa: E402
-from redistribute import describe_machine  # noqa: E402
 from redistribute_cases import Case, expected_local, source_local  # noqa: E402
 from report import say  # noqa: E402
 from shardwright import _engine, _planner, calibrating  # noqa: E402
@@ -305,7 +305,7 @@ def main() -> None:
     options = parser.parse_args()
     out = Path(os.path.abspath(options.out))
     out.parent.mkdir(parents=True, exist_ok=True)
-    head = {"date": options.date, **describe_machine(), "backend": "gloo"}
+    head = {**machine.describe("torch", date=options.date), "backend": "gloo"}
     out.write_text(json.dumps({**head, "topologies": [], "rows": []}))
     start = time.perf_counter()
     for num_ranks in sorted({math.prod(pair.mesh_shape) for pair in PAIRS}):
@@ -313,11 +313,9 @@ def main() -> None:
         launch(num_ranks, run_rank, pairs, options.seconds * len(pairs) / len(PAIRS), str(out))
     results = json.loads(out.read_text())
     summary = summarise(results["rows"])
-    out.write_text(
-        json.dumps({**head, "summary": summary, **{k: results[k] for k in ("topologies", "rows")}}, indent=1) + "\n"
-    )
     say_summary(summary)
-    say(f"\nwritten to {out}\ntook {time.perf_counter() - start:.0f} s")
+    machine.write(out, {**head, "summary": summary, **{k: results[k] for k in ("topologies", "rows")}})
+    say(f"took {time.perf_counter() - start:.0f} s")
     sys.exit(1 if summary["wrong_results"] else 0)
 
 

@@ -11,7 +11,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import re
 import statistics
 import subprocess
@@ -29,8 +28,8 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
+import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
-from redistribute import describe_machine  # noqa: E402
 from shardwright import _planner  # noqa: E402
 from vs_torch_planner import TorchPlanner, planning_us, spec  # noqa: E402
 
@@ -125,10 +124,7 @@ def main() -> None:
             for key in ("cpp_us", "cpp_p90_us", "python_us", "torch_greedy_us", "torch_dijkstra_us")
         ]
         print(f"{row['name']:52} " + " ".join("       -" if math.isnan(value) else f"{value:8.0f}" for value in shown))
-    head = {"date": time.strftime("%Y-%m-%d"), **describe_machine(), "topology": "64x8"}
-    os.makedirs(os.path.dirname(os.path.abspath(options.out)), exist_ok=True)
-    Path(options.out).write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
-    print(f"\nwritten to {options.out}")
+    machine.write(options.out, {**machine.describe("torch"), "topology": "64x8", "rows": rows})
     dist.destroy_process_group()
 
 

@@ -13,7 +13,6 @@ import functools
 import json
 import math
 import os
-import platform
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ import torch.distributed.tensor._redistribute as torch_redistribute  # noqa: E40
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
+import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
 from floor import Floor, Groups  # noqa: E402
 from ranks import coordinate, launch, make_mesh, over_ranks  # noqa: E402
@@ -288,23 +288,6 @@ def say_summary(summary: dict) -> None:
     say(f"! stock returns wrong results in: {', '.join(wrong) or 'none of them'}")
 
 
-def describe_machine() -> dict:
-    """Versions and the machine."""
-    model = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        model = names[0] if names else model
-    versions = {"torch": torch.__version__, "shardwright": _shardwright_version(), "python": platform.python_version()}
-    return {"versions": versions, "machine": {"cpus": os.cpu_count(), "model": model}}
-
-
-def _shardwright_version() -> str:
-    from importlib.metadata import version
-
-    return version("shardwright")
-
-
 def main() -> None:
     torch_version = torch.__version__.split("+")[0]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -317,7 +300,7 @@ def main() -> None:
     sizes = tuple(int(size) for size in options.sizes.split(","))
     options.out = os.path.abspath(options.out)
     os.makedirs(os.path.dirname(options.out), exist_ok=True)
-    head = {"date": options.date, **describe_machine(), "ranks": NUM_RANKS, "mesh": [2, 2], "quick": options.quick}
+    head = {**machine.describe("torch", date=options.date), "ranks": NUM_RANKS, "mesh": [2, 2], "quick": options.quick}
     start = time.perf_counter()
     launch(NUM_RANKS, run_rank, sizes, options.seconds, options.quick, options.out, head)
     print(f"took {time.perf_counter() - start:.0f} s")

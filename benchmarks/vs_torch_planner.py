@@ -12,9 +12,7 @@ process group is a fake one.
 import argparse
 import functools
 import itertools
-import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -33,8 +31,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
+import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
-from redistribute import describe_machine  # noqa: E402
 from shardwright import _planner  # noqa: E402
 
 Placements = tuple[str, ...]
@@ -228,10 +226,8 @@ def main() -> None:
             if isinstance(values, dict):
                 shown = {k: len(v) if isinstance(v, list) else round(v, 3) for k, v in values.items()}
                 print(f"  {name:16} " + "  ".join(f"{k}: {v}" for k, v in shown.items()))
-    head = {"date": time.strftime("%Y-%m-%d"), **describe_machine(), "mesh": sizes, "topology": options.topology}
-    os.makedirs(os.path.dirname(os.path.abspath(options.out)), exist_ok=True)
-    Path(options.out).write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
-    print(f"\nwritten to {options.out}")
+    head = {**machine.describe("torch"), "mesh": sizes, "topology": options.topology}
+    machine.write(options.out, {**head, "results": results})
     dist.destroy_process_group()
 
 

@@ -12,17 +12,14 @@ Compile time stands beside planning time for scale only: a compiler does more th
 import argparse
 import functools
 import itertools
-import json
 import math
 import operator
 import os
-import platform
 import re
 import statistics
 import time
 import timeit
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -31,6 +28,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns wherever it gath
 import jax  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
+import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
 from shardwright import _planner  # noqa: E402
 
@@ -209,14 +207,6 @@ def _mean(ratios: Iterable[float]) -> float:
     return round(math.exp(statistics.fmean(math.log(ratio) for ratio in ratios)), 3)
 
 
-def describe_machine() -> dict:
-    """Versions and the machine, as in the other results."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
-    return {"versions": versions, "machine": {"cpus": os.cpu_count(), "model": [*models, platform.machine()][0]}}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="2,2,2", help="sizes of the mesh dims (%(default)s)")
@@ -242,9 +232,8 @@ def main() -> None:
             if isinstance(values, dict):
                 shown = {k: len(v) if isinstance(v, list) else round(v, 3) for k, v in values.items()}
                 print(f"  {name:22} " + "  ".join(f"{k}: {v}" for k, v in shown.items()))
-    head = {"date": time.strftime("%Y-%m-%d"), **describe_machine(), "mesh": sizes, "topology": options.topology}
-    Path(options.out).write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
-    print(f"\nwritten to {options.out}")
+    head = {**machine.describe(*PACKAGES), "mesh": sizes, "topology": options.topology}
+    machine.write(options.out, {**head, "results": results})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
 // _runtime: the executor for Python. Plans come as bytes from _planner.
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -17,6 +20,14 @@ void bind_groups(Executable& executable, const std::vector<std::string>& names) 
   std::vector<comm::GroupPtr> groups;
   for (const std::string& name : names) groups.push_back(c10d::resolve_process_group(name));
   executable.bind(std::move(groups));
+}
+
+// Whether no mode, trace or transform is to see what this thread does, and no backward is under way, or may be.
+bool nothing_watches(bool in_backward) {
+  return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+         !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PythonDispatcher) &&
+         !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) &&
+         (in_backward || torch::autograd::get_current_node() == nullptr);
 }
 
 }  // namespace
@@ -63,6 +74,7 @@ PYBIND11_MODULE(_runtime, m) {
           py::arg("input"), py::call_guard<py::gil_scoped_release>())
       .def("__str__", &Executable::text);
 
+  m.def("nothing_watches", &shardwright::nothing_watches, py::arg("in_backward"));
   m.def("kept_staging_bytes", &shardwright::kept_staging_bytes);
   m.def("release_staging", &shardwright::release_staging);
   m.def("drain", &shardwright::drain_lane, py::call_guard<py::gil_scoped_release>());

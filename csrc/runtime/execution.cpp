@@ -1,15 +1,30 @@
 #include "runtime/execution.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/pow.h>
-#include <c10/core/GradMode.h>
 
 #include "layout/error.h"
+#include "runtime/flat.h"
 #include "runtime/local_ops.h"
 #include "runtime/staging.h"
 
 namespace shardwright {
+
+namespace {
+
+// What is done below it has no part in autograd, and is not looked at by it either.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
+// The memory of a tensor, in row-major order of its elements. Of the input itself where it has it so already.
+at::Tensor dense(const at::Tensor& input) {
+  at::Tensor plain = input.is_conj() || input.is_neg() ? input.resolve_conj().resolve_neg() : input;
+  if (!plain.is_contiguous()) plain = plain.contiguous();
+  return flat_view(plain, 0, plain.numel());
+}
+
+}  // namespace
 
 Execution::Execution(std::shared_ptr<const Executable> executable, const at::Tensor& input)
     : executable_(std::move(executable)),
@@ -17,10 +32,11 @@ Execution::Execution(std::shared_ptr<const Executable> executable, const at::Ten
       options_(input.options().requires_grad(false).memory_format(std::nullopt)),
       buffers_(program_.buffer_counts.size()),
       works_(program_.instructions.size()),
-      num_instructions_(static_cast<int>(program_.instructions.size())) {
-  // Contiguous tensors of one element may have any strides, which view() would keep.
-  const at::Tensor dense = input.detach().contiguous();
-  buffers_[kInputBuffer] = dense.as_strided({dense.numel()}, {1});
+      num_instructions_(static_cast<int>(program_.instructions.size())),
+      item_bytes_(program_.dtype.size_bytes()),
+      is_on_cpu_(input.device().is_cpu()) {
+  const BelowAutograd guard;
+  buffers_[kInputBuffer] = dense(input);
 }
 
 const at::Tensor& Execution::output() {
@@ -30,6 +46,7 @@ const at::Tensor& Execution::output() {
 }
 
 void Execution::start() {
+  const BelowAutograd guard;
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   while (!finished()) {
     const bool communicates = is_communication(program_.instructions[next_].operation);
@@ -43,12 +60,12 @@ void Execution::start_all() { advance_until(executable_->last_communication() + 
 void Execution::finish() { advance_until(num_instructions_); }
 
 void Execution::advance_until(int instruction) {
+  const BelowAutograd guard;
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   while (next_ < instruction) step();
 }
 
 void Execution::step() {
-  const c10::NoGradGuard no_grad;
   const int index = next_++;  // also when it fails: a failed run is not taken up again
   for (const int b : executable_->lifetimes().begins[index]) allocate(b);
   try {
@@ -85,18 +102,50 @@ void Execution::allocate(int buffer) {
   } else if (!output_.defined()) {
     output_ = at::empty(program_.output_shape, options_);
     prefer_huge_pages(output_);
-    buffers_[buffer] = output_.view({-1});
+    buffers_[buffer] = flat_view(output_, 0, output_.numel());
   }
 }
 
 at::Tensor Execution::range(const BufferRange& range) const {
-  return buffers_[range.buffer].narrow(0, range.offset, range.count);
+  const at::Tensor& buffer = buffers_[range.buffer];
+  const bool is_whole = range.offset == 0 && range.count == program_.buffer_counts[range.buffer];
+  return is_whole ? buffer : flat_view(buffer, range.offset, range.count);
+}
+
+char* Execution::data(const BufferRange& range) const {
+  return static_cast<char*>(buffers_[range.buffer].data_ptr()) + range.offset * item_bytes_;
 }
 
 at::Tensor Execution::wire(const BufferRange& range) const {
-  const DTypeKind kind = program_.dtype.kind();
-  const bool as_bytes = kind == DTypeKind::kOpaque || kind == DTypeKind::kComplex || program_.dtype.name() == "int16";
-  return as_bytes ? this->range(range).view(at::kByte) : this->range(range);
+  return executable_->travels_as_bytes() ? flat_bytes(buffers_[range.buffer], range.offset, range.count)
+                                         : this->range(range);
+}
+
+void Execution::reduce(const Reduce& reduce) {
+  if (is_on_cpu_) {
+    std::vector<const void*> parts;
+    parts.reserve(reduce.parts.size());
+    for (const BufferRange& part : reduce.parts) parts.push_back(data(part));
+    return reduce_parts(reduce.op, parts, reduce.dst.count, reduce.divisor, data(reduce.dst),
+                        c10::typeMetaToScalarType(options_.dtype()));
+  }
+  at::Tensor dst = range(reduce.dst);
+  std::vector<at::Tensor> parts;
+  for (const BufferRange& part : reduce.parts) parts.push_back(range(part));
+  reduce_parts(reduce.op, parts, reduce.divisor, dst);
+}
+
+void Execution::all_to_all(const AllToAll& move, int index) {
+  at::Tensor src = wire(move.src);
+  at::Tensor dst = wire(move.dst);
+  std::vector<int64_t> send_counts = move.send_counts;
+  std::vector<int64_t> receive_counts = move.receive_counts;
+  if (executable_->travels_as_bytes()) {
+    for (int64_t& count : send_counts) count *= item_bytes_;
+    for (int64_t& count : receive_counts) count *= item_bytes_;
+  }
+  works_[index] = {
+      comm::all_to_all(executable_->groups()[move.group], dst, src, std::move(receive_counts), std::move(send_counts))};
 }
 
 void Execution::wait(int ticket) {
@@ -119,16 +168,13 @@ void Execution::execute(const Operation& operation, int index) {
     } else {
       // R -> P(sum) of integers, where PyTorch's division makes them floating.
       output_ = at::div(output_, static_cast<int64_t>(o->divisor));
-      buffers_[o->dst.buffer] = output_.view({-1});
+      buffers_[o->dst.buffer] = flat_view(output_, 0, output_.numel());
     }
   } else if (const auto* o = std::get_if<Power>(&operation)) {
     at::Tensor dst = range(o->dst);
     at::pow_out(dst, range(o->src), o->exponent);
   } else if (const auto* o = std::get_if<Reduce>(&operation)) {
-    at::Tensor dst = range(o->dst);
-    std::vector<at::Tensor> parts;
-    for (const BufferRange& part : o->parts) parts.push_back(range(part));
-    reduce_parts(o->op, parts, o->divisor, dst);
+    reduce(*o);
   } else if (const auto* o = std::get_if<AllGather>(&operation)) {
     at::Tensor src = wire(o->src);
     at::Tensor dst = wire(o->dst);
@@ -141,15 +187,7 @@ void Execution::execute(const Operation& operation, int index) {
     at::Tensor data = range(o->data);
     works_[index] = {comm::all_reduce(groups[o->group], data, o->op)};
   } else if (const auto* o = std::get_if<AllToAll>(&operation)) {
-    at::Tensor src = wire(o->src);
-    at::Tensor dst = wire(o->dst);
-    const int64_t per_element =
-        o->src.count > 0 ? src.numel() / o->src.count : dst.numel() / std::max<int64_t>(o->dst.count, 1);
-    std::vector<int64_t> send_counts = o->send_counts;
-    std::vector<int64_t> receive_counts = o->receive_counts;
-    for (int64_t& count : send_counts) count *= per_element;
-    for (int64_t& count : receive_counts) count *= per_element;
-    works_[index] = {comm::all_to_all(groups[o->group], dst, src, std::move(receive_counts), std::move(send_counts))};
+    all_to_all(*o, index);
   } else if (const auto* o = std::get_if<SendReceive>(&operation)) {
     std::vector<comm::Message> sends;
     std::vector<comm::Message> receives;

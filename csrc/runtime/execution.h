@@ -33,8 +33,11 @@ class Execution {
   std::string group_text(int index) const;
   void allocate(int buffer);
   at::Tensor range(const BufferRange& range) const;
+  char* data(const BufferRange& range) const;
   // As bytes where process groups do not take the dtype.
   at::Tensor wire(const BufferRange& range) const;
+  void reduce(const Reduce& reduce);
+  void all_to_all(const AllToAll& move, int index);
 
   std::shared_ptr<const Executable> executable_;
   const Program& program_;
@@ -43,6 +46,8 @@ class Execution {
   at::Tensor output_;                              // shaped
   std::vector<std::vector<comm::WorkPtr>> works_;  // by instruction
   int num_instructions_ = 0;
+  int64_t item_bytes_ = 0;
+  bool is_on_cpu_ = false;
   int next_ = 0;
   std::recursive_mutex mutex_;
 };

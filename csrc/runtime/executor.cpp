@@ -92,6 +92,8 @@ Executable::Executable(const std::string& plan_bytes, int64_t rank)
     if (is_communication(program_.instructions[i].operation)) last_communication_ = static_cast<int>(i);
   }
   communicates_ = last_communication_ >= 0;
+  const DTypeKind kind = program_.dtype.kind();
+  travels_as_bytes_ = kind == DTypeKind::kOpaque || kind == DTypeKind::kComplex || program_.dtype.name() == "int16";
 }
 
 void Executable::bind(std::vector<comm::GroupPtr> groups) {
@@ -109,6 +111,8 @@ void Executable::bind(std::vector<comm::GroupPtr> groups) {
 
 void Executable::check_input(const at::Tensor& input) const {
   const auto name = [](const at::Tensor& t) { return c10::toString(t.scalar_type()); };
+  TORCH_CHECK_VALUE(!input.key_set().has(c10::DispatchKey::Python),
+                    "local tensor: is a tensor subclass; allowed is a plain tensor");
   TORCH_CHECK_VALUE(input.sizes().equals(program_.input_shape), "local tensor: has shape ", input.sizes(), " on rank ",
                     rank_, ", where the source layout has ", c10::IntArrayRef(program_.input_shape), " (", text_, ")");
   TORCH_CHECK_VALUE(static_cast<int64_t>(input.element_size()) == program_.dtype.size_bytes(),

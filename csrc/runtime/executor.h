@@ -45,6 +45,8 @@ class Executable : public std::enable_shared_from_this<Executable> {
 
   bool communicates() const { return communicates_; }
   int64_t received_bytes() const { return received_bytes_; }
+  // Whether process groups do not take the dtype.
+  bool travels_as_bytes() const { return travels_as_bytes_; }
   const std::string& text() const { return text_; }
   int64_t rank() const { return rank_; }
   const std::vector<comm::GroupPtr>& groups() const { return groups_; }
@@ -63,6 +65,7 @@ class Executable : public std::enable_shared_from_this<Executable> {
   int64_t received_bytes_ = 0;
   int last_communication_ = -1;  // index of the instruction
   bool communicates_ = false;
+  bool travels_as_bytes_ = false;
 };
 
 // Makes every program that was started start all its communications; to be called before groups are made.

@@ -153,12 +153,18 @@ void copy_boxes(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor
 
 void reduce_parts(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst) {
   if (!dst.device().is_cpu()) return reduce_with_aten(op, parts, divisor, dst);
-  AT_DISPATCH_ALL_TYPES_AND_COMPLEX_AND3(
-      at::kHalf, at::kBFloat16, at::kBool, dst.scalar_type(), "shardwright::reduce_parts", [&] {
-        std::vector<const scalar_t*> starts;
-        for (const at::Tensor& part : parts) starts.push_back(part.const_data_ptr<scalar_t>());
-        reduce_on_cpu<scalar_t>(op, starts, dst.numel(), divisor, dst.mutable_data_ptr<scalar_t>());
-      });
+  std::vector<const void*> starts;
+  for (const at::Tensor& part : parts) starts.push_back(part.const_data_ptr());
+  reduce_parts(op, starts, dst.numel(), divisor, dst.mutable_data_ptr(), dst.scalar_type());
+}
+
+void reduce_parts(ReduceOp op, const std::vector<const void*>& parts, int64_t count, double divisor, void* dst,
+                  at::ScalarType dtype) {
+  AT_DISPATCH_ALL_TYPES_AND_COMPLEX_AND3(at::kHalf, at::kBFloat16, at::kBool, dtype, "shardwright::reduce_parts", [&] {
+    std::vector<const scalar_t*> starts;
+    for (const void* part : parts) starts.push_back(static_cast<const scalar_t*>(part));
+    reduce_on_cpu<scalar_t>(op, starts, count, divisor, static_cast<scalar_t*>(dst));
+  });
 }
 
 }  // namespace shardwright

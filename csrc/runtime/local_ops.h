@@ -22,4 +22,8 @@ bool register_device_copy(at::DeviceType device, DeviceCopy copy);
 // only. Throws c10::TypeError on dtypes without the op.
 void reduce_parts(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
 
+// The same for `count` elements each in CPU memory.
+void reduce_parts(ReduceOp op, const std::vector<const void*>& parts, int64_t count, double divisor, void* dst,
+                  at::ScalarType dtype);
+
 }  // namespace shardwright

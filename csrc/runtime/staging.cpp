@@ -1,5 +1,6 @@
 #include "runtime/staging.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/Storage.h>
 
@@ -70,7 +71,8 @@ Shelf& shelf() {
 
 at::Tensor take_staging(int64_t count, const at::TensorOptions& options) {
   const int64_t bytes = count * static_cast<int64_t>(options.dtype().itemsize());
-  if (!options.device().is_cpu() || bytes < kMinKeptBytes) return at::empty({count}, options);
+  if (!options.device().is_cpu()) return at::empty({count}, options);
+  if (bytes < kMinKeptBytes) return at::detail::empty_cpu({count}, options);
   c10::Storage kept = shelf().take(bytes);
   if (kept) return at::empty({0}, options).set_(std::move(kept), 0, {count}, {1});
   at::Tensor fresh = at::empty({count}, options);

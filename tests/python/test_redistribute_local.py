@@ -144,3 +144,46 @@ def _gradients() -> None:
 
 def test_gradients(pool: Pool) -> None:
     pool.run(_gradients, 4)
+
+
+def _lazy_views() -> None:
+    """A conjugate and a negative that torch has not written yet."""
+    mesh = sw.Mesh({"a": 4})
+    whole = torch.randn(8, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    local = whole.chunk(4)[dist.get_rank()].contiguous()
+    src, dst = (sw.Layout(mesh, (8, 3), [p], "complex64") for p in ("S(0)", "R"))
+    for _ in range(2):
+        assert torch.equal(sw.redistribute_local(local.conj(), src, dst), whole.conj().resolve_conj())
+    negative = local.conj().imag
+    assert negative.is_neg()
+    src, dst = (sw.Layout(mesh, (8, 3), [p], "float32") for p in ("S(0)", "R"))
+    assert torch.equal(sw.redistribute_local(negative, src, dst), -whole.imag)
+
+
+def test_lazy_views(pool: Pool) -> None:
+    pool.run(_lazy_views, 4)
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor whose memory is somewhere else."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> _Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[no-any-return, attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        raise AssertionError("not to be called")
+
+
+def _subclasses() -> None:
+    src, dst = (sw.Layout(sw.Mesh({"a": 4}), (8, 3), [p]) for p in ("S(0)", "R"))
+    with pytest.raises(ValueError, match="local: got a _Wrapper; allowed is a plain torch.Tensor"):
+        sw.redistribute_local(_Wrapper(torch.zeros(2, 3)), src, dst)
+    under_way = sw.redistribute_local(torch.ones(2, 3), src, dst, async_op=True)
+    assert torch.equal(sw.redistribute_local(under_way, dst, src), torch.ones(2, 3))
+    assert torch.equal(sw.redistribute_local(torch.nn.Parameter(torch.ones(2, 3), False), src, dst), torch.ones(8, 3))
+
+
+def test_subclasses(pool: Pool) -> None:
+    pool.run(_subclasses, 4)

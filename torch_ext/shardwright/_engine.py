@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,36 +20,50 @@ class Refusal(NamedTuple):
     reason: str
 
 
-_kept: dict[Hashable, _runtime.Executable | Refusal] = {}
-_valid_for: object | None = None
+T = TypeVar("T")
 
 
-def validity() -> object:
-    """Equal as long as what was kept may be used: for one default process group and one set of pinned plans."""
-    return dist.group.WORLD, planning.times_pinned()
+class Kept(Generic[T]):
+    """What was made for a default process group and a set of pinned plans, and is forgotten with either.
+
+    Bounded; the oldest goes first.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, T] = {}
+        self._made_for: object | None = None
+
+    def get(self, key: Hashable) -> T | None:
+        now = (dist.group.WORLD, planning.times_pinned())
+        if now != self._made_for:
+            self._entries.clear()
+            self._made_for = now
+        return self._entries.get(key)
+
+    def put(self, key: Hashable, value: T) -> None:
+        while len(self._entries) >= MAX_EXECUTABLES:
+            del self._entries[next(iter(self._entries))]
+        self._entries[key] = value
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+_kept: Kept[_runtime.Executable | Refusal] = Kept()
 
 
 def lookup(key: Hashable, build: Callable[[], _runtime.Executable | Refusal]) -> _runtime.Executable | Refusal:
     """What is kept under `key`, else what `build` makes."""
-    global _valid_for
-    if validity() != _valid_for:
-        _kept.clear()
-        _valid_for = validity()
     kept = _kept.get(key)
     if kept is not None:
-        _stats.count("cache_hits")
+        _stats.counts.cache_hits += 1
         return kept
     made = build()
-    while len(_kept) >= MAX_EXECUTABLES:
-        del _kept[next(iter(_kept))]
-    _kept[key] = made
+    _kept.put(key, made)
     return made
-
-
-def peek(key: Hashable) -> _runtime.Executable | None:
-    """The executable kept under `key`, if there is one; makes and counts nothing."""
-    kept = _kept.get(key)
-    return None if isinstance(kept, Refusal) else kept
 
 
 def make_plan(
@@ -76,7 +90,7 @@ def make_plan(
         return kept
     allowed = None if existing_groups_of is None else groups.existing(src.mesh, existing_groups_of)
     plan = planning.plan(src, dst, backend=_lowering(device_type, group), groups=allowed)
-    _stats.count("plans")
+    _stats.counts.plans += 1
     return plan
 
 
@@ -102,7 +116,7 @@ def bind(
 
 def run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
     """Runs; with async_op, a result that is still under way is an AsyncCollectiveTensor."""
-    _stats.count("calls")
+    _stats.counts.calls += 1
     if not async_op:
         return executable.run(local)
     output, pending = executable.start(local)
@@ -115,8 +129,12 @@ def run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) ->
 
 def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
     """`run`, for an executable that the caller has kept."""
-    _stats.count("cache_hits")
-    return run(executable, local, async_op)
+    counts = _stats.counts
+    counts.cache_hits += 1
+    if async_op:
+        return run(executable, local, async_op)
+    counts.calls += 1
+    return executable.run(local)
 
 
 def _lowering(device_type: str, group: dist.ProcessGroup | None) -> str:

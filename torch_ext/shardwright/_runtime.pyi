@@ -39,6 +39,9 @@ def drain() -> None:
 
 def counters() -> dict[str, int]: ...
 def reset_counters() -> None: ...
+def nothing_watches(in_backward: bool) -> bool:
+    """Whether no mode, trace or transform is to see what this thread does, and no backward is under way, or may be."""
+
 def kept_staging_bytes() -> int: ...
 def release_staging() -> None:
     """Gives the memory of temporaries that is kept for the next run (on CPU, at most 256 MiB) back to the system."""

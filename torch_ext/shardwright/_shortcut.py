@@ -2,103 +2,157 @@
 
 PyTorch's method builds and hashes a target spec and enters an autograd function before it asks for data; on CPU that
 takes several times what the rest of a small redistribute does. Once a call has gone that way, its target spec and
-executable are kept under source spec and placements as given. Later calls that autograd, tracing and modes have no part
-in are answered from there; all others take PyTorch's way, which comes back to the drop-in.
+executable are kept under source spec and placements as given, and what its autograd node remembers beside them. Later
+calls are answered from there, unless a mode, a trace or a transform watches: those take PyTorch's way, which comes back
+to the drop-in. So does a backward that is itself to be differentiated.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.distributed.tensor._redistribute as torch_redistribute
 from torch.autograd import forward_ad
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from . import _engine, _runtime
 
+# DTensor's own __init__ does nothing, slowly.
+_new_dtensor = functools.partial(DTensor.__new__, DTensor)
 
-class _Known(NamedTuple):
-    target: DTensorSpec
-    executable: _runtime.Executable
-    dtype: torch.dtype
-    device: torch.device
+
+class _Known:
+    """What answers a call."""
+
+    __slots__ = ("device", "dtype", "executable", "node", "target")
+
+    def __init__(
+        self, target: DTensorSpec, executable: _runtime.Executable, local: torch.Tensor, node: dict[str, Any]
+    ) -> None:
+        self.target = target
+        self.executable = executable
+        self.dtype = local.dtype
+        self.device = local.device
+        self.node = node  # of a call with gradients: what PyTorch's autograd function saved for the backward
+
+    def answers(self, local: torch.Tensor) -> bool:
+        return (
+            type(local) is torch.Tensor
+            and local.dtype is self.dtype
+            and local.device == self.device
+            and not local.requires_grad
+        )
 
 
 # What the drop-in would run for a local tensor and two specs, if it has done so before.
 Find = Callable[[torch.Tensor, DTensorSpec, DTensorSpec], "_runtime.Executable | None"]
 
-_known: dict[tuple[DTensorSpec, tuple[Placement, ...]], _Known] = {}
-_valid_for: object | None = None
+_known: _engine.Kept[_Known] = _engine.Kept()
+_find: Find | None = None  # while the drop-in is on
 
 
 def method(original: Callable[..., DTensor], is_on: Callable[[], bool], find: Find) -> Callable[..., DTensor]:
     """What replaces `original`, DTensor's method, while the drop-in is on.
 
     Args:
-        is_on: whether this call is the drop-in's, with nothing that it must go PyTorch's way for.
+        is_on: whether calls outside of autograd are the drop-in's, with nothing that they must go PyTorch's way for.
         find: the executable of the drop-in for a local tensor and its specs before and after.
     """
+    global _find
+    _find = find
 
     @functools.wraps(original)
-    def redistribute(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-        key = _key(self, args, kwargs)
-        if key is None or not is_on():
-            return original(self, *args, **kwargs)
-        known = _lookup(key)
-        local = self._local_tensor
-        if known is not None and _is_like(local, known):
-            output = _engine.run_again(known.executable, local, kwargs.get("async_op", False))
-            return DTensor(output, known.target, requires_grad=False)  # type: ignore[call-arg, arg-type]
-        result = original(self, *args, **kwargs)
-        executable = find(local, self._spec, result._spec)
-        if executable is not None:
-            _keep(key, _Known(result._spec, executable, local.dtype, local.device))
+    def redistribute(
+        self: DTensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Any = None,
+        *,
+        async_op: bool = False,
+        **others: Any,
+    ) -> DTensor:
+        if (
+            others
+            or type(self) is not DTensor
+            or not (type(placements) is tuple or isinstance(placements, list | tuple))
+            or not is_on()
+            or not _runtime.nothing_watches(False)
+            or forward_ad._current_level >= 0
+            or not (device_mesh is None or device_mesh is self.device_mesh)
+        ):
+            return original(self, device_mesh, placements, async_op=async_op, **others)
+        is_tracked = self.requires_grad
+        if is_tracked:
+            if torch.is_inference_mode_enabled():
+                return original(self, device_mesh, placements, async_op=async_op)
+            is_tracked = torch.is_grad_enabled()
+        spec, local = self._spec, self._local_tensor
+        key = (spec, tuple(placements), async_op if is_tracked else None)
+        known = _known.get(key)
+        if known is not None and known.answers(local):
+            if is_tracked:
+                result: DTensor = Redistribute.apply(self, known, async_op)  # type: ignore[no-untyped-call]
+                return result
+            return _new_dtensor(_engine.run_again(known.executable, local, async_op), known.target, requires_grad=False)
+        result = original(self, device_mesh, placements, async_op=async_op)
+        node = _saved(result) if is_tracked else {}
+        executable = None if node is None else find(local, spec, result._spec)
+        if executable is not None and node is not None:
+            _known.put(key, _Known(result._spec, executable, local, node))
         return result
 
     return redistribute
 
 
-def _key(x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensorSpec, tuple[Placement, ...]] | None:
-    """None where PyTorch's method must decide."""
-    if type(x) is not DTensor:
+def forget() -> None:
+    """The drop-in is off: backwards that are still to come are PyTorch's."""
+    global _find
+    _find = None
+    _known.clear()
+
+
+class Redistribute(torch_redistribute.Redistribute):
+    """PyTorch's autograd function of this name, for calls that are known."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, known: _Known, async_op: bool) -> DTensor:  # type: ignore[override]
+        vars(ctx).update(known.node)
+        ctx._shardwright_dtype = known.dtype
+        output = _engine.run_again(known.executable, x._local_tensor, async_op)
+        return _new_dtensor(output, known.target, requires_grad=x.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:  # type: ignore[override]
+        find = _find
+        if (
+            find is None
+            or type(gradient) is not DTensor
+            or torch.is_grad_enabled()  # to be differentiated itself
+            or gradient.dtype is not ctx._shardwright_dtype
+            or not _runtime.nothing_watches(True)
+        ):
+            return torch_redistribute.Redistribute.backward(ctx, gradient)[0], None, None
+        spec, local = gradient._spec, gradient._local_tensor
+        key = (spec, ctx.current_spec, ctx.async_op, "backward")
+        known = _known.get(key)
+        if known is not None and known.answers(local):
+            output = _engine.run_again(known.executable, local, ctx.async_op)
+            return _new_dtensor(output, known.target, requires_grad=gradient.requires_grad), None, None
+        result = torch_redistribute.Redistribute.backward(ctx, gradient)[0]
+        executable = find(local, spec, result._spec)
+        if executable is not None:
+            _known.put(key, _Known(result._spec, executable, local, {}))
+        return result, None, None
+
+
+def _saved(result: DTensor) -> dict[str, Any] | None:
+    """What PyTorch's autograd function left on its node, if this is its node and it leaves what we know of."""
+    node = result.grad_fn
+    if node is None or node.name() != "RedistributeBackward":
         return None
-    if x.requires_grad and (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
-        return None
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        return None
-    placements, mesh = kwargs.get("placements"), kwargs.get("device_mesh")
-    if len(args) > 0:
-        mesh = args[0]
-    if len(args) > 1:
-        placements = args[1]
-    if len(args) > 2 or not isinstance(placements, list | tuple) or not (mesh is None or mesh is x.device_mesh):
-        return None
-    if kwargs.get("forward_dtype") is not None:
-        return None
-    return x._spec, tuple(placements)
-
-
-def _is_like(local: torch.Tensor, known: _Known) -> bool:
-    return (
-        type(local) is torch.Tensor
-        and local.dtype is known.dtype
-        and local.device == known.device
-        and not local.requires_grad
-    )
-
-
-def _lookup(key: tuple[DTensorSpec, tuple[Placement, ...]]) -> _Known | None:
-    global _valid_for
-    if _engine.validity() != _valid_for:
-        _known.clear()
-        _valid_for = _engine.validity()
-    return _known.get(key)
-
-
-def _keep(key: tuple[DTensorSpec, tuple[Placement, ...]], known: _Known) -> None:
-    while len(_known) >= _engine.MAX_EXECUTABLES:
-        del _known[next(iter(_known))]
-    _known[key] = known
+    saved = dict(vars(node))
+    return saved if "current_spec" in saved and "async_op" in saved else None

@@ -10,7 +10,17 @@ from . import _planner, _runtime
 
 _log = logging.getLogger("shardwright")
 
-_counts: Counter[str] = Counter()
+
+class _Counts:
+    """What is counted on every call, or on every miss."""
+
+    __slots__ = ("cache_hits", "calls", "plans")
+
+    def __init__(self) -> None:
+        self.calls = self.cache_hits = self.plans = 0
+
+
+counts = _Counts()
 _reasons: Counter[str] = Counter()
 
 
@@ -26,11 +36,11 @@ def stats() -> dict[str, Any]:
     """
     planned = _planner.plan_cache_counts()
     return {
-        "calls": _counts["calls"],
+        "calls": counts.calls,
         "fallbacks": sum(_reasons.values()),
         "fallback_reasons": dict(_reasons),
-        "plans": _counts["plans"],
-        "cache_hits": _counts["cache_hits"],
+        "plans": counts.plans,
+        "cache_hits": counts.cache_hits,
         "plan_cache_hits": planned["hits"],
         "plan_cache_misses": planned["misses"],
         "plan_cache_size": planned["size"],
@@ -41,14 +51,10 @@ def stats() -> dict[str, Any]:
 
 def reset_stats() -> None:
     """Sets all counts to zero; caches stay."""
-    _counts.clear()
+    counts.__init__()  # type: ignore[misc]
     _reasons.clear()
     _runtime.reset_counters()
     _planner.reset_plan_cache_counts()
-
-
-def count(name: str) -> None:
-    _counts[name] += 1
 
 
 def count_fallback(reason: str) -> None:

@@ -68,6 +68,9 @@ class _Changes:
 _mode = _OFF
 _changes_by_thread: dict[int, _Changes] = {}
 
+# Executables whose result is the redistribute's, with nothing to be done around them.
+_direct: _engine.Kept[_runtime.Executable] = _engine.Kept()
+
 _original: Callable[..., torch.Tensor] | None = None
 _original_method: Callable[..., DTensor] | None = None
 _original_forwards: dict[type, Callable[..., Any]] = {}
@@ -161,6 +164,7 @@ def _uninstall() -> None:
     assert _original_method is not None
     DTensor.redistribute = _original_method  # type: ignore[method-assign]
     _original_method = None
+    _shortcut.forget()
     for function, forward in _original_forwards.items():
         function.forward = staticmethod(forward)  # type: ignore[attr-defined]
     _original_forwards.clear()
@@ -201,6 +205,11 @@ def _redistribute_local_tensor(
     """What PyTorch's function of this name does, by a plan of ours."""
     original = _original or torch_redistribute.redistribute_local_tensor
     mode = _deciding_mode()
+    is_plain = mode.on and type(local_tensor) is torch.Tensor and _runtime.nothing_watches(True)
+    if is_plain and not (local_tensor.requires_grad and torch.is_grad_enabled()):
+        known = _direct.get(_key(local_tensor, current_spec, target_spec, mode))
+        if known is not None:
+            return _engine.run_again(known, local_tensor, async_op)
 
     def by_torch() -> torch.Tensor:
         return original(
@@ -231,9 +240,12 @@ def _redistribute_local_tensor(
         elif local_tensor.requires_grad and torch.is_grad_enabled():
             return _differentiable(local_tensor, current_spec, target_spec, async_op)
         else:
+            copies = executable.is_identity and _torch_would_copy(current_spec, target_spec)
+            if not copies:
+                _direct.put(key, executable)
             with _recorded(local_tensor, current_spec, target_spec, executable, is_explicit):
-                if executable.is_identity and _torch_would_copy(current_spec, target_spec):
-                    _stats.count("calls")
+                if copies:
+                    _stats.counts.calls += 1
                     return local_tensor.clone(memory_format=torch.contiguous_format)
                 return _engine.run(executable, local_tensor, async_op)
     if mode.strict:
@@ -251,21 +263,21 @@ def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTe
         target_spec.placements,
         target_spec.shard_order,
         target_spec.use_strided_shard_as_shard_order,
+        current_spec.mesh is target_spec.mesh or target_spec.mesh,
         local_tensor.dtype,
-        local_tensor.device.type,
+        local_tensor.device,
         mode.make_groups,
     )
 
 
 def _may_take_shortcut() -> bool:
-    mode = _deciding_mode()
-    return mode.on and mode.make_groups and not _are_we_tracing() and get_active_debug_mode() is None
+    return _mode.on and _mode.make_groups
 
 
-def _find(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> Any | None:
-    executable = _engine.peek(_key(local_tensor, current_spec, target_spec, _deciding_mode()))
-    copies = executable is not None and executable.is_identity and _torch_would_copy(current_spec, target_spec)
-    return None if copies else executable
+def _find(
+    local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec
+) -> _runtime.Executable | None:
+    return _direct.get(_key(local_tensor, current_spec, target_spec, _deciding_mode()))
 
 
 def _differentiable(

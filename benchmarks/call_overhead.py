@@ -1,0 +1,269 @@
+"""What a call costs beside the data it moves: tiny tensors over the fake process group, stock against shardwright.
+
+    make bench-overhead                                   # about two minutes; results/call_overhead-torch<version>.json
+    python benchmarks/call_overhead.py --rounds 20 --out some.json
+
+64x64 float32 on a (4, 4, 4) mesh of 64 ranks, of which this process is rank 0; nothing travels. Every set of mesh dims
+has its flattened submesh, which is what stock needs to merge collectives. Stock and ours take turns in one process,
+some calls at a time; a figure is the 20th percentile of these turns, so that what else the machine does counts little.
+
+What is timed: `DTensor.redistribute` without gradients (explicit), with `requires_grad` (forward alone, and with its
+backward); operators whose redistributes DTensor starts by itself (implicit, the operator included); the function
+`redistribute_local_tensor`, where implicit ones pass; and ours alone: `sw.redistribute_local`, and the executor beside
+the bare collectives of its program, called on the process group from Python on tensors that are there. Results are
+compared: shapes, strides and placements with stock's; and every plan is simulated for data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor._redistribute as torch_redistribute
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwright as sw
+from shardwright import _engine, groups
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import machine  # noqa: E402
+
+SIZES = (4, 4, 4)
+SHAPE = (64, 64)
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+Placements = tuple[Placement, ...]
+
+# The first takes one collective, the others several moves of stock's.
+CASES: list[tuple[Placements, Placements]] = [
+    ((S0, R, R), (R, R, R)),
+    ((S0, S0, S0), (R, R, R)),
+    ((P, P, P), (R, S0, R)),
+    ((P, P, P), (R, R, R)),
+    ((S0, S1, R), (S1, S0, R)),
+    ((S0, S0, R), (S1, S1, R)),
+    ((R, S0, S1), (S0, S0, R)),
+]
+
+# Operators that DTensor redistributes the arguments of.
+OPERATORS: dict[str, tuple[Callable[..., torch.Tensor], list[Placements]]] = {
+    "softmax over a cut dim": (lambda x: torch.softmax(x, 0), [(S0, R, R)]),
+    "relu of a pending sum": (torch.relu, [(P, P, P)]),
+    "add, cut otherwise": (torch.add, [(S0, S1, R), (S1, S0, R)]),
+}
+
+QUANTILE = 0.2
+
+
+def text(placements: Placements) -> str:
+    names = {R: "R", S0: "S0", S1: "S1", P: "P"}
+    return "[" + ",".join(names[p] for p in placements) + "]"
+
+
+def tensor(mesh: DeviceMesh, placements: Placements, requires_grad: bool = False) -> DTensor:
+    shape = list(SHAPE)
+    for size, placement in zip(SIZES, placements):
+        if isinstance(placement, Shard):
+            shape[placement.dim] //= size
+    local = torch.zeros(shape)
+    return DTensor.from_local(local, mesh, placements, run_check=False).detach().requires_grad_(requires_grad)
+
+
+@contextlib.contextmanager
+def engine(ours: bool):
+    with sw.enabled(strict=True) if ours else contextlib.nullcontext():
+        yield
+
+
+def low(times: list[float]) -> float:
+    return round(1e6 * statistics.quantiles(times, n=100, method="inclusive")[int(100 * QUANTILE) - 1], 2)
+
+
+def timed(call: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+def side_by_side(call: Callable[[], object], rounds: int, calls: int) -> dict[str, float]:
+    """us per call of stock and ours, in turns."""
+    times: dict[str, list[float]] = {"stock": [], "ours": []}
+    for turn in range(rounds + 1):  # the first one warms up
+        for name, kept in times.items():
+            with engine(name == "ours"):
+                call()
+                once = timed(call, calls)
+                if turn > 0:
+                    kept.append(once)
+    return {name: low(kept) for name, kept in times.items()}
+
+
+def alone(call: Callable[[], object], rounds: int, calls: int) -> float:
+    timed(call, calls)
+    return low([timed(call, calls) for _ in range(rounds)])
+
+
+def look(x: torch.Tensor) -> tuple:
+    """What a caller sees of a result but its values."""
+    assert isinstance(x, DTensor)
+    return x.placements, x.shape, x.stride(), x.requires_grad, x._local_tensor.shape, x._local_tensor.stride()
+
+
+def check(call: Callable[[], torch.Tensor]) -> None:
+    looks = []
+    for ours in (False, True):
+        with engine(ours):
+            looks += [look(call()), look(call())]
+    assert all(one == looks[0] for one in looks), looks
+
+
+def explicit(mesh: DeviceMesh, src: Placements, dst: Placements, rounds: int, calls: int) -> list[dict]:
+    """Rows of one pair: without gradients, with them, with their backward."""
+    rows = []
+    x, leaf = tensor(mesh, src), tensor(mesh, src, True)
+    pair = f"{text(src)}->{text(dst)}"
+    sw.plan(*(sw.Layout(sw.Mesh(mesh), SHAPE, list(p)) for p in (src, dst)), backend="gloo").simulate()
+    for name, y in (("explicit", x), ("explicit, requires_grad", leaf)):
+        check(lambda y=y: y.redistribute(placements=dst))
+        rows.append(
+            {"call": name, "pair": pair, **side_by_side(lambda y=y: y.redistribute(placements=dst), rounds, calls)}
+        )
+    gradient = leaf.redistribute(placements=dst).detach()
+    if not any(p.is_partial() for p in gradient.placements):
+
+        def there_and_back() -> torch.Tensor:
+            leaf.grad = None
+            leaf.redistribute(placements=dst).backward(gradient)
+            return leaf.grad
+
+        check(there_and_back)
+        rows.append({"call": "explicit, with backward", "pair": pair, **side_by_side(there_and_back, rounds, calls)})
+    target = DTensorSpec(mesh, dst, tensor_meta=x._spec.tensor_meta)
+    local, current = x._local_tensor, x._spec
+
+    def by_function() -> torch.Tensor:
+        return torch_redistribute.redistribute_local_tensor(local, current, target)
+
+    rows.append({"call": "redistribute_local_tensor", "pair": pair, **side_by_side(by_function, rounds, calls)})
+    return rows
+
+
+def implicit(mesh: DeviceMesh, rounds: int, calls: int) -> list[dict]:
+    rows = []
+    for name, (operator, arguments) in OPERATORS.items():
+        tensors = [tensor(mesh, placements) for placements in arguments]
+        leaves = [tensor(mesh, placements, True) for placements in arguments]
+        for kind, inputs in (("implicit", tensors), ("implicit, requires_grad", leaves)):
+            call = functools.partial(operator, *inputs)
+            check(call)
+            pair = f"{name}: {', '.join(map(text, arguments))}"
+            rows.append({"call": kind, "pair": pair, **side_by_side(call, rounds, calls)})
+    return rows
+
+
+def ours_alone(mesh: DeviceMesh, src: Placements, dst: Placements, rounds: int, calls: int) -> dict:
+    """`sw.redistribute_local` on plain tensors; the executor; and the bare collectives that its program makes."""
+    local = tensor(mesh, src)._local_tensor
+    before, after = (sw.Layout(sw.Mesh(mesh), SHAPE, list(p)) for p in (src, dst))
+    plan = _engine.make_plan(before, after, "cpu")
+    executable = _engine.bind(plan, device_mesh=mesh)
+    bare = bare_collectives(plan.program(0), executable)
+
+    def call_bare() -> None:
+        for start, arguments in bare:
+            start(*arguments).wait()
+
+    def by_name() -> torch.Tensor:
+        return sw.redistribute_local(local, before, after, device_mesh=mesh)
+
+    return {
+        "pair": f"{text(src)}->{text(dst)}",
+        "redistribute_local": alone(by_name, rounds, calls),
+        "executor": alone(lambda: executable.run(local), rounds, calls),
+        "bare": alone(call_bare, rounds, calls) if bare else None,
+        "collectives": len(bare),
+    }
+
+
+def bare_collectives(program: str, executable: Any) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """What to call with what for every line of a program that communicates; nothing if not all are all-to-alls."""
+    calls = []
+    for line in program.splitlines():
+        if re.match(r"\d+\. (all_gather|all_reduce|reduce_scatter|send_receive)", line):
+            return []
+        found = re.match(r"\d+\. all_to_all g(\d+) .*?\((.*?)\) -> .*?\((.*?)\)$", line)
+        if found is None:
+            continue
+        sent, received = ([int(count) for count in counts.split(",")] for counts in found.groups()[1:])
+        group = groups.find_or_make(executable.groups[int(found[1])][1], (), None)
+        start = group.all_to_all_single if hasattr(group, "all_to_all_single") else group.alltoall_base
+        calls.append((start, (torch.zeros(sum(received)), torch.zeros(sum(sent)), received, sent)))
+    return calls
+
+
+def summarise(rows: list[dict]) -> dict:
+    summary = {}
+    for kind in dict.fromkeys(row["call"] for row in rows):
+        of_kind = [row for row in rows if row["call"] == kind]
+        ratios = [row["stock"] / row["ours"] for row in of_kind]
+        summary[kind] = {
+            "stock_over_ours": round(math.exp(statistics.fmean(map(math.log, ratios))), 2),
+            "worst": round(min(ratios), 2),
+            "ours_us": [min(row["ours"] for row in of_kind), max(row["ours"] for row in of_kind)],
+        }
+    return summary
+
+
+def main() -> None:
+    version = torch.__version__.split("+")[0]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each (%(default)s)")
+    parser.add_argument("--calls", type=int, default=50, help="in a turn (%(default)s)")
+    parser.add_argument("--out", default=str(machine.RESULTS / f"call_overhead-torch{version}.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(SIZES))
+    mesh = init_device_mesh("cpu", SIZES, mesh_dim_names=("a", "b", "c"))
+    for length in (2, 3):
+        for names in itertools.combinations("abc", length):
+            mesh[names]._flatten("".join(names))
+    repeat = (options.rounds, options.calls)
+    rows = []
+    for src, dst in CASES:
+        rows += explicit(mesh, src, dst, *repeat)
+    rows += implicit(mesh, *repeat)
+    print(f"{'us a call':58}{'stock':>9}{'ours':>9}{'stock/ours':>12}")
+    for row in rows:
+        ratio = row["stock"] / row["ours"]
+        print(f"{row['call'] + ', ' + row['pair']:58}{row['stock']:9.1f}{row['ours']:9.1f}{ratio:12.1f}")
+    alone_rows = [ours_alone(mesh, src, dst, *repeat) for src, dst in CASES]
+    print(f"\n{'ours alone, us a call':40}{'redistribute_local':>20}{'executor':>10}{'bare':>8}  collectives")
+    for row in alone_rows:
+        bare = "-" if row["bare"] is None else f"{row['bare']:.1f}"
+        figures = f"{row['redistribute_local']:20.1f}{row['executor']:10.1f}{bare:>8}"
+        print(f"{row['pair']:40}{figures}  {row['collectives']}")
+    summary = summarise(rows)
+    for kind, figures in summary.items():
+        print(f"{kind:28} stock/ours {figures['stock_over_ours']:.2f}, worst {figures['worst']:.2f}")
+    head = {**machine.describe("torch"), "mesh": SIZES, "shape": SHAPE, "quantile": QUANTILE}
+    machine.write(options.out, {**head, "summary": summary, "rows": rows, "ours_alone": alone_rows})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

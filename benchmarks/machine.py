@@ -1,0 +1,35 @@
+"""What every file of results says of where it comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def describe(*packages: str, date: str | None = None) -> dict:
+    """Date, versions of shardwright, Python and these packages, and the machine."""
+    model = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        model = names[0] if names else model
+    versions = {name: version(name) for name in ("shardwright", *packages)}
+    return {
+        "date": date or time.strftime("%Y-%m-%d"),
+        "versions": {**versions, "python": platform.python_version()},
+        "machine": {"cpus": os.cpu_count(), "model": model},
+    }
+
+
+def write(path: str | Path, results: dict) -> None:
+    """As JSON; says where."""
+    path = Path(path).resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    print(f"\nwritten to {path}")

@@ -1,0 +1,17 @@
+// Flat tensors over memory that exists, without the way through the dispatcher, which costs more than a small copy.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace shardwright {
+
+// `count` elements of a flat tensor, or of a contiguous one of any shape, from element `offset` on. Knows nothing of
+// autograd, and shares no version counter.
+at::Tensor flat_view(const at::Tensor& base, int64_t offset, int64_t count);
+
+// The same memory as uint8.
+at::Tensor flat_bytes(const at::Tensor& base, int64_t offset, int64_t count);
+
+}  // namespace shardwright
