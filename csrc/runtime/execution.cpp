@@ -39,6 +39,12 @@ Execution::Execution(std::shared_ptr<const Executable> executable, const at::Ten
   buffers_[kInputBuffer] = dense(input);
 }
 
+Execution::Execution(std::shared_ptr<const Executable> executable, const at::Tensor& input, const at::Tensor& out)
+    : Execution(std::move(executable), input) {
+  output_ = out;
+  buffers_[program_.output] = flat_view(out, 0, out.numel());
+}
+
 const at::Tensor& Execution::output() {
   // Not touched by any instruction where it has no elements.
   if (!output_.defined()) allocate(program_.output);

@@ -11,6 +11,8 @@ namespace shardwright {
 class Execution {
  public:
   Execution(std::shared_ptr<const Executable> executable, const at::Tensor& input);
+  // Into `out`, contiguous and of the right shape.
+  Execution(std::shared_ptr<const Executable> executable, const at::Tensor& input, const at::Tensor& out);
 
   // Allocated by the first instruction that writes it, or by the first to ask for it here.
   const at::Tensor& output();

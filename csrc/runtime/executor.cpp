@@ -145,7 +145,27 @@ at::Tensor Executable::run(const at::Tensor& input) const {
     ++counters().runs;
     return take_box(input);
   }
-  const auto execution = std::make_shared<Execution>(shared_from_this(), input);
+  return complete(std::make_shared<Execution>(shared_from_this(), input));
+}
+
+void Executable::run_into(const at::Tensor& input, const at::Tensor& out) const {
+  check_input(input);
+  TORCH_CHECK_VALUE(out.sizes().equals(program_.output_shape) && out.is_contiguous(), "out: has shape ", out.sizes(),
+                    " and strides ", out.strides(), " on rank ", rank_, "; allowed is a contiguous tensor of shape ",
+                    c10::IntArrayRef(program_.output_shape));
+  TORCH_CHECK_VALUE(out.scalar_type() == input.scalar_type() && out.device() == input.device(), "out: is ",
+                    c10::toString(out.scalar_type()), " on ", out.device(), "; allowed is what the input is, ",
+                    c10::toString(input.scalar_type()), " on ", input.device());
+  TORCH_CHECK_VALUE(!out.is_alias_of(input), "out: shares memory with the input; allowed is memory of its own");
+  if (program_.output == kInputBuffer) {
+    out.copy_(input);
+    ++counters().runs;
+    return;
+  }
+  complete(std::make_shared<Execution>(shared_from_this(), input, out));
+}
+
+at::Tensor Executable::complete(const std::shared_ptr<Execution>& execution) const {
   if (communicates_) {
     lane().issue(execution, [](Execution& e) { e.start_all(); });
     counters().received_bytes += received_bytes_;

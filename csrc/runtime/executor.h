@@ -24,6 +24,8 @@
 
 namespace shardwright {
 
+class Execution;
+
 // A compiled program bound to process groups, held by std::shared_ptr: its runs keep it alive.
 class Executable : public std::enable_shared_from_this<Executable> {
  public:
@@ -39,6 +41,10 @@ class Executable : public std::enable_shared_from_this<Executable> {
   // `input` itself where nothing is to be done. Throws c10::ValueError on another shape or element size, with nothing
   // sent.
   at::Tensor run(const at::Tensor& input) const;
+
+  // The same into `out`: contiguous, of output_shape, the input's dtype and device, no memory of it the input's. Throws
+  // c10::ValueError where it is not.
+  void run_into(const at::Tensor& input, const at::Tensor& out) const;
 
   // The same, returning after the first communication has been started. The Work is null where nothing is pending.
   std::pair<at::Tensor, comm::WorkPtr> start(const at::Tensor& input) const;
@@ -56,6 +62,7 @@ class Executable : public std::enable_shared_from_this<Executable> {
  private:
   void check_input(const at::Tensor& input) const;
   at::Tensor take_box(const at::Tensor& input) const;
+  at::Tensor complete(const std::shared_ptr<Execution>& execution) const;
 
   Program program_;
   Program::Lifetimes lifetimes_;

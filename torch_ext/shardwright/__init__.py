@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .calibrating import calibrate
     from .drop_in import disable, enable, enabled
     from .groups import prepare
+    from .operators import operator
     from .redistributing import redistribute, redistribute_local
     from .wire import wire_meter
 
@@ -38,6 +39,7 @@ __all__ = [
     "enable",
     "enabled",
     "load_topology",
+    "operator",
     "pin",
     "plan",
     "plan_from_json",
@@ -56,6 +58,7 @@ _NEEDS_TORCH = {
     "disable": "drop_in",
     "enable": "drop_in",
     "enabled": "drop_in",
+    "operator": "operators",
     "prepare": "groups",
     "redistribute": "redistributing",
     "redistribute_local": "redistributing",

@@ -102,6 +102,14 @@ def bind(
     Ranks of the plan's mesh are global ranks, or ranks of `group` if one is given.
     """
     executable = _runtime.Executable(plan.to_bytes(), dist.get_rank(group))
+    executable.bind(group_names(executable, device_mesh=device_mesh, group=group))
+    return executable
+
+
+def group_names(
+    executable: _runtime.Executable, *, device_mesh: Any | None = None, group: dist.ProcessGroup | None = None
+) -> list[str]:
+    """The names of the process groups that an executable needs, in its order. Makes those that are missing."""
     names = []
     for mesh_dims, ranks in executable.groups:
         if group is not None:
@@ -110,8 +118,7 @@ def bind(
             names.append(group.group_name)
         else:
             names.append(groups.find_or_make(ranks, mesh_dims, device_mesh).group_name)
-    executable.bind(names)
-    return executable
+    return names
 
 
 def run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:

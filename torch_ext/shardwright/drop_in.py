@@ -26,9 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import assert_no_mixed_partial_types
 from torch.utils._debug_mode import get_active_debug_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _convert, _engine, _runtime, _shortcut, _stats
 from .layout import Layout, Mesh
+from .planning import Plan
 
 _MAX_MODE_CHANGES = 4096
 _REMEMBERED = "_shardwright_mode"
@@ -225,7 +227,8 @@ def _redistribute_local_tensor(
         return by_torch()
     if isinstance(local_tensor, AsyncCollectiveTensor):
         local_tensor = local_tensor.wait()
-    reason = _why_not(local_tensor, current_spec, target_spec)
+    is_traced = _are_we_tracing()
+    reason = _why_not(local_tensor, current_spec, is_traced)
     if reason is None:
         if current_spec.mesh is not target_spec.mesh and current_spec.mesh != target_spec.mesh:
             return by_torch()  # raises
@@ -234,6 +237,12 @@ def _redistribute_local_tensor(
         if not current_spec.mesh._is_current_rank_part_of_mesh():
             return local_tensor
         key = _key(local_tensor, current_spec, target_spec, mode)
+        if is_traced:
+            traced = _trace(key, local_tensor, current_spec, target_spec, mode)
+            if isinstance(traced, torch.Tensor):
+                return traced
+            reason = traced.reason
+    if reason is None:
         executable = _engine.lookup(key, lambda: _build(local_tensor, current_spec, target_spec, mode.make_groups))
         if isinstance(executable, _engine.Refusal):
             reason = executable.reason
@@ -313,36 +322,75 @@ def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bo
     return False
 
 
-def _why_not(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> str | None:
-    if type(local_tensor) not in (torch.Tensor, torch.nn.Parameter):
+def _why_not(local_tensor: torch.Tensor, current_spec: DTensorSpec, is_traced: bool) -> str | None:
+    if not is_traced and type(local_tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"local tensor is a {type(local_tensor).__name__}"
-    if _are_we_tracing():
-        return "tracing"
     if local_tensor.device.type not in ("cpu", "cuda"):
         return f"device {local_tensor.device.type}"
     if current_spec.tensor_meta is None:
         return "no tensor_meta"
+    if is_traced and not all(isinstance(n, int) for n in (*current_spec.shape, *local_tensor.shape)):
+        return "symbolic shape"
     return None
+
+
+_arguments: _engine.Kept[dict[str, Any] | _engine.Refusal] = _engine.Kept()
+
+
+def _trace(
+    key: Hashable, local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, mode: _Mode
+) -> torch.Tensor | _engine.Refusal:
+    """What a trace records of a redistribute: our operators."""
+    from . import operators
+
+    arguments = _arguments.get(key)
+    if arguments is None:
+        with _disable_current_modes():  # nothing of this belongs into the trace
+            arguments = _trace_arguments(local_tensor, current_spec, target_spec, mode.make_groups)
+        _arguments.put(key, arguments)
+    if isinstance(arguments, _engine.Refusal):
+        return arguments
+    _stats.counts.traced += 1
+    if not arguments:
+        return local_tensor.clone() if _torch_would_copy(current_spec, target_spec) else local_tensor
+    return operators.trace(local_tensor, **arguments)
+
+
+def _trace_arguments(
+    local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, make_groups: bool
+) -> dict[str, Any] | _engine.Refusal:
+    """The operators' arguments; none of them where nothing is to be done."""
+    from . import operators
+
+    plan = _plan(local_tensor, current_spec, target_spec, make_groups)
+    if isinstance(plan, _engine.Refusal):
+        return plan
+    if any(step.op == "partition" for step in plan.steps) and not local_tensor.dtype.is_floating_point:
+        return _engine.Refusal("tracing: PyTorch makes integers floating where it divides them")
+    return operators.arguments_of(plan, device_mesh=current_spec.mesh) if plan.steps else {}
 
 
 def _build(
     local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, make_groups: bool
 ) -> _runtime.Executable | _engine.Refusal:
-    device_type = local_tensor.device.type
+    plan = _plan(local_tensor, current_spec, target_spec, make_groups)
+    return plan if isinstance(plan, _engine.Refusal) else _engine.bind(plan, device_mesh=current_spec.mesh)
+
+
+def _plan(
+    local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, make_groups: bool
+) -> Plan | _engine.Refusal:
     try:
         src = layout_of_spec(current_spec, current_spec, local_tensor.dtype)
         dst = layout_of_spec(target_spec, current_spec, local_tensor.dtype)
         existing = None if make_groups else current_spec.mesh
-        plan = _engine.make_plan(src, dst, device_type, existing_groups_of=existing)
+        return _engine.make_plan(src, dst, local_tensor.device.type, existing_groups_of=existing)
     except ValueError as error:
         return _engine.Refusal(str(error))
-    return _engine.bind(plan, device_mesh=current_spec.mesh)
 
 
 def layout_of_spec(spec: DTensorSpec, meta: DTensorSpec, dtype: torch.dtype) -> Layout:
     """The layout a DTensorSpec describes, with the shape of `meta`. Raises ValueError for what we do not know."""
-    if any(not isinstance(size, int) for size in meta.shape):
-        raise ValueError("symbolic shape")
     mesh = Mesh(spec.mesh)
     if spec.use_strided_shard_as_shard_order:
         return Layout(mesh, meta.shape, spec.placements, dtype)

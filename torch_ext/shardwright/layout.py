@@ -89,3 +89,19 @@ class Layout(_planner.Layout):
 
     def __repr__(self) -> str:
         return super().__repr__() if self._made else "<Layout that was not made>"
+
+
+_DIFFERENTIABLE = ("P(sum)", "P(avg)")
+
+
+def gradient_layout(layout: _planner.Layout, argument: str) -> Layout:
+    """The layout of a gradient: R where the value is partial. Raises ValueError, naming `argument`, where none is."""
+    placements = []
+    for placement in layout.placements:
+        if placement.startswith("P") and placement not in _DIFFERENTIABLE:
+            raise ValueError(
+                f"{argument}: {placement} has no gradient here; allowed with requires_grad are "
+                f"{', '.join(_DIFFERENTIABLE)}, S and R"
+            )
+        placements.append("R" if placement.startswith("P") else placement)
+    return Layout(layout.mesh, list(layout.shape), placements, layout.dtype, layout.shard_order, strided="literal")

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from . import _engine, _planner, _runtime, groups
 from .drop_in import enabled
-
-_DIFFERENTIABLE = ("P(sum)", "P(avg)")
+from .layout import gradient_layout
 
 
 def redistribute(
@@ -154,21 +153,6 @@ def _executable(
     return executable
 
 
-def _gradient_layout(layout: _planner.Layout, argument: str) -> _planner.Layout:
-    """The layout of a gradient: R where the value is partial."""
-    placements = []
-    for placement in layout.placements:
-        if placement.startswith("P") and placement not in _DIFFERENTIABLE:
-            raise ValueError(
-                f"{argument}: {placement} has no gradient here; allowed with requires_grad are "
-                f"{', '.join(_DIFFERENTIABLE)}, S and R"
-            )
-        placements.append("R" if placement.startswith("P") else placement)
-    return _planner.Layout(
-        layout.mesh, list(layout.shape), placements, layout.dtype, layout.shard_order, strided="literal"
-    )
-
-
 class _RedistributeLocal(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -180,7 +164,7 @@ class _RedistributeLocal(torch.autograd.Function):
         device_mesh: DeviceMesh | None,
         async_op: bool,
     ) -> torch.Tensor:
-        ctx.way_back = (_gradient_layout(dst, "dst"), _gradient_layout(src, "src"), group, device_mesh)
+        ctx.way_back = (gradient_layout(dst, "dst"), gradient_layout(src, "src"), group, device_mesh)
         output = _engine.run(_executable(local, src, dst, group, device_mesh), local, async_op)
         return output.view_as(output) if output is local else output
 

@@ -1,0 +1,222 @@
+#include "runtime/operators.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "layout/error.h"
+#include "planner/serialize.h"
+
+namespace shardwright {
+namespace {
+
+constexpr size_t kMaxExecutables = 8192;
+
+// Operators never return what they were given.
+at::Tensor fresh(const at::Tensor& output, const at::Tensor& input) {
+  return output.is_alias_of(input) ? output.clone(at::MemoryFormat::Contiguous) : output;
+}
+
+at::Tensor redistribute(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
+                        int64_t rank, const std::string& /*backward_plan*/,
+                        const std::vector<std::string>& /*backward_groups*/) {
+  return fresh(executable_of(plan, groups, rank)->run(input.contiguous()), input);
+}
+
+void redistribute_out(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
+                      int64_t rank, at::Tensor& out) {
+  executable_of(plan, groups, rank)->run_into(input.contiguous(), out);
+}
+
+// What was started and not waited for, by number. The number travels through a graph as the value of a tensor, so that
+// it does not matter what a compiler does with that tensor.
+class UnderWay {
+ public:
+  struct Transfer {
+    at::Tensor input;
+    at::Tensor output;
+    comm::WorkPtr work;  // null where nothing is left to do
+  };
+
+  int64_t add(Transfer transfer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    transfers_.emplace(next_, std::move(transfer));
+    return next_++;
+  }
+
+  Transfer take(int64_t number) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = transfers_.find(number);
+    TORCH_CHECK_VALUE(found != transfers_.end(), "handle: ", number,
+                      " is no redistribute under way; each is to be waited for once, in the process that started it");
+    Transfer transfer = std::move(found->second);
+    transfers_.erase(found);
+    return transfer;
+  }
+
+ private:
+  std::mutex mutex_;
+  int64_t next_ = 1;
+  std::unordered_map<int64_t, Transfer> transfers_;
+};
+
+UnderWay& under_way() {
+  static UnderWay* instance = new UnderWay;  // outlives threads that run at exit
+  return *instance;
+}
+
+at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
+                              int64_t rank) {
+  const at::Tensor dense = input.contiguous();
+  auto [output, work] = executable_of(plan, groups, rank)->start(dense);
+  const auto size = static_cast<int64_t>(std::max(dense.nbytes(), output.nbytes())) / 8 + 1;
+  at::Tensor handle = at::empty({1}, at::TensorOptions(at::kLong).device(at::kCPU));
+  *handle.mutable_data_ptr<int64_t>() = under_way().add({dense, output, std::move(work)});
+  return handle.expand({size});
+}
+
+// `input` is an argument so that its memory is not used for something else before.
+at::Tensor redistribute_wait(const at::Tensor& handle, const at::Tensor& input, const std::string& /*plan*/,
+                             int64_t /*rank*/) {
+  const UnderWay::Transfer transfer = under_way().take(*handle.const_data_ptr<int64_t>());
+  if (transfer.work) transfer.work->wait();
+  return fresh(transfer.output, input);
+}
+
+using Redistribute = at::Tensor(const at::Tensor&, const std::string&, const std::vector<std::string>&, int64_t,
+                                const std::string&, const std::vector<std::string>&);
+
+const c10::TypedOperatorHandle<Redistribute>& redistribute_handle() {
+  static const auto handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow("shardwright::redistribute", "").typed<Redistribute>();
+  return handle;
+}
+
+// The gradient goes the way of backward_plan. That way can be differentiated again where it is the reverse of this one,
+// which it is without pending reductions: a gradient stands for P as R.
+class RedistributeFunction : public torch::autograd::Function<RedistributeFunction> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input, const std::string& plan,
+                            const std::vector<std::string>& groups, int64_t rank, const std::string& backward_plan,
+                            const std::vector<std::string>& backward_groups) {
+    context->saved_data["plan"] = plan;
+    context->saved_data["groups"] = groups;
+    context->saved_data["rank"] = rank;
+    context->saved_data["backward_plan"] = backward_plan;
+    context->saved_data["backward_groups"] = backward_groups;
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return redistribute_handle().call(input, plan, groups, rank, backward_plan, backward_groups);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const auto text = [&](const char* name) { return context->saved_data[name].toStringRef(); };
+    const auto names = [&](const char* name) { return context->saved_data[name].to<std::vector<std::string>>(); };
+    const std::string backward_plan = text("backward_plan");
+    TORCH_CHECK_NOT_IMPLEMENTED(!backward_plan.empty(),
+                                "shardwright::redistribute: backward_plan is empty, so there is no gradient; "
+                                "shardwright.operator gives one for layouts with S, R, P(sum) and P(avg)");
+    const Plan plan = from_bytes(plan_bytes_of(text("plan")));
+    const bool is_reversible = plan.src.partial_dims().empty() && plan.dst.partial_dims().empty();
+    at::Tensor gradient = redistribute_handle().call(
+        gradients[0], backward_plan, names("backward_groups"), context->saved_data["rank"].toInt(),
+        is_reversible ? text("plan") : std::string(), is_reversible ? names("groups") : std::vector<std::string>());
+    return {gradient, {}, {}, {}, {}, {}};
+  }
+};
+
+at::Tensor redistribute_autograd(const at::Tensor& input, const std::string& plan,
+                                 const std::vector<std::string>& groups, int64_t rank, const std::string& backward_plan,
+                                 const std::vector<std::string>& backward_groups) {
+  return RedistributeFunction::apply(input, plan, groups, rank, backward_plan, backward_groups);
+}
+
+std::string from_base64(const char* begin, const char* end) {
+  static const std::array<int8_t, 256> values = [] {
+    std::array<int8_t, 256> table{};
+    table.fill(-1);
+    const char* digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    for (int8_t i = 0; i < 64; ++i) table[static_cast<unsigned char>(digits[i])] = i;
+    return table;
+  }();
+  std::string bytes;
+  uint32_t bits = 0;
+  int count = 0;
+  for (; begin != end && *begin != '='; ++begin) {
+    const int8_t value = values[static_cast<unsigned char>(*begin)];
+    TORCH_CHECK_VALUE(value >= 0, "plan: has a character that is not base64 behind its last '|'");
+    bits = bits << 6 | static_cast<uint32_t>(value);
+    count += 6;
+    if (count < 8) continue;
+    count -= 8;
+    bytes.push_back(static_cast<char>(bits >> count & 0xff));
+  }
+  return bytes;
+}
+
+}  // namespace
+
+std::string plan_bytes_of(const std::string& plan) {
+  const size_t bar = plan.rfind('|');
+  TORCH_CHECK_VALUE(bar != std::string::npos, "plan: '", plan.substr(0, 80),
+                    "' is no plan for an operator; shardwright.operator makes them");
+  return from_base64(plan.data() + bar + 1, plan.data() + plan.size());
+}
+
+std::shared_ptr<const Executable> executable_of(const std::string& plan, const std::vector<std::string>& groups,
+                                                int64_t rank) {
+  static std::mutex mutex;
+  static auto* kept = new std::unordered_map<std::string, std::shared_ptr<Executable>>;
+  std::string key = plan;
+  for (const std::string& name : groups) key += '\n' + name;
+  key += '\n' + std::to_string(rank);
+  std::vector<comm::GroupPtr> found_groups;
+  for (const std::string& name : groups) found_groups.push_back(c10d::resolve_process_group(name));
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = kept->find(key);
+  if (found != kept->end() && found->second->groups() == found_groups) return found->second;
+  try {
+    auto made = std::make_shared<Executable>(plan_bytes_of(plan), rank);
+    made->bind(std::move(found_groups));
+    if (kept->size() >= kMaxExecutables) kept->clear();
+    kept->insert_or_assign(std::move(key), made);
+    return made;
+  } catch (const UserError& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
+// The whole surface. `input` is this rank's part by the plan's source, the result its part by the destination, new and
+// row-major; nothing else is written but `out`.
+TORCH_LIBRARY(shardwright, m) {
+  // backward_plan says how the gradient goes back; empty, the result has none.
+  m.def(
+      "redistribute(Tensor input, str plan, str[] groups, int rank, str backward_plan, str[] backward_groups) -> "
+      "Tensor");
+  // Into `out`: row-major, apart from `input`.
+  m.def("redistribute_out(Tensor input, str plan, str[] groups, int rank, Tensor(a!) out) -> ()");
+  // The same in two halves, with room for compute in between. The handle is good for one wait. It is one int64 on CPU,
+  // expanded to more bytes than input and output have: who chooses what to keep for a backward by size then keeps one
+  // of these, and never waits for a handle again.
+  m.def("redistribute_start(Tensor input, str plan, str[] groups, int rank) -> Tensor");
+  m.def("redistribute_wait(Tensor handle, Tensor input, str plan, int rank) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(shardwright, CompositeExplicitAutograd, m) {
+  m.impl("redistribute", redistribute);
+  m.impl("redistribute_out", redistribute_out);
+  m.impl("redistribute_start", redistribute_start);
+  m.impl("redistribute_wait", redistribute_wait);
+}
+
+TORCH_LIBRARY_IMPL(shardwright, Autograd, m) { m.impl("redistribute", redistribute_autograd); }
+
+}  // namespace shardwright

@@ -1,0 +1,290 @@
+"""`torch.ops.shardwright`: values, gradients, what PyTorch asks of an operator, and compiled code that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import oracle
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+
+WORLD = 4
+SHAPE = (7, 6)
+PAIRS = [
+    (["S(0)", "R"], ["R", "R"]),
+    (["S(0)", "S(0)"], ["S(1)", "R"]),
+    (["S(1)", "S(0)"], ["S(0)", "S(1)"]),
+    (["P", "S(0)"], ["R", "S(1)"]),
+    (["P", "P"], ["R", "R"]),
+    (["R", "R"], ["S(0)", "R"]),
+    (["S(0)", "R"], ["S(0)", "R"]),
+]
+
+
+def _mesh() -> sw.Mesh:
+    return sw.Mesh({"a": 2, "b": 2})
+
+
+def _part(layout: sw.Layout) -> torch.Tensor:
+    """This rank's part of a global tensor; of a pending sum, its rank + 1 times that."""
+    rank = dist.get_rank()
+    part = oracle.global_tensor(SHAPE, torch.float32, 5, True)
+    for dim, intervals in enumerate(layout.region(rank)):
+        part = torch.cat([part.narrow(dim, begin, end - begin) for begin, end in intervals], dim)
+    pending = [d for d, placement in enumerate(layout.placements) if placement.startswith("P")]
+    factors = [layout.mesh.coordinate(rank)[d] + 1 for d in pending]
+    return part * torch.tensor(factors).prod() if factors else part
+
+
+def _layouts(src: list[str], dst: list[str]) -> tuple[sw.Layout, sw.Layout]:
+    return sw.Layout(_mesh(), SHAPE, src), sw.Layout(_mesh(), SHAPE, dst)
+
+
+def _arguments(operator: Any, names: tuple[str, ...] = ("plan", "groups", "rank")) -> dict[str, Any]:
+    return {name: operator.keywords[name] for name in names}
+
+
+def _values(src: list[str], dst: list[str]) -> None:
+    before, after = _layouts(src, dst)
+    operator = sw.operator(before, after)
+    local = _part(before)
+    kept = local.clone()
+    expected = _part(after) * 3 ** sum(placement == "P" for placement in src)
+    for given in (local, local.t().contiguous().t()):
+        result = operator(given)
+        assert torch.equal(result, expected) and result.is_contiguous() and not result._is_view()
+        assert result.untyped_storage().data_ptr() != given.untyped_storage().data_ptr() or result.numel() == 0
+    out = torch.empty_like(expected)
+    torch.ops.shardwright.redistribute_out(local, **_arguments(operator), out=out)
+    assert torch.equal(out, expected)
+    handles = [torch.ops.shardwright.redistribute_start(local * n, **_arguments(operator)) for n in (1, 2)]
+    for n, handle in reversed(list(enumerate(handles, 1))):  # a compiler may wait in another order
+        result = torch.ops.shardwright.redistribute_wait(
+            handle.clone(), local, **_arguments(operator, ("plan", "rank"))
+        )
+        assert torch.equal(result, n * expected)
+    assert torch.equal(local, kept)
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_values(pool: Pool, src: list[str], dst: list[str]) -> None:
+    pool.run(_values, WORLD, src, dst)
+
+
+def _gradients(src: list[str], dst: list[str]) -> None:
+    before, after = _layouts(src, dst)
+    operator = sw.operator(before, after)
+    grads = []
+    for move in (operator, lambda x: sw.redistribute_local(x, before, after)):
+        x = _part(before).requires_grad_()
+        (grad,) = torch.autograd.grad(move(x).square().sum(), x)
+        grads.append(grad)
+    assert torch.equal(*grads)
+    if "P" not in src:
+        x = _part(before).requires_grad_()
+        (grad,) = torch.autograd.grad(operator(x).square().sum(), x, create_graph=True)
+        (again,) = torch.autograd.grad(grad.sum(), x)
+        x = _part(before).requires_grad_()
+        (grad,) = torch.autograd.grad(sw.redistribute_local(x, before, after).square().sum(), x, create_graph=True)
+        assert torch.equal(again, torch.autograd.grad(grad.sum(), x)[0])
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_gradients(pool: Pool, src: list[str], dst: list[str]) -> None:
+    pool.run(_gradients, WORLD, src, dst)
+
+
+def _opcheck() -> None:
+    before, after = _layouts(["S(0)", "S(1)"], ["S(1)", "R"])
+    operator = sw.operator(before, after)
+    ops, arguments = torch.ops.shardwright, _arguments(operator)
+    local, out = _part(before), torch.empty_like(_part(after))
+    torch.library.opcheck(ops.redistribute.default, (local,), operator.keywords)
+    torch.library.opcheck(ops.redistribute.default, (local.clone().requires_grad_(),), operator.keywords)
+    torch.library.opcheck(ops.redistribute_out.default, (local,), {**arguments, "out": out})
+    # Every start has a handle of its own, good for one wait, which the one check that is left out does not know.
+    for check in ("test_schema", "test_autograd_registration", "test_faketensor"):
+        torch.library.opcheck(ops.redistribute_start.default, (local,), arguments, test_utils=check)
+        handle = ops.redistribute_start(local, **arguments)
+        torch.library.opcheck(
+            ops.redistribute_wait.default, (handle, local), _arguments(operator, ("plan", "rank")), test_utils=check
+        )
+
+
+def test_opcheck(pool: Pool) -> None:
+    pool.run(_opcheck, WORLD)
+
+
+def _bad_input() -> None:
+    before, after = _layouts(["S(0)", "R"], ["R", "R"])
+    operator = sw.operator(before, after)
+    ops, arguments = torch.ops.shardwright, _arguments(operator)
+    local, out = _part(before), torch.empty(SHAPE)
+    with pytest.raises(ValueError, match=r"local tensor: has shape \[1\] on rank"):
+        operator(torch.zeros(1))
+    with pytest.raises(ValueError, match="plan: 'nonsense' is no plan for an operator"):
+        ops.redistribute_start(local, "nonsense", arguments["groups"], 0)
+    with pytest.raises(ValueError, match="plan bytes"):
+        ops.redistribute_start(local, "a|AAAA", arguments["groups"], 0)
+    with pytest.raises(ValueError, match="rank: 9 is not on the mesh"):
+        ops.redistribute_start(local, arguments["plan"], arguments["groups"], 9)
+    for wrong, message in (
+        (torch.empty(6, 7), r"out: has shape \[6, 7\]"),
+        (torch.empty(6, 7).t(), r"out: has shape \[7, 6\] and strides \[1, 7\]"),
+        (torch.empty(SHAPE, dtype=torch.float64), "out: is Double on cpu; allowed is what the input is, Float on cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.redistribute_out(local, **arguments, out=wrong)
+    handle = ops.redistribute_start(local, **arguments)
+    ops.redistribute_wait(handle, local, **_arguments(operator, ("plan", "rank")))
+    with pytest.raises(ValueError, match="is no redistribute under way; each is to be waited for once"):
+        ops.redistribute_wait(handle, local, **_arguments(operator, ("plan", "rank")))
+    most = sw.operator(*_layouts(["P(max)", "R"], ["R", "R"]))
+    with pytest.raises(NotImplementedError, match="backward_plan is empty"):
+        most(out.zero_().requires_grad_()).sum().backward()
+
+
+def test_bad_input(pool: Pool) -> None:
+    pool.run(_bad_input, WORLD)
+
+
+# ------------------------------------------------------------------------------------------------- compiled code
+
+
+def _recording(graphs: list[str]) -> Callable[..., Any]:
+    """A backend that runs what AOTAutograd makes, forward and backward, and keeps the names of its operators."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(" ".join(str(node.target) for node in module.graph.nodes if node.op == "call_function"))
+        return make_boxed_func(module.forward)
+
+    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)  # type: ignore[no-any-return]
+
+
+def _compiled(kind: str) -> None:
+    torch._dynamo.reset()
+    mesh = get_mesh((2, 2))
+    x = distribute_tensor(oracle.global_tensor((8, 6), torch.float32, 1, True), mesh, [Shard(0), Shard(1)])
+    weight = distribute_tensor(oracle.global_tensor((6, 4), torch.float32, 2, True), mesh, [Replicate(), Shard(0)])
+
+    def block(x: DTensor, weight: DTensor) -> DTensor:
+        hidden = torch.relu(x @ weight)  # a pending sum, reduced by itself
+        return hidden.redistribute(placements=[Shard(1), Replicate()]).cos().redistribute(placements=[Shard(0)] * 2)
+
+    def checkpointed(x: DTensor, weight: DTensor) -> DTensor:
+        result: DTensor = checkpoint(block, x, weight, use_reentrant=False)
+        return result
+
+    function = checkpointed if kind == "checkpointed" else block
+    results = []
+    graphs: list[str] = []
+    with sw.enabled(strict=True):
+        compiled = torch.compile(function, backend=_recording(graphs), fullgraph=True)
+        for run in (block, compiled, compiled):
+            inputs = [t.detach().clone().requires_grad_() for t in (x, weight)]
+            result = run(*inputs)
+            grads = torch.autograd.grad(result.square().sum(), inputs)
+            results.append([t.full_tensor() for t in (result, *grads)])
+            assert result.placements == (Shard(0), Shard(0))
+    for result in results[1:]:
+        for one, other in zip(result, results[0], strict=True):
+            torch.testing.assert_close(one, other)
+    assert len(graphs) == 2, "one forward and one backward"
+    for graph in graphs:
+        assert graph.count("redistribute_start") == graph.count("redistribute_wait") > 0
+        assert "_c10d_functional" not in graph
+
+
+@pytest.mark.parametrize("kind", ["plain", "checkpointed"])
+def test_compiled(pool: Pool, kind: str) -> None:
+    pool.run(_compiled, WORLD, kind)
+
+
+class _Mlp(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(6, 10)
+        self.down = torch.nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(x)))
+        return result
+
+
+def _tensor_parallel_block() -> None:
+    """Inductor, on uneven shards: 10 columns over 2 ranks' 5, 7 rows in sequence parallel."""
+    torch._dynamo.reset()
+    mesh = get_mesh((2,))
+    torch.manual_seed(0)
+    whole = _Mlp()
+    sharded = _Mlp()
+    sharded.load_state_dict(whole.state_dict())
+    parallelize_module(
+        sharded,
+        mesh,
+        {
+            "up": ColwiseParallel(input_layouts=Shard(0)),
+            "down": RowwiseParallel(output_layouts=Shard(0)),
+        },
+    )
+    x = oracle.global_tensor((8, 6), torch.float32, 3, True)
+    expected = whole(x)
+    expected.square().sum().backward()
+    sw.reset_stats()
+    with sw.enabled(strict=True):
+        compiled = torch.compile(sharded, fullgraph=True)
+        local = x.chunk(2)[dist.get_rank()]
+        result = compiled(local)
+        result.square().sum().backward()
+    torch.testing.assert_close(result, expected.chunk(2)[dist.get_rank()])
+    for name, parameter in sharded.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole.get_parameter(name).grad)
+    assert sw.stats()["traced"] > 0 and sw.stats()["fallbacks"] == 0
+
+
+def test_tensor_parallel_block_by_inductor(pool: Pool) -> None:
+    pool.run(_tensor_parallel_block, 2)
+
+
+def _compiled_on_plain_tensors() -> None:
+    torch._dynamo.reset()
+    before, after = _layouts(["S(0)", "R"], ["R", "S(1)"])
+    operator = sw.operator(before, after)
+    compiled = torch.compile(lambda x: operator(x * 2) + 1, backend="aot_eager", fullgraph=True)
+    x = _part(before).requires_grad_()
+    result = compiled(x)
+    assert torch.equal(result, _part(after) * 2 + 1)
+    result.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+def test_compiled_on_plain_tensors(pool: Pool) -> None:
+    pool.run(_compiled_on_plain_tensors, WORLD)
+
+
+def _fake_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mesh = get_mesh((2, 2))
+    with FakeTensorMode(), sw.enabled(strict=True):
+        x = DTensor.from_local(torch.empty(4, 6), mesh, [Shard(0), Replicate()], run_check=False)
+        moved = x.redistribute(placements=[Shard(1), Shard(1)])
+        assert moved._local_tensor.shape == (8, 2 if mesh.get_local_rank(1) == 0 else 1)
+        pending = DTensor.from_local(torch.empty(4, 6), mesh, [Partial(), Partial()], run_check=False)
+        assert pending.redistribute(placements=[Replicate(), Shard(0)])._local_tensor.shape == (2, 6)
+
+
+def test_fake_tensors(pool: Pool) -> None:
+    pool.run(_fake_tensors, WORLD)

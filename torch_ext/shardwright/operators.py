@@ -1,0 +1,140 @@
+"""Redistributes as operators: `torch.ops.shardwright.*`, for compiled code and for plain tensors in it.
+
+Importing this module registers them.
+
+    redistribute(Tensor input, str plan, str[] groups, int rank, str backward_plan, str[] backward_groups) -> Tensor
+    redistribute_out(Tensor input, str plan, str[] groups, int rank, Tensor(a!) out) -> ()
+    redistribute_start(Tensor input, str plan, str[] groups, int rank) -> Tensor
+    redistribute_wait(Tensor handle, Tensor input, str plan, int rank) -> Tensor
+
+`operator` makes their arguments. With the drop-in on, `torch.compile` puts start and wait where DTensor redistributes.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import _engine, _planner, _runtime, layout
+
+__all__ = ["operator"]
+
+
+def operator(
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    *,
+    device_type: str = "cpu",
+    group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that takes this rank's part from `src` to `dst` by `torch.ops.shardwright.redistribute`.
+
+    Made once, outside of compiled code, by all ranks of the mesh at the same point: process groups that are missing are
+    made here. What it returns holds texts and ints alone, so it can be called in code that is compiled or captured.
+
+    Args:
+        src, dst: layouts on one mesh. The mesh's ranks are global ranks, or ranks of `group` if one is given.
+        device_type: of the tensors to come: ``"cpu"`` or ``"cuda"``.
+        group: the process group the mesh lies in; default, the default group.
+        device_mesh: a DeviceMesh over the same ranks whose process groups may be used.
+
+    Returns:
+        A function from a tensor of shape ``src.local_shape(rank)`` to a new, row-major one of shape
+        ``dst.local_shape(rank)``. Differentiable where pending reductions are sums or averages, twice where none is.
+        Its attribute ``keywords`` holds the operator's arguments, for the operator's other forms.
+
+    Raises:
+        ValueError: the layouts contradict each other, or this rank is not on their mesh.
+        RuntimeError: torch.distributed is not initialised.
+    """
+    plan = _engine.make_plan(src, dst, device_type, group)
+    arguments = arguments_of(plan, group=group, device_mesh=device_mesh)
+    backward = {"plan": "", "groups": []}
+    with contextlib.suppress(ValueError):  # which says that there are no gradients
+        way_back = layout.gradient_layout(dst, "dst"), layout.gradient_layout(src, "src")
+        plan_back = _engine.make_plan(*way_back, device_type, group)
+        backward = arguments_of(plan_back, group=group, device_mesh=device_mesh)
+    return functools.partial(
+        torch.ops.shardwright.redistribute,
+        **arguments,
+        backward_plan=backward["plan"],
+        backward_groups=backward["groups"],
+    )
+
+
+def arguments_of(
+    plan: _planner.Plan, *, group: dist.ProcessGroup | None = None, device_mesh: Any | None = None
+) -> dict[str, Any]:
+    """What the operators take beside tensors. Collective among the ranks of any group that must be made."""
+    rank = dist.get_rank(group)
+    if plan.src.mesh.coordinate(rank) is None:
+        raise ValueError(f"rank: {rank} is not on the mesh ({plan.src.mesh})")
+    executable = _runtime.Executable(plan.to_bytes(), rank)
+    return {
+        "plan": f"{str(plan).splitlines()[0]}|{base64.b64encode(plan.to_bytes()).decode()}",
+        "groups": _engine.group_names(executable, device_mesh=device_mesh, group=group),
+        "rank": rank,
+    }
+
+
+def trace(local: torch.Tensor, plan: str, groups: Sequence[str], rank: int) -> torch.Tensor:
+    """Both halves, for a trace."""
+    handle = torch.ops.shardwright.redistribute_start(local, plan, groups, rank)
+    moved: torch.Tensor = torch.ops.shardwright.redistribute_wait(handle, local, plan, rank)
+    return moved
+
+
+@functools.lru_cache(maxsize=4096)
+def _ends(plan: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    """Local shapes before and after, and the dtype."""
+    made = _planner.Plan.from_bytes(base64.b64decode(plan.rpartition("|")[2]))
+    return tuple(made.src.local_shape(rank)), tuple(made.dst.local_shape(rank)), made.src.dtype
+
+
+def _result_shape(input: torch.Tensor, plan: str, rank: int) -> tuple[int, ...]:
+    before, after, dtype = _ends(plan, rank)
+    if tuple(input.shape) != before:
+        raise ValueError(f"input: has shape {tuple(input.shape)} on rank {rank}, where the plan has {before}")
+    if str(input.dtype) != f"torch.{dtype}":
+        raise ValueError(f"input: has dtype {input.dtype}, where the plan has {dtype}")
+    return after
+
+
+@torch.library.register_fake("shardwright::redistribute")
+def _(
+    input: torch.Tensor,
+    plan: str,
+    groups: Sequence[str],
+    rank: int,
+    backward_plan: str,
+    backward_groups: Sequence[str],
+) -> torch.Tensor:
+    return input.new_empty(_result_shape(input, plan, rank))
+
+
+@torch.library.register_fake("shardwright::redistribute_out")
+def _(input: torch.Tensor, plan: str, groups: Sequence[str], rank: int, out: torch.Tensor) -> None:
+    shape = _result_shape(input, plan, rank)
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out: has shape {tuple(out.shape)} on rank {rank}; allowed is {shape}")
+
+
+@torch.library.register_fake("shardwright::redistribute_start")
+def _(input: torch.Tensor, plan: str, groups: Sequence[str], rank: int) -> torch.Tensor:
+    after = _result_shape(input, plan, rank)
+    size = max(input.numel(), math.prod(after)) * input.element_size() // 8 + 1
+    return torch.empty(1, dtype=torch.int64, device="cpu").expand(size)
+
+
+@torch.library.register_fake("shardwright::redistribute_wait")
+def _(handle: torch.Tensor, input: torch.Tensor, plan: str, rank: int) -> torch.Tensor:
+    return input.new_empty(_result_shape(input, plan, rank))
