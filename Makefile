@@ -93,7 +93,7 @@ demo: build
 	$(HERE) $(PY) examples/demo.py $(ARGS)
 
 bench: build
-	$(HERE) $(PY) benchmarks/redistribute.py $(ARGS)
+	$(HERE) $(PY) benchmarks/gloo_redistribute.py $(ARGS)
 
 bench-planner: build
 	$(HERE) $(PY) benchmarks/vs_torch_planner.py $(ARGS)

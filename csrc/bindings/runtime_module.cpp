@@ -62,6 +62,14 @@ PYBIND11_MODULE(_runtime, m) {
                              [](const Executable& e) { return e.program().output == shardwright::kInputBuffer; })
       .def_property_readonly("communicates", &Executable::communicates)
       .def_property_readonly("received_bytes", &Executable::received_bytes)
+      .def_property_readonly("rank", &Executable::rank)
+      .def_property_readonly("mesh_ranks", &Executable::mesh_ranks)
+      .def_property_readonly("signature",
+                             [](const Executable& e) {
+                               py::dict fields;
+                               for (const auto& [name, value] : e.signature()) fields[py::str(name)] = value;
+                               return fields;
+                             })
       .def("bind", &shardwright::bind_groups, py::arg("group_names"))
       .def("run", &Executable::run, py::arg("input"), py::call_guard<py::gil_scoped_release>())
       .def(

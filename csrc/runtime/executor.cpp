@@ -70,6 +70,25 @@ class ExecutionWork : public c10d::Work {
   std::shared_ptr<Execution> execution_;
 };
 
+std::vector<std::pair<std::string, std::string>> signature_of(const Plan& plan, const std::string& plan_bytes) {
+  std::vector<std::string> steps;
+  for (const Step& step : plan.steps) {
+    steps.push_back(concat(step_op_name(step.op), " over ", plan.src.mesh().names_of(step.mesh_dims)));
+  }
+  // Whatever else there is in a plan, its topology for one, is in its bytes.
+  const size_t bytes = std::hash<std::string>()(plan_bytes);
+  return {{"tensor", concat(plan.src.dtype().name(), "[", join(plan.src.shape()), "]")},
+          {"dtype", plan.src.dtype().name()},
+          {"mesh", plan.src.mesh().to_string()},
+          {"src", plan.src.placements_string()},
+          {"dst", plan.dst.placements_string()},
+          {"backend", backend_name(plan.backend)},
+          {"objective", objective_name(plan.objective)},
+          {"topology", plan.topology.name},
+          {"steps", steps.empty() ? "none" : join(steps)},
+          {"plan bytes", concat(plan_bytes.size(), " with hash ", bytes)}};
+}
+
 }  // namespace
 
 void drain_lane() { lane().drain(); }
@@ -87,6 +106,8 @@ Executable::Executable(const std::string& plan_bytes, int64_t rank)
   program_ = compile(plan, *position);
   lifetimes_ = program_.lifetimes();
   text_ = plan.to_string();
+  for (int64_t p = 0; p < plan.src.mesh().size(); ++p) mesh_ranks_.push_back(plan.src.mesh().rank_at(p));
+  signature_ = signature_of(plan, plan_bytes);
   for (const Step& step : plan.steps) received_bytes_ += traffic_at(step, plan.backend, *position).received_bytes;
   for (size_t i = 0; i < program_.instructions.size(); ++i) {
     if (is_communication(program_.instructions[i].operation)) last_communication_ = static_cast<int>(i);

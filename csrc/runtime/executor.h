@@ -54,6 +54,10 @@ class Executable : public std::enable_shared_from_this<Executable> {
   // Whether process groups do not take the dtype.
   bool travels_as_bytes() const { return travels_as_bytes_; }
   const std::string& text() const { return text_; }
+  // What ranks that run the same redistribute have in common, by name.
+  const std::vector<std::pair<std::string, std::string>>& signature() const { return signature_; }
+  // The ranks of the plan's mesh, row-major.
+  const std::vector<int64_t>& mesh_ranks() const { return mesh_ranks_; }
   int64_t rank() const { return rank_; }
   const std::vector<comm::GroupPtr>& groups() const { return groups_; }
   const Program::Lifetimes& lifetimes() const { return lifetimes_; }
@@ -68,6 +72,8 @@ class Executable : public std::enable_shared_from_this<Executable> {
   Program::Lifetimes lifetimes_;
   std::vector<comm::GroupPtr> groups_;
   std::string text_;
+  std::vector<std::pair<std::string, std::string>> signature_;
+  std::vector<int64_t> mesh_ranks_;
   int64_t rank_ = -1;
   int64_t received_bytes_ = 0;
   int last_communication_ = -1;  // index of the instruction

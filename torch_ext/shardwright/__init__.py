@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ._runtime import release_staging
     from ._stats import reset_stats, stats
     from .calibrating import calibrate
+    from .checking import check_ranks
     from .drop_in import disable, enable, enabled
     from .groups import prepare
     from .operators import operator
@@ -35,6 +36,7 @@ __all__ = [
     "Step",
     "Topology",
     "calibrate",
+    "check_ranks",
     "disable",
     "enable",
     "enabled",
@@ -55,6 +57,7 @@ __all__ = [
 
 _NEEDS_TORCH = {
     "calibrate": "calibrating",
+    "check_ranks": "checking",
     "disable": "drop_in",
     "enable": "drop_in",
     "enabled": "drop_in",

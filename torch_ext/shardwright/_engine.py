@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from . import _planner, _runtime, _stats, groups, planning
+from . import _planner, _runtime, _stats, checking, groups, planning
 
 # Executables kept, the oldest dropped first. A job has some hundreds of pairs of layouts.
 MAX_EXECUTABLES = 8192
@@ -123,6 +123,8 @@ def group_names(
 
 def run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
     """Runs; with async_op, a result that is still under way is an AsyncCollectiveTensor."""
+    if checking.is_on():
+        checking.compare(executable, local, async_op)
     _stats.counts.calls += 1
     if not async_op:
         return executable.run(local)
@@ -138,7 +140,7 @@ def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bo
     """`run`, for an executable that the caller has kept."""
     counts = _stats.counts
     counts.cache_hits += 1
-    if async_op:
+    if async_op or checking.is_on():
         return run(executable, local, async_op)
     counts.calls += 1
     return executable.run(local)

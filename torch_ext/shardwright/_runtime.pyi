@@ -20,6 +20,14 @@ class Executable:
     @property
     def output_shape(self) -> list[int]: ...
     @property
+    def rank(self) -> int: ...
+    @property
+    def mesh_ranks(self) -> list[int]: ...
+    @property
+    def signature(self) -> dict[str, str]:
+        """What ranks that run the same redistribute have in common, by name."""
+
+    @property
     def is_identity(self) -> bool:
         """Whether the result is the input itself."""
 

@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from . import _engine, _planner, _runtime, groups
+from . import _engine, _planner, _runtime, checking, groups
 from .drop_in import enabled
 from .layout import gradient_layout
 
@@ -97,12 +97,8 @@ def redistribute_local(
     rank = dist.get_rank(group)
     if src.mesh.coordinate(rank) is None:
         return local
-    if tuple(local.shape) != tuple(src.local_shape(rank)):
-        raise ValueError(
-            f"local: has shape {tuple(local.shape)} on rank {rank}, where {src} has {tuple(src.local_shape(rank))}"
-        )
-    if str(local.dtype) != f"torch.{src.dtype}":
-        raise ValueError(f"local: has dtype {local.dtype}, where {src} has {src.dtype}")
+    if not checking.is_on():  # which tells all ranks
+        _check_input(local, src, rank)
     if local.requires_grad and torch.is_grad_enabled():
         result: torch.Tensor = _RedistributeLocal.apply(local, src, dst, group, device_mesh, async_op)  # type: ignore[no-untyped-call]
         return result
@@ -110,6 +106,15 @@ def redistribute_local(
     output = _engine.run(executable, local, async_op)
     _known.put(key, _Known(executable, local))
     return output
+
+
+def _check_input(local: torch.Tensor, src: _planner.Layout, rank: int) -> None:
+    if tuple(local.shape) != tuple(src.local_shape(rank)):
+        raise ValueError(
+            f"local: has shape {tuple(local.shape)} on rank {rank}, where {src} has {tuple(src.local_shape(rank))}"
+        )
+    if str(local.dtype) != f"torch.{src.dtype}":
+        raise ValueError(f"local: has dtype {local.dtype}, where {src} has {src.dtype}")
 
 
 class _Known:

@@ -1,6 +1,6 @@
 """Times redistributes on four Gloo ranks of this machine: stock DTensor, shardwright, and a floor written by hand.
 
-    make bench                                          # everything; results/redistribute-torch<version>.json
+    make bench                                          # everything; results/gloo_redistribute-torch<version>.json
     make bench ARGS="--quick --sizes 64,1024 --out /tmp/quick.json"
 
 The three take turns, batch by batch, in one run; README.md says how a time is made from the batches. The exit status
@@ -35,7 +35,7 @@ from ranks import coordinate, launch, make_mesh, over_ranks  # noqa: E402
 from redistribute_cases import TWELVE, Case, global_tensor, local_shard, source_local, torch_placements  # noqa: E402
 from report import say  # noqa: E402
 
-SIZES = (64, 256, 1024, 2048, 4096)
+SIZES = (64, 256, 1024, 4096, 8192)  # 16 KiB to 256 MiB
 NUM_RANKS = 4
 CONTENDERS = ("floor", "stock", "ours")
 
@@ -89,6 +89,7 @@ def measure(case: Case, n: int, mesh: DeviceMesh, groups: Groups, row_seconds: f
     calls = {"floor": floor, "stock": redistribute, "ours": redistribute}
     whole = _global_tensor(case.extra, case.src if "P" in case.src else (), n)
     right, received = _judge(calls, local_shard(whole, case.dst, case.mesh_shape, here))
+    peak = {name: _allocated_peak(name, call) for name, call in calls.items()}
     us, us_median, effort = _time(calls, row_seconds, quick)
     plan = sw.plan(sw.Layout(mesh, shape, case.src), sw.Layout(mesh, shape, case.dst), backend="gloo")
     totals = over_ranks([float(received[name]) for name in CONTENDERS], dist.ReduceOp.SUM)
@@ -102,6 +103,7 @@ def measure(case: Case, n: int, mesh: DeviceMesh, groups: Groups, row_seconds: f
         "right": right,
         "received_bytes_all_ranks": {**dict(zip(CONTENDERS, map(int, totals))), "bound": plan.bound_bytes_sum},
         "plan": [{"op": step.op, "mesh_dims": [mesh.mesh_dim_names[d] for d in step.mesh_dims]} for step in plan.steps],
+        "peak_bytes": dict(zip(peak, map(int, over_ranks(list(peak.values()), dist.ReduceOp.MAX)))),
         "us": us,
         "us_median": us_median,
         "stock_over_ours": round(us["stock"] / us["ours"], 3),
@@ -126,6 +128,20 @@ def _judge(calls: dict[str, Callable], expected: torch.Tensor) -> tuple[dict[str
         right[name] = bool(over_ranks([float(torch.equal(result, expected))], dist.ReduceOp.MIN)[0])
         received[name] = meter.received_bytes
     return right, received
+
+
+def _allocated_peak(name: str, call: Callable) -> float:
+    """The most bytes that PyTorch's allocator held at once for a call on this rank, the result among them."""
+    sw.release_staging()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with ENGINES[name](), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    live = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return float(peak)
 
 
 def _time(calls: dict[str, Callable], row_seconds: float, quick: bool) -> tuple[dict, dict, dict]:
@@ -208,6 +224,12 @@ def summarise(rows: list[dict]) -> dict:
             }
             for key in ("stock_over_ours", "floor_over_ours")
         },
+        "peak_of_stock_over_ours": _geometric_mean(
+            row["peak_bytes"]["stock"] / row["peak_bytes"]["ours"] for row in rows
+        ),
+        "peak_above_stock": [
+            _brief(row, "peak_bytes") for row in rows if row["peak_bytes"]["ours"] > row["peak_bytes"]["stock"]
+        ],
         "worst": {
             key: _brief(min(rows, key=lambda row, key=key: row[key]), key)
             for key in ("stock_over_ours", "floor_over_ours")
@@ -284,6 +306,10 @@ def say_summary(summary: dict) -> None:
         say(f"  {verdict:3}  {name}  ({check['rows'] - len(check['missed'])}/{check['rows']})")
         for row in check["missed"]:
             say(f"         {row['case']}, {row['n']}: {list(row.values())[-1]}")
+    higher = [f"{row['case']}, {row['n']}" for row in summary["peak_above_stock"]]
+    say(
+        f"peak memory: stock/ours {summary['peak_of_stock_over_ours']}; above stock's: {'; '.join(higher) or 'nowhere'}"
+    )
     wrong = sorted({row["case"] for row in summary["stock_wrong"]})
     say(f"! stock returns wrong results in: {', '.join(wrong) or 'none of them'}")
 
@@ -293,9 +319,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few rounds: to see that it runs, not to quote")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="sizes N, with commas between (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=120, help="to take in all, about (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=240, help="to take in all, about (%(default)s)")
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"), help="to write into the results (today)")
-    parser.add_argument("--out", default=str(HERE / "results" / f"redistribute-torch{torch_version}.json"))
+    parser.add_argument("--out", default=str(HERE / "results" / f"gloo_redistribute-torch{torch_version}.json"))
     options = parser.parse_args()
     sizes = tuple(int(size) for size in options.sizes.split(","))
     options.out = os.path.abspath(options.out)

@@ -1,0 +1,126 @@
+"""`sw.check_ranks`: ranks that do not run the same redistribute all raise, naming what differs, with nothing sent."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+from shardwright import checking
+
+WORLD = 4
+
+
+@contextlib.contextmanager
+def _checking(timeout_seconds: float = 30) -> Iterator[None]:
+    sw.check_ranks(timeout_seconds=timeout_seconds)
+    try:
+        yield
+    finally:
+        sw.check_ranks(False)
+
+
+def _layout(placement: str, dtype: str = "float32") -> sw.Layout:
+    return sw.Layout(sw.Mesh({"a": WORLD}), (8, 12), [placement], dtype)
+
+
+def _gather(rank: int) -> None:
+    sw.redistribute_local(torch.ones(2, 12), _layout("S(0)"), _layout("R"))
+
+
+def _alike() -> None:
+    x = DTensor.from_local(torch.ones(2, 12), get_mesh((WORLD,)), [Shard(0)], run_check=False).requires_grad_()
+    with _checking(), sw.enabled(strict=True):
+        for _ in range(4):
+            _gather(dist.get_rank())
+            x.redistribute(placements=[Replicate()]).sum().backward()
+            assert sw.redistribute_local(torch.ones(2, 12), _layout("S(0)"), _layout("R"), async_op=True).sum() == 96
+
+
+def test_alike(pool: Pool) -> None:
+    pool.run(_alike, WORLD)
+
+
+def _other_destination(rank: int) -> None:
+    sw.redistribute_local(torch.ones(2, 12), _layout("S(0)"), _layout("S(1)" if rank == 2 else "R"))
+
+
+def _other_shape(rank: int) -> None:
+    sw.redistribute_local(torch.ones(3 if rank == 1 else 2, 12), _layout("S(0)"), _layout("R"))
+
+
+def _other_dtype(rank: int) -> None:
+    dtype = "float64" if rank == 3 else "float32"
+    local = torch.ones(2, 12, dtype=getattr(torch, dtype))
+    sw.redistribute_local(local, _layout("S(0)", dtype), _layout("R", dtype))
+
+
+def _other_plan(rank: int) -> None:
+    src, dst = _layout("S(0)"), _layout("R")
+    topology = "8xNVLink" if rank == 0 else "gloo-local"
+    plan = sw.plan(src, dst, backend="gloo", topology=topology)
+    sw.pin(plan)
+    try:
+        _gather(rank)
+    finally:
+        sw.unpin(plan)
+
+
+def _wrong_everywhere(rank: int) -> None:
+    sw.redistribute_local(torch.ones(5, 5), _layout("S(0)"), _layout("R"))
+
+
+def _differing(call: Callable[[int], None], is_known: bool) -> str:
+    """What this rank raises; afterwards all of them go on."""
+    if is_known:
+        _gather(0)
+    with _checking(), pytest.raises(RuntimeError, match="do not run the same redistribute") as error:
+        call(dist.get_rank())
+    _gather(0)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (_other_destination, ["dst: [R] on (0, 1, 3); [S(1)] on (2)", "steps:"]),
+        (
+            _other_shape,
+            ["input: as its layout says on (0, 2, 3); float32[3, 12] where its layout has float32[2, 12] on"],
+        ),
+        (_other_dtype, ["tensor: float32[8, 12] on (0, 1, 2); float64[8, 12] on (3)"]),
+        (_other_plan, ["topology: 8xNVLink on (0); gloo-local on (1, 2, 3)"]),
+        (_wrong_everywhere, ["input: float32[5, 5] where its layout has float32[2, 12] on (0, 1, 2, 3)"]),
+    ],
+)
+def test_differing(pool: Pool, call: Callable[[int], None], expected: list[str], is_known: bool) -> None:
+    for rank, message in enumerate(pool.run(_differing, WORLD, call, is_known)):
+        assert f"this is rank {rank}" in message
+        for line in expected:
+            assert line in message
+
+
+def _absent() -> None:
+    with _checking(timeout_seconds=0.5):
+        if dist.get_rank() != 1:
+            with pytest.raises(RuntimeError, match=r"waited 0.5 s for ranks \(1\) to come to redistribute number"):
+                _gather(0)
+    checking._turns.clear()  # of the rank that did not come, and so of all
+    checking._turns_of = None
+
+
+def test_absent(pool: Pool) -> None:
+    pool.run(_absent, WORLD)
+
+
+def test_bad_timeout() -> None:
+    with pytest.raises(ValueError, match="timeout_seconds: got 0; allowed is more than 0"):
+        sw.check_ranks(timeout_seconds=0)

@@ -1,0 +1,79 @@
+"""Redistributes in flight together, on inputs that they share, waited for in an order that differs by rank."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import torch
+import torch.distributed as dist
+
+import oracle
+import shardwright as sw
+from pool import Pool
+
+WORLD = 4
+REPEATS = 200
+SHAPE = (9, 10)
+IN_FLIGHT = [
+    (["S(0)", "R"], ["R", "R"]),
+    (["S(0)", "R"], ["S(1)", "R"]),
+    (["S(0)", "S(1)"], ["S(1)", "S(0)"]),
+    (["S(0)", "S(1)"], ["R", "R"]),
+    (["P", "P"], ["R", "S(0)"]),
+    (["P", "P"], ["R", "R"]),
+    (["S(0)", "S(1)"], ["R", "S(0)"]),
+    (["S(0)", "R"], ["R", "S(1)"]),
+]
+
+
+def _part(whole: torch.Tensor, layout: sw.Layout) -> torch.Tensor:
+    for dim, intervals in enumerate(layout.region(dist.get_rank())):
+        whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in intervals], dim)
+    return whole
+
+
+def _together() -> None:
+    """Eight at a time; a source is shared by those that begin alike, and written as soon as all are waited for."""
+    mesh = sw.Mesh({"a": 2, "b": 2})
+    pairs = [tuple(sw.Layout(mesh, SHAPE, p) for p in pair) for pair in IN_FLIGHT]
+    whole = oracle.global_tensor(SHAPE, torch.float32, 7, True)
+    expected = [_part(whole * (WORLD if "P" in pair[0] else 1), dst) for pair, (_, dst) in zip(IN_FLIGHT, pairs)]
+    sources = {tuple(src.placements): _part(whole, src).contiguous() for src, _ in pairs}
+    kept = {name: source.clone() for name, source in sources.items()}
+    order = random.Random(dist.get_rank())
+    for turn in range(REPEATS):
+        for name, source in sources.items():
+            torch.mul(kept[name], turn + 1, out=source)
+        results = [sw.redistribute_local(sources[tuple(s.placements)], s, d, async_op=True) for s, d in pairs]
+        for i in order.sample(range(len(pairs)), len(pairs)):
+            assert torch.equal(results[i] + 0, expected[i] * (turn + 1)), f"{IN_FLIGHT[i]} on turn {turn}"
+
+
+def test_in_flight_together(pool: Pool) -> None:
+    pool.run(_together, WORLD)
+
+
+def _waited_for_elsewhere() -> None:
+    """Started here, waited for by other threads at the same time, while the next are started."""
+    mesh = sw.Mesh({"a": WORLD})
+    src, dst = (sw.Layout(mesh, SHAPE, [p]) for p in ("P", "R"))
+    wrong: list[float] = []
+
+    def wait(result: torch.Tensor, expected: float) -> None:
+        if not torch.equal(result + 0, torch.full(SHAPE, expected)):
+            wrong.append(expected)
+
+    for turn in range(REPEATS // 4):
+        threads = []
+        for i in range(8):
+            result = sw.redistribute_local(torch.full(SHAPE, float(turn + i)), src, dst, async_op=True)
+            threads.append(threading.Thread(target=wait, args=(result, float(WORLD * (turn + i)))))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_waited_for_elsewhere(pool: Pool) -> None:
+    pool.run(_waited_for_elsewhere, WORLD)

@@ -1,0 +1,123 @@
+"""Whether all ranks run the same redistributes: a debug mode that compares them before anything is sent.
+
+A rank that runs another program than its peers, or none, shows elsewhere as a hang or as wrong data. With the check on,
+the ranks of a mesh lay down beside each other, for every redistribute, what they are about to run, in the store of
+torch.distributed; no collective is needed, so nothing hangs that only some of them come to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from . import _runtime
+
+DEFAULT_TIMEOUT_SECONDS = 60.0
+
+
+class _Setting(NamedTuple):
+    on: bool
+    timeout_seconds: float
+
+
+_setting = _Setting(os.environ.get("SHARDWRIGHT_CHECK_RANKS", "0") not in ("", "0"), DEFAULT_TIMEOUT_SECONDS)
+_turns: Counter[tuple[int, ...]] = Counter()
+_turns_of: object | None = None  # the process group that they are counted for
+
+
+def check_ranks(on: bool = True, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+    """Makes the ranks of a mesh compare what they run, before every redistribute; to be called by all of them.
+
+    For debugging: a redistribute then takes milliseconds. ``SHARDWRIGHT_CHECK_RANKS=1`` in the environment does the
+    same from the start. Redistributes in code that is compiled are not compared.
+
+    Args:
+        on: whether to compare.
+        timeout_seconds: how long to wait for ranks that do not come.
+
+    A redistribute then raises RuntimeError on every rank, with nothing sent and inputs untouched: where ranks differ,
+    naming the fields, their values and ranks; where a rank's input contradicts the layout; and on those that came where
+    a rank did not come, naming it.
+    """
+    global _setting
+    if not timeout_seconds > 0:
+        raise ValueError(f"timeout_seconds: got {timeout_seconds}; allowed is more than 0")
+    _setting = _Setting(on, timeout_seconds)
+
+
+def is_on() -> bool:
+    return _setting.on
+
+
+def compare(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> None:
+    """Raises RuntimeError on all ranks of the executable's mesh unless all are about to run the same."""
+    global _turns_of
+    if dist.group.WORLD is not _turns_of:
+        _turns.clear()
+        _turns_of = dist.group.WORLD
+    ranks = tuple(executable.mesh_ranks)
+    turn = _turns[ranks]
+    _turns[ranks] += 1
+    mine = {**executable.signature, "async_op": str(async_op), "input": _judge(executable, local)}
+    said = _exchange(ranks, turn, mine, executable.rank)
+    differing = [field for field in mine if len({one[field] for one in said.values()}) > 1]
+    if not differing and mine["input"] == _AS_SAID:
+        return
+    lines = [f"  {field}: {_by_value(field, said)}" for field in differing or ["input"]]
+    raise RuntimeError(
+        f"shardwright: the ranks of a mesh do not run the same redistribute (number {turn + 1} on ranks "
+        f"{_text(ranks)}; this is rank {executable.rank})\n" + "\n".join(lines)
+    )
+
+
+_AS_SAID = "as its layout says"
+
+
+def _judge(executable: _runtime.Executable, local: torch.Tensor) -> str:
+    expected, dtype = tuple(executable.input_shape), executable.signature["dtype"]
+    if tuple(local.shape) == expected and str(local.dtype) == f"torch.{dtype}":
+        return _AS_SAID
+    return f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)} where its layout has {dtype}{list(expected)}"
+
+
+def _exchange(ranks: tuple[int, ...], turn: int, mine: dict[str, str], rank: int) -> dict[int, dict[str, str]]:
+    """What every rank said on this turn."""
+    name = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
+    store = dist.PrefixStore(f"shardwright/{name}", distributed_c10d._get_default_store())
+    store.set(f"{turn}/{rank}", json.dumps(mine))
+    missing = []
+    try:
+        store.wait([f"{turn}/{one}" for one in ranks], timedelta(seconds=_setting.timeout_seconds))
+    except RuntimeError:
+        missing = [one for one in ranks if not store.check([f"{turn}/{one}"])]
+    if missing:
+        what = f"{mine['src']} -> {mine['dst']} of {mine['tensor']}"
+        raise RuntimeError(
+            f"shardwright: rank {rank} waited {_setting.timeout_seconds:g} s for ranks {_text(tuple(missing))} "
+            f"to come to redistribute number {turn + 1} on ranks {_text(ranks)}: {what}"
+        )
+    said = {one: json.loads(store.get(f"{turn}/{one}")) for one in ranks}
+    # Who is here has seen all that was said two turns ago.
+    if turn >= 2:
+        store.delete_key(f"{turn - 2}/{rank}")
+    return said
+
+
+def _by_value(field: str, said: dict[int, dict[str, str]]) -> str:
+    ranks_by_value: dict[str, list[int]] = {}
+    for rank, one in said.items():
+        ranks_by_value.setdefault(one[field], []).append(rank)
+    return "; ".join(f"{value} on {_text(tuple(ranks))}" for value, ranks in ranks_by_value.items())
+
+
+def _text(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"({shown}, ... {len(ranks)} in all)" if len(ranks) > 8 else f"({shown})"
