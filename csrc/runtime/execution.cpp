@@ -164,7 +164,7 @@ void Execution::wait(int ticket) {
 void Execution::execute(const Operation& operation, int index) {
   const auto& groups = executable_->groups();
   if (const auto* o = std::get_if<Copy>(&operation)) {
-    copy_boxes(o->boxes, buffers_[o->src], buffers_[o->dst]);
+    run(executable_->copy(index), buffers_[o->src], buffers_[o->dst]);
   } else if (const auto* o = std::get_if<FillZero>(&operation)) {
     range(o->dst).zero_();
   } else if (const auto* o = std::get_if<Divide>(&operation)) {

@@ -110,6 +110,9 @@ Executable::Executable(const std::string& plan_bytes, int64_t rank)
   signature_ = signature_of(plan, plan_bytes);
   for (const Step& step : plan.steps) received_bytes_ += traffic_at(step, plan.backend, *position).received_bytes;
   for (size_t i = 0; i < program_.instructions.size(); ++i) {
+    if (const auto* copy = std::get_if<Copy>(&program_.instructions[i].operation)) {
+      copies_.emplace(static_cast<int>(i), StridedCopy(copy->boxes, program_.dtype.size_bytes()));
+    }
     if (is_communication(program_.instructions[i].operation)) last_communication_ = static_cast<int>(i);
   }
   communicates_ = last_communication_ >= 0;

@@ -16,10 +16,12 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "program/program.h"
+#include "program/strided_copy.h"
 #include "runtime/c10d_adapter.h"
 
 namespace shardwright {
@@ -61,6 +63,8 @@ class Executable : public std::enable_shared_from_this<Executable> {
   int64_t rank() const { return rank_; }
   const std::vector<comm::GroupPtr>& groups() const { return groups_; }
   const Program::Lifetimes& lifetimes() const { return lifetimes_; }
+  // Of an instruction that copies, prepared.
+  const StridedCopy& copy(int instruction) const { return copies_.at(instruction); }
   int last_communication() const { return last_communication_; }
 
  private:
@@ -70,6 +74,7 @@ class Executable : public std::enable_shared_from_this<Executable> {
 
   Program program_;
   Program::Lifetimes lifetimes_;
+  std::unordered_map<int, StridedCopy> copies_;
   std::vector<comm::GroupPtr> groups_;
   std::string text_;
   std::vector<std::pair<std::string, std::string>> signature_;

@@ -2,6 +2,7 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
+#include <ATen/Parallel.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/bitwise_and.h>
 #include <ATen/ops/bitwise_or.h>
@@ -19,7 +20,6 @@
 #include <type_traits>
 
 #include "layout/error.h"
-#include "program/copy_boxes.h"
 
 namespace shardwright {
 namespace {
@@ -138,14 +138,15 @@ bool register_device_copy(at::DeviceType device, DeviceCopy copy) {
   return true;
 }
 
-void copy_boxes(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor& dst) {
+void run(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst) {
   if (src.device().is_cpu()) {
-    copy_boxes(boxes, src.const_data_ptr(), dst.mutable_data_ptr(), static_cast<int64_t>(src.element_size()));
-    return;
+    return run(copy, src.const_data_ptr(), dst.mutable_data_ptr(),
+               [](int64_t count, int64_t grain, const auto& body) { at::parallel_for(0, count, grain, body); });
   }
-  const DeviceCopy device_copy = device_copies()[static_cast<size_t>(src.device().type())];
-  if (device_copy != nullptr && device_copy(boxes, src, dst)) return;
-  for (const Box& box : boxes) {
+  if (const DeviceCopy device_copy = device_copies()[static_cast<size_t>(src.device().type())]) {
+    return device_copy(copy, src, dst);
+  }
+  for (const Box& box : copy.boxes()) {
     at::Tensor to = at::as_strided(dst, box.sizes, box.dst_strides, dst.storage_offset() + box.dst_offset);
     to.copy_(at::as_strided(src, box.sizes, box.src_strides, src.storage_offset() + box.src_offset));
   }

@@ -6,15 +6,16 @@
 #include <vector>
 
 #include "program/program.h"
+#include "program/strided_copy.h"
 
 namespace shardwright {
 
 // src and dst: flat tensors of one dtype on one device, not overlapping.
-void copy_boxes(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor& dst);
+void run(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst);
 
-// A copy for one kind of device, in a file of its own that is built only where the device's toolkit is. Returns false,
-// with nothing done, for boxes it does not take; ATen's copy_ then does them one by one.
-using DeviceCopy = bool (*)(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor& dst);
+// A copy for one kind of device, in a file of its own that is built only where the device's toolkit is. Elsewhere
+// ATen's copy_ does the boxes one by one.
+using DeviceCopy = void (*)(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst);
 bool register_device_copy(at::DeviceType device, DeviceCopy copy);
 
 // dst[i] = (op over parts[m][i], in order of m) / divisor; all flat, of one size and dtype, dst none of the parts.

@@ -1,111 +1,163 @@
-// Packing and unpacking on the GPU: one launch per kMaxBoxes boxes, whatever their shapes. The boxes travel as a kernel
-// argument, so nothing is uploaded or synchronised and a launch can be captured in a CUDA graph.
+// Packing and unpacking on the GPU: one launch per width of words, whatever the number of boxes and their shapes.
+//
+// All words of a copy are numbered (strided_copy.h). A thread block takes kWordsPerBlock numbers, finds the box of the
+// first one, and each thread loads its words before it stores any, so that several loads are under way. Few boxes
+// travel as a kernel argument. For many, a table is uploaded once and kept with the copy: later launches upload and
+// synchronise nothing, and can be captured in a CUDA graph.
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAEvent.h>
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include <algorithm>
+#include <cstring>
+#include <mutex>
 
+#include "program/strided_copy.h"
 #include "runtime/local_ops.h"
 
 namespace shardwright {
 namespace {
 
-constexpr int kMaxDims = 6;
-constexpr int kMaxBoxes = 16;  // 16 * 168 bytes stay below the 4 KiB of kernel arguments that every GPU takes
 constexpr int kThreads = 256;
+constexpr int kWordsPerThread = 4;
+constexpr int kWordsPerBlock = kThreads * kWordsPerThread;
+constexpr int kInlineBoxes = 16;  // 16 * 216 bytes stay below the 4 KiB of kernel arguments that every GPU takes
 
-struct DeviceBox {
-  int64_t src_offset;
-  int64_t dst_offset;
-  int64_t count;
-  int64_t sizes[kMaxDims];
-  int64_t src_strides[kMaxDims];
-  int64_t dst_strides[kMaxDims];
+struct InlineTable {
+  WordBox boxes[kInlineBoxes];
+  int64_t first_word[kInlineBoxes + 1];
 };
+static_assert(sizeof(InlineTable) <= 4000);
 
-struct Batch {
-  int ndim;  // of the box with most dims; the others have sizes of 1 in front
-  DeviceBox boxes[kMaxBoxes];
-};
-
-template <typename Item>
-__global__ void copy_batch(const Batch batch, const Item* __restrict__ src, Item* __restrict__ dst) {
-  const DeviceBox& box = batch.boxes[blockIdx.y];
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < box.count; i += step) {
-    int64_t rest = i;
-    int64_t from = box.src_offset;
-    int64_t to = box.dst_offset;
-    for (int d = batch.ndim - 1; d >= 0; --d) {
-      const int64_t at = rest % box.sizes[d];
-      rest /= box.sizes[d];
-      from += at * box.src_strides[d];
-      to += at * box.dst_strides[d];
-    }
-    dst[to] = src[from];
+template <typename Word>
+__device__ __forceinline__ void copy_words(const WordBox* boxes, const int64_t* first_word, int64_t num_boxes,
+                                           const Word* __restrict__ src, Word* __restrict__ dst) {
+  const int64_t words = first_word[num_boxes];
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kWordsPerBlock;
+  const int64_t first = box_of(first_word, num_boxes, begin);
+  const int64_t last = box_of(first_word, num_boxes, min(begin + kWordsPerBlock, words) - 1);
+  Word loaded[kWordsPerThread];
+  int64_t places[kWordsPerThread];
+#pragma unroll
+  for (int w = 0; w < kWordsPerThread; ++w) {
+    const int64_t word = begin + w * kThreads + threadIdx.x;
+    places[w] = -1;
+    if (word >= words) continue;
+    const int64_t b = first + box_of(first_word + first, last - first + 1, word);
+    int64_t from;
+    boxes[b].locate(static_cast<uint32_t>(word - first_word[b]), from, places[w]);
+    loaded[w] = src[from];
+  }
+#pragma unroll
+  for (int w = 0; w < kWordsPerThread; ++w) {
+    if (places[w] >= 0) dst[places[w]] = loaded[w];
   }
 }
 
-DeviceBox to_device(const Box& box, int ndim) {
-  DeviceBox out{};
-  out.src_offset = box.src_offset;
-  out.dst_offset = box.dst_offset;
-  out.count = 1;
-  const int missing = ndim - static_cast<int>(box.sizes.size());
-  for (int d = 0; d < ndim; ++d) {
-    const bool given = d >= missing;
-    out.sizes[d] = given ? box.sizes[d - missing] : 1;
-    out.src_strides[d] = given ? box.src_strides[d - missing] : 0;
-    out.dst_strides[d] = given ? box.dst_strides[d - missing] : 0;
-    out.count *= out.sizes[d];
-  }
-  return out;
+template <typename Word>
+__global__ void __launch_bounds__(kThreads)
+    copy_inline(const __grid_constant__ InlineTable table, int64_t num_boxes, const Word* src, Word* dst) {
+  copy_words(table.boxes, table.first_word, num_boxes, src, dst);
 }
 
-template <typename Item>
-void launch(const Batch& batch, int num_boxes, const at::Tensor& src, at::Tensor& dst) {
-  int64_t largest = 1;
-  for (int b = 0; b < num_boxes; ++b) largest = std::max(largest, batch.boxes[b].count);
-  const int64_t wanted = (largest + kThreads - 1) / kThreads;
-  const int64_t wave = static_cast<int64_t>(at::cuda::getCurrentDeviceProperties()->multiProcessorCount) * 8;
-  const dim3 grid(static_cast<unsigned>(std::min(wanted, wave)), static_cast<unsigned>(num_boxes));
-  copy_batch<Item><<<grid, kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(
-      batch, static_cast<const Item*>(src.const_data_ptr()), static_cast<Item*>(dst.mutable_data_ptr()));
+template <typename Word>
+__global__ void __launch_bounds__(kThreads)
+    copy_by_table(const WordBox* boxes, const int64_t* first_word, int64_t num_boxes, const Word* src, Word* dst) {
+  copy_words(boxes, first_word, num_boxes, src, dst);
+}
+
+// WordBoxes in the memory of one device: the boxes, then where they begin.
+struct DeviceTable {
+  at::Tensor bytes;
+  const WordBox* boxes = nullptr;
+  const int64_t* first_word = nullptr;
+  at::cuda::CUDAEvent uploaded;
+  bool is_there = false;  // seen to be
+};
+
+void check_not_capturing(const WordBoxes& boxes) {
+  TORCH_CHECK(at::cuda::currentStreamCaptureStatusMayInitCtx() == at::cuda::CaptureStatus::None,
+              "shardwright: a copy of ", boxes.boxes.size(),
+              " boxes runs for the first time while a CUDA graph is captured; run the redistribute once before");
+}
+
+// From pinned memory, which the allocator keeps until the copy is done.
+std::shared_ptr<DeviceTable> upload(const WordBoxes& boxes, at::Device device) {
+  check_not_capturing(boxes);
+  const size_t box_bytes = boxes.boxes.size() * sizeof(WordBox);
+  const size_t word_bytes = boxes.first_word.size() * sizeof(int64_t);
+  at::Tensor host = at::empty({static_cast<int64_t>(box_bytes + word_bytes)},
+                              at::TensorOptions(at::kByte).device(at::kCPU).pinned_memory(true));
+  auto* bytes = host.mutable_data_ptr<uint8_t>();
+  std::memcpy(bytes, boxes.boxes.data(), box_bytes);
+  std::memcpy(bytes + box_bytes, boxes.first_word.data(), word_bytes);
+  auto table = std::make_shared<DeviceTable>();
+  table->bytes = host.to(device, at::kByte, /*non_blocking=*/true);
+  table->uploaded.record(at::cuda::getCurrentCUDAStream(device.index()));
+  const auto* begin = table->bytes.const_data_ptr<uint8_t>();
+  table->boxes = reinterpret_cast<const WordBox*>(begin);
+  table->first_word = reinterpret_cast<const int64_t*>(begin + box_bytes);
+  return table;
+}
+
+// Kept by the copy. Streams other than the one that uploads it wait for that, until it has been seen to be done.
+const DeviceTable& table_of(const StridedCopy& copy, const WordBoxes& boxes, at::Device device) {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::shared_ptr<void>& kept = copy.device_table(boxes, device.index());
+  if (!kept) kept = upload(boxes, device);
+  auto& table = *static_cast<DeviceTable*>(kept.get());
+  table.is_there = table.is_there || table.uploaded.query();
+  if (!table.is_there) {
+    check_not_capturing(boxes);
+    table.uploaded.block(at::cuda::getCurrentCUDAStream(device.index()));
+  }
+  return table;
+}
+
+template <typename Word>
+void launch(const StridedCopy& copy, const WordBoxes& boxes, const void* src, void* dst, at::Device device) {
+  const auto num_boxes = static_cast<int64_t>(boxes.boxes.size());
+  const auto blocks = static_cast<unsigned>((boxes.words() + kWordsPerBlock - 1) / kWordsPerBlock);
+  const cudaStream_t stream = at::cuda::getCurrentCUDAStream(device.index());
+  const auto* from = static_cast<const Word*>(src);
+  auto* to = static_cast<Word*>(dst);
+  if (num_boxes <= kInlineBoxes) {
+    InlineTable table;
+    std::copy(boxes.boxes.begin(), boxes.boxes.end(), table.boxes);
+    std::copy(boxes.first_word.begin(), boxes.first_word.end(), table.first_word);
+    copy_inline<Word><<<blocks, kThreads, 0, stream>>>(table, num_boxes, from, to);
+  } else {
+    const DeviceTable& table = table_of(copy, boxes, device);
+    copy_by_table<Word><<<blocks, kThreads, 0, stream>>>(table.boxes, table.first_word, num_boxes, from, to);
+  }
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-bool copy_on_cuda(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor& dst) {
-  size_t ndim = 1;
-  for (const Box& box : boxes) ndim = std::max(ndim, box.sizes.size());
-  if (ndim > kMaxDims) return false;
+void copy_on_cuda(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst) {
   const c10::cuda::CUDAGuard guard(dst.device());
-  for (size_t begin = 0; begin < boxes.size(); begin += kMaxBoxes) {
-    const int num_boxes = static_cast<int>(std::min<size_t>(kMaxBoxes, boxes.size() - begin));
-    Batch batch{};
-    batch.ndim = static_cast<int>(ndim);
-    for (int b = 0; b < num_boxes; ++b) batch.boxes[b] = to_device(boxes[begin + b], batch.ndim);
-    switch (dst.element_size()) {
+  const void* from = src.const_data_ptr();
+  void* to = dst.mutable_data_ptr();
+  for (const WordBoxes& boxes : copy.at(from, to)) {
+    switch (boxes.word_bytes) {
       case 1:
-        launch<uint8_t>(batch, num_boxes, src, dst);
+        launch<uint8_t>(copy, boxes, from, to, dst.device());
         break;
       case 2:
-        launch<uint16_t>(batch, num_boxes, src, dst);
+        launch<uint16_t>(copy, boxes, from, to, dst.device());
         break;
       case 4:
-        launch<uint32_t>(batch, num_boxes, src, dst);
+        launch<uint32_t>(copy, boxes, from, to, dst.device());
         break;
       case 8:
-        launch<uint64_t>(batch, num_boxes, src, dst);
-        break;
-      case 16:
-        launch<ulonglong2>(batch, num_boxes, src, dst);
+        launch<uint2>(copy, boxes, from, to, dst.device());
         break;
       default:
-        return false;
+        launch<uint4>(copy, boxes, from, to, dst.device());
     }
   }
-  return true;
 }
 
 const bool kRegistered = register_device_copy(at::kCUDA, copy_on_cuda);

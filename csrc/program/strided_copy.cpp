@@ -1,0 +1,243 @@
+#include "program/strided_copy.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <optional>
+
+#include "layout/error.h"
+
+namespace shardwright {
+namespace {
+
+constexpr int64_t kMaxWords = int64_t{1} << 31;  // exclusive, of a box
+// Shares of less are not worth a thread.
+constexpr int64_t kGrainBytes = int64_t{1} << 18;
+
+struct Dim {
+  int64_t size;
+  int64_t src;  // stride, as `dst`
+  int64_t dst;
+};
+
+// Without dims of size 1; neighbours that are one run on both sides are one dim. Nothing for an empty box.
+std::optional<std::vector<Dim>> merged(const Box& box) {
+  std::vector<Dim> dims;
+  for (size_t d = 0; d < box.sizes.size(); ++d) {
+    const Dim dim{box.sizes[d], box.src_strides[d], box.dst_strides[d]};
+    if (dim.size == 0) return std::nullopt;
+    if (dim.size == 1) continue;
+    if (!dims.empty() && dims.back().src == dim.src * dim.size && dims.back().dst == dim.dst * dim.size) {
+      dims.back() = {dims.back().size * dim.size, dim.src, dim.dst};
+    } else {
+      dims.push_back(dim);
+    }
+  }
+  if (dims.empty() || dims.back().src != 1 || dims.back().dst != 1) dims.push_back({1, 1, 1});
+  return dims;
+}
+
+// The widest power of two up to `most` that divides all of these.
+int common_width(int most, std::initializer_list<int64_t> bytes) {
+  int64_t width = most;
+  for (const int64_t b : bytes) {
+    if (b != 0) width = std::min(width, b & -b);
+  }
+  return static_cast<int>(width);
+}
+
+class Preparation {
+ public:
+  Preparation(int64_t item_bytes, int alignment) : item_(item_bytes), alignment_(alignment) {}
+
+  void add(const Box& box) {
+    if (const auto dims = merged(box)) add(box.src_offset, box.dst_offset, *dims);
+  }
+
+  std::vector<WordBoxes> take() {
+    std::vector<WordBoxes> all;
+    for (auto& [width, boxes] : by_width_) all.push_back(std::move(boxes));
+    return all;
+  }
+
+ private:
+  void add(int64_t src, int64_t dst, std::vector<Dim> dims) {
+    int64_t items = 1;
+    for (const Dim& dim : dims) items *= dim.size;
+    const bool too_large = items * item_ >= kMaxWords;  // words may be bytes
+    if (dims.size() > kMaxCopyDims || too_large) return split(src, dst, std::move(dims));
+    const Dim& run = dims.back();
+    int width = common_width(alignment_, {src * item_, dst * item_, run.size * item_});
+    for (size_t d = 0; d + 1 < dims.size(); ++d)
+      width = common_width(width, {dims[d].src * item_, dims[d].dst * item_});
+    WordBox box;
+    box.src_offset = src * item_ / width;
+    box.dst_offset = dst * item_ / width;
+    box.ndim = static_cast<int>(dims.size());
+    for (size_t d = 0; d + 1 < dims.size(); ++d) {
+      box.sizes[d] = Divisor(static_cast<uint32_t>(dims[d].size));
+      box.src_strides[d] = dims[d].src * item_ / width;
+      box.dst_strides[d] = dims[d].dst * item_ / width;
+    }
+    const auto last = static_cast<size_t>(box.ndim - 1);
+    box.sizes[last] = Divisor(static_cast<uint32_t>(run.size * item_ / width));
+    box.src_strides[last] = box.dst_strides[last] = 1;
+    WordBoxes& boxes = by_width_[-width];  // widest first
+    if (boxes.boxes.empty()) {
+      boxes.word_bytes = width;
+      boxes.first_word = boxes.first_run = {0};
+    }
+    boxes.boxes.push_back(box);
+    boxes.first_word.push_back(boxes.first_word.back() + items * item_ / width);
+    boxes.first_run.push_back(boxes.first_run.back() + items / run.size);
+  }
+
+  // The halves of the outermost dim; its only index, if it has one, is none any more.
+  void split(int64_t src, int64_t dst, std::vector<Dim> dims) {
+    const Dim outermost = dims.front();
+    const int64_t half = outermost.size / 2;
+    for (const auto& [begin, end] : {std::pair{int64_t{0}, half}, std::pair{half, outermost.size}}) {
+      if (begin == end) continue;
+      std::vector<Dim> part = dims;
+      part.front().size = end - begin;
+      if (end - begin == 1 && part.size() > 1) part.erase(part.begin());
+      add(src + begin * outermost.src, dst + begin * outermost.dst, std::move(part));
+    }
+  }
+
+  int64_t item_;
+  int alignment_;
+  std::map<int, WordBoxes> by_width_;
+};
+
+template <int kBytes>
+void copy_runs_of(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) std::memcpy(dst + i * dst_stride, src + i * src_stride, kBytes);
+}
+
+// Runs of a dim, of a length that a register or two hold, without a call for each.
+void copy_runs(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t count, int64_t bytes) {
+  switch (bytes) {
+    case 1:
+      return copy_runs_of<1>(src, src_stride, dst, dst_stride, count);
+    case 2:
+      return copy_runs_of<2>(src, src_stride, dst, dst_stride, count);
+    case 4:
+      return copy_runs_of<4>(src, src_stride, dst, dst_stride, count);
+    case 8:
+      return copy_runs_of<8>(src, src_stride, dst, dst_stride, count);
+    case 16:
+      return copy_runs_of<16>(src, src_stride, dst, dst_stride, count);
+    case 32:
+      return copy_runs_of<32>(src, src_stride, dst, dst_stride, count);
+    case 64:
+      return copy_runs_of<64>(src, src_stride, dst, dst_stride, count);
+    default:
+      for (int64_t i = 0; i < count; ++i) {
+        std::memcpy(dst + i * dst_stride, src + i * src_stride, static_cast<size_t>(bytes));
+      }
+  }
+}
+
+// Runs [begin, end) of a box, the runs of its second-to-last dim together.
+void copy_box_runs(const WordBox& box, int word_bytes, const char* src, char* dst, int64_t begin, int64_t end) {
+  const int run = box.ndim - 1;
+  const int64_t run_bytes = static_cast<int64_t>(box.sizes[run].divisor) * word_bytes;
+  const int64_t row = run > 0 ? box.sizes[run - 1].divisor : 1;
+  const int64_t src_stride = run > 0 ? box.src_strides[run - 1] * word_bytes : 0;
+  const int64_t dst_stride = run > 0 ? box.dst_strides[run - 1] * word_bytes : 0;
+  while (begin < end) {
+    const int64_t count = std::min(end - begin, row - begin % row);
+    int64_t from = 0;
+    int64_t to = 0;
+    box.locate(static_cast<uint32_t>(begin * box.sizes[run].divisor), from, to);
+    copy_runs(src + from * word_bytes, src_stride, dst + to * word_bytes, dst_stride, count, run_bytes);
+    begin += count;
+  }
+}
+
+// A single run, shared among threads by words.
+bool is_one_run(const WordBoxes& boxes) { return boxes.first_run.back() == 1; }
+
+void run_boxes(const WordBoxes& boxes, const char* src, char* dst, const ParallelFor& parallel_for) {
+  if (is_one_run(boxes)) {
+    const WordBox& box = boxes.boxes.front();
+    const auto copy_words = [&](int64_t begin, int64_t end) {
+      std::memcpy(dst + (box.dst_offset + begin) * boxes.word_bytes, src + (box.src_offset + begin) * boxes.word_bytes,
+                  static_cast<size_t>((end - begin) * boxes.word_bytes));
+    };
+    return parallel_for(boxes.words(), kGrainBytes / boxes.word_bytes, copy_words);
+  }
+  const int64_t num_runs = boxes.first_run.back();
+  const int64_t run_bytes = std::max<int64_t>(boxes.words() * boxes.word_bytes / num_runs, 1);
+  const auto copy_some = [&](int64_t begin, int64_t end) {
+    int64_t b = box_of(boxes.first_run.data(), static_cast<int64_t>(boxes.boxes.size()), begin);
+    for (; begin < end; ++b) {
+      const int64_t first = boxes.first_run[b];
+      const int64_t last = std::min(end, boxes.first_run[b + 1]);
+      copy_box_runs(boxes.boxes[b], boxes.word_bytes, src, dst, begin - first, last - first);
+      begin = last;
+    }
+  };
+  parallel_for(num_runs, std::max<int64_t>(kGrainBytes / run_bytes, 1), copy_some);
+}
+
+int alignment_of(const void* src, const void* dst) {
+  const auto bits = reinterpret_cast<uintptr_t>(src) | reinterpret_cast<uintptr_t>(dst) | kMaxWordBytes;
+  return static_cast<int>(bits & -bits);
+}
+
+}  // namespace
+
+Divisor::Divisor(uint32_t n) : divisor(n) {
+  if (n <= 1) return;
+  const auto log = static_cast<uint32_t>(std::bit_width(n - 1));  // rounded up
+  multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + log)) + n - 1) / n);
+  shift = log - 1;
+}
+
+struct StridedCopy::State {
+  std::mutex mutex;
+  std::map<int, std::unique_ptr<std::vector<WordBoxes>>> by_alignment;
+  std::map<std::pair<const WordBoxes*, int>, std::shared_ptr<void>> device_tables;
+};
+
+StridedCopy::StridedCopy(const std::vector<Box>& boxes, int64_t item_bytes)
+    : boxes_(boxes), item_bytes_(item_bytes), state_(std::make_shared<State>()) {
+  for (const Box& box : boxes) {
+    int64_t items = 1;
+    for (const int64_t size : box.sizes) items *= size;
+    bytes_ += items * item_bytes;
+  }
+}
+
+const std::vector<WordBoxes>& StridedCopy::at(const void* src, const void* dst) const {
+  return for_alignment(alignment_of(src, dst));
+}
+
+const std::vector<WordBoxes>& StridedCopy::for_alignment(int bytes) const {
+  const std::lock_guard lock(state_->mutex);
+  std::unique_ptr<std::vector<WordBoxes>>& kept = state_->by_alignment[bytes];
+  if (!kept) {
+    Preparation preparation(item_bytes_, bytes);
+    for (const Box& box : boxes_) preparation.add(box);
+    kept = std::make_unique<std::vector<WordBoxes>>(preparation.take());
+  }
+  return *kept;
+}
+
+std::shared_ptr<void>& StridedCopy::device_table(const WordBoxes& boxes, int device) const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->device_tables[{&boxes, device}];
+}
+
+void run(const StridedCopy& copy, const void* src, void* dst, const ParallelFor& parallel_for) {
+  for (const WordBoxes& boxes : copy.at(src, dst)) {
+    run_boxes(boxes, static_cast<const char*>(src), static_cast<char*>(dst), parallel_for);
+  }
+}
+
+}  // namespace shardwright

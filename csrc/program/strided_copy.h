@@ -1,0 +1,117 @@
+// Copies of boxes, prepared for machines: dims merged, elements widened to words, words numbered.
+//
+// A box of a row-major part in a packed buffer is a grid of runs, and a run is contiguous on both sides. So each box is
+// taken as words as wide as its sizes, strides and offsets allow, and all words of a copy are numbered through: any
+// range of numbers is a share of the work, whatever the boxes. A GPU gives every thread some numbers (locate); a CPU
+// takes runs. The same tables serve both, and `locate` compiles for both.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "program/program.h"
+
+#if defined(__CUDACC__)
+#define SHARDWRIGHT_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define SHARDWRIGHT_HOST_DEVICE inline
+#endif
+
+namespace shardwright {
+
+constexpr int kMaxCopyDims = 7;
+constexpr int kMaxWordBytes = 16;
+
+// n / divisor for n below 2^31, by a multiplication: the high half of n * multiplier, shifted. Granlund and Montgomery,
+// "Division by Invariant Integers using Multiplication", 1994.
+struct Divisor {
+  uint32_t divisor = 1;
+  uint32_t multiplier = 0;
+  uint32_t shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(uint32_t n);
+
+  SHARDWRIGHT_HOST_DEVICE uint32_t quotient(uint32_t n) const {
+    if (divisor == 1) return n;
+    return static_cast<uint32_t>((static_cast<uint64_t>(n) * multiplier) >> 32) >> shift;
+  }
+};
+
+// Outermost dim first; the last one is the run, contiguous on both sides. Sizes in words, below 2^31 in all.
+struct WordBox {
+  int64_t src_offset = 0;
+  int64_t dst_offset = 0;
+  int ndim = 0;
+  Divisor sizes[kMaxCopyDims];
+  int64_t src_strides[kMaxCopyDims];
+  int64_t dst_strides[kMaxCopyDims];
+
+  // Where word `i` of the box lies.
+  SHARDWRIGHT_HOST_DEVICE void locate(uint32_t i, int64_t& src, int64_t& dst) const {
+    src = src_offset;
+    dst = dst_offset;
+    for (int d = ndim - 1; d >= 0; --d) {
+      const uint32_t rest = sizes[d].quotient(i);
+      const int64_t at = i - rest * sizes[d].divisor;
+      src += at * src_strides[d];
+      dst += at * dst_strides[d];
+      i = rest;
+    }
+  }
+};
+
+// The last of `count` ascending `first` that is not above `i`; first[0] must not be.
+SHARDWRIGHT_HOST_DEVICE int64_t box_of(const int64_t* first, int64_t count, int64_t i) {
+  int64_t low = 0;
+  while (count > 1) {
+    const int64_t half = count / 2;
+    if (first[low + half] <= i) low += half;
+    count -= half;
+  }
+  return low;
+}
+
+// Boxes with words of one width.
+struct WordBoxes {
+  int word_bytes = 1;
+  std::vector<WordBox> boxes;
+  std::vector<int64_t> first_word;  // by box; one entry more for the end
+  std::vector<int64_t> first_run;   // the same in runs
+
+  int64_t words() const { return first_word.back(); }
+};
+
+class StridedCopy {
+ public:
+  StridedCopy(const std::vector<Box>& boxes, int64_t item_bytes);
+
+  // For memory that begins at such addresses: words that are as wide as these allow.
+  const std::vector<WordBoxes>& at(const void* src, const void* dst) const;
+
+  const std::vector<Box>& boxes() const { return boxes_; }
+  int64_t bytes() const { return bytes_; }
+
+  // Where device number `device` may keep what it makes of these boxes, which are from at().
+  std::shared_ptr<void>& device_table(const WordBoxes& boxes, int device) const;
+
+ private:
+  const std::vector<WordBoxes>& for_alignment(int bytes) const;
+
+  std::vector<Box> boxes_;
+  int64_t item_bytes_;
+  int64_t bytes_ = 0;
+  struct State;  // made when asked for, behind a lock
+  std::shared_ptr<State> state_;
+};
+
+// Runs `body(begin, end)` over parts of [0, count), each of `grain` or more, on as many threads as it likes.
+using ParallelFor =
+    std::function<void(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body)>;
+
+// On CPU. Large copies are shared among threads by runs.
+void run(const StridedCopy& copy, const void* src, void* dst, const ParallelFor& parallel_for);
+
+}  // namespace shardwright
