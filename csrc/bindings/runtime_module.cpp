@@ -8,6 +8,7 @@
 
 #include "layout/error.h"
 #include "runtime/executor.h"
+#include "runtime/local_ops.h"
 #include "runtime/staging.h"
 
 namespace py = pybind11;
@@ -81,6 +82,22 @@ PYBIND11_MODULE(_runtime, m) {
           },
           py::arg("input"), py::call_guard<py::gil_scoped_release>())
       .def("__str__", &Executable::text);
+
+  using shardwright::StridedCopy;
+  using BoxParts = std::tuple<int64_t, int64_t, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>;
+  py::class_<StridedCopy>(m, "StridedCopy")
+      .def(py::init([](const std::vector<BoxParts>& parts, int64_t item_bytes) {
+             std::vector<shardwright::Box> boxes;
+             for (const auto& [src_offset, dst_offset, sizes, src_strides, dst_strides] : parts) {
+               boxes.push_back({src_offset, dst_offset, sizes, src_strides, dst_strides});
+             }
+             return StridedCopy(boxes, item_bytes);
+           }),
+           py::arg("boxes"), py::arg("item_bytes"))
+      .def(
+          "run",
+          [](const StridedCopy& copy, const at::Tensor& src, at::Tensor dst) { shardwright::run(copy, src, dst); },
+          py::arg("src"), py::arg("dst"), py::call_guard<py::gil_scoped_release>());
 
   m.def("nothing_watches", &shardwright::nothing_watches, py::arg("in_backward"));
   m.def("kept_staging_bytes", &shardwright::kept_staging_bytes);

@@ -71,7 +71,7 @@ std::optional<Matching> Matching::of(int64_t n, std::span<const Digit> before, s
 }
 
 bool Matching::Common::agrees_at(const Mesh& mesh, int64_t position) const {
-  if (before.mesh_dim < 0 || after.mesh_dim < 0 || before == after) return true;
+  if (!is_tie()) return true;
   const auto value = [&](const Owner& owner) {
     return mesh.coordinate(position, owner.mesh_dim) / owner.below % radix;
   };
@@ -221,6 +221,19 @@ int64_t SharedElements::at(int64_t position) const {
   return shared;
 }
 
+MeshDimSet SharedElements::varying_dims() const {
+  if (matchings_.empty()) return MeshDimSet::from_bits(~0u);
+  MeshDimSet dims;
+  for (const Matching& matching : matchings_) {
+    for (const Matching::Common& digit : matching.digits()) {
+      if (!digit.is_tie()) continue;
+      dims.insert(digit.before.mesh_dim);
+      dims.insert(digit.after.mesh_dim);
+    }
+  }
+  return dims;
+}
+
 std::optional<int64_t> SharedElements::sum() const {
   Ties ties;
   int64_t shared = 1;
@@ -228,7 +241,7 @@ std::optional<int64_t> SharedElements::sum() const {
   for (const Matching& matching : matchings_) {
     shared *= matching.free();
     for (const Matching::Common& digit : matching.digits()) {
-      if (digit.before.mesh_dim < 0 || digit.after.mesh_dim < 0 || digit.before == digit.after) continue;
+      if (!digit.is_tie()) continue;
       is_closed = is_closed && ties.add(digit);
     }
   }

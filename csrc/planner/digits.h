@@ -45,6 +45,8 @@ class Matching {
     int64_t radix = 1;
     Owner before;
     Owner after;
+    // Whether it is fixed in both, by different coordinates.
+    bool is_tie() const { return before.mesh_dim >= 0 && after.mesh_dim >= 0 && !(before == after); }
     // Whether the rank at `position` has the same value of the digit in both, or any.
     bool agrees_at(const Mesh& mesh, int64_t position) const;
   };
@@ -76,6 +78,9 @@ class SharedElements {
   int64_t at(int64_t position) const;
   // Over all ranks, without a walk over them. Nothing where that takes too long.
   std::optional<int64_t> sum() const;
+
+  // The mesh dims whose coordinates at() depends on.
+  MeshDimSet varying_dims() const;
 
   // By tensor dim; empty where digits do not say it all.
   const std::vector<Matching>& matchings() const { return matchings_; }

@@ -72,6 +72,9 @@ class ExchangeTraffic {
   explicit ExchangeTraffic(const Step& step);
   Traffic at(int64_t position) const;
 
+  // The mesh dims whose coordinates at() depends on.
+  MeshDimSet varying_dims() const { return is_closed_ ? shared_.varying_dims() : MeshDimSet::from_bits(~0u); }
+
   // Whether each source serves all its receivers alike.
   bool has_equal_shares() const { return is_closed_; }
 
@@ -101,6 +104,8 @@ class StepTraffic {
  public:
   StepTraffic(const Step& step, Backend backend);
   Traffic at(int64_t position) const;
+  // The mesh dims whose coordinates at() depends on.
+  MeshDimSet varying_dims() const;
   const Step& step() const { return step_; }
 
  private:

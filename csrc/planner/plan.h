@@ -135,9 +135,10 @@ struct TrafficTotals {
   bool sum_is_exact = true;
 };
 
-// Of one step, and of the whole plan (maxima are of ranks' sums over steps). On meshes of up to kMaxRanksWalked ranks
-// all are walked. On larger ones maxima are taken over the corners of the mesh, and the sum is worked out without a
-// walk, or else is an upper bound: then sum_is_exact is false.
+// Of one step, and of the whole plan (maxima are of ranks' sums over steps). Ranks are told apart by the coordinates
+// that their figures depend on; where these have up to kMaxRanksWalked combinations, all are looked at. For more,
+// maxima are taken over the corners of the mesh, and the sum is worked out without a walk, or else is an upper bound:
+// then sum_is_exact is false.
 constexpr int64_t kMaxRanksWalked = 4096;
 std::vector<int64_t> seen_positions(const Mesh& mesh);
 // The positions in position 0's group over `mesh_dims` whose coordinates are first or last: of the first mesh dims,

@@ -56,7 +56,35 @@ Traffic StepTraffic::at(int64_t position) const {
   throw InvariantError("unknown step op");
 }
 
+MeshDimSet StepTraffic::varying_dims() const {
+  switch (step_.op) {
+    case StepOp::kSlice:
+    case StepOp::kPartition:
+    case StepOp::kZeroFill:
+      return {};
+    case StepOp::kReduceScatter:
+    case StepOp::kAllReduce:
+      if (!step_.before.has_equal_parts() || !step_.after.has_equal_parts()) return MeshDimSet::from_bits(~0u);
+      return step_.op == StepOp::kAllReduce && !is_native_ ? step_.mesh_dims : MeshDimSet();
+    default:
+      return exchange_.varying_dims();
+  }
+}
+
 namespace {
+
+// The positions to look at for figures that depend on the coordinates on `varying` alone, each of which stands for
+// `weight` ranks. If these are too many, the corners of the mesh, which stand for nobody else: weight 0.
+struct Sample {
+  std::vector<int64_t> positions;
+  int64_t weight = 0;
+};
+
+Sample sample(const Mesh& mesh, MeshDimSet varying) {
+  const int64_t count = mesh.group_size(varying);
+  if (count > kMaxRanksWalked) return {corner_positions(mesh), 0};
+  return {mesh.group(0, varying), mesh.size() / count};
+}
 
 int64_t held_by_all(const Layout& layout) {
   return layout.num_elements() * (layout.mesh().size() / layout.mesh().group_size(layout.cut_dims()));
@@ -92,15 +120,19 @@ TrafficTotals totals(const Step& step, Backend backend) {
 
 TrafficTotals totals(const Plan& plan) {
   const Mesh& mesh = plan.src.mesh();
-  const std::vector<int64_t> seen = seen_positions(mesh);
   std::vector<StepTraffic> steps;
+  steps.reserve(plan.steps.size());
+  MeshDimSet varying;
   for (const Step& step : plan.steps) {
-    if (!is_local(step.op)) steps.emplace_back(step, plan.backend);
+    if (is_local(step.op)) continue;
+    steps.emplace_back(step, plan.backend);
+    varying = varying | steps.back().varying_dims();
   }
+  const Sample seen = sample(mesh, varying);
   TrafficTotals result;
   for (const StepTraffic& one : steps) result.steps += one.step().rounds;
   std::vector<int64_t> received_max(steps.size(), 0);
-  for (const int64_t p : seen) {
+  for (const int64_t p : seen.positions) {
     Traffic all;
     for (size_t i = 0; i < steps.size(); ++i) {
       const Traffic traffic = steps[i].at(p);
@@ -111,8 +143,8 @@ TrafficTotals totals(const Plan& plan) {
     }
     add_rank(result, all);
   }
-  if (mesh.size() <= kMaxRanksWalked) return result;
-  result.received_bytes_sum = 0;
+  result.received_bytes_sum *= seen.weight;
+  if (seen.weight > 0) return result;
   for (size_t i = 0; i < steps.size(); ++i) {
     const std::optional<int64_t> sum = received_by_all(steps[i].step(), plan.backend);
     result.sum_is_exact = result.sum_is_exact && sum;
@@ -155,12 +187,13 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
     const SharedElements shared(src, dst);
     const bool has_equal_parts = !shared.matchings().empty();
     const int64_t first = num_elements(dst.region(0));
-    for (const int64_t p : seen_positions(mesh)) {
+    const Sample seen = sample(mesh, shared.varying_dims());
+    for (const int64_t p : seen.positions) {
       const int64_t missing = (has_equal_parts ? first : num_elements(dst.region(p))) - shared.at(p);
       bound.bytes_max = std::max(bound.bytes_max, missing * item);
-      bound.bytes_sum += missing * item;
+      bound.bytes_sum += missing * item * seen.weight;
     }
-    if (mesh.size() > kMaxRanksWalked) {
+    if (seen.weight == 0) {
       const std::optional<int64_t> kept = shared.sum();
       bound.bytes_sum = kept ? (held_by_all(dst) - *kept) * item : bound.bytes_max;
     }

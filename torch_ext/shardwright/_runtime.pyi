@@ -47,6 +47,20 @@ def drain() -> None:
 
 def counters() -> dict[str, int]: ...
 def reset_counters() -> None: ...
+
+class StridedCopy:
+    """What packs and unpacks, for tests and benchmarks.
+
+    Boxes are ``(src_offset, dst_offset, sizes, src_strides, dst_strides)``, in elements of `item_bytes`, outermost dim
+    first. Nothing is checked.
+    """
+
+    def __init__(
+        self, boxes: Sequence[tuple[int, int, Sequence[int], Sequence[int], Sequence[int]]], item_bytes: int
+    ) -> None: ...
+    def run(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """From and to flat tensors on one device, which do not overlap."""
+
 def nothing_watches(in_backward: bool) -> bool:
     """Whether no mode, trace or transform is to see what this thread does, and no backward is under way, or may be."""
 

@@ -1,0 +1,136 @@
+"""How fast a redistribute packs: rows of a matrix of which it takes half, in one launch, against torch's ways.
+
+    make gpu                                              # with everything else that needs a GPU
+    python benchmarks/gpu_copies.py --device cpu          # the same tables on CPU; results/copies-cpu.json
+
+Rows of some length are gathered from a tensor twice as large into a packed one: by one box of many rows, and by as many
+boxes as asked for. GB/s count bytes read and written; "of copy" is the share of what the device's own copy of as many
+bytes reaches in the same run. torch's ways: `copy_` from a strided view, `index_select` of rows, and `cat` of slices
+where there are few. Every result is compared. On a GPU, buffers take turns so that the cache does not help, and times
+are those of events around graph replays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import shardwright as sw  # noqa: F401  (its package must be importable before its module)
+from shardwright import _runtime
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import machine  # noqa: E402
+
+RUN_BYTES = (4, 16, 32, 64, 256, 1024, 16384)
+NUM_BOXES = (1, 100, 10_000, 100_000)
+MAX_SLICES = 1000  # that cat is asked for
+REPEATS = 15
+Boxes = list[tuple[int, int, list[int], list[int], list[int]]]
+
+
+def rows_as_boxes(num_rows: int, run: int, num_boxes: int) -> Boxes:
+    """Rows of `run` words, every other one of the source, dealt out to boxes of as many rows each."""
+    boxes, begin = [], 0
+    for b in range(num_boxes):
+        end = num_rows * (b + 1) // num_boxes
+        boxes.append((2 * run * begin, run * begin, [end - begin, run], [2 * run, 1], [run, 1]))
+        begin = end
+    return boxes
+
+
+def seconds(call: Callable[[int], object], device: torch.device, num_buffers: int) -> float:
+    """Median time of a call; its argument says which buffers to use."""
+    for i in range(num_buffers):
+        call(i)
+    if device.type == "cpu":
+        times = []
+        for i in range(REPEATS):
+            start = time.perf_counter()
+            call(i % num_buffers)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(num_buffers):
+            call(i)
+    graph.replay()
+    times = []
+    for _ in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3 / num_buffers)
+    return statistics.median(times)
+
+
+def measure(device: torch.device, run_bytes: int, num_boxes: int, total_bytes: int, num_buffers: int) -> dict | None:
+    """One row of the table; None where there are fewer rows than boxes."""
+    run, num_rows = run_bytes // 4, total_bytes // run_bytes
+    if num_boxes > num_rows:
+        return None
+    sources = [torch.randn(num_rows, 2, run, device=device) for _ in range(num_buffers)]
+    packed = [torch.full((num_rows, run), float("nan"), device=device) for _ in range(num_buffers)]
+    copy = _runtime.StridedCopy(rows_as_boxes(num_rows, run, num_boxes), 4)
+    rows = torch.arange(0, 2 * num_rows, 2, device=device)
+    ways: dict[str, Callable[[int], object]] = {
+        "ours": lambda i: copy.run(sources[i].view(-1), packed[i].view(-1)),
+        "copy_": lambda i: packed[i].copy_(sources[i][:, 0]),
+        "index_select": lambda i: torch.index_select(sources[i].view(-1, run), 0, rows, out=packed[i]),
+        "device copy": lambda i: packed[i].view(-1).copy_(sources[i].view(-1)[: num_rows * run]),
+    }
+    if 1 < num_boxes <= MAX_SLICES:
+        cuts = [num_rows * b // num_boxes for b in range(num_boxes + 1)]
+        ways["cat"] = lambda i: torch.cat([sources[i][a:b, 0] for a, b in zip(cuts, cuts[1:])], out=packed[i])
+    row: dict = {"run_bytes": run_bytes, "boxes": num_boxes, "bytes": num_rows * run_bytes}
+    for name, call in ways.items():
+        for one in packed:
+            one.fill_(float("nan"))
+        took = seconds(call, device, num_buffers)
+        if name != "device copy":
+            assert all(torch.equal(p, s[:, 0]) for s, p in zip(sources, packed)), f"{name}: wrong result"
+        row[name] = round(2 * num_rows * run_bytes / took / 1e9, 2)
+    row["of_copy"] = round(row["ours"] / row["device copy"], 3)
+    row["over_best_of_torch"] = round(
+        row["ours"] / max(row[n] for n in ("copy_", "index_select", "cat") if n in row), 3
+    )
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--mebibytes", type=int, help="packed in a copy; default 256 on a GPU, 32 on CPU")
+    parser.add_argument("--json", help="where to write; default results/copies-<device>.json")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    total = (options.mebibytes or (256 if device.type == "cuda" else 32)) << 20
+    num_buffers = 4 if device.type == "cuda" else 2
+    head = machine.describe("torch")
+    if device.type == "cuda":
+        head["machine"]["gpu"] = torch.cuda.get_device_name(device)
+    print("GB/s, read and written\n  run bytes   boxes     ours  of copy   copy_  index_select     cat  device copy")
+    rows = []
+    for run_bytes in RUN_BYTES:
+        for num_boxes in NUM_BOXES:
+            row = measure(device, run_bytes, num_boxes, total, num_buffers)
+            if row is None:
+                continue
+            rows.append(row)
+            print(
+                f"{run_bytes:11}{num_boxes:8}{row['ours']:9.1f}{row['of_copy']:9.2f}{row['copy_']:8.1f}"
+                f"{row['index_select']:14.1f}{row.get('cat', float('nan')):8.1f}{row['device copy']:13.1f}"
+            )
+    machine.write(options.json or machine.RESULTS / f"copies-{device.type}.json", {**head, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Redistributes over NCCL: one rank, and several that share this GPU where this NCCL lets them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("nccl_ranks.py")
+LIMIT_SECONDS = 120
+# How several ranks get onto one GPU: by NCCL's version, see nccl_ranks.py.
+WAYS = {"host ids": {"NCCL_HOSTID": "rank{rank}"}, "multi-rank": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _run(task: str, world: int, way: str) -> str:
+    """Runs ranks to the end; what the first failed one printed, or nothing."""
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(world),
+        "NCCL_MAX_CTAS": "4",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+    ranks = []
+    for rank in range(world):
+        settings = {name: value.format(rank=rank) for name, value in WAYS[way].items()} if world > 1 else {}
+        environment = {**common, **settings, "RANK": str(rank)}
+        command = [sys.executable, str(SCRIPT), task]
+        ranks.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    failed = ""
+    for rank, process in enumerate(ranks):
+        try:
+            printed, _ = process.communicate(timeout=LIMIT_SECONDS if not failed else 5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            printed = f"rank {rank} did not end\n{process.communicate()[0]}"
+        if process.returncode != 0 and not failed:
+            failed = f"rank {rank}:\n{printed}"
+    return failed
+
+
+@functools.cache
+def _way_that_works() -> tuple[str | None, str]:
+    reasons = []
+    for way in WAYS:
+        failed = _run("reach", 2, way)
+        if not failed:
+            return way, ""
+        reasons.append(f"{way}: {failed.strip().splitlines()[-1]}")
+    return None, "; ".join(reasons)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_against_the_global_tensor(world: int) -> None:
+    way: str | None = "host ids"
+    if world > 1:
+        way, reason = _way_that_works()
+        if way is None:
+            pytest.skip(f"this NCCL takes one rank per GPU: {reason}")
+        print(f"several ranks on one GPU by {way}")
+    failed = _run("redistribute", world, way or "")
+    assert not failed, failed
