@@ -39,6 +39,8 @@ MIN_SETUPTOOLS = 77
 DEFAULT_CUDA_ARCH_LIST = "8.0;9.0+PTX"
 
 CXX_FLAGS = ["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
+# at::parallel_for is compiled here. Not for the linker: its functions are those of the OpenMP that torch has loaded.
+OPENMP = ["-fopenmp"]
 NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler=-fvisibility=hidden"]
 
 
@@ -200,7 +202,7 @@ def make_extensions(cuda: Cuda, pybind11_include: str) -> list[Extension]:
         RUNTIME_SOURCES + RUNTIME_MODULE + (CUDA_SOURCES if cuda.enabled else []),
         include_dirs=[str(ROOT / "csrc")],
         define_macros=[("SHARDWRIGHT_CUDA", "1")] if cuda.enabled else [],
-        extra_compile_args={"cxx": CXX_FLAGS + torch_includes, "nvcc": NVCC_FLAGS + torch_includes},
+        extra_compile_args={"cxx": [*CXX_FLAGS, *OPENMP, *torch_includes], "nvcc": NVCC_FLAGS + torch_includes},
         depends=HEADERS,
     )
     return [planner, runtime]
