@@ -33,7 +33,11 @@ at::Tensor redistribute(const at::Tensor& input, const std::string& plan, const 
 
 void redistribute_out(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                       int64_t rank, at::Tensor& out) {
-  executable_of(plan, groups, rank)->run_into(input.contiguous(), out);
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;  // or a copy in there would count as a write of its own
+    executable_of(plan, groups, rank)->run_into(input.contiguous(), out);
+  }
+  if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
 }
 
 // What was started and not waited for, by number. The number travels through a graph as the value of a tensor, so that

@@ -65,7 +65,7 @@ def _values(src: list[str], dst: list[str]) -> None:
         assert result.untyped_storage().data_ptr() != given.untyped_storage().data_ptr() or result.numel() == 0
     out = torch.empty_like(expected)
     torch.ops.shardwright.redistribute_out(local, **_arguments(operator), out=out)
-    assert torch.equal(out, expected)
+    assert torch.equal(out, expected) and out._version == 1
     handles = [torch.ops.shardwright.redistribute_start(local * n, **_arguments(operator)) for n in (1, 2)]
     for n, handle in reversed(list(enumerate(handles, 1))):  # a compiler may wait in another order
         result = torch.ops.shardwright.redistribute_wait(
