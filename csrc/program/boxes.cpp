@@ -11,8 +11,8 @@ std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape) {
   return strides;
 }
 
-// Drops dims of size 1 and merges neighbours that are dense on both sides, so that inner runs get long.
-// sizes (3,4), strides (4,1) and (8,1): stays. strides (4,1) and (4,1): one run of 12.
+}  // namespace
+
 void simplify(Box& box) {
   size_t kept = 0;
   for (size_t d = 0; d < box.sizes.size(); ++d) {
@@ -34,6 +34,8 @@ void simplify(Box& box) {
   box.src_strides.resize(kept);
   box.dst_strides.resize(kept);
 }
+
+namespace {
 
 struct Side {
   const std::vector<int64_t>& shape;

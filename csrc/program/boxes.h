@@ -9,6 +9,10 @@
 
 namespace shardwright {
 
+// Drops dims of size 1 and merges neighbours that are dense on both sides, so that inner runs get long.
+// sizes (3,4), strides (4,1) and (8,1): stays. strides (4,1) and (4,1): one run of 12.
+void simplify(Box& box);
+
 // Elements that two local tensors share, and the order in which a packed message carries them: row-major over the
 // shared indices of each dim.
 class Intersection {

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <optional>
 
-#include "layout/error.h"
+#include "program/boxes.h"
 
 namespace shardwright {
 namespace {
@@ -23,19 +23,12 @@ struct Dim {
   int64_t dst;
 };
 
-// Without dims of size 1; neighbours that are one run on both sides are one dim. Nothing for an empty box.
-std::optional<std::vector<Dim>> merged(const Box& box) {
+// The dims of a box, simplified, the last one a run on both sides. Nothing for an empty box.
+std::optional<std::vector<Dim>> merged(Box box) {
+  if (std::find(box.sizes.begin(), box.sizes.end(), 0) != box.sizes.end()) return std::nullopt;
+  simplify(box);
   std::vector<Dim> dims;
-  for (size_t d = 0; d < box.sizes.size(); ++d) {
-    const Dim dim{box.sizes[d], box.src_strides[d], box.dst_strides[d]};
-    if (dim.size == 0) return std::nullopt;
-    if (dim.size == 1) continue;
-    if (!dims.empty() && dims.back().src == dim.src * dim.size && dims.back().dst == dim.dst * dim.size) {
-      dims.back() = {dims.back().size * dim.size, dim.src, dim.dst};
-    } else {
-      dims.push_back(dim);
-    }
-  }
+  for (size_t d = 0; d < box.sizes.size(); ++d) dims.push_back({box.sizes[d], box.src_strides[d], box.dst_strides[d]});
   if (dims.empty() || dims.back().src != 1 || dims.back().dst != 1) dims.push_back({1, 1, 1});
   return dims;
 }

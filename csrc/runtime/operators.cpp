@@ -104,6 +104,11 @@ const c10::TypedOperatorHandle<Redistribute>& redistribute_handle() {
   return handle;
 }
 
+bool is_without_sums(const std::string& text) {
+  const Plan plan = from_bytes(plan_bytes_of(text));
+  return plan.src.partial_dims().empty() && plan.dst.partial_dims().empty();
+}
+
 // The gradient goes the way of backward_plan. That way can be differentiated again where it is the reverse of this one,
 // which it is without pending reductions: a gradient stands for P as R.
 class RedistributeFunction : public torch::autograd::Function<RedistributeFunction> {
@@ -128,8 +133,7 @@ class RedistributeFunction : public torch::autograd::Function<RedistributeFuncti
     TORCH_CHECK_NOT_IMPLEMENTED(!backward_plan.empty(),
                                 "shardwright::redistribute: backward_plan is empty, so there is no gradient; "
                                 "shardwright.operator gives one for layouts with S, R, P(sum) and P(avg)");
-    const Plan plan = from_bytes(plan_bytes_of(text("plan")));
-    const bool is_reversible = plan.src.partial_dims().empty() && plan.dst.partial_dims().empty();
+    const bool is_reversible = at::GradMode::is_enabled() && is_without_sums(text("plan"));
     at::Tensor gradient = redistribute_handle().call(
         gradients[0], backward_plan, names("backward_groups"), context->saved_data["rank"].toInt(),
         is_reversible ? text("plan") : std::string(), is_reversible ? names("groups") : std::vector<std::string>());

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
+from parts import part_of
 from pool import Pool
 
 WORLD = 4
@@ -17,20 +18,12 @@ def _whole() -> torch.Tensor:
     return torch.arange(12 * 10 * 8, dtype=torch.float32).reshape(SHAPE)
 
 
-def _part(layout: sw.Layout, rank: int) -> torch.Tensor:
-    """Cut from the global tensor by the intervals of the layout."""
-    part = _whole()
-    for dim, intervals in enumerate(layout.region(rank)):
-        part = torch.cat([part.narrow(dim, begin, end - begin) for begin, end in intervals], dim)
-    return part
-
-
 def _run(sizes: dict[str, int], before: list[str], after: list[str], options: dict) -> tuple[bool, bool]:
     mesh = sw.Mesh(sizes)
     src, dst = (sw.Layout(mesh, SHAPE, placements) for placements in (before, after))
     plan = sw.plan(src, dst, backend="gloo", **options)
     rank = dist.get_rank()
-    local = _part(src, rank)
+    local = part_of(_whole(), src, rank)
     if "P" in before:
         local = local * (rank + 1)
     sw.pin(plan)
@@ -38,7 +31,7 @@ def _run(sizes: dict[str, int], before: list[str], after: list[str], options: di
         result = sw.redistribute_local(local, src, dst)
     finally:
         sw.unpin(plan)
-    expected = _part(dst, rank)
+    expected = part_of(_whole(), dst, rank)
     if "P" in before:
         expected = expected * sum(range(1, WORLD + 1))
     return torch.equal(result, expected), any(step.rounds > 1 for step in plan.steps)

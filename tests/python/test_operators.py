@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import oracle
 import shardwright as sw
 from meshes import get_mesh
+from parts import part_of
 from pool import Pool
 
 WORLD = 4
@@ -37,9 +38,7 @@ def _mesh() -> sw.Mesh:
 def _part(layout: sw.Layout) -> torch.Tensor:
     """This rank's part of a global tensor; of a pending sum, its rank + 1 times that."""
     rank = dist.get_rank()
-    part = oracle.global_tensor(SHAPE, torch.float32, 5, True)
-    for dim, intervals in enumerate(layout.region(rank)):
-        part = torch.cat([part.narrow(dim, begin, end - begin) for begin, end in intervals], dim)
+    part = part_of(oracle.global_tensor(SHAPE, torch.float32, 5, True), layout, rank)
     pending = [d for d, placement in enumerate(layout.placements) if placement.startswith("P")]
     factors = [layout.mesh.coordinate(rank)[d] + 1 for d in pending]
     return part * torch.tensor(factors).prod() if factors else part

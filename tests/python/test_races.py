@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import oracle
 import shardwright as sw
+from parts import part_of
 from pool import Pool
 
 WORLD = 4
@@ -27,21 +28,17 @@ IN_FLIGHT = [
 ]
 
 
-def _part(whole: torch.Tensor, layout: sw.Layout) -> torch.Tensor:
-    for dim, intervals in enumerate(layout.region(dist.get_rank())):
-        whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in intervals], dim)
-    return whole
-
-
 def _together() -> None:
     """Eight at a time; a source is shared by those that begin alike, and written as soon as all are waited for."""
-    mesh = sw.Mesh({"a": 2, "b": 2})
+    mesh, rank = sw.Mesh({"a": 2, "b": 2}), dist.get_rank()
     pairs = [tuple(sw.Layout(mesh, SHAPE, p) for p in pair) for pair in IN_FLIGHT]
     whole = oracle.global_tensor(SHAPE, torch.float32, 7, True)
-    expected = [_part(whole * (WORLD if "P" in pair[0] else 1), dst) for pair, (_, dst) in zip(IN_FLIGHT, pairs)]
-    sources = {tuple(src.placements): _part(whole, src).contiguous() for src, _ in pairs}
+    expected = [
+        part_of(whole * (WORLD if "P" in pair[0] else 1), dst, rank) for pair, (_, dst) in zip(IN_FLIGHT, pairs)
+    ]
+    sources = {tuple(src.placements): part_of(whole, src, rank).contiguous() for src, _ in pairs}
     kept = {name: source.clone() for name, source in sources.items()}
-    order = random.Random(dist.get_rank())
+    order = random.Random(rank)
     for turn in range(REPEATS):
         for name, source in sources.items():
             torch.mul(kept[name], turn + 1, out=source)

@@ -184,6 +184,19 @@ def test_gradients_of_sums(pool: Pool) -> None:
     pool.run(_gradients_of_sums, WORLD)
 
 
+def _mode_of_the_call() -> None:
+    """A node keeps the mode of its own forward, not of the first one like it."""
+    leaf = _source(["S(0)", "S(1)"]).detach().requires_grad_()
+    for strict in (False, False, True, True, False):
+        with sw.enabled(strict=strict):
+            moved = leaf.redistribute(placements=[Replicate(), Shard(0)])
+        assert moved.grad_fn._shardwright_mode.strict == strict  # type: ignore[union-attr]
+
+
+def test_mode_of_the_call(pool: Pool) -> None:
+    pool.run(_mode_of_the_call, WORLD)
+
+
 def _switched_off_before_backward() -> None:
     source = _source(["S(0)", "S(1)"])
     stock = source.detach().requires_grad_()

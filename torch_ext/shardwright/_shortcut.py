@@ -22,6 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from . import _engine, _runtime
 
+_SEQUENCES = (list, tuple)
 # DTensor's own __init__ does nothing, slowly.
 _new_dtensor = functools.partial(DTensor.__new__, DTensor)
 
@@ -78,7 +79,7 @@ def method(original: Callable[..., DTensor], is_on: Callable[[], bool], find: Fi
         if (
             others
             or type(self) is not DTensor
-            or not (type(placements) is tuple or isinstance(placements, list | tuple))
+            or not isinstance(placements, _SEQUENCES)
             or not is_on()
             or not _runtime.nothing_watches(False)
             or forward_ad._current_level >= 0
@@ -154,5 +155,5 @@ def _saved(result: DTensor) -> dict[str, Any] | None:
     node = result.grad_fn
     if node is None or node.name() != "RedistributeBackward":
         return None
-    saved = dict(vars(node))
+    saved = {name: value for name, value in vars(node).items() if not name.startswith("_shardwright")}
     return saved if "current_spec" in saved and "async_op" in saved else None

@@ -149,11 +149,10 @@ def _install() -> None:
     DTensor.redistribute = _shortcut.method(_original_method, _may_take_shortcut, _find)  # type: ignore[method-assign]
     _original = torch_redistribute.redistribute_local_tensor
     _rebind(_original, _redistribute_local_tensor)
-    for name in ("Redistribute", "NestedRedistribute"):  # the second one came with torch 2.12
-        function = getattr(torch_redistribute, name, None)
-        if function is not None:
-            _original_forwards[function] = function.forward
-            function.forward = staticmethod(_remember_mode(function.forward))
+    nested = getattr(torch_redistribute, "NestedRedistribute", None)  # came with torch 2.12
+    for function in filter(None, (torch_redistribute.Redistribute, nested, _shortcut.Redistribute)):
+        _original_forwards[function] = function.forward
+        function.forward = staticmethod(_remember_mode(function.forward))
     _show_messages_to_comm_debug_mode(True)
 
 

@@ -13,7 +13,6 @@ Importing this module registers them.
 from __future__ import annotations
 
 import base64
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -59,8 +58,11 @@ def operator(
     plan = _engine.make_plan(src, dst, device_type, group)
     arguments = arguments_of(plan, group=group, device_mesh=device_mesh)
     backward = {"plan": "", "groups": []}
-    with contextlib.suppress(ValueError):  # which says that there are no gradients
+    try:
         way_back = layout.gradient_layout(dst, "dst"), layout.gradient_layout(src, "src")
+    except ValueError:  # there are no gradients
+        way_back = None
+    if way_back is not None:
         plan_back = _engine.make_plan(*way_back, device_type, group)
         backward = arguments_of(plan_back, group=group, device_mesh=device_mesh)
     return functools.partial(

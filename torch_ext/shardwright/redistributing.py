@@ -83,7 +83,7 @@ def redistribute_local(
         torch.distributed.DistBackendError: a transfer failed or timed out; names rank, plan, step and group.
     """
     key = (src, dst, group, device_mesh)
-    known = _known.get(key)
+    known = _known.get(key) if isinstance(src, _planner.Layout) and isinstance(dst, _planner.Layout) else None
     if known is not None and known.answers(local):
         return _engine.run_again(known.executable, local, async_op)
     if isinstance(local, AsyncCollectiveTensor):
