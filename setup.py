@@ -111,7 +111,7 @@ def glob(*patterns: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in (ROOT / "csrc").glob(pattern))
 
 
-CORE_SOURCES = glob("layout/*.cpp", "planner/*.cpp", "program/*.cpp", "simulate/*.cpp")
+CORE_SOURCES = glob("layout/*.cpp", "planner/*.cpp", "program/*.cpp", "simulate/*.cpp", "overlap/*.cpp")
 PLANNER_MODULE = glob("bindings/planner_module.cpp", "picture/*.cpp")
 RUNTIME_SOURCES = glob("runtime/*.cpp")
 RUNTIME_MODULE = glob("bindings/runtime_module.cpp")

@@ -57,10 +57,10 @@ PYBIND11_MODULE(_runtime, m) {
                                }
                                return groups;
                              })
-      .def_property_readonly("input_shape", [](const Executable& e) { return e.program().input_shape; })
-      .def_property_readonly("output_shape", [](const Executable& e) { return e.program().output_shape; })
-      .def_property_readonly("is_identity",
-                             [](const Executable& e) { return e.program().output == shardwright::kInputBuffer; })
+      .def_property_readonly("input_shape", [](const Executable& e) { return e.program().input_shapes[0]; })
+      .def_property_readonly("output_shape", [](const Executable& e) { return e.program().outputs[0].shape; })
+      .def_property_readonly(
+          "is_identity", [](const Executable& e) { return e.program().outputs[0].buffer == shardwright::kInputBuffer; })
       .def_property_readonly("communicates", &Executable::communicates)
       .def_property_readonly("received_bytes", &Executable::received_bytes)
       .def_property_readonly("rank", &Executable::rank)
@@ -102,7 +102,7 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("nothing_watches", &shardwright::nothing_watches, py::arg("in_backward"));
   m.def("kept_staging_bytes", &shardwright::kept_staging_bytes);
   m.def("release_staging", &shardwright::release_staging);
-  m.def("drain", &shardwright::drain_lane, py::call_guard<py::gil_scoped_release>());
+  m.def("drain", &shardwright::drain_lanes, py::call_guard<py::gil_scoped_release>());
   m.def("counters", [] {
     return py::dict(py::arg("runs") = shardwright::counters().runs.load(),
                     py::arg("received_bytes") = shardwright::counters().received_bytes.load());

@@ -123,6 +123,34 @@ int64_t Intersection::run_in_a() const { return run_of(a_to_packed(0, 0), true);
 
 int64_t Intersection::run_in_b() const { return run_of(packed_to_b(0, 0), false); }
 
+std::vector<Intersection::Part> Intersection::parts() const {
+  std::vector<Part> parts{Part{}};
+  for (const std::vector<Piece>& pieces : pieces_) {
+    std::vector<Part> longer;
+    for (const Part& part : parts) {
+      int64_t packed = 0;
+      for (const Piece& piece : pieces) {
+        longer.push_back(part);
+        longer.back().sizes.push_back(piece.length);
+        longer.back().in_a.push_back(piece.a_position);
+        longer.back().in_b.push_back(piece.b_position);
+        longer.back().packed.push_back(packed);
+        packed += piece.length;
+      }
+    }
+    parts = std::move(longer);
+  }
+  return parts;
+}
+
+Intersection Intersection::share(size_t dim, int64_t index, int64_t shares) const {
+  const int64_t length = packed_shape_[dim];
+  const auto begin_of = [&](int64_t i) { return length / shares * i + std::min(i, length % shares); };
+  Intersection narrowed = *this;
+  narrowed.narrow(dim, begin_of(index), begin_of(index + 1));
+  return narrowed;
+}
+
 void Intersection::narrow(size_t d, int64_t begin, int64_t end) {
   std::vector<Piece> kept;
   int64_t at = 0;
@@ -133,8 +161,9 @@ void Intersection::narrow(size_t d, int64_t begin, int64_t end) {
     at += piece.length;
   }
   pieces_[d] = std::move(kept);
-  count_ = count_ / packed_shape_[d] * (end - begin);
   packed_shape_[d] = end - begin;
+  count_ = 1;
+  for (const int64_t size : packed_shape_) count_ *= size;
 }
 
 // Of the outermost dim: the rows that begin before the range does or end behind it are sliced by themselves, those

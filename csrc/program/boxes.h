@@ -21,6 +21,20 @@ class Intersection {
   Intersection(const Region& a, const Region& b);
 
   int64_t count() const { return count_; }
+  // Of the packed message.
+  const std::vector<int64_t>& shape() const { return packed_shape_; }
+
+  // A part without gaps in either tensor, and where it begins in both and in the packed message, by dim.
+  struct Part {
+    std::vector<int64_t> sizes;
+    std::vector<int64_t> in_a;
+    std::vector<int64_t> in_b;
+    std::vector<int64_t> packed;
+  };
+  std::vector<Part> parts() const;  // in packed order
+
+  // Share `index` of `shares` along one dim; those in front have one index more where it does not divide.
+  Intersection share(size_t dim, int64_t index, int64_t shares) const;
 
   // Copies between the row-major local tensors of a, of b, and the packed message, each starting at an offset.
   std::vector<Box> a_to_b(int64_t a_base, int64_t b_base) const;

@@ -22,7 +22,9 @@ std::string text(const std::vector<SendReceive::Message>& messages) {
   return join(parts, " ");
 }
 
-std::string text(const Operation& operation) {
+}  // namespace
+
+std::string to_string(const Operation& operation) {
   return std::visit(
       Overloaded{
           [](const Copy& o) { return concat("copy b", o.src, " -> b", o.dst, " in ", o.boxes.size(), " boxes"); },
@@ -34,6 +36,13 @@ std::string text(const Operation& operation) {
             for (const BufferRange& part : o.parts) parts.push_back(text(part));
             const std::string divided = o.divisor != 1 ? concat(", divided by ", o.divisor) : "";
             return concat("reduce ", reduce_op_name(o.op), " of ", join(parts), divided, " -> ", text(o.dst));
+          },
+          [](const Cast& o) { return concat("cast ", text(o.src), " -> ", text(o.dst)); },
+          [](const Gemm& o) {
+            const std::string times = o.count > 1 ? concat(o.count, " x ") : "";
+            return concat("gemm ", times, o.m, "x", o.k, " b", o.lhs.buffer, "[", o.lhs.offset, "] by ", o.k, "x", o.n,
+                          " b", o.rhs.buffer, "[", o.rhs.offset, "]", o.bias ? " plus bias" : "",
+                          o.accumulates ? " added to b" : " -> b", o.dst.buffer, "[", o.dst.offset, "]");
           },
           [](const AllGather& o) { return concat("all_gather g", o.group, " ", text(o.src), " -> ", text(o.dst)); },
           [](const ReduceScatter& o) {
@@ -54,8 +63,6 @@ std::string text(const Operation& operation) {
       },
       operation);
 }
-
-}  // namespace
 
 int group_of(const Operation& operation) {
   if (const auto* o = std::get_if<AllGather>(&operation)) return o->group;
@@ -79,6 +86,12 @@ std::vector<int> buffers_of(const Operation& operation) {
                           for (const BufferRange& part : o.parts) buffers.push_back(part.buffer);
                           return buffers;
                         },
+                        [](const Cast& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+                        [](const Gemm& o) {
+                          std::vector<int> buffers{o.lhs.buffer, o.rhs.buffer, o.dst.buffer};
+                          if (o.bias) buffers.push_back(o.bias->buffer);
+                          return buffers;
+                        },
                         [](const AllGather& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
                         [](const ReduceScatter& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
                         [](const AllReduce& o) { return std::vector<int>{o.data.buffer}; },
@@ -92,6 +105,15 @@ std::vector<int> buffers_of(const Operation& operation) {
                         [](const Wait&) { return std::vector<int>{}; },
                     },
                     operation);
+}
+
+bool Program::is_output(int buffer) const {
+  return std::any_of(outputs.begin(), outputs.end(), [&](const Output& output) { return output.buffer == buffer; });
+}
+
+const DType& Program::dtype_of(int buffer) const {
+  const auto other = other_dtypes.find(buffer);
+  return other != other_dtypes.end() ? other->second : dtype;
 }
 
 Program::Lifetimes Program::lifetimes() const {
@@ -110,9 +132,9 @@ Program::Lifetimes Program::lifetimes() const {
   lifetimes.begins.resize(n);
   lifetimes.ends.resize(n);
   for (int b = 0; b < static_cast<int>(buffer_counts.size()); ++b) {
-    if (b == kInputBuffer || first[b] < 0) continue;
+    if (is_input(b) || first[b] < 0) continue;
     lifetimes.begins[first[b]].push_back(b);
-    if (b != output) lifetimes.ends[last[b]].push_back(b);
+    if (!is_output(b)) lifetimes.ends[last[b]].push_back(b);
   }
   return lifetimes;
 }
@@ -127,10 +149,10 @@ std::vector<int64_t> Program::peak_bytes_by_step() const {
   std::vector<int64_t> peaks(step_texts.size(), 0);
   int64_t live = 0;
   for (size_t i = 0; i < instructions.size(); ++i) {
-    for (const int b : life.begins[i]) live += buffer_counts[b] * dtype.size_bytes();
+    for (const int b : life.begins[i]) live += size_bytes(b);
     int64_t& peak = peaks[instructions[i].step];
     peak = std::max(peak, live);
-    for (const int b : life.ends[i]) live -= buffer_counts[b] * dtype.size_bytes();
+    for (const int b : life.ends[i]) live -= size_bytes(b);
   }
   return peaks;
 }
@@ -142,9 +164,13 @@ std::string Program::to_string() const {
   }
   std::vector<std::string> buffers;
   for (size_t b = 0; b < buffer_counts.size(); ++b) buffers.push_back(concat("b", b, ":", buffer_counts[b]));
-  lines.push_back(concat("buffers ", join(buffers, " "), ", input b0, output b", output));
+  std::vector<std::string> in;
+  std::vector<std::string> out;
+  for (size_t b = 0; b < input_shapes.size(); ++b) in.push_back(concat("b", b));
+  for (const Output& output : outputs) out.push_back(concat("b", output.buffer));
+  lines.push_back(concat("buffers ", join(buffers, " "), ", input ", join(in, " "), ", output ", join(out, " ")));
   for (size_t i = 0; i < instructions.size(); ++i) {
-    lines.push_back(concat(i, ". ", text(instructions[i].operation)));
+    lines.push_back(concat(i, ". ", shardwright::to_string(instructions[i].operation)));
   }
   return join(lines, "\n");
 }

@@ -1,14 +1,15 @@
 // What one rank does: instructions over buffers.
 //
-// Buffers hold elements of the tensor's dtype in row-major order. Buffer 0 is the input, which no instruction
-// writes; `output` is the result. A temporary exists from the first instruction that names it to the last, so buffers
-// whose lives do not meet share memory through the allocator, and the peak is exact.
+// Buffers hold elements of the tensor's dtype in row-major order, unless another dtype is named. The first ones are the
+// inputs, which no instruction writes; `outputs` are the results. A temporary exists from the first instruction that
+// names it to the last, so buffers whose lives do not meet share memory through the allocator, and the peak is exact.
 //
 // A communication instruction only starts the transfer. Its effects are there after the Wait that carries its ticket;
 // until then what it reads must not be written and what it writes must not be touched.
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <variant>
@@ -19,7 +20,7 @@
 
 namespace shardwright {
 
-constexpr int kInputBuffer = 0;
+constexpr int kInputBuffer = 0;  // the first
 
 struct BufferRange {
   int buffer = -1;
@@ -67,6 +68,36 @@ struct Reduce {
   double divisor = 1;
 };
 
+// dst = src, in dst's dtype.
+struct Cast {
+  BufferRange src;
+  BufferRange dst;
+};
+
+// A matrix in a buffer: element (i, j) is at offset + i * row_stride + j * column_stride.
+struct Matrix {
+  int buffer = -1;
+  int64_t offset = 0;
+  int64_t row_stride = 0;
+  int64_t column_stride = 0;
+};
+
+// dst = lhs x rhs, m x k times k x n; `count` of them, each a batch stride behind the one before.
+struct Gemm {
+  Matrix lhs;
+  Matrix rhs;
+  Matrix dst;
+  int64_t m = 0;
+  int64_t n = 0;
+  int64_t k = 0;
+  int64_t count = 1;
+  int64_t lhs_batch_stride = 0;
+  int64_t rhs_batch_stride = 0;
+  int64_t dst_batch_stride = 0;
+  bool accumulates = false;                   // dst = dst + lhs x rhs
+  std::optional<Matrix> bias = std::nullopt;  // added to every product; not where it accumulates
+};
+
 // `group` below indexes Program::groups. Ranges are in the group's order, by ascending rank.
 
 struct AllGather {
@@ -111,12 +142,13 @@ struct Wait {
   int ticket = -1;  // index of the instruction that started the transfer
 };
 
-using Operation = std::variant<Copy, FillZero, Divide, Power, Reduce, AllGather, ReduceScatter, AllReduce, AllToAll,
-                               SendReceive, Wait>;
+using Operation = std::variant<Copy, FillZero, Divide, Power, Reduce, Cast, Gemm, AllGather, ReduceScatter, AllReduce,
+                               AllToAll, SendReceive, Wait>;
 
 struct Instruction {
   Operation operation;
-  int step = -1;  // the step of the plan it serves, for messages
+  int step = -1;   // the step of the plan it serves, for messages
+  int chunk = -1;  // of a pipeline: the chunk it serves
 };
 
 // The ranks of a group of the mesh, or those of them that have something to say to each other.
@@ -127,12 +159,17 @@ struct Group {
   int64_t index = -1;  // of this rank
 };
 
+struct Output {
+  int buffer = kInputBuffer;  // an input: nothing to do, the result is that input itself
+  std::vector<int64_t> shape;
+};
+
 struct Program {
-  std::vector<int64_t> input_shape;
-  std::vector<int64_t> output_shape;
-  DType dtype;
+  std::vector<std::vector<int64_t>> input_shapes;
+  std::vector<Output> outputs;
+  DType dtype = DType::parse("float32");
   std::vector<int64_t> buffer_counts;  // elements, by buffer id
-  int output = kInputBuffer;           // kInputBuffer: nothing to do, the result is the input itself
+  std::map<int, DType> other_dtypes;   // of buffers whose elements are not of `dtype`
   std::vector<Instruction> instructions;
   std::vector<Group> groups;
   // Where the result is one box of the input, perhaps divided: its first index in each dim. A runtime may then keep
@@ -141,14 +178,19 @@ struct Program {
   // One line per plan step, for error messages and listings.
   std::vector<std::string> step_texts;
 
-  // Buffers whose life begins, and ends, with each instruction; the output ends with none.
+  bool is_input(int buffer) const { return buffer < static_cast<int>(input_shapes.size()); }
+  bool is_output(int buffer) const;
+  const DType& dtype_of(int buffer) const;
+  int64_t size_bytes(int buffer) const { return buffer_counts[buffer] * dtype_of(buffer).size_bytes(); }
+
+  // Buffers whose life begins, and ends, with each instruction; an output ends with none.
   struct Lifetimes {
     std::vector<std::vector<int>> begins;
     std::vector<std::vector<int>> ends;
   };
   Lifetimes lifetimes() const;
 
-  // The most bytes allocated at once: the result and temporaries, not the input, which belongs to the caller.
+  // The most bytes allocated at once: results and temporaries, not inputs, which belong to the caller.
   int64_t peak_bytes() const;
   // The same while each step runs.
   std::vector<int64_t> peak_bytes_by_step() const;
@@ -159,6 +201,7 @@ struct Program {
 bool is_communication(const Operation& operation);
 // Index of the group an operation communicates in; -1 for one that does not.
 int group_of(const Operation& operation);
+std::string to_string(const Operation& operation);  // as listings show it
 // Buffers an operation reads or writes.
 std::vector<int> buffers_of(const Operation& operation);
 

@@ -7,7 +7,9 @@
 
 #include "layout/error.h"
 #include "runtime/flat.h"
+#include "runtime/gemm.h"
 #include "runtime/local_ops.h"
+#include "runtime/side_stream.h"
 #include "runtime/staging.h"
 
 namespace shardwright {
@@ -26,29 +28,33 @@ at::Tensor dense(const at::Tensor& input) {
 
 }  // namespace
 
-Execution::Execution(std::shared_ptr<const Executable> executable, const at::Tensor& input)
+Execution::Execution(std::shared_ptr<const Executable> executable, c10::ArrayRef<at::Tensor> inputs,
+                     bool is_beside_compute)
     : executable_(std::move(executable)),
       program_(executable_->program()),
-      options_(input.options().requires_grad(false).memory_format(std::nullopt)),
+      options_(inputs[0].options().requires_grad(false).memory_format(std::nullopt)),
+      device_(inputs[0].device()),
       buffers_(program_.buffer_counts.size()),
+      outputs_(program_.outputs.size()),
       works_(program_.instructions.size()),
       num_instructions_(static_cast<int>(program_.instructions.size())),
       item_bytes_(program_.dtype.size_bytes()),
-      is_on_cpu_(input.device().is_cpu()) {
+      is_on_cpu_(device_.is_cpu()),
+      is_beside_compute_(is_beside_compute && !is_on_cpu_) {
   const BelowAutograd guard;
-  buffers_[kInputBuffer] = dense(input);
+  for (size_t i = 0; i < inputs.size(); ++i) buffers_[i] = dense(inputs[i]);
+  if (is_beside_compute_) transferred_.resize(program_.instructions.size());
 }
 
-Execution::Execution(std::shared_ptr<const Executable> executable, const at::Tensor& input, const at::Tensor& out)
-    : Execution(std::move(executable), input) {
-  output_ = out;
-  buffers_[program_.output] = flat_view(out, 0, out.numel());
+void Execution::write_to(const at::Tensor& out) {
+  outputs_[0] = out;
+  buffers_[program_.outputs[0].buffer] = flat_view(out, 0, out.numel());
 }
 
-const at::Tensor& Execution::output() {
+const at::Tensor& Execution::output(size_t index) {
   // Not touched by any instruction where it has no elements.
-  if (!output_.defined()) allocate(program_.output);
-  return output_;
+  if (!outputs_[index].defined()) allocate(program_.outputs[index].buffer);
+  return outputs_[index];
 }
 
 void Execution::start() {
@@ -82,7 +88,7 @@ void Execution::step() {
     fail(index, error.what());
   }
   for (const int b : executable_->lifetimes().ends[index]) {
-    if (b != kInputBuffer && b != program_.output) give_staging(buffers_[b]);
+    if (!program_.is_input(b) && !program_.is_output(b)) give_staging(buffers_[b]);
     buffers_[b].reset();
   }
 }
@@ -103,13 +109,21 @@ std::string Execution::group_text(int index) const {
 }
 
 void Execution::allocate(int buffer) {
-  if (buffer != program_.output) {
-    buffers_[buffer] = take_staging(program_.buffer_counts[buffer], options_);
-  } else if (!output_.defined()) {
-    output_ = at::empty(program_.output_shape, options_);
-    prefer_huge_pages(output_);
-    buffers_[buffer] = flat_view(output_, 0, output_.numel());
+  for (size_t i = 0; i < outputs_.size(); ++i) {
+    if (program_.outputs[i].buffer != buffer) continue;
+    if (outputs_[i].defined()) return;
+    if (program_.is_input(buffer)) {
+      outputs_[i] = buffers_[buffer].view(program_.outputs[i].shape);
+      return;
+    }
+    outputs_[i] = at::empty(program_.outputs[i].shape, options_);
+    prefer_huge_pages(outputs_[i]);
+    buffers_[buffer] = flat_view(outputs_[i], 0, outputs_[i].numel());
+    return;
   }
+  const bool is_accumulator = program_.other_dtypes.contains(buffer);
+  buffers_[buffer] =
+      take_staging(program_.buffer_counts[buffer], is_accumulator ? options_.dtype(at::kFloat) : options_);
 }
 
 at::Tensor Execution::range(const BufferRange& range) const {
@@ -159,29 +173,49 @@ void Execution::wait(int ticket) {
     if (work) work->wait();
   }
   works_[ticket].clear();
+  if (is_beside_compute_) wait_for(*transferred_[ticket], device_);
+  if (!spans_.empty() && is_on_cpu_) spans_[ticket].stop();
+}
+
+int64_t Execution::run_number() {
+  if (run_number_ == 0) run_number_ = next_run_number();
+  return run_number_;
 }
 
 void Execution::execute(const Operation& operation, int index) {
+  if (const auto* o = std::get_if<Wait>(&operation)) return wait(o->ticket);
+  if (is_communication(operation)) return start_transfer(operation, index);
+  if (!is_tracing()) return compute(operation, index);
+  const Instruction& instruction = program_.instructions[index];
+  TraceSpan span("compute", to_string(operation), instruction.chunk, run_number());
+  if (!is_on_cpu_) span.start_at(record_current(device_, true));
+  compute(operation, index);
+  is_on_cpu_ ? span.stop() : span.stop_at(record_current(device_, true));
+}
+
+// Behind a stream of its own, a transfer is waited for there: whatever stream the backend chose, this one is behind it.
+void Execution::start_transfer(const Operation& operation, int index) {
+  const bool traces = is_tracing();
+  if (traces) {
+    spans_.resize(program_.instructions.size());
+    spans_[index] = TraceSpan("communication", to_string(operation), program_.instructions[index].chunk, run_number());
+  }
+  if (is_on_cpu_) return transfer(operation, index);
+  std::optional<SideStreamGuard> side;
+  if (is_beside_compute_) side.emplace(device_);
+  if (traces) spans_[index].start_at(record_current(device_, true));
+  transfer(operation, index);
+  for (comm::WorkPtr& work : works_[index]) {
+    if (work) work->wait();
+  }
+  works_[index].clear();
+  if (side) transferred_[index].emplace(side->record());
+  if (traces) spans_[index].stop_at(record_current(device_, true));
+}
+
+void Execution::transfer(const Operation& operation, int index) {
   const auto& groups = executable_->groups();
-  if (const auto* o = std::get_if<Copy>(&operation)) {
-    run(executable_->copy(index), buffers_[o->src], buffers_[o->dst]);
-  } else if (const auto* o = std::get_if<FillZero>(&operation)) {
-    range(o->dst).zero_();
-  } else if (const auto* o = std::get_if<Divide>(&operation)) {
-    const DTypeKind kind = program_.dtype.kind();
-    if (kind == DTypeKind::kFloat || kind == DTypeKind::kComplex) {
-      range(o->dst).div_(o->divisor);
-    } else {
-      // R -> P(sum) of integers, where PyTorch's division makes them floating.
-      output_ = at::div(output_, static_cast<int64_t>(o->divisor));
-      buffers_[o->dst.buffer] = flat_view(output_, 0, output_.numel());
-    }
-  } else if (const auto* o = std::get_if<Power>(&operation)) {
-    at::Tensor dst = range(o->dst);
-    at::pow_out(dst, range(o->src), o->exponent);
-  } else if (const auto* o = std::get_if<Reduce>(&operation)) {
-    reduce(*o);
-  } else if (const auto* o = std::get_if<AllGather>(&operation)) {
+  if (const auto* o = std::get_if<AllGather>(&operation)) {
     at::Tensor src = wire(o->src);
     at::Tensor dst = wire(o->dst);
     works_[index] = {comm::all_gather(groups[o->group], dst, src)};
@@ -194,14 +228,41 @@ void Execution::execute(const Operation& operation, int index) {
     works_[index] = {comm::all_reduce(groups[o->group], data, o->op)};
   } else if (const auto* o = std::get_if<AllToAll>(&operation)) {
     all_to_all(*o, index);
-  } else if (const auto* o = std::get_if<SendReceive>(&operation)) {
+  } else {
+    const auto& move = std::get<SendReceive>(operation);
     std::vector<comm::Message> sends;
     std::vector<comm::Message> receives;
-    for (const auto& m : o->sends) sends.push_back({m.peer, wire(m.range)});
-    for (const auto& m : o->receives) receives.push_back({m.peer, wire(m.range)});
-    works_[index] = comm::send_receive(groups[o->group], sends, receives);
+    for (const auto& m : move.sends) sends.push_back({m.peer, wire(m.range)});
+    for (const auto& m : move.receives) receives.push_back({m.peer, wire(m.range)});
+    works_[index] = comm::send_receive(groups[move.group], sends, receives);
+  }
+}
+
+void Execution::compute(const Operation& operation, int index) {
+  if (const auto* o = std::get_if<Copy>(&operation)) {
+    run(executable_->copy(index), buffers_[o->src], buffers_[o->dst]);
+  } else if (const auto* o = std::get_if<FillZero>(&operation)) {
+    range(o->dst).zero_();
+  } else if (const auto* o = std::get_if<Divide>(&operation)) {
+    const DTypeKind kind = program_.dtype.kind();
+    if (kind == DTypeKind::kFloat || kind == DTypeKind::kComplex) {
+      range(o->dst).div_(o->divisor);
+    } else {
+      // R -> P(sum) of integers, where PyTorch's division makes them floating.
+      outputs_[0] = at::div(outputs_[0], static_cast<int64_t>(o->divisor));
+      buffers_[o->dst.buffer] = flat_view(outputs_[0], 0, outputs_[0].numel());
+    }
+  } else if (const auto* o = std::get_if<Power>(&operation)) {
+    at::Tensor dst = range(o->dst);
+    at::pow_out(dst, range(o->src), o->exponent);
+  } else if (const auto* o = std::get_if<Cast>(&operation)) {
+    range(o->dst).copy_(range(o->src));
+  } else if (const auto* o = std::get_if<Gemm>(&operation)) {
+    const at::Tensor none;
+    multiply(*o, buffers_[o->lhs.buffer], buffers_[o->rhs.buffer], buffers_[o->dst.buffer],
+             o->bias ? buffers_[o->bias->buffer] : none);
   } else {
-    wait(std::get<Wait>(operation).ticket);
+    reduce(std::get<Reduce>(operation));
   }
 }
 

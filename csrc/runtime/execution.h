@@ -1,21 +1,30 @@
 // One run of an Executable: its buffers, what is under way, and how far it has come.
 #pragma once
 
+#include <c10/core/Event.h>
+#include <c10/util/ArrayRef.h>
+
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 #include "runtime/executor.h"
+#include "runtime/trace.h"
 
 namespace shardwright {
 
 class Execution {
  public:
-  Execution(std::shared_ptr<const Executable> executable, const at::Tensor& input);
-  // Into `out`, contiguous and of the right shape.
-  Execution(std::shared_ptr<const Executable> executable, const at::Tensor& input, const at::Tensor& out);
+  // Beside compute, transfers go on a stream of their own; else on the current one, where the device has streams.
+  Execution(std::shared_ptr<const Executable> executable, c10::ArrayRef<at::Tensor> inputs, bool is_beside_compute);
+
+  // The first output goes to `out`, contiguous and of the right shape. To be said before anything runs.
+  void write_to(const at::Tensor& out);
 
   // Allocated by the first instruction that writes it, or by the first to ask for it here.
-  const at::Tensor& output();
+  const at::Tensor& output(size_t index = 0);
+  const at::Device& device() const { return device_; }
 
   // Up to and including the first communication.
   void start();
@@ -29,7 +38,12 @@ class Execution {
   void advance_until(int instruction);  // exclusive
   void step();
   void execute(const Operation& operation, int index);
+  // The transfer of an instruction, on whatever stream is current.
+  void transfer(const Operation& operation, int index);
+  void start_transfer(const Operation& operation, int index);
   void wait(int ticket);
+  void compute(const Operation& operation, int index);
+  int64_t run_number();
   // Raises what every rank raises: rank, step, group, plan and reason.
   [[noreturn]] void fail(int index, const std::string& reason);
   std::string group_text(int index) const;
@@ -44,12 +58,18 @@ class Execution {
   std::shared_ptr<const Executable> executable_;
   const Program& program_;
   at::TensorOptions options_;
+  at::Device device_;
   std::vector<at::Tensor> buffers_;                // flat
-  at::Tensor output_;                              // shaped
+  std::vector<at::Tensor> outputs_;                // shaped
   std::vector<std::vector<comm::WorkPtr>> works_;  // by instruction
+  // By instruction, where there are streams: when the side stream is done with the transfer.
+  std::vector<std::optional<c10::Event>> transferred_;
+  std::vector<TraceSpan> spans_;  // by instruction, while a trace is taken
+  int64_t run_number_ = 0;        // of this run in a trace; 0: not given yet
   int num_instructions_ = 0;
   int64_t item_bytes_ = 0;
   bool is_on_cpu_ = false;
+  bool is_beside_compute_ = false;
   int next_ = 0;
   std::recursive_mutex mutex_;
 };

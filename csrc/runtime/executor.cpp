@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <array>
 #include <deque>
 
 #include "layout/error.h"
@@ -34,20 +35,30 @@ class Lane {
     }
   }
 
+  // Asynchronous programs that nobody has finished.
+  std::atomic<int64_t> num_unfinished{0};
+
  private:
   std::recursive_mutex mutex_;
   std::deque<std::weak_ptr<Execution>> pending_;
 };
 
-Lane& lane() {
-  static Lane* instance = new Lane;  // outlives threads that run at exit
+// One per device.
+constexpr int kMaxLanes = 1 + 128;  // device indices are of 8 bits
+
+std::array<Lane, kMaxLanes>& lanes() {
+  static auto* instance = new std::array<Lane, kMaxLanes>;  // outlives threads that run at exit
   return *instance;
 }
+
+Lane& lane_of(const at::Device& device) { return lanes().at(device.is_cpu() ? 0 : 1 + device.index()); }
 
 // What AsyncCollectiveTensor waits for: the rest of the program.
 class ExecutionWork : public c10d::Work {
  public:
-  explicit ExecutionWork(std::shared_ptr<Execution> execution) : execution_(std::move(execution)) {}
+  explicit ExecutionWork(std::shared_ptr<Execution> execution) : execution_(std::move(execution)) {
+    ++lane_of(execution_->device()).num_unfinished;
+  }
   // If nobody waited, the peers still need the communications of this rank.
   ~ExecutionWork() override {
     try {
@@ -55,6 +66,7 @@ class ExecutionWork : public c10d::Work {
     } catch (const std::exception&) {
       // Whoever waits on another rank reports it; a destructor must not throw.
     }
+    --lane_of(execution_->device()).num_unfinished;
   }
 
   bool isCompleted() override { return execution_->finished(); }
@@ -91,24 +103,37 @@ std::vector<std::pair<std::string, std::string>> signature_of(const Plan& plan, 
 
 }  // namespace
 
-void drain_lane() { lane().drain(); }
+void drain_lanes() {
+  for (Lane& lane : lanes()) lane.drain();
+}
 
 Counters& counters() {
   static Counters instance;
   return instance;
 }
 
-Executable::Executable(const std::string& plan_bytes, int64_t rank)
-    : program_{{}, {}, DType::parse("float32"), {}, 0, {}, {}, {}, {}}, rank_(rank) {
+Executable::Executable(const std::string& plan_bytes, int64_t rank) : rank_(rank) {
   const Plan plan = from_bytes(plan_bytes);
   const auto position = plan.src.mesh().position_of(rank);
   check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", plan.src.mesh().to_string(), ")");
   program_ = compile(plan, *position);
-  lifetimes_ = program_.lifetimes();
   text_ = plan.to_string();
-  for (int64_t p = 0; p < plan.src.mesh().size(); ++p) mesh_ranks_.push_back(plan.src.mesh().rank_at(p));
   signature_ = signature_of(plan, plan_bytes);
-  for (const Step& step : plan.steps) received_bytes_ += traffic_at(step, plan.backend, *position).received_bytes;
+  describe(plan);
+}
+
+Executable::Executable(Program program, const Plan& plan, std::string text, Signature signature, int64_t rank)
+    : program_(std::move(program)), text_(std::move(text)), signature_(std::move(signature)), rank_(rank) {
+  describe(plan);
+}
+
+void Executable::describe(const Plan& plan) {
+  const Mesh& mesh = plan.src.mesh();
+  lifetimes_ = program_.lifetimes();
+  for (int64_t p = 0; p < mesh.size(); ++p) mesh_ranks_.push_back(mesh.rank_at(p));
+  for (const Step& step : plan.steps) {
+    received_bytes_ += traffic_at(step, plan.backend, *mesh.position_of(rank_)).received_bytes;
+  }
   for (size_t i = 0; i < program_.instructions.size(); ++i) {
     if (const auto* copy = std::get_if<Copy>(&program_.instructions[i].operation)) {
       copies_.emplace(static_cast<int>(i), StridedCopy(copy->boxes, program_.dtype.size_bytes()));
@@ -133,14 +158,23 @@ void Executable::bind(std::vector<comm::GroupPtr> groups) {
   groups_ = std::move(groups);
 }
 
-void Executable::check_input(const at::Tensor& input) const {
+void Executable::check_inputs(c10::ArrayRef<at::Tensor> inputs) const {
   const auto name = [](const at::Tensor& t) { return c10::toString(t.scalar_type()); };
-  TORCH_CHECK_VALUE(!input.key_set().has(c10::DispatchKey::Python),
-                    "local tensor: is a tensor subclass; allowed is a plain tensor");
-  TORCH_CHECK_VALUE(input.sizes().equals(program_.input_shape), "local tensor: has shape ", input.sizes(), " on rank ",
-                    rank_, ", where the source layout has ", c10::IntArrayRef(program_.input_shape), " (", text_, ")");
-  TORCH_CHECK_VALUE(static_cast<int64_t>(input.element_size()) == program_.dtype.size_bytes(),
-                    "local tensor: has dtype ", name(input), " where the layout has ", program_.dtype.name());
+  TORCH_CHECK_VALUE(inputs.size() == program_.input_shapes.size(), "inputs: got ", inputs.size(),
+                    ", the program takes ", program_.input_shapes.size(), " (", text_, ")");
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const at::Tensor& input = inputs[i];
+    const std::string which = inputs.size() == 1 ? "local tensor" : concat("input ", i);
+    TORCH_CHECK_VALUE(!input.key_set().has(c10::DispatchKey::Python), which,
+                      ": is a tensor subclass; allowed is a plain tensor");
+    TORCH_CHECK_VALUE(input.sizes().equals(program_.input_shapes[i]), which, ": has shape ", input.sizes(), " on rank ",
+                      rank_, ", where the layout has ", c10::IntArrayRef(program_.input_shapes[i]), " (", text_, ")");
+    TORCH_CHECK_VALUE(static_cast<int64_t>(input.element_size()) == program_.dtype.size_bytes(), which, ": has dtype ",
+                      name(input), " where the layout has ", program_.dtype.name());
+    TORCH_CHECK_VALUE(input.device() == inputs[0].device() && input.scalar_type() == inputs[0].scalar_type(), which,
+                      ": is ", name(input), " on ", input.device(), ", the first input ", name(inputs[0]), " on ",
+                      inputs[0].device());
+  }
   TORCH_CHECK_VALUE(groups_.size() == program_.groups.size(), "the program was not bound to its process groups");
 }
 
@@ -148,8 +182,8 @@ void Executable::check_input(const at::Tensor& input) const {
 at::Tensor Executable::take_box(const at::Tensor& input) const {
   const c10::NoGradGuard no_grad;
   at::Tensor box = input.detach();
-  for (size_t t = 0; t < program_.output_shape.size(); ++t) {
-    box = box.narrow(static_cast<int64_t>(t), (*program_.box_of_input)[t], program_.output_shape[t]);
+  for (size_t t = 0; t < program_.outputs[0].shape.size(); ++t) {
+    box = box.narrow(static_cast<int64_t>(t), (*program_.box_of_input)[t], program_.outputs[0].shape[t]);
   }
   bool divided = false;
   for (const Instruction& instruction : program_.instructions) {
@@ -162,36 +196,42 @@ at::Tensor Executable::take_box(const at::Tensor& input) const {
   return divided ? box : box.clone();
 }
 
+bool Executable::has_transfers_beside(const at::Tensor& input) const {
+  return !input.device().is_cpu() && lane_of(input.device()).num_unfinished > 0;
+}
+
 at::Tensor Executable::run(const at::Tensor& input) const {
-  check_input(input);
-  if (program_.output == kInputBuffer) return input;
+  check_inputs(input);
+  if (returns_input()) return input;
   if (program_.box_of_input && !input.is_contiguous()) {
     ++counters().runs;
     return take_box(input);
   }
-  return complete(std::make_shared<Execution>(shared_from_this(), input));
+  return complete(std::make_shared<Execution>(shared_from_this(), input, has_transfers_beside(input)));
 }
 
 void Executable::run_into(const at::Tensor& input, const at::Tensor& out) const {
-  check_input(input);
-  TORCH_CHECK_VALUE(out.sizes().equals(program_.output_shape) && out.is_contiguous(), "out: has shape ", out.sizes(),
-                    " and strides ", out.strides(), " on rank ", rank_, "; allowed is a contiguous tensor of shape ",
-                    c10::IntArrayRef(program_.output_shape));
+  check_inputs(input);
+  TORCH_CHECK_VALUE(out.sizes().equals(program_.outputs[0].shape) && out.is_contiguous(), "out: has shape ",
+                    out.sizes(), " and strides ", out.strides(), " on rank ", rank_,
+                    "; allowed is a contiguous tensor of shape ", c10::IntArrayRef(program_.outputs[0].shape));
   TORCH_CHECK_VALUE(out.scalar_type() == input.scalar_type() && out.device() == input.device(), "out: is ",
                     c10::toString(out.scalar_type()), " on ", out.device(), "; allowed is what the input is, ",
                     c10::toString(input.scalar_type()), " on ", input.device());
   TORCH_CHECK_VALUE(!out.is_alias_of(input), "out: shares memory with the input; allowed is memory of its own");
-  if (program_.output == kInputBuffer) {
+  if (returns_input()) {
     out.copy_(input);
     ++counters().runs;
     return;
   }
-  complete(std::make_shared<Execution>(shared_from_this(), input, out));
+  const auto execution = std::make_shared<Execution>(shared_from_this(), input, has_transfers_beside(input));
+  execution->write_to(out);
+  complete(execution);
 }
 
 at::Tensor Executable::complete(const std::shared_ptr<Execution>& execution) const {
   if (communicates_) {
-    lane().issue(execution, [](Execution& e) { e.start_all(); });
+    lane_of(execution->device()).issue(execution, [](Execution& e) { e.start_all(); });
     counters().received_bytes += received_bytes_;
   }
   execution->finish();
@@ -199,12 +239,21 @@ at::Tensor Executable::complete(const std::shared_ptr<Execution>& execution) con
   return execution->output();
 }
 
+std::vector<at::Tensor> Executable::run_all(c10::ArrayRef<at::Tensor> inputs) const {
+  check_inputs(inputs);
+  const auto execution = std::make_shared<Execution>(shared_from_this(), inputs, /*is_beside_compute=*/true);
+  complete(execution);
+  std::vector<at::Tensor> outputs;
+  for (size_t i = 0; i < program_.outputs.size(); ++i) outputs.push_back(execution->output(i));
+  return outputs;
+}
+
 std::pair<at::Tensor, comm::WorkPtr> Executable::start(const at::Tensor& input) const {
-  if (program_.output == kInputBuffer || !communicates_) return {run(input), nullptr};
-  check_input(input);
-  const auto execution = std::make_shared<Execution>(shared_from_this(), input);
+  if (returns_input() || !communicates_) return {run(input), nullptr};
+  check_inputs(input);
+  const auto execution = std::make_shared<Execution>(shared_from_this(), input, /*is_beside_compute=*/true);
   const at::Tensor output = execution->output();  // before anything runs, so that it is the one waited for
-  lane().issue(execution, [](Execution& e) { e.start(); });
+  lane_of(execution->device()).issue(execution, [](Execution& e) { e.start(); });
   ++counters().runs;
   counters().received_bytes += received_bytes_;
   return {output, c10::make_intrusive<ExecutionWork>(execution)};

@@ -2,15 +2,20 @@
 //
 // Who advances a program: whoever started it, up to and including its first communication; for a synchronous call the
 // same thread then goes on to the end. An asynchronous call returns there, and the rest is done by whoever waits for
-// the returned Work first, or by the next program that is started, which first makes every program before it start all
-// its communications. So the order in which our collectives are started is the order in which programs were, on every
-// rank, whenever each rank happens to wait.
+// the returned Work first, or by the next program that is started on the same device, which first makes every program
+// before it start all its communications. So the order in which our collectives are started is the order in which
+// programs were, on every rank, whenever each rank happens to wait.
+//
+// Streams: compute runs on the caller's. Transfers run on the device's side stream (side_stream.h) where compute can go
+// on meanwhile, that is in asynchronous calls and in programs with products; else on the caller's stream too, unless
+// transfers of others are under way, behind which they then stand. The host waits for nothing.
 //
 // Failures: a transfer that fails or times out raises on this rank an error that names rank, plan, step and group. The
 // input is never written.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
 #include <atomic>
 #include <memory>
@@ -34,21 +39,28 @@ class Executable : public std::enable_shared_from_this<Executable> {
   // Takes the plan's own bytes and the rank to run it for; throws UserError if the rank is not on the mesh.
   Executable(const std::string& plan_bytes, int64_t rank);
 
+  // A program of another compiler, with what ranks that run it have in common.
+  using Signature = std::vector<std::pair<std::string, std::string>>;
+  Executable(Program program, const Plan& plan, std::string text, Signature signature, int64_t rank);
+
   const Program& program() const { return program_; }
 
   // One process group per entry of program().groups, with the same ranks in the same order.
   void bind(std::vector<comm::GroupPtr> groups);
 
-  // `input`: shape program().input_shape, the plan's dtype, any strides. Returns a new tensor of output_shape, or
+  // `input`: of the shape that the program has for it, the plan's dtype, any strides. Returns a new tensor, or
   // `input` itself where nothing is to be done. Throws c10::ValueError on another shape or element size, with nothing
   // sent.
   at::Tensor run(const at::Tensor& input) const;
 
-  // The same into `out`: contiguous, of output_shape, the input's dtype and device, no memory of it the input's. Throws
-  // c10::ValueError where it is not.
+  // The same into `out`: contiguous, of the output's shape, the input's dtype and device, no memory of it the input's.
+  // Throws c10::ValueError where it is not.
   void run_into(const at::Tensor& input, const at::Tensor& out) const;
 
-  // The same, returning after the first communication has been started. The Work is null where nothing is pending.
+  // All inputs and outputs of a program that has several; its transfers go beside its compute.
+  std::vector<at::Tensor> run_all(c10::ArrayRef<at::Tensor> inputs) const;
+
+  // `run`, returning after the first communication has been started. The Work is null where nothing is pending.
   std::pair<at::Tensor, comm::WorkPtr> start(const at::Tensor& input) const;
 
   bool communicates() const { return communicates_; }
@@ -57,7 +69,7 @@ class Executable : public std::enable_shared_from_this<Executable> {
   bool travels_as_bytes() const { return travels_as_bytes_; }
   const std::string& text() const { return text_; }
   // What ranks that run the same redistribute have in common, by name.
-  const std::vector<std::pair<std::string, std::string>>& signature() const { return signature_; }
+  const Signature& signature() const { return signature_; }
   // The ranks of the plan's mesh, row-major.
   const std::vector<int64_t>& mesh_ranks() const { return mesh_ranks_; }
   int64_t rank() const { return rank_; }
@@ -68,7 +80,11 @@ class Executable : public std::enable_shared_from_this<Executable> {
   int last_communication() const { return last_communication_; }
 
  private:
-  void check_input(const at::Tensor& input) const;
+  void describe(const Plan& plan);
+  bool returns_input() const { return program_.is_input(program_.outputs[0].buffer); }
+  // Whether asynchronous programs are under way on the same device, in whose line this one must stand.
+  bool has_transfers_beside(const at::Tensor& input) const;
+  void check_inputs(c10::ArrayRef<at::Tensor> inputs) const;
   at::Tensor take_box(const at::Tensor& input) const;
   at::Tensor complete(const std::shared_ptr<Execution>& execution) const;
 
@@ -77,7 +93,7 @@ class Executable : public std::enable_shared_from_this<Executable> {
   std::unordered_map<int, StridedCopy> copies_;
   std::vector<comm::GroupPtr> groups_;
   std::string text_;
-  std::vector<std::pair<std::string, std::string>> signature_;
+  Signature signature_;
   std::vector<int64_t> mesh_ranks_;
   int64_t rank_ = -1;
   int64_t received_bytes_ = 0;
@@ -86,8 +102,9 @@ class Executable : public std::enable_shared_from_this<Executable> {
   bool travels_as_bytes_ = false;
 };
 
-// Makes every program that was started start all its communications; to be called before groups are made.
-void drain_lane();
+// Makes every program that was started, on any device, start all its communications; to be called before groups are
+// made.
+void drain_lanes();
 
 // Since the start of the process or the last reset.
 struct Counters {

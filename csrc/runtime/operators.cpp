@@ -7,11 +7,11 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
-#include <array>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
 
+#include "layout/base64.h"
 #include "layout/error.h"
 #include "planner/serialize.h"
 
@@ -147,36 +147,17 @@ at::Tensor redistribute_autograd(const at::Tensor& input, const std::string& pla
   return RedistributeFunction::apply(input, plan, groups, rank, backward_plan, backward_groups);
 }
 
-std::string from_base64(const char* begin, const char* end) {
-  static const std::array<int8_t, 256> values = [] {
-    std::array<int8_t, 256> table{};
-    table.fill(-1);
-    const char* digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    for (int8_t i = 0; i < 64; ++i) table[static_cast<unsigned char>(digits[i])] = i;
-    return table;
-  }();
-  std::string bytes;
-  uint32_t bits = 0;
-  int count = 0;
-  for (; begin != end && *begin != '='; ++begin) {
-    const int8_t value = values[static_cast<unsigned char>(*begin)];
-    TORCH_CHECK_VALUE(value >= 0, "plan: has a character that is not base64 behind its last '|'");
-    bits = bits << 6 | static_cast<uint32_t>(value);
-    count += 6;
-    if (count < 8) continue;
-    count -= 8;
-    bytes.push_back(static_cast<char>(bits >> count & 0xff));
-  }
-  return bytes;
-}
-
 }  // namespace
 
 std::string plan_bytes_of(const std::string& plan) {
   const size_t bar = plan.rfind('|');
   TORCH_CHECK_VALUE(bar != std::string::npos, "plan: '", plan.substr(0, 80),
                     "' is no plan for an operator; shardwright.operator makes them");
-  return from_base64(plan.data() + bar + 1, plan.data() + plan.size());
+  try {
+    return from_base64(std::string_view(plan).substr(bar + 1));
+  } catch (const UserError& error) {
+    TORCH_CHECK_VALUE(false, "plan: behind its last '|': ", error.what());
+  }
 }
 
 std::shared_ptr<const Executable> executable_of(const std::string& plan, const std::vector<std::string>& groups,

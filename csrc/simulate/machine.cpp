@@ -44,14 +44,18 @@ double combine(ReduceOp op, double a, double b) {
   return kUnwritten;
 }
 
-Machine::Machine(std::vector<Program> programs, std::vector<std::vector<double>> inputs)
+Machine::Machine(std::vector<Program> programs, std::vector<std::vector<Payload>> inputs)
     : programs_(std::move(programs)), ranks_(programs_.size()) {
   for (size_t p = 0; p < ranks_.size(); ++p) {
     Rank& rank = ranks_[p];
     rank.buffers.resize(programs_[p].buffer_counts.size());
     rank.alive.assign(programs_[p].buffer_counts.size(), false);
-    rank.buffers[kInputBuffer] = std::move(inputs[p]);
-    rank.alive[kInputBuffer] = true;
+    check_invariant(inputs[p].size() == programs_[p].input_shapes.size(), "position ", p, " is given ",
+                    inputs[p].size(), " inputs for ", programs_[p].input_shapes.size());
+    for (size_t i = 0; i < inputs[p].size(); ++i) {
+      rank.buffers[i] = std::move(inputs[p][i]);
+      rank.alive[i] = true;
+    }
     rank.lifetimes = programs_[p].lifetimes();
   }
 }
@@ -71,8 +75,8 @@ void Machine::run() {
   }
 }
 
-const std::vector<double>& Machine::output(int64_t position) const {
-  return ranks_[position].buffers[programs_[position].output];
+const Machine::Payload& Machine::output(int64_t position, size_t index) const {
+  return ranks_[position].buffers[programs_[position].outputs[index].buffer];
 }
 
 bool Machine::advance(int64_t position) {
@@ -84,7 +88,7 @@ bool Machine::advance(int64_t position) {
     if (rank.alive[b]) continue;  // a Wait is tried again
     rank.alive[b] = true;
     rank.buffers[b].assign(program.buffer_counts[b], kUnwritten);
-    rank.live_bytes += program.buffer_counts[b] * program.dtype.size_bytes();
+    rank.live_bytes += program.size_bytes(b);
   }
   rank.peak_bytes = std::max(rank.peak_bytes, rank.live_bytes);
 
@@ -98,7 +102,7 @@ bool Machine::advance(int64_t position) {
   }
 
   for (const int b : rank.lifetimes.ends[at]) {
-    rank.live_bytes -= program.buffer_counts[b] * program.dtype.size_bytes();
+    rank.live_bytes -= program.size_bytes(b);
     rank.alive[b] = false;
     Payload().swap(rank.buffers[b]);
   }
@@ -214,6 +218,10 @@ void Machine::execute(int64_t position, const Operation& operation) {
     Payload values = read(position, o->src);
     for (double& value : values) value = std::pow(value, o->exponent);
     write(position, o->dst, values);
+  } else if (const auto* o = std::get_if<Cast>(&operation)) {
+    write(position, o->dst, read(position, o->src));
+  } else if (const auto* o = std::get_if<Gemm>(&operation)) {
+    multiply(position, *o);
   } else {
     const auto& reduce = std::get<Reduce>(operation);
     Payload result = read(position, reduce.parts[0]);
@@ -224,6 +232,27 @@ void Machine::execute(int64_t position, const Operation& operation) {
     }
     for (double& value : result) value /= reduce.divisor;
     write(position, reduce.dst, result);
+  }
+}
+
+void Machine::multiply(int64_t position, const Gemm& gemm) {
+  check_invariant(!programs_[position].is_input(gemm.dst.buffer), "an input is written");
+  const auto element = [&](const Matrix& matrix, int64_t base, int64_t i, int64_t j) {
+    return data(position, {matrix.buffer, matrix.offset + base + i * matrix.row_stride + j * matrix.column_stride, 1});
+  };
+  for (int64_t b = 0; b < gemm.count; ++b) {
+    for (int64_t i = 0; i < gemm.m; ++i) {
+      for (int64_t j = 0; j < gemm.n; ++j) {
+        double* dst = element(gemm.dst, b * gemm.dst_batch_stride, i, j);
+        double sum = gemm.accumulates ? *dst : 0;
+        if (gemm.bias) sum += *element(*gemm.bias, 0, i, j);
+        for (int64_t k = 0; k < gemm.k; ++k) {
+          sum +=
+              *element(gemm.lhs, b * gemm.lhs_batch_stride, i, k) * *element(gemm.rhs, b * gemm.rhs_batch_stride, k, j);
+        }
+        *dst = sum;
+      }
+    }
   }
 }
 
@@ -242,7 +271,7 @@ Machine::Payload Machine::read(int64_t position, const BufferRange& range) {
 }
 
 void Machine::write(int64_t position, const BufferRange& range, const Payload& payload) {
-  check_invariant(range.buffer != kInputBuffer, "the input is written");
+  check_invariant(!programs_[position].is_input(range.buffer), "an input is written");
   check_invariant(static_cast<int64_t>(payload.size()) == range.count, "a transfer has ", payload.size(),
                   " elements for a place of ", range.count);
   std::copy(payload.begin(), payload.end(), data(position, range));

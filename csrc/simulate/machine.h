@@ -13,19 +13,19 @@ namespace shardwright {
 
 class Machine {
  public:
-  // One program and one input per position; rank numbers come from the programs' groups.
-  Machine(std::vector<Program> programs, std::vector<std::vector<double>> inputs);
+  using Payload = std::vector<double>;
+
+  // One program per position, and its inputs; rank numbers come from the programs' groups.
+  Machine(std::vector<Program> programs, std::vector<std::vector<Payload>> inputs);
 
   // Runs all ranks to the end. Throws InvariantError if none can go on.
   void run();
 
-  const std::vector<double>& output(int64_t position) const;
+  const Payload& output(int64_t position, size_t index = 0) const;
   int64_t received_bytes(int64_t position) const { return ranks_[position].received_bytes; }
   int64_t peak_bytes(int64_t position) const { return ranks_[position].peak_bytes; }
 
  private:
-  using Payload = std::vector<double>;
-
   // What a member puts into a collective.
   struct Given {
     Payload values;
@@ -50,6 +50,7 @@ class Machine {
   bool finish_wait(int64_t position, int ticket);
   void start(int64_t position, int instruction);
   void execute(int64_t position, const Operation& operation);
+  void multiply(int64_t position, const Gemm& gemm);
   double* data(int64_t position, const BufferRange& range);
   Payload read(int64_t position, const BufferRange& range);
   void write(int64_t position, const BufferRange& range, const Payload& payload);

@@ -156,13 +156,13 @@ SimulationReport simulate(const Plan& plan) {
   const int64_t size = plan.src.mesh().size();
   const Expectation expectation(plan);
   std::vector<Program> programs;
-  std::vector<std::vector<double>> inputs(size);
+  std::vector<std::vector<Machine::Payload>> inputs(size, std::vector<Machine::Payload>(1));
   std::vector<int64_t> promised_peaks;
   for (int64_t p = 0; p < size; ++p) {
     programs.push_back(compile(plan, p));
     promised_peaks.push_back(programs.back().peak_bytes());
     for (const int64_t element : global_indices(plan.src.region(p), plan.src.shape())) {
-      inputs[p].push_back(expectation.held(p, element));
+      inputs[p][0].push_back(expectation.held(p, element));
     }
   }
 

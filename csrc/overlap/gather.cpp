@@ -1,0 +1,440 @@
+// GatherMatmul -> program.
+#include <algorithm>
+#include <set>
+
+#include "layout/error.h"
+#include "overlap/blocks.h"
+#include "overlap/compile.h"
+#include "overlap/gemms.h"
+#include "planner/exchange.h"
+
+namespace shardwright {
+namespace {
+
+// One product, and what of its result has been written.
+class ProductCompiler {
+ public:
+  ProductCompiler(ProgramBuilder& builder, const GatherMatmul::Product& product, const Region& operand,
+                  int other_buffer, int bias_buffer)
+      : b_(builder), axes_(product.axes), sizes_(axes_.num_axes(), 0) {
+    const std::vector<int64_t> operand_shape = shape_of(operand);
+    const std::vector<int64_t> other_shape = product.other.local_shape(b_.position());
+    for (size_t d = 0; d < axes_.lhs.size(); ++d) sizes_[axes_.lhs[d]] = operand_shape[d];
+    for (size_t d = 0; d < axes_.rhs.size(); ++d) sizes_[axes_.rhs[d]] = other_shape[d];
+    for (size_t d = 0; d < axes_.lhs.size(); ++d) {
+      (axes_.is_summed(axes_.lhs[d]) ? summed_dims_ : free_dims_).push_back(d);
+    }
+    for (const int axis : axes_.out) out_shape_.push_back(sizes_[axis]);
+    out_ = row_major_view(b_.new_buffer(count(out_shape_)), axes_.out, out_shape_, axes_.num_axes());
+    other_ = row_major_view(other_buffer, axes_.rhs, other_shape, axes_.num_axes());
+    if (product.has_bias) {
+      bias_ = TensorView{bias_buffer, 0, std::vector<int64_t>(axes_.num_axes(), 0)};
+      bias_.strides[axes_.out.back()] = 1;
+    }
+    result_ = out_.buffer;
+  }
+
+  Output output() const { return {result_, out_shape_}; }
+
+  // To be called with all parts there will be, in any order, before the first is multiplied.
+  void expect(const std::vector<Intersection::Part>& parts) {
+    bool splits_sums = false;
+    for (const Intersection::Part& part : parts) {
+      for (const size_t d : summed_dims_) splits_sums = splits_sums || part.sizes[d] != sizes_[axes_.lhs[d]];
+    }
+    if (!splits_sums) return;
+    accumulates_ = true;
+    if (b_.program().dtype.size_bytes() == 2) {
+      out_.buffer = b_.new_buffer(count(out_shape_));
+      b_.program().other_dtypes.emplace(out_.buffer, DType::parse("float32"));
+    }
+    if (!are_equal_or_apart(parts, free_dims_)) begin_with_bias();
+  }
+
+  // An operand without elements sums to nothing.
+  void multiply_nothing() { emit_gemms(b_, axes_, sizes_, other_, other_, out_, false, bias_); }
+
+  // `operand`: where a part lies. `at` is its place in the operand as gathered, by dim.
+  void multiply(const Intersection::Part& part, TensorView operand, const std::vector<int64_t>& at) {
+    std::vector<int64_t> sizes = sizes_;
+    TensorView other = other_;
+    TensorView out = out_;
+    TensorView bias = bias_;
+    std::vector<int64_t> place;
+    for (size_t d = 0; d < axes_.lhs.size(); ++d) {
+      const int axis = axes_.lhs[d];
+      sizes[axis] = part.sizes[d];
+      other.offset += at[d] * other.strides[axis];
+      out.offset += at[d] * out.strides[axis];
+      if (bias.buffer >= 0) bias.offset += at[d] * bias.strides[axis];
+    }
+    for (const size_t d : free_dims_) place.push_back(at[d]);
+    const bool is_first = !accumulates_ || (!is_filled_ && written_.insert(place).second);
+    emit_gemms(b_, axes_, sizes, operand, other, out, !is_first, is_first ? bias : TensorView{});
+  }
+
+  void finish() {
+    if (out_.buffer != result_) b_.emit(Cast{b_.whole(out_.buffer), b_.whole(result_)});
+  }
+
+ private:
+  static int64_t count(const std::vector<int64_t>& shape) {
+    int64_t n = 1;
+    for (const int64_t size : shape) n *= size;
+    return n;
+  }
+
+  // Parts meet each other's places: all are added to what is there.
+  void begin_with_bias() {
+    std::vector<int64_t> sizes = sizes_;
+    for (const size_t d : summed_dims_) sizes[axes_.lhs[d]] = 0;
+    emit_gemms(b_, axes_, sizes, other_, other_, out_, false, bias_);
+    is_filled_ = true;
+  }
+
+  ProgramBuilder& b_;
+  const Contraction& axes_;
+  std::vector<int64_t> sizes_;  // by axis
+  std::vector<size_t> summed_dims_;
+  std::vector<size_t> free_dims_;
+  std::vector<int64_t> out_shape_;
+  TensorView other_;
+  TensorView out_;
+  TensorView bias_;
+  int result_ = -1;
+  bool accumulates_ = false;
+  bool is_filled_ = false;
+  std::set<std::vector<int64_t>> written_;  // places along the free dims
+};
+
+class GatherCompiler {
+ public:
+  GatherCompiler(const GatherMatmul& matmul, const Schedule& schedule, int64_t position)
+      : matmul_(matmul),
+        schedule_(schedule),
+        plan_(matmul.plan),
+        needed_(plan_.dst.region(position)),
+        b_(plan_.src.mesh_ptr(), plan_.src.dtype(), plan_.backend, plan_.named_groups_only, position) {}
+
+  Program run() {
+    declare_inputs();
+    int current = kInputBuffer;
+    const size_t num_steps = plan_.steps.size();
+    const bool is_serial = schedule_.method == Method::kSerial;
+    for (size_t i = 0; i + (is_serial ? 0 : 1) < num_steps; ++i) {
+      b_.begin_step(step_text(plan_, i));
+      const int next = b_.new_buffer(num_elements(plan_.steps[i].after.region(b_.position())));
+      compile_step(b_, plan_.steps[i], current, next);
+      current = next;
+    }
+    if (is_serial) {
+      b_.begin_step("the products");
+      gathered_ = current;
+      multiply_whole();
+    } else {
+      b_.begin_step(concat(step_text(plan_, num_steps - 1), ", ", method_name(schedule_.method), " of ",
+                           schedule_.chunks, " chunks with its products"));
+      multiply_by_chunks(plan_.steps.back(), current);
+    }
+    for (ProductCompiler& product : products_) {
+      product.finish();
+      b_.program().outputs.push_back(product.output());
+    }
+    if (matmul_.keeps_gathered) b_.program().outputs.push_back({gathered_, shape_of(needed_)});
+    return std::move(b_.program());
+  }
+
+ private:
+  void declare_inputs() {
+    std::vector<std::vector<int64_t>>& shapes = b_.program().input_shapes;
+    const auto declare = [&](std::vector<int64_t> shape) {
+      int64_t count = 1;
+      for (const int64_t size : shape) count *= size;
+      shapes.push_back(std::move(shape));
+      return b_.new_buffer(count);
+    };
+    declare(plan_.src.local_shape(b_.position()));
+    std::vector<int> others;
+    std::vector<int> biases;
+    for (const auto& product : matmul_.products) others.push_back(declare(product.other.local_shape(b_.position())));
+    const std::vector<int64_t> operand_shape = shape_of(needed_);
+    for (const auto& product : matmul_.products) {
+      biases.push_back(-1);
+      if (!product.has_bias) continue;
+      const int axis = product.axes.out.back();
+      const auto size_in = [&](const std::vector<int>& dims, const std::vector<int64_t>& shape) {
+        return shape[std::find(dims.begin(), dims.end(), axis) - dims.begin()];
+      };
+      biases.back() = declare({has_axis(product.axes.lhs, axis)
+                                   ? size_in(product.axes.lhs, operand_shape)
+                                   : size_in(product.axes.rhs, product.other.local_shape(b_.position()))});
+    }
+    for (size_t j = 0; j < matmul_.products.size(); ++j) {
+      products_.emplace_back(b_, matmul_.products[j], needed_, others[j], biases[j]);
+    }
+  }
+
+  void multiply_whole() {
+    const Intersection all(needed_, needed_);
+    if (all.count() == 0) {
+      for (ProductCompiler& product : products_) product.multiply_nothing();
+    }
+    multiply(all, gathered_, 0, &Intersection::Part::in_b, shape_of(needed_));
+  }
+
+  // A block whose parts lie in a row-major tensor of this shape, at these of their places.
+  void multiply(const Intersection& block, int buffer, int64_t offset,
+                std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape) {
+    if (block.count() == 0) return;
+    for (size_t j = 0; j < products_.size(); ++j) {
+      const Contraction& axes = matmul_.products[j].axes;
+      const TensorView whole = row_major_view(buffer, axes.lhs, shape, axes.num_axes());
+      for (const Intersection::Part& part : block.parts()) {
+        TensorView view = whole;
+        view.offset += offset;
+        for (size_t d = 0; d < shape.size(); ++d) view.offset += (part.*places)[d] * whole.strides[axes.lhs[d]];
+        products_[j].multiply(part, view, part.in_b);
+      }
+    }
+  }
+
+  // ---- in chunks
+
+  struct Arrival {
+    Intersection block;  // of a peer's part and what is needed here
+    BufferRange range;
+    bool is_in_place = false;  // in the operand as gathered
+  };
+
+  struct Transfer {
+    int ticket = -1;
+    std::vector<Arrival> arrivals;
+  };
+
+  void multiply_by_chunks(const Step& step, int current) {
+    const Region held = step.before.region(b_.position());
+    const Positions group = plan_.src.mesh().group(b_.position(), step.mesh_dims);
+    const auto k = static_cast<int64_t>(group.size());
+    const bool by_messages = schedule_.method == Method::kRing;
+    const std::vector<Chunk> chunks =
+        by_messages ? ring_chunks(k, schedule_.chunks) : collective_chunks(k, schedule_.chunks);
+    // Of the dims that are rows or columns of the first product, so that shares do not split its sums.
+    std::vector<size_t> dims;
+    std::vector<size_t> all_dims;
+    const Contraction& axes = matmul_.products[0].axes;
+    for (size_t d = 0; d < axes.lhs.size(); ++d) {
+      all_dims.push_back(d);
+      if (!axes.is_summed(axes.lhs[d])) dims.push_back(d);
+    }
+    share_dim_ = dim_to_share(step.before, dims.empty() ? all_dims : dims, chunks.empty() ? 1 : chunks[0].shares);
+
+    const Intersection own(held, needed_);
+    expect_parts(step, group, chunks, own);
+    if (matmul_.keeps_gathered) gathered_ = b_.new_buffer(num_elements(needed_));
+    Transfer under_way = chunks.empty() ? Transfer{} : start(step, group, chunks, 0, current);
+    b_.begin_chunk(0);
+    multiply(own, current, 0, &Intersection::Part::in_a, shape_of(held));
+    if (matmul_.keeps_gathered) b_.copy(current, gathered_, own.a_to_b(0, 0));
+    for (size_t c = 0; c < chunks.size(); ++c) {
+      b_.begin_chunk(static_cast<int>(c) + 1);
+      b_.wait(under_way.ticket);
+      const Transfer arrived = std::move(under_way);
+      if (c + 1 < chunks.size()) under_way = start(step, group, chunks, c + 1, current);
+      b_.begin_chunk(static_cast<int>(c) + 1);
+      take_in(arrived);
+    }
+    b_.begin_chunk(-1);
+  }
+
+  void expect_parts(const Step& step, const Positions& group, const std::vector<Chunk>& chunks,
+                    const Intersection& own) {
+    std::vector<Intersection::Part> parts = own.parts();
+    for (const Chunk& chunk : chunks) {
+      for (int64_t d = chunk.first_distance; d <= chunk.last_distance; ++d) {
+        if (const auto block = received(step, group, chunk, d)) {
+          for (Intersection::Part& part : block->parts()) parts.push_back(std::move(part));
+        }
+      }
+    }
+    if (num_elements(needed_) == 0) {
+      for (ProductCompiler& product : products_) product.multiply_nothing();
+    }
+    for (ProductCompiler& product : products_) product.expect(parts);
+  }
+
+  // Indices in the group.
+  int64_t index_of(const Positions& group) const {
+    return std::find(group.begin(), group.end(), b_.position()) - group.begin();
+  }
+  int64_t source(const Positions& group, int64_t distance) const {
+    return (index_of(group) + distance) % static_cast<int64_t>(group.size());
+  }
+  int64_t target(const Positions& group, int64_t distance) const {
+    const auto k = static_cast<int64_t>(group.size());
+    return (index_of(group) - distance + k) % k;
+  }
+
+  // What a chunk brings from the rank at a distance, if anything.
+  std::optional<Intersection> received(const Step& step, const Positions& group, const Chunk& chunk, int64_t distance) {
+    const int64_t peer = group[source(group, distance)];
+    if (source_for(step, peer, b_.position()) != peer) return std::nullopt;
+    const Intersection part(step.before.region(peer), needed_);
+    if (part.count() == 0) return std::nullopt;
+    Intersection share = part.share(share_dim_, chunk.share, chunk.shares);
+    if (share.count() == 0) return std::nullopt;
+    return share;
+  }
+
+  std::optional<Intersection> sent(const Step& step, const Positions& group, const Chunk& chunk, int64_t distance) {
+    const int64_t peer = group[target(group, distance)];
+    if (source_for(step, b_.position(), peer) != b_.position()) return std::nullopt;
+    const Intersection part(step.before.region(b_.position()), step.after.region(peer));
+    if (part.count() == 0) return std::nullopt;
+    Intersection share = part.share(share_dim_, chunk.share, chunk.shares);
+    if (share.count() == 0) return std::nullopt;
+    return share;
+  }
+
+  Transfer start(const Step& step, const Positions& group, const std::vector<Chunk>& chunks, size_t c, int current) {
+    b_.begin_chunk(static_cast<int>(c) + 1);
+    if (schedule_.method == Method::kRing) return start_messages(step, group, chunks[c], current);
+    if (const auto count = even_share(step, group, chunks[c])) {
+      return start_all_gather(step, group, chunks[c], current, *count);
+    }
+    return start_all_to_all(step, group, chunks[c], current);
+  }
+
+  Transfer start_messages(const Step& step, const Positions& group, const Chunk& chunk, int current) {
+    Transfer transfer;
+    SendReceive move{b_.group_index(step.mesh_dims), {}, {}};
+    for (int64_t d = chunk.first_distance; d <= chunk.last_distance; ++d) {
+      if (const auto block = received(step, group, chunk, d)) {
+        transfer.arrivals.push_back(place_for(*block));
+        move.receives.push_back({source(group, d), transfer.arrivals.back().range});
+      }
+      if (const auto block = sent(step, group, chunk, d)) {
+        move.sends.push_back({target(group, d), run_or_packed(*block, current)});
+      }
+    }
+    transfer.ticket = b_.send_receive(std::move(move));
+    return transfer;
+  }
+
+  Arrival place_for(const Intersection& block) {
+    const int64_t run = matmul_.keeps_gathered ? block.run_in_b() : -1;
+    if (run >= 0) return {block, {gathered_, run, block.count()}, true};
+    return {block, b_.whole(b_.new_buffer(block.count())), false};
+  }
+
+  BufferRange run_or_packed(const Intersection& block, int current) {
+    const int64_t run = block.run_in_a();
+    if (run >= 0) return {current, run, block.count()};
+    const int packed = b_.new_buffer(block.count());
+    b_.copy(current, packed, block.a_to_packed(0, 0));
+    return b_.whole(packed);
+  }
+
+  // Where the backend's own all-gather brings a chunk: how much each rank gives, which is the same on all.
+  std::optional<int64_t> even_share(const Step& step, const Positions& group, const Chunk& chunk) const {
+    if (b_.backend() != Backend::kNccl || step.op != StepOp::kAllGather) return std::nullopt;
+    std::optional<int64_t> count;
+    for (const int64_t member : group) {
+      const Region part = step.before.region(member);
+      const int64_t here = Intersection(part, part).share(share_dim_, chunk.share, chunk.shares).count();
+      if (count && *count != here) return std::nullopt;
+      count = here;
+    }
+    return *count > 0 ? count : std::nullopt;
+  }
+
+  Transfer start_all_gather(const Step& step, const Positions& group, const Chunk& chunk, int current, int64_t count) {
+    const auto k = static_cast<int64_t>(group.size());
+    const Region held = step.before.region(b_.position());
+    const BufferRange own =
+        run_or_packed(Intersection(held, held).share(share_dim_, chunk.share, chunk.shares), current);
+    const int staging = b_.new_buffer(count * k);
+    Transfer transfer;
+    for (int64_t d = 1; d < k; ++d) {
+      transfer.arrivals.push_back(
+          {*received(step, group, chunk, d), {staging, source(group, d) * count, count}, false});
+    }
+    transfer.ticket = b_.emit(AllGather{b_.group_index(step.mesh_dims), own, b_.whole(staging)});
+    return transfer;
+  }
+
+  Transfer start_all_to_all(const Step& step, const Positions& group, const Chunk& chunk, int current) {
+    const auto k = static_cast<int64_t>(group.size());
+    Transfer transfer;
+    AllToAll move{b_.group_index(step.mesh_dims), {}, {}, std::vector<int64_t>(k, 0), std::vector<int64_t>(k, 0)};
+    std::vector<std::optional<Intersection>> sends(k);
+    std::vector<std::optional<Intersection>> receives(k);
+    for (int64_t d = 1; d < k; ++d) {
+      sends[target(group, d)] = sent(step, group, chunk, d);
+      receives[source(group, d)] = received(step, group, chunk, d);
+    }
+    std::vector<Box> pack;
+    int64_t to_send = 0;
+    int64_t to_receive = 0;
+    for (int64_t m = 0; m < k; ++m) {
+      if (sends[m]) {
+        append(pack, sends[m]->a_to_packed(0, to_send));
+        to_send += move.send_counts[m] = sends[m]->count();
+      }
+      if (receives[m]) to_receive += move.receive_counts[m] = receives[m]->count();
+    }
+    const int send_staging = b_.new_buffer(to_send);
+    const int receive_staging = b_.new_buffer(to_receive);
+    int64_t at = 0;
+    for (int64_t m = 0; m < k; ++m) {
+      if (!receives[m]) continue;
+      transfer.arrivals.push_back({*receives[m], {receive_staging, at, receives[m]->count()}, false});
+      at += receives[m]->count();
+    }
+    b_.copy(current, send_staging, std::move(pack));
+    move.src = b_.whole(send_staging);
+    move.dst = b_.whole(receive_staging);
+    transfer.ticket = b_.emit(std::move(move));
+    return transfer;
+  }
+
+  // Multiplies from where it came, or from its place if that is kept.
+  void take_in(const Transfer& transfer) {
+    std::vector<Box> boxes;
+    int staging = -1;
+    for (const Arrival& arrival : transfer.arrivals) {
+      if (!matmul_.keeps_gathered || arrival.is_in_place) continue;
+      if (staging >= 0 && staging != arrival.range.buffer) {
+        b_.copy(staging, gathered_, std::move(boxes));
+        boxes.clear();
+      }
+      staging = arrival.range.buffer;
+      append(boxes, arrival.block.packed_to_b(arrival.range.offset, 0));
+    }
+    b_.copy(staging, gathered_, std::move(boxes));
+    for (const Arrival& arrival : transfer.arrivals) {
+      if (arrival.is_in_place) {
+        multiply(arrival.block, gathered_, 0, &Intersection::Part::in_b, shape_of(needed_));
+      } else {
+        multiply(arrival.block, arrival.range.buffer, arrival.range.offset, &Intersection::Part::packed,
+                 arrival.block.shape());
+      }
+    }
+  }
+
+  const GatherMatmul& matmul_;
+  Schedule schedule_;
+  const Plan& plan_;
+  Region needed_;
+  ProgramBuilder b_;
+  std::vector<ProductCompiler> products_;
+  int gathered_ = -1;
+  size_t share_dim_ = 0;
+};
+
+}  // namespace
+
+Program compile_gather(const GatherMatmul& matmul, const Schedule& schedule, int64_t position) {
+  return GatherCompiler(matmul, schedule, position).run();
+}
+
+}  // namespace shardwright

@@ -1,0 +1,138 @@
+#include "overlap/gemms.h"
+
+#include <algorithm>
+#include <optional>
+
+namespace shardwright {
+namespace {
+
+// An axis, or several as one, with the strides in the tensors it concerns.
+struct Run {
+  int64_t size = 1;
+  int64_t lhs = 0;
+  int64_t rhs = 0;
+  int64_t out = 0;
+  int64_t bias = 0;
+
+  bool continues(const Run& inner) const {
+    return lhs == inner.lhs * inner.size && rhs == inner.rhs * inner.size && out == inner.out * inner.size &&
+           bias == inner.bias * inner.size;
+  }
+};
+
+// Outermost first; those of size 1 are left out.
+std::vector<Run> merged(const std::vector<Run>& axes) {
+  std::vector<Run> runs;
+  for (const Run& axis : axes) {
+    if (axis.size == 1) continue;
+    if (!runs.empty() && runs.back().continues(axis)) {
+      const int64_t size = runs.back().size * axis.size;
+      runs.back() = axis;
+      runs.back().size = size;
+    } else {
+      runs.push_back(axis);
+    }
+  }
+  return runs;
+}
+
+// The innermost, taken out of the list.
+Run take_matrix_dim(std::vector<Run>& runs) {
+  if (runs.empty()) return {};
+  const Run inner = runs.back();
+  runs.pop_back();
+  return inner;
+}
+
+void shift(Gemm& gemm, const Run& run, int64_t by) {
+  gemm.lhs.offset += by * run.lhs;
+  gemm.rhs.offset += by * run.rhs;
+  gemm.dst.offset += by * run.out;
+  if (gemm.bias) gemm.bias->offset += by * run.bias;
+}
+
+}  // namespace
+
+TensorView row_major_view(int buffer, const std::vector<int>& dims, const std::vector<int64_t>& shape, int num_axes) {
+  TensorView view{buffer, 0, std::vector<int64_t>(num_axes, 0)};
+  int64_t stride = 1;
+  for (size_t d = dims.size(); d-- > 0;) {
+    view.strides[dims[d]] = stride;
+    stride *= shape[d];
+  }
+  return view;
+}
+
+void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vector<int64_t>& sizes,
+                const TensorView& lhs, const TensorView& rhs, const TensorView& out, bool accumulates,
+                const TensorView& bias) {
+  const bool has_bias = bias.buffer >= 0;
+  std::vector<Run> rows;
+  std::vector<Run> columns;
+  std::vector<Run> summed;
+  const auto run_of = [&](int axis) {
+    return Run{sizes[axis], lhs.strides[axis], rhs.strides[axis], out.strides[axis], has_bias ? bias.strides[axis] : 0};
+  };
+  for (const int axis : axes.out) {
+    if (sizes[axis] == 0) return;
+    (has_axis(axes.lhs, axis) ? rows : columns).push_back(run_of(axis));
+  }
+  bool sums_nothing = false;
+  for (const int axis : axes.lhs) {
+    if (!axes.is_summed(axis)) continue;
+    summed.push_back(run_of(axis));
+    sums_nothing = sums_nothing || sizes[axis] == 0;
+  }
+  if (sums_nothing && accumulates) return;
+  rows = merged(rows);
+  columns = merged(columns);
+  summed = merged(summed);
+  const Run m = take_matrix_dim(rows);
+  const Run n = take_matrix_dim(columns);
+  const Run k = sums_nothing ? Run{0} : take_matrix_dim(summed);
+  if (sums_nothing) summed.clear();
+
+  Gemm gemm{{lhs.buffer, lhs.offset, m.lhs, k.lhs},
+            {rhs.buffer, rhs.offset, k.rhs, n.rhs},
+            {out.buffer, out.offset, m.out, n.out},
+            m.size,
+            n.size,
+            k.size};
+  gemm.accumulates = accumulates;
+  if (has_bias && !accumulates) gemm.bias = Matrix{bias.buffer, bias.offset, m.bias, n.bias};
+
+  std::vector<Run> outer = std::move(rows);
+  outer.insert(outer.end(), columns.begin(), columns.end());
+  // The longest as a batch.
+  const auto longest =
+      std::max_element(outer.begin(), outer.end(), [](const Run& a, const Run& b) { return a.size < b.size; });
+  if (longest != outer.end() && !gemm.bias) {
+    gemm.count = longest->size;
+    gemm.lhs_batch_stride = longest->lhs;
+    gemm.rhs_batch_stride = longest->rhs;
+    gemm.dst_batch_stride = longest->out;
+    outer.erase(longest);
+  }
+  // Summed axes run inside the others, so that each part of the result is written by its first product.
+  const size_t num_free = outer.size();
+  outer.insert(outer.end(), summed.begin(), summed.end());
+  std::vector<int64_t> at(outer.size(), 0);
+  while (true) {
+    Gemm one = gemm;
+    bool is_first = true;
+    for (size_t d = 0; d < outer.size(); ++d) {
+      shift(one, outer[d], at[d]);
+      if (d >= num_free && at[d] > 0) is_first = false;
+    }
+    if (!is_first) {
+      one.accumulates = true;
+      one.bias.reset();
+    }
+    builder.emit(std::move(one));
+    size_t d = outer.size();
+    while (d > 0 && ++at[d - 1] == outer[d - 1].size) at[--d] = 0;
+    if (d == 0) return;
+  }
+}
+
+}  // namespace shardwright

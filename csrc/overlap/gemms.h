@@ -1,0 +1,32 @@
+// From a contraction of strided tensors to the matrix products that carry it out.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "overlap/contraction.h"
+#include "program/builder.h"
+
+namespace shardwright {
+
+// A tensor in a buffer, by the stride of each axis; those it lacks have 0.
+struct TensorView {
+  int buffer = -1;
+  int64_t offset = 0;
+  std::vector<int64_t> strides;
+};
+
+// Row-major, with these dims.
+TensorView row_major_view(int buffer, const std::vector<int>& dims, const std::vector<int64_t>& shape, int num_axes);
+
+// out = lhs x rhs over `sizes`, by axis; with `accumulates` added to what is there, else `bias`, a view with strides
+// along some axes of the result, may be added (buffer -1: none).
+//
+// Axes of one kind (free in lhs, free in rhs, summed) become one matrix dim where they lie dense in both tensors. Of
+// others the innermost does; over those outside of it, one at most is a batch of a single instruction, and the rest are
+// instructions of their own.   "bsk,nk->bsn", a piece of s: rows of s, a batch over b.
+void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vector<int64_t>& sizes,
+                const TensorView& lhs, const TensorView& rhs, const TensorView& out, bool accumulates,
+                const TensorView& bias = {});
+
+}  // namespace shardwright

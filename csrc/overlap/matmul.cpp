@@ -1,0 +1,216 @@
+#include "overlap/matmul.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "layout/base64.h"
+#include "layout/error.h"
+#include "overlap/compile.h"
+#include "planner/serialize.h"
+
+namespace shardwright {
+namespace {
+
+constexpr const char* kMethodNames[] = {"serial", "ring", "collective"};
+
+const Step* chunked_step(const Matmul& matmul) {
+  const Plan& plan = plan_of(matmul);
+  if (plan.steps.empty()) return nullptr;
+  return std::holds_alternative<GatherMatmul>(matmul) ? &plan.steps.back() : &plan.steps.front();
+}
+
+int64_t size_of_axis(const std::vector<int>& dims, const Layout& layout, int axis) {
+  return layout.shape()[std::find(dims.begin(), dims.end(), axis) - dims.begin()];
+}
+
+// Both have the axis, and cut it alike on every rank.
+void check_axis(int axis, const std::vector<int>& a_dims, const Layout& a, const std::vector<int>& b_dims,
+                const Layout& b) {
+  const auto dim_in = [&](const std::vector<int>& dims) {
+    return static_cast<int>(std::find(dims.begin(), dims.end(), axis) - dims.begin());
+  };
+  check_user(size_of_axis(a_dims, a, axis) == size_of_axis(b_dims, b, axis), "matmul: an axis has ",
+             size_of_axis(a_dims, a, axis), " elements in ", a.to_string(), " and ", size_of_axis(b_dims, b, axis),
+             " in ", b.to_string());
+  check_user(a.cuts(dim_in(a_dims)) == b.cuts(dim_in(b_dims)), "matmul: an axis is cut differently in ", a.to_string(),
+             " and in ", b.to_string());
+}
+
+void check_operands(const Contraction& axes, const Layout& lhs, const Layout& rhs, const Layout& any) {
+  check_user(axes.lhs.size() == lhs.shape().size() && axes.rhs.size() == rhs.shape().size(),
+             "contraction: ", axes.to_string(), " does not fit ", lhs.to_string(), " and ", rhs.to_string());
+  check_user(lhs.mesh() == any.mesh() && rhs.mesh() == any.mesh(), "matmul: ", lhs.to_string(), " and ",
+             rhs.to_string(), " lie on different meshes");
+  check_user(lhs.dtype() == any.dtype() && rhs.dtype() == any.dtype(), "matmul: ", lhs.to_string(), " and ",
+             rhs.to_string(), " are of different dtypes");
+  for (const int axis : axes.lhs) {
+    if (axes.is_summed(axis)) check_axis(axis, axes.lhs, lhs, axes.rhs, rhs);
+  }
+}
+
+void check_kind(const GatherMatmul& matmul) {
+  check_user(!matmul.products.empty(), "products: there are none; allowed is one or more");
+  for (const auto& product : matmul.products) {
+    check_operands(product.axes, matmul.plan.dst, product.other, matmul.plan.dst);
+    check_user(!product.has_bias || !product.axes.out.empty(), "bias: given for a result without dims");
+  }
+  check_user(matmul.plan.dst.partial_dims().empty(), "operand: is multiplied while reductions are due (",
+             matmul.plan.dst.to_string(), "); allowed is a layout of S and R");
+}
+
+void check_kind(const MatmulScatter& matmul) {
+  check_user(!matmul.terms.empty(), "terms: there are none; allowed is one or more");
+  const Layout& result = matmul.plan.src;
+  for (const auto& term : matmul.terms) {
+    check_operands(term.axes, term.lhs, term.rhs, result);
+    check_user(term.axes.out.size() == result.shape().size(), "contraction: ", term.axes.to_string(),
+               " does not fit the result, ", result.to_string());
+    for (const int axis : term.axes.out) {
+      const bool is_in_lhs = has_axis(term.axes.lhs, axis);
+      check_axis(axis, is_in_lhs ? term.axes.lhs : term.axes.rhs, is_in_lhs ? term.lhs : term.rhs, term.axes.out,
+                 result);
+    }
+  }
+}
+
+}  // namespace
+
+const char* method_name(Method method) { return kMethodNames[static_cast<int>(method)]; }
+
+Method parse_method(const std::string& name) {
+  for (const Method method : {Method::kSerial, Method::kRing, Method::kCollective}) {
+    if (name == method_name(method)) return method;
+  }
+  throw UserError(concat("method: '", name, "'; allowed are 'serial', 'ring' and 'collective'"));
+}
+
+const Plan& plan_of(const Matmul& matmul) {
+  return std::visit([](const auto& m) -> const Plan& { return m.plan; }, matmul);
+}
+
+int64_t num_partners(const Matmul& matmul) {
+  const Step* step = chunked_step(matmul);
+  return step == nullptr ? 1 : step->before.mesh().group_size(step->mesh_dims);
+}
+
+std::optional<std::string> why_only_serial(const Matmul& matmul) {
+  const Step* step = chunked_step(matmul);
+  if (step == nullptr) return "nothing is moved";
+  const bool gathers = std::holds_alternative<GatherMatmul>(matmul);
+  const std::string where = gathers ? "the last step of the operand's plan" : "the first step of the result's plan";
+  const std::string what = concat(where, " is a ", step_op_name(step->op));
+  if (is_local(step->op)) return what + ", which moves nothing";
+  const bool reduces = step->op == StepOp::kReduceScatter || step->op == StepOp::kAllReduce;
+  if (gathers && reduces) return what + ", whose sums must be there before they are multiplied";
+  if (step->sharing != Sharing::kNone) return what + " whose sending replicas share";
+  if (step->rounds > 1) return what + " in rounds, to keep to a memory limit";
+  if (!gathers && reduces && plan_of(matmul).src.dtype().kind() != DTypeKind::kFloat) return what + " of integers";
+  return std::nullopt;
+}
+
+void check(const Matmul& matmul, const Schedule& schedule) {
+  const Plan& plan = plan_of(matmul);
+  check_user(plan.src.dtype().kind() == DTypeKind::kFloat, "dtype: ", plan.src.dtype().name(),
+             " has no matrix products here; allowed are floating dtypes");
+  check_user(schedule.chunks >= 1 && schedule.chunks <= kMaxChunks, "chunks: ", schedule.chunks, "; allowed are 1 to ",
+             kMaxChunks);
+  std::visit([](const auto& m) { check_kind(m); }, matmul);
+  if (schedule.method == Method::kSerial) return;
+  const std::optional<std::string> reason = why_only_serial(matmul);
+  check_user(!reason, "method: '", method_name(schedule.method), "', but ", reason.value_or(""),
+             "; allowed is 'serial'");
+  check_user(schedule.method != Method::kRing || chunked_step(matmul)->op != StepOp::kAllReduce, "method: 'ring', but ",
+             step_text(plan, 0), " goes by collectives; allowed are 'collective' and 'serial'");
+}
+
+Program compile(const Matmul& matmul, const Schedule& schedule, int64_t position) {
+  check(matmul, schedule);
+  check_user(position >= 0 && position < plan_of(matmul).src.mesh().size(), "position: ", position,
+             " is not on the mesh (", plan_of(matmul).src.mesh().to_string(), ")");
+  if (const auto* gather = std::get_if<GatherMatmul>(&matmul)) return compile_gather(*gather, schedule, position);
+  return compile_scatter(std::get<MatmulScatter>(matmul), schedule, position);
+}
+
+std::string step_text(const Plan& plan, size_t index) {
+  const Step& step = plan.steps[index];
+  return concat("step ", index + 1, " of ", plan.steps.size(), " (", step_op_name(step.op), " over ",
+                plan.src.mesh().names_of(step.mesh_dims), ")");
+}
+
+// kind|method|chunks|kept|plan|{axes|bias|layout} or {axes|layout|layout}. A layout is written as the plan that leaves
+// it as it is.
+
+namespace {
+
+std::string text_of(const Plan& plan) { return to_base64(to_bytes(plan)); }
+
+std::string text_of(const Layout& layout, const Plan& like) {
+  Plan plan = like;
+  plan.src = plan.dst = layout;
+  plan.steps.clear();
+  return text_of(plan);
+}
+
+std::vector<std::string> fields_of(const std::string& text) {
+  std::vector<std::string> fields;
+  std::istringstream stream(text);
+  for (std::string field; std::getline(stream, field, '|');) fields.push_back(field);
+  return fields;
+}
+
+}  // namespace
+
+std::string to_text(const Matmul& matmul, const Schedule& schedule) {
+  const Plan& plan = plan_of(matmul);
+  std::vector<std::string> fields{"", method_name(schedule.method), std::to_string(schedule.chunks), "0",
+                                  text_of(plan)};
+  if (const auto* gather = std::get_if<GatherMatmul>(&matmul)) {
+    fields[0] = "gather";
+    fields[3] = gather->keeps_gathered ? "1" : "0";
+    for (const auto& product : gather->products) {
+      fields.push_back(product.axes.to_string());
+      fields.push_back(product.has_bias ? "1" : "0");
+      fields.push_back(text_of(product.other, plan));
+    }
+  } else {
+    fields[0] = "scatter";
+    for (const auto& term : std::get<MatmulScatter>(matmul).terms) {
+      fields.push_back(term.axes.to_string());
+      fields.push_back(text_of(term.lhs, plan));
+      fields.push_back(text_of(term.rhs, plan));
+    }
+  }
+  return join(fields, "|");
+}
+
+std::pair<Matmul, Schedule> parse_matmul(const std::string& text) {
+  const std::vector<std::string> fields = fields_of(text);
+  check_user(fields.size() >= 8 && (fields.size() - 5) % 3 == 0 && (fields[0] == "gather" || fields[0] == "scatter"),
+             "matmul: '", text.substr(0, 40), "...' is no product for an operator");
+  Schedule schedule{parse_method(fields[1]), 0};
+  for (const char digit : fields[2]) {
+    check_user(digit >= '0' && digit <= '9' && schedule.chunks <= kMaxChunks, "chunks: '", fields[2],
+               "'; allowed are 1 to ", kMaxChunks);
+    schedule.chunks = schedule.chunks * 10 + (digit - '0');
+  }
+  const auto layout_in = [&](size_t i) { return from_bytes(from_base64(fields[i])).src; };
+  const Plan plan = from_bytes(from_base64(fields[4]));
+  std::optional<Matmul> matmul;
+  if (fields[0] == "gather") {
+    GatherMatmul gather{plan, {}, fields[3] == "1"};
+    for (size_t i = 5; i < fields.size(); i += 3) {
+      gather.products.push_back({Contraction::parse(fields[i]), layout_in(i + 2), fields[i + 1] == "1"});
+    }
+    matmul = std::move(gather);
+  } else {
+    MatmulScatter scatter{plan, {}};
+    for (size_t i = 5; i < fields.size(); i += 3) {
+      scatter.terms.push_back({Contraction::parse(fields[i]), layout_in(i + 1), layout_in(i + 2)});
+    }
+    matmul = std::move(scatter);
+  }
+  check(*matmul, schedule);
+  return {std::move(*matmul), schedule};
+}
+
+}  // namespace shardwright

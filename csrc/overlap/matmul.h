@@ -1,0 +1,94 @@
+// Matrix products next to a redistribute, as one program: what is moved goes in chunks, and chunks are multiplied while
+// others travel.
+//
+// Two kinds. A GatherMatmul moves an operand, and multiplies it by one or several others that stay where they are: a
+// gather of activations for a column-parallel layer, of a sharded weight, of a gradient along the summed axis. A
+// MatmulScatter sums one or several products and moves the result: a reduce-scatter or an all-reduce behind a
+// row-parallel layer, or an exchange to another placement. What moves goes by a plan. Of that plan one step is
+// chunked, the last one of an operand's and the first one of a result's; the others go before and behind it whole.
+//
+// Chunks follow what the ranks have for each other, so parts may be uneven or empty, in any number of tensor dims:
+//
+//   ring        chunk d holds what comes from the rank at distance d (of a result: what goes there). The own part, at
+//               distance 0, is multiplied while the first one travels; of a result it is multiplied last, while the
+//               last one travels. Fewer chunks take several distances together, more cut each part.
+//   collective  chunk j holds the j-th share of every part, moved by one all-gather, all-to-all, reduce-scatter or
+//               all-reduce.
+//   serial      everything is moved, then everything multiplied, or the other way round.
+//
+// A chunk is freed once it is multiplied, so two are there at a time, unless the gathered operand is asked for. Sums
+// over an axis that is cut into chunks are carried in float32 where the dtype is of 16 bits.
+//
+// Method and chunks are part of the spec: all ranks must use the same ones (choice.h).
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "overlap/contraction.h"
+#include "planner/plan.h"
+#include "program/program.h"
+
+namespace shardwright {
+
+enum class Method : uint8_t { kSerial, kRing, kCollective };
+
+const char* method_name(Method method);        // "serial", "ring" or "collective"
+Method parse_method(const std::string& name);  // throws UserError
+
+constexpr int64_t kMaxChunks = 4096;
+
+struct Schedule {
+  Method method = Method::kSerial;
+  int64_t chunks = 1;
+  bool operator==(const Schedule&) const = default;
+};
+
+// Inputs of its program: the operand that moves, then each product's other operand, then each bias. Outputs: each
+// product's result, then the operand as gathered if it is kept.
+struct GatherMatmul {
+  struct Product {
+    Contraction axes;       // lhs is the operand that moves
+    Layout other;           // on the same mesh
+    bool has_bias = false;  // along the last axis of the result
+  };
+  Plan plan;
+  std::vector<Product> products;
+  bool keeps_gathered = false;
+};
+
+// Inputs of its program: both operands of each term. Output: the moved result.
+struct MatmulScatter {
+  struct Term {
+    Contraction axes;
+    Layout lhs;
+    Layout rhs;
+  };
+  Plan plan;
+  std::vector<Term> terms;
+};
+
+using Matmul = std::variant<GatherMatmul, MatmulScatter>;
+
+const Plan& plan_of(const Matmul& matmul);
+// The ranks that take part in the step that is chunked.
+int64_t num_partners(const Matmul& matmul);
+
+// Whether something of it can be chunked; if not, why.
+std::optional<std::string> why_only_serial(const Matmul& matmul);
+
+// Throws UserError where tensors do not fit each other, where the plan's dtype has no products, and where a method is
+// asked for that why_only_serial excludes.
+void check(const Matmul& matmul, const Schedule& schedule);
+
+// The program of the rank at `position`.
+Program compile(const Matmul& matmul, const Schedule& schedule, int64_t position);
+
+// As text without blanks that parse_matmul takes back, for operators; plans in base64.
+std::string to_text(const Matmul& matmul, const Schedule& schedule);
+std::pair<Matmul, Schedule> parse_matmul(const std::string& text);
+
+}  // namespace shardwright

@@ -1,0 +1,84 @@
+#include "program/builder.h"
+
+#include <algorithm>
+
+namespace shardwright {
+
+ProgramBuilder::ProgramBuilder(MeshPtr mesh, DType dtype, Backend backend, bool named_groups_only, int64_t position)
+    : mesh_(std::move(mesh)), backend_(backend), named_groups_only_(named_groups_only), position_(position) {
+  program_.dtype = std::move(dtype);
+}
+
+void ProgramBuilder::begin_step(std::string text) { program_.step_texts.push_back(std::move(text)); }
+
+int ProgramBuilder::new_buffer(int64_t count) {
+  program_.buffer_counts.push_back(count);
+  return static_cast<int>(program_.buffer_counts.size()) - 1;
+}
+
+int ProgramBuilder::emit(Operation operation) {
+  program_.instructions.push_back({std::move(operation), static_cast<int>(program_.step_texts.size()) - 1, chunk_});
+  return static_cast<int>(program_.instructions.size()) - 1;
+}
+
+int ProgramBuilder::send_receive(SendReceive move) {
+  return move.sends.empty() && move.receives.empty() ? -1 : emit(std::move(move));
+}
+
+void ProgramBuilder::wait(int ticket) {
+  if (ticket >= 0) emit(Wait{ticket});
+}
+
+void ProgramBuilder::copy(int src, int dst, std::vector<Box> boxes) {
+  if (!boxes.empty()) emit(Copy{src, dst, std::move(boxes)});
+}
+
+void ProgramBuilder::divide(BufferRange dst, double divisor) {
+  if (divisor != 1 && dst.count > 0) emit(Divide{dst, divisor});
+}
+
+void ProgramBuilder::copy_shared(const Step& step, int current, int next) {
+  copy(current, next, Intersection(step.before.region(position_), step.after.region(position_)).a_to_b(0, 0));
+}
+
+int ProgramBuilder::group_index(MeshDimSet mesh_dims) {
+  return group_of_positions(mesh_dims, mesh_->group(position_, mesh_dims));
+}
+
+int ProgramBuilder::group_of_positions(MeshDimSet mesh_dims, Positions positions) {
+  for (size_t g = 0; g < program_.groups.size(); ++g) {
+    if (program_.groups[g].positions == positions) return static_cast<int>(g);
+  }
+  Group group{mesh_dims, std::move(positions), {}, -1};
+  for (size_t m = 0; m < group.positions.size(); ++m) {
+    group.ranks.push_back(mesh_->rank_at(group.positions[m]));
+    if (group.positions[m] == position_) group.index = static_cast<int64_t>(m);
+  }
+  program_.groups.push_back(std::move(group));
+  return static_cast<int>(program_.groups.size()) - 1;
+}
+
+void append(std::vector<Box>& boxes, std::vector<Box> more) {
+  for (Box& box : more) boxes.push_back(std::move(box));
+}
+
+int64_t total_count(const std::vector<const Parcel*>& parts) {
+  int64_t total = 0;
+  for (const Parcel* part : parts) total += part != nullptr ? part->count() : 0;
+  return total;
+}
+
+int64_t first_of_run(const std::vector<const Parcel*>& parts, int64_t (Parcel::*run)() const) {
+  int64_t first = -1;
+  int64_t next = -1;
+  for (const Parcel* part : parts) {
+    if (part == nullptr || part->count() == 0) continue;
+    const int64_t at = (part->*run)();
+    if (at < 0 || (first >= 0 && at != next)) return -1;
+    if (first < 0) first = at;
+    next = at + part->count();
+  }
+  return std::max<int64_t>(first, 0);
+}
+
+}  // namespace shardwright

@@ -1,0 +1,109 @@
+// What compilers write programs with, and the parts of them that all compilers share.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "program/boxes.h"
+#include "program/program.h"
+
+namespace shardwright {
+
+using Positions = std::vector<int64_t>;  // of ranks on the mesh, by ascending rank
+
+// Gloo's all-to-all answers several times faster than its single messages do, so small gathers pay for sending every
+// peer a copy of its own. Above this the copies cost more.
+constexpr int64_t kMaxCopiedGatherBytes = int64_t{1} << 20;
+
+// The program of the rank at one position of a mesh, as far as it is written.
+class ProgramBuilder {
+ public:
+  // With named_groups_only, all ranks of a step's group take part in it; else those that have something to say.
+  ProgramBuilder(MeshPtr mesh, DType dtype, Backend backend, bool named_groups_only, int64_t position);
+
+  const Mesh& mesh() const { return *mesh_; }
+  Backend backend() const { return backend_; }
+  bool named_groups_only() const { return named_groups_only_; }
+  int64_t position() const { return position_; }
+  Program& program() { return program_; }
+  const Program& program() const { return program_; }
+
+  // What follows is named by `text` in messages.
+  void begin_step(std::string text);
+  // What follows belongs to this chunk of a pipeline; -1: to none.
+  void begin_chunk(int chunk) { chunk_ = chunk; }
+
+  int new_buffer(int64_t count);
+  int64_t count_of(int buffer) const { return program_.buffer_counts[buffer]; }
+  BufferRange whole(int buffer) const { return {buffer, 0, count_of(buffer)}; }
+
+  // Its index, which is the ticket of a transfer.
+  int emit(Operation operation);
+  // These emit nothing where nothing is to be done: send_receive answers -1, which wait takes.
+  int send_receive(SendReceive move);
+  void wait(int ticket);
+  void copy(int src, int dst, std::vector<Box> boxes);
+  void divide(BufferRange dst, double divisor);
+  // What the rank holds both before and after a step.
+  void copy_shared(const Step& step, int current, int next);
+
+  // Indices into the program's groups.
+  int group_index(MeshDimSet mesh_dims);
+  int group_of_positions(MeshDimSet mesh_dims, Positions positions);
+
+ private:
+  MeshPtr mesh_;
+  Backend backend_;
+  bool named_groups_only_;
+  int64_t position_;
+  int chunk_ = -1;
+  Program program_;
+};
+
+void append(std::vector<Box>& boxes, std::vector<Box> more);
+
+int64_t total_count(const std::vector<const Parcel*>& parts);  // null: nothing
+// Where the parts begin if they lie one behind the other in a local tensor, else -1. 0 if there are none.
+int64_t first_of_run(const std::vector<const Parcel*>& parts, int64_t (Parcel::*run)() const);
+
+// How a pending reduction is carried out: pre-power, one collective with `op`, division, post-power.
+struct Reduction {
+  ReduceOp op = ReduceOp::kSum;
+  double divisor = 1;
+  double power = 1;
+};
+
+Reduction reduction_of(const Step& step);
+
+// The rows of a staging buffer, one per rank of the group, by ascending position: replicas then add in the same order
+// on meshes whose ranks are shuffled too.
+std::vector<BufferRange> rows_of(const ProgramBuilder& builder, int staging, int64_t row, int group);
+
+// result = the reduction of the parts, with what comes behind the op.
+void reduce_parts(ProgramBuilder& builder, const Reduction& reduction, std::vector<BufferRange> parts,
+                  BufferRange result);
+
+// The same after a native collective, which neither divides nor takes roots.
+void finish_native(ProgramBuilder& builder, const Reduction& reduction, BufferRange result);
+
+// A move that other work may be put in between: each stage but the last ends with transfers under way, each but the
+// first begins with waiting for them.
+using Stages = std::vector<std::function<void()>>;
+
+// result = the sum over the group of `contribution`, by messages and sums here; on all ranks of the group.
+Stages composed_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange contribution,
+                           BufferRange result);
+// In place, by the backend's own collective.
+Stages native_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange data);
+
+// One move, from the buffer that holds `before` to the one that will hold `after`.
+void compile_step(ProgramBuilder& builder, const Step& step, int current, int next);
+
+void compile_data_move(ProgramBuilder& builder, const Step& step, int current, int next);
+void compile_reduce_scatter(ProgramBuilder& builder, const Step& step, int current, int next);
+void compile_all_reduce(ProgramBuilder& builder, const Step& step, int current, int next);
+
+}  // namespace shardwright

@@ -1,0 +1,249 @@
+// Reductions that are due: by the backend's own collectives, or exchanged and summed here.
+#include <algorithm>
+#include <memory>
+#include <numeric>
+
+#include "planner/exchange.h"
+#include "program/boxes.h"
+#include "program/builder.h"
+
+namespace shardwright {
+
+Reduction reduction_of(const Step& step) {
+  Reduction reduction;
+  for (const int d : step.mesh_dims.to_vector()) {
+    const Placement& placement = step.before.placements()[d];
+    reduction.op = placement.op;
+    if (placement.op == ReduceOp::kAvg) reduction.divisor *= static_cast<double>(step.before.mesh().dim_size(d));
+    if (placement.op == ReduceOp::kNorm) reduction.power = placement.norm_power;
+  }
+  if (reduction.op == ReduceOp::kAvg || reduction.op == ReduceOp::kNorm) reduction.op = ReduceOp::kSum;
+  return reduction;
+}
+
+std::vector<BufferRange> rows_of(const ProgramBuilder& builder, int staging, int64_t row, int group) {
+  const Positions& positions = builder.program().groups[group].positions;
+  std::vector<int64_t> order(positions.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return positions[a] < positions[b]; });
+  std::vector<BufferRange> rows;
+  for (const int64_t m : order) rows.push_back({staging, m * row, row});
+  return rows;
+}
+
+namespace {
+
+void take_root(ProgramBuilder& builder, BufferRange result, double power) {
+  if (power != 1 && result.count > 0) builder.emit(Power{result, result, 1.0 / power});
+}
+
+}  // namespace
+
+void reduce_parts(ProgramBuilder& builder, const Reduction& reduction, std::vector<BufferRange> parts,
+                  BufferRange result) {
+  const DTypeKind kind = builder.program().dtype.kind();
+  const bool has_fractions = kind == DTypeKind::kFloat || kind == DTypeKind::kComplex;
+  builder.emit(Reduce{reduction.op, std::move(parts), result, has_fractions ? reduction.divisor : 1});
+  if (!has_fractions) builder.divide(result, reduction.divisor);
+  take_root(builder, result, reduction.power);
+}
+
+void finish_native(ProgramBuilder& builder, const Reduction& reduction, BufferRange result) {
+  builder.divide(result, reduction.divisor);
+  take_root(builder, result, reduction.power);
+}
+
+namespace {
+
+// Two ranks trade all they have and both add it in the same order: the bytes of the way by chunks, in one step.
+Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, BufferRange contribution,
+                         BufferRange result) {
+  const int64_t me = b.program().groups[g].index;
+  const int staging = b.new_buffer(result.count);
+  const auto ticket = std::make_shared<int>(-1);
+  return {[=, &b] {
+            std::vector<int64_t> counts{result.count, result.count};
+            counts[me] = 0;
+            *ticket = b.emit(AllToAll{g, contribution, b.whole(staging), counts, counts});
+          },
+          [=, &b] {
+            b.wait(*ticket);
+            const Positions& positions = b.program().groups[g].positions;
+            std::vector<BufferRange> parts{contribution, b.whole(staging)};
+            if ((positions[0] < positions[1]) != (me == 0)) std::swap(parts[0], parts[1]);
+            reduce_parts(b, reduction, std::move(parts), result);
+          }};
+}
+
+// One all-to-all that gives every rank a copy of the own chunk.
+int gather_copies(ProgramBuilder& b, int g, BufferRange own, const std::vector<int64_t>& chunk_counts,
+                  BufferRange result) {
+  const auto k = static_cast<int64_t>(chunk_counts.size());
+  const int copies = b.new_buffer(own.count * k);
+  if (own.count > 0) b.copy(result.buffer, copies, {Box{own.offset, 0, {k, own.count}, {0, 1}, {own.count, 1}}});
+  return b.emit(AllToAll{g, b.whole(copies), result, std::vector<int64_t>(k, own.count), chunk_counts});
+}
+
+int gather_messages(ProgramBuilder& b, int g, BufferRange own, const std::vector<int64_t>& chunk_counts,
+                    BufferRange result) {
+  SendReceive gather{g, {}, {}};
+  int64_t begin = result.offset;
+  for (int64_t m = 0; m < static_cast<int64_t>(chunk_counts.size()); ++m) {
+    if (m != b.program().groups[g].index) {
+      if (chunk_counts[m] > 0) gather.receives.push_back({m, {result.buffer, begin, chunk_counts[m]}});
+      if (own.count > 0) gather.sends.push_back({m, own});
+    }
+    begin += chunk_counts[m];
+  }
+  return b.send_receive(std::move(gather));
+}
+
+// Rank m of the group reduces flat chunk m and sends it to all: each element is summed once, so replicas are bitwise
+// equal.
+Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const Reduction& reduction, BufferRange contribution,
+                            BufferRange result) {
+  const auto k = static_cast<int64_t>(b.program().groups[g].positions.size());
+  const Interval mine = flat_chunk(result.count, k, b.program().groups[g].index);
+  const int64_t own = mine.end - mine.begin;
+  const BufferRange own_result{result.buffer, result.offset + mine.begin, own};
+  std::vector<int64_t> chunk_counts;
+  for (int64_t m = 0; m < k; ++m) {
+    const Interval chunk = flat_chunk(result.count, k, m);
+    chunk_counts.push_back(chunk.end - chunk.begin);
+  }
+  const int staging = b.new_buffer(own * k);
+  const auto ticket = std::make_shared<int>(-1);
+  return {[=, &b] {
+            *ticket = b.emit(AllToAll{g, contribution, b.whole(staging), chunk_counts, std::vector<int64_t>(k, own)});
+          },
+          [=, &b] {
+            b.wait(*ticket);
+            if (own > 0) reduce_parts(b, reduction, rows_of(b, staging, own, g), own_result);
+            const bool copies = chunk_counts[0] * b.program().dtype.size_bytes() <= kMaxCopiedGatherBytes;
+            *ticket = copies ? gather_copies(b, g, own_result, chunk_counts, result)
+                             : gather_messages(b, g, own_result, chunk_counts, result);
+          },
+          [=, &b] { b.wait(*ticket); }};
+}
+
+}  // namespace
+
+Stages composed_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange contribution,
+                           BufferRange result) {
+  const bool is_of_two = builder.program().groups[group].positions.size() == 2;
+  return is_of_two ? all_reduce_of_two(builder, group, reduction, contribution, result)
+                   : all_reduce_in_chunks(builder, group, reduction, contribution, result);
+}
+
+Stages native_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange data) {
+  const auto ticket = std::make_shared<int>(-1);
+  return {[=, &builder] { *ticket = builder.emit(AllReduce{group, reduction.op, data}); },
+          [=, &builder] {
+            builder.wait(*ticket);
+            finish_native(builder, reduction, data);
+          }};
+}
+
+namespace {
+
+class PendingReduction {
+ public:
+  explicit PendingReduction(ProgramBuilder& builder) : b_(builder) {}
+
+  void reduce_scatter(const Step& step, int current, int next) {
+    const Reduction reduction = reduction_of(step);
+    const int g = b_.group_index(step.mesh_dims);
+    if (b_.count_of(current) == 0) return;
+    current = raised(b_.whole(current), reduction.power).buffer;
+    for (int64_t round = 0; round < step.rounds; ++round) reduce_scatter(step, reduction, g, current, next, round);
+  }
+
+  void reduce_scatter(const Step& step, const Reduction& reduction, int g, int current, int next, int64_t round) {
+    const Group& group = b_.program().groups[g];
+    const auto k = static_cast<int64_t>(group.positions.size());
+    const Region held = step.before.region(b_.position());
+    std::vector<Parcel> parts;
+    std::vector<const Parcel*> pointers;
+    for (const int64_t member : group.positions) {
+      const Intersection part(held, step.after.region(member));
+      const Interval range = in_round({0, part.count()}, round, step.rounds);
+      parts.emplace_back(part, range.begin, range.end);
+    }
+    bool is_even = true;
+    for (const Parcel& part : parts) {
+      pointers.push_back(&part);
+      is_even = is_even && part.count() == parts[0].count();
+    }
+    // All members hold the same region, so all answer these alike.
+    const Interval mine = in_round({0, b_.count_of(next)}, round, step.rounds);
+    const int64_t own = mine.end - mine.begin;
+    const int64_t first = first_of_run(pointers, &Parcel::run_in_a);
+    BufferRange packed{current, first, total_count(pointers)};
+    if (packed.count == 0) return;
+    if (first < 0) {
+      packed = b_.whole(b_.new_buffer(packed.count));
+      std::vector<Box> boxes;
+      int64_t offset = 0;
+      for (const Parcel& part : parts) {
+        append(boxes, part.a_to_packed(0, offset));
+        offset += part.count();
+      }
+      b_.copy(current, packed.buffer, std::move(boxes));
+    }
+    const BufferRange result{next, mine.begin, own};
+    if (is_even && reduces_natively(step, b_.backend())) {
+      b_.wait(b_.emit(ReduceScatter{g, reduction.op, packed, result}));
+      finish_native(b_, reduction, result);
+    } else {
+      AllToAll move{g, packed, b_.whole(b_.new_buffer(own * k)), {}, std::vector<int64_t>(k, own)};
+      for (const Parcel& part : parts) move.send_counts.push_back(part.count());
+      const int staging = move.dst.buffer;
+      b_.wait(b_.emit(std::move(move)));
+      if (own > 0) reduce_parts(b_, reduction, rows_of(b_, staging, own, g), result);
+    }
+  }
+
+  void all_reduce(const Step& step, int current, int next) {
+    const Reduction reduction = reduction_of(step);
+    if (b_.count_of(next) == 0) return;
+    const int g = b_.group_index(step.mesh_dims);
+    if (reduces_natively(step, b_.backend())) {
+      if (reduction.power != 1) {
+        b_.emit(Power{b_.whole(current), b_.whole(next), reduction.power});
+      } else {
+        b_.copy_shared(step, current, next);
+      }
+      for (const auto& stage : native_all_reduce(b_, g, reduction, b_.whole(next))) stage();
+      return;
+    }
+    for (int64_t round = 0; round < step.rounds; ++round) {
+      const Interval range = in_round({0, b_.count_of(next)}, round, step.rounds);
+      const int64_t n = range.end - range.begin;
+      if (n == 0) continue;
+      const BufferRange contribution = raised({current, range.begin, n}, reduction.power);
+      for (const auto& stage : composed_all_reduce(b_, g, reduction, contribution, {next, range.begin, n})) stage();
+    }
+  }
+
+  // The range itself where there is nothing to raise.
+  BufferRange raised(BufferRange range, double power) {
+    if (power == 1) return range;
+    const int raised = b_.new_buffer(range.count);
+    b_.emit(Power{range, b_.whole(raised), power});
+    return b_.whole(raised);
+  }
+
+  ProgramBuilder& b_;
+};
+
+}  // namespace
+
+void compile_reduce_scatter(ProgramBuilder& builder, const Step& step, int current, int next) {
+  PendingReduction(builder).reduce_scatter(step, current, next);
+}
+
+void compile_all_reduce(ProgramBuilder& builder, const Step& step, int current, int next) {
+  PendingReduction(builder).all_reduce(step, current, next);
+}
+
+}  // namespace shardwright

@@ -1,0 +1,89 @@
+#include "runtime/trace.h"
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+
+namespace shardwright {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Recorded {
+  TraceEvent event;
+  std::shared_ptr<c10::Event> device_start;
+  std::shared_ptr<c10::Event> device_end;
+};
+
+std::mutex mutex;
+std::vector<Recorded> recorded;
+Clock::time_point began;
+std::atomic<int64_t> current{0};  // number of the trace; 0: none
+int64_t last = 0;
+std::atomic<int64_t> runs{0};
+
+double now() { return std::chrono::duration<double>(Clock::now() - began).count(); }
+
+void keep(int64_t trace, Recorded one) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (trace == current) recorded.push_back(std::move(one));
+}
+
+}  // namespace
+
+bool is_tracing() { return current.load(std::memory_order_relaxed) != 0; }
+
+void begin_trace() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  recorded.clear();
+  began = Clock::now();
+  current = ++last;
+}
+
+std::vector<TraceEvent> end_trace() {
+  std::vector<Recorded> done;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    current = 0;
+    done.swap(recorded);
+  }
+  // Times on GPUs count from the first event there, which the host gave out at that event's own `start`.
+  const Recorded* first = nullptr;
+  for (const Recorded& one : done) {
+    if (!one.device_start) continue;
+    one.device_end->synchronize();
+    if (first == nullptr) first = &one;
+  }
+  std::vector<TraceEvent> events;
+  for (const Recorded& one : done) {
+    events.push_back(one.event);
+    if (!one.device_start) continue;
+    const auto since_first = [&](const c10::Event& event) {
+      return first->event.start + first->device_start->elapsedTime(event) / 1e3;
+    };
+    events.back().start = since_first(*one.device_start);
+    events.back().end = since_first(*one.device_end);
+  }
+  return events;
+}
+
+TraceSpan::TraceSpan(const char* lane, std::string instruction, int64_t chunk, int64_t run)
+    : event_{lane, std::move(instruction), chunk, run, 0, 0}, trace_(current) {
+  event_.start = now();
+}
+
+void TraceSpan::stop() {
+  if (trace_ == 0) return;
+  event_.end = now();
+  keep(std::exchange(trace_, 0), {std::move(event_), nullptr, nullptr});
+}
+
+void TraceSpan::stop_at(c10::Event event) {
+  if (trace_ == 0) return;
+  keep(std::exchange(trace_, 0),
+       {std::move(event_), std::move(device_start_), std::make_shared<c10::Event>(std::move(event))});
+}
+
+int64_t next_run_number() { return ++runs; }
+
+}  // namespace shardwright

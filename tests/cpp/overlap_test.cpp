@@ -1,0 +1,412 @@
+// Products in chunks, on simulated ranks, against sums over global indices.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+
+#include "layout/error.h"
+#include "overlap/matmul.h"
+#include "simulate/machine.h"
+
+namespace shardwright {
+namespace {
+
+using Values = Machine::Payload;
+using Index = std::vector<int64_t>;
+
+// Calls visit with the global index of every element of a region, in local order.
+void for_each(const Region& region, const std::function<void(const Index&)>& visit, Index index = {}) {
+  if (index.size() == region.size()) return visit(index);
+  const size_t d = index.size();
+  index.push_back(0);
+  for (const Interval& interval : region[d]) {
+    for (int64_t i = interval.begin; i < interval.end; ++i) {
+      index[d] = i;
+      for_each(region, visit, index);
+    }
+  }
+}
+
+// Small integers, so that sums are exact whatever their order.
+double element(int tensor, const Index& index) {
+  int64_t mixed = tensor * 31 + 7;
+  for (const int64_t i : index) mixed = (mixed * 13 + i * 5 + i * i) % 101;
+  return static_cast<double>(mixed % 9 - 4);
+}
+
+Values part_of(int tensor, const Layout& layout, int64_t position) {
+  Values values;
+  for_each(layout.region(position), [&](const Index& index) { values.push_back(element(tensor, index)); });
+  return values;
+}
+
+// The product of two tensors, for the part of the result in `out`, summed over what `lhs` holds of the summed axes.
+Values product_of(const Contraction& axes, int lhs_tensor, const Region& lhs, int rhs_tensor, const Region& out) {
+  Region summed;
+  std::vector<int> summed_axes;
+  for (size_t d = 0; d < axes.lhs.size(); ++d) {
+    if (!axes.is_summed(axes.lhs[d])) continue;
+    summed.push_back(lhs[d]);
+    summed_axes.push_back(axes.lhs[d]);
+  }
+  Values values;
+  for_each(out, [&](const Index& at) {
+    std::vector<int64_t> by_axis(axes.num_axes(), 0);
+    for (size_t d = 0; d < axes.out.size(); ++d) by_axis[axes.out[d]] = at[d];
+    double sum = 0;
+    for_each(summed, [&](const Index& k) {
+      for (size_t d = 0; d < summed_axes.size(); ++d) by_axis[summed_axes[d]] = k[d];
+      Index lhs_index;
+      Index rhs_index;
+      for (const int axis : axes.lhs) lhs_index.push_back(by_axis[axis]);
+      for (const int axis : axes.rhs) rhs_index.push_back(by_axis[axis]);
+      sum += element(lhs_tensor, lhs_index) * element(rhs_tensor, rhs_index);
+    });
+    values.push_back(sum);
+  });
+  return values;
+}
+
+Region out_region(const Contraction& axes, const Region& lhs, const Region& rhs) {
+  Region out;
+  for (const int axis : axes.out) {
+    for (size_t d = 0; d < axes.lhs.size(); ++d) {
+      if (axes.lhs[d] == axis) out.push_back(lhs[d]);
+    }
+    for (size_t d = 0; d < axes.rhs.size(); ++d) {
+      if (axes.rhs[d] == axis) out.push_back(rhs[d]);
+    }
+  }
+  return out;
+}
+
+MeshPtr mesh_of(std::vector<int64_t> sizes) {
+  std::vector<std::string> names;
+  for (size_t d = 0; d < sizes.size(); ++d) names.push_back(std::string(1, static_cast<char>('a' + d)));
+  return std::make_shared<Mesh>(names, std::move(sizes));
+}
+
+Layout layout_on(const MeshPtr& mesh, std::vector<int64_t> shape, const std::vector<std::string>& placements,
+                 const char* dtype = "float32") {
+  std::vector<Placement> parsed;
+  for (const std::string& placement : placements) parsed.push_back(Placement::parse(placement));
+  return Layout(mesh, std::move(shape), DType::parse(dtype), parsed);
+}
+
+std::vector<Schedule> schedules(const Matmul& matmul) {
+  std::vector<Schedule> all{{Method::kSerial, 1}};
+  if (why_only_serial(matmul)) return all;
+  const int64_t k = num_partners(matmul);
+  const bool all_reduces = plan_of(matmul).steps.front().op == StepOp::kAllReduce;
+  for (const int64_t chunks : {int64_t{1}, int64_t{2}, int64_t{3}, k, 2 * k}) {
+    if (!all_reduces) all.push_back({Method::kRing, chunks});
+    all.push_back({Method::kCollective, chunks});
+  }
+  return all;
+}
+
+struct Run {
+  std::vector<Program> programs;
+  std::unique_ptr<Machine> machine;
+};
+
+Run run(const Matmul& matmul, const Schedule& schedule, const std::function<std::vector<Values>(int64_t)>& inputs_at) {
+  Run result;
+  std::vector<std::vector<Values>> inputs;
+  const auto [parsed, same_schedule] = parse_matmul(to_text(matmul, schedule));
+  EXPECT_EQ(same_schedule, schedule);
+  for (int64_t p = 0; p < plan_of(matmul).src.mesh().size(); ++p) {
+    result.programs.push_back(compile(parsed, schedule, p));
+    inputs.push_back(inputs_at(p));
+  }
+  result.machine = std::make_unique<Machine>(result.programs, inputs);
+  result.machine->run();
+  for (size_t p = 0; p < result.programs.size(); ++p) {
+    EXPECT_EQ(result.machine->peak_bytes(static_cast<int64_t>(p)), result.programs[p].peak_bytes());
+  }
+  return result;
+}
+
+// Every schedule, on every rank: results, what is kept, and bytes, which chunks do not change.
+void check_gather(const Layout& src, const Layout& dst, const std::vector<std::pair<std::string, Layout>>& others,
+                  bool has_bias) {
+  for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+    for (const bool keeps : {false, true}) {
+      GatherMatmul gather{make_plan(src, dst, {.backend = backend}), {}, keeps};
+      for (const auto& [axes, other] : others) gather.products.push_back({Contraction::parse(axes), other, has_bias});
+      const Matmul matmul = gather;
+      for (const Schedule& schedule : schedules(matmul)) {
+        SCOPED_TRACE(concat(gather.plan.to_string(), " ", others[0].first, " by ", method_name(schedule.method), " of ",
+                            schedule.chunks, keeps ? ", kept, " : ", ", backend_name(backend)));
+        const Run done = run(matmul, schedule, [&](int64_t p) {
+          std::vector<Values> inputs{part_of(0, src, p)};
+          for (size_t j = 0; j < others.size(); ++j) {
+            inputs.push_back(part_of(static_cast<int>(j) + 1, others[j].second, p));
+          }
+          for (size_t j = 0; j < others.size() && has_bias; ++j) {
+            const Contraction axes = Contraction::parse(others[j].first);
+            const Region out = out_region(axes, dst.region(p), others[j].second.region(p));
+            Values bias;
+            for_each({out.back()}, [&](const Index& i) { bias.push_back(element(50 + static_cast<int>(j), i)); });
+            inputs.push_back(bias);
+          }
+          return inputs;
+        });
+        for (int64_t p = 0; p < src.mesh().size(); ++p) {
+          for (size_t j = 0; j < others.size(); ++j) {
+            const Contraction axes = Contraction::parse(others[j].first);
+            const Region out = out_region(axes, dst.region(p), others[j].second.region(p));
+            Values expected = product_of(axes, 0, dst.region(p), static_cast<int>(j) + 1, out);
+            if (has_bias) {
+              size_t i = 0;
+              for_each(out, [&](const Index& at) { expected[i++] += element(50 + static_cast<int>(j), {at.back()}); });
+            }
+            ASSERT_EQ(done.machine->output(p, j), expected) << "position " << p << "\n" << done.programs[p].to_string();
+          }
+          if (keeps) {
+            ASSERT_EQ(done.machine->output(p, others.size()), part_of(0, dst, p)) << "position " << p;
+          }
+          int64_t promised = 0;
+          for (const Step& step : gather.plan.steps) promised += traffic_at(step, backend, p).received_bytes;
+          ASSERT_EQ(done.machine->received_bytes(p), promised) << "position " << p;
+        }
+      }
+    }
+  }
+}
+
+void check_scatter(const Layout& src, const Layout& dst,
+                   const std::vector<std::tuple<std::string, Layout, Layout>>& terms) {
+  for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+    MatmulScatter scatter{make_plan(src, dst, {.backend = backend}), {}};
+    for (const auto& [axes, lhs, rhs] : terms) scatter.terms.push_back({Contraction::parse(axes), lhs, rhs});
+    const Matmul matmul = scatter;
+    for (const Schedule& schedule : schedules(matmul)) {
+      SCOPED_TRACE(concat(scatter.plan.to_string(), " ", std::get<0>(terms[0]), " by ", method_name(schedule.method),
+                          " of ", schedule.chunks, ", ", backend_name(backend)));
+      const Run done = run(matmul, schedule, [&](int64_t p) {
+        std::vector<Values> inputs;
+        for (size_t j = 0; j < terms.size(); ++j) {
+          inputs.push_back(part_of(2 * static_cast<int>(j), std::get<1>(terms[j]), p));
+          inputs.push_back(part_of(2 * static_cast<int>(j) + 1, std::get<2>(terms[j]), p));
+        }
+        return inputs;
+      });
+      for (int64_t p = 0; p < src.mesh().size(); ++p) {
+        Values expected;
+        for (size_t j = 0; j < terms.size(); ++j) {
+          const Contraction axes = Contraction::parse(std::get<0>(terms[j]));
+          Region whole;
+          for (const int64_t size : std::get<1>(terms[j]).shape()) whole.push_back({{0, size}});
+          const Values part =
+              product_of(axes, 2 * static_cast<int>(j), whole, 2 * static_cast<int>(j) + 1, dst.region(p));
+          expected.resize(part.size(), 0.0);
+          for (size_t i = 0; i < part.size(); ++i) expected[i] += part[i];
+        }
+        ASSERT_EQ(done.machine->output(p), expected) << "position " << p << "\n" << done.programs[p].to_string();
+      }
+    }
+  }
+}
+
+const std::vector<int64_t> kRanks{1, 2, 3, 4, 5};
+
+TEST(Overlap, GathersAlongRows) {
+  for (const int64_t ranks : kRanks) {
+    const MeshPtr mesh = mesh_of({ranks});
+    for (const int64_t m : {8, 7, 3, 1, 0}) {
+      for (const char* weight : {"R", "S(0)"}) {
+        check_gather(layout_on(mesh, {m, 6}, {"S(0)"}), layout_on(mesh, {m, 6}, {"R"}),
+                     {{"mk,nk->mn", layout_on(mesh, {5, 6}, {weight})}}, true);
+      }
+    }
+  }
+}
+
+TEST(Overlap, GathersAlongTheSummedAxis) {
+  for (const int64_t ranks : kRanks) {
+    const MeshPtr mesh = mesh_of({ranks});
+    for (const int64_t k : {8, 7, 2, 0}) {
+      check_gather(layout_on(mesh, {5, k}, {"S(1)"}, "bfloat16"), layout_on(mesh, {5, k}, {"R"}, "bfloat16"),
+                   {{"mk,kn->mn", layout_on(mesh, {k, 4}, {"S(1)"}, "bfloat16")}}, true);
+    }
+  }
+}
+
+TEST(Overlap, GathersAnyDimOfManyAndSharesTheGather) {
+  for (const int64_t ranks : kRanks) {
+    const MeshPtr mesh = mesh_of({ranks});
+    for (const char* cut : {"S(0)", "S(1)", "S(2)"}) {
+      const Layout src = layout_on(mesh, {2, 5, 6}, {cut});
+      const Layout dst = layout_on(mesh, {2, 5, 6}, {"R"});
+      check_gather(
+          src, dst,
+          {{"bsk,nk->bsn", layout_on(mesh, {3, 6}, {"S(0)"})}, {"bsk,nk->bsn", layout_on(mesh, {4, 6}, {"R"})}}, false);
+      // The gradient of a weight: all but the last axis summed.
+      check_gather(
+          src, dst,
+          {{"bsn,nk->bsk", layout_on(mesh, {6, 4}, {"S(1)"})}, {"bsn,bsk->nk", layout_on(mesh, {2, 5, 4}, {"S(2)"})}},
+          false);
+    }
+  }
+}
+
+TEST(Overlap, GathersWeights) {
+  for (const int64_t ranks : kRanks) {
+    const MeshPtr mesh = mesh_of({ranks});
+    for (const int64_t n : {8, 5, 2}) {
+      check_gather(layout_on(mesh, {n, 6}, {"S(0)"}), layout_on(mesh, {n, 6}, {"R"}),
+                   {{"nk,bsk->bsn", layout_on(mesh, {3, 2, 6}, {"S(0)"})}}, true);
+      check_gather(layout_on(mesh, {n, 6}, {"S(1)"}), layout_on(mesh, {n, 6}, {"R"}),
+                   {{"nk,mk->mn", layout_on(mesh, {7, 6}, {"S(0)"})}}, true);
+    }
+  }
+}
+
+TEST(Overlap, ExchangesAnOperand) {
+  for (const int64_t ranks : kRanks) {
+    const MeshPtr mesh = mesh_of({ranks});
+    check_gather(layout_on(mesh, {7, 6}, {"S(0)"}), layout_on(mesh, {7, 6}, {"S(1)"}),
+                 {{"mk,nk->mn", layout_on(mesh, {5, 6}, {"S(1)"})}}, false);
+    check_gather(layout_on(mesh, {7, 6}, {"S(1)"}), layout_on(mesh, {7, 6}, {"S(0)"}),
+                 {{"mk,nk->mn", layout_on(mesh, {5, 6}, {"R"})}}, false);
+  }
+}
+
+TEST(Overlap, GathersOnMeshesOfTwoDims) {
+  for (const auto& sizes : {std::vector<int64_t>{2, 2}, {2, 3}, {3, 2}}) {
+    const MeshPtr mesh = mesh_of(sizes);
+    const auto x = [&](const std::vector<std::string>& placements) { return layout_on(mesh, {7, 6}, placements); };
+    const auto w = [&](const std::vector<std::string>& placements) { return layout_on(mesh, {5, 6}, placements); };
+    for (const auto& [src, dst, other] :
+         std::vector<std::tuple<std::vector<std::string>, std::vector<std::string>, std::vector<std::string>>>{
+             {{"S(0)", "S(0)"}, {"S(0)", "R"}, {"R", "S(0)"}},  // only one mesh dim gathers
+             {{"S(0)", "S(0)"}, {"R", "R"}, {"R", "R"}},
+             {{"S(0)", "S(1)"}, {"R", "R"}, {"S(0)", "R"}},  // rows and summed axis at once
+             {{"S(1)", "S(0)"}, {"R", "S(0)"}, {"S(0)", "R"}},
+             {{"S(0)", "R"}, {"R", "S(0)"}, {"R", "R"}},
+             {{"S(0)", "S(1)"}, {"S(1)", "S(0)"}, {"S(1)", "R"}}}) {
+      check_gather(x(src), x(dst), {{"mk,nk->mn", w(other)}}, true);
+    }
+  }
+}
+
+TEST(Overlap, ScattersSums) {
+  for (const int64_t ranks : kRanks) {
+    const MeshPtr mesh = mesh_of({ranks});
+    for (const int64_t m : {8, 7, 3, 1, 0}) {
+      for (const char* to : {"S(0)", "S(1)", "R"}) {
+        for (const int64_t k : {6, 1}) {
+          check_scatter(layout_on(mesh, {m, 5}, {"P"}), layout_on(mesh, {m, 5}, {to}),
+                        {{"mk,nk->mn", layout_on(mesh, {m, k}, {"S(1)"}), layout_on(mesh, {5, k}, {"S(1)"})}});
+        }
+      }
+    }
+  }
+}
+
+TEST(Overlap, ScattersSumsOfManyProductsAlongAnyDim) {
+  for (const int64_t ranks : kRanks) {
+    const MeshPtr mesh = mesh_of({ranks});
+    for (const char* to : {"S(0)", "S(1)", "S(2)", "R"}) {
+      check_scatter(layout_on(mesh, {2, 5, 3}, {"P"}), layout_on(mesh, {2, 5, 3}, {to}),
+                    {{"bsn,nk->bsk", layout_on(mesh, {2, 5, 4}, {"S(2)"}), layout_on(mesh, {4, 3}, {"S(0)"})},
+                     {"bsn,nk->bsk", layout_on(mesh, {2, 5, 7}, {"S(2)"}), layout_on(mesh, {7, 3}, {"S(0)"})}});
+    }
+  }
+}
+
+TEST(Overlap, ExchangesAResult) {
+  for (const int64_t ranks : kRanks) {
+    const MeshPtr mesh = mesh_of({ranks});
+    check_scatter(layout_on(mesh, {7, 5}, {"S(1)"}), layout_on(mesh, {7, 5}, {"S(0)"}),
+                  {{"mk,nk->mn", layout_on(mesh, {7, 6}, {"R"}), layout_on(mesh, {5, 6}, {"S(0)"})}});
+    check_scatter(layout_on(mesh, {7, 5}, {"S(0)"}), layout_on(mesh, {7, 5}, {"R"}),
+                  {{"mk,nk->mn", layout_on(mesh, {7, 6}, {"S(0)"}), layout_on(mesh, {5, 6}, {"R"})}});
+  }
+}
+
+TEST(Overlap, ScattersOnMeshesOfTwoDims) {
+  for (const auto& sizes : {std::vector<int64_t>{2, 2}, {2, 3}, {3, 2}}) {
+    const MeshPtr mesh = mesh_of(sizes);
+    const auto c = [&](const std::vector<std::string>& placements) { return layout_on(mesh, {7, 5}, placements); };
+    const Layout x = layout_on(mesh, {7, 6}, {"S(0)", "S(1)"});
+    const Layout w = layout_on(mesh, {5, 6}, {"R", "S(1)"});
+    for (const auto& to : {std::vector<std::string>{"S(0)", "S(0)"}, {"S(0)", "R"}, {"S(0)", "S(1)"}, {"R", "R"}}) {
+      check_scatter(c({"S(0)", "P"}), c(to), {{"mk,nk->mn", x, w}});
+    }
+    const Layout x2 = layout_on(mesh, {7, 6}, {"S(1)", "S(1)"});
+    const Layout w2 = layout_on(mesh, {5, 6}, {"S(1)", "S(1)"});
+    for (const auto& to : {std::vector<std::string>{"S(0)", "S(0)"}, {"S(0)", "S(1)"}, {"R", "R"}}) {
+      check_scatter(c({"P", "P"}), c(to), {{"mk,nk->mn", x2, w2}});
+    }
+  }
+}
+
+TEST(Overlap, ChunksTravelWhileOthersAreMultiplied) {
+  const MeshPtr mesh = mesh_of({4});
+  const GatherMatmul gather{make_plan(layout_on(mesh, {16, 6}, {"S(0)"}), layout_on(mesh, {16, 6}, {"R"}), {}),
+                            {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {5, 6}, {"R"}), false}},
+                            false};
+  const Program program = compile(Matmul(gather), {Method::kRing, 4}, 1);
+  // By index: where chunk k is multiplied, k + 1 was started and not waited for.
+  int under_way = -1;
+  int multiplied = 0;
+  for (size_t i = 0; i < program.instructions.size(); ++i) {
+    const Instruction& instruction = program.instructions[i];
+    if (std::holds_alternative<SendReceive>(instruction.operation)) under_way = instruction.chunk;
+    if (const auto* wait = std::get_if<Wait>(&instruction.operation)) {
+      if (program.instructions[wait->ticket].chunk == under_way) under_way = -1;
+    }
+    if (std::holds_alternative<Gemm>(instruction.operation)) {
+      EXPECT_EQ(instruction.chunk, multiplied++);
+      EXPECT_EQ(under_way, instruction.chunk < 3 ? instruction.chunk + 1 : -1);
+    }
+  }
+  EXPECT_EQ(multiplied, 4);
+}
+
+TEST(Overlap, HoldsTwoChunksOfTheGatheredOperand) {
+  const MeshPtr mesh = mesh_of({8});
+  const Layout src = layout_on(mesh, {64, 100}, {"S(0)"});
+  const GatherMatmul gather{make_plan(src, layout_on(mesh, {64, 100}, {"R"}), {}),
+                            {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {2, 100}, {"R"}), false}},
+                            false};
+  const int64_t result = 64 * 2 * 4;
+  const int64_t shard = 8 * 100 * 4;
+  EXPECT_EQ(compile(Matmul(gather), {Method::kRing, 8}, 0).peak_bytes(), result + 2 * shard);
+  EXPECT_EQ(compile(Matmul(gather), {Method::kSerial, 1}, 0).peak_bytes(), result + 8 * shard);
+}
+
+TEST(Overlap, RefusesWhatDoesNotFit) {
+  const MeshPtr mesh = mesh_of({2});
+  const Layout x = layout_on(mesh, {4, 6}, {"S(0)"});
+  const Layout whole = layout_on(mesh, {4, 6}, {"R"});
+  const auto gather = [&](const std::string& axes, const Layout& other) {
+    return Matmul(GatherMatmul{make_plan(x, whole, {}), {{Contraction::parse(axes), other, false}}, false});
+  };
+  const auto message = [](const Matmul& matmul, const Schedule& schedule) -> std::string {
+    try {
+      compile(matmul, schedule, 0);
+    } catch (const UserError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const Layout w = layout_on(mesh, {5, 6}, {"R"});
+  EXPECT_NE(message(gather("mk,nk->mn", layout_on(mesh, {5, 7}, {"R"})), {}).find("6 elements"), std::string::npos);
+  EXPECT_NE(message(gather("mk,nk->mn", layout_on(mesh, {5, 6}, {"S(1)"})), {}).find("cut differently"),
+            std::string::npos);
+  EXPECT_NE(message(gather("bsk,nk->bsn", w), {}).find("does not fit"), std::string::npos);
+  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 0}).find("chunks: 0"), std::string::npos);
+  EXPECT_EQ(message(gather("mk,nk->mn", w), {Method::kRing, 2}), "");
+  const Matmul still = GatherMatmul{make_plan(x, x, {}), {{Contraction::parse("mk,nk->mn"), w, false}}, false};
+  EXPECT_NE(message(still, {Method::kRing, 2}).find("nothing is moved"), std::string::npos);
+  for (const char* axes : {"mk", "mk,kn", "mm,mn->n", "mk,kn->mkn", "mk,n->mn", "m1,n1->mn"}) {
+    EXPECT_THROW(Contraction::parse(axes), UserError) << axes;
+  }
+  EXPECT_THROW(parse_matmul("gather|ring|2"), UserError);
+}
+
+}  // namespace
+}  // namespace shardwright
