@@ -112,7 +112,7 @@ def glob(*patterns: str) -> list[str]:
 
 
 CORE_SOURCES = glob("layout/*.cpp", "planner/*.cpp", "program/*.cpp", "simulate/*.cpp", "overlap/*.cpp")
-PLANNER_MODULE = glob("bindings/planner_module.cpp", "picture/*.cpp")
+PLANNER_MODULE = glob("bindings/planner_module.cpp", "bindings/overlap_bindings.cpp", "picture/*.cpp")
 RUNTIME_SOURCES = glob("runtime/*.cpp")
 RUNTIME_MODULE = glob("bindings/runtime_module.cpp")
 CUDA_SOURCES = glob("runtime/cuda/*.cpp", "runtime/cuda/*.cu")

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "bindings/views.h"
 #include "layout/error.h"
 #include "picture/picture.h"
 #include "planner/cost.h"
@@ -27,22 +28,6 @@ StridedMeaning parse_strided(const std::string& text) {
   if (text == "literal") return StridedMeaning::kLiteral;
   throw UserError(concat("strided: '", text, "' is not known; allowed are auto, order, literal"));
 }
-
-int64_t position_of(const Layout& layout, int64_t rank) {
-  const auto position = layout.mesh().position_of(rank);
-  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", layout.mesh().to_string(), ")");
-  return *position;
-}
-
-// A plan as Python sees it, shared with the cache.
-struct PlanView {
-  CertifiedPlanPtr certified;
-
-  const Plan& plan() const { return certified->plan(); }
-  const Certificate& certificate() const { return certified->certificate(); }
-};
-
-PlanView view_of(Plan plan) { return {std::make_shared<const CertifiedPlan>(std::move(plan))}; }
 
 PlanCache& plan_cache() {
   static PlanCache cache;
@@ -375,4 +360,5 @@ PYBIND11_MODULE(_planner, m) {
   shardwright::define_mesh(m);
   shardwright::define_layout(m);
   shardwright::define_plan(m);
+  shardwright::define_matmul(m);
 }

@@ -9,7 +9,9 @@
 #include "layout/error.h"
 #include "runtime/executor.h"
 #include "runtime/local_ops.h"
+#include "runtime/operators.h"
 #include "runtime/staging.h"
+#include "runtime/trace.h"
 
 namespace py = pybind11;
 
@@ -81,7 +83,14 @@ PYBIND11_MODULE(_runtime, m) {
             return std::make_pair(output, static_cast<bool>(work));
           },
           py::arg("input"), py::call_guard<py::gil_scoped_release>())
+      .def("run_all", &Executable::run_all, py::arg("inputs"), py::call_guard<py::gil_scoped_release>())
       .def("__str__", &Executable::text);
+  m.def(
+      "executable",
+      [](const std::string& text, const std::vector<std::string>& groups, int64_t rank) {
+        return std::const_pointer_cast<Executable>(shardwright::executable_of(text, groups, rank));
+      },
+      py::arg("text"), py::arg("group_names"), py::arg("rank"));
 
   using shardwright::StridedCopy;
   using BoxParts = std::tuple<int64_t, int64_t, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>;
@@ -100,6 +109,17 @@ PYBIND11_MODULE(_runtime, m) {
           py::arg("src"), py::arg("dst"), py::call_guard<py::gil_scoped_release>());
 
   m.def("nothing_watches", &shardwright::nothing_watches, py::arg("in_backward"));
+  m.def("begin_trace", &shardwright::begin_trace);
+  m.def(
+      "end_trace",
+      [] {
+        std::vector<std::tuple<std::string, std::string, int64_t, int64_t, double, double>> events;
+        for (shardwright::TraceEvent& e : shardwright::end_trace()) {
+          events.emplace_back(std::move(e.lane), std::move(e.instruction), e.chunk, e.run, e.start, e.end);
+        }
+        return events;
+      },
+      py::call_guard<py::gil_scoped_release>());
   m.def("kept_staging_bytes", &shardwright::kept_staging_bytes);
   m.def("release_staging", &shardwright::release_staging);
   m.def("drain", &shardwright::drain_lanes, py::call_guard<py::gil_scoped_release>());

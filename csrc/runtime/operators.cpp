@@ -13,6 +13,7 @@
 
 #include "layout/base64.h"
 #include "layout/error.h"
+#include "overlap/matmul.h"
 #include "planner/serialize.h"
 
 namespace shardwright {
@@ -95,6 +96,40 @@ at::Tensor redistribute_wait(const at::Tensor& handle, const at::Tensor& input, 
   return fresh(transfer.output, input);
 }
 
+// Products in chunks; inputs and outputs as overlap/matmul.h lists them.
+std::vector<at::Tensor> matmul(const std::vector<at::Tensor>& inputs, const std::string& program,
+                               const std::vector<std::string>& groups, int64_t rank) {
+  std::vector<at::Tensor> dense;
+  for (const at::Tensor& input : inputs) dense.push_back(input.contiguous());
+  std::vector<at::Tensor> outputs = executable_of(program, groups, rank)->run_all(dense);
+  for (at::Tensor& output : outputs) {
+    for (const at::Tensor& input : inputs) output = fresh(output, input);
+  }
+  return outputs;
+}
+
+bool is_matmul(const std::string& text) { return text.starts_with("gather|") || text.starts_with("scatter|"); }
+
+std::shared_ptr<Executable> matmul_executable(const std::string& text, int64_t rank) {
+  const auto [matmul, schedule] = parse_matmul(text);
+  const Plan& plan = plan_of(matmul);
+  const auto position = plan.src.mesh().position_of(rank);
+  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", plan.src.mesh().to_string(), ")");
+  const std::string kind = text.substr(0, text.find('|'));
+  Executable::Signature signature{{"kind", kind},
+                                  {"tensor", concat(plan.src.dtype().name(), "[", join(plan.src.shape()), "]")},
+                                  {"mesh", plan.src.mesh().to_string()},
+                                  {"src", plan.src.placements_string()},
+                                  {"dst", plan.dst.placements_string()},
+                                  {"method", method_name(schedule.method)},
+                                  {"chunks", std::to_string(schedule.chunks)},
+                                  {"program text", concat(text.size(), " with hash ", std::hash<std::string>()(text))}};
+  std::string listing = concat(plan.to_string(), "\nwith products, ", method_name(schedule.method), " in ",
+                               schedule.chunks, schedule.chunks == 1 ? " chunk" : " chunks");
+  return std::make_shared<Executable>(compile(matmul, schedule, *position), plan, std::move(listing),
+                                      std::move(signature), rank);
+}
+
 using Redistribute = at::Tensor(const at::Tensor&, const std::string&, const std::vector<std::string>&, int64_t,
                                 const std::string&, const std::vector<std::string>&);
 
@@ -173,7 +208,8 @@ std::shared_ptr<const Executable> executable_of(const std::string& plan, const s
   const auto found = kept->find(key);
   if (found != kept->end() && found->second->groups() == found_groups) return found->second;
   try {
-    auto made = std::make_shared<Executable>(plan_bytes_of(plan), rank);
+    auto made =
+        is_matmul(plan) ? matmul_executable(plan, rank) : std::make_shared<Executable>(plan_bytes_of(plan), rank);
     made->bind(std::move(found_groups));
     if (kept->size() >= kMaxExecutables) kept->clear();
     kept->insert_or_assign(std::move(key), made);
@@ -197,6 +233,8 @@ TORCH_LIBRARY(shardwright, m) {
   // of these, and never waits for a handle again.
   m.def("redistribute_start(Tensor input, str plan, str[] groups, int rank) -> Tensor");
   m.def("redistribute_wait(Tensor handle, Tensor input, str plan, int rank) -> Tensor");
+  // Matrix products next to a redistribute, in chunks. `program` says what the inputs and the results are.
+  m.def("matmul(Tensor[] inputs, str program, str[] groups, int rank) -> Tensor[]");
 }
 
 TORCH_LIBRARY_IMPL(shardwright, CompositeExplicitAutograd, m) {
@@ -204,6 +242,7 @@ TORCH_LIBRARY_IMPL(shardwright, CompositeExplicitAutograd, m) {
   m.impl("redistribute_out", redistribute_out);
   m.impl("redistribute_start", redistribute_start);
   m.impl("redistribute_wait", redistribute_wait);
+  m.impl("matmul", matmul);
 }
 
 TORCH_LIBRARY_IMPL(shardwright, Autograd, m) { m.impl("redistribute", redistribute_autograd); }

@@ -1,8 +1,8 @@
 // torch.ops.shardwright: redistributes as operators of PyTorch's dispatcher, which compilers can see.
 //
 // Schemas keep to tensors, ints and strings. A plan travels as text: anything, then "|", then the plan's own bytes in
-// base64. Process groups go by their registered names, in the order of program().groups; `rank` is this rank by the
-// plan's mesh. Fake kernels are in operators.py.
+// base64; products as overlap/matmul.h writes them. Process groups go by their registered names, in the order of
+// program().groups; `rank` is this rank by the plan's mesh. Fake kernels are in operators.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +15,8 @@
 
 namespace shardwright {
 
-// The executable of a plan for a rank, bound to these groups; kept, and bound anew where a name stands for another
-// group by now. Throws c10::ValueError on what is no plan.
+// The executable of a plan, or of a matmul's text, for a rank, bound to these groups; kept, and bound anew where a name
+// stands for another group by now. Throws c10::ValueError on what is no plan.
 std::shared_ptr<const Executable> executable_of(const std::string& plan, const std::vector<std::string>& groups,
                                                 int64_t rank);
 

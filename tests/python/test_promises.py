@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import oracle
 import shardwright as sw
+from allocations import allocated_peak
 from pool import Pool
 
 Sample = tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]
@@ -37,18 +38,6 @@ def _samples(mesh_shape: Sequence[int]) -> list[Sample]:
     return samples
 
 
-def _allocated_peak(function: object, *args: object) -> tuple[torch.Tensor, int]:
-    """Runs it and returns its result with the most bytes that were allocated at once meanwhile."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = function(*args)  # type: ignore[operator]
-    live = peak = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return result, peak
-
-
 def _kept_and_promised(mesh_shape: tuple[int, ...], samples: list[Sample]) -> list[str]:
     """Runs every sample on this rank; returns what was not as promised."""
     rank = dist.get_rank()
@@ -65,14 +54,14 @@ def _kept_and_promised(mesh_shape: tuple[int, ...], samples: list[Sample]) -> li
             sw.redistribute_local(local, src_layout, dst_layout)
         # Gloo's threads let go of what they sent a little after the wait, so the least of some runs is what it takes.
         promised = plan.rank_peak_bytes(rank)
-        result, peak = _allocated_peak(sw.redistribute_local, local, src_layout, dst_layout)
+        result, peak = allocated_peak(sw.redistribute_local, local, src_layout, dst_layout)
         for _ in range(MAX_RUNS):
             # All ranks must go on together.
             done = torch.tensor(float(abs(peak - promised) <= SCALAR_BYTES))
             dist.all_reduce(done, dist.ReduceOp.MIN)
             if done.item():
                 break
-            result, again = _allocated_peak(sw.redistribute_local, local, src_layout, dst_layout)
+            result, again = allocated_peak(sw.redistribute_local, local, src_layout, dst_layout)
             peak = min(peak, again)
         name = f"{shape} {src} -> {dst}"
         if meter.received_bytes != plan.wire_bytes(rank):

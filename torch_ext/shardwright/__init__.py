@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ._planner import GemmModel
 from .layout import Layout, Mesh
 from .planning import Plan, Step, pin, plan, unpin
 from .reading import plan_from_json
@@ -24,23 +25,30 @@ if TYPE_CHECKING:
     from .checking import check_ranks
     from .drop_in import disable, enable, enabled
     from .groups import prepare
+    from .matmul import all_gather_matmul, linear, matmul_all_reduce, matmul_reduce_scatter
     from .operators import operator
     from .redistributing import redistribute, redistribute_local
+    from .tracing import trace
     from .wire import wire_meter
 
 __all__ = [
+    "GemmModel",
     "Layout",
     "Link",
     "Mesh",
     "Plan",
     "Step",
     "Topology",
+    "all_gather_matmul",
     "calibrate",
     "check_ranks",
     "disable",
     "enable",
     "enabled",
+    "linear",
     "load_topology",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
     "operator",
     "pin",
     "plan",
@@ -51,16 +59,21 @@ __all__ = [
     "release_staging",
     "reset_stats",
     "stats",
+    "trace",
     "unpin",
     "wire_meter",
 ]
 
 _NEEDS_TORCH = {
+    "all_gather_matmul": "matmul",
     "calibrate": "calibrating",
     "check_ranks": "checking",
     "disable": "drop_in",
     "enable": "drop_in",
     "enabled": "drop_in",
+    "linear": "matmul",
+    "matmul_all_reduce": "matmul",
+    "matmul_reduce_scatter": "matmul",
     "operator": "operators",
     "prepare": "groups",
     "redistribute": "redistributing",
@@ -68,6 +81,7 @@ _NEEDS_TORCH = {
     "release_staging": "_runtime",
     "reset_stats": "_stats",
     "stats": "_stats",
+    "trace": "tracing",
     "wire_meter": "wire",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -110,8 +110,18 @@ def group_names(
     executable: _runtime.Executable, *, device_mesh: Any | None = None, group: dist.ProcessGroup | None = None
 ) -> list[str]:
     """The names of the process groups that an executable needs, in its order. Makes those that are missing."""
+    return names_of(executable.groups, device_mesh=device_mesh, group=group)
+
+
+def names_of(
+    members: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    device_mesh: Any | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> list[str]:
+    """The same for (mesh dims, ranks) of each group."""
     names = []
-    for mesh_dims, ranks in executable.groups:
+    for mesh_dims, ranks in members:
         if group is not None:
             ranks = [dist.get_global_rank(group, rank) for rank in ranks]
         if group is not None and dist.get_process_group_ranks(group) == ranks:

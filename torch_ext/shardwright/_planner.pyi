@@ -1,6 +1,7 @@
 """Types of the torch-free extension module. `Layout`, `Mesh` and `plan` of the package are the public face of it."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 class Link:
     """What it costs to reach another rank."""
@@ -290,3 +291,108 @@ def plan_of_steps(
 def plan_cache_counts() -> dict[str, int]: ...
 def reset_plan_cache_counts() -> None: ...
 def clear_plan_cache() -> None: ...
+
+class GemmModel:
+    """How long a matrix product takes: what chunks are chosen by, the same on every rank.
+
+    A product is cut into tiles, and processors take one each at a time: one of few tiles leaves processors idle.
+
+    Args:
+        name: shown in messages.
+        num_processors: SMs of a GPU; 1 for the cores of a CPU together.
+        tile_rows, tile_columns: of the result.
+        flops_per_us: of one processor, for operands of 16 bits; 8 bits go twice, 32 half, 64 a quarter as fast.
+        launch_ps: picoseconds per product.
+        memory_ps_per_kib: to read operands and write results.
+        contention_percent: by how much a product takes longer while data travels.
+
+    Raises:
+        ValueError: figures below 0, and below 1 where they divide.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        num_processors: int,
+        tile_rows: int,
+        tile_columns: int,
+        flops_per_us: int,
+        launch_ps: int,
+        memory_ps_per_kib: int,
+        contention_percent: int,
+    ) -> None: ...
+    @staticmethod
+    def named(name: str) -> GemmModel:
+        """``"h100"``, ``"a100"`` or ``"cpu"``: orders of magnitude, not measurements. Raises ValueError on others."""
+
+    @staticmethod
+    def names() -> list[str]: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_processors(self) -> int: ...
+    @property
+    def tile_rows(self) -> int: ...
+    @property
+    def tile_columns(self) -> int: ...
+    @property
+    def flops_per_us(self) -> int: ...
+    @property
+    def launch_ps(self) -> int: ...
+    @property
+    def memory_ps_per_kib(self) -> int: ...
+    @property
+    def contention_percent(self) -> int: ...
+    def picoseconds(self, m: int, n: int, k: int, count: int = 1, item_bytes: int = 2) -> int:
+        """Of `count` products of m x k by k x n."""
+
+class Matmul:
+    """Matrix products next to a redistribute, as one program: csrc/overlap/matmul.h says more.
+
+    Methods are ``"serial"``, ``"ring"`` and ``"collective"``.
+    """
+
+    @staticmethod
+    def gather(plan: Plan, products: Sequence[tuple[str, Layout, bool]], keeps_gathered: bool = False) -> Matmul:
+        """Moves an operand by a plan and multiplies it. By product: axes with the operand that moves first, the other
+        operand, whether a bias follows. Raises ValueError where they do not fit."""
+
+    @staticmethod
+    def scatter(plan: Plan, terms: Sequence[tuple[str, Layout, Layout]]) -> Matmul:
+        """Sums products, and moves the result by a plan. By term: axes and both operands."""
+
+    @staticmethod
+    def parse(text: str) -> tuple[Matmul, str, int]:
+        """What `to_text` wrote, with method and chunks."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def num_partners(self) -> int: ...
+    @property
+    def communicates(self) -> bool: ...
+    @property
+    def why_only_serial(self) -> str | None:
+        """Why nothing of it can go in chunks; None where something can."""
+
+    def check(self, method: str, chunks: int) -> None:
+        """Raises ValueError where it cannot be done so."""
+
+    def predictions(self, model: GemmModel) -> list[tuple[str, int, int]]:
+        """Method, chunks and predicted picoseconds; serial first."""
+
+    def choose(self, model: GemmModel) -> tuple[str, int]:
+        """Method and chunks with the least prediction; serial unless another saves 2%."""
+
+    def timeline(self, method: str, chunks: int, model: GemmModel) -> dict[str, Any]:
+        """``spans``: lane, instruction, chunk, start and end in picoseconds, of the first rank; ``total_ps``,
+        ``communication_ps`` and ``gemm_ps``."""
+
+    def program(self, method: str, chunks: int, rank: int) -> str: ...
+    def peak_bytes(self, method: str, chunks: int, rank: int) -> int: ...
+    def groups(self, method: str, chunks: int, rank: int) -> list[tuple[list[int], list[int]]]: ...
+    def shapes(self, rank: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Of a rank's inputs and outputs."""
+
+    def to_text(self, method: str, chunks: int) -> str: ...

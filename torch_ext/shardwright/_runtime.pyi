@@ -42,6 +42,15 @@ class Executable:
     def start(self, input: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """The result and whether it is still under way; if so it is registered for `wait_tensor`."""
 
+    def run_all(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+def executable(text: str, group_names: Sequence[str], rank: int) -> Executable:
+    """That of an operator's text, bound to these groups; kept."""
+
+def begin_trace() -> None: ...
+def end_trace() -> list[tuple[str, str, int, int, float, float]]:
+    """Lane, instruction, chunk, run, start and end in seconds, of everything since `begin_trace`."""
+
 def drain() -> None:
     """Makes every program that was started start all its communications."""
 

@@ -14,10 +14,10 @@ _log = logging.getLogger("shardwright")
 class _Counts:
     """What is counted on every call, or on every miss."""
 
-    __slots__ = ("cache_hits", "calls", "plans", "traced")
+    __slots__ = ("cache_hits", "calls", "plans", "products", "traced")
 
     def __init__(self) -> None:
-        self.calls = self.cache_hits = self.plans = self.traced = 0
+        self.calls = self.cache_hits = self.plans = self.products = self.traced = 0
 
 
 counts = _Counts()
@@ -30,13 +30,15 @@ def stats() -> dict[str, Any]:
     Returns:
         ``calls``: redistributes that shardwright ran. ``traced``: those it put into graphs. ``fallbacks``: those it
         handed to PyTorch, and ``fallback_reasons``: how many for which reason. ``plans``: plans made. ``cache_hits``:
-        calls that found theirs. ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: of the plans that
-        `plan` keeps. ``bytes``: received by this rank from others. ``staging_bytes``: memory of temporaries that is
-        kept for the next run, on CPU; `release_staging` gives it back.
+        calls that found theirs. ``products``: programs of matrix products that ran. ``plan_cache_hits``,
+        ``plan_cache_misses``, ``plan_cache_size``: of the plans that `plan` keeps. ``bytes``: received by this rank
+        from others. ``staging_bytes``: memory of temporaries that is kept for the next run, on CPU; `release_staging`
+        gives it back.
     """
     planned = _planner.plan_cache_counts()
     return {
         "calls": counts.calls,
+        "products": counts.products,
         "traced": counts.traced,
         "fallbacks": sum(_reasons.values()),
         "fallback_reasons": dict(_reasons),

@@ -1,0 +1,180 @@
+// _planner, continued: products in chunks, their predicted times and their programs.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+
+#include "bindings/views.h"
+#include "overlap/matmul.h"
+#include "overlap/timeline.h"
+
+namespace py = pybind11;
+
+namespace shardwright {
+namespace {
+
+// Wrapped, because pybind11 takes a variant apart.
+struct MatmulView {
+  Matmul matmul;
+};
+
+Schedule schedule_of(const std::string& method, int64_t chunks) { return {parse_method(method), chunks}; }
+
+Program program_at(const Matmul& matmul, const std::string& method, int64_t chunks, int64_t rank) {
+  return compile(matmul, schedule_of(method, chunks), position_of(plan_of(matmul).src, rank));
+}
+
+py::dict timeline_of(const Matmul& matmul, const Schedule& schedule, const GemmModel& model) {
+  const Program program = compile(matmul, schedule, 0);
+  const Timeline timeline = predict(program, plan_of(matmul), model);
+  py::list spans;
+  for (const Span& span : timeline.spans) {
+    const Instruction& instruction = program.instructions[span.instruction];
+    spans.append(py::make_tuple(span.is_communication ? "communication" : "compute", to_string(instruction.operation),
+                                instruction.chunk, span.start_ps, span.end_ps));
+  }
+  return py::dict(py::arg("spans") = spans, py::arg("total_ps") = timeline.total_ps,
+                  py::arg("communication_ps") = timeline.communication_ps, py::arg("gemm_ps") = timeline.gemm_ps);
+}
+
+void define_gemm_model(py::module_& m) {
+  py::class_<GemmModel>(m, "GemmModel")
+      .def(py::init([](std::string name, int64_t num_processors, int64_t tile_rows, int64_t tile_columns,
+                       int64_t flops_per_us, int64_t launch_ps, int64_t memory_ps_per_kib, int64_t contention_percent) {
+             const GemmModel model{std::move(name), num_processors, tile_rows,         tile_columns,
+                                   flops_per_us,    launch_ps,      memory_ps_per_kib, contention_percent};
+             model.check();
+             return model;
+           }),
+           py::kw_only(), py::arg("name"), py::arg("num_processors"), py::arg("tile_rows"), py::arg("tile_columns"),
+           py::arg("flops_per_us"), py::arg("launch_ps"), py::arg("memory_ps_per_kib"), py::arg("contention_percent"))
+      .def_static("named", &GemmModel::named, py::arg("name"))
+      .def_static("names", &GemmModel::names)
+      .def_readonly("name", &GemmModel::name)
+      .def_readonly("num_processors", &GemmModel::num_processors)
+      .def_readonly("tile_rows", &GemmModel::tile_rows)
+      .def_readonly("tile_columns", &GemmModel::tile_columns)
+      .def_readonly("flops_per_us", &GemmModel::flops_per_us)
+      .def_readonly("launch_ps", &GemmModel::launch_ps)
+      .def_readonly("memory_ps_per_kib", &GemmModel::memory_ps_per_kib)
+      .def_readonly("contention_percent", &GemmModel::contention_percent)
+      .def("picoseconds", &GemmModel::picoseconds, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("count") = 1,
+           py::arg("item_bytes") = 2)
+      .def(
+          "__eq__", [](const GemmModel& a, const GemmModel& b) { return a == b; }, py::is_operator())
+      .def("__hash__", [](const GemmModel& model) { return py::hash(py::str(model.name)); })
+      .def("__repr__", [](const GemmModel& model) { return concat("GemmModel(", model.name, ")"); });
+}
+
+}  // namespace
+
+void define_matmul(py::module_& m) {
+  define_gemm_model(m);
+  using Product = std::tuple<std::string, Layout, bool>;
+  using Term = std::tuple<std::string, Layout, Layout>;
+  py::class_<MatmulView>(m, "Matmul")
+      .def_static(
+          "gather",
+          [](const PlanView& plan, const std::vector<Product>& products, bool keeps_gathered) {
+            GatherMatmul matmul{plan.plan(), {}, keeps_gathered};
+            for (const auto& [axes, other, has_bias] : products) {
+              matmul.products.push_back({Contraction::parse(axes), other, has_bias});
+            }
+            check(matmul, {});
+            return MatmulView{std::move(matmul)};
+          },
+          py::arg("plan"), py::arg("products"), py::arg("keeps_gathered") = false)
+      .def_static(
+          "scatter",
+          [](const PlanView& plan, const std::vector<Term>& terms) {
+            MatmulScatter matmul{plan.plan(), {}};
+            for (const auto& [axes, lhs, rhs] : terms) matmul.terms.push_back({Contraction::parse(axes), lhs, rhs});
+            check(matmul, {});
+            return MatmulView{std::move(matmul)};
+          },
+          py::arg("plan"), py::arg("terms"))
+      .def_static(
+          "parse",
+          [](const std::string& text) {
+            const auto [matmul, schedule] = parse_matmul(text);
+            return py::make_tuple(MatmulView{matmul}, method_name(schedule.method), schedule.chunks);
+          },
+          py::arg("text"))
+      .def_property_readonly("plan", [](const MatmulView& view) { return view_of(plan_of(view.matmul)); })
+      .def_property_readonly("num_partners", [](const MatmulView& view) { return num_partners(view.matmul); })
+      .def_property_readonly("communicates",
+                             [](const MatmulView& view) {
+                               const std::vector<Step>& steps = plan_of(view.matmul).steps;
+                               return std::any_of(steps.begin(), steps.end(),
+                                                  [](const Step& step) { return !is_local(step.op); });
+                             })
+      .def_property_readonly("why_only_serial", [](const MatmulView& view) { return why_only_serial(view.matmul); })
+      .def(
+          "check",
+          [](const MatmulView& view, const std::string& method, int64_t chunks) {
+            check(view.matmul, schedule_of(method, chunks));
+          },
+          py::arg("method"), py::arg("chunks"))
+      .def(
+          "predictions",
+          [](const MatmulView& view, const GemmModel& model) {
+            std::vector<std::tuple<std::string, int64_t, int64_t>> all;
+            for (const Prediction& one : predictions(view.matmul, model)) {
+              all.emplace_back(method_name(one.schedule.method), one.schedule.chunks, one.total_ps);
+            }
+            return all;
+          },
+          py::arg("model"))
+      .def(
+          "choose",
+          [](const MatmulView& view, const GemmModel& model) {
+            const Schedule schedule = choose(view.matmul, model);
+            return std::pair<std::string, int64_t>(method_name(schedule.method), schedule.chunks);
+          },
+          py::arg("model"))
+      .def(
+          "timeline",
+          [](const MatmulView& view, const std::string& method, int64_t chunks, const GemmModel& model) {
+            return timeline_of(view.matmul, schedule_of(method, chunks), model);
+          },
+          py::arg("method"), py::arg("chunks"), py::arg("model"))
+      .def(
+          "program",
+          [](const MatmulView& view, const std::string& method, int64_t chunks, int64_t rank) {
+            return program_at(view.matmul, method, chunks, rank).to_string();
+          },
+          py::arg("method"), py::arg("chunks"), py::arg("rank"))
+      .def(
+          "peak_bytes",
+          [](const MatmulView& view, const std::string& method, int64_t chunks, int64_t rank) {
+            return program_at(view.matmul, method, chunks, rank).peak_bytes();
+          },
+          py::arg("method"), py::arg("chunks"), py::arg("rank"))
+      .def(
+          "groups",
+          [](const MatmulView& view, const std::string& method, int64_t chunks, int64_t rank) {
+            std::vector<std::pair<std::vector<int>, std::vector<int64_t>>> groups;
+            for (const Group& group : program_at(view.matmul, method, chunks, rank).groups) {
+              groups.emplace_back(group.mesh_dims.to_vector(), group.ranks);
+            }
+            return groups;
+          },
+          py::arg("method"), py::arg("chunks"), py::arg("rank"))
+      .def(
+          "shapes",
+          [](const MatmulView& view, int64_t rank) {
+            const Program program = program_at(view.matmul, "serial", 1, rank);
+            std::vector<std::vector<int64_t>> outputs;
+            for (const Output& output : program.outputs) outputs.push_back(output.shape);
+            return std::make_pair(program.input_shapes, outputs);
+          },
+          py::arg("rank"))
+      .def(
+          "to_text",
+          [](const MatmulView& view, const std::string& method, int64_t chunks) {
+            return to_text(view.matmul, schedule_of(method, chunks));
+          },
+          py::arg("method"), py::arg("chunks"));
+}
+
+}  // namespace shardwright

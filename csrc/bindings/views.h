@@ -1,0 +1,31 @@
+// What several parts of _planner share.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+
+#include "layout/error.h"
+#include "program/plan_cache.h"
+
+namespace shardwright {
+
+// A plan as Python sees it, shared with the cache.
+struct PlanView {
+  CertifiedPlanPtr certified;
+
+  const Plan& plan() const { return certified->plan(); }
+  const Certificate& certificate() const { return certified->certificate(); }
+};
+
+inline PlanView view_of(Plan plan) { return {std::make_shared<const CertifiedPlan>(std::move(plan))}; }
+
+inline int64_t position_of(const Layout& layout, int64_t rank) {
+  const auto position = layout.mesh().position_of(rank);
+  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", layout.mesh().to_string(), ")");
+  return *position;
+}
+
+void define_matmul(pybind11::module_& m);  // overlap_bindings.cpp
+
+}  // namespace shardwright

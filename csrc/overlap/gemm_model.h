@@ -1,0 +1,37 @@
+// How long a matrix product takes: the table behind the choice of chunks, the same on every rank.
+//
+// A product is cut into tiles, and processors take one each at a time: a product of few tiles leaves processors idle
+// in its last wave, or in its only one. That is what chunks cost.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace shardwright {
+
+struct GemmModel {
+  std::string name;
+  int64_t num_processors = 1;  // SMs of a GPU; 1 for the cores of a CPU together
+  int64_t tile_rows = 1;
+  int64_t tile_columns = 1;
+  int64_t flops_per_us = 1;        // of one processor, for operands of 16 bits
+  int64_t launch_ps = 0;           // per product
+  int64_t memory_ps_per_kib = 0;   // to read the operands and write the result
+  int64_t contention_percent = 0;  // by how much a product takes longer while data travels
+
+  bool operator==(const GemmModel&) const = default;
+
+  // "h100" (SXM; the H200 has the same processors), "a100", "cpu". Orders of magnitude, not measurements. Throws
+  // UserError naming these.
+  static GemmModel named(const std::string& name);
+  static std::vector<std::string> names();
+
+  // Throws UserError on figures below 0, and below 1 where they divide.
+  void check() const;
+
+  // Of m x k times k x n, `count` times. Operands of 8 bits go twice as fast, of 32 half and of 64 a quarter as fast.
+  int64_t picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, int64_t item_bytes) const;
+};
+
+}  // namespace shardwright

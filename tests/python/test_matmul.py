@@ -1,0 +1,149 @@
+"""Products behind redistributes, on real ranks: against the global product; gradients against unsharded autograd."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing import assert_close
+
+import shardwright as sw
+from meshes import get_mesh
+from parts import part_of
+from pool import Pool
+
+SCHEDULES = [(None, None), ("serial", 1), ("ring", 2), ("ring", 4), ("collective", 3), ("collective", 1)]
+PLACEMENTS = {"S(0)": Shard(0), "S(1)": Shard(1), "S(2)": Shard(2), "R": Replicate(), "P": Partial()}
+
+
+def _integers(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small enough that every sum of products is exact, in bfloat16 too."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+
+
+def _part(tensor: torch.Tensor, placement: str) -> torch.Tensor:
+    world = dist.get_world_size()
+    return part_of(tensor, sw.Layout(sw.Mesh({"group": world}), tensor.shape, [placement]), dist.get_rank())
+
+
+def _gathers(shape: tuple[int, ...], columns: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+    x = _integers(shape, 1, dtype)
+    weights = [_integers((shape[-1], n), 2 + j, dtype) for j, n in enumerate(columns)]
+    expected = [_part(x.float() @ w.float(), f"S({len(shape) - 1})").to(dtype) for w in weights]
+    for (method, chunks), save, turned in itertools.product(SCHEDULES, ("shard", "gathered"), (False, True)):
+        mine = _part(x, f"S({dim})").requires_grad_()
+        # Cut along the summed axis, the operand is gathered for weights that are whole there.
+        ours = [_part(w, "S(1)").requires_grad_() for w in weights]
+        given = [w.t().contiguous().t() for w in ours] if turned else ours
+        found = sw.all_gather_matmul(
+            mine, given, gather_dim=dim, size=shape[dim], columns=columns, method=method, chunks=chunks, save=save
+        )
+        for result, right in zip(found, expected, strict=True):
+            assert torch.equal(result, right), (method, chunks)
+        grads = torch.autograd.grad([f.float().square().sum() for f in found], [mine, *ours])
+        whole = [t.clone().requires_grad_() for t in (x, *weights)]
+        products = [whole[0].float() @ w.float() for w in whole[1:]]
+        right_grads = torch.autograd.grad([p.square().sum() for p in products], whole)
+        rights = [_part(right_grads[0], f"S({dim})"), *(_part(g, "S(1)") for g in right_grads[1:])]
+        for grad, right in zip(grads, rights, strict=True):
+            assert_close(grad, right, rtol=0.02 if dtype == torch.bfloat16 else 0, atol=0)
+
+
+CASES = [
+    ((8, 6), (8,), 0),
+    ((7, 5), (6, 9), 0),
+    ((7, 5), (8,), 1),
+    ((2, 5, 6), (8, 3), 1),
+    ((3, 4, 6), (4,), 0),
+    ((2, 3, 7), (5,), 2),
+    ((1, 3), (2,), 0),
+    ((0, 3), (2,), 0),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_all_gather_matmul(pool: Pool, world: int) -> None:
+    for (shape, columns, dim), dtype in itertools.product(CASES, (torch.float32, torch.bfloat16)):
+        pool.run(_gathers, world, shape, columns, dim, dtype)
+
+
+def _sums(shape: tuple[int, ...], columns: int, dim: int | None, dtype: torch.dtype) -> None:
+    x = _integers(shape, 1, dtype)
+    weight = _integers((shape[-1], columns), 2, dtype)
+    last = f"S({len(shape) - 1})"
+    to = "R" if dim is None else f"S({dim})"
+    for (method, chunks), turned in itertools.product(SCHEDULES, (False, True)):
+        if dim is None and method == "ring":
+            continue
+        mine = _part(x, last).requires_grad_()
+        ours = _part(weight, "S(0)").requires_grad_()
+        given = ours.t().contiguous().t() if turned else ours
+        how: dict[str, Any] = {"size": shape[-1], "method": method, "chunks": chunks}
+        if dim is None:
+            found = sw.matmul_all_reduce(mine, given, **how)
+        else:
+            found = sw.matmul_reduce_scatter(mine, given, scatter_dim=dim, **how)
+        assert torch.equal(found, _part((x.float() @ weight.float()).to(dtype), to)), (method, chunks)
+        grads = torch.autograd.grad(found.float().square().sum(), [mine, ours])
+        whole = [t.clone().requires_grad_() for t in (x, weight)]
+        rights = torch.autograd.grad((whole[0].float() @ whole[1].float()).square().sum(), whole)
+        for grad, right, placement in zip(grads, rights, (last, "S(0)"), strict=True):
+            assert_close(grad, _part(right, placement), rtol=0.02 if dtype == torch.bfloat16 else 0, atol=0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_matmul_reduce_scatter_and_all_reduce(pool: Pool, world: int) -> None:
+    for (shape, columns, dim), dtype in itertools.product(
+        [((8, 6), 8, 0), ((7, 5), 9, 0), ((7, 5), 9, 1), ((2, 5, 6), 4, 1), ((1, 3), 2, 0), ((2, 5, 6), 4, None)],
+        (torch.float32, torch.bfloat16),
+    ):
+        pool.run(_sums, world, shape, columns, dim, dtype)
+
+
+def _linears(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    mesh = get_mesh(sizes)
+    x = _integers(shape, 1)
+    weight = _integers((5, shape[-1]), 2)
+    bias = _integers((5,), 3)
+    whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    expected = torch.nn.functional.linear(*whole)
+    factors = _integers(expected.shape, 4)
+    rights = torch.autograd.grad((expected * factors).sum(), whole)
+    dims = range(len(sizes))
+    x_options = ["R", *(f"S({d})" for d in range(len(shape)))]
+    result_options = x_options
+    cases = list(
+        itertools.product(
+            itertools.product(x_options, repeat=len(dims)),
+            itertools.product(["R", "S(0)", "S(1)"], repeat=len(dims)),
+            itertools.product(result_options, repeat=len(dims)),
+        )
+    )
+    stride = max(len(cases) // 40, 1)
+    for number, (from_x, from_w, to) in enumerate(cases[::stride]):
+        dx = distribute_tensor(x, mesh, [PLACEMENTS[p] for p in from_x]).requires_grad_()
+        dw = distribute_tensor(weight, mesh, [PLACEMENTS[p] for p in from_w]).requires_grad_()
+        on_bias = ["S(0)" if p == "S(0)" else "R" for p in from_w]
+        db = distribute_tensor(bias, mesh, [PLACEMENTS[p] for p in on_bias]).requires_grad_()
+        save = ("shard", "gathered")[number % 2]
+        found = sw.linear(dx, dw, db, placements=[PLACEMENTS[p] for p in to], save=save)
+        assert found.placements == tuple(PLACEMENTS[p] for p in to)
+        assert torch.equal(found.full_tensor(), expected.detach()), (from_x, from_w, to)
+        weighed = found * distribute_tensor(factors, mesh, [PLACEMENTS[p] for p in to])
+        grads = torch.autograd.grad(weighed.sum(), [dx, dw, db])
+        for grad, right, given in zip(grads, rights, (dx, dw, db), strict=True):
+            assert isinstance(grad, DTensor) and grad.placements == given.placements
+            assert torch.equal(grad.full_tensor(), right), (from_x, from_w, to)
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (2, 5, 7)], ids=str)
+@pytest.mark.parametrize("sizes", [(2,), (3,), (4,), (2, 2)], ids=str)
+def test_linear_of_dtensors(pool: Pool, sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    pool.run(_linears, math.prod(sizes), sizes, shape)

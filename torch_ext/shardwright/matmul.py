@@ -1,0 +1,561 @@
+"""Matrix products that hide what they move: linear layers, all-gather-matmul, matmul-reduce-scatter, matmul-all-reduce.
+
+All work on DTensors, with any placements in and chosen placements out, and on this rank's plain tensors in a process
+group. What moves goes in chunks, and chunks are multiplied while others travel; how many, and how, is chosen by
+predicted times, or by the caller. Gradients go the same ways back, in chunks too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from . import groups
+from ._planner import GemmModel, Layout
+from ._products import Cuts, Problem, Product, Setting, choose_cuts, product_of, split_axes
+from .drop_in import layout_of_spec
+from .layout import Layout as MadeLayout
+from .layout import Mesh
+
+__all__ = ["all_gather_matmul", "linear", "matmul_all_reduce", "matmul_reduce_scatter"]
+
+_SAVES = ("shard", "gathered")
+_new_dtensor = functools.partial(DTensor.__new__, DTensor)
+# Letters of the dims of an operand in front of the last, which is k; the weight's own is n.
+_ROWS = "abcdefghij"
+
+
+def linear(
+    x: DTensor,
+    weight: DTensor,
+    bias: DTensor | None = None,
+    *,
+    placements: Sequence[Placement] | None = None,
+    method: str | None = None,
+    chunks: int | None = None,
+    save: str = "shard",
+    gemm_model: GemmModel | None = None,
+) -> DTensor:
+    """`torch.nn.functional.linear` of DTensors on one mesh, with what must be moved hidden behind the product.
+
+    Args:
+        x: shape (..., in_features), any placements.
+        weight: shape (out_features, in_features), any placements, the dtype of `x`.
+        bias: shape (out_features,), any placements without pending sums.
+        placements: of the result; default: `x`'s where it is cut in a dim but the last, ``Shard(-1)`` where `weight` is
+            cut in dim 0, sums that stay due where both are cut along in_features, else ``Replicate()``; where both of
+            the first hold, the second.
+        method: ``"ring"``: what a peer sends is multiplied as it comes, the own part first. ``"collective"``:
+            collectives, each of a share of every part. ``"serial"``: first one, then the other. Default: what is
+            predicted fastest.
+        chunks: how many; default: what is predicted fastest.
+        save: for the backward, of an `x` that was gathered: ``"shard"``, the part that was given, which is gathered
+            again behind the product that needs it; or ``"gathered"``, all of it, in as much more memory.
+        gemm_model: how long products take, the same on every rank; default: ``"cpu"`` or ``"h100"``.
+
+    Returns:
+        A DTensor of shape (..., out_features). Differentiable once.
+
+    Raises:
+        ValueError: what does not fit, naming the argument; a `method` or `chunks` that cannot be had.
+        torch.distributed.DistBackendError: a transfer failed or timed out.
+    """
+    _check_dtensors({"x": x, "weight": weight, **({} if bias is None else {"bias": bias})})
+    if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"weight: has shape {tuple(weight.shape)} where x has {tuple(x.shape)}; allowed is (out_features, "
+            f"{x.shape[-1] if x.ndim else 'in_features'})"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias: has shape {tuple(bias.shape)}; allowed is ({weight.shape[0]},)")
+    axes = _axes(x.ndim, "nk")
+    asked = _natural(axes, x, weight) if placements is None else _checked(placements, x)
+    return _multiply_dtensors(
+        axes, x, [weight], [bias], [asked], _setting(x, method, chunks, save, gemm_model), cuts=None
+    )[0]
+
+
+def all_gather_matmul(
+    x: torch.Tensor,
+    weights: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    gather_dim: int = 0,
+    size: int | None = None,
+    columns: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    placements: Sequence[Placement] | None = None,
+    method: str | None = None,
+    chunks: int | None = None,
+    save: str = "shard",
+    gemm_model: GemmModel | None = None,
+) -> Any:
+    """Gathers `x`, and multiplies it by one or several weights while it comes. The gathered `x` need not exist.
+
+    Plain tensors lie in a process group: `x` is cut in `gather_dim`, weights in their columns, results in theirs, by
+    rank as torch.chunk cuts. DTensors bring their placements: the mesh dims that cut `x` in front of its last dim and a
+    weight in its columns gather.
+
+    Args:
+        x: shape (..., k). Plain: this rank's part.
+        weights: one of shape (k, n), or a list of them, which share the gather; transposed views are taken as they are.
+            Plain: this rank's columns.
+        gather_dim: of plain tensors: the dim of `x` that is cut; the last one is the summed one.
+        size: of plain tensors: length of `gather_dim` in all; default: as much on every rank as on this one. Where
+            ranks hold parts of different length it must be said.
+        columns: of plain tensors: columns of each weight in all; default: as many on every rank as on this one.
+        group: of plain tensors; default: the default group.
+        placements: of DTensors: of the results; default: as `linear`.
+        method, chunks, save, gemm_model: as `linear`.
+
+    Returns:
+        The product, or a list of them if a list was given. Differentiable once.
+
+    Raises:
+        ValueError: what does not fit, naming the argument.
+    """
+    many = not isinstance(weights, torch.Tensor)
+    listed = [weights] if isinstance(weights, torch.Tensor) else list(weights)
+    if not listed:
+        raise ValueError("weights: got none; allowed is one or more")
+    if isinstance(x, DTensor):
+        axes = _axes(x.ndim, "kn")
+        _check_weights(x, listed)
+        setting = _setting(x, method, chunks, save, gemm_model)
+        results = []
+        for weight in listed:
+            assert isinstance(weight, DTensor)
+            results.append(_natural(axes, x, weight) if placements is None else _checked(placements, x))
+        first = listed[0]
+        assert isinstance(first, DTensor)
+        cuts = _cuts_of(axes, x, first)
+        outputs: list[Any] = _multiply_dtensors(axes, x, listed, [None] * len(listed), results, setting, cuts)
+        return outputs if many else outputs[0]
+    where = _Where(x, group, method, chunks, save, gemm_model)
+    gather_dim = _dim(gather_dim, x, "gather_dim")
+    _check_weights(x, listed, k_is_cut=gather_dim == x.ndim - 1)
+    shape = list(x.shape)
+    shape[gather_dim] = where.total(size, x.shape[gather_dim], "size")
+    if columns is not None and len(columns) != len(listed):
+        raise ValueError(f"columns: got {len(columns)} for {len(listed)} weights; allowed is one per weight")
+    layouts = []
+    for j, weight in enumerate(listed):
+        total = where.total(None if columns is None else columns[j], weight.shape[1], "columns")
+        layouts.append(
+            (where.layout([shape[-1], total], "S(1)"), where.layout([*shape[:-1], total], f"S({x.ndim - 1})"))
+        )
+    outputs = where.multiply(
+        _axes(x.ndim, "kn"),
+        x,
+        where.layout(shape, f"S({gather_dim})"),
+        listed,
+        [weight_layout for weight_layout, _ in layouts],
+        [result for _, result in layouts],
+        ("n",),
+    )
+    return outputs if many else outputs[0]
+
+
+def matmul_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    scatter_dim: int = 0,
+    size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    placements: Sequence[Placement] | None = None,
+    method: str | None = None,
+    chunks: int | None = None,
+    gemm_model: GemmModel | None = None,
+) -> Any:
+    """Multiplies what is cut along the summed axis, and reduces and scatters the result while the rest is multiplied.
+
+    Args:
+        x: shape (..., k). Plain: this rank's part, cut in the last dim by rank as torch.chunk cuts.
+        weight: shape (k, n). Plain: this rank's rows.
+        scatter_dim: the dim of the result that is cut.
+        size: of plain tensors: length of k in all; default: as much on every rank as on this one.
+        group: of plain tensors; default: the default group.
+        placements: of DTensors: of the result; default: ``Shard(scatter_dim)`` on the mesh dims that cut k in both.
+        method, chunks, gemm_model: as `linear`.
+
+    Returns:
+        This rank's part of the product of shape (..., n), cut in `scatter_dim`; or a DTensor. Differentiable once.
+
+    Raises:
+        ValueError: what does not fit, naming the argument.
+    """
+    return _sum_matmul(x, weight, scatter_dim, size, group, placements, method, chunks, gemm_model)
+
+
+def matmul_all_reduce(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    method: str | None = None,
+    chunks: int | None = None,
+    gemm_model: GemmModel | None = None,
+) -> Any:
+    """`matmul_reduce_scatter` with all of the result on every rank."""
+    return _sum_matmul(x, weight, None, size, group, None, method, chunks, gemm_model)
+
+
+def _sum_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scatter_dim: int | None,
+    size: int | None,
+    group: dist.ProcessGroup | None,
+    placements: Sequence[Placement] | None,
+    method: str | None,
+    chunks: int | None,
+    gemm_model: GemmModel | None,
+) -> Any:
+    axes = _axes(x.ndim, "kn")
+    if scatter_dim is not None:
+        scatter_dim = _dim(scatter_dim, x, "scatter_dim")
+    if isinstance(x, DTensor):
+        _check_weights(x, [weight])
+        assert isinstance(weight, DTensor)
+        cuts = _cuts_of(axes, x, weight)
+        asked = _natural(axes, x, weight) if placements is None else _checked(placements, x)
+        if placements is None:
+            target = Replicate() if scatter_dim is None else Shard(scatter_dim)
+            asked = [target if cut == "k" else placement for cut, placement in zip(cuts, asked, strict=True)]
+        setting = _setting(x, method, chunks, "shard", gemm_model)
+        return _multiply_dtensors(axes, x, [weight], [None], [asked], setting, cuts)[0]
+    where = _Where(x, group, method, chunks, "shard", gemm_model)
+    _check_weights(x, [weight])
+    k = where.total(size, x.shape[-1], "size")
+    result = where.layout([*x.shape[:-1], weight.shape[1]], "R" if scatter_dim is None else f"S({scatter_dim})")
+    return where.multiply(
+        axes,
+        x,
+        where.layout([*x.shape[:-1], k], f"S({x.ndim - 1})"),
+        [weight],
+        [where.layout([k, weight.shape[1]], "S(0)")],
+        [result],
+        ("k",),
+    )[0]
+
+
+# ------------------------------------------------------------------------------------------------- what was given
+
+
+def _axes(ndim: int, weight: str) -> str:
+    if not 1 <= ndim <= len(_ROWS):
+        raise ValueError(f"x: has {ndim} dims; allowed are 1 to {len(_ROWS)}")
+    rows = _ROWS[: ndim - 1]
+    return f"{rows}k,{weight}->{rows}n"
+
+
+def _dim(dim: int, x: torch.Tensor, argument: str) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{argument}: {dim} is no dim of x, which has {x.ndim}; allowed are {-x.ndim} to {x.ndim - 1}")
+    return dim % x.ndim
+
+
+def _check_dtensors(tensors: dict[str, Any]) -> None:
+    x = tensors["x"]
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            raise ValueError(f"{name}: got a {type(tensor).__name__}; allowed is a DTensor, as all others")
+        if tensor.device_mesh != x.device_mesh:
+            raise ValueError(f"{name}: lies on {tensor.device_mesh}, x on {x.device_mesh}; allowed is one mesh")
+        if tensor.dtype != x.dtype:
+            raise ValueError(f"{name}: has dtype {tensor.dtype}, x {x.dtype}; allowed is one dtype")
+
+
+def _check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor], k_is_cut: bool = False) -> None:
+    if isinstance(x, DTensor):
+        _check_dtensors({"x": x, **{f"weights[{j}]": weight for j, weight in enumerate(weights)}})
+    for j, weight in enumerate(weights):
+        if isinstance(weight, DTensor) and not isinstance(x, DTensor):
+            raise ValueError(f"weights[{j}]: is a DTensor where x is plain; allowed are all of one kind")
+        if weight.ndim != 2 or (weight.shape[0] != x.shape[-1] and not k_is_cut):
+            raise ValueError(
+                f"weights[{j}]: has shape {tuple(weight.shape)} where x has {tuple(x.shape)}; allowed is "
+                f"({x.shape[-1]}, n)"
+            )
+        if weight.dtype != x.dtype or weight.device != x.device:
+            raise ValueError(
+                f"weights[{j}]: is {weight.dtype} on {weight.device}, x {x.dtype} on {x.device}; allowed is the same"
+            )
+
+
+def _checked(placements: Sequence[Placement], x: DTensor) -> list[Placement]:
+    if len(placements) != x.device_mesh.ndim:
+        raise ValueError(
+            f"placements: got {len(placements)} for a mesh of {x.device_mesh.ndim} dims; allowed is one per mesh dim"
+        )
+    return [Shard(p.dim % x.ndim) if isinstance(p, Shard) and type(p) is Shard and p.dim < 0 else p for p in placements]
+
+
+def _cuts_of(axes: str, x: DTensor, weight: DTensor) -> Cuts:
+    """By mesh dim: the weight's own axis where it is cut, the summed one where both are, else a row of x."""
+    x_letters, w_letters, _ = split_axes(axes)
+    cuts: list[str | None] = []
+    for mine, its in zip(x.placements, weight.placements, strict=True):
+        x_cut = x_letters[mine.dim] if isinstance(mine, Shard) else None
+        w_cut = w_letters[its.dim] if isinstance(its, Shard) else None
+        if w_cut == "n":
+            cuts.append("n")
+        elif w_cut == "k" and x_cut in ("k", None):
+            cuts.append("k")
+        else:
+            cuts.append(None if x_cut == "k" else x_cut)
+    return tuple(cuts)
+
+
+def _natural(axes: str, x: DTensor, weight: DTensor) -> list[Placement]:
+    """What the result is without a move of its own."""
+    _, _, letters = split_axes(axes)
+    placements: list[Placement] = []
+    for cut in _cuts_of(axes, x, weight):
+        placements.append(Replicate() if cut is None else Partial() if cut == "k" else Shard(letters.index(cut)))
+    return placements
+
+
+def _setting(
+    x: torch.Tensor,
+    method: str | None,
+    chunks: int | None,
+    save: str,
+    gemm_model: GemmModel | None,
+    group: dist.ProcessGroup | None = None,
+) -> Setting:
+    groups.check_initialised()
+    if method not in (None, "serial", "ring", "collective"):
+        raise ValueError(f"method: {method!r}; allowed are 'serial', 'ring' and 'collective'")
+    if chunks is not None and not 1 <= chunks <= 4096:
+        raise ValueError(f"chunks: {chunks}; allowed are 1 to 4096")
+    if save not in _SAVES:
+        raise ValueError(f"save: {save!r}; allowed are {', '.join(map(repr, _SAVES))}")
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"x: has dtype {x.dtype}; allowed are floating dtypes")
+    mesh = x.device_mesh if isinstance(x, DTensor) else None
+    return Setting(x.device.type, group, mesh, method, chunks, gemm_model, save == "gathered")
+
+
+# --------------------------------------------------------------------------------------------------- plain tensors
+
+
+class _Where:
+    """The group that plain tensors lie in."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        method: str | None,
+        chunks: int | None,
+        save: str,
+        gemm_model: GemmModel | None,
+    ) -> None:
+        self.setting = _setting(x, method, chunks, save, gemm_model, group)
+        self.num_ranks = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.mesh = Mesh({"group": self.num_ranks})
+        self.dtype = x.dtype
+
+    def total(self, said: int | None, here: int, argument: str) -> int:
+        """The length of a dim in all, of which this rank has `here`."""
+        total = here * self.num_ranks if said is None else said
+        mine = MadeLayout(self.mesh, [max(total, 0)], ["S(0)"], self.dtype).local_shape(self.rank)[0]
+        if total < 0 or mine != here:
+            raise ValueError(
+                f"{argument}: {total} in all, of which rank {self.rank} of {self.num_ranks} has {mine} as torch.chunk "
+                f"cuts; it was given {here}"
+            )
+        return total
+
+    def layout(self, shape: Sequence[int], placement: str) -> MadeLayout:
+        return MadeLayout(self.mesh, shape, [placement], self.dtype)
+
+    def multiply(
+        self,
+        axes: str,
+        x: torch.Tensor,
+        x_layout: Layout,
+        weights: Sequence[torch.Tensor],
+        weight_layouts: Sequence[Layout],
+        results: Sequence[Layout],
+        cuts: Cuts,
+    ) -> list[torch.Tensor]:
+        all_axes, weights, weight_layouts = _as_stored(axes, weights, weight_layouts)
+        problem = Problem(
+            all_axes,
+            x_layout,
+            tuple(weight_layouts),
+            (None,) * len(weights),
+            tuple(results),
+            cuts if self.num_ranks > 1 else (None,),
+            self.setting,
+        )
+        return list(_MultiplyLocal.apply(product_of(problem), x, *weights))  # type: ignore[no-untyped-call]
+
+
+def _as_stored(
+    axes: str, weights: Sequence[torch.Tensor], layouts: Sequence[Layout]
+) -> tuple[tuple[str, ...], list[torch.Tensor], list[Layout]]:
+    """Weights (k, n) that are views of contiguous (n, k), as ``linear.weight.t()`` is, without a copy."""
+    all_axes, stored, stored_layouts = [], [], []
+    for weight, layout in zip(weights, layouts, strict=True):
+        turned = weight.t()
+        if weight.is_contiguous() or not turned.is_contiguous():
+            all_axes.append(axes)
+            stored.append(weight)
+            stored_layouts.append(layout)
+            continue
+        all_axes.append(axes.replace("kn", "nk"))
+        stored.append(turned)
+        swap = {"S(0)": "S(1)", "S(1)": "S(0)"}
+        stored_layouts.append(
+            MadeLayout(layout.mesh, layout.shape[::-1], [swap.get(p, p) for p in layout.placements], layout.dtype)
+        )
+    return tuple(all_axes), stored, stored_layouts
+
+
+class _MultiplyLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, product: Product, x: torch.Tensor, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        outputs, kept = product.forward(x, weights, [None] * len(weights))
+        ctx.product = product
+        ctx.has_kept = kept is not None
+        ctx.save_for_backward(*([kept] if kept is not None else [x]), *weights)
+        ctx.set_materialize_grads(True)
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        product: Product = ctx.product
+        needs = (ctx.needs_input_grad[1], list(ctx.needs_input_grad[2:]), [False] * len(weights))
+        layouts = product.gradient_layouts()
+        dx, dws, _ = product.backward(x, x if ctx.has_kept else None, weights, gradients, layouts, needs)
+        return None, dx, *dws
+
+
+# -------------------------------------------------------------------------------------------------------- DTensors
+
+
+def _multiply_dtensors(
+    axes: str,
+    x: DTensor,
+    weights: Sequence[Any],
+    biases: Sequence[Any],
+    results: Sequence[Sequence[Placement]],
+    setting: Setting,
+    cuts: Cuts | None,
+) -> list[DTensor]:
+    specs, layouts = _result_specs(axes, x, weights, tuple(tuple(placements) for placements in results))
+    x_layout = _layout_of(x._spec)
+    weight_layouts = tuple(_layout_of(weight._spec) for weight in weights)
+    if cuts is None:
+        free = Setting(setting.device_type, None, setting.device_mesh, gemm_model=setting.gemm_model)
+        cuts = choose_cuts(axes, x_layout, weight_layouts[0], layouts[0], free)
+    problem = Problem(
+        (axes,) * len(weights),
+        x_layout,
+        weight_layouts,
+        tuple(None if bias is None else _layout_of(bias._spec) for bias in biases),
+        layouts,
+        cuts,
+        setting,
+    )
+    return list(_MultiplyDTensors.apply(product_of(problem), specs, len(weights), x, *weights, *biases))  # type: ignore[no-untyped-call]
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout_of(spec: DTensorSpec) -> Layout:
+    assert spec.tensor_meta is not None
+    return layout_of_spec(spec, spec, spec.tensor_meta.dtype)
+
+
+def _result_specs(
+    axes: str, x: DTensor, weights: Sequence[Any], placements: tuple[tuple[Placement, ...], ...]
+) -> tuple[tuple[DTensorSpec, ...], tuple[Layout, ...]]:
+    column = split_axes(axes)[1].index("n")
+    specs = []
+    for weight, asked in zip(weights, placements, strict=True):
+        specs.append(_result_spec(x.device_mesh, (*x.shape[:-1], weight.shape[column]), x.dtype, asked))
+    return tuple(specs), tuple(_layout_of(spec) for spec in specs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _result_spec(
+    mesh: Any, shape: tuple[int, ...], dtype: torch.dtype, placements: tuple[Placement, ...]
+) -> DTensorSpec:
+    stride = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        stride[d] = stride[d + 1] * max(shape[d + 1], 1)
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+class _MultiplyDTensors(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, product: Product, specs: tuple[DTensorSpec, ...], num_weights: int, x: DTensor, *others: Any
+    ) -> tuple[DTensor, ...]:
+        weights, biases = others[:num_weights], others[num_weights:]
+        outputs, kept = product.forward(
+            x._local_tensor,
+            [weight._local_tensor for weight in weights],
+            [None if bias is None else bias._local_tensor for bias in biases],
+        )
+        ctx.product = product
+        ctx.specs = (x._spec, [w._spec for w in weights], [None if b is None else b._spec for b in biases])
+        ctx.has_kept = kept is not None
+        ctx.save_for_backward(kept if kept is not None else x._local_tensor, *(w._local_tensor for w in weights))
+        ctx.result_specs = specs
+        requires_grad = any(t is not None and t.requires_grad for t in (x, *others))
+        return tuple(
+            _new_dtensor(output, spec, requires_grad=requires_grad) for output, spec in zip(outputs, specs, strict=True)
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: DTensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        product: Product = ctx.product
+        x_spec, weight_specs, bias_specs = ctx.specs
+        count = len(weights)
+        needed = ctx.needs_input_grad[3:]
+        needs = (needed[0], list(needed[1 : 1 + count]), list(needed[1 + count :]))
+        dx, dws, dbs = product.backward(
+            x,
+            x if ctx.has_kept else None,
+            weights,
+            [gradient._local_tensor.contiguous() for gradient in gradients],
+            [_layout_of(gradient._spec) for gradient in gradients],
+            needs,
+        )
+        return (
+            None,
+            None,
+            None,
+            *(
+                None if local is None else _new_dtensor(local, _gradient_spec(spec), requires_grad=False)
+                for local, spec in zip((dx, *dws, *dbs), (x_spec, *weight_specs, *bias_specs), strict=True)
+            ),
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _gradient_spec(spec: DTensorSpec) -> DTensorSpec:
+    assert spec.tensor_meta is not None
+    if not any(placement.is_partial() for placement in spec.placements):
+        return spec
+    placements = tuple(Replicate() if placement.is_partial() else placement for placement in spec.placements)
+    meta = spec.tensor_meta
+    return _result_spec(spec.mesh, tuple(meta.shape), meta.dtype, placements)
