@@ -78,3 +78,35 @@ def test_gathered_operand_does_not_exist(pool: Pool) -> None:
         assert serial >= WORLD * shard + result
         assert ring <= 2 * shard + result + room
         assert WORLD * shard + result <= kept <= (WORLD + 1) * shard + result + room
+
+
+def _explained() -> tuple[str, dict[str, float]]:
+    x, weight = _operands()
+    found = sw.explain(sw.all_gather_matmul, x, weight, method="ring", chunks=WORLD)
+    (one,) = found
+    assert (one.method, one.chunks, one.why_only_serial) == ("ring", WORLD, None)
+    assert {method for method, _, _ in one.predictions} == {"serial", "ring", "collective"}
+    kinds = {event["pid"] for event in json.loads(found.to_chrome())["traceEvents"]}
+    assert kinds == {"0: predicted", "0: measured"}
+    for events in (one.predicted, one.measured):
+        assert [event.chunk for event in events if event.lane == "compute"] == list(range(WORLD))
+    return str(found), {f"{method} {chunks}": us for method, chunks, us in one.predictions}
+
+
+def test_explain_shows_predicted_and_measured_lanes(pool: Pool) -> None:
+    for text, predictions in pool.run(_explained, WORLD):
+        assert text.count("communication |") == 2 and "in all" in text
+        assert predictions["serial 1"] > 0
+        assert all(f"{us:.1f} us" in text for us in predictions.values())
+
+
+def _calibrated() -> tuple[int, ...]:
+    model = sw.calibrate_gemm("cpu", dtype=torch.float32)
+    assert model.picoseconds(512, 512, 512, 1, 4) > model.picoseconds(64, 64, 64, 1, 4) > 0
+    x, weight = _operands()
+    sw.all_gather_matmul(x, weight, gemm_model=model)
+    return model.flops_per_us, model.launch_ps, model.memory_ps_per_kib
+
+
+def test_all_ranks_have_the_first_one_s_table(pool: Pool) -> None:
+    assert len(set(pool.run(_calibrated, WORLD))) == 1

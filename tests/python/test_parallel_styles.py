@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 import dtensors
 import shardwright as sw
+import shardwright.parallel as sw_parallel
 from meshes import get_mesh
 from pool import Pool
 
@@ -79,6 +80,24 @@ class Block(nn.Module):
         return x + self.mlp(self.second_norm(x))
 
 
+def _own_styles() -> dict[str, ParallelStyle]:
+    """Ours, which gather and scatter behind each projection."""
+    column = {"input_layouts": Shard(0)}
+    return {
+        "first_norm": SequenceParallel(sequence_dim=0),
+        "attention.query": sw_parallel.ColwiseParallel(**column, method="ring", chunks=WORLD),
+        "attention.key": sw_parallel.ColwiseParallel(**column, method="collective", chunks=2),
+        "attention.value": sw_parallel.ColwiseParallel(**column, save="gathered"),
+        "attention.out": sw_parallel.RowwiseParallel(output_layouts=Shard(0), use_local_output=False, method="ring"),
+        "second_norm": sw_parallel.SequenceParallel(sequence_dim=0),
+        "mlp.gate": sw_parallel.ColwiseParallel(**column),
+        "mlp.up": sw_parallel.ColwiseParallel(**column, method="serial"),
+        "mlp.down": sw_parallel.RowwiseParallel(
+            output_layouts=Shard(0), use_local_output=False, method="collective", chunks=3
+        ),
+    }
+
+
 def _styles() -> dict[str, ParallelStyle]:
     gather = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
     return {
@@ -131,16 +150,23 @@ def _compare(stock: History, ours: History) -> None:
             )
 
 
-def _train_both(module: nn.Module, styles: dict[str, ParallelStyle], data: torch.Tensor, src: list[str]) -> list[float]:
+def _train_both(
+    module: nn.Module,
+    styles: dict[str, ParallelStyle],
+    data: torch.Tensor,
+    src: list[str],
+    own_styles: dict[str, ParallelStyle] | None = None,
+) -> list[float]:
     """Trains twice from the same weights, compares, and returns the losses."""
     mesh = get_mesh((WORLD,))
-    modules = [parallelize_module(copy.deepcopy(module), mesh, styles) for _ in range(2)]
+    modules = [parallelize_module(copy.deepcopy(module), mesh, chosen) for chosen in (styles, own_styles or styles)]
     stock = _train(modules[0], mesh, data, src, engine=False)
     sw.reset_stats()
     ours = _train(modules[1], mesh, data, src, engine=True)
     stats = sw.stats()
     assert stats["fallbacks"] == 0, stats["fallback_reasons"]
     assert stats["calls"] > 0
+    assert (stats["products"] > 0) == (own_styles is not None)
     _compare(stock, ours)
     return [loss for loss, _ in ours]
 
@@ -156,6 +182,11 @@ def _block(length: int) -> list[float]:
     return _train_both(Block(), _styles(), torch.randn(length, BATCH, WIDTH), ["S(0)"])
 
 
+def _block_of_own_styles(length: int) -> list[float]:
+    torch.manual_seed(2)
+    return _train_both(Block(), _styles(), torch.randn(length, BATCH, WIDTH), ["S(0)"], _own_styles())
+
+
 def _same_and_falling(losses: list[list[float]]) -> None:
     assert all(other == losses[0] for other in losses), "ranks disagree about the loss"
     assert len(losses[0]) == STEPS and losses[0][-1] < losses[0][0]
@@ -169,3 +200,30 @@ def test_mlp(pool: Pool) -> None:
 def test_attention_block(pool: Pool, length: int) -> None:
     """Sequence lengths that do not divide leave the last rank fewer positions."""
     _same_and_falling(pool.run(_block, WORLD, length))
+
+
+@pytest.mark.parametrize("length", [8, 7], ids=["even", "2+2+2+1"])
+def test_attention_block_under_our_styles(pool: Pool, length: int) -> None:
+    """Gathers and scatters go behind the products; PyTorch's styles do without."""
+    _same_and_falling(pool.run(_block_of_own_styles, WORLD, length))
+
+
+def _keeps_what_modules_have() -> None:
+    mesh = get_mesh((WORLD,))
+    layer = parallelize_module(nn.Linear(WIDTH, 2 * WIDTH), mesh, sw_parallel.ColwiseParallel(input_layouts=Shard(0)))
+    twin = copy.deepcopy(layer)
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    with torch.no_grad():
+        twin.weight.zero_()
+    x = torch.randn(2, WIDTH)
+    assert torch.equal(twin(x), twin.bias.to_local().expand(WORLD * 2, -1))  # its own weight, not the first one's
+    assert not torch.equal(layer(x), twin(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    embedding = nn.Embedding(8, WIDTH)
+    parallelize_module(embedding, mesh, sw_parallel.RowwiseParallel())
+    assert isinstance(embedding.weight, DTensor)
+
+
+def test_modules_under_our_styles(pool: Pool) -> None:
+    pool.run(_keeps_what_modules_have, WORLD)

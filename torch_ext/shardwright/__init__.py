@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from ._runtime import release_staging
     from ._stats import reset_stats, stats
     from .calibrating import calibrate
+    from .calibrating_gemm import calibrate_gemm
     from .checking import check_ranks
     from .drop_in import disable, enable, enabled
+    from .explaining import explain
     from .groups import prepare
     from .matmul import all_gather_matmul, linear, matmul_all_reduce, matmul_reduce_scatter
     from .operators import operator
@@ -41,10 +43,12 @@ __all__ = [
     "Topology",
     "all_gather_matmul",
     "calibrate",
+    "calibrate_gemm",
     "check_ranks",
     "disable",
     "enable",
     "enabled",
+    "explain",
     "linear",
     "load_topology",
     "matmul_all_reduce",
@@ -67,10 +71,12 @@ __all__ = [
 _NEEDS_TORCH = {
     "all_gather_matmul": "matmul",
     "calibrate": "calibrating",
+    "calibrate_gemm": "calibrating_gemm",
     "check_ranks": "checking",
     "disable": "drop_in",
     "enable": "drop_in",
     "enabled": "drop_in",
+    "explain": "explaining",
     "linear": "matmul",
     "matmul_all_reduce": "matmul",
     "matmul_reduce_scatter": "matmul",

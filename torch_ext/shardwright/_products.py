@@ -8,10 +8,11 @@ chunks behind the product itself (csrc/overlap/matmul.h); the others are redistr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -48,15 +49,32 @@ class Call:
     program: str
     groups: tuple[str, ...]
     rank: int
+    model: GemmModel  # that it was chosen by
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         if checking.is_on():
             checking.compare(_runtime.executable(self.program, list(self.groups), self.rank), inputs[0], False)
         _stats.counts.products += 1
+        for heard in _listeners:
+            heard.append(self)
         outputs: list[torch.Tensor] = torch.ops.shardwright.matmul(
             list(inputs), self.program, list(self.groups), self.rank
         )
         return outputs
+
+
+_listeners: list[list[Call]] = []
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Call]]:
+    """The calls that are made while the block runs, in their order."""
+    heard: list[Call] = []
+    _listeners.append(heard)
+    try:
+        yield heard
+    finally:
+        _listeners.remove(heard)
 
 
 # ---------------------------------------------------------------------------------------------- axes and layouts
@@ -138,7 +156,7 @@ def _bind(matmul: Matmul, setting: Setting, must: bool) -> Call:
     method, chunks = schedule_of(matmul, setting, must)
     rank = dist.get_rank(setting.group)
     names = _engine.names_of(matmul.groups(method, chunks, rank), device_mesh=setting.device_mesh, group=setting.group)
-    return Call(matmul.to_text(method, chunks), tuple(names), rank)
+    return Call(matmul.to_text(method, chunks), tuple(names), rank, setting.model)
 
 
 def schedule_of(matmul: Matmul, setting: Setting, must: bool) -> tuple[str, int]:
@@ -248,7 +266,17 @@ class Product:
         # The gradient of the operand lacks the axes that only weights have, that of a weight those of the operand.
         self.dx = self.cutting.layout(self.x_letters, self.sizes, "".join(t[2] for t in letters))
         self.dws = [self.cutting.layout(t[1], self._sizes(j), t[2]) for j, t in enumerate(letters)]
+        self.dx_result = self._operand_gradient_layout()
         self._lead = self._choose_lead()
+
+    def _operand_gradient_layout(self) -> Layout:
+        """As the operand, but where that is R, sums stay due: whoever it came from can reduce and cut at once."""
+        given = without_sums(self.problem.x)
+        placements = [
+            "P" if was == "R" and now.startswith("P") else wanted
+            for was, now, wanted in zip(self.problem.x.placements, self.dx.placements, given.placements, strict=True)
+        ]
+        return Layout(given.mesh, list(given.shape), placements, given.dtype, given.shard_order, strided="literal")
 
     def _sizes(self, j: int) -> dict[str, int]:
         """Of the axes of product j: weights may use one letter for different sizes of their own."""
@@ -375,7 +403,7 @@ class Product:
         dy_layouts: Sequence[_planner.Layout],
         needs: tuple[bool, list[bool], list[bool]],
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Gradients of operand, weights and biases, laid out as those are, with R for sums that are due.
+        """Gradients of operand (as `dx_result`), weights and biases (as those, with R for sums that are due).
 
         `dys` lie as `dy_layouts` say.
         """
@@ -408,7 +436,7 @@ class Product:
                 if shares_dw:
                     dws[0] = move(outputs.pop(), self.dws[0], without_sums(p.weights[0]), self.setting)
                 if needs_x:
-                    dx = move(outputs.pop(), self.dx, without_sums(p.x), self.setting)
+                    dx = move(outputs.pop(), self.dx, self.dx_result, self.setting)
             else:
                 dys = [move(dys[0], dy_layouts[0], self.dys[0], self.setting)]
         else:
@@ -441,7 +469,7 @@ class Product:
     def _operand_gradient(
         self, dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], weights_stay: list[bool]
     ) -> torch.Tensor:
-        target = without_sums(self.problem.x)
+        target = self.dx_result
         if len(dys) == 1 and not weights_stay[0] and self.dx == target:
             _, w, y = self.letters[0]
             products = ((f"{w},{y}->{self.x_letters}", self.dys[0], False),)

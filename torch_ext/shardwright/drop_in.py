@@ -40,6 +40,7 @@ class _Mode(NamedTuple):
     on: bool
     strict: bool
     make_groups: bool
+    overlap: bool = False
 
 
 _OFF = _Mode(False, False, True)
@@ -78,16 +79,19 @@ _original_method: Callable[..., DTensor] | None = None
 _original_forwards: dict[type, Callable[..., Any]] = {}
 
 
-def enable(strict: bool = False, make_groups: bool = True) -> None:
+def enable(strict: bool = False, make_groups: bool = True, overlap: bool = False) -> None:
     """Routes DTensor's redistributes through shardwright until `disable`.
 
     Args:
         strict: raise RuntimeError where a redistribute would go to PyTorch's own path.
         make_groups: whether process groups that are missing may be made, at first use and by their members. If not,
             plans keep to the groups of the mesh's dims, its flattened ones and those of `prepare`.
+        overlap: whether `linear`, `matmul` and ``@`` of DTensors gather their operand behind the product where PyTorch
+            would gather first (overlapping.py says which). The result is then cut in its last dim along those mesh
+            dims. Not in code that is compiled.
     """
     _install()
-    _set_mode(_Mode(True, strict, make_groups))
+    _set_mode(_Mode(True, strict, make_groups, overlap))
 
 
 def disable() -> None:
@@ -99,11 +103,11 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def enabled(strict: bool = False, make_groups: bool = True) -> Iterator[None]:
+def enabled(strict: bool = False, make_groups: bool = True, overlap: bool = False) -> Iterator[None]:
     """`enable` for a block. The backward of what ran inside goes through shardwright too, whenever it runs."""
     before = _mode
     _install()
-    _set_mode(_Mode(True, strict, make_groups))
+    _set_mode(_Mode(True, strict, make_groups, overlap))
     try:
         yield
     finally:
@@ -113,6 +117,10 @@ def enabled(strict: bool = False, make_groups: bool = True) -> Iterator[None]:
 def _set_mode(mode: _Mode) -> None:
     global _mode
     changes = _changes_by_thread.setdefault(threading.get_ident(), _Changes())
+    if mode.overlap or _mode.overlap:
+        from . import overlapping
+
+        overlapping.install() if mode.overlap else overlapping.uninstall()
     _mode = mode
     changes.add(mode)
 

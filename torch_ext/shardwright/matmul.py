@@ -66,6 +66,7 @@ def linear(
         ValueError: what does not fit, naming the argument; a `method` or `chunks` that cannot be had.
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
+    x, weight, bias = _autocast(x, weight, bias)
     _check_dtensors({"x": x, "weight": weight, **({} if bias is None else {"bias": bias})})
     if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -247,6 +248,18 @@ def _sum_matmul(
 
 
 # ------------------------------------------------------------------------------------------------- what was given
+
+
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
+    """As torch's own linear does under ``torch.autocast``."""
+    kind = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype.is_floating_point and t.dtype != torch.float64 else t
+        for t in tensors
+    )
 
 
 def _axes(ndim: int, weight: str) -> str:
@@ -459,6 +472,8 @@ def _multiply_dtensors(
     cuts: Cuts | None,
 ) -> list[DTensor]:
     specs, layouts = _result_specs(axes, x, weights, tuple(tuple(placements) for placements in results))
+    if x.device_mesh.get_coordinate() is None:  # this rank holds nothing of it
+        return [_new_dtensor(x._local_tensor.new_empty(0), spec, requires_grad=x.requires_grad) for spec in specs]
     x_layout = _layout_of(x._spec)
     weight_layouts = tuple(_layout_of(weight._spec) for weight in weights)
     if cuts is None:
@@ -540,22 +555,23 @@ class _MultiplyDTensors(torch.autograd.Function):
             [_layout_of(gradient._spec) for gradient in gradients],
             needs,
         )
-        return (
-            None,
-            None,
-            None,
-            *(
-                None if local is None else _new_dtensor(local, _gradient_spec(spec), requires_grad=False)
-                for local, spec in zip((dx, *dws, *dbs), (x_spec, *weight_specs, *bias_specs), strict=True)
-            ),
-        )
+        operand_spec = _gradient_spec(x_spec, tuple(product.dx_result.placements))
+        gradient_specs = [None if spec is None else _gradient_spec(spec) for spec in (*weight_specs, *bias_specs)]
+        found = [
+            None if local is None else _new_dtensor(local, spec, requires_grad=False)
+            for local, spec in zip((dx, *dws, *dbs), (operand_spec, *gradient_specs), strict=True)
+        ]
+        return None, None, None, *found
 
 
 @functools.lru_cache(maxsize=4096)
-def _gradient_spec(spec: DTensorSpec) -> DTensorSpec:
+def _gradient_spec(spec: DTensorSpec, names: tuple[str, ...] = ()) -> DTensorSpec:
+    """Of a gradient that lies as `spec`, with R for sums that are due; with sums that are due where `names` have P."""
     assert spec.tensor_meta is not None
-    if not any(placement.is_partial() for placement in spec.placements):
-        return spec
     placements = tuple(Replicate() if placement.is_partial() else placement for placement in spec.placements)
+    if names:
+        placements = tuple(Partial() if name.startswith("P") else p for name, p in zip(names, placements, strict=True))
+    if placements == spec.placements:
+        return spec
     meta = spec.tensor_meta
     return _result_spec(spec.mesh, tuple(meta.shape), meta.dtype, placements)

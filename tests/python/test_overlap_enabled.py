@@ -1,0 +1,65 @@
+"""`sw.enable(overlap=True)`: DTensor's own linear and matmul, with their gather behind the product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+
+WORLD = 4
+
+
+def _products_of(function: object, *args: object) -> tuple[DTensor, int]:
+    before = sw.stats()["products"]
+    result = function(*args)  # type: ignore[operator]
+    return result, sw.stats()["products"] - before
+
+
+def _linear_and_matmul(rows: int) -> None:
+    mesh = get_mesh((WORLD,))
+    torch.manual_seed(3)
+    tensors = [torch.randint(-2, 3, shape).float() for shape in ((rows, 6), (8, 6), (8,), (6, 8))]
+    x, weight, bias, turned = tensors
+    dx, dw, db, dt = (
+        distribute_tensor(t, mesh, [p]).requires_grad_()
+        for t, p in zip(tensors, (Shard(0), Shard(0), Shard(0), Shard(1)), strict=True)
+    )
+    whole = [t.clone().requires_grad_() for t in tensors]
+    calls = [
+        (lambda a, w, b, t: torch.nn.functional.linear(a, w, b)),
+        (lambda a, w, b, t: torch.nn.functional.linear(a, w) * b),
+        (lambda a, w, b, t: (a @ t) + b),
+        (lambda a, w, b, t: torch.mm(a, t) + b),
+        (lambda a, w, b, t: torch.matmul(a, t) + b),
+    ]
+    for call in calls:
+        with sw.enabled(overlap=True):
+            result, products = _products_of(call, dx, dw, db, dt)
+            assert products == 1 and result.placements == (Shard(1),)
+        assert torch.equal(result.full_tensor(), call(*tensors))
+        factors = torch.randint(-2, 3, result.shape).float()
+        with sw.enabled(overlap=True):
+            (result * distribute_tensor(factors, mesh, [Shard(1)])).sum().backward()
+        (call(*whole) * factors).sum().backward()
+    for mine, right in zip((dx, dw, db, dt), whole, strict=True):
+        assert mine.grad is not None and torch.equal(mine.grad.full_tensor(), right.grad)
+    _, products = _products_of(calls[0], dx, dw, db, dt)
+    assert products == 0, "switched off with the block"
+    with sw.enabled(overlap=True):
+        for operand, other in ((distribute_tensor(x, mesh, [Replicate()]), dt), (dx, distribute_tensor(turned, mesh))):
+            result, products = _products_of(lambda a, b: a @ b, operand, other)
+            assert products == 0, "nothing is gathered"
+            assert torch.equal(result.full_tensor(), x @ turned)
+        assert type(dx + 1) is DTensor and torch.equal((dx + 1).full_tensor(), x + 1)
+        with sw.enabled():
+            assert _products_of(lambda a, b: a @ b, dx, dt)[1] == 0, "an inner block decides"
+        assert _products_of(lambda a, b: a @ b, dx, dt)[1] == 1
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+def test_linear_and_matmul(pool: Pool, rows: int) -> None:
+    pool.run(_linear_and_matmul, WORLD, rows)

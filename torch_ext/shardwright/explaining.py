@@ -1,0 +1,121 @@
+"""What products behind redistributes are predicted to take, and what they took: `explain`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from . import _products
+from ._planner import Matmul
+from .tracing import Trace, TraceEvent, trace
+
+_WIDTH = 72
+_LANES = ("communication", "compute")
+
+
+class Explained(NamedTuple):
+    """One program of products: how it was chosen, and its lanes.
+
+    ``predictions``: (method, chunks, microseconds) of what was compared. ``method``, ``chunks``: what ran.
+    ``predicted``: events of the mesh's first rank, which has no less to do than others. ``measured``: those of this
+    rank.
+    """
+
+    what: str
+    method: str
+    chunks: int
+    why_only_serial: str | None
+    predictions: list[tuple[str, int, float]]
+    predicted: Trace
+    measured: Trace
+
+
+class Explanation(list[Explained]):
+    """One entry per program, in the order they ran; as text one paragraph each."""
+
+    def __str__(self) -> str:
+        return "\n\n".join(_paragraph(one) for one in self) or "no products with anything to move"
+
+    def to_chrome(self) -> str:
+        """As JSON for chrome://tracing and Perfetto: predicted and measured beside each other, by program."""
+        merged: list[dict[str, Any]] = []
+        for number, one in enumerate(self):
+            for kind, events in (("predicted", one.predicted), ("measured", one.measured)):
+                process = f"{number}: {kind}"
+                merged += [{**event, "pid": process} for event in json.loads(events.to_chrome())["traceEvents"]]
+        return json.dumps({"traceEvents": merged})
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Runs `function` twice, the second time traced, and says how the products in it were carried out.
+
+    To be called by all ranks that the products concern.
+
+    Args:
+        function: such as `shardwright.linear`, or anything that calls it.
+        args, kwargs: what it is called with.
+    """
+    function(*args, **kwargs)
+    with _products.listening() as calls, trace() as events:
+        function(*args, **kwargs)
+    runs = sorted({event.run for event in events})
+    by_run = {run: Trace(event for event in events if event.run == run) for run in runs}
+    # Redistributes are programs too; those with products are told by them.
+    of_products = [by_run[run] for run in runs if any(_is_product(event) for event in by_run[run])]
+    return Explanation(
+        _explained(call, measured)
+        for call, measured in zip(calls, [*of_products, *[Trace()] * len(calls)], strict=False)
+    )
+
+
+def _is_product(event: TraceEvent) -> bool:
+    return event.instruction.startswith("gemm")
+
+
+def _explained(call: _products.Call, measured: Trace) -> Explained:
+    matmul, method, chunks = Matmul.parse(call.program)
+    lanes = matmul.timeline(method, chunks, call.model)
+    predicted = Trace(
+        TraceEvent(lane, text, chunk, 0, start / 1e12, end / 1e12) for lane, text, chunk, start, end in lanes["spans"]
+    )
+    return Explained(
+        str(matmul.plan).splitlines()[0],
+        method,
+        chunks,
+        matmul.why_only_serial,
+        [(name, count, ps / 1e6) for name, count, ps in matmul.predictions(call.model)],
+        predicted,
+        measured,
+    )
+
+
+def _paragraph(one: Explained) -> str:
+    chunks = f"{one.chunks} chunk" + ("s" if one.chunks > 1 else "")
+    lines = [f"{one.what}, with products: {one.method} in {chunks}"]
+    if one.why_only_serial is not None:
+        lines.append(f"  only serial: {one.why_only_serial}")
+    lines += [f"  predicted {us:10.1f} us  {method} in {count}" for method, count, us in one.predictions]
+    for kind, events in (("predicted", one.predicted), ("measured", one.measured)):
+        lines += _bars(kind, events)
+    return "\n".join(lines)
+
+
+def _bars(kind: str, events: Trace) -> list[str]:
+    """A row per lane; digits are chunks, the last one of each, and + what belongs to none."""
+    if not events:
+        return [f"  {kind}: nothing was recorded"]
+    begin = min(event.start for event in events)
+    length = max(event.end for event in events) - begin
+    lines = [f"  {kind}, {length * 1e6:.1f} us in all"]
+    for lane in _LANES:
+        row = [" "] * _WIDTH
+        for event in events:
+            if event.lane != lane or length == 0:
+                continue
+            first = int((event.start - begin) / length * _WIDTH)
+            last = max(first + 1, round((event.end - begin) / length * _WIDTH))
+            for column in range(first, min(last, _WIDTH)):
+                row[column] = "+" if event.chunk < 0 else str(event.chunk % 10)
+        lines.append(f"    {lane:13} |{''.join(row)}|")
+    return lines

@@ -1,0 +1,102 @@
+"""DTensor's own `linear` and `matmul` with the gather of their operand behind the product: ``sw.enable(overlap=True)``.
+
+PyTorch redistributes an operand first and multiplies then. While overlap is on, `torch.nn.functional.linear`,
+`torch.matmul`, `torch.mm` and ``@`` of a DTensor and a DTensor weight of two dims go to `shardwright.linear` and
+`shardwright.all_gather_matmul` where a mesh dim cuts the operand in front of its last dim and the weight in its
+columns: the operand is gathered there, and the result cut in its last dim. All else is PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from . import matmul
+
+_original: Any = None  # DTensor's own __torch_function__, while ours is in its place
+
+
+def install() -> None:
+    """Takes the calls named above."""
+    global _original
+    if _original is None:
+        _original = DTensor.__dict__["__torch_function__"]
+        DTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
+
+
+def uninstall() -> None:
+    """Gives them back."""
+    global _original
+    if _original is not None:
+        DTensor.__torch_function__ = _original
+        _original = None
+
+
+def _torch_function(
+    cls: type,
+    function: Callable[..., Any],
+    types: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        ours = _OURS.get(function)
+        if ours is not None:
+            result = ours(*args, **(kwargs or {}))
+            if result is not None:
+                return result
+        return function(*args, **(kwargs or {}))
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    if not _gathers(input, weight, 0) or not (bias is None or isinstance(bias, DTensor)):
+        return None
+    return matmul.linear(input, weight, bias)
+
+
+def _matmul(input: Any, other: Any, **others: Any) -> Any:
+    if others or not _gathers(input, other, 1):
+        return None
+    return matmul.all_gather_matmul(input, other)
+
+
+def _mm(input: Any, mat2: Any, **others: Any) -> Any:
+    if others or not _gathers(input, mat2, 1) or input.ndim != 2:
+        return None
+    return matmul.all_gather_matmul(input, mat2)
+
+
+def _gathers(x: Any, weight: Any, column: int) -> bool:
+    """Whether the operand is to be gathered for a weight that is cut in its columns."""
+    if type(x) is not DTensor or not isinstance(weight, DTensor):
+        return False
+    if weight.ndim != 2 or x.ndim < 2 or x.device_mesh != weight.device_mesh or not x.dtype.is_floating_point:
+        return False
+    if x.dtype != weight.dtype or x.shape[-1] != weight.shape[1 - column] or torch.compiler.is_compiling():
+        return False
+    if x.device_mesh.get_coordinate() is None:
+        return False
+    pairs = list(zip(x.placements, weight.placements, strict=True))
+    if not all(_is_plain(placement) for pair in pairs for placement in pair):
+        return False
+    return any(
+        isinstance(mine, Shard) and mine.dim < x.ndim - 1 and isinstance(its, Shard) and its.dim == column
+        for mine, its in pairs
+    )
+
+
+def _is_plain(placement: Any) -> bool:
+    return type(placement) is Shard or placement.is_replicate()
+
+
+_OURS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.linear: _linear,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.mm: _mm,
+    torch.Tensor.mm: _mm,
+}
