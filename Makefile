@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-xla bench-ranking bench-overhead lint format sanitize fuzz gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-xla bench-ranking bench-overhead bench-overlap lint format sanitize fuzz gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright, install it there'
@@ -53,6 +53,7 @@ help:
 	@echo 'make bench-xla  our plans against what XLA compiles (installs jax; Python >= 3.12)'
 	@echo 'make bench-ranking  whether the plan that is predicted fastest is, on Gloo ranks'
 	@echo 'make bench-overhead  what a call costs beside the data it moves: stock PyTorch, ours'
+	@echo 'make bench-overlap  what is predicted to be hidden behind products; no measurement'
 	@echo 'make lint       clang-format, ruff, mypy; make format mends what can be mended'
 	@echo 'make sanitize   the C++ tests under address and undefined-behaviour sanitizers'
 	@echo 'make fuzz       arbitrary input under the same sanitizers, for SECONDS=60 (CXX=clang++ for libFuzzer)'
@@ -104,6 +105,9 @@ bench-planning: build
 
 bench-overhead: build
 	$(HERE) $(PY) benchmarks/call_overhead.py $(ARGS)
+
+bench-overlap: build
+	$(HERE) $(PY) benchmarks/overlap_model.py $(ARGS)
 
 bench-ranking: build
 	$(HERE) $(PY) benchmarks/plan_ranking.py $(ARGS)

@@ -202,6 +202,7 @@ def make_extensions(cuda: Cuda, pybind11_include: str) -> list[Extension]:
         RUNTIME_SOURCES + RUNTIME_MODULE + (CUDA_SOURCES if cuda.enabled else []),
         include_dirs=[str(ROOT / "csrc")],
         define_macros=[("SHARDWRIGHT_CUDA", "1")] if cuda.enabled else [],
+        libraries=["cublasLt"] if cuda.enabled else [],  # at run time the one that torch has loaded
         extra_compile_args={"cxx": [*CXX_FLAGS, *OPENMP, *torch_includes], "nvcc": NVCC_FLAGS + torch_includes},
         depends=HEADERS,
     )

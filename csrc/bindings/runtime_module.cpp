@@ -8,6 +8,7 @@
 
 #include "layout/error.h"
 #include "runtime/executor.h"
+#include "runtime/gemm.h"
 #include "runtime/local_ops.h"
 #include "runtime/operators.h"
 #include "runtime/staging.h"
@@ -107,6 +108,42 @@ PYBIND11_MODULE(_runtime, m) {
           "run",
           [](const StridedCopy& copy, const at::Tensor& src, at::Tensor dst) { shardwright::run(copy, src, dst); },
           py::arg("src"), py::arg("dst"), py::call_guard<py::gil_scoped_release>());
+
+  using shardwright::Gemm;
+  using Place = std::array<int64_t, 3>;  // offset, row stride, column stride
+  const auto matrix = [](const Place& place) { return shardwright::Matrix{0, place[0], place[1], place[2]}; };
+  py::class_<Gemm>(m, "Gemm")
+      .def(py::init([matrix](const std::array<int64_t, 3>& sizes, const Place& lhs, const Place& rhs, const Place& dst,
+                             int64_t count, const std::array<int64_t, 3>& batch_strides, bool accumulates,
+                             const std::optional<Place>& bias) {
+             Gemm gemm{matrix(lhs), matrix(rhs),      matrix(dst),      sizes[0],         sizes[1],   sizes[2],
+                       count,       batch_strides[0], batch_strides[1], batch_strides[2], accumulates};
+             if (bias) gemm.bias = matrix(*bias);
+             return gemm;
+           }),
+           py::arg("sizes"), py::arg("lhs"), py::arg("rhs"), py::arg("dst"), py::arg("count") = 1,
+           py::arg("batch_strides") = std::array<int64_t, 3>{}, py::arg("accumulates") = false,
+           py::arg("bias") = py::none())
+      .def(
+          "multiply",
+          [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor dst,
+             const std::optional<at::Tensor>& bias,
+             int num_sms) { shardwright::multiply(gemm, lhs, rhs, dst, bias.value_or(at::Tensor()), {num_sms}); },
+          py::arg("lhs"), py::arg("rhs"), py::arg("dst"), py::arg("bias") = py::none(), py::arg("num_sms") = 0,
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "multiply_scaled",
+          [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
+             const at::Tensor& rhs_scale, at::Tensor dst,
+             int num_sms) { shardwright::multiply_scaled(gemm, lhs, rhs, lhs_scale, rhs_scale, dst, {num_sms}); },
+          py::arg("lhs"), py::arg("rhs"), py::arg("lhs_scale"), py::arg("rhs_scale"), py::arg("dst"),
+          py::arg("num_sms") = 0, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "waves",
+          [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& dst, int num_sms) {
+            return shardwright::waves_of(gemm, lhs.scalar_type(), dst.scalar_type(), dst.device(), {num_sms});
+          },
+          py::arg("lhs"), py::arg("dst"), py::arg("num_sms") = 0);
 
   m.def("nothing_watches", &shardwright::nothing_watches, py::arg("in_backward"));
   m.def("begin_trace", &shardwright::begin_trace);

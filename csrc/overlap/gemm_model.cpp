@@ -1,6 +1,7 @@
 #include "overlap/gemm_model.h"
 
 #include <algorithm>
+#include <array>
 #include <map>
 
 #include "layout/error.h"
@@ -46,18 +47,34 @@ void GemmModel::check() const {
 
 int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, int64_t item_bytes) const {
   if (m == 0 || n == 0 || count == 0) return 0;
-  const int64_t tiles =
-      saturating_product(saturating_product(ceil_div(m, tile_rows), ceil_div(n, tile_columns)), count);
-  const int64_t waves = ceil_div(tiles, num_processors);
-  // Operands of 16 bits are 2 bytes: the rate halves as they double.
-  const auto tile_flops = static_cast<__int128>(2) * tile_rows * tile_columns * k;
-  const __int128 tile_ps = tile_flops * 1'000'000 * item_bytes / (2 * static_cast<__int128>(flops_per_us));
-  const __int128 compute = tile_ps * waves;
+  // By how often a tile was halved: the time of one, and how many there are.
+  std::array<__int128, kMaxHalvings + 1> tile_ps;
+  std::array<int64_t, kMaxHalvings + 1> tiles;
+  int64_t rows = tile_rows;
+  int64_t columns = tile_columns;
+  for (int h = 0; h <= kMaxHalvings; ++h) {
+    tiles[h] = saturating_product(saturating_product(ceil_div(m, rows), ceil_div(n, columns)), count);
+    // Operands of 16 bits are 2 bytes: the rate halves as they double.
+    const __int128 flops = static_cast<__int128>(2) * rows * columns * k;
+    const __int128 full_rate_ps = flops * 1'000'000 * item_bytes / (2 * static_cast<__int128>(flops_per_us));
+    tile_ps[h] = full_rate_ps * (100 + h * kHalvingPercent) / 100;
+    int64_t& longer = columns >= rows ? columns : rows;
+    longer = std::max<int64_t>(longer / 2, 1);
+  }
+  // Whole waves of one size, and the rest in one that may be smaller.
+  auto compute = static_cast<__int128>(int64_t{1} << 60);
+  for (int h = 0; h <= kMaxHalvings; ++h) {
+    const int64_t rest = tiles[h] % num_processors;
+    __int128 rest_ps = rest > 0 ? tile_ps[h] : 0;
+    for (int g = h + 1; g <= kMaxHalvings && rest > 0; ++g) {
+      rest_ps = std::min(rest_ps, tile_ps[g] * ceil_div(rest << (g - h), num_processors));
+    }
+    compute = std::min(compute, tile_ps[h] * (tiles[h] / num_processors) + rest_ps);
+  }
   const int64_t elements =
       saturating_sum(saturating_sum(saturating_product(m, k), saturating_product(k, n)), saturating_product(m, n));
   const int64_t memory = scaled(saturating_product(saturating_product(elements, count), item_bytes), memory_ps_per_kib);
-  constexpr auto kMost = static_cast<__int128>(int64_t{1} << 60);
-  return saturating_sum(launch_ps, std::max(memory, static_cast<int64_t>(std::min(compute, kMost))));
+  return saturating_sum(launch_ps, std::max(memory, static_cast<int64_t>(compute)));
 }
 
 }  // namespace shardwright

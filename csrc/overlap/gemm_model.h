@@ -1,7 +1,9 @@
 // How long a matrix product takes: the table behind the choice of chunks, the same on every rank.
 //
 // A product is cut into tiles, and processors take one each at a time: a product of few tiles leaves processors idle
-// in its last wave, or in its only one. That is what chunks cost.
+// in its last wave, or in its only one. That is what chunks cost. Libraries then take smaller tiles, which reuse less
+// of what they load: each halving of a tile, up to kMaxHalvings, costs kHalvingPercent more time per element. Whole
+// waves and what is left over may differ in that.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +11,9 @@
 #include <vector>
 
 namespace shardwright {
+
+constexpr int kMaxHalvings = 3;
+constexpr int64_t kHalvingPercent = 15;
 
 struct GemmModel {
   std::string name;

@@ -51,6 +51,66 @@ void shift(Gemm& gemm, const Run& run, int64_t by) {
   if (gemm.bias) gemm.bias->offset += by * run.bias;
 }
 
+// By how much each matrix lies behind the one of another product of the same kind; nothing for different kinds.
+struct Distance {
+  int64_t lhs = 0;
+  int64_t rhs = 0;
+  int64_t dst = 0;
+  int64_t bias = 0;
+};
+
+bool is_alike(const Matrix& a, const Matrix& b) {
+  return a.buffer == b.buffer && a.row_stride == b.row_stride && a.column_stride == b.column_stride;
+}
+
+std::optional<Distance> distance_between(const Gemm& a, const Gemm& b) {
+  if (!is_alike(a.lhs, b.lhs) || !is_alike(a.rhs, b.rhs) || !is_alike(a.dst, b.dst)) return std::nullopt;
+  if (a.accumulates != b.accumulates || a.bias.has_value() != b.bias.has_value() || a.k != b.k || b.count != 1) {
+    return std::nullopt;
+  }
+  if (a.bias && !is_alike(*a.bias, *b.bias)) return std::nullopt;
+  return Distance{b.lhs.offset - a.lhs.offset, b.rhs.offset - a.rhs.offset, b.dst.offset - a.dst.offset,
+                  a.bias ? b.bias->offset - a.bias->offset : 0};
+}
+
+// Whether `next` could be made part of `last`, and was. Products that add to the same place stay apart.
+bool joins(Gemm& last, const Gemm& next) {
+  const std::optional<Distance> by = distance_between(last, next);
+  if (!by || by->dst == 0) return false;
+  const auto continues = [&](int64_t size, int64_t lhs, int64_t rhs, int64_t dst, int64_t bias) {
+    return by->lhs == size * lhs && by->rhs == size * rhs && by->dst == size * dst && by->bias == size * bias;
+  };
+  if (last.count == 1 && last.n == next.n &&
+      continues(last.m, last.lhs.row_stride, 0, last.dst.row_stride, last.bias ? last.bias->row_stride : 0)) {
+    last.m += next.m;
+    return true;
+  }
+  if (last.count == 1 && last.m == next.m &&
+      continues(last.n, 0, last.rhs.column_stride, last.dst.column_stride, last.bias ? last.bias->column_stride : 0)) {
+    last.n += next.n;
+    return true;
+  }
+  // Where products add, places might meet, and a batch is done at once.
+  if (last.bias || last.accumulates || last.m != next.m || last.n != next.n) return false;
+  if (by->lhs < 0 || by->rhs < 0 || by->dst < 0) return false;
+  if (last.count == 1) {
+    last.lhs_batch_stride = by->lhs;
+    last.rhs_batch_stride = by->rhs;
+    last.dst_batch_stride = by->dst;
+  } else if (!continues(last.count, last.lhs_batch_stride, last.rhs_batch_stride, last.dst_batch_stride, 0)) {
+    return false;
+  }
+  ++last.count;
+  return true;
+}
+
+void emit_joined(ProgramBuilder& builder, Gemm gemm) {
+  if (Instruction* last = builder.last_of_chunk()) {
+    if (auto* before = std::get_if<Gemm>(&last->operation); before != nullptr && joins(*before, gemm)) return;
+  }
+  builder.emit(std::move(gemm));
+}
+
 }  // namespace
 
 TensorView row_major_view(int buffer, const std::vector<int>& dims, const std::vector<int64_t>& shape, int num_axes) {
@@ -128,7 +188,7 @@ void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vec
       one.accumulates = true;
       one.bias.reset();
     }
-    builder.emit(std::move(one));
+    emit_joined(builder, std::move(one));
     size_t d = outer.size();
     while (d > 0 && ++at[d - 1] == outer[d - 1].size) at[--d] = 0;
     if (d == 0) return;

@@ -25,6 +25,9 @@ TensorView row_major_view(int buffer, const std::vector<int>& dims, const std::v
 // Axes of one kind (free in lhs, free in rhs, summed) become one matrix dim where they lie dense in both tensors. Of
 // others the innermost does; over those outside of it, one at most is a batch of a single instruction, and the rest are
 // instructions of their own.   "bsk,nk->bsn", a piece of s: rows of s, a batch over b.
+//
+// A product that goes on where the one before it in the program ended becomes one with it, as more rows or columns; one
+// that is the same at other places, as a batch. So the blocks of many ranks that lie behind each other are one product.
 void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vector<int64_t>& sizes,
                 const TensorView& lhs, const TensorView& rhs, const TensorView& out, bool accumulates,
                 const TensorView& bias = {});

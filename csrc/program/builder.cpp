@@ -21,6 +21,13 @@ int ProgramBuilder::emit(Operation operation) {
   return static_cast<int>(program_.instructions.size()) - 1;
 }
 
+Instruction* ProgramBuilder::last_of_chunk() {
+  if (program_.instructions.empty()) return nullptr;
+  Instruction& last = program_.instructions.back();
+  const bool is_of_chunk = last.step == static_cast<int>(program_.step_texts.size()) - 1 && last.chunk == chunk_;
+  return is_of_chunk ? &last : nullptr;
+}
+
 int ProgramBuilder::send_receive(SendReceive move) {
   return move.sends.empty() && move.receives.empty() ? -1 : emit(std::move(move));
 }

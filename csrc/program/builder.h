@@ -42,6 +42,8 @@ class ProgramBuilder {
 
   // Its index, which is the ticket of a transfer.
   int emit(Operation operation);
+  // The last instruction, if it is of the step and chunk that are being written.
+  Instruction* last_of_chunk();
   // These emit nothing where nothing is to be done: send_receive answers -1, which wait takes.
   int send_receive(SendReceive move);
   void wait(int ticket);

@@ -118,6 +118,7 @@ std::shared_ptr<Executable> matmul_executable(const std::string& text, int64_t r
   const std::string kind = text.substr(0, text.find('|'));
   Executable::Signature signature{{"kind", kind},
                                   {"tensor", concat(plan.src.dtype().name(), "[", join(plan.src.shape()), "]")},
+                                  {"dtype", plan.src.dtype().name()},
                                   {"mesh", plan.src.mesh().to_string()},
                                   {"src", plan.src.placements_string()},
                                   {"dst", plan.dst.placements_string()},

@@ -366,6 +366,29 @@ TEST(Overlap, ChunksTravelWhileOthersAreMultiplied) {
   EXPECT_EQ(multiplied, 4);
 }
 
+TEST(Overlap, MultipliesBlocksOfManyRanksAtOnce) {
+  const MeshPtr mesh = mesh_of({4});
+  const auto products_at = [&](const Matmul& matmul, int64_t chunks, int64_t position) {
+    int64_t products = 0;
+    for (const Instruction& instruction : compile(matmul, {Method::kCollective, chunks}, position).instructions) {
+      products += std::holds_alternative<Gemm>(instruction.operation) ? 1 : 0;
+    }
+    return products;
+  };
+  const GatherMatmul gather{make_plan(layout_on(mesh, {16, 6}, {"S(0)"}), layout_on(mesh, {16, 6}, {"R"}), {}),
+                            {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {5, 6}, {"R"}), false}},
+                            false};
+  // The own part, then one product per chunk; two where the own part lies in between.
+  EXPECT_EQ(products_at(gather, 1, 0), 2);
+  EXPECT_EQ(products_at(gather, 2, 0), 3);
+  EXPECT_EQ(products_at(gather, 2, 1), 5);
+  const MatmulScatter scatter{
+      make_plan(layout_on(mesh, {16, 5}, {"P"}), layout_on(mesh, {16, 5}, {"S(0)"}), {}),
+      {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {16, 8}, {"S(1)"}), layout_on(mesh, {5, 8}, {"S(1)"})}}};
+  EXPECT_EQ(products_at(scatter, 1, 2), 1);
+  EXPECT_EQ(products_at(scatter, 2, 2), 2);
+}
+
 TEST(Overlap, HoldsTwoChunksOfTheGatheredOperand) {
   const MeshPtr mesh = mesh_of({8});
   const Layout src = layout_on(mesh, {64, 100}, {"S(0)"});

@@ -36,22 +36,36 @@ def _part(tensor: torch.Tensor, placement: str) -> torch.Tensor:
 def _gathers(shape: tuple[int, ...], columns: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
     x = _integers(shape, 1, dtype)
     weights = [_integers((shape[-1], n), 2 + j, dtype) for j, n in enumerate(columns)]
-    expected = [_part(x.float() @ w.float(), f"S({len(shape) - 1})").to(dtype) for w in weights]
+    offset = _integers((columns[0],), 9, dtype)
+    biases = [_part(offset, "S(0)").requires_grad_(), *[None] * (len(columns) - 1)]
+    products = [x.float() @ w.float() for w in weights]
+    products[0] += offset.float()
+    expected = [_part(product, f"S({len(shape) - 1})").to(dtype) for product in products]
     for (method, chunks), save, turned in itertools.product(SCHEDULES, ("shard", "gathered"), (False, True)):
         mine = _part(x, f"S({dim})").requires_grad_()
         # Cut along the summed axis, the operand is gathered for weights that are whole there.
         ours = [_part(w, "S(1)").requires_grad_() for w in weights]
         given = [w.t().contiguous().t() for w in ours] if turned else ours
         found = sw.all_gather_matmul(
-            mine, given, gather_dim=dim, size=shape[dim], columns=columns, method=method, chunks=chunks, save=save
+            mine,
+            given,
+            biases,
+            gather_dim=dim,
+            size=shape[dim],
+            columns=columns,
+            method=method,
+            chunks=chunks,
+            save=save,
         )
         for result, right in zip(found, expected, strict=True):
             assert torch.equal(result, right), (method, chunks)
-        grads = torch.autograd.grad([f.float().square().sum() for f in found], [mine, *ours])
-        whole = [t.clone().requires_grad_() for t in (x, *weights)]
-        products = [whole[0].float() @ w.float() for w in whole[1:]]
+        grads = torch.autograd.grad([f.float().square().sum() for f in found], [mine, *ours, biases[0]])
+        whole = [t.clone().requires_grad_() for t in (x, *weights, offset)]
+        products = [whole[0].float() @ w.float() for w in whole[1:-1]]
+        products[0] = products[0] + whole[-1].float()
         right_grads = torch.autograd.grad([p.square().sum() for p in products], whole)
-        rights = [_part(right_grads[0], f"S({dim})"), *(_part(g, "S(1)") for g in right_grads[1:])]
+        on = [f"S({dim})", *["S(1)"] * len(weights), "S(0)"]
+        rights = [_part(grad, placement) for grad, placement in zip(right_grads, on, strict=True)]
         for grad, right in zip(grads, rights, strict=True):
             assert_close(grad, right, rtol=0.02 if dtype == torch.bfloat16 else 0, atol=0)
 
@@ -77,6 +91,7 @@ def test_all_gather_matmul(pool: Pool, world: int) -> None:
 def _sums(shape: tuple[int, ...], columns: int, dim: int | None, dtype: torch.dtype) -> None:
     x = _integers(shape, 1, dtype)
     weight = _integers((shape[-1], columns), 2, dtype)
+    bias = _integers((columns,), 3, dtype)
     last = f"S({len(shape) - 1})"
     to = "R" if dim is None else f"S({dim})"
     for (method, chunks), turned in itertools.product(SCHEDULES, (False, True)):
@@ -85,16 +100,17 @@ def _sums(shape: tuple[int, ...], columns: int, dim: int | None, dtype: torch.dt
         mine = _part(x, last).requires_grad_()
         ours = _part(weight, "S(0)").requires_grad_()
         given = ours.t().contiguous().t() if turned else ours
+        offset = bias.clone().requires_grad_()
         how: dict[str, Any] = {"size": shape[-1], "method": method, "chunks": chunks}
         if dim is None:
-            found = sw.matmul_all_reduce(mine, given, **how)
+            found = sw.matmul_all_reduce(mine, given, offset, **how)
         else:
-            found = sw.matmul_reduce_scatter(mine, given, scatter_dim=dim, **how)
-        assert torch.equal(found, _part((x.float() @ weight.float()).to(dtype), to)), (method, chunks)
-        grads = torch.autograd.grad(found.float().square().sum(), [mine, ours])
-        whole = [t.clone().requires_grad_() for t in (x, weight)]
-        rights = torch.autograd.grad((whole[0].float() @ whole[1].float()).square().sum(), whole)
-        for grad, right, placement in zip(grads, rights, (last, "S(0)"), strict=True):
+            found = sw.matmul_reduce_scatter(mine, given, offset, scatter_dim=dim, **how)
+        assert torch.equal(found, _part((x.float() @ weight.float() + bias.float()).to(dtype), to)), (method, chunks)
+        grads = torch.autograd.grad(found.float().square().sum(), [mine, ours, offset])
+        whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        rights = torch.autograd.grad((whole[0].float() @ whole[1].float() + whole[2].float()).square().sum(), whole)
+        for grad, right, placement in zip(grads, rights, (last, "S(0)", "R"), strict=True):
             assert_close(grad, _part(right, placement), rtol=0.02 if dtype == torch.bfloat16 else 0, atol=0)
 
 

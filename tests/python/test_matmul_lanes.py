@@ -17,16 +17,20 @@ WORLD = 4
 ROWS, K, COLUMNS = 512, 256, 384
 
 
+# Of what all ranks have, as one tensor.
+SIZES = {"size": WORLD * ROWS, "columns": WORLD * COLUMNS}
+
+
 def _operands() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(ROWS, K), torch.randn(K, COLUMNS)
 
 
 def _traced_ring() -> list[tuple[str, int, float, float]]:
     x, weight = _operands()
-    sw.all_gather_matmul(x, weight, method="ring", chunks=WORLD)
+    sw.all_gather_matmul(x, weight, method="ring", chunks=WORLD, **SIZES)
     dist.barrier()
     with sw.trace() as events:
-        sw.all_gather_matmul(x, weight, method="ring", chunks=WORLD)
+        sw.all_gather_matmul(x, weight, method="ring", chunks=WORLD, **SIZES)
     assert {event["cat"] for event in json.loads(events.to_chrome())["traceEvents"]} == {"compute", "communication"}
     return [(event.lane, event.chunk, event.start, event.end) for event in events]
 
@@ -60,6 +64,7 @@ def _peak(method: str, save: str) -> int:
     x, weight = torch.randn(2048, 512), torch.randn(512, 8)
     x.requires_grad_(save == "gathered")
     arguments: dict[str, Any] = {"method": method, "chunks": 1 if method == "serial" else WORLD, "save": save}
+    arguments |= {"size": WORLD * 2048, "columns": WORLD * 8}
     sw.all_gather_matmul(x, weight, **arguments)
     sw.release_staging()
     return int(allocated_peak(sw.all_gather_matmul, x, weight, **arguments)[1])
@@ -82,7 +87,7 @@ def test_gathered_operand_does_not_exist(pool: Pool) -> None:
 
 def _explained() -> tuple[str, dict[str, float]]:
     x, weight = _operands()
-    found = sw.explain(sw.all_gather_matmul, x, weight, method="ring", chunks=WORLD)
+    found = sw.explain(sw.all_gather_matmul, x, weight, method="ring", chunks=WORLD, **SIZES)
     (one,) = found
     assert (one.method, one.chunks, one.why_only_serial) == ("ring", WORLD, None)
     assert {method for method, _, _ in one.predictions} == {"serial", "ring", "collective"}
@@ -104,7 +109,7 @@ def _calibrated() -> tuple[int, ...]:
     model = sw.calibrate_gemm("cpu", dtype=torch.float32)
     assert model.picoseconds(512, 512, 512, 1, 4) > model.picoseconds(64, 64, 64, 1, 4) > 0
     x, weight = _operands()
-    sw.all_gather_matmul(x, weight, gemm_model=model)
+    sw.all_gather_matmul(x, weight, gemm_model=model, **SIZES)
     return model.flops_per_us, model.launch_ps, model.memory_ps_per_kib
 
 

@@ -70,6 +70,53 @@ class StridedCopy:
     def run(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """From and to flat tensors on one device, which do not overlap."""
 
+class Gemm:
+    """A product of matrices in flat tensors, or a batch of products, for tests and benchmarks: dst = lhs x rhs.
+
+    `sizes` are (m, n, k). A place is ``(offset, row_stride, column_stride)`` in elements; `batch_strides` are those of
+    lhs, rhs and dst. With `accumulates` the product is added to dst; else the matrix at `bias` is added to every
+    product. Nothing is checked.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        lhs: tuple[int, int, int],
+        rhs: tuple[int, int, int],
+        dst: tuple[int, int, int],
+        count: int = 1,
+        batch_strides: tuple[int, int, int] = (0, 0, 0),
+        accumulates: bool = False,
+        bias: tuple[int, int, int] | None = None,
+    ) -> None: ...
+    def multiply(
+        self,
+        lhs: torch.Tensor,
+        rhs: torch.Tensor,
+        dst: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        num_sms: int = 0,
+    ) -> None:
+        """lhs and rhs of one floating dtype, dst too or float32; `num_sms`: multiprocessors to use, 0 for all."""
+
+    def multiply_scaled(
+        self,
+        lhs: torch.Tensor,
+        rhs: torch.Tensor,
+        lhs_scale: torch.Tensor,
+        rhs_scale: torch.Tensor,
+        dst: torch.Tensor,
+        num_sms: int = 0,
+    ) -> None:
+        """Of 8-bit floats, by one float32 scale each, or m and n; into bfloat16 or float32.
+
+        Raises ValueError on operands that are not as csrc/runtime/gemm.h has it, and NotImplementedError where the
+        device has no such product.
+        """
+
+    def waves(self, lhs: torch.Tensor, dst: torch.Tensor, num_sms: int = 0) -> float | None:
+        """How often the product fills dst's device, by the dtypes of lhs and dst; None where that is not known."""
+
 def nothing_watches(in_backward: bool) -> bool:
     """Whether no mode, trace or transform is to see what this thread does, and no backward is under way, or may be."""
 

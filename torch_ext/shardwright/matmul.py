@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from . import groups
+from . import checking, groups
 from ._planner import GemmModel, Layout
 from ._products import Cuts, Problem, Product, Setting, choose_cuts, product_of, split_axes
 from .drop_in import layout_of_spec
@@ -85,10 +85,11 @@ def linear(
 def all_gather_matmul(
     x: torch.Tensor,
     weights: torch.Tensor | Sequence[torch.Tensor],
+    biases: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     *,
     gather_dim: int = 0,
     size: int | None = None,
-    columns: Sequence[int] | None = None,
+    columns: int | Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
     placements: Sequence[Placement] | None = None,
     method: str | None = None,
@@ -106,10 +107,11 @@ def all_gather_matmul(
         x: shape (..., k). Plain: this rank's part.
         weights: one of shape (k, n), or a list of them, which share the gather; transposed views are taken as they are.
             Plain: this rank's columns.
+        biases: of shape (n,), as many as weights, or None; cut as the columns are.
         gather_dim: of plain tensors: the dim of `x` that is cut; the last one is the summed one.
-        size: of plain tensors: length of `gather_dim` in all; default: as much on every rank as on this one. Where
-            ranks hold parts of different length it must be said.
-        columns: of plain tensors: columns of each weight in all; default: as many on every rank as on this one.
+        size: of plain tensors on several ranks: length of `gather_dim` in all. It has to be said, because a rank cannot
+            know what others hold.
+        columns: of plain tensors on several ranks: columns of each weight in all.
         group: of plain tensors; default: the default group.
         placements: of DTensors: of the results; default: as `linear`.
         method, chunks, save, gemm_model: as `linear`.
@@ -124,6 +126,13 @@ def all_gather_matmul(
     listed = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     if not listed:
         raise ValueError("weights: got none; allowed is one or more")
+    added: list[torch.Tensor | None] = [None] * len(listed)
+    if biases is not None:
+        added = [biases] if isinstance(biases, torch.Tensor) else list(biases)
+    if len(added) != len(listed):
+        raise ValueError(f"biases: got {len(added)} for {len(listed)} weights; allowed is one per weight")
+    x, *others = _autocast(x, *listed, *added)
+    listed, added = others[: len(listed)], others[len(listed) :]
     if isinstance(x, DTensor):
         axes = _axes(x.ndim, "kn")
         _check_weights(x, listed)
@@ -135,18 +144,20 @@ def all_gather_matmul(
         first = listed[0]
         assert isinstance(first, DTensor)
         cuts = _cuts_of(axes, x, first)
-        outputs: list[Any] = _multiply_dtensors(axes, x, listed, [None] * len(listed), results, setting, cuts)
+        _check_dtensors({"x": x, **{f"biases[{j}]": bias for j, bias in enumerate(added) if bias is not None}})
+        outputs: list[Any] = _multiply_dtensors(axes, x, listed, added, results, setting, cuts)
         return outputs if many else outputs[0]
     where = _Where(x, group, method, chunks, save, gemm_model)
     gather_dim = _dim(gather_dim, x, "gather_dim")
     _check_weights(x, listed, k_is_cut=gather_dim == x.ndim - 1)
     shape = list(x.shape)
-    shape[gather_dim] = where.total(size, x.shape[gather_dim], "size")
-    if columns is not None and len(columns) != len(listed):
-        raise ValueError(f"columns: got {len(columns)} for {len(listed)} weights; allowed is one per weight")
+    shape[gather_dim] = where.total(size, x.shape[gather_dim], "size", f"the length of dim {gather_dim} of x")
+    totals = [columns] * len(listed) if columns is None or isinstance(columns, int) else list(columns)
+    if len(totals) != len(listed):
+        raise ValueError(f"columns: got {len(totals)} for {len(listed)} weights; allowed is one per weight")
     layouts = []
-    for j, weight in enumerate(listed):
-        total = where.total(None if columns is None else columns[j], weight.shape[1], "columns")
+    for weight, said in zip(listed, totals, strict=True):
+        total = where.total(said, weight.shape[1], "columns", "the number of columns")
         layouts.append(
             (where.layout([shape[-1], total], "S(1)"), where.layout([*shape[:-1], total], f"S({x.ndim - 1})"))
         )
@@ -158,6 +169,8 @@ def all_gather_matmul(
         [weight_layout for weight_layout, _ in layouts],
         [result for _, result in layouts],
         ("n",),
+        added,
+        "S(0)",
     )
     return outputs if many else outputs[0]
 
@@ -165,6 +178,7 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
     *,
     scatter_dim: int = 0,
     size: int | None = None,
@@ -179,8 +193,10 @@ def matmul_reduce_scatter(
     Args:
         x: shape (..., k). Plain: this rank's part, cut in the last dim by rank as torch.chunk cuts.
         weight: shape (k, n). Plain: this rank's rows.
+        bias: shape (n,), added once, after the sums. Plain: whole on every rank, as is its gradient.
         scatter_dim: the dim of the result that is cut.
-        size: of plain tensors: length of k in all; default: as much on every rank as on this one.
+        size: of plain tensors on several ranks: length of k in all. It has to be said, because a rank cannot know what
+            others hold.
         group: of plain tensors; default: the default group.
         placements: of DTensors: of the result; default: ``Shard(scatter_dim)`` on the mesh dims that cut k in both.
         method, chunks, gemm_model: as `linear`.
@@ -191,12 +207,13 @@ def matmul_reduce_scatter(
     Raises:
         ValueError: what does not fit, naming the argument.
     """
-    return _sum_matmul(x, weight, scatter_dim, size, group, placements, method, chunks, gemm_model)
+    return _sum_matmul(x, weight, bias, scatter_dim, size, group, placements, method, chunks, gemm_model)
 
 
 def matmul_all_reduce(
     x: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
     *,
     size: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -205,12 +222,13 @@ def matmul_all_reduce(
     gemm_model: GemmModel | None = None,
 ) -> Any:
     """`matmul_reduce_scatter` with all of the result on every rank."""
-    return _sum_matmul(x, weight, None, size, group, None, method, chunks, gemm_model)
+    return _sum_matmul(x, weight, bias, None, size, group, None, method, chunks, gemm_model)
 
 
 def _sum_matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     scatter_dim: int | None,
     size: int | None,
     group: dist.ProcessGroup | None,
@@ -219,6 +237,7 @@ def _sum_matmul(
     chunks: int | None,
     gemm_model: GemmModel | None,
 ) -> Any:
+    x, weight, bias = _autocast(x, weight, bias)
     axes = _axes(x.ndim, "kn")
     if scatter_dim is not None:
         scatter_dim = _dim(scatter_dim, x, "scatter_dim")
@@ -231,10 +250,11 @@ def _sum_matmul(
             target = Replicate() if scatter_dim is None else Shard(scatter_dim)
             asked = [target if cut == "k" else placement for cut, placement in zip(cuts, asked, strict=True)]
         setting = _setting(x, method, chunks, "shard", gemm_model)
-        return _multiply_dtensors(axes, x, [weight], [None], [asked], setting, cuts)[0]
+        _check_dtensors({"x": x, **({} if bias is None else {"bias": bias})})
+        return _multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts)[0]
     where = _Where(x, group, method, chunks, "shard", gemm_model)
     _check_weights(x, [weight])
-    k = where.total(size, x.shape[-1], "size")
+    k = where.total(size, x.shape[-1], "size", "the length of the last dim of x")
     result = where.layout([*x.shape[:-1], weight.shape[1]], "R" if scatter_dim is None else f"S({scatter_dim})")
     return where.multiply(
         axes,
@@ -244,6 +264,8 @@ def _sum_matmul(
         [where.layout([k, weight.shape[1]], "S(0)")],
         [result],
         ("k",),
+        [bias],
+        "R",
     )[0]
 
 
@@ -378,11 +400,16 @@ class _Where:
         self.mesh = Mesh({"group": self.num_ranks})
         self.dtype = x.dtype
 
-    def total(self, said: int | None, here: int, argument: str) -> int:
+    def total(self, said: int | None, here: int, argument: str, what: str) -> int:
         """The length of a dim in all, of which this rank has `here`."""
-        total = here * self.num_ranks if said is None else said
+        if said is None and self.num_ranks > 1:
+            raise ValueError(
+                f"{argument}: has to be said for plain tensors on {self.num_ranks} ranks: {what} in all, "
+                f"{here * self.num_ranks} if every rank has as much as this one"
+            )
+        total = here if said is None else said
         mine = MadeLayout(self.mesh, [max(total, 0)], ["S(0)"], self.dtype).local_shape(self.rank)[0]
-        if total < 0 or mine != here:
+        if total < 0 or (mine != here and not checking.is_on()):  # which tells all ranks
             raise ValueError(
                 f"{argument}: {total} in all, of which rank {self.rank} of {self.num_ranks} has {mine} as torch.chunk "
                 f"cuts; it was given {here}"
@@ -401,28 +428,46 @@ class _Where:
         weight_layouts: Sequence[Layout],
         results: Sequence[Layout],
         cuts: Cuts,
+        biases: Sequence[torch.Tensor | None],
+        bias_placement: str,
     ) -> list[torch.Tensor]:
         all_axes, weights, weight_layouts = _as_stored(axes, weights, weight_layouts)
         problem = Problem(
             all_axes,
             x_layout,
             tuple(weight_layouts),
-            (None,) * len(weights),
+            tuple(self._bias_layout(b, r, bias_placement) for b, r in zip(biases, results, strict=True)),
             tuple(results),
             cuts if self.num_ranks > 1 else (None,),
             self.setting,
         )
-        return list(_MultiplyLocal.apply(product_of(problem), x, *weights))  # type: ignore[no-untyped-call]
+        product = product_of(problem)
+        return list(_MultiplyLocal.apply(product, len(weights), x, *weights, *biases))  # type: ignore[no-untyped-call]
+
+    def _bias_layout(self, bias: torch.Tensor | None, result: Layout, placement: str) -> MadeLayout | None:
+        if bias is None:
+            return None
+        layout = self.layout([result.shape[-1]], placement)
+        if isinstance(bias, DTensor) or tuple(bias.shape) != tuple(layout.local_shape(self.rank)):
+            raise ValueError(
+                f"bias: is a {type(bias).__name__} of shape {tuple(bias.shape)} on rank {self.rank}; allowed is a "
+                f"plain tensor of {tuple(layout.local_shape(self.rank))}"
+            )
+        return layout
 
 
 def _as_stored(
     axes: str, weights: Sequence[torch.Tensor], layouts: Sequence[Layout]
 ) -> tuple[tuple[str, ...], list[torch.Tensor], list[Layout]]:
-    """Weights (k, n) that are views of contiguous (n, k), as ``linear.weight.t()`` is, without a copy."""
+    """Weights (k, n) that are views of contiguous (n, k), as ``linear.weight.t()`` is, without a copy.
+
+    Told by strides, not by contiguity: a single row or column has both, and ranks have to answer alike.
+    """
     all_axes, stored, stored_layouts = [], [], []
     for weight, layout in zip(weights, layouts, strict=True):
         turned = weight.t()
-        if weight.is_contiguous() or not turned.is_contiguous():
+        is_view = weight.stride(0) == 1 and weight.stride(1) == max(weight.shape[0], 1) != 1
+        if not is_view or not turned.is_contiguous():
             all_axes.append(axes)
             stored.append(weight)
             stored_layouts.append(layout)
@@ -439,13 +484,13 @@ def _as_stored(
 class _MultiplyLocal(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, product: Product, x: torch.Tensor, *weights: torch.Tensor
+        ctx: Any, product: Product, num_weights: int, x: torch.Tensor, *others: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        outputs, kept = product.forward(x, weights, [None] * len(weights))
+        weights, biases = others[:num_weights], others[num_weights:]
+        outputs, kept = product.forward(x, weights, biases)
         ctx.product = product
         ctx.has_kept = kept is not None
-        ctx.save_for_backward(*([kept] if kept is not None else [x]), *weights)
-        ctx.set_materialize_grads(True)
+        ctx.save_for_backward(x if kept is None else kept, *weights)
         return tuple(outputs)
 
     @staticmethod
@@ -453,10 +498,11 @@ class _MultiplyLocal(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         product: Product = ctx.product
-        needs = (ctx.needs_input_grad[1], list(ctx.needs_input_grad[2:]), [False] * len(weights))
+        needed = ctx.needs_input_grad[2:]
+        needs = (needed[0], list(needed[1 : 1 + len(weights)]), list(needed[1 + len(weights) :]))
         layouts = product.gradient_layouts()
-        dx, dws, _ = product.backward(x, x if ctx.has_kept else None, weights, gradients, layouts, needs)
-        return None, dx, *dws
+        dx, dws, dbs = product.backward(x, x if ctx.has_kept else None, weights, gradients, layouts, needs)
+        return None, None, dx, *dws, *dbs
 
 
 # -------------------------------------------------------------------------------------------------------- DTensors

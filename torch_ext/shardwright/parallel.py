@@ -6,7 +6,8 @@ For ``torch.distributed.tensor.parallel.parallelize_module``. Arguments, paramet
 styles of these names in ``torch.distributed.tensor.parallel``; state dicts fit. A column-parallel layer takes a
 sequence shard as it is and gathers it in chunks behind its product, a row-parallel one scatters its sums in chunks, and
 their backwards do the same the other way round (`shardwright.linear`). Each layer gathers for itself: where several
-share an operand, `all_gather_matmul` with a list of weights gathers once. Layers other than ``nn.Linear`` are PyTorch's.
+share an operand, `all_gather_matmul` with a list of weights gathers once. Layers other than ``nn.Linear`` stay
+PyTorch's.
 """
 
 from __future__ import annotations

@@ -1,0 +1,125 @@
+"""torchtitan 0.3.0's linear layers with a collective inside, built on shardwright: any device, any length, any dim.
+
+`torchtitan.distributed.linear` holds three autograd functions for sequence and tensor parallelism. The functions here
+take the same arguments in the same order, and options behind them for what the three cannot do:
+
+    AllGatherLinear.apply(x, weight, bias, group, group_name)         all_gather_linear
+    AllGatherLinearMulti.apply(x, weight, weight, group, group_name)  all_gather_linear_multi, all_gather_linears
+    LinearReduceScatter.apply(x, weight, bias, group, group_name)     linear_reduce_scatter
+
+Tensors are plain: what this rank has of a tensor that `torch.chunk` has cut by the ranks of `group`. Weights are those
+of `torch.nn.Linear`, (out_features, in_features). What does not fit raises ValueError, as in `shardwright`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+import shardwright as sw
+
+
+def all_gather_linears(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    *,
+    biases: Sequence[torch.Tensor | None] | None = None,
+    gather_dim: int = 0,
+    size: int | None = None,
+    out_features: Sequence[int] | None = None,
+) -> list[torch.Tensor]:
+    """Gathers `x` once, and applies all weights to it while it comes.
+
+    Args:
+        x: shape (..., in_features), cut in `gather_dim`.
+        weights: of shape (out_features, in_features), cut in dim 0. Their transposes are read as they lie.
+        group: the ranks that hold the parts.
+        biases: of shape (out_features,), cut as the weights are, or None.
+        gather_dim: any dim of `x` but the last.
+        size: length of `gather_dim` in all; to be said, by all ranks, where it is not the same on each, which the three
+            do not know: without it all ranks are taken to have as much as this one.
+        out_features: of each weight in all; to be said where they are not the same on each rank.
+
+    Returns:
+        One tensor of shape (..., out_features) per weight, whole in `gather_dim` and cut in the last dim.
+    """
+    size = x.shape[gather_dim] * group.size() if size is None else size
+    if out_features is None:
+        out_features = [weight.shape[0] * group.size() for weight in weights]
+    return list(
+        sw.all_gather_matmul(
+            x,
+            [weight.t() for weight in weights],
+            biases,
+            gather_dim=gather_dim,
+            size=size,
+            columns=out_features,
+            group=group,
+        )
+    )
+
+
+def all_gather_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    group_name: str | None = None,
+    *,
+    gather_dim: int = 0,
+    size: int | None = None,
+    out_features: int | None = None,
+) -> torch.Tensor:
+    """`all_gather_linears` of one weight. `group_name` is not used."""
+    columns = None if out_features is None else [out_features]
+    (y,) = all_gather_linears(x, [weight], group, biases=[bias], gather_dim=gather_dim, size=size, out_features=columns)
+    return y
+
+
+def all_gather_linear_multi(
+    x: torch.Tensor,
+    weight_a: torch.Tensor,
+    weight_b: torch.Tensor,
+    group: dist.ProcessGroup,
+    group_name: str | None = None,
+    *,
+    gather_dim: int = 0,
+    size: int | None = None,
+    out_features: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`all_gather_linears` of two weights. `group_name` is not used."""
+    weights = [weight_a, weight_b]
+    a, b = all_gather_linears(x, weights, group, gather_dim=gather_dim, size=size, out_features=out_features)
+    return a, b
+
+
+def linear_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    group_name: str | None = None,
+    *,
+    scatter_dim: int = 0,
+    in_features: int | None = None,
+) -> torch.Tensor:
+    """Applies a weight that is cut along in_features, and adds up and cuts the result in `scatter_dim` meanwhile.
+
+    Args:
+        x: shape (..., in_features), cut in the last dim.
+        weight: shape (out_features, in_features), cut in dim 1.
+        bias: shape (out_features,), whole on every rank; its gradient is summed over the ranks.
+        group: the ranks that hold the parts.
+        group_name: not used.
+        scatter_dim: any dim of `x` but the last; no rank need have as much of it as another.
+        in_features: in all; to be said where they are not the same on each rank.
+
+    Returns:
+        This rank's part of shape (..., out_features).
+    """
+    size = x.shape[-1] * group.size() if in_features is None else in_features
+    y: torch.Tensor = sw.matmul_reduce_scatter(x, weight.t(), bias, scatter_dim=scatter_dim, size=size, group=group)
+    return y

@@ -1,0 +1,198 @@
+"""Products on buffers, in this process: any strides, batches, sums and biases, against products in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from shardwright import _runtime
+
+Place = tuple[int, int, int]
+# How a matrix lies in its buffer. "slice" and "column slice" are parts of larger ones, by rows and by columns; "apart"
+# has no stride of 1; in "between" the matrices of a batch take turns, row by row.
+KINDS = ["rows", "columns", "slice", "column slice", "apart", "between"]
+SIZES = [(5, 7, 4), (1, 6, 3), (6, 1, 3), (4, 5, 1), (1, 1, 1)]
+
+
+def _place(kind: str, rows: int, columns: int, count: int) -> tuple[Place, int, int]:
+    """Its place, the batch stride, and the elements of a buffer with some to spare."""
+    offset, row, column, batch = {
+        "rows": (0, columns, 1, rows * columns),
+        "columns": (1, 1, rows, rows * columns),
+        "slice": (3, columns + 5, 1, rows * (columns + 5)),
+        "column slice": (2, 1, rows + 3, columns * (rows + 3)),
+        "apart": (1, 2 * columns + 1, 2, rows * (2 * columns + 1)),
+        "between": (0, count * columns, 1, columns),
+    }[kind]
+    return (offset, row, column), batch, offset + count * batch + rows * row + columns * column
+
+
+def _view(buffer: torch.Tensor, place: Place, batch: int, count: int, rows: int, columns: int) -> torch.Tensor:
+    return buffer.as_strided((count, rows, columns), (batch, place[1], place[2]), place[0])
+
+
+def _integers(count: int, dtype: torch.dtype, low: int = -2, high: int = 3) -> torch.Tensor:
+    """Small enough that every sum of products is exact."""
+    return torch.randint(low, high, (count,), dtype=torch.float64).to(dtype)
+
+
+class Case:
+    """A product with its buffers, and what all of dst holds afterwards, by float64."""
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        kinds: tuple[str, str, str],
+        count: int = 1,
+        dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+        accumulates: bool = False,
+        bias: Place | None = None,
+        shared_rhs: bool = False,
+        low: int = -2,
+    ) -> None:
+        m, n, k = sizes
+        lhs, lhs_batch, lhs_elements = _place(kinds[0], m, k, count)
+        rhs, rhs_batch, rhs_elements = _place(kinds[1], k, n, count)
+        dst, dst_batch, dst_elements = _place(kinds[2], m, n, count)
+        if shared_rhs:
+            rhs_batch = 0
+        self.lhs = _integers(lhs_elements, dtypes[0], low)
+        self.rhs = _integers(rhs_elements, dtypes[0], low)
+        self.dst = _integers(dst_elements, dtypes[1])
+        self.bias = None if bias is None else _integers(bias[0] + m * bias[1] + n * bias[2] + 1, dtypes[0])
+        self.expected = self.dst.double()
+        product = _view(self.lhs.double(), lhs, lhs_batch, count, m, k) @ _view(
+            self.rhs.double(), rhs, rhs_batch, count, k, n
+        )
+        result = _view(self.expected, dst, dst_batch, count, m, n)
+        if accumulates:
+            product += result
+        if bias is not None and self.bias is not None:
+            product += self.bias.double().as_strided((m, n), bias[1:], bias[0])
+        result.copy_(product)
+        strides = (lhs_batch, rhs_batch, dst_batch)
+        self.gemm = _runtime.Gemm(sizes, lhs, rhs, dst, count, strides, accumulates, bias)
+
+    def check(self) -> None:
+        self.gemm.multiply(self.lhs, self.rhs, self.dst, self.bias)
+        assert torch.equal(self.dst.double(), self.expected)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("to", KINDS)
+def test_strides(to: str, count: int) -> None:
+    torch.manual_seed(0)
+    for sizes, lhs, rhs, accumulates in itertools.product(SIZES, KINDS, KINDS, (False, True)):
+        Case(sizes, (lhs, rhs, to), count, accumulates=accumulates).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_dtypes(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    results = [dtype, torch.float32] if dtype.itemsize == 2 else [dtype]
+    for result, count, accumulates in itertools.product(results, (1, 2), (False, True)):
+        for lhs, rhs, to in itertools.product(("rows", "columns"), ("rows", "columns"), ("rows", "columns", "slice")):
+            Case((9, 8, 7), (lhs, rhs, to), count, (dtype, result), accumulates).check()
+
+
+@pytest.mark.parametrize("place", [(1, 0, 1), (0, 1, 0), (2, 0, 0), (1, 7, 1), (0, 0, 2)], ids=str)
+def test_bias(place: Place) -> None:
+    """Along columns, along rows, of one element, a whole matrix, and of every other element; for every product."""
+    torch.manual_seed(2)
+    for to, count in itertools.product(KINDS, (1, 3)):
+        Case((5, 7, 4), ("rows", "columns", to), count, bias=place).check()
+        Case((5, 7, 4), ("rows", "columns", to), count, (torch.bfloat16, torch.float32), bias=place).check()
+
+
+def test_one_rhs_for_a_batch() -> None:
+    torch.manual_seed(3)
+    for rhs, to in itertools.product(KINDS, KINDS):
+        Case((5, 7, 4), ("rows", rhs, to), 3, shared_rhs=True).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sums_are_not_rounded_in_between(dtype: torch.dtype) -> None:
+    """Above 2048 not every integer is a float16, above 256 not every one is a bfloat16."""
+    torch.manual_seed(4)
+    case = Case((6, 5, 3000), ("rows", "columns", "slice"), 2, (dtype, torch.float32), accumulates=True, low=0)
+    assert (case.expected.to(dtype).double() != case.expected).any()
+    case.check()
+
+
+@pytest.mark.parametrize("sizes", [(0, 7, 4), (5, 0, 4), (5, 7, 0), (0, 0, 0)], ids=str)
+def test_nothing_to_multiply(sizes: tuple[int, int, int]) -> None:
+    """Without k the result is 0, or the bias, or what was there."""
+    torch.manual_seed(5)
+    for to, count in itertools.product(KINDS, (1, 3)):
+        for dtypes in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
+            Case(sizes, ("rows", "columns", to), count, dtypes).check()
+            Case(sizes, ("rows", "columns", to), count, dtypes, accumulates=True).check()
+            Case(sizes, ("rows", "columns", to), count, dtypes, bias=(0, 0, 1)).check()
+
+
+def test_strides_of_single_rows_and_columns_do_not_matter() -> None:
+    lhs, rhs = _integers(20, torch.float32), _integers(20, torch.float32)
+    dst = torch.zeros(8)
+    _runtime.Gemm((1, 4, 5), (0, 0, 1), (0, 4, 1), (2, 0, 1)).multiply(lhs, rhs, dst)
+    assert torch.equal(dst, torch.cat([torch.zeros(2), lhs[:5] @ rhs.view(5, 4), torch.zeros(2)]))
+
+
+def _scaled(**given: object) -> None:
+    """A scaled product of 32 x 48 x 64 that differs from an allowed one by what is given."""
+    how: dict = {
+        "lhs": (0, 64, 1),
+        "rhs": (0, 1, 64),
+        "dst": (0, 48, 1),
+        "k": 64,
+        "bias": None,
+        "dtypes": (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16),
+        "scales": (torch.ones(1), torch.ones(1)),
+        **given,
+    }
+    lhs, rhs, dst = (torch.zeros(8192).to(dtype) for dtype in how["dtypes"])
+    gemm = _runtime.Gemm((32, 48, how["k"]), how["lhs"], how["rhs"], how["dst"], bias=how["bias"])
+    gemm.multiply_scaled(lhs, rhs, *how["scales"], dst)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dtypes": (torch.float8_e5m2, torch.float8_e5m2, torch.bfloat16)}, "not Float8_e5m2 twice"),
+        ({"dtypes": (torch.float8_e4m3fn, torch.bfloat16, torch.bfloat16)}, "lhs, rhs: are Float8_e4m3fn and BFloat16"),
+        ({"dtypes": (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float16)}, "dst: is Half"),
+        ({"bias": (0, 0, 1)}, "add it afterwards"),
+        ({"k": 0}, "has k = 0"),
+        ({"k": 24}, "lhs: has 32 lines of 24 elements"),
+        ({"lhs": (0, 1, 32)}, "along k are 32 and 1"),
+        ({"rhs": (0, 48, 1)}, "along k are 1 and 48"),
+        ({"lhs": (0, 72, 1)}, "lhs: has 32 lines of 64 elements, 72 apart"),
+        ({"rhs": (0, 1, 0)}, "wants them side by side"),
+        ({"rhs": (8, 1, 64)}, "rhs: begins 8 bytes behind"),
+        ({"dst": (0, 96, 2)}, r"dst: its strides are \(96, 2\)"),
+        ({"dst": (4, 48, 1)}, "dst: begins 8 bytes behind"),
+        ({"scales": (torch.ones(32), torch.ones(1))}, "have 32 and 1 elements"),
+        ({"scales": (torch.ones(1).double(), torch.ones(1))}, "scales are Float"),
+        ({"scales": (torch.ones(33)[1:], torch.ones(48))}, "one begins 4 bytes behind"),
+    ],
+    ids=str,
+)
+def test_scaled_products_refuse(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _scaled(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"dst": (0, 1, 32)}, {"lhs": (16, 80, 1)}, {"scales": (torch.ones(32, 1), torch.ones(1, 48))}],
+    ids=["by rows", "by columns", "a slice", "scales of rows"],
+)
+def test_scaled_products_need_a_device(given: dict[str, object]) -> None:
+    with pytest.raises(NotImplementedError, match="no product of 8-bit floats on cpu"):
+        _scaled(**given)
+
+
+def test_waves_are_not_known_on_cpu() -> None:
+    gemm = _runtime.Gemm((64, 64, 64), (0, 64, 1), (0, 64, 1), (0, 64, 1))
+    assert gemm.waves(torch.empty(0), torch.empty(0)) is None

@@ -1,0 +1,131 @@
+"""`torch.ops.shardwright.matmul` as an operator of PyTorch, and what users get told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+from shardwright import _products
+
+WORLD = 2
+SIZES = {"size": WORLD * 3, "columns": WORLD * 5}
+
+
+def _call() -> tuple[_products.Call, torch.Tensor, torch.Tensor]:
+    x, weight = torch.randn(3, 4), torch.randn(4, 5)
+    with _products.listening() as calls:
+        sw.all_gather_matmul(x, weight, method="ring", chunks=2, **SIZES)
+    return calls[0], x, weight
+
+
+def _is_an_operator() -> None:
+    call, x, weight = _call()
+    arguments: tuple[Any, ...] = ([x, weight], call.program, list(call.groups), call.rank)
+    torch.library.opcheck(
+        torch.ops.shardwright.matmul.default,
+        arguments,
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+    def compute(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        (y,) = torch.ops.shardwright.matmul([x * 2, weight], call.program, list(call.groups), call.rank)
+        return y.relu()
+
+    compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, weight), compute(x, weight))
+    with pytest.raises(ValueError, match=r"input 1: has shape \[4, 6\] on rank"):
+        torch.ops.shardwright.matmul([x, torch.randn(4, 6)], call.program, list(call.groups), call.rank)
+    with pytest.raises(ValueError, match="got 1, the program takes 2"):
+        torch.ops.shardwright.matmul([x], call.program, list(call.groups), call.rank)
+    with pytest.raises(ValueError, match="input 1: is Int"):
+        torch.ops.shardwright.matmul([x, weight.to(torch.int32)], call.program, list(call.groups), call.rank)
+    with pytest.raises(ValueError, match="no product for an operator"):
+        torch.ops.shardwright.matmul([x], "gather|nonsense", [], 0)
+
+
+def test_operator(pool: Pool) -> None:
+    pool.run(_is_an_operator, WORLD)
+
+
+def _refuses() -> None:
+    mesh = get_mesh((WORLD,))
+    x, weight = torch.randn(3, 4), torch.randn(4, 5)
+    dx, dw = (distribute_tensor(t, mesh, [Shard(0)]) for t in (x, torch.randn(5, 4)))
+    refused: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+        (sw.all_gather_matmul, (x, torch.randn(3, 5)), {}, r"weights\[0\]: has shape \(3, 5\)"),
+        (sw.all_gather_matmul, (x, []), {}, "weights: got none"),
+        (sw.all_gather_matmul, (x, weight), {"gather_dim": 2}, "gather_dim: 2 is no dim"),
+        (sw.all_gather_matmul, (x, weight), {"size": 4}, "size: 4 in all, of which rank"),
+        (sw.all_gather_matmul, (x, weight), {}, "size: has to be said for plain tensors on 2 ranks"),
+        (sw.all_gather_matmul, (x, weight), {"size": 6}, "columns: has to be said"),
+        (sw.all_gather_matmul, (x, weight), {"size": 6, "columns": [10, 10]}, "columns: got 2 for 1"),
+        (sw.all_gather_matmul, (x, weight), {"size": 6, "columns": 13}, "columns: 13 in all"),
+        (sw.all_gather_matmul, (x, weight, torch.zeros(4)), SIZES, r"bias: is a Tensor of shape \(4,\)"),
+        (sw.all_gather_matmul, (x, weight, [None, None]), SIZES, "biases: got 2 for 1"),
+        (sw.matmul_all_reduce, (x, weight), {}, "size: has to be said"),
+        (sw.all_gather_matmul, (x, weight), {"method": "magic"}, "method: 'magic'"),
+        (sw.all_gather_matmul, (x, weight), {"chunks": 0}, "chunks: 0"),
+        (sw.all_gather_matmul, (x, weight), {"save": "all"}, "save: 'all'"),
+        (sw.all_gather_matmul, (x.int(), weight.int()), {}, "x: has dtype torch.int32"),
+        (sw.all_gather_matmul, (x, weight.double()), {}, r"weights\[0\]: is torch.float64"),
+        (sw.all_gather_matmul, (x, dw), {}, "is a DTensor where x is plain"),
+        (sw.matmul_all_reduce, (x, weight), {"size": 8, "method": "ring"}, "goes by collectives"),
+        (sw.matmul_reduce_scatter, (x, weight), {"scatter_dim": -3}, "scatter_dim: -3"),
+        (sw.linear, (x, dw), {}, "x: got a Tensor"),
+        (sw.linear, (dx, dw), {"placements": [Replicate()] * 2}, "placements: got 2 for a mesh of 1"),
+        (sw.linear, (dx, distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)])), {}, "weight: has shape"),
+        (sw.linear, (dx, dw, distribute_tensor(torch.randn(4), mesh, [Shard(0)])), {}, r"bias: has shape \(4,\)"),
+        (sw.linear, (dx, dw.double()), {}, "weight: has dtype torch.float64"),
+    ]
+    for function, args, kwargs, message in refused:
+        with pytest.raises(ValueError, match=message):
+            function(*args, **kwargs)
+    once = torch.randn(3, 4, requires_grad=True)
+    grad = torch.autograd.grad(sw.all_gather_matmul(once, weight, **SIZES).square().sum(), once, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_bad_input(pool: Pool) -> None:
+    pool.run(_refuses, WORLD)
+
+
+def _compared(rank_differs: bool) -> str:
+    sw.check_ranks(timeout_seconds=10)
+    try:
+        chunks = 2 + (torch.distributed.get_rank() if rank_differs else 0)
+        sw.all_gather_matmul(torch.randn(3, 4), torch.randn(4, 5), method="ring", chunks=2 * chunks, **SIZES)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        sw.check_ranks(False)
+    return ""
+
+
+def test_ranks_compare_what_they_multiply(pool: Pool) -> None:
+    assert pool.run(_compared, WORLD, False) == [""] * WORLD
+    for message in pool.run(_compared, WORLD, True):
+        assert "chunks: " in message and "4" in message and "6" in message
+
+
+def _judged() -> str:
+    sw.check_ranks(timeout_seconds=10)
+    try:
+        rows = 3 if torch.distributed.get_rank() == 0 else 2
+        sw.all_gather_matmul(torch.randn(rows, 4), torch.randn(4, 5), **SIZES)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        sw.check_ranks(False)
+    return ""
+
+
+def test_all_ranks_hear_of_one_that_holds_too_little(pool: Pool) -> None:
+    for message in pool.run(_judged, WORLD):
+        assert "input: " in message and "float32[2, 4]" in message
