@@ -18,9 +18,21 @@ struct MatmulView {
   Matmul matmul;
 };
 
-Schedule schedule_of(const std::string& method, int64_t chunks) { return {parse_method(method), chunks}; }
+// A number, or of a ring the distances of each chunk.
+using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
 
-Program program_at(const Matmul& matmul, const std::string& method, int64_t chunks, int64_t rank) {
+Schedule schedule_of(const std::string& method, const Chunks& chunks) {
+  if (const auto* count = std::get_if<int64_t>(&chunks)) return {parse_method(method), *count, {}};
+  const auto& distances = std::get<1>(chunks);
+  return {parse_method(method), static_cast<int64_t>(distances.size()) + 1, distances};
+}
+
+Chunks chunks_of(const Schedule& schedule) {
+  if (schedule.distances.empty()) return schedule.chunks;
+  return schedule.distances;
+}
+
+Program program_at(const Matmul& matmul, const std::string& method, const Chunks& chunks, int64_t rank) {
   return compile(matmul, schedule_of(method, chunks), position_of(plan_of(matmul).src, rank));
 }
 
@@ -97,7 +109,7 @@ void define_matmul(py::module_& m) {
           "parse",
           [](const std::string& text) {
             const auto [matmul, schedule] = parse_matmul(text);
-            return py::make_tuple(MatmulView{matmul}, method_name(schedule.method), schedule.chunks);
+            return py::make_tuple(MatmulView{matmul}, method_name(schedule.method), chunks_of(schedule));
           },
           py::arg("text"))
       .def_property_readonly("plan", [](const MatmulView& view) { return view_of(plan_of(view.matmul)); })
@@ -111,7 +123,7 @@ void define_matmul(py::module_& m) {
       .def_property_readonly("why_only_serial", [](const MatmulView& view) { return why_only_serial(view.matmul); })
       .def(
           "check",
-          [](const MatmulView& view, const std::string& method, int64_t chunks) {
+          [](const MatmulView& view, const std::string& method, const Chunks& chunks) {
             check(view.matmul, schedule_of(method, chunks));
           },
           py::arg("method"), py::arg("chunks"))
@@ -134,25 +146,25 @@ void define_matmul(py::module_& m) {
           py::arg("model"))
       .def(
           "timeline",
-          [](const MatmulView& view, const std::string& method, int64_t chunks, const GemmModel& model) {
+          [](const MatmulView& view, const std::string& method, const Chunks& chunks, const GemmModel& model) {
             return timeline_of(view.matmul, schedule_of(method, chunks), model);
           },
           py::arg("method"), py::arg("chunks"), py::arg("model"))
       .def(
           "program",
-          [](const MatmulView& view, const std::string& method, int64_t chunks, int64_t rank) {
+          [](const MatmulView& view, const std::string& method, const Chunks& chunks, int64_t rank) {
             return program_at(view.matmul, method, chunks, rank).to_string();
           },
           py::arg("method"), py::arg("chunks"), py::arg("rank"))
       .def(
           "peak_bytes",
-          [](const MatmulView& view, const std::string& method, int64_t chunks, int64_t rank) {
+          [](const MatmulView& view, const std::string& method, const Chunks& chunks, int64_t rank) {
             return program_at(view.matmul, method, chunks, rank).peak_bytes();
           },
           py::arg("method"), py::arg("chunks"), py::arg("rank"))
       .def(
           "groups",
-          [](const MatmulView& view, const std::string& method, int64_t chunks, int64_t rank) {
+          [](const MatmulView& view, const std::string& method, const Chunks& chunks, int64_t rank) {
             std::vector<std::pair<std::vector<int>, std::vector<int64_t>>> groups;
             for (const Group& group : program_at(view.matmul, method, chunks, rank).groups) {
               groups.emplace_back(group.mesh_dims.to_vector(), group.ranks);
@@ -171,7 +183,7 @@ void define_matmul(py::module_& m) {
           py::arg("rank"))
       .def(
           "to_text",
-          [](const MatmulView& view, const std::string& method, int64_t chunks) {
+          [](const MatmulView& view, const std::string& method, const Chunks& chunks) {
             return to_text(view.matmul, schedule_of(method, chunks));
           },
           py::arg("method"), py::arg("chunks"));

@@ -4,26 +4,32 @@
 
 namespace shardwright {
 
-std::vector<Chunk> ring_chunks(int64_t partners, int64_t chunks) {
+std::vector<Chunk> ring_chunks(int64_t partners, const Schedule& schedule) {
   std::vector<Chunk> made;
-  const int64_t others = partners - 1;
-  if (chunks >= partners) {
-    const int64_t shares = chunks / partners;
+  for (const std::vector<int64_t>& distances : schedule.distances) made.push_back({distances, 0, 1});
+  if (!made.empty() || partners == 1) return made;
+  if (schedule.chunks >= partners) {
+    const int64_t shares = schedule.chunks / partners;
     for (int64_t d = 1; d < partners; ++d) {
-      for (int64_t s = 0; s < shares; ++s) made.push_back({d, d, s, shares});
+      for (int64_t s = 0; s < shares; ++s) made.push_back({{d}, s, shares});
     }
     return made;
   }
-  const int64_t groups = std::max<int64_t>(chunks - 1, 1);
-  for (int64_t g = 0; g < groups && others > 0; ++g) {
-    made.push_back({1 + others * g / groups, others * (g + 1) / groups, 0, 1});
+  const int64_t others = partners - 1;
+  const int64_t groups = std::max<int64_t>(schedule.chunks - 1, 1);
+  for (int64_t g = 0; g < groups; ++g) {
+    Chunk chunk;
+    for (int64_t d = 1 + others * g / groups; d <= others * (g + 1) / groups; ++d) chunk.distances.push_back(d);
+    made.push_back(std::move(chunk));
   }
   return made;
 }
 
 std::vector<Chunk> collective_chunks(int64_t partners, int64_t chunks) {
+  std::vector<int64_t> all;
+  for (int64_t d = 1; d < partners; ++d) all.push_back(d);
   std::vector<Chunk> made;
-  for (int64_t c = 0; c < chunks && partners > 1; ++c) made.push_back({1, partners - 1, c, chunks});
+  for (int64_t c = 0; c < chunks && partners > 1; ++c) made.push_back({all, c, chunks});
   return made;
 }
 

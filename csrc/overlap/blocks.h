@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "overlap/matmul.h"
 #include "planner/plan.h"
 #include "program/boxes.h"
 
@@ -11,15 +12,14 @@ namespace shardwright {
 
 // The shares of the parts at some distances. The rank at distance d of the i-th of k is the (i + d)-th, modulo k.
 struct Chunk {
-  int64_t first_distance = 0;
-  int64_t last_distance = 0;  // inclusive
+  std::vector<int64_t> distances;
   int64_t share = 0;
   int64_t shares = 1;
 };
 
 // Distances 1 to partners - 1, each part by messages of its own. Of `chunks` one is the own part's where they are no
-// more than the partners; else every part is cut into chunks / partners shares.
-std::vector<Chunk> ring_chunks(int64_t partners, int64_t chunks);
+// more than the partners; else every part is cut into chunks / partners shares. Or as said by hand.
+std::vector<Chunk> ring_chunks(int64_t partners, const Schedule& schedule);
 
 // All distances in every chunk.
 std::vector<Chunk> collective_chunks(int64_t partners, int64_t chunks);

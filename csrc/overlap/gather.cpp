@@ -216,8 +216,7 @@ class GatherCompiler {
     const Positions group = plan_.src.mesh().group(b_.position(), step.mesh_dims);
     const auto k = static_cast<int64_t>(group.size());
     const bool by_messages = schedule_.method == Method::kRing;
-    const std::vector<Chunk> chunks =
-        by_messages ? ring_chunks(k, schedule_.chunks) : collective_chunks(k, schedule_.chunks);
+    const std::vector<Chunk> chunks = by_messages ? ring_chunks(k, schedule_) : collective_chunks(k, schedule_.chunks);
     // Of the dims that are rows or columns of the first product, so that shares do not split its sums.
     std::vector<size_t> dims;
     std::vector<size_t> all_dims;
@@ -250,7 +249,7 @@ class GatherCompiler {
                     const Intersection& own) {
     std::vector<Intersection::Part> parts = own.parts();
     for (const Chunk& chunk : chunks) {
-      for (int64_t d = chunk.first_distance; d <= chunk.last_distance; ++d) {
+      for (const int64_t d : chunk.distances) {
         if (const auto block = received(step, group, chunk, d)) {
           for (Intersection::Part& part : block->parts()) parts.push_back(std::move(part));
         }
@@ -307,7 +306,7 @@ class GatherCompiler {
   Transfer start_messages(const Step& step, const Positions& group, const Chunk& chunk, int current) {
     Transfer transfer;
     SendReceive move{b_.group_index(step.mesh_dims), {}, {}};
-    for (int64_t d = chunk.first_distance; d <= chunk.last_distance; ++d) {
+    for (const int64_t d : chunk.distances) {
       if (const auto block = received(step, group, chunk, d)) {
         transfer.arrivals.push_back(place_for(*block));
         move.receives.push_back({source(group, d), transfer.arrivals.back().range});

@@ -73,6 +73,19 @@ void check_kind(const MatmulScatter& matmul) {
   }
 }
 
+void check_distances(const Schedule& schedule, int64_t partners) {
+  if (schedule.distances.empty()) return;
+  check_user(schedule.method == Method::kRing, "chunks: distances (", chunks_text(schedule),
+             ") are for method 'ring', not '", method_name(schedule.method), "'");
+  std::vector<int64_t> said;
+  for (const std::vector<int64_t>& chunk : schedule.distances) said.insert(said.end(), chunk.begin(), chunk.end());
+  std::sort(said.begin(), said.end());
+  bool is_all = static_cast<int64_t>(said.size()) == partners - 1;
+  for (size_t i = 0; i < said.size() && is_all; ++i) is_all = said[i] == static_cast<int64_t>(i) + 1;
+  check_user(is_all, "chunks: distances ", chunks_text(schedule), " for ", partners,
+             " ranks; allowed is each from 1 to ", partners - 1, " once");
+}
+
 }  // namespace
 
 const char* method_name(Method method) { return kMethodNames[static_cast<int>(method)]; }
@@ -82,6 +95,57 @@ Method parse_method(const std::string& name) {
     if (name == method_name(method)) return method;
   }
   throw UserError(concat("method: '", name, "'; allowed are 'serial', 'ring' and 'collective'"));
+}
+
+std::string chunks_text(const Schedule& schedule) {
+  if (schedule.distances.empty()) return std::to_string(schedule.chunks);
+  std::vector<std::string> chunks;
+  for (const std::vector<int64_t>& distances : schedule.distances) {
+    std::vector<std::string> numbers;
+    for (const int64_t distance : distances) numbers.push_back(std::to_string(distance));
+    chunks.push_back(join(numbers, "."));
+  }
+  return join(chunks, "_") + (chunks.size() == 1 ? "_" : "");  // told from a number
+}
+
+Schedule parse_schedule(const std::string& method, const std::string& chunks) {
+  Schedule schedule{parse_method(method), 0, {}};
+  const auto fail = [&] {
+    throw UserError(concat("chunks: '", chunks, "'; allowed are 1 to ", kMaxChunks, ", or distances such as '1.3_2'"));
+  };
+  const bool is_by_hand = chunks.find('_') != std::string::npos;
+  std::vector<int64_t> numbers{0};
+  bool has_digit = false;
+  const auto end_chunk = [&] {
+    if (!has_digit) fail();
+    schedule.distances.push_back(numbers);
+    numbers = {0};
+    has_digit = false;
+  };
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    const char c = chunks[i];
+    if (c >= '0' && c <= '9') {
+      numbers.back() = numbers.back() * 10 + (c - '0');
+      has_digit = true;
+      if (numbers.back() > kMaxChunks * 16) fail();
+    } else if (c == '.' && is_by_hand && has_digit) {
+      numbers.push_back(0);
+      has_digit = false;
+    } else if (c == '_') {
+      end_chunk();
+      if (i + 1 == chunks.size()) numbers.clear();
+    } else {
+      fail();
+    }
+  }
+  if (!is_by_hand) {
+    if (!has_digit) fail();
+    schedule.chunks = numbers.back();
+    return schedule;
+  }
+  if (!numbers.empty()) end_chunk();
+  schedule.chunks = static_cast<int64_t>(schedule.distances.size()) + 1;
+  return schedule;
 }
 
 const Plan& plan_of(const Matmul& matmul) {
@@ -119,6 +183,7 @@ void check(const Matmul& matmul, const Schedule& schedule) {
   const std::optional<std::string> reason = why_only_serial(matmul);
   check_user(!reason, "method: '", method_name(schedule.method), "', but ", reason.value_or(""),
              "; allowed is 'serial'");
+  check_distances(schedule, num_partners(matmul));
   check_user(schedule.method != Method::kRing || chunked_step(matmul)->op != StepOp::kAllReduce, "method: 'ring', but ",
              step_text(plan, 0), " goes by collectives; allowed are 'collective' and 'serial'");
 }
@@ -162,8 +227,7 @@ std::vector<std::string> fields_of(const std::string& text) {
 
 std::string to_text(const Matmul& matmul, const Schedule& schedule) {
   const Plan& plan = plan_of(matmul);
-  std::vector<std::string> fields{"", method_name(schedule.method), std::to_string(schedule.chunks), "0",
-                                  text_of(plan)};
+  std::vector<std::string> fields{"", method_name(schedule.method), chunks_text(schedule), "0", text_of(plan)};
   if (const auto* gather = std::get_if<GatherMatmul>(&matmul)) {
     fields[0] = "gather";
     fields[3] = gather->keeps_gathered ? "1" : "0";
@@ -187,12 +251,7 @@ std::pair<Matmul, Schedule> parse_matmul(const std::string& text) {
   const std::vector<std::string> fields = fields_of(text);
   check_user(fields.size() >= 8 && (fields.size() - 5) % 3 == 0 && (fields[0] == "gather" || fields[0] == "scatter"),
              "matmul: '", text.substr(0, 40), "...' is no product for an operator");
-  Schedule schedule{parse_method(fields[1]), 0};
-  for (const char digit : fields[2]) {
-    check_user(digit >= '0' && digit <= '9' && schedule.chunks <= kMaxChunks, "chunks: '", fields[2],
-               "'; allowed are 1 to ", kMaxChunks);
-    schedule.chunks = schedule.chunks * 10 + (digit - '0');
-  }
+  const Schedule schedule = parse_schedule(fields[1], fields[2]);
   const auto layout_in = [&](size_t i) { return from_bytes(from_base64(fields[i])).src; };
   const Plan plan = from_bytes(from_base64(fields[4]));
   std::optional<Matmul> matmul;

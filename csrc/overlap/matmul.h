@@ -44,6 +44,9 @@ constexpr int64_t kMaxChunks = 4096;
 struct Schedule {
   Method method = Method::kSerial;
   int64_t chunks = 1;
+  // Of a ring, by hand: the distances of each chunk, in the order in which they travel; all from 1 to the number of
+  // partners less one, once. Empty: as many as `chunks` says, nearest first.
+  std::vector<std::vector<int64_t>> distances = {};
   bool operator==(const Schedule&) const = default;
 };
 
@@ -79,6 +82,10 @@ int64_t num_partners(const Matmul& matmul);
 
 // Whether something of it can be chunked; if not, why.
 std::optional<std::string> why_only_serial(const Matmul& matmul);
+
+// "4", or the distances by hand, "1.3_2"; parse_schedule takes them back and throws UserError on other text.
+std::string chunks_text(const Schedule& schedule);
+Schedule parse_schedule(const std::string& method, const std::string& chunks);
 
 // Throws UserError where tensors do not fit each other, where the plan's dtype has no products, and where a method is
 // asked for that why_only_serial excludes.

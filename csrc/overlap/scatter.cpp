@@ -114,8 +114,7 @@ class ScatterCompiler {
     reduces_ = step.op == StepOp::kReduceScatter;
     const auto k = static_cast<int64_t>(group_.size());
     const bool by_messages = schedule_.method == Method::kRing;
-    const std::vector<Chunk> chunks =
-        by_messages ? ring_chunks(k, schedule_.chunks) : collective_chunks(k, schedule_.chunks);
+    const std::vector<Chunk> chunks = by_messages ? ring_chunks(k, schedule_) : collective_chunks(k, schedule_.chunks);
     shares_ = chunks.empty() ? 1 : chunks[0].shares;
     std::vector<size_t> dims(needed_.size());
     for (size_t d = 0; d < dims.size(); ++d) dims[d] = d;
@@ -167,7 +166,7 @@ class ScatterCompiler {
   Transfer start_messages(const Chunk& chunk) {
     SendReceive move{b_.group_index(step_->mesh_dims), {}, {}};
     std::vector<std::pair<Intersection, int>> staged;
-    for (int64_t d = chunk.first_distance; d <= chunk.last_distance; ++d) {
+    for (const int64_t d : chunk.distances) {
       const int64_t target = at_distance(d);
       const int64_t source = at_distance(-d);
       if (const auto block = sent(target, chunk)) {
@@ -194,7 +193,7 @@ class ScatterCompiler {
   // The own part: of a reduction one more contribution, else at its place at once.
   void multiply_own() {
     for (int64_t s = 0; s < shares_; ++s) {
-      const auto block = share_of(Intersection(held_, needed_), {0, 0, s, shares_});
+      const auto block = share_of(Intersection(held_, needed_), {{}, s, shares_});
       if (!block) continue;
       if (reduces_) {
         const int staging = b_.new_buffer(block->count());
@@ -208,7 +207,7 @@ class ScatterCompiler {
 
   void reduce_contributions() {
     for (int64_t s = 0; s < shares_; ++s) {
-      const auto block = share_of(Intersection(held_, needed_), {0, 0, s, shares_});
+      const auto block = share_of(Intersection(held_, needed_), {{}, s, shares_});
       if (block) reduce_into_place(*block, by_position(contributions_[s]));
     }
   }

@@ -20,6 +20,22 @@ std::vector<double> partition_divisors(const Step& step) {
   return divisors;
 }
 
+// The first division goes along with the copy; one by one, as rounding asks for.
+void partition(ProgramBuilder& builder, const Step& step, int current, int next) {
+  std::vector<double> divisors = partition_divisors(step);
+  std::vector<Box> boxes =
+      Intersection(step.before.region(builder.position()), step.after.region(builder.position())).a_to_b(0, 0);
+  const DTypeKind kind = builder.program().dtype.kind();
+  const bool has_fractions = kind == DTypeKind::kFloat || kind == DTypeKind::kComplex;
+  Copy copy{current, next, std::move(boxes)};
+  if (has_fractions && !divisors.empty()) {
+    copy.divisor = divisors.front();
+    divisors.erase(divisors.begin());
+  }
+  if (!copy.boxes.empty()) builder.emit(std::move(copy));
+  for (const double divisor : divisors) builder.divide(builder.whole(next), divisor);
+}
+
 // Where all steps only slice and divide.
 std::optional<std::vector<int64_t>> box_of_input(const Plan& plan, int64_t position) {
   for (const Step& step : plan.steps) {
@@ -43,9 +59,7 @@ void compile_step(ProgramBuilder& builder, const Step& step, int current, int ne
     case StepOp::kSlice:
       return builder.copy_shared(step, current, next);
     case StepOp::kPartition:
-      builder.copy_shared(step, current, next);
-      for (const double divisor : partition_divisors(step)) builder.divide(builder.whole(next), divisor);
-      return;
+      return partition(builder, step, current, next);
     case StepOp::kZeroFill:
       if (builder.count_of(next) > 0) builder.emit(FillZero{builder.whole(next)});
       return builder.copy_shared(step, current, next);

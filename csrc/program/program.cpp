@@ -27,7 +27,10 @@ std::string text(const std::vector<SendReceive::Message>& messages) {
 std::string to_string(const Operation& operation) {
   return std::visit(
       Overloaded{
-          [](const Copy& o) { return concat("copy b", o.src, " -> b", o.dst, " in ", o.boxes.size(), " boxes"); },
+          [](const Copy& o) {
+            return concat("copy b", o.src, " -> b", o.dst, " in ", o.boxes.size(), " boxes",
+                          o.divisor != 1 ? concat(", divided by ", o.divisor) : "");
+          },
           [](const FillZero& o) { return concat("fill ", text(o.dst), " = 0"); },
           [](const Divide& o) { return concat("divide ", text(o.dst), " by ", o.divisor); },
           [](const Power& o) { return concat("power ", text(o.src), " ** ", o.exponent, " -> ", text(o.dst)); },

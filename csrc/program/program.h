@@ -41,6 +41,7 @@ struct Copy {
   int src = -1;
   int dst = -1;
   std::vector<Box> boxes;
+  double divisor = 1;  // of every element, on its way; floating and complex dtypes only
 };
 
 struct FillZero {

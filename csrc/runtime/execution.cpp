@@ -240,7 +240,11 @@ void Execution::transfer(const Operation& operation, int index) {
 
 void Execution::compute(const Operation& operation, int index) {
   if (const auto* o = std::get_if<Copy>(&operation)) {
-    run(executable_->copy(index), buffers_[o->src], buffers_[o->dst]);
+    if (o->divisor == 1) {
+      run(executable_->copy(index), buffers_[o->src], buffers_[o->dst]);
+    } else {
+      run_divided(executable_->copy(index), o->divisor, buffers_[o->src], buffers_[o->dst]);
+    }
   } else if (const auto* o = std::get_if<FillZero>(&operation)) {
     range(o->dst).zero_();
   } else if (const auto* o = std::get_if<Divide>(&operation)) {

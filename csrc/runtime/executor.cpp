@@ -188,9 +188,11 @@ at::Tensor Executable::take_box(const at::Tensor& input) const {
   bool divided = false;
   for (const Instruction& instruction : program_.instructions) {
     const auto* divide = std::get_if<Divide>(&instruction.operation);
-    if (divide == nullptr) continue;
-    box = box.is_floating_point() || box.is_complex() ? at::div(box, divide->divisor)
-                                                      : at::div(box, static_cast<int64_t>(divide->divisor));
+    const auto* copy = std::get_if<Copy>(&instruction.operation);
+    const double divisor = divide != nullptr ? divide->divisor : copy != nullptr ? copy->divisor : 1;
+    if (divisor == 1) continue;
+    box = box.is_floating_point() || box.is_complex() ? at::div(box, divisor)
+                                                      : at::div(box, static_cast<int64_t>(divisor));
     divided = true;
   }
   return divided ? box : box.clone();

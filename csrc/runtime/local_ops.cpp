@@ -11,6 +11,7 @@
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 
@@ -149,6 +150,14 @@ void run(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst) {
   for (const Box& box : copy.boxes()) {
     at::Tensor to = at::as_strided(dst, box.sizes, box.dst_strides, dst.storage_offset() + box.dst_offset);
     to.copy_(at::as_strided(src, box.sizes, box.src_strides, src.storage_offset() + box.src_offset));
+  }
+}
+
+void run_divided(const StridedCopy& copy, double divisor, const at::Tensor& src, at::Tensor& dst) {
+  for (const Box& box : copy.boxes()) {
+    at::Tensor to = at::as_strided(dst, box.sizes, box.dst_strides, dst.storage_offset() + box.dst_offset);
+    at::div_out(to, at::as_strided(src, box.sizes, box.src_strides, src.storage_offset() + box.src_offset),
+                at::scalar_tensor(divisor, src.options().device(at::kCPU).dtype(at::kDouble)));
   }
 }
 

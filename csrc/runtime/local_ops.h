@@ -13,6 +13,9 @@ namespace shardwright {
 // src and dst: flat tensors of one dtype on one device, not overlapping.
 void run(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst);
 
+// The same, each element divided on its way: floating and complex dtypes. By ATen, box by box.
+void run_divided(const StridedCopy& copy, double divisor, const at::Tensor& src, at::Tensor& dst);
+
 // A copy for one kind of device, in a file of its own that is built only where the device's toolkit is. Elsewhere
 // ATen's copy_ does the boxes one by one.
 using DeviceCopy = void (*)(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst);

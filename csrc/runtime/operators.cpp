@@ -123,7 +123,7 @@ std::shared_ptr<Executable> matmul_executable(const std::string& text, int64_t r
                                   {"src", plan.src.placements_string()},
                                   {"dst", plan.dst.placements_string()},
                                   {"method", method_name(schedule.method)},
-                                  {"chunks", std::to_string(schedule.chunks)},
+                                  {"chunks", chunks_text(schedule)},
                                   {"program text", concat(text.size(), " with hash ", std::hash<std::string>()(text))}};
   std::string listing = concat(plan.to_string(), "\nwith products, ", method_name(schedule.method), " in ",
                                schedule.chunks, schedule.chunks == 1 ? " chunk" : " chunks");

@@ -20,6 +20,20 @@ BufferRange given_range(const Operation& operation) {
   return std::get<AllToAll>(operation).src;
 }
 
+// What was copied, where it is now.
+void divide_box(const Box& box, std::vector<double>& dst, double divisor) {
+  if (divisor == 1) return;
+  std::vector<int64_t> at(box.sizes.size(), 0);
+  while (true) {
+    int64_t place = box.dst_offset;
+    for (size_t d = 0; d < at.size(); ++d) place += at[d] * box.dst_strides[d];
+    dst[place] /= divisor;
+    size_t d = at.size();
+    while (d > 0 && ++at[d - 1] == box.sizes[d - 1]) at[--d] = 0;
+    if (d == 0) return;
+  }
+}
+
 }  // namespace
 
 double combine(ReduceOp op, double a, double b) {
@@ -208,6 +222,7 @@ void Machine::execute(int64_t position, const Operation& operation) {
     const Rank& rank = ranks_[position];
     check_invariant(rank.alive[o->src] && rank.alive[o->dst], "copy touches memory that is not there");
     copy_boxes(o->boxes, rank.buffers[o->src].data(), ranks_[position].buffers[o->dst].data(), sizeof(double));
+    for (const Box& box : o->boxes) divide_box(box, ranks_[position].buffers[o->dst], o->divisor);
   } else if (const auto* o = std::get_if<FillZero>(&operation)) {
     write(position, o->dst, Payload(o->dst.count, 0.0));
   } else if (const auto* o = std::get_if<Divide>(&operation)) {

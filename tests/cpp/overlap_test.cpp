@@ -102,6 +102,14 @@ std::vector<Schedule> schedules(const Matmul& matmul) {
     if (!all_reduces) all.push_back({Method::kRing, chunks});
     all.push_back({Method::kCollective, chunks});
   }
+  if (all_reduces) return all;
+  // By hand: farthest first, and all but the farthest together.
+  Schedule backwards{Method::kRing, k, {}};
+  Schedule together{Method::kRing, 3, {{}, {k - 1}}};
+  for (int64_t d = k - 1; d > 0; --d) backwards.distances.push_back({d});
+  for (int64_t d = 1; d < k - 1; ++d) together.distances[0].push_back(d);
+  if (k > 1) all.push_back(backwards);
+  if (k > 2) all.push_back(together);
   return all;
 }
 
@@ -423,6 +431,15 @@ TEST(Overlap, RefusesWhatDoesNotFit) {
   EXPECT_NE(message(gather("bsk,nk->bsn", w), {}).find("does not fit"), std::string::npos);
   EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 0}).find("chunks: 0"), std::string::npos);
   EXPECT_EQ(message(gather("mk,nk->mn", w), {Method::kRing, 2}), "");
+  EXPECT_EQ(message(gather("mk,nk->mn", w), {Method::kRing, 2, {{1}}}), "");
+  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 2, {{2}}}).find("distances 2_ for 2 ranks"),
+            std::string::npos);
+  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kCollective, 2, {{1}}}).find("are for method 'ring'"),
+            std::string::npos);
+  for (const char* chunks : {"", "_", "1__2", "1._2", ".1_2", "1.2", "x", "1_x", "99999999999999999999"}) {
+    EXPECT_THROW(parse_schedule("ring", chunks), UserError) << chunks;
+  }
+  EXPECT_EQ(parse_schedule("ring", "1.3_2").distances, (std::vector<std::vector<int64_t>>{{1, 3}, {2}}));
   const Matmul still = GatherMatmul{make_plan(x, x, {}), {{Contraction::parse("mk,nk->mn"), w, false}}, false};
   EXPECT_NE(message(still, {Method::kRing, 2}).find("nothing is moved"), std::string::npos);
   for (const char* axes : {"mk", "mk,kn", "mm,mn->n", "mk,kn->mkn", "mk,n->mn", "m1,n1->mn"}) {

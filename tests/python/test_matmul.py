@@ -166,3 +166,19 @@ def _linears(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("sizes", [(2,), (3,), (4,), (2, 2)], ids=str)
 def test_linear_of_dtensors(pool: Pool, sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
     pool.run(_linears, math.prod(sizes), sizes, shape)
+
+
+def _by_hand() -> None:
+    x, weight = _integers((9, 6), 1), _integers((6, 8), 2)
+    mine = _part(x, "S(0)").requires_grad_()
+    found = sw.all_gather_matmul(mine, _part(weight, "S(1)"), size=9, columns=8, chunks=[[3], [1, 2]])
+    assert torch.equal(found, _part(x @ weight, "S(1)"))
+    (grad,) = torch.autograd.grad(found.sum(), mine)
+    assert torch.equal(grad, _part(torch.ones(9, 8) @ weight.t(), "S(0)"))
+    for chunks in ([[1], [2]], [[1], [2], [3], [3]], [[0], [1, 2]], [[1, 2, 4]]):
+        with pytest.raises(ValueError, match="allowed is each from 1 to 3 once"):
+            sw.all_gather_matmul(mine, _part(weight, "S(1)"), size=9, columns=8, chunks=chunks)
+
+
+def test_ring_by_hand(pool: Pool) -> None:
+    pool.run(_by_hand, 4)

@@ -363,7 +363,7 @@ class Matmul:
         """Sums products, and moves the result by a plan. By term: axes and both operands."""
 
     @staticmethod
-    def parse(text: str) -> tuple[Matmul, str, int]:
+    def parse(text: str) -> tuple[Matmul, str, int | list[list[int]]]:
         """What `to_text` wrote, with method and chunks."""
 
     @property
@@ -376,7 +376,7 @@ class Matmul:
     def why_only_serial(self) -> str | None:
         """Why nothing of it can go in chunks; None where something can."""
 
-    def check(self, method: str, chunks: int) -> None:
+    def check(self, method: str, chunks: int | Sequence[Sequence[int]]) -> None:
         """Raises ValueError where it cannot be done so."""
 
     def predictions(self, model: GemmModel) -> list[tuple[str, int, int]]:
@@ -385,14 +385,16 @@ class Matmul:
     def choose(self, model: GemmModel) -> tuple[str, int]:
         """Method and chunks with the least prediction; serial unless another saves 2%."""
 
-    def timeline(self, method: str, chunks: int, model: GemmModel) -> dict[str, Any]:
+    def timeline(self, method: str, chunks: int | Sequence[Sequence[int]], model: GemmModel) -> dict[str, Any]:
         """``spans``: lane, instruction, chunk, start and end in picoseconds, of the first rank; ``total_ps``,
         ``communication_ps`` and ``gemm_ps``."""
 
-    def program(self, method: str, chunks: int, rank: int) -> str: ...
-    def peak_bytes(self, method: str, chunks: int, rank: int) -> int: ...
-    def groups(self, method: str, chunks: int, rank: int) -> list[tuple[list[int], list[int]]]: ...
+    def program(self, method: str, chunks: int | Sequence[Sequence[int]], rank: int) -> str: ...
+    def peak_bytes(self, method: str, chunks: int | Sequence[Sequence[int]], rank: int) -> int: ...
+    def groups(
+        self, method: str, chunks: int | Sequence[Sequence[int]], rank: int
+    ) -> list[tuple[list[int], list[int]]]: ...
     def shapes(self, rank: int) -> tuple[list[list[int]], list[list[int]]]:
         """Of a rank's inputs and outputs."""
 
-    def to_text(self, method: str, chunks: int) -> str: ...
+    def to_text(self, method: str, chunks: int | Sequence[Sequence[int]]) -> str: ...

@@ -23,6 +23,8 @@ from ._planner import GemmModel, Matmul
 from .layout import Layout
 
 Cuts = tuple["str | None", ...]
+# How many, or of a ring the distances of each.
+Chunks = int | Sequence[Sequence[int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Setting:
     group: dist.ProcessGroup | None = None
     device_mesh: DeviceMesh | None = None
     method: str | None = None
-    chunks: int | None = None
+    chunks: int | tuple[tuple[int, ...], ...] | None = None
     gemm_model: GemmModel | None = None
     keeps_gathered: bool = False
 
@@ -159,7 +161,7 @@ def _bind(matmul: Matmul, setting: Setting, must: bool) -> Call:
     return Call(matmul.to_text(method, chunks), tuple(names), rank, setting.model)
 
 
-def schedule_of(matmul: Matmul, setting: Setting, must: bool) -> tuple[str, int]:
+def schedule_of(matmul: Matmul, setting: Setting, must: bool) -> tuple[str, Chunks]:
     """Method and chunks: what was asked for, else what is predicted fastest of it.
 
     With `must`, what was asked for and cannot be raises ValueError; else the choice is free, as it is where nothing is
@@ -167,10 +169,11 @@ def schedule_of(matmul: Matmul, setting: Setting, must: bool) -> tuple[str, int]
     """
     if (setting.method is None and setting.chunks is None) or not matmul.communicates:
         return matmul.choose(setting.model)
-    if setting.method is not None and setting.chunks is not None:
+    if setting.chunks is not None and (setting.method is not None or not isinstance(setting.chunks, int)):
+        method = setting.method or "ring"
         try:
-            matmul.check(setting.method, setting.chunks)
-            return setting.method, setting.chunks
+            matmul.check(method, setting.chunks)
+            return method, setting.chunks
         except ValueError:
             if must:
                 raise

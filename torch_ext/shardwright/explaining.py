@@ -24,7 +24,7 @@ class Explained(NamedTuple):
 
     what: str
     method: str
-    chunks: int
+    chunks: int | list[list[int]]
     why_only_serial: str | None
     predictions: list[tuple[str, int, float]]
     predicted: Trace
@@ -91,7 +91,7 @@ def _explained(call: _products.Call, measured: Trace) -> Explained:
 
 
 def _paragraph(one: Explained) -> str:
-    chunks = f"{one.chunks} chunk" + ("s" if one.chunks > 1 else "")
+    chunks = f"{one.chunks} chunk{'s' if one.chunks != 1 else ''}"
     lines = [f"{one.what}, with products: {one.method} in {chunks}"]
     if one.why_only_serial is not None:
         lines.append(f"  only serial: {one.why_only_serial}")

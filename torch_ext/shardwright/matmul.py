@@ -38,7 +38,7 @@ def linear(
     *,
     placements: Sequence[Placement] | None = None,
     method: str | None = None,
-    chunks: int | None = None,
+    chunks: int | Sequence[Sequence[int]] | None = None,
     save: str = "shard",
     gemm_model: GemmModel | None = None,
 ) -> DTensor:
@@ -54,7 +54,9 @@ def linear(
         method: ``"ring"``: what a peer sends is multiplied as it comes, the own part first. ``"collective"``:
             collectives, each of a share of every part. ``"serial"``: first one, then the other. Default: what is
             predicted fastest.
-        chunks: how many; default: what is predicted fastest.
+        chunks: how many; or of a ring the distances of each chunk, in the order in which they travel, such as
+            ``[[1], [3, 2]]`` on four ranks (the rank at distance d of the i-th of n is the (i + d)-th, modulo n).
+            Default: what is predicted fastest.
         save: for the backward, of an `x` that was gathered: ``"shard"``, the part that was given, which is gathered
             again behind the product that needs it; or ``"gathered"``, all of it, in as much more memory.
         gemm_model: how long products take, the same on every rank; default: ``"cpu"`` or ``"h100"``.
@@ -93,7 +95,7 @@ def all_gather_matmul(
     group: dist.ProcessGroup | None = None,
     placements: Sequence[Placement] | None = None,
     method: str | None = None,
-    chunks: int | None = None,
+    chunks: int | Sequence[Sequence[int]] | None = None,
     save: str = "shard",
     gemm_model: GemmModel | None = None,
 ) -> Any:
@@ -185,7 +187,7 @@ def matmul_reduce_scatter(
     group: dist.ProcessGroup | None = None,
     placements: Sequence[Placement] | None = None,
     method: str | None = None,
-    chunks: int | None = None,
+    chunks: int | Sequence[Sequence[int]] | None = None,
     gemm_model: GemmModel | None = None,
 ) -> Any:
     """Multiplies what is cut along the summed axis, and reduces and scatters the result while the rest is multiplied.
@@ -218,7 +220,7 @@ def matmul_all_reduce(
     size: int | None = None,
     group: dist.ProcessGroup | None = None,
     method: str | None = None,
-    chunks: int | None = None,
+    chunks: int | Sequence[Sequence[int]] | None = None,
     gemm_model: GemmModel | None = None,
 ) -> Any:
     """`matmul_reduce_scatter` with all of the result on every rank."""
@@ -234,7 +236,7 @@ def _sum_matmul(
     group: dist.ProcessGroup | None,
     placements: Sequence[Placement] | None,
     method: str | None,
-    chunks: int | None,
+    chunks: int | Sequence[Sequence[int]] | None,
     gemm_model: GemmModel | None,
 ) -> Any:
     x, weight, bias = _autocast(x, weight, bias)
@@ -361,7 +363,7 @@ def _natural(axes: str, x: DTensor, weight: DTensor) -> list[Placement]:
 def _setting(
     x: torch.Tensor,
     method: str | None,
-    chunks: int | None,
+    chunks: int | Sequence[Sequence[int]] | None,
     save: str,
     gemm_model: GemmModel | None,
     group: dist.ProcessGroup | None = None,
@@ -369,14 +371,15 @@ def _setting(
     groups.check_initialised()
     if method not in (None, "serial", "ring", "collective"):
         raise ValueError(f"method: {method!r}; allowed are 'serial', 'ring' and 'collective'")
-    if chunks is not None and not 1 <= chunks <= 4096:
-        raise ValueError(f"chunks: {chunks}; allowed are 1 to 4096")
+    if isinstance(chunks, int) and not 1 <= chunks <= 4096:
+        raise ValueError(f"chunks: {chunks}; allowed are 1 to 4096, or the distances of each chunk of a ring")
     if save not in _SAVES:
         raise ValueError(f"save: {save!r}; allowed are {', '.join(map(repr, _SAVES))}")
     if not x.dtype.is_floating_point:
         raise ValueError(f"x: has dtype {x.dtype}; allowed are floating dtypes")
     mesh = x.device_mesh if isinstance(x, DTensor) else None
-    return Setting(x.device.type, group, mesh, method, chunks, gemm_model, save == "gathered")
+    by_hand = chunks if chunks is None or isinstance(chunks, int) else tuple(tuple(one) for one in chunks)
+    return Setting(x.device.type, group, mesh, method, by_hand, gemm_model, save == "gathered")
 
 
 # --------------------------------------------------------------------------------------------------- plain tensors
@@ -390,7 +393,7 @@ class _Where:
         x: torch.Tensor,
         group: dist.ProcessGroup | None,
         method: str | None,
-        chunks: int | None,
+        chunks: int | Sequence[Sequence[int]] | None,
         save: str,
         gemm_model: GemmModel | None,
     ) -> None:

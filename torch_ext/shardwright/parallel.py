@@ -13,6 +13,7 @@ PyTorch's.
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         method: str | None = None,
-        chunks: int | None = None,
+        chunks: int | Sequence[Sequence[int]] | None = None,
         save: str = "shard",
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
@@ -59,7 +60,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         method: str | None = None,
-        chunks: int | None = None,
+        chunks: int | Sequence[Sequence[int]] | None = None,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         self._how = {"method": method, "chunks": chunks}
