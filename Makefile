@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-xla bench-ranking bench-overhead bench-overlap lint format sanitize fuzz gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-xla bench-ranking bench-overhead bench-overlap bench-matmul lint format sanitize fuzz gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright, install it there'
@@ -53,6 +53,7 @@ help:
 	@echo 'make bench-xla  our plans against what XLA compiles (installs jax; Python >= 3.12)'
 	@echo 'make bench-ranking  whether the plan that is predicted fastest is, on Gloo ranks'
 	@echo 'make bench-overhead  what a call costs beside the data it moves: stock PyTorch, ours'
+	@echo 'make bench-matmul  products behind moves on Gloo, beside stock and serial'
 	@echo 'make bench-overlap  what is predicted to be hidden behind products; no measurement'
 	@echo 'make lint       clang-format, ruff, mypy; make format mends what can be mended'
 	@echo 'make sanitize   the C++ tests under address and undefined-behaviour sanitizers'
@@ -108,6 +109,9 @@ bench-overhead: build
 
 bench-overlap: build
 	$(HERE) $(PY) benchmarks/overlap_model.py $(ARGS)
+
+bench-matmul: build
+	$(HERE) $(PY) benchmarks/gloo_matmul.py $(ARGS)
 
 bench-ranking: build
 	$(HERE) $(PY) benchmarks/plan_ranking.py $(ARGS)

@@ -98,13 +98,13 @@ void define_matmul(py::module_& m) {
           py::arg("plan"), py::arg("products"), py::arg("keeps_gathered") = false)
       .def_static(
           "scatter",
-          [](const PlanView& plan, const std::vector<Term>& terms) {
-            MatmulScatter matmul{plan.plan(), {}};
+          [](const PlanView& plan, const std::vector<Term>& terms, bool has_addend) {
+            MatmulScatter matmul{plan.plan(), {}, has_addend};
             for (const auto& [axes, lhs, rhs] : terms) matmul.terms.push_back({Contraction::parse(axes), lhs, rhs});
             check(matmul, {});
             return MatmulView{std::move(matmul)};
           },
-          py::arg("plan"), py::arg("terms"))
+          py::arg("plan"), py::arg("terms"), py::arg("has_addend") = false)
       .def_static(
           "parse",
           [](const std::string& text) {

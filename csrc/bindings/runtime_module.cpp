@@ -84,7 +84,9 @@ PYBIND11_MODULE(_runtime, m) {
             return std::make_pair(output, static_cast<bool>(work));
           },
           py::arg("input"), py::call_guard<py::gil_scoped_release>())
-      .def("run_all", &Executable::run_all, py::arg("inputs"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "run_all", [](const Executable& e, const std::vector<at::Tensor>& inputs) { return e.run_all(inputs); },
+          py::arg("inputs"), py::call_guard<py::gil_scoped_release>())
       .def("__str__", &Executable::text);
   m.def(
       "executable",

@@ -238,6 +238,7 @@ std::string to_text(const Matmul& matmul, const Schedule& schedule) {
     }
   } else {
     fields[0] = "scatter";
+    fields[3] = std::get<MatmulScatter>(matmul).has_addend ? "1" : "0";
     for (const auto& term : std::get<MatmulScatter>(matmul).terms) {
       fields.push_back(term.axes.to_string());
       fields.push_back(text_of(term.lhs, plan));
@@ -262,7 +263,7 @@ std::pair<Matmul, Schedule> parse_matmul(const std::string& text) {
     }
     matmul = std::move(gather);
   } else {
-    MatmulScatter scatter{plan, {}};
+    MatmulScatter scatter{plan, {}, fields[3] == "1"};
     for (size_t i = 5; i < fields.size(); i += 3) {
       scatter.terms.push_back({Contraction::parse(fields[i]), layout_in(i + 1), layout_in(i + 2)});
     }

@@ -63,7 +63,8 @@ struct GatherMatmul {
   bool keeps_gathered = false;
 };
 
-// Inputs of its program: both operands of each term. Output: the moved result.
+// Inputs of its program: both operands of each term, then what is added to their sum on this rank, if anything is: it
+// lies as the plan's source. Output: the moved result.
 struct MatmulScatter {
   struct Term {
     Contraction axes;
@@ -72,6 +73,7 @@ struct MatmulScatter {
   };
   Plan plan;
   std::vector<Term> terms;
+  bool has_addend = false;
 };
 
 using Matmul = std::variant<GatherMatmul, MatmulScatter>;

@@ -24,6 +24,7 @@ class ScatterCompiler {
       declare(matmul_.terms[j].lhs);
       declare(matmul_.terms[j].rhs);
     }
+    if (matmul_.has_addend) addend_ = declare(plan_.src);
     int current = -1;
     size_t done = 0;
     if (schedule_.method == Method::kSerial) {
@@ -54,12 +55,12 @@ class ScatterCompiler {
   }
 
  private:
-  void declare(const Layout& layout) {
+  int declare(const Layout& layout) {
     std::vector<int64_t> shape = layout.local_shape(b_.position());
     int64_t count = 1;
     for (const int64_t size : shape) count *= size;
     b_.program().input_shapes.push_back(std::move(shape));
-    b_.new_buffer(count);
+    return b_.new_buffer(count);
   }
 
   // A block of the products, into a row-major tensor of this shape at these of the places of its parts. Places in a are
@@ -67,9 +68,27 @@ class ScatterCompiler {
   void multiply(const Intersection& block, int buffer, int64_t offset,
                 std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape) {
     if (block.count() == 0) return;
+    if (addend_ >= 0) copy_addend(block, buffer, offset, places, shape);
     for (const Intersection::Part& part : block.parts()) {
       for (size_t j = 0; j < matmul_.terms.size(); ++j) multiply(part, j, buffer, offset, part.*places, shape);
     }
+  }
+
+  void copy_addend(const Intersection& block, int buffer, int64_t offset,
+                   std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape) {
+    const std::vector<int64_t> from = row_major_strides(shape_of(held_));
+    const std::vector<int64_t> to = row_major_strides(shape);
+    std::vector<Box> boxes;
+    for (const Intersection::Part& part : block.parts()) {
+      Box box{0, offset, part.sizes, from, to};
+      for (size_t d = 0; d < shape.size(); ++d) {
+        box.src_offset += part.in_a[d] * from[d];
+        box.dst_offset += (part.*places)[d] * to[d];
+      }
+      simplify(box);
+      boxes.push_back(std::move(box));
+    }
+    b_.copy(addend_, buffer, std::move(boxes));
   }
 
   void multiply(const Intersection::Part& part, size_t term_index, int buffer, int64_t offset,
@@ -94,7 +113,7 @@ class ScatterCompiler {
       rhs.offset += part.in_a[d] * rhs.strides[axis];
       out.offset += place[d] * out.strides[axis];
     }
-    emit_gemms(b_, axes, sizes, lhs, rhs, out, term_index > 0);
+    emit_gemms(b_, axes, sizes, lhs, rhs, out, term_index > 0 || addend_ >= 0);
   }
 
   // ---- reduce-scatters and moves of data
@@ -338,6 +357,7 @@ class ScatterCompiler {
   const Plan& plan_;
   Region held_;
   ProgramBuilder b_;
+  int addend_ = -1;  // buffer
   // Of the step that is chunked.
   const Step* step_ = nullptr;
   Positions group_;

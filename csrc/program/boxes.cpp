@@ -3,15 +3,12 @@
 #include <algorithm>
 
 namespace shardwright {
-namespace {
 
 std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape) {
   std::vector<int64_t> strides(shape.size(), 1);
   for (int d = static_cast<int>(shape.size()) - 2; d >= 0; --d) strides[d] = strides[d + 1] * shape[d + 1];
   return strides;
 }
-
-}  // namespace
 
 void simplify(Box& box) {
   size_t kept = 0;

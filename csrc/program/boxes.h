@@ -9,6 +9,8 @@
 
 namespace shardwright {
 
+std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape);
+
 // Drops dims of size 1 and merges neighbours that are dense on both sides, so that inner runs get long.
 // sizes (3,4), strides (4,1) and (8,1): stays. strides (4,1) and (4,1): one run of 12.
 void simplify(Box& box);

@@ -185,8 +185,9 @@ void check_gather(const Layout& src, const Layout& dst, const std::vector<std::p
 
 void check_scatter(const Layout& src, const Layout& dst,
                    const std::vector<std::tuple<std::string, Layout, Layout>>& terms) {
-  for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
-    MatmulScatter scatter{make_plan(src, dst, {.backend = backend}), {}};
+  for (const auto& [backend, has_addend] : std::vector<std::pair<Backend, bool>>{
+           {Backend::kNccl, false}, {Backend::kGloo, false}, {Backend::kNccl, true}, {Backend::kGloo, true}}) {
+    MatmulScatter scatter{make_plan(src, dst, {.backend = backend}), {}, has_addend};
     for (const auto& [axes, lhs, rhs] : terms) scatter.terms.push_back({Contraction::parse(axes), lhs, rhs});
     const Matmul matmul = scatter;
     for (const Schedule& schedule : schedules(matmul)) {
@@ -198,6 +199,7 @@ void check_scatter(const Layout& src, const Layout& dst,
           inputs.push_back(part_of(2 * static_cast<int>(j), std::get<1>(terms[j]), p));
           inputs.push_back(part_of(2 * static_cast<int>(j) + 1, std::get<2>(terms[j]), p));
         }
+        if (has_addend) inputs.push_back(part_of(77, src, p));
         return inputs;
       });
       for (int64_t p = 0; p < src.mesh().size(); ++p) {
@@ -210,6 +212,11 @@ void check_scatter(const Layout& src, const Layout& dst,
               product_of(axes, 2 * static_cast<int>(j), whole, 2 * static_cast<int>(j) + 1, dst.region(p));
           expected.resize(part.size(), 0.0);
           for (size_t i = 0; i < part.size(); ++i) expected[i] += part[i];
+        }
+        if (has_addend) {  // once from every rank that is summed over
+          const auto times = static_cast<double>(src.mesh().group_size(src.partial_dims()));
+          const Values added = part_of(77, dst, p);
+          for (size_t i = 0; i < added.size(); ++i) expected[i] += times * added[i];
         }
         ASSERT_EQ(done.machine->output(p), expected) << "position " << p << "\n" << done.programs[p].to_string();
       }

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import shardwright as sw
 from meshes import get_mesh
@@ -129,3 +130,21 @@ def _judged() -> str:
 def test_all_ranks_hear_of_one_that_holds_too_little(pool: Pool) -> None:
     for message in pool.run(_judged, WORLD):
         assert "input: " in message and "float32[2, 4]" in message
+
+
+def _seen_by_modes() -> tuple[int, int]:
+    mesh = get_mesh((WORLD,))
+    x = distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)])
+    weight = distribute_tensor(torch.randn(5, 4), mesh, [Shard(0)])
+    sw.enable()  # adds messages to what CommDebugMode counts
+    try:
+        with CommDebugMode() as mode, sw.wire_meter() as meter:
+            sw.linear(x, weight, method="ring")
+    finally:
+        sw.disable()
+    return int(mode.get_total_counts()), meter.received_bytes
+
+
+def test_dispatch_modes_see_the_transfers(pool: Pool) -> None:
+    for count, received in pool.run(_seen_by_modes, WORLD):
+        assert count > 0 and received == 3 * 4 * 4

@@ -80,9 +80,9 @@ class Block(nn.Module):
         return x + self.mlp(self.second_norm(x))
 
 
-def _own_styles() -> dict[str, ParallelStyle]:
+def _own_styles(shares_gather: bool) -> dict[str, ParallelStyle]:
     """Ours, which gather and scatter behind each projection."""
-    column = {"input_layouts": Shard(0)}
+    column = {"input_layouts": Shard(0), "shares_gather": shares_gather}
     return {
         "first_norm": SequenceParallel(sequence_dim=0),
         "attention.query": sw_parallel.ColwiseParallel(**column, method="ring", chunks=WORLD),
@@ -182,9 +182,9 @@ def _block(length: int) -> list[float]:
     return _train_both(Block(), _styles(), torch.randn(length, BATCH, WIDTH), ["S(0)"])
 
 
-def _block_of_own_styles(length: int) -> list[float]:
+def _block_of_own_styles(length: int, shares_gather: bool) -> list[float]:
     torch.manual_seed(2)
-    return _train_both(Block(), _styles(), torch.randn(length, BATCH, WIDTH), ["S(0)"], _own_styles())
+    return _train_both(Block(), _styles(), torch.randn(length, BATCH, WIDTH), ["S(0)"], _own_styles(shares_gather))
 
 
 def _same_and_falling(losses: list[list[float]]) -> None:
@@ -202,10 +202,53 @@ def test_attention_block(pool: Pool, length: int) -> None:
     _same_and_falling(pool.run(_block, WORLD, length))
 
 
+@pytest.mark.parametrize("shares_gather", [False, True])
 @pytest.mark.parametrize("length", [8, 7], ids=["even", "2+2+2+1"])
-def test_attention_block_under_our_styles(pool: Pool, length: int) -> None:
+def test_attention_block_under_our_styles(pool: Pool, length: int, shares_gather: bool) -> None:
     """Gathers and scatters go behind the products; PyTorch's styles do without."""
-    _same_and_falling(pool.run(_block_of_own_styles, WORLD, length))
+    _same_and_falling(pool.run(_block_of_own_styles, WORLD, length, shares_gather))
+
+
+def _bytes_of_three_layers(shares_gather: bool, plain: bool) -> tuple[int, int]:
+    """Received in the forward and in the backward of three layers on one tensor."""
+    mesh = get_mesh((WORLD,))
+    torch.manual_seed(4)
+    whole = torch.randint(-2, 3, (8, WIDTH)).float()
+    layers = [nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(3)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.copy_(torch.randint(-2, 3, layer.weight.shape))
+    expected = whole.clone().requires_grad_()
+    sum(layer(expected).square().sum() for layer in layers).backward()
+    style = sw_parallel.ColwiseParallel(input_layouts=Shard(0), use_local_output=False, shares_gather=shares_gather)
+    sharded = [parallelize_module(copy.deepcopy(layer), mesh, style) for layer in layers]
+    leaf = dtensors.distribute(whole, mesh, ["S(0)"]).requires_grad_()
+    for _ in range(2):  # plans and groups are made in the first
+        leaf.grad = None
+        x = (leaf * 1).to_local() if plain else leaf * 1
+        with sw.wire_meter() as forward:
+            results = [layer(x) for layer in sharded]
+        for result, layer in zip(results, layers, strict=True):
+            assert torch.equal(result.full_tensor(), layer(whole))
+        loss = sum(result.square().sum() for result in results)
+        loss = loss.redistribute(mesh, [Replicate()])
+        with sw.wire_meter() as backward:
+            loss.backward()
+        assert torch.equal(leaf.grad.full_tensor(), expected.grad)
+    return forward.received_bytes, backward.received_bytes
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["DTensor", "local tensor"])
+def test_layers_share_a_gather(pool: Pool, plain: bool) -> None:
+    part = 8 * WIDTH * 4 // WORLD
+    for alone, shared in zip(
+        pool.run(_bytes_of_three_layers, WORLD, False, plain),
+        pool.run(_bytes_of_three_layers, WORLD, True, plain),
+        strict=True,
+    ):
+        assert alone[0] == 3 * 3 * part and shared[0] == 3 * part
+        # Of the backward, the operand's gradient; alone each layer gathers again for its weight's.
+        assert alone[1] == 2 * 3 * 3 * part and shared[1] == 3 * part
 
 
 def _keeps_what_modules_have() -> None:

@@ -359,8 +359,9 @@ class Matmul:
         operand, whether a bias follows. Raises ValueError where they do not fit."""
 
     @staticmethod
-    def scatter(plan: Plan, terms: Sequence[tuple[str, Layout, Layout]]) -> Matmul:
-        """Sums products, and moves the result by a plan. By term: axes and both operands."""
+    def scatter(plan: Plan, terms: Sequence[tuple[str, Layout, Layout]], has_addend: bool = False) -> Matmul:
+        """Sums products, and one more tensor that lies as the plan's source, and moves the result by a plan. By term:
+        axes and both operands."""
 
     @staticmethod
     def parse(text: str) -> tuple[Matmul, str, int | list[list[int]]]:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _engine, _planner, _runtime, _stats, checking, operators
+from . import _engine, _planner, _runtime, _stats, checking
+from . import operators as operators  # registers what calls run by
 from ._planner import GemmModel, Matmul
 from .layout import Layout
 
@@ -44,6 +45,9 @@ class Setting:
         return self.gemm_model or GemmModel.named("cpu" if self.device_type == "cpu" else "h100")
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A program of products, bound to its process groups."""
@@ -52,13 +56,17 @@ class Call:
     groups: tuple[str, ...]
     rank: int
     model: GemmModel  # that it was chosen by
+    executable: _runtime.Executable
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         if checking.is_on():
-            checking.compare(_runtime.executable(self.program, list(self.groups), self.rank), inputs[0], False)
+            checking.compare(self.executable, inputs[0], False)
         _stats.counts.products += 1
         for heard in _listeners:
             heard.append(self)
+        if all(type(tensor) in _PLAIN for tensor in inputs):
+            # Not by the operator, inside of which dispatch modes would not see the collectives.
+            return self.executable.run_all([tensor.contiguous() for tensor in inputs])
         outputs: list[torch.Tensor] = torch.ops.shardwright.matmul(
             list(inputs), self.program, list(self.groups), self.rank
         )
@@ -133,7 +141,7 @@ def without_sums(layout: _planner.Layout) -> Layout:
 
 
 _calls: _engine.Kept[Call] = _engine.Kept()
-_moves: _engine.Kept[dict[str, object]] = _engine.Kept()
+_moves: _engine.Kept[_runtime.Executable] = _engine.Kept()
 
 
 def plan_between(src: _planner.Layout, dst: _planner.Layout, setting: Setting) -> _planner.Plan:
@@ -145,20 +153,20 @@ def move(local: torch.Tensor, src: _planner.Layout, dst: _planner.Layout, settin
     if src == dst:
         return local
     key = (src, dst, setting.device_type, setting.group, setting.device_mesh)
-    arguments = _moves.get(key)
-    if arguments is None:
+    executable = _moves.get(key)
+    if executable is None:
         plan = plan_between(src, dst, setting)
-        arguments = operators.arguments_of(plan, group=setting.group, device_mesh=setting.device_mesh)
-        _moves.put(key, arguments)
-    moved: torch.Tensor = torch.ops.shardwright.redistribute(local, **arguments, backward_plan="", backward_groups=[])
-    return moved
+        executable = _engine.bind(plan, device_mesh=setting.device_mesh, group=setting.group)
+        _moves.put(key, executable)
+    return _engine.run(executable, local, async_op=False)
 
 
 def _bind(matmul: Matmul, setting: Setting, must: bool) -> Call:
     method, chunks = schedule_of(matmul, setting, must)
     rank = dist.get_rank(setting.group)
     names = _engine.names_of(matmul.groups(method, chunks, rank), device_mesh=setting.device_mesh, group=setting.group)
-    return Call(matmul.to_text(method, chunks), tuple(names), rank, setting.model)
+    program = matmul.to_text(method, chunks)
+    return Call(program, tuple(names), rank, setting.model, _runtime.executable(program, names, rank))
 
 
 def schedule_of(matmul: Matmul, setting: Setting, must: bool) -> tuple[str, Chunks]:
@@ -216,13 +224,14 @@ def scatter(
     terms: tuple[tuple[str, _planner.Layout, _planner.Layout], ...],
     setting: Setting,
     *,
+    has_addend: bool = False,
     must: bool = False,
 ) -> Call:
-    """Inputs: both operands of each term; output: their sum, moved."""
-    key = ("scatter", src, dst, terms, must, setting)
+    """Inputs: both operands of each term, then what is added to them; output: their sum, moved."""
+    key = ("scatter", src, dst, terms, has_addend, must, setting)
     call = _calls.get(key)
     if call is None:
-        call = _bind(Matmul.scatter(plan_between(src, dst, setting), terms), setting, must)
+        call = _bind(Matmul.scatter(plan_between(src, dst, setting), terms, has_addend), setting, must)
         _calls.put(key, call)
     return call
 
@@ -325,7 +334,7 @@ class Product:
         products = tuple(
             (axes, w, self._fuses_bias(j)) for j, (axes, w) in enumerate(zip(p.axes, self.weights, strict=True))
         )
-        return gather(p.x, self.x, products, self.setting, keeps=self._keeps_gathered, must=must)
+        return gather(p.x, self.x, products, self.setting, keeps=self.keeps_gathered, must=must)
 
     def _fuses_bias(self, j: int) -> bool:
         """Not where sums are due, to which every rank would add it."""
@@ -336,7 +345,8 @@ class Product:
         )
 
     @property
-    def _keeps_gathered(self) -> bool:
+    def keeps_gathered(self) -> bool:
+        """Whether the forward gives the operand as gathered, too."""
         return self.setting.keeps_gathered and self._lead == "operand" and self.problem.x != self.x
 
     def _bias_layout(self, j: int) -> Layout:
@@ -372,7 +382,7 @@ class Product:
             outputs = self.call(x, weights[0])
         else:
             outputs = self.call(x, *weights, *fused)
-            if self._keeps_gathered:
+            if self.keeps_gathered:
                 kept = outputs.pop()
         if self._lead != "result":
             outputs = [
@@ -405,10 +415,11 @@ class Product:
         dys: Sequence[torch.Tensor],
         dy_layouts: Sequence[_planner.Layout],
         needs: tuple[bool, list[bool], list[bool]],
+        dx_added: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Gradients of operand (as `dx_result`), weights and biases (as those, with R for sums that are due).
 
-        `dys` lie as `dy_layouts` say.
+        `dys` lie as `dy_layouts` say. `dx_added`, which lies as `dx`, is part of the operand's gradient from elsewhere.
         """
         needs_x, needs_weights, needs_biases = needs
         p = self.problem
@@ -439,7 +450,9 @@ class Product:
                 if shares_dw:
                     dws[0] = move(outputs.pop(), self.dws[0], without_sums(p.weights[0]), self.setting)
                 if needs_x:
-                    dx = move(outputs.pop(), self.dx, self.dx_result, self.setting)
+                    here = outputs.pop()
+                    here = here if dx_added is None else here + dx_added
+                    dx = move(here, self.dx, self.dx_result, self.setting)
             else:
                 dys = [move(dys[0], dy_layouts[0], self.dys[0], self.setting)]
         else:
@@ -448,7 +461,7 @@ class Product:
                 for dy, given, during in zip(dys, dy_layouts, self.dys, strict=True)
             ]
         if needs_x and dx is None:
-            dx = self._operand_gradient(dys, weights, weights_stay)
+            dx = self._operand_gradient(dys, weights, weights_stay, dx_added)
         missing = [j for j in range(len(dys)) if needs_weights[j] and dws[j] is None]
         if missing:
             for j, dw in zip(missing, self._weight_gradients(missing, x_at_hand, x_stays, dys), strict=True):
@@ -470,10 +483,14 @@ class Product:
         return chunkable(Matmul.gather(plan_between(src, dst, self.setting), products))
 
     def _operand_gradient(
-        self, dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], weights_stay: list[bool]
+        self,
+        dys: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        weights_stay: list[bool],
+        dx_added: torch.Tensor | None,
     ) -> torch.Tensor:
         target = self.dx_result
-        if len(dys) == 1 and not weights_stay[0] and self.dx == target:
+        if len(dys) == 1 and not weights_stay[0] and self.dx == target and dx_added is None:
             _, w, y = self.letters[0]
             products = ((f"{w},{y}->{self.x_letters}", self.dys[0], False),)
             call = gather(self.problem.weights[0], self.weights[0], products, self.setting)
@@ -482,7 +499,9 @@ class Product:
         for j, dy in enumerate(dys):
             inputs += [dy, move(weights[j], self.problem.weights[j], self.weights[j], self.setting)]
         terms = tuple((self._dx_axes(j), self.dys[j], self.weights[j]) for j in range(len(dys)))
-        return scatter(self.dx, target, terms, self.setting)(*inputs)[0]
+        if dx_added is not None:
+            inputs.append(dx_added)
+        return scatter(self.dx, target, terms, self.setting, has_addend=dx_added is not None)(*inputs)[0]
 
     def _weight_gradients(
         self, which: list[int], x: torch.Tensor, x_stays: bool, dys: Sequence[torch.Tensor]
@@ -555,7 +574,7 @@ def choose_cuts(
     for d, size in enumerate(x.mesh.shape):
         found: list[str | None] = [None]
         for letters, layout in ((x_letters, x), (w_letters, weight), (y_letters, result)):
-            tensor_dim = _cut_dim(layout.placements[d])
+            tensor_dim = cut_dim(layout.placements[d])
             if size > 1 and tensor_dim is not None and letters[tensor_dim] not in found:
                 found.append(letters[tensor_dim])
         options.append(found)
@@ -600,7 +619,8 @@ def _product_us(
     return setting.model.picoseconds(m, n, k, 1, item) / 1e6
 
 
-def _cut_dim(placement: str) -> int | None:
+def cut_dim(placement: str) -> int | None:
+    """Of ``"S(1)"`` and ``"SS(1,2)"`` 1; None of what does not cut."""
     if not placement.startswith("S"):
         return None
     return int(placement[placement.index("(") + 1 :].split(",")[0].rstrip(")"))

@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from . import checking, groups
 from ._planner import GemmModel, Layout
-from ._products import Cuts, Problem, Product, Setting, choose_cuts, product_of, split_axes
+from ._products import Cuts, Problem, Product, Setting, choose_cuts, cut_dim, move, product_of, split_axes
 from .drop_in import layout_of_spec
 from .layout import Layout as MadeLayout
 from .layout import Mesh
@@ -68,6 +68,38 @@ def linear(
         ValueError: what does not fit, naming the argument; a `method` or `chunks` that cannot be had.
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
+    return _linear(x, weight, bias, placements, method, chunks, save, gemm_model)[0]
+
+
+def linear_sharing(
+    x: DTensor,
+    weight: DTensor,
+    bias: DTensor | None = None,
+    *,
+    placements: Sequence[Placement] | None = None,
+    method: str | None = None,
+    chunks: int | Sequence[Sequence[int]] | None = None,
+    gemm_model: GemmModel | None = None,
+) -> tuple[DTensor, DTensor | None]:
+    """`linear`, and `x` as it was gathered for it, for other layers that take the same; None where it was not.
+
+    What comes back through the gathered `x` is scattered together with the gradient of this layer.
+    """
+    y, *gathered = _linear(x, weight, bias, placements, method, chunks, "gathered", gemm_model, shares=True)
+    return y, gathered[0] if gathered else None
+
+
+def _linear(
+    x: DTensor,
+    weight: DTensor,
+    bias: DTensor | None,
+    placements: Sequence[Placement] | None,
+    method: str | None,
+    chunks: int | Sequence[Sequence[int]] | None,
+    save: str,
+    gemm_model: GemmModel | None,
+    shares: bool = False,
+) -> list[DTensor]:
     x, weight, bias = _autocast(x, weight, bias)
     _check_dtensors({"x": x, "weight": weight, **({} if bias is None else {"bias": bias})})
     if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
@@ -79,9 +111,8 @@ def linear(
         raise ValueError(f"bias: has shape {tuple(bias.shape)}; allowed is ({weight.shape[0]},)")
     axes = _axes(x.ndim, "nk")
     asked = _natural(axes, x, weight) if placements is None else _checked(placements, x)
-    return _multiply_dtensors(
-        axes, x, [weight], [bias], [asked], _setting(x, method, chunks, save, gemm_model), cuts=None
-    )[0]
+    setting = _setting(x, method, chunks, save, gemm_model)
+    return _multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts=None, shares=shares)
 
 
 def all_gather_matmul(
@@ -519,7 +550,9 @@ def _multiply_dtensors(
     results: Sequence[Sequence[Placement]],
     setting: Setting,
     cuts: Cuts | None,
+    shares: bool = False,
 ) -> list[DTensor]:
+    """The results; with `shares` also `x` as it was gathered, if it was."""
     specs, layouts = _result_specs(axes, x, weights, tuple(tuple(placements) for placements in results))
     if x.device_mesh.get_coordinate() is None:  # this rank holds nothing of it
         return [_new_dtensor(x._local_tensor.new_empty(0), spec, requires_grad=x.requires_grad) for spec in specs]
@@ -537,7 +570,11 @@ def _multiply_dtensors(
         cuts,
         setting,
     )
-    return list(_MultiplyDTensors.apply(product_of(problem), specs, len(weights), x, *weights, *biases))  # type: ignore[no-untyped-call]
+    product = product_of(problem)
+    if shares and product.keeps_gathered:
+        placements = tuple(Shard(cut_dim(p)) if p.startswith("S") else Replicate() for p in product.x.placements)
+        specs = (*specs, _result_spec(x.device_mesh, tuple(x.shape), x.dtype, placements))
+    return list(_MultiplyDTensors.apply(product, specs, len(weights), x, *weights, *biases))  # type: ignore[no-untyped-call]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -582,6 +619,9 @@ class _MultiplyDTensors(torch.autograd.Function):
         ctx.has_kept = kept is not None
         ctx.save_for_backward(kept if kept is not None else x._local_tensor, *(w._local_tensor for w in weights))
         ctx.result_specs = specs
+        ctx.set_materialize_grads(False)
+        if kept is not None and len(specs) > len(outputs):
+            outputs.append(kept)
         requires_grad = any(t is not None and t.requires_grad for t in (x, *others))
         return tuple(
             _new_dtensor(output, spec, requires_grad=requires_grad) for output, spec in zip(outputs, specs, strict=True)
@@ -596,13 +636,19 @@ class _MultiplyDTensors(torch.autograd.Function):
         count = len(weights)
         needed = ctx.needs_input_grad[3:]
         needs = (needed[0], list(needed[1 : 1 + count]), list(needed[1 + count :]))
+        locals_, layouts = [], []
+        for gradient, spec in zip(gradients, ctx.result_specs, strict=True):
+            locals_.append(None if gradient is None else gradient._local_tensor.contiguous())
+            layouts.append(_layout_of(spec if gradient is None else gradient._spec))
+        for j, missing in enumerate(locals_[:count]):
+            if missing is None:  # nobody asked for this result
+                shape = layouts[j].local_shape(dist.get_rank())
+                locals_[j] = x.new_zeros(tuple(shape))
+        dx_added = locals_[count] if len(locals_) > count else None
+        if dx_added is not None:
+            dx_added = move(dx_added, layouts[count], product.dx, product.setting)
         dx, dws, dbs = product.backward(
-            x,
-            x if ctx.has_kept else None,
-            weights,
-            [gradient._local_tensor.contiguous() for gradient in gradients],
-            [_layout_of(gradient._spec) for gradient in gradients],
-            needs,
+            x, x if ctx.has_kept else None, weights, locals_[:count], layouts[:count], needs, dx_added
         )
         operand_spec = _gradient_spec(x_spec, tuple(product.dx_result.placements))
         gradient_specs = [None if spec is None else _gradient_spec(spec) for spec in (*weight_specs, *bias_specs)]

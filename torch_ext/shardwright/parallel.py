@@ -5,8 +5,7 @@
 For ``torch.distributed.tensor.parallel.parallelize_module``. Arguments, parameters and results are those of the
 styles of these names in ``torch.distributed.tensor.parallel``; state dicts fit. A column-parallel layer takes a
 sequence shard as it is and gathers it in chunks behind its product, a row-parallel one scatters its sums in chunks, and
-their backwards do the same the other way round (`shardwright.linear`). Each layer gathers for itself: where several
-share an operand, `all_gather_matmul` with a list of weights gathers once. Layers other than ``nn.Linear`` stay
+their backwards do the same the other way round (`shardwright.linear`). Layers other than ``nn.Linear`` stay
 PyTorch's.
 """
 
@@ -15,7 +14,7 @@ from __future__ import annotations
 import types
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.tensor.parallel as torch_parallel
@@ -23,13 +22,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_module
 
-from .matmul import linear
+from .matmul import linear, linear_sharing
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
 
 
 class ColwiseParallel(torch_parallel.ColwiseParallel):
-    """As PyTorch's; `method`, `chunks` and `save` as in `shardwright.linear`."""
+    """As PyTorch's; `method`, `chunks` and `save` as in `shardwright.linear`.
+
+    With `shares_gather`, layers that are given the same tensor object, such as query, key and value, gather it once:
+    the first that runs, behind its product. The others take what it gathered, and their gradients are scattered with
+    its own. The gathered tensor then lives until the backward, as it does with PyTorch's ``PrepareModuleInput``.
+    """
 
     def __init__(
         self,
@@ -40,14 +44,16 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         method: str | None = None,
         chunks: int | Sequence[Sequence[int]] | None = None,
         save: str = "shard",
+        shares_gather: bool = False,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         self._how = {"method": method, "chunks": chunks, "save": save}
+        self._shares_gather = shares_gather
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
             return super()._apply(module, device_mesh)
-        return _distribute(self, module, device_mesh, self._how)
+        return _distribute(self, module, device_mesh, self._how, self._shares_gather)
 
 
 class RowwiseParallel(torch_parallel.RowwiseParallel):
@@ -75,7 +81,9 @@ class SequenceParallel(torch_parallel.SequenceParallel):
     """PyTorch's own: it moves nothing."""
 
 
-def _distribute(style: Any, module: nn.Linear, device_mesh: DeviceMesh, how: dict[str, Any]) -> nn.Module:
+def _distribute(
+    style: Any, module: nn.Linear, device_mesh: DeviceMesh, how: dict[str, Any], shares_gather: bool = False
+) -> nn.Module:
     distribute_module(
         module,
         device_mesh,
@@ -85,7 +93,8 @@ def _distribute(style: Any, module: nn.Linear, device_mesh: DeviceMesh, how: dic
     )
     # On the instance, so that its class, its name and its state dict stay what they are.
     module._shardwright_how = {"placements": style.output_layouts, **how}  # type: ignore[assignment]
-    module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
+    forward = _forward_sharing if shares_gather else _forward
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
     return module
 
 
@@ -93,11 +102,37 @@ def _annotate(
     layouts: tuple[Placement, ...], module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
 ) -> Any:
     x = inputs[0]
-    return x if isinstance(x, DTensor) else DTensor.from_local(x, device_mesh, layouts, run_check=False)
+    if isinstance(x, DTensor):
+        return x
+    annotated = DTensor.from_local(x, device_mesh, layouts, run_check=False)
+    annotated._shardwright_given = x
+    return annotated
 
 
 def _forward(module: nn.Linear, x: DTensor) -> DTensor:
     return linear(x, module.weight, module.bias, **module._shardwright_how)  # type: ignore[arg-type]
+
+
+class _Gathered(NamedTuple):
+    """What a layer gathered of a tensor, kept on the tensor itself."""
+
+    whole: DTensor
+    version: int  # of the tensor then
+    has_grad: bool
+
+
+def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
+    # Annotations are made anew for each layer; what the module was given stays.
+    given = getattr(x, "_shardwright_given", x)
+    held: _Gathered | None = getattr(given, "_shardwright_gathered", None)
+    now = (given._version, torch.is_grad_enabled() and x.requires_grad)
+    if held is not None and held[1:] == now and held.whole.device_mesh == x.device_mesh:
+        return linear(held.whole, module.weight, module.bias, **module._shardwright_how)  # type: ignore[arg-type]
+    how = {name: value for name, value in module._shardwright_how.items() if name != "save"}  # type: ignore[union-attr]
+    y, whole = linear_sharing(x, module.weight, module.bias, **how)  # type: ignore[arg-type]
+    if whole is not None and not (given.is_leaf and given.requires_grad):  # whose graph would hold it, and it the graph
+        given._shardwright_gathered = _Gathered(whole, *now)
+    return y
 
 
 def _hand_out(use_local_output: bool, module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> torch.Tensor:
