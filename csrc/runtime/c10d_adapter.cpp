@@ -28,18 +28,27 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
   }
 }
 
+// Backends with streams take a collective that is not asynchronous onto the current one. Others block until it is done.
+template <typename Options>
+Options options_for(const at::Tensor& data) {
+  Options options;
+  options.asyncOp = data.device().is_cpu();
+  return options;
+}
+
 }  // namespace
 
 WorkPtr all_gather(const GroupPtr& group, at::Tensor& output, at::Tensor& input) {
+  const auto options = options_for<c10d::AllgatherOptions>(output);
 #if SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
-  return group->all_gather_single(output, input);
+  return group->all_gather_single(output, input, options);
 #else
-  return group->_allgather_base(output, input);
+  return group->_allgather_base(output, input, options);
 #endif
 }
 
 WorkPtr reduce_scatter(const GroupPtr& group, at::Tensor& output, at::Tensor& input, ReduceOp op) {
-  c10d::ReduceScatterOptions options;
+  auto options = options_for<c10d::ReduceScatterOptions>(output);
   options.reduceOp = to_c10d(op);
 #if SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
   return group->reduce_scatter_single(output, input, options);
@@ -49,7 +58,7 @@ WorkPtr reduce_scatter(const GroupPtr& group, at::Tensor& output, at::Tensor& in
 }
 
 WorkPtr all_reduce(const GroupPtr& group, at::Tensor& data, ReduceOp op) {
-  c10d::AllreduceOptions options;
+  auto options = options_for<c10d::AllreduceOptions>(data);
   options.reduceOp = to_c10d(op);
   std::vector<at::Tensor> tensors{data};
   return group->allreduce(tensors, options);
@@ -57,10 +66,11 @@ WorkPtr all_reduce(const GroupPtr& group, at::Tensor& data, ReduceOp op) {
 
 WorkPtr all_to_all(const GroupPtr& group, at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                    std::vector<int64_t> input_counts) {
+  const auto options = options_for<c10d::AllToAllOptions>(output);
 #if SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
-  return group->all_to_all_single(output, input, output_counts, input_counts);
+  return group->all_to_all_single(output, input, output_counts, input_counts, options);
 #else
-  return group->alltoall_base(output, input, output_counts, input_counts);
+  return group->alltoall_base(output, input, output_counts, input_counts, options);
 #endif
 }
 
