@@ -22,8 +22,6 @@ struct Contraction {
 
   int num_axes() const;
   bool is_summed(int axis) const;  // not in the result
-  // The other operand first.
-  Contraction swapped() const { return {rhs, lhs, out}; }
 
   bool operator==(const Contraction&) const = default;
 };

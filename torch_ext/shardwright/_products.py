@@ -280,6 +280,7 @@ class Product:
         self.dws = [self.cutting.layout(t[1], self._sizes(j), t[2]) for j, t in enumerate(letters)]
         self.dx_result = self._operand_gradient_layout()
         self._lead = self._choose_lead()
+        self._chunked_moves: dict[tuple[_planner.Layout, int], bool] = {}
 
     def _operand_gradient_layout(self) -> Layout:
         """As the operand, but where that is R, sums stay due: whoever it came from can reduce and cut at once."""
@@ -477,10 +478,12 @@ class Product:
         return f"{y},{x}->{w}"
 
     def _moves_in_chunks(self, src: _planner.Layout, dst: _planner.Layout, j: int) -> bool:
-        if src == dst:
-            return False
-        products = [(self._dx_axes(j), self.weights[j], False)]
-        return chunkable(Matmul.gather(plan_between(src, dst, self.setting), products))
+        known = self._chunked_moves.get((src, j))
+        if known is None:
+            products = [(self._dx_axes(j), self.weights[j], False)]
+            known = src != dst and chunkable(Matmul.gather(plan_between(src, dst, self.setting), products))
+            self._chunked_moves[src, j] = known
+        return known
 
     def _operand_gradient(
         self,

@@ -431,7 +431,6 @@ class _Where:
         self.setting = _setting(x, method, chunks, save, gemm_model, group)
         self.num_ranks = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.mesh = Mesh({"group": self.num_ranks})
         self.dtype = x.dtype
 
     def total(self, said: int | None, here: int, argument: str, what: str) -> int:
@@ -442,7 +441,8 @@ class _Where:
                 f"{here * self.num_ranks} if every rank has as much as this one"
             )
         total = here if said is None else said
-        mine = MadeLayout(self.mesh, [max(total, 0)], ["S(0)"], self.dtype).local_shape(self.rank)[0]
+        chunk = -(-total // self.num_ranks)
+        mine = max(min(total - self.rank * chunk, chunk), 0)
         if total < 0 or (mine != here and not checking.is_on()):  # which tells all ranks
             raise ValueError(
                 f"{argument}: {total} in all, of which rank {self.rank} of {self.num_ranks} has {mine} as torch.chunk "
@@ -451,7 +451,7 @@ class _Where:
         return total
 
     def layout(self, shape: Sequence[int], placement: str) -> MadeLayout:
-        return MadeLayout(self.mesh, shape, [placement], self.dtype)
+        return _layout_in_group(self.num_ranks, tuple(shape), placement, self.dtype)
 
     def multiply(
         self,
@@ -490,6 +490,11 @@ class _Where:
         return layout
 
 
+@functools.lru_cache(maxsize=4096)
+def _layout_in_group(num_ranks: int, shape: tuple[int, ...], placement: str, dtype: torch.dtype) -> MadeLayout:
+    return MadeLayout(Mesh({"group": num_ranks}), shape, [placement], dtype)
+
+
 def _as_stored(
     axes: str, weights: Sequence[torch.Tensor], layouts: Sequence[Layout]
 ) -> tuple[tuple[str, ...], list[torch.Tensor], list[Layout]]:
@@ -509,8 +514,9 @@ def _as_stored(
         all_axes.append(axes.replace("kn", "nk"))
         stored.append(turned)
         swap = {"S(0)": "S(1)", "S(1)": "S(0)"}
+        placement = swap.get(layout.placements[0], layout.placements[0])
         stored_layouts.append(
-            MadeLayout(layout.mesh, layout.shape[::-1], [swap.get(p, p) for p in layout.placements], layout.dtype)
+            _layout_in_group(layout.mesh.shape[0], tuple(layout.shape[::-1]), placement, weight.dtype)
         )
     return tuple(all_axes), stored, stored_layouts
 
