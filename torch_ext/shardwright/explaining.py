@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from . import _products
+from . import _product_calls
 from ._planner import Matmul
 from .tracing import Trace, TraceEvent, trace
 
@@ -57,7 +57,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         args, kwargs: what it is called with.
     """
     function(*args, **kwargs)
-    with _products.listening() as calls, trace() as events:
+    with _product_calls.listening() as calls, trace() as events:
         function(*args, **kwargs)
     runs = sorted({event.run for event in events})
     by_run = {run: Trace(event for event in events if event.run == run) for run in runs}
@@ -73,7 +73,7 @@ def _is_product(event: TraceEvent) -> bool:
     return event.instruction.startswith("gemm")
 
 
-def _explained(call: _products.Call, measured: Trace) -> Explained:
+def _explained(call: _product_calls.Call, measured: Trace) -> Explained:
     matmul, method, chunks = Matmul.parse(call.program)
     lanes = matmul.timeline(method, chunks, call.model)
     predicted = Trace(

@@ -7,26 +7,22 @@ predicted times, or by the caller. Gradients go the same ways back, in chunks to
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from . import checking, groups
-from ._planner import GemmModel, Layout
-from ._products import Cuts, Problem, Product, Setting, choose_cuts, cut_dim, move, product_of, split_axes
-from .drop_in import layout_of_spec
-from .layout import Layout as MadeLayout
-from .layout import Mesh
+from . import groups
+from ._cuts import Cuts, split_axes
+from ._multiplying import PlainGroup, multiply_dtensors
+from ._planner import GemmModel
+from ._product_calls import Setting
 
 __all__ = ["all_gather_matmul", "linear", "matmul_all_reduce", "matmul_reduce_scatter"]
 
 _SAVES = ("shard", "gathered")
-_new_dtensor = functools.partial(DTensor.__new__, DTensor)
 # Letters of the dims of an operand in front of the last, which is k; the weight's own is n.
 _ROWS = "abcdefghij"
 
@@ -112,7 +108,7 @@ def _linear(
     axes = _axes(x.ndim, "nk")
     asked = _natural(axes, x, weight) if placements is None else _checked(placements, x)
     setting = _setting(x, method, chunks, save, gemm_model)
-    return _multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts=None, shares=shares)
+    return multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts=None, shares=shares)
 
 
 def all_gather_matmul(
@@ -178,9 +174,9 @@ def all_gather_matmul(
         assert isinstance(first, DTensor)
         cuts = _cuts_of(axes, x, first)
         _check_dtensors({"x": x, **{f"biases[{j}]": bias for j, bias in enumerate(added) if bias is not None}})
-        outputs: list[Any] = _multiply_dtensors(axes, x, listed, added, results, setting, cuts)
+        outputs: list[Any] = multiply_dtensors(axes, x, listed, added, results, setting, cuts)
         return outputs if many else outputs[0]
-    where = _Where(x, group, method, chunks, save, gemm_model)
+    where = PlainGroup(_setting(x, method, chunks, save, gemm_model, group), x.dtype)
     gather_dim = _dim(gather_dim, x, "gather_dim")
     _check_weights(x, listed, k_is_cut=gather_dim == x.ndim - 1)
     shape = list(x.shape)
@@ -284,8 +280,8 @@ def _sum_matmul(
             asked = [target if cut == "k" else placement for cut, placement in zip(cuts, asked, strict=True)]
         setting = _setting(x, method, chunks, "shard", gemm_model)
         _check_dtensors({"x": x, **({} if bias is None else {"bias": bias})})
-        return _multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts)[0]
-    where = _Where(x, group, method, chunks, "shard", gemm_model)
+        return multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts)[0]
+    where = PlainGroup(_setting(x, method, chunks, "shard", gemm_model, group), x.dtype)
     _check_weights(x, [weight])
     k = where.total(size, x.shape[-1], "size", "the length of the last dim of x")
     result = where.layout([*x.shape[:-1], weight.shape[1]], "R" if scatter_dim is None else f"S({scatter_dim})")
@@ -300,9 +296,6 @@ def _sum_matmul(
         [bias],
         "R",
     )[0]
-
-
-# ------------------------------------------------------------------------------------------------- what was given
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -411,268 +404,3 @@ def _setting(
     mesh = x.device_mesh if isinstance(x, DTensor) else None
     by_hand = chunks if chunks is None or isinstance(chunks, int) else tuple(tuple(one) for one in chunks)
     return Setting(x.device.type, group, mesh, method, by_hand, gemm_model, save == "gathered")
-
-
-# --------------------------------------------------------------------------------------------------- plain tensors
-
-
-class _Where:
-    """The group that plain tensors lie in."""
-
-    def __init__(
-        self,
-        x: torch.Tensor,
-        group: dist.ProcessGroup | None,
-        method: str | None,
-        chunks: int | Sequence[Sequence[int]] | None,
-        save: str,
-        gemm_model: GemmModel | None,
-    ) -> None:
-        self.setting = _setting(x, method, chunks, save, gemm_model, group)
-        self.num_ranks = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-        self.dtype = x.dtype
-
-    def total(self, said: int | None, here: int, argument: str, what: str) -> int:
-        """The length of a dim in all, of which this rank has `here`."""
-        if said is None and self.num_ranks > 1:
-            raise ValueError(
-                f"{argument}: has to be said for plain tensors on {self.num_ranks} ranks: {what} in all, "
-                f"{here * self.num_ranks} if every rank has as much as this one"
-            )
-        total = here if said is None else said
-        chunk = -(-total // self.num_ranks)
-        mine = max(min(total - self.rank * chunk, chunk), 0)
-        if total < 0 or (mine != here and not checking.is_on()):  # which tells all ranks
-            raise ValueError(
-                f"{argument}: {total} in all, of which rank {self.rank} of {self.num_ranks} has {mine} as torch.chunk "
-                f"cuts; it was given {here}"
-            )
-        return total
-
-    def layout(self, shape: Sequence[int], placement: str) -> MadeLayout:
-        return _layout_in_group(self.num_ranks, tuple(shape), placement, self.dtype)
-
-    def multiply(
-        self,
-        axes: str,
-        x: torch.Tensor,
-        x_layout: Layout,
-        weights: Sequence[torch.Tensor],
-        weight_layouts: Sequence[Layout],
-        results: Sequence[Layout],
-        cuts: Cuts,
-        biases: Sequence[torch.Tensor | None],
-        bias_placement: str,
-    ) -> list[torch.Tensor]:
-        all_axes, weights, weight_layouts = _as_stored(axes, weights, weight_layouts)
-        problem = Problem(
-            all_axes,
-            x_layout,
-            tuple(weight_layouts),
-            tuple(self._bias_layout(b, r, bias_placement) for b, r in zip(biases, results, strict=True)),
-            tuple(results),
-            cuts if self.num_ranks > 1 else (None,),
-            self.setting,
-        )
-        product = product_of(problem)
-        return list(_MultiplyLocal.apply(product, len(weights), x, *weights, *biases))  # type: ignore[no-untyped-call]
-
-    def _bias_layout(self, bias: torch.Tensor | None, result: Layout, placement: str) -> MadeLayout | None:
-        if bias is None:
-            return None
-        layout = self.layout([result.shape[-1]], placement)
-        if isinstance(bias, DTensor) or tuple(bias.shape) != tuple(layout.local_shape(self.rank)):
-            raise ValueError(
-                f"bias: is a {type(bias).__name__} of shape {tuple(bias.shape)} on rank {self.rank}; allowed is a "
-                f"plain tensor of {tuple(layout.local_shape(self.rank))}"
-            )
-        return layout
-
-
-@functools.lru_cache(maxsize=4096)
-def _layout_in_group(num_ranks: int, shape: tuple[int, ...], placement: str, dtype: torch.dtype) -> MadeLayout:
-    return MadeLayout(Mesh({"group": num_ranks}), shape, [placement], dtype)
-
-
-def _as_stored(
-    axes: str, weights: Sequence[torch.Tensor], layouts: Sequence[Layout]
-) -> tuple[tuple[str, ...], list[torch.Tensor], list[Layout]]:
-    """Weights (k, n) that are views of contiguous (n, k), as ``linear.weight.t()`` is, without a copy.
-
-    Told by strides, not by contiguity: a single row or column has both, and ranks have to answer alike.
-    """
-    all_axes, stored, stored_layouts = [], [], []
-    for weight, layout in zip(weights, layouts, strict=True):
-        turned = weight.t()
-        is_view = weight.stride(0) == 1 and weight.stride(1) == max(weight.shape[0], 1) != 1
-        if not is_view or not turned.is_contiguous():
-            all_axes.append(axes)
-            stored.append(weight)
-            stored_layouts.append(layout)
-            continue
-        all_axes.append(axes.replace("kn", "nk"))
-        stored.append(turned)
-        swap = {"S(0)": "S(1)", "S(1)": "S(0)"}
-        placement = swap.get(layout.placements[0], layout.placements[0])
-        stored_layouts.append(
-            _layout_in_group(layout.mesh.shape[0], tuple(layout.shape[::-1]), placement, weight.dtype)
-        )
-    return tuple(all_axes), stored, stored_layouts
-
-
-class _MultiplyLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, product: Product, num_weights: int, x: torch.Tensor, *others: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        weights, biases = others[:num_weights], others[num_weights:]
-        outputs, kept = product.forward(x, weights, biases)
-        ctx.product = product
-        ctx.has_kept = kept is not None
-        ctx.save_for_backward(x if kept is None else kept, *weights)
-        return tuple(outputs)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        product: Product = ctx.product
-        needed = ctx.needs_input_grad[2:]
-        needs = (needed[0], list(needed[1 : 1 + len(weights)]), list(needed[1 + len(weights) :]))
-        layouts = product.gradient_layouts()
-        dx, dws, dbs = product.backward(x, x if ctx.has_kept else None, weights, gradients, layouts, needs)
-        return None, None, dx, *dws, *dbs
-
-
-# -------------------------------------------------------------------------------------------------------- DTensors
-
-
-def _multiply_dtensors(
-    axes: str,
-    x: DTensor,
-    weights: Sequence[Any],
-    biases: Sequence[Any],
-    results: Sequence[Sequence[Placement]],
-    setting: Setting,
-    cuts: Cuts | None,
-    shares: bool = False,
-) -> list[DTensor]:
-    """The results; with `shares` also `x` as it was gathered, if it was."""
-    specs, layouts = _result_specs(axes, x, weights, tuple(tuple(placements) for placements in results))
-    if x.device_mesh.get_coordinate() is None:  # this rank holds nothing of it
-        return [_new_dtensor(x._local_tensor.new_empty(0), spec, requires_grad=x.requires_grad) for spec in specs]
-    x_layout = _layout_of(x._spec)
-    weight_layouts = tuple(_layout_of(weight._spec) for weight in weights)
-    if cuts is None:
-        free = Setting(setting.device_type, None, setting.device_mesh, gemm_model=setting.gemm_model)
-        cuts = choose_cuts(axes, x_layout, weight_layouts[0], layouts[0], free)
-    problem = Problem(
-        (axes,) * len(weights),
-        x_layout,
-        weight_layouts,
-        tuple(None if bias is None else _layout_of(bias._spec) for bias in biases),
-        layouts,
-        cuts,
-        setting,
-    )
-    product = product_of(problem)
-    if shares and product.keeps_gathered:
-        placements = tuple(Shard(cut_dim(p)) if p.startswith("S") else Replicate() for p in product.x.placements)
-        specs = (*specs, _result_spec(x.device_mesh, tuple(x.shape), x.dtype, placements))
-    return list(_MultiplyDTensors.apply(product, specs, len(weights), x, *weights, *biases))  # type: ignore[no-untyped-call]
-
-
-@functools.lru_cache(maxsize=4096)
-def _layout_of(spec: DTensorSpec) -> Layout:
-    assert spec.tensor_meta is not None
-    return layout_of_spec(spec, spec, spec.tensor_meta.dtype)
-
-
-def _result_specs(
-    axes: str, x: DTensor, weights: Sequence[Any], placements: tuple[tuple[Placement, ...], ...]
-) -> tuple[tuple[DTensorSpec, ...], tuple[Layout, ...]]:
-    column = split_axes(axes)[1].index("n")
-    specs = []
-    for weight, asked in zip(weights, placements, strict=True):
-        specs.append(_result_spec(x.device_mesh, (*x.shape[:-1], weight.shape[column]), x.dtype, asked))
-    return tuple(specs), tuple(_layout_of(spec) for spec in specs)
-
-
-@functools.lru_cache(maxsize=4096)
-def _result_spec(
-    mesh: Any, shape: tuple[int, ...], dtype: torch.dtype, placements: tuple[Placement, ...]
-) -> DTensorSpec:
-    stride = [1] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        stride[d] = stride[d + 1] * max(shape[d + 1], 1)
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
-
-
-class _MultiplyDTensors(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, product: Product, specs: tuple[DTensorSpec, ...], num_weights: int, x: DTensor, *others: Any
-    ) -> tuple[DTensor, ...]:
-        weights, biases = others[:num_weights], others[num_weights:]
-        outputs, kept = product.forward(
-            x._local_tensor,
-            [weight._local_tensor for weight in weights],
-            [None if bias is None else bias._local_tensor for bias in biases],
-        )
-        ctx.product = product
-        ctx.specs = (x._spec, [w._spec for w in weights], [None if b is None else b._spec for b in biases])
-        ctx.has_kept = kept is not None
-        ctx.save_for_backward(kept if kept is not None else x._local_tensor, *(w._local_tensor for w in weights))
-        ctx.result_specs = specs
-        ctx.set_materialize_grads(False)
-        if kept is not None and len(specs) > len(outputs):
-            outputs.append(kept)
-        requires_grad = any(t is not None and t.requires_grad for t in (x, *others))
-        return tuple(
-            _new_dtensor(output, spec, requires_grad=requires_grad) for output, spec in zip(outputs, specs, strict=True)
-        )
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: DTensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        product: Product = ctx.product
-        x_spec, weight_specs, bias_specs = ctx.specs
-        count = len(weights)
-        needed = ctx.needs_input_grad[3:]
-        needs = (needed[0], list(needed[1 : 1 + count]), list(needed[1 + count :]))
-        locals_, layouts = [], []
-        for gradient, spec in zip(gradients, ctx.result_specs, strict=True):
-            locals_.append(None if gradient is None else gradient._local_tensor.contiguous())
-            layouts.append(_layout_of(spec if gradient is None else gradient._spec))
-        for j, missing in enumerate(locals_[:count]):
-            if missing is None:  # nobody asked for this result
-                shape = layouts[j].local_shape(dist.get_rank())
-                locals_[j] = x.new_zeros(tuple(shape))
-        dx_added = locals_[count] if len(locals_) > count else None
-        if dx_added is not None:
-            dx_added = move(dx_added, layouts[count], product.dx, product.setting)
-        dx, dws, dbs = product.backward(
-            x, x if ctx.has_kept else None, weights, locals_[:count], layouts[:count], needs, dx_added
-        )
-        operand_spec = _gradient_spec(x_spec, tuple(product.dx_result.placements))
-        gradient_specs = [None if spec is None else _gradient_spec(spec) for spec in (*weight_specs, *bias_specs)]
-        found = [
-            None if local is None else _new_dtensor(local, spec, requires_grad=False)
-            for local, spec in zip((dx, *dws, *dbs), (operand_spec, *gradient_specs), strict=True)
-        ]
-        return None, None, None, *found
-
-
-@functools.lru_cache(maxsize=4096)
-def _gradient_spec(spec: DTensorSpec, names: tuple[str, ...] = ()) -> DTensorSpec:
-    """Of a gradient that lies as `spec`, with R for sums that are due; with sums that are due where `names` have P."""
-    assert spec.tensor_meta is not None
-    placements = tuple(Replicate() if placement.is_partial() else placement for placement in spec.placements)
-    if names:
-        placements = tuple(Partial() if name.startswith("P") else p for name, p in zip(names, placements, strict=True))
-    if placements == spec.placements:
-        return spec
-    meta = spec.tensor_meta
-    return _result_spec(spec.mesh, tuple(meta.shape), meta.dtype, placements)

@@ -1,0 +1,177 @@
+"""Programs of products, and moves beside them, bound to process groups and kept."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import _engine, _planner, _runtime, _stats, checking
+from . import operators as operators  # registers what calls run by
+from ._planner import GemmModel, Matmul
+
+# How many, or of a ring the distances of each.
+Chunks = int | Sequence[Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a user may say about how products are carried out, and where."""
+
+    device_type: str
+    group: dist.ProcessGroup | None = None
+    device_mesh: DeviceMesh | None = None
+    method: str | None = None
+    chunks: int | tuple[tuple[int, ...], ...] | None = None
+    gemm_model: GemmModel | None = None
+    keeps_gathered: bool = False
+
+    @property
+    def model(self) -> GemmModel:
+        return self.gemm_model or GemmModel.named("cpu" if self.device_type == "cpu" else "h100")
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A program of products, bound to its process groups."""
+
+    program: str
+    groups: tuple[str, ...]
+    rank: int
+    model: GemmModel  # that it was chosen by
+    executable: _runtime.Executable
+
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        if checking.is_on():
+            checking.compare(self.executable, inputs[0], False)
+        _stats.counts.products += 1
+        for heard in _listeners:
+            heard.append(self)
+        if all(type(tensor) in _PLAIN for tensor in inputs):
+            # Not by the operator, inside of which dispatch modes would not see the collectives.
+            return self.executable.run_all([tensor.contiguous() for tensor in inputs])
+        outputs: list[torch.Tensor] = torch.ops.shardwright.matmul(
+            list(inputs), self.program, list(self.groups), self.rank
+        )
+        return outputs
+
+
+_listeners: list[list[Call]] = []
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Call]]:
+    """The calls that are made while the block runs, in their order."""
+    heard: list[Call] = []
+    _listeners.append(heard)
+    try:
+        yield heard
+    finally:
+        _listeners.remove(heard)
+
+
+_calls: _engine.Kept[Call] = _engine.Kept()
+_moves: _engine.Kept[_runtime.Executable] = _engine.Kept()
+
+
+def plan_between(src: _planner.Layout, dst: _planner.Layout, setting: Setting) -> _planner.Plan:
+    return _engine.make_plan(src, dst, setting.device_type, setting.group)
+
+
+def move(local: torch.Tensor, src: _planner.Layout, dst: _planner.Layout, setting: Setting) -> torch.Tensor:
+    """A redistribute that has no product to hide behind."""
+    if src == dst:
+        return local
+    key = (src, dst, setting.device_type, setting.group, setting.device_mesh)
+    executable = _moves.get(key)
+    if executable is None:
+        plan = plan_between(src, dst, setting)
+        executable = _engine.bind(plan, device_mesh=setting.device_mesh, group=setting.group)
+        _moves.put(key, executable)
+    return _engine.run(executable, local, async_op=False)
+
+
+def _bind(matmul: Matmul, setting: Setting, must: bool) -> Call:
+    method, chunks = schedule_of(matmul, setting, must)
+    rank = dist.get_rank(setting.group)
+    names = _engine.names_of(matmul.groups(method, chunks, rank), device_mesh=setting.device_mesh, group=setting.group)
+    program = matmul.to_text(method, chunks)
+    return Call(program, tuple(names), rank, setting.model, _runtime.executable(program, names, rank))
+
+
+def schedule_of(matmul: Matmul, setting: Setting, must: bool) -> tuple[str, Chunks]:
+    """Method and chunks: what was asked for, else what is predicted fastest of it.
+
+    With `must`, what was asked for and cannot be raises ValueError; else the choice is free, as it is where nothing is
+    moved between ranks.
+    """
+    if (setting.method is None and setting.chunks is None) or not matmul.communicates:
+        return matmul.choose(setting.model)
+    if setting.chunks is not None and (setting.method is not None or not isinstance(setting.chunks, int)):
+        method = setting.method or "ring"
+        try:
+            matmul.check(method, setting.chunks)
+            return method, setting.chunks
+        except ValueError:
+            if must:
+                raise
+            return matmul.choose(setting.model)
+    fitting = [
+        (predicted, method, chunks)
+        for method, chunks, predicted in matmul.predictions(setting.model)
+        if setting.method in (None, method) and setting.chunks in (None, chunks)
+    ]
+    if fitting:
+        _, method, chunks = min(fitting)
+        return method, chunks
+    if must:
+        matmul.check(setting.method or "collective", setting.chunks or 1)
+        return setting.method or "collective", setting.chunks or 1
+    return matmul.choose(setting.model)
+
+
+def gather(
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    products: tuple[tuple[str, _planner.Layout, bool], ...],
+    setting: Setting,
+    *,
+    keeps: bool = False,
+    must: bool = False,
+) -> Call:
+    """Inputs: the tensor that moves, others, biases; outputs: products, then the moved tensor if it is kept."""
+    key = ("gather", src, dst, products, keeps, must, setting)
+    call = _calls.get(key)
+    if call is None:
+        call = _bind(Matmul.gather(plan_between(src, dst, setting), products, keeps), setting, must)
+        _calls.put(key, call)
+    return call
+
+
+def scatter(
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    terms: tuple[tuple[str, _planner.Layout, _planner.Layout], ...],
+    setting: Setting,
+    *,
+    has_addend: bool = False,
+    must: bool = False,
+) -> Call:
+    """Inputs: both operands of each term, then what is added to them; output: their sum, moved."""
+    key = ("scatter", src, dst, terms, has_addend, must, setting)
+    call = _calls.get(key)
+    if call is None:
+        call = _bind(Matmul.scatter(plan_between(src, dst, setting), terms, has_addend), setting, must)
+        _calls.put(key, call)
+    return call
+
+
+def chunkable(matmul: Matmul) -> bool:
+    return matmul.why_only_serial is None
