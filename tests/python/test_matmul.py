@@ -182,3 +182,23 @@ def _by_hand() -> None:
 
 def test_ring_by_hand(pool: Pool) -> None:
     pool.run(_by_hand, 4)
+
+
+def _under_way() -> None:
+    """Operands and gradients that asynchronous redistributes have not brought yet."""
+    mesh = get_mesh((4,))
+    x, weight = _integers((9, 6), 1), _integers((8, 6), 2)
+    whole = [t.clone().requires_grad_() for t in (x, weight)]
+    dx, dw = (distribute_tensor(t, mesh, [Shard(1)]).requires_grad_() for t in (x, weight))
+    for to in ([Shard(0)], [Shard(1)], [Replicate()]):
+        moved = dx.redistribute(placements=[Shard(0)], async_op=True)
+        y = sw.linear(moved, dw.redistribute(placements=[Shard(0)], async_op=True), placements=to)
+        loss = (y.redistribute(placements=[Replicate()], async_op=True) ** 2).sum()
+        right = (whole[0] @ whole[1].t()).square().sum()
+        assert torch.equal(loss.full_tensor(), right)
+        for mine, expected in zip(torch.autograd.grad(loss, [dx, dw]), torch.autograd.grad(right, whole), strict=True):
+            assert torch.equal(mine.full_tensor(), expected)
+
+
+def test_operands_under_way(pool: Pool) -> None:
+    pool.run(_under_way, 4)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -206,21 +207,26 @@ def _result_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
+def _local_of(x: DTensor) -> torch.Tensor:
+    """What this rank holds, waited for where it is still under way."""
+    local = x._local_tensor
+    waited: torch.Tensor = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    return waited
+
+
 class _MultiplyDTensors(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, product: Product, specs: tuple[DTensorSpec, ...], num_weights: int, x: DTensor, *others: Any
     ) -> tuple[DTensor, ...]:
         weights, biases = others[:num_weights], others[num_weights:]
-        outputs, kept = product.forward(
-            x._local_tensor,
-            [weight._local_tensor for weight in weights],
-            [None if bias is None else bias._local_tensor for bias in biases],
-        )
+        local = _local_of(x)
+        local_weights = [_local_of(weight) for weight in weights]
+        outputs, kept = product.forward(local, local_weights, [None if b is None else _local_of(b) for b in biases])
         ctx.product = product
         ctx.specs = (x._spec, [w._spec for w in weights], [None if b is None else b._spec for b in biases])
         ctx.has_kept = kept is not None
-        ctx.save_for_backward(kept if kept is not None else x._local_tensor, *(w._local_tensor for w in weights))
+        ctx.save_for_backward(kept if kept is not None else local, *local_weights)
         ctx.result_specs = specs
         ctx.set_materialize_grads(False)
         if kept is not None and len(specs) > len(outputs):
@@ -241,7 +247,7 @@ class _MultiplyDTensors(torch.autograd.Function):
         needs = (needed[0], list(needed[1 : 1 + count]), list(needed[1 + count :]))
         locals_, layouts = [], []
         for gradient, spec in zip(gradients, ctx.result_specs, strict=True):
-            locals_.append(None if gradient is None else gradient._local_tensor.contiguous())
+            locals_.append(None if gradient is None else _local_of(gradient).contiguous())
             layouts.append(_layout_of(spec if gradient is None else gradient._spec))
         for j, missing in enumerate(locals_[:count]):
             if missing is None:  # nobody asked for this result
