@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-xla bench-ranking bench-overhead bench-overlap bench-matmul lint format sanitize fuzz gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-xla bench-ranking bench-overhead bench-overlap bench-matmul lint format sanitize tsan fuzz gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright, install it there'
@@ -57,6 +57,7 @@ help:
 	@echo 'make bench-overlap  what is predicted to be hidden behind products; no measurement'
 	@echo 'make lint       clang-format, ruff, mypy; make format mends what can be mended'
 	@echo 'make sanitize   the C++ tests under address and undefined-behaviour sanitizers'
+	@echo 'make tsan       the C++ tests with threads under the thread sanitizer'
 	@echo 'make fuzz       arbitrary input under the same sanitizers, for SECONDS=60 (CXX=clang++ for libFuzzer)'
 	@echo 'make gpu        what needs a GPU; says so and does nothing where there is none'
 	@echo 'make clean      remove what was built; make distclean: the environments too'
@@ -149,6 +150,10 @@ test-cpp: venv
 # Without the longest, which walk the same code as the others.
 sanitize: venv
 	$(call ctest,build/cmake-sanitize,-DSHARDWRIGHT_SANITIZE=address$(comma)undefined,-E 'AgainstBruteForce|Exhaustive.*mesh_2x2x2')
+
+# Plans, certificates, prepared copies and compilers, shared by many threads.
+tsan: venv
+	$(call ctest,build/cmake-tsan,-DSHARDWRIGHT_SANITIZE=thread,-R Threads)
 
 # An input that fails is left in build/cmake-fuzz; `make fuzz ARGS=crash-...` runs it again.
 fuzz: venv
