@@ -33,6 +33,14 @@ std::vector<Chunk> collective_chunks(int64_t partners, int64_t chunks) {
   return made;
 }
 
+std::optional<Intersection> share_of(const Intersection& whole, size_t dim, const Chunk& chunk) {
+  if (whole.count() == 0) return std::nullopt;
+  if (whole.shape().empty()) return whole;
+  Intersection share = whole.share(dim, chunk.share, chunk.shares);
+  if (share.count() == 0) return std::nullopt;
+  return share;
+}
+
 size_t dim_to_share(const Layout& layout, const std::vector<size_t>& dims, int64_t shares) {
   const auto length_of = [&](size_t d) {
     int64_t length = layout.shape()[d];

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "overlap/matmul.h"
@@ -23,6 +24,9 @@ std::vector<Chunk> ring_chunks(int64_t partners, const Schedule& schedule);
 
 // All distances in every chunk.
 std::vector<Chunk> collective_chunks(int64_t partners, int64_t chunks);
+
+// A chunk's share along one dim of what two ranks have for each other; nothing where it is empty.
+std::optional<Intersection> share_of(const Intersection& whole, size_t dim, const Chunk& chunk);
 
 // The tensor dim that shares are taken along: of `dims`, the outermost that is at least `shares` long everywhere, else
 // the longest. It depends on the layout alone, so that all ranks choose the same one.

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 
 #include "overlap/matmul.h"
 #include "program/program.h"
@@ -11,8 +10,5 @@ namespace shardwright {
 
 Program compile_gather(const GatherMatmul& matmul, const Schedule& schedule, int64_t position);
 Program compile_scatter(const MatmulScatter& matmul, const Schedule& schedule, int64_t position);
-
-// How messages name a step of a plan.
-std::string step_text(const Plan& plan, size_t index);
 
 }  // namespace shardwright

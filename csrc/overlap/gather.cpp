@@ -118,15 +118,9 @@ class GatherCompiler {
 
   Program run() {
     declare_inputs();
-    int current = kInputBuffer;
     const size_t num_steps = plan_.steps.size();
     const bool is_serial = schedule_.method == Method::kSerial;
-    for (size_t i = 0; i + (is_serial ? 0 : 1) < num_steps; ++i) {
-      b_.begin_step(step_text(plan_, i));
-      const int next = b_.new_buffer(num_elements(plan_.steps[i].after.region(b_.position())));
-      compile_step(b_, plan_.steps[i], current, next);
-      current = next;
-    }
+    const int current = compile_steps(b_, plan_, 0, num_steps - (is_serial ? 0 : 1), kInputBuffer);
     if (is_serial) {
       b_.begin_step("the products");
       gathered_ = current;
@@ -146,17 +140,11 @@ class GatherCompiler {
 
  private:
   void declare_inputs() {
-    std::vector<std::vector<int64_t>>& shapes = b_.program().input_shapes;
-    const auto declare = [&](std::vector<int64_t> shape) {
-      int64_t count = 1;
-      for (const int64_t size : shape) count *= size;
-      shapes.push_back(std::move(shape));
-      return b_.new_buffer(count);
-    };
-    declare(plan_.src.local_shape(b_.position()));
+    b_.new_input(plan_.src.local_shape(b_.position()));
     std::vector<int> others;
     std::vector<int> biases;
-    for (const auto& product : matmul_.products) others.push_back(declare(product.other.local_shape(b_.position())));
+    for (const auto& product : matmul_.products)
+      others.push_back(b_.new_input(product.other.local_shape(b_.position())));
     const std::vector<int64_t> operand_shape = shape_of(needed_);
     for (const auto& product : matmul_.products) {
       biases.push_back(-1);
@@ -165,9 +153,9 @@ class GatherCompiler {
       const auto size_in = [&](const std::vector<int>& dims, const std::vector<int64_t>& shape) {
         return shape[std::find(dims.begin(), dims.end(), axis) - dims.begin()];
       };
-      biases.back() = declare({has_axis(product.axes.lhs, axis)
-                                   ? size_in(product.axes.lhs, operand_shape)
-                                   : size_in(product.axes.rhs, product.other.local_shape(b_.position()))});
+      biases.back() = b_.new_input({has_axis(product.axes.lhs, axis)
+                                        ? size_in(product.axes.lhs, operand_shape)
+                                        : size_in(product.axes.rhs, product.other.local_shape(b_.position()))});
     }
     for (size_t j = 0; j < matmul_.products.size(); ++j) {
       products_.emplace_back(b_, matmul_.products[j], needed_, others[j], biases[j]);
@@ -277,21 +265,13 @@ class GatherCompiler {
   std::optional<Intersection> received(const Step& step, const Positions& group, const Chunk& chunk, int64_t distance) {
     const int64_t peer = group[source(group, distance)];
     if (source_for(step, peer, b_.position()) != peer) return std::nullopt;
-    const Intersection part(step.before.region(peer), needed_);
-    if (part.count() == 0) return std::nullopt;
-    Intersection share = part.share(share_dim_, chunk.share, chunk.shares);
-    if (share.count() == 0) return std::nullopt;
-    return share;
+    return share_of(Intersection(step.before.region(peer), needed_), share_dim_, chunk);
   }
 
   std::optional<Intersection> sent(const Step& step, const Positions& group, const Chunk& chunk, int64_t distance) {
     const int64_t peer = group[target(group, distance)];
     if (source_for(step, b_.position(), peer) != b_.position()) return std::nullopt;
-    const Intersection part(step.before.region(b_.position()), step.after.region(peer));
-    if (part.count() == 0) return std::nullopt;
-    Intersection share = part.share(share_dim_, chunk.share, chunk.shares);
-    if (share.count() == 0) return std::nullopt;
-    return share;
+    return share_of(Intersection(step.before.region(b_.position()), step.after.region(peer)), share_dim_, chunk);
   }
 
   Transfer start(const Step& step, const Positions& group, const std::vector<Chunk>& chunks, size_t c, int current) {

@@ -7,6 +7,7 @@
 #include "layout/error.h"
 #include "overlap/compile.h"
 #include "planner/serialize.h"
+#include "program/builder.h"
 
 namespace shardwright {
 namespace {
@@ -194,12 +195,6 @@ Program compile(const Matmul& matmul, const Schedule& schedule, int64_t position
              " is not on the mesh (", plan_of(matmul).src.mesh().to_string(), ")");
   if (const auto* gather = std::get_if<GatherMatmul>(&matmul)) return compile_gather(*gather, schedule, position);
   return compile_scatter(std::get<MatmulScatter>(matmul), schedule, position);
-}
-
-std::string step_text(const Plan& plan, size_t index) {
-  const Step& step = plan.steps[index];
-  return concat("step ", index + 1, " of ", plan.steps.size(), " (", step_op_name(step.op), " over ",
-                plan.src.mesh().names_of(step.mesh_dims), ")");
 }
 
 // kind|method|chunks|kept|plan|{axes|bias|layout} or {axes|layout|layout}. A layout is written as the plan that leaves

@@ -44,24 +44,13 @@ class ScatterCompiler {
       b_.begin_chunk(-1);
       done = 1;
     }
-    for (size_t i = done; i < plan_.steps.size(); ++i) {
-      b_.begin_step(step_text(plan_, i));
-      const int next = b_.new_buffer(num_elements(plan_.steps[i].after.region(b_.position())));
-      compile_step(b_, plan_.steps[i], current, next);
-      current = next;
-    }
+    current = compile_steps(b_, plan_, done, plan_.steps.size(), current);
     b_.program().outputs = {{current, plan_.dst.local_shape(b_.position())}};
     return std::move(b_.program());
   }
 
  private:
-  int declare(const Layout& layout) {
-    std::vector<int64_t> shape = layout.local_shape(b_.position());
-    int64_t count = 1;
-    for (const int64_t size : shape) count *= size;
-    b_.program().input_shapes.push_back(std::move(shape));
-    return b_.new_buffer(count);
-  }
+  int declare(const Layout& layout) { return b_.new_input(layout.local_shape(b_.position())); }
 
   // A block of the products, into a row-major tensor of this shape at these of the places of its parts. Places in a are
   // those in the whole product.
@@ -166,20 +155,12 @@ class ScatterCompiler {
   // What the rank with an index in the group takes from here, and gives.
   std::optional<Intersection> sent(int64_t index, const Chunk& chunk) const {
     if (!reduces_ && source_for(*step_, b_.position(), group_[index]) != b_.position()) return std::nullopt;
-    return share_of(Intersection(held_, step_->after.region(group_[index])), chunk);
+    return share_of(Intersection(held_, step_->after.region(group_[index])), share_dim_, chunk);
   }
 
   std::optional<Intersection> received(int64_t index, const Chunk& chunk) const {
     if (!reduces_ && source_for(*step_, group_[index], b_.position()) != group_[index]) return std::nullopt;
-    return share_of(Intersection(step_->before.region(group_[index]), needed_), chunk);
-  }
-
-  std::optional<Intersection> share_of(const Intersection& whole, const Chunk& chunk) const {
-    if (whole.count() == 0) return std::nullopt;
-    if (whole.shape().empty()) return whole;
-    Intersection share = whole.share(share_dim_, chunk.share, chunk.shares);
-    if (share.count() == 0) return std::nullopt;
-    return share;
+    return share_of(Intersection(step_->before.region(group_[index]), needed_), share_dim_, chunk);
   }
 
   Transfer start_messages(const Chunk& chunk) {
@@ -212,7 +193,7 @@ class ScatterCompiler {
   // The own part: of a reduction one more contribution, else at its place at once.
   void multiply_own() {
     for (int64_t s = 0; s < shares_; ++s) {
-      const auto block = share_of(Intersection(held_, needed_), {{}, s, shares_});
+      const auto block = share_of(Intersection(held_, needed_), share_dim_, {{}, s, shares_});
       if (!block) continue;
       if (reduces_) {
         const int staging = b_.new_buffer(block->count());
@@ -226,19 +207,9 @@ class ScatterCompiler {
 
   void reduce_contributions() {
     for (int64_t s = 0; s < shares_; ++s) {
-      const auto block = share_of(Intersection(held_, needed_), {{}, s, shares_});
-      if (block) reduce_into_place(*block, by_position(contributions_[s]));
+      const auto block = share_of(Intersection(held_, needed_), share_dim_, {{}, s, shares_});
+      if (block) reduce_into_place(*block, by_position(group_, contributions_[s]));
     }
-  }
-
-  // Replicas then add in the same order on meshes whose ranks are shuffled too.
-  std::vector<BufferRange> by_position(const std::vector<BufferRange>& by_index) const {
-    std::vector<std::pair<int64_t, BufferRange>> parts;
-    for (size_t m = 0; m < by_index.size(); ++m) parts.push_back({group_[m], by_index[m]});
-    std::sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-    std::vector<BufferRange> ranges;
-    for (const auto& part : parts) ranges.push_back(part.second);
-    return ranges;
   }
 
   void reduce_into_place(const Intersection& block, std::vector<BufferRange> parts) {

@@ -47,7 +47,6 @@ class Clock {
     int64_t messages = others;
     int64_t in = 0;
     int64_t out = 0;
-    int64_t collectives = 1;
     if (const auto* o = std::get_if<AllGather>(&operation)) {
       in = out = others * bytes(o->src.count);
     } else if (const auto* o = std::get_if<ReduceScatter>(&operation)) {
@@ -67,8 +66,7 @@ class Clock {
       for (const auto& m : move.receives) in += bytes(m.range.count);
       for (const auto& m : move.sends) out += bytes(m.range.count);
     }
-    const int64_t latency =
-        saturating_sum(collectives * plan_.topology.step_ps, saturating_product(messages, link.message_ps));
+    const int64_t latency = saturating_sum(plan_.topology.step_ps, saturating_product(messages, link.message_ps));
     return saturating_sum(latency, scaled(std::max(in, out), link.ps_per_kib));
   }
 

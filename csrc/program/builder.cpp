@@ -16,6 +16,13 @@ int ProgramBuilder::new_buffer(int64_t count) {
   return static_cast<int>(program_.buffer_counts.size()) - 1;
 }
 
+int ProgramBuilder::new_input(std::vector<int64_t> shape) {
+  int64_t count = 1;
+  for (const int64_t size : shape) count *= size;
+  program_.input_shapes.push_back(std::move(shape));
+  return new_buffer(count);
+}
+
 int ProgramBuilder::emit(Operation operation) {
   program_.instructions.push_back({std::move(operation), static_cast<int>(program_.step_texts.size()) - 1, chunk_});
   return static_cast<int>(program_.instructions.size()) - 1;

@@ -37,6 +37,8 @@ class ProgramBuilder {
   void begin_chunk(int chunk) { chunk_ = chunk; }
 
   int new_buffer(int64_t count);
+  // The next input; all of them before any other buffer.
+  int new_input(std::vector<int64_t> shape);
   int64_t count_of(int buffer) const { return program_.buffer_counts[buffer]; }
   BufferRange whole(int buffer) const { return {buffer, 0, count_of(buffer)}; }
 
@@ -80,8 +82,11 @@ struct Reduction {
 
 Reduction reduction_of(const Step& step);
 
-// The rows of a staging buffer, one per rank of the group, by ascending position: replicas then add in the same order
-// on meshes whose ranks are shuffled too.
+// Ranges by index in a group, in the order of ascending positions: replicas then add in the same order on meshes whose
+// ranks are shuffled too.
+std::vector<BufferRange> by_position(const Positions& group, const std::vector<BufferRange>& by_index);
+
+// The rows of a staging buffer, one per rank of the group, in that order.
 std::vector<BufferRange> rows_of(const ProgramBuilder& builder, int staging, int64_t row, int group);
 
 // result = the reduction of the parts, with what comes behind the op.
@@ -103,6 +108,13 @@ Stages native_all_reduce(ProgramBuilder& builder, int group, const Reduction& re
 
 // One move, from the buffer that holds `before` to the one that will hold `after`.
 void compile_step(ProgramBuilder& builder, const Step& step, int current, int next);
+
+// How messages name a step of a plan.
+std::string step_text(const Plan& plan, size_t index);
+
+// The steps [begin, end) of a plan, from the buffer that holds what is there before; the one that holds what is there
+// after.
+int compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, int current);
 
 void compile_data_move(ProgramBuilder& builder, const Step& step, int current, int next);
 void compile_reduce_scatter(ProgramBuilder& builder, const Step& step, int current, int next);

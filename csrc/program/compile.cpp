@@ -75,21 +75,29 @@ void compile_step(ProgramBuilder& builder, const Step& step, int current, int ne
   }
 }
 
+std::string step_text(const Plan& plan, size_t index) {
+  const Step& step = plan.steps[index];
+  return concat("step ", index + 1, " of ", plan.steps.size(), " (", step_op_name(step.op), " over ",
+                plan.src.mesh().names_of(step.mesh_dims), ")");
+}
+
+int compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, int current) {
+  for (size_t i = begin; i < end; ++i) {
+    builder.begin_step(step_text(plan, i));
+    const int next = builder.new_buffer(num_elements(plan.steps[i].after.region(builder.position())));
+    compile_step(builder, plan.steps[i], current, next);
+    current = next;
+  }
+  return current;
+}
+
 Program compile(const Plan& plan, int64_t position) {
   check_user(position >= 0 && position < plan.src.mesh().size(), "position: ", position, " is not on the mesh (",
              plan.src.mesh().to_string(), ")");
   ProgramBuilder builder(plan.src.mesh_ptr(), plan.src.dtype(), plan.backend, plan.named_groups_only, position);
-  int current = builder.new_buffer(num_elements(plan.src.region(position)));
-  for (size_t i = 0; i < plan.steps.size(); ++i) {
-    const Step& step = plan.steps[i];
-    builder.begin_step(concat("step ", i + 1, " of ", plan.steps.size(), " (", step_op_name(step.op), " over ",
-                              plan.src.mesh().names_of(step.mesh_dims), ")"));
-    const int next = builder.new_buffer(num_elements(step.after.region(position)));
-    compile_step(builder, step, current, next);
-    current = next;
-  }
+  const int input = builder.new_input(plan.src.local_shape(position));
+  const int current = compile_steps(builder, plan, 0, plan.steps.size(), input);
   Program& program = builder.program();
-  program.input_shapes = {plan.src.local_shape(position)};
   program.outputs = {{current, plan.dst.local_shape(position)}};
   program.box_of_input = box_of_input(plan, position);
   return std::move(program);

@@ -21,14 +21,20 @@ Reduction reduction_of(const Step& step) {
   return reduction;
 }
 
+std::vector<BufferRange> by_position(const Positions& group, const std::vector<BufferRange>& by_index) {
+  std::vector<size_t> order(group.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return group[a] < group[b]; });
+  std::vector<BufferRange> ranges;
+  for (const size_t m : order) ranges.push_back(by_index[m]);
+  return ranges;
+}
+
 std::vector<BufferRange> rows_of(const ProgramBuilder& builder, int staging, int64_t row, int group) {
   const Positions& positions = builder.program().groups[group].positions;
-  std::vector<int64_t> order(positions.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return positions[a] < positions[b]; });
   std::vector<BufferRange> rows;
-  for (const int64_t m : order) rows.push_back({staging, m * row, row});
-  return rows;
+  for (size_t m = 0; m < positions.size(); ++m) rows.push_back({staging, static_cast<int64_t>(m) * row, row});
+  return by_position(positions, rows);
 }
 
 namespace {

@@ -60,12 +60,6 @@ class Cutting:
         return Layout(self.mesh, [sizes[axis] for axis in letters], placements, self.dtype, orders)
 
 
-def without_sums(layout: _planner.Layout) -> Layout:
-    """The same with R where sums are due: of a gradient, what it stands for."""
-    placements = ["R" if placement.startswith("P") else placement for placement in layout.placements]
-    return Layout(layout.mesh, list(layout.shape), placements, layout.dtype, layout.shard_order, strided="literal")
-
-
 @functools.lru_cache(maxsize=4096)
 def choose_cuts(
     axes: str, x: _planner.Layout, weight: _planner.Layout, result: _planner.Layout, setting: Setting
@@ -120,8 +114,8 @@ def _product_us(
             m *= here[axis]
     for axis in w_letters:
         n *= here[axis] if axis not in x_letters else 1
-    item = torch.empty(0, dtype=getattr(torch, x.dtype)).element_size()
-    return setting.model.picoseconds(m, n, k, 1, item) / 1e6
+    item_bytes = getattr(torch, x.dtype).itemsize
+    return setting.model.picoseconds(m, n, k, 1, item_bytes) / 1e6
 
 
 def cut_dim(placement: str) -> int | None:

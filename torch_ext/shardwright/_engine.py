@@ -45,6 +45,14 @@ class Kept(Generic[T]):
             del self._entries[next(iter(self._entries))]
         self._entries[key] = value
 
+    def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What is kept under `key`, else what `make` makes."""
+        value = self.get(key)
+        if value is None:
+            value = make()
+            self.put(key, value)
+        return value
+
     def clear(self) -> None:
         self._entries.clear()
 

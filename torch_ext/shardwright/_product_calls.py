@@ -90,11 +90,10 @@ def move(local: torch.Tensor, src: _planner.Layout, dst: _planner.Layout, settin
     if src == dst:
         return local
     key = (src, dst, setting.device_type, setting.group, setting.device_mesh)
-    executable = _moves.get(key)
-    if executable is None:
-        plan = plan_between(src, dst, setting)
-        executable = _engine.bind(plan, device_mesh=setting.device_mesh, group=setting.group)
-        _moves.put(key, executable)
+    executable = _moves.get_or_make(
+        key,
+        lambda: _engine.bind(plan_between(src, dst, setting), device_mesh=setting.device_mesh, group=setting.group),
+    )
     return _engine.run(executable, local, async_op=False)
 
 
@@ -148,11 +147,9 @@ def gather(
 ) -> Call:
     """Inputs: the tensor that moves, others, biases; outputs: products, then the moved tensor if it is kept."""
     key = ("gather", src, dst, products, keeps, must, setting)
-    call = _calls.get(key)
-    if call is None:
-        call = _bind(Matmul.gather(plan_between(src, dst, setting), products, keeps), setting, must)
-        _calls.put(key, call)
-    return call
+    return _calls.get_or_make(
+        key, lambda: _bind(Matmul.gather(plan_between(src, dst, setting), products, keeps), setting, must)
+    )
 
 
 def scatter(
@@ -166,11 +163,9 @@ def scatter(
 ) -> Call:
     """Inputs: both operands of each term, then what is added to them; output: their sum, moved."""
     key = ("scatter", src, dst, terms, has_addend, must, setting)
-    call = _calls.get(key)
-    if call is None:
-        call = _bind(Matmul.scatter(plan_between(src, dst, setting), terms, has_addend), setting, must)
-        _calls.put(key, call)
-    return call
+    return _calls.get_or_make(
+        key, lambda: _bind(Matmul.scatter(plan_between(src, dst, setting), terms, has_addend), setting, must)
+    )
 
 
 def chunkable(matmul: Matmul) -> bool:

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from . import _engine, _planner
-from ._cuts import Cuts, Cutting, split_axes, without_sums
+from ._cuts import Cuts, Cutting, split_axes
 from ._planner import Matmul
 from ._product_calls import Call, Setting, chunkable, gather, move, plan_between, scatter
-from .layout import Layout
+from .layout import Layout, with_placements, without_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Product:
             "P" if was == "R" and now.startswith("P") else wanted
             for was, now, wanted in zip(self.problem.x.placements, self.dx.placements, given.placements, strict=True)
         ]
-        return Layout(given.mesh, list(given.shape), placements, given.dtype, given.shard_order, strided="literal")
+        return with_placements(given, placements)
 
     def _sizes(self, j: int) -> dict[str, int]:
         """Of the axes of product j: weights may use one letter for different sizes of their own."""
@@ -332,8 +332,4 @@ _products: _engine.Kept[Product] = _engine.Kept()
 
 def product_of(problem: Problem) -> Product:
     """Kept by its problem."""
-    known = _products.get(problem)
-    if known is None:
-        known = Product(problem)
-        _products.put(problem, known)
-    return known
+    return _products.get_or_make(problem, lambda: Product(problem))

@@ -68,9 +68,8 @@ def _measure(device: torch.device, dtype: torch.dtype) -> GemmModelFields:
     # The table speaks of operands of 16 bits, of whole waves of tiles.
     tiles = -(-n // base.tile_rows) * -(-n // base.tile_columns)
     waves = -(-tiles // processors)
-    item = torch.empty(0, dtype=dtype).element_size()
     flops = 2 * base.tile_rows * base.tile_columns * n * waves
-    rate = flops / (max(large_s - small_s, 1e-9) * 1e6) * item / 2
+    rate = flops / (max(large_s - small_s, 1e-9) * 1e6) * dtype.itemsize / 2
     return (
         f"measured on {device.type}",
         processors,

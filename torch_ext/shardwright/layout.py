@@ -91,17 +91,25 @@ class Layout(_planner.Layout):
         return super().__repr__() if self._made else "<Layout that was not made>"
 
 
+def with_placements(layout: _planner.Layout, placements: Sequence[str]) -> Layout:
+    """The same tensor, cut in the same order, with other placements where they do not cut."""
+    return Layout(layout.mesh, list(layout.shape), placements, layout.dtype, layout.shard_order, strided="literal")
+
+
+def without_sums(layout: _planner.Layout) -> Layout:
+    """The same with R where reductions are due: of a gradient, what it stands for."""
+    return with_placements(layout, ["R" if placement.startswith("P") else placement for placement in layout.placements])
+
+
 _DIFFERENTIABLE = ("P(sum)", "P(avg)")
 
 
 def gradient_layout(layout: _planner.Layout, argument: str) -> Layout:
     """The layout of a gradient: R where the value is partial. Raises ValueError, naming `argument`, where none is."""
-    placements = []
     for placement in layout.placements:
         if placement.startswith("P") and placement not in _DIFFERENTIABLE:
             raise ValueError(
                 f"{argument}: {placement} has no gradient here; allowed with requires_grad are "
                 f"{', '.join(_DIFFERENTIABLE)}, S and R"
             )
-        placements.append("R" if placement.startswith("P") else placement)
-    return Layout(layout.mesh, list(layout.shape), placements, layout.dtype, layout.shard_order, strided="literal")
+    return without_sums(layout)
