@@ -469,7 +469,9 @@ def check_public_functions(bench: Bench) -> None:
             for method in ("serial", "ring", "collective"):
                 case = make_case(bench, shape, num_ranks, 16 * num_ranks)
                 function = sw.all_gather_matmul if kind == GATHER else sw.matmul_reduce_scatter
-                result = function(case.x, case.weight, group=group, method=method)
+                sizes = {"size": case.x.shape[0 if kind == GATHER else 1] * num_ranks}
+                sizes |= {"columns": case.weight.shape[1] * num_ranks} if kind == GATHER else {}
+                result = function(case.x, case.weight, group=group, method=method, **sizes)
                 error = error_of(result, case.expected)
                 assert error <= MOST_ERROR[bench.dtype], f"{kind} by {method} on {num_ranks} ranks: error {error:.2g}"
 
