@@ -36,6 +36,17 @@ Program program_at(const Matmul& matmul, const std::string& method, const Chunks
   return compile(matmul, schedule_of(method, chunks), position_of(plan_of(matmul).src, rank));
 }
 
+// By row or not, dtype of the result, and the plan of the moved operand's scales.
+using ScalingParts = std::tuple<bool, std::string, std::optional<PlanView>>;
+
+std::optional<Scaling> scaling_of(const std::optional<ScalingParts>& parts) {
+  if (!parts) return std::nullopt;
+  const auto& [by_row, result, plan] = *parts;
+  Scaling scaling{by_row, DType::parse(result)};
+  if (plan) scaling.plan = plan->plan();
+  return scaling;
+}
+
 py::dict timeline_of(const Matmul& matmul, const Schedule& schedule, const GemmModel& model) {
   const Program program = compile(matmul, schedule, 0);
   const Timeline timeline = predict(program, plan_of(matmul), model);
@@ -87,24 +98,26 @@ void define_matmul(py::module_& m) {
   py::class_<MatmulView>(m, "Matmul")
       .def_static(
           "gather",
-          [](const PlanView& plan, const std::vector<Product>& products, bool keeps_gathered) {
-            GatherMatmul matmul{plan.plan(), {}, keeps_gathered};
+          [](const PlanView& plan, const std::vector<Product>& products, bool keeps_gathered,
+             const std::optional<ScalingParts>& scaling) {
+            GatherMatmul matmul{plan.plan(), {}, keeps_gathered, scaling_of(scaling)};
             for (const auto& [axes, other, has_bias] : products) {
               matmul.products.push_back({Contraction::parse(axes), other, has_bias});
             }
             check(matmul, {});
             return MatmulView{std::move(matmul)};
           },
-          py::arg("plan"), py::arg("products"), py::arg("keeps_gathered") = false)
+          py::arg("plan"), py::arg("products"), py::arg("keeps_gathered") = false, py::arg("scaling") = py::none())
       .def_static(
           "scatter",
-          [](const PlanView& plan, const std::vector<Term>& terms, bool has_addend) {
-            MatmulScatter matmul{plan.plan(), {}, has_addend};
+          [](const PlanView& plan, const std::vector<Term>& terms, bool has_addend,
+             const std::optional<ScalingParts>& scaling) {
+            MatmulScatter matmul{plan.plan(), {}, has_addend, scaling_of(scaling)};
             for (const auto& [axes, lhs, rhs] : terms) matmul.terms.push_back({Contraction::parse(axes), lhs, rhs});
             check(matmul, {});
             return MatmulView{std::move(matmul)};
           },
-          py::arg("plan"), py::arg("terms"), py::arg("has_addend") = false)
+          py::arg("plan"), py::arg("terms"), py::arg("has_addend") = false, py::arg("scaling") = py::none())
       .def_static(
           "parse",
           [](const std::string& text) {
@@ -178,7 +191,9 @@ void define_matmul(py::module_& m) {
             const Program program = program_at(view.matmul, "serial", 1, rank);
             std::vector<std::vector<int64_t>> outputs;
             for (const Output& output : program.outputs) outputs.push_back(output.shape);
-            return std::make_pair(program.input_shapes, outputs);
+            std::vector<std::string> dtypes;
+            for (const Output& output : program.outputs) dtypes.push_back(program.dtype_of(output.buffer).name());
+            return std::make_tuple(program.input_shapes, outputs, dtypes);
           },
           py::arg("rank"))
       .def(

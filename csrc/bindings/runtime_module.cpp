@@ -135,11 +135,20 @@ PYBIND11_MODULE(_runtime, m) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "multiply_scaled",
-          [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
-             const at::Tensor& rhs_scale, at::Tensor dst,
-             int num_sms) { shardwright::multiply_scaled(gemm, lhs, rhs, lhs_scale, rhs_scale, dst, {num_sms}); },
+          [](Gemm gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
+             const at::Tensor& rhs_scale, at::Tensor dst, int num_sms) {
+            gemm.lhs_scale = shardwright::Scale{0, 0, lhs_scale.numel() == 1 ? 0 : lhs_scale.stride(0)};
+            gemm.rhs_scale = shardwright::Scale{0, 0, rhs_scale.numel() == 1 ? 0 : rhs_scale.stride(0)};
+            shardwright::multiply_scaled(gemm, lhs, rhs, lhs_scale, rhs_scale, dst, {num_sms});
+          },
           py::arg("lhs"), py::arg("rhs"), py::arg("lhs_scale"), py::arg("rhs_scale"), py::arg("dst"),
           py::arg("num_sms") = 0, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "why_not_scaled",
+          [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& dst) {
+            return shardwright::why_not_scaled(gemm, lhs, rhs, dst);
+          },
+          py::arg("lhs"), py::arg("rhs"), py::arg("dst"))
       .def(
           "waves",
           [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& dst, int num_sms) {
@@ -166,7 +175,9 @@ PYBIND11_MODULE(_runtime, m) {
     return py::dict(py::arg("runs") = shardwright::counters().runs.load(),
                     py::arg("received_bytes") = shardwright::counters().received_bytes.load());
   });
+  m.def("cast_products", &shardwright::cast_products);
   m.def("reset_counters", [] {
+    shardwright::reset_cast_products();
     shardwright::counters().runs = 0;
     shardwright::counters().received_bytes = 0;
   });

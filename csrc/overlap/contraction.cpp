@@ -10,6 +10,14 @@ bool has_axis(const std::vector<int>& dims, int axis) {
   return std::find(dims.begin(), dims.end(), axis) != dims.end();
 }
 
+std::vector<int> free_dims_of(const Contraction& axes, const std::vector<int>& operand) {
+  std::vector<int> dims;
+  for (size_t d = 0; d < operand.size(); ++d) {
+    if (!axes.is_summed(operand[d])) dims.push_back(static_cast<int>(d));
+  }
+  return dims;
+}
+
 Contraction Contraction::parse(const std::string& text) {
   const size_t comma = text.find(',');
   const size_t arrow = text.find("->");

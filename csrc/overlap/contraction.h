@@ -28,4 +28,7 @@ struct Contraction {
 
 bool has_axis(const std::vector<int>& dims, int axis);
 
+// Of an operand with these axes: the dims that are not summed over.
+std::vector<int> free_dims_of(const Contraction& axes, const std::vector<int>& operand);
+
 }  // namespace shardwright

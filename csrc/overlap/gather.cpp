@@ -1,6 +1,7 @@
 // GatherMatmul -> program.
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "layout/error.h"
 #include "overlap/blocks.h"
@@ -11,12 +12,23 @@
 namespace shardwright {
 namespace {
 
+const DType& float32() {
+  static const DType dtype = DType::parse("float32");
+  return dtype;
+}
+
+struct InputsOfProduct {
+  int other = -1;
+  int bias = -1;
+  int other_scales = -1;
+};
+
 // One product, and what of its result has been written.
 class ProductCompiler {
  public:
-  ProductCompiler(ProgramBuilder& builder, const GatherMatmul::Product& product, const Region& operand,
-                  int other_buffer, int bias_buffer)
-      : b_(builder), axes_(product.axes), sizes_(axes_.num_axes(), 0) {
+  ProductCompiler(ProgramBuilder& builder, const GatherMatmul::Product& product, const DType& result_dtype,
+                  const Region& operand, const InputsOfProduct& inputs)
+      : b_(builder), axes_(product.axes), result_dtype_(result_dtype), sizes_(axes_.num_axes(), 0) {
     const std::vector<int64_t> operand_shape = shape_of(operand);
     const std::vector<int64_t> other_shape = product.other.local_shape(b_.position());
     for (size_t d = 0; d < axes_.lhs.size(); ++d) sizes_[axes_.lhs[d]] = operand_shape[d];
@@ -25,10 +37,14 @@ class ProductCompiler {
       (axes_.is_summed(axes_.lhs[d]) ? summed_dims_ : free_dims_).push_back(d);
     }
     for (const int axis : axes_.out) out_shape_.push_back(sizes_[axis]);
-    out_ = row_major_view(b_.new_buffer(count(out_shape_)), axes_.out, out_shape_, axes_.num_axes());
-    other_ = row_major_view(other_buffer, axes_.rhs, other_shape, axes_.num_axes());
+    out_ = row_major_view(b_.new_buffer(count(out_shape_), result_dtype_), axes_.out, out_shape_, axes_.num_axes());
+    other_ = row_major_view(inputs.other, axes_.rhs, other_shape, axes_.num_axes());
+    if (inputs.other_scales >= 0) {
+      other_scales_ =
+          scales_view(axes_, axes_.rhs, inputs.other_scales, b_.program().input_shapes[inputs.other_scales]);
+    }
     if (product.has_bias) {
-      bias_ = TensorView{bias_buffer, 0, std::vector<int64_t>(axes_.num_axes(), 0)};
+      bias_ = TensorView{inputs.bias, 0, std::vector<int64_t>(axes_.num_axes(), 0)};
       bias_.strides[axes_.out.back()] = 1;
     }
     result_ = out_.buffer;
@@ -44,18 +60,16 @@ class ProductCompiler {
     }
     if (!splits_sums) return;
     accumulates_ = true;
-    if (b_.program().dtype.size_bytes() == 2) {
-      out_.buffer = b_.new_buffer(count(out_shape_));
-      b_.program().other_dtypes.emplace(out_.buffer, DType::parse("float32"));
-    }
+    if (result_dtype_.size_bytes() == 2) out_.buffer = b_.new_buffer(count(out_shape_), float32());
     if (!are_equal_or_apart(parts, free_dims_)) begin_with_bias();
   }
 
   // An operand without elements sums to nothing.
   void multiply_nothing() { emit_gemms(b_, axes_, sizes_, other_, other_, out_, false, bias_); }
 
-  // `operand`: where a part lies. `at` is its place in the operand as gathered, by dim.
-  void multiply(const Intersection::Part& part, TensorView operand, const std::vector<int64_t>& at) {
+  // `operand`: where a part lies, and its scales if it has some. `at` is its place in the operand as gathered, by dim.
+  void multiply(const Intersection::Part& part, const TensorView& operand, const std::optional<TensorView>& scales,
+                const std::vector<int64_t>& at) {
     std::vector<int64_t> sizes = sizes_;
     TensorView other = other_;
     TensorView out = out_;
@@ -64,13 +78,14 @@ class ProductCompiler {
     for (size_t d = 0; d < axes_.lhs.size(); ++d) {
       const int axis = axes_.lhs[d];
       sizes[axis] = part.sizes[d];
-      other.offset += at[d] * other.strides[axis];
-      out.offset += at[d] * out.strides[axis];
-      if (bias.buffer >= 0) bias.offset += at[d] * bias.strides[axis];
+      other.advance(axis, at[d]);
+      out.advance(axis, at[d]);
+      if (bias.buffer >= 0) bias.advance(axis, at[d]);
     }
     for (const size_t d : free_dims_) place.push_back(at[d]);
     const bool is_first = !accumulates_ || (!is_filled_ && written_.insert(place).second);
-    emit_gemms(b_, axes_, sizes, operand, other, out, !is_first, is_first ? bias : TensorView{});
+    const auto both = scales ? std::optional<ScaleViews>({*scales, other_scales_}) : std::nullopt;
+    emit_gemms(b_, axes_, sizes, operand, other, out, !is_first, is_first ? bias : TensorView{}, both);
   }
 
   void finish() {
@@ -94,11 +109,13 @@ class ProductCompiler {
 
   ProgramBuilder& b_;
   const Contraction& axes_;
+  const DType& result_dtype_;
   std::vector<int64_t> sizes_;  // by axis
   std::vector<size_t> summed_dims_;
   std::vector<size_t> free_dims_;
   std::vector<int64_t> out_shape_;
   TensorView other_;
+  TensorView other_scales_;
   TensorView out_;
   TensorView bias_;
   int result_ = -1;
@@ -118,12 +135,14 @@ class GatherCompiler {
 
   Program run() {
     declare_inputs();
+    start_scales();
     const size_t num_steps = plan_.steps.size();
     const bool is_serial = schedule_.method == Method::kSerial;
     const int current = compile_steps(b_, plan_, 0, num_steps - (is_serial ? 0 : 1), kInputBuffer);
     if (is_serial) {
       b_.begin_step("the products");
       gathered_ = current;
+      finish_scales();
       multiply_whole();
     } else {
       b_.begin_step(concat(step_text(plan_, num_steps - 1), ", ", method_name(schedule_.method), " of ",
@@ -141,25 +160,68 @@ class GatherCompiler {
  private:
   void declare_inputs() {
     b_.new_input(plan_.src.local_shape(b_.position()));
-    std::vector<int> others;
-    std::vector<int> biases;
-    for (const auto& product : matmul_.products)
-      others.push_back(b_.new_input(product.other.local_shape(b_.position())));
-    const std::vector<int64_t> operand_shape = shape_of(needed_);
-    for (const auto& product : matmul_.products) {
-      biases.push_back(-1);
-      if (!product.has_bias) continue;
-      const int axis = product.axes.out.back();
-      const auto size_in = [&](const std::vector<int>& dims, const std::vector<int64_t>& shape) {
-        return shape[std::find(dims.begin(), dims.end(), axis) - dims.begin()];
-      };
-      biases.back() = b_.new_input({has_axis(product.axes.lhs, axis)
-                                        ? size_in(product.axes.lhs, operand_shape)
-                                        : size_in(product.axes.rhs, product.other.local_shape(b_.position()))});
+    std::vector<InputsOfProduct> inputs(matmul_.products.size());
+    for (size_t j = 0; j < inputs.size(); ++j) {
+      const Layout& other = matmul_.products[j].other;
+      inputs[j].other = b_.new_input(other.local_shape(b_.position()), other.dtype());
     }
-    for (size_t j = 0; j < matmul_.products.size(); ++j) {
-      products_.emplace_back(b_, matmul_.products[j], needed_, others[j], biases[j]);
+    for (size_t j = 0; j < inputs.size(); ++j) {
+      if (matmul_.products[j].has_bias) inputs[j].bias = b_.new_input({size_of_last_axis(matmul_.products[j])});
     }
+    if (const auto& scaling = matmul_.scaling) {
+      const std::vector<int64_t> one;
+      scales_ = b_.new_input(scaling->plan ? scaling->plan->src.local_shape(b_.position()) : one, float32());
+      for (size_t j = 0; j < inputs.size(); ++j) {
+        inputs[j].other_scales = b_.new_input(scaling->by_row ? rows_of_other(matmul_.products[j]) : one, float32());
+      }
+    }
+    const DType& result = matmul_.scaling ? matmul_.scaling->result : b_.program().dtype;
+    for (size_t j = 0; j < inputs.size(); ++j) {
+      products_.emplace_back(b_, matmul_.products[j], result, needed_, inputs[j]);
+    }
+  }
+
+  int64_t size_of_last_axis(const GatherMatmul::Product& product) const {
+    const int axis = product.axes.out.back();
+    const auto size_in = [&](const std::vector<int>& dims, const std::vector<int64_t>& shape) {
+      return shape[std::find(dims.begin(), dims.end(), axis) - dims.begin()];
+    };
+    return has_axis(product.axes.lhs, axis) ? size_in(product.axes.lhs, shape_of(needed_))
+                                            : size_in(product.axes.rhs, product.other.local_shape(b_.position()));
+  }
+
+  std::vector<int64_t> rows_of_other(const GatherMatmul::Product& product) const {
+    return sizes_at(product.other.local_shape(b_.position()), free_dims_of(product.axes, product.axes.rhs));
+  }
+
+  // ---- scales of the operand
+
+  // Those of rows set out ahead of everything else; nobody waits for them yet.
+  void start_scales() {
+    gathered_scales_ = scales_;
+    if (!matmul_.scaling || !matmul_.scaling->plan) return;
+    const Plan& plan = *matmul_.scaling->plan;
+    Program& program = b_.program();
+    const auto first_instruction = static_cast<int>(program.instructions.size());
+    const auto first_buffer = static_cast<int>(program.buffer_counts.size());
+    gathered_scales_ = compile_steps(b_, plan, 0, plan.steps.size(), scales_, "scales, ");
+    for (int b = first_buffer; b < static_cast<int>(program.buffer_counts.size()); ++b) {
+      program.other_dtypes.emplace(b, float32());
+    }
+    awaited_scales_ = b_.take_last_wait(first_instruction);
+  }
+
+  void finish_scales() { b_.emit_again(std::exchange(awaited_scales_, {})); }
+
+  // Of a part: as they were given where it is this rank's own, which nothing need be waited for, else as gathered.
+  std::optional<TensorView> scales_of(const Intersection::Part& part, const Contraction& axes, bool are_own) const {
+    if (!matmul_.scaling) return std::nullopt;
+    if (!matmul_.scaling->by_row) return scales_view(axes, axes.lhs, scales_, {});
+    const Layout& layout = are_own ? matmul_.scaling->plan->src : matmul_.scaling->plan->dst;
+    TensorView view =
+        scales_view(axes, axes.lhs, are_own ? scales_ : gathered_scales_, layout.local_shape(b_.position()));
+    for (const int d : free_dims_of(axes, axes.lhs)) view.advance(axes.lhs[d], (are_own ? part.in_a : part.in_b)[d]);
+    return view;
   }
 
   void multiply_whole() {
@@ -172,7 +234,8 @@ class GatherCompiler {
 
   // A block whose parts lie in a row-major tensor of this shape, at these of their places.
   void multiply(const Intersection& block, int buffer, int64_t offset,
-                std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape) {
+                std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape,
+                bool has_own_scales = false) {
     if (block.count() == 0) return;
     for (size_t j = 0; j < products_.size(); ++j) {
       const Contraction& axes = matmul_.products[j].axes;
@@ -181,7 +244,7 @@ class GatherCompiler {
         TensorView view = whole;
         view.offset += offset;
         for (size_t d = 0; d < shape.size(); ++d) view.offset += (part.*places)[d] * whole.strides[axes.lhs[d]];
-        products_[j].multiply(part, view, part.in_b);
+        products_[j].multiply(part, view, scales_of(part, axes, has_own_scales), part.in_b);
       }
     }
   }
@@ -220,7 +283,10 @@ class GatherCompiler {
     if (matmul_.keeps_gathered) gathered_ = b_.new_buffer(num_elements(needed_));
     Transfer under_way = chunks.empty() ? Transfer{} : start(step, group, chunks, 0, current);
     b_.begin_chunk(0);
-    multiply(own, current, 0, &Intersection::Part::in_a, shape_of(held));
+    const bool has_own_scales = plan_.steps.size() == 1;  // else what is held is not what was given
+    if (!has_own_scales) finish_scales();
+    multiply(own, current, 0, &Intersection::Part::in_a, shape_of(held), has_own_scales);
+    finish_scales();
     if (matmul_.keeps_gathered) b_.copy(current, gathered_, own.a_to_b(0, 0));
     for (size_t c = 0; c < chunks.size(); ++c) {
       b_.begin_chunk(static_cast<int>(c) + 1);
@@ -407,6 +473,9 @@ class GatherCompiler {
   ProgramBuilder b_;
   std::vector<ProductCompiler> products_;
   int gathered_ = -1;
+  int scales_ = -1;  // buffers, of the operand's
+  int gathered_scales_ = -1;
+  std::vector<Instruction> awaited_scales_;
   size_t share_dim_ = 0;
 };
 

@@ -13,10 +13,13 @@ struct Run {
   int64_t rhs = 0;
   int64_t out = 0;
   int64_t bias = 0;
+  int64_t lhs_scale = 0;
+  int64_t rhs_scale = 0;
 
   bool continues(const Run& inner) const {
     return lhs == inner.lhs * inner.size && rhs == inner.rhs * inner.size && out == inner.out * inner.size &&
-           bias == inner.bias * inner.size;
+           bias == inner.bias * inner.size && lhs_scale == inner.lhs_scale * inner.size &&
+           rhs_scale == inner.rhs_scale * inner.size;
   }
 };
 
@@ -49,6 +52,8 @@ void shift(Gemm& gemm, const Run& run, int64_t by) {
   gemm.rhs.offset += by * run.rhs;
   gemm.dst.offset += by * run.out;
   if (gemm.bias) gemm.bias->offset += by * run.bias;
+  if (gemm.lhs_scale) gemm.lhs_scale->offset += by * run.lhs_scale;
+  if (gemm.rhs_scale) gemm.rhs_scale->offset += by * run.rhs_scale;
 }
 
 // By how much each matrix lies behind the one of another product of the same kind; nothing for different kinds.
@@ -57,10 +62,16 @@ struct Distance {
   int64_t rhs = 0;
   int64_t dst = 0;
   int64_t bias = 0;
+  int64_t lhs_scale = 0;
+  int64_t rhs_scale = 0;
 };
 
 bool is_alike(const Matrix& a, const Matrix& b) {
   return a.buffer == b.buffer && a.row_stride == b.row_stride && a.column_stride == b.column_stride;
+}
+
+bool is_alike(const std::optional<Scale>& a, const std::optional<Scale>& b) {
+  return a.has_value() == b.has_value() && (!a || (a->buffer == b->buffer && a->stride == b->stride));
 }
 
 std::optional<Distance> distance_between(const Gemm& a, const Gemm& b) {
@@ -69,35 +80,49 @@ std::optional<Distance> distance_between(const Gemm& a, const Gemm& b) {
     return std::nullopt;
   }
   if (a.bias && !is_alike(*a.bias, *b.bias)) return std::nullopt;
-  return Distance{b.lhs.offset - a.lhs.offset, b.rhs.offset - a.rhs.offset, b.dst.offset - a.dst.offset,
-                  a.bias ? b.bias->offset - a.bias->offset : 0};
+  if (!is_alike(a.lhs_scale, b.lhs_scale) || !is_alike(a.rhs_scale, b.rhs_scale)) return std::nullopt;
+  return Distance{b.lhs.offset - a.lhs.offset,
+                  b.rhs.offset - a.rhs.offset,
+                  b.dst.offset - a.dst.offset,
+                  a.bias ? b.bias->offset - a.bias->offset : 0,
+                  a.lhs_scale ? b.lhs_scale->offset - a.lhs_scale->offset : 0,
+                  a.rhs_scale ? b.rhs_scale->offset - a.rhs_scale->offset : 0};
 }
+
+int64_t stride_of(const std::optional<Scale>& scale) { return scale ? scale->stride : 0; }
 
 // Whether `next` could be made part of `last`, and was. Products that add to the same place stay apart.
 bool joins(Gemm& last, const Gemm& next) {
   const std::optional<Distance> by = distance_between(last, next);
   if (!by || by->dst == 0) return false;
-  const auto continues = [&](int64_t size, int64_t lhs, int64_t rhs, int64_t dst, int64_t bias) {
-    return by->lhs == size * lhs && by->rhs == size * rhs && by->dst == size * dst && by->bias == size * bias;
+  const auto continues = [&](int64_t size, const Distance& one) {
+    return by->lhs == size * one.lhs && by->rhs == size * one.rhs && by->dst == size * one.dst &&
+           by->bias == size * one.bias && by->lhs_scale == size * one.lhs_scale &&
+           by->rhs_scale == size * one.rhs_scale;
   };
-  if (last.count == 1 && last.n == next.n &&
-      continues(last.m, last.lhs.row_stride, 0, last.dst.row_stride, last.bias ? last.bias->row_stride : 0)) {
+  const Distance row{last.lhs.row_stride,       0, last.dst.row_stride, last.bias ? last.bias->row_stride : 0,
+                     stride_of(last.lhs_scale), 0};
+  const Distance column{0, last.rhs.column_stride,   last.dst.column_stride, last.bias ? last.bias->column_stride : 0,
+                        0, stride_of(last.rhs_scale)};
+  if (last.count == 1 && last.n == next.n && continues(last.m, row)) {
     last.m += next.m;
     return true;
   }
-  if (last.count == 1 && last.m == next.m &&
-      continues(last.n, 0, last.rhs.column_stride, last.dst.column_stride, last.bias ? last.bias->column_stride : 0)) {
+  if (last.count == 1 && last.m == next.m && continues(last.n, column)) {
     last.n += next.n;
     return true;
   }
   // Where products add, places might meet, and a batch is done at once.
   if (last.bias || last.accumulates || last.m != next.m || last.n != next.n) return false;
+  const bool has_scales_of_rows =
+      stride_of(last.lhs_scale) != 0 || stride_of(last.rhs_scale) != 0 || by->lhs_scale != 0 || by->rhs_scale != 0;
+  if (has_scales_of_rows) return false;
   if (by->lhs < 0 || by->rhs < 0 || by->dst < 0) return false;
   if (last.count == 1) {
     last.lhs_batch_stride = by->lhs;
     last.rhs_batch_stride = by->rhs;
     last.dst_batch_stride = by->dst;
-  } else if (!continues(last.count, last.lhs_batch_stride, last.rhs_batch_stride, last.dst_batch_stride, 0)) {
+  } else if (!continues(last.count, {last.lhs_batch_stride, last.rhs_batch_stride, last.dst_batch_stride})) {
     return false;
   }
   ++last.count;
@@ -123,15 +148,35 @@ TensorView row_major_view(int buffer, const std::vector<int>& dims, const std::v
   return view;
 }
 
+TensorView scales_view(const Contraction& axes, const std::vector<int>& operand, int buffer,
+                       const std::vector<int64_t>& shape) {
+  if (shape.empty()) return {buffer, 0, std::vector<int64_t>(axes.num_axes(), 0)};
+  std::vector<int> rows;
+  for (const int d : free_dims_of(axes, operand)) rows.push_back(operand[d]);
+  return row_major_view(buffer, rows, shape, axes.num_axes());
+}
+
+std::vector<int64_t> sizes_at(const std::vector<int64_t>& shape, const std::vector<int>& dims) {
+  std::vector<int64_t> sizes;
+  for (const int d : dims) sizes.push_back(shape[d]);
+  return sizes;
+}
+
 void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vector<int64_t>& sizes,
                 const TensorView& lhs, const TensorView& rhs, const TensorView& out, bool accumulates,
-                const TensorView& bias) {
+                const TensorView& bias, const std::optional<ScaleViews>& scales) {
   const bool has_bias = bias.buffer >= 0;
   std::vector<Run> rows;
   std::vector<Run> columns;
   std::vector<Run> summed;
   const auto run_of = [&](int axis) {
-    return Run{sizes[axis], lhs.strides[axis], rhs.strides[axis], out.strides[axis], has_bias ? bias.strides[axis] : 0};
+    return Run{sizes[axis],
+               lhs.strides[axis],
+               rhs.strides[axis],
+               out.strides[axis],
+               has_bias ? bias.strides[axis] : 0,
+               scales ? scales->lhs.strides[axis] : 0,
+               scales ? scales->rhs.strides[axis] : 0};
   };
   for (const int axis : axes.out) {
     if (sizes[axis] == 0) return;
@@ -160,13 +205,21 @@ void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vec
             k.size};
   gemm.accumulates = accumulates;
   if (has_bias && !accumulates) gemm.bias = Matrix{bias.buffer, bias.offset, m.bias, n.bias};
+  if (scales && k.size > 0) {
+    gemm.lhs_scale = Scale{scales->lhs.buffer, scales->lhs.offset, m.lhs_scale};
+    gemm.rhs_scale = Scale{scales->rhs.buffer, scales->rhs.offset, n.rhs_scale};
+  }
 
   std::vector<Run> outer = std::move(rows);
   outer.insert(outer.end(), columns.begin(), columns.end());
   // The longest as a batch.
   const auto longest =
       std::max_element(outer.begin(), outer.end(), [](const Run& a, const Run& b) { return a.size < b.size; });
-  if (longest != outer.end() && !gemm.bias) {
+  const auto has_scales_of_rows = [&] {
+    const auto is_scaled = [](const Run& run) { return run.lhs_scale != 0 || run.rhs_scale != 0; };
+    return is_scaled(m) || is_scaled(n) || is_scaled(*longest);
+  };
+  if (longest != outer.end() && !gemm.bias && !has_scales_of_rows()) {
     gemm.count = longest->size;
     gemm.lhs_batch_stride = longest->lhs;
     gemm.rhs_batch_stride = longest->rhs;

@@ -37,33 +37,87 @@ void check_axis(int axis, const std::vector<int>& a_dims, const Layout& a, const
              " and in ", b.to_string());
 }
 
-void check_operands(const Contraction& axes, const Layout& lhs, const Layout& rhs, const Layout& any) {
+bool is_scalable(const DType& dtype) { return dtype.name() == "float8_e4m3fn" || dtype.name() == "float8_e5m2"; }
+
+void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scaling>& scaling) {
+  if (!scaling) {
+    check_user(lhs.dtype() == rhs.dtype(), "matmul: ", lhs.to_string(), " and ", rhs.to_string(),
+               " are of different dtypes");
+    check_user(lhs.dtype().kind() == DTypeKind::kFloat, "dtype: ", lhs.dtype().name(),
+               " has no matrix products here without scales; allowed are floating dtypes");
+    return;
+  }
+  const bool are_both_e5m2 = lhs.dtype().name() == "float8_e5m2" && rhs.dtype().name() == "float8_e5m2";
+  check_user(is_scalable(lhs.dtype()) && is_scalable(rhs.dtype()) && !are_both_e5m2, "dtype: ", lhs.dtype().name(),
+             " and ", rhs.dtype().name(),
+             " are given with scales; allowed are float8_e4m3fn and float8_e5m2, not float8_e5m2 twice");
+  const std::string result = scaling->result.name();
+  check_user(result == "bfloat16" || result == "float32", "out_dtype: ", result,
+             "; allowed with scales are bfloat16 and float32");
+}
+
+void check_operands(const Contraction& axes, const Layout& lhs, const Layout& rhs, const Layout& any,
+                    const std::optional<Scaling>& scaling) {
   check_user(axes.lhs.size() == lhs.shape().size() && axes.rhs.size() == rhs.shape().size(),
              "contraction: ", axes.to_string(), " does not fit ", lhs.to_string(), " and ", rhs.to_string());
   check_user(lhs.mesh() == any.mesh() && rhs.mesh() == any.mesh(), "matmul: ", lhs.to_string(), " and ",
              rhs.to_string(), " lie on different meshes");
-  check_user(lhs.dtype() == any.dtype() && rhs.dtype() == any.dtype(), "matmul: ", lhs.to_string(), " and ",
-             rhs.to_string(), " are of different dtypes");
+  check_dtypes(lhs, rhs, scaling);
   for (const int axis : axes.lhs) {
     if (axes.is_summed(axis)) check_axis(axis, axes.lhs, lhs, axes.rhs, rhs);
   }
 }
 
+// Scales of the rows of the operand that moves go as it does.
+void check_scales(const GatherMatmul& matmul) {
+  const Scaling& scaling = *matmul.scaling;
+  std::vector<int> free_dims;
+  for (size_t j = 0; j < matmul.products.size(); ++j) {
+    const auto& product = matmul.products[j];
+    const std::vector<int> dims = free_dims_of(product.axes, product.axes.lhs);
+    check_user(j == 0 || dims == free_dims, "products: ", product.axes.to_string(), " sums over other dims than ",
+               matmul.products[0].axes.to_string(), "; allowed with scales are the same");
+    check_user(!product.has_bias, "bias: is not added to scaled operands; add it to the result");
+    free_dims = dims;
+  }
+  check_user(scaling.by_row == scaling.plan.has_value(), "scales: ", scaling.by_row ? "of rows without" : "with",
+             " a plan of their own; allowed are scales of rows with one and others without");
+  if (!scaling.by_row) return;
+  const auto check_side = [&](const Layout& scales, const Layout& operand) {
+    bool fits = scales.dtype().name() == "float32" && scales.mesh() == operand.mesh() &&
+                scales.shape().size() == free_dims.size();
+    for (size_t i = 0; fits && i < free_dims.size(); ++i) {
+      fits = scales.shape()[i] == operand.shape()[free_dims[i]] &&
+             scales.cuts(static_cast<int>(i)) == operand.cuts(free_dims[i]);
+    }
+    check_user(fits, "scales: ", scales.to_string(), " of the rows of ", operand.to_string(),
+               "; allowed are float32, cut as these are");
+  };
+  check_side(scaling.plan->src, matmul.plan.src);
+  check_side(scaling.plan->dst, matmul.plan.dst);
+}
+
 void check_kind(const GatherMatmul& matmul) {
   check_user(!matmul.products.empty(), "products: there are none; allowed is one or more");
   for (const auto& product : matmul.products) {
-    check_operands(product.axes, matmul.plan.dst, product.other, matmul.plan.dst);
+    check_operands(product.axes, matmul.plan.dst, product.other, matmul.plan.dst, matmul.scaling);
     check_user(!product.has_bias || !product.axes.out.empty(), "bias: given for a result without dims");
   }
   check_user(matmul.plan.dst.partial_dims().empty(), "operand: is multiplied while reductions are due (",
              matmul.plan.dst.to_string(), "); allowed is a layout of S and R");
+  if (matmul.scaling) check_scales(matmul);
 }
 
 void check_kind(const MatmulScatter& matmul) {
   check_user(!matmul.terms.empty(), "terms: there are none; allowed is one or more");
   const Layout& result = matmul.plan.src;
+  const DType& dtype = matmul.scaling ? matmul.scaling->result : matmul.terms[0].lhs.dtype();
+  check_user(result.dtype() == dtype, "matmul: the product is of ", dtype.name(), ", the result, ", result.to_string(),
+             ", is not");
+  check_user(!matmul.scaling || !matmul.scaling->plan, "scales: with a plan of their own; allowed with operands that ",
+             "stay is none");
   for (const auto& term : matmul.terms) {
-    check_operands(term.axes, term.lhs, term.rhs, result);
+    check_operands(term.axes, term.lhs, term.rhs, result, matmul.scaling);
     check_user(term.axes.out.size() == result.shape().size(), "contraction: ", term.axes.to_string(),
                " does not fit the result, ", result.to_string());
     for (const int axis : term.axes.out) {
@@ -153,6 +207,13 @@ const Plan& plan_of(const Matmul& matmul) {
   return std::visit([](const auto& m) -> const Plan& { return m.plan; }, matmul);
 }
 
+std::vector<const Plan*> plans_of(const Matmul& matmul) {
+  std::vector<const Plan*> plans{&plan_of(matmul)};
+  const auto* gather = std::get_if<GatherMatmul>(&matmul);
+  if (gather != nullptr && gather->scaling && gather->scaling->plan) plans.push_back(&*gather->scaling->plan);
+  return plans;
+}
+
 int64_t num_partners(const Matmul& matmul) {
   const Step* step = chunked_step(matmul);
   return step == nullptr ? 1 : step->before.mesh().group_size(step->mesh_dims);
@@ -175,8 +236,6 @@ std::optional<std::string> why_only_serial(const Matmul& matmul) {
 
 void check(const Matmul& matmul, const Schedule& schedule) {
   const Plan& plan = plan_of(matmul);
-  check_user(plan.src.dtype().kind() == DTypeKind::kFloat, "dtype: ", plan.src.dtype().name(),
-             " has no matrix products here; allowed are floating dtypes");
   check_user(schedule.chunks >= 1 && schedule.chunks <= kMaxChunks, "chunks: ", schedule.chunks, "; allowed are 1 to ",
              kMaxChunks);
   std::visit([](const auto& m) { check_kind(m); }, matmul);
@@ -197,8 +256,8 @@ Program compile(const Matmul& matmul, const Schedule& schedule, int64_t position
   return compile_scatter(std::get<MatmulScatter>(matmul), schedule, position);
 }
 
-// kind|method|chunks|kept|plan|{axes|bias|layout} or {axes|layout|layout}. A layout is written as the plan that leaves
-// it as it is.
+// kind|method|chunks|kept|scaling|plan|{axes|bias|layout} or {axes|layout|layout}. A layout is written as the plan that
+// leaves it as it is; scaling as nothing, "tensor:bfloat16", "row:bfloat16:" or "row:bfloat16:plan".
 
 namespace {
 
@@ -211,18 +270,36 @@ std::string text_of(const Layout& layout, const Plan& like) {
   return text_of(plan);
 }
 
-std::vector<std::string> fields_of(const std::string& text) {
+std::vector<std::string> fields_of(const std::string& text, char mark) {
   std::vector<std::string> fields;
   std::istringstream stream(text);
-  for (std::string field; std::getline(stream, field, '|');) fields.push_back(field);
+  for (std::string field; std::getline(stream, field, mark);) fields.push_back(field);
   return fields;
+}
+
+std::string text_of(const std::optional<Scaling>& scaling) {
+  if (!scaling) return "";
+  return concat(scaling->by_row ? "row" : "tensor", ":", scaling->result.name(),
+                scaling->plan ? ":" + text_of(*scaling->plan) : "");
+}
+
+std::optional<Scaling> parse_scaling(const std::string& text) {
+  if (text.empty()) return std::nullopt;
+  const std::vector<std::string> fields = fields_of(text, ':');
+  check_user((fields.size() == 2 || fields.size() == 3) && (fields[0] == "row" || fields[0] == "tensor"), "matmul: '",
+             text.substr(0, 40), "...' is no scaling for an operator");
+  Scaling scaling{fields[0] == "row", DType::parse(fields[1])};
+  if (fields.size() == 3) scaling.plan = from_bytes(from_base64(fields[2]));
+  return scaling;
 }
 
 }  // namespace
 
 std::string to_text(const Matmul& matmul, const Schedule& schedule) {
   const Plan& plan = plan_of(matmul);
-  std::vector<std::string> fields{"", method_name(schedule.method), chunks_text(schedule), "0", text_of(plan)};
+  const auto& scaling = std::visit([](const auto& m) -> const std::optional<Scaling>& { return m.scaling; }, matmul);
+  std::vector<std::string> fields{
+      "", method_name(schedule.method), chunks_text(schedule), "0", text_of(scaling), text_of(plan)};
   if (const auto* gather = std::get_if<GatherMatmul>(&matmul)) {
     fields[0] = "gather";
     fields[3] = gather->keeps_gathered ? "1" : "0";
@@ -244,22 +321,23 @@ std::string to_text(const Matmul& matmul, const Schedule& schedule) {
 }
 
 std::pair<Matmul, Schedule> parse_matmul(const std::string& text) {
-  const std::vector<std::string> fields = fields_of(text);
-  check_user(fields.size() >= 8 && (fields.size() - 5) % 3 == 0 && (fields[0] == "gather" || fields[0] == "scatter"),
+  const std::vector<std::string> fields = fields_of(text, '|');
+  check_user(fields.size() >= 9 && fields.size() % 3 == 0 && (fields[0] == "gather" || fields[0] == "scatter"),
              "matmul: '", text.substr(0, 40), "...' is no product for an operator");
   const Schedule schedule = parse_schedule(fields[1], fields[2]);
   const auto layout_in = [&](size_t i) { return from_bytes(from_base64(fields[i])).src; };
-  const Plan plan = from_bytes(from_base64(fields[4]));
+  const std::optional<Scaling> scaling = parse_scaling(fields[4]);
+  const Plan plan = from_bytes(from_base64(fields[5]));
   std::optional<Matmul> matmul;
   if (fields[0] == "gather") {
-    GatherMatmul gather{plan, {}, fields[3] == "1"};
-    for (size_t i = 5; i < fields.size(); i += 3) {
+    GatherMatmul gather{plan, {}, fields[3] == "1", scaling};
+    for (size_t i = 6; i < fields.size(); i += 3) {
       gather.products.push_back({Contraction::parse(fields[i]), layout_in(i + 2), fields[i + 1] == "1"});
     }
     matmul = std::move(gather);
   } else {
-    MatmulScatter scatter{plan, {}, fields[3] == "1"};
-    for (size_t i = 5; i < fields.size(); i += 3) {
+    MatmulScatter scatter{plan, {}, fields[3] == "1", scaling};
+    for (size_t i = 6; i < fields.size(); i += 3) {
       scatter.terms.push_back({Contraction::parse(fields[i]), layout_in(i + 1), layout_in(i + 2)});
     }
     matmul = std::move(scatter);

@@ -16,6 +16,9 @@
 //               all-reduce.
 //   serial      everything is moved, then everything multiplied, or the other way round.
 //
+// Operands of 8-bit floats stand for their values by scales, which are inputs too: a Scaling says which. Scales of rows
+// that move with their operand go ahead of its chunks, in one transfer; the own part does not wait for it.
+//
 // A chunk is freed once it is multiplied, so two are there at a time, unless the gathered operand is asked for. Sums
 // over an axis that is cut into chunks are carried in float32 where the dtype is of 16 bits.
 //
@@ -50,8 +53,17 @@ struct Schedule {
   bool operator==(const Schedule&) const = default;
 };
 
-// Inputs of its program: the operand that moves, then each product's other operand, then each bias. Outputs: each
-// product's result, then the operand as gathered if it is kept.
+// The value of an element of an operand is the element times its scale, in float32. One scale for all of a tensor, or
+// one for each row: for each place along the axes that are not summed over.
+struct Scaling {
+  bool by_row = false;
+  DType result;  // of the products
+  // By row, of a GatherMatmul: the way of the moved operand's scales, which lie as it does, less the summed axes.
+  std::optional<Plan> plan = std::nullopt;
+};
+
+// Inputs of its program: the operand that moves, then each product's other operand, then each bias, then the scales of
+// the operands in the same order. Outputs: each product's result, then the operand as gathered if it is kept.
 struct GatherMatmul {
   struct Product {
     Contraction axes;       // lhs is the operand that moves
@@ -61,10 +73,11 @@ struct GatherMatmul {
   Plan plan;
   std::vector<Product> products;
   bool keeps_gathered = false;
+  std::optional<Scaling> scaling = std::nullopt;
 };
 
 // Inputs of its program: both operands of each term, then what is added to their sum on this rank, if anything is: it
-// lies as the plan's source. Output: the moved result.
+// lies as the plan's source; then the operands' scales. Output: the moved result.
 struct MatmulScatter {
   struct Term {
     Contraction axes;
@@ -74,6 +87,7 @@ struct MatmulScatter {
   Plan plan;
   std::vector<Term> terms;
   bool has_addend = false;
+  std::optional<Scaling> scaling = std::nullopt;
 };
 
 using Matmul = std::variant<GatherMatmul, MatmulScatter>;
@@ -82,6 +96,9 @@ const Plan& plan_of(const Matmul& matmul);
 // The ranks that take part in the step that is chunked.
 int64_t num_partners(const Matmul& matmul);
 
+// The plans that its program carries out: its own, and that of scales.
+std::vector<const Plan*> plans_of(const Matmul& matmul);
+
 // Whether something of it can be chunked; if not, why.
 std::optional<std::string> why_only_serial(const Matmul& matmul);
 
@@ -89,7 +106,7 @@ std::optional<std::string> why_only_serial(const Matmul& matmul);
 std::string chunks_text(const Schedule& schedule);
 Schedule parse_schedule(const std::string& method, const std::string& chunks);
 
-// Throws UserError where tensors do not fit each other, where the plan's dtype has no products, and where a method is
+// Throws UserError where tensors and scales do not fit each other, where dtypes have no products, and where a method is
 // asked for that why_only_serial excludes.
 void check(const Matmul& matmul, const Schedule& schedule);
 

@@ -20,11 +20,14 @@ class ScatterCompiler {
         b_(plan_.src.mesh_ptr(), plan_.src.dtype(), plan_.backend, plan_.named_groups_only, position) {}
 
   Program run() {
-    for (size_t j = 0; j < matmul_.terms.size(); ++j) {
-      declare(matmul_.terms[j].lhs);
-      declare(matmul_.terms[j].rhs);
+    for (const auto& term : matmul_.terms) {
+      declare(term.lhs);
+      declare(term.rhs);
     }
     if (matmul_.has_addend) addend_ = declare(plan_.src);
+    if (matmul_.scaling) {
+      for (const auto& term : matmul_.terms) scales_.push_back(declare_scales(term));
+    }
     int current = -1;
     size_t done = 0;
     if (schedule_.method == Method::kSerial) {
@@ -50,7 +53,19 @@ class ScatterCompiler {
   }
 
  private:
-  int declare(const Layout& layout) { return b_.new_input(layout.local_shape(b_.position())); }
+  int declare(const Layout& layout) { return b_.new_input(layout.local_shape(b_.position()), layout.dtype()); }
+
+  ScaleViews declare_scales(const MatmulScatter::Term& term) {
+    const auto view = [&](const std::vector<int>& operand, const Layout& layout) {
+      std::vector<int64_t> shape;
+      if (matmul_.scaling->by_row) {
+        shape = sizes_at(layout.local_shape(b_.position()), free_dims_of(term.axes, operand));
+      }
+      return scales_view(term.axes, operand, b_.new_input(shape, DType::parse("float32")), shape);
+    };
+    TensorView lhs = view(term.axes.lhs, term.lhs);
+    return {std::move(lhs), view(term.axes.rhs, term.rhs)};
+  }
 
   // A block of the products, into a row-major tensor of this shape at these of the places of its parts. Places in a are
   // those in the whole product.
@@ -91,6 +106,8 @@ class ScatterCompiler {
     TensorView rhs = operand(2 * static_cast<int>(term_index) + 1, axes.rhs);
     TensorView out = row_major_view(buffer, axes.out, shape, axes.num_axes());
     out.offset += offset;
+    std::optional<ScaleViews> scales;
+    if (matmul_.scaling) scales = scales_[term_index];
     std::vector<int64_t> sizes(axes.num_axes(), 0);
     for (size_t d = 0; d < axes.lhs.size(); ++d) {
       sizes[axes.lhs[d]] = b_.program().input_shapes[lhs.buffer][d];
@@ -98,11 +115,13 @@ class ScatterCompiler {
     for (size_t d = 0; d < axes.out.size(); ++d) {
       const int axis = axes.out[d];
       sizes[axis] = part.sizes[d];
-      lhs.offset += part.in_a[d] * lhs.strides[axis];
-      rhs.offset += part.in_a[d] * rhs.strides[axis];
-      out.offset += place[d] * out.strides[axis];
+      lhs.advance(axis, part.in_a[d]);
+      rhs.advance(axis, part.in_a[d]);
+      out.advance(axis, place[d]);
+      if (scales) scales->lhs.advance(axis, part.in_a[d]);
+      if (scales) scales->rhs.advance(axis, part.in_a[d]);
     }
-    emit_gemms(b_, axes, sizes, lhs, rhs, out, term_index > 0 || addend_ >= 0);
+    emit_gemms(b_, axes, sizes, lhs, rhs, out, term_index > 0 || addend_ >= 0, {}, scales);
   }
 
   // ---- reduce-scatters and moves of data
@@ -328,7 +347,8 @@ class ScatterCompiler {
   const Plan& plan_;
   Region held_;
   ProgramBuilder b_;
-  int addend_ = -1;  // buffer
+  int addend_ = -1;                 // buffer
+  std::vector<ScaleViews> scales_;  // by term
   // Of the step that is chunked.
   const Step* step_ = nullptr;
   Positions group_;

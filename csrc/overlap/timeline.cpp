@@ -38,7 +38,8 @@ class Clock {
   }
 
  private:
-  int64_t bytes(int64_t count) const { return count * program_.dtype.size_bytes(); }
+  int64_t bytes(int buffer, int64_t count) const { return count * program_.dtype_of(buffer).size_bytes(); }
+  int64_t bytes(const BufferRange& range) const { return bytes(range.buffer, range.count); }
 
   int64_t transfer_ps(const Operation& operation) const {
     const Group& group = program_.groups[group_of(operation)];
@@ -48,23 +49,23 @@ class Clock {
     int64_t in = 0;
     int64_t out = 0;
     if (const auto* o = std::get_if<AllGather>(&operation)) {
-      in = out = others * bytes(o->src.count);
+      in = out = others * bytes(o->src);
     } else if (const auto* o = std::get_if<ReduceScatter>(&operation)) {
-      in = out = others * bytes(o->dst.count);
+      in = out = others * bytes(o->dst);
     } else if (const auto* o = std::get_if<AllReduce>(&operation)) {
-      in = out = 2 * bytes(o->data.count) * others / (others + 1);
+      in = out = 2 * bytes(o->data) * others / (others + 1);
       messages *= 2;
     } else if (const auto* o = std::get_if<AllToAll>(&operation)) {
       for (size_t m = 0; m < group.ranks.size(); ++m) {
         if (static_cast<int64_t>(m) == group.index) continue;
-        in += bytes(o->receive_counts[m]);
-        out += bytes(o->send_counts[m]);
+        in += bytes(o->dst.buffer, o->receive_counts[m]);
+        out += bytes(o->src.buffer, o->send_counts[m]);
       }
     } else {
       const auto& move = std::get<SendReceive>(operation);
       messages = static_cast<int64_t>(std::max(move.receives.size(), move.sends.size()));
-      for (const auto& m : move.receives) in += bytes(m.range.count);
-      for (const auto& m : move.sends) out += bytes(m.range.count);
+      for (const auto& m : move.receives) in += bytes(m.range);
+      for (const auto& m : move.sends) out += bytes(m.range);
     }
     const int64_t latency = saturating_sum(plan_.topology.step_ps, saturating_product(messages, link.message_ps));
     return saturating_sum(latency, scaled(std::max(in, out), link.ps_per_kib));
@@ -72,7 +73,8 @@ class Clock {
 
   int64_t compute_ps(const Operation& operation) {
     if (const auto* gemm = std::get_if<Gemm>(&operation)) {
-      const int64_t takes = model_.picoseconds(gemm->m, gemm->n, gemm->k, gemm->count, program_.dtype.size_bytes());
+      const int64_t takes =
+          model_.picoseconds(gemm->m, gemm->n, gemm->k, gemm->count, program_.dtype_of(gemm->lhs.buffer).size_bytes());
       timeline_.gemm_ps = saturating_sum(timeline_.gemm_ps, takes);
       const int64_t beside = std::clamp<int64_t>(communication_ - compute_, 0, takes);
       return saturating_sum(takes, saturating_product(beside, model_.contention_percent) / 100);
@@ -82,10 +84,10 @@ class Clock {
       for (const Box& box : o->boxes) {
         int64_t count = 1;
         for (const int64_t size : box.sizes) count *= size;
-        touched += bytes(count);
+        touched += bytes(o->src, count);
       }
     } else if (const auto* o = std::get_if<Reduce>(&operation)) {
-      touched = bytes(o->dst.count) * static_cast<int64_t>(o->parts.size());
+      touched = bytes(o->dst) * static_cast<int64_t>(o->parts.size());
     } else {
       for (const int buffer : buffers_of(operation)) touched = std::max(touched, program_.size_bytes(buffer));
     }

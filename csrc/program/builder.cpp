@@ -16,11 +16,39 @@ int ProgramBuilder::new_buffer(int64_t count) {
   return static_cast<int>(program_.buffer_counts.size()) - 1;
 }
 
+int ProgramBuilder::new_buffer(int64_t count, const DType& dtype) {
+  const int buffer = new_buffer(count);
+  if (!(dtype == program_.dtype)) program_.other_dtypes.emplace(buffer, dtype);
+  return buffer;
+}
+
 int ProgramBuilder::new_input(std::vector<int64_t> shape) {
   int64_t count = 1;
   for (const int64_t size : shape) count *= size;
   program_.input_shapes.push_back(std::move(shape));
   return new_buffer(count);
+}
+
+int ProgramBuilder::new_input(std::vector<int64_t> shape, const DType& dtype) {
+  const int buffer = new_input(std::move(shape));
+  if (!(dtype == program_.dtype)) program_.other_dtypes.emplace(buffer, dtype);
+  return buffer;
+}
+
+std::vector<Instruction> ProgramBuilder::take_last_wait(int first) {
+  std::vector<Instruction>& all = program_.instructions;
+  for (auto i = static_cast<int>(all.size()) - 1; i >= first; --i) {
+    if (is_communication(all[i].operation)) return {};
+    if (!std::holds_alternative<Wait>(all[i].operation)) continue;
+    std::vector<Instruction> taken(all.begin() + i, all.end());
+    all.resize(i);
+    return taken;
+  }
+  return {};
+}
+
+void ProgramBuilder::emit_again(std::vector<Instruction> instructions) {
+  for (Instruction& instruction : instructions) program_.instructions.push_back(std::move(instruction));
 }
 
 int ProgramBuilder::emit(Operation operation) {

@@ -37,8 +37,10 @@ class ProgramBuilder {
   void begin_chunk(int chunk) { chunk_ = chunk; }
 
   int new_buffer(int64_t count);
+  int new_buffer(int64_t count, const DType& dtype);
   // The next input; all of them before any other buffer.
   int new_input(std::vector<int64_t> shape);
+  int new_input(std::vector<int64_t> shape, const DType& dtype);
   int64_t count_of(int buffer) const { return program_.buffer_counts[buffer]; }
   BufferRange whole(int buffer) const { return {buffer, 0, count_of(buffer)}; }
 
@@ -53,6 +55,11 @@ class ProgramBuilder {
   void divide(BufferRange dst, double divisor);
   // What the rank holds both before and after a step.
   void copy_shared(const Step& step, int current, int next);
+
+  // Takes back what was emitted last, from the last Wait that is not before `first`, as long as nothing communicates
+  // behind it: to be given to `emit_again` after something that need not wait.
+  std::vector<Instruction> take_last_wait(int first);
+  void emit_again(std::vector<Instruction> instructions);
 
   // Indices into the program's groups.
   int group_index(MeshDimSet mesh_dims);
@@ -113,8 +120,9 @@ void compile_step(ProgramBuilder& builder, const Step& step, int current, int ne
 std::string step_text(const Plan& plan, size_t index);
 
 // The steps [begin, end) of a plan, from the buffer that holds what is there before; the one that holds what is there
-// after.
-int compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, int current);
+// after. Messages have `of_what` in front of the name of a step.
+int compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, int current,
+                  const std::string& of_what = "");
 
 void compile_data_move(ProgramBuilder& builder, const Step& step, int current, int next);
 void compile_reduce_scatter(ProgramBuilder& builder, const Step& step, int current, int next);

@@ -44,8 +44,9 @@ std::string to_string(const Operation& operation) {
           [](const Gemm& o) {
             const std::string times = o.count > 1 ? concat(o.count, " x ") : "";
             return concat("gemm ", times, o.m, "x", o.k, " b", o.lhs.buffer, "[", o.lhs.offset, "] by ", o.k, "x", o.n,
-                          " b", o.rhs.buffer, "[", o.rhs.offset, "]", o.bias ? " plus bias" : "",
-                          o.accumulates ? " added to b" : " -> b", o.dst.buffer, "[", o.dst.offset, "]");
+                          " b", o.rhs.buffer, "[", o.rhs.offset, "]", o.lhs_scale ? " scaled" : "",
+                          o.bias ? " plus bias" : "", o.accumulates ? " added to b" : " -> b", o.dst.buffer, "[",
+                          o.dst.offset, "]");
           },
           [](const AllGather& o) { return concat("all_gather g", o.group, " ", text(o.src), " -> ", text(o.dst)); },
           [](const ReduceScatter& o) {
@@ -93,6 +94,9 @@ std::vector<int> buffers_of(const Operation& operation) {
                         [](const Gemm& o) {
                           std::vector<int> buffers{o.lhs.buffer, o.rhs.buffer, o.dst.buffer};
                           if (o.bias) buffers.push_back(o.bias->buffer);
+                          for (const auto* scale : {&o.lhs_scale, &o.rhs_scale}) {
+                            if (*scale) buffers.push_back((*scale)->buffer);
+                          }
                           return buffers;
                         },
                         [](const AllGather& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },

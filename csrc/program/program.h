@@ -83,6 +83,13 @@ struct Matrix {
   int64_t column_stride = 0;
 };
 
+// What the rows of lhs, or the columns of rhs, are multiplied by: number i at offset + i * stride, in float32.
+struct Scale {
+  int buffer = -1;
+  int64_t offset = 0;
+  int64_t stride = 0;  // 0: one for all
+};
+
 // dst = lhs x rhs, m x k times k x n; `count` of them, each a batch stride behind the one before.
 struct Gemm {
   Matrix lhs;
@@ -97,6 +104,9 @@ struct Gemm {
   int64_t dst_batch_stride = 0;
   bool accumulates = false;                   // dst = dst + lhs x rhs
   std::optional<Matrix> bias = std::nullopt;  // added to every product; not where it accumulates
+  // Of operands of 8-bit floats, which have both; k > 0, no bias, and strides of 0 in batches.
+  std::optional<Scale> lhs_scale = std::nullopt;
+  std::optional<Scale> rhs_scale = std::nullopt;
 };
 
 // `group` below indexes Program::groups. Ranges are in the group's order, by ascending rank.

@@ -32,13 +32,12 @@ Execution::Execution(std::shared_ptr<const Executable> executable, c10::ArrayRef
                      bool is_beside_compute)
     : executable_(std::move(executable)),
       program_(executable_->program()),
-      options_(inputs[0].options().requires_grad(false).memory_format(std::nullopt)),
+      options_(executable_->options_like(inputs)),
       device_(inputs[0].device()),
       buffers_(program_.buffer_counts.size()),
       outputs_(program_.outputs.size()),
       works_(program_.instructions.size()),
       num_instructions_(static_cast<int>(program_.instructions.size())),
-      item_bytes_(program_.dtype.size_bytes()),
       is_on_cpu_(device_.is_cpu()),
       is_beside_compute_(is_beside_compute && !is_on_cpu_) {
   const BelowAutograd guard;
@@ -116,14 +115,12 @@ void Execution::allocate(int buffer) {
       outputs_[i] = buffers_[buffer].view(program_.outputs[i].shape);
       return;
     }
-    outputs_[i] = at::empty(program_.outputs[i].shape, options_);
+    outputs_[i] = at::empty(program_.outputs[i].shape, executable_->options_of(buffer, options_));
     prefer_huge_pages(outputs_[i]);
     buffers_[buffer] = flat_view(outputs_[i], 0, outputs_[i].numel());
     return;
   }
-  const bool is_accumulator = program_.other_dtypes.contains(buffer);
-  buffers_[buffer] =
-      take_staging(program_.buffer_counts[buffer], is_accumulator ? options_.dtype(at::kFloat) : options_);
+  buffers_[buffer] = take_staging(program_.buffer_counts[buffer], executable_->options_of(buffer, options_));
 }
 
 at::Tensor Execution::range(const BufferRange& range) const {
@@ -133,7 +130,8 @@ at::Tensor Execution::range(const BufferRange& range) const {
 }
 
 char* Execution::data(const BufferRange& range) const {
-  return static_cast<char*>(buffers_[range.buffer].data_ptr()) + range.offset * item_bytes_;
+  const at::Tensor& buffer = buffers_[range.buffer];
+  return static_cast<char*>(buffer.data_ptr()) + range.offset * static_cast<int64_t>(buffer.element_size());
 }
 
 at::Tensor Execution::wire(const BufferRange& range) const {
@@ -161,8 +159,9 @@ void Execution::all_to_all(const AllToAll& move, int index) {
   std::vector<int64_t> send_counts = move.send_counts;
   std::vector<int64_t> receive_counts = move.receive_counts;
   if (executable_->travels_as_bytes()) {
-    for (int64_t& count : send_counts) count *= item_bytes_;
-    for (int64_t& count : receive_counts) count *= item_bytes_;
+    const auto item_bytes = static_cast<int64_t>(buffers_[move.src.buffer].element_size());
+    for (int64_t& count : send_counts) count *= item_bytes;
+    for (int64_t& count : receive_counts) count *= item_bytes;
   }
   works_[index] = {
       comm::all_to_all(executable_->groups()[move.group], dst, src, std::move(receive_counts), std::move(send_counts))};
@@ -263,8 +262,13 @@ void Execution::compute(const Operation& operation, int index) {
     range(o->dst).copy_(range(o->src));
   } else if (const auto* o = std::get_if<Gemm>(&operation)) {
     const at::Tensor none;
-    multiply(*o, buffers_[o->lhs.buffer], buffers_[o->rhs.buffer], buffers_[o->dst.buffer],
-             o->bias ? buffers_[o->bias->buffer] : none);
+    at::Tensor& dst = buffers_[o->dst.buffer];
+    if (o->lhs_scale) {
+      multiply_scaled(*o, buffers_[o->lhs.buffer], buffers_[o->rhs.buffer], buffers_[o->lhs_scale->buffer],
+                      buffers_[o->rhs_scale->buffer], dst);
+    } else {
+      multiply(*o, buffers_[o->lhs.buffer], buffers_[o->rhs.buffer], dst, o->bias ? buffers_[o->bias->buffer] : none);
+    }
   } else {
     reduce(std::get<Reduce>(operation));
   }

@@ -67,7 +67,6 @@ class Execution {
   std::vector<TraceSpan> spans_;  // by instruction, while a trace is taken
   int64_t run_number_ = 0;        // of this run in a trace; 0: not given yet
   int num_instructions_ = 0;
-  int64_t item_bytes_ = 0;
   bool is_on_cpu_ = false;
   bool is_beside_compute_ = false;
   int next_ = 0;

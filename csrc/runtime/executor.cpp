@@ -14,6 +14,16 @@
 namespace shardwright {
 namespace {
 
+// Of what programs have beside their own dtype: results, sums, operands and scales of products.
+at::ScalarType scalar_type_of(const DType& dtype) {
+  static const std::unordered_map<std::string, at::ScalarType> types{
+      {"float32", at::kFloat}, {"float64", at::kDouble},          {"bfloat16", at::kBFloat16},
+      {"float16", at::kHalf},  {"float8_e5m2", at::kFloat8_e5m2}, {"float8_e4m3fn", at::kFloat8_e4m3fn}};
+  const auto found = types.find(dtype.name());
+  check_invariant(found != types.end(), dtype.name(), " as a dtype of its own in a program");
+  return found->second;
+}
+
 // The issue lane: programs in the order they were started, those that have communications left to start.
 class Lane {
  public:
@@ -119,24 +129,31 @@ Executable::Executable(const std::string& plan_bytes, int64_t rank) : rank_(rank
   program_ = compile(plan, *position);
   text_ = plan.to_string();
   signature_ = signature_of(plan, plan_bytes);
-  describe(plan);
+  describe({&plan});
 }
 
-Executable::Executable(Program program, const Plan& plan, std::string text, Signature signature, int64_t rank)
+Executable::Executable(Program program, const std::vector<const Plan*>& plans, std::string text, Signature signature,
+                       int64_t rank)
     : program_(std::move(program)), text_(std::move(text)), signature_(std::move(signature)), rank_(rank) {
-  describe(plan);
+  describe(plans);
 }
 
-void Executable::describe(const Plan& plan) {
-  const Mesh& mesh = plan.src.mesh();
+void Executable::describe(const std::vector<const Plan*>& plans) {
+  const Mesh& mesh = plans.front()->src.mesh();
   lifetimes_ = program_.lifetimes();
   for (int64_t p = 0; p < mesh.size(); ++p) mesh_ranks_.push_back(mesh.rank_at(p));
-  for (const Step& step : plan.steps) {
-    received_bytes_ += traffic_at(step, plan.backend, *mesh.position_of(rank_)).received_bytes;
+  for (const Plan* plan : plans) {
+    for (const Step& step : plan->steps) {
+      received_bytes_ += traffic_at(step, plan->backend, *mesh.position_of(rank_)).received_bytes;
+    }
+  }
+  for (const auto& [buffer, dtype] : program_.other_dtypes) other_dtypes_.emplace(buffer, scalar_type_of(dtype));
+  for (int i = static_cast<int>(program_.input_shapes.size()) - 1; i >= 0; --i) {
+    if (!other_dtypes_.contains(i)) usual_input_ = i;
   }
   for (size_t i = 0; i < program_.instructions.size(); ++i) {
     if (const auto* copy = std::get_if<Copy>(&program_.instructions[i].operation)) {
-      copies_.emplace(static_cast<int>(i), StridedCopy(copy->boxes, program_.dtype.size_bytes()));
+      copies_.emplace(static_cast<int>(i), StridedCopy(copy->boxes, program_.dtype_of(copy->src).size_bytes()));
     }
     if (is_communication(program_.instructions[i].operation)) last_communication_ = static_cast<int>(i);
   }
@@ -158,22 +175,40 @@ void Executable::bind(std::vector<comm::GroupPtr> groups) {
   groups_ = std::move(groups);
 }
 
+at::TensorOptions Executable::options_like(c10::ArrayRef<at::Tensor> inputs) const {
+  const bool is_usual = usual_input_ >= 0;
+  const at::TensorOptions options =
+      inputs[is_usual ? usual_input_ : 0].options().requires_grad(false).memory_format(std::nullopt);
+  return is_usual ? options : options.dtype(scalar_type_of(program_.dtype));
+}
+
+at::TensorOptions Executable::options_of(int buffer, const at::TensorOptions& usual) const {
+  if (other_dtypes_.empty()) return usual;
+  const auto other = other_dtypes_.find(buffer);
+  return other == other_dtypes_.end() ? usual : usual.dtype(other->second);
+}
+
 void Executable::check_inputs(c10::ArrayRef<at::Tensor> inputs) const {
   const auto name = [](const at::Tensor& t) { return c10::toString(t.scalar_type()); };
   TORCH_CHECK_VALUE(inputs.size() == program_.input_shapes.size(), "inputs: got ", inputs.size(),
                     ", the program takes ", program_.input_shapes.size(), " (", text_, ")");
   for (size_t i = 0; i < inputs.size(); ++i) {
     const at::Tensor& input = inputs[i];
-    const std::string which = inputs.size() == 1 ? "local tensor" : concat("input ", i);
-    TORCH_CHECK_VALUE(!input.key_set().has(c10::DispatchKey::Python), which,
+    const auto which = [&] { return inputs.size() == 1 ? std::string("local tensor") : concat("input ", i); };
+    TORCH_CHECK_VALUE(!input.key_set().has(c10::DispatchKey::Python), which(),
                       ": is a tensor subclass; allowed is a plain tensor");
-    TORCH_CHECK_VALUE(input.sizes().equals(program_.input_shapes[i]), which, ": has shape ", input.sizes(), " on rank ",
-                      rank_, ", where the layout has ", c10::IntArrayRef(program_.input_shapes[i]), " (", text_, ")");
-    TORCH_CHECK_VALUE(static_cast<int64_t>(input.element_size()) == program_.dtype.size_bytes(), which, ": has dtype ",
-                      name(input), " where the layout has ", program_.dtype.name());
-    TORCH_CHECK_VALUE(input.device() == inputs[0].device() && input.scalar_type() == inputs[0].scalar_type(), which,
-                      ": is ", name(input), " on ", input.device(), ", the first input ", name(inputs[0]), " on ",
-                      inputs[0].device());
+    TORCH_CHECK_VALUE(input.sizes().equals(program_.input_shapes[i]), which(), ": has shape ", input.sizes(),
+                      " on rank ", rank_, ", where the layout has ", c10::IntArrayRef(program_.input_shapes[i]), " (",
+                      text_, ")");
+    const auto other = other_dtypes_.find(static_cast<int>(i));
+    const bool has_dtype = other != other_dtypes_.end()
+                               ? input.scalar_type() == other->second
+                               : static_cast<int64_t>(input.element_size()) == program_.dtype.size_bytes() &&
+                                     input.scalar_type() == inputs[usual_input_].scalar_type();
+    TORCH_CHECK_VALUE(has_dtype, which(), ": has dtype ", name(input), " where the layout has ",
+                      program_.dtype_of(static_cast<int>(i)).name());
+    TORCH_CHECK_VALUE(input.device() == inputs[0].device(), which(), ": is on ", input.device(),
+                      ", the first input on ", inputs[0].device());
   }
   TORCH_CHECK_VALUE(groups_.size() == program_.groups.size(), "the program was not bound to its process groups");
 }

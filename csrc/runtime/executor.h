@@ -41,7 +41,8 @@ class Executable : public std::enable_shared_from_this<Executable> {
 
   // A program of another compiler, with what ranks that run it have in common.
   using Signature = std::vector<std::pair<std::string, std::string>>;
-  Executable(Program program, const Plan& plan, std::string text, Signature signature, int64_t rank);
+  Executable(Program program, const std::vector<const Plan*>& plans, std::string text, Signature signature,
+             int64_t rank);
 
   const Program& program() const { return program_; }
 
@@ -78,9 +79,12 @@ class Executable : public std::enable_shared_from_this<Executable> {
   // Of an instruction that copies, prepared.
   const StridedCopy& copy(int instruction) const { return copies_.at(instruction); }
   int last_communication() const { return last_communication_; }
+  // Of buffers that hold the program's own dtype, for a run with these inputs.
+  at::TensorOptions options_like(c10::ArrayRef<at::Tensor> inputs) const;
+  at::TensorOptions options_of(int buffer, const at::TensorOptions& usual) const;
 
  private:
-  void describe(const Plan& plan);
+  void describe(const std::vector<const Plan*>& plans);
   bool returns_input() const { return program_.is_input(program_.outputs[0].buffer); }
   // Whether asynchronous programs are under way on the same device, in whose line this one must stand.
   bool has_transfers_beside(const at::Tensor& input) const;
@@ -91,6 +95,8 @@ class Executable : public std::enable_shared_from_this<Executable> {
   Program program_;
   Program::Lifetimes lifetimes_;
   std::unordered_map<int, StridedCopy> copies_;
+  std::unordered_map<int, at::ScalarType> other_dtypes_;  // by buffer
+  int usual_input_ = -1;                                  // the first that is of the program's own dtype
   std::vector<comm::GroupPtr> groups_;
   std::string text_;
   Signature signature_;

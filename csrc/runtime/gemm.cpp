@@ -8,6 +8,9 @@
 
 #include <array>
 #include <cstdint>
+#include <mutex>
+
+#include "layout/error.h"
 
 namespace shardwright {
 namespace {
@@ -49,69 +52,84 @@ void multiply_matrices(const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor 
   }
 }
 
-// What multiply_scaled promises to refuse; the kernels of a device would only say that they have nothing to offer.
 constexpr int64_t kScaledUnit = 16;
 
 bool is_8_bit_float(at::ScalarType dtype) { return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2; }
 
-void check_scaled_dtypes(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& dst) {
+void check_scaled_dtypes(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
+                         const at::Tensor& rhs_scale, const at::Tensor& dst) {
   const bool both_are_e5m2 = lhs.scalar_type() == at::kFloat8_e5m2 && rhs.scalar_type() == at::kFloat8_e5m2;
   TORCH_CHECK_VALUE(is_8_bit_float(lhs.scalar_type()) && is_8_bit_float(rhs.scalar_type()) && !both_are_e5m2,
                     "lhs, rhs: are ", lhs.scalar_type(), " and ", rhs.scalar_type(),
                     "; a scaled product takes Float8_e4m3fn and Float8_e5m2, not Float8_e5m2 twice");
   TORCH_CHECK_VALUE(dst.scalar_type() == at::kBFloat16 || dst.scalar_type() == at::kFloat, "dst: is ",
                     dst.scalar_type(), "; a scaled product is BFloat16 or Float");
+  TORCH_CHECK_VALUE(lhs_scale.scalar_type() == at::kFloat && rhs_scale.scalar_type() == at::kFloat,
+                    "lhs_scale, rhs_scale: are ", lhs_scale.scalar_type(), " and ", rhs_scale.scalar_type(),
+                    "; scales are Float");
 }
 
-// `dense_size`: along the stride of 1, where it has to be a multiple too.
-void check_scaled_matrix(const char* name, const at::Tensor& buffer, int64_t offset, int64_t dense_size,
-                         int64_t num_lines, int64_t line_stride, int64_t count, int64_t batch_stride) {
+// Of what lies dense: `num_lines` of `size` elements. Nothing, or what is wrong with it.
+std::optional<std::string> why_not_aligned(const char* name, const at::Tensor& buffer, int64_t offset, int64_t size,
+                                           int64_t num_lines, int64_t line_stride, int64_t count,
+                                           int64_t batch_stride) {
   const auto is_multiple = [](int64_t n) { return n % kScaledUnit == 0; };
-  TORCH_CHECK_VALUE(num_lines == 1 || line_stride >= dense_size, name, ": has ", num_lines, " lines of ", dense_size,
-                    " elements that are ", line_stride, " apart; a scaled product wants them side by side; copy them");
-  TORCH_CHECK_VALUE(is_multiple(dense_size) && (num_lines == 1 || is_multiple(line_stride)) &&
-                        (count == 1 || is_multiple(batch_stride)),
-                    name, ": has ", num_lines, " lines of ", dense_size, " elements, ", line_stride, " apart, in ",
-                    count, " matrices, ", batch_stride, " apart; a scaled product wants multiples of ", kScaledUnit,
-                    " elements; pad them");
-  const auto begin = reinterpret_cast<uintptr_t>(buffer.const_data_ptr()) + offset * buffer.element_size();
-  TORCH_CHECK_VALUE(begin % kScaledUnit == 0, name, ": begins ", begin % kScaledUnit, " bytes behind a multiple of ",
-                    kScaledUnit, "; a scaled product wants it to begin at one; copy it");
-}
-
-void check_scaled_layout(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& dst) {
-  TORCH_CHECK_VALUE(!gemm.bias, "gemm: has a bias, which a scaled product does not take; add it afterwards");
-  TORCH_CHECK_VALUE(gemm.k > 0, "gemm: has k = 0, with which a scaled product has nothing to multiply");
-  TORCH_CHECK_VALUE(gemm.lhs.column_stride == 1 && gemm.rhs.row_stride == 1, "lhs, rhs: their strides along k are ",
-                    gemm.lhs.column_stride, " and ", gemm.rhs.row_stride,
-                    "; a scaled product wants both to be 1: lhs row-major, rhs column-major");
-  const bool is_row_major = gemm.dst.column_stride == 1;
-  TORCH_CHECK_VALUE(is_row_major || gemm.dst.row_stride == 1, "dst: its strides are (", gemm.dst.row_stride, ", ",
-                    gemm.dst.column_stride, "); a scaled product wants one of them to be 1");
-  check_scaled_matrix("lhs", lhs, gemm.lhs.offset, gemm.k, gemm.m, gemm.lhs.row_stride, gemm.count,
-                      gemm.lhs_batch_stride);
-  check_scaled_matrix("rhs", rhs, gemm.rhs.offset, gemm.k, gemm.n, gemm.rhs.column_stride, gemm.count,
-                      gemm.rhs_batch_stride);
-  check_scaled_matrix("dst", dst, gemm.dst.offset, is_row_major ? gemm.n : gemm.m, is_row_major ? gemm.m : gemm.n,
-                      is_row_major ? gemm.dst.row_stride : gemm.dst.column_stride, gemm.count, gemm.dst_batch_stride);
-}
-
-// Several scales are loaded in words; of a single one a multiple of its own size is enough.
-void check_scales(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& lhs_scale, const at::Tensor& rhs_scale) {
-  for (const at::Tensor* scale : {&lhs_scale, &rhs_scale}) {
-    const auto begin = reinterpret_cast<uintptr_t>(scale->const_data_ptr());
-    TORCH_CHECK_VALUE(scale->numel() == 1 || begin % kScaledUnit == 0, "lhs_scale, rhs_scale: one begins ",
-                      begin % kScaledUnit, " bytes behind a multiple of ", kScaledUnit, "; copy it");
-    TORCH_CHECK_VALUE(scale->scalar_type() == at::kFloat && scale->is_contiguous() && scale->device() == lhs.device(),
-                      "lhs_scale, rhs_scale: one is ", scale->scalar_type(), " of strides ", scale->strides(), " on ",
-                      scale->device(), "; scales are Float, contiguous, and on the device of the operands, ",
-                      lhs.device());
+  if (num_lines > 1 && line_stride < size) return concat(name, " has lines that overlap");
+  if (!is_multiple(size) || (num_lines > 1 && !is_multiple(line_stride)) || (count > 1 && !is_multiple(batch_stride))) {
+    return concat(name, " has lines, or distances between them, that are no multiples of ", kScaledUnit, " elements");
   }
-  const bool is_by_tensor = lhs_scale.numel() == 1 && rhs_scale.numel() == 1;
-  const bool is_by_row = lhs_scale.numel() == gemm.m && rhs_scale.numel() == gemm.n && gemm.count == 1;
-  TORCH_CHECK_VALUE(is_by_tensor || is_by_row, "lhs_scale, rhs_scale: have ", lhs_scale.numel(), " and ",
-                    rhs_scale.numel(), " elements for ", gemm.count, " products of m = ", gemm.m, " and n = ", gemm.n,
-                    "; allowed are 1 and 1, or for a single product m and n");
+  const auto begin = reinterpret_cast<uintptr_t>(buffer.const_data_ptr()) + offset * buffer.element_size();
+  if (begin % kScaledUnit != 0) return concat(name, " begins at no multiple of ", kScaledUnit, " bytes");
+  return std::nullopt;
+}
+
+// One number, or one for each row, dense and where words of 16 bytes begin: usually in the buffer itself.
+at::Tensor dense_scales(const at::Tensor& buffer, const Scale& scale, int64_t rows) {
+  const bool is_one = scale.stride == 0;
+  at::Tensor view =
+      at::as_strided(buffer, {is_one ? 1 : rows}, {is_one ? 1 : scale.stride}, buffer.storage_offset() + scale.offset)
+          .contiguous();
+  const bool is_aligned = is_one || reinterpret_cast<uintptr_t>(view.const_data_ptr()) % kScaledUnit == 0;
+  return is_aligned ? view : view.clone();
+}
+
+void multiply_by_casting(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
+                         const at::Tensor& rhs_scale, at::Tensor& dst) {
+  for (int64_t i = 0; i < gemm.count; ++i) {
+    Gemm one = gemm;
+    one.lhs.offset += i * gemm.lhs_batch_stride;
+    one.rhs.offset += i * gemm.rhs_batch_stride;
+    one.dst.offset += i * gemm.dst_batch_stride;
+    at::Tensor product =
+        at::mm(view(lhs, one.lhs, gemm.m, gemm.k).to(at::kFloat), view(rhs, one.rhs, gemm.k, gemm.n).to(at::kFloat));
+    product.mul_(lhs_scale.unsqueeze(1)).mul_(rhs_scale.unsqueeze(0));
+    at::Tensor to = view(dst, one.dst, gemm.m, gemm.n);
+    if (gemm.accumulates) product.add_(to);
+    to.copy_(product);
+  }
+}
+
+struct CastProducts {
+  std::mutex mutex;
+  std::map<std::string, int64_t> by_reason;
+};
+
+CastProducts& cast_products_so_far() {
+  static CastProducts instance;
+  return instance;
+}
+
+void count_cast(const std::string& reason) {
+  CastProducts& so_far = cast_products_so_far();
+  const std::lock_guard<std::mutex> lock(so_far.mutex);
+  ++so_far.by_reason[reason];
+}
+
+// Of no terms at all.
+void sum_nothing(const Gemm& gemm, at::Tensor& dst, const at::Tensor& bias) {
+  if (gemm.accumulates) return;
+  at::Tensor all = batch_view(dst, gemm.dst, gemm.count, gemm.dst_batch_stride, gemm.m, gemm.n);
+  gemm.bias ? all.copy_(view(bias, *gemm.bias, gemm.m, gemm.n).expand(all.sizes())) : all.zero_();
 }
 
 // A loop over the products, but for the batches that ATen's own products of batches take.
@@ -146,6 +164,7 @@ bool register_device_gemms(at::DeviceType device, const DeviceGemms& gemms) {
 
 void multiply(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst, const at::Tensor& bias,
               const GemmHints& hints) {
+  if (gemm.k == 0) return sum_nothing(gemm, dst, bias);
   const DeviceGemms& gemms = device_gemms(dst.device().type());
   if (gemms.multiply != nullptr && gemms.multiply(gemm, lhs, rhs, dst, bias, hints)) return;
   multiply_with_aten(gemm, lhs, rhs, dst, bias);
@@ -153,14 +172,48 @@ void multiply(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at
 
 void multiply_scaled(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
                      const at::Tensor& rhs_scale, at::Tensor& dst, const GemmHints& hints) {
+  check_scaled_dtypes(lhs, rhs, lhs_scale, rhs_scale, dst);
   if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0) return;
-  check_scaled_dtypes(lhs, rhs, dst);
-  check_scaled_layout(gemm, lhs, rhs, dst);
-  check_scales(gemm, lhs, lhs_scale, rhs_scale);
+  const at::Tensor rows = dense_scales(lhs_scale, *gemm.lhs_scale, gemm.m);
+  const at::Tensor columns = dense_scales(rhs_scale, *gemm.rhs_scale, gemm.n);
+  if (dst.device().is_cpu()) return multiply_by_casting(gemm, lhs, rhs, rows, columns, dst);
   const DeviceGemms& gemms = device_gemms(dst.device().type());
-  TORCH_CHECK_NOT_IMPLEMENTED(gemms.multiply_scaled != nullptr, "shardwright has no product of 8-bit floats on ",
-                              dst.device(), "; it has one where its CUDA half is built, on CUDA");
-  gemms.multiply_scaled(gemm, lhs, rhs, lhs_scale, rhs_scale, dst, hints);
+  std::optional<std::string> reason = why_not_scaled(gemm, lhs, rhs, dst);
+  if (!reason && gemms.multiply_scaled == nullptr) reason = "built without products of this device";
+  if (!reason) {
+    if (gemms.multiply_scaled(gemm, lhs, rhs, rows, columns, dst, hints)) return;
+    reason = "the device's library has no algorithm for it";
+  }
+  count_cast(*reason);
+  multiply_by_casting(gemm, lhs, rhs, rows, columns, dst);
+}
+
+std::optional<std::string> why_not_scaled(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs,
+                                          const at::Tensor& dst) {
+  if (gemm.lhs.column_stride != 1 || gemm.rhs.row_stride != 1) return "operands do not lie dense along k";
+  const bool is_row_major = gemm.dst.column_stride == 1;
+  if (!is_row_major && gemm.dst.row_stride != 1) return "the result has no stride of 1";
+  auto reason = why_not_aligned("lhs", lhs, gemm.lhs.offset, gemm.k, gemm.m, gemm.lhs.row_stride, gemm.count,
+                                gemm.lhs_batch_stride);
+  if (reason) return reason;
+  reason = why_not_aligned("rhs", rhs, gemm.rhs.offset, gemm.k, gemm.n, gemm.rhs.column_stride, gemm.count,
+                           gemm.rhs_batch_stride);
+  if (reason) return reason;
+  return why_not_aligned("the result", dst, gemm.dst.offset, is_row_major ? gemm.n : gemm.m,
+                         is_row_major ? gemm.m : gemm.n, is_row_major ? gemm.dst.row_stride : gemm.dst.column_stride,
+                         gemm.count, gemm.dst_batch_stride);
+}
+
+std::map<std::string, int64_t> cast_products() {
+  CastProducts& so_far = cast_products_so_far();
+  const std::lock_guard<std::mutex> lock(so_far.mutex);
+  return so_far.by_reason;
+}
+
+void reset_cast_products() {
+  CastProducts& so_far = cast_products_so_far();
+  const std::lock_guard<std::mutex> lock(so_far.mutex);
+  so_far.by_reason.clear();
 }
 
 std::optional<double> waves_of(const Gemm& gemm, at::ScalarType operands, at::ScalarType dst, at::Device device,

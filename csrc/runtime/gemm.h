@@ -4,7 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <map>
 #include <optional>
+#include <string>
 
 #include "program/program.h"
 
@@ -20,19 +22,24 @@ struct GemmHints {
 void multiply(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst, const at::Tensor& bias,
               const GemmHints& hints = {});
 
-// The product of 8-bit floats, where the value of an element is the element times its scale: one scale for all of lhs
-// and one for all of rhs, or (on GPUs of compute capability 9.0) m for the rows of lhs and n for the columns of rhs.
+// The product of 8-bit floats that have scales: lhs and rhs float8_e4m3fn or float8_e5m2, not both e5m2; scales
+// float32; dst bfloat16 or float32. All on one device; scales are read when the product runs. Throws c10::ValueError on
+// other dtypes.
 //
-//   lhs, rhs       float8_e4m3fn or float8_e5m2, not both e5m2. lhs has column_stride 1, rhs has row_stride 1: both lie
-//                  dense along k
-//   dst            bfloat16 or float32, dense along rows or columns
-//   scales         float32, contiguous, on the same device; read when the product runs. Per row only where count is 1
-//   k, all strides but the 1s, and the side along which dst is dense: multiples of 16 elements, k > 0. Matrices, and
-//                  scales of rows, begin at multiples of 16 bytes. No bias
-//
-// Throws c10::ValueError where this is not so, c10::NotImplementedError where the device has no such product.
+// A device does it by itself where why_not_scaled says nothing against it and it knows an algorithm. Else, and on CPU,
+// operands are cast to float32 first; that is counted, but for CPU, where it is the only way.
 void multiply_scaled(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
                      const at::Tensor& rhs_scale, at::Tensor& dst, const GemmHints& hints = {});
+
+// What about its buffers keeps a scaled product from units for 8-bit floats, if anything. They want lhs and rhs dense
+// along k and dst along rows or columns; k, all strides but those of 1, and the dense side of dst to be multiples of 16
+// elements; and matrices to begin at multiples of 16 bytes.
+std::optional<std::string> why_not_scaled(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs,
+                                          const at::Tensor& dst);
+
+// Scaled products that were cast on other devices than CPU, by reason, since the start or the last reset.
+std::map<std::string, int64_t> cast_products();
+void reset_cast_products();
 
 // How often a product's tiles fill the device: 1.0 keeps all of it busy once, 1.1 takes as long as 2. For buffers that
 // begin where allocators let them. Nothing where the device does not say (CPU; an empty product; dtypes it lacks).
@@ -42,11 +49,13 @@ std::optional<double> waves_of(const Gemm& gemm, at::ScalarType operands, at::Sc
                                const GemmHints& hints = {});
 
 // What one kind of device does by itself, in a file of its own that is built only where the device's toolkit is.
-// `multiply` answers false, having done nothing, where ATen is to do it; `multiply_scaled` is given what was checked.
+// Products answer false, having done nothing, where it is to be done as everywhere else. `multiply_scaled` is given
+// what why_not_scaled says nothing against, and scales as they are: one or m, one or n, dense, at multiples of 16
+// bytes.
 struct DeviceGemms {
   bool (*multiply)(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst,
                    const at::Tensor& bias, const GemmHints& hints) = nullptr;
-  void (*multiply_scaled)(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
+  bool (*multiply_scaled)(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
                           const at::Tensor& rhs_scale, at::Tensor& dst, const GemmHints& hints) = nullptr;
   std::optional<double> (*waves_of)(const Gemm& gemm, at::ScalarType operands, at::ScalarType dst, at::Device device,
                                     const GemmHints& hints) = nullptr;

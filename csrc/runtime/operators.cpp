@@ -127,7 +127,7 @@ std::shared_ptr<Executable> matmul_executable(const std::string& text, int64_t r
                                   {"program text", concat(text.size(), " with hash ", std::hash<std::string>()(text))}};
   std::string listing = concat(plan.to_string(), "\nwith products, ", method_name(schedule.method), " in ",
                                schedule.chunks, schedule.chunks == 1 ? " chunk" : " chunks");
-  return std::make_shared<Executable>(compile(matmul, schedule, *position), plan, std::move(listing),
+  return std::make_shared<Executable>(compile(matmul, schedule, *position), plans_of(matmul), std::move(listing),
                                       std::move(signature), rank);
 }
 

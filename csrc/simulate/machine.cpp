@@ -130,7 +130,12 @@ void Machine::start(int64_t position, int instruction) {
   const Group& group = programs_[position].groups[group_of(operation)];
   if (const auto* o = std::get_if<SendReceive>(&operation)) {
     for (const auto& message : o->sends) {
-      mail_[{group.positions, {position, group.positions[message.peer]}}].push_back(read(position, message.range));
+      const Route route{group.positions, position, group.positions[message.peer]};
+      mail_[{route, rank.sent[route]++}] = read(position, message.range);
+    }
+    for (const auto& message : o->receives) {
+      const Route route{group.positions, group.positions[message.peer], position};
+      rank.messages_of_ticket[instruction].push_back(rank.expected[route]++);
     }
     return;
   }
@@ -143,7 +148,7 @@ void Machine::start(int64_t position, int instruction) {
 
 bool Machine::finish_wait(int64_t position, int ticket) {
   const Operation& operation = programs_[position].instructions[ticket].operation;
-  if (const auto* o = std::get_if<SendReceive>(&operation)) return receive_messages(position, *o);
+  if (const auto* o = std::get_if<SendReceive>(&operation)) return receive_messages(position, *o, ticket);
   const Group& group = programs_[position].groups[group_of(operation)];
   const auto& given = given_[{group.positions, ranks_[position].call_of_ticket[ticket]}];
   if (given.size() != group.positions.size()) return false;
@@ -151,18 +156,20 @@ bool Machine::finish_wait(int64_t position, int ticket) {
   return true;
 }
 
-bool Machine::receive_messages(int64_t position, const SendReceive& operation) {
+bool Machine::receive_messages(int64_t position, const SendReceive& operation, int ticket) {
   const Group& group = programs_[position].groups[operation.group];
-  const auto queue = [&](int64_t peer) -> std::deque<Payload>& {
-    return mail_[{group.positions, {group.positions[peer], position}}];
-  };
-  for (const auto& message : operation.receives) {
-    if (queue(message.peer).empty()) return false;
+  std::vector<std::map<std::pair<Route, int64_t>, Payload>::iterator> arrived;
+  for (size_t i = 0; i < operation.receives.size(); ++i) {
+    const Route route{group.positions, group.positions[operation.receives[i].peer], position};
+    arrived.push_back(mail_.find({route, ranks_[position].messages_of_ticket[ticket][i]}));
+    if (arrived.back() == mail_.end()) return false;
   }
-  for (const auto& message : operation.receives) {
-    write(position, message.range, queue(message.peer).front());
-    queue(message.peer).pop_front();
-    ranks_[position].received_bytes += message.range.count * programs_[position].dtype.size_bytes();
+  for (size_t i = 0; i < operation.receives.size(); ++i) {
+    const auto& message = operation.receives[i];
+    write(position, message.range, arrived[i]->second);
+    mail_.erase(arrived[i]);
+    ranks_[position].received_bytes +=
+        message.range.count * programs_[position].dtype_of(message.range.buffer).size_bytes();
   }
   return true;
 }
@@ -171,7 +178,7 @@ void Machine::deliver(int64_t position, const Operation& operation, const std::m
   const Program& program = programs_[position];
   const Group& group = program.groups[group_of(operation)];
   const auto k = static_cast<int64_t>(group.positions.size());
-  const int64_t item = program.dtype.size_bytes();
+  const int64_t item = program.dtype_of(given_range(operation).buffer).size_bytes();
   int64_t& received = ranks_[position].received_bytes;
   const auto reduced = [&](ReduceOp op, int64_t offset, int64_t count) {
     Payload result;
@@ -255,16 +262,21 @@ void Machine::multiply(int64_t position, const Gemm& gemm) {
   const auto element = [&](const Matrix& matrix, int64_t base, int64_t i, int64_t j) {
     return data(position, {matrix.buffer, matrix.offset + base + i * matrix.row_stride + j * matrix.column_stride, 1});
   };
+  const auto factor = [&](const std::optional<Scale>& scale, int64_t i) {
+    return scale ? *data(position, {scale->buffer, scale->offset + i * scale->stride, 1}) : 1.0;
+  };
   for (int64_t b = 0; b < gemm.count; ++b) {
     for (int64_t i = 0; i < gemm.m; ++i) {
       for (int64_t j = 0; j < gemm.n; ++j) {
         double* dst = element(gemm.dst, b * gemm.dst_batch_stride, i, j);
-        double sum = gemm.accumulates ? *dst : 0;
-        if (gemm.bias) sum += *element(*gemm.bias, 0, i, j);
+        double sum = 0;
         for (int64_t k = 0; k < gemm.k; ++k) {
           sum +=
               *element(gemm.lhs, b * gemm.lhs_batch_stride, i, k) * *element(gemm.rhs, b * gemm.rhs_batch_stride, k, j);
         }
+        sum *= factor(gemm.lhs_scale, i) * factor(gemm.rhs_scale, j);
+        if (gemm.accumulates) sum += *dst;
+        if (gemm.bias) sum += *element(*gemm.bias, 0, i, j);
         *dst = sum;
       }
     }

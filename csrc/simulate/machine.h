@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <map>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -32,6 +32,9 @@ class Machine {
     std::vector<int64_t> send_counts;  // of an all_to_all
   };
 
+  // Members of the group, sender, receiver.
+  using Route = std::tuple<std::vector<int64_t>, int64_t, int64_t>;
+
   struct Rank {
     std::vector<Payload> buffers;
     std::vector<bool> alive;
@@ -43,6 +46,10 @@ class Machine {
     // Collectives started on each group so far (by members), to match the n-th with the n-th.
     std::map<std::vector<int64_t>, int64_t> calls;
     std::map<int, int64_t> call_of_ticket;
+    // The same of messages, by whom they go to and come from.
+    std::map<Route, int64_t> sent;
+    std::map<Route, int64_t> expected;
+    std::map<int, std::vector<int64_t>> messages_of_ticket;
   };
 
   bool advance(int64_t position);
@@ -56,14 +63,14 @@ class Machine {
   void write(int64_t position, const BufferRange& range, const Payload& payload);
   // What the collective with this ticket brings to the rank.
   void deliver(int64_t position, const Operation& operation, const std::map<int64_t, Given>& given);
-  bool receive_messages(int64_t position, const SendReceive& operation);
+  bool receive_messages(int64_t position, const SendReceive& operation, int ticket);
 
   std::vector<Program> programs_;
   std::vector<Rank> ranks_;
   // (members, n-th call) -> what each member gave
   std::map<std::pair<std::vector<int64_t>, int64_t>, std::map<int64_t, Given>> given_;
-  // (members, (sender, receiver)) -> messages under way
-  std::map<std::pair<std::vector<int64_t>, std::pair<int64_t, int64_t>>, std::deque<Payload>> mail_;
+  // Messages under way: the n-th that was sent is the n-th that was to be received, whichever is waited for first.
+  std::map<std::pair<Route, int64_t>, Payload> mail_;
 };
 
 // One step of a reduction, as the runtime computes it; avg and norm are sums here.

@@ -80,6 +80,62 @@ Region out_region(const Contraction& axes, const Region& lhs, const Region& rhs)
   return out;
 }
 
+// The scale of an operand's row, which is its place along the axes that are not summed over; {}: of all of it.
+double scale(int tensor, const Index& row) { return 1 + std::fabs(element(tensor + 90, row)); }
+
+Index row_at(const Contraction& axes, const std::vector<int>& operand, const Index& out) {
+  Index row;
+  for (const int axis : operand) {
+    for (size_t d = 0; d < axes.out.size(); ++d) {
+      if (axes.out[d] == axis) row.push_back(out[d]);
+    }
+  }
+  return row;
+}
+
+// Multiplies a product, whose part of the result is `out`, by the scales of its operands.
+void apply_scales(const Contraction& axes, int lhs_tensor, int rhs_tensor, const Region& out, bool by_row,
+                  Values& product) {
+  size_t i = 0;
+  for_each(out, [&](const Index& at) {
+    product[i++] *= scale(lhs_tensor, by_row ? row_at(axes, axes.lhs, at) : Index{}) *
+                    scale(rhs_tensor, by_row ? row_at(axes, axes.rhs, at) : Index{});
+  });
+}
+
+Values scales_of(int tensor, const Contraction& axes, const std::vector<int>& operand, const Region& held,
+                 bool by_row) {
+  Region rows;
+  for (const int d : free_dims_of(axes, operand)) {
+    if (by_row) rows.push_back(held[d]);
+  }
+  Values values;
+  for_each(rows, [&](const Index& row) { values.push_back(scale(tensor, row)); });
+  return values;
+}
+
+// Of the scales of its rows.
+Layout layout_of_rows(const Contraction& axes, const std::vector<int>& operand, const Layout& layout) {
+  const std::vector<int> dims = free_dims_of(axes, operand);
+  std::vector<int64_t> shape;
+  for (const int d : dims) shape.push_back(layout.shape()[d]);
+  std::vector<Placement> placements;
+  for (const Placement& placement : layout.placements()) {
+    std::string text = "R";
+    for (size_t i = 0; i < dims.size(); ++i) {
+      if (placement.to_string() == concat("S(", dims[i], ")")) text = concat("S(", i, ")");
+    }
+    placements.push_back(Placement::parse(text));
+  }
+  return Layout(layout.mesh_ptr(), shape, DType::parse("float32"), placements);
+}
+
+// With none, and where operands are of 8 bits with both kinds of scales instead.
+std::vector<std::optional<bool>> kinds_of_scales(const DType& operands) {
+  if (operands.size_bytes() > 1) return {std::nullopt};
+  return {false, true};
+}
+
 MeshPtr mesh_of(std::vector<int64_t> sizes) {
   std::vector<std::string> names;
   for (size_t d = 0; d < sizes.size(); ++d) names.push_back(std::string(1, static_cast<char>('a' + d)));
@@ -135,17 +191,35 @@ Run run(const Matmul& matmul, const Schedule& schedule, const std::function<std:
   return result;
 }
 
+std::vector<std::pair<bool, std::optional<bool>>> pairs_of(const std::vector<bool>& a,
+                                                           const std::vector<std::optional<bool>>& b) {
+  std::vector<std::pair<bool, std::optional<bool>>> pairs;
+  for (const bool first : a) {
+    for (const std::optional<bool>& second : b) pairs.emplace_back(first, second);
+  }
+  return pairs;
+}
+
 // Every schedule, on every rank: results, what is kept, and bytes, which chunks do not change.
 void check_gather(const Layout& src, const Layout& dst, const std::vector<std::pair<std::string, Layout>>& others,
                   bool has_bias) {
   for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
-    for (const bool keeps : {false, true}) {
+    for (const auto& [keeps, by_row] : pairs_of({false, true}, kinds_of_scales(src.dtype()))) {
       GatherMatmul gather{make_plan(src, dst, {.backend = backend}), {}, keeps};
       for (const auto& [axes, other] : others) gather.products.push_back({Contraction::parse(axes), other, has_bias});
+      const Contraction first = gather.products[0].axes;
+      if (by_row) gather.scaling = Scaling{*by_row, DType::parse("bfloat16")};
+      if (by_row.value_or(false)) {
+        gather.scaling->plan = make_plan(layout_of_rows(first, first.lhs, src), layout_of_rows(first, first.lhs, dst),
+                                         {.backend = backend});
+      }
       const Matmul matmul = gather;
       for (const Schedule& schedule : schedules(matmul)) {
         SCOPED_TRACE(concat(gather.plan.to_string(), " ", others[0].first, " by ", method_name(schedule.method), " of ",
-                            schedule.chunks, keeps ? ", kept, " : ", ", backend_name(backend)));
+                            schedule.chunks, keeps ? ", kept, " : ", ", backend_name(backend),
+                            !by_row   ? ""
+                            : *by_row ? ", scales of rows"
+                                      : ", scales"));
         const Run done = run(matmul, schedule, [&](int64_t p) {
           std::vector<Values> inputs{part_of(0, src, p)};
           for (size_t j = 0; j < others.size(); ++j) {
@@ -158,6 +232,11 @@ void check_gather(const Layout& src, const Layout& dst, const std::vector<std::p
             for_each({out.back()}, [&](const Index& i) { bias.push_back(element(50 + static_cast<int>(j), i)); });
             inputs.push_back(bias);
           }
+          if (by_row) inputs.push_back(scales_of(0, first, first.lhs, src.region(p), *by_row));
+          for (size_t j = 0; j < others.size() && by_row; ++j) {
+            const Contraction axes = Contraction::parse(others[j].first);
+            inputs.push_back(scales_of(static_cast<int>(j) + 1, axes, axes.rhs, others[j].second.region(p), *by_row));
+          }
           return inputs;
         });
         for (int64_t p = 0; p < src.mesh().size(); ++p) {
@@ -165,6 +244,7 @@ void check_gather(const Layout& src, const Layout& dst, const std::vector<std::p
             const Contraction axes = Contraction::parse(others[j].first);
             const Region out = out_region(axes, dst.region(p), others[j].second.region(p));
             Values expected = product_of(axes, 0, dst.region(p), static_cast<int>(j) + 1, out);
+            if (by_row) apply_scales(axes, 0, static_cast<int>(j) + 1, out, *by_row, expected);
             if (has_bias) {
               size_t i = 0;
               for_each(out, [&](const Index& at) { expected[i++] += element(50 + static_cast<int>(j), {at.back()}); });
@@ -175,7 +255,9 @@ void check_gather(const Layout& src, const Layout& dst, const std::vector<std::p
             ASSERT_EQ(done.machine->output(p, others.size()), part_of(0, dst, p)) << "position " << p;
           }
           int64_t promised = 0;
-          for (const Step& step : gather.plan.steps) promised += traffic_at(step, backend, p).received_bytes;
+          for (const Plan* plan : plans_of(matmul)) {
+            for (const Step& step : plan->steps) promised += traffic_at(step, backend, p).received_bytes;
+          }
           ASSERT_EQ(done.machine->received_bytes(p), promised) << "position " << p;
         }
       }
@@ -185,9 +267,14 @@ void check_gather(const Layout& src, const Layout& dst, const std::vector<std::p
 
 void check_scatter(const Layout& src, const Layout& dst,
                    const std::vector<std::tuple<std::string, Layout, Layout>>& terms) {
-  for (const auto& [backend, has_addend] : std::vector<std::pair<Backend, bool>>{
-           {Backend::kNccl, false}, {Backend::kGloo, false}, {Backend::kNccl, true}, {Backend::kGloo, true}}) {
+  const DType operands = std::get<1>(terms[0]).dtype();
+  std::vector<std::tuple<Backend, bool, std::optional<bool>>> cases;
+  for (const auto& [has_addend, by_row] : pairs_of({false, true}, kinds_of_scales(operands))) {
+    for (const Backend backend : {Backend::kNccl, Backend::kGloo}) cases.emplace_back(backend, has_addend, by_row);
+  }
+  for (const auto& [backend, has_addend, by_row] : cases) {
     MatmulScatter scatter{make_plan(src, dst, {.backend = backend}), {}, has_addend};
+    if (by_row) scatter.scaling = Scaling{*by_row, src.dtype()};
     for (const auto& [axes, lhs, rhs] : terms) scatter.terms.push_back({Contraction::parse(axes), lhs, rhs});
     const Matmul matmul = scatter;
     for (const Schedule& schedule : schedules(matmul)) {
@@ -200,6 +287,12 @@ void check_scatter(const Layout& src, const Layout& dst,
           inputs.push_back(part_of(2 * static_cast<int>(j) + 1, std::get<2>(terms[j]), p));
         }
         if (has_addend) inputs.push_back(part_of(77, src, p));
+        for (size_t j = 0; j < terms.size() && by_row; ++j) {
+          const Contraction axes = Contraction::parse(std::get<0>(terms[j]));
+          const int t = 2 * static_cast<int>(j);
+          inputs.push_back(scales_of(t, axes, axes.lhs, std::get<1>(terms[j]).region(p), *by_row));
+          inputs.push_back(scales_of(t + 1, axes, axes.rhs, std::get<2>(terms[j]).region(p), *by_row));
+        }
         return inputs;
       });
       for (int64_t p = 0; p < src.mesh().size(); ++p) {
@@ -208,8 +301,9 @@ void check_scatter(const Layout& src, const Layout& dst,
           const Contraction axes = Contraction::parse(std::get<0>(terms[j]));
           Region whole;
           for (const int64_t size : std::get<1>(terms[j]).shape()) whole.push_back({{0, size}});
-          const Values part =
-              product_of(axes, 2 * static_cast<int>(j), whole, 2 * static_cast<int>(j) + 1, dst.region(p));
+          const int t = 2 * static_cast<int>(j);
+          Values part = product_of(axes, t, whole, t + 1, dst.region(p));
+          if (by_row) apply_scales(axes, t, t + 1, dst.region(p), *by_row, part);
           expected.resize(part.size(), 0.0);
           for (size_t i = 0; i < part.size(); ++i) expected[i] += part[i];
         }
@@ -358,6 +452,81 @@ TEST(Overlap, ScattersOnMeshesOfTwoDims) {
   }
 }
 
+constexpr const char* kE4m3 = "float8_e4m3fn";
+
+TEST(Overlap, ScalesWhatItGathers) {
+  for (const int64_t ranks : kRanks) {
+    const MeshPtr mesh = mesh_of({ranks});
+    for (const int64_t m : {8, 7, 3, 1, 0}) {
+      check_gather(layout_on(mesh, {m, 6}, {"S(0)"}, kE4m3), layout_on(mesh, {m, 6}, {"R"}, kE4m3),
+                   {{"mk,nk->mn", layout_on(mesh, {5, 6}, {"S(0)"}, "float8_e5m2")},
+                    {"mk,nk->mn", layout_on(mesh, {3, 6}, {"R"}, kE4m3)}},
+                   false);
+    }
+    for (const char* cut : {"S(0)", "S(1)", "S(2)"}) {
+      // Rows in two dims, in either order; along the summed axis sums are carried in float32.
+      for (const char* axes : {"bsk,nk->bsn", "bsk,nk->sbn"}) {
+        check_gather(layout_on(mesh, {2, 5, 6}, {cut}, kE4m3), layout_on(mesh, {2, 5, 6}, {"R"}, kE4m3),
+                     {{axes, layout_on(mesh, {3, 6}, {"R"}, kE4m3)}}, false);
+      }
+    }
+    check_gather(layout_on(mesh, {7, 6}, {"S(0)"}, kE4m3), layout_on(mesh, {7, 6}, {"S(1)"}, kE4m3),
+                 {{"mk,nk->mn", layout_on(mesh, {5, 6}, {"S(1)"}, kE4m3)}}, false);
+    // A weight.
+    check_gather(layout_on(mesh, {5, 6}, {"S(0)"}, kE4m3), layout_on(mesh, {5, 6}, {"R"}, kE4m3),
+                 {{"nk,bsk->bsn", layout_on(mesh, {3, 2, 6}, {"S(0)"}, kE4m3)}}, false);
+  }
+  for (const auto& sizes : {std::vector<int64_t>{2, 2}, {2, 3}}) {
+    const MeshPtr mesh = mesh_of(sizes);
+    const auto x = [&](const std::vector<std::string>& p) { return layout_on(mesh, {7, 6}, p, kE4m3); };
+    const Layout w = layout_on(mesh, {5, 6}, {"R", "R"}, kE4m3);
+    check_gather(x({"S(0)", "S(0)"}), x({"R", "R"}), {{"mk,nk->mn", w}}, false);
+    check_gather(x({"S(0)", "S(1)"}), x({"R", "R"}), {{"mk,nk->mn", w}}, false);
+    check_gather(x({"S(0)", "R"}), x({"R", "S(0)"}), {{"mk,nk->mn", w}}, false);
+  }
+}
+
+TEST(Overlap, ScalesWhatItSums) {
+  for (const int64_t ranks : kRanks) {
+    const MeshPtr mesh = mesh_of({ranks});
+    for (const int64_t m : {8, 7, 1, 0}) {
+      for (const char* to : {"S(0)", "S(1)", "R"}) {
+        check_scatter(
+            layout_on(mesh, {m, 5}, {"P"}, "bfloat16"), layout_on(mesh, {m, 5}, {to}, "bfloat16"),
+            {{"mk,nk->mn", layout_on(mesh, {m, 6}, {"S(1)"}, kE4m3), layout_on(mesh, {5, 6}, {"S(1)"}, kE4m3)}});
+      }
+    }
+    check_scatter(
+        layout_on(mesh, {2, 5, 3}, {"P"}, "float32"), layout_on(mesh, {2, 5, 3}, {"S(1)"}, "float32"),
+        {{"bsn,nk->bsk", layout_on(mesh, {2, 5, 4}, {"S(2)"}, kE4m3), layout_on(mesh, {4, 3}, {"S(0)"}, kE4m3)},
+         {"bsn,nk->bsk", layout_on(mesh, {2, 5, 7}, {"S(2)"}, kE4m3), layout_on(mesh, {7, 3}, {"S(0)"}, kE4m3)}});
+  }
+}
+
+// The own part is multiplied before anybody waits for scales, or for anything.
+TEST(Overlap, OwnPartsDoNotWaitForScales) {
+  const MeshPtr mesh = mesh_of({4});
+  const auto x = [&](const char* placement) { return layout_on(mesh, {8, 16}, {placement}, kE4m3); };
+  const auto rows = [&](const char* placement) { return layout_on(mesh, {8}, {placement}); };
+  for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+    const Matmul matmul =
+        GatherMatmul{make_plan(x("S(0)"), x("R"), {.backend = backend}),
+                     {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {5, 16}, {"R"}, kE4m3), false}},
+                     false,
+                     Scaling{true, DType::parse("bfloat16"), make_plan(rows("S(0)"), rows("R"), {.backend = backend})}};
+    for (const Schedule& schedule : {Schedule{Method::kRing, 4}, Schedule{Method::kCollective, 2}}) {
+      const Program program = compile(matmul, schedule, 1);
+      int transfers = 0;
+      for (const Instruction& instruction : program.instructions) {
+        ASSERT_FALSE(std::holds_alternative<Wait>(instruction.operation)) << program.to_string();
+        transfers += is_communication(instruction.operation);
+        if (std::holds_alternative<Gemm>(instruction.operation)) break;
+      }
+      EXPECT_EQ(transfers, 2) << program.to_string();
+    }
+  }
+}
+
 TEST(Overlap, ChunksTravelWhileOthersAreMultiplied) {
   const MeshPtr mesh = mesh_of({4});
   const GatherMatmul gather{make_plan(layout_on(mesh, {16, 6}, {"S(0)"}), layout_on(mesh, {16, 6}, {"R"}), {}),
@@ -453,6 +622,34 @@ TEST(Overlap, RefusesWhatDoesNotFit) {
     EXPECT_THROW(Contraction::parse(axes), UserError) << axes;
   }
   EXPECT_THROW(parse_matmul("gather|ring|2"), UserError);
+
+  const auto scaled = [&](const char* x_dtype, const char* w_dtype, const Scaling& scaling) {
+    const Layout src = layout_on(mesh, {4, 6}, {"S(0)"}, x_dtype);
+    const Layout dst = layout_on(mesh, {4, 6}, {"R"}, x_dtype);
+    return message(GatherMatmul{make_plan(src, dst, {}),
+                                {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {5, 6}, {"R"}, w_dtype), false}},
+                                false,
+                                scaling},
+                   {});
+  };
+  const DType bfloat16 = DType::parse("bfloat16");
+  const auto rows = [&](int64_t m, const char* placement) { return layout_on(mesh, {m}, {placement}); };
+  EXPECT_EQ(scaled(kE4m3, "float8_e5m2", {false, bfloat16}), "");
+  EXPECT_EQ(scaled(kE4m3, kE4m3, {true, bfloat16, make_plan(rows(4, "S(0)"), rows(4, "R"), {})}), "");
+  EXPECT_NE(scaled("float8_e5m2", "float8_e5m2", {false, bfloat16}).find("not float8_e5m2 twice"), std::string::npos);
+  EXPECT_NE(scaled("bfloat16", kE4m3, {false, bfloat16}).find("bfloat16 and float8"), std::string::npos);
+  EXPECT_NE(scaled(kE4m3, kE4m3, {false, DType::parse("float64")}).find("out_dtype: float64"), std::string::npos);
+  EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16}).find("without a plan"), std::string::npos);
+  EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16, make_plan(rows(5, "S(0)"), rows(5, "R"), {})}).find("cut as these"),
+            std::string::npos);
+  EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16, make_plan(rows(4, "R"), rows(4, "R"), {})}).find("cut as these"),
+            std::string::npos);
+  EXPECT_NE(message(GatherMatmul{make_plan(layout_on(mesh, {4, 6}, {"S(0)"}, kE4m3),
+                                           layout_on(mesh, {4, 6}, {"R"}, kE4m3), {}),
+                                 {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {5, 6}, {"R"}, kE4m3), false}}},
+                    {})
+                .find("without scales"),
+            std::string::npos);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-"""What one of several NCCL ranks on one GPU does: redistributes against the global tensor. Started by test_nccl.py.
+"""What one of several NCCL ranks on one GPU does: redistributes and products against the global tensors. Started by
+test_nccl.py.
 
 NCCL refuses two ranks on one GPU, unless their NCCL_HOSTID differ (2.28: they then talk over sockets), or
 NCCL_MULTI_RANK_GPU_ENABLE=1 (2.30).
@@ -48,6 +49,51 @@ def check(mesh: sw.Mesh, src: tuple[str, ...], dst: tuple[str, ...], rank: int) 
         assert torch.equal(result, expected * turn), f"{name}, replay {turn}"
 
 
+def integers(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small enough that sums of products are exact; the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).float().cuda().to(dtype)
+
+
+def share(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    layout = sw.Layout(sw.Mesh({"group": dist.get_world_size()}), tensor.shape, [f"S({dim})"])
+    return part(tensor.float(), layout, dist.get_rank()).to(tensor.dtype)
+
+
+def check_products(rows: int, dtype: torch.dtype, scales: str | None) -> None:
+    """A gather and a reduce-scatter behind products, even and uneven, by every method; gradients without scales."""
+    k, n = 64, 64
+    x, weight = integers((rows, k), 1, dtype), integers((k, n), 2, dtype)
+    turned = weight.t().contiguous().t()
+    row_scales = 2.0 ** (torch.arange(rows, device="cuda") % 3 - 1).view(-1, 1)
+    column_scales = 2.0 ** (torch.arange(n, device="cuda") % 2).view(1, -1)
+    one = torch.tensor(0.5, device="cuda")
+    by, w_by = {None: (None, None), "tensor": (one, one), "row": (row_scales, column_scales)}[scales]
+    expected = x.float() @ weight.float()
+    out_dtype = dtype
+    if by is not None and w_by is not None:
+        expected, out_dtype = expected * by * w_by, torch.bfloat16
+    for method, given in itertools.product(("serial", "ring", "collective"), (weight, turned)):
+        where = f"{dtype}, {rows} rows, scales {scales}, {method}"
+        how: dict = {"size": rows, "columns": n, "method": method}
+        mine, ours = share(x, 0), share(given.t(), 0).t()
+        if scales == "row":
+            how |= {"x_scale": share(row_scales, 0), "weight_scales": share(column_scales, 1)}
+        elif scales is not None:
+            how |= {"x_scale": by, "weight_scales": w_by}
+        found = sw.all_gather_matmul(mine.requires_grad_(scales is None), ours, **how)
+        assert torch.equal(found, share(expected.to(out_dtype), 1)), f"all_gather_matmul of {where}"
+        if scales is None:
+            (grad,) = torch.autograd.grad(found.float().sum(), mine)
+            right = torch.ones(rows, n, device="cuda") @ weight.float().t()
+            torch.testing.assert_close(grad.float(), share(right, 0), rtol=2e-2, atol=0.5)
+        how = {"size": k, "method": method}
+        if scales is not None:
+            how |= {"x_scale": by, "weight_scale": w_by}
+        found = sw.matmul_reduce_scatter(share(x, 1), share(given.t(), 1).t(), **how)
+        assert torch.equal(found, share(expected.to(out_dtype), 0)), f"matmul_reduce_scatter of {where}"
+
+
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(0)
@@ -65,6 +111,12 @@ def main() -> None:
             for dst in itertools.product(PLACEMENTS[:-1], repeat=len(sizes)):
                 if src != dst:
                     check(mesh, src, dst, rank)
+    for rows in (32, 25):
+        check_products(rows, torch.float32, None)
+        check_products(rows, torch.bfloat16, None)
+        check_products(rows, torch.float8_e4m3fn, "tensor")
+        check_products(rows, torch.float8_e4m3fn, "row")
+    assert sw.stats()["product_fallbacks"] == 0 or torch.cuda.get_device_capability() < (9, 0), sw.stats()
     dist.destroy_process_group()
 
 

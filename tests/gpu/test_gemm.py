@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import shardwright as sw
 from shardwright import _runtime
 
 Place = tuple[int, int, int]
@@ -291,7 +292,7 @@ def test_scaled(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], 
     ):
         lhs, rhs = _integers(m * (k + 16), operands[0]), _integers(n * (k + 16), operands[1])
         dst = _integers((m + 16) * (n + 16), result)
-        scales = [2.0 ** torch.randint(-2, 3, (size if by_row else 1,), device="cuda") for size in (m, n)]
+        scales = [2.0 ** torch.randint(-2, 3, (size,) if by_row else (), device="cuda") for size in (m, n)]
         row, column = (n + 16, 1) if to == "rows" else (1, m + 16)
         expected = dst.double()
         product = lhs.double().as_strided((m, k), (k + 16, 1)) @ rhs.double().as_strided((k, n), (1, k + 16))
@@ -311,5 +312,19 @@ def test_scaled_batch() -> None:
     lhs, rhs = _integers(count * m * k, E4M3), _integers(n * k, E4M3)
     dst = torch.zeros(count * m * n, device="cuda")
     gemm = _runtime.Gemm((m, n, k), (0, k, 1), (0, 1, k), (0, n, 1), count, (m * k, 0, m * n))
-    gemm.multiply_scaled(lhs, rhs, torch.full((1,), 0.5, device="cuda"), torch.full((1,), 4.0, device="cuda"), dst)
+    gemm.multiply_scaled(lhs, rhs, torch.full((), 0.5, device="cuda"), torch.full((), 4.0, device="cuda"), dst)
     assert torch.equal(dst.double().view(count, m, n), 2 * lhs.double().view(count, m, k) @ rhs.double().view(n, k).T)
+
+
+def test_scaled_by_casting() -> None:
+    """What units for 8-bit floats cannot take is right all the same, and counted."""
+    torch.manual_seed(12)
+    m, n, k = 32, 48, 24
+    lhs, rhs = _integers(m * k, E4M3), _integers(n * k, E4M3)
+    dst = torch.zeros(m * n, device="cuda")
+    sw.reset_stats()
+    gemm = _runtime.Gemm((m, n, k), (0, k, 1), (0, 1, k), (0, n, 1))
+    gemm.multiply_scaled(lhs, rhs, torch.full((), 0.5, device="cuda"), torch.ones((), device="cuda"), dst)
+    assert torch.equal(dst.double().view(m, n), 0.5 * lhs.double().view(m, k) @ rhs.double().view(n, k).T)
+    assert sw.stats()["product_fallbacks"] == 1
+    assert "no multiples of 16" in next(iter(sw.stats()["product_fallback_reasons"]))

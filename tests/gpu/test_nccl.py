@@ -1,4 +1,4 @@
-"""Redistributes over NCCL: one rank, and several that share this GPU where this NCCL lets them."""
+"""Redistributes and products over NCCL: one rank, and several that share this GPU where this NCCL lets them."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def _way_that_works() -> tuple[str | None, str]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_against_the_global_tensor(world: int) -> None:
+def test_against_the_global_tensors(world: int) -> None:
     way: str | None = "host ids"
     if world > 1:
         way, reason = _way_that_works()
         if way is None:
             pytest.skip(f"this NCCL takes one rank per GPU: {reason}")
         print(f"several ranks on one GPU by {way}")
-    failed = _run("redistribute", world, way or "")
+    failed = _run("check", world, way or "")
     assert not failed, failed

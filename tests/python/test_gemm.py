@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -139,58 +140,89 @@ def test_strides_of_single_rows_and_columns_do_not_matter() -> None:
     assert torch.equal(dst, torch.cat([torch.zeros(2), lhs[:5] @ rhs.view(5, 4), torch.zeros(2)]))
 
 
-def _scaled(**given: object) -> None:
-    """A scaled product of 32 x 48 x 64 that differs from an allowed one by what is given."""
-    how: dict = {
-        "lhs": (0, 64, 1),
-        "rhs": (0, 1, 64),
-        "dst": (0, 48, 1),
-        "k": 64,
-        "bias": None,
-        "dtypes": (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16),
-        "scales": (torch.ones(1), torch.ones(1)),
-        **given,
-    }
-    lhs, rhs, dst = (torch.zeros(8192).to(dtype) for dtype in how["dtypes"])
-    gemm = _runtime.Gemm((32, 48, how["k"]), how["lhs"], how["rhs"], how["dst"], bias=how["bias"])
-    gemm.multiply_scaled(lhs, rhs, *how["scales"], dst)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize("by_row", [False, True], ids=["by tensor", "by row"])
+@pytest.mark.parametrize("operands", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)], ids=str)
+@pytest.mark.parametrize("result", [torch.bfloat16, torch.float32], ids=str)
+def test_scaled(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], by_row: bool) -> None:
+    """With scales of powers of two what is summed is exact."""
+    torch.manual_seed(10)
+    m, n, k, count = 5, 7, 4, 1 if by_row else 3
+    for kinds, accumulates in itertools.product(itertools.product(KINDS, KINDS, KINDS), (False, True)):
+        case = Case((m, n, k), kinds, count, (operands[0], result), accumulates)
+        rhs = case.rhs.float().to(operands[1])
+        scales = [2.0 ** torch.randint(-2, 3, (size,) if by_row else ()) for size in (m, n)]
+        (lhs_at, lhs_batch, _), (rhs_at, rhs_batch, _), (dst_at, dst_batch, _) = (
+            _place(kind, rows, columns, count) for kind, rows, columns in zip(kinds, (m, k, m), (k, n, n), strict=True)
+        )
+        expected = case.dst.double()
+        product = _view(case.lhs.double(), lhs_at, lhs_batch, count, m, k) @ _view(
+            rhs.double(), rhs_at, rhs_batch, count, k, n
+        )
+        product *= scales[0].double().reshape(-1, 1) * scales[1].double().reshape(1, -1)
+        view = _view(expected, dst_at, dst_batch, count, m, n)
+        view.copy_(product + view if accumulates else product)
+        case.gemm.multiply_scaled(case.lhs, rhs, *scales, case.dst)
+        assert torch.equal(case.dst, expected.to(result)), (kinds, accumulates)
+
+
+def test_scales_of_other_rows() -> None:
+    """Not dense, as those of one dim of several are."""
+    lhs, rhs = _integers(6, torch.float32).to(E4M3), _integers(8, torch.float32).to(E4M3)
+    row_scales = torch.tensor([2.0, 9.0, 0.5, 9.0, 4.0, 9.0])[::2]
+    dst = torch.zeros(12)
+    _runtime.Gemm((3, 4, 2), (0, 2, 1), (0, 4, 1), (0, 4, 1)).multiply_scaled(lhs, rhs, row_scales, torch.ones(()), dst)
+    assert torch.equal(dst.view(3, 4), lhs.float().view(3, 2) @ rhs.float().view(2, 4) * row_scales[:, None])
+
+
+def _operands(dtypes: tuple[torch.dtype, ...] = (E4M3, E5M2, torch.bfloat16)) -> list[torch.Tensor]:
+    return [torch.zeros(8192).to(dtype) for dtype in dtypes]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "scale", "said"),
+    [
+        ((E5M2, E5M2, torch.bfloat16), torch.float32, "not Float8_e5m2 twice"),
+        ((E4M3, torch.bfloat16, torch.bfloat16), torch.float32, "lhs, rhs: are Float8_e4m3fn and BFloat16"),
+        ((E4M3, E4M3, torch.float16), torch.float32, "dst: is Half"),
+        ((E4M3, E4M3, torch.float32), torch.float64, "scales are Float"),
+    ],
+    ids=str,
+)
+def test_scaled_products_refuse(dtypes: tuple[torch.dtype, ...], scale: torch.dtype, said: str) -> None:
+    lhs, rhs, dst = _operands(dtypes)
+    gemm = _runtime.Gemm((32, 48, 64), (0, 64, 1), (0, 1, 64), (0, 48, 1))
+    with pytest.raises(ValueError, match=said):
+        gemm.multiply_scaled(lhs, rhs, torch.ones(1, dtype=scale), torch.ones(1, dtype=scale), dst)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"dtypes": (torch.float8_e5m2, torch.float8_e5m2, torch.bfloat16)}, "not Float8_e5m2 twice"),
-        ({"dtypes": (torch.float8_e4m3fn, torch.bfloat16, torch.bfloat16)}, "lhs, rhs: are Float8_e4m3fn and BFloat16"),
-        ({"dtypes": (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float16)}, "dst: is Half"),
-        ({"bias": (0, 0, 1)}, "add it afterwards"),
-        ({"k": 0}, "has k = 0"),
-        ({"k": 24}, "lhs: has 32 lines of 24 elements"),
-        ({"lhs": (0, 1, 32)}, "along k are 32 and 1"),
-        ({"rhs": (0, 48, 1)}, "along k are 1 and 48"),
-        ({"lhs": (0, 72, 1)}, "lhs: has 32 lines of 64 elements, 72 apart"),
-        ({"rhs": (0, 1, 0)}, "wants them side by side"),
-        ({"rhs": (8, 1, 64)}, "rhs: begins 8 bytes behind"),
-        ({"dst": (0, 96, 2)}, r"dst: its strides are \(96, 2\)"),
-        ({"dst": (4, 48, 1)}, "dst: begins 8 bytes behind"),
-        ({"scales": (torch.ones(32), torch.ones(1))}, "have 32 and 1 elements"),
-        ({"scales": (torch.ones(1).double(), torch.ones(1))}, "scales are Float"),
-        ({"scales": (torch.ones(33)[1:], torch.ones(48))}, "one begins 4 bytes behind"),
+        ({}, None),
+        ({"dst": (0, 1, 32)}, None),
+        ({"lhs": (16, 80, 1)}, None),
+        ({"k": 24}, "lhs has lines, or distances between them, that are no multiples of 16 elements"),
+        ({"lhs": (0, 1, 32)}, "operands do not lie dense along k"),
+        ({"rhs": (0, 48, 1)}, "operands do not lie dense along k"),
+        ({"lhs": (0, 72, 1)}, "lhs has lines, or distances"),
+        ({"rhs": (0, 1, 0)}, "rhs has lines that overlap"),
+        ({"rhs": (8, 1, 64)}, "rhs begins at no multiple of 16 bytes"),
+        ({"dst": (0, 96, 2)}, "the result has no stride of 1"),
+        ({"dst": (0, 52, 1)}, "the result has lines, or distances"),
+        ({"dst": (4, 48, 1)}, "the result begins at no multiple"),
     ],
     ids=str,
 )
-def test_scaled_products_refuse(given: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        _scaled(**given)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{}, {"dst": (0, 1, 32)}, {"lhs": (16, 80, 1)}, {"scales": (torch.ones(32, 1), torch.ones(1, 48))}],
-    ids=["by rows", "by columns", "a slice", "scales of rows"],
-)
-def test_scaled_products_need_a_device(given: dict[str, object]) -> None:
-    with pytest.raises(NotImplementedError, match="no product of 8-bit floats on cpu"):
-        _scaled(**given)
+def test_why_not_scaled(given: dict[str, Any], said: str | None) -> None:
+    """What units for 8-bit floats cannot take; it is cast instead."""
+    how: dict[str, Any] = {"lhs": (0, 64, 1), "rhs": (0, 1, 64), "dst": (0, 48, 1), "k": 64, **given}
+    lhs, rhs, dst = _operands()
+    gemm = _runtime.Gemm((32, 48, how["k"]), how["lhs"], how["rhs"], how["dst"])
+    why = gemm.why_not_scaled(lhs, rhs, dst)
+    assert why is None if said is None else why is not None and said in why
 
 
 def test_waves_are_not_known_on_cpu() -> None:

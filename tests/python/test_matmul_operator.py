@@ -44,7 +44,7 @@ def _is_an_operator() -> None:
         torch.ops.shardwright.matmul([x, torch.randn(4, 6)], call.program, list(call.groups), call.rank)
     with pytest.raises(ValueError, match="got 1, the program takes 2"):
         torch.ops.shardwright.matmul([x], call.program, list(call.groups), call.rank)
-    with pytest.raises(ValueError, match="input 1: is Int"):
+    with pytest.raises(ValueError, match="input 1: has dtype Int"):
         torch.ops.shardwright.matmul([x, weight.to(torch.int32)], call.program, list(call.groups), call.rank)
     with pytest.raises(ValueError, match="no product for an operator"):
         torch.ops.shardwright.matmul([x], "gather|nonsense", [], 0)

@@ -48,7 +48,7 @@ class Cutting:
             if len(mesh_dims) > 1:
                 self._orders[axis] = _order_of(axis, mesh_dims, known)
 
-    def layout(self, letters: str, sizes: dict[str, int], operands: str = "") -> Layout:
+    def layout(self, letters: str, sizes: dict[str, int], operands: str = "", dtype: str | None = None) -> Layout:
         """Of a tensor with these axes; of a result, with what its operands have: sums are due over axes it lacks."""
         placements = []
         for cut in self.cuts:
@@ -57,7 +57,7 @@ class Cutting:
             else:
                 placements.append("P" if cut is not None and cut in operands else "R")
         orders = {letters.index(axis): order for axis, order in self._orders.items() if axis in letters}
-        return Layout(self.mesh, [sizes[axis] for axis in letters], placements, self.dtype, orders)
+        return Layout(self.mesh, [sizes[axis] for axis in letters], placements, dtype or self.dtype, orders)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -82,12 +82,12 @@ def choose_cuts(
     best: tuple[float, int, Cuts] | None = None
     for number, cuts in enumerate(itertools.product(*options)):
         cutting = Cutting(x.mesh, x.dtype, cuts, known)
-        during = cutting.layout(y_letters, sizes, x_letters + w_letters)
+        during = cutting.layout(y_letters, sizes, x_letters + w_letters, result.dtype)
         cost = sum(
             plan_between(src, dst, setting).predicted_us
             for src, dst in (
                 (x, cutting.layout(x_letters, sizes)),
-                (weight, cutting.layout(w_letters, sizes)),
+                (weight, cutting.layout(w_letters, sizes, dtype=weight.dtype)),
                 (during, result),
             )
             if src != dst

@@ -17,6 +17,7 @@ from ._cuts import Cuts, choose_cuts, cut_dim, split_axes
 from ._planner import Layout
 from ._product_calls import Setting, move
 from ._products import Problem, Product, product_of
+from ._scales import Scaled, part_of_scale
 from .drop_in import layout_of_spec
 from .layout import Layout as MadeLayout
 from .layout import Mesh
@@ -51,8 +52,8 @@ class PlainGroup:
             )
         return total
 
-    def layout(self, shape: Sequence[int], placement: str) -> MadeLayout:
-        return _layout_in_group(self.num_ranks, tuple(shape), placement, self.dtype)
+    def layout(self, shape: Sequence[int], placement: str, dtype: torch.dtype | None = None) -> MadeLayout:
+        return _layout_in_group(self.num_ranks, tuple(shape), placement, dtype or self.dtype)
 
     def multiply(
         self,
@@ -65,6 +66,7 @@ class PlainGroup:
         cuts: Cuts,
         biases: Sequence[torch.Tensor | None],
         bias_placement: str,
+        scaled: Scaled | None = None,
     ) -> list[torch.Tensor]:
         all_axes, weights, weight_layouts = _as_stored(axes, weights, weight_layouts)
         problem = Problem(
@@ -75,14 +77,21 @@ class PlainGroup:
             tuple(results),
             cuts if self.num_ranks > 1 else (None,),
             self.setting,
+            _scaling_of(scaled),
         )
         product = product_of(problem)
+        if scaled is not None:
+            scales = [
+                part_of_scale(scale, scaled.by_row, product.given_rows(i), self.rank)
+                for i, scale in enumerate((scaled.x, *scaled.weights))
+            ]
+            return product.forward(x, weights, biases, scales)[0]
         return list(_MultiplyLocal.apply(product, len(weights), x, *weights, *biases))  # type: ignore[no-untyped-call]
 
     def _bias_layout(self, bias: torch.Tensor | None, result: Layout, placement: str) -> MadeLayout | None:
         if bias is None:
             return None
-        layout = self.layout([result.shape[-1]], placement)
+        layout = self.layout([result.shape[-1]], placement, bias.dtype)
         if isinstance(bias, DTensor) or tuple(bias.shape) != tuple(layout.local_shape(self.rank)):
             raise ValueError(
                 f"bias: is a {type(bias).__name__} of shape {tuple(bias.shape)} on rank {self.rank}; allowed is a "
@@ -155,11 +164,14 @@ def multiply_dtensors(
     setting: Setting,
     cuts: Cuts | None,
     shares: bool = False,
+    scaled: Scaled | None = None,
 ) -> list[DTensor]:
     """The results; with `shares` also `x` as it was gathered, if it was."""
-    specs, layouts = _result_specs(axes, x, weights, tuple(tuple(placements) for placements in results))
+    dtype = x.dtype if scaled is None else scaled.out_dtype
+    specs, layouts = _result_specs(axes, x, weights, tuple(tuple(placements) for placements in results), dtype)
     if x.device_mesh.get_coordinate() is None:  # this rank holds nothing of it
-        return [_new_dtensor(x._local_tensor.new_empty(0), spec, requires_grad=x.requires_grad) for spec in specs]
+        nothing = x._local_tensor.new_empty(0, dtype=dtype)
+        return [_new_dtensor(nothing, spec, requires_grad=x.requires_grad) for spec in specs]
     x_layout = _layout_of(x._spec)
     weight_layouts = tuple(_layout_of(weight._spec) for weight in weights)
     if cuts is None:
@@ -173,12 +185,43 @@ def multiply_dtensors(
         layouts,
         cuts,
         setting,
+        _scaling_of(scaled),
     )
     product = product_of(problem)
+    if scaled is not None:
+        return _multiply_scaled(product, specs, x, weights, biases, scaled)
     if shares and product.keeps_gathered:
         placements = tuple(Shard(cut_dim(p)) if p.startswith("S") else Replicate() for p in product.x.placements)
         specs = (*specs, _result_spec(x.device_mesh, tuple(x.shape), x.dtype, placements))
     return list(_MultiplyDTensors.apply(product, specs, len(weights), x, *weights, *biases))  # type: ignore[no-untyped-call]
+
+
+def _scaling_of(scaled: Scaled | None) -> str | None:
+    return None if scaled is None else "row" if scaled.by_row else "tensor"
+
+
+def _multiply_scaled(
+    product: Product,
+    specs: Sequence[DTensorSpec],
+    x: DTensor,
+    weights: Sequence[Any],
+    biases: Sequence[Any],
+    scaled: Scaled,
+) -> list[DTensor]:
+    rank = dist.get_rank()
+    scales = []
+    for i, scale in enumerate((scaled.x, *scaled.weights)):
+        rows = product.given_rows(i)
+        local = scale
+        if isinstance(scale, DTensor):
+            local = _local_of(scale)
+            if scale.ndim > 1:  # of rows, which may lie anywhere
+                given = product.rows_of(i, _layout_of(scale._spec))
+                local = move(local.reshape(given.local_shape(rank)), given, rows, product.setting)
+        scales.append(part_of_scale(local, scaled.by_row, rows, rank))
+    local_biases = [None if bias is None else _local_of(bias) for bias in biases]
+    outputs, _ = product.forward(_local_of(x), [_local_of(weight) for weight in weights], local_biases, scales)
+    return [_new_dtensor(y, spec, requires_grad=False) for y, spec in zip(outputs, specs, strict=True)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -188,12 +231,12 @@ def _layout_of(spec: DTensorSpec) -> Layout:
 
 
 def _result_specs(
-    axes: str, x: DTensor, weights: Sequence[Any], placements: tuple[tuple[Placement, ...], ...]
+    axes: str, x: DTensor, weights: Sequence[Any], placements: tuple[tuple[Placement, ...], ...], dtype: torch.dtype
 ) -> tuple[tuple[DTensorSpec, ...], tuple[Layout, ...]]:
     column = split_axes(axes)[1].index("n")
     specs = []
     for weight, asked in zip(weights, placements, strict=True):
-        specs.append(_result_spec(x.device_mesh, (*x.shape[:-1], weight.shape[column]), x.dtype, asked))
+        specs.append(_result_spec(x.device_mesh, (*x.shape[:-1], weight.shape[column]), dtype, asked))
     return tuple(specs), tuple(_layout_of(spec) for spec in specs)
 
 

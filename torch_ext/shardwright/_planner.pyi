@@ -354,14 +354,25 @@ class Matmul:
     """
 
     @staticmethod
-    def gather(plan: Plan, products: Sequence[tuple[str, Layout, bool]], keeps_gathered: bool = False) -> Matmul:
+    def gather(
+        plan: Plan,
+        products: Sequence[tuple[str, Layout, bool]],
+        keeps_gathered: bool = False,
+        scaling: tuple[bool, str, Plan | None] | None = None,
+    ) -> Matmul:
         """Moves an operand by a plan and multiplies it. By product: axes with the operand that moves first, the other
-        operand, whether a bias follows. Raises ValueError where they do not fit."""
+        operand, whether a bias follows. Scaling of operands of 8-bit floats: whether by row, dtype of the result, and
+        by row the plan of the operand's scales. Raises ValueError where they do not fit."""
 
     @staticmethod
-    def scatter(plan: Plan, terms: Sequence[tuple[str, Layout, Layout]], has_addend: bool = False) -> Matmul:
+    def scatter(
+        plan: Plan,
+        terms: Sequence[tuple[str, Layout, Layout]],
+        has_addend: bool = False,
+        scaling: tuple[bool, str, Plan | None] | None = None,
+    ) -> Matmul:
         """Sums products, and one more tensor that lies as the plan's source, and moves the result by a plan. By term:
-        axes and both operands."""
+        axes and both operands. Scaling as in `gather`, without a plan."""
 
     @staticmethod
     def parse(text: str) -> tuple[Matmul, str, int | list[list[int]]]:
@@ -395,7 +406,7 @@ class Matmul:
     def groups(
         self, method: str, chunks: int | Sequence[Sequence[int]], rank: int
     ) -> list[tuple[list[int], list[int]]]: ...
-    def shapes(self, rank: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Of a rank's inputs and outputs."""
+    def shapes(self, rank: int) -> tuple[list[list[int]], list[list[int]], list[str]]:
+        """Of a rank's inputs and outputs, and the dtypes of outputs."""
 
     def to_text(self, method: str, chunks: int | Sequence[Sequence[int]]) -> str: ...

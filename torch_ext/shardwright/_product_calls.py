@@ -39,6 +39,23 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclasses.dataclass(frozen=True)
+class Scaling:
+    """Of operands of 8-bit floats: one scale each, or one by row, and the dtype of the result."""
+
+    by_row: bool
+    result: str
+    # By row: where the moved operand's scales come from and go, if it moves.
+    src: _planner.Layout | None = None
+    dst: _planner.Layout | None = None
+
+    def parts(self, setting: Setting) -> tuple[bool, str, _planner.Plan | None]:
+        """As Matmul takes it."""
+        if self.src is None or self.dst is None:
+            return self.by_row, self.result, None
+        return self.by_row, self.result, plan_between(self.src, self.dst, setting)
+
+
+@dataclasses.dataclass(frozen=True)
 class Call:
     """A program of products, bound to its process groups."""
 
@@ -144,12 +161,25 @@ def gather(
     *,
     keeps: bool = False,
     must: bool = False,
+    scaling: Scaling | None = None,
 ) -> Call:
-    """Inputs: the tensor that moves, others, biases; outputs: products, then the moved tensor if it is kept."""
-    key = ("gather", src, dst, products, keeps, must, setting)
+    """Inputs: the tensor that moves, others, biases, scales; outputs: products, then the moved tensor if it is kept."""
+    key = ("gather", src, dst, products, keeps, must, setting, scaling)
     return _calls.get_or_make(
-        key, lambda: _bind(Matmul.gather(plan_between(src, dst, setting), products, keeps), setting, must)
+        key, lambda: _bind(gather_matmul(src, dst, products, setting, keeps, scaling), setting, must)
     )
+
+
+def gather_matmul(
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    products: Sequence[tuple[str, _planner.Layout, bool]],
+    setting: Setting,
+    keeps: bool = False,
+    scaling: Scaling | None = None,
+) -> Matmul:
+    parts = None if scaling is None else scaling.parts(setting)
+    return Matmul.gather(plan_between(src, dst, setting), products, keeps, parts)
 
 
 def scatter(
@@ -160,12 +190,25 @@ def scatter(
     *,
     has_addend: bool = False,
     must: bool = False,
+    scaling: Scaling | None = None,
 ) -> Call:
-    """Inputs: both operands of each term, then what is added to them; output: their sum, moved."""
-    key = ("scatter", src, dst, terms, has_addend, must, setting)
+    """Inputs: both operands of each term, then what is added to them, then scales; output: their sum, moved."""
+    key = ("scatter", src, dst, terms, has_addend, must, setting, scaling)
     return _calls.get_or_make(
-        key, lambda: _bind(Matmul.scatter(plan_between(src, dst, setting), terms, has_addend), setting, must)
+        key, lambda: _bind(scatter_matmul(src, dst, terms, setting, has_addend, scaling), setting, must)
     )
+
+
+def scatter_matmul(
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    terms: Sequence[tuple[str, _planner.Layout, _planner.Layout]],
+    setting: Setting,
+    has_addend: bool = False,
+    scaling: Scaling | None = None,
+) -> Matmul:
+    parts = None if scaling is None else scaling.parts(setting)
+    return Matmul.scatter(plan_between(src, dst, setting), terms, has_addend, parts)
 
 
 def chunkable(matmul: Matmul) -> bool:

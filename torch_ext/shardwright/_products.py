@@ -17,7 +17,18 @@ import torch.distributed as dist
 from . import _engine, _planner
 from ._cuts import Cuts, Cutting, split_axes
 from ._planner import Matmul
-from ._product_calls import Call, Setting, chunkable, gather, move, plan_between, scatter
+from ._product_calls import (
+    Call,
+    Scaling,
+    Setting,
+    chunkable,
+    gather,
+    gather_matmul,
+    move,
+    scatter,
+    scatter_matmul,
+)
+from ._scales import layout_of_rows
 from .layout import Layout, with_placements, without_sums
 
 
@@ -32,6 +43,7 @@ class Problem:
     results: tuple[_planner.Layout, ...]
     cuts: Cuts
     setting: Setting
+    scaling: str | None = None  # of operands of 8-bit floats: "tensor" or "row"
 
 
 class Product:
@@ -51,13 +63,21 @@ class Product:
         self.cutting = Cutting(problem.x.mesh, problem.x.dtype, problem.cuts, known)
         self.x = self._during(self.x_letters, problem.x)
         self.weights = [self._during(t[1], w) for t, w in zip(letters, problem.weights, strict=True)]
-        self.results = [self.cutting.layout(t[2], self._sizes(j), t[0] + t[1]) for j, t in enumerate(letters)]
+        self.results = [
+            self.cutting.layout(t[2], self._sizes(j), t[0] + t[1], asked.dtype)
+            for j, (t, asked) in enumerate(zip(letters, problem.results, strict=True))
+        ]
+        self._lead = self._choose_lead()
+        if problem.scaling is None:
+            self._lay_out_gradients()
+
+    def _lay_out_gradients(self) -> None:
+        letters = self.letters
         self.dys = [without_sums(result) for result in self.results]
         # The gradient of the operand lacks the axes that only weights have, that of a weight those of the operand.
         self.dx = self.cutting.layout(self.x_letters, self.sizes, "".join(t[2] for t in letters))
         self.dws = [self.cutting.layout(t[1], self._sizes(j), t[2]) for j, t in enumerate(letters)]
         self.dx_result = self._operand_gradient_layout()
-        self._lead = self._choose_lead()
         self._chunked_moves: dict[tuple[_planner.Layout, int], bool] = {}
 
     def _operand_gradient_layout(self) -> Layout:
@@ -75,7 +95,7 @@ class Product:
         return self.sizes | dict(zip(weight_letters, self.problem.weights[j].shape, strict=True))
 
     def _during(self, letters: str, layout: _planner.Layout) -> _planner.Layout:
-        made = self.cutting.layout(letters, dict(zip(letters, layout.shape, strict=True)))
+        made = self.cutting.layout(letters, dict(zip(letters, layout.shape, strict=True)), dtype=layout.dtype)
         return layout if made == layout else made
 
     # -- forward
@@ -90,35 +110,61 @@ class Product:
                 leads.append((matmul.plan.predicted_us, name))
 
         products = [(axes, w, False) for axes, w in zip(p.axes, self.weights, strict=True)]
-        offer("operand", Matmul.gather(plan_between(p.x, self.x, self.setting), products))
+        offer("operand", gather_matmul(p.x, self.x, products, self.setting, False, self._scaling("operand")))
         if len(p.axes) == 1:
             swapped = [(_swapped(p.axes[0]), self.x, False)]
-            offer("weight", Matmul.gather(plan_between(p.weights[0], self.weights[0], self.setting), swapped))
+            scaling = self._scaling("weight")
+            offer("weight", gather_matmul(p.weights[0], self.weights[0], swapped, self.setting, False, scaling))
             terms = [(p.axes[0], self.x, self.weights[0])]
-            offer("result", Matmul.scatter(plan_between(self.results[0], p.results[0], self.setting), terms))
+            scaling = self._scaling("result")
+            offer("result", scatter_matmul(self.results[0], p.results[0], terms, self.setting, False, scaling))
         return max(leads)[1] if leads else "operand"
+
+    def rows_of(self, operand: int, layout: _planner.Layout) -> Layout:
+        """Of the scales of its rows, if an operand (0: `x`, then weights) lies so."""
+        j = max(operand - 1, 0)
+        letters = self.letters[j][1] if operand > 0 else self.x_letters
+        return layout_of_rows(layout, letters, self.problem.axes[j])
+
+    def given_rows(self, operand: int) -> Layout:
+        return self.rows_of(operand, (self.problem.x, *self.problem.weights)[operand])
+
+    def _rows_during(self, operand: int) -> Layout:
+        return self.rows_of(operand, (self.x, *self.weights)[operand])
+
+    def _scaling(self, lead: str) -> Scaling | None:
+        p = self.problem
+        if p.scaling is None:
+            return None
+        result = p.results[0].dtype
+        if p.scaling == "row" and lead == "operand":
+            return Scaling(True, result, self.given_rows(0), self._rows_during(0))
+        if p.scaling == "row" and lead == "weight":
+            return Scaling(True, result, self.given_rows(1), self._rows_during(1))
+        return Scaling(p.scaling == "row", result)
 
     @functools.cached_property
     def call(self) -> Call:
         """The program that holds the products of the forward."""
         p = self.problem
+        scaling = self._scaling(self._lead)
         must = self.setting.method is not None or self.setting.chunks is not None
         if self._lead == "result":
-            return scatter(
-                self.results[0], p.results[0], ((p.axes[0], self.x, self.weights[0]),), self.setting, must=must
-            )
+            terms = ((p.axes[0], self.x, self.weights[0]),)
+            return scatter(self.results[0], p.results[0], terms, self.setting, must=must, scaling=scaling)
         if self._lead == "weight":
             swapped = ((_swapped(p.axes[0]), self.x, self._fuses_bias(0)),)
-            return gather(p.weights[0], self.weights[0], swapped, self.setting, must=must)
+            return gather(p.weights[0], self.weights[0], swapped, self.setting, must=must, scaling=scaling)
         products = tuple(
             (axes, w, self._fuses_bias(j)) for j, (axes, w) in enumerate(zip(p.axes, self.weights, strict=True))
         )
-        return gather(p.x, self.x, products, self.setting, keeps=self.keeps_gathered, must=must)
+        return gather(p.x, self.x, products, self.setting, keeps=self.keeps_gathered, must=must, scaling=scaling)
 
     def _fuses_bias(self, j: int) -> bool:
-        """Not where sums are due, to which every rank would add it."""
+        """Not where sums are due, to which every rank would add it, nor to what is scaled."""
         return (
             self.problem.biases[j] is not None
+            and self.problem.scaling is None
             and self._lead != "result"
             and not any(placement.startswith("P") for placement in self.results[j].placements)
         )
@@ -136,9 +182,16 @@ class Product:
         return Layout(result.mesh, [result.shape[-1]], placements, result.dtype, _order_of_last(result))
 
     def forward(
-        self, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        scales: Sequence[torch.Tensor] = (),
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """This rank's parts in, its parts of the results out; and the operand as moved, where that is kept."""
+        """This rank's parts in, its parts of the results out; and the operand as moved, where that is kept.
+
+        `scales` are those of operand and weights, with rows as the given operands have.
+        """
         p = self.problem
         moved_biases = []
         for j, bias in enumerate(biases):
@@ -155,12 +208,13 @@ class Product:
                 for w, given, during in zip(weights, p.weights, self.weights, strict=True)
             ]
         kept = None
+        scales = self._move_scales(scales)
         if self._lead == "weight":
-            outputs = self.call(weights[0], x, *fused)
+            outputs = self.call(weights[0], x, *fused, *reversed(scales))
         elif self._lead == "result":
-            outputs = self.call(x, weights[0])
+            outputs = self.call(x, weights[0], *scales)
         else:
-            outputs = self.call(x, *weights, *fused)
+            outputs = self.call(x, *weights, *fused, *scales)
             if self.keeps_gathered:
                 kept = outputs.pop()
         if self._lead != "result":
@@ -172,6 +226,16 @@ class Product:
             if bias is not None and not self._fuses_bias(j):
                 outputs[j] = self._add_bias(outputs[j], bias, j)
         return outputs, kept
+
+    def _move_scales(self, scales: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """To where their operands are while the product computes, but for those that move with theirs."""
+        if self.problem.scaling != "row":
+            return scales
+        moves_with_operand = {"operand": 0, "weight": 1}.get(self._lead)
+        return [
+            scale if i == moves_with_operand else move(scale, self.given_rows(i), self._rows_during(i), self.setting)
+            for i, scale in enumerate(scales)
+        ]
 
     def _add_bias(self, y: torch.Tensor, bias: torch.Tensor, j: int) -> torch.Tensor:
         pending = [d for d, placement in enumerate(self.problem.results[j].placements) if placement.startswith("P")]
@@ -259,7 +323,7 @@ class Product:
         known = self._chunked_moves.get((src, j))
         if known is None:
             products = [(self._dx_axes(j), self.weights[j], False)]
-            known = src != dst and chunkable(Matmul.gather(plan_between(src, dst, self.setting), products))
+            known = src != dst and chunkable(gather_matmul(src, dst, products, self.setting))
             self._chunked_moves[src, j] = known
         return known
 

@@ -55,6 +55,9 @@ def drain() -> None:
     """Makes every program that was started start all its communications."""
 
 def counters() -> dict[str, int]: ...
+def cast_products() -> dict[str, int]:
+    """Products of 8-bit floats that were cast to float32, on other devices than CPU, by reason."""
+
 def reset_counters() -> None: ...
 
 class StridedCopy:
@@ -108,11 +111,13 @@ class Gemm:
         dst: torch.Tensor,
         num_sms: int = 0,
     ) -> None:
-        """Of 8-bit floats, by one float32 scale each, or m and n; into bfloat16 or float32.
+        """Of 8-bit floats, by float32 scales, into bfloat16 or float32.
 
-        Raises ValueError on operands that are not as csrc/runtime/gemm.h has it, and NotImplementedError where the
-        device has no such product.
+        Scales have no dims, or one: m of lhs, n of rhs. Raises ValueError on other dtypes.
         """
+
+    def why_not_scaled(self, lhs: torch.Tensor, rhs: torch.Tensor, dst: torch.Tensor) -> str | None:
+        """What about these keeps a scaled product from units for 8-bit floats, if anything."""
 
     def waves(self, lhs: torch.Tensor, dst: torch.Tensor, num_sms: int = 0) -> float | None:
         """How often the product fills dst's device, by the dtypes of lhs and dst; None where that is not known."""

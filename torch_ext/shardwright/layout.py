@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,6 +95,21 @@ class Layout(_planner.Layout):
 def with_placements(layout: _planner.Layout, placements: Sequence[str]) -> Layout:
     """The same tensor, cut in the same order, with other placements where they do not cut."""
     return Layout(layout.mesh, list(layout.shape), placements, layout.dtype, layout.shard_order, strided="literal")
+
+
+def without_dims(layout: _planner.Layout, dims: Sequence[int], dtype: str) -> Layout:
+    """Of a tensor that lacks these dims: cut as this one along the others, R where it is cut along these."""
+    kept = [d for d in range(len(layout.shape)) if d not in dims]
+    placements = []
+    for placement in layout.placements:
+        found = re.fullmatch(r"(S+)\((\d+)(.*)\)", placement)
+        if found is None:
+            placements.append(placement)
+        else:
+            kind, dim, rest = found.groups()
+            placements.append(f"{kind}({kept.index(int(dim))}{rest})" if int(dim) in kept else "R")
+    order = {kept.index(d): by for d, by in layout.shard_order.items() if d in kept}
+    return Layout(layout.mesh, [layout.shape[d] for d in kept], placements, dtype, order, strided="literal")
 
 
 def without_sums(layout: _planner.Layout) -> Layout:

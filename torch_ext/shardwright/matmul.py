@@ -19,6 +19,7 @@ from ._cuts import Cuts, split_axes
 from ._multiplying import PlainGroup, multiply_dtensors
 from ._planner import GemmModel
 from ._product_calls import Setting
+from ._scales import Scaled, scaled
 
 __all__ = ["all_gather_matmul", "linear", "matmul_all_reduce", "matmul_reduce_scatter"]
 
@@ -37,6 +38,9 @@ def linear(
     chunks: int | Sequence[Sequence[int]] | None = None,
     save: str = "shard",
     gemm_model: GemmModel | None = None,
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> DTensor:
     """`torch.nn.functional.linear` of DTensors on one mesh, with what must be moved hidden behind the product.
 
@@ -56,15 +60,20 @@ def linear(
         save: for the backward, of an `x` that was gathered: ``"shard"``, the part that was given, which is gathered
             again behind the product that needs it; or ``"gathered"``, all of it, in as much more memory.
         gemm_model: how long products take, the same on every rank; default: ``"cpu"`` or ``"h100"``.
+        x_scale, weight_scale: of operands of float8_e4m3fn or float8_e5m2, not both e5m2: float32, what elements are
+            multiplied by. Of shape () or (1,) and the same on all ranks: one for the whole tensor. Of shape (..., 1)
+            for `x`, (out_features, 1) for `weight`: one by row, as a DTensor; where rows move, they move along.
+        out_dtype: with scales: torch.bfloat16, the default, or torch.float32; a bias has it too.
 
     Returns:
-        A DTensor of shape (..., out_features). Differentiable once.
+        A DTensor of shape (..., out_features). Differentiable once; not with scales.
 
     Raises:
         ValueError: what does not fit, naming the argument; a `method` or `chunks` that cannot be had.
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
-    return _linear(x, weight, bias, placements, method, chunks, save, gemm_model)[0]
+    scales = scaled(x, [weight], [bias], x_scale, weight_scale, out_dtype, k_dim=1)
+    return _linear(x, weight, bias, placements, method, chunks, save, gemm_model, scales=scales)[0]
 
 
 def linear_sharing(
@@ -95,9 +104,11 @@ def _linear(
     save: str,
     gemm_model: GemmModel | None,
     shares: bool = False,
+    scales: Scaled | None = None,
 ) -> list[DTensor]:
-    x, weight, bias = _autocast(x, weight, bias)
-    _check_dtensors({"x": x, "weight": weight, **({} if bias is None else {"bias": bias})})
+    if scales is None:
+        x, weight, bias = _autocast(x, weight, bias)
+    _check_dtensors({"x": x, "weight": weight, **({} if bias is None else {"bias": bias})}, scales)
     if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"weight: has shape {tuple(weight.shape)} where x has {tuple(x.shape)}; allowed is (out_features, "
@@ -108,7 +119,7 @@ def _linear(
     axes = _axes(x.ndim, "nk")
     asked = _natural(axes, x, weight) if placements is None else _checked(placements, x)
     setting = _setting(x, method, chunks, save, gemm_model)
-    return multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts=None, shares=shares)
+    return multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts=None, shares=shares, scaled=scales)
 
 
 def all_gather_matmul(
@@ -125,6 +136,9 @@ def all_gather_matmul(
     chunks: int | Sequence[Sequence[int]] | None = None,
     save: str = "shard",
     gemm_model: GemmModel | None = None,
+    x_scale: torch.Tensor | None = None,
+    weight_scales: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Any:
     """Gathers `x`, and multiplies it by one or several weights while it comes. The gathered `x` need not exist.
 
@@ -144,9 +158,11 @@ def all_gather_matmul(
         group: of plain tensors; default: the default group.
         placements: of DTensors: of the results; default: as `linear`.
         method, chunks, save, gemm_model: as `linear`.
+        x_scale, weight_scales, out_dtype: as `linear`, scales as many as weights, by row of shape (1, n). Plain: those
+            of this rank's parts; one number of `x` has to be the same on all ranks.
 
     Returns:
-        The product, or a list of them if a list was given. Differentiable once.
+        The product, or a list of them if a list was given. Differentiable once; not with scales.
 
     Raises:
         ValueError: what does not fit, naming the argument.
@@ -160,11 +176,15 @@ def all_gather_matmul(
         added = [biases] if isinstance(biases, torch.Tensor) else list(biases)
     if len(added) != len(listed):
         raise ValueError(f"biases: got {len(added)} for {len(listed)} weights; allowed is one per weight")
-    x, *others = _autocast(x, *listed, *added)
-    listed, added = others[: len(listed)], others[len(listed) :]
+    scales = scaled(
+        x, listed, added, x_scale, weight_scales, out_dtype, k_dim=0, names=("weights", "weight_scales", "biases")
+    )
+    if scales is None:
+        x, *others = _autocast(x, *listed, *added)
+        listed, added = others[: len(listed)], others[len(listed) :]
     if isinstance(x, DTensor):
         axes = _axes(x.ndim, "kn")
-        _check_weights(x, listed)
+        _check_weights(x, listed, scales)
         setting = _setting(x, method, chunks, save, gemm_model)
         results = []
         for weight in listed:
@@ -173,12 +193,12 @@ def all_gather_matmul(
         first = listed[0]
         assert isinstance(first, DTensor)
         cuts = _cuts_of(axes, x, first)
-        _check_dtensors({"x": x, **{f"biases[{j}]": bias for j, bias in enumerate(added) if bias is not None}})
-        outputs: list[Any] = multiply_dtensors(axes, x, listed, added, results, setting, cuts)
+        _check_dtensors({"x": x, **{f"biases[{j}]": bias for j, bias in enumerate(added) if bias is not None}}, scales)
+        outputs: list[Any] = multiply_dtensors(axes, x, listed, added, results, setting, cuts, scaled=scales)
         return outputs if many else outputs[0]
     where = PlainGroup(_setting(x, method, chunks, save, gemm_model, group), x.dtype)
     gather_dim = _dim(gather_dim, x, "gather_dim")
-    _check_weights(x, listed, k_is_cut=gather_dim == x.ndim - 1)
+    _check_weights(x, listed, scales, k_is_cut=gather_dim == x.ndim - 1)
     shape = list(x.shape)
     shape[gather_dim] = where.total(size, x.shape[gather_dim], "size", f"the length of dim {gather_dim} of x")
     totals = [columns] * len(listed) if columns is None or isinstance(columns, int) else list(columns)
@@ -187,9 +207,8 @@ def all_gather_matmul(
     layouts = []
     for weight, said in zip(listed, totals, strict=True):
         total = where.total(said, weight.shape[1], "columns", "the number of columns")
-        layouts.append(
-            (where.layout([shape[-1], total], "S(1)"), where.layout([*shape[:-1], total], f"S({x.ndim - 1})"))
-        )
+        result = where.layout([*shape[:-1], total], f"S({x.ndim - 1})", scales and scales.out_dtype)
+        layouts.append((where.layout([shape[-1], total], "S(1)", weight.dtype), result))
     outputs = where.multiply(
         _axes(x.ndim, "kn"),
         x,
@@ -200,6 +219,7 @@ def all_gather_matmul(
         ("n",),
         added,
         "S(0)",
+        scales,
     )
     return outputs if many else outputs[0]
 
@@ -216,6 +236,9 @@ def matmul_reduce_scatter(
     method: str | None = None,
     chunks: int | Sequence[Sequence[int]] | None = None,
     gemm_model: GemmModel | None = None,
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Any:
     """Multiplies what is cut along the summed axis, and reduces and scatters the result while the rest is multiplied.
 
@@ -229,14 +252,18 @@ def matmul_reduce_scatter(
         group: of plain tensors; default: the default group.
         placements: of DTensors: of the result; default: ``Shard(scatter_dim)`` on the mesh dims that cut k in both.
         method, chunks, gemm_model: as `linear`.
+        x_scale, weight_scale, out_dtype: as `linear`, by row of shape (1, n) for `weight`. Plain: those of this rank's
+            parts, which may differ from other ranks'. Sums over ranks are of `out_dtype`.
 
     Returns:
-        This rank's part of the product of shape (..., n), cut in `scatter_dim`; or a DTensor. Differentiable once.
+        This rank's part of the product of shape (..., n), cut in `scatter_dim`; or a DTensor. Differentiable once; not
+        with scales.
 
     Raises:
         ValueError: what does not fit, naming the argument.
     """
-    return _sum_matmul(x, weight, bias, scatter_dim, size, group, placements, method, chunks, gemm_model)
+    scales = scaled(x, [weight], [bias], x_scale, weight_scale, out_dtype, k_dim=0)
+    return _sum_matmul(x, weight, bias, scatter_dim, size, group, placements, method, chunks, gemm_model, scales)
 
 
 def matmul_all_reduce(
@@ -249,9 +276,13 @@ def matmul_all_reduce(
     method: str | None = None,
     chunks: int | Sequence[Sequence[int]] | None = None,
     gemm_model: GemmModel | None = None,
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Any:
     """`matmul_reduce_scatter` with all of the result on every rank."""
-    return _sum_matmul(x, weight, bias, None, size, group, None, method, chunks, gemm_model)
+    scales = scaled(x, [weight], [bias], x_scale, weight_scale, out_dtype, k_dim=0)
+    return _sum_matmul(x, weight, bias, None, size, group, None, method, chunks, gemm_model, scales)
 
 
 def _sum_matmul(
@@ -265,13 +296,15 @@ def _sum_matmul(
     method: str | None,
     chunks: int | Sequence[Sequence[int]] | None,
     gemm_model: GemmModel | None,
+    scales: Scaled | None,
 ) -> Any:
-    x, weight, bias = _autocast(x, weight, bias)
+    if scales is None:
+        x, weight, bias = _autocast(x, weight, bias)
     axes = _axes(x.ndim, "kn")
     if scatter_dim is not None:
         scatter_dim = _dim(scatter_dim, x, "scatter_dim")
     if isinstance(x, DTensor):
-        _check_weights(x, [weight])
+        _check_weights(x, [weight], scales)
         assert isinstance(weight, DTensor)
         cuts = _cuts_of(axes, x, weight)
         asked = _natural(axes, x, weight) if placements is None else _checked(placements, x)
@@ -279,22 +312,24 @@ def _sum_matmul(
             target = Replicate() if scatter_dim is None else Shard(scatter_dim)
             asked = [target if cut == "k" else placement for cut, placement in zip(cuts, asked, strict=True)]
         setting = _setting(x, method, chunks, "shard", gemm_model)
-        _check_dtensors({"x": x, **({} if bias is None else {"bias": bias})})
-        return multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts)[0]
+        _check_dtensors({"x": x, **({} if bias is None else {"bias": bias})}, scales)
+        return multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts, scaled=scales)[0]
     where = PlainGroup(_setting(x, method, chunks, "shard", gemm_model, group), x.dtype)
-    _check_weights(x, [weight])
+    _check_weights(x, [weight], scales)
     k = where.total(size, x.shape[-1], "size", "the length of the last dim of x")
-    result = where.layout([*x.shape[:-1], weight.shape[1]], "R" if scatter_dim is None else f"S({scatter_dim})")
+    to = "R" if scatter_dim is None else f"S({scatter_dim})"
+    result = where.layout([*x.shape[:-1], weight.shape[1]], to, scales and scales.out_dtype)
     return where.multiply(
         axes,
         x,
         where.layout([*x.shape[:-1], k], f"S({x.ndim - 1})"),
         [weight],
-        [where.layout([k, weight.shape[1]], "S(0)")],
+        [where.layout([k, weight.shape[1]], "S(0)", weight.dtype)],
         [result],
         ("k",),
         [bias],
         "R",
+        scales,
     )[0]
 
 
@@ -323,20 +358,22 @@ def _dim(dim: int, x: torch.Tensor, argument: str) -> int:
     return dim % x.ndim
 
 
-def _check_dtensors(tensors: dict[str, Any]) -> None:
+def _check_dtensors(tensors: dict[str, Any], scales: Scaled | None = None) -> None:
     x = tensors["x"]
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
             raise ValueError(f"{name}: got a {type(tensor).__name__}; allowed is a DTensor, as all others")
         if tensor.device_mesh != x.device_mesh:
             raise ValueError(f"{name}: lies on {tensor.device_mesh}, x on {x.device_mesh}; allowed is one mesh")
-        if tensor.dtype != x.dtype:
+        if tensor.dtype != x.dtype and scales is None:
             raise ValueError(f"{name}: has dtype {tensor.dtype}, x {x.dtype}; allowed is one dtype")
 
 
-def _check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor], k_is_cut: bool = False) -> None:
+def _check_weights(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], scales: Scaled | None, k_is_cut: bool = False
+) -> None:
     if isinstance(x, DTensor):
-        _check_dtensors({"x": x, **{f"weights[{j}]": weight for j, weight in enumerate(weights)}})
+        _check_dtensors({"x": x, **{f"weights[{j}]": weight for j, weight in enumerate(weights)}}, scales)
     for j, weight in enumerate(weights):
         if isinstance(weight, DTensor) and not isinstance(x, DTensor):
             raise ValueError(f"weights[{j}]: is a DTensor where x is plain; allowed are all of one kind")
@@ -345,7 +382,7 @@ def _check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor], k_is_cut: b
                 f"weights[{j}]: has shape {tuple(weight.shape)} where x has {tuple(x.shape)}; allowed is "
                 f"({x.shape[-1]}, n)"
             )
-        if weight.dtype != x.dtype or weight.device != x.device:
+        if (weight.dtype != x.dtype and scales is None) or weight.device != x.device:
             raise ValueError(
                 f"weights[{j}]: is {weight.dtype} on {weight.device}, x {x.dtype} on {x.device}; allowed is the same"
             )

@@ -143,17 +143,19 @@ def _(handle: torch.Tensor, input: torch.Tensor, plan: str, rank: int) -> torch.
 
 
 @functools.lru_cache(maxsize=4096)
-def _matmul_shapes(program: str, rank: int) -> tuple[list[list[int]], list[list[int]]]:
+def _matmul_shapes(program: str, rank: int) -> tuple[list[list[int]], list[list[int]], list[str]]:
     matmul, _, _ = _planner.Matmul.parse(program)
     return matmul.shapes(rank)
 
 
 @torch.library.register_fake("shardwright::matmul")
 def _(inputs: Sequence[torch.Tensor], program: str, groups: Sequence[str], rank: int) -> list[torch.Tensor]:
-    expected, results = _matmul_shapes(program, rank)
+    expected, results, dtypes = _matmul_shapes(program, rank)
     if [list(tensor.shape) for tensor in inputs] != expected:
         raise ValueError(
             f"inputs: have shapes {[tuple(tensor.shape) for tensor in inputs]} on rank {rank}, where the program has "
             f"{[tuple(shape) for shape in expected]}"
         )
-    return [inputs[0].new_empty(shape) for shape in results]
+    return [
+        inputs[0].new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in zip(results, dtypes, strict=True)
+    ]

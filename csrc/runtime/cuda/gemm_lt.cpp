@@ -291,6 +291,8 @@ LayoutDesc describe(const Layout& layout, const Problem& problem) {
 }
 
 // The kinds of scales came with cuBLAS 12.9; before it there was one number per tensor and nothing to say about it.
+constexpr bool kHasScalesOfRows = CUBLAS_VERSION >= 120900;
+
 #if CUBLAS_VERSION >= 120900
 void set_kind_of_scales(const MatmulDesc& desc, const Problem& problem) {
   const int32_t kind = problem.scales == Scales::kByRow ? CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
@@ -299,10 +301,7 @@ void set_kind_of_scales(const MatmulDesc& desc, const Problem& problem) {
   set<int32_t>(desc, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kind, problem);
 }
 #else
-void set_kind_of_scales(const MatmulDesc&, const Problem& problem) {
-  TORCH_CHECK_NOT_IMPLEMENTED(problem.scales != Scales::kByRow,
-                              "scales of rows need CUDA 12.9, this was built with cuBLAS ", CUBLAS_VERSION);
-}
+void set_kind_of_scales(const MatmulDesc&, const Problem&) {}
 #endif
 
 MatmulDesc describe(const Problem& problem, const Pointers& pointers) {
@@ -474,23 +473,22 @@ bool multiply_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor&
   return true;
 }
 
-void multiply_scaled_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs,
+bool multiply_scaled_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs,
                              const at::Tensor& lhs_scale, const at::Tensor& rhs_scale, at::Tensor& dst,
                              const GemmHints& hints) {
   const c10::cuda::CUDAGuard guard(dst.device());
   auto problem = problem_of(gemm, lhs.scalar_type(), rhs.scalar_type(), dst.scalar_type(), dst.device().index(), hints);
-  TORCH_INTERNAL_ASSERT(problem, "a scaled product without strides of 1");
+  if (!problem) return false;
   Pointers pointers = point(*problem, gemm, lhs, rhs, dst);
   problem->scales = lhs_scale.numel() == 1 && rhs_scale.numel() == 1 ? Scales::kByTensor : Scales::kByRow;
+  if (problem->scales == Scales::kByRow && !kHasScalesOfRows) return false;
   pointers.a_scale = (problem->swaps ? rhs_scale : lhs_scale).const_data_ptr();
   pointers.b_scale = (problem->swaps ? lhs_scale : rhs_scale).const_data_ptr();
   const Descriptors descriptors(*problem, pointers);
   const auto algorithm = algorithm_for(*problem, descriptors);
-  const auto* properties = at::cuda::getCurrentDeviceProperties();
-  TORCH_CHECK_NOT_IMPLEMENTED(algorithm, "shardwright: cublasLtMatmulAlgoGetHeuristic found nothing for ",
-                              to_string(*problem), ", of compute capability ", properties->major, ".",
-                              properties->minor, "; scaled products need 8.9, scales of rows 9.0");
+  if (!algorithm) return false;
   launch(*problem, pointers, descriptors, *algorithm, gemm.accumulates);
+  return true;
 }
 
 std::optional<double> waves_on_cuda(const Gemm& gemm, at::ScalarType operands, at::ScalarType dst, at::Device device,
