@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +23,45 @@ from ._scales import Scaled, part_of_scale
 from .drop_in import layout_of_spec
 from .layout import Layout as MadeLayout
 from .layout import Mesh
+
+
+class StoppedShort(Exception):
+    """Raised in place of computing a product, with what was to be computed.
+
+    product: None on a rank that holds nothing of it. are_turned: weights, that are taken transposed. specs: of results
+    that are DTensors. scaled: what was said about scales.
+    """
+
+    def __init__(
+        self,
+        product: Product | None,
+        are_turned: Sequence[bool] = (),
+        specs: Sequence[DTensorSpec] = (),
+        scaled: Scaled | None = None,
+    ) -> None:
+        super().__init__()
+        self.product = product
+        self.are_turned = tuple(are_turned)
+        self.specs = tuple(specs)
+        self.scaled = scaled
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def stopping_short() -> Iterator[None]:
+    """While it lasts, this thread raises StoppedShort where it would compute a product."""
+    _thread.stops = True
+    try:
+        yield
+    finally:
+        _thread.stops = False
+
+
+def _stops() -> bool:
+    return getattr(_thread, "stops", False)
+
 
 # DTensor's own __init__ does nothing, slowly.
 _new_dtensor = functools.partial(DTensor.__new__, DTensor)
@@ -80,11 +121,10 @@ class PlainGroup:
             _scaling_of(scaled),
         )
         product = product_of(problem)
+        if _stops():
+            raise StoppedShort(product, [stored != axes for stored in all_axes], scaled=scaled)
         if scaled is not None:
-            scales = [
-                part_of_scale(scale, scaled.by_row, product.given_rows(i), self.rank)
-                for i, scale in enumerate((scaled.x, *scaled.weights))
-            ]
+            scales = scale_parts(product, [None] * len(scaled.all), scaled.all, self.rank)
             return product.forward(x, weights, biases, scales)[0]
         return list(_MultiplyLocal.apply(product, len(weights), x, *weights, *biases))  # type: ignore[no-untyped-call]
 
@@ -98,6 +138,18 @@ class PlainGroup:
                 f"plain tensor of {tuple(layout.local_shape(self.rank))}"
             )
         return layout
+
+
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """As torch's own linear does under ``torch.autocast``."""
+    kind = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype.is_floating_point and t.dtype != torch.float64 else t
+        for t in tensors
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,6 +222,8 @@ def multiply_dtensors(
     dtype = x.dtype if scaled is None else scaled.out_dtype
     specs, layouts = _result_specs(axes, x, weights, tuple(tuple(placements) for placements in results), dtype)
     if x.device_mesh.get_coordinate() is None:  # this rank holds nothing of it
+        if _stops():
+            raise StoppedShort(None, specs=specs)
         nothing = x._local_tensor.new_empty(0, dtype=dtype)
         return [_new_dtensor(nothing, spec, requires_grad=x.requires_grad) for spec in specs]
     x_layout = _layout_of(x._spec)
@@ -188,16 +242,39 @@ def multiply_dtensors(
         _scaling_of(scaled),
     )
     product = product_of(problem)
-    if scaled is not None:
-        return _multiply_scaled(product, specs, x, weights, biases, scaled)
     if shares and product.keeps_gathered:
         placements = tuple(Shard(cut_dim(p)) if p.startswith("S") else Replicate() for p in product.x.placements)
         specs = (*specs, _result_spec(x.device_mesh, tuple(x.shape), x.dtype, placements))
+    if _stops():
+        raise StoppedShort(product, [False] * len(weights), specs, scaled)
+    if scaled is not None:
+        return _multiply_scaled(product, specs, x, weights, biases, scaled)
     return list(_MultiplyDTensors.apply(product, specs, len(weights), x, *weights, *biases))  # type: ignore[no-untyped-call]
 
 
 def _scaling_of(scaled: Scaled | None) -> str | None:
     return None if scaled is None else "row" if scaled.by_row else "tensor"
+
+
+def given_layouts_of_scales(product: Product, scales: Sequence[torch.Tensor]) -> list[Layout | None]:
+    """Of scales of rows that are DTensors, and may lie anywhere."""
+    return [
+        product.rows_of(i, _layout_of(scale._spec)) if isinstance(scale, DTensor) and scale.ndim > 1 else None
+        for i, scale in enumerate(scales)
+    ]
+
+
+def scale_parts(
+    product: Product, layouts: Sequence[Layout | None], locals_: Sequence[torch.Tensor], rank: int
+) -> list[torch.Tensor]:
+    """This rank's parts of scales, as `Product.forward` takes them."""
+    parts = []
+    for i, (given, local) in enumerate(zip(layouts, locals_, strict=True)):
+        rows = product.given_rows(i)
+        if given is not None:
+            local = move(local.reshape(given.local_shape(rank)), given, rows, product.setting)
+        parts.append(part_of_scale(local, product.problem.scaling == "row", rows, rank))
+    return parts
 
 
 def _multiply_scaled(
@@ -208,17 +285,8 @@ def _multiply_scaled(
     biases: Sequence[Any],
     scaled: Scaled,
 ) -> list[DTensor]:
-    rank = dist.get_rank()
-    scales = []
-    for i, scale in enumerate((scaled.x, *scaled.weights)):
-        rows = product.given_rows(i)
-        local = scale
-        if isinstance(scale, DTensor):
-            local = _local_of(scale)
-            if scale.ndim > 1:  # of rows, which may lie anywhere
-                given = product.rows_of(i, _layout_of(scale._spec))
-                local = move(local.reshape(given.local_shape(rank)), given, rows, product.setting)
-        scales.append(part_of_scale(local, scaled.by_row, rows, rank))
+    locals_ = [_local_of(scale) if isinstance(scale, DTensor) else scale for scale in scaled.all]
+    scales = scale_parts(product, given_layouts_of_scales(product, scaled.all), locals_, dist.get_rank())
     local_biases = [None if bias is None else _local_of(bias) for bias in biases]
     outputs, _ = product.forward(_local_of(x), [_local_of(weight) for weight in weights], local_biases, scales)
     return [_new_dtensor(y, spec, requires_grad=False) for y, spec in zip(outputs, specs, strict=True)]
@@ -311,13 +379,19 @@ class _MultiplyDTensors(torch.autograd.Function):
         return None, None, None, *found
 
 
+def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = ()) -> tuple[Placement, ...]:
+    """Those of a gradient: R for sums that are due, but sums that are due where `names` have P."""
+    found = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+    if names:
+        found = tuple(Partial() if name.startswith("P") else p for name, p in zip(names, found, strict=True))
+    return found
+
+
 @functools.lru_cache(maxsize=4096)
 def _gradient_spec(spec: DTensorSpec, names: tuple[str, ...] = ()) -> DTensorSpec:
     """Of a gradient that lies as `spec`, with R for sums that are due; with sums that are due where `names` have P."""
     assert spec.tensor_meta is not None
-    placements = tuple(Replicate() if placement.is_partial() else placement for placement in spec.placements)
-    if names:
-        placements = tuple(Partial() if name.startswith("P") else p for name, p in zip(names, placements, strict=True))
+    placements = gradient_placements(spec.placements, names)
     if placements == spec.placements:
         return spec
     meta = spec.tensor_meta

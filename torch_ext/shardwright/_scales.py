@@ -26,6 +26,10 @@ class Scaled:
     by_row: bool
     out_dtype: torch.dtype
 
+    @property
+    def all(self) -> tuple[torch.Tensor, ...]:
+        return (self.x, *self.weights)
+
 
 def scaled(
     x: torch.Tensor,

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from . import groups
 from ._cuts import Cuts, split_axes
-from ._multiplying import PlainGroup, multiply_dtensors
+from ._graph_products import goes_into_graphs
+from ._multiplying import PlainGroup, autocast, multiply_dtensors
 from ._planner import GemmModel
 from ._product_calls import Setting
 from ._scales import Scaled, scaled
@@ -28,6 +29,7 @@ _SAVES = ("shard", "gathered")
 _ROWS = "abcdefghij"
 
 
+@goes_into_graphs
 def linear(
     x: DTensor,
     weight: DTensor,
@@ -107,7 +109,7 @@ def _linear(
     scales: Scaled | None = None,
 ) -> list[DTensor]:
     if scales is None:
-        x, weight, bias = _autocast(x, weight, bias)
+        x, weight, bias = autocast(x, weight, bias)
     _check_dtensors({"x": x, "weight": weight, **({} if bias is None else {"bias": bias})}, scales)
     if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -122,6 +124,7 @@ def _linear(
     return multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts=None, shares=shares, scaled=scales)
 
 
+@goes_into_graphs
 def all_gather_matmul(
     x: torch.Tensor,
     weights: torch.Tensor | Sequence[torch.Tensor],
@@ -180,7 +183,7 @@ def all_gather_matmul(
         x, listed, added, x_scale, weight_scales, out_dtype, k_dim=0, names=("weights", "weight_scales", "biases")
     )
     if scales is None:
-        x, *others = _autocast(x, *listed, *added)
+        x, *others = autocast(x, *listed, *added)
         listed, added = others[: len(listed)], others[len(listed) :]
     if isinstance(x, DTensor):
         axes = _axes(x.ndim, "kn")
@@ -224,6 +227,7 @@ def all_gather_matmul(
     return outputs if many else outputs[0]
 
 
+@goes_into_graphs
 def matmul_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -266,6 +270,7 @@ def matmul_reduce_scatter(
     return _sum_matmul(x, weight, bias, scatter_dim, size, group, placements, method, chunks, gemm_model, scales)
 
 
+@goes_into_graphs
 def matmul_all_reduce(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -299,7 +304,7 @@ def _sum_matmul(
     scales: Scaled | None,
 ) -> Any:
     if scales is None:
-        x, weight, bias = _autocast(x, weight, bias)
+        x, weight, bias = autocast(x, weight, bias)
     axes = _axes(x.ndim, "kn")
     if scatter_dim is not None:
         scatter_dim = _dim(scatter_dim, x, "scatter_dim")
@@ -331,18 +336,6 @@ def _sum_matmul(
         "R",
         scales,
     )[0]
-
-
-def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """As torch's own linear does under ``torch.autocast``."""
-    kind = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(
-        t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype.is_floating_point and t.dtype != torch.float64 else t
-        for t in tensors
-    )
 
 
 def _axes(ndim: int, weight: str) -> str:

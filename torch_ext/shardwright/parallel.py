@@ -122,6 +122,9 @@ class _Gathered(NamedTuple):
 
 
 def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
+    if torch.compiler.is_compiling():  # tensors of graphs hold nothing
+        how = module._shardwright_how
+        return linear(x, module.weight, module.bias, **how)  # type: ignore[arg-type]
     # Annotations are made anew for each layer; what the module was given stays.
     given = getattr(x, "_shardwright_given", x)
     held: _Gathered | None = getattr(given, "_shardwright_gathered", None)

@@ -1,0 +1,160 @@
+"""Products in code that torch.compile takes whole: the same numbers and gradients as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing import assert_close
+
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+from shardwright import _product_calls
+from shardwright.parallel import ColwiseParallel, RowwiseParallel
+
+WORLD = 2
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _run(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Results, then gradients."""
+    results = function(*inputs)
+    results = list(results) if isinstance(results, (list, tuple)) else [results]
+    leaves = [t for t in inputs if t.requires_grad]
+    losses = [(r.to_local() if isinstance(r, DTensor) else r).float().square().sum() for r in results]
+    gradients = torch.autograd.grad(sum(losses), leaves) if leaves else ()  # type: ignore[arg-type]
+    return [_whole(t) for t in (*results, *gradients)]
+
+
+def _agrees(function: Callable[..., Any], *inputs: torch.Tensor, backend: str = "aot_eager") -> None:
+    torch._dynamo.reset()
+    expected = _run(function, inputs)
+    found = _run(torch.compile(function, backend=backend, fullgraph=True), inputs)
+    for mine, right in zip(found, expected, strict=True):
+        assert mine.dtype == right.dtype
+        assert_close(mine, right, rtol=1e-5, atol=1e-5)
+
+
+def _leaf(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + 10 * dist.get_rank())
+    return torch.randn(*shape, generator=generator).requires_grad_()
+
+
+def _plain_tensors() -> None:
+    rank = dist.get_rank()
+    rows, columns = (4, 3)[rank], (5, 4)[rank]  # uneven
+    sizes: dict[str, Any] = {"size": 7, "columns": 9}
+    x, weight, bias = _leaf(rows, 8), _leaf(8, columns, seed=1), _leaf(columns, seed=2)
+    turned = _leaf(columns, 8, seed=3)
+
+    _agrees(lambda x, w, b: sw.all_gather_matmul(x * 2, w, b, **sizes).relu(), x, weight, bias)
+    _agrees(lambda x, w, b: sw.all_gather_matmul(x * 2, w, b, **sizes).relu(), x, weight, bias, backend="inductor")
+    _agrees(
+        lambda x, w: sw.all_gather_matmul(x, w, group=dist.group.WORLD, method="ring", chunks=2, **sizes), x, weight
+    )
+    for save in ("shard", "gathered"):
+        _agrees(
+            lambda x, w, v, b, save=save: sw.all_gather_matmul(x, [w, v.t()], [None, b], save=save, **sizes),
+            *(x, weight, turned, bias),
+        )
+    _agrees(lambda x, w: sw.matmul_reduce_scatter(x * 2, w, size=7) + 1, _leaf(6, rows), _leaf(rows, 5))
+    shared = torch.ones(5).requires_grad_()  # whole on every rank
+    _agrees(lambda x, w, b: sw.matmul_all_reduce(x, w, b, size=7), _leaf(6, rows), _leaf(rows, 5), shared)
+    with torch.autocast("cpu", torch.bfloat16):
+        _agrees(lambda x, w: sw.all_gather_matmul(x, w, **sizes), x, weight)
+    with torch.no_grad():
+        _agrees(lambda x, w: sw.all_gather_matmul(x, w, **sizes), x.detach(), weight.detach())
+    _agrees(
+        lambda x, w, s, t: sw.all_gather_matmul(x, w, x_scale=s, weight_scales=t, **sizes) * 2,
+        *(x.detach().to(torch.float8_e4m3fn), weight.detach().to(torch.float8_e4m3fn)),
+        *(torch.rand(rows, 1), torch.rand(1, columns)),
+    )
+
+
+def test_plain_tensors(pool: Pool) -> None:
+    pool.run(_plain_tensors, WORLD)
+
+
+def _dtensors() -> None:
+    mesh = get_mesh((WORLD,))
+
+    def leaf(shape: Sequence[int], placement: Any, seed: int) -> DTensor:
+        whole = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        return distribute_tensor(whole, mesh, [placement]).requires_grad_()
+
+    column, bias = leaf((9, 8), Shard(0), 1), leaf((9,), Shard(0), 2)
+    for placement in (Shard(0), Replicate(), Shard(1)):
+        _agrees(lambda x, w, b: sw.linear(x * 2, w, b) * 1.0, leaf((7, 8), placement, 3), column, bias)
+    row, cut = leaf((8, 9), Shard(1), 4), leaf((7, 9), Shard(1), 5)
+    for to in (Shard(0), Replicate(), Partial()):
+        _agrees(lambda x, w, to=to: sw.linear(x * 2, w, placements=[to]), cut, row)
+    _agrees(lambda x, w: sw.all_gather_matmul(x, w), leaf((7, 8), Shard(0), 6), leaf((8, 9), Shard(1), 7))
+    e4m3 = torch.float8_e4m3fn
+    x = DTensor.from_local(torch.randn(4, 16).to(e4m3), mesh, [Shard(0)], run_check=False)
+    weight = DTensor.from_local(torch.randn(5, 16).to(e4m3), mesh, [Shard(0)], run_check=False)
+    scales = [distribute_tensor(torch.rand(rows, 1), mesh, [Replicate()]) for rows in (8, 10)]
+    _agrees(lambda x, w, s, t: sw.linear(x, w, x_scale=s, weight_scale=t) * 2, x, weight, *scales)
+
+
+def test_dtensors(pool: Pool) -> None:
+    pool.run(_dtensors, WORLD)
+
+
+def _styles() -> None:
+    mesh = get_mesh((WORLD,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    styles = {
+        "0": ColwiseParallel(input_layouts=Shard(0), shares_gather=True),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    parallelize_module(model, mesh, styles)
+    _agrees(lambda x, *_: model(x), _leaf(4, 8), *model.parameters())
+
+
+def test_parallel_styles(pool: Pool) -> None:
+    pool.run(_styles, WORLD)
+
+
+def _other_sizes() -> None:
+    """A graph is of one size; another size has another graph."""
+    torch._dynamo.reset()
+    weight = _leaf(8, 4)
+    compiled = torch.compile(
+        lambda x: sw.all_gather_matmul(x, weight, size=WORLD * x.shape[0], columns=WORLD * 4), backend="aot_eager"
+    )
+    for rows in (3, 5, 4):
+        x = _leaf(rows, 8)
+        expected = sw.all_gather_matmul(x, weight, size=WORLD * rows, columns=WORLD * 4)
+        with _product_calls.listening() as calls:
+            assert_close(compiled(x), expected)
+        assert len(calls) == 1
+
+
+def test_other_sizes(pool: Pool) -> None:
+    pool.run(_other_sizes, WORLD)
+
+
+def _refuses() -> None:
+    def compute(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        return sw.all_gather_matmul(x, weight, size=6, columns=10)
+
+    x, weight = torch.randn(3, 4), torch.randn(6, 5)
+    with pytest.raises(Exception, match=r"weights\[0\]: has shape \(6, 5\) where x has \(3, 4\)"):
+        torch.compile(compute, backend="aot_eager", fullgraph=True)(x, weight)
+    with pytest.raises(ValueError, match="'nothing' was not compiled in this process"):
+        torch.ops.shardwright.multiply(x, [weight], [], [], "nothing")
+
+
+def test_refuses(pool: Pool) -> None:
+    pool.run(_refuses, WORLD)

@@ -1,0 +1,337 @@
+"""Products in graphs: what torch.compile puts there, and does not look into.
+
+While a function of `matmul.py` is compiled, it is not traced. It is run once, on fake tensors like those it was given,
+up to the point where the product would be computed; what was found out by then is kept under a name, and the graph
+gets an operator with that name:
+
+    multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, str product) -> Tensor[]
+    multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, Tensor[] added, bool[] needs, str product)
+        -> Tensor[]
+
+All tensors are this rank's parts. A name follows from what it stands for, so that graphs kept on disk mean the same in
+every process that compiles them again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from . import _planner
+from ._multiplying import (
+    StoppedShort,
+    autocast,
+    given_layouts_of_scales,
+    gradient_placements,
+    scale_parts,
+    stopping_short,
+)
+from ._products import Problem, Product, product_of
+
+
+class _Kept(NamedTuple):
+    problem: Problem
+    scales: tuple[_planner.Layout | None, ...]  # as given, of those that are DTensors
+
+
+_kept: dict[str, _Kept] = {}
+
+
+def _keep(kept: _Kept) -> str:
+    """Its name."""
+    problem = kept.problem
+    mesh, setting = problem.x.mesh, problem.setting
+    content = (kept, mesh.ranks, mesh.topology, (setting.group or dist.group.WORLD).group_name)
+    name = f"{problem.axes[0]} {hashlib.sha256(repr(content).encode()).hexdigest()[:32]}"
+    while _kept.setdefault(name, kept) != kept:  # told apart by what texts leave out
+        name += "'"
+    return name
+
+
+def _kept_as(name: str) -> _Kept:
+    kept = _kept.get(name)
+    if kept is None:
+        raise ValueError(f"product: '{name}' was not compiled in this process")
+    return kept
+
+
+def _product(name: str) -> Product:
+    return product_of(_kept_as(name).problem)
+
+
+# ---- the operators
+
+_library = torch.library.Library("shardwright", "FRAGMENT")
+_library.define("multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, str product) -> Tensor[]")
+_library.define(
+    "multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, Tensor[] added, bool[] needs, str product) -> "
+    "Tensor[]"
+)
+
+
+def _multiply(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    product: str,
+) -> list[torch.Tensor]:
+    """The results, then the operand as gathered where the product keeps it."""
+    made = _product(product)
+    given = iter(biases)
+    by_weight = [None if layout is None else next(given) for layout in made.problem.biases]
+    if len(scales) > 0:
+        scales = scale_parts(made, _kept_as(product).scales, scales, dist.get_rank(made.setting.group))
+    outputs, kept = made.forward(x, weights, by_weight, scales)
+    return _apart([*outputs, *([] if kept is None else [kept])], [x, *weights, *biases])
+
+
+def _multiply_backward(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    added: Sequence[torch.Tensor],
+    needs: Sequence[bool],
+    product: str,
+) -> list[torch.Tensor]:
+    """Those gradients that are needed, of operand, weights and biases; `added` as `Product.backward` has it."""
+    made = _product(product)
+    count = len(weights)
+    asked = (needs[0], list(needs[1 : 1 + count]), list(needs[1 + count :]))
+    kept = x if made.keeps_gathered else None
+    locals_ = [gradient.contiguous() for gradient in gradients]
+    dx, dws, dbs = made.backward(
+        x, kept, weights, locals_, made.gradient_layouts(), asked, added[0] if len(added) else None
+    )
+    found = [gradient for gradient in (dx, *dws, *dbs) if gradient is not None]
+    return _apart(found, [x, *weights, *gradients, *added])
+
+
+def _apart(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Operators do not return what they were given."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    return [output.clone() if output.untyped_storage().data_ptr() in taken else output for output in outputs]
+
+
+_library.impl("multiply", _multiply, "CompositeExplicitAutograd")
+_library.impl("multiply_backward", _multiply_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("shardwright::multiply")
+def _(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    product: str,
+) -> list[torch.Tensor]:
+    made = _product(product)
+    rank = dist.get_rank(made.setting.group)
+    layouts = [*made.problem.results, *([made.x] if made.keeps_gathered else [])]
+    return [x.new_empty(tuple(one.local_shape(rank)), dtype=getattr(torch, one.dtype)) for one in layouts]
+
+
+@torch.library.register_fake("shardwright::multiply_backward")
+def _(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    added: Sequence[torch.Tensor],
+    needs: Sequence[bool],
+    product: str,
+) -> list[torch.Tensor]:
+    made = _product(product)
+    rank = dist.get_rank(made.setting.group)
+    layouts = [made.problem.x, *made.problem.weights, *made.problem.biases]
+    return [
+        x.new_empty(tuple(layout.local_shape(rank)), dtype=getattr(torch, layout.dtype))
+        for layout, needed in zip(layouts, needs, strict=True)
+        if needed and layout is not None
+    ]
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, weights, _, scales, ctx.product = inputs
+    made = _product(ctx.product)
+    ctx.save_for_backward(output[-1] if made.keeps_gathered else x, *weights)
+    ctx.has_bias = [layout is not None for layout in made.problem.biases]
+    ctx.num_scales = len(scales)
+
+
+def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    made = _product(ctx.product)
+    needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
+    given = iter(needs_biases)
+    by_weight = [has_bias and next(given) for has_bias in ctx.has_bias]
+    rank = dist.get_rank(made.setting.group)
+    dys = []
+    for gradient, layout in zip(gradients, made.gradient_layouts(), strict=False):
+        shape = tuple(layout.local_shape(rank))
+        dys.append(x.new_zeros(shape) if gradient is None else gradient)
+    added = [] if len(gradients) == len(dys) or gradients[-1] is None else [gradients[-1]]
+    needs = [needs_x, *needs_weights, *by_weight]
+    found = iter(
+        torch.ops.shardwright.multiply_backward(x, weights, dys, added, needs, ctx.product) if any(needs) else []
+    )
+    dx = next(found) if needs_x else None
+    dws = [next(found) if needed else None for needed in needs_weights]
+    dbs = [next(found) if needed else None for needed in needs_biases]
+    return dx, dws, dbs, [None] * ctx.num_scales, None
+
+
+torch.library.register_autograd("shardwright::multiply", _backward, setup_context=_keep_for_backward)
+
+
+# ---- into graphs
+
+
+class _Meta(NamedTuple):
+    """A tensor without its elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    local_shape: tuple[int, ...] = ()
+    mesh: DeviceMesh | None = None  # of a DTensor
+    placements: tuple[Placement, ...] = ()
+
+
+def _meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    shape = tuple(operator.index(size) for size in tensor.shape)
+    stride = tuple(operator.index(step) for step in tensor.stride())
+    plain = (shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
+    if not isinstance(tensor, DTensor):
+        return plain
+    return (*plain, tuple(map(operator.index, tensor.to_local().shape)), tensor.device_mesh, tuple(tensor.placements))
+
+
+def _stand_in(meta: Any) -> Any:
+    """The tensors, lists of tensors and Nones that metas describe, as fake tensors."""
+    if meta is None:
+        return None
+    if isinstance(meta, list):
+        return [_stand_in(one) for one in meta]
+    m = _Meta(*meta)
+    if m.mesh is None:
+        return torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device=m.device).requires_grad_(m.requires_grad)
+    local = torch.empty(m.local_shape, dtype=m.dtype, device=m.device)
+    spec = DTensorSpec(m.mesh, m.placements, tensor_meta=TensorMeta(torch.Size(m.shape), m.stride, m.dtype))
+    return DTensor(local, spec, requires_grad=m.requires_grad)
+
+
+class _Found(NamedTuple):
+    """What a graph has to know of a product."""
+
+    name: str  # empty: this rank holds nothing of it
+    are_turned: tuple[bool, ...]
+    # Of results that are DTensors: placements, shape, strides and dtype.
+    results: tuple[tuple[tuple[Placement, ...], tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    operand_gradient: tuple[Placement, ...]
+
+
+@torch._dynamo.assume_constant_result
+def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[str, Any]) -> tuple[Any, ...]:
+    with FakeTensorMode(allow_non_fake_inputs=True), stopping_short():
+        try:
+            function(**{name: _stand_in(meta) for name, meta in metas.items()}, **others)
+        except StoppedShort as stopped:
+            found = stopped
+        else:
+            raise RuntimeError(f"{function.__name__} came to an end without a product")
+    results = []
+    for spec in found.specs:
+        assert spec.tensor_meta is not None
+        meta = spec.tensor_meta
+        results.append((spec.placements, tuple(meta.shape), tuple(meta.stride), meta.dtype))
+    product, name, operand = found.product, "", ()
+    if product is not None:
+        scales = () if found.scaled is None else given_layouts_of_scales(product, found.scaled.all)
+        name = _keep(_Kept(product.problem, tuple(scales)))
+        given = metas["x"]
+        if len(given) > 5 and product.problem.scaling is None:
+            operand = gradient_placements(given[-1], tuple(product.dx_result.placements))
+    return name, found.are_turned, tuple(results), operand
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+_TENSORS = ("x", "weight", "weights", "bias", "biases", "x_scale", "weight_scale", "weight_scales")
+
+
+def goes_into_graphs(function: F) -> F:
+    """For functions of `matmul.py`: while code is compiled, one operator in the graph."""
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return _call(function, {**dict(zip(names, args, strict=False)), **kwargs})
+
+    return call  # type: ignore[return-value]
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return [given] if isinstance(given, torch.Tensor) else list(given)
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    if arguments.get("gemm_model") is not None:
+        raise ValueError("gemm_model: cannot be given in code that is compiled; the device's own is used there")
+    tensors = {name: arguments[name] for name in _TENSORS if arguments.get(name) is not None}
+    others = {name: value for name, value in arguments.items() if name not in _TENSORS}
+    if tensors.get("x_scale") is None:
+        tensors = {name: _cast(value) for name, value in tensors.items()}
+    metas: dict[str, Any] = {}
+    for name, value in tensors.items():
+        if isinstance(value, torch.Tensor):
+            metas[name] = _meta_of(value)
+        else:
+            metas[name] = [None if one is None else _meta_of(one) for one in value]
+    found = _find_out(function, metas, others)
+    x = tensors["x"]
+    weights = _listed(tensors.get("weight", tensors.get("weights")))
+    biases = [bias for bias in _listed(tensors.get("bias", tensors.get("biases"))) if bias is not None]
+    scales = [*_listed(tensors.get("x_scale")), *_listed(tensors.get("weight_scale", tensors.get("weight_scales")))]
+    name, are_turned, results, operand_gradient = found
+    if not isinstance(x, DTensor):
+        weights = [weight.t() if turned else weight for weight, turned in zip(weights, are_turned, strict=True)]
+        outputs = torch.ops.shardwright.multiply(x, weights, biases, scales, name)
+    elif name:
+        outputs = torch.ops.shardwright.multiply(
+            x.to_local(grad_placements=operand_gradient) if operand_gradient else x.to_local(),
+            [weight.to_local() for weight in weights],
+            [bias.to_local() for bias in biases],
+            [scale.to_local() if isinstance(scale, DTensor) else scale for scale in scales],
+            name,
+        )
+    else:
+        outputs = [x.to_local().new_empty(0, dtype=dtype) for _, _, _, dtype in results]
+    if isinstance(x, DTensor):
+        outputs = [
+            DTensor.from_local(y, x.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+            for y, (placements, shape, stride, _) in zip(outputs, results, strict=False)
+        ]
+    is_list = "weights" in arguments and not isinstance(arguments["weights"], torch.Tensor)
+    return list(outputs[: len(weights)]) if is_list else outputs[0]
+
+
+def _cast(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return autocast(value)[0]
+    return [None if one is None else autocast(one)[0] for one in value]
