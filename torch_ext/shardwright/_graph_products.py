@@ -294,7 +294,7 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     if arguments.get("gemm_model") is not None:
         raise ValueError("gemm_model: cannot be given in code that is compiled; the device's own is used there")
     tensors = {name: arguments[name] for name in _TENSORS if arguments.get(name) is not None}
-    others = {name: value for name, value in arguments.items() if name not in _TENSORS}
+    others = {name: _constant(value) for name, value in arguments.items() if name not in _TENSORS}
     if tensors.get("x_scale") is None:
         tensors = {name: _cast(value) for name, value in tensors.items()}
     metas: dict[str, Any] = {}
@@ -329,6 +329,13 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         ]
     is_list = "weights" in arguments and not isinstance(arguments["weights"], torch.Tensor)
     return list(outputs[: len(weights)]) if is_list else outputs[0]
+
+
+def _constant(value: Any) -> Any:
+    """The same with sizes that a compiler would rather leave open."""
+    if isinstance(value, int):
+        return operator.index(value)
+    return [_constant(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _cast(value: Any) -> Any:
