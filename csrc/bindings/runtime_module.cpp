@@ -130,19 +130,19 @@ PYBIND11_MODULE(_runtime, m) {
           "multiply",
           [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor dst,
              const std::optional<at::Tensor>& bias,
-             int num_sms) { shardwright::multiply(gemm, lhs, rhs, dst, bias.value_or(at::Tensor()), {num_sms}); },
-          py::arg("lhs"), py::arg("rhs"), py::arg("dst"), py::arg("bias") = py::none(), py::arg("num_sms") = 0,
+             int sms_left) { shardwright::multiply(gemm, lhs, rhs, dst, bias.value_or(at::Tensor()), {sms_left}); },
+          py::arg("lhs"), py::arg("rhs"), py::arg("dst"), py::arg("bias") = py::none(), py::arg("sms_left") = 0,
           py::call_guard<py::gil_scoped_release>())
       .def(
           "multiply_scaled",
           [](Gemm gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
-             const at::Tensor& rhs_scale, at::Tensor dst, int num_sms) {
+             const at::Tensor& rhs_scale, at::Tensor dst, int sms_left) {
             gemm.lhs_scale = shardwright::Scale{0, 0, lhs_scale.numel() == 1 ? 0 : lhs_scale.stride(0)};
             gemm.rhs_scale = shardwright::Scale{0, 0, rhs_scale.numel() == 1 ? 0 : rhs_scale.stride(0)};
-            shardwright::multiply_scaled(gemm, lhs, rhs, lhs_scale, rhs_scale, dst, {num_sms});
+            shardwright::multiply_scaled(gemm, lhs, rhs, lhs_scale, rhs_scale, dst, {sms_left});
           },
           py::arg("lhs"), py::arg("rhs"), py::arg("lhs_scale"), py::arg("rhs_scale"), py::arg("dst"),
-          py::arg("num_sms") = 0, py::call_guard<py::gil_scoped_release>())
+          py::arg("sms_left") = 0, py::call_guard<py::gil_scoped_release>())
       .def(
           "why_not_scaled",
           [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& dst) {
@@ -151,10 +151,10 @@ PYBIND11_MODULE(_runtime, m) {
           py::arg("lhs"), py::arg("rhs"), py::arg("dst"))
       .def(
           "waves",
-          [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& dst, int num_sms) {
-            return shardwright::waves_of(gemm, lhs.scalar_type(), dst.scalar_type(), dst.device(), {num_sms});
+          [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& dst, int sms_left) {
+            return shardwright::waves_of(gemm, lhs.scalar_type(), dst.scalar_type(), dst.device(), {sms_left});
           },
-          py::arg("lhs"), py::arg("dst"), py::arg("num_sms") = 0);
+          py::arg("lhs"), py::arg("dst"), py::arg("sms_left") = 0);
 
   m.def("nothing_watches", &shardwright::nothing_watches, py::arg("in_backward"));
   m.def("begin_trace", &shardwright::begin_trace);
@@ -168,6 +168,17 @@ PYBIND11_MODULE(_runtime, m) {
         return events;
       },
       py::call_guard<py::gil_scoped_release>());
+  m.def("sm_carveout", &shardwright::sm_carveout);
+  m.def(
+      "set_sm_carveout",
+      [](int sms) {
+        try {
+          shardwright::set_sm_carveout(sms);
+        } catch (const shardwright::UserError& error) {
+          throw py::value_error(error.what());
+        }
+      },
+      py::arg("sms"));
   m.def("kept_staging_bytes", &shardwright::kept_staging_bytes);
   m.def("release_staging", &shardwright::release_staging);
   m.def("drain", &shardwright::drain_lanes, py::call_guard<py::gil_scoped_release>());

@@ -7,7 +7,6 @@
 
 #include "layout/error.h"
 #include "runtime/flat.h"
-#include "runtime/gemm.h"
 #include "runtime/local_ops.h"
 #include "runtime/side_stream.h"
 #include "runtime/staging.h"
@@ -167,7 +166,10 @@ void Execution::all_to_all(const AllToAll& move, int index) {
       comm::all_to_all(executable_->groups()[move.group], dst, src, std::move(receive_counts), std::move(send_counts))};
 }
 
+GemmHints Execution::hints() const { return {num_under_way_ > 0 ? sm_carveout() : 0}; }
+
 void Execution::wait(int ticket) {
+  --num_under_way_;
   for (comm::WorkPtr& work : works_[ticket]) {
     if (work) work->wait();
   }
@@ -186,7 +188,11 @@ void Execution::execute(const Operation& operation, int index) {
   if (is_communication(operation)) return start_transfer(operation, index);
   if (!is_tracing()) return compute(operation, index);
   const Instruction& instruction = program_.instructions[index];
-  TraceSpan span("compute", to_string(operation), instruction.chunk, run_number());
+  std::string text = to_string(operation);
+  if (std::holds_alternative<Gemm>(operation) && hints().sms_left > 0) {
+    text += concat(", ", hints().sms_left, " SMs left to transfers");
+  }
+  TraceSpan span("compute", std::move(text), instruction.chunk, run_number());
   if (!is_on_cpu_) span.start_at(record_current(device_, true));
   compute(operation, index);
   is_on_cpu_ ? span.stop() : span.stop_at(record_current(device_, true));
@@ -194,6 +200,7 @@ void Execution::execute(const Operation& operation, int index) {
 
 // Behind a stream of its own, a transfer is waited for there: whatever stream the backend chose, this one is behind it.
 void Execution::start_transfer(const Operation& operation, int index) {
+  ++num_under_way_;
   const bool traces = is_tracing();
   if (traces) {
     spans_.resize(program_.instructions.size());
@@ -265,9 +272,10 @@ void Execution::compute(const Operation& operation, int index) {
     at::Tensor& dst = buffers_[o->dst.buffer];
     if (o->lhs_scale) {
       multiply_scaled(*o, buffers_[o->lhs.buffer], buffers_[o->rhs.buffer], buffers_[o->lhs_scale->buffer],
-                      buffers_[o->rhs_scale->buffer], dst);
+                      buffers_[o->rhs_scale->buffer], dst, hints());
     } else {
-      multiply(*o, buffers_[o->lhs.buffer], buffers_[o->rhs.buffer], dst, o->bias ? buffers_[o->bias->buffer] : none);
+      multiply(*o, buffers_[o->lhs.buffer], buffers_[o->rhs.buffer], dst, o->bias ? buffers_[o->bias->buffer] : none,
+               hints());
     }
   } else {
     reduce(std::get<Reduce>(operation));

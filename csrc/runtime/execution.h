@@ -3,6 +3,7 @@
 
 #include <c10/core/Event.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
 
 #include <memory>
 #include <mutex>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "runtime/executor.h"
+#include "runtime/gemm.h"
 #include "runtime/trace.h"
 
 namespace shardwright {
@@ -44,6 +46,8 @@ class Execution {
   void wait(int ticket);
   void compute(const Operation& operation, int index);
   int64_t run_number();
+  // Of products that are given to the device now.
+  GemmHints hints() const;
   // Raises what every rank raises: rank, step, group, plan and reason.
   [[noreturn]] void fail(int index, const std::string& reason);
   std::string group_text(int index) const;
@@ -60,13 +64,14 @@ class Execution {
   at::TensorOptions options_;
   at::Device device_;
   std::vector<at::Tensor> buffers_;                // flat
-  std::vector<at::Tensor> outputs_;                // shaped
+  c10::SmallVector<at::Tensor, 2> outputs_;        // shaped
   std::vector<std::vector<comm::WorkPtr>> works_;  // by instruction
   // By instruction, where there are streams: when the side stream is done with the transfer.
   std::vector<std::optional<c10::Event>> transferred_;
   std::vector<TraceSpan> spans_;  // by instruction, while a trace is taken
   int64_t run_number_ = 0;        // of this run in a trace; 0: not given yet
   int num_instructions_ = 0;
+  int num_under_way_ = 0;  // transfers that were started and not waited for
   bool is_on_cpu_ = false;
   bool is_beside_compute_ = false;
   int next_ = 0;

@@ -7,6 +7,7 @@
 #include <ATen/ops/mm.h>
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 
@@ -18,6 +19,11 @@ namespace {
 DeviceGemms& device_gemms(at::DeviceType device) {
   static std::array<DeviceGemms, at::COMPILE_TIME_MAX_DEVICE_TYPES> gemms{};
   return gemms[static_cast<size_t>(device)];
+}
+
+std::atomic<int>& carveout() {
+  static std::atomic<int> sms{0};
+  return sms;
 }
 
 at::Tensor view(const at::Tensor& buffer, const Matrix& matrix, int64_t rows, int64_t columns) {
@@ -156,6 +162,13 @@ void multiply_with_aten(const Gemm& gemm, const at::Tensor& lhs, const at::Tenso
 }
 
 }  // namespace
+
+int sm_carveout() { return carveout().load(std::memory_order_relaxed); }
+
+void set_sm_carveout(int sms) {
+  check_user(sms >= 0, "sms: ", sms, "; allowed are 0 and more");
+  carveout() = sms;
+}
 
 bool register_device_gemms(at::DeviceType device, const DeviceGemms& gemms) {
   device_gemms(device) = gemms;

@@ -14,8 +14,13 @@ namespace shardwright {
 
 // Wishes about how a product is done, which a device may ignore.
 struct GemmHints {
-  int num_sms = 0;  // multiprocessors to lay the product out for, the others being left to transfers; 0: the device's
+  int sms_left = 0;  // multiprocessors that the product is to leave to transfers, if the device has more
 };
+
+// What hints of products beside transfers say, in this process; 0 at first.
+int sm_carveout();
+// Throws UserError below 0.
+void set_sm_carveout(int sms);
 
 // The buffers are flat tensors on one device; `bias` is looked at where the product has one. lhs and rhs are of one
 // floating dtype. dst is of the same, or float32 for 16-bit operands: then sums are not rounded in between.

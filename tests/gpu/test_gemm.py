@@ -85,19 +85,19 @@ class Case:
         strides = (lhs_batch, rhs_batch, dst_batch)
         self.gemm = _runtime.Gemm(sizes, lhs, rhs, dst, count, strides, accumulates, bias)
 
-    def run(self, num_sms: int = 0) -> None:
-        self.gemm.multiply(self.lhs, self.rhs, self.dst, self.bias, num_sms)
+    def run(self, sms_left: int = 0) -> None:
+        self.gemm.multiply(self.lhs, self.rhs, self.dst, self.bias, sms_left)
 
-    def run_on_normals(self, num_sms: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_on_normals(self, sms_left: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """The result and the product in float64."""
         self.lhs.normal_()
         self.rhs.normal_()
-        self.run(num_sms)
+        self.run(sms_left)
         lhs, rhs, dst = (view(buffer.double()) for view, buffer in zip(self.views, (self.lhs, self.rhs, self.dst)))
         return dst, lhs @ rhs
 
-    def check(self, num_sms: int = 0) -> None:
-        self.run(num_sms)
+    def check(self, sms_left: int = 0) -> None:
+        self.run(sms_left)
         assert torch.equal(self.dst.double(), self.expected)
 
 
@@ -125,8 +125,8 @@ def test_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     torch.manual_seed(1)
     layouts = itertools.product(("rows", "columns"), ("rows", "columns"), ("rows", "columns", "slice"))
     for kinds, count, accumulates in itertools.product(layouts, (1, 4), (False, True)):
-        for num_sms in (0, _sms() - 16, 8):
-            Case((72, 80, 40), kinds, count, dtypes, accumulates).check(num_sms)
+        for sms_left in (0, 16, _sms() - 8):
+            Case((72, 80, 40), kinds, count, dtypes, accumulates).check(sms_left)
 
 
 @pytest.mark.parametrize("offset", range(9))
@@ -142,8 +142,8 @@ def test_bias(place: Place) -> None:
     """Along columns, along rows, of one element, a whole matrix, and of every other element; for every product."""
     torch.manual_seed(3)
     for to, count, dtypes in itertools.product(KINDS, (1, 3), MIXED + SAME):
-        for num_sms in (0, _sms() - 16):
-            Case((33, 40, 24), ("rows", "columns", to), count, dtypes, bias=place).check(num_sms)
+        for sms_left in (0, 16):
+            Case((33, 40, 24), ("rows", "columns", to), count, dtypes, bias=place).check(sms_left)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -173,9 +173,9 @@ def test_large_products_of_any_numbers(dtypes: tuple[torch.dtype, torch.dtype]) 
     """Within the rounding of the result, and of sums of 2000 products; a bfloat16 in between would be 100 times off."""
     torch.manual_seed(6)
     allowed = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-16, torch.float64: 2.0**-44}
-    for num_sms in (0, _sms() // 2):
+    for sms_left in (0, _sms() // 2):
         case = Case((1000, 1500, 2000), ("rows", "columns", "slice"), 2, dtypes)
-        found, expected = case.run_on_normals(num_sms)
+        found, expected = case.run_on_normals(sms_left)
         assert (found - expected).abs().max() <= expected.abs().max() * allowed[dtypes[1]]
 
 
@@ -241,7 +241,7 @@ def test_no_host_sync(bias: Place | None) -> None:
     case = Case((64, 64, 64), count=2, bias=bias)
     for _ in range(3):
         case.run()
-        case.run(_sms() - 16)
+        case.run(16)
 
 
 def test_tf32_is_as_torch_is_told() -> None:
@@ -260,16 +260,16 @@ def test_tf32_is_as_torch_is_told() -> None:
 
 
 def test_waves() -> None:
-    def waves(m: int, count: int = 1, num_sms: int = 0, k: int = 1024) -> float:
+    def waves(m: int, count: int = 1, sms_left: int = 0, k: int = 1024) -> float:
         sizes, strides = (m, 4096, k), (m * k, 4096 * k, m * 4096)
         gemm = _runtime.Gemm(sizes, (0, k, 1), (0, 1, k), (0, 4096, 1), count, strides)
-        found = gemm.waves(torch.empty(0, dtype=torch.bfloat16), torch.empty(0, device="cuda"), num_sms)
+        found = gemm.waves(torch.empty(0, dtype=torch.bfloat16), torch.empty(0, device="cuda"), sms_left)
         assert found is not None
         return found
 
     assert 0 < waves(128) < waves(16384)
     assert waves(4096) < waves(4096, count=8)
-    assert waves(8192, num_sms=_sms() // 2) >= waves(8192)
+    assert waves(8192, sms_left=_sms() // 2) >= waves(8192)
     gemm = _runtime.Gemm((64, 64, 0), (0, 1, 1), (0, 64, 1), (0, 64, 1))
     assert gemm.waves(torch.empty(0), torch.empty(0, device="cuda")) is None
 
@@ -287,9 +287,7 @@ def test_scaled(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], 
         pytest.skip(f"not with compute capability {capability}")
     torch.manual_seed(10)
     m, n = 48, 80
-    for k, to, accumulates, num_sms in itertools.product(
-        (64, 208), ("rows", "columns"), (False, True), (0, _sms() - 16)
-    ):
+    for k, to, accumulates, sms_left in itertools.product((64, 208), ("rows", "columns"), (False, True), (0, 16)):
         lhs, rhs = _integers(m * (k + 16), operands[0]), _integers(n * (k + 16), operands[1])
         dst = _integers((m + 16) * (n + 16), result)
         scales = [2.0 ** torch.randint(-2, 3, (size,) if by_row else (), device="cuda") for size in (m, n)]
@@ -300,7 +298,7 @@ def test_scaled(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], 
         view = expected.as_strided((m, n), (row, column))
         view.copy_(product + view if accumulates else product)
         gemm = _runtime.Gemm((m, n, k), (0, k + 16, 1), (0, 1, k + 16), (0, row, column), accumulates=accumulates)
-        gemm.multiply_scaled(lhs, rhs, *scales, dst, num_sms)
+        gemm.multiply_scaled(lhs, rhs, *scales, dst, sms_left)
         torch.testing.assert_close(dst, expected.to(result), rtol=2.0**-7 if result == torch.bfloat16 else 0, atol=0)
 
 

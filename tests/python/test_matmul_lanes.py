@@ -12,6 +12,7 @@ import torch.distributed as dist
 import shardwright as sw
 from allocations import allocated_peak
 from pool import Pool
+from shardwright.calibrating_gemm import tile_of
 
 WORLD = 4
 ROWS, K, COLUMNS = 512, 256, 384
@@ -103,6 +104,31 @@ def test_explain_shows_predicted_and_measured_lanes(pool: Pool) -> None:
         assert text.count("communication |") == 2 and "in all" in text
         assert predictions["serial 1"] > 0
         assert all(f"{us:.1f} us" in text for us in predictions.values())
+
+
+def _carves_out() -> None:
+    """Products beside transfers leave multiprocessors alone, the last one, beside which nothing travels, does not."""
+    x, weight = _operands()
+    sw.set_sm_carveout(16)
+    try:
+        with sw.trace() as events:
+            sw.all_gather_matmul(x, weight, method="ring", chunks=WORLD, **SIZES)
+    finally:
+        sw.set_sm_carveout(0)
+    leaves = [event.instruction.endswith(", 16 SMs left to transfers") for event in events if event.lane == "compute"]
+    assert leaves == [True] * (WORLD - 1) + [False]
+    with pytest.raises(ValueError, match="sms: -1; allowed are 0 and more"):
+        sw.set_sm_carveout(-1)
+
+
+def test_products_leave_multiprocessors_to_transfers(pool: Pool) -> None:
+    pool.run(_carves_out, WORLD)
+
+
+def test_tiles_are_as_large_as_waves_say() -> None:
+    for rows, columns in ((64, 64), (128, 128), (128, 256)):
+        waves = 8192 * 8192 / (rows * columns) / 132
+        assert tile_of(8192, waves, 132) == (rows, columns)
 
 
 def _calibrated() -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from .reading import plan_from_json
 from .topology import Link, Topology, load_topology
 
 if TYPE_CHECKING:
-    from ._runtime import release_staging
+    from ._runtime import release_staging, set_sm_carveout
     from ._stats import reset_stats, stats
     from .calibrating import calibrate
     from .calibrating_gemm import calibrate_gemm
@@ -62,6 +62,7 @@ __all__ = [
     "redistribute_local",
     "release_staging",
     "reset_stats",
+    "set_sm_carveout",
     "stats",
     "trace",
     "unpin",
@@ -86,6 +87,7 @@ _NEEDS_TORCH = {
     "redistribute_local": "redistributing",
     "release_staging": "_runtime",
     "reset_stats": "_stats",
+    "set_sm_carveout": "_runtime",
     "stats": "_stats",
     "trace": "tracing",
     "wire_meter": "wire",

@@ -98,9 +98,9 @@ class Gemm:
         rhs: torch.Tensor,
         dst: torch.Tensor,
         bias: torch.Tensor | None = None,
-        num_sms: int = 0,
+        sms_left: int = 0,
     ) -> None:
-        """lhs and rhs of one floating dtype, dst too or float32; `num_sms`: multiprocessors to use, 0 for all."""
+        """lhs and rhs of one floating dtype, dst too or float32; `sms_left`: multiprocessors to leave alone."""
 
     def multiply_scaled(
         self,
@@ -109,7 +109,7 @@ class Gemm:
         lhs_scale: torch.Tensor,
         rhs_scale: torch.Tensor,
         dst: torch.Tensor,
-        num_sms: int = 0,
+        sms_left: int = 0,
     ) -> None:
         """Of 8-bit floats, by float32 scales, into bfloat16 or float32.
 
@@ -119,11 +119,19 @@ class Gemm:
     def why_not_scaled(self, lhs: torch.Tensor, rhs: torch.Tensor, dst: torch.Tensor) -> str | None:
         """What about these keeps a scaled product from units for 8-bit floats, if anything."""
 
-    def waves(self, lhs: torch.Tensor, dst: torch.Tensor, num_sms: int = 0) -> float | None:
+    def waves(self, lhs: torch.Tensor, dst: torch.Tensor, sms_left: int = 0) -> float | None:
         """How often the product fills dst's device, by the dtypes of lhs and dst; None where that is not known."""
 
 def nothing_watches(in_backward: bool) -> bool:
     """Whether no mode, trace or transform is to see what this thread does, and no backward is under way, or may be."""
+
+def sm_carveout() -> int: ...
+def set_sm_carveout(sms: int) -> None:
+    """Multiprocessors that products leave to the kernels of transfers that are under way beside them.
+
+    On CUDA, for what cuBLASLt multiplies; a wish, whose effect depends on the kernel. 0, which it is at first: none are
+    left, and the library decides. Of this process; ranks may differ. Raises ValueError below 0.
+    """
 
 def kept_staging_bytes() -> int: ...
 def release_staging() -> None:

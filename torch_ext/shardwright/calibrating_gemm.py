@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from . import _runtime
 from ._planner import GemmModel
 
 _REPEATS = 7
 _LARGE = {"cpu": 1024, "cuda": 8192}
 _SMALL = 16
+# Rows and columns, of kernels for 16-bit operands.
+_TILES = ((64, 64), (64, 128), (128, 128), (128, 192), (128, 256), (256, 256))
 
 
 def calibrate_gemm(
@@ -20,8 +24,8 @@ def calibrate_gemm(
 ) -> GemmModel:
     """Measures products on the first rank and gives all ranks of the group its table, to be used as ``gemm_model``.
 
-    Measured are the rate of a large product, the time of a tiny one, and how fast memory is copied. Processors and tile
-    sizes are those of the named model of the device, and so is the contention.
+    Measured are the rate of a large product, the time of a tiny one, and how fast memory is copied. On CUDA, tiles are
+    as large as cuBLASLt says that it takes them. All else is as in the named model of the device.
 
     Args:
         device: the first rank's.
@@ -65,21 +69,32 @@ def _measure(device: torch.device, dtype: torch.dtype) -> GemmModelFields:
     large_s = _seconds(lambda: torch.mm(large, large, out=out), device)
     small_s = _seconds(lambda: torch.mm(small, small, out=small_out), device)
     copy_s = _seconds(lambda: out.copy_(large), device)
+    gemm = _runtime.Gemm((n, n, n), (0, n, 1), (0, n, 1), (0, n, 1))
+    times_full = gemm.waves(large[:0], out[:0])
+    tile_rows, tile_columns = base.tile_rows, base.tile_columns
+    if times_full:
+        tile_rows, tile_columns = tile_of(n, times_full, processors)
     # The table speaks of operands of 16 bits, of whole waves of tiles.
-    tiles = -(-n // base.tile_rows) * -(-n // base.tile_columns)
+    tiles = -(-n // tile_rows) * -(-n // tile_columns)
     waves = -(-tiles // processors)
-    flops = 2 * base.tile_rows * base.tile_columns * n * waves
+    flops = 2 * tile_rows * tile_columns * n * waves
     rate = flops / (max(large_s - small_s, 1e-9) * 1e6) * dtype.itemsize / 2
     return (
         f"measured on {device.type}",
         processors,
-        base.tile_rows,
-        base.tile_columns,
+        tile_rows,
+        tile_columns,
         max(int(rate), 1),
         int(small_s * 1e12),
         max(int(copy_s * 1e12 * 1024 / (2 * large.nbytes)), 0),
         base.contention_percent,
     )
+
+
+def tile_of(n: int, waves: float, processors: int) -> tuple[int, int]:
+    """Rows and columns of the tiles of an n x n product that fills all processors so many times."""
+    elements = n * n / (waves * processors)
+    return min(_TILES, key=lambda tile: abs(math.log(tile[0] * tile[1] / elements)))
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

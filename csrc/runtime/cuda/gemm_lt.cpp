@@ -187,9 +187,10 @@ uint32_t reduction_schemes(at::ScalarType operands) {
   }
 }
 
+// 0: all of them.
 int target_of(const GemmHints& hints) {
-  const bool leaves_some = hints.num_sms < at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-  return leaves_some ? std::max(hints.num_sms, 0) : 0;
+  const int all = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  return hints.sms_left > 0 && hints.sms_left < all ? all - hints.sms_left : 0;
 }
 
 // Nothing where an operand or the result has no stride of 1. Alignments are filled in by `point`.
@@ -452,7 +453,7 @@ at::Tensor bias_of_rows(const Gemm& gemm, const at::Tensor& buffer, bool swaps, 
 bool multiply_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst,
                       const at::Tensor& bias, const GemmHints& hints) {
   const at::ScalarType operands = lhs.scalar_type();
-  const bool is_for_aten = gemm.count == 1 && dst.scalar_type() == operands && hints.num_sms == 0;
+  const bool is_for_aten = gemm.count == 1 && dst.scalar_type() == operands && hints.sms_left == 0;
   if (is_for_aten || gemm.k == 0 || !is_ours(operands, dst.scalar_type())) return false;
   if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0) return true;
   const c10::cuda::CUDAGuard guard(dst.device());
