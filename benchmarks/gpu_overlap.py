@@ -1,34 +1,37 @@
 """How much communication products hide on one GPU, whose peers are emulated: one rank's schedules of Llama-3's layers.
 
-    make gpu                                              # with everything else that needs a GPU; below three minutes
+    make gpu                                              # with everything else that needs a GPU; below four minutes
     python benchmarks/gpu_overlap.py --device cpu --quick # the same code on tiny tensors, to see that it works
 
-The programs are the ones that run on many ranks. Their process groups are "fake" ones, whose transfers are taken over
-here: what a peer would send is read from pinned host memory by a copy engine, and what is sent is written there by
-another one, at the same time. So the link is PCIe, copies take no SMs as NCCL's kernels would, peers are never late,
-and what a reduce-scatter receives is summed by a kernel of its own afterwards. All results are compared with products
-of what the peers hold.
+Operands are bfloat16, and float8_e4m3fn with scales by row into bfloat16 (on CPU float32 and float8_e4m3fn). What is
+emulated, and how, is said in emulated_peers.py. All results are compared with products of what the peers hold.
+
+Beside every schedule of ours stands PyTorch's AsyncTP: its own code, decomposed into products and copies of one rank's
+part each, on the same emulated peers. Its barriers cost nothing here, which favours it.
 
 The link is measured first and predictions go by it; products are predicted by the table "h100". Times are medians of
 device times: the device is kept busy until the host has enqueued a call, so that host time does not count. Operands may
-lie in the L2 cache. E and its bound are explained in overlap_model.py.
+lie in the L2 cache. E and its bound are explained in overlap_model.py. The unsplit product that E is told by is the
+fastest there is: of bfloat16 by torch.mm with the weight both ways, of 8-bit floats by torch._scaled_mm and by ours.
+AsyncTP's E goes by that product and our serial schedule too.
+
+It exits 1 where a result is wrong, and where a device that multiplies 8-bit floats was given casts of them instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -36,314 +39,185 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine  # noqa: E402
 import overlap_model  # noqa: E402
 import shardwright as sw  # noqa: E402
+from emulated_peers import LINK_BYTES, RANK, REPEATS, AsyncTP, Clock, EmulatedPeers, Held, measure_link  # noqa: E402
 from overlap_model import GATHER, KINDS, RANKS, SHAPES, TOKENS, Shape, hidden, matmul_of, schedule_name  # noqa: E402
-from shardwright import operators  # noqa: E402, F401  registers torch.ops.shardwright
+from shardwright import (  # noqa: E402
+    _runtime,
+    operators,  # noqa: F401  registers torch.ops.shardwright
+)
 from shardwright._planner import Matmul  # noqa: E402
 
 MODEL = overlap_model.MODEL
-RANK = 1  # of this process: neither the first nor the last
-REPEATS, WARM_UPS = 9, 2
+FP8 = "float8_e4m3fn"
+DTYPES = {"cuda": ("bfloat16", FP8), "cpu": ("float32", FP8)}
+MOST_ERROR = {"bfloat16": 1e-2, "float32": 1e-5}  # of the norm, by the dtype of results
 CONTENTION_TOKENS, CONTENTION_PRODUCTS = 8192, 10
-LINK_BYTES = 64 << 20
 SCHEDULE_FIGURES = ("emulated_us", "predicted_us", "emulated_e", "predicted_e")
 CLOSE = 1.05  # times within this of each other count as equal
-MOST_ERROR = {"bfloat16": 1e-2, "float32": 1e-5}  # of the norm
 
-QUICK_SHAPES = tuple(dataclasses.replace(shape, k=shape.k // 64, n=shape.n // 64) for shape in SHAPES[::3])
-QUICK_TOKENS = (128, 256)
-
-
-# ---- peers
+QUICK_SHAPES = tuple(dataclasses.replace(shape, k=shape.k // 16, n=shape.n // 16) for shape in SHAPES[::3])
+QUICK_TOKENS = (128,)  # with fewer, chunks would cut columns too, which emulated peers cannot send
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+# ---- operands
 
 
-class EmulatedPeers:
-    """Takes over the transfers of all "fake" process groups of this process, in which it is rank `RANK`.
-
-    What comes from a peer is the next of that peer's bytes in `parts`, by rank, and the first again after the last:
-    tensors whose rows go one after another. What is sent goes to host memory, by a stream of its own. State: `_at`,
-    bytes taken of each part; `_is_receiving`, whether the last message was a receive. The engine enqueues receives
-    before sends, so a receive behind a send begins a transfer.
-    """
-
-    def __init__(self, device: torch.device, most_bytes: int) -> None:
-        self.device = device
-        self.is_cuda = device.type == "cuda"
-        self.outgoing = torch.cuda.Stream() if self.is_cuda else None
-        self.sink = torch.empty(most_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
-        self.parts: list[torch.Tensor] = []
-        self._at: list[int] = []
-        self._is_receiving = False
-        self._library = torch.library.Library("c10d", "IMPL")
-        kernels = {
-            "recv_": self._receive,
-            "send": self._send,
-            "_allgather_base_": self._all_gather,
-            "_reduce_scatter_base_": self._reduce_scatter,
-            "alltoall_base_": self._all_to_all,
-        }
-        with warnings.catch_warnings():  # torch says that kernels are replaced, which is the purpose
-            warnings.simplefilter("ignore", UserWarning)
-            for name, kernel in kernels.items():
-                self._library.impl(name, kernel, "CUDA" if self.is_cuda else "CPU", allow_override=True)
-
-    def hold(self, parts: Sequence[torch.Tensor]) -> None:
-        """Host tensors by rank; that of `RANK` is not read."""
-        self.parts = [bytes_of(part) for part in parts]
-        self._at = [0] * len(parts)
-
-    def exchange(self, receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[torch.Tensor]) -> None:
-        """Messages by rank in, and messages out meanwhile; on the current stream."""
-        self._fork()
-        for peer, data in receives:
-            self._take(peer, data)
-        for data in sends:
-            self._give(data)
-        self._join()
-        self._is_receiving = False
-
-    def _fork(self) -> None:
-        if self.outgoing is not None:
-            self.outgoing.wait_stream(torch.cuda.current_stream())
-
-    def _join(self) -> None:
-        if self.outgoing is not None:
-            torch.cuda.current_stream().wait_stream(self.outgoing)
-
-    def _take(self, peer: int, data: torch.Tensor) -> None:
-        begin, size = self._at[peer], data.nbytes
-        if begin + size > self.parts[peer].numel():
-            raise RuntimeError(f"rank {peer} holds {self.parts[peer].numel()} bytes; {size} were asked for at {begin}")
-        bytes_of(data).copy_(self.parts[peer][begin : begin + size], non_blocking=True)
-        self._at[peer] = (begin + size) % self.parts[peer].numel()
-
-    def _give(self, data: torch.Tensor) -> None:
-        sink = self.sink[: data.nbytes]
-        if self.outgoing is None:
-            sink.copy_(bytes_of(data))
-            return
-        with torch.cuda.stream(self.outgoing):
-            sink.copy_(bytes_of(data), non_blocking=True)
-
-    # Kernels of c10d's operators; groups and works travel boxed.
-
-    def _receive(self, tensors: list[torch.Tensor], group: Any, src: int, tag: int) -> Any:
-        if not self._is_receiving:
-            self._fork()
-        self._is_receiving = True
-        self._take(src, tensors[0])
-        return FakeWork().boxed()
-
-    def _send(self, tensors: list[torch.Tensor], group: Any, dst: int, tag: int) -> Any:
-        self._is_receiving = False
-        self._give(tensors[0])
-        self._join()
-        return FakeWork().boxed()
-
-    def _all_gather(self, output: torch.Tensor, data: torch.Tensor, *_: Any) -> Any:
-        rows = output.view(len(self.parts), -1)
-        self._exchange_rows(list(rows), [data.view(-1)] * len(rows))
-        return output, FakeWork().boxed()
-
-    def _all_to_all(
-        self, output: torch.Tensor, data: torch.Tensor, group: Any, output_counts: list, input_counts: list, *_: Any
-    ) -> Any:
-        self._exchange_rows(list(output.split(output_counts)), list(data.split(input_counts)))
-        return FakeWork().boxed()
-
-    def _reduce_scatter(self, output: torch.Tensor, data: torch.Tensor, *_: Any) -> Any:
-        """The sum: no other reduction occurs here."""
-        rows = data.view(len(self.parts), -1)
-        came = torch.empty_like(rows)
-        self._exchange_rows(list(came), list(rows))
-        torch.sum(came, 0, out=output.view(-1))
-        return output, FakeWork().boxed()
-
-    def _exchange_rows(self, receives: list[torch.Tensor], sends: list[torch.Tensor]) -> None:
-        peers = [peer for peer in range(len(self.parts)) if peer != RANK]
-        self.exchange(
-            [(peer, receives[peer]) for peer in peers if receives[peer].numel()],
-            [sends[peer] for peer in peers if sends[peer].numel()],
-        )
-        if receives[RANK].numel():
-            receives[RANK].copy_(sends[RANK])
+def result_of(dtype: str) -> str:
+    return "bfloat16" if dtype == FP8 else dtype
 
 
-# ---- clocks
+def powers_of_two(count: int, around: int = 0) -> torch.Tensor:
+    """Scales, on the host."""
+    return 2.0 ** torch.randint(around - 1, around + 2, (count,))
 
 
-class Clock:
-    """Microseconds of calls, on the device or, on CPU, of the host."""
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """Of one product. Of 8-bit floats the weight is the view of (n, k), and scales are of shapes (m, 1) and (1, n)."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.is_cuda = device.type == "cuda"
-        self._cycles_per_us = self._measure_spin() if self.is_cuda else 0.0
+    x: torch.Tensor  # (m, k)
+    weight: torch.Tensor  # (k, n)
+    scales: tuple[torch.Tensor, ...] = ()
 
-    def _measure_spin(self) -> float:
-        cycles, times = 4_000_000, []
-        for _ in range(4):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            torch.cuda._sleep(cycles)
-            end.record()
-            end.synchronize()
-            times.append(1e3 * start.elapsed_time(end))
-        return cycles / min(times)
+    def as_inputs(self) -> list[torch.Tensor]:
+        """Of a program."""
+        return [self.x, self.weight.t() if self.scales else self.weight, *(scale.view(-1) for scale in self.scales)]
 
-    def us(self, call: Callable[[], object], repeats: int = REPEATS) -> float:
-        """The median."""
-        for _ in range(WARM_UPS):
-            call()
-        return statistics.median(self._cuda_us(call, repeats) if self.is_cuda else self._cpu_us(call, repeats))
-
-    def _cpu_us(self, call: Callable[[], object], repeats: int) -> list[float]:
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            call()
-            times.append(1e6 * (time.perf_counter() - start))
-        return times
-
-    def _cuda_us(self, call: Callable[[], object], repeats: int) -> list[float]:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        spin_us = 100 + 1.5e6 * (time.perf_counter() - begin)
-        torch.cuda.synchronize()
-        times: list[float] = []
-        for _ in range(4 * repeats):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(round(spin_us * self._cycles_per_us))
-            start.record()
-            call()
-            end.record()
-            was_ahead = not start.query()  # else the device may have waited for the host
-            end.synchronize()
-            if was_ahead:
-                times.append(1e3 * start.elapsed_time(end))
-            else:
-                spin_us *= 1.5
-            if len(times) == repeats:
-                return times
-        raise RuntimeError(f"the host took longer than {spin_us:.0f} us to enqueue a call, {4 * repeats} times")
+    def product(self) -> torch.Tensor:
+        """By PyTorch; with scales of what they stand for, in float32."""
+        if not self.scales:
+            return self.x @ self.weight
+        return (self.x.float() @ self.weight.float()).mul_(self.scales[0]).mul_(self.scales[1])
 
 
-def measure_link(peers: EmulatedPeers, clock: Clock, arena: torch.Tensor) -> tuple[sw.Topology, dict]:
-    """What a transfer costs beside its bytes, and bytes in both directions at once; by a side stream, as in use."""
-    size = min(LINK_BYTES, arena.nbytes // 2)
-    peers.hold([arena.view(torch.uint8)[:size]] * 2)
-    data_in = torch.empty(size, dtype=torch.uint8, device=peers.device)
-    data_out = torch.empty(size, dtype=torch.uint8, device=peers.device)
-    side = torch.cuda.Stream() if peers.is_cuda else None
+def multiply_scaled(
+    x: torch.Tensor, weight: torch.Tensor, *, scale_a: torch.Tensor, scale_b: torch.Tensor, out: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    """Ours, called as torch.ops.aten._scaled_mm.out is."""
+    (m, k), n = x.shape, weight.shape[1]
+    gemm = _runtime.Gemm((m, n, k), (0, k, 1), (0, 1, k), (0, n, 1))
+    flat = [t.view(-1) for t in (x, weight.t(), scale_a, scale_b, out)]
+    gemm.multiply_scaled(*flat)
+    return out
 
-    def transfer(num_bytes: int, messages_in: int, messages_out: int) -> float:
-        def call() -> None:
-            peers.hold(peers.parts)
-            peers.exchange([(0, data_in[:num_bytes])] * messages_in, [data_out[:num_bytes]] * messages_out)
 
-        def beside() -> None:
-            assert side is not None
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                call()
-            torch.cuda.current_stream().wait_stream(side)
+@dataclasses.dataclass
+class Bench:
+    device: torch.device
+    peers: EmulatedPeers
+    clock: Clock
+    arenas: dict[str, torch.Tensor]  # by dtype, bytes on the host: what peers hold
+    groups: dict[int, dist.ProcessGroup]  # by number of ranks
+    topology: sw.Topology
+    multiplies_8_bits: bool  # the device does, with scales by row
 
-        return clock.us(call if side is None else beside)
+    def random(self, *shape: int, dtype: str, scale: float = 1.0) -> torch.Tensor:
+        return (scale * torch.randn(shape, device=self.device)).to(getattr(torch, dtype))
 
-    tiny = 4096
-    one, seven = transfer(tiny, 1, 1), transfer(tiny, 7, 7)
-    message_us = max((seven - one) / 6, 0.0)
-    step_us = max(one - message_us, 0.0)
+    def operands(self, m: int, n: int, k: int, dtype: str) -> Operands:
+        """The product's elements are about 1."""
+        if dtype != FP8:
+            return Operands(self.random(m, k, dtype=dtype), self.random(k, n, dtype=dtype, scale=k**-0.5))
+        x_scale, weight_scale = powers_of_two(m), powers_of_two(n, round(-math.log2(k) / 2))
+        x, weight = self.random(m, k, dtype=dtype), self.random(n, k, dtype=dtype)
+        return Operands(x, weight.t(), (x_scale[:, None].to(self.device), weight_scale[None].to(self.device)))
 
-    def gb_per_second(messages_in: int, messages_out: int) -> float:
-        return size / transfer(size, messages_in, messages_out) / 1e3
+    def hold(self, num_ranks: int, shape: tuple[int, int], dtype: str) -> list[Held]:
+        """Gives every peer a tensor of this shape; of 8-bit floats scales go ahead of it. Returns them.
 
-    link = {
-        "emulated_step_us": round(step_us, 2),
-        "emulated_message_us": round(message_us, 2),
-        "emulated_gb_per_second_in": round(gb_per_second(1, 0), 2),
-        "emulated_gb_per_second_out": round(gb_per_second(0, 1), 2),
-        "emulated_gb_per_second_both": round(gb_per_second(1, 1), 2),
-    }
-    ps_per_kib = round(1024e3 / max(link["emulated_gb_per_second_both"], 0.01))
-    wire = sw.Link(round(1e6 * message_us), ps_per_kib)
-    return sw.Topology("emulated", 0, round(1e6 * step_us), overlap_model.MEMORY_PS_PER_KIB, wire, wire), link
+        Where an earlier case had scales are elements now: no byte of a power of two as float32 is a NaN of 8 bits.
+        """
+        rows, elements = shape[0], getattr(torch, dtype)
+        scale_bytes = 4 * rows if dtype == FP8 else 0
+        size = scale_bytes + math.prod(shape) * elements.itemsize
+        parts = [self.arenas[dtype][r * size : (r + 1) * size] for r in range(num_ranks)]
+        self.peers.hold(parts)
+        held: list[Held] = []
+        for part in parts:
+            tensors = {elements: part[scale_bytes:].view(elements).view(shape)}
+            if scale_bytes:
+                tensors[torch.float32] = part[:scale_bytes].view(torch.float32).view(rows, 1)
+                tensors[torch.float32].copy_(powers_of_two(rows)[:, None])
+            held.append(tensors)
+        return held
 
 
 # ---- one case
 
 
 @dataclasses.dataclass
-class Bench:
-    device: torch.device
-    dtype: str
-    peers: EmulatedPeers
-    clock: Clock
-    arena: torch.Tensor  # what peers hold, on the host
-    groups: dict[int, dist.ProcessGroup]  # by number of ranks
-    topology: sw.Topology
-
-    def random(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (scale * torch.randn(shape, device=self.device)).to(getattr(torch, self.dtype))
-
-    def hold(self, num_ranks: int, shape: tuple[int, int]) -> list[torch.Tensor]:
-        """Gives every peer a tensor of this shape; returns them, as they are on the host."""
-        count = shape[0] * shape[1]
-        parts = [self.arena[r * count : (r + 1) * count].view(shape) for r in range(num_ranks)]
-        self.peers.hold(parts)
-        return parts
-
-
-@dataclasses.dataclass
 class Case:
     """Operands of this rank, and what comes of them."""
 
-    x: torch.Tensor
-    weight: torch.Tensor
-    whole: torch.Tensor  # the operand of the unsplit product
+    own: Operands
+    whole: Operands  # of the unsplit product
     expected: torch.Tensor
+    held: list[Held]
     communicate: Callable[[], object]  # alone
 
 
-def make_case(bench: Bench, shape: Shape, num_ranks: int, tokens: int) -> Case:
+def make_case(bench: Bench, shape: Shape, num_ranks: int, tokens: int, dtype: str) -> Case:
     m, n, k = shape.product(num_ranks, tokens)
     rows = tokens // num_ranks
-    weight = bench.random(k, n, scale=k**-0.5)
     group = bench.groups[num_ranks]
     if shape.kind == GATHER:
-        held = bench.hold(num_ranks, (rows, k))
-        x = bench.random(rows, k)
-        whole = torch.cat([x if r == RANK else part.to(bench.device) for r, part in enumerate(held)])
-        gathered = torch.empty_like(whole)
-        return Case(x, weight, whole, whole @ weight, lambda: dist.all_gather_into_tensor(gathered, x, group=group))
-    held = bench.hold(num_ranks, (rows, n))
-    x = bench.random(m, k)
-    product = x @ weight
+        own = bench.operands(rows, n, k, dtype)
+        held = bench.hold(num_ranks, (rows, k), dtype)
+        moved = [*own.scales[:1], own.x]
+        gathered = [torch.empty(tokens, part.shape[1], dtype=part.dtype, device=bench.device) for part in moved]
+
+        def gather() -> None:
+            for data, part in zip(gathered, moved, strict=True):
+                dist.all_gather_into_tensor(data, part, group=group)
+
+        joined = [join(part, held) for part in moved]
+        whole = Operands(joined[-1], own.weight, (*joined[:-1], *own.scales[1:]))
+        return Case(own, whole, whole.product(), held, gather)
+    own = bench.operands(m, n, k, dtype)
+    held = bench.hold(num_ranks, (rows, n), result_of(dtype))
+    product = own.product()
     expected = product[RANK * rows : (RANK + 1) * rows].float()
-    for r, part in enumerate(held):
+    product = product.to(getattr(torch, result_of(dtype)))
+    for r, tensors in enumerate(held):
         if r != RANK:
-            expected += part.to(bench.device)
+            expected += tensors[product.dtype].to(bench.device)
     scattered = torch.empty(rows, n, dtype=product.dtype, device=bench.device)
-    return Case(
-        x,
-        weight,
-        x,
-        expected.to(product.dtype),
-        lambda: dist.reduce_scatter_tensor(scattered, product, group=group),
-    )
+    return Case(own, own, expected, held, lambda: dist.reduce_scatter_tensor(scattered, product, group=group))
+
+
+def join(part: torch.Tensor, held: Sequence[Held]) -> torch.Tensor:
+    """This rank's part and its peers'."""
+    whole = part.new_empty(len(held) * part.shape[0], part.shape[1])
+    for r, place in enumerate(whole.chunk(len(held))):
+        place.copy_(part if r == RANK else held[r][part.dtype])
+    return whole
 
 
 def error_of(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result.float() - expected.float()).norm() / expected.float().norm())
 
 
-def gemm_us(bench: Bench, case: Case) -> float:
-    """The faster one of both ways that the weight may lie."""
-    turned = case.weight.t().contiguous().t()
-    return min(bench.clock.us(lambda w=w: torch.mm(case.whole, w)) for w in (case.weight, turned))
+def judge(result: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
+    error = error_of(result, expected)
+    return {"error": float(f"{error:.2g}"), "right": error <= MOST_ERROR[str(result.dtype).removeprefix("torch.")]}
+
+
+def gemm_us(bench: Bench, whole: Operands) -> dict[str, float]:
+    """By who multiplies."""
+    if not whole.scales:
+        turned = whole.weight.t().contiguous().t()  # the faster one of both ways that the weight may lie
+        return {"torch": min(bench.clock.us(lambda w=w: torch.mm(whole.x, w)) for w in (whole.weight, turned))}
+    a, b = whole.scales
+    out = torch.empty(whole.x.shape[0], whole.weight.shape[1], dtype=torch.bfloat16, device=bench.device)
+    times = {"ours": bench.clock.us(lambda: multiply_scaled(whole.x, whole.weight, scale_a=a, scale_b=b, out=out))}
+    if bench.multiplies_8_bits:
+        try:
+            times["torch"] = bench.clock.us(
+                lambda: torch._scaled_mm(whole.x, whole.weight, scale_a=a, scale_b=b, out_dtype=torch.bfloat16)
+            )
+        except RuntimeError as error:
+            print(f"! torch._scaled_mm has not run: {error}", flush=True)
+    return times
 
 
 def e_of(total: float, gemm: float, serial: float) -> float | None:
@@ -355,15 +229,16 @@ def time_schedules(bench: Bench, matmul: Matmul, case: Case, num_ranks: int, gem
     model = sw.GemmModel.named(MODEL)
     forecasts = matmul.predictions(model)
     predicted_gemm, predicted_serial = matmul.timeline("serial", 1, model)["gemm_ps"], forecasts[0][2]
+    inputs = case.own.as_inputs()
     schedules: list[dict] = []
     for method, chunks, predicted in forecasts:
         text = matmul.to_text(method, chunks)
         names = [bench.groups[num_ranks].group_name for _ in matmul.groups(method, chunks, RANK)]
 
         def call(text: str = text, names: list[str] = names) -> list[torch.Tensor]:
-            return torch.ops.shardwright.matmul([case.x, case.weight], text, names, RANK)
+            return torch.ops.shardwright.matmul(inputs, text, names, RANK)
 
-        error = error_of(call()[0], case.expected)
+        verdict = judge(call()[0], case.expected)
         us = round(bench.clock.us(call), 1)
         schedules.append(
             {
@@ -372,33 +247,65 @@ def time_schedules(bench: Bench, matmul: Matmul, case: Case, num_ranks: int, gem
                 "predicted_us": round(predicted / 1e6, 1),
                 "emulated_e": e_of(us, gemm, schedules[0]["emulated_us"] if schedules else us),
                 "predicted_e": round(hidden(predicted, predicted_gemm, predicted_serial), 3),
-                "error": float(f"{error:.2g}"),
-                "right": error <= MOST_ERROR[bench.dtype],
+                **verdict,
             }
         )
     return schedules
 
 
-def measure(bench: Bench, shape: Shape, num_ranks: int, tokens: int) -> dict:
+def time_async_tp(bench: Bench, kind: str, case: Case, num_ranks: int, gemm: float, serial: float) -> dict:
+    own = case.own
+    fused = AsyncTP(bench.peers, bench.groups[num_ranks], case.held)
+    function = fused.all_gather_matmul if kind == GATHER else fused.matmul_reduce_scatter
+    multiply = torch.ops.aten.mm.out
+    if own.scales:
+        multiply = torch.ops.aten._scaled_mm.out if bench.multiplies_8_bits else multiply_scaled
+
+    def call() -> torch.Tensor:
+        return function(multiply, own.x, own.weight, *own.scales)
+
+    try:
+        verdict = judge(call(), case.expected)
+        us = round(bench.clock.us(call), 1)
+    except Exception as exception:  # PyTorch's code is private and may be another one: what it says is the reason
+        reason = f"{type(exception).__name__}: {exception}"
+        return {"async_tp_us": None, "async_tp_e": None, "async_tp_right": None, "async_tp_not_run": reason}
+    return {
+        "async_tp_us": us,
+        "async_tp_e": e_of(us, gemm, serial),
+        **{f"async_tp_{key}": value for key, value in verdict.items()},
+        "async_tp_not_run": None,
+    }
+
+
+def measure(bench: Bench, shape: Shape, num_ranks: int, tokens: int, dtype: str) -> dict:
     """A row of the results; times in microseconds."""
     model = sw.GemmModel.named(MODEL)
-    matmul = matmul_of(shape, num_ranks, tokens, bench.topology, bench.dtype)
-    case = make_case(bench, shape, num_ranks, tokens)
-    gemm, transfer = gemm_us(bench, case), bench.clock.us(case.communicate)
+    casts = sw.stats()["product_fallbacks"]
+    scaled_to = result_of(dtype) if dtype == FP8 else None
+    matmul = matmul_of(shape, num_ranks, tokens, bench.topology, dtype, scaled_to)
+    case = make_case(bench, shape, num_ranks, tokens, dtype)
+    gemms = gemm_us(bench, case.whole)
+    gemm, transfer = min(gemms.values()), bench.clock.us(case.communicate)
     schedules = time_schedules(bench, matmul, case, num_ranks, gemm)
+    casts = sw.stats()["product_fallbacks"] - casts
     serial = schedules[0]
     chosen_name = schedule_name(*matmul.choose(model))
     chosen = next(row for row in schedules if row["schedule"] == chosen_name)
     fastest = min(schedules, key=lambda row: row["emulated_us"])
+    async_tp = time_async_tp(bench, shape.kind, case, num_ranks, gemm, serial["emulated_us"])
+    async_us = async_tp["async_tp_us"]
     forecast = matmul.timeline("serial", 1, model)
     m, n, k = shape.product(num_ranks, tokens)
     return {
         "kind": shape.kind,
+        "dtype": dtype,
         "shape": shape.name,
         "ranks": num_ranks,
         "tokens": tokens,
         "product": f"{m}x{k} by {k}x{n}",
         "gemm_us": round(gemm, 1),
+        **{f"gemm_us_by_{who}": round(gemms[who], 1) if who in gemms else None for who in ("torch", "ours")},
         "predicted_gemm_us": round(forecast["gemm_ps"] / 1e6, 1),
         "emulated_communication_us": round(transfer, 1),
         "predicted_communication_us": round(forecast["communication_ps"] / 1e6, 1),
@@ -409,6 +316,9 @@ def measure(bench: Bench, shape: Shape, num_ranks: int, tokens: int) -> dict:
         "fastest": fastest["schedule"],
         **{f"{key}_chosen": chosen[key] for key in SCHEDULE_FIGURES},
         **{f"{key}_fastest": fastest[key] for key in SCHEDULE_FIGURES},
+        **async_tp,
+        "async_tp_over_chosen": async_us and round(async_us / chosen["emulated_us"], 3),
+        "product_fallbacks": casts,
         "schedules": schedules,
     }
 
@@ -416,10 +326,11 @@ def measure(bench: Bench, shape: Shape, num_ranks: int, tokens: int) -> dict:
 def slow_down(bench: Bench, shape: Shape, num_ranks: int, tokens: int) -> dict:
     """By how much unsplit products take longer while copy engines are busy in both directions; CUDA only."""
     m, n, k = shape.product(num_ranks, tokens)
-    x, weight, out = bench.random(m, k), bench.random(k, n), bench.random(m, n)
-    size = min(LINK_BYTES, bench.arena.nbytes // 2)
+    dtype = DTYPES["cuda"][0]
+    x, weight, out = (bench.random(*sizes, dtype=dtype) for sizes in ((m, k), (k, n), (m, n)))
+    arena = bench.arenas[dtype]
+    size = min(LINK_BYTES, arena.nbytes // 2)
     data_in, data_out = (torch.empty(size, dtype=torch.uint8, device=bench.device) for _ in range(2))
-    side = torch.cuda.Stream()
 
     def multiply() -> None:
         for _ in range(CONTENTION_PRODUCTS):
@@ -431,8 +342,8 @@ def slow_down(bench: Bench, shape: Shape, num_ranks: int, tokens: int) -> dict:
 
     def beside() -> float:
         torch.cuda.synchronize()
-        bench.peers.hold([bench.arena.view(torch.uint8)[:size]] * num_ranks)
-        with torch.cuda.stream(side):
+        bench.peers.hold([arena[:size]] * num_ranks)
+        with torch.cuda.stream(bench.peers.side):
             for _ in range(copies):
                 bench.peers.exchange([(0, data_in)], [data_out])
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -461,98 +372,131 @@ def slow_downs(bench: Bench, shapes: Sequence[Shape], tokens: int) -> list[dict]
     return found
 
 
-def check_public_functions(bench: Bench) -> None:
+def check_public_functions(bench: Bench, dtype: str) -> None:
     """The functions for plain tensors, in every method. Raises AssertionError where a result is wrong."""
     for num_ranks, group in bench.groups.items():
         for kind in KINDS:
             shape = Shape(kind, "small", 64 * num_ranks, 32 * num_ranks)
             for method in ("serial", "ring", "collective"):
-                case = make_case(bench, shape, num_ranks, 16 * num_ranks)
+                case = make_case(bench, shape, num_ranks, 16 * num_ranks, dtype)
+                x, weight = case.own.x, case.own.weight
                 function = sw.all_gather_matmul if kind == GATHER else sw.matmul_reduce_scatter
-                sizes = {"size": case.x.shape[0 if kind == GATHER else 1] * num_ranks}
-                sizes |= {"columns": case.weight.shape[1] * num_ranks} if kind == GATHER else {}
-                result = function(case.x, case.weight, group=group, method=method, **sizes)
-                error = error_of(result, case.expected)
-                assert error <= MOST_ERROR[bench.dtype], f"{kind} by {method} on {num_ranks} ranks: error {error:.2g}"
+                how: dict[str, Any] = {"size": x.shape[0 if kind == GATHER else 1] * num_ranks}
+                how |= {"columns": weight.shape[1] * num_ranks} if kind == GATHER else {}
+                if case.own.scales:
+                    names = ("x_scale", "weight_scales" if kind == GATHER else "weight_scale")
+                    how |= {**dict(zip(names, case.own.scales, strict=True)), "out_dtype": torch.bfloat16}
+                verdict = judge(function(x, weight, group=group, method=method, **how), case.expected)
+                assert verdict["right"], f"{kind} of {dtype} by {method} on {num_ranks} ranks: {verdict}"
 
 
 # ---- all of them
 
 
 def summarise(rows: list[dict]) -> list[dict]:
-    """By kind and number of ranks."""
+    """By kind, dtype and number of ranks."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault((row["kind"], row["dtype"], row["ranks"]), []).append(row)
+    return [
+        {"kind": kind, "dtype": dtype, "ranks": num_ranks, **summary_of(groups[kind, dtype, num_ranks])}
+        for kind, dtype, num_ranks in sorted(groups)
+    ]
 
-    def median_of(here: list[dict], key: str) -> float | None:
-        values = [row[key] for row in here if row[key] is not None]
+
+def summary_of(rows: list[dict]) -> dict:
+    def median_of(key: str) -> float | None:
+        values = [row[key] for row in rows if row[key] is not None]
         return round(statistics.median(values), 3) if values else None
 
-    summary = []
-    for kind in KINDS:
-        for num_ranks in sorted({row["ranks"] for row in rows}):
-            here = [row for row in rows if (row["kind"], row["ranks"]) == (kind, num_ranks)]
-            if not here:
-                continue
-            every = [schedule for row in here for schedule in row["schedules"]]
-            summary.append(
-                {
-                    "kind": kind,
-                    "ranks": num_ranks,
-                    "rows": len(here),
-                    "median_emulated_e_chosen": median_of(here, "emulated_e_chosen"),
-                    "median_predicted_e_chosen": median_of(here, "predicted_e_chosen"),
-                    "median_emulated_e_fastest": median_of(here, "emulated_e_fastest"),
-                    "median_bound_of_emulated_e": median_of(here, "bound_of_emulated_e"),
-                    "chosen_within_5_percent_of_fastest": sum(
-                        row["emulated_us_chosen"] <= CLOSE * row["emulated_us_fastest"] for row in here
-                    ),
-                    "median_predicted_over_emulated_us": round(
-                        statistics.median(s["predicted_us"] / s["emulated_us"] for s in every), 3
-                    ),
-                    "median_predicted_over_measured_gemm_us": round(
-                        statistics.median(row["predicted_gemm_us"] / row["gemm_us"] for row in here), 3
-                    ),
-                    "wrong_results": sum(not schedule["right"] for schedule in every),
-                }
-            )
-    return summary
+    every = [schedule for row in rows for schedule in row["schedules"]]
+    ratios = [row["async_tp_over_chosen"] for row in rows if row["async_tp_us"] is not None]
+    return {
+        "rows": len(rows),
+        "median_emulated_e_chosen": median_of("emulated_e_chosen"),
+        "median_predicted_e_chosen": median_of("predicted_e_chosen"),
+        "median_emulated_e_fastest": median_of("emulated_e_fastest"),
+        "median_bound_of_emulated_e": median_of("bound_of_emulated_e"),
+        "median_async_tp_e": median_of("async_tp_e"),
+        "geometric_mean_async_tp_over_chosen": round(statistics.geometric_mean(ratios), 3) if ratios else None,
+        "async_tp_not_run": len(rows) - len(ratios),
+        "chosen_within_5_percent_of_fastest": sum(
+            row["emulated_us_chosen"] <= CLOSE * row["emulated_us_fastest"] for row in rows
+        ),
+        "median_predicted_over_emulated_us": round(
+            statistics.median(s["predicted_us"] / s["emulated_us"] for s in every), 3
+        ),
+        "median_predicted_over_measured_gemm_us": round(
+            statistics.median(row["predicted_gemm_us"] / row["gemm_us"] for row in rows), 3
+        ),
+        "product_fallbacks": sum(row["product_fallbacks"] for row in rows),
+        "wrong_results": sum(not schedule["right"] for schedule in every)
+        + sum(row["async_tp_right"] is False for row in rows),
+    }
+
+
+def complaints(bench: Bench, rows: list[dict], summary: list[dict]) -> list[str]:
+    """Why this run has failed, if it has."""
+    found = []
+    wrong = sum(line["wrong_results"] for line in summary)
+    if wrong:
+        found.append(f"{wrong} results are wrong")
+    casts = sum(line["product_fallbacks"] for line in summary)
+    if casts and bench.multiplies_8_bits:
+        found.append(f"{casts} products of 8-bit floats were cast: {sw.stats()['product_fallback_reasons']}")
+    reasons = {row["async_tp_not_run"] for row in rows} - {None}
+    if reasons and bench.device.type == "cpu":  # where the code is checked
+        found.append(f"AsyncTP has not run: {reasons}")
+    return found
 
 
 COLUMNS = (
-    *("shape", "ranks", "tokens", "gemm_us", "emulated_communication_us", "emulated_serial_us", "bound_of_emulated_e"),
-    *("chosen", "emulated_us_chosen", "predicted_us_chosen", "emulated_e_chosen", "predicted_e_chosen"),
-    *("fastest", "emulated_us_fastest", "emulated_e_fastest"),
+    *("shape", "dtype", "ranks", "tokens", "gemm_us", "emulated_communication_us", "emulated_serial_us"),
+    *("bound_of_emulated_e", "chosen", "emulated_us_chosen", "predicted_us_chosen", "emulated_e_chosen"),
+    *("predicted_e_chosen", "fastest", "emulated_us_fastest", "emulated_e_fastest", "async_tp_us", "async_tp_e"),
 )
 
 
 def say_row(row: dict) -> None:
     """As a line of a Markdown table."""
     wrong = "" if all(schedule["right"] for schedule in row["schedules"]) else " WRONG"
+    wrong += " ASYNC_TP WRONG" if row["async_tp_right"] is False else ""
     print("| " + " | ".join(str(row[key]) for key in COLUMNS) + wrong + " |", flush=True)
+    if row["async_tp_not_run"]:
+        print(f"! AsyncTP has not run: {row['async_tp_not_run']}", flush=True)
 
 
-def make_bench(device: torch.device, dtype: str, shapes: Sequence[Shape], tokens: Sequence[int]) -> tuple[Bench, dict]:
+def make_bench(device: torch.device, shapes: Sequence[Shape], tokens: Sequence[int]) -> tuple[Bench, dict]:
     """The groups, what peers hold, and the measured link."""
     dist.init_process_group("fake", rank=RANK, world_size=max(RANKS), store=FakeStore())
     groups = {n: dist.new_group(list(range(n))) for n in RANKS}
+    is_cuda = device.type == "cuda"
     most = max(max(tokens) * (shape.k if shape.kind == GATHER else shape.n) for shape in shapes)
-    arena = torch.empty(max(most, 1 << 18), dtype=getattr(torch, dtype), pin_memory=device.type == "cuda")
-    arena.copy_(torch.randn(arena.shape, device=device))
-    peers = EmulatedPeers(device, arena.nbytes)
+    arenas = {}
+    for dtype in dict.fromkeys((*DTYPES[device.type], *map(result_of, DTYPES[device.type]))):
+        elements = torch.randn(max(most + 4 * max(tokens), 1 << 18), device=device).to(getattr(torch, dtype))
+        arenas[dtype] = torch.empty(elements.nbytes, dtype=torch.uint8, pin_memory=is_cuda)
+        arenas[dtype].copy_(elements.view(torch.uint8))
+    largest = max(arenas.values(), key=lambda arena: arena.nbytes)
+    peers = EmulatedPeers(device, largest.nbytes)
     clock = Clock(device)
-    topology, link = measure_link(peers, clock, arena)
-    return Bench(device, dtype, peers, clock, arena, groups, topology), link
+    topology, link = measure_link(peers, clock, largest)
+    multiplies_8_bits = is_cuda and torch.cuda.get_device_capability() >= (9, 0)
+    return Bench(device, peers, clock, arenas, groups, topology, multiplies_8_bits), link
 
 
 def run(bench: Bench, shapes: Sequence[Shape], tokens: Sequence[int], until: float) -> tuple[list[dict], int]:
     """Rows, and how many cases are left out because `until` has come; those of most tokens come first."""
     print("\nPeers are emulated.\n\n| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
+    dtypes = DTYPES[bench.device.type]
     rows, left_out = [], 0
     for shape, num_ranks, count in [(s, n, t) for t in reversed(tokens) for s in shapes for n in RANKS]:
         if time.perf_counter() > until:
-            left_out += 1
+            left_out += len(dtypes)
             continue
-        rows.append(measure(bench, shape, num_ranks, count))
-        say_row(rows[-1])
+        for dtype in dtypes:
+            rows.append(measure(bench, shape, num_ranks, count, dtype))
+            say_row(rows[-1])
     return rows, left_out
 
 
@@ -560,7 +504,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny tensors, no file of results unless --json is given")
-    parser.add_argument("--seconds", type=float, default=160, help="after which no case is begun (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=200, help="after which no case is begun (%(default)s)")
     parser.add_argument("--json", help="default: results/gpu_overlap.json")
     options = parser.parse_args()
     if options.device == "cpu" and not options.quick:
@@ -574,9 +518,10 @@ def main() -> None:
     device = torch.device(options.device)
     shapes, tokens = (QUICK_SHAPES, QUICK_TOKENS) if options.quick else (SHAPES, TOKENS)
     torch.manual_seed(0)
-    bench, link = make_bench(device, "bfloat16" if device.type == "cuda" else "float32", shapes, tokens)
+    bench, link = make_bench(device, shapes, tokens)
     print(link)
-    check_public_functions(bench)
+    for dtype in DTYPES[device.type]:
+        check_public_functions(bench, dtype)
     contention = slow_downs(bench, shapes, min(CONTENTION_TOKENS, max(tokens))) if device.type == "cuda" else []
     rows, left_out = run(bench, shapes, tokens, begin + options.seconds)
     summary = summarise(rows)
@@ -586,13 +531,16 @@ def main() -> None:
     if options.json or not options.quick:
         head = machine.describe("torch")
         head["machine"]["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else None
-        head["note"] = "one rank alone; its peers are emulated by copies from and to host memory"
-        parts = {"summary": summary, "contention": contention, "rows": rows}
+        head["note"] = "one rank alone; its peers are emulated by copies from and to host memory; so are AsyncTP's"
+        casts = {key: sw.stats()[key] for key in ("product_fallbacks", "product_fallback_reasons")}
+        parts = {**casts, "summary": summary, "contention": contention, "rows": rows}
         results = {**head, "gemm_model": MODEL, "emulated_link": link, "left_out": left_out, **parts}
         machine.write(options.json or machine.RESULTS / "gpu_overlap.json", results)
     dist.destroy_process_group()
     print(f"took {time.perf_counter() - begin:.0f} s")
-    sys.exit(1 if any(line["wrong_results"] for line in summary) else 0)
+    found = complaints(bench, rows, summary)
+    print("\n".join(f"! {complaint}" for complaint in found))
+    sys.exit(1 if found else 0)
 
 
 if __name__ == "__main__":

@@ -71,21 +71,37 @@ def shapes_of(kind: str) -> list[Shape]:
     return [shape for shape in SHAPES if shape.kind == kind]
 
 
-def matmul_of(shape: Shape, num_ranks: int, tokens: int, topology: sw.Topology, dtype: str = "bfloat16") -> Matmul:
-    """On a mesh of one dim, as NCCL carries it out."""
-    mesh = sw.Mesh({"tp": num_ranks})
+def matmul_of(
+    shape: Shape,
+    num_ranks: int,
+    tokens: int,
+    topology: sw.Topology,
+    dtype: str = "bfloat16",
+    scaled_to: str | None = None,
+) -> Matmul:
+    """On a mesh of one dim, as NCCL carries it out.
 
-    def layout(sizes: tuple[int, int], placement: str) -> sw.Layout:
+    `scaled_to`: of 8-bit floats with scales by row, the dtype of the product. Their weight is stored (n, k), as units
+    for them want it.
+    """
+    mesh = sw.Mesh({"tp": num_ranks})
+    letters = "kn" if scaled_to is None else "nk"
+    axes = f"mk,{letters}->mn"
+
+    def layout(sizes: tuple[int, ...], placement: str, dtype: str = dtype) -> sw.Layout:
         return sw.Layout(mesh, sizes, [placement], dtype)
 
+    def move(sizes: tuple[int, ...], src: str, dst: str, dtype: str = dtype) -> sw.Plan:
+        return sw.plan(layout(sizes, src, dtype), layout(sizes, dst, dtype), backend="nccl", topology=topology)
+
+    cut = "n" if shape.kind == GATHER else "k"
+    weight = layout(tuple(getattr(shape, letter) for letter in letters), f"S({letters.index(cut)})")
     if shape.kind == GATHER:
-        x = (tokens, shape.k)
-        plan = sw.plan(layout(x, "S(0)"), layout(x, "R"), backend="nccl", topology=topology)
-        return Matmul.gather(plan, [("mk,kn->mn", layout((shape.k, shape.n), "S(1)"), False)])
-    y = (tokens, shape.n)
-    plan = sw.plan(layout(y, "P"), layout(y, "S(0)"), backend="nccl", topology=topology)
-    term = ("mk,kn->mn", layout((tokens, shape.k), "S(1)"), layout((shape.k, shape.n), "S(0)"))
-    return Matmul.scatter(plan, [term])
+        scaling = None if scaled_to is None else (True, scaled_to, move((tokens,), "S(0)", "R", "float32"))
+        return Matmul.gather(move((tokens, shape.k), "S(0)", "R"), [(axes, weight, False)], scaling=scaling)
+    term = (axes, layout((tokens, shape.k), "S(1)"), weight)
+    plan = move((tokens, shape.n), "P", "S(0)", scaled_to or dtype)
+    return Matmul.scatter(plan, [term], scaling=None if scaled_to is None else (True, scaled_to, None))
 
 
 def hidden(total: float, gemm: float, serial: float) -> float:

@@ -219,6 +219,11 @@ int64_t num_partners(const Matmul& matmul) {
   return step == nullptr ? 1 : step->before.mesh().group_size(step->mesh_dims);
 }
 
+bool has_ring(const Matmul& matmul) {
+  const Step* step = chunked_step(matmul);
+  return step != nullptr && step->op != StepOp::kAllReduce;
+}
+
 std::optional<std::string> why_only_serial(const Matmul& matmul) {
   const Step* step = chunked_step(matmul);
   if (step == nullptr) return "nothing is moved";
@@ -244,8 +249,8 @@ void check(const Matmul& matmul, const Schedule& schedule) {
   check_user(!reason, "method: '", method_name(schedule.method), "', but ", reason.value_or(""),
              "; allowed is 'serial'");
   check_distances(schedule, num_partners(matmul));
-  check_user(schedule.method != Method::kRing || chunked_step(matmul)->op != StepOp::kAllReduce, "method: 'ring', but ",
-             step_text(plan, 0), " goes by collectives; allowed are 'collective' and 'serial'");
+  check_user(schedule.method != Method::kRing || has_ring(matmul), "method: 'ring', but ", step_text(plan, 0),
+             " goes by collectives; allowed are 'collective' and 'serial'");
 }
 
 Program compile(const Matmul& matmul, const Schedule& schedule, int64_t position) {

@@ -102,6 +102,9 @@ std::vector<const Plan*> plans_of(const Matmul& matmul);
 // Whether something of it can be chunked; if not, why.
 std::optional<std::string> why_only_serial(const Matmul& matmul);
 
+// Whether the step that is chunked can go by messages: all but an all-reduce.
+bool has_ring(const Matmul& matmul);
+
 // "4", or the distances by hand, "1.3_2"; parse_schedule takes them back and throws UserError on other text.
 std::string chunks_text(const Schedule& schedule);
 Schedule parse_schedule(const std::string& method, const std::string& chunks);

@@ -117,15 +117,13 @@ std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model
   std::vector<Schedule> schedules{{Method::kSerial, 1}};
   if (!why_only_serial(matmul)) {
     const int64_t k = num_partners(matmul);
-    const bool all_reduces = std::any_of(plan_of(matmul).steps.begin(), plan_of(matmul).steps.end(),
-                                         [](const Step& step) { return step.op == StepOp::kAllReduce; });
     std::vector<int64_t> counts{1, 2, 4, k, 2 * k};
     std::sort(counts.begin(), counts.end());
     counts.erase(std::unique(counts.begin(), counts.end()), counts.end());
     for (const Method method : {Method::kCollective, Method::kRing}) {
       for (const int64_t chunks : counts) {
         const bool is_ring = method == Method::kRing;
-        if (chunks > kMaxChunks || (is_ring && (all_reduces || k > kMaxRingPartners || chunks == 1))) continue;
+        if (chunks > kMaxChunks || (is_ring && (!has_ring(matmul) || k > kMaxRingPartners || chunks == 1))) continue;
         schedules.push_back({method, chunks});
       }
     }
