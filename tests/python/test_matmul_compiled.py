@@ -158,3 +158,50 @@ def _refuses() -> None:
 
 def test_refuses(pool: Pool) -> None:
     pool.run(_refuses, WORLD)
+
+
+def _taken_by_overlap() -> None:
+    """DTensor's own linear and matmul, while ``sw.enable(overlap=True)`` is on."""
+    mesh = get_mesh((WORLD,))
+    x, weight = (distribute_tensor(torch.randn(n, 8), mesh, [Shard(0)]).requires_grad_() for n in (7, 9))
+    bias = distribute_tensor(torch.randn(9), mesh, [Shard(0)]).requires_grad_()
+    sw.enable(overlap=True)
+    try:
+        _agrees(lambda x, w, b: nn.functional.linear(x * 2, w, b).relu(), x, weight, bias)
+        _agrees(lambda x, w: x @ w.t(), x, weight)
+        torch._dynamo.reset()
+        with _product_calls.listening() as calls:
+            torch.compile(nn.functional.linear, backend="aot_eager", fullgraph=True)(x, weight, bias)
+        # Dynamo of 2.11 does not ask DTensor's __torch_function__: there the calls stay PyTorch's.
+        assert len(calls) == (0 if torch.__version__.startswith("2.11.") else 1)
+    finally:
+        sw.disable()
+
+
+def test_taken_by_overlap(pool: Pool) -> None:
+    pool.run(_taken_by_overlap, WORLD)
+
+
+def _is_an_operator() -> None:
+    rank = dist.get_rank()
+    x, weight, bias = _leaf((4, 3)[rank], 8), _leaf(8, 5), _leaf(5)
+    names = []
+
+    def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+        return sw.all_gather_matmul(x, weight, bias, size=7, columns=10)
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names.extend(node.args[-1] for node in graph.graph.nodes if node.target is torch.ops.shardwright.multiply)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(compute, backend=note, fullgraph=True)(x, weight, bias)
+    (name,) = names
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.shardwright.multiply.default, (x, [weight], [bias], [], name), test_utils=tests)
+    backward = (x.detach(), [weight.detach()], [torch.randn(7, 5)], [], [True, True, True], name)
+    torch.library.opcheck(torch.ops.shardwright.multiply_backward.default, backward, test_utils=tests[::2])
+
+
+def test_operators(pool: Pool) -> None:
+    pool.run(_is_an_operator, WORLD)

@@ -75,7 +75,7 @@ def _gathers(x: Any, weight: Any, column: int) -> bool:
         return False
     if weight.ndim != 2 or x.ndim < 2 or x.device_mesh != weight.device_mesh or not x.dtype.is_floating_point:
         return False
-    if x.dtype != weight.dtype or x.shape[-1] != weight.shape[1 - column] or torch.compiler.is_compiling():
+    if x.dtype != weight.dtype or x.shape[-1] != weight.shape[1 - column]:
         return False
     if x.device_mesh.get_coordinate() is None:
         return False
