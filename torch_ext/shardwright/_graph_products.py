@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -245,9 +245,12 @@ class _Found(NamedTuple):
 
 @torch._dynamo.assume_constant_result
 def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[str, Any]) -> tuple[Any, ...]:
-    with FakeTensorMode(allow_non_fake_inputs=True), stopping_short():
+    # Only the operands are fake: what else is looked at, such as meshes, has values.
+    with unset_fake_temporarily(), stopping_short():
+        with FakeTensorMode():
+            stand_ins = {name: _stand_in(meta) for name, meta in metas.items()}
         try:
-            function(**{name: _stand_in(meta) for name, meta in metas.items()}, **others)
+            function(**stand_ins, **others)
         except StoppedShort as stopped:
             found = stopped
         else:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Shard
 
 from . import matmul
@@ -73,9 +74,11 @@ def _gathers(x: Any, weight: Any, column: int) -> bool:
     """Whether the operand is to be gathered for a weight that is cut in its columns."""
     if type(x) is not DTensor or not isinstance(weight, DTensor):
         return False
+    if type(x._local_tensor) not in _REAL or type(weight._local_tensor) not in _REAL:
+        return False
     if weight.ndim != 2 or x.ndim < 2 or x.device_mesh != weight.device_mesh or not x.dtype.is_floating_point:
         return False
-    if x.dtype != weight.dtype or x.shape[-1] != weight.shape[1 - column]:
+    if x.dtype != weight.dtype or x.shape[-1] != weight.shape[1 - column] or torch.compiler.is_compiling():
         return False
     if x.device_mesh.get_coordinate() is None:
         return False
@@ -86,6 +89,10 @@ def _gathers(x: Any, weight: Any, column: int) -> bool:
         isinstance(mine, Shard) and mine.dim < x.ndim - 1 and isinstance(its, Shard) and its.dim == column
         for mine, its in pairs
     )
+
+
+# Compilers ask with stand-ins, on torch 2.11 without saying that they compile.
+_REAL = (torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
 
 
 def _is_plain(placement: Any) -> bool:
