@@ -24,7 +24,7 @@ PLACEMENTS = ("R", "S(0)", "S(1)", "P")
 def part(whole: torch.Tensor, layout: sw.Layout, rank: int) -> torch.Tensor:
     """Cut from the global tensor; every contribution to a pending sum is the whole."""
     for dim, intervals in enumerate(layout.region(rank)):
-        whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in intervals], dim)
+        whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in intervals or [(0, 0)]], dim)
     return whole
 
 

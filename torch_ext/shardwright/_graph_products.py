@@ -14,6 +14,7 @@ every process that compiles them again.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -52,7 +53,10 @@ def _keep(kept: _Kept) -> str:
     """Its name."""
     problem = kept.problem
     mesh, setting = problem.x.mesh, problem.setting
-    content = (kept, mesh.ranks, mesh.topology, (setting.group or dist.group.WORLD).group_name)
+    group = setting.group or dist.group.WORLD
+    # Groups have no text that is the same in every process.
+    anywhere = dataclasses.replace(problem, setting=dataclasses.replace(setting, group=None))
+    content = (anywhere, kept.scales, mesh.ranks, mesh.topology, group.group_name)
     name = f"{problem.axes[0]} {hashlib.sha256(repr(content).encode()).hexdigest()[:32]}"
     while _kept.setdefault(name, kept) != kept:  # told apart by what texts leave out
         name += "'"
@@ -233,18 +237,13 @@ def _stand_in(meta: Any) -> Any:
     return DTensor(local, spec, requires_grad=m.requires_grad)
 
 
-class _Found(NamedTuple):
-    """What a graph has to know of a product."""
-
-    name: str  # empty: this rank holds nothing of it
-    are_turned: tuple[bool, ...]
-    # Of results that are DTensors: placements, shape, strides and dtype.
-    results: tuple[tuple[tuple[Placement, ...], tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    operand_gradient: tuple[Placement, ...]
-
-
 @torch._dynamo.assume_constant_result
 def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[str, Any]) -> tuple[Any, ...]:
+    """What a graph has to know of a product.
+
+    Its name, empty on a rank that holds nothing of it; which weights it takes transposed; of results that are DTensors
+    placements, shape, strides and dtype; and how the gradient of an operand that is a DTensor lies.
+    """
     # Only the operands are fake: what else is looked at, such as meshes, has values.
     with unset_fake_temporarily(), stopping_short():
         with FakeTensorMode():
