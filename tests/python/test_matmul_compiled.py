@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -227,3 +228,26 @@ def _before_anything_ran() -> None:
 
 def test_before_anything_ran(pool: Pool) -> None:
     pool.run(_before_anything_ran, 4)
+
+
+def _order() -> list[str]:
+    """The programs of two products that do not depend on each other, in the order in which Inductor's code runs them."""
+    torch._dynamo.reset()
+
+    def compute(*t: torch.Tensor) -> torch.Tensor:
+        # Of the first result rank 0 has the only row, so sizes say different things on the two ranks.
+        uneven = sw.matmul_reduce_scatter(t[0], t[1], size=16)
+        even = sw.matmul_reduce_scatter(t[2], t[3], size=16)
+        return uneven.sum() + even.sum()
+
+    inputs = [torch.randn(*shape) for shape in ((1, 8), (8, 3000), (2, 8), (8, 4000))]
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        compiled = torch.compile(compute, backend="inductor", fullgraph=True)
+        with _product_calls.listening() as calls:
+            compiled(*inputs)
+    return [call.program for call in calls]
+
+
+def test_all_ranks_multiply_in_one_order(pool: Pool) -> None:
+    first, second = pool.run(_order, WORLD)
+    assert len(first) == 2 and first == second

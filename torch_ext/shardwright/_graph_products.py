@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -196,6 +197,11 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, 
 
 
 torch.library.register_autograd("shardwright::multiply", _backward, setup_context=_keep_for_backward)
+
+# All ranks have to multiply in one order. Compilers that see no order between two operators choose one by sizes, which
+# differ among ranks.
+for _name in ("shardwright::multiply", "shardwright::multiply_backward"):
+    torch.library._register_effectful_op(_name, EffectType.ORDERED)
 
 
 # ---- into graphs
