@@ -231,7 +231,7 @@ def test_before_anything_ran(pool: Pool) -> None:
 
 
 def _order() -> list[str]:
-    """The programs of two products that do not depend on each other, in the order in which Inductor's code runs them."""
+    """Two products that do not depend on each other, in the order in which the code of Inductor runs them."""
     torch._dynamo.reset()
 
     def compute(*t: torch.Tensor) -> torch.Tensor:
