@@ -196,7 +196,7 @@ class GatherCompiler {
 
   // ---- scales of the operand
 
-  // Those of rows set out ahead of everything else; nobody waits for them yet.
+  // Those of rows set out ahead of everything else; nobody waits for the last of their transfers yet.
   void start_scales() {
     gathered_scales_ = scales_;
     if (!matmul_.scaling || !matmul_.scaling->plan) return;
@@ -211,7 +211,7 @@ class GatherCompiler {
     awaited_scales_ = b_.take_last_wait(first_instruction);
   }
 
-  void finish_scales() { b_.emit_again(std::exchange(awaited_scales_, {})); }
+  void finish_scales() { b_.put_back(std::exchange(awaited_scales_, {})); }
 
   // Of a part: as they were given where it is this rank's own, which nothing need be waited for, else as gathered.
   std::optional<TensorView> scales_of(const Intersection::Part& part, const Contraction& axes, bool are_own) const {

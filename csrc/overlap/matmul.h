@@ -22,7 +22,7 @@
 // A chunk is freed once it is multiplied, so two are there at a time, unless the gathered operand is asked for. Sums
 // over an axis that is cut into chunks are carried in float32 where the dtype is of 16 bits.
 //
-// Method and chunks are part of the spec: all ranks must use the same ones (choice.h).
+// Method and chunks are part of the spec: all ranks must use the same ones (timeline.h).
 #pragma once
 
 #include <cstdint>

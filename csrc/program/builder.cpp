@@ -47,7 +47,7 @@ std::vector<Instruction> ProgramBuilder::take_last_wait(int first) {
   return {};
 }
 
-void ProgramBuilder::emit_again(std::vector<Instruction> instructions) {
+void ProgramBuilder::put_back(std::vector<Instruction> instructions) {
   for (Instruction& instruction : instructions) program_.instructions.push_back(std::move(instruction));
 }
 

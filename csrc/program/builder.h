@@ -57,9 +57,9 @@ class ProgramBuilder {
   void copy_shared(const Step& step, int current, int next);
 
   // Takes back what was emitted last, from the last Wait that is not before `first`, as long as nothing communicates
-  // behind it: to be given to `emit_again` after something that need not wait.
+  // behind it: to be given to `put_back` after something that need not wait.
   std::vector<Instruction> take_last_wait(int first);
-  void emit_again(std::vector<Instruction> instructions);
+  void put_back(std::vector<Instruction> instructions);
 
   // Indices into the program's groups.
   int group_index(MeshDimSet mesh_dims);

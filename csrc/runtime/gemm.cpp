@@ -128,7 +128,9 @@ CastProducts& cast_products_so_far() {
 void count_cast(const std::string& reason) {
   CastProducts& so_far = cast_products_so_far();
   const std::lock_guard<std::mutex> lock(so_far.mutex);
-  ++so_far.by_reason[reason];
+  if (++so_far.by_reason[reason] == 1) {
+    TORCH_WARN("shardwright: a product of 8-bit floats is cast to float32, because ", reason);
+  }
 }
 
 // Of no terms at all.
@@ -187,8 +189,12 @@ void multiply_scaled(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& 
                      const at::Tensor& rhs_scale, at::Tensor& dst, const GemmHints& hints) {
   check_scaled_dtypes(lhs, rhs, lhs_scale, rhs_scale, dst);
   if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0) return;
-  const at::Tensor rows = dense_scales(lhs_scale, *gemm.lhs_scale, gemm.m);
-  const at::Tensor columns = dense_scales(rhs_scale, *gemm.rhs_scale, gemm.n);
+  at::Tensor rows = dense_scales(lhs_scale, *gemm.lhs_scale, gemm.m);
+  at::Tensor columns = dense_scales(rhs_scale, *gemm.rhs_scale, gemm.n);
+  if (gemm.lhs_scale->stride != 0 || gemm.rhs_scale->stride != 0) {  // libraries take both of one kind
+    rows = rows.expand({gemm.m}).contiguous();
+    columns = columns.expand({gemm.n}).contiguous();
+  }
   if (dst.device().is_cpu()) return multiply_by_casting(gemm, lhs, rhs, rows, columns, dst);
   const DeviceGemms& gemms = device_gemms(dst.device().type());
   std::optional<std::string> reason = why_not_scaled(gemm, lhs, rhs, dst);

@@ -169,7 +169,7 @@ def test_scaled(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], 
 
 
 def test_scales_of_other_rows() -> None:
-    """Not dense, as those of one dim of several are."""
+    """Not dense, as those of one dim of several are; beside one for all columns."""
     lhs, rhs = _integers(6, torch.float32).to(E4M3), _integers(8, torch.float32).to(E4M3)
     row_scales = torch.tensor([2.0, 9.0, 0.5, 9.0, 4.0, 9.0])[::2]
     dst = torch.zeros(12)

@@ -136,6 +136,10 @@ def _calibrated() -> tuple[int, ...]:
     assert model.picoseconds(512, 512, 512, 1, 4) > model.picoseconds(64, 64, 64, 1, 4) > 0
     x, weight = _operands()
     sw.all_gather_matmul(x, weight, gemm_model=model, **SIZES)
+    with pytest.raises(ValueError, match="16 bits and more"):
+        sw.calibrate_gemm("cpu", dtype=torch.float8_e4m3fn)
+    with pytest.raises(RuntimeError, match="rank 0 could not measure on nowhere"):
+        sw.calibrate_gemm("nowhere")
     return model.flops_per_us, model.launch_ps, model.memory_ps_per_kib
 
 

@@ -226,6 +226,13 @@ def _refuses() -> None:
         (linear(x_scale=torch.ones(4, 1), weight_scale=one), r"x_scale: has shape \(4, 1\)"),
         (linear(x_scale=torch.ones(8, 1), weight_scale=one), "x_scale: is a plain tensor of 8 rows"),
         (linear(x_scale=one), "weight_scale: has to be given where x_scale is"),
+        (linear(x_scale=one, weight_scale=1.0), "weight_scale: is 1.0; allowed is a tensor"),
+        (linear(bias=dw, x_scale=one, weight_scale=one), "bias: is torch.float8_e4m3fn; allowed is what the result is"),
+        (
+            gather(weight=weight[0], x_scale=one, weight_scales=one),
+            r"weights\[0\]: has shape \(3,\); allowed are two dims",
+        ),
+        (gather(x_scale=one.clone().requires_grad_(), weight_scales=one), "and scales: one requires a gradient"),
         (linear(x_scale=partial, weight_scale=one), "x_scale: has placements"),
     ]:
         with pytest.raises(ValueError, match=said):

@@ -8,8 +8,8 @@ gets an operator with that name:
     multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, Tensor[] added, bool[] needs, str product)
         -> Tensor[]
 
-All tensors are this rank's parts. A name follows from what it stands for, so that graphs kept on disk mean the same in
-every process that compiles them again.
+All tensors are this rank's parts. A name follows from what it stands for and from the rank, so that whoever keeps
+graphs by their text does not take one for another.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def _keep(kept: _Kept) -> str:
     group = setting.group or dist.group.WORLD
     # Groups have no text that is the same in every process.
     anywhere = dataclasses.replace(problem, setting=dataclasses.replace(setting, group=None))
-    content = (anywhere, kept.scales, mesh.ranks, mesh.topology, group.group_name)
+    rank = dist.get_rank(setting.group)  # what a rank holds, and so the shapes in its graph, are its own
+    content = (anywhere, kept.scales, mesh.ranks, mesh.topology, group.group_name, rank)
     name = f"{problem.axes[0]} {hashlib.sha256(repr(content).encode()).hexdigest()[:32]}"
     while _kept.setdefault(name, kept) != kept:  # told apart by what texts leave out
         name += "'"
@@ -169,6 +170,7 @@ def _(
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     x, weights, _, scales, ctx.product = inputs
     made = _product(ctx.product)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[-1] if made.keeps_gathered else x, *weights)
     ctx.has_bias = [layout is not None for layout in made.problem.biases]
     ctx.num_scales = len(scales)
@@ -196,10 +198,14 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, 
     return dx, dws, dbs, [None] * ctx.num_scales, None
 
 
-torch.library.register_autograd("shardwright::multiply", _backward, setup_context=_keep_for_backward)
+def _backward_of_backward(ctx: Any, *gradients: Any) -> Any:
+    raise NotImplementedError("shardwright: products are differentiable once")
 
-# All ranks have to multiply in one order. Compilers that see no order between two operators choose one by sizes, which
-# differ among ranks.
+
+torch.library.register_autograd("shardwright::multiply", _backward, setup_context=_keep_for_backward)
+torch.library.register_autograd("shardwright::multiply_backward", _backward_of_backward)
+
+# All ranks have to multiply in one order, whatever a compiler makes of two products that do not depend on each other.
 for _name in ("shardwright::multiply", "shardwright::multiply_backward"):
     torch.library._register_effectful_op(_name, EffectType.ORDERED)
 
@@ -237,18 +243,35 @@ def _stand_in(meta: Any) -> Any:
         return [_stand_in(one) for one in meta]
     m = _Meta(*meta)
     if m.mesh is None:
-        return torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device=m.device).requires_grad_(m.requires_grad)
+        how = {"dtype": m.dtype, "device": m.device, "requires_grad": m.requires_grad}
+        return torch.empty_strided(m.shape, m.stride, **how)
     local = torch.empty(m.local_shape, dtype=m.dtype, device=m.device)
     spec = DTensorSpec(m.mesh, m.placements, tensor_meta=TensorMeta(torch.Size(m.shape), m.stride, m.dtype))
     return DTensor(local, spec, requires_grad=m.requires_grad)
+
+
+_UNEVEN = "uneven"
+
+
+def _is_even(product: Product) -> bool:
+    """Whether all ranks hold parts of one size, and so have one graph.
+
+    Compilers see an operator, no collective, and order it among collectives by sizes. Where these differ among ranks,
+    the order would too, and ranks would wait for each other.
+    """
+    p = product.problem
+    layouts = [p.x, *p.weights, *p.results, *(bias for bias in p.biases if bias is not None), product.x]
+    return all(len({tuple(one.local_shape(rank)) for rank in p.x.mesh.ranks}) == 1 for one in layouts)
 
 
 @torch._dynamo.assume_constant_result
 def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[str, Any]) -> tuple[Any, ...]:
     """What a graph has to know of a product.
 
-    Its name, empty on a rank that holds nothing of it; which weights it takes transposed; of results that are DTensors
-    placements, shape, strides and dtype; and how the gradient of an operand that is a DTensor lies.
+    What is wrong with what was given, if anything. Its name: empty on a rank that holds nothing of it, _UNEVEN where it
+    stays out of graphs. Which weights it
+    takes transposed, and of results that are DTensors placements, shape, strides and dtype. How the gradient of the
+    operand lies, if that is a DTensor.
     """
     # Only the operands are fake: what else is looked at, such as meshes, has values.
     with unset_fake_temporarily(), stopping_short():
@@ -258,6 +281,8 @@ def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[
             function(**stand_ins, **others)
         except StoppedShort as stopped:
             found = stopped
+        except ValueError as error:
+            return str(error), "", ((), ()), ()
         else:
             raise RuntimeError(f"{function.__name__} came to an end without a product")
     results = []
@@ -266,13 +291,15 @@ def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[
         meta = spec.tensor_meta
         results.append((spec.placements, tuple(meta.shape), tuple(meta.stride), meta.dtype))
     product, name, operand = found.product, "", ()
+    if product is not None and not _is_even(product):
+        return None, _UNEVEN, ((), ()), ()
     if product is not None:
         scales = () if found.scaled is None else given_layouts_of_scales(product, found.scaled.all)
         name = _keep(_Kept(product.problem, tuple(scales)))
         given = metas["x"]
         if len(given) > 5 and product.problem.scaling is None:
             operand = gradient_placements(given[-1], tuple(product.dx_result.placements))
-    return name, found.are_turned, tuple(results), operand
+    return None, name, (found.are_turned, tuple(results)), operand
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -281,13 +308,24 @@ _TENSORS = ("x", "weight", "weights", "bias", "biases", "x_scale", "weight_scale
 
 def goes_into_graphs(function: F) -> F:
     """For functions of `matmul.py`: while code is compiled, one operator in the graph."""
-    names = tuple(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters.values()
+    outside = torch._dynamo.disable(
+        function,
+        reason="shardwright: parts that differ in size among ranks are not multiplied in graphs, whose collectives "
+        "compilers order by sizes, nor is anything with a gemm_model",
+    )
+    names = tuple(one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        return _call(function, {**dict(zip(names, args, strict=False)), **kwargs})
+        positional = names[: len(args)]
+        if len(args) > len(names) or any(name in kwargs for name in positional):
+            raise TypeError(f"{function.__name__}: got {len(args)} arguments by position; allowed are {names}, once")
+        if kwargs.get("gemm_model") is not None:
+            return outside(*args, **kwargs)
+        return _call(function, outside, {**dict(zip(positional, args, strict=True)), **kwargs})
 
     return call  # type: ignore[return-value]
 
@@ -298,9 +336,7 @@ def _listed(given: Any) -> list[Any]:
     return [given] if isinstance(given, torch.Tensor) else list(given)
 
 
-def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    if arguments.get("gemm_model") is not None:
-        raise ValueError("gemm_model: cannot be given in code that is compiled; the device's own is used there")
+def _call(function: Callable[..., Any], outside: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     tensors = {name: arguments[name] for name in _TENSORS if arguments.get(name) is not None}
     others = {name: _constant(value) for name, value in arguments.items() if name not in _TENSORS}
     if tensors.get("x_scale") is None:
@@ -311,12 +347,15 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             metas[name] = _meta_of(value)
         else:
             metas[name] = [None if one is None else _meta_of(one) for one in value]
-    found = _find_out(function, metas, others)
+    wrong, name, (are_turned, results), operand_gradient = _find_out(function, metas, others)
+    if wrong is not None:
+        raise ValueError(wrong)
+    if name == _UNEVEN:
+        return outside(**arguments)
     x = tensors["x"]
     weights = _listed(tensors.get("weight", tensors.get("weights")))
     biases = [bias for bias in _listed(tensors.get("bias", tensors.get("biases"))) if bias is not None]
     scales = [*_listed(tensors.get("x_scale")), *_listed(tensors.get("weight_scale", tensors.get("weight_scales")))]
-    name, are_turned, results, operand_gradient = found
     if not isinstance(x, DTensor):
         weights = [weight.t() if turned else weight for weight, turned in zip(weights, are_turned, strict=True)]
         outputs = torch.ops.shardwright.multiply(x, weights, biases, scales, name)
@@ -329,7 +368,8 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             name,
         )
     else:
-        outputs = [x.to_local().new_empty(0, dtype=dtype) for _, _, _, dtype in results]
+        nothing = x.to_local().reshape(-1)[:0]
+        outputs = [nothing.to(dtype).reshape([0] * len(shape)) for _, shape, _, dtype in results]
     if isinstance(x, DTensor):
         outputs = [
             DTensor.from_local(y, x.device_mesh, placements, run_check=False, shape=shape, stride=stride)

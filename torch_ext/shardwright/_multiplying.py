@@ -140,16 +140,16 @@ class PlainGroup:
         return layout
 
 
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
 def autocast(*tensors: Any) -> tuple[Any, ...]:
     """As torch's own linear does under ``torch.autocast``."""
     kind = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(
-        t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype.is_floating_point and t.dtype != torch.float64 else t
-        for t in tensors
-    )
+    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype in _CAST else t for t in tensors)
 
 
 @functools.lru_cache(maxsize=4096)

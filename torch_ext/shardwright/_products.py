@@ -172,7 +172,8 @@ class Product:
     @property
     def keeps_gathered(self) -> bool:
         """Whether the forward gives the operand as gathered, too."""
-        return self.setting.keeps_gathered and self._lead == "operand" and self.problem.x != self.x
+        p = self.problem
+        return self.setting.keeps_gathered and p.scaling is None and self._lead == "operand" and p.x != self.x
 
     def _bias_layout(self, j: int) -> Layout:
         """Cut as the last dim of what the bias is added to."""

@@ -46,7 +46,8 @@ def scaled(
     `k_dim` is that of weights; `names` are those of the caller's arguments, for messages.
     """
     weight_names, scale_names, bias_names = (
-        [name if name[-1] != "s" else f"{name}[{j}]" for j in range(len(weights))] for name in names
+        [f"{name}[{j}]" if name in ("weights", "weight_scales", "biases") else name for j in range(len(weights))]
+        for name in names
     )
     if x_scale is None and weight_scales is None:
         if out_dtype is not None:
@@ -59,12 +60,17 @@ def scaled(
     if x_scale is None or weight_scales is None:
         missing, given = ("x_scale", names[1]) if x_scale is None else (names[1], "x_scale")
         raise ValueError(f"{missing}: has to be given where {given} is; operands are all scaled, or none")
-    listed = [weight_scales] if isinstance(weight_scales, torch.Tensor) else list(weight_scales)
+    listed = list(weight_scales) if isinstance(weight_scales, (list, tuple)) else [weight_scales]
     if len(listed) != len(weights):
         raise ValueError(f"weight_scales: got {len(listed)} for {len(weights)} weights; allowed is one per weight")
     result = out_dtype or torch.bfloat16
     if result not in _RESULTS:
         raise ValueError(f"out_dtype: {result}; allowed with scales are {', '.join(map(str, _RESULTS))}")
+    if x.ndim < 1:
+        raise ValueError("x: has no dims; allowed is one or more")
+    for name, weight in zip(weight_names, weights, strict=True):
+        if weight.ndim != 2:
+            raise ValueError(f"{name}: has shape {tuple(weight.shape)}; allowed are two dims")
     for name, tensor in (("x", x), *zip(weight_names, weights, strict=True)):
         if tensor.dtype not in _OPERANDS:
             raise ValueError(f"{name}: is {tensor.dtype}; allowed with scales are {', '.join(map(str, _OPERANDS))}")
@@ -73,9 +79,14 @@ def scaled(
     for name, bias in zip(bias_names, biases, strict=True):
         if bias is not None and bias.dtype != result:
             raise ValueError(f"{name}: is {bias.dtype}; allowed is what the result is, {result}")
-    differentiable = [t for t in (x, *weights, *biases) if t is not None and t.requires_grad]
+    for name, scale in zip(("x_scale", *scale_names), (x_scale, *listed), strict=True):
+        if not isinstance(scale, torch.Tensor):
+            raise ValueError(f"{name}: is {scale!r}; allowed is a tensor")
+    differentiable = [t for t in (x, x_scale, *weights, *listed, *biases) if t is not None and t.requires_grad]
     if differentiable and torch.is_grad_enabled():
-        raise ValueError(f"x, {names[0]}, {names[2]}: one requires a gradient; products of 8-bit floats have none")
+        raise ValueError(
+            f"x, {names[0]}, {names[2]} and scales: one requires a gradient; products of 8-bit floats have none"
+        )
     is_of_rows = [_is_of_rows("x_scale", x_scale, x, x.ndim - 1)]
     for name, scale, weight in zip(scale_names, listed, weights, strict=True):
         is_of_rows.append(_is_of_rows(name, scale, weight, k_dim))

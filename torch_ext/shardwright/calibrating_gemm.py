@@ -36,17 +36,23 @@ def calibrate_gemm(
         The same `GemmModel` on every rank.
 
     Raises:
-        ValueError: a dtype that is not floating.
+        ValueError: a dtype that is not floating, or of 8 bits.
+        RuntimeError: the first rank failed, on all ranks.
     """
-    if not dtype.is_floating_point:
-        raise ValueError(f"dtype: {dtype}; allowed are floating dtypes")
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise ValueError(f"dtype: {dtype}; allowed are floating dtypes of 16 bits and more")
     is_distributed = dist.is_available() and dist.is_initialized()
     if is_distributed and dist.get_rank(group) != 0:
-        said: list[GemmModelFields | None] = [None]
+        said: list[GemmModelFields | str | None] = [None]
     else:
-        said = [_measure(torch.device(device), dtype)]
+        try:
+            said = [_measure(torch.device(device), dtype)]
+        except Exception as error:  # which the others are not to wait for
+            said = [f"{type(error).__name__}: {error}"]
     if is_distributed:
         dist.broadcast_object_list(said, src=dist.get_global_rank(group, 0) if group else 0, group=group)
+    if isinstance(said[0], str):
+        raise RuntimeError(f"calibrate_gemm: rank 0 could not measure on {device}: {said[0]}")
     assert said[0] is not None
     name, *figures = said[0]
     fields = ("num_processors", "tile_rows", "tile_columns", "flops_per_us", "launch_ps", "memory_ps_per_kib")

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._library.effects import EffectType
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _engine, _planner, _runtime, layout
@@ -160,9 +159,3 @@ def _(inputs: Sequence[torch.Tensor], program: str, groups: Sequence[str], rank:
     return [
         inputs[0].new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in zip(results, dtypes, strict=True)
     ]
-
-
-# All ranks have to run these in one order. Compilers that see no order between two operators choose one by sizes, which
-# differ among ranks.
-for _name in ("redistribute", "redistribute_out", "matmul"):
-    torch.library._register_effectful_op(f"shardwright::{_name}", EffectType.ORDERED)

@@ -367,7 +367,10 @@ std::optional<Algorithm> ask_for_algorithm(const Problem& problem, const Descrip
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
       at::cuda::getCurrentCUDABlasLtHandle(), descriptors.matmul.get(), descriptors.a.get(), descriptors.b.get(),
       descriptors.d.get(), descriptors.d.get(), preference.get(), 1, &found, &num_found);
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && num_found == 0)) return std::nullopt;
+  // Architectures without a kind of scales may not know its name either.
+  const bool is_unknown = status == CUBLAS_STATUS_INVALID_VALUE && problem.scales != Scales::kNone;
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED || is_unknown) return std::nullopt;
+  if (status == CUBLAS_STATUS_SUCCESS && num_found == 0) return std::nullopt;
   check(status, "cublasLtMatmulAlgoGetHeuristic", problem);
   return Algorithm{found.algo, found.workspaceSize, found.wavesCount};
 }
