@@ -130,6 +130,7 @@ void define_layout(py::module_& m) {
                                }
                                return order;
                              })
+      .def_property_readonly("has_equal_parts", &Layout::has_equal_parts)
       .def(
           "local_shape",
           [](const Layout& layout, int64_t rank) { return py::tuple(py::cast(layout.local_shape_of_rank(rank))); },

@@ -168,17 +168,7 @@ PYBIND11_MODULE(_runtime, m) {
         return events;
       },
       py::call_guard<py::gil_scoped_release>());
-  m.def("sm_carveout", &shardwright::sm_carveout);
-  m.def(
-      "set_sm_carveout",
-      [](int sms) {
-        try {
-          shardwright::set_sm_carveout(sms);
-        } catch (const shardwright::UserError& error) {
-          throw py::value_error(error.what());
-        }
-      },
-      py::arg("sms"));
+  m.def("set_sm_carveout", &shardwright::set_sm_carveout, py::arg("sms"));
   m.def("kept_staging_bytes", &shardwright::kept_staging_bytes);
   m.def("release_staging", &shardwright::release_staging);
   m.def("drain", &shardwright::drain_lanes, py::call_guard<py::gil_scoped_release>());

@@ -201,13 +201,8 @@ class GatherCompiler {
     gathered_scales_ = scales_;
     if (!matmul_.scaling || !matmul_.scaling->plan) return;
     const Plan& plan = *matmul_.scaling->plan;
-    Program& program = b_.program();
-    const auto first_instruction = static_cast<int>(program.instructions.size());
-    const auto first_buffer = static_cast<int>(program.buffer_counts.size());
+    const auto first_instruction = static_cast<int>(b_.program().instructions.size());
     gathered_scales_ = compile_steps(b_, plan, 0, plan.steps.size(), scales_, "scales, ");
-    for (int b = first_buffer; b < static_cast<int>(program.buffer_counts.size()); ++b) {
-      program.other_dtypes.emplace(b, float32());
-    }
     awaited_scales_ = b_.take_last_wait(first_instruction);
   }
 

@@ -5,34 +5,32 @@
 namespace shardwright {
 
 ProgramBuilder::ProgramBuilder(MeshPtr mesh, DType dtype, Backend backend, bool named_groups_only, int64_t position)
-    : mesh_(std::move(mesh)), backend_(backend), named_groups_only_(named_groups_only), position_(position) {
-  program_.dtype = std::move(dtype);
+    : mesh_(std::move(mesh)),
+      backend_(backend),
+      named_groups_only_(named_groups_only),
+      position_(position),
+      dtype_(std::move(dtype)) {
+  program_.dtype = dtype_;
 }
 
 void ProgramBuilder::begin_step(std::string text) { program_.step_texts.push_back(std::move(text)); }
 
-int ProgramBuilder::new_buffer(int64_t count) {
-  program_.buffer_counts.push_back(count);
-  return static_cast<int>(program_.buffer_counts.size()) - 1;
-}
+int ProgramBuilder::new_buffer(int64_t count) { return new_buffer(count, dtype_); }
 
 int ProgramBuilder::new_buffer(int64_t count, const DType& dtype) {
-  const int buffer = new_buffer(count);
+  const auto buffer = static_cast<int>(program_.buffer_counts.size());
+  program_.buffer_counts.push_back(count);
   if (!(dtype == program_.dtype)) program_.other_dtypes.emplace(buffer, dtype);
   return buffer;
 }
 
-int ProgramBuilder::new_input(std::vector<int64_t> shape) {
+int ProgramBuilder::new_input(std::vector<int64_t> shape) { return new_input(std::move(shape), dtype_); }
+
+int ProgramBuilder::new_input(std::vector<int64_t> shape, const DType& dtype) {
   int64_t count = 1;
   for (const int64_t size : shape) count *= size;
   program_.input_shapes.push_back(std::move(shape));
-  return new_buffer(count);
-}
-
-int ProgramBuilder::new_input(std::vector<int64_t> shape, const DType& dtype) {
-  const int buffer = new_input(std::move(shape));
-  if (!(dtype == program_.dtype)) program_.other_dtypes.emplace(buffer, dtype);
-  return buffer;
+  return new_buffer(count, dtype);
 }
 
 std::vector<Instruction> ProgramBuilder::take_last_wait(int first) {

@@ -33,9 +33,12 @@ class ProgramBuilder {
 
   // What follows is named by `text` in messages.
   void begin_step(std::string text);
+  // Buffers that follow are of this dtype, unless another one is named. Answers the one before.
+  DType begin_dtype(DType dtype) { return std::exchange(dtype_, std::move(dtype)); }
   // What follows belongs to this chunk of a pipeline; -1: to none.
   void begin_chunk(int chunk) { chunk_ = chunk; }
 
+  // Of the dtype that was begun; at first the program's.
   int new_buffer(int64_t count);
   int new_buffer(int64_t count, const DType& dtype);
   // The next input; all of them before any other buffer.
@@ -70,6 +73,7 @@ class ProgramBuilder {
   Backend backend_;
   bool named_groups_only_;
   int64_t position_;
+  DType dtype_;
   int chunk_ = -1;
   Program program_;
 };

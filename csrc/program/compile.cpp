@@ -83,12 +83,14 @@ std::string step_text(const Plan& plan, size_t index) {
 
 int compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, int current,
                   const std::string& of_what) {
+  const DType before = builder.begin_dtype(plan.src.dtype());
   for (size_t i = begin; i < end; ++i) {
     builder.begin_step(of_what + step_text(plan, i));
     const int next = builder.new_buffer(num_elements(plan.steps[i].after.region(builder.position())));
     compile_step(builder, plan.steps[i], current, next);
     current = next;
   }
+  builder.begin_dtype(before);
   return current;
 }
 

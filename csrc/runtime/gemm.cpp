@@ -99,13 +99,20 @@ at::Tensor dense_scales(const at::Tensor& buffer, const Scale& scale, int64_t ro
   return is_aligned ? view : view.clone();
 }
 
+// One product of a batch, by itself.
+Gemm one_of(const Gemm& gemm, int64_t i) {
+  Gemm one = gemm;
+  one.count = 1;
+  one.lhs.offset += i * gemm.lhs_batch_stride;
+  one.rhs.offset += i * gemm.rhs_batch_stride;
+  one.dst.offset += i * gemm.dst_batch_stride;
+  return one;
+}
+
 void multiply_by_casting(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
                          const at::Tensor& rhs_scale, at::Tensor& dst) {
   for (int64_t i = 0; i < gemm.count; ++i) {
-    Gemm one = gemm;
-    one.lhs.offset += i * gemm.lhs_batch_stride;
-    one.rhs.offset += i * gemm.rhs_batch_stride;
-    one.dst.offset += i * gemm.dst_batch_stride;
+    const Gemm one = one_of(gemm, i);
     at::Tensor product =
         at::mm(view(lhs, one.lhs, gemm.m, gemm.k).to(at::kFloat), view(rhs, one.rhs, gemm.k, gemm.n).to(at::kFloat));
     product.mul_(lhs_scale.unsqueeze(1)).mul_(rhs_scale.unsqueeze(0));
@@ -154,10 +161,7 @@ void multiply_with_aten(const Gemm& gemm, const at::Tensor& lhs, const at::Tenso
     return;
   }
   for (int64_t i = 0; i < gemm.count; ++i) {
-    Gemm one = gemm;
-    one.lhs.offset += i * gemm.lhs_batch_stride;
-    one.rhs.offset += i * gemm.rhs_batch_stride;
-    one.dst.offset += i * gemm.dst_batch_stride;
+    const Gemm one = one_of(gemm, i);
     multiply_matrices(view(lhs, one.lhs, gemm.m, gemm.k), view(rhs, one.rhs, gemm.k, gemm.n),
                       view(dst, one.dst, gemm.m, gemm.n), gemm.accumulates, added);
   }
@@ -168,7 +172,7 @@ void multiply_with_aten(const Gemm& gemm, const at::Tensor& lhs, const at::Tenso
 int sm_carveout() { return carveout().load(std::memory_order_relaxed); }
 
 void set_sm_carveout(int sms) {
-  check_user(sms >= 0, "sms: ", sms, "; allowed are 0 and more");
+  TORCH_CHECK_VALUE(sms >= 0, "sms: ", sms, "; allowed are 0 and more");
   carveout() = sms;
 }
 

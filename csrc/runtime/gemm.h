@@ -19,7 +19,7 @@ struct GemmHints {
 
 // What hints of products beside transfers say, in this process; 0 at first.
 int sm_carveout();
-// Throws UserError below 0.
+// Throws c10::ValueError below 0.
 void set_sm_carveout(int sms);
 
 // The buffers are flat tensors on one device; `bias` is looked at where the product has one. lhs and rhs are of one
@@ -55,8 +55,8 @@ std::optional<double> waves_of(const Gemm& gemm, at::ScalarType operands, at::Sc
 
 // What one kind of device does by itself, in a file of its own that is built only where the device's toolkit is.
 // Products answer false, having done nothing, where it is to be done as everywhere else. `multiply_scaled` is given
-// what why_not_scaled says nothing against, and scales that are one and one, or m and n, dense, at
-// multiples of 16 bytes.
+// what why_not_scaled says nothing against, and scales that are one and one, or m and n, dense, at multiples of 16
+// bytes.
 struct DeviceGemms {
   bool (*multiply)(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst,
                    const at::Tensor& bias, const GemmHints& hints) = nullptr;

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 import shardwright as sw
 
 
+def part_in_group(whole: torch.Tensor, placement: str) -> torch.Tensor:
+    """What this rank of the default group holds of `whole`."""
+    mesh = sw.Mesh({"group": dist.get_world_size()})
+    return part_of(whole, sw.Layout(mesh, whole.shape, [placement]), dist.get_rank())
+
+
 def part_of(whole: torch.Tensor, layout: sw.Layout, rank: int) -> torch.Tensor:
     """What `rank` holds of `whole` by the cuts of `layout`."""
+    if whole.dtype.itemsize == 1 and whole.dtype.is_floating_point:  # which PyTorch cannot concatenate on CPU
+        return part_of(whole.float(), layout, rank).to(whole.dtype)
     for dim, intervals in enumerate(layout.region(rank)):
         whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in intervals or [(0, 0)]], dim)
     return whole

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 
 import shardwright as sw
 from meshes import get_mesh
-from parts import part_of
+from parts import part_in_group as _part
 from pool import Pool
 
 SCHEDULES = [(None, None), ("serial", 1), ("ring", 2), ("ring", 4), ("collective", 3), ("collective", 1)]
@@ -26,11 +25,6 @@ def _integers(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float3
     """Small enough that every sum of products is exact, in bfloat16 too."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).to(dtype)
-
-
-def _part(tensor: torch.Tensor, placement: str) -> torch.Tensor:
-    world = dist.get_world_size()
-    return part_of(tensor, sw.Layout(sw.Mesh({"group": world}), tensor.shape, [placement]), dist.get_rank())
 
 
 def _gathers(shape: tuple[int, ...], columns: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:

@@ -221,7 +221,7 @@ def _is_an_operator() -> None:
     (name,) = names
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.shardwright.multiply.default, (x, [weight], [bias], [], name), test_utils=tests)
-    backward = (x.detach(), [weight.detach()], [torch.randn(8, 5)], [], [True, True, True], name)
+    backward = (x.detach(), [weight.detach()], [torch.randn(8, 5)], [True, True, True], name)
     torch.library.opcheck(torch.ops.shardwright.multiply_backward.default, backward, test_utils=tests[::2])
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardwright as sw
 from meshes import get_mesh
+from parts import part_in_group as _part
 from parts import part_of
 from pool import Pool
 from shardwright import _product_calls
@@ -32,12 +33,6 @@ def _integers(shape: Sequence[int], seed: int, dtype: torch.dtype) -> torch.Tens
 
 def _scales(shape: Sequence[int], seed: int) -> torch.Tensor:
     return 2.0 ** torch.randint(-1, 2, tuple(shape), generator=torch.Generator().manual_seed(seed))
-
-
-def _part(tensor: torch.Tensor, placement: str) -> torch.Tensor:
-    layout = sw.Layout(sw.Mesh({"group": dist.get_world_size()}), tensor.shape, [placement])
-    # PyTorch has no concatenation of 8-bit floats on CPU.
-    return part_of(tensor.float(), layout, dist.get_rank()).to(tensor.dtype)
 
 
 def _kinds(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
@@ -145,7 +140,7 @@ def test_matmul_reduce_scatter_and_all_reduce(pool: Pool, world: int) -> None:
 
 def _distributed(tensor: torch.Tensor, mesh: Any, placements: Sequence[str]) -> DTensor:
     layout = sw.Layout(sw.Mesh(mesh), tensor.shape, placements)
-    local = part_of(tensor.float(), layout, dist.get_rank()).to(tensor.dtype)
+    local = part_of(tensor, layout, dist.get_rank())
     strides = tensor.contiguous().stride()
     on = [PLACEMENTS[p] for p in placements]
     return DTensor.from_local(local, mesh, on, run_check=False, shape=tensor.shape, stride=strides)

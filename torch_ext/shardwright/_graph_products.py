@@ -5,8 +5,7 @@ up to the point where the product would be computed; what was found out by then 
 gets an operator with that name:
 
     multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, str product) -> Tensor[]
-    multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, Tensor[] added, bool[] needs, str product)
-        -> Tensor[]
+    multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, bool[] needs, str product) -> Tensor[]
 
 All tensors are this rank's parts. A name follows from what it stands for and from the rank, so that whoever keeps
 graphs by their text does not take one for another.
@@ -81,8 +80,7 @@ def _product(name: str) -> Product:
 _library = torch.library.Library("shardwright", "FRAGMENT")
 _library.define("multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, str product) -> Tensor[]")
 _library.define(
-    "multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, Tensor[] added, bool[] needs, str product) -> "
-    "Tensor[]"
+    "multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, bool[] needs, str product) -> Tensor[]"
 )
 
 
@@ -107,21 +105,24 @@ def _multiply_backward(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
-    added: Sequence[torch.Tensor],
     needs: Sequence[bool],
     product: str,
 ) -> list[torch.Tensor]:
-    """Those gradients that are needed, of operand, weights and biases; `added` as `Product.backward` has it."""
+    """Those gradients that are needed, of operand, weights and biases."""
     made = _product(product)
     count = len(weights)
     asked = (needs[0], list(needs[1 : 1 + count]), list(needs[1 + count :]))
     kept = x if made.keeps_gathered else None
     locals_ = [gradient.contiguous() for gradient in gradients]
-    dx, dws, dbs = made.backward(
-        x, kept, weights, locals_, made.gradient_layouts(), asked, added[0] if len(added) else None
-    )
+    dx, dws, dbs = made.backward(x, kept, weights, locals_, made.gradient_layouts(), asked)
     found = [gradient for gradient in (dx, *dws, *dbs) if gradient is not None]
-    return _apart(found, [x, *weights, *gradients, *added])
+    return _apart(found, [x, *weights, *gradients])
+
+
+def _new_parts(like: torch.Tensor, made: Product, layouts: Sequence[_planner.Layout]) -> list[torch.Tensor]:
+    """What this rank holds by these layouts, of any content."""
+    rank = dist.get_rank(made.setting.group)
+    return [like.new_empty(tuple(one.local_shape(rank)), dtype=getattr(torch, one.dtype)) for one in layouts]
 
 
 def _apart(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -143,9 +144,7 @@ def _(
     product: str,
 ) -> list[torch.Tensor]:
     made = _product(product)
-    rank = dist.get_rank(made.setting.group)
-    layouts = [*made.problem.results, *([made.x] if made.keeps_gathered else [])]
-    return [x.new_empty(tuple(one.local_shape(rank)), dtype=getattr(torch, one.dtype)) for one in layouts]
+    return _new_parts(x, made, [*made.problem.results, *([made.x] if made.keeps_gathered else [])])
 
 
 @torch.library.register_fake("shardwright::multiply_backward")
@@ -153,18 +152,13 @@ def _(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
-    added: Sequence[torch.Tensor],
     needs: Sequence[bool],
     product: str,
 ) -> list[torch.Tensor]:
     made = _product(product)
-    rank = dist.get_rank(made.setting.group)
     layouts = [made.problem.x, *made.problem.weights, *made.problem.biases]
-    return [
-        x.new_empty(tuple(layout.local_shape(rank)), dtype=getattr(torch, layout.dtype))
-        for layout, needed in zip(layouts, needs, strict=True)
-        if needed and layout is not None
-    ]
+    asked = [layout for layout, needed in zip(layouts, needs, strict=True) if needed and layout is not None]
+    return _new_parts(x, made, asked)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
@@ -182,16 +176,13 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, 
     needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
     given = iter(needs_biases)
     by_weight = [has_bias and next(given) for has_bias in ctx.has_bias]
-    rank = dist.get_rank(made.setting.group)
-    dys = []
-    for gradient, layout in zip(gradients, made.gradient_layouts(), strict=False):
-        shape = tuple(layout.local_shape(rank))
-        dys.append(x.new_zeros(shape) if gradient is None else gradient)
-    added = [] if len(gradients) == len(dys) or gradients[-1] is None else [gradients[-1]]
+    # Behind those of the results may be one of the operand as gathered, which graphs only keep for this.
+    dys = [
+        _new_parts(x, made, [layout])[0].zero_() if gradient is None else gradient
+        for gradient, layout in zip(gradients, made.gradient_layouts(), strict=False)
+    ]
     needs = [needs_x, *needs_weights, *by_weight]
-    found = iter(
-        torch.ops.shardwright.multiply_backward(x, weights, dys, added, needs, ctx.product) if any(needs) else []
-    )
+    found = iter(torch.ops.shardwright.multiply_backward(x, weights, dys, needs, ctx.product) if any(needs) else [])
     dx = next(found) if needs_x else None
     dws = [next(found) if needed else None for needed in needs_weights]
     dbs = [next(found) if needed else None for needed in needs_biases]
@@ -261,7 +252,7 @@ def _is_even(product: Product) -> bool:
     """
     p = product.problem
     layouts = [p.x, *p.weights, *p.results, *(bias for bias in p.biases if bias is not None), product.x]
-    return all(len({tuple(one.local_shape(rank)) for rank in p.x.mesh.ranks}) == 1 for one in layouts)
+    return all(one.has_equal_parts for one in layouts)
 
 
 @torch._dynamo.assume_constant_result

@@ -116,6 +116,10 @@ class Layout:
     def shard_order(self) -> dict[int, list[int]]:
         """{tensor dim: mesh dims that cut it, first cut first}; mesh dims of size 1 are left out."""
 
+    @property
+    def has_equal_parts(self) -> bool:
+        """Whether all ranks hold parts of one shape."""
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of this rank's part; (0,) on a rank that is not on the mesh."""
 

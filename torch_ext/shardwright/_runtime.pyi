@@ -125,7 +125,6 @@ class Gemm:
 def nothing_watches(in_backward: bool) -> bool:
     """Whether no mode, trace or transform is to see what this thread does, and no backward is under way, or may be."""
 
-def sm_carveout() -> int: ...
 def set_sm_carveout(sms: int) -> None:
     """Multiprocessors that products leave to the kernels of transfers that are under way beside them.
 

@@ -45,10 +45,6 @@ def scaled(
 
     `k_dim` is that of weights; `names` are those of the caller's arguments, for messages.
     """
-    weight_names, scale_names, bias_names = (
-        [f"{name}[{j}]" if name in ("weights", "weight_scales", "biases") else name for j in range(len(weights))]
-        for name in names
-    )
     if x_scale is None and weight_scales is None:
         if out_dtype is not None:
             raise ValueError(
@@ -57,6 +53,10 @@ def scaled(
         if x.dtype in _OPERANDS:
             raise ValueError(f"x_scale: has to be given for x of {x.dtype}, and {names[1]} too")
         return None
+    weight_names, scale_names, bias_names = (
+        [f"{name}[{j}]" if name in ("weights", "weight_scales", "biases") else name for j in range(len(weights))]
+        for name in names
+    )
     if x_scale is None or weight_scales is None:
         missing, given = ("x_scale", names[1]) if x_scale is None else (names[1], "x_scale")
         raise ValueError(f"{missing}: has to be given where {given} is; operands are all scaled, or none")

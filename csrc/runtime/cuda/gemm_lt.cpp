@@ -457,7 +457,7 @@ bool multiply_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor&
                       const at::Tensor& bias, const GemmHints& hints) {
   const at::ScalarType operands = lhs.scalar_type();
   const bool is_for_aten = gemm.count == 1 && dst.scalar_type() == operands && hints.sms_left == 0;
-  if (is_for_aten || gemm.k == 0 || !is_ours(operands, dst.scalar_type())) return false;
+  if (is_for_aten || !is_ours(operands, dst.scalar_type())) return false;
   if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0) return true;
   const c10::cuda::CUDAGuard guard(dst.device());
   auto problem = problem_of(gemm, operands, operands, dst.scalar_type(), dst.device().index(), hints);
