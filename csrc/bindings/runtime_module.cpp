@@ -11,6 +11,7 @@
 #include "runtime/gemm.h"
 #include "runtime/local_ops.h"
 #include "runtime/operators.h"
+#include "runtime/progress.h"
 #include "runtime/staging.h"
 #include "runtime/trace.h"
 
@@ -23,7 +24,7 @@ namespace {
 void bind_groups(Executable& executable, const std::vector<std::string>& names) {
   std::vector<comm::GroupPtr> groups;
   for (const std::string& name : names) groups.push_back(c10d::resolve_process_group(name));
-  executable.bind(std::move(groups));
+  executable.bind(groups);
 }
 
 // Whether no mode, trace or transform is to see what this thread does, and no backward is under way, or may be.
@@ -171,6 +172,8 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("set_sm_carveout", &shardwright::set_sm_carveout, py::arg("sms"));
   m.def("kept_staging_bytes", &shardwright::kept_staging_bytes);
   m.def("release_staging", &shardwright::release_staging);
+  m.def("finish_programs", &shardwright::finish_programs, py::arg("timeout_seconds"),
+        py::call_guard<py::gil_scoped_release>());
   m.def("drain", &shardwright::drain_lanes, py::call_guard<py::gil_scoped_release>());
   m.def("counters", [] {
     return py::dict(py::arg("runs") = shardwright::counters().runs.load(),

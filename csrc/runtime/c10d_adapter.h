@@ -16,6 +16,7 @@ namespace shardwright::comm {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+using WeakGroupPtr = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
 
 struct Message {
   int64_t peer = -1;  // rank in the group

@@ -4,6 +4,7 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/pow.h>
+#include <ATen/record_function.h>
 
 #include "layout/error.h"
 #include "runtime/flat.h"
@@ -25,6 +26,24 @@ at::Tensor dense(const at::Tensor& input) {
   return flat_view(plain, 0, plain.numel());
 }
 
+// Shows a profiler of this thread which step of the plan is being worked on.
+class StepRecord {
+ public:
+  void at(const Program& program, int instruction) {
+    if (!at::hasCallbacks()) return;
+    const int step = program.instructions[instruction].step;
+    if (step == step_) return;
+    step_ = step;
+    record_.reset();
+    record_.emplace(at::RecordScope::FUNCTION);
+    if (record_->isActive()) record_->before(concat("shardwright::", program.step_texts[step]));
+  }
+
+ private:
+  std::optional<at::RecordFunction> record_;
+  int step_ = -1;
+};
+
 }  // namespace
 
 Execution::Execution(std::shared_ptr<const Executable> executable, c10::ArrayRef<at::Tensor> inputs,
@@ -36,6 +55,7 @@ Execution::Execution(std::shared_ptr<const Executable> executable, c10::ArrayRef
       buffers_(program_.buffer_counts.size()),
       outputs_(program_.outputs.size()),
       works_(program_.instructions.size()),
+      groups_(executable_->groups()),
       num_instructions_(static_cast<int>(program_.instructions.size())),
       is_on_cpu_(device_.is_cpu()),
       is_beside_compute_(is_beside_compute && !is_on_cpu_) {
@@ -55,30 +75,54 @@ const at::Tensor& Execution::output(size_t index) {
   return outputs_[index];
 }
 
-void Execution::start() {
+void Execution::copy_inputs() {
   const BelowAutograd guard;
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  while (!finished()) {
-    const bool communicates = is_communication(program_.instructions[next_].operation);
+  for (size_t i = 0; i < program_.input_shapes.size(); ++i) {
+    at::Tensor copy = take_staging(buffers_[i].numel(), buffers_[i].options());
+    copy.copy_(buffers_[i]);
+    buffers_[i] = std::move(copy);
+  }
+  owns_inputs_ = true;
+}
+
+void Execution::start_until(int instruction) {
+  const BelowAutograd guard;
+  StepRecord record;
+  while (next_ < instruction) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (next_ >= instruction) return;
+    record.at(program_, next_);
     step();
-    if (communicates) return;
   }
 }
 
-void Execution::start_all() { advance_until(executable_->last_communication() + 1); }
+void Execution::run_next() { start_until(std::min(next_ + 1, num_instructions_)); }
 
-void Execution::finish() { advance_until(num_instructions_); }
+void Execution::start_all() { start_until(executable_->last_communication() + 1); }
 
-void Execution::advance_until(int instruction) {
-  const BelowAutograd guard;
+void Execution::finish() {
+  start_until(num_instructions_);
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  while (next_ < instruction) step();
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+bool Execution::failed() const {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return failure_ != nullptr;
+}
+
+void Execution::release() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (size_t i = 0; owns_inputs_ && !failure_ && i < program_.input_shapes.size(); ++i) give_staging(buffers_[i]);
+  buffers_.clear();
+  outputs_.clear();
+  groups_.clear();
 }
 
 void Execution::step() {
-  const int index = next_++;  // also when it fails: a failed run is not taken up again
-  for (const int b : executable_->lifetimes().begins[index]) allocate(b);
+  const int index = next_;
   try {
+    for (const int b : executable_->lifetimes().begins[index]) allocate(b);
     execute(program_.instructions[index].operation, index);
   } catch (const c10::Error& error) {
     fail(index, error.what_without_backtrace());
@@ -89,14 +133,17 @@ void Execution::step() {
     if (!program_.is_input(b) && !program_.is_output(b)) give_staging(buffers_[b]);
     buffers_[b].reset();
   }
+  next_ = index + 1;
 }
 
 void Execution::fail(int index, const std::string& reason) {
-  next_ = num_instructions_;
   const Instruction& instruction = program_.instructions[index];
-  TORCH_CHECK_WITH(DistBackendError, false, "shardwright: rank ", executable_->rank(), " failed in ",
-                   program_.step_texts[instruction.step], group_text(index), " of plan\n", executable_->text(), "\n",
-                   reason);
+  const std::string text =
+      concat("shardwright: rank ", executable_->rank(), " failed in ", program_.step_texts[instruction.step],
+             group_text(index), " of plan\n", executable_->text(), "\n", reason);
+  failure_ = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, text));
+  next_ = num_instructions_;  // a failed run is not taken up again
+  std::rethrow_exception(failure_);
 }
 
 std::string Execution::group_text(int index) const {
@@ -163,7 +210,7 @@ void Execution::all_to_all(const AllToAll& move, int index) {
     for (int64_t& count : receive_counts) count *= item_bytes;
   }
   works_[index] = {
-      comm::all_to_all(executable_->groups()[move.group], dst, src, std::move(receive_counts), std::move(send_counts))};
+      comm::all_to_all(groups_[move.group], dst, src, std::move(receive_counts), std::move(send_counts))};
 }
 
 GemmHints Execution::hints() const { return {num_under_way_ > 0 ? sm_carveout() : 0}; }
@@ -220,18 +267,17 @@ void Execution::start_transfer(const Operation& operation, int index) {
 }
 
 void Execution::transfer(const Operation& operation, int index) {
-  const auto& groups = executable_->groups();
   if (const auto* o = std::get_if<AllGather>(&operation)) {
     at::Tensor src = wire(o->src);
     at::Tensor dst = wire(o->dst);
-    works_[index] = {comm::all_gather(groups[o->group], dst, src)};
+    works_[index] = {comm::all_gather(groups_[o->group], dst, src)};
   } else if (const auto* o = std::get_if<ReduceScatter>(&operation)) {
     at::Tensor src = range(o->src);
     at::Tensor dst = range(o->dst);
-    works_[index] = {comm::reduce_scatter(groups[o->group], dst, src, o->op)};
+    works_[index] = {comm::reduce_scatter(groups_[o->group], dst, src, o->op)};
   } else if (const auto* o = std::get_if<AllReduce>(&operation)) {
     at::Tensor data = range(o->data);
-    works_[index] = {comm::all_reduce(groups[o->group], data, o->op)};
+    works_[index] = {comm::all_reduce(groups_[o->group], data, o->op)};
   } else if (const auto* o = std::get_if<AllToAll>(&operation)) {
     all_to_all(*o, index);
   } else {
@@ -240,7 +286,7 @@ void Execution::transfer(const Operation& operation, int index) {
     std::vector<comm::Message> receives;
     for (const auto& m : move.sends) sends.push_back({m.peer, wire(m.range)});
     for (const auto& m : move.receives) receives.push_back({m.peer, wire(m.range)});
-    works_[index] = comm::send_receive(groups[move.group], sends, receives);
+    works_[index] = comm::send_receive(groups_[move.group], sends, receives);
   }
 }
 

@@ -5,6 +5,8 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
+#include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -24,20 +26,26 @@ class Execution {
   // The first output goes to `out`, contiguous and of the right shape. To be said before anything runs.
   void write_to(const at::Tensor& out);
 
+  // Nothing of the inputs' own memory is read from here on: copies what is to be read. Before anything runs.
+  void copy_inputs();
+
   // Allocated by the first instruction that writes it, or by the first to ask for it here.
   const at::Tensor& output(size_t index = 0);
   const at::Device& device() const { return device_; }
 
-  // Up to and including the first communication.
-  void start();
-  // Up to and including the last communication.
-  void start_all();
+  // These may be called by several threads, each any number of times; every instruction runs once, in order. What fails
+  // is raised by the call that ran into it and by every later `finish`.
+  void start_until(int instruction);  // exclusive
+  void run_next();                    // one instruction, if any is left
+  void start_all();                   // up to and including the last communication
   void finish();
   bool finished() const { return next_ == num_instructions_; }
   bool all_started() const { return next_ > executable_->last_communication(); }
+  bool failed() const;
+  // Lets go of all tensors. Once it is finished.
+  void release();
 
  private:
-  void advance_until(int instruction);  // exclusive
   void step();
   void execute(const Operation& operation, int index);
   // The transfer of an instruction, on whatever stream is current.
@@ -70,12 +78,15 @@ class Execution {
   std::vector<std::optional<c10::Event>> transferred_;
   std::vector<TraceSpan> spans_;  // by instruction, while a trace is taken
   int64_t run_number_ = 0;        // of this run in a trace; 0: not given yet
+  c10::SmallVector<comm::GroupPtr, 4> groups_;  // alive as long as this
   int num_instructions_ = 0;
   int num_under_way_ = 0;  // transfers that were started and not waited for
   bool is_on_cpu_ = false;
   bool is_beside_compute_ = false;
-  int next_ = 0;
-  std::recursive_mutex mutex_;
+  bool owns_inputs_ = false;
+  std::atomic<int> next_{0};
+  std::exception_ptr failure_;
+  mutable std::recursive_mutex mutex_;  // held for one instruction at a time
 };
 
 }  // namespace shardwright

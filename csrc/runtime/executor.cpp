@@ -2,14 +2,17 @@
 
 #include <ATen/ops/div.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
 #include <deque>
 
 #include "layout/error.h"
 #include "planner/serialize.h"
 #include "runtime/execution.h"
+#include "runtime/progress.h"
 
 namespace shardwright {
 namespace {
@@ -66,30 +69,43 @@ Lane& lane_of(const at::Device& device) { return lanes().at(device.is_cpu() ? 0 
 // What AsyncCollectiveTensor waits for: the rest of the program.
 class ExecutionWork : public c10d::Work {
  public:
-  explicit ExecutionWork(std::shared_ptr<Execution> execution) : execution_(std::move(execution)) {
+  ExecutionWork(std::shared_ptr<Execution> execution, const at::Tensor& output)
+      : execution_(std::move(execution)), output_(output.getIntrusivePtr()) {
     ++lane_of(execution_->device()).num_unfinished;
   }
   // If nobody waited, the peers still need the communications of this rank.
   ~ExecutionWork() override {
     try {
-      execution_->start_all();
+      if (!execution_->device().is_cpu()) execution_->start_all();
     } catch (const std::exception&) {
       // Whoever waits on another rank reports it; a destructor must not throw.
+    }
+    if (!was_waited_for_ && execution_->failed()) {
+      TORCH_WARN("shardwright: an asynchronous redistribute that nobody waited for has failed");
     }
     --lane_of(execution_->device()).num_unfinished;
   }
 
   bool isCompleted() override { return execution_->finished(); }
-  bool isSuccess() const override { return execution_->finished(); }
+  bool isSuccess() const override { return execution_->finished() && !execution_->failed(); }
   bool wait(std::chrono::milliseconds) override {
-    execution_->finish();
+    synchronize();
     return true;
   }
-  void synchronize() override { execution_->finish(); }
-  std::vector<at::Tensor> result() override { return {execution_->output()}; }
+  void synchronize() override {
+    was_waited_for_ = true;
+    execution_->finish();
+  }
+  // The output, if anybody still holds it.
+  std::vector<at::Tensor> result() override {
+    const auto output = output_.lock();
+    return output ? std::vector<at::Tensor>{at::Tensor(output)} : std::vector<at::Tensor>{};
+  }
 
  private:
+  std::atomic<bool> was_waited_for_{false};
   std::shared_ptr<Execution> execution_;
+  c10::weak_intrusive_ptr<c10::TensorImpl> output_;
 };
 
 std::vector<std::pair<std::string, std::string>> signature_of(const Plan& plan, const std::string& plan_bytes) {
@@ -158,11 +174,26 @@ void Executable::describe(const std::vector<const Plan*>& plans) {
     if (is_communication(program_.instructions[i].operation)) last_communication_ = static_cast<int>(i);
   }
   communicates_ = last_communication_ >= 0;
+  note_input_reads();
   const DTypeKind kind = program_.dtype.kind();
   travels_as_bytes_ = kind == DTypeKind::kOpaque || kind == DTypeKind::kComplex || program_.dtype.name() == "int16";
 }
 
-void Executable::bind(std::vector<comm::GroupPtr> groups) {
+void Executable::note_input_reads() {
+  const std::vector<Instruction>& instructions = program_.instructions;
+  const auto is_wait = [](const Instruction& i) { return std::holds_alternative<Wait>(i.operation); };
+  first_wait_ = static_cast<int>(std::find_if(instructions.begin(), instructions.end(), is_wait) -
+                                 instructions.begin());
+  for (int i = 0; i < static_cast<int>(instructions.size()); ++i) {
+    const Operation& operation = instructions[i].operation;
+    const std::vector<int> buffers = buffers_of(operation);
+    if (std::none_of(buffers.begin(), buffers.end(), [&](int b) { return program_.is_input(b); })) continue;
+    if (is_communication(operation) || i > first_wait_) reads_input_after_start_ = true;
+    if (!is_communication(operation) || i > first_wait_) end_of_input_reads_ = i + 1;
+  }
+}
+
+void Executable::bind(const std::vector<comm::GroupPtr>& groups) {
   check_user(groups.size() == program_.groups.size(), "groups: got ", groups.size(), ", the program needs ",
              program_.groups.size());
   for (size_t g = 0; g < groups.size(); ++g) {
@@ -172,7 +203,22 @@ void Executable::bind(std::vector<comm::GroupPtr> groups) {
                "groups: group ", g, " has ", groups[g]->getSize(), " ranks and this is its rank ", groups[g]->getRank(),
                "; the program needs ranks (", join(expected.ranks), ") in this order");
   }
-  groups_ = std::move(groups);
+  groups_.assign(groups.begin(), groups.end());
+}
+
+bool Executable::is_bound_to(const std::vector<comm::GroupPtr>& groups) const {
+  return std::equal(groups_.begin(), groups_.end(), groups.begin(), groups.end(),
+                    [](const comm::WeakGroupPtr& bound, const comm::GroupPtr& group) { return bound.lock() == group; });
+}
+
+c10::SmallVector<comm::GroupPtr, 4> Executable::groups() const {
+  c10::SmallVector<comm::GroupPtr, 4> alive;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    alive.push_back(groups_[g].lock());
+    check_user(alive.back().defined(), "group: the process group of ranks (", join(program_.groups[g].ranks),
+               ") was destroyed, and a redistribute still needs it (", text_, ")");
+  }
+  return alive;
 }
 
 at::TensorOptions Executable::options_like(c10::ArrayRef<at::Tensor> inputs) const {
@@ -285,15 +331,23 @@ std::vector<at::Tensor> Executable::run_all(c10::ArrayRef<at::Tensor> inputs) co
   return outputs;
 }
 
-std::pair<at::Tensor, comm::WorkPtr> Executable::start(const at::Tensor& input) const {
+std::pair<at::Tensor, comm::WorkPtr> Executable::start(const at::Tensor& input, bool input_may_change) const {
   if (returns_input() || !communicates_) return {run(input), nullptr};
   check_inputs(input);
   const auto execution = std::make_shared<Execution>(shared_from_this(), input, /*is_beside_compute=*/true);
+  const bool is_on_cpu = execution->device().is_cpu();
+  if (is_on_cpu && input_may_change && reads_input_after_start_) execution->copy_inputs();
   const at::Tensor output = execution->output();  // before anything runs, so that it is the one waited for
-  lane_of(execution->device()).issue(execution, [](Execution& e) { e.start(); });
+  // What watches this thread is to see all communications.
+  const bool is_watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
+  const int until = is_watched ? last_communication_ + 1
+                    : is_on_cpu                                ? first_wait_
+                                                               : std::max(first_wait_, end_of_input_reads_);
+  lane_of(execution->device()).issue(execution, [until](Execution& e) { e.start_until(until); });
   ++counters().runs;
   counters().received_bytes += received_bytes_;
-  return {output, c10::make_intrusive<ExecutionWork>(execution)};
+  if (is_on_cpu) finish_on_progress_thread(execution);
+  return {output, c10::make_intrusive<ExecutionWork>(execution, output)};
 }
 
 }  // namespace shardwright

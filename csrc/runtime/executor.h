@@ -1,10 +1,15 @@
 // Runs a rank's program over c10d process groups.
 //
-// Who advances a program: whoever started it, up to and including its first communication; for a synchronous call the
-// same thread then goes on to the end. An asynchronous call returns there, and the rest is done by whoever waits for
-// the returned Work first, or by the next program that is started on the same device, which first makes every program
-// before it start all its communications. So the order in which our collectives are started is the order in which
-// programs were, on every rank, whenever each rank happens to wait.
+// Who advances a program: the thread that started it, as far as the first Wait; for a synchronous call the same thread
+// then goes on to the end. An asynchronous call returns there. On CPU a progress thread (progress.h) does the rest,
+// whether or not anybody waits; on other devices whoever waits for the returned Work first does. The next program that
+// is started on the same device first makes every program before it start all its communications. So the order in which
+// our collectives are started is the order in which programs were, on every rank, whenever each rank happens to wait.
+//
+// Inputs: once an asynchronous call has returned, the caller may write to its input. On CPU nothing reads it any more:
+// what would be read later was copied. On other devices packing and copying stand on the caller's stream before
+// whatever the caller does next; only a transfer that sends the input's own memory may still read it, as PyTorch's
+// asynchronous collectives do.
 //
 // Streams: compute runs on the caller's. Transfers run on the device's side stream (side_stream.h) where compute can go
 // on meanwhile, that is in asynchronous calls and in programs with products; else on the caller's stream too, unless
@@ -16,6 +21,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
 
 #include <atomic>
 #include <memory>
@@ -46,8 +52,9 @@ class Executable : public std::enable_shared_from_this<Executable> {
 
   const Program& program() const { return program_; }
 
-  // One process group per entry of program().groups, with the same ranks in the same order.
-  void bind(std::vector<comm::GroupPtr> groups);
+  // One process group per entry of program().groups, with the same ranks in the same order. They are not kept alive.
+  void bind(const std::vector<comm::GroupPtr>& groups);
+  bool is_bound_to(const std::vector<comm::GroupPtr>& groups) const;
 
   // `input`: of the shape that the program has for it, the plan's dtype, any strides. Returns a new tensor, or
   // `input` itself where nothing is to be done. Throws c10::ValueError on another shape or element size, with nothing
@@ -61,8 +68,9 @@ class Executable : public std::enable_shared_from_this<Executable> {
   // All inputs and outputs of a program that has several; its transfers go beside its compute.
   std::vector<at::Tensor> run_all(c10::ArrayRef<at::Tensor> inputs) const;
 
-  // `run`, returning after the first communication has been started. The Work is null where nothing is pending.
-  std::pair<at::Tensor, comm::WorkPtr> start(const at::Tensor& input) const;
+  // `run`, returning once the first communication is under way. The Work is null where nothing is pending.
+  // `input_may_change`: whether the caller may write to `input` before the Work is done.
+  std::pair<at::Tensor, comm::WorkPtr> start(const at::Tensor& input, bool input_may_change = true) const;
 
   bool communicates() const { return communicates_; }
   int64_t received_bytes() const { return received_bytes_; }
@@ -74,17 +82,22 @@ class Executable : public std::enable_shared_from_this<Executable> {
   // The ranks of the plan's mesh, row-major.
   const std::vector<int64_t>& mesh_ranks() const { return mesh_ranks_; }
   int64_t rank() const { return rank_; }
-  const std::vector<comm::GroupPtr>& groups() const { return groups_; }
+  // Throws UserError where one of them was destroyed.
+  c10::SmallVector<comm::GroupPtr, 4> groups() const;
   const Program::Lifetimes& lifetimes() const { return lifetimes_; }
   // Of an instruction that copies, prepared.
   const StridedCopy& copy(int instruction) const { return copies_.at(instruction); }
   int last_communication() const { return last_communication_; }
+  int first_wait() const { return first_wait_; }
+  // The instruction after the last that reads an input, transfers that read it before the first Wait left out.
+  int end_of_input_reads() const { return end_of_input_reads_; }
   // Of buffers that hold the program's own dtype, for a run with these inputs.
   at::TensorOptions options_like(c10::ArrayRef<at::Tensor> inputs) const;
   at::TensorOptions options_of(int buffer, const at::TensorOptions& usual) const;
 
  private:
   void describe(const std::vector<const Plan*>& plans);
+  void note_input_reads();
   bool returns_input() const { return program_.is_input(program_.outputs[0].buffer); }
   // Whether asynchronous programs are under way on the same device, in whose line this one must stand.
   bool has_transfers_beside(const at::Tensor& input) const;
@@ -97,13 +110,16 @@ class Executable : public std::enable_shared_from_this<Executable> {
   std::unordered_map<int, StridedCopy> copies_;
   std::unordered_map<int, at::ScalarType> other_dtypes_;  // by buffer
   int usual_input_ = -1;                                  // the first that is of the program's own dtype
-  std::vector<comm::GroupPtr> groups_;
+  std::vector<comm::WeakGroupPtr> groups_;
   std::string text_;
   Signature signature_;
   std::vector<int64_t> mesh_ranks_;
   int64_t rank_ = -1;
   int64_t received_bytes_ = 0;
   int last_communication_ = -1;  // index of the instruction
+  int first_wait_ = 0;           // likewise; without any, the number of instructions
+  int end_of_input_reads_ = 0;
+  bool reads_input_after_start_ = false;  // in transfers, or after the first Wait
   bool communicates_ = false;
   bool travels_as_bytes_ = false;
 };

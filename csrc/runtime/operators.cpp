@@ -81,7 +81,7 @@ UnderWay& under_way() {
 at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                               int64_t rank) {
   const at::Tensor dense = input.contiguous();
-  auto [output, work] = executable_of(plan, groups, rank)->start(dense);
+  auto [output, work] = executable_of(plan, groups, rank)->start(dense, /*input_may_change=*/false);
   const auto size = static_cast<int64_t>(std::max(dense.nbytes(), output.nbytes())) / 8 + 1;
   at::Tensor handle = at::empty({1}, at::TensorOptions(at::kLong).device(at::kCPU));
   *handle.mutable_data_ptr<int64_t>() = under_way().add({dense, output, std::move(work)});
@@ -207,11 +207,11 @@ std::shared_ptr<const Executable> executable_of(const std::string& plan, const s
   for (const std::string& name : groups) found_groups.push_back(c10d::resolve_process_group(name));
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = kept->find(key);
-  if (found != kept->end() && found->second->groups() == found_groups) return found->second;
+  if (found != kept->end() && found->second->is_bound_to(found_groups)) return found->second;
   try {
     auto made =
         is_matmul(plan) ? matmul_executable(plan, rank) : std::make_shared<Executable>(plan_bytes_of(plan), rank);
-    made->bind(std::move(found_groups));
+    made->bind(found_groups);
     if (kept->size() >= kMaxExecutables) kept->clear();
     kept->insert_or_assign(std::move(key), made);
     return made;

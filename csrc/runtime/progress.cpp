@@ -1,0 +1,95 @@
+#include "runtime/progress.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "runtime/execution.h"
+
+namespace shardwright {
+namespace {
+
+// How long the thread stays when there is nothing to do: making one costs more than a small redistribute.
+constexpr std::chrono::milliseconds kLinger{50};
+
+class Progress {
+ public:
+  void add(std::shared_ptr<Execution> execution) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    queue_.push_back(std::move(execution));
+    if (!is_running_ && !is_stopped_) {
+      is_running_ = true;
+      std::thread([this] { run(); }).detach();
+    }
+    changed_.notify_all();
+  }
+
+  bool stop(double timeout_seconds) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const bool is_done = changed_.wait_for(lock, std::chrono::duration<double>(timeout_seconds),
+                                           [this] { return queue_.empty() && !is_busy_; });
+    is_stopped_ = true;
+    changed_.notify_all();
+    return is_done;
+  }
+
+ private:
+  void run() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (changed_.wait_for(lock, kLinger, [this] { return !queue_.empty() || is_stopped_.load(); })) {
+      if (is_stopped_) break;
+      std::shared_ptr<Execution> execution = std::move(queue_.front());
+      queue_.pop_front();
+      is_busy_ = true;
+      lock.unlock();
+      finish(*execution);
+      execution.reset();  // perhaps the last to hold tensors
+      lock.lock();
+      is_busy_ = false;
+      changed_.notify_all();
+    }
+    is_running_ = false;
+  }
+
+  void finish(Execution& execution) const {
+    try {
+      while (!execution.finished() && !is_stopped_) execution.run_next();
+    } catch (const std::exception&) {
+      return;  // the program keeps it for whoever waits
+    }
+    if (execution.finished()) execution.release();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<Execution>> queue_;
+  bool is_running_ = false;
+  bool is_busy_ = false;  // with a program that is not in the queue any more
+  std::atomic<bool> is_stopped_{false};
+};
+
+// Threads do not survive a fork: a child begins anew. Instances outlive threads that run at exit.
+Progress& progress() {
+  static std::mutex mutex;
+  static Progress* instance = nullptr;
+  static pid_t process = 0;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (process != getpid()) {
+    instance = new Progress;
+    process = getpid();
+  }
+  return *instance;
+}
+
+}  // namespace
+
+void finish_on_progress_thread(std::shared_ptr<Execution> execution) { progress().add(std::move(execution)); }
+
+bool finish_programs(double timeout_seconds) { return progress().stop(timeout_seconds); }
+
+}  // namespace shardwright
