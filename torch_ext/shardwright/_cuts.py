@@ -6,13 +6,12 @@ or the summed one, whose sums are then due.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 
 import torch
 
-from . import _planner
+from . import _engine, _planner
 from ._product_calls import Setting, plan_between
 from .layout import Layout
 
@@ -60,7 +59,7 @@ class Cutting:
         return Layout(self.mesh, [sizes[axis] for axis in letters], placements, dtype or self.dtype, orders)
 
 
-@functools.lru_cache(maxsize=4096)
+@_engine.kept
 def choose_cuts(
     axes: str, x: _planner.Layout, weight: _planner.Layout, result: _planner.Layout, setting: Setting
 ) -> Cuts:

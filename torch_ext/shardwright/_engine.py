@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -12,6 +14,10 @@ from . import _planner, _runtime, _stats, checking, groups, planning
 
 # Executables kept, the oldest dropped first. A job has some hundreds of pairs of layouts.
 MAX_EXECUTABLES = 8192
+
+# How long asynchronous redistributes that nobody waited for may take to end when the process does.
+EXIT_SECONDS = 5.0
+atexit.register(_runtime.finish_programs, EXIT_SECONDS)
 
 
 class Refusal(NamedTuple):
@@ -26,18 +32,21 @@ T = TypeVar("T")
 class Kept(Generic[T]):
     """What was made for a default process group and a set of pinned plans, and is forgotten with either.
 
-    Bounded; the oldest goes first.
+    Bounded; the oldest goes first. Keys and values must not keep process groups alive (`groups.weakly`).
     """
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, T] = {}
-        self._made_for: object | None = None
+        groups.when_gone.append(self._entries.clear)
+        self._world = groups.DEFAULT
+        self._times_pinned = -1
 
     def get(self, key: Hashable) -> T | None:
-        now = (dist.group.WORLD, planning.times_pinned())
-        if now != self._made_for:
+        world, times_pinned = dist.group.WORLD, planning.times_pinned()
+        if self._world.alive() is not world or self._times_pinned != times_pinned:
             self._entries.clear()
-            self._made_for = now
+            self._world = groups.weakly(world)
+            self._times_pinned = times_pinned
         return self._entries.get(key)
 
     def put(self, key: Hashable, value: T) -> None:
@@ -58,6 +67,17 @@ class Kept(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def kept(function: Callable[..., T]) -> Callable[..., T]:
+    """The function, whose results are kept by its positional arguments. For what depends on meshes or plans."""
+    results: Kept[T] = Kept()
+
+    @functools.wraps(function)
+    def call(*args: Hashable) -> T:
+        return results.get_or_make(args, lambda: function(*args))
+
+    return call
 
 
 _kept: Kept[_runtime.Executable | Refusal] = Kept()

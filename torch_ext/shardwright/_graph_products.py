@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from . import _planner
+from . import _planner, groups
 from ._multiplying import (
     StoppedShort,
     autocast,
@@ -55,7 +55,7 @@ def _keep(kept: _Kept) -> str:
     mesh, setting = problem.x.mesh, problem.setting
     group = setting.group or dist.group.WORLD
     # Groups have no text that is the same in every process.
-    anywhere = dataclasses.replace(problem, setting=dataclasses.replace(setting, group=None))
+    anywhere = dataclasses.replace(problem, setting=dataclasses.replace(setting, weak_group=groups.DEFAULT))
     rank = dist.get_rank(setting.group)  # what a rank holds, and so the shapes in its graph, are its own
     content = (anywhere, kept.scales, mesh.ranks, mesh.topology, group.group_name, rank)
     name = f"{problem.axes[0]} {hashlib.sha256(repr(content).encode()).hexdigest()[:32]}"

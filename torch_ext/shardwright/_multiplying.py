@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from . import checking
+from . import _engine, checking, groups
 from ._cuts import Cuts, choose_cuts, cut_dim, split_axes
 from ._planner import Layout
 from ._product_calls import Setting, move
@@ -229,7 +229,7 @@ def multiply_dtensors(
     x_layout = _layout_of(x._spec)
     weight_layouts = tuple(_layout_of(weight._spec) for weight in weights)
     if cuts is None:
-        free = Setting(setting.device_type, None, setting.device_mesh, gemm_model=setting.gemm_model)
+        free = Setting(setting.device_type, groups.DEFAULT, setting.device_mesh, gemm_model=setting.gemm_model)
         cuts = choose_cuts(axes, x_layout, weight_layouts[0], layouts[0], free)
     problem = Problem(
         (axes,) * len(weights),
@@ -292,7 +292,7 @@ def _multiply_scaled(
     return [_new_dtensor(y, spec, requires_grad=False) for y, spec in zip(outputs, specs, strict=True)]
 
 
-@functools.lru_cache(maxsize=4096)
+@_engine.kept
 def _layout_of(spec: DTensorSpec) -> Layout:
     assert spec.tensor_meta is not None
     return layout_of_spec(spec, spec, spec.tensor_meta.dtype)
@@ -308,7 +308,7 @@ def _result_specs(
     return tuple(specs), tuple(_layout_of(spec) for spec in specs)
 
 
-@functools.lru_cache(maxsize=4096)
+@_engine.kept
 def _result_spec(
     mesh: Any, shape: tuple[int, ...], dtype: torch.dtype, placements: tuple[Placement, ...]
 ) -> DTensorSpec:
@@ -387,7 +387,7 @@ def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = 
     return found
 
 
-@functools.lru_cache(maxsize=4096)
+@_engine.kept
 def _gradient_spec(spec: DTensorSpec, names: tuple[str, ...] = ()) -> DTensorSpec:
     """Of a gradient that lies as `spec`, with R for sums that are due; with sums that are due where `names` have P."""
     assert spec.tensor_meta is not None

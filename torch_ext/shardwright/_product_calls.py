@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _engine, _planner, _runtime, _stats, checking
+from . import _engine, _planner, _runtime, _stats, checking, groups
 from . import operators as operators  # registers what calls run by
 from ._planner import GemmModel, Matmul
 
@@ -23,12 +23,16 @@ class Setting:
     """What a user may say about how products are carried out, and where."""
 
     device_type: str
-    group: dist.ProcessGroup | None = None
+    weak_group: groups.WeakGroup = groups.DEFAULT
     device_mesh: DeviceMesh | None = None
     method: str | None = None
     chunks: int | tuple[tuple[int, ...], ...] | None = None
     gemm_model: GemmModel | None = None
     keeps_gathered: bool = False
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self.weak_group.get()
 
     @property
     def model(self) -> GemmModel:
@@ -106,7 +110,7 @@ def move(local: torch.Tensor, src: _planner.Layout, dst: _planner.Layout, settin
     """A redistribute that has no product to hide behind."""
     if src == dst:
         return local
-    key = (src, dst, setting.device_type, setting.group, setting.device_mesh)
+    key = (src, dst, setting.device_type, setting.weak_group, setting.device_mesh)
     executable = _moves.get_or_make(
         key,
         lambda: _engine.bind(plan_between(src, dst, setting), device_mesh=setting.device_mesh, group=setting.group),

@@ -311,7 +311,7 @@ def _differentiable(
     return redistribute_local(local_tensor, src, dst, device_mesh=current_spec.mesh, async_op=async_op)
 
 
-@functools.lru_cache(maxsize=1024)
+@_engine.kept
 def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bool:
     """Whether PyTorch's own path makes a new tensor, where we find that nothing has to be done.
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,8 +22,56 @@ from torch.distributed import distributed_c10d
 from . import _convert, _planner, _runtime
 from .layout import Mesh
 
-_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-_world: object | None = None
+class WeakGroup:
+    """A process group, or None, which stands for the default one, held without keeping the group alive.
+
+    What outlives a call holds groups by these: a group's threads end with its last reference, which should be gone when
+    `torch.distributed.destroy_process_group` is done.
+    """
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._reference = None if group is None else weakref.ref(group)
+
+    def alive(self) -> dist.ProcessGroup | None:
+        """The group; None for the default one and for one that was destroyed."""
+        return None if self._reference is None else self._reference()
+
+    def get(self) -> dist.ProcessGroup | None:
+        """The group; None for the default one. Raises RuntimeError for one that was destroyed."""
+        group = self.alive()
+        if group is None and self._reference is not None:
+            raise RuntimeError("group: the process group was destroyed; allowed is one that is there")
+        return group
+
+    def __repr__(self) -> str:  # the same in every process
+        group = self.alive()
+        return f"WeakGroup({None if group is None else group.group_name})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WeakGroup) and self._reference == other._reference
+
+    def __hash__(self) -> int:
+        return hash(self._reference)
+
+
+DEFAULT = WeakGroup(None)
+_made: dict[tuple[int, ...], WeakGroup] = {}
+_world = DEFAULT
+
+
+# Called when a default process group is gone: what was kept for it may hold meshes, and these hold process groups.
+when_gone: list[Callable[[], None]] = []
+
+
+def _forget() -> None:
+    for forget in when_gone:
+        forget()
+
+
+def weakly(group: dist.ProcessGroup | None) -> WeakGroup:
+    return DEFAULT if group is None else WeakGroup(group)
 
 
 def check_initialised() -> None:
@@ -32,9 +81,11 @@ def check_initialised() -> None:
         raise RuntimeError(
             "group: torch.distributed is not initialised; call torch.distributed.init_process_group first"
         )
-    if dist.group.WORLD is not _world:
+    world = dist.group.WORLD
+    if world is not _world.alive():
         _made.clear()
-        _world = dist.group.WORLD
+        _world = weakly(world)
+        weakref.finalize(world, _forget).atexit = False
 
 
 def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ...]]:
@@ -44,7 +95,7 @@ def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ..
     for dims in _sets_of_large_dims(mesh):
         wanted = tuple(mesh.group_ranks(rank, dims))
         there = any(tuple(dist.get_process_group_ranks(g)) == wanted for g in _candidates(dims, device_mesh))
-        if there or wanted in _made:
+        if there or _made_for(wanted) is not None:
             found.append(dims)
     return found
 
@@ -60,9 +111,16 @@ def find_or_make(ranks: Sequence[int], mesh_dims: Iterable[int], device_mesh: An
     for group in _candidates(tuple(mesh_dims), device_mesh):
         if tuple(dist.get_process_group_ranks(group)) == wanted:
             return group
-    if wanted not in _made:
-        _made[wanted] = _make(wanted)
-    return _made[wanted]
+    made = _made_for(wanted)
+    if made is None:
+        made = _make(wanted)
+        _made[wanted] = weakly(made)
+    return made
+
+
+def _made_for(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    made = _made.get(ranks)
+    return None if made is None else made.alive()
 
 
 def prepare(mesh: Any, mesh_dims: Iterable[Sequence[int | str]] | None = None) -> None:

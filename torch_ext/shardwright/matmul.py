@@ -433,4 +433,4 @@ def _setting(
         raise ValueError(f"x: has dtype {x.dtype}; allowed are floating dtypes")
     mesh = x.device_mesh if isinstance(x, DTensor) else None
     by_hand = chunks if chunks is None or isinstance(chunks, int) else tuple(tuple(one) for one in chunks)
-    return Setting(x.device.type, group, mesh, method, by_hand, gemm_model, save == "gathered")
+    return Setting(x.device.type, groups.weakly(group), mesh, method, by_hand, gemm_model, save == "gathered")

@@ -82,7 +82,7 @@ def redistribute_local(
         RuntimeError: torch.distributed is not initialised.
         torch.distributed.DistBackendError: a transfer failed or timed out; names rank, plan, step and group.
     """
-    key = (src, dst, group, device_mesh)
+    key = (src, dst, groups.weakly(group), device_mesh)
     known = _known.get(key) if isinstance(src, _planner.Layout) and isinstance(dst, _planner.Layout) else None
     if known is not None and known.answers(local):
         return _engine.run_again(known.executable, local, async_op)
@@ -153,7 +153,7 @@ def _executable(
     def build() -> _runtime.Executable:
         return _engine.bind(_engine.make_plan(src, dst, device_type, group), device_mesh=device_mesh, group=group)
 
-    executable = _engine.lookup((src, dst, device_type, group, device_mesh), build)
+    executable = _engine.lookup((src, dst, device_type, groups.weakly(group), device_mesh), build)
     assert isinstance(executable, _runtime.Executable)
     return executable
 
@@ -169,12 +169,12 @@ class _RedistributeLocal(torch.autograd.Function):
         device_mesh: DeviceMesh | None,
         async_op: bool,
     ) -> torch.Tensor:
-        ctx.way_back = (gradient_layout(dst, "dst"), gradient_layout(src, "src"), group, device_mesh)
+        ctx.way_back = (gradient_layout(dst, "dst"), gradient_layout(src, "src"), groups.weakly(group), device_mesh)
         output = _engine.run(_executable(local, src, dst, group, device_mesh), local, async_op)
         return output.view_as(output) if output is local else output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         src, dst, group, device_mesh = ctx.way_back
-        gradient = redistribute_local(gradients[0], src, dst, group=group, device_mesh=device_mesh)
+        gradient = redistribute_local(gradients[0], src, dst, group=group.get(), device_mesh=device_mesh)
         return gradient, None, None, None, None, None

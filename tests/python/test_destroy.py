@@ -1,0 +1,117 @@
+"""Nothing of ours keeps a process group, and so its threads, alive past `destroy_process_group`."""
+
+from __future__ import annotations
+
+import gc
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwright as sw
+from pool import run_isolated
+
+WORLD = 4
+LIVES = 2
+EXITS = 5
+DEADLINE_SECONDS = 10.0
+PAIRS = [(["S(0)", "S(1)"], ["S(1)", "S(0)"]), (["S(0)", "R"], ["R", "R"]), (["R", "P"], ["S(0)", "R"])]
+
+
+def _threads() -> list[str]:
+    return [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+
+
+def _redistribute_local(mesh: sw.Mesh) -> None:
+    rank = dist.get_rank()
+    group = dist.new_group(list(range(WORLD)))
+    for src_placements, dst_placements in PAIRS:
+        src, dst = sw.Layout(mesh, (8, 8), src_placements), sw.Layout(mesh, (8, 8), dst_placements)
+        local = torch.ones(src.local_shape(rank))
+        for _ in range(2):
+            sw.redistribute_local(local, src, dst)
+            sw.redistribute_local(local, src, dst, group=group)
+        waited_for = sw.redistribute_local(local, src, dst, async_op=True)
+        assert waited_for.shape == tuple(dst.local_shape(rank))
+        waited_for.add(0)
+        sw.redistribute_local(local, src, dst, async_op=True)  # nobody waits for this one
+
+
+def _calibrate(mesh: sw.Mesh) -> None:
+    sw.calibrate(quick=True)
+
+
+def _operate(mesh: sw.Mesh) -> None:
+    src, dst = sw.Layout(mesh, (8, 8), ["S(0)", "R"]), sw.Layout(mesh, (8, 8), ["R", "S(1)"])
+    sw.operator(src, dst)(torch.ones(src.local_shape(dist.get_rank())))
+
+
+def _grown(before: list[str]) -> list[str]:
+    """Threads that are there and were not; they get some time to end."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while True:
+        gc.collect()
+        after = _threads()
+        for name in before:
+            if name in after:
+                after.remove(name)
+        if not after or time.monotonic() > deadline:
+            return after
+        time.sleep(0.05)
+
+
+def _left_after(what: str, scratch: str) -> list[list[str]]:
+    """Of each life of the default process group, the threads that came with it and stayed."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    left = []
+    for life in range(LIVES):
+        before = _threads()
+        store = dist.FileStore(f"{scratch}/life_{life}", WORLD)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+        globals()[what](sw.Mesh({"a": 2, "b": 2}))
+        dist.barrier()
+        dist.destroy_process_group()
+        del store
+        left.append(_grown(before))
+    return left
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+@pytest.mark.parametrize("what", ["_redistribute_local", "_calibrate", "_operate"])
+def test_no_thread_survives(what: str, tmp_path: pathlib.Path) -> None:
+    for outcome in run_isolated(_left_after, WORLD, what, str(tmp_path)):
+        assert outcome.ok, outcome.error
+        assert outcome.value == [[]] * LIVES
+
+
+_EXITING = """
+import sys, torch, torch.distributed as dist, shardwright as sw
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+mesh = sw.Mesh({"x": 2})
+src, dst = sw.Layout(mesh, (512, 512), ["S(0)"]), sw.Layout(mesh, (512, 512), ["S(1)"])
+for _ in range(8):
+    pending = sw.redistribute_local(torch.ones(256, 512), src, dst, async_op=True)
+if sys.argv[3] == "destroy":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("end", ["destroy", "leave"])
+def test_exit_with_redistributes_under_way(end: str, tmp_path: pathlib.Path) -> None:
+    """No abort and no hang, whether or not the program cleans up."""
+    for number in range(EXITS):
+        command = [sys.executable, "-c", _EXITING]
+        ranks = [
+            subprocess.Popen([*command, str(rank), str(tmp_path / f"{number}"), end], stderr=subprocess.PIPE)
+            for rank in range(2)
+        ]
+        for process in ranks:
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 0, errors.decode()
