@@ -14,7 +14,7 @@ ShardOrder = Mapping[int, Sequence["int | str"]]
 def placement_text(placement: Any) -> str:
     """`S(0)` for "S(0)" and for torch's Shard(0); raises ValueError for what has no such name.
 
-    Exact types only: a subclass may mean something else.
+    Of subclasses, those of Partial that reduce as it does: others may mean something else.
     """
     if isinstance(placement, str):
         return placement
@@ -29,10 +29,18 @@ def placement_text(placement: Any) -> str:
         return f"P({placement.reduce_op})"
     if kind == "_NormPartial":
         return f"P(norm {placement.norm_type})"
+    if _reduces_as_partial(type(placement)):
+        return f"P({placement.reduce_op})"
     raise ValueError(
         f"placements: {placement!r} is a {kind}, which shardwright does not know; "
         "allowed are Replicate, Shard, Partial, _StridedShard, _NormPartial and texts such as 'S(0)'"
     )
+
+
+def _reduces_as_partial(kind: type) -> bool:
+    base = next((b for b in kind.__mro__[1:] if b.__name__ == "Partial" and b.__module__.startswith("torch.")), None)
+    methods = ("_reduce_value", "_reduce_shard_value", "_partition_value")
+    return base is not None and all(getattr(kind, name) is getattr(base, name) for name in methods)
 
 
 def dtype_text(dtype: Any) -> str:

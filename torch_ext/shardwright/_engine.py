@@ -165,8 +165,13 @@ def run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) ->
         checking.compare(executable, local, async_op)
     _stats.counts.calls += 1
     if not async_op:
-        return executable.run(local)
-    output, pending = executable.start(local)
+        return _run(executable, local)
+    try:
+        output, pending = executable.start(local)
+    except ValueError:
+        if (fitted := _fitted(executable, local)) is None:
+            raise
+        output, pending = executable.start(fitted)
     if not pending:
         return output
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -181,7 +186,35 @@ def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bo
     if async_op or checking.is_on():
         return run(executable, local, async_op)
     counts.calls += 1
-    return executable.run(local)
+    return _run(executable, local)
+
+
+def _run(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor:
+    try:
+        return executable.run(local)
+    except ValueError:  # before anything was sent
+        fitted = _fitted(executable, local)
+        if fitted is None:
+            raise
+        return local if executable.is_identity else executable.run(fitted)
+
+
+def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor | None:
+    """A local tensor cut or filled up with zeros to the shape that its layout has on this rank; None if it has it.
+
+    A DTensor may hold another shape than its spec says, perhaps on some ranks only: PyTorch makes such tensors itself,
+    in the backward of a maximum over all elements. Whoever raised then would leave the others waiting, because nobody
+    knows what a peer holds. So every rank goes on with the part that the layout speaks of, as PyTorch's own gathers do,
+    and says so.
+    """
+    shape = executable.input_shape
+    if local.dim() != len(shape) or list(local.shape) == shape:
+        return None
+    _stats.count_misfit(f"the local tensor has shape {tuple(local.shape)} where the layout has {tuple(shape)} on this rank")
+    fitted = local.new_zeros(shape)
+    common = tuple(slice(min(have, want)) for have, want in zip(local.shape, shape, strict=True))
+    fitted[common] = local[common]
+    return fitted
 
 
 def _lowering(device_type: str, group: dist.ProcessGroup | None) -> str:

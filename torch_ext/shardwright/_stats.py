@@ -14,10 +14,10 @@ _log = logging.getLogger("shardwright")
 class _Counts:
     """What is counted on every call, or on every miss."""
 
-    __slots__ = ("cache_hits", "calls", "plans", "products", "traced")
+    __slots__ = ("cache_hits", "calls", "misfits", "plans", "products", "traced")
 
     def __init__(self) -> None:
-        self.calls = self.cache_hits = self.plans = self.products = self.traced = 0
+        self.calls = self.cache_hits = self.misfits = self.plans = self.products = self.traced = 0
 
 
 counts = _Counts()
@@ -28,7 +28,8 @@ def stats() -> dict[str, Any]:
     """What was done so far.
 
     Returns:
-        ``calls``: redistributes that shardwright ran. ``traced``: those it put into graphs. ``fallbacks``: those it
+        ``calls``: redistributes that shardwright ran. ``traced``: those it put into graphs. ``misfits``: those whose local
+        tensor had another shape than its layout says, and was cut or filled up with zeros to it. ``fallbacks``: those it
         handed to PyTorch, and ``fallback_reasons``: how many for which reason. ``plans``: plans made. ``cache_hits``:
         calls that found theirs. ``products``: programs of matrix products that ran. ``product_fallbacks``: products
         of 8-bit floats that were cast to float32 because no unit for them could take them, on other devices than CPU,
@@ -44,6 +45,7 @@ def stats() -> dict[str, Any]:
         "product_fallbacks": sum(cast.values()),
         "product_fallback_reasons": cast,
         "traced": counts.traced,
+        "misfits": counts.misfits,
         "fallbacks": sum(_reasons.values()),
         "fallback_reasons": dict(_reasons),
         "plans": counts.plans,
@@ -69,3 +71,10 @@ def count_fallback(reason: str) -> None:
     _reasons[reason] += 1
     if _reasons[reason] == 1:
         _log.warning("redistribute goes to PyTorch's own path: %s", reason)
+
+
+def count_misfit(description: str) -> None:
+    """Counts a local tensor that contradicts its layout, and logs the first."""
+    counts.misfits += 1
+    if counts.misfits == 1:
+        _log.warning("redistribute of a DTensor whose parts contradict its spec: %s", description)

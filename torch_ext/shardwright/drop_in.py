@@ -28,7 +28,7 @@ from torch.distributed.tensor._utils import assert_no_mixed_partial_types
 from torch.utils._debug_mode import get_active_debug_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import _convert, _engine, _runtime, _shortcut, _stats
+from . import _convert, _engine, _runtime, _shortcut, _stats, masking
 from .layout import Layout, Mesh
 from .planning import Plan
 
@@ -235,7 +235,15 @@ def _redistribute_local_tensor(
     if isinstance(local_tensor, AsyncCollectiveTensor):
         local_tensor = local_tensor.wait()
     is_traced = _are_we_tracing()
-    reason = _why_not(local_tensor, current_spec, is_traced)
+    masked = None
+    if any(map(masking.is_masked, (*current_spec.placements, *target_spec.placements))):
+        masked = masking.unmask(local_tensor, current_spec, target_spec)
+    if isinstance(masked, masking.Unmasked):
+        moved = _redistribute_local_tensor(
+            masked.local, masked.current_spec, masked.target_spec, async_op=async_op and not masked.masks_to_make
+        )
+        return masked.mask(moved, target_spec.placements)
+    reason = masked or _why_not(local_tensor, current_spec, is_traced)
     if reason is None:
         if current_spec.mesh is not target_spec.mesh and current_spec.mesh != target_spec.mesh:
             return by_torch()  # raises

@@ -1,0 +1,63 @@
+"""`_MaskPartial`, the placement of embeddings whose table is sharded by rows.
+
+Each rank looks up the indices that lie in its rows. `R -> _MaskPartial` makes global indices local and keeps the mask of
+those that other ranks hold; what is looked up for these is set to zero when `_MaskPartial` is reduced. Both are done
+here with PyTorch's own methods, so that what remains is a redistribute of ordinary placements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+class Unmasked(NamedTuple):
+    """A redistribute without masks."""
+
+    local: torch.Tensor
+    current_spec: DTensorSpec
+    target_spec: DTensorSpec
+    masks_to_make: Sequence[int]  # mesh dims along which the result is masked
+
+    def mask(self, result: torch.Tensor, placements: Sequence[Any]) -> torch.Tensor:
+        """The result with the placements that were asked for."""
+        for mesh_dim in self.masks_to_make:
+            result = placements[mesh_dim]._partition_value(result, self.target_spec.mesh, mesh_dim)
+        return result
+
+
+def is_masked(placement: Placement) -> bool:
+    return hasattr(placement, "mask_buffer")
+
+
+def unmask(local: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> Unmasked | str:
+    """The same redistribute without masks, or why there is none. Applies the masks that are reduced, in place."""
+    before, after = list(current_spec.placements), list(target_spec.placements)
+    to_apply, to_make = [], []
+    for mesh_dim, (source, target) in enumerate(zip(before, after, strict=True)):
+        if is_masked(source) and not is_masked(target):
+            to_apply.append(mesh_dim)
+        elif is_masked(target) and source.is_replicate():
+            to_make.append(mesh_dim)
+        elif is_masked(source) or is_masked(target):
+            return "a mask that is pending before and after"
+    for mesh_dim in to_apply:
+        source = before[mesh_dim]
+        if source.mask_buffer.data is None:
+            return "a mask that was never made"
+        source.mask_buffer.apply_mask(local)
+        source.mask_buffer.release_mask()
+        before[mesh_dim] = Partial(source.reduce_op)
+    for mesh_dim in to_make:
+        after[mesh_dim] = Replicate()
+    return Unmasked(
+        local,
+        dataclasses.replace(current_spec, placements=tuple(before)),
+        dataclasses.replace(target_spec, placements=tuple(after)),
+        to_make,
+    )
