@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-xla bench-ranking bench-overhead bench-overlap bench-matmul lint format sanitize tsan fuzz gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-xla bench-ranking bench-overhead bench-overlap bench-matmul torch-tests lint format sanitize tsan fuzz gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright, install it there'
@@ -55,6 +55,7 @@ help:
 	@echo 'make bench-overhead  what a call costs beside the data it moves: stock PyTorch, ours'
 	@echo 'make bench-matmul  products behind moves on Gloo, beside stock and serial'
 	@echo 'make bench-overlap  what is predicted to be hidden behind products; no measurement'
+	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
 	@echo 'make lint       clang-format, ruff, mypy; make format mends what can be mended'
 	@echo 'make sanitize   the C++ tests under address and undefined-behaviour sanitizers'
 	@echo 'make tsan       the C++ tests with threads under the thread sanitizer'
@@ -123,6 +124,17 @@ bench-xla: build $(XLA_STAMP)
 
 $(XLA_STAMP): $(ENV_STAMP) requirements/xla.txt
 	@$(PY) -m pip install --disable-pip-version-check --progress-bar off -q -r requirements/xla.txt
+	@touch $@
+
+# SRC: a PyTorch source tree, of about the torch that is installed. FILES='test_api debug/*' picks files, K tests.
+TORCH_TESTS_STAMP := $(VENV)/.stamp-torch-tests
+torch-tests: build $(TORCH_TESTS_STAMP)
+	@test -n '$(SRC)' || { echo 'SRC is not set; give a PyTorch source tree: make torch-tests SRC=~/pytorch' >&2; exit 2; }
+	$(HERE) $(PY) tools/torch_tests/run.py '$(SRC)' $(if $(FILES),--files $(foreach f,$(FILES),'$(f)')) \
+	  $(if $(K),-k '$(K)') $(ARGS)
+
+$(TORCH_TESTS_STAMP): $(ENV_STAMP) requirements/torch-tests.txt
+	@$(PY) -m pip install --disable-pip-version-check --progress-bar off -q -r requirements/torch-tests.txt
 	@touch $@
 
 test: test-cpp test-python

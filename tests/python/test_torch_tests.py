@@ -1,0 +1,74 @@
+"""`make torch-tests` keeps every outcome, whatever a test does to its process, and reports what differs."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+RUN = pathlib.Path(__file__).parents[2] / "tools" / "torch_tests" / "run.py"
+
+TESTS = """
+import os, signal, time, pytest
+IS_OURS = os.environ["SHARDWRIGHT_TORCH_TESTS"] == "ours"
+
+def test_passes(): pass
+def test_fails_with_ours(): assert not IS_OURS, "only here"
+def test_fails_always(): raise ValueError("nothing of ours")
+def test_hangs_with_ours():
+    if IS_OURS: time.sleep(1000)
+def test_dies_with_ours():
+    if IS_OURS: os.kill(os.getpid(), signal.SIGKILL)
+@pytest.mark.skip
+def test_skipped(): pass
+def test_fails_once_with_ours():
+    if IS_OURS and not os.path.exists("SEEN"):
+        open("SEEN", "w").close()
+        raise ValueError("the first time only")
+def test_the_last(): pass
+"""
+
+
+def test_outcomes(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "source" / "test" / "distributed" / "tensor"
+    folder.mkdir(parents=True)
+    (folder / "test_some.py").write_text(TESTS.replace("SEEN", str(tmp_path / "seen")))
+    (folder / "test_broken.py").write_text("import nothing_of_this_name\n")
+    (folder / "test_other.py").write_text("def test_not_asked_for(): pass\n")
+    out = tmp_path / "out"
+    arguments = [str(tmp_path / "source"), "--files", "test_some", "tensor/test_b*", "--out", str(out)]
+    command = [sys.executable, str(RUN), *arguments, "--test-seconds", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    files = json.loads((out / "results.json").read_text())["files"]
+    assert set(files) == {"tensor/test_some.py", "tensor/test_broken.py"}
+
+    def outcomes(mode: str) -> dict[str, str]:
+        tests = files["tensor/test_some.py"][mode]["tests"]
+        return {name.partition("::test_")[2]: outcome for name, (outcome, _) in tests.items()}
+
+    expected = {
+        "passes": "passed",
+        "fails_with_ours": "passed",
+        "fails_always": "failed",
+        "hangs_with_ours": "passed",
+        "dies_with_ours": "passed",
+        "skipped": "skipped",
+        "fails_once_with_ours": "passed",
+        "the_last": "passed",
+    }
+    assert outcomes("stock") == expected
+    different = {"fails_with_ours": "failed", "hangs_with_ours": "hung", "dies_with_ours": "died"}
+    assert outcomes("ours") == {**expected, **different, "fails_once_with_ours": "failed"}
+    differ = files["tensor/test_some.py"]["differ"]
+    assert {name.partition("::test_")[2]: outcome for name, (outcome, _) in differ.items()} == different
+    assert "only here" in differ["tensor/test_some.py::test_fails_with_ours"][1]
+    (broken,) = files["tensor/test_broken.py"]["stock"]["tests"].values()
+    assert broken[0] == "uncollectable" and "nothing_of_this_name" in broken[1]
+    assert "3 pass stock and fail with shardwright" in done.stdout
+
+
+def test_a_folder_without_tests(tmp_path: pathlib.Path) -> None:
+    done = subprocess.run([sys.executable, str(RUN), str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "test/distributed" in done.stderr

@@ -1,0 +1,80 @@
+"""Imported by every Python process of a run of PyTorch's own tests, the workers they start included.
+
+Once a process loads PyTorch's test base classes, this turns shardwright on (SHARDWRIGHT_TORCH_TESTS=ours), makes the
+tests fork their ranks instead of starting an interpreter for each, and leaves what `sw.stats()` says in
+$SHARDWRIGHT_TORCH_TESTS_OUT/stats, one file per process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.abc
+import importlib.util
+import json
+import os
+import pathlib
+import sys
+
+_BASES = "torch.testing._internal.common_distributed"
+_MODE = os.environ.get("SHARDWRIGHT_TORCH_TESTS", "")
+_OUT = pathlib.Path(os.environ.get("SHARDWRIGHT_TORCH_TESTS_OUT", ""))
+
+
+class _AfterImportOfBases(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path, target=None):
+        if fullname != _BASES:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        execute = spec.loader.exec_module
+
+        def execute_and_prepare(module):
+            execute(module)
+            _prepare(module)
+
+        spec.loader.exec_module = execute_and_prepare
+        return spec
+
+
+def _prepare(bases):
+    import torch
+
+    if os.environ.get("SHARDWRIGHT_TORCH_TESTS_FORK") == "1":
+        fork = torch.multiprocessing.get_context("fork").Process
+        bases.MultiProcessTestCase._spawn_processes = lambda test: test._start_processes(fork)
+    if _MODE == "ours":
+        import shardwright
+
+        shardwright.enable()
+        atexit.register(_write_stats)
+        _count_ranks_apart(bases.MultiProcessTestCase)
+
+
+def _count_ranks_apart(test_case):
+    """A forked rank starts with its parent's counts, and ends without running what is registered at exit."""
+    import shardwright
+
+    run_test = test_case.run_test
+
+    @functools.wraps(run_test)
+    def counted(self, *args, **kwargs):
+        shardwright.reset_stats()
+        try:
+            return run_test(self, *args, **kwargs)
+        finally:
+            _write_stats()
+
+    test_case.run_test = counted
+
+
+def _write_stats():
+    import shardwright
+
+    folder = _OUT / "stats"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{os.getpid()}.json").write_text(json.dumps(shardwright.stats()))
+
+
+if _MODE:
+    sys.meta_path.insert(0, _AfterImportOfBases())
