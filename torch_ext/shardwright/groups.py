@@ -168,9 +168,15 @@ def _candidates(mesh_dims: tuple[int, ...], device_mesh: Any | None) -> Iterable
 def _group_of(device_mesh: Any, mesh_dim: int) -> Iterable[dist.ProcessGroup]:
     # A mesh may have been made without process groups, and a flattened one without this rank.
     try:
-        yield device_mesh.get_group(mesh_dim)
+        group = device_mesh.get_group(mesh_dim)
+        if group not in distributed_c10d._world.pg_group_ranks:
+            # Destroyed. In torch 2.15 a mesh keeps the groups it was made with and hands them out while tracing; caches
+            # of PyTorch's hold meshes of an earlier default group, because they equal those of today.
+            group = distributed_c10d._resolve_process_group(group.group_name)
     except (RuntimeError, KeyError, ValueError, AssertionError):
         return
+    if group in distributed_c10d._world.pg_group_ranks:
+        yield group
 
 
 def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -1,0 +1,69 @@
+"""After `destroy_process_group` and a new `init_process_group`, meshes of the first life are still about."""
+
+from __future__ import annotations
+
+import datetime
+import pathlib
+import tempfile
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import shardwright as sw
+from pool import run_isolated
+from shardwright import groups
+
+WORLD = 4
+
+
+def _new_life(scratch: str, number: int, rank: int, world: int) -> None:
+    dist.destroy_process_group()
+    store = dist.FileStore(str(pathlib.Path(scratch) / str(number)), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=40))
+
+
+def _second_life(scratch: str, compiles: bool) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole = torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
+    expected = torch.softmax(whole, 0) + torch.softmax(whole, 1)
+
+    def gather(x: DTensor) -> torch.Tensor:
+        softened = torch.softmax(x, 0) + torch.softmax(x, 1)  # DTensor redistributes for them by itself, and caches how
+        return softened.redistribute(x.device_mesh, [Replicate(), Replicate()]).to_local()
+
+    call = torch.compile(gather, backend="aot_eager", fullgraph=True) if compiles else gather
+    first: DeviceMesh | None = None
+    with sw.enabled(strict=True):
+        for number in range(3):
+            _new_life(scratch, number, rank, world)
+            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("a", "b"))
+            assert first is None or first == mesh
+            for src in ([Shard(0), Shard(1)], [Shard(1), Shard(0)]):
+                a, b = mesh.get_coordinate()
+                local = whole.chunk(2, src[0].dim)[a].chunk(world // 2, src[1].dim)[b].contiguous()
+                x = DTensor.from_local(local, mesh, src, run_check=False)
+                torch.testing.assert_close(call(x), expected)
+            if first is None:
+                first = mesh
+            # What a cache of PyTorch's may hand out: a mesh of the first life that equals the one of today.
+            grid = sw.Mesh(first)
+            for is_compiling in (False, True):
+                with mock.patch("torch.compiler.is_compiling", return_value=is_compiling):
+                    assert {(0,), (1,), (0, 1)} <= set(groups.existing(grid, first))
+                    found = [groups.find_or_make(grid.group_ranks(rank, [d]), (d,), first) for d in range(2)]
+                for d, group in enumerate(found):
+                    assert group == mesh.get_group(d), "another group than today's mesh has"
+                    total = torch.ones(1)
+                    dist.all_reduce(total, group=group)
+                    assert total.item() == mesh.size(d)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_mesh_of_an_earlier_life(compiles: bool) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        outcomes = run_isolated(_second_life, WORLD, scratch, compiles)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(str(o.error or o.exit_code) for o in outcomes)
