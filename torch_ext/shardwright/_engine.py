@@ -122,6 +122,14 @@ def make_plan(
     return plan
 
 
+def why_not_over_groups(device_type: str) -> str | None:
+    """Why DTensor's redistributes of tensors on such devices are left to PyTorch, whatever their layouts."""
+    name = _backend_name(device_type, None)
+    if name is None:
+        return f"process group without a backend object for {device_type}"
+    return None
+
+
 def bind(
     plan: _planner.Plan, *, device_mesh: Any | None = None, group: dist.ProcessGroup | None = None
 ) -> _runtime.Executable:
@@ -219,7 +227,21 @@ def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tenso
 
 def _lowering(device_type: str, group: dist.ProcessGroup | None) -> str:
     # Gloo, and what stands in for it on CPU without moving data, is composed; all else has native collectives.
+    name = _backend_name(device_type, group)
+    if name is None:
+        raise RuntimeError(
+            f"group: {group if group is not None else dist.group.WORLD} has no backend object for {device_type}, as "
+            "process groups written in Python have none; allowed are groups with a backend such as gloo or nccl"
+        )
+    return "gloo" if name == "gloo" or (name == "fake" and device_type == "cpu") else "nccl"
+
+
+def _backend_name(device_type: str, group: dist.ProcessGroup | None) -> str | None:
+    """None for a group without a backend object, whose ranks may be threads that share all that is kept here."""
+    groups.check_initialised()
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None
-    name = carrier._get_backend(torch.device(device_type)).name().lower()
-    return "gloo" if name == "gloo" or (name == "fake" and device_type == "cpu") else "nccl"
+    try:
+        return carrier._get_backend(torch.device(device_type)).name().lower()
+    except RuntimeError:
+        return None

@@ -395,6 +395,9 @@ def _build(
 def _plan(
     local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, make_groups: bool
 ) -> Plan | _engine.Refusal:
+    reason = _engine.why_not_over_groups(local_tensor.device.type)
+    if reason is not None:
+        return _engine.Refusal(reason)
     try:
         src = layout_of_spec(current_spec, current_spec, local_tensor.dtype)
         dst = layout_of_spec(target_spec, current_spec, local_tensor.dtype)

@@ -15,7 +15,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Shard
 
-from . import matmul
+from . import _engine, matmul
 
 _original: Any = None  # DTensor's own __torch_function__, while ours is in its place
 
@@ -85,10 +85,11 @@ def _gathers(x: Any, weight: Any, column: int) -> bool:
     pairs = list(zip(x.placements, weight.placements, strict=True))
     if not all(_is_plain(placement) for pair in pairs for placement in pair):
         return False
-    return any(
+    gathers = any(
         isinstance(mine, Shard) and mine.dim < x.ndim - 1 and isinstance(its, Shard) and its.dim == column
         for mine, its in pairs
     )
+    return gathers and _engine.why_not_over_groups(x.device.type) is None
 
 
 # Compilers ask with stand-ins, on torch 2.11 without saying that they compile.
