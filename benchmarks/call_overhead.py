@@ -238,6 +238,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(SIZES))
+    _engine.runs_on_fake_groups = True
     mesh = init_device_mesh("cpu", SIZES, mesh_dim_names=("a", "b", "c"))
     for length in (2, 3):
         for names in itertools.combinations("abc", length):

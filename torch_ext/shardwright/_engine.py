@@ -20,6 +20,11 @@ EXIT_SECONDS = 5.0
 atexit.register(_runtime.finish_programs, EXIT_SECONDS)
 
 
+# The fake backend, of dry runs, moves nothing: what lies in the parts of other ranks is up to PyTorch's own path, which
+# DTensor redistributes take there. Benchmarks that time ours without data set this.
+runs_on_fake_groups = False
+
+
 class Refusal(NamedTuple):
     """Why there is no executable for a pair of layouts."""
 
@@ -127,6 +132,8 @@ def why_not_over_groups(device_type: str) -> str | None:
     name = _backend_name(device_type, None)
     if name is None:
         return f"process group without a backend object for {device_type}"
+    if name == "fake" and not runs_on_fake_groups:
+        return "fake backend, which moves no data"
     return None
 
 
