@@ -60,6 +60,36 @@ def test_counted_with_its_reason(pool: Pool, call: Callable[[], None], named: st
         assert len(about) == 1, f"logged {len(about)} times: {lines}"
 
 
+class _Odd(Shard):
+    """A cut that only PyTorch knows."""
+
+
+def _one_cause_many_cases() -> tuple[dict[str, int], list[str]]:
+    mesh = get_mesh((WORLD,))
+    log, lines = logging.getLogger("shardwright"), _Lines()
+    log.addHandler(lines)
+    sw.reset_stats()
+    try:
+        with sw.enabled():
+            for rows in (1, 2, 3):
+                for dim in (0, 1):
+                    x = DTensor.from_local(torch.ones(rows, rows), mesh, [_Odd(dim)], run_check=False)
+                    gathered = x.redistribute(mesh, [Replicate()]).to_local()
+                    assert gathered.shape[dim] == WORLD * rows
+    finally:
+        log.removeHandler(lines)
+    return sw.stats()["fallback_reasons"], lines.lines
+
+
+def test_one_cause_is_one_reason(pool: Pool) -> None:
+    """However many shapes and dims it meets; the first of them is logged in full."""
+    for reasons, lines in pool.run(_one_cause_many_cases, WORLD):
+        ((reason, count),) = reasons.items()
+        assert count == 6
+        assert "_Odd" in reason and "does not know" in reason and not any(c.isdigit() for c in reason), reason
+        assert len(lines) == 1 and "dim=0" in lines[0] and "allowed are" in lines[0], lines
+
+
 def _symbolic_shapes() -> dict[str, int]:
     """A plan is of one shape; compiled code for any shape has PyTorch's redistribute."""
     mesh = get_mesh((WORLD,))

@@ -28,7 +28,8 @@ runs_on_fake_groups = False
 class Refusal(NamedTuple):
     """Why there is no executable for a pair of layouts."""
 
-    reason: str
+    reason: str  # the same for all of one cause
+    example: str = ""  # the whole of this case, where there is more to say
 
 
 T = TypeVar("T")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from typing import Any
 
@@ -66,11 +67,11 @@ def reset_stats() -> None:
     _planner.reset_plan_cache_counts()
 
 
-def count_fallback(reason: str) -> None:
-    """Counts a redistribute that goes to PyTorch's own path, and logs the reason the first time."""
+def count_fallback(reason: str, example: str = "") -> None:
+    """Counts a redistribute that goes to PyTorch's own path, and logs the first of each reason, `example` in full."""
     _reasons[reason] += 1
     if _reasons[reason] == 1:
-        _log.warning("redistribute goes to PyTorch's own path: %s", reason)
+        _log.warning("redistribute goes to PyTorch's own path: %s", example or reason)
 
 
 def count_misfit(description: str) -> None:
@@ -78,3 +79,19 @@ def count_misfit(description: str) -> None:
     counts.misfits += 1
     if counts.misfits == 1:
         _log.warning("redistribute of a DTensor whose parts contradict its spec: %s", description)
+
+
+
+def cause_of(error: Exception) -> str:
+    """What an error says less the values in it and what would be allowed: the same text for all errors of one cause.
+
+    "shape: [3, 4] is of 2 dims (on mesh 'a'); allowed is 1" becomes "shape: ... is of ... dims ...".
+    """
+    text = " ".join(str(error).split())
+    while (shorter := _INNERMOST_BRACKETS.sub("...", text)) != text:
+        text = shorter
+    return _VALUES.sub("...", text.partition(";")[0]).strip()
+
+
+_INNERMOST_BRACKETS = re.compile(r"\[[^][(){}]*\]|\([^][(){}]*\)|\{[^][(){}]*\}")
+_VALUES = re.compile(r"""(?:'[^']*'|"[^"]*"|[-\w.]*\d[-\w.]*|\.\.\.)(?:(?:\s*,\s*|\s+)\.\.\.)*""")

@@ -243,6 +243,7 @@ def _redistribute_local_tensor(
             masked.local, masked.current_spec, masked.target_spec, async_op=async_op and not masked.masks_to_make
         )
         return masked.mask(moved, target_spec.placements)
+    example = ""
     reason = masked or _why_not(local_tensor, current_spec, is_traced)
     if reason is None:
         if current_spec.mesh is not target_spec.mesh and current_spec.mesh != target_spec.mesh:
@@ -256,11 +257,11 @@ def _redistribute_local_tensor(
             traced = _trace(key, local_tensor, current_spec, target_spec, mode)
             if isinstance(traced, torch.Tensor):
                 return traced
-            reason = traced.reason
+            reason, example = traced
     if reason is None:
         executable = _engine.lookup(key, lambda: _build(local_tensor, current_spec, target_spec, mode.make_groups))
         if isinstance(executable, _engine.Refusal):
-            reason = executable.reason
+            reason, example = executable
         elif local_tensor.requires_grad and torch.is_grad_enabled():
             return _differentiable(local_tensor, current_spec, target_spec, async_op)
         else:
@@ -274,9 +275,10 @@ def _redistribute_local_tensor(
                 return _engine.run(executable, local_tensor, async_op)
     if mode.strict:
         raise RuntimeError(
-            f"shardwright: {current_spec} -> {target_spec} would go to PyTorch's own path: {reason} (strict=True)"
+            f"shardwright: {current_spec} -> {target_spec} would go to PyTorch's own path: {example or reason} "
+            "(strict=True)"
         )
-    _stats.count_fallback(reason)
+    _stats.count_fallback(reason, example)
     return by_torch()
 
 
@@ -404,7 +406,7 @@ def _plan(
         existing = None if make_groups else current_spec.mesh
         return _engine.make_plan(src, dst, local_tensor.device.type, existing_groups_of=existing)
     except ValueError as error:
-        return _engine.Refusal(str(error))
+        return _engine.Refusal(_stats.cause_of(error), str(error))
 
 
 def layout_of_spec(spec: DTensorSpec, meta: DTensorSpec, dtype: torch.dtype) -> Layout:
