@@ -161,6 +161,7 @@ class Runner:
             "SHARDWRIGHT_TORCH_TESTS": mode,
             "SHARDWRIGHT_TORCH_TESTS_OUT": str(out),
             "SHARDWRIGHT_TORCH_TESTS_FORK": "0" if self.options.spawn else "1",
+            "SHARDWRIGHT_TORCH_TESTS_WITHOUT_GPUS": "1" if self.options.without_gpus else "0",
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",  # a forked rank would wait for threads that only its parent has
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(RANKS_SECONDS),
@@ -225,6 +226,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help=f"files at a time, at most {MAX_JOBS}")
     parser.add_argument("--test-seconds", type=float, default=180, help="for one test without an outcome")
     parser.add_argument("--file-seconds", type=float, default=1800, help="for one file in one mode")
+    parser.add_argument("--without-gpus", action="store_true", help="run tests that ask for GPUs on CPU all the same")
     parser.add_argument("--spawn", action="store_true", help="a new interpreter for each rank, as PyTorch does; slow")
     parser.add_argument("--out", type=pathlib.Path, default=None, help="default: build/torch-tests/<torch version>")
     options = parser.parse_args()

@@ -1,7 +1,8 @@
 """Imported by every Python process of a run of PyTorch's own tests, the workers they start included.
 
 Once a process loads PyTorch's test base classes, this turns shardwright on (SHARDWRIGHT_TORCH_TESTS=ours), makes the
-tests fork their ranks instead of starting an interpreter for each, and leaves what `sw.stats()` says in
+tests fork their ranks instead of starting an interpreter for each (SHARDWRIGHT_TORCH_TESTS_FORK=1), lets tests that ask
+for GPUs run without (SHARDWRIGHT_TORCH_TESTS_WITHOUT_GPUS=1), and leaves what `sw.stats()` says in
 $SHARDWRIGHT_TORCH_TESTS_OUT/stats, one file per process.
 """
 
@@ -43,6 +44,8 @@ def _prepare(bases):
     if os.environ.get("SHARDWRIGHT_TORCH_TESTS_FORK") == "1":
         fork = torch.multiprocessing.get_context("fork").Process
         bases.MultiProcessTestCase._spawn_processes = lambda test: test._start_processes(fork)
+    if os.environ.get("SHARDWRIGHT_TORCH_TESTS_WITHOUT_GPUS") == "1":
+        bases.skip_if_lt_x_gpu = lambda *_, **__: lambda test: test
     if _MODE == "ours":
         import shardwright
 
