@@ -12,6 +12,7 @@ RUN = pathlib.Path(__file__).parents[2] / "tools" / "torch_tests" / "run.py"
 TESTS = """
 import os, signal, time, pytest
 IS_OURS = os.environ["SHARDWRIGHT_TORCH_TESTS"] == "ours"
+ran = set()
 
 def test_passes(): pass
 def test_fails_with_ours(): assert not IS_OURS, "only here"
@@ -20,13 +21,17 @@ def test_hangs_with_ours():
     if IS_OURS: time.sleep(1000)
 def test_dies_with_ours():
     if IS_OURS: os.kill(os.getpid(), signal.SIGKILL)
+def test_the_first(): ran.add("test_the_first")  # of its process: that of the test before has died, with ours
 @pytest.mark.skip
 def test_skipped(): pass
 def test_fails_once_with_ours():
     if IS_OURS and not os.path.exists("SEEN"):
         open("SEEN", "w").close()
         raise ValueError("the first time only")
-def test_the_last(): pass
+def test_fails_behind_others_with_ours(): assert not (IS_OURS and "test_the_first" in ran)
+def test_forks():
+    if "test_the_first" in ran:
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
 """
 
 
@@ -38,7 +43,7 @@ def test_outcomes(tmp_path: pathlib.Path) -> None:
     (folder / "test_other.py").write_text("def test_not_asked_for(): pass\n")
     out = tmp_path / "out"
     arguments = [str(tmp_path / "source"), "--files", "test_some", "tensor/test_b*", "--out", str(out)]
-    command = [sys.executable, str(RUN), *arguments, "--test-seconds", "6"]
+    command = [sys.executable, str(RUN), *arguments, "--test-seconds", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr
     files = json.loads((out / "results.json").read_text())["files"]
@@ -56,17 +61,25 @@ def test_outcomes(tmp_path: pathlib.Path) -> None:
         "dies_with_ours": "passed",
         "skipped": "skipped",
         "fails_once_with_ours": "passed",
-        "the_last": "passed",
+        "the_first": "passed",
+        "fails_behind_others_with_ours": "passed",
+        "forks": "passed",
     }
     assert outcomes("stock") == expected
-    different = {"fails_with_ours": "failed", "hangs_with_ours": "hung", "dies_with_ours": "died"}
+    different = {
+        "fails_with_ours": "failed",
+        "hangs_with_ours": "hung",
+        "dies_with_ours": "died",
+        "fails_behind_others_with_ours": "failed",
+    }
     assert outcomes("ours") == {**expected, **different, "fails_once_with_ours": "failed"}
     differ = files["tensor/test_some.py"]["differ"]
     assert {name.partition("::test_")[2]: outcome for name, (outcome, _) in differ.items()} == different
     assert "only here" in differ["tensor/test_some.py::test_fails_with_ours"][1]
+    assert "only behind other tests" in differ["tensor/test_some.py::test_fails_behind_others_with_ours"][1]
     (broken,) = files["tensor/test_broken.py"]["stock"]["tests"].values()
     assert broken[0] == "uncollectable" and "nothing_of_this_name" in broken[1]
-    assert "3 pass stock and fail with shardwright" in done.stdout
+    assert "4 pass stock and fail with shardwright" in done.stdout
 
 
 def test_a_folder_without_tests(tmp_path: pathlib.Path) -> None:

@@ -35,7 +35,11 @@ FOLDERS = ("tensor", "checkpoint", "_composable")
 INSIDE = pathlib.Path(__file__).resolve().parent / "inside"
 POLL_SECONDS = 0.5
 MAX_JOBS = 2
+# For imports, before the first test.
+START_SECONDS = 120
 MAX_ERROR_LENGTH = 240
+# Of ranks that were forked from a process in which a test before them ran a backward.
+FORKED_TOO_LATE = "Unable to handle autograd's threading in combination with fork-based multiprocessing"
 # What a test waits for its ranks before it fails by itself; the watch over a silent process comes after.
 RANKS_SECONDS = 90
 _ERROR_LINE = re.compile(r"^(?:E\s+)?((?:[A-Za-z_][\w.]*)?(?:Error|Exception|Failure|Unsupported|Exit)(?::.*)?)$")
@@ -49,10 +53,11 @@ class Outcome:
 
     outcome: str
     text: str = ""
+    note: str = ""
 
     @property
     def error(self) -> str:
-        return first_error_line(self.text)
+        return first_error_line(self.text) + self.note
 
 
 @dataclasses.dataclass
@@ -97,10 +102,10 @@ class Runner:
         self.options = options
         self.root = options.source / "test" / "distributed"
 
-    def run(self, file: pathlib.Path, mode: str, only: list[str] | None = None) -> FileRun:
+    def run(self, file: pathlib.Path, mode: str, folder: str, only: list[str] | None = None) -> FileRun:
         """All tests of a file, or those named; as many processes as it takes."""
         name = str(file.relative_to(self.root))
-        out = self.options.out / mode / name.removesuffix(".py").replace("/", ".") / ("again" if only else "first")
+        out = self.options.out / mode / name.removesuffix(".py").replace("/", ".") / folder
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
         began = time.monotonic()
@@ -116,6 +121,12 @@ class Runner:
                 tests[f"{name}::(the rest)"] = Outcome("not run", "the time for this file was up")
                 break
         stats, reasons = read_stats(out / "stats")
+        forked_too_late = [test for test, outcome in tests.items() if FORKED_TOO_LATE in outcome.text]
+        if forked_too_late and only is None:
+            apart = self.run(file, mode, "apart", only=forked_too_late)
+            tests.update(apart.tests)
+            stats += apart.stats
+            reasons += apart.reasons
         for test, outcome in tests.items():
             if outcome.text and outcome.outcome != "skipped":
                 (out / (re.sub(r"[^\w.]", "_", test)[-180:] + ".txt")).write_text(outcome.text)
@@ -135,17 +146,17 @@ class Runner:
             process = subprocess.Popen(
                 arguments, cwd=out, env=self._environment(mode, out), stdout=log, stderr=log, start_new_session=True
             )
-            heard, size = time.monotonic(), -1
+            heard, before = time.monotonic(), size_of(outcomes)
+            size = before
             try:
                 while process.poll() is None:
                     time.sleep(POLL_SECONDS)
                     now = time.monotonic()
-                    grown = outcomes.stat().st_size if outcomes.exists() else 0
-                    if grown != size:
-                        heard, size = now, grown
+                    if size_of(outcomes) != size:
+                        heard, size = now, size_of(outcomes)
                     if now > deadline:
                         return "late"
-                    if now - heard > self.options.test_seconds:
+                    if now - heard > self.options.test_seconds + (START_SECONDS if size == before else 0):
                         return "hung"
             finally:
                 with contextlib.suppress(ProcessLookupError):
@@ -166,6 +177,10 @@ class Runner:
             "OMP_NUM_THREADS": "1",  # a forked rank would wait for threads that only its parent has
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(RANKS_SECONDS),
         }
+
+
+def size_of(path: pathlib.Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def read_outcomes(path: pathlib.Path, ended: str) -> dict[str, Outcome]:
@@ -209,12 +224,21 @@ def differing(runs: dict[str, FileRun]) -> list[str]:
 
 
 def confirm(runner: Runner, file: pathlib.Path, runs: dict[str, FileRun]) -> dict[str, Outcome]:
-    """Those that differ a second time, with shardwright; a loaded machine makes tests fail by their time limits."""
+    """Those that differ a second time: alone, or else behind the other tests of their file.
+
+    On a loaded machine tests also fail by their time limits.
+    """
     candidates = differing(runs)
     if not candidates:
         return {}
-    again = runner.run(file, "ours", only=candidates).tests
-    return {test: again[test] for test in candidates if test in again and again[test].outcome != "passed"}
+    alone = runner.run(file, "ours", "alone", only=candidates).tests
+    confirmed = {test: alone[test] for test in candidates if test in alone and alone[test].outcome != "passed"}
+    if len(confirmed) < len(candidates):
+        again = runner.run(file, "ours", "again").tests
+        for test in candidates:
+            if test not in confirmed and test in again and again[test].outcome not in ("passed", "not run"):
+                confirmed[test] = dataclasses.replace(again[test], note=" [only behind other tests of its file]")
+    return {test: confirmed[test] for test in candidates if test in confirmed}
 
 
 def main() -> int:
@@ -254,7 +278,7 @@ def report(options: argparse.Namespace, files: list[pathlib.Path], torch_version
     differ: dict[str, Outcome] = {}
 
     def run_file(file: pathlib.Path) -> tuple[pathlib.Path, dict[str, FileRun], dict[str, Outcome]]:
-        runs = {mode: runner.run(file, mode) for mode in options.modes}
+        runs = {mode: runner.run(file, mode, "first") for mode in options.modes}
         return file, runs, confirm(runner, file, runs)
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as threads:
