@@ -1,6 +1,7 @@
 #include "runtime/executor.h"
 
 #include <ATen/ops/div.h>
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/Exception.h>
@@ -108,6 +109,34 @@ class ExecutionWork : public c10d::Work {
   c10::weak_intrusive_ptr<c10::TensorImpl> output_;
 };
 
+Communication communication_of(const Step& step) {
+  Communication found;
+  found.op = step_op_name(step.op);
+  found.mesh_dims = step.mesh_dims.to_vector();
+  found.group_size = step.before.mesh().group_size(step.mesh_dims);
+  for (const int d : found.mesh_dims) {
+    const Placement& before = step.before.placements()[d];
+    const Placement& after = step.after.placements()[d];
+    if (before.is_partial()) found.reduce_op = reduce_op_name(before.op);
+    if (before.is_shard_like()) found.gather_dim = before.dim;
+    if (after.is_shard_like()) found.shard_dim = after.dim;
+  }
+  return found;
+}
+
+// Shown by profilers from its construction to its end.
+class Record {
+ public:
+  explicit Record(const std::string& title) {
+    if (!at::hasCallbacks()) return;
+    record_.emplace(at::RecordScope::FUNCTION);
+    if (record_->isActive()) record_->before(title);
+  }
+
+ private:
+  std::optional<at::RecordFunction> record_;
+};
+
 std::vector<std::pair<std::string, std::string>> signature_of(const Plan& plan, const std::string& plan_bytes) {
   std::vector<std::string> steps;
   for (const Step& step : plan.steps) {
@@ -145,24 +174,27 @@ Executable::Executable(const std::string& plan_bytes, int64_t rank) : rank_(rank
   program_ = compile(plan, *position);
   text_ = plan.to_string();
   signature_ = signature_of(plan, plan_bytes);
-  describe({&plan});
+  describe({&plan}, "redistribute");
 }
 
 Executable::Executable(Program program, const std::vector<const Plan*>& plans, std::string text, Signature signature,
                        int64_t rank)
     : program_(std::move(program)), text_(std::move(text)), signature_(std::move(signature)), rank_(rank) {
-  describe(plans);
+  describe(plans, "matmul");
 }
 
-void Executable::describe(const std::vector<const Plan*>& plans) {
+void Executable::describe(const std::vector<const Plan*>& plans, const char* title) {
   const Mesh& mesh = plans.front()->src.mesh();
   lifetimes_ = program_.lifetimes();
   for (int64_t p = 0; p < mesh.size(); ++p) mesh_ranks_.push_back(mesh.rank_at(p));
   for (const Plan* plan : plans) {
     for (const Step& step : plan->steps) {
       received_bytes_ += traffic_at(step, plan->backend, *mesh.position_of(rank_)).received_bytes;
+      if (!is_local(step.op)) communications_.push_back(communication_of(step));
     }
   }
+  title_ = concat("shardwright::", title, " ", plans.front()->src.placements_string(),
+                  " -> ", plans.front()->dst.placements_string(), ", ", received_bytes_, " bytes received");
   for (const auto& [buffer, dtype] : program_.other_dtypes) other_dtypes_.emplace(buffer, scalar_type_of(dtype));
   for (int i = static_cast<int>(program_.input_shapes.size()) - 1; i >= 0; --i) {
     if (!other_dtypes_.contains(i)) usual_input_ = i;
@@ -284,6 +316,7 @@ bool Executable::has_transfers_beside(const at::Tensor& input) const {
 }
 
 at::Tensor Executable::run(const at::Tensor& input) const {
+  const Record record(title_);
   check_inputs(input);
   if (returns_input()) return input;
   if (program_.box_of_input && !input.is_contiguous()) {
@@ -294,6 +327,7 @@ at::Tensor Executable::run(const at::Tensor& input) const {
 }
 
 void Executable::run_into(const at::Tensor& input, const at::Tensor& out) const {
+  const Record record(title_);
   check_inputs(input);
   TORCH_CHECK_VALUE(out.sizes().equals(program_.outputs[0].shape) && out.is_contiguous(), "out: has shape ",
                     out.sizes(), " and strides ", out.strides(), " on rank ", rank_,
@@ -323,6 +357,7 @@ at::Tensor Executable::complete(const std::shared_ptr<Execution>& execution) con
 }
 
 std::vector<at::Tensor> Executable::run_all(c10::ArrayRef<at::Tensor> inputs) const {
+  const Record record(title_);
   check_inputs(inputs);
   const auto execution = std::make_shared<Execution>(shared_from_this(), inputs, /*is_beside_compute=*/true);
   complete(execution);
@@ -332,6 +367,7 @@ std::vector<at::Tensor> Executable::run_all(c10::ArrayRef<at::Tensor> inputs) co
 }
 
 std::pair<at::Tensor, comm::WorkPtr> Executable::start(const at::Tensor& input, bool input_may_change) const {
+  const Record record(title_);
   if (returns_input() || !communicates_) return {run(input), nullptr};
   check_inputs(input);
   const auto execution = std::make_shared<Execution>(shared_from_this(), input, /*is_beside_compute=*/true);

@@ -39,6 +39,16 @@ namespace shardwright {
 
 class Execution;
 
+// What a step of a plan that communicates means, whatever messages carry it out.
+struct Communication {
+  std::string op;         // as step_op_name says
+  std::string reduce_op;  // of reductions
+  std::vector<int> mesh_dims;
+  int64_t group_size = 0;
+  int64_t gather_dim = 0;  // of an all_to_all between two cuts: the tensor dims that were and are cut
+  int64_t shard_dim = 0;
+};
+
 // A compiled program bound to process groups, held by std::shared_ptr: its runs keep it alive.
 class Executable : public std::enable_shared_from_this<Executable> {
  public:
@@ -72,6 +82,8 @@ class Executable : public std::enable_shared_from_this<Executable> {
   // `input_may_change`: whether the caller may write to `input` before the Work is done.
   std::pair<at::Tensor, comm::WorkPtr> start(const at::Tensor& input, bool input_may_change = true) const;
 
+  // Of the plan, in its order; the same on all ranks.
+  const std::vector<Communication>& communications() const { return communications_; }
   bool communicates() const { return communicates_; }
   int64_t received_bytes() const { return received_bytes_; }
   // Whether process groups do not take the dtype.
@@ -96,7 +108,7 @@ class Executable : public std::enable_shared_from_this<Executable> {
   at::TensorOptions options_of(int buffer, const at::TensorOptions& usual) const;
 
  private:
-  void describe(const std::vector<const Plan*>& plans);
+  void describe(const std::vector<const Plan*>& plans, const char* title);
   void note_input_reads();
   bool returns_input() const { return program_.is_input(program_.outputs[0].buffer); }
   // Whether asynchronous programs are under way on the same device, in whose line this one must stand.
@@ -113,6 +125,8 @@ class Executable : public std::enable_shared_from_this<Executable> {
   std::vector<comm::WeakGroupPtr> groups_;
   std::string text_;
   Signature signature_;
+  std::vector<Communication> communications_;
+  std::string title_;  // for profilers
   std::vector<int64_t> mesh_ranks_;
   int64_t rank_ = -1;
   int64_t received_bytes_ = 0;

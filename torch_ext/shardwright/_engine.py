@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from . import _planner, _runtime, _stats, checking, groups, planning
+from . import _planner, _runtime, _stats, checking, groups, planning, watching
 
 # Executables kept, the oldest dropped first. A job has some hundreds of pairs of layouts.
 MAX_EXECUTABLES = 8192
@@ -180,39 +180,40 @@ def run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) ->
     if checking.is_on():
         checking.compare(executable, local, async_op)
     _stats.counts.calls += 1
-    if not async_op:
-        return _run(executable, local)
-    try:
-        output, pending = executable.start(local)
-    except ValueError:
-        if (fitted := _fitted(executable, local)) is None:
-            raise
-        output, pending = executable.start(fitted)
-    if not pending:
-        return output
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    return AsyncCollectiveTensor(output)
+    if watching.is_watched():
+        return watching.run(executable, [local], lambda: _run(executable, local, async_op))
+    return _run(executable, local, async_op)
 
 
 def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
     """`run`, for an executable that the caller has kept."""
     counts = _stats.counts
     counts.cache_hits += 1
-    if async_op or checking.is_on():
+    if async_op or checking.is_on() or watching.is_watched():
         return run(executable, local, async_op)
     counts.calls += 1
-    return _run(executable, local)
+    return _run(executable, local, async_op)
 
 
-def _run(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor:
+def _run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
     try:
-        return executable.run(local)
+        return _start(executable, local) if async_op else executable.run(local)
     except ValueError:  # before anything was sent
         fitted = _fitted(executable, local)
         if fitted is None:
             raise
-        return local if executable.is_identity else executable.run(fitted)
+        if executable.is_identity:
+            return local
+        return _start(executable, fitted) if async_op else executable.run(fitted)
+
+
+def _start(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor:
+    output, pending = executable.start(local)
+    if not pending:
+        return output
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return AsyncCollectiveTensor(output)
 
 
 def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _engine, _planner, _runtime, _stats, checking, groups
+from . import _engine, _planner, _runtime, _stats, checking, groups, watching
 from . import operators as operators  # registers what calls run by
 from ._planner import GemmModel, Matmul
 
@@ -77,7 +77,10 @@ class Call:
             heard.append(self)
         if all(type(tensor) in _PLAIN for tensor in inputs):
             # Not by the operator, inside of which dispatch modes would not see the collectives.
-            return self.executable.run_all([tensor.contiguous() for tensor in inputs])
+            dense = [tensor.contiguous() for tensor in inputs]
+            if watching.is_watched():
+                return watching.run(self.executable, dense, lambda: self.executable.run_all(dense))
+            return self.executable.run_all(dense)
         outputs: list[torch.Tensor] = torch.ops.shardwright.matmul(
             list(inputs), self.program, list(self.groups), self.rank
         )

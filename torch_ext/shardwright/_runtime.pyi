@@ -32,6 +32,14 @@ class Executable:
         """Whether the result is the input itself."""
 
     @property
+    def communications(self) -> list[tuple[str, str, list[int], int, int, int]]:
+        """Of each step of the plan that communicates: op, reduce op, mesh dims, group size, gather dim, shard dim."""
+
+    @property
+    def group_names(self) -> list[str]:
+        """Registered names of the process groups it is bound to."""
+
+    @property
     def communicates(self) -> bool: ...
     @property
     def received_bytes(self) -> int: ...
@@ -50,6 +58,9 @@ def executable(text: str, group_names: Sequence[str], rank: int) -> Executable:
 def begin_trace() -> None: ...
 def end_trace() -> list[tuple[str, str, int, int, float, float]]:
     """Lane, instruction, chunk, run, start and end in seconds, of everything since `begin_trace`."""
+
+def finish_programs(timeout_seconds: float) -> bool:
+    """For the end of the process: waits this long at most for asynchronous programs. True if all are finished."""
 
 def drain() -> None:
     """Makes every program that was started start all its communications."""

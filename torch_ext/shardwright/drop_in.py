@@ -161,7 +161,6 @@ def _install() -> None:
     for function in filter(None, (torch_redistribute.Redistribute, nested, _shortcut.Redistribute)):
         _original_forwards[function] = function.forward
         function.forward = staticmethod(_remember_mode(function.forward))
-    _show_messages_to_comm_debug_mode(True)
 
 
 def _uninstall() -> None:
@@ -177,7 +176,6 @@ def _uninstall() -> None:
     for function, forward in _original_forwards.items():
         function.forward = staticmethod(forward)  # type: ignore[attr-defined]
     _original_forwards.clear()
-    _show_messages_to_comm_debug_mode(False)
 
 
 def _rebind(old: object, new: object) -> None:
@@ -188,17 +186,6 @@ def _rebind(old: object, new: object) -> None:
             continue
         for name in [name for name, value in list(names.items()) if value is old]:
             names[name] = new
-
-
-def _show_messages_to_comm_debug_mode(show: bool) -> None:
-    # CommDebugMode counts a fixed set of operators; on Gloo we gather and reduce by messages.
-    from torch.distributed.tensor.debug import _comm_mode
-
-    messages = {torch.ops.c10d.send, torch.ops.c10d.recv_}
-    if show:
-        _comm_mode.c10d_collective_ops |= messages
-    else:
-        _comm_mode.c10d_collective_ops -= messages
 
 
 @functools.wraps(torch_redistribute.redistribute_local_tensor)

@@ -66,8 +66,9 @@ when_gone: list[Callable[[], None]] = []
 
 
 def _forget() -> None:
-    for forget in when_gone:
-        forget()
+    if _world.alive() is None:  # else all that is kept belongs to the next one by now
+        for forget in when_gone:
+            forget()
 
 
 def weakly(group: dist.ProcessGroup | None) -> WeakGroup:

@@ -1,0 +1,92 @@
+"""What dispatch modes see of our programs: one collective for each step of the plan, by PyTorch's own name for it.
+
+Programs carry out a step by whatever is fastest; on Gloo a gather may be messages. Who counts collectives with
+CommDebugMode, or records them with DebugMode, asks what is done, not how. So a program runs with all modes set aside,
+but for `sw.wire_meter`, which counts what really travels. Then each of its steps is called as the operator that means
+it, and a mode of ours below all others answers with the program's result.
+
+    all_gather        _c10d_functional.all_gather_into_tensor
+    reduce_scatter    _c10d_functional.reduce_scatter_tensor
+    all_reduce        _c10d_functional.all_reduce
+    all_to_all        _dtensor.shard_dim_alltoall
+    permute, exchange _c10d_functional.all_to_all_single
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
+
+from . import _runtime, wire
+
+T = TypeVar("T")
+
+
+def is_watched() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def run(executable: _runtime.Executable, inputs: Sequence[torch.Tensor], call: Callable[[], T]) -> T:
+    """What `call` returns, which runs the executable on `inputs`; shown to the modes that are on."""
+    with _disable_current_modes() as modes:
+        meters = [mode for mode in modes if isinstance(mode, wire.WireMeter)]
+        with _on(meters):
+            result = call()
+        others = [mode for mode in modes if not isinstance(mode, wire.WireMeter)]
+        if others:
+            with _Answer(_plain(result)), _on(others):
+                for operator, arguments in _meanings(executable):
+                    torch.ops._c10d_functional.wait_tensor(operator(inputs[0], *arguments))
+    return result
+
+
+def _plain(result: Any) -> torch.Tensor:
+    """The first tensor of a result, without waiting for it."""
+    first = result[0] if isinstance(result, (list, tuple)) else result
+    tensor: torch.Tensor = getattr(first, "elem", first)
+    return tensor
+
+
+@contextlib.contextmanager
+def _on(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """Has these modes on, the first one uppermost, without entering them anew."""
+    for mode in reversed(modes):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
+
+
+class _Answer(TorchDispatchMode):
+    """Stands for the collectives themselves."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        super().__init__()
+        self.result = result
+
+    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        return self.result
+
+
+def _meanings(executable: _runtime.Executable) -> Iterator[tuple[Callable[..., torch.Tensor], tuple[Any, ...]]]:
+    """For each step that communicates the operator that means it, and its arguments behind the tensor."""
+    names = {tuple(dims): name for (dims, _), name in zip(executable.groups, executable.group_names, strict=True)}
+    functional = torch.ops._c10d_functional
+    for op, reduce_op, mesh_dims, size, gather_dim, shard_dim in executable.communications:
+        group = names.get(tuple(mesh_dims), "")  # a rank with nothing to send or receive has none
+        if op == "all_gather":
+            yield functional.all_gather_into_tensor, (size, group)
+        elif op == "reduce_scatter":
+            yield functional.reduce_scatter_tensor, (reduce_op, size, group)
+        elif op == "all_reduce":
+            yield functional.all_reduce, (reduce_op, group)
+        elif op == "all_to_all":
+            yield torch.ops._dtensor.shard_dim_alltoall, (gather_dim, shard_dim, group)
+        else:
+            yield functional.all_to_all_single, ([], [], group)
