@@ -65,17 +65,16 @@ PYBIND11_MODULE(_runtime, m) {
       .def_property_readonly("output_shape", [](const Executable& e) { return e.program().outputs[0].shape; })
       .def_property_readonly(
           "is_identity", [](const Executable& e) { return e.program().outputs[0].buffer == shardwright::kInputBuffer; })
-      .def_property_readonly("communications",
-                             [](const Executable& e) {
-                               using Parts =
-                                   std::tuple<std::string, std::string, std::vector<int>, int64_t, int64_t, int64_t>;
-                               std::vector<Parts> all;
-                               for (const auto& c : e.communications()) {
-                                 all.emplace_back(c.op, c.reduce_op, c.mesh_dims, c.group_size, c.gather_dim,
-                                                  c.shard_dim);
-                               }
-                               return all;
-                             })
+      .def_property_readonly(
+          "communications",
+          [](const Executable& e) {
+            using Parts = std::tuple<std::string, std::string, std::vector<int>, int64_t, int64_t, int64_t>;
+            std::vector<Parts> all;
+            for (const auto& c : e.communications()) {
+              all.emplace_back(c.op, c.reduce_op, c.mesh_dims, c.group_size, c.gather_dim, c.shard_dim);
+            }
+            return all;
+          })
       .def_property_readonly("group_names",
                              [](const Executable& e) {
                                std::vector<std::string> names;

@@ -209,8 +209,7 @@ void Execution::all_to_all(const AllToAll& move, int index) {
     for (int64_t& count : send_counts) count *= item_bytes;
     for (int64_t& count : receive_counts) count *= item_bytes;
   }
-  works_[index] = {
-      comm::all_to_all(groups_[move.group], dst, src, std::move(receive_counts), std::move(send_counts))};
+  works_[index] = {comm::all_to_all(groups_[move.group], dst, src, std::move(receive_counts), std::move(send_counts))};
 }
 
 GemmHints Execution::hints() const { return {num_under_way_ > 0 ? sm_carveout() : 0}; }

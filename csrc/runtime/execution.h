@@ -76,8 +76,8 @@ class Execution {
   std::vector<std::vector<comm::WorkPtr>> works_;  // by instruction
   // By instruction, where there are streams: when the side stream is done with the transfer.
   std::vector<std::optional<c10::Event>> transferred_;
-  std::vector<TraceSpan> spans_;  // by instruction, while a trace is taken
-  int64_t run_number_ = 0;        // of this run in a trace; 0: not given yet
+  std::vector<TraceSpan> spans_;                // by instruction, while a trace is taken
+  int64_t run_number_ = 0;                      // of this run in a trace; 0: not given yet
   c10::SmallVector<comm::GroupPtr, 4> groups_;  // alive as long as this
   int num_instructions_ = 0;
   int num_under_way_ = 0;  // transfers that were started and not waited for

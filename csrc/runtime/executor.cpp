@@ -193,8 +193,8 @@ void Executable::describe(const std::vector<const Plan*>& plans, const char* tit
       if (!is_local(step.op)) communications_.push_back(communication_of(step));
     }
   }
-  title_ = concat("shardwright::", title, " ", plans.front()->src.placements_string(),
-                  " -> ", plans.front()->dst.placements_string(), ", ", received_bytes_, " bytes received");
+  title_ = concat("shardwright::", title, " ", plans.front()->src.placements_string(), " -> ",
+                  plans.front()->dst.placements_string(), ", ", received_bytes_, " bytes received");
   for (const auto& [buffer, dtype] : program_.other_dtypes) other_dtypes_.emplace(buffer, scalar_type_of(dtype));
   for (int i = static_cast<int>(program_.input_shapes.size()) - 1; i >= 0; --i) {
     if (!other_dtypes_.contains(i)) usual_input_ = i;
@@ -214,8 +214,8 @@ void Executable::describe(const std::vector<const Plan*>& plans, const char* tit
 void Executable::note_input_reads() {
   const std::vector<Instruction>& instructions = program_.instructions;
   const auto is_wait = [](const Instruction& i) { return std::holds_alternative<Wait>(i.operation); };
-  first_wait_ = static_cast<int>(std::find_if(instructions.begin(), instructions.end(), is_wait) -
-                                 instructions.begin());
+  first_wait_ =
+      static_cast<int>(std::find_if(instructions.begin(), instructions.end(), is_wait) - instructions.begin());
   for (int i = 0; i < static_cast<int>(instructions.size()); ++i) {
     const Operation& operation = instructions[i].operation;
     const std::vector<int> buffers = buffers_of(operation);
@@ -376,9 +376,9 @@ std::pair<at::Tensor, comm::WorkPtr> Executable::start(const at::Tensor& input, 
   const at::Tensor output = execution->output();  // before anything runs, so that it is the one waited for
   // What watches this thread is to see all communications.
   const bool is_watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
-  const int until = is_watched ? last_communication_ + 1
-                    : is_on_cpu                                ? first_wait_
-                                                               : std::max(first_wait_, end_of_input_reads_);
+  const int until = is_watched  ? last_communication_ + 1
+                    : is_on_cpu ? first_wait_
+                                : std::max(first_wait_, end_of_input_reads_);
   lane_of(execution->device()).issue(execution, [until](Execution& e) { e.start_until(until); });
   ++counters().runs;
   counters().received_bytes += received_bytes_;

@@ -6,7 +6,6 @@ import gc
 import pathlib
 import subprocess
 import sys
-import tempfile
 import time
 
 import pytest

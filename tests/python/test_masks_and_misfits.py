@@ -66,7 +66,9 @@ def _loss() -> None:
     expected.backward()
     with sw.enabled(strict=True), loss_parallel():
         cut = distribute_tensor(logits, mesh, [Shard(1)], src_data_rank=None).requires_grad_()
-        loss = torch.nn.functional.cross_entropy(cut, distribute_tensor(labels, mesh, [Replicate()], src_data_rank=None))
+        loss = torch.nn.functional.cross_entropy(
+            cut, distribute_tensor(labels, mesh, [Replicate()], src_data_rank=None)
+        )
         loss.backward()
         assert cut.grad is not None and plain.grad is not None
         torch.testing.assert_close(loss.full_tensor().detach(), expected.detach())

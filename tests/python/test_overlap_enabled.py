@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
+from shardwright import overlapping
 
 WORLD = 4
 
@@ -63,3 +68,35 @@ def _linear_and_matmul(rows: int) -> None:
 @pytest.mark.parametrize("rows", [8, 7])
 def test_linear_and_matmul(pool: Pool, rows: int) -> None:
     pool.run(_linear_and_matmul, WORLD, rows)
+
+
+def _under_torchs_styles() -> tuple[int, list[str]]:
+    """PyTorch's styles gather by a redistribute of their own, in front of the linear."""
+    mesh = get_mesh((WORLD,))
+    overlapping._warned = False
+    torch.manual_seed(4)
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
+    x = torch.randn(2, 8, 6)
+    expected = plain(x)
+    styles = {"0": ColwiseParallel(input_layouts=Shard(1)), "2": RowwiseParallel(output_layouts=Shard(1))}
+    parallel = parallelize_module(plain, mesh, styles)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwright").addHandler(handler)
+    before = sw.stats()["products"]
+    try:
+        with sw.enabled(overlap=True):
+            for _ in range(2):
+                rank = mesh.get_rank()
+                found = parallel(x[:, 2 * rank : 2 * rank + 2])
+    finally:
+        logging.getLogger("shardwright").removeHandler(handler)
+    torch.testing.assert_close(found, expected[:, 2 * rank : 2 * rank + 2])
+    return sw.stats()["products"] - before, lines
+
+
+def test_torchs_own_styles_are_told(pool: Pool) -> None:
+    for products, lines in pool.run(_under_torchs_styles, WORLD):
+        assert products == 0
+        assert len(lines) == 1 and "shardwright.parallel" in lines[0], lines

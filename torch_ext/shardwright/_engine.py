@@ -227,7 +227,9 @@ def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tenso
     shape = executable.input_shape
     if local.dim() != len(shape) or list(local.shape) == shape:
         return None
-    _stats.count_misfit(f"the local tensor has shape {tuple(local.shape)} where the layout has {tuple(shape)} on this rank")
+    _stats.count_misfit(
+        f"the local tensor has shape {tuple(local.shape)} where the layout has {tuple(shape)} on this rank"
+    )
     fitted = local.new_zeros(shape)
     common = tuple(slice(min(have, want)) for have, want in zip(local.shape, shape, strict=True))
     fitted[common] = local[common]

@@ -81,7 +81,6 @@ def count_misfit(description: str) -> None:
         _log.warning("redistribute of a DTensor whose parts contradict its spec: %s", description)
 
 
-
 def cause_of(error: Exception) -> str:
     """What an error says less the values in it and what would be allowed: the same text for all errors of one cause.
 

@@ -219,6 +219,10 @@ def _redistribute_local_tensor(
 
     if not mode.on:
         return by_torch()
+    if mode.overlap and async_op:  # which only explicit redistributes are
+        from . import overlapping
+
+        overlapping.note_explicit_gather(current_spec, target_spec)
     if isinstance(local_tensor, AsyncCollectiveTensor):
         local_tensor = local_tensor.wait()
     is_traced = _are_we_tracing()

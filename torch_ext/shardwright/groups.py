@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from . import _convert, _planner, _runtime
 from .layout import Mesh
 
+
 class WeakGroup:
     """A process group, or None, which stands for the default one, held without keeping the group alive.
 
@@ -86,7 +87,7 @@ def check_initialised() -> None:
     if world is not _world.alive():
         _made.clear()
         _world = weakly(world)
-        weakref.finalize(world, _forget).atexit = False
+        weakref.finalize(world, _forget)
 
 
 def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ...]]:

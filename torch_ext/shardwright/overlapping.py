@@ -4,18 +4,27 @@ PyTorch redistributes an operand first and multiplies then. While overlap is on,
 `torch.matmul`, `torch.mm` and ``@`` of a DTensor and a DTensor weight of two dims go to `shardwright.linear` and
 `shardwright.all_gather_matmul` where a mesh dim cuts the operand in front of its last dim and the weight in its
 columns: the operand is gathered there, and the result cut in its last dim. All else is PyTorch's.
+
+What is gathered by an explicit redistribute before the product, as `torch.distributed.tensor.parallel` does it, is
+there when the product is asked for, and cannot be hidden behind it; a warning says so once. The styles of
+`shardwright.parallel` leave the gather to the product.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from . import _engine, matmul
+
+_log = logging.getLogger("shardwright")
+_warned = False
 
 _original: Any = None  # DTensor's own __torch_function__, while ours is in its place
 
@@ -34,6 +43,21 @@ def uninstall() -> None:
     if _original is not None:
         DTensor.__torch_function__ = _original
         _original = None
+
+
+def note_explicit_gather(current_spec: DTensorSpec, target_spec: DTensorSpec) -> None:
+    """Says once that a gather which was asked for by itself is not hidden behind the product that may follow."""
+    global _warned
+    pairs = zip(current_spec.placements, target_spec.placements, strict=True)
+    if not _warned and any(type(a) is Shard and a.dim < current_spec.ndim - 1 and b.is_replicate() for a, b in pairs):
+        _warned = True
+        _log.warning(
+            "enable(overlap=True): %s -> %s was gathered by a redistribute of its own and is not hidden behind the "
+            "product that follows. PyTorch's ColwiseParallel and RowwiseParallel gather so; the styles of "
+            "shardwright.parallel leave the gather to the product",
+            current_spec,
+            target_spec,
+        )
 
 
 def _torch_function(
