@@ -108,6 +108,18 @@ std::vector<Piece> intersect(const IntervalList& a, const IntervalList& b) {
   return pieces;
 }
 
+SharedRuns shared_runs(const IntervalList& a, const IntervalList& b) {
+  SharedRuns shared;
+  for_each_shared_run(a, b, [&](const Piece& piece) {
+    if (shared.runs++ == 0) {
+      shared.a_position = piece.a_position;
+      shared.b_position = piece.b_position;
+    }
+    shared.length += piece.length;
+  });
+  return shared;
+}
+
 int64_t intersection_length(const IntervalList& a, const IntervalList& b) {
   int64_t total = 0;
   for_each_shared_run(a, b, [&](const Piece& piece) { total += piece.length; });

@@ -44,6 +44,15 @@ struct Piece {
 // The shared runs, ascending. Both owners of a pair of lists get the same runs in the same order, which is what
 // makes a packed message mean the same on both sides.
 std::vector<Piece> intersect(const IntervalList& a, const IntervalList& b);
+
+// All runs that two lists share: their indices together, how many runs there are, and where the first begins in each.
+struct SharedRuns {
+  int64_t length = 0;
+  int64_t runs = 0;
+  int64_t a_position = 0;
+  int64_t b_position = 0;
+};
+SharedRuns shared_runs(const IntervalList& a, const IntervalList& b);
 int64_t intersection_length(const IntervalList& a, const IntervalList& b);
 int64_t shared_elements(const Region& a, const Region& b);
 

@@ -5,16 +5,10 @@
 #include "planner/exchange.h"
 #include "program/boxes.h"
 #include "program/builder.h"
+#include "program/pairs.h"
 
 namespace shardwright {
 namespace {
-
-// Above this, looking at every pair of a group costs more than messages to absent peers save.
-constexpr int64_t kMaxGroupForPairs = 512;
-
-// Gloo's single messages stall where its all-to-all does not: up to this many ranks that are connected by what they
-// exchange, an all-to-all among them is faster even if some pairs have nothing to say.
-constexpr size_t kMaxSparseAllToAll = 8;
 
 class DataMove {
  public:
@@ -28,89 +22,25 @@ class DataMove {
   };
 
   void exchange(const Step& step, int current, int next) {
-    const Positions group = b_.mesh().group(b_.position(), step.mesh_dims);
-    const auto k = static_cast<int64_t>(group.size());
-    const bool is_gather = step.op == StepOp::kAllGather;
-    if (b_.backend() == Backend::kNccl && step.rounds == 1 && gathers_evenly(step, group)) {
-      native_all_gather(step, current, next);
-    } else if (is_gather) {
-      gathers_by_copies(step, k) ? all_to_all(step, group, current, next) : messages(step, group, current, next);
-    } else if (k > kMaxGroupForPairs) {
-      messages(step, group, current, next);
-    } else {
-      const Pairs pairs(step, group);
-      const bool regroups = b_.backend() == Backend::kGloo && !b_.named_groups_only();
-      const Positions partners = regroups ? pairs.connected_to(b_.position()) : group;
-      if (partners.size() == 1) {
-        b_.copy_shared(step, current, next);
-      } else if (suits_all_to_all(pairs, partners)) {
-        all_to_all(step, partners, current, next);
-      } else {
-        messages(step, group, current, next);
-      }
+    StepPairs pairs(step);
+    StepPairs::Group& group = pairs.group(b_.position());
+    const size_t me = StepPairs::index_of(group, b_.position());
+    const DataMovePlan plan = way_of(pairs, group, me, b_.backend(), b_.named_groups_only());
+    Positions partners = group.positions;
+    if (!plan.partners.empty()) {
+      partners.clear();
+      for (const size_t member : plan.partners) partners.push_back(group.positions[member]);
     }
-  }
-
-  // Who has something for whom in a group. All its members see the same.
-  class Pairs {
-   public:
-    Pairs(const Step& step, const Positions& group) : group_(group), talks_(group.size() * group.size()) {
-      const Transfers transfers(step, group[0]);
-      for (size_t from = 0; from < group.size(); ++from) {
-        for (size_t to = 0; to < group.size(); ++to) {
-          const Interval range = transfers.range(from, to);
-          talks_[from * group.size() + to] = from != to && range.begin < range.end;
-        }
-      }
+    switch (plan.way) {
+      case DataMoveWay::kNativeGather:
+        return native_all_gather(step, current, next);
+      case DataMoveWay::kAllToAll:
+        return all_to_all(step, partners, current, next);
+      case DataMoveWay::kMessages:
+        return messages(step, partners, current, next);
+      case DataMoveWay::kLocal:
+        return b_.copy_shared(step, current, next);
     }
-
-    bool talk(size_t from, size_t to) const { return talks_[from * group_.size() + to]; }
-
-    // The ranks that the one at `position` exchanges with, directly or through others, itself included.
-    Positions connected_to(int64_t position) const {
-      std::vector<bool> found(group_.size(), false);
-      std::vector<size_t> open{static_cast<size_t>(std::find(group_.begin(), group_.end(), position) - group_.begin())};
-      found[open[0]] = true;
-      while (!open.empty()) {
-        const size_t from = open.back();
-        open.pop_back();
-        for (size_t m = 0; m < group_.size(); ++m) {
-          if (found[m] || (!talk(from, m) && !talk(m, from))) continue;
-          found[m] = true;
-          open.push_back(m);
-        }
-      }
-      Positions connected;
-      for (size_t m = 0; m < group_.size(); ++m) {
-        if (found[m]) connected.push_back(group_[m]);
-      }
-      return connected;
-    }
-
-    // The share of ordered pairs of `members`, a subset of the group, that have something to say, in percent.
-    int64_t density(const Positions& members) const {
-      int64_t talking = 0;
-      for (size_t from = 0; from < group_.size(); ++from) {
-        if (std::find(members.begin(), members.end(), group_[from]) == members.end()) continue;
-        for (size_t to = 0; to < group_.size(); ++to) talking += talk(from, to) ? 1 : 0;
-      }
-      const auto k = static_cast<int64_t>(members.size());
-      return talking * 100 / (k * (k - 1));
-    }
-
-   private:
-    const Positions& group_;
-    std::vector<bool> talks_;
-  };
-
-  bool suits_all_to_all(const Pairs& pairs, const Positions& members) const {
-    const bool waits_for_those_concerned = b_.backend() == Backend::kGloo && !b_.named_groups_only();
-    if (waits_for_those_concerned && members.size() <= kMaxSparseAllToAll) return true;
-    return pairs.density(members) == 100;
-  }
-
-  bool gathers_by_copies(const Step& step, int64_t k) const {
-    return b_.backend() == Backend::kGloo && (k == 2 || step.before.largest_part_bytes() <= kMaxCopiedGatherBytes);
   }
 
   // With the ranks at `partners`, some or all of the group of the step, by ascending rank.
@@ -141,15 +71,6 @@ class DataMove {
       }
     }
     return parts;
-  }
-
-  static bool gathers_evenly(const Step& step, const Positions& group) {
-    if (step.op != StepOp::kAllGather) return false;
-    const int64_t first = num_elements(step.before.region(group[0]));
-    for (const int64_t member : group) {
-      if (num_elements(step.before.region(member)) != first) return false;
-    }
-    return first > 0;
   }
 
   void native_all_gather(const Step& step, int current, int next) {

@@ -7,7 +7,7 @@
 #include "planner/cost.h"
 #include "planner/exchange.h"
 #include "planner/serialize.h"
-#include "program/program.h"
+#include "program/memory.h"
 
 namespace shardwright {
 namespace {
@@ -32,7 +32,7 @@ int64_t staging_at_most(const Step& step, Backend backend) {
   return wire.sent_bytes + wire.received_bytes + (step.op == StepOp::kAllGather ? held : 0);
 }
 
-// At least what the worst rank allocates, without compiling.
+// At least what the worst rank allocates, from its largest parts alone.
 int64_t peak_at_most(const Plan& plan) {
   int64_t peak = 0;
   for (size_t i = 0; i < plan.steps.size(); ++i) {
@@ -44,14 +44,15 @@ int64_t peak_at_most(const Plan& plan) {
 }
 
 // With a limit that was asked for, every rank counts; else the corners of the mesh stand for large ones.
-constexpr int64_t kMaxRanksCompiled = 64;
+constexpr int64_t kMaxRanksCounted = 64;
 
 std::vector<int64_t> peaks_by_step(const Plan& plan, bool of_all) {
   const Mesh& mesh = plan.src.mesh();
   std::vector<int64_t> worst(plan.steps.size(), 0);
+  ProgramMemory memory(plan);
   for (const int64_t position :
-       of_all || mesh.size() <= kMaxRanksCompiled ? seen_positions(mesh) : corner_positions(mesh)) {
-    const std::vector<int64_t> peaks = compile(plan, position).peak_bytes_by_step();
+       of_all || mesh.size() <= kMaxRanksCounted ? seen_positions(mesh) : corner_positions(mesh)) {
+    const std::vector<int64_t> peaks = memory.peak_bytes_by_step(position);
     for (size_t i = 0; i < peaks.size(); ++i) worst[i] = std::max(worst[i], peaks[i]);
   }
   return worst;

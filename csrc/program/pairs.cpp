@@ -1,0 +1,218 @@
+#include "program/pairs.h"
+
+#include <algorithm>
+
+#include "program/boxes.h"
+#include "program/builder.h"
+
+namespace shardwright {
+namespace {
+
+// Above this, looking at every pair of a group costs more than messages to absent peers save.
+constexpr size_t kMaxGroupForPairs = 512;
+
+// Gloo's single messages stall where its all-to-all does not: up to this many ranks that are connected by what they
+// exchange, an all-to-all among them is faster even if some pairs have nothing to say.
+constexpr size_t kMaxSparseAllToAll = 8;
+
+SharedRuns shared_runs(const StepPairs::Part& held, const StepPairs::Part& needed) {
+  const int64_t begin = std::max(held.begin, needed.begin);
+  const int64_t end = std::min(held.end, needed.end);
+  if (begin >= end) return {};
+  if (held.has_gaps || needed.has_gaps) return shared_runs(*held.list, *needed.list);
+  return {end - begin, 1, begin - held.begin, begin - needed.begin};
+}
+
+}  // namespace
+
+StepPairs::StepPairs(const Step& step) : step_(step), ndim_(step.before.ndim()), held_(ndim_), needed_(ndim_) {}
+
+StepPairs::Part StepPairs::part(const Layout& layout, Parts& parts, int tensor_dim, int64_t position) {
+  const Mesh& mesh = layout.mesh();
+  const std::vector<Cut>& cuts = layout.cuts(tensor_dim);
+  int64_t number = 0;
+  for (const Cut& c : cuts) number = number * mesh.dim_size(c.mesh_dim) + mesh.coordinate(position, c.mesh_dim);
+  const auto [found, is_new] = parts[tensor_dim].try_emplace(number);
+  IntervalList& list = found->second;
+  if (is_new) list = part_at(mesh, layout.shape()[tensor_dim], cuts, position);
+  if (list.empty()) return {0, 0, 0, &list, false};
+  return {list.front().begin, list.back().end, length(list), &list, list.size() > 1};
+}
+
+StepPairs::Group& StepPairs::group(int64_t position) {
+  const Mesh& mesh = step_.before.mesh();
+  int64_t least = position;
+  for (const int d : step_.mesh_dims.to_vector()) least -= mesh.coordinate(position, d) * mesh.stride(d);
+  const auto [found, is_new] = groups_.try_emplace(least);
+  Group& group = found->second;
+  if (!is_new) return group;
+  group.positions = mesh.group(position, step_.mesh_dims);
+  const std::vector<int> replica_dims = (step_.mesh_dims - step_.before.cut_dims()).to_vector();
+  for (const int64_t member : group.positions) {
+    for (int t = 0; t < step_.before.ndim(); ++t) {
+      group.held.push_back(part(step_.before, held_, t, member));
+      group.needed.push_back(part(step_.after, needed_, t, member));
+    }
+    int64_t replica = 0;
+    for (const int d : replica_dims) replica = replica * mesh.dim_size(d) + mesh.coordinate(member, d);
+    group.replica.push_back(replica);
+  }
+  if (step_.sharing != Sharing::kNone) group.transfers.emplace(step_, position);
+  return group;
+}
+
+size_t StepPairs::index_of(const Group& group, int64_t position) {
+  return std::find(group.positions.begin(), group.positions.end(), position) - group.positions.begin();
+}
+
+int64_t StepPairs::product(const Part* parts) const {
+  int64_t total = 1;
+  for (size_t t = 0; t < ndim_; ++t) total *= parts[t].length;
+  return total;
+}
+
+// From the innermost dim out: a run has, in every dim with more than one index, the stride that the dims within fill.
+Load StepPairs::shared(const Group& group, size_t from, size_t to) const {
+  const Part* held = &group.held[from * ndim_];
+  const Part* needed = &group.needed[to * ndim_];
+  Load load{1, 0, 0, true, true};
+  int64_t held_stride = 1;
+  int64_t needed_stride = 1;
+  for (size_t t = ndim_; t-- > 0;) {
+    const SharedRuns runs = shared_runs(held[t], needed[t]);
+    if (runs.length == 0) return {};
+    load.first_held += runs.a_position * held_stride;
+    load.first_needed += runs.b_position * needed_stride;
+    if (runs.length > 1) {
+      load.is_run_held = load.is_run_held && runs.runs == 1 && held_stride == load.count;
+      load.is_run_needed = load.is_run_needed && runs.runs == 1 && needed_stride == load.count;
+    }
+    load.count *= runs.length;
+    held_stride *= held[t].length;
+    needed_stride *= needed[t].length;
+  }
+  return load;
+}
+
+Load StepPairs::Transfer::in_round(int64_t round) const {
+  if (rounds_ == nullptr || whole_.count == 0) return whole_;
+  Load load = (*rounds_)[round];
+  load.first_held += whole_.first_held;
+  load.first_needed += whole_.first_needed;
+  return load;
+}
+
+StepPairs::Transfer StepPairs::transfer(const Group& group, size_t from, size_t to) {
+  if (!group.transfers && group.replica[from] != group.replica[to]) return {};
+  if (!group.transfers) return share(group, from, to);
+  const Interval range = group.transfers->range(from, to);
+  if (range.begin == range.end) return {};
+  return in_rounds(group, from, to, shared(group, from, to), range);
+}
+
+StepPairs::Transfer StepPairs::share(const Group& group, size_t from, size_t to) {
+  const Load whole = shared(group, from, to);
+  if (step_.rounds == 1) return {whole, nullptr};
+  return in_rounds(group, from, to, whole, {0, whole.count});
+}
+
+// Slices of what two ranks share look alike wherever the parts have the same lengths and lie alike.
+StepPairs::Transfer StepPairs::in_rounds(const Group& group, size_t from, size_t to, const Load& whole,
+                                         Interval range) {
+  if (whole.count == 0 || (step_.rounds == 1 && range.end - range.begin == whole.count)) return {whole, nullptr};
+  std::vector<int64_t> name{range.begin, range.end};
+  Region held;
+  Region needed;
+  for (size_t t = 0; t < ndim_; ++t) {
+    held.push_back(*group.held[from * ndim_ + t].list);
+    needed.push_back(*group.needed[to * ndim_ + t].list);
+    const std::vector<Piece> pieces = intersect(held[t], needed[t]);
+    name.insert(name.end(), {length(held[t]), length(needed[t]), static_cast<int64_t>(pieces.size())});
+    for (const Piece& piece : pieces) {
+      name.insert(name.end(),
+                  {piece.length, piece.a_position - pieces[0].a_position, piece.b_position - pieces[0].b_position});
+    }
+  }
+  const auto [found, is_new] = rounds_.try_emplace(std::move(name));
+  if (is_new) {
+    const Intersection intersection(held, needed);
+    for (int64_t round = 0; round < step_.rounds; ++round) {
+      const Interval part = in_round(range, round, step_.rounds);
+      const Parcel parcel(intersection, part.begin, part.end);
+      Load load{parcel.count()};
+      if (load.count > 0) {
+        const int64_t in_held = parcel.run_in_a();
+        const int64_t in_needed = parcel.run_in_b();
+        load.is_run_held = in_held >= 0;
+        load.is_run_needed = in_needed >= 0;
+        load.first_held = in_held - whole.first_held;
+        load.first_needed = in_needed - whole.first_needed;
+      }
+      found->second.push_back(load);
+    }
+  }
+  return {whole, &found->second};
+}
+
+void StepPairs::connect(Group& group) {
+  if (!group.circles.empty()) return;
+  const size_t k = group.positions.size();
+  std::vector<std::vector<size_t>> talks_with(k);
+  std::vector<size_t> sends(k, 0);
+  for (size_t from = 0; from < k; ++from) {
+    for (size_t to = 0; to < k; ++to) {
+      if (from == to || transfer(group, from, to).count() == 0) continue;
+      talks_with[from].push_back(to);
+      talks_with[to].push_back(from);
+      ++sends[from];
+    }
+  }
+  group.connected.assign(k, k);
+  for (size_t first = 0; first < k; ++first) {
+    if (group.connected[first] < k) continue;
+    const size_t number = group.circles.size();
+    std::vector<size_t> circle{first};
+    group.connected[first] = number;
+    size_t talking = 0;
+    for (size_t at = 0; at < circle.size(); ++at) {
+      talking += sends[circle[at]];
+      for (const size_t peer : talks_with[circle[at]]) {
+        if (group.connected[peer] < k) continue;
+        group.connected[peer] = number;
+        circle.push_back(peer);
+      }
+    }
+    std::sort(circle.begin(), circle.end());
+    group.all_pairs_talk.push_back(talking == circle.size() * (circle.size() - 1));
+    group.circles.push_back(std::move(circle));
+  }
+}
+
+DataMovePlan way_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Backend backend, bool named_groups_only) {
+  const Step& step = pairs.step();
+  const size_t k = group.positions.size();
+  if (step.op == StepOp::kAllGather) {
+    const int64_t first = pairs.held(group, 0);
+    bool is_even = first > 0;
+    for (size_t m = 0; m < k && is_even; ++m) is_even = pairs.held(group, m) == first;
+    if (backend == Backend::kNccl && step.rounds == 1 && is_even) return {DataMoveWay::kNativeGather, {}};
+    const bool copies =
+        backend == Backend::kGloo && (k == 2 || step.before.largest_part_bytes() <= kMaxCopiedGatherBytes);
+    return {copies ? DataMoveWay::kAllToAll : DataMoveWay::kMessages, {}};
+  }
+  if (k > kMaxGroupForPairs) return {DataMoveWay::kMessages, {}};
+  pairs.connect(group);
+  const bool waits_for_those_concerned = backend == Backend::kGloo && !named_groups_only;
+  if (waits_for_those_concerned) {
+    const size_t number = group.connected[member];
+    const std::vector<size_t>& circle = group.circles[number];
+    if (circle.size() == 1) return {DataMoveWay::kLocal, {}};
+    const bool suits_all_to_all = circle.size() <= kMaxSparseAllToAll || group.all_pairs_talk[number];
+    return {suits_all_to_all ? DataMoveWay::kAllToAll : DataMoveWay::kMessages, circle};
+  }
+  if (k == 1) return {DataMoveWay::kLocal, {}};
+  const bool all_talk = group.circles.size() == 1 && group.all_pairs_talk[0];
+  return {all_talk ? DataMoveWay::kAllToAll : DataMoveWay::kMessages, {}};
+}
+
+}  // namespace shardwright
