@@ -1,36 +1,41 @@
 #include "planner/exchange.h"
 
 #include <algorithm>
+#include <map>
 #include <span>
 
 namespace shardwright {
 namespace {
 
-// Non-empty parts of n elements cut by these mesh dims, all coordinates.
-int64_t count_parts(const Mesh& mesh, int64_t n, std::span<const Cut> cuts) {
-  if (n == 0) return 0;
-  if (cuts.empty()) return 1;
+// Calls visit(elements, times) for the non-empty parts of n elements cut by these mesh dims, all coordinates.
+template <typename Visit>
+void for_each_part(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t times, const Visit& visit) {
+  if (n == 0) return;
+  if (cuts.empty()) return visit(n, times);
   const int64_t k = mesh.dim_size(cuts[0].mesh_dim);
   const int64_t chunk = (n + k - 1) / k;
   const int64_t full = n / chunk;
-  return full * count_parts(mesh, chunk, cuts.subspan(1)) + count_parts(mesh, n - full * chunk, cuts.subspan(1));
+  for_each_part(mesh, chunk, cuts.subspan(1), times * full, visit);
+  for_each_part(mesh, n - full * chunk, cuts.subspan(1), times, visit);
 }
 
-Meeting meet_list(const Mesh& mesh, int64_t position, MeshDimSet all, const IntervalList& list,
-                  std::span<const Cut> cuts, const IntervalList& target) {
+// The same for what the parts of a list share with a target, where that is not empty.
+template <typename Visit>
+void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const IntervalList& list,
+                  std::span<const Cut> cuts, const IntervalList& target, const Visit& visit) {
   const int64_t shared = intersection_length(list, target);
-  if (shared == 0) return {};
-  if (cuts.empty()) return {shared, 1};
+  if (shared == 0) return;
+  if (cuts.empty()) return visit(shared, int64_t{1});
   const Cut& first = cuts[0];
   const int64_t k = mesh.dim_size(first.mesh_dim);
   if (!all.contains(first.mesh_dim)) {
     const IntervalList part = cut(list, k, mesh.coordinate(position, first.mesh_dim), first.split_factor);
-    return meet_list(mesh, position, all, part, cuts.subspan(1), target);
+    return for_each_met(mesh, position, all, part, cuts.subspan(1), target, visit);
   }
   const bool all_taken = std::all_of(cuts.begin(), cuts.end(),
                                      [&](const Cut& c) { return c.split_factor == 1 && all.contains(c.mesh_dim); });
   const int64_t n = length(list);
-  if (all_taken && shared == n) return {n, count_parts(mesh, n, cuts)};
+  if (all_taken && shared == n) return for_each_part(mesh, n, cuts, 1, visit);
   int64_t begin = 0;
   int64_t end = k;
   if (first.split_factor == 1) {  // only chunks between the first and the last shared element
@@ -39,13 +44,18 @@ Meeting meet_list(const Mesh& mesh, int64_t position, MeshDimSet all, const Inte
     begin = pieces.front().a_position / chunk;
     end = (pieces.back().a_position + pieces.back().length - 1) / chunk + 1;
   }
-  Meeting total;
   for (int64_t c = begin; c < end; ++c) {
-    const Meeting one = meet_list(mesh, position, all, cut(list, k, c, first.split_factor), cuts.subspan(1), target);
-    total.elements += one.elements;
-    total.parts += one.parts;
+    for_each_met(mesh, position, all, cut(list, k, c, first.split_factor), cuts.subspan(1), target, visit);
   }
-  return total;
+}
+
+// How many parts meet a target, by what they share with it, which counts for no more than `at_most`.
+std::map<int64_t, int64_t> parts_by_length(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position,
+                                           MeshDimSet varying, const IntervalList& target, int64_t at_most) {
+  std::map<int64_t, int64_t> parts;
+  for_each_met(mesh, position, varying, part_at(mesh, n, {}, position), cuts, target,
+               [&](int64_t elements, int64_t times) { parts[std::min(elements, at_most)] += times; });
+  return parts;
 }
 
 // Mesh dims of the step that do not cut `before`: along them all ranks hold the same.
@@ -119,7 +129,13 @@ Interval in_round(Interval range, int64_t round, int64_t rounds) {
 
 Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
              const IntervalList& target) {
-  return meet_list(mesh, position, varying, part_at(mesh, n, {}, position), cuts, target);
+  Meeting total;
+  for_each_met(mesh, position, varying, part_at(mesh, n, {}, position), cuts, target,
+               [&](int64_t elements, int64_t times) {
+                 total.elements += elements * times;
+                 total.parts += times;
+               });
+  return total;
 }
 
 ExchangeTraffic::ExchangeTraffic(const Step& step)
@@ -140,7 +156,7 @@ ExchangeTraffic::ExchangeTraffic(const Step& step)
 }
 
 Traffic ExchangeTraffic::at(int64_t position) const {
-  if (is_walked_pair_by_pair()) return pairwise_at(position);
+  if (step_.sharing != Sharing::kNone) return pairwise_at(position);
   if (!is_closed_) return walked_at(position);
   const Mesh& mesh = step_.before.mesh();
   const int64_t own = shared_.at(position);
@@ -171,21 +187,29 @@ Traffic ExchangeTraffic::pairwise_at(int64_t position) const {
 
 // The parts of what is needed lie with one rank for each combination of coordinates on the dims that cut `before`;
 // tensor dims are cut by different mesh dims, so their parts multiply. What is sent is the same seen from the other
-// side, for the receivers that share this rank's coordinates on the replica dims.
+// side, for the receivers that share this rank's coordinates on the replica dims. A part goes in as many messages as
+// there are rounds, or as it has elements.
 Traffic ExchangeTraffic::walked_at(int64_t position) const {
   const Mesh& mesh = step_.before.mesh();
   const Region held = step_.before.region(position);
   const Region needed = step_.after.region(position);
   const MeshDimSet cutting = step_.mesh_dims & step_.before.cut_dims();
   int64_t own = 1;
-  int64_t sources = 1;
+  std::map<int64_t, int64_t> sources{{1, 1}};
   int64_t sent = mesh.group_size(cutting - step_.after.cut_dims());
   for (int t = 0; t < step_.before.ndim(); ++t) {
     own *= intersection_length(held[t], needed[t]);
-    sources *= meet(mesh, step_.before.shape()[t], step_.before.cuts(t), position, cutting, needed[t]).parts;
+    std::map<int64_t, int64_t> finer;
+    for (const auto& [length, parts] : parts_by_length(mesh, step_.before.shape()[t], step_.before.cuts(t), position,
+                                                       cutting, needed[t], step_.rounds)) {
+      for (const auto& [elements, count] : sources) finer[std::min(elements * length, step_.rounds)] += count * parts;
+    }
+    sources = std::move(finer);
     sent *= meet(mesh, step_.after.shape()[t], step_.after.cuts(t), position, cutting, held[t]).elements;
   }
-  return {(num_elements(needed) - own) * item_, (sent - own) * item_, sources - (own > 0 ? 1 : 0)};
+  int64_t messages = -std::min(own, step_.rounds);
+  for (const auto& [elements, count] : sources) messages += std::min(elements, step_.rounds) * count;
+  return {(num_elements(needed) - own) * item_, (sent - own) * item_, messages};
 }
 
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Backend backend) {

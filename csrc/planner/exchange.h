@@ -80,8 +80,7 @@ class ExchangeTraffic {
 
  private:
   Traffic walked_at(int64_t position) const;
-  // Where what goes between two ranks must be known: its sending is shared, or it goes in rounds.
-  bool is_walked_pair_by_pair() const { return step_.sharing != Sharing::kNone || (step_.rounds > 1 && !is_closed_); }
+  // Where the sending is shared: what goes between two ranks must be known.
   Traffic pairwise_at(int64_t position) const;
 
   const Step& step_;

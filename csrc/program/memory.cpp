@@ -150,7 +150,7 @@ class StepMemory {
 
   void native_all_gather(Sketch& sketch, const Group& group, size_t me, int current, int next) {
     const auto [found, is_new] = gathers_in_place_.try_emplace(group.positions[0], true);
-    const int64_t n = pairs_.held(group, me);
+    const int64_t n = pairs_.num_held(group, me);
     const size_t k = group.positions.size();
     if (is_new) {
       for (size_t m = 0; m < k && found->second; ++m) {
@@ -214,35 +214,34 @@ class StepMemory {
     }
   }
 
-  // Elements packed by a rank in one round, and whether some others need no packing.
+  // Elements packed by a rank in one round, and messages that need no packing.
   struct Packed {
     int64_t sent = 0;
     int64_t received = 0;
-    bool sends_runs = false;
-    bool receives_runs = false;
+    int64_t sent_runs = 0;
+    int64_t received_runs = 0;
 
     void add_sent(const Load& load, int64_t times) {
       if (!load.is_run_held) sent += load.count * times;
-      sends_runs = sends_runs || (load.is_run_held && load.count * times > 0);
+      if (load.is_run_held && load.count > 0) sent_runs += times;
     }
     void add_received(const Load& load, int64_t times) {
       if (!load.is_run_needed) received += load.count * times;
-      receives_runs = receives_runs || (load.is_run_needed && load.count * times > 0);
+      if (load.is_run_needed && load.count > 0) received_runs += times;
     }
   };
 
-  void messages(Sketch& sketch, const Group& group, size_t me, int64_t position, int current, int next) {
+  void messages(Sketch& sketch, Group& group, size_t me, int64_t position, int current, int next) {
     std::vector<Packed> rounds(step_.rounds);
     if (traffic_.has_equal_shares()) {
       add_equal_shares(rounds, group, me, position);
     } else {
-      for (size_t m = 0; m < group.positions.size(); ++m) {
-        if (m == me) continue;
-        const Transfer sent = pairs_.transfer(group, me, m);
-        const Transfer received = pairs_.transfer(group, m, me);
+      for (const auto& [transfer, times] : pairs_.sends(group, me)) {
+        for (int64_t round = 0; round < step_.rounds; ++round) rounds[round].add_sent(transfer.in_round(round), times);
+      }
+      for (const auto& [transfer, times] : pairs_.receives(group, me)) {
         for (int64_t round = 0; round < step_.rounds; ++round) {
-          if (sent.count() > 0) rounds[round].add_sent(sent.in_round(round), 1);
-          if (received.count() > 0) rounds[round].add_received(received.in_round(round), 1);
+          rounds[round].add_received(transfer.in_round(round), times);
         }
       }
     }
@@ -251,16 +250,12 @@ class StepMemory {
       const Packed& packed = rounds[round];
       const int sending = packed.sent > 0 ? sketch.new_buffer(packed.sent) : kNoBuffer;
       const int receiving = packed.received > 0 ? sketch.new_buffer(packed.received) : kNoBuffer;
-      const bool communicates = packed.sends_runs || packed.receives_runs || packed.sent > 0 || packed.received > 0;
-      const auto transfer = [&] {
-        if (!communicates) return;
-        sketch.emit(
-            {packed.sends_runs ? current : kNoBuffer, sending, packed.receives_runs ? next : kNoBuffer, receiving});
-      };
+      const int sent = packed.sent_runs > 0 ? current : kNoBuffer;
+      const int received = packed.received_runs > 0 ? next : kNoBuffer;
       if (sending != kNoBuffer) sketch.emit({current, sending});
-      transfer();
+      sketch.emit({sent, sending, received, receiving});
       if (round == 0) copy_own(sketch, own, current, next);
-      transfer();
+      sketch.emit({sent, sending, received, receiving});
       if (receiving != kNoBuffer) sketch.emit({receiving, next});
     }
   }
@@ -314,7 +309,7 @@ class StepMemory {
   void reduce_scatter(Sketch& sketch, int64_t position, int current, int next) {
     const Group& group = pairs_.group(position);
     const size_t me = StepPairs::index_of(group, position);
-    const int64_t held = pairs_.held(group, me);
+    const int64_t held = pairs_.num_held(group, me);
     if (held == 0) return;
     current = raised(sketch, current, held);
     const Scattering& of_group = scattering(group, me);

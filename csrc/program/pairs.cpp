@@ -1,6 +1,8 @@
 #include "program/pairs.h"
 
 #include <algorithm>
+#include <set>
+#include <utility>
 
 #include "program/boxes.h"
 #include "program/builder.h"
@@ -21,6 +23,18 @@ SharedRuns shared_runs(const StepPairs::Part& held, const StepPairs::Part& neede
   if (begin >= end) return {};
   if (held.has_gaps || needed.has_gaps) return shared_runs(*held.list, *needed.list);
   return {end - begin, 1, begin - held.begin, begin - needed.begin};
+}
+
+// The same pieces, perhaps elsewhere.
+bool lie_alike(const std::vector<Piece>& a, const std::vector<Piece>& b) {
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (a[i].length != b[i].length || a[i].a_position - a[0].a_position != b[i].a_position - b[0].a_position ||
+        a[i].b_position - a[0].b_position != b[i].b_position - b[0].b_position) {
+      return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace
@@ -47,7 +61,9 @@ StepPairs::Group& StepPairs::group(int64_t position) {
   Group& group = found->second;
   if (!is_new) return group;
   group.positions = mesh.group(position, step_.mesh_dims);
-  const std::vector<int> replica_dims = (step_.mesh_dims - step_.before.cut_dims()).to_vector();
+  const MeshDimSet holding_the_same = step_.mesh_dims - step_.before.cut_dims();
+  const std::vector<int> replica_dims = holding_the_same.to_vector();
+  group.num_replicas = mesh.group_size(holding_the_same);
   for (const int64_t member : group.positions) {
     for (int t = 0; t < step_.before.ndim(); ++t) {
       group.held.push_back(part(step_.before, held_, t, member));
@@ -65,16 +81,14 @@ size_t StepPairs::index_of(const Group& group, int64_t position) {
   return std::find(group.positions.begin(), group.positions.end(), position) - group.positions.begin();
 }
 
-int64_t StepPairs::product(const Part* parts) const {
+int64_t StepPairs::num_held(const Group& group, size_t member) const {
   int64_t total = 1;
-  for (size_t t = 0; t < ndim_; ++t) total *= parts[t].length;
+  for (size_t t = 0; t < ndim_; ++t) total *= group.held[member * ndim_ + t].length;
   return total;
 }
 
 // From the innermost dim out: a run has, in every dim with more than one index, the stride that the dims within fill.
-Load StepPairs::shared(const Group& group, size_t from, size_t to) const {
-  const Part* held = &group.held[from * ndim_];
-  const Part* needed = &group.needed[to * ndim_];
+Load StepPairs::shared(const Part* held, const Part* needed) const {
   Load load{1, 0, 0, true, true};
   int64_t held_stride = 1;
   int64_t needed_stride = 1;
@@ -107,35 +121,45 @@ StepPairs::Transfer StepPairs::transfer(const Group& group, size_t from, size_t 
   if (!group.transfers) return share(group, from, to);
   const Interval range = group.transfers->range(from, to);
   if (range.begin == range.end) return {};
-  return in_rounds(group, from, to, shared(group, from, to), range);
+  const Part* held = &group.held[from * ndim_];
+  const Part* needed = &group.needed[to * ndim_];
+  return in_rounds(held, needed, shared(held, needed), range);
 }
 
 StepPairs::Transfer StepPairs::share(const Group& group, size_t from, size_t to) {
-  const Load whole = shared(group, from, to);
-  if (step_.rounds == 1) return {whole, nullptr};
-  return in_rounds(group, from, to, whole, {0, whole.count});
+  const Part* held = &group.held[from * ndim_];
+  const Part* needed = &group.needed[to * ndim_];
+  const Load whole = shared(held, needed);
+  return in_rounds(held, needed, whole, {0, whole.count});
 }
 
 // Slices of what two ranks share look alike wherever the parts have the same lengths and lie alike.
-StepPairs::Transfer StepPairs::in_rounds(const Group& group, size_t from, size_t to, const Load& whole,
-                                         Interval range) {
+StepPairs::Transfer StepPairs::in_rounds(const Part* held, const Part* needed, const Load& whole, Interval range) {
   if (whole.count == 0 || (step_.rounds == 1 && range.end - range.begin == whole.count)) return {whole, nullptr};
   std::vector<int64_t> name{range.begin, range.end};
-  Region held;
-  Region needed;
+  name.reserve(2 + 4 * ndim_);
   for (size_t t = 0; t < ndim_; ++t) {
-    held.push_back(*group.held[from * ndim_ + t].list);
-    needed.push_back(*group.needed[to * ndim_ + t].list);
-    const std::vector<Piece> pieces = intersect(held[t], needed[t]);
-    name.insert(name.end(), {length(held[t]), length(needed[t]), static_cast<int64_t>(pieces.size())});
+    name.push_back(held[t].length);
+    name.push_back(needed[t].length);
+    if (!held[t].has_gaps && !needed[t].has_gaps) {
+      name.push_back(shared_runs(held[t], needed[t]).length);
+      continue;
+    }
+    const std::vector<Piece> pieces = intersect(*held[t].list, *needed[t].list);
+    name.push_back(-static_cast<int64_t>(pieces.size()));
     for (const Piece& piece : pieces) {
-      name.insert(name.end(),
-                  {piece.length, piece.a_position - pieces[0].a_position, piece.b_position - pieces[0].b_position});
+      name.push_back(piece.length);
+      name.push_back(piece.a_position - pieces[0].a_position);
+      name.push_back(piece.b_position - pieces[0].b_position);
     }
   }
   const auto [found, is_new] = rounds_.try_emplace(std::move(name));
   if (is_new) {
-    const Intersection intersection(held, needed);
+    Region all_held;
+    Region all_needed;
+    for (size_t t = 0; t < ndim_; ++t) all_held.push_back(*held[t].list);
+    for (size_t t = 0; t < ndim_; ++t) all_needed.push_back(*needed[t].list);
+    const Intersection intersection(all_held, all_needed);
     for (int64_t round = 0; round < step_.rounds; ++round) {
       const Interval part = in_round(range, round, step_.rounds);
       const Parcel parcel(intersection, part.begin, part.end);
@@ -152,6 +176,109 @@ StepPairs::Transfer StepPairs::in_rounds(const Group& group, size_t from, size_t
     }
   }
   return {whole, &found->second};
+}
+
+// Every mesh dim of the group cuts one tensor dim at most, so parts of different tensor dims combine freely.
+void StepPairs::list_parts(Group& group) {
+  if (!group.all_held.empty()) return;
+  group.all_held.resize(std::max<size_t>(ndim_, 1));
+  group.all_needed.resize(std::max<size_t>(ndim_, 1) * group.num_replicas);
+  std::set<std::pair<size_t, const IntervalList*>> seen_held;
+  std::set<std::pair<size_t, const IntervalList*>> seen_needed;
+  for (size_t m = 0; m < group.positions.size(); ++m) {
+    for (size_t t = 0; t < ndim_; ++t) {
+      const Part& held = group.held[m * ndim_ + t];
+      const Part& needed = group.needed[m * ndim_ + t];
+      const size_t to = group.replica[m] * ndim_ + t;
+      if (seen_held.emplace(t, held.list).second) group.all_held[t].push_back(held);
+      if (seen_needed.emplace(to, needed.list).second) group.all_needed[to].push_back(needed);
+    }
+  }
+}
+
+const std::vector<StepPairs::Meeting>& StepPairs::meetings(const std::vector<Part>& others, const Part& mine,
+                                                           bool others_hold) {
+  const auto [found, is_new] = meetings_.try_emplace({&others, mine.list});
+  std::vector<Meeting>& all = found->second;
+  if (!is_new) return all;
+  for (const Part& other : others) {
+    const Part& held = others_hold ? other : mine;
+    const Part& needed = others_hold ? mine : other;
+    const SharedRuns shared = shared_runs(held, needed);
+    if (shared.length == 0) continue;
+    std::vector<Piece> pieces;
+    if (step_.rounds > 1 && (held.has_gaps || needed.has_gaps)) pieces = intersect(*held.list, *needed.list);
+    const auto is_alike = [&](const Meeting& known) {
+      return known.part.length == other.length && known.shared.length == shared.length &&
+             known.shared.runs == shared.runs && lie_alike(known.pieces, pieces);
+    };
+    const auto known = std::find_if(all.begin(), all.end(), is_alike);
+    if (known == all.end()) {
+      all.push_back({other, 1, shared, std::move(pieces)});
+    } else {
+      ++known->times;
+    }
+  }
+  return all;
+}
+
+std::vector<StepPairs::Alike> StepPairs::alike(const std::vector<Part>* others, const Part* mine, bool others_hold,
+                                               int64_t members) {
+  struct Combination {
+    std::vector<Part> parts;
+    int64_t times = 1;
+  };
+  std::vector<Combination> combinations{Combination()};
+  for (size_t t = 0; t < ndim_; ++t) {
+    members /= static_cast<int64_t>(others[t].size());
+    std::vector<Combination> longer;
+    for (const Combination& combination : combinations) {
+      for (const Meeting& meeting : meetings(others[t], mine[t], others_hold)) {
+        longer.push_back(combination);
+        longer.back().parts.push_back(meeting.part);
+        longer.back().times *= meeting.times;
+      }
+    }
+    combinations = std::move(longer);
+  }
+  std::vector<Alike> all;
+  for (const Combination& combination : combinations) {
+    const Part* held = others_hold ? combination.parts.data() : mine;
+    const Part* needed = others_hold ? mine : combination.parts.data();
+    const Load whole = shared(held, needed);
+    all.push_back({in_rounds(held, needed, whole, {0, whole.count}), combination.times * members});
+  }
+  return all;
+}
+
+std::vector<StepPairs::Alike> StepPairs::sends(Group& group, size_t member) {
+  std::vector<Alike> all;
+  if (group.transfers) {
+    for (size_t m = 0; m < group.positions.size(); ++m) {
+      if (m != member) all.push_back({transfer(group, member, m), 1});
+    }
+    return all;
+  }
+  list_parts(group);
+  const auto members = static_cast<int64_t>(group.positions.size()) / group.num_replicas;
+  all = alike(&group.all_needed[group.replica[member] * ndim_], &group.held[member * ndim_], false, members);
+  all.push_back({share(group, member, member), -1});
+  return all;
+}
+
+std::vector<StepPairs::Alike> StepPairs::receives(Group& group, size_t member) {
+  std::vector<Alike> all;
+  if (group.transfers) {
+    for (size_t m = 0; m < group.positions.size(); ++m) {
+      if (m != member) all.push_back({transfer(group, m, member), 1});
+    }
+    return all;
+  }
+  list_parts(group);
+  const auto members = static_cast<int64_t>(group.positions.size()) / group.num_replicas;
+  all = alike(group.all_held.data(), &group.needed[member * ndim_], true, members);
+  all.push_back({share(group, member, member), -1});
+  return all;
 }
 
 void StepPairs::connect(Group& group) {
@@ -192,9 +319,9 @@ DataMovePlan way_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Ba
   const Step& step = pairs.step();
   const size_t k = group.positions.size();
   if (step.op == StepOp::kAllGather) {
-    const int64_t first = pairs.held(group, 0);
+    const int64_t first = pairs.num_held(group, 0);
     bool is_even = first > 0;
-    for (size_t m = 0; m < k && is_even; ++m) is_even = pairs.held(group, m) == first;
+    for (size_t m = 0; m < k && is_even; ++m) is_even = pairs.num_held(group, m) == first;
     if (backend == Backend::kNccl && step.rounds == 1 && is_even) return {DataMoveWay::kNativeGather, {}};
     const bool copies =
         backend == Backend::kGloo && (k == 2 || step.before.largest_part_bytes() <= kMaxCopiedGatherBytes);

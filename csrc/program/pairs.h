@@ -40,13 +40,19 @@ class StepPairs {
     std::vector<int64_t> positions;  // by ascending rank
     std::vector<Part> held;          // by member, then tensor dim
     std::vector<Part> needed;
-    std::vector<int64_t> replica;        // by member: a receiver reads from the replica with the same number as its own
+    std::vector<int64_t> replica;  // by member: a receiver reads from the replica with the same number as its own
+    int64_t num_replicas = 1;
     std::optional<Transfers> transfers;  // of steps with sharing
     // Members that are connected by what they exchange, directly or through others, by ascending rank; by the number
     // that `connected` has for each member. Only after connect().
     std::vector<std::vector<size_t>> circles;
     std::vector<bool> all_pairs_talk;  // by circle
     std::vector<size_t> connected;
+    // The parts of a tensor dim that members hold, and that receivers from one replica need: every combination of one
+    // for each tensor dim is there, equally often. By tensor dim; the latter by replica first. Once they were asked
+    // for.
+    std::vector<std::vector<Part>> all_held;
+    std::vector<std::vector<Part>> all_needed;
   };
 
   // The group that the step makes of the ranks around this one; kept.
@@ -66,14 +72,22 @@ class StepPairs {
     const std::vector<Load>* rounds_ = nullptr;  // offsets from the first of the whole; null: there is one round
   };
   Transfer transfer(const Group& group, size_t from, size_t to);
+  // All that a member sends, and receives, over `times` pairs that are alike; with the own share once taken off.
+  struct Alike {
+    Transfer transfer;
+    int64_t times = 0;
+  };
+  std::vector<Alike> sends(Group& group, size_t member);
+  std::vector<Alike> receives(Group& group, size_t member);
+
   // All that one member holds and another needs, whoever sends it: what a reduction contributes.
   Transfer share(const Group& group, size_t from, size_t to);
 
   // What a member has before and after.
-  Load own(const Group& group, size_t member) const { return shared(group, member, member); }
-  // Elements.
-  int64_t held(const Group& group, size_t member) const { return product(&group.held[member * ndim_]); }
-  int64_t needed(const Group& group, size_t member) const { return product(&group.needed[member * ndim_]); }
+  Load own(const Group& group, size_t member) const {
+    return shared(&group.held[member * ndim_], &group.needed[member * ndim_]);
+  }
+  int64_t num_held(const Group& group, size_t member) const;  // elements
 
   // Finds the circles. Looks at every pair.
   void connect(Group& group);
@@ -83,17 +97,28 @@ class StepPairs {
  private:
   using Parts = std::vector<std::unordered_map<int64_t, IntervalList>>;  // by tensor dim, by coordinates that matter
 
+  // Parts of others that meet one part alike.
+  struct Meeting {
+    Part part;  // one of them
+    int64_t times = 0;
+    SharedRuns shared;
+    std::vector<Piece> pieces;  // where slices are asked for and there are gaps
+  };
+
   Part part(const Layout& layout, Parts& parts, int tensor_dim, int64_t position);
-  Load shared(const Group& group, size_t from, size_t to) const;
-  Transfer in_rounds(const Group& group, size_t from, size_t to, const Load& whole, Interval range);
-  int64_t product(const Part* parts) const;
+  Load shared(const Part* held, const Part* needed) const;
+  Transfer in_rounds(const Part* held, const Part* needed, const Load& whole, Interval range);
+  void list_parts(Group& group);
+  const std::vector<Meeting>& meetings(const std::vector<Part>& others, const Part& mine, bool others_hold);
+  std::vector<Alike> alike(const std::vector<Part>* others, const Part* mine, bool others_hold, int64_t members);
 
   const Step& step_;
   size_t ndim_;
   Parts held_;
   Parts needed_;
-  std::map<int64_t, Group> groups_;                           // by their least position
-  std::map<std::vector<int64_t>, std::vector<Load>> rounds_;  // by all that they depend on
+  std::map<int64_t, Group> groups_;                                               // by their least position
+  std::map<std::vector<int64_t>, std::vector<Load>> rounds_;                      // by all that they depend on
+  std::map<std::pair<const void*, const void*>, std::vector<Meeting>> meetings_;  // by the others, by the own part
 };
 
 // How a move of data is carried out by the rank at one position.
