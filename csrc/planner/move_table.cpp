@@ -242,17 +242,31 @@ StepFigures MoveTable::exchange_figures(const State& before, const State& after,
   }
   StepFigures worst;
   const MeshDimSet varying = move.mesh_dims & before.cut_dims;
-  const int64_t receivers = layout_.mesh().group_size(varying - after.cut_dims);
   for (const uint32_t corner : corners(move.mesh_dims)) {
-    Shares all{1, 1, receivers};
-    for (int t = 0; t < layout_.ndim(); ++t) {
-      const Shares& one = shares(t, before.lists[t], after.lists[t], varying, corner);
-      all = {all.own * one.own, all.sources * one.sources, all.sent * one.sent};
-    }
-    raise_to(worst, {(elements_at(after, corner) - all.own) * item_, (all.sent - all.own) * item_,
-                     all.sources - (all.own > 0 ? 1 : 0)});
+    raise_to(worst, exchange_traffic(before, after, varying, corner));
   }
   return worst;
+}
+
+Traffic MoveTable::exchange_traffic(const State& before, const State& after, MeshDimSet varying, uint32_t corner) {
+  Shares all{1, 1, layout_.mesh().group_size(varying - after.cut_dims)};
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    const Shares& one = shares(t, before.lists[t], after.lists[t], varying, corner);
+    all = {all.own * one.own, all.sources * one.sources, all.sent * one.sent};
+  }
+  return {(elements_at(after, corner) - all.own) * item_, (all.sent - all.own) * item_,
+          all.sources - (all.own > 0 ? 1 : 0)};
+}
+
+std::optional<StepFigures> MoveTable::least_figures(const State& before, const State& after, const Move& move) {
+  if (move.op != StepOp::kExchange) return std::nullopt;
+  bool is_closed = true;
+  for (int t = 0; t < layout_.ndim() && is_closed; ++t) is_closed = pair(t, before.lists[t], after.lists[t]).is_closed;
+  if (is_closed) return std::nullopt;
+  StepFigures figures;
+  figures.touched_bytes = after.elements * item_;
+  raise_to(figures, exchange_traffic(before, after, move.mesh_dims & before.cut_dims, 0));
+  return figures;
 }
 
 MoveTable::Distance MoveTable::distance(const State& before, const State& after) {
@@ -378,7 +392,7 @@ const MoveTable::Shares& MoveTable::shares(int tensor_dim, int before, int after
   const MeshDimSet relevant = dims_of(tensor_dim, before) | dims_of(tensor_dim, after);
   varying = varying & relevant;
   corner &= relevant.bits();
-  const auto [found, is_new] = shares_.emplace(key(tensor_dim, before, after, varying.bits(), corner), Shares());
+  const auto [found, is_new] = shares_.try_emplace(key(tensor_dim, before, after, varying.bits(), corner));
   if (is_new) {
     const List& a = lists_[tensor_dim][before];
     const List& b = lists_[tensor_dim][after];
@@ -422,7 +436,7 @@ MoveTable::Shares MoveTable::shares_by_walking(int64_t n, const std::vector<Cut>
 int64_t MoveTable::length_at(int tensor_dim, int list, uint32_t corner) {
   corner &= dims_of(tensor_dim, list).bits();
   if (corner == 0) return first_length(tensor_dim, list);
-  const auto [found, is_new] = lengths_.emplace(key(tensor_dim, list, 0, 0, corner), 0);
+  const auto [found, is_new] = lengths_.try_emplace(key(tensor_dim, list, 0, 0, corner), 0);
   if (is_new) {
     found->second = length(
         part_at(layout_.mesh(), layout_.shape()[tensor_dim], lists_[tensor_dim][list].cuts, position_of(corner)));

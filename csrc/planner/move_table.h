@@ -64,6 +64,8 @@ class MoveTable {
   // False where `move` finds no slice; quick.
   bool may_be_slice(const State& before, const State& after) const;
   StepFigures figures(const State& before, const State& after, const Move& move);
+  // None of an exchange's figures is less: those at position 0. Nothing where it is no quicker to work out all.
+  std::optional<StepFigures> least_figures(const State& before, const State& after, const Move& move);
 
   // What no sequence of moves from one state to another gets around, reductions that are due included.
   struct Distance {
@@ -124,6 +126,7 @@ class MoveTable {
   Pair make_pair(int tensor_dim, const List& before, const List& after) const;
   void close(Pair& pair, const Matching& matching) const;
   StepFigures exchange_figures(const State& before, const State& after, const Move& move);
+  Traffic exchange_traffic(const State& before, const State& after, MeshDimSet varying, uint32_t corner);
   bool has_equal_parts(const State& state) const;
   int64_t length_at(int tensor_dim, int list, uint32_t corner);
   int64_t elements_at(const State& state, uint32_t corner);

@@ -266,13 +266,18 @@ class Search {
       const std::optional<Cost>& best = nodes_[kGoal].reached;
       if (best && *best <= so_far + target.to_go) break;
       if (target.closed || !could_follow(state, target.state) || table_.takes_long(state, target.state)) continue;
-      const Cost least = so_far + least_of_move(state, target.state);
-      if (target.reached && *target.reached <= least) continue;
-      if (best && *best <= least + target.to_go) continue;
+      if (!may_improve(to, so_far + least_of_move(state, target.state))) continue;
       if (const auto move = table_.move(state, target.state, options_.groups)) {
         try_move(from, to, *move);
       }
     }
+  }
+
+  // Whether a way to a state that costs so much is the cheapest yet, and may be part of the cheapest to the goal.
+  bool may_improve(int to, const Cost& total) const {
+    const std::optional<Cost>& reached = nodes_[to].reached;
+    const std::optional<Cost>& best = nodes_[kGoal].reached;
+    return (!reached || total < *reached) && (!best || total + nodes_[to].to_go < *best);
   }
 
   // One reduction does all that is due; only one within nodes may go ahead of it, to send less between them. With
@@ -295,6 +300,9 @@ class Search {
   void try_move(int from, int to, const MoveTable::Move& move) {
     const MoveTable::State& before = nodes_[from].state;
     const MoveTable::State& after = nodes_[to].state;
+    if (const auto least = table_.least_figures(before, after, move)) {
+      if (!may_improve(to, *nodes_[from].reached + cost(move, *least))) return;
+    }
     relax(from, to, move, cost(move, table_.figures(before, after, move)));
     if (!is_for_time()) return;
     if (const auto sharing = table_.sharing_messages(before, after, move, options_.groups)) {
