@@ -1,0 +1,71 @@
+// What a rank sends and receives in an exchange, beside a walk over all pairs of its group.
+#include "planner/exchange.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "layouts.h"
+#include "planner/move.h"
+
+namespace shardwright {
+namespace {
+
+Traffic pair_by_pair(const Step& step, int64_t position) {
+  const int64_t item = step.before.dtype().size_bytes();
+  Traffic traffic;
+  for (const int64_t peer : step.before.mesh().group(position, step.mesh_dims)) {
+    if (peer == position) continue;
+    const int64_t received = transfer_elements(step, peer, position);
+    traffic.received_bytes += received * item;
+    traffic.sent_bytes += transfer_elements(step, position, peer) * item;
+    traffic.messages += std::min(step.rounds, received);
+  }
+  return traffic;
+}
+
+// A message of few elements is empty in some rounds.
+TEST(Exchange, CountsWhatPairsSayInAnyNumberOfRounds) {
+  struct Setting {
+    std::vector<int64_t> mesh;
+    std::vector<int64_t> shape;
+    size_t stride;
+  };
+  const std::vector<Setting> settings{
+      {{2, 2}, {4, 4}, 1}, {{2, 3}, {7, 5}, 1}, {{5}, {7, 3}, 1}, {{4, 3}, {25}, 1}, {{2, 2, 3}, {11, 4}, 17}};
+  int64_t checked = 0;
+  int64_t short_messages = 0;
+  for (const Setting& setting : settings) {
+    const MeshPtr mesh = test::mesh_of(setting.mesh);
+    std::vector<Layout> all = test::all_layouts(mesh, setting.shape, {});
+    for (size_t d = 0; d < setting.mesh.size(); ++d) {  // strided
+      std::vector<Placement> placements(setting.mesh.size(), Placement::replicate());
+      placements[d] = Placement::strided_shard(0, 3);
+      all.emplace_back(mesh, setting.shape, DType::parse("float32"), placements);
+    }
+    for (size_t pair = 0; pair < all.size() * all.size(); pair += setting.stride) {
+      std::optional<Step> step = move_between(all[pair / all.size()], all[pair % all.size()]);
+      if (!step || step->op != StepOp::kExchange) continue;
+      for (const int64_t rounds : {1, 2, 3, 9}) {
+        step->rounds = rounds;
+        const ExchangeTraffic exchange(*step);
+        for (int64_t position = 0; position < mesh->size(); ++position) {
+          const Traffic counted = exchange.at(position);
+          const Traffic walked = pair_by_pair(*step, position);
+          ASSERT_EQ(counted.received_bytes, walked.received_bytes) << step->before.to_string();
+          ASSERT_EQ(counted.sent_bytes, walked.sent_bytes) << step->before.to_string();
+          ASSERT_EQ(counted.messages, walked.messages)
+              << step->before.to_string() << " -> " << step->after.placements_string() << " in " << rounds << " rounds";
+          short_messages += counted.messages % rounds != 0;
+          ++checked;
+        }
+      }
+    }
+  }
+  EXPECT_GT(checked, 10'000);
+  EXPECT_GT(short_messages, 100);
+}
+
+}  // namespace
+}  // namespace shardwright
