@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-xla bench-ranking bench-overhead bench-overlap bench-matmul torch-tests lint format sanitize tsan fuzz gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul torch-tests lint format sanitize tsan fuzz gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright, install it there'
@@ -50,6 +50,7 @@ help:
 	@echo 'make bench      redistributes against stock PyTorch (ARGS=... goes to the benchmark)'
 	@echo 'make bench-planner  our plans against PyTorch'"'"'s planners, under one cost'
 	@echo 'make bench-planning  how long planning takes: C++, Python, PyTorch (needs libbenchmark-dev)'
+	@echo 'make bench-hunt  the slowest of random plans and certificates (ARGS="--seed 1 --cases 4000"; needs libbenchmark-dev)'
 	@echo 'make bench-xla  our plans against what XLA compiles (installs jax; Python >= 3.12)'
 	@echo 'make bench-ranking  whether the plan that is predicted fastest is, on Gloo ranks'
 	@echo 'make bench-overhead  what a call costs beside the data it moves: stock PyTorch, ours'
@@ -105,6 +106,10 @@ bench-planner: build
 bench-planning: build
 	$(call cmake-build,build/cmake-bench,-DCMAKE_BUILD_TYPE=Release -DSHARDWRIGHT_BUILD_BENCHMARKS=ON -DSHARDWRIGHT_BUILD_TESTS=OFF)
 	$(HERE) $(PY) benchmarks/planning.py build/cmake-bench/shardwright_planning $(ARGS)
+
+bench-hunt:
+	$(call cmake-build,build/cmake-bench,-DCMAKE_BUILD_TYPE=Release -DSHARDWRIGHT_BUILD_BENCHMARKS=ON -DSHARDWRIGHT_BUILD_TESTS=OFF)
+	build/cmake-bench/shardwright_planning_hunt $(ARGS)
 
 bench-overhead: build
 	$(HERE) $(PY) benchmarks/call_overhead.py $(ARGS)

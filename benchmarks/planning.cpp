@@ -1,7 +1,7 @@
 // How long planning takes, by Google Benchmark. benchmarks/planning.py runs it and puts Python and PyTorch beside it.
 //
 // An iteration plans one pair of layouts with nothing kept from before, and reads what the certificate holds but for
-// peak memory, which takes compiling. median_us and p90_us are over pairs, each by its least time.
+// peak memory. median_us and p90_us are over pairs, each by its least time.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
