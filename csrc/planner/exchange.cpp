@@ -200,16 +200,57 @@ Traffic ExchangeTraffic::walked_at(int64_t position) const {
   for (int t = 0; t < step_.before.ndim(); ++t) {
     own *= intersection_length(held[t], needed[t]);
     std::map<int64_t, int64_t> finer;
-    for (const auto& [length, parts] : parts_by_length(mesh, step_.before.shape()[t], step_.before.cuts(t), position,
-                                                       cutting, needed[t], step_.rounds)) {
+    for (const auto& [length, parts] : sources_at(t, position, cutting, needed[t])) {
       for (const auto& [elements, count] : sources) finer[std::min(elements * length, step_.rounds)] += count * parts;
     }
     sources = std::move(finer);
-    sent *= meet(mesh, step_.after.shape()[t], step_.after.cuts(t), position, cutting, held[t]).elements;
+    sent *= sent_at(t, position, cutting, held[t]);
   }
   int64_t messages = -std::min(own, step_.rounds);
   for (const auto& [elements, count] : sources) messages += std::min(elements, step_.rounds) * count;
   return {(num_elements(needed) - own) * item_, (sent - own) * item_, messages};
+}
+
+namespace {
+
+MeshDimSet dims_of(const std::vector<Cut>& cuts) {
+  MeshDimSet dims;
+  for (const Cut& c : cuts) dims.insert(c.mesh_dim);
+  return dims;
+}
+
+// The position with these coordinates of another one, the rest first.
+int64_t projection(const Mesh& mesh, int64_t position, MeshDimSet dims) {
+  int64_t projected = 0;
+  for (const int d : dims.to_vector()) projected += mesh.coordinate(position, d) * mesh.stride(d);
+  return projected;
+}
+
+}  // namespace
+
+// Both depend on the coordinates that make the own part, and on those that all others share with this rank.
+const std::map<int64_t, int64_t>& ExchangeTraffic::sources_at(int tensor_dim, int64_t position, MeshDimSet cutting,
+                                                              const IntervalList& needed) const {
+  const Mesh& mesh = step_.before.mesh();
+  const std::vector<Cut>& cuts = step_.before.cuts(tensor_dim);
+  const MeshDimSet relevant = dims_of(step_.after.cuts(tensor_dim)) | (dims_of(cuts) - cutting);
+  const auto [found, is_new] = sources_at_.try_emplace({tensor_dim, projection(mesh, position, relevant)});
+  if (is_new) {
+    found->second =
+        parts_by_length(mesh, step_.before.shape()[tensor_dim], cuts, position, cutting, needed, step_.rounds);
+  }
+  return found->second;
+}
+
+int64_t ExchangeTraffic::sent_at(int tensor_dim, int64_t position, MeshDimSet cutting, const IntervalList& held) const {
+  const Mesh& mesh = step_.before.mesh();
+  const std::vector<Cut>& cuts = step_.after.cuts(tensor_dim);
+  const MeshDimSet relevant = dims_of(step_.before.cuts(tensor_dim)) | (dims_of(cuts) - cutting);
+  const auto [found, is_new] = sent_at_.try_emplace({tensor_dim, projection(mesh, position, relevant)}, 0);
+  if (is_new) {
+    found->second = meet(mesh, step_.after.shape()[tensor_dim], cuts, position, cutting, held).elements;
+  }
+  return found->second;
 }
 
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Backend backend) {

@@ -10,8 +10,10 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <span>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "planner/digits.h"
@@ -82,6 +84,11 @@ class ExchangeTraffic {
   Traffic walked_at(int64_t position) const;
   // Where the sending is shared: what goes between two ranks must be known.
   Traffic pairwise_at(int64_t position) const;
+  // Of one tensor dim, over the ranks that differ in `cutting` only: how many of them hold how much of what is needed,
+  // by elements up to the number of rounds; and how much of what is held they need together.
+  const std::map<int64_t, int64_t>& sources_at(int tensor_dim, int64_t position, MeshDimSet cutting,
+                                               const IntervalList& needed) const;
+  int64_t sent_at(int tensor_dim, int64_t position, MeshDimSet cutting, const IntervalList& held) const;
 
   const Step& step_;
   SharedElements shared_;
@@ -96,6 +103,9 @@ class ExchangeTraffic {
   std::vector<Matching::Common> ties_with_replicas_;
   // Of whole groups, once a rank of theirs was asked for.
   mutable std::unordered_map<int64_t, Traffic> pairwise_;
+  // By tensor dim and the coordinates that matter.
+  mutable std::map<std::pair<int, int64_t>, std::map<int64_t, int64_t>> sources_at_;
+  mutable std::map<std::pair<int, int64_t>, int64_t> sent_at_;
 };
 
 // Of any step.
