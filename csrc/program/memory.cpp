@@ -233,7 +233,7 @@ class StepMemory {
 
   void messages(Sketch& sketch, Group& group, size_t me, int64_t position, int current, int next) {
     std::vector<Packed> rounds(step_.rounds);
-    if (traffic_.has_equal_shares()) {
+    if (pairs_.all_look_alike()) {
       add_equal_shares(rounds, group, me, position);
     } else {
       for (const auto& [transfer, times] : pairs_.sends(group, me)) {

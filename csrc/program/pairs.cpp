@@ -39,7 +39,15 @@ bool lie_alike(const std::vector<Piece>& a, const std::vector<Piece>& b) {
 
 }  // namespace
 
-StepPairs::StepPairs(const Step& step) : step_(step), ndim_(step.before.ndim()), held_(ndim_), needed_(ndim_) {}
+StepPairs::StepPairs(const Step& step) : step_(step), ndim_(step.before.ndim()), held_(ndim_), needed_(ndim_) {
+  const SharedElements shared(step.before, step.after);
+  all_look_alike_ = step.sharing == Sharing::kNone && !shared.matchings().empty();
+  for (const Matching& matching : shared.matchings()) {
+    for (const Matching::Common& digit : matching.digits()) {
+      if (digit.is_tie()) ties_.push_back(digit);
+    }
+  }
+}
 
 StepPairs::Part StepPairs::part(const Layout& layout, Parts& parts, int tensor_dim, int64_t position) {
   const Mesh& mesh = layout.mesh();
@@ -72,6 +80,13 @@ StepPairs::Group& StepPairs::group(int64_t position) {
     int64_t replica = 0;
     for (const int d : replica_dims) replica = replica * mesh.dim_size(d) + mesh.coordinate(member, d);
     group.replica.push_back(replica);
+    for (const Matching::Common& tie : ties_) {
+      const auto value = [&](const Matching::Owner& owner) {
+        return mesh.coordinate(member, owner.mesh_dim) / owner.below % tie.radix;
+      };
+      group.held_ties.push_back(value(tie.before));
+      group.needed_ties.push_back(value(tie.after));
+    }
   }
   if (step_.sharing != Sharing::kNone) group.transfers.emplace(step_, position);
   return group;
@@ -116,7 +131,27 @@ Load StepPairs::Transfer::in_round(int64_t round) const {
   return load;
 }
 
+bool StepPairs::Transfer::has_runs() const {
+  if (rounds_ == nullptr) return whole_.is_run_held || whole_.is_run_needed;
+  return std::any_of(rounds_->begin(), rounds_->end(),
+                     [](const Load& load) { return load.is_run_held || load.is_run_needed; });
+}
+
+bool StepPairs::talks(const Group& group, size_t from, size_t to) {
+  if (!all_look_alike_) return transfer(group, from, to).count() > 0;
+  const auto held = group.held_ties.begin() + static_cast<int64_t>(from * ties_.size());
+  const auto needed = group.needed_ties.begin() + static_cast<int64_t>(to * ties_.size());
+  return group.replica[from] == group.replica[to] &&
+         std::equal(held, held + static_cast<int64_t>(ties_.size()), needed);
+}
+
 StepPairs::Transfer StepPairs::transfer(const Group& group, size_t from, size_t to) {
+  if (all_look_alike_) {
+    if (!talks(group, from, to)) return {};
+    if (alike_ && !alike_->has_runs()) return *alike_;  // so offsets do not matter
+    alike_ = share(group, from, to);
+    return *alike_;
+  }
   if (!group.transfers && group.replica[from] != group.replica[to]) return {};
   if (!group.transfers) return share(group, from, to);
   const Interval range = group.transfers->range(from, to);
@@ -288,7 +323,7 @@ void StepPairs::connect(Group& group) {
   std::vector<size_t> sends(k, 0);
   for (size_t from = 0; from < k; ++from) {
     for (size_t to = 0; to < k; ++to) {
-      if (from == to || transfer(group, from, to).count() == 0) continue;
+      if (from == to || !talks(group, from, to)) continue;
       talks_with[from].push_back(to);
       talks_with[to].push_back(from);
       ++sends[from];

@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "planner/digits.h"
 #include "planner/exchange.h"
 #include "planner/plan.h"
 
@@ -42,6 +43,9 @@ class StepPairs {
     std::vector<Part> needed;
     std::vector<int64_t> replica;  // by member: a receiver reads from the replica with the same number as its own
     int64_t num_replicas = 1;
+    // By member, then tie: pairs whose numbers agree have something for each other. Where digits say it all.
+    std::vector<int64_t> held_ties;
+    std::vector<int64_t> needed_ties;
     std::optional<Transfers> transfers;  // of steps with sharing
     // Members that are connected by what they exchange, directly or through others, by ascending rank; by the number
     // that `connected` has for each member. Only after connect().
@@ -66,6 +70,7 @@ class StepPairs {
     Transfer(const Load& whole, const std::vector<Load>* rounds) : whole_(whole), rounds_(rounds) {}
     int64_t count() const { return whole_.count; }
     Load in_round(int64_t round) const;
+    bool has_runs() const;  // in some round, on some side
 
    private:
     Load whole_;
@@ -89,8 +94,12 @@ class StepPairs {
   }
   int64_t num_held(const Group& group, size_t member) const;  // elements
 
+  // Whether a member has something for another one.
+  bool talks(const Group& group, size_t from, size_t to);
   // Finds the circles. Looks at every pair.
   void connect(Group& group);
+  // Whether all pairs that have something to say look alike but for their offsets: digits say it all.
+  bool all_look_alike() const { return all_look_alike_; }
 
   const Step& step() const { return step_; }
 
@@ -114,6 +123,9 @@ class StepPairs {
 
   const Step& step_;
   size_t ndim_;
+  bool all_look_alike_;
+  std::vector<Matching::Common> ties_;
+  std::optional<Transfer> alike_;  // of any pair, where all look alike
   Parts held_;
   Parts needed_;
   std::map<int64_t, Group> groups_;                                               // by their least position
