@@ -202,7 +202,7 @@ def _redistribute_local_tensor(
     original = _original or torch_redistribute.redistribute_local_tensor
     mode = _deciding_mode()
     is_plain = mode.on and type(local_tensor) is torch.Tensor and _runtime.nothing_watches(True)
-    if is_plain and not (local_tensor.requires_grad and torch.is_grad_enabled()):
+    if is_plain and not _autograd_looks(local_tensor):
         known = _direct.get(_key(local_tensor, current_spec, target_spec, mode))
         if known is not None:
             return _engine.run_again(known, local_tensor, async_op)
@@ -253,7 +253,7 @@ def _redistribute_local_tensor(
         executable = _engine.lookup(key, lambda: _build(local_tensor, current_spec, target_spec, mode.make_groups))
         if isinstance(executable, _engine.Refusal):
             reason, example = executable
-        elif local_tensor.requires_grad and torch.is_grad_enabled():
+        elif _autograd_looks(local_tensor):
             return _differentiable(local_tensor, current_spec, target_spec, async_op)
         else:
             copies = executable.is_identity and _torch_would_copy(current_spec, target_spec)
@@ -295,6 +295,15 @@ def _find(
     local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec
 ) -> _runtime.Executable | None:
     return _direct.get(_key(local_tensor, current_spec, target_spec, _deciding_mode()))
+
+
+def _autograd_looks(local_tensor: torch.Tensor) -> bool:
+    """Whether a graph is being made at this level: not below one of DTensor's operators, whose graph is above it."""
+    return (
+        local_tensor.requires_grad
+        and torch.is_grad_enabled()
+        and not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+    )
 
 
 def _differentiable(
