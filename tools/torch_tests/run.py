@@ -41,7 +41,7 @@ MAX_ERROR_LENGTH = 240
 # Of ranks that were forked from a process in which a test before them ran a backward.
 FORKED_TOO_LATE = "Unable to handle autograd's threading in combination with fork-based multiprocessing"
 # What a test waits for its ranks before it fails by itself; the watch over a silent process comes after.
-RANKS_SECONDS = 90
+RANKS_SECONDS = 150
 _ERROR_LINE = re.compile(r"^(?:E\s+)?((?:[A-Za-z_][\w.]*)?(?:Error|Exception|Failure|Unsupported|Exit)(?::.*)?)$")
 _WRAPPER = re.compile(r"RuntimeError: (Process|Thread) \d+ exited|RuntimeError: Exception thrown from")
 _IN_A_TEST = re.compile(r"""File "[^"]*/test/distributed/([^"]+)", line (\d+)""")
@@ -248,7 +248,7 @@ def main() -> int:
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="as pytest takes it")
     parser.add_argument("--modes", nargs="+", default=["stock", "ours"], choices=["stock", "ours"])
     parser.add_argument("--jobs", type=int, default=1, help=f"files at a time, at most {MAX_JOBS}")
-    parser.add_argument("--test-seconds", type=float, default=180, help="for one test without an outcome")
+    parser.add_argument("--test-seconds", type=float, default=240, help="for one test without an outcome")
     parser.add_argument("--file-seconds", type=float, default=1800, help="for one file in one mode")
     parser.add_argument("--without-gpus", action="store_true", help="run tests that ask for GPUs on CPU all the same")
     parser.add_argument("--spawn", action="store_true", help="a new interpreter for each rank, as PyTorch does; slow")
