@@ -91,7 +91,8 @@ def test_files(source: pathlib.Path, patterns: list[str]) -> list[pathlib.Path]:
     files = sorted(f for folder in FOLDERS for f in (root / folder).rglob("test_*.py"))
 
     def is_wanted(file: pathlib.Path) -> bool:
-        names = (str(file.relative_to(root)), file.name, file.stem)
+        path = file.relative_to(root)
+        names = (str(path), str(path.with_suffix("")), file.name, file.stem)
         return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in patterns)
 
     return [f for f in files if is_wanted(f)] if patterns else files
