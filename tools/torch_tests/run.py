@@ -20,7 +20,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import fnmatch
 import json
 import os
 import pathlib
@@ -86,14 +85,13 @@ def first_error_line(text: str) -> str:
 
 
 def test_files(source: pathlib.Path, patterns: list[str]) -> list[pathlib.Path]:
-    """Test files below `source` whose path or name matches one of the patterns, with or without .py."""
+    """Test files below `source` that end in one of the patterns, with or without .py: test_api, debug/*."""
     root = source / "test" / "distributed"
     files = sorted(f for folder in FOLDERS for f in (root / folder).rglob("test_*.py"))
 
     def is_wanted(file: pathlib.Path) -> bool:
         path = file.relative_to(root)
-        names = (str(path), str(path.with_suffix("")), file.name, file.stem)
-        return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in patterns)
+        return any(path.match(pattern) or path.with_suffix("").match(pattern) for pattern in patterns)
 
     return [f for f in files if is_wanted(f)] if patterns else files
 
