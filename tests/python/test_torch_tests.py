@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 RUN = pathlib.Path(__file__).parents[2] / "tools" / "torch_tests" / "run.py"
 
@@ -80,6 +82,23 @@ def test_outcomes(tmp_path: pathlib.Path) -> None:
     (broken,) = files["tensor/test_broken.py"]["stock"]["tests"].values()
     assert broken[0] == "uncollectable" and "nothing_of_this_name" in broken[1]
     assert "4 pass stock and fail with shardwright" in done.stdout
+
+
+def test_a_stopped_run_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "source" / "test" / "distributed" / "tensor"
+    folder.mkdir(parents=True)
+    number = tmp_path / "pid"
+    content = (
+        f"import os, time, pathlib\ndef test_long():\n    pathlib.Path({str(number)!r}).write_text(str(os.getpid()))"
+    )
+    (folder / "test_long.py").write_text(content + "\n    time.sleep(1000)\n")
+    run = subprocess.Popen([sys.executable, str(RUN), str(tmp_path / "source"), "--out", str(tmp_path / "out")])
+    deadline = time.monotonic() + 120
+    while not (number.exists() and number.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    run.terminate()
+    assert run.wait(60) == 128 + signal.SIGTERM
+    assert not pathlib.Path(f"/proc/{number.read_text()}").exists()
 
 
 def test_a_folder_without_tests(tmp_path: pathlib.Path) -> None:

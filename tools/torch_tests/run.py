@@ -28,7 +28,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 
 FOLDERS = ("tensor", "checkpoint", "_composable")
 INSIDE = pathlib.Path(__file__).resolve().parent / "inside"
@@ -100,6 +102,7 @@ class Runner:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.root = options.source / "test" / "distributed"
+        self.stopped = threading.Event()
 
     def run(self, file: pathlib.Path, mode: str, folder: str, only: list[str] | None = None) -> FileRun:
         """All tests of a file, or those named; as many processes as it takes."""
@@ -153,7 +156,7 @@ class Runner:
                     now = time.monotonic()
                     if size_of(outcomes) != size:
                         heard, size = now, size_of(outcomes)
-                    if now > deadline:
+                    if now > deadline or self.stopped.is_set():
                         return "late"
                     if now - heard > self.options.test_seconds + (START_SECONDS if size == before else 0):
                         return "hung"
@@ -280,7 +283,7 @@ def report(options: argparse.Namespace, files: list[pathlib.Path], torch_version
         runs = {mode: runner.run(file, mode, "first") for mode in options.modes}
         return file, runs, confirm(runner, file, runs)
 
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as threads:
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as threads, stopping_at_the_first_error(runner, threads):
         for done in concurrent.futures.as_completed([threads.submit(run_file, file) for file in files]):
             file, runs, confirmed = done.result()
             name = str(file.relative_to(runner.root))
@@ -301,6 +304,18 @@ def report(options: argparse.Namespace, files: list[pathlib.Path], torch_version
         print(f"  {test}\n      {outcome.outcome}: {outcome.error}")
     print(f"details: {options.out}")
     return 1 if differ else 0
+
+
+@contextlib.contextmanager
+def stopping_at_the_first_error(runner: Runner, threads: concurrent.futures.Executor) -> Iterator[None]:
+    """So that an interrupt, or SIGTERM, leaves no test behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    except BaseException:
+        runner.stopped.set()
+        threads.shutdown(wait=False, cancel_futures=True)
+        raise
 
 
 def one_line(name: str, runs: dict[str, FileRun], confirmed: dict[str, Outcome]) -> str:
