@@ -37,11 +37,46 @@ constexpr std::array<Entry, 21> kTable{{
     {"float8_e8m0fnu", 1, DTypeKind::kOpaque},
 }};
 
+// What else they are called: torch's own second names, and the short ones of papers and configuration files.
+constexpr std::array<std::array<const char*, 2>, 28> kAliases{{
+    {"bf16", "bfloat16"},
+    {"half", "float16"},
+    {"fp16", "float16"},
+    {"f16", "float16"},
+    {"float", "float32"},
+    {"fp32", "float32"},
+    {"f32", "float32"},
+    {"double", "float64"},
+    {"fp64", "float64"},
+    {"f64", "float64"},
+    {"i8", "int8"},
+    {"i16", "int16"},
+    {"short", "int16"},
+    {"i32", "int32"},
+    {"int", "int32"},
+    {"i64", "int64"},
+    {"long", "int64"},
+    {"u8", "uint8"},
+    {"u16", "uint16"},
+    {"u32", "uint32"},
+    {"u64", "uint64"},
+    {"chalf", "complex32"},
+    {"c64", "complex64"},
+    {"cfloat", "complex64"},
+    {"c128", "complex128"},
+    {"cdouble", "complex128"},
+    {"f8e4m3", "float8_e4m3fn"},
+    {"f8e5m2", "float8_e5m2"},
+}};
+
 }  // namespace
 
 DType DType::parse(const std::string& name) {
   const std::string prefix = "torch.";
-  const std::string bare = name.rfind(prefix, 0) == 0 ? name.substr(prefix.size()) : name;
+  std::string bare = name.rfind(prefix, 0) == 0 ? name.substr(prefix.size()) : name;
+  for (const auto& [alias, usual] : kAliases) {
+    if (bare == alias) bare = usual;
+  }
   for (const Entry& entry : kTable) {
     if (bare == entry.name) return DType(entry.name, entry.size_bytes, entry.kind);
   }

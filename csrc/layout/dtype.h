@@ -17,7 +17,8 @@ enum class DTypeKind {
 
 class DType {
  public:
-  // Accepts "float32" and "torch.float32". Throws UserError naming the known types.
+  // Accepts "float32", "torch.float32" and short names: "fp32", "f32" and "float", "bf16", "i64" and "long". Throws
+  // UserError naming the known types.
   static DType parse(const std::string& name);
   static std::vector<std::string> known_names();
 

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "layout/error.h"
+#include "layout/utf8.h"
 
 namespace shardwright {
 
@@ -21,6 +22,7 @@ Mesh::Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, s
   check_user(ndim() <= MeshDimSet::kMaxDims, "mesh: has ", ndim(), " dims; allowed are at most ", MeshDimSet::kMaxDims);
   check_user(dim_names_.size() == dim_sizes_.size(), "mesh: ", dim_names_.size(), " dim names (", join(dim_names_),
              ") for ", dim_sizes_.size(), " dims");
+  for (const std::string& name : dim_names_) check_utf8(name, "mesh: dim name");
   const std::set<std::string> distinct(dim_names_.begin(), dim_names_.end());
   check_user(distinct.size() == dim_names_.size(), "mesh: dim names must differ, got (", join(dim_names_), ")");
   check_user(distinct.count("") == 0, "mesh: dim names must not be empty, got (", join(dim_names_), ")");
@@ -30,7 +32,8 @@ Mesh::Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, s
     check_user(dim_sizes_[d] >= 1, "mesh: dim '", dim_names_[d], "' has size ", dim_sizes_[d],
                "; allowed is 1 or more");
     strides_[d] = size_;
-    check_user(size_ <= (int64_t{1} << 40) / dim_sizes_[d], "mesh: (", join(dim_sizes_), ") has too many positions");
+    check_user(size_ <= kMaxSize / dim_sizes_[d], "mesh: (", join(dim_sizes_),
+               ") has too many ranks; allowed are at most ", kMaxSize);
     size_ *= dim_sizes_[d];
   }
 

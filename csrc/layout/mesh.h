@@ -45,8 +45,12 @@ struct Topology;
 
 class Mesh {
  public:
+  // Ranks that a plan, its certificate and a rank's program are made for within a few seconds and a GiB.
+  static constexpr int64_t kMaxSize = int64_t{1} << 20;
+
   // `ranks` in row-major order, one per position, distinct and not negative; empty means 0, 1, 2, ...
-  // Throws UserError on names that repeat or are empty, sizes below 1, and ranks of the wrong number.
+  // Throws UserError on names that repeat, are empty or not UTF-8, sizes below 1, more than kMaxSize ranks, and `ranks`
+  // of the wrong number.
   Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, std::vector<int64_t> ranks = {});
 
   int ndim() const { return static_cast<int>(dim_sizes_.size()); }

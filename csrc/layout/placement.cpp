@@ -12,7 +12,21 @@ namespace {
 
 constexpr std::array<const char*, 9> kOpNames{"sum", "avg", "min", "max", "product", "band", "bor", "bxor", "norm"};
 constexpr const char* kAllowedForms =
-    "R, S(dim), SS(dim,split_factor), P, P(op) with op one of sum, avg, min, max, product, band, bor, bxor, 'norm p'";
+    "R, S(dim), SS(dim,split_factor), P, P(op) with op one of sum, avg, min, max, product, band, bor, bxor, 'norm p', "
+    "and what torch prints for its own, as Shard(dim=0)";
+
+// How torch prints placements, by str and by repr, and what that is called here.
+constexpr std::array<std::array<const char*, 2>, 9> kTorchHeads{{
+    {"Replicate", "R"},
+    {"Shard", "S"},
+    {"_S", "SS"},
+    {"_StridedShard", "SS"},
+    {"StridedShard", "SS"},
+    {"Partial", "P"},
+    {"_NormP", "P norm"},
+    {"_NormPartial", "P norm"},
+    {"NormPartial", "P norm"},
+}};
 
 std::string without_spaces_at_ends(const std::string& text) {
   size_t begin = 0;
@@ -59,6 +73,13 @@ Placement parse_partial(const std::string& argument, const std::string& whole) {
   refuse(whole);
 }
 
+// "0" of "dim=0" and of "0".
+std::string without_keyword(const std::string& argument, const std::string& keyword) {
+  const size_t equals = argument.find('=');
+  const bool is_named = equals != std::string::npos && without_spaces_at_ends(argument.substr(0, equals)) == keyword;
+  return is_named ? argument.substr(equals + 1) : argument;
+}
+
 // The fewest digits that read back as the same number.
 std::string shortest(double value) {
   std::array<char, 32> digits;
@@ -73,20 +94,28 @@ const char* reduce_op_name(ReduceOp op) { return kOpNames[static_cast<size_t>(op
 Placement Placement::parse(const std::string& text) {
   const std::string whole = without_spaces_at_ends(text);
   const size_t open = whole.find('(');
-  const std::string head = without_spaces_at_ends(whole.substr(0, open));
-  if (open == std::string::npos) {
+  std::string head = without_spaces_at_ends(whole.substr(0, open));
+  for (const auto& [torch_head, ours] : kTorchHeads) {
+    if (head == torch_head) head = ours;
+  }
+  std::string argument;
+  if (open != std::string::npos) {
+    if (whole.back() != ')') refuse(text);
+    argument = without_spaces_at_ends(whole.substr(open + 1, whole.size() - open - 2));
+  }
+  if (argument.empty()) {  // R, Replicate(), P, Partial()
     if (head == "R") return replicate();
     if (head == "P") return partial(ReduceOp::kSum);
     refuse(text);
   }
-  if (whole.back() != ')') refuse(text);
-  const std::string argument = without_spaces_at_ends(whole.substr(open + 1, whole.size() - open - 2));
-  if (head == "S") return shard(parse_integer(argument, whole));
-  if (head == "P") return parse_partial(argument, whole);
+  if (head == "S") return shard(parse_integer(without_keyword(argument, "dim"), whole));
+  if (head == "P") return parse_partial(without_keyword(argument, "reduce_op"), whole);
+  if (head == "P norm") return parse_partial(concat("norm ", argument), whole);
   const size_t comma = argument.find(',');
   if (head != "SS" || comma == std::string::npos) refuse(text);
-  return strided_shard(parse_integer(argument.substr(0, comma), whole),
-                       parse_integer(argument.substr(comma + 1), whole));
+  const std::string factor = without_keyword(argument.substr(comma + 1), "sf");
+  return strided_shard(parse_integer(without_keyword(argument.substr(0, comma), "dim"), whole),
+                       parse_integer(without_keyword(factor, "split_factor"), whole));
 }
 
 std::string Placement::to_string() const {

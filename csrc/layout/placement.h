@@ -5,6 +5,8 @@
 //   SS(d,f)    DTensor's _StridedShard(d, split_factor=f)
 //   P(op)      pending reduction; "P" alone is P(sum). Ops: sum avg min max product band bor bxor, and "norm p"
 //              (DTensor's _NormPartial(p): each rank holds a p-norm of its own elements)
+//
+// Read are also torch's own texts: "Shard(dim=0)", "Replicate()", "Partial(avg)", "_StridedShard(dim=0, sf=2)".
 #pragma once
 
 #include <cstdint>

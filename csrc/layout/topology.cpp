@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "layout/error.h"
+#include "layout/utf8.h"
 
 namespace shardwright {
 namespace {
@@ -60,6 +61,8 @@ bool Topology::crosses_nodes(const Mesh& mesh, int mesh_dim) const {
 }
 
 void Topology::check() const {
+  check_utf8(name, "topology: name");
+  for (const auto& [mesh_dim, link] : mesh_dims) check_utf8(mesh_dim, "topology: mesh dim");
   const auto check_one = [&](const std::string& field, int64_t value) {
     check_user(value >= 0 && value <= kMaxFigure, "topology: '", name, "' has ", field, " ", value,
                "; allowed are 0 to ", kMaxFigure);

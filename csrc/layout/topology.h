@@ -40,7 +40,7 @@ struct Topology {
   static Topology named(const std::string& name);
   static std::vector<std::string> names();
 
-  // Throws UserError on figures that are negative, or more than a second.
+  // Throws UserError on figures that are negative, or more than a second, and names that are not UTF-8.
   void check() const;
 
   // The slowest link that some group over `mesh_dims` crosses.

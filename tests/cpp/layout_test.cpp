@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "layout/error.h"
+#include "layout/utf8.h"
 #include "layouts.h"
 #include "naive.h"
 
@@ -124,6 +125,56 @@ TEST(Layout, RefusalsNameTheArgument) {
   expect_refused([] { mesh_of({2}, {1, 1}); }, {"rank 1", "twice"});
   expect_refused([] { mesh_of({2}, {1}); }, {"1 ranks", "2 positions"});
   expect_refused([] { Mesh({"a", "a"}, {2, 2}); }, {"names must differ"});
+  expect_refused([] { Mesh({"a\xff"}, {2}); }, {"mesh: dim name", "'a\\xff'", "UTF-8"});
+}
+
+TEST(Mesh, HasAMillionRanksAtMost) {
+  EXPECT_EQ(mesh_of({1024, 1024})->size(), Mesh::kMaxSize);
+  for (const std::vector<int64_t>& sizes :
+       std::vector<std::vector<int64_t>>{{1024, 1025}, {Mesh::kMaxSize + 1}, {INT64_MAX}, {INT64_MAX, 2, INT64_MAX}}) {
+    expect_refused([&] { mesh_of(sizes); }, {"mesh", "too many ranks", "1048576"});
+  }
+}
+
+TEST(Utf8, IsToldByTheStandard) {
+  for (const std::string text :
+       {"", "dp", "\u00e4", "\u20ac", "\U0001f600", "\u0080", "\u07ff", "\u0800", "\uffff", "\U0010ffff"}) {
+    EXPECT_TRUE(is_utf8(text)) << text;
+  }
+  // A lone continuation, ends too early, overlong forms of '/', a surrogate, beyond U+10FFFF, never a first byte.
+  for (const std::string bytes :
+       {"\x80", "a\xc3", "\xe2\x82", "\xf0\x9f\x98", "\xc0\xaf", "\xe0\x80\xaf", "\xf0\x80\x80\xaf", "\xed\xa0\x80",
+        "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xff", "\xc3("}) {
+    EXPECT_FALSE(is_utf8(bytes)) << bytes.size() << " bytes from " << static_cast<int>(bytes[0]);
+  }
+}
+
+TEST(Placement, TorchsOwnTextsAreRead) {
+  const std::vector<std::pair<std::string, std::string>> pairs{{"Replicate()", "R"},
+                                                               {" Replicate( ) ", "R"},
+                                                               {"Shard(0)", "S(0)"},
+                                                               {"Shard( dim = -1 )", "S(-1)"},
+                                                               {"Partial()", "P(sum)"},
+                                                               {"Partial(max)", "P(max)"},
+                                                               {"Partial(reduce_op=band)", "P(band)"},
+                                                               {"_StridedShard(dim=1, sf=4)", "SS(1,4)"},
+                                                               {"_StridedShard(1, split_factor=4)", "SS(1,4)"},
+                                                               {"_S(1, 4)", "SS(1,4)"},
+                                                               {"_NormPartial(0.5)", "P(norm 0.5)"},
+                                                               {"_NormP(2)", "P(norm 2)"}};
+  for (const auto& [printed, ours] : pairs) EXPECT_EQ(Placement::parse(printed), Placement::parse(ours)) << printed;
+  for (const char* wrong : {"Shard()", "Shard", "Shard(op=0)", "Shard(0, 1)", "Replicate(0)", "Partial(0)", "_S(1)",
+                            "StridedShard(4)", "_NormP()", "shard(0)", "Shard(dim=)", "Shard(0"}) {
+    expect_refused([&] { Placement::parse(wrong); }, {"placements", wrong, "Shard(dim=0)"});
+  }
+}
+
+TEST(DType, ShortNamesMeanTheLongOnes) {
+  const std::vector<std::pair<std::string, std::string>> pairs{
+      {"bf16", "bfloat16"}, {"torch.half", "float16"}, {"f32", "float32"},     {"double", "float64"},
+      {"i8", "int8"},       {"long", "int64"},         {"cfloat", "complex64"}};
+  for (const auto& [alias, name] : pairs) EXPECT_EQ(DType::parse(alias).name(), name);
+  for (const std::string& name : DType::known_names()) EXPECT_EQ(DType::parse(name).name(), name);
 }
 
 TEST(Placement, TextsGoRoundTrip) {
