@@ -12,13 +12,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._planner import GemmModel
+try:
+    from ._planner import GemmModel
+except ImportError as error:
+    from . import doctor
+
+    raise doctor.import_error("_planner", error) from error
 from .layout import Layout, Mesh
 from .planning import Plan, Step, pin, plan, unpin
 from .reading import plan_from_json
 from .topology import Link, Topology, load_topology
 
 if TYPE_CHECKING:
+    __version__: str
     from ._runtime import release_staging, set_sm_carveout
     from ._stats import reset_stats, stats
     from .calibrating import calibrate
@@ -95,14 +101,33 @@ _NEEDS_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    module = _NEEDS_TORCH.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import torch  # noqa: F401  (its libraries must be loaded before ours)
+    if name == "__version__":
+        from . import doctor
 
-    value = getattr(importlib.import_module(f".{module}", __name__), name)
+        value: Any = doctor.version()
+    elif name == "_runtime":  # also where a module of ours says `from . import _runtime`
+        value = _load_runtime()
+    elif name not in _NEEDS_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    elif _NEEDS_TORCH[name] == "_runtime":
+        value = getattr(_load_runtime(), name)
+    else:
+        value = getattr(importlib.import_module(f".{_NEEDS_TORCH[name]}", __name__), name)
     globals()[name] = value
     return value
+
+
+def _load_runtime() -> Any:
+    """The module that is linked against torch. Raises ImportError, with what to do, where it was built for another."""
+    import torch  # its libraries must be loaded before ours
+
+    from . import doctor
+
+    doctor.check_torch(torch.__version__)
+    try:
+        return importlib.import_module("._runtime", __name__)
+    except ImportError as error:
+        raise doctor.import_error("_runtime", error) from error
 
 
 def __dir__() -> list[str]:

@@ -14,6 +14,25 @@ from pathlib import Path
 from typing import Any
 
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_REBUILD = "run: pip install --no-build-isolation . in the source tree"
+
+
+def version() -> str:
+    """Of this package: what pyproject.toml said when it was built, or was installed without being built."""
+    return (_build_info() or {}).get("version") or _version_of("shardwright") or "unknown"
+
+
+def check_torch(installed: str) -> None:
+    """Raises ImportError, with what to do, where the extension modules were built for another torch than this one."""
+    sentence = _about_torch(_build_info(), installed)
+    if sentence:
+        raise ImportError(f"shardwright was {sentence}")
+
+
+def import_error(module: str, error: ImportError) -> ImportError:
+    """What to raise where an extension module does not load: which it is, why, and what to do."""
+    why = str(error) if _file_of(module) else "it was not built for this Python"
+    return ImportError(f"shardwright: {module} does not import ({why}); {_REBUILD}")
 
 
 def report() -> dict[str, Any]:
@@ -25,9 +44,9 @@ def report() -> dict[str, Any]:
     `problems`, a list of sentences, empty if everything is in order. Does not import torch, and does not raise.
     """
     build = _build_info()
-    nccl = next((f"{name} {version}" for name in _NCCL_PACKAGES if (version := _version_of(name))), None)
+    nccl = next((f"{name} {found}" for name in _NCCL_PACKAGES if (found := _version_of(name))), None)
     facts: dict[str, Any] = {
-        "version": _version_of("shardwright") or (build or {}).get("version"),
+        "version": version(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "build": build,
@@ -82,21 +101,24 @@ def _import_error(module: str) -> str | None:
 
 
 def _problems(facts: dict[str, Any]) -> list[str]:
-    rebuild = "run: pip install --no-build-isolation . in the source tree"
     found = []
     if facts["build"] is None:
-        found.append(f"the extension modules were never built; {rebuild}")
+        found.append(f"the extension modules were never built; {_REBUILD}")
     if facts["planner"]["error"]:
-        found.append(f"_planner does not import ({facts['planner']['error']}); {rebuild}")
+        found.append(f"_planner does not import ({facts['planner']['error']}); {_REBUILD}")
     if facts["runtime"]["file"] is None:
-        found.append(f"_runtime is missing, so nothing can be executed; {rebuild}")
+        found.append(f"_runtime is missing, so nothing can be executed; {_REBUILD}")
     if facts["torch_installed"] is None:
         found.append("torch is not installed, so plans can be made and simulated but not executed")
-    elif facts["build"] and _release(facts["build"]["torch"]) != _release(facts["torch_installed"]):
-        found.append(
-            f"built for torch {facts['build']['torch']}, but torch {facts['torch_installed']} is installed; {rebuild}"
-        )
+    elif sentence := _about_torch(facts["build"], facts["torch_installed"]):
+        found.append(sentence)
     return found
+
+
+def _about_torch(build: dict[str, Any] | None, installed: str) -> str | None:
+    if build is None or _release(build["torch"]) == _release(installed):
+        return None
+    return f"built for torch {build['torch']}, but torch {installed} is installed; {_REBUILD}"
 
 
 def _release(version: str) -> str:

@@ -1,0 +1,98 @@
+"""What `import shardwright` says of itself, and what it says where it cannot work: another torch, modules not built."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright import doctor
+
+PACKAGE = Path(sw.__file__).parent
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def test_version_has_one_source() -> None:
+    written = next(line.split('"')[1] for line in PYPROJECT.read_text().splitlines() if line.startswith("version ="))
+    assert sw.__version__ == written == importlib.metadata.version("shardwright") == doctor.report()["version"]
+
+
+def _run(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
+    lines = [f"import sys; sys.path[:0] = {[str(folder) for folder in path]!r}", code]
+    return subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import shardwright as sw; sw.__version__; sw.plan; print('torch' in sys.modules)"
+    assert _run(code, PACKAGE.parent).stdout == "False\n"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package, to be spoilt."""
+    shutil.copytree(PACKAGE, tmp_path / "shardwright", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "shardwright"
+
+
+def _module_file(copy: Path, module: str) -> Path:
+    (found,) = copy.glob(f"{module}.*.so")
+    return found
+
+
+IMPORTS = (
+    "shardwright.enable",
+    "shardwright.redistribute_local",
+    "shardwright.release_staging",
+    "from shardwright import groups",
+    "import shardwright.parallel",
+    "import shardwright.operators",
+)
+
+
+@pytest.mark.parametrize("use", IMPORTS)
+def test_built_for_another_torch(copy: Path, use: str) -> None:
+    """Told by the versions, before a library is loaded that may crash."""
+    info = copy / "_build_info.py"
+    series = ".".join(torch.__version__.split(".")[:2])
+    info.write_text(info.read_text().replace(f"'torch': '{series}.", "'torch': '2.99."))
+    ran = _run(f"import shardwright; print('planned'); {use}", copy.parent)
+    last = ran.stderr.strip().splitlines()[-1]
+    assert ran.stdout == "planned\n", ran.stderr
+    assert last.startswith("ImportError: shardwright was built for torch 2.99.")
+    assert f"but torch {torch.__version__} is installed; run: pip install --no-build-isolation ." in last
+
+
+def test_an_undefined_symbol(copy: Path) -> None:
+    """Where the versions agree and the libraries do not, as with a torch that was built from other sources."""
+    module = _module_file(copy, "_runtime")
+    binary = module.read_bytes()
+    symbol = b"_ZN3c1021throwNullDataPtrErrorEv"
+    known = next(name for name in (symbol, b"_ZN4c10d5", b"_ZN3c10") if name in binary)
+    module.write_bytes(binary.replace(known, known[:-1] + b"Q"))
+    ran = _run("import shardwright; shardwright.enable", copy.parent)
+    last = ran.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: shardwright: _runtime does not import"), ran.stderr
+    assert "undefined symbol" in last and "run: pip install --no-build-isolation ." in last
+
+
+@pytest.mark.parametrize("module", ["_planner", "_runtime"])
+def test_a_module_that_was_not_built(copy: Path, module: str) -> None:
+    _module_file(copy, module).unlink()
+    ran = _run("import shardwright; shardwright.enable", copy.parent)
+    last = ran.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        f"ImportError: shardwright: {module} does not import (it was not built for this Python); run:"
+    )
+
+
+def test_names_that_are_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'shardwright' has no attribute 'nothing'"):
+        _ = sw.nothing
+    assert not hasattr(sw, "__wrapped__")
+    assert set(sw.__all__) <= set(dir(sw))
