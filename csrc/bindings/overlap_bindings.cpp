@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "bindings/arguments.h"
 #include "bindings/views.h"
 #include "overlap/matmul.h"
 #include "overlap/timeline.h"
@@ -62,16 +63,24 @@ py::dict timeline_of(const Matmul& matmul, const Schedule& schedule, const GemmM
 
 void define_gemm_model(py::module_& m) {
   py::class_<GemmModel>(m, "GemmModel")
-      .def(py::init([](std::string name, int64_t num_processors, int64_t tile_rows, int64_t tile_columns,
-                       int64_t flops_per_us, int64_t launch_ps, int64_t memory_ps_per_kib, int64_t contention_percent) {
-             const GemmModel model{std::move(name), num_processors, tile_rows,         tile_columns,
-                                   flops_per_us,    launch_ps,      memory_ps_per_kib, contention_percent};
+      .def(py::init([](const py::object& name, const py::object& num_processors, const py::object& tile_rows,
+                       const py::object& tile_columns, const py::object& flops_per_us, const py::object& launch_ps,
+                       const py::object& memory_ps_per_kib, const py::object& contention_percent) {
+             const GemmModel model{text(name, "name"),
+                                   integer(num_processors, "num_processors"),
+                                   integer(tile_rows, "tile_rows"),
+                                   integer(tile_columns, "tile_columns"),
+                                   integer(flops_per_us, "flops_per_us"),
+                                   integer(launch_ps, "launch_ps"),
+                                   integer(memory_ps_per_kib, "memory_ps_per_kib"),
+                                   integer(contention_percent, "contention_percent")};
              model.check();
              return model;
            }),
            py::kw_only(), py::arg("name"), py::arg("num_processors"), py::arg("tile_rows"), py::arg("tile_columns"),
            py::arg("flops_per_us"), py::arg("launch_ps"), py::arg("memory_ps_per_kib"), py::arg("contention_percent"))
-      .def_static("named", &GemmModel::named, py::arg("name"))
+      .def_static(
+          "named", [](const py::object& name) { return GemmModel::named(text(name, "gemm_model")); }, py::arg("name"))
       .def_static("names", &GemmModel::names)
       .def_readonly("name", &GemmModel::name)
       .def_readonly("num_processors", &GemmModel::num_processors)
@@ -81,8 +90,19 @@ void define_gemm_model(py::module_& m) {
       .def_readonly("launch_ps", &GemmModel::launch_ps)
       .def_readonly("memory_ps_per_kib", &GemmModel::memory_ps_per_kib)
       .def_readonly("contention_percent", &GemmModel::contention_percent)
-      .def("picoseconds", &GemmModel::picoseconds, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("count") = 1,
-           py::arg("item_bytes") = 2)
+      .def(
+          "picoseconds",
+          [](const GemmModel& model, const py::object& m_, const py::object& n_, const py::object& k_,
+             const py::object& count, const py::object& item_bytes) {
+            const auto size = [](const py::object& given, const char* argument) {
+              const int64_t value = integer(given, argument);
+              check_user(value >= 0, argument, ": ", value, "; allowed is 0 or more");
+              return value;
+            };
+            return model.picoseconds(size(m_, "m"), size(n_, "n"), size(k_, "k"), size(count, "count"),
+                                     size(item_bytes, "item_bytes"));
+          },
+          py::arg("m"), py::arg("n"), py::arg("k"), py::arg("count") = 1, py::arg("item_bytes") = 2)
       .def(
           "__eq__", [](const GemmModel& a, const GemmModel& b) { return a == b; }, py::is_operator())
       .def("__hash__", [](const GemmModel& model) { return py::hash(py::str(model.name)); })

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "bindings/arguments.h"
 #include "bindings/views.h"
 #include "layout/error.h"
 #include "picture/picture.h"
@@ -42,25 +43,27 @@ struct StepView {
   int64_t predicted_ps;
 };
 
-MeshDimSet mesh_dim_set(const std::vector<int>& mesh_dims, const Mesh& mesh) {
+MeshDimSet mesh_dim_set(const std::vector<int64_t>& mesh_dims, const Mesh& mesh) {
   MeshDimSet set;
-  for (const int d : mesh_dims) {
+  for (const int64_t d : mesh_dims) {
     check_user(d >= 0 && d < mesh.ndim(), "mesh_dims: ", d, " is not a dim of ", mesh.to_string());
-    set.insert(d);
+    set.insert(static_cast<int>(d));
   }
   return set;
 }
 
 void define_mesh(py::module_& m) {
   py::class_<Mesh, std::shared_ptr<Mesh>>(m, "Mesh")
-      .def(py::init([](std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, std::vector<int64_t> ranks,
+      .def(py::init([](const py::object& dim_names, const py::object& dim_sizes, const py::object& ranks,
                        std::shared_ptr<Topology> topology) {
-             auto mesh = std::make_shared<Mesh>(std::move(dim_names), std::move(dim_sizes), std::move(ranks));
+             std::vector<int64_t> given = ranks.is_none() ? std::vector<int64_t>{} : integers(ranks, "ranks");
+             check_user(ranks.is_none() || !given.empty(), "ranks: got none; leave them out for 0, 1, 2, ...");
+             auto mesh = std::make_shared<Mesh>(texts(dim_names, "mesh: dim name"), integers(dim_sizes, "mesh: size"),
+                                                std::move(given));
              mesh->set_topology(std::move(topology));
              return mesh;
            }),
-           py::arg("dim_names"), py::arg("dim_sizes"), py::arg("ranks") = std::vector<int64_t>{},
-           py::arg("topology") = nullptr)
+           py::arg("dim_names"), py::arg("dim_sizes"), py::arg("ranks") = py::none(), py::arg("topology") = nullptr)
       .def_property_readonly("topology",
                              [](const Mesh& mesh) { return std::const_pointer_cast<Topology>(mesh.topology()); })
       .def_property_readonly("dim_names", &Mesh::dim_names)
@@ -75,16 +78,17 @@ void define_mesh(py::module_& m) {
                              })
       .def(
           "coordinate",
-          [](const Mesh& mesh, int64_t rank) -> std::optional<std::vector<int64_t>> {
-            const auto position = mesh.position_of(rank);
+          [](const Mesh& mesh, const py::object& rank) -> std::optional<std::vector<int64_t>> {
+            const auto position = mesh.position_of(integer(rank, "rank"));
             if (!position) return std::nullopt;
             return mesh.coordinate(*position);
           },
           py::arg("rank"))
       .def(
           "group_ranks",
-          [](const Mesh& mesh, int64_t rank, const std::vector<int>& mesh_dims) {
-            const MeshDimSet dims = mesh_dim_set(mesh_dims, mesh);
+          [](const Mesh& mesh, const py::object& given_rank, const py::object& mesh_dims) {
+            const MeshDimSet dims = mesh_dim_set(integers(mesh_dims, "mesh_dims"), mesh);
+            const int64_t rank = integer(given_rank, "rank");
             const auto position = mesh.position_of(rank);
             check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", mesh.to_string(), ")");
             std::vector<int64_t> ranks;
@@ -100,13 +104,13 @@ void define_mesh(py::module_& m) {
 
 void define_layout(py::module_& m) {
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
-      .def(py::init([](std::shared_ptr<Mesh> mesh, std::vector<int64_t> shape,
-                       const std::vector<std::string>& placements, const std::string& dtype,
-                       const ShardOrder& shard_order, const std::string& strided) {
+      .def(py::init([](std::shared_ptr<Mesh> mesh, const py::object& shape, const py::object& placements,
+                       const py::object& dtype, const ShardOrder& shard_order, const py::object& strided) {
              std::vector<Placement> parsed;
-             for (const std::string& text : placements) parsed.push_back(Placement::parse(text));
-             return std::make_shared<Layout>(std::move(mesh), std::move(shape), DType::parse(dtype), std::move(parsed),
-                                             shard_order, parse_strided(strided));
+             for (const std::string& one : texts(placements, "placements")) parsed.push_back(Placement::parse(one));
+             return std::make_shared<Layout>(std::move(mesh), integers(shape, "shape"),
+                                             DType::parse(text(dtype, "dtype")), std::move(parsed), shard_order,
+                                             parse_strided(text(strided, "strided")));
            }),
            py::arg("mesh"), py::arg("shape"), py::arg("placements"), py::arg("dtype") = "float32",
            py::arg("shard_order") = ShardOrder{}, py::arg("strided") = "auto")
@@ -133,11 +137,14 @@ void define_layout(py::module_& m) {
       .def_property_readonly("has_equal_parts", &Layout::has_equal_parts)
       .def(
           "local_shape",
-          [](const Layout& layout, int64_t rank) { return py::tuple(py::cast(layout.local_shape_of_rank(rank))); },
+          [](const Layout& layout, const py::object& rank) {
+            return py::tuple(py::cast(layout.local_shape_of_rank(integer(rank, "rank"))));
+          },
           py::arg("rank"))
       .def(
           "region",
-          [](const Layout& layout, int64_t rank) {
+          [](const Layout& layout, const py::object& given_rank) {
+            const int64_t rank = integer(given_rank, "rank");
             std::vector<std::vector<std::pair<int64_t, int64_t>>> out;
             for (const IntervalList& list : layout.region(position_of(layout, rank))) {
               out.emplace_back();
@@ -152,17 +159,27 @@ void define_layout(py::module_& m) {
       .def("__repr__", [](const Layout& layout) { return concat("Layout(", layout.to_string(), ")"); });
 }
 
-PlanOptions options_of(const Layout& src, const std::string& backend, const std::string& objective,
-                       const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int>>& groups,
-                       const std::string& reduce) {
-  PlanOptions options{parse_backend(backend), parse_objective(objective), is_ordered(reduce, src)};
+PlanOptions options_of(const Layout& src, const py::object& backend, const py::object& objective,
+                       const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int64_t>>& groups,
+                       const py::object& reduce) {
+  PlanOptions options{parse_backend(text(backend, "backend")), parse_objective(text(objective, "objective")),
+                      is_ordered(text(reduce, "reduce"), src)};
   if (topology) {
     options.topology = *topology;
   } else if (src.mesh().topology()) {
     options.topology = *src.mesh().topology();
   }
-  for (const std::vector<int>& mesh_dims : groups) options.groups.push_back(mesh_dim_set(mesh_dims, src.mesh()));
+  for (const std::vector<int64_t>& mesh_dims : groups) options.groups.push_back(mesh_dim_set(mesh_dims, src.mesh()));
   return options;
+}
+
+// A figure that may take long to work out the first time: other threads go on meanwhile.
+template <typename Figure>
+auto patiently(Figure figure) {
+  return [figure](const PlanView& p) {
+    const py::gil_scoped_release release;
+    return figure(*p.certified);
+  };
 }
 
 void define_plan(py::module_& m) {
@@ -192,17 +209,20 @@ void define_plan(py::module_& m) {
       .def_property_readonly("backend", [](const PlanView& p) { return backend_name(p.plan().backend); })
       .def_property_readonly("objective", [](const PlanView& p) { return objective_name(p.plan().objective); })
       .def_property_readonly("topology", [](const PlanView& p) { return p.plan().topology.name; })
-      .def_property_readonly("certificate",
-                             [](const PlanView& p) {
-                               py::dict figures;
-                               for (const auto& [name, value, bound] : figures_of(p.certificate())) {
-                                 figures[py::str(name)] = py::make_tuple(value, bound);
-                               }
-                               return figures;
-                             })
-      .def_property_readonly("remarks", [](const PlanView& p) { return p.certified->remarks(); })
-      .def_property_readonly("replicas_are_bitwise_equal",
-                             [](const PlanView& p) { return p.certificate().replicas_are_bitwise_equal; })
+      .def_property_readonly(
+          "certificate",
+          [](const PlanView& p) {
+            const auto all = patiently([](const CertifiedPlan& plan) { return figures_of(plan.certificate()); })(p);
+            py::dict figures;
+            for (const auto& [name, value, bound] : all) {
+              figures[py::str(name)] = py::make_tuple(value, bound);
+            }
+            return figures;
+          })
+      .def_property_readonly("remarks", patiently([](const CertifiedPlan& plan) { return plan.remarks(); }))
+      .def_property_readonly("replicas_are_bitwise_equal", patiently([](const CertifiedPlan& plan) {
+                               return plan.certificate().replicas_are_bitwise_equal;
+                             }))
       .def_property_readonly("steps",
                              [](const PlanView& p) {
                                std::vector<StepView> views;
@@ -213,21 +233,26 @@ void define_plan(py::module_& m) {
                                return views;
                              })
       .def_property_readonly("wire_bytes_max",
-                             [](const PlanView& p) { return p.certified->traffic().received_bytes_max; })
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_max; }))
       .def_property_readonly("wire_bytes_sum",
-                             [](const PlanView& p) { return p.certified->traffic().received_bytes_sum; })
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_sum; }))
       .def_property_readonly("wire_bytes_sum_is_exact",
-                             [](const PlanView& p) { return p.certified->traffic().sum_is_exact; })
-      .def_property_readonly("send_bytes_max", [](const PlanView& p) { return p.certified->traffic().sent_bytes_max; })
-      .def_property_readonly("messages_max", [](const PlanView& p) { return p.certified->traffic().messages_max; })
-      .def_property_readonly("bound_bytes_max", [](const PlanView& p) { return p.certified->bound().bytes_max; })
-      .def_property_readonly("bound_bytes_sum", [](const PlanView& p) { return p.certified->bound().bytes_sum; })
-      .def_property_readonly("peak_bytes", [](const PlanView& p) { return p.certified->peak_bytes(); })
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().sum_is_exact; }))
+      .def_property_readonly("send_bytes_max",
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().sent_bytes_max; }))
+      .def_property_readonly("messages_max",
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().messages_max; }))
+      .def_property_readonly("bound_bytes_max",
+                             patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_max; }))
+      .def_property_readonly("bound_bytes_sum",
+                             patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_sum; }))
+      .def_property_readonly("peak_bytes", patiently([](const CertifiedPlan& plan) { return plan.peak_bytes(); }))
       .def_property_readonly(
           "predicted_us", [](const PlanView& p) { return static_cast<double>(predicted_picoseconds(p.plan())) / 1e6; })
       .def(
           "wire_bytes",
-          [](const PlanView& p, int64_t rank) {
+          [](const PlanView& p, const py::object& given_rank) {
+            const int64_t rank = integer(given_rank, "rank");
             int64_t bytes = 0;
             for (const Step& step : p.plan().steps) {
               bytes += traffic_at(step, p.plan().backend, position_of(p.plan().src, rank)).received_bytes;
@@ -237,14 +262,14 @@ void define_plan(py::module_& m) {
           py::arg("rank"))
       .def(
           "rank_peak_bytes",
-          [](const PlanView& p, int64_t rank) {
-            return compile(p.plan(), position_of(p.plan().src, rank)).peak_bytes();
+          [](const PlanView& p, const py::object& rank) {
+            return compile(p.plan(), position_of(p.plan().src, integer(rank, "rank"))).peak_bytes();
           },
           py::arg("rank"))
       .def(
           "program",
-          [](const PlanView& p, int64_t rank) {
-            return compile(p.plan(), position_of(p.plan().src, rank)).to_string();
+          [](const PlanView& p, const py::object& rank) {
+            return compile(p.plan(), position_of(p.plan().src, integer(rank, "rank"))).to_string();
           },
           py::arg("rank"))
       .def(
@@ -252,38 +277,45 @@ void define_plan(py::module_& m) {
           py::call_guard<py::gil_scoped_release>())
       .def("to_bytes", [](const PlanView& p) { return py::bytes(to_bytes(p.plan())); })
       .def_static(
-          "from_bytes", [](const py::bytes& bytes) { return view_of(from_bytes(std::string(bytes))); }, py::arg("data"))
-      .def("to_json", [](const PlanView& p) { return to_json(p.plan(), p.certificate(), p.certified->remarks()); })
-      .def("to_svg", [](const PlanView& p) { return to_svg(p.plan()); })
-      .def("to_html", [](const PlanView& p) { return to_html(p.plan()); })
+          "from_bytes",
+          [](const py::object& data) {
+            return view_of(from_bytes(std::string(object<py::bytes>(data, "data", "bytes, as Plan.to_bytes gives"))));
+          },
+          py::arg("data"))
+      .def("to_json", patiently([](const CertifiedPlan& plan) {
+             return to_json(plan.plan(), plan.certificate(), plan.remarks());
+           }))
+      .def("to_svg", patiently([](const CertifiedPlan& plan) { return to_svg(plan.plan()); }))
+      .def("to_html", patiently([](const CertifiedPlan& plan) { return to_html(plan.plan()); }))
       .def("_repr_html_", [](const PlanView& p) { return to_svg(p.plan()); })  // in notebooks
       .def("__str__", [](const PlanView& p) { return p.plan().to_string(); })
       .def("__repr__", [](const PlanView& p) { return concat("Plan(", p.plan().to_string(), ")"); });
 
   m.def(
       "make_plan",
-      [](const Layout& src, const Layout& dst, const std::string& backend, const std::string& objective,
-         const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int>>& groups,
-         const std::string& reduce, const std::optional<int64_t>& memory_limit) {
-        const PlanRequest request{src, dst, options_of(src, backend, objective, topology, groups, reduce),
-                                  memory_limit};
+      [](const Layout& src, const Layout& dst, const py::object& backend, const py::object& objective,
+         const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int64_t>>& groups,
+         const py::object& reduce, const py::object& memory_limit) {
+        std::optional<int64_t> limit;
+        if (!memory_limit.is_none()) limit = integer(memory_limit, "memory_limit");
+        const PlanRequest request{src, dst, options_of(src, backend, objective, topology, groups, reduce), limit};
         const py::gil_scoped_release release;
         return PlanView{plan_cache().get(request)};
       },
       py::arg("src"), py::arg("dst"), py::arg("backend") = "nccl", py::arg("objective") = "time",
-      py::arg("topology") = nullptr, py::arg("groups") = std::vector<std::vector<int>>{}, py::arg("reduce") = "fast",
-      py::arg("memory_limit") = py::none());
+      py::arg("topology") = nullptr, py::arg("groups") = std::vector<std::vector<int64_t>>{},
+      py::arg("reduce") = "fast", py::arg("memory_limit") = py::none());
   m.def(
       "plan_through",
-      [](const std::vector<Layout>& layouts, const std::string& backend, const std::string& objective,
-         const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int>>& groups,
-         const std::string& reduce) {
+      [](const std::vector<Layout>& layouts, const py::object& backend, const py::object& objective,
+         const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int64_t>>& groups,
+         const py::object& reduce) {
         check_user(!layouts.empty(), "through: names no layouts");
         return view_of(plan_through(layouts, options_of(layouts[0], backend, objective, topology, groups, reduce)));
       },
       py::arg("layouts"), py::arg("backend") = "nccl", py::arg("objective") = "time", py::arg("topology") = nullptr,
-      py::arg("groups") = std::vector<std::vector<int>>{}, py::arg("reduce") = "fast");
-  using StepFields = std::tuple<std::string, std::vector<int>, Layout, Layout, std::string, int64_t, bool>;
+      py::arg("groups") = std::vector<std::vector<int64_t>>{}, py::arg("reduce") = "fast");
+  using StepFields = std::tuple<std::string, std::vector<int64_t>, Layout, Layout, std::string, int64_t, bool>;
   m.def(
       "plan_of_steps",
       [](const Layout& src, const Layout& dst, const std::vector<StepFields>& steps, const std::string& backend,
@@ -297,6 +329,9 @@ void define_plan(py::module_& m) {
       },
       py::arg("src"), py::arg("dst"), py::arg("steps"), py::arg("backend"), py::arg("objective"), py::arg("topology"),
       py::arg("named_groups_only"));
+  m.def(
+      "simulation_bytes", [](const PlanView& p) { return simulation_bytes(p.plan(), p.certified->peak_bytes()); },
+      py::arg("plan"), py::call_guard<py::gil_scoped_release>());
   m.def("plan_cache_counts", [] {
     const PlanCache::Counts counts = plan_cache().counts();
     return py::dict(py::arg("hits") = counts.hits, py::arg("misses") = counts.misses, py::arg("size") = counts.size);
@@ -307,7 +342,10 @@ void define_plan(py::module_& m) {
 
 void define_topology(py::module_& m) {
   py::class_<Link>(m, "Link")
-      .def(py::init<int64_t, int64_t>(), py::arg("message_ps"), py::arg("ps_per_kib"))
+      .def(py::init([](const py::object& message_ps, const py::object& ps_per_kib) {
+             return Link{integer(message_ps, "message_ps"), integer(ps_per_kib, "ps_per_kib")};
+           }),
+           py::arg("message_ps"), py::arg("ps_per_kib"))
       .def_readonly("message_ps", &Link::message_ps)
       .def_readonly("ps_per_kib", &Link::ps_per_kib)
       .def(
@@ -316,17 +354,28 @@ void define_topology(py::module_& m) {
         return concat("Link(message_ps=", link.message_ps, ", ps_per_kib=", link.ps_per_kib, ")");
       });
   py::class_<Topology, std::shared_ptr<Topology>>(m, "Topology")
-      .def(py::init([](std::string name, int64_t ranks_per_node, int64_t step_ps, int64_t memory_ps_per_kib,
-                       const Link& inside, const Link& between, const std::map<std::string, Link>& mesh_dims) {
-             auto topology = std::make_shared<Topology>(
-                 Topology{std::move(name), ranks_per_node, step_ps, memory_ps_per_kib, inside, between, mesh_dims});
+      .def(py::init([](const py::object& name, const py::object& ranks_per_node, const py::object& step_ps,
+                       const py::object& memory_ps_per_kib, const py::object& inside, const py::object& between,
+                       const py::object& mesh_dims) {
+             auto topology = std::make_shared<Topology>(Topology{text(name, "name"),
+                                                                 integer(ranks_per_node, "ranks_per_node"),
+                                                                 integer(step_ps, "step_ps"),
+                                                                 integer(memory_ps_per_kib, "memory_ps_per_kib"),
+                                                                 object<Link>(inside, "inside", "a Link"),
+                                                                 object<Link>(between, "between", "a Link"),
+                                                                 {}});
+             const auto links = object<py::dict>(mesh_dims, "mesh_dims", "a dict of mesh dims and Links");
+             for (const auto& [mesh_dim, link] : links) {
+               topology->mesh_dims.emplace(text(mesh_dim, "mesh_dims"), object<Link>(link, "mesh_dims", "a Link"));
+             }
              topology->check();
              return topology;
            }),
            py::arg("name"), py::arg("ranks_per_node"), py::arg("step_ps"), py::arg("memory_ps_per_kib"),
-           py::arg("inside"), py::arg("between"), py::arg("mesh_dims") = std::map<std::string, Link>{})
+           py::arg("inside"), py::arg("between"), py::arg("mesh_dims") = py::dict())
       .def_static(
-          "named", [](const std::string& name) { return std::make_shared<Topology>(Topology::named(name)); },
+          "named",
+          [](const py::object& name) { return std::make_shared<Topology>(Topology::named(text(name, "topology"))); },
           py::arg("name"))
       .def_static("names", &Topology::names)
       .def_readonly("name", &Topology::name)
@@ -348,15 +397,7 @@ void define_topology(py::module_& m) {
 
 PYBIND11_MODULE(_planner, m) {
   m.doc() = "Layouts, plans, programs and the simulator of shardwright, without torch.";
-  py::register_exception_translator([](std::exception_ptr pointer) {
-    try {
-      if (pointer) std::rethrow_exception(pointer);
-    } catch (const shardwright::UserError& error) {
-      PyErr_SetString(PyExc_ValueError, error.what());
-    } catch (const shardwright::InvariantError& error) {
-      PyErr_SetString(PyExc_RuntimeError, error.what());
-    }
-  });
+  shardwright::register_errors();
   shardwright::define_topology(m);
   shardwright::define_mesh(m);
   shardwright::define_layout(m);

@@ -6,6 +6,9 @@
 #include <torch/version.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <limits>
+
+#include "bindings/arguments.h"
 #include "layout/error.h"
 #include "runtime/executor.h"
 #include "runtime/gemm.h"
@@ -41,15 +44,7 @@ bool nothing_watches(bool in_backward) {
 PYBIND11_MODULE(_runtime, m) {
   using shardwright::Executable;
   m.doc() = "The executor of shardwright: programs over c10d process groups.";
-  py::register_exception_translator([](std::exception_ptr pointer) {
-    try {
-      if (pointer) std::rethrow_exception(pointer);
-    } catch (const shardwright::UserError& error) {
-      PyErr_SetString(PyExc_ValueError, error.what());
-    } catch (const shardwright::InvariantError& error) {
-      PyErr_SetString(PyExc_RuntimeError, error.what());
-    }
-  });
+  shardwright::register_errors();
 
   py::class_<Executable, std::shared_ptr<Executable>>(m, "Executable")
       .def(py::init<const std::string&, int64_t>(), py::arg("plan_bytes"), py::arg("rank"))
@@ -185,7 +180,14 @@ PYBIND11_MODULE(_runtime, m) {
         return events;
       },
       py::call_guard<py::gil_scoped_release>());
-  m.def("set_sm_carveout", &shardwright::set_sm_carveout, py::arg("sms"));
+  m.def(
+      "set_sm_carveout",
+      [](const py::object& sms) {
+        const int64_t count = shardwright::integer(sms, "sms");
+        shardwright::check_user(count <= std::numeric_limits<int>::max(), "sms: ", count, "; no GPU has as many");
+        shardwright::set_sm_carveout(static_cast<int>(count));
+      },
+      py::arg("sms"));
   m.def("kept_staging_bytes", &shardwright::kept_staging_bytes);
   m.def("release_staging", &shardwright::release_staging);
   m.def("finish_programs", &shardwright::finish_programs, py::arg("timeout_seconds"),

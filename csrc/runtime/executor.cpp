@@ -266,6 +266,13 @@ at::TensorOptions Executable::options_of(int buffer, const at::TensorOptions& us
   return other == other_dtypes_.end() ? usual : usual.dtype(other->second);
 }
 
+void check_strided(const at::Tensor& given, const std::string& argument) {
+  TORCH_CHECK_VALUE(given.defined(), argument, ": got no tensor");
+  TORCH_CHECK_VALUE(!given.is_nested(), argument, ": is a nested tensor; allowed are plain ones");
+  TORCH_CHECK_VALUE(given.layout() == at::kStrided, argument, ": has layout ", given.layout(),
+                    "; allowed are strided tensors (.to_dense() makes them)");
+}
+
 void Executable::check_inputs(c10::ArrayRef<at::Tensor> inputs) const {
   const auto name = [](const at::Tensor& t) { return c10::toString(t.scalar_type()); };
   TORCH_CHECK_VALUE(inputs.size() == program_.input_shapes.size(), "inputs: got ", inputs.size(),
@@ -275,6 +282,7 @@ void Executable::check_inputs(c10::ArrayRef<at::Tensor> inputs) const {
     const auto which = [&] { return inputs.size() == 1 ? std::string("local tensor") : concat("input ", i); };
     TORCH_CHECK_VALUE(!input.key_set().has(c10::DispatchKey::Python), which(),
                       ": is a tensor subclass; allowed is a plain tensor");
+    if (input.layout() != at::kStrided || input.is_nested()) check_strided(input, which());
     TORCH_CHECK_VALUE(input.sizes().equals(program_.input_shapes[i]), which(), ": has shape ", input.sizes(),
                       " on rank ", rank_, ", where the layout has ", c10::IntArrayRef(program_.input_shapes[i]), " (",
                       text_, ")");
@@ -329,6 +337,7 @@ at::Tensor Executable::run(const at::Tensor& input) const {
 void Executable::run_into(const at::Tensor& input, const at::Tensor& out) const {
   const Record record(title_);
   check_inputs(input);
+  check_strided(out, "out");
   TORCH_CHECK_VALUE(out.sizes().equals(program_.outputs[0].shape) && out.is_contiguous(), "out: has shape ",
                     out.sizes(), " and strides ", out.strides(), " on rank ", rank_,
                     "; allowed is a contiguous tensor of shape ", c10::IntArrayRef(program_.outputs[0].shape));

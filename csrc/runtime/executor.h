@@ -49,6 +49,9 @@ struct Communication {
   int64_t shard_dim = 0;
 };
 
+// Throws ValueError naming `argument` for tensors without strides: nested, sparse and MKL-DNN ones, and none at all.
+void check_strided(const at::Tensor& given, const std::string& argument);
+
 // A compiled program bound to process groups, held by std::shared_ptr: its runs keep it alive.
 class Executable : public std::enable_shared_from_this<Executable> {
  public:

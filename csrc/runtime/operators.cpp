@@ -26,17 +26,22 @@ at::Tensor fresh(const at::Tensor& output, const at::Tensor& input) {
   return output.is_alias_of(input) ? output.clone(at::MemoryFormat::Contiguous) : output;
 }
 
+at::Tensor row_major(const at::Tensor& input, const std::string& argument) {
+  check_strided(input, argument);
+  return input.contiguous();
+}
+
 at::Tensor redistribute(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                         int64_t rank, const std::string& /*backward_plan*/,
                         const std::vector<std::string>& /*backward_groups*/) {
-  return fresh(executable_of(plan, groups, rank)->run(input.contiguous()), input);
+  return fresh(executable_of(plan, groups, rank)->run(row_major(input, "input")), input);
 }
 
 void redistribute_out(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                       int64_t rank, at::Tensor& out) {
   {
     const at::AutoDispatchBelowADInplaceOrView guard;  // or a copy in there would count as a write of its own
-    executable_of(plan, groups, rank)->run_into(input.contiguous(), out);
+    executable_of(plan, groups, rank)->run_into(row_major(input, "input"), out);
   }
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
 }
@@ -80,7 +85,7 @@ UnderWay& under_way() {
 
 at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                               int64_t rank) {
-  const at::Tensor dense = input.contiguous();
+  const at::Tensor dense = row_major(input, "input");
   auto [output, work] = executable_of(plan, groups, rank)->start(dense, /*input_may_change=*/false);
   const auto size = static_cast<int64_t>(std::max(dense.nbytes(), output.nbytes())) / 8 + 1;
   at::Tensor handle = at::empty({1}, at::TensorOptions(at::kLong).device(at::kCPU));
@@ -91,6 +96,10 @@ at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, 
 // `input` is an argument so that its memory is not used for something else before.
 at::Tensor redistribute_wait(const at::Tensor& handle, const at::Tensor& input, const std::string& /*plan*/,
                              int64_t /*rank*/) {
+  check_strided(handle, "handle");
+  TORCH_CHECK_VALUE(handle.is_cpu() && handle.scalar_type() == at::kLong && handle.numel() > 0, "handle: is ",
+                    c10::toString(handle.scalar_type()), " of shape ", handle.sizes(), " on ", handle.device(),
+                    "; allowed is what redistribute_start gave");
   const UnderWay::Transfer transfer = under_way().take(*handle.const_data_ptr<int64_t>());
   if (transfer.work) transfer.work->wait();
   return fresh(transfer.output, input);
@@ -100,7 +109,7 @@ at::Tensor redistribute_wait(const at::Tensor& handle, const at::Tensor& input, 
 std::vector<at::Tensor> matmul(const std::vector<at::Tensor>& inputs, const std::string& program,
                                const std::vector<std::string>& groups, int64_t rank) {
   std::vector<at::Tensor> dense;
-  for (const at::Tensor& input : inputs) dense.push_back(input.contiguous());
+  for (const at::Tensor& input : inputs) dense.push_back(row_major(input, "inputs"));
   std::vector<at::Tensor> outputs = executable_of(program, groups, rank)->run_all(dense);
   for (at::Tensor& output : outputs) {
     for (const at::Tensor& input : inputs) output = fresh(output, input);
@@ -180,7 +189,20 @@ class RedistributeFunction : public torch::autograd::Function<RedistributeFuncti
 at::Tensor redistribute_autograd(const at::Tensor& input, const std::string& plan,
                                  const std::vector<std::string>& groups, int64_t rank, const std::string& backward_plan,
                                  const std::vector<std::string>& backward_groups) {
+  check_strided(input, "input");  // before autograd asks for its sizes
   return RedistributeFunction::apply(input, plan, groups, rank, backward_plan, backward_groups);
+}
+
+// Throws ValueError naming the argument that is nested, or a list with such a one.
+void refuse_nested(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& given = torch::jit::peek(*stack, i, arguments.size());
+    if (given.isTensor()) check_strided(given.toTensor(), arguments[i].name());
+    if (!given.isTensorList()) continue;
+    for (const at::Tensor& tensor : given.toTensorVector()) check_strided(tensor, arguments[i].name());
+  }
+  TORCH_CHECK_VALUE(false, op.schema().name(), ": takes no nested tensors");
 }
 
 }  // namespace
@@ -244,6 +266,13 @@ TORCH_LIBRARY_IMPL(shardwright, CompositeExplicitAutograd, m) {
   m.impl("redistribute_start", redistribute_start);
   m.impl("redistribute_wait", redistribute_wait);
   m.impl("matmul", matmul);
+}
+
+// Nested tensors have keys of their own, which the kernels above are not for.
+TORCH_LIBRARY_IMPL(shardwright, AutogradNestedTensor, m) {
+  for (const char* name : {"redistribute_out", "redistribute_start", "redistribute_wait", "matmul"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_nested>());
+  }
 }
 
 TORCH_LIBRARY_IMPL(shardwright, Autograd, m) { m.impl("redistribute", redistribute_autograd); }

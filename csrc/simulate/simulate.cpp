@@ -1,5 +1,6 @@
 #include "simulate/simulate.h"
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 
@@ -150,6 +151,28 @@ class NewPartials {
   std::map<int64_t, std::vector<Entry>> entries_;
 };
 
+// About what a rank's program takes, with its messages while they are under way: these are kept by the members of
+// their group.
+double program_bytes(const Program& program) {
+  constexpr double kBoxBytes = 200;  // with its three lists
+  constexpr double kMemberBytes = 40;
+  constexpr double kMessageBytes = 400;
+  double bytes = 0;
+  for (const Instruction& instruction : program.instructions) {
+    const int group = group_of(instruction.operation);
+    const auto members = group < 0 ? 0.0 : static_cast<double>(program.groups[group].positions.size());
+    bytes += members * kMemberBytes;
+    if (const auto* copy = std::get_if<Copy>(&instruction.operation)) {
+      bytes += static_cast<double>(copy->boxes.size()) * kBoxBytes;
+    } else if (const auto* messages = std::get_if<SendReceive>(&instruction.operation)) {
+      const auto count = static_cast<double>(messages->sends.size() + messages->receives.size());
+      bytes += count * (kMessageBytes + members * 2 * sizeof(int64_t));
+    }
+  }
+  for (const Group& group : program.groups) bytes += static_cast<double>(group.positions.size()) * kMemberBytes;
+  return bytes;
+}
+
 }  // namespace
 
 SimulationReport simulate(const Plan& plan) {
@@ -161,9 +184,9 @@ SimulationReport simulate(const Plan& plan) {
   for (int64_t p = 0; p < size; ++p) {
     programs.push_back(compile(plan, p));
     promised_peaks.push_back(programs.back().peak_bytes());
-    for (const int64_t element : global_indices(plan.src.region(p), plan.src.shape())) {
-      inputs[p][0].push_back(expectation.held(p, element));
-    }
+    const std::vector<int64_t> elements = global_indices(plan.src.region(p), plan.src.shape());
+    inputs[p][0].reserve(elements.size());
+    for (const int64_t element : elements) inputs[p][0].push_back(expectation.held(p, element));
   }
 
   Machine machine(std::move(programs), std::move(inputs));
@@ -202,6 +225,24 @@ SimulationReport simulate(const Plan& plan) {
   }
   new_partials.check();
   return report;
+}
+
+int64_t simulation_bytes(const Plan& plan, int64_t peak_bytes) {
+  const Mesh& mesh = plan.src.mesh();
+  const auto ranks = static_cast<double>(mesh.size());
+  const auto item = static_cast<double>(plan.src.dtype().size_bytes());
+  const auto elements = [&](const Layout& layout) { return static_cast<double>(layout.largest_part_bytes()) / item; };
+  // Elements that a rank holds at once, as doubles: its input, buffers, what was given to collectives, which stays to
+  // the end, and the indices that results are judged by.
+  double values = elements(plan.src) + static_cast<double>(peak_bytes) / item + 2 * elements(plan.dst);
+  for (const Step& step : plan.steps) values += is_local(step.op) ? 0 : elements(step.before);
+  const double program = std::max(program_bytes(compile(plan, 0)), program_bytes(compile(plan, mesh.size() / 2)));
+  double bytes = ranks * (values * sizeof(double) + program);
+  const MeshDimSet new_dims = plan.dst.partial_dims() - plan.src.partial_dims();
+  if (!new_dims.empty()) {  // a value, what is due and a count for each element
+    bytes += ranks / static_cast<double>(mesh.group_size(new_dims)) * static_cast<double>(plan.src.num_elements()) * 24;
+  }
+  return static_cast<int64_t>(std::min(bytes, 0x1p62));
 }
 
 }  // namespace shardwright

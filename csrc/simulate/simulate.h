@@ -24,4 +24,8 @@ struct SimulationReport {
 // from what plan and program promise, and where ranks wait for each other forever.
 SimulationReport simulate(const Plan& plan);
 
+// About how much memory `simulate` takes, rather too much than too little, at most 2^62. `peak_bytes` is what the
+// program of the worst rank allocates.
+int64_t simulation_bytes(const Plan& plan, int64_t peak_bytes);
+
 }  // namespace shardwright

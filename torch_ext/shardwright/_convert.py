@@ -5,6 +5,7 @@ Nothing here imports torch, so that planning works without it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,37 @@ def _reduces_as_partial(kind: type) -> bool:
     return base is not None and all(getattr(kind, name) is getattr(base, name) for name in methods)
 
 
+def items(given: Any, argument: str, allowed: str) -> list[Any]:
+    """A list of what can be iterated over and is no text; raises ValueError naming `argument` and what is allowed."""
+    if not isinstance(given, (str, bytes)):
+        try:
+            return list(given)
+        except TypeError:
+            pass
+    raise ValueError(f"{argument}: got {_shown(given)}; allowed is {allowed}")
+
+
+def placement_texts(placements: Any) -> list[str]:
+    """`placement_text` of each; raises ValueError for what is no list of placements."""
+    return [placement_text(p) for p in items(placements, "placements", "a list of one per mesh dim")]
+
+
+def integer(given: Any, argument: str) -> int:
+    """An int of 64 bits; raises ValueError naming `argument`."""
+    try:
+        value = operator.index(given)
+    except TypeError:
+        raise ValueError(f"{argument}: got {_shown(given)}; allowed are integers") from None
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{argument}: got {value}; allowed are integers of 64 bits")
+    return value
+
+
+def _shown(given: Any) -> str:
+    text = ascii(given)
+    return f"{text if len(text) <= 80 else text[:80] + '...'} (of type {type(given).__name__})"
+
+
 def dtype_text(dtype: Any) -> str:
     """`float32` for "float32" and for torch.float32."""
     return str(dtype).removeprefix("torch.")
@@ -66,18 +98,35 @@ def mesh_dim_index(names: Sequence[str], mesh_dim: int | str, argument: str) -> 
         if mesh_dim not in names:
             raise ValueError(f"{argument}: there is no mesh dim {mesh_dim!r}; allowed are {', '.join(names)}")
         return list(names).index(mesh_dim)
-    if not 0 <= mesh_dim < len(names):
-        raise ValueError(f"{argument}: mesh dim {mesh_dim} is out of range; allowed are 0 to {len(names) - 1}")
-    return mesh_dim
+    index = integer(mesh_dim, argument)
+    if not 0 <= index < len(names):
+        raise ValueError(f"{argument}: mesh dim {index} is out of range; allowed are 0 to {len(names) - 1}")
+    return index
+
+
+def mesh_dim_indices(names: Sequence[str], mesh_dims: Any, argument: str) -> list[int]:
+    """`mesh_dim_index` of each; raises ValueError for what is no list of mesh dims, a text too."""
+    allowed = "a list of mesh dims, by name or index"
+    return [mesh_dim_index(names, d, argument) for d in items(mesh_dims, argument, allowed)]
 
 
 def order_dict(names: Sequence[str], shard_order: ShardOrder | Iterable[Any] | None) -> dict[int, list[int]]:
     """{tensor dim: mesh dim indices} from a mapping or from DTensorSpec's tuple of ShardOrderEntry."""
     if shard_order is None:
         return {}
-    entries: list[tuple[int, Sequence[Any]]]
+    allowed = "{tensor dim: [mesh dims, first cut first]}"
+    entries: list[tuple[Any, Any]]
     if isinstance(shard_order, Mapping):
         entries = list(shard_order.items())
     else:
-        entries = [(entry.tensor_dim, entry.mesh_dims) for entry in list[Any](shard_order)]
-    return {dim: [mesh_dim_index(names, d, "shard_order") for d in mesh_dims] for dim, mesh_dims in entries}
+        given = items(shard_order, "shard_order", allowed)
+        if not all(hasattr(entry, "tensor_dim") and hasattr(entry, "mesh_dims") for entry in given):
+            raise ValueError(f"shard_order: got {_shown(shard_order)}; allowed is {allowed}")
+        entries = [(entry.tensor_dim, entry.mesh_dims) for entry in given]
+    order: dict[int, list[int]] = {}
+    for dim, mesh_dims in entries:
+        tensor_dim = integer(dim, "shard_order: tensor dim")
+        if tensor_dim in order:
+            raise ValueError(f"shard_order: tensor dim {tensor_dim} has two entries; allowed is one per tensor dim")
+        order[tensor_dim] = mesh_dim_indices(names, mesh_dims, "shard_order")
+    return order

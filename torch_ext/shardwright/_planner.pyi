@@ -66,7 +66,7 @@ class Mesh:
         self,
         dim_names: Sequence[str],
         dim_sizes: Sequence[int],
-        ranks: Sequence[int] = ...,
+        ranks: Sequence[int] | None = ...,
         topology: Topology | None = ...,
     ) -> None: ...
     @property
@@ -292,6 +292,9 @@ def plan_of_steps(
     topology: Topology,
     named_groups_only: bool,
 ) -> Plan: ...
+def simulation_bytes(plan: Plan) -> int:
+    """About how much memory ``plan.simulate()`` takes."""
+
 def plan_cache_counts() -> dict[str, int]: ...
 def reset_plan_cache_counts() -> None: ...
 def clear_plan_cache() -> None: ...

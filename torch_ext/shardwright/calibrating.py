@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import _convert, groups
+from . import _arguments, _convert, groups
 from .topology import Topology, load_topology
 
 logger = logging.getLogger(__name__)
@@ -177,13 +177,21 @@ def _calibrate_job(arguments: argparse.Namespace) -> None:
         if dist.get_rank() == 0:
             print("\n".join(report))
             if arguments.out:
-                Path(arguments.out).write_text(topology.to_json() + "\n")
+                _write(Path(arguments.out), topology)
                 print(f"written to {arguments.out}")
             else:
                 print(topology.to_json())
     finally:
         if ours:
             dist.destroy_process_group()
+
+
+def _write(path: Path, topology: Topology) -> None:
+    try:
+        path.write_text(topology.to_json() + "\n")
+    except OSError as error:
+        print(topology.to_json())
+        raise ValueError(f"--out: {path} cannot be written: {error.strerror}; the table is printed instead") from None
 
 
 def _make_mesh(text: str | None, device: str) -> Any | None:
@@ -211,6 +219,10 @@ def measure(
     quick: bool = False,
 ) -> tuple[Topology, list[str]]:
     """`calibrate`, with lines that say what was measured."""
+    if not isinstance(name, str):
+        raise ValueError(f"name: got {name!r}; allowed is text")
+    if ranks_per_node is not None:
+        ranks_per_node = _convert.integer(ranks_per_node, "ranks_per_node")
     job = _make_job(group, device, mesh, quick)
     per_node = _ranks_per_node(job, ranks_per_node)
     nodes = _by_node(job.ranks, per_node)
@@ -241,6 +253,7 @@ def _make_job(
     group: dist.ProcessGroup | None, device: torch.device | str | None, mesh: Any | None, quick: bool
 ) -> _Job:
     groups.check_initialised()
+    _arguments.check_group(group)
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None
     if dist.get_rank(carrier) < 0:
@@ -251,7 +264,7 @@ def _make_job(
     kinds = sorted(kind.type for kind in carrier._device_types)
     if device is None:
         device = getattr(mesh, "device_type", None) or _default_device(carrier, kinds)
-    where = torch.device(device)
+    where = _arguments.device_of("device", device)
     if where.type not in kinds:
         raise ValueError(f"device: the group has no backend for {where.type}; allowed are {', '.join(kinds)}")
     return _Job(carrier, ranks, where, quick)

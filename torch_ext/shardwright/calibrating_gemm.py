@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from . import _runtime
+from . import _arguments, _runtime
 from ._planner import GemmModel
 
 _REPEATS = 7
@@ -36,11 +36,13 @@ def calibrate_gemm(
         The same `GemmModel` on every rank.
 
     Raises:
-        ValueError: a dtype that is not floating, or of 8 bits.
+        ValueError: a dtype that is not floating, or of 8 bits; arguments of another type.
         RuntimeError: the first rank failed, on all ranks.
     """
-    if not dtype.is_floating_point or dtype.itemsize == 1:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
         raise ValueError(f"dtype: {dtype}; allowed are floating dtypes of 16 bits and more")
+    device = _arguments.device_of("device", device)
+    _arguments.check_group(group)
     is_distributed = dist.is_available() and dist.is_initialized()
     if is_distributed and dist.get_rank(group) != 0:
         said: list[GemmModelFields | str | None] = [None]

@@ -48,9 +48,9 @@ def check_ranks(on: bool = True, *, timeout_seconds: float = DEFAULT_TIMEOUT_SEC
     a rank did not come, naming it.
     """
     global _setting
-    if not timeout_seconds > 0:
-        raise ValueError(f"timeout_seconds: got {timeout_seconds}; allowed is more than 0")
-    _setting = _Setting(on, timeout_seconds)
+    if not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:
+        raise ValueError(f"timeout_seconds: got {timeout_seconds}; allowed is a number above 0")
+    _setting = _Setting(bool(on), timeout_seconds)
 
 
 def is_on() -> bool:

@@ -56,6 +56,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         function: such as `shardwright.linear`, or anything that calls it.
         args, kwargs: what it is called with.
     """
+    if not callable(function):
+        raise ValueError(
+            f"function: got a {type(function).__name__}; allowed is a function, such as shardwright.linear"
+        )
     function(*args, **kwargs)
     with _product_calls.listening() as calls, trace() as events:
         function(*args, **kwargs)

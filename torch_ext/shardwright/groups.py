@@ -148,9 +148,8 @@ def prepare(mesh: Any, mesh_dims: Iterable[Sequence[int | str]] | None = None) -
     if mesh_dims is None:
         chosen = _sets_of_large_dims(grid)
     else:
-        chosen = [
-            tuple(sorted(_convert.mesh_dim_index(grid.dim_names, d, "mesh_dims") for d in dims)) for dims in mesh_dims
-        ]
+        sets = _convert.items(mesh_dims, "mesh_dims", "a list of sets of mesh dims, such as [('dp', 'tp')]")
+        chosen = [tuple(sorted(set(_convert.mesh_dim_indices(grid.dim_names, dims, "mesh_dims")))) for dims in sets]
     for dims in chosen:
         ranks = grid.group_ranks(rank, list(dims))
         if len(ranks) > 1:

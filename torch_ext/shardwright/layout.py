@@ -19,7 +19,7 @@ class Mesh(_planner.Mesh):
         topology: what joins them, as in `plan`: plans on this mesh go by it.
 
     Raises:
-        ValueError: names that repeat, sizes below 1, ranks that repeat or are too few.
+        ValueError: names that repeat, sizes below 1, more than 2**20 ranks, ranks that repeat or are too few.
     """
 
     _made = False
@@ -36,7 +36,7 @@ class Mesh(_planner.Mesh):
                 raise ValueError("ranks: a DeviceMesh brings its own; leave it out")
             super().__init__(*_convert.device_mesh_parts(dims), table)
         elif isinstance(dims, Mapping):
-            super().__init__(list(dims.keys()), list(dims.values()), list(ranks or []), table)
+            super().__init__(list(dims.keys()), list(dims.values()), ranks, table)
         else:
             raise ValueError(f"dims: {dims!r} is neither a dict of names and sizes nor a DeviceMesh")
         self._made = True
@@ -53,8 +53,8 @@ class Layout(_planner.Layout):
         mesh: a `Mesh`, or a torch ``DeviceMesh``.
         shape: of the global tensor, in elements.
         placements: one per mesh dim: ``"R"``, ``"S(0)"``, ``"SS(0,2)"`` (strided), ``"P"`` or ``"P(max)"``, or
-            torch's placement objects.
-        dtype: by name, or a ``torch.dtype``.
+            torch's placement objects, or what torch prints for them.
+        dtype: by name, such as ``"bfloat16"`` or ``"bf16"``, or a ``torch.dtype``.
         shard_order: ``{tensor dim: [mesh dims, first cut first]}`` with mesh dims by index or name. A tensor dim
             that is not listed is cut in mesh order.
         strided: what strided shards say. ``"order"``: they only encode the order of plain cuts. ``"literal"``: pieces,
@@ -80,8 +80,8 @@ class Layout(_planner.Layout):
             mesh = Mesh(mesh)
         super().__init__(
             mesh,
-            list(shape),
-            [_convert.placement_text(p) for p in placements],
+            shape,
+            _convert.placement_texts(placements),
             _convert.dtype_text(dtype),
             _convert.order_dict(mesh.dim_names, shard_order),
             strided,

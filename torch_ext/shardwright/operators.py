@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _engine, _planner, _runtime, layout
+from . import _arguments, _engine, _planner, _runtime, groups, layout, planning
 
 __all__ = ["operator"]
 
@@ -52,9 +52,15 @@ def operator(
         Its attribute ``keywords`` holds the operator's arguments, for the operator's other forms.
 
     Raises:
-        ValueError: the layouts contradict each other, or this rank is not on their mesh.
+        ValueError: the layouts contradict each other, this rank is not on their mesh, or arguments of another type.
         RuntimeError: torch.distributed is not initialised.
     """
+    planning.check_layout("src", src)
+    planning.check_layout("dst", dst)
+    device_type = _arguments.device_of("device_type", device_type).type
+    _arguments.check_group(group)
+    _arguments.check_device_mesh("device_mesh", device_mesh)
+    groups.check_initialised()
     plan = _engine.make_plan(src, dst, device_type, group)
     arguments = arguments_of(plan, group=group, device_mesh=device_mesh)
     backward = {"plan": "", "groups": []}

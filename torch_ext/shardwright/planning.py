@@ -61,18 +61,20 @@ def plan(
             not known, the groups do not suffice, or no plan keeps to `memory_limit`; the message names the least
             limit that one was found for.
     """
-    for name, layout in (("src", src), ("dst", dst)):
-        if not isinstance(layout, _planner.Layout):
-            raise ValueError(f"{name}: got a {type(layout).__name__}; allowed is a Layout")
-    names = src.mesh.dim_names
-    allowed = [[_convert.mesh_dim_index(names, d, "groups") for d in dims] for dims in groups or ()]
-    if groups is not None and not allowed:
-        allowed = [[]]  # none at all, which is not the same as any
+    check_layout("src", src)
+    check_layout("dst", dst)
+    allowed = []
+    if groups is not None:
+        sets = _convert.items(groups, "groups", "a list of sets of mesh dims, such as [('dp', 'tp')]")
+        allowed = [_convert.mesh_dim_indices(src.mesh.dim_names, dims, "groups") for dims in sets]
+        allowed = allowed or [[]]  # none at all, which is not the same as any
     table = topology_of(topology, src.mesh)
     if through is not None:
         if memory_limit is not None:
             raise ValueError("memory_limit: goes with a search; a plan given by `through` takes what it takes")
-        layouts = [src, *through, dst]
+        layouts = [src, *_convert.items(through, "through", "a list of Layouts"), dst]
+        for layout in layouts:
+            check_layout("through", layout)
         return _planner.plan_through(layouts, backend, objective, table, allowed, reduce)
     return _planner.make_plan(src, dst, backend, objective, table, allowed, reduce, memory_limit)
 
@@ -83,14 +85,14 @@ def pin(plan: Plan) -> None:
     Args:
         plan: from `plan`, perhaps with ``through=``, or from ``Plan.from_bytes``.
     """
-    if not isinstance(plan, Plan):
-        raise ValueError(f"plan: got a {type(plan).__name__}; allowed is a Plan")
+    _check_plan(plan)
     _change_pins()
     _pinned[plan.src, plan.dst, plan.backend] = plan
 
 
 def unpin(plan: Plan) -> None:
     """Undoes `pin`. Raises ValueError if no plan is pinned for this pair of layouts and backend."""
+    _check_plan(plan)
     if pinned(plan.src, plan.dst, plan.backend) is None:
         raise ValueError(f"plan: none is pinned for {plan.src} -> {plan.dst} over {plan.backend}")
     _change_pins()
@@ -105,6 +107,17 @@ def pinned(src: _planner.Layout, dst: _planner.Layout, backend: str) -> Plan | N
 def times_pinned() -> int:
     """Goes up with every change of what is pinned: what was kept from before may be of another plan."""
     return _times_pinned
+
+
+def check_layout(argument: str, given: object) -> None:
+    """Raises ValueError, naming `argument`, for anything but a layout."""
+    if not isinstance(given, _planner.Layout):
+        raise ValueError(f"{argument}: got a {type(given).__name__}; allowed is a Layout")
+
+
+def _check_plan(given: object) -> None:
+    if not isinstance(given, Plan):
+        raise ValueError(f"plan: got a {type(given).__name__}; allowed is a Plan")
 
 
 def _change_pins() -> None:

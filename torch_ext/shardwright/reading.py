@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from typing import Any
 
-from . import _planner
+from . import _convert, _planner
 from .layout import Layout, Mesh
-from .topology import load_topology
+from .topology import load_topology, read_json
 
 _VERSION = 3
 
 
-def plan_from_json(text: str) -> _planner.Plan:
+def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
     """The plan that ``Plan.to_json`` wrote, or that was written by hand after docs/plan.schema.json.
 
     Figures are not read but worked out anew.
@@ -21,10 +21,9 @@ def plan_from_json(text: str) -> _planner.Plan:
         ValueError: on text that is not JSON, another version, a field that is missing or not what is allowed, and steps
             that do not follow from one another.
     """
-    try:
-        table = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"plan: not JSON: {error}") from None
+    if not isinstance(text, (str, bytes, bytearray)):
+        raise ValueError(f"plan: got a {type(text).__name__}; allowed is JSON, as Plan.to_json gives")
+    table = read_json(text, "plan: the text")
     if not isinstance(table, dict) or table.get("version") != _VERSION:
         found = table.get("version") if isinstance(table, dict) else type(table).__name__
         raise ValueError(f"plan: version {found!r}; allowed is {_VERSION}")
@@ -36,30 +35,48 @@ def plan_from_json(text: str) -> _planner.Plan:
 
 def _plan(table: dict[str, Any]) -> _planner.Plan:
     grid = table["mesh"]
-    mesh = Mesh(dict(zip(grid["dim_names"], grid["dim_sizes"], strict=True)), grid.get("ranks"))
+    names = [_text(name, "mesh.dim_names") for name in _list(grid["dim_names"], "mesh.dim_names")]
+    sizes = _list(grid["dim_sizes"], "mesh.dim_sizes")
+    if len(names) != len(sizes) or len(set(names)) != len(names):
+        raise ValueError(
+            f"plan: mesh has dim_names {names} and dim_sizes {sizes}; allowed are as many, and no name twice"
+        )
+    mesh = Mesh(dict(zip(names, sizes, strict=True)), grid.get("ranks"))
 
     def layout(entry: dict[str, Any]) -> Layout:
         order = {int(tensor_dim): mesh_dims for tensor_dim, mesh_dims in entry["shard_order"].items()}
-        return Layout(mesh, table["shape"], entry["placements"], table["dtype"], order, strided="literal")
+        return Layout(mesh, table["shape"], entry["placements"], _text(table["dtype"], "dtype"), order, "literal")
 
     steps = [
         (
-            step["op"],
-            [grid["dim_names"].index(name) for name in step["mesh_dims"]],
+            _text(step["op"], "op"),
+            _convert.mesh_dim_indices(names, step["mesh_dims"], "plan: mesh_dims of a step"),
             layout(step["before"]),
             layout(step["after"]),
-            step["sharing"],
-            step["rounds"],
-            step["ordered"],
+            _text(step["sharing"], "sharing"),
+            _convert.integer(step["rounds"], "plan: rounds"),
+            _flag(step["ordered"], "ordered"),
         )
-        for step in table["steps"]
+        for step in _list(table["steps"], "steps")
     ]
     return _planner.plan_of_steps(
         layout(table["source"]),
         layout(table["destination"]),
         steps,
-        table["backend"],
-        table["objective"],
-        load_topology(table["topology"]),
-        table["named_groups_only"],
+        _text(table["backend"], "backend"),
+        _text(table["objective"], "objective"),
+        load_topology(_dict(table["topology"], "topology")),
+        _flag(table["named_groups_only"], "named_groups_only"),
     )
+
+
+def _expect(kind: type, given: Any, field: str) -> Any:
+    if not isinstance(given, kind):
+        raise ValueError(f"plan: {field} is a {type(given).__name__}; allowed is a {kind.__name__}")
+    return given
+
+
+_text = functools.partial(_expect, str)
+_list = functools.partial(_expect, list)
+_dict = functools.partial(_expect, dict)
+_flag = functools.partial(_expect, bool)

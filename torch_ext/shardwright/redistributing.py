@@ -11,9 +11,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from . import _engine, _planner, _runtime, checking, groups
+from . import _arguments, _engine, _planner, _runtime, checking, groups
 from .drop_in import enabled
 from .layout import gradient_layout
+from .planning import check_layout
 
 
 def redistribute(
@@ -37,17 +38,17 @@ def redistribute(
         A DTensor with these placements; differentiable, twice.
 
     Raises:
-        ValueError: another mesh, placements of the wrong number.
+        ValueError: another mesh, placements of the wrong number, arguments of another type.
         RuntimeError: what shardwright cannot do, with the reason.
     """
     if not isinstance(x, DTensor):
         raise ValueError(f"x: got a {type(x).__name__}; allowed is a DTensor (redistribute_local takes plain tensors)")
+    _arguments.check_device_mesh("mesh", mesh)
     if mesh is not None and mesh != x.device_mesh:
         raise ValueError(f"mesh: {mesh} is not the mesh of x ({x.device_mesh}); allowed is redistributing on one mesh")
-    if len(placements) != x.device_mesh.ndim:
-        raise ValueError(
-            f"placements: got {len(placements)} for a mesh of {x.device_mesh.ndim} dims; allowed is one per mesh dim"
-        )
+    placements = _arguments.placements_of(placements, x.device_mesh.ndim)
+    _arguments.check_dtype("forward_dtype", forward_dtype)
+    _arguments.check_dtype("backward_dtype", backward_dtype)
     with enabled(strict=True):
         return x.redistribute(
             placements=placements, async_op=async_op, forward_dtype=forward_dtype, backward_dtype=backward_dtype
@@ -78,21 +79,26 @@ def redistribute_local(
         goes the way back, and stands for P as R, as in DTensor.
 
     Raises:
-        ValueError: `local` contradicts `src`, or the layouts contradict each other.
+        ValueError: `local` contradicts `src`, is nested, sparse or on another device than CPU and CUDA; the layouts
+            contradict each other; arguments of another type.
         RuntimeError: torch.distributed is not initialised.
         torch.distributed.DistBackendError: a transfer failed or timed out; names rank, plan, step and group.
     """
-    key = (src, dst, groups.weakly(group), device_mesh)
-    known = _known.get(key) if isinstance(src, _planner.Layout) and isinstance(dst, _planner.Layout) else None
+    key: Any = None
+    try:
+        key = (src, dst, groups.weakly(group), device_mesh)
+        known = _known.get(key) if isinstance(src, _planner.Layout) and isinstance(dst, _planner.Layout) else None
+    except TypeError:  # cannot be hashed or referred to weakly, so is none of what is allowed
+        known = None
     if known is not None and known.answers(local):
         return _engine.run_again(known.executable, local, async_op)
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
-    if not isinstance(local, torch.Tensor) or torch._C._dispatch_keys(local).has("Python"):
-        raise ValueError(f"local: got a {type(local).__name__}; allowed is a plain torch.Tensor")
-    for name, layout in (("src", src), ("dst", dst)):
-        if not isinstance(layout, _planner.Layout):
-            raise ValueError(f"{name}: got a {type(layout).__name__}; allowed is a Layout")
+    _arguments.check_tensor("local", local)
+    check_layout("src", src)
+    check_layout("dst", dst)
+    _arguments.check_group(group)
+    _arguments.check_device_mesh("device_mesh", device_mesh)
     groups.check_initialised()
     rank = dist.get_rank(group)
     if src.mesh.coordinate(rank) is None:
@@ -132,6 +138,8 @@ class _Known:
         return (
             type(local) is torch.Tensor
             and local.dtype is self.dtype
+            and local.layout is torch.strided
+            and not local.is_nested  # has no shape
             and local.shape == self.shape
             and local.device == self.device
             and not (local.requires_grad and torch.is_grad_enabled())

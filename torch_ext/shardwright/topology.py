@@ -33,14 +33,31 @@ def load_topology(source: str | os.PathLike[str] | dict[str, Any]) -> Topology:
     """
     if isinstance(source, dict):
         return _topology(source, "topology")
-    where = f"topology: {os.fspath(source)!r}"
+    if not isinstance(source, (str, os.PathLike)):
+        raise ValueError(f"topology: got a {type(source).__name__}; allowed is a path or a dict")
+    path = Path(source)
+    where = f"topology: {str(path)!r}"
+    return _topology(read_json(read_text(path, where), where), where)
+
+
+def read_text(path: Path, where: str) -> str:
+    """A file's text. Raises ValueError that begins with `where` if there is none."""
     try:
-        table = json.loads(Path(source).read_text())
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{where} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, or a path with a null byte
+        raise ValueError(f"{where} cannot be read: {error}") from None
+
+
+def read_json(text: str | bytes | bytearray, where: str) -> Any:
+    """What the text says as JSON. Raises ValueError that begins with `where` if it says nothing."""
+    try:
+        return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
-    return _topology(table, where)
+    except RecursionError:
+        raise ValueError(f"{where} is not JSON of ours: its lists and objects are nested too deep") from None
 
 
 def topology_of(topology: Topology | str | None, mesh: _planner.Mesh) -> Topology | None:

@@ -1,0 +1,109 @@
+// Arguments from Python. pybind11 answers a mistake with its list of signatures; these throw a UserError that names the
+// argument, what was given and what is allowed. To be called with the GIL held.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "layout/error.h"
+
+namespace shardwright {
+
+namespace py = pybind11;
+
+// What was given, cut short: "1.5 (of type float)".
+inline std::string shown(const py::handle& given) {
+  constexpr size_t kMaxShown = 80;
+  const auto ascii = py::reinterpret_steal<py::object>(PyObject_ASCII(given.ptr()));
+  const char* bytes = ascii ? PyUnicode_AsUTF8(ascii.ptr()) : nullptr;
+  if (bytes == nullptr) PyErr_Clear();
+  std::string text = bytes == nullptr ? "something that cannot be shown" : bytes;
+  if (text.size() > kMaxShown) text = text.substr(0, kMaxShown) + "...";
+  return concat(text, " (of type ", Py_TYPE(given.ptr())->tp_name, ")");
+}
+
+// From anything that Python takes as an index: ints, NumPy's, tensors of one integer.
+inline int64_t integer(const py::handle& given, const char* argument) {
+  const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(given.ptr()));
+  if (!index) {
+    PyErr_Clear();
+    throw UserError(concat(argument, ": got ", shown(given), "; allowed are integers"));
+  }
+  int overflow = 0;
+  const int64_t value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  if (overflow != 0) throw UserError(concat(argument, ": got ", shown(index), "; allowed are integers of 64 bits"));
+  return value;
+}
+
+// From a str.
+inline std::string text(const py::handle& given, const char* argument) {
+  if (!PyUnicode_Check(given.ptr())) throw UserError(concat(argument, ": got ", shown(given), "; allowed is text"));
+  Py_ssize_t size = 0;
+  const char* bytes = PyUnicode_AsUTF8AndSize(given.ptr(), &size);
+  if (bytes == nullptr) {  // half of a surrogate pair
+    PyErr_Clear();
+    throw UserError(concat(argument, ": ", shown(given), " is not UTF-8; allowed is text"));
+  }
+  return std::string(bytes, static_cast<size_t>(size));
+}
+
+// From any iterable but text, item by item.
+template <typename Item>
+std::vector<Item> list(const py::handle& given, const char* argument, Item (*item)(const py::handle&, const char*)) {
+  const bool is_text = PyUnicode_Check(given.ptr()) || PyBytes_Check(given.ptr());
+  const auto iterator = py::reinterpret_steal<py::object>(is_text ? nullptr : PyObject_GetIter(given.ptr()));
+  if (!iterator) PyErr_Clear();
+  if (!iterator) throw UserError(concat(argument, ": got ", shown(given), "; allowed is a list"));
+  std::vector<Item> items;
+  while (const auto next = py::reinterpret_steal<py::object>(PyIter_Next(iterator.ptr()))) {
+    items.push_back(item(next, argument));
+  }
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return items;
+}
+
+inline std::vector<int64_t> integers(const py::handle& given, const char* argument) {
+  return list<int64_t>(given, argument, integer);
+}
+
+inline std::vector<std::string> texts(const py::handle& given, const char* argument) {
+  return list<std::string>(given, argument, text);
+}
+
+// An object of one of our classes, which is Python's to keep, or, as a py::dict or the like, of Python's.
+template <typename T>
+decltype(auto) object(const py::handle& given, const char* argument, const char* allowed) {
+  if (!py::isinstance<T>(given)) throw UserError(concat(argument, ": got ", shown(given), "; allowed is ", allowed));
+  if constexpr (std::is_base_of_v<py::object, T>) {
+    return py::reinterpret_borrow<T>(given);
+  } else {
+    return given.cast<const T&>();
+  }
+}
+
+// UserError becomes ValueError, InvariantError RuntimeError. What is not UTF-8 in their texts is shown as \xff.
+inline void register_errors() {
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    const auto raise = [](PyObject* type, const std::string& what) {
+      const auto size = static_cast<Py_ssize_t>(what.size());
+      const auto message =
+          py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(what.data(), size, "backslashreplace"));
+      PyErr_SetObject(type, message.ptr());
+    };
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const UserError& error) {
+      raise(PyExc_ValueError, error.what());
+    } catch (const InvariantError& error) {
+      raise(PyExc_RuntimeError, error.what());
+    }
+  });
+}
+
+}  // namespace shardwright

@@ -1,0 +1,67 @@
+"""Checks of what is given to functions on tensors: each raises ValueError naming the argument and what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Placement
+
+from . import _convert
+
+DEVICE_TYPES = ("cpu", "cuda")
+
+
+def check_tensor(argument: str, given: Any) -> None:
+    """A plain tensor: no subclass, strided, not nested, on CPU or CUDA."""
+    if not isinstance(given, torch.Tensor) or torch._C._dispatch_keys(given).has("Python"):
+        raise ValueError(f"{argument}: got a {type(given).__name__}; allowed is a plain torch.Tensor")
+    if given.is_nested:
+        raise ValueError(f"{argument}: is a nested tensor; allowed are plain ones, such as the parts of its unbind()")
+    if given.layout is not torch.strided:
+        raise ValueError(f"{argument}: has layout {given.layout}; allowed is torch.strided (.to_dense() makes it so)")
+    if given.device.type not in DEVICE_TYPES:
+        raise ValueError(f"{argument}: is on {given.device}; allowed are {' and '.join(DEVICE_TYPES)}")
+
+
+def placements_of(given: Any, ndim: int) -> list[Placement]:
+    """A list of torch's placements, one per mesh dim."""
+    placements = _convert.items(given, "placements", "a list of torch's placements, such as [Shard(0), Replicate()]")
+    for placement in placements:
+        if not isinstance(placement, Placement):
+            raise ValueError(
+                f"placements: {placement!r} is a {type(placement).__name__}; allowed are torch's placements, such as "
+                "Shard(0) and Replicate()"
+            )
+    if len(placements) != ndim:
+        raise ValueError(f"placements: got {len(placements)} for a mesh of {ndim} dims; allowed is one per mesh dim")
+    return placements
+
+
+def check_group(given: Any) -> None:
+    """A process group, or what stands for one that this rank is not in."""
+    is_one = isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER
+    if given is not None and not is_one:
+        raise ValueError(f"group: got a {type(given).__name__}; allowed is a torch.distributed.ProcessGroup")
+
+
+def check_device_mesh(argument: str, given: Any) -> None:
+    if given is not None and not _convert.is_device_mesh(given):
+        raise ValueError(f"{argument}: got a {type(given).__name__}; allowed is a torch DeviceMesh")
+
+
+def check_dtype(argument: str, given: Any) -> None:
+    if given is not None and not isinstance(given, torch.dtype):
+        raise ValueError(f"{argument}: got {given!r} (a {type(given).__name__}); allowed is a torch.dtype")
+
+
+def device_of(argument: str, given: Any) -> torch.device:
+    """The device, on CPU or CUDA, that a text or a torch.device names."""
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in DEVICE_TYPES:
+        raise ValueError(f"{argument}: got {given!r}; allowed are {' and '.join(DEVICE_TYPES)}")
+    return device
