@@ -199,9 +199,9 @@ def _make_mesh(text: str | None, device: str) -> Any | None:
         return None
     from torch.distributed.device_mesh import init_device_mesh
 
-    from .cli import _parse_mesh
+    from .cli import parse_mesh
 
-    dims = _parse_mesh(text)
+    dims = parse_mesh(text)
     size = math.prod(dims.values())
     if size != dist.get_world_size():
         raise ValueError(

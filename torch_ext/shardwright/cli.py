@@ -3,37 +3,98 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import re
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._planner import Plan
 
+_PATIENCE_SECONDS = 1.0
+_INTERRUPTED, _CLOSED_PIPE = 128 + 2, 128 + 13  # as shells number the signals that end other tools
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, or 2 for bad arguments."""
+    """Runs one command; returns the exit status.
+
+    It is 0, 1 where `doctor` found a problem, and 2, with a sentence on stderr, for what cannot be done as asked. A
+    reader that goes away, as in ``| head``, and Ctrl-C end it without a word.
+    """
     given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(given)
+        finally:  # also for the help, which leaves by SystemExit
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_output()
+        return _CLOSED_PIPE
+    except OSError as error:
+        _forget_output()
+        return _refuse(f"shardwright: the output cannot be written: {error.strerror}")
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _forget_output() -> None:
+    """What could not be written is not tried again when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _refuse(sentence: str) -> int:
+    print(sentence, file=sys.stderr)
+    return 2
+
+
+def _run(given: list[str]) -> int:
     if given[:1] == ["calibrate"]:
         from . import calibrating
 
         return calibrating.main(given[1:])
+    parser, plan_parser = _parsers()
+    arguments = parser.parse_args(given)
+    if arguments.command == "doctor":
+        from . import doctor
+
+        return doctor.main(["--json"] if arguments.json else [])
+    _check_together(arguments, plan_parser)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # names that the terminal has no letters for
+    try:
+        return _plan(arguments)
+    except ValueError as error:
+        return _refuse(f"shardwright plan: {error}")
+    except MemoryError:
+        return _refuse("shardwright plan: out of memory; a mesh of fewer ranks or a smaller tensor takes less")
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    from . import __version__
+
     parser = argparse.ArgumentParser(prog="shardwright", description="Plans tensor redistributions on device meshes.")
+    parser.add_argument("--version", action="version", version=f"shardwright {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     plan_parser = commands.add_parser("plan", help="print the plan from one layout to another")
-    plan_parser.add_argument("--mesh", help="names and sizes: dp=2,tp=4")
-    plan_parser.add_argument("--shape", help="of the global tensor: 64,64; empty for a scalar")
-    plan_parser.add_argument("--src", help="placements, one per mesh dim: 'S(0),R'")
-    plan_parser.add_argument("--dst", help="placements, one per mesh dim: 'R,S(1)'")
-    plan_parser.add_argument("--src-order", default="", help="order of cuts: '0:tp,dp;1:pp' (tensor dim: mesh dims)")
-    plan_parser.add_argument("--dst-order", default="", help="the same for the destination")
-    plan_parser.add_argument("--dtype", default="float32")
-    plan_parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
-    plan_parser.add_argument("--objective", default="time", choices=("time", "bytes"))
-    plan_parser.add_argument("--reduce", default="fast", choices=("fast", "float32", "ordered"))
-    plan_parser.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
-    plan_parser.add_argument("--memory-limit", type=int, metavar="BYTES", help="of the result and temporaries")
+    asked = plan_parser.add_argument_group("what to plan")
+    asked.add_argument("--mesh", help="names and sizes: dp=2,tp=4")
+    asked.add_argument("--shape", help="of the global tensor: 64,64; empty for a scalar")
+    asked.add_argument("--src", help="placements, one per mesh dim: 'S(0),R', or as torch prints them")
+    asked.add_argument("--dst", help="placements, one per mesh dim: 'R,S(1)'")
+    asked.add_argument("--src-order", help="order of cuts: '0:tp,dp;1:pp' (tensor dim: mesh dims)")
+    asked.add_argument("--dst-order", help="the same for the destination")
+    asked.add_argument("--dtype", help="float32 by default; short names such as bf16 too")
+    asked.add_argument("--backend", choices=("nccl", "gloo"), help="nccl by default")
+    asked.add_argument("--objective", choices=("time", "bytes"), help="time by default")
+    asked.add_argument("--reduce", choices=("fast", "float32", "ordered"), help="fast by default")
+    asked.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
+    asked.add_argument("--memory-limit", type=int, metavar="BYTES", help="of the result and temporaries")
     plan_parser.add_argument("--load", metavar="FILE", help="a plan as JSON, instead of planning one")
     plan_parser.add_argument("--diff", nargs=2, metavar="FILE", help="compare two plans as JSON")
     plan_parser.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -44,42 +105,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor_parser = commands.add_parser("doctor", help="say what this installation has")
     doctor_parser.add_argument("--json", action="store_true")
     commands.add_parser("calibrate", help="measure the links of a job (under torchrun)", add_help=False)
-    arguments = parser.parse_args(given)
-    if arguments.command == "plan" and arguments.json and (arguments.simulate or arguments.program is not None):
-        plan_parser.error("--json prints the plan alone; leave out --simulate and --program")
-    asked = [arguments.mesh, arguments.shape, arguments.src, arguments.dst] if arguments.command == "plan" else []
-    if None in asked and not (arguments.load or arguments.diff):
-        plan_parser.error("the following arguments are required: --mesh, --shape, --src, --dst (or --load, --diff)")
-    if arguments.command == "doctor":
-        from . import doctor
+    return parser, plan_parser
 
-        return doctor.main(["--json"] if arguments.json else [])
-    try:
-        return _plan(arguments)
-    except ValueError as error:
-        print(f"shardwright plan: {error}", file=sys.stderr)
-        return 2
+
+_ENDS = ("mesh", "shape", "src", "dst")
+_ASKED = (*_ENDS, "src_order", "dst_order", "dtype", "backend", "objective", "reduce", "topology", "memory_limit")
+_SHOWN = ("json", "svg", "html", "program", "simulate")
+
+
+def _check_together(arguments: argparse.Namespace, plan_parser: argparse.ArgumentParser) -> None:
+    """Ends with an error where options contradict each other or some are missing."""
+
+    def given(names: Sequence[str]) -> str:
+        values = {name: getattr(arguments, name) for name in names}
+        return ", ".join("--" + name.replace("_", "-") for name in names if values[name] not in (None, False))
+
+    if arguments.json and (arguments.simulate or arguments.program is not None):
+        plan_parser.error("--json prints the plan alone; leave out --simulate and --program")
+    if arguments.diff:
+        if others := given((*_ASKED, "load", *_SHOWN)):
+            plan_parser.error(f"--diff compares two files and does nothing else; leave out {others}")
+    elif arguments.load:
+        if others := given(_ASKED):
+            plan_parser.error(f"--load takes the plan from a file; leave out {others}")
+    elif None in [getattr(arguments, name) for name in _ENDS]:
+        plan_parser.error("the following arguments are required: --mesh, --shape, --src, --dst (or --load, --diff)")
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.diff:
         from .comparing import difference
 
-        print(difference(*map(_load, arguments.diff)))
+        first, second = map(_load, arguments.diff)
+        for made in (first, second):
+            _work_out(made)
+        print(difference(first, second))
         return 0
     made = _load(arguments.load) if arguments.load else _make(arguments)
-    for path, picture in ((arguments.svg, made.to_svg), (arguments.html, made.to_html)):
+    for option, path, picture in (("svg", arguments.svg, made.to_svg), ("html", arguments.html, made.to_html)):
         if path:
-            Path(path).write_text(picture())
+            _write(f"--{option}", path, picture())
     if arguments.json:
+        _work_out(made)
         print(made.to_json())
         return 0
-    print(made)
-    print(_certificate(made))
+    print(made, flush=True)
+    _work_out(made)
+    print(_certificate(made), flush=True)
     if arguments.program is not None:
-        print(f"\nprogram of rank {arguments.program}:\n{made.program(arguments.program)}")
+        print(f"\nprogram of rank {arguments.program}:\n{made.program(arguments.program)}", flush=True)
     if arguments.simulate:
-        print(f"simulated: every element right, {made.simulate()} B moved")
+        _simulate(made)
     return 0
 
 
@@ -87,30 +163,65 @@ def _make(arguments: argparse.Namespace) -> Plan:
     from .layout import Layout, Mesh
     from .planning import plan
 
-    mesh = Mesh(_parse_mesh(arguments.mesh))
+    mesh = Mesh(parse_mesh(arguments.mesh))
     shape = _parse_shape(arguments.shape)
 
-    def layout(placements: str, order: str) -> Layout:
-        return Layout(mesh, shape, _split_placements(placements), arguments.dtype, _parse_order(order))
+    def layout(placements: str, option: str, order: str | None) -> Layout:
+        dtype = arguments.dtype or "float32"
+        return Layout(mesh, shape, _split_placements(placements), dtype, _parse_order(option, order or ""))
 
-    return plan(
-        layout(arguments.src, arguments.src_order),
-        layout(arguments.dst, arguments.dst_order),
-        objective=arguments.objective,
-        reduce=arguments.reduce,
-        backend=arguments.backend,
-        topology=arguments.topology,
-        memory_limit=arguments.memory_limit,
-    )
+    src = layout(arguments.src, "--src-order", arguments.src_order)
+    dst = layout(arguments.dst, "--dst-order", arguments.dst_order)
+    with _saying("looking for the cheapest plan"):
+        return plan(
+            src,
+            dst,
+            objective=arguments.objective or "time",
+            reduce=arguments.reduce or "fast",
+            backend=arguments.backend or "nccl",
+            topology=arguments.topology,
+            memory_limit=arguments.memory_limit,
+        )
 
 
 def _load(path: str) -> Plan:
     from .reading import plan_from_json
+    from .topology import read_text
 
+    return plan_from_json(read_text(Path(path), path))
+
+
+def _write(option: str, path: str, text: str) -> None:
     try:
-        return plan_from_json(Path(path).read_text())
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{option}: {path} cannot be written: {error.strerror}") from None
+    except ValueError as error:  # a path with a null byte
+        raise ValueError(f"{option}: {path!r} cannot be written: {error}") from None
+
+
+@contextlib.contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """Says on stderr what is being worked out, where it takes longer than about a second."""
+    timer = threading.Timer(_PATIENCE_SECONDS, lambda: print(f"shardwright plan: {what} ...", file=sys.stderr))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _work_out(plan: Plan) -> None:
+    """What the certificate needs and takes long on large meshes; the plan keeps it."""
+    with _saying("counting bytes and messages of all ranks"):
+        _ = plan.wire_bytes_max
+    with _saying("working out what no plan can go below"):
+        _ = plan.bound_bytes_max
+    with _saying("compiling the program of the worst rank, for its peak memory"):
+        _ = plan.peak_bytes
+    with _saying("comparing the plan with its bounds"):
+        _ = plan.remarks
 
 
 def _certificate(plan: Plan) -> str:
@@ -125,25 +236,44 @@ def _certificate(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _parse_mesh(text: str) -> dict[str, int]:
+def _simulate(plan: Plan) -> None:
+    from . import _memory, _planner
+
+    needed, free = _planner.simulation_bytes(plan), _memory.available_bytes()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"--simulate: holds what all ranks hold, about {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are "
+            "free; a tensor or a mesh of smaller sizes shows the same moves"
+        )
+    with _saying("running all ranks"):
+        moved = plan.simulate()
+    print(f"simulated: every element right, {moved} B moved")
+
+
+def _parse_integer(text: str, where: str) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]{1,19}", text.strip()):
+        raise ValueError(f"{where} is not an integer of 64 bits")
+    return int(text)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Names and sizes from ``dp=2,tp=4``. Raises ValueError."""
     dims: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.partition("=")
-        if not equals or not size.strip().isdigit():
+        if not equals:
             raise ValueError(f"--mesh: {part!r} in {text!r} is not NAME=SIZE")
         if name.strip() in dims:
             raise ValueError(f"--mesh: the name {name.strip()!r} appears twice in {text!r}")
-        dims[name.strip()] = int(size)
+        dims[name.strip()] = _parse_integer(size, f"--mesh: {part!r} in {text!r} is not NAME=SIZE; {size!r}")
     return dims
 
 
 def _parse_shape(text: str) -> list[int]:
     if not text.strip():
         return []
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--shape: {text!r} is not a list of sizes such as 64,64") from None
+    sizes = text.split(",")
+    return [_parse_integer(size, f"--shape: {text!r} is not a list of sizes such as 64,64; {size!r}") for size in sizes]
 
 
 def _split_placements(text: str) -> list[str]:
@@ -157,16 +287,20 @@ def _split_placements(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _parse_order(text: str) -> dict[int, list[int | str]] | None:
+def _parse_order(option: str, text: str) -> dict[int, list[int | str]] | None:
     if not text.strip():
         return None
     order: dict[int, list[int | str]] = {}
     for entry in text.split(";"):
         dim, colon, mesh_dims = entry.partition(":")
-        if not colon or not dim.strip().isdigit():
-            raise ValueError(f"order: {entry!r} is not TENSOR_DIM:MESH_DIM,MESH_DIM")
+        where = f"{option}: {entry!r} is not TENSOR_DIM:MESH_DIM,MESH_DIM"
+        if not colon:
+            raise ValueError(where)
+        tensor_dim = _parse_integer(dim, f"{where}; {dim!r}")
+        if tensor_dim in order:
+            raise ValueError(f"{option}: tensor dim {tensor_dim} has two entries in {text!r}; allowed is one")
         names = [name.strip() for name in mesh_dims.split(",")]
-        order[int(dim)] = [int(name) if name.isdigit() else name for name in names]
+        order[tensor_dim] = [int(name) if re.fullmatch(r"[0-9]{1,9}", name) else name for name in names]
     return order
 
 

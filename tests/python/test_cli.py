@@ -1,0 +1,278 @@
+"""The command line: what it prints and when, and that a mistake is one sentence on stderr and exit status 2."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import shardwright as sw
+from shardwright import _memory, _planner, cli
+
+PAIR = ["--mesh", "a=2,b=2", "--shape", "8,8", "--src", "S(0),R", "--dst", "R,S(1)"]
+ENDS = ["--shape", "8", "--src", "S(0)", "--dst", "R"]
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The sentence; fails where there is none, or a traceback, or more than one."""
+    try:
+        status = cli.main(["plan", *arguments])
+    except SystemExit as left:  # by argparse, which prints its usage first
+        assert isinstance(left.code, int)
+        status = left.code
+    said = capsys.readouterr().err
+    lines = [line for line in said.splitlines() if not line.startswith(("usage:", " "))]
+    assert status == 2
+    assert len(lines) == 1 and "Traceback" not in said and "incompatible" not in said, said
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["--mesh", "a=99999999999999999999", *ENDS], ["--mesh", "99999999999999999999", "64 bits"]),
+        (["--mesh", "a=4294967296", *ENDS], ["mesh", "4294967296", "at most 1048576"]),
+        (["--mesh", "a=1048577", *ENDS], ["mesh", "1048577", "at most 1048576"]),
+        (["--mesh", "a=65536,b=65536", *ENDS], ["mesh", "65536, 65536", "at most 1048576"]),
+        (["--mesh", "a=\u00b2", *ENDS], ["--mesh", "a=\u00b2"]),
+        (["--mesh", "a=" + "9" * 5000, *ENDS], ["--mesh", "64 bits"]),
+        (["--mesh", "a=2,a=2", *ENDS], ["--mesh", "'a'", "twice"]),
+        (["--mesh", "a\udcff=2", *ENDS], ["mesh", "UTF-8"]),
+        (["--mesh", "a=2", "--shape", "9" * 20, "--src", "R", "--dst", "R"], ["--shape", "9" * 20, "64 bits"]),
+        (["--mesh", "a=2", "--shape", "8e3", "--src", "R", "--dst", "R"], ["--shape", "8e3"]),
+        (["--mesh", "a=2", "--shape", "8", "--src", "S(0)\udcff", "--dst", "R"], ["placements", "UTF-8"]),
+        ([*PAIR, "--svg", "/nope/x.svg"], ["--svg", "/nope/x.svg", "No such file or directory"]),
+        ([*PAIR, "--html", "/"], ["--html", "Is a directory"]),
+        ([*PAIR, "--memory-limit", "9" * 20], ["memory_limit", "9" * 20]),
+        ([*PAIR, "--program", "9" * 20], ["rank", "9" * 20]),
+        ([*PAIR, "--program", "17"], ["rank: 17", "a=2,b=2"]),
+        ([*PAIR, "--src-order", "0:a;0:a"], ["--src-order", "tensor dim 0 has two entries"]),
+        ([*PAIR, "--dst-order", "1:b;1:b"], ["--dst-order", "tensor dim 1 has two entries"]),
+        ([*PAIR, "--src-order", "9" * 20 + ":a"], ["--src-order", "64 bits"]),
+        ([*PAIR, "--src-order", "0:" + "9" * 20], ["there is no mesh dim", "9" * 20]),
+        ([*PAIR, "--src-order", "0"], ["--src-order", "TENSOR_DIM:MESH_DIM"]),
+        ([*PAIR, "--load", "plan.json"], ["--load", "--mesh, --shape, --src, --dst"]),
+        (["--load", "a.json", "--dtype", "bf16"], ["--load", "--dtype"]),
+        (["--diff", "a.json", "b.json", "--svg", "x.svg"], ["--diff", "--svg"]),
+        (["--mesh", "a=2"], ["required", "--mesh, --shape, --src, --dst"]),
+        (["--load", "/"], ["/ cannot be read", "Is a directory"]),
+        (["--load", "/nope"], ["/nope cannot be read", "No such file"]),
+        (["--load", sys.executable], [sys.executable, "cannot be read", "utf-8"]),
+        (["--load", os.devnull], ["is not JSON"]),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    arguments: list[str], fragments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = _refused(capsys, *arguments)
+    assert [fragment for fragment in fragments if fragment not in sentence] == [], sentence
+
+
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("fp32", "float32"), ("f64", "float64")]
+    + [("int", "int32"), ("long", "int64"), ("u8", "uint8"), ("torch.bf16", "bfloat16"), ("cfloat", "complex64")],
+)
+def test_short_names_of_dtypes(short: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *PAIR, "--dtype", short]) == 0
+    assert capsys.readouterr().out.startswith(f"{name}[8, 8] ")
+
+
+@pytest.mark.parametrize(
+    ("printed", "ours"),
+    [
+        ("Shard(0),Replicate()", "S(0),R"),
+        ("Shard(dim=0),Shard(dim=-1)", "S(0),S(-1)"),
+        ("Partial(),Partial(avg)", "P,P(avg)"),
+        ("Partial(sum),Shard( dim = 1 )", "P(sum),S(1)"),
+        ("_StridedShard(dim=0, sf=4),R", "SS(0,4),R"),
+        ("_StridedShard(dim=0, split_factor=4),R", "SS(0,4),R"),
+        ("_S(0, 4),R", "SS(0,4),R"),
+        ("_NormPartial(2),_NormP(2)", "P(norm 2),P(norm 2)"),
+    ],
+)
+def test_placements_as_torch_prints_them(printed: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for source in (printed, ours):
+        assert cli.main(["plan", "--mesh", "a=2,b=2", "--shape", "8,8", "--src", source, "--dst", "R,R"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"shardwright {importlib.metadata.version('shardwright')}\n"
+
+
+def _command(*arguments: str, **more: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardwright", *arguments],
+        stdout=more.pop("stdout", subprocess.PIPE),
+        stderr=subprocess.PIPE,
+        text=True,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("arguments", [["plan", *PAIR], ["--help"], ["plan", *PAIR, "--json"], ["doctor"]], ids=str)
+def test_a_reader_that_goes_away(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = _command(*arguments, stdout=writer, env=buffered)
+    os.close(writer)
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 128 + 13
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_disk_that_is_full() -> None:
+    with open("/dev/full", "w") as full:
+        process = _command("plan", *PAIR, stdout=full)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 2
+    assert said == "shardwright: the output cannot be written: No space left on device\n"
+
+
+def test_names_that_the_terminal_has_no_letters_for() -> None:
+    arguments = ["plan", "--mesh", "\u00e4=2", *ENDS]
+    process = _command(*arguments, env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    shown, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, "")
+    assert "on \\xe4=2 as [S(0)]" in shown
+
+
+def test_simulating_is_refused_where_memory_is_short(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    huge = ["--mesh", "a=8", "--shape", "1048576,1048576", "--src", "S(0)", "--dst", "S(1)", "--simulate"]
+    sentence = _refused(capsys, *huge)  # 2**40 elements, doubles, more than once
+    assert "--simulate" in sentence and "GiB" in sentence
+    assert cli.main(["plan", *PAIR, "--simulate"]) == 0
+    assert "every element right" in capsys.readouterr().out
+    monkeypatch.setattr(_memory, "available_bytes", lambda: 1000)
+    assert "--simulate" in _refused(capsys, *PAIR, "--simulate")
+
+
+_PEAK = """
+import pathlib, re, sys
+import shardwright as sw
+from shardwright import _planner
+mesh, shape, src, dst, backend = eval(sys.argv[1])
+grid = sw.Mesh({f"d{i}": n for i, n in enumerate(mesh)})
+plan = sw.plan(sw.Layout(grid, shape, src), sw.Layout(grid, shape, dst), backend=backend)
+estimate = _planner.simulation_bytes(plan)
+peak = lambda: 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+before = peak()
+plan.simulate()
+print(estimate, peak() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ((8,), (2048, 1024), ["S(0)"], ["S(1)"], "nccl"),
+        ((4, 2), (1024, 1024), ["S(0)", "S(0)"], ["R", "R"], "nccl"),
+        ((8,), (1024, 1024), ["P"], ["R"], "gloo"),
+        ((256,), (256, 256), ["S(0)"], ["S(1)"], "nccl"),
+        ((64,), (64, 64), ["S(0)"], ["R"], "gloo"),
+        ((4,), (1024, 512), ["S(0)"], ["P"], "gloo"),
+    ],
+    ids=str,
+)
+def test_the_estimate_of_what_simulating_takes(case: tuple) -> None:
+    shown = subprocess.run([sys.executable, "-c", _PEAK, repr(case)], capture_output=True, text=True, check=True).stdout
+    estimate, taken = map(int, shown.split())
+    assert taken < 1.2 * estimate + 2**22, "too little is refused too late"
+    assert estimate < 6 * taken + 2**22, "what fits is not to be refused"
+
+
+def test_memory_that_is_free() -> None:
+    free = _memory.available_bytes()
+    assert free is not None and 2**20 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    code = "import resource, shardwright._memory as m; b = 1 << 32; resource.setrlimit(resource.RLIMIT_AS, (b, b)); "
+    code += "print(m.available_bytes() < b)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
+
+
+class _Slow:
+    """A plan whose peak memory takes a while."""
+
+    certificate: dict[str, tuple[int, int]] = {"steps": (1, 1)}
+    remarks: list[str] = []
+    wire_bytes_max = bound_bytes_max = 0
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        time.sleep(self._seconds)
+        return 0
+
+    def __str__(self) -> str:
+        return "the plan"
+
+    to_svg = to_html = __str__
+
+
+def test_long_work_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, said in ((0.0, ""), (1.6, "shardwright plan: compiling the program of the worst rank")):
+        monkeypatch.setattr(cli, "_load", lambda path, seconds=seconds: _Slow(seconds))
+        assert cli.main(["plan", "--load", "x"]) == 0
+        shown = capsys.readouterr()
+        assert shown.out.startswith("the plan\ncertificate:")
+        assert shown.err.startswith(said) if said else shown.err == ""
+
+
+def test_the_plan_is_printed_before_its_certificate() -> None:
+    """Read as it comes: the plan is there while the certificate is being worked out."""
+    code = (
+        "import time, shardwright.cli as cli\n"
+        "work_out = cli._work_out\n"
+        "cli._work_out = lambda plan: (time.sleep(3), work_out(plan))\n"
+        f"raise SystemExit(cli.main({['plan', *PAIR]!r}))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("float32[8, 8]")
+    began = time.monotonic()
+    assert "certificate:" in process.stdout.read()
+    assert time.monotonic() - began > 1.5, "the plan came with its certificate"
+    assert process.wait() == 0
+
+
+def test_other_threads_go_on_while_figures_are_worked_out() -> None:
+    """What says that something takes long is a thread: peak memory is not to hold on to the interpreter."""
+    code = (
+        "import threading, time, shardwright as sw\n"
+        "grid = sw.Mesh({'a': 1 << 20})\n"
+        "plan = sw.plan(sw.Layout(grid, (1 << 20,), ['S(0)'], 'int8'), sw.Layout(grid, (1 << 20,), ['R'], 'int8'))\n"
+        "ticks = []\n"
+        "def tick():\n"
+        "    while True: ticks.append(time.monotonic()); time.sleep(0.005)\n"
+        "threading.Thread(target=tick, daemon=True).start()\n"
+        "began = time.monotonic(); plan.peak_bytes; ended = time.monotonic()\n"
+        "inside = [began, *(t for t in ticks if began < t < ended), ended]\n"
+        "print(ended - began, max(b - a for a, b in zip(inside, inside[1:])))\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    whole, longest_pause = map(float, shown.split())
+    assert whole < 0.2 or longest_pause < 0.7 * whole, "the interpreter stood still"
+
+
+def test_the_largest_mesh_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["plan", "--mesh", "a=1024,b=1024", "--shape", "1024,1024", "--src", "S(0),S(1)", "--dst", "R,R"]) == 0
+    )
+    assert "certificate:" in capsys.readouterr().out
+    assert sw.Mesh({"a": 1 << 20}).size == 1 << 20
+    assert _planner.simulation_bytes(sw.plan(*[sw.Layout(sw.Mesh({"a": 2}), (8,), ["R"])] * 2)) < 1 << 20

@@ -1,0 +1,48 @@
+"""How much memory this process may still take."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_bytes() -> int | None:
+    """What the machine, the container and the process's own limit leave, the least of them; None if none is known."""
+    found = [limit for limit in (_of_machine(), _of_container(), _of_process()) if limit is not None]
+    return max(min(found), 0) if found else None
+
+
+def _of_machine() -> int | None:
+    return _field(Path("/proc/meminfo"), "MemAvailable:", 1024)
+
+
+def _of_container() -> int | None:
+    """By cgroups, version 2 or 1. Cached pages of files count as free."""
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
+            left = int((_CGROUPS / limit).read_text()) - int((_CGROUPS / used).read_text())
+            return left + (_field(_CGROUPS / Path(limit).parent / "memory.stat", cached, 1) or 0)
+    return None
+
+
+def _of_process() -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    used = _field(Path("/proc/self/status"), "VmSize:", 1024)
+    return None if used is None else limit - used
+
+
+def _field(path: Path, name: str, unit: int) -> int | None:
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if words[:1] == [name]:
+                return int(words[1]) * unit
+    return None
