@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from torch.distributed.tensor._utils import assert_no_mixed_partial_types
 from torch.utils._debug_mode import get_active_debug_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import _convert, _engine, _runtime, _shortcut, _stats, masking
+from . import _binding, _convert, _engine, _runtime, _shortcut, _stats, masking
 from .layout import Layout, Mesh
 from .planning import Plan
 
@@ -74,13 +73,18 @@ _changes_by_thread: dict[int, _Changes] = {}
 # Executables whose result is the redistribute's, with nothing to be done around them.
 _direct: _engine.Kept[_runtime.Executable] = _engine.Kept()
 
+_lock = threading.RLock()  # around all that changes what is on
+_switch = _binding.Switch(_OFF)
+_holders = _binding.Holders()
 _original: Callable[..., torch.Tensor] | None = None
-_original_method: Callable[..., DTensor] | None = None
-_original_forwards: dict[type, Callable[..., Any]] = {}
+_undo: contextlib.ExitStack | None = None  # gives back what was taken; None where nothing is
 
 
 def enable(strict: bool = False, make_groups: bool = True, overlap: bool = False) -> None:
     """Routes DTensor's redistributes through shardwright until `disable`.
+
+    A switch for all threads of the process: the last call counts, whichever thread it comes from. Within an `enabled`
+    block of its own thread it changes that block only. Blocks of other threads keep what they asked for.
 
     Args:
         strict: raise RuntimeError where a redistribute would go to PyTorch's own path.
@@ -90,32 +94,53 @@ def enable(strict: bool = False, make_groups: bool = True, overlap: bool = False
             would gather first (overlapping.py says which). The result is then cut in its last dim along those mesh
             dims. Not in code that is compiled.
     """
-    _install()
-    _set_mode(_Mode(True, strict, make_groups, overlap))
+    with _lock:
+        _install()
+        _switch.mine = _Mode(True, strict, make_groups, overlap)
+        _apply()
 
 
 def disable() -> None:
-    """Gives PyTorch its own function back. Raises RuntimeError if shardwright is not enabled."""
-    if not _mode.on:
-        raise RuntimeError("disable: shardwright is not enabled (disabled twice?)")
-    _set_mode(_OFF)
-    _uninstall()
+    """Gives PyTorch its own function back, once no block of another thread needs ours.
+
+    Raises RuntimeError if shardwright is not enabled, by `enable` or by the block that this thread is in.
+    """
+    with _lock:
+        if not _switch.mine.on:
+            raise RuntimeError("disable: shardwright is not enabled (disabled twice?)")
+        _switch.mine = _OFF
+        _apply()
+        if not any(mode.on for mode in _switch.modes):
+            _uninstall()
 
 
 @contextlib.contextmanager
 def enabled(strict: bool = False, make_groups: bool = True, overlap: bool = False) -> Iterator[None]:
-    """`enable` for a block. The backward of what ran inside goes through shardwright too, whenever it runs."""
-    before = _mode
-    _install()
-    _set_mode(_Mode(True, strict, make_groups, overlap))
+    """`enable` for a block. The backward of what ran inside goes through shardwright too, whenever it runs.
+
+    For all threads, as `enable` is. Blocks of several threads may overlap: the one that began last decides, and each
+    takes back only what it asked for.
+    """
+    with _lock:
+        _install()
+        block = _switch.begin(_Mode(True, strict, make_groups, overlap))
+        try:
+            _apply()
+        except BaseException:
+            _switch.end(block)
+            raise
     try:
         yield
     finally:
-        _set_mode(before)
+        with _lock:
+            _switch.end(block)
+            _apply()
 
 
-def _set_mode(mode: _Mode) -> None:
+def _apply() -> None:
+    """What the switch says holds from now on."""
     global _mode
+    mode = _switch.mode
     changes = _changes_by_thread.setdefault(threading.get_ident(), _Changes())
     if mode.overlap or _mode.overlap:
         from . import overlapping
@@ -150,42 +175,54 @@ def _remember_mode(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install() -> None:
-    global _original, _original_method
-    if _original is not None:
+    """Puts ours in the place of PyTorch's: all of it or, where that fails, nothing."""
+    global _undo
+    if _undo is not None:
         return
-    _original_method = DTensor.redistribute
-    DTensor.redistribute = _shortcut.method(_original_method, _may_take_shortcut, _find)  # type: ignore[method-assign]
-    _original = torch_redistribute.redistribute_local_tensor
-    _rebind(_original, _redistribute_local_tensor)
-    nested = getattr(torch_redistribute, "NestedRedistribute", None)  # came with torch 2.12
-    for function in filter(None, (torch_redistribute.Redistribute, nested, _shortcut.Redistribute)):
-        _original_forwards[function] = function.forward
-        function.forward = staticmethod(_remember_mode(function.forward))
+    with contextlib.ExitStack() as undo:
+        _bind_method(undo)
+        _bind_forwards(undo)
+        _bind_function(undo)
+        _undo = undo.pop_all()
 
 
 def _uninstall() -> None:
-    global _original, _original_method
-    if _original is None:
-        return
-    _rebind(_redistribute_local_tensor, _original)
-    _original = None
-    assert _original_method is not None
-    DTensor.redistribute = _original_method  # type: ignore[method-assign]
-    _original_method = None
-    _shortcut.forget()
-    for function, forward in _original_forwards.items():
-        function.forward = staticmethod(forward)  # type: ignore[attr-defined]
-    _original_forwards.clear()
+    global _undo
+    if _undo is not None:
+        undo, _undo = _undo, None
+        undo.close()
 
 
-def _rebind(old: object, new: object) -> None:
-    """Replaces `old` in every loaded module that holds it, under whatever name."""
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict) or names is globals():
-            continue
-        for name in [name for name, value in list(names.items()) if value is old]:
-            names[name] = new
+def _bind_method(undo: contextlib.ExitStack) -> None:
+    original = DTensor.redistribute
+    undo.callback(_shortcut.forget)
+    DTensor.redistribute = _shortcut.method(original, _may_take_shortcut, _find)  # type: ignore[method-assign]
+    undo.callback(setattr, DTensor, "redistribute", original)
+
+
+def _bind_forwards(undo: contextlib.ExitStack) -> None:
+    nested = getattr(torch_redistribute, "NestedRedistribute", None)  # came with torch 2.12
+    for function in filter(None, (torch_redistribute.Redistribute, nested, _shortcut.Redistribute)):
+        original = function.forward
+        function.forward = staticmethod(_remember_mode(original))
+        undo.callback(setattr, function, "forward", staticmethod(original))
+
+
+def _bind_function(undo: contextlib.ExitStack) -> None:
+    original = torch_redistribute.redistribute_local_tensor
+    _set_original(original)
+    undo.callback(_set_original, None)
+
+    def replace(by_ours: bool) -> None:
+        _holders.replace(original, _redistribute_local_tensor, by_ours=by_ours, but_in=globals())
+
+    undo.callback(replace, False)
+    replace(True)
+
+
+def _set_original(original: Callable[..., torch.Tensor] | None) -> None:
+    global _original
+    _original = original
 
 
 @functools.wraps(torch_redistribute.redistribute_local_tensor)

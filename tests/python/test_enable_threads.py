@@ -1,0 +1,252 @@
+"""Several threads that switch the drop-in on and off, and what switching costs with thousands of modules loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch.distributed.tensor import DTensor, _redistribute
+
+import shardwright as sw
+from shardwright import drop_in
+
+# In a tuple, because the drop-in changes every name of a module that is the function.
+STOCK = (_redistribute.redistribute_local_tensor, DTensor.redistribute)
+
+
+def _is_bound() -> bool:
+    """Whether ours is in PyTorch's places; fails where only some of it is."""
+    bound = {_redistribute.redistribute_local_tensor is not STOCK[0], DTensor.redistribute is not STOCK[1]}
+    assert len(bound) == 1, "one of two places is ours, the other is PyTorch's"
+    return bound.pop()
+
+
+def _mode() -> str:
+    mode = drop_in._mode
+    return "strict" if mode.strict else "on" if mode.on else "off"
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    yield
+    sw.enable()  # also where a block has ended: what was bound for it stays, for its backward
+    sw.disable()
+    assert not _is_bound()
+    assert _mode() == "off"
+
+
+def _run(*bodies: Callable[[], None]) -> list[BaseException]:
+    """Runs these in threads that are switched as often as can be; what they raise."""
+    raised: list[BaseException] = []
+
+    def guarded(body: Callable[[], None]) -> None:
+        try:
+            body()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(body,)) for body in bodies]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not any(thread.is_alive() for thread in threads), "hangs"
+    return raised
+
+
+def test_threads_that_toggle() -> None:
+    def toggle() -> None:
+        for _ in range(60):
+            with contextlib.suppress(RuntimeError):  # another thread has disabled it meanwhile
+                sw.enable()
+                sw.disable()
+
+    assert _run(toggle, toggle, toggle) == []
+    with contextlib.suppress(RuntimeError):
+        sw.disable()
+    assert not _is_bound()
+    sw.enable()
+    assert _is_bound(), "enable binds nothing any more"
+
+
+def test_threads_in_blocks() -> None:
+    def block(seed: int) -> Callable[[], None]:
+        def body() -> None:
+            choices = random.Random(seed)
+            for _ in range(60):
+                with sw.enabled(strict=choices.random() < 0.5):
+                    assert drop_in._mode.on and _is_bound()
+                    with sw.enabled():
+                        assert drop_in._mode.on and _is_bound()
+                    assert drop_in._mode.on and _is_bound()
+
+        return body
+
+    assert _run(block(1), block(2), block(3)) == []
+    assert _mode() == "off"
+
+
+class _Turns:
+    """Lets two threads do their steps in a fixed order."""
+
+    def __init__(self) -> None:
+        self._events: dict[int, threading.Event] = {}
+
+    def _event(self, number: int) -> threading.Event:
+        return self._events.setdefault(number, threading.Event())
+
+    @contextlib.contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        if number > 0:
+            assert self._event(number - 1).wait(30)
+        yield
+        self._event(number).set()
+
+
+def test_blocks_that_end_in_the_order_they_began() -> None:
+    """The first takes back only what it asked for, and the second does not bring it back."""
+    turns, seen = _Turns(), []
+
+    def first() -> None:
+        with turns.turn(0):
+            block = sw.enabled()
+            block.__enter__()
+        with turns.turn(2):
+            block.__exit__(None, None, None)
+            seen.append(_mode())
+
+    def second() -> None:
+        with turns.turn(1):
+            block = sw.enabled(strict=True)
+            block.__enter__()
+        with turns.turn(3):
+            block.__exit__(None, None, None)
+            seen.append(_mode())
+
+    assert _run(first, second) == []
+    assert seen == ["strict", "off"]
+
+
+def test_a_thread_that_disables_beside_a_block() -> None:
+    turns, seen = _Turns(), []
+    sw.enable(strict=True)
+
+    def in_block() -> None:
+        with turns.turn(0):
+            block = sw.enabled()
+            block.__enter__()
+        with turns.turn(2):
+            seen.append((_mode(), _is_bound()))
+            block.__exit__(None, None, None)
+            seen.append(_mode())
+
+    def beside() -> None:
+        with turns.turn(1):
+            sw.disable()
+            with pytest.raises(RuntimeError, match="not enabled"):
+                sw.disable()
+
+    assert _run(in_block, beside) == []
+    assert seen == [("on", True), "off"]
+    sw.enable()  # and all that was bound for the block is given back
+    sw.disable()
+    assert not _is_bound()
+
+
+def test_switching_within_a_block_ends_with_it() -> None:
+    sw.enable(strict=True)
+    with sw.enabled():
+        assert _mode() == "on"
+        sw.disable()
+        assert _mode() == "off"
+        with pytest.raises(RuntimeError, match="not enabled"):
+            sw.disable()
+    assert _mode() == "strict" and _is_bound(), "what was on before the block is not on behind it"
+    sw.disable()
+    with sw.enabled():
+        sw.disable()
+        assert not _is_bound()
+        sw.enable(strict=True)
+        assert _mode() == "strict" and _is_bound()
+    assert _mode() == "off"
+
+
+def test_what_fails_half_way_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(show: bool) -> None:
+        raise ImportError("a piece of torch is missing")
+
+    monkeypatch.setattr(drop_in, "_bind_function", fail)
+    with pytest.raises(ImportError, match="a piece"):
+        sw.enable()
+    assert not _is_bound() and _mode() == "off"
+    monkeypatch.undo()
+    sw.enable()
+    assert _is_bound()
+
+
+@contextlib.contextmanager
+def _module(name: str, **names: object) -> Iterator[types.ModuleType]:
+    module = types.ModuleType(name)
+    vars(module).update(names)
+    sys.modules[name] = module
+    try:
+        yield module
+    finally:
+        del sys.modules[name]
+
+
+def test_modules_that_come_and_grow() -> None:
+    """Found however late a module takes the function, and under whatever name."""
+    with _module("holds_early", mover=STOCK[0]) as early, _module("grows") as grows, _module("by_name") as by_name:
+        by_name.redistribute_local_tensor = None
+        for _ in range(2):
+            sw.enable()
+            assert early.mover is not STOCK[0]
+            with _module("came_meanwhile", mover=_redistribute.redistribute_local_tensor) as late:
+                grows.mover = by_name.redistribute_local_tensor = _redistribute.redistribute_local_tensor
+                sw.disable()
+                held = [early.mover, late.mover, grows.mover, by_name.redistribute_local_tensor]
+                assert all(function is STOCK[0] for function in held)
+        sw.enable()
+        assert grows.mover is by_name.redistribute_local_tensor is early.mover is not STOCK[0]
+        sw.disable()
+
+
+def test_switching_is_quick() -> None:
+    """Beside one look at every name of every module, which is what it took each time."""
+    with contextlib.ExitStack() as stack:
+        for number in range(2000):
+            stack.enter_context(_module(f"one_of_many_{number}", **{f"name_{n}": n for n in range(100)}))
+        sw.enable()
+        sw.disable()
+
+        def look() -> None:
+            for module in list(sys.modules.values()):
+                for _ in [name for name, value in list(vars(module).items()) if value is STOCK[0]]:
+                    pass
+
+        def switch() -> None:
+            sw.enable()
+            sw.disable()
+
+        assert _least(switch) < 0.7 * _least(look)
+
+
+def _least(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(7):
+        began = time.thread_time()
+        call()
+        times.append(time.thread_time() - began)
+    return min(times)
