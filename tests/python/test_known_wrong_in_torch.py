@@ -1,12 +1,19 @@
-"""Cases that PyTorch's own path gets silently wrong: merging gathers over a flattened mesh loses rows of uneven shards.
+"""Cases that PyTorch's own path gets silently wrong.
 
-When one of them becomes right in stock, test_stock_is_wrong says so.
+Merging gathers over a flattened mesh loses rows of uneven shards. On meshes whose ranks do not ascend parts are taken
+in the order of ranks, not of positions. Over Gloo minima and maxima drop NaN, and products of complex numbers that are
+scattered are those of their real and imaginary parts. When one of these becomes right in stock, test_stock_is_wrong and
+its like say so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import dtensors
 import oracle
@@ -56,3 +63,93 @@ def _rows() -> list[list[float]]:
 
 def test_no_row_is_lost(pool: Pool) -> None:
     assert pool.run(_rows, 4) == [torch.arange(15.0).view(5, 3).tolist()] * 4
+
+
+# Of the mesh [[3, 1], [0, 2]], where only some or all ranks get wrong data.
+NOT_ASCENDING: list[tuple[Placements, Placements]] = [
+    (("S(0)", "R"), ("R", "R")),
+    (("R", "S(0)"), ("R", "R")),
+    (("R", "S(1)"), ("R", "S(0)")),
+    (("S(0)", "S(0)"), ("R", "R")),
+    (("S(0)", "S(1)"), ("S(1)", "S(0)")),
+    (("S(1)", "S(1)"), ("S(0)", "S(0)")),
+]
+
+
+def _is_right_not_ascending(src: Placements, dst: Placements) -> bool:
+    mesh = DeviceMesh("cpu", torch.tensor([[3, 1], [0, 2]]), mesh_dim_names=("a", "b"))
+    tensor = torch.arange(48.0).view(8, 6)
+    result = dtensors.distribute(tensor, mesh, src).redistribute(mesh, dtensors.to_placements(dst))
+    return oracle.difference(result.to_local(), dtensors.my_local(tensor, mesh, dst)) is None
+
+
+def _min_of_nan(op: str) -> bool:
+    """Whether NaN on any one rank is in the result, as `torch.amin` of all would have it."""
+    mesh, rank = get_mesh((4,)), torch.distributed.get_rank()
+    found = []
+    for bad in range(4):
+        local = torch.tensor([float("nan") if rank == bad else float(rank)])
+        due = DTensor.from_local(local, mesh, [Partial(op)], run_check=False)
+        found.append(due.redistribute(mesh, [Replicate()]).to_local().isnan().item())
+    return all(found)
+
+
+def _complex_product() -> bool:
+    """Scattered; 1+i, 2+i, 3+i and 4+i give -10+40i."""
+    mesh, rank = get_mesh((4,)), torch.distributed.get_rank()
+    local = torch.full((4,), complex(rank + 1, 1))
+    due = DTensor.from_local(local, mesh, [Partial("product")], run_check=False)
+    return due.redistribute(mesh, [Shard(0)]).to_local().tolist() == [complex(-10, 40)]
+
+
+OTHERS: list[tuple[Callable[..., bool], tuple[object, ...]]] = [
+    *((_is_right_not_ascending, case) for case in NOT_ASCENDING),
+    (_min_of_nan, ("min",)),
+    (_min_of_nan, ("max",)),
+    (_complex_product, ()),
+]
+
+
+def _with_us(call: Callable[..., bool], *case: object) -> bool:
+    with sw.enabled(strict=True):
+        return call(*case)
+
+
+@pytest.mark.parametrize(("call", "case"), OTHERS, ids=str)
+def test_others_are_right_with_us(pool: Pool, call: Callable[..., bool], case: tuple) -> None:
+    assert all(pool.run(_with_us, 4, call, *case))
+
+
+@pytest.mark.parametrize(("call", "case"), OTHERS, ids=str)
+def test_stock_is_wrong_in_others(pool: Pool, call: Callable[..., bool], case: tuple) -> None:
+    assert not all(pool.run(call, 4, *case)), "stock is right now: update the documents"
+
+
+# What stock raises for over Gloo, with tensors, op and the result of four ranks.
+REFUSED_BY_STOCK = [
+    (torch.complex64, "product", 24),
+    (torch.int16, "band", 0),
+    (torch.int16, "bor", 7),
+    (torch.int16, "max", 4),
+]
+
+
+def _reduce(dtype: torch.dtype, op: str) -> complex:
+    mesh, rank = get_mesh((4,)), torch.distributed.get_rank()
+    due = DTensor.from_local(torch.tensor([rank + 1]).to(dtype), mesh, [Partial(op)], run_check=False)
+    return due.redistribute(mesh, [Replicate()]).to_local().item()
+
+
+def _stock_raises(dtype: torch.dtype, op: str) -> bool:
+    try:
+        _reduce(dtype, op)
+    except RuntimeError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_STOCK, ids=str)
+def test_reductions_that_stock_refuses(pool: Pool, case: tuple) -> None:
+    dtype, op, expected = case
+    assert all(pool.run(_stock_raises, 4, dtype, op)), "stock takes it now: update the documents"
+    assert pool.run(_with_us, 4, _reduce, dtype, op) == [expected] * 4

@@ -49,7 +49,7 @@ def linear(
     Args:
         x: shape (..., in_features), any placements.
         weight: shape (out_features, in_features), any placements, the dtype of `x`.
-        bias: shape (out_features,), any placements without pending sums.
+        bias: shape (out_features,), any placements.
         placements: of the result; default: `x`'s where it is cut in a dim but the last, ``Shard(-1)`` where `weight` is
             cut in dim 0, sums that stay due where both are cut along in_features, else ``Replicate()``; where both of
             the first hold, the second.

@@ -1,0 +1,53 @@
+"""`sw.linear` takes a bias in any placements, pending sums too, and its gradient stands for them as PyTorch's does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import dtensors
+import oracle
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+
+Placements = tuple[str, ...]
+CASES: list[tuple[Placements, Placements, Placements]] = [  # of x, weight and bias, on 2 x 2
+    (("S(0)", "R"), ("R", "S(0)"), ("P(sum)", "S(0)")),
+    (("S(0)", "R"), ("R", "R"), ("P(sum)", "P(sum)")),
+    (("S(0)", "S(1)"), ("R", "S(1)"), ("R", "P(sum)")),
+    (("S(0)", "R"), ("R", "S(0)"), ("S(0)", "P(avg)")),
+    (("R", "R"), ("S(0)", "R"), ("P(avg)", "P(sum)")),
+    (("S(0)", "R"), ("R", "S(0)"), ("P(max)", "R")),
+]
+
+
+def _bias(mesh, whole: torch.Tensor, placements: Placements) -> DTensor:
+    """Each rank's share of what is pending: of a sum, one for each rank; of others, the value itself."""
+    share = whole.clone()
+    for size, placement in zip(mesh.shape, placements, strict=True):
+        if placement == "P(sum)":
+            share = share / size
+    local = dtensors.my_local(share, mesh, ["R" if p.startswith("P") else p for p in placements])
+    return dtensors.wrap(local.clone(), mesh, whole.shape, placements).requires_grad_()
+
+
+def _linear(x_placements: Placements, weight_placements: Placements, bias_placements: Placements) -> None:
+    mesh = get_mesh((2, 2))
+    torch.manual_seed(0)
+    x, weight, whole = torch.randn(8, 6), torch.randn(4, 6), torch.randn(4)
+    dx = distribute_tensor(x, mesh, dtensors.to_placements(x_placements))
+    dw = distribute_tensor(weight, mesh, dtensors.to_placements(weight_placements))
+    bias = _bias(mesh, whole, bias_placements)
+    y = sw.linear(dx, dw, bias)
+    assert oracle.difference(y.full_tensor(), torch.nn.functional.linear(x, weight, whole), rounded=True) is None
+    y.sum().backward()
+    assert bias.grad is not None
+    assert not any(placement.is_partial() for placement in bias.grad.placements)
+    assert torch.equal(bias.grad.full_tensor(), torch.full((4,), 8.0))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_bias_with_pending_sums(pool: Pool, case: tuple) -> None:
+    pool.run(_linear, 4, *case)
