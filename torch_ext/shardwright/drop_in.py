@@ -27,7 +27,7 @@ from torch.distributed.tensor._utils import assert_no_mixed_partial_types
 from torch.utils._debug_mode import get_active_debug_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import _binding, _convert, _engine, _runtime, _shortcut, _stats, masking
+from . import _binding, _compile_caches, _convert, _engine, _runtime, _shortcut, _stats, masking
 from .layout import Layout, Mesh
 from .planning import Plan
 
@@ -146,6 +146,7 @@ def _apply() -> None:
         from . import overlapping
 
         overlapping.install() if mode.overlap else overlapping.uninstall()
+    _compile_caches.tell_apart(mode.on)
     _mode = mode
     changes.add(mode)
 
