@@ -83,10 +83,45 @@ UnderWay& under_way() {
   return *instance;
 }
 
+// A plan for other sizes than its own, and the names of the groups it needs, as one list.
+using PlanForSizes = std::vector<std::string>(const std::string&, const std::vector<std::string>&, int64_t,
+                                              c10::IntArrayRef);
+
+// Kept by value: planning is done in Python, which knows what is pinned.
+std::vector<std::string> plan_for_sizes(const std::string& plan, const std::vector<std::string>& groups, int64_t rank,
+                                        c10::IntArrayRef sizes) {
+  static std::mutex mutex;
+  static auto* kept = new std::unordered_map<std::string, std::vector<std::string>>;
+  std::string key = plan;
+  for (const std::string& name : groups) key += '\n' + name;
+  key += '\n' + std::to_string(rank);
+  for (const int64_t size : sizes) key += ' ' + std::to_string(size);
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (const auto found = kept->find(key); found != kept->end()) return found->second;
+  }
+  static const auto handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow("shardwright::plan_for_sizes", "").typed<PlanForSizes>();
+  std::vector<std::string> made = handle.call(plan, groups, rank, sizes);
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (kept->size() >= kMaxExecutables) kept->clear();
+  return kept->insert_or_assign(std::move(key), std::move(made)).first->second;
+}
+
+std::shared_ptr<const Executable> executable_for_sizes(const std::string& plan, const std::vector<std::string>& groups,
+                                                       int64_t rank, at::OptionalIntArrayRef sizes) {
+  if (!sizes.has_value()) return executable_of(plan, groups, rank);
+  std::vector<std::string> names = plan_for_sizes(plan, groups, rank, *sizes);
+  const std::string text = std::move(names.front());
+  names.erase(names.begin());
+  return executable_of(text, names, rank);
+}
+
+// `after` only orders: see the schema.
 at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
-                              int64_t rank) {
+                              int64_t rank, at::OptionalIntArrayRef sizes, const std::optional<at::Tensor>& /*after*/) {
   const at::Tensor dense = row_major(input, "input");
-  auto [output, work] = executable_of(plan, groups, rank)->start(dense, /*input_may_change=*/false);
+  auto [output, work] = executable_for_sizes(plan, groups, rank, sizes)->start(dense, /*input_may_change=*/false);
   const auto size = static_cast<int64_t>(std::max(dense.nbytes(), output.nbytes())) / 8 + 1;
   at::Tensor handle = at::empty({1}, at::TensorOptions(at::kLong).device(at::kCPU));
   *handle.mutable_data_ptr<int64_t>() = under_way().add({dense, output, std::move(work)});
@@ -95,7 +130,7 @@ at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, 
 
 // `input` is an argument so that its memory is not used for something else before.
 at::Tensor redistribute_wait(const at::Tensor& handle, const at::Tensor& input, const std::string& /*plan*/,
-                             int64_t /*rank*/) {
+                             int64_t /*rank*/, at::OptionalIntArrayRef /*sizes*/) {
   check_strided(handle, "handle");
   TORCH_CHECK_VALUE(handle.is_cpu() && handle.scalar_type() == at::kLong && handle.numel() > 0, "handle: is ",
                     c10::toString(handle.scalar_type()), " of shape ", handle.sizes(), " on ", handle.device(),
@@ -254,8 +289,22 @@ TORCH_LIBRARY(shardwright, m) {
   // The same in two halves, with room for compute in between. The handle is good for one wait. It is one int64 on CPU,
   // expanded to more bytes than input and output have: who chooses what to keep for a backward by size then keeps one
   // of these, and never waits for a handle again.
-  m.def("redistribute_start(Tensor input, str plan, str[] groups, int rank) -> Tensor");
-  m.def("redistribute_wait(Tensor handle, Tensor input, str plan, int rank) -> Tensor");
+  //
+  // `sizes` are those of the global tensor where they are not the plan's own: then the plan only says the layouts, and
+  // one for these sizes is made, over no other groups than these. `after` is part of the handle of a start that must
+  // come before this one: all ranks have to start in one order, whatever a compiler makes of starts that do not depend
+  // on each other. For the same reason both halves count as having side effects; those that are to be run again in a
+  // backward, as in activation checkpointing, do not, under the name `recomputable`.
+  for (const char* overload : {"", ".recomputable"}) {
+    m.def(concat("redistribute_start", overload,
+                 "(Tensor input, str plan, str[] groups, int rank, SymInt[]? sizes=None, Tensor? after=None) -> Tensor")
+              .c_str());
+    m.def(concat("redistribute_wait", overload,
+                 "(Tensor handle, Tensor input, str plan, int rank, SymInt[]? sizes=None) -> Tensor")
+              .c_str());
+  }
+  // The plan for other sizes, then the names of its groups, out of these. The kernel is in operators.py.
+  m.def("plan_for_sizes(str plan, str[] groups, int rank, int[] sizes) -> str[]");
   // Matrix products next to a redistribute, in chunks. `program` says what the inputs and the results are.
   m.def("matmul(Tensor[] inputs, str program, str[] groups, int rank) -> Tensor[]");
 }
@@ -264,7 +313,9 @@ TORCH_LIBRARY_IMPL(shardwright, CompositeExplicitAutograd, m) {
   m.impl("redistribute", redistribute);
   m.impl("redistribute_out", redistribute_out);
   m.impl("redistribute_start", redistribute_start);
+  m.impl("redistribute_start.recomputable", redistribute_start);
   m.impl("redistribute_wait", redistribute_wait);
+  m.impl("redistribute_wait.recomputable", redistribute_wait);
   m.impl("matmul", matmul);
 }
 

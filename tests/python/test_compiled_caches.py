@@ -1,18 +1,23 @@
-"""What PyTorch keeps of compiled code on disk."""
+"""Graphs that are not torch.compile's, and what PyTorch keeps of compiled code on disk."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors, aot_function
+from torch._guards import TracingContext, tracing
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardwright as sw
 from meshes import get_mesh
-from pool import run_isolated
+from pool import Pool, run_isolated
 
 
 def _again(folder: str) -> dict[str, int]:
@@ -40,3 +45,35 @@ def test_tag_is_taken_back() -> None:
     with sw.enabled(), sw.enabled():
         assert torch.compiler.config.cache_key_tag.count("shardwright rank") == 1
     assert torch.compiler.config.cache_key_tag == before
+
+
+def _captured() -> None:
+    """Whoever captures a graph looks for PyTorch's collectives in it."""
+    mesh = get_mesh((4,))
+    graphs: list[str] = []
+
+    def function(local: torch.Tensor) -> torch.Tensor:
+        x = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        return x.redistribute(placements=[Replicate()]).to_local()
+
+    def keep(module: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(str(module.graph))
+        return module
+
+    local = torch.full((2, 3), float(dist.get_rank()))
+    sw.reset_stats()
+    with sw.enabled(strict=True):
+        graphs.append(str(make_fx(function, tracing_mode="fake")(local).graph))
+        result = aot_function(function, keep)(local)
+        exported = dynamo_graph_capture_for_export(function)(local)
+        with contextlib.ExitStack() as stack, tracing(TracingContext(exported.meta["fake_mode"])):
+            joint = aot_export_joint_with_descriptors(stack, exported, (local,))
+            graphs.append(str(joint.graph_module.graph))
+    assert torch.equal(result[::2, 0], torch.arange(4.0))
+    for graph in graphs:
+        assert "_c10d_functional.all_gather_into_tensor" in graph and "shardwright" not in graph, graph
+    assert len(graphs) == 3 and sw.stats()["fallbacks"] == 0
+
+
+def test_captured_graphs_hold_torch_collectives(pool: Pool) -> None:
+    pool.run(_captured, 4)

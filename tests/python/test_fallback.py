@@ -90,29 +90,6 @@ def test_one_cause_is_one_reason(pool: Pool) -> None:
         assert len(lines) == 1 and "dim=0" in lines[0] and "allowed are" in lines[0], lines
 
 
-def _symbolic_shapes() -> dict[str, int]:
-    """A plan is of one shape; compiled code for any shape has PyTorch's redistribute."""
-    mesh = get_mesh((WORLD,))
-    torch._dynamo.reset()
-
-    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
-    def gather(x: DTensor) -> torch.Tensor:
-        return x.redistribute(x.device_mesh, [Replicate()]).to_local() * 2
-
-    sw.reset_stats()
-    with sw.enabled():
-        for rows in (2, 3, 5):
-            x = DTensor.from_local(torch.ones(rows, 6), mesh, [Shard(0)], run_check=False)
-            assert torch.equal(gather(x), torch.full((4 * rows, 6), 2.0))
-    torch._dynamo.reset()
-    return sw.stats()["fallback_reasons"]
-
-
-def test_symbolic_shapes(pool: Pool) -> None:
-    for reasons in pool.run(_symbolic_shapes, WORLD):
-        assert "symbolic shape" in reasons
-
-
 def _counters() -> None:
     mesh = get_mesh((WORLD,))
     x = DTensor.from_local(torch.ones(3, 8), mesh, [Shard(0)], run_check=False)

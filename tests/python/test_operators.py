@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle
 import shardwright as sw
+from compilers import recording
 from meshes import get_mesh
 from parts import part_of
 from pool import Pool
@@ -111,12 +111,35 @@ def _opcheck() -> None:
     torch.library.opcheck(ops.redistribute.default, (local.clone().requires_grad_(),), operator.keywords)
     torch.library.opcheck(ops.redistribute_out.default, (local,), {**arguments, "out": out})
     # Every start has a handle of its own, good for one wait, which the one check that is left out does not know.
+    first = ops.redistribute_start(local, **arguments)
     for check in ("test_schema", "test_autograd_registration", "test_faketensor"):
-        torch.library.opcheck(ops.redistribute_start.default, (local,), arguments, test_utils=check)
-        handle = ops.redistribute_start(local, **arguments)
-        torch.library.opcheck(
-            ops.redistribute_wait.default, (handle, local), _arguments(operator, ("plan", "rank")), test_utils=check
-        )
+        for more in ({}, {"sizes": list(SHAPE)}):
+            ordered = {**arguments, **more, "after": first[:1]}
+            waiting = {**_arguments(operator, ("plan", "rank")), **more}
+            for overload in ("default", "recomputable"):
+                start, wait = getattr(ops.redistribute_start, overload), getattr(ops.redistribute_wait, overload)
+                torch.library.opcheck(start, (local,), ordered, test_utils=check)
+                torch.library.opcheck(wait, (start(local, **ordered), local), waiting, test_utils=check)
+
+
+def _other_sizes() -> None:
+    """A plan's layouts, for a tensor of another size."""
+    before, after = _layouts(["S(0)", "S(1)"], ["S(1)", "R"])
+    operator = sw.operator(before, after)
+    ops, arguments = torch.ops.shardwright, _arguments(operator)
+    whole = oracle.global_tensor((9, 4), torch.float32, 7, True)
+    src, dst = (sw.Layout(_mesh(), (9, 4), one.placements) for one in (before, after))
+    local = part_of(whole, src, dist.get_rank())
+    groups = sw.operator(src, dst).keywords["groups"]
+    handle = ops.redistribute_start(local, arguments["plan"], groups, dist.get_rank(), sizes=[9, 4])
+    result = ops.redistribute_wait(handle, local, arguments["plan"], dist.get_rank(), sizes=[9, 4])
+    assert torch.equal(result, part_of(whole, dst, dist.get_rank()))
+    with pytest.raises(ValueError, match="local tensor: has shape"):
+        ops.redistribute_start(local[:1], arguments["plan"], groups, dist.get_rank(), sizes=[90, 4])
+
+
+def test_other_sizes(pool: Pool) -> None:
+    pool.run(_other_sizes, WORLD)
 
 
 def test_opcheck(pool: Pool) -> None:
@@ -159,18 +182,6 @@ def test_bad_input(pool: Pool) -> None:
 # ------------------------------------------------------------------------------------------------- compiled code
 
 
-def _recording(graphs: list[str]) -> Callable[..., Any]:
-    """A backend that runs what AOTAutograd makes, forward and backward, and keeps the names of its operators."""
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-    from torch._dynamo.backends.common import aot_autograd
-
-    def compiler(module: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(" ".join(str(node.target) for node in module.graph.nodes if node.op == "call_function"))
-        return make_boxed_func(module.forward)
-
-    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)  # type: ignore[no-any-return]
-
-
 def _compiled(kind: str) -> None:
     torch._dynamo.reset()
     mesh = get_mesh((2, 2))
@@ -189,7 +200,7 @@ def _compiled(kind: str) -> None:
     results = []
     graphs: list[str] = []
     with sw.enabled(strict=True):
-        compiled = torch.compile(function, backend=_recording(graphs), fullgraph=True)
+        compiled = torch.compile(function, backend=recording(graphs), fullgraph=True)
         for run in (block, compiled, compiled):
             inputs = [t.detach().clone().requires_grad_() for t in (x, weight)]
             result = run(*inputs)

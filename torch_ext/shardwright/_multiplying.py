@@ -295,7 +295,7 @@ def _multiply_scaled(
 @_engine.kept
 def _layout_of(spec: DTensorSpec) -> Layout:
     assert spec.tensor_meta is not None
-    return layout_of_spec(spec, spec, spec.tensor_meta.dtype)
+    return layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype)
 
 
 def _result_specs(

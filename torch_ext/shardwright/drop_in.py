@@ -15,19 +15,21 @@ import bisect
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.tensor._redistribute as torch_redistribute
+from torch._guards import CompileContext
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import assert_no_mixed_partial_types
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._debug_mode import get_active_debug_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import _binding, _compile_caches, _convert, _engine, _runtime, _shortcut, _stats, masking
+from . import _binding, _compile_caches, _convert, _engine, _graph_plans, _runtime, _shortcut, _stats, masking
 from .layout import Layout, Mesh
 from .planning import Plan
 
@@ -264,6 +266,8 @@ def _redistribute_local_tensor(
     if isinstance(local_tensor, AsyncCollectiveTensor):
         local_tensor = local_tensor.wait()
     is_traced = _are_we_tracing()
+    if is_traced and _is_captured():
+        return by_torch()
     masked = None
     if any(map(masking.is_masked, (*current_spec.placements, *target_spec.placements))):
         masked = masking.unmask(local_tensor, current_spec, target_spec)
@@ -354,8 +358,8 @@ def _differentiable(
     from .redistributing import redistribute_local
 
     dtype = local_tensor.dtype
-    src = layout_of_spec(current_spec, current_spec, dtype)
-    dst = layout_of_spec(target_spec, current_spec, dtype)
+    src = layout_of_spec(current_spec, current_spec.shape, dtype)
+    dst = layout_of_spec(target_spec, current_spec.shape, dtype)
     return redistribute_local(local_tensor, src, dst, device_mesh=current_spec.mesh, async_op=async_op)
 
 
@@ -384,9 +388,17 @@ def _why_not(local_tensor: torch.Tensor, current_spec: DTensorSpec, is_traced: b
         return f"device {local_tensor.device.type}"
     if current_spec.tensor_meta is None:
         return "no tensor_meta"
-    if is_traced and not all(isinstance(n, int) for n in (*current_spec.shape, *local_tensor.shape)):
-        return "symbolic shape"
     return None
+
+
+def _is_captured() -> bool:
+    """Whether a graph is made that is not torch.compile's: by torch.export, make_fx or AOTAutograd alone.
+
+    Others read such graphs, and look for PyTorch's collectives in them.
+    """
+    if torch.compiler.is_exporting():
+        return True
+    return get_proxy_mode() is not None and CompileContext.current_compile_id() is None
 
 
 _arguments: _engine.Kept[dict[str, Any] | _engine.Refusal] = _engine.Kept()
@@ -398,31 +410,48 @@ def _trace(
     """What a trace records of a redistribute: our operators."""
     from . import operators
 
-    arguments = _arguments.get(key)
+    is_symbolic = _graph_plans.is_symbolic((*current_spec.shape, *local_tensor.shape))
+    arguments = None if is_symbolic else _arguments.get(key)  # symbols have no hash
     if arguments is None:
         with _disable_current_modes():  # nothing of this belongs into the trace
-            arguments = _trace_arguments(local_tensor, current_spec, target_spec, mode.make_groups)
-        _arguments.put(key, arguments)
+            arguments = _trace_arguments(local_tensor, current_spec, target_spec, mode.make_groups, is_symbolic)
+        if not is_symbolic:
+            _arguments.put(key, arguments)
     if isinstance(arguments, _engine.Refusal):
         return arguments
     _stats.counts.traced += 1
     if not arguments:
-        return local_tensor.clone() if _torch_would_copy(current_spec, target_spec) else local_tensor
+        would_copy = not is_symbolic and _torch_would_copy(current_spec, target_spec)
+        return local_tensor.clone() if would_copy else local_tensor
     return operators.trace(local_tensor, **arguments)
 
 
 def _trace_arguments(
-    local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, make_groups: bool
+    local_tensor: torch.Tensor,
+    current_spec: DTensorSpec,
+    target_spec: DTensorSpec,
+    make_groups: bool,
+    is_symbolic: bool,
 ) -> dict[str, Any] | _engine.Refusal:
     """The operators' arguments; none of them where nothing is to be done."""
     from . import operators
 
-    plan = _plan(local_tensor, current_spec, target_spec, make_groups)
+    sizes = current_spec.shape
+    example = _graph_plans.example_of(sizes)
+    if example is None:
+        return _engine.Refusal("tracing: a size is known only when the graph runs")
+    plan = _plan(local_tensor, current_spec, target_spec, make_groups, example)
     if isinstance(plan, _engine.Refusal):
         return plan
     if any(step.op == "partition" for step in plan.steps) and not local_tensor.dtype.is_floating_point:
         return _engine.Refusal("tracing: PyTorch makes integers floating where it divides them")
-    return operators.arguments_of(plan, device_mesh=current_spec.mesh) if plan.steps else {}
+    if not is_symbolic:
+        return operators.arguments_of(plan, device_mesh=current_spec.mesh) if plan.steps else {}
+    if plan.src == plan.dst:
+        return {}
+    if any(placement.startswith("SS") for placement in (*plan.src.placements, *plan.dst.placements)):
+        return _engine.Refusal("tracing: a strided shard of symbolic size")
+    return operators.arguments_for_sizes(plan, sizes, current_spec.mesh)
 
 
 def _build(
@@ -433,28 +462,31 @@ def _build(
 
 
 def _plan(
-    local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, make_groups: bool
+    local_tensor: torch.Tensor,
+    current_spec: DTensorSpec,
+    target_spec: DTensorSpec,
+    make_groups: bool,
+    shape: Sequence[int] | None = None,
 ) -> Plan | _engine.Refusal:
     reason = _engine.why_not_over_groups(local_tensor.device.type)
     if reason is not None:
         return _engine.Refusal(reason)
+    shape = current_spec.shape if shape is None else shape
     try:
-        src = layout_of_spec(current_spec, current_spec, local_tensor.dtype)
-        dst = layout_of_spec(target_spec, current_spec, local_tensor.dtype)
+        src = layout_of_spec(current_spec, shape, local_tensor.dtype)
+        dst = layout_of_spec(target_spec, shape, local_tensor.dtype)
         existing = None if make_groups else current_spec.mesh
         return _engine.make_plan(src, dst, local_tensor.device.type, existing_groups_of=existing)
     except ValueError as error:
         return _engine.Refusal(_stats.cause_of(error), str(error))
 
 
-def layout_of_spec(spec: DTensorSpec, meta: DTensorSpec, dtype: torch.dtype) -> Layout:
-    """The layout a DTensorSpec describes, with the shape of `meta`. Raises ValueError for what we do not know."""
+def layout_of_spec(spec: DTensorSpec, shape: Sequence[int], dtype: torch.dtype) -> Layout:
+    """The layout a DTensorSpec describes, of a tensor of this shape. Raises ValueError for what we do not know."""
     mesh = Mesh(spec.mesh)
     if spec.use_strided_shard_as_shard_order:
-        return Layout(mesh, meta.shape, spec.placements, dtype)
-    return Layout(
-        mesh, meta.shape, spec.placements, dtype, _convert.order_dict(mesh.dim_names, spec.shard_order), "literal"
-    )
+        return Layout(mesh, shape, spec.placements, dtype)
+    return Layout(mesh, shape, spec.placements, dtype, _convert.order_dict(mesh.dim_names, spec.shard_order), "literal")
 
 
 def _recorded(

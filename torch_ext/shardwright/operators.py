@@ -4,15 +4,14 @@ Importing this module registers them.
 
     redistribute(Tensor input, str plan, str[] groups, int rank, str backward_plan, str[] backward_groups) -> Tensor
     redistribute_out(Tensor input, str plan, str[] groups, int rank, Tensor(a!) out) -> ()
-    redistribute_start(Tensor input, str plan, str[] groups, int rank) -> Tensor
-    redistribute_wait(Tensor handle, Tensor input, str plan, int rank) -> Tensor
+    redistribute_start(Tensor input, str plan, str[] groups, int rank, SymInt[]? sizes, Tensor? after) -> Tensor
+    redistribute_wait(Tensor handle, Tensor input, str plan, int rank, SymInt[]? sizes) -> Tensor
 
 `operator` makes their arguments. With the drop-in on, `torch.compile` puts start and wait where DTensor redistributes.
 """
 
 from __future__ import annotations
 
-import base64
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _arguments, _engine, _planner, _runtime, groups, layout, planning
+from . import _arguments, _engine, _graph_order, _graph_plans, _planner, _runtime, groups, layout, planning
+from ._graph_plans import plan_of
 
 __all__ = ["operator"]
 
@@ -88,33 +88,42 @@ def arguments_of(
         raise ValueError(f"rank: {rank} is not on the mesh ({plan.src.mesh})")
     executable = _runtime.Executable(plan.to_bytes(), rank)
     return {
-        "plan": f"{str(plan).splitlines()[0]}|{base64.b64encode(plan.to_bytes()).decode()}",
+        "plan": _graph_plans.text_of(plan),
         "groups": _engine.group_names(executable, device_mesh=device_mesh, group=group),
         "rank": rank,
     }
 
 
-def trace(local: torch.Tensor, plan: str, groups: Sequence[str], rank: int) -> torch.Tensor:
+def arguments_for_sizes(plan: _planner.Plan, sizes: Sequence[Any], device_mesh: DeviceMesh) -> dict[str, Any]:
+    """The same for sizes that are symbols, of which the plan has an example."""
+    arguments = arguments_of(plan, device_mesh=device_mesh)
+    arguments["groups"] = _graph_plans.group_names(plan, device_mesh)
+    return {**arguments, "sizes": list(sizes)}
+
+
+def trace(
+    local: torch.Tensor, plan: str, groups: Sequence[str], rank: int, sizes: Sequence[Any] | None = None
+) -> torch.Tensor:
     """Both halves, for a trace."""
-    handle = torch.ops.shardwright.redistribute_start(local, plan, groups, rank)
-    moved: torch.Tensor = torch.ops.shardwright.redistribute_wait(handle, local, plan, rank)
+    handle = _graph_order.start(local, plan, groups, rank, sizes)
+    moved: torch.Tensor = torch.ops.shardwright.redistribute_wait(handle, local, plan, rank, sizes)
     return moved
 
 
 @functools.lru_cache(maxsize=4096)
 def _ends(plan: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     """Local shapes before and after, and the dtype."""
-    made = _planner.Plan.from_bytes(base64.b64decode(plan.rpartition("|")[2]))
+    made = plan_of(plan)
     return tuple(made.src.local_shape(rank)), tuple(made.dst.local_shape(rank)), made.src.dtype
 
 
-def _result_shape(input: torch.Tensor, plan: str, rank: int) -> tuple[int, ...]:
+def _result_shape(input: torch.Tensor, plan: str, rank: int, sizes: Sequence[Any] | None = None) -> Sequence[Any]:
     before, after, dtype = _ends(plan, rank)
-    if tuple(input.shape) != before:
+    if sizes is None and tuple(input.shape) != before:
         raise ValueError(f"input: has shape {tuple(input.shape)} on rank {rank}, where the plan has {before}")
     if str(input.dtype) != f"torch.{dtype}":
         raise ValueError(f"input: has dtype {input.dtype}, where the plan has {dtype}")
-    return after
+    return after if sizes is None else _graph_plans.local_shape(plan_of(plan).dst, sizes, rank)
 
 
 @torch.library.register_fake("shardwright::redistribute")
@@ -136,16 +145,27 @@ def _(input: torch.Tensor, plan: str, groups: Sequence[str], rank: int, out: tor
         raise ValueError(f"out: has shape {tuple(out.shape)} on rank {rank}; allowed is {shape}")
 
 
-@torch.library.register_fake("shardwright::redistribute_start")
-def _(input: torch.Tensor, plan: str, groups: Sequence[str], rank: int) -> torch.Tensor:
-    after = _result_shape(input, plan, rank)
-    size = max(input.numel(), math.prod(after)) * input.element_size() // 8 + 1
-    return torch.empty(1, dtype=torch.int64, device="cpu").expand(size)
+def _fake_start(
+    input: torch.Tensor,
+    plan: str,
+    groups: Sequence[str],
+    rank: int,
+    sizes: Sequence[Any] | None = None,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    numel = torch.sym_max(input.numel(), math.prod(_result_shape(input, plan, rank, sizes)))
+    return torch.empty(1, dtype=torch.int64, device="cpu").expand(numel * input.element_size() // 8 + 1)
 
 
-@torch.library.register_fake("shardwright::redistribute_wait")
-def _(handle: torch.Tensor, input: torch.Tensor, plan: str, rank: int) -> torch.Tensor:
-    return input.new_empty(_result_shape(input, plan, rank))
+def _fake_wait(
+    handle: torch.Tensor, input: torch.Tensor, plan: str, rank: int, sizes: Sequence[Any] | None = None
+) -> torch.Tensor:
+    return input.new_empty(_result_shape(input, plan, rank, sizes))
+
+
+for _overload in ("", ".recomputable"):
+    torch.library.register_fake("shardwright::redistribute_start" + _overload, _fake_start)
+    torch.library.register_fake("shardwright::redistribute_wait" + _overload, _fake_wait)
 
 
 @functools.lru_cache(maxsize=4096)

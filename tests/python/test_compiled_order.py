@@ -1,0 +1,118 @@
+"""Compiled code whose graphs differ among ranks, because their shards do: one order of redistributes, right data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import oracle
+import shardwright as sw
+from compilers import fresh_compilers, recording
+from dtensors import distribute
+from meshes import get_mesh
+from pool import Pool
+
+
+def _whole(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return oracle.global_tensor(shape, torch.float64, seed, True)
+
+
+def _pending(shape: tuple[int, ...], seed: int, mesh: Any) -> DTensor:
+    """A sum over ranks that is due, of parts that differ."""
+    local = _whole(shape, seed) * (dist.get_rank() + 1)
+    return DTensor.from_local(local, mesh, [Partial()], run_check=False)
+
+
+def _sums(a: DTensor, b: DTensor) -> tuple[DTensor, ...]:
+    """Of [1, 3000] and [2, 4000]: most ranks are left with nothing of one, or of both."""
+    return (a + 1).redistribute(placements=[Shard(0)]).cos(), (b * 2).redistribute(placements=[Shard(0)]).sin()
+
+
+def _reduced_at_last(a: DTensor, b: DTensor) -> tuple[DTensor, ...]:
+    """The same, where nothing is left to do with what is empty."""
+    return a.redistribute(placements=[Shard(0)]).sum(1), b.redistribute(placements=[Shard(0)]).sum(1)
+
+
+def _there_and_back(a: DTensor, b: DTensor) -> tuple[DTensor, ...]:
+    """Several in a row, and a product in which an empty part of one needs nothing of the other."""
+    rows, columns = a.redistribute(placements=[Shard(0)]), b.redistribute(placements=[Shard(1)])
+    weight = columns.cos().redistribute(placements=[Replicate()])
+    product = rows.sin().redistribute(placements=[Shard(1)]).redistribute(placements=[Shard(0)]) @ weight[:, :3000].t()
+    return product, columns.redistribute(placements=[Shard(0)]) * 2, product.redistribute(placements=[Replicate()])
+
+
+def _checkpointed(a: DTensor, b: DTensor) -> tuple[DTensor, ...]:
+    result: tuple[DTensor, ...] = checkpoint(_there_and_back, a, b, use_reentrant=False)
+    return (*_sums(a, b), *(one.cos() for one in result))
+
+
+def _one_order(function: Callable[..., tuple[DTensor, ...]], with_gradients: bool) -> None:
+    mesh = get_mesh((dist.get_world_size(),))
+    given = [_pending((1, 3000), 1, mesh), _pending((2, 4000), 2, mesh)]
+
+    def run(call: Callable[..., tuple[DTensor, ...]]) -> list[torch.Tensor]:
+        inputs = [one.detach().clone().requires_grad_(with_gradients) for one in given]
+        results = call(*inputs)
+        gradients: Any = ()
+        if with_gradients:
+            loss = sum(one.redistribute(placements=[Replicate()]).to_local().square().sum() for one in results)
+            gradients = torch.autograd.grad(loss, inputs)
+        return [one.full_tensor().detach() for one in (*results, *gradients)]
+
+    expected = run(function)  # by PyTorch
+    with sw.enabled(strict=True), fresh_compilers():
+        compiled = torch.compile(function, fullgraph=True)
+        for _ in range(2):
+            for one, other in zip(run(compiled), expected, strict=True):
+                torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("function", "with_gradients", "world"),
+    [
+        (_sums, False, 2),
+        (_reduced_at_last, True, 2),
+        (_there_and_back, True, 4),
+        (_checkpointed, True, 2),
+        (_checkpointed, True, 4),
+    ],
+)
+def test_one_order_by_inductor(pool: Pool, function: Callable[..., Any], with_gradients: bool, world: int) -> None:
+    pool.run(_one_order, world, function, with_gradients)
+
+
+def _in_backward(rows: int) -> list[str]:
+    """Which starts the backward of a checkpointed function holds; its own is one of them."""
+    mesh = get_mesh((2,))
+    graphs: list[str] = []
+
+    def block(x: DTensor, y: DTensor) -> DTensor:
+        return x.sin().redistribute(placements=[Replicate()]).cos() * y.redistribute(placements=[Replicate()]).cos()
+
+    def function(x: DTensor, y: DTensor) -> DTensor:
+        result: DTensor = checkpoint(block, x, y, use_reentrant=False)
+        return result.sin()
+
+    given = [distribute(_whole((rows, 4), seed), mesh, ["S(0)"]).requires_grad_() for seed in (1, 2)]
+    wanted = torch.autograd.grad(function(*given).square().sum().full_tensor(), given)
+    with sw.enabled(strict=True), fresh_compilers():
+        compiled = torch.compile(function, backend=recording(graphs), fullgraph=True)
+        found = torch.autograd.grad(compiled(*given).square().sum().full_tensor(), given)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.full_tensor(), other.full_tensor())
+    forward, backward = graphs
+    assert forward.count("redistribute_start") == forward.count("redistribute_wait") == 2
+    return [word for word in backward.split() if "redistribute_start" in word]
+
+
+def test_checkpointing_redistributes_again_only_where_ranks_decide_alike(pool: Pool) -> None:
+    for even in pool.run(_in_backward, 2, 6):
+        assert sum("recomputable" in one for one in even) == 2
+    for uneven in pool.run(_in_backward, 2, 5):
+        assert not any("recomputable" in one for one in uneven)

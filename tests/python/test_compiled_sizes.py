@@ -1,0 +1,136 @@
+"""Compiled code of symbolic sizes: right data for every size, a plan for each once, no graph more than needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import oracle
+import shardwright as sw
+from compilers import fresh_compilers
+from dtensors import check, distribute, to_placements
+from meshes import get_mesh
+from pool import Pool
+
+
+def _values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return oracle.global_tensor(shape, torch.float64, seed, True)
+
+
+def _dynamic(whole: torch.Tensor, mesh: Any, placements: list[str]) -> DTensor:
+    """Rows of any number."""
+    given = distribute(whole, mesh, placements).detach().requires_grad_()
+    torch._dynamo.mark_dynamic(given, 0)
+    return given
+
+
+# Placements on a mesh of 2 x 2 that rows of any number go through, each with a product of the sizes in between.
+WAYS = [
+    [["S(0)", "R"], ["R", "R"], ["S(0)", "S(0)"]],
+    [["S(0)", "S(0)"], ["S(1)", "R"], ["S(1)", "S(0)"]],
+    [["R", "S(0)"], ["S(0)", "S(1)"], ["R", "R"]],
+    [["S(1)", "S(0)"], ["S(0)", "S(1)"], ["S(0)", "R"]],
+]
+
+
+def _any_rows(way: list[list[str]], backend: str, rows: list[int], graphs: int) -> None:
+    mesh = get_mesh((2, 2))
+    placements = [to_placements(one) for one in way]
+
+    def function(x: DTensor) -> DTensor:
+        for one in placements[1:]:
+            x = x.sin().redistribute(placements=one)
+        return x * 2
+
+    counter = CompileCounterWithBackend(backend)
+    with sw.enabled(strict=True), fresh_compilers():
+        compiled = torch.compile(function, backend=counter, fullgraph=True)
+        for count in rows:
+            whole = _values((count, 6), count)
+            x = _dynamic(whole, mesh, way[0])
+            result = compiled(x)
+            leaf = whole.clone().requires_grad_()
+            expected = leaf
+            for _ in way[1:]:
+                expected = expected.sin()
+            expected = expected * 2
+            check(result.detach(), expected.detach(), way[-1], rounded=True)
+            (gradient,) = torch.autograd.grad(result.square().sum().full_tensor(), x)
+            (wanted,) = torch.autograd.grad(expected.square().sum(), leaf)
+            torch.testing.assert_close(gradient.full_tensor(), wanted)
+    assert counter.frame_count <= graphs, f"{counter.frame_count} graphs for {rows}"
+
+
+EVEN, MIXED = [8, 12, 16, 8], [8, 12, 7, 10, 5, 7, 16]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("rows", "graphs"), [(EVEN, 1), (MIXED, 5)])
+def test_any_rows(pool: Pool, way: list[list[str]], rows: list[int], graphs: int) -> None:
+    pool.run(_any_rows, 4, way, "aot_eager", rows, graphs)
+
+
+def test_any_rows_by_inductor(pool: Pool) -> None:
+    pool.run(_any_rows, 4, WAYS[1], "inductor", [8, 12, 8], 1, timeout_seconds=300)
+
+
+def _planned_once() -> None:
+    mesh = get_mesh((2, 2))
+
+    def function(x: DTensor) -> torch.Tensor:
+        return x.redistribute(placements=[Replicate(), Replicate()]).to_local() * 2
+
+    with sw.enabled(strict=True), fresh_compilers():
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        plans = []
+        for count in (8, 12, 8, 12, 16, 8):
+            whole = _values((count, 11), count)
+            assert torch.equal(compiled(_dynamic(whole, mesh, ["S(0)", "S(0)"])), whole * 2)
+            plans.append(sw.stats()["plans"])
+    first, *_, last = plans
+    assert plans == [first, first + 1, first + 1, first + 1, last, last] and last == first + 2
+
+
+def test_sizes_are_planned_once(pool: Pool) -> None:
+    pool.run(_planned_once, 4)
+
+
+def _automatic() -> None:
+    """Sizes that nobody marked: static at first, symbols from the second on."""
+    mesh = get_mesh((4,))
+    weight = distribute(_values((6, 8), 3), mesh, ["S(1)"])
+
+    def function(x: DTensor) -> DTensor:
+        return (x @ weight).redistribute(placements=[Replicate()]).cos() @ weight.t()
+
+    counter = CompileCounterWithBackend("aot_eager")
+    with fresh_compilers():
+        expected_of = {n: function(distribute(_values((n, 6), n), mesh, ["R"])).full_tensor() for n in (8, 12, 20, 5)}
+        with sw.enabled(strict=True):
+            compiled = torch.compile(function, backend=counter, fullgraph=True)
+            for count, expected in expected_of.items():
+                result = compiled(distribute(_values((count, 6), count), mesh, ["R"]))
+                torch.testing.assert_close(result.full_tensor(), expected)
+    assert counter.frame_count == 2
+
+
+def test_automatic_dynamic_sizes(pool: Pool) -> None:
+    pool.run(_automatic, 4)
+
+
+def _strided() -> None:
+    x = DTensor.from_local(torch.ones(4, 6), get_mesh((4,)), [_StridedShard(0, split_factor=2)], run_check=False)
+    torch._dynamo.mark_dynamic(x, 0)
+    with sw.enabled(strict=True), fresh_compilers():
+        compiled = torch.compile(lambda x: x.redistribute(placements=[Replicate()]), backend="aot_eager")
+        with pytest.raises(Exception, match="tracing: a strided shard of symbolic size"):
+            compiled(x)
+
+
+def test_strided_shards_of_symbolic_size_go_to_torch(pool: Pool) -> None:
+    pool.run(_strided, 4)

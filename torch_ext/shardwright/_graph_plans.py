@@ -1,0 +1,96 @@
+"""Plans as arguments of operators, also of those in graphs whose sizes are symbols.
+
+Where sizes are symbols, an operator gets a plan for the sizes there were when it was traced, as an example that says
+the layouts, and the symbols. When these are numbers it asks for a plan for them, once for each set of numbers.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from . import _planner, _runtime, _stats, groups, layout, planning
+
+Size = Any  # int or SymInt
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of(text: str) -> _planner.Plan:
+    """The plan in an operator's argument."""
+    return _planner.Plan.from_bytes(base64.b64decode(text.rpartition("|")[2]))
+
+
+def text_of(plan: _planner.Plan) -> str:
+    """A plan as an operator's argument."""
+    return f"{str(plan).splitlines()[0]}|{base64.b64encode(plan.to_bytes()).decode()}"
+
+
+def is_symbolic(sizes: Sequence[Size]) -> bool:
+    return not all(isinstance(size, int) for size in sizes)
+
+
+def example_of(sizes: Sequence[Size]) -> list[int] | None:
+    """What they were while tracing; None where that is not known."""
+    known = [size if isinstance(size, int) else size.node.hint for size in sizes]
+    return None if any(size is None for size in known) else [int(size) for size in known]
+
+
+def group_names(plan: _planner.Plan, device_mesh: DeviceMesh) -> list[str]:
+    """Those of all groups that are there: what later plans keep to."""
+    mesh, rank = plan.src.mesh, dist.get_rank()
+    return [
+        groups.find_or_make(mesh.group_ranks(rank, dims), dims, device_mesh).group_name
+        for dims in groups.existing(mesh, device_mesh)
+    ]
+
+
+def local_shape(placed: _planner.Layout, sizes: Sequence[Size], rank: int) -> list[Size]:
+    """What `torch.chunk` leaves of these sizes on this rank. Guards on what divides evenly."""
+    coordinate = placed.mesh.coordinate(rank)
+    assert coordinate is not None
+    shape = list(sizes)
+    for dim, mesh_dims in placed.shard_order.items():
+        for mesh_dim in mesh_dims:
+            shape[dim] = _chunk(shape[dim], placed.mesh.shape[mesh_dim], coordinate[mesh_dim])
+    return shape
+
+
+def _chunk(size: Size, count: int, index: int) -> Size:
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    if guard_or_false(size % count == 0):
+        return size // count
+    length = (size + count - 1) // count
+    return torch.sym_max(0, torch.sym_min(size, length * (index + 1)) - length * index)
+
+
+def _with_sizes(example: _planner.Layout, sizes: Sequence[int]) -> layout.Layout:
+    return layout.Layout(example.mesh, sizes, example.placements, example.dtype, example.shard_order, strided="literal")
+
+
+def _plan_for_sizes(plan: str, group_names: Sequence[str], rank: int, sizes: Sequence[int]) -> list[str]:
+    """The plan for these sizes, then the names of its groups."""
+    example = plan_of(plan)
+    mesh = example.src.mesh
+    src, dst = _with_sizes(example.src, sizes), _with_sizes(example.dst, sizes)
+    there = {tuple(dist.get_process_group_ranks(_resolve_process_group(name))): name for name in group_names}
+    made = planning.pinned(src, dst, example.backend)
+    if made is None:
+        allowed = [dims for dims in groups._sets_of_large_dims(mesh) if tuple(mesh.group_ranks(rank, dims)) in there]
+        made = planning.plan(src, dst, backend=example.backend, groups=allowed)
+        _stats.counts.plans += 1
+    names = []
+    for mesh_dims, ranks in _runtime.Executable(made.to_bytes(), rank).groups:
+        name = there.get(tuple(ranks))
+        names.append(name if name is not None else groups.find_or_make(ranks, mesh_dims, None).group_name)
+    return [text_of(made), *names]
+
+
+torch.library.impl("shardwright::plan_for_sizes", "CompositeExplicitAutograd")(_plan_for_sizes)
