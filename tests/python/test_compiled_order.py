@@ -84,7 +84,7 @@ def _one_order(function: Callable[..., tuple[DTensor, ...]], with_gradients: boo
     ],
 )
 def test_one_order_by_inductor(pool: Pool, function: Callable[..., Any], with_gradients: bool, world: int) -> None:
-    pool.run(_one_order, world, function, with_gradients)
+    pool.run(_one_order, world, function, with_gradients, timeout_seconds=400)
 
 
 def _in_backward(rows: int) -> list[str]:

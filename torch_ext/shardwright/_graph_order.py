@@ -44,7 +44,7 @@ def start(local: torch.Tensor, *arguments: Any) -> torch.Tensor:
     functional = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
     in_backward = torch._C._current_autograd_node() is not None
     last = vars(mode.tracer).setdefault(_HANDLES, {})
-    key = (in_backward, id(functional))
+    key = (in_backward, functional)
     handle = _START(local, *arguments, after=last.get(key))
     last[key] = handle[:1]  # of the handle's size, keeping it for a backward would seem dear
     return handle
