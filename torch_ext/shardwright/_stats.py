@@ -29,9 +29,9 @@ def stats() -> dict[str, Any]:
     """What was done so far.
 
     Returns:
-        ``calls``: redistributes that shardwright ran. ``traced``: those it put into graphs. ``misfits``: those whose local
-        tensor had another shape than its layout says, and was cut or filled up with zeros to it. ``fallbacks``: those it
-        handed to PyTorch, and ``fallback_reasons``: how many for which reason. ``plans``: plans made. ``cache_hits``:
+        ``calls``: redistributes that shardwright ran. ``traced``: those it put into graphs. ``misfits``: those whose
+        local tensor had another shape than its layout says, and was cut or filled up with zeros to it. ``fallbacks``:
+        those it handed to PyTorch, and ``fallback_reasons``: how many for which reason. ``plans``: plans made. ``cache_hits``:
         calls that found theirs. ``products``: programs of matrix products that ran. ``product_fallbacks``: products
         of 8-bit floats that were cast to float32 because no unit for them could take them, on other devices than CPU,
         and ``product_fallback_reasons``: how many for which reason. ``plan_cache_hits``, ``plan_cache_misses``,

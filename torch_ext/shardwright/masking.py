@@ -1,7 +1,7 @@
 """`_MaskPartial`, the placement of embeddings whose table is sharded by rows.
 
-Each rank looks up the indices that lie in its rows. `R -> _MaskPartial` makes global indices local and keeps the mask of
-those that other ranks hold; what is looked up for these is set to zero when `_MaskPartial` is reduced. Both are done
+Each rank looks up the indices that lie in its rows. `R -> _MaskPartial` makes global indices local and keeps the mask
+of those that other ranks hold; what is looked up for these is set to zero when `_MaskPartial` is reduced. Both are done
 here with PyTorch's own methods, so that what remains is a redistribute of ordinary placements.
 """
 
