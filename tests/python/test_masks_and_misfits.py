@@ -1,4 +1,4 @@
-"""Placements and local tensors that PyTorch makes by itself: `_MaskPartial`, Partial's subclasses, wrong local shapes."""
+"""What PyTorch makes by itself: `_MaskPartial`, subclasses of Partial, parts that contradict their spec."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def stats() -> dict[str, Any]:
     Returns:
         ``calls``: redistributes that shardwright ran. ``traced``: those it put into graphs. ``misfits``: those whose
         local tensor had another shape than its layout says, and was cut or filled up with zeros to it. ``fallbacks``:
-        those it handed to PyTorch, and ``fallback_reasons``: how many for which reason. ``plans``: plans made. ``cache_hits``:
-        calls that found theirs. ``products``: programs of matrix products that ran. ``product_fallbacks``: products
+        those it handed to PyTorch, and ``fallback_reasons``: how many for which reason. ``plans``: plans made.
+        ``cache_hits``: calls that found theirs. ``products``: programs of matrix products that ran. ``product_fallbacks``: products
         of 8-bit floats that were cast to float32 because no unit for them could take them, on other devices than CPU,
         and ``product_fallback_reasons``: how many for which reason. ``plan_cache_hits``, ``plan_cache_misses``,
         ``plan_cache_size``: of the plans that `plan` keeps. ``bytes``: received by this rank from others.
