@@ -106,7 +106,7 @@ def test_command_line(pool: Pool, tmp_path: pathlib.Path, capfd: pytest.CaptureF
 
 
 def _mistakes() -> None:
-    with pytest.raises(ValueError, match="device: the group has no backend for meta; allowed are cpu"):
+    with pytest.raises(ValueError, match="device: got 'meta'; allowed are cpu and cuda"):
         calibrate(device="meta")
     with pytest.raises(ValueError, match="ranks_per_node: -1; allowed is 0, for all, or more"):
         calibrate(ranks_per_node=-1)

@@ -122,5 +122,5 @@ def test_absent(pool: Pool) -> None:
 
 
 def test_bad_timeout() -> None:
-    with pytest.raises(ValueError, match="timeout_seconds: got 0; allowed is more than 0"):
+    with pytest.raises(ValueError, match="timeout_seconds: got 0; allowed is a number above 0"):
         sw.check_ranks(timeout_seconds=0)

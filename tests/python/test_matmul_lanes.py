@@ -138,8 +138,10 @@ def _calibrated() -> tuple[int, ...]:
     sw.all_gather_matmul(x, weight, gemm_model=model, **SIZES)
     with pytest.raises(ValueError, match="16 bits and more"):
         sw.calibrate_gemm("cpu", dtype=torch.float8_e4m3fn)
-    with pytest.raises(RuntimeError, match="rank 0 could not measure on nowhere"):
+    with pytest.raises(ValueError, match="device: got 'nowhere'"):
         sw.calibrate_gemm("nowhere")
+    with pytest.raises(RuntimeError, match="rank 0 could not measure on cuda:63"):
+        sw.calibrate_gemm("cuda:63")
     return model.flops_per_us, model.launch_ps, model.memory_ps_per_kib
 
 
