@@ -4,11 +4,11 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/pow.h>
-#include <ATen/record_function.h>
 
 #include "layout/error.h"
 #include "runtime/flat.h"
 #include "runtime/local_ops.h"
+#include "runtime/record.h"
 #include "runtime/side_stream.h"
 #include "runtime/staging.h"
 
@@ -26,21 +26,18 @@ at::Tensor dense(const at::Tensor& input) {
   return flat_view(plain, 0, plain.numel());
 }
 
-// Shows a profiler of this thread which step of the plan is being worked on.
+// Shows which step of the plan is being worked on.
 class StepRecord {
  public:
   void at(const Program& program, int instruction) {
-    if (!at::hasCallbacks()) return;
     const int step = program.instructions[instruction].step;
-    if (step == step_) return;
+    if (step == step_ || !Record::is_wanted()) return;
     step_ = step;
-    record_.reset();
-    record_.emplace(at::RecordScope::FUNCTION);
-    if (record_->isActive()) record_->before(concat("shardwright::", program.step_texts[step]));
+    record_.show(concat("shardwright::", program.step_texts[step]));
   }
 
  private:
-  std::optional<at::RecordFunction> record_;
+  Record record_;
   int step_ = -1;
 };
 

@@ -1,7 +1,6 @@
 #include "runtime/executor.h"
 
 #include <ATen/ops/div.h>
-#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/Exception.h>
@@ -14,6 +13,7 @@
 #include "planner/serialize.h"
 #include "runtime/execution.h"
 #include "runtime/progress.h"
+#include "runtime/record.h"
 
 namespace shardwright {
 namespace {
@@ -123,19 +123,6 @@ Communication communication_of(const Step& step) {
   }
   return found;
 }
-
-// Shown by profilers from its construction to its end.
-class Record {
- public:
-  explicit Record(const std::string& title) {
-    if (!at::hasCallbacks()) return;
-    record_.emplace(at::RecordScope::FUNCTION);
-    if (record_->isActive()) record_->before(title);
-  }
-
- private:
-  std::optional<at::RecordFunction> record_;
-};
 
 std::vector<std::pair<std::string, std::string>> signature_of(const Plan& plan, const std::string& plan_bytes) {
   std::vector<std::string> steps;

@@ -1,0 +1,32 @@
+// Names shown to profilers of the current thread.
+#pragma once
+
+#include <ATen/record_function.h>
+
+#include <optional>
+#include <string>
+
+namespace shardwright {
+
+// Shows one name after the other, each from show() to the next one or to the end. Costs next to nothing unless somebody
+// profiles.
+class Record {
+ public:
+  Record() = default;
+  explicit Record(const std::string& name) {
+    if (is_wanted()) show(name);
+  }
+
+  static bool is_wanted() { return at::hasCallbacks(); }
+
+  void show(const std::string& name) {
+    record_.reset();
+    record_.emplace(at::RecordScope::FUNCTION);
+    if (record_->isActive()) record_->before(name);
+  }
+
+ private:
+  std::optional<at::RecordFunction> record_;
+};
+
+}  // namespace shardwright
