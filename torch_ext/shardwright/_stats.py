@@ -32,11 +32,12 @@ def stats() -> dict[str, Any]:
         ``calls``: redistributes that shardwright ran. ``traced``: those it put into graphs. ``misfits``: those whose
         local tensor had another shape than its layout says, and was cut or filled up with zeros to it. ``fallbacks``:
         those it handed to PyTorch, and ``fallback_reasons``: how many for which reason. ``plans``: plans made.
-        ``cache_hits``: calls that found theirs. ``products``: programs of matrix products that ran. ``product_fallbacks``: products
-        of 8-bit floats that were cast to float32 because no unit for them could take them, on other devices than CPU,
-        and ``product_fallback_reasons``: how many for which reason. ``plan_cache_hits``, ``plan_cache_misses``,
-        ``plan_cache_size``: of the plans that `plan` keeps. ``bytes``: received by this rank from others.
-        ``staging_bytes``: memory of temporaries that is kept for the next run, on CPU; `release_staging` gives it back.
+        ``cache_hits``: calls that found theirs. ``products``: programs of matrix products that ran.
+        ``product_fallbacks``: products of 8-bit floats that were cast to float32 because no unit for them could take
+        them, on other devices than CPU, and ``product_fallback_reasons``: how many for which reason.
+        ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: of the plans that `plan` keeps. ``bytes``:
+        received by this rank from others. ``staging_bytes``: memory of temporaries that is kept for the next run, on
+        CPU; `release_staging` gives it back.
     """
     planned = _planner.plan_cache_counts()
     cast = _runtime.cast_products()
