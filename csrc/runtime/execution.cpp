@@ -209,6 +209,28 @@ void Execution::all_to_all(const AllToAll& move, int index) {
   works_[index] = {comm::all_to_all(groups_[move.group], dst, src, std::move(receive_counts), std::move(send_counts))};
 }
 
+void Execution::send_all_to_all(const AllToAll& move, int index) {
+  std::vector<comm::Message> sends;
+  std::vector<comm::Message> receives;
+  BufferRange sent{move.src.buffer, move.src.offset, 0};
+  BufferRange received{move.dst.buffer, move.dst.offset, 0};
+  for (size_t m = 0; m < move.send_counts.size(); ++m) {
+    const auto peer = static_cast<int64_t>(m);
+    sent.count = move.send_counts[m];
+    received.count = move.receive_counts[m];
+    if (peer == program_.groups[move.group].index) {
+      if (sent.count > 0) range(received).copy_(range(sent));
+    } else {
+      if (sent.count > 0) sends.push_back({peer, wire(sent)});
+      if (received.count > 0) receives.push_back({peer, wire(received)});
+    }
+    sent.offset += sent.count;
+    received.offset += received.count;
+  }
+  if (sends.empty() && receives.empty()) return;
+  works_[index] = comm::send_receive(groups_[move.group], sends, receives);
+}
+
 GemmHints Execution::hints() const { return {num_under_way_ > 0 ? sm_carveout() : 0}; }
 
 void Execution::wait(int ticket) {
@@ -275,7 +297,7 @@ void Execution::transfer(const Operation& operation, int index) {
     at::Tensor data = range(o->data);
     works_[index] = {comm::all_reduce(groups_[o->group], data, o->op)};
   } else if (const auto* o = std::get_if<AllToAll>(&operation)) {
-    all_to_all(*o, index);
+    exchanges_by_messages_ ? send_all_to_all(*o, index) : all_to_all(*o, index);
   } else {
     const auto& move = std::get<SendReceive>(operation);
     std::vector<comm::Message> sends;

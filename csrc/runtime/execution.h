@@ -26,6 +26,10 @@ class Execution {
   // The first output goes to `out`, contiguous and of the right shape. To be said before anything runs.
   void write_to(const at::Tensor& out);
 
+  // Exchanges go as messages of their own tag, which collectives of others on the same group do not meet. So it does not
+  // matter when they start beside these. To be said on all ranks, before anything runs.
+  void exchange_by_messages() { exchanges_by_messages_ = true; }
+
   // Nothing of the inputs' own memory is read from here on: copies what is to be read. Before anything runs.
   void copy_inputs();
 
@@ -66,6 +70,7 @@ class Execution {
   at::Tensor wire(const BufferRange& range) const;
   void reduce(const Reduce& reduce);
   void all_to_all(const AllToAll& move, int index);
+  void send_all_to_all(const AllToAll& move, int index);
 
   std::shared_ptr<const Executable> executable_;
   const Program& program_;
@@ -84,6 +89,7 @@ class Execution {
   bool is_on_cpu_ = false;
   bool is_beside_compute_ = false;
   bool owns_inputs_ = false;
+  bool exchanges_by_messages_ = false;
   std::atomic<int> next_{0};
   std::exception_ptr failure_;
   mutable std::recursive_mutex mutex_;  // held for one instruction at a time

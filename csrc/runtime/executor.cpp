@@ -205,6 +205,9 @@ void Executable::note_input_reads() {
       static_cast<int>(std::find_if(instructions.begin(), instructions.end(), is_wait) - instructions.begin());
   for (int i = 0; i < static_cast<int>(instructions.size()); ++i) {
     const Operation& operation = instructions[i].operation;
+    const bool is_exchange =
+        std::holds_alternative<AllToAll>(operation) || std::holds_alternative<SendReceive>(operation);
+    if (is_communication(operation) && !is_exchange) end_of_collectives_ = i + 1;
     const std::vector<int> buffers = buffers_of(operation);
     if (std::none_of(buffers.begin(), buffers.end(), [&](int b) { return program_.is_input(b); })) continue;
     if (is_communication(operation) || i > first_wait_) reads_input_after_start_ = true;
@@ -372,9 +375,9 @@ std::pair<at::Tensor, comm::WorkPtr> Executable::start(const at::Tensor& input, 
   const at::Tensor output = execution->output();  // before anything runs, so that it is the one waited for
   // What watches this thread is to see all communications.
   const bool is_watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
-  const int until = is_watched  ? last_communication_ + 1
-                    : is_on_cpu ? first_wait_
-                                : std::max(first_wait_, end_of_input_reads_);
+  const int until =
+      is_watched ? last_communication_ + 1 : std::max(first_wait_, is_on_cpu ? end_of_collectives_ : end_of_input_reads_);
+  if (is_on_cpu) execution->exchange_by_messages();
   lane_of(execution->device()).issue(execution, [until](Execution& e) { e.start_until(until); });
   ++counters().runs;
   counters().received_bytes += received_bytes_;

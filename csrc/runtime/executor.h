@@ -5,6 +5,9 @@
 // whether or not anybody waits; on other devices whoever waits for the returned Work first does. The next program that
 // is started on the same device first makes every program before it start all its communications. So the order in which
 // our collectives are started is the order in which programs were, on every rank, whenever each rank happens to wait.
+// Among the collectives that others start on the same groups, those of an asynchronous program have no place that is the
+// same on all ranks: each comes to its later ones when it does. So on CPU they go as messages, which need none, and a
+// call that has native collectives returns once these have started.
 //
 // Inputs: once an asynchronous call has returned, the caller may write to its input. On CPU nothing reads it any more:
 // what would be read later was copied. On other devices packing and copying stand on the caller's stream before
@@ -103,9 +106,6 @@ class Executable : public std::enable_shared_from_this<Executable> {
   // Of an instruction that copies, prepared.
   const StridedCopy& copy(int instruction) const { return copies_.at(instruction); }
   int last_communication() const { return last_communication_; }
-  int first_wait() const { return first_wait_; }
-  // The instruction after the last that reads an input, transfers that read it before the first Wait left out.
-  int end_of_input_reads() const { return end_of_input_reads_; }
   // Of buffers that hold the program's own dtype, for a run with these inputs.
   at::TensorOptions options_like(c10::ArrayRef<at::Tensor> inputs) const;
   at::TensorOptions options_of(int buffer, const at::TensorOptions& usual) const;
@@ -135,7 +135,10 @@ class Executable : public std::enable_shared_from_this<Executable> {
   int64_t received_bytes_ = 0;
   int last_communication_ = -1;  // index of the instruction
   int first_wait_ = 0;           // likewise; without any, the number of instructions
+  // After the last instruction that reads an input, transfers that read it before the first Wait left out.
   int end_of_input_reads_ = 0;
+  // After the last native collective, whose place among those of others on the group counts.
+  int end_of_collectives_ = 0;
   bool reads_input_after_start_ = false;  // in transfers, or after the first Wait
   bool communicates_ = false;
   bool travels_as_bytes_ = false;

@@ -112,6 +112,42 @@ def test_results_arrive_without_a_wait(pool: Pool, src: str, dst: str) -> None:
     pool.run(_pickled, WORLD, src, dst)
 
 
+def _collectives_beside(mesh_shape: tuple[int, ...], src: list[str], dst: list[str]) -> list[str]:
+    """Redistributes of several phases, which some ranks wait for at once and others late, amid others' collectives."""
+    own = random.Random(dist.get_rank())
+    wrong = []
+    group = get_mesh(mesh_shape).get_group(0)
+    with sw.enabled(strict=True):
+        for number in range(60):
+            _, result, expected = _start(mesh_shape, (64, 33), src, dst, number)
+            late = own.random() < 0.5
+            if not late and oracle.difference(result + 0, expected) is not None:
+                wrong.append(f"{number} at once")
+            total = torch.full((2,), float(number))
+            dist.all_reduce(total, group=group)
+            if total.tolist() != [number * group.size()] * 2:
+                wrong.append(f"{number}: all_reduce gave {total.tolist()}")
+            if late and not _becomes(_pending(result), expected):
+                wrong.append(f"{number} late")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "src", "dst"),
+    [
+        ((WORLD,), ["P(sum)"], ["R"]),
+        ((2, 2), ["P(sum)", "P(sum)"], ["R", "R"]),
+        ((2, 2), ["P(sum)", "S(1)"], ["R", "S(0)"]),
+    ],
+    ids=str,
+)
+def test_collectives_of_others_do_not_meet_ours(
+    pool: Pool, mesh_shape: tuple[int, ...], src: list[str], dst: list[str]
+) -> None:
+    """Whenever a rank gets to the later phases of a redistribute, before or after somebody else's collective."""
+    assert pool.run(_collectives_beside, WORLD, mesh_shape, src, dst) == [[]] * WORLD
+
+
 def _hammer(seed: int, times: int) -> list[str]:
     """Random redistributes, the same on all ranks; what is done with input and result is each rank's own."""
     common, own = random.Random(seed), random.Random(seed * WORLD + dist.get_rank())
@@ -149,6 +185,11 @@ def _hammer(seed: int, times: int) -> list[str]:
             if own.random() < 0.8 and result is not local:
                 local.fill_(-1)
             in_flight.append((name, result, expected))
+            if common.random() < 0.2:  # somebody else's collective on the same groups
+                mine = torch.full((3,), float(number))
+                dist.all_reduce(mine, group=get_mesh(mesh_shape).get_group(common.randrange(len(mesh_shape))))
+                if not bool((mine == mine[0]).all()) or mine[0] != number * get_mesh(mesh_shape).size(-1):
+                    wrong.append(f"{name}: an all_reduce beside it gave {mine.tolist()}")
             while len(in_flight) > MAX_IN_FLIGHT or (in_flight and own.random() < 0.3):
                 use(*in_flight.popleft())
     for item in in_flight:

@@ -19,7 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from . import _runtime, wire
 
@@ -32,6 +38,8 @@ def is_watched() -> bool:
 
 def run(executable: _runtime.Executable, inputs: Sequence[torch.Tensor], call: Callable[[], T]) -> T:
     """What `call` returns, which runs the executable on `inputs`; shown to the modes that are on."""
+    if any(getattr(mode, "_mode_key", None) is not None for mode in _get_current_dispatch_mode_stack()):
+        return call()  # a compiler's own modes stay as they are
     with _disable_current_modes() as modes:
         meters = [mode for mode in modes if isinstance(mode, wire.WireMeter)]
         with _on(meters):
