@@ -26,8 +26,8 @@ class Execution {
   // The first output goes to `out`, contiguous and of the right shape. To be said before anything runs.
   void write_to(const at::Tensor& out);
 
-  // Exchanges go as messages of their own tag, which collectives of others on the same group do not meet. So it does not
-  // matter when they start beside these. To be said on all ranks, before anything runs.
+  // Exchanges go as messages of their own tag, which collectives of others on the same group do not meet. So it does
+  // not matter when they start beside these. To be said on all ranks, before anything runs.
   void exchange_by_messages() { exchanges_by_messages_ = true; }
 
   // Nothing of the inputs' own memory is read from here on: copies what is to be read. Before anything runs.

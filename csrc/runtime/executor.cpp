@@ -375,8 +375,8 @@ std::pair<at::Tensor, comm::WorkPtr> Executable::start(const at::Tensor& input, 
   const at::Tensor output = execution->output();  // before anything runs, so that it is the one waited for
   // What watches this thread is to see all communications.
   const bool is_watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
-  const int until =
-      is_watched ? last_communication_ + 1 : std::max(first_wait_, is_on_cpu ? end_of_collectives_ : end_of_input_reads_);
+  const int until = is_watched ? last_communication_ + 1
+                               : std::max(first_wait_, is_on_cpu ? end_of_collectives_ : end_of_input_reads_);
   if (is_on_cpu) execution->exchange_by_messages();
   lane_of(execution->device()).issue(execution, [until](Execution& e) { e.start_until(until); });
   ++counters().runs;

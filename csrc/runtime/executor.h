@@ -5,9 +5,9 @@
 // whether or not anybody waits; on other devices whoever waits for the returned Work first does. The next program that
 // is started on the same device first makes every program before it start all its communications. So the order in which
 // our collectives are started is the order in which programs were, on every rank, whenever each rank happens to wait.
-// Among the collectives that others start on the same groups, those of an asynchronous program have no place that is the
-// same on all ranks: each comes to its later ones when it does. So on CPU they go as messages, which need none, and a
-// call that has native collectives returns once these have started.
+// Among the collectives that others start on the same groups, those of an asynchronous program have no place that is
+// the same on all ranks: each comes to its later ones when it does. So on CPU they go as messages, which need none, and
+// a call that has native collectives returns once these have started.
 //
 // Inputs: once an asynchronous call has returned, the caller may write to its input. On CPU nothing reads it any more:
 // what would be read later was copied. On other devices packing and copying stand on the caller's stream before
