@@ -222,12 +222,12 @@ def test_switched_off_before_backward(pool: Pool) -> None:
 def _other_process_group() -> None:
     """A shortcut to executables of a process group that is gone would hang or fail."""
     assert len(_shortcut._known) > 1
-    _shortcut._known._world = groups.DEFAULT
+    _shortcut._known._world_alive = groups.DEFAULT.alive
     source = _source(["S(0)", "R"])
     with sw.enabled(strict=True):
         source.redistribute(placements=[Replicate(), Replicate()])
     assert len(_shortcut._known) == 1, "what belonged to the earlier process group is forgotten"
-    assert _shortcut._known._world.alive() is dist.group.WORLD
+    assert _shortcut._known._world_alive() is dist.group.WORLD
 
 
 def test_forgotten_with_the_process_group(pool: Pool) -> None:

@@ -44,14 +44,14 @@ class Kept(Generic[T]):
     def __init__(self) -> None:
         self._entries: dict[Hashable, T] = {}
         groups.when_gone.append(self._entries.clear)
-        self._world = groups.DEFAULT
+        self._world_alive = groups.DEFAULT.alive
         self._times_pinned = -1
 
     def get(self, key: Hashable) -> T | None:
         world, times_pinned = dist.group.WORLD, planning.times_pinned()
-        if self._world.alive() is not world or self._times_pinned != times_pinned:
+        if self._world_alive() is not world or self._times_pinned != times_pinned:
             self._entries.clear()
-            self._world = groups.weakly(world)
+            self._world_alive = groups.weakly(world).alive
             self._times_pinned = times_pinned
         return self._entries.get(key)
 
@@ -180,7 +180,7 @@ def run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) ->
     if checking.is_on():
         checking.compare(executable, local, async_op)
     _stats.counts.calls += 1
-    if watching.is_watched():
+    if watching.num_modes():
         return watching.run(executable, [local], lambda: _run(executable, local, async_op))
     return _run(executable, local, async_op)
 
@@ -189,10 +189,13 @@ def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bo
     """`run`, for an executable that the caller has kept."""
     counts = _stats.counts
     counts.cache_hits += 1
-    if async_op or checking.is_on() or watching.is_watched():
+    if async_op or checking.is_on() or watching.num_modes():
         return run(executable, local, async_op)
     counts.calls += 1
-    return _run(executable, local, async_op)
+    try:
+        return executable.run(local)
+    except ValueError:  # as _run says
+        return _run(executable, local, async_op)
 
 
 def _run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:

@@ -78,7 +78,7 @@ class Call:
         if all(type(tensor) in _PLAIN for tensor in inputs):
             # Not by the operator, inside of which dispatch modes would not see the collectives.
             dense = [tensor.contiguous() for tensor in inputs]
-            if watching.is_watched():
+            if watching.num_modes():
                 return watching.run(self.executable, dense, lambda: self.executable.run_all(dense))
             return self.executable.run_all(dense)
         outputs: list[torch.Tensor] = torch.ops.shardwright.matmul(

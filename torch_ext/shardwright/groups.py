@@ -23,6 +23,10 @@ from . import _convert, _planner, _runtime
 from .layout import Mesh
 
 
+def _nothing() -> None:
+    return None
+
+
 class WeakGroup:
     """A process group, or None, which stands for the default one, held without keeping the group alive.
 
@@ -30,14 +34,14 @@ class WeakGroup:
     `torch.distributed.destroy_process_group` is done.
     """
 
-    __slots__ = ("_reference",)
+    __slots__ = ("_reference", "alive")
+
+    # The group; None for the default one and for one that was destroyed.
+    alive: Callable[[], dist.ProcessGroup | None]
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._reference = None if group is None else weakref.ref(group)
-
-    def alive(self) -> dist.ProcessGroup | None:
-        """The group; None for the default one and for one that was destroyed."""
-        return None if self._reference is None else self._reference()
+        self.alive = _nothing if self._reference is None else self._reference
 
     def get(self) -> dist.ProcessGroup | None:
         """The group; None for the default one. Raises RuntimeError for one that was destroyed."""

@@ -86,7 +86,7 @@ def redistribute_local(
     """
     key: Any = None
     try:
-        key = (src, dst, groups.weakly(group), device_mesh)
+        key = (src, dst, None if group is None else groups.weakly(group), device_mesh)
         known = _known.get(key) if isinstance(src, _planner.Layout) and isinstance(dst, _planner.Layout) else None
     except TypeError:  # cannot be hashed or referred to weakly, so is none of what is allowed
         known = None

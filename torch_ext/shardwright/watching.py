@@ -32,8 +32,8 @@ from . import _runtime, wire
 T = TypeVar("T")
 
 
-def is_watched() -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0
+# Of dispatch modes that are on in this thread.
+num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def run(executable: _runtime.Executable, inputs: Sequence[torch.Tensor], call: Callable[[], T]) -> T:
