@@ -72,14 +72,13 @@ const at::Tensor& Execution::output(size_t index) {
   return outputs_[index];
 }
 
-void Execution::copy_inputs() {
+void Execution::copy_input(const at::Tensor& input) {
+  if (!buffers_[kInputBuffer].is_alias_of(input)) return;  // copied already, to be row-major
   const BelowAutograd guard;
-  for (size_t i = 0; i < program_.input_shapes.size(); ++i) {
-    at::Tensor copy = take_staging(buffers_[i].numel(), buffers_[i].options());
-    copy.copy_(buffers_[i]);
-    buffers_[i] = std::move(copy);
-  }
-  owns_inputs_ = true;
+  at::Tensor copy = take_staging(input.numel(), buffers_[kInputBuffer].options());
+  copy.copy_(buffers_[kInputBuffer]);
+  buffers_[kInputBuffer] = std::move(copy);
+  owns_input_ = true;
 }
 
 void Execution::start_until(int instruction) {
@@ -110,7 +109,7 @@ bool Execution::failed() const {
 
 void Execution::release() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  for (size_t i = 0; owns_inputs_ && !failure_ && i < program_.input_shapes.size(); ++i) give_staging(buffers_[i]);
+  if (owns_input_ && !failure_) give_staging(buffers_[kInputBuffer]);
   buffers_.clear();
   outputs_.clear();
   groups_.clear();
@@ -219,7 +218,7 @@ void Execution::send_all_to_all(const AllToAll& move, int index) {
     sent.count = move.send_counts[m];
     received.count = move.receive_counts[m];
     if (peer == program_.groups[move.group].index) {
-      if (sent.count > 0) range(received).copy_(range(sent));
+      if (sent.count > 0) wire(received).copy_(wire(sent));
     } else {
       if (sent.count > 0) sends.push_back({peer, wire(sent)});
       if (received.count > 0) receives.push_back({peer, wire(received)});

@@ -30,8 +30,8 @@ class Execution {
   // not matter when they start beside these. To be said on all ranks, before anything runs.
   void exchange_by_messages() { exchanges_by_messages_ = true; }
 
-  // Nothing of the inputs' own memory is read from here on: copies what is to be read. Before anything runs.
-  void copy_inputs();
+  // Of a program with one input: nothing of its own memory is read from here on. Before anything runs.
+  void copy_input(const at::Tensor& input);
 
   // Allocated by the first instruction that writes it, or by the first to ask for it here.
   const at::Tensor& output(size_t index = 0);
@@ -88,7 +88,7 @@ class Execution {
   int num_under_way_ = 0;  // transfers that were started and not waited for
   bool is_on_cpu_ = false;
   bool is_beside_compute_ = false;
-  bool owns_inputs_ = false;
+  bool owns_input_ = false;
   bool exchanges_by_messages_ = false;
   std::atomic<int> next_{0};
   std::exception_ptr failure_;

@@ -371,7 +371,7 @@ std::pair<at::Tensor, comm::WorkPtr> Executable::start(const at::Tensor& input, 
   check_inputs(input);
   const auto execution = std::make_shared<Execution>(shared_from_this(), input, /*is_beside_compute=*/true);
   const bool is_on_cpu = execution->device().is_cpu();
-  if (is_on_cpu && input_may_change && reads_input_after_start_) execution->copy_inputs();
+  if (is_on_cpu && input_may_change && reads_input_after_start_) execution->copy_input(input);
   const at::Tensor output = execution->output();  // before anything runs, so that it is the one waited for
   // What watches this thread is to see all communications.
   const bool is_watched = c10::impl::TorchDispatchModeTLS::any_modes_set();

@@ -16,6 +16,16 @@ import oracle
 # PyTorch 2.15 made Shard -> Partial("sum") a public conversion; before that it is undefined.
 SHARD_TO_PARTIAL_IS_DEFINED = hasattr(Shard, "_to_partial_tensor")
 
+# One of each kind that PyTorch has, on one mesh dim.
+MOVES: list[tuple[Placement, Placement]] = [
+    (Shard(0), Replicate()),
+    (Shard(1), Replicate()),
+    (Shard(0), Shard(1)),
+    (Partial(), Replicate()),
+    (Partial(), Shard(0)),
+    (Replicate(), Shard(1)),
+]
+
 
 def to_placement(text: str) -> Placement:
     dim = oracle.shard_dim(text)

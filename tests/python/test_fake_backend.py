@@ -5,21 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import dtensors
 import shardwright as sw
 from pool import run_isolated
 
 WORLD = 4
-MOVES: list[tuple[Placement, Placement]] = [
-    (Shard(0), Replicate()),
-    (Shard(1), Replicate()),
-    (Shard(0), Shard(1)),
-    (Partial(), Replicate()),
-    (Partial(), Shard(0)),
-    (Replicate(), Shard(1)),
-]
 
 
 def _dry_run() -> list[str]:
@@ -28,7 +21,7 @@ def _dry_run() -> list[str]:
     mesh = init_device_mesh("cpu", (WORLD,))
     own = torch.arange(64.0).view(8, 8)
     differs = []
-    for src, dst in MOVES:
+    for src, dst in dtensors.MOVES:
         x = DTensor.from_local(own, mesh, [src], run_check=False)
         stock = x.redistribute(mesh, [dst]).to_local()
         with sw.enabled():

@@ -8,21 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.testing._internal.distributed import multi_threaded_pg
 
+import dtensors
 import shardwright as sw
 from pool import run_isolated
 
 WORLD = 4
-MOVES: list[tuple[Placement, Placement]] = [
-    (Shard(0), Replicate()),
-    (Shard(1), Replicate()),
-    (Shard(0), Shard(1)),
-    (Partial(), Replicate()),
-    (Partial(), Shard(0)),
-    (Replicate(), Shard(1)),
-]
 
 
 def _full(x: torch.Tensor, placement: Placement, rank: int, world: int) -> torch.Tensor:
@@ -37,7 +30,7 @@ def _on_a_thread(world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world,))
     whole = torch.arange(64.0).view(8, 8)
     wrong = []
-    for src, dst in MOVES:
+    for src, dst in dtensors.MOVES:
         x = DTensor.from_local(_full(whole, src, rank, world), mesh, [src], run_check=False)
         result = x.redistribute(mesh, [dst]).to_local()
         if not torch.equal(result, _full(whole, dst, rank, world)):
@@ -83,7 +76,7 @@ def test_a_group_written_in_python_is_left_to_pytorch() -> None:
         counted = outcome.value[f"{world} ranks"]
         assert counted["calls"] == 0
         assert counted["fallback_reasons"] == {"process group without a backend object for cpu": counted["fallbacks"]}
-        assert counted["fallbacks"] == world * len(MOVES)
+        assert counted["fallbacks"] == world * len(dtensors.MOVES)
 
 
 def _called_by_name() -> None:
