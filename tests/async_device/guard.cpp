@@ -1,0 +1,84 @@
+// What c10 asks of a device: its guard, which knows streams and events, and its hooks.
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include "allocator.h"
+#include "driver.h"
+
+namespace async_device {
+namespace {
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kDeviceType; }
+  c10::Device exchangeDevice(c10::Device) const override { return device(); }
+  c10::Device getDevice() const override { return device(); }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+
+  c10::Stream getStream(c10::Device) const override { return current_stream(); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool isHighPriority) const override {
+    return stream_from_pool(isHighPriority);
+  }
+  c10::Stream getNewStream(c10::Device, int priority) const override { return stream_from_pool(priority < 0); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return set_current_stream(stream); }
+  bool queryStream(const c10::Stream& stream) const override { return is_done(stream); }
+  void synchronizeStream(const c10::Stream& stream) const override { async_device::synchronize(stream); }
+  void synchronizeDevice(const c10::DeviceIndex) const override { synchronize_device(); }
+  // An override from torch 2.15 on.
+  bool isStreamCapturing(const c10::Stream& stream) const { return is_capturing(stream); }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Event;
+    static_cast<Event*>(*event)->record(stream);
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) static_cast<Event*>(event)->block(stream);
+  }
+  bool queryEvent(void* event) const override { return event == nullptr || static_cast<Event*>(event)->query(); }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) static_cast<Event*>(event)->synchronize();
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    return static_cast<Event*>(first)->milliseconds_until(*static_cast<Event*>(second));
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    record_stream(data, stream);
+  }
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  bool isPinnedPtr(const void*) const override { return false; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  c10::Device getDeviceFromPtr(void*) const override { return device(); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+    c10::DataPtr grown = allocator()->allocate(bytes);
+    const size_t kept = std::min(bytes, impl->nbytes());
+    if (kept > 0) allocator()->copy_data(grown.get(), impl->data(), kept);
+    impl->set_data_ptr_noswap(std::move(grown));
+    impl->set_nbytes(bytes);
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+const bool kRegistered = [] {
+  c10::SetAllocator(kDeviceType, allocator());
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  return true;
+}();
+
+}  // namespace
+}  // namespace async_device

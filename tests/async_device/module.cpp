@@ -1,0 +1,43 @@
+#include <torch/extension.h>
+
+#include <chrono>
+#include <thread>
+
+#include "allocator.h"
+#include "driver.h"
+
+namespace py = pybind11;
+
+void bind_process_group(py::module_& m);
+
+struct CapturedGraph {
+  std::shared_ptr<async_device::Graph> graph;
+};
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace async_device;
+  const auto without_gil = py::call_guard<py::gil_scoped_release>();
+  m.def("set_delays", &set_delays, py::arg("seed"), py::arg("probability"), py::arg("max_microseconds"));
+  m.def("set_poison", [](bool is_nan) { set_poison(is_nan ? Poison::kNan : Poison::kNumber); }, py::arg("is_nan"));
+  m.def("synchronize", &synchronize_device, without_gil);
+  m.def("empty_cache", &empty_cache, without_gil);
+  m.def("forget_failure", &forget_failure);
+  m.def("fail", &fail, py::arg("reason"));
+  m.def("allocated_bytes", &allocated_bytes);
+  m.def("peak_allocated_bytes", &peak_allocated_bytes);
+  m.def("reset_peak", &reset_peak);
+  py::class_<CapturedGraph>(m, "Graph")
+      .def(py::init([] { return CapturedGraph{begin_capture()}; }))
+      .def("end", [](const CapturedGraph& captured) { end_capture(captured.graph); })
+      .def("replay", [](const CapturedGraph& captured) { replay(*captured.graph); }, without_gil);
+  m.def("is_capturing", [] { return is_capturing(current_stream()); });
+  // Milliseconds of nothing on the current stream, for tests that need it to be late.
+  m.def("sleep", [](int64_t milliseconds) {
+    enqueue(current_stream(), [milliseconds] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+    });
+  });
+#ifndef ASYNC_DEVICE_WITHOUT_GROUPS
+  bind_process_group(m);
+#endif
+}
