@@ -15,6 +15,7 @@
 #include "runtime/local_ops.h"
 #include "runtime/operators.h"
 #include "runtime/progress.h"
+#include "runtime/side_stream.h"
 #include "runtime/staging.h"
 #include "runtime/trace.h"
 
@@ -188,6 +189,17 @@ PYBIND11_MODULE(_runtime, m) {
         shardwright::set_sm_carveout(static_cast<int>(count));
       },
       py::arg("sms"));
+  // For a device that torch knows from an extension, before torch 2.15: the address of a CaptureQuery.
+  m.def(
+      "register_capture_query",
+      [](const std::string& device_type, uintptr_t address) {
+        shardwright::register_capture_query(c10::Device(device_type).type(),
+                                            reinterpret_cast<shardwright::CaptureQuery>(address));
+      },
+      py::arg("device_type"), py::arg("address"));
+  m.def(
+      "is_capturing", [](const std::string& device) { return shardwright::is_capturing(c10::Device(device)); },
+      py::arg("device"));
   m.def("kept_staging_bytes", &shardwright::kept_staging_bytes);
   m.def("release_staging", &shardwright::release_staging);
   m.def("finish_programs", &shardwright::finish_programs, py::arg("timeout_seconds"),
@@ -195,13 +207,15 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("drain", &shardwright::drain_lanes, py::call_guard<py::gil_scoped_release>());
   m.def("counters", [] {
     return py::dict(py::arg("runs") = shardwright::counters().runs.load(),
-                    py::arg("received_bytes") = shardwright::counters().received_bytes.load());
+                    py::arg("received_bytes") = shardwright::counters().received_bytes.load(),
+                    py::arg("through_host") = shardwright::counters().through_host.load());
   });
   m.def("cast_products", &shardwright::cast_products);
   m.def("reset_counters", [] {
     shardwright::reset_cast_products();
     shardwright::counters().runs = 0;
     shardwright::counters().received_bytes = 0;
+    shardwright::counters().through_host = 0;
   });
   m.attr("torch_version") = TORCH_VERSION;
 #ifdef SHARDWRIGHT_CUDA

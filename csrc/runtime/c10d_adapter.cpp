@@ -2,6 +2,8 @@
 
 #include <torch/version.h>
 
+#include <optional>
+
 #include "layout/error.h"
 
 #define SHARDWRIGHT_TORCH_AT_LEAST(major, minor) \
@@ -36,14 +38,46 @@ Options options_for(const at::Tensor& data) {
   return options;
 }
 
+// What is left to wait for. torch 2.15 returns a Work for a collective on the current stream, whose wait would put an
+// event behind the collective and query it.
+WorkPtr left_of(WorkPtr work, const at::Tensor& data) { return data.device().is_cpu() ? work : nullptr; }
+
+// Ends a batch of messages also where one of them was refused: a group with an open batch is of no use to anybody.
+class Batch {
+ public:
+  Batch(const GroupPtr& group, c10::DeviceType device) : group_(group), device_(device) {
+    group_->startCoalescing(device_);
+  }
+  ~Batch() {
+    if (is_ended_) return;
+    try {
+      group_->endCoalescing(device_);
+    } catch (const std::exception&) {
+      // The first failure is on its way up.
+    }
+  }
+  Batch(const Batch&) = delete;
+  Batch& operator=(const Batch&) = delete;
+
+  WorkPtr end() {
+    is_ended_ = true;
+    return group_->endCoalescing(device_);
+  }
+
+ private:
+  const GroupPtr& group_;
+  c10::DeviceType device_;
+  bool is_ended_ = false;
+};
+
 }  // namespace
 
 WorkPtr all_gather(const GroupPtr& group, at::Tensor& output, at::Tensor& input) {
   const auto options = options_for<c10d::AllgatherOptions>(output);
 #if SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
-  return group->all_gather_single(output, input, options);
+  return left_of(group->all_gather_single(output, input, options), output);
 #else
-  return group->_allgather_base(output, input, options);
+  return left_of(group->_allgather_base(output, input, options), output);
 #endif
 }
 
@@ -51,9 +85,9 @@ WorkPtr reduce_scatter(const GroupPtr& group, at::Tensor& output, at::Tensor& in
   auto options = options_for<c10d::ReduceScatterOptions>(output);
   options.reduceOp = to_c10d(op);
 #if SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
-  return group->reduce_scatter_single(output, input, options);
+  return left_of(group->reduce_scatter_single(output, input, options), output);
 #else
-  return group->_reduce_scatter_base(output, input, options);
+  return left_of(group->_reduce_scatter_base(output, input, options), output);
 #endif
 }
 
@@ -61,25 +95,25 @@ WorkPtr all_reduce(const GroupPtr& group, at::Tensor& data, ReduceOp op) {
   auto options = options_for<c10d::AllreduceOptions>(data);
   options.reduceOp = to_c10d(op);
   std::vector<at::Tensor> tensors{data};
-  return group->allreduce(tensors, options);
+  return left_of(group->allreduce(tensors, options), data);
 }
 
 WorkPtr all_to_all(const GroupPtr& group, at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                    std::vector<int64_t> input_counts) {
   const auto options = options_for<c10d::AllToAllOptions>(output);
 #if SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
-  return group->all_to_all_single(output, input, output_counts, input_counts, options);
+  return left_of(group->all_to_all_single(output, input, output_counts, input_counts, options), output);
 #else
-  return group->alltoall_base(output, input, output_counts, input_counts, options);
+  return left_of(group->alltoall_base(output, input, output_counts, input_counts, options), output);
 #endif
 }
 
 std::vector<WorkPtr> send_receive(const GroupPtr& group, std::vector<Message>& sends, std::vector<Message>& receives) {
   const at::Tensor& any = sends.empty() ? receives.front().data : sends.front().data;
-  const auto device = any.device().type();
-  const bool coalesces = device == at::kCUDA;
+  const c10::DeviceType device = any.device().type();
+  std::optional<Batch> batch;
+  if (device != at::kCPU && group->getBackend(device)->supportsCoalescing()) batch.emplace(group, device);
   std::vector<WorkPtr> works;
-  if (coalesces) group->startCoalescing(device);
   for (Message& message : receives) {
     std::vector<at::Tensor> tensors{message.data};
     works.push_back(group->recv(tensors, static_cast<int>(message.peer), kMessageTag));
@@ -88,7 +122,7 @@ std::vector<WorkPtr> send_receive(const GroupPtr& group, std::vector<Message>& s
     std::vector<at::Tensor> tensors{message.data};
     works.push_back(group->send(tensors, static_cast<int>(message.peer), kMessageTag));
   }
-  if (coalesces) works = {group->endCoalescing(device)};
+  if (batch) works = {batch->end()};
   return works;
 }
 

@@ -1,8 +1,9 @@
 // The one place that knows how the supported torch versions name c10d's collectives.
 //
 // All go through ProcessGroup's own methods, and so through the dispatcher: whatever dispatch mode is active sees them.
-// Each starts a transfer and returns its Work, which may be null. On devices with streams, collectives run on the
-// current one; messages may run on a stream of the backend's, behind the current one, and are to be waited for.
+// Each starts a transfer and returns its Work. On devices with streams, collectives run on the current one and return
+// null: what that stream is given next comes after them. Messages may run on a stream of the backend's, behind the
+// current one, and are to be waited for.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

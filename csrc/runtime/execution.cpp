@@ -4,6 +4,8 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/pow.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "layout/error.h"
 #include "runtime/flat.h"
@@ -24,6 +26,10 @@ at::Tensor dense(const at::Tensor& input) {
   at::Tensor plain = input.is_conj() || input.is_neg() ? input.resolve_conj().resolve_neg() : input;
   if (!plain.is_contiguous()) plain = plain.contiguous();
   return flat_view(plain, 0, plain.numel());
+}
+
+void record_use(const at::Tensor& tensor, c10::Stream stream) {
+  c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 
 // Shows which step of the plan is being worked on.
@@ -59,6 +65,25 @@ Execution::Execution(std::shared_ptr<const Executable> executable, c10::ArrayRef
   const BelowAutograd guard;
   for (size_t i = 0; i < inputs.size(); ++i) buffers_[i] = dense(inputs[i]);
   if (is_beside_compute_) transferred_.resize(program_.instructions.size());
+  if (!is_on_cpu_) home_ = current_stream(device_);
+}
+
+Execution::~Execution() {
+  if (is_on_cpu_) return;
+  try {
+    if (num_under_way_ > 0) {  // of a run that has failed
+      const SideStreamGuard side(device_, SideStream::kTransfers);
+      for (std::vector<comm::WorkPtr>& works : works_) {
+        for (comm::WorkPtr& work : works) {
+          if (work) work->wait();
+        }
+      }
+      side.record().block(*home_);
+    }
+  } catch (const std::exception&) {
+    // The group has failed, which its users have been told; a destructor must not throw.
+  }
+  abandon();
 }
 
 void Execution::write_to(const at::Tensor& out) {
@@ -83,6 +108,7 @@ void Execution::copy_input(const at::Tensor& input) {
 
 void Execution::start_until(int instruction) {
   const BelowAutograd guard;
+  const c10::OptionalDeviceGuard on_device(is_on_cpu_ ? std::nullopt : std::optional(device_));
   StepRecord record;
   while (next_ < instruction) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -113,6 +139,57 @@ void Execution::release() {
   buffers_.clear();
   outputs_.clear();
   groups_.clear();
+}
+
+void Execution::start_rest_beside() {
+  for (const at::Tensor& buffer : buffers_) {
+    if (buffer.defined()) kept_.push_back(buffer);
+  }
+  {
+    const SideStreamGuard rest(device_, SideStream::kRest);
+    start_until(num_instructions_);
+    end_.emplace(rest.record());
+    started_in_capture_ = is_capturing(device_);
+  }
+  release();
+}
+
+void Execution::wait_for_end() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const bool captures = is_capturing(device_);
+  TORCH_CHECK(captures == started_in_capture_, "shardwright: rank ", executable_->rank(),
+              captures ? " waits, while a graph is captured, for an asynchronous redistribute that was started before; "
+                         "wait for it before the capture begins"
+                       : " waits for an asynchronous redistribute that was started while a graph was captured; wait "
+                         "for it before the capture ends",
+              " (", executable_->text(), ")");
+  wait_for(*end_, device_);
+  is_waited_for_ = true;
+  const c10::Stream current = current_stream(device_);
+  if (current != *home_) {
+    for (const at::Tensor& buffer : kept_) record_use(buffer, current);
+    abandon();
+  }
+  kept_.clear();
+}
+
+void Execution::order_before_current() {
+  if (is_capturing(device_) == started_in_capture_) wait_for(*end_, device_);
+}
+
+bool Execution::is_done() const { return !end_ || end_->query(); }
+
+void Execution::abandon() noexcept {
+  try {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    for (const at::Tensor& buffer : kept_) {
+      record_use(buffer, side_stream(device_, SideStream::kTransfers));
+      record_use(buffer, side_stream(device_, SideStream::kRest));
+    }
+    kept_.clear();
+  } catch (const std::exception&) {
+    // The device has failed; there is nothing left to protect.
+  }
 }
 
 void Execution::step() {
@@ -242,6 +319,8 @@ void Execution::wait(int ticket) {
   if (!spans_.empty() && is_on_cpu_) spans_[ticket].stop();
 }
 
+bool Execution::takes_spans() const { return is_tracing() && !is_capturing(device_); }
+
 int64_t Execution::run_number() {
   if (run_number_ == 0) run_number_ = next_run_number();
   return run_number_;
@@ -250,7 +329,7 @@ int64_t Execution::run_number() {
 void Execution::execute(const Operation& operation, int index) {
   if (const auto* o = std::get_if<Wait>(&operation)) return wait(o->ticket);
   if (is_communication(operation)) return start_transfer(operation, index);
-  if (!is_tracing()) return compute(operation, index);
+  if (!takes_spans()) return compute(operation, index);
   const Instruction& instruction = program_.instructions[index];
   std::string text = to_string(operation);
   if (std::holds_alternative<Gemm>(operation) && hints().sms_left > 0) {
@@ -262,17 +341,17 @@ void Execution::execute(const Operation& operation, int index) {
   is_on_cpu_ ? span.stop() : span.stop_at(record_current(device_, true));
 }
 
-// Behind a stream of its own, a transfer is waited for there: whatever stream the backend chose, this one is behind it.
+// Wherever the backend has put a transfer, the stream that it is started on is made to wait for it.
 void Execution::start_transfer(const Operation& operation, int index) {
   ++num_under_way_;
-  const bool traces = is_tracing();
+  const bool traces = takes_spans();
   if (traces) {
     spans_.resize(program_.instructions.size());
     spans_[index] = TraceSpan("communication", to_string(operation), program_.instructions[index].chunk, run_number());
   }
   if (is_on_cpu_) return transfer(operation, index);
   std::optional<SideStreamGuard> side;
-  if (is_beside_compute_) side.emplace(device_);
+  if (is_beside_compute_) side.emplace(device_, SideStream::kTransfers);
   if (traces) spans_[index].start_at(record_current(device_, true));
   transfer(operation, index);
   for (comm::WorkPtr& work : works_[index]) {

@@ -20,8 +20,14 @@ namespace shardwright {
 
 class Execution {
  public:
-  // Beside compute, transfers go on a stream of their own; else on the current one, where the device has streams.
+  // Beside compute, transfers go on a stream of their own; else on the current one, where the device has streams. The
+  // stream that is current now is the home of the execution: compute runs there, and buffers are allocated from its
+  // memory.
   Execution(std::shared_ptr<const Executable> executable, c10::ArrayRef<at::Tensor> inputs, bool is_beside_compute);
+  // Where the device has streams, what is under way may go on; its memory is not given out again before it is done.
+  ~Execution();
+  Execution(const Execution&) = delete;
+  Execution& operator=(const Execution&) = delete;
 
   // The first output goes to `out`, contiguous and of the right shape. To be said before anything runs.
   void write_to(const at::Tensor& out);
@@ -49,6 +55,21 @@ class Execution {
   // Lets go of all tensors. Once it is finished.
   void release();
 
+  // Where the device has streams: gives what is left of the program to a stream of its own (SideStream::kRest), so that
+  // the caller's stream goes on with something else until `wait_for_end`.
+  void start_rest_beside();
+  // The current stream waits for the end of the program. Throws c10::Error where a graph is captured now and was not
+  // when it was started, or the other way round. May be called by several threads, each any number of times.
+  void wait_for_end();
+  // The same as far as order goes, for a program that does not touch the result. While a graph is captured, nothing: the
+  // replays come behind whatever they are launched behind.
+  void order_before_current();
+  // Whether the device has come to its end.
+  bool is_done() const;
+  // For one that nobody will wait for: its memory is given out again when the device is done with it.
+  void abandon() noexcept;
+  bool is_waited_for() const { return is_waited_for_; }
+
  private:
   void step();
   void execute(const Operation& operation, int index);
@@ -57,6 +78,7 @@ class Execution {
   void start_transfer(const Operation& operation, int index);
   void wait(int ticket);
   void compute(const Operation& operation, int index);
+  bool takes_spans() const;
   int64_t run_number();
   // Of products that are given to the device now.
   GemmHints hints() const;
@@ -81,6 +103,12 @@ class Execution {
   std::vector<std::vector<comm::WorkPtr>> works_;  // by instruction
   // By instruction, where there are streams: when the side stream is done with the transfer.
   std::vector<std::optional<c10::Event>> transferred_;
+  std::optional<c10::Stream> home_;
+  // Of a program whose rest went beside: what was allocated on its home before, and the end.
+  std::vector<at::Tensor> kept_;
+  std::optional<c10::Event> end_;
+  bool started_in_capture_ = false;
+  std::atomic<bool> is_waited_for_{false};
   std::vector<TraceSpan> spans_;                // by instruction, while a trace is taken
   int64_t run_number_ = 0;                      // of this run in a trace; 0: not given yet
   c10::SmallVector<comm::GroupPtr, 4> groups_;  // alive as long as this

@@ -1,5 +1,6 @@
 #include "runtime/executor.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/div.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -11,9 +12,11 @@
 
 #include "layout/error.h"
 #include "planner/serialize.h"
+#include "runtime/communicators.h"
 #include "runtime/execution.h"
 #include "runtime/progress.h"
 #include "runtime/record.h"
+#include "runtime/side_stream.h"
 
 namespace shardwright {
 namespace {
@@ -28,7 +31,7 @@ at::ScalarType scalar_type_of(const DType& dtype) {
   return found->second;
 }
 
-// The issue lane: programs in the order they were started, those that have communications left to start.
+// The issue lane: programs in the order they were started.
 class Lane {
  public:
   // Starts `execution` behind all communications of the programs before it.
@@ -49,12 +52,36 @@ class Lane {
     }
   }
 
-  // Asynchronous programs that nobody has finished.
-  std::atomic<int64_t> num_unfinished{0};
+  // Where the device has streams: a program that goes on beside its caller's stream, whose result is `output`.
+  void note_beside(const std::shared_ptr<Execution>& execution, const at::Tensor& output) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    std::erase_if(beside_, [](const Beside& one) {
+      const std::shared_ptr<Execution> known = one.execution.lock();
+      if (!known || known->is_waited_for()) return true;
+      if (one.output.use_count() > 0) return false;
+      known->abandon();  // a Work that nobody waits for is never let go of by c10d
+      return true;
+    });
+    beside_.push_back({execution, c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr())});
+  }
+
+  // Makes the current stream wait for the last of these, and so for all, unless somebody has waited for it.
+  void stand_behind_those_beside() {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (beside_.empty()) return;
+    const std::shared_ptr<Execution> last = beside_.back().execution.lock();
+    if (last && !last->is_waited_for()) last->order_before_current();
+  }
 
  private:
+  struct Beside {
+    std::weak_ptr<Execution> execution;
+    c10::weak_intrusive_ptr<c10::TensorImpl> output;
+  };
+
   std::recursive_mutex mutex_;
-  std::deque<std::weak_ptr<Execution>> pending_;
+  std::deque<std::weak_ptr<Execution>> pending_;  // with communications left to start
+  std::vector<Beside> beside_;
 };
 
 // One per device.
@@ -67,27 +94,18 @@ std::array<Lane, kMaxLanes>& lanes() {
 
 Lane& lane_of(const at::Device& device) { return lanes().at(device.is_cpu() ? 0 : 1 + device.index()); }
 
-// What AsyncCollectiveTensor waits for: the rest of the program.
+// What AsyncCollectiveTensor waits for: the end of the program.
 class ExecutionWork : public c10d::Work {
  public:
   ExecutionWork(std::shared_ptr<Execution> execution, const at::Tensor& output)
-      : execution_(std::move(execution)), output_(output.getIntrusivePtr()) {
-    ++lane_of(execution_->device()).num_unfinished;
-  }
-  // If nobody waited, the peers still need the communications of this rank.
+      : execution_(std::move(execution)), output_(output.getIntrusivePtr()) {}
   ~ExecutionWork() override {
-    try {
-      if (!execution_->device().is_cpu()) execution_->start_all();
-    } catch (const std::exception&) {
-      // Whoever waits on another rank reports it; a destructor must not throw.
-    }
     if (!was_waited_for_ && execution_->failed()) {
       TORCH_WARN("shardwright: an asynchronous redistribute that nobody waited for has failed");
     }
-    --lane_of(execution_->device()).num_unfinished;
   }
 
-  bool isCompleted() override { return execution_->finished(); }
+  bool isCompleted() override { return is_on_cpu() ? execution_->finished() : execution_->is_done(); }
   bool isSuccess() const override { return execution_->finished() && !execution_->failed(); }
   bool wait(std::chrono::milliseconds) override {
     synchronize();
@@ -95,7 +113,7 @@ class ExecutionWork : public c10d::Work {
   }
   void synchronize() override {
     was_waited_for_ = true;
-    execution_->finish();
+    is_on_cpu() ? execution_->finish() : execution_->wait_for_end();
   }
   // The output, if anybody still holds it.
   std::vector<at::Tensor> result() override {
@@ -104,10 +122,17 @@ class ExecutionWork : public c10d::Work {
   }
 
  private:
+  bool is_on_cpu() const { return execution_->device().is_cpu(); }
+
   std::atomic<bool> was_waited_for_{false};
   std::shared_ptr<Execution> execution_;
   c10::weak_intrusive_ptr<c10::TensorImpl> output_;
 };
+
+at::Tensor copied_to(const at::Tensor& tensor, at::Device device) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return tensor.to(device);
+}
 
 Communication communication_of(const Step& step) {
   Communication found;
@@ -172,6 +197,7 @@ Executable::Executable(Program program, const std::vector<const Plan*>& plans, s
 
 void Executable::describe(const std::vector<const Plan*>& plans, const char* title) {
   const Mesh& mesh = plans.front()->src.mesh();
+  backend_ = plans.front()->backend;
   lifetimes_ = program_.lifetimes();
   for (int64_t p = 0; p < mesh.size(); ++p) mesh_ranks_.push_back(mesh.rank_at(p));
   for (const Plan* plan : plans) {
@@ -309,19 +335,31 @@ at::Tensor Executable::take_box(const at::Tensor& input) const {
   return divided ? box : box.clone();
 }
 
-bool Executable::has_transfers_beside(const at::Tensor& input) const {
-  return !input.device().is_cpu() && lane_of(input.device()).num_unfinished > 0;
+void Executable::make_communicators(const at::Device& device) const {
+  if (device.is_cpu() || ready_device_ == device.index()) return;
+  shardwright::make_communicators(groups(), device);
+  if (!is_capturing(device)) ready_device_ = device.index();
+}
+
+bool Executable::goes_through_host(const at::Device& device) const {
+  if (backend_ != Backend::kGloo || device.is_cpu() || groups_.empty()) return false;
+  ++counters().through_host;
+  TORCH_WARN_ONCE("shardwright: tensors on ", device, " are copied to host memory, redistributed there and copied back, ",
+                  "because their process groups are Gloo's; sw.stats()['through_host'] counts them");
+  return true;
 }
 
 at::Tensor Executable::run(const at::Tensor& input) const {
   const Record record(title_);
   check_inputs(input);
   if (returns_input()) return input;
+  if (goes_through_host(input.device())) return copied_to(run(copied_to(input, at::kCPU)), input.device());
+  make_communicators(input.device());
   if (program_.box_of_input && !input.is_contiguous()) {
     ++counters().runs;
     return take_box(input);
   }
-  return complete(std::make_shared<Execution>(shared_from_this(), input, has_transfers_beside(input)));
+  return complete(std::make_shared<Execution>(shared_from_this(), input, /*is_beside_compute=*/false));
 }
 
 void Executable::run_into(const at::Tensor& input, const at::Tensor& out) const {
@@ -340,14 +378,22 @@ void Executable::run_into(const at::Tensor& input, const at::Tensor& out) const 
     ++counters().runs;
     return;
   }
-  const auto execution = std::make_shared<Execution>(shared_from_this(), input, has_transfers_beside(input));
+  if (goes_through_host(input.device())) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    at::Tensor(out).copy_(run(copied_to(input, at::kCPU)));
+    return;
+  }
+  make_communicators(input.device());
+  const auto execution = std::make_shared<Execution>(shared_from_this(), input, /*is_beside_compute=*/false);
   execution->write_to(out);
   complete(execution);
 }
 
 at::Tensor Executable::complete(const std::shared_ptr<Execution>& execution) const {
   if (communicates_) {
-    lane_of(execution->device()).issue(execution, [](Execution& e) { e.start_all(); });
+    Lane& lane = lane_of(execution->device());
+    if (!execution->device().is_cpu()) lane.stand_behind_those_beside();
+    lane.issue(execution, [](Execution& e) { e.start_all(); });
     counters().received_bytes += received_bytes_;
   }
   execution->finish();
@@ -358,6 +404,15 @@ at::Tensor Executable::complete(const std::shared_ptr<Execution>& execution) con
 std::vector<at::Tensor> Executable::run_all(c10::ArrayRef<at::Tensor> inputs) const {
   const Record record(title_);
   check_inputs(inputs);
+  const at::Device device = inputs[0].device();
+  if (goes_through_host(device)) {
+    std::vector<at::Tensor> on_host;
+    for (const at::Tensor& input : inputs) on_host.push_back(copied_to(input, at::kCPU));
+    std::vector<at::Tensor> outputs = run_all(on_host);
+    for (at::Tensor& output : outputs) output = copied_to(output, device);
+    return outputs;
+  }
+  make_communicators(device);
   const auto execution = std::make_shared<Execution>(shared_from_this(), inputs, /*is_beside_compute=*/true);
   complete(execution);
   std::vector<at::Tensor> outputs;
@@ -369,20 +424,39 @@ std::pair<at::Tensor, comm::WorkPtr> Executable::start(const at::Tensor& input, 
   const Record record(title_);
   if (returns_input() || !communicates_) return {run(input), nullptr};
   check_inputs(input);
+  if (goes_through_host(input.device())) {
+    return {copied_to(run(copied_to(input, at::kCPU)), input.device()), nullptr};
+  }
+  make_communicators(input.device());
   const auto execution = std::make_shared<Execution>(shared_from_this(), input, /*is_beside_compute=*/true);
-  const bool is_on_cpu = execution->device().is_cpu();
-  if (is_on_cpu && input_may_change && reads_input_after_start_) execution->copy_input(input);
   const at::Tensor output = execution->output();  // before anything runs, so that it is the one waited for
-  // What watches this thread is to see all communications.
-  const bool is_watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
-  const int until = is_watched ? last_communication_ + 1
-                               : std::max(first_wait_, is_on_cpu ? end_of_collectives_ : end_of_input_reads_);
-  if (is_on_cpu) execution->exchange_by_messages();
-  lane_of(execution->device()).issue(execution, [until](Execution& e) { e.start_until(until); });
+  execution->device().is_cpu() ? start_on_cpu(execution, input, input_may_change)
+                               : start_on_streams(execution, output, input_may_change);
   ++counters().runs;
   counters().received_bytes += received_bytes_;
-  if (is_on_cpu) finish_on_progress_thread(execution);
   return {output, c10::make_intrusive<ExecutionWork>(execution, output)};
+}
+
+void Executable::start_on_cpu(const std::shared_ptr<Execution>& execution, const at::Tensor& input,
+                              bool input_may_change) const {
+  if (input_may_change && reads_input_after_start_) execution->copy_input(input);
+  // What watches this thread is to see all communications.
+  const bool is_watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
+  const int until = is_watched ? last_communication_ + 1 : std::max(first_wait_, end_of_collectives_);
+  execution->exchange_by_messages();
+  lane_of(execution->device()).issue(execution, [until](Execution& e) { e.start_until(until); });
+  finish_on_progress_thread(execution);
+}
+
+void Executable::start_on_streams(const std::shared_ptr<Execution>& execution, const at::Tensor& output,
+                                  bool input_may_change) const {
+  const int until = input_may_change ? std::max(first_wait_, end_of_input_reads_) : first_wait_;
+  Lane& lane = lane_of(execution->device());
+  lane.issue(execution, [&](Execution& e) {
+    e.start_until(until);
+    e.start_rest_beside();
+    lane.note_beside(execution, output);
+  });
 }
 
 }  // namespace shardwright

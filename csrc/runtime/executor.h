@@ -1,22 +1,27 @@
 // Runs a rank's program over c10d process groups.
 //
-// Who advances a program: the thread that started it, as far as the first Wait; for a synchronous call the same thread
-// then goes on to the end. An asynchronous call returns there. On CPU a progress thread (progress.h) does the rest,
-// whether or not anybody waits; on other devices whoever waits for the returned Work first does. The next program that
-// is started on the same device first makes every program before it start all its communications. So the order in which
-// our collectives are started is the order in which programs were, on every rank, whenever each rank happens to wait.
-// Among the collectives that others start on the same groups, those of an asynchronous program have no place that is
-// the same on all ranks: each comes to its later ones when it does. So on CPU they go as messages, which need none, and
-// a call that has native collectives returns once these have started.
+// Who advances a program: the thread that started it; for a synchronous call to the end. Where the device has streams,
+// an asynchronous call too gives all of its program to the device before it returns. On CPU it returns at the first
+// Wait, and a progress thread (progress.h) does the rest, whether or not anybody waits; the next program that is started
+// on the same device first makes every program before it start all its communications. So the order in which our
+// collectives are started is the order in which programs were, on every rank, whenever each rank happens to wait.
+// Among the collectives that others start on the same groups, those that an asynchronous program starts on the progress
+// thread have no place that is the same on all ranks: each comes to them when it does. So on CPU they go as messages,
+// which need none, and a call that has native collectives returns once these have started.
 //
 // Inputs: once an asynchronous call has returned, the caller may write to its input. On CPU nothing reads it any more:
 // what would be read later was copied. On other devices packing and copying stand on the caller's stream before
 // whatever the caller does next; only a transfer that sends the input's own memory may still read it, as PyTorch's
 // asynchronous collectives do.
 //
-// Streams: compute runs on the caller's. Transfers run on the device's side stream (side_stream.h) where compute can go
-// on meanwhile, that is in asynchronous calls and in programs with products; else on the caller's stream too, unless
-// transfers of others are under way, behind which they then stand. The host waits for nothing.
+// Streams: a program computes on the caller's stream, its home. Transfers of asynchronous calls and of programs with
+// products run on the device's stream for transfers (side_stream.h). What an asynchronous call has left to do after its
+// first transfers goes to another stream beside the caller's, and whoever waits makes its own stream wait for the end.
+// Other transfers run on the caller's stream, behind asynchronous programs that nobody has waited for. The host waits
+// for nothing.
+//
+// Memory comes from the home's part of the allocator, and goes back to it when the home has been made to wait for
+// whatever used it; if it never is, because nobody waits, the allocator is told which streams did.
 //
 // Failures: a transfer that fails or times out raises on this rank an error that names rank, plan, step and group. The
 // input is never written.
@@ -114,8 +119,13 @@ class Executable : public std::enable_shared_from_this<Executable> {
   void describe(const std::vector<const Plan*>& plans, const char* title);
   void note_input_reads();
   bool returns_input() const { return program_.is_input(program_.outputs[0].buffer); }
-  // Whether asynchronous programs are under way on the same device, in whose line this one must stand.
-  bool has_transfers_beside(const at::Tensor& input) const;
+  // See communicators.h; once per device. Collective among the ranks of all groups.
+  void make_communicators(const at::Device& device) const;
+  // Whether tensors there must be copied to the host, because Gloo has no messages for them. Counts and says so.
+  bool goes_through_host(const at::Device& device) const;
+  void start_on_cpu(const std::shared_ptr<Execution>& execution, const at::Tensor& input, bool input_may_change) const;
+  void start_on_streams(const std::shared_ptr<Execution>& execution, const at::Tensor& output,
+                        bool input_may_change) const;
   void check_inputs(c10::ArrayRef<at::Tensor> inputs) const;
   at::Tensor take_box(const at::Tensor& input) const;
   at::Tensor complete(const std::shared_ptr<Execution>& execution) const;
@@ -132,6 +142,8 @@ class Executable : public std::enable_shared_from_this<Executable> {
   std::string title_;  // for profilers
   std::vector<int64_t> mesh_ranks_;
   int64_t rank_ = -1;
+  Backend backend_ = Backend::kNccl;  // that the plan is for
+  mutable std::atomic<int> ready_device_{-1};
   int64_t received_bytes_ = 0;
   int last_communication_ = -1;  // index of the instruction
   int first_wait_ = 0;           // likewise; without any, the number of instructions
@@ -152,6 +164,7 @@ void drain_lanes();
 struct Counters {
   std::atomic<int64_t> runs{0};
   std::atomic<int64_t> received_bytes{0};
+  std::atomic<int64_t> through_host{0};  // those of tensors that were copied to host memory for Gloo
 };
 Counters& counters();
 

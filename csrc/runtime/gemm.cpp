@@ -46,13 +46,13 @@ void multiply_matrices(const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor 
     } else {
       at::mm_out(dst, lhs, rhs);
     }
-  } else if (dst.device().is_cuda()) {
+  } else if (dst.device().is_cuda()) {  // the only device where ATen's products take an out_dtype
     if (added.defined()) {
       at::addmm_out(dst, added.to(dst.scalar_type()), lhs, rhs, dst.scalar_type());
     } else {
       at::mm_out(dst, lhs, rhs, dst.scalar_type());
     }
-  } else {  // CPU has no product of mixed dtypes
+  } else {
     multiply_matrices(lhs.to(dst.scalar_type()), rhs.to(dst.scalar_type()), dst, accumulates,
                       bias.defined() ? bias.to(dst.scalar_type()) : bias);
   }
@@ -152,7 +152,7 @@ void multiply_with_aten(const Gemm& gemm, const at::Tensor& lhs, const at::Tenso
                         const at::Tensor& bias) {
   const at::Tensor added = gemm.bias ? view(bias, *gemm.bias, gemm.m, gemm.n) : at::Tensor();
   const bool is_one_call =
-      gemm.count > 1 && !added.defined() && dst.device().is_cuda() && dst.scalar_type() == lhs.scalar_type();
+      gemm.count > 1 && !added.defined() && !dst.device().is_cpu() && dst.scalar_type() == lhs.scalar_type();
   if (is_one_call) {
     const at::Tensor a = batch_view(lhs, gemm.lhs, gemm.count, gemm.lhs_batch_stride, gemm.m, gemm.k);
     const at::Tensor b = batch_view(rhs, gemm.rhs, gemm.count, gemm.rhs_batch_stride, gemm.k, gemm.n);

@@ -1,6 +1,7 @@
 #include "runtime/side_stream.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/version.h>
 
 #include <array>
 #include <mutex>
@@ -10,11 +11,22 @@ namespace {
 
 constexpr int kMaxDevices = 128;  // device indices are of 8 bits
 
-c10::Stream side_stream(c10::Device device) {
+c10::Event event_for(c10::Device device, bool with_time) {
+  return c10::Event(device.type(), with_time ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
+}
+
+std::array<CaptureQuery, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& capture_queries() {
+  static std::array<CaptureQuery, c10::COMPILE_TIME_MAX_DEVICE_TYPES> queries{};
+  return queries;
+}
+
+}  // namespace
+
+c10::Stream side_stream(c10::Device device, SideStream which) {
   static std::mutex mutex;
-  static std::array<std::optional<c10::Stream>, kMaxDevices> streams;
+  static std::array<std::array<std::optional<c10::Stream>, 2>, kMaxDevices> streams;
   const std::lock_guard<std::mutex> lock(mutex);
-  std::optional<c10::Stream>& stream = streams.at(device.index());
+  std::optional<c10::Stream>& stream = streams.at(device.index()).at(static_cast<size_t>(which));
   const bool is_of_other_type = stream && stream->device_type() != device.type();
   if (!stream || is_of_other_type) {
     stream = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
@@ -22,13 +34,7 @@ c10::Stream side_stream(c10::Device device) {
   return *stream;
 }
 
-c10::Event event_for(c10::Device device, bool with_time) {
-  return c10::Event(device.type(), with_time ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
-}
-
-}  // namespace
-
-SideStreamGuard::SideStreamGuard(c10::Device device) : side_(side_stream(device)) {
+SideStreamGuard::SideStreamGuard(c10::Device device, SideStream which) : side_(side_stream(device, which)) {
   record_current(device, false).block(side_);
   guard_.emplace(side_);
 }
@@ -39,14 +45,33 @@ c10::Event SideStreamGuard::record(bool with_time) const {
   return event;
 }
 
-void wait_for(const c10::Event& event, c10::Device device) {
-  event.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
+
+void wait_for(const c10::Event& event, c10::Device device) { event.block(current_stream(device)); }
 
 c10::Event record_current(c10::Device device, bool with_time) {
   c10::Event event = event_for(device, with_time);
-  event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  event.record(current_stream(device));
   return event;
+}
+
+bool is_capturing(c10::Device device) {
+  if (device.is_cpu()) return false;
+  if (const CaptureQuery query = capture_queries().at(static_cast<size_t>(device.type()))) {
+    return query(current_stream(device));
+  }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+  return c10::impl::VirtualGuardImpl(device.type()).isStreamCapturing(current_stream(device));
+#else
+  return false;
+#endif
+}
+
+bool register_capture_query(c10::DeviceType device, CaptureQuery query) {
+  capture_queries().at(static_cast<size_t>(device)) = query;
+  return true;
 }
 
 }  // namespace shardwright

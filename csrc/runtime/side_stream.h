@@ -1,6 +1,7 @@
-// The stream of a device that transfers run on beside compute: one per device, of high priority.
+// The streams of a device that programs use beside the caller's: one for transfers, one for what is left of
+// asynchronous programs after their calls have returned.
 //
-// A transfer begins behind what the current stream was given before it, and whoever waits for it makes its own current
+// What goes there begins behind what the current stream was given before, and whoever needs it makes its own current
 // stream wait. The host never does. On CPU there are no streams: process groups have threads of their own.
 #pragma once
 
@@ -13,10 +14,15 @@
 
 namespace shardwright {
 
-// Makes the side stream current, behind what the current one was given, until it is destroyed. `device`: not the CPU.
+enum class SideStream : uint8_t { kTransfers, kRest };
+
+// One of each per device, of high priority. `device`: not the CPU.
+c10::Stream side_stream(c10::Device device, SideStream which);
+
+// Makes a side stream current, behind what the current one was given, until it is destroyed.
 class SideStreamGuard {
  public:
-  explicit SideStreamGuard(c10::Device device);
+  SideStreamGuard(c10::Device device, SideStream which);
 
   // What the side stream has been given by now.
   c10::Event record(bool with_time = false) const;
@@ -26,10 +32,19 @@ class SideStreamGuard {
   std::optional<c10::StreamGuard> guard_;
 };
 
+c10::Stream current_stream(c10::Device device);
+
 // The current stream waits for an event of its device.
 void wait_for(const c10::Event& event, c10::Device device);
 
 // Marks the current stream's place.
 c10::Event record_current(c10::Device device, bool with_time);
+
+// Whether a graph is captured on the current stream of a device. Never on CPU.
+bool is_capturing(c10::Device device);
+
+// How to find that out for one kind of device, where c10 cannot say (before torch 2.15).
+using CaptureQuery = bool (*)(c10::Stream stream);
+bool register_capture_query(c10::DeviceType device, CaptureQuery query);
 
 }  // namespace shardwright

@@ -4,15 +4,16 @@ rules (process_group.h).
     import async_device
     async_device.load()                       # builds it the first time; torch then knows the device "asyncdev"
     x = torch.ones(3, device="asyncdev")
+    dist.init_process_group("cpu:gloo,asyncdev:strict", ...)
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.machinery
 import importlib.util
 import os
+import shutil
 import sys
 import types
 from collections.abc import Iterator
@@ -22,30 +23,113 @@ from typing import Any
 import torch
 
 DEVICE = "asyncdev"
+BACKEND = f"cpu:gloo,{DEVICE}:strict"
+# Of each piece of work: how often it is late, and by how many microseconds at most.
+DELAYS = (0.3, 300)
 _HERE = Path(__file__).parent
 _NAME = "async_device_native"
 
 
 def _build_directory() -> Path:
-    version = f"torch{torch.__version__.split('+')[0]}-py{sys.version_info.major}{sys.version_info.minor}"
+    version = f"torch{torch.__version__.split('+')[0]}-py{sys.version_info.major}.{sys.version_info.minor}"
     return _HERE.parents[1] / "build" / f"async_device-{version}"
 
 
+@contextlib.contextmanager
+def _environment(**changes: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
 def build() -> Path:
-    """Builds the extension where it is older than its sources, and says where it is."""
+    """Builds the extension where it is older than its sources, and returns its path. Takes a minute or two."""
     from torch.utils import cpp_extension
 
     folder = _build_directory()
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {"MAX_JOBS": os.environ.get("MAX_JOBS", "2"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    with _environment(environment):
+    changes = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "MAX_JOBS": os.environ.get("MAX_JOBS", str(os.cpu_count() or 1)),
+    }
+    if ccache := shutil.which("ccache"):
+        compiler = folder / "ccache" / "c++"  # torch wants one program, and asks it what compiler it is
+        compiler.parent.mkdir(exist_ok=True)
+        if not compiler.is_symlink():
+            compiler.symlink_to(ccache)
+        changes |= {"CXX": str(compiler), "CCACHE_BASEDIR": str(_HERE.parents[1]), "CCACHE_NOHASHDIR": "1"}
+    with _environment(**changes):
         cpp_extension.load(
             name=_NAME,
             sources=sorted(str(source) for source in _HERE.glob("*.cpp")),
             extra_cflags=["-O1", "-g0", "-std=c++20", "-Wall"],
             build_directory=str(folder),
             is_python_module=False,
-            is_standalone=False,
-            verbose=bool(os.environ.get("ASYNC_DEVICE_VERBOSE")),
         )
     return folder / f"{_NAME}.so"
+
+
+@functools.cache
+def native() -> Any:
+    """The extension, built before."""
+    path = _build_directory() / f"{_NAME}.so"
+    if not path.exists():
+        raise RuntimeError(f"{path} is not there; async_device.build() makes it")
+    spec = importlib.util.spec_from_file_location(_NAME, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def load() -> Any:
+    """Makes the device known to torch and to shardwright, and returns the extension."""
+    module = native()
+    torch.utils.rename_privateuse1_backend(DEVICE)
+    torch._register_device_module(DEVICE, _device_module(module))
+    from async_device import strict
+
+    strict.register(module)
+    with contextlib.suppress(ImportError):
+        from shardwright import _arguments, _runtime
+
+        _runtime.register_capture_query(DEVICE, module.capture_query_address())
+        _arguments.DEVICE_TYPES.append(DEVICE)
+    return module
+
+
+def _device_module(native_module: Any) -> types.ModuleType:
+    module = types.ModuleType(f"torch.{DEVICE}")
+    functions: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: native_module.synchronize(),
+        "manual_seed_all": lambda seed: None,
+        "_is_in_bad_fork": lambda: False,
+        "current_stream": lambda device=None: torch.accelerator.current_stream(),
+    }
+    for name, function in functions.items():
+        setattr(module, name, function)
+    return module
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[Any]:
+    """Captures what the block gives to a stream of its own; yields the graph, whose ``replay()`` does it."""
+    module = load()
+    side = torch.Stream(device=DEVICE)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        graph = module.Graph()
+        try:
+            yield graph
+        finally:
+            graph.end()

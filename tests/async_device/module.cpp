@@ -31,6 +31,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("end", [](const CapturedGraph& captured) { end_capture(captured.graph); })
       .def("replay", [](const CapturedGraph& captured) { replay(*captured.graph); }, without_gil);
   m.def("is_capturing", [] { return is_capturing(current_stream()); });
+  // Of shardwright's CaptureQuery.
+  m.def("capture_query_address", [] { return reinterpret_cast<uintptr_t>(&is_capturing); });
   // Milliseconds of nothing on the current stream, for tests that need it to be late.
   m.def("sleep", [](int64_t milliseconds) {
     enqueue(current_stream(), [milliseconds] {

@@ -11,6 +11,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import meshes
 import oracle
 
 # PyTorch 2.15 made Shard -> Partial("sum") a public conversion; before that it is undefined.
@@ -87,7 +88,7 @@ def my_local(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[str]) 
     """What the oracle says this rank holds of a global tensor."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    return oracle.local(tensor, mesh.shape, placements, coordinate)
+    return oracle.local(tensor, mesh.shape, placements, coordinate).to(meshes.device)
 
 
 def distribute(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[str]) -> DTensor:

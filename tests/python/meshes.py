@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 NAMES = ("a", "b", "c")
 
+# Where the tests' tensors are: "cpu", or the asynchronous device of tests/async_device.
+device = "cpu"
+
 _cache: dict[tuple[object, ...], DeviceMesh] = {}
 _timeout = datetime.timedelta(minutes=30)
 
@@ -34,7 +37,7 @@ def get_mesh(
     flatten: Sequence[Sequence[str]] | str = (),
     keep: Sequence[str] | None = None,
 ) -> DeviceMesh:
-    """A CPU mesh over all ranks with dims named a, b, c; every rank of the world must ask for the same meshes.
+    """A mesh over all ranks with dims named a, b, c; every rank of the world must ask for the same meshes.
 
     flatten: the sets of dims to flatten, such as [("a", "b")], or "all".
     keep: with names of dims, returns the submesh of these dims that holds this rank. What is flattened must be kept.
@@ -45,10 +48,10 @@ def get_mesh(
     chosen = tuple(subsets(kept) if flatten == "all" else map(tuple, flatten))
     key = (shape, kept, chosen)
     if key not in _cache:
-        root = DeviceMesh("cpu", torch.arange(math.prod(shape)).reshape(shape), mesh_dim_names=names)
+        root = DeviceMesh(device, torch.arange(math.prod(shape)).reshape(shape), mesh_dim_names=names)
         flattened = [root[dims]._flatten("_".join(dims)) for dims in chosen]
-        for group in [*root.get_all_groups(), *(mesh.get_group() for mesh in flattened)]:
-            # DeviceMesh gives its groups 30 minutes, whatever the default group has.
+        for group in [] if device != "cpu" else [*root.get_all_groups(), *(mesh.get_group() for mesh in flattened)]:
+            # DeviceMesh gives its groups 30 minutes, whatever the default group has. Strict ones never take longer.
             group._get_backend(torch.device("cpu"))._set_default_timeout(_timeout)
         _cache[key] = root if kept == names else root[kept]
     return _cache[key]

@@ -277,6 +277,7 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, rounded: bool = Fal
 
     Bits are not compared: -0.0 equals 0.0, as it may in a sum. NaNs equal each other.
     """
+    actual, expected = actual.cpu(), expected.cpu()
     if actual.shape != expected.shape:
         return f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     if not rounded and actual.dtype != expected.dtype:

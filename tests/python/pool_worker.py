@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import _redistribute, debug
 
+import async_tests
 import meshes
 
 _note_path = ""
+_backend = "gloo"
 
 Job = tuple[str, str, tuple[Any, ...], dict[str, Any]]
 
@@ -37,7 +39,7 @@ def _begin_life(world_size: int, store_path: str, rank: int, collective_timeout_
     _redistribute.clear_redistribute_planner_cache()
     meshes.begin_life(collective_timeout_seconds)
     dist.init_process_group(
-        "gloo",
+        _backend,
         store=dist.FileStore(store_path, world_size),
         rank=rank,
         world_size=world_size,
@@ -62,13 +64,15 @@ def note(text: str) -> None:
 
 def serve(pipe: Connection, stacks_path: str) -> None:
     """Answers calls until the other end of the pipe closes. SIGUSR1 writes the Python stacks to `stacks_path`."""
-    global _note_path
+    global _note_path, _backend
     _note_path = stacks_path + ".note"
     torch.set_num_threads(1)
     torch._logging.set_logs(all=logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     current_life = None
+    if async_tests.is_chosen():
+        _backend = async_tests.use()
     with open(stacks_path, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         while True:
@@ -78,6 +82,8 @@ def serve(pipe: Connection, stacks_path: str) -> None:
                 break
             note("")
             try:
+                if async_tests.is_chosen():
+                    async_tests.forget_failure()
                 if life != current_life:
                     current_life = None
                     _begin_life(*life, rank, collective_timeout_seconds)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement
 
 from . import _convert
 
-DEVICE_TYPES = ("cpu", "cuda")
+DEVICE_TYPES = ["cpu", "cuda"]  # tests on other devices with streams and process groups add theirs
 
 
 def check_tensor(argument: str, given: Any) -> None:

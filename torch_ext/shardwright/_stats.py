@@ -36,7 +36,8 @@ def stats() -> dict[str, Any]:
         ``product_fallbacks``: products of 8-bit floats that were cast to float32 because no unit for them could take
         them, on other devices than CPU, and ``product_fallback_reasons``: how many for which reason.
         ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: of the plans that `plan` keeps. ``bytes``:
-        received by this rank from others. ``staging_bytes``: memory of temporaries that is kept for the next run, on
+        received by this rank from others. ``through_host``: programs on tensors of other devices that ran in host memory,
+        because their process groups are Gloo's. ``staging_bytes``: memory of temporaries that is kept for the next run, on
         CPU; `release_staging` gives it back.
     """
     planned = _planner.plan_cache_counts()
@@ -56,6 +57,7 @@ def stats() -> dict[str, Any]:
         "plan_cache_misses": planned["misses"],
         "plan_cache_size": planned["size"],
         "bytes": _runtime.counters()["received_bytes"],
+        "through_host": _runtime.counters()["through_host"],
         "staging_bytes": _runtime.kept_staging_bytes(),
     }
 

@@ -1,0 +1,137 @@
+// A process group for tests, "strict", with NCCL's rules on the device of driver.h.
+//
+// - Its communicator is made by all ranks of the group together: when the group is made ("eager"), or in the first
+//   operation ("lazy"), also where that is a batch of messages that not all have a part in. A group that is split off
+//   needs all ranks of its parent. Whoever does not come is named when the group's timeout is over.
+// - A collective with asyncOp = false goes onto the current stream, any other operation onto the group's own stream,
+//   behind what the current stream was given before the call. Operations of a communicator meet in the order in which
+//   the host launches them, and each waits for the one before it, whatever streams they are on.
+// - Messages go in batches (startCoalescing, endCoalescing), which start when they end. Tags mean nothing: messages
+//   between two ranks match by their order. A batch that is left open leaves the group unusable until it is ended.
+// - Nothing keeps tensors alive: not the work on the stream, not the Work.
+// - While a graph is captured operations are kept for its replays, and what makes a communicator is an error.
+// - Stricter than NCCL: operations that do not fit each other fail with what either rank does; a batch of messages
+//   that is left open is also noticed by the next collective; messages outside batches raise.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "communicator.h"
+#include "driver.h"
+
+namespace async_device {
+
+struct Rules {
+  bool is_eager = false;           // the communicator is made with the group
+  bool has_real_work = false;      // a synchronous collective returns a Work too, as torch 2.15's NCCL, else null
+  bool is_high_priority = false;   // the group's own stream
+  bool waits_block_host = false;   // Work.wait waits for the operation, as with TORCH_NCCL_BLOCKING_WAIT
+  bool records_streams = false;    // messages record their stream with the allocator, as torch 2.11's NCCL does
+};
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using Tensors = std::vector<at::Tensor>;
+
+// Makes the Gloo group that carries the data: store, rank, size, timeout. To be set once, before any group is made.
+using GlooMaker = std::function<BackendPtr(StorePtr, int, int, Milliseconds)>;
+void set_gloo_maker(GlooMaker maker);
+
+// Of this process: operations by name, "batch", "rendezvous", "split"; "communicators" are those that are there.
+std::map<std::string, int64_t> counters();
+void reset_counters();
+
+class StrictGroup final : public c10d::Backend {
+ public:
+  StrictGroup(StorePtr store, Place place, Milliseconds timeout, Rules rules);
+  ~StrictGroup() override;
+
+  // Makes the communicator if it is not there. Collective.
+  void connect();
+  // A group of some of this group's ranks, ascending; null if this rank is none of them. Collective among all ranks of
+  // this group.
+  c10::intrusive_ptr<StrictGroup> split_off(const StorePtr& store, const std::vector<int>& ranks,
+                                            const std::string& name, Milliseconds timeout, Rules rules);
+
+  const std::string getBackendName() const override { return "strict"; }
+  bool supportsCoalescing() const override { return true; }
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<Options> getBackendOptions() override;
+  void setTimeout(Milliseconds timeout) override;
+  uint64_t getSequenceNumberForGroup() override { return communicator_ ? communicator_->num_launched() : 0; }
+  void eagerConnectSingleDevice(at::Device device) override;
+  c10::intrusive_ptr<c10d::Backend> split(const StorePtr& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& options) override;
+  void shutdown() override;  // what was launched is done first
+  void abort() override;
+
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+  WorkPtr send(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override;
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  // torch 2.15's all_gather_single and the like come here by their defaults.
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+
+ private:
+  using Body = Communicator::Body;
+
+  struct Batch {
+    std::vector<Body> collectives;
+    Moves messages;
+    std::vector<c10::Stream> streams;
+    bool has_messages = false;
+    bool is_async = false;
+    std::string broken_by;
+  };
+
+  // What an operation does on its rank: what is checked first, so that bad arguments change nothing.
+  template <typename Build>
+  WorkPtr collective(Kind kind, bool is_async, Build&& build);
+  WorkPtr message(Tensors& tensors, int peer, bool is_send);
+  WorkPtr launch(const std::vector<c10::Stream>& streams, const std::string& what, Body body, bool is_async,
+                 bool blocks_host);
+  void check_usable(const char* what) const;
+  void enter(const char* what);  // check_usable, and the communicator is there
+  c10::Stream stream_for(bool is_async);
+  Body moving(Kind kind, int64_t detail, Moves moves) const;
+  Body gathering(const Tensors& outputs, const at::Tensor& input) const;
+  void attach(BackendPtr gloo);
+
+  const StorePtr store_;
+  const Place place_;
+  const Rules rules_;
+  Milliseconds timeout_;
+  std::string unusable_;  // why
+  std::shared_ptr<Communicator> communicator_;
+  std::optional<c10::Stream> own_stream_;
+  std::optional<Batch> batch_;
+  int64_t num_splits_ = 0;
+};
+
+}  // namespace async_device
