@@ -95,8 +95,9 @@ std::vector<std::string> meet(const StorePtr& store, const Place& place, const s
                               const std::string& value, const std::string& purpose, Milliseconds timeout) {
   const std::string own = key + "/" + std::to_string(place.rank);
   if (store->check({own})) {
-    C10_THROW_ERROR(DistBackendError, c10::str(place.text(), "the store has '", own, "' from before: a group of the same ",
-                                               "name was made in it, whose addresses NCCL would take for those of today"));
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str(place.text(), "the store has '", own, "' from before: a group of the same ",
+                             "name was made in it, whose addresses NCCL would take for those of today"));
   }
   store->set(own, bytes_of("=" + value));
   auto values = collect(*store, key, place.size, Clock::now() + timeout);
@@ -183,8 +184,8 @@ std::string Communicator::explain(uint64_t ticket, const std::string& what, cons
     const auto said = collect(*store_, "gave_up", place_.size, Clock::now() + kAskOthersFor);
     for (int rank = 0; rank < place_.size; ++rank) {
       if (rank == place_.rank) continue;
-      others.push_back(place_.text({rank}) + (said[rank].empty() ? " waits for nothing in this group"
-                                                                 : " gave up in " + said[rank]));
+      others.push_back(place_.text({rank}) +
+                       (said[rank].empty() ? " waits for nothing in this group" : " gave up in " + said[rank]));
     }
   } catch (const std::exception& error) {
     others.push_back(std::string("the others cannot be asked: ") + first_line(error.what()));
@@ -224,8 +225,8 @@ void Communicator::exchange(Kind kind, int64_t detail, const Moves& moves) {
     const int64_t* theirs = headers[i].first.const_data_ptr<int64_t>();
     TORCH_CHECK(theirs[0] == static_cast<int64_t>(kind), place_.text({message.peer}), " is in ",
                 name_of(static_cast<Kind>(theirs[0])), " instead");
-    TORCH_CHECK(theirs[2] == message.memory.bytes(), place_.text({message.peer}), " sends ", theirs[2],
-                " bytes where ", message.memory.bytes(), " are expected");
+    TORCH_CHECK(theirs[2] == message.memory.bytes(), place_.text({message.peer}), " sends ", theirs[2], " bytes where ",
+                message.memory.bytes(), " are expected");
     TORCH_CHECK(theirs[1] == detail, place_.text({message.peer}), " has another dtype, root or reduction");
     std::vector<at::Tensor> data{message.memory.as_bytes()};
     if (data[0].numel() > 0) received.push_back(gloo_->recv(data, message.peer, kDataTag));

@@ -49,9 +49,9 @@ struct Place {
   std::string text(const std::vector<int>& group_ranks) const;  // "rank 3", "ranks 0 and 2"
 };
 
-// Blocks the host until all ranks of the group have called it with this `key`, once per key and store, and returns their
-// values by rank. Throws c10::DistBackendError that names the missing ranks after `timeout`, and one if the store knows
-// the key from before. `purpose` completes "... needs all ranks of the group".
+// Blocks the host until all ranks of the group have called it with this `key`, once per key and store, and returns
+// their values by rank. Throws c10::DistBackendError that names the missing ranks after `timeout`, and one if the store
+// knows the key from before. `purpose` completes "... needs all ranks of the group".
 std::vector<std::string> meet(const StorePtr& store, const Place& place, const std::string& key,
                               const std::string& value, const std::string& purpose, Milliseconds timeout);
 

@@ -8,7 +8,7 @@
 //   the host launches them, and each waits for the one before it, whatever streams they are on.
 // - Messages go in batches (startCoalescing, endCoalescing), which start when they end. Tags mean nothing: messages
 //   between two ranks match by their order. A batch that is left open leaves the group unusable until it is ended.
-// - Nothing keeps tensors alive: not the work on the stream, not the Work.
+// - Nothing keeps tensors alive: not the work on the stream, not the Work (NCCL's groups do; see `keeps_tensors`).
 // - While a graph is captured operations are kept for its replays, and what makes a communicator is an error.
 // - Stricter than NCCL: operations that do not fit each other fail with what either rank does; a batch of messages
 //   that is left open is also noticed by the next collective; messages outside batches raise.
@@ -23,21 +23,22 @@
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "communicator.h"
 #include "driver.h"
 
 namespace async_device {
 
 struct Rules {
-  bool is_eager = false;           // the communicator is made with the group
-  bool has_real_work = false;      // a synchronous collective returns a Work too, as torch 2.15's NCCL, else null
-  bool is_high_priority = false;   // the group's own stream
-  bool waits_block_host = false;   // Work.wait waits for the operation, as with TORCH_NCCL_BLOCKING_WAIT
-  bool records_streams = false;    // messages record their stream with the allocator, as torch 2.11's NCCL does
+  bool is_eager = false;          // the communicator is made with the group
+  bool has_real_work = false;     // a synchronous collective returns a Work too, as torch 2.15's NCCL, else null
+  bool is_high_priority = false;  // the group's own stream
+  bool waits_block_host = false;  // Work.wait waits for the operation, as with TORCH_NCCL_BLOCKING_WAIT
+  bool records_streams = false;   // messages record their stream with the allocator, as torch 2.11's NCCL does
+  bool keeps_tensors = false;     // a Work keeps what is read, and what collectives write, until it is waited for
 };
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-using Tensors = std::vector<at::Tensor>;
 
 // Makes the Gloo group that carries the data: store, rank, size, timeout. To be set once, before any group is made.
 using GlooMaker = std::function<BackendPtr(StorePtr, int, int, Milliseconds)>;
@@ -105,21 +106,20 @@ class StrictGroup final : public c10d::Backend {
     std::vector<Body> collectives;
     Moves messages;
     std::vector<c10::Stream> streams;
+    Tensors kept;
     bool has_messages = false;
     bool is_async = false;
     std::string broken_by;
   };
 
-  // What an operation does on its rank: what is checked first, so that bad arguments change nothing.
-  template <typename Build>
-  WorkPtr collective(Kind kind, bool is_async, Build&& build);
+  // `build` checks arguments, so that bad ones change nothing, and says what the operation does on its rank.
+  WorkPtr collective(Kind kind, bool is_async, const std::vector<Tensors>& used,
+                     const std::function<Body(const char*)>& build);
   WorkPtr message(Tensors& tensors, int peer, bool is_send);
-  WorkPtr launch(const std::vector<c10::Stream>& streams, const std::string& what, Body body, bool is_async,
-                 bool blocks_host);
+  WorkPtr launch(const std::vector<c10::Stream>& streams, const std::string& what, Body body, Tensors kept,
+                 bool is_async, bool blocks_host = false);
   void check_usable(const char* what) const;
-  void enter(const char* what);  // check_usable, and the communicator is there
   c10::Stream stream_for(bool is_async);
-  Body moving(Kind kind, int64_t detail, Moves moves) const;
   Body gathering(const Tensors& outputs, const at::Tensor& input) const;
   void attach(BackendPtr gloo);
 

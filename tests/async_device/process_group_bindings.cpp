@@ -19,12 +19,14 @@ void bind_process_group(py::module_& m) {
       .def_readwrite("has_real_work", &Rules::has_real_work)
       .def_readwrite("is_high_priority", &Rules::is_high_priority)
       .def_readwrite("waits_block_host", &Rules::waits_block_host)
-      .def_readwrite("records_streams", &Rules::records_streams);
+      .def_readwrite("records_streams", &Rules::records_streams)
+      .def_readwrite("keeps_tensors", &Rules::keeps_tensors);
 
   py::class_<StrictGroup, c10d::Backend, c10::intrusive_ptr<StrictGroup>>(m, "StrictGroup")
       .def(py::init([](const StorePtr& store, int rank, int size, const std::string& name,
                        std::vector<int64_t> global_ranks, Milliseconds timeout, const Rules& rules) {
-             return c10::make_intrusive<StrictGroup>(store, Place{name, rank, size, std::move(global_ranks)}, timeout, rules);
+             return c10::make_intrusive<StrictGroup>(store, Place{name, rank, size, std::move(global_ranks)}, timeout,
+                                                     rules);
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("global_ranks"),
            py::arg("timeout"), py::arg("rules"))

@@ -11,9 +11,9 @@ namespace {
 
 using c10d::ReduceOp;
 
-constexpr std::array kCarried = {at::kChar,        at::kByte,          at::kInt,           at::kLong,
-                                 at::kHalf,        at::kBFloat16,      at::kFloat,         at::kDouble,
-                                 at::kBool,        at::kFloat8_e5m2,   at::kFloat8_e4m3fn, at::kFloat8_e4m3fnuz,
+constexpr std::array kCarried = {at::kChar,           at::kByte,        at::kInt,           at::kLong,
+                                 at::kHalf,           at::kBFloat16,    at::kFloat,         at::kDouble,
+                                 at::kBool,           at::kFloat8_e5m2, at::kFloat8_e4m3fn, at::kFloat8_e4m3fnuz,
                                  at::kFloat8_e5m2fnuz};
 
 int64_t detail_of(const Reduction& reduction, int root = 0) {
@@ -102,7 +102,8 @@ Reduction reduction_of(const ReduceOp& op, at::ScalarType dtype, bool allows_com
   if (op.op_ == ReduceOp::PREMUL_SUM) {
     TORCH_CHECK_TYPE(at::isFloatingType(reduction.dtype), "strict: ", what, " does not scale ", dtype);
     const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-    TORCH_CHECK_VALUE(supplement && !supplement->tensor_factor.defined(), "strict: ", what, " takes a number as factor");
+    TORCH_CHECK_VALUE(supplement && !supplement->tensor_factor.defined(), "strict: ", what,
+                      " takes a number as factor");
     reduction.factor = supplement->double_factor;
   }
   return reduction;

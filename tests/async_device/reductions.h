@@ -14,7 +14,7 @@ void check_dtype(at::ScalarType dtype, const char* what);
 
 struct Reduction {
   c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM;
-  double factor = 1;  // of PREMUL_SUM
+  double factor = 1;                  // of PREMUL_SUM
   at::ScalarType dtype = at::kFloat;  // in which it is done: real for complex numbers, uint8 for bool
   int64_t per_element = 1;            // how many of that make one element
 };

@@ -35,6 +35,7 @@ class Rules:
     is_high_priority_stream: bool = False
     waits_block_host: bool = False
     records_streams: bool = False
+    keeps_tensors: bool = False
 
 
 _native: types.ModuleType | None = None
@@ -100,6 +101,7 @@ def _create(options: Any, backend_options: object) -> Any:
     native_rules.is_high_priority = chosen.is_high_priority_stream
     native_rules.waits_block_host = chosen.waits_block_host
     native_rules.records_streams = chosen.records_streams
+    native_rules.keeps_tensors = chosen.keeps_tensors
 
     # The timeout of new_group is half an hour unless it is given; no test wants to wait longer than its default group.
     global _longest_wait

@@ -30,8 +30,10 @@ def is_chosen() -> bool:
 def use() -> str:
     """In a worker: puts the tests' tensors there, and returns the backends of its default process group."""
     import async_device
+    from async_device import strict
 
     native = async_device.load()
+    strict.set_rules(keeps_tensors=True)  # PyTorch's own functions rely on it
     native.set_delays(int(os.environ[SEED]), *async_device.DELAYS)
     meshes.device = async_device.DEVICE
     return async_device.BACKEND

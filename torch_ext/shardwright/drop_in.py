@@ -29,7 +29,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._debug_mode import get_active_debug_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import _arguments, _binding, _compile_caches, _convert, _engine, _graph_plans, _runtime, _shortcut, _stats, masking
+from . import _binding, _compile_caches, _convert, _engine, _graph_plans, _runtime, _shortcut, _stats, masking
+from ._arguments import DEVICE_TYPES
 from .layout import Layout, Mesh
 from .planning import Plan
 
@@ -384,7 +385,7 @@ def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bo
 def _why_not(local_tensor: torch.Tensor, current_spec: DTensorSpec, is_traced: bool) -> str | None:
     if not is_traced and type(local_tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"local tensor is a {type(local_tensor).__name__}"
-    if local_tensor.device.type not in _arguments.DEVICE_TYPES:
+    if local_tensor.device.type not in DEVICE_TYPES:
         return f"device {local_tensor.device.type}"
     if current_spec.tensor_meta is None:
         return "no tensor_meta"

@@ -1,0 +1,24 @@
+// What strict process groups take, and what their operations are made of.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <vector>
+
+#include "communicator.h"
+
+namespace async_device {
+
+using Tensors = std::vector<at::Tensor>;
+
+// On this device, dense and contiguous; else c10::ValueError that names `what`, the operation.
+void check_tensor(const at::Tensor& tensor, const char* what);
+// Of a tensor as above, of a dtype that NCCL carries.
+Memory memory_of(const at::Tensor& tensor, const char* what);
+const at::Tensor& only(const Tensors& tensors, const char* what);
+void check_root(int64_t root, int size, const char* what);
+
+Communicator::Body moving(Kind kind, int64_t detail, Moves moves);
+Communicator::Body in_turn(std::vector<Communicator::Body> pieces);
+
+}  // namespace async_device

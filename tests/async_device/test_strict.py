@@ -1,0 +1,768 @@
+"""That strict process groups have NCCL's rules: each rule bites, and right use gives right numbers.
+
+Needs the extension of async_device, which is built first where it is missing or old.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import async_device
+from async_device import ranks, strict
+
+DEVICE = async_device.DEVICE
+SHORT_SECONDS = 1.5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    async_device.build()
+
+
+# ------------------------------------------------------------------------------------------- what runs on the ranks
+
+
+def begin(
+    rank: int, size: int, path: str, seconds: float = 20.0, *, bound: bool = False, alone: bool = False, **rules: bool
+) -> Any:
+    """The default group, lazy and with null works unless `rules` say otherwise; returns the extension.
+
+    `alone`: without Gloo for tensors on CPU, which needs all members when a group is made.
+    """
+    strict.set_rules(**{"is_eager": bound, "has_real_work": False, **rules})
+    dist.init_process_group(
+        f"{DEVICE}:strict" if alone else f"cpu:gloo,{DEVICE}:strict",
+        store=dist.FileStore(path, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds),
+        device_id=torch.device(DEVICE, 0) if bound else None,
+    )
+    return async_device.load()
+
+
+def group_of(process_group: Any = None) -> Any:
+    """The backend itself, whose calls return what it returns."""
+    return (process_group or dist.group.WORLD)._get_backend(torch.device(DEVICE))
+
+
+def numbers(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype).to(DEVICE)
+
+
+def error_of(call: Callable[..., Any], *arguments: Any) -> str:
+    try:
+        call(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".split("Exception raised from")[0]
+    return "nothing was raised"
+
+
+def failure_of(native: Any) -> str:
+    error = error_of(native.synchronize)
+    native.forget_failure()
+    return error
+
+
+def batch(*operations: tuple[Callable[..., Any], torch.Tensor, int]) -> None:
+    works = dist.batch_isend_irecv([dist.P2POp(call, tensor, peer) for call, tensor, peer in operations])
+    for work in works:
+        work.wait()
+
+
+def first_message_of_two(rank: int, size: int, path: str, begin_together: bool, bound: bool) -> tuple[str, dict[str, int]]:
+    native = begin(rank, size, path, SHORT_SECONDS if not (begin_together or bound) else 20.0, bound=bound)
+    if begin_together:
+        dist.all_reduce(numbers(1.0))
+    mine, theirs = numbers(float(rank)), numbers(-1.0)
+    if rank == 2:
+        native.synchronize()
+        return "took no part", strict.counters()
+    error = error_of(batch, (dist.isend, mine, 1 - rank), (dist.irecv, theirs, 1 - rank))
+    if error == "nothing was raised":
+        assert theirs.item() == 1 - rank
+    return error, strict.counters()
+
+
+def test_the_first_batch_of_a_lazy_group_needs_all_ranks() -> None:
+    for rank, (error, counters) in enumerate(ranks.run(first_message_of_two, 3, False, False)):
+        assert "rendezvous" not in counters
+        if rank != 2:
+            assert "DistBackendError" in error and f"rank {rank} in group" in error
+            assert "needs all ranks of the group; rank 2 did not come in 1500 ms" in error
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_sparse_batch_works_once_the_communicator_is_there(bound: bool) -> None:
+    answers = ranks.run(first_message_of_two, 3, not bound, bound)
+    assert [error for error, _ in answers] == ["nothing was raised"] * 2 + ["took no part"]
+    assert all(counters["rendezvous"] == 1 and counters["communicators"] == 1 for _, counters in answers)
+    assert [counters.get("batch", 0) for _, counters in answers] == [1, 1, 0]
+
+
+def eager_without_one(rank: int, size: int, path: str) -> str:
+    return "stayed away" if rank == 1 else error_of(lambda: begin(rank, size, path, SHORT_SECONDS, bound=True, alone=True))
+
+
+def test_an_eager_group_needs_all_ranks_when_it_is_made() -> None:
+    first, _, third = ranks.run(eager_without_one, 3)
+    assert "rank 1 did not come" in first and "rank 1 did not come" in third
+
+
+def members_alone(rank: int, size: int, path: str, unbind: bool) -> tuple[str, dict[str, int]]:
+    begin(rank, size, path, SHORT_SECONDS if not unbind else 20.0, bound=True, alone=True)
+    world = dist.group.WORLD
+    if rank == 2:
+        return "is no member", strict.counters()
+    if unbind:
+        world.bound_device_id = None
+    made: list[Any] = []
+    error = error_of(lambda: made.append(dist.new_group([0, 1], use_local_synchronization=True, device_id=torch.device(DEVICE, 0))))
+    if unbind:
+        world.bound_device_id = torch.device(DEVICE, 0)
+        total = numbers(rank + 1.0)
+        dist.all_reduce(total, group=made[0])
+        assert total.item() == 3.0
+    return error, strict.counters()
+
+
+def test_a_group_under_a_bound_one_needs_all_ranks_of_the_parent() -> None:
+    for error, counters in ranks.run(members_alone, 3, False)[:2]:
+        assert "splitting off a group" in error and "rank 2 did not come" in error
+        assert "split" not in counters
+
+
+def test_members_alone_make_a_group_while_the_default_one_is_unbound() -> None:
+    for error, counters in ranks.run(members_alone, 3, True)[:2]:
+        assert error == "nothing was raised"
+        assert "split" not in counters and counters["communicators"] == 2
+
+
+def split_by_all(rank: int, size: int, path: str) -> tuple[float, dict[str, int]]:
+    begin(rank, size, path, bound=True)
+    groups = [dist.new_group(members) for members in ([0, 2], [1])]
+    total = numbers(rank + 1.0)
+    dist.all_reduce(total, group=groups[rank % 2])
+    return total.item(), strict.counters()
+
+
+def test_a_split_by_all_ranks_gives_groups_that_work() -> None:
+    answers = ranks.run(split_by_all, 3)
+    assert [total for total, _ in answers] == [4.0, 2.0, 4.0]
+    assert all(counters["split"] == 2 and counters["communicators"] == 2 for _, counters in answers)
+
+
+def split_in_another_order(rank: int, size: int, path: str) -> str:
+    begin(rank, size, path, SHORT_SECONDS, bound=True, alone=True)
+    order = [[0, 1], [1, 2]] if rank != 2 else [[1, 2], [0, 1]]
+    return error_of(lambda: [dist.new_group(members) for members in order])
+
+
+def test_splits_in_different_orders_are_named() -> None:
+    errors = ranks.run(split_in_another_order, 3)
+    assert any("all ranks must make groups in the same order" in error for error in errors)
+
+
+def name_used_twice(rank: int, size: int, path: str) -> str:
+    begin(rank, size, path)
+    store = dist.FileStore(path, size)
+    native = async_device.load()
+
+    def group() -> None:
+        made = native.StrictGroup(store, rank, size, "twice", [], timedelta(seconds=5), native.Rules())
+        made.connect()
+        made.shutdown()
+
+    assert error_of(group) == "nothing was raised"
+    dist.barrier(device_ids=None)
+    return error_of(group)
+
+
+def test_a_name_that_the_store_knows_is_refused() -> None:
+    assert all("from before" in error for error in ranks.run(name_used_twice, 2))
+
+
+# --------------------------------------------------------------------------------------------------------- streams
+
+
+def wait_for_key(key: str) -> None:
+    dist.distributed_c10d._get_default_store().wait([key], timedelta(seconds=20))
+
+
+def set_key(key: str) -> None:
+    dist.distributed_c10d._get_default_store().set(key, "1")
+
+
+def late_peer(rank: int, size: int, path: str, blocks_host: bool) -> None:
+    """Rank 1 comes late. Rank 0's asynchronous collective holds up nobody but who waits for it."""
+    begin(rank, size, path, has_real_work=True, waits_block_host=blocks_host)
+    dist.all_reduce(numbers(1.0))
+    x = numbers(rank + 1.0)
+    if rank == 1:
+        wait_for_key("come")
+        if blocks_host:
+            time.sleep(0.2)
+        dist.all_reduce(x)
+        assert x.item() == 3.0
+        return
+    work = dist.all_reduce(x, async_op=True)
+    behind = torch.Event(device=DEVICE)
+    behind.record(torch.accelerator.current_stream())
+    behind.synchronize()  # the current stream is not held up
+    assert not work.is_completed()
+    if blocks_host:
+        set_key("come")
+        work.wait()
+        assert work.is_completed()
+    else:
+        work.wait()
+        behind.record(torch.accelerator.current_stream())
+        assert not behind.query() and not work.is_completed()  # the stream waits, the host does not
+        set_key("come")
+    assert x.item() == 3.0
+
+
+@pytest.mark.parametrize("blocks_host", [False, True])
+def test_a_wait_holds_up_the_stream_and_the_host_only_if_asked(blocks_host: bool) -> None:
+    ranks.run(late_peer, 2, blocks_host)
+
+
+def synchronous_on_current_stream(rank: int, size: int, path: str, has_real_work: bool) -> None:
+    native = begin(rank, size, path, has_real_work=has_real_work)
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    x = numbers(1.0)
+    work = group_of().allreduce([x], options)
+    assert (work is not None) == has_real_work
+    assert x.item() == size
+    # On a side stream, while the default stream is held up.
+    side = torch.Stream(device=DEVICE)
+    native.synchronize()
+    with side:
+        y = numbers(1.0)
+    native.sleep(1500)
+    held_up = torch.Event(device=DEVICE)
+    held_up.record(torch.accelerator.current_stream())
+    with side:
+        group_of().allreduce([y], options)
+    side.synchronize()
+    assert not held_up.query()
+    with side:
+        assert y.item() == size
+    native.synchronize()
+
+
+@pytest.mark.parametrize("has_real_work", [False, True])
+def test_a_synchronous_collective_is_on_the_current_stream(has_real_work: bool) -> None:
+    ranks.run(synchronous_on_current_stream, 2, has_real_work)
+
+
+def chained(rank: int, size: int, path: str) -> None:
+    """Two collectives on two streams of which the first is held up: they still meet in the order of the calls."""
+    native = begin(rank, size, path)
+    dist.all_reduce(numbers(1.0))
+    one, other = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
+    with one:
+        x = numbers(1.0, 2.0)
+        if rank == 0:
+            native.sleep(200)
+        dist.all_reduce(x)
+    with other:
+        y = numbers(10.0, 20.0)
+        if rank == 1:
+            native.sleep(100)
+        dist.all_reduce(y)
+    native.synchronize()
+    assert x.tolist() == [size, 2.0 * size] and y.tolist() == [10.0 * size, 20.0 * size]
+
+
+def test_operations_meet_in_the_order_of_the_calls() -> None:
+    ranks.run(chained, 2)
+
+
+def in_another_order(rank: int, size: int, path: str) -> str:
+    native = begin(rank, size, path, 3.0)
+    dist.all_reduce(numbers(1.0))
+    calls = [lambda: dist.all_reduce(numbers(1.0)), lambda: dist.all_gather_into_tensor(numbers(*range(size)), numbers(1.0))]
+    for call in calls if rank == 0 else reversed(calls):
+        call()
+    return failure_of(native)
+
+
+def test_operations_in_another_order_are_named() -> None:
+    first, second = ranks.run(in_another_order, 2)
+    assert "gave up in operation 2, all_reduce: rank 1 is in all_gather instead" in first
+    assert "gave up in operation 2, all_gather: rank 0 is in all_reduce instead" in second
+
+
+def one_stays_away(rank: int, size: int, path: str) -> str:
+    native = begin(rank, size, path)
+    dist.all_reduce(numbers(1.0))
+    native.synchronize()
+    group_of().set_timeout(timedelta(seconds=1))
+    if rank == 1:
+        wait_for_key("gave up 0")
+        wait_for_key("gave up 2")
+        return "stayed away"
+    dist.all_reduce(numbers(1.0))
+    error = failure_of(native)
+    set_key(f"gave up {rank}")
+    return error
+
+
+def test_who_does_not_come_to_a_collective_is_named() -> None:
+    first, _, third = ranks.run(one_stays_away, 3)
+    for rank, error in ((0, first), (2, third)):
+        assert f"rank {rank} in group" in error and "gave up in operation 2, all_reduce" in error
+        assert "rank 1 did not come in 1000 ms" in error or f"rank {2 - rank} is gone" in error
+        assert "rank 1 waits for nothing in this group" in error and f"rank {2 - rank} gave up in operation 2" in error
+
+
+def temporary_input(rank: int, size: int, path: str, keeps_tensors: bool, batched: bool) -> float:
+    """The input of an asynchronous operation goes before the peer comes."""
+    native = begin(rank, size, path, keeps_tensors=keeps_tensors, has_real_work=True)
+    dist.all_reduce(numbers(1.0))
+    output = numbers(*[0.0] * size)
+    if rank == 1:
+        wait_for_key("come")
+    if batched:
+        received = numbers(0.0)
+        sent = numbers(rank + 1.0)
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)])
+        del sent
+    else:
+        works = [dist.all_gather_into_tensor(output, numbers(rank + 1.0), async_op=True)]
+    if rank == 0:
+        torch.Event(device=DEVICE).record(torch.accelerator.current_stream())
+        torch.accelerator.current_stream().synchronize()  # whatever the allocator does has been done
+        set_key("come")
+    for work in works:
+        work.wait()
+    native.synchronize()
+    return received.item() if batched else output.tolist()[0]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("keeps_tensors", [False, True])
+def test_nothing_keeps_tensors_alive_unless_asked(keeps_tensors: bool, batched: bool) -> None:
+    value = ranks.run(temporary_input, 2, keeps_tensors, batched)[1]  # what rank 0's input was when rank 1 came
+    assert value == 1.0 if keeps_tensors else value != value
+
+
+# -------------------------------------------------------------------------------------------------------- messages
+
+
+def messages(rank: int, size: int, path: str) -> None:
+    begin(rank, size, path)
+    group = group_of()
+    assert "outside of a batch" in error_of(group.send, [numbers(1.0)], 1 - rank, 0)
+    assert "outside of a batch" in error_of(group.recv, [numbers(1.0)], 1 - rank, 0)
+    assert "without startCoalescing" in error_of(group._end_coalescing)
+    # By order, whatever the tags; to itself; of no elements.
+    own, first, second, nothing = numbers(0.0), numbers(0.0), numbers(0.0, 0.0), numbers()
+    group._start_coalescing()
+    group.recv([first], 1 - rank, 7)
+    group.recv([nothing], 1 - rank, 0)
+    group.recv([second], 1 - rank, 7)
+    group.recv([own], rank, 0)
+    kept = [numbers(rank + 1.0), numbers(), numbers(rank + 2.0, rank + 3.0), numbers(rank + 5.0)]
+    for tensor, tag in zip(kept[:3], (3, 2, 1)):
+        group.send([tensor], 1 - rank, tag)
+    group.send([kept[3]], rank, 1)
+    group._end_coalescing().wait()
+    assert first.item() == 2.0 - rank and second.tolist() == [3.0 - rank, 4.0 - rank] and own.item() == rank + 5.0
+    # An empty batch does nothing.
+    group._start_coalescing()
+    assert group._end_coalescing() is None
+    assert strict.counters()["batch"] == 1
+
+
+def test_messages_match_by_order() -> None:
+    ranks.run(messages, 2)
+
+
+def message_sizes(rank: int, size: int, path: str) -> str:
+    native = begin(rank, size, path, 2.0)
+    group = group_of()
+    group._start_coalescing()
+    kept = numbers(1.0, 2.0) if rank == 0 else numbers(1.0, 2.0, 3.0)
+    group.send([kept], 1, 0) if rank == 0 else group.recv([kept], 0, 0)
+    group._end_coalescing()
+    return failure_of(native)
+
+
+def test_messages_of_another_size_are_named() -> None:
+    assert "rank 0 sends 8 bytes where 12 are expected" in ranks.run(message_sizes, 2)[1]
+
+
+def left_open(rank: int, size: int, path: str) -> None:
+    begin(rank, size, path)
+    dist.all_reduce(numbers(1.0))
+    group = group_of()
+    peer = 1 - rank
+    x, y = numbers(rank + 1.0), numbers(0.0)
+    group._start_coalescing()
+    group.recv([y], peer, 0)
+    group.send([x], peer, 0)
+    assert "outside" not in error_of(group._start_coalescing)
+    assert "left open or is nested" in error_of(group._start_coalescing)
+    # A collective that comes now may be anybody's.
+    assert "left open" in error_of(dist.all_reduce, numbers(1.0))
+    assert "endCoalescing" in error_of(group.send, [x], peer, 0)
+    assert "endCoalescing" in error_of(dist.all_reduce, numbers(1.0))
+    group._end_coalescing().wait()
+    assert y.item() == peer + 1.0
+    # An error of the batch itself does the same.
+    group._start_coalescing()
+    assert "allowed is 0 to 1" in error_of(group.send, [x], 5, 0)
+    assert "call endCoalescing" in error_of(dist.all_reduce, numbers(1.0))
+    assert "allowed is 0 to 1" in error_of(group.recv, [x], peer, 0)  # it says why
+    assert group._end_coalescing() is None
+    # A message to itself that nobody takes.
+    group._start_coalescing()
+    group.send([x], rank, 0)
+    assert "1 messages to its own rank and receives 0" in error_of(group._end_coalescing)
+    total = numbers(1.0)
+    dist.all_reduce(total)
+    assert total.item() == 2.0
+
+
+def test_a_batch_left_open_makes_the_group_unusable_until_it_is_ended() -> None:
+    ranks.run(left_open, 2)
+
+
+# ------------------------------------------------------------------------------------------------------- arguments
+
+
+def arguments(rank: int, size: int, path: str) -> None:
+    native = begin(rank, size, path)
+    group = group_of()
+    for dtype in (torch.int16, torch.uint16, torch.complex64):
+        x, out = torch.zeros(2, dtype=dtype).to(DEVICE), torch.zeros(2 * size, dtype=dtype).to(DEVICE)
+        assert "NCCL does not carry" in error_of(group._allgather_base, out, x)
+        group._start_coalescing()
+        assert "NCCL does not carry" in error_of(group.send, [x], rank, 0)
+        group._end_coalescing()
+    assert "TypeError" in error_of(dist.all_reduce, torch.zeros(2, dtype=torch.int16).to(DEVICE))
+    assert "does not reduce" in error_of(dist.all_reduce, torch.zeros(2).to(torch.float8_e4m3fn).to(DEVICE))
+    assert "does not average" in error_of(dist.all_reduce, torch.zeros(2, dtype=torch.bool).to(DEVICE), dist.ReduceOp.AVG)
+    assert "does not know" in error_of(dist.all_reduce, numbers(1, dtype=torch.int32), dist.ReduceOp.BAND)
+    highest = dist.AllreduceOptions()
+    highest.reduceOp = dist.ReduceOp.MAX
+    complex_numbers = torch.zeros(2, dtype=torch.complex64).to(DEVICE)
+    assert "but by sum and average" in error_of(group.allreduce, [complex_numbers], highest)
+    assert "contiguous" in error_of(dist.all_reduce, torch.zeros(4, 4).to(DEVICE).t()[:2])
+    assert "expects" in error_of(dist.all_gather_into_tensor, numbers(*range(size + 1)), numbers(1.0))
+    assert "expects" in error_of(dist.reduce_scatter_tensor, numbers(1.0), numbers(*range(size + 1)))
+    assert "one dtype" in error_of(group._allgather_base, numbers(*range(size)), numbers(1, dtype=torch.int32))
+    assert "strict.Rules" in error_of(lambda: dist.new_group(pg_options=object()))
+    # None of these has begun anything.
+    assert "rendezvous" not in strict.counters()
+    x = torch.tensor([1 + 2j, 3j]).to(DEVICE)
+    group.allreduce([x], dist.AllreduceOptions()).wait()
+    assert x.cpu().tolist() == [size * (1 + 2j), size * 3j]
+    flags = torch.tensor([rank == 0, False]).to(DEVICE)
+    dist.all_reduce(flags)
+    assert flags.cpu().tolist() == [True, False]
+    small = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn).to(DEVICE)
+    gathered = torch.zeros(2 * size).to(torch.float8_e4m3fn).to(DEVICE)
+    dist.all_gather_into_tensor(gathered, small)
+    assert gathered.cpu().float().tolist() == [1.0, 2.0] * size
+    native.synchronize()
+
+
+def test_what_nccl_refuses_is_refused_before_anything_begins() -> None:
+    ranks.run(arguments, 2)
+
+
+# --------------------------------------------------------------------------------------------------------- capture
+
+
+def captured(rank: int, size: int, path: str) -> None:
+    native = begin(rank, size, path, has_real_work=True)
+    dist.all_reduce(numbers(1.0))
+    x, total, received = numbers(0.0), numbers(0.0), numbers(0.0)
+    native.synchronize()
+    with async_device.captured() as graph:
+        total.copy_(x)
+        dist.all_reduce(total)
+        work = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x, (rank + 1) % size), dist.P2POp(dist.irecv, received, (rank - 1) % size)]
+        )
+        for one in work:
+            one.wait()
+    assert total.item() == 0.0
+    for step in (1.0, 2.0):
+        x.fill_(step + 10 * rank)
+        graph.replay()
+        assert total.item() == size * step + 10 * sum(range(size))
+        assert received.item() == step + 10 * ((rank - 1) % size)
+
+
+def test_captured_operations_are_done_by_each_replay() -> None:
+    ranks.run(captured, 3)
+
+
+def in_capture(call: Callable[[], Any]) -> tuple[str, str]:
+    errors = []
+
+    def attempt() -> None:
+        with async_device.captured():
+            errors.append(error_of(call))
+
+    return (error_of(attempt), *errors)[::-1]  # type: ignore[return-value]
+
+
+def forbidden_in_capture(rank: int, size: int, path: str) -> None:
+    native = begin(rank, size, path, has_real_work=True)
+    x = numbers(1.0)
+    for call, name in (
+        (lambda: dist.all_reduce(x), "making the communicator"),  # the first one
+        (lambda: dist.new_group([0, 1], pg_options=strict.rules(is_eager=True)), "making the communicator"),
+        (lambda: group_of().barrier(_synchronous_barrier()), ""),
+    ):
+        inside, after = in_capture(call)
+        assert name in inside and "spoiled" in after, (inside, after)
+    assert "spoiled" not in error_of(native.synchronize)
+    dist.all_reduce(x)
+
+    def query() -> None:
+        dist.all_reduce(x, async_op=True).is_completed()
+
+    inside, after = in_capture(query)
+    assert "querying an event" in inside and "spoiled" in after
+    assert x.item() == size
+
+
+def _synchronous_barrier() -> Any:
+    options = dist.BarrierOptions()
+    options.asyncOp = False
+    return options
+
+
+def test_what_may_not_be_captured_spoils_the_capture() -> None:
+    ranks.run(forbidden_in_capture, 2)
+
+
+def forbidden_split_in_capture(rank: int, size: int, path: str) -> None:
+    begin(rank, size, path, bound=True)
+    inside, after = in_capture(lambda: dist.new_group([0, 1]))
+    assert "splitting off a process group" in inside and "spoiled" in after
+
+
+def test_a_split_may_not_be_captured() -> None:
+    ranks.run(forbidden_split_in_capture, 2)
+
+
+# ------------------------------------------------------------------------------------------------------------- end
+
+
+def destroyed_early(rank: int, size: int, path: str, peer_comes: bool) -> str:
+    native = begin(rank, size, path, 20.0 if peer_comes else SHORT_SECONDS)
+    dist.all_reduce(numbers(1.0))
+    x = numbers(rank + 1.0)
+    if rank == 1:
+        if not peer_comes:
+            return "stayed away"
+        time.sleep(0.3)
+    work = dist.all_reduce(x, async_op=True)
+    before = strict.counters()["communicators"]
+    group = group_of()
+    dist.destroy_process_group()
+    assert "destroyed" in error_of(group.allreduce, [x])
+    del group
+    assert before == 1 and strict.counters()["communicators"] == 0
+    error = failure_of(native)
+    if peer_comes:
+        work.wait() if work is not None else None
+        assert x.item() == 3.0
+    return error
+
+
+def test_a_group_that_is_destroyed_ends_what_is_under_way() -> None:
+    assert ranks.run(destroyed_early, 2, True) == ["nothing was raised"] * 2
+
+
+def test_a_group_that_is_destroyed_while_nobody_comes_gives_up() -> None:
+    assert "rank 1" in ranks.run(destroyed_early, 2, False)[0]
+
+
+def left_under_way(rank: int, size: int, path: str) -> None:
+    begin(rank, size, path, 5.0)
+    dist.all_reduce(numbers(1.0))
+    if rank == 0:
+        dist.all_reduce(numbers(1.0), async_op=True)
+
+
+def test_a_process_may_end_with_work_under_way() -> None:
+    ranks.run(left_under_way, 2)
+
+
+def aborted(rank: int, size: int, path: str) -> None:
+    native = begin(rank, size, path, 5.0)
+    dist.all_reduce(numbers(1.0))
+    group_of().abort()
+    assert "aborted" in error_of(dist.all_reduce, numbers(1.0))
+    native.synchronize()
+
+
+def test_an_aborted_group_is_unusable() -> None:
+    ranks.run(aborted, 2)
+
+
+# --------------------------------------------------------------------------------------------------------- numbers
+
+
+def random_use(rank: int, size: int, path: str, seed: int, rules: dict[str, bool]) -> None:
+    """Collectives and batches from several streams, with delays, against the same on CPU tensors."""
+    native = begin(rank, size, path, 30.0, **rules)
+    shared = random.Random(seed)  # the same on all ranks
+    native.set_delays(seed * 100 + rank, 0.3, 3000)
+    streams = [torch.Stream(device=DEVICE) for _ in range(3)]
+    generator = torch.Generator().manual_seed(seed)
+    expected: list[tuple[torch.Tensor, torch.Tensor]] = []
+    alive: list[Any] = []
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64]
+
+    def everyones(count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [torch.randint(0, 4, (count,), generator=generator).to(dtype) for _ in range(size)]
+
+    for _ in range(30):
+        dtype, count = shared.choice(dtypes), shared.choice([0, 1, 5, 64])
+        is_async, root = shared.random() < 0.5, shared.randrange(size)
+        kind = shared.choice(
+            ["all_reduce", "all_gather", "gather_list", "reduce_scatter", "all_to_all", "broadcast", "messages", "reduce"]
+            + ["coalesced", "scatter", "gather", "all_to_all_list", "reduce_scatter_list"]
+        )
+        with streams[shared.randrange(3)]:
+            inputs = everyones(count, dtype)
+            mine = inputs[rank].to(DEVICE)
+            parts = [everyones(count, dtype) for _ in range(size)]  # parts[r][p]: from r to p
+            flat = torch.cat(parts[rank]).to(DEVICE)
+            works: list[Any] = []
+            if kind == "all_reduce":
+                operator = shared.choice([dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT])
+                works = [dist.all_reduce(mine, operator, async_op=is_async)]
+                stacked = torch.stack(inputs).double()
+                result = {
+                    dist.ReduceOp.SUM: lambda: stacked.sum(0),
+                    dist.ReduceOp.MAX: lambda: stacked.amax(0),
+                    dist.ReduceOp.MIN: lambda: stacked.amin(0),
+                    dist.ReduceOp.PRODUCT: lambda: stacked.prod(0),
+                }[operator]()
+                wanted = [(mine, result.to(dtype))]
+            elif kind == "reduce":
+                works = [dist.reduce(mine, root, async_op=is_async)]
+                wanted = [(mine, torch.stack(inputs).double().sum(0).to(dtype))] if rank == root else []
+            elif kind == "broadcast":
+                works = [dist.broadcast(mine, root, async_op=is_async)]
+                wanted = [(mine, inputs[root])]
+            elif kind == "all_gather":
+                out = torch.zeros(size * count, dtype=dtype).to(DEVICE)
+                works = [dist.all_gather_into_tensor(out, mine, async_op=is_async)]
+                wanted = [(out, torch.cat(inputs))]
+            elif kind == "gather_list":
+                outs = [torch.zeros(count, dtype=dtype).to(DEVICE) for _ in range(size)]
+                works = [dist.all_gather(outs, mine, async_op=is_async)]
+                wanted = list(zip(outs, inputs))
+            elif kind in ("reduce_scatter", "reduce_scatter_list"):
+                out = torch.zeros(count, dtype=dtype).to(DEVICE)
+                if kind == "reduce_scatter":
+                    works = [dist.reduce_scatter_tensor(out, flat, async_op=is_async)]
+                else:
+                    pieces = list(flat.split(count)) if count else [flat] * size
+                    works = [dist.reduce_scatter(out, pieces, async_op=is_async)]
+                wanted = [(out, torch.stack([parts[r][rank] for r in range(size)]).double().sum(0).to(dtype))]
+            elif kind in ("all_to_all", "all_to_all_list"):
+                out = torch.zeros(size * count, dtype=dtype).to(DEVICE)
+                if kind == "all_to_all":
+                    works = [dist.all_to_all_single(out, flat, async_op=is_async)]
+                else:
+                    outs = [torch.zeros(count, dtype=dtype).to(DEVICE) for _ in range(size)]
+                    pieces = [part.to(DEVICE) for part in parts[rank]]
+                    works = [dist.all_to_all(outs, pieces, async_op=is_async)]
+                    alive.append(pieces)
+                received = [parts[r][rank] for r in range(size)]
+                wanted = [(out, torch.cat(received))] if kind == "all_to_all" else list(zip(outs, received))
+            elif kind == "scatter":
+                pieces = [part.to(DEVICE) for part in parts[root]]
+                works = [dist.scatter(mine, pieces if rank == root else None, root, async_op=is_async)]
+                alive.append(pieces)
+                wanted = [(mine, parts[root][rank])]
+            elif kind == "gather":
+                outs = [torch.zeros(count, dtype=dtype).to(DEVICE) for _ in range(size)]
+                works = [dist.gather(mine, outs if rank == root else None, root, async_op=is_async)]
+                wanted = list(zip(outs, inputs)) if rank == root else []
+            elif kind == "coalesced":
+                others = everyones(3, torch.float32)
+                two, outs = others[rank].to(DEVICE), [torch.zeros(size * n).to(DEVICE) for n in (count, 3)]
+                outs[0] = outs[0].to(dtype)
+                with dist.distributed_c10d._coalescing_manager(async_ops=is_async) as manager:
+                    dist.all_gather_into_tensor(outs[0], mine)
+                    dist.all_gather_into_tensor(outs[1], two)
+                works = [manager] if is_async else []
+                alive.append(two)
+                wanted = [(outs[0], torch.cat(inputs)), (outs[1], torch.cat(others))]
+            else:  # messages along a random set of pairs, more than one between some
+                pairs = [(r, p) for r in range(size) for p in range(size) if shared.random() < 0.6]
+                received = [torch.zeros(count, dtype=dtype).to(DEVICE) for r, p in pairs if p == rank]
+                sent = [parts[r][p].to(DEVICE) for r, p in pairs if r == rank]
+                senders = [r for r, p in pairs if p == rank]
+                operations = [dist.P2POp(dist.irecv, t, r) for t, r in zip(received, senders)]
+                operations += [dist.P2POp(dist.isend, t, p) for t, (r, p) in zip(sent, [q for q in pairs if q[0] == rank])]
+                if operations:
+                    works = dist.batch_isend_irecv(operations)
+                alive += [received, sent]
+                wanted = [(t, parts[r][rank]) for t, r in zip(received, senders)]
+            for work in works:
+                if work is not None:
+                    work.wait()
+            doubled = [(tensor.add(tensor), value + value) for tensor, value in wanted]  # what runs behind sees it
+            expected += doubled
+            alive += [mine, flat, works, [tensor for tensor, _ in wanted]]
+    native.synchronize()
+    for got, value in expected:
+        assert torch.equal(got.cpu(), value), (kind, got.cpu(), value)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_right_use_gives_right_numbers(size: int) -> None:
+    seed = random.randrange(10_000)
+    print(f"seed {seed}")
+    rules = random.Random(seed)
+    ranks.run(random_use, size, seed, {name: rules.random() < 0.5 for name in ("is_eager", "has_real_work")})
+
+
+def averages(rank: int, size: int, path: str) -> None:
+    begin(rank, size, path)
+    x, whole = numbers(rank + 1.0, 2.0), numbers(7 * rank + 1, 5, dtype=torch.int64)
+    dist.all_reduce(x, dist.ReduceOp.AVG)
+    dist.all_reduce(whole, dist.ReduceOp.AVG)
+    scaled = numbers(rank + 1.0)
+    dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5))
+    total = sum(range(1, size + 1))
+    assert x.tolist() == [total / size, 2.0] and scaled.item() == 0.5 * total
+    assert whole.tolist() == [sum(7 * r + 1 for r in range(size)) // size, 5]
+    uneven = [numbers(*[0.0] * (r + 1)) for r in range(size)]
+    mine = numbers(*[float(rank)] * (rank + 1))
+    dist.all_gather(uneven, mine)
+    assert [t.tolist() for t in uneven] == [[float(r)] * (r + 1) for r in range(size)]
+    rows = [(rank + p) % 3 for p in range(size)]
+    out = torch.zeros(sum((r + rank) % 3 for r in range(size)), 2).to(DEVICE)
+    data = torch.full((sum(rows), 2), float(rank)).to(DEVICE)
+    dist.all_to_all_single(out, data, [(r + rank) % 3 for r in range(size)], rows)
+    assert out.cpu()[:, 0].tolist() == [float(r) for r in range(size) for _ in range((r + rank) % 3)]
+    group_of().barrier().wait()
+    assert strict.counters()["barrier"] == 1
+
+
+def test_averages_uneven_parts_and_barriers() -> None:
+    ranks.run(averages, 3)
