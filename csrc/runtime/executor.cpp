@@ -422,7 +422,10 @@ std::vector<at::Tensor> Executable::run_all(c10::ArrayRef<at::Tensor> inputs) co
 
 std::pair<at::Tensor, comm::WorkPtr> Executable::start(const at::Tensor& input, bool input_may_change) const {
   const Record record(title_);
-  if (returns_input() || !communicates_) return {run(input), nullptr};
+  // Where others communicate and this rank does not, there is something to wait for all the same on devices with
+  // streams: who waits on another stream must find the result there.
+  const bool is_pending = communicates_ || (!input.device().is_cpu() && !communications_.empty());
+  if (returns_input() || !is_pending) return {run(input), nullptr};
   check_inputs(input);
   if (goes_through_host(input.device())) {
     return {copied_to(run(copied_to(input, at::kCPU)), input.device()), nullptr};

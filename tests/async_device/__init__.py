@@ -10,6 +10,7 @@ rules (process_group.h).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import importlib.util
 import os
@@ -24,8 +25,6 @@ import torch
 
 DEVICE = "asyncdev"
 BACKEND = f"cpu:gloo,{DEVICE}:strict"
-# Of each piece of work: how often it is late, and by how many microseconds at most.
-DELAYS = (0.3, 300)
 _HERE = Path(__file__).parent
 _NAME = "async_device_native"
 
@@ -51,6 +50,10 @@ def build() -> Path:
     from torch.utils import cpp_extension
 
     folder = _build_directory()
+    library = folder / f"{_NAME}.so"
+    sources = [*_HERE.glob("*.cpp"), *_HERE.glob("*.h")]
+    if library.exists() and library.stat().st_mtime > max(source.stat().st_mtime for source in sources):
+        return library
     folder.mkdir(parents=True, exist_ok=True)
     changes = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -62,15 +65,17 @@ def build() -> Path:
         if not compiler.is_symlink():
             compiler.symlink_to(ccache)
         changes |= {"CXX": str(compiler), "CCACHE_BASEDIR": str(_HERE.parents[1]), "CCACHE_NOHASHDIR": "1"}
-    with _environment(**changes):
+    with _environment(**changes), open(folder / "one_at_a_time", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)  # of a build that was killed, which torch would wait for
         cpp_extension.load(
             name=_NAME,
-            sources=sorted(str(source) for source in _HERE.glob("*.cpp")),
+            sources=sorted(str(source) for source in sources if source.suffix == ".cpp"),
             extra_cflags=["-O1", "-g0", "-std=c++20", "-Wall"],
             build_directory=str(folder),
             is_python_module=False,
         )
-    return folder / f"{_NAME}.so"
+    return library
 
 
 @functools.cache
@@ -95,11 +100,10 @@ def load() -> Any:
     from async_device import strict
 
     strict.register(module)
-    with contextlib.suppress(ImportError):
-        from shardwright import _arguments, _runtime
+    from shardwright import _arguments, _runtime
 
-        _runtime.register_capture_query(DEVICE, module.capture_query_address())
-        _arguments.DEVICE_TYPES.append(DEVICE)
+    _runtime.register_capture_query(DEVICE, module.capture_query_address())
+    _arguments.DEVICE_TYPES.append(DEVICE)
     return module
 
 

@@ -18,6 +18,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <mutex>
 #include <set>
 
@@ -82,7 +83,8 @@ std::set<std::string>& synchronous() {
 std::mutex names_mutex;
 
 void by_cpu(const c10::OperatorHandle& op, Stack* stack) {
-  forbid_in_capture("an operator that synchronises");
+  const std::string what = toString(op.operator_name()) + ", which synchronises,";
+  forbid_in_capture(what.c_str());
   at::native::cpu_fallback(op, stack);
 }
 
@@ -127,10 +129,14 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     const bool is_out = schema.arguments()[i].is_out();
     if (is_out && args[i].isTensor() && args[i].toTensor().numel() == 0) grows = true;
   }
+  // An empty result of operands that are not is to be resized.
+  grows = grows && std::any_of(args.begin(), args.end(), [](const c10::IValue& arg) {
+            return arg.isTensor() && arg.toTensor().defined() && arg.toTensor().dim() > 0 && arg.toTensor().numel() > 0;
+          });
   if (schema.returns().empty() && !writes) return by_cpu(op, stack);
 
   if (writes) {
-    if (grows) return by_cpu(op, stack);  // perhaps to be resized
+    if (grows) return by_cpu(op, stack);
     Stack copy;
     for (const c10::IValue& arg : args) copy.push_back(changed(arg, on_cpu));
     enqueue(current_stream(), [op, copy]() mutable { call(op, copy); });

@@ -1,40 +1,51 @@
-"""The pool of worker processes that all tests share, and the device that their tensors are on.
+"""The pools of worker processes that all tests share.
 
-`pytest --device asyncdev` runs tests on the device of tests/async_device, which is as asynchronous as a GPU and has
-process groups with NCCL's rules. Its delays follow from `--seed`.
+`pytest --device asyncdev` gives tests that ask for `pool` one whose tensors are on the device of tests/async_device.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 
 import pytest
 
-import async_tests
+import async_tests  # noqa: F401  (so that async_device is found)
 from pool import Pool
+
+_SEED = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=("cpu", "asyncdev"), default="cpu", help="where the tests' tensors are")
-    parser.addoption("--seed", type=int, help="of the delays on asyncdev; default: a random one, which is printed")
+    parser.addoption("--device", choices=("cpu", "asyncdev"), default="cpu", help="where the tensors of tests are")
+    parser.addoption("--seed", type=int, help="of delays on asyncdev (default: a random one, which is printed)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--device") != "cpu":
-        seed = config.getoption("--seed")
-        async_tests.choose(random.randrange(1 << 30) if seed is None else seed)
+    seed = config.getoption("--seed")
+    config.stash[_SEED] = random.randrange(1 << 30) if seed is None else seed
 
 
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    if config.getoption("--device") == "cpu":
-        return []
-    return [f"tensors on asyncdev, delays of --seed {os.environ[async_tests.SEED]}"]
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"asyncdev: delays follow from --seed {config.stash[_SEED]}"
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def async_pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
+    """Its tensors are on the asynchronous device."""
+    import async_device
+
+    async_device.build()
+    shared = Pool(async_seed=pytestconfig.stash[_SEED])
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    if request.config.getoption("--device") == "asyncdev":
+        yield request.getfixturevalue("async_pool")
+        return
     shared = Pool()
     yield shared
     shared.close()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import _redistribute
 
 import dtensors
+import meshes
 import oracle
 import pool_worker
 from meshes import NAMES, coordinates, get_mesh, slice_index, subsets
@@ -284,7 +285,7 @@ def _run_case(case: Case) -> tuple[str | None, torch.Tensor | None]:
     src_order = dict(case.src_order) if case.src_order is not None else None
     dst_order = dict(case.dst_order) if case.dst_order is not None else None
     sizes = case.kept_shape
-    mine = oracle.local(tensor, sizes, case.src, coordinate, src_order, case.strided)
+    mine = oracle.local(tensor, sizes, case.src, coordinate, src_order, case.strided).to(meshes.device)
     given = lay_out(mine, case.memory)
     if case.entry == "internal":
         actual = _redistribute.redistribute_local_tensor(
@@ -303,7 +304,7 @@ def _run_case(case: Case) -> tuple[str | None, torch.Tensor | None]:
     if (changed := oracle.difference(given.detach(), mine)) is not None:
         return f"the input was written to: {changed}", None
     if any(oracle.reduce_op(p) for p in case.dst):
-        return None, actual.detach().contiguous()
+        return None, actual.detach().contiguous().cpu()
     expected = oracle.local(tensor, sizes, case.dst, coordinate, dst_order, case.strided)
     wrong = oracle.difference(actual.detach(), expected, case.rounded)
     if wrong is None and case.backward:
@@ -315,7 +316,7 @@ def _run_backward(case: Case, given: torch.Tensor, actual: torch.Tensor, coordin
     """The gradient goes back to the source's placements, where what was pending is replicated."""
     part = slice_index(case.mesh, case.keep or NAMES, dist.get_rank())
     gradient = oracle.global_tensor(case.shape, case.torch_dtype, case.seed + 1000 + part)
-    actual.backward(oracle.local(gradient, case.kept_shape, case.dst, coordinate))
+    actual.backward(oracle.local(gradient, case.kept_shape, case.dst, coordinate).to(meshes.device))
     assert given.grad is not None
     back = tuple("R" if oracle.reduce_op(p) else p for p in case.src)
     wrong = oracle.difference(given.grad, oracle.local(gradient, case.kept_shape, back, coordinate))

@@ -62,8 +62,11 @@ def note(text: str) -> None:
             file.write(text)
 
 
-def serve(pipe: Connection, stacks_path: str) -> None:
-    """Answers calls until the other end of the pipe closes. SIGUSR1 writes the Python stacks to `stacks_path`."""
+def serve(pipe: Connection, stacks_path: str, async_seed: int | None) -> None:
+    """Answers calls until the other end of the pipe closes. SIGUSR1 writes the Python stacks to `stacks_path`.
+
+    With `async_seed`, tensors are on the asynchronous device, whose delays follow from it.
+    """
     global _note_path, _backend
     _note_path = stacks_path + ".note"
     torch.set_num_threads(1)
@@ -71,8 +74,8 @@ def serve(pipe: Connection, stacks_path: str) -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     current_life = None
-    if async_tests.is_chosen():
-        _backend = async_tests.use()
+    if async_seed is not None:
+        _backend = async_tests.use(async_seed)
     with open(stacks_path, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         while True:
@@ -82,7 +85,7 @@ def serve(pipe: Connection, stacks_path: str) -> None:
                 break
             note("")
             try:
-                if async_tests.is_chosen():
+                if async_seed is not None:
                     async_tests.forget_failure()
                 if life != current_life:
                     current_life = None

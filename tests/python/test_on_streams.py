@@ -1,0 +1,188 @@
+"""What goes wrong only where work is done later than the host says it: waits, memory and order among streams, on the
+device of tests/async_device, where whatever is read too early or too late is poison."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import dtensors
+import oracle
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+
+Placements = tuple[str, ...]
+DEVICE = "asyncdev"
+
+# One transfer; several; packed and in place; sums; rounds come from a memory limit.
+MOVES: list[tuple[tuple[int, ...], Placements, Placements]] = [
+    ((4,), ("S(0)",), ("R",)),
+    ((4,), ("S(1)",), ("R",)),
+    ((4,), ("S(0)",), ("S(1)",)),
+    ((4,), ("P(sum)",), ("S(1)",)),
+    ((4,), ("P(sum)",), ("R",)),
+    ((2, 2), ("S(0)", "S(1)"), ("S(1)", "S(0)")),
+    ((2, 2), ("P(sum)", "S(0)"), ("S(1)", "R")),
+]
+SHAPES = [(8, 12), (7, 5)]
+
+
+def _device() -> type:
+    import async_device
+
+    return async_device.native()
+
+
+def _arguments(sizes: Sequence[int], shape: Sequence[int], src: Placements, dst: Placements, seed: int):
+    """Local tensor, layouts and expected result of one move."""
+    mesh = get_mesh(sizes)
+    tensor = oracle.global_tensor(shape, torch.float32, seed, reducible=True)
+    layouts = [sw.Layout(sw.Mesh(mesh), shape, dtensors.to_placements(p)) for p in (src, dst)]
+    return dtensors.my_local(tensor, mesh, src), layouts, dtensors.my_local(tensor, mesh, dst).cpu()
+
+
+def _check(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    wrong = oracle.difference(found, expected)
+    assert wrong is None, f"{what}: {wrong}"
+
+
+# ---------------------------------------------------------------------------------------- started here, waited for there
+
+
+def _waited_for_on_another_stream(rounds: int) -> None:
+    streams = [torch.Stream(device=DEVICE) for _ in range(3)]
+    for turn, ((sizes, src, dst), shape) in itertools.product(range(rounds), itertools.product(MOVES, SHAPES)):
+        begins, ends = streams[turn % 3], streams[(turn + 1) % 3]
+        with begins:
+            local, layouts, expected = _arguments(sizes, shape, src, dst, turn)
+            result = sw.redistribute_local(local, *layouts, async_op=True)
+            # What begins here takes the memory of whatever was let go of.
+            noise = [torch.full_like(local, -1.0) for _ in range(4)]
+        with ends:
+            found = result + 0
+            del result
+            more = [torch.full_like(found, -2.0) for _ in range(4)]
+            _check(found, expected, (sizes, src, dst, shape))
+        del noise, more, local
+
+
+def test_an_asynchronous_redistribute_may_be_waited_for_on_another_stream(async_pool: Pool) -> None:
+    async_pool.run(_waited_for_on_another_stream, 4, 4)
+
+
+# ------------------------------------------------------------------------------------------------------ never waited for
+
+
+def _never_waited_for(rounds: int) -> None:
+    native = _device()
+    kept = []
+    for turn, ((sizes, src, dst), shape) in itertools.product(range(rounds), itertools.product(MOVES, SHAPES)):
+        local, layouts, _ = _arguments(sizes, shape, src, dst, turn)
+        sw.redistribute_local(local, *layouts, async_op=True)
+        del local
+        # In the memory of inputs, results and temporaries that a transfer may still read or write.
+        kept.append([torch.full((size,), float(turn), device=DEVICE) for size in (4, 16, 64, 96, 256)])
+        if len(kept) > 4:
+            for tensor in kept.pop(0):
+                assert bool((tensor == tensor[0]).all()), "a transfer wrote to memory that was freed"
+    local, layouts, expected = _arguments((4,), (8, 12), ("S(0)",), ("R",), 99)
+    _check(sw.redistribute_local(local, *layouts, async_op=True) + 0, expected, "after those")
+    del local, kept
+    native.synchronize()
+    native.empty_cache()
+
+
+def test_what_nobody_waits_for_harms_nobody(async_pool: Pool) -> None:
+    async_pool.run(_never_waited_for, 4, 6)
+
+
+def _memory_of_what_nobody_waits_for() -> tuple[int, int]:
+    native = _device()
+    used = []
+    for _ in range(12):
+        local, layouts, _ = _arguments((4,), (64, 64), ("S(0)",), ("S(1)",), 1)
+        sw.redistribute_local(local, *layouts, async_op=True)
+        del local
+        native.synchronize()
+        used.append(native.allocated_bytes())
+    return used[3], used[-1]
+
+
+def test_what_nobody_waits_for_does_not_leak(async_pool: Pool) -> None:
+    for early, late in async_pool.run(_memory_of_what_nobody_waits_for, 4):
+        assert late <= early
+
+
+# -------------------------------------------------------------------------------------------------------------- in graphs
+
+
+def _captured(sizes: Sequence[int], async_op: bool) -> None:
+    import async_device
+
+    mesh = get_mesh(sizes)
+    shape = (9, 10)
+    kinds = ("R", "S(0)", "S(1)", "P(sum)")
+    for src in itertools.product(kinds, repeat=len(sizes)):
+        for dst in itertools.product(kinds[:-1], repeat=len(sizes)):
+            before, after = (sw.Layout(sw.Mesh(mesh), shape, dtensors.to_placements(p)) for p in (src, dst))
+            tensor = oracle.global_tensor(shape, torch.float32, 1, reducible=True)
+            local = dtensors.my_local(tensor, mesh, src)
+            _check(sw.redistribute_local(local, before, after), dtensors.my_local(tensor, mesh, dst), (src, dst))
+            with async_device.captured() as graph:
+                result = sw.redistribute_local(local, before, after, async_op=async_op)
+                result = result + 0
+            for turn in range(2, 4):
+                tensor = oracle.global_tensor(shape, torch.float32, turn, reducible=True)
+                local.copy_(dtensors.my_local(tensor, mesh, src))
+                graph.replay()
+                _check(result, dtensors.my_local(tensor, mesh, dst), (src, dst, "replay", turn))
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=str)
+def test_captured_redistributes_see_new_input(async_pool: Pool, sizes: tuple[int, ...], async_op: bool) -> None:
+    size = 1
+    for n in sizes:
+        size *= n
+    async_pool.run(_captured, size, sizes, async_op)
+
+
+def _across_the_edge_of_a_capture() -> None:
+    import async_device
+
+    local, layouts, expected = _arguments((2,), (8, 12), ("S(0)",), ("S(1)",), 1)
+    _check(sw.redistribute_local(local, *layouts), expected, "before")
+    started = sw.redistribute_local(local, *layouts, async_op=True)
+    with pytest.raises(RuntimeError, match="wait for it before the capture begins"), async_device.captured():
+        started + 0
+    with pytest.raises(RuntimeError, match="does not wait for"), async_device.captured():
+        started = sw.redistribute_local(local, *layouts, async_op=True)
+    with pytest.raises(RuntimeError, match="wait for it before the capture ends"):
+        started + 0
+    _check(sw.redistribute_local(local, *layouts), expected, "after")
+
+
+def test_a_wait_across_the_edge_of_a_capture_says_so(async_pool: Pool) -> None:
+    async_pool.run(_across_the_edge_of_a_capture, 2)
+
+
+def _traced() -> int:
+    import async_device
+
+    local, layouts, _ = _arguments((2,), (8, 12), ("S(0)",), ("S(1)",), 1)
+    sw.redistribute_local(local, *layouts)
+    with sw.trace() as trace:
+        sw.redistribute_local(local, *layouts)
+        with async_device.captured() as graph:
+            sw.redistribute_local(local, *layouts)
+        graph.replay()
+    return len(trace)
+
+
+def test_a_trace_leaves_out_what_is_captured(async_pool: Pool) -> None:
+    for events in async_pool.run(_traced, 2):
+        assert events > 0
