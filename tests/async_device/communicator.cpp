@@ -150,15 +150,15 @@ uint64_t Communicator::take_ticket() {
 }
 
 void Communicator::run(uint64_t ticket, const std::string& what, const Body& body) {
-  bool is_left_out = false;
+  std::string failure;
   {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return done_ + 1 == ticket; });
-    is_left_out = !failed_.empty();
-    is_running_ = !is_left_out;
+    if (!failed_.empty())
+      failure = c10::str(place_.text(), "operation ", ticket, ", ", what, ", was left out: ", failed_);
+    is_running_ = failure.empty();
   }
-  std::string failure;
-  if (!is_left_out) {
+  if (failure.empty()) {
     try {
       const at::NoGradGuard no_grad;
       body(*this);
@@ -167,8 +167,8 @@ void Communicator::run(uint64_t ticket, const std::string& what, const Body& bod
     } catch (const std::exception& error) {
       failure = explain(ticket, what, error.what());
     }
-    if (!failure.empty()) fail(failure);
   }
+  if (!failure.empty()) fail(failure);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (failed_.empty()) failed_ = failure;
   is_running_ = false;
@@ -244,7 +244,7 @@ void Communicator::close(const std::string& reason, bool finish_first) {
     if (finish_first) {
       changed_.wait(lock, [this] { return done_ + 1 == next_; });
     } else if (failed_.empty()) {
-      failed_ = closed_;
+      failed_ = "the group was " + closed_;
     }
     gloo.swap(gloo_);
     is_used = is_running_;

@@ -208,6 +208,8 @@ WorkPtr StrictGroup::launch(const std::vector<c10::Stream>& streams, const std::
     given.record(other);
     given.block(stream);
   }
+  // The ticket and the place on the stream are taken together: several threads may launch.
+  const std::lock_guard<std::mutex> lock(launching_);
   enqueue_at_launch(stream, [communicator = communicator_, what, body = std::move(body)] {
     const uint64_t ticket = communicator->take_ticket();
     return Work([communicator, ticket, what, body] { communicator->run(ticket, what, body); });

@@ -19,6 +19,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -131,6 +132,7 @@ class StrictGroup final : public c10d::Backend {
   std::shared_ptr<Communicator> communicator_;
   std::optional<c10::Stream> own_stream_;
   std::optional<Batch> batch_;
+  std::mutex launching_;
   int64_t num_splits_ = 0;
 };
 

@@ -1,4 +1,5 @@
-"""Runs a function of a test module on several ranks, each in a process of its own that ends as any other does.
+"""Runs a function of a test module on several ranks, each in a process of its own that ends as any other does, and what
+such functions need.
 
     values = ranks.run(function, 3, argument)          # function(rank, size, store_path, argument); values[rank]
 
@@ -14,9 +15,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import async_device
+from async_device import strict
+
+DEVICE = async_device.DEVICE
 
 TIMEOUT_SECONDS = 60.0
 _TESTS = str(Path(__file__).parents[1])
@@ -26,13 +36,9 @@ _context.set_forkserver_preload(["torch.distributed.tensor"])
 
 
 def _serve(pipe: Connection, path: list[str], module: str, name: str, arguments: tuple[Any, ...]) -> None:
-    import torch
-
     sys.path[:] = path
     torch.set_num_threads(1)
     try:
-        import async_device
-
         async_device.load()
         answer = (getattr(importlib.import_module(module), name)(*arguments), None)
     except BaseException:
@@ -40,7 +46,9 @@ def _serve(pipe: Connection, path: list[str], module: str, name: str, arguments:
     pipe.send(answer)
 
 
-def run(function: Callable[..., Any], size: int, *arguments: Any, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
+def run(
+    function: Callable[..., Any], size: int, *arguments: Any, timeout_seconds: float = TIMEOUT_SECONDS
+) -> list[Any]:
     path = [_TESTS, *sys.path]
     deadline = time.monotonic() + timeout_seconds
     with tempfile.TemporaryDirectory(prefix="strict_") as folder:
@@ -73,3 +81,62 @@ def run(function: Callable[..., Any], size: int, *arguments: Any, timeout_second
     if problems:
         raise AssertionError("\n".join(problems))
     return values
+
+
+# ------------------------------------------------------------------------------------------ on the ranks
+
+
+def begin(
+    rank: int, size: int, path: str, seconds: float = 20.0, *, bound: bool = False, alone: bool = False, **rules: bool
+) -> Any:
+    """The default group, lazy and with null works unless `rules` say otherwise; returns the extension.
+
+    `alone`: without Gloo for tensors on CPU, which needs all members when a group is made.
+    """
+    strict.set_rules(**{"is_eager": bound, "has_real_work": False, **rules})
+    dist.init_process_group(
+        f"{DEVICE}:strict" if alone else f"cpu:gloo,{DEVICE}:strict",
+        store=dist.FileStore(path, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds),
+        device_id=torch.device(DEVICE, 0) if bound else None,
+    )
+    return async_device.load()
+
+
+def group_of(process_group: Any = None) -> Any:
+    """The backend itself, whose calls return what it returns."""
+    return (process_group or dist.group.WORLD)._get_backend(torch.device(DEVICE))
+
+
+def numbers(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype).to(DEVICE)
+
+
+def error_of(call: Callable[..., Any], *arguments: Any) -> str:
+    try:
+        call(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".split("Exception raised from")[0]
+    return "nothing was raised"
+
+
+def failure_of(native: Any) -> str:
+    error = error_of(native.synchronize)
+    native.forget_failure()
+    return error
+
+
+def wait_for_key(key: str) -> None:
+    dist.distributed_c10d._get_default_store().wait([key], timedelta(seconds=20))
+
+
+def set_key(key: str) -> None:
+    dist.distributed_c10d._get_default_store().set(key, "1")
+
+
+def synchronous_barrier() -> Any:
+    options = dist.BarrierOptions()
+    options.asyncOp = False
+    return options
