@@ -146,7 +146,7 @@ class GatherCompiler {
       multiply_whole();
     } else {
       b_.begin_step(concat(step_text(plan_, num_steps - 1), ", ", method_name(schedule_.method), " of ",
-                           schedule_.chunks, " chunks with its products"));
+                           schedule_.chunks, " chunks, ", schedule_.depth, " ahead, with its products"));
       multiply_by_chunks(plan_.steps.back(), current);
     }
     for (ProductCompiler& product : products_) {
@@ -276,7 +276,10 @@ class GatherCompiler {
     const Intersection own(held, needed_);
     expect_parts(step, group, chunks, own);
     if (matmul_.keeps_gathered) gathered_ = b_.new_buffer(num_elements(needed_));
-    Transfer under_way = chunks.empty() ? Transfer{} : start(step, group, chunks, 0, current);
+    lay_out_slots(step, group, chunks);
+    const size_t depth = std::min(static_cast<size_t>(schedule_.depth), chunks.size());
+    std::vector<Transfer> transfers;
+    for (size_t c = 0; c < depth; ++c) transfers.push_back(start(step, group, chunks, c, current));
     b_.begin_chunk(0);
     const bool has_own_scales = plan_.steps.size() == 1;  // else what is held is not what was given
     if (!has_own_scales) finish_scales();
@@ -285,14 +288,62 @@ class GatherCompiler {
     if (matmul_.keeps_gathered) b_.copy(current, gathered_, own.a_to_b(0, 0));
     for (size_t c = 0; c < chunks.size(); ++c) {
       b_.begin_chunk(static_cast<int>(c) + 1);
-      b_.wait(under_way.ticket);
-      const Transfer arrived = std::move(under_way);
-      if (c + 1 < chunks.size()) under_way = start(step, group, chunks, c + 1, current);
+      b_.wait(transfers[c].ticket);
+      if (c + depth < chunks.size()) transfers.push_back(start(step, group, chunks, c + depth, current));
       b_.begin_chunk(static_cast<int>(c) + 1);
-      take_in(arrived);
+      take_in(transfers[c]);
     }
     b_.begin_chunk(-1);
   }
+
+  // ---- where chunks lie from their arrival until they are multiplied
+
+  // Chunk c has slot c modulo depth + 1, each as long as the longest chunk in it. They are one buffer, whose life
+  // begins with the first transfer: if each chunk had its own, a transfer that is started early would have to wait for
+  // the products before it, whose memory it might have been given.
+  void lay_out_slots(const Step& step, const Positions& group, const std::vector<Chunk>& chunks) {
+    const size_t num_slots = std::min(static_cast<size_t>(schedule_.depth) + 1, chunks.size());
+    std::vector<int64_t> lengths(num_slots, 0);
+    for (size_t c = 0; c < chunks.size(); ++c) {
+      int64_t& length = lengths[c % num_slots];
+      length = std::max(length, staged_count(step, group, chunks[c]));
+    }
+    int64_t total = 0;
+    for (const int64_t length : lengths) {
+      slot_offsets_.push_back(total);
+      total += length;
+    }
+    if (total > 0) slots_ = b_.new_buffer(total);
+  }
+
+  // Of its elements those that do not arrive in place, each block up to where the next may begin.
+  int64_t staged_count(const Step& step, const Positions& group, const Chunk& chunk) {
+    const bool by_messages = schedule_.method == Method::kRing;
+    if (const auto share = by_messages ? std::nullopt : even_share(step, group, chunk)) {
+      return aligned(*share * static_cast<int64_t>(group.size()));
+    }
+    int64_t count = 0;
+    for (const int64_t d : chunk.distances) {
+      const auto block = received(step, group, chunk, d);
+      if (!block || (by_messages && run_in_gathered(*block) >= 0)) continue;
+      count += by_messages ? aligned(block->count()) : block->count();
+    }
+    return aligned(count);
+  }
+
+  // Devices multiply fast, or at all, where matrices begin at such addresses.
+  int64_t aligned(int64_t count) const {
+    constexpr int64_t kAlignmentBytes = 16;
+    const int64_t items = std::max<int64_t>(kAlignmentBytes / plan_.src.dtype().size_bytes(), 1);
+    return (count + items - 1) / items * items;
+  }
+
+  BufferRange in_slot(size_t c, int64_t offset, int64_t count) const {
+    return {slots_, slot_offsets_[c % slot_offsets_.size()] + offset, count};
+  }
+
+  // Where it lies in the gathered operand, if that is kept and holds it as one run; else -1.
+  int64_t run_in_gathered(const Intersection& block) const { return matmul_.keeps_gathered ? block.run_in_b() : -1; }
 
   void expect_parts(const Step& step, const Positions& group, const std::vector<Chunk>& chunks,
                     const Intersection& own) {
@@ -337,19 +388,26 @@ class GatherCompiler {
 
   Transfer start(const Step& step, const Positions& group, const std::vector<Chunk>& chunks, size_t c, int current) {
     b_.begin_chunk(static_cast<int>(c) + 1);
-    if (schedule_.method == Method::kRing) return start_messages(step, group, chunks[c], current);
+    if (schedule_.method == Method::kRing) return start_messages(step, group, chunks[c], c, current);
     if (const auto count = even_share(step, group, chunks[c])) {
-      return start_all_gather(step, group, chunks[c], current, *count);
+      return start_all_gather(step, group, chunks[c], c, current, *count);
     }
-    return start_all_to_all(step, group, chunks[c], current);
+    return start_all_to_all(step, group, chunks[c], c, current);
   }
 
-  Transfer start_messages(const Step& step, const Positions& group, const Chunk& chunk, int current) {
+  // The c-th chunk.
+  Transfer start_messages(const Step& step, const Positions& group, const Chunk& chunk, size_t c, int current) {
     Transfer transfer;
+    int64_t staged = 0;
     SendReceive move{b_.group_index(step.mesh_dims), {}, {}};
     for (const int64_t d : chunk.distances) {
       if (const auto block = received(step, group, chunk, d)) {
-        transfer.arrivals.push_back(place_for(*block));
+        const int64_t run = run_in_gathered(*block);
+        const bool is_in_place = run >= 0;
+        const BufferRange range =
+            is_in_place ? BufferRange{gathered_, run, block->count()} : in_slot(c, staged, block->count());
+        if (!is_in_place) staged += aligned(block->count());
+        transfer.arrivals.push_back({*block, range, is_in_place});
         move.receives.push_back({source(group, d), transfer.arrivals.back().range});
       }
       if (const auto block = sent(step, group, chunk, d)) {
@@ -358,12 +416,6 @@ class GatherCompiler {
     }
     transfer.ticket = b_.send_receive(std::move(move));
     return transfer;
-  }
-
-  Arrival place_for(const Intersection& block) {
-    const int64_t run = matmul_.keeps_gathered ? block.run_in_b() : -1;
-    if (run >= 0) return {block, {gathered_, run, block.count()}, true};
-    return {block, b_.whole(b_.new_buffer(block.count())), false};
   }
 
   BufferRange run_or_packed(const Intersection& block, int current) {
@@ -387,22 +439,22 @@ class GatherCompiler {
     return *count > 0 ? count : std::nullopt;
   }
 
-  Transfer start_all_gather(const Step& step, const Positions& group, const Chunk& chunk, int current, int64_t count) {
+  Transfer start_all_gather(const Step& step, const Positions& group, const Chunk& chunk, size_t c, int current,
+                            int64_t count) {
     const auto k = static_cast<int64_t>(group.size());
     const Region held = step.before.region(b_.position());
     const BufferRange own =
         run_or_packed(Intersection(held, held).share(share_dim_, chunk.share, chunk.shares), current);
-    const int staging = b_.new_buffer(count * k);
     Transfer transfer;
     for (int64_t d = 1; d < k; ++d) {
       transfer.arrivals.push_back(
-          {*received(step, group, chunk, d), {staging, source(group, d) * count, count}, false});
+          {*received(step, group, chunk, d), in_slot(c, source(group, d) * count, count), false});
     }
-    transfer.ticket = b_.emit(AllGather{b_.group_index(step.mesh_dims), own, b_.whole(staging)});
+    transfer.ticket = b_.emit(AllGather{b_.group_index(step.mesh_dims), own, in_slot(c, 0, count * k)});
     return transfer;
   }
 
-  Transfer start_all_to_all(const Step& step, const Positions& group, const Chunk& chunk, int current) {
+  Transfer start_all_to_all(const Step& step, const Positions& group, const Chunk& chunk, size_t c, int current) {
     const auto k = static_cast<int64_t>(group.size());
     Transfer transfer;
     AllToAll move{b_.group_index(step.mesh_dims), {}, {}, std::vector<int64_t>(k, 0), std::vector<int64_t>(k, 0)};
@@ -420,19 +472,16 @@ class GatherCompiler {
         append(pack, sends[m]->a_to_packed(0, to_send));
         to_send += move.send_counts[m] = sends[m]->count();
       }
-      if (receives[m]) to_receive += move.receive_counts[m] = receives[m]->count();
+      if (receives[m]) {
+        move.receive_counts[m] = receives[m]->count();
+        transfer.arrivals.push_back({*receives[m], in_slot(c, to_receive, receives[m]->count()), false});
+        to_receive += receives[m]->count();
+      }
     }
     const int send_staging = b_.new_buffer(to_send);
-    const int receive_staging = b_.new_buffer(to_receive);
-    int64_t at = 0;
-    for (int64_t m = 0; m < k; ++m) {
-      if (!receives[m]) continue;
-      transfer.arrivals.push_back({*receives[m], {receive_staging, at, receives[m]->count()}, false});
-      at += receives[m]->count();
-    }
     b_.copy(current, send_staging, std::move(pack));
     move.src = b_.whole(send_staging);
-    move.dst = b_.whole(receive_staging);
+    move.dst = to_receive > 0 ? in_slot(c, 0, to_receive) : b_.whole(b_.new_buffer(0));
     transfer.ticket = b_.emit(std::move(move));
     return transfer;
   }
@@ -468,6 +517,8 @@ class GatherCompiler {
   ProgramBuilder b_;
   std::vector<ProductCompiler> products_;
   int gathered_ = -1;
+  int slots_ = -1;  // buffer
+  std::vector<int64_t> slot_offsets_;
   int scales_ = -1;  // buffers, of the operand's
   int gathered_scales_ = -1;
   std::vector<Instruction> awaited_scales_;

@@ -152,8 +152,9 @@ Method parse_method(const std::string& name) {
   throw UserError(concat("method: '", name, "'; allowed are 'serial', 'ring' and 'collective'"));
 }
 
-std::string chunks_text(const Schedule& schedule) {
-  if (schedule.distances.empty()) return std::to_string(schedule.chunks);
+namespace {
+
+std::string distances_text(const Schedule& schedule) {
   std::vector<std::string> chunks;
   for (const std::vector<int64_t>& distances : schedule.distances) {
     std::vector<std::string> numbers;
@@ -163,43 +164,67 @@ std::string chunks_text(const Schedule& schedule) {
   return join(chunks, "_") + (chunks.size() == 1 ? "_" : "");  // told from a number
 }
 
-Schedule parse_schedule(const std::string& method, const std::string& chunks) {
-  Schedule schedule{parse_method(method), 0, {}};
-  const auto fail = [&] {
-    throw UserError(concat("chunks: '", chunks, "'; allowed are 1 to ", kMaxChunks, ", or distances such as '1.3_2'"));
-  };
-  const bool is_by_hand = chunks.find('_') != std::string::npos;
-  std::vector<int64_t> numbers{0};
-  bool has_digit = false;
-  const auto end_chunk = [&] {
-    if (!has_digit) fail();
-    schedule.distances.push_back(numbers);
-    numbers = {0};
-    has_digit = false;
-  };
-  for (size_t i = 0; i < chunks.size(); ++i) {
-    const char c = chunks[i];
-    if (c >= '0' && c <= '9') {
-      numbers.back() = numbers.back() * 10 + (c - '0');
-      has_digit = true;
-      if (numbers.back() > kMaxChunks * 16) fail();
-    } else if (c == '.' && is_by_hand && has_digit) {
-      numbers.push_back(0);
-      has_digit = false;
-    } else if (c == '_') {
-      end_chunk();
-      if (i + 1 == chunks.size()) numbers.clear();
-    } else {
-      fail();
+std::vector<std::string> fields_of(const std::string& text, char mark) {
+  std::vector<std::string> fields;
+  std::istringstream stream(text);
+  for (std::string field; std::getline(stream, field, mark);) fields.push_back(field);
+  return fields;
+}
+
+// Nothing for what is no number, or one that nobody means.
+std::optional<int64_t> parse_number(const std::string& text) {
+  constexpr size_t kMaxDigits = 6;
+  const bool has_digits = std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
+  if (text.empty() || text.size() > kMaxDigits || !has_digits) return std::nullopt;
+  return std::stoll(text);
+}
+
+// Those of each chunk, "1.3_2"; empty for text that is nothing of the kind.
+std::vector<std::vector<int64_t>> parse_distances(const std::string& text) {
+  if (text.find("__") != std::string::npos || text.starts_with("_")) return {};
+  std::vector<std::vector<int64_t>> chunks;
+  for (const std::string& chunk : fields_of(text, '_')) {
+    chunks.emplace_back();
+    if (chunk.ends_with(".")) return {};
+    for (const std::string& number : fields_of(chunk, '.')) {
+      const std::optional<int64_t> distance = parse_number(number);
+      if (!distance) return {};
+      chunks.back().push_back(*distance);
     }
   }
-  if (!is_by_hand) {
-    if (!has_digit) fail();
-    schedule.chunks = numbers.back();
-    return schedule;
+  return chunks;
+}
+
+}  // namespace
+
+std::string chunks_text(const Schedule& schedule) {
+  std::string text = schedule.distances.empty() ? std::to_string(schedule.chunks) : distances_text(schedule);
+  if (schedule.depth != 1 || schedule.sms_left != 0) text += concat(":", schedule.depth);
+  if (schedule.sms_left != 0) text += concat(":", schedule.sms_left);
+  return text;
+}
+
+Schedule parse_schedule(const std::string& method, const std::string& chunks) {
+  Schedule schedule{parse_method(method)};
+  const std::vector<std::string> fields = fields_of(chunks, ':');
+  bool is_right = !fields.empty() && fields.size() <= 3 && !chunks.ends_with(":");
+  if (is_right && fields[0].find('_') != std::string::npos) {
+    schedule.distances = parse_distances(fields[0]);
+    schedule.chunks = static_cast<int64_t>(schedule.distances.size()) + 1;
+    is_right = !schedule.distances.empty();
+  } else if (is_right) {
+    const std::optional<int64_t> number = parse_number(fields[0]);
+    is_right = number.has_value();
+    schedule.chunks = number.value_or(0);
   }
-  if (!numbers.empty()) end_chunk();
-  schedule.chunks = static_cast<int64_t>(schedule.distances.size()) + 1;
+  int64_t* const others[] = {&schedule.depth, &schedule.sms_left};
+  for (size_t i = 1; is_right && i < fields.size(); ++i) {
+    const std::optional<int64_t> number = parse_number(fields[i]);
+    is_right = number.has_value();
+    *others[i - 1] = number.value_or(0);
+  }
+  check_user(is_right, "chunks: '", chunks, "'; allowed are 1 to ", kMaxChunks, ", or distances such as '1.3_2', and ",
+             "behind colons the depth and the multiprocessors left to transfers, as in '4:3:16'");
   return schedule;
 }
 
@@ -243,8 +268,17 @@ void check(const Matmul& matmul, const Schedule& schedule) {
   const Plan& plan = plan_of(matmul);
   check_user(schedule.chunks >= 1 && schedule.chunks <= kMaxChunks, "chunks: ", schedule.chunks, "; allowed are 1 to ",
              kMaxChunks);
+  check_user(schedule.depth >= 1 && schedule.depth <= kMaxChunks, "depth: ", schedule.depth, "; allowed are 1 to ",
+             kMaxChunks, " transfers under way beside a product");
+  check_user(schedule.sms_left >= 0 && schedule.sms_left <= kMaxSmsLeft, "sms_left: ", schedule.sms_left,
+             "; allowed are 0 to ", kMaxSmsLeft);
   std::visit([](const auto& m) { check_kind(m); }, matmul);
-  if (schedule.method == Method::kSerial) return;
+  if (schedule.method == Method::kSerial) {
+    check_user(schedule.depth == 1 && schedule.sms_left == 0, "method: 'serial' with depth ", schedule.depth, " and ",
+               schedule.sms_left, " multiprocessors left to transfers, which have no products beside them; allowed ",
+               "are depth 1 and 0");
+    return;
+  }
   const std::optional<std::string> reason = why_only_serial(matmul);
   check_user(!reason, "method: '", method_name(schedule.method), "', but ", reason.value_or(""),
              "; allowed is 'serial'");
@@ -257,8 +291,11 @@ Program compile(const Matmul& matmul, const Schedule& schedule, int64_t position
   check(matmul, schedule);
   check_user(position >= 0 && position < plan_of(matmul).src.mesh().size(), "position: ", position,
              " is not on the mesh (", plan_of(matmul).src.mesh().to_string(), ")");
-  if (const auto* gather = std::get_if<GatherMatmul>(&matmul)) return compile_gather(*gather, schedule, position);
-  return compile_scatter(std::get<MatmulScatter>(matmul), schedule, position);
+  const auto* gather = std::get_if<GatherMatmul>(&matmul);
+  Program program = gather != nullptr ? compile_gather(*gather, schedule, position)
+                                      : compile_scatter(std::get<MatmulScatter>(matmul), schedule, position);
+  program.sms_left = schedule.sms_left;
+  return program;
 }
 
 // kind|method|chunks|kept|scaling|plan|{axes|bias|layout} or {axes|layout|layout}. A layout is written as the plan that
@@ -273,13 +310,6 @@ std::string text_of(const Layout& layout, const Plan& like) {
   plan.src = plan.dst = layout;
   plan.steps.clear();
   return text_of(plan);
-}
-
-std::vector<std::string> fields_of(const std::string& text, char mark) {
-  std::vector<std::string> fields;
-  std::istringstream stream(text);
-  for (std::string field; std::getline(stream, field, mark);) fields.push_back(field);
-  return fields;
 }
 
 std::string text_of(const std::optional<Scaling>& scaling) {

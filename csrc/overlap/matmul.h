@@ -19,10 +19,13 @@
 // Operands of 8-bit floats stand for their values by scales, which are inputs too: a Scaling says which. Scales of rows
 // that move with their operand go ahead of its chunks, in one transfer; the own part does not wait for it.
 //
-// A chunk is freed once it is multiplied, so two are there at a time, unless the gathered operand is asked for. Sums
-// over an axis that is cut into chunks are carried in float32 where the dtype is of 16 bits.
+// At most `depth` transfers are under way beside a product. Those of a gather are started so far ahead, into slots of
+// one buffer that each hold a chunk from its arrival until it is multiplied: depth + 1 chunks are there at a time,
+// unless the gathered operand is asked for. Those of a scatter are waited for so far behind, and as many blocks of the
+// product wait to be sent. Sums over an axis that is cut into chunks are carried in float32 where the dtype is of 16
+// bits.
 //
-// Method and chunks are part of the spec: all ranks must use the same ones (timeline.h).
+// A schedule is part of the spec: all ranks must use the same one (timeline.h).
 #pragma once
 
 #include <cstdint>
@@ -43,6 +46,7 @@ const char* method_name(Method method);        // "serial", "ring" or "collectiv
 Method parse_method(const std::string& name);  // throws UserError
 
 constexpr int64_t kMaxChunks = 4096;
+constexpr int64_t kMaxSmsLeft = 1024;
 
 struct Schedule {
   Method method = Method::kSerial;
@@ -50,6 +54,10 @@ struct Schedule {
   // Of a ring, by hand: the distances of each chunk, in the order in which they travel; all from 1 to the number of
   // partners less one, once. Empty: as many as `chunks` says, nearest first.
   std::vector<std::vector<int64_t>> distances = {};
+  // Transfers under way beside a product, at most; of serial 1. As many as there are chunks, or more: all.
+  int64_t depth = 1;
+  // Multiprocessors that products leave to transfers under way beside them (Program::sms_left); of serial 0.
+  int64_t sms_left = 0;
   bool operator==(const Schedule&) const = default;
 };
 
@@ -105,7 +113,9 @@ std::optional<std::string> why_only_serial(const Matmul& matmul);
 // Whether the step that is chunked can go by messages: all but an all-reduce.
 bool has_ring(const Matmul& matmul);
 
-// "4", or the distances by hand, "1.3_2"; parse_schedule takes them back and throws UserError on other text.
+// All of a schedule but its method: "4", or the distances by hand, "1.3_2"; behind a colon the depth where it is not 1,
+// "4:3", and behind another one the multiprocessors left to transfers where there are any, "4:3:16". parse_schedule
+// takes them back and throws UserError on other text.
 std::string chunks_text(const Schedule& schedule);
 Schedule parse_schedule(const std::string& method, const std::string& chunks);
 

@@ -37,7 +37,7 @@ class ScatterCompiler {
     } else {
       const Step& step = plan_.steps[0];
       b_.begin_step(concat(step_text(plan_, 0), ", ", method_name(schedule_.method), " of ", schedule_.chunks,
-                           " chunks with its products"));
+                           " chunks, ", schedule_.depth, " under way, with its products"));
       current = b_.new_buffer(num_elements(step.after.region(b_.position())));
       if (step.op == StepOp::kAllReduce) {
         all_reduce(step, current);
@@ -148,16 +148,17 @@ class ScatterCompiler {
     if (!dims.empty()) share_dim_ = dim_to_share(step.after, dims, shares_);
     if (by_messages && reduces_) contributions_.resize(shares_, std::vector<BufferRange>(k));
 
-    Transfer under_way;
+    const auto depth = static_cast<size_t>(schedule_.depth);
+    std::vector<Transfer> transfers;
+    size_t num_finished = 0;
     for (size_t c = 0; c < chunks.size(); ++c) {
       b_.begin_chunk(static_cast<int>(c));
-      Transfer started = by_messages ? start_messages(chunks[c]) : start_collective(chunks[c]);
-      finish(under_way);
-      under_way = std::move(started);
+      transfers.push_back(by_messages ? start_messages(chunks[c]) : start_collective(chunks[c]));
+      if (c >= depth) finish(transfers[num_finished++]);
     }
     b_.begin_chunk(static_cast<int>(chunks.size()));
     if (by_messages || !reduces_) multiply_own();
-    finish(under_way);
+    while (num_finished < transfers.size()) finish(transfers[num_finished++]);
     if (by_messages && reduces_) reduce_contributions();
   }
 
@@ -330,10 +331,11 @@ class ScatterCompiler {
                                  : composed_all_reduce(b_, g, reduction, contribution, result));
     }
     const auto num_stages = static_cast<int64_t>(chunks[0].size());
-    for (int64_t t = 0; t < shares + num_stages; ++t) {
+    const int64_t depth = std::min(schedule_.depth, shares);
+    for (int64_t t = 0; t < shares + (num_stages - 1) * depth; ++t) {
       // The latest chunk first: its product is what the others travel behind.
       for (int64_t stage = 0; stage < num_stages; ++stage) {
-        const int64_t c = t - stage;
+        const int64_t c = t - stage * depth;
         if (c < 0 || c >= shares) continue;
         b_.begin_chunk(static_cast<int>(c));
         if (stage == 0) products[c]();

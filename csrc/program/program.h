@@ -183,6 +183,9 @@ struct Program {
   std::map<int, DType> other_dtypes;   // of buffers whose elements are not of `dtype`
   std::vector<Instruction> instructions;
   std::vector<Group> groups;
+  // Multiprocessors that a Gemm is to leave to transfers if any are under way, started and not waited for, when the
+  // device is given it. Devices without them ignore this.
+  int64_t sms_left = 0;
   // Where the result is one box of the input, perhaps divided: its first index in each dim. A runtime may then keep
   // the memory order of an input that is not row-major.
   std::optional<std::vector<int64_t>> box_of_input;

@@ -4,10 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <random>
+#include <set>
 
 #include "layout/error.h"
 #include "overlap/matmul.h"
+#include "products.h"
 #include "simulate/machine.h"
 
 namespace shardwright {
@@ -136,39 +137,6 @@ Layout layout_of_rows(const Contraction& axes, const std::vector<int>& operand, 
 std::vector<std::optional<bool>> kinds_of_scales(const DType& operands) {
   if (operands.size_bytes() > 1) return {std::nullopt};
   return {false, true};
-}
-
-MeshPtr mesh_of(std::vector<int64_t> sizes) {
-  std::vector<std::string> names;
-  for (size_t d = 0; d < sizes.size(); ++d) names.push_back(std::string(1, static_cast<char>('a' + d)));
-  return std::make_shared<Mesh>(names, std::move(sizes));
-}
-
-Layout layout_on(const MeshPtr& mesh, std::vector<int64_t> shape, const std::vector<std::string>& placements,
-                 const char* dtype = "float32") {
-  std::vector<Placement> parsed;
-  for (const std::string& placement : placements) parsed.push_back(Placement::parse(placement));
-  return Layout(mesh, std::move(shape), DType::parse(dtype), parsed);
-}
-
-std::vector<Schedule> schedules(const Matmul& matmul) {
-  std::vector<Schedule> all{{Method::kSerial, 1}};
-  if (why_only_serial(matmul)) return all;
-  const int64_t k = num_partners(matmul);
-  const bool all_reduces = !has_ring(matmul);
-  for (const int64_t chunks : {int64_t{1}, int64_t{2}, int64_t{3}, k, 2 * k}) {
-    if (!all_reduces) all.push_back({Method::kRing, chunks});
-    all.push_back({Method::kCollective, chunks});
-  }
-  if (all_reduces) return all;
-  // By hand: farthest first, and all but the farthest together.
-  Schedule backwards{Method::kRing, k, {}};
-  Schedule together{Method::kRing, 3, {{}, {k - 1}}};
-  for (int64_t d = k - 1; d > 0; --d) backwards.distances.push_back({d});
-  for (int64_t d = 1; d < k - 1; ++d) together.distances[0].push_back(d);
-  if (k > 1) all.push_back(backwards);
-  if (k > 2) all.push_back(together);
-  return all;
 }
 
 struct Run {
@@ -454,75 +422,6 @@ TEST(Overlap, ScattersOnMeshesOfTwoDims) {
   }
 }
 
-// What a product may be, at random: axes in any order, cut by any mesh dims, moved from or to anything.
-class RandomProduct {
- public:
-  explicit RandomProduct(unsigned seed) : random_(seed) {
-    std::vector<int64_t> mesh_sizes;
-    for (int64_t d = 0, dims = pick(1, 2); d < dims; ++d) mesh_sizes.push_back(pick(1, dims == 1 ? 4 : 3));
-    mesh_ = mesh_of(mesh_sizes);
-    // Of the axes a to f, two or so are free in lhs, one or two in rhs, one or two summed.
-    std::string lhs;
-    std::string rhs;
-    std::string out;
-    char letter = 'a';
-    for (int64_t i = 0, n = pick(1, 2); i < n; ++i, ++letter) add(letter, {&lhs, &out});
-    for (int64_t i = 0, n = pick(1, 2); i < n; ++i, ++letter) add(letter, {&rhs, &out});
-    for (int64_t i = 0, n = pick(1, 2); i < n; ++i, ++letter) add(letter, {&lhs, &rhs});
-    for (std::string* letters : {&lhs, &rhs, &out}) std::shuffle(letters->begin(), letters->end(), random_);
-    text = lhs + "," + rhs + "->" + out;
-    for (size_t d = 0; d < mesh_sizes.size(); ++d) {
-      // Cut along one axis while it is computed, or along none.
-      const int64_t axis = pick(-1, static_cast<int64_t>(sizes_.size()) - 1);
-      cuts_.push_back(axis < 0 ? '-' : static_cast<char>('a' + axis));
-    }
-  }
-
-  Layout lhs(const char* dtype) { return during(text.substr(0, text.find(',')), dtype); }
-  Layout rhs(const char* dtype) {
-    const size_t begin = text.find(',') + 1;
-    return during(text.substr(begin, text.find('-') - begin), dtype);
-  }
-  Layout out(const char* dtype) { return during(text.substr(text.find('>') + 1), dtype, true); }
-
-  // The same tensor cut in any other way, or replicated.
-  Layout elsewhere(const Layout& layout) {
-    std::vector<std::string> placements;
-    for (size_t d = 0; d < cuts_.size(); ++d) {
-      const int64_t dim = pick(-1, layout.ndim() - 1);
-      placements.push_back(dim < 0 ? "R" : concat("S(", dim, ")"));
-    }
-    return layout_on(mesh_, layout.shape(), placements, layout.dtype().name().c_str());
-  }
-
-  std::string text;
-
- private:
-  int64_t pick(int64_t least, int64_t most) { return std::uniform_int_distribution<int64_t>(least, most)(random_); }
-
-  void add(char letter, std::initializer_list<std::string*> tensors) {
-    for (std::string* letters : tensors) letters->push_back(letter);
-    sizes_.push_back(pick(0, 9) == 0 ? 0 : pick(1, 5));
-  }
-
-  Layout during(const std::string& letters, const char* dtype, bool is_result = false) {
-    std::vector<int64_t> shape;
-    for (const char letter : letters) shape.push_back(sizes_[letter - 'a']);
-    std::vector<std::string> placements;
-    for (const char cut : cuts_) {
-      const size_t dim = letters.find(cut);
-      const bool is_due = is_result && cut != '-';
-      placements.push_back(dim != std::string::npos ? concat("S(", dim, ")") : is_due ? "P" : "R");
-    }
-    return layout_on(mesh_, shape, placements, dtype);
-  }
-
-  std::mt19937 random_;
-  MeshPtr mesh_;
-  std::vector<int64_t> sizes_;  // by axis
-  std::string cuts_;            // by mesh dim; '-': none
-};
-
 constexpr const char* kE4m3 = "float8_e4m3fn";
 
 TEST(Overlap, MultipliesWhateverIsMoved) {
@@ -612,27 +511,46 @@ TEST(Overlap, OwnPartsDoNotWaitForScales) {
   }
 }
 
+// Calls visit with each product's chunk and the chunks under way beside it, started and not waited for.
+void for_each_product(const Program& program, const std::function<void(int, const std::set<int>&)>& visit) {
+  std::set<int> under_way;
+  for (const Instruction& instruction : program.instructions) {
+    if (is_communication(instruction.operation)) under_way.insert(instruction.chunk);
+    if (const auto* wait = std::get_if<Wait>(&instruction.operation)) {
+      under_way.erase(program.instructions[wait->ticket].chunk);
+    }
+    if (std::holds_alternative<Gemm>(instruction.operation)) visit(instruction.chunk, under_way);
+  }
+}
+
+std::set<int> chunks_between(int begin, int end, int least, int most) {
+  std::set<int> chunks;
+  for (int c = std::max(begin, least); c < std::min(end, most); ++c) chunks.insert(c);
+  return chunks;
+}
+
 TEST(Overlap, ChunksTravelWhileOthersAreMultiplied) {
   const MeshPtr mesh = mesh_of({4});
   const GatherMatmul gather{make_plan(layout_on(mesh, {16, 6}, {"S(0)"}), layout_on(mesh, {16, 6}, {"R"}), {}),
                             {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {5, 6}, {"R"}), false}},
                             false};
-  const Program program = compile(Matmul(gather), {Method::kRing, 4}, 1);
-  // By index: where chunk k is multiplied, k + 1 was started and not waited for.
-  int under_way = -1;
-  int multiplied = 0;
-  for (size_t i = 0; i < program.instructions.size(); ++i) {
-    const Instruction& instruction = program.instructions[i];
-    if (std::holds_alternative<SendReceive>(instruction.operation)) under_way = instruction.chunk;
-    if (const auto* wait = std::get_if<Wait>(&instruction.operation)) {
-      if (program.instructions[wait->ticket].chunk == under_way) under_way = -1;
-    }
-    if (std::holds_alternative<Gemm>(instruction.operation)) {
-      EXPECT_EQ(instruction.chunk, multiplied++);
-      EXPECT_EQ(under_way, instruction.chunk < 3 ? instruction.chunk + 1 : -1);
-    }
+  const MatmulScatter scatter{
+      make_plan(layout_on(mesh, {16, 5}, {"P"}), layout_on(mesh, {16, 5}, {"S(0)"}), {}),
+      {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {16, 8}, {"S(1)"}), layout_on(mesh, {5, 8}, {"S(1)"})}}};
+  for (const int depth : {1, 2, 3, 100}) {
+    int products = 0;
+    // Of a gather the own part is chunk 0, of a scatter the last one.
+    for_each_product(compile(Matmul(gather), {Method::kRing, 4, {}, depth}, 1), [&](int chunk, const auto& under_way) {
+      EXPECT_EQ(chunk, products++);
+      EXPECT_EQ(under_way, chunks_between(chunk + 1, chunk + 1 + depth, 1, 4)) << "depth " << depth;
+    });
+    EXPECT_EQ(products, 4);
+    for_each_product(compile(Matmul(scatter), {Method::kRing, 4, {}, depth}, 1), [&](int chunk, const auto& under_way) {
+      EXPECT_EQ(chunk, products++ - 4);
+      EXPECT_EQ(under_way, chunks_between(chunk - depth, chunk, 0, 3)) << "depth " << depth;
+    });
+    EXPECT_EQ(products, 8);
   }
-  EXPECT_EQ(multiplied, 4);
 }
 
 TEST(Overlap, MultipliesBlocksOfManyRanksAtOnce) {
@@ -658,7 +576,7 @@ TEST(Overlap, MultipliesBlocksOfManyRanksAtOnce) {
   EXPECT_EQ(products_at(scatter, 2, 2), 2);
 }
 
-TEST(Overlap, HoldsTwoChunksOfTheGatheredOperand) {
+TEST(Overlap, HoldsAsManyChunksOfTheGatheredOperandAsAreAskedFor) {
   const MeshPtr mesh = mesh_of({8});
   const Layout src = layout_on(mesh, {64, 100}, {"S(0)"});
   const GatherMatmul gather{make_plan(src, layout_on(mesh, {64, 100}, {"R"}), {}),
@@ -667,6 +585,8 @@ TEST(Overlap, HoldsTwoChunksOfTheGatheredOperand) {
   const int64_t result = 64 * 2 * 4;
   const int64_t shard = 8 * 100 * 4;
   EXPECT_EQ(compile(Matmul(gather), {Method::kRing, 8}, 0).peak_bytes(), result + 2 * shard);
+  EXPECT_EQ(compile(Matmul(gather), {Method::kRing, 8, {}, 3}, 0).peak_bytes(), result + 4 * shard);
+  EXPECT_EQ(compile(Matmul(gather), {Method::kRing, 8, {}, 8}, 0).peak_bytes(), result + 7 * shard);
   EXPECT_EQ(compile(Matmul(gather), {Method::kSerial, 1}, 0).peak_bytes(), result + 8 * shard);
 }
 
@@ -697,9 +617,18 @@ TEST(Overlap, RefusesWhatDoesNotFit) {
             std::string::npos);
   EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kCollective, 2, {{1}}}).find("are for method 'ring'"),
             std::string::npos);
-  for (const char* chunks : {"", "_", "1__2", "1._2", ".1_2", "1.2", "x", "1_x", "99999999999999999999"}) {
+  for (const char* chunks : {"", "_", "1__2", "1._2", ".1_2", "1.2", "x", "1_x", "99999999999999999999", "4:", ":4",
+                             "4:x", "4::3", "4:3:2:1", "1_:"}) {
     EXPECT_THROW(parse_schedule("ring", chunks), UserError) << chunks;
   }
+  EXPECT_EQ(parse_schedule("ring", "4:3:16"), (Schedule{Method::kRing, 4, {}, 3, 16}));
+  EXPECT_EQ(parse_schedule("ring", "1_:2"), (Schedule{Method::kRing, 2, {{1}}, 2, 0}));
+  EXPECT_EQ(chunks_text({Method::kRing, 4, {}, 1, 8}), "4:1:8");
+  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 2, {}, 0}).find("depth: 0"), std::string::npos);
+  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 2, {}, 4097}).find("depth: 4097"), std::string::npos);
+  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 2, {}, 1, -1}).find("sms_left: -1"), std::string::npos);
+  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kSerial, 1, {}, 2}).find("'serial' with depth 2"),
+            std::string::npos);
   EXPECT_EQ(parse_schedule("ring", "1.3_2").distances, (std::vector<std::vector<int64_t>>{{1, 3}, {2}}));
   const Matmul still = GatherMatmul{make_plan(x, x, {}), {{Contraction::parse("mk,nk->mn"), w, false}}, false};
   EXPECT_NE(message(still, {Method::kRing, 2}).find("nothing is moved"), std::string::npos);
