@@ -1,0 +1,163 @@
+#include "program/order.h"
+
+#include <algorithm>
+
+namespace shardwright {
+namespace {
+
+class Accesses {
+ public:
+  void read(const BufferRange& range) { add({range.buffer, range.offset, range.offset + range.count, false}); }
+  void write(const BufferRange& range) { add({range.buffer, range.offset, range.offset + range.count, true}); }
+
+  // From the first element of a box with these strides to the last.
+  void add_box(int buffer, int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+               bool writes) {
+    Access access{buffer, offset, offset + 1, writes};
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      if (sizes[d] == 0) return;
+      const int64_t far = (sizes[d] - 1) * strides[d];
+      (far < 0 ? access.begin : access.end) += far;
+    }
+    add(access);
+  }
+
+  // From the first element of any to the last of any.
+  void add_together(const Accesses& others) {
+    if (others.all_.empty()) return;
+    Access access = others.all_.front();
+    for (const Access& other : others.all_) {
+      access.begin = std::min(access.begin, other.begin);
+      access.end = std::max(access.end, other.end);
+    }
+    add(access);
+  }
+
+  std::vector<Access> take() { return std::move(all_); }
+
+ private:
+  void add(const Access& access) {
+    if (access.begin < access.end) all_.push_back(access);
+  }
+
+  std::vector<Access> all_;
+};
+
+// There may be very many boxes.
+void add(Accesses& accesses, const Copy& copy) {
+  Accesses read;
+  Accesses written;
+  for (const Box& box : copy.boxes) {
+    read.add_box(copy.src, box.src_offset, box.sizes, box.src_strides, false);
+    written.add_box(copy.dst, box.dst_offset, box.sizes, box.dst_strides, true);
+  }
+  accesses.add_together(read);
+  accesses.add_together(written);
+}
+
+void add(Accesses& accesses, const Gemm& gemm) {
+  const auto add_matrix = [&](const Matrix& matrix, int64_t rows, int64_t columns, int64_t batch_stride, bool writes) {
+    accesses.add_box(matrix.buffer, matrix.offset, {gemm.count, rows, columns},
+                     {batch_stride, matrix.row_stride, matrix.column_stride}, writes);
+  };
+  const auto add_scale = [&](const Scale& scale, int64_t rows) {
+    accesses.add_box(scale.buffer, scale.offset, {rows}, {scale.stride}, false);
+  };
+  add_matrix(gemm.lhs, gemm.m, gemm.k, gemm.lhs_batch_stride, false);
+  add_matrix(gemm.rhs, gemm.k, gemm.n, gemm.rhs_batch_stride, false);
+  add_matrix(gemm.dst, gemm.m, gemm.n, gemm.dst_batch_stride, true);
+  if (gemm.bias) add_matrix(*gemm.bias, gemm.m, gemm.n, 0, false);
+  if (gemm.lhs_scale) add_scale(*gemm.lhs_scale, gemm.m);
+  if (gemm.rhs_scale) add_scale(*gemm.rhs_scale, gemm.n);
+}
+
+// Earlier instructions that touched one buffer, and where.
+struct Touch {
+  int instruction = -1;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+struct History {
+  std::vector<Touch> reads;
+  std::vector<Touch> writes;
+};
+
+int last_meeting(const std::vector<Touch>& touches, const Access& access, int after) {
+  for (auto touch = touches.rbegin(); touch != touches.rend() && touch->instruction > after; ++touch) {
+    if (touch->begin < access.end && access.begin < touch->end) return touch->instruction;
+  }
+  return after;
+}
+
+}  // namespace
+
+std::vector<Access> accesses_of(const Operation& operation) {
+  Accesses accesses;
+  if (const auto* copy = std::get_if<Copy>(&operation)) {
+    add(accesses, *copy);
+  } else if (const auto* gemm = std::get_if<Gemm>(&operation)) {
+    add(accesses, *gemm);
+  } else if (const auto* fill = std::get_if<FillZero>(&operation)) {
+    accesses.write(fill->dst);
+  } else if (const auto* divide = std::get_if<Divide>(&operation)) {
+    accesses.write(divide->dst);
+  } else if (const auto* power = std::get_if<Power>(&operation)) {
+    accesses.read(power->src);
+    accesses.write(power->dst);
+  } else if (const auto* cast = std::get_if<Cast>(&operation)) {
+    accesses.read(cast->src);
+    accesses.write(cast->dst);
+  } else if (const auto* reduce = std::get_if<Reduce>(&operation)) {
+    for (const BufferRange& part : reduce->parts) accesses.read(part);
+    accesses.write(reduce->dst);
+  } else if (const auto* gather = std::get_if<AllGather>(&operation)) {
+    accesses.read(gather->src);
+    accesses.write(gather->dst);
+  } else if (const auto* scatter = std::get_if<ReduceScatter>(&operation)) {
+    accesses.read(scatter->src);
+    accesses.write(scatter->dst);
+  } else if (const auto* all_reduce = std::get_if<AllReduce>(&operation)) {
+    accesses.write(all_reduce->data);
+  } else if (const auto* all_to_all = std::get_if<AllToAll>(&operation)) {
+    accesses.read(all_to_all->src);
+    accesses.write(all_to_all->dst);
+  } else if (const auto* move = std::get_if<SendReceive>(&operation)) {
+    for (const auto& message : move->sends) accesses.read(message.range);
+    for (const auto& message : move->receives) accesses.write(message.range);
+  }
+  return accesses.take();
+}
+
+std::vector<int> order_of_transfers(const Program& program) {
+  const std::vector<Instruction>& instructions = program.instructions;
+  const Program::Lifetimes lifetimes = program.lifetimes();
+  std::vector<History> histories(program.buffer_counts.size());
+  std::vector<int> order(instructions.size(), -1);
+  int last = -1;  // compute or Wait
+  for (int i = 0; i < static_cast<int>(instructions.size()); ++i) {
+    const Operation& operation = instructions[i].operation;
+    if (is_communication(operation)) {
+      const std::vector<int>& begins = lifetimes.begins[i];
+      if (std::any_of(begins.begin(), begins.end(), [&](int b) { return program.buffer_counts[b] > 0; })) {
+        order[i] = last;
+        continue;
+      }
+      for (const Access& access : accesses_of(operation)) {
+        const History& history = histories[access.buffer];
+        order[i] = last_meeting(history.writes, access, order[i]);
+        if (access.writes) order[i] = last_meeting(history.reads, access, order[i]);
+      }
+      continue;
+    }
+    const auto* wait = std::get_if<Wait>(&operation);
+    for (const Access& access : accesses_of(wait != nullptr ? instructions[wait->ticket].operation : operation)) {
+      History& history = histories[access.buffer];
+      (access.writes ? history.writes : history.reads).push_back({i, access.begin, access.end});
+    }
+    last = i;
+  }
+  return order;
+}
+
+}  // namespace shardwright

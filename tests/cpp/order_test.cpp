@@ -1,0 +1,303 @@
+// What transfers come after, against every element of memory that instructions touch.
+#include "program/order.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+
+#include "products.h"
+
+namespace shardwright {
+namespace {
+
+// One bit for each byte of a device's memory.
+using Bytes = std::vector<uint64_t>;
+
+void add_bytes(Bytes& bytes, int64_t begin, int64_t end) {
+  if (static_cast<int64_t>(bytes.size()) * 64 < end) bytes.resize((end + 63) / 64, 0);
+  for (int64_t at = begin; at < end; ++at) bytes[at / 64] |= uint64_t{1} << (at % 64);
+}
+
+bool meet(const Bytes& a, const Bytes& b) {
+  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+    if ((a[i] & b[i]) != 0) return true;
+  }
+  return false;
+}
+
+struct Touched {
+  Bytes read;
+  Bytes written;
+
+  bool is_ordered_with(const Touched& other) const {
+    return meet(written, other.written) || meet(written, other.read) || meet(read, other.written);
+  }
+};
+
+// Gives memory that was freed to whoever asks next, as allocators do that know one stream only.
+class Allocator {
+ public:
+  int64_t take(int64_t size) {
+    for (auto& [address, free] : free_) {
+      if (free < size) continue;
+      const int64_t found = address;
+      const int64_t rest = free - size;
+      free_.erase(found);
+      if (rest > 0) free_[found + size] = rest;
+      return found;
+    }
+    end_ += size;
+    return end_ - size;
+  }
+  void give(int64_t address, int64_t size) {
+    if (size > 0) free_[address] = size;
+  }
+
+ private:
+  int64_t end_ = 0;
+  std::map<int64_t, int64_t> free_;
+};
+
+// Where each buffer of a program lies if they are allocated and freed as their lives go.
+std::vector<int64_t> addresses_of(const Program& program) {
+  std::vector<int64_t> addresses(program.buffer_counts.size(), 0);
+  Allocator allocator;
+  for (size_t b = 0; b < program.input_shapes.size(); ++b) {
+    addresses[b] = allocator.take(program.size_bytes(static_cast<int>(b)));
+  }
+  const Program::Lifetimes lifetimes = program.lifetimes();
+  for (size_t i = 0; i < program.instructions.size(); ++i) {
+    for (const int b : lifetimes.begins[i]) addresses[b] = allocator.take(program.size_bytes(b));
+    for (const int b : lifetimes.ends[i]) allocator.give(addresses[b], program.size_bytes(b));
+  }
+  return addresses;
+}
+
+// Element by element, by what the instructions say they do.
+class TouchedBytes {
+ public:
+  explicit TouchedBytes(const Program& program) : program_(program), addresses_(addresses_of(program)) {}
+
+  Touched of(const Operation& operation) {
+    touched_ = {};
+    if (const auto* copy = std::get_if<Copy>(&operation)) {
+      for (const Box& box : copy->boxes) {
+        strided(copy->src, box.src_offset, box.sizes, box.src_strides, touched_.read);
+        strided(copy->dst, box.dst_offset, box.sizes, box.dst_strides, touched_.written);
+      }
+    } else if (const auto* gemm = std::get_if<Gemm>(&operation)) {
+      multiply(*gemm);
+    } else if (const auto* cast = std::get_if<Cast>(&operation)) {
+      range(cast->src, touched_.read);
+      range(cast->dst, touched_.written);
+    } else if (const auto* reduce = std::get_if<Reduce>(&operation)) {
+      for (const BufferRange& part : reduce->parts) range(part, touched_.read);
+      range(reduce->dst, touched_.written);
+    } else if (const auto* divide = std::get_if<Divide>(&operation)) {
+      range(divide->dst, touched_.written);
+    } else if (const auto* o = std::get_if<AllGather>(&operation)) {
+      range(o->src, touched_.read);
+      range(o->dst, touched_.written);
+    } else if (const auto* o = std::get_if<ReduceScatter>(&operation)) {
+      range(o->src, touched_.read);
+      range(o->dst, touched_.written);
+    } else if (const auto* o = std::get_if<AllReduce>(&operation)) {
+      range(o->data, touched_.written);
+    } else if (const auto* o = std::get_if<AllToAll>(&operation)) {
+      range(o->src, touched_.read);
+      range(o->dst, touched_.written);
+    } else if (const auto* o = std::get_if<SendReceive>(&operation)) {
+      for (const auto& message : o->sends) range(message.range, touched_.read);
+      for (const auto& message : o->receives) range(message.range, touched_.written);
+    } else {
+      EXPECT_TRUE(std::holds_alternative<Wait>(operation)) << to_string(operation);
+    }
+    return touched_;
+  }
+
+ private:
+  void element(int buffer, int64_t at, Bytes& bytes) {
+    const int64_t item = program_.dtype_of(buffer).size_bytes();
+    add_bytes(bytes, addresses_[buffer] + at * item, addresses_[buffer] + (at + 1) * item);
+  }
+  void range(const BufferRange& range, Bytes& bytes) {
+    for (int64_t i = 0; i < range.count; ++i) element(range.buffer, range.offset + i, bytes);
+  }
+  void strided(int buffer, int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+               Bytes& bytes, size_t d = 0) {
+    if (d == sizes.size()) return element(buffer, offset, bytes);
+    for (int64_t i = 0; i < sizes[d]; ++i) strided(buffer, offset + i * strides[d], sizes, strides, bytes, d + 1);
+  }
+  void multiply(const Gemm& gemm) {
+    const auto matrix = [&](const Matrix& m, int64_t rows, int64_t columns, int64_t batch_stride, Bytes& bytes) {
+      strided(m.buffer, m.offset, {gemm.count, rows, columns}, {batch_stride, m.row_stride, m.column_stride}, bytes);
+    };
+    matrix(gemm.lhs, gemm.m, gemm.k, gemm.lhs_batch_stride, touched_.read);
+    matrix(gemm.rhs, gemm.k, gemm.n, gemm.rhs_batch_stride, touched_.read);
+    matrix(gemm.dst, gemm.m, gemm.n, gemm.dst_batch_stride, touched_.written);
+    if (gemm.bias) matrix(*gemm.bias, gemm.m, gemm.n, 0, touched_.read);
+    if (gemm.lhs_scale) {
+      strided(gemm.lhs_scale->buffer, gemm.lhs_scale->offset, {gemm.m}, {gemm.lhs_scale->stride}, touched_.read);
+    }
+    if (gemm.rhs_scale) {
+      strided(gemm.rhs_scale->buffer, gemm.rhs_scale->offset, {gemm.n}, {gemm.rhs_scale->stride}, touched_.read);
+    }
+  }
+
+  const Program& program_;
+  std::vector<int64_t> addresses_;
+  Touched touched_;
+};
+
+// A transfer may run beside all compute from what it comes after to its Wait: none of that may meet its memory.
+void check_order(const Program& program) {
+  const std::vector<int> order = order_of_transfers(program);
+  const auto n = static_cast<int>(program.instructions.size());
+  TouchedBytes bytes(program);
+  std::vector<Touched> touched;
+  std::vector<int> waits(n, n);
+  for (int i = 0; i < n; ++i) {
+    const Operation& operation = program.instructions[i].operation;
+    touched.push_back(bytes.of(operation));
+    if (const auto* wait = std::get_if<Wait>(&operation)) waits[wait->ticket] = i;
+  }
+  ASSERT_EQ(static_cast<int>(order.size()), n);
+  for (int i = 0; i < n; ++i) {
+    if (!is_communication(program.instructions[i].operation)) {
+      ASSERT_EQ(order[i], -1);
+      continue;
+    }
+    ASSERT_LT(order[i], i);
+    ASSERT_LT(waits[i], n) << "nobody waits for " << i;
+    if (order[i] >= 0) {
+      ASSERT_FALSE(is_communication(program.instructions[order[i]].operation));
+    }
+    for (int j = order[i] + 1; j < waits[i]; ++j) {
+      if (is_communication(program.instructions[j].operation)) continue;
+      ASSERT_FALSE(touched[i].is_ordered_with(touched[j]))
+          << "transfer " << i << ", after " << order[i] << ", and instruction " << j << " of\n"
+          << program.to_string();
+    }
+  }
+}
+
+void check_orders(const Matmul& matmul) {
+  for (const Schedule& schedule : schedules(matmul)) {
+    SCOPED_TRACE(concat(plan_of(matmul).to_string(), " ", method_name(schedule.method), " ", chunks_text(schedule)));
+    for (int64_t p = 0; p < plan_of(matmul).src.mesh().size(); ++p) check_order(compile(matmul, schedule, p));
+    if (testing::Test::HasFatalFailure()) return;
+  }
+}
+
+TEST(Order, NothingThatRunsBesideATransferMeetsItsMemory) {
+  for (unsigned seed = 1000; seed < 1080; ++seed) {
+    RandomProduct product(seed);
+    SCOPED_TRACE(concat("seed ", seed, ", ", product.text));
+    const Layout x = product.lhs("bfloat16");
+    const Layout y = product.out("float32");
+    for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+      GatherMatmul gather{make_plan(product.elsewhere(x), x, {.backend = backend}), {}, seed % 2 == 0};
+      gather.products.push_back({Contraction::parse(product.text), product.rhs("bfloat16"), seed % 3 == 0});
+      check_orders(gather);
+      MatmulScatter scatter{make_plan(y, product.elsewhere(y), {.backend = backend}), {}, seed % 2 == 0};
+      scatter.terms.push_back({Contraction::parse(product.text), product.lhs("float32"), product.rhs("float32")});
+      check_orders(scatter);
+    }
+    if (HasFailure()) return;
+  }
+}
+
+TEST(Order, OfPlansToo) {
+  const MeshPtr mesh = mesh_of({2, 3});
+  for (const auto& [src, dst] :
+       std::vector<std::pair<std::vector<std::string>, std::vector<std::string>>>{{{"S(0)", "S(0)"}, {"R", "R"}},
+                                                                                  {{"S(0)", "S(1)"}, {"S(1)", "S(0)"}},
+                                                                                  {{"P", "S(0)"}, {"S(1)", "R"}},
+                                                                                  {{"P", "P"}, {"R", "S(1)"}}}) {
+    for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+      const Plan plan = make_plan(layout_on(mesh, {7, 5}, src), layout_on(mesh, {7, 5}, dst), {.backend = backend});
+      for (int64_t p = 0; p < 6; ++p) check_order(compile(plan, p));
+    }
+  }
+}
+
+// By transfer, in order: the chunk whose product it comes after; -1 for none.
+std::vector<int> chunks_in_front(const Program& program) {
+  const std::vector<int> order = order_of_transfers(program);
+  std::vector<int> chunks;
+  for (size_t i = 0; i < program.instructions.size(); ++i) {
+    if (!is_communication(program.instructions[i].operation)) continue;
+    if (order[i] >= 0) {
+      EXPECT_TRUE(std::holds_alternative<Gemm>(program.instructions[order[i]].operation)) << program.to_string();
+    }
+    chunks.push_back(order[i] < 0 ? -1 : program.instructions[order[i]].chunk);
+  }
+  return chunks;
+}
+
+TEST(Order, TransfersOfAGatherWaitForTheirSlotAlone) {
+  const MeshPtr mesh = mesh_of({6});
+  for (const bool keeps : {false, true}) {
+    const Matmul gather =
+        GatherMatmul{make_plan(layout_on(mesh, {24, 6}, {"S(0)"}), layout_on(mesh, {24, 6}, {"R"}), {}),
+                     {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {5, 6}, {"R"}), false}},
+                     keeps};
+    const auto of = [&](int64_t depth) { return chunks_in_front(compile(gather, {Method::kRing, 6, {}, depth}, 2)); };
+    // What arrives in place meets nothing; elsewhere chunk c + depth + 1 has the slot of chunk c. The own part is
+    // chunk 0 of the products, in nobody's slot.
+    EXPECT_EQ(of(1), keeps ? std::vector<int>(5, -1) : (std::vector<int>{-1, -1, 1, 2, 3}));
+    EXPECT_EQ(of(3), keeps ? std::vector<int>(5, -1) : (std::vector<int>{-1, -1, -1, -1, 1}));
+    EXPECT_EQ(of(5), std::vector<int>(5, -1));
+  }
+}
+
+TEST(Order, TransfersOfAScatterWaitForTheirProduct) {
+  const MeshPtr mesh = mesh_of({4});
+  const Matmul scatter = MatmulScatter{
+      make_plan(layout_on(mesh, {16, 5}, {"P"}), layout_on(mesh, {16, 5}, {"S(0)"}), {}),
+      {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {16, 8}, {"S(1)"}), layout_on(mesh, {5, 8}, {"S(1)"})}}};
+  EXPECT_EQ(chunks_in_front(compile(scatter, {Method::kRing, 4, {}, 1}, 2)), (std::vector<int>{0, 1, 2}));
+  EXPECT_EQ(chunks_in_front(compile(scatter, {Method::kCollective, 3, {}, 2}, 2)), (std::vector<int>{0, 1, 2}));
+}
+
+// Buffers by hand: b0 the input of 8 elements, b1 and b2 temporaries, b3 the result.
+Program by_hand(std::vector<Operation> operations) {
+  Program program;
+  program.input_shapes = {{8}};
+  program.buffer_counts = {8, 8, 8, 8};
+  program.outputs = {{3, {8}}};
+  program.step_texts = {"a step"};
+  for (Operation& operation : operations) program.instructions.push_back({std::move(operation), 0, -1});
+  return program;
+}
+
+TEST(Order, ByHand) {
+  const auto range = [](int buffer, int64_t begin, int64_t end) { return BufferRange{buffer, begin, end - begin}; };
+  const auto move = [&](BufferRange from, BufferRange to) { return SendReceive{0, {{1, from}}, {{1, to}}}; };
+  const FillZero first{range(3, 0, 4)};
+  const FillZero second{range(3, 4, 8)};
+  const auto last_of = [](const std::vector<Operation>& operations) {
+    std::vector<Operation> all = operations;
+    all.push_back(Wait{static_cast<int>(operations.size()) - 1});
+    return order_of_transfers(by_hand(all)).at(operations.size() - 1);
+  };
+  // Reads what was written, writes what was read or written, or neither.
+  EXPECT_EQ(last_of({first, second, move(range(3, 0, 4), range(3, 4, 8))}), 1);
+  EXPECT_EQ(last_of({first, move(range(0, 0, 4), range(3, 4, 8))}), -1);
+  EXPECT_EQ(last_of({first, second, move(range(0, 0, 4), range(3, 3, 4))}), 0);
+  EXPECT_EQ(last_of({Cast{range(0, 0, 8), range(3, 0, 8)}, move(range(0, 0, 4), range(1, 0, 4))}), 0);
+  EXPECT_EQ(last_of({Cast{range(3, 0, 2), range(1, 0, 2)}, second, move(range(0, 0, 4), range(3, 0, 4))}), 0);
+  // A read before a read is nothing.
+  EXPECT_EQ(last_of({first, Cast{range(3, 0, 2), range(1, 0, 2)}, move(range(3, 0, 2), range(1, 4, 8))}), 0);
+  // Where a life begins, all before it counts, Waits too; not where it has begun.
+  const Operation other = move(range(0, 0, 4), range(1, 0, 4));
+  EXPECT_EQ(last_of({other, Wait{0}, move(range(0, 4, 8), range(2, 0, 4))}), 1);
+  EXPECT_EQ(last_of({other, Wait{0}, move(range(0, 4, 8), range(1, 4, 8))}), -1);
+  // What another transfer brought.
+  EXPECT_EQ(last_of({other, Wait{0}, first, move(range(1, 0, 4), range(1, 4, 8))}), 1);
+}
+
+}  // namespace
+}  // namespace shardwright
