@@ -77,4 +77,16 @@ int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, i
   return saturating_sum(launch_ps, std::max(memory, static_cast<int64_t>(compute)));
 }
 
+int64_t GemmModel::waves(int64_t m, int64_t n, int64_t count) const {
+  const int64_t tiles =
+      saturating_product(saturating_product(ceil_div(m, tile_rows), ceil_div(n, tile_columns)), count);
+  return std::max<int64_t>(ceil_div(tiles, num_processors), 1);
+}
+
+GemmModel GemmModel::leaving(int64_t processors) const {
+  GemmModel rest = *this;
+  rest.num_processors = std::max<int64_t>(num_processors - processors, 1);
+  return rest;
+}
+
 }  // namespace shardwright

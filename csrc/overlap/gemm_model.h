@@ -37,6 +37,12 @@ struct GemmModel {
 
   // Of m x k times k x n, `count` times. Operands of 8 bits go twice as fast, of 32 half and of 64 a quarter as fast.
   int64_t picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, int64_t item_bytes) const;
+
+  // How often whole tiles fill the processors, the last time perhaps not all of them; at least 1.
+  int64_t waves(int64_t m, int64_t n, int64_t count) const;
+
+  // The same without so many of its processors, of which one is left at least.
+  GemmModel leaving(int64_t processors) const;
 };
 
 }  // namespace shardwright

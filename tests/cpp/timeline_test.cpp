@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "layout/error.h"
 
 namespace shardwright {
@@ -43,37 +45,117 @@ TEST(GemmModel, NamesWhatItKnows) {
   EXPECT_THROW(wrong.check(), UserError);
 }
 
-// One byte takes one ps, a transfer 100 ps; nothing else costs.
-Topology bytes_only() { return {"test", 0, 100, 0, {0, 1024}, {0, 1024}, {}}; }
+TEST(GemmModel, CountsWavesOfWholeTilesAndLeavesProcessors) {
+  EXPECT_EQ(kPlain.waves(640, 64, 1), 1);
+  EXPECT_EQ(kPlain.waves(640, 65, 1), 2);
+  EXPECT_EQ(kPlain.waves(640, 64, 3), 3);
+  EXPECT_EQ(kPlain.waves(1, 1, 1), 1);
+  EXPECT_EQ(kPlain.waves(0, 1, 1), 1);
+  EXPECT_EQ(kPlain.leaving(2).waves(640, 64, 1), 2);
+  EXPECT_EQ(kPlain.leaving(5).picoseconds(640, 64, 1000, 1, 2), 2 * kPlain.picoseconds(640, 64, 1000, 1, 2));
+  EXPECT_EQ(kPlain.leaving(100).num_processors, 1);
+}
 
-Matmul gather_of(int64_t ranks, int64_t rows, int64_t k, int64_t columns) {
+// The same rate by one processor: a host, which does one thing after the other.
+const GemmModel kHost{"host", 1, 640, 64, 10'000'000, 0, 0, 0};
+
+// One byte takes one ps, a transfer 100 ps; nothing else costs.
+Topology bytes_only(int64_t ps_per_byte = 1) {
+  return {"test", 0, 100, 0, {0, 1024 * ps_per_byte}, {0, 1024 * ps_per_byte}, {}};
+}
+
+Matmul gather_of(int64_t ranks, int64_t rows, int64_t k, int64_t columns, int64_t ps_per_byte = 1) {
   const auto mesh = std::make_shared<Mesh>(std::vector<std::string>{"a"}, std::vector<int64_t>{ranks});
   const auto layout = [&](std::vector<int64_t> shape, const char* placement) {
     return Layout(mesh, std::move(shape), DType::parse("bfloat16"), {Placement::parse(placement)});
   };
   PlanOptions options;
-  options.topology = bytes_only();
+  options.topology = bytes_only(ps_per_byte);
   return GatherMatmul{make_plan(layout({rows, k}, "S(0)"), layout({rows, k}, "R"), options),
                       {{Contraction::parse("mk,nk->mn"), layout({columns, k}, "R"), false}},
                       false};
 }
 
+constexpr int64_t kTile = 2 * 64 * 64 * 64;  // 640 rows by 64 columns over 64: one wave
+constexpr int64_t kPart = 640 * 64 * 2;      // bytes
+
+GemmModel slowed_by_half(GemmModel model) {
+  model.contention_percent = 50;
+  return model;
+}
+
 TEST(Timeline, AddsUpWhatIsSerialAndHidesWhatIsNot) {
   const Matmul matmul = gather_of(4, 2560, 64, 64);
-  const int64_t part_bytes = 640 * 64 * 2;
-  const int64_t tile = 2 * 64 * 64 * 64;  // of 640 rows: one wave
-  const Timeline serial = predict(matmul, {Method::kSerial, 1}, kPlain);
-  EXPECT_EQ(serial.total_ps, 100 + 3 * part_bytes + 4 * tile);
-  EXPECT_EQ(serial.gemm_ps, 4 * tile);
-  EXPECT_EQ(serial.communication_ps, 100 + 3 * part_bytes);
-  // Each part travels while the one before it is multiplied, which takes longer.
-  const Timeline ring = predict(matmul, {Method::kRing, 4}, kPlain);
-  ASSERT_GT(tile, 100 + part_bytes);
-  EXPECT_EQ(ring.total_ps, 4 * tile);
-  GemmModel slowed = kPlain;
-  slowed.contention_percent = 50;
-  EXPECT_EQ(predict(matmul, {Method::kRing, 4}, slowed).total_ps, 4 * tile + 3 * ((100 + part_bytes) * 50 / 100));
-  EXPECT_EQ(predict(matmul, {Method::kSerial, 1}, slowed).total_ps, serial.total_ps);
+  for (const GemmModel& model : {kPlain, kHost, slowed_by_half(kPlain), slowed_by_half(kHost)}) {
+    const Timeline serial = predict(matmul, {Method::kSerial, 1}, model);
+    EXPECT_EQ(serial.total_ps, 100 + 3 * kPart + 4 * kTile);
+    EXPECT_EQ(serial.gemm_ps, 4 * kTile);
+    EXPECT_EQ(serial.communication_ps, 100 + 3 * kPart);
+  }
+  // On a host each part travels while the one before it is multiplied, which takes longer.
+  const int64_t transfer = 100 + kPart;
+  ASSERT_GT(kTile, transfer);
+  EXPECT_EQ(predict(matmul, {Method::kRing, 4}, kHost).total_ps, 4 * kTile);
+  EXPECT_EQ(predict(matmul, {Method::kRing, 4}, slowed_by_half(kHost)).total_ps, 4 * kTile + 3 * (transfer / 2));
+}
+
+// Two ranks, two chunks of half a part: while the own part is multiplied, both of them can arrive.
+TEST(Timeline, HostsGainFromTransfersStartedAhead) {
+  const Matmul matmul = gather_of(2, 1280, 64, 64);
+  GemmModel fast = kHost;
+  fast.flops_per_us *= 8;
+  const int64_t own = fast.picoseconds(640, 64, 64, 1, 2);
+  const int64_t half = fast.picoseconds(320, 64, 64, 1, 2);
+  const int64_t transfer = 100 + kPart / 2;
+  ASSERT_GT(own, transfer);
+  ASSERT_LT(half, transfer);
+  ASSERT_LT(2 * transfer, own + half);
+  EXPECT_EQ(predict(matmul, {Method::kCollective, 2, {}, 1}, fast).total_ps, own + transfer + half);
+  EXPECT_EQ(predict(matmul, {Method::kCollective, 2, {}, 2}, fast).total_ps, own + 2 * half);
+}
+
+TEST(Timeline, TransfersOnDevicesWaitForProductsThatLeaveNothing) {
+  const Matmul matmul = gather_of(4, 2560, 64, 64);
+  const int64_t transfer = 100 + kPart;
+  // The first transfer is there before the own product. The second has a slot of its own, becomes ready while the own
+  // product runs and begins behind it, beside the next. The third has the slot of the first: the product over that lets
+  // it go when another begins, so it comes behind both, and is waited for alone.
+  EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 1}, kPlain).total_ps, 4 * kTile + transfer);
+  EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 1}, slowed_by_half(kPlain)).total_ps,
+            4 * kTile + transfer + 2 * (transfer / 2));
+  // With slots for all, each begins behind the product before it.
+  EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 3}, kPlain).total_ps, 4 * kTile);
+  EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 3}, slowed_by_half(kPlain)).total_ps,
+            4 * kTile + 3 * (transfer / 2));
+}
+
+// Of 1,280 rows that are summed over two ranks, each keeps 640.
+Matmul scatter_of_two() {
+  const auto mesh = std::make_shared<Mesh>(std::vector<std::string>{"a"}, std::vector<int64_t>{2});
+  const auto layout = [&](std::vector<int64_t> shape, const char* placement) {
+    return Layout(mesh, std::move(shape), DType::parse("bfloat16"), {Placement::parse(placement)});
+  };
+  PlanOptions options;
+  options.topology = bytes_only();
+  return MatmulScatter{make_plan(layout({1280, 64}, "P"), layout({1280, 64}, "S(0)"), options),
+                       {{Contraction::parse("mk,nk->mn"), layout({1280, 128}, "S(1)"), layout({64, 128}, "S(1)")}}};
+}
+
+TEST(Timeline, TransfersOnDevicesBeginBesideProductsThatLeaveProcessors) {
+  const Matmul matmul = scatter_of_two();
+  // The block that is sent is there when the own product begins, which takes all processors first.
+  EXPECT_EQ(predict(matmul, {Method::kRing, 2}, kPlain).total_ps, 2 * kTile + 100 + kPart);
+  EXPECT_EQ(predict(matmul, {Method::kRing, 2}, kHost).total_ps, 2 * kTile);
+  // Of 10 processors 8 are left to the own product, not to the first, which has nothing beside it: 10 tiles are a wave
+  // of 8, and 2 in quarters, which cost 30% more. The transfer begins behind the first of two waves, and has 2 of the
+  // 16 processors it needs.
+  const int64_t own = kTile + kTile * 130 / 100 / 4;
+  const auto two_left = predict(matmul, {Method::kRing, 2, {}, 1, 2}, slowed_by_half(kPlain));
+  EXPECT_EQ(two_left.total_ps, kTile + own / 2 + 100 + kPart * 8);
+  EXPECT_EQ(two_left.gemm_ps, 2 * kTile);
+  EXPECT_EQ(two_left.communication_ps, 100 + kPart);
+  // Hosts leave nothing.
+  EXPECT_EQ(predict(matmul, {Method::kRing, 2, {}, 1, 2}, kHost).total_ps, 2 * kTile);
 }
 
 TEST(Timeline, WaitsWhereDataComesTooLate) {
@@ -85,6 +167,7 @@ TEST(Timeline, WaitsWhereDataComesTooLate) {
   const int64_t own = fast.picoseconds(10, 1, 640, 1, 2);
   ASSERT_LT(own, part_bytes);
   EXPECT_EQ(ring.total_ps, 3 * (100 + part_bytes) + own);
+  EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 3}, fast).total_ps, 3 * (100 + part_bytes) + own);
 }
 
 TEST(Choice, IsSerialWhereChunksDoNotPayAndNeverPredictedWorse) {
@@ -100,6 +183,41 @@ TEST(Choice, IsSerialWhereChunksDoNotPayAndNeverPredictedWorse) {
               all.front().total_ps);
     EXPECT_EQ(all.front().schedule, Schedule{});
   }
+}
+
+// Every method and number of chunks with the depth and the processors left that are predicted fastest of those
+// compared.
+TEST(Choice, TunesDepthAndWhatIsLeftToTransfers) {
+  const GemmModel h100 = GemmModel::named("h100");
+  const Matmul balanced = gather_of(8, 32768, 4096, 4096, 4);
+  for (const Matmul& matmul : {balanced, gather_of(4, 100, 512, 512), scatter_of_two()}) {
+    const int64_t serial_peak = compile(matmul, {}, 0).peak_bytes();
+    for (const auto& [schedule, total] : predictions(matmul, h100)) {
+      EXPECT_EQ(predict(matmul, schedule, h100).total_ps, total);
+      if (schedule.method == Method::kSerial) continue;
+      EXPECT_EQ(tuned(matmul, {schedule.method, schedule.chunks}, h100), schedule);
+      int64_t best = total;
+      for (const int64_t depth : {int64_t{1}, kUsualDepth, schedule.chunks}) {
+        for (const int64_t left : {int64_t{0}, kTransferProcessors / 2, kTransferProcessors}) {
+          const Schedule other{schedule.method, schedule.chunks, {}, depth, left};
+          const int64_t peak = compile(matmul, other, 0).peak_bytes();
+          if (depth > kUsualDepth && peak > serial_peak) continue;
+          best = std::min(best, predict(matmul, other, h100).total_ps);
+        }
+      }
+      EXPECT_LE(total, best + best / 100 * kLeastTuningPercent + 1) << chunks_text(schedule);
+    }
+    for (const auto& [schedule, total] : predictions(matmul, h100, 2)) {
+      EXPECT_EQ(schedule.depth, schedule.method == Method::kSerial ? 1 : 2);
+    }
+    EXPECT_EQ(tuned(matmul, {Method::kRing, 4}, h100, 2).depth, 2);
+  }
+  // Where transfers take most of the time that products do, they must begin beside them.
+  const Schedule chosen = choose(balanced, h100);
+  EXPECT_NE(chosen.method, Method::kSerial);
+  EXPECT_GT(chosen.depth, 1);
+  EXPECT_GT(chosen.sms_left, 0);
+  for (const auto& [schedule, total] : predictions(gather_of(4, 2560, 64, 64), kHost)) EXPECT_EQ(schedule.sms_left, 0);
 }
 
 }  // namespace
