@@ -123,6 +123,16 @@ PYBIND11_MODULE(_runtime, m) {
           "run",
           [](const StridedCopy& copy, const at::Tensor& src, at::Tensor dst) { shardwright::run(copy, src, dst); },
           py::arg("src"), py::arg("dst"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "reduce_parts",
+      [](const std::string& op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor dst, bool with_aten) {
+        const auto reduce =
+            with_aten ? shardwright::reduce_parts_with_aten
+                      : static_cast<decltype(&shardwright::reduce_parts_with_aten)>(shardwright::reduce_parts);
+        reduce(shardwright::Placement::parse(shardwright::concat("P(", op, ")")).op, parts, divisor, dst);
+      },
+      py::arg("op"), py::arg("parts"), py::arg("divisor"), py::arg("dst"), py::arg("with_aten") = false,
+      py::call_guard<py::gil_scoped_release>());
 
   using shardwright::Gemm;
   using Place = std::array<int64_t, 3>;  // offset, row stride, column stride

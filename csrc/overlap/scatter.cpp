@@ -225,6 +225,8 @@ class ScatterCompiler {
     }
   }
 
+  // Once, when all are there: they come in another order on every rank (nearest first), so what is summed as it comes
+  // would have other bits on replicas, and other ones by ring than by collective and serial.
   void reduce_contributions() {
     for (int64_t s = 0; s < shares_; ++s) {
       const auto block = share_of(Intersection(held_, needed_), share_dim_, {{}, s, shares_});

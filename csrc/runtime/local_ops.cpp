@@ -3,6 +3,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/bitwise_and.h>
 #include <ATen/ops/bitwise_or.h>
@@ -87,44 +88,48 @@ void reduce_on_cpu(ReduceOp op, const std::vector<const Item*>& parts, int64_t n
   throw InvariantError(concat("'", reduce_op_name(op), "' on a dtype without it"));
 }
 
-// One op per part, in order; sums of 16-bit types through at::sum in float32.
-void reduce_with_aten(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst) {
-  const bool is_narrow = dst.scalar_type() == at::kHalf || dst.scalar_type() == at::kBFloat16;
-  if (op == ReduceOp::kSum && is_narrow) {
-    const at::Tensor sum = at::sum(at::stack(parts), {0}, false, at::kFloat);
-    dst.copy_(divisor != 1 ? at::div(sum, divisor) : sum);
-    return;
+// a op b, in one pass and in the order of `a` before `b`; out may be a.
+void combine_into(ReduceOp op, const at::Tensor& a, const at::Tensor& b, at::Tensor& out) {
+  switch (op) {
+    case ReduceOp::kSum:
+      at::add_out(out, a, b);
+      break;
+    case ReduceOp::kProduct:
+      at::mul_out(out, a, b);
+      break;
+    case ReduceOp::kMin:
+      at::minimum_out(out, a, b);
+      break;
+    case ReduceOp::kMax:
+      at::maximum_out(out, a, b);
+      break;
+    case ReduceOp::kBitAnd:
+      at::bitwise_and_out(out, a, b);
+      break;
+    case ReduceOp::kBitOr:
+      at::bitwise_or_out(out, a, b);
+      break;
+    case ReduceOp::kBitXor:
+      at::bitwise_xor_out(out, a, b);
+      break;
+    default:
+      throw InvariantError(concat("'", reduce_op_name(op), "' is not a local reduction"));
   }
-  dst.copy_(parts[0]);
+}
+
+// As [parts, elements], without a copy where they lie one behind the other in one tensor.
+at::Tensor rows_of(const std::vector<at::Tensor>& parts) {
+  const int64_t n = parts[0].numel();
   for (size_t m = 1; m < parts.size(); ++m) {
-    const at::Tensor& part = parts[m];
-    switch (op) {
-      case ReduceOp::kSum:
-        dst.add_(part);
-        break;
-      case ReduceOp::kProduct:
-        at::mul_out(dst, dst, part);
-        break;
-      case ReduceOp::kMin:
-        at::minimum_out(dst, dst, part);
-        break;
-      case ReduceOp::kMax:
-        at::maximum_out(dst, dst, part);
-        break;
-      case ReduceOp::kBitAnd:
-        at::bitwise_and_out(dst, dst, part);
-        break;
-      case ReduceOp::kBitOr:
-        at::bitwise_or_out(dst, dst, part);
-        break;
-      case ReduceOp::kBitXor:
-        at::bitwise_xor_out(dst, dst, part);
-        break;
-      default:
-        throw InvariantError(concat("'", reduce_op_name(op), "' is not a local reduction"));
-    }
+    const int64_t expected = parts[0].storage_offset() + static_cast<int64_t>(m) * n;
+    if (!parts[m].is_alias_of(parts[0]) || parts[m].storage_offset() != expected) return at::stack(parts);
   }
-  if (divisor != 1) dst.div_(divisor);
+  return at::as_strided(parts[0], {static_cast<int64_t>(parts.size()), n}, {n, 1}, parts[0].storage_offset());
+}
+
+std::array<DeviceReduce, at::COMPILE_TIME_MAX_DEVICE_TYPES>& device_reductions() {
+  static std::array<DeviceReduce, at::COMPILE_TIME_MAX_DEVICE_TYPES> reductions{};
+  return reductions;
 }
 
 std::array<DeviceCopy, at::COMPILE_TIME_MAX_DEVICE_TYPES>& device_copies() {
@@ -136,6 +141,11 @@ std::array<DeviceCopy, at::COMPILE_TIME_MAX_DEVICE_TYPES>& device_copies() {
 
 bool register_device_copy(at::DeviceType device, DeviceCopy copy) {
   device_copies()[static_cast<size_t>(device)] = copy;
+  return true;
+}
+
+bool register_device_reduce(at::DeviceType device, DeviceReduce reduce) {
+  device_reductions()[static_cast<size_t>(device)] = reduce;
   return true;
 }
 
@@ -161,8 +171,33 @@ void run_divided(const StridedCopy& copy, double divisor, const at::Tensor& src,
   }
 }
 
+void reduce_parts_with_aten(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst) {
+  const bool is_narrow = dst.scalar_type() == at::kHalf || dst.scalar_type() == at::kBFloat16;
+  const bool rounds_in_between = is_narrow && (parts.size() > 2 || (parts.size() == 2 && divisor != 1));
+  if (op == ReduceOp::kSum && rounds_in_between) {
+    const at::Tensor rows = rows_of(parts);
+    if (divisor == 1) {
+      at::sum_out(dst, rows, {0}, false, dst.scalar_type());
+    } else {
+      at::div_out(dst, at::sum(rows, {0}, false, at::kFloat), at::scalar_tensor(divisor));
+    }
+    return;
+  }
+  if (parts.size() == 1) {
+    dst.copy_(parts[0]);
+  } else {
+    combine_into(op, parts[0], parts[1], dst);
+  }
+  for (size_t m = 2; m < parts.size(); ++m) combine_into(op, dst, parts[m], dst);
+  if (divisor != 1) dst.div_(divisor);
+}
+
 void reduce_parts(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst) {
-  if (!dst.device().is_cpu()) return reduce_with_aten(op, parts, divisor, dst);
+  if (!dst.device().is_cpu()) {
+    const DeviceReduce device_reduce = device_reductions()[static_cast<size_t>(dst.device().type())];
+    if (device_reduce != nullptr && device_reduce(op, parts, divisor, dst)) return;
+    return reduce_parts_with_aten(op, parts, divisor, dst);
+  }
   std::vector<const void*> starts;
   for (const at::Tensor& part : parts) starts.push_back(part.const_data_ptr());
   reduce_parts(op, starts, dst.numel(), divisor, dst.mutable_data_ptr(), dst.scalar_type());

@@ -24,7 +24,19 @@ bool register_device_copy(at::DeviceType device, DeviceCopy copy);
 // dst[i] = (op over parts[m][i], in order of m) / divisor; all flat, of one size and dtype, dst none of the parts.
 // float16 and bfloat16 are accumulated and divided in float32 and rounded once. Divides floating and complex dtypes
 // only. Throws c10::TypeError on dtypes without the op.
+//
+// CPUs, and devices that do it by themselves, read every part once and write the result once. ATen does so for two
+// parts, and for 16-bit sums of parts that are the rows of one tensor; other parts it takes one after the other into
+// the result. It needs a float32 tensor of the result's size where it divides 16-bit sums, and a copy of the parts too
+// where it sums more than two of 16 bits that are no rows.
 void reduce_parts(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
+// The same by ATen, whatever the device.
+void reduce_parts_with_aten(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
+
+// A reduction for one kind of device, in a file of its own as above. Answers false, having done nothing, where ATen is
+// to do it.
+using DeviceReduce = bool (*)(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
+bool register_device_reduce(at::DeviceType device, DeviceReduce reduce);
 
 // The same for `count` elements each in CPU memory.
 void reduce_parts(ReduceOp op, const std::vector<const void*>& parts, int64_t count, double divisor, void* dst,

@@ -84,6 +84,14 @@ class StridedCopy:
     def run(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """From and to flat tensors on one device, which do not overlap."""
 
+def reduce_parts(
+    op: str, parts: Sequence[torch.Tensor], divisor: float, dst: torch.Tensor, with_aten: bool = False
+) -> None:
+    """dst = (op over the parts, in order) / divisor, for tests and benchmarks: all flat, of one size, dtype and device.
+
+    `with_aten`: as on devices that have nothing of their own for it. Nothing is checked.
+    """
+
 class Gemm:
     """A product of matrices in flat tensors, or a batch of products, for tests and benchmarks: dst = lhs x rhs.
 
