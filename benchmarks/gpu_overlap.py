@@ -45,7 +45,7 @@ from shardwright import (  # noqa: E402
     _runtime,
     operators,  # noqa: F401  registers torch.ops.shardwright
 )
-from shardwright._planner import Matmul  # noqa: E402
+from shardwright._planner import Matmul, Schedule  # noqa: E402
 
 MODEL = overlap_model.MODEL
 FP8 = "float8_e4m3fn"
@@ -228,12 +228,12 @@ def time_schedules(bench: Bench, matmul: Matmul, case: Case, num_ranks: int, gem
     """Every schedule there is a prediction for, serial first; `gemm` is the unsplit product's time."""
     model = sw.GemmModel.named(MODEL)
     forecasts = matmul.predictions(model)
-    predicted_gemm, predicted_serial = matmul.timeline("serial", 1, model)["gemm_ps"], forecasts[0][2]
+    predicted_gemm, predicted_serial = matmul.timeline(Schedule("serial"), model)["gemm_ps"], forecasts[0][1]
     inputs = case.own.as_inputs()
     schedules: list[dict] = []
-    for method, chunks, predicted in forecasts:
-        text = matmul.to_text(method, chunks)
-        names = [bench.groups[num_ranks].group_name for _ in matmul.groups(method, chunks, RANK)]
+    for schedule, predicted in forecasts:
+        text = matmul.to_text(schedule)
+        names = [bench.groups[num_ranks].group_name for _ in matmul.groups(schedule, RANK)]
 
         def call(text: str = text, names: list[str] = names) -> list[torch.Tensor]:
             return torch.ops.shardwright.matmul(inputs, text, names, RANK)
@@ -242,7 +242,7 @@ def time_schedules(bench: Bench, matmul: Matmul, case: Case, num_ranks: int, gem
         us = round(bench.clock.us(call), 1)
         schedules.append(
             {
-                "schedule": schedule_name(method, chunks),
+                "schedule": schedule_name(schedule),
                 "emulated_us": us,
                 "predicted_us": round(predicted / 1e6, 1),
                 "emulated_e": e_of(us, gemm, schedules[0]["emulated_us"] if schedules else us),
@@ -290,12 +290,12 @@ def measure(bench: Bench, shape: Shape, num_ranks: int, tokens: int, dtype: str)
     schedules = time_schedules(bench, matmul, case, num_ranks, gemm)
     casts = sw.stats()["product_fallbacks"] - casts
     serial = schedules[0]
-    chosen_name = schedule_name(*matmul.choose(model))
+    chosen_name = schedule_name(matmul.choose(model))
     chosen = next(row for row in schedules if row["schedule"] == chosen_name)
     fastest = min(schedules, key=lambda row: row["emulated_us"])
     async_tp = time_async_tp(bench, shape.kind, case, num_ranks, gemm, serial["emulated_us"])
     async_us = async_tp["async_tp_us"]
-    forecast = matmul.timeline("serial", 1, model)
+    forecast = matmul.timeline(Schedule("serial"), model)
     m, n, k = shape.product(num_ranks, tokens)
     return {
         "kind": shape.kind,

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
-from shardwright._planner import Matmul  # noqa: E402
+from shardwright._planner import Matmul, Schedule  # noqa: E402
 
 GATHER, SCATTER = "all-gather-matmul", "matmul-reduce-scatter"
 KINDS = (GATHER, SCATTER)
@@ -109,8 +109,8 @@ def hidden(total: float, gemm: float, serial: float) -> float:
     return 1 - (total - gemm) / (serial - gemm)
 
 
-def schedule_name(method: str, chunks: int) -> str:
-    return method if method == "serial" else f"{method} {chunks}"
+def schedule_name(schedule: Schedule) -> str:
+    return schedule.method if schedule.method == "serial" else f"{schedule.method} {schedule.chunks}"
 
 
 def one_node(gb_per_second: int) -> sw.Topology:
@@ -122,11 +122,11 @@ def predict(shape: Shape, num_ranks: int, tokens: int, gb_per_second: int) -> di
     """A row of the results; times in microseconds."""
     model = sw.GemmModel.named(MODEL)
     matmul = matmul_of(shape, num_ranks, tokens, one_node(gb_per_second))
-    serial = matmul.timeline("serial", 1, model)
+    serial = matmul.timeline(Schedule("serial"), model)
     gemm_ps, transfer_ps, serial_ps = serial["gemm_ps"], serial["communication_ps"], serial["total_ps"]
-    totals = {schedule_name(method, chunks): ps for method, chunks, ps in matmul.predictions(model)}
+    totals = {schedule_name(schedule): ps for schedule, ps in matmul.predictions(model)}
     e = {name: round(hidden(ps, gemm_ps, serial_ps), 3) for name, ps in totals.items()}
-    chosen = schedule_name(*matmul.choose(model))
+    chosen = schedule_name(matmul.choose(model))
     fastest = min(totals, key=lambda name: totals[name])
     m, n, k = shape.product(num_ranks, tokens)
     return {

@@ -22,10 +22,17 @@ struct MatmulView {
 // A number, or of a ring the distances of each chunk.
 using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
 
-Schedule schedule_of(const std::string& method, const Chunks& chunks) {
-  if (const auto* count = std::get_if<int64_t>(&chunks)) return {parse_method(method), *count, {}};
-  const auto& distances = std::get<1>(chunks);
-  return {parse_method(method), static_cast<int64_t>(distances.size()) + 1, distances};
+Schedule schedule_of(const std::string& method, const Chunks& chunks, int64_t depth, int64_t sms_left) {
+  Schedule schedule{parse_method(method)};
+  if (const auto* count = std::get_if<int64_t>(&chunks)) {
+    schedule.chunks = *count;
+  } else {
+    schedule.distances = std::get<1>(chunks);
+    schedule.chunks = static_cast<int64_t>(schedule.distances.size()) + 1;
+  }
+  schedule.depth = depth;
+  schedule.sms_left = sms_left;
+  return schedule;
 }
 
 Chunks chunks_of(const Schedule& schedule) {
@@ -33,8 +40,37 @@ Chunks chunks_of(const Schedule& schedule) {
   return schedule.distances;
 }
 
-Program program_at(const Matmul& matmul, const std::string& method, const Chunks& chunks, int64_t rank) {
-  return compile(matmul, schedule_of(method, chunks), position_of(plan_of(matmul).src, rank));
+std::string text_of(const Schedule& schedule) {
+  return concat(method_name(schedule.method), " ", chunks_text(schedule));
+}
+
+void define_schedule(py::module_& m) {
+  py::class_<Schedule>(m, "Schedule")
+      .def(py::init([](const py::object& method, const Chunks& chunks, const py::object& depth,
+                       const py::object& sms_left) {
+             return schedule_of(text(method, "method"), chunks, integer(depth, "depth"), integer(sms_left, "sms_left"));
+           }),
+           py::arg("method"), py::arg("chunks") = 1, py::kw_only(), py::arg("depth") = 1, py::arg("sms_left") = 0)
+      .def_property_readonly("method", [](const Schedule& schedule) { return method_name(schedule.method); })
+      .def_property_readonly("chunks", &chunks_of)
+      .def_readonly("depth", &Schedule::depth)
+      .def_readonly("sms_left", &Schedule::sms_left)
+      .def(
+          "__eq__", [](const Schedule& a, const Schedule& b) { return a == b; }, py::is_operator())
+      .def("__hash__", [](const Schedule& schedule) { return py::hash(py::str(text_of(schedule))); })
+      .def("__str__", &text_of)
+      .def("__repr__", [](const Schedule& schedule) { return concat("Schedule(", text_of(schedule), ")"); });
+}
+
+Program program_at(const Matmul& matmul, const Schedule& schedule, int64_t rank) {
+  return compile(matmul, schedule, position_of(plan_of(matmul).src, rank));
+}
+
+std::optional<int64_t> depth_of(const py::object& given) {
+  if (given.is_none()) return std::nullopt;
+  const int64_t depth = integer(given, "depth");
+  check_user(depth >= 1 && depth <= kMaxChunks, "depth: ", depth, "; allowed are 1 to ", kMaxChunks);
+  return depth;
 }
 
 // By row or not, dtype of the result, and the plan of the moved operand's scales.
@@ -113,6 +149,7 @@ void define_gemm_model(py::module_& m) {
 
 void define_matmul(py::module_& m) {
   define_gemm_model(m);
+  define_schedule(m);
   using Product = std::tuple<std::string, Layout, bool>;
   using Term = std::tuple<std::string, Layout, Layout>;
   py::class_<MatmulView>(m, "Matmul")
@@ -142,7 +179,7 @@ void define_matmul(py::module_& m) {
           "parse",
           [](const std::string& text) {
             const auto [matmul, schedule] = parse_matmul(text);
-            return py::make_tuple(MatmulView{matmul}, method_name(schedule.method), chunks_of(schedule));
+            return std::pair(MatmulView{matmul}, schedule);
           },
           py::arg("text"))
       .def_property_readonly("plan", [](const MatmulView& view) { return view_of(plan_of(view.matmul)); })
@@ -155,60 +192,62 @@ void define_matmul(py::module_& m) {
                              })
       .def_property_readonly("why_only_serial", [](const MatmulView& view) { return why_only_serial(view.matmul); })
       .def(
-          "check",
-          [](const MatmulView& view, const std::string& method, const Chunks& chunks) {
-            check(view.matmul, schedule_of(method, chunks));
-          },
-          py::arg("method"), py::arg("chunks"))
+          "check", [](const MatmulView& view, const Schedule& schedule) { check(view.matmul, schedule); },
+          py::arg("schedule"))
       .def(
           "predictions",
-          [](const MatmulView& view, const GemmModel& model) {
-            std::vector<std::tuple<std::string, int64_t, int64_t>> all;
-            for (const Prediction& one : predictions(view.matmul, model)) {
-              all.emplace_back(method_name(one.schedule.method), one.schedule.chunks, one.total_ps);
+          [](const MatmulView& view, const GemmModel& model, const py::object& depth) {
+            std::vector<std::pair<Schedule, int64_t>> all;
+            for (const Prediction& one : predictions(view.matmul, model, depth_of(depth))) {
+              all.emplace_back(one.schedule, one.total_ps);
             }
             return all;
           },
-          py::arg("model"))
+          py::arg("model"), py::arg("depth") = py::none())
       .def(
           "choose",
-          [](const MatmulView& view, const GemmModel& model) {
-            const Schedule schedule = choose(view.matmul, model);
-            return std::pair<std::string, int64_t>(method_name(schedule.method), schedule.chunks);
+          [](const MatmulView& view, const GemmModel& model, const py::object& depth) {
+            return choose(view.matmul, model, depth_of(depth));
           },
-          py::arg("model"))
+          py::arg("model"), py::arg("depth") = py::none())
+      .def(
+          "tuned",
+          [](const MatmulView& view, const Schedule& schedule, const GemmModel& model, const py::object& depth) {
+            return tuned(view.matmul, schedule, model, depth_of(depth));
+          },
+          py::arg("schedule"), py::arg("model"), py::arg("depth") = py::none())
       .def(
           "timeline",
-          [](const MatmulView& view, const std::string& method, const Chunks& chunks, const GemmModel& model) {
-            return timeline_of(view.matmul, schedule_of(method, chunks), model);
+          [](const MatmulView& view, const Schedule& schedule, const GemmModel& model) {
+            return timeline_of(view.matmul, schedule, model);
           },
-          py::arg("method"), py::arg("chunks"), py::arg("model"))
+          py::arg("schedule"), py::arg("model"))
       .def(
           "program",
-          [](const MatmulView& view, const std::string& method, const Chunks& chunks, int64_t rank) {
-            return program_at(view.matmul, method, chunks, rank).to_string();
+          [](const MatmulView& view, const Schedule& schedule, int64_t rank) {
+            return program_at(view.matmul, schedule, rank).to_string();
           },
-          py::arg("method"), py::arg("chunks"), py::arg("rank"))
+          py::arg("schedule"), py::arg("rank"))
       .def(
           "peak_bytes",
-          [](const MatmulView& view, const std::string& method, const Chunks& chunks, int64_t rank) {
-            return program_at(view.matmul, method, chunks, rank).peak_bytes();
+          [](const MatmulView& view, const Schedule& schedule, int64_t rank) {
+            return program_at(view.matmul, schedule, rank).peak_bytes();
           },
-          py::arg("method"), py::arg("chunks"), py::arg("rank"))
+          py::arg("schedule"), py::arg("rank"))
       .def(
           "groups",
-          [](const MatmulView& view, const std::string& method, const Chunks& chunks, int64_t rank) {
+          [](const MatmulView& view, const Schedule& schedule, int64_t rank) {
             std::vector<std::pair<std::vector<int>, std::vector<int64_t>>> groups;
-            for (const Group& group : program_at(view.matmul, method, chunks, rank).groups) {
+            for (const Group& group : program_at(view.matmul, schedule, rank).groups) {
               groups.emplace_back(group.mesh_dims.to_vector(), group.ranks);
             }
             return groups;
           },
-          py::arg("method"), py::arg("chunks"), py::arg("rank"))
+          py::arg("schedule"), py::arg("rank"))
       .def(
           "shapes",
           [](const MatmulView& view, int64_t rank) {
-            const Program program = program_at(view.matmul, "serial", 1, rank);
+            const Program program = program_at(view.matmul, {}, rank);
             std::vector<std::vector<int64_t>> outputs;
             for (const Output& output : program.outputs) outputs.push_back(output.shape);
             std::vector<std::string> dtypes;
@@ -217,11 +256,8 @@ void define_matmul(py::module_& m) {
           },
           py::arg("rank"))
       .def(
-          "to_text",
-          [](const MatmulView& view, const std::string& method, const Chunks& chunks) {
-            return to_text(view.matmul, schedule_of(method, chunks));
-          },
-          py::arg("method"), py::arg("chunks"));
+          "to_text", [](const MatmulView& view, const Schedule& schedule) { return to_text(view.matmul, schedule); },
+          py::arg("schedule"));
 }
 
 }  // namespace shardwright

@@ -229,6 +229,8 @@ std::vector<int64_t> processors_to_leave(const GemmModel& model) {
 Prediction tuned_prediction(const Matmul& matmul, Schedule schedule, const GemmModel& model,
                             std::optional<int64_t> depth, int64_t limit_bytes) {
   std::vector<int64_t> depths{1, kUsualDepth, schedule.chunks};
+  const bool is_host = model.num_processors == 1;
+  if (is_host && schedule.method == Method::kRing && num_partners(matmul) > 2) depths = {1};
   if (depth) depths = {*depth};
   std::optional<Prediction> best;
   for (const int64_t d : depths) {
@@ -273,8 +275,8 @@ Schedule tuned(const Matmul& matmul, const Schedule& schedule, const GemmModel& 
   return tuned_prediction(matmul, schedule, model, depth, peak_bytes(matmul, {})).schedule;
 }
 
-Schedule choose(const Matmul& matmul, const GemmModel& model) {
-  const std::vector<Prediction> all = predictions(matmul, model);
+Schedule choose(const Matmul& matmul, const GemmModel& model, std::optional<int64_t> depth) {
+  const std::vector<Prediction> all = predictions(matmul, model, depth);
   const auto best = std::min_element(all.begin(), all.end(),
                                      [](const Prediction& a, const Prediction& b) { return a.total_ps < b.total_ps; });
   const int64_t serial = all.front().total_ps;

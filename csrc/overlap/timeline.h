@@ -64,7 +64,9 @@ constexpr int64_t kLeastGainPercent = 2;
 
 // Serial first, then every method with 1, 2, 4, W and 2W chunks for W partners, as far as they differ; each with the
 // depth, and on tables of more processors what is left to transfers, that is predicted fastest. A `depth` is taken as
-// it is. Else one that takes more memory than depth 1 does is left out where it takes more than serial, too.
+// it is. Else all chunks at once are only compared where their peak memory is not above that of serial, or of depth 1;
+// and rings of more than two ranks on hosts are compared with depth 1 alone: messages to several ranks at once share a
+// link, so that the first of them come later than the lanes say.
 std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model,
                                     std::optional<int64_t> depth = std::nullopt);
 
@@ -74,6 +76,6 @@ Schedule tuned(const Matmul& matmul, const Schedule& schedule, const GemmModel& 
 
 // The one that is predicted fastest; serial, unless another one saves kLeastGainPercent. A function of global layouts
 // and of tables: all ranks choose alike.
-Schedule choose(const Matmul& matmul, const GemmModel& model);
+Schedule choose(const Matmul& matmul, const GemmModel& model, std::optional<int64_t> depth = std::nullopt);
 
 }  // namespace shardwright

@@ -17,7 +17,16 @@ from meshes import get_mesh
 from parts import part_in_group as _part
 from pool import Pool
 
-SCHEDULES = [(None, None), ("serial", 1), ("ring", 2), ("ring", 4), ("collective", 3), ("collective", 1)]
+SCHEDULES: list[dict[str, Any]] = [
+    {},
+    {"method": "serial", "chunks": 1},
+    {"method": "ring", "chunks": 2},
+    {"method": "ring", "chunks": 4, "depth": 1},
+    {"method": "ring", "chunks": 8, "depth": 3},
+    {"method": "collective", "chunks": 3, "depth": 2},
+    {"method": "collective", "chunks": 1},
+    {"depth": 4},
+]
 PLACEMENTS = {"S(0)": Shard(0), "S(1)": Shard(1), "S(2)": Shard(2), "R": Replicate(), "P": Partial()}
 
 
@@ -35,7 +44,7 @@ def _gathers(shape: tuple[int, ...], columns: tuple[int, ...], dim: int, dtype: 
     products = [x.float() @ w.float() for w in weights]
     products[0] += offset.float()
     expected = [_part(product, f"S({len(shape) - 1})").to(dtype) for product in products]
-    for (method, chunks), save, turned in itertools.product(SCHEDULES, ("shard", "gathered"), (False, True)):
+    for schedule, save, turned in itertools.product(SCHEDULES, ("shard", "gathered"), (False, True)):
         mine = _part(x, f"S({dim})").requires_grad_()
         # Cut along the summed axis, the operand is gathered for weights that are whole there.
         ours = [_part(w, "S(1)").requires_grad_() for w in weights]
@@ -47,12 +56,11 @@ def _gathers(shape: tuple[int, ...], columns: tuple[int, ...], dim: int, dtype: 
             gather_dim=dim,
             size=shape[dim],
             columns=columns,
-            method=method,
-            chunks=chunks,
             save=save,
+            **schedule,
         )
         for result, right in zip(found, expected, strict=True):
-            assert torch.equal(result, right), (method, chunks)
+            assert torch.equal(result, right), schedule
         grads = torch.autograd.grad([f.float().square().sum() for f in found], [mine, *ours, biases[0]])
         whole = [t.clone().requires_grad_() for t in (x, *weights, offset)]
         products = [whole[0].float() @ w.float() for w in whole[1:-1]]
@@ -88,19 +96,19 @@ def _sums(shape: tuple[int, ...], columns: int, dim: int | None, dtype: torch.dt
     bias = _integers((columns,), 3, dtype)
     last = f"S({len(shape) - 1})"
     to = "R" if dim is None else f"S({dim})"
-    for (method, chunks), turned in itertools.product(SCHEDULES, (False, True)):
-        if dim is None and method == "ring":
+    for schedule, turned in itertools.product(SCHEDULES, (False, True)):
+        if dim is None and schedule.get("method") == "ring":
             continue
         mine = _part(x, last).requires_grad_()
         ours = _part(weight, "S(0)").requires_grad_()
         given = ours.t().contiguous().t() if turned else ours
         offset = bias.clone().requires_grad_()
-        how: dict[str, Any] = {"size": shape[-1], "method": method, "chunks": chunks}
+        how = {"size": shape[-1], **schedule}
         if dim is None:
             found = sw.matmul_all_reduce(mine, given, offset, **how)
         else:
             found = sw.matmul_reduce_scatter(mine, given, offset, scatter_dim=dim, **how)
-        assert torch.equal(found, _part((x.float() @ weight.float() + bias.float()).to(dtype), to)), (method, chunks)
+        assert torch.equal(found, _part((x.float() @ weight.float() + bias.float()).to(dtype), to)), schedule
         grads = torch.autograd.grad(found.float().square().sum(), [mine, ours, offset])
         whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
         rights = torch.autograd.grad((whole[0].float() @ whole[1].float() + whole[2].float()).square().sum(), whole)

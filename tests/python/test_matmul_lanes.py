@@ -60,12 +60,12 @@ def test_one_trace_at_a_time(pool: Pool) -> None:
     pool.run(_trace_is_exclusive, 1)
 
 
-def _peak(method: str, save: str) -> int:
+def _peak(method: str, save: str, depth: int = 1) -> int:
     """The most that is allocated at once beside what is there before, in bytes."""
     x, weight = torch.randn(2048, 512), torch.randn(512, 8)
     x.requires_grad_(save == "gathered")
-    arguments: dict[str, Any] = {"method": method, "chunks": 1 if method == "serial" else WORLD, "save": save}
-    arguments |= {"size": WORLD * 2048, "columns": WORLD * 8}
+    arguments: dict[str, Any] = {"method": method, "chunks": 1 if method == "serial" else WORLD, "depth": depth}
+    arguments |= {"size": WORLD * 2048, "columns": WORLD * 8, "save": save}
     sw.all_gather_matmul(x, weight, **arguments)
     sw.release_staging()
     return int(allocated_peak(sw.all_gather_matmul, x, weight, **arguments)[1])
@@ -75,28 +75,31 @@ def test_gathered_operand_does_not_exist(pool: Pool) -> None:
     shard = 2048 * 512 * 4
     result = WORLD * 2048 * 8 * 4
     room = 1 << 20
-    for serial, ring, kept in zip(
+    for serial, ring, deeper, kept in zip(
         pool.run(_peak, WORLD, "serial", "shard"),
         pool.run(_peak, WORLD, "ring", "shard"),
+        pool.run(_peak, WORLD, "ring", "shard", 2),
         pool.run(_peak, WORLD, "ring", "gathered"),
         strict=True,
     ):
         assert serial >= WORLD * shard + result
         assert ring <= 2 * shard + result + room
+        assert 3 * shard + result <= deeper <= 3 * shard + result + room
         assert WORLD * shard + result <= kept <= (WORLD + 1) * shard + result + room
 
 
 def _explained() -> tuple[str, dict[str, float]]:
     x, weight = _operands()
-    found = sw.explain(sw.all_gather_matmul, x, weight, method="ring", chunks=WORLD, **SIZES)
+    found = sw.explain(sw.all_gather_matmul, x, weight, method="ring", chunks=WORLD, depth=2, **SIZES)
     (one,) = found
-    assert (one.method, one.chunks, one.why_only_serial) == ("ring", WORLD, None)
-    assert {method for method, _, _ in one.predictions} == {"serial", "ring", "collective"}
+    assert (one.method, one.chunks, one.depth, one.sms_left, one.why_only_serial) == ("ring", WORLD, 2, 0, None)
+    assert f"ring in {WORLD} chunks, 2 under way\n" in str(found)
+    assert {method for method, *_ in one.predictions} == {"serial", "ring", "collective"}
     kinds = {event["pid"] for event in json.loads(found.to_chrome())["traceEvents"]}
     assert kinds == {"0: predicted", "0: measured"}
     for events in (one.predicted, one.measured):
         assert [event.chunk for event in events if event.lane == "compute"] == list(range(WORLD))
-    return str(found), {f"{method} {chunks}": us for method, chunks, us in one.predictions}
+    return str(found), {f"{method} {chunks}": us for method, chunks, *_, us in one.predictions}
 
 
 def test_explain_shows_predicted_and_measured_lanes(pool: Pool) -> None:

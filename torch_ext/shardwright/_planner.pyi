@@ -354,6 +354,31 @@ class GemmModel:
     def picoseconds(self, m: int, n: int, k: int, count: int = 1, item_bytes: int = 2) -> int:
         """Of `count` products of m x k by k x n."""
 
+class Schedule:
+    """How a `Matmul` is carried out: csrc/overlap/matmul.h says more.
+
+    Args:
+        method: ``"serial"``, ``"ring"`` or ``"collective"``.
+        chunks: how many; or of a ring the distances of each.
+        depth: transfers under way beside a product, at most.
+        sms_left: multiprocessors that products leave to transfers under way beside them.
+
+    Raises:
+        ValueError: another method. What fits a product says `Matmul.check`.
+    """
+
+    def __init__(
+        self, method: str, chunks: int | Sequence[Sequence[int]] = 1, *, depth: int = 1, sms_left: int = 0
+    ) -> None: ...
+    @property
+    def method(self) -> str: ...
+    @property
+    def chunks(self) -> int | list[list[int]]: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def sms_left(self) -> int: ...
+
 class Matmul:
     """Matrix products next to a redistribute, as one program: csrc/overlap/matmul.h says more.
 
@@ -382,8 +407,8 @@ class Matmul:
         axes and both operands. Scaling as in `gather`, without a plan."""
 
     @staticmethod
-    def parse(text: str) -> tuple[Matmul, str, int | list[list[int]]]:
-        """What `to_text` wrote, with method and chunks."""
+    def parse(text: str) -> tuple[Matmul, Schedule]:
+        """What `to_text` wrote."""
 
     @property
     def plan(self) -> Plan: ...
@@ -395,25 +420,27 @@ class Matmul:
     def why_only_serial(self) -> str | None:
         """Why nothing of it can go in chunks; None where something can."""
 
-    def check(self, method: str, chunks: int | Sequence[Sequence[int]]) -> None:
+    def check(self, schedule: Schedule) -> None:
         """Raises ValueError where it cannot be done so."""
 
-    def predictions(self, model: GemmModel) -> list[tuple[str, int, int]]:
-        """Method, chunks and predicted picoseconds; serial first."""
+    def predictions(self, model: GemmModel, depth: int | None = None) -> list[tuple[Schedule, int]]:
+        """With picoseconds; serial first, then every method and number of chunks with the depth, unless it is given,
+        and what is left to transfers that are predicted fastest."""
 
-    def choose(self, model: GemmModel) -> tuple[str, int]:
-        """Method and chunks with the least prediction; serial unless another saves 2%."""
+    def choose(self, model: GemmModel, depth: int | None = None) -> Schedule:
+        """The one with the least prediction; serial unless another saves 2%."""
 
-    def timeline(self, method: str, chunks: int | Sequence[Sequence[int]], model: GemmModel) -> dict[str, Any]:
+    def tuned(self, schedule: Schedule, model: GemmModel, depth: int | None = None) -> Schedule:
+        """Its method and chunks, with depth and what is left to transfers as in `predictions`."""
+
+    def timeline(self, schedule: Schedule, model: GemmModel) -> dict[str, Any]:
         """``spans``: lane, instruction, chunk, start and end in picoseconds, of the first rank; ``total_ps``,
         ``communication_ps`` and ``gemm_ps``."""
 
-    def program(self, method: str, chunks: int | Sequence[Sequence[int]], rank: int) -> str: ...
-    def peak_bytes(self, method: str, chunks: int | Sequence[Sequence[int]], rank: int) -> int: ...
-    def groups(
-        self, method: str, chunks: int | Sequence[Sequence[int]], rank: int
-    ) -> list[tuple[list[int], list[int]]]: ...
+    def program(self, schedule: Schedule, rank: int) -> str: ...
+    def peak_bytes(self, schedule: Schedule, rank: int) -> int: ...
+    def groups(self, schedule: Schedule, rank: int) -> list[tuple[list[int], list[int]]]: ...
     def shapes(self, rank: int) -> tuple[list[list[int]], list[list[int]], list[str]]:
         """Of a rank's inputs and outputs, and the dtypes of outputs."""
 
-    def to_text(self, method: str, chunks: int | Sequence[Sequence[int]]) -> str: ...
+    def to_text(self, schedule: Schedule) -> str: ...

@@ -12,10 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _engine, _planner, _runtime, _stats, checking, groups, watching
 from . import operators as operators  # registers what calls run by
-from ._planner import GemmModel, Matmul
-
-# How many, or of a ring the distances of each.
-Chunks = int | Sequence[Sequence[int]]
+from ._planner import GemmModel, Matmul, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +24,7 @@ class Setting:
     device_mesh: DeviceMesh | None = None
     method: str | None = None
     chunks: int | tuple[tuple[int, ...], ...] | None = None
+    depth: int | None = None
     gemm_model: GemmModel | None = None
     keeps_gathered: bool = False
 
@@ -122,42 +120,43 @@ def move(local: torch.Tensor, src: _planner.Layout, dst: _planner.Layout, settin
 
 
 def _bind(matmul: Matmul, setting: Setting, must: bool) -> Call:
-    method, chunks = schedule_of(matmul, setting, must)
+    schedule = schedule_of(matmul, setting, must)
     rank = dist.get_rank(setting.group)
-    names = _engine.names_of(matmul.groups(method, chunks, rank), device_mesh=setting.device_mesh, group=setting.group)
-    program = matmul.to_text(method, chunks)
+    names = _engine.names_of(matmul.groups(schedule, rank), device_mesh=setting.device_mesh, group=setting.group)
+    program = matmul.to_text(schedule)
     return Call(program, tuple(names), rank, setting.model, _runtime.executable(program, names, rank))
 
 
-def schedule_of(matmul: Matmul, setting: Setting, must: bool) -> tuple[str, Chunks]:
-    """Method and chunks: what was asked for, else what is predicted fastest of it.
+def schedule_of(matmul: Matmul, setting: Setting, must: bool) -> Schedule:
+    """What was asked for, and what is predicted fastest of it.
 
     With `must`, what was asked for and cannot be raises ValueError; else the choice is free, as it is where nothing is
     moved between ranks.
     """
+    model, depth = setting.model, setting.depth
     if (setting.method is None and setting.chunks is None) or not matmul.communicates:
-        return matmul.choose(setting.model)
+        return matmul.choose(model, depth)
     if setting.chunks is not None and (setting.method is not None or not isinstance(setting.chunks, int)):
-        method = setting.method or "ring"
+        wanted = Schedule(setting.method or "ring", setting.chunks, depth=depth or 1)
         try:
-            matmul.check(method, setting.chunks)
-            return method, setting.chunks
+            matmul.check(wanted)
         except ValueError:
             if must:
                 raise
-            return matmul.choose(setting.model)
+            return matmul.choose(model, depth)
+        return matmul.tuned(wanted, model, depth)
     fitting = [
-        (predicted, method, chunks)
-        for method, chunks, predicted in matmul.predictions(setting.model)
-        if setting.method in (None, method) and setting.chunks in (None, chunks)
+        (predicted, schedule)
+        for schedule, predicted in matmul.predictions(model, depth)
+        if setting.method in (None, schedule.method) and setting.chunks in (None, schedule.chunks)
     ]
     if fitting:
-        _, method, chunks = min(fitting)
-        return method, chunks
+        return min(fitting, key=lambda one: one[0])[1]
     if must:
-        matmul.check(setting.method or "collective", setting.chunks or 1)
-        return setting.method or "collective", setting.chunks or 1
-    return matmul.choose(setting.model)
+        wanted = Schedule(setting.method or "collective", setting.chunks or 1, depth=depth or 1)
+        matmul.check(wanted)
+        return matmul.tuned(wanted, model, depth)
+    return matmul.choose(model, depth)
 
 
 def gather(

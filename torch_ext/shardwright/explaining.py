@@ -17,7 +17,9 @@ _LANES = ("communication", "compute")
 class Explained(NamedTuple):
     """One program of products: how it was chosen, and its lanes.
 
-    ``predictions``: (method, chunks, microseconds) of what was compared. ``method``, ``chunks``: what ran.
+    ``predictions``: (method, chunks, depth, sms_left, microseconds) of what was compared: every method and number of
+    chunks with the depth and the multiprocessors left to transfers that are predicted fastest. ``method``, ``chunks``,
+    ``depth``, ``sms_left``: what ran.
     ``predicted``: events of the mesh's first rank, which has no less to do than others. ``measured``: those of this
     rank.
     """
@@ -25,8 +27,10 @@ class Explained(NamedTuple):
     what: str
     method: str
     chunks: int | list[list[int]]
+    depth: int
+    sms_left: int
     why_only_serial: str | None
-    predictions: list[tuple[str, int, float]]
+    predictions: list[tuple[str, int | list[list[int]], int, int, float]]
     predicted: Trace
     measured: Trace
 
@@ -78,17 +82,19 @@ def _is_product(event: TraceEvent) -> bool:
 
 
 def _explained(call: _product_calls.Call, measured: Trace) -> Explained:
-    matmul, method, chunks = Matmul.parse(call.program)
-    lanes = matmul.timeline(method, chunks, call.model)
+    matmul, schedule = Matmul.parse(call.program)
+    lanes = matmul.timeline(schedule, call.model)
     predicted = Trace(
         TraceEvent(lane, text, chunk, 0, start / 1e12, end / 1e12) for lane, text, chunk, start, end in lanes["spans"]
     )
     return Explained(
         str(matmul.plan).splitlines()[0],
-        method,
-        chunks,
+        schedule.method,
+        schedule.chunks,
+        schedule.depth,
+        schedule.sms_left,
         matmul.why_only_serial,
-        [(name, count, ps / 1e6) for name, count, ps in matmul.predictions(call.model)],
+        [(s.method, s.chunks, s.depth, s.sms_left, ps / 1e6) for s, ps in matmul.predictions(call.model)],
         predicted,
         measured,
     )
@@ -96,13 +102,19 @@ def _explained(call: _product_calls.Call, measured: Trace) -> Explained:
 
 def _paragraph(one: Explained) -> str:
     chunks = f"{one.chunks} chunk{'s' if one.chunks != 1 else ''}"
-    lines = [f"{one.what}, with products: {one.method} in {chunks}"]
+    lines = [f"{one.what}, with products: {one.method} in {chunks}{_depth_text(one.depth, one.sms_left)}"]
     if one.why_only_serial is not None:
         lines.append(f"  only serial: {one.why_only_serial}")
-    lines += [f"  predicted {us:10.1f} us  {method} in {count}" for method, count, us in one.predictions]
+    for method, count, depth, sms_left, us in one.predictions:
+        lines.append(f"  predicted {us:10.1f} us  {method} in {count}{_depth_text(depth, sms_left)}")
     for kind, events in (("predicted", one.predicted), ("measured", one.measured)):
         lines += _bars(kind, events)
     return "\n".join(lines)
+
+
+def _depth_text(depth: int, sms_left: int) -> str:
+    text = f", {depth} under way" if depth != 1 else ""
+    return f"{text}, {sms_left} SMs left to them" if sms_left else text
 
 
 def _bars(kind: str, events: Trace) -> list[str]:

@@ -38,6 +38,7 @@ def linear(
     placements: Sequence[Placement] | None = None,
     method: str | None = None,
     chunks: int | Sequence[Sequence[int]] | None = None,
+    depth: int | None = None,
     save: str = "shard",
     gemm_model: GemmModel | None = None,
     x_scale: torch.Tensor | None = None,
@@ -59,6 +60,9 @@ def linear(
         chunks: how many; or of a ring the distances of each chunk, in the order in which they travel, such as
             ``[[1], [3, 2]]`` on four ranks (the rank at distance d of the i-th of n is the (i + d)-th, modulo n).
             Default: what is predicted fastest.
+        depth: how many transfers may be under way beside a product, 1 to 4096; as many as chunks, or more, are all. Of
+            what is gathered, one chunk more is in memory at a time. Default: what is predicted fastest of 1, 3 and all,
+            the last only where it takes no more memory than ``"serial"``.
         save: for the backward, of an `x` that was gathered: ``"shard"``, the part that was given, which is gathered
             again behind the product that needs it; or ``"gathered"``, all of it, in as much more memory.
         gemm_model: how long products take, the same on every rank; default: ``"cpu"`` or ``"h100"``.
@@ -71,11 +75,11 @@ def linear(
         A DTensor of shape (..., out_features). Differentiable once; not with scales.
 
     Raises:
-        ValueError: what does not fit, naming the argument; a `method` or `chunks` that cannot be had.
+        ValueError: what does not fit, naming the argument; a `method`, `chunks` or `depth` that cannot be had.
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
     scales = scaled(x, [weight], [bias], x_scale, weight_scale, out_dtype, k_dim=1)
-    return _linear(x, weight, bias, placements, method, chunks, save, gemm_model, scales=scales)[0]
+    return _linear(x, weight, bias, placements, method, chunks, depth, save, gemm_model, scales=scales)[0]
 
 
 def linear_sharing(
@@ -86,13 +90,14 @@ def linear_sharing(
     placements: Sequence[Placement] | None = None,
     method: str | None = None,
     chunks: int | Sequence[Sequence[int]] | None = None,
+    depth: int | None = None,
     gemm_model: GemmModel | None = None,
 ) -> tuple[DTensor, DTensor | None]:
     """`linear`, and `x` as it was gathered for it, for other layers that take the same; None where it was not.
 
     What comes back through the gathered `x` is scattered together with the gradient of this layer.
     """
-    y, *gathered = _linear(x, weight, bias, placements, method, chunks, "gathered", gemm_model, shares=True)
+    y, *gathered = _linear(x, weight, bias, placements, method, chunks, depth, "gathered", gemm_model, shares=True)
     return y, gathered[0] if gathered else None
 
 
@@ -103,6 +108,7 @@ def _linear(
     placements: Sequence[Placement] | None,
     method: str | None,
     chunks: int | Sequence[Sequence[int]] | None,
+    depth: int | None,
     save: str,
     gemm_model: GemmModel | None,
     shares: bool = False,
@@ -120,7 +126,7 @@ def _linear(
         raise ValueError(f"bias: has shape {tuple(bias.shape)}; allowed is ({weight.shape[0]},)")
     axes = _axes(x.ndim, "nk")
     asked = _natural(axes, x, weight) if placements is None else _checked(placements, x)
-    setting = _setting(x, method, chunks, save, gemm_model)
+    setting = _setting(x, method, chunks, depth, save, gemm_model)
     return multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts=None, shares=shares, scaled=scales)
 
 
@@ -137,6 +143,7 @@ def all_gather_matmul(
     placements: Sequence[Placement] | None = None,
     method: str | None = None,
     chunks: int | Sequence[Sequence[int]] | None = None,
+    depth: int | None = None,
     save: str = "shard",
     gemm_model: GemmModel | None = None,
     x_scale: torch.Tensor | None = None,
@@ -160,7 +167,7 @@ def all_gather_matmul(
         columns: of plain tensors on several ranks: columns of each weight in all.
         group: of plain tensors; default: the default group.
         placements: of DTensors: of the results; default: as `linear`.
-        method, chunks, save, gemm_model: as `linear`.
+        method, chunks, depth, save, gemm_model: as `linear`.
         x_scale, weight_scales, out_dtype: as `linear`, scales as many as weights, by row of shape (1, n). Plain: those
             of this rank's parts; one number of `x` has to be the same on all ranks.
 
@@ -188,7 +195,7 @@ def all_gather_matmul(
     if isinstance(x, DTensor):
         axes = _axes(x.ndim, "kn")
         _check_weights(x, listed, scales)
-        setting = _setting(x, method, chunks, save, gemm_model)
+        setting = _setting(x, method, chunks, depth, save, gemm_model)
         results = []
         for weight in listed:
             assert isinstance(weight, DTensor)
@@ -199,7 +206,7 @@ def all_gather_matmul(
         _check_dtensors({"x": x, **{f"biases[{j}]": bias for j, bias in enumerate(added) if bias is not None}}, scales)
         outputs: list[Any] = multiply_dtensors(axes, x, listed, added, results, setting, cuts, scaled=scales)
         return outputs if many else outputs[0]
-    where = PlainGroup(_setting(x, method, chunks, save, gemm_model, group), x.dtype)
+    where = PlainGroup(_setting(x, method, chunks, depth, save, gemm_model, group), x.dtype)
     gather_dim = _dim(gather_dim, x, "gather_dim")
     _check_weights(x, listed, scales, k_is_cut=gather_dim == x.ndim - 1)
     shape = list(x.shape)
@@ -239,6 +246,7 @@ def matmul_reduce_scatter(
     placements: Sequence[Placement] | None = None,
     method: str | None = None,
     chunks: int | Sequence[Sequence[int]] | None = None,
+    depth: int | None = None,
     gemm_model: GemmModel | None = None,
     x_scale: torch.Tensor | None = None,
     weight_scale: torch.Tensor | None = None,
@@ -255,7 +263,7 @@ def matmul_reduce_scatter(
             others hold.
         group: of plain tensors; default: the default group.
         placements: of DTensors: of the result; default: ``Shard(scatter_dim)`` on the mesh dims that cut k in both.
-        method, chunks, gemm_model: as `linear`.
+        method, chunks, depth, gemm_model: as `linear`.
         x_scale, weight_scale, out_dtype: as `linear`, by row of shape (1, n) for `weight`. Plain: those of this rank's
             parts, which may differ from other ranks'. Sums over ranks are of `out_dtype`.
 
@@ -267,7 +275,7 @@ def matmul_reduce_scatter(
         ValueError: what does not fit, naming the argument.
     """
     scales = scaled(x, [weight], [bias], x_scale, weight_scale, out_dtype, k_dim=0)
-    return _sum_matmul(x, weight, bias, scatter_dim, size, group, placements, method, chunks, gemm_model, scales)
+    return _sum_matmul(x, weight, bias, scatter_dim, size, group, placements, method, chunks, depth, gemm_model, scales)
 
 
 @goes_into_graphs
@@ -280,6 +288,7 @@ def matmul_all_reduce(
     group: dist.ProcessGroup | None = None,
     method: str | None = None,
     chunks: int | Sequence[Sequence[int]] | None = None,
+    depth: int | None = None,
     gemm_model: GemmModel | None = None,
     x_scale: torch.Tensor | None = None,
     weight_scale: torch.Tensor | None = None,
@@ -287,7 +296,7 @@ def matmul_all_reduce(
 ) -> Any:
     """`matmul_reduce_scatter` with all of the result on every rank."""
     scales = scaled(x, [weight], [bias], x_scale, weight_scale, out_dtype, k_dim=0)
-    return _sum_matmul(x, weight, bias, None, size, group, None, method, chunks, gemm_model, scales)
+    return _sum_matmul(x, weight, bias, None, size, group, None, method, chunks, depth, gemm_model, scales)
 
 
 def _sum_matmul(
@@ -300,6 +309,7 @@ def _sum_matmul(
     placements: Sequence[Placement] | None,
     method: str | None,
     chunks: int | Sequence[Sequence[int]] | None,
+    depth: int | None,
     gemm_model: GemmModel | None,
     scales: Scaled | None,
 ) -> Any:
@@ -316,10 +326,10 @@ def _sum_matmul(
         if placements is None:
             target = Replicate() if scatter_dim is None else Shard(scatter_dim)
             asked = [target if cut == "k" else placement for cut, placement in zip(cuts, asked, strict=True)]
-        setting = _setting(x, method, chunks, "shard", gemm_model)
+        setting = _setting(x, method, chunks, depth, "shard", gemm_model)
         _check_dtensors({"x": x, **({} if bias is None else {"bias": bias})}, scales)
         return multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts, scaled=scales)[0]
-    where = PlainGroup(_setting(x, method, chunks, "shard", gemm_model, group), x.dtype)
+    where = PlainGroup(_setting(x, method, chunks, depth, "shard", gemm_model, group), x.dtype)
     _check_weights(x, [weight], scales)
     k = where.total(size, x.shape[-1], "size", "the length of the last dim of x")
     to = "R" if scatter_dim is None else f"S({scatter_dim})"
@@ -418,6 +428,7 @@ def _setting(
     x: torch.Tensor,
     method: str | None,
     chunks: int | Sequence[Sequence[int]] | None,
+    depth: int | None,
     save: str,
     gemm_model: GemmModel | None,
     group: dist.ProcessGroup | None = None,
@@ -427,10 +438,13 @@ def _setting(
         raise ValueError(f"method: {method!r}; allowed are 'serial', 'ring' and 'collective'")
     if isinstance(chunks, int) and not 1 <= chunks <= 4096:
         raise ValueError(f"chunks: {chunks}; allowed are 1 to 4096, or the distances of each chunk of a ring")
+    most = 1 if method == "serial" else 4096
+    if depth is not None and not (isinstance(depth, int) and 1 <= depth <= most):
+        raise ValueError(f"depth: {depth!r} with method {method!r}; allowed are 1 to {most}")
     if save not in _SAVES:
         raise ValueError(f"save: {save!r}; allowed are {', '.join(map(repr, _SAVES))}")
     if not x.dtype.is_floating_point:
         raise ValueError(f"x: has dtype {x.dtype}; allowed are floating dtypes")
     mesh = x.device_mesh if isinstance(x, DTensor) else None
     by_hand = chunks if chunks is None or isinstance(chunks, int) else tuple(tuple(one) for one in chunks)
-    return Setting(x.device.type, groups.weakly(group), mesh, method, by_hand, gemm_model, save == "gathered")
+    return Setting(x.device.type, groups.weakly(group), mesh, method, by_hand, depth, gemm_model, save == "gathered")

@@ -170,7 +170,7 @@ for _overload in ("", ".recomputable"):
 
 @functools.lru_cache(maxsize=4096)
 def _matmul_shapes(program: str, rank: int) -> tuple[list[list[int]], list[list[int]], list[str]]:
-    matmul, _, _ = _planner.Matmul.parse(program)
+    matmul, _ = _planner.Matmul.parse(program)
     return matmul.shapes(rank)
 
 

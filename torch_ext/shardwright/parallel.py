@@ -28,7 +28,7 @@ __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
 
 
 class ColwiseParallel(torch_parallel.ColwiseParallel):
-    """As PyTorch's; `method`, `chunks` and `save` as in `shardwright.linear`.
+    """As PyTorch's; `method`, `chunks`, `depth` and `save` as in `shardwright.linear`.
 
     With `shares_gather`, layers that are given the same tensor object, such as query, key and value, gather it once:
     the first that runs, behind its product. The others take what it gathered, and their gradients are scattered with
@@ -43,11 +43,12 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         use_local_output: bool = True,
         method: str | None = None,
         chunks: int | Sequence[Sequence[int]] | None = None,
+        depth: int | None = None,
         save: str = "shard",
         shares_gather: bool = False,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self._how = {"method": method, "chunks": chunks, "save": save}
+        self._how = {"method": method, "chunks": chunks, "depth": depth, "save": save}
         self._shares_gather = shares_gather
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -57,7 +58,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
 
 
 class RowwiseParallel(torch_parallel.RowwiseParallel):
-    """As PyTorch's; `method` and `chunks` as in `shardwright.linear`."""
+    """As PyTorch's; `method`, `chunks` and `depth` as in `shardwright.linear`."""
 
     def __init__(
         self,
@@ -67,9 +68,10 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
         use_local_output: bool = True,
         method: str | None = None,
         chunks: int | Sequence[Sequence[int]] | None = None,
+        depth: int | None = None,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self._how = {"method": method, "chunks": chunks}
+        self._how = {"method": method, "chunks": chunks, "depth": depth}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
