@@ -304,9 +304,11 @@ class GatherCompiler {
   void lay_out_slots(const Step& step, const Positions& group, const std::vector<Chunk>& chunks) {
     const size_t num_slots = std::min(static_cast<size_t>(schedule_.depth) + 1, chunks.size());
     std::vector<int64_t> lengths(num_slots, 0);
+    const bool by_messages = schedule_.method == Method::kRing;
     for (size_t c = 0; c < chunks.size(); ++c) {
+      even_shares_.push_back(by_messages ? std::nullopt : even_share(step, group, chunks[c]));
       int64_t& length = lengths[c % num_slots];
-      length = std::max(length, staged_count(step, group, chunks[c]));
+      length = std::max(length, staged_count(step, group, chunks[c], even_shares_[c]));
     }
     int64_t total = 0;
     for (const int64_t length : lengths) {
@@ -317,11 +319,10 @@ class GatherCompiler {
   }
 
   // Of its elements those that do not arrive in place, each block up to where the next may begin.
-  int64_t staged_count(const Step& step, const Positions& group, const Chunk& chunk) {
+  int64_t staged_count(const Step& step, const Positions& group, const Chunk& chunk,
+                       const std::optional<int64_t>& even_share) {
+    if (even_share) return aligned(*even_share * static_cast<int64_t>(group.size()));
     const bool by_messages = schedule_.method == Method::kRing;
-    if (const auto share = by_messages ? std::nullopt : even_share(step, group, chunk)) {
-      return aligned(*share * static_cast<int64_t>(group.size()));
-    }
     int64_t count = 0;
     for (const int64_t d : chunk.distances) {
       const auto block = received(step, group, chunk, d);
@@ -389,9 +390,7 @@ class GatherCompiler {
   Transfer start(const Step& step, const Positions& group, const std::vector<Chunk>& chunks, size_t c, int current) {
     b_.begin_chunk(static_cast<int>(c) + 1);
     if (schedule_.method == Method::kRing) return start_messages(step, group, chunks[c], c, current);
-    if (const auto count = even_share(step, group, chunks[c])) {
-      return start_all_gather(step, group, chunks[c], c, current, *count);
-    }
+    if (even_shares_[c]) return start_all_gather(step, group, chunks[c], c, current, *even_shares_[c]);
     return start_all_to_all(step, group, chunks[c], c, current);
   }
 
@@ -519,7 +518,8 @@ class GatherCompiler {
   int gathered_ = -1;
   int slots_ = -1;  // buffer
   std::vector<int64_t> slot_offsets_;
-  int scales_ = -1;  // buffers, of the operand's
+  std::vector<std::optional<int64_t>> even_shares_;  // by chunk, as even_share answers
+  int scales_ = -1;                                  // buffers, of the operand's
   int gathered_scales_ = -1;
   std::vector<Instruction> awaited_scales_;
   size_t share_dim_ = 0;

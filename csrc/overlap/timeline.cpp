@@ -233,17 +233,21 @@ Prediction tuned_prediction(const Matmul& matmul, Schedule schedule, const GemmM
   if (is_host && schedule.method == Method::kRing && num_partners(matmul) > 2) depths = {1};
   if (depth) depths = {*depth};
   std::optional<Prediction> best;
+  int64_t least = 0;  // no depth takes less
   for (const int64_t d : depths) {
-    if (best && (d > schedule.chunks || d <= best->schedule.depth)) continue;
+    const auto can_save = [&] { return best->total_ps - least > best->total_ps / 100 * kLeastTuningPercent; };
+    if (best && (d > schedule.chunks || d <= best->schedule.depth || !can_save())) continue;
     schedule.depth = d;
     Program program = compile(matmul, schedule, 0);
     if (d == 1) limit_bytes = std::max(limit_bytes, program.peak_bytes());
     if (best && d > kUsualDepth && program.peak_bytes() > limit_bytes) break;
     for (const int64_t left : processors_to_leave(model)) {
+      if (best && !can_save()) break;
       schedule.sms_left = program.sms_left = left;
-      const int64_t total = predict(program, plan_of(matmul), model).total_ps;
-      const bool saves_enough = best && best->total_ps - total > best->total_ps / 100 * kLeastTuningPercent;
-      if (!best || saves_enough) best = Prediction{schedule, total};
+      const Timeline timeline = predict(program, plan_of(matmul), model);
+      least = std::max(timeline.communication_ps, timeline.gemm_ps);
+      const bool saves_enough = best && best->total_ps - timeline.total_ps > best->total_ps / 100 * kLeastTuningPercent;
+      if (!best || saves_enough) best = Prediction{schedule, timeline.total_ps};
     }
   }
   return *best;
