@@ -64,8 +64,12 @@ Execution::Execution(std::shared_ptr<const Executable> executable, c10::ArrayRef
       is_beside_compute_(is_beside_compute && !is_on_cpu_) {
   const BelowAutograd guard;
   for (size_t i = 0; i < inputs.size(); ++i) buffers_[i] = dense(inputs[i]);
-  if (is_beside_compute_) transferred_.resize(program_.instructions.size());
   if (!is_on_cpu_) home_ = current_stream(device_);
+  if (is_beside_compute_) {
+    transferred_.resize(program_.instructions.size());
+    marks_.resize(program_.instructions.size());
+    begin_.emplace(record_current(device_, false));
+  }
 }
 
 Execution::~Execution() {
@@ -197,6 +201,7 @@ void Execution::step() {
   try {
     for (const int b : executable_->lifetimes().begins[index]) allocate(b);
     execute(program_.instructions[index].operation, index);
+    if (is_beside_compute_ && executable_->is_asked_for(index)) marks_[index].emplace(record_current(device_, false));
   } catch (const c10::Error& error) {
     fail(index, error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -307,7 +312,11 @@ void Execution::send_all_to_all(const AllToAll& move, int index) {
   works_[index] = comm::send_receive(groups_[move.group], sends, receives);
 }
 
-GemmHints Execution::hints() const { return {num_under_way_ > 0 ? sm_carveout() : 0}; }
+GemmHints Execution::hints() const {
+  if (num_under_way_ == 0) return {0};
+  const int chosen_by_user = sm_carveout();
+  return {chosen_by_user > 0 ? chosen_by_user : static_cast<int>(program_.sms_left)};
+}
 
 void Execution::wait(int ticket) {
   --num_under_way_;
@@ -351,7 +360,7 @@ void Execution::start_transfer(const Operation& operation, int index) {
   }
   if (is_on_cpu_) return transfer(operation, index);
   std::optional<SideStreamGuard> side;
-  if (is_beside_compute_) side.emplace(device_, SideStream::kTransfers);
+  if (is_beside_compute_) go_to_side_stream(side, index);
   if (traces) spans_[index].start_at(record_current(device_, true));
   transfer(operation, index);
   for (comm::WorkPtr& work : works_[index]) {
@@ -360,6 +369,18 @@ void Execution::start_transfer(const Operation& operation, int index) {
   works_[index].clear();
   if (side) transferred_[index].emplace(side->record());
   if (traces) spans_[index].stop_at(record_current(device_, true));
+}
+
+// Behind what concerns the transfer's memory (program/order.h). Memory that is only now allocated may be in use by
+// anything that the current stream holds, of other programs too.
+void Execution::go_to_side_stream(std::optional<SideStreamGuard>& side, int transfer) const {
+  const bool allocates = !executable_->lifetimes().begins[transfer].empty();
+  const int order = executable_->order_of(transfer);
+  if (allocates) {
+    side.emplace(device_, SideStream::kTransfers);
+  } else {
+    side.emplace(device_, SideStream::kTransfers, order < 0 ? *begin_ : *marks_[order]);
+  }
 }
 
 void Execution::transfer(const Operation& operation, int index) {

@@ -14,6 +14,7 @@
 
 #include "runtime/executor.h"
 #include "runtime/gemm.h"
+#include "runtime/side_stream.h"
 #include "runtime/trace.h"
 
 namespace shardwright {
@@ -76,6 +77,7 @@ class Execution {
   // The transfer of an instruction, on whatever stream is current.
   void transfer(const Operation& operation, int index);
   void start_transfer(const Operation& operation, int index);
+  void go_to_side_stream(std::optional<SideStreamGuard>& side, int transfer) const;
   void wait(int ticket);
   void compute(const Operation& operation, int index);
   bool takes_spans() const;
@@ -104,6 +106,9 @@ class Execution {
   // By instruction, where there are streams: when the side stream is done with the transfer.
   std::vector<std::optional<c10::Event>> transferred_;
   std::optional<c10::Stream> home_;
+  // Beside compute: where the home stream was when the run began, and behind instructions that transfers ask for.
+  std::optional<c10::Event> begin_;
+  std::vector<std::optional<c10::Event>> marks_;
   // Of a program whose rest went beside: what was allocated on its home before, and the end.
   std::vector<at::Tensor> kept_;
   std::optional<c10::Event> end_;

@@ -12,6 +12,7 @@
 
 #include "layout/error.h"
 #include "planner/serialize.h"
+#include "program/order.h"
 #include "runtime/communicators.h"
 #include "runtime/execution.h"
 #include "runtime/progress.h"
@@ -199,6 +200,11 @@ void Executable::describe(const std::vector<const Plan*>& plans, const char* tit
   const Mesh& mesh = plans.front()->src.mesh();
   backend_ = plans.front()->backend;
   lifetimes_ = program_.lifetimes();
+  order_of_transfers_ = order_of_transfers(program_);
+  is_asked_for_.resize(program_.instructions.size(), false);
+  for (const int instruction : order_of_transfers_) {
+    if (instruction >= 0) is_asked_for_[instruction] = true;
+  }
   for (int64_t p = 0; p < mesh.size(); ++p) mesh_ranks_.push_back(mesh.rank_at(p));
   for (const Plan* plan : plans) {
     for (const Step& step : plan->steps) {

@@ -111,6 +111,9 @@ class Executable : public std::enable_shared_from_this<Executable> {
   // Of an instruction that copies, prepared.
   const StridedCopy& copy(int instruction) const { return copies_.at(instruction); }
   int last_communication() const { return last_communication_; }
+  // Of a transfer, as order_of_transfers says; and whether a transfer asks for the place of a compute instruction.
+  int order_of(int transfer) const { return order_of_transfers_[transfer]; }
+  bool is_asked_for(int instruction) const { return is_asked_for_[instruction]; }
   // Of buffers that hold the program's own dtype, for a run with these inputs.
   at::TensorOptions options_like(c10::ArrayRef<at::Tensor> inputs) const;
   at::TensorOptions options_of(int buffer, const at::TensorOptions& usual) const;
@@ -132,6 +135,8 @@ class Executable : public std::enable_shared_from_this<Executable> {
 
   Program program_;
   Program::Lifetimes lifetimes_;
+  std::vector<int> order_of_transfers_;
+  std::vector<bool> is_asked_for_;
   std::unordered_map<int, StridedCopy> copies_;
   std::unordered_map<int, at::ScalarType> other_dtypes_;  // by buffer
   int usual_input_ = -1;                                  // the first that is of the program's own dtype

@@ -17,7 +17,7 @@ struct GemmHints {
   int sms_left = 0;  // multiprocessors that the product is to leave to transfers, if the device has more
 };
 
-// What hints of products beside transfers say, in this process; 0 at first.
+// What products beside transfers leave to them, in this process; 0, at first: what their schedules say.
 int sm_carveout();
 // Throws c10::ValueError below 0.
 void set_sm_carveout(int sms);

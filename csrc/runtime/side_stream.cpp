@@ -34,8 +34,12 @@ c10::Stream side_stream(c10::Device device, SideStream which) {
   return *stream;
 }
 
-SideStreamGuard::SideStreamGuard(c10::Device device, SideStream which) : side_(side_stream(device, which)) {
-  record_current(device, false).block(side_);
+SideStreamGuard::SideStreamGuard(c10::Device device, SideStream which)
+    : SideStreamGuard(device, which, record_current(device, false)) {}
+
+SideStreamGuard::SideStreamGuard(c10::Device device, SideStream which, const c10::Event& behind)
+    : side_(side_stream(device, which)) {
+  behind.block(side_);
   guard_.emplace(side_);
 }
 

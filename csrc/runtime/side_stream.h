@@ -19,10 +19,11 @@ enum class SideStream : uint8_t { kTransfers, kRest };
 // One of each per device, of high priority. `device`: not the CPU.
 c10::Stream side_stream(c10::Device device, SideStream which);
 
-// Makes a side stream current, behind what the current one was given, until it is destroyed.
+// Makes a side stream current until it is destroyed: behind all that the current one was given, or behind an event.
 class SideStreamGuard {
  public:
   SideStreamGuard(c10::Device device, SideStream which);
+  SideStreamGuard(c10::Device device, SideStream which, const c10::Event& behind);
 
   // What the side stream has been given by now.
   c10::Event record(bool with_time = false) const;
