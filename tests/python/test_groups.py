@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import types
+from datetime import timedelta
+
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import shardwright as sw
 from pool import Pool
+from shardwright import groups
 
 WORLD = 4
+DEVICE = torch.device("cuda", 0)
 
 
 def _gather_over(ranks: list[int]) -> None:
@@ -33,3 +40,95 @@ def _uneven_histories() -> float:
 
 def test_members_with_uneven_histories_meet(pool: Pool) -> None:
     assert pool.run(_uneven_histories, WORLD, timeout_seconds=40) == [WORLD] * WORLD
+
+
+class _SplitsLikeNccl:
+    """Makes PyTorch take the default group for one bound to a device, and its splitting for collective."""
+
+    def __init__(self, seconds: float) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        self.world, self.seconds, self.number = world, seconds, 0
+
+    def _find(self, parent: dist.ProcessGroup, *_: object) -> None:
+        if parent.bound_device_id is None:
+            return
+        self.number += 1
+        store = distributed_c10d._get_default_store()
+        key = f"split {self.number}"
+        store.add(key, 1)
+        store.set(f"{key} {dist.get_rank()}", "here")
+        wanted = [f"{key} {rank}" for rank in range(dist.get_world_size())]
+        store.wait(wanted, timedelta(seconds=self.seconds))  # raises where ncclCommSplit would wait for ever
+
+    def __enter__(self) -> _SplitsLikeNccl:
+        self.original = distributed_c10d._get_split_source
+        distributed_c10d._get_split_source = self._find
+        self.world.bound_device_id = DEVICE
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        distributed_c10d._get_split_source = self.original
+        self.world.bound_device_id = None
+
+
+def _made_while_bound() -> dict[str, object]:
+    rank = dist.get_rank()
+    ranks = [0, 3] if rank in (0, 3) else [1, 2]
+    found: dict[str, object] = {}
+    with _SplitsLikeNccl(seconds=2.0) as bound:
+        if rank in (0, 3):
+            made = groups.find_or_make(ranks, (), None)
+            found["device"] = made.bound_device_id
+            total = torch.ones(1)
+            dist.all_reduce(total, group=made)
+            found["sum"] = total.item()
+        found["default"] = bound.world.bound_device_id
+        with pytest.raises(ValueError, match="world"):
+            groups._make(tuple(range(WORLD + 1)))
+        found["default after an error"] = bound.world.bound_device_id
+        if rank == 0:  # PyTorch's own way does wait for all
+            with pytest.raises(RuntimeError, match="[Tt]imeout"):
+                dist.new_group([0], use_local_synchronization=True)
+    dist.barrier()
+    return found
+
+
+def test_members_alone_make_a_group_where_the_default_group_is_bound_to_a_device(pool: Pool) -> None:
+    """Which PyTorch would split, and wait for all ranks of the default group."""
+    for rank, found in enumerate(pool.run(_made_while_bound, WORLD, timeout_seconds=40)):
+        made = {"device": DEVICE, "sum": 2.0} if rank in (0, 3) else {}
+        assert found == {**made, "default": DEVICE, "default after an error": DEVICE}
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
+def test_options_are_those_of_the_default_group_with_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = dist.ProcessGroupNCCL.Options()
+    given._timeout = timedelta(seconds=7)
+    given.config.max_ctas = 3
+    nccl = types.SimpleNamespace(options=given)
+    wrapper = types.SimpleNamespace(wrapped_pg=nccl)
+    for backends in ([nccl], [wrapper]):
+        monkeypatch.setattr(groups, "_default_backends", lambda backends=backends: iter(backends))
+        options = groups._options()
+        assert options is not None and options is not given
+        assert options.is_high_priority_stream and not given.is_high_priority_stream
+        assert (options._timeout, options.config.max_ctas, options.split_from) == (timedelta(seconds=7), 3, None)
+
+
+def _options_beside(other: object | None) -> bool:
+    nccl = types.SimpleNamespace(options=dist.ProcessGroupNCCL.Options())
+    gloo = next(groups._default_backends())
+    original = groups._default_backends
+    groups._default_backends = lambda: iter([gloo] if other is None else [gloo, nccl, other])
+    try:
+        return groups._options() is not None
+    finally:
+        groups._default_backends = original
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
+def test_options_are_given_to_backends_that_are_known_to_take_them(pool: Pool) -> None:
+    nccl = types.SimpleNamespace(options=None)
+    assert pool.run(_options_beside, 1, None) == [False]
+    assert pool.run(_options_beside, 1, nccl) == [False]

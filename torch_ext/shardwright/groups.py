@@ -8,6 +8,7 @@ part of a mesh. All members must ask at the same point of their programs; `prepa
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import itertools
 import weakref
@@ -191,12 +192,68 @@ def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
             "call shardwright.prepare(mesh) before the capture"
         )
     _runtime.drain()
-    with _names_by_ranks_alone():
+    with _names_by_ranks_alone(), _not_split_from_the_default_group() as device:
         group = dist.new_group(
-            list(ranks), timeout=_default_timeout(), use_local_synchronization=True, group_desc="shardwright"
+            list(ranks),
+            timeout=_default_timeout(),
+            pg_options=_options(),
+            use_local_synchronization=True,
+            group_desc="shardwright",
+            device_id=device,
         )
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+@contextlib.contextmanager
+def _not_split_from_the_default_group() -> Iterator[torch.device | None]:
+    """Groups made meanwhile have communicators of their own. Yields the device that the default group is bound to.
+
+    PyTorch splits the communicator of a default group that is bound to a device (NCCL's always is from torch 2.15 on,
+    before that with `device_id=`). All ranks of the default group would have to take part, also with
+    `use_local_synchronization`, so members alone would wait forever.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield device
+    finally:
+        world.bound_device_id = device
+
+
+def _options() -> Any | None:
+    """What groups made here take for options: those of the default group's NCCL, but with streams of high priority.
+
+    Messages run on a stream of the group's own. At normal priority they would stand behind the blocks of a product
+    that they are to run beside. None where the default group is not NCCL's.
+    """
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    found = None
+    for backend in _default_backends():
+        while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            backend = backend.wrapped_pg
+        options = getattr(backend, "options", None)
+        if nccl is not None and isinstance(options, nccl.Options):
+            found = options
+        elif not isinstance(backend, getattr(dist, "ProcessGroupGloo", ())):
+            return None  # PyTorch gives one object to the backends of all devices, and this one is not known to take it
+    if found is None:
+        return None
+    options = copy.deepcopy(found)
+    options.is_high_priority_stream = True
+    options.split_from = None
+    if hasattr(options, "enable_reconfigure"):  # such a group waits for a call of its own before it communicates
+        options.enable_reconfigure = False
+    return options
+
+
+def _default_backends() -> Iterator[Any]:
+    world = dist.group.WORLD
+    assert world is not None
+    for device in world._device_types:
+        yield world._get_backend(device)
 
 
 @contextlib.contextmanager
@@ -224,11 +281,8 @@ def _names_by_ranks_alone() -> Iterator[None]:
 
 def _default_timeout() -> timedelta | None:
     # new_group falls back to the backend's 30 minutes, not to what init_process_group was given.
-    world = dist.group.WORLD
-    assert world is not None
-    for device in world._device_types:
-        options = getattr(world._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
+    for backend in _default_backends():
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
             return timeout
     return None
