@@ -12,7 +12,7 @@ import dtensors
 import oracle
 import shardwright as sw
 from meshes import get_mesh
-from pool import Pool
+from pool import Pool, run_isolated
 from shardwright import groups
 
 SHAPE = (7, 6)
@@ -79,3 +79,43 @@ def _without_a_way() -> str:
 def test_groups_that_do_not_suffice(pool: Pool) -> None:
     for text in pool.run(_without_a_way, 1):
         assert "[S(0), R]" in text and "[R, R]" in text
+
+
+GIVEN: list[tuple[list[str], list[str], int]] = [
+    (["S(0)", "R", "S(1)"], ["R", "R", "S(1)"], 1),
+    (["P", "R", "P"], ["R", "S(0)", "R"], 2),
+    (["S(0)", "S(1)", "R"], ["S(1)", "S(0)", "R"], 2),  # among those of a group who have something to send
+    (["S(0)", "S(0)", "S(0)"], ["S(1)", "R", "S(0)"], 4),
+]
+
+
+def _made_groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
+    return {ranks: group for ranks in groups._made if (group := groups._made_for(ranks)) is not None}
+
+
+def _made_by_preparing(src: list[str], dst: list[str]) -> tuple[int, list[tuple[int, ...]]]:
+    """How many groups `prepare` makes for one redistribute, and which the redistribute and its gradient still make."""
+    mesh = sw.Mesh({"a": 2, "b": 2, "c": 2})
+    before, after = sw.Layout(mesh, SHAPE, src), sw.Layout(mesh, SHAPE, dst)
+    sw.prepare(mesh, redistributes=[(before, after)])
+    prepared = _made_groups()
+    local = torch.ones(before.local_shape(dist.get_rank()), requires_grad=True)
+    sw.redistribute_local(local, before, after).sum().backward()
+    made = _made_groups()
+    dist.barrier()
+    for group in made.values():
+        dist.destroy_process_group(group)
+    return len(prepared), sorted(set(made) - set(prepared))
+
+
+def _made_by_preparing_each() -> list[tuple[int, list[tuple[int, ...]]]]:
+    return [_made_by_preparing(src, dst) for src, dst, _ in GIVEN]
+
+
+def test_groups_of_given_redistributes_alone() -> None:
+    """Without word of redistributes, 6 besides the default group would be made on such a mesh."""
+    for outcome in run_isolated(_made_by_preparing_each, 8):
+        assert outcome.ok, outcome.error
+        for (src, dst, most), (count, late) in zip(GIVEN, outcome.value, strict=True):
+            assert count <= most, f"{src} -> {dst}"
+            assert not late, f"{src} -> {dst}"

@@ -297,6 +297,11 @@ def _calls_with_wrong_arguments() -> None:
     for given in (5, [5], ["a"], [[0.5]]):
         _refused(f"prepare {given}", lambda: sw.prepare(mesh, given), "mesh_dims")  # noqa: B023
     _refused("prepare", lambda: sw.prepare("x"), "dims", "'x'")
+    for given in (5, [src], [(src,)], [(src, "R")], [(src, dst, dst)]):
+        _refused(f"prepare {given}", lambda: sw.prepare(mesh, redistributes=given), "redistributes")  # noqa: B023
+    elsewhere = sw.Mesh({"elsewhere": 1})
+    _refused("prepare", lambda: sw.prepare(elsewhere, redistributes=[(src, dst)]), "redistributes", "elsewhere")
+    _refused("prepare", lambda: sw.prepare(mesh, device_type="tpu"), "device_type", "tpu")
     _refused("check_ranks", lambda: sw.check_ranks(timeout_seconds="x"), "timeout_seconds", "x")
     _refused("explain", lambda: sw.explain(5), "function", "int")
     _refused("calibrate", lambda: sw.calibrate("x"), "group", "str")

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from . import _convert, _planner, _runtime
-from .layout import Mesh
+from . import _arguments, _convert, _planner, _runtime
+from .layout import Mesh, gradient_layout, has_gradient
+from .planning import check_layout
 
 
 def _nothing() -> None:
@@ -64,6 +65,7 @@ class WeakGroup:
 
 DEFAULT = WeakGroup(None)
 _made: dict[tuple[int, ...], WeakGroup] = {}
+_times_made: dict[tuple[int, ...], int] = {}  # or tried to; the same on all members
 _world = DEFAULT
 
 
@@ -91,6 +93,7 @@ def check_initialised() -> None:
     world = dist.group.WORLD
     if world is not _world.alive():
         _made.clear()
+        _times_made.clear()
         _world = weakly(world)
         weakref.finalize(world, _forget)
 
@@ -127,38 +130,90 @@ def find_or_make(ranks: Sequence[int], mesh_dims: Iterable[int], device_mesh: An
 
 def _made_for(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     made = _made.get(ranks)
-    return None if made is None else made.alive()
+    group = None if made is None else made.alive()
+    return group if group in distributed_c10d._world.pg_group_ranks else None  # else destroyed
 
 
-def prepare(mesh: Any, mesh_dims: Iterable[Sequence[int | str]] | None = None) -> None:
+def prepare(
+    mesh: Any,
+    mesh_dims: Iterable[Sequence[int | str]] | None = None,
+    *,
+    redistributes: Iterable[tuple[_planner.Layout, _planner.Layout]] | None = None,
+    device_type: str | None = None,
+) -> None:
     """Makes the process groups that redistributes on `mesh` may need, now instead of at their first use.
 
-    To be called by all ranks of the mesh, at the same point.
+    To be called by all ranks of the mesh, at the same point, with the same arguments.
+
+    A plan may span any set of mesh dims, and for every set there are layouts that ask for it, so without further word
+    all are made: 2^n - 1 for n mesh dims larger than 1. On NCCL each is a communicator, with buffers on the device.
 
     Args:
         mesh: a torch ``DeviceMesh`` or a `Mesh`.
         mesh_dims: sets of mesh dims, by name or index, each the span of one group, e.g. ``[("dp", "tp")]``. Default:
-            every set of mesh dims.
+            every set of mesh dims, or none where `redistributes` are given.
+        redistributes: pairs of layouts on this mesh, source and destination: what their plans and those of their
+            gradients need, and no more.
+        device_type: of the tensors of `redistributes`. Default: that of a DeviceMesh; else the accelerator's where the
+            default group has a backend for it, or ``"cpu"``.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
-        ValueError: a mesh dim that is not there.
+        RuntimeError: torch.distributed is not initialised; a group is missing while a CUDA graph is captured.
+        ValueError: a mesh dim that is not there; `redistributes` that are no pairs of layouts on `mesh`; another device
+            type than CPU and CUDA.
     """
     check_initialised()
     device_mesh = mesh if _convert.is_device_mesh(mesh) else None
     grid = mesh if isinstance(mesh, _planner.Mesh) else Mesh(mesh)
-    rank = dist.get_rank()
-    if grid.coordinate(rank) is None:
-        return
+    pairs = _pairs_of_layouts(grid, redistributes)
+    if device_type is not None:
+        device_type = _arguments.device_of("device_type", device_type).type
     if mesh_dims is None:
-        chosen = _sets_of_large_dims(grid)
+        chosen = _sets_of_large_dims(grid) if redistributes is None else []
     else:
         sets = _convert.items(mesh_dims, "mesh_dims", "a list of sets of mesh dims, such as [('dp', 'tp')]")
         chosen = [tuple(sorted(set(_convert.mesh_dim_indices(grid.dim_names, dims, "mesh_dims")))) for dims in sets]
+    rank = dist.get_rank()
+    if grid.coordinate(rank) is None:
+        return
     for dims in chosen:
         ranks = grid.group_ranks(rank, list(dims))
         if len(ranks) > 1:
             find_or_make(ranks, dims, device_mesh)
+    from . import _engine  # which imports this module
+
+    kind = device_type or (device_mesh.device_type if device_mesh is not None else _default_device_type())
+    for src, dst in pairs:
+        _engine.bind(_engine.make_plan(src, dst, kind), device_mesh=device_mesh)
+
+
+def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_planner.Layout, _planner.Layout]]:
+    """Source and destination of each redistribute, then of its gradient where it has one."""
+    if redistributes is None:
+        return []
+    allowed = "a list of pairs of layouts, such as [(src, dst)]"
+    pairs = []
+    for given in _convert.items(redistributes, "redistributes", allowed):
+        pair = _convert.items(given, "redistributes", allowed)
+        if len(pair) != 2:
+            raise ValueError(f"redistributes: got {len(pair)} layouts for one redistribute; allowed is {allowed}")
+        src, dst = pair
+        for layout in pair:
+            check_layout("redistributes", layout)
+            if layout.mesh != grid:
+                raise ValueError(f"redistributes: {layout} lies on {layout.mesh}; allowed are layouts on {grid}")
+        pairs.append((src, dst))
+        if has_gradient(src) and has_gradient(dst):
+            pairs.append((gradient_layout(dst, "redistributes"), gradient_layout(src, "redistributes")))
+    return pairs
+
+
+def _default_device_type() -> str:
+    world = dist.group.WORLD
+    assert world is not None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    has_backend = accelerator is not None and accelerator.type in {device.type for device in world._device_types}
+    return accelerator.type if accelerator is not None and has_backend else "cpu"
 
 
 def _candidates(mesh_dims: tuple[int, ...], device_mesh: Any | None) -> Iterable[dist.ProcessGroup]:
@@ -258,17 +313,19 @@ def _default_backends() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _names_by_ranks_alone() -> Iterator[None]:
-    """Names groups made meanwhile by their ranks, and leaves the count of groups as it was.
+    """Names groups made meanwhile by their ranks and by how often these made one, and leaves the count of groups alone.
 
     PyTorch mixes into the name how many groups this rank has made (2.15) or holds (2.11). Members of one group that
     have made different groups before would then wait for each other under different names, forever; and so would the
-    next group that all ranks make together.
+    next group that all ranks make together. A group that is made again, after it was destroyed, needs another name: the
+    store still has the addresses of the first one.
     """
     count = distributed_c10d._world.group_count
     original = distributed_c10d._hash_ranks_to_str
 
     def name(ranks: Sequence[int]) -> str:
-        text = "shardwright " + "_".join(map(str, ranks))
+        times = _times_made[tuple(ranks)] = _times_made.get(tuple(ranks), 0) + 1
+        text = f"shardwright {'_'.join(map(str, ranks))} {times}"
         return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     distributed_c10d._hash_ranks_to_str = name

@@ -120,12 +120,17 @@ def without_sums(layout: _planner.Layout) -> Layout:
 _DIFFERENTIABLE = ("P(sum)", "P(avg)")
 
 
+def has_gradient(layout: _planner.Layout) -> bool:
+    """Whether all reductions that are due can be differentiated."""
+    return all(not placement.startswith("P") or placement in _DIFFERENTIABLE for placement in layout.placements)
+
+
 def gradient_layout(layout: _planner.Layout, argument: str) -> Layout:
     """The layout of a gradient: R where the value is partial. Raises ValueError, naming `argument`, where none is."""
-    for placement in layout.placements:
-        if placement.startswith("P") and placement not in _DIFFERENTIABLE:
-            raise ValueError(
-                f"{argument}: {placement} has no gradient here; allowed with requires_grad are "
-                f"{', '.join(_DIFFERENTIABLE)}, S and R"
-            )
-    return without_sums(layout)
+    if has_gradient(layout):
+        return without_sums(layout)
+    undifferentiable = next(p for p in layout.placements if p.startswith("P") and p not in _DIFFERENTIABLE)
+    raise ValueError(
+        f"{argument}: {undifferentiable} has no gradient here; allowed with requires_grad are "
+        f"{', '.join(_DIFFERENTIABLE)}, S and R"
+    )
