@@ -50,7 +50,7 @@ def _source(count: int, item: int, shift: int = 0) -> torch.Tensor:
 def test_random_boxes(item: int) -> None:
     generator = random.Random(item)
     for turn in range(200):
-        boxes, src_count, dst_count = _boxes(generator, generator.choice([1, 3, 16, 17, 200]))
+        boxes, src_count, dst_count = _boxes(generator, generator.choice([1, 3, 16, 17, 144, 145, 400]))
         src = _source(src_count, item, turn % 3)
         dst = torch.zeros(dst_count * item, dtype=torch.uint8, device="cuda").view(DTYPES[item])
         expected = _expected(boxes, src, dst)
@@ -58,7 +58,7 @@ def test_random_boxes(item: int) -> None:
         assert torch.equal(dst.cpu().view(torch.uint8), expected.view(torch.uint8)), f"turn {turn}"
 
 
-@pytest.mark.parametrize("count", [1, 100, 100_000])
+@pytest.mark.parametrize("count", [1, 100, 1000, 100_000])
 def test_many_boxes(count: int) -> None:
     boxes = [(16 * b, 8 * b, [8], [1], [1]) for b in range(count)]
     src, dst = torch.randn(16 * count, device="cuda"), torch.zeros(8 * count, device="cuda")
@@ -77,7 +77,7 @@ def test_more_than_2_to_31_words() -> None:
     assert torch.equal(dst, src[:, 1:-1])
 
 
-@pytest.mark.parametrize("count", [4, 400])
+@pytest.mark.parametrize("count", [4, 100, 400])
 def test_replayed(count: int) -> None:
     """1,000 replays with inputs that change; a table of many boxes is there before the capture."""
     boxes = [(16 * b, 8 * b, [2, 4], [8, 1], [4, 1]) for b in range(count)]
@@ -94,17 +94,29 @@ def test_replayed(count: int) -> None:
         assert torch.equal(dst.view(-1, 2, 4), src.view(-1, 2, 8)[:, :, :4]), f"replay {turn}"
 
 
-def test_first_run_in_a_capture() -> None:
-    boxes = [(16 * b, 8 * b, [8], [1], [1]) for b in range(40)]
-    src, dst = torch.zeros(640, device="cuda"), torch.zeros(320, device="cuda")
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_capture_reads_a_table_that_outlives_the_copy(is_first: bool) -> None:
+    """Uploaded in the capture, or just before it; and freed memory is written over between replays."""
+    count = 400
+    boxes = [(16 * b, 8 * b, [8], [1], [1]) for b in range(count)]
+    copy = _runtime.StridedCopy(boxes, 4)
+    src, dst = torch.zeros(16 * count, device="cuda"), torch.zeros(8 * count, device="cuda")
+    torch.cuda.synchronize()
+    if not is_first:
+        copy.run(src, dst)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="40 boxes runs for the first time while a CUDA graph is captured"):  # noqa: SIM117
-        with torch.cuda.graph(graph):
-            _runtime.StridedCopy(boxes, 4).run(src, dst)
+    with torch.cuda.graph(graph):
+        copy.run(src, dst)
+    del copy
+    for turn in range(10):
+        torch.full((1 << 20,), 0xCB, dtype=torch.uint8, device="cuda")
+        src.copy_(torch.arange(16 * count, device="cuda") + turn)
+        graph.replay()
+        assert torch.equal(dst.view(-1, 8), src.view(-1, 16)[:, :8]), f"replay {turn}"
 
 
 @pytest.mark.usefixtures("no_host_sync")
-@pytest.mark.parametrize("count", [1, 100])
+@pytest.mark.parametrize("count", [1, 100, 400])
 def test_no_host_sync(count: int) -> None:
     boxes = [(16 * b, 8 * b, [8], [1], [1]) for b in range(count)]
     copy = _runtime.StridedCopy(boxes, 4)

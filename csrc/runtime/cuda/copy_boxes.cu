@@ -1,19 +1,20 @@
 // Packing and unpacking on the GPU: one launch per width of words, whatever the number of boxes and their shapes.
 //
 // All words of a copy are numbered (strided_copy.h). A thread block takes kWordsPerBlock numbers, finds the box of the
-// first one, and each thread loads its words before it stores any, so that several loads are under way. Few boxes
-// travel as a kernel argument. For many, a table is uploaded once and kept with the copy: later launches upload and
-// synchronise nothing, and can be captured in a CUDA graph.
+// first one, and each thread loads its words before it stores any, so that several loads are under way. Boxes travel as
+// a kernel argument as long as they fit. For more, a table is uploaded once and kept with the copy (copy_table.h),
+// which also says in which box each block begins: later launches upload and synchronise nothing, and can be captured.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include <algorithm>
 #include <cstring>
-#include <mutex>
 
+#include "program/copy_table.h"
 #include "program/strided_copy.h"
 #include "runtime/local_ops.h"
 
@@ -23,21 +24,38 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWordsPerThread = 4;
 constexpr int kWordsPerBlock = kThreads * kWordsPerThread;
-constexpr int kInlineBoxes = 16;  // 16 * 216 bytes stay below the 4 KiB of kernel arguments that every GPU takes
 
+// Kernel arguments: every GPU takes 4 KiB of them; those of compute capability 7.0 and newer 32,764 bytes, by CUDA 12.1
+// and drivers for it. Not built where an older architecture is built for, whose compiler would refuse.
+constexpr int kFewBoxes = 16;
+constexpr int kInlineBoxes = 144;
+constexpr int kDriverForLargeArguments = 12010;
+
+#if CUDART_VERSION >= 12010 && defined(__CUDA_ARCH_LIST__)
+constexpr bool all_at_least(int least) {
+  for (const int arch : {__CUDA_ARCH_LIST__}) {
+    if (arch < least) return false;
+  }
+  return true;
+}
+constexpr bool kHasLargeArguments = all_at_least(700);
+#else
+constexpr bool kHasLargeArguments = false;
+#endif
+
+template <int kBoxes>
 struct InlineTable {
-  WordBox boxes[kInlineBoxes];
-  int64_t first_word[kInlineBoxes + 1];
+  WordBox boxes[kBoxes];
+  int64_t first_word[kBoxes + 1];
 };
-static_assert(sizeof(InlineTable) <= 4000);
+static_assert(sizeof(InlineTable<kFewBoxes>) <= 4000);
+static_assert(sizeof(InlineTable<kInlineBoxes>) <= 32700);
 
 template <typename Word>
-__device__ __forceinline__ void copy_words(const WordBox* boxes, const int64_t* first_word, int64_t num_boxes,
-                                           const Word* __restrict__ src, Word* __restrict__ dst) {
-  const int64_t words = first_word[num_boxes];
+__device__ __forceinline__ void copy_words(const WordBox* boxes, const int64_t* first_word, int64_t words,
+                                           int64_t first, int64_t last, const Word* __restrict__ src,
+                                           Word* __restrict__ dst) {
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kWordsPerBlock;
-  const int64_t first = box_of(first_word, num_boxes, begin);
-  const int64_t last = box_of(first_word, num_boxes, min(begin + kWordsPerBlock, words) - 1);
   Word loaded[kWordsPerThread];
   int64_t places[kWordsPerThread];
 #pragma unroll
@@ -56,64 +74,106 @@ __device__ __forceinline__ void copy_words(const WordBox* boxes, const int64_t* 
   }
 }
 
-template <typename Word>
+template <typename Word, int kBoxes>
 __global__ void __launch_bounds__(kThreads)
-    copy_inline(const __grid_constant__ InlineTable table, int64_t num_boxes, const Word* src, Word* dst) {
-  copy_words(table.boxes, table.first_word, num_boxes, src, dst);
+    copy_inline(const __grid_constant__ InlineTable<kBoxes> table, int64_t num_boxes, const Word* src, Word* dst) {
+  const int64_t words = table.first_word[num_boxes];
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kWordsPerBlock;
+  const int64_t first = box_of(table.first_word, num_boxes, begin);
+  const int64_t last = box_of(table.first_word, num_boxes, min(begin + kWordsPerBlock, words) - 1);
+  copy_words(table.boxes, table.first_word, words, first, last, src, dst);
 }
 
 template <typename Word>
-__global__ void __launch_bounds__(kThreads)
-    copy_by_table(const WordBox* boxes, const int64_t* first_word, int64_t num_boxes, const Word* src, Word* dst) {
-  copy_words(boxes, first_word, num_boxes, src, dst);
+__global__ void __launch_bounds__(kThreads) copy_by_table(const BoxTable table, const Word* src, Word* dst) {
+  copy_words(table.boxes, table.first_word, table.first_word[table.num_boxes], table.first_box[blockIdx.x],
+             table.first_box[blockIdx.x + 1], src, dst);
 }
 
-// WordBoxes in the memory of one device: the boxes, then where they begin.
-struct DeviceTable {
-  at::Tensor bytes;
-  const WordBox* boxes = nullptr;
-  const int64_t* first_word = nullptr;
-  at::cuda::CUDAEvent uploaded;
-  bool is_there = false;  // seen to be
+// Of one device, for the stream that is current there. What the host must not ask while any stream of the process is
+// captured in the global mode, as torch's graphs are, it asks in the relaxed mode of this thread.
+class CudaTables final : public TableDevice {
+ public:
+  explicit CudaTables(at::Device device) : device_(device) {}
+
+  bool is_capturing() override {
+    return at::cuda::currentStreamCaptureStatusMayInitCtx() != at::cuda::CaptureStatus::None;
+  }
+
+  // From pinned memory, which the allocator keeps until the copy is done.
+  Upload upload(const std::vector<uint8_t>& bytes) override {
+    const auto size = static_cast<int64_t>(bytes.size());
+    const at::Tensor host = at::empty({size}, at::TensorOptions(at::kByte).device(at::kCPU).pinned_memory(true));
+    std::memcpy(host.mutable_data_ptr<uint8_t>(), bytes.data(), bytes.size());
+    auto memory = std::make_shared<at::Tensor>(host.to(device_, at::kByte, /*non_blocking=*/true));
+    auto event = std::make_shared<at::cuda::CUDAEvent>();
+    event->record(current_stream());
+    const void* begin = memory->const_data_ptr();
+    return {std::move(memory), begin, std::move(event)};
+  }
+
+  // On a stream that no graph is captured from. Memory is taken there too, and so not from a graph's.
+  Upload upload_beside_capture(const std::vector<uint8_t>& bytes) override {
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+    const c10::cuda::CUDAStreamGuard guard(uncaptured_stream(bytes.size()));
+    auto memory = std::make_shared<at::Tensor>(
+        at::empty({static_cast<int64_t>(bytes.size())}, at::TensorOptions(at::kByte).device(device_)));
+    C10_CUDA_CHECK(cudaMemcpyAsync(memory->mutable_data_ptr(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice,
+                                   guard.current_stream()));
+    C10_CUDA_CHECK(cudaStreamSynchronize(guard.current_stream()));
+    const void* begin = memory->const_data_ptr();
+    return {std::move(memory), begin, nullptr};
+  }
+
+  bool is_done(void* event) override {
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+    return static_cast<at::cuda::CUDAEvent*>(event)->query();
+  }
+
+  void wait(void* event) override {
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+    static_cast<at::cuda::CUDAEvent*>(event)->synchronize();
+  }
+
+  void block(void* event) override { static_cast<at::cuda::CUDAEvent*>(event)->block(current_stream()); }
+
+  void note_use(const Upload& upload) override {
+    static_cast<at::Tensor*>(upload.memory.get())->record_stream(current_stream());
+  }
+
+ private:
+  c10::cuda::CUDAStream current_stream() const { return c10::cuda::getCurrentCUDAStream(device_.index()); }
+
+  c10::cuda::CUDAStream uncaptured_stream(size_t num_bytes) const {
+    constexpr int kStreamsOfPool = 32;
+    for (int i = 0; i < kStreamsOfPool; ++i) {
+      const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index());
+      cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+      C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+      if (status == cudaStreamCaptureStatusNone) return stream;
+    }
+    TORCH_CHECK(false, "shardwright: a copy runs for the first time while a CUDA graph is captured, and its table of ",
+                num_bytes, " bytes cannot be uploaded, because all streams of the pool are captured; run the ",
+                "redistribute once before the capture");
+  }
+
+  at::Device device_;
 };
 
-void check_not_capturing(const WordBoxes& boxes) {
-  TORCH_CHECK(at::cuda::currentStreamCaptureStatusMayInitCtx() == at::cuda::CaptureStatus::None,
-              "shardwright: a copy of ", boxes.boxes.size(),
-              " boxes runs for the first time while a CUDA graph is captured; run the redistribute once before");
+bool takes_large_arguments() {
+  static const bool has_driver = [] {
+    int driver = 0;
+    C10_CUDA_CHECK(cudaDriverGetVersion(&driver));
+    return driver >= kDriverForLargeArguments;
+  }();
+  return has_driver && at::cuda::getCurrentDeviceProperties()->major >= 7;
 }
 
-// From pinned memory, which the allocator keeps until the copy is done.
-std::shared_ptr<DeviceTable> upload(const WordBoxes& boxes, at::Device device) {
-  check_not_capturing(boxes);
-  const size_t box_bytes = boxes.boxes.size() * sizeof(WordBox);
-  const size_t word_bytes = boxes.first_word.size() * sizeof(int64_t);
-  at::Tensor host = at::empty({static_cast<int64_t>(box_bytes + word_bytes)},
-                              at::TensorOptions(at::kByte).device(at::kCPU).pinned_memory(true));
-  auto* bytes = host.mutable_data_ptr<uint8_t>();
-  std::memcpy(bytes, boxes.boxes.data(), box_bytes);
-  std::memcpy(bytes + box_bytes, boxes.first_word.data(), word_bytes);
-  auto table = std::make_shared<DeviceTable>();
-  table->bytes = host.to(device, at::kByte, /*non_blocking=*/true);
-  table->uploaded.record(at::cuda::getCurrentCUDAStream(device.index()));
-  const auto* begin = table->bytes.const_data_ptr<uint8_t>();
-  table->boxes = reinterpret_cast<const WordBox*>(begin);
-  table->first_word = reinterpret_cast<const int64_t*>(begin + box_bytes);
-  return table;
-}
-
-// Kept by the copy. Streams other than the one that uploads it wait for that, until it has been seen to be done.
-const DeviceTable& table_of(const StridedCopy& copy, const WordBoxes& boxes, at::Device device) {
-  static std::mutex mutex;
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::shared_ptr<void>& kept = copy.device_table(boxes, device.index());
-  if (!kept) kept = upload(boxes, device);
-  auto& table = *static_cast<DeviceTable*>(kept.get());
-  table.is_there = table.is_there || table.uploaded.query();
-  if (!table.is_there) {
-    check_not_capturing(boxes);
-    table.uploaded.block(at::cuda::getCurrentCUDAStream(device.index()));
-  }
+template <int kBoxes>
+InlineTable<kBoxes> inline_table(const WordBoxes& boxes) {
+  InlineTable<kBoxes> table;
+  std::copy(boxes.boxes.begin(), boxes.boxes.end(), table.boxes);
+  std::copy(boxes.first_word.begin(), boxes.first_word.end(), table.first_word);
   return table;
 }
 
@@ -124,14 +184,22 @@ void launch(const StridedCopy& copy, const WordBoxes& boxes, const void* src, vo
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream(device.index());
   const auto* from = static_cast<const Word*>(src);
   auto* to = static_cast<Word*>(dst);
-  if (num_boxes <= kInlineBoxes) {
-    InlineTable table;
-    std::copy(boxes.boxes.begin(), boxes.boxes.end(), table.boxes);
-    std::copy(boxes.first_word.begin(), boxes.first_word.end(), table.first_word);
-    copy_inline<Word><<<blocks, kThreads, 0, stream>>>(table, num_boxes, from, to);
+  const auto by_table = [&] {
+    CudaTables tables(device);
+    const BoxTable table = table_on(tables, device.index(), copy, boxes, kWordsPerBlock);
+    copy_by_table<Word><<<blocks, kThreads, 0, stream>>>(table, from, to);
+  };
+  if (num_boxes <= kFewBoxes) {
+    copy_inline<Word, kFewBoxes><<<blocks, kThreads, 0, stream>>>(inline_table<kFewBoxes>(boxes), num_boxes, from, to);
+  } else if constexpr (kHasLargeArguments) {
+    if (num_boxes <= kInlineBoxes && takes_large_arguments()) {
+      copy_inline<Word, kInlineBoxes>
+          <<<blocks, kThreads, 0, stream>>>(inline_table<kInlineBoxes>(boxes), num_boxes, from, to);
+    } else {
+      by_table();
+    }
   } else {
-    const DeviceTable& table = table_of(copy, boxes, device);
-    copy_by_table<Word><<<blocks, kThreads, 0, stream>>>(table.boxes, table.first_word, num_boxes, from, to);
+    by_table();
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

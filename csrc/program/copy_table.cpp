@@ -1,0 +1,94 @@
+#include "program/copy_table.h"
+
+#include <cstring>
+#include <mutex>
+
+namespace shardwright {
+namespace {
+
+struct Kept {
+  TableDevice::Upload upload;
+  bool is_there = false;     // seen to be
+  bool is_captured = false;  // read by a graph
+};
+
+// Of all copies: uploads are rare, and what else happens under it is short.
+std::mutex& tables_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+// Never destroyed: at exit the device's allocator may be gone before.
+std::vector<std::shared_ptr<void>>& tables_in_graphs() {
+  static auto* tables = new std::vector<std::shared_ptr<void>>;
+  return *tables;
+}
+
+void ready_for_capture(TableDevice& device, Kept& kept) {
+  if (!kept.is_there) device.wait(kept.upload.event.get());
+  kept.is_there = true;
+  if (!kept.is_captured) tables_in_graphs().push_back(kept.upload.memory);
+  kept.is_captured = true;
+}
+
+void ready_for_stream(TableDevice& device, Kept& kept) {
+  kept.is_there = kept.is_there || device.is_done(kept.upload.event.get());
+  if (!kept.is_there) device.block(kept.upload.event.get());
+  if (!kept.is_captured) device.note_use(kept.upload);
+}
+
+template <typename T>
+void append(std::vector<uint8_t>& bytes, const std::vector<T>& items) {
+  const size_t at = bytes.size();
+  bytes.resize(at + items.size() * sizeof(T));
+  std::memcpy(bytes.data() + at, items.data(), items.size() * sizeof(T));
+}
+
+}  // namespace
+
+std::vector<uint8_t> pack_table(const WordBoxes& boxes, int64_t words_per_block) {
+  const auto num_boxes = static_cast<int64_t>(boxes.boxes.size());
+  std::vector<int32_t> first_box;
+  int64_t box = 0;
+  for (int64_t word = 0; word < boxes.words(); word += words_per_block) {
+    while (boxes.first_word[box + 1] <= word) ++box;
+    first_box.push_back(static_cast<int32_t>(box));
+  }
+  first_box.push_back(static_cast<int32_t>(num_boxes - 1));
+  std::vector<uint8_t> bytes;
+  append(bytes, boxes.boxes);
+  append(bytes, boxes.first_word);
+  append(bytes, first_box);
+  return bytes;
+}
+
+BoxTable table_at(const void* begin, const WordBoxes& boxes) {
+  static_assert(sizeof(WordBox) % alignof(int64_t) == 0);
+  const auto* bytes = static_cast<const uint8_t*>(begin);
+  const auto* words = bytes + boxes.boxes.size() * sizeof(WordBox);
+  BoxTable table;
+  table.boxes = reinterpret_cast<const WordBox*>(bytes);
+  table.first_word = reinterpret_cast<const int64_t*>(words);
+  table.first_box = reinterpret_cast<const int32_t*>(words + boxes.first_word.size() * sizeof(int64_t));
+  table.num_boxes = static_cast<int64_t>(boxes.boxes.size());
+  return table;
+}
+
+BoxTable table_on(TableDevice& device, int device_index, const StridedCopy& copy, const WordBoxes& boxes,
+                  int64_t words_per_block) {
+  const std::lock_guard<std::mutex> lock(tables_mutex());
+  const bool is_capturing = device.is_capturing();
+  std::shared_ptr<void>& slot = copy.device_table(boxes, device_index);
+  if (!slot) {
+    const std::vector<uint8_t> bytes = pack_table(boxes, words_per_block);
+    auto made = std::make_shared<Kept>();
+    made->upload = is_capturing ? device.upload_beside_capture(bytes) : device.upload(bytes);
+    made->is_there = made->upload.event == nullptr;
+    slot = std::move(made);
+  }
+  auto& kept = *static_cast<Kept*>(slot.get());
+  is_capturing ? ready_for_capture(device, kept) : ready_for_stream(device, kept);
+  return table_at(kept.upload.begin, boxes);
+}
+
+}  // namespace shardwright
