@@ -1,0 +1,157 @@
+"""tools/gpu_check, with a fake nvidia-smi and a fake interpreter: which parts run, in which order, and what is left."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import types
+
+import pytest
+
+TOOLS = pathlib.Path(__file__).parents[2] / "tools"
+
+NVIDIA_SMI = '#!/usr/bin/env bash\necho "GPU 0: Fake"\n'
+# Writes down what it is asked to run, fails where it is told to, and runs the summary for real.
+PYTHON = """#!/usr/bin/env bash
+echo "$*" >>"$LOG"
+case "$*" in
+  tools/gpu_summary.py*) exec "$REAL_PYTHON" "$@" ;;
+  "-m pip"*) mkdir -p build/gpu-objects && echo "arch $TORCH_CUDA_ARCH_LIST" >build/gpu-objects/summary.txt ;;
+esac
+[ -z "${FAIL:-}" ] || case "$*" in *$FAIL*) exit 3 ;; esac
+"""
+
+
+class Checkout:
+    """As much of a checkout as the script looks at."""
+
+    def __init__(self, root: pathlib.Path) -> None:
+        self.root = root
+        for folder in ("tools", "tests/gpu", "benchmarks", "bin"):
+            (root / folder).mkdir(parents=True)
+        for name in ("gpu_check", "gpu_preflight.py", "gpu_summary.py"):
+            shutil.copy(TOOLS / name, root / "tools" / name)
+        for name in ("tests/gpu/test_copies.py", "tests/gpu/test_gemm.py", "benchmarks/gpu_calls.py"):
+            (root / name).touch()
+        self._script("nvidia-smi", NVIDIA_SMI)
+        self._script("python", PYTHON)
+
+    def _script(self, name: str, text: str) -> None:
+        script = self.root / "bin" / name
+        script.write_text(text)
+        script.chmod(0o755)
+
+    def run(self, *parts: str, fail: str = "", without: str = "") -> subprocess.CompletedProcess[str]:
+        if without:
+            (self.root / "bin" / without).unlink()
+        environment = {key: value for key, value in os.environ.items() if key not in ("OUT", "TORCH_CUDA_ARCH_LIST")}
+        environment |= {
+            "PATH": f"{self.root / 'bin'}:/usr/bin:/bin",
+            "PYTHON": str(self.root / "bin" / "python"),
+            "REAL_PYTHON": sys.executable,
+            "LOG": str(self.root / "log"),
+            "FAIL": fail,
+        }
+        command = ["bash", str(self.root / "tools" / "gpu_check"), *parts]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    def summary(self) -> dict[str, int]:
+        parts = json.loads((self.root / "build/gpu/summary.json").read_text())["parts"]
+        return {part["name"]: part["status"] for part in parts}
+
+    def log(self) -> list[str]:
+        log = self.root / "log"
+        return log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.fixture
+def checkout(tmp_path: pathlib.Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_all_parts_in_order(checkout: Checkout) -> None:
+    done = checkout.run()
+    assert done.returncode == 0, done.stderr
+    assert list(checkout.summary()) == ["preflight", "build", "copies", "gemm", "memcheck", "gpu_calls"]
+    assert set(checkout.summary().values()) == {0}
+    assert "arch 9.0\n" in done.stdout
+    assert any("-m pytest -q tests/gpu/test_gemm.py" in line for line in checkout.log())
+    assert not any("racecheck" in line for line in checkout.log())
+
+
+def test_chosen_parts_add_to_the_summary(checkout: Checkout) -> None:
+    assert checkout.run("build").returncode == 0
+    assert checkout.run("gemm", fail="test_gemm").returncode == 1
+    assert checkout.summary() == {"build": 0, "gemm": 3}
+    assert checkout.run("gpu_calls", "gemm").returncode == 0
+    assert checkout.summary() == {"build": 0, "gpu_calls": 0, "gemm": 0}
+    assert sum("-m pip install" in line for line in checkout.log()) == 1
+
+
+def test_a_summary_is_there_after_each_part(checkout: Checkout) -> None:
+    """Whatever ends the call: here the machine goes away in the second part."""
+    script = checkout.root / "bin" / "python"
+    script.write_text(PYTHON + '\ncase "$*" in *test_gemm*) kill -9 $PPID ;; esac\n')
+    assert checkout.run("copies", "gemm").returncode != 0
+    assert checkout.summary() == {"copies": 0}
+
+
+@pytest.mark.parametrize(("fail", "last"), [("gpu_preflight", "preflight"), ("-m pip", "build"), ("doctor", "build")])
+def test_nothing_runs_without_a_build(checkout: Checkout, fail: str, last: str) -> None:
+    done = checkout.run(fail=fail)
+    assert done.returncode == 1
+    assert list(checkout.summary())[-1] == last and checkout.summary()[last] == 3
+    assert not any("-m pytest" in line for line in checkout.log())
+    assert f"needs {last}" in done.stderr
+
+
+def test_a_failed_test_keeps_nothing_from_running(checkout: Checkout) -> None:
+    assert checkout.run(fail="test_copies").returncode == 1
+    assert checkout.summary() | {"copies": 0, "memcheck": 0} == dict.fromkeys(checkout.summary(), 0)
+    assert checkout.summary()["copies"] == 3 and checkout.summary()["gpu_calls"] == 0
+
+
+def test_unknown_parts_are_named(checkout: Checkout) -> None:
+    done = checkout.run("build", "copie")
+    assert done.returncode == 2 and not checkout.log()
+    assert "no part is called copie; allowed are" in done.stderr and "copies gemm gpu_calls" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi", path="/usr/bin:/bin") is not None, reason="there is a real nvidia-smi")
+def test_without_a_gpu(checkout: Checkout) -> None:
+    done = checkout.run(without="nvidia-smi")
+    assert done.returncode == 0 and "Nothing was run" in done.stdout
+    assert not checkout.log()
+
+
+def _preflight() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_preflight", TOOLS / "gpu_preflight.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("library", ["libcublasLt.so", "libcublasLt.so.13", None])
+def test_preflight_finds_what_the_linker_needs(
+    library: str | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "cuda"
+    for name in ["bin/nvcc"] + ([] if library is None else ["include/cublasLt.h", f"lib64/{library}"]):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).touch()
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    preflight = _preflight()
+    monkeypatch.setattr(preflight, "site_folders", lambda name: [])
+    preflight.main(tmp_path / "found")
+    said = capsys.readouterr().out
+    assert ("missing: cublasLt.h" in said) == ("missing: libcublasLt.so" in said) == (library is None)
+    assert "nvcc" not in said
+    if library is not None:
+        assert (tmp_path / "found/lib/libcublasLt.so").resolve() == home / "lib64" / library
+        assert f'LIBRARY_PATH="{tmp_path / "found/lib"}' in (tmp_path / "found/preflight.env").read_text()
