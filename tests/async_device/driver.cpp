@@ -69,7 +69,7 @@ class Graph {
 
 namespace {
 
-constexpr int kStreamsOfPriority = 8;
+constexpr int kStreamsOfPriority = 32;
 
 struct Delays {
   uint64_t seed = 0;

@@ -15,6 +15,9 @@
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
@@ -134,6 +137,8 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
             return arg.isTensor() && arg.toTensor().defined() && arg.toTensor().dim() > 0 && arg.toTensor().numel() > 0;
           });
   if (schema.returns().empty() && !writes) return by_cpu(op, stack);
+  const bool is_view = !writes && schema.returns()[0].alias_info() != nullptr;
+  TORCH_CHECK(!is_view, "async_device: ", op.operator_name(), " is a view that this device does not know");
 
   if (writes) {
     if (grows) return by_cpu(op, stack);
@@ -242,6 +247,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("view_as_real", &at::native::view_as_real);
+  m.impl("view_as_complex", &at::native::view_as_complex);
+  m.impl("unfold", &at::native::unfold);
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", &set_storage);

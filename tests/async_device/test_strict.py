@@ -294,9 +294,9 @@ def test_who_does_not_come_to_a_collective_is_named() -> None:
         assert "rank 1 waits for nothing in this group" in error and f"rank {2 - rank} gave up in operation 2" in error
 
 
-def temporary_input(rank: int, size: int, path: str, keeps_tensors: bool, batched: bool) -> float:
+def temporary_input(rank: int, size: int, path: str, rule: str, batched: bool) -> float:
     """The input of an asynchronous operation goes before the peer comes."""
-    native = begin(rank, size, path, keeps_tensors=keeps_tensors, has_real_work=True)
+    native = begin(rank, size, path, has_real_work=True, **({rule: True} if rule else {}))
     dist.all_reduce(numbers(1.0))
     output = numbers(*[0.0] * size)
     if rank == 1:
@@ -321,10 +321,13 @@ def temporary_input(rank: int, size: int, path: str, keeps_tensors: bool, batche
 
 
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("keeps_tensors", [False, True])
-def test_nothing_keeps_tensors_alive_unless_asked(keeps_tensors: bool, batched: bool) -> None:
-    value = ranks.run(temporary_input, 2, keeps_tensors, batched)[1]  # what rank 0's input was when rank 1 came
-    assert value == 1.0 if keeps_tensors else value != value
+@pytest.mark.parametrize("rule", ["", "keeps_tensors", "records_streams"])
+def test_nothing_keeps_tensors_alive_unless_asked(rule: str, batched: bool) -> None:
+    value = ranks.run(temporary_input, 2, rule, batched)[1]  # what rank 0's input was when rank 1 came
+    if rule == "keeps_tensors" or (rule == "records_streams" and batched):
+        assert value == 1.0
+    else:
+        assert value != value
 
 
 # -------------------------------------------------------------------------------------------------------- messages

@@ -199,3 +199,20 @@ def averages(rank: int, size: int, path: str) -> None:
 
 def test_averages_uneven_parts_and_barriers() -> None:
     ranks.run(averages, 3)
+
+
+def on_a_mesh(rank: int, size: int, path: str) -> list[float]:
+    begin(rank, size, path, bound=True)
+    mesh = dist.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("a", "b"))
+    totals = []
+    for name in ("a", "b"):
+        total = numbers(10.0**rank)
+        dist.all_reduce(total, group=mesh.get_group(name))
+        totals.append(total.item())
+    counters = strict.counters()
+    assert counters["rendezvous"] == 1 and counters["split"] >= 2 and counters["communicators"] == 3
+    return totals
+
+
+def test_the_groups_of_a_mesh_are_split_off_a_bound_group() -> None:
+    assert ranks.run(on_a_mesh, 4) == [[101.0, 11.0], [1010.0, 11.0], [101.0, 1100.0], [1010.0, 1100.0]]
