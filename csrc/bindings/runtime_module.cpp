@@ -1,4 +1,5 @@
 // _runtime: the executor for Python. Plans come as bytes from _planner.
+#include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function.h>
@@ -180,6 +181,13 @@ PYBIND11_MODULE(_runtime, m) {
           py::arg("lhs"), py::arg("dst"), py::arg("sms_left") = 0);
 
   m.def("nothing_watches", &shardwright::nothing_watches, py::arg("in_backward"));
+  // As autograd numbers threads: of this one, and of that which made the node whose backward runs now. Backwards of
+  // nodes on other devices than CPU run on threads of autograd's.
+  m.def("thread_id", &at::RecordFunction::currentThreadId);
+  m.def("thread_of_current_node", [] {
+    const auto node = torch::autograd::get_current_node();
+    return node ? node->thread_id() : at::RecordFunction::currentThreadId();
+  });
   m.def("begin_trace", &shardwright::begin_trace);
   m.def(
       "end_trace",

@@ -35,6 +35,8 @@ BackendPtr make_gloo(const StorePtr& store, const Place& place, Milliseconds tim
   return gloo_maker()(c10::make_intrusive<c10d::PrefixStore>("gloo", store), place.rank, place.size, timeout);
 }
 
+std::atomic<int64_t> messages_until_refusal{0};  // below 1: none is refused
+
 class StrictWork final : public c10d::Work {
  public:
   StrictWork(Event end, Tensors kept, bool blocks_host)
@@ -251,6 +253,8 @@ WorkPtr StrictGroup::collective(Kind kind, bool is_async, const std::vector<Tens
   return nullptr;
 }
 
+void refuse_message(int64_t number) { messages_until_refusal = number; }
+
 WorkPtr StrictGroup::message(Tensors& tensors, int peer, bool is_send) {
   const char* what = is_send ? "send" : "recv";
   check_usable(what);
@@ -262,6 +266,7 @@ WorkPtr StrictGroup::message(Tensors& tensors, int peer, bool is_send) {
     const Memory memory = memory_of(tensor, what);
     check_root(peer, size_, what);
     connect();
+    TORCH_CHECK(messages_until_refusal.fetch_sub(1) != 1, place_.text(), what, " was refused, as a test asked for");
     count(what);
     const c10::Stream stream = stream_for(/*is_async=*/true);
     if (rules_.records_streams) {

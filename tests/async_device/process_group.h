@@ -49,6 +49,9 @@ void set_gloo_maker(GlooMaker maker);
 std::map<std::string, int64_t> counters();
 void reset_counters();
 
+// The message of this number from now on, the next one being 1, raises; for tests of what comes then.
+void refuse_message(int64_t number);
+
 class StrictGroup final : public c10d::Backend {
  public:
   StrictGroup(StorePtr store, Place place, Milliseconds timeout, Rules rules);

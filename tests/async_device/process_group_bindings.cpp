@@ -44,5 +44,6 @@ void bind_process_group(py::module_& m) {
 
   m.def("set_gloo_maker", &set_gloo_maker);
   m.def("process_group_counters", &counters);
+  m.def("refuse_message", &refuse_message, py::arg("number"));
   m.def("reset_process_group_counters", &reset_counters);
 }

@@ -137,7 +137,7 @@ def _full_tensor(mesh_shape: tuple[int, ...], src: Placements) -> None:
     with sw.enabled(strict=True):
         full = dtensors.wrap(local, mesh, tensor.shape, src).full_tensor()
     assert type(full) is torch.Tensor and oracle.difference(full.detach(), tensor) is None
-    full.backward(gradient)
+    full.backward(gradient.to(meshes.device))
     assert oracle.difference(local.grad, dtensors.my_local(gradient, mesh, _replicated(src))) is None
 
 

@@ -71,7 +71,7 @@ class _Changes:
 
 
 _mode = _OFF
-_changes_by_thread: dict[int, _Changes] = {}
+_changes_by_thread: dict[int, _Changes] = {}  # by the number that autograd knows threads by
 
 # Executables whose result is the redistribute's, with nothing to be done around them.
 _direct: _engine.Kept[_runtime.Executable] = _engine.Kept()
@@ -144,7 +144,7 @@ def _apply() -> None:
     """What the switch says holds from now on."""
     global _mode
     mode = _switch.mode
-    changes = _changes_by_thread.setdefault(threading.get_ident(), _Changes())
+    changes = _changes_by_thread.setdefault(_runtime.thread_id(), _Changes())
     if mode.overlap or _mode.overlap:
         from . import overlapping
 
@@ -161,9 +161,7 @@ def _deciding_mode() -> _Mode:
     remembered: _Mode | None = getattr(node, _REMEMBERED, None)
     if remembered is not None:
         return remembered
-    changes = _changes_by_thread.get(threading.get_ident())
-    if changes is None and len(_changes_by_thread) == 1:
-        (changes,) = _changes_by_thread.values()
+    changes = _changes_by_thread.get(_runtime.thread_of_current_node())
     return _mode if changes is None else changes.mode_at(node._sequence_nr())
 
 

@@ -1,0 +1,160 @@
+"""What NCCL's process groups demand and Gloo's do not: redistributes on the strict groups of tests/async_device, whose
+communicators need all their ranks. Each test has processes of its own, because a broken rule leaves groups unusable."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import async_tests  # noqa: F401  (so that async_device is found)
+import dtensors
+import oracle
+import shardwright as sw
+
+SHORT_SECONDS = 5.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    import async_device
+
+    async_device.build()
+
+
+def _move(mesh: sw.Mesh, shape: tuple[int, ...], src: tuple[str, ...], dst: tuple[str, ...], seed: int = 1) -> None:
+    """One redistribute on the ranks of a mesh, against the global tensor."""
+    tensor = oracle.global_tensor(shape, torch.float32, seed, reducible=True)
+    coordinate = mesh.coordinate(dist.get_rank())
+    layouts = [sw.Layout(mesh, shape, dtensors.to_placements(placements)) for placements in (src, dst)]
+    local = oracle.local(tensor, mesh.shape, src, coordinate).to("asyncdev")
+    found = sw.redistribute_local(local, *layouts)
+    wrong = oracle.difference(found, oracle.local(tensor, mesh.shape, dst, coordinate))
+    assert wrong is None, f"{src} -> {dst}: {wrong}"
+
+
+# ------------------------------------------------------------------------------------------------- lazy communicators
+
+
+def _sparse_exchange_first(rank: int, size: int, path: str) -> dict[str, int]:
+    from async_device import ranks, strict
+
+    ranks.begin(rank, size, path, SHORT_SECONDS, alone=True)
+    mesh = sw.Mesh({"a": 2, "b": 2})
+    # Ranks 0 and 3 keep their parts and have no message for anybody.
+    _move(mesh, (8, 12), ("S(0)", "S(1)"), ("S(1)", "S(0)"))
+    _move(mesh, (8, 12), ("S(0)", "S(1)"), ("S(1)", "S(0)"), seed=2)
+    return strict.counters()
+
+
+def test_a_sparse_exchange_may_be_the_first_operation_of_a_group() -> None:
+    from async_device import ranks
+
+    for counters in ranks.run(_sparse_exchange_first, 4):
+        assert counters["allreduce"] == 1  # once, and not with every call
+
+
+# -------------------------------------------------------------------------------------- a default group with a device
+
+
+def _a_row_alone(rank: int, size: int, path: str, real_work: bool) -> str:
+    from async_device import ranks
+
+    ranks.begin(rank, size, path, SHORT_SECONDS, bound=True, alone=True, has_real_work=real_work)
+    bound = dist.group.WORLD.bound_device_id
+    if rank < 2:
+        for placements in (("S(0)",), ("R",)), (("P(sum)",), ("S(1)",)), (("S(0)",), ("S(1)",)):
+            _move(sw.Mesh({"a": 2}, ranks=[0, 1]), (7, 6), *placements)
+    assert dist.group.WORLD.bound_device_id == bound
+    torch.asyncdev.synchronize()
+    return str(bound)
+
+
+@pytest.mark.parametrize("real_work", [False, True])
+def test_ranks_may_make_a_group_alone_under_a_default_group_with_a_device(real_work: bool) -> None:
+    from async_device import ranks
+
+    assert set(ranks.run(_a_row_alone, 3, real_work)) == {"asyncdev:0"}
+
+
+# ------------------------------------------------------------------------------------------------- refused messages
+
+
+def _refused_message(rank: int, size: int, path: str) -> str:
+    import async_device
+    from async_device import ranks
+
+    ranks.begin(rank, size, path, 20.0, alone=True)
+    mesh = sw.Mesh({"a": 2})
+    uneven = ((5, 4), ("S(0)",), ("R",))  # by messages, as parts differ in size
+    _move(mesh, *uneven)
+    async_device.native().refuse_message(1)
+    with pytest.raises(RuntimeError) as raised:
+        _move(mesh, *uneven)
+    _move(mesh, *uneven, seed=3)
+    return str(raised.value)
+
+
+def test_a_group_is_of_use_after_a_message_was_refused() -> None:
+    from async_device import ranks
+
+    for rank, error in enumerate(ranks.run(_refused_message, 2)):
+        assert f"rank {rank} failed in" in error and "was refused" in error
+
+
+def _refused_beside_products(rank: int, size: int, path: str) -> float:
+    import async_device
+    from async_device import ranks
+
+    native = ranks.begin(rank, size, path, 20.0, alone=True)
+    native.set_delays(rank, 0.5, 2000)
+    x, weight = torch.ones(4, 6, device="asyncdev"), torch.ones(6, 4, device="asyncdev")
+    how = {"size": 8, "method": "ring", "chunks": 4}
+    expected = sw.all_gather_matmul(x, weight, **how).sum().item()
+    kept = []
+    for turn in range(6):
+        async_device.native().refuse_message(3)  # with transfers under way into memory of the run
+        with pytest.raises(RuntimeError, match="was refused"):
+            sw.all_gather_matmul(x, weight, **how)
+        kept.append([torch.full((n,), float(turn), device="asyncdev") for n in (24, 24, 48, 64, 96)])
+    for tensors in kept:
+        assert all(bool((tensor == tensor[0]).all()) for tensor in tensors)
+    return sw.all_gather_matmul(x, weight, **how).sum().item() - expected
+
+
+def test_a_run_that_fails_frees_its_memory_behind_its_transfers() -> None:
+    from async_device import ranks
+
+    assert ranks.run(_refused_beside_products, 2) == [0.0, 0.0]
+
+
+# ------------------------------------------------------------------------------------------- Gloo for tensors elsewhere
+
+
+def _over_gloo(rank: int, size: int, path: str) -> dict[str, object]:
+    import async_device
+
+    async_device.load()
+    dist.init_process_group(
+        "cpu:gloo,asyncdev:gloo",
+        store=dist.FileStore(path, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=20),
+    )
+    mesh = sw.Mesh({"a": 2, "b": 2})
+    for src, dst in ((("S(0)", "S(1)"), ("R", "R")), (("P(sum)", "S(0)"), ("S(1)", "R")), (("S(0)", "R"), ("R", "S(0)"))):
+        _move(mesh, (7, 6), src, dst)
+    tensor = torch.arange(12.0, device="asyncdev").view(4, 3)
+    product = sw.all_gather_matmul(tensor[rank : rank + 1], torch.ones(3, 2, device="asyncdev"), size=4)
+    assert torch.equal(product.cpu(), tensor.cpu() @ torch.ones(3, 2))
+    return dict(sw.stats())
+
+
+def test_tensors_elsewhere_go_through_host_memory_on_gloo() -> None:
+    from async_device import ranks
+
+    for stats in ranks.run(_over_gloo, 4):
+        assert stats["through_host"] == 4 and stats["fallbacks"] == 0
