@@ -217,7 +217,23 @@ TEST(Choice, TunesDepthAndWhatIsLeftToTransfers) {
   EXPECT_NE(chosen.method, Method::kSerial);
   EXPECT_GT(chosen.depth, 1);
   EXPECT_GT(chosen.sms_left, 0);
-  for (const auto& [schedule, total] : predictions(gather_of(4, 2560, 64, 64), kHost)) EXPECT_EQ(schedule.sms_left, 0);
+}
+
+// Nothing is left to transfers on hosts, and rings of many ranks, whose messages would share a link, stay at depth 1.
+TEST(Choice, OfHosts) {
+  GemmModel fast = kHost;
+  fast.flops_per_us *= 8;
+  const auto deepest = [&](int64_t ranks, Method method) {
+    int64_t depth = 0;
+    for (const auto& [schedule, total] : predictions(gather_of(ranks, 640 * ranks, 64, 64), fast)) {
+      EXPECT_EQ(schedule.sms_left, 0);
+      if (schedule.method == method) depth = std::max(depth, schedule.depth);
+    }
+    return depth;
+  };
+  EXPECT_GT(deepest(2, Method::kRing), 1);
+  EXPECT_GT(deepest(2, Method::kCollective), 1);
+  EXPECT_EQ(deepest(4, Method::kRing), 1);
 }
 
 }  // namespace
