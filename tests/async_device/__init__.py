@@ -117,6 +117,7 @@ def _device_module(native_module: Any) -> types.ModuleType:
         "set_device": lambda device: None,
         "synchronize": lambda device=None: native_module.synchronize(),
         "manual_seed_all": lambda seed: None,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16],
         "_is_in_bad_fork": lambda: False,
         "current_stream": lambda device=None: torch.accelerator.current_stream(),
     }

@@ -132,9 +132,10 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     const bool is_out = schema.arguments()[i].is_out();
     if (is_out && args[i].isTensor() && args[i].toTensor().numel() == 0) grows = true;
   }
-  // An empty result of operands that are not is to be resized.
-  grows = grows && std::any_of(args.begin(), args.end(), [](const c10::IValue& arg) {
-            return arg.isTensor() && arg.toTensor().defined() && arg.toTensor().dim() > 0 && arg.toTensor().numel() > 0;
+  // An empty result is to be resized, unless an operand is empty too.
+  grows = grows && std::none_of(args.begin(), args.end(), [&](const c10::IValue& arg) {
+            const bool is_result = schema.arguments()[&arg - args.begin()].is_out();
+            return !is_result && arg.isTensor() && arg.toTensor().defined() && arg.toTensor().numel() == 0;
           });
   if (schema.returns().empty() && !writes) return by_cpu(op, stack);
   const bool is_view = !writes && schema.returns()[0].alias_info() != nullptr;

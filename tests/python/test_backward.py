@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
 
 import dtensors
+import meshes
 import oracle
 import shardwright as sw
 from meshes import get_mesh

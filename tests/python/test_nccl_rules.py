@@ -53,7 +53,7 @@ def test_a_sparse_exchange_may_be_the_first_operation_of_a_group() -> None:
     from async_device import ranks
 
     for counters in ranks.run(_sparse_exchange_first, 4):
-        assert counters["allreduce"] == 1  # once, and not with every call
+        assert counters["all_reduce"] == 1  # once, and not with every call
 
 
 # -------------------------------------------------------------------------------------- a default group with a device
@@ -111,7 +111,7 @@ def _refused_beside_products(rank: int, size: int, path: str) -> float:
     native = ranks.begin(rank, size, path, 20.0, alone=True)
     native.set_delays(rank, 0.5, 2000)
     x, weight = torch.ones(4, 6, device="asyncdev"), torch.ones(6, 4, device="asyncdev")
-    how = {"size": 8, "method": "ring", "chunks": 4}
+    how = {"size": 8, "columns": 8, "method": "ring", "chunks": 4}
     expected = sw.all_gather_matmul(x, weight, **how).sum().item()
     kept = []
     for turn in range(6):
@@ -148,7 +148,7 @@ def _over_gloo(rank: int, size: int, path: str) -> dict[str, object]:
     for src, dst in ((("S(0)", "S(1)"), ("R", "R")), (("P(sum)", "S(0)"), ("S(1)", "R")), (("S(0)", "R"), ("R", "S(0)"))):
         _move(mesh, (7, 6), src, dst)
     tensor = torch.arange(12.0, device="asyncdev").view(4, 3)
-    product = sw.all_gather_matmul(tensor[rank : rank + 1], torch.ones(3, 2, device="asyncdev"), size=4)
+    product = sw.all_gather_matmul(tensor[rank : rank + 1], torch.ones(3, 2, device="asyncdev"), size=4, columns=8)
     assert torch.equal(product.cpu(), tensor.cpu() @ torch.ones(3, 2))
     return dict(sw.stats())
 
