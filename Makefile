@@ -193,7 +193,7 @@ format: $(LINT_STAMP)
 	$(LINT_VENV)/bin/ruff format .
 
 gpu:
-	bash tools/gpu_check
+	bash tools/gpu_check $(ARGS)
 
 clean:
 	rm -rf build dist torch_ext/*.egg-info torch_ext/shardwright/*.so torch_ext/shardwright/_build_info.py

@@ -43,9 +43,7 @@ def missing_modules() -> list[str]:
     if int(version.split(".")[0]) < MIN_SETUPTOOLS:
         found.append(f"setuptools {MIN_SETUPTOOLS} or newer (found {version}): pip install 'setuptools>=77'")
     found += [
-        f"{module}: pip install {module}"
-        for module in ("wheel", "pytest", "numpy")
-        if importlib.util.find_spec(module) is None
+        f"{module}: pip install {module}" for module in ("wheel", "pytest") if importlib.util.find_spec(module) is None
     ]
     if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is None:
         found.append("ninja (a build without it takes several times as long): pip install ninja")

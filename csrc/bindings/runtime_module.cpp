@@ -160,13 +160,13 @@ PYBIND11_MODULE(_runtime, m) {
       .def(
           "multiply_scaled",
           [](Gemm gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
-             const at::Tensor& rhs_scale, at::Tensor dst, int sms_left) {
+             const at::Tensor& rhs_scale, at::Tensor dst, int sms_left, bool fast_accumulation) {
             gemm.lhs_scale = shardwright::Scale{0, 0, lhs_scale.numel() == 1 ? 0 : lhs_scale.stride(0)};
             gemm.rhs_scale = shardwright::Scale{0, 0, rhs_scale.numel() == 1 ? 0 : rhs_scale.stride(0)};
-            shardwright::multiply_scaled(gemm, lhs, rhs, lhs_scale, rhs_scale, dst, {sms_left});
+            shardwright::multiply_scaled(gemm, lhs, rhs, lhs_scale, rhs_scale, dst, {sms_left, fast_accumulation});
           },
           py::arg("lhs"), py::arg("rhs"), py::arg("lhs_scale"), py::arg("rhs_scale"), py::arg("dst"),
-          py::arg("sms_left") = 0, py::call_guard<py::gil_scoped_release>())
+          py::arg("sms_left") = 0, py::arg("fast_accumulation") = false, py::call_guard<py::gil_scoped_release>())
       .def(
           "why_not_scaled",
           [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& dst) {
@@ -218,6 +218,16 @@ PYBIND11_MODULE(_runtime, m) {
   m.def(
       "is_capturing", [](const std::string& device) { return shardwright::is_capturing(c10::Device(device)); },
       py::arg("device"));
+  m.def(
+      "set_fast_accumulation",
+      [](const py::object& enabled) {
+        shardwright::check_user(py::isinstance<py::bool_>(enabled), "enabled: got ",
+                                std::string(py::str(py::repr(enabled))), "; allowed are True and False");
+        const bool before = shardwright::fast_accumulation();
+        shardwright::set_fast_accumulation(enabled.cast<bool>());
+        return before;
+      },
+      py::arg("enabled"));
   m.def("kept_staging_bytes", &shardwright::kept_staging_bytes);
   m.def("release_staging", &shardwright::release_staging);
   m.def("finish_programs", &shardwright::finish_programs, py::arg("timeout_seconds"),

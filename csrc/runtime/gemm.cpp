@@ -26,6 +26,11 @@ std::atomic<int>& carveout() {
   return sms;
 }
 
+std::atomic<bool>& accumulates_fast() {
+  static std::atomic<bool> is_fast{false};
+  return is_fast;
+}
+
 at::Tensor view(const at::Tensor& buffer, const Matrix& matrix, int64_t rows, int64_t columns) {
   return at::as_strided(buffer, {rows, columns}, {matrix.row_stride, matrix.column_stride},
                         buffer.storage_offset() + matrix.offset);
@@ -176,6 +181,10 @@ void set_sm_carveout(int sms) {
   carveout() = sms;
 }
 
+bool fast_accumulation() { return accumulates_fast().load(std::memory_order_relaxed); }
+
+void set_fast_accumulation(bool is_fast) { accumulates_fast() = is_fast; }
+
 bool register_device_gemms(at::DeviceType device, const DeviceGemms& gemms) {
   device_gemms(device) = gemms;
   return true;
@@ -204,7 +213,9 @@ void multiply_scaled(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& 
   std::optional<std::string> reason = why_not_scaled(gemm, lhs, rhs, dst);
   if (!reason && gemms.multiply_scaled == nullptr) reason = "built without products of this device";
   if (!reason) {
-    if (gemms.multiply_scaled(gemm, lhs, rhs, rows, columns, dst, hints)) return;
+    GemmHints with_defaults = hints;
+    with_defaults.fast_accumulation = hints.fast_accumulation || fast_accumulation();
+    if (gemms.multiply_scaled(gemm, lhs, rhs, rows, columns, dst, with_defaults)) return;
     reason = "the device's library has no algorithm for it";
   }
   count_cast(*reason);

@@ -15,12 +15,18 @@ namespace shardwright {
 // Wishes about how a product is done, which a device may ignore.
 struct GemmHints {
   int sms_left = 0;  // multiprocessors that the product is to leave to transfers, if the device has more
+  // Of 8-bit floats: sums in the tensor cores' own precision, about 14 bits, not taken to float32 every now and then.
+  bool fast_accumulation = false;
 };
 
 // What products beside transfers leave to them, in this process; 0, at first: what their schedules say.
 int sm_carveout();
 // Throws c10::ValueError below 0.
 void set_sm_carveout(int sms);
+
+// Whether scaled products take fast accumulation that no hint asks for, in this process; at first they do not.
+bool fast_accumulation();
+void set_fast_accumulation(bool is_fast);
 
 // The buffers are flat tensors on one device; `bias` is looked at where the product has one. lhs and rhs are of one
 // floating dtype. dst is of the same, or float32 for 16-bit operands: then sums are not rounded in between.

@@ -287,7 +287,9 @@ def test_scaled(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], 
         pytest.skip(f"not with compute capability {capability}")
     torch.manual_seed(10)
     m, n = 48, 80
-    for k, to, accumulates, sms_left in itertools.product((64, 208), ("rows", "columns"), (False, True), (0, 16)):
+    for k, to, accumulates, sms_left, fast in itertools.product(
+        (64, 208), ("rows", "columns"), (False, True), (0, 16), (False, True)
+    ):
         lhs, rhs = _integers(m * (k + 16), operands[0]), _integers(n * (k + 16), operands[1])
         dst = _integers((m + 16) * (n + 16), result)
         scales = [2.0 ** torch.randint(-2, 3, (size,) if by_row else (), device="cuda") for size in (m, n)]
@@ -298,7 +300,7 @@ def test_scaled(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], 
         view = expected.as_strided((m, n), (row, column))
         view.copy_(product + view if accumulates else product)
         gemm = _runtime.Gemm((m, n, k), (0, k + 16, 1), (0, 1, k + 16), (0, row, column), accumulates=accumulates)
-        gemm.multiply_scaled(lhs, rhs, *scales, dst, sms_left)
+        gemm.multiply_scaled(lhs, rhs, *scales, dst, sms_left, fast)
         torch.testing.assert_close(dst, expected.to(result), rtol=2.0**-7 if result == torch.bfloat16 else 0, atol=0)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import shardwright as sw
 from shardwright import _runtime
 
 Place = tuple[int, int, int]
@@ -228,3 +229,20 @@ def test_why_not_scaled(given: dict[str, Any], said: str | None) -> None:
 def test_waves_are_not_known_on_cpu() -> None:
     gemm = _runtime.Gemm((64, 64, 64), (0, 64, 1), (0, 64, 1), (0, 64, 1))
     assert gemm.waves(torch.empty(0), torch.empty(0)) is None
+
+
+def test_fast_accumulation_is_off_until_it_is_asked_for() -> None:
+    """A wish that CPU ignores; by the process, or by product."""
+    lhs, rhs = (torch.randint(-2, 3, (16 * 32,)).to(torch.float8_e4m3fn) for _ in range(2))
+    gemm = _runtime.Gemm((16, 16, 32), (0, 32, 1), (0, 1, 32), (0, 16, 1))
+    one = torch.ones(())
+    results = []
+    assert sw.set_fast_accumulation(True) is False
+    try:
+        for by_product in (False, True):
+            results.append(torch.zeros(16 * 16))
+            gemm.multiply_scaled(lhs, rhs, one, one, results[-1], fast_accumulation=by_product)
+    finally:
+        assert sw.set_fast_accumulation(False) is True
+    expected = lhs.float().view(16, 32) @ rhs.float().view(16, 32).t()
+    assert all(torch.equal(result.view(16, 16), expected) for result in results)

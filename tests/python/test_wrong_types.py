@@ -310,6 +310,8 @@ def _calls_with_wrong_arguments() -> None:
     _refused("calibrate", lambda: sw.calibrate(name=5), "name", "5")
     _refused("calibrate_gemm", lambda: sw.calibrate_gemm("x"), "device", "x")
     _refused("calibrate_gemm", lambda: sw.calibrate_gemm(dtype="x"), "dtype", "x")
+    for given in ("x", 1, None):
+        _refused(f"set_fast_accumulation {given!r}", lambda: sw.set_fast_accumulation(given), "enabled", repr(given))  # noqa: B023
     _refused("set_sm_carveout", lambda: sw.set_sm_carveout("x"), "sms", "'x'")
     _refused("set_sm_carveout", lambda: sw.set_sm_carveout(1 << 40), "sms", str(1 << 40))
     dist.barrier()

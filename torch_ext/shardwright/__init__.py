@@ -25,7 +25,7 @@ from .topology import Link, Topology, load_topology
 
 if TYPE_CHECKING:
     __version__: str
-    from ._runtime import release_staging, set_sm_carveout
+    from ._runtime import release_staging, set_fast_accumulation, set_sm_carveout
     from ._stats import reset_stats, stats
     from .calibrating import calibrate
     from .calibrating_gemm import calibrate_gemm
@@ -68,6 +68,7 @@ __all__ = [
     "redistribute_local",
     "release_staging",
     "reset_stats",
+    "set_fast_accumulation",
     "set_sm_carveout",
     "stats",
     "trace",
@@ -93,6 +94,7 @@ _NEEDS_TORCH = {
     "redistribute_local": "redistributing",
     "release_staging": "_runtime",
     "reset_stats": "_stats",
+    "set_fast_accumulation": "_runtime",
     "set_sm_carveout": "_runtime",
     "stats": "_stats",
     "trace": "tracing",

@@ -129,6 +129,7 @@ class Gemm:
         rhs_scale: torch.Tensor,
         dst: torch.Tensor,
         sms_left: int = 0,
+        fast_accumulation: bool = False,
     ) -> None:
         """Of 8-bit floats, by float32 scales, into bfloat16 or float32.
 
@@ -143,6 +144,14 @@ class Gemm:
 
 def nothing_watches(in_backward: bool) -> bool:
     """Whether no mode, trace or transform is to see what this thread does, and no backward is under way, or may be."""
+
+def set_fast_accumulation(enabled: bool) -> bool:
+    """Whether products of 8-bit floats with scales accumulate fast, as ``use_fast_accum=True`` of torch's scaled_mm.
+
+    On CUDA, where cuBLASLt multiplies: sums keep the precision of the tensor cores, about 14 bits, instead of being
+    taken to float32 every now and then; faster on Hopper. False at first, as in torch. Of this process; ranks may
+    differ, and then so may the bits of their results. Returns what it was. Raises ValueError for anything but a bool.
+    """
 
 def set_sm_carveout(sms: int) -> None:
     """Multiprocessors that products leave to the kernels of transfers that are under way beside them.

@@ -12,6 +12,7 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDADataType.h>
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/StringUtil.h>
@@ -106,6 +107,7 @@ struct Problem {
   bool swaps = false;
   uint32_t bias_alignment_bytes = 0;  // 0: no bias
   Scales scales = Scales::kNone;
+  bool fast_accumulation = false;
 
   auto operator<=>(const Problem&) const = default;
 
@@ -155,6 +157,7 @@ std::string to_string(const Problem& problem) {
                   ", leading dims ", lhs.leading_dim, ", ", rhs.leading_dim, " and ", problem.d.leading_dim,
                   problem.bias_alignment_bytes > 0 ? ", with a bias" : "",
                   problem.scales == Scales::kByRow ? ", scaled by rows" : "",
+                  problem.fast_accumulation ? ", accumulated fast" : "",
                   problem.num_sms > 0 ? c10::str(", for ", problem.num_sms, " multiprocessors") : std::string(),
                   " on cuda:", static_cast<int>(problem.device));
 }
@@ -319,6 +322,7 @@ MatmulDesc describe(const Problem& problem, const Pointers& pointers) {
   }
   if (problem.scales != Scales::kNone) {
     set_kind_of_scales(desc, problem);
+    if (problem.fast_accumulation) set<int8_t>(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, 1, problem);
     set<const void*>(desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, pointers.a_scale, problem);
     set<const void*>(desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, pointers.b_scale, problem);
   }
@@ -479,12 +483,42 @@ bool multiply_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor&
 
 bool multiply_scaled_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs,
                              const at::Tensor& lhs_scale, const at::Tensor& rhs_scale, at::Tensor& dst,
+                             const GemmHints& hints);
+
+// cuBLASLt defines scales by row for what is multiplied alone; that it takes them with something to be added to is
+// nowhere said, and what asks for an algorithm is not told of it. So the product goes to a buffer of its own, dense, by
+// rows or columns as the result, and is added in float32.
+bool add_scaled_by_row(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
+                       const at::Tensor& rhs_scale, at::Tensor& dst, const GemmHints& hints) {
+  const bool is_by_rows = gemm.dst.column_stride == 1;
+  Gemm alone = gemm;
+  alone.accumulates = false;
+  alone.dst.offset = 0;
+  alone.dst.row_stride = is_by_rows ? gemm.n : 1;
+  alone.dst.column_stride = is_by_rows ? 1 : gemm.m;
+  alone.dst_batch_stride = gemm.m * gemm.n;
+  at::Tensor product = at::empty({gemm.count * gemm.m * gemm.n}, dst.options().dtype(at::kFloat));
+  if (!multiply_scaled_on_cuda(alone, lhs, rhs, lhs_scale, rhs_scale, product, hints)) return false;
+  const auto matrices = [&](const at::Tensor& buffer, const Gemm& of) {
+    const int64_t batch_stride = of.count > 1 ? of.dst_batch_stride : 0;
+    return at::as_strided(buffer, {of.count, of.m, of.n}, {batch_stride, of.dst.row_stride, of.dst.column_stride},
+                          buffer.storage_offset() + of.dst.offset);
+  };
+  matrices(dst, gemm).add_(matrices(product, alone));
+  return true;
+}
+
+bool multiply_scaled_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs,
+                             const at::Tensor& lhs_scale, const at::Tensor& rhs_scale, at::Tensor& dst,
                              const GemmHints& hints) {
   const c10::cuda::CUDAGuard guard(dst.device());
+  const bool is_by_row = lhs_scale.numel() > 1 || rhs_scale.numel() > 1;
+  if (is_by_row && gemm.accumulates) return add_scaled_by_row(gemm, lhs, rhs, lhs_scale, rhs_scale, dst, hints);
   auto problem = problem_of(gemm, lhs.scalar_type(), rhs.scalar_type(), dst.scalar_type(), dst.device().index(), hints);
   if (!problem) return false;
   Pointers pointers = point(*problem, gemm, lhs, rhs, dst);
-  problem->scales = lhs_scale.numel() == 1 && rhs_scale.numel() == 1 ? Scales::kByTensor : Scales::kByRow;
+  problem->scales = is_by_row ? Scales::kByRow : Scales::kByTensor;
+  problem->fast_accumulation = hints.fast_accumulation;
   if (problem->scales == Scales::kByRow && !kHasScalesOfRows) return false;
   pointers.a_scale = (problem->swaps ? rhs_scale : lhs_scale).const_data_ptr();
   pointers.b_scale = (problem->swaps ? lhs_scale : rhs_scale).const_data_ptr();
