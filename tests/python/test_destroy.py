@@ -11,6 +11,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before the groups that are counted: its defaults hold the group of its import
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
 from pool import run_isolated
@@ -50,6 +52,26 @@ def _operate(mesh: sw.Mesh) -> None:
     sw.operator(src, dst)(torch.ones(src.local_shape(dist.get_rank())))
 
 
+def _over_a_device_mesh(mesh: sw.Mesh) -> None:
+    """What is kept for meshes of PyTorch's; its own caches keep those that DTensors lie on."""
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    rank = dist.get_rank()
+    for src_placements, dst_placements in PAIRS:
+        src, dst = sw.Layout(device_mesh, (8, 8), src_placements), sw.Layout(device_mesh, (8, 8), dst_placements)
+        sw.prepare(device_mesh, redistributes=[(src, dst)])
+        for _ in range(2):
+            sw.redistribute_local(torch.ones(src.local_shape(rank)), src, dst, device_mesh=device_mesh)
+        sw.operator(src, dst, device_mesh=device_mesh)(torch.ones(src.local_shape(rank)))
+    sw.prepare(device_mesh)
+
+
+def _multiply(mesh: sw.Mesh) -> None:
+    group = dist.new_group(list(range(WORLD)))
+    for over in (None, group):
+        sw.all_gather_matmul(torch.ones(2, 4), torch.ones(4, 3), group=over, size=2 * WORLD, columns=3 * WORLD)
+        sw.matmul_reduce_scatter(torch.ones(8, 4), torch.ones(4, 3), group=over, size=4 * WORLD)
+
+
 def _grown(before: list[str]) -> list[str]:
     """Threads that are there and were not; they get some time to end."""
     deadline = time.monotonic() + DEADLINE_SECONDS
@@ -82,7 +104,7 @@ def _left_after(what: str, scratch: str) -> list[list[str]]:
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
-@pytest.mark.parametrize("what", ["_redistribute_local", "_calibrate", "_operate"])
+@pytest.mark.parametrize("what", ["_redistribute_local", "_calibrate", "_operate", "_over_a_device_mesh", "_multiply"])
 def test_no_thread_survives(what: str, tmp_path: pathlib.Path) -> None:
     for outcome in run_isolated(_left_after, WORLD, what, str(tmp_path)):
         assert outcome.ok, outcome.error
