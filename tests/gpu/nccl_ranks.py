@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
+from shardwright import groups
 
 SHAPE = (9, 10)
 PLACEMENTS = ("R", "S(0)", "S(1)", "P")
@@ -111,6 +112,11 @@ def main() -> None:
             for dst in itertools.product(PLACEMENTS[:-1], repeat=len(sizes)):
                 if src != dst:
                     check(mesh, src, dst, rank)
+    if world > 2 and rank in (0, world - 1):  # the others are not asked, though the default group is bound to a device
+        group = groups.find_or_make([0, world - 1], (), None)
+        total = torch.ones(1, device="cuda")
+        dist.all_reduce(total, group=group)
+        assert total.item() == 2 and group.bound_device_id == torch.device("cuda", 0)
     for rows in (32, 25):
         check_products(rows, torch.float32, None)
         check_products(rows, torch.bfloat16, None)

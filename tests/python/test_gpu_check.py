@@ -129,6 +129,16 @@ def test_without_a_gpu(checkout: Checkout) -> None:
     assert not checkout.log()
 
 
+def test_memcheck_selects_what_it_means() -> None:
+    """An expression such as `many_boxes and 100` takes 100000 boxes too, which takes minutes under the sanitizer."""
+    script = (TOOLS / "gpu_check").read_text()
+    expression = script.split("-k '")[1].split("'")[0]
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/gpu/test_copies.py", "-k", expression]
+    found = subprocess.run(command, cwd=TOOLS.parent, capture_output=True, text=True, timeout=60, check=False).stdout
+    selected = [line.partition("::")[2] for line in found.splitlines() if "::" in line]
+    assert selected == expression.split(" or "), found
+
+
 def _preflight() -> types.ModuleType:
     spec = importlib.util.spec_from_file_location("gpu_preflight", TOOLS / "gpu_preflight.py")
     assert spec is not None and spec.loader is not None
