@@ -1,0 +1,44 @@
+"""`tools/testnet` for tests: ranks on network namespaces with links of a given rate between them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+TESTNET = pathlib.Path(__file__).parents[2] / "tools" / "testnet"
+IMPOSSIBLE = 3
+
+
+def run(
+    network: list[str], command: list[str], *, environment: dict[str, str] | None = None, timeout_seconds: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """What ranks on a network such as ``["2", "1", "1gbit"]`` said, and with which exit status it ended."""
+    return subprocess.run(
+        [str(TESTNET), *network, "--", *command],
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        env={**os.environ, **(environment or {})},
+    )
+
+
+@functools.cache
+def _why_not(network: tuple[str, ...]) -> str | None:
+    done = run(list(network), ["true"])
+    return done.stderr.strip() if done.returncode == IMPOSSIBLE else None
+
+
+def skip_without(*network: str) -> None:
+    """Skips the test, with the reason, where there is no such network."""
+    reason = _why_not(network or ("1", "1", "1gbit"))
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
