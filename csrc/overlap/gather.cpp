@@ -147,6 +147,7 @@ class GatherCompiler {
     } else {
       b_.begin_step(concat(step_text(plan_, num_steps - 1), ", ", method_name(schedule_.method), " of ",
                            schedule_.chunks, " chunks, ", schedule_.depth, " ahead, with its products"));
+      b_.begin_exchanges(plan_.steps.back(), schedule_.chunks);
       multiply_by_chunks(plan_.steps.back(), current);
     }
     for (ProductCompiler& product : products_) {

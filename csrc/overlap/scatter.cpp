@@ -38,6 +38,7 @@ class ScatterCompiler {
       const Step& step = plan_.steps[0];
       b_.begin_step(concat(step_text(plan_, 0), ", ", method_name(schedule_.method), " of ", schedule_.chunks,
                            " chunks, ", schedule_.depth, " under way, with its products"));
+      b_.begin_exchanges(step, schedule_.chunks);
       current = b_.new_buffer(num_elements(step.after.region(b_.position())));
       if (step.op == StepOp::kAllReduce) {
         all_reduce(step, current);

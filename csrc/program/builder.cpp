@@ -15,6 +15,12 @@ ProgramBuilder::ProgramBuilder(MeshPtr mesh, DType dtype, Backend backend, bool 
 
 void ProgramBuilder::begin_step(std::string text) { program_.step_texts.push_back(std::move(text)); }
 
+void ProgramBuilder::begin_exchanges(const Step& step, int64_t shares) {
+  const int64_t largest = std::max(step.before.largest_part_bytes(), step.after.largest_part_bytes());
+  const int64_t messages = step.before.mesh().group_size(step.mesh_dims) * shares * step.rounds;
+  exchanges_by_messages_ = backend_ == Backend::kGloo && largest / messages >= kMinMessageBytes;
+}
+
 int ProgramBuilder::new_buffer(int64_t count) { return new_buffer(count, dtype_); }
 
 int ProgramBuilder::new_buffer(int64_t count, const DType& dtype) {
@@ -50,6 +56,7 @@ void ProgramBuilder::put_back(std::vector<Instruction> instructions) {
 }
 
 int ProgramBuilder::emit(Operation operation) {
+  if (auto* o = std::get_if<AllToAll>(&operation)) o->by_messages = exchanges_by_messages_;
   program_.instructions.push_back({std::move(operation), static_cast<int>(program_.step_texts.size()) - 1, chunk_});
   return static_cast<int>(program_.instructions.size()) - 1;
 }

@@ -18,6 +18,11 @@ using Positions = std::vector<int64_t>;  // of ranks on the mesh, by ascending r
 // peer a copy of its own. Above this the copies cost more.
 constexpr int64_t kMaxCopiedGatherBytes = int64_t{1} << 20;
 
+// It sends before it says that it receives, which then has to wait behind what is sent: where a message does not fit
+// into the buffers of its socket, a link carries data in one direction at a time. From this size on, exchanges are
+// messages whose receivers are told of first.
+constexpr int64_t kMinMessageBytes = int64_t{1} << 18;
+
 // The program of the rank at one position of a mesh, as far as it is written.
 class ProgramBuilder {
  public:
@@ -35,6 +40,8 @@ class ProgramBuilder {
   void begin_step(std::string text);
   // Buffers that follow are of this dtype, unless another one is named. Answers the one before.
   DType begin_dtype(DType dtype) { return std::exchange(dtype_, std::move(dtype)); }
+  // All-to-alls that follow carry this step, in so many of them: by messages where these are large.
+  void begin_exchanges(const Step& step, int64_t shares = 1);
   // What follows belongs to this chunk of a pipeline; -1: to none.
   void begin_chunk(int chunk) { chunk_ = chunk; }
 
@@ -75,6 +82,7 @@ class ProgramBuilder {
   int64_t position_;
   DType dtype_;
   int chunk_ = -1;
+  bool exchanges_by_messages_ = false;
   Program program_;
 };
 

@@ -55,6 +55,7 @@ std::optional<std::vector<int64_t>> box_of_input(const Plan& plan, int64_t posit
 }  // namespace
 
 void compile_step(ProgramBuilder& builder, const Step& step, int current, int next) {
+  builder.begin_exchanges(step);
   switch (step.op) {
     case StepOp::kSlice:
       return builder.copy_shared(step, current, next);

@@ -57,8 +57,8 @@ std::string to_string(const Operation& operation) {
             return concat("all_reduce ", reduce_op_name(o.op), " g", o.group, " ", text(o.data));
           },
           [](const AllToAll& o) {
-            return concat("all_to_all g", o.group, " ", text(o.src), " (", join(o.send_counts), ") -> ", text(o.dst),
-                          " (", join(o.receive_counts), ")");
+            return concat("all_to_all ", o.by_messages ? "by messages " : "", "g", o.group, " ", text(o.src), " (",
+                          join(o.send_counts), ") -> ", text(o.dst), " (", join(o.receive_counts), ")");
           },
           [](const SendReceive& o) {
             return concat("send_receive g", o.group, " to {", text(o.sends), "} from {", text(o.receives), "}");

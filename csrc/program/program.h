@@ -136,6 +136,7 @@ struct AllToAll {
   BufferRange dst;
   std::vector<int64_t> send_counts;
   std::vector<int64_t> receive_counts;
+  bool by_messages = false;  // to each peer one, instead of the backend's collective; the same on all ranks
 };
 
 // Messages to and from some peers; nobody else is waited for.

@@ -295,12 +295,17 @@ void Execution::send_all_to_all(const AllToAll& move, int index) {
   std::vector<comm::Message> receives;
   BufferRange sent{move.src.buffer, move.src.offset, 0};
   BufferRange received{move.dst.buffer, move.dst.offset, 0};
+  at::Tensor own_sent;
+  at::Tensor own_received;
   for (size_t m = 0; m < move.send_counts.size(); ++m) {
     const auto peer = static_cast<int64_t>(m);
     sent.count = move.send_counts[m];
     received.count = move.receive_counts[m];
     if (peer == program_.groups[move.group].index) {
-      if (sent.count > 0) wire(received).copy_(wire(sent));
+      if (sent.count > 0) {
+        own_sent = wire(sent);
+        own_received = wire(received);
+      }
     } else {
       if (sent.count > 0) sends.push_back({peer, wire(sent)});
       if (received.count > 0) receives.push_back({peer, wire(received)});
@@ -308,8 +313,8 @@ void Execution::send_all_to_all(const AllToAll& move, int index) {
     sent.offset += sent.count;
     received.offset += received.count;
   }
-  if (sends.empty() && receives.empty()) return;
-  works_[index] = comm::send_receive(groups_[move.group], sends, receives);
+  if (!sends.empty() || !receives.empty()) works_[index] = comm::send_receive(groups_[move.group], sends, receives);
+  if (own_sent.defined()) own_received.copy_(own_sent);  // while the others travel
 }
 
 GemmHints Execution::hints() const {
@@ -396,7 +401,7 @@ void Execution::transfer(const Operation& operation, int index) {
     at::Tensor data = range(o->data);
     works_[index] = {comm::all_reduce(groups_[o->group], data, o->op)};
   } else if (const auto* o = std::get_if<AllToAll>(&operation)) {
-    exchanges_by_messages_ ? send_all_to_all(*o, index) : all_to_all(*o, index);
+    exchanges_by_messages_ || o->by_messages ? send_all_to_all(*o, index) : all_to_all(*o, index);
   } else {
     const auto& move = std::get<SendReceive>(operation);
     std::vector<comm::Message> sends;

@@ -1,0 +1,75 @@
+"""Large exchanges over Gloo go as messages, on all ranks alike, and bring what small ones bring."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dtensors
+import oracle
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+
+MOVES = [
+    (["S(0)"], ["R"]),
+    (["S(0)"], ["S(1)"]),
+    (["P(sum)"], ["S(0)"]),
+    (["P(sum)"], ["R"]),
+]
+LARGE, SMALL = (2050, 600), (66, 60)  # rows do not divide; parts of the large one have more than 1 MiB
+
+
+def _programs(src: list[str], dst: list[str], shape: tuple[int, int], num_ranks: int, backend: str) -> list[str]:
+    mesh = sw.Mesh({"x": num_ranks})
+    plan = sw.plan(sw.Layout(mesh, shape, src), sw.Layout(mesh, shape, dst), backend=backend)
+    return [plan.program(rank) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize(("src", "dst"), MOVES, ids=str)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_which_go_by_messages(src: list[str], dst: list[str], num_ranks: int) -> None:
+    for program in _programs(src, dst, LARGE, num_ranks, "gloo"):
+        exchanges = program.count("all_to_all ") - program.count("all_to_all by messages ")
+        assert exchanges == 0, program
+        assert "all_to_all by messages " in program or "send_receive " in program, program
+    for program in _programs(src, dst, SMALL, num_ranks, "gloo") + _programs(src, dst, LARGE, num_ranks, "nccl"):
+        assert "by messages" not in program, program
+
+
+def _results(src: list[str], dst: list[str], async_op: bool) -> None:
+    mesh = get_mesh((4,))
+    whole = oracle.global_tensor(LARGE, torch.float32, seed=1, reducible=True)
+    part = oracle.contribution(whole, mesh.shape, src, mesh.get_coordinate()) if "P(sum)" in src else None
+    local = dtensors.my_local(whole, mesh, src) if part is None else part
+    source = dtensors.wrap(local, mesh, LARGE, src)
+    with sw.enabled(strict=True):
+        for _ in range(2):
+            moved = source.redistribute(mesh, dtensors.to_placements(dst), async_op=async_op)
+            dtensors.check(moved, whole, dst)
+
+
+@pytest.mark.parametrize(("src", "dst"), MOVES, ids=str)
+def test_results(pool: Pool, src: list[str], dst: list[str]) -> None:
+    for async_op in (False, True):
+        pool.run(_results, 4, src, dst, async_op)
+
+
+def _product(method: str) -> None:
+    mesh = get_mesh((2,))
+    x = oracle.global_tensor((2050, 300), torch.float32, seed=2, reducible=True)
+    weight = oracle.global_tensor((500, 300), torch.float32, seed=3, reducible=True)
+    for before, after in ((["S(0)"], ["S(1)"]), (["S(1)"], ["S(0)"])):
+        y = sw.linear(
+            dtensors.distribute(x, mesh, before),
+            dtensors.distribute(weight, mesh, [before[0]]),
+            placements=dtensors.to_placements(after),
+            method=method,
+            chunks=2 if method == "collective" else None,
+        )
+        dtensors.check(y, x @ weight.t(), after)
+
+
+@pytest.mark.parametrize("method", ["serial", "collective"])
+def test_products(pool: Pool, method: str) -> None:
+    pool.run(_product, 2, method)
