@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import pathlib
 import socket
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import dtensors
 import shardwright as sw
 from meshes import get_mesh
-from pool import Pool
-from shardwright import calibrating
-from shardwright.calibrating import Point, calibrate, fit
+from pool import Pool, run_isolated
+from shardwright import _engine, _product_calls, calibrating, tables
+from shardwright.calibrating import calibrate
+from shardwright.calibrating_fit import Point, fit
 
 # More than any message or KiB takes, however busy the machine.
 SECOND_PS = 10**12
@@ -38,12 +44,17 @@ def _load(tables: list[str], folder: pathlib.Path) -> sw.Topology:
     return topology
 
 
+def _links(*args: Any, **kwargs: Any) -> sw.Topology:
+    """Those alone, without an effect on other tests of this process."""
+    return calibrate(*args, quick=True, dtypes=(), apply=False, **kwargs)
+
+
 # ---- on a job
 
 
 def _measured(mesh_shape: tuple[int, ...] | None, ranks_per_node: int | None) -> str:
     mesh = get_mesh(mesh_shape) if mesh_shape else None
-    return calibrate(name="measured", mesh=mesh, ranks_per_node=ranks_per_node, quick=True).to_json()
+    return _links(name="measured", mesh=mesh, ranks_per_node=ranks_per_node).to_json()
 
 
 @pytest.mark.parametrize(("world_size", "mesh_shape"), [(2, None), (4, (2, 2))])
@@ -77,7 +88,7 @@ def test_plans_go_by_it(pool: Pool, tmp_path: pathlib.Path) -> None:
 def _part_of_the_job() -> str | None:
     group = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
-        return calibrate(group, quick=True).to_json()
+        return _links(group).to_json()
     with pytest.raises(ValueError, match=rf"group: rank {dist.get_rank()} is not in it"):
         calibrate(group)
     return None
@@ -102,6 +113,102 @@ def test_command_line(pool: Pool, tmp_path: pathlib.Path, capfd: pytest.CaptureF
     assert sorted(topology.mesh_dims) == ["dp", "tp"]
 
 
+# ---- what goes by it
+
+
+def _names() -> tuple[str, str]:
+    """Of the tables that a redistribute and a product of this process go by."""
+    mesh = get_mesh((4,))
+    src, dst = (sw.Layout(sw.Mesh(mesh), (8, 8), placements) for placements in (["S(0)"], ["R"]))
+    topology = _engine.make_plan(src, dst, "cpu").topology
+    x = dtensors.distribute(torch.ones(8, 8), mesh, ["S(0)"])
+    with _product_calls.listening() as heard:
+        sw.linear(x, x, placements=dtensors.to_placements(["S(1)"]))
+    return topology, heard[0].model.name
+
+
+def _takes_effect() -> list[Any]:
+    before = _names()
+    topology = calibrate(get_mesh((4,)), name="mine", quick=True, dtypes=[torch.float32])
+    try:
+        after = _names()
+        explicit = sw.plan(
+            *(sw.Layout(sw.Mesh({"x": 4}), (8, 8), p) for p in (["S(0)"], ["R"])),
+            backend="gloo",
+            topology="gloo-local",
+        ).topology
+        model = tables.measured_gemm_model("cpu", "float32")
+        assert model is not None
+        said = repr([getattr(model, one) for one in ("flops_per_us", "launch_ps", "contention_percent")])
+    finally:
+        sw.forget_calibration()
+    return [before, after, explicit, _names(), topology.to_json() + said]
+
+
+def test_later_plans_and_products_go_by_it(pool: Pool) -> None:
+    found = pool.run(_takes_effect, 4)
+    default, measured = ("gloo-local", "cpu"), ("mine", "measured on cpu")
+    for before, after, explicit, forgotten, _ in found:
+        assert (before, after, explicit, forgotten) == (default, measured, "gloo-local", default)
+    assert len({tables for *_, tables in found}) == 1, "ranks that plan by different tables hang"
+
+
+def _of_a_part() -> None:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() in (0, 1):
+        calibrate(group, quick=True, dtypes=[])
+        with pytest.raises(ValueError, match="apply: True for 2 of 4 ranks"):
+            calibrate(group, quick=True, dtypes=[], apply=True)
+    assert tables.measured_topology("gloo") is None
+
+
+def test_a_part_of_the_job_does_not_plan_by_its_own_table(pool: Pool) -> None:
+    pool.run(_of_a_part, 4)
+
+
+def _next_job(folder: str) -> list[str]:
+    rank = dist.get_rank()
+    found = []
+    calibrate(quick=True, dtypes=[])
+    for job in range(2):
+        found.append("default" if tables.measured_topology("gloo") is None else "measured")
+        dist.destroy_process_group()
+        gc.collect()
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{job}", 2), rank=rank, world_size=2)
+    return found
+
+
+def test_it_ends_with_the_job(tmp_path: pathlib.Path) -> None:
+    for outcome in run_isolated(_next_job, 2, str(tmp_path)):
+        assert outcome.value == ["measured", "default"], outcome.error
+
+
+def _what_is_said(calibrates: bool) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwright").addHandler(handler)
+    if calibrates:
+        calibrate(quick=True)
+    mesh = get_mesh((2,))
+    x = dtensors.distribute(torch.ones(8, 8), mesh, ["S(0)"])
+    with sw.enabled(strict=True):
+        for _ in range(2):
+            x.redistribute(placements=dtensors.to_placements(["R"]))
+            sw.linear(x, x, placements=dtensors.to_placements(["S(1)"]))
+    return said
+
+
+@pytest.mark.parametrize("calibrates", [False, True])
+def test_default_tables_are_said_once(calibrates: bool) -> None:
+    first, second = run_isolated(_what_is_said, 2, calibrates)
+    assert first.ok and second.ok, first.error or second.error
+    assert second.value == []
+    assert len(first.value) == (0 if calibrates else 1)
+    assert calibrates or "chosen by 'gloo-local', a default" in first.value[0]
+    assert calibrates or "Call shardwright.calibrate() once on all ranks" in first.value[0]
+
+
 # ---- what is not allowed
 
 
@@ -114,6 +221,8 @@ def _mistakes() -> None:
         calibrate(ranks_per_node=dist.get_rank())
     with pytest.raises(ValueError, match="mesh: got a Mesh; allowed is a DeviceMesh"):
         calibrate(mesh=sw.Mesh({"x": 2}))
+    with pytest.raises(ValueError, match="dtypes: torch.int32; allowed are floating dtypes of 16 bits and more"):
+        calibrate(dtypes=[torch.int32])
     assert calibrating.main(["--mesh", "dp=3", "--device", "cpu"]) == 2
 
 
@@ -208,7 +317,7 @@ def test_hosts_that_are_no_nodes(hosts: str) -> None:
 def _by_torchrun() -> int:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     try:
-        return calibrate(quick=True).ranks_per_node
+        return _links().ranks_per_node
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
 
@@ -221,7 +330,7 @@ def _by_host_name() -> int:
     original = socket.gethostname
     socket.gethostname = lambda: f"host{dist.get_rank() // 2}"
     try:
-        return calibrate(quick=True).ranks_per_node
+        return _links().ranks_per_node
     finally:
         socket.gethostname = original
 

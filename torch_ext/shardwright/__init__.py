@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     __version__: str
     from ._runtime import release_staging, set_fast_accumulation, set_sm_carveout
     from ._stats import reset_stats, stats
-    from .calibrating import calibrate
+    from .calibrating import calibrate, forget_calibration
     from .calibrating_gemm import calibrate_gemm
     from .checking import check_ranks
     from .drop_in import disable, enable, enabled
@@ -55,6 +55,7 @@ __all__ = [
     "enable",
     "enabled",
     "explain",
+    "forget_calibration",
     "linear",
     "load_topology",
     "matmul_all_reduce",
@@ -85,6 +86,7 @@ _NEEDS_TORCH = {
     "enable": "drop_in",
     "enabled": "drop_in",
     "explain": "explaining",
+    "forget_calibration": "calibrating",
     "linear": "matmul",
     "matmul_all_reduce": "matmul",
     "matmul_reduce_scatter": "matmul",

@@ -114,7 +114,7 @@ def _product_us(
     for axis in w_letters:
         n *= here[axis] if axis not in x_letters else 1
     item_bytes = getattr(torch, x.dtype).itemsize
-    return setting.model.picoseconds(m, n, k, 1, item_bytes) / 1e6
+    return setting.model(x.dtype).picoseconds(m, n, k, 1, item_bytes) / 1e6
 
 
 def cut_dim(placement: str) -> int | None:

@@ -10,7 +10,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from . import _planner, _runtime, _stats, checking, groups, planning, watching
+from . import _planner, _runtime, _stats, checking, groups, planning, tables, watching
+from .topology import topology_of
 
 # Executables kept, the oldest dropped first. A job has some hundreds of pairs of layouts.
 MAX_EXECUTABLES = 8192
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 
 class Kept(Generic[T]):
-    """What was made for a default process group and a set of pinned plans, and is forgotten with either.
+    """What was made for a default process group, pinned plans and tables, and is forgotten with any of them.
 
     Bounded; the oldest goes first. Keys and values must not keep process groups alive (`groups.weakly`).
     """
@@ -45,14 +46,14 @@ class Kept(Generic[T]):
         self._entries: dict[Hashable, T] = {}
         groups.when_gone.append(self._entries.clear)
         self._world_alive = groups.DEFAULT.alive
-        self._times_pinned = -1
+        self._times_changed = (-1, -1)
 
     def get(self, key: Hashable) -> T | None:
-        world, times_pinned = dist.group.WORLD, planning.times_pinned()
-        if self._world_alive() is not world or self._times_pinned != times_pinned:
+        world, times_changed = dist.group.WORLD, (planning.times_pinned(), tables.times_set())
+        if self._world_alive() is not world or self._times_changed != times_changed:
             self._entries.clear()
             self._world_alive = groups.weakly(world).alive
-            self._times_pinned = times_pinned
+            self._times_changed = times_changed
         return self._entries.get(key)
 
     def put(self, key: Hashable, value: T) -> None:
@@ -119,13 +120,20 @@ def make_plan(
             f"mesh: {src.mesh} holds rank {last_rank}, but the process group has {world_size} ranks, "
             f"0 to {world_size - 1}"
         )
-    kept = planning.pinned(src, dst, _lowering(device_type, group))
+    backend = lowering(device_type, group)
+    kept = planning.pinned(src, dst, backend)
     if kept is not None:
         return kept
     allowed = None if existing_groups_of is None else groups.existing(src.mesh, existing_groups_of)
-    plan = planning.plan(src, dst, backend=_lowering(device_type, group), groups=allowed)
+    plan = planning.plan(src, dst, backend=backend, groups=allowed)
     _stats.counts.plans += 1
+    if plan.messages_max > 0 and topology_of(None, src.mesh, backend) is None:
+        tables.note_default(plan.topology, is_first_rank)
     return plan
+
+
+def is_first_rank() -> bool:
+    return dist.get_rank() == 0
 
 
 def why_not_over_groups(device_type: str) -> str | None:
@@ -239,7 +247,7 @@ def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tenso
     return fitted
 
 
-def _lowering(device_type: str, group: dist.ProcessGroup | None) -> str:
+def lowering(device_type: str, group: dist.ProcessGroup | None) -> str:
     # Gloo, and what stands in for it on CPU without moving data, is composed; all else has native collectives.
     name = _backend_name(device_type, group)
     if name is None:

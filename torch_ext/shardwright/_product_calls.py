@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _engine, _planner, _runtime, _stats, checking, groups, watching
+from . import _engine, _planner, _runtime, _stats, checking, groups, tables, watching
 from . import operators as operators  # registers what calls run by
 from ._planner import GemmModel, Matmul, Schedule
 
@@ -32,9 +32,10 @@ class Setting:
     def group(self) -> dist.ProcessGroup | None:
         return self.weak_group.get()
 
-    @property
-    def model(self) -> GemmModel:
-        return self.gemm_model or GemmModel.named("cpu" if self.device_type == "cpu" else "h100")
+    def model(self, dtype: str) -> GemmModel:
+        """How long products of such operands take: what is said, else what was measured, else a default."""
+        found = self.gemm_model or tables.measured_gemm_model(self.device_type, dtype)
+        return found or tables.default_gemm_model(self.device_type)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -124,7 +125,8 @@ def _bind(matmul: Matmul, setting: Setting, must: bool) -> Call:
     rank = dist.get_rank(setting.group)
     names = _engine.names_of(matmul.groups(schedule, rank), device_mesh=setting.device_mesh, group=setting.group)
     program = matmul.to_text(schedule)
-    return Call(program, tuple(names), rank, setting.model, _runtime.executable(program, names, rank))
+    model = setting.model(matmul.plan.src.dtype)
+    return Call(program, tuple(names), rank, model, _runtime.executable(program, names, rank))
 
 
 def schedule_of(matmul: Matmul, setting: Setting, must: bool) -> Schedule:
@@ -133,7 +135,10 @@ def schedule_of(matmul: Matmul, setting: Setting, must: bool) -> Schedule:
     With `must`, what was asked for and cannot be raises ValueError; else the choice is free, as it is where nothing is
     moved between ranks.
     """
-    model, depth = setting.model, setting.depth
+    model, depth = setting.model(matmul.plan.src.dtype), setting.depth
+    is_free = setting.method is None or setting.chunks is None
+    if is_free and matmul.communicates and model == tables.default_gemm_model(setting.device_type):
+        tables.note_default(model.name, _engine.is_first_rank)
     if (setting.method is None and setting.chunks is None) or not matmul.communicates:
         return matmul.choose(model, depth)
     if setting.chunks is not None and (setting.method is not None or not isinstance(setting.chunks, int)):

@@ -1,4 +1,4 @@
-"""Measures on a live job what plans are chosen by: the latencies and bandwidths of a `Topology`.
+"""Measures on a live job what plans are chosen by: the latencies and bandwidths of a `Topology`, times of products.
 
 Each part of the table comes from its own measurement. Whatever is measured, all ranks are busy with it at the same
 time, because in a redistribute the groups of a mesh dim all move at once and share network, memory and cores.
@@ -8,6 +8,7 @@ time, because in a redistribute the groups of a mesh dim all move at once and sh
     a mesh dim         all-to-alls in the mesh dim's own groups, with the fixed cost of `inside`; where these are as
                        fast as `inside` or `between` says, within noise, it is one of those, lest noise decide on plans
     memory             copies of a large tensor into new memory, as a result is made
+    products           large and tiny ones, alone and beside transfers (calibrating_gemm.py)
 
 A measured point is (peers, bytes to each, time on the slowest rank); a line `step + peers * message + bytes * rate` is
 laid through the points by least squares of relative errors, points far off counting less and less.
@@ -30,7 +31,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import _arguments, _convert, groups
+from . import _arguments, _convert, _engine, groups, tables
+from ._planner import GemmModel
+from .calibrating_fit import ALONG, BETWEEN, INSIDE, PS, Fit, Point, figures_of, link_of
+from .calibrating_gemm import Traffic, check_dtype, measure_gemm
 from .topology import Topology, load_topology
 
 logger = logging.getLogger(__name__)
@@ -40,8 +44,13 @@ _SIZES_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 _SIZES_BYTES_QUICK = (1 << 10, 1 << 16, 1 << 20)
 _MEMORY_BYTES = 1 << 23
 
+# From this size on, exchanges over Gloo are messages (kMinMessageBytes in csrc/program/builder.h).
+_MIN_MESSAGE_BYTES = 1 << 18
+
 # Larger teams tell nothing new about what one more peer costs.
 _MAX_TEAM = 16
+
+_MAX_TRAFFIC_BYTES = 1 << 27
 
 # Of a team size and number of bytes: short batches that take turns with all others, so that what else the machine does
 # falls on all alike. The low quantile of the batches counts, for disturbances only ever add.
@@ -50,39 +59,12 @@ _BATCH_SECONDS, _BATCH_SECONDS_QUICK = 0.006, 0.002
 _MAX_CALLS = 32
 _LOW_QUANTILE = 0.1
 
-# A mesh dim goes by the link of its node, or between nodes, unless that is off by so much more than one of its own.
-_OWN_LINK_GAIN = 0.25
-
-# Passes of the fit, each with weights 1 / (what the point was off by in the one before); less than this is not off.
-_PASSES = 20
-_SLACK = 0.02
-
-_PS = 1e12
-
-_INSIDE, _BETWEEN, _ALONG = "inside", "between", "mesh dim "
-
-
-class Point(NamedTuple):
-    """An all-to-all among `peers` + 1 ranks that each send `sent_bytes` in all, and what it took."""
-
-    peers: int
-    sent_bytes: int
-    seconds: float
-
-
-class Fit(NamedTuple):
-    """Seconds for a step, for a message and for a byte, with the mean relative error over the points."""
-
-    step: float
-    message: float
-    byte: float
-    error: float
-
 
 class _Job(NamedTuple):
     group: dist.ProcessGroup
     ranks: list[int]  # global ranks of the group
     device: torch.device
+    backend: str  # that plans are for
     quick: bool
 
 
@@ -96,21 +78,27 @@ class _Series(NamedTuple):
 
 
 def calibrate(
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | Any | None = None,
     *,
     device: torch.device | str | None = None,
     ranks_per_node: int | None = None,
     name: str = "calibrated",
     mesh: Any | None = None,
     quick: bool = False,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    apply: bool | None = None,
 ) -> Topology:
-    """Measures latencies and bandwidths between the ranks of a job, in a few seconds.
+    """Measures links and products on a job, in a few seconds; what is planned later goes by what was measured.
 
-    To be called by all ranks of the group at the same point, while they do nothing else. Process groups that it makes
-    are kept for redistributes, as those of `prepare` are. Logs what was measured, on the first rank, at level INFO.
+    To be called by all ranks of the group at the same point, while they do nothing else: once, after
+    ``init_process_group``. Process groups that it makes are kept for redistributes, as those of `prepare` are. Logs
+    what was measured, on the first rank, at level INFO.
+
+    Later redistributes and products of this job over the same backend go by it, unless they are given a topology (or
+    their mesh has one) or a ``gemm_model``, until `forget_calibration` or the end of the default process group.
 
     Args:
-        group: whose ranks to measure; default, the default group.
+        group: whose ranks to measure; default, the default group. Or a mesh, as `mesh`.
         device: where the tensors are that shall be redistributed, ``"cpu"`` or ``"cuda"``: it decides the backend.
             Default: that of the mesh, else CUDA if the group has NCCL, else CPU.
         ranks_per_node: how many consecutive ranks are on a node, 0 for all. Default: what torchrun says
@@ -118,6 +106,9 @@ def calibrate(
         name: of the topology, for plans to say what they were chosen by.
         mesh: a torch ``DeviceMesh`` within the group; each of its mesh dims gets a link of its own, by name.
         quick: fewer sizes and repeats, for figures that are only about right.
+        dtypes: of products to measure, floating, of 16 bits and more. Others go by these, scaled by size. Empty: none.
+        apply: whether later plans and products go by it. Default: where all ranks of the job were measured, since
+            tables have to be the same on all of them.
 
     Returns:
         A `Topology`, equal on all ranks, with times in picoseconds, per collective, per message, per KiB. On one node
@@ -126,12 +117,38 @@ def calibrate(
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: fewer than 2 ranks, a rank outside the group, a mesh that reaches beyond it or is no DeviceMesh,
-            nodes that do not hold the same number of consecutive ranks each.
+            nodes that do not hold the same number of consecutive ranks each, a dtype without products, `apply` for a
+            part of the job.
     """
-    topology, report = measure(group, device, ranks_per_node, name, mesh, quick)
-    if dist.get_rank(group) == 0:
+    if _convert.is_device_mesh(group) and mesh is None:
+        group, mesh = None, group
+    job = _make_job(group, device, mesh, quick)
+    is_whole = len(job.ranks) == dist.get_world_size()
+    if apply and not is_whole:
+        raise ValueError(
+            f"apply: True for {len(job.ranks)} of {dist.get_world_size()} ranks, whose plans would differ from the "
+            "others'; allowed is all ranks of the job, or False and sw.Mesh(..., topology=) for plans on some"
+        )
+    wanted = _dtypes_of(dtypes)
+    topology, report = _measure(job, ranks_per_node, name, mesh)
+    gemm_models = {}
+    for dtype in wanted:
+        model = measure_gemm(job.device, dtype, job.group, _traffic(job, topology), quick)
+        gemm_models[job.device.type, str(dtype).removeprefix("torch.")] = model
+        report.append(_report_gemm(dtype, model))
+    if apply or (apply is None and is_whole):
+        tables.set_measured(job.backend, topology, gemm_models)
+    if dist.get_rank(job.group) == 0:
         logger.info("\n".join(report))
     return topology
+
+
+def forget_calibration() -> None:
+    """Plans and products go by the default tables again. To be called by all ranks at the same point."""
+    tables.forget_measured()
+
+
+groups.when_gone.append(tables.forget_measured)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -218,26 +235,29 @@ def measure(
     mesh: Any | None = None,
     quick: bool = False,
 ) -> tuple[Topology, list[str]]:
-    """`calibrate`, with lines that say what was measured."""
+    """The topology that `calibrate` finds, with lines that say what was measured. Changes nothing."""
+    return _measure(_make_job(group, device, mesh, quick), ranks_per_node, name, mesh)
+
+
+def _measure(job: _Job, ranks_per_node: int | None, name: str, mesh: Any | None) -> tuple[Topology, list[str]]:
     if not isinstance(name, str):
         raise ValueError(f"name: got {name!r}; allowed is text")
     if ranks_per_node is not None:
         ranks_per_node = _convert.integer(ranks_per_node, "ranks_per_node")
-    job = _make_job(group, device, mesh, quick)
     per_node = _ranks_per_node(job, ranks_per_node)
     nodes = _by_node(job.ranks, per_node)
     series = _inside(job, nodes) + _between(job, nodes) + _along(job, mesh)
     points, copy_seconds = _take_points(job, series)
-    fits = _fits(points, _crossing(mesh, per_node))
+    fits = figures_of(points, _crossing(mesh, per_node))
     table = {
         "version": 1,
         "name": name,
         "ranks_per_node": per_node,
-        "step_ps": round(fits[_INSIDE].step * _PS),
-        "memory_ps_per_kib": max(1, round(copy_seconds / _MEMORY_BYTES * 1024 * _PS)),
-        "inside": _link(fits[_INSIDE]),
-        "between": _link(fits[_BETWEEN]),
-        "mesh_dims": {w.removeprefix(_ALONG): _link(found) for w, found in fits.items() if w.startswith(_ALONG)},
+        "step_ps": round(fits[INSIDE].step * PS),
+        "memory_ps_per_kib": max(1, round(copy_seconds / _MEMORY_BYTES * 1024 * PS)),
+        "inside": link_of(fits[INSIDE]),
+        "between": link_of(fits[BETWEEN]),
+        "mesh_dims": {w.removeprefix(ALONG): link_of(found) for w, found in fits.items() if w.startswith(ALONG)},
     }
     # Clocks differ from rank to rank; what the first one has is used by all.
     agreed = [(table, _report(job, fits, points, copy_seconds))]
@@ -267,7 +287,7 @@ def _make_job(
     where = _arguments.device_of("device", device)
     if where.type not in kinds:
         raise ValueError(f"device: the group has no backend for {where.type}; allowed are {', '.join(kinds)}")
-    return _Job(carrier, ranks, where, quick)
+    return _Job(carrier, ranks, where, _engine.lowering(where.type, carrier), quick)
 
 
 def _default_device(carrier: dist.ProcessGroup, kinds: list[str]) -> str:
@@ -315,13 +335,13 @@ def _by_node(ranks: list[int], ranks_per_node: int) -> list[list[int]]:
 
 
 def _inside(job: _Job, nodes: list[list[int]]) -> list[_Series]:
-    return _teams_in(job, _INSIDE, nodes)
+    return _teams_in(job, INSIDE, nodes)
 
 
 def _between(job: _Job, nodes: list[list[int]]) -> list[_Series]:
     places = itertools.zip_longest(*nodes)
     lines = [[rank for rank in place if rank is not None] for place in places]
-    return _teams_in(job, _BETWEEN, lines)
+    return _teams_in(job, BETWEEN, lines)
 
 
 def _teams_in(job: _Job, name: str, lines: list[list[int]]) -> list[_Series]:
@@ -350,7 +370,7 @@ def _along(job: _Job, mesh: Any | None) -> list[_Series]:
     for mesh_dim, (name, size) in enumerate(zip(names, sizes)):
         if size > 1:
             team = mesh.get_group(mesh_dim) if dist.get_rank() in ranks else None
-            series += _at_all_sizes(job, _ALONG + name, team, size - 1)
+            series += _at_all_sizes(job, ALONG + name, team, size - 1)
     return series
 
 
@@ -360,7 +380,7 @@ def _crossing(mesh: Any | None, ranks_per_node: int) -> set[str]:
         return set()
     names, sizes, ranks = _convert.device_mesh_parts(mesh)
     nodes = (torch.tensor(ranks) // ranks_per_node).view(tuple(sizes))
-    return {_ALONG + name for d, name in enumerate(names) if bool((nodes != nodes.narrow(d, 0, 1)).any())}
+    return {ALONG + name for d, name in enumerate(names) if bool((nodes != nodes.narrow(d, 0, 1)).any())}
 
 
 def _at_all_sizes(job: _Job, name: str, team: dist.ProcessGroup | None, peers: int) -> list[_Series]:
@@ -390,14 +410,62 @@ def _take_points(job: _Job, series: list[_Series]) -> tuple[dict[str, list[Point
 
 
 def _all_to_all(job: _Job, one: _Series) -> Callable[[], Any]:
-    """As the runtime calls it: nothing is sent to oneself. Idle ranks do nothing."""
+    """As the runtime carries it out: nothing is sent to oneself. Idle ranks do nothing."""
     if one.team is None:
         return lambda: None
     team = one.team
     sent, received = torch.zeros(2, one.sent_bytes, dtype=torch.uint8, device=job.device)
+    if job.backend == "gloo" and one.sent_bytes // one.peers >= _MIN_MESSAGE_BYTES:
+        peers = [rank for rank in dist.get_process_group_ranks(team) if rank != dist.get_rank()]
+        return _messages(team, peers, sent.chunk(one.peers), received.chunk(one.peers))
     splits = [one.sent_bytes // one.peers] * (one.peers + 1)
     splits[dist.get_rank(team)] = 0
     return lambda: dist.all_to_all_single(received, sent, splits, splits, group=team)
+
+
+def _messages(
+    team: dist.ProcessGroup, peers: Sequence[int], sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+) -> Callable[[], Any]:
+    """One to each of these global ranks and one from it; receives first, so that data goes both ways at once."""
+
+    def call() -> None:
+        for work in _start_messages(team, peers, sent, received):
+            work.wait()
+
+    return call
+
+
+def _start_messages(
+    team: dist.ProcessGroup, peers: Sequence[int], sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+) -> list[Any]:
+    works = [dist.irecv(part, peer, group=team) for part, peer in zip(received, peers)]
+    return works + [dist.isend(part, peer, group=team) for part, peer in zip(sent, peers)]
+
+
+def _traffic(job: _Job, topology: Topology) -> Traffic | None:
+    """Messages to the rank half the job away, as long as asked for, for products to be measured beside. None on a GPU,
+    where what a product loses to transfers has not been measured."""
+    if job.device.type != "cpu":
+        return None
+    half = len(job.ranks) // 2
+    me = dist.get_rank(job.group)
+    if me >= 2 * half:  # of an odd number the last one has no partner
+        return lambda seconds: lambda: None
+    partner = dist.get_global_rank(job.group, (me + half) % (2 * half))
+    link = topology.between if topology.ranks_per_node else topology.inside
+
+    def start(seconds: float) -> Callable[[], None]:
+        size = min(max(int(seconds * PS / link.ps_per_kib) * 1024, 1 << 16), _MAX_TRAFFIC_BYTES)
+        sent, received = torch.zeros(2, size, dtype=torch.uint8)
+        works = _start_messages(job.group, [partner], [sent], [received])
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        return finish
+
+    return start
 
 
 def _batch(job: _Job, call: Callable[[], Any], repeats: int) -> float:
@@ -423,69 +491,7 @@ def _slowest(job: _Job, seconds: list[list[float]]) -> list[list[float]]:
     return [[float(value) for value in row] for row in table.tolist()]
 
 
-# ---- from points to figures
-
-
-def fit(points: Sequence[Point], step: float | None = None) -> Fit:
-    """The figures that explain the points best, none of them negative; with the fixed cost given, if it is.
-
-    Where all points have as many peers, what a message costs cannot be told from what a step costs, and is 0.
-    """
-    seconds = torch.tensor([point.seconds for point in points], dtype=torch.float64)
-    peers = torch.tensor([point.peers for point in points], dtype=torch.float64)
-    sent_bytes = torch.tensor([point.sent_bytes for point in points], dtype=torch.float64)
-    columns = torch.stack([torch.ones_like(peers), peers, sent_bytes], dim=1) / seconds[:, None]
-    target = torch.ones_like(seconds) - (step or 0.0) * columns[:, 0]
-    free = [0] * (step is None) + [1] * (step is not None or len(set(peers.tolist())) > 1) + [2]
-    weights = torch.ones_like(seconds)
-    for _ in range(_PASSES):
-        figures = _least_squares(columns, target, weights, free)
-        off = (columns @ figures - target).abs()
-        weights = 1 / off.clamp(min=_SLACK)
-    found = figures.tolist()
-    made = Fit(found[0] if step is None else step, found[1], found[2], 0.0)
-    return made._replace(error=_error(points, made))
-
-
-def _fits(points: dict[str, list[Point]], crossing: set[str]) -> dict[str, Fit]:
-    """By the name of the series, and for `inside` and `between` in any case. `crossing`: of mesh dims between nodes."""
-    first = _INSIDE if _INSIDE in points else _BETWEEN
-    inside = fit(points[first])
-    between = fit(points[_BETWEEN], inside.step) if first == _INSIDE and _BETWEEN in points else inside
-    fits = {_INSIDE: inside, _BETWEEN: between}
-    for where in points:
-        if where.startswith(_ALONG):
-            common = between if where in crossing else inside
-            common = common._replace(error=_error(points[where], common))
-            own = fit(points[where], inside.step)
-            fits[where] = own if own.error + _OWN_LINK_GAIN < common.error else common
-    return fits
-
-
-def _error(points: Sequence[Point], figures: Fit) -> float:
-    """Mean over the points of how far off they are, relative to what was measured."""
-    off = [figures.step + p.peers * figures.message + p.sent_bytes * figures.byte - p.seconds for p in points]
-    return sum(abs(one) / p.seconds for one, p in zip(off, points)) / len(points)
-
-
-def _least_squares(columns: Any, target: Any, weights: Any, free: list[int]) -> Any:
-    """Figures of 0 or more; those that are not free are 0. Tries every set of them, there are seven at most."""
-    best, least = torch.zeros(columns.shape[1], dtype=torch.float64), float("inf")
-    scale = weights.sqrt()
-    for count in range(1, len(free) + 1):
-        for chosen in itertools.combinations(free, count):
-            some = columns[:, list(chosen)]
-            figures = torch.linalg.lstsq(some * scale[:, None], (target * scale)[:, None]).solution[:, 0]
-            off = float((weights * (some @ figures - target) ** 2).sum())
-            if off < least and bool((figures >= 0).all()):
-                least = off
-                best = torch.zeros_like(best)
-                best[list(chosen)] = figures
-    return best
-
-
-def _link(found: Fit) -> dict[str, int]:
-    return {"message_ps": round(found.message * _PS), "ps_per_kib": max(1, round(found.byte * 1024 * _PS))}
+# ---- what to say
 
 
 def _report(job: _Job, fits: dict[str, Fit], points: dict[str, list[Point]], copy_seconds: float) -> list[str]:
@@ -500,6 +506,21 @@ def _report(job: _Job, fits: dict[str, Fit], points: dict[str, list[Point]], cop
         )
     lines.append(f"  memory: {_rate(copy_seconds / _MEMORY_BYTES)}, all ranks at once")
     return lines
+
+
+def _report_gemm(dtype: torch.dtype, model: GemmModel) -> str:
+    rate = 1e-3 * model.num_processors * model.flops_per_us * 2 / dtype.itemsize
+    return (
+        f"  products of {dtype}: {rate:.1f} GFlop/s, {model.launch_ps * 1e-6:.1f} us each, "
+        f"{model.contention_percent}% longer beside transfers"
+    )
+
+
+def _dtypes_of(given: Any) -> list[torch.dtype]:
+    wanted = _convert.items(given, "dtypes", "a list of dtypes, such as [torch.float32]")
+    for dtype in wanted:
+        check_dtype("dtypes", dtype)
+    return wanted
 
 
 def _rate(seconds_per_byte: float) -> str:

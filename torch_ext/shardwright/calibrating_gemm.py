@@ -1,34 +1,42 @@
-"""How long matrix products take here: measured by one rank, the same table for all."""
+"""How long matrix products take here: measured by all ranks at once, the same table for all."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import _arguments, _runtime
+from . import _arguments, _runtime, tables
 from ._planner import GemmModel
 
-_REPEATS = 7
+_REPEATS, _REPEATS_QUICK = 9, 3
+_MAX_SECONDS = 0.25  # of a large product on CPU; longer ones are made smaller
+_TRAFFIC_LASTS = 1.5  # times the product beside it
 _LARGE = {"cpu": 1024, "cuda": 8192}
 _SMALL = 16
 # Rows and columns, of kernels for 16-bit operands.
 _TILES = ((64, 64), (64, 128), (128, 128), (128, 192), (128, 256), (256, 256))
 
 
+# Given the seconds that it is to last, the same on all ranks, starts messages; what it returns waits for their end.
+Traffic = Callable[[float], Callable[[], None]]
+
+
 def calibrate_gemm(
     device: torch.device | str = "cpu", *, dtype: torch.dtype = torch.bfloat16, group: dist.ProcessGroup | None = None
 ) -> GemmModel:
-    """Measures products on the first rank and gives all ranks of the group its table, to be used as ``gemm_model``.
+    """Measures products on all ranks of the group at once and gives all the same table, to be used as ``gemm_model``.
 
-    Measured are the rate of a large product, the time of a tiny one, and how fast memory is copied. On CUDA, tiles are
-    as large as cuBLASLt says that it takes them. All else is as in the named model of the device.
+    `calibrate` does this too, and makes later products go by it. Measured are the rate of a large product, the time of
+    a tiny one, and how fast memory is copied, each as it was on the slowest rank. On CUDA, tiles are as large as
+    cuBLASLt says that it takes them. All else is as in the named model of the device.
 
     Args:
-        device: the first rank's.
+        device: of this rank.
         dtype: floating, of the products that the table is for.
         group: default: the default group. Without torch.distributed, this process alone.
 
@@ -37,66 +45,146 @@ def calibrate_gemm(
 
     Raises:
         ValueError: a dtype that is not floating, or of 8 bits; arguments of another type.
-        RuntimeError: the first rank failed, on all ranks.
+        RuntimeError: a rank failed, on all ranks.
     """
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
-        raise ValueError(f"dtype: {dtype}; allowed are floating dtypes of 16 bits and more")
+    check_dtype("dtype", dtype)
     device = _arguments.device_of("device", device)
     _arguments.check_group(group)
+    return measure_gemm(torch.device(device), dtype, group)
+
+
+def check_dtype(argument: str, dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
+        raise ValueError(f"{argument}: {dtype}; allowed are floating dtypes of 16 bits and more")
+
+
+def measure_gemm(
+    device: torch.device,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    traffic: Traffic | None = None,
+    quick: bool = False,
+) -> GemmModel:
+    """`calibrate_gemm`; with `traffic` also how much longer products take beside it."""
     is_distributed = dist.is_available() and dist.is_initialized()
-    if is_distributed and dist.get_rank(group) != 0:
-        said: list[GemmModelFields | str | None] = [None]
-    else:
-        try:
-            said = [_measure(torch.device(device), dtype)]
-        except Exception as error:  # which the others are not to wait for
-            said = [f"{type(error).__name__}: {error}"]
-    if is_distributed:
-        dist.broadcast_object_list(said, src=dist.get_global_rank(group, 0) if group else 0, group=group)
-    if isinstance(said[0], str):
-        raise RuntimeError(f"calibrate_gemm: rank 0 could not measure on {device}: {said[0]}")
-    assert said[0] is not None
-    name, *figures = said[0]
-    fields = ("num_processors", "tile_rows", "tile_columns", "flops_per_us", "launch_ps", "memory_ps_per_kib")
-    return GemmModel(name=name, **dict(zip(fields, figures[:-1], strict=True)), contention_percent=figures[-1])
+    error, work = None, None
+    try:
+        work = _Products(device, dtype, quick)
+    except Exception as raised:  # which the others are not to wait for
+        error = f"{type(raised).__name__}: {raised}"
+    errors = _from_all(error, group)
+    failed = [rank for rank, said in enumerate(errors) if said is not None]
+    if failed:
+        raise RuntimeError(f"calibrate_gemm: rank {failed[0]} could not measure on {device}: {errors[failed[0]]}")
+    assert work is not None
+
+    def together() -> None:
+        if is_distributed:
+            dist.barrier(group)
+
+    def slowest(seconds: list[float]) -> list[float]:
+        return [max(column) for column in zip(*_from_all(seconds, group))]
+
+    large, small, copy = slowest(work.seconds(together))
+    slowdown = None
+    if traffic is not None:
+        alone, beside = slowest(work.beside(together, lambda: traffic(_TRAFFIC_LASTS * large)))
+        slowdown = beside / alone - 1
+    tiles = _from_all(work.tiles, group)[0]
+    return work.model(large, small, copy, slowdown, tiles)
 
 
-GemmModelFields = tuple[str, int, int, int, int, int, int, int]
+def _from_all(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What every rank has, by rank; without torch.distributed, this process alone."""
+    if not dist.is_available() or not dist.is_initialized():
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
 
 
-def _measure(device: torch.device, dtype: torch.dtype) -> GemmModelFields:
-    base = GemmModel.named("cpu" if device.type == "cpu" else "h100")
-    processors = base.num_processors
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    n = _LARGE.get(device.type, 1024)
-    large = torch.randn(n, n, device=device).to(dtype)
-    small = torch.randn(_SMALL, _SMALL, device=device).to(dtype)
-    out = torch.empty_like(large)
-    small_out = torch.empty_like(small)
-    large_s = _seconds(lambda: torch.mm(large, large, out=out), device)
-    small_s = _seconds(lambda: torch.mm(small, small, out=small_out), device)
-    copy_s = _seconds(lambda: out.copy_(large), device)
-    gemm = _runtime.Gemm((n, n, n), (0, n, 1), (0, n, 1), (0, n, 1))
-    times_full = gemm.waves(large[:0], out[:0])
-    tile_rows, tile_columns = base.tile_rows, base.tile_columns
-    if times_full:
-        tile_rows, tile_columns = tile_of(n, times_full, processors)
-    # The table speaks of operands of 16 bits, of whole waves of tiles.
-    tiles = -(-n // tile_rows) * -(-n // tile_columns)
-    waves = -(-tiles // processors)
-    flops = 2 * tile_rows * tile_columns * n * waves
-    rate = flops / (max(large_s - small_s, 1e-9) * 1e6) * dtype.itemsize / 2
-    return (
-        f"measured on {device.type}",
-        processors,
-        tile_rows,
-        tile_columns,
-        max(int(rate), 1),
-        int(small_s * 1e12),
-        max(int(copy_s * 1e12 * 1024 / (2 * large.nbytes)), 0),
-        base.contention_percent,
-    )
+class _Products:
+    """A large and a tiny product, and a copy, to be timed."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, quick: bool) -> None:
+        self.device, self.dtype = device, dtype
+        self.repeats = _REPEATS_QUICK if quick else _REPEATS
+        self.base = tables.default_gemm_model(device.type)
+        self.n = _LARGE.get(device.type, 1024)
+        self._make()
+        if device.type == "cpu" and (quick or self._time(self.product) > _MAX_SECONDS):
+            self.n //= 2
+            self._make()
+        self.processors = self.base.num_processors
+        if device.type == "cuda":
+            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        gemm = _runtime.Gemm((self.n, self.n, self.n), (0, self.n, 1), (0, self.n, 1), (0, self.n, 1))
+        waves = gemm.waves(self.large[:0], self.out[:0])
+        self.tiles = (self.base.tile_rows, self.base.tile_columns)
+        if waves:
+            self.tiles = tile_of(self.n, waves, self.processors)
+
+    def _make(self) -> None:
+        self.large = torch.randn(self.n, self.n, device=self.device).to(self.dtype)
+        self.small = torch.randn(_SMALL, _SMALL, device=self.device).to(self.dtype)
+        self.out, self.small_out = torch.empty_like(self.large), torch.empty_like(self.small)
+        self.product()
+
+    def product(self) -> None:
+        torch.mm(self.large, self.large, out=self.out)
+
+    def seconds(self, together: Callable[[], None]) -> list[float]:
+        """Of the large product, the tiny one, and the copy; all ranks are at it at the same time."""
+        calls = (self.product, lambda: torch.mm(self.small, self.small, out=self.small_out), self._copy)
+        found = []
+        for call in calls:
+            together()
+            found.append(_low([self._time(call) for _ in range(self.repeats)]))
+        return found
+
+    def beside(self, together: Callable[[], None], start: Callable[[], Callable[[], None]]) -> list[float]:
+        """Of the large product alone and beside transfers, in turns."""
+        alone, beside = [], []
+        for _ in range(self.repeats):
+            together()
+            alone.append(self._time(self.product))
+            together()
+            finish = start()
+            beside.append(self._time(self.product))
+            finish()
+        return [_low(alone), _low(beside)]
+
+    def _copy(self) -> None:
+        self.out.copy_(self.large)
+
+    def _time(self, call: Callable[[], object]) -> float:
+        self._synchronise()
+        start = time.perf_counter()
+        call()
+        self._synchronise()
+        return time.perf_counter() - start
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def model(
+        self, large: float, small: float, copy: float, slowdown: float | None, tiles: tuple[int, int]
+    ) -> GemmModel:
+        """The table speaks of operands of 16 bits, of whole waves of tiles."""
+        rows, columns = tiles
+        waves = -(-(-(-self.n // rows) * -(-self.n // columns)) // self.processors)
+        rate = 2 * rows * columns * self.n * waves / (max(large - small, 1e-9) * 1e6) * self.dtype.itemsize / 2
+        return GemmModel(
+            name=f"measured on {self.device.type}",
+            num_processors=self.processors,
+            tile_rows=rows,
+            tile_columns=columns,
+            flops_per_us=max(int(rate), 1),
+            launch_ps=int(small * 1e12),
+            memory_ps_per_kib=max(int(copy * 1e12 * 1024 / (2 * self.large.nbytes)), 0),
+            contention_percent=self.base.contention_percent if slowdown is None else max(round(100 * slowdown), 0),
+        )
 
 
 def tile_of(n: int, waves: float, processors: int) -> tuple[int, int]:
@@ -105,15 +193,6 @@ def tile_of(n: int, waves: float, processors: int) -> tuple[int, int]:
     return min(_TILES, key=lambda tile: abs(math.log(tile[0] * tile[1] / elements)))
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The median of some, after one that is not counted."""
-    times = []
-    for _ in range(_REPEATS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return sorted(times[1:])[_REPEATS // 2]
+def _low(seconds: list[float]) -> float:
+    """Disturbances only ever add."""
+    return sorted(seconds)[len(seconds) // 4]

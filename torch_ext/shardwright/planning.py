@@ -43,8 +43,9 @@ def plan(
             reductions and gathers from messages.
         topology: latencies and bandwidths: a `Topology`, a file of one as JSON (a path that ends in ``.json``), or a
             name: ``"8xNVLink"``, one node; ``"64x8"``, nodes of eight ranks; ``"gloo-local"``, one machine over
-            loopback. Default: that of the mesh, else of the environment variable ``SHARDWRIGHT_TOPOLOGY``, else
-            ``"64x8"`` for nccl and ``"gloo-local"`` for gloo. It must be the same on all ranks.
+            loopback. Default: that of the mesh, else what `calibrate` measured on this job, else that of the
+            environment variable ``SHARDWRIGHT_TOPOLOGY``, else ``"64x8"`` for nccl and ``"gloo-local"`` for gloo. It
+            must be the same on all ranks.
         groups: the sets of mesh dims, by name or index, whose process groups the moves may use. Default: any.
         through: layouts to take in between, one move each, instead of a search: to cost or force a plan of one's own.
             Data moves and reductions only; ``[]`` asks for a single move.
@@ -68,7 +69,7 @@ def plan(
         sets = _convert.items(groups, "groups", "a list of sets of mesh dims, such as [('dp', 'tp')]")
         allowed = [_convert.mesh_dim_indices(src.mesh.dim_names, dims, "groups") for dims in sets]
         allowed = allowed or [[]]  # none at all, which is not the same as any
-    table = topology_of(topology, src.mesh)
+    table = topology_of(topology, src.mesh, backend)
     if through is not None:
         if memory_limit is not None:
             raise ValueError("memory_limit: goes with a search; a plan given by `through` takes what it takes")

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from . import _planner
+from . import _planner, tables
 from ._planner import Link, Topology
 
 __all__ = ["Link", "Topology", "load_topology"]
@@ -60,10 +60,11 @@ def read_json(text: str | bytes | bytearray, where: str) -> Any:
         raise ValueError(f"{where} is not JSON of ours: its lists and objects are nested too deep") from None
 
 
-def topology_of(topology: Topology | str | None, mesh: _planner.Mesh) -> Topology | None:
-    """What a plan on the mesh goes by: what is asked for, else what the mesh or the environment says, else None."""
+def topology_of(topology: Topology | str | None, mesh: _planner.Mesh, backend: str) -> Topology | None:
+    """What a plan on the mesh goes by: what is asked for, else the mesh's own, else what was measured, else what the
+    environment says, else None, which stands for a default."""
     if topology is None:
-        topology = mesh.topology or os.environ.get(ENVIRONMENT_VARIABLE) or None
+        topology = mesh.topology or tables.measured_topology(backend) or os.environ.get(ENVIRONMENT_VARIABLE) or None
     return named_topology(topology)
 
 
