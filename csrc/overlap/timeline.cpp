@@ -261,7 +261,7 @@ std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model
   if (why_only_serial(matmul)) return all;
   const int64_t limit_bytes = peak_bytes(matmul, serial);
   const int64_t k = num_partners(matmul);
-  std::vector<int64_t> counts{1, 2, 4, k, 2 * k};
+  std::vector<int64_t> counts{1, 2, 4, 8, k, 2 * k};
   std::sort(counts.begin(), counts.end());
   counts.erase(std::unique(counts.begin(), counts.end()), counts.end());
   for (const Method method : {Method::kCollective, Method::kRing}) {

@@ -62,7 +62,7 @@ constexpr int64_t kTransferProcessors = 16;
 constexpr int64_t kLeastTuningPercent = 1;
 constexpr int64_t kLeastGainPercent = 2;
 
-// Serial first, then every method with 1, 2, 4, W and 2W chunks for W partners, as far as they differ; each with the
+// Serial first, then every method with 1, 2, 4, 8, W and 2W chunks for W partners, as far as they differ; each with the
 // depth, and on tables of more processors what is left to transfers, that is predicted fastest. A `depth` is taken as
 // it is. Else all chunks at once are only compared where their peak memory is not above that of serial, or of depth 1;
 // and rings of more than two ranks on hosts are compared with depth 1 alone: messages to several ranks at once share a

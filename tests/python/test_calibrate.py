@@ -17,7 +17,7 @@ import dtensors
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool, run_isolated
-from shardwright import _engine, _product_calls, calibrating, tables
+from shardwright import _engine, _product_calls, calibrating, calibrating_gemm, tables
 from shardwright.calibrating import calibrate
 from shardwright.calibrating_fit import Point, fit
 
@@ -151,6 +151,19 @@ def test_later_plans_and_products_go_by_it(pool: Pool) -> None:
     for before, after, explicit, forgotten, _ in found:
         assert (before, after, explicit, forgotten) == (default, measured, "gloo-local", default)
     assert len({tables for *_, tables in found}) == 1, "ranks that plan by different tables hang"
+
+
+def _on_ranks_of_which_one_is_slow() -> str:
+    if dist.get_rank() == 1:
+        calibrating_gemm._MAX_SECONDS = 0.0
+    model = sw.calibrate_gemm(dtype=torch.float32)
+    return repr([getattr(model, one) for one in ("flops_per_us", "launch_ps", "memory_ps_per_kib")])
+
+
+def test_a_slow_rank_has_the_table_of_the_others() -> None:
+    outcomes = run_isolated(_on_ranks_of_which_one_is_slow, 3)
+    assert all(outcome.ok for outcome in outcomes), [outcome.error for outcome in outcomes]
+    assert len({outcome.value for outcome in outcomes}) == 1
 
 
 def _of_a_part() -> None:

@@ -85,13 +85,14 @@ def measure_gemm(
     def slowest(seconds: list[float]) -> list[float]:
         return [max(column) for column in zip(*_from_all(seconds, group))]
 
+    if any(_from_all(work.is_slow, group)):
+        work.make(work.n // 2)
     large, small, copy = slowest(work.seconds(together))
     slowdown = None
     if traffic is not None:
         alone, beside = slowest(work.beside(together, lambda: traffic(_TRAFFIC_LASTS * large)))
         slowdown = beside / alone - 1
-    tiles = _from_all(work.tiles, group)[0]
-    return work.model(large, small, copy, slowdown, tiles)
+    return work.model(large, small, copy, slowdown, _from_all(work.tiles, group)[0])
 
 
 def _from_all(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -110,11 +111,8 @@ class _Products:
         self.device, self.dtype = device, dtype
         self.repeats = _REPEATS_QUICK if quick else _REPEATS
         self.base = tables.default_gemm_model(device.type)
-        self.n = _LARGE.get(device.type, 1024)
-        self._make()
-        if device.type == "cpu" and (quick or self._time(self.product) > _MAX_SECONDS):
-            self.n //= 2
-            self._make()
+        self.make(_LARGE.get(device.type, 1024))
+        self.is_slow = device.type == "cpu" and (quick or self._time(self.product) > _MAX_SECONDS)
         self.processors = self.base.num_processors
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -124,8 +122,10 @@ class _Products:
         if waves:
             self.tiles = tile_of(self.n, waves, self.processors)
 
-    def _make(self) -> None:
-        self.large = torch.randn(self.n, self.n, device=self.device).to(self.dtype)
+    def make(self, n: int) -> None:
+        """Operands of n x n. n has to be the same on all ranks."""
+        self.n = n
+        self.large = torch.randn(n, n, device=self.device).to(self.dtype)
         self.small = torch.randn(_SMALL, _SMALL, device=self.device).to(self.dtype)
         self.out, self.small_out = torch.empty_like(self.large), torch.empty_like(self.small)
         self.product()

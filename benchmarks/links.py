@@ -1,0 +1,362 @@
+"""Products behind moves, and redistributes, over links of a given rate: network namespaces on one machine.
+
+    make bench-links                                      # about ten minutes; results/links-torch<version>.json
+    make bench-links ARGS="--quick --out /tmp/links.json" # a minute
+
+Needs root and iproute2 (tools/testnet). Ranks have one thread each. What a row is made of is said in
+benchmarks/README.md, what was found in docs/links.md. The exit status is 1 if a way returned a wrong result, 3 where
+there can be no links.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
+
+import machine  # noqa: E402
+import shardwright as sw  # noqa: E402
+from ranks import over_ranks  # noqa: E402
+from report import say  # noqa: E402
+from shardwright import _engine, _product_calls, tables  # noqa: E402
+from shardwright._planner import Matmul  # noqa: E402
+
+TESTNET = HERE.parent / "tools" / "testnet"
+SENT = Path("/sys/class/net/e0/statistics/tx_bytes")
+
+
+class Network(NamedTuple):
+    nodes: int
+    per_node: int
+    gbit: float
+
+
+NETWORKS = [Network(2, 1, gbit) for gbit in (0.5, 1, 2, 4)] + [Network(2, 2, gbit) for gbit in (1, 4)]
+QUICK_NETWORKS = [Network(2, 1, 1), Network(2, 2, 1)]
+
+# rows, k, columns of the product in all
+SHAPES = [(2048, 1024, 2048), (4096, 1024, 1024), (1024, 1024, 1024), (1022, 512, 3000)]
+QUICK_SHAPES = SHAPES[:1]
+KINDS = ("all-gather-matmul", "matmul-reduce-scatter")
+METHODS = [("serial", 1)] + [(method, chunks) for method in ("ring", "collective") for chunks in (2, 4, 8)]
+
+# Of a tensor of this shape, by placements on the mesh (node, gpu); on one rank a node the second mesh dim has one rank.
+MOVED = (2048, 1024)
+MOVES = [
+    ("S(0),S(0)", "R,R"),
+    ("S(0),S(0)", "S(1),S(1)"),
+    ("P,P", "S(0),S(0)"),
+    ("P,P", "R,R"),
+    ("R,S(0)", "S(0),R"),
+]
+# Layouts in between, one move each: all at once, and within nodes first or last. Chosen is what `sw.plan` finds.
+FORCED = {
+    ("S(0),S(0)", "R,R"): {"flat": [], "between, then within": [("R,SS(0,2)")], "within, then between": ["S(0),R"]},
+    ("P,P", "R,R"): {"flat": [], "within, then between": ["P,R"], "scatter first": ["P,S(0)", "R,S(0)"]},
+    ("P,P", "S(0),S(0)"): {"flat": [], "within, then between": ["P,SS(0,2)"]},
+}
+
+ROUNDS, QUICK_ROUNDS = 9, 3
+LOW_QUANTILE = 0.2
+LONG_SECONDS = 0.020  # from here on, what is hidden is judged
+
+
+# ---- on every rank
+
+
+def low(values: Sequence[float]) -> float:
+    """Other work on the machine only ever adds."""
+    return sorted(values)[int(len(values) * LOW_QUANTILE)]
+
+
+def time_in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Seconds of each call: all take turns, a turn is as long as on its slowest rank, a low quantile counts."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):  # the first one makes connections and plans
+        for name, call in calls.items() if turn % 2 else reversed(calls.items()):
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            (slowest,) = over_ranks([time.perf_counter() - start], dist.ReduceOp.MAX)
+            if turn > 0:
+                seconds[name].append(slowest)
+    return {name: low(values) for name, values in seconds.items()}
+
+
+def enabled(call: Callable[[], Any]) -> Callable[[], Any]:
+    def ours() -> Any:
+        with sw.enabled(strict=True):
+            return call()
+
+    return ours
+
+
+def product_calls(kind: str, operands: tuple[DTensor, DTensor], gathered: torch.Tensor) -> dict[str, Callable]:
+    """By name: the product alone, the transfer alone, stock, every method, and what is chosen."""
+    x, weight = operands
+    after = [Shard(1)] if kind == KINDS[0] else [Shard(0)]
+
+    def ours(method: str | None, chunks: int | None) -> Callable[[], torch.Tensor]:
+        function = sw.all_gather_matmul if kind == KINDS[0] else sw.matmul_reduce_scatter
+        return lambda: function(x, weight, placements=after, method=method, chunks=chunks).to_local()
+
+    local = gathered if kind == KINDS[0] else x.to_local()
+    calls: dict[str, Callable[[], Any]] = {"product": lambda: torch.mm(local, weight.to_local())}
+    if kind == KINDS[0]:
+        calls["transfer"] = enabled(lambda: x.redistribute(placements=[Replicate()]).to_local())
+        calls["stock"] = lambda: (x.redistribute(placements=[Replicate()]) @ weight).to_local()
+    else:
+        due = DTensor.from_local(calls["product"](), x.device_mesh, [Partial()], run_check=False)
+        calls["transfer"] = enabled(lambda: due.redistribute(placements=after).to_local())
+        calls["stock"] = lambda: (x @ weight).redistribute(placements=after).to_local()
+    for method, chunks in METHODS:
+        calls[f"{method} {chunks}"] = ours(method, chunks)
+    calls["chosen"] = ours(None, None)
+    return calls
+
+
+def measure_product(kind: str, shape: tuple[int, int, int], mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
+    """One row, times in milliseconds."""
+    rows, k, columns = shape
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(-3, 4, (rows, k), generator=generator).float()
+    weight = torch.randint(-3, 4, (k, columns), generator=generator).float()
+    cut = (Shard(0), Shard(1)) if kind == KINDS[0] else (Shard(1), Shard(0))
+    operands = distribute_tensor(x, mesh, [cut[0]]), distribute_tensor(weight, mesh, [cut[1]])
+    calls = product_calls(kind, operands, x)
+    whole = DTensor.from_local(x @ weight, mesh, [Replicate()], run_check=False)
+    expected = whole.redistribute(placements=[Shard(1) if kind == KINDS[0] else Shard(0)]).to_local()
+    ways = [name for name in calls if name not in ("product", "transfer")]
+    right = over_ranks([float(torch.equal(calls[name](), expected)) for name in ways], dist.ReduceOp.MIN)
+    with _product_calls.listening() as heard:
+        calls["chosen"]()
+    matmul, method, chunks = Matmul.parse(heard[-1].program)
+    seconds = time_in_turns(calls, rounds)
+    product, transfer = seconds["product"], seconds["transfer"]
+    lanes = matmul.timeline("serial", 1, heard[-1].model)
+    predicted = {
+        f"{one} {count}": round(matmul.timeline(one, count, heard[-1].model)["total_ps"] / 1e9, 2)
+        for one, count in METHODS
+    }
+    best = min((name for name in ways if name not in ("stock", "chosen")), key=seconds.__getitem__)
+    return {
+        "kind": kind,
+        "rows_k_columns": shape,
+        "chosen": f"{method} {chunks}",
+        "best": best,
+        "ms": {name: round(1e3 * value, 2) for name, value in seconds.items()},
+        "predicted_ms": {
+            "product": round(lanes["gemm_ps"] / 1e9, 2),
+            "transfer": round(lanes["communication_ps"] / 1e9, 2),
+            **predicted,
+        },
+        "hidden": {name: round((product + transfer - seconds[name]) / min(product, transfer), 3) for name in ways},
+        "chosen_over_best": round(seconds["chosen"] / seconds[best], 3),
+        "serial_over_chosen": round(seconds["serial 1"] / seconds["chosen"], 3),
+        "stock_over_chosen": round(seconds["stock"] / seconds["chosen"], 3),
+        "is_long": min(product, transfer) >= LONG_SECONDS,
+        "right": dict(zip(ways, map(bool, right), strict=True)),
+    }
+
+
+def placements(text: str) -> list[Any]:
+    found = {"R": Replicate(), "P": Partial(), "S(0)": Shard(0), "S(1)": Shard(1)}
+    return [found[one] for one in text.split(",")]
+
+
+def sent_by_nodes(call: Callable[[], Any]) -> int:
+    """Bytes that left the node that sent most, by the counter of its interface, headers and barriers included."""
+    dist.barrier()
+    before = int(SENT.read_text())
+    dist.barrier()
+    call()
+    dist.barrier()
+    (most,) = over_ranks([float(int(SENT.read_text()) - before)], dist.ReduceOp.MAX)
+    return int(most)
+
+
+def measure_move(src: str, dst: str, mesh: DeviceMesh, network: Network, rounds: int) -> dict[str, Any]:
+    """One row: stock, ours, and plans that are forced, with what left a node and how long that takes at the rate."""
+    generator = torch.Generator().manual_seed(2)
+    whole = torch.randint(-3, 4, MOVED, generator=generator).float()
+    num_ranks = network.nodes * network.per_node
+    if "P" in src:
+        local = whole * (dist.get_rank() + 1)
+        expected = whole * (num_ranks * (num_ranks + 1) / 2)
+    else:
+        local = distribute_tensor(whole, mesh, placements(src)).to_local()
+        expected = whole
+    given = DTensor.from_local(local, mesh, placements(src), run_check=False)
+    wanted = distribute_tensor(expected, mesh, placements(dst)).to_local()
+    grid = sw.Mesh(mesh)
+    ends = tuple(sw.Layout(grid, MOVED, text.split(",")) for text in (src, dst))
+    calls: dict[str, Callable[[], Any]] = {
+        "stock": lambda: _waited(given.redistribute(placements=placements(dst))),
+        "ours": enabled(lambda: given.redistribute(placements=placements(dst)).to_local()),
+    }
+    predicted = {"ours": _engine.make_plan(*ends, "cpu").predicted_us / 1e3}
+    moves = {"ours": str(_engine.make_plan(*ends, "cpu")).splitlines()[1:]}
+    for name, between in FORCED.get((src, dst), {}).items() if network.per_node > 1 else ():
+        through = [sw.Layout(grid, MOVED, _split(text), strided="literal") for text in between]
+        plan = sw.plan(*ends, backend="gloo", through=through)
+        executable = _engine.bind(plan, device_mesh=mesh)
+        calls[name] = lambda executable=executable: executable.run(local)
+        predicted[name] = plan.predicted_us / 1e3
+        moves[name] = str(plan).splitlines()[1:]
+    right = over_ranks([float(torch.equal(call(), wanted)) for call in calls.values()], dist.ReduceOp.MIN)
+    link_bytes = {name: sent_by_nodes(call) for name, call in calls.items()}
+    seconds = time_in_turns(calls, rounds)
+    return {
+        "move": f"{src} -> {dst}",
+        "ms": {name: round(1e3 * value, 2) for name, value in seconds.items()},
+        "bytes_out_of_a_node": link_bytes,
+        "ms_at_rate": {name: round(8e-6 * count / network.gbit, 2) for name, count in link_bytes.items()},
+        "predicted_ms": {name: round(value, 2) for name, value in predicted.items()},
+        "plans": moves,
+        "stock_over_ours": round(seconds["stock"] / seconds["ours"], 3),
+        "right": dict(zip(calls, map(bool, right), strict=True)),
+    }
+
+
+def _split(text: str) -> list[str]:
+    """The placements of "S(0),SS(0,2)"."""
+    return re.split(r",(?![^()]*\))", text)
+
+
+def _waited(moved: DTensor) -> torch.Tensor:
+    local = moved.to_local()
+    return local.wait() if hasattr(local, "wait") else local
+
+
+def run_rank(network: Network, is_quick: bool, out: str) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="torch")
+    for module in ("tensor._redistribute", "tensor._collective_utils"):  # hints that a way is slow
+        logging.getLogger(f"torch.distributed.{module}").setLevel(logging.ERROR)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    num_ranks = network.nodes * network.per_node
+    rounds = QUICK_ROUNDS if is_quick else ROUNDS
+    mesh = init_device_mesh("cpu", (network.nodes, network.per_node), mesh_dim_names=("node", "gpu"))
+    flat = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))
+    sw.prepare(mesh)
+    start = time.perf_counter()
+    topology = sw.calibrate(dtypes=[torch.float32])
+    model = tables.measured_gemm_model("cpu", "float32")
+    assert model is not None
+    found: dict[str, Any] = {
+        "network": network._asdict(),
+        "load_before": round(os.getloadavg()[0], 1),
+        "calibrate_seconds": round(time.perf_counter() - start, 1),
+        "topology": json.loads(topology.to_json()),
+        "products": {
+            name: getattr(model, name)
+            for name in ("flops_per_us", "launch_ps", "memory_ps_per_kib", "contention_percent")
+        },
+    }
+    say(f"\n{network.nodes} nodes x {network.per_node} ranks, {network.gbit:g} Gbit/s")
+    found["products_behind_moves"] = []
+    for kind in KINDS:
+        for shape in QUICK_SHAPES if is_quick else SHAPES:
+            row = measure_product(kind, shape, flat, rounds)
+            found["products_behind_moves"].append(row)
+            ms = row["ms"]
+            say(
+                f"  {kind:22} {'x'.join(map(str, shape)):>15}  product {ms['product']:6.1f}  transfer "
+                f"{ms['transfer']:6.1f}  stock {ms['stock']:6.1f}  serial {ms['serial 1']:6.1f}  "
+                f"chosen {ms['chosen']:6.1f} ({row['chosen']}, {row['hidden']['chosen']:.2f} hidden)  "
+                f"best {ms[row['best']]:6.1f} ({row['best']})"
+            )
+    found["redistributes"] = []
+    for src, dst in MOVES:
+        if network.per_node == 1 and src == "R,S(0)":
+            continue
+        row = measure_move(src, dst, mesh, network, rounds)
+        found["redistributes"].append(row)
+        say(f"  {row['move']:24} " + "  ".join(f"{name} {value:.1f}" for name, value in row["ms"].items()))
+        say(f"  {'at the rate':>24} " + "  ".join(f"{name} {value:.1f}" for name, value in row["ms_at_rate"].items()))
+        say(f"  {'predicted':>24} " + "  ".join(f"{name} {value:.1f}" for name, value in row["predicted_ms"].items()))
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---- all networks
+
+
+def summarise(networks: list[dict[str, Any]]) -> dict[str, Any]:
+    rows = [row for network in networks for row in network["products_behind_moves"]]
+    long = [row for row in rows if row["is_long"]]
+    moves = [row for network in networks for row in network["redistributes"]]
+    return {
+        "rows": len(rows),
+        "chosen_within_3_percent_of_best": sum(row["chosen_over_best"] <= 1.03 for row in rows),
+        "chosen_over_best_worst": max(row["chosen_over_best"] for row in rows),
+        "chosen_slower_than_serial": sum(row["serial_over_chosen"] < 1 / 1.03 for row in rows),
+        "long_rows": len(long),
+        "long_rows_of_which_0.9_is_hidden": sum(row["hidden"]["chosen"] >= 0.9 for row in long),
+        "hidden_of_long_rows": sorted(row["hidden"]["chosen"] for row in long),
+        "stock_over_chosen_mean": _mean([row["stock_over_chosen"] for row in rows]),
+        "serial_over_chosen_mean": _mean([row["serial_over_chosen"] for row in rows]),
+        "stock_over_ours_mean": _mean([row["stock_over_ours"] for row in moves]),
+        "ours_over_rate_mean": _mean([row["ms"]["ours"] / row["ms_at_rate"]["ours"] for row in moves]),
+        "all_right": all(value for row in rows + moves for value in row["right"].values()),
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return round(math.exp(sum(map(math.log, values)) / len(values)), 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two networks, one shape, few rounds")
+    torch_version = torch.__version__.split("+")[0]
+    parser.add_argument("--out", default=str(machine.RESULTS / f"links-torch{torch_version}.json"))
+    parser.add_argument("--on-a-rank", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.on_a_rank:
+        *numbers, out = options.on_a_rank
+        run_rank(Network(int(numbers[0]), int(numbers[1]), float(numbers[2])), options.quick, out)
+        return
+    networks = []
+    for network in QUICK_NETWORKS if options.quick else NETWORKS:
+        with tempfile.TemporaryDirectory() as folder:
+            out = f"{folder}/rows.json"
+            size = [str(network.nodes), str(network.per_node)]
+            on_a_rank = ["--on-a-rank", *size, str(network.gbit), out] + ["--quick"] * options.quick
+            command = [str(TESTNET), *size, f"{round(1000 * network.gbit)}mbit", "--", sys.executable, __file__]
+            quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # names of hosts that cannot be looked up
+            status = subprocess.run([*command, *on_a_rank], env=quiet).returncode
+            if status:
+                sys.exit(status)
+            networks.append(json.loads(Path(out).read_text()))
+    summary = summarise(networks)
+    say(json.dumps(summary, indent=1))
+    machine.write(options.out, {**machine.describe("torch", "shardwright"), "summary": summary, "networks": networks})
+    if not summary["all_right"]:
+        sys.exit("a way returned a wrong result")
+
+
+if __name__ == "__main__":
+    main()
