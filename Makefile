@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul torch-tests lint format sanitize tsan fuzz gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links test-links torch-tests lint format sanitize tsan fuzz gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright, install it there'
@@ -55,6 +55,8 @@ help:
 	@echo 'make bench-ranking  whether the plan that is predicted fastest is, on Gloo ranks'
 	@echo 'make bench-overhead  what a call costs beside the data it moves: stock PyTorch, ours'
 	@echo 'make bench-matmul  products behind moves on Gloo, beside stock and serial'
+	@echo 'make bench-links  products behind moves, and redistributes, over links of 0.5 to 4 Gbit/s (root, iproute2)'
+	@echo 'make test-links  training over links that lose, delay and fail (root, iproute2)'
 	@echo 'make bench-overlap  what is predicted to be hidden behind products; no measurement'
 	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
 	@echo 'make lint       clang-format, ruff, mypy; make format mends what can be mended'
@@ -119,6 +121,13 @@ bench-overlap: build
 
 bench-matmul: build
 	$(HERE) $(PY) benchmarks/gloo_matmul.py $(ARGS)
+
+bench-links: build
+	$(HERE) $(PY) benchmarks/links.py $(ARGS)
+
+# A thousand steps over a bad link, and what happens when it fails; the suite has a short form of it.
+test-links: build
+	$(HERE) $(PY) tests/links/training.py $(ARGS)
 
 bench-ranking: build
 	$(HERE) $(PY) benchmarks/plan_ranking.py $(ARGS)

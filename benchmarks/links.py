@@ -308,6 +308,7 @@ def summarise(networks: list[dict[str, Any]]) -> dict[str, Any]:
     rows = [row for network in networks for row in network["products_behind_moves"]]
     long = [row for row in rows if row["is_long"]]
     moves = [row for network in networks for row in network["redistributes"]]
+    crossing = [row for row in moves if row["ms_at_rate"]["ours"] > 1]  # others stay within nodes
     return {
         "rows": len(rows),
         "chosen_within_3_percent_of_best": sum(row["chosen_over_best"] <= 1.03 for row in rows),
@@ -319,7 +320,7 @@ def summarise(networks: list[dict[str, Any]]) -> dict[str, Any]:
         "stock_over_chosen_mean": _mean([row["stock_over_chosen"] for row in rows]),
         "serial_over_chosen_mean": _mean([row["serial_over_chosen"] for row in rows]),
         "stock_over_ours_mean": _mean([row["stock_over_ours"] for row in moves]),
-        "ours_over_rate_mean": _mean([row["ms"]["ours"] / row["ms_at_rate"]["ours"] for row in moves]),
+        "ours_over_rate_mean": _mean([row["ms"]["ours"] / row["ms_at_rate"]["ours"] for row in crossing]),
         "all_right": all(value for row in rows + moves for value in row["right"].values()),
     }
 
