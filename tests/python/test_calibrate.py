@@ -288,6 +288,13 @@ def test_fit_leaves_out_what_was_disturbed() -> None:
     assert found.error > 0.05, "what was left out still counts as an error"
 
 
+def test_fit_is_not_misled_by_buffers_that_take_in_small_messages() -> None:
+    points = [
+        Point(1, size, 2e-4 + max(size - (1 << 17), 0) * 8e-9) for size in (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
+    ]
+    assert fit(points).byte == pytest.approx(8e-9, rel=1e-6)
+
+
 def test_fit_with_a_given_step() -> None:
     found = fit(_points(5e-4, 4e-5, 1e-9, (1,)), step=5e-4)
     assert found[:3] == pytest.approx((5e-4, 4e-5, 1e-9), rel=1e-6)

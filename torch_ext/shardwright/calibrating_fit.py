@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,22 +41,36 @@ class Fit(NamedTuple):
 def fit(points: Sequence[Point], step: float | None = None) -> Fit:
     """The figures that explain the points best, none of them negative; with the fixed cost given, if it is.
 
-    Where all points have as many peers, what a message costs cannot be told from what a step costs, and is 0.
+    A byte costs what the largest messages take longer than the next smaller ones, because buffers on the way take in
+    some of every message at once, which small ones are made of. The others are fitted to what is left. Where all
+    points have as many peers, what a message costs cannot be told from what a step costs, and is 0.
     """
     seconds = torch.tensor([point.seconds for point in points], dtype=torch.float64)
     peers = torch.tensor([point.peers for point in points], dtype=torch.float64)
     sent_bytes = torch.tensor([point.sent_bytes for point in points], dtype=torch.float64)
     columns = torch.stack([torch.ones_like(peers), peers, sent_bytes], dim=1) / seconds[:, None]
     target = torch.ones_like(seconds) - (step or 0.0) * columns[:, 0]
-    free = [0] * (step is None) + [1] * (step is not None or len(set(peers.tolist())) > 1) + [2]
+    byte = _byte_of(points)
+    target -= byte * columns[:, 2]
+    free = [0] * (step is None) + [1] * (step is not None or len(set(peers.tolist())) > 1) + [2] * (byte == 0)
     weights = torch.ones_like(seconds)
     for _ in range(_PASSES):
         figures = _least_squares(columns, target, weights, free)
         off = (columns @ figures - target).abs()
         weights = 1 / off.clamp(min=_SLACK)
     found = figures.tolist()
-    made = Fit(found[0] if step is None else step, found[1], found[2], 0.0)
+    made = Fit(found[0] if step is None else step, found[1], byte or found[2], 0.0)
     return made._replace(error=_error(points, made))
+
+
+def _byte_of(points: Sequence[Point]) -> float:
+    """From the two largest sizes, in the median over numbers of peers; 0 where that cannot be told."""
+    slopes = []
+    for peers in {point.peers for point in points}:
+        *_, smaller, larger = [None, None, *sorted((p.sent_bytes, p.seconds) for p in points if p.peers == peers)]
+        if smaller is not None and larger is not None and larger[0] > smaller[0]:
+            slopes.append((larger[1] - smaller[1]) / (larger[0] - smaller[0]))
+    return max(statistics.median(slopes), 0.0) if slopes else 0.0
 
 
 def figures_of(points: dict[str, list[Point]], crossing: set[str]) -> dict[str, Fit]:
