@@ -65,7 +65,7 @@ def fit(points: Sequence[Point], step: float | None = None) -> Fit:
 
 def _byte_of(points: Sequence[Point]) -> float:
     """From the two largest sizes, in the median over numbers of peers; 0 where that cannot be told."""
-    slopes = []
+    slopes: list[float] = []
     for peers in {point.peers for point in points}:
         *_, smaller, larger = [None, None, *sorted((p.sent_bytes, p.seconds) for p in points if p.peers == peers)]
         if smaller is not None and larger is not None and larger[0] > smaller[0]:

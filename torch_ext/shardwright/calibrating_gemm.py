@@ -18,6 +18,7 @@ _MAX_SECONDS = 0.25  # of a large product on CPU; longer ones are made smaller
 _TRAFFIC_LASTS = 1.5  # times the product beside it
 _LARGE = {"cpu": 1024, "cuda": 8192}
 _SMALL = 16
+_SHORT_CALLS = 10  # in a turn, of which the fastest counts
 # Rows and columns, of kernels for 16-bit operands.
 _TILES = ((64, 64), (64, 128), (128, 128), (128, 192), (128, 256), (256, 256))
 
@@ -82,8 +83,10 @@ def measure_gemm(
         if is_distributed:
             dist.barrier(group)
 
-    def slowest(seconds: list[float]) -> list[float]:
-        return [max(column) for column in zip(*_from_all(seconds, group))]
+    def slowest(turns: list[list[float]]) -> list[float]:
+        """A turn is as long as on its slowest rank: ranks that share a core may each have it to themselves in turns."""
+        by_turn = [[max(times) for times in zip(*turn)] for turn in zip(*_from_all(turns, group))]
+        return [_low(list(times)) for times in zip(*by_turn)]
 
     if any(_from_all(work.is_slow, group)):
         work.make(work.n // 2)
@@ -133,31 +136,33 @@ class _Products:
     def product(self) -> None:
         torch.mm(self.large, self.large, out=self.out)
 
-    def seconds(self, together: Callable[[], None]) -> list[float]:
-        """Of the large product, the tiny one, and the copy; all ranks are at it at the same time."""
-        calls = (self.product, lambda: torch.mm(self.small, self.small, out=self.small_out), self._copy)
-        found = []
-        for call in calls:
-            together()
-            found.append(_low([self._time(call) for _ in range(self.repeats)]))
-        return found
-
-    def beside(self, together: Callable[[], None], start: Callable[[], Callable[[], None]]) -> list[float]:
-        """Of the large product alone and beside transfers, in turns."""
-        alone, beside = [], []
+    def seconds(self, together: Callable[[], None]) -> list[list[float]]:
+        """By turn: of the large product, the tiny one, and the copy; all ranks are at it at the same time."""
+        turns = []
         for _ in range(self.repeats):
-            together()
-            alone.append(self._time(self.product))
+            turns.append([self._time(self.product, together)])
+            for call in (lambda: torch.mm(self.small, self.small, out=self.small_out), self._copy):
+                together()
+                turns[-1].append(min(self._time(call) for _ in range(_SHORT_CALLS)))
+        return turns
+
+    def beside(self, together: Callable[[], None], start: Callable[[], Callable[[], None]]) -> list[list[float]]:
+        """By turn: of the large product alone, and beside transfers."""
+        turns = []
+        for _ in range(self.repeats):
+            alone = self._time(self.product, together)
             together()
             finish = start()
-            beside.append(self._time(self.product))
+            turns.append([alone, self._time(self.product)])
             finish()
-        return [_low(alone), _low(beside)]
+        return turns
 
     def _copy(self) -> None:
         self.out.copy_(self.large)
 
-    def _time(self, call: Callable[[], object]) -> float:
+    def _time(self, call: Callable[[], object], together: Callable[[], None] | None = None) -> float:
+        if together is not None:
+            together()
         self._synchronise()
         start = time.perf_counter()
         call()
