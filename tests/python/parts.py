@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+import meshes
 import shardwright as sw
 
 
 def part_in_group(whole: torch.Tensor, placement: str) -> torch.Tensor:
     """What this rank of the default group holds of `whole`."""
     mesh = sw.Mesh({"group": dist.get_world_size()})
-    return part_of(whole, sw.Layout(mesh, whole.shape, [placement]), dist.get_rank())
+    return part_of(whole, sw.Layout(mesh, whole.shape, [placement]), dist.get_rank()).to(meshes.device)
 
 
 def part_of(whole: torch.Tensor, layout: sw.Layout, rank: int) -> torch.Tensor:

@@ -75,6 +75,7 @@ def test_under_way(pool: Pool, move: Move) -> None:
         assert found[:2] == ["AsyncCollectiveTensor"] * 2
 
 
+@pytest.mark.cpu_only("on streams all ranks have something to wait for")
 def test_ranks_with_nothing_to_say_do_not_wait(pool: Pool) -> None:
     """Swapping the mesh dims that cut rows and columns: ranks 0 and 3 keep their blocks, 1 and 2 trade theirs."""
     found = pool.run(_types_and_values, WORLD, ((2, 2), ("S(0)", "S(1)"), ("S(1)", "S(0)")))

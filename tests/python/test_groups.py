@@ -94,6 +94,7 @@ def _made_while_bound() -> dict[str, object]:
     return found
 
 
+@pytest.mark.cpu_only("test_nccl_rules.py has it on strict groups")
 def test_members_alone_make_a_group_where_the_default_group_is_bound_to_a_device(pool: Pool) -> None:
     """Which PyTorch would split, and wait for all ranks of the default group."""
     for rank, found in enumerate(pool.run(_made_while_bound, WORLD, timeout_seconds=40)):

@@ -120,6 +120,7 @@ def test_others_are_right_with_us(pool: Pool, call: Callable[..., bool], case: t
     assert all(pool.run(_with_us, 4, call, *case))
 
 
+@pytest.mark.cpu_only("Gloo's minimum of NaN")
 @pytest.mark.parametrize(("call", "case"), OTHERS, ids=str)
 def test_stock_is_wrong_in_others(pool: Pool, call: Callable[..., bool], case: tuple) -> None:
     assert not all(pool.run(call, 4, *case)), "stock is right now: update the documents"
@@ -148,6 +149,7 @@ def _stock_raises(dtype: torch.dtype, op: str) -> bool:
     return False
 
 
+@pytest.mark.cpu_only("strict groups refuse more")
 @pytest.mark.parametrize("case", REFUSED_BY_STOCK, ids=str)
 def test_reductions_that_stock_refuses(pool: Pool, case: tuple) -> None:
     dtype, op, expected = case

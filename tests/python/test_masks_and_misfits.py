@@ -71,8 +71,8 @@ def _loss() -> None:
         )
         loss.backward()
         assert cut.grad is not None and plain.grad is not None
-        torch.testing.assert_close(loss.full_tensor().detach(), expected.detach())
-        torch.testing.assert_close(cut.grad.full_tensor(), plain.grad)
+        torch.testing.assert_close(loss.full_tensor().detach().cpu(), expected.detach())
+        torch.testing.assert_close(cut.grad.full_tensor().cpu(), plain.grad)
 
 
 def test_loss_parallel(pool: Pool) -> None:

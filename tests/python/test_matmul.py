@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 
+import meshes
 import shardwright as sw
 from meshes import get_mesh
 from parts import part_in_group as _part
@@ -102,7 +103,7 @@ def _sums(shape: tuple[int, ...], columns: int, dim: int | None, dtype: torch.dt
         mine = _part(x, last).requires_grad_()
         ours = _part(weight, "S(0)").requires_grad_()
         given = ours.t().contiguous().t() if turned else ours
-        offset = bias.clone().requires_grad_()
+        offset = bias.clone().to(meshes.device).requires_grad_()
         how = {"size": shape[-1], **schedule}
         if dim is None:
             found = sw.matmul_all_reduce(mine, given, offset, **how)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+import meshes
 import shardwright as sw
 from meshes import get_mesh
 from parts import part_in_group as _part
@@ -56,8 +57,8 @@ def _gathers(shape: tuple[int, ...], columns: tuple[int, ...], dim: int, dtypes:
         right = [(x.float() @ w.float()) * x_scale * s for w, s in zip(weights, w_scales, strict=True)]
         right[0] = right[0] + bias.float()
         # Of a row that is cut there is one scale.
-        cut_x = _part(x_scale, f"S({dim})") if x_scale.ndim > 1 and dim < len(shape) - 1 else x_scale
-        cut_w = [_part(s, "S(1)") if s.ndim > 1 else s for s in w_scales]
+        cut_x = _part(x_scale, f"S({dim})") if x_scale.ndim > 1 and dim < len(shape) - 1 else x_scale.to(meshes.device)
+        cut_w = [_part(s, "S(1)") if s.ndim > 1 else s.to(meshes.device) for s in w_scales]
         for (method, chunks), turned in itertools.product(SCHEDULES, (False, True)):
             ours = [_part(w, "S(1)") for w in weights]
             found = sw.all_gather_matmul(
@@ -119,11 +120,11 @@ def _sums(shape: tuple[int, ...], columns: int, dim: int | None, out_dtype: torc
                 "size": shape[-1],
                 "method": method,
                 "chunks": chunks,
-                "x_scale": x_scales[rank],
-                "weight_scale": w_scales[rank],
+                "x_scale": x_scales[rank].to(meshes.device),
+                "weight_scale": w_scales[rank].to(meshes.device),
                 "out_dtype": out_dtype,
             }
-            given = (_part(x, last), _part(weight, "S(0)"), bias)
+            given = (_part(x, last), _part(weight, "S(0)"), bias.to(meshes.device))
             if dim is None:
                 found = sw.matmul_all_reduce(*given, **how)
             else:
@@ -163,7 +164,7 @@ def _linears(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
         x_scale = _scales((*shape[:-1], 1) if by_row else (), 4)
         w_scale = _scales((5, 1) if by_row else (), 5)
         right = (torch.nn.functional.linear(x.float(), weight.float()) * x_scale * w_scale.t() + bias).to(bias.dtype)
-        given_scales: tuple[torch.Tensor, torch.Tensor] = (x_scale, w_scale)
+        given_scales: tuple[torch.Tensor, torch.Tensor] = (x_scale.to(meshes.device), w_scale.to(meshes.device))
         if by_row:
             on_x = ["R" if p == f"S({len(shape) - 1})" else p for p in from_x]
             on_w = ["R" if p == "S(1)" or number % 4 == 1 else p for p in from_w]  # also where its operand is not

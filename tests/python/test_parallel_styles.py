@@ -268,5 +268,6 @@ def _keeps_what_modules_have() -> None:
     assert isinstance(embedding.weight, DTensor)
 
 
+@pytest.mark.cpu_only("autocast is per kind of device")
 def test_modules_under_our_styles(pool: Pool) -> None:
     pool.run(_keeps_what_modules_have, WORLD)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import dtensors
+import meshes
 import oracle
 import shardwright as sw
 from meshes import get_mesh
@@ -103,7 +104,7 @@ def _only_some_ranks_branch() -> None:
         moved = dtensors.wrap(local, inside, (4, 6), ["S(0)"])
         if mesh.get_local_rank("a") == 1:
             moved = moved.redistribute(inside, dtensors.to_placements(["S(1)"]))
-        moved.redistribute(inside, dtensors.to_placements(["R"])).to_local().backward(gradient)
+        moved.redistribute(inside, dtensors.to_placements(["R"])).to_local().backward(gradient.to(meshes.device))
     assert torch.equal(local.grad, torch.ones(2, 6))
 
 

@@ -52,7 +52,7 @@ def _moved(
     with sw.enabled(strict=True):
         source = dtensors.wrap(local, mesh, shape, src)
         result = source.redistribute(mesh, dtensors.to_placements(dst)).to_local()
-    return contribution, result
+    return contribution.cpu(), result.cpu()
 
 
 def _true_result(contributions: list[torch.Tensor], mesh_shape: Mesh, src: Placements) -> torch.Tensor:

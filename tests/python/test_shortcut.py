@@ -258,5 +258,6 @@ def _pinned() -> None:
         sw.pin("R")
 
 
+@pytest.mark.cpu_only("counts what Gloo's lowering sends")
 def test_pinned_plans_are_used(pool: Pool) -> None:
     pool.run(_pinned, WORLD)

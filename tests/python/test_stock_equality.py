@@ -170,6 +170,7 @@ def _other_dtypes() -> list[str]:
     return different
 
 
+@pytest.mark.cpu_only("strict groups refuse what stock asks of them")
 def test_other_dtypes_and_reductions(pool: Pool) -> None:
     _assert_same(pool.run(_other_dtypes, 4))
 

@@ -240,8 +240,15 @@ def _group_of(device_mesh: Any, mesh_dim: int) -> Iterable[dist.ProcessGroup]:
         yield group
 
 
+def _is_capturing() -> bool:
+    """Whether a graph is captured on the current stream of the accelerator, if torch has one that runs."""
+    if not torch.accelerator.is_available():
+        return False
+    return _runtime.is_capturing(str(torch.accelerator.current_accelerator()))
+
+
 def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if _is_capturing():
         raise RuntimeError(
             f"group: ranks {ranks} have no process group yet, and none can be made while a CUDA graph is captured; "
             "call shardwright.prepare(mesh) before the capture"
