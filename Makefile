@@ -41,12 +41,12 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python bench bench-planner bench-planning bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links test-links torch-tests lint format sanitize tsan fuzz gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-planner bench-planning bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links test-links torch-tests lint format sanitize tsan fuzz gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright, install it there'
 	@echo 'make demo       train a small transformer on four processes, stock against shardwright'
-	@echo 'make test       C++ tests and Python tests (also: test-cpp, test-python; ARGS=... goes to pytest)'
+	@echo 'make test       C++ and Python tests (also: test-cpp, test-python, test-async; ARGS=... goes to pytest)'
 	@echo 'make bench      redistributes against stock PyTorch (ARGS=... goes to the benchmark)'
 	@echo 'make bench-planner  our plans against PyTorch'"'"'s planners, under one cost'
 	@echo 'make bench-planning  how long planning takes: C++, Python, PyTorch (needs libbenchmark-dev)'
@@ -63,6 +63,7 @@ help:
 	@echo 'make sanitize   the C++ tests under address and undefined-behaviour sanitizers'
 	@echo 'make tsan       the C++ tests with threads under the thread sanitizer'
 	@echo 'make fuzz       arbitrary input under the same sanitizers, for SECONDS=60 (CXX=clang++ for libFuzzer)'
+	@echo 'make mutation-proof  takes the waits of the executor out, one by one, to see the tests notice (an hour)'
 	@echo 'make gpu        what needs a GPU; says so and does nothing where there is none'
 	@echo 'make clean      remove what was built; make distclean: the environments too'
 	@echo
@@ -151,10 +152,22 @@ $(TORCH_TESTS_STAMP): $(ENV_STAMP) requirements/torch-tests.txt
 	@$(PY) -m pip install --disable-pip-version-check --progress-bar off -q -r requirements/torch-tests.txt
 	@touch $@
 
-test: test-cpp test-python
+test: test-cpp test-python test-async
 
 test-python: build
 	$(HERE) $(PY) -m pytest -q tests/python $(ARGS)
+
+# On the device of tests/async_device, which is as asynchronous as a GPU and has process groups with NCCL's rules: these
+# here; ASYNC_TESTS=tests/python takes all, of which those that are meant for CPU alone are skipped.
+ASYNC_TESTS ?= tests/async_device $(addprefix tests/python/test_,$(addsuffix .py,async backward fuzz_redistribute \
+  masks_and_misfits matmul_lanes matmul_scaled memory_limit operators ordered_sums overlap_enabled parallel_styles \
+  pipeline_stages races redistribute_local replicas_bitwise torchtitan_functions))
+test-async: build
+	$(HERE) $(PY) -m pytest -q --device asyncdev -c pyproject.toml $(ASYNC_TESTS) $(ARGS)
+
+# Each wait and event of the executor is taken out, one after another, and tests must notice. An hour.
+mutation-proof: build
+	$(HERE) $(PY) tools/mutation_proof $(ARGS)
 
 # $(call cmake-build,folder,cmake options): CMake comes from PATH, else from PyPI.
 define cmake-build

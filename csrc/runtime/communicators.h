@@ -1,8 +1,8 @@
 // Communicators that backends make late.
 //
-// NCCL's groups of torch 2.11 make their communicator in the first operation, together with all ranks of the group, also
-// where that operation is a batch of messages. In a sparse exchange some ranks have none: they would not come, and the
-// others would wait for them.
+// NCCL's groups of torch 2.11 make their communicator in the first operation, together with all ranks of the group,
+// also where that operation is a batch of messages. In a sparse exchange some ranks have none: they would not come, and
+// the others would wait for them.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -350,7 +350,8 @@ void Executable::make_communicators(const at::Device& device) const {
 bool Executable::goes_through_host(const at::Device& device) const {
   if (backend_ != Backend::kGloo || device.is_cpu() || groups_.empty()) return false;
   ++counters().through_host;
-  TORCH_WARN_ONCE("shardwright: tensors on ", device, " are copied to host memory, redistributed there and copied back, ",
+  TORCH_WARN_ONCE("shardwright: tensors on ", device,
+                  " are copied to host memory, redistributed there and copied back, ",
                   "because their process groups are Gloo's; sw.stats()['through_host'] counts them");
   return true;
 }

@@ -2,9 +2,9 @@
 //
 // Who advances a program: the thread that started it; for a synchronous call to the end. Where the device has streams,
 // an asynchronous call too gives all of its program to the device before it returns. On CPU it returns at the first
-// Wait, and a progress thread (progress.h) does the rest, whether or not anybody waits; the next program that is started
-// on the same device first makes every program before it start all its communications. So the order in which our
-// collectives are started is the order in which programs were, on every rank, whenever each rank happens to wait.
+// Wait, and a progress thread (progress.h) does the rest, whether or not anybody waits; the next program that is
+// started on the same device first makes every program before it start all its communications. So the order in which
+// our collectives are started is the order in which programs were, on every rank, whenever each rank happens to wait.
 // Among the collectives that others start on the same groups, those that an asynchronous program starts on the progress
 // thread have no place that is the same on all ranks: each comes to them when it does. So on CPU they go as messages,
 // which need none, and a call that has native collectives returns once these have started.

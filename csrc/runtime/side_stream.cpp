@@ -49,9 +49,7 @@ c10::Event SideStreamGuard::record(bool with_time) const {
   return event;
 }
 
-c10::Stream current_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
+c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
 
 void wait_for(const c10::Event& event, c10::Device device) { event.block(current_stream(device)); }
 

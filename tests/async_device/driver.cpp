@@ -86,7 +86,9 @@ std::string failure;
 
 class Worker {
  public:
-  explicit Worker(c10::StreamId id) : id_(id) { std::thread([this] { run(); }).detach(); }
+  explicit Worker(c10::StreamId id) : id_(id) {
+    std::thread([this] { run(); }).detach();
+  }
 
   void add(Work work, bool has_delay) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -270,7 +272,8 @@ void Event::block(c10::Stream stream) const {
     return;
   }
   const auto of_mark = mark_->graph.lock();
-  TORCH_CHECK(of_mark && of_mark->is_capturing, "async_device: a stream waits for an event of a capture that has ended");
+  TORCH_CHECK(of_mark && of_mark->is_capturing,
+              "async_device: a stream waits for an event of a capture that has ended");
   if (graph && graph != of_mark) spoil(*graph, "a stream in a capture waits for an event of another capture");
   const std::lock_guard<std::recursive_mutex> lock(capture_mutex);
   Seen& seen = of_mark->streams[stream.id()];  // the stream joins the capture

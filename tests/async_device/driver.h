@@ -30,7 +30,7 @@ using Work = std::function<void()>;
 // ---- streams. Number 0 is the default stream; it does not wait for the others, nor they for it.
 
 inline c10::Stream stream_of(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
-c10::Stream current_stream();                   // of this thread
+c10::Stream current_stream();                    // of this thread
 c10::Stream set_current_stream(c10::Stream to);  // returns what it was
 c10::Stream stream_from_pool(bool is_high_priority);
 

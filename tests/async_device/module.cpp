@@ -35,9 +35,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("capture_query_address", [] { return reinterpret_cast<uintptr_t>(&is_capturing); });
   // Milliseconds of nothing on the current stream, for tests that need it to be late.
   m.def("sleep", [](int64_t milliseconds) {
-    enqueue(current_stream(), [milliseconds] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
-    });
+    enqueue(current_stream(), [milliseconds] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
   });
 #ifndef ASYNC_DEVICE_WITHOUT_GROUPS
   bind_process_group(m);

@@ -126,7 +126,7 @@ def _gradient(function: str, with_ours: bool) -> tuple[torch.Tensor, int]:
         result = source.amax() if function == "amax" else torch.linalg.vector_norm(source, float("inf"))
         result.full_tensor().backward()
         assert source.grad is not None
-        return source.grad.full_tensor(), sw.stats()["misfits"]
+        return source.grad.full_tensor().cpu(), sw.stats()["misfits"]
     finally:
         if with_ours:
             sw.disable()

@@ -145,7 +145,11 @@ def _over_gloo(rank: int, size: int, path: str) -> dict[str, object]:
         timeout=timedelta(seconds=20),
     )
     mesh = sw.Mesh({"a": 2, "b": 2})
-    for src, dst in ((("S(0)", "S(1)"), ("R", "R")), (("P(sum)", "S(0)"), ("S(1)", "R")), (("S(0)", "R"), ("R", "S(0)"))):
+    for src, dst in (
+        (("S(0)", "S(1)"), ("R", "R")),
+        (("P(sum)", "S(0)"), ("S(1)", "R")),
+        (("S(0)", "R"), ("R", "S(0)")),
+    ):
         _move(mesh, (7, 6), src, dst)
     tensor = torch.arange(12.0, device="asyncdev").view(4, 3)
     product = sw.all_gather_matmul(tensor[rank : rank + 1], torch.ones(3, 2, device="asyncdev"), size=4, columns=8)

@@ -50,7 +50,7 @@ def _check(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
     assert wrong is None, f"{what}: {wrong}"
 
 
-# ---------------------------------------------------------------------------------------- started here, waited for there
+# ---------------------------------------------------------------------- started here, waited for there
 
 
 def _waited_for_on_another_stream(rounds: int) -> None:
@@ -74,7 +74,7 @@ def test_an_asynchronous_redistribute_may_be_waited_for_on_another_stream(async_
     async_pool.run(_waited_for_on_another_stream, 4, 4)
 
 
-# ------------------------------------------------------------------------------------------------------ never waited for
+# ------------------------------------------------------------------------------------ never waited for
 
 
 def _never_waited_for(rounds: int) -> None:
@@ -117,7 +117,7 @@ def test_what_nobody_waits_for_does_not_leak(async_pool: Pool) -> None:
         assert late <= early
 
 
-# -------------------------------------------------------------------------------------------------------------- in graphs
+# ------------------------------------------------------------------------------------------- in graphs
 
 
 def _captured(sizes: Sequence[int], async_op: bool) -> None:

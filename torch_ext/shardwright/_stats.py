@@ -36,9 +36,9 @@ def stats() -> dict[str, Any]:
         ``product_fallbacks``: products of 8-bit floats that were cast to float32 because no unit for them could take
         them, on other devices than CPU, and ``product_fallback_reasons``: how many for which reason.
         ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: of the plans that `plan` keeps. ``bytes``:
-        received by this rank from others. ``through_host``: programs on tensors of other devices that ran in host memory,
-        because their process groups are Gloo's. ``staging_bytes``: memory of temporaries that is kept for the next run, on
-        CPU; `release_staging` gives it back.
+        received by this rank from others. ``through_host``: programs on tensors of other devices that ran in host
+        memory, because their process groups are Gloo's. ``staging_bytes``: memory of temporaries that is kept for the
+        next run, on CPU; `release_staging` gives it back.
     """
     planned = _planner.plan_cache_counts()
     cast = _runtime.cast_products()
