@@ -292,7 +292,9 @@ def test_fit_is_not_misled_by_buffers_that_take_in_small_messages() -> None:
     points = [
         Point(1, size, 2e-4 + max(size - (1 << 17), 0) * 8e-9) for size in (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
     ]
-    assert fit(points).byte == pytest.approx(8e-9, rel=1e-6)
+    found = fit(points)
+    assert found.byte == pytest.approx(8e-9, rel=1e-6)
+    assert found.step == pytest.approx(2e-4, rel=0.1)
 
 
 def test_fit_with_a_given_step() -> None:

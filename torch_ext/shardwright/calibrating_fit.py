@@ -42,8 +42,9 @@ def fit(points: Sequence[Point], step: float | None = None) -> Fit:
     """The figures that explain the points best, none of them negative; with the fixed cost given, if it is.
 
     A byte costs what the largest messages take longer than the next smaller ones, because buffers on the way take in
-    some of every message at once, which small ones are made of. The others are fitted to what is left. Where all
-    points have as many peers, what a message costs cannot be told from what a step costs, and is 0.
+    some of every message at once, which small ones are made of. The others are fitted to what is left, where bytes are
+    less than half of the time. Where all points have as many peers, what a message costs cannot be told from what a
+    step costs, and is 0.
     """
     seconds = torch.tensor([point.seconds for point in points], dtype=torch.float64)
     peers = torch.tensor([point.peers for point in points], dtype=torch.float64)
@@ -51,9 +52,12 @@ def fit(points: Sequence[Point], step: float | None = None) -> Fit:
     columns = torch.stack([torch.ones_like(peers), peers, sent_bytes], dim=1) / seconds[:, None]
     target = torch.ones_like(seconds) - (step or 0.0) * columns[:, 0]
     byte = _byte_of(points)
+    are_short = byte * sent_bytes < seconds / 2
     target -= byte * columns[:, 2]
     free = [0] * (step is None) + [1] * (step is not None or len(set(peers.tolist())) > 1) + [2] * (byte == 0)
-    weights = torch.ones_like(seconds)
+    if byte > 0 and bool(are_short.any()):
+        columns, target = columns[are_short], target[are_short]
+    weights = torch.ones_like(target)
     for _ in range(_PASSES):
         figures = _least_squares(columns, target, weights, free)
         off = (columns @ figures - target).abs()

@@ -15,9 +15,10 @@ from ._planner import GemmModel
 
 _REPEATS, _REPEATS_QUICK = 9, 3
 _MAX_SECONDS = 0.25  # of a large product on CPU; longer ones are made smaller
-_TRAFFIC_LASTS = 1.5  # times the product beside it
+_TRAFFIC_LASTS = 1.5  # times the products beside it
 _LARGE = {"cpu": 1024, "cuda": 8192}
 _SMALL = 16
+_LARGE_CALLS = 3  # in a turn, so that ranks that share a core and leave a barrier apart are at it together
 _SHORT_CALLS = 10  # in a turn, of which the fastest counts
 # Rows and columns, of kernels for 16-bit operands.
 _TILES = ((64, 64), (64, 128), (128, 128), (128, 192), (128, 256), (256, 256))
@@ -93,7 +94,7 @@ def measure_gemm(
     large, small, copy = slowest(work.seconds(together))
     slowdown = None
     if traffic is not None:
-        alone, beside = slowest(work.beside(together, lambda: traffic(_TRAFFIC_LASTS * large)))
+        alone, beside = slowest(work.beside(together, lambda: traffic(_TRAFFIC_LASTS * _LARGE_CALLS * large)))
         slowdown = beside / alone - 1
     return work.model(large, small, copy, slowdown, _from_all(work.tiles, group)[0])
 
@@ -136,11 +137,15 @@ class _Products:
     def product(self) -> None:
         torch.mm(self.large, self.large, out=self.out)
 
+    def products(self) -> None:
+        for _ in range(_LARGE_CALLS):
+            self.product()
+
     def seconds(self, together: Callable[[], None]) -> list[list[float]]:
         """By turn: of the large product, the tiny one, and the copy; all ranks are at it at the same time."""
         turns = []
         for _ in range(self.repeats):
-            turns.append([self._time(self.product, together)])
+            turns.append([self._time(self.products, together) / _LARGE_CALLS])
             for call in (lambda: torch.mm(self.small, self.small, out=self.small_out), self._copy):
                 together()
                 turns[-1].append(min(self._time(call) for _ in range(_SHORT_CALLS)))
@@ -150,10 +155,10 @@ class _Products:
         """By turn: of the large product alone, and beside transfers."""
         turns = []
         for _ in range(self.repeats):
-            alone = self._time(self.product, together)
+            alone = self._time(self.products, together)
             together()
             finish = start()
-            turns.append([alone, self._time(self.product)])
+            turns.append([alone, self._time(self.products)])
             finish()
         return turns
 
