@@ -39,7 +39,7 @@ import shardwright as sw  # noqa: E402
 from ranks import over_ranks  # noqa: E402
 from report import say  # noqa: E402
 from shardwright import _engine, _product_calls, tables  # noqa: E402
-from shardwright._planner import Matmul  # noqa: E402
+from shardwright._planner import Matmul, Schedule  # noqa: E402
 
 TESTNET = HERE.parent / "tools" / "testnet"
 SENT = Path("/sys/class/net/e0/statistics/tx_bytes")
@@ -150,19 +150,21 @@ def measure_product(kind: str, shape: tuple[int, int, int], mesh: DeviceMesh, ro
     right = over_ranks([float(torch.equal(calls[name](), expected)) for name in ways], dist.ReduceOp.MIN)
     with _product_calls.listening() as heard:
         calls["chosen"]()
-    matmul, method, chunks = Matmul.parse(heard[-1].program)
+    matmul, schedule = Matmul.parse(heard[-1].program)
+    model = heard[-1].model
     seconds = time_in_turns(calls, rounds)
     product, transfer = seconds["product"], seconds["transfer"]
-    lanes = matmul.timeline("serial", 1, heard[-1].model)
+    lanes = matmul.timeline(Schedule("serial", 1), model)
     predicted = {
-        f"{one} {count}": round(matmul.timeline(one, count, heard[-1].model)["total_ps"] / 1e9, 2)
+        f"{one} {count}": round(matmul.timeline(matmul.tuned(Schedule(one, count), model), model)["total_ps"] / 1e9, 2)
         for one, count in METHODS
     }
     best = min((name for name in ways if name not in ("stock", "chosen")), key=seconds.__getitem__)
     return {
         "kind": kind,
         "rows_k_columns": shape,
-        "chosen": f"{method} {chunks}",
+        "chosen": f"{schedule.method} {schedule.chunks}",
+        "depth": schedule.depth,
         "best": best,
         "ms": {name: round(1e3 * value, 2) for name, value in seconds.items()},
         "predicted_ms": {

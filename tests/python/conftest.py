@@ -26,6 +26,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SEED] = random.randrange(1 << 30) if seed is None else seed
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device") == "cpu":
+        return
+    for item in items:
+        for mark in item.iter_markers("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason=f"on CPU only: {mark.args[0]}"))
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     return f"asyncdev: delays follow from --seed {config.stash[_SEED]}"
 

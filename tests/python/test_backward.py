@@ -210,7 +210,7 @@ def test_backward_in_another_thread(pool: Pool) -> None:
 def _checkpointed() -> None:
     """Recomputation runs the forward again inside the backward."""
     mesh = get_mesh((4,))
-    weight = torch.full((8, 8), 0.5, requires_grad=True)
+    weight = torch.full((8, 8), 0.5, device=meshes.device, requires_grad=True)
 
     def block(local: torch.Tensor) -> torch.Tensor:
         source = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)

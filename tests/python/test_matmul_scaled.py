@@ -239,6 +239,7 @@ def _refuses() -> None:
         sw.linear(dx, dw)
 
 
+@pytest.mark.cpu_only("what is refused does not depend on the device")
 def test_refuses(pool: Pool) -> None:
     pool.run(_refuses, 2)
 
