@@ -215,6 +215,14 @@ PYBIND11_MODULE(_runtime, m) {
                                             reinterpret_cast<shardwright::CaptureQuery>(address));
       },
       py::arg("device_type"), py::arg("address"));
+  // Likewise the address of a DeviceCopy.
+  m.def(
+      "register_device_copy",
+      [](const std::string& device_type, uintptr_t address) {
+        shardwright::register_device_copy(c10::Device(device_type).type(),
+                                          reinterpret_cast<shardwright::DeviceCopy>(address));
+      },
+      py::arg("device_type"), py::arg("address"));
   m.def(
       "is_capturing", [](const std::string& device) { return shardwright::is_capturing(c10::Device(device)); },
       py::arg("device"));

@@ -26,6 +26,7 @@ import torch
 DEVICE = "asyncdev"
 BACKEND = f"cpu:gloo,{DEVICE}:strict"
 _HERE = Path(__file__).parent
+_CSRC = _HERE.parents[1] / "csrc"
 _NAME = "async_device_native"
 
 
@@ -51,7 +52,10 @@ def build() -> Path:
 
     folder = _build_directory()
     library = folder / f"{_NAME}.so"
-    sources = [*_HERE.glob("*.cpp"), *_HERE.glob("*.h")]
+    # Copies of boxes are shardwright's own, on this device as on others.
+    names = ("strided_copy.h", "strided_copy.cpp", "copy_table.h", "copy_table.cpp", "simplify.cpp")
+    shared = [_CSRC / "program" / name for name in names]
+    sources = [*_HERE.glob("*.cpp"), *_HERE.glob("*.h"), *shared]
     if library.exists() and library.stat().st_mtime > max(source.stat().st_mtime for source in sources):
         return library
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +75,8 @@ def build() -> Path:
         cpp_extension.load(
             name=_NAME,
             sources=sorted(str(source) for source in sources if source.suffix == ".cpp"),
-            extra_cflags=["-O1", "-g0", "-std=c++20", "-Wall"],
+            extra_include_paths=[str(_CSRC)],
+            extra_cflags=["-O1", "-g0", "-std=c++20", "-Wall", "-fvisibility=hidden"],
             build_directory=str(folder),
             is_python_module=False,
         )
@@ -103,6 +108,7 @@ def load() -> Any:
     from shardwright import _arguments, _runtime
 
     _runtime.register_capture_query(DEVICE, module.capture_query_address())
+    _runtime.register_device_copy(DEVICE, module.copy_address())
     _arguments.DEVICE_TYPES.append(DEVICE)
     return module
 

@@ -10,6 +10,10 @@ namespace py = pybind11;
 
 void bind_process_group(py::module_& m);
 
+namespace async_device {
+uintptr_t copy_address();  // copies.cpp
+}
+
 struct CapturedGraph {
   std::shared_ptr<async_device::Graph> graph;
 };
@@ -31,6 +35,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("end", [](const CapturedGraph& captured) { end_capture(captured.graph); })
       .def("replay", [](const CapturedGraph& captured) { replay(*captured.graph); }, without_gil);
   m.def("is_capturing", [] { return is_capturing(current_stream()); });
+  m.def("copy_address", &copy_address);
   // Of shardwright's CaptureQuery.
   m.def("capture_query_address", [] { return reinterpret_cast<uintptr_t>(&is_capturing); });
   // Milliseconds of nothing on the current stream, for tests that need it to be late.
