@@ -1,5 +1,5 @@
-// shardwright's copies of boxes on the test device, as its CUDA kernel does them: every copy by a table that is uploaded
-// and kept (program/copy_table.h), words found in blocks of numbers.
+// shardwright's copies of boxes on the test device, as its CUDA kernel does them: every copy by a table that is
+// uploaded and kept (program/copy_table.h), words found in blocks of numbers.
 #include <ATen/ops/empty.h>
 
 #include <cstring>

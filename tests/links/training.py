@@ -26,7 +26,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -159,11 +159,23 @@ def check_error(error: Exception, seconds: float) -> None:
         raise SystemExit(f"rank {dist.get_rank()}: raised after {seconds:.0f} s")
 
 
+def all_there() -> dict[str, Any]:
+    """A store at which all ranks have arrived: importing torch takes them longer than the timeout of a link that is
+    cut, on a machine that is busy."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, size, is_master=rank == 0, timeout=timedelta(seconds=120))
+    store.add("arrived", 1)
+    while store.add("arrived", 0) < size:
+        time.sleep(0.05)
+    return {"store": store, "rank": rank, "world_size": size}
+
+
 def run_rank(scenario: Scenario, steps: int) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
     timeout = TIMEOUT_SECONDS if scenario.is_cut else 120.0
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **all_there())
     begin = time.monotonic()
     try:
         with sw.enabled(strict=True):
