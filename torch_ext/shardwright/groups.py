@@ -241,10 +241,12 @@ def _group_of(device_mesh: Any, mesh_dim: int) -> Iterable[dist.ProcessGroup]:
 
 
 def _is_capturing() -> bool:
-    """Whether a graph is captured on the current stream of the accelerator, if torch has one that runs."""
-    if not torch.accelerator.is_available():
+    """Whether a graph is captured on the current stream of the accelerator, if torch has one that is in use."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # Asking a device that is not in use would take it into use.
+    if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
         return False
-    return _runtime.is_capturing(str(torch.accelerator.current_accelerator()))
+    return _runtime.is_capturing(str(accelerator))
 
 
 def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
