@@ -119,7 +119,7 @@ def _refused_beside_products(rank: int, size: int, path: str) -> float:
         native.refuse_message(3)
         with pytest.raises(RuntimeError, match="was refused"):
             sw.all_gather_matmul(x, weight, **how)
-        taken = [torch.full((n,), -5.0, device="asyncdev") for n in (24, 24, 48, 64, 96, 128)]
+        taken = [torch.full((n,), -5.0, device="asyncdev") for n in (24, 48, 96, 128) for _ in range(32)]
         native.synchronize()
         for tensor in taken:
             assert tensor.cpu().eq(-5.0).all(), "a transfer wrote to memory that the run had freed"
