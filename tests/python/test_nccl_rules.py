@@ -110,7 +110,7 @@ def _refused_beside_products(rank: int, size: int, path: str) -> float:
 
     native = ranks.begin(rank, size, path, 20.0, alone=True)
     x, weight = torch.ones(4, 6, device="asyncdev"), torch.ones(6, 4, device="asyncdev")
-    how = {"size": 8, "columns": 8, "method": "ring", "chunks": 4}
+    how = {"size": 8, "columns": 8, "method": "ring", "chunks": 4, "depth": 3}
     expected = sw.all_gather_matmul(x, weight, **how).sum().item()
     for turn in range(4):
         # The other rank comes late: the first transfer is under way when the second one is refused.
