@@ -123,6 +123,8 @@ def _device_module(native_module: Any) -> types.ModuleType:
         "set_device": lambda device: None,
         "synchronize": lambda device=None: native_module.synchronize(),
         "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),  # random numbers are the CPU's
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "get_amp_supported_dtype": lambda: [torch.bfloat16],
         "_is_in_bad_fork": lambda: False,
         "current_stream": lambda device=None: torch.accelerator.current_stream(),

@@ -188,6 +188,7 @@ def _decided_in_forward() -> None:
     assert torch.equal(local.grad, torch.ones(2, 8))
 
 
+@pytest.mark.cpu_only("meters do not see what runs on autograd's threads")
 def test_the_forward_decides(pool: Pool) -> None:
     pool.run(_decided_in_forward, WORLD)
 

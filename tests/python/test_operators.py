@@ -264,6 +264,7 @@ def _tensor_parallel_block() -> None:
     assert sw.stats()["traced"] > 0 and sw.stats()["fallbacks"] == 0
 
 
+@pytest.mark.cpu_only("Inductor does not know the device")
 def test_tensor_parallel_block_by_inductor(pool: Pool) -> None:
     pool.run(_tensor_parallel_block, 2)
 

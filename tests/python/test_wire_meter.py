@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -184,6 +185,7 @@ def _stock_dtensor() -> dict[str, tuple[int, list[str]]]:
     return result
 
 
+@pytest.mark.cpu_only("stock has other collectives on CPU")
 def test_stock_dtensor(pool: Pool) -> None:
     total = 8 * 8 * BYTES
     for moved in pool.run(_stock_dtensor, WORLD):
