@@ -1,13 +1,9 @@
 #include "runtime/c10d_adapter.h"
 
-#include <torch/version.h>
-
 #include <optional>
 
 #include "layout/error.h"
-
-#define SHARDWRIGHT_TORCH_AT_LEAST(major, minor) \
-  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+#include "runtime/torch_version.h"
 
 namespace shardwright::comm {
 namespace {

@@ -170,9 +170,8 @@ void Execution::wait_for_end() {
   wait_for(*end_, device_);
   is_waited_for_ = true;
   const c10::Stream current = current_stream(device_);
-  if (current != *home_) {
+  if (current != *home_) {  // the only one that is behind the end now
     for (const at::Tensor& buffer : kept_) record_use(buffer, current);
-    abandon();
   }
   kept_.clear();
 }
@@ -318,9 +317,10 @@ void Execution::send_all_to_all(const AllToAll& move, int index) {
 }
 
 GemmHints Execution::hints() const {
-  if (num_under_way_ == 0) return {0};
-  const int chosen_by_user = sm_carveout();
-  return {chosen_by_user > 0 ? chosen_by_user : static_cast<int>(program_.sms_left)};
+  GemmHints hints;
+  hints.fast_accumulation = fast_accumulation();
+  if (num_under_way_ > 0) hints.sms_left = sm_carveout() > 0 ? sm_carveout() : static_cast<int>(program_.sms_left);
+  return hints;
 }
 
 void Execution::wait(int ticket) {

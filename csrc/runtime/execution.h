@@ -62,8 +62,8 @@ class Execution {
   // The current stream waits for the end of the program. Throws c10::Error where a graph is captured now and was not
   // when it was started, or the other way round. May be called by several threads, each any number of times.
   void wait_for_end();
-  // The same as far as order goes, for a program that does not touch the result. While a graph is captured, nothing:
-  // the replays come behind whatever they are launched behind.
+  // The same as far as order goes, for a program that does not touch the result. Nothing where just one of both is in a
+  // capture: replays come behind whatever they are launched behind.
   void order_before_current();
   // Whether the device has come to its end.
   bool is_done() const;

@@ -200,8 +200,8 @@ void Executable::describe(const std::vector<const Plan*>& plans, const char* tit
   const Mesh& mesh = plans.front()->src.mesh();
   backend_ = plans.front()->backend;
   lifetimes_ = program_.lifetimes();
-  order_of_transfers_ = order_of_transfers(program_);
   is_asked_for_.resize(program_.instructions.size(), false);
+  if (backend_ == Backend::kNccl) order_of_transfers_ = order_of_transfers(program_);  // Gloo's run on the host
   for (const int instruction : order_of_transfers_) {
     if (instruction >= 0) is_asked_for_[instruction] = true;
   }
@@ -348,19 +348,24 @@ void Executable::make_communicators(const at::Device& device) const {
 }
 
 bool Executable::goes_through_host(const at::Device& device) const {
-  if (backend_ != Backend::kGloo || device.is_cpu() || groups_.empty()) return false;
+  return backend_ == Backend::kGloo && !device.is_cpu() && !groups_.empty();
+}
+
+void Executable::count_way_through_host(const at::Device& device) const {
   ++counters().through_host;
   TORCH_WARN_ONCE("shardwright: tensors on ", device,
                   " are copied to host memory, redistributed there and copied back, ",
                   "because their process groups are Gloo's; sw.stats()['through_host'] counts them");
-  return true;
 }
 
 at::Tensor Executable::run(const at::Tensor& input) const {
   const Record record(title_);
   check_inputs(input);
   if (returns_input()) return input;
-  if (goes_through_host(input.device())) return copied_to(run(copied_to(input, at::kCPU)), input.device());
+  if (goes_through_host(input.device())) {
+    count_way_through_host(input.device());
+    return copied_to(run(copied_to(input, at::kCPU)), input.device());
+  }
   make_communicators(input.device());
   if (program_.box_of_input && !input.is_contiguous()) {
     ++counters().runs;
@@ -387,7 +392,7 @@ void Executable::run_into(const at::Tensor& input, const at::Tensor& out) const 
   }
   if (goes_through_host(input.device())) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    at::Tensor(out).copy_(run(copied_to(input, at::kCPU)));
+    at::Tensor(out).copy_(run(input));
     return;
   }
   make_communicators(input.device());
@@ -413,6 +418,7 @@ std::vector<at::Tensor> Executable::run_all(c10::ArrayRef<at::Tensor> inputs) co
   check_inputs(inputs);
   const at::Device device = inputs[0].device();
   if (goes_through_host(device)) {
+    count_way_through_host(device);
     std::vector<at::Tensor> on_host;
     for (const at::Tensor& input : inputs) on_host.push_back(copied_to(input, at::kCPU));
     std::vector<at::Tensor> outputs = run_all(on_host);
@@ -429,14 +435,12 @@ std::vector<at::Tensor> Executable::run_all(c10::ArrayRef<at::Tensor> inputs) co
 
 std::pair<at::Tensor, comm::WorkPtr> Executable::start(const at::Tensor& input, bool input_may_change) const {
   const Record record(title_);
+  if (returns_input() || communications_.empty()) return {run(input), nullptr};
+  check_inputs(input);
   // Where others communicate and this rank does not, there is something to wait for all the same on devices with
   // streams: who waits on another stream must find the result there.
-  const bool is_pending = communicates_ || (!input.device().is_cpu() && !communications_.empty());
-  if (returns_input() || !is_pending) return {run(input), nullptr};
-  check_inputs(input);
-  if (goes_through_host(input.device())) {
-    return {copied_to(run(copied_to(input, at::kCPU)), input.device()), nullptr};
-  }
+  const bool is_done_at_once = input.device().is_cpu() && !communicates_;
+  if (is_done_at_once || goes_through_host(input.device())) return {run(input), nullptr};
   make_communicators(input.device());
   const auto execution = std::make_shared<Execution>(shared_from_this(), input, /*is_beside_compute=*/true);
   const at::Tensor output = execution->output();  // before anything runs, so that it is the one waited for

@@ -124,8 +124,9 @@ class Executable : public std::enable_shared_from_this<Executable> {
   bool returns_input() const { return program_.is_input(program_.outputs[0].buffer); }
   // See communicators.h; once per device. Collective among the ranks of all groups.
   void make_communicators(const at::Device& device) const;
-  // Whether tensors there must be copied to the host, because Gloo has no messages for them. Counts and says so.
+  // Whether tensors there must be copied to the host, because Gloo has no messages for them.
   bool goes_through_host(const at::Device& device) const;
+  void count_way_through_host(const at::Device& device) const;
   void start_on_cpu(const std::shared_ptr<Execution>& execution, const at::Tensor& input, bool input_may_change) const;
   void start_on_streams(const std::shared_ptr<Execution>& execution, const at::Tensor& output,
                         bool input_may_change) const;
@@ -135,7 +136,7 @@ class Executable : public std::enable_shared_from_this<Executable> {
 
   Program program_;
   Program::Lifetimes lifetimes_;
-  std::vector<int> order_of_transfers_;
+  std::vector<int> order_of_transfers_;  // empty where transfers are Gloo's
   std::vector<bool> is_asked_for_;
   std::unordered_map<int, StridedCopy> copies_;
   std::unordered_map<int, at::ScalarType> other_dtypes_;  // by buffer

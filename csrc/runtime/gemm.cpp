@@ -213,9 +213,7 @@ void multiply_scaled(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& 
   std::optional<std::string> reason = why_not_scaled(gemm, lhs, rhs, dst);
   if (!reason && gemms.multiply_scaled == nullptr) reason = "built without products of this device";
   if (!reason) {
-    GemmHints with_defaults = hints;
-    with_defaults.fast_accumulation = hints.fast_accumulation || fast_accumulation();
-    if (gemms.multiply_scaled(gemm, lhs, rhs, rows, columns, dst, with_defaults)) return;
+    if (gemms.multiply_scaled(gemm, lhs, rhs, rows, columns, dst, hints)) return;
     reason = "the device's library has no algorithm for it";
   }
   count_cast(*reason);

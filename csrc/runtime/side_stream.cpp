@@ -1,10 +1,11 @@
 #include "runtime/side_stream.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/version.h>
 
 #include <array>
 #include <mutex>
+
+#include "runtime/torch_version.h"
 
 namespace shardwright {
 namespace {
@@ -64,7 +65,7 @@ bool is_capturing(c10::Device device) {
   if (const CaptureQuery query = capture_queries().at(static_cast<size_t>(device.type()))) {
     return query(current_stream(device));
   }
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+#if SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
   return c10::impl::VirtualGuardImpl(device.type()).isStreamCapturing(current_stream(device));
 #else
   return false;

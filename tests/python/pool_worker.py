@@ -45,6 +45,9 @@ def _begin_life(world_size: int, store_path: str, rank: int, collective_timeout_
         world_size=world_size,
         timeout=datetime.timedelta(seconds=collective_timeout_seconds),
     )
+    if _backend == "gloo":
+        # A call that ends its group at once would close connections that slower ranks are still making.
+        dist.barrier()
 
 
 def _call(job: Job) -> Any:
