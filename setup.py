@@ -111,8 +111,9 @@ def glob(*patterns: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in (ROOT / "csrc").glob(pattern))
 
 
-CORE_SOURCES = glob("layout/*.cpp", "planner/*.cpp", "program/*.cpp", "simulate/*.cpp", "overlap/*.cpp")
-PLANNER_MODULE = glob("bindings/planner_module.cpp", "bindings/overlap_bindings.cpp", "picture/*.cpp")
+CORE_FOLDERS = ("support", "layout", "cost", "moves", "search", "program", "planning", "products", "simulate")
+CORE_SOURCES = glob(*(f"{folder}/*.cpp" for folder in CORE_FOLDERS))
+PLANNER_MODULE = glob("bindings/planner_module.cpp", "bindings/product_bindings.cpp", "picture/*.cpp")
 RUNTIME_SOURCES = glob("runtime/*.cpp")
 RUNTIME_MODULE = glob("bindings/runtime_module.cpp")
 CUDA_SOURCES = glob("runtime/cuda/*.cpp", "runtime/cuda/*.cu")

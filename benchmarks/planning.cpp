@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
-#include "layout/error.h"
-#include "planner/certificate.h"
-#include "planner/plan.h"
-#include "program/fit.h"
-#include "program/plan_cache.h"
+#include "moves/plan.h"
+#include "planning/certificate.h"
+#include "planning/fit.h"
+#include "planning/plan_cache.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {

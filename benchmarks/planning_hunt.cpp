@@ -17,9 +17,10 @@
 #include <string>
 #include <vector>
 
-#include "layout/error.h"
-#include "program/fit.h"
-#include "program/plan_cache.h"
+#include "moves/describe.h"
+#include "planning/fit.h"
+#include "planning/plan_cache.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -186,7 +187,7 @@ Times time(const Case& one) {
   plan.peak_bytes();
   times.peak = since_last();
   plan.remarks();
-  plan.plan().to_string();
+  to_string(plan.plan());
   times.rest = since_last();
   return times;
 }

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "layout/error.h"
+#include "support/error.h"
 
 namespace shardwright {
 

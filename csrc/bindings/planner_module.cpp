@@ -7,16 +7,20 @@
 
 #include "bindings/arguments.h"
 #include "bindings/views.h"
-#include "layout/error.h"
+#include "cost/cost.h"
+#include "moves/describe.h"
+#include "moves/figures.h"
+#include "moves/plan.h"
+#include "moves/traffic.h"
 #include "picture/picture.h"
-#include "planner/cost.h"
-#include "planner/json.h"
-#include "planner/plan.h"
-#include "planner/serialize.h"
-#include "program/fit.h"
-#include "program/plan_cache.h"
+#include "planning/fit.h"
+#include "planning/json.h"
+#include "planning/plan_cache.h"
+#include "planning/serialize.h"
 #include "program/program.h"
+#include "search/make_plan.h"
 #include "simulate/simulate.h"
+#include "support/error.h"
 
 namespace py = pybind11;
 
@@ -288,8 +292,8 @@ void define_plan(py::module_& m) {
       .def("to_svg", patiently([](const CertifiedPlan& plan) { return to_svg(plan.plan()); }))
       .def("to_html", patiently([](const CertifiedPlan& plan) { return to_html(plan.plan()); }))
       .def("_repr_html_", [](const PlanView& p) { return to_svg(p.plan()); })  // in notebooks
-      .def("__str__", [](const PlanView& p) { return p.plan().to_string(); })
-      .def("__repr__", [](const PlanView& p) { return concat("Plan(", p.plan().to_string(), ")"); });
+      .def("__str__", [](const PlanView& p) { return to_string(p.plan()); })
+      .def("__repr__", [](const PlanView& p) { return concat("Plan(", to_string(p.plan()), ")"); });
 
   m.def(
       "make_plan",

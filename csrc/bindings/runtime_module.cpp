@@ -10,7 +10,6 @@
 #include <limits>
 
 #include "bindings/arguments.h"
-#include "layout/error.h"
 #include "runtime/executor.h"
 #include "runtime/gemm.h"
 #include "runtime/local_ops.h"
@@ -19,6 +18,7 @@
 #include "runtime/side_stream.h"
 #include "runtime/staging.h"
 #include "runtime/trace.h"
+#include "support/error.h"
 
 namespace py = pybind11;
 

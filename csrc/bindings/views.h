@@ -5,8 +5,8 @@
 
 #include <memory>
 
-#include "layout/error.h"
-#include "program/plan_cache.h"
+#include "planning/plan_cache.h"
+#include "support/error.h"
 
 namespace shardwright {
 

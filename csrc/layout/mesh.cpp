@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <set>
 
-#include "layout/error.h"
-#include "layout/utf8.h"
+#include "support/error.h"
+#include "support/utf8.h"
 
 namespace shardwright {
 

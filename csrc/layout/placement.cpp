@@ -5,7 +5,7 @@
 #include <charconv>
 #include <cmath>
 
-#include "layout/error.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {

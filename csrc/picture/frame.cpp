@@ -2,9 +2,11 @@
 
 #include <algorithm>
 
-#include "layout/error.h"
-#include "planner/cost.h"
-#include "planner/text.h"
+#include "cost/cost.h"
+#include "moves/figures.h"
+#include "moves/traffic.h"
+#include "support/error.h"
+#include "support/text.h"
 
 namespace shardwright {
 namespace {

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "moves/plan.h"
 #include "picture/svg.h"
-#include "planner/plan.h"
 
 namespace shardwright {
 

@@ -1,10 +1,10 @@
 // A row per mesh dim, drawn as circuits are: a wire each, and a bar with a knot on every wire that a step spans.
 #include <algorithm>
 
-#include "layout/error.h"
 #include "picture/frame.h"
 #include "picture/picture.h"
-#include "planner/text.h"
+#include "support/error.h"
+#include "support/text.h"
 
 namespace shardwright {
 namespace {

@@ -1,8 +1,9 @@
 #include "picture/picture.h"
 
-#include "layout/error.h"
+#include "moves/describe.h"
 #include "picture/frame.h"
 #include "picture/svg.h"
+#include "support/error.h"
 
 namespace shardwright {
 
@@ -17,7 +18,7 @@ std::string to_html(const Plan& plan) {
       "</title>\n<style>\n",
       "body { margin: 2em; color: #222222; background: #ffffff; font-family: Helvetica, Arial, sans-serif; }\n",
       "svg { max-width: 100%; height: auto; }\n", "pre { padding: 1em; background: #f4f4f4; overflow-x: auto; }\n",
-      "</style>\n</head>\n<body>\n", to_svg(plan), "<pre>", escaped(plan.to_string()), "</pre>\n</body>\n</html>\n");
+      "</style>\n</head>\n<body>\n", to_svg(plan), "<pre>", escaped(to_string(plan)), "</pre>\n</body>\n</html>\n");
 }
 
 }  // namespace shardwright

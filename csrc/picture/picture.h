@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <string>
 
-#include "planner/plan.h"
+#include "moves/plan.h"
 
 namespace shardwright {
 

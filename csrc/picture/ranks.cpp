@@ -2,11 +2,12 @@
 #include <algorithm>
 #include <map>
 
-#include "layout/error.h"
+#include "moves/exchange.h"
+#include "moves/traffic.h"
 #include "picture/frame.h"
 #include "picture/picture.h"
-#include "planner/exchange.h"
-#include "planner/text.h"
+#include "support/error.h"
+#include "support/text.h"
 
 namespace shardwright {
 namespace {

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "layout/error.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {

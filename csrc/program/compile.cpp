@@ -2,9 +2,9 @@
 #include <cmath>
 #include <optional>
 
-#include "layout/error.h"
 #include "program/builder.h"
 #include "program/program.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {

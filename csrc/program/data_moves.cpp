@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "planner/exchange.h"
+#include "moves/exchange.h"
 #include "program/boxes.h"
 #include "program/builder.h"
 #include "program/pairs.h"

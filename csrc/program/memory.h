@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "planner/plan.h"
+#include "moves/plan.h"
 
 namespace shardwright {
 

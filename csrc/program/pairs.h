@@ -8,9 +8,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "planner/digits.h"
-#include "planner/exchange.h"
-#include "planner/plan.h"
+#include "moves/digits.h"
+#include "moves/exchange.h"
+#include "moves/plan.h"
 
 namespace shardwright {
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "layout/error.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "layout/layout.h"
-#include "planner/plan.h"
+#include "moves/plan.h"
 
 namespace shardwright {
 

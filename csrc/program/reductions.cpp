@@ -3,7 +3,7 @@
 #include <memory>
 #include <numeric>
 
-#include "planner/exchange.h"
+#include "moves/exchange.h"
 #include "program/boxes.h"
 #include "program/builder.h"
 

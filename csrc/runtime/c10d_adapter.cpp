@@ -2,8 +2,8 @@
 
 #include <optional>
 
-#include "layout/error.h"
 #include "runtime/torch_version.h"
+#include "support/error.h"
 
 namespace shardwright::comm {
 namespace {

@@ -7,12 +7,12 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "layout/error.h"
 #include "runtime/flat.h"
 #include "runtime/local_ops.h"
 #include "runtime/record.h"
 #include "runtime/side_stream.h"
 #include "runtime/staging.h"
+#include "support/error.h"
 
 namespace shardwright {
 

@@ -10,14 +10,16 @@
 #include <array>
 #include <deque>
 
-#include "layout/error.h"
-#include "planner/serialize.h"
+#include "moves/describe.h"
+#include "moves/traffic.h"
+#include "planning/serialize.h"
 #include "program/order.h"
 #include "runtime/communicators.h"
 #include "runtime/execution.h"
 #include "runtime/progress.h"
 #include "runtime/record.h"
 #include "runtime/side_stream.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -185,7 +187,7 @@ Executable::Executable(const std::string& plan_bytes, int64_t rank) : rank_(rank
   const auto position = plan.src.mesh().position_of(rank);
   check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", plan.src.mesh().to_string(), ")");
   program_ = compile(plan, *position);
-  text_ = plan.to_string();
+  text_ = to_string(plan);
   signature_ = signature_of(plan, plan_bytes);
   describe({&plan}, "redistribute");
 }

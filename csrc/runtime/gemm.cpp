@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <mutex>
 
-#include "layout/error.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {

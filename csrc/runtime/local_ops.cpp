@@ -21,7 +21,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "layout/error.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {

@@ -11,10 +11,12 @@
 #include <unordered_map>
 #include <utility>
 
-#include "layout/base64.h"
-#include "layout/error.h"
-#include "overlap/matmul.h"
-#include "planner/serialize.h"
+#include "moves/describe.h"
+#include "planning/serialize.h"
+#include "products/compile.h"
+#include "products/matmul.h"
+#include "support/base64.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -140,7 +142,7 @@ at::Tensor redistribute_wait(const at::Tensor& handle, const at::Tensor& input, 
   return fresh(transfer.output, input);
 }
 
-// Products in chunks; inputs and outputs as overlap/matmul.h lists them.
+// Products in chunks; inputs and outputs as products/matmul.h lists them.
 std::vector<at::Tensor> matmul(const std::vector<at::Tensor>& inputs, const std::string& program,
                                const std::vector<std::string>& groups, int64_t rank) {
   std::vector<at::Tensor> dense;
@@ -169,7 +171,7 @@ std::shared_ptr<Executable> matmul_executable(const std::string& text, int64_t r
                                   {"method", method_name(schedule.method)},
                                   {"chunks", chunks_text(schedule)},
                                   {"program text", concat(text.size(), " with hash ", std::hash<std::string>()(text))}};
-  std::string listing = concat(plan.to_string(), "\nwith products, ", method_name(schedule.method), " in ",
+  std::string listing = concat(to_string(plan), "\nwith products, ", method_name(schedule.method), " in ",
                                schedule.chunks, schedule.chunks == 1 ? " chunk" : " chunks");
   return std::make_shared<Executable>(compile(matmul, schedule, *position), plans_of(matmul), std::move(listing),
                                       std::move(signature), rank);

@@ -1,7 +1,7 @@
 // torch.ops.shardwright: redistributes as operators of PyTorch's dispatcher, which compilers can see.
 //
 // Schemas keep to tensors, ints and strings. A plan travels as text: anything, then "|", then the plan's own bytes in
-// base64; products as overlap/matmul.h writes them. Process groups go by their registered names, in the order of
+// base64; products as products/matmul.h writes them. Process groups go by their registered names, in the order of
 // program().groups; `rank` is this rank by the plan's mesh. Fake kernels are in operators.py.
 #pragma once
 

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <limits>
 
-#include "layout/error.h"
 #include "program/copy_boxes.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {

@@ -4,16 +4,18 @@
 #include <cmath>
 #include <map>
 
-#include "layout/error.h"
+#include "moves/describe.h"
+#include "moves/traffic.h"
 #include "program/program.h"
 #include "simulate/machine.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
 
 template <typename... Parts>
 [[noreturn]] void fail(const Plan& plan, const Parts&... parts) {
-  throw InvariantError(concat("the simulation disagrees with the plan ", plan.to_string(), "\n", parts...));
+  throw InvariantError(concat("the simulation disagrees with the plan ", to_string(plan), "\n", parts...));
 }
 
 // Row-major indices into the global tensor of a region's elements, in local order.

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "planner/plan.h"
+#include "moves/plan.h"
 
 namespace shardwright {
 

@@ -1,14 +1,16 @@
 // What a plan says of itself beside its bounds.
-#include "planner/certificate.h"
+#include "planning/certificate.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
 #include "layouts.h"
-#include "planner/search.h"
-#include "program/fit.h"
-#include "program/plan_cache.h"
+#include "moves/describe.h"
+#include "planning/fit.h"
+#include "planning/plan_cache.h"
+#include "search/make_plan.h"
+#include "search/search.h"
 
 namespace shardwright {
 namespace {
@@ -35,13 +37,13 @@ TEST(Certificate, NoFigureIsBelowItsBound) {
         size_t missed = 0;
         for (const Figure& figure : figures_of(certificate)) {
           // With a reduction the bound of the worst rank is a mean, which a plan may not reach but cannot go below.
-          ASSERT_GE(figure.value, figure.bound) << figure.name << " of " << plan.to_string();
+          ASSERT_GE(figure.value, figure.bound) << figure.name << " of " << to_string(plan);
           missed += figure.value > figure.bound;
           met += figure.value == figure.bound;
           ++figures;
         }
         ASSERT_EQ(remarks(plan, certificate).empty(), missed == 0 && certificate.replicas_are_bitwise_equal)
-            << plan.to_string();
+            << to_string(plan);
       }
     }
   }

@@ -1,12 +1,13 @@
 // Closed forms of even cuts against a walk over the parts themselves.
 #include <gtest/gtest.h>
 
-#include "layout/error.h"
+#include "cost/cost.h"
 #include "layouts.h"
-#include "planner/cost.h"
-#include "planner/digits.h"
-#include "planner/exchange.h"
-#include "planner/move.h"
+#include "moves/digits.h"
+#include "moves/exchange.h"
+#include "moves/figures.h"
+#include "moves/move.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {

@@ -1,5 +1,5 @@
 // What a rank sends and receives in an exchange, beside a walk over all pairs of its group.
-#include "planner/exchange.h"
+#include "moves/exchange.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "layouts.h"
-#include "planner/move.h"
+#include "moves/move.h"
 
 namespace shardwright {
 namespace {

@@ -3,9 +3,12 @@
 
 #include <iostream>
 
-#include "layout/error.h"
 #include "layouts.h"
+#include "moves/describe.h"
+#include "moves/traffic.h"
+#include "search/make_plan.h"
 #include "simulate/simulate.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -37,9 +40,9 @@ TEST_P(Exhaustive, EveryPairIsRightAndCostsWhatItPromises) {
       const Backend backend = pairs++ % 2 == 0 ? Backend::kNccl : Backend::kGloo;
       const Plan plan = make_plan(src, dst, {backend});
       SimulationReport report;
-      ASSERT_NO_THROW(report = simulate(plan)) << plan.to_string();
+      ASSERT_NO_THROW(report = simulate(plan)) << to_string(plan);
       const int64_t bound = lower_bound(src, dst).bytes_sum;
-      ASSERT_GE(report.received_bytes_sum, bound) << "below the lower bound: " << plan.to_string();
+      ASSERT_GE(report.received_bytes_sum, bound) << "below the lower bound: " << to_string(plan);
       elements += report.elements_checked;
     }
   }
@@ -87,7 +90,7 @@ void simulate_all_with(const std::vector<Placement>& partials, const std::string
             } catch (const UserError&) {
               continue;  // e.g. S -> P(max), which is not defined
             }
-            ASSERT_NO_THROW(simulate(*plan)) << plan->to_string();
+            ASSERT_NO_THROW(simulate(*plan)) << to_string(*plan);
             ++simulated;
           }
         }
@@ -130,7 +133,7 @@ TEST(Strided, LiteralPiecesAndShuffledMeshesAreRight) {
       for (const std::string& dst : texts) {
         for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
           const Plan plan = make_plan(test::layout_of(mesh, shape, src), test::layout_of(mesh, shape, dst), {backend});
-          ASSERT_NO_THROW(simulate(plan)) << plan.to_string();
+          ASSERT_NO_THROW(simulate(plan)) << to_string(plan);
         }
       }
     }

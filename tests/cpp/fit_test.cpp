@@ -1,12 +1,15 @@
 // Plans under a memory limit: right on every rank, within the limit, and refused only below what they say.
-#include "program/fit.h"
+#include "planning/fit.h"
 
 #include <gtest/gtest.h>
 
-#include "layout/error.h"
 #include "layouts.h"
-#include "planner/serialize.h"
+#include "moves/describe.h"
+#include "moves/traffic.h"
+#include "planning/serialize.h"
+#include "search/make_plan.h"
 #include "simulate/simulate.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -42,7 +45,7 @@ TEST_P(Fit, KeepsToTheLimitOrSaysWhichOneItNeeds) {
         try {
           const Plan plan = make_plan_within(src, dst, options, limit);
           const SimulationReport report = simulate(from_bytes(to_bytes(plan)));
-          for (const int64_t peak : report.peak_bytes) ASSERT_LE(peak, limit) << plan.to_string();
+          for (const int64_t peak : report.peak_bytes) ASSERT_LE(peak, limit) << to_string(plan);
           ++kept;
           for (const Step& step : plan.steps) in_rounds += step.rounds > 1;
         } catch (const UserError& error) {

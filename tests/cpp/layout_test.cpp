@@ -2,10 +2,10 @@
 
 #include <gtest/gtest.h>
 
-#include "layout/error.h"
-#include "layout/utf8.h"
 #include "layouts.h"
 #include "naive.h"
+#include "support/error.h"
+#include "support/utf8.h"
 
 namespace shardwright {
 namespace {

@@ -8,10 +8,13 @@
 #include <optional>
 #include <random>
 
-#include "layout/error.h"
 #include "layouts.h"
-#include "planner/move.h"
+#include "moves/describe.h"
+#include "moves/exchange.h"
+#include "moves/move.h"
 #include "program/program.h"
+#include "search/make_plan.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -23,7 +26,7 @@ class Checker {
     for (int64_t position = 0; position < plan.src.mesh().size(); position += stride) {
       const Program program = compile(plan, position);
       ASSERT_EQ(memory.peak_bytes_by_step(position), program.peak_bytes_by_step())
-          << "position " << position << " of " << plan.to_string() << "\nnamed groups only: " << plan.named_groups_only
+          << "position " << position << " of " << to_string(plan) << "\nnamed groups only: " << plan.named_groups_only
           << "\n"
           << program.to_string();
       ++programs_;

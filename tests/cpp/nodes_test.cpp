@@ -6,8 +6,11 @@
 #include <set>
 
 #include "layouts.h"
-#include "planner/exchange.h"
-#include "planner/plan.h"
+#include "moves/describe.h"
+#include "moves/exchange.h"
+#include "moves/plan.h"
+#include "moves/traffic.h"
+#include "search/make_plan.h"
 
 namespace shardwright {
 namespace {
@@ -96,7 +99,7 @@ TEST_P(Nodes, GathersToReplicasBringInNothingTwice) {
         const int64_t bound = bytes_that_must_enter(src, dst, node);
         const int64_t entering = bytes_that_enter(plan, node);
         ASSERT_GE(entering, bound);
-        EXPECT_LE(entering * 100, bound * 105) << plan.to_string() << "\nnode " << node;
+        EXPECT_LE(entering * 100, bound * 105) << to_string(plan) << "\nnode " << node;
       }
     }
   }

@@ -7,7 +7,10 @@
 #include <functional>
 #include <map>
 
+#include "moves/describe.h"
 #include "products.h"
+#include "products/compile.h"
+#include "search/make_plan.h"
 
 namespace shardwright {
 namespace {
@@ -185,7 +188,7 @@ void check_order(const Program& program) {
 
 void check_orders(const Matmul& matmul) {
   for (const Schedule& schedule : schedules(matmul)) {
-    SCOPED_TRACE(concat(plan_of(matmul).to_string(), " ", method_name(schedule.method), " ", chunks_text(schedule)));
+    SCOPED_TRACE(concat(to_string(plan_of(matmul)), " ", method_name(schedule.method), " ", chunks_text(schedule)));
     for (int64_t p = 0; p < plan_of(matmul).src.mesh().size(); ++p) check_order(compile(matmul, schedule, p));
     if (testing::Test::HasFatalFailure()) return;
   }

@@ -6,10 +6,14 @@
 #include <functional>
 #include <set>
 
-#include "layout/error.h"
-#include "overlap/matmul.h"
+#include "moves/describe.h"
+#include "moves/traffic.h"
 #include "products.h"
+#include "products/compile.h"
+#include "products/matmul.h"
+#include "search/make_plan.h"
 #include "simulate/machine.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -185,7 +189,7 @@ void check_gather(const Layout& src, const Layout& dst, const std::vector<std::p
       }
       const Matmul matmul = gather;
       for (const Schedule& schedule : schedules(matmul)) {
-        SCOPED_TRACE(concat(gather.plan.to_string(), " ", others[0].first, " by ", method_name(schedule.method), " of ",
+        SCOPED_TRACE(concat(to_string(gather.plan), " ", others[0].first, " by ", method_name(schedule.method), " of ",
                             schedule.chunks, keeps ? ", kept, " : ", ", backend_name(backend),
                             !by_row   ? ""
                             : *by_row ? ", scales of rows"
@@ -248,7 +252,7 @@ void check_scatter(const Layout& src, const Layout& dst,
     for (const auto& [axes, lhs, rhs] : terms) scatter.terms.push_back({Contraction::parse(axes), lhs, rhs});
     const Matmul matmul = scatter;
     for (const Schedule& schedule : schedules(matmul)) {
-      SCOPED_TRACE(concat(scatter.plan.to_string(), " ", std::get<0>(terms[0]), " by ", method_name(schedule.method),
+      SCOPED_TRACE(concat(to_string(scatter.plan), " ", std::get<0>(terms[0]), " by ", method_name(schedule.method),
                           " of ", schedule.chunks, ", ", backend_name(backend)));
       const Run done = run(matmul, schedule, [&](int64_t p) {
         std::vector<Values> inputs;

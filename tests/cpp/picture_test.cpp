@@ -7,10 +7,13 @@
 #include <set>
 #include <sstream>
 
-#include "layout/error.h"
 #include "layouts.h"
+#include "moves/describe.h"
+#include "moves/traffic.h"
 #include "picture/svg.h"
-#include "planner/serialize.h"
+#include "planning/serialize.h"
+#include "search/make_plan.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -228,8 +231,8 @@ std::vector<Plan> many_plans() {
 
 TEST(Picture, IsWellFormed) {
   for (const Plan& plan : many_plans()) {
-    EXPECT_NO_THROW(Document(to_svg(plan))) << plan.to_string();
-    EXPECT_NO_THROW(Document(to_html(plan))) << plan.to_string();
+    EXPECT_NO_THROW(Document(to_svg(plan))) << to_string(plan);
+    EXPECT_NO_THROW(Document(to_html(plan))) << to_string(plan);
   }
 }
 
@@ -260,7 +263,7 @@ TEST(Picture, TextIsNeitherCutOffNorOverlapping) {
       for (const Rect& other : boxes) {
         const bool apart = box.x + box.w <= other.x || other.x + other.w <= box.x || box.y + box.h <= other.y ||
                            other.y + other.h <= box.y;
-        EXPECT_TRUE(apart) << text.text << " in the picture of " << plan.to_string();
+        EXPECT_TRUE(apart) << text.text << " in the picture of " << to_string(plan);
       }
       boxes.push_back(box);
     }
@@ -289,7 +292,7 @@ TEST(Picture, EscapesNames) {
 TEST(Picture, PageSaysThePlanInWordsToo) {
   const Plan plan = plan_of({2, 2}, {7, 5}, "S(0),S(1)", "S(1),S(0)");
   const Document page(to_html(plan));
-  EXPECT_TRUE(page.has_text(plan.to_string()));
+  EXPECT_TRUE(page.has_text(to_string(plan)));
   EXPECT_FALSE(page.of_class("sw-box").empty());
 }
 
@@ -332,7 +335,7 @@ TEST(Picture, FillsTheShareOfTheTensor) {
         const auto held = static_cast<double>(num_elements(step.after.region(p)));
         EXPECT_NEAR(box_at(picture, state * num_ranks + p).filled_share,
                     held / static_cast<double>(plan.src.num_elements()), 0.01)
-            << "rank " << p << " after step " << state << " of " << plan.to_string();
+            << "rank " << p << " after step " << state << " of " << to_string(plan);
       }
     }
   }
@@ -379,7 +382,7 @@ TEST(Picture, DrawsAsManyArrowsAsThereAreMessages) {
       if (step.op == StepOp::kReduceScatter || step.op == StepOp::kAllReduce) continue;
       for (int64_t p = 0; p < num_ranks; ++p) messages += traffic_at(step, plan.backend, p).messages;
     }
-    EXPECT_EQ(static_cast<int64_t>(Document(to_svg(plan)).of_class("sw-sends").size()), messages) << plan.to_string();
+    EXPECT_EQ(static_cast<int64_t>(Document(to_svg(plan)).of_class("sw-sends").size()), messages) << to_string(plan);
   }
 }
 

@@ -3,14 +3,18 @@
 #include <map>
 #include <set>
 
-#include "layout/error.h"
+#include "cost/cost.h"
 #include "layouts.h"
-#include "planner/cost.h"
-#include "planner/exchange.h"
-#include "planner/move.h"
-#include "planner/plan.h"
+#include "moves/describe.h"
+#include "moves/exchange.h"
+#include "moves/figures.h"
+#include "moves/move.h"
+#include "moves/plan.h"
+#include "moves/traffic.h"
 #include "program/program.h"
+#include "search/make_plan.h"
 #include "simulate/simulate.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -116,7 +120,7 @@ TEST(Planner, ReducesInOrder) {
       reductions += step.ordered;
       EXPECT_EQ(step.ordered, step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter);
     }
-    EXPECT_EQ(reductions, 1) << plan.to_string();
+    EXPECT_EQ(reductions, 1) << to_string(plan);
     EXPECT_NO_THROW(simulate(plan));
     for (int64_t p = 0; p < mesh->size(); ++p) {
       for (const Instruction& instruction : compile(plan, p).instructions) {
@@ -141,9 +145,9 @@ TEST(Planner, KeepsToTheGroupsThatMayBeUsed) {
     for (const char* dst : {"R,R,R", "S(1),S(0),R", "R,S(0),S(0)"}) {
       const Plan plan = make_plan(layout_of(mesh, {8, 12}, src), layout_of(mesh, {8, 12}, dst), options);
       for (const Step& step : plan.steps) {
-        EXPECT_TRUE(is_local(step.op) || step.mesh_dims.count() == 1) << plan.to_string();
+        EXPECT_TRUE(is_local(step.op) || step.mesh_dims.count() == 1) << to_string(plan);
       }
-      EXPECT_NO_THROW(simulate(plan)) << plan.to_string();
+      EXPECT_NO_THROW(simulate(plan)) << to_string(plan);
     }
   }
   options.groups = {MeshDimSet::single(1)};
@@ -211,8 +215,8 @@ TEST(Traffic, SumsWithoutAWalk) {
     for (int64_t p = 0; p < mesh->size(); ++p) {
       for (const Step& step : plan.steps) sum += traffic_at(step, plan.backend, p).received_bytes;
     }
-    EXPECT_EQ(t.received_bytes_sum, sum) << plan.to_string();
-    EXPECT_EQ(t.received_bytes_sum, lower_bound(plan.src, plan.dst).bytes_sum) << plan.to_string();
+    EXPECT_EQ(t.received_bytes_sum, sum) << to_string(plan);
+    EXPECT_EQ(t.received_bytes_sum, lower_bound(plan.src, plan.dst).bytes_sum) << to_string(plan);
   }
 }
 
@@ -297,14 +301,14 @@ TEST_P(FewestBytes, MeetTheBoundInAllAndBalanceWhatIsSent) {
       const Bound bound = lower_bound(src, dst);
       const TrafficTotals t = totals(plan);
       ASSERT_LE(plan.steps.size(), 2u);
-      ASSERT_EQ(t.received_bytes_sum, bound.bytes_sum) << plan.to_string();
-      ASSERT_EQ(t.received_bytes_max, bound.bytes_max) << plan.to_string();
-      ASSERT_LE(t.sent_bytes_max * 100, least_worst_sent(src, dst) * 105) << plan.to_string();
+      ASSERT_EQ(t.received_bytes_sum, bound.bytes_sum) << to_string(plan);
+      ASSERT_EQ(t.received_bytes_max, bound.bytes_max) << to_string(plan);
+      ASSERT_LE(t.sent_bytes_max * 100, least_worst_sent(src, dst) * 105) << to_string(plan);
       moving += bound.bytes_sum > 0;
       if (!plan.steps.empty() && plan.steps.back().sharing == Sharing::kBytes) {
         ++sharing;
-        ASSERT_NO_THROW(simulate(plan)) << plan.to_string();
-        ASSERT_NO_THROW(simulate(make_plan(src, dst, {Backend::kGloo, Objective::kBytes}))) << plan.to_string();
+        ASSERT_NO_THROW(simulate(plan)) << to_string(plan);
+        ASSERT_NO_THROW(simulate(make_plan(src, dst, {Backend::kGloo, Objective::kBytes}))) << to_string(plan);
       }
     }
   }

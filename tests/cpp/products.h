@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "layout/error.h"
-#include "overlap/matmul.h"
+#include "products/matmul.h"
+#include "support/error.h"
 
 namespace shardwright {
 

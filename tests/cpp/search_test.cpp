@@ -5,12 +5,15 @@
 #include <limits>
 #include <set>
 
-#include "layout/error.h"
+#include "cost/cost.h"
 #include "layouts.h"
-#include "planner/cost.h"
-#include "planner/move.h"
-#include "planner/plan.h"
-#include "planner/search.h"
+#include "moves/describe.h"
+#include "moves/figures.h"
+#include "moves/move.h"
+#include "moves/plan.h"
+#include "search/make_plan.h"
+#include "search/search.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -200,7 +203,7 @@ TEST_P(AgainstBruteForce, NoSequenceOfMovesIsFaster) {
       const bool is_as_fast = predicted_picoseconds(plan) == fastest;
       ASSERT_TRUE(is_as_fast || (may_be_faster && predicted_picoseconds(plan) < fastest))
           << name << ": " << predicted_picoseconds(plan) << " against " << fastest << "\n"
-          << plan.to_string() << "\n"
+          << to_string(plan) << "\n"
           << brute.route(distances, state_of[a], state_of[b]);
       ++compared;
       of_several_moves += plan.steps.size() > 1;

@@ -1,4 +1,4 @@
-#include "planner/serialize.h"
+#include "planning/serialize.h"
 
 #include <gtest/gtest.h>
 
@@ -6,9 +6,11 @@
 #include <functional>
 #include <limits>
 
-#include "layout/error.h"
 #include "layouts.h"
-#include "planner/move.h"
+#include "moves/describe.h"
+#include "moves/move.h"
+#include "search/make_plan.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -35,7 +37,7 @@ TEST(Serialize, GivesBackTheSamePlan) {
         const std::string bytes = to_bytes(*plan);
         const Plan again = from_bytes(bytes);
         EXPECT_EQ(to_bytes(again), bytes);
-        EXPECT_EQ(again.to_string(), plan->to_string());
+        EXPECT_EQ(to_string(again), to_string(*plan));
       }
     }
   }
@@ -57,7 +59,7 @@ TEST_P(Refused, AsItsStepsDoNotLeadThere) {
   ASSERT_EQ(plan.steps.size(), 3u);
   ASSERT_NO_THROW(from_bytes(to_bytes(plan)));
   GetParam().apply(plan);
-  EXPECT_THROW(from_bytes(to_bytes(plan)), UserError) << plan.to_string();
+  EXPECT_THROW(from_bytes(to_bytes(plan)), UserError) << to_string(plan);
 }
 
 INSTANTIATE_TEST_SUITE_P(

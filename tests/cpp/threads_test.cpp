@@ -7,10 +7,13 @@
 #include <thread>
 
 #include "layouts.h"
-#include "overlap/timeline.h"
+#include "moves/describe.h"
+#include "planning/plan_cache.h"
+#include "products/compile.h"
+#include "products/timeline.h"
 #include "program/copy_boxes.h"
-#include "program/plan_cache.h"
 #include "program/strided_copy.h"
+#include "search/make_plan.h"
 
 namespace shardwright {
 namespace {
@@ -41,14 +44,14 @@ TEST(Threads, ShareAPlanCacheAndCertificates) {
   const std::vector<Layout> sources{layout_on(mesh, "S(0),S(0),R"), layout_on(mesh, "S(1),R,S(0)"),
                                     layout_on(mesh, "P,P,P"), layout_on(mesh, "R,P,S(1)")};
   std::vector<std::string> expected;
-  for (const Layout& src : sources) expected.push_back(make_plan(src, dst).to_string());
+  for (const Layout& src : sources) expected.push_back(to_string(make_plan(src, dst)));
   PlanCache cache(3);  // smaller than what is asked for, so that plans come and go
   std::atomic<int64_t> asked{0};
   together([&](int t) {
     for (int turn = 0; turn < 40; ++turn) {
       const size_t i = static_cast<size_t>(t + turn) % sources.size();
       const CertifiedPlanPtr plan = cache.get({sources[i], dst, {}, std::nullopt});
-      EXPECT_EQ(plan->plan().to_string(), expected[i]);
+      EXPECT_EQ(to_string(plan->plan()), expected[i]);
       EXPECT_GE(plan->certificate().predicted_ps, plan->certificate().least_ps);
       EXPECT_GE(plan->traffic().received_bytes_sum, plan->bound().bytes_sum);
       ++asked;

@@ -1,11 +1,13 @@
 // Predicted times of products and lanes, worked out by hand.
-#include "overlap/timeline.h"
+#include "products/timeline.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
-#include "layout/error.h"
+#include "products/compile.h"
+#include "search/make_plan.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {

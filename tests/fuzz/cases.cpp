@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "layout/error.h"
+#include "search/options.h"
+#include "support/error.h"
 
 namespace shardwright::fuzz {
 namespace {

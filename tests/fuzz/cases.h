@@ -6,7 +6,8 @@
 #include <vector>
 
 #include "input.h"
-#include "planner/plan.h"
+#include "moves/plan.h"
+#include "search/options.h"
 
 namespace shardwright::fuzz {
 

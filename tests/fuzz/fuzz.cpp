@@ -17,12 +17,15 @@
 
 #include "cases.h"
 #include "input.h"
-#include "layout/error.h"
-#include "planner/json.h"
-#include "planner/plan.h"
-#include "planner/serialize.h"
+#include "moves/describe.h"
+#include "moves/plan.h"
+#include "moves/traffic.h"
+#include "planning/json.h"
+#include "planning/serialize.h"
 #include "program/program.h"
+#include "search/make_plan.h"
 #include "simulate/simulate.h"
+#include "support/error.h"
 
 namespace shardwright::fuzz {
 
@@ -140,7 +143,7 @@ void check_compiling(Input& in, const Plan& plan) {
 // Everything a plan must be able to say of itself, whoever made it.
 void check_printing(const Plan& plan) {
   must_do("the plan cannot be printed", [&] {
-    plan.to_string();
+    to_string(plan);
     to_json(plan, certify(plan, 0), {});
   });
   must_do("the plan's own bytes are refused", [&] {
@@ -158,10 +161,10 @@ void check_bounds(const Plan& plan) {
   expect(t.received_bytes_sum >= t.received_bytes_max, "all receive less than one does");
   // Where it is not exact it is no less than what is received.
   expect(t.received_bytes_sum >= bound.bytes_sum, "receives ", t.received_bytes_sum, ", less than the bound ",
-         bound.bytes_sum, "\n", plan.to_string());
+         bound.bytes_sum, "\n", to_string(plan));
   const bool sees_all = plan.src.mesh().size() <= kMaxRanksWalked;
   expect(!sees_all || t.received_bytes_max >= bound.bytes_max, "the worst receives ", t.received_bytes_max,
-         ", less than the bound ", bound.bytes_max, "\n", plan.to_string());
+         ", less than the bound ", bound.bytes_max, "\n", to_string(plan));
 }
 
 void check_simulation(const Plan& plan) {
@@ -169,7 +172,7 @@ void check_simulation(const Plan& plan) {
     const SimulationReport report = simulate(plan);
     const TrafficTotals t = totals(plan);
     expect(t.sum_is_exact && t.received_bytes_sum == report.received_bytes_sum, "promises ", t.received_bytes_sum,
-           " bytes, receives ", report.received_bytes_sum, "\n", plan.to_string());
+           " bytes, receives ", report.received_bytes_sum, "\n", to_string(plan));
   });
 }
 

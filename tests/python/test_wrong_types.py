@@ -163,7 +163,7 @@ def test_what_counts_as_an_integer_is_taken() -> None:
 
 
 def _with_checksum(body: bytes) -> bytes:
-    """FNV-1a, as csrc/planner/serialize.cpp says."""
+    """FNV-1a, as csrc/planning/serialize.cpp says."""
     hash = 14695981039346656037
     for byte in body:
         hash = (hash ^ byte) * 1099511628211 % (1 << 64)

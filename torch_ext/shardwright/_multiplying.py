@@ -20,7 +20,7 @@ from ._planner import Layout
 from ._product_calls import Setting, move
 from ._products import Problem, Product, product_of
 from ._scales import Scaled, part_of_scale
-from .drop_in import layout_of_spec
+from .dtensor.specs import layout_of_spec
 from .layout import Layout as MadeLayout
 from .layout import Mesh
 

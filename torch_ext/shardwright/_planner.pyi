@@ -355,7 +355,7 @@ class GemmModel:
         """Of `count` products of m x k by k x n."""
 
 class Schedule:
-    """How a `Matmul` is carried out: csrc/overlap/matmul.h says more.
+    """How a `Matmul` is carried out: csrc/products/matmul.h says more.
 
     Args:
         method: ``"serial"``, ``"ring"`` or ``"collective"``.
@@ -380,7 +380,7 @@ class Schedule:
     def sms_left(self) -> int: ...
 
 class Matmul:
-    """Matrix products next to a redistribute, as one program: csrc/overlap/matmul.h says more.
+    """Matrix products next to a redistribute, as one program: csrc/products/matmul.h says more.
 
     Methods are ``"serial"``, ``"ring"`` and ``"collective"``.
     """

@@ -2,7 +2,7 @@
 
 From what is cut while a product computes (_cuts.py) follow the layouts that operands and result have meanwhile, and
 from these what must be moved before and after. One of the moves is done in chunks behind the product itself
-(csrc/overlap/matmul.h); the others are redistributes of their own.
+(csrc/products/matmul.h); the others are redistributes of their own.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._debug_mode import get_active_debug_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import _binding, _compile_caches, _convert, _engine, _graph_plans, _runtime, _shortcut, _stats, masking
+from . import _binding, _compile_caches, _engine, _graph_plans, _runtime, _shortcut, _stats, masking
 from ._arguments import DEVICE_TYPES
-from .layout import Layout, Mesh
+from .dtensor.specs import layout_of_spec
 from .planning import Plan
 
 _MAX_MODE_CHANGES = 4096
@@ -478,14 +478,6 @@ def _plan(
         return _engine.make_plan(src, dst, local_tensor.device.type, existing_groups_of=existing)
     except ValueError as error:
         return _engine.Refusal(_stats.cause_of(error), str(error))
-
-
-def layout_of_spec(spec: DTensorSpec, shape: Sequence[int], dtype: torch.dtype) -> Layout:
-    """The layout a DTensorSpec describes, of a tensor of this shape. Raises ValueError for what we do not know."""
-    mesh = Mesh(spec.mesh)
-    if spec.use_strided_shard_as_shard_order:
-        return Layout(mesh, shape, spec.placements, dtype)
-    return Layout(mesh, shape, spec.placements, dtype, _convert.order_dict(mesh.dim_names, spec.shard_order), "literal")
 
 
 def _recorded(

@@ -1,0 +1,264 @@
+// _planner, continued: products in chunks, their predicted times and their programs.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+
+#include "bindings/arguments.h"
+#include "bindings/views.h"
+#include "products/compile.h"
+#include "products/matmul.h"
+#include "products/timeline.h"
+
+namespace py = pybind11;
+
+namespace shardwright {
+namespace {
+
+// Wrapped, because pybind11 takes a variant apart.
+struct MatmulView {
+  Matmul matmul;
+};
+
+// A number, or of a ring the distances of each chunk.
+using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
+
+Schedule schedule_of(const std::string& method, const Chunks& chunks, int64_t depth, int64_t sms_left) {
+  Schedule schedule{parse_method(method)};
+  if (const auto* count = std::get_if<int64_t>(&chunks)) {
+    schedule.chunks = *count;
+  } else {
+    schedule.distances = std::get<1>(chunks);
+    schedule.chunks = static_cast<int64_t>(schedule.distances.size()) + 1;
+  }
+  schedule.depth = depth;
+  schedule.sms_left = sms_left;
+  return schedule;
+}
+
+Chunks chunks_of(const Schedule& schedule) {
+  if (schedule.distances.empty()) return schedule.chunks;
+  return schedule.distances;
+}
+
+std::string text_of(const Schedule& schedule) {
+  return concat(method_name(schedule.method), " ", chunks_text(schedule));
+}
+
+void define_schedule(py::module_& m) {
+  py::class_<Schedule>(m, "Schedule")
+      .def(py::init([](const py::object& method, const Chunks& chunks, const py::object& depth,
+                       const py::object& sms_left) {
+             return schedule_of(text(method, "method"), chunks, integer(depth, "depth"), integer(sms_left, "sms_left"));
+           }),
+           py::arg("method"), py::arg("chunks") = 1, py::kw_only(), py::arg("depth") = 1, py::arg("sms_left") = 0)
+      .def_property_readonly("method", [](const Schedule& schedule) { return method_name(schedule.method); })
+      .def_property_readonly("chunks", &chunks_of)
+      .def_readonly("depth", &Schedule::depth)
+      .def_readonly("sms_left", &Schedule::sms_left)
+      .def(
+          "__eq__", [](const Schedule& a, const Schedule& b) { return a == b; }, py::is_operator())
+      .def("__hash__", [](const Schedule& schedule) { return py::hash(py::str(text_of(schedule))); })
+      .def("__str__", &text_of)
+      .def("__repr__", [](const Schedule& schedule) { return concat("Schedule(", text_of(schedule), ")"); });
+}
+
+Program program_at(const Matmul& matmul, const Schedule& schedule, int64_t rank) {
+  return compile(matmul, schedule, position_of(plan_of(matmul).src, rank));
+}
+
+std::optional<int64_t> depth_of(const py::object& given) {
+  if (given.is_none()) return std::nullopt;
+  const int64_t depth = integer(given, "depth");
+  check_user(depth >= 1 && depth <= kMaxChunks, "depth: ", depth, "; allowed are 1 to ", kMaxChunks);
+  return depth;
+}
+
+// By row or not, dtype of the result, and the plan of the moved operand's scales.
+using ScalingParts = std::tuple<bool, std::string, std::optional<PlanView>>;
+
+std::optional<Scaling> scaling_of(const std::optional<ScalingParts>& parts) {
+  if (!parts) return std::nullopt;
+  const auto& [by_row, result, plan] = *parts;
+  Scaling scaling{by_row, DType::parse(result)};
+  if (plan) scaling.plan = plan->plan();
+  return scaling;
+}
+
+py::dict timeline_of(const Matmul& matmul, const Schedule& schedule, const GemmModel& model) {
+  const Program program = compile(matmul, schedule, 0);
+  const Timeline timeline = predict(program, plan_of(matmul), model);
+  py::list spans;
+  for (const Span& span : timeline.spans) {
+    const Instruction& instruction = program.instructions[span.instruction];
+    spans.append(py::make_tuple(span.is_communication ? "communication" : "compute", to_string(instruction.operation),
+                                instruction.chunk, span.start_ps, span.end_ps));
+  }
+  return py::dict(py::arg("spans") = spans, py::arg("total_ps") = timeline.total_ps,
+                  py::arg("communication_ps") = timeline.communication_ps, py::arg("gemm_ps") = timeline.gemm_ps);
+}
+
+void define_gemm_model(py::module_& m) {
+  py::class_<GemmModel>(m, "GemmModel")
+      .def(py::init([](const py::object& name, const py::object& num_processors, const py::object& tile_rows,
+                       const py::object& tile_columns, const py::object& flops_per_us, const py::object& launch_ps,
+                       const py::object& memory_ps_per_kib, const py::object& contention_percent) {
+             const GemmModel model{text(name, "name"),
+                                   integer(num_processors, "num_processors"),
+                                   integer(tile_rows, "tile_rows"),
+                                   integer(tile_columns, "tile_columns"),
+                                   integer(flops_per_us, "flops_per_us"),
+                                   integer(launch_ps, "launch_ps"),
+                                   integer(memory_ps_per_kib, "memory_ps_per_kib"),
+                                   integer(contention_percent, "contention_percent")};
+             model.check();
+             return model;
+           }),
+           py::kw_only(), py::arg("name"), py::arg("num_processors"), py::arg("tile_rows"), py::arg("tile_columns"),
+           py::arg("flops_per_us"), py::arg("launch_ps"), py::arg("memory_ps_per_kib"), py::arg("contention_percent"))
+      .def_static(
+          "named", [](const py::object& name) { return GemmModel::named(text(name, "gemm_model")); }, py::arg("name"))
+      .def_static("names", &GemmModel::names)
+      .def_readonly("name", &GemmModel::name)
+      .def_readonly("num_processors", &GemmModel::num_processors)
+      .def_readonly("tile_rows", &GemmModel::tile_rows)
+      .def_readonly("tile_columns", &GemmModel::tile_columns)
+      .def_readonly("flops_per_us", &GemmModel::flops_per_us)
+      .def_readonly("launch_ps", &GemmModel::launch_ps)
+      .def_readonly("memory_ps_per_kib", &GemmModel::memory_ps_per_kib)
+      .def_readonly("contention_percent", &GemmModel::contention_percent)
+      .def(
+          "picoseconds",
+          [](const GemmModel& model, const py::object& m_, const py::object& n_, const py::object& k_,
+             const py::object& count, const py::object& item_bytes) {
+            const auto size = [](const py::object& given, const char* argument) {
+              const int64_t value = integer(given, argument);
+              check_user(value >= 0, argument, ": ", value, "; allowed is 0 or more");
+              return value;
+            };
+            return model.picoseconds(size(m_, "m"), size(n_, "n"), size(k_, "k"), size(count, "count"),
+                                     size(item_bytes, "item_bytes"));
+          },
+          py::arg("m"), py::arg("n"), py::arg("k"), py::arg("count") = 1, py::arg("item_bytes") = 2)
+      .def(
+          "__eq__", [](const GemmModel& a, const GemmModel& b) { return a == b; }, py::is_operator())
+      .def("__hash__", [](const GemmModel& model) { return py::hash(py::str(model.name)); })
+      .def("__repr__", [](const GemmModel& model) { return concat("GemmModel(", model.name, ")"); });
+}
+
+}  // namespace
+
+void define_matmul(py::module_& m) {
+  define_gemm_model(m);
+  define_schedule(m);
+  using Product = std::tuple<std::string, Layout, bool>;
+  using Term = std::tuple<std::string, Layout, Layout>;
+  py::class_<MatmulView>(m, "Matmul")
+      .def_static(
+          "gather",
+          [](const PlanView& plan, const std::vector<Product>& products, bool keeps_gathered,
+             const std::optional<ScalingParts>& scaling) {
+            GatherMatmul matmul{plan.plan(), {}, keeps_gathered, scaling_of(scaling)};
+            for (const auto& [axes, other, has_bias] : products) {
+              matmul.products.push_back({Contraction::parse(axes), other, has_bias});
+            }
+            check(matmul, {});
+            return MatmulView{std::move(matmul)};
+          },
+          py::arg("plan"), py::arg("products"), py::arg("keeps_gathered") = false, py::arg("scaling") = py::none())
+      .def_static(
+          "scatter",
+          [](const PlanView& plan, const std::vector<Term>& terms, bool has_addend,
+             const std::optional<ScalingParts>& scaling) {
+            MatmulScatter matmul{plan.plan(), {}, has_addend, scaling_of(scaling)};
+            for (const auto& [axes, lhs, rhs] : terms) matmul.terms.push_back({Contraction::parse(axes), lhs, rhs});
+            check(matmul, {});
+            return MatmulView{std::move(matmul)};
+          },
+          py::arg("plan"), py::arg("terms"), py::arg("has_addend") = false, py::arg("scaling") = py::none())
+      .def_static(
+          "parse",
+          [](const std::string& text) {
+            const auto [matmul, schedule] = parse_matmul(text);
+            return std::pair(MatmulView{matmul}, schedule);
+          },
+          py::arg("text"))
+      .def_property_readonly("plan", [](const MatmulView& view) { return view_of(plan_of(view.matmul)); })
+      .def_property_readonly("num_partners", [](const MatmulView& view) { return num_partners(view.matmul); })
+      .def_property_readonly("communicates",
+                             [](const MatmulView& view) {
+                               const std::vector<Step>& steps = plan_of(view.matmul).steps;
+                               return std::any_of(steps.begin(), steps.end(),
+                                                  [](const Step& step) { return !is_local(step.op); });
+                             })
+      .def_property_readonly("why_only_serial", [](const MatmulView& view) { return why_only_serial(view.matmul); })
+      .def(
+          "check", [](const MatmulView& view, const Schedule& schedule) { check(view.matmul, schedule); },
+          py::arg("schedule"))
+      .def(
+          "predictions",
+          [](const MatmulView& view, const GemmModel& model, const py::object& depth) {
+            std::vector<std::pair<Schedule, int64_t>> all;
+            for (const Prediction& one : predictions(view.matmul, model, depth_of(depth))) {
+              all.emplace_back(one.schedule, one.total_ps);
+            }
+            return all;
+          },
+          py::arg("model"), py::arg("depth") = py::none())
+      .def(
+          "choose",
+          [](const MatmulView& view, const GemmModel& model, const py::object& depth) {
+            return choose(view.matmul, model, depth_of(depth));
+          },
+          py::arg("model"), py::arg("depth") = py::none())
+      .def(
+          "tuned",
+          [](const MatmulView& view, const Schedule& schedule, const GemmModel& model, const py::object& depth) {
+            return tuned(view.matmul, schedule, model, depth_of(depth));
+          },
+          py::arg("schedule"), py::arg("model"), py::arg("depth") = py::none())
+      .def(
+          "timeline",
+          [](const MatmulView& view, const Schedule& schedule, const GemmModel& model) {
+            return timeline_of(view.matmul, schedule, model);
+          },
+          py::arg("schedule"), py::arg("model"))
+      .def(
+          "program",
+          [](const MatmulView& view, const Schedule& schedule, int64_t rank) {
+            return program_at(view.matmul, schedule, rank).to_string();
+          },
+          py::arg("schedule"), py::arg("rank"))
+      .def(
+          "peak_bytes",
+          [](const MatmulView& view, const Schedule& schedule, int64_t rank) {
+            return program_at(view.matmul, schedule, rank).peak_bytes();
+          },
+          py::arg("schedule"), py::arg("rank"))
+      .def(
+          "groups",
+          [](const MatmulView& view, const Schedule& schedule, int64_t rank) {
+            std::vector<std::pair<std::vector<int>, std::vector<int64_t>>> groups;
+            for (const Group& group : program_at(view.matmul, schedule, rank).groups) {
+              groups.emplace_back(group.mesh_dims.to_vector(), group.ranks);
+            }
+            return groups;
+          },
+          py::arg("schedule"), py::arg("rank"))
+      .def(
+          "shapes",
+          [](const MatmulView& view, int64_t rank) {
+            const Program program = program_at(view.matmul, {}, rank);
+            std::vector<std::vector<int64_t>> outputs;
+            for (const Output& output : program.outputs) outputs.push_back(output.shape);
+            std::vector<std::string> dtypes;
+            for (const Output& output : program.outputs) dtypes.push_back(program.dtype_of(output.buffer).name());
+            return std::make_tuple(program.input_shapes, outputs, dtypes);
+          },
+          py::arg("rank"))
+      .def(
+          "to_text", [](const MatmulView& view, const Schedule& schedule) { return to_text(view.matmul, schedule); },
+          py::arg("schedule"));
+}
+
+}  // namespace shardwright

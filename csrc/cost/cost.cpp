@@ -1,0 +1,31 @@
+#include "cost/cost.h"
+
+#include <algorithm>
+
+namespace shardwright {
+namespace {
+
+constexpr int64_t kCeiling = int64_t{1} << 60;
+
+int64_t held_below_ceiling(__int128 exact) { return exact > kCeiling ? kCeiling : static_cast<int64_t>(exact); }
+
+}  // namespace
+
+int64_t scaled(int64_t bytes, int64_t ps_per_kib) {
+  return held_below_ceiling(static_cast<__int128>(bytes) * ps_per_kib / 1024);
+}
+
+int64_t saturating_product(int64_t a, int64_t b) { return held_below_ceiling(static_cast<__int128>(a) * b); }
+
+int64_t saturating_sum(int64_t a, int64_t b) { return std::min(a + b, kCeiling); }
+
+int64_t predicted_picoseconds(bool local, const StepFigures& figures, const Link& link, const Topology& topology) {
+  const int64_t copies = scaled(figures.touched_bytes, topology.memory_ps_per_kib);
+  if (local) return copies;
+  const int64_t wire = scaled(std::max(figures.received_bytes, figures.sent_bytes), link.ps_per_kib);
+  const int64_t latency =
+      saturating_sum(figures.collectives * topology.step_ps, saturating_product(figures.messages, link.message_ps));
+  return saturating_sum(saturating_sum(copies, wire), latency);
+}
+
+}  // namespace shardwright

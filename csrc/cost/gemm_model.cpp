@@ -1,0 +1,92 @@
+#include "cost/gemm_model.h"
+
+#include <algorithm>
+#include <array>
+#include <map>
+
+#include "cost/cost.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// Rates are what large products reach, about 0.7 of the data sheets' peaks.
+const std::map<std::string, GemmModel>& known() {
+  static const std::map<std::string, GemmModel> models{
+      {"h100", {"h100", 132, 128, 256, 5'300'000, 4'000'000, 300, 20}},
+      {"a100", {"a100", 108, 128, 256, 2'200'000, 5'000'000, 600, 20}},
+      {"cpu", {"cpu", 1, 16, 16, 100'000, 3'000'000, 100'000, 50}},
+  };
+  return models;
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+GemmModel GemmModel::named(const std::string& name) {
+  const auto found = known().find(name);
+  check_user(found != known().end(), "gemm_model: '", name, "'; known are ", join(names()));
+  return found->second;
+}
+
+std::vector<std::string> GemmModel::names() {
+  std::vector<std::string> all;
+  for (const auto& [name, model] : known()) all.push_back(name);
+  return all;
+}
+
+void GemmModel::check() const {
+  check_user(num_processors >= 1 && tile_rows >= 1 && tile_columns >= 1 && flops_per_us >= 1, "gemm_model: '", name,
+             "' has ", num_processors, " processors, tiles of ", tile_rows, " x ", tile_columns, " and ", flops_per_us,
+             " flops per us; allowed are 1 and more");
+  check_user(launch_ps >= 0 && memory_ps_per_kib >= 0 && contention_percent >= 0, "gemm_model: '", name, "' has ",
+             launch_ps, " ps per launch, ", memory_ps_per_kib, " ps per KiB and ", contention_percent,
+             " percent of contention; allowed are 0 and more");
+}
+
+int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, int64_t item_bytes) const {
+  if (m == 0 || n == 0 || count == 0) return 0;
+  // By how often a tile was halved: the time of one, and how many there are.
+  std::array<__int128, kMaxHalvings + 1> tile_ps;
+  std::array<int64_t, kMaxHalvings + 1> tiles;
+  int64_t rows = tile_rows;
+  int64_t columns = tile_columns;
+  for (int h = 0; h <= kMaxHalvings; ++h) {
+    tiles[h] = saturating_product(saturating_product(ceil_div(m, rows), ceil_div(n, columns)), count);
+    // Operands of 16 bits are 2 bytes: the rate halves as they double.
+    const __int128 flops = static_cast<__int128>(2) * rows * columns * k;
+    const __int128 full_rate_ps = flops * 1'000'000 * item_bytes / (2 * static_cast<__int128>(flops_per_us));
+    tile_ps[h] = full_rate_ps * (100 + h * kHalvingPercent) / 100;
+    int64_t& longer = columns >= rows ? columns : rows;
+    longer = std::max<int64_t>(longer / 2, 1);
+  }
+  // Whole waves of one size, and the rest in one that may be smaller.
+  auto compute = static_cast<__int128>(int64_t{1} << 60);
+  for (int h = 0; h <= kMaxHalvings; ++h) {
+    const int64_t rest = tiles[h] % num_processors;
+    __int128 rest_ps = rest > 0 ? tile_ps[h] : 0;
+    for (int g = h + 1; g <= kMaxHalvings && rest > 0; ++g) {
+      rest_ps = std::min(rest_ps, tile_ps[g] * ceil_div(rest << (g - h), num_processors));
+    }
+    compute = std::min(compute, tile_ps[h] * (tiles[h] / num_processors) + rest_ps);
+  }
+  const int64_t elements =
+      saturating_sum(saturating_sum(saturating_product(m, k), saturating_product(k, n)), saturating_product(m, n));
+  const int64_t memory = scaled(saturating_product(saturating_product(elements, count), item_bytes), memory_ps_per_kib);
+  return saturating_sum(launch_ps, std::max(memory, static_cast<int64_t>(compute)));
+}
+
+int64_t GemmModel::waves(int64_t m, int64_t n, int64_t count) const {
+  const int64_t tiles =
+      saturating_product(saturating_product(ceil_div(m, tile_rows), ceil_div(n, tile_columns)), count);
+  return std::max<int64_t>(ceil_div(tiles, num_processors), 1);
+}
+
+GemmModel GemmModel::leaving(int64_t processors) const {
+  GemmModel rest = *this;
+  rest.num_processors = std::max<int64_t>(num_processors - processors, 1);
+  return rest;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,98 @@
+#include "cost/topology.h"
+
+#include <algorithm>
+
+#include "support/error.h"
+#include "support/utf8.h"
+
+namespace shardwright {
+namespace {
+
+constexpr int64_t kMaxFigure = int64_t{1} << 40;  // a second, in picoseconds; sums of some do not overflow
+constexpr int64_t kMicrosecond = 1'000'000;       // picoseconds
+
+// Picoseconds for 1 KiB at this many GB/s.
+constexpr int64_t per_kib(int64_t gigabytes_per_second) { return 1'024'000 / gigabytes_per_second; }
+
+// Orders of magnitude of the hardware they are named for, not measurements.
+const std::vector<Topology>& known() {
+  static const std::vector<Topology> topologies{
+      {"8xNVLink", 0, 12 * kMicrosecond, per_kib(1500), {kMicrosecond, per_kib(200)}, {kMicrosecond, per_kib(200)}, {}},
+      {"64x8", 8, 12 * kMicrosecond, per_kib(1500), {kMicrosecond, per_kib(200)}, {4 * kMicrosecond, per_kib(45)}, {}},
+      {"gloo-local",
+       0,
+       150 * kMicrosecond,
+       per_kib(5),
+       {40 * kMicrosecond, per_kib(2)},
+       {40 * kMicrosecond, per_kib(2)},
+       {}},
+  };
+  return topologies;
+}
+
+}  // namespace
+
+Topology Topology::named(const std::string& name) {
+  for (const Topology& topology : known()) {
+    if (topology.name == name) return topology;
+  }
+  throw UserError(concat("topology: '", name, "' is not known; allowed are ", join(names())));
+}
+
+std::vector<std::string> Topology::names() {
+  std::vector<std::string> names;
+  for (const Topology& topology : known()) names.push_back(topology.name);
+  return names;
+}
+
+bool Topology::crosses_nodes(const Mesh& mesh, int mesh_dim) const {
+  const int64_t size = mesh.dim_size(mesh_dim);
+  if (ranks_per_node <= 0 || size == 1) return false;
+  if (mesh.ranks_are_positions()) {
+    if (mesh.size() <= ranks_per_node) return false;
+    // Blocks of stride * size ranks: each lies within a node exactly if nodes are whole blocks.
+    return ranks_per_node % (mesh.stride(mesh_dim) * size) != 0;
+  }
+  for (int64_t p = 0; p < mesh.size(); ++p) {
+    const int64_t first = p - mesh.coordinate(p, mesh_dim) * mesh.stride(mesh_dim);
+    if (mesh.rank_at(p) / ranks_per_node != mesh.rank_at(first) / ranks_per_node) return true;
+  }
+  return false;
+}
+
+void Topology::check() const {
+  check_utf8(name, "topology: name");
+  for (const auto& [mesh_dim, link] : mesh_dims) check_utf8(mesh_dim, "topology: mesh dim");
+  const auto check_one = [&](const std::string& field, int64_t value) {
+    check_user(value >= 0 && value <= kMaxFigure, "topology: '", name, "' has ", field, " ", value,
+               "; allowed are 0 to ", kMaxFigure);
+  };
+  const auto check_link = [&](const std::string& field, const Link& link) {
+    check_one(field + ".message_ps", link.message_ps);
+    check_one(field + ".ps_per_kib", link.ps_per_kib);
+  };
+  check_one("ranks_per_node", ranks_per_node);
+  check_one("step_ps", step_ps);
+  check_one("memory_ps_per_kib", memory_ps_per_kib);
+  check_link("inside", inside);
+  check_link("between", between);
+  for (const auto& [mesh_dim, link] : mesh_dims) check_link("mesh_dims." + mesh_dim, link);
+}
+
+Link slower(const Link& a, const Link& b) {
+  return {std::max(a.message_ps, b.message_ps), std::max(a.ps_per_kib, b.ps_per_kib)};
+}
+
+Link Topology::link_of(const Mesh& mesh, int mesh_dim) const {
+  const auto own = mesh_dims.find(mesh.dim_names()[mesh_dim]);
+  if (own != mesh_dims.end()) return own->second;
+  return crosses_nodes(mesh, mesh_dim) ? between : inside;
+}
+
+Link Topology::link(const Mesh& mesh, MeshDimSet mesh_dims) const {
+  Link slowest;
+  for (const int d : mesh_dims.to_vector()) slowest = slower(slowest, link_of(mesh, d));
+  return slowest;
+}
+
+}  // namespace shardwright

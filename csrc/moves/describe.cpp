@@ -1,0 +1,33 @@
+#include "moves/describe.h"
+
+#include "moves/figures.h"
+#include "moves/traffic.h"
+#include "support/error.h"
+#include "support/text.h"
+
+namespace shardwright {
+
+std::string to_string(const Plan& plan) {
+  std::string text =
+      concat(plan.src.to_string(), " -> ", plan.dst.placements_string(), ", ", backend_name(plan.backend), ", least ",
+             objective_name(plan.objective), " on ", plan.topology.name);
+  if (plan.steps.empty()) return text + "\n  nothing to do: every rank holds what it needs";
+  for (size_t i = 0; i < plan.steps.size(); ++i) {
+    const Step& step = plan.steps[i];
+    text += concat("\n  ", i + 1, ". ", step_op_name(step.op), " over ", plan.src.mesh().names_of(step.mesh_dims), ": ",
+                   step.before.placements_string(), " -> ", step.after.placements_string());
+    if (step.ordered) text += ", in rank order";
+    if (step.sharing != Sharing::kNone) text += ", replicas share the sending";
+    if (step.rounds > 1) text += concat(", in ", step.rounds, " rounds");
+    if (is_local(step.op)) {
+      text += ", local";
+      continue;
+    }
+    const TrafficTotals t = totals(step, plan.backend);
+    text += concat(", receives at most ", bytes_text(t.received_bytes_max), " in ", t.messages_max, " messages, about ",
+                   microseconds_text(predicted_picoseconds(step, plan.backend, plan.topology)));
+  }
+  return text;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,252 @@
+#include "moves/digits.h"
+
+#include <algorithm>
+
+namespace shardwright {
+
+std::optional<std::vector<Digit>> digits_of(const Mesh& mesh, int64_t n, std::span<const Cut> cuts) {
+  std::vector<Digit> digits;  // largest weight first
+  digits.reserve(cuts.size());
+  int64_t left = n;
+  for (const Cut& c : cuts) {
+    const int64_t k = mesh.dim_size(c.mesh_dim);
+    const int64_t pieces = c.split_factor * k;
+    if (left == 0 || left % pieces != 0) return std::nullopt;
+    // The weight among what is left, then among all: digits that are fixed already lie below it or above.
+    int64_t weight = left / pieces;
+    size_t at = digits.size();
+    for (; at > 0; --at) {
+      const Digit& fixed = digits[at - 1];
+      if (fixed.weight > weight) {
+        if (fixed.weight % (weight * k) != 0) return std::nullopt;
+        break;
+      }
+      if (weight % fixed.weight != 0) return std::nullopt;
+      weight *= fixed.radix;
+    }
+    digits.insert(digits.begin() + static_cast<int64_t>(at), {weight, k, c.mesh_dim});
+    left /= k;
+  }
+  return digits;
+}
+
+std::optional<Matching> Matching::of(int64_t n, std::span<const Digit> before, std::span<const Digit> after) {
+  std::array<int64_t, 2 * kMaxDigits> ends;
+  if (2 * (before.size() + after.size()) > ends.size()) return std::nullopt;
+  size_t num_ends = 0;  // in ascending order, each once
+  const auto add_end = [&](int64_t end) {
+    size_t at = num_ends;
+    while (at > 0 && ends[at - 1] > end) --at;
+    if (at > 0 && ends[at - 1] == end) return;
+    std::copy_backward(ends.begin() + at, ends.begin() + num_ends, ends.begin() + num_ends + 1);
+    ends[at] = end;
+    ++num_ends;
+  };
+  for (const std::span<const Digit> digits : {before, after}) {
+    for (size_t i = digits.size(); i-- > 0;) {
+      add_end(digits[i].weight);
+      add_end(digits[i].weight * digits[i].radix);
+    }
+  }
+
+  Matching matching;
+  matching.free_ = n;
+  for (size_t i = 0; i + 1 < num_ends; ++i) {
+    if (ends[i + 1] % ends[i] != 0) return std::nullopt;
+    const auto owner = [&](std::span<const Digit> digits) {
+      for (const Digit& digit : digits) {
+        if (digit.weight <= ends[i] && ends[i + 1] <= digit.weight * digit.radix) {
+          return Owner{digit.mesh_dim, ends[i] / digit.weight};
+        }
+      }
+      return Owner();
+    };
+    const Common common{ends[i + 1] / ends[i], owner(before), owner(after)};
+    if (common.before.mesh_dim < 0 && common.after.mesh_dim < 0) continue;
+    if (matching.count_ == kMaxDigits) return std::nullopt;
+    matching.digits_[matching.count_++] = common;
+    matching.free_ /= common.radix;
+  }
+  return matching;
+}
+
+bool Matching::Common::agrees_at(const Mesh& mesh, int64_t position) const {
+  if (!is_tie()) return true;
+  const auto value = [&](const Owner& owner) {
+    return mesh.coordinate(position, owner.mesh_dim) / owner.below % radix;
+  };
+  return value(before) == value(after);
+}
+
+int64_t Matching::sources() const {
+  int64_t sources = 1;
+  for (const Common& digit : digits()) sources *= digit.after.mesh_dim < 0 ? digit.radix : 1;
+  return sources;
+}
+
+bool Matching::agrees_at(const Mesh& mesh, int64_t position) const {
+  return std::all_of(digits().begin(), digits().end(),
+                     [&](const Common& digit) { return digit.agrees_at(mesh, position); });
+}
+
+namespace {
+
+// More combinations of coordinates than this are not summed over one by one.
+constexpr int64_t kMaxCombinations = int64_t{1} << 12;
+
+// Sum over all ranks of the elements that one holds in both layouts. Tensor dims that no mesh dim couples multiply, so
+// only the coordinates within each set of coupled ones are walked. Nothing where these are too many.
+std::optional<int64_t> sum_by_walking(const Layout& a, const Layout& b) {
+  const Mesh& mesh = a.mesh();
+  std::vector<MeshDimSet> cutting(a.ndim());
+  for (int t = 0; t < a.ndim(); ++t) {
+    for (const Layout* layout : {&a, &b}) {
+      for (const Cut& c : layout->cuts(t)) cutting[t].insert(c.mesh_dim);
+    }
+    // Where both begin with the same cuts into equal parts, all parts share alike.
+    int64_t n = a.shape()[t];
+    for (size_t i = 0; i < std::min(a.cuts(t).size(), b.cuts(t).size()) && a.cuts(t)[i] == b.cuts(t)[i]; ++i) {
+      const int64_t k = mesh.dim_size(a.cuts(t)[i].mesh_dim);
+      if (a.cuts(t)[i].split_factor != 1 || n % k != 0) break;
+      n /= k;
+      cutting[t].erase(a.cuts(t)[i].mesh_dim);
+    }
+  }
+  int64_t total = 1;
+  MeshDimSet seen;
+  std::vector<bool> done(a.ndim(), false);
+  for (int first = 0; first < a.ndim(); ++first) {
+    if (done[first]) continue;
+    std::vector<int> coupled{first};
+    MeshDimSet dims = cutting[first];
+    done[first] = true;
+    for (bool grew = true; grew;) {
+      grew = false;
+      for (int t = 0; t < a.ndim(); ++t) {
+        if (done[t] || (cutting[t] & dims).empty()) continue;
+        coupled.push_back(t);
+        dims = dims | cutting[t];
+        done[t] = grew = true;
+      }
+    }
+    if (mesh.group_size(dims) > kMaxCombinations) return std::nullopt;
+    int64_t sum = 0;
+    for (const int64_t position : mesh.group(0, dims)) {
+      int64_t shared = 1;
+      for (const int t : coupled) {
+        const int64_t n = a.shape()[t];
+        shared *= intersection_length(part_at(mesh, n, a.cuts(t), position), part_at(mesh, n, b.cuts(t), position));
+      }
+      sum += shared;
+    }
+    total *= sum;
+    seen = seen | dims;
+  }
+  for (int d = 0; d < mesh.ndim(); ++d) {
+    if (!seen.contains(d)) total *= mesh.dim_size(d);
+  }
+  return total;
+}
+
+// A part of a coordinate that a tie compares. All the ranks for which all ties hold are a fraction of the mesh: each
+// set of parts that must be equal has one value left.
+class Ties {
+ public:
+  // False where it compares a part of what another tie compares.
+  bool add(const Matching::Common& digit) {
+    const std::optional<size_t> before = find(digit.before, digit.radix);
+    const std::optional<size_t> after = find(digit.after, digit.radix);
+    if (!before || !after) return false;
+    if (root(*before) != root(*after)) {
+      parts_[root(*before)].parent = root(*after);
+      fraction_ *= digit.radix;
+    }
+    return true;
+  }
+
+  int64_t fraction() const { return fraction_; }
+
+ private:
+  struct Part {
+    Matching::Owner owner;
+    int64_t radix;
+    size_t parent;
+  };
+
+  std::optional<size_t> find(const Matching::Owner& owner, int64_t radix) {
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      const Part& part = parts_[i];
+      if (part.owner == owner && part.radix == radix) return i;
+      const bool apart = part.owner.mesh_dim != owner.mesh_dim || part.owner.below % (owner.below * radix) == 0 ||
+                         owner.below % (part.owner.below * part.radix) == 0;
+      if (!apart) return std::nullopt;
+    }
+    parts_.push_back({owner, radix, parts_.size()});
+    return parts_.size() - 1;
+  }
+
+  size_t root(size_t part) const {
+    while (parts_[part].parent != part) part = parts_[part].parent;
+    return part;
+  }
+
+  std::vector<Part> parts_;
+  int64_t fraction_ = 1;
+};
+
+}  // namespace
+
+SharedElements::SharedElements(const Layout& before, const Layout& after) : before_(before), after_(after) {
+  const Mesh& mesh = before.mesh();
+  for (int t = 0; t < before.ndim(); ++t) {
+    const int64_t n = before.shape()[t];
+    const auto held = digits_of(mesh, n, before.cuts(t));
+    const auto needed = held ? digits_of(mesh, n, after.cuts(t)) : std::nullopt;
+    const auto matching = needed ? Matching::of(n, *held, *needed) : std::nullopt;
+    if (!matching) {
+      matchings_.clear();
+      return;
+    }
+    matchings_.push_back(*matching);
+  }
+}
+
+int64_t SharedElements::at(int64_t position) const {
+  if (matchings_.empty()) return shared_elements(before_.region(position), after_.region(position));
+  int64_t shared = 1;
+  for (const Matching& matching : matchings_) {
+    if (!matching.agrees_at(before_.mesh(), position)) return 0;
+    shared *= matching.free();
+  }
+  return shared;
+}
+
+MeshDimSet SharedElements::varying_dims() const {
+  if (matchings_.empty()) return MeshDimSet::from_bits(~0u);
+  MeshDimSet dims;
+  for (const Matching& matching : matchings_) {
+    for (const Matching::Common& digit : matching.digits()) {
+      if (!digit.is_tie()) continue;
+      dims.insert(digit.before.mesh_dim);
+      dims.insert(digit.after.mesh_dim);
+    }
+  }
+  return dims;
+}
+
+std::optional<int64_t> SharedElements::sum() const {
+  Ties ties;
+  int64_t shared = 1;
+  bool is_closed = !matchings_.empty();
+  for (const Matching& matching : matchings_) {
+    shared *= matching.free();
+    for (const Matching::Common& digit : matching.digits()) {
+      if (!digit.is_tie()) continue;
+      is_closed = is_closed && ties.add(digit);
+    }
+  }
+  if (!is_closed) return sum_by_walking(before_, after_);
+  return shared * (before_.mesh().size() / ties.fraction());
+}
+
+}  // namespace shardwright

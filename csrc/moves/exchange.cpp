@@ -1,0 +1,303 @@
+#include "moves/exchange.h"
+
+#include <algorithm>
+#include <map>
+#include <span>
+
+namespace shardwright {
+namespace {
+
+// Calls visit(elements, times) for the non-empty parts of n elements cut by these mesh dims, all coordinates.
+template <typename Visit>
+void for_each_part(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t times, const Visit& visit) {
+  if (n == 0) return;
+  if (cuts.empty()) return visit(n, times);
+  const int64_t k = mesh.dim_size(cuts[0].mesh_dim);
+  const int64_t chunk = (n + k - 1) / k;
+  const int64_t full = n / chunk;
+  for_each_part(mesh, chunk, cuts.subspan(1), times * full, visit);
+  for_each_part(mesh, n - full * chunk, cuts.subspan(1), times, visit);
+}
+
+// The same for what the parts of a list share with a target, where that is not empty.
+template <typename Visit>
+void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const IntervalList& list,
+                  std::span<const Cut> cuts, const IntervalList& target, const Visit& visit) {
+  const int64_t shared = intersection_length(list, target);
+  if (shared == 0) return;
+  if (cuts.empty()) return visit(shared, int64_t{1});
+  const Cut& first = cuts[0];
+  const int64_t k = mesh.dim_size(first.mesh_dim);
+  if (!all.contains(first.mesh_dim)) {
+    const IntervalList part = cut(list, k, mesh.coordinate(position, first.mesh_dim), first.split_factor);
+    return for_each_met(mesh, position, all, part, cuts.subspan(1), target, visit);
+  }
+  const bool all_taken = std::all_of(cuts.begin(), cuts.end(),
+                                     [&](const Cut& c) { return c.split_factor == 1 && all.contains(c.mesh_dim); });
+  const int64_t n = length(list);
+  if (all_taken && shared == n) return for_each_part(mesh, n, cuts, 1, visit);
+  int64_t begin = 0;
+  int64_t end = k;
+  if (first.split_factor == 1) {  // only chunks between the first and the last shared element
+    const std::vector<Piece> pieces = intersect(list, target);
+    const int64_t chunk = (n + k - 1) / k;
+    begin = pieces.front().a_position / chunk;
+    end = (pieces.back().a_position + pieces.back().length - 1) / chunk + 1;
+  }
+  for (int64_t c = begin; c < end; ++c) {
+    for_each_met(mesh, position, all, cut(list, k, c, first.split_factor), cuts.subspan(1), target, visit);
+  }
+}
+
+// How many parts meet a target, by what they share with it, which counts for no more than `at_most`.
+std::map<int64_t, int64_t> parts_by_length(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position,
+                                           MeshDimSet varying, const IntervalList& target, int64_t at_most) {
+  std::map<int64_t, int64_t> parts;
+  for_each_met(mesh, position, varying, part_at(mesh, n, {}, position), cuts, target,
+               [&](int64_t elements, int64_t times) { parts[std::min(elements, at_most)] += times; });
+  return parts;
+}
+
+// Mesh dims of the step that do not cut `before`: along them all ranks hold the same.
+MeshDimSet replica_dims(const Step& step) { return step.mesh_dims - step.before.cut_dims(); }
+
+}  // namespace
+
+int64_t source_for(const Step& step, int64_t holder, int64_t receiver) {
+  const Mesh& mesh = step.before.mesh();
+  int64_t source = holder;
+  for (const int d : replica_dims(step).to_vector()) {
+    source += (mesh.coordinate(receiver, d) - mesh.coordinate(holder, d)) * mesh.stride(d);
+  }
+  return source;
+}
+
+int64_t transfer_elements(const Step& step, int64_t source, int64_t receiver) {
+  if (source_for(step, source, receiver) != source) return 0;
+  return shared_elements(step.before.region(source), step.after.region(receiver));
+}
+
+Transfers::Transfers(const Step& step, int64_t position)
+    : step_(step), group_(step.before.mesh().group(position, step.mesh_dims)) {
+  if (step.sharing == Sharing::kNone) return;
+  const Mesh& mesh = step.before.mesh();
+  const MeshDimSet replica = replica_dims(step);
+  replicas_ = mesh.group_size(replica);
+  std::vector<Region> needed;
+  for (const int64_t member : group_) needed.push_back(step.after.region(member));
+  line_.resize(group_.size());
+  for (size_t m = 0; m < group_.size(); ++m) {
+    const std::vector<int64_t> holders = mesh.group(group_[m], replica);
+    turn_.push_back(std::find(holders.begin(), holders.end(), group_[m]) - holders.begin());
+    part_.push_back(std::find(group_.begin(), group_.end(), holders[0]) - group_.begin());
+  }
+  for (size_t m = 0; m < group_.size(); ++m) {
+    if (part_[m] != m) continue;
+    const Region held = step.before.region(group_[m]);
+    line_[m].push_back({});
+    for (size_t to = 0; to < group_.size(); ++to) {
+      const int64_t wanted = part_[to] == m ? 0 : shared_elements(held, needed[to]);
+      const Place& last = line_[m].back();
+      line_[m].push_back({last.elements + wanted, last.receivers + (wanted > 0)});
+    }
+    const Place& end = line_[m].back();
+    stretch_.elements = std::max(stretch_.elements, (end.elements + replicas_ - 1) / replicas_);
+    stretch_.receivers = std::max(stretch_.receivers, (end.receivers + replicas_ - 1) / replicas_);
+  }
+}
+
+Interval Transfers::range(size_t from, size_t to) const {
+  if (step_.sharing == Sharing::kNone) return {0, transfer_elements(step_, group_[from], group_[to])};
+  const std::vector<Place>& line = line_[part_[from]];
+  const int64_t place = line[to].elements;
+  const int64_t wanted = line[to + 1].elements - place;
+  if (wanted == 0) return {0, 0};
+  if (step_.sharing == Sharing::kMessages) {
+    return {0, line[to].receivers / stretch_.receivers == turn_[from] ? wanted : 0};
+  }
+  const int64_t begin = stretch_.elements * turn_[from];
+  const int64_t first = std::max(begin, place);
+  const int64_t last = std::min(begin + stretch_.elements, place + wanted);
+  return first < last ? Interval{first - place, last - place} : Interval{0, 0};
+}
+
+Interval in_round(Interval range, int64_t round, int64_t rounds) {
+  const __int128 length = range.end - range.begin;
+  return {range.begin + static_cast<int64_t>(length * round / rounds),
+          range.begin + static_cast<int64_t>(length * (round + 1) / rounds)};
+}
+
+Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
+             const IntervalList& target) {
+  Meeting total;
+  for_each_met(mesh, position, varying, part_at(mesh, n, {}, position), cuts, target,
+               [&](int64_t elements, int64_t times) {
+                 total.elements += elements * times;
+                 total.parts += times;
+               });
+  return total;
+}
+
+ExchangeTraffic::ExchangeTraffic(const Step& step)
+    : step_(step), shared_(step.before, step.after), item_(step.before.dtype().size_bytes()) {
+  if (step.sharing != Sharing::kNone || shared_.matchings().empty()) return;
+  is_closed_ = true;
+  needed_ = sent_ = num_elements(step.after.region(0));
+  for (const Matching& matching : shared_.matchings()) {
+    from_each_ *= matching.free();
+    sources_ *= matching.sources();
+    for (const Matching::Common& digit : matching.digits()) {
+      if (digit.before.mesh_dim < 0 || digit.after.mesh_dim < 0) continue;
+      if (step.before.cut_dims().contains(digit.after.mesh_dim)) continue;
+      sent_ *= digit.radix;
+      ties_with_replicas_.push_back(digit);
+    }
+  }
+}
+
+Traffic ExchangeTraffic::at(int64_t position) const {
+  if (step_.sharing != Sharing::kNone) return pairwise_at(position);
+  if (!is_closed_) return walked_at(position);
+  const Mesh& mesh = step_.before.mesh();
+  const int64_t own = shared_.at(position);
+  bool sends = true;
+  for (const Matching::Common& tie : ties_with_replicas_) sends = sends && tie.agrees_at(mesh, position);
+  return {(needed_ - own) * item_, (sends ? sent_ - own : 0) * item_,
+          (sources_ - (own > 0 ? 1 : 0)) * std::min(step_.rounds, from_each_)};
+}
+
+Traffic ExchangeTraffic::pairwise_at(int64_t position) const {
+  if (!pairwise_.contains(position)) {
+    const Transfers transfers(step_, position);
+    const std::vector<int64_t>& group = transfers.group();
+    for (const int64_t member : group) pairwise_.try_emplace(member);
+    for (size_t from = 0; from < group.size(); ++from) {
+      for (size_t to = 0; to < group.size(); ++to) {
+        const Interval range = transfers.range(from, to);
+        if (from == to || range.begin == range.end) continue;
+        const int64_t bytes = (range.end - range.begin) * item_;
+        pairwise_[group[from]].sent_bytes += bytes;
+        pairwise_[group[to]].received_bytes += bytes;
+        pairwise_[group[to]].messages += std::min(step_.rounds, range.end - range.begin);
+      }
+    }
+  }
+  return pairwise_[position];
+}
+
+// The parts of what is needed lie with one rank for each combination of coordinates on the dims that cut `before`;
+// tensor dims are cut by different mesh dims, so their parts multiply. What is sent is the same seen from the other
+// side, for the receivers that share this rank's coordinates on the replica dims. A part goes in as many messages as
+// there are rounds, or as it has elements.
+Traffic ExchangeTraffic::walked_at(int64_t position) const {
+  const Mesh& mesh = step_.before.mesh();
+  const Region held = step_.before.region(position);
+  const Region needed = step_.after.region(position);
+  const MeshDimSet cutting = step_.mesh_dims & step_.before.cut_dims();
+  int64_t own = 1;
+  std::map<int64_t, int64_t> sources{{1, 1}};
+  int64_t sent = mesh.group_size(cutting - step_.after.cut_dims());
+  for (int t = 0; t < step_.before.ndim(); ++t) {
+    own *= intersection_length(held[t], needed[t]);
+    std::map<int64_t, int64_t> finer;
+    for (const auto& [length, parts] : sources_at(t, position, cutting, needed[t])) {
+      for (const auto& [elements, count] : sources) finer[std::min(elements * length, step_.rounds)] += count * parts;
+    }
+    sources = std::move(finer);
+    sent *= sent_at(t, position, cutting, held[t]);
+  }
+  int64_t messages = -std::min(own, step_.rounds);
+  for (const auto& [elements, count] : sources) messages += std::min(elements, step_.rounds) * count;
+  return {(num_elements(needed) - own) * item_, (sent - own) * item_, messages};
+}
+
+namespace {
+
+MeshDimSet dims_of(const std::vector<Cut>& cuts) {
+  MeshDimSet dims;
+  for (const Cut& c : cuts) dims.insert(c.mesh_dim);
+  return dims;
+}
+
+// The position with these coordinates of another one, the rest first.
+int64_t projection(const Mesh& mesh, int64_t position, MeshDimSet dims) {
+  int64_t projected = 0;
+  for (const int d : dims.to_vector()) projected += mesh.coordinate(position, d) * mesh.stride(d);
+  return projected;
+}
+
+}  // namespace
+
+// Both depend on the coordinates that make the own part, and on those that all others share with this rank.
+const std::map<int64_t, int64_t>& ExchangeTraffic::sources_at(int tensor_dim, int64_t position, MeshDimSet cutting,
+                                                              const IntervalList& needed) const {
+  const Mesh& mesh = step_.before.mesh();
+  const std::vector<Cut>& cuts = step_.before.cuts(tensor_dim);
+  const MeshDimSet relevant = dims_of(step_.after.cuts(tensor_dim)) | (dims_of(cuts) - cutting);
+  const auto [found, is_new] = sources_at_.try_emplace({tensor_dim, projection(mesh, position, relevant)});
+  if (is_new) {
+    found->second =
+        parts_by_length(mesh, step_.before.shape()[tensor_dim], cuts, position, cutting, needed, step_.rounds);
+  }
+  return found->second;
+}
+
+int64_t ExchangeTraffic::sent_at(int tensor_dim, int64_t position, MeshDimSet cutting, const IntervalList& held) const {
+  const Mesh& mesh = step_.before.mesh();
+  const std::vector<Cut>& cuts = step_.after.cuts(tensor_dim);
+  const MeshDimSet relevant = dims_of(step_.before.cuts(tensor_dim)) | (dims_of(cuts) - cutting);
+  const auto [found, is_new] = sent_at_.try_emplace({tensor_dim, projection(mesh, position, relevant)}, 0);
+  if (is_new) {
+    found->second = meet(mesh, step_.after.shape()[tensor_dim], cuts, position, cutting, held).elements;
+  }
+  return found->second;
+}
+
+bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Backend backend) {
+  if (backend != Backend::kNccl) return false;
+  for (const int d : mesh_dims.to_vector()) {
+    const ReduceOp op = layout.placements()[d].op;
+    if (op == ReduceOp::kBitAnd || op == ReduceOp::kBitOr || op == ReduceOp::kBitXor) return false;
+  }
+  const DType& dtype = layout.dtype();
+  return dtype.kind() == DTypeKind::kFloat || (dtype.kind() == DTypeKind::kInteger && dtype.name() != "int16");
+}
+
+bool reduces_natively(const Step& step, Backend backend) {
+  return !step.ordered && reduces_natively(step.before, step.mesh_dims, backend);
+}
+
+bool may_go_in_rounds(const Step& step, Backend backend) {
+  return !is_local(step.op) && (step.op != StepOp::kAllReduce || !reduces_natively(step, backend));
+}
+
+int64_t collectives_of(StepOp op, int64_t group_size, bool native) {
+  return op == StepOp::kAllReduce && !native && group_size > 2 ? 2 : 1;
+}
+
+Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t item_bytes) {
+  return {(k - 1) * kept * item_bytes, (held - kept) * item_bytes, kept > 0 ? k - 1 : 0};
+}
+
+// Native: the figure of a ring, rounded up. Composed: own chunk from every peer, then every peer's chunk; two ranks
+// just trade all they have.
+Traffic all_reduce_traffic(int64_t held, int64_t k, int64_t index, int64_t item_bytes, bool native) {
+  if (native) {
+    const int64_t bytes = (2 * held * item_bytes * (k - 1) + k - 1) / k;
+    return {bytes, bytes, held > 0 ? 2 * (k - 1) : 0};
+  }
+  if (k == 2) return {held * item_bytes, held * item_bytes, held > 0 ? 1 : 0};
+  const Interval mine = flat_chunk(held, k, index);
+  const int64_t own = mine.end - mine.begin;
+  const int64_t bytes = ((k - 1) * own + held - own) * item_bytes;
+  const int64_t chunk = (held + k - 1) / k;
+  const int64_t chunks = held > 0 ? (held + chunk - 1) / chunk : 0;
+  return {bytes, bytes, chunks - (own > 0 ? 1 : 0) + (own > 0 ? k - 1 : 0)};
+}
+
+Interval flat_chunk(int64_t n, int64_t k, int64_t index) {
+  const int64_t chunk = (n + k - 1) / k;
+  return {std::min(index * chunk, n), std::min((index + 1) * chunk, n)};
+}
+
+}  // namespace shardwright

@@ -1,0 +1,56 @@
+#include "moves/figures.h"
+
+#include <algorithm>
+
+#include "moves/move_table.h"
+#include "moves/traffic.h"
+
+namespace shardwright {
+namespace {
+
+// Over the ranks of position 0's group.
+StepFigures figures_by_walking(const Step& step, Backend backend) {
+  StepFigures worst;
+  const StepTraffic traffic(step, backend);
+  const int64_t item = step.before.dtype().size_bytes();
+  for (const int64_t position : step.before.mesh().group(0, step.mesh_dims)) {
+    const Traffic one = traffic.at(position);
+    worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);
+    worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);
+    worst.messages = std::max(worst.messages, one.messages);
+    worst.touched_bytes = std::max(worst.touched_bytes, num_elements(step.after.region(position)) * item);
+  }
+  worst.collectives =
+      collectives_of(step.op, step.before.mesh().group_size(step.mesh_dims), reduces_natively(step, backend));
+  return worst;
+}
+
+}  // namespace
+
+StepFigures figures(const Step& step, Backend backend) {
+  if (step.sharing == Sharing::kBytes || step.rounds > 1) return figures_by_walking(step, backend);
+  MoveTable table(step.before, backend, step.ordered);
+  const MoveTable::State before = table.state(step.before.cuts(), step.before.partial_dims());
+  const MoveTable::State after = table.state(step.after.cuts(), step.after.partial_dims());
+  return table.figures(before, after, {step.op, step.mesh_dims, step.sharing});
+}
+
+int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, const Topology& topology) {
+  const Link link = topology.link(step.before.mesh(), step.mesh_dims);
+  const int64_t first = predicted_picoseconds(is_local(step.op), figures, link, topology);
+  return saturating_sum(first, saturating_product((step.rounds - 1) * figures.collectives, topology.step_ps));
+}
+
+int64_t predicted_picoseconds(const Step& step, Backend backend, const Topology& topology) {
+  return predicted_picoseconds(step, figures(step, backend), topology);
+}
+
+int64_t predicted_picoseconds(const Plan& plan) {
+  int64_t total = 0;
+  for (const Step& step : plan.steps) {
+    total = saturating_sum(total, predicted_picoseconds(step, plan.backend, plan.topology));
+  }
+  return total;
+}
+
+}  // namespace shardwright

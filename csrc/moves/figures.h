@@ -1,0 +1,20 @@
+// What the worst rank does in a step, and how long that is predicted to take.
+#pragma once
+
+#include <cstdint>
+
+#include "cost/cost.h"
+#include "moves/plan.h"
+
+namespace shardwright {
+
+// Among the corners of position 0's group, the ranks whose coordinates are first or last: there parts are largest and
+// smallest, and lie furthest from each other.
+StepFigures figures(const Step& step, Backend backend);
+
+// As predicted_picoseconds in cost/cost.h, with as many more collectives as the step has rounds.
+int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, const Topology& topology);
+int64_t predicted_picoseconds(const Step& step, Backend backend, const Topology& topology);
+int64_t predicted_picoseconds(const Plan& plan);
+
+}  // namespace shardwright

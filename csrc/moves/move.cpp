@@ -1,0 +1,86 @@
+#include "moves/move.h"
+
+#include <algorithm>
+
+#include "moves/move_table.h"
+#include "moves/traffic.h"
+
+namespace shardwright {
+namespace {
+
+// Up to this size a group's members are looked at one by one to name a move.
+constexpr int64_t kMaxGroupNamedExactly = 64;
+// Of larger groups, up to so many corners.
+constexpr size_t kMaxCornersNamed = 256;
+
+// Names the collective by what the ranks of position 0's group do; the compiler decides by what each group does, so a
+// wrong name could cost clarity, never data.
+StepOp data_move_op(const Step& step) {
+  const MeshDimSet dims = step.mesh_dims;
+  const Mesh& mesh = step.before.mesh();
+  const bool gathers = (dims & step.before.cut_dims()) == dims && (dims & step.after.cut_dims()).empty();
+  if (gathers && (step.after.cut_dims() - step.before.cut_dims()).empty()) return StepOp::kAllGather;
+  const int64_t k = mesh.group_size(dims);
+  const int64_t item = step.after.dtype().size_bytes();
+  const std::vector<int64_t> members =
+      k <= kMaxGroupNamedExactly ? mesh.group(0, dims) : corner_positions(mesh, dims, kMaxCornersNamed);
+  bool trades_equally = true;
+  bool has_one_peer = true;
+  const ExchangeTraffic exchange(step);
+  for (const int64_t member : members) {
+    const Traffic traffic = exchange.at(member);
+    const int64_t whole = num_elements(step.after.region(member)) * item;
+    trades_equally = trades_equally && traffic.messages == k - 1 && traffic.received_bytes * k == whole * (k - 1) &&
+                     traffic.sent_bytes == traffic.received_bytes;
+    has_one_peer = has_one_peer && traffic.messages <= 1 && traffic.sent_bytes == traffic.received_bytes &&
+                   (traffic.received_bytes == whole || traffic.received_bytes == 0);
+  }
+  if (trades_equally && !exchange.has_equal_shares() && k <= kMaxGroupNamedExactly) {
+    for (const int64_t member : members) {
+      for (const int64_t other : members) {
+        trades_equally = trades_equally && (member == other || transfer_elements(step, other, member) ==
+                                                                   transfer_elements(step, members[0], members[1]));
+      }
+    }
+  }
+  if (trades_equally) return StepOp::kAllToAll;
+  return has_one_peer ? StepOp::kPermute : StepOp::kExchange;
+}
+
+}  // namespace
+
+std::optional<Step> move_between(const Layout& before, const Layout& after, const std::vector<MeshDimSet>& allowed) {
+  MoveTable table(before, Backend::kNccl);
+  const MoveTable::State a = table.state(before.cuts(), before.partial_dims());
+  const MoveTable::State b = table.state(after.cuts(), after.partial_dims());
+  const std::optional<MoveTable::Move> move = table.move(a, b, allowed);
+  if (!move) return std::nullopt;
+  return Step{move->op, move->mesh_dims, before, after};
+}
+
+Step shared_if_it_helps(Step step, Sharing sharing, const std::vector<MeshDimSet>& allowed) {
+  if (step.op != StepOp::kExchange) return step;
+  const Mesh& mesh = step.before.mesh();
+  Step shared = step;
+  shared.sharing = sharing;
+  shared.mesh_dims = step.mesh_dims | (step.before.replicated_dims() & step.after.cut_dims());
+  if (shared.mesh_dims == step.mesh_dims || mesh.group_size(shared.mesh_dims) > kMaxSharingGroup) return step;
+  if (!allowed.empty() && std::find(allowed.begin(), allowed.end(), shared.mesh_dims) == allowed.end()) return step;
+  const ExchangeTraffic before(step);
+  const ExchangeTraffic after(shared);
+  int64_t worst_before = 0;
+  int64_t worst_after = 0;
+  const bool sees_all = mesh.size() <= kMaxSharingGroup;
+  for (const int64_t position : sees_all ? seen_positions(mesh) : mesh.group(0, shared.mesh_dims)) {
+    worst_before = std::max(worst_before, before.at(position).sent_bytes);
+    worst_after = std::max(worst_after, after.at(position).sent_bytes);
+  }
+  return worst_after < worst_before ? shared : step;
+}
+
+Step named_by_collective(Step step) {
+  if (step.op == StepOp::kExchange && step.sharing == Sharing::kNone) step.op = data_move_op(step);
+  return step;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,471 @@
+#include "moves/move_table.h"
+
+#include <algorithm>
+
+#include "moves/exchange.h"
+#include "moves/spans.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+constexpr int kMaxDimsWithAllCorners = 5;
+// Of strided parts without digits, of all ranks.
+constexpr int64_t kMaxPiecesWalked = 4096;
+
+std::optional<MeshDimSet> allowed_span(MeshDimSet needed, const Mesh& mesh, const std::vector<MeshDimSet>& allowed,
+                                       bool exactly) {
+  if (allowed.empty()) return needed;
+  std::optional<MeshDimSet> best;
+  for (const MeshDimSet& dims : allowed) {
+    const bool fits = exactly ? dims == needed : (dims & needed) == needed;
+    if (fits && (!best || mesh.group_size(dims) < mesh.group_size(*best))) best = dims;
+  }
+  return best;
+}
+
+void raise_to(StepFigures& worst, const Traffic& traffic) {
+  worst.received_bytes = std::max(worst.received_bytes, traffic.received_bytes);
+  worst.sent_bytes = std::max(worst.sent_bytes, traffic.sent_bytes);
+  worst.messages = std::max(worst.messages, traffic.messages);
+}
+
+// The corners of a group: coordinates are first or last, which is where parts are largest and smallest and lie furthest
+// from each other. All of them for a few mesh dims; for many, those where all coordinates but one agree.
+std::vector<uint32_t> corners(MeshDimSet dims) {
+  std::vector<uint32_t> found;
+  if (dims.count() <= kMaxDimsWithAllCorners) {
+    uint32_t subset = 0;
+    do {
+      found.push_back(subset);
+      subset = (subset - dims.bits()) & dims.bits();
+    } while (subset != 0);
+    return found;
+  }
+  found = {0, dims.bits()};
+  for (const int d : dims.to_vector()) {
+    found.push_back(MeshDimSet::single(d).bits());
+    found.push_back((dims - MeshDimSet::single(d)).bits());
+  }
+  return found;
+}
+
+}  // namespace
+
+MoveTable::MoveTable(const Layout& layout, Backend backend, bool ordered, MeshDimSet between)
+    : layout_(layout),
+      backend_(backend),
+      ordered_(ordered),
+      between_(between),
+      node_size_(layout.mesh().size() / layout.mesh().group_size(between)),
+      item_(layout.dtype().size_bytes()),
+      lists_(layout.ndim()),
+      numbers_(layout.ndim()),
+      pair_numbers_(layout.ndim()) {}
+
+int MoveTable::number(int tensor_dim, const std::vector<Cut>& cuts) {
+  const int64_t n = layout_.shape()[tensor_dim];
+  std::vector<List>& lists = lists_[tensor_dim];
+  List list{cuts, {}, n, false, digits_of(layout_.mesh(), n, cuts)};
+  list.has_equal_parts = list.digits || cuts_evenly(layout_.mesh(), n, cuts);
+  for (const Cut& c : cuts) list.dims.insert(c.mesh_dim);
+  const auto next = static_cast<int>(lists.size());
+  if (list.digits) {
+    for (int i = 0; i < next; ++i) {
+      if (lists[i].dims == list.dims && lists[i].digits == list.digits) return i;
+    }
+    for (const Digit& digit : *list.digits) list.length /= digit.radix;
+  } else {
+    list.cuts = canonical(layout_.mesh(), n, std::move(list.cuts));
+    std::vector<int64_t> name;
+    for (const Cut& c : list.cuts) {
+      name.push_back(c.mesh_dim);
+      name.push_back(c.split_factor);
+    }
+    const auto [found, is_new] = numbers_[tensor_dim].emplace(std::move(name), next);
+    if (!is_new) return found->second;
+    list.length = length(part_at(layout_.mesh(), n, list.cuts, 0));
+  }
+  lists.push_back(std::move(list));
+  return next;
+}
+
+MoveTable::State MoveTable::state(const Cuts& cuts, MeshDimSet partial_dims) {
+  State state{{}, {}, partial_dims, 1};
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    const int list = number(t, cuts[t]);
+    state.lists.push_back(list);
+    state.cut_dims = state.cut_dims | dims_of(t, list);
+    state.elements *= first_length(t, list);
+  }
+  return state;
+}
+
+Cuts MoveTable::cuts(const State& state) const {
+  Cuts cuts;
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    cuts.push_back(canonical(layout_.mesh(), layout_.shape()[t], lists_[t][state.lists[t]].cuts));
+  }
+  return cuts;
+}
+
+std::optional<MoveTable::Move> MoveTable::move(const State& before, const State& after,
+                                               const std::vector<MeshDimSet>& allowed) {
+  if (!(after.partial_dims - before.partial_dims).empty() || before == after) return std::nullopt;
+  const Mesh& mesh = layout_.mesh();
+  const MeshDimSet reduced = before.partial_dims - after.partial_dims;
+  if (!reduced.empty()) {
+    const bool keeps = before.lists == after.lists;
+    if (!keeps && !scatters(before, after, reduced)) return std::nullopt;
+    if (!allowed_span(reduced, mesh, allowed, true)) return std::nullopt;
+    return Move{keeps ? StepOp::kAllReduce : StepOp::kReduceScatter, reduced};
+  }
+  MeshDimSet dims;
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    if (before.lists[t] != after.lists[t]) dims = dims | pair(t, before.lists[t], after.lists[t]).spanned;
+  }
+  // Mesh dims that do not cut `before` bring nothing: ranks along them hold the same.
+  dims = dims & before.cut_dims;
+  if (dims.empty() || layout_.num_elements() == 0) {
+    const MeshDimSet changed = (after.cut_dims - before.cut_dims) | (before.cut_dims - after.cut_dims);
+    return Move{StepOp::kSlice, changed.empty() ? after.cut_dims : changed};
+  }
+  const std::optional<MeshDimSet> span = allowed_span(dims, mesh, allowed, false);
+  if (!span) return std::nullopt;
+  return Move{StepOp::kExchange, *span};
+}
+
+std::optional<MoveTable::Move> MoveTable::sharing_messages(const State& before, const State& after,
+                                                           const Move& exchange,
+                                                           const std::vector<MeshDimSet>& allowed) {
+  if (exchange.op != StepOp::kExchange || (after.cut_dims - before.cut_dims).empty()) return std::nullopt;
+  MeshDimSet replicas;
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    const Pair& one = pair(t, before.lists[t], after.lists[t]);
+    if (!one.is_closed) return std::nullopt;
+    for (int i = 0; i < one.num_ties; ++i) {
+      if (!before.cut_dims.contains(one.ties[i].mesh_dim)) replicas.insert(one.ties[i].mesh_dim);
+    }
+  }
+  if (replicas.empty()) return std::nullopt;
+  const Mesh& mesh = layout_.mesh();
+  const MeshDimSet dims = exchange.mesh_dims | (after.cut_dims - before.cut_dims - before.partial_dims);
+  if (mesh.group_size(dims) > kMaxSharingGroup) return std::nullopt;
+  if (!allowed.empty() && std::find(allowed.begin(), allowed.end(), dims) == allowed.end()) return std::nullopt;
+  return Move{StepOp::kExchange, dims, Sharing::kMessages};
+}
+
+bool MoveTable::takes_long(const State& before, const State& after) {
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    if (pair(t, before.lists[t], after.lists[t]).takes_long) return true;
+  }
+  return false;
+}
+
+int64_t MoveTable::pieces(const List& list) const {
+  int64_t pieces = 1;
+  bool is_strided = false;
+  for (const Cut& c : list.cuts) {
+    is_strided = is_strided || c.split_factor > 1;
+    pieces *= c.split_factor * layout_.mesh().dim_size(c.mesh_dim);
+  }
+  return is_strided ? pieces : 1;
+}
+
+bool MoveTable::may_be_slice(const State& before, const State& after) const {
+  if (!(before.partial_dims == after.partial_dims) || before.cut_dims == after.cut_dims) return false;
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    const MeshDimSet lost = dims_of(t, before.lists[t]) - dims_of(t, after.lists[t]);
+    if (!lost.empty()) return false;
+  }
+  return true;
+}
+
+StepFigures MoveTable::figures(const State& before, const State& after, const Move& move) {
+  StepFigures worst;
+  worst.touched_bytes = after.elements * item_;
+  if (is_local(move.op)) return worst;
+  const int64_t k = layout_.mesh().group_size(move.mesh_dims);
+  if (move.op == StepOp::kAllReduce) {
+    const bool native = !ordered_ && reduces_natively(layout_, move.mesh_dims, backend_);
+    raise_to(worst, all_reduce_traffic(before.elements, k, 0, item_, native));
+    worst.collectives = collectives_of(move.op, k, native);
+    return worst;
+  }
+  if (move.op == StepOp::kReduceScatter) {
+    for (const uint32_t corner : has_equal_parts(after) ? std::vector<uint32_t>{0} : corners(move.mesh_dims)) {
+      raise_to(worst, reduce_scatter_traffic(elements_at(before, corner), elements_at(after, corner), k, item_));
+    }
+    return worst;
+  }
+  const StepFigures wire = exchange_figures(before, after, move);
+  return {wire.received_bytes, wire.sent_bytes, wire.messages, worst.touched_bytes, 1};
+}
+
+bool MoveTable::has_equal_parts(const State& state) const {
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    if (!has_equal_parts(t, state.lists[t])) return false;
+  }
+  return true;
+}
+
+StepFigures MoveTable::exchange_figures(const State& before, const State& after, const Move& move) {
+  // Where digits say it all. All ranks send as much in sum as they receive, but where replicas will cut a digit that is
+  // cut already, only those that have the right coordinate send.
+  bool differs = false;
+  bool sender_differs = false;
+  int64_t shared = 1;
+  int64_t sources = 1;
+  int64_t sent = after.elements;
+  bool is_closed = true;
+  for (int t = 0; t < layout_.ndim() && is_closed; ++t) {
+    const Pair& one = pair(t, before.lists[t], after.lists[t]);
+    is_closed = one.is_closed;
+    differs = differs || one.differs;
+    shared *= one.shared;
+    sources *= one.sources;
+    for (int i = 0; i < one.num_ties; ++i) {
+      if (before.cut_dims.contains(one.ties[i].mesh_dim)) {
+        sender_differs = true;
+      } else {
+        sent *= one.ties[i].radix;
+      }
+    }
+  }
+  if (is_closed && move.sharing == Sharing::kMessages) {
+    // Of the replicas' line every receiver is one stretch, or as many as it has sources.
+    return {after.elements * item_, after.elements * item_, sources, 0, 1};
+  }
+  if (is_closed) {
+    return {(after.elements - (differs ? 0 : shared)) * item_, (sent - (sender_differs ? 0 : shared)) * item_,
+            sources - (differs ? 0 : 1), 0, 1};
+  }
+  StepFigures worst;
+  const MeshDimSet varying = move.mesh_dims & before.cut_dims;
+  for (const uint32_t corner : corners(move.mesh_dims)) {
+    raise_to(worst, exchange_traffic(before, after, varying, corner));
+  }
+  return worst;
+}
+
+Traffic MoveTable::exchange_traffic(const State& before, const State& after, MeshDimSet varying, uint32_t corner) {
+  Shares all{1, 1, layout_.mesh().group_size(varying - after.cut_dims)};
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    const Shares& one = shares(t, before.lists[t], after.lists[t], varying, corner);
+    all = {all.own * one.own, all.sources * one.sources, all.sent * one.sent};
+  }
+  return {(elements_at(after, corner) - all.own) * item_, (all.sent - all.own) * item_,
+          all.sources - (all.own > 0 ? 1 : 0)};
+}
+
+std::optional<StepFigures> MoveTable::least_figures(const State& before, const State& after, const Move& move) {
+  if (move.op != StepOp::kExchange) return std::nullopt;
+  bool is_closed = true;
+  for (int t = 0; t < layout_.ndim() && is_closed; ++t) is_closed = pair(t, before.lists[t], after.lists[t]).is_closed;
+  if (is_closed) return std::nullopt;
+  StepFigures figures;
+  figures.touched_bytes = after.elements * item_;
+  raise_to(figures, exchange_traffic(before, after, move.mesh_dims & before.cut_dims, 0));
+  return figures;
+}
+
+MoveTable::Distance MoveTable::distance(const State& before, const State& after) {
+  Distance distance;
+  bool is_closed = true;
+  bool differs = false;
+  bool differs_between_nodes = false;
+  int64_t shared = 1;
+  int64_t shared_by_node = 1;
+  int64_t needed_by_node = after.elements;
+  for (int t = 0; t < layout_.ndim() && is_closed; ++t) {
+    const Pair& one = pair(t, before.lists[t], after.lists[t]);
+    is_closed = one.is_closed;
+    differs = differs || one.differs;
+    differs_between_nodes = differs_between_nodes || one.differs_between_nodes;
+    shared *= one.shared;
+    shared_by_node *= one.shared_by_node;
+    needed_by_node *= one.needed_by_node;
+    distance.sources *= one.sources;
+  }
+  // Of what is due for reduction every element needs contributions of others, wherever it goes.
+  const MeshDimSet due = before.partial_dims - after.partial_dims;
+  if (is_closed) {
+    distance.missing = after.elements - (differs || !due.empty() ? 0 : shared);
+    distance.missing_least = after.elements - (due.empty() ? shared : 0);
+    if (distance.sources == 1 && differs) distance.sources = 2;  // all of another rank's
+    distance.sources *= layout_.mesh().group_size(due);
+    const bool lacks_all = differs_between_nodes || !(due & between_).empty();
+    const int64_t missed_by_node = needed_by_node - (lacks_all ? 0 : shared_by_node);
+    distance.beyond_node = missed_by_node > 0;
+    distance.from_nodes = (missed_by_node + node_size_ - 1) / node_size_;
+    return distance;
+  }
+  distance = Distance();
+  if (takes_long(before, after)) {
+    distance.missing = std::max<int64_t>(after.elements - before.elements, 0);
+    return distance;
+  }
+  for (const uint32_t corner : corners(before.cut_dims | after.cut_dims)) {
+    int64_t own = 1;
+    for (int t = 0; t < layout_.ndim(); ++t) own *= shares(t, before.lists[t], after.lists[t], {}, corner).own;
+    distance.missing = std::max(distance.missing, elements_at(after, corner) - own);
+  }
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    distance.sources *=
+        std::max<int64_t>(shares(t, before.lists[t], after.lists[t], dims_of(t, before.lists[t]), 0).sources, 1);
+  }
+  distance.sources *= layout_.mesh().group_size(due);
+  if (!due.empty()) distance.missing = after.elements;
+  return distance;
+}
+
+bool MoveTable::scatters(const State& before, const State& after, MeshDimSet reduced) {
+  if (!(after.cut_dims - before.cut_dims == reduced) || !(before.cut_dims - after.cut_dims).empty()) return false;
+  for (int t = 0; t < layout_.ndim(); ++t) {
+    if (before.lists[t] != after.lists[t] && !pair(t, before.lists[t], after.lists[t]).cuts_further) return false;
+  }
+  return true;
+}
+
+const MoveTable::Pair& MoveTable::pair(int tensor_dim, int before, int after) {
+  std::vector<std::vector<int>>& rows = pair_numbers_[tensor_dim];
+  if (static_cast<size_t>(before) >= rows.size()) rows.resize(lists_[tensor_dim].size());
+  std::vector<int>& row = rows[before];
+  if (static_cast<size_t>(after) >= row.size()) row.resize(lists_[tensor_dim].size(), -1);
+  if (row[after] < 0) {
+    row[after] = static_cast<int>(pairs_.size());
+    pairs_.push_back(make_pair(tensor_dim, lists_[tensor_dim][before], lists_[tensor_dim][after]));
+  }
+  return pairs_[row[after]];
+}
+
+MoveTable::Pair MoveTable::make_pair(int tensor_dim, const List& before, const List& after) const {
+  const Mesh& mesh = layout_.mesh();
+  const int64_t n = layout_.shape()[tensor_dim];
+  Pair pair;
+  if (before.digits && after.digits) {
+    if (const std::optional<Matching> matching = Matching::of(n, *before.digits, *after.digits)) {
+      const auto has = [](const List& list, const Digit& digit) {
+        return std::find(list.digits->begin(), list.digits->end(), digit) != list.digits->end();
+      };
+      pair.cuts_further = true;
+      for (const Digit& digit : *before.digits) {
+        if (has(after, digit)) continue;
+        pair.spanned.insert(digit.mesh_dim);
+        pair.cuts_further = false;
+      }
+      for (const Digit& digit : *after.digits) {
+        if (!has(before, digit)) pair.spanned.insert(digit.mesh_dim);
+      }
+      close(pair, *matching);
+      return pair;
+    }
+  }
+  pair.takes_long = std::max(pieces(before), pieces(after)) > kMaxPiecesWalked;
+  pair.spanned = spanned_dims(mesh, n, before.cuts, after.cuts);
+  pair.cuts_further =
+      (before.dims - after.dims).empty() && holds_the_same(mesh, n, before.cuts, after.cuts, before.dims);
+  return pair;
+}
+
+void MoveTable::close(Pair& pair, const Matching& matching) const {
+  pair.shared = pair.shared_by_node = matching.free();
+  pair.sources = matching.sources();
+  for (const Matching::Common& digit : matching.digits()) {
+    const int from = digit.before.mesh_dim;
+    const int to = digit.after.mesh_dim;
+    const bool is_between_before = from >= 0 && between_.contains(from);
+    const bool is_between_after = to >= 0 && between_.contains(to);
+    if (from >= 0 && to >= 0 && !(digit.before == digit.after)) {
+      if (pair.num_ties == Pair::kMaxTies) return;
+      pair.ties[pair.num_ties++] = {to, digit.radix};
+      pair.differs = true;
+      if (is_between_before && is_between_after) pair.differs_between_nodes = true;
+    }
+    if (!is_between_before && !is_between_after) pair.shared_by_node *= digit.radix;
+    if (to >= 0 && !is_between_after) pair.needed_by_node *= digit.radix;
+  }
+  pair.is_closed = true;
+}
+
+const MoveTable::Shares& MoveTable::shares(int tensor_dim, int before, int after, MeshDimSet varying, uint32_t corner) {
+  const MeshDimSet relevant = dims_of(tensor_dim, before) | dims_of(tensor_dim, after);
+  varying = varying & relevant;
+  corner &= relevant.bits();
+  const auto [found, is_new] = shares_.try_emplace(key(tensor_dim, before, after, varying.bits(), corner));
+  if (is_new) {
+    const List& a = lists_[tensor_dim][before];
+    const List& b = lists_[tensor_dim][after];
+    const int64_t n = layout_.shape()[tensor_dim];
+    const int64_t position = position_of(corner);
+    std::optional<Matching> matching;
+    if (a.digits && b.digits) matching = Matching::of(n, *a.digits, *b.digits);
+    found->second = matching ? shares_by_digits(*matching, varying, position)
+                             : shares_by_walking(n, a.cuts, b.cuts, varying, position);
+  }
+  return found->second;
+}
+
+MoveTable::Shares MoveTable::shares_by_digits(const Matching& matching, MeshDimSet varying, int64_t position) const {
+  const auto varies = [&](const Matching::Owner& owner) { return varying.contains(owner.mesh_dim); };
+  Shares shares{matching.free(), 1, matching.free()};
+  for (const Matching::Common& digit : matching.digits()) {
+    const bool agrees = digit.agrees_at(layout_.mesh(), position);
+    if (!agrees) shares.own = 0;
+    if (digit.after.mesh_dim < 0) {
+      if (varies(digit.before)) shares.sources *= digit.radix;
+    } else if (digit.before.mesh_dim < 0) {
+      if (varies(digit.after)) shares.sent *= digit.radix;
+    } else if (!agrees) {
+      if (!varies(digit.before)) shares.sources = 0;
+      if (!varies(digit.after)) shares.sent = 0;
+    }
+  }
+  return shares;
+}
+
+MoveTable::Shares MoveTable::shares_by_walking(int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after,
+                                               MeshDimSet varying, int64_t position) const {
+  const Mesh& mesh = layout_.mesh();
+  const IntervalList held = part_at(mesh, n, before, position);
+  const IntervalList needed = part_at(mesh, n, after, position);
+  return {intersection_length(held, needed), meet(mesh, n, before, position, varying, needed).parts,
+          meet(mesh, n, after, position, varying, held).elements};
+}
+
+int64_t MoveTable::length_at(int tensor_dim, int list, uint32_t corner) {
+  corner &= dims_of(tensor_dim, list).bits();
+  if (corner == 0) return first_length(tensor_dim, list);
+  const auto [found, is_new] = lengths_.try_emplace(key(tensor_dim, list, 0, 0, corner), 0);
+  if (is_new) {
+    found->second = length(
+        part_at(layout_.mesh(), layout_.shape()[tensor_dim], lists_[tensor_dim][list].cuts, position_of(corner)));
+  }
+  return found->second;
+}
+
+int64_t MoveTable::elements_at(const State& state, uint32_t corner) {
+  int64_t total = 1;
+  for (int t = 0; t < layout_.ndim(); ++t) total *= length_at(t, state.lists[t], corner);
+  return total;
+}
+
+int64_t MoveTable::position_of(uint32_t corner) const {
+  const Mesh& mesh = layout_.mesh();
+  int64_t position = 0;
+  for (const int d : MeshDimSet::from_bits(corner).to_vector()) position += (mesh.dim_size(d) - 1) * mesh.stride(d);
+  return position;
+}
+
+MoveTable::Key MoveTable::key(int tensor_dim, int before, int after, uint32_t varying, uint32_t corner) {
+  return {static_cast<uint32_t>(tensor_dim), static_cast<uint32_t>(before), static_cast<uint32_t>(after), varying,
+          corner};
+}
+
+size_t MoveTable::KeyHash::operator()(const Key& key) const {
+  uint64_t hash = 0;
+  for (const uint32_t part : key) hash = (hash ^ part) * 0x9E3779B97F4A7C15u;
+  return hash ^ (hash >> 32);
+}
+
+}  // namespace shardwright

@@ -1,0 +1,156 @@
+// Moves between layouts and what they cost, for a search that asks for thousands of them.
+//
+// A state of the search is a list of cuts for each tensor dim and a set of pending mesh dims. Whether a move exists and
+// what it travels factorises over tensor dims, because every mesh dim cuts one of them at most. So lists are numbered,
+// and what there is to know of a pair of lists is worked out once.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "cost/cost.h"
+#include "moves/digits.h"
+#include "moves/exchange.h"
+
+namespace shardwright {
+
+using Cuts = std::vector<std::vector<Cut>>;
+
+class MoveTable {
+ public:
+  // States are on the mesh and of the shape and dtype of `layout`, and pending with its reductions, which are carried
+  // out in order or by whatever is native. Mesh dims in `between` lead to other nodes.
+  MoveTable(const Layout& layout, Backend backend, bool ordered = false, MeshDimSet between = {});
+
+  struct State {
+    std::vector<int> lists;  // by tensor dim
+    MeshDimSet cut_dims;
+    MeshDimSet partial_dims;
+    int64_t elements = 0;  // held at position 0, where parts are largest
+    bool operator==(const State& other) const { return lists == other.lists && partial_dims == other.partial_dims; }
+  };
+
+  // The number of a list of cuts of a tensor dim. Lists that make the same parts have the same number wherever parts
+  // have one size.
+  int number(int tensor_dim, const std::vector<Cut>& cuts);
+  MeshDimSet dims_of(int tensor_dim, int list) const { return lists_[tensor_dim][list].dims; }
+  int64_t first_length(int tensor_dim, int list) const { return lists_[tensor_dim][list].length; }
+
+  bool has_equal_parts(int tensor_dim, int list) const { return lists_[tensor_dim][list].has_equal_parts; }
+  bool has_digits(int tensor_dim, int list) const { return lists_[tensor_dim][list].digits.has_value(); }
+
+  State state(const Cuts& cuts, MeshDimSet partial_dims);
+  Cuts cuts(const State& state) const;
+
+  struct Move {
+    StepOp op = StepOp::kSlice;
+    MeshDimSet mesh_dims;
+    Sharing sharing = Sharing::kNone;  // kBytes: its figures are not known here
+  };
+
+  // Whether figures of a move take very long to work out: better not to think of it.
+  bool takes_long(const State& before, const State& after);
+
+  // See move_between in move.h.
+  std::optional<Move> move(const State& before, const State& after, const std::vector<MeshDimSet>& allowed);
+  // The exchange with its sending shared among replicas, in whole messages, where that lessens what the worst rank
+  // sends and digits say how much.
+  std::optional<Move> sharing_messages(const State& before, const State& after, const Move& exchange,
+                                       const std::vector<MeshDimSet>& allowed);
+  // False where `move` finds no slice; quick.
+  bool may_be_slice(const State& before, const State& after) const;
+  StepFigures figures(const State& before, const State& after, const Move& move);
+  // None of an exchange's figures is less: those at position 0. Nothing where it is no quicker to work out all.
+  std::optional<StepFigures> least_figures(const State& before, const State& after, const Move& move);
+
+  // What no sequence of moves from one state to another gets around, reductions that are due included.
+  struct Distance {
+    int64_t missing = 0;        // elements that some rank must receive
+    int64_t missing_least = 0;  // that every rank must receive
+    int64_t sources = 1;        // ranks, itself included, that some rank needs data of
+    bool beyond_node = false;   // some of them on other nodes
+    int64_t from_nodes = 0;     // elements that some rank must receive from other nodes
+  };
+  Distance distance(const State& before, const State& after);
+
+ private:
+  using Key = std::array<uint32_t, 5>;  // tensor dim, lists before and after, mesh dims that vary, corner
+  struct KeyHash {
+    size_t operator()(const Key& key) const;
+  };
+
+  // What a pair of lists shares at one position, in elements and parts.
+  struct Shares {
+    int64_t own = 0;
+    int64_t sources = 0;
+    int64_t sent = 0;
+  };
+
+  // What there is to know of a pair of lists. From `is_closed` on only where digits say it.
+  struct Pair {
+    bool cuts_further = false;
+    bool takes_long = false;  // to walk over: many pieces, and digits do not help
+    bool is_closed = false;
+    bool differs = false;  // some rank's coordinates fix the same digit to different values
+    bool differs_between_nodes = false;
+    MeshDimSet spanned;
+    int64_t shared = 1;          // where they fix it to the same
+    int64_t sources = 1;         // parts held before that one needed afterwards meets
+    int64_t shared_by_node = 1;  // by a node's ranks together
+    int64_t needed_by_node = 1;  // times what one of them needs
+    // Digits that both fix, by different mesh dims: by which afterwards.
+    static constexpr int kMaxTies = 6;
+    struct Tie {
+      int mesh_dim;
+      int64_t radix;
+    };
+    int num_ties = 0;
+    std::array<Tie, kMaxTies> ties;
+  };
+
+  struct List {
+    std::vector<Cut> cuts;
+    MeshDimSet dims;
+    int64_t length = 0;  // of the part at position 0
+    bool has_equal_parts = false;
+    std::optional<std::vector<Digit>> digits;  // perhaps, if parts are equal
+  };
+
+  // The pieces of all ranks that a walk over strided parts looks at; 1 where no cut is strided.
+  int64_t pieces(const List& list) const;
+  const Pair& pair(int tensor_dim, int before, int after);
+  Pair make_pair(int tensor_dim, const List& before, const List& after) const;
+  void close(Pair& pair, const Matching& matching) const;
+  StepFigures exchange_figures(const State& before, const State& after, const Move& move);
+  Traffic exchange_traffic(const State& before, const State& after, MeshDimSet varying, uint32_t corner);
+  bool has_equal_parts(const State& state) const;
+  int64_t length_at(int tensor_dim, int list, uint32_t corner);
+  int64_t elements_at(const State& state, uint32_t corner);
+  const Shares& shares(int tensor_dim, int before, int after, MeshDimSet varying, uint32_t corner);
+  Shares shares_by_digits(const Matching& matching, MeshDimSet varying, int64_t position) const;
+  Shares shares_by_walking(int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after, MeshDimSet varying,
+                           int64_t position) const;
+  bool scatters(const State& before, const State& after, MeshDimSet reduced);
+  // The position whose coordinate is the last one on the mesh dims of `corner`, else the first.
+  int64_t position_of(uint32_t corner) const;
+  static Key key(int tensor_dim, int before, int after, uint32_t varying = 0, uint32_t corner = 0);
+
+  Layout layout_;
+  Backend backend_;
+  bool ordered_;
+  MeshDimSet between_;
+  int64_t node_size_;  // ranks that differ in no mesh dim of between_
+  int64_t item_;
+  std::vector<std::vector<List>> lists_;                      // by tensor dim, by number
+  std::vector<std::map<std::vector<int64_t>, int>> numbers_;  // of lists without digits
+  std::vector<std::vector<std::vector<int>>> pair_numbers_;   // by tensor dim, list before, list after; -1: not yet
+  std::vector<Pair> pairs_;
+  std::unordered_map<Key, Shares, KeyHash> shares_;
+  std::unordered_map<Key, int64_t, KeyHash> lengths_;
+};
+
+}  // namespace shardwright

@@ -1,0 +1,130 @@
+#include "moves/spans.h"
+
+#include <algorithm>
+#include <optional>
+
+namespace shardwright {
+namespace {
+
+using CutList = std::vector<Cut>;
+
+// Up to this many combinations of coordinates are compared to see whether uneven regions agree.
+constexpr int64_t kMaxRegionsCompared = 4096;
+MeshDimSet dims_of(const CutList& cuts) {
+  MeshDimSet dims;
+  for (const Cut& c : cuts) dims.insert(c.mesh_dim);
+  return dims;
+}
+
+// The cuts as they read once `gathered` are gathered. A cut can be taken behind a later one whose split factor its own
+// divides, which then splits into as many times more pieces; the last cut can be left out. Nothing where that fails.
+std::optional<CutList> without(const Mesh& mesh, CutList cuts, MeshDimSet gathered) {
+  for (size_t i = cuts.size(); i-- > 0;) {
+    if (!gathered.contains(cuts[i].mesh_dim)) continue;
+    for (size_t later = i + 1; later < cuts.size(); ++later) {
+      if (cuts[later].split_factor % cuts[i].split_factor != 0) return std::nullopt;
+      cuts[later].split_factor *= mesh.dim_size(cuts[i].mesh_dim);
+    }
+    cuts.erase(cuts.begin() + static_cast<int64_t>(i));
+  }
+  return cuts;
+}
+
+IntervalList united(const Mesh& mesh, int64_t n, const CutList& cuts, MeshDimSet gathered, int64_t position) {
+  std::vector<IntervalList> parts{{}};
+  if (n > 0) parts[0].push_back({0, n});
+  for (const Cut& c : cuts) {
+    std::vector<IntervalList> finer;
+    for (const IntervalList& part : parts) {
+      const int64_t k = mesh.dim_size(c.mesh_dim);
+      const bool all = gathered.contains(c.mesh_dim);
+      const int64_t own = mesh.coordinate(position, c.mesh_dim);
+      for (int64_t i = all ? 0 : own; i < (all ? k : own + 1); ++i) finer.push_back(cut(part, k, i, c.split_factor));
+    }
+    parts = std::move(finer);
+  }
+  IntervalList sorted;
+  for (const IntervalList& part : parts) sorted.insert(sorted.end(), part.begin(), part.end());
+  std::sort(sorted.begin(), sorted.end(), [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
+  IntervalList merged;
+  for (const Interval& interval : sorted) {
+    if (!merged.empty() && merged.back().end == interval.begin) {
+      merged.back().end = interval.end;
+    } else {
+      merged.push_back(interval);
+    }
+  }
+  return merged;
+}
+
+bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, MeshDimSet kept) {
+  const MeshDimSet gathered_before = dims_of(before) - kept;
+  const MeshDimSet gathered_after = dims_of(after) - kept;
+  const std::optional<CutList> left_before = without(mesh, before, gathered_before);
+  const std::optional<CutList> left_after = without(mesh, after, gathered_after);
+  if (!left_before || !left_after) return false;
+  // With parts of one size `without` and `canonical` say exactly what is held.
+  if (cuts_evenly(mesh, n, before) && cuts_evenly(mesh, n, after)) {
+    return canonical(mesh, n, *left_before) == canonical(mesh, n, *left_after);
+  }
+  if (*left_before != *left_after) return false;
+  if (mesh.group_size(dims_of(before) | dims_of(after)) > kMaxRegionsCompared) return false;
+  for (const int64_t position : mesh.group(0, kept & (dims_of(before) | dims_of(after)))) {
+    if (united(mesh, n, before, gathered_before, position) != united(mesh, n, after, gathered_after, position))
+      return false;
+  }
+  return true;
+}
+
+// The mesh dims behind the common beginning of the two lists that must not be spanned: they cut alike before and
+// after, whatever is gathered or cut around them.
+MeshDimSet carried_along(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, size_t common) {
+  const CutList tail_before(before.begin() + static_cast<int64_t>(common), before.end());
+  const CutList tail_after(after.begin() + static_cast<int64_t>(common), after.end());
+  const MeshDimSet both = dims_of(tail_before) & dims_of(tail_after);
+  if (both.empty()) return {};
+  MeshDimSet prefix;
+  for (size_t i = 0; i < common; ++i) prefix.insert(before[i].mesh_dim);
+  return agree_when_gathered(mesh, n, before, after, both | prefix) ? both : MeshDimSet();
+}
+
+}  // namespace
+
+std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts) {
+  if (!cuts_evenly(mesh, n, cuts)) return cuts;
+  bool changed = true;
+  while (changed) {
+    changed = false;
+    for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+      const int64_t later = cuts[i + 1].split_factor * mesh.dim_size(cuts[i + 1].mesh_dim);
+      if (cuts[i].split_factor % later != 0) continue;
+      cuts[i].split_factor /= mesh.dim_size(cuts[i + 1].mesh_dim);
+      std::swap(cuts[i], cuts[i + 1]);
+      changed = true;
+    }
+  }
+  return cuts;
+}
+
+bool same_parts(const Layout& a, const Layout& b) {
+  for (int t = 0; t < a.ndim(); ++t) {
+    if (a.cuts(t) == b.cuts(t)) continue;
+    if (canonical(a.mesh(), a.shape()[t], a.cuts(t)) != canonical(b.mesh(), b.shape()[t], b.cuts(t))) return false;
+  }
+  return true;
+}
+
+bool holds_the_same(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, MeshDimSet kept) {
+  return agree_when_gathered(mesh, n, canonical(mesh, n, before), canonical(mesh, n, after), kept);
+}
+
+MeshDimSet spanned_dims(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after) {
+  const auto common = static_cast<size_t>(
+      std::mismatch(before.begin(), before.end(), after.begin(), after.end()).first - before.begin());
+  MeshDimSet dims;
+  for (size_t i = common; i < before.size(); ++i) dims.insert(before[i].mesh_dim);
+  for (size_t i = common; i < after.size(); ++i) dims.insert(after[i].mesh_dim);
+  return dims - carried_along(mesh, n, before, after, common);
+}
+
+}  // namespace shardwright

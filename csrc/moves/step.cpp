@@ -1,0 +1,49 @@
+#include "moves/step.h"
+
+#include "support/names.h"
+
+namespace shardwright {
+
+const char* step_op_name(StepOp op) {
+  switch (op) {
+    case StepOp::kSlice:
+      return "slice";
+    case StepOp::kPartition:
+      return "partition";
+    case StepOp::kZeroFill:
+      return "zero_fill";
+    case StepOp::kAllGather:
+      return "all_gather";
+    case StepOp::kAllToAll:
+      return "all_to_all";
+    case StepOp::kPermute:
+      return "permute";
+    case StepOp::kExchange:
+      return "exchange";
+    case StepOp::kReduceScatter:
+      return "reduce_scatter";
+    case StepOp::kAllReduce:
+      return "all_reduce";
+  }
+  return "?";
+}
+
+const char* sharing_name(Sharing sharing) {
+  switch (sharing) {
+    case Sharing::kNone:
+      return "none";
+    case Sharing::kMessages:
+      return "messages";
+    case Sharing::kBytes:
+      return "bytes";
+  }
+  return "?";
+}
+
+StepOp parse_step_op(const std::string& name) { return parse_name("op", name, StepOp::kAllReduce, step_op_name); }
+
+Sharing parse_sharing(const std::string& name) { return parse_name("sharing", name, Sharing::kBytes, sharing_name); }
+
+bool is_local(StepOp op) { return op == StepOp::kSlice || op == StepOp::kPartition || op == StepOp::kZeroFill; }
+
+}  // namespace shardwright

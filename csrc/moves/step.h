@@ -1,0 +1,53 @@
+// One move of a tensor between two layouts.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "cost/backend.h"
+#include "layout/layout.h"
+
+namespace shardwright {
+
+enum class StepOp : uint8_t {
+  kSlice,          // local: keep a part of what is held
+  kPartition,      // local: R -> P, so that reducing gives the value back
+  kZeroFill,       // local: S -> P(sum), own part amid zeros
+  kAllGather,      // every rank of the group gets what all of it hold
+  kAllToAll,       // every rank sends every other an equal part
+  kPermute,        // every rank sends all to one other
+  kExchange,       // every rank sends each peer what that peer needs
+  kReduceScatter,  // reduce, each rank keeping a part
+  kAllReduce,      // reduce, each rank keeping all
+};
+
+const char* step_op_name(StepOp op);
+StepOp parse_step_op(const std::string& name);  // throws UserError
+bool is_local(StepOp op);
+
+// Of an exchange: how ranks of a group that hold the same share what is sent of it. kNone: each receiver reads from the
+// one with its own coordinates. kMessages: each sends an equal number of whole messages. kBytes: each sends as much, to
+// the element, which splits some messages.
+enum class Sharing : uint8_t { kNone, kMessages, kBytes };
+
+constexpr int64_t kMaxRounds = int64_t{1} << 20;
+
+const char* sharing_name(Sharing sharing);       // "none", "messages" or "bytes"
+Sharing parse_sharing(const std::string& name);  // throws UserError
+
+// One move: `before` to `after`, within groups of ranks that differ only in `mesh_dims`.
+struct Step {
+  StepOp op;
+  MeshDimSet mesh_dims;
+  Layout before;
+  Layout after;
+  Sharing sharing = Sharing::kNone;
+  // Of an exchange or reduction: it is carried out in so many goes, each with its share of every message, so that
+  // staging is as many times smaller. Each counts as a step.
+  int64_t rounds = 1;
+  // Of a reduction: contributions are exchanged and summed here in the order of positions, never by a native
+  // collective.
+  bool ordered = false;
+};
+
+}  // namespace shardwright

@@ -1,0 +1,143 @@
+#include "planning/certificate.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "cost/cost.h"
+#include "moves/digits.h"
+#include "moves/figures.h"
+#include "moves/move.h"
+#include "moves/traffic.h"
+#include "search/make_plan.h"
+#include "search/search.h"
+#include "support/error.h"
+#include "support/text.h"
+
+namespace shardwright {
+namespace {
+
+// Ranks, itself included, that some rank needs data of; where parts are unequal, by how much more it needs than it
+// held.
+int64_t sources(const Layout& src, const Layout& dst) {
+  const MeshDimSet reduced = src.partial_dims() - dst.partial_dims();
+  const SharedElements shared(src, dst);
+  int64_t sources = 1;
+  if (shared.matchings().empty()) {
+    const int64_t held = src.largest_part_bytes();
+    if (held > 0) sources = (dst.largest_part_bytes() + held - 1) / held;
+  }
+  for (const Matching& matching : shared.matchings()) sources *= matching.sources();
+  return std::max<int64_t>(sources, 1) * src.mesh().group_size(reduced);
+}
+
+bool keeps_replicas_equal(const Plan& plan) {
+  for (const Step& step : plan.steps) {
+    if (step.op != StepOp::kAllReduce && step.op != StepOp::kReduceScatter) continue;
+    if (plan.backend == Backend::kGloo || step.ordered) continue;  // in the order of positions
+    if (!step.before.replicated_dims().empty()) return false;
+  }
+  return true;
+}
+
+bool reduces(const Plan& plan) { return !(plan.src.partial_dims() - plan.dst.partial_dims()).empty(); }
+
+// "3 steps of 12 messages together, predicted 214 us"
+std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
+  return concat(count_text(traffic.steps, "step"), " with ", count_text(traffic.messages_max, "message"),
+                ", predicted ", microseconds_text(predicted_picoseconds(plan)));
+}
+
+// Why more is received than must be: what the plan of fewest bytes would take instead.
+std::string about_bytes(const Plan& plan, const Certificate& certificate) {
+  PlanOptions options{plan.backend, Objective::kBytes, false, plan.topology};
+  for (const Step& step : plan.steps) options.ordered = options.ordered || step.ordered;
+  const Plan leanest = make_plan(plan.src, plan.dst, options);
+  const TrafficTotals theirs = totals(leanest);
+  const TrafficTotals& ours = certificate.traffic;
+  const std::string received =
+      concat("the worst rank receives ", times_text(ours.received_bytes_max, certificate.received.bytes_max),
+             reduces(plan) ? " the mean of what must travel" : " what it must");
+  if (theirs.received_bytes_max >= ours.received_bytes_max) return received + "; no plan known receives less";
+  return concat(received, ", in ", in_short(plan, ours), "; fewest bytes (", bytes_text(theirs.received_bytes_max),
+                ") would take ", in_short(leanest, theirs));
+}
+
+}  // namespace
+
+Certificate certify(const Plan& plan, int64_t peak_bytes) {
+  return certify(plan, totals(plan), lower_bound(plan.src, plan.dst), peak_bytes);
+}
+
+Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound& received, int64_t peak_bytes) {
+  Certificate certificate;
+  certificate.traffic = traffic;
+  certificate.peak_bytes = peak_bytes;
+  certificate.predicted_ps = predicted_picoseconds(plan);
+  certificate.replicas_are_bitwise_equal = keeps_replicas_equal(plan);
+  certificate.received = received;
+  const int64_t must_travel = certificate.received.bytes_sum;
+  certificate.least_sent_bytes = (must_travel + plan.src.mesh().size() - 1) / plan.src.mesh().size();
+  certificate.least_steps = must_travel > 0 ? 1 : 0;
+  if (must_travel > 0) {
+    const auto needed = static_cast<uint64_t>(sources(plan.src, plan.dst));
+    certificate.least_messages = std::max<int64_t>(std::bit_width(needed - 1), 1);
+  }
+  certificate.least_peak_bytes = plan.steps.empty() ? 0 : plan.dst.largest_part_bytes();
+  certificate.least_ps = least_picoseconds(plan);
+  return certificate;
+}
+
+std::vector<Figure> figures_of(const Certificate& certificate) {
+  const TrafficTotals& traffic = certificate.traffic;
+  return {{"wire_bytes_max", traffic.received_bytes_max, certificate.received.bytes_max},
+          {"wire_bytes_sum", traffic.received_bytes_sum, certificate.received.bytes_sum},
+          {"send_bytes_max", traffic.sent_bytes_max, certificate.least_sent_bytes},
+          {"messages_max", traffic.messages_max, certificate.least_messages},
+          {"steps", traffic.steps, certificate.least_steps},
+          {"peak_bytes", certificate.peak_bytes, certificate.least_peak_bytes},
+          {"predicted_ps", certificate.predicted_ps, certificate.least_ps}};
+}
+
+std::vector<std::string> remarks(const Plan& plan, const Certificate& certificate) {
+  const TrafficTotals& traffic = certificate.traffic;
+  std::vector<std::string> sentences;
+  if (traffic.received_bytes_max > certificate.received.bytes_max) sentences.push_back(about_bytes(plan, certificate));
+  if (!traffic.sum_is_exact) {
+    sentences.push_back(concat("received by all ranks: between ", bytes_text(certificate.received.bytes_sum), " and ",
+                               bytes_text(traffic.received_bytes_sum), "; the mesh is too large to count"));
+  } else if (traffic.received_bytes_sum > certificate.received.bytes_sum &&
+             traffic.received_bytes_max <= certificate.received.bytes_max) {
+    sentences.push_back(concat("all ranks together receive ",
+                               times_text(traffic.received_bytes_sum, certificate.received.bytes_sum),
+                               " what must travel; the worst rank does not receive more for it"));
+  }
+  if (traffic.sent_bytes_max > certificate.least_sent_bytes) {
+    sentences.push_back(concat("the busiest rank sends ",
+                               times_text(traffic.sent_bytes_max, certificate.least_sent_bytes),
+                               " an even share of what must travel"));
+  }
+  if (traffic.messages_max > certificate.least_messages) {
+    sentences.push_back(concat(count_text(traffic.messages_max, "message"),
+                               ", where passing on what others sent takes ", certificate.least_messages,
+                               " at least, in as many steps"));
+  }
+  if (traffic.steps > certificate.least_steps) {
+    sentences.push_back(concat(count_text(traffic.steps, "step"), ", where ", certificate.least_steps,
+                               " may do: fewer are dearer, move more at once, or need more memory"));
+  }
+  if (certificate.peak_bytes > certificate.least_peak_bytes) {
+    sentences.push_back(concat("temporaries take ", bytes_text(certificate.peak_bytes - certificate.least_peak_bytes),
+                               " beside the result; memory_limit makes them smaller"));
+  }
+  if (certificate.predicted_ps > certificate.least_ps) {
+    sentences.push_back(concat("predicted ", times_text(certificate.predicted_ps, certificate.least_ps),
+                               " the least time that is proved for any plan"));
+  }
+  if (!certificate.replicas_are_bitwise_equal) {
+    sentences.push_back(
+        "replicas are reduced apart and may differ in their last bits; reduce=\"ordered\" promises equal ones");
+  }
+  return sentences;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,162 @@
+#include "planning/fit.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "cost/cost.h"
+#include "moves/exchange.h"
+#include "moves/figures.h"
+#include "moves/traffic.h"
+#include "planning/serialize.h"
+#include "program/memory.h"
+#include "search/make_plan.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// The most that a step packs, on top of what is held before and after.
+int64_t staging_at_most(const Step& step, Backend backend) {
+  if (is_local(step.op)) return 0;
+  const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
+  const int64_t held = step.before.largest_part_bytes();
+  if (reduces) {
+    const Placement& placement = step.before.placements()[step.mesh_dims.to_vector().front()];
+    const int64_t raised = placement.op == ReduceOp::kNorm ? held : 0;
+    const int64_t k = step.before.mesh().group_size(step.mesh_dims);
+    const int64_t received = k * step.after.largest_part_bytes();
+    const bool is_native = reduces_natively(step, backend);
+    if (step.op == StepOp::kAllReduce) return is_native ? 0 : raised + 2 * held;
+    return raised + held + (is_native && step.after.has_equal_parts() ? 0 : received);
+  }
+  const StepFigures wire = figures(step, backend);
+  // A gather sends what is held as it is, but for Gloo's small ones.
+  if (step.op == StepOp::kAllGather && backend == Backend::kNccl) return wire.received_bytes + held;
+  return wire.sent_bytes + wire.received_bytes + (step.op == StepOp::kAllGather ? held : 0);
+}
+
+// At least what the worst rank allocates, from its largest parts alone.
+int64_t peak_at_most(const Plan& plan) {
+  int64_t peak = 0;
+  for (size_t i = 0; i < plan.steps.size(); ++i) {
+    const Step& step = plan.steps[i];
+    const int64_t before = i > 0 ? step.before.largest_part_bytes() : 0;
+    peak = std::max(peak, before + step.after.largest_part_bytes() + staging_at_most(step, plan.backend));
+  }
+  return peak;
+}
+
+// With a limit that was asked for, every rank counts; else the corners of the mesh stand for large ones.
+constexpr int64_t kMaxRanksCounted = 64;
+
+std::vector<int64_t> peaks_by_step(const Plan& plan, bool of_all) {
+  const Mesh& mesh = plan.src.mesh();
+  std::vector<int64_t> worst(plan.steps.size(), 0);
+  ProgramMemory memory(plan);
+  for (const int64_t position :
+       of_all || mesh.size() <= kMaxRanksCounted ? seen_positions(mesh) : corner_positions(mesh)) {
+    const std::vector<int64_t> peaks = memory.peak_bytes_by_step(position);
+    for (size_t i = 0; i < peaks.size(); ++i) worst[i] = std::max(worst[i], peaks[i]);
+  }
+  return worst;
+}
+
+int64_t largest(const std::vector<int64_t>& peaks) {
+  return peaks.empty() ? 0 : *std::max_element(peaks.begin(), peaks.end());
+}
+
+// Rounds beyond this shorten messages more than they save memory.
+constexpr int64_t kMostRounds = 256;
+
+// The plan with as many rounds as the limit asks for; its peak, which is above the limit where none suffice. A step has
+// its peak by its own rounds alone.
+std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool of_all) {
+  struct Best {
+    int64_t peak = std::numeric_limits<int64_t>::max();
+    int64_t rounds = 1;
+    bool is_final = false;
+  };
+  std::vector<Best> best(plan.steps.size());
+  std::vector<int64_t> previous(plan.steps.size(), std::numeric_limits<int64_t>::max());
+  for (bool changed = true; changed;) {
+    const std::vector<int64_t> peaks = peaks_by_step(plan, of_all);
+    changed = false;
+    for (size_t i = 0; i < peaks.size(); ++i) {
+      Step& step = plan.steps[i];
+      if (peaks[i] < best[i].peak) best[i] = {peaks[i], step.rounds};
+      if (best[i].is_final || best[i].peak <= limit || !may_go_in_rounds(step, plan.backend)) continue;
+      const int64_t most = std::min(kMostRounds, std::max<int64_t>(num_elements(step.after.region(0)), 1));
+      // The second round may cost what it saves: the result is there already while it runs.
+      best[i].is_final = step.rounds >= most || (step.rounds > 2 && peaks[i] >= previous[i]);
+      step.rounds = best[i].is_final ? best[i].rounds : std::min(2 * step.rounds, most);
+      changed = changed || !best[i].is_final;
+    }
+    previous = peaks;
+  }
+  int64_t peak = 0;
+  for (const Best& one : best) peak = std::max(peak, one.peak);
+  return {std::move(plan), peak};
+}
+
+struct Ranking {
+  int64_t first;
+  int64_t steps;
+  auto operator<=>(const Ranking&) const = default;
+};
+
+Ranking ranking_of(const Plan& plan) {
+  const TrafficTotals traffic = totals(plan);
+  return {plan.objective == Objective::kTime ? predicted_picoseconds(plan) : traffic.received_bytes_max, traffic.steps};
+}
+
+}  // namespace
+
+int64_t peak_bytes(const Plan& plan) { return largest(peaks_by_step(plan, true)); }
+
+Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& options,
+                      std::optional<int64_t> memory_limit) {
+  check_user(!memory_limit || *memory_limit >= 0, "memory_limit: ", memory_limit.value_or(0),
+             " bytes; allowed is 0 or more");
+  Plan fastest = make_plan(src, dst, options);
+  const int64_t by_default =
+      dst.largest_part_bytes() + std::max(src.largest_part_bytes(), dst.largest_part_bytes()) + kStagingBytes;
+  const int64_t limit = memory_limit.value_or(by_default);
+  const bool of_all = memory_limit.has_value();
+  if (peak_at_most(fastest) <= limit || largest(peaks_by_step(fastest, of_all)) <= limit) return fastest;
+
+  // The fastest way, the way of fewest bytes, which is mostly one move, and those by way of smaller layouts.
+  std::vector<Plan> candidates;
+  const int64_t item = src.dtype().size_bytes();
+  const int64_t larger = std::max(src.largest_part_bytes(), dst.largest_part_bytes()) / item;
+  const int64_t smaller = std::min(src.largest_part_bytes(), dst.largest_part_bytes()) / item;
+  for (const Objective objective : {options.objective, Objective::kBytes}) {
+    for (const int64_t max_held : {int64_t{0}, larger, smaller}) {
+      PlanOptions other = options;
+      other.objective = objective;
+      other.max_held = max_held;
+      try {
+        Plan candidate = make_plan(src, dst, other);
+        candidate.objective = options.objective;
+        const bool is_new = std::none_of(candidates.begin(), candidates.end(),
+                                         [&](const Plan& known) { return to_bytes(known) == to_bytes(candidate); });
+        if (is_new) candidates.push_back(std::move(candidate));
+      } catch (const UserError&) {  // the groups that are allowed lead over larger ones only
+      }
+    }
+  }
+  std::optional<std::pair<Ranking, Plan>> best;
+  std::optional<std::pair<int64_t, Plan>> smallest;
+  for (Plan& candidate : candidates) {
+    auto [plan, peak] = in_rounds(std::move(candidate), limit, of_all);
+    if (!smallest || peak < smallest->first) smallest = {peak, plan};
+    if (peak > limit) continue;
+    const Ranking ranking = ranking_of(plan);
+    if (!best || ranking < best->first) best = {ranking, std::move(plan)};
+  }
+  if (best) return std::move(best->second);
+  check_user(!memory_limit, "memory_limit: ", limit, " bytes do not suffice for ", src.to_string(), " -> ",
+             dst.placements_string(), "; the least that does is ", smallest->first);
+  return std::move(smallest->second);
+}
+
+}  // namespace shardwright

@@ -1,0 +1,136 @@
+#include "planning/json.h"
+
+#include "cost/cost.h"
+#include "moves/figures.h"
+#include "moves/traffic.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+std::string quoted(const std::string& text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') out.push_back('\\');
+    if (static_cast<unsigned char>(c) < 0x20) {
+      char escaped[8];
+      std::snprintf(escaped, sizeof(escaped), "\\u%04x", c);
+      out += escaped;
+    } else {
+      out.push_back(c);
+    }
+  }
+  return out + "\"";
+}
+
+std::string field(const std::string& name, const std::string& value) { return quoted(name) + ": " + value; }
+std::string field(const std::string& name, int64_t value) { return field(name, std::to_string(value)); }
+std::string flag(const std::string& name, bool value) { return field(name, value ? "true" : "false"); }
+
+std::string object(const std::vector<std::string>& fields) { return "{" + join(fields) + "}"; }
+std::string list(const std::vector<std::string>& items) { return "[" + join(items) + "]"; }
+
+// One field or item a line.
+std::string spread(const char* open, const std::vector<std::string>& items, const std::string& indent,
+                   const char* close) {
+  if (items.empty()) return concat(open, close);
+  const std::string between = ",\n" + indent + "  ";
+  return concat(open, "\n", indent, "  ", join(items, between.c_str()), "\n", indent, close);
+}
+
+std::string mesh_dim_names(const Mesh& mesh, MeshDimSet mesh_dims) {
+  std::vector<std::string> names;
+  for (const int d : mesh_dims.to_vector()) names.push_back(quoted(mesh.dim_names()[d]));
+  return list(names);
+}
+
+std::string json(const Mesh& mesh) {
+  std::vector<std::string> names;
+  for (const std::string& name : mesh.dim_names()) names.push_back(quoted(name));
+  std::vector<std::string> fields{field("dim_names", list(names)),
+                                  field("dim_sizes", "[" + join(mesh.dim_sizes()) + "]")};
+  if (!mesh.ranks_are_positions()) {
+    std::vector<int64_t> ranks;
+    for (int64_t p = 0; p < mesh.size(); ++p) ranks.push_back(mesh.rank_at(p));
+    fields.push_back(field("ranks", "[" + join(ranks) + "]"));
+  }
+  return object(fields);
+}
+
+std::string json(const Layout& layout) {
+  std::vector<std::string> placements;
+  for (const Placement& placement : layout.placements()) placements.push_back(quoted(placement.to_string()));
+  std::vector<std::string> order;
+  for (int t = 0; t < layout.ndim(); ++t) {
+    std::vector<std::string> names;
+    for (const Cut& c : layout.cuts(t)) names.push_back(quoted(layout.mesh().dim_names()[c.mesh_dim]));
+    if (names.size() > 1) order.push_back(field(std::to_string(t), list(names)));
+  }
+  return object({field("placements", list(placements)), field("shard_order", object(order))});
+}
+
+std::string json(const Link& link) {
+  return object({field("message_ps", link.message_ps), field("ps_per_kib", link.ps_per_kib)});
+}
+
+std::string json(const Topology& topology, const std::string& indent) {
+  std::vector<std::string> links;
+  for (const auto& [mesh_dim, link] : topology.mesh_dims) links.push_back(field(mesh_dim, json(link)));
+  return spread("{",
+                {field("version", 1), field("name", quoted(topology.name)),
+                 field("ranks_per_node", topology.ranks_per_node), field("step_ps", topology.step_ps),
+                 field("memory_ps_per_kib", topology.memory_ps_per_kib), field("inside", json(topology.inside)),
+                 field("between", json(topology.between)), field("mesh_dims", object(links))},
+                indent, "}");
+}
+
+std::vector<std::string> figures(const TrafficTotals& t) {
+  return {field("wire_bytes_max", t.received_bytes_max), field("wire_bytes_sum", t.received_bytes_sum),
+          field("send_bytes_max", t.sent_bytes_max), field("messages_max", t.messages_max)};
+}
+
+std::string json(const Step& step, const Plan& plan) {
+  std::vector<std::string> fields{field("op", quoted(step_op_name(step.op))),
+                                  field("mesh_dims", mesh_dim_names(plan.src.mesh(), step.mesh_dims)),
+                                  field("before", json(step.before)),
+                                  field("after", json(step.after)),
+                                  field("sharing", quoted(sharing_name(step.sharing))),
+                                  field("rounds", step.rounds),
+                                  flag("ordered", step.ordered)};
+  for (std::string& figure : figures(totals(step, plan.backend))) fields.push_back(std::move(figure));
+  fields.push_back(field("predicted_ps", predicted_picoseconds(step, plan.backend, plan.topology)));
+  return object(fields);
+}
+
+std::string json(const Certificate& certificate, const std::vector<std::string>& remarks) {
+  std::vector<std::string> fields;
+  for (const Figure& figure : figures_of(certificate)) {
+    fields.push_back(field(figure.name, object({field("value", figure.value), field("bound", figure.bound)})));
+  }
+  fields.push_back(flag("wire_bytes_sum_is_exact", certificate.traffic.sum_is_exact));
+  fields.push_back(flag("replicas_are_bitwise_equal", certificate.replicas_are_bitwise_equal));
+  std::vector<std::string> sentences;
+  for (const std::string& remark : remarks) sentences.push_back(quoted(remark));
+  fields.push_back(field("remarks", spread("[", sentences, "    ", "]")));
+  return spread("{", fields, "  ", "}");
+}
+
+}  // namespace
+
+std::string to_json(const Plan& plan, const Certificate& certificate, const std::vector<std::string>& remarks) {
+  std::vector<std::string> steps;
+  for (const Step& step : plan.steps) steps.push_back(json(step, plan));
+  return spread(
+      "{",
+      {field("version", kJsonVersion), field("backend", quoted(backend_name(plan.backend))),
+       field("objective", quoted(objective_name(plan.objective))), field("topology", json(plan.topology, "  ")),
+       flag("named_groups_only", plan.named_groups_only), field("mesh", json(plan.src.mesh())),
+       field("shape", "[" + join(plan.src.shape()) + "]"), field("dtype", quoted(plan.src.dtype().name())),
+       field("source", json(plan.src)), field("destination", json(plan.dst)),
+       field("steps", spread("[", steps, "  ", "]")), field("certificate", json(certificate, remarks))},
+      "", "}");
+}
+
+std::string to_json(const Topology& topology) { return json(topology, ""); }
+
+}  // namespace shardwright

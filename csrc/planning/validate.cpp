@@ -1,0 +1,113 @@
+#include "planning/validate.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "moves/move.h"
+#include "moves/move_table.h"
+#include "moves/spans.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+bool holds_the_same_parts(const Layout& a, const Layout& b) {
+  if (same_parts(a, b)) return true;
+  MoveTable table(a, Backend::kNccl);
+  return table.state(a.cuts(), {}) == table.state(b.cuts(), {});
+}
+
+// What is pending in both is the same reduction.
+bool pends_alike(const Layout& a, const Layout& b) {
+  const std::vector<int> both = (a.partial_dims() & b.partial_dims()).to_vector();
+  return std::all_of(both.begin(), both.end(), [&](int d) { return a.placements()[d] == b.placements()[d]; });
+}
+
+// The mesh dims that are R before and P after: those where equal values do not stand for the reduction's operands.
+MeshDimSet dims_to_scale(const Layout& before, const Layout& after) {
+  MeshDimSet dims;
+  for (const int d : (after.partial_dims() - before.partial_dims()).to_vector()) {
+    const ReduceOp op = after.placements()[d].op;
+    if (op != ReduceOp::kAvg && op != ReduceOp::kMin && op != ReduceOp::kMax) dims.insert(d);
+  }
+  return dims;
+}
+
+// R may become P on `scaled` dims, and on others where equal values stand for the reduction's operands.
+bool partitions(const Layout& before, const Layout& after, MeshDimSet scaled) {
+  for (const int d : scaled.to_vector()) {
+    const ReduceOp op = after.placements()[d].op;
+    if (op != ReduceOp::kSum && op != ReduceOp::kNorm) return false;
+  }
+  return holds_the_same_parts(before, after) && pends_alike(before, after) &&
+         (before.partial_dims() - after.partial_dims()).empty() && dims_to_scale(before, after) == scaled;
+}
+
+// The filled dims cut before, behind all others, and are P(sum) after.
+bool fills(const Step& step) {
+  const Layout& before = step.before;
+  const Layout& after = step.after;
+  if (!((before.partial_dims() | step.mesh_dims) == after.partial_dims()) || !pends_alike(before, after)) return false;
+  if (!(step.mesh_dims - before.cut_dims()).empty()) return false;
+  for (const int d : step.mesh_dims.to_vector()) {
+    if (after.placements()[d].op != ReduceOp::kSum) return false;
+  }
+  for (int t = 0; t < before.ndim(); ++t) {
+    const std::vector<Cut>& kept = after.cuts(t);
+    const std::vector<Cut>& cuts = before.cuts(t);
+    if (kept.size() > cuts.size() || !std::equal(kept.begin(), kept.end(), cuts.begin())) return false;
+    const bool fills_the_rest =
+        std::all_of(cuts.begin() + static_cast<int64_t>(kept.size()), cuts.end(),
+                    [&](const Cut& c) { return c.split_factor == 1 && step.mesh_dims.contains(c.mesh_dim); });
+    if (!fills_the_rest) return false;
+  }
+  return true;
+}
+
+bool moves(const Step& step) {
+  const std::optional<Step> found = move_between(step.before, step.after);
+  if (!found || !pends_alike(step.before, step.after)) return false;
+  const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
+  if (reduces || found->op == StepOp::kSlice)
+    return step.op == found->op && (!reduces || step.mesh_dims == found->mesh_dims);
+  if (found->op != StepOp::kExchange || !(found->mesh_dims - step.mesh_dims).empty()) return false;
+  Step exchange = step;
+  exchange.op = StepOp::kExchange;
+  exchange.rounds = 1;
+  return named_by_collective(std::move(exchange)).op == step.op;
+}
+
+bool is_what_it_says(const Step& step, Backend backend) {
+  const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
+  if (step.ordered && !reduces) return false;
+  if (step.rounds > 1 && !may_go_in_rounds(step, backend)) return false;
+  if (step.sharing != Sharing::kNone) {
+    const bool can_share = step.op == StepOp::kExchange && (step.mesh_dims & step.before.partial_dims()).empty() &&
+                           step.before.mesh().group_size(step.mesh_dims) <= kMaxSharingGroup;
+    if (!can_share) return false;
+  }
+  if (step.op == StepOp::kPartition) return partitions(step.before, step.after, step.mesh_dims);
+  return step.op == StepOp::kZeroFill ? fills(step) : moves(step);
+}
+
+}  // namespace
+
+void check_steps(const Plan& plan) {
+  const Layout* at = &plan.src;
+  for (size_t i = 0; i < plan.steps.size(); ++i) {
+    const Step& step = plan.steps[i];
+    check_user(partitions(*at, step.before, {}), "plan: step ", i + 1, " begins with ", step.before.placements_string(),
+               " where ", at->placements_string(), " is held");
+    check_user(is_what_it_says(step, plan.backend), "plan: step ", i + 1, " from ", step.before.placements_string(),
+               " to ", step.after.placements_string(), " is no ", step_op_name(step.op), " over ",
+               plan.src.mesh().names_of(step.mesh_dims));
+    const MeshDimSet reduced = step.before.partial_dims() - step.after.partial_dims();
+    check_user((reduced & plan.dst.partial_dims()).empty(), "plan: step ", i + 1,
+               " reduces what is pending in the destination ", plan.dst.placements_string());
+    at = &step.after;
+  }
+  check_user(partitions(*at, plan.dst, {}), "plan: ends with ", at->placements_string(), " instead of ",
+             plan.dst.placements_string());
+}
+
+}  // namespace shardwright

@@ -1,0 +1,68 @@
+#include "products/contraction.h"
+
+#include <algorithm>
+
+#include "support/error.h"
+
+namespace shardwright {
+
+bool has_axis(const std::vector<int>& dims, int axis) {
+  return std::find(dims.begin(), dims.end(), axis) != dims.end();
+}
+
+std::vector<int> free_dims_of(const Contraction& axes, const std::vector<int>& operand) {
+  std::vector<int> dims;
+  for (size_t d = 0; d < operand.size(); ++d) {
+    if (!axes.is_summed(operand[d])) dims.push_back(static_cast<int>(d));
+  }
+  return dims;
+}
+
+Contraction Contraction::parse(const std::string& text) {
+  const size_t comma = text.find(',');
+  const size_t arrow = text.find("->");
+  check_user(comma != std::string::npos && arrow != std::string::npos && comma < arrow, "contraction: '", text,
+             "'; allowed is what einsum takes for two operands, such as 'mk,kn->mn'");
+  std::string letters;
+  const auto dims_of = [&](const std::string& part) {
+    std::vector<int> dims;
+    for (const char letter : part) {
+      check_user(letter >= 'a' && letter <= 'z', "contraction: '", text, "' has an axis '", std::string(1, letter),
+                 "'; allowed are the letters a to z");
+      size_t axis = letters.find(letter);
+      if (axis == std::string::npos) {
+        axis = letters.size();
+        letters.push_back(letter);
+      }
+      check_user(!has_axis(dims, static_cast<int>(axis)), "contraction: '", text, "' has the axis '",
+                 std::string(1, letter), "' twice in one tensor");
+      dims.push_back(static_cast<int>(axis));
+    }
+    return dims;
+  };
+  Contraction made;
+  made.lhs = dims_of(text.substr(0, comma));
+  made.rhs = dims_of(text.substr(comma + 1, arrow - comma - 1));
+  made.out = dims_of(text.substr(arrow + 2));
+  for (int axis = 0; axis < static_cast<int>(letters.size()); ++axis) {
+    const int tensors = has_axis(made.lhs, axis) + has_axis(made.rhs, axis) + has_axis(made.out, axis);
+    check_user(tensors == 2, "contraction: '", text, "' has the axis '", std::string(1, letters[axis]), "' in ",
+               tensors, " tensors; allowed is two: both operands, or one and the result");
+  }
+  return made;
+}
+
+std::string Contraction::to_string() const {
+  const auto letters = [](const std::vector<int>& dims) {
+    std::string part;
+    for (const int axis : dims) part.push_back(static_cast<char>('a' + axis));
+    return part;
+  };
+  return letters(lhs) + "," + letters(rhs) + "->" + letters(out);
+}
+
+int Contraction::num_axes() const { return static_cast<int>(lhs.size() + rhs.size() + out.size()) / 2; }
+
+bool Contraction::is_summed(int axis) const { return !has_axis(out, axis); }
+
+}  // namespace shardwright

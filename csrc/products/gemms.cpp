@@ -1,0 +1,251 @@
+#include "products/gemms.h"
+
+#include <algorithm>
+#include <optional>
+
+namespace shardwright {
+namespace {
+
+// An axis, or several as one, with the strides in the tensors it concerns.
+struct Run {
+  int64_t size = 1;
+  int64_t lhs = 0;
+  int64_t rhs = 0;
+  int64_t out = 0;
+  int64_t bias = 0;
+  int64_t lhs_scale = 0;
+  int64_t rhs_scale = 0;
+
+  bool continues(const Run& inner) const {
+    return lhs == inner.lhs * inner.size && rhs == inner.rhs * inner.size && out == inner.out * inner.size &&
+           bias == inner.bias * inner.size && lhs_scale == inner.lhs_scale * inner.size &&
+           rhs_scale == inner.rhs_scale * inner.size;
+  }
+};
+
+// Outermost first; those of size 1 are left out.
+std::vector<Run> merged(const std::vector<Run>& axes) {
+  std::vector<Run> runs;
+  for (const Run& axis : axes) {
+    if (axis.size == 1) continue;
+    if (!runs.empty() && runs.back().continues(axis)) {
+      const int64_t size = runs.back().size * axis.size;
+      runs.back() = axis;
+      runs.back().size = size;
+    } else {
+      runs.push_back(axis);
+    }
+  }
+  return runs;
+}
+
+// The innermost, taken out of the list.
+Run take_matrix_dim(std::vector<Run>& runs) {
+  if (runs.empty()) return {};
+  const Run inner = runs.back();
+  runs.pop_back();
+  return inner;
+}
+
+void shift(Gemm& gemm, const Run& run, int64_t by) {
+  gemm.lhs.offset += by * run.lhs;
+  gemm.rhs.offset += by * run.rhs;
+  gemm.dst.offset += by * run.out;
+  if (gemm.bias) gemm.bias->offset += by * run.bias;
+  if (gemm.lhs_scale) gemm.lhs_scale->offset += by * run.lhs_scale;
+  if (gemm.rhs_scale) gemm.rhs_scale->offset += by * run.rhs_scale;
+}
+
+// By how much each matrix lies behind the one of another product of the same kind; nothing for different kinds.
+struct Distance {
+  int64_t lhs = 0;
+  int64_t rhs = 0;
+  int64_t dst = 0;
+  int64_t bias = 0;
+  int64_t lhs_scale = 0;
+  int64_t rhs_scale = 0;
+};
+
+bool is_alike(const Matrix& a, const Matrix& b) {
+  return a.buffer == b.buffer && a.row_stride == b.row_stride && a.column_stride == b.column_stride;
+}
+
+bool is_alike(const std::optional<Scale>& a, const std::optional<Scale>& b) {
+  return a.has_value() == b.has_value() && (!a || (a->buffer == b->buffer && a->stride == b->stride));
+}
+
+std::optional<Distance> distance_between(const Gemm& a, const Gemm& b) {
+  if (!is_alike(a.lhs, b.lhs) || !is_alike(a.rhs, b.rhs) || !is_alike(a.dst, b.dst)) return std::nullopt;
+  if (a.accumulates != b.accumulates || a.bias.has_value() != b.bias.has_value() || a.k != b.k || b.count != 1) {
+    return std::nullopt;
+  }
+  if (a.bias && !is_alike(*a.bias, *b.bias)) return std::nullopt;
+  if (!is_alike(a.lhs_scale, b.lhs_scale) || !is_alike(a.rhs_scale, b.rhs_scale)) return std::nullopt;
+  return Distance{b.lhs.offset - a.lhs.offset,
+                  b.rhs.offset - a.rhs.offset,
+                  b.dst.offset - a.dst.offset,
+                  a.bias ? b.bias->offset - a.bias->offset : 0,
+                  a.lhs_scale ? b.lhs_scale->offset - a.lhs_scale->offset : 0,
+                  a.rhs_scale ? b.rhs_scale->offset - a.rhs_scale->offset : 0};
+}
+
+int64_t stride_of(const std::optional<Scale>& scale) { return scale ? scale->stride : 0; }
+
+// Whether `next` could be made part of `last`, and was. Products that add to the same place stay apart.
+bool joins(Gemm& last, const Gemm& next) {
+  const std::optional<Distance> by = distance_between(last, next);
+  if (!by || by->dst == 0) return false;
+  const auto continues = [&](int64_t size, const Distance& one) {
+    return by->lhs == size * one.lhs && by->rhs == size * one.rhs && by->dst == size * one.dst &&
+           by->bias == size * one.bias && by->lhs_scale == size * one.lhs_scale &&
+           by->rhs_scale == size * one.rhs_scale;
+  };
+  const Distance row{last.lhs.row_stride,       0, last.dst.row_stride, last.bias ? last.bias->row_stride : 0,
+                     stride_of(last.lhs_scale), 0};
+  const Distance column{0, last.rhs.column_stride,   last.dst.column_stride, last.bias ? last.bias->column_stride : 0,
+                        0, stride_of(last.rhs_scale)};
+  if (last.count == 1 && last.n == next.n && continues(last.m, row)) {
+    last.m += next.m;
+    return true;
+  }
+  if (last.count == 1 && last.m == next.m && continues(last.n, column)) {
+    last.n += next.n;
+    return true;
+  }
+  // Where products add, places might meet, and a batch is done at once.
+  if (last.bias || last.accumulates || last.m != next.m || last.n != next.n) return false;
+  const bool has_scales_of_rows =
+      stride_of(last.lhs_scale) != 0 || stride_of(last.rhs_scale) != 0 || by->lhs_scale != 0 || by->rhs_scale != 0;
+  if (has_scales_of_rows) return false;
+  if (by->lhs < 0 || by->rhs < 0 || by->dst < 0) return false;
+  if (last.count == 1) {
+    last.lhs_batch_stride = by->lhs;
+    last.rhs_batch_stride = by->rhs;
+    last.dst_batch_stride = by->dst;
+  } else if (!continues(last.count, {last.lhs_batch_stride, last.rhs_batch_stride, last.dst_batch_stride})) {
+    return false;
+  }
+  ++last.count;
+  return true;
+}
+
+void emit_joined(ProgramBuilder& builder, Gemm gemm) {
+  if (Instruction* last = builder.last_of_chunk()) {
+    if (auto* before = std::get_if<Gemm>(&last->operation); before != nullptr && joins(*before, gemm)) return;
+  }
+  builder.emit(std::move(gemm));
+}
+
+}  // namespace
+
+TensorView row_major_view(int buffer, const std::vector<int>& dims, const std::vector<int64_t>& shape, int num_axes) {
+  TensorView view{buffer, 0, std::vector<int64_t>(num_axes, 0)};
+  int64_t stride = 1;
+  for (size_t d = dims.size(); d-- > 0;) {
+    view.strides[dims[d]] = stride;
+    stride *= shape[d];
+  }
+  return view;
+}
+
+TensorView scales_view(const Contraction& axes, const std::vector<int>& operand, int buffer,
+                       const std::vector<int64_t>& shape) {
+  if (shape.empty()) return {buffer, 0, std::vector<int64_t>(axes.num_axes(), 0)};
+  std::vector<int> rows;
+  for (const int d : free_dims_of(axes, operand)) rows.push_back(operand[d]);
+  return row_major_view(buffer, rows, shape, axes.num_axes());
+}
+
+std::vector<int64_t> sizes_at(const std::vector<int64_t>& shape, const std::vector<int>& dims) {
+  std::vector<int64_t> sizes;
+  for (const int d : dims) sizes.push_back(shape[d]);
+  return sizes;
+}
+
+void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vector<int64_t>& sizes,
+                const TensorView& lhs, const TensorView& rhs, const TensorView& out, bool accumulates,
+                const TensorView& bias, const std::optional<ScaleViews>& scales) {
+  const bool has_bias = bias.buffer >= 0;
+  std::vector<Run> rows;
+  std::vector<Run> columns;
+  std::vector<Run> summed;
+  const auto run_of = [&](int axis) {
+    return Run{sizes[axis],
+               lhs.strides[axis],
+               rhs.strides[axis],
+               out.strides[axis],
+               has_bias ? bias.strides[axis] : 0,
+               scales ? scales->lhs.strides[axis] : 0,
+               scales ? scales->rhs.strides[axis] : 0};
+  };
+  for (const int axis : axes.out) {
+    if (sizes[axis] == 0) return;
+    (has_axis(axes.lhs, axis) ? rows : columns).push_back(run_of(axis));
+  }
+  bool sums_nothing = false;
+  for (const int axis : axes.lhs) {
+    if (!axes.is_summed(axis)) continue;
+    summed.push_back(run_of(axis));
+    sums_nothing = sums_nothing || sizes[axis] == 0;
+  }
+  if (sums_nothing && accumulates) return;
+  rows = merged(rows);
+  columns = merged(columns);
+  summed = merged(summed);
+  const Run m = take_matrix_dim(rows);
+  const Run n = take_matrix_dim(columns);
+  const Run k = sums_nothing ? Run{0} : take_matrix_dim(summed);
+  if (sums_nothing) summed.clear();
+
+  Gemm gemm{{lhs.buffer, lhs.offset, m.lhs, k.lhs},
+            {rhs.buffer, rhs.offset, k.rhs, n.rhs},
+            {out.buffer, out.offset, m.out, n.out},
+            m.size,
+            n.size,
+            k.size};
+  gemm.accumulates = accumulates;
+  if (has_bias && !accumulates) gemm.bias = Matrix{bias.buffer, bias.offset, m.bias, n.bias};
+  if (scales && k.size > 0) {
+    gemm.lhs_scale = Scale{scales->lhs.buffer, scales->lhs.offset, m.lhs_scale};
+    gemm.rhs_scale = Scale{scales->rhs.buffer, scales->rhs.offset, n.rhs_scale};
+  }
+
+  std::vector<Run> outer = std::move(rows);
+  outer.insert(outer.end(), columns.begin(), columns.end());
+  // The longest as a batch.
+  const auto longest =
+      std::max_element(outer.begin(), outer.end(), [](const Run& a, const Run& b) { return a.size < b.size; });
+  const auto has_scales_of_rows = [&] {
+    const auto is_scaled = [](const Run& run) { return run.lhs_scale != 0 || run.rhs_scale != 0; };
+    return is_scaled(m) || is_scaled(n) || is_scaled(*longest);
+  };
+  if (longest != outer.end() && !gemm.bias && !has_scales_of_rows()) {
+    gemm.count = longest->size;
+    gemm.lhs_batch_stride = longest->lhs;
+    gemm.rhs_batch_stride = longest->rhs;
+    gemm.dst_batch_stride = longest->out;
+    outer.erase(longest);
+  }
+  // Summed axes run inside the others, so that each part of the result is written by its first product.
+  const size_t num_free = outer.size();
+  outer.insert(outer.end(), summed.begin(), summed.end());
+  std::vector<int64_t> at(outer.size(), 0);
+  while (true) {
+    Gemm one = gemm;
+    bool is_first = true;
+    for (size_t d = 0; d < outer.size(); ++d) {
+      shift(one, outer[d], at[d]);
+      if (d >= num_free && at[d] > 0) is_first = false;
+    }
+    if (!is_first) {
+      one.accumulates = true;
+      one.bias.reset();
+    }
+    emit_joined(builder, std::move(one));
+    size_t d = outer.size();
+    while (d > 0 && ++at[d - 1] == outer[d - 1].size) at[--d] = 0;
+    if (d == 0) return;
+  }
+}
+
+}  // namespace shardwright

@@ -1,0 +1,372 @@
+#include "products/matmul.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "planning/serialize.h"
+#include "program/builder.h"
+#include "support/base64.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+constexpr const char* kMethodNames[] = {"serial", "ring", "collective"};
+
+const Step* chunked_step(const Matmul& matmul) {
+  const Plan& plan = plan_of(matmul);
+  if (plan.steps.empty()) return nullptr;
+  return std::holds_alternative<GatherMatmul>(matmul) ? &plan.steps.back() : &plan.steps.front();
+}
+
+int64_t size_of_axis(const std::vector<int>& dims, const Layout& layout, int axis) {
+  return layout.shape()[std::find(dims.begin(), dims.end(), axis) - dims.begin()];
+}
+
+// Both have the axis, and cut it alike on every rank.
+void check_axis(int axis, const std::vector<int>& a_dims, const Layout& a, const std::vector<int>& b_dims,
+                const Layout& b) {
+  const auto dim_in = [&](const std::vector<int>& dims) {
+    return static_cast<int>(std::find(dims.begin(), dims.end(), axis) - dims.begin());
+  };
+  check_user(size_of_axis(a_dims, a, axis) == size_of_axis(b_dims, b, axis), "matmul: an axis has ",
+             size_of_axis(a_dims, a, axis), " elements in ", a.to_string(), " and ", size_of_axis(b_dims, b, axis),
+             " in ", b.to_string());
+  check_user(a.cuts(dim_in(a_dims)) == b.cuts(dim_in(b_dims)), "matmul: an axis is cut differently in ", a.to_string(),
+             " and in ", b.to_string());
+}
+
+bool is_scalable(const DType& dtype) { return dtype.name() == "float8_e4m3fn" || dtype.name() == "float8_e5m2"; }
+
+void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scaling>& scaling) {
+  if (!scaling) {
+    check_user(lhs.dtype() == rhs.dtype(), "matmul: ", lhs.to_string(), " and ", rhs.to_string(),
+               " are of different dtypes");
+    check_user(lhs.dtype().kind() == DTypeKind::kFloat, "dtype: ", lhs.dtype().name(),
+               " has no matrix products here without scales; allowed are floating dtypes");
+    return;
+  }
+  const bool are_both_e5m2 = lhs.dtype().name() == "float8_e5m2" && rhs.dtype().name() == "float8_e5m2";
+  check_user(is_scalable(lhs.dtype()) && is_scalable(rhs.dtype()) && !are_both_e5m2, "dtype: ", lhs.dtype().name(),
+             " and ", rhs.dtype().name(),
+             " are given with scales; allowed are float8_e4m3fn and float8_e5m2, not float8_e5m2 twice");
+  const std::string result = scaling->result.name();
+  check_user(result == "bfloat16" || result == "float32", "out_dtype: ", result,
+             "; allowed with scales are bfloat16 and float32");
+}
+
+void check_operands(const Contraction& axes, const Layout& lhs, const Layout& rhs, const Layout& any,
+                    const std::optional<Scaling>& scaling) {
+  check_user(axes.lhs.size() == lhs.shape().size() && axes.rhs.size() == rhs.shape().size(),
+             "contraction: ", axes.to_string(), " does not fit ", lhs.to_string(), " and ", rhs.to_string());
+  check_user(lhs.mesh() == any.mesh() && rhs.mesh() == any.mesh(), "matmul: ", lhs.to_string(), " and ",
+             rhs.to_string(), " lie on different meshes");
+  check_dtypes(lhs, rhs, scaling);
+  for (const int axis : axes.lhs) {
+    if (axes.is_summed(axis)) check_axis(axis, axes.lhs, lhs, axes.rhs, rhs);
+  }
+}
+
+// Scales of the rows of the operand that moves go as it does.
+void check_scales(const GatherMatmul& matmul) {
+  const Scaling& scaling = *matmul.scaling;
+  std::vector<int> free_dims;
+  for (size_t j = 0; j < matmul.products.size(); ++j) {
+    const auto& product = matmul.products[j];
+    const std::vector<int> dims = free_dims_of(product.axes, product.axes.lhs);
+    check_user(j == 0 || dims == free_dims, "products: ", product.axes.to_string(), " sums over other dims than ",
+               matmul.products[0].axes.to_string(), "; allowed with scales are the same");
+    check_user(!product.has_bias, "bias: is not added to scaled operands; add it to the result");
+    free_dims = dims;
+  }
+  check_user(scaling.by_row == scaling.plan.has_value(), "scales: ", scaling.by_row ? "of rows without" : "with",
+             " a plan of their own; allowed are scales of rows with one and others without");
+  if (!scaling.by_row) return;
+  const auto check_side = [&](const Layout& scales, const Layout& operand) {
+    bool fits = scales.dtype().name() == "float32" && scales.mesh() == operand.mesh() &&
+                scales.shape().size() == free_dims.size();
+    for (size_t i = 0; fits && i < free_dims.size(); ++i) {
+      fits = scales.shape()[i] == operand.shape()[free_dims[i]] &&
+             scales.cuts(static_cast<int>(i)) == operand.cuts(free_dims[i]);
+    }
+    check_user(fits, "scales: ", scales.to_string(), " of the rows of ", operand.to_string(),
+               "; allowed are float32, cut as these are");
+  };
+  check_side(scaling.plan->src, matmul.plan.src);
+  check_side(scaling.plan->dst, matmul.plan.dst);
+}
+
+void check_kind(const GatherMatmul& matmul) {
+  check_user(!matmul.products.empty(), "products: there are none; allowed is one or more");
+  for (const auto& product : matmul.products) {
+    check_operands(product.axes, matmul.plan.dst, product.other, matmul.plan.dst, matmul.scaling);
+    check_user(!product.has_bias || !product.axes.out.empty(), "bias: given for a result without dims");
+  }
+  check_user(matmul.plan.dst.partial_dims().empty(), "operand: is multiplied while reductions are due (",
+             matmul.plan.dst.to_string(), "); allowed is a layout of S and R");
+  if (matmul.scaling) check_scales(matmul);
+}
+
+void check_kind(const MatmulScatter& matmul) {
+  check_user(!matmul.terms.empty(), "terms: there are none; allowed is one or more");
+  const Layout& result = matmul.plan.src;
+  const DType& dtype = matmul.scaling ? matmul.scaling->result : matmul.terms[0].lhs.dtype();
+  check_user(result.dtype() == dtype, "matmul: the product is of ", dtype.name(), ", the result, ", result.to_string(),
+             ", is not");
+  check_user(!matmul.scaling || !matmul.scaling->plan, "scales: with a plan of their own; allowed with operands that ",
+             "stay is none");
+  for (const auto& term : matmul.terms) {
+    check_operands(term.axes, term.lhs, term.rhs, result, matmul.scaling);
+    check_user(term.axes.out.size() == result.shape().size(), "contraction: ", term.axes.to_string(),
+               " does not fit the result, ", result.to_string());
+    for (const int axis : term.axes.out) {
+      const bool is_in_lhs = has_axis(term.axes.lhs, axis);
+      check_axis(axis, is_in_lhs ? term.axes.lhs : term.axes.rhs, is_in_lhs ? term.lhs : term.rhs, term.axes.out,
+                 result);
+    }
+  }
+}
+
+void check_distances(const Schedule& schedule, int64_t partners) {
+  if (schedule.distances.empty()) return;
+  check_user(schedule.method == Method::kRing, "chunks: distances (", chunks_text(schedule),
+             ") are for method 'ring', not '", method_name(schedule.method), "'");
+  std::vector<int64_t> said;
+  for (const std::vector<int64_t>& chunk : schedule.distances) said.insert(said.end(), chunk.begin(), chunk.end());
+  std::sort(said.begin(), said.end());
+  bool is_all = static_cast<int64_t>(said.size()) == partners - 1;
+  for (size_t i = 0; i < said.size() && is_all; ++i) is_all = said[i] == static_cast<int64_t>(i) + 1;
+  check_user(is_all, "chunks: distances ", chunks_text(schedule), " for ", partners,
+             " ranks; allowed is each from 1 to ", partners - 1, " once");
+}
+
+}  // namespace
+
+const char* method_name(Method method) { return kMethodNames[static_cast<int>(method)]; }
+
+Method parse_method(const std::string& name) {
+  for (const Method method : {Method::kSerial, Method::kRing, Method::kCollective}) {
+    if (name == method_name(method)) return method;
+  }
+  throw UserError(concat("method: '", name, "'; allowed are 'serial', 'ring' and 'collective'"));
+}
+
+namespace {
+
+std::string distances_text(const Schedule& schedule) {
+  std::vector<std::string> chunks;
+  for (const std::vector<int64_t>& distances : schedule.distances) {
+    std::vector<std::string> numbers;
+    for (const int64_t distance : distances) numbers.push_back(std::to_string(distance));
+    chunks.push_back(join(numbers, "."));
+  }
+  return join(chunks, "_") + (chunks.size() == 1 ? "_" : "");  // told from a number
+}
+
+std::vector<std::string> fields_of(const std::string& text, char mark) {
+  std::vector<std::string> fields;
+  std::istringstream stream(text);
+  for (std::string field; std::getline(stream, field, mark);) fields.push_back(field);
+  return fields;
+}
+
+// Nothing for what is no number, or one that nobody means.
+std::optional<int64_t> parse_number(const std::string& text) {
+  constexpr size_t kMaxDigits = 6;
+  const bool has_digits = std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
+  if (text.empty() || text.size() > kMaxDigits || !has_digits) return std::nullopt;
+  return std::stoll(text);
+}
+
+// Those of each chunk, "1.3_2"; empty for text that is nothing of the kind.
+std::vector<std::vector<int64_t>> parse_distances(const std::string& text) {
+  if (text.find("__") != std::string::npos || text.starts_with("_")) return {};
+  std::vector<std::vector<int64_t>> chunks;
+  for (const std::string& chunk : fields_of(text, '_')) {
+    chunks.emplace_back();
+    if (chunk.ends_with(".")) return {};
+    for (const std::string& number : fields_of(chunk, '.')) {
+      const std::optional<int64_t> distance = parse_number(number);
+      if (!distance) return {};
+      chunks.back().push_back(*distance);
+    }
+  }
+  return chunks;
+}
+
+}  // namespace
+
+std::string chunks_text(const Schedule& schedule) {
+  std::string text = schedule.distances.empty() ? std::to_string(schedule.chunks) : distances_text(schedule);
+  if (schedule.depth != 1 || schedule.sms_left != 0) text += concat(":", schedule.depth);
+  if (schedule.sms_left != 0) text += concat(":", schedule.sms_left);
+  return text;
+}
+
+Schedule parse_schedule(const std::string& method, const std::string& chunks) {
+  Schedule schedule{parse_method(method)};
+  const std::vector<std::string> fields = fields_of(chunks, ':');
+  bool is_right = !fields.empty() && fields.size() <= 3 && !chunks.ends_with(":");
+  if (is_right && fields[0].find('_') != std::string::npos) {
+    schedule.distances = parse_distances(fields[0]);
+    schedule.chunks = static_cast<int64_t>(schedule.distances.size()) + 1;
+    is_right = !schedule.distances.empty();
+  } else if (is_right) {
+    const std::optional<int64_t> number = parse_number(fields[0]);
+    is_right = number.has_value();
+    schedule.chunks = number.value_or(0);
+  }
+  int64_t* const others[] = {&schedule.depth, &schedule.sms_left};
+  for (size_t i = 1; is_right && i < fields.size(); ++i) {
+    const std::optional<int64_t> number = parse_number(fields[i]);
+    is_right = number.has_value();
+    *others[i - 1] = number.value_or(0);
+  }
+  check_user(is_right, "chunks: '", chunks, "'; allowed are 1 to ", kMaxChunks, ", or distances such as '1.3_2', and ",
+             "behind colons the depth and the multiprocessors left to transfers, as in '4:3:16'");
+  return schedule;
+}
+
+const Plan& plan_of(const Matmul& matmul) {
+  return std::visit([](const auto& m) -> const Plan& { return m.plan; }, matmul);
+}
+
+std::vector<const Plan*> plans_of(const Matmul& matmul) {
+  std::vector<const Plan*> plans{&plan_of(matmul)};
+  const auto* gather = std::get_if<GatherMatmul>(&matmul);
+  if (gather != nullptr && gather->scaling && gather->scaling->plan) plans.push_back(&*gather->scaling->plan);
+  return plans;
+}
+
+int64_t num_partners(const Matmul& matmul) {
+  const Step* step = chunked_step(matmul);
+  return step == nullptr ? 1 : step->before.mesh().group_size(step->mesh_dims);
+}
+
+bool has_ring(const Matmul& matmul) {
+  const Step* step = chunked_step(matmul);
+  return step != nullptr && step->op != StepOp::kAllReduce;
+}
+
+std::optional<std::string> why_only_serial(const Matmul& matmul) {
+  const Step* step = chunked_step(matmul);
+  if (step == nullptr) return "nothing is moved";
+  const bool gathers = std::holds_alternative<GatherMatmul>(matmul);
+  const std::string where = gathers ? "the last step of the operand's plan" : "the first step of the result's plan";
+  const std::string what = concat(where, " is a ", step_op_name(step->op));
+  if (is_local(step->op)) return what + ", which moves nothing";
+  const bool reduces = step->op == StepOp::kReduceScatter || step->op == StepOp::kAllReduce;
+  if (gathers && reduces) return what + ", whose sums must be there before they are multiplied";
+  if (step->sharing != Sharing::kNone) return what + " whose sending replicas share";
+  if (step->rounds > 1) return what + " in rounds, to keep to a memory limit";
+  if (!gathers && reduces && plan_of(matmul).src.dtype().kind() != DTypeKind::kFloat) return what + " of integers";
+  return std::nullopt;
+}
+
+void check(const Matmul& matmul, const Schedule& schedule) {
+  const Plan& plan = plan_of(matmul);
+  check_user(schedule.chunks >= 1 && schedule.chunks <= kMaxChunks, "chunks: ", schedule.chunks, "; allowed are 1 to ",
+             kMaxChunks);
+  check_user(schedule.depth >= 1 && schedule.depth <= kMaxChunks, "depth: ", schedule.depth, "; allowed are 1 to ",
+             kMaxChunks, " transfers under way beside a product");
+  check_user(schedule.sms_left >= 0 && schedule.sms_left <= kMaxSmsLeft, "sms_left: ", schedule.sms_left,
+             "; allowed are 0 to ", kMaxSmsLeft);
+  std::visit([](const auto& m) { check_kind(m); }, matmul);
+  if (schedule.method == Method::kSerial) {
+    check_user(schedule.depth == 1 && schedule.sms_left == 0, "method: 'serial' with depth ", schedule.depth, " and ",
+               schedule.sms_left, " multiprocessors left to transfers, which have no products beside them; allowed ",
+               "are depth 1 and 0");
+    return;
+  }
+  const std::optional<std::string> reason = why_only_serial(matmul);
+  check_user(!reason, "method: '", method_name(schedule.method), "', but ", reason.value_or(""),
+             "; allowed is 'serial'");
+  check_distances(schedule, num_partners(matmul));
+  check_user(schedule.method != Method::kRing || has_ring(matmul), "method: 'ring', but ", step_text(plan, 0),
+             " goes by collectives; allowed are 'collective' and 'serial'");
+}
+
+// kind|method|chunks|kept|scaling|plan|{axes|bias|layout} or {axes|layout|layout}. A layout is written as the plan that
+// leaves it as it is; scaling as nothing, "tensor:bfloat16", "row:bfloat16:" or "row:bfloat16:plan".
+
+namespace {
+
+std::string text_of(const Plan& plan) { return to_base64(to_bytes(plan)); }
+
+std::string text_of(const Layout& layout, const Plan& like) {
+  Plan plan = like;
+  plan.src = plan.dst = layout;
+  plan.steps.clear();
+  return text_of(plan);
+}
+
+std::string text_of(const std::optional<Scaling>& scaling) {
+  if (!scaling) return "";
+  return concat(scaling->by_row ? "row" : "tensor", ":", scaling->result.name(),
+                scaling->plan ? ":" + text_of(*scaling->plan) : "");
+}
+
+std::optional<Scaling> parse_scaling(const std::string& text) {
+  if (text.empty()) return std::nullopt;
+  const std::vector<std::string> fields = fields_of(text, ':');
+  check_user((fields.size() == 2 || fields.size() == 3) && (fields[0] == "row" || fields[0] == "tensor"), "matmul: '",
+             text.substr(0, 40), "...' is no scaling for an operator");
+  Scaling scaling{fields[0] == "row", DType::parse(fields[1])};
+  if (fields.size() == 3) scaling.plan = from_bytes(from_base64(fields[2]));
+  return scaling;
+}
+
+}  // namespace
+
+std::string to_text(const Matmul& matmul, const Schedule& schedule) {
+  const Plan& plan = plan_of(matmul);
+  const auto& scaling = std::visit([](const auto& m) -> const std::optional<Scaling>& { return m.scaling; }, matmul);
+  std::vector<std::string> fields{
+      "", method_name(schedule.method), chunks_text(schedule), "0", text_of(scaling), text_of(plan)};
+  if (const auto* gather = std::get_if<GatherMatmul>(&matmul)) {
+    fields[0] = "gather";
+    fields[3] = gather->keeps_gathered ? "1" : "0";
+    for (const auto& product : gather->products) {
+      fields.push_back(product.axes.to_string());
+      fields.push_back(product.has_bias ? "1" : "0");
+      fields.push_back(text_of(product.other, plan));
+    }
+  } else {
+    fields[0] = "scatter";
+    fields[3] = std::get<MatmulScatter>(matmul).has_addend ? "1" : "0";
+    for (const auto& term : std::get<MatmulScatter>(matmul).terms) {
+      fields.push_back(term.axes.to_string());
+      fields.push_back(text_of(term.lhs, plan));
+      fields.push_back(text_of(term.rhs, plan));
+    }
+  }
+  return join(fields, "|");
+}
+
+std::pair<Matmul, Schedule> parse_matmul(const std::string& text) {
+  const std::vector<std::string> fields = fields_of(text, '|');
+  check_user(fields.size() >= 9 && fields.size() % 3 == 0 && (fields[0] == "gather" || fields[0] == "scatter"),
+             "matmul: '", text.substr(0, 40), "...' is no product for an operator");
+  const Schedule schedule = parse_schedule(fields[1], fields[2]);
+  const auto layout_in = [&](size_t i) { return from_bytes(from_base64(fields[i])).src; };
+  const std::optional<Scaling> scaling = parse_scaling(fields[4]);
+  const Plan plan = from_bytes(from_base64(fields[5]));
+  std::optional<Matmul> matmul;
+  if (fields[0] == "gather") {
+    GatherMatmul gather{plan, {}, fields[3] == "1", scaling};
+    for (size_t i = 6; i < fields.size(); i += 3) {
+      gather.products.push_back({Contraction::parse(fields[i]), layout_in(i + 2), fields[i + 1] == "1"});
+    }
+    matmul = std::move(gather);
+  } else {
+    MatmulScatter scatter{plan, {}, fields[3] == "1", scaling};
+    for (size_t i = 6; i < fields.size(); i += 3) {
+      scatter.terms.push_back({Contraction::parse(fields[i]), layout_in(i + 1), layout_in(i + 2)});
+    }
+    matmul = std::move(scatter);
+  }
+  check(*matmul, schedule);
+  return {std::move(*matmul), schedule};
+}
+
+}  // namespace shardwright

@@ -1,0 +1,375 @@
+// MatmulScatter -> program.
+#include <algorithm>
+
+#include "moves/exchange.h"
+#include "products/blocks.h"
+#include "products/compile.h"
+#include "products/gemms.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+class ScatterCompiler {
+ public:
+  ScatterCompiler(const MatmulScatter& matmul, const Schedule& schedule, int64_t position)
+      : matmul_(matmul),
+        schedule_(schedule),
+        plan_(matmul.plan),
+        held_(plan_.src.region(position)),
+        b_(plan_.src.mesh_ptr(), plan_.src.dtype(), plan_.backend, plan_.named_groups_only, position) {}
+
+  Program run() {
+    for (const auto& term : matmul_.terms) {
+      declare(term.lhs);
+      declare(term.rhs);
+    }
+    if (matmul_.has_addend) addend_ = declare(plan_.src);
+    if (matmul_.scaling) {
+      for (const auto& term : matmul_.terms) scales_.push_back(declare_scales(term));
+    }
+    int current = -1;
+    size_t done = 0;
+    if (schedule_.method == Method::kSerial) {
+      b_.begin_step("the products");
+      current = b_.new_buffer(num_elements(held_));
+      multiply(Intersection(held_, held_), current, 0, &Intersection::Part::in_a, shape_of(held_));
+    } else {
+      const Step& step = plan_.steps[0];
+      b_.begin_step(concat(step_text(plan_, 0), ", ", method_name(schedule_.method), " of ", schedule_.chunks,
+                           " chunks, ", schedule_.depth, " under way, with its products"));
+      b_.begin_exchanges(step, schedule_.chunks);
+      current = b_.new_buffer(num_elements(step.after.region(b_.position())));
+      if (step.op == StepOp::kAllReduce) {
+        all_reduce(step, current);
+      } else {
+        scatter(step, current);
+      }
+      b_.begin_chunk(-1);
+      done = 1;
+    }
+    current = compile_steps(b_, plan_, done, plan_.steps.size(), current);
+    b_.program().outputs = {{current, plan_.dst.local_shape(b_.position())}};
+    return std::move(b_.program());
+  }
+
+ private:
+  int declare(const Layout& layout) { return b_.new_input(layout.local_shape(b_.position()), layout.dtype()); }
+
+  ScaleViews declare_scales(const MatmulScatter::Term& term) {
+    const auto view = [&](const std::vector<int>& operand, const Layout& layout) {
+      std::vector<int64_t> shape;
+      if (matmul_.scaling->by_row) {
+        shape = sizes_at(layout.local_shape(b_.position()), free_dims_of(term.axes, operand));
+      }
+      return scales_view(term.axes, operand, b_.new_input(shape, DType::parse("float32")), shape);
+    };
+    TensorView lhs = view(term.axes.lhs, term.lhs);
+    return {std::move(lhs), view(term.axes.rhs, term.rhs)};
+  }
+
+  // A block of the products, into a row-major tensor of this shape at these of the places of its parts. Places in a are
+  // those in the whole product.
+  void multiply(const Intersection& block, int buffer, int64_t offset,
+                std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape) {
+    if (block.count() == 0) return;
+    if (addend_ >= 0) copy_addend(block, buffer, offset, places, shape);
+    for (const Intersection::Part& part : block.parts()) {
+      for (size_t j = 0; j < matmul_.terms.size(); ++j) multiply(part, j, buffer, offset, part.*places, shape);
+    }
+  }
+
+  void copy_addend(const Intersection& block, int buffer, int64_t offset,
+                   std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape) {
+    const std::vector<int64_t> from = row_major_strides(shape_of(held_));
+    const std::vector<int64_t> to = row_major_strides(shape);
+    std::vector<Box> boxes;
+    for (const Intersection::Part& part : block.parts()) {
+      Box box{0, offset, part.sizes, from, to};
+      for (size_t d = 0; d < shape.size(); ++d) {
+        box.src_offset += part.in_a[d] * from[d];
+        box.dst_offset += (part.*places)[d] * to[d];
+      }
+      simplify(box);
+      boxes.push_back(std::move(box));
+    }
+    b_.copy(addend_, buffer, std::move(boxes));
+  }
+
+  void multiply(const Intersection::Part& part, size_t term_index, int buffer, int64_t offset,
+                const std::vector<int64_t>& place, const std::vector<int64_t>& shape) {
+    const MatmulScatter::Term& term = matmul_.terms[term_index];
+    const Contraction& axes = term.axes;
+    const auto operand = [&](int input, const std::vector<int>& dims) {
+      return row_major_view(input, dims, b_.program().input_shapes[input], axes.num_axes());
+    };
+    TensorView lhs = operand(2 * static_cast<int>(term_index), axes.lhs);
+    TensorView rhs = operand(2 * static_cast<int>(term_index) + 1, axes.rhs);
+    TensorView out = row_major_view(buffer, axes.out, shape, axes.num_axes());
+    out.offset += offset;
+    std::optional<ScaleViews> scales;
+    if (matmul_.scaling) scales = scales_[term_index];
+    std::vector<int64_t> sizes(axes.num_axes(), 0);
+    for (size_t d = 0; d < axes.lhs.size(); ++d) {
+      sizes[axes.lhs[d]] = b_.program().input_shapes[lhs.buffer][d];
+    }
+    for (size_t d = 0; d < axes.out.size(); ++d) {
+      const int axis = axes.out[d];
+      sizes[axis] = part.sizes[d];
+      lhs.advance(axis, part.in_a[d]);
+      rhs.advance(axis, part.in_a[d]);
+      out.advance(axis, place[d]);
+      if (scales) scales->lhs.advance(axis, part.in_a[d]);
+      if (scales) scales->rhs.advance(axis, part.in_a[d]);
+    }
+    emit_gemms(b_, axes, sizes, lhs, rhs, out, term_index > 0 || addend_ >= 0, {}, scales);
+  }
+
+  // ---- reduce-scatters and moves of data
+
+  // A chunk under way: what must be seen to when it has come.
+  struct Transfer {
+    int ticket = -1;
+    std::function<void()> take_in;
+  };
+
+  void scatter(const Step& step, int next) {
+    step_ = &step;
+    next_ = next;
+    group_ = plan_.src.mesh().group(b_.position(), step.mesh_dims);
+    me_ = std::find(group_.begin(), group_.end(), b_.position()) - group_.begin();
+    needed_ = step.after.region(b_.position());
+    reduces_ = step.op == StepOp::kReduceScatter;
+    const auto k = static_cast<int64_t>(group_.size());
+    const bool by_messages = schedule_.method == Method::kRing;
+    const std::vector<Chunk> chunks = by_messages ? ring_chunks(k, schedule_) : collective_chunks(k, schedule_.chunks);
+    shares_ = chunks.empty() ? 1 : chunks[0].shares;
+    std::vector<size_t> dims(needed_.size());
+    for (size_t d = 0; d < dims.size(); ++d) dims[d] = d;
+    if (!dims.empty()) share_dim_ = dim_to_share(step.after, dims, shares_);
+    if (by_messages && reduces_) contributions_.resize(shares_, std::vector<BufferRange>(k));
+
+    const auto depth = static_cast<size_t>(schedule_.depth);
+    std::vector<Transfer> transfers;
+    size_t num_finished = 0;
+    for (size_t c = 0; c < chunks.size(); ++c) {
+      b_.begin_chunk(static_cast<int>(c));
+      transfers.push_back(by_messages ? start_messages(chunks[c]) : start_collective(chunks[c]));
+      if (c >= depth) finish(transfers[num_finished++]);
+    }
+    b_.begin_chunk(static_cast<int>(chunks.size()));
+    if (by_messages || !reduces_) multiply_own();
+    while (num_finished < transfers.size()) finish(transfers[num_finished++]);
+    if (by_messages && reduces_) reduce_contributions();
+  }
+
+  void finish(const Transfer& transfer) {
+    b_.wait(transfer.ticket);
+    if (transfer.take_in) transfer.take_in();
+  }
+
+  int64_t at_distance(int64_t distance) const {
+    const auto k = static_cast<int64_t>(group_.size());
+    return (me_ + distance + k) % k;
+  }
+
+  // What the rank with an index in the group takes from here, and gives.
+  std::optional<Intersection> sent(int64_t index, const Chunk& chunk) const {
+    if (!reduces_ && source_for(*step_, b_.position(), group_[index]) != b_.position()) return std::nullopt;
+    return share_of(Intersection(held_, step_->after.region(group_[index])), share_dim_, chunk);
+  }
+
+  std::optional<Intersection> received(int64_t index, const Chunk& chunk) const {
+    if (!reduces_ && source_for(*step_, group_[index], b_.position()) != group_[index]) return std::nullopt;
+    return share_of(Intersection(step_->before.region(group_[index]), needed_), share_dim_, chunk);
+  }
+
+  Transfer start_messages(const Chunk& chunk) {
+    SendReceive move{b_.group_index(step_->mesh_dims), {}, {}};
+    std::vector<std::pair<Intersection, int>> staged;
+    for (const int64_t d : chunk.distances) {
+      const int64_t target = at_distance(d);
+      const int64_t source = at_distance(-d);
+      if (const auto block = sent(target, chunk)) {
+        const int staging = b_.new_buffer(block->count());
+        multiply(*block, staging, 0, &Intersection::Part::packed, block->shape());
+        move.sends.push_back({target, b_.whole(staging)});
+      }
+      if (const auto block = received(source, chunk)) {
+        const int64_t run = reduces_ ? -1 : block->run_in_b();
+        BufferRange range{next_, run, block->count()};
+        if (run < 0) {
+          range = b_.whole(b_.new_buffer(block->count()));
+          if (!reduces_) staged.push_back({*block, range.buffer});
+        }
+        if (reduces_) contributions_[chunk.share][source] = range;
+        move.receives.push_back({source, range});
+      }
+    }
+    return {b_.send_receive(std::move(move)), [this, staged] {
+              for (const auto& [block, buffer] : staged) b_.copy(buffer, next_, block.packed_to_b(0, 0));
+            }};
+  }
+
+  // The own part: of a reduction one more contribution, else at its place at once.
+  void multiply_own() {
+    for (int64_t s = 0; s < shares_; ++s) {
+      const auto block = share_of(Intersection(held_, needed_), share_dim_, {{}, s, shares_});
+      if (!block) continue;
+      if (reduces_) {
+        const int staging = b_.new_buffer(block->count());
+        multiply(*block, staging, 0, &Intersection::Part::packed, block->shape());
+        contributions_[s][me_] = b_.whole(staging);
+      } else {
+        multiply(*block, next_, 0, &Intersection::Part::in_b, shape_of(needed_));
+      }
+    }
+  }
+
+  // Once, when all are there: they come in another order on every rank (nearest first), so what is summed as it comes
+  // would have other bits on replicas, and other ones by ring than by collective and serial.
+  void reduce_contributions() {
+    for (int64_t s = 0; s < shares_; ++s) {
+      const auto block = share_of(Intersection(held_, needed_), share_dim_, {{}, s, shares_});
+      if (block) reduce_into_place(*block, by_position(group_, contributions_[s]));
+    }
+  }
+
+  void reduce_into_place(const Intersection& block, std::vector<BufferRange> parts) {
+    const int64_t run = block.run_in_b();
+    const BufferRange result =
+        run >= 0 ? BufferRange{next_, run, block.count()} : b_.whole(b_.new_buffer(block.count()));
+    reduce_parts(b_, reduction_of(*step_), std::move(parts), result);
+    if (run < 0) b_.copy(result.buffer, next_, block.packed_to_b(0, 0));
+  }
+
+  Transfer start_collective(const Chunk& chunk) {
+    const auto k = static_cast<int64_t>(group_.size());
+    const int g = b_.group_index(step_->mesh_dims);
+    std::vector<std::optional<Intersection>> sends(k);
+    AllToAll move{g, {}, {}, std::vector<int64_t>(k, 0), std::vector<int64_t>(k, 0)};
+    int64_t to_send = 0;
+    bool is_even = true;
+    for (int64_t m = 0; m < k; ++m) {
+      if (m == me_ && !reduces_) continue;
+      sends[m] = sent(m, chunk);
+      if (sends[m]) to_send += move.send_counts[m] = sends[m]->count();
+      is_even = is_even && move.send_counts[m] == move.send_counts[0];
+    }
+    const int staging = b_.new_buffer(to_send);
+    int64_t at = 0;
+    for (int64_t m = 0; m < k; ++m) {
+      if (!sends[m]) continue;
+      multiply(*sends[m], staging, at, &Intersection::Part::packed, sends[m]->shape());
+      at += sends[m]->count();
+    }
+    move.src = b_.whole(staging);
+    if (reduces_) return start_reduction(std::move(move), sends[me_], is_even && to_send > 0);
+
+    std::vector<std::optional<Intersection>> receives(k);
+    int64_t to_receive = 0;
+    for (int64_t m = 0; m < k; ++m) {
+      if (m == me_) continue;
+      receives[m] = received(m, chunk);
+      if (receives[m]) to_receive += move.receive_counts[m] = receives[m]->count();
+    }
+    const int arrived = b_.new_buffer(to_receive);
+    move.dst = b_.whole(arrived);
+    return {b_.emit(std::move(move)), [this, arrived, receives] {
+              std::vector<Box> unpack;
+              int64_t packed = 0;
+              for (const auto& block : receives) {
+                if (!block) continue;
+                append(unpack, block->packed_to_b(packed, 0));
+                packed += block->count();
+              }
+              b_.copy(arrived, next_, std::move(unpack));
+            }};
+  }
+
+  // `move` holds what every rank is to sum, packed in the group's order.
+  Transfer start_reduction(AllToAll move, std::optional<Intersection> own, bool is_even) {
+    const int g = move.group;
+    const auto k = static_cast<int64_t>(group_.size());
+    if (is_even && reduces_natively(*step_, b_.backend())) {
+      const int64_t run = own->run_in_b();
+      const BufferRange result =
+          run >= 0 ? BufferRange{next_, run, own->count()} : b_.whole(b_.new_buffer(own->count()));
+      const Reduction reduction = reduction_of(*step_);
+      return {b_.emit(ReduceScatter{g, reduction.op, move.src, result}), [this, run, own, result, reduction] {
+                finish_native(b_, reduction, result);
+                if (run < 0) b_.copy(result.buffer, next_, own->packed_to_b(0, 0));
+              }};
+    }
+    const int64_t count = own ? own->count() : 0;
+    const int arrived = b_.new_buffer(count * k);
+    move.dst = b_.whole(arrived);
+    move.receive_counts.assign(k, count);
+    return {b_.emit(std::move(move)), [this, own, arrived, count, g] {
+              if (own) reduce_into_place(*own, rows_of(b_, arrived, count, g));
+            }};
+  }
+
+  // ---- all-reduces: chunks are shares of the outermost dim that is longer than one, so they lie in one piece
+
+  void all_reduce(const Step& step, int next) {
+    const Intersection all(held_, held_);
+    if (all.count() == 0) return;
+    const int g = b_.group_index(step.mesh_dims);
+    const bool is_native = reduces_natively(step, b_.backend());
+    const Reduction reduction = reduction_of(step);
+    size_t dim = 0;
+    while (dim + 1 < all.shape().size() && all.shape()[dim] == 1) ++dim;
+    std::vector<Stages> chunks;
+    std::vector<std::function<void()>> products;
+    const int64_t shares = all.shape().empty() ? 1 : std::min(schedule_.chunks, all.shape()[dim]);
+    for (int64_t c = 0; c < shares; ++c) {
+      const Intersection block = all.shape().empty() ? all : all.share(dim, c, shares);
+      const BufferRange result{next, block.run_in_a(), block.count()};
+      const BufferRange contribution = is_native ? result : b_.whole(b_.new_buffer(block.count()));
+      products.push_back([=, this] {
+        multiply(block, contribution.buffer, contribution.offset, &Intersection::Part::packed, block.shape());
+      });
+      chunks.push_back(is_native ? native_all_reduce(b_, g, reduction, result)
+                                 : composed_all_reduce(b_, g, reduction, contribution, result));
+    }
+    const auto num_stages = static_cast<int64_t>(chunks[0].size());
+    const int64_t depth = std::min(schedule_.depth, shares);
+    for (int64_t t = 0; t < shares + (num_stages - 1) * depth; ++t) {
+      // The latest chunk first: its product is what the others travel behind.
+      for (int64_t stage = 0; stage < num_stages; ++stage) {
+        const int64_t c = t - stage * depth;
+        if (c < 0 || c >= shares) continue;
+        b_.begin_chunk(static_cast<int>(c));
+        if (stage == 0) products[c]();
+        chunks[c][stage]();
+      }
+    }
+  }
+
+  const MatmulScatter& matmul_;
+  Schedule schedule_;
+  const Plan& plan_;
+  Region held_;
+  ProgramBuilder b_;
+  int addend_ = -1;                 // buffer
+  std::vector<ScaleViews> scales_;  // by term
+  // Of the step that is chunked.
+  const Step* step_ = nullptr;
+  Positions group_;
+  int64_t me_ = 0;
+  Region needed_;
+  int next_ = -1;
+  bool reduces_ = false;
+  size_t share_dim_ = 0;
+  int64_t shares_ = 1;
+  std::vector<std::vector<BufferRange>> contributions_;  // of a ring: by share and index in the group
+};
+
+}  // namespace
+
+Program compile_scatter(const MatmulScatter& matmul, const Schedule& schedule, int64_t position) {
+  return ScatterCompiler(matmul, schedule, position).run();
+}
+
+}  // namespace shardwright

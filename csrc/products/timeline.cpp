@@ -1,0 +1,291 @@
+#include "products/timeline.h"
+
+#include <algorithm>
+
+#include "cost/cost.h"
+#include "products/compile.h"
+#include "program/order.h"
+
+namespace shardwright {
+namespace {
+
+// Beyond these, a ring's messages are too many to be worth it, and to be looked at.
+constexpr int64_t kMaxRingPartners = 64;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The last instruction before each that computes or waits: what a host that is at it has done.
+std::vector<int> order_of_hosts(const Program& program) {
+  std::vector<int> order;
+  int last = -1;
+  for (size_t i = 0; i < program.instructions.size(); ++i) {
+    order.push_back(last);
+    if (!is_communication(program.instructions[i].operation)) last = static_cast<int>(i);
+  }
+  return order;
+}
+
+class Clock {
+ public:
+  Clock(const Program& program, const Plan& plan, const GemmModel& model)
+      : program_(program),
+        plan_(plan),
+        model_(model),
+        is_host_(model.num_processors == 1),
+        beside_transfers_(model.leaving(program.sms_left)),
+        order_(is_host_ ? order_of_hosts(program) : order_of_transfers(program)),
+        ends_(program.instructions.size(), 0),
+        leaves_processors_(program.instructions.size(), false) {
+    int under_way = 0;
+    for (int i = 0; i < static_cast<int>(program.instructions.size()); ++i) {
+      const Operation& operation = program.instructions[i].operation;
+      leaves_processors_[i] = !is_host_ && program.sms_left > 0 && under_way > 0;
+      (is_communication(operation) ? transfers_ : compute_steps_).push_back(i);
+      under_way += is_communication(operation) ? 1 : std::holds_alternative<Wait>(operation) ? -1 : 0;
+    }
+  }
+
+  // Places what begins first, so that what runs meanwhile is known.
+  Timeline run() {
+    size_t step = 0;
+    size_t transfer = 0;
+    while (step < compute_steps_.size() || transfer < transfers_.size()) {
+      const bool is_transfer = step == compute_steps_.size() ||
+                               (transfer < transfers_.size() && goes_first(transfers_[transfer], compute_steps_[step]));
+      is_transfer ? place_transfer(transfers_[transfer++]) : place_compute(compute_steps_[step++]);
+    }
+    timeline_.total_ps = std::max(compute_, communication_);
+    return std::move(timeline_);
+  }
+
+ private:
+  // A product on a device: what transfers that become ready meanwhile wait for.
+  struct Running {
+    int64_t start = 0;
+    int64_t end = 0;
+    int64_t wave_ps = 1;
+    bool leaves_processors = false;
+  };
+
+  // Of the next transfer and the next instruction of compute.
+  bool goes_first(int transfer, int step) const {
+    if (order_[transfer] >= step) return false;
+    const Operation& operation = program_.instructions[step].operation;
+    if (const auto* wait = std::get_if<Wait>(&operation)) return wait->ticket >= transfer;
+    if (is_host_) return true;
+    if (!std::holds_alternative<Gemm>(operation)) return false;
+    const int64_t ready = ready_at(transfer);
+    const bool is_let_go_by_compute = order_[transfer] >= 0 && ends_[order_[transfer]] == ready;
+    return ready < compute_ || (ready == compute_ && !is_let_go_by_compute);
+  }
+
+  int64_t ready_at(int transfer) const {
+    const int after = order_[transfer];
+    return std::max(communication_, after < 0 ? 0 : ends_[after]);
+  }
+
+  void place_transfer(int index) {
+    const Operation& operation = program_.instructions[index].operation;
+    int64_t start = ready_at(index);
+    const int64_t full_speed = transfer_ps(operation, 1, 1);
+    int64_t takes = full_speed;
+    if (start < running_.end && !running_.leaves_processors) {
+      start = running_.end;
+    } else if (start < running_.end) {
+      const int64_t waves = std::max<int64_t>(ceil_div(start - running_.start, running_.wave_ps), 1);
+      start = std::min(running_.end, saturating_sum(running_.start, waves * running_.wave_ps));
+      const int64_t found = std::min(program_.sms_left, kTransferProcessors);
+      if (start < running_.end) takes = transfer_ps(operation, kTransferProcessors, found);
+    }
+    communication_ = ends_[index] = saturating_sum(start, takes);
+    timeline_.communication_ps = saturating_sum(timeline_.communication_ps, full_speed);
+    timeline_.spans.push_back({true, index, start, communication_});
+  }
+
+  void place_compute(int index) {
+    const Operation& operation = program_.instructions[index].operation;
+    const int64_t start = compute_;
+    if (const auto* wait = std::get_if<Wait>(&operation)) {
+      compute_ = std::max(compute_, ends_[wait->ticket]);
+    } else if (const auto* gemm = std::get_if<Gemm>(&operation)) {
+      compute_ = saturating_sum(start, gemm_ps(*gemm, index));
+    } else {
+      compute_ = saturating_sum(start, memory_ps(operation));
+    }
+    ends_[index] = compute_;
+    if (!std::holds_alternative<Wait>(operation)) timeline_.spans.push_back({false, index, start, compute_});
+  }
+
+  int64_t bytes(int buffer, int64_t count) const { return count * program_.dtype_of(buffer).size_bytes(); }
+  int64_t bytes(const BufferRange& range) const { return bytes(range.buffer, range.count); }
+
+  // Data going at `num` / `den` of the time per byte.
+  int64_t transfer_ps(const Operation& operation, int64_t num, int64_t den) const {
+    const Group& group = program_.groups[group_of(operation)];
+    const auto others = static_cast<int64_t>(group.ranks.size()) - 1;
+    const Link link = plan_.topology.link(plan_.src.mesh(), group.mesh_dims);
+    int64_t messages = others;
+    int64_t in = 0;
+    int64_t out = 0;
+    if (const auto* o = std::get_if<AllGather>(&operation)) {
+      in = out = others * bytes(o->src);
+    } else if (const auto* o = std::get_if<ReduceScatter>(&operation)) {
+      in = out = others * bytes(o->dst);
+    } else if (const auto* o = std::get_if<AllReduce>(&operation)) {
+      in = out = 2 * bytes(o->data) * others / (others + 1);
+      messages *= 2;
+    } else if (const auto* o = std::get_if<AllToAll>(&operation)) {
+      for (size_t m = 0; m < group.ranks.size(); ++m) {
+        if (static_cast<int64_t>(m) == group.index) continue;
+        in += bytes(o->dst.buffer, o->receive_counts[m]);
+        out += bytes(o->src.buffer, o->send_counts[m]);
+      }
+    } else {
+      const auto& move = std::get<SendReceive>(operation);
+      messages = static_cast<int64_t>(std::max(move.receives.size(), move.sends.size()));
+      for (const auto& m : move.receives) in += bytes(m.range);
+      for (const auto& m : move.sends) out += bytes(m.range);
+    }
+    const int64_t latency = saturating_sum(plan_.topology.step_ps, saturating_product(messages, link.message_ps));
+    return saturating_sum(latency, saturating_product(scaled(std::max(in, out), link.ps_per_kib), num) / den);
+  }
+
+  int64_t gemm_ps(const Gemm& gemm, int index) {
+    const int64_t item_bytes = program_.dtype_of(gemm.lhs.buffer).size_bytes();
+    const int64_t alone = model_.picoseconds(gemm.m, gemm.n, gemm.k, gemm.count, item_bytes);
+    timeline_.gemm_ps = saturating_sum(timeline_.gemm_ps, alone);
+    const bool leaves_processors = leaves_processors_[index];
+    int64_t takes = alone;
+    if (leaves_processors) {
+      takes = beside_transfers_.picoseconds(gemm.m, gemm.n, gemm.k, gemm.count, item_bytes);
+    } else {
+      const int64_t beside = std::clamp<int64_t>(communication_ - compute_, 0, alone);
+      takes = saturating_sum(alone, saturating_product(beside, model_.contention_percent) / 100);
+    }
+    if (!is_host_) {
+      const GemmModel& model = leaves_processors ? beside_transfers_ : model_;
+      const int64_t wave_ps = std::max<int64_t>(takes / model.waves(gemm.m, gemm.n, gemm.count), 1);
+      running_ = {compute_, saturating_sum(compute_, takes), wave_ps, leaves_processors};
+    }
+    return takes;
+  }
+
+  int64_t memory_ps(const Operation& operation) const {
+    int64_t touched = 0;
+    if (const auto* o = std::get_if<Copy>(&operation)) {
+      for (const Box& box : o->boxes) {
+        int64_t count = 1;
+        for (const int64_t size : box.sizes) count *= size;
+        touched += bytes(o->src, count);
+      }
+    } else if (const auto* o = std::get_if<Reduce>(&operation)) {
+      touched = bytes(o->dst) * static_cast<int64_t>(o->parts.size());
+    } else {
+      for (const int buffer : buffers_of(operation)) touched = std::max(touched, program_.size_bytes(buffer));
+    }
+    return scaled(touched, plan_.topology.memory_ps_per_kib);
+  }
+
+  const Program& program_;
+  const Plan& plan_;
+  const GemmModel& model_;
+  const bool is_host_;
+  const GemmModel beside_transfers_;
+  const std::vector<int> order_;  // by instruction: what transfers come after
+  std::vector<int> transfers_;    // indices of instructions
+  std::vector<int> compute_steps_;
+  std::vector<int64_t> ends_;  // by instruction
+  std::vector<bool> leaves_processors_;
+  int64_t compute_ = 0;  // ends of the lanes
+  int64_t communication_ = 0;
+  Running running_;  // the last one
+  Timeline timeline_;
+};
+
+}  // namespace
+
+Timeline predict(const Program& program, const Plan& plan, const GemmModel& model) {
+  return Clock(program, plan, model).run();
+}
+
+Timeline predict(const Matmul& matmul, const Schedule& schedule, const GemmModel& model) {
+  return predict(compile(matmul, schedule, 0), plan_of(matmul), model);
+}
+
+namespace {
+
+int64_t peak_bytes(const Matmul& matmul, const Schedule& schedule) { return compile(matmul, schedule, 0).peak_bytes(); }
+
+// What products may leave to transfers.
+std::vector<int64_t> processors_to_leave(const GemmModel& model) {
+  std::vector<int64_t> left{0};
+  for (const int64_t processors : {kTransferProcessors / 2, kTransferProcessors}) {
+    if (2 * processors < model.num_processors) left.push_back(processors);
+  }
+  return left;
+}
+
+// `schedule` with the depth and the processors left that are predicted fastest, without need of more than
+// `limit_bytes`.
+Prediction tuned_prediction(const Matmul& matmul, Schedule schedule, const GemmModel& model,
+                            std::optional<int64_t> depth, int64_t limit_bytes) {
+  std::vector<int64_t> depths{1, kUsualDepth, schedule.chunks};
+  const bool is_host = model.num_processors == 1;
+  if (is_host && schedule.method == Method::kRing && num_partners(matmul) > 2) depths = {1};
+  if (depth) depths = {*depth};
+  std::optional<Prediction> best;
+  int64_t least = 0;  // no depth takes less
+  for (const int64_t d : depths) {
+    const auto can_save = [&] { return best->total_ps - least > best->total_ps / 100 * kLeastTuningPercent; };
+    if (best && (d > schedule.chunks || d <= best->schedule.depth || !can_save())) continue;
+    schedule.depth = d;
+    Program program = compile(matmul, schedule, 0);
+    if (d == 1) limit_bytes = std::max(limit_bytes, program.peak_bytes());
+    if (best && d > kUsualDepth && program.peak_bytes() > limit_bytes) break;
+    for (const int64_t left : processors_to_leave(model)) {
+      if (best && !can_save()) break;
+      schedule.sms_left = program.sms_left = left;
+      const Timeline timeline = predict(program, plan_of(matmul), model);
+      least = std::max(timeline.communication_ps, timeline.gemm_ps);
+      const bool saves_enough = best && best->total_ps - timeline.total_ps > best->total_ps / 100 * kLeastTuningPercent;
+      if (!best || saves_enough) best = Prediction{schedule, timeline.total_ps};
+    }
+  }
+  return *best;
+}
+
+}  // namespace
+
+std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model, std::optional<int64_t> depth) {
+  const Schedule serial;
+  std::vector<Prediction> all{{serial, predict(matmul, serial, model).total_ps}};
+  if (why_only_serial(matmul)) return all;
+  const int64_t limit_bytes = peak_bytes(matmul, serial);
+  const int64_t k = num_partners(matmul);
+  std::vector<int64_t> counts{1, 2, 4, 8, k, 2 * k};
+  std::sort(counts.begin(), counts.end());
+  counts.erase(std::unique(counts.begin(), counts.end()), counts.end());
+  for (const Method method : {Method::kCollective, Method::kRing}) {
+    for (const int64_t chunks : counts) {
+      const bool is_ring = method == Method::kRing;
+      if (chunks > kMaxChunks || (is_ring && (!has_ring(matmul) || k > kMaxRingPartners || chunks == 1))) continue;
+      all.push_back(tuned_prediction(matmul, {method, chunks}, model, depth, limit_bytes));
+    }
+  }
+  return all;
+}
+
+Schedule tuned(const Matmul& matmul, const Schedule& schedule, const GemmModel& model, std::optional<int64_t> depth) {
+  if (schedule.method == Method::kSerial) return schedule;
+  return tuned_prediction(matmul, schedule, model, depth, peak_bytes(matmul, {})).schedule;
+}
+
+Schedule choose(const Matmul& matmul, const GemmModel& model, std::optional<int64_t> depth) {
+  const std::vector<Prediction> all = predictions(matmul, model, depth);
+  const auto best = std::min_element(all.begin(), all.end(),
+                                     [](const Prediction& a, const Prediction& b) { return a.total_ps < b.total_ps; });
+  const int64_t serial = all.front().total_ps;
+  return serial - best->total_ps >= serial / 100 * kLeastGainPercent ? best->schedule : all.front().schedule;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,150 @@
+// Choosing the moves.
+//
+//   1. Refuse what PyTorch does not define; equal layouts need no move.
+//   2. The cheapest moves to the goal: the destination, before anything becomes partial (search.cpp).
+//   3. Zero-fill and partition, which are local.
+#include "search/make_plan.h"
+
+#include "moves/move.h"
+#include "moves/spans.h"
+#include "search/search.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+using Cuts = std::vector<std::vector<Cut>>;
+
+// What happens to each mesh dim that is partial on either side.
+struct PartialWork {
+  MeshDimSet reduced;      // P -> R or S
+  MeshDimSet partitioned;  // R -> P
+  MeshDimSet zero_filled;  // S -> P
+};
+
+void check_same_tensor(const Layout& src, const Layout& dst) {
+  if (!(src.mesh() == dst.mesh())) {
+    throw UserError(concat("mesh: source and destination lie on different meshes (", src.mesh().to_string(), " and ",
+                           dst.mesh().to_string(), "); allowed is one mesh"));
+  }
+  if (src.shape() != dst.shape()) {
+    throw UserError(concat("shape: source (", join(src.shape()), ") and destination (", join(dst.shape()), ") differ"));
+  }
+  if (!(src.dtype() == dst.dtype())) {
+    throw UserError(concat("dtype: source ", src.dtype().name(), " and destination ", dst.dtype().name(),
+                           " differ; cast before or after"));
+  }
+}
+
+PartialWork partial_work(const Layout& src, const Layout& dst) {
+  PartialWork work;
+  work.reduced = src.partial_dims() - dst.partial_dims();
+  for (const int d : dst.partial_dims().to_vector()) {
+    const Placement& from = src.placements()[d];
+    const Placement& to = dst.placements()[d];
+    const std::string where = concat(" on mesh dim '", src.mesh().dim_names()[d], "'");
+    if (src.partial_dims().contains(d)) {
+      check_user(from == to, "placements: ", from.to_string(), " cannot become ", to.to_string(), where,
+                 "; reduce it to R first");
+    } else if (src.cut_dims().contains(d)) {
+      check_user(to.op == ReduceOp::kSum, "placements: ", from.to_string(), " cannot become ", to.to_string(), where,
+                 "; allowed is P(sum), whose other shares are zeros");
+      work.zero_filled.insert(d);
+    } else {
+      const bool divisible = to.op == ReduceOp::kSum || to.op == ReduceOp::kAvg || to.op == ReduceOp::kMin ||
+                             to.op == ReduceOp::kMax || to.op == ReduceOp::kNorm;
+      check_user(divisible, "placements: R cannot become ", to.to_string(), where,
+                 "; allowed are P(sum), P(avg), P(min), P(max), P(norm p)");
+      work.partitioned.insert(d);
+    }
+  }
+  return work;
+}
+
+Layout without_partials(const Layout& layout, MeshDimSet dims, Cuts cuts) {
+  std::vector<Placement> partials(layout.mesh().ndim(), Placement::replicate());
+  for (const int d : (layout.partial_dims() - dims).to_vector()) partials[d] = layout.placements()[d];
+  return layout.with(std::move(cuts), partials);
+}
+
+// The goal of the data move: dst, before anything becomes partial. A dim that will be zero-filled stays cut, innermost,
+// so that the fill is local.
+Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
+  Cuts goal_cuts = dst.cuts();
+  for (int t = 0; t < src.ndim(); ++t) {
+    for (const Cut& c : src.cuts(t)) {
+      if (work.zero_filled.contains(c.mesh_dim)) goal_cuts[t].push_back({c.mesh_dim, 1});
+    }
+  }
+  return without_partials(dst, work.partitioned | work.zero_filled, std::move(goal_cuts));
+}
+
+Plan empty_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
+  check_same_tensor(src, dst);
+  const char* by_default = options.backend == Backend::kNccl ? "64x8" : "gloo-local";
+  const Topology* of_mesh = src.mesh().topology().get();
+  Topology topology = options.topology ? *options.topology : of_mesh ? *of_mesh : Topology::named(by_default);
+  topology.check();
+  return {src, dst, options.backend, options.objective, std::move(topology), !options.groups.empty(), {}};
+}
+
+}  // namespace
+
+bool is_ordered(const std::string& reduce, const Layout& src) {
+  check_user(reduce == "fast" || reduce == "float32" || reduce == "ordered", "reduce: '", reduce,
+             "' is not known; allowed are fast, float32, ordered");
+  if (reduce != "float32") return reduce == "ordered";
+  if (src.dtype().kind() != DTypeKind::kFloat || src.dtype().size_bytes() != 2) return false;
+  for (const int d : src.partial_dims().to_vector()) {
+    const ReduceOp op = src.placements()[d].op;
+    if (op == ReduceOp::kSum || op == ReduceOp::kAvg || op == ReduceOp::kNorm) return true;
+  }
+  return false;
+}
+
+Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options) {
+  check_user(layouts.size() >= 2, "through: a plan goes through two layouts at least, got ", layouts.size());
+  Plan plan = empty_plan(layouts.front(), layouts.back(), options);
+  for (size_t i = 0; i + 1 < layouts.size(); ++i) {
+    check_same_tensor(layouts[i], layouts[i + 1]);
+    partial_work(layouts[i], layouts[i + 1]);  // refuses P(sum) to P(max), which move the same
+    if (layouts[i].partial_dims() == layouts[i + 1].partial_dims() && same_parts(layouts[i], layouts[i + 1])) continue;
+    std::optional<Step> step = move_between(layouts[i], layouts[i + 1], options.groups);
+    check_user(step.has_value(), "through: no one move leads from ", layouts[i].placements_string(), " to ",
+               layouts[i + 1].placements_string(), " on ", layouts[i].mesh().to_string());
+    step->ordered = options.ordered && (step->op == StepOp::kAllReduce || step->op == StepOp::kReduceScatter);
+    plan.steps.push_back(named_by_collective(std::move(*step)));
+  }
+  return plan;
+}
+
+Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
+  Plan plan = empty_plan(src, dst, options);
+  const PartialWork work = partial_work(src, dst);
+  if (src == dst) return plan;
+
+  const Layout goal = goal_of(src, dst, work);
+  plan.steps = cheapest_moves(src, goal, options, plan.topology);
+  if (!work.zero_filled.empty()) {
+    const Layout filled = without_partials(dst, work.partitioned, dst.cuts());
+    plan.steps.push_back({StepOp::kZeroFill, work.zero_filled, goal, filled});
+  }
+  // For P(avg), P(min) and P(max) the same values stand for both.
+  MeshDimSet scaled;
+  for (const int d : work.partitioned.to_vector()) {
+    const ReduceOp op = dst.placements()[d].op;
+    if (op == ReduceOp::kSum || op == ReduceOp::kNorm) scaled.insert(d);
+  }
+  if (!scaled.empty()) {
+    const Layout before = plan.steps.empty() ? goal : plan.steps.back().after;
+    plan.steps.push_back({StepOp::kPartition, scaled, before, dst});
+  }
+  return plan;
+}
+
+int64_t least_picoseconds(const Plan& plan) {
+  const Layout goal = goal_of(plan.src, plan.dst, partial_work(plan.src, plan.dst));
+  return least_picoseconds(plan.src, goal, {plan.backend, Objective::kTime, false, plan.topology}, plan.topology);
+}
+
+}  // namespace shardwright

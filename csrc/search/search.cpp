@@ -1,0 +1,382 @@
+// A* over layouts (states.h), each reduction that is due done or not.
+//
+// search_test.cpp compares the result with a search that has no bounds. Many plans are one move, and are seen to be
+// cheapest before any state is made.
+#include "search/search.h"
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <optional>
+#include <queue>
+#include <tuple>
+
+#include "cost/cost.h"
+#include "moves/move.h"
+#include "moves/move_table.h"
+#include "search/states.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+struct Node {
+  MoveTable::State state;
+  Cost to_go;  // at least, to the goal
+  std::optional<Cost> reached;
+  MoveTable::Move by{};
+  int from = -1;
+  bool closed = false;
+};
+
+// Least time that moves of many messages take, by what they must bring together: after steps of m1, m2, ... messages a
+// rank knows of (m1 + 1)(m2 + 1)... ranks at most.
+class Latency {
+ public:
+  Latency(int64_t step_ps, const Link& inside, const Link& between, int64_t node_size)
+      : step_ps_(step_ps), inside_(inside), between_(between), node_size_(node_size) {}
+
+  // By `steps` moves or more, to know of so many ranks, of other nodes too or not.
+  int64_t least(int64_t steps, int64_t ranks, bool beyond_node) {
+    const auto [found, is_new] = known_.emplace(std::tuple{steps, ranks, beyond_node}, 0);
+    if (is_new) found->second = work_out(steps, ranks, beyond_node);
+    return found->second;
+  }
+
+ private:
+  // What comes from other nodes may come to some rank of the node first, so only the product is sure.
+  int64_t work_out(int64_t steps, int64_t ranks, bool beyond_node) const {
+    if (!beyond_node) return least_of_any(inside_, steps, ranks);
+    int64_t best = least_of_any(between_, steps, ranks);
+    for (int64_t inside = 2; inside <= std::min(node_size_, ranks); ++inside) {
+      const int64_t between =
+          least_of_any(between_, std::max<int64_t>(steps - 1, 1), std::max<int64_t>((ranks + inside - 1) / inside, 2));
+      best = std::min(best, between + least_of_any(inside_, 1, inside));
+    }
+    return best;
+  }
+
+  int64_t least_of_any(const Link& link, int64_t steps, int64_t ranks) const {
+    int64_t best = of(link, steps, ranks);
+    // With one message a step, more steps than it takes bring nothing.
+    for (int64_t reached = int64_t{1} << steps; reached < 2 * ranks; reached *= 2) {
+      best = std::min(best, of(link, ++steps, ranks));
+    }
+    return best;
+  }
+
+  // As even as integers can be: steps of r - 1 or r messages.
+  int64_t of(const Link& link, int64_t steps, int64_t ranks) const {
+    int64_t r = steps == 1 ? ranks : 1;
+    while (!reaches(r + 1, steps, 0, ranks + 1)) ++r;
+    int64_t more = 0;
+    while (!reaches(r, steps - more, more, ranks)) ++more;
+    const int64_t messages = std::max(steps * (r - 1) + more, steps);
+    return steps * step_ps_ + saturating_product(messages, link.message_ps);
+  }
+
+  // Whether r^low * (r + 1)^high is at least `ranks`.
+  static bool reaches(int64_t r, int64_t low, int64_t high, int64_t ranks) {
+    int64_t product = 1;
+    for (int64_t i = 0; i < low + high && product < ranks; ++i) product *= i < low ? r : r + 1;
+    return product >= ranks;
+  }
+
+  int64_t step_ps_;
+  Link inside_;
+  Link between_;
+  int64_t node_size_;
+  std::map<std::tuple<int64_t, int64_t, bool>, int64_t> known_;
+};
+
+class Search {
+ public:
+  Search(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology)
+      : src_(src),
+        goal_(goal),
+        options_(options),
+        topology_(topology),
+        between_nodes_(dims_between_nodes(src.mesh(), topology)),
+        table_(src, options.backend, options.ordered, between_nodes_),
+        pending_(src.partial_dims() & goal.partial_dims()),
+        links_(links_of(src.mesh(), topology)),
+        fastest_(fastest_of(MeshDimSet::from_bits(~0u))),
+        fastest_between_(fastest_of(between_nodes_)),
+        latency_(topology.step_ps, fastest_, fastest_between_,
+                 src.mesh().size() / src.mesh().group_size(between_nodes_)),
+        item_(src.dtype().size_bytes()) {
+    add_node(table_.state(src.cuts(), src.partial_dims()));
+    add_node(table_.state(goal.cuts(), pending_));
+    nodes_[kSource].reached = Cost();
+  }
+
+  int64_t least() { return least_to_goal(nodes_[kSource].state).first; }
+
+  std::vector<Step> run() {
+    if (nodes_[kSource].state == nodes_[kGoal].state) return {};
+    if (const auto direct = table_.move(nodes_[kSource].state, nodes_[kGoal].state, options_.groups)) {
+      try_move(kSource, kGoal, *direct);
+      if (is_local(direct->op) || nodes_[kGoal].reached->first <= least_to_goal(nodes_[kSource].state).first)
+        return path();
+    }
+    make_nodes();
+    while (true) {
+      const int next = cheapest_open();
+      if (next < 0) {
+        throw UserError(concat("groups: no sequence of moves over the allowed sets of mesh dims leads from ",
+                               src_.placements_string(), " to ", goal_.placements_string(), " on ",
+                               src_.mesh().to_string(), "; allow more"));
+      }
+      if (next == kGoal) return path();
+      expand(next);
+    }
+  }
+
+ private:
+  static constexpr int kSource = 0;
+  static constexpr int kGoal = 1;
+
+  static MeshDimSet dims_between_nodes(const Mesh& mesh, const Topology& topology) {
+    MeshDimSet dims;
+    for (int d = 0; d < mesh.ndim(); ++d) {
+      if (topology.crosses_nodes(mesh, d)) dims.insert(d);
+    }
+    return dims;
+  }
+
+  static std::vector<Link> links_of(const Mesh& mesh, const Topology& topology) {
+    std::vector<Link> links;
+    for (int d = 0; d < mesh.ndim(); ++d) links.push_back(topology.link_of(mesh, d));
+    return links;
+  }
+
+  // The better of the latencies and bandwidths of these mesh dims; no move over some of them has better ones.
+  Link fastest_of(MeshDimSet mesh_dims) const {
+    std::optional<Link> fastest;
+    for (size_t d = 0; d < links_.size(); ++d) {
+      if (!mesh_dims.contains(static_cast<int>(d))) continue;
+      if (!fastest) fastest = links_[d];
+      fastest->message_ps = std::min(fastest->message_ps, links_[d].message_ps);
+      fastest->ps_per_kib = std::min(fastest->ps_per_kib, links_[d].ps_per_kib);
+    }
+    return fastest.value_or(Link());
+  }
+
+  void add_node(MoveTable::State state) { nodes_.push_back({std::move(state), {}, {}, {}, -1, false}); }
+
+  MeshDimSet due(const MoveTable::State& state) const { return state.partial_dims - pending_; }
+  bool is_for_time() const { return options_.objective == Objective::kTime; }
+  int64_t copying(int64_t elements) const { return scaled(elements * item_, topology_.memory_ps_per_kib); }
+  int64_t sending(int64_t elements, const Link& link) const { return scaled(elements * item_, link.ps_per_kib); }
+
+  Link link(MeshDimSet mesh_dims) const {
+    Link slowest;
+    for (size_t d = 0; d < links_.size(); ++d) {
+      if (mesh_dims.contains(static_cast<int>(d))) slowest = slower(slowest, links_[d]);
+    }
+    return slowest;
+  }
+
+  Cost cost(const MoveTable::Move& move, const StepFigures& worst) const {
+    const bool local = is_local(move.op);
+    const int64_t first =
+        is_for_time() ? predicted_picoseconds(local, worst, link(move.mesh_dims), topology_) : worst.received_bytes;
+    return {first, local ? 0 : 1, worst.messages, 1};
+  }
+
+  // Of any one move between states that hold so much.
+  Cost least_of_move(const MoveTable::State& from, const MoveTable::State& to) const {
+    const int64_t copies = copying(to.elements);
+    if (to.elements <= from.elements && table_.may_be_slice(from, to)) return {is_for_time() ? copies : 0, 0, 0, 1};
+    const int64_t missing = std::max<int64_t>(to.elements - from.elements, 0);
+    if (!is_for_time()) return {missing * item_, 1, 0, 1};
+    return {topology_.step_ps + fastest_.message_ps + sending(missing, fastest_) + copies, 1, 0, 1};
+  }
+
+  // From a state to the goal by any number of moves.
+  Cost least_to_goal(const MoveTable::State& state) {
+    const MoveTable::State& goal = nodes_[kGoal].state;
+    if (state == goal) return {};
+    const MoveTable::Distance distance = table_.distance(state, goal);
+    const bool communicates = distance.missing > 0 || !table_.may_be_slice(state, goal);
+    if (!is_for_time()) return {distance.missing * item_, communicates ? 1 : 0, 0, 0};
+    const int64_t copies = copying(goal.elements);
+    if (!communicates) return {copies, 0, 0, 0};
+    // One move that communicates has all messages and bytes on the slowest link; of several, some may stay inside.
+    const Link& link = distance.beyond_node ? fastest_between_ : fastest_;
+    const int64_t once = topology_.step_ps +
+                         saturating_product(std::max<int64_t>(distance.sources - 1, 1), link.message_ps) +
+                         sending(distance.missing, link);
+    const int64_t inside = std::max<int64_t>(distance.missing_least - distance.from_nodes, 0);
+    const int64_t sent =
+        std::max(sending(distance.missing, fastest_),
+                 saturating_sum(sending(distance.from_nodes, fastest_between_), sending(inside, fastest_)));
+    const int64_t several = latency_.least(2, distance.sources, distance.beyond_node) + sent;
+    return {saturating_sum(std::min(once, several), copies), 1, 0, 0};
+  }
+
+  void make_nodes() {
+    const MeshDimSet all_due = due(nodes_[kSource].state);
+    const std::vector<MeshDimSet> lefts = left_after_some(all_due);
+    std::vector<MoveTable::State> states = states_between(src_, goal_, MeshDimSet::from_bits(~pending_.bits()), table_);
+    nodes_.reserve(2 + states.size() * lefts.size());
+    for (MoveTable::State& state : states) {
+      for (const MeshDimSet left : lefts) {
+        if (!(left & state.cut_dims).empty()) continue;
+        state.partial_dims = left | pending_;
+        if (state == nodes_[kSource].state || state == nodes_[kGoal].state) continue;
+        if (options_.max_held > 0 && state.elements > options_.max_held) continue;
+        add_node(state);
+      }
+    }
+    for (Node& node : nodes_) node.to_go = least_to_goal(node.state);
+    for (int i = kGoal; i < static_cast<int>(nodes_.size()); ++i) nearest_first_.push_back(i);
+    std::stable_sort(nearest_first_.begin(), nearest_first_.end(),
+                     [&](int a, int b) { return nodes_[a].to_go < nodes_[b].to_go; });
+    open_.push({nodes_[kSource].to_go, kSource});
+    if (nodes_[kGoal].reached) open_.push({*nodes_[kGoal].reached, kGoal});
+  }
+
+  // What can be left of what is due, by the reductions that may be.
+  std::vector<MeshDimSet> left_after_some(MeshDimSet due) const {
+    std::vector<MeshDimSet> all;
+    uint32_t left = 0;
+    do {
+      const MeshDimSet some = MeshDimSet::from_bits(left);
+      if (some.empty() || may_reduce(due, due - some)) all.push_back(some);
+      left = (left - due.bits()) & due.bits();
+    } while (left != 0);
+    return all;
+  }
+
+  int cheapest_open() {
+    while (!open_.empty()) {
+      const auto [total, node] = open_.top();
+      open_.pop();
+      if (!nodes_[node].closed && *nodes_[node].reached + nodes_[node].to_go == total) return node;
+    }
+    return -1;
+  }
+
+  void expand(int from) {
+    nodes_[from].closed = true;
+    const MoveTable::State& state = nodes_[from].state;
+    const Cost so_far = *nodes_[from].reached;
+    for (const int to : nearest_first_) {
+      Node& target = nodes_[to];
+      const std::optional<Cost>& best = nodes_[kGoal].reached;
+      if (best && *best <= so_far + target.to_go) break;
+      if (target.closed || !could_follow(state, target.state) || table_.takes_long(state, target.state)) continue;
+      if (!may_improve(to, so_far + least_of_move(state, target.state))) continue;
+      if (const auto move = table_.move(state, target.state, options_.groups)) {
+        try_move(from, to, *move);
+      }
+    }
+  }
+
+  // Whether a way to a state that costs so much is the cheapest yet, and may be part of the cheapest to the goal.
+  bool may_improve(int to, const Cost& total) const {
+    const std::optional<Cost>& reached = nodes_[to].reached;
+    const std::optional<Cost>& best = nodes_[kGoal].reached;
+    return (!reached || total < *reached) && (!best || total + nodes_[to].to_go < *best);
+  }
+
+  // One reduction does all that is due; only one within nodes may go ahead of it, to send less between them. With
+  // groups prescribed there may be as many as they need.
+  bool may_reduce(MeshDimSet due, MeshDimSet reduced) const {
+    if (reduced.empty() || reduced == due) return true;
+    return !options_.ordered && (!options_.groups.empty() || reduced == due - between_nodes_);
+  }
+
+  // A reduction keeps all cuts, and adds none or those of all mesh dims it reduces.
+  bool could_follow(const MoveTable::State& from, const MoveTable::State& to) const {
+    const MeshDimSet reduced = from.partial_dims - to.partial_dims;
+    if (!(to.partial_dims - from.partial_dims).empty() || !may_reduce(due(from), reduced)) return false;
+    if (reduced.empty()) return true;
+    const MeshDimSet added = to.cut_dims - from.cut_dims;
+    return (from.cut_dims - to.cut_dims).empty() && (added.empty() || added == reduced);
+  }
+
+  // Under the other objective sharing comes last: it changes nothing that counts there.
+  void try_move(int from, int to, const MoveTable::Move& move) {
+    const MoveTable::State& before = nodes_[from].state;
+    const MoveTable::State& after = nodes_[to].state;
+    if (const auto least = table_.least_figures(before, after, move)) {
+      if (!may_improve(to, *nodes_[from].reached + cost(move, *least))) return;
+    }
+    relax(from, to, move, cost(move, table_.figures(before, after, move)));
+    if (!is_for_time()) return;
+    if (const auto sharing = table_.sharing_messages(before, after, move, options_.groups)) {
+      relax(from, to, *sharing, cost(*sharing, table_.figures(before, after, *sharing)));
+    }
+  }
+
+  void relax(int from, int to, const MoveTable::Move& move, const Cost& cost) {
+    const Cost total = *nodes_[from].reached + cost;
+    Node& target = nodes_[to];
+    if (target.reached && *target.reached <= total) return;
+    target.reached = total;
+    target.by = move;
+    target.from = from;
+    open_.push({total + target.to_go, to});
+  }
+
+  std::vector<Step> path() const {
+    std::vector<Step> steps;
+    Layout after = goal_;
+    for (int at = kGoal; at != kSource; at = nodes_[at].from) {
+      Layout before = nodes_[at].from == kSource ? src_ : layout(nodes_[nodes_[at].from].state);
+      Step step{nodes_[at].by.op, nodes_[at].by.mesh_dims, before, std::move(after)};
+      step.sharing = nodes_[at].by.sharing;
+      step.ordered = options_.ordered && (step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter);
+      if (options_.objective == Objective::kBytes) {
+        step = shared_if_it_helps(std::move(step), Sharing::kBytes, options_.groups);
+      }
+      steps.push_back(named_by_collective(std::move(step)));
+      after = std::move(before);
+    }
+    std::reverse(steps.begin(), steps.end());
+    return steps;
+  }
+
+  Layout layout(const MoveTable::State& state) const {
+    std::vector<Placement> partials(src_.mesh().ndim(), Placement::replicate());
+    for (const int d : state.partial_dims.to_vector()) partials[d] = src_.placements()[d];
+    return src_.with(table_.cuts(state), partials);
+  }
+
+  const Layout& src_;
+  const Layout& goal_;
+  const PlanOptions& options_;
+  const Topology& topology_;
+  MeshDimSet between_nodes_;
+  MoveTable table_;
+  MeshDimSet pending_;       // stays so to the end
+  std::vector<Link> links_;  // by mesh dim
+  Link fastest_;
+  Link fastest_between_;
+  Latency latency_;
+  int64_t item_;
+  std::vector<Node> nodes_;
+  std::vector<int> nearest_first_;  // all but the source, by the least that is left to go
+  using Open = std::pair<Cost, int>;
+  std::priority_queue<Open, std::vector<Open>, std::greater<>> open_;
+};
+
+}  // namespace
+
+Cost Cost::operator+(const Cost& other) const {
+  return {saturating_sum(first, other.first), steps + other.steps, messages + other.messages,
+          all_steps + other.all_steps};
+}
+
+std::vector<Step> cheapest_moves(const Layout& src, const Layout& goal, const PlanOptions& options,
+                                 const Topology& topology) {
+  return Search(src, goal, options, topology).run();
+}
+
+int64_t least_picoseconds(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology) {
+  return Search(src, goal, options, topology).least();
+}
+
+}  // namespace shardwright

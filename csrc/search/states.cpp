@@ -1,0 +1,242 @@
+#include "search/states.h"
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+
+namespace shardwright {
+namespace {
+
+constexpr int kMaxDimsWithAllLists = 3;
+// With more mesh dims these cut as an end does or not at all, and states stop at some number.
+constexpr int kMaxDimsWithInnermostCuts = 4;
+constexpr size_t kMaxStates = 20'000;
+// Strided cuts of more pieces are left out: they take long to pack. Without digits they take long to reason about too,
+// and the pieces of all ranks count.
+constexpr int64_t kMaxPieces = 1024;
+constexpr int64_t kMaxWalkedPieces = 256;
+
+class States {
+ public:
+  States(const Layout& src, const Layout& goal, MeshDimSet free, MoveTable& table)
+      : src_(src), goal_(goal), mesh_(src.mesh()), table_(table) {
+    for (const int d : free.to_vector()) {
+      if (d < mesh_.ndim() && mesh_.dim_size(d) > 1) mesh_dims_.push_back(d);
+    }
+  }
+
+  std::vector<MoveTable::State> all() {
+    choose_tensor_dims();
+    choose_even_ones();
+    lists_all_ = static_cast<int>(mesh_dims_.size()) <= kMaxDimsWithAllLists;
+    for (const int t : tensor_dims_) {
+      lists_.emplace_back();
+      if (lists_all_) {
+        list_all(t, {}, mesh_dims_);
+      } else {
+        list_those_of_ends(t);
+      }
+      // Of states that cost the same the first is taken: rather one that cuts the first tensor dims, into runs.
+      std::stable_sort(lists_.back().begin(), lists_.back().end(),
+                       [&](int a, int b) { return table_.dims_of(t, a).count() > table_.dims_of(t, b).count(); });
+    }
+    MoveTable::State uncut{std::vector<int>(src_.ndim()), {}, {}, 1};
+    for (int t = 0; t < src_.ndim(); ++t) {
+      uncut.lists[t] = table_.number(t, {});
+      uncut.elements *= table_.first_length(t, uncut.lists[t]);
+    }
+    combine(uncut, 0);
+    return std::move(found_);
+  }
+
+ private:
+  // Those that an end cuts, and the largest other one: cutting further ones is cutting it by another name.
+  void choose_tensor_dims() {
+    int other = -1;
+    for (int t = 0; t < src_.ndim(); ++t) {
+      if (!src_.cuts(t).empty() || !goal_.cuts(t).empty()) {
+        tensor_dims_.push_back(t);
+      } else if (other < 0 || src_.shape()[t] > src_.shape()[other]) {
+        other = t;
+      }
+    }
+    if (other >= 0) tensor_dims_.push_back(other);
+  }
+
+  // Tensor dims that the ends cut into equal parts, if at all, are cut into no others on the way, if there are equal
+  // parts enough for all mesh dims.
+  void choose_even_ones() {
+    for (int t = 0; t < src_.ndim(); ++t) {
+      is_even_.push_back(table_.has_equal_parts(t, table_.number(t, src_.cuts(t))) &&
+                         table_.has_equal_parts(t, table_.number(t, goal_.cuts(t))));
+    }
+    int64_t ranks_without_part = 1;
+    for (const int d : mesh_dims_) ranks_without_part *= mesh_.dim_size(d);
+    for (const int t : tensor_dims_) {
+      if (is_even_[t]) ranks_without_part /= std::gcd(ranks_without_part, src_.shape()[t]);
+    }
+    if (ranks_without_part > 1) is_even_.assign(src_.ndim(), false);
+  }
+
+  // False where longer lists that begin with it must be left out too, or are there by another name.
+  bool add(int t, const std::vector<Cut>& cuts) {
+    const int number = table_.number(t, cuts);
+    if (!table_.has_digits(t, number)) {
+      const bool is_wanted = !is_even_[t] || (lists_all_ && table_.has_equal_parts(t, number));
+      if (!is_wanted || !has_few_pieces(cuts)) return false;
+    }
+    std::vector<int>& lists = lists_.back();
+    if (std::find(lists.begin(), lists.end(), number) != lists.end()) return false;
+    lists.push_back(number);
+    return true;
+  }
+
+  bool has_few_pieces(const std::vector<Cut>& cuts) const {
+    int64_t pieces = 1;
+    bool is_strided = false;
+    for (const Cut& c : cuts) {
+      is_strided = is_strided || c.split_factor > 1;
+      pieces *= c.split_factor * mesh_.dim_size(c.mesh_dim);
+      if (is_strided && pieces > kMaxWalkedPieces) return false;
+    }
+    return true;
+  }
+
+  // Every list of cuts of a tensor dim that begins with `cuts`.
+  void list_all(int t, const std::vector<Cut>& cuts, const std::vector<int>& unused) {
+    if (!add(t, cuts)) return;
+    for (const int d : unused) {
+      std::vector<int> rest;
+      std::copy_if(unused.begin(), unused.end(), std::back_inserter(rest), [&](int other) { return other != d; });
+      for (const int64_t factor : is_even_[t] ? factors_behind(cuts, d) : factors_of_ends(t, d)) {
+        std::vector<Cut> longer = cuts;
+        longer.push_back({d, factor});
+        list_all(t, longer, rest);
+      }
+    }
+  }
+
+  // Products of sizes of mesh dims that do not cut before: those that may have been gathered, or are still to come.
+  std::vector<int64_t> factors_behind(const std::vector<Cut>& list, int mesh_dim) const {
+    MeshDimSet others;
+    for (int d = 0; d < mesh_.ndim(); ++d) {
+      if (d != mesh_dim && mesh_.dim_size(d) > 1) others.insert(d);
+    }
+    for (const Cut& c : list) others.erase(c.mesh_dim);
+    std::vector<int64_t> factors{1};
+    for (const int d : others.to_vector()) {
+      const size_t count = factors.size();
+      for (size_t i = 0; i < count; ++i) factors.push_back(factors[i] * mesh_.dim_size(d));
+    }
+    std::sort(factors.begin(), factors.end());
+    factors.erase(std::unique(factors.begin(), factors.end()), factors.end());
+    factors.erase(std::upper_bound(factors.begin(), factors.end(), kMaxPieces), factors.end());
+    return factors;
+  }
+
+  // Of cuts into unequal parts: one piece, or as many as are left of an end's cuts when earlier ones are gathered.
+  std::vector<int64_t> factors_of_ends(int t, int mesh_dim) const {
+    std::set<int64_t> all{1};
+    for (const Layout* end : {&src_, &goal_}) {
+      std::vector<int64_t> factors{1};
+      for (const Cut& c : end->cuts(t)) {
+        if (c.mesh_dim == mesh_dim) {
+          for (const int64_t factor : factors) all.insert(factor * c.split_factor);
+        }
+        const size_t count = factors.size();
+        for (size_t i = 0; i < count; ++i) factors.push_back(factors[i] * mesh_.dim_size(c.mesh_dim));
+      }
+    }
+    return {all.begin(), all.end()};
+  }
+
+  // What a mesh dim does to a tensor dim.
+  enum class Role { kNone, kAsSource, kAsGoal, kInnermost };
+
+  void list_those_of_ends(int t) {
+    std::vector<std::vector<Role>> choices(mesh_.ndim(), {Role::kNone});
+    for (const int d : mesh_dims_) {
+      if (cuts_by(src_, t, d)) choices[d].push_back(Role::kAsSource);
+      if (cuts_by(goal_, t, d)) choices[d].push_back(Role::kAsGoal);
+      if (static_cast<int>(mesh_dims_.size()) <= kMaxDimsWithInnermostCuts) choices[d].push_back(Role::kInnermost);
+    }
+    std::vector<Role> roles(mesh_.ndim(), Role::kNone);
+    choose_roles(t, choices, roles, 0);
+  }
+
+  static bool cuts_by(const Layout& layout, int t, int mesh_dim) {
+    const std::vector<Cut>& cuts = layout.cuts(t);
+    return std::any_of(cuts.begin(), cuts.end(), [&](const Cut& c) { return c.mesh_dim == mesh_dim; });
+  }
+
+  void choose_roles(int t, const std::vector<std::vector<Role>>& choices, std::vector<Role>& roles, size_t mesh_dim) {
+    if (mesh_dim == choices.size()) return add_by_roles(t, roles);
+    for (const Role role : choices[mesh_dim]) {
+      roles[mesh_dim] = role;
+      choose_roles(t, choices, roles, mesh_dim + 1);
+    }
+  }
+
+  void add_by_roles(int t, const std::vector<Role>& roles) {
+    const auto has = [&](Role role) { return std::find(roles.begin(), roles.end(), role) != roles.end(); };
+    const bool order_matters = has(Role::kAsSource) && has(Role::kAsGoal);
+    for (const bool source_first : {true, false}) {
+      if (!source_first && !order_matters) return;
+      std::vector<Cut> cuts;
+      if (source_first) append(cuts, src_, t, roles, Role::kAsSource);
+      append(cuts, goal_, t, roles, Role::kAsGoal);
+      if (!source_first) append(cuts, src_, t, roles, Role::kAsSource);
+      for (int d = 0; d < mesh_.ndim(); ++d) {
+        if (roles[d] == Role::kInnermost) cuts.push_back({d, 1});
+      }
+      add(t, cuts);
+    }
+  }
+
+  // The cuts of one end that the state has, in that end's order; what is missing before them becomes a split factor.
+  void append(std::vector<Cut>& cuts, const Layout& end, int t, const std::vector<Role>& roles, Role role) const {
+    int64_t factor = 1;
+    for (const Cut& c : end.cuts(t)) {
+      if (roles[c.mesh_dim] == role) {
+        cuts.push_back({c.mesh_dim, c.split_factor * factor});
+      } else {
+        factor *= mesh_.dim_size(c.mesh_dim);
+      }
+    }
+  }
+
+  // Every way to give the chosen tensor dims, from one on, lists that share no mesh dim.
+  void combine(const MoveTable::State& state, size_t at) {
+    if (found_.size() >= kMaxStates) return;
+    if (at == tensor_dims_.size()) return found_.push_back(state);
+    const int t = tensor_dims_[at];
+    for (const int list : lists_[at]) {
+      const MeshDimSet dims = table_.dims_of(t, list);
+      if (!(dims & state.cut_dims).empty()) continue;
+      MoveTable::State next = state;
+      if (next.elements > 0) next.elements = next.elements / src_.shape()[t] * table_.first_length(t, list);
+      next.lists[t] = list;
+      next.cut_dims = next.cut_dims | dims;
+      combine(next, at + 1);
+    }
+  }
+
+  const Layout& src_;
+  const Layout& goal_;
+  const Mesh& mesh_;
+  MoveTable& table_;
+  std::vector<int> mesh_dims_;    // those that may cut
+  std::vector<int> tensor_dims_;  // those that are cut somewhere
+  bool lists_all_ = true;
+  std::vector<bool> is_even_;            // by tensor dim: states cut it into equal parts only
+  std::vector<std::vector<int>> lists_;  // numbers, by chosen tensor dim
+  std::vector<MoveTable::State> found_;
+};
+
+}  // namespace
+
+std::vector<MoveTable::State> states_between(const Layout& src, const Layout& goal, MeshDimSet free, MoveTable& table) {
+  return States(src, goal, free, table).all();
+}
+
+}  // namespace shardwright

@@ -1,0 +1,1 @@
+"""What shardwright does to DTensor: its layouts, and its redistributes."""

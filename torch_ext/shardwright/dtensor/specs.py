@@ -1,0 +1,19 @@
+"""The layouts that DTensors have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from .. import _convert
+from ..layout import Layout, Mesh
+
+
+def layout_of_spec(spec: DTensorSpec, shape: Sequence[int], dtype: torch.dtype) -> Layout:
+    """The layout a DTensorSpec describes, of a tensor of this shape. Raises ValueError for what we do not know."""
+    mesh = Mesh(spec.mesh)
+    if spec.use_strided_shard_as_shard_order:
+        return Layout(mesh, shape, spec.placements, dtype)
+    return Layout(mesh, shape, spec.placements, dtype, _convert.order_dict(mesh.dim_names, spec.shard_order), "literal")
