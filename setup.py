@@ -115,7 +115,7 @@ CORE_FOLDERS = ("support", "layout", "cost", "moves", "search", "program", "plan
 CORE_SOURCES = glob(*(f"{folder}/*.cpp" for folder in CORE_FOLDERS))
 PLANNER_MODULE = glob("bindings/planner_module.cpp", "bindings/product_bindings.cpp", "picture/*.cpp")
 RUNTIME_SOURCES = glob("runtime/*.cpp")
-RUNTIME_MODULE = glob("bindings/runtime_module.cpp")
+RUNTIME_MODULE = glob("bindings/runtime_module.cpp", "bindings/executable_bindings.cpp", "bindings/kernel_bindings.cpp")
 CUDA_SOURCES = glob("runtime/cuda/*.cpp", "runtime/cuda/*.cu")
 HEADERS = glob("**/*.h", "**/*.cuh")
 

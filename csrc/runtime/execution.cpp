@@ -49,11 +49,11 @@ class StepRecord {
 
 }  // namespace
 
-Execution::Execution(std::shared_ptr<const Executable> executable, c10::ArrayRef<at::Tensor> inputs,
-                     bool is_beside_compute)
+Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs, bool is_beside_compute)
     : executable_(std::move(executable)),
-      program_(executable_->program()),
-      options_(executable_->options_like(inputs)),
+      compiled_(executable_->compiled()),
+      program_(compiled_.program()),
+      options_(compiled_.options_like(inputs)),
       device_(inputs[0].device()),
       buffers_(program_.buffer_counts.size()),
       outputs_(program_.outputs.size()),
@@ -124,7 +124,7 @@ void Execution::start_until(int instruction) {
 
 void Execution::run_next() { start_until(std::min(next_ + 1, num_instructions_)); }
 
-void Execution::start_all() { start_until(executable_->last_communication() + 1); }
+void Execution::start_all() { start_until(compiled_.last_communication() + 1); }
 
 void Execution::finish() {
   start_until(num_instructions_);
@@ -161,12 +161,12 @@ void Execution::start_rest_beside() {
 void Execution::wait_for_end() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   const bool captures = is_capturing(device_);
-  TORCH_CHECK(captures == started_in_capture_, "shardwright: rank ", executable_->rank(),
+  TORCH_CHECK(captures == started_in_capture_, "shardwright: rank ", compiled_.rank(),
               captures ? " waits, while a graph is captured, for an asynchronous redistribute that was started before; "
                          "wait for it before the capture begins"
                        : " waits for an asynchronous redistribute that was started while a graph was captured; wait "
                          "for it before the capture ends",
-              " (", executable_->text(), ")");
+              " (", compiled_.origin().text(), ")");
   wait_for(*end_, device_);
   is_waited_for_ = true;
   const c10::Stream current = current_stream(device_);
@@ -198,15 +198,15 @@ void Execution::abandon() noexcept {
 void Execution::step() {
   const int index = next_;
   try {
-    for (const int b : executable_->lifetimes().begins[index]) allocate(b);
+    for (const int b : compiled_.lifetimes().begins[index]) allocate(b);
     execute(program_.instructions[index].operation, index);
-    if (is_beside_compute_ && executable_->is_asked_for(index)) marks_[index].emplace(record_current(device_, false));
+    if (is_beside_compute_ && compiled_.is_asked_for(index)) marks_[index].emplace(record_current(device_, false));
   } catch (const c10::Error& error) {
     fail(index, error.what_without_backtrace());
   } catch (const std::exception& error) {
     fail(index, error.what());
   }
-  for (const int b : executable_->lifetimes().ends[index]) {
+  for (const int b : compiled_.lifetimes().ends[index]) {
     if (!program_.is_input(b) && !program_.is_output(b)) give_staging(buffers_[b]);
     buffers_[b].reset();
   }
@@ -216,8 +216,8 @@ void Execution::step() {
 void Execution::fail(int index, const std::string& reason) {
   const Instruction& instruction = program_.instructions[index];
   const std::string text =
-      concat("shardwright: rank ", executable_->rank(), " failed in ", program_.step_texts[instruction.step],
-             group_text(index), " of plan\n", executable_->text(), "\n", reason);
+      concat("shardwright: rank ", compiled_.rank(), " failed in ", program_.step_texts[instruction.step],
+             group_text(index), " of plan\n", compiled_.origin().text(), "\n", reason);
   failure_ = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, text));
   next_ = num_instructions_;  // a failed run is not taken up again
   std::rethrow_exception(failure_);
@@ -238,12 +238,12 @@ void Execution::allocate(int buffer) {
       outputs_[i] = buffers_[buffer].view(program_.outputs[i].shape);
       return;
     }
-    outputs_[i] = at::empty(program_.outputs[i].shape, executable_->options_of(buffer, options_));
+    outputs_[i] = at::empty(program_.outputs[i].shape, compiled_.options_of(buffer, options_));
     prefer_huge_pages(outputs_[i]);
     buffers_[buffer] = flat_view(outputs_[i], 0, outputs_[i].numel());
     return;
   }
-  buffers_[buffer] = take_staging(program_.buffer_counts[buffer], executable_->options_of(buffer, options_));
+  buffers_[buffer] = take_staging(program_.buffer_counts[buffer], compiled_.options_of(buffer, options_));
 }
 
 at::Tensor Execution::range(const BufferRange& range) const {
@@ -258,8 +258,8 @@ char* Execution::data(const BufferRange& range) const {
 }
 
 at::Tensor Execution::wire(const BufferRange& range) const {
-  return executable_->travels_as_bytes() ? flat_bytes(buffers_[range.buffer], range.offset, range.count)
-                                         : this->range(range);
+  return compiled_.travels_as_bytes() ? flat_bytes(buffers_[range.buffer], range.offset, range.count)
+                                      : this->range(range);
 }
 
 void Execution::reduce(const Reduce& reduce) {
@@ -281,7 +281,7 @@ void Execution::all_to_all(const AllToAll& move, int index) {
   at::Tensor dst = wire(move.dst);
   std::vector<int64_t> send_counts = move.send_counts;
   std::vector<int64_t> receive_counts = move.receive_counts;
-  if (executable_->travels_as_bytes()) {
+  if (compiled_.travels_as_bytes()) {
     const auto item_bytes = static_cast<int64_t>(buffers_[move.src.buffer].element_size());
     for (int64_t& count : send_counts) count *= item_bytes;
     for (int64_t& count : receive_counts) count *= item_bytes;
@@ -379,8 +379,8 @@ void Execution::start_transfer(const Operation& operation, int index) {
 // Behind what concerns the transfer's memory (program/order.h). Memory that is only now allocated may be in use by
 // anything that the current stream holds, of other programs too.
 void Execution::go_to_side_stream(std::optional<SideStreamGuard>& side, int transfer) const {
-  const bool allocates = !executable_->lifetimes().begins[transfer].empty();
-  const int order = executable_->order_of(transfer);
+  const bool allocates = !compiled_.lifetimes().begins[transfer].empty();
+  const int order = compiled_.order_of(transfer);
   if (allocates) {
     side.emplace(device_, SideStream::kTransfers);
   } else {
@@ -415,9 +415,9 @@ void Execution::transfer(const Operation& operation, int index) {
 void Execution::compute(const Operation& operation, int index) {
   if (const auto* o = std::get_if<Copy>(&operation)) {
     if (o->divisor == 1) {
-      run(executable_->copy(index), buffers_[o->src], buffers_[o->dst]);
+      run(compiled_.copy(index), buffers_[o->src], buffers_[o->dst]);
     } else {
-      run_divided(executable_->copy(index), o->divisor, buffers_[o->src], buffers_[o->dst]);
+      run_divided(compiled_.copy(index), o->divisor, buffers_[o->src], buffers_[o->dst]);
     }
   } else if (const auto* o = std::get_if<FillZero>(&operation)) {
     range(o->dst).zero_();

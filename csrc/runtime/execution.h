@@ -12,7 +12,7 @@
 #include <optional>
 #include <vector>
 
-#include "runtime/executor.h"
+#include "runtime/executable.h"
 #include "runtime/gemm.h"
 #include "runtime/side_stream.h"
 #include "runtime/trace.h"
@@ -24,7 +24,7 @@ class Execution {
   // Beside compute, transfers go on a stream of their own; else on the current one, where the device has streams. The
   // stream that is current now is the home of the execution: compute runs there, and buffers are allocated from its
   // memory.
-  Execution(std::shared_ptr<const Executable> executable, c10::ArrayRef<at::Tensor> inputs, bool is_beside_compute);
+  Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs, bool is_beside_compute);
   // Where the device has streams, what is under way may go on; its memory is not given out again before it is done.
   ~Execution();
   Execution(const Execution&) = delete;
@@ -51,7 +51,7 @@ class Execution {
   void start_all();                   // up to and including the last communication
   void finish();
   bool finished() const { return next_ == num_instructions_; }
-  bool all_started() const { return next_ > executable_->last_communication(); }
+  bool all_started() const { return next_ > compiled_.last_communication(); }
   bool failed() const;
   // Lets go of all tensors. Once it is finished.
   void release();
@@ -96,7 +96,8 @@ class Execution {
   void all_to_all(const AllToAll& move, int index);
   void send_all_to_all(const AllToAll& move, int index);
 
-  std::shared_ptr<const Executable> executable_;
+  ExecutablePtr executable_;
+  const CompiledProgram& compiled_;
   const Program& program_;
   at::TensorOptions options_;
   at::Device device_;

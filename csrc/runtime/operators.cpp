@@ -15,8 +15,10 @@
 #include "planning/serialize.h"
 #include "products/compile.h"
 #include "products/matmul.h"
+#include "runtime/executor.h"
 #include "support/base64.h"
 #include "support/error.h"
+#include "support/text.h"
 
 namespace shardwright {
 namespace {
@@ -36,14 +38,14 @@ at::Tensor row_major(const at::Tensor& input, const std::string& argument) {
 at::Tensor redistribute(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                         int64_t rank, const std::string& /*backward_plan*/,
                         const std::vector<std::string>& /*backward_groups*/) {
-  return fresh(executable_of(plan, groups, rank)->run(row_major(input, "input")), input);
+  return fresh(run(executable_of(plan, groups, rank), row_major(input, "input")), input);
 }
 
 void redistribute_out(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                       int64_t rank, at::Tensor& out) {
   {
     const at::AutoDispatchBelowADInplaceOrView guard;  // or a copy in there would count as a write of its own
-    executable_of(plan, groups, rank)->run_into(row_major(input, "input"), out);
+    run_into(executable_of(plan, groups, rank), row_major(input, "input"), out);
   }
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
 }
@@ -110,8 +112,8 @@ std::vector<std::string> plan_for_sizes(const std::string& plan, const std::vect
   return kept->insert_or_assign(std::move(key), std::move(made)).first->second;
 }
 
-std::shared_ptr<const Executable> executable_for_sizes(const std::string& plan, const std::vector<std::string>& groups,
-                                                       int64_t rank, at::OptionalIntArrayRef sizes) {
+ExecutablePtr executable_for_sizes(const std::string& plan, const std::vector<std::string>& groups, int64_t rank,
+                                   at::OptionalIntArrayRef sizes) {
   if (!sizes.has_value()) return executable_of(plan, groups, rank);
   std::vector<std::string> names = plan_for_sizes(plan, groups, rank, *sizes);
   const std::string text = std::move(names.front());
@@ -123,7 +125,7 @@ std::shared_ptr<const Executable> executable_for_sizes(const std::string& plan, 
 at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                               int64_t rank, at::OptionalIntArrayRef sizes, const std::optional<at::Tensor>& /*after*/) {
   const at::Tensor dense = row_major(input, "input");
-  auto [output, work] = executable_for_sizes(plan, groups, rank, sizes)->start(dense, /*input_may_change=*/false);
+  auto [output, work] = start(executable_for_sizes(plan, groups, rank, sizes), dense, /*input_may_change=*/false);
   const auto size = static_cast<int64_t>(std::max(dense.nbytes(), output.nbytes())) / 8 + 1;
   at::Tensor handle = at::empty({1}, at::TensorOptions(at::kLong).device(at::kCPU));
   *handle.mutable_data_ptr<int64_t>() = under_way().add({dense, output, std::move(work)});
@@ -147,7 +149,7 @@ std::vector<at::Tensor> matmul(const std::vector<at::Tensor>& inputs, const std:
                                const std::vector<std::string>& groups, int64_t rank) {
   std::vector<at::Tensor> dense;
   for (const at::Tensor& input : inputs) dense.push_back(row_major(input, "inputs"));
-  std::vector<at::Tensor> outputs = executable_of(program, groups, rank)->run_all(dense);
+  std::vector<at::Tensor> outputs = run_all(executable_of(program, groups, rank), dense);
   for (at::Tensor& output : outputs) {
     for (const at::Tensor& input : inputs) output = fresh(output, input);
   }
@@ -156,25 +158,51 @@ std::vector<at::Tensor> matmul(const std::vector<at::Tensor>& inputs, const std:
 
 bool is_matmul(const std::string& text) { return text.starts_with("gather|") || text.starts_with("scatter|"); }
 
-std::shared_ptr<Executable> matmul_executable(const std::string& text, int64_t rank) {
+class MatmulOrigin : public Origin {
+ public:
+  explicit MatmulOrigin(std::string program) : program_(std::move(program)) {}
+
+  const char* kind() const override { return "matmul"; }
+
+  std::vector<Plan> plans() const override {
+    const auto [matmul, schedule] = parse_matmul(program_);
+    std::vector<Plan> plans;
+    for (const Plan* plan : plans_of(matmul)) plans.push_back(*plan);
+    return plans;
+  }
+
+  std::string text() const override {
+    const auto [matmul, schedule] = parse_matmul(program_);
+    return concat(to_string(plan_of(matmul)), "\nwith products, ", method_name(schedule.method), " in ",
+                  count_text(schedule.chunks, "chunk"));
+  }
+
+  Signature signature() const override {
+    const auto [matmul, schedule] = parse_matmul(program_);
+    const Plan& plan = plan_of(matmul);
+    return {{"kind", program_.substr(0, program_.find('|'))},
+            {"tensor", concat(plan.src.dtype().name(), "[", join(plan.src.shape()), "]")},
+            {"dtype", plan.src.dtype().name()},
+            {"mesh", plan.src.mesh().to_string()},
+            {"src", plan.src.placements_string()},
+            {"dst", plan.dst.placements_string()},
+            {"method", method_name(schedule.method)},
+            {"chunks", chunks_text(schedule)},
+            {"program text", concat(program_.size(), " with hash ", std::hash<std::string>()(program_))}};
+  }
+
+ private:
+  std::string program_;
+};
+
+std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, int64_t rank) {
+  if (!is_matmul(text)) return CompiledProgram::from_plan_bytes(plan_bytes_of(text), rank);
   const auto [matmul, schedule] = parse_matmul(text);
-  const Plan& plan = plan_of(matmul);
-  const auto position = plan.src.mesh().position_of(rank);
-  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", plan.src.mesh().to_string(), ")");
-  const std::string kind = text.substr(0, text.find('|'));
-  Executable::Signature signature{{"kind", kind},
-                                  {"tensor", concat(plan.src.dtype().name(), "[", join(plan.src.shape()), "]")},
-                                  {"dtype", plan.src.dtype().name()},
-                                  {"mesh", plan.src.mesh().to_string()},
-                                  {"src", plan.src.placements_string()},
-                                  {"dst", plan.dst.placements_string()},
-                                  {"method", method_name(schedule.method)},
-                                  {"chunks", chunks_text(schedule)},
-                                  {"program text", concat(text.size(), " with hash ", std::hash<std::string>()(text))}};
-  std::string listing = concat(to_string(plan), "\nwith products, ", method_name(schedule.method), " in ",
-                               schedule.chunks, schedule.chunks == 1 ? " chunk" : " chunks");
-  return std::make_shared<Executable>(compile(matmul, schedule, *position), plans_of(matmul), std::move(listing),
-                                      std::move(signature), rank);
+  const Mesh& mesh = plan_of(matmul).src.mesh();
+  const auto position = mesh.position_of(rank);
+  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", mesh.to_string(), ")");
+  return std::make_shared<CompiledProgram>(compile(matmul, schedule, *position), plans_of(matmul),
+                                           std::make_unique<MatmulOrigin>(text), rank);
 }
 
 using Redistribute = at::Tensor(const at::Tensor&, const std::string&, const std::vector<std::string>&, int64_t,
@@ -255,10 +283,9 @@ std::string plan_bytes_of(const std::string& plan) {
   }
 }
 
-std::shared_ptr<const Executable> executable_of(const std::string& plan, const std::vector<std::string>& groups,
-                                                int64_t rank) {
+ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank) {
   static std::mutex mutex;
-  static auto* kept = new std::unordered_map<std::string, std::shared_ptr<Executable>>;
+  static auto* kept = new std::unordered_map<std::string, ExecutablePtr>;
   std::string key = plan;
   for (const std::string& name : groups) key += '\n' + name;
   key += '\n' + std::to_string(rank);
@@ -268,9 +295,7 @@ std::shared_ptr<const Executable> executable_of(const std::string& plan, const s
   const auto found = kept->find(key);
   if (found != kept->end() && found->second->is_bound_to(found_groups)) return found->second;
   try {
-    auto made =
-        is_matmul(plan) ? matmul_executable(plan, rank) : std::make_shared<Executable>(plan_bytes_of(plan), rank);
-    made->bind(found_groups);
+    const auto made = std::make_shared<const Executable>(compiled_of(plan, rank), found_groups);
     if (kept->size() >= kMaxExecutables) kept->clear();
     kept->insert_or_assign(std::move(key), made);
     return made;

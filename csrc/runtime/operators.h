@@ -11,14 +11,13 @@
 #include <string>
 #include <vector>
 
-#include "runtime/executor.h"
+#include "runtime/executable.h"
 
 namespace shardwright {
 
 // The executable of a plan, or of a matmul's text, for a rank, bound to these groups; kept, and bound anew where a name
 // stands for another group by now. Throws c10::ValueError on what is no plan.
-std::shared_ptr<const Executable> executable_of(const std::string& plan, const std::vector<std::string>& groups,
-                                                int64_t rank);
+ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank);
 
 // The bytes of a plan in text.
 std::string plan_bytes_of(const std::string& plan);

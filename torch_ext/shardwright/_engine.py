@@ -153,16 +153,8 @@ def bind(
 
     Ranks of the plan's mesh are global ranks, or ranks of `group` if one is given.
     """
-    executable = _runtime.Executable(plan.to_bytes(), dist.get_rank(group))
-    executable.bind(group_names(executable, device_mesh=device_mesh, group=group))
-    return executable
-
-
-def group_names(
-    executable: _runtime.Executable, *, device_mesh: Any | None = None, group: dist.ProcessGroup | None = None
-) -> list[str]:
-    """The names of the process groups that an executable needs, in its order. Makes those that are missing."""
-    return names_of(executable.groups, device_mesh=device_mesh, group=group)
+    program = _runtime.CompiledProgram(plan.to_bytes(), dist.get_rank(group))
+    return program.bind(names_of(program.groups, device_mesh=device_mesh, group=group))
 
 
 def names_of(
@@ -171,7 +163,7 @@ def names_of(
     device_mesh: Any | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[str]:
-    """The same for (mesh dims, ranks) of each group."""
+    """The names of the process groups for (mesh dims, ranks) of each, in this order. Makes those that are missing."""
     names = []
     for mesh_dims, ranks in members:
         if group is not None:

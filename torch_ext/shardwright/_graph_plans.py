@@ -87,7 +87,7 @@ def _plan_for_sizes(plan: str, group_names: Sequence[str], rank: int, sizes: Seq
         made = planning.plan(src, dst, backend=example.backend, groups=allowed)
         _stats.counts.plans += 1
     names = []
-    for mesh_dims, ranks in _runtime.Executable(made.to_bytes(), rank).groups:
+    for mesh_dims, ranks in _runtime.CompiledProgram(made.to_bytes(), rank).groups:
         name = there.get(tuple(ranks))
         names.append(name if name is not None else groups.find_or_make(ranks, mesh_dims, None).group_name)
     return [text_of(made), *names]

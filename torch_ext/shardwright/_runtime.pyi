@@ -7,10 +7,20 @@ import torch
 torch_version: str
 has_cuda: bool
 
-class Executable:
-    """One rank's program for a plan, bound to process groups."""
+class CompiledProgram:
+    """One rank's program for a plan."""
 
     def __init__(self, plan_bytes: bytes, rank: int) -> None: ...
+    @property
+    def groups(self) -> list[tuple[list[int], list[int]]]:
+        """(mesh dims, ranks ascending) of each group the program communicates in."""
+
+    def bind(self, group_names: Sequence[str]) -> Executable:
+        """Registered names of the process groups, one per entry of `groups`."""
+
+class Executable:
+    """A program bound to process groups, which it does not keep alive."""
+
     @property
     def groups(self) -> list[tuple[list[int], list[int]]]:
         """(mesh dims, ranks ascending) of each group the program communicates in."""
@@ -43,9 +53,6 @@ class Executable:
     def communicates(self) -> bool: ...
     @property
     def received_bytes(self) -> int: ...
-    def bind(self, group_names: Sequence[str]) -> None:
-        """Registered names of the process groups, one per entry of `groups`."""
-
     def run(self, input: torch.Tensor) -> torch.Tensor: ...
     def start(self, input: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """The result and whether it is still under way; if so it is registered for `wait_tensor`."""

@@ -86,10 +86,10 @@ def arguments_of(
     rank = dist.get_rank(group)
     if plan.src.mesh.coordinate(rank) is None:
         raise ValueError(f"rank: {rank} is not on the mesh ({plan.src.mesh})")
-    executable = _runtime.Executable(plan.to_bytes(), rank)
+    program = _runtime.CompiledProgram(plan.to_bytes(), rank)
     return {
         "plan": _graph_plans.text_of(plan),
-        "groups": _engine.group_names(executable, device_mesh=device_mesh, group=group),
+        "groups": _engine.names_of(program.groups, device_mesh=device_mesh, group=group),
         "rank": rank,
     }
 

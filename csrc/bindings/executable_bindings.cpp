@@ -1,0 +1,118 @@
+// Programs, and programs bound to process groups.
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/runtime_parts.h"
+#include "runtime/executor.h"
+#include "runtime/operators.h"
+
+namespace shardwright {
+namespace {
+
+namespace py = pybind11;
+
+// As Python sees them. pybind11 has no holder for const objects.
+struct CompiledView {
+  std::shared_ptr<const CompiledProgram> compiled;
+};
+
+struct ExecutableView {
+  ExecutablePtr executable;
+
+  const CompiledProgram& compiled() const { return executable->compiled(); }
+  const Program& program() const { return executable->program(); }
+};
+
+using GroupMembers = std::vector<std::pair<std::vector<int>, std::vector<int64_t>>>;
+
+// Mesh dims and ranks of each group that a program needs.
+GroupMembers members_of(const Program& program) {
+  GroupMembers members;
+  for (const Group& group : program.groups) members.emplace_back(group.mesh_dims.to_vector(), group.ranks);
+  return members;
+}
+
+// Process groups by their registered names, in the order of program().groups.
+ExecutableView bind(const CompiledView& view, const std::vector<std::string>& names) {
+  std::vector<comm::GroupPtr> groups;
+  for (const std::string& name : names) groups.push_back(c10d::resolve_process_group(name));
+  return {std::make_shared<const Executable>(view.compiled, groups)};
+}
+
+using CommunicationParts = std::tuple<std::string, std::string, std::vector<int>, int64_t, int64_t, int64_t>;
+
+std::vector<CommunicationParts> communications_of(const ExecutableView& view) {
+  std::vector<CommunicationParts> all;
+  for (const Communication& c : view.executable->communications()) {
+    all.emplace_back(c.op, c.reduce_op, c.mesh_dims, c.group_size, c.gather_dim, c.shard_dim);
+  }
+  return all;
+}
+
+std::vector<std::string> group_names_of(const ExecutableView& view) {
+  std::vector<std::string> names;
+  for (const comm::GroupPtr& group : view.executable->groups()) names.push_back(group->getGroupName());
+  return names;
+}
+
+py::dict signature_of(const ExecutableView& view) {
+  py::dict fields;
+  for (const auto& [name, value] : view.compiled().origin().signature()) fields[py::str(name)] = value;
+  return fields;
+}
+
+std::pair<at::Tensor, bool> start_registered(const ExecutableView& view, const at::Tensor& input) {
+  auto [output, work] = start(view.executable, input);
+  if (work) c10d::register_work(output, work);
+  return {output, static_cast<bool>(work)};
+}
+
+}  // namespace
+
+void define_executable(py::module_& m) {
+  using release_gil = py::call_guard<py::gil_scoped_release>;
+  py::class_<CompiledView>(m, "CompiledProgram")
+      .def(py::init([](const std::string& plan_bytes, int64_t rank) {
+             return CompiledView{CompiledProgram::from_plan_bytes(plan_bytes, rank)};
+           }),
+           py::arg("plan_bytes"), py::arg("rank"))
+      .def_property_readonly("groups", [](const CompiledView& v) { return members_of(v.compiled->program()); })
+      .def("bind", &bind, py::arg("group_names"));
+
+  py::class_<ExecutableView>(m, "Executable")
+      .def_property_readonly("groups", [](const ExecutableView& v) { return members_of(v.program()); })
+      .def_property_readonly("input_shape", [](const ExecutableView& v) { return v.program().input_shapes[0]; })
+      .def_property_readonly("output_shape", [](const ExecutableView& v) { return v.program().outputs[0].shape; })
+      .def_property_readonly("is_identity",
+                             [](const ExecutableView& v) { return v.program().outputs[0].buffer == kInputBuffer; })
+      .def_property_readonly("communications", &communications_of)
+      .def_property_readonly("group_names", &group_names_of)
+      .def_property_readonly("communicates", [](const ExecutableView& v) { return v.compiled().communicates(); })
+      .def_property_readonly("received_bytes", [](const ExecutableView& v) { return v.compiled().received_bytes(); })
+      .def_property_readonly("rank", [](const ExecutableView& v) { return v.compiled().rank(); })
+      .def_property_readonly("mesh_ranks", [](const ExecutableView& v) { return v.executable->mesh_ranks(); })
+      .def_property_readonly("signature", &signature_of)
+      .def(
+          "run", [](const ExecutableView& v, const at::Tensor& input) { return run(v.executable, input); },
+          py::arg("input"), release_gil())
+      .def("start", &start_registered, py::arg("input"), release_gil())
+      .def(
+          "run_all",
+          [](const ExecutableView& v, const std::vector<at::Tensor>& inputs) { return run_all(v.executable, inputs); },
+          py::arg("inputs"), release_gil())
+      .def("__str__", [](const ExecutableView& v) { return v.compiled().origin().text(); });
+  m.def(
+      "executable",
+      [](const std::string& text, const std::vector<std::string>& groups, int64_t rank) {
+        return ExecutableView{executable_of(text, groups, rank)};
+      },
+      py::arg("text"), py::arg("group_names"), py::arg("rank"));
+}
+
+}  // namespace shardwright

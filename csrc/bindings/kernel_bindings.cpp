@@ -1,0 +1,89 @@
+// Local copies, reductions and products, each by itself, for tests and calibration.
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings/runtime_parts.h"
+#include "layout/placement.h"
+#include "runtime/gemm.h"
+#include "runtime/local_ops.h"
+#include "support/error.h"
+
+namespace shardwright {
+
+namespace py = pybind11;
+
+void define_kernels(py::module_& m) {
+  using BoxParts = std::tuple<int64_t, int64_t, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>;
+  py::class_<StridedCopy>(m, "StridedCopy")
+      .def(py::init([](const std::vector<BoxParts>& parts, int64_t item_bytes) {
+             std::vector<Box> boxes;
+             for (const auto& [src_offset, dst_offset, sizes, src_strides, dst_strides] : parts) {
+               boxes.push_back({src_offset, dst_offset, sizes, src_strides, dst_strides});
+             }
+             return StridedCopy(boxes, item_bytes);
+           }),
+           py::arg("boxes"), py::arg("item_bytes"))
+      .def(
+          "run", [](const StridedCopy& copy, const at::Tensor& src, at::Tensor dst) { run(copy, src, dst); },
+          py::arg("src"), py::arg("dst"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "reduce_parts",
+      [](const std::string& op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor dst, bool with_aten) {
+        const auto reduce =
+            with_aten ? reduce_parts_with_aten : static_cast<decltype(&reduce_parts_with_aten)>(reduce_parts);
+        reduce(Placement::parse(concat("P(", op, ")")).op, parts, divisor, dst);
+      },
+      py::arg("op"), py::arg("parts"), py::arg("divisor"), py::arg("dst"), py::arg("with_aten") = false,
+      py::call_guard<py::gil_scoped_release>());
+
+  using Place = std::array<int64_t, 3>;  // offset, row stride, column stride
+  const auto matrix = [](const Place& place) { return Matrix{0, place[0], place[1], place[2]}; };
+  py::class_<Gemm>(m, "Gemm")
+      .def(py::init([matrix](const std::array<int64_t, 3>& sizes, const Place& lhs, const Place& rhs, const Place& dst,
+                             int64_t count, const std::array<int64_t, 3>& batch_strides, bool accumulates,
+                             const std::optional<Place>& bias) {
+             Gemm gemm{matrix(lhs), matrix(rhs),      matrix(dst),      sizes[0],         sizes[1],   sizes[2],
+                       count,       batch_strides[0], batch_strides[1], batch_strides[2], accumulates};
+             if (bias) gemm.bias = matrix(*bias);
+             return gemm;
+           }),
+           py::arg("sizes"), py::arg("lhs"), py::arg("rhs"), py::arg("dst"), py::arg("count") = 1,
+           py::arg("batch_strides") = std::array<int64_t, 3>{}, py::arg("accumulates") = false,
+           py::arg("bias") = py::none())
+      .def(
+          "multiply",
+          [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor dst,
+             const std::optional<at::Tensor>& bias,
+             int sms_left) { multiply(gemm, lhs, rhs, dst, bias.value_or(at::Tensor()), {sms_left}); },
+          py::arg("lhs"), py::arg("rhs"), py::arg("dst"), py::arg("bias") = py::none(), py::arg("sms_left") = 0,
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "multiply_scaled",
+          [](Gemm gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
+             const at::Tensor& rhs_scale, at::Tensor dst, int sms_left, bool fast_accumulation) {
+            gemm.lhs_scale = Scale{0, 0, lhs_scale.numel() == 1 ? 0 : lhs_scale.stride(0)};
+            gemm.rhs_scale = Scale{0, 0, rhs_scale.numel() == 1 ? 0 : rhs_scale.stride(0)};
+            multiply_scaled(gemm, lhs, rhs, lhs_scale, rhs_scale, dst, {sms_left, fast_accumulation});
+          },
+          py::arg("lhs"), py::arg("rhs"), py::arg("lhs_scale"), py::arg("rhs_scale"), py::arg("dst"),
+          py::arg("sms_left") = 0, py::arg("fast_accumulation") = false, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "why_not_scaled",
+          [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& dst) {
+            return why_not_scaled(gemm, lhs, rhs, dst);
+          },
+          py::arg("lhs"), py::arg("rhs"), py::arg("dst"))
+      .def(
+          "waves",
+          [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& dst, int sms_left) {
+            return waves_of(gemm, lhs.scalar_type(), dst.scalar_type(), dst.device(), {sms_left});
+          },
+          py::arg("lhs"), py::arg("dst"), py::arg("sms_left") = 0);
+}
+
+}  // namespace shardwright

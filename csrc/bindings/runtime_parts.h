@@ -1,0 +1,11 @@
+// The parts of _runtime, one file each.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace shardwright {
+
+void define_executable(pybind11::module_& m);  // executable_bindings.cpp
+void define_kernels(pybind11::module_& m);     // kernel_bindings.cpp
+
+}  // namespace shardwright

@@ -1,0 +1,238 @@
+#include "runtime/executable.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "moves/describe.h"
+#include "moves/traffic.h"
+#include "planning/serialize.h"
+#include "program/order.h"
+#include "runtime/communicators.h"
+#include "runtime/side_stream.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// Of what programs have beside their own dtype: results, sums, operands and scales of products.
+at::ScalarType scalar_type_of(const DType& dtype) {
+  static const std::unordered_map<std::string, at::ScalarType> types{
+      {"float32", at::kFloat}, {"float64", at::kDouble},          {"bfloat16", at::kBFloat16},
+      {"float16", at::kHalf},  {"float8_e5m2", at::kFloat8_e5m2}, {"float8_e4m3fn", at::kFloat8_e4m3fn}};
+  const auto found = types.find(dtype.name());
+  check_invariant(found != types.end(), dtype.name(), " as a dtype of its own in a program");
+  return found->second;
+}
+
+Communication communication_of(const Step& step) {
+  Communication found;
+  found.op = step_op_name(step.op);
+  found.mesh_dims = step.mesh_dims.to_vector();
+  found.group_size = step.before.mesh().group_size(step.mesh_dims);
+  for (const int d : found.mesh_dims) {
+    const Placement& before = step.before.placements()[d];
+    const Placement& after = step.after.placements()[d];
+    if (before.is_partial()) found.reduce_op = reduce_op_name(before.op);
+    if (before.is_shard_like()) found.gather_dim = before.dim;
+    if (after.is_shard_like()) found.shard_dim = after.dim;
+  }
+  return found;
+}
+
+Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
+  std::vector<std::string> steps;
+  for (const Step& step : plan.steps) {
+    steps.push_back(concat(step_op_name(step.op), " over ", plan.src.mesh().names_of(step.mesh_dims)));
+  }
+  // Whatever else there is in a plan, its topology for one, is in its bytes.
+  const size_t bytes = std::hash<std::string>()(plan_bytes);
+  return {{"tensor", concat(plan.src.dtype().name(), "[", join(plan.src.shape()), "]")},
+          {"dtype", plan.src.dtype().name()},
+          {"mesh", plan.src.mesh().to_string()},
+          {"src", plan.src.placements_string()},
+          {"dst", plan.dst.placements_string()},
+          {"backend", backend_name(plan.backend)},
+          {"objective", objective_name(plan.objective)},
+          {"topology", plan.topology.name},
+          {"steps", steps.empty() ? "none" : join(steps)},
+          {"plan bytes", concat(plan_bytes.size(), " with hash ", bytes)}};
+}
+
+class PlanOrigin : public Origin {
+ public:
+  explicit PlanOrigin(std::string plan_bytes) : plan_bytes_(std::move(plan_bytes)) {}
+
+  const char* kind() const override { return "redistribute"; }
+  std::vector<Plan> plans() const override { return {from_bytes(plan_bytes_)}; }
+  std::string text() const override { return to_string(from_bytes(plan_bytes_)); }
+  Signature signature() const override { return signature_of(from_bytes(plan_bytes_), plan_bytes_); }
+
+ private:
+  std::string plan_bytes_;
+};
+
+}  // namespace
+
+std::shared_ptr<const CompiledProgram> CompiledProgram::from_plan_bytes(const std::string& plan_bytes, int64_t rank) {
+  const Plan plan = from_bytes(plan_bytes);
+  const auto position = plan.src.mesh().position_of(rank);
+  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", plan.src.mesh().to_string(), ")");
+  return std::make_shared<CompiledProgram>(compile(plan, *position), std::vector<const Plan*>{&plan},
+                                           std::make_unique<PlanOrigin>(plan_bytes), rank);
+}
+
+CompiledProgram::CompiledProgram(Program program, const std::vector<const Plan*>& plans, std::unique_ptr<Origin> origin,
+                                 int64_t rank)
+    : program_(std::move(program)),
+      lifetimes_(program_.lifetimes()),
+      origin_(std::move(origin)),
+      rank_(rank),
+      backend_(plans.front()->backend) {
+  is_asked_for_.resize(program_.instructions.size(), false);
+  if (backend_ == Backend::kNccl) order_of_transfers_ = order_of_transfers(program_);  // Gloo's run on the host
+  for (const int instruction : order_of_transfers_) {
+    if (instruction >= 0) is_asked_for_[instruction] = true;
+  }
+  for (const Plan* plan : plans) {
+    for (const Step& step : plan->steps) {
+      received_bytes_ += traffic_at(step, plan->backend, *plan->src.mesh().position_of(rank_)).received_bytes;
+      is_collective_ = is_collective_ || !is_local(step.op);
+    }
+  }
+  note_dtypes();
+  note_instructions();
+}
+
+void CompiledProgram::note_dtypes() {
+  for (const auto& [buffer, dtype] : program_.other_dtypes) other_dtypes_.emplace(buffer, scalar_type_of(dtype));
+  for (int i = static_cast<int>(program_.input_shapes.size()) - 1; i >= 0; --i) {
+    if (!other_dtypes_.contains(i)) usual_input_ = i;
+  }
+  const DTypeKind kind = program_.dtype.kind();
+  travels_as_bytes_ = kind == DTypeKind::kOpaque || kind == DTypeKind::kComplex || program_.dtype.name() == "int16";
+}
+
+void CompiledProgram::note_instructions() {
+  const std::vector<Instruction>& instructions = program_.instructions;
+  const auto is_wait = [](const Instruction& i) { return std::holds_alternative<Wait>(i.operation); };
+  first_wait_ =
+      static_cast<int>(std::find_if(instructions.begin(), instructions.end(), is_wait) - instructions.begin());
+  for (int i = 0; i < static_cast<int>(instructions.size()); ++i) {
+    const Operation& operation = instructions[i].operation;
+    if (const auto* copy = std::get_if<Copy>(&operation)) {
+      copies_.emplace(i, StridedCopy(copy->boxes, program_.dtype_of(copy->src).size_bytes()));
+    }
+    if (is_communication(operation)) last_communication_ = i;
+    const bool is_exchange =
+        std::holds_alternative<AllToAll>(operation) || std::holds_alternative<SendReceive>(operation);
+    if (is_communication(operation) && !is_exchange) end_of_collectives_ = i + 1;
+    const std::vector<int> buffers = buffers_of(operation);
+    if (std::none_of(buffers.begin(), buffers.end(), [&](int b) { return program_.is_input(b); })) continue;
+    if (is_communication(operation) || i > first_wait_) reads_input_after_start_ = true;
+    if (!is_communication(operation) || i > first_wait_) end_of_input_reads_ = i + 1;
+  }
+}
+
+at::TensorOptions CompiledProgram::options_like(c10::ArrayRef<at::Tensor> inputs) const {
+  const bool is_usual = usual_input_ >= 0;
+  const at::TensorOptions options =
+      inputs[is_usual ? usual_input_ : 0].options().requires_grad(false).memory_format(std::nullopt);
+  return is_usual ? options : options.dtype(scalar_type_of(program_.dtype));
+}
+
+at::TensorOptions CompiledProgram::options_of(int buffer, const at::TensorOptions& usual) const {
+  if (other_dtypes_.empty()) return usual;
+  const auto other = other_dtypes_.find(buffer);
+  return other == other_dtypes_.end() ? usual : usual.dtype(other->second);
+}
+
+void check_strided(const at::Tensor& given, const std::string& argument) {
+  TORCH_CHECK_VALUE(given.defined(), argument, ": got no tensor");
+  TORCH_CHECK_VALUE(!given.is_nested(), argument, ": is a nested tensor; allowed are plain ones");
+  TORCH_CHECK_VALUE(given.layout() == at::kStrided, argument, ": has layout ", given.layout(),
+                    "; allowed are strided tensors (.to_dense() makes them)");
+}
+
+void CompiledProgram::check_inputs(c10::ArrayRef<at::Tensor> inputs) const {
+  const auto name = [](const at::Tensor& t) { return c10::toString(t.scalar_type()); };
+  TORCH_CHECK_VALUE(inputs.size() == program_.input_shapes.size(), "inputs: got ", inputs.size(),
+                    ", the program takes ", program_.input_shapes.size(), " (", origin_->text(), ")");
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const at::Tensor& input = inputs[i];
+    const auto which = [&] { return inputs.size() == 1 ? std::string("local tensor") : concat("input ", i); };
+    TORCH_CHECK_VALUE(!input.key_set().has(c10::DispatchKey::Python), which(),
+                      ": is a tensor subclass; allowed is a plain tensor");
+    if (input.layout() != at::kStrided || input.is_nested()) check_strided(input, which());
+    TORCH_CHECK_VALUE(input.sizes().equals(program_.input_shapes[i]), which(), ": has shape ", input.sizes(),
+                      " on rank ", rank_, ", where the layout has ", c10::IntArrayRef(program_.input_shapes[i]), " (",
+                      origin_->text(), ")");
+    const auto other = other_dtypes_.find(static_cast<int>(i));
+    const bool has_dtype = other != other_dtypes_.end()
+                               ? input.scalar_type() == other->second
+                               : static_cast<int64_t>(input.element_size()) == program_.dtype.size_bytes() &&
+                                     input.scalar_type() == inputs[usual_input_].scalar_type();
+    TORCH_CHECK_VALUE(has_dtype, which(), ": has dtype ", name(input), " where the layout has ",
+                      program_.dtype_of(static_cast<int>(i)).name());
+    TORCH_CHECK_VALUE(input.device() == inputs[0].device(), which(), ": is on ", input.device(),
+                      ", the first input on ", inputs[0].device());
+  }
+}
+
+Executable::Executable(std::shared_ptr<const CompiledProgram> compiled, const std::vector<comm::GroupPtr>& groups)
+    : compiled_(std::move(compiled)), groups_(groups.begin(), groups.end()) {
+  check_user(groups.size() == program().groups.size(), "groups: got ", groups.size(), ", the program needs ",
+             program().groups.size());
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const Group& expected = program().groups[g];
+    check_user(groups[g]->getSize() == static_cast<int>(expected.ranks.size()) &&
+                   groups[g]->getRank() == static_cast<int>(expected.index),
+               "groups: group ", g, " has ", groups[g]->getSize(), " ranks and this is its rank ", groups[g]->getRank(),
+               "; the program needs ranks (", join(expected.ranks), ") in this order");
+  }
+}
+
+bool Executable::is_bound_to(const std::vector<comm::GroupPtr>& groups) const {
+  return std::equal(groups_.begin(), groups_.end(), groups.begin(), groups.end(),
+                    [](const comm::WeakGroupPtr& bound, const comm::GroupPtr& group) { return bound.lock() == group; });
+}
+
+c10::SmallVector<comm::GroupPtr, 4> Executable::groups() const {
+  c10::SmallVector<comm::GroupPtr, 4> alive;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    alive.push_back(groups_[g].lock());
+    check_user(alive.back().defined(), "group: the process group of ranks (", join(program().groups[g].ranks),
+               ") was destroyed, and a redistribute still needs it (", compiled_->origin().text(), ")");
+  }
+  return alive;
+}
+
+void Executable::make_communicators(const at::Device& device) const {
+  if (device.is_cpu() || ready_device_ == device.index()) return;
+  shardwright::make_communicators(groups(), device);
+  if (!is_capturing(device)) ready_device_ = device.index();
+}
+
+bool Executable::goes_through_host(const at::Device& device) const {
+  return compiled_->backend() == Backend::kGloo && !device.is_cpu() && !groups_.empty();
+}
+
+std::vector<Communication> Executable::communications() const {
+  std::vector<Communication> found;
+  for (const Plan& plan : compiled_->origin().plans()) {
+    for (const Step& step : plan.steps) {
+      if (!is_local(step.op)) found.push_back(communication_of(step));
+    }
+  }
+  return found;
+}
+
+std::vector<int64_t> Executable::mesh_ranks() const {
+  const std::vector<Plan> plans = compiled_->origin().plans();
+  const Mesh& mesh = plans.front().src.mesh();
+  std::vector<int64_t> ranks;
+  for (int64_t p = 0; p < mesh.size(); ++p) ranks.push_back(mesh.rank_at(p));
+  return ranks;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,151 @@
+// A rank's program with what the runtime needs to know of it, alone and bound to process groups. Neither ever changes,
+// so both may be shared and used by any thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "moves/plan.h"
+#include "program/program.h"
+#include "program/strided_copy.h"
+#include "runtime/c10d_adapter.h"
+
+namespace shardwright {
+
+// What a step of a plan that communicates means, whatever messages carry it out.
+struct Communication {
+  std::string op;         // as step_op_name says
+  std::string reduce_op;  // of reductions
+  std::vector<int> mesh_dims;
+  int64_t group_size = 0;
+  int64_t gather_dim = 0;  // of an all_to_all between two cuts: the tensor dims that were and are cut
+  int64_t shard_dim = 0;
+};
+
+// What ranks that run the same program have in common, by name.
+using Signature = std::vector<std::pair<std::string, std::string>>;
+
+// What a program was compiled from. It is asked only where something is to be reported: an error, a profile, a
+// comparison of ranks.
+class Origin {
+ public:
+  virtual ~Origin() = default;
+  virtual const char* kind() const = 0;  // "redistribute" or "matmul"
+  virtual std::vector<Plan> plans() const = 0;
+  virtual std::string text() const = 0;
+  virtual Signature signature() const = 0;
+};
+
+// The program of one rank.
+class CompiledProgram {
+ public:
+  // From a plan's own bytes. Throws UserError if they are none, or if the rank is not on the mesh.
+  static std::shared_ptr<const CompiledProgram> from_plan_bytes(const std::string& plan_bytes, int64_t rank);
+
+  // `plans`: those of `origin`.
+  CompiledProgram(Program program, const std::vector<const Plan*>& plans, std::unique_ptr<Origin> origin, int64_t rank);
+
+  const Program& program() const { return program_; }
+  const Program::Lifetimes& lifetimes() const { return lifetimes_; }
+  const Origin& origin() const { return *origin_; }
+  int64_t rank() const { return rank_; }
+  Backend backend() const { return backend_; }
+
+  bool returns_input() const { return program_.is_input(program_.outputs[0].buffer); }
+  // Whether this rank communicates, and whether any rank does.
+  bool communicates() const { return last_communication_ >= 0; }
+  bool is_collective() const { return is_collective_; }
+  int64_t received_bytes() const { return received_bytes_; }
+  // Whether process groups do not take the dtype.
+  bool travels_as_bytes() const { return travels_as_bytes_; }
+
+  // Of an instruction that copies, prepared.
+  const StridedCopy& copy(int instruction) const { return copies_.at(instruction); }
+  // Of a transfer, as order_of_transfers says; and whether a transfer asks for the place of a compute instruction.
+  int order_of(int transfer) const { return order_of_transfers_[transfer]; }
+  bool is_asked_for(int instruction) const { return is_asked_for_[instruction]; }
+
+  // Indices of instructions; without such an instruction -1, and for the first Wait their number.
+  int last_communication() const { return last_communication_; }
+  int first_wait() const { return first_wait_; }
+  // After the last instruction that reads an input, transfers that read it before the first Wait left out.
+  int end_of_input_reads() const { return end_of_input_reads_; }
+  // After the last native collective, whose place among those of others on the group counts.
+  int end_of_collectives() const { return end_of_collectives_; }
+  // Whether transfers read an input, or instructions after the first Wait.
+  bool reads_input_after_start() const { return reads_input_after_start_; }
+
+  // Throws c10::ValueError naming the input that does not have the shape, dtype or device that the program takes.
+  void check_inputs(c10::ArrayRef<at::Tensor> inputs) const;
+  // Of buffers that hold the program's own dtype, for a run with these inputs.
+  at::TensorOptions options_like(c10::ArrayRef<at::Tensor> inputs) const;
+  at::TensorOptions options_of(int buffer, const at::TensorOptions& usual) const;
+
+ private:
+  void note_dtypes();
+  void note_instructions();
+
+  Program program_;
+  Program::Lifetimes lifetimes_;
+  std::unique_ptr<Origin> origin_;
+  int64_t rank_;
+  Backend backend_;
+  std::vector<int> order_of_transfers_;  // empty where transfers are Gloo's
+  std::vector<bool> is_asked_for_;
+  std::unordered_map<int, StridedCopy> copies_;
+  std::unordered_map<int, at::ScalarType> other_dtypes_;  // by buffer
+  int usual_input_ = -1;                                  // the first that is of the program's own dtype
+  int64_t received_bytes_ = 0;
+  int last_communication_ = -1;
+  int first_wait_ = 0;
+  int end_of_input_reads_ = 0;
+  int end_of_collectives_ = 0;
+  bool reads_input_after_start_ = false;
+  bool is_collective_ = false;
+  bool travels_as_bytes_ = false;
+};
+
+// A program bound to process groups, held by std::shared_ptr: its runs keep it alive. It does not keep the groups
+// alive.
+class Executable {
+ public:
+  // One process group per entry of program().groups, with the same ranks in the same order; throws UserError on others.
+  Executable(std::shared_ptr<const CompiledProgram> compiled, const std::vector<comm::GroupPtr>& groups);
+
+  const CompiledProgram& compiled() const { return *compiled_; }
+  const Program& program() const { return compiled_->program(); }
+
+  // Throws UserError where one of them was destroyed.
+  c10::SmallVector<comm::GroupPtr, 4> groups() const;
+  bool is_bound_to(const std::vector<comm::GroupPtr>& groups) const;
+
+  // See communicators.h; does something once per device. Collective among the ranks of all groups.
+  void make_communicators(const at::Device& device) const;
+  // Whether tensors there must be copied to the host, because Gloo has no messages for them.
+  bool goes_through_host(const at::Device& device) const;
+
+  // What its program's origin says: the steps that communicate, in order and the same on all ranks, and the ranks of
+  // the mesh, row-major.
+  std::vector<Communication> communications() const;
+  std::vector<int64_t> mesh_ranks() const;
+
+ private:
+  std::shared_ptr<const CompiledProgram> compiled_;
+  std::vector<comm::WeakGroupPtr> groups_;
+  mutable std::atomic<int> ready_device_{-1};  // for which the communicators are known to be there
+};
+
+using ExecutablePtr = std::shared_ptr<const Executable>;
+
+// Throws ValueError naming `argument` for tensors without strides: nested, sparse and MKL-DNN ones, and none at all.
+void check_strided(const at::Tensor& given, const std::string& argument);
+
+}  // namespace shardwright

@@ -1,0 +1,60 @@
+#include "runtime/lanes.h"
+
+#include <array>
+
+namespace shardwright {
+
+void Lane::issue(const std::shared_ptr<Execution>& execution, const std::function<void(Execution&)>& advance) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  drain();
+  advance(*execution);
+  if (!execution->all_started()) pending_.push_back(execution);
+}
+
+void Lane::drain() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  while (!pending_.empty()) {
+    const std::shared_ptr<Execution> execution = pending_.front().lock();
+    pending_.pop_front();
+    if (execution) execution->start_all();
+  }
+}
+
+void Lane::note_beside(const std::shared_ptr<Execution>& execution, const at::Tensor& output) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  std::erase_if(beside_, [](const Beside& one) {
+    const std::shared_ptr<Execution> known = one.execution.lock();
+    if (!known || known->is_waited_for()) return true;
+    if (one.output.use_count() > 0) return false;
+    known->abandon();  // a Work that nobody waits for is never let go of by c10d
+    return true;
+  });
+  beside_.push_back({execution, c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr())});
+}
+
+void Lane::stand_behind_those_beside() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (beside_.empty()) return;
+  const std::shared_ptr<Execution> last = beside_.back().execution.lock();
+  if (last && !last->is_waited_for()) last->order_before_current();
+}
+
+namespace {
+
+// One per device.
+constexpr int kMaxLanes = 1 + 128;  // device indices are of 8 bits
+
+std::array<Lane, kMaxLanes>& lanes() {
+  static auto* instance = new std::array<Lane, kMaxLanes>;  // outlives threads that run at exit
+  return *instance;
+}
+
+}  // namespace
+
+Lane& lane_of(const at::Device& device) { return lanes().at(device.is_cpu() ? 0 : 1 + device.index()); }
+
+void drain_lanes() {
+  for (Lane& lane : lanes()) lane.drain();
+}
+
+}  // namespace shardwright
