@@ -201,8 +201,10 @@ c10::SmallVector<comm::GroupPtr, 4> Executable::groups() const {
   c10::SmallVector<comm::GroupPtr, 4> alive;
   for (size_t g = 0; g < groups_.size(); ++g) {
     alive.push_back(groups_[g].lock());
-    check_user(alive.back().defined(), "group: the process group of ranks (", join(program().groups[g].ranks),
-               ") was destroyed, and a redistribute still needs it (", compiled_->origin().text(), ")");
+    if (!alive.back().defined()) {
+      throw UserError(concat("group: the process group of ranks (", join(program().groups[g].ranks),
+                             ") was destroyed, and a redistribute still needs it (", compiled_->origin().text(), ")"));
+    }
   }
   return alive;
 }
