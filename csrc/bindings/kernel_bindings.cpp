@@ -17,7 +17,9 @@ namespace shardwright {
 
 namespace py = pybind11;
 
-void define_kernels(py::module_& m) {
+namespace {
+
+void define_copies_and_sums(py::module_& m) {
   using BoxParts = std::tuple<int64_t, int64_t, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>;
   py::class_<StridedCopy>(m, "StridedCopy")
       .def(py::init([](const std::vector<BoxParts>& parts, int64_t item_bytes) {
@@ -40,7 +42,9 @@ void define_kernels(py::module_& m) {
       },
       py::arg("op"), py::arg("parts"), py::arg("divisor"), py::arg("dst"), py::arg("with_aten") = false,
       py::call_guard<py::gil_scoped_release>());
+}
 
+void define_gemm(py::module_& m) {
   using Place = std::array<int64_t, 3>;  // offset, row stride, column stride
   const auto matrix = [](const Place& place) { return Matrix{0, place[0], place[1], place[2]}; };
   py::class_<Gemm>(m, "Gemm")
@@ -84,6 +88,13 @@ void define_kernels(py::module_& m) {
             return waves_of(gemm, lhs.scalar_type(), dst.scalar_type(), dst.device(), {sms_left});
           },
           py::arg("lhs"), py::arg("dst"), py::arg("sms_left") = 0);
+}
+
+}  // namespace
+
+void define_kernels(py::module_& m) {
+  define_copies_and_sums(m);
+  define_gemm(m);
 }
 
 }  // namespace shardwright

@@ -33,17 +33,9 @@ bool nothing_watches(bool in_backward) {
          (in_backward || torch::autograd::get_current_node() == nullptr);
 }
 
-}  // namespace
-}  // namespace shardwright
-
-PYBIND11_MODULE(_runtime, m) {
-  m.doc() = "The executor of shardwright: programs over c10d process groups.";
-  shardwright::register_errors();
-
-  shardwright::define_executable(m);
-  shardwright::define_kernels(m);
-
-  m.def("nothing_watches", &shardwright::nothing_watches, py::arg("in_backward"));
+// Who looks at what this thread does.
+void define_watching(py::module_& m) {
+  m.def("nothing_watches", &nothing_watches, py::arg("in_backward"));
   // As autograd numbers threads: of this one, and of that which made the node whose backward runs now. Backwards of
   // nodes on other devices than CPU run on threads of autograd's.
   m.def("thread_id", &at::RecordFunction::currentThreadId);
@@ -51,71 +43,94 @@ PYBIND11_MODULE(_runtime, m) {
     const auto node = torch::autograd::get_current_node();
     return node ? node->thread_id() : at::RecordFunction::currentThreadId();
   });
-  m.def("begin_trace", &shardwright::begin_trace);
+}
+
+void define_tracing(py::module_& m) {
+  m.def("begin_trace", &begin_trace);
   m.def(
       "end_trace",
       [] {
         std::vector<std::tuple<std::string, std::string, int64_t, int64_t, double, double>> events;
-        for (shardwright::TraceEvent& e : shardwright::end_trace()) {
+        for (TraceEvent& e : end_trace()) {
           events.emplace_back(std::move(e.lane), std::move(e.instruction), e.chunk, e.run, e.start, e.end);
         }
         return events;
       },
       py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "set_sm_carveout",
-      [](const py::object& sms) {
-        const int64_t count = shardwright::integer(sms, "sms");
-        shardwright::check_user(count <= std::numeric_limits<int>::max(), "sms: ", count, "; no GPU has as many");
-        shardwright::set_sm_carveout(static_cast<int>(count));
-      },
-      py::arg("sms"));
+}
+
+// What a device that torch knows from an extension brings along.
+void define_devices(py::module_& m) {
   // For a device that torch knows from an extension, before torch 2.15: the address of a CaptureQuery.
   m.def(
       "register_capture_query",
       [](const std::string& device_type, uintptr_t address) {
-        shardwright::register_capture_query(c10::Device(device_type).type(),
-                                            reinterpret_cast<shardwright::CaptureQuery>(address));
+        register_capture_query(c10::Device(device_type).type(), reinterpret_cast<CaptureQuery>(address));
       },
       py::arg("device_type"), py::arg("address"));
   // Likewise the address of a DeviceCopy.
   m.def(
       "register_device_copy",
       [](const std::string& device_type, uintptr_t address) {
-        shardwright::register_device_copy(c10::Device(device_type).type(),
-                                          reinterpret_cast<shardwright::DeviceCopy>(address));
+        register_device_copy(c10::Device(device_type).type(), reinterpret_cast<DeviceCopy>(address));
       },
       py::arg("device_type"), py::arg("address"));
+  m.def("is_capturing", [](const std::string& device) { return is_capturing(c10::Device(device)); }, py::arg("device"));
+}
+
+void define_settings(py::module_& m) {
   m.def(
-      "is_capturing", [](const std::string& device) { return shardwright::is_capturing(c10::Device(device)); },
-      py::arg("device"));
+      "set_sm_carveout",
+      [](const py::object& sms) {
+        const int64_t count = integer(sms, "sms");
+        check_user(count <= std::numeric_limits<int>::max(), "sms: ", count, "; no GPU has as many");
+        set_sm_carveout(static_cast<int>(count));
+      },
+      py::arg("sms"));
   m.def(
       "set_fast_accumulation",
       [](const py::object& enabled) {
-        shardwright::check_user(py::isinstance<py::bool_>(enabled), "enabled: got ",
-                                std::string(py::str(py::repr(enabled))), "; allowed are True and False");
-        const bool before = shardwright::fast_accumulation();
-        shardwright::set_fast_accumulation(enabled.cast<bool>());
+        check_user(py::isinstance<py::bool_>(enabled), "enabled: got ", std::string(py::str(py::repr(enabled))),
+                   "; allowed are True and False");
+        const bool before = fast_accumulation();
+        set_fast_accumulation(enabled.cast<bool>());
         return before;
       },
       py::arg("enabled"));
-  m.def("kept_staging_bytes", &shardwright::kept_staging_bytes);
-  m.def("release_staging", &shardwright::release_staging);
-  m.def("finish_programs", &shardwright::finish_programs, py::arg("timeout_seconds"),
-        py::call_guard<py::gil_scoped_release>());
-  m.def("drain", &shardwright::drain_lanes, py::call_guard<py::gil_scoped_release>());
+  m.def("kept_staging_bytes", &kept_staging_bytes);
+  m.def("release_staging", &release_staging);
+}
+
+void define_programs_under_way(py::module_& m) {
+  m.def("finish_programs", &finish_programs, py::arg("timeout_seconds"), py::call_guard<py::gil_scoped_release>());
+  m.def("drain", &drain_lanes, py::call_guard<py::gil_scoped_release>());
   m.def("counters", [] {
-    return py::dict(py::arg("runs") = shardwright::counters().runs.load(),
-                    py::arg("received_bytes") = shardwright::counters().received_bytes.load(),
-                    py::arg("through_host") = shardwright::counters().through_host.load());
+    return py::dict(py::arg("runs") = counters().runs.load(),
+                    py::arg("received_bytes") = counters().received_bytes.load(),
+                    py::arg("through_host") = counters().through_host.load());
   });
-  m.def("cast_products", &shardwright::cast_products);
+  m.def("cast_products", &cast_products);
   m.def("reset_counters", [] {
-    shardwright::reset_cast_products();
-    shardwright::counters().runs = 0;
-    shardwright::counters().received_bytes = 0;
-    shardwright::counters().through_host = 0;
+    reset_cast_products();
+    counters().runs = 0;
+    counters().received_bytes = 0;
+    counters().through_host = 0;
   });
+}
+
+}  // namespace
+}  // namespace shardwright
+
+PYBIND11_MODULE(_runtime, m) {
+  m.doc() = "The executor of shardwright: programs over c10d process groups.";
+  shardwright::register_errors();
+  shardwright::define_executable(m);
+  shardwright::define_kernels(m);
+  shardwright::define_watching(m);
+  shardwright::define_tracing(m);
+  shardwright::define_devices(m);
+  shardwright::define_settings(m);
+  shardwright::define_programs_under_way(m);
   m.attr("torch_version") = TORCH_VERSION;
 #ifdef SHARDWRIGHT_CUDA
   m.attr("has_cuda") = true;

@@ -1,16 +1,9 @@
 // Products by cuBLASLt: into float32 from 16-bit operands and in batches with one launch each, in place; laid out for
 // some of the multiprocessors; of 8-bit floats.
 //
-// cuBLASLt knows column-major matrices: d = op(a) x op(b), where op may transpose and d is not transposed. A result
-// that lies row-major is the transpose of one that lies column-major, and lhs x rhs = (rhs^T x lhs^T)^T. So whatever
-// has a stride of 1 is multiplied where it is:
-//
-//   all by rows, lhs m x k, rhs k x n, dst m x n:   by columns, a = rhs^T is n x k, b = lhs^T is k x m, d is n x m
-//
 // An algorithm is asked for once per kind of product and kept. The host waits for nothing.
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
-#include <ATen/cuda/CUDADataType.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -20,235 +13,18 @@
 #include <ATen/cuda/CUDAGraphsUtils.cuh>
 
 #include <algorithm>
-#include <compare>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <utility>
 
+#include "runtime/cuda/gemm_problem.h"
 #include "runtime/gemm.h"
 
-namespace shardwright {
+namespace shardwright::lt {
 namespace {
-
-// ------------------------------------------------------------------------------------------- matrices by columns
-
-// A matrix, or a batch of them, in a buffer.
-struct View {
-  Matrix place;
-  int64_t rows = 0;
-  int64_t columns = 0;
-  int64_t batch_stride = 0;
-
-  View transposed() const {
-    return {{place.buffer, place.offset, place.column_stride, place.row_stride}, columns, rows, batch_stride};
-  }
-};
-
-// The same as cuBLASLt sees it: `rows` x `columns` in memory, by columns; to be transposed, or not, when multiplied.
-struct Layout {
-  cudaDataType_t dtype = CUDA_R_32F;
-  int64_t rows = 0;
-  int64_t columns = 0;
-  int64_t leading_dim = 0;
-  int64_t batch_stride = 0;
-  uint32_t alignment_bytes = 0;
-  bool is_transposed = false;
-
-  auto operator<=>(const Layout&) const = default;
-};
-
-bool lies_by_columns(const View& view) {
-  return (view.place.row_stride == 1 || view.rows == 1) && (view.place.column_stride >= view.rows || view.columns == 1);
-}
-
-// A single row or column lies both ways; by its dense side it is loaded in wider words. Nothing where no stride is 1.
-//   1 x 6 with strides (0, 1): 6 x 1 by columns, transposed.   1 x 6 with strides (0, 4): by columns, leading dim 4
-std::optional<Layout> layout_of(const View& view, at::ScalarType dtype) {
-  const View turned = view.transposed();
-  const bool is_transposed = lies_by_columns(turned) && (view.rows == 1 || !lies_by_columns(view));
-  const View& seen = is_transposed ? turned : view;
-  if (!lies_by_columns(seen)) return std::nullopt;
-  Layout layout;
-  layout.dtype = at::cuda::ScalarTypeToCudaDataType(dtype);
-  layout.rows = seen.rows;
-  layout.columns = seen.columns;
-  layout.leading_dim = seen.columns == 1 ? seen.rows : seen.place.column_stride;
-  layout.batch_stride = seen.batch_stride;
-  layout.is_transposed = is_transposed;
-  return layout;
-}
-
-// Of everything that begins at the address or multiples of the stride behind it, up to what cuBLASLt distinguishes.
-uint32_t alignment_of(const void* address, int64_t stride_bytes = 0) {
-  constexpr uintptr_t kMost = 256;
-  const uintptr_t bits = reinterpret_cast<uintptr_t>(address) | static_cast<uintptr_t>(stride_bytes) | kMost;
-  return static_cast<uint32_t>(bits & (~bits + 1));
-}
-
-// ------------------------------------------------------------------------------------------------- the problem
-
-enum class Scales : int8_t { kNone, kByTensor, kByRow };
-
-// All that the choice of an algorithm depends on, and its key. Of the operands, `a` comes from rhs where dst lies by
-// rows (`swaps`).
-struct Problem {
-  Layout a;
-  Layout b;
-  Layout d;
-  int64_t count = 1;
-  cublasComputeType_t compute = CUBLAS_COMPUTE_32F;
-  uint32_t reduction_schemes = CUBLASLT_REDUCTION_SCHEME_MASK;
-  int num_sms = 0;
-  at::DeviceIndex device = 0;
-  bool swaps = false;
-  uint32_t bias_alignment_bytes = 0;  // 0: no bias
-  Scales scales = Scales::kNone;
-  bool fast_accumulation = false;
-
-  auto operator<=>(const Problem&) const = default;
-
-  cudaDataType_t scalar_type() const { return compute == CUBLAS_COMPUTE_64F ? CUDA_R_64F : CUDA_R_32F; }
-};
-
-struct Pointers {
-  const void* a = nullptr;
-  const void* b = nullptr;
-  void* d = nullptr;
-  const void* bias = nullptr;
-  const void* a_scale = nullptr;
-  const void* b_scale = nullptr;
-};
-
-const char* name_of(cudaDataType_t dtype) {
-  switch (dtype) {
-    case CUDA_R_16F:
-      return "float16";
-    case CUDA_R_16BF:
-      return "bfloat16";
-    case CUDA_R_32F:
-      return "float32";
-    case CUDA_R_64F:
-      return "float64";
-    case CUDA_R_8F_E4M3:
-      return "float8_e4m3fn";
-    case CUDA_R_8F_E5M2:
-      return "float8_e5m2";
-    default:
-      return "another dtype";
-  }
-}
-
-// As it was asked for: m x k x n, lhs before rhs.
-std::string to_string(const Problem& problem) {
-  const Layout& lhs = problem.swaps ? problem.b : problem.a;
-  const Layout& rhs = problem.swaps ? problem.a : problem.b;
-  const auto order = [&](const Layout& layout) {
-    return layout.is_transposed != problem.swaps ? " by rows" : " by columns";
-  };
-  const int64_t k = problem.a.is_transposed ? problem.a.rows : problem.a.columns;
-  const int64_t m = problem.swaps ? problem.d.columns : problem.d.rows;
-  const int64_t n = problem.swaps ? problem.d.rows : problem.d.columns;
-  return c10::str(problem.count, " x (m = ", m, ", k = ", k, ", n = ", n, ") of ", name_of(lhs.dtype), order(lhs),
-                  " and ", name_of(rhs.dtype), order(rhs), " into ", name_of(problem.d.dtype), order(problem.d),
-                  ", leading dims ", lhs.leading_dim, ", ", rhs.leading_dim, " and ", problem.d.leading_dim,
-                  problem.bias_alignment_bytes > 0 ? ", with a bias" : "",
-                  problem.scales == Scales::kByRow ? ", scaled by rows" : "",
-                  problem.fast_accumulation ? ", accumulated fast" : "",
-                  problem.num_sms > 0 ? c10::str(", for ", problem.num_sms, " multiprocessors") : std::string(),
-                  " on cuda:", static_cast<int>(problem.device));
-}
-
-void check(cublasStatus_t status, const char* function, const Problem& problem) {
-  TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "shardwright: ", function, " answered ", cublasLtGetStatusName(status),
-              " for ", to_string(problem));
-}
-
-// As ATen decides it, from the same switches.
-cublasComputeType_t compute_type(at::ScalarType operands) {
-  if (operands == at::kDouble) return CUBLAS_COMPUTE_64F;
-  const bool is_tf32 =
-      operands == at::kFloat && at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-                                    at::Float32Precision::TF32;
-  return is_tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
-}
-
-uint32_t reduction_schemes(at::ScalarType operands) {
-  at::CuBLASReductionOption option = at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK;
-  if (operands == at::kHalf) option = at::globalContext().allowFP16ReductionCuBLAS();
-  if (operands == at::kBFloat16) option = at::globalContext().allowBF16ReductionCuBLAS();
-  switch (option) {
-    case at::CuBLASReductionOption::DisallowReducedPrecisionAllowSplitK:
-      return CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-    case at::CuBLASReductionOption::DisallowReducedPrecisionDisallowSplitK:
-      return CUBLASLT_REDUCTION_SCHEME_NONE;
-    default:
-      return CUBLASLT_REDUCTION_SCHEME_MASK;
-  }
-}
-
-// 0: all of them.
-int target_of(const GemmHints& hints) {
-  const int all = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-  return hints.sms_left > 0 && hints.sms_left < all ? all - hints.sms_left : 0;
-}
-
-// Nothing where an operand or the result has no stride of 1. Alignments are filled in by `point`.
-std::optional<Problem> problem_of(const Gemm& gemm, at::ScalarType lhs_dtype, at::ScalarType rhs_dtype,
-                                  at::ScalarType dst_dtype, at::DeviceIndex device, const GemmHints& hints) {
-  const bool is_batch = gemm.count > 1;
-  const View lhs{gemm.lhs, gemm.m, gemm.k, is_batch ? gemm.lhs_batch_stride : 0};
-  const View rhs{gemm.rhs, gemm.k, gemm.n, is_batch ? gemm.rhs_batch_stride : 0};
-  const View dst{gemm.dst, gemm.m, gemm.n, is_batch ? gemm.dst_batch_stride : 0};
-  auto d = layout_of(dst, dst_dtype);
-  if (!d) return std::nullopt;
-  Problem problem;
-  problem.swaps = std::exchange(d->is_transposed, false);
-  auto a = problem.swaps ? layout_of(rhs.transposed(), rhs_dtype) : layout_of(lhs, lhs_dtype);
-  auto b = problem.swaps ? layout_of(lhs.transposed(), lhs_dtype) : layout_of(rhs, rhs_dtype);
-  if (!a || !b) return std::nullopt;
-  problem.a = *a;
-  problem.b = *b;
-  problem.d = *d;
-  problem.count = gemm.count;
-  problem.compute = compute_type(lhs_dtype);
-  problem.reduction_schemes = reduction_schemes(lhs_dtype);
-  problem.num_sms = target_of(hints);
-  problem.device = device;
-  return problem;
-}
-
-// Where a buffer begins, and the bytes of an element.
-struct Buffer {
-  uintptr_t begin = 0;
-  int64_t item_bytes = 0;
-
-  // Takes down in the layout how the matrix is aligned.
-  void* point(const Matrix& matrix, Layout& layout) const {
-    auto* address = reinterpret_cast<void*>(begin + matrix.offset * item_bytes);
-    layout.alignment_bytes = alignment_of(address, layout.batch_stride * item_bytes);
-    return address;
-  }
-};
-
-Pointers point(Problem& problem, const Gemm& gemm, const Buffer& lhs, const Buffer& rhs, const Buffer& dst) {
-  Pointers pointers;
-  pointers.a = problem.swaps ? rhs.point(gemm.rhs, problem.a) : lhs.point(gemm.lhs, problem.a);
-  pointers.b = problem.swaps ? lhs.point(gemm.lhs, problem.b) : rhs.point(gemm.rhs, problem.b);
-  pointers.d = dst.point(gemm.dst, problem.d);
-  return pointers;
-}
-
-Pointers point(Problem& problem, const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst) {
-  const auto buffer = [](const at::Tensor& tensor, const void* begin) {
-    return Buffer{reinterpret_cast<uintptr_t>(begin), static_cast<int64_t>(tensor.element_size())};
-  };
-  return point(problem, gemm, buffer(lhs, lhs.const_data_ptr()), buffer(rhs, rhs.const_data_ptr()),
-               buffer(dst, dst.mutable_data_ptr()));
-}
 
 // ------------------------------------------------------------------------------------------------ descriptors
 
@@ -545,4 +321,4 @@ std::optional<double> waves_on_cuda(const Gemm& gemm, at::ScalarType operands, a
 const bool kRegistered = register_device_gemms(at::kCUDA, {multiply_on_cuda, multiply_scaled_on_cuda, waves_on_cuda});
 
 }  // namespace
-}  // namespace shardwright
+}  // namespace shardwright::lt
