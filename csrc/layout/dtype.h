@@ -1,4 +1,5 @@
-// Element types, by PyTorch's names ("float32", "bfloat16", ...), as far as moving and reducing them needs.
+// Element types under PyTorch's names ("float32", "bfloat16", ...), with what moving and reducing needs to know of
+// them.
 #pragma once
 
 #include <cstdint>

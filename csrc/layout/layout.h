@@ -1,4 +1,8 @@
 // A layout: which elements of a global tensor each rank of a mesh holds, and where in its local tensor.
+//
+// A layout lists the cuts of each tensor dim in shard order. A rank's part of a tensor dim is the result of these cuts,
+// one after the other, each by local position (region.h). Ranks in front get the larger chunks, so no rank holds more
+// than position 0 does.
 #pragma once
 
 #include <cstdint>
@@ -24,15 +28,16 @@ struct Cut {
 // {tensor dim: mesh dims, first cut first}
 using ShardOrder = std::map<int64_t, std::vector<int>>;
 
-// What SS(d, f) says (DTensorSpec.use_strided_shard_as_shard_order): kOrder, it only encodes the order of plain cuts,
-// as FSDP on top of tensor parallelism does; kLiteral, the tensor really is cut in f times as many pieces; kAuto,
-// kOrder where the split factors can be decoded as an order, else kLiteral.
+// How to read SS(d, f) (DTensorSpec.use_strided_shard_as_shard_order):
+//   kOrder    it only encodes the order of plain cuts, as with FSDP on top of tensor parallelism
+//   kLiteral  the tensor really is cut into f times as many pieces
+//   kAuto     kOrder where the split factors can be decoded as an order, else kLiteral
 enum class StridedMeaning { kAuto, kOrder, kLiteral };
 
 // What the rank at `position` holds of a tensor dim of n elements.
 IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position);
 
-// Whether that is as much on every rank.
+// Whether every rank holds equally much.
 bool cuts_evenly(const Mesh& mesh, int64_t n, std::span<const Cut> cuts);
 
 class Layout {

@@ -1,7 +1,7 @@
 // A device mesh: an n-D grid of ranks with named dims, as in torch's DeviceMesh.
 //
-// A *position* is the row-major index into the grid; a *rank* is the global rank that sits there. They differ on
-// slices of larger meshes. All geometry is done on positions; ranks appear only where a process group is meant.
+// A *position* is the row-major index into the grid; a *rank* is the global rank at that position. They differ on
+// slices of larger meshes. All geometry is computed on positions; ranks appear only where a process group is meant.
 #pragma once
 
 #include <bit>

@@ -1,12 +1,12 @@
-// How a tensor lies on one mesh dim, in DTensor's words and spelling.
+// How a tensor lies on one mesh dim, in DTensor's terms and spelling.
 //
 //   R          replicated
-//   S(d)       tensor dim d cut into chunks, as torch.chunk does
+//   S(d)       tensor dim d is cut into chunks, as torch.chunk does
 //   SS(d,f)    DTensor's _StridedShard(d, split_factor=f)
 //   P(op)      pending reduction; "P" alone is P(sum). Ops: sum avg min max product band bor bxor, and "norm p"
 //              (DTensor's _NormPartial(p): each rank holds a p-norm of its own elements)
 //
-// Read are also torch's own texts: "Shard(dim=0)", "Replicate()", "Partial(avg)", "_StridedShard(dim=0, sf=2)".
+// parse() also reads what torch prints: "Shard(dim=0)", "Replicate()", "Partial(avg)", "_StridedShard(dim=0, sf=2)".
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ struct Placement {
   bool is_shard_like() const { return kind == PlacementKind::kShard || kind == PlacementKind::kStridedShard; }
   bool is_partial() const { return kind == PlacementKind::kPartial; }
 
-  // Throws UserError naming the text and the allowed forms.
+  // Throws UserError that names the text and the allowed forms.
   static Placement parse(const std::string& text);
   std::string to_string() const;
 
@@ -53,7 +53,7 @@ struct Placement {
 // Splits "S(0),R,SS(1,2)" at the commas outside parentheses and parses each part.
 std::vector<Placement> parse_placements(const std::string& text);
 
-// Nothing wrong: an empty string. Else why elements of `dtype` cannot be reduced with `op`.
+// Why elements of `dtype` cannot be reduced with `op`; an empty string where they can.
 std::string why_not_reducible(ReduceOp op, const DType& dtype);
 
 }  // namespace shardwright

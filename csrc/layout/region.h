@@ -1,7 +1,8 @@
 // Which indices of one tensor dim a rank holds, and in which order: the geometry under every move.
 //
-// An IntervalList is ascending, disjoint and without touching neighbours, so two lists are equal exactly when the
-// index sets are. Cutting takes chunks by *local* position, as nested sharding does, and keeps all three properties.
+// An IntervalList is ascending and disjoint, and neighbouring intervals do not touch. So two lists are equal exactly
+// when their sets of indices are. Cutting takes chunks by *local* position, as nested sharding does, and keeps these
+// properties.
 #pragma once
 
 #include <cstdint>
