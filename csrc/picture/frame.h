@@ -1,5 +1,5 @@
-// What both kinds of picture share: title, a column per state with its placements, a gap per step with what the step
-// does and costs, and a legend.
+// What both kinds of picture share: a title, a column for each state with its placements, a gap for each step with what
+// the step does and costs, and a legend.
 #pragma once
 
 #include <string>
@@ -10,12 +10,12 @@
 
 namespace shardwright {
 
-// Up to kMaxRanksDrawn ranks, and any number.
+// For up to kMaxRanksDrawn ranks; for any number.
 std::string picture_by_rank(const Plan& plan);
 std::string picture_by_mesh_dim(const Plan& plan);
 
 // Which tensor dims a box shows: `down` and `across`, -1 where the tensor has too few. Dims that some state cuts come
-// first; those for which there is no room are `beside`.
+// first; `beside` has those for which there is no room.
 struct DrawnDims {
   int down = -1;
   int across = -1;

@@ -1,10 +1,11 @@
-// A plan as a picture: who holds what before, who sends what to whom, who holds what after.
+// A plan as a picture: who holds what before, who sends what to whom, who holds what afterwards.
 //
-// On meshes of up to kMaxRanksDrawn ranks each rank has a row, with a box per state that is the whole tensor, the part
-// it holds filled in the colours of the ranks that it came from, and an arrow per message. On larger meshes each mesh
-// dim has a row, with its placement per state; such a picture costs the same for any number of ranks.
+// On meshes of up to kMaxRanksDrawn ranks, each rank has a row. It has a box for each state, which is the whole tensor
+// with the rank's part filled in the colours of the ranks that it came from, and an arrow for each message. On larger
+// meshes each mesh dim has a row with its placement in each state; such a picture costs the same for any number of
+// ranks.
 //
-// Equal plans give equal text. Nothing is loaded from elsewhere, and nothing runs.
+// Equal plans give equal text. The document loads nothing from elsewhere and runs no code.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@ namespace shardwright {
 
 constexpr int64_t kMaxRanksDrawn = 16;
 
-// A standalone SVG document. Parts and arrows say on hover whose they are, which indices and how many bytes.
+// A standalone SVG document. On hover, parts and arrows show whose they are, which indices and how many bytes.
 std::string to_svg(const Plan& plan);
 
 // A page for the browser, well-formed as XML too: the picture, and the plan in words.

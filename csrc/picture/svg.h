@@ -1,4 +1,4 @@
-// Scalable Vector Graphics, as much of it as pictures of plans take. Lengths are in pixels, y runs down.
+// As much of Scalable Vector Graphics as pictures of plans need. Lengths are in pixels, and y points down.
 #pragma once
 
 #include <string>
@@ -7,8 +7,8 @@
 
 namespace shardwright {
 
-// Text made safe between tags and in attributes, of HTML too. What XML allows nowhere, control characters and bytes
-// that are not UTF-8, becomes U+FFFD.
+// Text made safe between tags and in attributes, also in HTML. Control characters and bytes that are not UTF-8, which
+// XML does not allow anywhere, become U+FFFD.
 std::string escaped(std::string_view text);
 
 // At most `max_chars` characters of valid UTF-8, the last three of them dots where some are left out.
@@ -40,14 +40,14 @@ struct TextStyle {
 double text_width(const std::string& text, const TextStyle& style = {});
 double widest(const std::vector<std::string>& lines, const TextStyle& style = {});
 
-// 16 colours that stay apart for colour-blind people by lightness where hues do not; later ones repeat.
+// 16 colours, which repeat. Where colour-blind people cannot distinguish the hues, the lightness differs.
 const char* colour_of(int64_t index);
 // Black or white, whichever reads better on that colour.
 const char* ink_on(int64_t index);
 
 class Svg {
  public:
-  // `title` is shown on hover. Texts and titles are escaped here; attributes are written as they are.
+  // `title` is shown on hover. Words and titles are escaped here; attributes are written as they are.
   void text(double x, double y, const std::string& words, const TextStyle& style = {}, const std::string& title = {});
   void path(const std::string& d, const std::string& attributes, const std::string& title = {});
   void circle(double x, double y, double radius, const std::string& attributes, const std::string& title = {});
