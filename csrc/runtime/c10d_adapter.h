@@ -1,9 +1,9 @@
-// The one place that knows how the supported torch versions name c10d's collectives.
+// The only file that knows how the supported torch versions name c10d's collectives.
 //
-// All go through ProcessGroup's own methods, and so through the dispatcher: whatever dispatch mode is active sees them.
-// Each starts a transfer and returns its Work. On devices with streams, collectives run on the current one and return
-// null: what that stream is given next comes after them. Messages may run on a stream of the backend's, behind the
-// current one, and are to be waited for.
+// All calls use ProcessGroup's own methods, and so the dispatcher: active dispatch modes see them. Each call starts a
+// transfer and returns its Work. On devices with streams, collectives run on the current stream and return null:
+// whatever that stream is given next comes after them. Messages may run on a stream of the backend's, after what the
+// current stream holds, and must be waited for.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -29,7 +29,7 @@ WorkPtr reduce_scatter(const GroupPtr& group, at::Tensor& output, at::Tensor& in
 WorkPtr all_reduce(const GroupPtr& group, at::Tensor& data, ReduceOp op);
 WorkPtr all_to_all(const GroupPtr& group, at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                    std::vector<int64_t> input_counts);
-// One Work, or one per message on backends that do not coalesce.
+// Returns one Work, or one per message on backends that do not coalesce.
 std::vector<WorkPtr> send_receive(const GroupPtr& group, std::vector<Message>& sends, std::vector<Message>& receives);
 
 }  // namespace shardwright::comm

@@ -20,7 +20,7 @@
 
 namespace shardwright {
 
-// What a step of a plan that communicates means, whatever messages carry it out.
+// The meaning of a step that communicates, independent of the messages that carry it out.
 struct Communication {
   std::string op;         // as step_op_name says
   std::string reduce_op;  // of reductions
@@ -64,12 +64,13 @@ class CompiledProgram {
   bool communicates() const { return last_communication_ >= 0; }
   bool is_collective() const { return is_collective_; }
   int64_t received_bytes() const { return received_bytes_; }
-  // Whether process groups do not take the dtype.
+  // Whether process groups do not support the dtype, so that it is sent as bytes.
   bool travels_as_bytes() const { return travels_as_bytes_; }
 
-  // Of an instruction that copies, prepared.
+  // The prepared copy of an instruction that copies.
   const StridedCopy& copy(int instruction) const { return copies_.at(instruction); }
-  // Of a transfer, as order_of_transfers says; and whether a transfer asks for the place of a compute instruction.
+  // What a transfer must come after, see order_of_transfers; and whether some transfer must come after this compute
+  // instruction.
   int order_of(int transfer) const { return order_of_transfers_[transfer]; }
   bool is_asked_for(int instruction) const { return is_asked_for_[instruction]; }
 
@@ -85,7 +86,7 @@ class CompiledProgram {
 
   // Throws c10::ValueError naming the input that does not have the shape, dtype or device that the program takes.
   void check_inputs(c10::ArrayRef<at::Tensor> inputs) const;
-  // Of buffers that hold the program's own dtype, for a run with these inputs.
+  // For buffers of the program's own dtype, in a run with these inputs.
   at::TensorOptions options_like(c10::ArrayRef<at::Tensor> inputs) const;
   at::TensorOptions options_of(int buffer, const at::TensorOptions& usual) const;
 

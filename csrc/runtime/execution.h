@@ -1,4 +1,7 @@
-// One run of an Executable: its buffers, what is under way, and how far it has come.
+// One run of an Executable: its buffers, the transfers under way, and how far it has come.
+//
+// State: `next_` is the index of the next instruction. Instructions run in order, each once, each under `mutex_`, by
+// whichever thread comes first. `failure_` is set by the first one that throws; `next_` is then past the end.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -21,31 +24,32 @@ namespace shardwright {
 
 class Execution {
  public:
-  // Beside compute, transfers go on a stream of their own; else on the current one, where the device has streams. The
-  // stream that is current now is the home of the execution: compute runs there, and buffers are allocated from its
-  // memory.
+  // With `is_beside_compute`, transfers run on a stream of their own, else on the current one, where the device has
+  // streams. The stream that is current now is the home of the execution: compute runs there, and buffers are allocated
+  // from its memory.
   Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs, bool is_beside_compute);
-  // Where the device has streams, what is under way may go on; its memory is not given out again before it is done.
+  // Where the device has streams, transfers under way may go on; their memory is not reused before they are done.
   ~Execution();
   Execution(const Execution&) = delete;
   Execution& operator=(const Execution&) = delete;
 
-  // The first output goes to `out`, contiguous and of the right shape. To be said before anything runs.
+  // Writes the first output to `out`, contiguous and of the right shape. Call it before anything runs.
   void write_to(const at::Tensor& out);
 
-  // Exchanges go as messages of their own tag, which collectives of others on the same group do not meet. So it does
-  // not matter when they start beside these. To be said on all ranks, before anything runs.
+  // Sends exchanges as messages with a tag of their own, which collectives of others on the same group do not match. So
+  // it does not matter when they start relative to these. Call it on all ranks, before anything runs.
   void exchange_by_messages() { exchanges_by_messages_ = true; }
 
-  // Of a program with one input: nothing of its own memory is read from here on. Before anything runs.
+  // For a program with one input: copies it, so that its own memory is not read from here on. Call it before anything
+  // runs.
   void copy_input(const at::Tensor& input);
 
   // Allocated by the first instruction that writes it, or by the first to ask for it here.
   const at::Tensor& output(size_t index = 0);
   const at::Device& device() const { return device_; }
 
-  // These may be called by several threads, each any number of times; every instruction runs once, in order. What fails
-  // is raised by the call that ran into it and by every later `finish`.
+  // Several threads may call these, each any number of times; every instruction runs once, in order. A failure is
+  // raised by the call that ran into it and by every later `finish`.
   void start_until(int instruction);  // exclusive
   void run_next();                    // one instruction, if any is left
   void start_all();                   // up to and including the last communication
@@ -53,21 +57,21 @@ class Execution {
   bool finished() const { return next_ == num_instructions_; }
   bool all_started() const { return next_ > compiled_.last_communication(); }
   bool failed() const;
-  // Lets go of all tensors. Once it is finished.
+  // Drops all tensors. Only once it is finished.
   void release();
 
-  // Where the device has streams: gives what is left of the program to a stream of its own (SideStream::kRest), so that
-  // the caller's stream goes on with something else until `wait_for_end`.
+  // Where the device has streams: gives the rest of the program to a stream of its own (SideStream::kRest), so that the
+  // caller's stream can continue until `wait_for_end`.
   void start_rest_beside();
   // The current stream waits for the end of the program. Throws c10::Error where a graph is captured now and was not
   // when it was started, or the other way round. May be called by several threads, each any number of times.
   void wait_for_end();
-  // The same as far as order goes, for a program that does not touch the result. Nothing where just one of both is in a
-  // capture: replays come behind whatever they are launched behind.
+  // The same for order alone, for a program that does not touch the result. Does nothing where only one of the two is
+  // in a capture: replays come after whatever they are launched after.
   void order_before_current();
-  // Whether the device has come to its end.
+  // Whether the device has finished the program.
   bool is_done() const;
-  // For one that nobody will wait for: its memory is given out again when the device is done with it.
+  // For an execution that nobody will wait for: its memory is reused once the device is done with it.
   void abandon() noexcept;
   bool is_waited_for() const { return is_waited_for_; }
 

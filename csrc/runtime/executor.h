@@ -1,29 +1,32 @@
-// Runs a rank's program over c10d process groups.
+// Runs a rank's program over c10d process groups. docs/architecture.md section 9 has the states of a program as tables.
 //
-// Who advances a program: the thread that started it; for a synchronous call to the end. Where the device has streams,
-// an asynchronous call too gives all of its program to the device before it returns. On CPU it returns at the first
-// Wait, and a progress thread (progress.h) does the rest, whether or not anybody waits; the next program that is
-// started on the same device first makes every program before it start all its communications. So the order in which
-// our collectives are started is the order in which programs were, on every rank, whenever each rank happens to wait.
-// Among the collectives that others start on the same groups, those that an asynchronous program starts on the progress
-// thread have no place that is the same on all ranks: each comes to them when it does. So on CPU they go as messages,
-// which need none, and a call that has native collectives returns once these have started.
+// Who advances a program
+//   Synchronous:            the thread that started it, to the end.
+//   Asynchronous, streams:  the thread that started it gives the whole program to the device before it returns.
+//   Asynchronous, CPU:      the thread that started it, up to the first Wait; then a progress thread (progress.h),
+//                           whether or not anybody waits, and any thread that waits.
 //
-// Inputs: once an asynchronous call has returned, the caller may write to its input. On CPU nothing reads it any more:
-// what would be read later was copied. On other devices packing and copying stand on the caller's stream before
-// whatever the caller does next; only a transfer that sends the input's own memory may still read it, as PyTorch's
-// asynchronous collectives do.
+// Order of collectives. The next program that is started on the same device first makes every program before it start
+// all its communications. So our collectives start in the order in which programs were started, on every rank, no
+// matter when each rank waits. Collectives that others start on the same groups are matched with ours by their number
+// in the group. What an asynchronous program starts on the progress thread has no number that is the same on all ranks.
+// So on CPU its exchanges are messages, which need none, and a call that has native collectives returns once these have
+// started.
 //
-// Streams: a program computes on the caller's stream, its home. Transfers of asynchronous calls and of programs with
+// Inputs. Once an asynchronous call has returned, the caller may write to its input. On CPU nothing reads it any more:
+// what would be read later was copied. On other devices packing and copying are on the caller's stream, before whatever
+// the caller does next. Only a transfer that sends the input's own memory may still read it, as PyTorch's asynchronous
+// collectives do.
+//
+// Streams. A program computes on the caller's stream, its home. Transfers of asynchronous calls and of programs with
 // products run on the device's stream for transfers (side_stream.h). What an asynchronous call has left to do after its
-// first transfers goes to another stream beside the caller's, and whoever waits makes its own stream wait for the end.
-// Other transfers run on the caller's stream, behind asynchronous programs that nobody has waited for. The host waits
-// for nothing.
+// first transfers goes to another side stream, and whoever waits makes its own stream wait for the end. Other transfers
+// run on the caller's stream, after asynchronous programs that nobody has waited for. The host waits for nothing.
 //
-// Memory comes from the home's part of the allocator, and goes back to it when the home has been made to wait for
-// whatever used it; if it never is, because nobody waits, the allocator is told which streams did.
+// Memory comes from the home stream's part of the allocator. It goes back when the home stream has been made to wait
+// for whatever used it. If that never happens, because nobody waits, the allocator is told which streams used it.
 //
-// Failures: a transfer that fails or times out raises on this rank an error that names rank, plan, step and group. The
+// Failures. A transfer that fails or times out raises on this rank an error that names rank, plan, step and group. The
 // input is never written.
 #pragma once
 

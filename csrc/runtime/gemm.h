@@ -1,5 +1,5 @@
-// Matrix products on buffers, on the current stream: by ATen, or by what a device registers where ATen would copy,
-// would launch one product after the other, or has no such product.
+// Matrix products on buffers, on the current stream. ATen computes them, except where a device registers functions of
+// its own: where ATen would copy, would launch one product after the other, or has no such product.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,19 +12,21 @@
 
 namespace shardwright {
 
-// Wishes about how a product is done, which a device may ignore.
+// Hints on how to compute a product; a device may ignore them.
 struct GemmHints {
   int sms_left = 0;  // multiprocessors that the product is to leave to transfers, if the device has more
-  // Of 8-bit floats: sums in the tensor cores' own precision, about 14 bits, not taken to float32 every now and then.
+  // For 8-bit floats: sums keep the tensor cores' own precision, about 14 bits, instead of being promoted to float32
+  // regularly.
   bool fast_accumulation = false;
 };
 
-// What products beside transfers leave to them, in this process; 0, at first: what their schedules say.
+// How many multiprocessors products leave to transfers under way alongside them, in this process. 0, the initial value:
+// what their schedules say.
 int sm_carveout();
 // Throws c10::ValueError below 0.
 void set_sm_carveout(int sms);
 
-// Whether scaled products take fast accumulation that no hint asks for, in this process; at first they do not.
+// Whether scaled products use fast accumulation where no hint asks for it, in this process; false at first.
 bool fast_accumulation();
 void set_fast_accumulation(bool is_fast);
 
@@ -37,14 +39,14 @@ void multiply(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at
 // float32; dst bfloat16 or float32. All on one device; scales are read when the product runs. Throws c10::ValueError on
 // other dtypes.
 //
-// A device does it by itself where why_not_scaled says nothing against it and it knows an algorithm. Else, and on CPU,
-// operands are cast to float32 first; that is counted, but for CPU, where it is the only way.
+// A device computes it natively where why_not_scaled has no objection and the device has an algorithm. Otherwise, and
+// on CPU, operands are cast to float32 first. Casts are counted, except on CPU, where there is no other way.
 void multiply_scaled(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
                      const at::Tensor& rhs_scale, at::Tensor& dst, const GemmHints& hints = {});
 
-// What about its buffers keeps a scaled product from units for 8-bit floats, if anything. They want lhs and rhs dense
-// along k and dst along rows or columns; k, all strides but those of 1, and the dense side of dst to be multiples of 16
-// elements; and matrices to begin at multiples of 16 bytes.
+// Why units for 8-bit floats cannot take a scaled product with these buffers, if they cannot. They need lhs and rhs
+// dense along k and dst along rows or columns; k, all strides but those of 1, and the dense side of dst to be multiples
+// of 16 elements; and matrices to begin at multiples of 16 bytes.
 std::optional<std::string> why_not_scaled(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs,
                                           const at::Tensor& dst);
 
@@ -52,17 +54,19 @@ std::optional<std::string> why_not_scaled(const Gemm& gemm, const at::Tensor& lh
 std::map<std::string, int64_t> cast_products();
 void reset_cast_products();
 
-// How often a product's tiles fill the device: 1.0 keeps all of it busy once, 1.1 takes as long as 2. For buffers that
-// begin where allocators let them. Nothing where the device does not say (CPU; an empty product; dtypes it lacks).
+// How often a product's tiles fill the device: 1.0 keeps all of it busy once, and 1.1 takes as long as 2. Assumes
+// buffers aligned as allocators align them. Nothing where the device does not report it (CPU; an empty product; dtypes
+// it lacks).
 //
-// Of this rank's device and library: not to decide what is sent, which has to be the same on all ranks.
+// This depends on this rank's device and library, so it must not decide what is sent, which must be the same on all
+// ranks.
 std::optional<double> waves_of(const Gemm& gemm, at::ScalarType operands, at::ScalarType dst, at::Device device,
                                const GemmHints& hints = {});
 
-// What one kind of device does by itself, in a file of its own that is built only where the device's toolkit is.
-// Products answer false, having done nothing, where it is to be done as everywhere else. `multiply_scaled` is given
-// what why_not_scaled says nothing against, and scales that are one and one, or m and n, dense, at multiples of 16
-// bytes.
+// What one kind of device computes natively, in a file of its own that is built only where the device's toolkit is
+// installed. A function returns false, having done nothing, where the product should be computed as on other devices.
+// `multiply_scaled` is called only where why_not_scaled has no objection, with scales that have one element each, or m
+// and n, dense, at multiples of 16 bytes.
 struct DeviceGemms {
   bool (*multiply)(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst,
                    const at::Tensor& bias, const GemmHints& hints) = nullptr;

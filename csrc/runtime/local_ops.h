@@ -1,4 +1,5 @@
-// What a rank does to its own memory: strided copies and reductions, on CPU by our own loops, elsewhere by ATen.
+// What a rank does with its own memory: strided copies and reductions. On CPU these are our own loops, elsewhere ATen's
+// operators or functions that a device registers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,11 +14,11 @@ namespace shardwright {
 // src and dst: flat tensors of one dtype on one device, not overlapping.
 void run(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst);
 
-// The same, each element divided on its way: floating and complex dtypes. By ATen, box by box.
+// The same with each element divided, for floating and complex dtypes. ATen does it, box by box.
 void run_divided(const StridedCopy& copy, double divisor, const at::Tensor& src, at::Tensor& dst);
 
-// A copy for one kind of device, in a file of its own that is built only where the device's toolkit is. Elsewhere
-// ATen's copy_ does the boxes one by one.
+// A copy for one kind of device, in a file of its own that is built only where the device's toolkit is installed.
+// Elsewhere ATen's copy_ copies the boxes one by one.
 using DeviceCopy = void (*)(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst);
 bool register_device_copy(at::DeviceType device, DeviceCopy copy);
 
@@ -25,16 +26,16 @@ bool register_device_copy(at::DeviceType device, DeviceCopy copy);
 // float16 and bfloat16 are accumulated and divided in float32 and rounded once. Divides floating and complex dtypes
 // only. Throws c10::TypeError on dtypes without the op.
 //
-// CPUs, and devices that do it by themselves, read every part once and write the result once. ATen does so for two
-// parts, and for 16-bit sums of parts that are the rows of one tensor; other parts it takes one after the other into
-// the result. It needs a float32 tensor of the result's size where it divides 16-bit sums, and a copy of the parts too
-// where it sums more than two of 16 bits that are no rows.
+// CPUs, and devices with a reduction of their own, read every part once and write the result once. ATen does so for two
+// parts, and for 16-bit sums of parts that are the rows of one tensor; it adds other parts to the result one after the
+// other. It needs a float32 tensor of the result's size where it divides 16-bit sums, and a copy of the parts as well
+// where it sums more than two 16-bit parts that are not rows of one tensor.
 void reduce_parts(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
-// The same by ATen, whatever the device.
+// The same with ATen, whatever the device.
 void reduce_parts_with_aten(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
 
-// A reduction for one kind of device, in a file of its own as above. Answers false, having done nothing, where ATen is
-// to do it.
+// A reduction for one kind of device, in a file of its own as above. Returns false, having done nothing, where ATen
+// should do it.
 using DeviceReduce = bool (*)(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
 bool register_device_reduce(at::DeviceType device, DeviceReduce reduce);
 

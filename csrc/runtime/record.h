@@ -8,8 +8,8 @@
 
 namespace shardwright {
 
-// Shows one name after the other, each from show() to the next one or to the end. Costs next to nothing unless somebody
-// profiles.
+// Shows one name after the other, each from its show() until the next one or the end. Costs almost nothing unless a
+// profiler runs.
 class Record {
  public:
   Record() = default;

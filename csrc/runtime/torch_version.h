@@ -1,4 +1,4 @@
-// Which torch this is built against.
+// Which torch version this is built against.
 #pragma once
 
 #include <torch/version.h>

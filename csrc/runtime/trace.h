@@ -1,4 +1,4 @@
-// What programs did, and when: recorded while somebody asks for it.
+// What programs did, and when. Recorded only while a trace is being taken.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -11,8 +11,8 @@
 
 namespace shardwright {
 
-// One instruction of one run. Seconds since the trace began. A transfer lasts from when it was given to the process
-// group, on a GPU from when its stream came to it, to when it was seen to be done.
+// One instruction of one run; times are seconds since the trace began. A transfer lasts from when it was given to the
+// process group (on a GPU, from when its stream came to it) to when it was seen to be done.
 struct TraceEvent {
   std::string lane;         // "compute" or "communication"
   std::string instruction;  // as listings show it
@@ -24,10 +24,10 @@ struct TraceEvent {
 
 bool is_tracing();
 void begin_trace();
-// Waits for what is still under way on GPUs. Transfers nobody has waited for are left out.
+// Waits for what is still under way on GPUs. Transfers that nobody has waited for are left out.
 std::vector<TraceEvent> end_trace();
 
-// Of one instruction, from its construction to stop(). Does nothing without a trace.
+// Records one instruction, from construction to stop(). Does nothing without a trace.
 class TraceSpan {
  public:
   TraceSpan() = default;
