@@ -1,4 +1,4 @@
-"""Times and counts what DTensor spends in redistributes, whoever does them."""
+"""Times and counts DTensor's redistributes, whichever engine runs them."""
 
 import time
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """What shardwright does, on four processes of this machine, in about a minute: `python examples/demo.py`.
 
-1. A small Llama trains with tensor, sequence and data parallelism, with stock DTensor and with shardwright in turns.
+1. A small Llama trains with tensor, sequence and data parallelism, alternating between stock DTensor and shardwright.
 2. Moves over several mesh dims: the trained weights into a serving layout, strided shards, gradients.
-3. Twelve plain redistributes, stock against shardwright, judged by the global tensor.
+3. Twelve plain redistributes, stock against shardwright, compared with the global tensor.
 4. One plan in full.
 """
 

@@ -1,4 +1,4 @@
-"""Starts the demo's ranks: processes on this machine, joined by a Gloo process group over the loopback device."""
+"""Starts the demo's ranks: processes on this machine, connected by a Gloo process group over the loopback device."""
 
 import itertools
 import logging

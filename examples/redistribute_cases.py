@@ -1,7 +1,7 @@
 """The redistributes that the demo and the benchmarks measure, and what each rank must hold before and after.
 
 Nothing here calls DTensor to cut a tensor: `local_shard` cuts with `torch.chunk`, one mesh dim after the other in
-shard order, so it can tell whether an engine is right. Placements are written as text:
+shard order, so it can tell whether an engine is right. Placements are written as strings:
 
     "R"        a copy on every rank of the mesh dim
     "S(0)"     tensor dim 0 cut along the mesh dim
@@ -75,7 +75,7 @@ STRIDED_TO_PLAIN = Case("FSDP+TP to plain shards", ("SS(0,2)", "S(0)"), ("S(0)",
 
 
 def torch_placements(placements: Sequence[str]) -> tuple:
-    """The texts as PyTorch's placement objects."""
+    """The strings as PyTorch's placement objects."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 

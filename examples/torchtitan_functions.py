@@ -1,14 +1,15 @@
 """torchtitan 0.3.0's linear layers with a collective inside, built on shardwright: any device, any length, any dim.
 
 `torchtitan.distributed.linear` holds three autograd functions for sequence and tensor parallelism. The functions here
-take the same arguments in the same order, and options behind them for what the three cannot do:
+take the same arguments in the same order, followed by options for what the three cannot do:
 
     AllGatherLinear.apply(x, weight, bias, group, group_name)         all_gather_linear
     AllGatherLinearMulti.apply(x, weight, weight, group, group_name)  all_gather_linear_multi, all_gather_linears
     LinearReduceScatter.apply(x, weight, bias, group, group_name)     linear_reduce_scatter
 
-Tensors are plain: what this rank has of a tensor that `torch.chunk` has cut by the ranks of `group`. Weights are those
-of `torch.nn.Linear`, (out_features, in_features). What does not fit raises ValueError, as in `shardwright`.
+Tensors are plain: this rank's part of a tensor that `torch.chunk` has cut over the ranks of `group`. Weights have the
+shape of `torch.nn.Linear`'s, (out_features, in_features). Arguments that do not fit raise ValueError, as in
+`shardwright`.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ def all_gather_linears(
     size: int | None = None,
     out_features: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
-    """Gathers `x` once, and applies all weights to it while it comes.
+    """Gathers `x` once, and applies all weights to it while it arrives.
 
     Args:
         x: shape (..., in_features), cut in `gather_dim`.
-        weights: of shape (out_features, in_features), cut in dim 0. Their transposes are read as they lie.
+        weights: of shape (out_features, in_features), cut in dim 0. Their transposes are used without a copy.
         group: the ranks that hold the parts.
         biases: of shape (out_features,), cut as the weights are, or None.
         gather_dim: any dim of `x` but the last.
-        size: length of `gather_dim` in all; to be said, by all ranks, where it is not the same on each, which the three
-            do not know: without it all ranks are taken to have as much as this one.
-        out_features: of each weight in all; to be said where they are not the same on each rank.
+        size: total length of `gather_dim`. All ranks must give it where their parts differ in length, which the three
+            functions do not support. Without it, all ranks are assumed to have as much as this one.
+        out_features: total of each weight; must be given where ranks' parts differ.
 
     Returns:
         One tensor of shape (..., out_features) per weight, whole in `gather_dim` and cut in the last dim.
@@ -106,7 +107,7 @@ def linear_reduce_scatter(
     scatter_dim: int = 0,
     in_features: int | None = None,
 ) -> torch.Tensor:
-    """Applies a weight that is cut along in_features, and adds up and cuts the result in `scatter_dim` meanwhile.
+    """Applies a weight that is cut along in_features, and meanwhile sums the result and cuts it in `scatter_dim`.
 
     Args:
         x: shape (..., in_features), cut in the last dim.
@@ -114,8 +115,8 @@ def linear_reduce_scatter(
         bias: shape (out_features,), whole on every rank; its gradient is summed over the ranks.
         group: the ranks that hold the parts.
         group_name: not used.
-        scatter_dim: any dim of `x` but the last; no rank need have as much of it as another.
-        in_features: in all; to be said where they are not the same on each rank.
+        scatter_dim: any dim of `x` but the last; ranks' parts of the result may differ in length.
+        in_features: the total; must be given where ranks' parts differ.
 
     Returns:
         This rank's part of shape (..., out_features).

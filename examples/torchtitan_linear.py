@@ -3,15 +3,16 @@
     pip install torchtitan==0.3.0
     python examples/torchtitan_linear.py
 
-Of what torchtitan depends on, only spmd_types==0.2.3 and tyro are imported here: with these two, --no-deps will do.
+Only two of torchtitan's dependencies are imported here, spmd_types==0.2.3 and tyro. With these installed, pip can
+install torchtitan with --no-deps.
 
 torchtitan hides the communication of tensor parallelism behind products (`tp_gemm_backend="dist_gemm"`) with three
-autograd functions, which run on GPUs alone and for lengths that the ranks divide. Here its modules run
+autograd functions. They run only on GPUs, and only for lengths that the number of ranks divides. Here its modules run
 
 1. as they are, with the three functions replaced by those of torchtitan_functions.py;
 2. with forwards that take any sequence length and hidden size, and leave (batch, sequence, dim) in that order.
 
-Results and all gradients are compared with those of the same modules of torchtitan in one piece.
+Results and all gradients are compared with those of the same torchtitan modules, unsharded.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ STEPS_PER_BLOCK = 5
 
 
 class Weight:
-    """One parameter: cut over dp and tp while it rests, whole over dp while the model uses it (as FSDP with TP).
+    """One parameter: sharded over dp and tp between uses, whole over dp while the model uses it (as FSDP with TP).
 
     `resting_layout` are the placements on (dp, tp) between steps: tensor parallelism's own on tp, and on dp the tensor
     dim that tp leaves alone.

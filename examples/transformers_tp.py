@@ -1,11 +1,11 @@
-"""A transformers Llama, cut by its own tensor-parallel plan, trained with every redistribute by shardwright.
+"""Trains a transformers Llama, sharded by its own tensor-parallel plan, with shardwright doing every redistribute.
 
     pip install transformers accelerate
     torchrun --nproc-per-node 2 examples/transformers_tp.py
 
 Runs on CPU with Gloo: five steps under ``strict=True``, once with ``tp_plan="auto"`` and once with a DistributedConfig,
-beside the same steps of the whole model on each rank. Prints losses of both and what shardwright counted; exits with 1
-if they differ or anything went to PyTorch's own path. Seen with transformers 5.23.
+next to the same steps of the whole model on each rank. Prints the losses of both and what shardwright counted. Exits
+with 1 if the losses differ or anything went to PyTorch's own path. Tested with transformers 5.23.
 """
 
 from __future__ import annotations

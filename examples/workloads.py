@@ -1,4 +1,4 @@
-"""Parts 2 and 3 of the demo: moves over several mesh dims, where planning pays, and the table of twelve."""
+"""Parts 2 and 3 of the demo: moves over several mesh dims, where planning pays off, and the table of twelve cases."""
 
 import torch
 import torch.distributed as dist
