@@ -14,7 +14,8 @@ import pytest
 from torch.distributed.tensor import DTensor, _redistribute
 
 import shardwright as sw
-from shardwright import drop_in
+from shardwright.dtensor import mode as modes
+from shardwright.dtensor import patch
 
 # In a tuple, because the drop-in changes every name of a module that is the function.
 STOCK = (_redistribute.redistribute_local_tensor, DTensor.redistribute)
@@ -28,7 +29,7 @@ def _is_bound() -> bool:
 
 
 def _mode() -> str:
-    mode = drop_in._mode
+    mode = modes.current()
     return "strict" if mode.strict else "on" if mode.on else "off"
 
 
@@ -86,10 +87,10 @@ def test_threads_in_blocks() -> None:
             choices = random.Random(seed)
             for _ in range(60):
                 with sw.enabled(strict=choices.random() < 0.5):
-                    assert drop_in._mode.on and _is_bound()
+                    assert modes.current().on and _is_bound()
                     with sw.enabled():
-                        assert drop_in._mode.on and _is_bound()
-                    assert drop_in._mode.on and _is_bound()
+                        assert modes.current().on and _is_bound()
+                    assert modes.current().on and _is_bound()
 
         return body
 
@@ -186,7 +187,7 @@ def test_what_fails_half_way_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(show: bool) -> None:
         raise ImportError("a piece of torch is missing")
 
-    monkeypatch.setattr(drop_in, "_bind_function", fail)
+    monkeypatch.setattr(patch, "_take_function", fail)
     with pytest.raises(ImportError, match="a piece"):
         sw.enable()
     assert not _is_bound() and _mode() == "off"

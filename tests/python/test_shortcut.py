@@ -17,7 +17,8 @@ import oracle
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
-from shardwright import _shortcut, groups
+from shardwright import groups
+from shardwright.dtensor import shortcut
 
 WORLD = 4
 SHAPE = (7, 5)
@@ -221,13 +222,13 @@ def test_switched_off_before_backward(pool: Pool) -> None:
 
 def _other_process_group() -> None:
     """A shortcut to executables of a process group that is gone would hang or fail."""
-    assert len(_shortcut._known) > 1
-    _shortcut._known._world_alive = groups.DEFAULT.alive
+    assert len(shortcut._known) > 1
+    shortcut._known._world_alive = groups.DEFAULT.alive
     source = _source(["S(0)", "R"])
     with sw.enabled(strict=True):
         source.redistribute(placements=[Replicate(), Replicate()])
-    assert len(_shortcut._known) == 1, "what belonged to the earlier process group is forgotten"
-    assert _shortcut._known._world_alive() is dist.group.WORLD
+    assert len(shortcut._known) == 1, "what belonged to the earlier process group is forgotten"
+    assert shortcut._known._world_alive() is dist.group.WORLD
 
 
 def test_forgotten_with_the_process_group(pool: Pool) -> None:

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from .calibrating import calibrate, forget_calibration
     from .calibrating_gemm import calibrate_gemm
     from .checking import check_ranks
-    from .drop_in import disable, enable, enabled
+    from .drop_in import disable, enable, enabled, redistribute
     from .explaining import explain
-    from .groups import prepare
     from .matmul import all_gather_matmul, linear, matmul_all_reduce, matmul_reduce_scatter
     from .operators import operator
-    from .redistributing import redistribute, redistribute_local
+    from .plain_tensors import redistribute_local
+    from .preparation import prepare
     from .tracing import trace
     from .wire import wire_meter
 
@@ -91,9 +91,9 @@ _NEEDS_TORCH = {
     "matmul_all_reduce": "matmul",
     "matmul_reduce_scatter": "matmul",
     "operator": "operators",
-    "prepare": "groups",
-    "redistribute": "redistributing",
-    "redistribute_local": "redistributing",
+    "prepare": "preparation",
+    "redistribute": "drop_in",
+    "redistribute_local": "plain_tensors",
     "release_staging": "_runtime",
     "reset_stats": "_stats",
     "set_fast_accumulation": "_runtime",

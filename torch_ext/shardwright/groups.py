@@ -2,7 +2,7 @@
 
 A group is looked for among the mesh's own, then among its flattened ones, then the default group, then those made here.
 Only its members take part in making it, which is why ranks that run different programs may redistribute on their own
-part of a mesh. All members must ask at the same point of their programs; `prepare` moves that point to the start.
+part of a mesh. All members must ask at the same point of their programs; preparation.py moves that point to the start.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from . import _arguments, _convert, _planner, _runtime
-from .layout import Mesh, gradient_layout, has_gradient
-from .planning import check_layout
+from . import _planner, _runtime
 
 
 def _nothing() -> None:
@@ -102,7 +100,7 @@ def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ..
     """The sets of mesh dims whose group for this rank is there: the mesh's own, its flattened ones, and those made."""
     rank = dist.get_rank()
     found = []
-    for dims in _sets_of_large_dims(mesh):
+    for dims in sets_of_large_dims(mesh):
         wanted = tuple(mesh.group_ranks(rank, dims))
         there = any(tuple(dist.get_process_group_ranks(g)) == wanted for g in _candidates(dims, device_mesh))
         if there or _made_for(wanted) is not None:
@@ -110,7 +108,8 @@ def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ..
     return found
 
 
-def _sets_of_large_dims(mesh: _planner.Mesh) -> list[tuple[int, ...]]:
+def sets_of_large_dims(mesh: _planner.Mesh) -> list[tuple[int, ...]]:
+    """Every set of mesh dims of more than one rank."""
     large = [d for d in range(mesh.ndim) if mesh.shape[d] > 1]
     return [s for n in range(1, len(large) + 1) for s in itertools.combinations(large, n)]
 
@@ -132,88 +131,6 @@ def _made_for(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     made = _made.get(ranks)
     group = None if made is None else made.alive()
     return group if group in distributed_c10d._world.pg_group_ranks else None  # else destroyed
-
-
-def prepare(
-    mesh: Any,
-    mesh_dims: Iterable[Sequence[int | str]] | None = None,
-    *,
-    redistributes: Iterable[tuple[_planner.Layout, _planner.Layout]] | None = None,
-    device_type: str | None = None,
-) -> None:
-    """Makes the process groups that redistributes on `mesh` may need, now instead of at their first use.
-
-    To be called by all ranks of the mesh, at the same point, with the same arguments.
-
-    A plan may span any set of mesh dims, and for every set there are layouts that ask for it, so without further word
-    all are made: 2^n - 1 for n mesh dims larger than 1. On NCCL each is a communicator, with buffers on the device.
-
-    Args:
-        mesh: a torch ``DeviceMesh`` or a `Mesh`.
-        mesh_dims: sets of mesh dims, by name or index, each the span of one group, e.g. ``[("dp", "tp")]``. Default:
-            every set of mesh dims, or none where `redistributes` are given.
-        redistributes: pairs of layouts on this mesh, source and destination: what their plans and those of their
-            gradients need, and no more.
-        device_type: of the tensors of `redistributes`. Default: that of a DeviceMesh; else the accelerator's where the
-            default group has a backend for it, or ``"cpu"``.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialised; a group is missing while a CUDA graph is captured.
-        ValueError: a mesh dim that is not there; `redistributes` that are no pairs of layouts on `mesh`; another device
-            type than CPU and CUDA.
-    """
-    check_initialised()
-    device_mesh = mesh if _convert.is_device_mesh(mesh) else None
-    grid = mesh if isinstance(mesh, _planner.Mesh) else Mesh(mesh)
-    pairs = _pairs_of_layouts(grid, redistributes)
-    if device_type is not None:
-        device_type = _arguments.device_of("device_type", device_type).type
-    if mesh_dims is None:
-        chosen = _sets_of_large_dims(grid) if redistributes is None else []
-    else:
-        sets = _convert.items(mesh_dims, "mesh_dims", "a list of sets of mesh dims, such as [('dp', 'tp')]")
-        chosen = [tuple(sorted(set(_convert.mesh_dim_indices(grid.dim_names, dims, "mesh_dims")))) for dims in sets]
-    rank = dist.get_rank()
-    if grid.coordinate(rank) is None:
-        return
-    for dims in chosen:
-        ranks = grid.group_ranks(rank, list(dims))
-        if len(ranks) > 1:
-            find_or_make(ranks, dims, device_mesh)
-    from . import _engine  # which imports this module
-
-    kind = device_type or (device_mesh.device_type if device_mesh is not None else _default_device_type())
-    for src, dst in pairs:
-        _engine.bind(_engine.make_plan(src, dst, kind), device_mesh=device_mesh)
-
-
-def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_planner.Layout, _planner.Layout]]:
-    """Source and destination of each redistribute, then of its gradient where it has one."""
-    if redistributes is None:
-        return []
-    allowed = "a list of pairs of layouts, such as [(src, dst)]"
-    pairs = []
-    for given in _convert.items(redistributes, "redistributes", allowed):
-        pair = _convert.items(given, "redistributes", allowed)
-        if len(pair) != 2:
-            raise ValueError(f"redistributes: got {len(pair)} layouts for one redistribute; allowed is {allowed}")
-        src, dst = pair
-        for layout in pair:
-            check_layout("redistributes", layout)
-            if layout.mesh != grid:
-                raise ValueError(f"redistributes: {layout} lies on {layout.mesh}; allowed are layouts on {grid}")
-        pairs.append((src, dst))
-        if has_gradient(src) and has_gradient(dst):
-            pairs.append((gradient_layout(dst, "redistributes"), gradient_layout(src, "redistributes")))
-    return pairs
-
-
-def _default_device_type() -> str:
-    world = dist.group.WORLD
-    assert world is not None
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    has_backend = accelerator is not None and accelerator.type in {device.type for device in world._device_types}
-    return accelerator.type if accelerator is not None and has_backend else "cpu"
 
 
 def _candidates(mesh_dims: tuple[int, ...], device_mesh: Any | None) -> Iterable[dist.ProcessGroup]:

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _arguments, _engine, _graph_order, _graph_plans, _planner, _runtime, groups, layout, planning
-from ._graph_plans import plan_of
+from . import _arguments, _engine, _planner, _runtime, groups, layout, planning
+from .graphs import order, plans
+from .graphs.plans import plan_of
 
 __all__ = ["operator"]
 
@@ -88,7 +89,7 @@ def arguments_of(
         raise ValueError(f"rank: {rank} is not on the mesh ({plan.src.mesh})")
     program = _runtime.CompiledProgram(plan.to_bytes(), rank)
     return {
-        "plan": _graph_plans.text_of(plan),
+        "plan": plans.text_of(plan),
         "groups": _engine.names_of(program.groups, device_mesh=device_mesh, group=group),
         "rank": rank,
     }
@@ -97,7 +98,7 @@ def arguments_of(
 def arguments_for_sizes(plan: _planner.Plan, sizes: Sequence[Any], device_mesh: DeviceMesh) -> dict[str, Any]:
     """The same for sizes that are symbols, of which the plan has an example."""
     arguments = arguments_of(plan, device_mesh=device_mesh)
-    arguments["groups"] = _graph_plans.group_names(plan, device_mesh)
+    arguments["groups"] = plans.group_names(plan, device_mesh)
     return {**arguments, "sizes": list(sizes)}
 
 
@@ -105,7 +106,7 @@ def trace(
     local: torch.Tensor, plan: str, groups: Sequence[str], rank: int, sizes: Sequence[Any] | None = None
 ) -> torch.Tensor:
     """Both halves, for a trace."""
-    handle = _graph_order.start(local, plan, groups, rank, sizes)
+    handle = order.start(local, plan, groups, rank, sizes)
     moved: torch.Tensor = torch.ops.shardwright.redistribute_wait(handle, local, plan, rank, sizes)
     return moved
 
@@ -123,7 +124,7 @@ def _result_shape(input: torch.Tensor, plan: str, rank: int, sizes: Sequence[Any
         raise ValueError(f"input: has shape {tuple(input.shape)} on rank {rank}, where the plan has {before}")
     if str(input.dtype) != f"torch.{dtype}":
         raise ValueError(f"input: has dtype {input.dtype}, where the plan has {dtype}")
-    return after if sizes is None else _graph_plans.local_shape(plan_of(plan).dst, sizes, rank)
+    return after if sizes is None else plans.local_shape(plan_of(plan).dst, sizes, rank)
 
 
 @torch.library.register_fake("shardwright::redistribute")

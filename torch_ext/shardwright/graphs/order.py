@@ -23,7 +23,7 @@ from torch._functorch import partitioners
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import _graph_plans
+from . import plans
 
 _ops = torch.ops.shardwright
 _START, _WAIT = _ops.redistribute_start, _ops.redistribute_wait
@@ -51,7 +51,7 @@ def start(local: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 
 def _is_even(node: torch.fx.Node) -> bool:
-    plan = _graph_plans.plan_of(node.args[1 if node.target is _START.default else 2])  # type: ignore[arg-type]
+    plan = plans.plan_of(node.args[1 if node.target is _START.default else 2])  # type: ignore[arg-type]
     return plan.src.has_equal_parts and plan.dst.has_equal_parts
 
 

@@ -20,7 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from . import _engine, _runtime
+from .. import _engine, _runtime
+from . import redistribute
+from .mode import takes_shortcut
 
 _SEQUENCES = (list, tuple)
 # DTensor's own __init__ does nothing, slowly.
@@ -50,25 +52,14 @@ class _Known:
         )
 
 
-# What the drop-in would run for a local tensor and two specs, if it has done so before.
-Find = Callable[[torch.Tensor, DTensorSpec, DTensorSpec], "_runtime.Executable | None"]
-
 _known: _engine.Kept[_Known] = _engine.Kept()
-_find: Find | None = None  # while the drop-in is on
 
 
-def method(original: Callable[..., DTensor], is_on: Callable[[], bool], find: Find) -> Callable[..., DTensor]:
-    """What replaces `original`, DTensor's method, while the drop-in is on.
-
-    Args:
-        is_on: whether calls outside of autograd are the drop-in's, with nothing that they must go PyTorch's way for.
-        find: the executable of the drop-in for a local tensor and its specs before and after.
-    """
-    global _find
-    _find = find
+def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """What replaces `original`, DTensor's method, while the drop-in is on."""
 
     @functools.wraps(original)
-    def redistribute(
+    def with_shortcut(
         self: DTensor,
         device_mesh: DeviceMesh | None = None,
         placements: Any = None,
@@ -80,7 +71,7 @@ def method(original: Callable[..., DTensor], is_on: Callable[[], bool], find: Fi
             others
             or type(self) is not DTensor
             or not isinstance(placements, _SEQUENCES)
-            or not is_on()
+            or not takes_shortcut()
             or not _runtime.nothing_watches(False)
             or forward_ad._current_level >= 0
             or not (device_mesh is None or device_mesh is self.device_mesh)
@@ -101,18 +92,15 @@ def method(original: Callable[..., DTensor], is_on: Callable[[], bool], find: Fi
             return _new_dtensor(_engine.run_again(known.executable, local, async_op), known.target, requires_grad=False)
         result = original(self, device_mesh, placements, async_op=async_op)
         node = _saved(result) if is_tracked else {}
-        executable = None if node is None else find(local, spec, result._spec)
+        executable = None if node is None else redistribute.find(local, spec, result._spec)
         if executable is not None and node is not None:
             _known.put(key, _Known(result._spec, executable, local, node))
         return result
 
-    return redistribute
+    return with_shortcut
 
 
 def forget() -> None:
-    """The drop-in is off: backwards that are still to come are PyTorch's."""
-    global _find
-    _find = None
     _known.clear()
 
 
@@ -128,9 +116,8 @@ class Redistribute(torch_redistribute.Redistribute):
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:  # type: ignore[override]
-        find = _find
         if (
-            find is None
+            not redistribute.is_in_place()  # backwards that are still to come are PyTorch's
             or type(gradient) is not DTensor
             or torch.is_grad_enabled()  # to be differentiated itself
             or gradient.dtype is not ctx._shardwright_dtype
@@ -144,7 +131,7 @@ class Redistribute(torch_redistribute.Redistribute):
             output = _engine.run_again(known.executable, local, ctx.async_op)
             return _new_dtensor(output, known.target, requires_grad=gradient.requires_grad), None, None
         result = torch_redistribute.Redistribute.backward(ctx, gradient)[0]
-        executable = find(local, spec, result._spec)
+        executable = redistribute.find(local, spec, result._spec)
         if executable is not None:
             _known.put(key, _Known(result._spec, executable, local, {}))
         return result, None, None

@@ -1,58 +1,17 @@
-"""Redistributes asked for by name: `redistribute` for DTensors, `redistribute_local` for plain tensors."""
+"""Redistributes of plain tensors, by layouts that are given: `redistribute_local`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
 
 from . import _arguments, _engine, _planner, _runtime, checking, groups
-from .drop_in import enabled
 from .layout import gradient_layout
 from .planning import check_layout
-
-
-def redistribute(
-    x: DTensor,
-    placements: Sequence[Placement],
-    mesh: DeviceMesh | None = None,
-    *,
-    async_op: bool = False,
-    forward_dtype: torch.dtype | None = None,
-    backward_dtype: torch.dtype | None = None,
-) -> DTensor:
-    """`x.redistribute(...)` by shardwright, whether or not it is enabled; falling back raises.
-
-    Args:
-        x: the DTensor; stays as it is.
-        placements: one per mesh dim.
-        mesh: must be `x`'s own, if given.
-        async_op, forward_dtype, backward_dtype: as in ``DTensor.redistribute``.
-
-    Returns:
-        A DTensor with these placements; differentiable, twice.
-
-    Raises:
-        ValueError: another mesh, placements of the wrong number, arguments of another type.
-        RuntimeError: what shardwright cannot do, with the reason.
-    """
-    if not isinstance(x, DTensor):
-        raise ValueError(f"x: got a {type(x).__name__}; allowed is a DTensor (redistribute_local takes plain tensors)")
-    _arguments.check_device_mesh("mesh", mesh)
-    if mesh is not None and mesh != x.device_mesh:
-        raise ValueError(f"mesh: {mesh} is not the mesh of x ({x.device_mesh}); allowed is redistributing on one mesh")
-    placements = _arguments.placements_of(placements, x.device_mesh.ndim)
-    _arguments.check_dtype("forward_dtype", forward_dtype)
-    _arguments.check_dtype("backward_dtype", backward_dtype)
-    with enabled(strict=True):
-        return x.redistribute(
-            placements=placements, async_op=async_op, forward_dtype=forward_dtype, backward_dtype=backward_dtype
-        )
 
 
 def redistribute_local(

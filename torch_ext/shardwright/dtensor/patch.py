@@ -1,0 +1,122 @@
+"""Taking PyTorch's functions and giving them back: all of them or, where that fails, none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+import torch.compiler.config as config
+import torch.distributed as dist
+import torch.distributed.tensor._redistribute as torch_redistribute
+from torch.distributed.tensor import DTensor
+
+from . import mode, redistribute, shortcut
+
+_undo: contextlib.ExitStack | None = None  # gives back what was taken; None where nothing is
+_cache_tag: str | None = None  # PyTorch's own, while ours is in its place
+
+
+def install() -> None:
+    global _undo
+    if _undo is not None:
+        return
+    with contextlib.ExitStack() as undo:
+        _take_method(undo)
+        _take_forwards(undo)
+        _take_function(undo)
+        _undo = undo.pop_all()
+
+
+def uninstall() -> None:
+    global _undo
+    if _undo is not None:
+        undo, _undo = _undo, None
+        undo.close()
+
+
+def _take_method(undo: contextlib.ExitStack) -> None:
+    original = DTensor.redistribute
+    undo.callback(shortcut.forget)
+    DTensor.redistribute = shortcut.method(original)  # type: ignore[method-assign]
+    undo.callback(setattr, DTensor, "redistribute", original)
+
+
+def _take_forwards(undo: contextlib.ExitStack) -> None:
+    nested = getattr(torch_redistribute, "NestedRedistribute", None)  # came with torch 2.12
+    for function in filter(None, (torch_redistribute.Redistribute, nested, shortcut.Redistribute)):
+        original = function.forward
+        function.forward = staticmethod(mode.remembering(original))
+        undo.callback(setattr, function, "forward", staticmethod(original))
+
+
+def _take_function(undo: contextlib.ExitStack) -> None:
+    original, ours = torch_redistribute.redistribute_local_tensor, redistribute.redistribute_local_tensor
+    undo.callback(redistribute.stand_in_for, None)
+    redistribute.stand_in_for(original)
+    undo.callback(_holders.replace, original, ours, by_ours=False)
+    _holders.replace(original, ours, by_ours=True)
+
+
+class _Holders:
+    """The places, of all loaded modules, that hold one of two functions: the original or what stands in for it.
+
+    Looking through the names of all modules takes tens of milliseconds, so it is done once for each. A module is looked
+    through again when it has more names or fewer than then, as one has that was still being imported. One that already
+    had a name and puts the function there later is found if it is the function's own name.
+    """
+
+    def __init__(self) -> None:
+        self._pair: tuple[object, object] | None = None
+        self._sizes: dict[int, int] = {}  # by id of a module's namespace: how many names were looked through
+        self._places: list[tuple[dict[str, Any], str]] = []
+
+    def replace(self, original: Any, ours: Any, *, by_ours: bool) -> None:
+        """Puts `ours` where `original` is, or the other way round, under whatever name but in the module of `ours`."""
+        old, new = (original, ours) if by_ours else (ours, original)
+        self._look_for(original, ours)
+        for names, name in self._places:
+            if names.get(name) is old:
+                names[name] = new
+
+    def _look_for(self, original: Any, ours: Any) -> None:
+        if self._pair is None or self._pair[0] is not original or self._pair[1] is not ours:
+            self._pair = (original, ours)
+            self._sizes.clear()
+            self._places.clear()
+        known = {(id(names), name) for names, name in self._places}
+        sizes, own_name = self._sizes, original.__name__
+        for module in list(sys.modules.values()):
+            try:
+                names = module.__dict__
+                size, own = len(names), names.get(own_name)
+            except (AttributeError, TypeError):
+                continue  # something else that somebody put among the modules
+            if sizes.get(id(names)) == size and own is not original and own is not ours:
+                continue
+            if not isinstance(names, dict) or names is vars(redistribute):
+                continue
+            sizes[id(names)] = size
+            found = [name for name, value in list(names.items()) if value is original or value is ours]
+            self._places += [(names, name) for name in found if (id(names), name) not in known]
+
+
+_holders = _Holders()
+
+
+def tell_compile_caches_apart(on: bool) -> None:
+    """Puts this rank into the tag of the compiled code that PyTorch keeps on disk, or takes it out again.
+
+    It is kept under what Dynamo saw, in which a redistribute is a method of a DTensor: nothing says that it becomes an
+    operator of ours, nor for which rank. All ranks of a machine share the folder.
+    """
+    global _cache_tag
+    if _cache_tag is not None:
+        config.cache_key_tag = _cache_tag
+        _cache_tag = None
+    if on:
+        _cache_tag = config.cache_key_tag
+        is_rank = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank() if is_rank else os.environ.get("RANK", f"of process {os.getpid()}")
+        config.cache_key_tag = f"{_cache_tag} shardwright rank {rank}".lstrip()

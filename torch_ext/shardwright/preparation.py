@@ -1,0 +1,93 @@
+"""Process groups made at the start of a job, instead of at their first use: `prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _arguments, _convert, _engine, _planner, groups
+from .layout import Mesh, gradient_layout, has_gradient
+from .planning import check_layout
+
+
+def prepare(
+    mesh: Any,
+    mesh_dims: Iterable[Sequence[int | str]] | None = None,
+    *,
+    redistributes: Iterable[tuple[_planner.Layout, _planner.Layout]] | None = None,
+    device_type: str | None = None,
+) -> None:
+    """Makes the process groups that redistributes on `mesh` may need, now instead of at their first use.
+
+    To be called by all ranks of the mesh, at the same point, with the same arguments.
+
+    A plan may span any set of mesh dims, and for every set there are layouts that ask for it, so without further word
+    all are made: 2^n - 1 for n mesh dims larger than 1. On NCCL each is a communicator, with buffers on the device.
+
+    Args:
+        mesh: a torch ``DeviceMesh`` or a `Mesh`.
+        mesh_dims: sets of mesh dims, by name or index, each the span of one group, e.g. ``[("dp", "tp")]``. Default:
+            every set of mesh dims, or none where `redistributes` are given.
+        redistributes: pairs of layouts on this mesh, source and destination: what their plans and those of their
+            gradients need, and no more.
+        device_type: of the tensors of `redistributes`. Default: that of a DeviceMesh; else the accelerator's where the
+            default group has a backend for it, or ``"cpu"``.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised; a group is missing while a CUDA graph is captured.
+        ValueError: a mesh dim that is not there; `redistributes` that are no pairs of layouts on `mesh`; another device
+            type than CPU and CUDA.
+    """
+    groups.check_initialised()
+    device_mesh = mesh if _convert.is_device_mesh(mesh) else None
+    grid = mesh if isinstance(mesh, _planner.Mesh) else Mesh(mesh)
+    pairs = _pairs_of_layouts(grid, redistributes)
+    if device_type is not None:
+        device_type = _arguments.device_of("device_type", device_type).type
+    if mesh_dims is None:
+        chosen = groups.sets_of_large_dims(grid) if redistributes is None else []
+    else:
+        sets = _convert.items(mesh_dims, "mesh_dims", "a list of sets of mesh dims, such as [('dp', 'tp')]")
+        chosen = [tuple(sorted(set(_convert.mesh_dim_indices(grid.dim_names, dims, "mesh_dims")))) for dims in sets]
+    rank = dist.get_rank()
+    if grid.coordinate(rank) is None:
+        return
+    for dims in chosen:
+        ranks = grid.group_ranks(rank, list(dims))
+        if len(ranks) > 1:
+            groups.find_or_make(ranks, dims, device_mesh)
+    kind = device_type or (device_mesh.device_type if device_mesh is not None else _default_device_type())
+    for src, dst in pairs:
+        _engine.bind(_engine.make_plan(src, dst, kind), device_mesh=device_mesh)
+
+
+def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_planner.Layout, _planner.Layout]]:
+    """Source and destination of each redistribute, then of its gradient where it has one."""
+    if redistributes is None:
+        return []
+    allowed = "a list of pairs of layouts, such as [(src, dst)]"
+    pairs = []
+    for given in _convert.items(redistributes, "redistributes", allowed):
+        pair = _convert.items(given, "redistributes", allowed)
+        if len(pair) != 2:
+            raise ValueError(f"redistributes: got {len(pair)} layouts for one redistribute; allowed is {allowed}")
+        src, dst = pair
+        for layout in pair:
+            check_layout("redistributes", layout)
+            if layout.mesh != grid:
+                raise ValueError(f"redistributes: {layout} lies on {layout.mesh}; allowed are layouts on {grid}")
+        pairs.append((src, dst))
+        if has_gradient(src) and has_gradient(dst):
+            pairs.append((gradient_layout(dst, "redistributes"), gradient_layout(src, "redistributes")))
+    return pairs
+
+
+def _default_device_type() -> str:
+    world = dist.group.WORLD
+    assert world is not None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    has_backend = accelerator is not None and accelerator.type in {device.type for device in world._device_types}
+    return accelerator.type if accelerator is not None and has_backend else "cpu"
