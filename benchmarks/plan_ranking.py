@@ -3,7 +3,7 @@
     make bench-ranking                                    # everything; results/plan_ranking-torch<version>.json
     make bench-ranking ARGS="--seconds 60 --out /tmp/ranking.json"
 
-The links are measured first (`shardwright.calibrating`), and the plan chosen by them is timed against plans chosen by
+The links are measured first (`shardwright.calibration`), and the plan chosen by them is timed against plans chosen by
 other topologies or for fewest bytes, and against plans made by hand. README.md says how. The exit status is 1 if a plan
 returned a wrong result; a ranking that does not hold is reported, not failed.
 """
@@ -31,7 +31,7 @@ import shardwright as sw  # noqa: E402
 from ranks import coordinate, launch, make_mesh, over_ranks  # noqa: E402
 from redistribute_cases import Case, expected_local, source_local  # noqa: E402
 from report import say  # noqa: E402
-from shardwright import _engine, _planner, calibrating  # noqa: E402
+from shardwright import _engine, _planner, calibration  # noqa: E402
 
 DIM_NAMES = ("a", "b", "c")
 
@@ -226,7 +226,7 @@ def run_rank(pairs: tuple[Pair, ...], seconds: float, out: str) -> None:
         if pair.mesh_shape not in tables:
             mesh = make_mesh(pair.mesh_shape, DIM_NAMES[: len(pair.mesh_shape)])
             sw.prepare(mesh)
-            topology, report = calibrating.measure(mesh=mesh, name=f"calibrated-{'x'.join(map(str, pair.mesh_shape))}")
+            topology, report = calibration.measure(mesh=mesh, name=f"calibrated-{'x'.join(map(str, pair.mesh_shape))}")
             tables[pair.mesh_shape] = mesh, topology
             say("\n" + "\n".join(report) + "\n")
             say(f"  {'plan':38}{'predicted us':>13}{'measured us':>13}{'of fastest':>12}  moves")

@@ -407,4 +407,5 @@ PYBIND11_MODULE(_planner, m) {
   shardwright::define_layout(m);
   shardwright::define_plan(m);
   shardwright::define_matmul(m);
+  shardwright::define_calibration(m);
 }

@@ -26,6 +26,7 @@ inline int64_t position_of(const Layout& layout, int64_t rank) {
   return *position;
 }
 
-void define_matmul(pybind11::module_& m);  // overlap_bindings.cpp
+void define_matmul(pybind11::module_& m);       // product_bindings.cpp
+void define_calibration(pybind11::module_& m);  // calibration_bindings.cpp
 
 }  // namespace shardwright

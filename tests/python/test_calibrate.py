@@ -17,9 +17,9 @@ import dtensors
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool, run_isolated
-from shardwright import _engine, _product_calls, calibrating, calibrating_gemm, tables
-from shardwright.calibrating import calibrate
-from shardwright.calibrating_fit import Point, fit
+from shardwright import _engine, _product_calls, tables
+from shardwright.calibration import calibrate, command, products
+from shardwright.calibration.job import nodes_of_hosts
 
 # More than any message or KiB takes, however busy the machine.
 SECOND_PS = 10**12
@@ -101,7 +101,7 @@ def test_part_of_the_job(pool: Pool, tmp_path: pathlib.Path) -> None:
 
 
 def _on_the_command_line(out: str) -> int:
-    return calibrating.main(["--out", out, "--device", "cpu", "--mesh", "dp=2,tp=2", "--name", "here", "--quick"])
+    return command.main(["--out", out, "--device", "cpu", "--mesh", "dp=2,tp=2", "--name", "here", "--quick"])
 
 
 def test_command_line(pool: Pool, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +155,7 @@ def test_later_plans_and_products_go_by_it(pool: Pool) -> None:
 
 def _on_ranks_of_which_one_is_slow() -> str:
     if dist.get_rank() == 1:
-        calibrating_gemm._MAX_SECONDS = 0.0
+        products._MAX_SECONDS = 0.0
     model = sw.calibrate_gemm(dtype=torch.float32)
     return repr([getattr(model, one) for one in ("flops_per_us", "launch_ps", "memory_ps_per_kib")])
 
@@ -236,7 +236,7 @@ def _mistakes() -> None:
         calibrate(mesh=sw.Mesh({"x": 2}))
     with pytest.raises(ValueError, match="dtypes: torch.int32; allowed are floating dtypes of 16 bits and more"):
         calibrate(dtypes=[torch.int32])
-    assert calibrating.main(["--mesh", "dp=3", "--device", "cpu"]) == 2
+    assert command.main(["--mesh", "dp=3", "--device", "cpu"]) == 2
 
 
 def test_mistakes(pool: Pool) -> None:
@@ -259,58 +259,8 @@ def test_not_initialised() -> None:
 
 def test_command_line_outside_a_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert calibrating.main([]) == 2
+    assert command.main([]) == 2
     assert "torchrun" in capsys.readouterr().err
-
-
-# ---- figures from points
-
-
-def _points(step: float, message: float, byte: float, peers: tuple[int, ...]) -> list[Point]:
-    return [
-        Point(count, size, step + count * message + size * byte)
-        for count in peers
-        for size in (1 << 10, 1 << 14, 1 << 17, 1 << 20)
-    ]
-
-
-def test_fit_finds_the_figures() -> None:
-    found = fit(_points(5e-4, 4e-5, 1e-9, (1, 3, 7)))
-    assert found[:3] == pytest.approx((5e-4, 4e-5, 1e-9), rel=1e-6)
-    assert found.error == pytest.approx(0, abs=1e-9)
-
-
-def test_fit_leaves_out_what_was_disturbed() -> None:
-    points = _points(5e-4, 4e-5, 1e-9, (1, 3, 7))
-    points[5] = points[5]._replace(seconds=20 * points[5].seconds)
-    found = fit(points)
-    assert found[:3] == pytest.approx((5e-4, 4e-5, 1e-9), rel=0.1)
-    assert found.error > 0.05, "what was left out still counts as an error"
-
-
-def test_fit_is_not_misled_by_buffers_that_take_in_small_messages() -> None:
-    points = [
-        Point(1, size, 2e-4 + max(size - (1 << 17), 0) * 8e-9) for size in (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
-    ]
-    found = fit(points)
-    assert found.byte == pytest.approx(8e-9, rel=1e-6)
-    assert found.step == pytest.approx(2e-4, rel=0.1)
-
-
-def test_fit_with_a_given_step() -> None:
-    found = fit(_points(5e-4, 4e-5, 1e-9, (1,)), step=5e-4)
-    assert found[:3] == pytest.approx((5e-4, 4e-5, 1e-9), rel=1e-6)
-
-
-def test_fit_with_one_number_of_peers() -> None:
-    found = fit(_points(5e-4, 4e-5, 1e-9, (3,)))
-    assert found[:3] == pytest.approx((5e-4 + 3 * 4e-5, 0, 1e-9), rel=1e-6)
-
-
-def test_fit_is_never_negative() -> None:
-    points = [Point(1, 1 << 10, 1e-3), Point(1, 1 << 20, 9e-4), Point(3, 1 << 10, 8e-4), Point(3, 1 << 20, 7e-4)]
-    assert min(fit(points)[:3]) >= 0
-    assert min(fit(points, step=2e-3)[:3]) >= 0
 
 
 # ---- nodes
@@ -327,13 +277,13 @@ def test_fit_is_never_negative() -> None:
     ],
 )
 def test_nodes_of_hosts(ranks: list[int], hosts: str, expected: int) -> None:
-    assert calibrating._nodes_of_hosts(ranks, list(hosts)) == expected
+    assert nodes_of_hosts(ranks, list(hosts)) == expected
 
 
 @pytest.mark.parametrize("hosts", ["abab", "abcc", "abbb"])
 def test_hosts_that_are_no_nodes(hosts: str) -> None:
     with pytest.raises(ValueError, match="ranks_per_node: .*give ranks_per_node"):
-        calibrating._nodes_of_hosts([0, 1, 2, 3], list(hosts))
+        nodes_of_hosts([0, 1, 2, 3], list(hosts))
 
 
 def _by_torchrun() -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardwright as sw
-from shardwright import _memory, _planner, cli
+from shardwright import _planner, cli, free_memory
 
 PAIR = ["--mesh", "a=2,b=2", "--shape", "8,8", "--src", "S(0),R", "--dst", "R,S(1)"]
 ENDS = ["--shape", "8", "--src", "S(0)", "--dst", "R"]
@@ -157,7 +157,7 @@ def test_simulating_is_refused_where_memory_is_short(
     assert "--simulate" in sentence and "GiB" in sentence
     assert cli.main(["plan", *PAIR, "--simulate"]) == 0
     assert "every element right" in capsys.readouterr().out
-    monkeypatch.setattr(_memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(free_memory, "available_bytes", lambda: 1000)
     assert "--simulate" in _refused(capsys, *PAIR, "--simulate")
 
 
@@ -196,9 +196,11 @@ def test_the_estimate_of_what_simulating_takes(case: tuple) -> None:
 
 
 def test_memory_that_is_free() -> None:
-    free = _memory.available_bytes()
+    free = free_memory.available_bytes()
     assert free is not None and 2**20 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    code = "import resource, shardwright._memory as m; b = 1 << 32; resource.setrlimit(resource.RLIMIT_AS, (b, b)); "
+    code = (
+        "import resource, shardwright.free_memory as m; b = 1 << 32; resource.setrlimit(resource.RLIMIT_AS, (b, b)); "
+    )
     code += "print(m.available_bytes() < b)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import shardwright as sw
 from allocations import allocated_peak
 from pool import Pool
-from shardwright.calibrating_gemm import tile_of
+from shardwright.calibration.products import tile_of
 
 WORLD = 4
 ROWS, K, COLUMNS = 512, 256, 384

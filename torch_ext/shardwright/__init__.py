@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     __version__: str
     from ._runtime import release_staging, set_fast_accumulation, set_sm_carveout
     from ._stats import reset_stats, stats
-    from .calibrating import calibrate, forget_calibration
-    from .calibrating_gemm import calibrate_gemm
+    from .calibration import calibrate, forget_calibration
+    from .calibration.products import calibrate_gemm
     from .checking import check_ranks
     from .drop_in import disable, enable, enabled, redistribute
     from .explaining import explain
@@ -79,14 +79,14 @@ __all__ = [
 
 _NEEDS_TORCH = {
     "all_gather_matmul": "matmul",
-    "calibrate": "calibrating",
-    "calibrate_gemm": "calibrating_gemm",
+    "calibrate": "calibration",
+    "calibrate_gemm": "calibration.products",
     "check_ranks": "checking",
     "disable": "drop_in",
     "enable": "drop_in",
     "enabled": "drop_in",
     "explain": "explaining",
-    "forget_calibration": "calibrating",
+    "forget_calibration": "calibration",
     "linear": "matmul",
     "matmul_all_reduce": "matmul",
     "matmul_reduce_scatter": "matmul",

@@ -59,6 +59,26 @@ class Topology:
     def to_json(self) -> str:
         """What `load_topology` reads."""
 
+class LinkFit:
+    """What a step, a message and a byte cost over a link, in seconds, and how far off that is in the mean."""
+
+    @property
+    def step(self) -> float: ...
+    @property
+    def message(self) -> float: ...
+    @property
+    def byte(self) -> float: ...
+    @property
+    def error(self) -> float: ...
+
+def fit_links(
+    inside: Sequence[tuple[int, int, float]],
+    between: Sequence[tuple[int, int, float]],
+    mesh_dims: Mapping[str, Sequence[tuple[int, int, float]]],
+    crossing: set[str],
+) -> tuple[LinkFit, LinkFit, dict[str, LinkFit]]:
+    """Of all-to-alls as (peers, bytes sent, seconds): within nodes, between them, and along mesh dims by name."""
+
 class Mesh:
     """A grid of ranks with named dims."""
 

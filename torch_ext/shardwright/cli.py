@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from .options import parse_mesh, parse_order, parse_shape, split_placements, write_file
 
 if TYPE_CHECKING:
     from ._planner import Plan
@@ -54,9 +55,9 @@ def _refuse(sentence: str) -> int:
 
 def _run(given: list[str]) -> int:
     if given[:1] == ["calibrate"]:
-        from . import calibrating
+        from .calibration import command
 
-        return calibrating.main(given[1:])
+        return command.main(given[1:])
     parser, plan_parser = _parsers()
     arguments = parser.parse_args(given)
     if arguments.command == "doctor":
@@ -144,7 +145,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     made = _load(arguments.load) if arguments.load else _make(arguments)
     for option, path, picture in (("svg", arguments.svg, made.to_svg), ("html", arguments.html, made.to_html)):
         if path:
-            _write(f"--{option}", path, picture())
+            write_file(f"--{option}", path, picture())
     if arguments.json:
         _work_out(made)
         print(made.to_json())
@@ -164,11 +165,11 @@ def _make(arguments: argparse.Namespace) -> Plan:
     from .planning import plan
 
     mesh = Mesh(parse_mesh(arguments.mesh))
-    shape = _parse_shape(arguments.shape)
+    shape = parse_shape(arguments.shape)
 
     def layout(placements: str, option: str, order: str | None) -> Layout:
         dtype = arguments.dtype or "float32"
-        return Layout(mesh, shape, _split_placements(placements), dtype, _parse_order(option, order or ""))
+        return Layout(mesh, shape, split_placements(placements), dtype, parse_order(option, order))
 
     src = layout(arguments.src, "--src-order", arguments.src_order)
     dst = layout(arguments.dst, "--dst-order", arguments.dst_order)
@@ -189,15 +190,6 @@ def _load(path: str) -> Plan:
     from .topology import read_text
 
     return plan_from_json(read_text(Path(path), path))
-
-
-def _write(option: str, path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{option}: {path} cannot be written: {error.strerror}") from None
-    except ValueError as error:  # a path with a null byte
-        raise ValueError(f"{option}: {path!r} cannot be written: {error}") from None
 
 
 @contextlib.contextmanager
@@ -237,9 +229,9 @@ def _certificate(plan: Plan) -> str:
 
 
 def _simulate(plan: Plan) -> None:
-    from . import _memory, _planner
+    from . import _planner, free_memory
 
-    needed, free = _planner.simulation_bytes(plan), _memory.available_bytes()
+    needed, free = _planner.simulation_bytes(plan), free_memory.available_bytes()
     if free is not None and needed > free:
         raise ValueError(
             f"--simulate: holds what all ranks hold, about {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are "
@@ -248,60 +240,6 @@ def _simulate(plan: Plan) -> None:
     with _saying("running all ranks"):
         moved = plan.simulate()
     print(f"simulated: every element right, {moved} B moved")
-
-
-def _parse_integer(text: str, where: str) -> int:
-    if not re.fullmatch(r"[+-]?[0-9]{1,19}", text.strip()):
-        raise ValueError(f"{where} is not an integer of 64 bits")
-    return int(text)
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """Names and sizes from ``dp=2,tp=4``. Raises ValueError."""
-    dims: dict[str, int] = {}
-    for part in text.split(","):
-        name, equals, size = part.partition("=")
-        if not equals:
-            raise ValueError(f"--mesh: {part!r} in {text!r} is not NAME=SIZE")
-        if name.strip() in dims:
-            raise ValueError(f"--mesh: the name {name.strip()!r} appears twice in {text!r}")
-        dims[name.strip()] = _parse_integer(size, f"--mesh: {part!r} in {text!r} is not NAME=SIZE; {size!r}")
-    return dims
-
-
-def _parse_shape(text: str) -> list[int]:
-    if not text.strip():
-        return []
-    sizes = text.split(",")
-    return [_parse_integer(size, f"--shape: {text!r} is not a list of sizes such as 64,64; {size!r}") for size in sizes]
-
-
-def _split_placements(text: str) -> list[str]:
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character == "(") - (character == ")")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts]
-
-
-def _parse_order(option: str, text: str) -> dict[int, list[int | str]] | None:
-    if not text.strip():
-        return None
-    order: dict[int, list[int | str]] = {}
-    for entry in text.split(";"):
-        dim, colon, mesh_dims = entry.partition(":")
-        where = f"{option}: {entry!r} is not TENSOR_DIM:MESH_DIM,MESH_DIM"
-        if not colon:
-            raise ValueError(where)
-        tensor_dim = _parse_integer(dim, f"{where}; {dim!r}")
-        if tensor_dim in order:
-            raise ValueError(f"{option}: tensor dim {tensor_dim} has two entries in {text!r}; allowed is one")
-        names = [name.strip() for name in mesh_dims.split(",")]
-        order[tensor_dim] = [int(name) if re.fullmatch(r"[0-9]{1,9}", name) else name for name in names]
-    return order
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from . import mode, redistribute, shortcut
 
 _undo: contextlib.ExitStack | None = None  # gives back what was taken; None where nothing is
-_cache_tag: str | None = None  # PyTorch's own, while ours is in its place
+_OUR_TAG = re.compile(r" ?shardwright rank (of process )?\S+$")
 
 
 def install() -> None:
@@ -111,12 +112,9 @@ def tell_compile_caches_apart(on: bool) -> None:
     It is kept under what Dynamo saw, in which a redistribute is a method of a DTensor: nothing says that it becomes an
     operator of ours, nor for which rank. All ranks of a machine share the folder.
     """
-    global _cache_tag
-    if _cache_tag is not None:
-        config.cache_key_tag = _cache_tag
-        _cache_tag = None
+    tag = _OUR_TAG.sub("", config.cache_key_tag)  # in torch 2.15 each thread has its own, which may have ours already
     if on:
-        _cache_tag = config.cache_key_tag
         is_rank = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank() if is_rank else os.environ.get("RANK", f"of process {os.getpid()}")
-        config.cache_key_tag = f"{_cache_tag} shardwright rank {rank}".lstrip()
+        tag = f"{tag} shardwright rank {rank}".lstrip()
+    config.cache_key_tag = tag

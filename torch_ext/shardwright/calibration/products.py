@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import _arguments, _runtime, tables
-from ._planner import GemmModel
+from .. import _arguments, _runtime, tables
+from .._planner import GemmModel
+from .job import Ranks, seconds_of
 
 _REPEATS, _REPEATS_QUICK = 9, 3
+_LOW_QUANTILE = 0.25
 _MAX_SECONDS = 0.25  # of a large product on CPU; longer ones are made smaller
 _TRAFFIC_LASTS = 1.5  # times the products beside it
 _LARGE = {"cpu": 1024, "cuda": 8192}
@@ -22,7 +22,6 @@ _LARGE_CALLS = 3  # in a turn, so that ranks that share a core and leave a barri
 _SHORT_CALLS = 10  # in a turn, of which the fastest counts
 # Rows and columns, of kernels for 16-bit operands.
 _TILES = ((64, 64), (64, 128), (128, 128), (128, 192), (128, 256), (256, 256))
-
 
 # Given the seconds that it is to last, the same on all ranks, starts messages; what it returns waits for their end.
 Traffic = Callable[[float], Callable[[], None]]
@@ -52,7 +51,7 @@ def calibrate_gemm(
     check_dtype("dtype", dtype)
     device = _arguments.device_of("device", device)
     _arguments.check_group(group)
-    return measure_gemm(torch.device(device), dtype, group)
+    return measure_products(Ranks(group), device, dtype)
 
 
 def check_dtype(argument: str, dtype: object) -> None:
@@ -60,52 +59,30 @@ def check_dtype(argument: str, dtype: object) -> None:
         raise ValueError(f"{argument}: {dtype}; allowed are floating dtypes of 16 bits and more")
 
 
-def measure_gemm(
-    device: torch.device,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None,
-    traffic: Traffic | None = None,
-    quick: bool = False,
+def measure_products(
+    ranks: Ranks, device: torch.device, dtype: torch.dtype, traffic: Traffic | None = None, quick: bool = False
 ) -> GemmModel:
     """`calibrate_gemm`; with `traffic` also how much longer products take beside it."""
-    is_distributed = dist.is_available() and dist.is_initialized()
     error, work = None, None
     try:
         work = _Products(device, dtype, quick)
     except Exception as raised:  # which the others are not to wait for
         error = f"{type(raised).__name__}: {raised}"
-    errors = _from_all(error, group)
+    errors = ranks.from_all(error)
     failed = [rank for rank, said in enumerate(errors) if said is not None]
     if failed:
         raise RuntimeError(f"calibrate_gemm: rank {failed[0]} could not measure on {device}: {errors[failed[0]]}")
     assert work is not None
-
-    def together() -> None:
-        if is_distributed:
-            dist.barrier(group)
-
-    def slowest(turns: list[list[float]]) -> list[float]:
-        """A turn is as long as on its slowest rank: ranks that share a core may each have it to themselves in turns."""
-        by_turn = [[max(times) for times in zip(*turn)] for turn in zip(*_from_all(turns, group))]
-        return [_low(list(times)) for times in zip(*by_turn)]
-
-    if any(_from_all(work.is_slow, group)):
+    if any(ranks.from_all(work.is_slow)):
         work.make(work.n // 2)
-    large, small, copy = slowest(work.seconds(together))
+    repeats = range(_REPEATS_QUICK if quick else _REPEATS)
+    large, small, copy = ranks.slowest([work.times_alone(ranks) for _ in repeats], _LOW_QUANTILE)
     slowdown = None
     if traffic is not None:
-        alone, beside = slowest(work.beside(together, lambda: traffic(_TRAFFIC_LASTS * _LARGE_CALLS * large)))
+        lasts = _TRAFFIC_LASTS * _LARGE_CALLS * large
+        alone, beside = ranks.slowest([work.times_beside(ranks, traffic, lasts) for _ in repeats], _LOW_QUANTILE)
         slowdown = beside / alone - 1
-    return work.model(large, small, copy, slowdown, _from_all(work.tiles, group)[0])
-
-
-def _from_all(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What every rank has, by rank; without torch.distributed, this process alone."""
-    if not dist.is_available() or not dist.is_initialized():
-        return [mine]
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+    return work.model(large, small, copy, slowdown, ranks.from_all(work.tiles)[0])
 
 
 class _Products:
@@ -113,10 +90,9 @@ class _Products:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, quick: bool) -> None:
         self.device, self.dtype = device, dtype
-        self.repeats = _REPEATS_QUICK if quick else _REPEATS
         self.base = tables.default_gemm_model(device.type)
         self.make(_LARGE.get(device.type, 1024))
-        self.is_slow = device.type == "cpu" and (quick or self._time(self.product) > _MAX_SECONDS)
+        self.is_slow = device.type == "cpu" and (quick or seconds_of(device, self.product) > _MAX_SECONDS)
         self.processors = self.base.num_processors
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -137,46 +113,24 @@ class _Products:
     def product(self) -> None:
         torch.mm(self.large, self.large, out=self.out)
 
-    def products(self) -> None:
-        for _ in range(_LARGE_CALLS):
-            self.product()
+    def times_alone(self, ranks: Ranks) -> list[float]:
+        """Of the large product, the tiny one, and the copy; all ranks are at it at the same time."""
+        ranks.wait()
+        times = [seconds_of(self.device, self.product, _LARGE_CALLS)]
+        for call in (lambda: torch.mm(self.small, self.small, out=self.small_out), lambda: self.out.copy_(self.large)):
+            ranks.wait()
+            times.append(min(seconds_of(self.device, call) for _ in range(_SHORT_CALLS)))
+        return times
 
-    def seconds(self, together: Callable[[], None]) -> list[list[float]]:
-        """By turn: of the large product, the tiny one, and the copy; all ranks are at it at the same time."""
-        turns = []
-        for _ in range(self.repeats):
-            turns.append([self._time(self.products, together) / _LARGE_CALLS])
-            for call in (lambda: torch.mm(self.small, self.small, out=self.small_out), self._copy):
-                together()
-                turns[-1].append(min(self._time(call) for _ in range(_SHORT_CALLS)))
-        return turns
-
-    def beside(self, together: Callable[[], None], start: Callable[[], Callable[[], None]]) -> list[list[float]]:
-        """By turn: of the large product alone, and beside transfers."""
-        turns = []
-        for _ in range(self.repeats):
-            alone = self._time(self.products, together)
-            together()
-            finish = start()
-            turns.append([alone, self._time(self.products)])
-            finish()
-        return turns
-
-    def _copy(self) -> None:
-        self.out.copy_(self.large)
-
-    def _time(self, call: Callable[[], object], together: Callable[[], None] | None = None) -> float:
-        if together is not None:
-            together()
-        self._synchronise()
-        start = time.perf_counter()
-        call()
-        self._synchronise()
-        return time.perf_counter() - start
-
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def times_beside(self, ranks: Ranks, traffic: Traffic, lasts: float) -> list[float]:
+        """Of the large product alone, and beside transfers."""
+        ranks.wait()
+        alone = seconds_of(self.device, self.product, _LARGE_CALLS)
+        ranks.wait()
+        finish = traffic(lasts)
+        beside = seconds_of(self.device, self.product, _LARGE_CALLS)
+        finish()
+        return [alone, beside]
 
     def model(
         self, large: float, small: float, copy: float, slowdown: float | None, tiles: tuple[int, int]
@@ -203,6 +157,10 @@ def tile_of(n: int, waves: float, processors: int) -> tuple[int, int]:
     return min(_TILES, key=lambda tile: abs(math.log(tile[0] * tile[1] / elements)))
 
 
-def _low(seconds: list[float]) -> float:
-    """Disturbances only ever add."""
-    return sorted(seconds)[len(seconds) // 4]
+def report_of(dtype: torch.dtype, model: GemmModel) -> str:
+    """A line that says what was measured."""
+    rate = 1e-3 * model.num_processors * model.flops_per_us * 2 / dtype.itemsize
+    return (
+        f"  products of {dtype}: {rate:.1f} GFlop/s, {model.launch_ps * 1e-6:.1f} us each, "
+        f"{model.contention_percent}% longer beside transfers"
+    )

@@ -1,0 +1,172 @@
+#include "cost/link_fit.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// By how much less a link of its own must be off for a mesh dim to get one.
+constexpr double kOwnLinkGain = 0.25;
+
+// Passes of the fit, each with weights 1 / (what the point was off by in the one before); less than the slack is not
+// off.
+constexpr int kPasses = 20;
+constexpr double kSlack = 0.02;
+
+constexpr int kStep = 0, kMessage = 1, kByte = 2, kNumFigures = 3;
+using Figures = std::array<double, kNumFigures>;
+
+// A point, divided by its time: coefficients of the three figures, whose sum is to be `target`.
+struct Equation {
+  Figures coefficients;
+  double target;
+  double weight = 1;
+
+  double off(const Figures& figures) const {
+    double sum = -target;
+    for (int i = 0; i < kNumFigures; ++i) sum += coefficients[i] * figures[i];
+    return std::abs(sum);
+  }
+};
+
+// Relative to what was measured, in the mean.
+double mean_error(const std::vector<LinkPoint>& points, const LinkFit& fit) {
+  double sum = 0;
+  for (const LinkPoint& p : points) {
+    const double predicted =
+        fit.step + static_cast<double>(p.peers) * fit.message + static_cast<double>(p.sent_bytes) * fit.byte;
+    sum += std::abs(predicted - p.seconds) / p.seconds;
+  }
+  return sum / static_cast<double>(points.size());
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+// What a byte costs, from the two largest sizes, in the median over numbers of peers; 0 where that cannot be told.
+double byte_of(const std::vector<LinkPoint>& points) {
+  std::map<int64_t, std::vector<std::pair<int64_t, double>>> by_peers;
+  for (const LinkPoint& p : points) by_peers[p.peers].emplace_back(p.sent_bytes, p.seconds);
+  std::vector<double> slopes;
+  for (auto& [peers, sizes] : by_peers) {
+    if (sizes.size() < 2) continue;
+    std::sort(sizes.begin(), sizes.end());
+    const auto& [large, large_seconds] = sizes.back();
+    const auto& [small, small_seconds] = sizes[sizes.size() - 2];
+    if (large > small) slopes.push_back((large_seconds - small_seconds) / static_cast<double>(large - small));
+  }
+  return slopes.empty() ? 0 : std::max(median(slopes), 0.0);
+}
+
+// The chosen figures of least weighted squares, the others 0. Nothing where the equations do not determine them.
+std::optional<Figures> least_squares(const std::vector<Equation>& equations, const std::vector<int>& chosen) {
+  // Normal equations, of columns scaled to length 1: figures differ by many orders of magnitude.
+  const size_t n = chosen.size();
+  std::vector<double> scale(n, 0);
+  for (const Equation& e : equations) {
+    for (size_t i = 0; i < n; ++i) scale[i] += e.weight * e.coefficients[chosen[i]] * e.coefficients[chosen[i]];
+  }
+  for (double& s : scale) {
+    if (s <= 0) return std::nullopt;
+    s = 1 / std::sqrt(s);
+  }
+  std::vector<std::vector<double>> rows(n, std::vector<double>(n + 1, 0));
+  for (const Equation& e : equations) {
+    for (size_t i = 0; i < n; ++i) {
+      const double left = e.weight * e.coefficients[chosen[i]] * scale[i];
+      for (size_t j = 0; j < n; ++j) rows[i][j] += left * e.coefficients[chosen[j]] * scale[j];
+      rows[i][n] += left * e.target;
+    }
+  }
+  for (size_t i = 0; i < n; ++i) {  // the matrix is positive definite: no need to exchange rows
+    if (rows[i][i] < 1e-13) return std::nullopt;
+    for (size_t k = 0; k < n; ++k) {
+      if (k == i) continue;
+      const double factor = rows[k][i] / rows[i][i];
+      for (size_t j = i; j <= n; ++j) rows[k][j] -= factor * rows[i][j];
+    }
+  }
+  Figures figures{};
+  for (size_t i = 0; i < n; ++i) figures[chosen[i]] = rows[i][n] / rows[i][i] * scale[i];
+  return figures;
+}
+
+// Of all sets of free figures (seven at most) the one with the least squares among those with no figure below 0.
+Figures least_squares_without_negatives(const std::vector<Equation>& equations,
+                                        const std::array<bool, kNumFigures>& is_free) {
+  Figures best{};
+  double least = std::numeric_limits<double>::infinity();
+  for (unsigned set = 1; set < (1U << kNumFigures); ++set) {
+    std::vector<int> chosen;
+    bool is_allowed = true;
+    for (int i = 0; i < kNumFigures; ++i) {
+      if ((set >> i & 1U) == 0) continue;
+      chosen.push_back(i);
+      is_allowed = is_allowed && is_free[i];
+    }
+    const std::optional<Figures> found = is_allowed ? least_squares(equations, chosen) : std::nullopt;
+    if (!found || std::any_of(found->begin(), found->end(), [](double figure) { return figure < 0; })) continue;
+    double squares = 0;
+    for (const Equation& e : equations) squares += e.weight * e.off(*found) * e.off(*found);
+    if (squares < least) {
+      least = squares;
+      best = *found;
+    }
+  }
+  return best;
+}
+
+}  // namespace
+
+LinkFit fit_link(const std::vector<LinkPoint>& points, std::optional<double> step) {
+  check_user(!points.empty(), "points: there are none; allowed is one or more");
+  const double byte = byte_of(points);
+  std::vector<Equation> all, short_ones;
+  bool has_several_team_sizes = false;
+  for (const LinkPoint& p : points) {
+    check_user(p.seconds > 0, "points: an exchange took ", p.seconds, " s; allowed is more than 0");
+    has_several_team_sizes = has_several_team_sizes || p.peers != points.front().peers;
+    const double byte_seconds = byte * static_cast<double>(p.sent_bytes);
+    const Equation equation{
+        {1 / p.seconds, static_cast<double>(p.peers) / p.seconds, static_cast<double>(p.sent_bytes) / p.seconds},
+        1 - (step.value_or(0) + byte_seconds) / p.seconds};
+    all.push_back(equation);
+    if (byte_seconds < p.seconds / 2) short_ones.push_back(equation);
+  }
+  std::vector<Equation>& equations = byte > 0 && !short_ones.empty() ? short_ones : all;
+  const std::array<bool, kNumFigures> is_free{!step, step || has_several_team_sizes, byte == 0};
+  Figures figures{};
+  for (int pass = 0; pass < kPasses; ++pass) {
+    figures = least_squares_without_negatives(equations, is_free);
+    for (Equation& e : equations) e.weight = 1 / std::max(e.off(figures), kSlack);
+  }
+  LinkFit fit{step.value_or(figures[kStep]), figures[kMessage], byte > 0 ? byte : figures[kByte]};
+  fit.error = mean_error(points, fit);
+  return fit;
+}
+
+LinkFits fit_links(const std::vector<LinkPoint>& inside, const std::vector<LinkPoint>& between,
+                   const std::map<std::string, std::vector<LinkPoint>>& mesh_dims,
+                   const std::set<std::string>& crossing) {
+  LinkFits fits;
+  fits.inside = fit_link(inside.empty() ? between : inside);
+  fits.between = inside.empty() || between.empty() ? fits.inside : fit_link(between, fits.inside.step);
+  for (const auto& [name, points] : mesh_dims) {
+    LinkFit common = crossing.contains(name) ? fits.between : fits.inside;
+    common.error = mean_error(points, common);
+    const LinkFit own = fit_link(points, fits.inside.step);
+    fits.mesh_dims[name] = own.error + kOwnLinkGain < common.error ? own : common;
+  }
+  return fits;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,132 @@
+"""Who measures, how ranks agree on times, and on which nodes they are."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .. import _arguments, _engine, groups
+
+
+class Ranks:
+    """The ranks of a group, which measure at the same time. Without torch.distributed this process alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.is_alone = not dist.is_available() or not dist.is_initialized()
+
+    def from_all(self, mine: Any) -> list[Any]:
+        """What every rank has, by rank."""
+        if self.is_alone:
+            return [mine]
+        everyone: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, mine, group=self.group)
+        return everyone
+
+    def wait(self) -> None:
+        """For each other."""
+        if not self.is_alone:
+            dist.barrier(self.group)
+
+    def slowest(self, turns: list[list[float]], quantile: float) -> list[float]:
+        """Seconds of each of the things that every rank timed in each turn.
+
+        A turn is as long as on its slowest rank: ranks that share a core may each have it to themselves in turns. Of
+        the turns a low quantile counts, because disturbances only ever add.
+        """
+        by_turn = [[max(times) for times in zip(*turn)] for turn in zip(*self.from_all(turns))]
+        return [sorted(times)[int(quantile * (len(times) - 1))] for times in zip(*by_turn)]
+
+
+def seconds_of(device: torch.device, call: Callable[[], object], repeats: int = 1) -> float:
+    """Per call, on this rank."""
+    _synchronise(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    _synchronise(device)
+    return (time.perf_counter() - start) / repeats
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Job(NamedTuple):
+    ranks: Ranks
+    members: list[int]  # their global ranks
+    device: torch.device
+    backend: str  # that plans are for
+    quick: bool
+
+
+def job_of(group: dist.ProcessGroup | None, device: torch.device | str | None, mesh: Any | None, quick: bool) -> Job:
+    """Checks what `calibrate` is given."""
+    groups.check_initialised()
+    _arguments.check_group(group)
+    carrier = group if group is not None else dist.group.WORLD
+    assert carrier is not None
+    if dist.get_rank(carrier) < 0:
+        raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed is to call this on its ranks only")
+    members = dist.get_process_group_ranks(carrier)
+    if len(members) < 2:
+        raise ValueError(f"group: it has {len(members)} rank; there is something to measure between at least 2 ranks")
+    kinds = sorted(kind.type for kind in carrier._device_types)
+    if device is None:
+        device = getattr(mesh, "device_type", None) or _default_device(carrier, kinds)
+    where = _arguments.device_of("device", device)
+    if where.type not in kinds:
+        raise ValueError(f"device: the group has no backend for {where.type}; allowed are {', '.join(kinds)}")
+    return Job(Ranks(carrier), members, where, _engine.lowering(where.type, carrier), quick)
+
+
+def _default_device(carrier: dist.ProcessGroup, kinds: list[str]) -> str:
+    # Gloo takes tensors on CUDA too, but nobody redistributes those by it who has NCCL.
+    has_cuda = "cuda" in kinds and torch.cuda.is_available()
+    if has_cuda and carrier._get_backend(torch.device("cuda")).name().lower() != "gloo":
+        return "cuda"
+    return "cpu" if "cpu" in kinds else kinds[0]
+
+
+def ranks_per_node(job: Job, given: int | None) -> int:
+    """How many consecutive ranks are on a node; 0 where all ranks of the job are on one."""
+    if given is not None and given < 0:
+        raise ValueError(f"ranks_per_node: {given}; allowed is 0, for all, or more")
+    everyone = job.ranks.from_all((given, os.environ.get("LOCAL_WORLD_SIZE"), socket.gethostname()))
+    given_by_all, by_torchrun, hosts = map(list, zip(*everyone))
+    if len(set(given_by_all)) > 1:
+        raise ValueError(f"ranks_per_node: ranks gave {given_by_all}; allowed is one value for all")
+    if given is None and None not in by_torchrun and len(set(by_torchrun)) == 1:
+        given = int(by_torchrun[0])
+    if given is None:
+        given = nodes_of_hosts(job.members, hosts)
+    return 0 if len(by_node(job.members, given)) == 1 else given
+
+
+def nodes_of_hosts(ranks: list[int], hosts: list[str]) -> int:
+    """The same from the host of each rank. Raises ValueError where these are not nodes of consecutive ranks."""
+    if len(set(hosts)) == 1:
+        return 0
+    largest = max(hosts.count(host) for host in hosts)
+    nodes = [rank // largest for rank in ranks]
+    if not len(set(zip(hosts, nodes))) == len(set(hosts)) == len(set(nodes)):
+        raise ValueError(
+            f"ranks_per_node: ranks {ranks} are on the hosts {hosts}; allowed are nodes of equally many consecutive "
+            "ranks. Start the job so, or give ranks_per_node"
+        )
+    return largest
+
+
+def by_node(ranks: list[int], per_node: int) -> list[list[int]]:
+    """The ranks of each node, ascending."""
+    nodes: dict[int, list[int]] = {}
+    for rank in sorted(ranks):
+        nodes.setdefault(rank // per_node if per_node else 0, []).append(rank)
+    return list(nodes.values())

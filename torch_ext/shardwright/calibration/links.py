@@ -1,0 +1,239 @@
+"""Latencies and bandwidths: all-to-alls of several lengths, in teams of several sizes.
+
+    inside, step       teams of neighbours on a node: 2, 4, ..., all ranks of the node
+    between            teams across nodes, of the ranks that have the same place on their nodes
+    a mesh dim         the mesh dim's own groups
+    memory             copies of a large tensor into new memory, as a result is made
+
+csrc/cost/link_fit.h says how figures are made of the times.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .. import _convert, groups
+from .._planner import Link, LinkFit, Topology, fit_links
+from ..topology import load_topology
+from .job import Job, by_node, ranks_per_node, seconds_of
+from .products import Traffic
+
+# Bytes that a rank sends in all, to its peers together, from what latency decides to what bandwidth decides.
+_SIZES_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
+_SIZES_BYTES_QUICK = (1 << 10, 1 << 16, 1 << 20)
+_MEMORY_BYTES = 1 << 23
+
+# From this size on, exchanges over Gloo are messages (kMinMessageBytes in csrc/program/builder.h).
+_MIN_MESSAGE_BYTES = 1 << 18
+
+# Larger teams tell nothing new about what one more peer costs.
+_MAX_TEAM = 16
+
+_MAX_TRAFFIC_BYTES = 1 << 27
+
+# Of a team size and number of bytes: short batches that take turns with all others, so that what else the machine does
+# falls on all alike.
+_ROUNDS, _ROUNDS_QUICK = 24, 6
+_BATCH_SECONDS, _BATCH_SECONDS_QUICK = 0.006, 0.002
+_MAX_CALLS = 32
+_LOW_QUANTILE = 0.1
+
+_PS = 1e12
+
+
+class _Series(NamedTuple):
+    """Something to measure: this rank's team in it, if it has one, and the bytes to send."""
+
+    name: str
+    team: dist.ProcessGroup | None
+    peers: int
+    sent_bytes: int
+
+
+_Points = list[tuple[int, int, float]]  # peers, sent bytes, seconds
+
+
+def measure_links(job: Job, given_per_node: int | None, name: str, mesh: Any | None) -> tuple[Topology, list[str]]:
+    """The topology, and lines that say what was measured: the same on all ranks."""
+    if not isinstance(name, str):
+        raise ValueError(f"name: got {name!r}; allowed is text")
+    if given_per_node is not None:
+        given_per_node = _convert.integer(given_per_node, "ranks_per_node")
+    per_node = ranks_per_node(job, given_per_node)
+    nodes = by_node(job.members, per_node)
+    places = ([rank for rank in place if rank is not None] for place in itertools.zip_longest(*nodes))
+    series = [*_in_teams(job, "inside", nodes), *_in_teams(job, "between", list(places)), *_along(job, mesh)]
+    points, copy_seconds = _take_points(job, series)
+    along = {where.removeprefix(_ALONG): taken for where, taken in points.items() if where.startswith(_ALONG)}
+    crossing = _crossing(mesh, per_node)
+    inside, between, mesh_dims = fit_links(points.get("inside", []), points.get("between", []), along, crossing)
+    fits = {"inside": inside, "between": between, **{_ALONG + one: found for one, found in mesh_dims.items()}}
+    topology = Topology(
+        name,
+        per_node,
+        round(inside.step * _PS),
+        max(1, round(copy_seconds / _MEMORY_BYTES * 1024 * _PS)),
+        _link(inside),
+        _link(between),
+        {one: _link(found) for one, found in mesh_dims.items()},
+    )
+    mine = topology.to_json(), _report(job, fits, points, copy_seconds)
+    text, report = job.ranks.from_all(mine)[0]  # what the first rank found is used by all
+    return load_topology(json.loads(text)), report
+
+
+def _link(found: LinkFit) -> Link:
+    return Link(message_ps=round(found.message * _PS), ps_per_kib=max(1, round(found.byte * 1024 * _PS)))
+
+
+# ---- what to measure
+
+_ALONG = "mesh dim "
+
+
+def _in_teams(job: Job, name: str, lines: list[list[int]]) -> Iterable[_Series]:
+    """Teams of 2, 4, 8, ... ranks that follow each other in a line, and of the whole line; who is left over idles."""
+    longest = min(max(map(len, lines)), _MAX_TEAM)
+    for size in sorted({*(1 << n for n in range(1, longest.bit_length())), longest} - {1}):
+        team = None
+        for line in lines:
+            for begin in range(0, len(line) - size + 1, size):
+                if dist.get_rank() in line[begin : begin + size]:
+                    team = groups.find_or_make(line[begin : begin + size], (), None)
+        yield from _at_all_sizes(job, name, team, size - 1)
+
+
+def _along(job: Job, mesh: Any | None) -> Iterable[_Series]:
+    if mesh is None:
+        return
+    if not _convert.is_device_mesh(mesh):
+        raise ValueError(f"mesh: got a {type(mesh).__name__}; allowed is a DeviceMesh")
+    names, sizes, ranks = _convert.device_mesh_parts(mesh)
+    if outside := sorted(set(ranks) - set(job.members)):
+        raise ValueError(
+            f"mesh: its ranks {outside} are not in the group; allowed is a mesh of the ranks {job.members}"
+        )
+    for mesh_dim, (name, size) in enumerate(zip(names, sizes)):
+        if size > 1:
+            team = mesh.get_group(mesh_dim) if dist.get_rank() in ranks else None
+            yield from _at_all_sizes(job, _ALONG + name, team, size - 1)
+
+
+def _at_all_sizes(job: Job, name: str, team: dist.ProcessGroup | None, peers: int) -> Iterable[_Series]:
+    for size in _SIZES_BYTES_QUICK if job.quick else _SIZES_BYTES:
+        yield _Series(name, team, peers, size // peers * peers)
+
+
+def _crossing(mesh: Any | None, per_node: int) -> set[str]:
+    """The mesh dims along which ranks are on different nodes."""
+    if mesh is None or per_node == 0:
+        return set()
+    names, sizes, ranks = _convert.device_mesh_parts(mesh)
+    nodes = (torch.tensor(ranks) // per_node).view(tuple(sizes))
+    return {name for d, name in enumerate(names) if bool((nodes != nodes.narrow(d, 0, 1)).any())}
+
+
+# ---- measuring
+
+
+def _take_points(job: Job, series: list[_Series]) -> tuple[dict[str, _Points], float]:
+    """Points by the name of their series, and the seconds that a copy of `_MEMORY_BYTES` takes."""
+    large = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device=job.device)
+    calls = [_all_to_all(job, one) for one in series] + [large.clone]
+
+    def batch(call: Callable[[], object], repeats: int) -> float:
+        job.ranks.wait()
+        return seconds_of(job.device, call, repeats)
+
+    for call in calls:
+        batch(call, 1)  # connects and warms up
+    once = job.ranks.slowest([[batch(call, 2) for call in calls]], _LOW_QUANTILE)
+    budget = _BATCH_SECONDS_QUICK if job.quick else _BATCH_SECONDS
+    repeats = [min(max(round(budget / seconds), 1), _MAX_CALLS) for seconds in once]
+    rounds = range(_ROUNDS_QUICK if job.quick else _ROUNDS)
+    turns = [[batch(*one) for one in zip(calls, repeats)] for _ in rounds]
+    *measured, copy_seconds = job.ranks.slowest(turns, _LOW_QUANTILE)
+    points: dict[str, _Points] = {}
+    for one, seconds in zip(series, measured):
+        points.setdefault(one.name, []).append((one.peers, one.sent_bytes, seconds))
+    return points, copy_seconds
+
+
+def _all_to_all(job: Job, one: _Series) -> Callable[[], object]:
+    """As the runtime carries it out: nothing is sent to oneself. Idle ranks do nothing."""
+    if one.team is None:
+        return lambda: None
+    team = one.team
+    sent, received = torch.zeros(2, one.sent_bytes, dtype=torch.uint8, device=job.device)
+    if job.backend == "gloo" and one.sent_bytes // one.peers >= _MIN_MESSAGE_BYTES:
+        peers = [rank for rank in dist.get_process_group_ranks(team) if rank != dist.get_rank()]
+        parts = sent.chunk(one.peers), received.chunk(one.peers)
+        return lambda: _start_messages(team, peers, *parts)()
+    splits = [one.sent_bytes // one.peers] * (one.peers + 1)
+    splits[dist.get_rank(team)] = 0
+    return lambda: dist.all_to_all_single(received, sent, splits, splits, group=team)
+
+
+def _start_messages(
+    team: dist.ProcessGroup, peers: Sequence[int], sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+) -> Callable[[], None]:
+    """One to each of these global ranks and one from it; what it returns waits for them.
+
+    Receives come first, so that data goes both ways at once.
+    """
+    works = [dist.irecv(part, peer, group=team) for part, peer in zip(received, peers)]
+    works += [dist.isend(part, peer, group=team) for part, peer in zip(sent, peers)]
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+
+    return finish
+
+
+def traffic_of(job: Job, topology: Topology) -> Traffic | None:
+    """Messages to the rank half the job away, as long as asked for, for products to be measured beside. None on a GPU,
+    where what a product loses to transfers has not been measured."""
+    if job.device.type != "cpu":
+        return None
+    group = job.ranks.group
+    assert group is not None
+    half = len(job.members) // 2
+    me = dist.get_rank(group)
+    if me >= 2 * half:  # of an odd number the last one has no partner
+        return lambda seconds: lambda: None
+    partner = dist.get_global_rank(group, (me + half) % (2 * half))
+    link = topology.between if topology.ranks_per_node else topology.inside
+
+    def start(seconds: float) -> Callable[[], None]:
+        size = min(max(int(seconds * _PS / link.ps_per_kib) * 1024, 1 << 16), _MAX_TRAFFIC_BYTES)
+        sent, received = torch.zeros(2, size, dtype=torch.uint8)
+        return _start_messages(group, [partner], [sent], [received])
+
+    return start
+
+
+# ---- what to say
+
+
+def _report(job: Job, fits: dict[str, LinkFit], points: dict[str, _Points], copy_seconds: float) -> list[str]:
+    backend = dist.get_backend(job.ranks.group)
+    lines = [f"calibrated {len(job.members)} ranks on {job.device.type} over {backend}"]
+    for where, taken in points.items():
+        found = fits[where]
+        teams = ", ".join(str(peers + 1) for peers in sorted({peers for peers, *_ in taken}))
+        lines.append(
+            f"  {where}: step {found.step * 1e6:.1f} us, message {found.message * 1e6:.1f} us, {_rate(found.byte)}; "
+            f"off by {found.error:.0%} on average over {len(taken)} points (teams of {teams})"
+        )
+    return [*lines, f"  memory: {_rate(copy_seconds / _MEMORY_BYTES)}, all ranks at once"]
+
+
+def _rate(seconds_per_byte: float) -> str:
+    return f"{1e-9 / seconds_per_byte:.2f} GB/s" if seconds_per_byte > 0 else "more GB/s than can be told"

@@ -1,0 +1,67 @@
+"""What options of the command line hold: meshes, shapes, placements, orders of cuts, files to write.
+
+All raise ValueError with a sentence that names the option.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+def parse_integer(text: str, where: str) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]{1,19}", text.strip()):
+        raise ValueError(f"{where} is not an integer of 64 bits")
+    return int(text)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Names and sizes from ``dp=2,tp=4``."""
+    dims: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.partition("=")
+        name, where = name.strip(), f"--mesh: {part!r} in {text!r} is not NAME=SIZE"
+        if not equals:
+            raise ValueError(where)
+        if name in dims:
+            raise ValueError(f"--mesh: the name {name!r} appears twice in {text!r}")
+        dims[name] = parse_integer(size, f"{where}; {size!r}")
+    return dims
+
+
+def parse_shape(text: str) -> list[int]:
+    """Sizes from ``64,64``; empty for a scalar."""
+    sizes = text.split(",") if text.strip() else []
+    return [parse_integer(size, f"--shape: {text!r} is not a list of sizes such as 64,64; {size!r}") for size in sizes]
+
+
+def split_placements(text: str) -> list[str]:
+    """Those between commas that are in no bracket."""
+    return [part.strip() for part in re.split(r",(?![^()]*\))", text)]
+
+
+def parse_order(option: str, text: str | None) -> dict[int, list[int | str]] | None:
+    """Mesh dims by tensor dim from ``0:tp,dp;1:pp``."""
+    if text is None or not text.strip():
+        return None
+    order: dict[int, list[int | str]] = {}
+    for entry in text.split(";"):
+        dim, colon, mesh_dims = entry.partition(":")
+        where = f"{option}: {entry!r} is not TENSOR_DIM:MESH_DIM,MESH_DIM"
+        if not colon:
+            raise ValueError(where)
+        tensor_dim = parse_integer(dim, f"{where}; {dim!r}")
+        if tensor_dim in order:
+            raise ValueError(f"{option}: tensor dim {tensor_dim} has two entries in {text!r}; allowed is one")
+        names = [name.strip() for name in mesh_dims.split(",")]
+        order[tensor_dim] = [int(name) if re.fullmatch(r"[0-9]{1,9}", name) else name for name in names]
+    return order
+
+
+def write_file(option: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option}: {path} cannot be written: {error.strerror}") from None
+    except ValueError as error:  # a path with a null byte
+        raise ValueError(f"{option}: {path!r} cannot be written: {error}") from None
