@@ -2,8 +2,10 @@
 """Checks what the layout of the sources promises: `make lint` runs it.
 
 C++ (csrc/): a folder includes only itself and folders before it in FOLDERS, and no files include each other in a
-circle, where a header and the source of the same name count as one. Python (torch_ext/shardwright): no modules import
-each other in a circle at import time, and a package imports only what PACKAGES allows.
+circle, where a header and the source of the same name count as one. Python (torch_ext/shardwright): a module imports
+only from its own layer and from those before it in LAYERS, and no modules import each other in a circle; imports within
+functions count like all others. No file is longer than MAX_FILE_LINES and no function longer than MAX_FUNCTION_LINES,
+its docstring not counted, but for those that were when the rule was made.
 
 Prints every violation; exits with 1 if there are any.
 """
@@ -37,7 +39,37 @@ FOLDERS = (
 # The simulator is an oracle: what it checks does not use it.
 FORBIDDEN = {("picture", "simulate"), ("runtime", "simulate"), ("runtime", "picture")}
 
-MAX_FILE_LINES = 600
+# The Python package: modules and sub-packages, by layer.
+LAYERS = {
+    "planning, without torch": (
+        "_convert _planner comparing doctor free_memory layout options planning reading tables topology"
+    ),
+    "running": ("_arguments _engine _runtime _stats checking groups plain_tensors preparation tracing watching wire"),
+    "graphs": "graphs operators",
+    "DTensors": "dtensor",
+    "products": (
+        "products _cuts _graph_products _multiplying _product_calls _products _scales explaining matmul overlapping "
+        "parallel"
+    ),
+    "calibration": "calibration",
+    "front": "__main__ cli drop_in",
+}
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+
+# Longer than allowed today.
+LONG_FILES = {
+    "csrc/products/gather.cpp",
+    "csrc/runtime/cuda/gemm_lt.cpp",
+}
+LONG_FUNCTIONS = {
+    "csrc/bindings/planner_module.cpp: define_plan",
+    "csrc/bindings/product_bindings.cpp: define_matmul",
+    "csrc/bindings/runtime_module.cpp: PYBIND11_MODULE",
+    "csrc/products/gemms.cpp: emit_gemms",
+    "torch_ext/shardwright/matmul.py: all_gather_matmul",
+}
 
 Graph = dict[str, set[str]]
 
@@ -103,48 +135,139 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def statements(tree: ast.AST) -> Iterable[ast.AST]:
+    """All that runs, however deep."""
+    for child in ast.iter_child_nodes(tree):
+        if not is_for_types(child):
+            yield child
+            yield from statements(child)
+
+
 def imported(path: Path, modules: set[str]) -> set[str]:
-    """The modules of the package that a file imports when it is imported, not within functions."""
+    """The modules of the package that a file imports, within functions too."""
     own = module_name(path)
     package = own if path.name == "__init__.py" else own.rpartition(".")[0]
     found = set()
-    tree = ast.parse(path.read_text())
-    top = [*tree.body]
-    for node in top:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+    for node in statements(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("shardwright.")}
+        if not isinstance(node, ast.ImportFrom):
             continue
-        for child in ast.walk(node) if isinstance(node, (ast.If, ast.Try)) else [node]:
-            if not isinstance(child, ast.ImportFrom):
+        if node.level == 0:
+            name, _, base = (node.module or "").partition(".")
+            if name != "shardwright":
                 continue
-            if child.level == 0 and not (child.module or "").startswith("shardwright"):
-                continue
-            if child.level == 0:
-                base = (child.module or "").partition(".")[2]
-            else:
-                above = package.split(".") if package else []
-                above = above[: len(above) - (child.level - 1)]
-                base = ".".join([*above, *([child.module] if child.module else [])])
-            for alias in child.names:
-                inner = f"{base}.{alias.name}" if base else alias.name
-                found.add(inner if inner in modules else base)
-    return {name for name in found if name != own}
+        else:
+            above = package.split(".") if package else []
+            above = above[: len(above) - (node.level - 1)]
+            base = ".".join([*above, *([node.module] if node.module else [])])
+        for alias in node.names:
+            inner = f"{base}.{alias.name}" if base else alias.name
+            found.add(inner if inner in modules else base)
+    # Importing a part of a package runs the package's own __init__ first; that is no import of the file's own.
+    return {name for name in found if name not in ("", own) and not own.startswith(name + ".")}
 
 
 def check_python() -> Iterable[str]:
     paths = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-    modules = set(paths)
-    # Importing a part of a package runs the package's own __init__ first; that is no import of the file's own.
-    graph = {name: imported(path, modules) - {""} for name, path in paths.items() if name}
+    compiled = {path.stem for path in PACKAGE.glob("*.pyi")}
+    graph = {name: imported(path, set(paths) | compiled) for name, path in paths.items() if name}
     for circle in circles(graph):
         yield f"shardwright: modules import each other in a circle: {', '.join(circle)}"
+    layer_of = {name: layer for layer, names in enumerate(LAYERS.values()) for name in names.split()}
+    layers = list(LAYERS)
+    for name, targets in graph.items():
+        mine = layer_of.get(name.partition(".")[0])
+        if mine is None:
+            yield f"shardwright: '{name}' is in none of the LAYERS of tools/check_structure.py"
+            continue
+        for target in sorted(targets):
+            its = layer_of.get(target.partition(".")[0], mine)
+            if its > mine:
+                yield f"shardwright: {name} ({layers[mine]}) must not import {target} ({layers[its]})"
+
+
+def python_functions(text: str) -> Iterable[tuple[str, int]]:
+    """Name and lines of each function, decorators and docstring not counted."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            first = node.body[0]
+            if ast.get_docstring(node) is not None:
+                lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+            yield node.name, lines
+
+
+# Comments, texts and characters, whose braces do not count; a 1'000 is no text.
+_NOT_CODE = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|(?<!\w)'(?:\\.|[^'\\\n])*'|^\#(?:\\\n|[^\n])*""",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def cpp_functions(text: str) -> Iterable[tuple[str, int]]:
+    """Name and lines of each function, from the line of its name to its closing brace, lambdas within it included."""
+    code = _NOT_CODE.sub(lambda found: "\n" * found[0].count("\n"), text)
+    begin = 0  # of what stands in front of the next brace
+    at = 0
+    while (at := _next(code, at)) < len(code):
+        head = code[begin:at].strip()
+        if code[at] != "{":
+            begin = at = at + 1
+            continue
+        is_scope = re.match(r"(template\s*<[^;{]*>\s*)?(inline\s+)?(namespace|class|struct|union|enum|extern)\b", head)
+        if is_scope and not head.startswith("enum") and not head.endswith("="):
+            begin = at = at + 1
+            continue
+        end = _closing(code, at)
+        named = re.search(r"((?:\w+::)*~?(?:operator\s*[^\s\w(]+|operator\s*\(\)|\w+))\s*\(", head)
+        is_initialiser = not named or head.endswith("=") or bool(re.search(r"\)\s*:[^:].*\w$", head, re.DOTALL))
+        if is_initialiser:
+            at = end
+            continue
+        assert named is not None
+        line = begin + code[begin:at].index(named[1])
+        yield named[1], code.count("\n", line, end) + 1
+        begin = at = end
+
+
+def _next(code: str, at: int) -> int:
+    found = re.compile(r"[{};]").search(code, at)
+    return found.start() if found else len(code)
+
+
+def _closing(code: str, at: int) -> int:
+    """Behind the brace that closes the one here."""
+    depth = 0
+    for found in re.compile(r"[{}]").finditer(code, at):
+        depth += 1 if found[0] == "{" else -1
+        if depth == 0:
+            return found.end()
+    return len(code)
 
 
 def check_lengths() -> Iterable[str]:
-    for path in [*CSRC.rglob("*"), *PACKAGE.rglob("*.py")]:
-        if path.suffix in (".h", ".cpp", ".cu", ".py"):
-            lines = len(path.read_text().splitlines())
-            if lines > MAX_FILE_LINES:
-                yield f"{path.relative_to(ROOT)}: {lines} lines; allowed are {MAX_FILE_LINES}"
+    long_files, long_functions = set(), set()
+    for path in sorted([*CSRC.rglob("*"), *PACKAGE.rglob("*.py")]):
+        if path.suffix not in (".h", ".cpp", ".cu", ".cuh", ".py"):
+            continue
+        name, text = path.relative_to(ROOT).as_posix(), path.read_text()
+        lines = len(text.splitlines())
+        if lines > MAX_FILE_LINES:
+            long_files.add(name)
+            if name not in LONG_FILES:
+                yield f"{name}: {lines} lines; allowed are {MAX_FILE_LINES}"
+        for function, lines in python_functions(text) if path.suffix == ".py" else cpp_functions(text):
+            if lines > MAX_FUNCTION_LINES:
+                long_functions.add(f"{name}: {function}")
+                if f"{name}: {function}" not in LONG_FUNCTIONS:
+                    yield f"{name}: {function} has {lines} lines; allowed are {MAX_FUNCTION_LINES}"
+    for gone in sorted((LONG_FILES - long_files) | (LONG_FUNCTIONS - long_functions)):
+        yield f"{gone}: is short enough by now; take it out of LONG_FILES or LONG_FUNCTIONS in tools/check_structure.py"
 
 
 def main() -> int:

@@ -1,0 +1,111 @@
+"""What `make lint` says of the layout of the sources: that the tool sees what it is to see."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "check_structure.py"
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The tool, on a package of its own."""
+    spec = importlib.util.spec_from_file_location("check_structure", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "PACKAGE", tmp_path)
+    monkeypatch.setattr(module, "LAYERS", {"low": "low lower _planner", "high": "part top"})
+    return module
+
+
+def _write(folder: Path, **modules: str) -> None:
+    for name, text in {"__init__": "", **modules}.items():
+        path = folder / f"{name.replace('__in__', '/')}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+def test_what_is_allowed(tool: ModuleType, tmp_path: Path) -> None:
+    _write(tmp_path, low="from .lower import x", lower="", top="def f():\n    from . import part")
+    _write(tmp_path / "part", __init__="from .. import low\nfrom . import a", a="")
+    assert list(tool.check_python()) == []
+
+
+@pytest.mark.parametrize(
+    ("low", "said"),
+    [
+        ("from . import top", "low (low) must not import top (high)"),
+        ("def f():\n    from .part.a import x", "low (low) must not import part.a (high)"),
+        ("class C:\n    def f(self):\n        import shardwright.top", "low (low) must not import top (high)"),
+        ("if x:\n    from shardwright import top", "low (low) must not import top (high)"),
+    ],
+)
+def test_an_arrow_up(tool: ModuleType, tmp_path: Path, low: str, said: str) -> None:
+    _write(tmp_path, low=low, top="")
+    _write(tmp_path / "part", a="")
+    (found,) = tool.check_python()
+    assert said in found
+
+
+def test_imports_for_types_do_not_count(tool: ModuleType, tmp_path: Path) -> None:
+    _write(tmp_path, low="if TYPE_CHECKING:\n    from . import top", top="")
+    assert list(tool.check_python()) == []
+
+
+def test_a_circle_by_way_of_a_function(tool: ModuleType, tmp_path: Path) -> None:
+    _write(tmp_path, low="from . import lower", lower="def f():\n    from .low import x")
+    (found,) = tool.check_python()
+    assert "circle: low, lower" in found
+
+
+def test_a_module_without_a_layer(tool: ModuleType, tmp_path: Path) -> None:
+    _write(tmp_path, other="")
+    (found,) = tool.check_python()
+    assert "'other' is in none of the LAYERS" in found
+
+
+CPP = """
+#define LONG {
+namespace a {
+struct S {
+  int x = 0;  // not a brace: {
+  int get() const {
+    if (x) {
+      return '{';
+    }
+    return 1'000;
+  }
+};
+const char* const text = "}";
+constexpr int kNumbers[] = {
+    f(1),
+};
+S::S(int given)
+    : x{given},
+      y(2) {
+  auto inner = [] {
+    return 1;
+  };
+}
+template <typename T>
+bool S::operator==(const T& other) const {
+  return true;
+}
+}  // namespace a
+"""
+
+
+def test_functions_of_cpp(tool: ModuleType) -> None:
+    assert list(tool.cpp_functions(CPP)) == [("get", 6), ("S::S", 7), ("S::operator==", 3)]
+
+
+def test_functions_of_python(tool: ModuleType) -> None:
+    text = (
+        'def f(\n    a,\n):\n    """Of\n    two lines."""\n    return a\n\n\nclass C:\n    def g(self):\n        pass\n'
+    )
+    assert sorted(tool.python_functions(text)) == [("f", 4), ("g", 2)]
