@@ -5,7 +5,7 @@
 
 64x64 float32 on a (4, 4, 4) mesh of 64 ranks, of which this process is rank 0; nothing travels. Every set of mesh dims
 has its flattened submesh, which is what stock needs to merge collectives. Stock and ours take turns in one process,
-some calls at a time; a figure is the 20th percentile of these turns, so that what else the machine does counts little.
+some calls at a time; a figure is the lower quartile of these turns, so that what else the machine does counts little.
 
 What is timed: `DTensor.redistribute` without gradients (explicit), with `requires_grad` (forward alone, and with its
 backward); operators whose redistributes DTensor starts by itself (implicit, the operator included); the function
@@ -24,7 +24,6 @@ import math
 import re
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor._redistribute as torch_redistribute
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -42,40 +41,21 @@ from shardwright import _engine, groups
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine  # noqa: E402
+import timing  # noqa: E402
+from cases import THREE_DIMS, as_torch, placements  # noqa: E402
 
 SIZES = (4, 4, 4)
 SHAPE = (64, 64)
-R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
-Placements = tuple[Placement, ...]
-
-# The first takes one collective, the others several moves of stock's.
-CASES: list[tuple[Placements, Placements]] = [
-    ((S0, R, R), (R, R, R)),
-    ((S0, S0, S0), (R, R, R)),
-    ((P, P, P), (R, S0, R)),
-    ((P, P, P), (R, R, R)),
-    ((S0, S1, R), (S1, S0, R)),
-    ((S0, S0, R), (S1, S1, R)),
-    ((R, S0, S1), (S0, S0, R)),
-]
-
 # Operators that DTensor redistributes the arguments of.
-OPERATORS: dict[str, tuple[Callable[..., torch.Tensor], list[Placements]]] = {
-    "softmax over a cut dim": (lambda x: torch.softmax(x, 0), [(S0, R, R)]),
-    "relu of a pending sum": (torch.relu, [(P, P, P)]),
-    "add, cut otherwise": (torch.add, [(S0, S1, R), (S1, S0, R)]),
+OPERATORS: dict[str, tuple[Callable[..., torch.Tensor], list[str]]] = {
+    "softmax over a cut dim": (lambda x: torch.softmax(x, 0), ["S(0) R R"]),
+    "relu of a pending sum": (torch.relu, ["P P P"]),
+    "add, cut otherwise": (torch.add, ["S(0) S(1) R", "S(1) S(0) R"]),
 }
 
-QUANTILE = 0.2
 
-
-def text(placements: Placements) -> str:
-    names = {R: "R", S0: "S0", S1: "S1", P: "P"}
-    return "[" + ",".join(names[p] for p in placements) + "]"
-
-
-def tensor(mesh: DeviceMesh, placements: Placements, requires_grad: bool = False) -> DTensor:
-    shape = list(SHAPE)
+def tensor(mesh: DeviceMesh, text: str, requires_grad: bool = False) -> DTensor:
+    shape, placements = list(SHAPE), as_torch(text)
     for size, placement in zip(SIZES, placements):
         if isinstance(placement, Shard):
             shape[placement.dim] //= size
@@ -89,33 +69,10 @@ def engine(ours: bool):
         yield
 
 
-def low(times: list[float]) -> float:
-    return round(1e6 * statistics.quantiles(times, n=100, method="inclusive")[int(100 * QUANTILE) - 1], 2)
-
-
-def timed(call: Callable[[], object], calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls
-
-
 def side_by_side(call: Callable[[], object], rounds: int, calls: int) -> dict[str, float]:
     """us per call of stock and ours, in turns."""
-    times: dict[str, list[float]] = {"stock": [], "ours": []}
-    for turn in range(rounds + 1):  # the first one warms up
-        for name, kept in times.items():
-            with engine(name == "ours"):
-                call()
-                once = timed(call, calls)
-                if turn > 0:
-                    kept.append(once)
-    return {name: low(kept) for name, kept in times.items()}
-
-
-def alone(call: Callable[[], object], rounds: int, calls: int) -> float:
-    timed(call, calls)
-    return low([timed(call, calls) for _ in range(rounds)])
+    turns = timing.Turns({"stock": call, "ours": call}, around=lambda name: engine(name == "ours"), settles=True)
+    return {name: round(1e6 * seconds, 2) for name, seconds in turns.of_count(rounds, calls).low.items()}
 
 
 def look(x: torch.Tensor) -> tuple:
@@ -132,28 +89,29 @@ def check(call: Callable[[], torch.Tensor]) -> None:
     assert all(one == looks[0] for one in looks), looks
 
 
-def explicit(mesh: DeviceMesh, src: Placements, dst: Placements, rounds: int, calls: int) -> list[dict]:
+def explicit(mesh: DeviceMesh, src: str, dst: str, rounds: int, calls: int) -> list[dict]:
     """Rows of one pair: without gradients, with them, with their backward."""
     rows = []
     x, leaf = tensor(mesh, src), tensor(mesh, src, True)
-    pair = f"{text(src)}->{text(dst)}"
-    sw.plan(*(sw.Layout(sw.Mesh(mesh), SHAPE, list(p)) for p in (src, dst)), backend="gloo").simulate()
+    pair = f"{src} -> {dst}"
+    after = as_torch(dst)
+    sw.plan(*(sw.Layout(sw.Mesh(mesh), SHAPE, placements(p)) for p in (src, dst)), backend="gloo").simulate()
     for name, y in (("explicit", x), ("explicit, requires_grad", leaf)):
-        check(lambda y=y: y.redistribute(placements=dst))
+        check(lambda y=y: y.redistribute(placements=after))
         rows.append(
-            {"call": name, "pair": pair, **side_by_side(lambda y=y: y.redistribute(placements=dst), rounds, calls)}
+            {"call": name, "pair": pair, **side_by_side(lambda y=y: y.redistribute(placements=after), rounds, calls)}
         )
-    gradient = leaf.redistribute(placements=dst).detach()
+    gradient = leaf.redistribute(placements=after).detach()
     if not any(p.is_partial() for p in gradient.placements):
 
         def there_and_back() -> torch.Tensor:
             leaf.grad = None
-            leaf.redistribute(placements=dst).backward(gradient)
+            leaf.redistribute(placements=after).backward(gradient)
             return leaf.grad
 
         check(there_and_back)
         rows.append({"call": "explicit, with backward", "pair": pair, **side_by_side(there_and_back, rounds, calls)})
-    target = DTensorSpec(mesh, dst, tensor_meta=x._spec.tensor_meta)
+    target = DTensorSpec(mesh, after, tensor_meta=x._spec.tensor_meta)
     local, current = x._local_tensor, x._spec
 
     def by_function() -> torch.Tensor:
@@ -166,20 +124,20 @@ def explicit(mesh: DeviceMesh, src: Placements, dst: Placements, rounds: int, ca
 def implicit(mesh: DeviceMesh, rounds: int, calls: int) -> list[dict]:
     rows = []
     for name, (operator, arguments) in OPERATORS.items():
-        tensors = [tensor(mesh, placements) for placements in arguments]
-        leaves = [tensor(mesh, placements, True) for placements in arguments]
+        tensors = [tensor(mesh, one) for one in arguments]
+        leaves = [tensor(mesh, one, True) for one in arguments]
         for kind, inputs in (("implicit", tensors), ("implicit, requires_grad", leaves)):
             call = functools.partial(operator, *inputs)
             check(call)
-            pair = f"{name}: {', '.join(map(text, arguments))}"
+            pair = f"{name}: {', '.join(arguments)}"
             rows.append({"call": kind, "pair": pair, **side_by_side(call, rounds, calls)})
     return rows
 
 
-def ours_alone(mesh: DeviceMesh, src: Placements, dst: Placements, rounds: int, calls: int) -> dict:
+def ours_alone(mesh: DeviceMesh, src: str, dst: str, rounds: int, calls: int) -> dict:
     """`sw.redistribute_local` on plain tensors; the executor; and the bare collectives that its program makes."""
     local = tensor(mesh, src)._local_tensor
-    before, after = (sw.Layout(sw.Mesh(mesh), SHAPE, list(p)) for p in (src, dst))
+    before, after = (sw.Layout(sw.Mesh(mesh), SHAPE, placements(p)) for p in (src, dst))
     plan = _engine.make_plan(before, after, "cpu")
     executable = _engine.bind(plan, device_mesh=mesh)
     bare = bare_collectives(plan.program(0), executable)
@@ -191,13 +149,10 @@ def ours_alone(mesh: DeviceMesh, src: Placements, dst: Placements, rounds: int, 
     def by_name() -> torch.Tensor:
         return sw.redistribute_local(local, before, after, device_mesh=mesh)
 
-    return {
-        "pair": f"{text(src)}->{text(dst)}",
-        "redistribute_local": alone(by_name, rounds, calls),
-        "executor": alone(lambda: executable.run(local), rounds, calls),
-        "bare": alone(call_bare, rounds, calls) if bare else None,
-        "collectives": len(bare),
-    }
+    compared = {"redistribute_local": by_name, "executor": lambda: executable.run(local)}
+    times = timing.Turns({**compared, "bare": call_bare} if bare else compared).of_count(rounds, calls).low
+    us = {name: round(1e6 * seconds, 2) for name, seconds in times.items()}
+    return {"pair": f"{src} -> {dst}", "bare": None, **us, "collectives": len(bare)}
 
 
 def bare_collectives(program: str, executable: Any) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -245,14 +200,14 @@ def main() -> None:
             mesh[names]._flatten("".join(names))
     repeat = (options.rounds, options.calls)
     rows = []
-    for src, dst in CASES:
+    for src, dst in THREE_DIMS:
         rows += explicit(mesh, src, dst, *repeat)
     rows += implicit(mesh, *repeat)
-    print(f"{'us a call':58}{'stock':>9}{'ours':>9}{'stock/ours':>12}")
+    print(f"{'us a call':76}{'stock':>9}{'ours':>9}{'stock/ours':>12}")
     for row in rows:
         ratio = row["stock"] / row["ours"]
-        print(f"{row['call'] + ', ' + row['pair']:58}{row['stock']:9.1f}{row['ours']:9.1f}{ratio:12.1f}")
-    alone_rows = [ours_alone(mesh, src, dst, *repeat) for src, dst in CASES]
+        print(f"{row['call'] + ', ' + row['pair']:76}{row['stock']:9.1f}{row['ours']:9.1f}{ratio:12.1f}")
+    alone_rows = [ours_alone(mesh, src, dst, *repeat) for src, dst in THREE_DIMS]
     print(f"\n{'ours alone, us a call':40}{'redistribute_local':>20}{'executor':>10}{'bare':>8}  collectives")
     for row in alone_rows:
         bare = "-" if row["bare"] is None else f"{row['bare']:.1f}"
@@ -261,7 +216,7 @@ def main() -> None:
     summary = summarise(rows)
     for kind, figures in summary.items():
         print(f"{kind:28} stock/ours {figures['stock_over_ours']:.2f}, worst {figures['worst']:.2f}")
-    head = {**machine.describe("torch"), "mesh": SIZES, "shape": SHAPE, "quantile": QUANTILE}
+    head = {**machine.describe("torch"), "mesh": SIZES, "shape": SHAPE, "quantile": timing.QUANTILE}
     machine.write(options.out, {**head, "summary": summary, "rows": rows, "ours_alone": alone_rows})
     dist.destroy_process_group()
 

@@ -4,14 +4,13 @@
     make bench-matmul ARGS="--seconds 1 --out /tmp/matmul.json"
 
 On CPU transfers and products share the cores, so what is hidden is the waiting. Every way is checked against the global
-product, then they take turns in batches; a batch is as slow as its slowest rank, and the lowest tenth of the batches
-counts. The exit status is 1 if a way returned a wrong result.
+product, then they take turns in batches; a batch is as slow as its slowest rank, and the lower quartile of the
+batches counts. The exit status is 1 if a way returned a wrong result.
 """
 
 import argparse
 import math
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,14 +24,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
+import timing  # noqa: E402
+from cases import HOST_PRODUCTS  # noqa: E402
 from ranks import launch, over_ranks  # noqa: E402
 from report import say  # noqa: E402
 
 RANKS = 4
-# rows, k, columns: of a layer's operand and its result in all; the last one has rows that do not divide
-SHAPES = [(256, 256, 1024), (1024, 512, 2048), (2048, 1024, 1024), (4096, 512, 512), (1022, 512, 2048)]
 KINDS = ("all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce")
-LOW_QUANTILE = 0.1
 MIN_BATCHES = 5
 
 
@@ -79,23 +77,13 @@ def measure(kind: str, shape: tuple[int, int, int], mesh: DeviceMesh, seconds: f
     expected = x @ weight.t()
     right = {name: float(torch.equal(call().full_tensor(), expected)) for name, call in calls.items()}
     all_right = dict(zip(right, over_ranks(list(right.values()), dist.ReduceOp.MIN), strict=True))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    begin = time.perf_counter()
-    while True:
-        for name, call in calls.items():
-            dist.barrier()
-            start = time.perf_counter()
-            call().to_local()
-            times[name].append(over_ranks([time.perf_counter() - start], dist.ReduceOp.MAX)[0])
-        (spent,) = over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)
-        if spent > seconds and len(times["stock"]) >= MIN_BATCHES:
-            break
-    low = {name: sorted(all_times)[int(len(all_times) * LOW_QUANTILE)] for name, all_times in times.items()}
+    calls = {name: lambda call=call: call().to_local() for name, call in calls.items()}
+    times = timing.among_ranks(calls).of_length(seconds, rounds=(MIN_BATCHES, 1000))
     return {
         "kind": kind,
         "rows_k_columns": shape,
-        "batches": len(times["stock"]),
-        "stock_over": {name: round(low["stock"] / seconds_of, 3) for name, seconds_of in low.items()},
+        "batches": times.rounds,
+        "stock_over": {name: round(times.low["stock"] / low, 3) for name, low in times.low.items()},
         "right": {name: bool(value) for name, value in all_right.items()},
     }
 
@@ -106,7 +94,7 @@ def run_rank(seconds: float, out: str, head: dict) -> None:
     found = []
     for kind in KINDS:
         say(f"\n{kind}: stock's time over")
-        for shape in SHAPES:
+        for shape in HOST_PRODUCTS:
             row = measure(kind, shape, mesh, seconds)
             found.append(row)
             figures = "  ".join(f"{name} {ratio:.2f}" for name, ratio in row["stock_over"].items() if name != "stock")

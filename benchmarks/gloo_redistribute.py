@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
+import timing  # noqa: E402
 from floor import Floor, Groups  # noqa: E402
 from ranks import coordinate, launch, make_mesh, over_ranks  # noqa: E402
 from redistribute_cases import TWELVE, Case, global_tensor, local_shard, source_local, torch_placements  # noqa: E402
@@ -44,9 +45,7 @@ CONTENDERS = ("floor", "stock", "ours")
 
 BATCH_SECONDS = 0.012  # what a batch of one contender takes, if a single call does not take longer
 MAX_CALLS_PER_BATCH = 50
-MIN_ROUNDS, MAX_ROUNDS = 5, 40
-QUICK_ROUNDS = 3
-LOW_QUANTILE = 0.25  # of the batches of a contender: others use this machine too, and only ever make it slower
+ROUNDS = (5, 40)
 
 MIN_OF_FLOOR = 0.9
 MIN_OF_STOCK = 0.95  # less is slower beyond noise
@@ -96,7 +95,9 @@ def measure(case: Case, n: int, mesh: DeviceMesh, groups: Groups, row_seconds: f
     del whole
     if n >= LARGE_N:
         _global_tensor.cache_clear()  # memory that is short or in pieces would be what is timed
-    us, us_median, effort = _time(calls, row_seconds, quick)
+    turns = timing.among_ranks(calls, around=lambda name: ENGINES[name]())
+    times = turns.of_length(row_seconds, BATCH_SECONDS, (3, 3) if quick else ROUNDS, MAX_CALLS_PER_BATCH)
+    us = times.us()
     plan = sw.plan(sw.Layout(mesh, shape, case.src), sw.Layout(mesh, shape, case.dst), backend="gloo")
     totals = over_ranks([float(received[name]) for name in CONTENDERS], dist.ReduceOp.SUM)
     return {
@@ -111,10 +112,11 @@ def measure(case: Case, n: int, mesh: DeviceMesh, groups: Groups, row_seconds: f
         "plan": [{"op": step.op, "mesh_dims": [mesh.mesh_dim_names[d] for d in step.mesh_dims]} for step in plan.steps],
         "peak_bytes": dict(zip(peak, map(int, over_ranks(list(peak.values()), dist.ReduceOp.MAX)))),
         "us": us,
-        "us_median": us_median,
+        "us_median": {name: round(1e6 * seconds, 1) for name, seconds in times.median.items()},
         "stock_over_ours": round(us["stock"] / us["ours"], 3),
         "floor_over_ours": round(us["floor"] / us["ours"], 3),
-        **effort,
+        "rounds": times.rounds,
+        "calls_per_batch": times.calls_per_batch,
     }
 
 
@@ -150,48 +152,6 @@ def _allocated_peak(name: str, call: Callable) -> float:
     return float(peak)
 
 
-def _time(calls: dict[str, Callable], row_seconds: float, quick: bool) -> tuple[dict, dict, dict]:
-    """Microseconds per call: low quantile over batches, and median. A batch lasts as long as its slowest rank.
-
-    All counts come from values reduced over ranks, so that every rank makes the same calls.
-    """
-    start = time.perf_counter()
-    first = [_batch(name, call, 2) for name, call in calls.items()]
-    spent = time.perf_counter() - start
-    *first, row_seconds = over_ranks([*first, row_seconds - spent], dist.ReduceOp.MAX)
-    once = dict(zip(calls, first, strict=True))
-    repeats = {name: min(max(round(BATCH_SECONDS / once[name]), 1), MAX_CALLS_PER_BATCH) for name in calls}
-    round_seconds = sum(once[name] * repeats[name] for name in calls)
-    rounds = QUICK_ROUNDS if quick else min(max(round(row_seconds / round_seconds), MIN_ROUNDS), MAX_ROUNDS)
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            seconds[name].append(_batch(name, call, repeats[name]))
-    seconds = {name: over_ranks(values, dist.ReduceOp.MAX) for name, values in seconds.items()}
-    low = {name: round(1e6 * _quantile(values, LOW_QUANTILE), 1) for name, values in seconds.items()}
-    median = {name: round(1e6 * statistics.median(values), 1) for name, values in seconds.items()}
-    return low, median, {"rounds": rounds, "calls_per_batch": repeats}
-
-
-def _batch(name: str, call: Callable, repeats: int) -> float:
-    """Seconds per call on this rank."""
-    with ENGINES[name]():
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        return (time.perf_counter() - start) / repeats
-
-
-def _quantile(values: list[float], fraction: float) -> float:
-    """Linear between neighbours."""
-    ordered = sorted(values)
-    position = fraction * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
 # ---- all of them
 
 
@@ -215,9 +175,8 @@ def run_rank(sizes: tuple[int, ...], seconds: float, quick: bool, out: str, head
     if dist.get_rank() != 0:
         return
     result = {**head, "summary": summarise(rows), "rows": rows}
-    Path(out).write_text(json.dumps(result, indent=1) + "\n")
     say_summary(result["summary"])
-    say(f"\nwritten to {out}")
+    machine.write(out, result)
 
 
 def summarise(rows: list[dict]) -> dict:

@@ -10,39 +10,38 @@ mesh of one rank per dim; cases that pack are made by cutting beforehand.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright import _runtime
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine  # noqa: E402
+import timing  # noqa: E402
+from cases import ONE_DIM, as_torch  # noqa: E402
 
 CALLS, REPEATS = 200, 15
-CASES = [((Shard(0),), (Replicate(),)), ((Shard(0),), (Shard(1),)), ((Partial(),), (Replicate(),))]
 
 
-def host_us(call: Callable[[], object]) -> float:
-    """Of a call, by the host's clock; the device is waited for outside of it."""
-    times = []
-    for _ in range(REPEATS + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        times.append((time.perf_counter() - start) / CALLS)
-    torch.cuda.synchronize()
-    return round(1e6 * statistics.median(times[1:]), 2)
+def host_us(calls: dict[str, Callable[[], object]], **more: Any) -> dict[str, float]:
+    """Of each call, by the host's clock, in turns; the device is waited for outside of it."""
+    turns = timing.Turns(calls, barrier=torch.cuda.synchronize, settles=True, **more)
+    return {name: round(1e6 * seconds, 2) for name, seconds in turns.of_count(REPEATS, CALLS).low.items()}
+
+
+def ours_or_stock(name: str) -> contextlib.AbstractContextManager:
+    return sw.enabled(strict=True) if name == "ours_us" else contextlib.nullcontext()
 
 
 def main() -> None:
@@ -54,20 +53,17 @@ def main() -> None:
     dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
     mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("a",))
     rows = []
-    for src, dst in CASES:
-        x = DTensor.from_local(torch.randn(64, 64, device="cuda"), mesh, src, run_check=False)
-        row: dict = {"pair": f"{src[0]} -> {dst[0]}"}
-        row["stock_us"] = host_us(lambda x=x, dst=dst: x.redistribute(placements=dst))
-        with sw.enabled(strict=True):
-            row["ours_us"] = host_us(lambda x=x, dst=dst: x.redistribute(placements=dst))
-        rows.append(row)
-        print(row)
+    for src, dst in ONE_DIM:
+        x = DTensor.from_local(torch.randn(64, 64, device="cuda"), mesh, as_torch(src), run_check=False)
+        call = functools.partial(x.redistribute, placements=as_torch(dst))
+        rows.append({"pair": f"{src} -> {dst}", **host_us({"stock_us": call, "ours_us": call}, around=ours_or_stock)})
+        print(rows[-1])
     packing = []
     for num_boxes in (1, 16, 17, 1000):
         boxes = [(128 * b, 64 * b, [4, 16], [32, 1], [16, 1]) for b in range(num_boxes)]
         source, packed = torch.randn(128 * num_boxes, device="cuda"), torch.empty(64 * num_boxes, device="cuda")
         copy = _runtime.StridedCopy(boxes, 4)
-        packing.append({"boxes": num_boxes, "host_us": host_us(lambda c=copy, s=source, p=packed: c.run(s, p))})
+        packing.append({"boxes": num_boxes, **host_us({"host_us": functools.partial(copy.run, source, packed)})})
         print(packing[-1])
     head = machine.describe("torch")
     head["machine"]["gpu"] = torch.cuda.get_device_name()

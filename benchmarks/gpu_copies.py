@@ -13,9 +13,7 @@ are those of events around graph replays.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from shardwright import _runtime
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine  # noqa: E402
+import timing  # noqa: E402
 
 RUN_BYTES = (4, 16, 32, 64, 256, 1024, 16384)
 NUM_BOXES = (1, 100, 10_000, 100_000)
@@ -45,16 +44,11 @@ def rows_as_boxes(num_rows: int, run: int, num_boxes: int) -> Boxes:
 
 
 def seconds(call: Callable[[int], object], device: torch.device, num_buffers: int) -> float:
-    """Median time of a call; its argument says which buffers to use."""
+    """Lower quartile of the times of a call; its argument says which buffers to use."""
     for i in range(num_buffers):
         call(i)
     if device.type == "cpu":
-        times = []
-        for i in range(REPEATS):
-            start = time.perf_counter()
-            call(i % num_buffers)
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        return timing.low([timing.seconds_of(lambda i=i: call(i % num_buffers)) for i in range(REPEATS)])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -69,7 +63,7 @@ def seconds(call: Callable[[int], object], device: torch.device, num_buffers: in
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e-3 / num_buffers)
-    return statistics.median(times)
+    return timing.low(times)
 
 
 def measure(device: torch.device, run_bytes: int, num_boxes: int, total_bytes: int, num_buffers: int) -> dict | None:

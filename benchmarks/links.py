@@ -15,13 +15,12 @@ import json
 import logging
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +35,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
+import timing  # noqa: E402
+from cases import FORCED, LINK_PRODUCTS, MOVES, as_torch, placements  # noqa: E402
 from ranks import over_ranks  # noqa: E402
 from report import say  # noqa: E402
 from shardwright import _engine, _product_calls, tables  # noqa: E402
@@ -54,53 +55,16 @@ class Network(NamedTuple):
 NETWORKS = [Network(2, 1, gbit) for gbit in (0.5, 1, 2, 4)] + [Network(2, 2, gbit) for gbit in (1, 4)]
 QUICK_NETWORKS = [Network(2, 1, 1), Network(2, 2, 1)]
 
-# rows, k, columns of the product in all
-SHAPES = [(2048, 1024, 2048), (4096, 1024, 1024), (1022, 512, 3000)]
-QUICK_SHAPES = SHAPES[:1]
 KINDS = ("all-gather-matmul", "matmul-reduce-scatter")
 METHODS = [("serial", 1)] + [(method, chunks) for method in ("ring", "collective") for chunks in (2, 4, 8)]
 
-# Of a tensor of this shape, by placements on the mesh (node, gpu); on one rank a node the second mesh dim has one rank.
-MOVED = (2048, 1024)
-MOVES = [
-    ("S(0),S(0)", "R,R"),
-    ("S(0),S(0)", "S(1),S(1)"),
-    ("P,P", "S(0),S(0)"),
-    ("P,P", "R,R"),
-    ("R,S(0)", "S(0),R"),
-]
-# Layouts in between, one move each: all at once, and within nodes first or last. Chosen is what `sw.plan` finds.
-FORCED = {
-    ("S(0),S(0)", "R,R"): {"flat": [], "between, then within": [("R,SS(0,2)")], "within, then between": ["S(0),R"]},
-    ("P,P", "R,R"): {"flat": [], "within, then between": ["P,R"], "scatter first": ["P,S(0)", "R,S(0)"]},
-    ("P,P", "S(0),S(0)"): {"flat": [], "within, then between": ["P,SS(0,2)"]},
-}
+MOVED = (2048, 1024)  # shape of the tensor that is redistributed
 
 ROUNDS, QUICK_ROUNDS = 7, 3
-LOW_QUANTILE = 0.2
 LONG_SECONDS = 0.020  # from here on, what is hidden is judged
 
 
 # ---- on every rank
-
-
-def low(values: Sequence[float]) -> float:
-    """Other work on the machine only ever adds."""
-    return sorted(values)[int(len(values) * LOW_QUANTILE)]
-
-
-def time_in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Seconds of each call: all take turns, a turn is as long as on its slowest rank, a low quantile counts."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):  # the first one makes connections and plans
-        for name, call in calls.items() if turn % 2 else reversed(calls.items()):
-            dist.barrier()
-            start = time.perf_counter()
-            call()
-            (slowest,) = over_ranks([time.perf_counter() - start], dist.ReduceOp.MAX)
-            if turn > 0:
-                seconds[name].append(slowest)
-    return {name: low(values) for name, values in seconds.items()}
 
 
 def enabled(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -152,7 +116,7 @@ def measure_product(kind: str, shape: tuple[int, int, int], mesh: DeviceMesh, ro
         calls["chosen"]()
     matmul, schedule = Matmul.parse(heard[-1].program)
     model = heard[-1].model
-    seconds = time_in_turns(calls, rounds)
+    seconds = timing.among_ranks(calls).of_count(rounds).low
     product, transfer = seconds["product"], seconds["transfer"]
     lanes = matmul.timeline(Schedule("serial", 1), model)
     predicted = {
@@ -181,11 +145,6 @@ def measure_product(kind: str, shape: tuple[int, int, int], mesh: DeviceMesh, ro
     }
 
 
-def placements(text: str) -> list[Any]:
-    found = {"R": Replicate(), "P": Partial(), "S(0)": Shard(0), "S(1)": Shard(1)}
-    return [found[one] for one in text.split(",")]
-
-
 def sent_by_nodes(call: Callable[[], Any]) -> int:
     """Bytes that left the node that sent most, by the counter of its interface, headers and barriers included."""
     dist.barrier()
@@ -206,20 +165,20 @@ def measure_move(src: str, dst: str, mesh: DeviceMesh, network: Network, rounds:
         local = whole * (dist.get_rank() + 1)
         expected = whole * (num_ranks * (num_ranks + 1) / 2)
     else:
-        local = distribute_tensor(whole, mesh, placements(src)).to_local()
+        local = distribute_tensor(whole, mesh, as_torch(src)).to_local()
         expected = whole
-    given = DTensor.from_local(local, mesh, placements(src), run_check=False)
-    wanted = distribute_tensor(expected, mesh, placements(dst)).to_local()
+    given = DTensor.from_local(local, mesh, as_torch(src), run_check=False)
+    wanted = distribute_tensor(expected, mesh, as_torch(dst)).to_local()
     grid = sw.Mesh(mesh)
-    ends = tuple(sw.Layout(grid, MOVED, text.split(",")) for text in (src, dst))
+    ends = tuple(sw.Layout(grid, MOVED, placements(text)) for text in (src, dst))
     calls: dict[str, Callable[[], Any]] = {
-        "stock": lambda: _waited(given.redistribute(placements=placements(dst))),
-        "ours": enabled(lambda: given.redistribute(placements=placements(dst)).to_local()),
+        "stock": lambda: _waited(given.redistribute(placements=as_torch(dst))),
+        "ours": enabled(lambda: given.redistribute(placements=as_torch(dst)).to_local()),
     }
     predicted = {"ours": _engine.make_plan(*ends, "cpu").predicted_us / 1e3}
     moves = {"ours": str(_engine.make_plan(*ends, "cpu")).splitlines()[1:]}
     for name, between in FORCED.get((src, dst), {}).items() if network.per_node > 1 else ():
-        through = [sw.Layout(grid, MOVED, _split(text), strided="literal") for text in between]
+        through = [sw.Layout(grid, MOVED, placements(text), strided="literal") for text in between]
         plan = sw.plan(*ends, backend="gloo", through=through)
         executable = _engine.bind(plan, device_mesh=mesh)
         calls[name] = lambda executable=executable: executable.run(local)
@@ -227,7 +186,7 @@ def measure_move(src: str, dst: str, mesh: DeviceMesh, network: Network, rounds:
         moves[name] = str(plan).splitlines()[1:]
     right = over_ranks([float(torch.equal(call(), wanted)) for call in calls.values()], dist.ReduceOp.MIN)
     link_bytes = {name: sent_by_nodes(call) for name, call in calls.items()}
-    seconds = time_in_turns(calls, rounds)
+    seconds = timing.among_ranks(calls).of_count(rounds).low
     return {
         "move": f"{src} -> {dst}",
         "ms": {name: round(1e3 * value, 2) for name, value in seconds.items()},
@@ -238,11 +197,6 @@ def measure_move(src: str, dst: str, mesh: DeviceMesh, network: Network, rounds:
         "stock_over_ours": round(seconds["stock"] / seconds["ours"], 3),
         "right": dict(zip(calls, map(bool, right), strict=True)),
     }
-
-
-def _split(text: str) -> list[str]:
-    """The placements of "S(0),SS(0,2)"."""
-    return re.split(r",(?![^()]*\))", text)
 
 
 def _waited(moved: DTensor) -> torch.Tensor:
@@ -278,7 +232,7 @@ def run_rank(network: Network, is_quick: bool, out: str) -> None:
     say(f"\n{network.nodes} nodes x {network.per_node} ranks, {network.gbit:g} Gbit/s")
     found["products_behind_moves"] = []
     for kind in KINDS:
-        for shape in QUICK_SHAPES if is_quick else SHAPES:
+        for shape in LINK_PRODUCTS[:1] if is_quick else LINK_PRODUCTS:
             row = measure_product(kind, shape, flat, rounds)
             found["products_behind_moves"].append(row)
             ms = row["ms"]
@@ -290,7 +244,7 @@ def run_rank(network: Network, is_quick: bool, out: str) -> None:
             )
     found["redistributes"] = []
     for src, dst in MOVES:
-        if network.per_node == 1 and src == "R,S(0)":
+        if network.per_node == 1 and src == "R S(0)":
             continue
         row = measure_move(src, dst, mesh, network, rounds)
         found["redistributes"].append(row)

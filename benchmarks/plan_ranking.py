@@ -15,8 +15,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -28,8 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
+import timing  # noqa: E402
+from cases import PAIRS, Pair, placements  # noqa: E402
 from ranks import coordinate, launch, make_mesh, over_ranks  # noqa: E402
-from redistribute_cases import Case, expected_local, source_local  # noqa: E402
+from redistribute_cases import expected_local, source_local  # noqa: E402
 from report import say  # noqa: E402
 from shardwright import _engine, _planner, calibration  # noqa: E402
 
@@ -37,54 +37,10 @@ DIM_NAMES = ("a", "b", "c")
 
 BATCH_SECONDS = 0.01  # what a batch of one plan takes, if a single call does not take longer
 MAX_CALLS_PER_BATCH = 30
-MIN_ROUNDS, MAX_ROUNDS = 5, 60
-LOW_QUANTILE = 0.1  # of the batches of a plan: other work on the machine only ever adds
+ROUNDS = (5, 60)
 
 CLOSE = 1.1  # times within this of each other count as equal
 CHOSEN, AGAIN = "chosen", "chosen, again"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A pair of layouts of an n x n float32 matrix, and layouts to go through in plans made by hand."""
-
-    src: str
-    dst: str
-    n: int
-    through: tuple[str, ...]  # one plan each; layouts of a plan with " > " between, "" for a single move
-    mesh_shape: tuple[int, ...]
-
-    @property
-    def case(self) -> Case:
-        return Case(f"{self.src} > {self.dst}", _placements(self.src), _placements(self.dst), (0, 0), self.mesh_shape)
-
-
-PAIRS = (
-    Pair("S(0)", "S(1)", 64, ("", "R"), (4,)),
-    Pair("S(0)", "S(1)", 2048, ("", "R"), (4,)),
-    Pair("P", "R", 64, ("", "S(0)", "S(1)"), (4,)),
-    Pair("P", "R", 2048, ("", "S(0)", "S(1)"), (4,)),
-    Pair("P", "S(1)", 1024, ("", "S(0)", "R"), (4,)),
-    Pair("S(0)", "R", 4096, ("", "S(1)"), (4,)),
-    Pair("S(0) S(0)", "R R", 64, ("", "S(0) R", "S(1) S(1)"), (2, 2)),
-    Pair("S(0) S(0)", "R R", 2048, ("", "S(0) R", "S(1) S(1)"), (2, 2)),
-    Pair("S(0) S(1)", "R R", 1024, ("", "S(0) R", "R S(1)", "S(0) S(0)"), (2, 2)),
-    Pair("S(0) S(0)", "S(1) S(1)", 64, ("", "S(0) S(1)", "S(0) R", "R R"), (2, 2)),
-    Pair("S(0) S(1)", "S(1) S(0)", 2048, ("", "R S(1)", "S(0) R > S(0) S(0)", "R R"), (2, 2)),
-    Pair("S(0) R", "R S(0)", 1024, ("", "R R", "S(0) S(0)"), (2, 2)),
-    Pair("P P", "R R", 256, ("", "S(0) S(0)", "P R", "S(0) P > S(0) S(0)"), (2, 2)),
-    Pair("P P", "R R", 2048, ("", "S(0) S(0)", "P R", "S(0) P > S(0) S(0)"), (2, 2)),
-    Pair("P P", "S(0) S(1)", 1024, ("", "S(0) P", "R R", "S(0) S(0)"), (2, 2)),
-    Pair("P S(0)", "R S(1)", 1024, ("R S(0)", "P S(1)", "S(1) S(0)", "S(1) S(0) > S(1) S(1)"), (2, 2)),
-    Pair("S(0) S(0) S(0)", "R R R", 64, ("", "S(0) R R", "S(0) S(0) R > S(0) R R"), (2, 2, 2)),
-    Pair("S(0) S(0) S(0)", "R R R", 1024, ("", "S(0) R R", "S(0) S(0) R > S(0) R R"), (2, 2, 2)),
-    Pair("P P P", "R S(0) R", 512, ("S(0) S(0) S(0)", "S(0) P P > S(0) S(0) S(0)", "P S(0) P", "R R R"), (2, 2, 2)),
-    Pair("S(0) S(1) R", "R S(0) S(1)", 1024, ("", "S(0) S(1) S(1)", "R S(1) R", "R R R"), (2, 2, 2)),
-)
-
-
-def _placements(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
 
 
 # ---- one pair
@@ -95,7 +51,7 @@ def plans_for(pair: Pair, mesh: DeviceMesh, topology: sw.Topology) -> dict[str, 
     grid = sw.Mesh(mesh)
 
     def layout(text: str) -> sw.Layout:
-        return sw.Layout(grid, (pair.n, pair.n), _placements(text))
+        return sw.Layout(grid, (pair.n, pair.n), placements(text))
 
     src, dst = layout(pair.src), layout(pair.dst)
     made = {CHOSEN: sw.plan(src, dst, backend="gloo", topology=topology)}
@@ -132,7 +88,8 @@ def measure(pair: Pair, mesh: DeviceMesh, topology: sw.Topology, pair_seconds: f
         calls[name] = lambda executable=executable: executable.run(local)
         right[name] = bool(over_ranks([float(torch.equal(calls[name](), expected))], dist.ReduceOp.MIN)[0])
     calls[AGAIN] = calls[CHOSEN]  # how far apart its two times are is what the others' differences must exceed
-    us, rounds = _time(calls, pair_seconds)
+    times = timing.among_ranks(calls).of_length(pair_seconds, BATCH_SECONDS, ROUNDS, MAX_CALLS_PER_BATCH)
+    us = times.us()
     again = us.pop(AGAIN)
     rows = [_candidate(name, plan, us[name], right[name]) for name, plan in plans.items()]
     fastest = min(rows, key=lambda row: row["us"])
@@ -146,7 +103,7 @@ def measure(pair: Pair, mesh: DeviceMesh, topology: sw.Topology, pair_seconds: f
         "fastest": fastest["name"],
         "noise": round(max(again, us[CHOSEN]) / min(again, us[CHOSEN]), 3),
         "rank_correlation": _rank_correlation(rows),
-        "rounds": rounds,
+        "rounds": times.rounds,
         "plans": rows,
     }
 
@@ -169,33 +126,6 @@ def _candidate(name: str, plan: sw.Plan, us: float, right: bool) -> dict:
             for step in plan.steps
         ],
     }
-
-
-def _time(calls: dict[str, Callable], pair_seconds: float) -> tuple[dict[str, float], int]:
-    """Microseconds per call, a low quantile over batches; a batch lasts as long as its slowest rank."""
-    start = time.perf_counter()
-    first = [_batch(call, 2) for call in calls.values()]
-    *first, left = over_ranks([*first, pair_seconds - (time.perf_counter() - start)], dist.ReduceOp.MAX)
-    repeats = [min(max(round(BATCH_SECONDS / seconds), 1), MAX_CALLS_PER_BATCH) for seconds in first]
-    round_seconds = sum(seconds * count for seconds, count in zip(first, repeats))
-    rounds = min(max(round(left / round_seconds), MIN_ROUNDS), MAX_ROUNDS)
-    seconds = [[] for _ in calls]
-    for turn in range(rounds):
-        order = list(enumerate(calls.values()))
-        for index, call in order if turn % 2 else reversed(order):
-            seconds[index].append(_batch(call, repeats[index]))
-    slowest = [over_ranks(values, dist.ReduceOp.MAX) for values in seconds]
-    low = [statistics.quantiles(values, n=round(1 / LOW_QUANTILE), method="inclusive")[0] for values in slowest]
-    return {name: round(1e6 * value, 1) for name, value in zip(calls, low)}, rounds
-
-
-def _batch(call: Callable, repeats: int) -> float:
-    """Seconds per call on this rank."""
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - start) / repeats
 
 
 def _rank_correlation(rows: list[dict]) -> float | None:

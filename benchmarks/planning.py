@@ -15,7 +15,6 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
+import timing  # noqa: E402
 from shardwright import _planner  # noqa: E402
 from vs_torch_planner import TorchPlanner, planning_us, spec  # noqa: E402
 
@@ -47,15 +47,13 @@ def pairs(mesh: Sequence[int], shape: Sequence[int], sums: bool, stride: int) ->
 
 
 def cold_us(plan: Callable[[], sw.Plan]) -> float:
-    """The least of three, with the figures of the certificate that planning.cpp reads."""
-    best = math.inf
-    for _ in range(3):
-        _planner.clear_plan_cache()
-        start = time.perf_counter()
+    """The least of some cold runs, with the figures of the certificate that planning.cpp reads."""
+
+    def with_figures() -> None:
         made = plan()
         made.wire_bytes_max, made.bound_bytes_max, made.predicted_us  # noqa: B018
-        best = min(best, 1e6 * (time.perf_counter() - start))
-    return best
+
+    return timing.least_us(with_figures, _planner.clear_plan_cache)
 
 
 def from_python(mesh: Sequence[int], shape: Sequence[int], cases: list) -> list[float]:
@@ -80,10 +78,7 @@ def of_torch(mesh: Sequence[int], shape: Sequence[int], cases: list, by_dijkstra
 def look_up_us() -> float:
     grid = sw.Mesh({"a": 4, "b": 4, "c": 4})
     ends = [sw.Layout(grid, (4096, 4096), placements) for placements in (["S(0)", "S(1)", "R"], ["R", "S(0)", "S(1)"])]
-    start = time.perf_counter()
-    for _ in range(LOOK_UPS):
-        sw.plan(*ends)
-    return 1e6 * (time.perf_counter() - start) / LOOK_UPS
+    return 1e6 * timing.seconds_of(lambda: sw.plan(*ends), LOOK_UPS)
 
 
 def main() -> None:

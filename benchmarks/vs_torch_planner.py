@@ -15,7 +15,6 @@ import itertools
 import math
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,33 +26,27 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.tensor._redistribute as torch_redistribute  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: E402
+from torch.distributed.tensor import Replicate, Shard  # noqa: E402
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
+import timing  # noqa: E402
+from cases import torch_placements  # noqa: E402
 from shardwright import _planner  # noqa: E402
 
 Placements = tuple[str, ...]
 Order = dict[int, list[int]]
 
 FIGURES = ("wire_bytes_max", "wire_bytes_sum", "messages_max", "steps", "peak_bytes", "predicted_us")
-PLANNING_REPEATS = 3
 WIDEST = 10  # rows that are written out; the others are in the summary
-
-
-def torch_placement(text: str) -> Replicate | Shard | Partial:
-    """PyTorch's object for one of ours."""
-    if text == "R":
-        return Replicate()
-    return Partial("sum") if text == "P" else Shard(int(text[2:-1]))
 
 
 def spec(mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensorSpec:
     stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     meta = TensorMeta(torch.Size(shape), stride, torch.float32)
-    return DTensorSpec(mesh, tuple(map(torch_placement, placements)), tensor_meta=meta)
+    return DTensorSpec(mesh, torch_placements(placements), tensor_meta=meta)
 
 
 class TorchPlanner:
@@ -109,16 +102,14 @@ def figures(plan: sw.Plan) -> dict[str, float]:
     return {**values, "steps": sum(step.op not in ("slice", "partition", "zero_fill") for step in plan.steps)}
 
 
+def forget_plans() -> None:
+    torch_redistribute.clear_redistribute_planner_cache()
+    _planner.clear_plan_cache()
+
+
 def planning_us(plan: Callable[[], object]) -> float:
     """The least of some cold runs."""
-    best = math.inf
-    for _ in range(PLANNING_REPEATS):
-        torch_redistribute.clear_redistribute_planner_cache()
-        _planner.clear_plan_cache()
-        start = time.perf_counter()
-        plan()
-        best = min(best, 1e6 * (time.perf_counter() - start))
-    return best
+    return timing.least_us(plan, forget_plans)
 
 
 def compare(mesh: DeviceMesh, shape: Sequence[int], topology: str) -> list[dict]:

@@ -18,7 +18,6 @@ import os
 import re
 import statistics
 import time
-import timeit
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -30,12 +29,12 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
+import timing  # noqa: E402
 from shardwright import _planner  # noqa: E402
 
 FIGURES = ("wire_bytes_max", "wire_bytes_sum", "messages_max", "send_bytes_max", "steps")
 PLANNERS = ("ours", "ours, bytes", "xla")
 PACKAGES = ("jax", "jaxlib", "shardwright")
-PLANNING_REPEATS = 3
 FURTHEST = 10  # rows that are written out; the others are in the summary
 
 INSTRUCTION = re.compile(r"  +(?:ROOT )?%?[\w.-]+ = (?P<result>\(.*?\)|\S+) (?P<opcode>[\w-]+)\((?P<rest>.*)")
@@ -148,7 +147,7 @@ def compare(grid: sw.Mesh, mesh: jax.sharding.Mesh, shape: Sequence[int], topolo
         start = time.perf_counter()
         hlo = identity.lower(jax.ShapeDtypeStruct(shape, jax.numpy.float32)).compile().as_text()
         compile_us = 1e6 * (time.perf_counter() - start)
-        planning_us = 1e6 * min(timeit.repeat(plan, _planner.clear_plan_cache, number=1, repeat=PLANNING_REPEATS))
+        planning_us = timing.least_us(plan, _planner.clear_plan_cache)
         row = {
             "src": str(src).rpartition(" as ")[2][:-1],
             "dst": str(dst).rpartition(" as ")[2][:-1],

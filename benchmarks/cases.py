@@ -1,0 +1,103 @@
+"""The redistributes and products that benchmarks time. The twelve of a 2 x 2 mesh, which the demo has too, are
+examples/redistribute_cases.py's `TWELVE`; placements are written as there, with blanks between mesh dims.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+
+from redistribute_cases import Case, torch_placements  # noqa: E402
+
+
+def placements(text: str) -> tuple[str, ...]:
+    """Of "S(0) R"."""
+    return tuple(text.split())
+
+
+def as_torch(text: str) -> tuple:
+    """The same as PyTorch's placement objects."""
+    return torch_placements(placements(text))
+
+
+# ---- redistributes on one mesh dim, timed on one rank
+
+ONE_DIM = (("S(0)", "R"), ("S(0)", "S(1)"), ("P", "R"))
+
+# ---- what a call costs: a (4, 4, 4) mesh, of which nothing is moved
+
+THREE_DIMS = (  # the first takes one collective, the others several moves of stock's
+    ("S(0) R R", "R R R"),
+    ("S(0) S(0) S(0)", "R R R"),
+    ("P P P", "R S(0) R"),
+    ("P P P", "R R R"),
+    ("S(0) S(1) R", "S(1) S(0) R"),
+    ("S(0) S(0) R", "S(1) S(1) R"),
+    ("R S(0) S(1)", "S(0) S(0) R"),
+)
+
+# ---- over links with a rate: a mesh (node, gpu); on one rank a node the second mesh dim has one rank
+
+MOVES = (
+    ("S(0) S(0)", "R R"),
+    ("S(0) S(0)", "S(1) S(1)"),
+    ("P P", "S(0) S(0)"),
+    ("P P", "R R"),
+    ("R S(0)", "S(0) R"),
+)
+
+# Layouts in between, one move each: all at once, and within nodes first or last.
+FORCED = {
+    ("S(0) S(0)", "R R"): {"flat": [], "between, then within": ["R SS(0,2)"], "within, then between": ["S(0) R"]},
+    ("P P", "R R"): {"flat": [], "within, then between": ["P R"], "scatter first": ["P S(0)", "R S(0)"]},
+    ("P P", "S(0) S(0)"): {"flat": [], "within, then between": ["P SS(0,2)"]},
+}
+
+# ---- whether the plan that is predicted fastest is
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pair of layouts of an n x n float32 matrix, and layouts to go through in plans made by hand."""
+
+    src: str
+    dst: str
+    n: int
+    through: tuple[str, ...]  # one plan each; layouts of a plan with " > " between, "" for a single move
+    mesh_shape: tuple[int, ...]
+
+    @property
+    def case(self) -> Case:
+        return Case(f"{self.src} > {self.dst}", placements(self.src), placements(self.dst), (0, 0), self.mesh_shape)
+
+
+PAIRS = (
+    Pair("S(0)", "S(1)", 64, ("", "R"), (4,)),
+    Pair("S(0)", "S(1)", 2048, ("", "R"), (4,)),
+    Pair("P", "R", 64, ("", "S(0)", "S(1)"), (4,)),
+    Pair("P", "R", 2048, ("", "S(0)", "S(1)"), (4,)),
+    Pair("P", "S(1)", 1024, ("", "S(0)", "R"), (4,)),
+    Pair("S(0)", "R", 4096, ("", "S(1)"), (4,)),
+    Pair("S(0) S(0)", "R R", 64, ("", "S(0) R", "S(1) S(1)"), (2, 2)),
+    Pair("S(0) S(0)", "R R", 2048, ("", "S(0) R", "S(1) S(1)"), (2, 2)),
+    Pair("S(0) S(1)", "R R", 1024, ("", "S(0) R", "R S(1)", "S(0) S(0)"), (2, 2)),
+    Pair("S(0) S(0)", "S(1) S(1)", 64, ("", "S(0) S(1)", "S(0) R", "R R"), (2, 2)),
+    Pair("S(0) S(1)", "S(1) S(0)", 2048, ("", "R S(1)", "S(0) R > S(0) S(0)", "R R"), (2, 2)),
+    Pair("S(0) R", "R S(0)", 1024, ("", "R R", "S(0) S(0)"), (2, 2)),
+    Pair("P P", "R R", 256, ("", "S(0) S(0)", "P R", "S(0) P > S(0) S(0)"), (2, 2)),
+    Pair("P P", "R R", 2048, ("", "S(0) S(0)", "P R", "S(0) P > S(0) S(0)"), (2, 2)),
+    Pair("P P", "S(0) S(1)", 1024, ("", "S(0) P", "R R", "S(0) S(0)"), (2, 2)),
+    Pair("P S(0)", "R S(1)", 1024, ("R S(0)", "P S(1)", "S(1) S(0)", "S(1) S(0) > S(1) S(1)"), (2, 2)),
+    Pair("S(0) S(0) S(0)", "R R R", 64, ("", "S(0) R R", "S(0) S(0) R > S(0) R R"), (2, 2, 2)),
+    Pair("S(0) S(0) S(0)", "R R R", 1024, ("", "S(0) R R", "S(0) S(0) R > S(0) R R"), (2, 2, 2)),
+    Pair("P P P", "R S(0) R", 512, ("S(0) S(0) S(0)", "S(0) P P > S(0) S(0) S(0)", "P S(0) P", "R R R"), (2, 2, 2)),
+    Pair("S(0) S(1) R", "R S(0) S(1)", 1024, ("", "S(0) S(1) S(1)", "R S(1) R", "R R R"), (2, 2, 2)),
+)
+
+# ---- products: rows, k, columns of a layer's operand and its result in all; the last ones have rows that do not divide
+
+HOST_PRODUCTS = ((256, 256, 1024), (1024, 512, 2048), (2048, 1024, 1024), (4096, 512, 512), (1022, 512, 2048))
+LINK_PRODUCTS = ((2048, 1024, 2048), (4096, 1024, 1024), (1022, 512, 3000))
