@@ -5,6 +5,8 @@
 #include "cost/cost.h"
 #include "products/compile.h"
 #include "program/order.h"
+#include "program/transfer_traffic.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -41,7 +43,9 @@ class Clock {
       const Operation& operation = program.instructions[i].operation;
       leaves_processors_[i] = !is_host_ && program.sms_left > 0 && under_way > 0;
       (is_communication(operation) ? transfers_ : compute_steps_).push_back(i);
-      under_way += is_communication(operation) ? 1 : std::holds_alternative<Wait>(operation) ? -1 : 0;
+      under_way += match(
+          operation, [](const IsTransfer auto&) { return 1; }, [](const IsCompute auto&) { return 0; },
+          [](const Wait&) { return -1; });
     }
   }
 
@@ -103,17 +107,17 @@ class Clock {
   }
 
   void place_compute(int index) {
-    const Operation& operation = program_.instructions[index].operation;
     const int64_t start = compute_;
-    if (const auto* wait = std::get_if<Wait>(&operation)) {
-      compute_ = std::max(compute_, ends_[wait->ticket]);
-    } else if (const auto* gemm = std::get_if<Gemm>(&operation)) {
-      compute_ = saturating_sum(start, gemm_ps(*gemm, index));
-    } else {
-      compute_ = saturating_sum(start, memory_ps(operation));
-    }
+    const auto compute_for = [&](int64_t takes) {
+      compute_ = saturating_sum(start, takes);
+      timeline_.spans.push_back({false, index, start, compute_});
+    };
+    match(
+        program_.instructions[index].operation, [&](const Wait& o) { compute_ = std::max(compute_, ends_[o.ticket]); },
+        [&](const Gemm& o) { compute_for(gemm_ps(o, index)); },
+        [&](const IsCompute auto& o) { compute_for(scaled(touched_bytes(o), plan_.topology.memory_ps_per_kib)); },
+        [](const IsTransfer auto&) { check_invariant(false, "a transfer in the lane of compute"); });
     ends_[index] = compute_;
-    if (!std::holds_alternative<Wait>(operation)) timeline_.spans.push_back({false, index, start, compute_});
   }
 
   int64_t bytes(int buffer, int64_t count) const { return count * program_.dtype_of(buffer).size_bytes(); }
@@ -121,33 +125,12 @@ class Clock {
 
   // Data going at `num` / `den` of the time per byte.
   int64_t transfer_ps(const Operation& operation, int64_t num, int64_t den) const {
-    const Group& group = program_.groups[group_of(operation)];
-    const auto others = static_cast<int64_t>(group.ranks.size()) - 1;
-    const Link link = plan_.topology.link(plan_.src.mesh(), group.mesh_dims);
-    int64_t messages = others;
-    int64_t in = 0;
-    int64_t out = 0;
-    if (const auto* o = std::get_if<AllGather>(&operation)) {
-      in = out = others * bytes(o->src);
-    } else if (const auto* o = std::get_if<ReduceScatter>(&operation)) {
-      in = out = others * bytes(o->dst);
-    } else if (const auto* o = std::get_if<AllReduce>(&operation)) {
-      in = out = 2 * bytes(o->data) * others / (others + 1);
-      messages *= 2;
-    } else if (const auto* o = std::get_if<AllToAll>(&operation)) {
-      for (size_t m = 0; m < group.ranks.size(); ++m) {
-        if (static_cast<int64_t>(m) == group.index) continue;
-        in += bytes(o->dst.buffer, o->receive_counts[m]);
-        out += bytes(o->src.buffer, o->send_counts[m]);
-      }
-    } else {
-      const auto& move = std::get<SendReceive>(operation);
-      messages = static_cast<int64_t>(std::max(move.receives.size(), move.sends.size()));
-      for (const auto& m : move.receives) in += bytes(m.range);
-      for (const auto& m : move.sends) out += bytes(m.range);
-    }
+    const TransferTraffic traffic = traffic_of(program_, operation);
+    const Link link = plan_.topology.link(plan_.src.mesh(), program_.groups[group_of(operation)].mesh_dims);
+    const int64_t messages = std::max(traffic.received_messages, traffic.sent_messages);
+    const int64_t bytes = std::max(traffic.received_bytes, traffic.sent_bytes);
     const int64_t latency = saturating_sum(plan_.topology.step_ps, saturating_product(messages, link.message_ps));
-    return saturating_sum(latency, saturating_product(scaled(std::max(in, out), link.ps_per_kib), num) / den);
+    return saturating_sum(latency, saturating_product(scaled(bytes, link.ps_per_kib), num) / den);
   }
 
   int64_t gemm_ps(const Gemm& gemm, int index) {
@@ -170,20 +153,26 @@ class Clock {
     return takes;
   }
 
-  int64_t memory_ps(const Operation& operation) const {
+  // What each instruction reads of the memory that bounds it.
+  int64_t touched_bytes(const Copy& copy) const {
     int64_t touched = 0;
-    if (const auto* o = std::get_if<Copy>(&operation)) {
-      for (const Box& box : o->boxes) {
-        int64_t count = 1;
-        for (const int64_t size : box.sizes) count *= size;
-        touched += bytes(o->src, count);
-      }
-    } else if (const auto* o = std::get_if<Reduce>(&operation)) {
-      touched = bytes(o->dst) * static_cast<int64_t>(o->parts.size());
-    } else {
-      for (const int buffer : buffers_of(operation)) touched = std::max(touched, program_.size_bytes(buffer));
+    for (const Box& box : copy.boxes) {
+      int64_t count = 1;
+      for (const int64_t size : box.sizes) count *= size;
+      touched += bytes(copy.src, count);
     }
-    return scaled(touched, plan_.topology.memory_ps_per_kib);
+    return touched;
+  }
+  int64_t touched_bytes(const Reduce& reduce) const {
+    return bytes(reduce.dst) * static_cast<int64_t>(reduce.parts.size());
+  }
+  int64_t touched_bytes(const FillZero& fill) const { return program_.size_bytes(fill.dst.buffer); }
+  int64_t touched_bytes(const Divide& divide) const { return program_.size_bytes(divide.dst.buffer); }
+  int64_t touched_bytes(const Power& power) const { return larger(power.src, power.dst); }
+  int64_t touched_bytes(const Cast& cast) const { return larger(cast.src, cast.dst); }
+
+  int64_t larger(const BufferRange& a, const BufferRange& b) const {
+    return std::max(program_.size_bytes(a.buffer), program_.size_bytes(b.buffer));
   }
 
   const Program& program_;

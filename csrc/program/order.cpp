@@ -94,38 +94,25 @@ int last_meeting(const std::vector<Touch>& touches, const Access& access, int af
 
 std::vector<Access> accesses_of(const Operation& operation) {
   Accesses accesses;
-  if (const auto* copy = std::get_if<Copy>(&operation)) {
-    add(accesses, *copy);
-  } else if (const auto* gemm = std::get_if<Gemm>(&operation)) {
-    add(accesses, *gemm);
-  } else if (const auto* fill = std::get_if<FillZero>(&operation)) {
-    accesses.write(fill->dst);
-  } else if (const auto* divide = std::get_if<Divide>(&operation)) {
-    accesses.write(divide->dst);
-  } else if (const auto* power = std::get_if<Power>(&operation)) {
-    accesses.read(power->src);
-    accesses.write(power->dst);
-  } else if (const auto* cast = std::get_if<Cast>(&operation)) {
-    accesses.read(cast->src);
-    accesses.write(cast->dst);
-  } else if (const auto* reduce = std::get_if<Reduce>(&operation)) {
-    for (const BufferRange& part : reduce->parts) accesses.read(part);
-    accesses.write(reduce->dst);
-  } else if (const auto* gather = std::get_if<AllGather>(&operation)) {
-    accesses.read(gather->src);
-    accesses.write(gather->dst);
-  } else if (const auto* scatter = std::get_if<ReduceScatter>(&operation)) {
-    accesses.read(scatter->src);
-    accesses.write(scatter->dst);
-  } else if (const auto* all_reduce = std::get_if<AllReduce>(&operation)) {
-    accesses.write(all_reduce->data);
-  } else if (const auto* all_to_all = std::get_if<AllToAll>(&operation)) {
-    accesses.read(all_to_all->src);
-    accesses.write(all_to_all->dst);
-  } else if (const auto* move = std::get_if<SendReceive>(&operation)) {
-    for (const auto& message : move->sends) accesses.read(message.range);
-    for (const auto& message : move->receives) accesses.write(message.range);
-  }
+  const auto from_to = [&](const auto& o) {
+    accesses.read(o.src);
+    accesses.write(o.dst);
+  };
+  match(
+      operation, [&](const Copy& o) { add(accesses, o); }, [&](const Gemm& o) { add(accesses, o); },
+      [&](const FillZero& o) { accesses.write(o.dst); }, [&](const Divide& o) { accesses.write(o.dst); },
+      [&](const Power& o) { from_to(o); }, [&](const Cast& o) { from_to(o); },
+      [&](const Reduce& o) {
+        for (const BufferRange& part : o.parts) accesses.read(part);
+        accesses.write(o.dst);
+      },
+      [&](const AllGather& o) { from_to(o); }, [&](const ReduceScatter& o) { from_to(o); },
+      [&](const AllReduce& o) { accesses.write(o.data); }, [&](const AllToAll& o) { from_to(o); },
+      [&](const SendReceive& o) {
+        for (const auto& message : o.sends) accesses.read(message.range);
+        for (const auto& message : o.receives) accesses.write(message.range);
+      },
+      [](const Wait&) {});
   return accesses.take();
 }
 
@@ -150,8 +137,7 @@ std::vector<int> order_of_transfers(const Program& program) {
       }
       continue;
     }
-    const auto* wait = std::get_if<Wait>(&operation);
-    for (const Access& access : accesses_of(wait != nullptr ? instructions[wait->ticket].operation : operation)) {
+    for (const Access& access : accesses_of(program.operation_in_effect(operation))) {
       History& history = histories[access.buffer];
       (access.writes ? history.writes : history.reads).push_back({i, access.begin, access.end});
     }

@@ -224,9 +224,7 @@ void Execution::fail(int index, const std::string& reason) {
 }
 
 std::string Execution::group_text(int index) const {
-  const Operation& operation = program_.instructions[index].operation;
-  const auto* wait = std::get_if<Wait>(&operation);
-  const int group = group_of(wait != nullptr ? program_.instructions[wait->ticket].operation : operation);
+  const int group = group_of(program_.operation_in_effect(program_.instructions[index].operation));
   return group < 0 ? "" : concat(" in the group of ranks (", join(program_.groups[group].ranks), ")");
 }
 
@@ -389,65 +387,78 @@ void Execution::go_to_side_stream(std::optional<SideStreamGuard>& side, int tran
 }
 
 void Execution::transfer(const Operation& operation, int index) {
-  if (const auto* o = std::get_if<AllGather>(&operation)) {
-    at::Tensor src = wire(o->src);
-    at::Tensor dst = wire(o->dst);
-    works_[index] = {comm::all_gather(groups_[o->group], dst, src)};
-  } else if (const auto* o = std::get_if<ReduceScatter>(&operation)) {
-    at::Tensor src = range(o->src);
-    at::Tensor dst = range(o->dst);
-    works_[index] = {comm::reduce_scatter(groups_[o->group], dst, src, o->op)};
-  } else if (const auto* o = std::get_if<AllReduce>(&operation)) {
-    at::Tensor data = range(o->data);
-    works_[index] = {comm::all_reduce(groups_[o->group], data, o->op)};
-  } else if (const auto* o = std::get_if<AllToAll>(&operation)) {
-    exchanges_by_messages_ || o->by_messages ? send_all_to_all(*o, index) : all_to_all(*o, index);
+  match(
+      operation,
+      [&](const AllGather& o) {
+        at::Tensor src = wire(o.src);
+        at::Tensor dst = wire(o.dst);
+        works_[index] = {comm::all_gather(groups_[o.group], dst, src)};
+      },
+      [&](const ReduceScatter& o) {
+        at::Tensor src = range(o.src);
+        at::Tensor dst = range(o.dst);
+        works_[index] = {comm::reduce_scatter(groups_[o.group], dst, src, o.op)};
+      },
+      [&](const AllReduce& o) {
+        at::Tensor data = range(o.data);
+        works_[index] = {comm::all_reduce(groups_[o.group], data, o.op)};
+      },
+      [&](const AllToAll& o) {
+        exchanges_by_messages_ || o.by_messages ? send_all_to_all(o, index) : all_to_all(o, index);
+      },
+      [&](const SendReceive& o) {
+        std::vector<comm::Message> sends;
+        std::vector<comm::Message> receives;
+        for (const auto& m : o.sends) sends.push_back({m.peer, wire(m.range)});
+        for (const auto& m : o.receives) receives.push_back({m.peer, wire(m.range)});
+        works_[index] = comm::send_receive(groups_[o.group], sends, receives);
+      },
+      [](const IsCompute auto&) { check_invariant(false, "an instruction that computes is run as a transfer"); },
+      [](const Wait&) { check_invariant(false, "a Wait is run as a transfer"); });
+}
+
+void Execution::divide(const Divide& divide) {
+  const DTypeKind kind = program_.dtype.kind();
+  if (kind == DTypeKind::kFloat || kind == DTypeKind::kComplex) {
+    range(divide.dst).div_(divide.divisor);
   } else {
-    const auto& move = std::get<SendReceive>(operation);
-    std::vector<comm::Message> sends;
-    std::vector<comm::Message> receives;
-    for (const auto& m : move.sends) sends.push_back({m.peer, wire(m.range)});
-    for (const auto& m : move.receives) receives.push_back({m.peer, wire(m.range)});
-    works_[index] = comm::send_receive(groups_[move.group], sends, receives);
+    // R -> P(sum) of integers, where PyTorch's division makes them floating.
+    outputs_[0] = at::div(outputs_[0], static_cast<int64_t>(divide.divisor));
+    buffers_[divide.dst.buffer] = flat_view(outputs_[0], 0, outputs_[0].numel());
+  }
+}
+
+void Execution::multiply(const Gemm& gemm) {
+  const at::Tensor& lhs = buffers_[gemm.lhs.buffer];
+  const at::Tensor& rhs = buffers_[gemm.rhs.buffer];
+  at::Tensor& dst = buffers_[gemm.dst.buffer];
+  if (gemm.lhs_scale) {
+    multiply_scaled(gemm, lhs, rhs, buffers_[gemm.lhs_scale->buffer], buffers_[gemm.rhs_scale->buffer], dst, hints());
+  } else {
+    const at::Tensor none;
+    shardwright::multiply(gemm, lhs, rhs, dst, gemm.bias ? buffers_[gemm.bias->buffer] : none, hints());
   }
 }
 
 void Execution::compute(const Operation& operation, int index) {
-  if (const auto* o = std::get_if<Copy>(&operation)) {
-    if (o->divisor == 1) {
-      run(compiled_.copy(index), buffers_[o->src], buffers_[o->dst]);
-    } else {
-      run_divided(compiled_.copy(index), o->divisor, buffers_[o->src], buffers_[o->dst]);
-    }
-  } else if (const auto* o = std::get_if<FillZero>(&operation)) {
-    range(o->dst).zero_();
-  } else if (const auto* o = std::get_if<Divide>(&operation)) {
-    const DTypeKind kind = program_.dtype.kind();
-    if (kind == DTypeKind::kFloat || kind == DTypeKind::kComplex) {
-      range(o->dst).div_(o->divisor);
-    } else {
-      // R -> P(sum) of integers, where PyTorch's division makes them floating.
-      outputs_[0] = at::div(outputs_[0], static_cast<int64_t>(o->divisor));
-      buffers_[o->dst.buffer] = flat_view(outputs_[0], 0, outputs_[0].numel());
-    }
-  } else if (const auto* o = std::get_if<Power>(&operation)) {
-    at::Tensor dst = range(o->dst);
-    at::pow_out(dst, range(o->src), o->exponent);
-  } else if (const auto* o = std::get_if<Cast>(&operation)) {
-    range(o->dst).copy_(range(o->src));
-  } else if (const auto* o = std::get_if<Gemm>(&operation)) {
-    const at::Tensor none;
-    at::Tensor& dst = buffers_[o->dst.buffer];
-    if (o->lhs_scale) {
-      multiply_scaled(*o, buffers_[o->lhs.buffer], buffers_[o->rhs.buffer], buffers_[o->lhs_scale->buffer],
-                      buffers_[o->rhs_scale->buffer], dst, hints());
-    } else {
-      multiply(*o, buffers_[o->lhs.buffer], buffers_[o->rhs.buffer], dst, o->bias ? buffers_[o->bias->buffer] : none,
-               hints());
-    }
-  } else {
-    reduce(std::get<Reduce>(operation));
-  }
+  match(
+      operation,
+      [&](const Copy& o) {
+        if (o.divisor == 1) {
+          run(compiled_.copy(index), buffers_[o.src], buffers_[o.dst]);
+        } else {
+          run_divided(compiled_.copy(index), o.divisor, buffers_[o.src], buffers_[o.dst]);
+        }
+      },
+      [&](const FillZero& o) { range(o.dst).zero_(); }, [&](const Divide& o) { divide(o); },
+      [&](const Power& o) {
+        at::Tensor dst = range(o.dst);
+        at::pow_out(dst, range(o.src), o.exponent);
+      },
+      [&](const Cast& o) { range(o.dst).copy_(range(o.src)); }, [&](const Gemm& o) { multiply(o); },
+      [&](const Reduce& o) { reduce(o); },
+      [](const IsTransfer auto&) { check_invariant(false, "a transfer is run as an instruction that computes"); },
+      [](const Wait&) { check_invariant(false, "a Wait is run as an instruction that computes"); });
 }
 
 }  // namespace shardwright

@@ -97,6 +97,8 @@ class Execution {
   // As bytes where process groups do not take the dtype.
   at::Tensor wire(const BufferRange& range) const;
   void reduce(const Reduce& reduce);
+  void divide(const Divide& divide);
+  void multiply(const Gemm& gemm);
   void all_to_all(const AllToAll& move, int index);
   void send_all_to_all(const AllToAll& move, int index);
 

@@ -12,14 +12,6 @@ namespace {
 
 constexpr double kUnwritten = std::numeric_limits<double>::quiet_NaN();
 
-// What a member gives to a collective.
-BufferRange given_range(const Operation& operation) {
-  if (const auto* o = std::get_if<AllGather>(&operation)) return o->src;
-  if (const auto* o = std::get_if<ReduceScatter>(&operation)) return o->src;
-  if (const auto* o = std::get_if<AllReduce>(&operation)) return o->data;
-  return std::get<AllToAll>(operation).src;
-}
-
 // What was copied, where it is now.
 void divide_box(const Box& box, std::vector<double>& dst, double divisor) {
   if (divisor == 1) return;
@@ -106,14 +98,17 @@ bool Machine::advance(int64_t position) {
   }
   rank.peak_bytes = std::max(rank.peak_bytes, rank.live_bytes);
 
-  const Operation& operation = program.instructions[at].operation;
-  if (const auto* wait = std::get_if<Wait>(&operation)) {
-    if (!finish_wait(position, wait->ticket)) return false;
-  } else if (is_communication(operation)) {
-    start(position, static_cast<int>(at));
-  } else {
-    execute(position, operation);
-  }
+  const bool is_done = match(
+      program.instructions[at].operation, [&](const Wait& o) { return finish_wait(position, o.ticket); },
+      [&](const IsTransfer auto& o) {
+        start(position, static_cast<int>(at), o);
+        return true;
+      },
+      [&](const IsCompute auto& o) {
+        execute(position, o);
+        return true;
+      });
+  if (!is_done) return false;
 
   for (const int b : rank.lifetimes.ends[at]) {
     rank.live_bytes -= program.size_bytes(b);
@@ -124,36 +119,60 @@ bool Machine::advance(int64_t position) {
   return true;
 }
 
-void Machine::start(int64_t position, int instruction) {
+void Machine::start(int64_t position, int instruction, const SendReceive& operation) {
   Rank& rank = ranks_[position];
-  const Operation& operation = programs_[position].instructions[instruction].operation;
-  const Group& group = programs_[position].groups[group_of(operation)];
-  if (const auto* o = std::get_if<SendReceive>(&operation)) {
-    for (const auto& message : o->sends) {
-      const Route route{group.positions, position, group.positions[message.peer]};
-      mail_[{route, rank.sent[route]++}] = read(position, message.range);
-    }
-    for (const auto& message : o->receives) {
-      const Route route{group.positions, group.positions[message.peer], position};
-      rank.messages_of_ticket[instruction].push_back(rank.expected[route]++);
-    }
-    return;
+  const Group& group = programs_[position].groups[operation.group];
+  for (const auto& message : operation.sends) {
+    const Route route{group.positions, position, group.positions[message.peer]};
+    mail_[{route, rank.sent[route]++}] = read(position, message.range);
   }
+  for (const auto& message : operation.receives) {
+    const Route route{group.positions, group.positions[message.peer], position};
+    rank.messages_of_ticket[instruction].push_back(rank.expected[route]++);
+  }
+}
+
+void Machine::start(int64_t position, int instruction, const AllGather& operation) {
+  give(position, instruction, operation.group, {read(position, operation.src), {}});
+}
+
+void Machine::start(int64_t position, int instruction, const ReduceScatter& operation) {
+  give(position, instruction, operation.group, {read(position, operation.src), {}});
+}
+
+void Machine::start(int64_t position, int instruction, const AllReduce& operation) {
+  give(position, instruction, operation.group, {read(position, operation.data), {}});
+}
+
+void Machine::start(int64_t position, int instruction, const AllToAll& operation) {
+  give(position, instruction, operation.group, {read(position, operation.src), operation.send_counts});
+}
+
+void Machine::give(int64_t position, int instruction, int group_index, Given given) {
+  Rank& rank = ranks_[position];
+  const Group& group = programs_[position].groups[group_index];
   const int64_t call = rank.calls[group.positions]++;
   rank.call_of_ticket[instruction] = call;
-  Given given{read(position, given_range(operation)), {}};
-  if (const auto* o = std::get_if<AllToAll>(&operation)) given.send_counts = o->send_counts;
   given_[{group.positions, call}][position] = std::move(given);
 }
 
 bool Machine::finish_wait(int64_t position, int ticket) {
-  const Operation& operation = programs_[position].instructions[ticket].operation;
-  if (const auto* o = std::get_if<SendReceive>(&operation)) return receive_messages(position, *o, ticket);
-  const Group& group = programs_[position].groups[group_of(operation)];
-  const auto& given = given_[{group.positions, ranks_[position].call_of_ticket[ticket]}];
-  if (given.size() != group.positions.size()) return false;
-  deliver(position, operation, given);
-  return true;
+  const auto deliver_collective = [&](const auto& operation) {
+    const Group& group = programs_[position].groups[operation.group];
+    const auto& given = given_[{group.positions, ranks_[position].call_of_ticket[ticket]}];
+    if (given.size() != group.positions.size()) return false;
+    deliver(position, operation, given);
+    return true;
+  };
+  const auto nothing_to_wait_for = [&] {
+    check_invariant(false, "position ", position, " waits for instruction ", ticket, ", which is no transfer");
+    return false;
+  };
+  return match(
+      programs_[position].instructions[ticket].operation,
+      [&](const SendReceive& o) { return receive_messages(position, o, ticket); },
+      [&](const IsTransfer auto& o) { return deliver_collective(o); },
+      [&](const IsCompute auto&) { return nothing_to_wait_for(); }, [&](const Wait&) { return nothing_to_wait_for(); });
 }
 
 bool Machine::receive_messages(int64_t position, const SendReceive& operation, int ticket) {
@@ -168,96 +187,106 @@ bool Machine::receive_messages(int64_t position, const SendReceive& operation, i
     const auto& message = operation.receives[i];
     write(position, message.range, arrived[i]->second);
     mail_.erase(arrived[i]);
-    ranks_[position].received_bytes +=
-        message.range.count * programs_[position].dtype_of(message.range.buffer).size_bytes();
+    ranks_[position].received_bytes += message.range.count * item_bytes(position, message.range);
   }
   return true;
 }
 
-void Machine::deliver(int64_t position, const Operation& operation, const std::map<int64_t, Given>& given) {
-  const Program& program = programs_[position];
-  const Group& group = program.groups[group_of(operation)];
+void Machine::deliver(int64_t position, const AllGather& operation, const GivenByMember& given) {
+  const Group& group = programs_[position].groups[operation.group];
+  Payload all;
+  for (const int64_t member : group.positions) {
+    const Payload& part = given.at(member).values;
+    check_invariant(static_cast<int64_t>(part.size()) == operation.src.count, "uneven parts in an all_gather");
+    all.insert(all.end(), part.begin(), part.end());
+  }
+  write(position, operation.dst, all);
+  const auto others = static_cast<int64_t>(group.positions.size()) - 1;
+  ranks_[position].received_bytes += others * operation.src.count * item_bytes(position, operation.src);
+}
+
+void Machine::deliver(int64_t position, const ReduceScatter& operation, const GivenByMember& given) {
+  const Group& group = programs_[position].groups[operation.group];
+  const int64_t count = operation.dst.count;
+  write(position, operation.dst, reduced(group, operation.op, given, group.index * count, count));
+  const auto others = static_cast<int64_t>(group.positions.size()) - 1;
+  ranks_[position].received_bytes += others * count * item_bytes(position, operation.src);
+}
+
+void Machine::deliver(int64_t position, const AllReduce& operation, const GivenByMember& given) {
+  const Group& group = programs_[position].groups[operation.group];
   const auto k = static_cast<int64_t>(group.positions.size());
-  const int64_t item = program.dtype_of(given_range(operation).buffer).size_bytes();
-  int64_t& received = ranks_[position].received_bytes;
-  const auto reduced = [&](ReduceOp op, int64_t offset, int64_t count) {
-    Payload result;
-    for (const int64_t member : group.positions) {
-      const double* part = given.at(member).values.data() + offset;
-      if (result.empty()) {
-        result.assign(part, part + count);
-      } else {
-        for (int64_t i = 0; i < count; ++i) result[i] = combine(op, result[i], part[i]);
-      }
-    }
-    return result;
-  };
-
-  if (const auto* o = std::get_if<AllGather>(&operation)) {
-    Payload all;
-    for (const int64_t member : group.positions) {
-      const Payload& part = given.at(member).values;
-      check_invariant(static_cast<int64_t>(part.size()) == o->src.count, "uneven parts in an all_gather");
-      all.insert(all.end(), part.begin(), part.end());
-    }
-    write(position, o->dst, all);
-    received += (k - 1) * o->src.count * item;
-  } else if (const auto* o = std::get_if<ReduceScatter>(&operation)) {
-    write(position, o->dst, reduced(o->op, group.index * o->dst.count, o->dst.count));
-    received += (k - 1) * o->dst.count * item;
-  } else if (const auto* o = std::get_if<AllReduce>(&operation)) {
-    write(position, o->data, reduced(o->op, 0, o->data.count));
-    received += (2 * o->data.count * item * (k - 1) + k - 1) / k;
-  } else {
-    const auto& move = std::get<AllToAll>(operation);
-    Payload all;
-    for (int64_t m = 0; m < k; ++m) {
-      const int64_t sender = group.positions[m];
-      const Given& part = given.at(sender);
-      int64_t offset = 0;
-      for (int64_t j = 0; j < group.index; ++j) offset += part.send_counts.at(j);
-      check_invariant(part.send_counts.at(group.index) == move.receive_counts[m], "all_to_all counts disagree");
-      all.insert(all.end(), part.values.begin() + offset, part.values.begin() + offset + move.receive_counts[m]);
-      if (m != group.index) received += move.receive_counts[m] * item;
-    }
-    write(position, move.dst, all);
-  }
+  const int64_t count = operation.data.count;
+  write(position, operation.data, reduced(group, operation.op, given, 0, count));
+  ranks_[position].received_bytes += (2 * count * item_bytes(position, operation.data) * (k - 1) + k - 1) / k;
 }
 
-void Machine::execute(int64_t position, const Operation& operation) {
-  if (const auto* o = std::get_if<Copy>(&operation)) {
-    const Rank& rank = ranks_[position];
-    check_invariant(rank.alive[o->src] && rank.alive[o->dst], "copy touches memory that is not there");
-    copy_boxes(o->boxes, rank.buffers[o->src].data(), ranks_[position].buffers[o->dst].data(), sizeof(double));
-    for (const Box& box : o->boxes) divide_box(box, ranks_[position].buffers[o->dst], o->divisor);
-  } else if (const auto* o = std::get_if<FillZero>(&operation)) {
-    write(position, o->dst, Payload(o->dst.count, 0.0));
-  } else if (const auto* o = std::get_if<Divide>(&operation)) {
-    Payload values = read(position, o->dst);
-    for (double& value : values) value /= o->divisor;
-    write(position, o->dst, values);
-  } else if (const auto* o = std::get_if<Power>(&operation)) {
-    Payload values = read(position, o->src);
-    for (double& value : values) value = std::pow(value, o->exponent);
-    write(position, o->dst, values);
-  } else if (const auto* o = std::get_if<Cast>(&operation)) {
-    write(position, o->dst, read(position, o->src));
-  } else if (const auto* o = std::get_if<Gemm>(&operation)) {
-    multiply(position, *o);
-  } else {
-    const auto& reduce = std::get<Reduce>(operation);
-    Payload result = read(position, reduce.parts[0]);
-    for (size_t m = 1; m < reduce.parts.size(); ++m) {
-      const Payload part = read(position, reduce.parts[m]);
-      check_invariant(part.size() == result.size(), "reduce has parts of different sizes");
-      for (size_t i = 0; i < part.size(); ++i) result[i] = combine(reduce.op, result[i], part[i]);
-    }
-    for (double& value : result) value /= reduce.divisor;
-    write(position, reduce.dst, result);
+void Machine::deliver(int64_t position, const AllToAll& operation, const GivenByMember& given) {
+  const Group& group = programs_[position].groups[operation.group];
+  Payload all;
+  for (int64_t m = 0; m < static_cast<int64_t>(group.positions.size()); ++m) {
+    const Given& part = given.at(group.positions[m]);
+    const int64_t count = operation.receive_counts[m];
+    int64_t offset = 0;
+    for (int64_t j = 0; j < group.index; ++j) offset += part.send_counts.at(j);
+    check_invariant(part.send_counts.at(group.index) == count, "all_to_all counts disagree");
+    all.insert(all.end(), part.values.begin() + offset, part.values.begin() + offset + count);
+    if (m != group.index) ranks_[position].received_bytes += count * item_bytes(position, operation.src);
   }
+  write(position, operation.dst, all);
 }
 
-void Machine::multiply(int64_t position, const Gemm& gemm) {
+Machine::Payload Machine::reduced(const Group& group, ReduceOp op, const GivenByMember& given, int64_t offset,
+                                  int64_t count) {
+  Payload result;
+  for (const int64_t member : group.positions) {
+    const double* part = given.at(member).values.data() + offset;
+    if (result.empty()) {
+      result.assign(part, part + count);
+    } else {
+      for (int64_t i = 0; i < count; ++i) result[i] = combine(op, result[i], part[i]);
+    }
+  }
+  return result;
+}
+
+void Machine::execute(int64_t position, const Copy& copy) {
+  Rank& rank = ranks_[position];
+  check_invariant(rank.alive[copy.src] && rank.alive[copy.dst], "copy touches memory that is not there");
+  copy_boxes(copy.boxes, rank.buffers[copy.src].data(), rank.buffers[copy.dst].data(), sizeof(double));
+  for (const Box& box : copy.boxes) divide_box(box, rank.buffers[copy.dst], copy.divisor);
+}
+
+void Machine::execute(int64_t position, const FillZero& fill) {
+  write(position, fill.dst, Payload(fill.dst.count, 0.0));
+}
+
+void Machine::execute(int64_t position, const Divide& divide) {
+  Payload values = read(position, divide.dst);
+  for (double& value : values) value /= divide.divisor;
+  write(position, divide.dst, values);
+}
+
+void Machine::execute(int64_t position, const Power& power) {
+  Payload values = read(position, power.src);
+  for (double& value : values) value = std::pow(value, power.exponent);
+  write(position, power.dst, values);
+}
+
+void Machine::execute(int64_t position, const Cast& cast) { write(position, cast.dst, read(position, cast.src)); }
+
+void Machine::execute(int64_t position, const Reduce& reduce) {
+  Payload result = read(position, reduce.parts[0]);
+  for (size_t m = 1; m < reduce.parts.size(); ++m) {
+    const Payload part = read(position, reduce.parts[m]);
+    check_invariant(part.size() == result.size(), "reduce has parts of different sizes");
+    for (size_t i = 0; i < part.size(); ++i) result[i] = combine(reduce.op, result[i], part[i]);
+  }
+  for (double& value : result) value /= reduce.divisor;
+  write(position, reduce.dst, result);
+}
+
+void Machine::execute(int64_t position, const Gemm& gemm) {
   check_invariant(!programs_[position].is_input(gemm.dst.buffer), "an input is written");
   const auto element = [&](const Matrix& matrix, int64_t base, int64_t i, int64_t j) {
     return data(position, {matrix.buffer, matrix.offset + base + i * matrix.row_stride + j * matrix.column_stride, 1});
@@ -290,6 +319,10 @@ double* Machine::data(int64_t position, const BufferRange& range) {
       range.offset >= 0 && range.offset + range.count <= static_cast<int64_t>(rank.buffers[range.buffer].size()),
       "buffer ", range.buffer, " is touched outside its bounds");
   return rank.buffers[range.buffer].data() + range.offset;
+}
+
+int64_t Machine::item_bytes(int64_t position, const BufferRange& range) const {
+  return programs_[position].dtype_of(range.buffer).size_bytes();
 }
 
 Machine::Payload Machine::read(int64_t position, const BufferRange& range) {

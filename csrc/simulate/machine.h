@@ -55,14 +55,30 @@ class Machine {
   bool advance(int64_t position);
   // False where the transfer cannot end yet.
   bool finish_wait(int64_t position, int ticket);
-  void start(int64_t position, int instruction);
-  void execute(int64_t position, const Operation& operation);
-  void multiply(int64_t position, const Gemm& gemm);
+  void start(int64_t position, int instruction, const AllGather& operation);
+  void start(int64_t position, int instruction, const ReduceScatter& operation);
+  void start(int64_t position, int instruction, const AllReduce& operation);
+  void start(int64_t position, int instruction, const AllToAll& operation);
+  void start(int64_t position, int instruction, const SendReceive& operation);
+  void give(int64_t position, int instruction, int group_index, Given given);
+  void execute(int64_t position, const Copy& copy);
+  void execute(int64_t position, const FillZero& fill);
+  void execute(int64_t position, const Divide& divide);
+  void execute(int64_t position, const Power& power);
+  void execute(int64_t position, const Cast& cast);
+  void execute(int64_t position, const Reduce& reduce);
+  void execute(int64_t position, const Gemm& gemm);
+  int64_t item_bytes(int64_t position, const BufferRange& range) const;
   double* data(int64_t position, const BufferRange& range);
   Payload read(int64_t position, const BufferRange& range);
   void write(int64_t position, const BufferRange& range, const Payload& payload);
-  // What the collective with this ticket brings to the rank.
-  void deliver(int64_t position, const Operation& operation, const std::map<int64_t, Given>& given);
+  // What a collective brings to the rank, once all members have given.
+  using GivenByMember = std::map<int64_t, Given>;  // by position
+  void deliver(int64_t position, const AllGather& operation, const GivenByMember& given);
+  void deliver(int64_t position, const ReduceScatter& operation, const GivenByMember& given);
+  void deliver(int64_t position, const AllReduce& operation, const GivenByMember& given);
+  void deliver(int64_t position, const AllToAll& operation, const GivenByMember& given);
+  static Payload reduced(const Group& group, ReduceOp op, const GivenByMember& given, int64_t offset, int64_t count);
   bool receive_messages(int64_t position, const SendReceive& operation, int ticket);
 
   std::vector<Program> programs_;

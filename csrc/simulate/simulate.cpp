@@ -160,16 +160,18 @@ double program_bytes(const Program& program) {
   constexpr double kMemberBytes = 40;
   constexpr double kMessageBytes = 400;
   double bytes = 0;
+  const auto members = [&](const IsTransfer auto& transfer) {
+    return static_cast<double>(program.groups[transfer.group].positions.size());
+  };
   for (const Instruction& instruction : program.instructions) {
-    const int group = group_of(instruction.operation);
-    const auto members = group < 0 ? 0.0 : static_cast<double>(program.groups[group].positions.size());
-    bytes += members * kMemberBytes;
-    if (const auto* copy = std::get_if<Copy>(&instruction.operation)) {
-      bytes += static_cast<double>(copy->boxes.size()) * kBoxBytes;
-    } else if (const auto* messages = std::get_if<SendReceive>(&instruction.operation)) {
-      const auto count = static_cast<double>(messages->sends.size() + messages->receives.size());
-      bytes += count * (kMessageBytes + members * 2 * sizeof(int64_t));
-    }
+    bytes += match(
+        instruction.operation, [&](const Copy& o) { return static_cast<double>(o.boxes.size()) * kBoxBytes; },
+        [&](const SendReceive& o) {
+          const auto count = static_cast<double>(o.sends.size() + o.receives.size());
+          return members(o) * kMemberBytes + count * (kMessageBytes + members(o) * 2 * sizeof(int64_t));
+        },
+        [&](const IsTransfer auto& o) { return members(o) * kMemberBytes; }, [](const IsCompute auto&) { return 0.0; },
+        [](const Wait&) { return 0.0; });
   }
   for (const Group& group : program.groups) bytes += static_cast<double>(group.positions.size()) * kMemberBytes;
   return bytes;

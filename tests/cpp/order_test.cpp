@@ -85,38 +85,32 @@ class TouchedBytes {
 
   Touched of(const Operation& operation) {
     touched_ = {};
-    if (const auto* copy = std::get_if<Copy>(&operation)) {
-      for (const Box& box : copy->boxes) {
-        strided(copy->src, box.src_offset, box.sizes, box.src_strides, touched_.read);
-        strided(copy->dst, box.dst_offset, box.sizes, box.dst_strides, touched_.written);
-      }
-    } else if (const auto* gemm = std::get_if<Gemm>(&operation)) {
-      multiply(*gemm);
-    } else if (const auto* cast = std::get_if<Cast>(&operation)) {
-      range(cast->src, touched_.read);
-      range(cast->dst, touched_.written);
-    } else if (const auto* reduce = std::get_if<Reduce>(&operation)) {
-      for (const BufferRange& part : reduce->parts) range(part, touched_.read);
-      range(reduce->dst, touched_.written);
-    } else if (const auto* divide = std::get_if<Divide>(&operation)) {
-      range(divide->dst, touched_.written);
-    } else if (const auto* o = std::get_if<AllGather>(&operation)) {
-      range(o->src, touched_.read);
-      range(o->dst, touched_.written);
-    } else if (const auto* o = std::get_if<ReduceScatter>(&operation)) {
-      range(o->src, touched_.read);
-      range(o->dst, touched_.written);
-    } else if (const auto* o = std::get_if<AllReduce>(&operation)) {
-      range(o->data, touched_.written);
-    } else if (const auto* o = std::get_if<AllToAll>(&operation)) {
-      range(o->src, touched_.read);
-      range(o->dst, touched_.written);
-    } else if (const auto* o = std::get_if<SendReceive>(&operation)) {
-      for (const auto& message : o->sends) range(message.range, touched_.read);
-      for (const auto& message : o->receives) range(message.range, touched_.written);
-    } else {
-      EXPECT_TRUE(std::holds_alternative<Wait>(operation)) << to_string(operation);
-    }
+    const auto from_to = [&](const auto& o) {
+      range(o.src, touched_.read);
+      range(o.dst, touched_.written);
+    };
+    match(
+        operation,
+        [&](const Copy& o) {
+          for (const Box& box : o.boxes) {
+            strided(o.src, box.src_offset, box.sizes, box.src_strides, touched_.read);
+            strided(o.dst, box.dst_offset, box.sizes, box.dst_strides, touched_.written);
+          }
+        },
+        [&](const Gemm& o) { multiply(o); }, [&](const FillZero& o) { range(o.dst, touched_.written); },
+        [&](const Divide& o) { range(o.dst, touched_.written); }, [&](const Power& o) { from_to(o); },
+        [&](const Cast& o) { from_to(o); },
+        [&](const Reduce& o) {
+          for (const BufferRange& part : o.parts) range(part, touched_.read);
+          range(o.dst, touched_.written);
+        },
+        [&](const AllGather& o) { from_to(o); }, [&](const ReduceScatter& o) { from_to(o); },
+        [&](const AllReduce& o) { range(o.data, touched_.written); }, [&](const AllToAll& o) { from_to(o); },
+        [&](const SendReceive& o) {
+          for (const auto& message : o.sends) range(message.range, touched_.read);
+          for (const auto& message : o.receives) range(message.range, touched_.written);
+        },
+        [](const Wait&) {});
     return touched_;
   }
 

@@ -1,0 +1,102 @@
+#include "program/instructions.h"
+
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+std::string text(const BufferRange& r) { return concat("b", r.buffer, "[", r.offset, ":", r.offset + r.count, "]"); }
+
+std::string text(const std::vector<SendReceive::Message>& messages) {
+  std::vector<std::string> parts;
+  for (const auto& m : messages) parts.push_back(concat(m.peer, ":", text(m.range)));
+  return join(parts, " ");
+}
+
+}  // namespace
+
+std::string to_string(const Operation& operation) {
+  return match(
+      operation,
+      [](const Copy& o) {
+        return concat("copy b", o.src, " -> b", o.dst, " in ", o.boxes.size(), " boxes",
+                      o.divisor != 1 ? concat(", divided by ", o.divisor) : "");
+      },
+      [](const FillZero& o) { return concat("fill ", text(o.dst), " = 0"); },
+      [](const Divide& o) { return concat("divide ", text(o.dst), " by ", o.divisor); },
+      [](const Power& o) { return concat("power ", text(o.src), " ** ", o.exponent, " -> ", text(o.dst)); },
+      [](const Reduce& o) {
+        std::vector<std::string> parts;
+        for (const BufferRange& part : o.parts) parts.push_back(text(part));
+        const std::string divided = o.divisor != 1 ? concat(", divided by ", o.divisor) : "";
+        return concat("reduce ", reduce_op_name(o.op), " of ", join(parts), divided, " -> ", text(o.dst));
+      },
+      [](const Cast& o) { return concat("cast ", text(o.src), " -> ", text(o.dst)); },
+      [](const Gemm& o) {
+        const std::string times = o.count > 1 ? concat(o.count, " x ") : "";
+        return concat("gemm ", times, o.m, "x", o.k, " b", o.lhs.buffer, "[", o.lhs.offset, "] by ", o.k, "x", o.n,
+                      " b", o.rhs.buffer, "[", o.rhs.offset, "]", o.lhs_scale ? " scaled" : "",
+                      o.bias ? " plus bias" : "", o.accumulates ? " added to b" : " -> b", o.dst.buffer, "[",
+                      o.dst.offset, "]");
+      },
+      [](const AllGather& o) { return concat("all_gather g", o.group, " ", text(o.src), " -> ", text(o.dst)); },
+      [](const ReduceScatter& o) {
+        return concat("reduce_scatter ", reduce_op_name(o.op), " g", o.group, " ", text(o.src), " -> ", text(o.dst));
+      },
+      [](const AllReduce& o) { return concat("all_reduce ", reduce_op_name(o.op), " g", o.group, " ", text(o.data)); },
+      [](const AllToAll& o) {
+        return concat("all_to_all ", o.by_messages ? "by messages " : "", "g", o.group, " ", text(o.src), " (",
+                      join(o.send_counts), ") -> ", text(o.dst), " (", join(o.receive_counts), ")");
+      },
+      [](const SendReceive& o) {
+        return concat("send_receive g", o.group, " to {", text(o.sends), "} from {", text(o.receives), "}");
+      },
+      [](const Wait& o) { return concat("wait for instruction ", o.ticket); });
+}
+
+bool is_communication(const Operation& operation) {
+  return match(
+      operation, [](const IsTransfer auto&) { return true; }, [](const IsCompute auto&) { return false; },
+      [](const Wait&) { return false; });
+}
+
+int group_of(const Operation& operation) {
+  return match(
+      operation, [](const IsTransfer auto& o) { return o.group; }, [](const IsCompute auto&) { return -1; },
+      [](const Wait&) { return -1; });
+}
+
+std::vector<int> buffers_of(const Operation& operation) {
+  return match(
+      operation, [](const Copy& o) { return std::vector<int>{o.src, o.dst}; },
+      [](const FillZero& o) { return std::vector<int>{o.dst.buffer}; },
+      [](const Divide& o) { return std::vector<int>{o.dst.buffer}; },
+      [](const Power& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+      [](const Reduce& o) {
+        std::vector<int> buffers{o.dst.buffer};
+        for (const BufferRange& part : o.parts) buffers.push_back(part.buffer);
+        return buffers;
+      },
+      [](const Cast& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+      [](const Gemm& o) {
+        std::vector<int> buffers{o.lhs.buffer, o.rhs.buffer, o.dst.buffer};
+        if (o.bias) buffers.push_back(o.bias->buffer);
+        for (const auto* scale : {&o.lhs_scale, &o.rhs_scale}) {
+          if (*scale) buffers.push_back((*scale)->buffer);
+        }
+        return buffers;
+      },
+      [](const AllGather& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+      [](const ReduceScatter& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+      [](const AllReduce& o) { return std::vector<int>{o.data.buffer}; },
+      [](const AllToAll& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+      [](const SendReceive& o) {
+        std::vector<int> buffers;
+        for (const auto& m : o.sends) buffers.push_back(m.range.buffer);
+        for (const auto& m : o.receives) buffers.push_back(m.range.buffer);
+        return buffers;
+      },
+      [](const Wait&) { return std::vector<int>{}; });
+}
+
+}  // namespace shardwright

@@ -1,0 +1,176 @@
+// The instructions of programs, each an aggregate that says everything about it.
+//
+// An instruction is a compute instruction, a transfer, or a Wait. A transfer only starts: its effects are there after
+// the Wait that carries its ticket; until then what it reads must not be written and what it writes must not be
+// touched.
+//
+// To add an instruction, add it to Operation and say below whether it computes or transfers. Every place that must
+// know what to do with it then fails to compile until it does (support/match.h).
+#pragma once
+
+#include <concepts>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "layout/placement.h"
+#include "support/match.h"
+
+namespace shardwright {
+
+constexpr int kInputBuffer = 0;  // the first
+
+struct BufferRange {
+  int buffer = -1;
+  int64_t offset = 0;
+  int64_t count = 0;  // elements
+};
+
+// A box of elements with its place in two row-major arrays; sizes and strides outermost first, in elements.
+struct Box {
+  int64_t src_offset = 0;
+  int64_t dst_offset = 0;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> src_strides;
+  std::vector<int64_t> dst_strides;
+};
+
+struct Copy {
+  int src = -1;
+  int dst = -1;
+  std::vector<Box> boxes;
+  double divisor = 1;  // of every element, on its way; floating and complex dtypes only
+};
+
+struct FillZero {
+  BufferRange dst;
+};
+
+// dst = dst / divisor
+struct Divide {
+  BufferRange dst;
+  double divisor = 1;
+};
+
+// dst = src ** exponent
+struct Power {
+  BufferRange src;
+  BufferRange dst;
+  double exponent = 1;
+};
+
+// dst = (op over parts of dst.count elements, taken in this order) / divisor, rounded once.
+struct Reduce {
+  ReduceOp op = ReduceOp::kSum;
+  std::vector<BufferRange> parts;
+  BufferRange dst;
+  double divisor = 1;
+};
+
+// dst = src, in dst's dtype.
+struct Cast {
+  BufferRange src;
+  BufferRange dst;
+};
+
+// A matrix in a buffer: element (i, j) is at offset + i * row_stride + j * column_stride.
+struct Matrix {
+  int buffer = -1;
+  int64_t offset = 0;
+  int64_t row_stride = 0;
+  int64_t column_stride = 0;
+};
+
+// What the rows of lhs, or the columns of rhs, are multiplied by: number i at offset + i * stride, in float32.
+struct Scale {
+  int buffer = -1;
+  int64_t offset = 0;
+  int64_t stride = 0;  // 0: one for all
+};
+
+// dst = lhs x rhs, m x k times k x n; `count` of them, each a batch stride behind the one before.
+struct Gemm {
+  Matrix lhs;
+  Matrix rhs;
+  Matrix dst;
+  int64_t m = 0;
+  int64_t n = 0;
+  int64_t k = 0;
+  int64_t count = 1;
+  int64_t lhs_batch_stride = 0;
+  int64_t rhs_batch_stride = 0;
+  int64_t dst_batch_stride = 0;
+  bool accumulates = false;                   // dst = dst + lhs x rhs
+  std::optional<Matrix> bias = std::nullopt;  // added to every product; not where it accumulates
+  // Of operands of 8-bit floats, which have both; k > 0, no bias, and strides of 0 in batches.
+  std::optional<Scale> lhs_scale = std::nullopt;
+  std::optional<Scale> rhs_scale = std::nullopt;
+};
+
+// `group` below indexes Program::groups. Ranges are in the group's order, by ascending rank.
+
+struct AllGather {
+  int group = -1;
+  BufferRange src;
+  BufferRange dst;
+};
+
+struct ReduceScatter {
+  int group = -1;
+  ReduceOp op = ReduceOp::kSum;
+  BufferRange src;
+  BufferRange dst;
+};
+
+struct AllReduce {  // in place
+  int group = -1;
+  ReduceOp op = ReduceOp::kSum;
+  BufferRange data;
+};
+
+struct AllToAll {
+  int group = -1;
+  BufferRange src;
+  BufferRange dst;
+  std::vector<int64_t> send_counts;
+  std::vector<int64_t> receive_counts;
+  bool by_messages = false;  // to each peer one, instead of the backend's collective; the same on all ranks
+};
+
+// Messages to and from some peers; nobody else is waited for.
+struct SendReceive {
+  struct Message {
+    int64_t peer = -1;  // index in the group
+    BufferRange range;
+  };
+  int group = -1;
+  std::vector<Message> sends;
+  std::vector<Message> receives;
+};
+
+struct Wait {
+  int ticket = -1;  // index of the instruction that started the transfer
+};
+
+using Operation = std::variant<Copy, FillZero, Divide, Power, Reduce, Cast, Gemm, AllGather, ReduceScatter, AllReduce,
+                               AllToAll, SendReceive, Wait>;
+
+template <typename T, typename... Kinds>
+concept IsOneOf = (std::same_as<T, Kinds> || ...);
+
+template <typename T>
+concept IsCompute = IsOneOf<T, Copy, FillZero, Divide, Power, Reduce, Cast, Gemm>;
+
+template <typename T>
+concept IsTransfer = IsOneOf<T, AllGather, ReduceScatter, AllReduce, AllToAll, SendReceive>;
+
+bool is_communication(const Operation& operation);  // a transfer
+// Index of the group a transfer communicates in; -1 for what is no transfer.
+int group_of(const Operation& operation);
+std::string to_string(const Operation& operation);  // as listings show it
+// Buffers an operation reads or writes; none for a Wait.
+std::vector<int> buffers_of(const Operation& operation);
+
+}  // namespace shardwright

@@ -1,0 +1,60 @@
+#include "program/transfer_traffic.h"
+
+#include "moves/exchange.h"
+
+namespace shardwright {
+namespace {
+
+class Counter {
+ public:
+  explicit Counter(const Program& program) : program_(program) {}
+
+  TransferTraffic of(const AllGather& o) const { return both_ways(others(o) * bytes(o.src), others(o)); }
+
+  TransferTraffic of(const ReduceScatter& o) const { return both_ways(others(o) * bytes(o.dst), others(o)); }
+
+  TransferTraffic of(const AllReduce& o) const {
+    const int64_t item_bytes = program_.dtype_of(o.data.buffer).size_bytes();
+    const Traffic ring = all_reduce_traffic(o.data.count, others(o) + 1, 0, item_bytes, true);
+    return both_ways(ring.received_bytes, ring.messages);
+  }
+
+  TransferTraffic of(const AllToAll& o) const {
+    const Group& group = program_.groups[o.group];
+    TransferTraffic traffic{0, 0, others(o), others(o)};
+    for (size_t m = 0; m < group.ranks.size(); ++m) {
+      if (static_cast<int64_t>(m) == group.index) continue;
+      traffic.received_bytes += bytes({o.dst.buffer, 0, o.receive_counts[m]});
+      traffic.sent_bytes += bytes({o.src.buffer, 0, o.send_counts[m]});
+    }
+    return traffic;
+  }
+
+  TransferTraffic of(const SendReceive& o) const {
+    TransferTraffic traffic{0, 0, static_cast<int64_t>(o.receives.size()), static_cast<int64_t>(o.sends.size())};
+    for (const auto& message : o.receives) traffic.received_bytes += bytes(message.range);
+    for (const auto& message : o.sends) traffic.sent_bytes += bytes(message.range);
+    return traffic;
+  }
+
+ private:
+  static TransferTraffic both_ways(int64_t bytes, int64_t messages) { return {bytes, bytes, messages, messages}; }
+
+  int64_t others(const IsTransfer auto& transfer) const {
+    return static_cast<int64_t>(program_.groups[transfer.group].ranks.size()) - 1;
+  }
+
+  int64_t bytes(const BufferRange& range) const { return range.count * program_.dtype_of(range.buffer).size_bytes(); }
+
+  const Program& program_;
+};
+
+}  // namespace
+
+TransferTraffic traffic_of(const Program& program, const Operation& operation) {
+  return match(
+      operation, [&](const IsTransfer auto& o) { return Counter(program).of(o); },
+      [](const IsCompute auto&) { return TransferTraffic{}; }, [](const Wait&) { return TransferTraffic{}; });
+}
+
+}  // namespace shardwright
