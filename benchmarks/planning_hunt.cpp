@@ -1,12 +1,15 @@
 // A hunt for plans and certificates that take long: CPU seconds of each on random pairs of layouts, and the slowest.
 //
 //   shardwright_planning_hunt [--seed N] [--cases N] [--ranks N] [--list]
-//   shardwright_planning_hunt "128,8 bfloat16 8,8192,16384 S(0),S(0) S(1),S(1) [nccl|gloo]" ...
+//   shardwright_planning_hunt --on-meshes [--seed N] [--cases N] [--list]
+//   shardwright_planning_hunt "128,8 bfloat16 8,8192,16384 S(0),S(0) S(1)#1,S(1)#0 [nccl|gloo]" ...
 //
 // Meshes have one to five dims and at most --ranks ranks (4,096), tensors one to three dims with sizes as models have
-// them, even and uneven. The seed is printed: the same seed draws the same cases everywhere. Plans are made as
-// `shardwright plan` makes them, with nothing kept from before; the certificate is all that `Plan.certificate` holds,
-// and its sentences. With cases named in arguments only those are timed. --list shows every case, not only the slow.
+// them, even and uneven. With --on-meshes there are --cases pairs of even layouts and as many of uneven ones for each of
+// four meshes, up to 1,048,576 ranks, and a line of median and worst times for each. The seed is printed: the same seed
+// draws the same cases everywhere. Plans are made as `shardwright plan` makes them, with nothing kept from before; the
+// certificate is all that `Plan.certificate` holds, and its sentences. With cases named in arguments only those are
+// timed. --list shows every case, not only the slow ones. #0, #1 after a shard is its place in the order of cuts.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -56,6 +59,10 @@ const std::vector<std::string> kOnceSlow{
     "64,128,128 bfloat16 8194,8194 S(1),P,P R,S(1),R",
 };
 
+// The meshes of --on-meshes. No plan or certificate on them is to take more than 50 ms, no certificate more than 1 ms in
+// the median.
+const std::vector<std::vector<int64_t>> kMeshes{{4, 4, 4}, {8, 8, 16}, {8, 8, 16, 32}, {64, 128, 128}};
+
 std::vector<int64_t> parse_sizes(const std::string& text) {
   std::vector<int64_t> sizes;
   std::istringstream in(text);
@@ -76,9 +83,60 @@ Case parse_case(const std::string& text) {
   return one;
 }
 
+MeshPtr mesh_of(const Case& one) {
+  std::vector<std::string> names;
+  for (size_t d = 0; d < one.mesh.size(); ++d) names.push_back(std::string(1, static_cast<char>('a' + d)));
+  return std::make_shared<Mesh>(names, one.mesh);
+}
+
+// As parse_placements, with "S(0)#1" for the shard that is second to cut tensor dim 0.
+Layout layout_of(const Case& one, const MeshPtr& mesh, const std::string& text) {
+  std::string plain;
+  std::vector<std::pair<int, int64_t>> places;  // by mesh dim
+  int depth = 0;
+  int mesh_dim = 0;
+  for (size_t i = 0; i < text.size(); ++i) {
+    depth += text[i] == '(' ? 1 : text[i] == ')' ? -1 : 0;
+    if (text[i] == ',' && depth == 0) ++mesh_dim;
+    if (text[i] == '#') {
+      places.emplace_back(mesh_dim, text[++i] - '0');
+    } else {
+      plain += text[i];
+    }
+  }
+  const std::vector<Placement> placements = parse_placements(plain);
+  ShardOrder order;
+  for (const auto& [d, place] : places) {
+    std::vector<int>& mesh_dims = order[placements[d].dim];
+    if (mesh_dims.size() <= static_cast<size_t>(place)) mesh_dims.resize(place + 1);
+    mesh_dims[place] = d;
+  }
+  return Layout(mesh, one.shape, DType::parse(one.dtype), placements, order);
+}
+
 class Draw {
  public:
   Draw(uint64_t seed, int64_t most_ranks) : random_(seed), most_ranks_(most_ranks) {}
+
+  // On one of kMeshes, with every part of one size or some not; orders of cuts and strided shards now and then.
+  Case on(const std::vector<int64_t>& mesh, bool is_even) {
+    while (true) {
+      Case one;
+      one.mesh = mesh;
+      one.shape = is_even ? even_shape() : shape();
+      one.backend = below(4) == 0 ? Backend::kGloo : Backend::kNccl;
+      one.dtype = of(std::vector<std::string>{"bfloat16", "float32"});
+      one.src = ordered_placements(mesh, one.shape.size(), below(2) == 0);
+      one.dst = ordered_placements(mesh, one.shape.size(), false);
+      try {
+        const MeshPtr ranks = mesh_of(one);
+        const Layout src = layout_of(one, ranks, one.src);
+        const Layout dst = layout_of(one, ranks, one.dst);
+        if ((src.has_equal_parts() && dst.has_equal_parts()) == is_even && !(src == dst)) return one;
+      } catch (const UserError&) {  // a tensor too large for so many ranks
+      }
+    }
+  }
 
   Case next() {
     Case one;
@@ -142,6 +200,35 @@ class Draw {
     return join(all, ",");
   }
 
+  std::vector<int64_t> even_shape() {
+    const std::vector<int64_t> sizes{64, 128, 512, 1024, 4096, 8192, 16384, 32768, 65536, 131072, 1048576};
+    std::vector<int64_t> shape(1 + below(3));
+    for (int64_t& size : shape) size = of(sizes);
+    return shape;
+  }
+
+  // R, shards and sums for each mesh dim; of four, one has its shards in some other order, and one a strided shard.
+  std::string ordered_placements(const std::vector<int64_t>& mesh, size_t tensor_dims, bool with_sums) {
+    std::vector<std::string> all;
+    std::vector<std::vector<size_t>> cutting(tensor_dims);
+    for (size_t d = 0; d < mesh.size(); ++d) {
+      const size_t choice = below(tensor_dims + (with_sums ? 2 : 1));
+      if (choice < tensor_dims) cutting[choice].push_back(d);
+      all.push_back(choice < tensor_dims ? concat("S(", choice, ")") : choice == tensor_dims ? "R" : "P");
+    }
+    const size_t kind = below(4);
+    for (size_t t = 0; t < tensor_dims; ++t) {
+      std::vector<size_t>& mesh_dims = cutting[t];
+      if (kind == 0) {
+        for (size_t i = mesh_dims.size(); i > 1; --i) std::swap(mesh_dims[i - 1], mesh_dims[below(i)]);
+        for (size_t i = 0; i < mesh_dims.size(); ++i) all[mesh_dims[i]] += concat("#", i);
+      } else if (kind == 1 && !mesh_dims.empty()) {
+        all[mesh_dims[below(mesh_dims.size())]] = concat("SS(", t, ",", of(mesh), ")");
+      }
+    }
+    return join(all, ",");
+  }
+
   std::mt19937_64 random_;
   int64_t most_ranks_;
 };
@@ -163,12 +250,9 @@ struct Times {
 };
 
 Times time(const Case& one) {
-  std::vector<std::string> names;
-  for (size_t d = 0; d < one.mesh.size(); ++d) names.push_back(std::string(1, static_cast<char>('a' + d)));
-  const MeshPtr mesh = std::make_shared<Mesh>(names, one.mesh);
-  const DType dtype = DType::parse(one.dtype);
-  const Layout src(mesh, one.shape, dtype, parse_placements(one.src));
-  const Layout dst(mesh, one.shape, dtype, parse_placements(one.dst));
+  const MeshPtr mesh = mesh_of(one);
+  const Layout src = layout_of(one, mesh, one.src);
+  const Layout dst = layout_of(one, mesh, one.dst);
   PlanOptions options;
   options.backend = one.backend;
   Times times{one.text()};
@@ -205,40 +289,70 @@ void print_distribution(const char* what, std::vector<double> seconds, double mo
               seconds[seconds.size() * 99 / 100], seconds.back(), most, static_cast<long long>(above), seconds.size());
 }
 
-int run(int argc, char** argv) {
+void print_slowest(const std::vector<Times>& all) {
+  print(*std::max_element(all.begin(), all.end(), [](const Times& a, const Times& b) { return a.plan < b.plan; }));
+  print(*std::max_element(all.begin(), all.end(),
+                          [](const Times& a, const Times& b) { return a.certificate() < b.certificate(); }));
+}
+
+struct Arguments {
   uint64_t seed = 20260;
   size_t num_cases = 400;
   int64_t most_ranks = 4096;
   bool lists_all = false;
+  bool on_meshes = false;
   std::vector<Case> cases;
-  for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
-    if (argument == "--list") {
-      lists_all = true;
-    } else if (argument == "--seed" && i + 1 < argc) {
-      seed = std::stoull(argv[++i]);
-    } else if (argument == "--cases" && i + 1 < argc) {
-      num_cases = std::stoull(argv[++i]);
-    } else if (argument == "--ranks" && i + 1 < argc) {
-      most_ranks = std::stoll(argv[++i]);
-    } else {
-      cases.push_back(parse_case(argument));
-      lists_all = true;
+};
+
+void hunt_on_meshes(const Arguments& arguments) {
+  std::printf("seed %llu, %zu cases a line; CPU milliseconds\n", static_cast<unsigned long long>(arguments.seed),
+              arguments.num_cases);
+  std::printf("%-16s %-7s %21s %21s\n", "mesh", "parts", "plan: median   worst", "cert.: median  worst");
+  Draw draw(arguments.seed, 0);
+  std::vector<std::vector<Times>> lines;
+  for (const std::vector<int64_t>& mesh : kMeshes) {
+    for (const bool is_even : {true, false}) {
+      std::vector<Times>& all = lines.emplace_back();
+      std::vector<double> plans;
+      std::vector<double> certificates;
+      for (size_t i = 0; i < arguments.num_cases; ++i) {
+        const Case one = draw.on(mesh, is_even);
+        try {
+          all.push_back(time(one));
+        } catch (const UserError& error) {
+          std::printf("no plan for %s: %s\n", one.text().c_str(), error.what());
+          continue;
+        }
+        if (arguments.lists_all) print(all.back());
+        plans.push_back(1e3 * all.back().plan);
+        certificates.push_back(1e3 * all.back().certificate());
+      }
+      std::sort(plans.begin(), plans.end());
+      std::sort(certificates.begin(), certificates.end());
+      std::printf("%-16s %-7s %13.3f %8.2f %12.3f %8.2f\n", join(mesh, ",").c_str(), is_even ? "even" : "uneven",
+                  plans[plans.size() / 2], plans.back(), certificates[certificates.size() / 2], certificates.back());
+      std::fflush(stdout);
     }
   }
+  std::printf("of each line the slowest plan, and the slowest certificate (traffic, bound, peak, rest), in seconds:\n");
+  for (const std::vector<Times>& all : lines) print_slowest(all);
+}
+
+void hunt(const Arguments& arguments) {
+  std::vector<Case> cases = arguments.cases;
   if (cases.empty()) {
-    std::printf("seed %llu, %zu cases of up to %lld ranks\n", static_cast<unsigned long long>(seed), num_cases,
-                static_cast<long long>(most_ranks));
+    std::printf("seed %llu, %zu cases of up to %lld ranks\n", static_cast<unsigned long long>(arguments.seed),
+                arguments.num_cases, static_cast<long long>(arguments.most_ranks));
     for (const std::string& text : kOnceSlow) cases.push_back(parse_case(text));
-    Draw draw(seed, most_ranks);
-    while (cases.size() < num_cases + kOnceSlow.size()) cases.push_back(draw.next());
+    Draw draw(arguments.seed, arguments.most_ranks);
+    while (cases.size() < arguments.num_cases + kOnceSlow.size()) cases.push_back(draw.next());
   }
   std::printf("CPU seconds: plan, certificate (traffic, bound, peak, rest)\n");
   std::vector<Times> all;
   for (const Case& one : cases) {
     all.push_back(time(one));
     const bool is_slow = all.back().plan > kMostPlanSeconds || all.back().certificate() > kMostCertificateSeconds;
-    if (is_slow || lists_all) print(all.back());
+    if (is_slow || arguments.lists_all) print(all.back());
   }
   std::vector<double> plans;
   std::vector<double> certificates;
@@ -249,9 +363,33 @@ int run(int argc, char** argv) {
   print_distribution("plans", plans, kMostPlanSeconds);
   print_distribution("certificates", certificates, kMostCertificateSeconds);
   std::printf("the slowest plan, and the slowest certificate:\n");
-  print(*std::max_element(all.begin(), all.end(), [](const Times& a, const Times& b) { return a.plan < b.plan; }));
-  print(*std::max_element(all.begin(), all.end(),
-                          [](const Times& a, const Times& b) { return a.certificate() < b.certificate(); }));
+  print_slowest(all);
+}
+
+int run(int argc, char** argv) {
+  Arguments arguments;
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (argument == "--list") {
+      arguments.lists_all = true;
+    } else if (argument == "--on-meshes") {
+      arguments.on_meshes = true;
+    } else if (argument == "--seed" && i + 1 < argc) {
+      arguments.seed = std::stoull(argv[++i]);
+    } else if (argument == "--cases" && i + 1 < argc) {
+      arguments.num_cases = std::stoull(argv[++i]);
+    } else if (argument == "--ranks" && i + 1 < argc) {
+      arguments.most_ranks = std::stoll(argv[++i]);
+    } else {
+      arguments.cases.push_back(parse_case(argument));
+      arguments.lists_all = true;
+    }
+  }
+  if (arguments.on_meshes) {
+    hunt_on_meshes(arguments);
+  } else {
+    hunt(arguments);
+  }
   return 0;
 }
 
