@@ -34,15 +34,10 @@ StridedMeaning parse_strided(const std::string& text) {
   throw UserError(concat("strided: '", text, "' is not known; allowed are auto, order, literal"));
 }
 
-PlanCache& plan_cache() {
-  static PlanCache cache;
-  return cache;
-}
-
 // A step as Python sees it.
 struct StepView {
   Step step;
-  Backend backend;
+  Lowering lowering;
   TrafficTotals traffic;
   int64_t predicted_ps;
 };
@@ -62,10 +57,8 @@ void define_mesh(py::module_& m) {
                        std::shared_ptr<Topology> topology) {
              std::vector<int64_t> given = ranks.is_none() ? std::vector<int64_t>{} : integers(ranks, "ranks");
              check_user(ranks.is_none() || !given.empty(), "ranks: got none; leave them out for 0, 1, 2, ...");
-             auto mesh = std::make_shared<Mesh>(texts(dim_names, "mesh: dim name"), integers(dim_sizes, "mesh: size"),
-                                                std::move(given));
-             mesh->set_topology(std::move(topology));
-             return mesh;
+             return std::make_shared<Mesh>(texts(dim_names, "mesh: dim name"), integers(dim_sizes, "mesh: size"),
+                                           std::move(given), std::move(topology));
            }),
            py::arg("dim_names"), py::arg("dim_sizes"), py::arg("ranks") = py::none(), py::arg("topology") = nullptr)
       .def_property_readonly("topology",
@@ -163,15 +156,15 @@ void define_layout(py::module_& m) {
       .def("__repr__", [](const Layout& layout) { return concat("Layout(", layout.to_string(), ")"); });
 }
 
-PlanOptions options_of(const Layout& src, const py::object& backend, const py::object& objective,
+PlanOptions options_of(const Layout& src, const Layout& dst, const py::object& backend, const py::object& objective,
                        const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int64_t>>& groups,
                        const py::object& reduce) {
-  PlanOptions options{parse_backend(text(backend, "backend")), parse_objective(text(objective, "objective")),
+  PlanOptions options{Lowering::named(text(backend, "backend")), parse_objective(text(objective, "objective")),
                       is_ordered(text(reduce, "reduce"), src)};
   if (topology) {
     options.topology = *topology;
-  } else if (src.mesh().topology()) {
-    options.topology = *src.mesh().topology();
+  } else {
+    options.topology = topology_between(src, dst, options.backend, std::nullopt, {});
   }
   for (const std::vector<int64_t>& mesh_dims : groups) options.groups.push_back(mesh_dim_set(mesh_dims, src.mesh()));
   return options;
@@ -210,7 +203,7 @@ void define_plan(py::module_& m) {
   py::class_<PlanView>(m, "Plan")
       .def_property_readonly("src", [](const PlanView& p) { return p.plan().src; })
       .def_property_readonly("dst", [](const PlanView& p) { return p.plan().dst; })
-      .def_property_readonly("backend", [](const PlanView& p) { return backend_name(p.plan().backend); })
+      .def_property_readonly("backend", [](const PlanView& p) { return p.plan().backend.name; })
       .def_property_readonly("objective", [](const PlanView& p) { return objective_name(p.plan().objective); })
       .def_property_readonly("topology", [](const PlanView& p) { return p.plan().topology.name; })
       .def_property_readonly(
@@ -302,7 +295,8 @@ void define_plan(py::module_& m) {
          const py::object& reduce, const py::object& memory_limit) {
         std::optional<int64_t> limit;
         if (!memory_limit.is_none()) limit = integer(memory_limit, "memory_limit");
-        const PlanRequest request{src, dst, options_of(src, backend, objective, topology, groups, reduce), limit};
+        const PlanRequest request{
+            src, dst, PlanningContext::make(options_of(src, dst, backend, objective, topology, groups, reduce), limit)};
         const py::gil_scoped_release release;
         return PlanView{plan_cache().get(request)};
       },
@@ -315,7 +309,8 @@ void define_plan(py::module_& m) {
          const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int64_t>>& groups,
          const py::object& reduce) {
         check_user(!layouts.empty(), "through: names no layouts");
-        return view_of(plan_through(layouts, options_of(layouts[0], backend, objective, topology, groups, reduce)));
+        return view_of(plan_through(
+            layouts, options_of(layouts.front(), layouts.back(), backend, objective, topology, groups, reduce)));
       },
       py::arg("layouts"), py::arg("backend") = "nccl", py::arg("objective") = "time", py::arg("topology") = nullptr,
       py::arg("groups") = std::vector<std::vector<int64_t>>{}, py::arg("reduce") = "fast");
@@ -324,7 +319,7 @@ void define_plan(py::module_& m) {
       "plan_of_steps",
       [](const Layout& src, const Layout& dst, const std::vector<StepFields>& steps, const std::string& backend,
          const std::string& objective, const Topology& topology, bool named_groups_only) {
-        Plan plan{src, dst, parse_backend(backend), parse_objective(objective), topology, named_groups_only, {}};
+        Plan plan{src, dst, Lowering::named(backend), parse_objective(objective), topology, named_groups_only, {}};
         for (const auto& [op, mesh_dims, before, after, sharing, rounds, ordered] : steps) {
           plan.steps.push_back({parse_step_op(op), mesh_dim_set(mesh_dims, src.mesh()), before, after,
                                 parse_sharing(sharing), rounds, ordered});

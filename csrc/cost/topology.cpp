@@ -32,7 +32,7 @@ const std::vector<Topology>& known() {
 
 }  // namespace
 
-Topology Topology::named(const std::string& name) {
+Topology Topology::named(std::string_view name) {
   for (const Topology& topology : known()) {
     if (topology.name == name) return topology;
   }
@@ -77,6 +77,11 @@ void Topology::check() const {
   check_link("inside", inside);
   check_link("between", between);
   for (const auto& [mesh_dim, link] : mesh_dims) check_link("mesh_dims." + mesh_dim, link);
+}
+
+bool same_topology(const Mesh& a, const Mesh& b) {
+  const Topology *of_a = a.topology().get(), *of_b = b.topology().get();
+  return of_a == of_b || (of_a != nullptr && of_b != nullptr && *of_a == *of_b);
 }
 
 Link slower(const Link& a, const Link& b) {

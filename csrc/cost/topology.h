@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "layout/mesh.h"
@@ -37,7 +38,7 @@ struct Topology {
 
   // "8xNVLink": one node of GPUs. "64x8": nodes of eight such GPUs with a 400 Gb/s NIC each. "gloo-local": processes of
   // one machine over loopback. Throws UserError naming these.
-  static Topology named(const std::string& name);
+  static Topology named(std::string_view name);
   static std::vector<std::string> names();
 
   // Throws UserError on figures that are negative, or more than a second, and names that are not UTF-8.
@@ -49,5 +50,8 @@ struct Topology {
   // Whether some two ranks that differ only in this mesh dim are on different nodes.
   bool crosses_nodes(const Mesh& mesh, int mesh_dim) const;
 };
+
+// Whether the same is said to join the ranks of both, or nothing.
+bool same_topology(const Mesh& a, const Mesh& b);
 
 }  // namespace shardwright

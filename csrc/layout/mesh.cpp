@@ -16,8 +16,12 @@ std::vector<int> MeshDimSet::to_vector() const {
   return mesh_dims;
 }
 
-Mesh::Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, std::vector<int64_t> ranks)
-    : dim_names_(std::move(dim_names)), dim_sizes_(std::move(dim_sizes)), ranks_(std::move(ranks)) {
+Mesh::Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, std::vector<int64_t> ranks,
+           std::shared_ptr<const Topology> topology)
+    : dim_names_(std::move(dim_names)),
+      dim_sizes_(std::move(dim_sizes)),
+      ranks_(std::move(ranks)),
+      topology_(std::move(topology)) {
   check_user(!dim_sizes_.empty(), "mesh: needs at least one dim, got none");
   check_user(ndim() <= MeshDimSet::kMaxDims, "mesh: has ", ndim(), " dims; allowed are at most ", MeshDimSet::kMaxDims);
   check_user(dim_names_.size() == dim_sizes_.size(), "mesh: ", dim_names_.size(), " dim names (", join(dim_names_),

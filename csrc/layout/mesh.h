@@ -51,7 +51,8 @@ class Mesh {
   // `ranks` in row-major order, one per position, distinct and not negative; empty means 0, 1, 2, ...
   // Throws UserError on names that repeat, are empty or not UTF-8, sizes below 1, more than kMaxSize ranks, and `ranks`
   // of the wrong number.
-  Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, std::vector<int64_t> ranks = {});
+  Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, std::vector<int64_t> ranks = {},
+       std::shared_ptr<const Topology> topology = nullptr);
 
   int ndim() const { return static_cast<int>(dim_sizes_.size()); }
   int64_t size() const { return size_; }
@@ -75,8 +76,10 @@ class Mesh {
   // order of every process group of ours.
   std::vector<int64_t> group(int64_t position, MeshDimSet mesh_dims) const;
 
-  // What joins the ranks, where it was said; equality of meshes does not ask for it.
-  void set_topology(std::shared_ptr<const Topology> topology) { topology_ = std::move(topology); }
+  // What joins the ranks, where it was said; null elsewhere. Geometry does not depend on it, so no function of meshes
+  // and layouts looks at it, and two layouts that differ in nothing else hold the same elements in the same places.
+  // Plans do depend on it: planning/context.h reads it, once, and it is part of every planning context. In Python,
+  // where layouts themselves are what caches are kept under, it counts (same_topology in cost/topology.h).
   const std::shared_ptr<const Topology>& topology() const { return topology_; }
 
   // "dp=2,tp=4"
@@ -84,6 +87,7 @@ class Mesh {
   // Names joined by '+' in mesh order: "dp+tp".
   std::string names_of(MeshDimSet mesh_dims) const;
 
+  // The same names, sizes and ranks.
   bool operator==(const Mesh& other) const;
 
  private:

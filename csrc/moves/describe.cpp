@@ -8,9 +8,8 @@
 namespace shardwright {
 
 std::string to_string(const Plan& plan) {
-  std::string text =
-      concat(plan.src.to_string(), " -> ", plan.dst.placements_string(), ", ", backend_name(plan.backend), ", least ",
-             objective_name(plan.objective), " on ", plan.topology.name);
+  std::string text = concat(plan.src.to_string(), " -> ", plan.dst.placements_string(), ", ", plan.backend.name,
+                            ", least ", objective_name(plan.objective), " on ", plan.topology.name);
   if (plan.steps.empty()) return text + "\n  nothing to do: every rank holds what it needs";
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];

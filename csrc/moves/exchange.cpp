@@ -254,7 +254,7 @@ int64_t ExchangeTraffic::sent_at(int tensor_dim, int64_t position, MeshDimSet cu
 }
 
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Backend backend) {
-  if (backend != Backend::kNccl) return false;
+  if (!backend.reduces) return false;
   for (const int d : mesh_dims.to_vector()) {
     const ReduceOp op = layout.placements()[d].op;
     if (op == ReduceOp::kBitAnd || op == ReduceOp::kBitOr || op == ReduceOp::kBitXor) return false;

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "cost/backend.h"
+#include "cost/lowering.h"
 #include "layout/layout.h"
 
 namespace shardwright {

@@ -41,7 +41,7 @@ const char* explanation_of(StepOp op) {
 
 std::string subtitle_of(const Plan& plan) {
   const std::string how =
-      concat(backend_name(plan.backend), ", least ", objective_name(plan.objective), " on ", plan.topology.name);
+      concat(plan.backend.name, ", least ", objective_name(plan.objective), " on ", plan.topology.name);
   const std::string time = microseconds_text(predicted_picoseconds(plan));
   const TrafficTotals all = totals(plan);
   if (all.messages_max == 0) return concat("Nothing is sent; about ", time, ". (", how, ")");

@@ -33,7 +33,7 @@ int64_t sources(const Layout& src, const Layout& dst) {
 bool keeps_replicas_equal(const Plan& plan) {
   for (const Step& step : plan.steps) {
     if (step.op != StepOp::kAllReduce && step.op != StepOp::kReduceScatter) continue;
-    if (plan.backend == Backend::kGloo || step.ordered) continue;  // in the order of positions
+    if (!plan.backend.reduces || step.ordered) continue;  // in the order of positions
     if (!step.before.replicated_dims().empty()) return false;
   }
   return true;

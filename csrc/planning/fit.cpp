@@ -16,7 +16,7 @@ namespace shardwright {
 namespace {
 
 // The most that a step packs, on top of what is held before and after.
-int64_t staging_at_most(const Step& step, Backend backend) {
+int64_t staging_at_most(const Step& step, const Lowering& backend) {
   if (is_local(step.op)) return 0;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
   const int64_t held = step.before.largest_part_bytes();
@@ -31,7 +31,7 @@ int64_t staging_at_most(const Step& step, Backend backend) {
   }
   const StepFigures wire = figures(step, backend);
   // A gather sends what is held as it is, but for Gloo's small ones.
-  if (step.op == StepOp::kAllGather && backend == Backend::kNccl) return wire.received_bytes + held;
+  if (step.op == StepOp::kAllGather && backend.gathers) return wire.received_bytes + held;
   return wire.sent_bytes + wire.received_bytes + (step.op == StepOp::kAllGather ? held : 0);
 }
 

@@ -122,7 +122,7 @@ std::string to_json(const Plan& plan, const Certificate& certificate, const std:
   for (const Step& step : plan.steps) steps.push_back(json(step, plan));
   return spread(
       "{",
-      {field("version", kJsonVersion), field("backend", quoted(backend_name(plan.backend))),
+      {field("version", kJsonVersion), field("backend", quoted(std::string(plan.backend.name))),
        field("objective", quoted(objective_name(plan.objective))), field("topology", json(plan.topology, "  ")),
        flag("named_groups_only", plan.named_groups_only), field("mesh", json(plan.src.mesh())),
        field("shape", "[" + join(plan.src.shape()) + "]"), field("dtype", quoted(plan.src.dtype().name())),

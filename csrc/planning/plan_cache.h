@@ -1,92 +1,51 @@
 // Plans by what was asked for, so that asking again costs a lookup.
 #pragma once
 
-#include <cstdint>
-#include <list>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
-#include <unordered_map>
-#include <utility>
-#include <vector>
+#include <cstddef>
 
-#include "moves/plan.h"
-#include "moves/traffic.h"
-#include "planning/certificate.h"
-#include "search/options.h"
+#include "planning/context.h"
+#include "support/bounded_cache.h"
 
 namespace shardwright {
 
-// A plan, and what there is to know of it, worked out once when it is first asked for. Any thread may ask.
-class CertifiedPlan {
- public:
-  explicit CertifiedPlan(Plan plan) : plan_(std::move(plan)) {}
-
-  const Plan& plan() const { return plan_; }
-  const TrafficTotals& traffic() const;
-  const Bound& bound() const;
-  int64_t peak_bytes() const;
-  const Certificate& certificate() const;
-  const std::vector<std::string>& remarks() const;
-
- private:
-  Plan plan_;
-  mutable std::recursive_mutex mutex_;
-  mutable std::optional<TrafficTotals> traffic_;
-  mutable std::optional<Bound> bound_;
-  mutable std::optional<int64_t> peak_bytes_;
-  mutable std::optional<Certificate> certificate_;
-  mutable std::optional<std::vector<std::string>> remarks_;
-};
-
-using CertifiedPlanPtr = std::shared_ptr<const CertifiedPlan>;
-
-// What a plan depends on.
+// What a plan depends on, all of it: the key under which plans are kept.
 struct PlanRequest {
   Layout src;
   Layout dst;
-  PlanOptions options;
-  std::optional<int64_t> memory_limit;
+  ContextPtr context;  // not null
 
-  bool operator==(const PlanRequest& other) const = default;
-  size_t hash() const;
+  bool operator==(const PlanRequest& other) const {
+    return src == other.src && dst == other.dst && *context == *other.context;
+  }
+  size_t hash() const { return (src.hash() * 31 + dst.hash()) * 31 + context->hash(); }
 };
 
-// Bounded; the plan that was asked for longest ago goes first.
+// Bounded; any thread may ask, and nothing is planned under the lock.
 class PlanCache {
+  struct Hash {
+    size_t operator()(const PlanRequest& request) const { return request.hash(); }
+  };
+  using Plans = BoundedCache<PlanRequest, CertifiedPlanPtr, Hash>;
+
  public:
   static constexpr size_t kDefaultCapacity = 4096;
 
-  explicit PlanCache(size_t capacity = kDefaultCapacity) : capacity_(capacity) {}
+  explicit PlanCache(size_t capacity = kDefaultCapacity) : plans_(capacity) {}
 
-  // Throws as make_plan_within does, and keeps nothing then.
+  // The plan that is pinned in this context, else the one that was made before, else a new one. Throws as
+  // make_plan_within does, and keeps nothing then.
   CertifiedPlanPtr get(const PlanRequest& request);
 
-  struct Counts {
-    int64_t hits = 0;
-    int64_t misses = 0;
-    int64_t size = 0;
-  };
-  Counts counts() const;
-  void reset_counts();
-  void clear();
+  using Counts = Plans::Counts;
+  Counts counts() const { return plans_.counts(); }
+  void reset_counts() { plans_.reset_counts(); }
+  void clear() { plans_.clear(); }
 
  private:
-  struct Hash {
-    size_t operator()(const PlanRequest* request) const { return request->hash(); }
-  };
-  struct Equal {
-    bool operator()(const PlanRequest* a, const PlanRequest* b) const { return *a == *b; }
-  };
-  using Entry = std::pair<PlanRequest, CertifiedPlanPtr>;
-
-  size_t capacity_;
-  mutable std::mutex mutex_;
-  std::list<Entry> latest_first_;
-  std::unordered_map<const PlanRequest*, std::list<Entry>::iterator, Hash, Equal> entries_;
-  int64_t hits_ = 0;
-  int64_t misses_ = 0;
+  Plans plans_;
 };
+
+// That of this process: for redistributes and for products.
+PlanCache& plan_cache();
 
 }  // namespace shardwright

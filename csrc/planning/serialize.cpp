@@ -1,5 +1,6 @@
 #include "planning/serialize.h"
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 
@@ -112,6 +113,19 @@ MeshPtr read_mesh(Reader& in) {
   return std::make_shared<Mesh>(std::move(names), std::move(sizes), in.integers());
 }
 
+// By its place among those that have a name.
+void write_lowering(Writer& out, const Lowering& lowering) {
+  const std::vector<Lowering>& all = Lowering::all();
+  out.integer(std::find(all.begin(), all.end(), Lowering::named(lowering.name)) - all.begin());
+}
+
+const Lowering& read_lowering(Reader& in) {
+  const std::vector<Lowering>& all = Lowering::all();
+  const int64_t place = in.integer();
+  check_user(place >= 0 && place < static_cast<int64_t>(all.size()), "plan bytes: ", place, " is out of range");
+  return all[place];
+}
+
 // Placements and the order of cuts; mesh, shape and dtype are common to all layouts of a plan.
 void write_layout(Writer& out, const Layout& layout) {
   for (const Placement& placement : layout.placements()) {
@@ -205,7 +219,7 @@ std::string to_bytes(const Plan& plan) {
   write_mesh(out, plan.src.mesh());
   out.integers(plan.src.shape());
   out.text(plan.src.dtype().name());
-  out.integer(static_cast<int64_t>(plan.backend));
+  write_lowering(out, plan.backend);
   out.integer(static_cast<int64_t>(plan.objective));
   write_topology(out, plan.topology);
   out.integer(plan.named_groups_only ? 1 : 0);
@@ -236,13 +250,13 @@ Plan from_bytes(std::string_view bytes) {
   const MeshPtr mesh = read_mesh(in);
   const std::vector<int64_t> shape = in.integers();
   const DType dtype = DType::parse(in.text());
-  const auto backend = in.enumerator(Backend::kGloo);
+  const Lowering& lowering = read_lowering(in);
   const auto objective = in.enumerator(Objective::kBytes);
   Topology topology = read_topology(in);
   const bool named_groups_only = in.boolean();
   Layout src = read_layout(in, mesh, shape, dtype);
   Layout dst = read_layout(in, mesh, shape, dtype);
-  Plan plan{std::move(src), std::move(dst), backend, objective, std::move(topology), named_groups_only, {}};
+  Plan plan{std::move(src), std::move(dst), lowering, objective, std::move(topology), named_groups_only, {}};
   const size_t num_steps = in.count(8);
   check_user(num_steps <= kMaxSteps, "plan bytes: ", num_steps, " steps; allowed are at most ", kMaxSteps);
   for (size_t i = 0; i < num_steps; ++i) {

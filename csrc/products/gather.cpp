@@ -428,7 +428,7 @@ class GatherCompiler {
 
   // Where the backend's own all-gather brings a chunk: how much each rank gives, which is the same on all.
   std::optional<int64_t> even_share(const Step& step, const Positions& group, const Chunk& chunk) const {
-    if (b_.backend() != Backend::kNccl || step.op != StepOp::kAllGather) return std::nullopt;
+    if (!b_.backend().gathers || step.op != StepOp::kAllGather) return std::nullopt;
     std::optional<int64_t> count;
     for (const int64_t member : group) {
       const Region part = step.before.region(member);

@@ -18,7 +18,7 @@ void ProgramBuilder::begin_step(std::string text) { program_.step_texts.push_bac
 void ProgramBuilder::begin_exchanges(const Step& step, int64_t shares) {
   const int64_t largest = std::max(step.before.largest_part_bytes(), step.after.largest_part_bytes());
   const int64_t messages = step.before.mesh().group_size(step.mesh_dims) * shares * step.rounds;
-  exchanges_by_messages_ = backend_ == Backend::kGloo && largest / messages >= kMinMessageBytes;
+  exchanges_by_messages_ = backend_.goes_by_messages(largest / messages);
 }
 
 int ProgramBuilder::new_buffer(int64_t count) { return new_buffer(count, dtype_); }

@@ -14,15 +14,6 @@ namespace shardwright {
 
 using Positions = std::vector<int64_t>;  // of ranks on the mesh, by ascending rank
 
-// Gloo's all-to-all answers several times faster than its single messages do, so small gathers pay for sending every
-// peer a copy of its own. Above this the copies cost more.
-constexpr int64_t kMaxCopiedGatherBytes = int64_t{1} << 20;
-
-// It sends before it says that it receives, which then has to wait behind what is sent: where a message does not fit
-// into the buffers of its socket, a link carries data in one direction at a time. From this size on, exchanges are
-// messages whose receivers are told of first.
-constexpr int64_t kMinMessageBytes = int64_t{1} << 18;
-
 // The program of the rank at one position of a mesh, as far as it is written.
 class ProgramBuilder {
  public:

@@ -357,14 +357,13 @@ DataMovePlan way_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Ba
     const int64_t first = pairs.num_held(group, 0);
     bool is_even = first > 0;
     for (size_t m = 0; m < k && is_even; ++m) is_even = pairs.num_held(group, m) == first;
-    if (backend == Backend::kNccl && step.rounds == 1 && is_even) return {DataMoveWay::kNativeGather, {}};
-    const bool copies =
-        backend == Backend::kGloo && (k == 2 || step.before.largest_part_bytes() <= kMaxCopiedGatherBytes);
+    if (backend.gathers && step.rounds == 1 && is_even) return {DataMoveWay::kNativeGather, {}};
+    const bool copies = backend.copies_gather(static_cast<int64_t>(k), step.before.largest_part_bytes());
     return {copies ? DataMoveWay::kAllToAll : DataMoveWay::kMessages, {}};
   }
   if (k > kMaxGroupForPairs) return {DataMoveWay::kMessages, {}};
   pairs.connect(group);
-  const bool waits_for_those_concerned = backend == Backend::kGloo && !named_groups_only;
+  const bool waits_for_those_concerned = backend.narrows_groups && !named_groups_only;
   if (waits_for_those_concerned) {
     const size_t number = group.connected[member];
     const std::vector<size_t>& circle = group.circles[number];

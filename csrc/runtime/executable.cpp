@@ -52,7 +52,7 @@ Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
           {"mesh", plan.src.mesh().to_string()},
           {"src", plan.src.placements_string()},
           {"dst", plan.dst.placements_string()},
-          {"backend", backend_name(plan.backend)},
+          {"backend", std::string(plan.backend.name)},
           {"objective", objective_name(plan.objective)},
           {"topology", plan.topology.name},
           {"steps", steps.empty() ? "none" : join(steps)},
@@ -88,9 +88,9 @@ CompiledProgram::CompiledProgram(Program program, const std::vector<const Plan*>
       lifetimes_(program_.lifetimes()),
       origin_(std::move(origin)),
       rank_(rank),
-      backend_(plans.front()->backend) {
+      lowering_(plans.front()->backend) {
   is_asked_for_.resize(program_.instructions.size(), false);
-  if (backend_ == Backend::kNccl) order_of_transfers_ = order_of_transfers(program_);  // Gloo's run on the host
+  if (lowering_.is_on_device) order_of_transfers_ = order_of_transfers(program_);
   for (const int instruction : order_of_transfers_) {
     if (instruction >= 0) is_asked_for_[instruction] = true;
   }
@@ -216,7 +216,7 @@ void Executable::make_communicators(const at::Device& device) const {
 }
 
 bool Executable::goes_through_host(const at::Device& device) const {
-  return compiled_->backend() == Backend::kGloo && !device.is_cpu() && !groups_.empty();
+  return !compiled_->lowering().is_on_device && !device.is_cpu() && !groups_.empty();
 }
 
 std::vector<Communication> Executable::communications() const {

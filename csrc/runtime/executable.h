@@ -57,7 +57,7 @@ class CompiledProgram {
   const Program::Lifetimes& lifetimes() const { return lifetimes_; }
   const Origin& origin() const { return *origin_; }
   int64_t rank() const { return rank_; }
-  Backend backend() const { return backend_; }
+  const Lowering& lowering() const { return lowering_; }
 
   bool returns_input() const { return program_.is_input(program_.outputs[0].buffer); }
   // Whether this rank communicates, and whether any rank does.
@@ -98,8 +98,8 @@ class CompiledProgram {
   Program::Lifetimes lifetimes_;
   std::unique_ptr<Origin> origin_;
   int64_t rank_;
-  Backend backend_;
-  std::vector<int> order_of_transfers_;  // empty where transfers are Gloo's
+  Lowering lowering_;
+  std::vector<int> order_of_transfers_;  // empty where the host carries transfers out
   std::vector<bool> is_asked_for_;
   std::unordered_map<int, StridedCopy> copies_;
   std::unordered_map<int, at::ScalarType> other_dtypes_;  // by buffer

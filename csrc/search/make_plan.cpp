@@ -81,9 +81,7 @@ Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
 
 Plan empty_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
   check_same_tensor(src, dst);
-  const char* by_default = options.backend == Backend::kNccl ? "64x8" : "gloo-local";
-  const Topology* of_mesh = src.mesh().topology().get();
-  Topology topology = options.topology ? *options.topology : of_mesh ? *of_mesh : Topology::named(by_default);
+  Topology topology = options.topology ? *options.topology : Topology::named(options.backend.default_topology);
   topology.check();
   return {src, dst, options.backend, options.objective, std::move(topology), !options.groups.empty(), {}};
 }

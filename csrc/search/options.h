@@ -15,12 +15,12 @@ namespace shardwright {
 bool is_ordered(const std::string& reduce, const Layout& src);
 
 struct PlanOptions {
-  Backend backend = Backend::kNccl;
+  Lowering backend = Lowering::kNccl;
   Objective objective = Objective::kTime;
   // One reduction over all that is due, exchanged and summed here in rank order, 16-bit types in float32: results do
   // not depend on plan, topology and algorithm, and are rounded once.
   bool ordered = false;
-  // Default: the mesh's own, else "64x8" for kNccl and "gloo-local" for kGloo.
+  // Default: that of the lowering. Meshes are not asked (planning/context.h does that).
   std::optional<Topology> topology = std::nullopt;
   // The sets of mesh dims that moves may span; empty: any.
   std::vector<MeshDimSet> groups = {};

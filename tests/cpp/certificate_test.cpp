@@ -8,7 +8,6 @@
 #include "layouts.h"
 #include "moves/describe.h"
 #include "planning/fit.h"
-#include "planning/plan_cache.h"
 #include "search/make_plan.h"
 #include "search/search.h"
 
@@ -78,47 +77,6 @@ TEST(Certificate, KnowsWhichReplicasMayDiffer) {
   const Certificate apart = certify(direct, peak_bytes(direct));
   EXPECT_FALSE(apart.replicas_are_bitwise_equal);
   EXPECT_TRUE(mentions(remarks(direct, apart), "ordered"));
-}
-
-TEST(PlanCache, KeepsWhatWasAskedForLast) {
-  const MeshPtr mesh = test::mesh_of({2, 2});
-  const auto request = [&](const std::string& src) {
-    return PlanRequest{test::layout_of(mesh, {8, 8}, src), test::layout_of(mesh, {8, 8}, "R,R"), {}, std::nullopt};
-  };
-  PlanCache cache(2);
-  const CertifiedPlanPtr first = cache.get(request("S(0),R"));
-  EXPECT_EQ(cache.get(request("S(0),R")), first);
-  cache.get(request("S(1),R"));
-  EXPECT_EQ(cache.get(request("S(0),R")), first);  // now the latest
-  cache.get(request("R,S(0)"));                    // S(1),R goes
-  EXPECT_EQ(cache.get(request("S(0),R")), first);
-  EXPECT_EQ(cache.counts().hits, 3);
-  EXPECT_EQ(cache.counts().misses, 3);
-  EXPECT_EQ(cache.counts().size, 2);
-  cache.get(request("S(1),R"));
-  EXPECT_EQ(cache.counts().misses, 4);
-}
-
-TEST(PlanCache, TellsApartWhatPlansDependOn) {
-  const MeshPtr mesh = test::mesh_of({2, 2});
-  PlanRequest request{
-      test::layout_of(mesh, {8, 8}, "S(0),R"), test::layout_of(mesh, {8, 8}, "R,S(1)"), {}, std::nullopt};
-  PlanCache cache;
-  cache.get(request);
-  request.options.backend = Backend::kGloo;
-  cache.get(request);
-  request.options.objective = Objective::kBytes;
-  cache.get(request);
-  request.options.topology = Topology::named("8xNVLink");
-  cache.get(request);
-  request.options.topology->mesh_dims["a"] = {1, 1};
-  cache.get(request);
-  request.memory_limit = 1 << 20;
-  cache.get(request);
-  request.src = test::layout_of(mesh, {8, 8}, "R,S(0)");
-  cache.get(request);
-  EXPECT_EQ(cache.counts().misses, 7);
-  EXPECT_EQ(cache.counts().hits, 0);
 }
 
 }  // namespace

@@ -64,7 +64,7 @@ TEST_P(Fit, KeepsToTheLimitOrSaysWhichOneItNeeds) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Program, Fit, testing::Values(Backend::kNccl, Backend::kGloo),
-                         [](const auto& info) { return backend_name(info.param); });
+                         [](const auto& info) { return std::string(info.param.name); });
 
 // A turned matrix packs all it sends and all it receives: as much again as source and destination.
 TEST(Fit, RoundsShrinkStaging) {

@@ -179,7 +179,7 @@ TEST_P(Memory, IsThatOfTheProgramsOfLargeGroups) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Program, Memory, testing::Values(Backend::kNccl, Backend::kGloo),
-                         [](const auto& info) { return backend_name(info.param); });
+                         [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
 }  // namespace shardwright

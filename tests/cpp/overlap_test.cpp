@@ -190,7 +190,7 @@ void check_gather(const Layout& src, const Layout& dst, const std::vector<std::p
       const Matmul matmul = gather;
       for (const Schedule& schedule : schedules(matmul)) {
         SCOPED_TRACE(concat(to_string(gather.plan), " ", others[0].first, " by ", method_name(schedule.method), " of ",
-                            schedule.chunks, keeps ? ", kept, " : ", ", backend_name(backend),
+                            schedule.chunks, keeps ? ", kept, " : ", ", backend.name,
                             !by_row   ? ""
                             : *by_row ? ", scales of rows"
                                       : ", scales"));
@@ -253,7 +253,7 @@ void check_scatter(const Layout& src, const Layout& dst,
     const Matmul matmul = scatter;
     for (const Schedule& schedule : schedules(matmul)) {
       SCOPED_TRACE(concat(to_string(scatter.plan), " ", std::get<0>(terms[0]), " by ", method_name(schedule.method),
-                          " of ", schedule.chunks, ", ", backend_name(backend)));
+                          " of ", schedule.chunks, ", ", backend.name));
       const Run done = run(matmul, schedule, [&](int64_t p) {
         std::vector<Values> inputs;
         for (size_t j = 0; j < terms.size(); ++j) {

@@ -237,7 +237,7 @@ std::vector<Setting> settings() {
 
 INSTANTIATE_TEST_SUITE_P(Search, AgainstBruteForce, testing::ValuesIn(settings()), [](const auto& info) {
   return "mesh_" + join(info.param.mesh, "x") + "_shape_" + join(info.param.shape, "x") + "_" +
-         backend_name(info.param.backend);
+         std::string(info.param.backend.name);
 });
 
 }  // namespace

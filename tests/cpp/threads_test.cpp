@@ -45,12 +45,13 @@ TEST(Threads, ShareAPlanCacheAndCertificates) {
                                     layout_on(mesh, "P,P,P"), layout_on(mesh, "R,P,S(1)")};
   std::vector<std::string> expected;
   for (const Layout& src : sources) expected.push_back(to_string(make_plan(src, dst)));
+  const ContextPtr context = PlanningContext::make({});
   PlanCache cache(3);  // smaller than what is asked for, so that plans come and go
   std::atomic<int64_t> asked{0};
   together([&](int t) {
     for (int turn = 0; turn < 40; ++turn) {
       const size_t i = static_cast<size_t>(t + turn) % sources.size();
-      const CertifiedPlanPtr plan = cache.get({sources[i], dst, {}, std::nullopt});
+      const CertifiedPlanPtr plan = cache.get({sources[i], dst, context});
       EXPECT_EQ(to_string(plan->plan()), expected[i]);
       EXPECT_GE(plan->certificate().predicted_ps, plan->certificate().least_ps);
       EXPECT_GE(plan->traffic().received_bytes_sum, plan->bound().bytes_sum);

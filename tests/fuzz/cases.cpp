@@ -166,8 +166,8 @@ Layout layout_like(Input& in, const Layout& other) {
 }
 
 std::string Question::to_string() const {
-  std::string text = concat(src.to_string(), " -> ", dst.placements_string(), ", ", backend_name(options.backend),
-                            ", least ", objective_name(options.objective), options.ordered ? ", ordered" : "");
+  std::string text = concat(src.to_string(), " -> ", dst.placements_string(), ", ", options.backend.name, ", least ",
+                            objective_name(options.objective), options.ordered ? ", ordered" : "");
   if (const auto& t = options.topology) {
     text += concat(", topology ", t->name, " {", t->ranks_per_node, ", ", t->step_ps, ", ", t->memory_ps_per_kib, ", {",
                    t->inside.message_ps, ", ", t->inside.ps_per_kib, "}, {", t->between.message_ps, ", ",

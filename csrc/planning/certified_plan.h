@@ -1,0 +1,42 @@
+// A plan with its figures.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "moves/plan.h"
+#include "moves/traffic.h"
+#include "planning/certificate.h"
+
+namespace shardwright {
+
+// A plan, and what there is to know of it, worked out once when it is first asked for. Any thread may ask.
+class CertifiedPlan {
+ public:
+  explicit CertifiedPlan(Plan plan) : plan_(std::move(plan)) {}
+
+  const Plan& plan() const { return plan_; }
+  const TrafficTotals& traffic() const;
+  const Bound& bound() const;
+  int64_t peak_bytes() const;
+  const Certificate& certificate() const;
+  const std::vector<std::string>& remarks() const;
+
+ private:
+  Plan plan_;
+  mutable std::recursive_mutex mutex_;
+  mutable std::optional<TrafficTotals> traffic_;
+  mutable std::optional<Bound> bound_;
+  mutable std::optional<int64_t> peak_bytes_;
+  mutable std::optional<Certificate> certificate_;
+  mutable std::optional<std::vector<std::string>> remarks_;
+};
+
+using CertifiedPlanPtr = std::shared_ptr<const CertifiedPlan>;
+
+}  // namespace shardwright

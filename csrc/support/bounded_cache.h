@@ -1,0 +1,103 @@
+// What was made for a key, so that asking again costs a lookup. Bounded: what was asked for longest ago goes first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+namespace shardwright {
+
+// Any thread may ask. Nothing is made under the lock: two threads that miss at once both make the value, and both get
+// the one that was there first.
+template <typename Key, typename Value, typename Hash = std::hash<Key>>
+class BoundedCache {
+ public:
+  explicit BoundedCache(size_t capacity) : capacity_(capacity) {}
+
+  struct Counts {
+    int64_t hits = 0;
+    int64_t misses = 0;
+    int64_t size = 0;
+  };
+
+  // What `make` throws is passed on, and nothing is kept then. A value that `is_good` says no to is made anew.
+  template <typename Make, typename IsGood>
+  Value get_or_make(const Key& key, Make&& make, IsGood&& is_good) {
+    if (std::optional<Value> found = find(key); found && is_good(*found)) {
+      count(&Counts::hits);
+      return *std::move(found);
+    }
+    count(&Counts::misses);
+    Value made = make();
+    const std::lock_guard lock(mutex_);
+    if (const auto found = entries_.find(&key); found != entries_.end()) {
+      if (is_good(found->second->second)) return found->second->second;
+      found->second->second = made;
+      return made;
+    }
+    while (!latest_first_.empty() && latest_first_.size() >= capacity_) {
+      entries_.erase(&latest_first_.back().first);
+      latest_first_.pop_back();
+    }
+    latest_first_.emplace_front(key, made);
+    entries_.emplace(&latest_first_.front().first, latest_first_.begin());
+    return made;
+  }
+  template <typename Make>
+  Value get_or_make(const Key& key, Make&& make) {
+    return get_or_make(key, std::forward<Make>(make), [](const Value&) { return true; });
+  }
+
+  Counts counts() const {
+    const std::lock_guard lock(mutex_);
+    Counts counts = counts_;
+    counts.size = static_cast<int64_t>(latest_first_.size());
+    return counts;
+  }
+
+  void reset_counts() {
+    const std::lock_guard lock(mutex_);
+    counts_ = {};
+  }
+
+  void clear() {
+    const std::lock_guard lock(mutex_);
+    entries_.clear();
+    latest_first_.clear();
+  }
+
+ private:
+  struct HashOfPointed {
+    size_t operator()(const Key* key) const { return Hash()(*key); }
+  };
+  struct EqualPointed {
+    bool operator()(const Key* a, const Key* b) const { return *a == *b; }
+  };
+  using Entry = std::pair<const Key, Value>;
+
+  std::optional<Value> find(const Key& key) {
+    const std::lock_guard lock(mutex_);
+    const auto found = entries_.find(&key);
+    if (found == entries_.end()) return std::nullopt;
+    latest_first_.splice(latest_first_.begin(), latest_first_, found->second);
+    return found->second->second;
+  }
+
+  void count(int64_t Counts::* which) {
+    const std::lock_guard lock(mutex_);
+    ++(counts_.*which);
+  }
+
+  const size_t capacity_;
+  mutable std::mutex mutex_;
+  std::list<Entry> latest_first_;
+  std::unordered_map<const Key*, typename std::list<Entry>::iterator, HashOfPointed, EqualPointed> entries_;
+  Counts counts_;
+};
+
+}  // namespace shardwright
