@@ -87,7 +87,7 @@ void define_executable(py::module_& m) {
 
   py::class_<ExecutableView>(m, "Executable")
       .def_property_readonly("groups", [](const ExecutableView& v) { return members_of(v.program()); })
-      .def_property_readonly("input_shape", [](const ExecutableView& v) { return v.program().input_shapes[0]; })
+      .def_property_readonly("input_shape", [](const ExecutableView& v) { return v.program().buffers[0].shape; })
       .def_property_readonly("output_shape", [](const ExecutableView& v) { return v.program().outputs[0].shape; })
       .def_property_readonly("is_identity",
                              [](const ExecutableView& v) { return v.program().outputs[0].buffer == kInputBuffer; })

@@ -249,11 +249,13 @@ void define_matmul(py::module_& m) {
           "shapes",
           [](const MatmulView& view, int64_t rank) {
             const Program program = program_at(view.matmul, {}, rank);
+            std::vector<std::vector<int64_t>> inputs;
+            for (size_t i = 0; i < program.num_inputs(); ++i) inputs.push_back(program.buffers[i].shape);
             std::vector<std::vector<int64_t>> outputs;
             for (const Output& output : program.outputs) outputs.push_back(output.shape);
             std::vector<std::string> dtypes;
             for (const Output& output : program.outputs) dtypes.push_back(program.dtype_of(output.buffer).name());
-            return std::make_tuple(program.input_shapes, outputs, dtypes);
+            return std::make_tuple(inputs, outputs, dtypes);
           },
           py::arg("rank"))
       .def(

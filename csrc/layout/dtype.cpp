@@ -8,34 +8,44 @@ namespace shardwright {
 namespace {
 
 struct Entry {
+  DType::Id id;
   const char* name;
   int64_t size_bytes;
   DTypeKind kind;
 };
 
+// By id.
 constexpr std::array<Entry, 21> kTable{{
-    {"float32", 4, DTypeKind::kFloat},
-    {"float64", 8, DTypeKind::kFloat},
-    {"float16", 2, DTypeKind::kFloat},
-    {"bfloat16", 2, DTypeKind::kFloat},
-    {"bool", 1, DTypeKind::kBool},
-    {"uint8", 1, DTypeKind::kInteger},
-    {"int8", 1, DTypeKind::kInteger},
-    {"int16", 2, DTypeKind::kInteger},
-    {"int32", 4, DTypeKind::kInteger},
-    {"int64", 8, DTypeKind::kInteger},
-    {"uint16", 2, DTypeKind::kOpaque},
-    {"uint32", 4, DTypeKind::kOpaque},
-    {"uint64", 8, DTypeKind::kOpaque},
-    {"complex32", 4, DTypeKind::kOpaque},
-    {"complex64", 8, DTypeKind::kComplex},
-    {"complex128", 16, DTypeKind::kComplex},
-    {"float8_e4m3fn", 1, DTypeKind::kOpaque},
-    {"float8_e4m3fnuz", 1, DTypeKind::kOpaque},
-    {"float8_e5m2", 1, DTypeKind::kOpaque},
-    {"float8_e5m2fnuz", 1, DTypeKind::kOpaque},
-    {"float8_e8m0fnu", 1, DTypeKind::kOpaque},
+    {DType::kFloat32, "float32", 4, DTypeKind::kFloat},
+    {DType::kFloat64, "float64", 8, DTypeKind::kFloat},
+    {DType::kFloat16, "float16", 2, DTypeKind::kFloat},
+    {DType::kBFloat16, "bfloat16", 2, DTypeKind::kFloat},
+    {DType::kBool, "bool", 1, DTypeKind::kBool},
+    {DType::kUInt8, "uint8", 1, DTypeKind::kInteger},
+    {DType::kInt8, "int8", 1, DTypeKind::kInteger},
+    {DType::kInt16, "int16", 2, DTypeKind::kInteger},
+    {DType::kInt32, "int32", 4, DTypeKind::kInteger},
+    {DType::kInt64, "int64", 8, DTypeKind::kInteger},
+    {DType::kUInt16, "uint16", 2, DTypeKind::kOpaque},
+    {DType::kUInt32, "uint32", 4, DTypeKind::kOpaque},
+    {DType::kUInt64, "uint64", 8, DTypeKind::kOpaque},
+    {DType::kComplex32, "complex32", 4, DTypeKind::kOpaque},
+    {DType::kComplex64, "complex64", 8, DTypeKind::kComplex},
+    {DType::kComplex128, "complex128", 16, DTypeKind::kComplex},
+    {DType::kFloat8E4M3FN, "float8_e4m3fn", 1, DTypeKind::kOpaque},
+    {DType::kFloat8E4M3FNUZ, "float8_e4m3fnuz", 1, DTypeKind::kOpaque},
+    {DType::kFloat8E5M2, "float8_e5m2", 1, DTypeKind::kOpaque},
+    {DType::kFloat8E5M2FNUZ, "float8_e5m2fnuz", 1, DTypeKind::kOpaque},
+    {DType::kFloat8E8M0FNU, "float8_e8m0fnu", 1, DTypeKind::kOpaque},
 }};
+
+constexpr bool is_in_order() {
+  for (size_t i = 0; i < kTable.size(); ++i) {
+    if (kTable[i].id != i) return false;
+  }
+  return kTable.size() == DType::kFloat8E8M0FNU + 1;
+}
+static_assert(is_in_order(), "kTable has one entry for each id, in their order");
 
 // What else they are called: torch's own second names, and the short ones of papers and configuration files.
 constexpr std::array<std::array<const char*, 2>, 28> kAliases{{
@@ -78,7 +88,7 @@ DType DType::parse(const std::string& name) {
     if (bare == alias) bare = usual;
   }
   for (const Entry& entry : kTable) {
-    if (bare == entry.name) return DType(entry.name, entry.size_bytes, entry.kind);
+    if (bare == entry.name) return entry.id;
   }
   throw UserError(concat("dtype: '", name, "' is not known; allowed are ", join(known_names())));
 }
@@ -88,5 +98,14 @@ std::vector<std::string> DType::known_names() {
   for (const Entry& entry : kTable) names.emplace_back(entry.name);
   return names;
 }
+
+const std::string& DType::name() const {
+  static const std::vector<std::string> names = known_names();
+  return names[id_];
+}
+
+int64_t DType::size_bytes() const { return kTable[id_].size_bytes; }
+
+DTypeKind DType::kind() const { return kTable[id_].kind; }
 
 }  // namespace shardwright

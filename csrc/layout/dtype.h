@@ -18,24 +18,46 @@ enum class DTypeKind {
 
 class DType {
  public:
+  enum Id : uint8_t {
+    kFloat32,
+    kFloat64,
+    kFloat16,
+    kBFloat16,
+    kBool,
+    kUInt8,
+    kInt8,
+    kInt16,
+    kInt32,
+    kInt64,
+    kUInt16,
+    kUInt32,
+    kUInt64,
+    kComplex32,
+    kComplex64,
+    kComplex128,
+    kFloat8E4M3FN,
+    kFloat8E4M3FNUZ,
+    kFloat8E5M2,
+    kFloat8E5M2FNUZ,
+    kFloat8E8M0FNU,
+  };
+
+  constexpr DType(Id id) : id_(id) {}  // NOLINT: an Id is a DType
+
   // Accepts "float32", "torch.float32" and short names: "fp32", "f32" and "float", "bf16", "i64" and "long". Throws
   // UserError naming the known types.
   static DType parse(const std::string& name);
   static std::vector<std::string> known_names();
 
-  const std::string& name() const { return name_; }
-  int64_t size_bytes() const { return size_bytes_; }
-  DTypeKind kind() const { return kind_; }
+  constexpr Id id() const { return id_; }
+  const std::string& name() const;
+  int64_t size_bytes() const;
+  DTypeKind kind() const;
 
-  bool operator==(const DType& other) const { return name_ == other.name_; }
+  constexpr bool operator==(const DType&) const = default;
 
  private:
-  DType(std::string name, int64_t size_bytes, DTypeKind kind)
-      : name_(std::move(name)), size_bytes_(size_bytes), kind_(kind) {}
-
-  std::string name_;
-  int64_t size_bytes_;
-  DTypeKind kind_;
+  Id id_;
 };
 
 }  // namespace shardwright

@@ -12,21 +12,16 @@
 namespace shardwright {
 namespace {
 
-const DType& float32() {
-  static const DType dtype = DType::parse("float32");
-  return dtype;
-}
-
 struct InputsOfProduct {
-  int other = -1;
-  int bias = -1;
-  int other_scales = -1;
+  BufferId other = kMissingBuffer;
+  BufferId bias = kMissingBuffer;
+  BufferId other_scales = kMissingBuffer;
 };
 
 // One product, and what of its result has been written.
 class ProductCompiler {
  public:
-  ProductCompiler(ProgramBuilder& builder, const GatherMatmul::Product& product, const DType& result_dtype,
+  ProductCompiler(ProgramBuilder& builder, const GatherMatmul::Product& product, DType result_dtype,
                   const Region& operand, const InputsOfProduct& inputs)
       : b_(builder), axes_(product.axes), result_dtype_(result_dtype), sizes_(axes_.num_axes(), 0) {
     const std::vector<int64_t> operand_shape = shape_of(operand);
@@ -41,7 +36,7 @@ class ProductCompiler {
     other_ = row_major_view(inputs.other, axes_.rhs, other_shape, axes_.num_axes());
     if (inputs.other_scales >= 0) {
       other_scales_ =
-          scales_view(axes_, axes_.rhs, inputs.other_scales, b_.program().input_shapes[inputs.other_scales]);
+          scales_view(axes_, axes_.rhs, inputs.other_scales, b_.program().buffers[inputs.other_scales].shape);
     }
     if (product.has_bias) {
       bias_ = TensorView{inputs.bias, 0, std::vector<int64_t>(axes_.num_axes(), 0)};
@@ -50,7 +45,7 @@ class ProductCompiler {
     result_ = out_.buffer;
   }
 
-  Output output() const { return {result_, out_shape_}; }
+  void add_output() { b_.add_output(result_, out_shape_); }
 
   // To be called with all parts there will be, in any order, before the first is multiplied.
   void expect(const std::vector<Intersection::Part>& parts) {
@@ -60,7 +55,7 @@ class ProductCompiler {
     }
     if (!splits_sums) return;
     accumulates_ = true;
-    if (result_dtype_.size_bytes() == 2) out_.buffer = b_.new_buffer(count(out_shape_), float32());
+    if (result_dtype_.size_bytes() == 2) out_.buffer = b_.new_buffer(count(out_shape_), DType::kFloat32);
     if (!are_equal_or_apart(parts, free_dims_)) begin_with_bias();
   }
 
@@ -109,7 +104,7 @@ class ProductCompiler {
 
   ProgramBuilder& b_;
   const Contraction& axes_;
-  const DType& result_dtype_;
+  DType result_dtype_;
   std::vector<int64_t> sizes_;  // by axis
   std::vector<size_t> summed_dims_;
   std::vector<size_t> free_dims_;
@@ -118,7 +113,7 @@ class ProductCompiler {
   TensorView other_scales_;
   TensorView out_;
   TensorView bias_;
-  int result_ = -1;
+  BufferId result_ = kMissingBuffer;
   bool accumulates_ = false;
   bool is_filled_ = false;
   std::set<std::vector<int64_t>> written_;  // places along the free dims
@@ -138,7 +133,7 @@ class GatherCompiler {
     start_scales();
     const size_t num_steps = plan_.steps.size();
     const bool is_serial = schedule_.method == Method::kSerial;
-    const int current = compile_steps(b_, plan_, 0, num_steps - (is_serial ? 0 : 1), kInputBuffer);
+    const BufferId current = compile_steps(b_, plan_, 0, num_steps - (is_serial ? 0 : 1), kInputBuffer);
     if (is_serial) {
       b_.begin_step("the products");
       gathered_ = current;
@@ -152,9 +147,9 @@ class GatherCompiler {
     }
     for (ProductCompiler& product : products_) {
       product.finish();
-      b_.program().outputs.push_back(product.output());
+      product.add_output();
     }
-    if (matmul_.keeps_gathered) b_.program().outputs.push_back({gathered_, shape_of(needed_)});
+    if (matmul_.keeps_gathered) b_.add_output(gathered_, shape_of(needed_));
     return std::move(b_.program());
   }
 
@@ -171,12 +166,13 @@ class GatherCompiler {
     }
     if (const auto& scaling = matmul_.scaling) {
       const std::vector<int64_t> one;
-      scales_ = b_.new_input(scaling->plan ? scaling->plan->src.local_shape(b_.position()) : one, float32());
+      scales_ = b_.new_input(scaling->plan ? scaling->plan->src.local_shape(b_.position()) : one, DType::kFloat32);
       for (size_t j = 0; j < inputs.size(); ++j) {
-        inputs[j].other_scales = b_.new_input(scaling->by_row ? rows_of_other(matmul_.products[j]) : one, float32());
+        inputs[j].other_scales =
+            b_.new_input(scaling->by_row ? rows_of_other(matmul_.products[j]) : one, DType::kFloat32);
       }
     }
-    const DType& result = matmul_.scaling ? matmul_.scaling->result : b_.program().dtype;
+    const DType result = matmul_.scaling ? matmul_.scaling->result : b_.program().dtype;
     for (size_t j = 0; j < inputs.size(); ++j) {
       products_.emplace_back(b_, matmul_.products[j], result, needed_, inputs[j]);
     }
@@ -229,7 +225,7 @@ class GatherCompiler {
   }
 
   // A block whose parts lie in a row-major tensor of this shape, at these of their places.
-  void multiply(const Intersection& block, int buffer, int64_t offset,
+  void multiply(const Intersection& block, BufferId buffer, int64_t offset,
                 std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape,
                 bool has_own_scales = false) {
     if (block.count() == 0) return;
@@ -254,11 +250,11 @@ class GatherCompiler {
   };
 
   struct Transfer {
-    int ticket = -1;
+    Ticket ticket = kNoTicket;
     std::vector<Arrival> arrivals;
   };
 
-  void multiply_by_chunks(const Step& step, int current) {
+  void multiply_by_chunks(const Step& step, BufferId current) {
     const Region held = step.before.region(b_.position());
     const Positions group = plan_.src.mesh().group(b_.position(), step.mesh_dims);
     const auto k = static_cast<int64_t>(group.size());
@@ -388,7 +384,8 @@ class GatherCompiler {
     return share_of(Intersection(step.before.region(b_.position()), step.after.region(peer)), share_dim_, chunk);
   }
 
-  Transfer start(const Step& step, const Positions& group, const std::vector<Chunk>& chunks, size_t c, int current) {
+  Transfer start(const Step& step, const Positions& group, const std::vector<Chunk>& chunks, size_t c,
+                 BufferId current) {
     b_.begin_chunk(static_cast<int>(c) + 1);
     if (schedule_.method == Method::kRing) return start_messages(step, group, chunks[c], c, current);
     if (even_shares_[c]) return start_all_gather(step, group, chunks[c], c, current, *even_shares_[c]);
@@ -396,7 +393,7 @@ class GatherCompiler {
   }
 
   // The c-th chunk.
-  Transfer start_messages(const Step& step, const Positions& group, const Chunk& chunk, size_t c, int current) {
+  Transfer start_messages(const Step& step, const Positions& group, const Chunk& chunk, size_t c, BufferId current) {
     Transfer transfer;
     int64_t staged = 0;
     SendReceive move{b_.group_index(step.mesh_dims), {}, {}};
@@ -418,10 +415,10 @@ class GatherCompiler {
     return transfer;
   }
 
-  BufferRange run_or_packed(const Intersection& block, int current) {
+  BufferRange run_or_packed(const Intersection& block, BufferId current) {
     const int64_t run = block.run_in_a();
     if (run >= 0) return {current, run, block.count()};
-    const int packed = b_.new_buffer(block.count());
+    const BufferId packed = b_.new_buffer(block.count());
     b_.copy(current, packed, block.a_to_packed(0, 0));
     return b_.whole(packed);
   }
@@ -439,7 +436,7 @@ class GatherCompiler {
     return *count > 0 ? count : std::nullopt;
   }
 
-  Transfer start_all_gather(const Step& step, const Positions& group, const Chunk& chunk, size_t c, int current,
+  Transfer start_all_gather(const Step& step, const Positions& group, const Chunk& chunk, size_t c, BufferId current,
                             int64_t count) {
     const auto k = static_cast<int64_t>(group.size());
     const Region held = step.before.region(b_.position());
@@ -454,7 +451,7 @@ class GatherCompiler {
     return transfer;
   }
 
-  Transfer start_all_to_all(const Step& step, const Positions& group, const Chunk& chunk, size_t c, int current) {
+  Transfer start_all_to_all(const Step& step, const Positions& group, const Chunk& chunk, size_t c, BufferId current) {
     const auto k = static_cast<int64_t>(group.size());
     Transfer transfer;
     AllToAll move{b_.group_index(step.mesh_dims), {}, {}, std::vector<int64_t>(k, 0), std::vector<int64_t>(k, 0)};
@@ -478,7 +475,7 @@ class GatherCompiler {
         to_receive += receives[m]->count();
       }
     }
-    const int send_staging = b_.new_buffer(to_send);
+    const BufferId send_staging = b_.new_buffer(to_send);
     b_.copy(current, send_staging, std::move(pack));
     move.src = b_.whole(send_staging);
     move.dst = to_receive > 0 ? in_slot(c, 0, to_receive) : b_.whole(b_.new_buffer(0));
@@ -489,7 +486,7 @@ class GatherCompiler {
   // Multiplies from where it came, or from its place if that is kept.
   void take_in(const Transfer& transfer) {
     std::vector<Box> boxes;
-    int staging = -1;
+    BufferId staging = kMissingBuffer;
     for (const Arrival& arrival : transfer.arrivals) {
       if (!matmul_.keeps_gathered || arrival.is_in_place) continue;
       if (staging >= 0 && staging != arrival.range.buffer) {
@@ -516,12 +513,12 @@ class GatherCompiler {
   Region needed_;
   ProgramBuilder b_;
   std::vector<ProductCompiler> products_;
-  int gathered_ = -1;
-  int slots_ = -1;  // buffer
+  BufferId gathered_ = kMissingBuffer;
+  BufferId slots_ = kMissingBuffer;  // buffer
   std::vector<int64_t> slot_offsets_;
   std::vector<std::optional<int64_t>> even_shares_;  // by chunk, as even_share answers
-  int scales_ = -1;                                  // buffers, of the operand's
-  int gathered_scales_ = -1;
+  BufferId scales_ = kMissingBuffer;                 // buffers, of the operand's
+  BufferId gathered_scales_ = kMissingBuffer;
   std::vector<Instruction> awaited_scales_;
   size_t share_dim_ = 0;
 };

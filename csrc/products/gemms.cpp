@@ -138,7 +138,8 @@ void emit_joined(ProgramBuilder& builder, Gemm gemm) {
 
 }  // namespace
 
-TensorView row_major_view(int buffer, const std::vector<int>& dims, const std::vector<int64_t>& shape, int num_axes) {
+TensorView row_major_view(BufferId buffer, const std::vector<int>& dims, const std::vector<int64_t>& shape,
+                          int num_axes) {
   TensorView view{buffer, 0, std::vector<int64_t>(num_axes, 0)};
   int64_t stride = 1;
   for (size_t d = dims.size(); d-- > 0;) {
@@ -148,7 +149,7 @@ TensorView row_major_view(int buffer, const std::vector<int>& dims, const std::v
   return view;
 }
 
-TensorView scales_view(const Contraction& axes, const std::vector<int>& operand, int buffer,
+TensorView scales_view(const Contraction& axes, const std::vector<int>& operand, BufferId buffer,
                        const std::vector<int64_t>& shape) {
   if (shape.empty()) return {buffer, 0, std::vector<int64_t>(axes.num_axes(), 0)};
   std::vector<int> rows;

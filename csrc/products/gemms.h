@@ -12,7 +12,7 @@ namespace shardwright {
 
 // A tensor in a buffer, by the stride of each axis; those it lacks have 0.
 struct TensorView {
-  int buffer = -1;
+  BufferId buffer = kMissingBuffer;
   int64_t offset = 0;
   std::vector<int64_t> strides;
 
@@ -27,17 +27,18 @@ struct ScaleViews {
 };
 
 // Row-major, with these dims.
-TensorView row_major_view(int buffer, const std::vector<int>& dims, const std::vector<int64_t>& shape, int num_axes);
+TensorView row_major_view(BufferId buffer, const std::vector<int>& dims, const std::vector<int64_t>& shape,
+                          int num_axes);
 
 // Scales of an operand with these axes, in a buffer: one for each place along those that are not summed over, which
 // have `shape`; without a shape one for all.
-TensorView scales_view(const Contraction& axes, const std::vector<int>& operand, int buffer,
+TensorView scales_view(const Contraction& axes, const std::vector<int>& operand, BufferId buffer,
                        const std::vector<int64_t>& shape);
 
 std::vector<int64_t> sizes_at(const std::vector<int64_t>& shape, const std::vector<int>& dims);
 
 // out = lhs x rhs over `sizes`, by axis; with `accumulates` added to what is there, else `bias`, a view with strides
-// along some axes of the result, may be added (buffer -1: none), but not to scaled operands.
+// along some axes of the result, may be added (kMissingBuffer: none), but not to scaled operands.
 //
 // Axes of one kind (free in lhs, free in rhs, summed) become one matrix dim where they lie dense in both tensors. Of
 // others the innermost does; over those outside of it, one at most is a batch of a single instruction, and the rest are

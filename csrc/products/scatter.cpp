@@ -28,7 +28,7 @@ class ScatterCompiler {
     if (matmul_.scaling) {
       for (const auto& term : matmul_.terms) scales_.push_back(declare_scales(term));
     }
-    int current = -1;
+    BufferId current = kMissingBuffer;
     size_t done = 0;
     if (schedule_.method == Method::kSerial) {
       b_.begin_step("the products");
@@ -49,12 +49,12 @@ class ScatterCompiler {
       done = 1;
     }
     current = compile_steps(b_, plan_, done, plan_.steps.size(), current);
-    b_.program().outputs = {{current, plan_.dst.local_shape(b_.position())}};
+    b_.add_output(current, plan_.dst.local_shape(b_.position()));
     return std::move(b_.program());
   }
 
  private:
-  int declare(const Layout& layout) { return b_.new_input(layout.local_shape(b_.position()), layout.dtype()); }
+  BufferId declare(const Layout& layout) { return b_.new_input(layout.local_shape(b_.position()), layout.dtype()); }
 
   ScaleViews declare_scales(const MatmulScatter::Term& term) {
     const auto view = [&](const std::vector<int>& operand, const Layout& layout) {
@@ -62,7 +62,7 @@ class ScatterCompiler {
       if (matmul_.scaling->by_row) {
         shape = sizes_at(layout.local_shape(b_.position()), free_dims_of(term.axes, operand));
       }
-      return scales_view(term.axes, operand, b_.new_input(shape, DType::parse("float32")), shape);
+      return scales_view(term.axes, operand, b_.new_input(shape, DType::kFloat32), shape);
     };
     TensorView lhs = view(term.axes.lhs, term.lhs);
     return {std::move(lhs), view(term.axes.rhs, term.rhs)};
@@ -70,7 +70,7 @@ class ScatterCompiler {
 
   // A block of the products, into a row-major tensor of this shape at these of the places of its parts. Places in a are
   // those in the whole product.
-  void multiply(const Intersection& block, int buffer, int64_t offset,
+  void multiply(const Intersection& block, BufferId buffer, int64_t offset,
                 std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape) {
     if (block.count() == 0) return;
     if (addend_ >= 0) copy_addend(block, buffer, offset, places, shape);
@@ -79,7 +79,7 @@ class ScatterCompiler {
     }
   }
 
-  void copy_addend(const Intersection& block, int buffer, int64_t offset,
+  void copy_addend(const Intersection& block, BufferId buffer, int64_t offset,
                    std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape) {
     const std::vector<int64_t> from = row_major_strides(shape_of(held_));
     const std::vector<int64_t> to = row_major_strides(shape);
@@ -96,22 +96,23 @@ class ScatterCompiler {
     b_.copy(addend_, buffer, std::move(boxes));
   }
 
-  void multiply(const Intersection::Part& part, size_t term_index, int buffer, int64_t offset,
+  void multiply(const Intersection::Part& part, size_t term_index, BufferId buffer, int64_t offset,
                 const std::vector<int64_t>& place, const std::vector<int64_t>& shape) {
     const MatmulScatter::Term& term = matmul_.terms[term_index];
     const Contraction& axes = term.axes;
-    const auto operand = [&](int input, const std::vector<int>& dims) {
-      return row_major_view(input, dims, b_.program().input_shapes[input], axes.num_axes());
+    const auto operand_of = [](size_t index) { return static_cast<BufferId>(index); };  // operands are the first inputs
+    const auto operand = [&](BufferId input, const std::vector<int>& dims) {
+      return row_major_view(input, dims, b_.program().buffers[input].shape, axes.num_axes());
     };
-    TensorView lhs = operand(2 * static_cast<int>(term_index), axes.lhs);
-    TensorView rhs = operand(2 * static_cast<int>(term_index) + 1, axes.rhs);
+    TensorView lhs = operand(operand_of(2 * term_index), axes.lhs);
+    TensorView rhs = operand(operand_of(2 * term_index + 1), axes.rhs);
     TensorView out = row_major_view(buffer, axes.out, shape, axes.num_axes());
     out.offset += offset;
     std::optional<ScaleViews> scales;
     if (matmul_.scaling) scales = scales_[term_index];
     std::vector<int64_t> sizes(axes.num_axes(), 0);
     for (size_t d = 0; d < axes.lhs.size(); ++d) {
-      sizes[axes.lhs[d]] = b_.program().input_shapes[lhs.buffer][d];
+      sizes[axes.lhs[d]] = b_.program().buffers[lhs.buffer].shape[d];
     }
     for (size_t d = 0; d < axes.out.size(); ++d) {
       const int axis = axes.out[d];
@@ -129,11 +130,11 @@ class ScatterCompiler {
 
   // A chunk under way: what must be seen to when it has come.
   struct Transfer {
-    int ticket = -1;
+    Ticket ticket = kNoTicket;
     std::function<void()> take_in;
   };
 
-  void scatter(const Step& step, int next) {
+  void scatter(const Step& step, BufferId next) {
     step_ = &step;
     next_ = next;
     group_ = plan_.src.mesh().group(b_.position(), step.mesh_dims);
@@ -186,12 +187,12 @@ class ScatterCompiler {
 
   Transfer start_messages(const Chunk& chunk) {
     SendReceive move{b_.group_index(step_->mesh_dims), {}, {}};
-    std::vector<std::pair<Intersection, int>> staged;
+    std::vector<std::pair<Intersection, BufferId>> staged;
     for (const int64_t d : chunk.distances) {
       const int64_t target = at_distance(d);
       const int64_t source = at_distance(-d);
       if (const auto block = sent(target, chunk)) {
-        const int staging = b_.new_buffer(block->count());
+        const BufferId staging = b_.new_buffer(block->count());
         multiply(*block, staging, 0, &Intersection::Part::packed, block->shape());
         move.sends.push_back({target, b_.whole(staging)});
       }
@@ -217,7 +218,7 @@ class ScatterCompiler {
       const auto block = share_of(Intersection(held_, needed_), share_dim_, {{}, s, shares_});
       if (!block) continue;
       if (reduces_) {
-        const int staging = b_.new_buffer(block->count());
+        const BufferId staging = b_.new_buffer(block->count());
         multiply(*block, staging, 0, &Intersection::Part::packed, block->shape());
         contributions_[s][me_] = b_.whole(staging);
       } else {
@@ -256,7 +257,7 @@ class ScatterCompiler {
       if (sends[m]) to_send += move.send_counts[m] = sends[m]->count();
       is_even = is_even && move.send_counts[m] == move.send_counts[0];
     }
-    const int staging = b_.new_buffer(to_send);
+    const BufferId staging = b_.new_buffer(to_send);
     int64_t at = 0;
     for (int64_t m = 0; m < k; ++m) {
       if (!sends[m]) continue;
@@ -273,7 +274,7 @@ class ScatterCompiler {
       receives[m] = received(m, chunk);
       if (receives[m]) to_receive += move.receive_counts[m] = receives[m]->count();
     }
-    const int arrived = b_.new_buffer(to_receive);
+    const BufferId arrived = b_.new_buffer(to_receive);
     move.dst = b_.whole(arrived);
     return {b_.emit(std::move(move)), [this, arrived, receives] {
               std::vector<Box> unpack;
@@ -302,7 +303,7 @@ class ScatterCompiler {
               }};
     }
     const int64_t count = own ? own->count() : 0;
-    const int arrived = b_.new_buffer(count * k);
+    const BufferId arrived = b_.new_buffer(count * k);
     move.dst = b_.whole(arrived);
     move.receive_counts.assign(k, count);
     return {b_.emit(std::move(move)), [this, own, arrived, count, g] {
@@ -312,7 +313,7 @@ class ScatterCompiler {
 
   // ---- all-reduces: chunks are shares of the outermost dim that is longer than one, so they lie in one piece
 
-  void all_reduce(const Step& step, int next) {
+  void all_reduce(const Step& step, BufferId next) {
     const Intersection all(held_, held_);
     if (all.count() == 0) return;
     const int g = b_.group_index(step.mesh_dims);
@@ -352,14 +353,14 @@ class ScatterCompiler {
   const Plan& plan_;
   Region held_;
   ProgramBuilder b_;
-  int addend_ = -1;                 // buffer
-  std::vector<ScaleViews> scales_;  // by term
+  BufferId addend_ = kMissingBuffer;  // buffer
+  std::vector<ScaleViews> scales_;    // by term
   // Of the step that is chunked.
   const Step* step_ = nullptr;
   Positions group_;
   int64_t me_ = 0;
   Region needed_;
-  int next_ = -1;
+  BufferId next_ = kMissingBuffer;
   bool reduces_ = false;
   size_t share_dim_ = 0;
   int64_t shares_ = 1;

@@ -120,7 +120,7 @@ class Clock {
     ends_[index] = compute_;
   }
 
-  int64_t bytes(int buffer, int64_t count) const { return count * program_.dtype_of(buffer).size_bytes(); }
+  int64_t bytes(BufferId buffer, int64_t count) const { return count * program_.dtype_of(buffer).size_bytes(); }
   int64_t bytes(const BufferRange& range) const { return bytes(range.buffer, range.count); }
 
   // Data going at `num` / `den` of the time per byte.

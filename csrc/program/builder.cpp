@@ -9,7 +9,7 @@ ProgramBuilder::ProgramBuilder(MeshPtr mesh, DType dtype, Backend backend, bool 
       backend_(backend),
       named_groups_only_(named_groups_only),
       position_(position),
-      dtype_(std::move(dtype)) {
+      dtype_(dtype) {
   program_.dtype = dtype_;
 }
 
@@ -21,22 +21,22 @@ void ProgramBuilder::begin_exchanges(const Step& step, int64_t shares) {
   exchanges_by_messages_ = backend_.goes_by_messages(largest / messages);
 }
 
-int ProgramBuilder::new_buffer(int64_t count) { return new_buffer(count, dtype_); }
-
-int ProgramBuilder::new_buffer(int64_t count, const DType& dtype) {
-  const auto buffer = static_cast<int>(program_.buffer_counts.size());
-  program_.buffer_counts.push_back(count);
-  if (!(dtype == program_.dtype)) program_.other_dtypes.emplace(buffer, dtype);
-  return buffer;
+BufferId ProgramBuilder::new_buffer(int64_t count, DType dtype) {
+  program_.buffers.push_back({count, dtype});
+  return static_cast<BufferId>(program_.buffers.size() - 1);
 }
 
-int ProgramBuilder::new_input(std::vector<int64_t> shape) { return new_input(std::move(shape), dtype_); }
-
-int ProgramBuilder::new_input(std::vector<int64_t> shape, const DType& dtype) {
+BufferId ProgramBuilder::new_input(std::vector<int64_t> shape, DType dtype) {
   int64_t count = 1;
   for (const int64_t size : shape) count *= size;
-  program_.input_shapes.push_back(std::move(shape));
-  return new_buffer(count, dtype);
+  program_.buffers.push_back({count, dtype, BufferRole::kInput, std::move(shape)});
+  return static_cast<BufferId>(program_.buffers.size() - 1);
+}
+
+void ProgramBuilder::add_output(BufferId buffer, std::vector<int64_t> shape) {
+  BufferRole& role = program_.buffers[buffer].role;
+  if (role == BufferRole::kTemporary) role = BufferRole::kOutput;
+  program_.outputs.push_back({buffer, std::move(shape)});
 }
 
 std::vector<Instruction> ProgramBuilder::take_last_wait(int first) {
@@ -55,10 +55,10 @@ void ProgramBuilder::put_back(std::vector<Instruction> instructions) {
   for (Instruction& instruction : instructions) program_.instructions.push_back(std::move(instruction));
 }
 
-int ProgramBuilder::emit(Operation operation) {
+Ticket ProgramBuilder::emit(Operation operation) {
   if (auto* o = std::get_if<AllToAll>(&operation)) o->by_messages = exchanges_by_messages_;
   program_.instructions.push_back({std::move(operation), static_cast<int>(program_.step_texts.size()) - 1, chunk_});
-  return static_cast<int>(program_.instructions.size()) - 1;
+  return static_cast<Ticket>(program_.instructions.size() - 1);
 }
 
 Instruction* ProgramBuilder::last_of_chunk() {
@@ -68,15 +68,15 @@ Instruction* ProgramBuilder::last_of_chunk() {
   return is_of_chunk ? &last : nullptr;
 }
 
-int ProgramBuilder::send_receive(SendReceive move) {
-  return move.sends.empty() && move.receives.empty() ? -1 : emit(std::move(move));
+Ticket ProgramBuilder::send_receive(SendReceive move) {
+  return move.sends.empty() && move.receives.empty() ? kNoTicket : emit(std::move(move));
 }
 
-void ProgramBuilder::wait(int ticket) {
+void ProgramBuilder::wait(Ticket ticket) {
   if (ticket >= 0) emit(Wait{ticket});
 }
 
-void ProgramBuilder::copy(int src, int dst, std::vector<Box> boxes) {
+void ProgramBuilder::copy(BufferId src, BufferId dst, std::vector<Box> boxes) {
   if (!boxes.empty()) emit(Copy{src, dst, std::move(boxes)});
 }
 
@@ -84,7 +84,7 @@ void ProgramBuilder::divide(BufferRange dst, double divisor) {
   if (divisor != 1 && dst.count > 0) emit(Divide{dst, divisor});
 }
 
-void ProgramBuilder::copy_shared(const Step& step, int current, int next) {
+void ProgramBuilder::copy_shared(const Step& step, BufferId current, BufferId next) {
   copy(current, next, Intersection(step.before.region(position_), step.after.region(position_)).a_to_b(0, 0));
 }
 

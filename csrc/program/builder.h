@@ -30,32 +30,34 @@ class ProgramBuilder {
   // What follows is named by `text` in messages.
   void begin_step(std::string text);
   // Buffers that follow are of this dtype, unless another one is named. Answers the one before.
-  DType begin_dtype(DType dtype) { return std::exchange(dtype_, std::move(dtype)); }
+  DType begin_dtype(DType dtype) { return std::exchange(dtype_, dtype); }
   // All-to-alls that follow carry this step, in so many of them: by messages where these are large.
   void begin_exchanges(const Step& step, int64_t shares = 1);
   // What follows belongs to this chunk of a pipeline; -1: to none.
   void begin_chunk(int chunk) { chunk_ = chunk; }
 
   // Of the dtype that was begun; at first the program's.
-  int new_buffer(int64_t count);
-  int new_buffer(int64_t count, const DType& dtype);
+  BufferId new_buffer(int64_t count) { return new_buffer(count, dtype_); }
+  BufferId new_buffer(int64_t count, DType dtype);
   // The next input; all of them before any other buffer.
-  int new_input(std::vector<int64_t> shape);
-  int new_input(std::vector<int64_t> shape, const DType& dtype);
-  int64_t count_of(int buffer) const { return program_.buffer_counts[buffer]; }
-  BufferRange whole(int buffer) const { return {buffer, 0, count_of(buffer)}; }
+  BufferId new_input(std::vector<int64_t> shape) { return new_input(std::move(shape), dtype_); }
+  BufferId new_input(std::vector<int64_t> shape, DType dtype);
+  // The next result; it may be an input.
+  void add_output(BufferId buffer, std::vector<int64_t> shape);
+  int64_t count_of(BufferId buffer) const { return program_.buffers[buffer].count; }
+  BufferRange whole(BufferId buffer) const { return {buffer, 0, count_of(buffer)}; }
 
-  // Its index, which is the ticket of a transfer.
-  int emit(Operation operation);
+  // Its ticket, where it is a transfer.
+  Ticket emit(Operation operation);
   // The last instruction, if it is of the step and chunk that are being written.
   Instruction* last_of_chunk();
-  // These emit nothing where nothing is to be done: send_receive answers -1, which wait takes.
-  int send_receive(SendReceive move);
-  void wait(int ticket);
-  void copy(int src, int dst, std::vector<Box> boxes);
+  // These emit nothing where nothing is to be done: send_receive answers kNoTicket, which wait takes.
+  Ticket send_receive(SendReceive move);
+  void wait(Ticket ticket);
+  void copy(BufferId src, BufferId dst, std::vector<Box> boxes);
   void divide(BufferRange dst, double divisor);
   // What the rank holds both before and after a step.
-  void copy_shared(const Step& step, int current, int next);
+  void copy_shared(const Step& step, BufferId current, BufferId next);
 
   // Takes back what was emitted last, from the last Wait that is not before `first`, as long as nothing communicates
   // behind it: to be given to `put_back` after something that need not wait.
@@ -97,7 +99,7 @@ Reduction reduction_of(const Step& step);
 std::vector<BufferRange> by_position(const Positions& group, const std::vector<BufferRange>& by_index);
 
 // The rows of a staging buffer, one per rank of the group, in that order.
-std::vector<BufferRange> rows_of(const ProgramBuilder& builder, int staging, int64_t row, int group);
+std::vector<BufferRange> rows_of(const ProgramBuilder& builder, BufferId staging, int64_t row, int group);
 
 // result = the reduction of the parts, with what comes behind the op.
 void reduce_parts(ProgramBuilder& builder, const Reduction& reduction, std::vector<BufferRange> parts,
@@ -117,18 +119,18 @@ Stages composed_all_reduce(ProgramBuilder& builder, int group, const Reduction& 
 Stages native_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange data);
 
 // One move, from the buffer that holds `before` to the one that will hold `after`.
-void compile_step(ProgramBuilder& builder, const Step& step, int current, int next);
+void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 
 // How messages name a step of a plan.
 std::string step_text(const Plan& plan, size_t index);
 
 // The steps [begin, end) of a plan, from the buffer that holds what is there before; the one that holds what is there
 // after. Messages have `of_what` in front of the name of a step.
-int compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, int current,
-                  const std::string& of_what = "");
+BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, BufferId current,
+                       const std::string& of_what = "");
 
-void compile_data_move(ProgramBuilder& builder, const Step& step, int current, int next);
-void compile_reduce_scatter(ProgramBuilder& builder, const Step& step, int current, int next);
-void compile_all_reduce(ProgramBuilder& builder, const Step& step, int current, int next);
+void compile_data_move(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
+void compile_reduce_scatter(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
+void compile_all_reduce(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 
 }  // namespace shardwright

@@ -21,7 +21,7 @@ std::vector<double> partition_divisors(const Step& step) {
 }
 
 // The first division goes along with the copy; one by one, as rounding asks for.
-void partition(ProgramBuilder& builder, const Step& step, int current, int next) {
+void partition(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   std::vector<double> divisors = partition_divisors(step);
   std::vector<Box> boxes =
       Intersection(step.before.region(builder.position()), step.after.region(builder.position())).a_to_b(0, 0);
@@ -54,7 +54,7 @@ std::optional<std::vector<int64_t>> box_of_input(const Plan& plan, int64_t posit
 
 }  // namespace
 
-void compile_step(ProgramBuilder& builder, const Step& step, int current, int next) {
+void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   builder.begin_exchanges(step);
   switch (step.op) {
     case StepOp::kSlice:
@@ -82,12 +82,12 @@ std::string step_text(const Plan& plan, size_t index) {
                 plan.src.mesh().names_of(step.mesh_dims), ")");
 }
 
-int compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, int current,
-                  const std::string& of_what) {
+BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, BufferId current,
+                       const std::string& of_what) {
   const DType before = builder.begin_dtype(plan.src.dtype());
   for (size_t i = begin; i < end; ++i) {
     builder.begin_step(of_what + step_text(plan, i));
-    const int next = builder.new_buffer(num_elements(plan.steps[i].after.region(builder.position())));
+    const BufferId next = builder.new_buffer(num_elements(plan.steps[i].after.region(builder.position())));
     compile_step(builder, plan.steps[i], current, next);
     current = next;
   }
@@ -99,10 +99,10 @@ Program compile(const Plan& plan, int64_t position) {
   check_user(position >= 0 && position < plan.src.mesh().size(), "position: ", position, " is not on the mesh (",
              plan.src.mesh().to_string(), ")");
   ProgramBuilder builder(plan.src.mesh_ptr(), plan.src.dtype(), plan.backend, plan.named_groups_only, position);
-  const int input = builder.new_input(plan.src.local_shape(position));
-  const int current = compile_steps(builder, plan, 0, plan.steps.size(), input);
+  const BufferId input = builder.new_input(plan.src.local_shape(position));
+  const BufferId current = compile_steps(builder, plan, 0, plan.steps.size(), input);
   Program& program = builder.program();
-  program.outputs = {{current, plan.dst.local_shape(position)}};
+  builder.add_output(current, plan.dst.local_shape(position));
   program.box_of_input = box_of_input(plan, position);
   return std::move(program);
 }

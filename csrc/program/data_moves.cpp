@@ -21,7 +21,7 @@ class DataMove {
     Parcel own;
   };
 
-  void exchange(const Step& step, int current, int next) {
+  void exchange(const Step& step, BufferId current, BufferId next) {
     StepPairs pairs(step);
     StepPairs::Group& group = pairs.group(b_.position());
     const size_t me = StepPairs::index_of(group, b_.position());
@@ -73,7 +73,7 @@ class DataMove {
     return parts;
   }
 
-  void native_all_gather(const Step& step, int current, int next) {
+  void native_all_gather(const Step& step, BufferId current, BufferId next) {
     const int g = b_.group_index(step.mesh_dims);
     const Group& group = b_.program().groups[g];
     const Exchange parts = exchange_parts(step, group.positions, 0);
@@ -88,8 +88,8 @@ class DataMove {
       b_.wait(b_.emit(AllGather{g, b_.whole(current), b_.whole(next)}));
       return;
     }
-    const int staging = b_.new_buffer(n * k);
-    const int ticket = b_.emit(AllGather{g, b_.whole(current), b_.whole(staging)});
+    const BufferId staging = b_.new_buffer(n * k);
+    const Ticket ticket = b_.emit(AllGather{g, b_.whole(current), b_.whole(staging)});
     b_.copy_shared(step, current, next);
     b_.wait(ticket);
     std::vector<Box> boxes;
@@ -101,11 +101,11 @@ class DataMove {
 
   // Parts may stay where they are if they lie one behind the other in the group's order; else they are packed. The own
   // part goes along where that saves packing the others.
-  void all_to_all(const Step& step, const Positions& positions, int current, int next) {
+  void all_to_all(const Step& step, const Positions& positions, BufferId current, BufferId next) {
     for (int64_t round = 0; round < step.rounds; ++round) all_to_all(step, positions, current, next, round);
   }
 
-  void all_to_all(const Step& step, const Positions& positions, int current, int next, int64_t round) {
+  void all_to_all(const Step& step, const Positions& positions, BufferId current, BufferId next, int64_t round) {
     const Exchange parts = exchange_parts(step, positions, round);
     const size_t k = positions.size();
     const int g = b_.group_of_positions(step.mesh_dims, positions);
@@ -149,19 +149,19 @@ class DataMove {
     }
     if (from < 0) move.src = b_.whole(b_.new_buffer(sent));
     if (to < 0) move.dst = b_.whole(b_.new_buffer(received));
-    const int staging = move.dst.buffer;
+    const BufferId staging = move.dst.buffer;
     b_.copy(current, move.src.buffer, std::move(pack));
-    const int ticket = b_.emit(std::move(move));
+    const Ticket ticket = b_.emit(std::move(move));
     if (!carries_own) b_.copy(current, next, parts.own.a_to_b(0, 0));
     b_.wait(ticket);
     b_.copy(staging, next, std::move(unpack));
   }
 
-  void messages(const Step& step, const Positions& positions, int current, int next) {
+  void messages(const Step& step, const Positions& positions, BufferId current, BufferId next) {
     for (int64_t round = 0; round < step.rounds; ++round) messages(step, positions, current, next, round);
   }
 
-  void messages(const Step& step, const Positions& positions, int current, int next, int64_t round) {
+  void messages(const Step& step, const Positions& positions, BufferId current, BufferId next, int64_t round) {
     const Exchange parts = exchange_parts(step, positions, round);
     SendReceive move{b_.group_of_positions(step.mesh_dims, positions), {}, {}};
     std::vector<Box> pack;
@@ -170,8 +170,8 @@ class DataMove {
     int64_t to_unpack = 0;
     for (const auto& part : parts.sends) to_pack += part && part->run_in_a() < 0 ? part->count() : 0;
     for (const auto& part : parts.receives) to_unpack += part && part->run_in_b() < 0 ? part->count() : 0;
-    const int send_staging = to_pack > 0 ? b_.new_buffer(to_pack) : -1;
-    const int receive_staging = to_unpack > 0 ? b_.new_buffer(to_unpack) : -1;
+    const BufferId send_staging = to_pack > 0 ? b_.new_buffer(to_pack) : kMissingBuffer;
+    const BufferId receive_staging = to_unpack > 0 ? b_.new_buffer(to_unpack) : kMissingBuffer;
     to_pack = to_unpack = 0;
     for (size_t m = 0; m < parts.sends.size(); ++m) {
       const auto peer = static_cast<int64_t>(m);
@@ -191,7 +191,7 @@ class DataMove {
       }
     }
     b_.copy(current, send_staging, std::move(pack));
-    const int ticket = b_.send_receive(std::move(move));
+    const Ticket ticket = b_.send_receive(std::move(move));
     b_.copy(current, next, parts.own.a_to_b(0, 0));
     b_.wait(ticket);
     b_.copy(receive_staging, next, std::move(unpack));
@@ -202,7 +202,7 @@ class DataMove {
 
 }  // namespace
 
-void compile_data_move(ProgramBuilder& builder, const Step& step, int current, int next) {
+void compile_data_move(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   DataMove(builder).exchange(step, current, next);
 }
 

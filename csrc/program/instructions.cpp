@@ -66,37 +66,37 @@ int group_of(const Operation& operation) {
       [](const Wait&) { return -1; });
 }
 
-std::vector<int> buffers_of(const Operation& operation) {
+std::vector<BufferId> buffers_of(const Operation& operation) {
   return match(
-      operation, [](const Copy& o) { return std::vector<int>{o.src, o.dst}; },
-      [](const FillZero& o) { return std::vector<int>{o.dst.buffer}; },
-      [](const Divide& o) { return std::vector<int>{o.dst.buffer}; },
-      [](const Power& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+      operation, [](const Copy& o) { return std::vector<BufferId>{o.src, o.dst}; },
+      [](const FillZero& o) { return std::vector<BufferId>{o.dst.buffer}; },
+      [](const Divide& o) { return std::vector<BufferId>{o.dst.buffer}; },
+      [](const Power& o) { return std::vector<BufferId>{o.src.buffer, o.dst.buffer}; },
       [](const Reduce& o) {
-        std::vector<int> buffers{o.dst.buffer};
+        std::vector<BufferId> buffers{o.dst.buffer};
         for (const BufferRange& part : o.parts) buffers.push_back(part.buffer);
         return buffers;
       },
-      [](const Cast& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+      [](const Cast& o) { return std::vector<BufferId>{o.src.buffer, o.dst.buffer}; },
       [](const Gemm& o) {
-        std::vector<int> buffers{o.lhs.buffer, o.rhs.buffer, o.dst.buffer};
+        std::vector<BufferId> buffers{o.lhs.buffer, o.rhs.buffer, o.dst.buffer};
         if (o.bias) buffers.push_back(o.bias->buffer);
         for (const auto* scale : {&o.lhs_scale, &o.rhs_scale}) {
           if (*scale) buffers.push_back((*scale)->buffer);
         }
         return buffers;
       },
-      [](const AllGather& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
-      [](const ReduceScatter& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
-      [](const AllReduce& o) { return std::vector<int>{o.data.buffer}; },
-      [](const AllToAll& o) { return std::vector<int>{o.src.buffer, o.dst.buffer}; },
+      [](const AllGather& o) { return std::vector<BufferId>{o.src.buffer, o.dst.buffer}; },
+      [](const ReduceScatter& o) { return std::vector<BufferId>{o.src.buffer, o.dst.buffer}; },
+      [](const AllReduce& o) { return std::vector<BufferId>{o.data.buffer}; },
+      [](const AllToAll& o) { return std::vector<BufferId>{o.src.buffer, o.dst.buffer}; },
       [](const SendReceive& o) {
-        std::vector<int> buffers;
+        std::vector<BufferId> buffers;
         for (const auto& m : o.sends) buffers.push_back(m.range.buffer);
         for (const auto& m : o.receives) buffers.push_back(m.range.buffer);
         return buffers;
       },
-      [](const Wait&) { return std::vector<int>{}; });
+      [](const Wait&) { return std::vector<BufferId>{}; });
 }
 
 }  // namespace shardwright

@@ -20,10 +20,17 @@
 
 namespace shardwright {
 
-constexpr int kInputBuffer = 0;  // the first
+// Index of a buffer in Program::buffers. It converts to an int by itself, but no int to it.
+enum BufferId : int {};
+constexpr BufferId kInputBuffer{0};     // the first input
+constexpr BufferId kMissingBuffer{-1};  // none
+
+// Index of the instruction that started a transfer, in Program::instructions.
+enum Ticket : int {};
+constexpr Ticket kNoTicket{-1};  // nothing was started
 
 struct BufferRange {
-  int buffer = -1;
+  BufferId buffer = kMissingBuffer;
   int64_t offset = 0;
   int64_t count = 0;  // elements
 };
@@ -38,8 +45,8 @@ struct Box {
 };
 
 struct Copy {
-  int src = -1;
-  int dst = -1;
+  BufferId src = kMissingBuffer;
+  BufferId dst = kMissingBuffer;
   std::vector<Box> boxes;
   double divisor = 1;  // of every element, on its way; floating and complex dtypes only
 };
@@ -77,7 +84,7 @@ struct Cast {
 
 // A matrix in a buffer: element (i, j) is at offset + i * row_stride + j * column_stride.
 struct Matrix {
-  int buffer = -1;
+  BufferId buffer = kMissingBuffer;
   int64_t offset = 0;
   int64_t row_stride = 0;
   int64_t column_stride = 0;
@@ -85,7 +92,7 @@ struct Matrix {
 
 // What the rows of lhs, or the columns of rhs, are multiplied by: number i at offset + i * stride, in float32.
 struct Scale {
-  int buffer = -1;
+  BufferId buffer = kMissingBuffer;
   int64_t offset = 0;
   int64_t stride = 0;  // 0: one for all
 };
@@ -151,7 +158,7 @@ struct SendReceive {
 };
 
 struct Wait {
-  int ticket = -1;  // index of the instruction that started the transfer
+  Ticket ticket = kNoTicket;
 };
 
 using Operation = std::variant<Copy, FillZero, Divide, Power, Reduce, Cast, Gemm, AllGather, ReduceScatter, AllReduce,
@@ -171,6 +178,6 @@ bool is_communication(const Operation& operation);  // a transfer
 int group_of(const Operation& operation);
 std::string to_string(const Operation& operation);  // as listings show it
 // Buffers an operation reads or writes; none for a Wait.
-std::vector<int> buffers_of(const Operation& operation);
+std::vector<BufferId> buffers_of(const Operation& operation);
 
 }  // namespace shardwright

@@ -11,7 +11,7 @@ class Accesses {
   void write(const BufferRange& range) { add({range.buffer, range.offset, range.offset + range.count, true}); }
 
   // From the first element of a box with these strides to the last.
-  void add_box(int buffer, int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+  void add_box(BufferId buffer, int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                bool writes) {
     Access access{buffer, offset, offset + 1, writes};
     for (size_t d = 0; d < sizes.size(); ++d) {
@@ -119,14 +119,14 @@ std::vector<Access> accesses_of(const Operation& operation) {
 std::vector<int> order_of_transfers(const Program& program) {
   const std::vector<Instruction>& instructions = program.instructions;
   const Program::Lifetimes lifetimes = program.lifetimes();
-  std::vector<History> histories(program.buffer_counts.size());
+  std::vector<History> histories(program.buffers.size());
   std::vector<int> order(instructions.size(), -1);
   int last = -1;  // compute or Wait
   for (int i = 0; i < static_cast<int>(instructions.size()); ++i) {
     const Operation& operation = instructions[i].operation;
     if (is_communication(operation)) {
-      const std::vector<int>& begins = lifetimes.begins[i];
-      if (std::any_of(begins.begin(), begins.end(), [&](int b) { return program.buffer_counts[b] > 0; })) {
+      const std::vector<BufferId>& begins = lifetimes.begins[i];
+      if (std::any_of(begins.begin(), begins.end(), [&](BufferId b) { return program.buffers[b].count > 0; })) {
         order[i] = last;
         continue;
       }

@@ -15,7 +15,7 @@ namespace shardwright {
 // Elements [begin, end) of a buffer that an operation reads or writes. What it touches with gaps in between is given as
 // one range, so ranges may hold more than is touched, and never less.
 struct Access {
-  int buffer = -1;
+  BufferId buffer = kMissingBuffer;
   int64_t begin = 0;
   int64_t end = 0;
   bool writes = false;

@@ -1,12 +1,12 @@
 // What one rank does: instructions over buffers.
 //
-// Buffers hold elements of the tensor's dtype in row-major order, unless another dtype is named. The first ones are the
-// inputs, which no instruction writes; `outputs` are the results. A temporary exists from the first instruction that
-// names it to the last, so buffers whose lives do not meet share memory through the allocator, and the peak is exact.
+// Buffers hold elements in row-major order. The first ones are the inputs, which belong to the caller and which no
+// instruction writes. A temporary exists from the first instruction that names it to the last, so buffers whose lives
+// do not meet share memory through the allocator, and the peak is exact. An output exists from the first instruction
+// that names it to the end.
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -31,17 +31,26 @@ struct Group {
   int64_t index = -1;  // of this rank
 };
 
+enum class BufferRole : uint8_t { kInput, kOutput, kTemporary };
+
+struct Buffer {
+  int64_t count = 0;  // elements
+  DType dtype = DType::kFloat32;
+  BufferRole role = BufferRole::kTemporary;
+  std::vector<int64_t> shape = {};  // of an input
+
+  int64_t size_bytes() const { return count * dtype.size_bytes(); }
+};
+
 struct Output {
-  int buffer = kInputBuffer;  // an input: nothing to do, the result is that input itself
+  BufferId buffer = kInputBuffer;  // an input: nothing to do, the result is that input itself
   std::vector<int64_t> shape;
 };
 
 struct Program {
-  std::vector<std::vector<int64_t>> input_shapes;
-  std::vector<Output> outputs;
-  DType dtype = DType::parse("float32");
-  std::vector<int64_t> buffer_counts;  // elements, by buffer id
-  std::map<int, DType> other_dtypes;   // of buffers whose elements are not of `dtype`
+  DType dtype = DType::kFloat32;  // of the tensor that is moved
+  std::vector<Buffer> buffers;    // by BufferId; inputs first
+  std::vector<Output> outputs;    // the results, in order
   std::vector<Instruction> instructions;
   std::vector<Group> groups;
   // Multiprocessors that a Gemm is to leave to transfers if any are under way, started and not waited for, when the
@@ -53,15 +62,16 @@ struct Program {
   // One line per plan step, for error messages and listings.
   std::vector<std::string> step_texts;
 
-  bool is_input(int buffer) const { return buffer < static_cast<int>(input_shapes.size()); }
-  bool is_output(int buffer) const;
-  const DType& dtype_of(int buffer) const;
-  int64_t size_bytes(int buffer) const { return buffer_counts[buffer] * dtype_of(buffer).size_bytes(); }
+  size_t num_inputs() const;
+  bool is_input(BufferId buffer) const { return buffers[buffer].role == BufferRole::kInput; }
+  bool is_output(BufferId buffer) const { return buffers[buffer].role == BufferRole::kOutput; }
+  DType dtype_of(BufferId buffer) const { return buffers[buffer].dtype; }
+  int64_t size_bytes(BufferId buffer) const { return buffers[buffer].size_bytes(); }
 
   // Buffers whose life begins, and ends, with each instruction; an output ends with none.
   struct Lifetimes {
-    std::vector<std::vector<int>> begins;
-    std::vector<std::vector<int>> ends;
+    std::vector<std::vector<BufferId>> begins;
+    std::vector<std::vector<BufferId>> ends;
   };
   Lifetimes lifetimes() const;
 

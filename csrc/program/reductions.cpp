@@ -30,7 +30,7 @@ std::vector<BufferRange> by_position(const Positions& group, const std::vector<B
   return ranges;
 }
 
-std::vector<BufferRange> rows_of(const ProgramBuilder& builder, int staging, int64_t row, int group) {
+std::vector<BufferRange> rows_of(const ProgramBuilder& builder, BufferId staging, int64_t row, int group) {
   const Positions& positions = builder.program().groups[group].positions;
   std::vector<BufferRange> rows;
   for (size_t m = 0; m < positions.size(); ++m) rows.push_back({staging, static_cast<int64_t>(m) * row, row});
@@ -65,8 +65,8 @@ namespace {
 Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, BufferRange contribution,
                          BufferRange result) {
   const int64_t me = b.program().groups[g].index;
-  const int staging = b.new_buffer(result.count);
-  const auto ticket = std::make_shared<int>(-1);
+  const BufferId staging = b.new_buffer(result.count);
+  const auto ticket = std::make_shared<Ticket>(kNoTicket);
   return {[=, &b] {
             std::vector<int64_t> counts{result.count, result.count};
             counts[me] = 0;
@@ -82,16 +82,16 @@ Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, B
 }
 
 // One all-to-all that gives every rank a copy of the own chunk.
-int gather_copies(ProgramBuilder& b, int g, BufferRange own, const std::vector<int64_t>& chunk_counts,
-                  BufferRange result) {
+Ticket gather_copies(ProgramBuilder& b, int g, BufferRange own, const std::vector<int64_t>& chunk_counts,
+                     BufferRange result) {
   const auto k = static_cast<int64_t>(chunk_counts.size());
-  const int copies = b.new_buffer(own.count * k);
+  const BufferId copies = b.new_buffer(own.count * k);
   if (own.count > 0) b.copy(result.buffer, copies, {Box{own.offset, 0, {k, own.count}, {0, 1}, {own.count, 1}}});
   return b.emit(AllToAll{g, b.whole(copies), result, std::vector<int64_t>(k, own.count), chunk_counts});
 }
 
-int gather_messages(ProgramBuilder& b, int g, BufferRange own, const std::vector<int64_t>& chunk_counts,
-                    BufferRange result) {
+Ticket gather_messages(ProgramBuilder& b, int g, BufferRange own, const std::vector<int64_t>& chunk_counts,
+                       BufferRange result) {
   SendReceive gather{g, {}, {}};
   int64_t begin = result.offset;
   for (int64_t m = 0; m < static_cast<int64_t>(chunk_counts.size()); ++m) {
@@ -117,8 +117,8 @@ Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const Reduction& reduction
     const Interval chunk = flat_chunk(result.count, k, m);
     chunk_counts.push_back(chunk.end - chunk.begin);
   }
-  const int staging = b.new_buffer(own * k);
-  const auto ticket = std::make_shared<int>(-1);
+  const BufferId staging = b.new_buffer(own * k);
+  const auto ticket = std::make_shared<Ticket>(kNoTicket);
   return {[=, &b] {
             *ticket = b.emit(AllToAll{g, contribution, b.whole(staging), chunk_counts, std::vector<int64_t>(k, own)});
           },
@@ -142,7 +142,7 @@ Stages composed_all_reduce(ProgramBuilder& builder, int group, const Reduction& 
 }
 
 Stages native_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange data) {
-  const auto ticket = std::make_shared<int>(-1);
+  const auto ticket = std::make_shared<Ticket>(kNoTicket);
   return {[=, &builder] { *ticket = builder.emit(AllReduce{group, reduction.op, data}); },
           [=, &builder] {
             builder.wait(*ticket);
@@ -156,7 +156,7 @@ class PendingReduction {
  public:
   explicit PendingReduction(ProgramBuilder& builder) : b_(builder) {}
 
-  void reduce_scatter(const Step& step, int current, int next) {
+  void reduce_scatter(const Step& step, BufferId current, BufferId next) {
     const Reduction reduction = reduction_of(step);
     const int g = b_.group_index(step.mesh_dims);
     if (b_.count_of(current) == 0) return;
@@ -164,7 +164,8 @@ class PendingReduction {
     for (int64_t round = 0; round < step.rounds; ++round) reduce_scatter(step, reduction, g, current, next, round);
   }
 
-  void reduce_scatter(const Step& step, const Reduction& reduction, int g, int current, int next, int64_t round) {
+  void reduce_scatter(const Step& step, const Reduction& reduction, int g, BufferId current, BufferId next,
+                      int64_t round) {
     const Group& group = b_.program().groups[g];
     const auto k = static_cast<int64_t>(group.positions.size());
     const Region held = step.before.region(b_.position());
@@ -203,13 +204,13 @@ class PendingReduction {
     } else {
       AllToAll move{g, packed, b_.whole(b_.new_buffer(own * k)), {}, std::vector<int64_t>(k, own)};
       for (const Parcel& part : parts) move.send_counts.push_back(part.count());
-      const int staging = move.dst.buffer;
+      const BufferId staging = move.dst.buffer;
       b_.wait(b_.emit(std::move(move)));
       if (own > 0) reduce_parts(b_, reduction, rows_of(b_, staging, own, g), result);
     }
   }
 
-  void all_reduce(const Step& step, int current, int next) {
+  void all_reduce(const Step& step, BufferId current, BufferId next) {
     const Reduction reduction = reduction_of(step);
     if (b_.count_of(next) == 0) return;
     const int g = b_.group_index(step.mesh_dims);
@@ -234,7 +235,7 @@ class PendingReduction {
   // The range itself where there is nothing to raise.
   BufferRange raised(BufferRange range, double power) {
     if (power == 1) return range;
-    const int raised = b_.new_buffer(range.count);
+    const BufferId raised = b_.new_buffer(range.count);
     b_.emit(Power{range, b_.whole(raised), power});
     return b_.whole(raised);
   }
@@ -244,11 +245,11 @@ class PendingReduction {
 
 }  // namespace
 
-void compile_reduce_scatter(ProgramBuilder& builder, const Step& step, int current, int next) {
+void compile_reduce_scatter(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   PendingReduction(builder).reduce_scatter(step, current, next);
 }
 
-void compile_all_reduce(ProgramBuilder& builder, const Step& step, int current, int next) {
+void compile_all_reduce(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   PendingReduction(builder).all_reduce(step, current, next);
 }
 

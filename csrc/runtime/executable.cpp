@@ -16,13 +16,23 @@ namespace shardwright {
 namespace {
 
 // Of what programs have beside their own dtype: results, sums, operands and scales of products.
-at::ScalarType scalar_type_of(const DType& dtype) {
-  static const std::unordered_map<std::string, at::ScalarType> types{
-      {"float32", at::kFloat}, {"float64", at::kDouble},          {"bfloat16", at::kBFloat16},
-      {"float16", at::kHalf},  {"float8_e5m2", at::kFloat8_e5m2}, {"float8_e4m3fn", at::kFloat8_e4m3fn}};
-  const auto found = types.find(dtype.name());
-  check_invariant(found != types.end(), dtype.name(), " as a dtype of its own in a program");
-  return found->second;
+at::ScalarType scalar_type_of(DType dtype) {
+  switch (dtype.id()) {
+    case DType::kFloat32:
+      return at::kFloat;
+    case DType::kFloat64:
+      return at::kDouble;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+    case DType::kFloat16:
+      return at::kHalf;
+    case DType::kFloat8E5M2:
+      return at::kFloat8_e5m2;
+    case DType::kFloat8E4M3FN:
+      return at::kFloat8_e4m3fn;
+    default:
+      throw InvariantError(concat(dtype.name(), " is the dtype of a buffer that holds no part of the moved tensor"));
+  }
 }
 
 Communication communication_of(const Step& step) {
@@ -105,12 +115,16 @@ CompiledProgram::CompiledProgram(Program program, const std::vector<const Plan*>
 }
 
 void CompiledProgram::note_dtypes() {
-  for (const auto& [buffer, dtype] : program_.other_dtypes) other_dtypes_.emplace(buffer, scalar_type_of(dtype));
-  for (int i = static_cast<int>(program_.input_shapes.size()) - 1; i >= 0; --i) {
-    if (!other_dtypes_.contains(i)) usual_input_ = i;
+  for (size_t b = program_.buffers.size(); b-- > 0;) {
+    const Buffer& buffer = program_.buffers[b];
+    if (!(buffer.dtype == program_.dtype)) {
+      other_dtypes_.emplace(static_cast<int>(b), scalar_type_of(buffer.dtype));
+    } else if (buffer.role == BufferRole::kInput) {
+      usual_input_ = static_cast<int>(b);
+    }
   }
   const DTypeKind kind = program_.dtype.kind();
-  travels_as_bytes_ = kind == DTypeKind::kOpaque || kind == DTypeKind::kComplex || program_.dtype.name() == "int16";
+  travels_as_bytes_ = kind == DTypeKind::kOpaque || kind == DTypeKind::kComplex || program_.dtype == DType::kInt16;
 }
 
 void CompiledProgram::note_instructions() {
@@ -127,8 +141,8 @@ void CompiledProgram::note_instructions() {
     const bool is_exchange =
         std::holds_alternative<AllToAll>(operation) || std::holds_alternative<SendReceive>(operation);
     if (is_communication(operation) && !is_exchange) end_of_collectives_ = i + 1;
-    const std::vector<int> buffers = buffers_of(operation);
-    if (std::none_of(buffers.begin(), buffers.end(), [&](int b) { return program_.is_input(b); })) continue;
+    const std::vector<BufferId> buffers = buffers_of(operation);
+    if (std::none_of(buffers.begin(), buffers.end(), [&](BufferId b) { return program_.is_input(b); })) continue;
     if (is_communication(operation) || i > first_wait_) reads_input_after_start_ = true;
     if (!is_communication(operation) || i > first_wait_) end_of_input_reads_ = i + 1;
   }
@@ -156,16 +170,17 @@ void check_strided(const at::Tensor& given, const std::string& argument) {
 
 void CompiledProgram::check_inputs(c10::ArrayRef<at::Tensor> inputs) const {
   const auto name = [](const at::Tensor& t) { return c10::toString(t.scalar_type()); };
-  TORCH_CHECK_VALUE(inputs.size() == program_.input_shapes.size(), "inputs: got ", inputs.size(),
-                    ", the program takes ", program_.input_shapes.size(), " (", origin_->text(), ")");
+  TORCH_CHECK_VALUE(inputs.size() == program_.num_inputs(), "inputs: got ", inputs.size(),
+                    ", the program takes ", program_.num_inputs(), " (", origin_->text(), ")");
   for (size_t i = 0; i < inputs.size(); ++i) {
     const at::Tensor& input = inputs[i];
     const auto which = [&] { return inputs.size() == 1 ? std::string("local tensor") : concat("input ", i); };
     TORCH_CHECK_VALUE(!input.key_set().has(c10::DispatchKey::Python), which(),
                       ": is a tensor subclass; allowed is a plain tensor");
     if (input.layout() != at::kStrided || input.is_nested()) check_strided(input, which());
-    TORCH_CHECK_VALUE(input.sizes().equals(program_.input_shapes[i]), which(), ": has shape ", input.sizes(),
-                      " on rank ", rank_, ", where the layout has ", c10::IntArrayRef(program_.input_shapes[i]), " (",
+    const Buffer& buffer = program_.buffers[i];
+    TORCH_CHECK_VALUE(input.sizes().equals(buffer.shape), which(), ": has shape ", input.sizes(),
+                      " on rank ", rank_, ", where the layout has ", c10::IntArrayRef(buffer.shape), " (",
                       origin_->text(), ")");
     const auto other = other_dtypes_.find(static_cast<int>(i));
     const bool has_dtype = other != other_dtypes_.end()
@@ -173,7 +188,7 @@ void CompiledProgram::check_inputs(c10::ArrayRef<at::Tensor> inputs) const {
                                : static_cast<int64_t>(input.element_size()) == program_.dtype.size_bytes() &&
                                      input.scalar_type() == inputs[usual_input_].scalar_type();
     TORCH_CHECK_VALUE(has_dtype, which(), ": has dtype ", name(input), " where the layout has ",
-                      program_.dtype_of(static_cast<int>(i)).name());
+                      buffer.dtype.name());
     TORCH_CHECK_VALUE(input.device() == inputs[0].device(), which(), ": is on ", input.device(),
                       ", the first input on ", inputs[0].device());
   }

@@ -55,7 +55,7 @@ Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs,
       program_(compiled_.program()),
       options_(compiled_.options_like(inputs)),
       device_(inputs[0].device()),
-      buffers_(program_.buffer_counts.size()),
+      buffers_(program_.buffers.size()),
       outputs_(program_.outputs.size()),
       works_(program_.instructions.size()),
       groups_(executable_->groups()),
@@ -198,7 +198,7 @@ void Execution::abandon() noexcept {
 void Execution::step() {
   const int index = next_;
   try {
-    for (const int b : compiled_.lifetimes().begins[index]) allocate(b);
+    for (const BufferId b : compiled_.lifetimes().begins[index]) allocate(b);
     execute(program_.instructions[index].operation, index);
     if (is_beside_compute_ && compiled_.is_asked_for(index)) marks_[index].emplace(record_current(device_, false));
   } catch (const c10::Error& error) {
@@ -206,7 +206,7 @@ void Execution::step() {
   } catch (const std::exception& error) {
     fail(index, error.what());
   }
-  for (const int b : compiled_.lifetimes().ends[index]) {
+  for (const BufferId b : compiled_.lifetimes().ends[index]) {
     if (!program_.is_input(b) && !program_.is_output(b)) give_staging(buffers_[b]);
     buffers_[b].reset();
   }
@@ -228,7 +228,7 @@ std::string Execution::group_text(int index) const {
   return group < 0 ? "" : concat(" in the group of ranks (", join(program_.groups[group].ranks), ")");
 }
 
-void Execution::allocate(int buffer) {
+void Execution::allocate(BufferId buffer) {
   for (size_t i = 0; i < outputs_.size(); ++i) {
     if (program_.outputs[i].buffer != buffer) continue;
     if (outputs_[i].defined()) return;
@@ -241,12 +241,12 @@ void Execution::allocate(int buffer) {
     buffers_[buffer] = flat_view(outputs_[i], 0, outputs_[i].numel());
     return;
   }
-  buffers_[buffer] = take_staging(program_.buffer_counts[buffer], compiled_.options_of(buffer, options_));
+  buffers_[buffer] = take_staging(program_.buffers[buffer].count, compiled_.options_of(buffer, options_));
 }
 
 at::Tensor Execution::range(const BufferRange& range) const {
   const at::Tensor& buffer = buffers_[range.buffer];
-  const bool is_whole = range.offset == 0 && range.count == program_.buffer_counts[range.buffer];
+  const bool is_whole = range.offset == 0 && range.count == program_.buffers[range.buffer].count;
   return is_whole ? buffer : flat_view(buffer, range.offset, range.count);
 }
 

@@ -91,7 +91,7 @@ class Execution {
   // Raises what every rank raises: rank, step, group, plan and reason.
   [[noreturn]] void fail(int index, const std::string& reason);
   std::string group_text(int index) const;
-  void allocate(int buffer);
+  void allocate(BufferId buffer);
   at::Tensor range(const BufferRange& range) const;
   char* data(const BufferRange& range) const;
   // As bytes where process groups do not take the dtype.

@@ -54,10 +54,10 @@ Machine::Machine(std::vector<Program> programs, std::vector<std::vector<Payload>
     : programs_(std::move(programs)), ranks_(programs_.size()) {
   for (size_t p = 0; p < ranks_.size(); ++p) {
     Rank& rank = ranks_[p];
-    rank.buffers.resize(programs_[p].buffer_counts.size());
-    rank.alive.assign(programs_[p].buffer_counts.size(), false);
-    check_invariant(inputs[p].size() == programs_[p].input_shapes.size(), "position ", p, " is given ",
-                    inputs[p].size(), " inputs for ", programs_[p].input_shapes.size());
+    rank.buffers.resize(programs_[p].buffers.size());
+    rank.alive.assign(programs_[p].buffers.size(), false);
+    check_invariant(inputs[p].size() == programs_[p].num_inputs(), "position ", p, " is given ", inputs[p].size(),
+                    " inputs for ", programs_[p].num_inputs());
     for (size_t i = 0; i < inputs[p].size(); ++i) {
       rank.buffers[i] = std::move(inputs[p][i]);
       rank.alive[i] = true;
@@ -90,10 +90,10 @@ bool Machine::advance(int64_t position) {
   const Program& program = programs_[position];
   const size_t at = rank.next_instruction;
   if (at == program.instructions.size()) return false;
-  for (const int b : rank.lifetimes.begins[at]) {
+  for (const BufferId b : rank.lifetimes.begins[at]) {
     if (rank.alive[b]) continue;  // a Wait is tried again
     rank.alive[b] = true;
-    rank.buffers[b].assign(program.buffer_counts[b], kUnwritten);
+    rank.buffers[b].assign(program.buffers[b].count, kUnwritten);
     rank.live_bytes += program.size_bytes(b);
   }
   rank.peak_bytes = std::max(rank.peak_bytes, rank.live_bytes);
@@ -110,7 +110,7 @@ bool Machine::advance(int64_t position) {
       });
   if (!is_done) return false;
 
-  for (const int b : rank.lifetimes.ends[at]) {
+  for (const BufferId b : rank.lifetimes.ends[at]) {
     rank.live_bytes -= program.size_bytes(b);
     rank.alive[b] = false;
     Payload().swap(rank.buffers[b]);

@@ -65,15 +65,15 @@ class Allocator {
 
 // Where each buffer of a program lies if they are allocated and freed as their lives go.
 std::vector<int64_t> addresses_of(const Program& program) {
-  std::vector<int64_t> addresses(program.buffer_counts.size(), 0);
+  std::vector<int64_t> addresses(program.buffers.size(), 0);
   Allocator allocator;
-  for (size_t b = 0; b < program.input_shapes.size(); ++b) {
-    addresses[b] = allocator.take(program.size_bytes(static_cast<int>(b)));
+  for (size_t b = 0; b < program.num_inputs(); ++b) {
+    addresses[b] = allocator.take(program.buffers[b].size_bytes());
   }
   const Program::Lifetimes lifetimes = program.lifetimes();
   for (size_t i = 0; i < program.instructions.size(); ++i) {
-    for (const int b : lifetimes.begins[i]) addresses[b] = allocator.take(program.size_bytes(b));
-    for (const int b : lifetimes.ends[i]) allocator.give(addresses[b], program.size_bytes(b));
+    for (const BufferId b : lifetimes.begins[i]) addresses[b] = allocator.take(program.size_bytes(b));
+    for (const BufferId b : lifetimes.ends[i]) allocator.give(addresses[b], program.size_bytes(b));
   }
   return addresses;
 }
@@ -115,14 +115,14 @@ class TouchedBytes {
   }
 
  private:
-  void element(int buffer, int64_t at, Bytes& bytes) {
+  void element(BufferId buffer, int64_t at, Bytes& bytes) {
     const int64_t item = program_.dtype_of(buffer).size_bytes();
     add_bytes(bytes, addresses_[buffer] + at * item, addresses_[buffer] + (at + 1) * item);
   }
   void range(const BufferRange& range, Bytes& bytes) {
     for (int64_t i = 0; i < range.count; ++i) element(range.buffer, range.offset + i, bytes);
   }
-  void strided(int buffer, int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+  void strided(BufferId buffer, int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                Bytes& bytes, size_t d = 0) {
     if (d == sizes.size()) return element(buffer, offset, bytes);
     for (int64_t i = 0; i < sizes[d]; ++i) strided(buffer, offset + i * strides[d], sizes, strides, bytes, d + 1);
@@ -262,22 +262,24 @@ TEST(Order, TransfersOfAScatterWaitForTheirProduct) {
 // Buffers by hand: b0 the input of 8 elements, b1 and b2 temporaries, b3 the result.
 Program by_hand(std::vector<Operation> operations) {
   Program program;
-  program.input_shapes = {{8}};
-  program.buffer_counts = {8, 8, 8, 8};
-  program.outputs = {{3, {8}}};
+  program.buffers = {
+      {8, DType::kFloat32, BufferRole::kInput, {8}}, {8}, {8}, {8, DType::kFloat32, BufferRole::kOutput}};
+  program.outputs = {{BufferId{3}, {8}}};
   program.step_texts = {"a step"};
   for (Operation& operation : operations) program.instructions.push_back({std::move(operation), 0, -1});
   return program;
 }
 
 TEST(Order, ByHand) {
-  const auto range = [](int buffer, int64_t begin, int64_t end) { return BufferRange{buffer, begin, end - begin}; };
+  const auto range = [](int buffer, int64_t begin, int64_t end) {
+    return BufferRange{static_cast<BufferId>(buffer), begin, end - begin};
+  };
   const auto move = [&](BufferRange from, BufferRange to) { return SendReceive{0, {{1, from}}, {{1, to}}}; };
   const FillZero first{range(3, 0, 4)};
   const FillZero second{range(3, 4, 8)};
   const auto last_of = [](const std::vector<Operation>& operations) {
     std::vector<Operation> all = operations;
-    all.push_back(Wait{static_cast<int>(operations.size()) - 1});
+    all.push_back(Wait{static_cast<Ticket>(operations.size() - 1)});
     return order_of_transfers(by_hand(all)).at(operations.size() - 1);
   };
   // Reads what was written, writes what was read or written, or neither.
@@ -290,10 +292,10 @@ TEST(Order, ByHand) {
   EXPECT_EQ(last_of({first, Cast{range(3, 0, 2), range(1, 0, 2)}, move(range(3, 0, 2), range(1, 4, 8))}), 0);
   // Where a life begins, all before it counts, Waits too; not where it has begun.
   const Operation other = move(range(0, 0, 4), range(1, 0, 4));
-  EXPECT_EQ(last_of({other, Wait{0}, move(range(0, 4, 8), range(2, 0, 4))}), 1);
-  EXPECT_EQ(last_of({other, Wait{0}, move(range(0, 4, 8), range(1, 4, 8))}), -1);
+  EXPECT_EQ(last_of({other, Wait{Ticket{0}}, move(range(0, 4, 8), range(2, 0, 4))}), 1);
+  EXPECT_EQ(last_of({other, Wait{Ticket{0}}, move(range(0, 4, 8), range(1, 4, 8))}), -1);
   // What another transfer brought.
-  EXPECT_EQ(last_of({other, Wait{0}, first, move(range(1, 0, 4), range(1, 4, 8))}), 1);
+  EXPECT_EQ(last_of({other, Wait{Ticket{0}}, first, move(range(1, 0, 4), range(1, 4, 8))}), 1);
 }
 
 }  // namespace
