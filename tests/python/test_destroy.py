@@ -15,13 +15,14 @@ import torch.distributed.nn.functional  # before the groups that are counted: it
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
+from pairs import two_dims
 from pool import run_isolated
 
 WORLD = 4
 LIVES = 2
 EXITS = 5
 DEADLINE_SECONDS = 10.0
-PAIRS = [(["S(0)", "S(1)"], ["S(1)", "S(0)"]), (["S(0)", "R"], ["R", "R"]), (["R", "P"], ["S(0)", "R"])]
+PAIRS = two_dims("swap", "gather one", "sum one, cut the other")
 
 
 def _threads() -> list[str]:

@@ -9,14 +9,10 @@ import dtensors
 import oracle
 import shardwright as sw
 from meshes import get_mesh
+from pairs import ONE_DIM
 from pool import Pool
 
-MOVES = [
-    (["S(0)"], ["R"]),
-    (["S(0)"], ["S(1)"]),
-    (["P(sum)"], ["S(0)"]),
-    (["P(sum)"], ["R"]),
-]
+MOVES = [ONE_DIM[name] for name in ("S->R", "S->S", "P->S", "P->R")]
 LARGE, SMALL = (2050, 600), (66, 60)  # rows do not divide; parts of the large one have more than 1 MiB
 
 

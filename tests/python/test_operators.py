@@ -15,20 +15,13 @@ import oracle
 import shardwright as sw
 from compilers import recording
 from meshes import get_mesh
+from pairs import TWO_DIMS
 from parts import part_of
 from pool import Pool
 
 WORLD = 4
 SHAPE = (7, 6)
-PAIRS = [
-    (["S(0)", "R"], ["R", "R"]),
-    (["S(0)", "S(0)"], ["S(1)", "R"]),
-    (["S(1)", "S(0)"], ["S(0)", "S(1)"]),
-    (["P", "S(0)"], ["R", "S(1)"]),
-    (["P", "P"], ["R", "R"]),
-    (["R", "R"], ["S(0)", "R"]),
-    (["S(0)", "R"], ["S(0)", "R"]),
-]
+PAIRS = list(TWO_DIMS.values())
 
 
 def _mesh() -> sw.Mesh:
@@ -57,7 +50,7 @@ def _values(src: list[str], dst: list[str]) -> None:
     operator = sw.operator(before, after)
     local = _part(before)
     kept = local.clone()
-    expected = _part(after) * 3 ** sum(placement == "P" for placement in src)
+    expected = _part(after) * 3 ** sum(placement == "P(sum)" for placement in src)
     for given in (local, local.t().contiguous().t()):
         result = operator(given)
         assert torch.equal(result, expected) and result.is_contiguous() and not result._is_view()
@@ -88,7 +81,7 @@ def _gradients(src: list[str], dst: list[str]) -> None:
         (grad,) = torch.autograd.grad(move(x).square().sum(), x)
         grads.append(grad)
     assert torch.equal(*grads)
-    if "P" not in src:
+    if "P(sum)" not in src:
         x = _part(before).requires_grad_()
         (grad,) = torch.autograd.grad(operator(x).square().sum(), x, create_graph=True)
         (again,) = torch.autograd.grad(grad.sum(), x)

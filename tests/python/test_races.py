@@ -10,31 +10,23 @@ import torch.distributed as dist
 
 import oracle
 import shardwright as sw
+from pairs import TWO_DIMS
 from parts import part_of
 from pool import Pool
 
 WORLD = 4
 REPEATS = 200
 SHAPE = (9, 10)
-IN_FLIGHT = [
-    (["S(0)", "R"], ["R", "R"]),
-    (["S(0)", "R"], ["S(1)", "R"]),
-    (["S(0)", "S(1)"], ["S(1)", "S(0)"]),
-    (["S(0)", "S(1)"], ["R", "R"]),
-    (["P", "P"], ["R", "S(0)"]),
-    (["P", "P"], ["R", "R"]),
-    (["S(0)", "S(1)"], ["R", "S(0)"]),
-    (["S(0)", "R"], ["R", "S(1)"]),
-]
+IN_FLIGHT = [pair for pair in TWO_DIMS.values() if pair[0] in (["S(0)", "R"], ["S(0)", "S(1)"], ["P(sum)", "P(sum)"])]
 
 
 def _together() -> None:
-    """Eight at a time; a source is shared by those that begin alike, and written as soon as all are waited for."""
+    """All at a time; a source is shared by those that begin alike, and written as soon as all are waited for."""
     mesh, rank = sw.Mesh({"a": 2, "b": 2}), dist.get_rank()
     pairs = [tuple(sw.Layout(mesh, SHAPE, p) for p in pair) for pair in IN_FLIGHT]
     whole = oracle.global_tensor(SHAPE, torch.float32, 7, True)
     expected = [
-        part_of(whole * (WORLD if "P" in pair[0] else 1), dst, rank) for pair, (_, dst) in zip(IN_FLIGHT, pairs)
+        part_of(whole * (WORLD if "P(sum)" in pair[0] else 1), dst, rank) for pair, (_, dst) in zip(IN_FLIGHT, pairs)
     ]
     sources = {tuple(src.placements): part_of(whole, src, rank).contiguous() for src, _ in pairs}
     kept = {name: source.clone() for name, source in sources.items()}

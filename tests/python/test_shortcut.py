@@ -16,20 +16,15 @@ import dtensors
 import oracle
 import shardwright as sw
 from meshes import get_mesh
+from pairs import two_dims
 from pool import Pool
 from shardwright import groups
 from shardwright.dtensor import shortcut
 
 WORLD = 4
 SHAPE = (7, 5)
-PAIRS = [
-    (["S(0)", "R"], ["R", "R"]),
-    (["S(0)", "S(0)"], ["R", "R"]),
-    (["S(0)", "S(1)"], ["S(1)", "S(0)"]),
-    (["P(sum)", "P(sum)"], ["R", "S(0)"]),
-    (["R", "R"], ["S(0)", "S(1)"]),
-    (["S(0)", "R"], ["S(0)", "R"]),
-]
+# Those that stock moves right.
+PAIRS = two_dims("gather one", "gather both", "swap", "sum and cut", "cut one", "cut both", "hand over", "nothing")
 
 
 def _source(src: list[str]) -> DTensor:

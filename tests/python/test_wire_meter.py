@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 import dtensors
 import shardwright as sw
 from meshes import get_mesh
+from pairs import ONE_DIM
 from pool import Pool
 
 WORLD = 4
@@ -169,15 +170,8 @@ def _stock_dtensor() -> dict[str, tuple[int, list[str]]]:
     """DTensor's own path, with the engine off: received bytes and operators of single moves."""
     mesh = get_mesh((WORLD,))
     tensor = torch.ones(8, 8)
-    moves = {
-        "S->R": (["S(0)"], ["R"]),
-        "S->S": (["S(0)"], ["S(1)"]),
-        "P->S": (["P(sum)"], ["S(0)"]),
-        "P->R": (["P(sum)"], ["R"]),
-        "R->S": (["R"], ["S(0)"]),
-    }
     result = {}
-    for name, (src, dst) in moves.items():
+    for name, (src, dst) in ONE_DIM.items():
         source = dtensors.distribute(tensor, mesh, src)
         with sw.wire_meter() as meter:
             source.redistribute(mesh, dtensors.to_placements(dst))
