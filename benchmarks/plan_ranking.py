@@ -31,7 +31,9 @@ from cases import PAIRS, Pair, placements  # noqa: E402
 from ranks import coordinate, launch, make_mesh, over_ranks  # noqa: E402
 from redistribute_cases import expected_local, source_local  # noqa: E402
 from report import say  # noqa: E402
-from shardwright import _engine, _planner, calibration  # noqa: E402
+from shardwright import _engine, _planner  # noqa: E402
+from shardwright.calibration.job import job_of  # noqa: E402
+from shardwright.calibration.links import measure_links  # noqa: E402
 
 DIM_NAMES = ("a", "b", "c")
 
@@ -156,7 +158,8 @@ def run_rank(pairs: tuple[Pair, ...], seconds: float, out: str) -> None:
         if pair.mesh_shape not in tables:
             mesh = make_mesh(pair.mesh_shape, DIM_NAMES[: len(pair.mesh_shape)])
             sw.prepare(mesh)
-            topology, report = calibration.measure(mesh=mesh, name=f"calibrated-{'x'.join(map(str, pair.mesh_shape))}")
+            name = f"calibrated-{'x'.join(map(str, pair.mesh_shape))}"
+            topology, report = measure_links(job_of(None, "cpu", mesh, quick=False), None, name, mesh)
             tables[pair.mesh_shape] = mesh, topology
             say("\n" + "\n".join(report) + "\n")
             say(f"  {'plan':38}{'predicted us':>13}{'measured us':>13}{'of fastest':>12}  moves")

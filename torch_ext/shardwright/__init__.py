@@ -77,31 +77,23 @@ __all__ = [
     "wire_meter",
 ]
 
+# What imports torch, by the module that has it: loaded at first use.
 _NEEDS_TORCH = {
-    "all_gather_matmul": "matmul",
-    "calibrate": "calibration",
-    "calibrate_gemm": "calibration.products",
-    "check_ranks": "checking",
-    "disable": "drop_in",
-    "enable": "drop_in",
-    "enabled": "drop_in",
-    "explain": "explaining",
-    "forget_calibration": "calibration",
-    "linear": "matmul",
-    "matmul_all_reduce": "matmul",
-    "matmul_reduce_scatter": "matmul",
-    "operator": "operators",
-    "prepare": "preparation",
-    "redistribute": "drop_in",
-    "redistribute_local": "plain_tensors",
-    "release_staging": "_runtime",
-    "reset_stats": "_stats",
-    "set_fast_accumulation": "_runtime",
-    "set_sm_carveout": "_runtime",
-    "stats": "_stats",
-    "trace": "tracing",
-    "wire_meter": "wire",
+    "_runtime": "release_staging set_fast_accumulation set_sm_carveout",
+    "_stats": "reset_stats stats",
+    "calibration": "calibrate forget_calibration",
+    "calibration.products": "calibrate_gemm",
+    "checking": "check_ranks",
+    "drop_in": "disable enable enabled redistribute",
+    "explaining": "explain",
+    "matmul": "all_gather_matmul linear matmul_all_reduce matmul_reduce_scatter",
+    "operators": "operator",
+    "plain_tensors": "redistribute_local",
+    "preparation": "prepare",
+    "tracing": "trace",
+    "wire": "wire_meter",
 }
+_MODULE_OF = {name: module for module, names in _NEEDS_TORCH.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
@@ -111,12 +103,12 @@ def __getattr__(name: str) -> Any:
         value: Any = doctor.version()
     elif name == "_runtime":  # also where a module of ours says `from . import _runtime`
         value = _load_runtime()
-    elif name not in _NEEDS_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    elif _NEEDS_TORCH[name] == "_runtime":
-        value = getattr(_load_runtime(), name)
+    elif name in _MODULE_OF:
+        module = _MODULE_OF[name]
+        loaded = _load_runtime() if module == "_runtime" else importlib.import_module(f".{module}", __name__)
+        value = getattr(loaded, name)
     else:
-        value = getattr(importlib.import_module(f".{_NEEDS_TORCH[name]}", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
 

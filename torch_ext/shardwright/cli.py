@@ -58,12 +58,12 @@ def _run(given: list[str]) -> int:
         from .calibration import command
 
         return command.main(given[1:])
-    parser, plan_parser = _parsers()
-    arguments = parser.parse_args(given)
-    if arguments.command == "doctor":
+    if given[:1] == ["doctor"]:
         from . import doctor
 
-        return doctor.main(["--json"] if arguments.json else [])
+        return doctor.main(given[1:])
+    parser, plan_parser = _parsers()
+    arguments = parser.parse_args(given)
     _check_together(arguments, plan_parser)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -103,8 +103,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     plan_parser.add_argument("--html", metavar="FILE", help="write the picture as a page of its own")
     plan_parser.add_argument("--program", type=int, metavar="RANK", help="also print what this rank does")
     plan_parser.add_argument("--simulate", action="store_true", help="run all ranks and check every element")
-    doctor_parser = commands.add_parser("doctor", help="say what this installation has")
-    doctor_parser.add_argument("--json", action="store_true")
+    commands.add_parser("doctor", help="say what this installation has", add_help=False)
     commands.add_parser("calibrate", help="measure the links of a job (under torchrun)", add_help=False)
     return parser, plan_parser
 
@@ -204,16 +203,20 @@ def _saying(what: str) -> Iterator[None]:
         timer.cancel()
 
 
+# What the certificate needs and takes long on large meshes.
+_FIGURES = {
+    "wire_bytes_max": "counting bytes and messages of all ranks",
+    "bound_bytes_max": "working out what no plan can go below",
+    "peak_bytes": "compiling the program of the worst rank, for its peak memory",
+    "remarks": "comparing the plan with its bounds",
+}
+
+
 def _work_out(plan: Plan) -> None:
-    """What the certificate needs and takes long on large meshes; the plan keeps it."""
-    with _saying("counting bytes and messages of all ranks"):
-        _ = plan.wire_bytes_max
-    with _saying("working out what no plan can go below"):
-        _ = plan.bound_bytes_max
-    with _saying("compiling the program of the worst rank, for its peak memory"):
-        _ = plan.peak_bytes
-    with _saying("comparing the plan with its bounds"):
-        _ = plan.remarks
+    """The plan keeps them."""
+    for figure, what in _FIGURES.items():
+        with _saying(what):
+            getattr(plan, figure)
 
 
 def _certificate(plan: Plan) -> str:

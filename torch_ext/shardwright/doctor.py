@@ -127,34 +127,27 @@ def _release(version: str) -> str:
 
 
 def _as_text(facts: dict[str, Any]) -> str:
-    build = facts["build"] or {}
-    planner, runtime = facts["planner"], facts["runtime"]
+    build, planner = facts["build"] or {}, facts["planner"]
+    cuda = "unknown"
+    if build:
+        cuda = f"not built ({build['cuda_reason']})"
+        if build["cuda"]:
+            cuda = f"built ({build['cuda_reason']}; architectures {build['cuda_arch_list']})"
+    is_there = "present, imports"
+    if planner["error"]:
+        is_there = f"present, but does not import: {planner['error']}" if planner["file"] else "missing"
     lines = [
         f"shardwright {facts['version'] or 'unknown'}",
         f"  python      {facts['python']} on {facts['platform']}",
         f"  torch       built against {build.get('torch', 'nothing')}, installed {facts['torch_installed'] or 'none'}",
-        f"  CUDA        {_cuda_line(build)}",
+        f"  CUDA        {cuda}",
         f"  NCCL        {facts['nccl_installed'] or 'no NCCL package installed'}",
         f"  compiler    {build.get('compiler', 'unknown')}",
-        f"  _planner    {_planner_line(planner)}",
-        f"  _runtime    {'present' if runtime['file'] else 'missing'}",
+        f"  _planner    {is_there}",
+        f"  _runtime    {'present' if facts['runtime']['file'] else 'missing'}",
     ]
     lines += [f"  problem     {problem}" for problem in facts["problems"]] or ["  no problems found"]
     return "\n".join(lines)
-
-
-def _cuda_line(build: dict[str, Any]) -> str:
-    if not build:
-        return "unknown"
-    if build["cuda"]:
-        return f"built ({build['cuda_reason']}; architectures {build['cuda_arch_list']})"
-    return f"not built ({build['cuda_reason']})"
-
-
-def _planner_line(planner: dict[str, Any]) -> str:
-    if planner["error"]:
-        return f"present, but does not import: {planner['error']}" if planner["file"] else "missing"
-    return "present, imports"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,16 +22,8 @@ Arguments = dict[str, Any]
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
 
 # Operators of these namespaces that move no payload.
-_SILENT = frozenset(
-    {
-        "barrier",
-        "monitored_barrier_",
-        "check_for_nan",
-        "mesh_get_process_group",
-        "wait_tensor",
-        "wait_tensors",
-        "_wrap_tensor_autograd",
-    }
+_SILENT = (
+    "barrier monitored_barrier_ check_for_nan mesh_get_process_group wait_tensor wait_tensors _wrap_tensor_autograd"
 )
 
 
@@ -49,58 +42,52 @@ def _first(arguments: Arguments, *names: str) -> Any:
     raise KeyError(f"none of {names} among the arguments {sorted(arguments)}")
 
 
-def _inputs(arguments: Arguments) -> Any:
-    return _first(arguments, "input", "inputs", "input_tensor", "input_tensors", "input_list", "self", "shard")
+def _given(arguments: Arguments) -> Any:
+    """What a rank puts in."""
+    names = "input inputs input_tensor input_tensors input_list self shard tensors tensor"
+    return _first(arguments, *names.split())
 
 
 def _all_gather(arguments: Arguments, size: int, rank: int) -> Traffic:
-    others = (size - 1) * _bytes(_inputs(arguments))
+    others = (size - 1) * _bytes(_given(arguments))
     return others, others
 
 
 def _all_gather_lists(arguments: Arguments, size: int, rank: int) -> Traffic:
     """Outputs are lists, one tensor per rank, whose sizes may differ."""
     lists = _first(arguments, "output_tensors", "output_lists")
-    return _bytes(lists) - sum(_bytes(outputs[rank]) for outputs in lists), (size - 1) * _bytes(_inputs(arguments))
+    return _of_others(lists, rank), (size - 1) * _bytes(_given(arguments))
 
 
 def _reduce_scatter(arguments: Arguments, size: int, rank: int) -> Traffic:
     """The input holds one chunk per rank; a rank needs its own chunk from each of the others."""
-    others = _bytes(_inputs(arguments)) // size * (size - 1)
+    others = _bytes(_given(arguments)) // size * (size - 1)
     return others, others
 
 
 def _reduce_scatter_lists(arguments: Arguments, size: int, rank: int) -> Traffic:
-    lists = _first(arguments, "input_tensors")
-    sent = _bytes(lists) - sum(_bytes(inputs[rank]) for inputs in lists)
-    return (size - 1) * _bytes(arguments["output_tensors"]), sent
+    return (size - 1) * _bytes(arguments["output_tensors"]), _of_others(arguments["input_tensors"], rank)
+
+
+def _of_others(lists: Any, rank: int) -> int:
+    """Bytes in lists of one tensor per rank, but for this rank's."""
+    return _bytes(lists) - sum(_bytes(tensors[rank]) for tensors in lists)
 
 
 def _all_reduce(arguments: Arguments, size: int, rank: int) -> Traffic:
     """A reduce-scatter and an all-gather, each of (size - 1) / size of the tensor."""
-    total = _bytes(_first(arguments, "tensors", "input", "inputs", "self"))
-    both = -(-2 * (size - 1) * total // size)
+    both = -(-2 * (size - 1) * _bytes(_given(arguments)) // size)
     return both, both
 
 
-def _reduce(arguments: Arguments, size: int, rank: int) -> Traffic:
-    total = _bytes(arguments["tensors"])
-    return ((size - 1) * total, 0) if rank == arguments["root_rank"] else (0, total)
-
-
-def _broadcast(arguments: Arguments, size: int, rank: int) -> Traffic:
-    total = _bytes(_first(arguments, "tensors", "input", "self"))
-    return (0, (size - 1) * total) if rank == _first(arguments, "root_rank", "src") else (total, 0)
-
-
-def _gather(arguments: Arguments, size: int, rank: int) -> Traffic:
-    own = _bytes(_inputs(arguments))
+def _to_root(arguments: Arguments, size: int, rank: int) -> Traffic:
+    own = _bytes(_given(arguments))
     return ((size - 1) * own, 0) if rank == arguments["root_rank"] else (0, own)
 
 
-def _scatter(arguments: Arguments, size: int, rank: int) -> Traffic:
-    own = _bytes(arguments["output_tensors"])
-    return (0, _bytes(arguments["input_tensors"]) - own) if rank == arguments["root_rank"] else (own, 0)
+def _from_root(arguments: Arguments, size: int, rank: int) -> Traffic:
+    own = _bytes(_first(arguments, "output_tensors", "tensors", "input", "self"))
+    return (0, (size - 1) * own) if rank == _first(arguments, "root_rank", "src") else (own, 0)
 
 
 def _split_bytes(tensor_bytes: int, rows: int, splits: list[int] | None, size: int, rank: int) -> int:
@@ -112,26 +99,19 @@ def _split_bytes(tensor_bytes: int, rows: int, splits: list[int] | None, size: i
 
 
 def _all_to_all_single(arguments: Arguments, size: int, rank: int) -> Traffic:
-    sent_tensor = _inputs(arguments)
+    given = _given(arguments)
+    rows, total = given.size(0), _bytes(given)
     in_splits, out_splits = arguments.get("input_split_sizes"), arguments.get("output_split_sizes")
-    in_rows = sent_tensor.size(0)
     if "output" in arguments:
-        out_rows, out_bytes = arguments["output"].size(0), _bytes(arguments["output"])
+        out_rows, out_total = arguments["output"].size(0), _bytes(arguments["output"])
     else:
-        out_rows = sum(out_splits) if out_splits else in_rows
-        row_elements = 1
-        for extent in sent_tensor.shape[1:]:
-            row_elements *= extent
-        out_bytes = out_rows * row_elements * sent_tensor.element_size()
-    return (
-        _split_bytes(out_bytes, out_rows, out_splits, size, rank),
-        _split_bytes(_bytes(sent_tensor), in_rows, in_splits, size, rank),
-    )
+        out_rows = sum(out_splits) if out_splits else rows
+        out_total = out_rows * math.prod(given.shape[1:]) * given.element_size()
+    return _split_bytes(out_total, out_rows, out_splits, size, rank), _split_bytes(total, rows, in_splits, size, rank)
 
 
 def _all_to_all_lists(arguments: Arguments, size: int, rank: int) -> Traffic:
-    outputs, inputs = arguments["output_tensors"], arguments["input_tensors"]
-    return _bytes(outputs) - _bytes(outputs[rank]), _bytes(inputs) - _bytes(inputs[rank])
+    return _of_others([arguments["output_tensors"]], rank), _of_others([arguments["input_tensors"]], rank)
 
 
 def _shard_dim_all_to_all(arguments: Arguments, size: int, rank: int) -> Traffic:
@@ -142,60 +122,41 @@ def _shard_dim_all_to_all(arguments: Arguments, size: int, rank: int) -> Traffic
 
 
 def _send(arguments: Arguments, size: int, rank: int) -> Traffic:
-    return 0, _bytes(_first(arguments, "tensors", "tensor", "self"))
+    return 0, _bytes(_given(arguments))
 
 
 def _receive(arguments: Arguments, size: int, rank: int) -> Traffic:
-    return _bytes(_first(arguments, "tensors", "tensor", "self")), 0
+    return _bytes(_given(arguments)), 0
 
 
 def _batched_point_to_point(arguments: Arguments, size: int, rank: int) -> Traffic:
-    received = sent = 0
-    for kind, tensor in zip(arguments["op_list"], arguments["tensors"]):
-        if kind.endswith("recv"):
-            received += _bytes(tensor)
-        else:
-            sent += _bytes(tensor)
-    return received, sent
+    moved = list(zip(arguments["op_list"], arguments["tensors"]))
+    received = sum(_bytes(tensor) for kind, tensor in moved if kind.endswith("recv"))
+    return received, _bytes(arguments["tensors"]) - received
 
 
-_RULES: dict[str, Callable[[Arguments, int, int], Traffic]] = {
-    "_allgather_base_": _all_gather,
-    "allgather_into_tensor_coalesced_": _all_gather,
-    "all_gather_into_tensor": _all_gather,
-    "all_gather_into_tensor_coalesced": _all_gather,
-    "all_gather_into_tensor_out": _all_gather,
-    "allgather_": _all_gather_lists,
-    "allgather_coalesced_": _all_gather_lists,
-    "_reduce_scatter_base_": _reduce_scatter,
-    "reduce_scatter_tensor_coalesced_": _reduce_scatter,
-    "reduce_scatter_tensor": _reduce_scatter,
-    "reduce_scatter_tensor_coalesced": _reduce_scatter,
-    "reduce_scatter_tensor_out": _reduce_scatter,
-    "reduce_scatter_": _reduce_scatter_lists,
-    "allreduce_": _all_reduce,
-    "allreduce_coalesced_": _all_reduce,
-    "all_reduce": _all_reduce,
-    "all_reduce_": _all_reduce,
-    "all_reduce_coalesced": _all_reduce,
-    "all_reduce_coalesced_": _all_reduce,
-    "reduce_": _reduce,
-    "broadcast_": _broadcast,
-    "broadcast": _broadcast,
-    "gather_": _gather,
-    "gather_into_tensor_": _gather,
-    "scatter_": _scatter,
-    "alltoall_base_": _all_to_all_single,
-    "all_to_all_single": _all_to_all_single,
-    "alltoall_": _all_to_all_lists,
-    "shard_dim_alltoall": _shard_dim_all_to_all,
-    "send": _send,
-    "isend": _send,
-    "recv_": _receive,
-    "recv_any_source_": _receive,
-    "irecv": _receive,
-    "batch_p2p_ops": _batched_point_to_point,
+_NAMES: dict[Callable[[Arguments, int, int], Traffic], str] = {
+    _all_gather: (
+        "_allgather_base_ allgather_into_tensor_coalesced_ all_gather_into_tensor all_gather_into_tensor_coalesced "
+        "all_gather_into_tensor_out"
+    ),
+    _all_gather_lists: "allgather_ allgather_coalesced_",
+    _reduce_scatter: (
+        "_reduce_scatter_base_ reduce_scatter_tensor_coalesced_ reduce_scatter_tensor reduce_scatter_tensor_coalesced "
+        "reduce_scatter_tensor_out"
+    ),
+    _reduce_scatter_lists: "reduce_scatter_",
+    _all_reduce: "allreduce_ allreduce_coalesced_ all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_",
+    _to_root: "reduce_ gather_ gather_into_tensor_",
+    _from_root: "broadcast_ broadcast scatter_",
+    _all_to_all_single: "alltoall_base_ all_to_all_single",
+    _all_to_all_lists: "alltoall_",
+    _shard_dim_all_to_all: "shard_dim_alltoall",
+    _send: "send isend",
+    _receive: "recv_ recv_any_source_ irecv",
+    _batched_point_to_point: "batch_p2p_ops",
 }
+_RULES = {name: rule for rule, names in _NAMES.items() for name in names.split()}
 
 
 def _group_size_and_rank(arguments: Arguments) -> tuple[int, int]:
@@ -245,7 +206,7 @@ class WireMeter(TorchDispatchMode):
     def _count(self, func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
         schema = func._schema
         operator = schema.name.partition("::")[2]
-        if operator in _SILENT:
+        if operator in _SILENT.split():
             return
         if operator not in _RULES:
             raise NotImplementedError(f"wire_meter does not know how many bytes {schema.name} moves")

@@ -96,15 +96,3 @@ def forget_calibration() -> None:
 
 
 groups.when_gone.append(tables.forget_measured)
-
-
-def measure(
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str | None = None,
-    ranks_per_node: int | None = None,
-    name: str = "calibrated",
-    mesh: Any | None = None,
-    quick: bool = False,
-) -> tuple[Topology, list[str]]:
-    """The topology that `calibrate` finds, with lines that say what was measured. Changes nothing."""
-    return measure_links(job_of(group, device, mesh, quick), ranks_per_node, name, mesh)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..options import parse_mesh, write_file
-from . import measure
+from .job import job_of
+from .links import measure_links
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -55,7 +56,8 @@ def _calibrate_job(arguments: argparse.Namespace) -> None:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         mesh = _make_mesh(arguments.mesh, device)
-        topology, report = measure(None, device, arguments.ranks_per_node, arguments.name, mesh, arguments.quick)
+        job = job_of(None, device, mesh, arguments.quick)
+        topology, report = measure_links(job, arguments.ranks_per_node, arguments.name, mesh)
         if dist.get_rank() == 0:
             print("\n".join(report))
             _show(topology.to_json(), arguments.out)

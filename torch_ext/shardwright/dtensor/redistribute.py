@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.tensor._redistribute as torch_redistribute
@@ -24,6 +24,7 @@ from .. import _engine, _runtime, _stats
 from .._arguments import DEVICE_TYPES
 from .._engine import Refusal
 from ..graphs import plans
+from ..layout import Layout
 from ..plain_tensors import redistribute_local
 from ..planning import Plan
 from . import masks
@@ -89,10 +90,11 @@ def redistribute_local_tensor(
     is_traced = _are_we_tracing()
     if is_traced and _is_captured():
         return by_torch()
+    asked = _Asked(local_tensor, current_spec, target_spec, mode, async_op, is_explicit)
     if any(map(masks.is_masked, (*current_spec.placements, *target_spec.placements))):
-        moved = _unmasked(local_tensor, current_spec, target_spec, async_op)
+        moved = _unmasked(asked)
     else:
-        moved = _by_plan(local_tensor, current_spec, target_spec, mode, async_op, is_explicit, is_traced)
+        moved = _by_plan(asked, is_traced)
     if not isinstance(moved, Refusal):
         return moved
     if mode.strict:
@@ -104,62 +106,67 @@ def redistribute_local_tensor(
     return by_torch()
 
 
-def _unmasked(
-    local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, async_op: bool
-) -> torch.Tensor | Refusal:
+class _Asked(NamedTuple):
+    """A redistribute that is not known yet."""
+
+    local: torch.Tensor
+    current: DTensorSpec
+    target: DTensorSpec
+    mode: Mode
+    async_op: bool
+    is_explicit: bool
+
+    def layouts(self, shape: Sequence[int]) -> tuple[Layout, Layout]:
+        """Source and destination, of a tensor of this shape. Raises ValueError for what we do not know."""
+        dtype = self.local.dtype
+        return layout_of_spec(self.current, shape, dtype), layout_of_spec(self.target, shape, dtype)
+
+
+def _unmasked(asked: _Asked) -> torch.Tensor | Refusal:
     """A redistribute with masks, as one without and what masks do before or after it."""
-    plain = masks.unmask(local_tensor, current_spec, target_spec)
+    plain = masks.unmask(asked.local, asked.current, asked.target)
     if isinstance(plain, str):
         return Refusal(plain)
-    async_op = async_op and not plain.masks_to_make
+    async_op = asked.async_op and not plain.masks_to_make
     moved = redistribute_local_tensor(plain.local, plain.current_spec, plain.target_spec, async_op=async_op)
-    return plain.mask(moved, target_spec.placements)
+    return plain.mask(moved, asked.target.placements)
 
 
-def _by_plan(
-    local_tensor: torch.Tensor,
-    current_spec: DTensorSpec,
-    target_spec: DTensorSpec,
-    mode: Mode,
-    async_op: bool,
-    is_explicit: bool,
-    is_traced: bool,
-) -> torch.Tensor | Refusal:
+def _by_plan(asked: _Asked, is_traced: bool) -> torch.Tensor | Refusal:
     """The redistribute, run or recorded in a trace, or why it is left to PyTorch."""
-    if not is_traced and type(local_tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return Refusal(f"local tensor is a {type(local_tensor).__name__}")
-    if local_tensor.device.type not in DEVICE_TYPES:
-        return Refusal(f"device {local_tensor.device.type}")
-    if current_spec.tensor_meta is None:
+    local, current, target, mode, async_op, _ = asked
+    if not is_traced and type(local) not in (torch.Tensor, torch.nn.Parameter):
+        return Refusal(f"local tensor is a {type(local).__name__}")
+    if local.device.type not in DEVICE_TYPES:
+        return Refusal(f"device {local.device.type}")
+    if current.tensor_meta is None:
         return Refusal("no tensor_meta")
-    assert_no_mixed_partial_types(current_spec.placements)
-    assert_no_mixed_partial_types(target_spec.placements)
-    if not current_spec.mesh._is_current_rank_part_of_mesh():
-        return local_tensor
-    key = _key(local_tensor, current_spec, target_spec, mode)
+    assert_no_mixed_partial_types(current.placements)
+    assert_no_mixed_partial_types(target.placements)
+    if not current.mesh._is_current_rank_part_of_mesh():
+        return local
+    key = _key(local, current, target, mode)
     if is_traced:
-        return _trace(key, local_tensor, current_spec, target_spec, mode)
+        return _trace(key, asked)
 
     def build() -> _runtime.Executable | Refusal:
-        plan = _plan(local_tensor, current_spec, target_spec, mode.make_groups, current_spec.shape)
-        return plan if isinstance(plan, Refusal) else _engine.bind(plan, device_mesh=current_spec.mesh)
+        plan = _plan(asked, current.shape)
+        return plan if isinstance(plan, Refusal) else _engine.bind(plan, device_mesh=current.mesh)
 
     executable = _engine.lookup(key, build)
     if isinstance(executable, Refusal):
         return executable
-    if _autograd_looks(local_tensor):
+    if _autograd_looks(local):
         # Below DTensor, as in the double backward of torch before 2.12: PyTorch's collectives cut the graph here.
-        src = layout_of_spec(current_spec, current_spec.shape, local_tensor.dtype)
-        dst = layout_of_spec(target_spec, current_spec.shape, local_tensor.dtype)
-        return redistribute_local(local_tensor, src, dst, device_mesh=current_spec.mesh, async_op=async_op)
-    copies = executable.is_identity and _torch_would_copy(current_spec, target_spec)
+        return redistribute_local(local, *asked.layouts(current.shape), device_mesh=current.mesh, async_op=async_op)
+    copies = executable.is_identity and _torch_would_copy(current, target)
     if not copies:
         _direct.put(key, executable)
-    with _recorded(local_tensor, current_spec, target_spec, executable, is_explicit):
+    with _recorded(asked, executable):
         if copies:
             _stats.counts.calls += 1
-            return local_tensor.clone(memory_format=torch.contiguous_format)
-        return _engine.run(executable, local_tensor, async_op)
+            return local.clone(memory_format=torch.contiguous_format)
+        return _engine.run(executable, local, async_op)
 
 
 def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, mode: Mode) -> Hashable:
@@ -221,83 +228,67 @@ def _is_captured() -> bool:
 _arguments: _engine.Kept[dict[str, Any] | Refusal] = _engine.Kept()
 
 
-def _trace(
-    key: Hashable, local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, mode: Mode
-) -> torch.Tensor | Refusal:
+def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:
     """What a trace records of a redistribute: our operators."""
     from .. import operators  # imports compilers
 
-    is_symbolic = plans.is_symbolic((*current_spec.shape, *local_tensor.shape))
+    local, current, target = asked[:3]
+    is_symbolic = plans.is_symbolic((*current.shape, *local.shape))
     arguments = None if is_symbolic else _arguments.get(key)  # symbols have no hash
     if arguments is None:
         with _disable_current_modes():  # nothing of this belongs into the trace
-            arguments = _trace_arguments(local_tensor, current_spec, target_spec, mode.make_groups, is_symbolic)
+            arguments = _trace_arguments(asked, is_symbolic)
         if not is_symbolic:
             _arguments.put(key, arguments)
     if isinstance(arguments, Refusal):
         return arguments
     _stats.counts.traced += 1
     if not arguments:
-        would_copy = not is_symbolic and _torch_would_copy(current_spec, target_spec)
-        return local_tensor.clone() if would_copy else local_tensor
-    return operators.trace(local_tensor, **arguments)
+        return local.clone() if not is_symbolic and _torch_would_copy(current, target) else local
+    return operators.trace(local, **arguments)
 
 
-def _trace_arguments(
-    local_tensor: torch.Tensor,
-    current_spec: DTensorSpec,
-    target_spec: DTensorSpec,
-    make_groups: bool,
-    is_symbolic: bool,
-) -> dict[str, Any] | Refusal:
+def _trace_arguments(asked: _Asked, is_symbolic: bool) -> dict[str, Any] | Refusal:
     """The operators' arguments; none of them where nothing is to be done."""
     from .. import operators  # imports compilers
 
-    sizes = current_spec.shape
+    sizes, mesh = asked.current.shape, asked.current.mesh
     example = plans.example_of(sizes)
     if example is None:
         return Refusal("tracing: a size is known only when the graph runs")
-    plan = _plan(local_tensor, current_spec, target_spec, make_groups, example)
+    plan = _plan(asked, example)
     if isinstance(plan, Refusal):
         return plan
-    if any(step.op == "partition" for step in plan.steps) and not local_tensor.dtype.is_floating_point:
+    if any(step.op == "partition" for step in plan.steps) and not asked.local.dtype.is_floating_point:
         return Refusal("tracing: PyTorch makes integers floating where it divides them")
     if not is_symbolic:
-        return operators.arguments_of(plan, device_mesh=current_spec.mesh) if plan.steps else {}
+        return operators.arguments_of(plan, device_mesh=mesh) if plan.steps else {}
     if plan.src == plan.dst:
         return {}
     if any(placement.startswith("SS") for placement in (*plan.src.placements, *plan.dst.placements)):
         return Refusal("tracing: a strided shard of symbolic size")
-    return operators.arguments_for_sizes(plan, sizes, current_spec.mesh)
+    return operators.arguments_for_sizes(plan, sizes, mesh)
 
 
-def _plan(
-    local_tensor: torch.Tensor,
-    current_spec: DTensorSpec,
-    target_spec: DTensorSpec,
-    make_groups: bool,
-    shape: Sequence[int],
-) -> Plan | Refusal:
-    reason = _engine.why_not_over_groups(local_tensor.device.type)
+def _plan(asked: _Asked, shape: Sequence[int]) -> Plan | Refusal:
+    device_type = asked.local.device.type
+    reason = _engine.why_not_over_groups(device_type)
     if reason is not None:
         return Refusal(reason)
+    existing = None if asked.mode.make_groups else asked.current.mesh
     try:
-        src = layout_of_spec(current_spec, shape, local_tensor.dtype)
-        dst = layout_of_spec(target_spec, shape, local_tensor.dtype)
-        existing = None if make_groups else current_spec.mesh
-        return _engine.make_plan(src, dst, local_tensor.device.type, existing_groups_of=existing)
+        return _engine.make_plan(*asked.layouts(shape), device_type, existing_groups_of=existing)
     except ValueError as error:
         return Refusal(_stats.cause_of(error), str(error))
 
 
-def _recorded(
-    local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, executable: Any, is_explicit: bool
-) -> contextlib.AbstractContextManager[Any]:
+def _recorded(asked: _Asked, executable: _runtime.Executable) -> contextlib.AbstractContextManager[Any]:
     """DebugMode's record of the redistribute, as PyTorch's own function makes it."""
     debug_mode = get_active_debug_mode()
     if debug_mode is None:
         return contextlib.nullcontext()
+    ends = asked.current.placements, asked.target.placements
     record: contextlib.AbstractContextManager[Any] = debug_mode.record_redistribute_calls(
-        local_tensor, current_spec.placements, target_spec.placements, str(executable), is_explicit=is_explicit
+        asked.local, *ends, str(executable), is_explicit=asked.is_explicit
     )
     return record
