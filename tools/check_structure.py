@@ -61,12 +61,10 @@ MAX_FUNCTION_LINES = 60
 # Longer than allowed today.
 LONG_FILES = {
     "csrc/products/gather.cpp",
-    "csrc/runtime/cuda/gemm_lt.cpp",
 }
 LONG_FUNCTIONS = {
     "csrc/bindings/planner_module.cpp: define_plan",
     "csrc/bindings/product_bindings.cpp: define_matmul",
-    "csrc/bindings/runtime_module.cpp: PYBIND11_MODULE",
     "csrc/products/gemms.cpp: emit_gemms",
     "torch_ext/shardwright/matmul.py: all_gather_matmul",
 }
