@@ -42,9 +42,11 @@ FORBIDDEN = {("picture", "simulate"), ("runtime", "simulate"), ("runtime", "pict
 # The Python package: modules and sub-packages, by layer.
 LAYERS = {
     "planning, without torch": (
-        "_convert _planner comparing doctor free_memory layout options planning reading tables topology"
+        "argument_values _planner comparing doctor free_memory layout options planning reading tables topology"
     ),
-    "running": ("_arguments _engine _runtime _stats checking groups plain_tensors preparation tracing watching wire"),
+    "running": (
+        "argument_checks _engine _runtime _stats checking groups plain_tensors preparation tracing watching wire"
+    ),
     "graphs": "graphs operators",
     "DTensors": "dtensor",
     "products": (

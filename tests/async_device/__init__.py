@@ -105,11 +105,11 @@ def load() -> Any:
     from async_device import strict
 
     strict.register(module)
-    from shardwright import _arguments, _runtime
+    from shardwright import _runtime, argument_checks
 
     _runtime.register_capture_query(DEVICE, module.capture_query_address())
     _runtime.register_device_copy(DEVICE, module.copy_address())
-    _arguments.DEVICE_TYPES.append(DEVICE)
+    argument_checks.DEVICE_TYPES.append(DEVICE)
     return module
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from . import _arguments
+from . import argument_checks
 from .dtensor import mode as modes
 from .dtensor import patch
 from .dtensor import redistribute as dtensor_redistribute
@@ -120,12 +120,12 @@ def redistribute(
     """
     if not isinstance(x, DTensor):
         raise ValueError(f"x: got a {type(x).__name__}; allowed is a DTensor (redistribute_local takes plain tensors)")
-    _arguments.check_device_mesh("mesh", mesh)
+    argument_checks.check_device_mesh("mesh", mesh)
     if mesh is not None and mesh != x.device_mesh:
         raise ValueError(f"mesh: {mesh} is not the mesh of x ({x.device_mesh}); allowed is redistributing on one mesh")
-    placements = _arguments.placements_of(placements, x.device_mesh.ndim)
-    _arguments.check_dtype("forward_dtype", forward_dtype)
-    _arguments.check_dtype("backward_dtype", backward_dtype)
+    placements = argument_checks.placements_of(placements, x.device_mesh.ndim)
+    argument_checks.check_dtype("forward_dtype", forward_dtype)
+    argument_checks.check_dtype("backward_dtype", backward_dtype)
     with enabled(strict=True):
         return x.redistribute(
             placements=placements, async_op=async_op, forward_dtype=forward_dtype, backward_dtype=backward_dtype

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import _convert, _planner
+from . import _planner, argument_values
 from .topology import Topology, named_topology
 
 
@@ -31,10 +31,10 @@ class Mesh(_planner.Mesh):
         topology: Topology | str | None = None,
     ) -> None:
         table = named_topology(topology)
-        if _convert.is_device_mesh(dims):
+        if argument_values.is_device_mesh(dims):
             if ranks is not None:
                 raise ValueError("ranks: a DeviceMesh brings its own; leave it out")
-            super().__init__(*_convert.device_mesh_parts(dims), table)
+            super().__init__(*argument_values.device_mesh_parts(dims), table)
         elif isinstance(dims, Mapping):
             super().__init__(list(dims.keys()), list(dims.values()), ranks, table)
         else:
@@ -73,7 +73,7 @@ class Layout(_planner.Layout):
         shape: Sequence[int],
         placements: Sequence[Any],
         dtype: Any = "float32",
-        shard_order: _convert.ShardOrder | None = None,
+        shard_order: argument_values.ShardOrder | None = None,
         strided: str = "auto",
     ) -> None:
         if not isinstance(mesh, _planner.Mesh):
@@ -81,9 +81,9 @@ class Layout(_planner.Layout):
         super().__init__(
             mesh,
             shape,
-            _convert.placement_texts(placements),
-            _convert.dtype_text(dtype),
-            _convert.order_dict(mesh.dim_names, shard_order),
+            argument_values.placement_texts(placements),
+            argument_values.dtype_text(dtype),
+            argument_values.order_dict(mesh.dim_names, shard_order),
             strided,
         )
         self._made = True

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _arguments, _engine, _planner, _runtime, groups, layout, planning
+from . import _engine, _planner, _runtime, argument_checks, groups, layout, planning
 from .graphs import order, plans
 from .graphs.plans import plan_of
 
@@ -58,9 +58,9 @@ def operator(
     """
     planning.check_layout("src", src)
     planning.check_layout("dst", dst)
-    device_type = _arguments.device_of("device_type", device_type).type
-    _arguments.check_group(group)
-    _arguments.check_device_mesh("device_mesh", device_mesh)
+    device_type = argument_checks.device_of("device_type", device_type).type
+    argument_checks.check_group(group)
+    argument_checks.check_device_mesh("device_mesh", device_mesh)
     groups.check_initialised()
     plan = _engine.make_plan(src, dst, device_type, group)
     arguments = arguments_of(plan, group=group, device_mesh=device_mesh)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _arguments, _engine, _planner, _runtime, checking, groups
+from . import _engine, _planner, _runtime, argument_checks, checking, groups
 from .layout import gradient_layout
 from .planning import check_layout
 
@@ -53,11 +53,11 @@ def redistribute_local(
         return _engine.run_again(known.executable, local, async_op)
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
-    _arguments.check_tensor("local", local)
+    argument_checks.check_tensor("local", local)
     check_layout("src", src)
     check_layout("dst", dst)
-    _arguments.check_group(group)
-    _arguments.check_device_mesh("device_mesh", device_mesh)
+    argument_checks.check_group(group)
+    argument_checks.check_device_mesh("device_mesh", device_mesh)
     groups.check_initialised()
     rank = dist.get_rank(group)
     if src.mesh.coordinate(rank) is None:

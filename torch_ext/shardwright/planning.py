@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from . import _convert, _planner
+from . import _planner, argument_values
 from ._planner import Plan, Step
 from .topology import Topology, topology_of
 
@@ -66,14 +66,14 @@ def plan(
     check_layout("dst", dst)
     allowed = []
     if groups is not None:
-        sets = _convert.items(groups, "groups", "a list of sets of mesh dims, such as [('dp', 'tp')]")
-        allowed = [_convert.mesh_dim_indices(src.mesh.dim_names, dims, "groups") for dims in sets]
+        sets = argument_values.items(groups, "groups", "a list of sets of mesh dims, such as [('dp', 'tp')]")
+        allowed = [argument_values.mesh_dim_indices(src.mesh.dim_names, dims, "groups") for dims in sets]
         allowed = allowed or [[]]  # none at all, which is not the same as any
     table = topology_of(topology, src.mesh, backend)
     if through is not None:
         if memory_limit is not None:
             raise ValueError("memory_limit: goes with a search; a plan given by `through` takes what it takes")
-        layouts = [src, *_convert.items(through, "through", "a list of Layouts"), dst]
+        layouts = [src, *argument_values.items(through, "through", "a list of Layouts"), dst]
         for layout in layouts:
             check_layout("through", layout)
         return _planner.plan_through(layouts, backend, objective, table, allowed, reduce)

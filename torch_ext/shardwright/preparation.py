@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _arguments, _convert, _engine, _planner, groups
+from . import _engine, _planner, argument_checks, argument_values, groups
 from .layout import Mesh, gradient_layout, has_gradient
 from .planning import check_layout
 
@@ -42,16 +42,18 @@ def prepare(
             type than CPU and CUDA.
     """
     groups.check_initialised()
-    device_mesh = mesh if _convert.is_device_mesh(mesh) else None
+    device_mesh = mesh if argument_values.is_device_mesh(mesh) else None
     grid = mesh if isinstance(mesh, _planner.Mesh) else Mesh(mesh)
     pairs = _pairs_of_layouts(grid, redistributes)
     if device_type is not None:
-        device_type = _arguments.device_of("device_type", device_type).type
+        device_type = argument_checks.device_of("device_type", device_type).type
     if mesh_dims is None:
         chosen = groups.sets_of_large_dims(grid) if redistributes is None else []
     else:
-        sets = _convert.items(mesh_dims, "mesh_dims", "a list of sets of mesh dims, such as [('dp', 'tp')]")
-        chosen = [tuple(sorted(set(_convert.mesh_dim_indices(grid.dim_names, dims, "mesh_dims")))) for dims in sets]
+        sets = argument_values.items(mesh_dims, "mesh_dims", "a list of sets of mesh dims, such as [('dp', 'tp')]")
+        chosen = [
+            tuple(sorted(set(argument_values.mesh_dim_indices(grid.dim_names, dims, "mesh_dims")))) for dims in sets
+        ]
     rank = dist.get_rank()
     if grid.coordinate(rank) is None:
         return
@@ -70,8 +72,8 @@ def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_pl
         return []
     allowed = "a list of pairs of layouts, such as [(src, dst)]"
     pairs = []
-    for given in _convert.items(redistributes, "redistributes", allowed):
-        pair = _convert.items(given, "redistributes", allowed)
+    for given in argument_values.items(redistributes, "redistributes", allowed):
+        pair = argument_values.items(given, "redistributes", allowed)
         if len(pair) != 2:
             raise ValueError(f"redistributes: got {len(pair)} layouts for one redistribute; allowed is {allowed}")
         src, dst = pair

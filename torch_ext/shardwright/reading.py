@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from . import _convert, _planner
+from . import _planner, argument_values
 from .layout import Layout, Mesh
 from .topology import load_topology, read_json
 
@@ -50,11 +50,11 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
     steps = [
         (
             _text(step["op"], "op"),
-            _convert.mesh_dim_indices(names, step["mesh_dims"], "plan: mesh_dims of a step"),
+            argument_values.mesh_dim_indices(names, step["mesh_dims"], "plan: mesh_dims of a step"),
             layout(step["before"]),
             layout(step["after"]),
             _text(step["sharing"], "sharing"),
-            _convert.integer(step["rounds"], "plan: rounds"),
+            argument_values.integer(step["rounds"], "plan: rounds"),
             _flag(step["ordered"], "ordered"),
         )
         for step in _list(table["steps"], "steps")

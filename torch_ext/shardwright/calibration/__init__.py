@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _convert, groups, tables
+from .. import argument_values, groups, tables
 from ..topology import Topology
 from .job import job_of
 from .links import measure_links, traffic_of
@@ -65,7 +65,7 @@ def calibrate(
             nodes that do not hold the same number of consecutive ranks each, a dtype without products, `apply` for a
             part of the job.
     """
-    if _convert.is_device_mesh(group) and mesh is None:
+    if argument_values.is_device_mesh(group) and mesh is None:
         group, mesh = None, group
     job = job_of(group, device, mesh, quick)
     is_whole = len(job.members) == dist.get_world_size()
@@ -74,14 +74,14 @@ def calibrate(
             f"apply: True for {len(job.members)} of {dist.get_world_size()} ranks, whose plans would differ from the "
             "others'; allowed is all ranks of the job, or False and sw.Mesh(..., topology=) for plans on some"
         )
-    wanted = _convert.items(dtypes, "dtypes", "a list of dtypes, such as [torch.float32]")
+    wanted = argument_values.items(dtypes, "dtypes", "a list of dtypes, such as [torch.float32]")
     for dtype in wanted:
         check_dtype("dtypes", dtype)
     topology, report = measure_links(job, ranks_per_node, name, mesh)
     gemm_models = {}
     for dtype in wanted:
         model = measure_products(job.ranks, job.device, dtype, traffic_of(job, topology), quick)
-        gemm_models[job.device.type, _convert.dtype_text(dtype)] = model
+        gemm_models[job.device.type, argument_values.dtype_text(dtype)] = model
         report.append(report_of(dtype, model))
     if apply or (apply is None and is_whole):
         tables.set_measured(job.backend, topology, gemm_models)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .. import _arguments, _engine, groups
+from .. import _engine, argument_checks, groups
 
 
 class Ranks:
@@ -70,7 +70,7 @@ class Job(NamedTuple):
 def job_of(group: dist.ProcessGroup | None, device: torch.device | str | None, mesh: Any | None, quick: bool) -> Job:
     """Checks what `calibrate` is given."""
     groups.check_initialised()
-    _arguments.check_group(group)
+    argument_checks.check_group(group)
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None
     if dist.get_rank(carrier) < 0:
@@ -81,7 +81,7 @@ def job_of(group: dist.ProcessGroup | None, device: torch.device | str | None, m
     kinds = sorted(kind.type for kind in carrier._device_types)
     if device is None:
         device = getattr(mesh, "device_type", None) or _default_device(carrier, kinds)
-    where = _arguments.device_of("device", device)
+    where = argument_checks.device_of("device", device)
     if where.type not in kinds:
         raise ValueError(f"device: the group has no backend for {where.type}; allowed are {', '.join(kinds)}")
     return Job(Ranks(carrier), members, where, _engine.lowering(where.type, carrier), quick)

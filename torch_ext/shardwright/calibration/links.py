@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .. import _convert, groups
+from .. import argument_values, groups
 from .._planner import Link, LinkFit, Topology, fit_links
 from ..topology import load_topology
 from .job import Job, by_node, ranks_per_node, seconds_of
@@ -64,7 +64,7 @@ def measure_links(job: Job, given_per_node: int | None, name: str, mesh: Any | N
     if not isinstance(name, str):
         raise ValueError(f"name: got {name!r}; allowed is text")
     if given_per_node is not None:
-        given_per_node = _convert.integer(given_per_node, "ranks_per_node")
+        given_per_node = argument_values.integer(given_per_node, "ranks_per_node")
     per_node = ranks_per_node(job, given_per_node)
     nodes = by_node(job.members, per_node)
     places = ([rank for rank in place if rank is not None] for place in itertools.zip_longest(*nodes))
@@ -112,9 +112,9 @@ def _in_teams(job: Job, name: str, lines: list[list[int]]) -> Iterable[_Series]:
 def _along(job: Job, mesh: Any | None) -> Iterable[_Series]:
     if mesh is None:
         return
-    if not _convert.is_device_mesh(mesh):
+    if not argument_values.is_device_mesh(mesh):
         raise ValueError(f"mesh: got a {type(mesh).__name__}; allowed is a DeviceMesh")
-    names, sizes, ranks = _convert.device_mesh_parts(mesh)
+    names, sizes, ranks = argument_values.device_mesh_parts(mesh)
     if outside := sorted(set(ranks) - set(job.members)):
         raise ValueError(
             f"mesh: its ranks {outside} are not in the group; allowed is a mesh of the ranks {job.members}"
@@ -134,7 +134,7 @@ def _crossing(mesh: Any | None, per_node: int) -> set[str]:
     """The mesh dims along which ranks are on different nodes."""
     if mesh is None or per_node == 0:
         return set()
-    names, sizes, ranks = _convert.device_mesh_parts(mesh)
+    names, sizes, ranks = argument_values.device_mesh_parts(mesh)
     nodes = (torch.tensor(ranks) // per_node).view(tuple(sizes))
     return {name for d, name in enumerate(names) if bool((nodes != nodes.narrow(d, 0, 1)).any())}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from .. import _arguments, _runtime, tables
+from .. import _runtime, argument_checks, tables
 from .._planner import GemmModel
 from .job import Ranks, seconds_of
 
@@ -49,8 +49,8 @@ def calibrate_gemm(
         RuntimeError: a rank failed, on all ranks.
     """
     check_dtype("dtype", dtype)
-    device = _arguments.device_of("device", device)
-    _arguments.check_group(group)
+    device = argument_checks.device_of("device", device)
+    argument_checks.check_group(group)
     return measure_products(Ranks(group), device, dtype)
 
 

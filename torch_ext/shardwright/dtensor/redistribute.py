@@ -21,8 +21,8 @@ from torch.utils._debug_mode import get_active_debug_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _engine, _runtime, _stats
-from .._arguments import DEVICE_TYPES
 from .._engine import Refusal
+from ..argument_checks import DEVICE_TYPES
 from ..graphs import plans
 from ..layout import Layout
 from ..plain_tensors import redistribute_local

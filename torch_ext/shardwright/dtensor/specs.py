@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from .. import _convert
+from .. import argument_values
 from ..layout import Layout, Mesh
 
 
@@ -16,4 +16,6 @@ def layout_of_spec(spec: DTensorSpec, shape: Sequence[int], dtype: torch.dtype) 
     mesh = Mesh(spec.mesh)
     if spec.use_strided_shard_as_shard_order:
         return Layout(mesh, shape, spec.placements, dtype)
-    return Layout(mesh, shape, spec.placements, dtype, _convert.order_dict(mesh.dim_names, spec.shard_order), "literal")
+    return Layout(
+        mesh, shape, spec.placements, dtype, argument_values.order_dict(mesh.dim_names, spec.shard_order), "literal"
+    )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Placement
 
-from . import _convert
+from . import argument_values
 
 DEVICE_TYPES = ["cpu", "cuda"]  # tests on other devices with streams and process groups add theirs
 
@@ -27,7 +27,9 @@ def check_tensor(argument: str, given: Any) -> None:
 
 def placements_of(given: Any, ndim: int) -> list[Placement]:
     """A list of torch's placements, one per mesh dim."""
-    placements = _convert.items(given, "placements", "a list of torch's placements, such as [Shard(0), Replicate()]")
+    placements = argument_values.items(
+        given, "placements", "a list of torch's placements, such as [Shard(0), Replicate()]"
+    )
     for placement in placements:
         if not isinstance(placement, Placement):
             raise ValueError(
@@ -47,7 +49,7 @@ def check_group(given: Any) -> None:
 
 
 def check_device_mesh(argument: str, given: Any) -> None:
-    if given is not None and not _convert.is_device_mesh(given):
+    if given is not None and not argument_values.is_device_mesh(given):
         raise ValueError(f"{argument}: got a {type(given).__name__}; allowed is a torch DeviceMesh")
 
 
