@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,19 @@ def test_tag_is_taken_back() -> None:
     with sw.enabled(), sw.enabled():
         assert torch.compiler.config.cache_key_tag.count("shardwright rank") == 1
     assert torch.compiler.config.cache_key_tag == before
+
+
+def test_tag_where_threads_take_turns() -> None:
+    """One thread enables, another disables: in torch 2.15 each has a tag of its own."""
+
+    def tag_when_enabled() -> str:
+        sw.enable()
+        return str(torch.compiler.config.cache_key_tag)
+
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(2):
+            assert other.submit(tag_when_enabled).result(60).count("shardwright rank") == 1
+            sw.disable()
 
 
 def _captured() -> None:
