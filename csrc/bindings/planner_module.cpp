@@ -25,6 +25,12 @@
 namespace py = pybind11;
 
 namespace shardwright {
+
+PlanCache& plan_cache() {
+  static PlanCache cache;
+  return cache;
+}
+
 namespace {
 
 StridedMeaning parse_strided(const std::string& text) {

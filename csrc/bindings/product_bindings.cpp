@@ -2,23 +2,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-
 #include "bindings/arguments.h"
 #include "bindings/views.h"
 #include "products/compile.h"
-#include "products/matmul.h"
+#include "products/product_choices.h"
 #include "products/timeline.h"
 
 namespace py = pybind11;
 
 namespace shardwright {
 namespace {
-
-// Wrapped, because pybind11 takes a variant apart.
-struct MatmulView {
-  Matmul matmul;
-};
 
 // A number, or of a ring the distances of each chunk.
 using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
@@ -185,12 +178,7 @@ void define_matmul(py::module_& m) {
           py::arg("text"))
       .def_property_readonly("plan", [](const MatmulView& view) { return view_of(plan_of(view.matmul)); })
       .def_property_readonly("num_partners", [](const MatmulView& view) { return num_partners(view.matmul); })
-      .def_property_readonly("communicates",
-                             [](const MatmulView& view) {
-                               const std::vector<Step>& steps = plan_of(view.matmul).steps;
-                               return std::any_of(steps.begin(), steps.end(),
-                                                  [](const Step& step) { return !is_local(step.op); });
-                             })
+      .def_property_readonly("communicates", [](const MatmulView& view) { return communicates(view.matmul); })
       .def_property_readonly("why_only_serial", [](const MatmulView& view) { return why_only_serial(view.matmul); })
       .def(
           "check", [](const MatmulView& view, const Schedule& schedule) { check(view.matmul, schedule); },

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "planning/plan_cache.h"
+#include "products/matmul.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -26,7 +27,13 @@ inline int64_t position_of(const Layout& layout, int64_t rank) {
   return *position;
 }
 
-void define_matmul(pybind11::module_& m);       // product_bindings.cpp
-void define_calibration(pybind11::module_& m);  // calibration_bindings.cpp
+void define_matmul(pybind11::module_& m);        // product_bindings.cpp
+void define_product_plan(pybind11::module_& m);  // product_plan_bindings.cpp
+void define_calibration(pybind11::module_& m);   // calibration_bindings.cpp
+
+// Wrapped, because pybind11 takes a variant apart.
+struct MatmulView {
+  Matmul matmul;
+};
 
 }  // namespace shardwright

@@ -6,7 +6,6 @@
 #include "support/error.h"
 
 namespace shardwright {
-namespace {
 
 std::string quoted(const std::string& text) {
   std::string out = "\"";
@@ -22,6 +21,8 @@ std::string quoted(const std::string& text) {
   }
   return out + "\"";
 }
+
+namespace {
 
 std::string field(const std::string& name, const std::string& value) { return quoted(name) + ": " + value; }
 std::string field(const std::string& name, int64_t value) { return field(name, std::to_string(value)); }

@@ -14,4 +14,7 @@ constexpr int kJsonVersion = 3;
 std::string to_json(const Plan& plan, const Certificate& certificate, const std::vector<std::string>& remarks);
 std::string to_json(const Topology& topology);
 
+// Text in quotation marks.
+std::string quoted(const std::string& text);
+
 }  // namespace shardwright

@@ -1,0 +1,191 @@
+// _planner, continued: products of placed tensors, planned as a whole.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/arguments.h"
+#include "bindings/views.h"
+#include "products/product_plan.h"
+
+namespace py = pybind11;
+
+namespace shardwright {
+namespace {
+
+using ProductPlanPtr = std::shared_ptr<const ProductPlan>;
+
+// A number, or of a ring the distances of each chunk.
+using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
+
+ScheduleRequest request_of(const py::object& method, const std::optional<Chunks>& chunks, const py::object& depth) {
+  ScheduleRequest request;
+  if (!method.is_none()) request.method = parse_method(text(method, "method"));
+  if (!depth.is_none()) request.depth = integer(depth, "depth");
+  if (!chunks) return request;
+  if (const auto* count = std::get_if<int64_t>(&*chunks)) {
+    request.chunks = *count;
+  } else {
+    request.distances = std::get<1>(*chunks);
+  }
+  return request;
+}
+
+struct NodeView {
+  Node node;
+};
+
+struct DataflowView {
+  Dataflow flow;
+};
+
+template <typename Held>
+const Held* held_by(const NodeView& view) {
+  return std::get_if<Held>(&view.node.operation);
+}
+
+void define_dataflow(py::module_& m) {
+  py::class_<NodeView>(m, "ProductNode")
+      .def_property_readonly("kind", [](const NodeView& view) { return kind_name(view.node.operation); })
+      .def_property_readonly("inputs", [](const NodeView& view) { return view.node.inputs; })
+      .def_property_readonly("outputs", [](const NodeView& view) { return view.node.outputs; })
+      .def_property_readonly("released", [](const NodeView& view) { return view.node.released; })
+      .def_property_readonly("plan",
+                             [](const NodeView& view) -> std::optional<PlanView> {
+                               const auto* move = held_by<MoveNode>(view);
+                               if (move == nullptr) return std::nullopt;
+                               return view_of(move->plan);
+                             })
+      .def_property_readonly("matmul",
+                             [](const NodeView& view) -> std::optional<MatmulView> {
+                               const auto* one = held_by<MatmulNode>(view);
+                               if (one == nullptr) return std::nullopt;
+                               return MatmulView{one->matmul};
+                             })
+      .def_property_readonly("schedule",
+                             [](const NodeView& view) -> std::optional<Schedule> {
+                               const auto* one = held_by<MatmulNode>(view);
+                               if (one == nullptr) return std::nullopt;
+                               return one->schedule;
+                             })
+      .def_property_readonly("pending", [](const NodeView& view) {
+        const auto* bias = held_by<BiasNode>(view);
+        return bias == nullptr ? std::vector<int>{} : bias->pending.to_vector();
+      });
+  py::class_<DataflowView>(m, "ProductDataflow")
+      .def_property_readonly("names",
+                             [](const DataflowView& view) {
+                               std::vector<std::string> names;
+                               for (const Value& value : view.flow.values) names.push_back(value.name);
+                               return names;
+                             })
+      .def_property_readonly("layouts",
+                             [](const DataflowView& view) {
+                               std::vector<Layout> layouts;
+                               for (const Value& value : view.flow.values) layouts.push_back(value.layout);
+                               return layouts;
+                             })
+      .def_property_readonly("num_inputs", [](const DataflowView& view) { return view.flow.num_inputs; })
+      .def_property_readonly("outputs", [](const DataflowView& view) { return view.flow.outputs; })
+      .def_property_readonly("nodes", [](const DataflowView& view) {
+        std::vector<NodeView> nodes;
+        for (const Node& node : view.flow.nodes) nodes.push_back({node});
+        return nodes;
+      });
+}
+
+ProductPlanPtr make_product_plan(ProductProblem problem) {
+  const py::gil_scoped_release release;
+  return std::make_shared<const ProductPlan>(std::move(problem), plan_cache());
+}
+
+const GradientLayouts& gradients_of(const ProductPlanPtr& plan) {
+  check_user(plan->layouts().gradients.has_value(), "product: with scales; it has no gradients");
+  return *plan->layouts().gradients;
+}
+
+// Of operand, weights, results and biases, and of the operand while the product computes.
+bool has_equal_parts(const ProductPlan& plan) {
+  const ProductProblem& problem = plan.problem();
+  bool all = problem.operand.has_equal_parts() && plan.layouts().operand.has_equal_parts();
+  for (const Layout& weight : problem.weights) all = all && weight.has_equal_parts();
+  for (const Layout& result : problem.results) all = all && result.has_equal_parts();
+  for (const auto& bias : problem.biases) all = all && (!bias || bias->has_equal_parts());
+  return all;
+}
+
+}  // namespace
+
+void define_product_plan(py::module_& m) {
+  define_dataflow(m);
+  py::class_<ProductPlan, std::shared_ptr<ProductPlan>>(m, "ProductPlan")
+      .def(py::init([](const std::vector<std::string>& axes, const Layout& operand, const std::vector<Layout>& weights,
+                       const std::vector<std::optional<Layout>>& biases, const std::vector<Layout>& results,
+                       const std::optional<std::string>& cuts, const std::string& scaled_by,
+                       const std::vector<std::optional<Layout>>& scales, bool keeps_gathered, const py::object& method,
+                       const std::optional<Chunks>& chunks, const py::object& depth, const std::string& backend,
+                       const std::shared_ptr<Topology>& topology, const std::vector<PlanView>& pinned,
+                       const std::map<std::string, GemmModel>& gemm_models) {
+             ProductProblem problem{axes,
+                                    operand,
+                                    weights,
+                                    biases,
+                                    results,
+                                    cuts,
+                                    parse_scaled_by(scaled_by),
+                                    scales,
+                                    keeps_gathered,
+                                    request_of(method, chunks, depth),
+                                    {parse_backend(backend), std::nullopt, {}, gemm_models}};
+             if (topology) problem.context.topology = *topology;
+             for (const PlanView& plan : pinned) problem.context.pinned.push_back(plan.plan());
+             return std::const_pointer_cast<ProductPlan>(make_product_plan(std::move(problem)));
+           }),
+           py::arg("axes"), py::arg("operand"), py::arg("weights"), py::arg("biases"), py::arg("results"),
+           py::kw_only(), py::arg("cuts") = py::none(), py::arg("scaled_by") = "",
+           py::arg("scales") = std::vector<std::optional<Layout>>{}, py::arg("keeps_gathered") = false,
+           py::arg("method") = py::none(), py::arg("chunks") = py::none(), py::arg("depth") = py::none(),
+           py::arg("backend") = "nccl", py::arg("topology") = nullptr, py::arg("pinned") = std::vector<PlanView>{},
+           py::arg("gemm_models") = std::map<std::string, GemmModel>{})
+      .def_static(
+          "parse",
+          [](const std::string& text) {
+            return std::const_pointer_cast<ProductPlan>(make_product_plan(parse_problem(text)));
+          },
+          py::arg("text"))
+      .def("to_text", [](const ProductPlan& plan) { return to_text(plan.problem()); })
+      .def("to_json", [](const ProductPlan& plan) { return plan.to_json(plan_cache()); })
+      .def("__str__", [](const ProductPlan& plan) { return plan.to_string(plan_cache()); })
+      .def_property_readonly("axes", [](const ProductPlan& plan) { return plan.problem().axes; })
+      .def_property_readonly("operand", [](const ProductPlan& plan) { return plan.problem().operand; })
+      .def_property_readonly("weights", [](const ProductPlan& plan) { return plan.problem().weights; })
+      .def_property_readonly("biases", [](const ProductPlan& plan) { return plan.problem().biases; })
+      .def_property_readonly("results", [](const ProductPlan& plan) { return plan.problem().results; })
+      .def_property_readonly("scaled_by",
+                             [](const ProductPlan& plan) { return scaled_by_name(plan.problem().scaled_by); })
+      .def_property_readonly("cuts", &ProductPlan::cuts)
+      .def_property_readonly("lead", [](const ProductPlan& plan) { return lead_name(plan.lead()); })
+      .def_property_readonly("keeps_gathered", &ProductPlan::keeps_gathered)
+      .def_property_readonly("has_equal_parts", &has_equal_parts)
+      .def_property_readonly("moved_operand", [](const ProductPlan& plan) { return plan.layouts().operand; })
+      .def_property_readonly("operand_gradient",
+                             [](const ProductPlanPtr& plan) { return gradients_of(plan).operand_out; })
+      .def_property_readonly("added_gradient", [](const ProductPlanPtr& plan) { return gradients_of(plan).operand; })
+      .def_property_readonly("result_gradients", [](const ProductPlan& plan) { return plan.all_gradients().given; })
+      .def("gemm_model",
+           [](const ProductPlan& plan, const std::string& dtype) {
+             return plan.problem().context.gemm_model(DType::parse(dtype));
+           })
+      .def("predicted_ps",
+           [](const ProductPlan& plan) { return predicted_picoseconds(plan.forward(), plan.problem().context); })
+      .def_property_readonly("forward", [](const ProductPlan& plan) { return DataflowView{plan.forward()}; })
+      .def(
+          "backward",
+          [](const ProductPlan& plan, const std::vector<Layout>& given, bool operand, const std::vector<bool>& weights,
+             const std::vector<bool>& biases, bool has_addend) {
+            const py::gil_scoped_release release;
+            return DataflowView{plan.backward({given, operand, weights, biases, has_addend}, plan_cache())};
+          },
+          py::arg("given"), py::arg("operand"), py::arg("weights"), py::arg("biases"), py::arg("has_addend") = false);
+  m.def("cuts_in_place", &cuts_in_place, py::arg("axes"), py::arg("operand"), py::arg("weight"));
+}
+
+}  // namespace shardwright

@@ -1,0 +1,138 @@
+#include "products/product_choices.h"
+
+#include <algorithm>
+
+#include "cost/cost.h"
+#include "moves/figures.h"
+#include "products/product_layouts.h"
+#include "products/timeline.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+using Options = std::vector<std::string>;  // by mesh dim, the axes to try
+
+Options options_of(const ProductProblem& problem, const AxisLetters& letters) {
+  Options options;
+  const Mesh& mesh = problem.operand.mesh();
+  for (int d = 0; d < mesh.ndim(); ++d) {
+    std::string axes(1, kNoAxis);
+    const std::pair<const std::string&, const Layout&> tensors[] = {
+        {letters.operand, problem.operand}, {letters.weight, problem.weights[0]}, {letters.result, problem.results[0]}};
+    for (const auto& [of, layout] : tensors) {
+      const Placement& placement = layout.placements()[d];
+      if (mesh.dim_size(d) == 1 || !placement.is_shard_like()) continue;
+      const char axis = of[static_cast<size_t>(placement.dim)];
+      if (axes.find(axis) == std::string::npos) axes.push_back(axis);
+    }
+    options.push_back(std::move(axes));
+  }
+  return options;
+}
+
+// The next choice, with the last mesh dim changing fastest. False behind the last one.
+bool advance(std::vector<size_t>& at, const Options& options) {
+  for (size_t d = at.size(); d-- > 0;) {
+    if (++at[d] < options[d].size()) return true;
+    at[d] = 0;
+  }
+  return false;
+}
+
+// What the rank with the largest parts multiplies.
+int64_t product_ps(const ProductProblem& problem, const AxisLetters& letters, const AxisCuts& cuts,
+                   const ProductContext& context) {
+  AxisSizes here = sizes_of(letters.weight, problem.weights[0]);
+  here.merge(sizes_of(letters.operand, problem.operand));
+  for (size_t d = 0; d < cuts.size(); ++d) {
+    if (cuts[d] == kNoAxis) continue;
+    const int64_t parts = problem.operand.mesh().dim_size(static_cast<int>(d));
+    here[cuts[d]] = (here[cuts[d]] + parts - 1) / parts;
+  }
+  int64_t m = 1;
+  int64_t n = 1;
+  int64_t k = 1;
+  for (const char axis : letters.operand) (letters.weight.find(axis) == std::string::npos ? m : k) *= here[axis];
+  for (const char axis : letters.weight) n *= letters.operand.find(axis) == std::string::npos ? here[axis] : 1;
+  const DType& dtype = problem.operand.dtype();
+  return context.gemm_model(dtype).picoseconds(m, n, k, 1, dtype.size_bytes());
+}
+
+int64_t predicted_ps(const ProductProblem& problem, const AxisCuts& cuts, const MovePlanner& planner) {
+  const AxisLetters letters = AxisLetters::parse(problem.axes[0]);
+  const auto& [operand, weight, result] = letters;
+  const Layout& asked = problem.results[0];
+  const AxisLayouts layouts(problem.operand.mesh_ptr(), cuts,
+                            {{operand, problem.operand}, {weight, problem.weights[0]}});
+  const auto during = [&](const std::string& of, const Layout& given, const std::string& operands = "") {
+    return layouts.layout(of, sizes_of(of, given), given.dtype(), operands);
+  };
+  int64_t total = planner.predicted_ps(problem.operand, during(operand, problem.operand));
+  total = saturating_sum(total, planner.predicted_ps(problem.weights[0], during(weight, problem.weights[0])));
+  total = saturating_sum(total, planner.predicted_ps(during(result, asked, operand + weight), asked));
+  return saturating_sum(total, product_ps(problem, letters, cuts, planner.context()));
+}
+
+}  // namespace
+
+Plan MovePlanner::plan(const Layout& src, const Layout& dst) const {
+  for (const Plan& pinned : context_.pinned) {
+    if (pinned.backend == context_.backend && pinned.src == src && pinned.dst == dst) return pinned;
+  }
+  PlanRequest request{src, dst, {.backend = context_.backend, .topology = context_.topology}, std::nullopt};
+  if (!request.options.topology && src.mesh().topology()) request.options.topology = *src.mesh().topology();
+  return cache_.get(request)->plan();
+}
+
+int64_t MovePlanner::predicted_ps(const Layout& src, const Layout& dst) const {
+  return src == dst ? 0 : predicted_picoseconds(plan(src, dst));
+}
+
+AxisCuts choose_cuts(const ProductProblem& problem, const MovePlanner& planner) {
+  const Options options = options_of(problem, AxisLetters::parse(problem.axes[0]));
+  std::vector<size_t> at(options.size(), 0);
+  std::optional<std::pair<int64_t, AxisCuts>> best;
+  do {
+    AxisCuts cuts;
+    for (size_t d = 0; d < at.size(); ++d) cuts.push_back(options[d][at[d]]);
+    const int64_t cost = predicted_ps(problem, cuts, planner);
+    if (!best || cost < best->first) best = {cost, std::move(cuts)};
+  } while (advance(at, options));
+  return best->second;
+}
+
+bool communicates(const Matmul& matmul) {
+  const std::vector<Step>& steps = plan_of(matmul).steps;
+  return std::any_of(steps.begin(), steps.end(), [](const Step& step) { return !is_local(step.op); });
+}
+
+Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, const GemmModel& model, bool must) {
+  const bool says_chunks = request.chunks.has_value() || !request.distances.empty();
+  if ((!request.method && !says_chunks) || !communicates(matmul)) return choose(matmul, model, request.depth);
+  const bool is_by_hand = !request.distances.empty() || (request.method && request.chunks);
+  if (!is_by_hand) {
+    std::optional<Prediction> best;
+    for (Prediction& one : predictions(matmul, model, request.depth)) {
+      const Schedule& schedule = one.schedule;
+      const bool fits = (!request.method || *request.method == schedule.method) &&
+                        (!request.chunks || (schedule.distances.empty() && *request.chunks == schedule.chunks));
+      if (fits && (!best || one.total_ps < best->total_ps)) best = std::move(one);
+    }
+    if (best) return best->schedule;
+    if (!must) return choose(matmul, model, request.depth);
+  }
+  Schedule wanted{
+      request.method.value_or(is_by_hand ? Method::kRing : Method::kCollective),
+      request.distances.empty() ? request.chunks.value_or(1) : static_cast<int64_t>(request.distances.size()) + 1,
+      request.distances, request.depth.value_or(1)};
+  try {
+    check(matmul, wanted);
+  } catch (const UserError&) {
+    if (must) throw;
+    return choose(matmul, model, request.depth);
+  }
+  return tuned(matmul, wanted, model, request.depth);
+}
+
+}  // namespace shardwright

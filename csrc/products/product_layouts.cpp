@@ -1,0 +1,189 @@
+#include "products/product_layouts.h"
+
+#include <algorithm>
+
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// Which of several mesh dims cuts an axis first.
+std::vector<int> order_of(char axis, const std::vector<int>& mesh_dims, const AxisLayouts::Known& known) {
+  for (const auto& [letters, layout] : known) {
+    const size_t dim = letters.find(axis);
+    if (dim == std::string::npos) continue;
+    std::vector<int> order;
+    for (const Cut& cut : layout.cuts(static_cast<int>(dim))) order.push_back(cut.mesh_dim);
+    if (std::is_permutation(order.begin(), order.end(), mesh_dims.begin(), mesh_dims.end())) return order;
+  }
+  return mesh_dims;
+}
+
+// As given where that is the same.
+Layout given_or(const Layout& given, Layout made) { return given == made ? given : std::move(made); }
+
+// The order of the cuts of a layout's tensor dims, under new numbers; mesh dims of size 1 come last.
+ShardOrder order_of_dims(const Layout& layout, const std::vector<int>& dims) {
+  ShardOrder order;
+  for (size_t i = 0; i < dims.size(); ++i) {
+    std::vector<int>& mesh_dims = order[static_cast<int64_t>(i)];
+    for (const Cut& cut : layout.cuts(dims[i])) mesh_dims.push_back(cut.mesh_dim);
+    for (int d = 0; d < layout.mesh().ndim(); ++d) {
+      const Placement& placement = layout.placements()[d];
+      const bool cuts = placement.is_shard_like() && placement.dim == dims[i];
+      if (cuts && layout.mesh().dim_size(d) == 1) mesh_dims.push_back(d);
+    }
+  }
+  return order;
+}
+
+std::vector<int> all_dims(const Layout& layout) {
+  std::vector<int> dims(layout.shape().size());
+  for (size_t d = 0; d < dims.size(); ++d) dims[d] = static_cast<int>(d);
+  return dims;
+}
+
+Layout operand_gradient_out(const Layout& operand, const Layout& gradient) {
+  const Layout given = without_sums(operand);
+  std::vector<Placement> placements = given.placements();
+  for (size_t d = 0; d < placements.size(); ++d) {
+    const bool stays_due = operand.placements()[d].is_replicate() && gradient.placements()[d].is_partial();
+    if (stays_due) placements[d] = Placement::partial(ReduceOp::kSum);
+  }
+  return with_placements(given, std::move(placements));
+}
+
+}  // namespace
+
+AxisSizes sizes_of(const std::string& letters, const Layout& layout) {
+  AxisSizes sizes;
+  for (size_t d = 0; d < letters.size(); ++d) sizes[letters[d]] = layout.shape()[d];
+  return sizes;
+}
+
+AxisLayouts::AxisLayouts(MeshPtr mesh, AxisCuts cuts, const Known& known)
+    : mesh_(std::move(mesh)), cuts_(std::move(cuts)) {
+  std::map<char, std::vector<int>> mesh_dims;
+  for (size_t d = 0; d < cuts_.size(); ++d) {
+    if (cuts_[d] != kNoAxis) mesh_dims[cuts_[d]].push_back(static_cast<int>(d));
+  }
+  for (const auto& [axis, dims] : mesh_dims) orders_[axis] = dims.size() > 1 ? order_of(axis, dims, known) : dims;
+}
+
+Layout AxisLayouts::layout(const std::string& letters, const AxisSizes& sizes, const DType& dtype,
+                           const std::string& operands) const {
+  std::vector<int64_t> shape;
+  ShardOrder order;
+  for (size_t t = 0; t < letters.size(); ++t) {
+    shape.push_back(sizes.at(letters[t]));
+    const auto found = orders_.find(letters[t]);
+    if (found != orders_.end()) order[static_cast<int64_t>(t)] = found->second;
+  }
+  std::vector<Placement> placements;
+  for (const char axis : cuts_) {
+    const size_t dim = letters.find(axis);
+    if (dim != std::string::npos) {
+      placements.push_back(Placement::shard(static_cast<int64_t>(dim)));
+    } else {
+      const bool is_due = operands.find(axis) != std::string::npos;
+      placements.push_back(is_due ? Placement::partial(ReduceOp::kSum) : Placement::replicate());
+    }
+  }
+  return Layout(mesh_, std::move(shape), dtype, std::move(placements), order);
+}
+
+Layout with_placements(const Layout& layout, std::vector<Placement> placements) {
+  return Layout(layout.mesh_ptr(), layout.shape(), layout.dtype(), std::move(placements),
+                order_of_dims(layout, all_dims(layout)), StridedMeaning::kLiteral);
+}
+
+Layout without_sums(const Layout& layout) {
+  std::vector<Placement> placements = layout.placements();
+  for (Placement& placement : placements) {
+    if (placement.is_partial()) placement = Placement::replicate();
+  }
+  return with_placements(layout, std::move(placements));
+}
+
+Layout with_dims(const Layout& layout, const std::vector<int>& dims, const DType& dtype) {
+  std::vector<int64_t> shape;
+  for (const int d : dims) shape.push_back(layout.shape()[d]);
+  std::vector<Placement> placements = layout.placements();
+  for (Placement& placement : placements) {
+    if (!placement.is_shard_like()) continue;
+    const auto found = std::find(dims.begin(), dims.end(), placement.dim);
+    if (found == dims.end()) {
+      placement = Placement::replicate();
+    } else {
+      placement.dim = found - dims.begin();
+    }
+  }
+  return Layout(layout.mesh_ptr(), std::move(shape), dtype, std::move(placements), order_of_dims(layout, dims),
+                StridedMeaning::kLiteral);
+}
+
+AxisCuts cuts_in_place(const std::string& axes, const Layout& operand, const Layout& weight) {
+  const AxisLetters letters = AxisLetters::parse(axes);
+  const auto axis_at = [](const std::string& of, const Placement& placement) {
+    return placement.is_shard_like() ? of.at(static_cast<size_t>(placement.dim)) : kNoAxis;
+  };
+  AxisCuts cuts;
+  for (int d = 0; d < operand.mesh().ndim(); ++d) {
+    const char of_operand = axis_at(letters.operand, operand.placements()[d]);
+    const char of_weight = axis_at(letters.weight, weight.placements()[d]);
+    const auto is_summed = [&](char axis) { return axis != kNoAxis && letters.result.find(axis) == std::string::npos; };
+    if (of_weight != kNoAxis && !is_summed(of_weight)) {
+      cuts.push_back(of_weight);
+    } else if (is_summed(of_weight) && (of_operand == of_weight || of_operand == kNoAxis)) {
+      cuts.push_back(of_weight);
+    } else {
+      cuts.push_back(is_summed(of_operand) ? kNoAxis : of_operand);
+    }
+  }
+  return cuts;
+}
+
+namespace {
+
+GradientLayouts lay_out_gradients(const ProductProblem& problem, const std::vector<AxisLetters>& letters,
+                                  const AxisLayouts& layouts, const std::vector<Layout>& results) {
+  const DType& dtype = problem.operand.dtype();
+  std::string others;
+  for (const AxisLetters& one : letters) others += one.result;
+  const std::string& operand = letters[0].operand;
+  Layout of_operand = layouts.layout(operand, sizes_of(operand, problem.operand), dtype, others);
+  Layout out = operand_gradient_out(problem.operand, of_operand);
+  GradientLayouts made{std::move(of_operand), {}, {}, std::move(out)};
+  for (size_t j = 0; j < letters.size(); ++j) {
+    const AxisSizes sizes = sizes_of(letters[j].weight, problem.weights[j]);
+    made.weights.push_back(layouts.layout(letters[j].weight, sizes, dtype, letters[j].result));
+    made.results.push_back(without_sums(results[j]));
+  }
+  return made;
+}
+
+}  // namespace
+
+ProductLayouts lay_out(const ProductProblem& problem, const AxisCuts& cuts) {
+  std::vector<AxisLetters> letters;
+  for (const std::string& axes : problem.axes) letters.push_back(AxisLetters::parse(axes));
+  AxisLayouts::Known known{{letters[0].operand, problem.operand}};
+  for (size_t j = 0; j < letters.size(); ++j) known.emplace_back(letters[j].weight, problem.weights[j]);
+  const AxisLayouts layouts(problem.operand.mesh_ptr(), cuts, known);
+  const auto during = [&](const std::string& of, const Layout& given) {
+    return given_or(given, layouts.layout(of, sizes_of(of, given), given.dtype()));
+  };
+  ProductLayouts made{during(letters[0].operand, problem.operand), {}, {}};
+  for (size_t j = 0; j < letters.size(); ++j) {
+    const auto& [operand, weight, result] = letters[j];
+    const Layout& asked = problem.results[j];
+    made.weights.push_back(during(weight, problem.weights[j]));
+    made.results.push_back(layouts.layout(result, sizes_of(result, asked), asked.dtype(), operand + weight));
+  }
+  if (problem.scaled_by == ScaledBy::kNothing) {
+    made.gradients = lay_out_gradients(problem, letters, layouts, made.results);
+  }
+  return made;
+}
+
+}  // namespace shardwright

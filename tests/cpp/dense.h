@@ -1,0 +1,136 @@
+// Whole tensors, their parts on ranks, and sums over letters: what simulated products are compared with.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "layout/layout.h"
+#include "simulate/machine.h"
+
+namespace shardwright {
+
+using Payload = Machine::Payload;
+
+struct Dense {
+  std::vector<int64_t> shape;
+  Payload values;  // row-major
+
+  int64_t place(const std::vector<int64_t>& index) const {
+    int64_t at = 0;
+    for (size_t d = 0; d < shape.size(); ++d) at = at * shape[d] + index[d];
+    return at;
+  }
+};
+
+// Small integers, so that sums are exact whatever their order.
+inline Dense random_dense(const std::vector<int64_t>& shape, std::mt19937& random) {
+  int64_t count = 1;
+  for (const int64_t size : shape) count *= size;
+  Dense made{shape, Payload(count)};
+  for (double& value : made.values) value = std::uniform_int_distribution<int>(-4, 4)(random);
+  return made;
+}
+
+// All indices in these ranges, row-major.
+inline void for_each_index(const Region& region, const std::function<void(const std::vector<int64_t>&)>& visit,
+                           std::vector<int64_t> index = {}) {
+  if (index.size() == region.size()) return visit(index);
+  const size_t d = index.size();
+  index.push_back(0);
+  for (const Interval& interval : region[d]) {
+    for (int64_t i = interval.begin; i < interval.end; ++i) {
+      index[d] = i;
+      for_each_index(region, visit, index);
+    }
+  }
+}
+
+inline Region whole(const std::vector<int64_t>& shape) {
+  Region region;
+  for (const int64_t size : shape) region.push_back({{0, size}});
+  return region;
+}
+
+inline Payload part_of(const Dense& dense, const Layout& layout, int64_t position) {
+  Payload values;
+  for_each_index(layout.region(position),
+                 [&](const auto& index) { values.push_back(dense.values[dense.place(index)]); });
+  return values;
+}
+
+// The rank at position 0 of those that differ along dims whose sums are due.
+inline int64_t first_of_sum(const Layout& layout, int64_t position) {
+  for (const int d : layout.partial_dims().to_vector()) {
+    position -= layout.mesh().coordinate(position, d) * layout.mesh().stride(d);
+  }
+  return position;
+}
+
+// By position; of sums that are due, contributions at random.
+inline std::vector<Payload> parts_of(const Dense& dense, const Layout& layout, std::mt19937& random) {
+  std::vector<Payload> parts;
+  for (int64_t p = 0; p < layout.mesh().size(); ++p) {
+    parts.push_back(part_of(dense, layout, p));
+    const int64_t first = first_of_sum(layout, p);
+    for (size_t i = 0; first != p && i < parts[p].size(); ++i) {
+      parts[p][i] = std::uniform_int_distribution<int>(-3, 3)(random);
+      parts[first][i] -= parts[p][i];
+    }
+  }
+  return parts;
+}
+
+inline void expect_parts(const std::vector<Payload>& parts, const Dense& dense, const Layout& layout) {
+  std::map<int64_t, Payload> sums;
+  for (int64_t p = 0; p < layout.mesh().size(); ++p) {
+    Payload& sum = sums[first_of_sum(layout, p)];
+    if (sum.empty()) sum.assign(parts[p].size(), 0);
+    ASSERT_EQ(parts[p].size(), sum.size()) << layout.to_string();
+    for (size_t i = 0; i < sum.size(); ++i) sum[i] += parts[p][i];
+  }
+  for (const auto& [position, sum] : sums) {
+    const Payload expected = part_of(dense, layout, position);
+    for (size_t i = 0; i < sum.size(); ++i) {  // R -> P(sum) divides
+      ASSERT_NEAR(sum[i], expected[i], 1e-9) << layout.to_string() << " at " << position << ", element " << i;
+    }
+  }
+}
+
+// As einsum, with the sizes of the letters as the two tensors have them.
+inline Dense einsum(const std::string& a, const Dense& x, const std::string& b, const Dense& y,
+                    const std::string& out) {
+  std::map<char, int64_t> sizes;
+  for (size_t d = 0; d < a.size(); ++d) sizes[a[d]] = x.shape[d];
+  for (size_t d = 0; d < b.size(); ++d) sizes[b[d]] = y.shape[d];
+  std::string letters;
+  std::vector<int64_t> all;
+  for (const auto& [letter, size] : sizes) {
+    letters.push_back(letter);
+    all.push_back(size);
+  }
+  const auto indexed = [&](const std::string& of, const std::vector<int64_t>& index) {
+    std::vector<int64_t> picked;
+    for (const char letter : of) picked.push_back(index[letters.find(letter)]);
+    return picked;
+  };
+  Dense made;
+  int64_t count = 1;
+  for (const char letter : out) {
+    made.shape.push_back(sizes[letter]);
+    count *= sizes[letter];
+  }
+  made.values.assign(count, 0);
+  for_each_index(whole(all), [&](const auto& index) {
+    made.values[made.place(indexed(out, index))] +=
+        x.values[x.place(indexed(a, index))] * y.values[y.place(indexed(b, index))];
+  });
+  return made;
+}
+
+}  // namespace shardwright
