@@ -114,7 +114,7 @@ def glob(*patterns: str) -> list[str]:
 CORE_FOLDERS = ("support", "layout", "cost", "moves", "search", "program", "planning", "products", "simulate")
 CORE_SOURCES = glob(*(f"{folder}/*.cpp" for folder in CORE_FOLDERS))
 PLANNER_MODULE = glob(
-    "bindings/planner_module.cpp", "bindings/product_bindings.cpp", "bindings/calibration_bindings.cpp", "picture/*.cpp"
+    "bindings/planner_module.cpp", "bindings/product*.cpp", "bindings/calibration_bindings.cpp", "picture/*.cpp"
 )
 RUNTIME_SOURCES = glob("runtime/*.cpp")
 RUNTIME_MODULE = glob("bindings/runtime_module.cpp", "bindings/executable_bindings.cpp", "bindings/kernel_bindings.cpp")

@@ -39,8 +39,9 @@ import timing  # noqa: E402
 from cases import FORCED, LINK_PRODUCTS, MOVES, as_torch, placements  # noqa: E402
 from ranks import over_ranks  # noqa: E402
 from report import say  # noqa: E402
-from shardwright import _engine, _product_calls, tables  # noqa: E402
+from shardwright import _engine, tables  # noqa: E402
 from shardwright._planner import Matmul, Schedule  # noqa: E402
+from shardwright.products import running  # noqa: E402
 
 TESTNET = HERE.parent / "tools" / "testnet"
 SENT = Path("/sys/class/net/e0/statistics/tx_bytes")
@@ -112,7 +113,7 @@ def measure_product(kind: str, shape: tuple[int, int, int], mesh: DeviceMesh, ro
     expected = whole.redistribute(placements=[Shard(1) if kind == KINDS[0] else Shard(0)]).to_local()
     ways = [name for name in calls if name not in ("product", "transfer")]
     right = over_ranks([float(torch.equal(calls[name](), expected)) for name in ways], dist.ReduceOp.MIN)
-    with _product_calls.listening() as heard:
+    with running.listening() as heard:
         calls["chosen"]()
     matmul, schedule = Matmul.parse(heard[-1].program)
     model = heard[-1].model

@@ -249,6 +249,7 @@ void define_matmul(py::module_& m) {
       .def(
           "to_text", [](const MatmulView& view, const Schedule& schedule) { return to_text(view.matmul, schedule); },
           py::arg("schedule"));
+  define_product_plan(m);
 }
 
 }  // namespace shardwright

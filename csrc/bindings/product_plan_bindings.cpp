@@ -168,7 +168,6 @@ void define_product_plan(py::module_& m) {
       .def_property_readonly("moved_operand", [](const ProductPlan& plan) { return plan.layouts().operand; })
       .def_property_readonly("operand_gradient",
                              [](const ProductPlanPtr& plan) { return gradients_of(plan).operand_out; })
-      .def_property_readonly("added_gradient", [](const ProductPlanPtr& plan) { return gradients_of(plan).operand; })
       .def_property_readonly("result_gradients", [](const ProductPlan& plan) { return plan.all_gradients().given; })
       .def("gemm_model",
            [](const ProductPlan& plan, const std::string& dtype) {
@@ -180,11 +179,11 @@ void define_product_plan(py::module_& m) {
       .def(
           "backward",
           [](const ProductPlan& plan, const std::vector<Layout>& given, bool operand, const std::vector<bool>& weights,
-             const std::vector<bool>& biases, bool has_addend) {
+             const std::vector<bool>& biases, const std::optional<Layout>& addend) {
             const py::gil_scoped_release release;
-            return DataflowView{plan.backward({given, operand, weights, biases, has_addend}, plan_cache())};
+            return DataflowView{plan.backward({given, operand, weights, biases, addend}, plan_cache())};
           },
-          py::arg("given"), py::arg("operand"), py::arg("weights"), py::arg("biases"), py::arg("has_addend") = false);
+          py::arg("given"), py::arg("operand"), py::arg("weights"), py::arg("biases"), py::arg("addend") = py::none());
   m.def("cuts_in_place", &cuts_in_place, py::arg("axes"), py::arg("operand"), py::arg("weight"));
 }
 

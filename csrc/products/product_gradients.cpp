@@ -28,10 +28,11 @@ class ProductPlan::Backward {
     operand_ = flow_.input("x", plan.keeps_gathered() ? plan.layouts_.operand : problem_.operand);
     for (size_t j = 0; j < count_; ++j) weights_.push_back(flow_.input(name("w", j), problem_.weights[j]));
     for (size_t j = 0; j < count_; ++j) gradients_.push_back(flow_.input(name("dy", j), request.given[j]));
-    if (request.has_addend) addend_ = flow_.input("added", layouts_.operand);
+    if (request.addend) addend_ = flow_.input("added", *request.addend);
   }
 
   Dataflow write() {
+    if (addend_ != Dataflow::kAbsent) addend_ = flow_.move(addend_, layouts_.operand);
     std::vector<int> bias_gradients;
     for (size_t j = 0; j < count_; ++j) {
       bias_gradients.push_back(request_.biases[j] ? bias_gradient(j) : Dataflow::kAbsent);

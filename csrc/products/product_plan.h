@@ -30,8 +30,8 @@ struct GradientRequest {
   bool operand = true;
   std::vector<bool> weights;  // by weight
   std::vector<bool> biases;   // by weight; false where there is none
-  // Whether a part of the operand's gradient from elsewhere is added; it lies as GradientLayouts::operand.
-  bool has_addend = false;
+  // Where a part of the operand's gradient from elsewhere lies, if there is one to be added.
+  std::optional<Layout> addend = std::nullopt;
 
   bool operator==(const GradientRequest&) const = default;
 };

@@ -162,6 +162,7 @@ Plan parse_plan(const std::string& text) { return from_bytes(from_base64(text));
 std::vector<std::optional<Layout>> parse_layouts(const std::string& text) {
   std::vector<std::optional<Layout>> layouts;
   if (text.empty()) return layouts;
+  check_user(text.back() == ';', "product: a list of layouts is not closed");
   for (const std::string& one : split(text.substr(0, text.size() - 1), ';')) {
     layouts.emplace_back();
     if (!one.empty()) layouts.back() = parse_plan(one).src;
@@ -223,7 +224,8 @@ std::string to_text(const ProductProblem& problem) {
 
 ProductProblem parse_problem(const std::string& text) {
   const std::vector<std::string> fields = split(text, '|');
-  check_user(fields.size() == 15 && fields[0] == kTag, "product: '", text.substr(0, 40), "' is no product as text");
+  check_user(fields.size() == 15 && fields[0] == kTag && (fields[4] == "0" || fields[4] == "1"), "product: '",
+             text.substr(0, 40), "' is no product as text");
   const Plan like = parse_plan(fields[10]);
   ProductContext context{like.backend, like.topology, {}, parse_models(fields[8])};
   for (const std::string& one : split(fields[9], ';')) {

@@ -4,17 +4,16 @@
 #include <set>
 
 #include "dense.h"
-#include "moves/figures.h"
-#include "products.h"
 #include "products/compile.h"
 #include "products/product_plan.h"
+#include "random_problem.h"
 #include "search/make_plan.h"
 #include "support/error.h"
 
 namespace shardwright {
 namespace {
 
-constexpr int kProblems = 400;
+constexpr int kProblems = 250;
 
 using Parts = std::vector<Payload>;  // by position
 
@@ -119,91 +118,6 @@ class Runner {
   std::vector<std::optional<Parts>> values_;
 };
 
-const ProductContext& context(Backend backend) {
-  static const GemmModel model = GemmModel::named("cpu");
-  static const std::map<std::string, GemmModel> models{
-      {"float32", model}, {"bfloat16", model}, {"float8_e4m3fn", model}, {"float8_e5m2", model}};
-  static const ProductContext contexts[] = {{Backend::kNccl, std::nullopt, {}, models},
-                                            {Backend::kGloo, std::nullopt, {}, models}};
-  return contexts[static_cast<int>(backend)];
-}
-
-// Any axes, sizes and placements, one to three weights, cuts given or not, scaled or not.
-class RandomProblem {
- public:
-  explicit RandomProblem(unsigned seed) : random_(seed) {
-    std::vector<int64_t> mesh_sizes;
-    for (int64_t d = 0, dims = pick(1, 2); d < dims; ++d) mesh_sizes.push_back(pick(1, dims == 1 ? 4 : 3));
-    mesh_ = mesh_of(mesh_sizes);
-    const auto letters = [&](char first) {
-      return std::string{first, static_cast<char>(first + 1)}.substr(pick(0, 1));
-    };
-    const std::string rows = letters('a');
-    const std::string columns = letters('n');
-    const std::string summed = letters('k');
-    for (const char letter : rows + summed) sizes_[letter] = size();
-    const ScaledBy scaled_by = static_cast<ScaledBy>(pick(0, 3) == 0 ? pick(1, 2) : 0);
-    const bool is_scaled = scaled_by != ScaledBy::kNothing;
-    const char* dtype = is_scaled ? "float8_e4m3fn" : "float32";
-    const char* result_dtype = is_scaled ? "bfloat16" : "float32";
-    const std::string operand = shuffled(rows + summed);
-    ProductProblem made{{}, any_layout(operand, dtype, !is_scaled), {}, {}, {}};
-    made.scaled_by = scaled_by;
-    made.keeps_gathered = pick(0, 1) == 1;
-    made.context = context(static_cast<Backend>(pick(0, 1)));
-    for (int64_t j = 0, count = pick(0, 2) == 0 ? pick(2, 3) : 1; j < count; ++j) {
-      for (const char letter : columns) sizes_[letter] = size();
-      const std::string weight = shuffled(summed + columns);
-      const std::string result = shuffled(rows + columns);
-      made.axes.push_back(operand + "," + weight + "->" + result);
-      made.weights.push_back(any_layout(weight, dtype, !is_scaled));
-      made.results.push_back(any_layout(result, result_dtype, true));
-      made.biases.emplace_back();
-      if (pick(0, 1) == 1) made.biases[j] = any_layout(std::string(1, result.back()), result_dtype, true);
-    }
-    if (pick(0, 1) == 1) {
-      made.cuts.emplace();
-      const std::string axes = std::string(1, kNoAxis) + rows + columns + summed;
-      for (int d = 0; d < mesh_->ndim(); ++d) {
-        made.cuts->push_back(axes[static_cast<size_t>(pick(0, static_cast<int64_t>(axes.size()) - 1))]);
-      }
-    }
-    problem = std::make_unique<ProductProblem>(std::move(made));
-  }
-
-  int64_t pick(int64_t least, int64_t most) { return std::uniform_int_distribution<int64_t>(least, most)(random_); }
-  std::mt19937& random() { return random_; }
-
-  Layout elsewhere(const Layout& layout, bool may_be_due) {
-    std::vector<std::string> placements;
-    for (int d = 0; d < mesh_->ndim(); ++d) {
-      const int64_t dim = pick(-1 - static_cast<int64_t>(may_be_due && pick(0, 2) == 0), layout.ndim() - 1);
-      placements.push_back(dim == -2 ? "P" : dim == -1 ? "R" : concat("S(", dim, ")"));
-    }
-    return layout_on(mesh_, layout.shape(), placements, layout.dtype().name().c_str());
-  }
-
-  std::unique_ptr<ProductProblem> problem;
-
- private:
-  int64_t size() { return pick(0, 9) == 0 ? 0 : pick(1, 5); }
-
-  std::string shuffled(std::string letters) {
-    std::shuffle(letters.begin(), letters.end(), random_);
-    return letters;
-  }
-
-  Layout any_layout(const std::string& letters, const char* dtype, bool may_be_due) {
-    std::vector<int64_t> shape;
-    for (const char letter : letters) shape.push_back(sizes_[letter]);
-    return elsewhere(layout_on(mesh_, shape, std::vector<std::string>(mesh_->ndim(), "R"), dtype), may_be_due);
-  }
-
-  std::mt19937 random_;
-  MeshPtr mesh_;
-  std::map<char, int64_t> sizes_;
-};
-
 // The whole tensors of a problem.
 struct Tensors {
   Dense operand;
@@ -277,7 +191,7 @@ void check_backward(const ProductPlan& plan, const Tensors& tensors, RandomProbl
   const ProductProblem& problem = plan.problem();
   GradientRequest request;
   request.operand = source.pick(0, 3) > 0;
-  request.has_addend = source.pick(0, 2) == 0;
+  if (source.pick(0, 2) == 0) request.addend = source.elsewhere(problem.operand, true);
   std::vector<Dense> dys;
   const size_t count = problem.weights.size();
   for (size_t j = 0; j < count; ++j) {
@@ -296,8 +210,8 @@ void check_backward(const ProductPlan& plan, const Tensors& tensors, RandomProbl
   add(tensors.operand);
   for (const Dense& weight : tensors.weights) add(weight);
   for (const Dense& dy : dys) add(dy);
-  if (request.has_addend) add(dx);
-  if (!request.has_addend) dx.values.assign(dx.values.size(), 0);
+  if (request.addend) add(dx);
+  if (!request.addend) dx.values.assign(dx.values.size(), 0);
   const std::vector<std::optional<Parts>> outputs = Runner(flow, inputs).outputs();
   ASSERT_EQ(outputs.size(), 1 + 2 * count);
   for (size_t j = 0; j < count; ++j) {
@@ -348,6 +262,64 @@ TEST(ProductPlan, RunsForwardAndBackwardOnAllRanks) {
       EXPECT_TRUE(seen.contains({lead, scaled, false})) << lead_name(lead);
     }
   }
+}
+
+TEST(ProductPlan, IsTextThatParsesBack) {
+  PlanCache cache;
+  std::set<std::string> texts;
+  for (unsigned seed = 0; seed < 100; ++seed) {
+    RandomProblem source(seed + 30'000);
+    ProductProblem& problem = *source.problem;
+    problem.schedule = {Method::kRing, std::nullopt, {{1}, {3, 2}}, 2};
+    problem.context.pinned.push_back(make_plan(problem.operand, source.elsewhere(problem.operand, false)));
+    const std::string text = to_text(problem);
+    EXPECT_EQ(text.find(' '), std::string::npos);
+    const ProductProblem again = parse_problem(text);
+    EXPECT_EQ(to_text(again), text);
+    EXPECT_EQ(again.schedule, problem.schedule);
+    EXPECT_EQ(again.cuts, problem.cuts);
+    texts.insert(text);
+    std::string changed = text;
+    changed[static_cast<size_t>(source.pick(0, static_cast<int64_t>(text.size()) - 1))] = '?';
+    try {
+      const std::string taken = to_text(parse_problem(changed));
+      EXPECT_EQ(to_text(parse_problem(taken)), taken);
+    } catch (const UserError&) {
+    }
+  }
+  EXPECT_GT(texts.size(), 90u);
+  EXPECT_THROW(parse_problem("nothing"), UserError);
+}
+
+TEST(ProductPlan, RefusesWhatDoesNotFit) {
+  const MeshPtr mesh = mesh_of({2});
+  const Layout x = layout_on(mesh, {4, 6}, {"S(0)"});
+  const Layout w = layout_on(mesh, {6, 8}, {"R"});
+  const Layout y = layout_on(mesh, {4, 8}, {"S(0)"});
+  PlanCache cache;
+  const auto refuses = [&](ProductProblem problem, const std::string& said) {
+    problem.context = context(Backend::kNccl);
+    try {
+      const ProductPlan plan(problem, cache);
+      ADD_FAILURE() << "took what has wrong " << said;
+    } catch (const UserError& error) {
+      EXPECT_EQ(std::string(error.what()).substr(0, said.size()), said) << error.what();
+    }
+  };
+  refuses({{}, x, {}, {}, {}}, "weights");
+  refuses({{"mk,kn->mn"}, x, {w}, {}, {y}}, "axes, biases, results");
+  refuses({{"mk,kn->mn"}, x, {layout_on(mesh, {5, 8}, {"R"})}, {{}}, {y}}, "weights[0]");
+  refuses({{"mk,kn->mn"}, x, {w}, {{}}, {layout_on(mesh, {4, 7}, {"R"})}}, "results[0]");
+  refuses({{"mk,kn->mn"}, x, {w}, {w}, {y}}, "biases[0]");
+  refuses({{"mk,kn->mn"}, x, {w}, {{}}, {y}, "x"}, "cuts");
+  refuses({{"mk,kn->mn"}, x, {w}, {{}}, {layout_on(mesh_of({3}), {4, 8}, {"R"})}}, "mesh");
+  ProductProblem sums{{"mk,kn->mn"},
+                      layout_on(mesh, {4, 6}, {"S(1)"}),
+                      {layout_on(mesh, {6, 8}, {"S(0)"})},
+                      {{}},
+                      {layout_on(mesh, {4, 8}, {"R"})}};
+  sums.schedule.method = Method::kRing;
+  refuses(sums, "method: 'ring'");
 }
 
 }  // namespace

@@ -17,9 +17,10 @@ import dtensors
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool, run_isolated
-from shardwright import _engine, _product_calls, tables
+from shardwright import _engine, tables
 from shardwright.calibration import calibrate, command, products
 from shardwright.calibration.job import nodes_of_hosts
+from shardwright.products import running
 
 # More than any message or KiB takes, however busy the machine.
 SECOND_PS = 10**12
@@ -122,7 +123,7 @@ def _names() -> tuple[str, str]:
     src, dst = (sw.Layout(sw.Mesh(mesh), (8, 8), placements) for placements in (["S(0)"], ["R"]))
     topology = _engine.make_plan(src, dst, "cpu").topology
     x = dtensors.distribute(torch.ones(8, 8), mesh, ["S(0)"])
-    with _product_calls.listening() as heard:
+    with running.listening() as heard:
         sw.linear(x, x, placements=dtensors.to_placements(["S(1)"]))
     return topology, heard[0].model.name
 

@@ -17,8 +17,8 @@ from torch.testing import assert_close
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
-from shardwright import _product_calls
 from shardwright.parallel import ColwiseParallel, RowwiseParallel
+from shardwright.products import running
 
 WORLD = 2
 
@@ -136,7 +136,7 @@ def _other_sizes() -> None:
     for rows in (3, 5, 4):
         x = _leaf(rows, 8)
         expected = sw.all_gather_matmul(x, weight, size=WORLD * rows, columns=WORLD * 4)
-        with _product_calls.listening() as calls:
+        with running.listening() as calls:
             assert_close(compiled(x), expected)
         assert len(calls) == 1
 
@@ -176,7 +176,7 @@ def _refuses() -> None:
     (first,) = torch.autograd.grad(y.square().sum(), leaves[:1], create_graph=True)
     with pytest.raises(NotImplementedError, match="differentiable once"):
         torch.autograd.grad(first.square().sum(), leaves)
-    with pytest.raises(ValueError, match="'nothing' was not compiled in this process"):
+    with pytest.raises(ValueError, match="'nothing' is no product of a graph"):
         torch.ops.shardwright.multiply(x, [weight], [], [], "nothing")
 
 
@@ -194,7 +194,7 @@ def _left_by_overlap() -> None:
         _agrees(lambda x, w, b: nn.functional.linear(x * 2, w, b).relu(), x, weight, bias)
         _agrees(lambda x, w: x @ w.t(), x, weight)
         torch._dynamo.reset()
-        with _product_calls.listening() as calls:
+        with running.listening() as calls:
             torch.compile(nn.functional.linear, backend="aot_eager", fullgraph=True)(x, weight, bias)
         assert not calls
     finally:

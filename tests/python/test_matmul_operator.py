@@ -12,15 +12,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
-from shardwright import _product_calls
+from shardwright.products import running
 
 WORLD = 2
 SIZES = {"size": WORLD * 3, "columns": WORLD * 5}
 
 
-def _call() -> tuple[_product_calls.Call, torch.Tensor, torch.Tensor]:
+def _call() -> tuple[running.Call, torch.Tensor, torch.Tensor]:
     x, weight = torch.randn(3, 4), torch.randn(4, 5)
-    with _product_calls.listening() as calls:
+    with running.listening() as calls:
         sw.all_gather_matmul(x, weight, method="ring", chunks=2, **SIZES)
     return calls[0], x, weight
 

@@ -19,7 +19,7 @@ from meshes import get_mesh
 from parts import part_in_group as _part
 from parts import part_of
 from pool import Pool
-from shardwright import _product_calls
+from shardwright.products import running
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCHEDULES = [(None, None), ("serial", 1), ("ring", 2), ("ring", 4), ("collective", 3)]
@@ -250,7 +250,7 @@ def _is_an_operator() -> None:
     rows, columns = _scales((3, 1), 3), _scales((1, 5), 4)
     how: dict[str, Any] = {"size": 6, "columns": 10, "x_scale": rows, "weight_scales": columns}
     sw.reset_stats()
-    with _product_calls.listening() as calls, torch.autocast("cpu", torch.bfloat16):
+    with running.listening() as calls, torch.autocast("cpu", torch.bfloat16):
         found = sw.all_gather_matmul(x, weight, method="ring", chunks=2, **how)
     assert found.dtype == torch.bfloat16
     assert sw.stats()["bytes"] == 3 * 4 + 3 * 4  # of the other rank: elements of one byte, and a scale of four per row

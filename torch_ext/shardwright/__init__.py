@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from .checking import check_ranks
     from .drop_in import disable, enable, enabled, redistribute
     from .explaining import explain
-    from .matmul import all_gather_matmul, linear, matmul_all_reduce, matmul_reduce_scatter
     from .operators import operator
     from .plain_tensors import redistribute_local
     from .preparation import prepare
+    from .products.functions import all_gather_matmul, linear, matmul_all_reduce, matmul_reduce_scatter
     from .tracing import trace
     from .wire import wire_meter
 
@@ -86,7 +86,7 @@ _NEEDS_TORCH = {
     "checking": "check_ranks",
     "drop_in": "disable enable enabled redistribute",
     "explaining": "explain",
-    "matmul": "all_gather_matmul linear matmul_all_reduce matmul_reduce_scatter",
+    "products.functions": "all_gather_matmul linear matmul_all_reduce matmul_reduce_scatter",
     "operators": "operator",
     "plain_tensors": "redistribute_local",
     "preparation": "prepare",

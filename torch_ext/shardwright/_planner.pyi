@@ -464,3 +464,149 @@ class Matmul:
         """Of a rank's inputs and outputs, and the dtypes of outputs."""
 
     def to_text(self, schedule: Schedule) -> str: ...
+
+class ProductNode:
+    """One thing to be done with the tensors of a product: csrc/products/dataflow.h says more."""
+
+    @property
+    def kind(self) -> str:
+        """``"move"``, ``"matmul"``, ``"bias"``, ``"sum"`` or ``"add"``."""
+
+    @property
+    def inputs(self) -> list[int]: ...
+    @property
+    def outputs(self) -> list[int]: ...
+    @property
+    def released(self) -> list[int]:
+        """Values that nobody reads any more afterwards."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """Of a move."""
+
+    @property
+    def matmul(self) -> Matmul | None: ...
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def pending(self) -> list[int]:
+        """Of a bias: mesh dims of which only the first rank adds it."""
+
+class ProductDataflow:
+    """Nodes in their order. Values are numbered, inputs first; an output of -1 was not asked for."""
+
+    @property
+    def names(self) -> list[str]: ...
+    @property
+    def layouts(self) -> list[Layout]: ...
+    @property
+    def num_inputs(self) -> int: ...
+    @property
+    def outputs(self) -> list[int]: ...
+    @property
+    def nodes(self) -> list[ProductNode]: ...
+
+class ProductPlan:
+    """How a product of placed tensors is carried out, forward and backward: csrc/products/product_plan.h says more.
+
+    Args:
+        axes: by weight, as in einsum: ``"bsk,nk->bsn"``.
+        operand, weights, biases, results: where they lie, and where results are asked for.
+        cuts: by mesh dim the axis that is cut while it computes, or ``"-"``; default: those predicted fastest.
+        scaled_by: of operands of 8-bit floats: ``"tensor"`` or ``"row"``.
+        scales: by row, of operand and weights, where scales lie elsewhere than the rows of their operand.
+        keeps_gathered: whether the forward gives the operand as gathered, for the backward.
+        method, chunks, depth: as in `shardwright.linear`.
+        backend, topology, pinned: what moves are planned by.
+        gemm_models: how long products take, by the dtype of what is moved beside them.
+
+    Raises:
+        ValueError: what does not fit together; a schedule that cannot be had.
+    """
+
+    def __init__(
+        self,
+        axes: Sequence[str],
+        operand: Layout,
+        weights: Sequence[Layout],
+        biases: Sequence[Layout | None],
+        results: Sequence[Layout],
+        *,
+        cuts: str | None = None,
+        scaled_by: str = "",
+        scales: Sequence[Layout | None] = ...,
+        keeps_gathered: bool = False,
+        method: str | None = None,
+        chunks: int | Sequence[Sequence[int]] | None = None,
+        depth: int | None = None,
+        backend: str = "nccl",
+        topology: Topology | None = None,
+        pinned: Sequence[Plan] = ...,
+        gemm_models: dict[str, GemmModel] = ...,
+    ) -> None: ...
+    @staticmethod
+    def parse(text: str) -> ProductPlan:
+        """Of what `to_text` wrote. Raises ValueError on other text."""
+
+    def to_text(self) -> str:
+        """All that it follows from, without blanks: the same in every process."""
+
+    def to_json(self) -> str: ...
+    @property
+    def axes(self) -> list[str]: ...
+    @property
+    def operand(self) -> Layout: ...
+    @property
+    def weights(self) -> list[Layout]: ...
+    @property
+    def biases(self) -> list[Layout | None]: ...
+    @property
+    def results(self) -> list[Layout]: ...
+    @property
+    def scaled_by(self) -> str: ...
+    @property
+    def cuts(self) -> str: ...
+    @property
+    def lead(self) -> str:
+        """What is moved behind the product: ``"operand"``, ``"weight"`` or ``"result"``."""
+
+    @property
+    def keeps_gathered(self) -> bool: ...
+    @property
+    def has_equal_parts(self) -> bool:
+        """Whether all ranks hold parts of one size of all tensors."""
+
+    @property
+    def moved_operand(self) -> Layout:
+        """The operand's while the product computes."""
+
+    @property
+    def operand_gradient(self) -> Layout:
+        """Of what the backward gives for the operand."""
+
+    @property
+    def result_gradients(self) -> list[Layout]:
+        """Of gradients that lie as the results do."""
+
+    def gemm_model(self, dtype: str) -> GemmModel: ...
+    def predicted_ps(self) -> int:
+        """Of the forward."""
+
+    @property
+    def forward(self) -> ProductDataflow:
+        """Inputs: operand, weights, biases of those that have one, scales. Outputs: results, then the operand as moved
+        where that is kept."""
+
+    def backward(
+        self,
+        given: Sequence[Layout],
+        operand: bool,
+        weights: Sequence[bool],
+        biases: Sequence[bool],
+        addend: Layout | None = None,
+    ) -> ProductDataflow:
+        """Inputs: operand (as moved where that is kept), weights, gradients of the results, what is added to the
+        operand's. Outputs: gradients of operand, weights and biases."""
+
+def cuts_in_place(axes: str, operand: Layout, weight: Layout) -> str:
+    """The cuts that operand and weight have already, or nearly."""

@@ -86,7 +86,7 @@ def _apply() -> None:
     """What the blocks say holds from now on."""
     mode = modes.wanted()
     if mode.overlap or modes.current().overlap:
-        from . import overlapping  # imports compilers
+        from .products import overlapping  # imports compilers
 
         overlapping.install() if mode.overlap else overlapping.uninstall()
         dtensor_redistribute.note_explicit_gather = overlapping.note_explicit_gather

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from . import _product_calls
 from ._planner import Matmul
+from .products import running
 from .tracing import Trace, TraceEvent, trace
 
 _WIDTH = 72
@@ -65,7 +65,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
             f"function: got a {type(function).__name__}; allowed is a function, such as shardwright.linear"
         )
     function(*args, **kwargs)
-    with _product_calls.listening() as calls, trace() as events:
+    with running.listening() as calls, trace() as events:
         function(*args, **kwargs)
     runs = sorted({event.run for event in events})
     by_run = {run: Trace(event for event in events if event.run == run) for run in runs}
@@ -81,7 +81,7 @@ def _is_product(event: TraceEvent) -> bool:
     return event.instruction.startswith("gemm")
 
 
-def _explained(call: _product_calls.Call, measured: Trace) -> Explained:
+def _explained(call: running.Call, measured: Trace) -> Explained:
     matmul, schedule = Matmul.parse(call.program)
     lanes = matmul.timeline(schedule, call.model)
     predicted = Trace(

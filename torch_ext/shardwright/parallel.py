@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_module
 
-from .matmul import linear, linear_sharing
+from .products.functions import linear, linear_sharing
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
 

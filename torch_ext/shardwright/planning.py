@@ -105,6 +105,11 @@ def pinned(src: _planner.Layout, dst: _planner.Layout, backend: str) -> Plan | N
     return _pinned.get((src, dst, backend))
 
 
+def pinned_on(mesh: _planner.Mesh, backend: str) -> list[Plan]:
+    """All plans that are pinned for layouts on a mesh."""
+    return [plan for plan in _pinned.values() if plan.backend == backend and plan.src.mesh == mesh]
+
+
 def times_pinned() -> int:
     """Goes up with every change of what is pinned: what was kept from before may be of another plan."""
     return _times_pinned

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from . import _planner
-from ._cuts import split_axes
-from .layout import Layout, without_dims
+from .. import _planner
 
 _OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _RESULTS = (torch.bfloat16, torch.float32)
@@ -119,16 +117,8 @@ def _is_of_rows(name: str, scale: torch.Tensor, operand: torch.Tensor, k_dim: in
     return False
 
 
-def layout_of_rows(layout: _planner.Layout, letters: str, axes: str) -> Layout:
-    """Of the scales of an operand's rows: float32, and cut as it is, less the summed axes."""
-    out = split_axes(axes)[2]
-    return without_dims(layout, [d for d, letter in enumerate(letters) if letter not in out], "float32")
-
-
-def part_of_scale(local: torch.Tensor, by_row: bool, rows: _planner.Layout, rank: int) -> torch.Tensor:
-    """As programs take it: without dims, or one number for each row of this rank, which lie as `rows`."""
-    if not by_row:
-        return local.reshape(())
-    shape = rows.local_shape(rank)
+def part_of_scale(local: torch.Tensor, layout: _planner.Layout, rank: int) -> torch.Tensor:
+    """As plans take it: without dims, or one number for each row of this rank."""
+    shape = tuple(layout.local_shape(rank))
     is_one = local.numel() == 1 and math.prod(shape) != 1
     return local.reshape(()).expand(shape).contiguous() if is_one else local.reshape(shape)

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from . import groups
-from ._cuts import Cuts, split_axes
-from ._graph_products import goes_into_graphs
-from ._multiplying import PlainGroup, autocast, multiply_dtensors
-from ._planner import GemmModel
-from ._product_calls import Setting
-from ._scales import Scaled, scaled
+from .. import groups
+from .._planner import GemmModel
+from .graphs import goes_into_graphs
+from .running import Setting
+from .scales import Scaled, scaled
+from .tensors import Asked, PlainGroup, autocast, multiply_dtensors
 
 __all__ = ["all_gather_matmul", "linear", "matmul_all_reduce", "matmul_reduce_scatter"]
 
@@ -125,9 +124,9 @@ def _linear(
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias: has shape {tuple(bias.shape)}; allowed is ({weight.shape[0]},)")
     axes = _axes(x.ndim, "nk")
-    asked = _natural(axes, x, weight) if placements is None else _checked(placements, x)
     setting = _setting(x, method, chunks, depth, save, gemm_model)
-    return multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts=None, shares=shares, scaled=scales)
+    asked = Asked(axes, _checked(placements, x), None, False, setting, shares)
+    return multiply_dtensors(asked, x, [weight], [bias], scales)
 
 
 @goes_into_graphs
@@ -196,15 +195,9 @@ def all_gather_matmul(
         axes = _axes(x.ndim, "kn")
         _check_weights(x, listed, scales)
         setting = _setting(x, method, chunks, depth, save, gemm_model)
-        results = []
-        for weight in listed:
-            assert isinstance(weight, DTensor)
-            results.append(_natural(axes, x, weight) if placements is None else _checked(placements, x))
-        first = listed[0]
-        assert isinstance(first, DTensor)
-        cuts = _cuts_of(axes, x, first)
+        asked = Asked(axes, _checked(placements, x), None, True, setting)
         _check_dtensors({"x": x, **{f"biases[{j}]": bias for j, bias in enumerate(added) if bias is not None}}, scales)
-        outputs: list[Any] = multiply_dtensors(axes, x, listed, added, results, setting, cuts, scaled=scales)
+        outputs: list[Any] = multiply_dtensors(asked, x, listed, added, scales)
         return outputs if many else outputs[0]
     where = PlainGroup(_setting(x, method, chunks, depth, save, gemm_model, group), x.dtype)
     gather_dim = _dim(gather_dim, x, "gather_dim")
@@ -214,23 +207,13 @@ def all_gather_matmul(
     totals = [columns] * len(listed) if columns is None or isinstance(columns, int) else list(columns)
     if len(totals) != len(listed):
         raise ValueError(f"columns: got {len(totals)} for {len(listed)} weights; allowed is one per weight")
-    layouts = []
+    held, results = [], []
     for weight, said in zip(listed, totals, strict=True):
         total = where.total(said, weight.shape[1], "columns", "the number of columns")
-        result = where.layout([*shape[:-1], total], f"S({x.ndim - 1})", scales and scales.out_dtype)
-        layouts.append((where.layout([shape[-1], total], "S(1)", weight.dtype), result))
-    outputs = where.multiply(
-        _axes(x.ndim, "kn"),
-        x,
-        where.layout(shape, f"S({gather_dim})"),
-        listed,
-        [weight_layout for weight_layout, _ in layouts],
-        [result for _, result in layouts],
-        ("n",),
-        added,
-        "S(0)",
-        scales,
-    )
+        held.append((weight, where.layout([shape[-1], total], "S(1)", weight.dtype)))
+        results.append(where.layout([*shape[:-1], total], f"S({x.ndim - 1})", scales and scales.out_dtype))
+    operand = (x, where.layout(shape, f"S({gather_dim})"))
+    outputs = where.multiply(_axes(x.ndim, "kn"), operand, held, results, "n", added, "S(0)", scales)
     return outputs if many else outputs[0]
 
 
@@ -320,32 +303,19 @@ def _sum_matmul(
         scatter_dim = _dim(scatter_dim, x, "scatter_dim")
     if isinstance(x, DTensor):
         _check_weights(x, [weight], scales)
-        assert isinstance(weight, DTensor)
-        cuts = _cuts_of(axes, x, weight)
-        asked = _natural(axes, x, weight) if placements is None else _checked(placements, x)
-        if placements is None:
-            target = Replicate() if scatter_dim is None else Shard(scatter_dim)
-            asked = [target if cut == "k" else placement for cut, placement in zip(cuts, asked, strict=True)]
+        sums_to = Replicate() if scatter_dim is None else Shard(scatter_dim)
         setting = _setting(x, method, chunks, depth, "shard", gemm_model)
         _check_dtensors({"x": x, **({} if bias is None else {"bias": bias})}, scales)
-        return multiply_dtensors(axes, x, [weight], [bias], [asked], setting, cuts, scaled=scales)[0]
+        asked = Asked(axes, _checked(placements, x), sums_to, True, setting)
+        return multiply_dtensors(asked, x, [weight], [bias], scales)[0]
     where = PlainGroup(_setting(x, method, chunks, depth, "shard", gemm_model, group), x.dtype)
     _check_weights(x, [weight], scales)
     k = where.total(size, x.shape[-1], "size", "the length of the last dim of x")
     to = "R" if scatter_dim is None else f"S({scatter_dim})"
     result = where.layout([*x.shape[:-1], weight.shape[1]], to, scales and scales.out_dtype)
-    return where.multiply(
-        axes,
-        x,
-        where.layout([*x.shape[:-1], k], f"S({x.ndim - 1})"),
-        [weight],
-        [where.layout([k, weight.shape[1]], "S(0)", weight.dtype)],
-        [result],
-        ("k",),
-        [bias],
-        "R",
-        scales,
-    )[0]
+    operand = (x, where.layout([*x.shape[:-1], k], f"S({x.ndim - 1})"))
+    held = (weight, where.layout([k, weight.shape[1]], "S(0)", weight.dtype))
+    return where.multiply(axes, operand, [held], [result], "k", [bias], "R", scales)[0]
 
 
 def _axes(ndim: int, weight: str) -> str:
@@ -391,37 +361,14 @@ def _check_weights(
             )
 
 
-def _checked(placements: Sequence[Placement], x: DTensor) -> list[Placement]:
+def _checked(placements: Sequence[Placement] | None, x: DTensor) -> tuple[Placement, ...] | None:
+    if placements is None:
+        return None
     if len(placements) != x.device_mesh.ndim:
         raise ValueError(
             f"placements: got {len(placements)} for a mesh of {x.device_mesh.ndim} dims; allowed is one per mesh dim"
         )
-    return [Shard(p.dim % x.ndim) if isinstance(p, Shard) and type(p) is Shard and p.dim < 0 else p for p in placements]
-
-
-def _cuts_of(axes: str, x: DTensor, weight: DTensor) -> Cuts:
-    """By mesh dim: the weight's own axis where it is cut, the summed one where both are, else a row of x."""
-    x_letters, w_letters, _ = split_axes(axes)
-    cuts: list[str | None] = []
-    for mine, its in zip(x.placements, weight.placements, strict=True):
-        x_cut = x_letters[mine.dim] if isinstance(mine, Shard) else None
-        w_cut = w_letters[its.dim] if isinstance(its, Shard) else None
-        if w_cut == "n":
-            cuts.append("n")
-        elif w_cut == "k" and x_cut in ("k", None):
-            cuts.append("k")
-        else:
-            cuts.append(None if x_cut == "k" else x_cut)
-    return tuple(cuts)
-
-
-def _natural(axes: str, x: DTensor, weight: DTensor) -> list[Placement]:
-    """What the result is without a move of its own."""
-    _, _, letters = split_axes(axes)
-    placements: list[Placement] = []
-    for cut in _cuts_of(axes, x, weight):
-        placements.append(Replicate() if cut is None else Partial() if cut == "k" else Shard(letters.index(cut)))
-    return placements
+    return tuple(Shard(p.dim % x.ndim) if type(p) is Shard and p.dim < 0 else p for p in placements)
 
 
 def _setting(

@@ -21,7 +21,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from . import _engine, matmul
+from .. import _engine
+from . import functions
 
 _log = logging.getLogger("shardwright")
 _warned = False
@@ -79,19 +80,19 @@ def _torch_function(
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     if not _gathers(input, weight, 0) or not (bias is None or isinstance(bias, DTensor)):
         return None
-    return matmul.linear(input, weight, bias)
+    return functions.linear(input, weight, bias)
 
 
 def _matmul(input: Any, other: Any, **others: Any) -> Any:
     if others or not _gathers(input, other, 1):
         return None
-    return matmul.all_gather_matmul(input, other)
+    return functions.all_gather_matmul(input, other)
 
 
 def _mm(input: Any, mat2: Any, **others: Any) -> Any:
     if others or not _gathers(input, mat2, 1) or input.ndim != 2:
         return None
-    return matmul.all_gather_matmul(input, mat2)
+    return functions.all_gather_matmul(input, mat2)
 
 
 def _gathers(x: Any, weight: Any, column: int) -> bool:

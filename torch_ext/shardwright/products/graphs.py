@@ -1,21 +1,18 @@
 """Products in graphs: what torch.compile puts there, and does not look into.
 
-While a function of `matmul.py` is compiled, it is not traced. It is run once, on fake tensors like those it was given,
-up to the point where the product would be computed; what was found out by then is kept under a name, and the graph
-gets an operator with that name:
+While a function of `functions.py` is compiled, it is not traced. It is run once, on fake tensors like those it was
+given, up to the point where the product would be computed; the graph gets an operator with the plan as text:
 
     multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, str product) -> Tensor[]
     multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, bool[] needs, str product) -> Tensor[]
 
-All tensors are this rank's parts. A name follows from what it stands for and from the rank, so that whoever keeps
-graphs by their text does not take one for another.
+All tensors are this rank's parts. The text says everything, the rank and the process group included, so that whoever
+keeps graphs by their text does not take one for another, and a graph can be run where it was not made.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import hashlib
 import inspect
 import operator
 from collections.abc import Callable, Sequence
@@ -26,53 +23,49 @@ import torch.distributed as dist
 from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from . import _planner, groups
-from ._multiplying import (
-    StoppedShort,
-    autocast,
-    given_layouts_of_scales,
-    gradient_placements,
-    scale_parts,
-    stopping_short,
-)
-from ._products import Problem, Product, product_of
+from .. import _engine, _planner, groups
+from .running import Product, Setting
+from .scales import part_of_scale
+from .tensors import StoppedShort, autocast, gradient_placements, stopping_short
+
+_products: _engine.Kept[Product] = _engine.Kept()
+# Where products were traced: process groups of their meshes are found by these. The oldest go first.
+_settings: dict[str, Setting] = {}
+groups.when_gone.append(_settings.clear)
 
 
-class _Kept(NamedTuple):
-    problem: Problem
-    scales: tuple[_planner.Layout | None, ...]  # as given, of those that are DTensors
-
-
-_kept: dict[str, _Kept] = {}
-
-
-def _keep(kept: _Kept) -> str:
-    """Its name."""
-    problem = kept.problem
-    mesh, setting = problem.x.mesh, problem.setting
+def _name_of(product: Product) -> str:
+    setting = product.setting
     group = setting.group or dist.group.WORLD
-    # Groups have no text that is the same in every process.
-    anywhere = dataclasses.replace(problem, setting=dataclasses.replace(setting, weak_group=groups.DEFAULT))
-    rank = dist.get_rank(setting.group)  # what a rank holds, and so the shapes in its graph, are its own
-    content = (anywhere, kept.scales, mesh.ranks, mesh.topology, group.group_name, rank)
-    name = f"{problem.axes[0]} {hashlib.sha256(repr(content).encode()).hexdigest()[:32]}"
-    while _kept.setdefault(name, kept) != kept:  # told apart by what texts leave out
-        name += "'"
+    assert group is not None
+    # What a rank holds, and so the shapes in its graph, are its own.
+    name = f"{product.plan.axes[0]} {product.rank} {product.plan.to_text()} {group.group_name}"
+    while len(_settings) >= _engine.MAX_EXECUTABLES:
+        del _settings[next(iter(_settings))]
+    _settings[name] = setting
     return name
 
 
-def _kept_as(name: str) -> _Kept:
-    kept = _kept.get(name)
-    if kept is None:
-        raise ValueError(f"product: '{name}' was not compiled in this process")
-    return kept
+def _product(name: str, x: torch.Tensor) -> Product:
+    return _products.get_or_make(name, lambda: _parsed(name, x.device.type))
 
 
-def _product(name: str) -> Product:
-    return product_of(_kept_as(name).problem)
+def _parsed(name: str, device_type: str) -> Product:
+    parts = name.split(" ", 3)
+    if len(parts) != 4:
+        raise ValueError(f"product: '{name}' is no product of a graph")
+    setting = _settings.get(name) or Setting(device_type, groups.weakly(_group(parts[3])))
+    return Product(_planner.ProductPlan.parse(parts[2]), setting)
+
+
+def _group(name: str) -> dist.ProcessGroup | None:
+    groups.check_initialised()
+    group = _resolve_process_group(name)
+    return None if group is dist.group.WORLD else group
 
 
 # ---- the operators
@@ -82,50 +75,28 @@ _library.define("multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] 
 _library.define(
     "multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, bool[] needs, str product) -> Tensor[]"
 )
+Tensors = Sequence[torch.Tensor]
 
 
-def _multiply(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    product: str,
-) -> list[torch.Tensor]:
+def _multiply(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, product: str) -> list[torch.Tensor]:
     """The results, then the operand as gathered where the product keeps it."""
-    made = _product(product)
-    given = iter(biases)
-    by_weight = [None if layout is None else next(given) for layout in made.problem.biases]
-    if len(scales) > 0:
-        scales = scale_parts(made, _kept_as(product).scales, scales, dist.get_rank(made.setting.group))
-    outputs, kept = made.forward(x, weights, by_weight, scales)
+    made = _product(product, x)
+    parts = [part_of_scale(scale, layout, made.rank) for scale, layout in zip(scales, made.scale_layouts, strict=True)]
+    outputs, kept = made.forward([x, *weights, *biases, *parts])
     return _apart([*outputs, *([] if kept is None else [kept])], [x, *weights, *biases])
 
 
 def _multiply_backward(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    needs: Sequence[bool],
-    product: str,
+    x: torch.Tensor, weights: Tensors, gradients: Tensors, needs: Sequence[bool], product: str
 ) -> list[torch.Tensor]:
     """Those gradients that are needed, of operand, weights and biases."""
-    made = _product(product)
-    count = len(weights)
-    asked = (needs[0], list(needs[1 : 1 + count]), list(needs[1 + count :]))
-    kept = x if made.keeps_gathered else None
+    made = _product(product, x)
     locals_ = [gradient.contiguous() for gradient in gradients]
-    dx, dws, dbs = made.backward(x, kept, weights, locals_, made.gradient_layouts(), asked)
-    found = [gradient for gradient in (dx, *dws, *dbs) if gradient is not None]
-    return _apart(found, [x, *weights, *gradients])
+    found = made.backward(x, weights, locals_, made.result_gradients, needs)
+    return _apart([gradient for gradient in found if gradient is not None], [x, *weights, *gradients])
 
 
-def _new_parts(like: torch.Tensor, made: Product, layouts: Sequence[_planner.Layout]) -> list[torch.Tensor]:
-    """What this rank holds by these layouts, of any content."""
-    rank = dist.get_rank(made.setting.group)
-    return [like.new_empty(tuple(one.local_shape(rank)), dtype=getattr(torch, one.dtype)) for one in layouts]
-
-
-def _apart(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _apart(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
     """Operators do not return what they were given."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     return [output.clone() if output.untyped_storage().data_ptr() in taken else output for output in outputs]
@@ -136,50 +107,36 @@ _library.impl("multiply_backward", _multiply_backward, "CompositeExplicitAutogra
 
 
 @torch.library.register_fake("shardwright::multiply")
-def _(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    product: str,
-) -> list[torch.Tensor]:
-    made = _product(product)
-    return _new_parts(x, made, [*made.problem.results, *([made.x] if made.keeps_gathered else [])])
+def _(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, product: str) -> list[torch.Tensor]:
+    made = _product(product, x)
+    return [made.empty(x, one) for one in (*made.plan.results, *([made.plan.moved_operand] * made.keeps_gathered))]
 
 
 @torch.library.register_fake("shardwright::multiply_backward")
-def _(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    needs: Sequence[bool],
-    product: str,
-) -> list[torch.Tensor]:
-    made = _product(product)
-    layouts = [made.problem.x, *made.problem.weights, *made.problem.biases]
-    asked = [layout for layout, needed in zip(layouts, needs, strict=True) if needed and layout is not None]
-    return _new_parts(x, made, asked)
+def _(x: torch.Tensor, weights: Tensors, gradients: Tensors, needs: Sequence[bool], product: str) -> list[torch.Tensor]:
+    made = _product(product, x)
+    layouts = [made.plan.operand, *made.plan.weights, *made.plan.biases]
+    return [made.empty(x, one) for one, needed in zip(layouts, needs, strict=True) if needed and one is not None]
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     x, weights, _, scales, ctx.product = inputs
-    made = _product(ctx.product)
+    made = _product(ctx.product, x)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[-1] if made.keeps_gathered else x, *weights)
-    ctx.has_bias = [layout is not None for layout in made.problem.biases]
     ctx.num_scales = len(scales)
 
 
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
-    made = _product(ctx.product)
+    made = _product(ctx.product, x)
     needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
     given = iter(needs_biases)
-    by_weight = [has_bias and next(given) for has_bias in ctx.has_bias]
+    by_weight = [has_bias and next(given) for has_bias in made.has_bias]
     # Behind those of the results may be one of the operand as gathered, which graphs only keep for this.
     dys = [
-        _new_parts(x, made, [layout])[0].zero_() if gradient is None else gradient
-        for gradient, layout in zip(gradients, made.gradient_layouts(), strict=False)
+        made.empty(x, layout).zero_() if gradient is None else gradient
+        for gradient, layout in zip(gradients, made.result_gradients, strict=False)
     ]
     needs = [needs_x, *needs_weights, *by_weight]
     found = iter(torch.ops.shardwright.multiply_backward(x, weights, dys, needs, ctx.product) if any(needs) else [])
@@ -244,17 +201,6 @@ def _stand_in(meta: Any) -> Any:
 _UNEVEN = "uneven"
 
 
-def _is_even(product: Product) -> bool:
-    """Whether all ranks hold parts of one size, and so have one graph.
-
-    Compilers see an operator, no collective, and order it among collectives by sizes. Where these differ among ranks,
-    the order would too, and ranks would wait for each other.
-    """
-    p = product.problem
-    layouts = [p.x, *p.weights, *p.results, *(bias for bias in p.biases if bias is not None), product.x]
-    return all(one.has_equal_parts for one in layouts)
-
-
 @torch._dynamo.assume_constant_result
 def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[str, Any]) -> tuple[Any, ...]:
     """What a graph has to know of a product.
@@ -282,14 +228,15 @@ def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[
         meta = spec.tensor_meta
         results.append((spec.placements, tuple(meta.shape), tuple(meta.stride), meta.dtype))
     product, name, operand = found.product, "", ()
-    if product is not None and not _is_even(product):
+    if product is not None and not product.plan.has_equal_parts:
+        # Compilers see an operator, no collective, and order it among collectives by sizes. Where these differ among
+        # ranks, the order would too, and ranks would wait for each other.
         return None, _UNEVEN, ((), ()), ()
     if product is not None:
-        scales = () if found.scaled is None else given_layouts_of_scales(product, found.scaled.all)
-        name = _keep(_Kept(product.problem, tuple(scales)))
+        name = _name_of(product)
         given = metas["x"]
-        if len(given) > 5 and product.problem.scaling is None:
-            operand = gradient_placements(given[-1], tuple(product.dx_result.placements))
+        if len(given) > 5 and not product.plan.scaled_by:
+            operand = gradient_placements(given[-1], tuple(product.plan.operand_gradient.placements))
     return None, name, (found.are_turned, tuple(results)), operand
 
 
@@ -298,7 +245,7 @@ _TENSORS = ("x", "weight", "weights", "bias", "biases", "x_scale", "weight_scale
 
 
 def goes_into_graphs(function: F) -> F:
-    """For functions of `matmul.py`: while code is compiled, one operator in the graph."""
+    """For functions of `functions.py`: while code is compiled, one operator in the graph."""
     parameters = inspect.signature(function).parameters.values()
     outside = torch._dynamo.disable(
         function,
