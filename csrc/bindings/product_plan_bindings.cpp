@@ -184,6 +184,16 @@ void define_product_plan(py::module_& m) {
             return DataflowView{plan.backward({given, operand, weights, biases, addend}, plan_cache())};
           },
           py::arg("given"), py::arg("operand"), py::arg("weights"), py::arg("biases"), py::arg("addend") = py::none());
+  m.def(
+      "placements_in_place",
+      [](const std::string& axes, const Layout& operand, const Layout& weight) {
+        std::vector<std::string> texts;
+        for (const Placement& placement : placements_in_place(axes, operand, weight)) {
+          texts.push_back(placement.to_string());
+        }
+        return texts;
+      },
+      py::arg("axes"), py::arg("operand"), py::arg("weight"));
   m.def("cuts_in_place", &cuts_in_place, py::arg("axes"), py::arg("operand"), py::arg("weight"));
 }
 

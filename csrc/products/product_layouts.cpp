@@ -143,6 +143,18 @@ AxisCuts cuts_in_place(const std::string& axes, const Layout& operand, const Lay
   return cuts;
 }
 
+std::vector<Placement> placements_in_place(const std::string& axes, const Layout& operand, const Layout& weight) {
+  const std::string letters = AxisLetters::parse(axes).result;
+  std::vector<Placement> placements;
+  for (const char axis : cuts_in_place(axes, operand, weight)) {
+    const size_t dim = letters.find(axis);
+    placements.push_back(axis == kNoAxis            ? Placement::replicate()
+                         : dim == std::string::npos ? Placement::partial(ReduceOp::kSum)
+                                                    : Placement::shard(static_cast<int64_t>(dim)));
+  }
+  return placements;
+}
+
 namespace {
 
 GradientLayouts lay_out_gradients(const ProductProblem& problem, const std::vector<AxisLetters>& letters,

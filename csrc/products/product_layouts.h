@@ -51,6 +51,9 @@ Layout with_dims(const Layout& layout, const std::vector<int>& dims, const DType
 // weight, a summed one that cuts the weight and may cut the operand too, else an axis of the operand alone.
 AxisCuts cuts_in_place(const std::string& axes, const Layout& operand, const Layout& weight);
 
+// Where the result of such cuts comes to lie by itself: cut along them, with sums due along summed axes.
+std::vector<Placement> placements_in_place(const std::string& axes, const Layout& operand, const Layout& weight);
+
 // Where gradients lie.
 struct GradientLayouts {
   // As they come of products: of the operand, which lacks the axes that only weights have, and of weights.

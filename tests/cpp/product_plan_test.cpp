@@ -13,7 +13,7 @@
 namespace shardwright {
 namespace {
 
-constexpr int kProblems = 250;
+constexpr int kProblems = 400;
 
 using Parts = std::vector<Payload>;  // by position
 

@@ -610,3 +610,6 @@ class ProductPlan:
 
 def cuts_in_place(axes: str, operand: Layout, weight: Layout) -> str:
     """The cuts that operand and weight have already, or nearly."""
+
+def placements_in_place(axes: str, operand: Layout, weight: Layout) -> list[str]:
+    """Where the result of these comes to lie by itself."""

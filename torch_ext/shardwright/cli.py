@@ -1,4 +1,4 @@
-"""The command line: `shardwright plan`, `doctor` and `calibrate`. Only `calibrate` imports torch."""
+"""The command line: `shardwright plan`, `product`, `doctor` and `calibrate`. Only `calibrate` imports torch."""
 
 from __future__ import annotations
 
@@ -58,6 +58,8 @@ def _run(given: list[str]) -> int:
         from .calibration import command
 
         return command.main(given[1:])
+    if given[:1] == ["product"]:
+        return _product(given[1:])
     if given[:1] == ["doctor"]:
         from . import doctor
 
@@ -74,6 +76,15 @@ def _run(given: list[str]) -> int:
         return _refuse(f"shardwright plan: {error}")
     except MemoryError:
         return _refuse("shardwright plan: out of memory; a mesh of fewer ranks or a smaller tensor takes less")
+
+
+def _product(given: list[str]) -> int:
+    from .products import command
+
+    try:
+        return command.main(given)
+    except ValueError as error:
+        return _refuse(f"shardwright product: {error}")
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
@@ -103,6 +114,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     plan_parser.add_argument("--html", metavar="FILE", help="write the picture as a page of its own")
     plan_parser.add_argument("--program", type=int, metavar="RANK", help="also print what this rank does")
     plan_parser.add_argument("--simulate", action="store_true", help="run all ranks and check every element")
+    commands.add_parser("product", help="print the plan of a product of placed tensors", add_help=False)
     commands.add_parser("doctor", help="say what this installation has", add_help=False)
     commands.add_parser("calibrate", help="measure the links of a job (under torchrun)", add_help=False)
     return parser, plan_parser

@@ -15,16 +15,16 @@ def parse_integer(text: str, where: str) -> int:
     return int(text)
 
 
-def parse_mesh(text: str) -> dict[str, int]:
+def parse_mesh(text: str, option: str = "--mesh") -> dict[str, int]:
     """Names and sizes from ``dp=2,tp=4``."""
     dims: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.partition("=")
-        name, where = name.strip(), f"--mesh: {part!r} in {text!r} is not NAME=SIZE"
+        name, where = name.strip(), f"{option}: {part!r} in {text!r} is not NAME=SIZE"
         if not equals:
             raise ValueError(where)
         if name in dims:
-            raise ValueError(f"--mesh: the name {name!r} appears twice in {text!r}")
+            raise ValueError(f"{option}: the name {name!r} appears twice in {text!r}")
         dims[name] = parse_integer(size, f"{where}; {size!r}")
     return dims
 

@@ -327,18 +327,14 @@ def _plan_of_dtensors(
 
 def _placements_in_place(asked: Asked, operand: Layout, weight: Layout) -> tuple[Placement, ...]:
     """What a result is without a move of its own, but for sums."""
-    letters = asked.axes.partition("->")[2]
-    found: list[Placement] = []
-    for cut in _planner.cuts_in_place(asked.axes, operand, weight):
-        if cut == "k":
-            found.append(asked.sums_to or Partial())
-        else:
-            found.append(Replicate() if cut == "-" else Shard(letters.index(cut)))
-    return tuple(found)
+    names = _planner.placements_in_place(asked.axes, operand, weight)
+    return tuple(asked.sums_to if asked.sums_to and name.startswith("P") else _placement(name) for name in names)
 
 
 def _placement(name: str) -> Placement:
-    return Shard(int(name[2:-1])) if name.startswith("S(") else Replicate()
+    if name.startswith("S("):
+        return Shard(int(name[2:-1]))
+    return Partial() if name.startswith("P") else Replicate()
 
 
 def _layout_of_rows(axes: str, scale: torch.Tensor, operand: int) -> Layout | None:
