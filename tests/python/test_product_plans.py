@@ -1,0 +1,145 @@
+"""Product plans as users meet them: printed, followed at once by what is pinned, the same on every rank, in graphs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing import assert_close
+
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+from shardwright import _planner, cli
+from shardwright.products import graphs, running
+
+WORLD = 2
+COLUMN = ["--mesh", "dp=2,tp=4", "--axes", "bsk,nk->bsn", "--sizes", "b=8,s=4096,k=4096,n=14336"]
+SUMMED = [
+    "--mesh",
+    "a=4",
+    "--axes",
+    "mk,kn->mn",
+    "--sizes",
+    "m=8,k=8,n=8",
+    "--x",
+    "S(1)",
+    "--weight",
+    "S(0)",
+    "--out",
+    "R",
+]
+PLACED = [*COLUMN, "--x", "S(0),S(1)", "--weight", "R,S(0)"]
+
+
+def test_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A column-parallel layer gathers its sequence behind the product, and scatters its gradient behind another."""
+    assert cli.main(["product", *PLACED]) == 0
+    text = capsys.readouterr().out
+    assert "cut: b along dp, n along tp; behind the product goes the operand's move" in text
+    assert "y = move x to [S(0), R], times w: ring" in text
+    assert "dx = dy times w, move it to [S(0), S(1)]" in text
+    assert cli.main(["product", *PLACED, "--json", "--weight", "R,S(0)", "--method", "serial"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    (node,) = read["forward"]["nodes"]
+    assert node["inputs"] == ["x", "w0", "w1"] and node["outputs"] == ["y0", "y1"] and node["method"] == "serial"
+    assert read["forward"]["predicted_ps"] == node["predicted_ps"]
+    assert [tensor["name"] for tensor in read["tensors"]] == ["x", "w0", "y0", "w1", "y1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([*COLUMN, "--x", "S(0)", "--weight", "R,S(0)"], "placements: got 1 for a mesh of 2 dims"),
+        ([*PLACED, "--cuts", "q,n"], "cuts: 'qn'"),
+        ([*PLACED, "--sizes", "b=8"], "--sizes: 'b=8' has none for the axis 's'"),
+        ([*PLACED, "--axes", "bsk->bsn"], "--axes: 'bsk->bsn'"),
+        ([*PLACED, "--axes", "bsk,nk->bs"], "contraction: 'bsk,nk->bs' has the axis 'n' in 1 tensors"),
+        ([*SUMMED, "--method", "ring"], "method: 'ring'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["product", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"shardwright product: {said}") and error.count("\n") == 1, error
+
+
+def test_cuts_differ_where_mesh_dims_of_size_one_cut_too() -> None:
+    """Such a mesh dim cuts nothing; the layouts of gradients name it all the same."""
+    mesh = sw.Mesh({"one": 1, "two": 2})
+    x, w = sw.Layout(mesh, (4, 6), ["S(0)", "S(0)"]), sw.Layout(mesh, (6, 8), ["R", "R"])
+    plan = _planner.ProductPlan(
+        ["mk,kn->mn"], x, [w], [None], [sw.Layout(mesh, (4, 8), ["S(0)", "S(0)"])], gemm_models=_models()
+    )
+    assert plan.operand_gradient == x
+
+
+def _models() -> dict[str, _planner.GemmModel]:
+    return {"float32": _planner.GemmModel.named("cpu")}
+
+
+def _linear() -> tuple[DTensor, Any, torch.Tensor]:
+    mesh = get_mesh((WORLD,))
+    torch.manual_seed(0)
+    x, weight = torch.randn(6, 8), torch.randn(10, 8)
+    dx, dw = (distribute_tensor(t, mesh, [Shard(0)]) for t in (x, weight))
+    return dx, dw, x @ weight.t()
+
+
+def _moves(x: DTensor, weight: DTensor) -> list[str]:
+    """The steps of the plan that a product runs."""
+    with running.listening() as calls:
+        sw.linear(x, weight, placements=[Shard(1)])
+    matmul, _ = _planner.Matmul.parse(calls[-1].program)
+    return [f"{step.op} {step.after}" for step in matmul.plan.steps]
+
+
+def _follows_pins() -> list[list[str]]:
+    x, weight, _ = _linear()
+    mesh = sw.Mesh(x.device_mesh)
+    src, whole = sw.Layout(mesh, (6, 8), ["S(0)"]), sw.Layout(mesh, (6, 8), ["R"])
+    other = sw.plan(src, whole, backend="gloo", through=[sw.Layout(mesh, (6, 8), ["S(1)"])])
+    found = [_moves(x, weight)]
+    sw.pin(other)
+    try:
+        found.append(_moves(x, weight))
+    finally:
+        sw.unpin(other)
+    found.append(_moves(x, weight))
+    return found
+
+
+def test_follow_what_is_pinned(pool: Pool) -> None:
+    for before, pinned, after in pool.run(_follows_pins, WORLD):
+        assert len(before) == 1 and len(pinned) == 2 and after == before
+
+
+def _in_another_process() -> tuple[str, int]:
+    """A graph says all that its products need: those that made it may be gone."""
+    x, weight, expected = _linear()
+    names: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names.extend(node.args[-1] for node in graph.graph.nodes if node.target is torch.ops.shardwright.multiply)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda x, w: sw.linear(x, w, placements=[Replicate()]), backend=note, fullgraph=True)(x, weight)
+    (name,) = names
+    graphs._products.clear()
+    graphs._settings.clear()
+    (y,) = torch.ops.shardwright.multiply(x.to_local(), [weight.to_local()], [], [], name)
+    assert_close(y, expected)
+    _, rank, text, _ = name.split(" ", 3)
+    assert int(rank) == dist.get_rank()
+    return text, len(graphs._products)
+
+
+def test_graphs_run_where_they_were_not_made(pool: Pool) -> None:
+    found = pool.run(_in_another_process, WORLD)
+    assert found == [found[0]] * WORLD and found[0][1] == 1, "the same text on every rank"
+    assert _planner.ProductPlan.parse(found[0][0]).to_text() == found[0][0], "and in a process without ranks"
