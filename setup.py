@@ -113,11 +113,14 @@ def glob(*patterns: str) -> list[str]:
 
 CORE_FOLDERS = ("support", "layout", "cost", "moves", "search", "program", "planning", "products", "simulate")
 CORE_SOURCES = glob(*(f"{folder}/*.cpp" for folder in CORE_FOLDERS))
-PLANNER_MODULE = glob(
-    "bindings/planner_module.cpp", "bindings/product*.cpp", "bindings/calibration_bindings.cpp", "picture/*.cpp"
-)
+RUNTIME_BINDINGS = ("runtime_module", "executable_bindings", "kernel_bindings")
+PLANNER_MODULE = [
+    source
+    for source in glob("bindings/*.cpp", "picture/*.cpp")
+    if not source.endswith(tuple(f"/{name}.cpp" for name in RUNTIME_BINDINGS))
+]
 RUNTIME_SOURCES = glob("runtime/*.cpp")
-RUNTIME_MODULE = glob("bindings/runtime_module.cpp", "bindings/executable_bindings.cpp", "bindings/kernel_bindings.cpp")
+RUNTIME_MODULE = glob(*(f"bindings/{name}.cpp" for name in RUNTIME_BINDINGS))
 CUDA_SOURCES = glob("runtime/cuda/*.cpp", "runtime/cuda/*.cu")
 HEADERS = glob("**/*.h", "**/*.cuh")
 

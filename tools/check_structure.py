@@ -49,10 +49,7 @@ LAYERS = {
     ),
     "graphs": "graphs operators",
     "DTensors": "dtensor",
-    "products": (
-        "products _cuts _graph_products _multiplying _product_calls _products _scales explaining matmul overlapping "
-        "parallel"
-    ),
+    "products": "products explaining parallel",
     "calibration": "calibration",
     "front": "__main__ cli drop_in",
 }
@@ -68,7 +65,6 @@ LONG_FUNCTIONS = {
     "csrc/bindings/planner_module.cpp: define_plan",
     "csrc/bindings/product_bindings.cpp: define_matmul",
     "csrc/products/gemms.cpp: emit_gemms",
-    "torch_ext/shardwright/matmul.py: all_gather_matmul",
 }
 
 Graph = dict[str, set[str]]

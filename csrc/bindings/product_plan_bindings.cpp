@@ -4,6 +4,7 @@
 
 #include "bindings/arguments.h"
 #include "bindings/views.h"
+#include "planning/plan_cache.h"
 #include "products/product_plan.h"
 
 namespace py = pybind11;
@@ -122,8 +123,9 @@ void define_product_plan(py::module_& m) {
                        const std::optional<std::string>& cuts, const std::string& scaled_by,
                        const std::vector<std::optional<Layout>>& scales, bool keeps_gathered, const py::object& method,
                        const std::optional<Chunks>& chunks, const py::object& depth, const std::string& backend,
-                       const std::shared_ptr<Topology>& topology, const std::vector<PlanView>& pinned,
+                       const std::optional<Topology>& topology, const PlanningTables& tables,
                        const std::map<std::string, GemmModel>& gemm_models) {
+             const Lowering& lowering = Lowering::named(backend);
              ProductProblem problem{axes,
                                     operand,
                                     weights,
@@ -134,16 +136,20 @@ void define_product_plan(py::module_& m) {
                                     scales,
                                     keeps_gathered,
                                     request_of(method, chunks, depth),
-                                    {parse_backend(backend), std::nullopt, {}, gemm_models}};
-             if (topology) problem.context.topology = *topology;
-             for (const PlanView& plan : pinned) problem.context.pinned.push_back(plan.plan());
+                                    {lowering, std::nullopt, {}, gemm_models}};
+             problem.context.topology = topology_between(operand, operand, lowering, topology, tables);
+             if (tables.pins) {
+               for (const CertifiedPlanPtr& pinned : tables.pins->on(operand.mesh(), lowering)) {
+                 problem.context.pinned.push_back(pinned->plan());
+               }
+             }
              return std::const_pointer_cast<ProductPlan>(make_product_plan(std::move(problem)));
            }),
            py::arg("axes"), py::arg("operand"), py::arg("weights"), py::arg("biases"), py::arg("results"),
            py::kw_only(), py::arg("cuts") = py::none(), py::arg("scaled_by") = "",
            py::arg("scales") = std::vector<std::optional<Layout>>{}, py::arg("keeps_gathered") = false,
            py::arg("method") = py::none(), py::arg("chunks") = py::none(), py::arg("depth") = py::none(),
-           py::arg("backend") = "nccl", py::arg("topology") = nullptr, py::arg("pinned") = std::vector<PlanView>{},
+           py::arg("backend") = "nccl", py::arg("topology") = py::none(), py::arg("tables") = PlanningTables{},
            py::arg("gemm_models") = std::map<std::string, GemmModel>{})
       .def_static(
           "parse",

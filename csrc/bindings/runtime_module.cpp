@@ -14,6 +14,7 @@
 #include "runtime/gemm.h"
 #include "runtime/lanes.h"
 #include "runtime/local_ops.h"
+#include "runtime/operators.h"
 #include "runtime/progress.h"
 #include "runtime/side_stream.h"
 #include "runtime/staging.h"
@@ -97,6 +98,7 @@ void define_settings(py::module_& m) {
         return before;
       },
       py::arg("enabled"));
+  m.def("note_changed_tables", &note_changed_tables);
   m.def("kept_staging_bytes", &kept_staging_bytes);
   m.def("release_staging", &release_staging);
 }

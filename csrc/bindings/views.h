@@ -3,9 +3,12 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <memory>
+#include <utility>
+#include <vector>
 
-#include "planning/plan_cache.h"
+#include "planning/certified_plan.h"
 #include "products/matmul.h"
 #include "support/error.h"
 
@@ -21,19 +24,29 @@ struct PlanView {
 
 inline PlanView view_of(Plan plan) { return {std::make_shared<const CertifiedPlan>(std::move(plan))}; }
 
+// Wrapped, because pybind11 takes a variant apart.
+struct MatmulView {
+  Matmul matmul;
+};
+
 inline int64_t position_of(const Layout& layout, int64_t rank) {
   const auto position = layout.mesh().position_of(rank);
   check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", layout.mesh().to_string(), ")");
   return *position;
 }
 
+// Throws UserError naming the mesh dim that is not there.
+MeshDimSet mesh_dim_set(const std::vector<int64_t>& mesh_dims, const Mesh& mesh);
+
+// What a file each defines, in the order in which they need each other.
+void define_topology(pybind11::module_& m);
+void define_mesh(pybind11::module_& m);
+void define_layout(pybind11::module_& m);
+void define_context(pybind11::module_& m);
+void define_plan(pybind11::module_& m);
+void define_planning(pybind11::module_& m);
 void define_matmul(pybind11::module_& m);        // product_bindings.cpp
 void define_product_plan(pybind11::module_& m);  // product_plan_bindings.cpp
-void define_calibration(pybind11::module_& m);   // calibration_bindings.cpp
-
-// Wrapped, because pybind11 takes a variant apart.
-struct MatmulView {
-  Matmul matmul;
-};
+void define_calibration(pybind11::module_& m);
 
 }  // namespace shardwright

@@ -53,6 +53,16 @@ CertifiedPlanPtr Pins::find(const Layout& src, const Layout& dst, const Lowering
   return found == plans_.end() ? nullptr : found->second.plan;
 }
 
+std::vector<CertifiedPlanPtr> Pins::on(const Mesh& mesh, const Lowering& lowering) const {
+  std::map<std::string, CertifiedPlanPtr> by_bytes;
+  for (const auto& [ends, pinned] : plans_) {
+    if (ends.lowering == lowering && ends.src.mesh() == mesh) by_bytes.emplace(pinned.bytes, pinned.plan);
+  }
+  std::vector<CertifiedPlanPtr> found;
+  for (const auto& [bytes, plan] : by_bytes) found.push_back(plan);
+  return found;
+}
+
 PinsPtr Pins::with(CertifiedPlanPtr plan) const {
   auto changed = std::make_shared<Pins>(*this);
   std::string bytes = to_bytes(plan->plan());

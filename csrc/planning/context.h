@@ -33,6 +33,9 @@ class Pins {
   // Throws UserError where nothing is pinned for the ends and lowering of this plan.
   PinsPtr without(const Plan& plan) const;
 
+  // All plans on a mesh with this lowering, in an order that is the same in every process.
+  std::vector<CertifiedPlanPtr> on(const Mesh& mesh, const Lowering& lowering) const;
+
   size_t size() const { return plans_.size(); }
   // The same plans, step by step.
   bool operator==(const Pins& other) const;

@@ -76,13 +76,16 @@ int64_t predicted_ps(const ProductProblem& problem, const AxisCuts& cuts, const 
 
 }  // namespace
 
+MovePlanner::MovePlanner(const ProductContext& context, PlanCache& cache)
+    : context_(context),
+      planning_(PlanningContext::make({.backend = context.backend, .topology = context.topology})),
+      cache_(cache) {}
+
 Plan MovePlanner::plan(const Layout& src, const Layout& dst) const {
   for (const Plan& pinned : context_.pinned) {
     if (pinned.backend == context_.backend && pinned.src == src && pinned.dst == dst) return pinned;
   }
-  PlanRequest request{src, dst, {.backend = context_.backend, .topology = context_.topology}, std::nullopt};
-  if (!request.options.topology && src.mesh().topology()) request.options.topology = *src.mesh().topology();
-  return cache_.get(request)->plan();
+  return cache_.get({src, dst, planning_})->plan();
 }
 
 int64_t MovePlanner::predicted_ps(const Layout& src, const Layout& dst) const {

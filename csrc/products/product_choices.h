@@ -10,7 +10,7 @@ namespace shardwright {
 // Plans moves by a context, with the help of the cache: those that are pinned, else the cheapest.
 class MovePlanner {
  public:
-  MovePlanner(const ProductContext& context, PlanCache& cache) : context_(context), cache_(cache) {}
+  MovePlanner(const ProductContext& context, PlanCache& cache);
 
   Plan plan(const Layout& src, const Layout& dst) const;
   // Nothing where the two are equal.
@@ -19,6 +19,7 @@ class MovePlanner {
 
  private:
   const ProductContext& context_;
+  ContextPtr planning_;
   PlanCache& cache_;
 };
 

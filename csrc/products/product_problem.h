@@ -50,8 +50,8 @@ struct ScheduleRequest {
 
 // What moves and products are planned by. All ranks must have the same.
 struct ProductContext {
-  Backend backend = Backend::kNccl;
-  // Default: as in PlanOptions.
+  Lowering backend = Lowering::kNccl;
+  // Default: that of the lowering.
   std::optional<Topology> topology = std::nullopt;
   // Taken for their pairs of layouts in place of what the planner would find.
   std::vector<Plan> pinned = {};

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -17,6 +18,7 @@
 #include "products/matmul.h"
 #include "runtime/executor.h"
 #include "support/base64.h"
+#include "support/bounded_cache.h"
 #include "support/error.h"
 #include "support/text.h"
 
@@ -91,25 +93,26 @@ UnderWay& under_way() {
 using PlanForSizes = std::vector<std::string>(const std::string&, const std::vector<std::string>&, int64_t,
                                               c10::IntArrayRef);
 
-// Kept by value: planning is done in Python, which knows what is pinned.
+// Changes with every change of the tables that plans are made by.
+std::atomic<int64_t> tables_number{0};
+
+std::string key_of(const std::string& text, const std::vector<std::string>& groups, int64_t rank) {
+  std::string key = text;
+  for (const std::string& name : groups) key += '\n' + name;
+  return key += '\n' + std::to_string(rank);
+}
+
+// Kept by value: planning is done in Python, which has the tables.
 std::vector<std::string> plan_for_sizes(const std::string& plan, const std::vector<std::string>& groups, int64_t rank,
                                         c10::IntArrayRef sizes) {
-  static std::mutex mutex;
-  static auto* kept = new std::unordered_map<std::string, std::vector<std::string>>;
-  std::string key = plan;
-  for (const std::string& name : groups) key += '\n' + name;
-  key += '\n' + std::to_string(rank);
+  static auto* kept = new BoundedCache<std::string, std::vector<std::string>>(kMaxExecutables);
+  // Tables are read before the plan is made: what is made while they change is not found again.
+  std::string key = key_of(plan, groups, rank);
+  key += '\n' + std::to_string(tables_number);
   for (const int64_t size : sizes) key += ' ' + std::to_string(size);
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (const auto found = kept->find(key); found != kept->end()) return found->second;
-  }
   static const auto handle =
       c10::Dispatcher::singleton().findSchemaOrThrow("shardwright::plan_for_sizes", "").typed<PlanForSizes>();
-  std::vector<std::string> made = handle.call(plan, groups, rank, sizes);
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (kept->size() >= kMaxExecutables) kept->clear();
-  return kept->insert_or_assign(std::move(key), std::move(made)).first->second;
+  return kept->get_or_make(key, [&] { return handle.call(plan, groups, rank, sizes); });
 }
 
 ExecutablePtr executable_for_sizes(const std::string& plan, const std::vector<std::string>& groups, int64_t rank,
@@ -284,25 +287,20 @@ std::string plan_bytes_of(const std::string& plan) {
 }
 
 ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank) {
-  static std::mutex mutex;
-  static auto* kept = new std::unordered_map<std::string, ExecutablePtr>;
-  std::string key = plan;
-  for (const std::string& name : groups) key += '\n' + name;
-  key += '\n' + std::to_string(rank);
+  // Executables hold their groups weakly.
+  static auto* kept = new BoundedCache<std::string, ExecutablePtr>(kMaxExecutables);
   std::vector<comm::GroupPtr> found_groups;
   for (const std::string& name : groups) found_groups.push_back(c10d::resolve_process_group(name));
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = kept->find(key);
-  if (found != kept->end() && found->second->is_bound_to(found_groups)) return found->second;
+  const auto make = [&] { return std::make_shared<const Executable>(compiled_of(plan, rank), found_groups); };
+  const auto is_bound = [&](const ExecutablePtr& e) { return e->is_bound_to(found_groups); };
   try {
-    const auto made = std::make_shared<const Executable>(compiled_of(plan, rank), found_groups);
-    if (kept->size() >= kMaxExecutables) kept->clear();
-    kept->insert_or_assign(std::move(key), made);
-    return made;
+    return kept->get_or_make(key_of(plan, groups, rank), make, is_bound);
   } catch (const UserError& error) {
     TORCH_CHECK_VALUE(false, error.what());
   }
 }
+
+void note_changed_tables() { ++tables_number; }
 
 // The whole surface. `input` is this rank's part by the plan's source, the result its part by the destination, new and
 // row-major; nothing else is written but `out`.

@@ -20,6 +20,9 @@ namespace shardwright {
 // where a name has come to mean another group. Throws c10::ValueError where the text is no plan.
 ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank);
 
+// To be called where the tables that plans are made with have changed: operators with sizes then ask for plans anew.
+void note_changed_tables();
+
 // The plan's own bytes, from such a string.
 std::string plan_bytes_of(const std::string& plan);
 

@@ -28,17 +28,15 @@ class BoundedCache {
   // What `make` throws is passed on, and nothing is kept then. A value that `is_good` says no to is made anew.
   template <typename Make, typename IsGood>
   Value get_or_make(const Key& key, Make&& make, IsGood&& is_good) {
-    if (std::optional<Value> found = find(key); found && is_good(*found)) {
-      count(&Counts::hits);
-      return *std::move(found);
-    }
-    count(&Counts::misses);
+    std::optional<Value> found = find(key);
+    if (found && is_good(*found)) return *std::move(found);
     Value made = make();
     const std::lock_guard lock(mutex_);
-    if (const auto found = entries_.find(&key); found != entries_.end()) {
-      if (is_good(found->second->second)) return found->second->second;
-      found->second->second = made;
-      return made;
+    counts_.hits -= found.has_value();
+    ++counts_.misses;
+    if (const auto raced = entries_.find(&key); raced != entries_.end()) {
+      if (!is_good(raced->second->second)) raced->second->second = made;
+      return raced->second->second;
     }
     while (!latest_first_.empty() && latest_first_.size() >= capacity_) {
       entries_.erase(&latest_first_.back().first);
@@ -85,12 +83,8 @@ class BoundedCache {
     const auto found = entries_.find(&key);
     if (found == entries_.end()) return std::nullopt;
     latest_first_.splice(latest_first_.begin(), latest_first_, found->second);
+    ++counts_.hits;
     return found->second->second;
-  }
-
-  void count(int64_t Counts::* which) {
-    const std::lock_guard lock(mutex_);
-    ++(counts_.*which);
   }
 
   const size_t capacity_;

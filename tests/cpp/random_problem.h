@@ -10,13 +10,13 @@
 
 namespace shardwright {
 
-inline const ProductContext& context(Backend backend) {
+inline const ProductContext& context(const Lowering& lowering) {
   static const GemmModel model = GemmModel::named("cpu");
   static const std::map<std::string, GemmModel> models{
       {"float32", model}, {"bfloat16", model}, {"float8_e4m3fn", model}, {"float8_e5m2", model}};
-  static const ProductContext contexts[] = {{Backend::kNccl, std::nullopt, {}, models},
-                                            {Backend::kGloo, std::nullopt, {}, models}};
-  return contexts[static_cast<int>(backend)];
+  static const ProductContext contexts[] = {{Lowering::kNccl, std::nullopt, {}, models},
+                                            {Lowering::kGloo, std::nullopt, {}, models}};
+  return contexts[lowering == Lowering::kNccl ? 0 : 1];
 }
 
 // Any axes, sizes and placements, one to three weights, cuts given or not, scaled or not.
@@ -41,7 +41,7 @@ class RandomProblem {
     ProductProblem made{{}, any_layout(operand, dtype, !is_scaled), {}, {}, {}};
     made.scaled_by = scaled_by;
     made.keeps_gathered = pick(0, 1) == 1;
-    made.context = context(static_cast<Backend>(pick(0, 1)));
+    made.context = context(pick(0, 1) == 0 ? Lowering::kNccl : Lowering::kGloo);
     for (int64_t j = 0, count = pick(0, 2) == 0 ? pick(2, 3) : 1; j < count; ++j) {
       for (const char letter : columns) sizes_[letter] = size();
       const std::string weight = shuffled(summed + columns);

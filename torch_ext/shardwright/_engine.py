@@ -11,10 +11,16 @@ import torch
 import torch.distributed as dist
 
 from . import _planner, _runtime, _stats, checking, groups, planning, tables, watching
-from .topology import topology_of
+from ._planner import PlanningTables
+from .topology import tables_now
 
 # Executables kept, the oldest dropped first. A job has some hundreds of pairs of layouts.
 MAX_EXECUTABLES = 8192
+
+# Pins and measurements change once or twice in a job, and sometimes back.
+MAX_EARLIER_TABLES = 3
+
+tables.when_changed.append(_runtime.note_changed_tables)
 
 # How long asynchronous redistributes that nobody waited for may take to end when the process does.
 EXIT_SECONDS = 5.0
@@ -37,43 +43,65 @@ T = TypeVar("T")
 
 
 class Kept(Generic[T]):
-    """What was made for a default process group, pinned plans and tables, and is forgotten with any of them.
+    """What was made for a default process group and by the tables of a moment (`tables.current`).
 
-    Bounded; the oldest goes first. Keys and values must not keep process groups alive (`groups.weakly`).
+    Values are found again under the tables that they were made by, and under no others: a change of pins, topologies
+    or measurements shows at the next call, and with the old tables what was made by them is back. Bounded; the oldest
+    goes first. Keys and values must not keep process groups alive (`groups.weakly`).
     """
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, T] = {}
-        groups.when_gone.append(self._entries.clear)
+        self._tables = tables.current
+        self._by_earlier_tables: dict[PlanningTables, dict[Hashable, T]] = {}
         self._world_alive = groups.DEFAULT.alive
-        self._times_changed = (-1, -1)
+        groups.when_gone.append(self.clear)
 
     def get(self, key: Hashable) -> T | None:
-        world, times_changed = dist.group.WORLD, (planning.times_pinned(), tables.times_set())
-        if self._world_alive() is not world or self._times_changed != times_changed:
-            self._entries.clear()
-            self._world_alive = groups.weakly(world).alive
-            self._times_changed = times_changed
+        if self._tables is not tables.current or self._world_alive() is not dist.group.WORLD:
+            self._turn()
         return self._entries.get(key)
 
     def put(self, key: Hashable, value: T) -> None:
-        while len(self._entries) >= MAX_EXECUTABLES:
-            del self._entries[next(iter(self._entries))]
-        self._entries[key] = value
+        """Keeps what was made since the last `get`, unless the tables have changed since."""
+        if self._tables is tables.current:
+            _put(self._entries, key, value)
 
     def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
         """What is kept under `key`, else what `make` makes."""
         value = self.get(key)
         if value is None:
+            made_by = self._tables
             value = make()
-            self.put(key, value)
+            if made_by is tables.current:
+                _put(self._entries if self._tables is made_by else {}, key, value)
         return value
 
     def clear(self) -> None:
-        self._entries.clear()
+        self._entries = {}
+        self._by_earlier_tables.clear()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + sum(map(len, self._by_earlier_tables.values()))
+
+    def _turn(self) -> None:
+        """To the tables and the default group of now."""
+        world = dist.group.WORLD
+        if self._world_alive() is not world:
+            self.clear()
+            self._world_alive = groups.weakly(world).alive
+        if self._tables is not tables.current:
+            self._by_earlier_tables[self._tables] = self._entries
+            self._tables = tables.current
+            self._entries = self._by_earlier_tables.pop(self._tables, {})
+            while len(self._by_earlier_tables) > MAX_EARLIER_TABLES:
+                del self._by_earlier_tables[next(iter(self._by_earlier_tables))]
+
+
+def _put(entries: dict[Hashable, T], key: Hashable, value: T) -> None:
+    while len(entries) >= MAX_EXECUTABLES:
+        del entries[next(iter(entries))]
+    entries[key] = value
 
 
 def kept(function: Callable[..., T]) -> Callable[..., T]:
@@ -96,9 +124,8 @@ def lookup(key: Hashable, build: Callable[[], _runtime.Executable | Refusal]) ->
     if kept is not None:
         _stats.counts.cache_hits += 1
         return kept
-    made = build()
-    _kept.put(key, made)
-    return made
+    tables_now()  # else what is made by a change of the environment would not be kept
+    return _kept.get_or_make(key, build)
 
 
 def make_plan(
@@ -127,9 +154,17 @@ def make_plan(
     allowed = None if existing_groups_of is None else groups.existing(src.mesh, existing_groups_of)
     plan = planning.plan(src, dst, backend=backend, groups=allowed)
     _stats.counts.plans += 1
-    if plan.messages_max > 0 and topology_of(None, src.mesh, backend) is None:
-        tables.note_default(plan.topology, is_first_rank)
+    note_default_topology(plan)
     return plan
+
+
+def note_default_topology(plan: _planner.Plan) -> None:
+    """Says once where nobody has given or measured what joins the ranks that a plan sends data between."""
+    if plan.messages_max == 0:
+        return
+    given = plan.src.mesh.topology or plan.dst.mesh.topology or tables.current.environment
+    if given is None and tables.measured_topology(plan.backend) is None:
+        tables.note_default(plan.topology, is_first_rank)
 
 
 def is_first_rank() -> bool:
@@ -240,14 +275,14 @@ def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tenso
 
 
 def lowering(device_type: str, group: dist.ProcessGroup | None) -> str:
-    # Gloo, and what stands in for it on CPU without moving data, is composed; all else has native collectives.
+    """The lowering for the backend that carries tensors of this kind of device, by its name."""
     name = _backend_name(device_type, group)
     if name is None:
         raise RuntimeError(
             f"group: {group if group is not None else dist.group.WORLD} has no backend object for {device_type}, as "
             "process groups written in Python have none; allowed are groups with a backend such as gloo or nccl"
         )
-    return "gloo" if name == "gloo" or (name == "fake" and device_type == "cpu") else "nccl"
+    return _planner.lowering_of_backend(name, device_type)
 
 
 def _backend_name(device_type: str, group: dist.ProcessGroup | None) -> str | None:

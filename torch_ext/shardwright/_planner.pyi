@@ -80,7 +80,7 @@ def fit_links(
     """Of all-to-alls as (peers, bytes sent, seconds): within nodes, between them, and along mesh dims by name."""
 
 class Mesh:
-    """A grid of ranks with named dims."""
+    """A grid of ranks with named dims. Equal are meshes with the same names, sizes, ranks and topology."""
 
     def __init__(
         self,
@@ -107,11 +107,15 @@ class Mesh:
     def group_ranks(self, rank: int, mesh_dims: Sequence[int]) -> list[int]:
         """The ranks that differ from `rank` only in `mesh_dims`, itself included, ascending."""
 
+    def has_same_ranks(self, other: Mesh) -> bool:
+        """Whether names, sizes and ranks are the same, whatever joins them."""
+
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
 
 class Layout:
-    """A global tensor's shape and dtype, and how it lies on a mesh."""
+    """A global tensor's shape and dtype, and how it lies on a mesh. Equal are layouts that put the same elements in the
+    same places of equal meshes; plans for them are one."""
 
     def __init__(
         self,
@@ -285,6 +289,35 @@ class Plan:
     def to_html(self) -> str:
         """The picture and the plan's text as a page of its own."""
 
+class PlanningTables:
+    """What plans and products go by where a call does not say. Immutable: the methods ``with...`` give another."""
+
+    def __init__(self) -> None: ...
+    def with_pin(self, plan: Plan) -> PlanningTables: ...
+    def without_pin(self, plan: Plan) -> PlanningTables:
+        """Raises ValueError where nothing is pinned for the plan's layouts and backend."""
+
+    def pinned(self, src: Layout, dst: Layout, backend: str) -> Plan | None: ...
+    def with_measured(
+        self, backend: str, topology: Topology, gemm_models: dict[tuple[str, str], GemmModel]
+    ) -> PlanningTables:
+        """`gemm_models` by device type and dtype."""
+
+    def without_measured(self) -> PlanningTables: ...
+    def with_environment(self, topology: Topology | None) -> PlanningTables: ...
+    def measured_topology(self, backend: str) -> Topology | None: ...
+    def measured_gemm_model(self, device_type: str, dtype: str) -> GemmModel | None: ...
+    @property
+    def environment(self) -> Topology | None: ...
+    def summary(self) -> dict[str, str]:
+        """What ranks of one job have in common, by name, with hashes of what is behind the names."""
+
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+def lowering_of_backend(backend: str, device_type: str) -> str:
+    """``"nccl"`` or ``"gloo"``, by the name that a process group's backend has; csrc/cost/backend.h says more."""
+
 def make_plan(
     src: Layout,
     dst: Layout,
@@ -294,6 +327,7 @@ def make_plan(
     groups: Sequence[Sequence[int]] = ...,
     reduce: str = ...,
     memory_limit: int | None = ...,
+    tables: PlanningTables = ...,
 ) -> Plan: ...
 def plan_through(
     layouts: Sequence[Layout],
@@ -302,6 +336,7 @@ def plan_through(
     topology: Topology | None = ...,
     groups: Sequence[Sequence[int]] = ...,
     reduce: str = ...,
+    tables: PlanningTables = ...,
 ) -> Plan: ...
 def plan_of_steps(
     src: Layout,
@@ -517,7 +552,7 @@ class ProductPlan:
         scales: by row, of operand and weights, where scales lie elsewhere than the rows of their operand.
         keeps_gathered: whether the forward gives the operand as gathered, for the backward.
         method, chunks, depth: as in `shardwright.linear`.
-        backend, topology, pinned: what moves are planned by.
+        backend, topology, tables: what moves are planned with, as in `shardwright.plan`.
         gemm_models: how long products take, by the dtype of what is moved beside them.
 
     Raises:
@@ -541,7 +576,7 @@ class ProductPlan:
         depth: int | None = None,
         backend: str = "nccl",
         topology: Topology | None = None,
-        pinned: Sequence[Plan] = ...,
+        tables: PlanningTables = ...,
         gemm_models: dict[str, GemmModel] = ...,
     ) -> None: ...
     @staticmethod

@@ -173,5 +173,8 @@ def set_sm_carveout(sms: int) -> None:
     """
 
 def kept_staging_bytes() -> int: ...
+def note_changed_tables() -> None:
+    """To be called where `tables.current` has changed: operators with sizes then ask for plans anew."""
+
 def release_staging() -> None:
     """Gives the memory of temporaries that is kept for the next run (on CPU, at most 256 MiB) back to the system."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from . import _runtime
+from . import _runtime, tables
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
@@ -43,8 +43,9 @@ def check_ranks(on: bool = True, *, timeout_seconds: float = DEFAULT_TIMEOUT_SEC
         on: whether to compare.
         timeout_seconds: how long to wait for ranks that do not come.
 
-    A redistribute then raises RuntimeError on every rank, with nothing sent and inputs untouched: where ranks differ,
-    naming the fields, their values and ranks; where a rank's input contradicts the layout; and on those that came where
+    A redistribute then raises RuntimeError on every rank, with nothing sent and inputs untouched: where ranks differ in
+    what they are about to run, or in what they plan by (pinned plans, measurements, the environment's topology), naming
+    the fields, their values and ranks; where a rank's input contradicts the layout; and on those that came where
     a rank did not come, naming it.
     """
     global _setting
@@ -66,7 +67,12 @@ def compare(executable: _runtime.Executable, local: torch.Tensor, async_op: bool
     ranks = tuple(executable.mesh_ranks)
     turn = _turns[ranks]
     _turns[ranks] += 1
-    mine = {**executable.signature, "async_op": str(async_op), "input": _judge(executable, local)}
+    mine = {
+        **executable.signature,
+        **tables.current.summary(),
+        "async_op": str(async_op),
+        "input": _judge(executable, local),
+    }
     said = _exchange(ranks, turn, mine, executable.rank)
     differing = [field for field in mine if len({one[field] for one in said.values()}) > 1]
     if not differing and mine["input"] == _AS_SAID:

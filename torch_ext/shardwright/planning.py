@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from . import _planner, argument_values
+from . import _planner, argument_values, tables
 from ._planner import Plan, Step
-from .topology import Topology, topology_of
+from .topology import Topology, named_topology, tables_now
 
 __all__ = ["Plan", "Step", "pin", "plan", "unpin"]
-
-_pinned: dict[tuple[_planner.Layout, _planner.Layout, str], Plan] = {}
-_times_pinned = 0
 
 
 def plan(
@@ -43,9 +40,9 @@ def plan(
             reductions and gathers from messages.
         topology: latencies and bandwidths: a `Topology`, a file of one as JSON (a path that ends in ``.json``), or a
             name: ``"8xNVLink"``, one node; ``"64x8"``, nodes of eight ranks; ``"gloo-local"``, one machine over
-            loopback. Default: that of the mesh, else what `calibrate` measured on this job, else that of the
-            environment variable ``SHARDWRIGHT_TOPOLOGY``, else ``"64x8"`` for nccl and ``"gloo-local"`` for gloo. It
-            must be the same on all ranks.
+            loopback. Default: that of the mesh of `src`, else of `dst`, else what `calibrate` measured on this job,
+            else that of the environment variable ``SHARDWRIGHT_TOPOLOGY``, else ``"64x8"`` for nccl and
+            ``"gloo-local"`` for gloo. It must be the same on all ranks.
         groups: the sets of mesh dims, by name or index, whose process groups the moves may use. Default: any.
         through: layouts to take in between, one move each, instead of a search: to cost or force a plan of one's own.
             Data moves and reductions only; ``[]`` asks for a single move.
@@ -69,15 +66,15 @@ def plan(
         sets = argument_values.items(groups, "groups", "a list of sets of mesh dims, such as [('dp', 'tp')]")
         allowed = [argument_values.mesh_dim_indices(src.mesh.dim_names, dims, "groups") for dims in sets]
         allowed = allowed or [[]]  # none at all, which is not the same as any
-    table = topology_of(topology, src.mesh, backend)
+    table = named_topology(topology)
     if through is not None:
         if memory_limit is not None:
             raise ValueError("memory_limit: goes with a search; a plan given by `through` takes what it takes")
         layouts = [src, *argument_values.items(through, "through", "a list of Layouts"), dst]
         for layout in layouts:
             check_layout("through", layout)
-        return _planner.plan_through(layouts, backend, objective, table, allowed, reduce)
-    return _planner.make_plan(src, dst, backend, objective, table, allowed, reduce, memory_limit)
+        return _planner.plan_through(layouts, backend, objective, table, allowed, reduce, tables_now())
+    return _planner.make_plan(src, dst, backend, objective, table, allowed, reduce, memory_limit, tables_now())
 
 
 def pin(plan: Plan) -> None:
@@ -87,32 +84,18 @@ def pin(plan: Plan) -> None:
         plan: from `plan`, perhaps with ``through=``, or from ``Plan.from_bytes``.
     """
     _check_plan(plan)
-    _change_pins()
-    _pinned[plan.src, plan.dst, plan.backend] = plan
+    tables.change(tables.current.with_pin(plan))
 
 
 def unpin(plan: Plan) -> None:
     """Undoes `pin`. Raises ValueError if no plan is pinned for this pair of layouts and backend."""
     _check_plan(plan)
-    if pinned(plan.src, plan.dst, plan.backend) is None:
-        raise ValueError(f"plan: none is pinned for {plan.src} -> {plan.dst} over {plan.backend}")
-    _change_pins()
-    del _pinned[plan.src, plan.dst, plan.backend]
+    tables.change(tables.current.without_pin(plan))
 
 
 def pinned(src: _planner.Layout, dst: _planner.Layout, backend: str) -> Plan | None:
-    """The plan that is pinned for a pair of layouts."""
-    return _pinned.get((src, dst, backend))
-
-
-def pinned_on(mesh: _planner.Mesh, backend: str) -> list[Plan]:
-    """All plans that are pinned for layouts on a mesh."""
-    return [plan for plan in _pinned.values() if plan.backend == backend and plan.src.mesh == mesh]
-
-
-def times_pinned() -> int:
-    """Goes up with every change of what is pinned: what was kept from before may be of another plan."""
-    return _times_pinned
+    """The plan that is pinned for a pair of layouts, whatever their meshes say of what joins the ranks."""
+    return tables.current.pinned(src, dst, backend)
 
 
 def check_layout(argument: str, given: object) -> None:
@@ -124,8 +107,3 @@ def check_layout(argument: str, given: object) -> None:
 def _check_plan(given: object) -> None:
     if not isinstance(given, Plan):
         raise ValueError(f"plan: got a {type(given).__name__}; allowed is a Plan")
-
-
-def _change_pins() -> None:
-    global _times_pinned
-    _times_pinned += 1

@@ -79,7 +79,7 @@ def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_pl
         src, dst = pair
         for layout in pair:
             check_layout("redistributes", layout)
-            if layout.mesh != grid:
+            if not layout.mesh.has_same_ranks(grid):
                 raise ValueError(f"redistributes: {layout} lies on {layout.mesh}; allowed are layouts on {grid}")
         pairs.append((src, dst))
         if has_gradient(src) and has_gradient(dst):

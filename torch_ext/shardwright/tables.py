@@ -1,7 +1,9 @@
-"""The tables behind every choice: what `calibrate` measured on this job, or else defaults, which are said once.
+"""What plans and products go by where a call does not say: pinned plans, what `calibrate` measured, the environment.
 
-Plans go by a topology, chunks of products by a table of product times too. Both have to be the same on all ranks: what
-is measured is set by all ranks of a job at one point of their programs, and forgotten with the job.
+All of it is one immutable value, `current`, which is replaced and never changed. What was made under one value is kept
+under it (`_engine.Kept`), so a change shows at once, whoever had planned what before. The value has to be the same on
+all ranks: what is measured or pinned is set by all of them at one point of their programs, and measurements are
+forgotten with the job.
 """
 
 from __future__ import annotations
@@ -9,41 +11,47 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from ._planner import GemmModel, Topology
+from ._planner import GemmModel, PlanningTables, Topology
 
 _log = logging.getLogger("shardwright")
 
-_topologies: dict[str, Topology] = {}  # by the lowering they are for, "gloo" or "nccl"
-_gemm_models: dict[tuple[str, str], GemmModel] = {}  # by device type and dtype
-_times_set = 0
+current = PlanningTables()
 _said = False
+
+# Called after each change of `current`.
+when_changed: list[Callable[[], None]] = []
 
 # What operands of another dtype go by: figures are per operand of 16 bits, and are scaled by size.
 _LIKE = ("bfloat16", "float16", "float32", "float64")
 
 
+def change(tables: PlanningTables) -> None:
+    """From now on plans and products go by these."""
+    global current
+    if tables == current:
+        return
+    current = tables
+    for changed in when_changed:
+        changed()
+
+
 def set_measured(backend: str, topology: Topology, gemm_models: Mapping[tuple[str, str], GemmModel]) -> None:
     """From now on plans over `backend` and products go by these, unless they are given others."""
-    _topologies[backend] = topology
-    _gemm_models.update(gemm_models)
-    _changed()
+    change(current.with_measured(backend, topology, dict(gemm_models)))
 
 
 def forget_measured() -> None:
     """Plans and products go by the defaults again. To be called by all ranks at the same point."""
-    if _topologies or _gemm_models:
-        _topologies.clear()
-        _gemm_models.clear()
-        _changed()
+    change(current.without_measured())
 
 
 def measured_topology(backend: str) -> Topology | None:
-    return _topologies.get(backend)
+    return current.measured_topology(backend)
 
 
 def measured_gemm_model(device_type: str, dtype: str) -> GemmModel | None:
     for like in (dtype, *_LIKE):
-        found = _gemm_models.get((device_type, like))
+        found = current.measured_gemm_model(device_type, like)
         if found is not None:
             return found
     return None
@@ -51,11 +59,6 @@ def measured_gemm_model(device_type: str, dtype: str) -> GemmModel | None:
 
 def default_gemm_model(device_type: str) -> GemmModel:
     return GemmModel.named("cpu" if device_type == "cpu" else "h100")
-
-
-def times_set() -> int:
-    """Goes up with every change: what was kept from before may have been chosen by another table."""
-    return _times_set
 
 
 def note_default(table: str, speaks: Callable[[], bool]) -> None:
@@ -71,8 +74,3 @@ def note_default(table: str, speaks: Callable[[], bool]) -> None:
             "takes seconds, and what is planned later goes by what it measures",
             table,
         )
-
-
-def _changed() -> None:
-    global _times_set
-    _times_set += 1

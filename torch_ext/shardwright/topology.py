@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from . import _planner, tables
-from ._planner import Link, Topology
+from . import tables
+from ._planner import Link, PlanningTables, Topology
 
 __all__ = ["Link", "Topology", "load_topology"]
 
@@ -60,12 +60,17 @@ def read_json(text: str | bytes | bytearray, where: str) -> Any:
         raise ValueError(f"{where} is not JSON of ours: its lists and objects are nested too deep") from None
 
 
-def topology_of(topology: Topology | str | None, mesh: _planner.Mesh, backend: str) -> Topology | None:
-    """What a plan on the mesh goes by: what is asked for, else the mesh's own, else what was measured, else what the
-    environment says, else None, which stands for a default."""
-    if topology is None:
-        topology = mesh.topology or tables.measured_topology(backend) or os.environ.get(ENVIRONMENT_VARIABLE) or None
-    return named_topology(topology)
+_environment_said: str | None = None
+
+
+def tables_now() -> PlanningTables:
+    """The tables, with what the environment says by now. Whatever plans asks for them here."""
+    global _environment_said
+    said = os.environ.get(ENVIRONMENT_VARIABLE) or None
+    if said != _environment_said:
+        tables.change(tables.current.with_environment(named_topology(said)))
+        _environment_said = said
+    return tables.current
 
 
 def named_topology(topology: Topology | str | None) -> Topology | None:

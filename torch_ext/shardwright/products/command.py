@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .. import _planner
 from ..layout import Layout, Mesh
 from ..options import parse_mesh, split_placements
-from ..topology import topology_of
+from ..topology import named_topology, tables_now
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,6 +76,7 @@ def _make(arguments: argparse.Namespace) -> _planner.ProductPlan:
         chunks=arguments.chunks,
         depth=arguments.depth,
         backend=arguments.backend,
-        topology=topology_of(arguments.topology, mesh, arguments.backend),
+        topology=named_topology(arguments.topology),
+        tables=tables_now(),
         gemm_models={operand.dtype: model},
     )

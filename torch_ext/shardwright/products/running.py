@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _engine, _planner, _runtime, _stats, checking, groups, planning, tables, watching
+from .. import _engine, _planner, _runtime, _stats, checking, groups, tables, watching
 from .. import operators as operators  # registers what calls run by
 from .._planner import GemmModel
-from ..topology import topology_of
+from ..topology import tables_now
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,7 @@ def make_plan(
         chunks=setting.chunks,
         depth=setting.depth,
         backend=still.backend,
-        topology=topology_of(None, operand.mesh, still.backend),
-        pinned=planning.pinned_on(operand.mesh, still.backend),
+        tables=tables_now(),
         gemm_models={dtype: setting.model(dtype) for dtype in dtypes},
     )
 
@@ -175,8 +174,7 @@ class Flow:
         return Call(program, tuple(names), where.rank, model, executable)
 
     def _note_default(self, plan: _planner.Plan) -> None:
-        if plan.messages_max > 0 and topology_of(None, plan.src.mesh, plan.backend) is None:
-            tables.note_default(plan.topology, _engine.is_first_rank)
+        _engine.note_default_topology(plan)
 
 
 # Backwards of one product that are kept: they differ in what is asked for and how gradients lie.

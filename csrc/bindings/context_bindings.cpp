@@ -1,0 +1,112 @@
+// _planner: what a process plans by where a call does not say. Immutable for Python too: changes make another object.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "bindings/arguments.h"
+#include "bindings/views.h"
+#include "cost/backend.h"
+#include "planning/context.h"
+
+namespace py = pybind11;
+
+namespace shardwright {
+namespace {
+
+using GemmModels = std::map<std::pair<std::string, std::string>, GemmModel>;
+
+Pins pins_of(const PlanningTables& tables) { return tables.pins ? *tables.pins : Pins(); }
+
+template <typename Map, typename Key>
+std::optional<typename Map::mapped_type> found_in(const Map& map, const Key& key) {
+  const auto found = map.find(key);
+  return found == map.end() ? std::nullopt : std::optional<typename Map::mapped_type>(found->second);
+}
+
+}  // namespace
+
+void define_context(py::module_& m) {
+  py::class_<PlanningTables>(m, "PlanningTables")
+      .def(py::init<>())
+      .def(
+          "with_pin",
+          [](PlanningTables tables, const PlanView& plan) {
+            tables.pins = pins_of(tables).with(plan.certified);
+            return tables;
+          },
+          py::arg("plan"))
+      .def(
+          "without_pin",
+          [](PlanningTables tables, const PlanView& plan) {
+            tables.pins = pins_of(tables).without(plan.plan());
+            return tables;
+          },
+          py::arg("plan"))
+      .def(
+          "pinned",
+          [](const PlanningTables& tables, const Layout& src, const Layout& dst,
+             const std::string& backend) -> std::optional<PlanView> {
+            const CertifiedPlanPtr plan = tables.pins ? tables.pins->find(src, dst, Lowering::named(backend)) : nullptr;
+            if (!plan) return std::nullopt;
+            return PlanView{plan};
+          },
+          py::arg("src"), py::arg("dst"), py::arg("backend"))
+      .def(
+          "with_measured",
+          [](PlanningTables tables, const std::string& backend, const Topology& topology, const GemmModels& models) {
+            tables.topologies[std::string(Lowering::named(backend).name)] = topology;
+            for (const auto& [key, model] : models) tables.gemm_models[key] = model;
+            return tables;
+          },
+          py::arg("backend"), py::arg("topology"), py::arg("gemm_models"))
+      .def("without_measured",
+           [](PlanningTables tables) {
+             tables.topologies.clear();
+             tables.gemm_models.clear();
+             return tables;
+           })
+      .def(
+          "with_environment",
+          [](PlanningTables tables, const std::optional<Topology>& topology) {
+            tables.environment = topology;
+            return tables;
+          },
+          py::arg("topology"))
+      .def(
+          "measured_topology",
+          [](const PlanningTables& tables, const std::string& backend) { return found_in(tables.topologies, backend); },
+          py::arg("backend"))
+      .def(
+          "measured_gemm_model",
+          [](const PlanningTables& tables, const std::string& device_type, const std::string& dtype) {
+            return found_in(tables.gemm_models, std::pair(device_type, dtype));
+          },
+          py::arg("device_type"), py::arg("dtype"))
+      .def_readonly("environment", &PlanningTables::environment)
+      .def("summary",
+           [](const PlanningTables& tables) {
+             py::dict fields;
+             for (const auto& [name, value] : tables.summary()) fields[py::str(name)] = value;
+             return fields;
+           })
+      .def(
+          "__eq__", [](const PlanningTables& a, const PlanningTables& b) { return a == b; }, py::is_operator())
+      .def("__hash__", &PlanningTables::hash)
+      .def("__repr__", [](const PlanningTables& tables) {
+        std::vector<std::string> parts;
+        for (const auto& [name, value] : tables.summary()) parts.push_back(concat(name, ": ", value));
+        return concat("PlanningTables(", join(parts, "; "), ")");
+      });
+  m.def(
+      "lowering_of_backend",
+      [](const std::string& backend, const std::string& device_type) {
+        return lowering_of_backend(backend, device_type).name;
+      },
+      py::arg("backend"), py::arg("device_type"));
+}
+
+}  // namespace shardwright

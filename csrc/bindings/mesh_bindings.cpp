@@ -1,0 +1,148 @@
+// _planner: meshes and layouts.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <functional>
+#include <memory>
+
+#include "bindings/arguments.h"
+#include "bindings/views.h"
+#include "cost/topology.h"
+#include "layout/layout.h"
+
+namespace py = pybind11;
+
+namespace shardwright {
+namespace {
+
+StridedMeaning parse_strided(const std::string& text) {
+  if (text == "auto") return StridedMeaning::kAuto;
+  if (text == "order") return StridedMeaning::kOrder;
+  if (text == "literal") return StridedMeaning::kLiteral;
+  throw UserError(concat("strided: '", text, "' is not known; allowed are auto, order, literal"));
+}
+
+// Python keeps things under meshes and layouts, so there what joins the ranks counts: plans depend on it.
+size_t hash_of(const Topology* topology) { return topology == nullptr ? 0 : std::hash<std::string>()(topology->name); }
+
+}  // namespace
+
+MeshDimSet mesh_dim_set(const std::vector<int64_t>& mesh_dims, const Mesh& mesh) {
+  MeshDimSet set;
+  for (const int64_t d : mesh_dims) {
+    check_user(d >= 0 && d < mesh.ndim(), "mesh_dims: ", d, " is not a dim of ", mesh.to_string());
+    set.insert(static_cast<int>(d));
+  }
+  return set;
+}
+
+void define_mesh(py::module_& m) {
+  py::class_<Mesh, std::shared_ptr<Mesh>>(m, "Mesh")
+      .def(py::init([](const py::object& dim_names, const py::object& dim_sizes, const py::object& ranks,
+                       std::shared_ptr<Topology> topology) {
+             std::vector<int64_t> given = ranks.is_none() ? std::vector<int64_t>{} : integers(ranks, "ranks");
+             check_user(ranks.is_none() || !given.empty(), "ranks: got none; leave them out for 0, 1, 2, ...");
+             return std::make_shared<Mesh>(texts(dim_names, "mesh: dim name"), integers(dim_sizes, "mesh: size"),
+                                           std::move(given), std::move(topology));
+           }),
+           py::arg("dim_names"), py::arg("dim_sizes"), py::arg("ranks") = py::none(), py::arg("topology") = nullptr)
+      .def_property_readonly("topology",
+                             [](const Mesh& mesh) { return std::const_pointer_cast<Topology>(mesh.topology()); })
+      .def_property_readonly("dim_names", &Mesh::dim_names)
+      .def_property_readonly("shape", [](const Mesh& mesh) { return py::tuple(py::cast(mesh.dim_sizes())); })
+      .def_property_readonly("size", &Mesh::size)
+      .def_property_readonly("ndim", &Mesh::ndim)
+      .def_property_readonly("ranks",
+                             [](const Mesh& mesh) {
+                               std::vector<int64_t> ranks(mesh.size());
+                               for (int64_t p = 0; p < mesh.size(); ++p) ranks[p] = mesh.rank_at(p);
+                               return ranks;
+                             })
+      .def(
+          "coordinate",
+          [](const Mesh& mesh, const py::object& rank) -> std::optional<std::vector<int64_t>> {
+            const auto position = mesh.position_of(integer(rank, "rank"));
+            if (!position) return std::nullopt;
+            return mesh.coordinate(*position);
+          },
+          py::arg("rank"))
+      .def(
+          "group_ranks",
+          [](const Mesh& mesh, const py::object& given_rank, const py::object& mesh_dims) {
+            const MeshDimSet dims = mesh_dim_set(integers(mesh_dims, "mesh_dims"), mesh);
+            const int64_t rank = integer(given_rank, "rank");
+            const auto position = mesh.position_of(rank);
+            check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", mesh.to_string(), ")");
+            std::vector<int64_t> ranks;
+            for (const int64_t p : mesh.group(*position, dims)) ranks.push_back(mesh.rank_at(p));
+            return ranks;
+          },
+          py::arg("rank"), py::arg("mesh_dims"))
+      .def(
+          "__eq__", [](const Mesh& a, const Mesh& b) { return a == b && same_topology(a, b); }, py::is_operator())
+      .def("__hash__",
+           [](const Mesh& mesh) { return py::hash(py::str(mesh.to_string())) ^ hash_of(mesh.topology().get()); })
+      .def(
+          "has_same_ranks", [](const Mesh& a, const Mesh& b) { return a == b; }, py::arg("other"))
+      .def("__repr__", [](const Mesh& mesh) { return concat("Mesh(", mesh.to_string(), ")"); });
+}
+
+void define_layout(py::module_& m) {
+  py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
+      .def(py::init([](std::shared_ptr<Mesh> mesh, const py::object& shape, const py::object& placements,
+                       const py::object& dtype, const ShardOrder& shard_order, const py::object& strided) {
+             std::vector<Placement> parsed;
+             for (const std::string& one : texts(placements, "placements")) parsed.push_back(Placement::parse(one));
+             return std::make_shared<Layout>(std::move(mesh), integers(shape, "shape"),
+                                             DType::parse(text(dtype, "dtype")), std::move(parsed), shard_order,
+                                             parse_strided(text(strided, "strided")));
+           }),
+           py::arg("mesh"), py::arg("shape"), py::arg("placements"), py::arg("dtype") = "float32",
+           py::arg("shard_order") = ShardOrder{}, py::arg("strided") = "auto")
+      .def_property_readonly("mesh",
+                             [](const Layout& layout) { return std::const_pointer_cast<Mesh>(layout.mesh_ptr()); })
+      .def_property_readonly("shape", [](const Layout& layout) { return py::tuple(py::cast(layout.shape())); })
+      .def_property_readonly("dtype", [](const Layout& layout) { return layout.dtype().name(); })
+      .def_property_readonly("placements",
+                             [](const Layout& layout) {
+                               py::tuple texts(layout.placements().size());
+                               for (size_t d = 0; d < layout.placements().size(); ++d) {
+                                 texts[d] = layout.placements()[d].to_string();
+                               }
+                               return texts;
+                             })
+      .def_property_readonly("shard_order",
+                             [](const Layout& layout) {
+                               ShardOrder order;
+                               for (int t = 0; t < layout.ndim(); ++t) {
+                                 for (const Cut& c : layout.cuts(t)) order[t].push_back(c.mesh_dim);
+                               }
+                               return order;
+                             })
+      .def_property_readonly("has_equal_parts", &Layout::has_equal_parts)
+      .def(
+          "local_shape",
+          [](const Layout& layout, const py::object& rank) {
+            return py::tuple(py::cast(layout.local_shape_of_rank(integer(rank, "rank"))));
+          },
+          py::arg("rank"))
+      .def(
+          "region",
+          [](const Layout& layout, const py::object& given_rank) {
+            const int64_t rank = integer(given_rank, "rank");
+            std::vector<std::vector<std::pair<int64_t, int64_t>>> out;
+            for (const IntervalList& list : layout.region(position_of(layout, rank))) {
+              out.emplace_back();
+              for (const Interval& interval : list) out.back().emplace_back(interval.begin, interval.end);
+            }
+            return out;
+          },
+          py::arg("rank"))
+      .def(
+          "__eq__", [](const Layout& a, const Layout& b) { return a == b && same_topology(a.mesh(), b.mesh()); },
+          py::is_operator())
+      .def("__hash__", [](const Layout& layout) { return layout.hash() ^ hash_of(layout.mesh().topology().get()); })
+      .def("__repr__", [](const Layout& layout) { return concat("Layout(", layout.to_string(), ")"); });
+}
+
+}  // namespace shardwright

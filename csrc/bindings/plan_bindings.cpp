@@ -1,0 +1,152 @@
+// _planner: plans and their steps.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <vector>
+
+#include "bindings/arguments.h"
+#include "bindings/views.h"
+#include "moves/describe.h"
+#include "moves/figures.h"
+#include "moves/traffic.h"
+#include "picture/picture.h"
+#include "planning/json.h"
+#include "planning/serialize.h"
+#include "program/program.h"
+#include "simulate/simulate.h"
+
+namespace py = pybind11;
+
+namespace shardwright {
+namespace {
+
+// A step as Python sees it.
+struct StepView {
+  Step step;
+  Lowering lowering;
+  TrafficTotals traffic;
+  int64_t predicted_ps;
+};
+
+// A figure that may take long to work out the first time: other threads go on meanwhile.
+template <typename Figure>
+auto patiently(Figure figure) {
+  return [figure](const PlanView& p) {
+    const py::gil_scoped_release release;
+    return figure(*p.certified);
+  };
+}
+
+}  // namespace
+
+void define_plan(py::module_& m) {
+  py::class_<StepView>(m, "Step")
+      .def_property_readonly("op", [](const StepView& s) { return step_op_name(s.step.op); })
+      .def_property_readonly("mesh_dims",
+                             [](const StepView& s) { return py::tuple(py::cast(s.step.mesh_dims.to_vector())); })
+      .def_property_readonly("before", [](const StepView& s) { return s.step.before; })
+      .def_property_readonly("after", [](const StepView& s) { return s.step.after; })
+      .def_property_readonly("ordered", [](const StepView& s) { return s.step.ordered; })
+      .def_property_readonly("rounds", [](const StepView& s) { return s.step.rounds; })
+      .def_property_readonly("predicted_us",
+                             [](const StepView& s) { return static_cast<double>(s.predicted_ps) / 1e6; })
+      .def_property_readonly("sharing", [](const StepView& s) { return sharing_name(s.step.sharing); })
+      .def_property_readonly("wire_bytes_max", [](const StepView& s) { return s.traffic.received_bytes_max; })
+      .def_property_readonly("wire_bytes_sum", [](const StepView& s) { return s.traffic.received_bytes_sum; })
+      .def_property_readonly("send_bytes_max", [](const StepView& s) { return s.traffic.sent_bytes_max; })
+      .def_property_readonly("messages_max", [](const StepView& s) { return s.traffic.messages_max; })
+      .def("__repr__", [](const StepView& s) {
+        return concat("Step(", step_op_name(s.step.op), " over ", s.step.before.mesh().names_of(s.step.mesh_dims), ": ",
+                      s.step.before.placements_string(), " -> ", s.step.after.placements_string(), ")");
+      });
+
+  py::class_<PlanView>(m, "Plan")
+      .def_property_readonly("src", [](const PlanView& p) { return p.plan().src; })
+      .def_property_readonly("dst", [](const PlanView& p) { return p.plan().dst; })
+      .def_property_readonly("backend", [](const PlanView& p) { return p.plan().backend.name; })
+      .def_property_readonly("objective", [](const PlanView& p) { return objective_name(p.plan().objective); })
+      .def_property_readonly("topology", [](const PlanView& p) { return p.plan().topology.name; })
+      .def_property_readonly(
+          "certificate",
+          [](const PlanView& p) {
+            const auto all = patiently([](const CertifiedPlan& plan) { return figures_of(plan.certificate()); })(p);
+            py::dict figures;
+            for (const auto& [name, value, bound] : all) {
+              figures[py::str(name)] = py::make_tuple(value, bound);
+            }
+            return figures;
+          })
+      .def_property_readonly("remarks", patiently([](const CertifiedPlan& plan) { return plan.remarks(); }))
+      .def_property_readonly("replicas_are_bitwise_equal", patiently([](const CertifiedPlan& plan) {
+                               return plan.certificate().replicas_are_bitwise_equal;
+                             }))
+      .def_property_readonly("steps",
+                             [](const PlanView& p) {
+                               std::vector<StepView> views;
+                               for (const Step& step : p.plan().steps) {
+                                 views.push_back({step, p.plan().backend, totals(step, p.plan().backend),
+                                                  predicted_picoseconds(step, p.plan().backend, p.plan().topology)});
+                               }
+                               return views;
+                             })
+      .def_property_readonly("wire_bytes_max",
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_max; }))
+      .def_property_readonly("wire_bytes_sum",
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_sum; }))
+      .def_property_readonly("wire_bytes_sum_is_exact",
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().sum_is_exact; }))
+      .def_property_readonly("send_bytes_max",
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().sent_bytes_max; }))
+      .def_property_readonly("messages_max",
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().messages_max; }))
+      .def_property_readonly("bound_bytes_max",
+                             patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_max; }))
+      .def_property_readonly("bound_bytes_sum",
+                             patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_sum; }))
+      .def_property_readonly("peak_bytes", patiently([](const CertifiedPlan& plan) { return plan.peak_bytes(); }))
+      .def_property_readonly(
+          "predicted_us", [](const PlanView& p) { return static_cast<double>(predicted_picoseconds(p.plan())) / 1e6; })
+      .def(
+          "wire_bytes",
+          [](const PlanView& p, const py::object& given_rank) {
+            const int64_t rank = integer(given_rank, "rank");
+            int64_t bytes = 0;
+            for (const Step& step : p.plan().steps) {
+              bytes += traffic_at(step, p.plan().backend, position_of(p.plan().src, rank)).received_bytes;
+            }
+            return bytes;
+          },
+          py::arg("rank"))
+      .def(
+          "rank_peak_bytes",
+          [](const PlanView& p, const py::object& rank) {
+            return compile(p.plan(), position_of(p.plan().src, integer(rank, "rank"))).peak_bytes();
+          },
+          py::arg("rank"))
+      .def(
+          "program",
+          [](const PlanView& p, const py::object& rank) {
+            return compile(p.plan(), position_of(p.plan().src, integer(rank, "rank"))).to_string();
+          },
+          py::arg("rank"))
+      .def(
+          "simulate", [](const PlanView& p) { return simulate(p.plan()).received_bytes_sum; },
+          py::call_guard<py::gil_scoped_release>())
+      .def("to_bytes", [](const PlanView& p) { return py::bytes(to_bytes(p.plan())); })
+      .def_static(
+          "from_bytes",
+          [](const py::object& data) {
+            return view_of(from_bytes(std::string(object<py::bytes>(data, "data", "bytes, as Plan.to_bytes gives"))));
+          },
+          py::arg("data"))
+      .def("to_json", patiently([](const CertifiedPlan& plan) {
+             return to_json(plan.plan(), plan.certificate(), plan.remarks());
+           }))
+      .def("to_svg", patiently([](const CertifiedPlan& plan) { return to_svg(plan.plan()); }))
+      .def("to_html", patiently([](const CertifiedPlan& plan) { return to_html(plan.plan()); }))
+      .def("_repr_html_", [](const PlanView& p) { return to_svg(p.plan()); })  // in notebooks
+      .def("__str__", [](const PlanView& p) { return to_string(p.plan()); })
+      .def("__repr__", [](const PlanView& p) { return concat("Plan(", to_string(p.plan()), ")"); });
+}
+
+}  // namespace shardwright

@@ -1,0 +1,89 @@
+// _planner: making plans, and the cache of plans.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings/arguments.h"
+#include "bindings/views.h"
+#include "planning/plan_cache.h"
+#include "planning/serialize.h"
+#include "search/make_plan.h"
+#include "simulate/simulate.h"
+
+namespace py = pybind11;
+
+namespace shardwright {
+namespace {
+
+PlanOptions options_of(const Layout& src, const Layout& dst, const py::object& backend, const py::object& objective,
+                       const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int64_t>>& groups,
+                       const py::object& reduce, const PlanningTables& tables) {
+  PlanOptions options{Lowering::named(text(backend, "backend")), parse_objective(text(objective, "objective")),
+                      is_ordered(text(reduce, "reduce"), src)};
+  const std::optional<Topology> asked = topology ? std::optional<Topology>(*topology) : std::nullopt;
+  options.topology = topology_between(src, dst, options.backend, asked, tables);
+  for (const std::vector<int64_t>& mesh_dims : groups) options.groups.push_back(mesh_dim_set(mesh_dims, src.mesh()));
+  return options;
+}
+
+}  // namespace
+
+void define_planning(py::module_& m) {
+  m.def(
+      "make_plan",
+      [](const Layout& src, const Layout& dst, const py::object& backend, const py::object& objective,
+         const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int64_t>>& groups,
+         const py::object& reduce, const py::object& memory_limit, const PlanningTables& tables) {
+        std::optional<int64_t> limit;
+        if (!memory_limit.is_none()) limit = integer(memory_limit, "memory_limit");
+        const PlanOptions options = options_of(src, dst, backend, objective, topology, groups, reduce, tables);
+        const PlanRequest request{src, dst, PlanningContext::make(options, limit)};
+        const py::gil_scoped_release release;
+        return PlanView{plan_cache().get(request)};
+      },
+      py::arg("src"), py::arg("dst"), py::arg("backend") = "nccl", py::arg("objective") = "time",
+      py::arg("topology") = nullptr, py::arg("groups") = std::vector<std::vector<int64_t>>{},
+      py::arg("reduce") = "fast", py::arg("memory_limit") = py::none(), py::arg("tables") = PlanningTables{});
+  m.def(
+      "plan_through",
+      [](const std::vector<Layout>& layouts, const py::object& backend, const py::object& objective,
+         const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int64_t>>& groups,
+         const py::object& reduce, const PlanningTables& tables) {
+        check_user(!layouts.empty(), "through: names no layouts");
+        const Layout &src = layouts.front(), &dst = layouts.back();
+        return view_of(
+            plan_through(layouts, options_of(src, dst, backend, objective, topology, groups, reduce, tables)));
+      },
+      py::arg("layouts"), py::arg("backend") = "nccl", py::arg("objective") = "time", py::arg("topology") = nullptr,
+      py::arg("groups") = std::vector<std::vector<int64_t>>{}, py::arg("reduce") = "fast",
+      py::arg("tables") = PlanningTables{});
+  using StepFields = std::tuple<std::string, std::vector<int64_t>, Layout, Layout, std::string, int64_t, bool>;
+  m.def(
+      "plan_of_steps",
+      [](const Layout& src, const Layout& dst, const std::vector<StepFields>& steps, const std::string& backend,
+         const std::string& objective, const Topology& topology, bool named_groups_only) {
+        Plan plan{src, dst, Lowering::named(backend), parse_objective(objective), topology, named_groups_only, {}};
+        for (const auto& [op, mesh_dims, before, after, sharing, rounds, ordered] : steps) {
+          plan.steps.push_back({parse_step_op(op), mesh_dim_set(mesh_dims, src.mesh()), before, after,
+                                parse_sharing(sharing), rounds, ordered});
+        }
+        return view_of(from_bytes(to_bytes(plan)));  // which refuses what is no plan
+      },
+      py::arg("src"), py::arg("dst"), py::arg("steps"), py::arg("backend"), py::arg("objective"), py::arg("topology"),
+      py::arg("named_groups_only"));
+  m.def(
+      "simulation_bytes", [](const PlanView& p) { return simulation_bytes(p.plan(), p.certified->peak_bytes()); },
+      py::arg("plan"), py::call_guard<py::gil_scoped_release>());
+  m.def("plan_cache_counts", [] {
+    const PlanCache::Counts counts = plan_cache().counts();
+    return py::dict(py::arg("hits") = counts.hits, py::arg("misses") = counts.misses, py::arg("size") = counts.size);
+  });
+  m.def("reset_plan_cache_counts", [] { plan_cache().reset_counts(); });
+  m.def("clear_plan_cache", [] { plan_cache().clear(); });
+}
+
+}  // namespace shardwright

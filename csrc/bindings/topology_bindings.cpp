@@ -1,0 +1,67 @@
+// _planner: topologies.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+
+#include "bindings/arguments.h"
+#include "bindings/views.h"
+#include "cost/topology.h"
+#include "planning/json.h"
+
+namespace py = pybind11;
+
+namespace shardwright {
+void define_topology(py::module_& m) {
+  py::class_<Link>(m, "Link")
+      .def(py::init([](const py::object& message_ps, const py::object& ps_per_kib) {
+             return Link{integer(message_ps, "message_ps"), integer(ps_per_kib, "ps_per_kib")};
+           }),
+           py::arg("message_ps"), py::arg("ps_per_kib"))
+      .def_readonly("message_ps", &Link::message_ps)
+      .def_readonly("ps_per_kib", &Link::ps_per_kib)
+      .def(
+          "__eq__", [](const Link& a, const Link& b) { return a == b; }, py::is_operator())
+      .def("__repr__", [](const Link& link) {
+        return concat("Link(message_ps=", link.message_ps, ", ps_per_kib=", link.ps_per_kib, ")");
+      });
+  py::class_<Topology, std::shared_ptr<Topology>>(m, "Topology")
+      .def(py::init([](const py::object& name, const py::object& ranks_per_node, const py::object& step_ps,
+                       const py::object& memory_ps_per_kib, const py::object& inside, const py::object& between,
+                       const py::object& mesh_dims) {
+             auto topology = std::make_shared<Topology>(Topology{text(name, "name"),
+                                                                 integer(ranks_per_node, "ranks_per_node"),
+                                                                 integer(step_ps, "step_ps"),
+                                                                 integer(memory_ps_per_kib, "memory_ps_per_kib"),
+                                                                 object<Link>(inside, "inside", "a Link"),
+                                                                 object<Link>(between, "between", "a Link"),
+                                                                 {}});
+             const auto links = object<py::dict>(mesh_dims, "mesh_dims", "a dict of mesh dims and Links");
+             for (const auto& [mesh_dim, link] : links) {
+               topology->mesh_dims.emplace(text(mesh_dim, "mesh_dims"), object<Link>(link, "mesh_dims", "a Link"));
+             }
+             topology->check();
+             return topology;
+           }),
+           py::arg("name"), py::arg("ranks_per_node"), py::arg("step_ps"), py::arg("memory_ps_per_kib"),
+           py::arg("inside"), py::arg("between"), py::arg("mesh_dims") = py::dict())
+      .def_static(
+          "named",
+          [](const py::object& name) { return std::make_shared<Topology>(Topology::named(text(name, "topology"))); },
+          py::arg("name"))
+      .def_static("names", &Topology::names)
+      .def_readonly("name", &Topology::name)
+      .def_readonly("ranks_per_node", &Topology::ranks_per_node)
+      .def_readonly("step_ps", &Topology::step_ps)
+      .def_readonly("memory_ps_per_kib", &Topology::memory_ps_per_kib)
+      .def_readonly("inside", &Topology::inside)
+      .def_readonly("between", &Topology::between)
+      .def_readonly("mesh_dims", &Topology::mesh_dims)
+      .def(
+          "__eq__", [](const Topology& a, const Topology& b) { return a == b; }, py::is_operator())
+      .def("__hash__", [](const Topology& t) { return py::hash(py::str(t.name)); })
+      .def("to_json", [](const Topology& topology) { return to_json(topology); })
+      .def("__repr__", [](const Topology& topology) { return concat("Topology(", topology.name, ")"); });
+}
+
+}  // namespace shardwright

@@ -1,0 +1,46 @@
+// What transports can do, and which one a backend is taken for.
+#include "cost/lowering.h"
+
+#include <gtest/gtest.h>
+
+#include "cost/backend.h"
+#include "cost/topology.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+TEST(Lowering, GoesByItsName) {
+  for (const Lowering& lowering : Lowering::all()) {
+    EXPECT_EQ(Lowering::named(lowering.name), lowering);
+    EXPECT_NO_THROW(Topology::named(lowering.default_topology).check());
+  }
+  EXPECT_NE(Lowering::kNccl, Lowering::kGloo);
+  try {
+    Lowering::named("mpi");
+    FAIL() << "took a name that nobody knows";
+  } catch (const UserError& error) {
+    EXPECT_STREQ(error.what(), "backend: 'mpi' is not known; allowed are nccl, gloo");
+  }
+}
+
+TEST(Lowering, HasThresholds) {
+  EXPECT_FALSE(Lowering::kNccl.copies_gather(2, 1));
+  EXPECT_FALSE(Lowering::kNccl.goes_by_messages(int64_t{1} << 40));
+  EXPECT_TRUE(Lowering::kGloo.copies_gather(2, int64_t{1} << 40));
+  EXPECT_TRUE(Lowering::kGloo.copies_gather(3, int64_t{1} << 20));
+  EXPECT_FALSE(Lowering::kGloo.copies_gather(3, (int64_t{1} << 20) + 1));
+  EXPECT_FALSE(Lowering::kGloo.goes_by_messages((int64_t{1} << 18) - 1));
+  EXPECT_TRUE(Lowering::kGloo.goes_by_messages(int64_t{1} << 18));
+}
+
+TEST(Lowering, IsToldByTheBackend) {
+  EXPECT_EQ(lowering_of_backend("gloo", "cuda"), Lowering::kGloo);
+  EXPECT_EQ(lowering_of_backend("fake", "cpu"), Lowering::kGloo);
+  EXPECT_EQ(lowering_of_backend("fake", "cuda"), Lowering::kNccl);
+  EXPECT_EQ(lowering_of_backend("nccl", "cuda"), Lowering::kNccl);
+  EXPECT_EQ(lowering_of_backend("one of an extension", "cpu"), Lowering::kNccl);
+}
+
+}  // namespace
+}  // namespace shardwright
