@@ -170,8 +170,8 @@ void check_strided(const at::Tensor& given, const std::string& argument) {
 
 void CompiledProgram::check_inputs(c10::ArrayRef<at::Tensor> inputs) const {
   const auto name = [](const at::Tensor& t) { return c10::toString(t.scalar_type()); };
-  TORCH_CHECK_VALUE(inputs.size() == program_.num_inputs(), "inputs: got ", inputs.size(),
-                    ", the program takes ", program_.num_inputs(), " (", origin_->text(), ")");
+  TORCH_CHECK_VALUE(inputs.size() == program_.num_inputs(), "inputs: got ", inputs.size(), ", the program takes ",
+                    program_.num_inputs(), " (", origin_->text(), ")");
   for (size_t i = 0; i < inputs.size(); ++i) {
     const at::Tensor& input = inputs[i];
     const auto which = [&] { return inputs.size() == 1 ? std::string("local tensor") : concat("input ", i); };
@@ -179,16 +179,14 @@ void CompiledProgram::check_inputs(c10::ArrayRef<at::Tensor> inputs) const {
                       ": is a tensor subclass; allowed is a plain tensor");
     if (input.layout() != at::kStrided || input.is_nested()) check_strided(input, which());
     const Buffer& buffer = program_.buffers[i];
-    TORCH_CHECK_VALUE(input.sizes().equals(buffer.shape), which(), ": has shape ", input.sizes(),
-                      " on rank ", rank_, ", where the layout has ", c10::IntArrayRef(buffer.shape), " (",
-                      origin_->text(), ")");
+    TORCH_CHECK_VALUE(input.sizes().equals(buffer.shape), which(), ": has shape ", input.sizes(), " on rank ", rank_,
+                      ", where the layout has ", c10::IntArrayRef(buffer.shape), " (", origin_->text(), ")");
     const auto other = other_dtypes_.find(static_cast<int>(i));
     const bool has_dtype = other != other_dtypes_.end()
                                ? input.scalar_type() == other->second
                                : static_cast<int64_t>(input.element_size()) == program_.dtype.size_bytes() &&
                                      input.scalar_type() == inputs[usual_input_].scalar_type();
-    TORCH_CHECK_VALUE(has_dtype, which(), ": has dtype ", name(input), " where the layout has ",
-                      buffer.dtype.name());
+    TORCH_CHECK_VALUE(has_dtype, which(), ": has dtype ", name(input), " where the layout has ", buffer.dtype.name());
     TORCH_CHECK_VALUE(input.device() == inputs[0].device(), which(), ": is on ", input.device(),
                       ", the first input on ", inputs[0].device());
   }
