@@ -6,17 +6,11 @@
 #include "moves/figures.h"
 #include "products/timeline.h"
 #include "support/error.h"
+#include "support/match.h"
 #include "support/text.h"
 
 namespace shardwright {
 namespace {
-
-template <typename... Visitors>
-struct Overloaded : Visitors... {
-  using Visitors::operator()...;
-};
-template <typename... Visitors>
-Overloaded(Visitors...) -> Overloaded<Visitors...>;
 
 std::string schedule_text(const Schedule& schedule) {
   const std::string chunks = schedule.distances.empty() ? std::to_string(schedule.chunks) : chunks_text(schedule);
@@ -41,32 +35,31 @@ std::string matmul_text(const MatmulScatter& matmul, const std::vector<std::stri
 }
 
 std::string operation_text(const Node& node, const std::vector<std::string>& inputs) {
-  return std::visit(
-      Overloaded{[&](const MoveNode& move) {
-                   std::vector<std::string> steps;
-                   for (const Step& step : move.plan.steps) steps.push_back(step_op_name(step.op));
-                   return concat("move ", inputs[0], " to ", move.plan.dst.placements_string(), ": ", join(steps));
-                 },
-                 [&](const MatmulNode& one) {
-                   const auto text = [&](const auto& matmul) { return matmul_text(matmul, inputs); };
-                   return concat(std::visit(text, one.matmul), ": ", schedule_text(one.schedule));
-                 },
-                 [&](const BiasNode& bias) {
-                   return concat(inputs[0], " plus ", inputs[1],
-                                 bias.pending.empty() ? "" : ", on one rank of each sum");
-                 },
-                 [&](const SumNode&) { return concat("sum of ", inputs[0], " over all dims but the last"); },
-                 [&](const AddNode&) { return concat(inputs[0], " plus ", inputs[1]); }},
-      node.operation);
+  return match(
+      node.operation,
+      [&](const MoveNode& move) {
+        std::vector<std::string> steps;
+        for (const Step& step : move.plan.steps) steps.push_back(step_op_name(step.op));
+        return concat("move ", inputs[0], " to ", move.plan.dst.placements_string(), ": ", join(steps));
+      },
+      [&](const MatmulNode& one) {
+        const auto text = [&](const auto& matmul) { return matmul_text(matmul, inputs); };
+        return concat(std::visit(text, one.matmul), ": ", schedule_text(one.schedule));
+      },
+      [&](const BiasNode& bias) {
+        return concat(inputs[0], " plus ", inputs[1], bias.pending.empty() ? "" : ", on one rank of each sum");
+      },
+      [&](const SumNode&) { return concat("sum of ", inputs[0], " over all dims but the last"); },
+      [&](const AddNode&) { return concat(inputs[0], " plus ", inputs[1]); });
 }
 
 }  // namespace
 
 const char* kind_name(const NodeOperation& operation) {
-  return std::visit(Overloaded{[](const MoveNode&) { return "move"; }, [](const MatmulNode&) { return "matmul"; },
-                               [](const BiasNode&) { return "bias"; }, [](const SumNode&) { return "sum"; },
-                               [](const AddNode&) { return "add"; }},
-                    operation);
+  return match(
+      operation, [](const MoveNode&) { return "move"; }, [](const MatmulNode&) { return "matmul"; },
+      [](const BiasNode&) { return "bias"; }, [](const SumNode&) { return "sum"; },
+      [](const AddNode&) { return "add"; });
 }
 
 int64_t predicted_picoseconds(const Dataflow& flow, const Node& node, const ProductContext& context) {
@@ -77,15 +70,14 @@ int64_t predicted_picoseconds(const Dataflow& flow, const Node& node, const Prod
     }
     return scaled(bytes, context.unmoved(flow.values[0].layout).topology.memory_ps_per_kib);
   };
-  return std::visit(
-      Overloaded{[](const MoveNode& move) { return predicted_picoseconds(move.plan); },
-                 [&](const MatmulNode& one) {
-                   const GemmModel& model = context.gemm_model(plan_of(one.matmul).src.dtype());
-                   return predict(one.matmul, one.schedule, model).total_ps;
-                 },
-                 [&](const BiasNode&) { return touched_ps(); }, [&](const SumNode&) { return touched_ps(); },
-                 [&](const AddNode&) { return touched_ps(); }},
-      node.operation);
+  return match(
+      node.operation, [](const MoveNode& move) { return predicted_picoseconds(move.plan); },
+      [&](const MatmulNode& one) {
+        const GemmModel& model = context.gemm_model(plan_of(one.matmul).src.dtype());
+        return predict(one.matmul, one.schedule, model).total_ps;
+      },
+      [&](const BiasNode&) { return touched_ps(); }, [&](const SumNode&) { return touched_ps(); },
+      [&](const AddNode&) { return touched_ps(); });
 }
 
 bool adds_bias(const BiasNode& node, const Mesh& mesh, int64_t position) {
