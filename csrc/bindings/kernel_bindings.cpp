@@ -46,7 +46,7 @@ void define_copies_and_sums(py::module_& m) {
 
 void define_gemm(py::module_& m) {
   using Place = std::array<int64_t, 3>;  // offset, row stride, column stride
-  const auto matrix = [](const Place& place) { return Matrix{0, place[0], place[1], place[2]}; };
+  const auto matrix = [](const Place& place) { return Matrix{kInputBuffer, place[0], place[1], place[2]}; };
   py::class_<Gemm>(m, "Gemm")
       .def(py::init([matrix](const std::array<int64_t, 3>& sizes, const Place& lhs, const Place& rhs, const Place& dst,
                              int64_t count, const std::array<int64_t, 3>& batch_strides, bool accumulates,
@@ -70,8 +70,8 @@ void define_gemm(py::module_& m) {
           "multiply_scaled",
           [](Gemm gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
              const at::Tensor& rhs_scale, at::Tensor dst, int sms_left, bool fast_accumulation) {
-            gemm.lhs_scale = Scale{0, 0, lhs_scale.numel() == 1 ? 0 : lhs_scale.stride(0)};
-            gemm.rhs_scale = Scale{0, 0, rhs_scale.numel() == 1 ? 0 : rhs_scale.stride(0)};
+            gemm.lhs_scale = Scale{kInputBuffer, 0, lhs_scale.numel() == 1 ? 0 : lhs_scale.stride(0)};
+            gemm.rhs_scale = Scale{kInputBuffer, 0, rhs_scale.numel() == 1 ? 0 : rhs_scale.stride(0)};
             multiply_scaled(gemm, lhs, rhs, lhs_scale, rhs_scale, dst, {sms_left, fast_accumulation});
           },
           py::arg("lhs"), py::arg("rhs"), py::arg("lhs_scale"), py::arg("rhs_scale"), py::arg("dst"),
