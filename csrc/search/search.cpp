@@ -122,6 +122,10 @@ class Search {
     make_nodes();
     while (true) {
       const int next = cheapest_open();
+      if (next < 0 && !goes_the_long_way_) {
+        go_the_long_way();
+        continue;
+      }
       if (next < 0) {
         throw UserError(concat("groups: no sequence of moves over the allowed sets of mesh dims leads from ",
                                src_.placements_string(), " to ", goal_.placements_string(), " on ",
@@ -266,11 +270,38 @@ class Search {
       Node& target = nodes_[to];
       const std::optional<Cost>& best = nodes_[kGoal].reached;
       if (best && *best <= so_far + target.to_go) break;
-      if (target.closed || !could_follow(state, target.state) || table_.takes_long(state, target.state)) continue;
-      if (!may_improve(to, so_far + least_of_move(state, target.state))) continue;
+      if (target.closed || !could_follow(state, target.state)) continue;
+      if (!may_improve(to, so_far + least_of_move(state, target.state)) || is_left_out(from, to)) continue;
       if (const auto move = table_.move(state, target.state, options_.groups)) {
         try_move(from, to, *move);
       }
+    }
+  }
+
+  // Moves that take long to work out are not thought of, unless there is no other way: then all that is due is reduced,
+  // and the last move may be such a one.
+  bool is_left_out(int from, int to) {
+    if (goes_the_long_way_ && holds_as_source(from) && (to == kGoal || holds_as_source(to))) return false;
+    return table_.takes_long(nodes_[from].state, nodes_[to].state);
+  }
+
+  bool holds_as_source(int node) const { return nodes_[node].state.lists == nodes_[kSource].state.lists; }
+
+  void go_the_long_way() {
+    goes_the_long_way_ = true;
+    MoveTable::State reduced = nodes_[kSource].state;
+    reduced.partial_dims = pending_;
+    const bool is_known =
+        std::any_of(nodes_.begin(), nodes_.end(), [&](const Node& node) { return node.state == reduced; });
+    if (!is_known) {
+      nearest_first_.insert(nearest_first_.begin(), static_cast<int>(nodes_.size()));
+      add_node(reduced);
+      nodes_.back().to_go = least_to_goal(reduced);
+    }
+    for (int i = 0; i < static_cast<int>(nodes_.size()); ++i) {
+      if (!nodes_[i].reached || !holds_as_source(i)) continue;
+      nodes_[i].closed = false;
+      open_.push({*nodes_[i].reached + nodes_[i].to_go, i});
     }
   }
 
@@ -358,6 +389,7 @@ class Search {
   Latency latency_;
   int64_t item_;
   std::vector<Node> nodes_;
+  bool goes_the_long_way_ = false;
   std::vector<int> nearest_first_;  // all but the source, by the least that is left to go
   using Open = std::pair<Cost, int>;
   std::priority_queue<Open, std::vector<Open>, std::greater<>> open_;
