@@ -5,10 +5,10 @@
 //   shardwright_planning_hunt "128,8 bfloat16 8,8192,16384 S(0),S(0) S(1)#1,S(1)#0 [nccl|gloo]" ...
 //
 // Meshes have one to five dims and at most --ranks ranks (4,096), tensors one to three dims with sizes as models have
-// them, even and uneven. With --on-meshes there are --cases pairs of even layouts and as many of uneven ones for each of
-// four meshes, up to 1,048,576 ranks, and a line of median and worst times for each. The seed is printed: the same seed
-// draws the same cases everywhere. Plans are made as `shardwright plan` makes them, with nothing kept from before; the
-// certificate is all that `Plan.certificate` holds, and its sentences. With cases named in arguments only those are
+// them, even and uneven. With --on-meshes there are --cases pairs of even layouts and as many of uneven ones for each
+// of four meshes, up to 1,048,576 ranks, and a line of median and worst times for each. The seed is printed: the same
+// seed draws the same cases everywhere. Plans are made as `shardwright plan` makes them, with nothing kept from before;
+// the certificate is all that `Plan.certificate` holds, and its sentences. With cases named in arguments only those are
 // timed. --list shows every case, not only the slow ones. #0, #1 after a shard is its place in the order of cuts.
 #include <algorithm>
 #include <chrono>
@@ -59,8 +59,8 @@ const std::vector<std::string> kOnceSlow{
     "64,128,128 bfloat16 8194,8194 S(1),P,P R,S(1),R",
 };
 
-// The meshes of --on-meshes. No plan or certificate on them is to take more than 50 ms, no certificate more than 1 ms in
-// the median.
+// The meshes of --on-meshes. No plan or certificate on them is to take more than 50 ms, no certificate more than 1 ms
+// in the median.
 const std::vector<std::vector<int64_t>> kMeshes{{4, 4, 4}, {8, 8, 16}, {8, 8, 16, 32}, {64, 128, 128}};
 
 std::vector<int64_t> parse_sizes(const std::string& text) {

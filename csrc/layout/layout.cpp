@@ -214,6 +214,9 @@ bool Layout::has_equal_parts() const {
   return true;
 }
 
+// Chunks are full ones first, then a short one, then empty ones, of every parent alike.
+int64_t Layout::largest_position() const { return 0; }
+
 std::vector<int64_t> Layout::local_shape_of_rank(int64_t rank) const {
   const std::optional<int64_t> position = mesh_->position_of(rank);
   return position ? local_shape(*position) : std::vector<int64_t>{0};

@@ -74,8 +74,10 @@ class Layout {
   // Whether all ranks hold parts of one size.
   bool has_equal_parts() const;
   std::vector<int64_t> local_shape(int64_t position) const { return shape_of(region(position)); }
-  // What position 0 holds: no other rank holds more.
-  int64_t largest_part_bytes() const { return shardwright::num_elements(region(0)) * dtype_.size_bytes(); }
+  // The first of the positions that hold the most.
+  int64_t largest_position() const;
+  int64_t largest_part_elements() const { return shardwright::num_elements(region(largest_position())); }
+  int64_t largest_part_bytes() const { return largest_part_elements() * dtype_.size_bytes(); }
   // Nothing is held by ranks outside the mesh: their local tensor has no elements, as in DTensor.
   std::vector<int64_t> local_shape_of_rank(int64_t rank) const;
 

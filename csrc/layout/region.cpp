@@ -102,6 +102,16 @@ IntervalList cut(const IntervalList& list, int64_t num_chunks, int64_t index, in
   return out;
 }
 
+int64_t cut_length(int64_t length, int64_t num_chunks, int64_t index, int64_t split_factor) {
+  if (length == 0) return 0;
+  const auto of_piece = [&](int64_t piece) {
+    const int64_t chunk = ceil_divide(piece, num_chunks);
+    return std::min((index + 1) * chunk, piece) - std::min(index * chunk, piece);
+  };
+  const int64_t piece = ceil_divide(length, split_factor);
+  return length / piece * of_piece(piece) + of_piece(length % piece);
+}
+
 std::vector<Piece> intersect(const IntervalList& a, const IntervalList& b) {
   std::vector<Piece> pieces;
   for_each_shared_run(a, b, [&](const Piece& piece) { pieces.push_back(piece); });

@@ -34,6 +34,8 @@ IntervalList subrange(const IntervalList& list, int64_t begin, int64_t end);
 // With split_factor f > 1, DTensor's _StridedShard: chunk into f pieces, chunk each piece into num_chunks, and take
 // chunk `index` of every piece.   cut([0,8), 2, 1, 2) = [2,4) [6,8)
 IntervalList cut(const IntervalList& list, int64_t num_chunks, int64_t index, int64_t split_factor = 1);
+// The length of that, from the length of the list.
+int64_t cut_length(int64_t length, int64_t num_chunks, int64_t index, int64_t split_factor = 1);
 
 // A run of indices that two lists share, with its place in each.
 struct Piece {

@@ -142,7 +142,7 @@ ExchangeTraffic::ExchangeTraffic(const Step& step)
     : step_(step), shared_(step.before, step.after), item_(step.before.dtype().size_bytes()) {
   if (step.sharing != Sharing::kNone || shared_.matchings().empty()) return;
   is_closed_ = true;
-  needed_ = sent_ = num_elements(step.after.region(0));
+  needed_ = sent_ = step.after.largest_part_elements();
   for (const Matching& matching : shared_.matchings()) {
     from_each_ *= matching.free();
     sources_ *= matching.sources();
@@ -164,6 +164,14 @@ Traffic ExchangeTraffic::at(int64_t position) const {
   for (const Matching::Common& tie : ties_with_replicas_) sends = sends && tie.agrees_at(mesh, position);
   return {(needed_ - own) * item_, (sends ? sent_ - own : 0) * item_,
           (sources_ - (own > 0 ? 1 : 0)) * std::min(step_.rounds, from_each_)};
+}
+
+std::optional<Traffic> ExchangeTraffic::at_most() const {
+  if (!is_closed_) return std::nullopt;
+  const bool some_share_nothing = !shared_.varying_dims().empty();
+  const int64_t own = some_share_nothing ? 0 : shared_.at(0);
+  return Traffic{(needed_ - own) * item_, (sent_ - own) * item_,
+                 (sources_ - (own > 0 ? 1 : 0)) * std::min(step_.rounds, from_each_)};
 }
 
 Traffic ExchangeTraffic::pairwise_at(int64_t position) const {
@@ -293,6 +301,16 @@ Traffic all_reduce_traffic(int64_t held, int64_t k, int64_t index, int64_t item_
   const int64_t chunk = (held + k - 1) / k;
   const int64_t chunks = held > 0 ? (held + chunk - 1) / chunk : 0;
   return {bytes, bytes, chunks - (own > 0 ? 1 : 0) + (own > 0 ? k - 1 : 0)};
+}
+
+int64_t index_in_group(const Mesh& mesh, int64_t position, MeshDimSet mesh_dims) {
+  if (!mesh.ranks_are_positions()) {
+    const std::vector<int64_t> group = mesh.group(position, mesh_dims);
+    return std::find(group.begin(), group.end(), position) - group.begin();
+  }
+  int64_t index = 0;
+  for (const int d : mesh_dims.to_vector()) index = index * mesh.dim_size(d) + mesh.coordinate(position, d);
+  return index;
 }
 
 Interval flat_chunk(int64_t n, int64_t k, int64_t index) {

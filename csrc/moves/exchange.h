@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <utility>
@@ -76,6 +77,11 @@ struct Traffic {
   int64_t received_bytes = 0;
   int64_t sent_bytes = 0;
   int64_t messages = 0;  // received
+
+  Traffic operator+(const Traffic& other) const {
+    return {received_bytes + other.received_bytes, sent_bytes + other.sent_bytes, messages + other.messages};
+  }
+  bool operator==(const Traffic& other) const = default;
 };
 
 // What ranks receive and send in an exchange, without a walk over their group unless its pairs matter.
@@ -84,8 +90,8 @@ class ExchangeTraffic {
   explicit ExchangeTraffic(const Step& step);
   Traffic at(int64_t position) const;
 
-  // The mesh dims whose coordinates at() depends on.
-  MeshDimSet varying_dims() const { return is_closed_ ? shared_.varying_dims() : MeshDimSet::from_bits(~0u); }
+  // What no rank has more of; nothing where digits do not say it.
+  std::optional<Traffic> at_most() const;
 
   // Whether each source serves all its receivers alike.
   bool has_equal_shares() const { return is_closed_; }
@@ -133,6 +139,9 @@ int64_t collectives_of(StepOp op, int64_t group_size, bool native);
 // Of one of k ranks that hold as many elements each and keep `kept`; the `index`-th by rank.
 Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t item_bytes);
 Traffic all_reduce_traffic(int64_t held, int64_t k, int64_t index, int64_t item_bytes, bool native);
+
+// The turn of a rank among those that differ from it in these mesh dims alone, by ascending rank.
+int64_t index_in_group(const Mesh& mesh, int64_t position, MeshDimSet mesh_dims);
 
 // Chunk of a flat range of n elements over k ranks: [index * ceil(n / k), ...).
 Interval flat_chunk(int64_t n, int64_t k, int64_t index);

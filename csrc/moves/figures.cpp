@@ -2,18 +2,27 @@
 
 #include <algorithm>
 
+#include "moves/extremes.h"
 #include "moves/move_table.h"
 #include "moves/traffic.h"
 
 namespace shardwright {
 namespace {
 
-// Over the ranks of position 0's group.
+// Over the classes of ranks in the group of first coordinates.
 StepFigures figures_by_walking(const Step& step, Backend backend) {
   StepFigures worst;
   const StepTraffic traffic(step, backend);
   const int64_t item = step.before.dtype().size_bytes();
-  for (const int64_t position : step.before.mesh().group(0, step.mesh_dims)) {
+  const Mesh& mesh = step.before.mesh();
+  RankClasses classes(mesh);
+  traffic.tell_apart(classes);
+  for (const int64_t position : classes.seen().positions) {
+    bool is_in_group = true;
+    for (int d = 0; d < mesh.ndim(); ++d) {
+      is_in_group = is_in_group && (step.mesh_dims.contains(d) || mesh.coordinate(position, d) == 0);
+    }
+    if (!is_in_group) continue;
     const Traffic one = traffic.at(position);
     worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);
     worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "moves/extremes.h"
 #include "moves/move_table.h"
 #include "moves/traffic.h"
 
@@ -70,8 +71,8 @@ Step shared_if_it_helps(Step step, Sharing sharing, const std::vector<MeshDimSet
   const ExchangeTraffic after(shared);
   int64_t worst_before = 0;
   int64_t worst_after = 0;
-  const bool sees_all = mesh.size() <= kMaxSharingGroup;
-  for (const int64_t position : sees_all ? seen_positions(mesh) : mesh.group(0, shared.mesh_dims)) {
+  const MeshDimSet looked_at = mesh.size() <= kMaxSharingGroup ? MeshDimSet::from_bits(~0u) : shared.mesh_dims;
+  for (const int64_t position : mesh.group(0, looked_at)) {
     worst_before = std::max(worst_before, before.at(position).sent_bytes);
     worst_after = std::max(worst_after, after.at(position).sent_bytes);
   }

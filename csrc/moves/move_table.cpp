@@ -3,13 +3,13 @@
 #include <algorithm>
 
 #include "moves/exchange.h"
+#include "moves/extremes.h"
 #include "moves/spans.h"
 #include "support/error.h"
 
 namespace shardwright {
 namespace {
 
-constexpr int kMaxDimsWithAllCorners = 5;
 // Of strided parts without digits, of all ranks.
 constexpr int64_t kMaxPiecesWalked = 4096;
 
@@ -28,26 +28,6 @@ void raise_to(StepFigures& worst, const Traffic& traffic) {
   worst.received_bytes = std::max(worst.received_bytes, traffic.received_bytes);
   worst.sent_bytes = std::max(worst.sent_bytes, traffic.sent_bytes);
   worst.messages = std::max(worst.messages, traffic.messages);
-}
-
-// The corners of a group: coordinates are first or last, which is where parts are largest and smallest and lie furthest
-// from each other. All of them for a few mesh dims; for many, those where all coordinates but one agree.
-std::vector<uint32_t> corners(MeshDimSet dims) {
-  std::vector<uint32_t> found;
-  if (dims.count() <= kMaxDimsWithAllCorners) {
-    uint32_t subset = 0;
-    do {
-      found.push_back(subset);
-      subset = (subset - dims.bits()) & dims.bits();
-    } while (subset != 0);
-    return found;
-  }
-  found = {0, dims.bits()};
-  for (const int d : dims.to_vector()) {
-    found.push_back(MeshDimSet::single(d).bits());
-    found.push_back((dims - MeshDimSet::single(d)).bits());
-  }
-  return found;
 }
 
 }  // namespace
@@ -193,8 +173,9 @@ StepFigures MoveTable::figures(const State& before, const State& after, const Mo
     return worst;
   }
   if (move.op == StepOp::kReduceScatter) {
-    for (const uint32_t corner : has_equal_parts(after) ? std::vector<uint32_t>{0} : corners(move.mesh_dims)) {
-      raise_to(worst, reduce_scatter_traffic(elements_at(before, corner), elements_at(after, corner), k, item_));
+    for (const MeshDimSet last : corners_of(has_equal_parts(after) ? MeshDimSet() : move.mesh_dims)) {
+      raise_to(worst,
+               reduce_scatter_traffic(elements_at(before, last.bits()), elements_at(after, last.bits()), k, item_));
     }
     return worst;
   }
@@ -242,8 +223,8 @@ StepFigures MoveTable::exchange_figures(const State& before, const State& after,
   }
   StepFigures worst;
   const MeshDimSet varying = move.mesh_dims & before.cut_dims;
-  for (const uint32_t corner : corners(move.mesh_dims)) {
-    raise_to(worst, exchange_traffic(before, after, varying, corner));
+  for (const MeshDimSet last : corners_of(move.mesh_dims)) {
+    raise_to(worst, exchange_traffic(before, after, varying, last.bits()));
   }
   return worst;
 }
@@ -305,7 +286,8 @@ MoveTable::Distance MoveTable::distance(const State& before, const State& after)
     distance.missing = std::max<int64_t>(after.elements - before.elements, 0);
     return distance;
   }
-  for (const uint32_t corner : corners(before.cut_dims | after.cut_dims)) {
+  for (const MeshDimSet last : corners_of(before.cut_dims | after.cut_dims)) {
+    const uint32_t corner = last.bits();
     int64_t own = 1;
     for (int t = 0; t < layout_.ndim(); ++t) own *= shares(t, before.lists[t], after.lists[t], {}, corner).own;
     distance.missing = std::max(distance.missing, elements_at(after, corner) - own);
@@ -397,7 +379,7 @@ const MoveTable::Shares& MoveTable::shares(int tensor_dim, int before, int after
     const List& a = lists_[tensor_dim][before];
     const List& b = lists_[tensor_dim][after];
     const int64_t n = layout_.shape()[tensor_dim];
-    const int64_t position = position_of(corner);
+    const int64_t position = corner_position(layout_.mesh(), MeshDimSet::from_bits(corner));
     std::optional<Matching> matching;
     if (a.digits && b.digits) matching = Matching::of(n, *a.digits, *b.digits);
     found->second = matching ? shares_by_digits(*matching, varying, position)
@@ -438,8 +420,8 @@ int64_t MoveTable::length_at(int tensor_dim, int list, uint32_t corner) {
   if (corner == 0) return first_length(tensor_dim, list);
   const auto [found, is_new] = lengths_.try_emplace(key(tensor_dim, list, 0, 0, corner), 0);
   if (is_new) {
-    found->second = length(
-        part_at(layout_.mesh(), layout_.shape()[tensor_dim], lists_[tensor_dim][list].cuts, position_of(corner)));
+    found->second = length(part_at(layout_.mesh(), layout_.shape()[tensor_dim], lists_[tensor_dim][list].cuts,
+                                   corner_position(layout_.mesh(), MeshDimSet::from_bits(corner))));
   }
   return found->second;
 }
@@ -448,13 +430,6 @@ int64_t MoveTable::elements_at(const State& state, uint32_t corner) {
   int64_t total = 1;
   for (int t = 0; t < layout_.ndim(); ++t) total *= length_at(t, state.lists[t], corner);
   return total;
-}
-
-int64_t MoveTable::position_of(uint32_t corner) const {
-  const Mesh& mesh = layout_.mesh();
-  int64_t position = 0;
-  for (const int d : MeshDimSet::from_bits(corner).to_vector()) position += (mesh.dim_size(d) - 1) * mesh.stride(d);
-  return position;
 }
 
 MoveTable::Key MoveTable::key(int tensor_dim, int before, int after, uint32_t varying, uint32_t corner) {

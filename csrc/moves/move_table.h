@@ -30,7 +30,7 @@ class MoveTable {
     std::vector<int> lists;  // by tensor dim
     MeshDimSet cut_dims;
     MeshDimSet partial_dims;
-    int64_t elements = 0;  // held at position 0, where parts are largest
+    int64_t elements = 0;  // held where parts are largest
     bool operator==(const State& other) const { return lists == other.lists && partial_dims == other.partial_dims; }
   };
 
@@ -64,7 +64,7 @@ class MoveTable {
   // False where `move` finds no slice; quick.
   bool may_be_slice(const State& before, const State& after) const;
   StepFigures figures(const State& before, const State& after, const Move& move);
-  // None of an exchange's figures is less: those at position 0. Nothing where it is no quicker to work out all.
+  // None of an exchange's figures is less: those of one corner. Nothing where it is no quicker to work out all.
   std::optional<StepFigures> least_figures(const State& before, const State& after, const Move& move);
 
   // What no sequence of moves from one state to another gets around, reductions that are due included.
@@ -78,7 +78,8 @@ class MoveTable {
   Distance distance(const State& before, const State& after);
 
  private:
-  using Key = std::array<uint32_t, 5>;  // tensor dim, lists before and after, mesh dims that vary, corner
+  // Tensor dim, lists before and after, mesh dims that vary; the corner, by its mesh dims that are last.
+  using Key = std::array<uint32_t, 5>;
   struct KeyHash {
     size_t operator()(const Key& key) const;
   };
@@ -115,7 +116,7 @@ class MoveTable {
   struct List {
     std::vector<Cut> cuts;
     MeshDimSet dims;
-    int64_t length = 0;  // of the part at position 0
+    int64_t length = 0;  // of the largest part, which is that of the first coordinates (moves/extremes.h)
     bool has_equal_parts = false;
     std::optional<std::vector<Digit>> digits;  // perhaps, if parts are equal
   };
@@ -135,8 +136,6 @@ class MoveTable {
   Shares shares_by_walking(int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after, MeshDimSet varying,
                            int64_t position) const;
   bool scatters(const State& before, const State& after, MeshDimSet reduced);
-  // The position whose coordinate is the last one on the mesh dims of `corner`, else the first.
-  int64_t position_of(uint32_t corner) const;
   static Key key(int tensor_dim, int before, int after, uint32_t varying = 0, uint32_t corner = 0);
 
   Layout layout_;

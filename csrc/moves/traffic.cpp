@@ -39,8 +39,7 @@ Traffic StepTraffic::at(int64_t position) const {
       const int64_t held = num_elements(step_.before.region(position));
       const int64_t k = mesh.group_size(step_.mesh_dims);
       if (is_native_) return all_reduce_traffic(held, k, 0, item, true);
-      const std::vector<int64_t> group = mesh.group(position, step_.mesh_dims);
-      const int64_t index = std::find(group.begin(), group.end(), position) - group.begin();
+      const int64_t index = index_in_group(mesh, position, step_.mesh_dims);
       Traffic traffic;
       for (int64_t round = 0; round < step_.rounds; ++round) {
         const Interval range = in_round({0, held}, round, step_.rounds);
@@ -55,35 +54,24 @@ Traffic StepTraffic::at(int64_t position) const {
   throw InvariantError("unknown step op");
 }
 
-MeshDimSet StepTraffic::varying_dims() const {
-  switch (step_.op) {
-    case StepOp::kSlice:
-    case StepOp::kPartition:
-    case StepOp::kZeroFill:
-      return {};
-    case StepOp::kReduceScatter:
-    case StepOp::kAllReduce:
-      if (!step_.before.has_equal_parts() || !step_.after.has_equal_parts()) return MeshDimSet::from_bits(~0u);
-      return step_.op == StepOp::kAllReduce && !is_native_ ? step_.mesh_dims : MeshDimSet();
-    default:
-      return exchange_.varying_dims();
-  }
+void StepTraffic::tell_apart(RankClasses& classes) const {
+  classes.add(step_);
+  if (step_.op != StepOp::kAllReduce || is_native_) return;
+  // The flat range goes in chunks, which differ where the ranks of the group do not divide it.
+  const int64_t chunks = step_.before.mesh().group_size(step_.mesh_dims) * step_.rounds;
+  const bool are_equal = step_.before.has_equal_parts() && step_.before.largest_part_elements() % chunks == 0;
+  if (!are_equal) classes.split_all(step_.mesh_dims);
+}
+
+std::optional<Traffic> StepTraffic::at_most() const {
+  if (!step_.before.has_equal_parts() || !step_.after.has_equal_parts()) return std::nullopt;
+  // The first of a group sums no smaller a chunk than any other.
+  if (step_.op == StepOp::kAllReduce && !is_native_ && !ranks_ascend(step_.before.mesh())) return std::nullopt;
+  if (step_.op == StepOp::kReduceScatter || step_.op == StepOp::kAllReduce) return at(0);
+  return exchange_.at_most();
 }
 
 namespace {
-
-// The positions to look at for figures that depend on the coordinates on `varying` alone, each of which stands for
-// `weight` ranks. If these are too many, the corners of the mesh, which stand for nobody else: weight 0.
-struct Sample {
-  std::vector<int64_t> positions;
-  int64_t weight = 0;
-};
-
-Sample sample(const Mesh& mesh, MeshDimSet varying) {
-  const int64_t count = mesh.group_size(varying);
-  if (count > kMaxRanksWalked) return {corner_positions(mesh), 0};
-  return {mesh.group(0, varying), mesh.size() / count};
-}
 
 int64_t held_by_all(const Layout& layout) {
   return layout.num_elements() * (layout.mesh().size() / layout.mesh().group_size(layout.cut_dims()));
@@ -96,7 +84,7 @@ std::optional<int64_t> received_by_all(const Step& step, Backend backend) {
   if (step.op == StepOp::kAllReduce) {
     if (!reduces_natively(step, backend)) return 2 * (k - 1) * (held_by_all(step.before) / k) * item;
     if (!step.before.has_equal_parts()) return std::nullopt;  // rounded rank by rank
-    return all_reduce_traffic(num_elements(step.before.region(0)), k, 0, item, true).received_bytes *
+    return all_reduce_traffic(step.before.largest_part_elements(), k, 0, item, true).received_bytes *
            step.before.mesh().size();
   }
   const std::optional<int64_t> kept = SharedElements(step.before, step.after).sum();
@@ -104,11 +92,16 @@ std::optional<int64_t> received_by_all(const Step& step, Backend backend) {
   return (held_by_all(step.after) - *kept) * item;
 }
 
-void add_rank(TrafficTotals& totals, const Traffic& traffic) {
-  totals.received_bytes_max = std::max(totals.received_bytes_max, traffic.received_bytes);
-  totals.received_bytes_sum += traffic.received_bytes;
-  totals.sent_bytes_max = std::max(totals.sent_bytes_max, traffic.sent_bytes);
-  totals.messages_max = std::max(totals.messages_max, traffic.messages);
+// Whether the ranks that were looked at have the most that any rank can have of each figure.
+bool reach(const TrafficTotals& totals, const std::vector<StepTraffic>& steps) {
+  Traffic most;
+  for (const StepTraffic& step : steps) {
+    const std::optional<Traffic> one = step.at_most();
+    if (!one) return false;
+    most = most + *one;
+  }
+  return totals.received_bytes_max == most.received_bytes && totals.sent_bytes_max == most.sent_bytes &&
+         totals.messages_max == most.messages;
 }
 
 }  // namespace
@@ -121,58 +114,37 @@ TrafficTotals totals(const Plan& plan) {
   const Mesh& mesh = plan.src.mesh();
   std::vector<StepTraffic> steps;
   steps.reserve(plan.steps.size());
-  MeshDimSet varying;
+  RankClasses classes(mesh);
   for (const Step& step : plan.steps) {
     if (is_local(step.op)) continue;
     steps.emplace_back(step, plan.backend);
-    varying = varying | steps.back().varying_dims();
+    steps.back().tell_apart(classes);
   }
-  const Sample seen = sample(mesh, varying);
+  const RanksSeen seen = classes.seen();
   TrafficTotals result;
   for (const StepTraffic& one : steps) result.steps += one.step().rounds;
   std::vector<int64_t> received_max(steps.size(), 0);
-  for (const int64_t p : seen.positions) {
+  for (size_t i = 0; i < seen.positions.size(); ++i) {
     Traffic all;
-    for (size_t i = 0; i < steps.size(); ++i) {
-      const Traffic traffic = steps[i].at(p);
-      received_max[i] = std::max(received_max[i], traffic.received_bytes);
-      all.received_bytes += traffic.received_bytes;
-      all.sent_bytes += traffic.sent_bytes;
-      all.messages += traffic.messages;
+    for (size_t s = 0; s < steps.size(); ++s) {
+      const Traffic traffic = steps[s].at(seen.positions[i]);
+      received_max[s] = std::max(received_max[s], traffic.received_bytes);
+      all = all + traffic;
     }
-    add_rank(result, all);
+    result.received_bytes_max = std::max(result.received_bytes_max, all.received_bytes);
+    result.received_bytes_sum += all.received_bytes * seen.weights[i];
+    result.sent_bytes_max = std::max(result.sent_bytes_max, all.sent_bytes);
+    result.messages_max = std::max(result.messages_max, all.messages);
   }
-  result.received_bytes_sum *= seen.weight;
-  if (seen.weight > 0) return result;
-  for (size_t i = 0; i < steps.size(); ++i) {
-    const std::optional<int64_t> sum = received_by_all(steps[i].step(), plan.backend);
+  if (seen.stand_for_all) return result;
+  result.received_bytes_sum = 0;
+  for (size_t s = 0; s < steps.size(); ++s) {
+    const std::optional<int64_t> sum = received_by_all(steps[s].step(), plan.backend);
     result.sum_is_exact = result.sum_is_exact && sum;
-    result.received_bytes_sum += sum ? *sum : received_max[i] * mesh.size();
+    result.received_bytes_sum += sum ? *sum : received_max[s] * mesh.size();
   }
+  result.maxima_are_exact = reach(result, steps);
   return result;
-}
-
-std::vector<int64_t> seen_positions(const Mesh& mesh) {
-  std::vector<int64_t> positions;
-  if (mesh.size() <= kMaxRanksWalked) {
-    for (int64_t p = 0; p < mesh.size(); ++p) positions.push_back(p);
-    return positions;
-  }
-  return corner_positions(mesh);
-}
-
-std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, size_t at_most) {
-  std::vector<int64_t> positions{0};
-  for (const int d : mesh_dims.to_vector()) {
-    const size_t count = positions.size();
-    if (d >= mesh.ndim() || mesh.dim_size(d) == 1 || 2 * count > at_most) continue;
-    for (size_t i = 0; i < count; ++i) positions.push_back(positions[i] + (mesh.dim_size(d) - 1) * mesh.stride(d));
-  }
-  return positions;
-}
-
-std::vector<int64_t> corner_positions(const Mesh& mesh) {
-  return corner_positions(mesh, MeshDimSet::from_bits(~0u), kMaxRanksWalked);
 }
 
 Bound lower_bound(const Layout& src, const Layout& dst) {
@@ -185,14 +157,17 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
     if (!zero_filled.empty()) return bound;  // a rank may hold any share of the value, so nothing must travel
     const SharedElements shared(src, dst);
     const bool has_equal_parts = !shared.matchings().empty();
-    const int64_t first = num_elements(dst.region(0));
-    const Sample seen = sample(mesh, shared.varying_dims());
-    for (const int64_t p : seen.positions) {
-      const int64_t missing = (has_equal_parts ? first : num_elements(dst.region(p))) - shared.at(p);
+    const int64_t most = dst.largest_part_elements();
+    RankClasses classes(mesh);
+    classes.add(src, dst);
+    const RanksSeen seen = classes.seen();
+    for (size_t i = 0; i < seen.positions.size(); ++i) {
+      const int64_t p = seen.positions[i];
+      const int64_t missing = (has_equal_parts ? most : num_elements(dst.region(p))) - shared.at(p);
       bound.bytes_max = std::max(bound.bytes_max, missing * item);
-      bound.bytes_sum += missing * item * seen.weight;
+      bound.bytes_sum += missing * item * seen.weights[i];
     }
-    if (seen.weight == 0) {
+    if (!seen.stand_for_all) {
       const std::optional<int64_t> kept = shared.sum();
       bound.bytes_sum = kept ? (held_by_all(dst) - *kept) * item : bound.bytes_max;
     }

@@ -1,11 +1,12 @@
 // What moves send and receive: exact counts for one rank, totals over all, and what no plan can go below.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "moves/exchange.h"
+#include "moves/extremes.h"
 #include "moves/plan.h"
 
 namespace shardwright {
@@ -15,8 +16,10 @@ class StepTraffic {
  public:
   StepTraffic(const Step& step, Backend backend);
   Traffic at(int64_t position) const;
-  // The mesh dims whose coordinates at() depends on.
-  MeshDimSet varying_dims() const;
+  // By what at() depends on.
+  void tell_apart(RankClasses& classes) const;
+  // What no rank has more of; nothing where parts are unequal.
+  std::optional<Traffic> at_most() const;
   const Step& step() const { return step_; }
 
  private:
@@ -34,18 +37,13 @@ struct TrafficTotals {
   int64_t messages_max = 0;
   int64_t steps = 0;  // those that communicate, rounds counted
   bool sum_is_exact = true;
+  bool maxima_are_exact = true;
 };
 
 // Of one step, and of the whole plan (maxima are of ranks' sums over steps). Ranks are told apart by the coordinates
-// that their figures depend on; where these have up to kMaxRanksWalked combinations, all are looked at. For more,
-// maxima are taken over the corners of the mesh, and the sum is worked out without a walk, or else is an upper bound:
-// then sum_is_exact is false.
-constexpr int64_t kMaxRanksWalked = 4096;
-std::vector<int64_t> seen_positions(const Mesh& mesh);
-// The positions in position 0's group over `mesh_dims` whose coordinates are first or last: of the first mesh dims,
-// where all would be more than `at_most`.
-std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, size_t at_most);
-std::vector<int64_t> corner_positions(const Mesh& mesh);
+// that their figures depend on (moves/extremes.h); of up to kMaxRanksWalked classes one rank each is looked at, and all
+// is exact. For more, maxima are those of outermost and boundary coordinates: exact where no rank can have more, else
+// lower bounds. The sum is worked out without a walk, or else is an upper bound.
 TrafficTotals totals(const Step& step, Backend backend);
 TrafficTotals totals(const Plan& plan);
 

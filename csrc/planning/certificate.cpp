@@ -47,11 +47,24 @@ std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
                 ", predicted ", microseconds_text(predicted_picoseconds(plan)));
 }
 
-// Why more is received than must be: what the plan of fewest bytes would take instead.
-std::string about_bytes(const Plan& plan, const Certificate& certificate) {
+// The plan of fewest bytes. One move that meets the bound is that, without a search.
+Plan leanest_plan(const Plan& plan, const Bound& bound) {
   PlanOptions options{plan.backend, Objective::kBytes, false, plan.topology};
   for (const Step& step : plan.steps) options.ordered = options.ordered || step.ordered;
-  const Plan leanest = make_plan(plan.src, plan.dst, options);
+  if (plan.src.partial_dims() == plan.dst.partial_dims()) {
+    if (const std::optional<Step> step = move_between(plan.src, plan.dst)) {
+      Plan direct{plan.src, plan.dst, plan.backend, Objective::kBytes, plan.topology, false, {}};
+      direct.steps.push_back(named_by_collective(shared_if_it_helps(*step, Sharing::kBytes, {})));
+      const TrafficTotals traffic = totals(direct);
+      if (traffic.maxima_are_exact && traffic.received_bytes_max <= bound.bytes_max) return direct;
+    }
+  }
+  return make_plan(plan.src, plan.dst, options);
+}
+
+// Why more is received than must be: what the plan of fewest bytes would take instead.
+std::string about_bytes(const Plan& plan, const Certificate& certificate) {
+  const Plan leanest = leanest_plan(plan, certificate.received);
   const TrafficTotals theirs = totals(leanest);
   const TrafficTotals& ours = certificate.traffic;
   const std::string received =
@@ -64,14 +77,16 @@ std::string about_bytes(const Plan& plan, const Certificate& certificate) {
 
 }  // namespace
 
-Certificate certify(const Plan& plan, int64_t peak_bytes) {
+Certificate certify(const Plan& plan, const PeakBytes& peak_bytes) {
   return certify(plan, totals(plan), lower_bound(plan.src, plan.dst), peak_bytes);
 }
 
-Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound& received, int64_t peak_bytes) {
+Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound& received,
+                    const PeakBytes& peak_bytes) {
   Certificate certificate;
   certificate.traffic = traffic;
-  certificate.peak_bytes = peak_bytes;
+  certificate.peak_bytes = peak_bytes.bytes;
+  certificate.peak_is_exact = peak_bytes.is_exact;
   certificate.predicted_ps = predicted_picoseconds(plan);
   certificate.replicas_are_bitwise_equal = keeps_replicas_equal(plan);
   certificate.received = received;
@@ -132,6 +147,13 @@ std::vector<std::string> remarks(const Plan& plan, const Certificate& certificat
   if (certificate.predicted_ps > certificate.least_ps) {
     sentences.push_back(concat("predicted ", times_text(certificate.predicted_ps, certificate.least_ps),
                                " the least time that is proved for any plan"));
+  }
+  if (!traffic.maxima_are_exact) {
+    sentences.push_back(
+        "bytes and messages of the worst rank are those of the outermost ranks; the mesh is too large to look at all");
+  }
+  if (!certificate.peak_is_exact) {
+    sentences.push_back("peak memory is that of the outermost ranks; the mesh is too large to look at all");
   }
   if (!certificate.replicas_are_bitwise_equal) {
     sentences.push_back(

@@ -7,12 +7,14 @@
 
 #include "moves/plan.h"
 #include "moves/traffic.h"
+#include "program/memory.h"
 
 namespace shardwright {
 
 struct Certificate {
   TrafficTotals traffic;
   int64_t peak_bytes = 0;
+  bool peak_is_exact = true;  // else some rank may allocate more
   int64_t predicted_ps = 0;
   // Replicas of a reduced element hold the same bits: it is reduced in one group and then shared, or in the same order
   // everywhere. Only what is reduced can differ.
@@ -35,9 +37,9 @@ struct Figure {
 std::vector<Figure> figures_of(const Certificate& certificate);
 
 // `peak_bytes`: of the program of the worst rank (planning/fit.h).
-Certificate certify(const Plan& plan, int64_t peak_bytes);
+Certificate certify(const Plan& plan, const PeakBytes& peak_bytes);
 // With totals and bound of the plan that are known already.
-Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound& received, int64_t peak_bytes);
+Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound& received, const PeakBytes& peak_bytes);
 
 // A sentence for each bound that is not met, and for what the plan cannot promise. Plans once more, for comparison.
 std::vector<std::string> remarks(const Plan& plan, const Certificate& certificate);

@@ -18,13 +18,14 @@ const Bound& CertifiedPlan::bound() const {
 
 int64_t CertifiedPlan::peak_bytes() const {
   const std::lock_guard lock(mutex_);
-  if (!peak_bytes_) peak_bytes_ = shardwright::peak_bytes(plan_);
-  return *peak_bytes_;
+  if (!peak_bytes_) peak_bytes_ = worst_peak_bytes(plan_);
+  return peak_bytes_->bytes;
 }
 
 const Certificate& CertifiedPlan::certificate() const {
   const std::lock_guard lock(mutex_);
-  if (!certificate_) certificate_ = certify(plan_, traffic(), bound(), peak_bytes());
+  peak_bytes();
+  if (!certificate_) certificate_ = certify(plan_, traffic(), bound(), *peak_bytes_);
   return *certificate_;
 }
 

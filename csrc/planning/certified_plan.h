@@ -32,7 +32,7 @@ class CertifiedPlan {
   mutable std::recursive_mutex mutex_;
   mutable std::optional<TrafficTotals> traffic_;
   mutable std::optional<Bound> bound_;
-  mutable std::optional<int64_t> peak_bytes_;
+  mutable std::optional<PeakBytes> peak_bytes_;
   mutable std::optional<Certificate> certificate_;
   mutable std::optional<std::vector<std::string>> remarks_;
 };

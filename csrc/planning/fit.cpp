@@ -5,6 +5,7 @@
 
 #include "cost/cost.h"
 #include "moves/exchange.h"
+#include "moves/extremes.h"
 #include "moves/figures.h"
 #include "moves/traffic.h"
 #include "planning/serialize.h"
@@ -46,19 +47,11 @@ int64_t peak_at_most(const Plan& plan) {
   return peak;
 }
 
-// With a limit that was asked for, every rank counts; else the corners of the mesh stand for large ones.
+// With a limit that was asked for, more classes of ranks are looked at.
 constexpr int64_t kMaxRanksCounted = 64;
 
 std::vector<int64_t> peaks_by_step(const Plan& plan, bool of_all) {
-  const Mesh& mesh = plan.src.mesh();
-  std::vector<int64_t> worst(plan.steps.size(), 0);
-  ProgramMemory memory(plan);
-  for (const int64_t position :
-       of_all || mesh.size() <= kMaxRanksCounted ? seen_positions(mesh) : corner_positions(mesh)) {
-    const std::vector<int64_t> peaks = memory.peak_bytes_by_step(position);
-    for (size_t i = 0; i < peaks.size(); ++i) worst[i] = std::max(worst[i], peaks[i]);
-  }
-  return worst;
+  return ProgramMemory(plan).worst_peak_bytes_by_step(of_all ? kMaxRanksWalked : kMaxRanksCounted).bytes;
 }
 
 int64_t largest(const std::vector<int64_t>& peaks) {
@@ -85,7 +78,7 @@ std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool of_all) {
       Step& step = plan.steps[i];
       if (peaks[i] < best[i].peak) best[i] = {peaks[i], step.rounds};
       if (best[i].is_final || best[i].peak <= limit || !may_go_in_rounds(step, plan.backend)) continue;
-      const int64_t most = std::min(kMostRounds, std::max<int64_t>(num_elements(step.after.region(0)), 1));
+      const int64_t most = std::min(kMostRounds, std::max<int64_t>(step.after.largest_part_elements(), 1));
       // The second round may cost what it saves: the result is there already while it runs.
       best[i].is_final = step.rounds >= most || (step.rounds > 2 && peaks[i] >= previous[i]);
       step.rounds = best[i].is_final ? best[i].rounds : std::min(2 * step.rounds, most);
@@ -111,7 +104,12 @@ Ranking ranking_of(const Plan& plan) {
 
 }  // namespace
 
-int64_t peak_bytes(const Plan& plan) { return largest(peaks_by_step(plan, true)); }
+PeakBytes worst_peak_bytes(const Plan& plan) {
+  const ProgramMemory::Worst worst = ProgramMemory(plan).worst_peak_bytes_by_step(kMaxRanksWalked);
+  return {largest(worst.bytes), worst.is_exact};
+}
+
+int64_t peak_bytes(const Plan& plan) { return worst_peak_bytes(plan).bytes; }
 
 Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& options,
                       std::optional<int64_t> memory_limit) {

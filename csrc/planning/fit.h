@@ -5,12 +5,14 @@
 #include <optional>
 
 #include "moves/plan.h"
+#include "program/memory.h"
 #include "search/options.h"
 
 namespace shardwright {
 
-// What the program of the worst rank allocates: its result and temporaries. Of meshes of more than kMaxRanksWalked
-// ranks the corners are looked at.
+// What the program of the worst rank allocates: its result and temporaries. Of more than kMaxRanksWalked classes of
+// ranks the outermost and boundary ones are looked at, and the figure may then be too low: is_exact is false.
+PeakBytes worst_peak_bytes(const Plan& plan);
 int64_t peak_bytes(const Plan& plan);
 
 // The plan with the least cost among those found whose peak_bytes are at most `memory_limit`: steps go in rounds, keep

@@ -5,83 +5,17 @@
 #include <map>
 #include <optional>
 
+#include "moves/extremes.h"
 #include "program/builder.h"
 #include "program/pairs.h"
+#include "program/sketch.h"
 
 namespace shardwright {
 
 namespace {
 
-constexpr int kNoBuffer = -1;
-
-// A program as far as memory is concerned: the sizes of its buffers, and which of them each instruction names.
-class Sketch {
- public:
-  Sketch() : buffers_(1) {}  // the input, which belongs to the caller
-
-  void begin_step() { ++num_steps_; }
-
-  int new_buffer(int64_t count) {
-    buffers_.push_back({count});
-    return static_cast<int>(buffers_.size()) - 1;
-  }
-  int64_t count_of(int buffer) const { return buffers_[buffer].count; }
-
-  void emit(std::initializer_list<int> named) {
-    for (const int buffer : named) {
-      if (buffer == kNoBuffer) continue;
-      if (buffers_[buffer].first < 0) buffers_[buffer].first = static_cast<int>(steps_.size());
-      buffers_[buffer].last = static_cast<int>(steps_.size());
-    }
-    steps_.push_back(num_steps_ - 1);
-  }
-
-  // Elements, by step. `output` lives to the end.
-  std::vector<int64_t> peaks(int output) const {
-    std::vector<int64_t> changes(steps_.size() + 1, 0);
-    for (size_t b = 1; b < buffers_.size(); ++b) {
-      const Buffer& buffer = buffers_[b];
-      if (buffer.first < 0) continue;
-      changes[buffer.first] += buffer.count;
-      if (static_cast<int>(b) != output) changes[buffer.last + 1] -= buffer.count;
-    }
-    std::vector<int64_t> peaks(num_steps_, 0);
-    int64_t live = 0;
-    for (size_t i = 0; i < steps_.size(); ++i) {
-      live += changes[i];
-      peaks[steps_[i]] = std::max(peaks[steps_[i]], live);
-    }
-    return peaks;
-  }
-
- private:
-  struct Buffer {
-    int64_t count = 0;
-    int first = -1;  // instructions that name it
-    int last = -1;
-  };
-  std::vector<Buffer> buffers_;
-  std::vector<int> steps_;  // by instruction
-  int num_steps_ = 0;
-};
-
-// As first_of_run in builder.h: whether loads lie one behind the other.
-class RunOfLoads {
- public:
-  void add(int64_t count, int64_t first, bool is_run) {
-    if (count == 0) return;
-    is_run_ = is_run_ && is_run && (next_ < 0 || first == next_);
-    next_ = first + count;
-    total_ += count;
-  }
-  bool is_run() const { return is_run_; }
-  int64_t total() const { return total_; }
-
- private:
-  bool is_run_ = true;
-  int64_t next_ = -1;
-  int64_t total_ = 0;
-};
+// The members of larger groups send messages to those they have something for, whoever these are (pairs.cpp).
+constexpr int64_t kMaxGroupListed = 512;
 
 // What one rank sends and receives in one round, by member of the group.
 struct Loads {
@@ -102,6 +36,31 @@ class StepMemory {
         is_native_(reduces_natively(step, plan.backend)),
         pairs_(step),
         traffic_(step) {}
+
+  // Takes apart the ranks that need different amounts.
+  void tell_apart(RankClasses& classes) const {
+    const bool is_reduction = step_.op == StepOp::kReduceScatter || step_.op == StepOp::kAllReduce;
+    const bool moves = !is_local(step_.op) && !is_reduction;
+    const bool is_gather = step_.op == StepOp::kAllGather;
+    const bool may_be_in_order = backend_ != Backend::kNccl || !is_gather;
+    const bool lists_members = is_gather || step_.before.mesh().group_size(step_.mesh_dims) <= kMaxGroupListed;
+    classes.add(step_, moves && may_be_in_order && lists_members);
+    // Ranks are connected, and stand in order, by what each of them has for whom.
+    const bool some_meet = backend_ != Backend::kNccl && !named_groups_only_ && !is_gather && !pairs_.all_meet_alike();
+    if (moves && some_meet && lists_members) classes.split_all(step_.mesh_dims);
+    // Every group has an order of its own.
+    if (!is_local(step_.op) && !ranks_ascend(step_.before.mesh())) classes.split_all(MeshDimSet::from_bits(~0u));
+  }
+
+  // Nothing where the peak depends on more than what the rank sends and receives.
+  std::optional<Traffic> traffic_that_decides(int64_t position) const {
+    const bool exchanges =
+        step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;
+    const bool by_messages = step_.before.mesh().group_size(step_.mesh_dims) > kMaxGroupListed;
+    if (!exchanges || !by_messages || !pairs_.all_look_alike()) return std::nullopt;
+    return traffic_.at(position);
+  }
+  std::optional<Traffic> traffic_at_most() const { return traffic_.at_most(); }
 
   void write(Sketch& sketch, int64_t position, int current, int next) {
     switch (step_.op) {
@@ -132,78 +91,125 @@ class StepMemory {
     if (own > 0) sketch.emit({current, next});
   }
 
+  // The members are listed only where what is done depends on them one by one.
   void data_move(Sketch& sketch, int64_t position, int current, int next) {
-    Group& group = pairs_.group(position);
+    const bool lists_members = step_.op != StepOp::kAllGather || step_.sharing != Sharing::kNone;
+    const bool is_large = pairs_.around(position).size > kMaxGroupListed;
+    Group& group = lists_members && !is_large ? pairs_.group(position) : pairs_.around(position);
     const size_t me = StepPairs::index_of(group, position);
     const DataMovePlan plan = way_of(pairs_, group, me, backend_, named_groups_only_);
     switch (plan.way) {
       case DataMoveWay::kNativeGather:
-        return native_all_gather(sketch, group, me, current, next);
-      case DataMoveWay::kAllToAll:
-        return all_to_all(sketch, group, me, plan.partners, current, next);
+        return native_all_gather(sketch, position, current, next);
+      case DataMoveWay::kAllToAll: {
+        const Group& listed = pairs_.group(position);
+        std::vector<int64_t> partners;
+        for (const size_t member : plan.partners) partners.push_back(listed.positions[member]);
+        return all_to_all(sketch, listed, position, partners.empty() ? listed.positions : partners, current, next);
+      }
       case DataMoveWay::kMessages:
-        return messages(sketch, group, me, position, current, next);
+        return messages(sketch, group, position, current, next);
       case DataMoveWay::kLocal:
-        return copy_own(sketch, pairs_.own(group, me).count, current, next);
+        return copy_own(sketch, pairs_.own(position).count, current, next);
     }
   }
 
-  void native_all_gather(Sketch& sketch, const Group& group, size_t me, int current, int next) {
-    const auto [found, is_new] = gathers_in_place_.try_emplace(group.positions[0], true);
-    const int64_t n = pairs_.num_held(group, me);
-    const size_t k = group.positions.size();
-    if (is_new) {
-      for (size_t m = 0; m < k && found->second; ++m) {
-        const Load load = pairs_.share(group, m, me).in_round(0);
-        found->second = load.is_run_needed && load.first_needed == static_cast<int64_t>(m) * n;
+  // Whether the parts of the group lie one behind the other, in its order, in what each of it needs.
+  bool gathers_in_place(int64_t position, int64_t n) {
+    const Group& group = pairs_.around(position);
+    const auto [found, is_new] = gathers_in_place_.try_emplace(group.least, true);
+    if (!is_new) return found->second;
+    const auto lies_at = [&](int64_t member, int64_t first) {
+      const Load load = pairs_.share(member, position).in_round(0);
+      return load.is_run_needed && load.first_needed == first;
+    };
+    const Mesh& mesh = step_.before.mesh();
+    if (pairs_.all_look_alike() && mesh.ranks_are_positions()) {
+      // Where parts are equal the place of one is linear in its coordinates.
+      int64_t turn = 1;
+      for (int d = mesh.ndim() - 1; d >= 0; --d) {
+        if (!step_.mesh_dims.contains(d) || mesh.dim_size(d) == 1) continue;
+        found->second = found->second && lies_at(group.least + mesh.stride(d), turn * n);
+        turn *= mesh.dim_size(d);
       }
+      return found->second;
     }
-    if (found->second) {
+    const std::vector<int64_t>& members = pairs_.group(position).positions;
+    for (size_t m = 0; m < members.size() && found->second; ++m) {
+      found->second = lies_at(members[m], static_cast<int64_t>(m) * n);
+    }
+    return found->second;
+  }
+
+  void native_all_gather(Sketch& sketch, int64_t position, int current, int next) {
+    const int64_t n = pairs_.num_held(position);
+    const int64_t k = pairs_.around(position).size;
+    if (gathers_in_place(position, n)) {
       sketch.emit({current, next});
       return sketch.emit({current, next});
     }
-    const int staging = sketch.new_buffer(n * static_cast<int64_t>(k));
+    const int staging = sketch.new_buffer(n * k);
     sketch.emit({current, staging});
-    copy_own(sketch, pairs_.own(group, me).count, current, next);
+    copy_own(sketch, pairs_.own(position).count, current, next);
     sketch.emit({current, staging});
     if (k > 1) sketch.emit({staging, next});
   }
 
-  void all_to_all(Sketch& sketch, const Group& group, size_t me, const std::vector<size_t>& partners, int current,
-                  int next) {
-    const size_t k = partners.empty() ? group.positions.size() : partners.size();
-    const auto member = [&](size_t m) { return partners.empty() ? m : partners[m]; };
-    const Load own = pairs_.own(group, me);
-    const bool is_gather = step_.op == StepOp::kAllGather;  // then all members need the same
-    const auto [gathered, is_new] = gathered_.try_emplace(is_gather ? group.positions[0] : -1);
-    std::vector<Transfer>& receives = gathered->second;
-    if (!is_gather || is_new) {
-      receives.clear();
-      for (size_t m = 0; m < k; ++m) receives.push_back(pairs_.transfer(group, member(m), me));
+  // The loads of a rank in one round, own part included or not.
+  struct BothLoads {
+    Loads without;
+    Loads with;
+
+    bool is_some_run() const {
+      return without.sent.is_run() || without.received.is_run() || with.sent.is_run() || with.received.is_run();
     }
-    std::vector<Transfer> sends;
-    for (size_t m = 0; m < (is_gather ? 1 : k); ++m) sends.push_back(pairs_.transfer(group, me, member(m)));
-    for (int64_t round = 0; round < step_.rounds; ++round) {
-      Loads without;
-      Loads with;
-      for (size_t m = 0; m < k; ++m) {
-        if (member(m) == me) {
-          with.sent.add(own.count, own.first_held, own.is_run_held);
-          with.received.add(own.count, own.first_needed, own.is_run_needed);
-          continue;
-        }
-        const Load sent = sends[is_gather ? 0 : m].in_round(round);
-        const Load received = receives[m].in_round(round);
-        for (Loads* loads : {&without, &with}) {
-          loads->sent.add(sent.count, sent.first_held, sent.is_run_held);
-          loads->received.add(received.count, received.first_needed, received.is_run_needed);
-        }
+  };
+
+  void add_peer(BothLoads& loads, const Load& sent, const Load& received, bool is_self) const {
+    for (Loads* some : {&loads.without, &loads.with}) {
+      if (is_self && some == &loads.without) continue;
+      some->sent.add(sent.count, sent.first_held, sent.is_run_held);
+      some->received.add(received.count, received.first_needed, received.is_run_needed);
+    }
+  }
+
+  // With one round, no further than some of them may be runs: then the totals are what the rank exchanges in all.
+  BothLoads loads_in_order(const Group& group, int64_t position, const std::vector<int64_t>& partners, int64_t round) {
+    const bool is_gather = step_.op == StepOp::kAllGather;  // then a rank sends all members the same
+    BothLoads loads;
+    const Load own = pairs_.own(position);
+    std::optional<Transfer> sends;
+    for (const int64_t member : partners) {
+      if (member == position) {
+        add_peer(loads, own, own, true);
+        continue;
       }
+      if (!sends || !is_gather) sends = pairs_.transfer(group, position, member);
+      const Transfer received = pairs_.transfer(group, member, position);
+      add_peer(loads, sends->in_round(round), received.in_round(round), false);
+      if (step_.rounds == 1 && !loads.is_some_run()) break;
+    }
+    if (step_.rounds == 1) {
+      const Traffic traffic = traffic_.at(position);
+      const int64_t item = step_.before.dtype().size_bytes();
+      loads.without.sent.set_total(traffic.sent_bytes / item);
+      loads.without.received.set_total(traffic.received_bytes / item);
+      loads.with.sent.set_total(traffic.sent_bytes / item + own.count);
+      loads.with.received.set_total(traffic.received_bytes / item + own.count);
+    }
+    return loads;
+  }
+
+  void all_to_all(Sketch& sketch, const Group& group, int64_t position, const std::vector<int64_t>& partners,
+                  int current, int next) {
+    const Load own = pairs_.own(position);
+    for (int64_t round = 0; round < step_.rounds; ++round) {
+      const BothLoads both = loads_in_order(group, position, partners, round);
       const auto packed = [](const Loads& loads) {
         return (loads.sent.is_run() ? 0 : loads.sent.total()) + (loads.received.is_run() ? 0 : loads.received.total());
       };
-      const bool carries_own = step_.rounds == 1 && packed(with) < packed(without) + own.count;
-      const Loads& loads = carries_own ? with : without;
+      const bool carries_own = step_.rounds == 1 && packed(both.with) < packed(both.without) + own.count;
+      const Loads& loads = carries_own ? both.with : both.without;
       const int from = loads.sent.is_run() ? current : sketch.new_buffer(loads.sent.total());
       const int to = loads.received.is_run() ? next : sketch.new_buffer(loads.received.total());
       if (from != current) sketch.emit({current, from});
@@ -231,21 +237,21 @@ class StepMemory {
     }
   };
 
-  void messages(Sketch& sketch, Group& group, size_t me, int64_t position, int current, int next) {
+  void messages(Sketch& sketch, const Group& group, int64_t position, int current, int next) {
     std::vector<Packed> rounds(step_.rounds);
     if (pairs_.all_look_alike()) {
-      add_equal_shares(rounds, group, me, position);
+      add_equal_shares(rounds, position);
     } else {
-      for (const auto& [transfer, times] : pairs_.sends(group, me)) {
+      for (const auto& [transfer, times] : pairs_.sends(group, position)) {
         for (int64_t round = 0; round < step_.rounds; ++round) rounds[round].add_sent(transfer.in_round(round), times);
       }
-      for (const auto& [transfer, times] : pairs_.receives(group, me)) {
+      for (const auto& [transfer, times] : pairs_.receives(group, position)) {
         for (int64_t round = 0; round < step_.rounds; ++round) {
           rounds[round].add_received(transfer.in_round(round), times);
         }
       }
     }
-    const int64_t own = pairs_.own(group, me).count;
+    const int64_t own = pairs_.own(position).count;
     for (int64_t round = 0; round < step_.rounds; ++round) {
       const Packed& packed = rounds[round];
       const int sending = packed.sent > 0 ? sketch.new_buffer(packed.sent) : kNoBuffer;
@@ -261,19 +267,13 @@ class StepMemory {
   }
 
   // Where digits say it all, what goes between two ranks looks alike for all pairs that have something to say.
-  void add_equal_shares(std::vector<Packed>& rounds, const Group& group, size_t me, int64_t position) {
+  void add_equal_shares(std::vector<Packed>& rounds, int64_t position) {
     const Traffic traffic = traffic_.at(position);
     if (traffic.received_bytes == 0 && traffic.sent_bytes == 0) return;
-    for (size_t m = 0; m < group.positions.size() && !equal_share_; ++m) {
-      if (m == me) continue;
-      const Transfer sent = pairs_.transfer(group, me, m);
-      const Transfer received = pairs_.transfer(group, m, me);
-      if (sent.count() > 0) equal_share_ = sent;
-      if (received.count() > 0) equal_share_ = received;
-    }
-    const int64_t share_bytes = equal_share_->count() * step_.before.dtype().size_bytes();
+    const Transfer& share = pairs_.any_transfer(position);
+    const int64_t share_bytes = share.count() * step_.before.dtype().size_bytes();
     for (int64_t round = 0; round < step_.rounds; ++round) {
-      const Load load = equal_share_->in_round(round);
+      const Load load = share.in_round(round);
       rounds[round].add_sent(load, traffic.sent_bytes / share_bytes);
       rounds[round].add_received(load, traffic.received_bytes / share_bytes);
     }
@@ -285,12 +285,22 @@ class StepMemory {
     std::vector<bool> is_even;
   };
 
-  const Scattering& scattering(const Group& group, size_t me) {
-    const auto [found, is_new] = scatterings_.try_emplace(group.positions[0]);
+  const Scattering& scattering(int64_t position) {
+    const auto [found, is_new] = scatterings_.try_emplace(pairs_.around(position).least);
     Scattering& scattering = found->second;
     if (!is_new) return scattering;
+    const std::vector<int64_t>& members = pairs_.group(position).positions;
+    if (step_.rounds == 1) {  // no further than the parts may lie one behind the other
+      RunOfLoads loads;
+      for (size_t m = 0; m < members.size() && loads.is_run(); ++m) {
+        const Load load = pairs_.share(position, members[m]).in_round(0);
+        loads.add(load.count, load.first_held, load.is_run_held);
+      }
+      loads.set_total(pairs_.num_held(position));
+      return scattering = {{loads}, {pairs_.need_equally(position)}};
+    }
     std::vector<Transfer> parts;
-    for (size_t m = 0; m < group.positions.size(); ++m) parts.push_back(pairs_.share(group, me, m));
+    for (const int64_t member : members) parts.push_back(pairs_.share(position, member));
     for (int64_t round = 0; round < step_.rounds; ++round) {
       RunOfLoads loads;
       bool is_even = true;
@@ -307,12 +317,10 @@ class StepMemory {
   }
 
   void reduce_scatter(Sketch& sketch, int64_t position, int current, int next) {
-    const Group& group = pairs_.group(position);
-    const size_t me = StepPairs::index_of(group, position);
-    const int64_t held = pairs_.num_held(group, me);
+    const int64_t held = pairs_.num_held(position);
     if (held == 0) return;
     current = raised(sketch, current, held);
-    const Scattering& of_group = scattering(group, me);
+    const Scattering& of_group = scattering(position);
     for (int64_t round = 0; round < step_.rounds; ++round) {
       const RunOfLoads& sent = of_group.rounds[round];
       if (sent.total() == 0) continue;
@@ -328,7 +336,7 @@ class StepMemory {
         sketch.emit({packed, next});
         continue;
       }
-      const int staging = sketch.new_buffer(own * static_cast<int64_t>(group.positions.size()));
+      const int staging = sketch.new_buffer(own * pairs_.around(position).size);
       sketch.emit({packed, staging});
       sketch.emit({packed, staging});
       if (own > 0) sketch.emit({next, staging});
@@ -339,9 +347,8 @@ class StepMemory {
     const int64_t n = sketch.count_of(next);
     if (n == 0) return;
     if (is_native_) return sketch.emit({current, next});
-    const Group& group = pairs_.group(position);
-    const size_t me = StepPairs::index_of(group, position);
-    const auto k = static_cast<int64_t>(group.positions.size());
+    const int64_t me = index_in_group(step_.before.mesh(), position, step_.mesh_dims);
+    const int64_t k = pairs_.around(position).size;
     for (int64_t round = 0; round < step_.rounds; ++round) {
       const Interval range = in_round({0, n}, round, step_.rounds);
       const int64_t length = range.end - range.begin;
@@ -354,7 +361,7 @@ class StepMemory {
         sketch.emit({contribution, staging, next});
         continue;
       }
-      const Interval mine = flat_chunk(length, k, static_cast<int64_t>(me));
+      const Interval mine = flat_chunk(length, k, me);
       const int64_t own = mine.end - mine.begin;
       const int staging = sketch.new_buffer(own * k);
       sketch.emit({contribution, staging});
@@ -383,10 +390,8 @@ class StepMemory {
   bool is_native_;
   StepPairs pairs_;
   ExchangeTraffic traffic_;
-  std::optional<Transfer> equal_share_;
   // By the first position of a group.
   std::map<int64_t, bool> gathers_in_place_;
-  std::map<int64_t, std::vector<Transfer>> gathered_;
   std::map<int64_t, Scattering> scatterings_;
 };
 
@@ -408,6 +413,54 @@ std::vector<int64_t> ProgramMemory::peak_bytes_by_step(int64_t position) {
   std::vector<int64_t> peaks = sketch.peaks(current);
   for (int64_t& peak : peaks) peak *= plan_.src.dtype().size_bytes();
   return peaks;
+}
+
+// Only with several rounds is the result perhaps not there in all of what follows the last use of it.
+int64_t ProgramMemory::peak_of_step(size_t step, int64_t position) {
+  Sketch sketch;
+  int current = kInputBuffer;
+  sketch.begin_step();
+  if (step > 0) {
+    current = sketch.new_buffer(num_elements(plan_.steps[step].before.region(position)));
+    sketch.hold_from_start(current);
+  }
+  int next = sketch.new_buffer(num_elements(plan_.steps[step].after.region(position)));
+  steps_[step]->write(sketch, position, current, next);
+  if (plan_.steps[step].rounds > 1 && step + 1 < steps_.size()) {
+    sketch.begin_step();
+    current = next;
+    next = sketch.new_buffer(num_elements(plan_.steps[step + 1].after.region(position)));
+    steps_[step + 1]->write(sketch, position, current, next);
+  }
+  return sketch.peaks(next)[0] * plan_.src.dtype().size_bytes();
+}
+
+ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t at_most) {
+  Worst worst;
+  for (size_t i = 0; i < steps_.size(); ++i) {
+    RankClasses classes(plan_.src.mesh());
+    steps_[i]->tell_apart(classes);
+    if (plan_.steps[i].rounds > 1 && i + 1 < steps_.size()) steps_[i + 1]->tell_apart(classes);
+    const RanksSeen seen = classes.seen(at_most);
+    std::vector<Traffic> known;
+    int64_t peak = 0;
+    for (const int64_t position : seen.positions) {
+      if (const std::optional<Traffic> traffic = steps_[i]->traffic_that_decides(position)) {
+        if (std::find(known.begin(), known.end(), *traffic) != known.end()) continue;
+        known.push_back(*traffic);
+      }
+      peak = std::max(peak, peak_of_step(i, position));
+    }
+    worst.bytes.push_back(peak);
+    // A rank that sends and receives more needs no less, but for the first position's own part.
+    const std::optional<Traffic> most = known.empty() ? std::nullopt : steps_[i]->traffic_at_most();
+    const bool has_most =
+        most && std::any_of(known.begin(), known.end(), [&](const Traffic& traffic) {
+          return traffic.received_bytes == most->received_bytes && traffic.sent_bytes == most->sent_bytes;
+        });
+    worst.is_exact = worst.is_exact && (seen.stand_for_all || has_most);
+  }
+  return worst;
 }
 
 }  // namespace shardwright

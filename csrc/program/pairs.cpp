@@ -5,17 +5,10 @@
 #include <utility>
 
 #include "program/boxes.h"
-#include "program/builder.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
-
-// Above this, looking at every pair of a group costs more than messages to absent peers save.
-constexpr size_t kMaxGroupForPairs = 512;
-
-// Gloo's single messages stall where its all-to-all does not: up to this many ranks that are connected by what they
-// exchange, an all-to-all among them is faster even if some pairs have nothing to say.
-constexpr size_t kMaxSparseAllToAll = 8;
 
 SharedRuns shared_runs(const StepPairs::Part& held, const StepPairs::Part& needed) {
   const int64_t begin = std::max(held.begin, needed.begin);
@@ -39,7 +32,13 @@ bool lie_alike(const std::vector<Piece>& a, const std::vector<Piece>& b) {
 
 }  // namespace
 
-StepPairs::StepPairs(const Step& step) : step_(step), ndim_(step.before.ndim()), held_(ndim_), needed_(ndim_) {
+StepPairs::StepPairs(const Step& step)
+    : step_(step),
+      ndim_(step.before.ndim()),
+      cutting_(step.mesh_dims & step.before.cut_dims()),
+      replicas_(step.mesh_dims - step.before.cut_dims()),
+      held_(ndim_),
+      needed_(ndim_) {
   const SharedElements shared(step.before, step.after);
   all_look_alike_ = step.sharing == Sharing::kNone && !shared.matchings().empty();
   for (const Matching& matching : shared.matchings()) {
@@ -61,33 +60,32 @@ StepPairs::Part StepPairs::part(const Layout& layout, Parts& parts, int tensor_d
   return {list.front().begin, list.back().end, length(list), &list, list.size() > 1};
 }
 
-StepPairs::Group& StepPairs::group(int64_t position) {
+StepPairs::PartsOfRank StepPairs::held(int64_t position) {
+  PartsOfRank parts(ndim_);
+  for (size_t t = 0; t < ndim_; ++t) parts[t] = part(step_.before, held_, static_cast<int>(t), position);
+  return parts;
+}
+
+StepPairs::PartsOfRank StepPairs::needed(int64_t position) {
+  PartsOfRank parts(ndim_);
+  for (size_t t = 0; t < ndim_; ++t) parts[t] = part(step_.after, needed_, static_cast<int>(t), position);
+  return parts;
+}
+
+StepPairs::Group& StepPairs::around(int64_t position) {
   const Mesh& mesh = step_.before.mesh();
   int64_t least = position;
   for (const int d : step_.mesh_dims.to_vector()) least -= mesh.coordinate(position, d) * mesh.stride(d);
-  const auto [found, is_new] = groups_.try_emplace(least);
-  Group& group = found->second;
-  if (!is_new) return group;
-  group.positions = mesh.group(position, step_.mesh_dims);
-  const MeshDimSet holding_the_same = step_.mesh_dims - step_.before.cut_dims();
-  const std::vector<int> replica_dims = holding_the_same.to_vector();
-  group.num_replicas = mesh.group_size(holding_the_same);
-  for (const int64_t member : group.positions) {
-    for (int t = 0; t < step_.before.ndim(); ++t) {
-      group.held.push_back(part(step_.before, held_, t, member));
-      group.needed.push_back(part(step_.after, needed_, t, member));
-    }
-    int64_t replica = 0;
-    for (const int d : replica_dims) replica = replica * mesh.dim_size(d) + mesh.coordinate(member, d);
-    group.replica.push_back(replica);
-    for (const Matching::Common& tie : ties_) {
-      const auto value = [&](const Matching::Owner& owner) {
-        return mesh.coordinate(member, owner.mesh_dim) / owner.below % tie.radix;
-      };
-      group.held_ties.push_back(value(tie.before));
-      group.needed_ties.push_back(value(tie.after));
-    }
-  }
+  Group& group = groups_[least];
+  group.least = least;
+  group.size = mesh.group_size(step_.mesh_dims);
+  return group;
+}
+
+StepPairs::Group& StepPairs::group(int64_t position) {
+  Group& group = around(position);
+  if (!group.positions.empty()) return group;
+  group.positions = step_.before.mesh().group(position, step_.mesh_dims);
   if (step_.sharing != Sharing::kNone) group.transfers.emplace(step_, position);
   return group;
 }
@@ -96,14 +94,41 @@ size_t StepPairs::index_of(const Group& group, int64_t position) {
   return std::find(group.positions.begin(), group.positions.end(), position) - group.positions.begin();
 }
 
-int64_t StepPairs::num_held(const Group& group, size_t member) const {
+int64_t StepPairs::num_held(int64_t position) {
   int64_t total = 1;
-  for (size_t t = 0; t < ndim_; ++t) total *= group.held[member * ndim_ + t].length;
+  for (const Part& part : held(position)) total *= part.length;
   return total;
 }
 
+Load StepPairs::own(int64_t position) { return shared(held(position), needed(position)); }
+
+// Lengths alone decide the lengths of the parts below, so parents of one length are taken together. All combinations of
+// parts of the tensor dims are there, so all members have as much exactly if they do in every tensor dim, or nothing.
+bool StepPairs::have_equally(const Layout& layout, int64_t position) const {
+  const Mesh& mesh = layout.mesh();
+  bool all_alike = true;
+  for (size_t t = 0; t < ndim_; ++t) {
+    std::set<int64_t> lengths{layout.shape()[t]};
+    for (const Cut& c : layout.cuts(static_cast<int>(t))) {
+      const bool varies = step_.mesh_dims.contains(c.mesh_dim);
+      const int64_t k = mesh.dim_size(c.mesh_dim);
+      const int64_t own = mesh.coordinate(position, c.mesh_dim);
+      std::set<int64_t> shorter;
+      for (const int64_t n : lengths) {
+        for (int64_t i = varies ? 0 : own; i < (varies ? k : own + 1); ++i) {
+          shorter.insert(cut_length(n, k, i, c.split_factor));
+        }
+      }
+      lengths = std::move(shorter);
+    }
+    if (*lengths.rbegin() == 0) return true;
+    all_alike = all_alike && lengths.size() == 1;
+  }
+  return all_alike;
+}
+
 // From the innermost dim out: a run has, in every dim with more than one index, the stride that the dims within fill.
-Load StepPairs::shared(const Part* held, const Part* needed) const {
+Load StepPairs::shared(const PartsOfRank& held, const PartsOfRank& needed) const {
   Load load{1, 0, 0, true, true};
   int64_t held_stride = 1;
   int64_t needed_stride = 1;
@@ -137,39 +162,81 @@ bool StepPairs::Transfer::has_runs() const {
                      [](const Load& load) { return load.is_run_held || load.is_run_needed; });
 }
 
-bool StepPairs::talks(const Group& group, size_t from, size_t to) {
-  if (!all_look_alike_) return transfer(group, from, to).count() > 0;
-  const auto held = group.held_ties.begin() + static_cast<int64_t>(from * ties_.size());
-  const auto needed = group.needed_ties.begin() + static_cast<int64_t>(to * ties_.size());
-  return group.replica[from] == group.replica[to] &&
-         std::equal(held, held + static_cast<int64_t>(ties_.size()), needed);
-}
-
-StepPairs::Transfer StepPairs::transfer(const Group& group, size_t from, size_t to) {
-  if (all_look_alike_) {
-    if (!talks(group, from, to)) return {};
-    if (alike_ && !alike_->has_runs()) return *alike_;  // so offsets do not matter
-    alike_ = share(group, from, to);
-    return *alike_;
+bool StepPairs::shares_with(int64_t from, int64_t to) {
+  const Mesh& mesh = step_.before.mesh();
+  for (int d = 0; d < mesh.ndim(); ++d) {
+    if (replicas_.contains(d) && mesh.coordinate(from, d) != mesh.coordinate(to, d)) return false;
   }
-  if (!group.transfers && group.replica[from] != group.replica[to]) return {};
-  if (!group.transfers) return share(group, from, to);
-  const Interval range = group.transfers->range(from, to);
-  if (range.begin == range.end) return {};
-  const Part* held = &group.held[from * ndim_];
-  const Part* needed = &group.needed[to * ndim_];
-  return in_rounds(held, needed, shared(held, needed), range);
+  return true;
 }
 
-StepPairs::Transfer StepPairs::share(const Group& group, size_t from, size_t to) {
-  const Part* held = &group.held[from * ndim_];
-  const Part* needed = &group.needed[to * ndim_];
-  const Load whole = shared(held, needed);
-  return in_rounds(held, needed, whole, {0, whole.count});
+bool StepPairs::talks(const Group& group, int64_t from, int64_t to) {
+  if (group.transfers) return transfer(group, from, to).count() > 0;
+  if (!shares_with(from, to)) return false;
+  const Mesh& mesh = step_.before.mesh();
+  if (all_look_alike_) {
+    return std::all_of(ties_.begin(), ties_.end(), [&](const Matching::Common& tie) {
+      return mesh.coordinate(from, tie.before.mesh_dim) / tie.before.below % tie.radix ==
+             mesh.coordinate(to, tie.after.mesh_dim) / tie.after.below % tie.radix;
+    });
+  }
+  for (size_t t = 0; t < ndim_; ++t) {
+    const int dim = static_cast<int>(t);
+    const Part held = part(step_.before, held_, dim, from);
+    const Part needed = part(step_.after, needed_, dim, to);
+    if (shared_runs(held, needed).length == 0) return false;
+  }
+  return true;
+}
+
+StepPairs::Transfer StepPairs::transfer(const Group& group, int64_t from, int64_t to) {
+  if (group.transfers) {
+    const Interval range = group.transfers->range(index_of(group, from), index_of(group, to));
+    if (range.begin == range.end) return {};
+    const PartsOfRank has = held(from);
+    const PartsOfRank wants = needed(to);
+    return in_rounds(has, wants, shared(has, wants), range);
+  }
+  if (!all_look_alike_) return shares_with(from, to) ? share(from, to) : Transfer();
+  if (!talks(group, from, to)) return {};
+  if (!alike_ || alike_->has_runs()) alike_ = share(from, to);  // else offsets do not matter
+  return *alike_;
+}
+
+StepPairs::Transfer StepPairs::share(int64_t from, int64_t to) {
+  const PartsOfRank has = held(from);
+  const PartsOfRank wants = needed(to);
+  const Load whole = shared(has, wants);
+  return in_rounds(has, wants, whole, {0, whole.count});
+}
+
+// The partner of a rank that differs from it least: in the digits that are tied. Where that is the rank itself, or none
+// of the group, all members are tried.
+const StepPairs::Transfer& StepPairs::any_transfer(int64_t position) {
+  if (alike_) return *alike_;
+  const Mesh& mesh = step_.before.mesh();
+  const Group& own_group = around(position);
+  const auto try_with = [&](int64_t other) {
+    if (other != position && talks(own_group, position, other)) alike_ = share(position, other);
+    if (!alike_ && other != position && talks(own_group, other, position)) alike_ = share(other, position);
+    return alike_.has_value();
+  };
+  for (const int d : cutting_.to_vector()) {
+    const int64_t first = position - mesh.coordinate(position, d) * mesh.stride(d);
+    for (int64_t c = 0; c < mesh.dim_size(d); ++c) {
+      if (try_with(first + c * mesh.stride(d))) return *alike_;
+    }
+  }
+  for (const int64_t other : mesh.group(position, step_.mesh_dims)) {
+    if (try_with(other)) break;
+  }
+  check_invariant(alike_.has_value(), "nobody exchanges anything with position ", position);
+  return *alike_;
 }
 
 // Slices of what two ranks share look alike wherever the parts have the same lengths and lie alike.
-StepPairs::Transfer StepPairs::in_rounds(const Part* held, const Part* needed, const Load& whole, Interval range) {
+StepPairs::Transfer StepPairs::in_rounds(const PartsOfRank& held, const PartsOfRank& needed, const Load& whole,
+                                         Interval range) {
   if (whole.count == 0 || (step_.rounds == 1 && range.end - range.begin == whole.count)) return {whole, nullptr};
   std::vector<int64_t> name{range.begin, range.end};
   name.reserve(2 + 4 * ndim_);
@@ -213,62 +280,99 @@ StepPairs::Transfer StepPairs::in_rounds(const Part* held, const Part* needed, c
   return {whole, &found->second};
 }
 
-// Every mesh dim of the group cuts one tensor dim at most, so parts of different tensor dims combine freely.
-void StepPairs::list_parts(Group& group) {
-  if (!group.all_held.empty()) return;
-  group.all_held.resize(std::max<size_t>(ndim_, 1));
-  group.all_needed.resize(std::max<size_t>(ndim_, 1) * group.num_replicas);
-  std::set<std::pair<size_t, const IntervalList*>> seen_held;
-  std::set<std::pair<size_t, const IntervalList*>> seen_needed;
-  for (size_t m = 0; m < group.positions.size(); ++m) {
-    for (size_t t = 0; t < ndim_; ++t) {
-      const Part& held = group.held[m * ndim_ + t];
-      const Part& needed = group.needed[m * ndim_ + t];
-      const size_t to = group.replica[m] * ndim_ + t;
-      if (seen_held.emplace(t, held.list).second) group.all_held[t].push_back(held);
-      if (seen_needed.emplace(to, needed.list).second) group.all_needed[to].push_back(needed);
+void StepPairs::add_meeting(const IntervalList& list, int64_t times, const Part& mine, bool others_hold,
+                            std::vector<Meeting>& found) {
+  lists_.push_back(list);
+  const Part other{list.front().begin, list.back().end, length(list), &lists_.back(), list.size() > 1};
+  const Part& held = others_hold ? other : mine;
+  const Part& needed = others_hold ? mine : other;
+  const SharedRuns shared = shared_runs(held, needed);
+  std::vector<Piece> pieces;
+  if (step_.rounds > 1 && (held.has_gaps || needed.has_gaps)) pieces = intersect(*held.list, *needed.list);
+  for (Meeting& known : found) {
+    if (known.part.length == other.length && known.shared.length == shared.length && known.shared.runs == shared.runs &&
+        lie_alike(known.pieces, pieces)) {
+      known.times += times;
+      lists_.pop_back();
+      return;
     }
   }
+  found.push_back({other, times, shared, std::move(pieces)});
 }
 
-const std::vector<StepPairs::Meeting>& StepPairs::meetings(const std::vector<Part>& others, const Part& mine,
-                                                           bool others_hold) {
-  const auto [found, is_new] = meetings_.try_emplace({&others, mine.list});
-  std::vector<Meeting>& all = found->second;
-  if (!is_new) return all;
-  for (const Part& other : others) {
-    const Part& held = others_hold ? other : mine;
-    const Part& needed = others_hold ? mine : other;
-    const SharedRuns shared = shared_runs(held, needed);
-    if (shared.length == 0) continue;
-    std::vector<Piece> pieces;
-    if (step_.rounds > 1 && (held.has_gaps || needed.has_gaps)) pieces = intersect(*held.list, *needed.list);
-    const auto is_alike = [&](const Meeting& known) {
-      return known.part.length == other.length && known.shared.length == shared.length &&
-             known.shared.runs == shared.runs && lie_alike(known.pieces, pieces);
-    };
-    const auto known = std::find_if(all.begin(), all.end(), is_alike);
-    if (known == all.end()) {
-      all.push_back({other, 1, shared, std::move(pieces)});
-    } else {
-      ++known->times;
-    }
+// The parts into which others' cuts take a list apart, as far as they meet a part. Below a run that is met as a whole,
+// parts are full chunks and one short one.
+void StepPairs::meet_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times, const Part& mine,
+                           bool others_hold, int64_t position, std::vector<Meeting>& found) {
+  const SharedRuns met = shardwright::shared_runs(list, *mine.list);
+  if (met.length == 0) return;
+  if (cuts.empty()) return add_meeting(list, times, mine, others_hold, found);
+  const Mesh& mesh = step_.before.mesh();
+  const Cut& first = cuts[0];
+  const int64_t k = mesh.dim_size(first.mesh_dim);
+  const auto go_on = [&](const IntervalList& part, int64_t more) {
+    meet_below(part, cuts.subspan(1), times * more, mine, others_hold, position, found);
+  };
+  if (!cutting_.contains(first.mesh_dim)) {
+    return go_on(cut(list, k, mesh.coordinate(position, first.mesh_dim), first.split_factor), 1);
   }
-  return all;
+  const bool all_vary = std::all_of(cuts.begin(), cuts.end(),
+                                    [&](const Cut& c) { return c.split_factor == 1 && cutting_.contains(c.mesh_dim); });
+  const int64_t n = length(list);
+  const int64_t chunk = (n + k - 1) / k;
+  if (all_vary && list.size() == 1 && met.runs == 1 && met.length == n) {
+    const int64_t begin = list.front().begin;
+    const int64_t full = n / chunk;
+    go_on({{begin, begin + chunk}}, full);
+    if (full * chunk < n) go_on({{begin + full * chunk, begin + n}}, 1);
+    return;
+  }
+  int64_t from = 0;
+  int64_t to = k;
+  if (first.split_factor == 1) {  // only chunks between the first and the last element that is met
+    const int64_t last = mine.list->back().end - 1;
+    int64_t until = 0;
+    for (const Interval& interval : list)
+      until += std::max<int64_t>(std::min(interval.end, last + 1) - interval.begin, 0);
+    from = met.a_position / chunk;
+    to = std::min(k, (until - 1) / chunk + 1);
+  }
+  for (int64_t c = from; c < to; ++c) go_on(cut(list, k, c, first.split_factor), 1);
 }
 
-std::vector<StepPairs::Alike> StepPairs::alike(const std::vector<Part>* others, const Part* mine, bool others_hold,
-                                               int64_t members) {
+const std::vector<StepPairs::Meeting>& StepPairs::meetings(int tensor_dim, int64_t position, bool others_hold) {
+  const Mesh& mesh = step_.before.mesh();
+  const Layout& theirs = others_hold ? step_.before : step_.after;
+  const Layout& ours = others_hold ? step_.after : step_.before;
+  int64_t name = 0;
+  const auto add_to_name = [&](int d) { name = name * mesh.dim_size(d) + mesh.coordinate(position, d); };
+  for (const Cut& c : ours.cuts(tensor_dim)) add_to_name(c.mesh_dim);
+  for (const Cut& c : theirs.cuts(tensor_dim)) {
+    if (!cutting_.contains(c.mesh_dim)) add_to_name(c.mesh_dim);
+  }
+  const auto [found, is_new] = meetings_.try_emplace({2 * tensor_dim + others_hold, name});
+  if (!is_new) return found->second;
+  const Part mine =
+      others_hold ? part(step_.after, needed_, tensor_dim, position) : part(step_.before, held_, tensor_dim, position);
+  if (mine.length == 0) return found->second;
+  meet_below({{0, theirs.shape()[tensor_dim]}}, theirs.cuts(tensor_dim), 1, mine, others_hold, position, found->second);
+  return found->second;
+}
+
+// Every mesh dim cuts one tensor dim at most, so parts of different tensor dims combine freely.
+std::vector<StepPairs::Alike> StepPairs::alike(int64_t position, bool others_hold) {
   struct Combination {
-    std::vector<Part> parts;
+    PartsOfRank parts;
     int64_t times = 1;
   };
-  std::vector<Combination> combinations{Combination()};
+  // Receivers that differ in mesh dims that cut nothing afterwards need the same.
+  const MeshDimSet idle = others_hold ? MeshDimSet() : cutting_ - step_.after.cut_dims();
+  std::vector<Combination> combinations{{{}, step_.before.mesh().group_size(idle)}};
   for (size_t t = 0; t < ndim_; ++t) {
-    members /= static_cast<int64_t>(others[t].size());
     std::vector<Combination> longer;
+    const std::vector<Meeting>& met = meetings(static_cast<int>(t), position, others_hold);
     for (const Combination& combination : combinations) {
-      for (const Meeting& meeting : meetings(others[t], mine[t], others_hold)) {
+      for (const Meeting& meeting : met) {
         longer.push_back(combination);
         longer.back().parts.push_back(meeting.part);
         longer.back().times *= meeting.times;
@@ -276,104 +380,102 @@ std::vector<StepPairs::Alike> StepPairs::alike(const std::vector<Part>* others, 
     }
     combinations = std::move(longer);
   }
+  const PartsOfRank mine = others_hold ? needed(position) : held(position);
   std::vector<Alike> all;
   for (const Combination& combination : combinations) {
-    const Part* held = others_hold ? combination.parts.data() : mine;
-    const Part* needed = others_hold ? mine : combination.parts.data();
-    const Load whole = shared(held, needed);
-    all.push_back({in_rounds(held, needed, whole, {0, whole.count}), combination.times * members});
+    const PartsOfRank& has = others_hold ? combination.parts : mine;
+    const PartsOfRank& wants = others_hold ? mine : combination.parts;
+    const Load whole = shared(has, wants);
+    all.push_back({in_rounds(has, wants, whole, {0, whole.count}), combination.times});
   }
+  all.push_back({share(position, position), -1});
   return all;
 }
 
-std::vector<StepPairs::Alike> StepPairs::sends(Group& group, size_t member) {
+std::vector<StepPairs::Alike> StepPairs::one_by_one(const Group& group, int64_t position, bool others_hold) {
   std::vector<Alike> all;
-  if (group.transfers) {
-    for (size_t m = 0; m < group.positions.size(); ++m) {
-      if (m != member) all.push_back({transfer(group, member, m), 1});
-    }
-    return all;
+  for (const int64_t member : group.positions) {
+    if (member == position) continue;
+    all.push_back({others_hold ? transfer(group, member, position) : transfer(group, position, member), 1});
   }
-  list_parts(group);
-  const auto members = static_cast<int64_t>(group.positions.size()) / group.num_replicas;
-  all = alike(&group.all_needed[group.replica[member] * ndim_], &group.held[member * ndim_], false, members);
-  all.push_back({share(group, member, member), -1});
   return all;
 }
 
-std::vector<StepPairs::Alike> StepPairs::receives(Group& group, size_t member) {
-  std::vector<Alike> all;
-  if (group.transfers) {
-    for (size_t m = 0; m < group.positions.size(); ++m) {
-      if (m != member) all.push_back({transfer(group, m, member), 1});
-    }
-    return all;
-  }
-  list_parts(group);
-  const auto members = static_cast<int64_t>(group.positions.size()) / group.num_replicas;
-  all = alike(group.all_held.data(), &group.needed[member * ndim_], true, members);
-  all.push_back({share(group, member, member), -1});
-  return all;
+std::vector<StepPairs::Alike> StepPairs::sends(const Group& group, int64_t position) {
+  return group.transfers ? one_by_one(group, position, false) : alike(position, false);
 }
 
-void StepPairs::connect(Group& group) {
-  if (!group.circles.empty()) return;
-  const size_t k = group.positions.size();
-  std::vector<std::vector<size_t>> talks_with(k);
-  std::vector<size_t> sends(k, 0);
-  for (size_t from = 0; from < k; ++from) {
-    for (size_t to = 0; to < k; ++to) {
-      if (from == to || !talks(group, from, to)) continue;
-      talks_with[from].push_back(to);
-      talks_with[to].push_back(from);
-      ++sends[from];
-    }
-  }
-  group.connected.assign(k, k);
-  for (size_t first = 0; first < k; ++first) {
-    if (group.connected[first] < k) continue;
-    const size_t number = group.circles.size();
-    std::vector<size_t> circle{first};
-    group.connected[first] = number;
-    size_t talking = 0;
-    for (size_t at = 0; at < circle.size(); ++at) {
-      talking += sends[circle[at]];
-      for (const size_t peer : talks_with[circle[at]]) {
-        if (group.connected[peer] < k) continue;
-        group.connected[peer] = number;
-        circle.push_back(peer);
-      }
-    }
-    std::sort(circle.begin(), circle.end());
-    group.all_pairs_talk.push_back(talking == circle.size() * (circle.size() - 1));
-    group.circles.push_back(std::move(circle));
-  }
+std::vector<StepPairs::Alike> StepPairs::receives(const Group& group, int64_t position) {
+  return group.transfers ? one_by_one(group, position, true) : alike(position, true);
 }
 
-DataMovePlan way_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Backend backend, bool named_groups_only) {
-  const Step& step = pairs.step();
-  const size_t k = group.positions.size();
-  if (step.op == StepOp::kAllGather) {
-    const int64_t first = pairs.num_held(group, 0);
-    bool is_even = first > 0;
-    for (size_t m = 0; m < k && is_even; ++m) is_even = pairs.num_held(group, m) == first;
-    if (backend.gathers && step.rounds == 1 && is_even) return {DataMoveWay::kNativeGather, {}};
-    const bool copies = backend.copies_gather(static_cast<int64_t>(k), step.before.largest_part_bytes());
-    return {copies ? DataMoveWay::kAllToAll : DataMoveWay::kMessages, {}};
+// Of all pairs, each rank with itself included, so many have something to say: parts of tensor dims that meet multiply.
+// Only where that is all pairs, or all but the ranks with themselves, can all talk.
+bool StepPairs::work_out_all_talk(Group& group) {
+  if (group.transfers || all_look_alike_) {
+    connect(group);
+    return group.circles.size() == 1 && group.all_pairs_talk[0];
   }
-  if (k > kMaxGroupForPairs) return {DataMoveWay::kMessages, {}};
-  pairs.connect(group);
-  const bool waits_for_those_concerned = backend.narrows_groups && !named_groups_only;
-  if (waits_for_those_concerned) {
-    const size_t number = group.connected[member];
-    const std::vector<size_t>& circle = group.circles[number];
-    if (circle.size() == 1) return {DataMoveWay::kLocal, {}};
-    const bool suits_all_to_all = circle.size() <= kMaxSparseAllToAll || group.all_pairs_talk[number];
-    return {suits_all_to_all ? DataMoveWay::kAllToAll : DataMoveWay::kMessages, circle};
+  if (!replicas_.empty() && step_.before.mesh().group_size(replicas_) > 1) return false;
+  const Mesh& mesh = step_.before.mesh();
+  int64_t talking = mesh.group_size(cutting_ - step_.after.cut_dims());
+  for (int t = 0; t < static_cast<int>(ndim_); ++t) {
+    MeshDimSet cutting;
+    for (const Cut& c : step_.after.cuts(t)) cutting.insert(c.mesh_dim);
+    int64_t meeting = 0;
+    for (const int64_t member : mesh.group(group.least, cutting & step_.mesh_dims)) {
+      for (const Meeting& one : meetings(t, member, true)) meeting += one.times;
+    }
+    talking *= meeting;
   }
-  if (k == 1) return {DataMoveWay::kLocal, {}};
-  const bool all_talk = group.circles.size() == 1 && group.all_pairs_talk[0];
-  return {all_talk ? DataMoveWay::kAllToAll : DataMoveWay::kMessages, {}};
+  const int64_t k = group.size;
+  if (talking < k * (k - 1)) return false;
+  if (talking == k * k) return true;
+  for (const int64_t member : group.positions) talking -= talks(group, member, member);
+  return talking == k * (k - 1);
+}
+
+// By member: numbers so that one has something for another exactly if the numbers of what the one holds and the other
+// needs are among those that go together, in every list.
+StepPairs::Talk StepPairs::talk_of(const Group& group) {
+  const Mesh& mesh = step_.before.mesh();
+  Talk talk;
+  std::map<std::vector<int64_t>, int> numbers;
+  const auto number_of = [&](std::vector<int64_t> values, int64_t position) {
+    for (const int d : replicas_.to_vector()) values.push_back(mesh.coordinate(position, d));
+    return numbers.emplace(std::move(values), static_cast<int>(numbers.size())).first->second;
+  };
+  for (const int64_t member : group.positions) {
+    std::vector<int64_t> held_ties;
+    std::vector<int64_t> needed_ties;
+    for (const Matching::Common& tie : all_look_alike_ ? ties_ : std::vector<Matching::Common>()) {
+      held_ties.push_back(mesh.coordinate(member, tie.before.mesh_dim) / tie.before.below % tie.radix);
+      needed_ties.push_back(mesh.coordinate(member, tie.after.mesh_dim) / tie.after.below % tie.radix);
+    }
+    talk.held.push_back(number_of(std::move(held_ties), member));
+    talk.needed.push_back(number_of(std::move(needed_ties), member));
+  }
+  for (size_t t = 0; t < (all_look_alike_ ? 0 : ndim_); ++t) {
+    std::vector<Part> held;
+    std::vector<Part> needed;
+    std::map<const IntervalList*, int> held_numbers;
+    std::map<const IntervalList*, int> needed_numbers;
+    Talk::PartsOfDim& dim = talk.parts.emplace_back();
+    const auto add = [](std::vector<Part>& parts, std::map<const IntervalList*, int>& known, const Part& part) {
+      const auto [found, is_new] = known.emplace(part.list, static_cast<int>(parts.size()));
+      if (is_new) parts.push_back(part);
+      return found->second;
+    };
+    for (const int64_t member : group.positions) {
+      dim.held.push_back(add(held, held_numbers, part(step_.before, held_, static_cast<int>(t), member)));
+      dim.needed.push_back(add(needed, needed_numbers, part(step_.after, needed_, static_cast<int>(t), member)));
+    }
+    dim.num_needed = static_cast<int>(needed.size());
+    for (const Part& has : held) {
+      for (const Part& wants : needed) dim.meet.push_back(shared_runs(has, wants).length > 0);
+    }
+  }
+  return talk;
 }
 
 }  // namespace shardwright

@@ -1,0 +1,228 @@
+#include "moves/extremes.h"
+
+#include <algorithm>
+#include <optional>
+#include <span>
+
+#include "moves/digits.h"
+
+namespace shardwright {
+namespace {
+
+constexpr int kMaxDimsWithAllCorners = 5;
+// Kinds of parts of one tensor dim, and pieces of the parts of one parent, that are told apart; with more every
+// coordinate is a stretch of its own.
+constexpr size_t kMaxShapes = 24;
+constexpr int64_t kMaxPiecesCompared = 4096;
+
+// The list moved so that it begins at 0: parts that differ in their place alone have the same shape.
+IntervalList shape_of_list(IntervalList list) {
+  const int64_t first = list.empty() ? 0 : list.front().begin;
+  for (Interval& interval : list) {
+    interval.begin -= first;
+    interval.end -= first;
+  }
+  return list;
+}
+
+// The mesh dims of digits that one rank may have fixed to different values before and after.
+MeshDimSet dims_of_ties(const Matching& matching) {
+  MeshDimSet dims;
+  for (const Matching::Common& digit : matching.digits()) {
+    if (!digit.is_tie()) continue;
+    dims.insert(digit.before.mesh_dim);
+    dims.insert(digit.after.mesh_dim);
+  }
+  return dims;
+}
+
+std::optional<Matching> matching_of(const Mesh& mesh, int64_t n, std::span<const Cut> before,
+                                    std::span<const Cut> after) {
+  const auto held = digits_of(mesh, n, before);
+  const auto needed = held ? digits_of(mesh, n, after) : std::nullopt;
+  return needed ? Matching::of(n, *held, *needed) : std::nullopt;
+}
+
+MeshDimSet dims_of(std::span<const Cut> cuts) {
+  MeshDimSet dims;
+  for (const Cut& c : cuts) dims.insert(c.mesh_dim);
+  return dims;
+}
+
+}  // namespace
+
+std::vector<MeshDimSet> corners_of(MeshDimSet mesh_dims) {
+  std::vector<MeshDimSet> found;
+  if (mesh_dims.count() <= kMaxDimsWithAllCorners) {
+    uint32_t subset = 0;
+    do {
+      found.push_back(MeshDimSet::from_bits(subset));
+      subset = (subset - mesh_dims.bits()) & mesh_dims.bits();
+    } while (subset != 0);
+    return found;
+  }
+  found = {MeshDimSet(), mesh_dims};
+  for (const int d : mesh_dims.to_vector()) {
+    found.push_back(MeshDimSet::single(d));
+    found.push_back(mesh_dims - MeshDimSet::single(d));
+  }
+  return found;
+}
+
+int64_t corner_position(const Mesh& mesh, MeshDimSet last) {
+  int64_t position = 0;
+  for (const int d : last.to_vector()) position += (mesh.dim_size(d) - 1) * mesh.stride(d);
+  return position;
+}
+
+std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, size_t at_most) {
+  std::vector<int64_t> positions{0};
+  for (const int d : mesh_dims.to_vector()) {
+    const size_t count = positions.size();
+    if (d >= mesh.ndim() || mesh.dim_size(d) == 1 || 2 * count > at_most) continue;
+    for (size_t i = 0; i < count; ++i) positions.push_back(positions[i] + (mesh.dim_size(d) - 1) * mesh.stride(d));
+  }
+  return positions;
+}
+
+bool ranks_ascend(const Mesh& mesh) {
+  if (mesh.ranks_are_positions()) return true;
+  for (int64_t p = 1; p < mesh.size(); ++p) {
+    if (mesh.rank_at(p) < mesh.rank_at(p - 1)) return false;
+  }
+  return true;
+}
+
+RankClasses::RankClasses(const Mesh& mesh) : mesh_(mesh) {
+  for (int d = 0; d < mesh.ndim(); ++d) starts_.push_back({0, mesh.dim_size(d)});
+}
+
+void RankClasses::split_at(int mesh_dim, int64_t coordinate) {
+  if (coordinate > 0 && coordinate < mesh_.dim_size(mesh_dim)) starts_[mesh_dim].insert(coordinate);
+}
+
+void RankClasses::split_all(MeshDimSet mesh_dims) {
+  for (int d = 0; d < mesh_.ndim(); ++d) {
+    if (mesh_dims.contains(d)) each_apart_.insert(d);
+  }
+}
+
+void RankClasses::add(const Layout& before, const Layout& after) {
+  for (int t = 0; t < before.ndim(); ++t) add_tensor_dim(before.shape()[t], before.cuts(t), after.cuts(t));
+}
+
+void RankClasses::add(const Step& step, bool by_turn) {
+  add(step.before, step.after);
+  // Who sends what of a line depends on the place in it.
+  if (step.sharing != Sharing::kNone) split_all(step.mesh_dims);
+  if (!by_turn) return;
+  for (const int d : step.mesh_dims.to_vector()) {
+    const std::set<int64_t> starts = starts_[d];
+    split_at(d, 1);
+    for (const int64_t start : starts) split_at(d, start - 1);  // the last of a stretch may be the last that has any
+  }
+}
+
+void RankClasses::add_tensor_dim(int64_t n, std::span<const Cut> before, std::span<const Cut> after) {
+  if (const std::optional<Matching> matching = matching_of(mesh_, n, before, after)) {
+    return split_all(dims_of_ties(*matching));
+  }
+  const auto common = static_cast<size_t>(
+      std::mismatch(before.begin(), before.end(), after.begin(), after.end()).first - before.begin());
+  std::vector<IntervalList> shapes(1);
+  if (n > 0) shapes[0].push_back({0, n});
+  add_cuts(shapes, before.first(common));
+  if (common < before.size() && common < after.size()) {
+    return split_all(dims_of(before.subspan(common)) | dims_of(after.subspan(common)));
+  }
+  add_cuts(shapes, (common < before.size() ? before : after).subspan(common));
+}
+
+void RankClasses::add_cuts(std::vector<IntervalList>& shapes, std::span<const Cut> cuts) {
+  for (size_t i = 0; i < cuts.size(); ++i) {
+    const int64_t k = mesh_.dim_size(cuts[i].mesh_dim);
+    std::vector<IntervalList> parts;
+    const auto keep = [&](IntervalList part) {
+      if (std::find(parts.begin(), parts.end(), part) == parts.end()) parts.push_back(std::move(part));
+    };
+    for (const IntervalList& shape : shapes) {
+      const int64_t n = length(shape);
+      if (n == 0) {
+        keep({});
+      } else if (shape.size() == 1 && cuts[i].split_factor == 1) {
+        const int64_t chunk = (n + k - 1) / k;
+        const int64_t full = n / chunk;
+        keep({{0, chunk}});
+        split_at(cuts[i].mesh_dim, full);
+        if (full * chunk < n) {
+          split_at(cuts[i].mesh_dim, full + 1);
+          keep({{0, n - full * chunk}});
+        }
+        if ((full + (full * chunk < n)) < k) keep({});
+      } else if (k * cuts[i].split_factor * static_cast<int64_t>(shape.size()) <= kMaxPiecesCompared) {
+        IntervalList last;
+        for (int64_t c = 0; c < k; ++c) {
+          IntervalList part = shape_of_list(cut(shape, k, c, cuts[i].split_factor));
+          if (c > 0 && part != last) split_at(cuts[i].mesh_dim, c);
+          last = part;
+          keep(std::move(part));
+        }
+      } else {
+        return split_all(dims_of(cuts.subspan(i)));
+      }
+    }
+    if (parts.size() > kMaxShapes) return split_all(dims_of(cuts.subspan(i)));
+    shapes = std::move(parts);
+  }
+}
+
+RanksSeen RankClasses::product(const std::vector<std::vector<int64_t>>& coordinates) const {
+  RanksSeen seen{{0}, {1}};
+  for (int d = 0; d < mesh_.ndim(); ++d) {
+    RanksSeen more;
+    for (size_t i = 0; i < seen.positions.size(); ++i) {
+      for (size_t c = 0; c < coordinates[d].size(); ++c) {
+        const int64_t next = c + 1 < coordinates[d].size() ? coordinates[d][c + 1] : mesh_.dim_size(d);
+        more.positions.push_back(seen.positions[i] + coordinates[d][c] * mesh_.stride(d));
+        more.weights.push_back(seen.weights[i] * (next - coordinates[d][c]));
+      }
+    }
+    seen = std::move(more);
+  }
+  return seen;
+}
+
+RanksSeen RankClasses::seen(int64_t at_most) const {
+  std::vector<std::vector<int64_t>> coordinates(mesh_.ndim());
+  __int128 count = 1;
+  for (int d = 0; d < mesh_.ndim(); ++d) {
+    if (each_apart_.contains(d)) {
+      for (int64_t c = 0; c < mesh_.dim_size(d); ++c) coordinates[d].push_back(c);
+    } else {
+      coordinates[d].assign(starts_[d].begin(), std::prev(starts_[d].end()));
+    }
+    count *= static_cast<int64_t>(coordinates[d].size());
+  }
+  if (count <= at_most) return product(coordinates);
+  // Outermost, boundary and a few inner coordinates where each would be apart; then fewer, the last mesh dims first.
+  count = 1;
+  for (int d = 0; d < mesh_.ndim(); ++d) {
+    const int64_t size = mesh_.dim_size(d);
+    std::set<int64_t> some(starts_[d].begin(), std::prev(starts_[d].end()));
+    if (each_apart_.contains(d)) some.insert({1 % size, size / 2, std::max<int64_t>(size - 2, 0)});
+    some.insert(size - 1);
+    coordinates[d].assign(some.begin(), some.end());
+    count *= static_cast<int64_t>(some.size());
+  }
+  for (int d = mesh_.ndim(); d-- > 0 && count > at_most;) {
+    count /= static_cast<int64_t>(coordinates[d].size());
+    coordinates[d] = {0};
+    if (mesh_.dim_size(d) > 1 && 2 * count <= at_most) coordinates[d].push_back(mesh_.dim_size(d) - 1);
+    count *= static_cast<int64_t>(coordinates[d].size());
+  }
+  RanksSeen seen = product(coordinates);
+  seen.stand_for_all = false;
+  return seen;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,86 @@
+// A program as far as its memory is concerned.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <vector>
+
+namespace shardwright {
+
+constexpr int kNoBuffer = -1;
+
+// A program as far as memory is concerned: the sizes of its buffers, and which of them each instruction names.
+class Sketch {
+ public:
+  Sketch() : buffers_(1) {}  // the input, which belongs to the caller
+
+  void begin_step() { ++num_steps_; }
+
+  int new_buffer(int64_t count) {
+    buffers_.push_back({count});
+    return static_cast<int>(buffers_.size()) - 1;
+  }
+  // It was written by an earlier step.
+  void hold_from_start(int buffer) { buffers_[buffer].first = 0; }
+  int64_t count_of(int buffer) const { return buffers_[buffer].count; }
+
+  void emit(std::initializer_list<int> named) {
+    for (const int buffer : named) {
+      if (buffer == kNoBuffer) continue;
+      if (buffers_[buffer].first < 0) buffers_[buffer].first = static_cast<int>(steps_.size());
+      buffers_[buffer].last = static_cast<int>(steps_.size());
+    }
+    steps_.push_back(num_steps_ - 1);
+  }
+
+  // Elements, by step. `output` lives to the end.
+  std::vector<int64_t> peaks(int output) const {
+    std::vector<int64_t> changes(steps_.size() + 1, 0);
+    for (size_t b = 1; b < buffers_.size(); ++b) {
+      const Buffer& buffer = buffers_[b];
+      if (buffer.first < 0) continue;
+      changes[buffer.first] += buffer.count;
+      if (static_cast<int>(b) != output) changes[buffer.last + 1] -= buffer.count;
+    }
+    std::vector<int64_t> peaks(num_steps_, 0);
+    int64_t live = 0;
+    for (size_t i = 0; i < steps_.size(); ++i) {
+      live += changes[i];
+      peaks[steps_[i]] = std::max(peaks[steps_[i]], live);
+    }
+    return peaks;
+  }
+
+ private:
+  struct Buffer {
+    int64_t count = 0;
+    int first = -1;  // instructions that name it
+    int last = -1;
+  };
+  std::vector<Buffer> buffers_;
+  std::vector<int> steps_;  // by instruction
+  int num_steps_ = 0;
+};
+
+// As first_of_run in builder.h: whether loads lie one behind the other.
+class RunOfLoads {
+ public:
+  void add(int64_t count, int64_t first, bool is_run) {
+    if (count == 0) return;
+    is_run_ = is_run_ && is_run && (next_ < 0 || first == next_);
+    next_ = first + count;
+    total_ += count;
+  }
+  bool is_run() const { return is_run_; }
+  int64_t total() const { return total_; }
+  // Where not all of them were added.
+  void set_total(int64_t total) { total_ = total; }
+
+ private:
+  bool is_run_ = true;
+  int64_t next_ = -1;
+  int64_t total_ = 0;
+};
+
+}  // namespace shardwright

@@ -1,0 +1,179 @@
+// Figures of the worst rank by classes of ranks, beside the same figures of every rank.
+#include "moves/extremes.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <optional>
+#include <random>
+
+#include "layouts.h"
+#include "moves/describe.h"
+#include "moves/traffic.h"
+#include "planning/fit.h"
+#include "program/memory.h"
+#include "program/program.h"
+#include "search/make_plan.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// Of all ranks, one by one; memory by compiling them.
+void check_traffic(const Plan& plan) {
+  TrafficTotals all;
+  for (int64_t position = 0; position < plan.src.mesh().size(); ++position) {
+    Traffic of_rank;
+    for (const Step& step : plan.steps) of_rank = of_rank + traffic_at(step, plan.backend, position);
+    all.received_bytes_max = std::max(all.received_bytes_max, of_rank.received_bytes);
+    all.received_bytes_sum += of_rank.received_bytes;
+    all.sent_bytes_max = std::max(all.sent_bytes_max, of_rank.sent_bytes);
+    all.messages_max = std::max(all.messages_max, of_rank.messages);
+  }
+  const TrafficTotals by_classes = totals(plan);
+  EXPECT_TRUE(by_classes.maxima_are_exact && by_classes.sum_is_exact);
+  EXPECT_EQ(by_classes.received_bytes_max, all.received_bytes_max) << to_string(plan);
+  EXPECT_EQ(by_classes.received_bytes_sum, all.received_bytes_sum) << to_string(plan);
+  EXPECT_EQ(by_classes.sent_bytes_max, all.sent_bytes_max) << to_string(plan);
+  EXPECT_EQ(by_classes.messages_max, all.messages_max) << to_string(plan);
+}
+
+void check_peak(const Plan& plan, bool compiles) {
+  ProgramMemory memory(plan);
+  std::vector<int64_t> worst(plan.steps.size(), 0);
+  for (int64_t position = 0; position < plan.src.mesh().size(); ++position) {
+    const std::vector<int64_t> peaks =
+        compiles ? compile(plan, position).peak_bytes_by_step() : memory.peak_bytes_by_step(position);
+    for (size_t i = 0; i < peaks.size(); ++i) worst[i] = std::max(worst[i], peaks[i]);
+  }
+  const ProgramMemory::Worst by_classes = ProgramMemory(plan).worst_peak_bytes_by_step(kMaxRanksWalked);
+  EXPECT_TRUE(by_classes.is_exact);
+  EXPECT_EQ(by_classes.bytes, worst) << to_string(plan) << backend_name(plan.backend);
+}
+
+void check(const Plan& plan, bool compiles) {
+  check_traffic(plan);
+  check_peak(plan, compiles);
+  const Bound bound = lower_bound(plan.src, plan.dst);
+  if (!plan.src.partial_dims().empty() || !plan.dst.partial_dims().empty()) return;
+  Bound all;
+  for (int64_t p = 0; p < plan.src.mesh().size(); ++p) {
+    const Region needed = plan.dst.region(p);
+    const int64_t missing = (num_elements(needed) - shared_elements(plan.src.region(p), needed)) * 4;
+    all.bytes_max = std::max(all.bytes_max, missing);
+    all.bytes_sum += missing;
+  }
+  EXPECT_EQ(bound.bytes_max, all.bytes_max) << to_string(plan);
+  EXPECT_EQ(bound.bytes_sum, all.bytes_sum) << to_string(plan);
+}
+
+TEST(RankClasses, AnswerForEveryRankOnAllLayoutsOfSmallMeshes) {
+  int64_t plans = 0;
+  for (const std::vector<int64_t>& sizes : std::vector<std::vector<int64_t>>{{2}, {3}, {2, 2}, {2, 3}, {2, 2, 2}}) {
+    const size_t stride = sizes.size() == 3 ? 23 : 1;
+    for (const std::vector<int64_t>& shape : std::vector<std::vector<int64_t>>{{8, 12}, {7, 5}, {0, 3}, {1, 9}}) {
+      const MeshPtr mesh = test::mesh_of(sizes);
+      const std::vector<Layout> all = test::all_layouts(mesh, shape, {Placement::partial(ReduceOp::kSum)});
+      for (size_t pair = 0; pair < all.size() * all.size(); pair += stride) {
+        PlanOptions options;
+        options.backend = pair % 2 == 0 ? Backend::kNccl : Backend::kGloo;
+        ASSERT_NO_FATAL_FAILURE(check(make_plan(all[pair / all.size()], all[pair % all.size()], options), true));
+        ASSERT_FALSE(HasFailure());
+        ++plans;
+      }
+    }
+  }
+  EXPECT_GT(plans, 3000);
+}
+
+// Mesh dims long enough for ranks in between; orders, strided shards, shuffled ranks, rounds, shared sending.
+TEST(RankClasses, AnswerForEveryRankOfRandomPlans) {
+  const uint64_t seed = 20261122;
+  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
+  std::mt19937_64 random(seed);
+  const auto below = [&](size_t count) { return static_cast<int64_t>(random() % count); };
+  const std::vector<int64_t> lengths{1, 5, 6, 8, 11, 12, 16, 24, 25, 32, 50, 60, 64, 97, 100, 144, 720};
+  int64_t with_classes = 0;
+  for (int made = 0; made < 1500;) {
+    std::vector<int64_t> sizes(1 + below(3));
+    int64_t ranks = 1;
+    for (int64_t& size : sizes) ranks *= size = 1 + below(12);
+    if (ranks > 150) continue;
+    std::vector<int64_t> shuffled;
+    const bool is_shuffled = below(6) == 0;
+    for (int64_t rank = 0; is_shuffled && rank < ranks; ++rank) shuffled.push_back(rank);
+    for (size_t i = shuffled.size(); i > 1; --i) std::swap(shuffled[i - 1], shuffled[below(i)]);
+    const MeshPtr mesh = test::mesh_of(sizes, shuffled);
+    std::vector<int64_t> shape(1 + below(3));
+    for (int64_t& length : shape) length = lengths[below(lengths.size())];
+    const auto layout = [&](bool with_sums) {
+      std::vector<Placement> all;
+      ShardOrder order;
+      const bool is_strided = below(4) == 0;
+      for (size_t d = 0; d < sizes.size(); ++d) {
+        const int64_t t = below(shape.size() + (with_sums ? 2 : 1));
+        if (t > static_cast<int64_t>(shape.size())) all.push_back(Placement::partial(ReduceOp::kSum));
+        if (t == static_cast<int64_t>(shape.size())) all.push_back(Placement::replicate());
+        if (t >= static_cast<int64_t>(shape.size())) continue;
+        all.push_back(is_strided ? Placement::strided_shard(t, 1 + below(5)) : Placement::shard(t));
+        order[t].insert(order[t].begin() + below(order[t].size() + 1), static_cast<int>(d));
+      }
+      if (is_strided || below(2) == 0) order.clear();
+      return Layout(mesh, shape, DType::parse("float32"), all, order);
+    };
+    PlanOptions options;
+    options.backend = below(2) == 0 ? Backend::kNccl : Backend::kGloo;
+    options.objective = below(4) == 0 ? Objective::kBytes : Objective::kTime;
+    options.ordered = below(5) == 0;
+    const Layout src = layout(below(2) == 0);
+    const Layout dst = layout(false);
+    Plan plan = make_plan(src, dst, options);
+    if (src.partial_dims().empty() && below(2) == 0) plan = plan_through({src, dst}, options);
+    check(plan, false);
+    RankClasses classes(*mesh);
+    classes.add(src, dst);
+    with_classes += static_cast<int64_t>(classes.seen().positions.size()) < ranks;
+    for (Step& step : plan.steps) {
+      if (may_go_in_rounds(step, plan.backend)) step.rounds = 1 + below(4);
+    }
+    check_traffic(plan);
+    check_peak(plan, false);
+    ASSERT_FALSE(HasFailure());
+    ++made;
+  }
+  EXPECT_GT(with_classes, 500);
+}
+
+// What is too much to look at is said.
+TEST(RankClasses, SaysWhereOthersMayHaveMore) {
+  const MeshPtr mesh = test::mesh_of({32, 16, 16});
+  const Layout src = test::layout_of(mesh, {10007, 3}, "S(0),S(0),S(0)");
+  const Layout dst = test::layout_of(mesh, {10007, 3}, "S(0),S(0),S(0)", {{0, {2, 1, 0}}});
+  const Plan plan = plan_through({src, dst});
+  EXPECT_FALSE(totals(plan).maxima_are_exact);
+  EXPECT_FALSE(worst_peak_bytes(plan).is_exact);
+  // The same with equal parts is a matter of digits, of which no rank can have more.
+  const Layout even_src = test::layout_of(mesh, {65536, 3}, "S(0),S(0),S(0)");
+  const Layout even_dst = test::layout_of(mesh, {65536, 3}, "S(0),S(0),S(0)", {{0, {2, 1, 0}}});
+  const Plan even = plan_through({even_src, even_dst});
+  EXPECT_TRUE(totals(even).maxima_are_exact);
+  EXPECT_TRUE(worst_peak_bytes(even).is_exact);
+}
+
+// The invariant that everything in extremes.h rests on.
+TEST(Layout, FirstCoordinatesHoldTheMost) {
+  for (const int64_t n : {0, 1, 5, 7, 12, 30, 31}) {
+    for (const char* placements : {"S(0),S(0)", "SS(0,3),S(0)", "S(0),SS(0,2)", "SS(0,5),SS(0,4)"}) {
+      const MeshPtr mesh = test::mesh_of({3, 4});
+      const Layout layout(mesh, {n, 2}, DType::parse("float32"), parse_placements(placements), {},
+                          StridedMeaning::kLiteral);
+      const int64_t most = num_elements(layout.region(layout.largest_position()));
+      for (int64_t p = 0; p < mesh->size(); ++p) {
+        EXPECT_LE(num_elements(layout.region(p)), most) << layout.to_string() << " at " << p;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace shardwright
