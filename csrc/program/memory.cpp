@@ -42,11 +42,11 @@ class StepMemory {
     const bool is_reduction = step_.op == StepOp::kReduceScatter || step_.op == StepOp::kAllReduce;
     const bool moves = !is_local(step_.op) && !is_reduction;
     const bool is_gather = step_.op == StepOp::kAllGather;
-    const bool may_be_in_order = backend_ != Backend::kNccl || !is_gather;
+    const bool may_be_in_order = !backend_.gathers || !is_gather;
     const bool lists_members = is_gather || step_.before.mesh().group_size(step_.mesh_dims) <= kMaxGroupListed;
     classes.add(step_, moves && may_be_in_order && lists_members);
     // Ranks are connected, and stand in order, by what each of them has for whom.
-    const bool some_meet = backend_ != Backend::kNccl && !named_groups_only_ && !is_gather && !pairs_.all_meet_alike();
+    const bool some_meet = backend_.narrows_groups && !named_groups_only_ && !is_gather && !pairs_.all_meet_alike();
     if (moves && some_meet && lists_members) classes.split_all(step_.mesh_dims);
     // Every group has an order of its own.
     if (!is_local(step_.op) && !ranks_ascend(step_.before.mesh())) classes.split_all(MeshDimSet::from_bits(~0u));

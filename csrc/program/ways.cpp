@@ -58,13 +58,12 @@ DataMovePlan way_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Ba
   const auto k = static_cast<size_t>(group.size);
   if (step.op == StepOp::kAllGather) {
     const bool is_even = pairs.hold_equally(group.least) && pairs.num_held(group.least) > 0;
-    if (backend == Backend::kNccl && step.rounds == 1 && is_even) return {DataMoveWay::kNativeGather, {}};
-    const bool copies =
-        backend == Backend::kGloo && (k == 2 || step.before.largest_part_bytes() <= kMaxCopiedGatherBytes);
+    if (backend.gathers && step.rounds == 1 && is_even) return {DataMoveWay::kNativeGather, {}};
+    const bool copies = backend.copies_gather(static_cast<int64_t>(k), step.before.largest_part_bytes());
     return {copies ? DataMoveWay::kAllToAll : DataMoveWay::kMessages, {}};
   }
   if (k > kMaxGroupForPairs) return {DataMoveWay::kMessages, {}};
-  const bool waits_for_those_concerned = backend == Backend::kGloo && !named_groups_only;
+  const bool waits_for_those_concerned = backend.narrows_groups && !named_groups_only;
   if (waits_for_those_concerned) {
     pairs.connect(group);
     const size_t number = group.connected[member];

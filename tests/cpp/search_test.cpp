@@ -240,5 +240,21 @@ INSTANTIATE_TEST_SUITE_P(Search, AgainstBruteForce, testing::ValuesIn(settings()
          std::string(info.param.backend.name);
 });
 
+// Every move between the cuts of the two ends takes long to work out, and a sum is pending.
+TEST(Search, FindsAPlanWhereUnequalPartsFallIntoVeryManyPieces) {
+  const MeshPtr mesh = test::mesh_of({64, 128, 128});
+  for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+    for (const auto& [src, dst] : std::vector<std::pair<const char*, const char*>>{
+             {"P,R,SS(0,128)", "R,S(0),R"}, {"P,P,SS(0,64)", "R,S(0),S(0)"}, {"P,SS(0,64),R", "R,R,R"}}) {
+      const Layout from = test::layout_of(mesh, {4097}, src);
+      const Layout to = test::layout_of(mesh, {4097}, dst);
+      const Plan plan = make_plan(from, to, {backend});
+      ASSERT_GE(plan.steps.size(), 2u);
+      EXPECT_EQ(plan.steps.front().before, from);
+      EXPECT_EQ(plan.steps.back().after, to);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace shardwright
