@@ -7,6 +7,7 @@
 #include "products/blocks.h"
 #include "products/compile.h"
 #include "products/gemms.h"
+#include "program/transfers.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -243,15 +244,16 @@ class GatherCompiler {
 
   // ---- in chunks
 
-  struct Arrival {
-    Intersection block;  // of a peer's part and what is needed here
-    BufferRange range;
-    bool is_in_place = false;  // in the operand as gathered
-  };
-
-  struct Transfer {
+  // One chunk on its way.
+  struct ChunkTransfer {
+    struct Arrival {
+      Intersection block;  // of a peer's part and what is needed here
+      size_t message = 0;  // in set.receives
+    };
+    TransferSet set;
+    Carrier carrier = Carrier::kMessages;
+    std::vector<Arrival> arrivals;  // in the order in which they are multiplied
     Ticket ticket = kNoTicket;
-    std::vector<Arrival> arrivals;
   };
 
   void multiply_by_chunks(const Step& step, BufferId current) {
@@ -271,12 +273,13 @@ class GatherCompiler {
     share_dim_ = dim_to_share(step.before, dims.empty() ? all_dims : dims, chunks.empty() ? 1 : chunks[0].shares);
 
     const Intersection own(held, needed_);
-    expect_parts(step, group, chunks, own);
     if (matmul_.keeps_gathered) gathered_ = b_.new_buffer(num_elements(needed_));
-    lay_out_slots(step, group, chunks);
+    std::vector<ChunkTransfer> transfers;
+    for (const Chunk& chunk : chunks) transfers.push_back(transfer_of(step, group, chunk, current));
+    expect_parts(transfers, own);
+    lay_out_slots(transfers);
     const size_t depth = std::min(static_cast<size_t>(schedule_.depth), chunks.size());
-    std::vector<Transfer> transfers;
-    for (size_t c = 0; c < depth; ++c) transfers.push_back(start(step, group, chunks, c, current));
+    for (size_t c = 0; c < depth; ++c) start(transfers[c], c);
     b_.begin_chunk(0);
     const bool has_own_scales = plan_.steps.size() == 1;  // else what is held is not what was given
     if (!has_own_scales) finish_scales();
@@ -286,7 +289,7 @@ class GatherCompiler {
     for (size_t c = 0; c < chunks.size(); ++c) {
       b_.begin_chunk(static_cast<int>(c) + 1);
       b_.wait(transfers[c].ticket);
-      if (c + depth < chunks.size()) transfers.push_back(start(step, group, chunks, c + depth, current));
+      if (c + depth < chunks.size()) start(transfers[c + depth], c + depth);
       b_.begin_chunk(static_cast<int>(c) + 1);
       take_in(transfers[c]);
     }
@@ -298,14 +301,13 @@ class GatherCompiler {
   // Chunk c has slot c modulo depth + 1, each as long as the longest chunk in it. They are one buffer, whose life
   // begins with the first transfer: if each chunk had its own, a transfer that is started early would have to wait for
   // the products before it, whose memory it might have been given.
-  void lay_out_slots(const Step& step, const Positions& group, const std::vector<Chunk>& chunks) {
-    const size_t num_slots = std::min(static_cast<size_t>(schedule_.depth) + 1, chunks.size());
+  void lay_out_slots(const std::vector<ChunkTransfer>& transfers) {
+    const size_t num_slots = std::min(static_cast<size_t>(schedule_.depth) + 1, transfers.size());
     std::vector<int64_t> lengths(num_slots, 0);
-    const bool by_messages = schedule_.method == Method::kRing;
-    for (size_t c = 0; c < chunks.size(); ++c) {
-      even_shares_.push_back(by_messages ? std::nullopt : even_share(step, group, chunks[c]));
+    for (size_t c = 0; c < transfers.size(); ++c) {
+      const int64_t staged = transfers[c].set.receives.staged_count(staging_of_received(transfers[c].carrier));
       int64_t& length = lengths[c % num_slots];
-      length = std::max(length, staged_count(step, group, chunks[c], even_shares_[c]));
+      length = std::max(length, aligned(staged));
     }
     int64_t total = 0;
     for (const int64_t length : lengths) {
@@ -315,18 +317,13 @@ class GatherCompiler {
     if (total > 0) slots_ = b_.new_buffer(total);
   }
 
-  // Of its elements those that do not arrive in place, each block up to where the next may begin.
-  int64_t staged_count(const Step& step, const Positions& group, const Chunk& chunk,
-                       const std::optional<int64_t>& even_share) {
-    if (even_share) return aligned(*even_share * static_cast<int64_t>(group.size()));
-    const bool by_messages = schedule_.method == Method::kRing;
-    int64_t count = 0;
-    for (const int64_t d : chunk.distances) {
-      const auto block = received(step, group, chunk, d);
-      if (!block || (by_messages && run_in_gathered(*block) >= 0)) continue;
-      count += by_messages ? aligned(block->count()) : block->count();
-    }
-    return aligned(count);
+  // What messages bring may arrive in the gathered operand, if that is kept; what collectives bring is copied there.
+  Staging staging_of_received(Carrier carrier) const {
+    const bool by_messages = carrier == Carrier::kMessages;
+    return {.memory = Staging::Memory::kGiven,
+            .may_stay = by_messages,
+            .is_one_run = !by_messages,
+            .alignment = by_messages ? aligned(1) : 1};
   }
 
   // Devices multiply fast, or at all, where matrices begin at such addresses.
@@ -336,21 +333,11 @@ class GatherCompiler {
     return (count + items - 1) / items * items;
   }
 
-  BufferRange in_slot(size_t c, int64_t offset, int64_t count) const {
-    return {slots_, slot_offsets_[c % slot_offsets_.size()] + offset, count};
-  }
-
-  // Where it lies in the gathered operand, if that is kept and holds it as one run; else -1.
-  int64_t run_in_gathered(const Intersection& block) const { return matmul_.keeps_gathered ? block.run_in_b() : -1; }
-
-  void expect_parts(const Step& step, const Positions& group, const std::vector<Chunk>& chunks,
-                    const Intersection& own) {
+  void expect_parts(const std::vector<ChunkTransfer>& transfers, const Intersection& own) {
     std::vector<Intersection::Part> parts = own.parts();
-    for (const Chunk& chunk : chunks) {
-      for (const int64_t d : chunk.distances) {
-        if (const auto block = received(step, group, chunk, d)) {
-          for (Intersection::Part& part : block->parts()) parts.push_back(std::move(part));
-        }
+    for (const ChunkTransfer& transfer : transfers) {
+      for (const ChunkTransfer::Arrival& arrival : transfer.arrivals) {
+        for (Intersection::Part& part : arrival.block.parts()) parts.push_back(std::move(part));
       }
     }
     if (num_elements(needed_) == 0) {
@@ -359,150 +346,102 @@ class GatherCompiler {
     for (ProductCompiler& product : products_) product.expect(parts);
   }
 
-  // Indices in the group.
   int64_t index_of(const Positions& group) const {
     return std::find(group.begin(), group.end(), b_.position()) - group.begin();
   }
-  int64_t source(const Positions& group, int64_t distance) const {
-    return (index_of(group) + distance) % static_cast<int64_t>(group.size());
-  }
-  int64_t target(const Positions& group, int64_t distance) const {
-    const auto k = static_cast<int64_t>(group.size());
-    return (index_of(group) - distance + k) % k;
-  }
 
-  // What a chunk brings from the rank at a distance, if anything.
-  std::optional<Intersection> received(const Step& step, const Positions& group, const Chunk& chunk, int64_t distance) {
-    const int64_t peer = group[source(group, distance)];
+  // What a chunk brings from a member of the group, if anything; and takes to it.
+  std::optional<Intersection> received(const Step& step, const Positions& group, const Chunk& chunk, int64_t member) {
+    const int64_t peer = group[member];
     if (source_for(step, peer, b_.position()) != peer) return std::nullopt;
     return share_of(Intersection(step.before.region(peer), needed_), share_dim_, chunk);
   }
 
-  std::optional<Intersection> sent(const Step& step, const Positions& group, const Chunk& chunk, int64_t distance) {
-    const int64_t peer = group[target(group, distance)];
+  std::optional<Intersection> sent(const Step& step, const Positions& group, const Chunk& chunk, int64_t member) {
+    const int64_t peer = group[member];
     if (source_for(step, b_.position(), peer) != b_.position()) return std::nullopt;
     return share_of(Intersection(step.before.region(b_.position()), step.after.region(peer)), share_dim_, chunk);
   }
 
-  Transfer start(const Step& step, const Positions& group, const std::vector<Chunk>& chunks, size_t c,
-                 BufferId current) {
-    b_.begin_chunk(static_cast<int>(c) + 1);
-    if (schedule_.method == Method::kRing) return start_messages(step, group, chunks[c], c, current);
-    if (even_shares_[c]) return start_all_gather(step, group, chunks[c], c, current, *even_shares_[c]);
-    return start_all_to_all(step, group, chunks[c], c, current);
+  ChunkTransfer transfer_of(const Step& step, const Positions& group, const Chunk& chunk, BufferId current) {
+    const bool by_messages = schedule_.method == Method::kRing;
+    const auto k = static_cast<int64_t>(group.size());
+    const int64_t me = index_of(group);
+    ChunkTransfer made;
+    made.set.group = b_.group_index(step.mesh_dims);
+    made.carrier = by_messages ? Carrier::kMessages : Carrier::kAllToAll;
+    const auto add_received = [&](int64_t member) {
+      const auto block = received(step, group, chunk, member);
+      if (!block) return;
+      made.arrivals.push_back({*block, made.set.receives.size()});
+      made.set.receives.add(member, {{gathered_, Parcel(*block, 0, block->count())}});
+    };
+    const auto add_sent = [&](int64_t member) {
+      const auto block = sent(step, group, chunk, member);
+      if (block) made.set.sends.add(member, {{current, Parcel(*block, 0, block->count())}});
+    };
+    if (by_messages) {
+      for (const int64_t d : chunk.distances) {
+        add_received((me + d) % k);
+        add_sent((me - d + k) % k);
+      }
+      return made;
+    }
+    for (int64_t m = 0; m < k; ++m) {
+      if (m != me) add_received(m);
+      if (m != me) add_sent(m);
+    }
+    if (step.op == StepOp::kAllGather)
+      gather_if_even(made, share_of(own_part(step), share_dim_, chunk), k, me, current);
+    return made;
+  }
+
+  Intersection own_part(const Step& step) const { return {step.before.region(b_.position()), needed_}; }
+
+  // All ranks see the shares of all, so they answer alike.
+  void gather_if_even(ChunkTransfer& transfer, const std::optional<Intersection>& own, int64_t k, int64_t me,
+                      BufferId current) const {
+    if (!own || !b_.backend().gathers) return;
+    TransferSet& set = transfer.set;
+    const Parcel parcel(*own, 0, own->count());
+    set.receives.insert(me, {{kMissingBuffer, parcel}});
+    if (static_cast<int64_t>(set.receives.size()) != k || !set.receives.are_equally_long()) {
+      return set.receives.remove(me);
+    }
+    transfer.carrier = Carrier::kAllGather;
+    set.sends = Messages(Messages::Side::kSent);
+    set.sends.add(me, {{current, parcel}});
+    for (ChunkTransfer::Arrival& arrival : transfer.arrivals) {
+      if (static_cast<int64_t>(arrival.message) >= me) ++arrival.message;
+    }
+    std::rotate(transfer.arrivals.begin(), transfer.arrivals.begin() + me, transfer.arrivals.end());  // nearest first
   }
 
   // The c-th chunk.
-  Transfer start_messages(const Step& step, const Positions& group, const Chunk& chunk, size_t c, BufferId current) {
-    Transfer transfer;
-    int64_t staged = 0;
-    SendReceive move{b_.group_index(step.mesh_dims), {}, {}};
-    for (const int64_t d : chunk.distances) {
-      if (const auto block = received(step, group, chunk, d)) {
-        const int64_t run = run_in_gathered(*block);
-        const bool is_in_place = run >= 0;
-        const BufferRange range =
-            is_in_place ? BufferRange{gathered_, run, block->count()} : in_slot(c, staged, block->count());
-        if (!is_in_place) staged += aligned(block->count());
-        transfer.arrivals.push_back({*block, range, is_in_place});
-        move.receives.push_back({source(group, d), transfer.arrivals.back().range});
-      }
-      if (const auto block = sent(step, group, chunk, d)) {
-        move.sends.push_back({target(group, d), run_or_packed(*block, current)});
-      }
+  void start(ChunkTransfer& transfer, size_t c) {
+    b_.begin_chunk(static_cast<int>(c) + 1);
+    Staging staging = staging_of_received(transfer.carrier);
+    staging.given = {slots_, slot_offsets_[c % slot_offsets_.size()], 0};
+    transfer.set.receives.place(b_, staging);
+    if (transfer.carrier == Carrier::kAllToAll) {
+      transfer.set.sends.place(b_, {.may_stay = false, .is_one_run = true});
+    } else {
+      transfer.set.sends.place(b_, {.memory = Staging::Memory::kApart});
     }
-    transfer.ticket = b_.send_receive(std::move(move));
-    return transfer;
-  }
-
-  BufferRange run_or_packed(const Intersection& block, BufferId current) {
-    const int64_t run = block.run_in_a();
-    if (run >= 0) return {current, run, block.count()};
-    const BufferId packed = b_.new_buffer(block.count());
-    b_.copy(current, packed, block.a_to_packed(0, 0));
-    return b_.whole(packed);
-  }
-
-  // Where the backend's own all-gather brings a chunk: how much each rank gives, which is the same on all.
-  std::optional<int64_t> even_share(const Step& step, const Positions& group, const Chunk& chunk) const {
-    if (!b_.backend().gathers || step.op != StepOp::kAllGather) return std::nullopt;
-    std::optional<int64_t> count;
-    for (const int64_t member : group) {
-      const Region part = step.before.region(member);
-      const int64_t here = Intersection(part, part).share(share_dim_, chunk.share, chunk.shares).count();
-      if (count && *count != here) return std::nullopt;
-      count = here;
-    }
-    return *count > 0 ? count : std::nullopt;
-  }
-
-  Transfer start_all_gather(const Step& step, const Positions& group, const Chunk& chunk, size_t c, BufferId current,
-                            int64_t count) {
-    const auto k = static_cast<int64_t>(group.size());
-    const Region held = step.before.region(b_.position());
-    const BufferRange own =
-        run_or_packed(Intersection(held, held).share(share_dim_, chunk.share, chunk.shares), current);
-    Transfer transfer;
-    for (int64_t d = 1; d < k; ++d) {
-      transfer.arrivals.push_back(
-          {*received(step, group, chunk, d), in_slot(c, source(group, d) * count, count), false});
-    }
-    transfer.ticket = b_.emit(AllGather{b_.group_index(step.mesh_dims), own, in_slot(c, 0, count * k)});
-    return transfer;
-  }
-
-  Transfer start_all_to_all(const Step& step, const Positions& group, const Chunk& chunk, size_t c, BufferId current) {
-    const auto k = static_cast<int64_t>(group.size());
-    Transfer transfer;
-    AllToAll move{b_.group_index(step.mesh_dims), {}, {}, std::vector<int64_t>(k, 0), std::vector<int64_t>(k, 0)};
-    std::vector<std::optional<Intersection>> sends(k);
-    std::vector<std::optional<Intersection>> receives(k);
-    for (int64_t d = 1; d < k; ++d) {
-      sends[target(group, d)] = sent(step, group, chunk, d);
-      receives[source(group, d)] = received(step, group, chunk, d);
-    }
-    std::vector<Box> pack;
-    int64_t to_send = 0;
-    int64_t to_receive = 0;
-    for (int64_t m = 0; m < k; ++m) {
-      if (sends[m]) {
-        append(pack, sends[m]->a_to_packed(0, to_send));
-        to_send += move.send_counts[m] = sends[m]->count();
-      }
-      if (receives[m]) {
-        move.receive_counts[m] = receives[m]->count();
-        transfer.arrivals.push_back({*receives[m], in_slot(c, to_receive, receives[m]->count()), false});
-        to_receive += receives[m]->count();
-      }
-    }
-    const BufferId send_staging = b_.new_buffer(to_send);
-    b_.copy(current, send_staging, std::move(pack));
-    move.src = b_.whole(send_staging);
-    move.dst = to_receive > 0 ? in_slot(c, 0, to_receive) : b_.whole(b_.new_buffer(0));
-    transfer.ticket = b_.emit(std::move(move));
-    return transfer;
+    transfer.set.sends.copy(b_);
+    transfer.ticket = shardwright::start(b_, transfer.set, transfer.carrier);
   }
 
   // Multiplies from where it came, or from its place if that is kept.
-  void take_in(const Transfer& transfer) {
-    std::vector<Box> boxes;
-    BufferId staging = kMissingBuffer;
-    for (const Arrival& arrival : transfer.arrivals) {
-      if (!matmul_.keeps_gathered || arrival.is_in_place) continue;
-      if (staging >= 0 && staging != arrival.range.buffer) {
-        b_.copy(staging, gathered_, std::move(boxes));
-        boxes.clear();
-      }
-      staging = arrival.range.buffer;
-      append(boxes, arrival.block.packed_to_b(arrival.range.offset, 0));
-    }
-    b_.copy(staging, gathered_, std::move(boxes));
-    for (const Arrival& arrival : transfer.arrivals) {
-      if (arrival.is_in_place) {
-        multiply(arrival.block, gathered_, 0, &Intersection::Part::in_b, shape_of(needed_));
+  void take_in(const ChunkTransfer& transfer) {
+    const Messages& receives = transfer.set.receives;
+    receives.copy(b_);
+    for (const auto& [block, message] : transfer.arrivals) {
+      if (receives.is_staged(message)) {
+        const BufferRange& range = receives.range(message);
+        multiply(block, range.buffer, range.offset, &Intersection::Part::packed, block.shape());
       } else {
-        multiply(arrival.block, arrival.range.buffer, arrival.range.offset, &Intersection::Part::packed,
-                 arrival.block.shape());
+        multiply(block, gathered_, 0, &Intersection::Part::in_b, shape_of(needed_));
       }
     }
   }
@@ -516,8 +455,7 @@ class GatherCompiler {
   BufferId gathered_ = kMissingBuffer;
   BufferId slots_ = kMissingBuffer;  // buffer
   std::vector<int64_t> slot_offsets_;
-  std::vector<std::optional<int64_t>> even_shares_;  // by chunk, as even_share answers
-  BufferId scales_ = kMissingBuffer;                 // buffers, of the operand's
+  BufferId scales_ = kMissingBuffer;  // buffers, of the operand's
   BufferId gathered_scales_ = kMissingBuffer;
   std::vector<Instruction> awaited_scales_;
   size_t share_dim_ = 0;

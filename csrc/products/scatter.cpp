@@ -5,6 +5,7 @@
 #include "products/blocks.h"
 #include "products/compile.h"
 #include "products/gemms.h"
+#include "program/transfers.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -128,11 +129,8 @@ class ScatterCompiler {
 
   // ---- reduce-scatters and moves of data
 
-  // A chunk under way: what must be seen to when it has come.
-  struct Transfer {
-    Ticket ticket = kNoTicket;
-    std::function<void()> take_in;
-  };
+  // A chunk under way: waits for it and puts what has come into its place.
+  using Finish = std::function<void()>;
 
   void scatter(const Step& step, BufferId next) {
     step_ = &step;
@@ -151,22 +149,17 @@ class ScatterCompiler {
     if (by_messages && reduces_) contributions_.resize(shares_, std::vector<BufferRange>(k));
 
     const auto depth = static_cast<size_t>(schedule_.depth);
-    std::vector<Transfer> transfers;
+    std::vector<Finish> transfers;
     size_t num_finished = 0;
     for (size_t c = 0; c < chunks.size(); ++c) {
       b_.begin_chunk(static_cast<int>(c));
       transfers.push_back(by_messages ? start_messages(chunks[c]) : start_collective(chunks[c]));
-      if (c >= depth) finish(transfers[num_finished++]);
+      if (c >= depth) transfers[num_finished++]();
     }
     b_.begin_chunk(static_cast<int>(chunks.size()));
     if (by_messages || !reduces_) multiply_own();
-    while (num_finished < transfers.size()) finish(transfers[num_finished++]);
+    while (num_finished < transfers.size()) transfers[num_finished++]();
     if (by_messages && reduces_) reduce_contributions();
-  }
-
-  void finish(const Transfer& transfer) {
-    b_.wait(transfer.ticket);
-    if (transfer.take_in) transfer.take_in();
   }
 
   int64_t at_distance(int64_t distance) const {
@@ -185,31 +178,46 @@ class ScatterCompiler {
     return share_of(Intersection(step_->before.region(group_[index]), needed_), share_dim_, chunk);
   }
 
-  Transfer start_messages(const Chunk& chunk) {
-    SendReceive move{b_.group_index(step_->mesh_dims), {}, {}};
-    std::vector<std::pair<Intersection, BufferId>> staged;
+  Finish start_messages(const Chunk& chunk) {
+    TransferSet set{b_.group_index(step_->mesh_dims)};
+    std::vector<Intersection> blocks;
     for (const int64_t d : chunk.distances) {
       const int64_t target = at_distance(d);
       const int64_t source = at_distance(-d);
-      if (const auto block = sent(target, chunk)) {
-        const BufferId staging = b_.new_buffer(block->count());
-        multiply(*block, staging, 0, &Intersection::Part::packed, block->shape());
-        move.sends.push_back({target, b_.whole(staging)});
-      }
+      if (const auto block = sent(target, chunk)) add_product(set.sends, blocks, target, *block);
       if (const auto block = received(source, chunk)) {
-        const int64_t run = reduces_ ? -1 : block->run_in_b();
-        BufferRange range{next_, run, block->count()};
-        if (run < 0) {
-          range = b_.whole(b_.new_buffer(block->count()));
-          if (!reduces_) staged.push_back({*block, range.buffer});
-        }
-        if (reduces_) contributions_[chunk.share][source] = range;
-        move.receives.push_back({source, range});
+        set.receives.add(source, {{reduces_ ? kMissingBuffer : next_, Parcel(*block, 0, block->count())}});
       }
     }
-    return {b_.send_receive(std::move(move)), [this, staged] {
-              for (const auto& [block, buffer] : staged) b_.copy(buffer, next_, block.packed_to_b(0, 0));
-            }};
+    set.sends.place(b_, {.memory = Staging::Memory::kApart});
+    multiply(set.sends, blocks);
+    set.receives.place(b_, {.memory = Staging::Memory::kApart});
+    for (size_t i = 0; i < set.receives.size() && reduces_; ++i) {
+      contributions_[chunk.share][set.receives.peer(i)] = set.receives.range(i);
+    }
+    return finish_by_unpacking(std::move(set), Carrier::kMessages);
+  }
+
+  // A message that is multiplied to where it is staged.
+  static void add_product(Messages& sends, std::vector<Intersection>& blocks, int64_t target,
+                          const Intersection& block) {
+    sends.add(target, {{kMissingBuffer, Parcel(block, 0, block.count())}});
+    blocks.push_back(block);
+  }
+
+  void multiply(const Messages& sends, const std::vector<Intersection>& blocks) {
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      const BufferRange& range = sends.range(i);
+      multiply(blocks[i], range.buffer, range.offset, &Intersection::Part::packed, blocks[i].shape());
+    }
+  }
+
+  Finish finish_by_unpacking(TransferSet set, Carrier carrier) {
+    const Ticket ticket = start(b_, set, carrier);
+    return [this, ticket, receives = std::move(set.receives)] {
+      b_.wait(ticket);
+      receives.copy(b_);
+    };
   }
 
   // The own part: of a reduction one more contribution, else at its place at once.
@@ -244,71 +252,35 @@ class ScatterCompiler {
     if (run < 0) b_.copy(result.buffer, next_, block.packed_to_b(0, 0));
   }
 
-  Transfer start_collective(const Chunk& chunk) {
+  Finish start_collective(const Chunk& chunk) {
     const auto k = static_cast<int64_t>(group_.size());
-    const int g = b_.group_index(step_->mesh_dims);
-    std::vector<std::optional<Intersection>> sends(k);
-    AllToAll move{g, {}, {}, std::vector<int64_t>(k, 0), std::vector<int64_t>(k, 0)};
-    int64_t to_send = 0;
-    bool is_even = true;
+    TransferSet set{b_.group_index(step_->mesh_dims)};
+    std::vector<Intersection> blocks;
     for (int64_t m = 0; m < k; ++m) {
       if (m == me_ && !reduces_) continue;
-      sends[m] = sent(m, chunk);
-      if (sends[m]) to_send += move.send_counts[m] = sends[m]->count();
-      is_even = is_even && move.send_counts[m] == move.send_counts[0];
+      if (const auto block = sent(m, chunk)) add_product(set.sends, blocks, m, *block);
+      if (reduces_) continue;
+      if (const auto block = received(m, chunk)) set.receives.add(m, {{next_, Parcel(*block, 0, block->count())}});
     }
-    const BufferId staging = b_.new_buffer(to_send);
-    int64_t at = 0;
-    for (int64_t m = 0; m < k; ++m) {
-      if (!sends[m]) continue;
-      multiply(*sends[m], staging, at, &Intersection::Part::packed, sends[m]->shape());
-      at += sends[m]->count();
-    }
-    move.src = b_.whole(staging);
-    if (reduces_) return start_reduction(std::move(move), sends[me_], is_even && to_send > 0);
-
-    std::vector<std::optional<Intersection>> receives(k);
-    int64_t to_receive = 0;
-    for (int64_t m = 0; m < k; ++m) {
-      if (m == me_) continue;
-      receives[m] = received(m, chunk);
-      if (receives[m]) to_receive += move.receive_counts[m] = receives[m]->count();
-    }
-    const BufferId arrived = b_.new_buffer(to_receive);
-    move.dst = b_.whole(arrived);
-    return {b_.emit(std::move(move)), [this, arrived, receives] {
-              std::vector<Box> unpack;
-              int64_t packed = 0;
-              for (const auto& block : receives) {
-                if (!block) continue;
-                append(unpack, block->packed_to_b(packed, 0));
-                packed += block->count();
-              }
-              b_.copy(arrived, next_, std::move(unpack));
-            }};
+    const Staging one_run{.may_stay = false, .is_one_run = true};
+    set.sends.place(b_, one_run);
+    multiply(set.sends, blocks);
+    if (reduces_) return start_reduction(set, sent(me_, chunk));
+    set.receives.place(b_, one_run);
+    return finish_by_unpacking(std::move(set), Carrier::kAllToAll);
   }
 
-  // `move` holds what every rank is to sum, packed in the group's order.
-  Transfer start_reduction(AllToAll move, std::optional<Intersection> own, bool is_even) {
-    const int g = move.group;
-    const auto k = static_cast<int64_t>(group_.size());
-    if (is_even && reduces_natively(*step_, b_.backend())) {
-      const int64_t run = own->run_in_b();
-      const BufferRange result =
-          run >= 0 ? BufferRange{next_, run, own->count()} : b_.whole(b_.new_buffer(own->count()));
-      const Reduction reduction = reduction_of(*step_);
-      return {b_.emit(ReduceScatter{g, reduction.op, move.src, result}), [this, run, own, result, reduction] {
-                finish_native(b_, reduction, result);
-                if (run < 0) b_.copy(result.buffer, next_, own->packed_to_b(0, 0));
-              }};
-    }
+  // What every rank is to sum is staged, in the group's order.
+  Finish start_reduction(const TransferSet& set, const std::optional<Intersection>& own) {
+    const bool are_equally_long = set.sends.size() == group_.size() && set.sends.are_equally_long();
+    const int64_t run = own ? own->run_in_b() : 0;
     const int64_t count = own ? own->count() : 0;
-    const BufferId arrived = b_.new_buffer(count * k);
-    move.dst = b_.whole(arrived);
-    move.receive_counts.assign(k, count);
-    return {b_.emit(std::move(move)), [this, own, arrived, count, g] {
-              if (own) reduce_into_place(*own, rows_of(b_, arrived, count, g));
-            }};
+    const BufferRange result = run >= 0 ? BufferRange{next_, run, count} : b_.whole(b_.new_buffer(count));
+    const Finish sum = start_sum(b_, *step_, set.group, set.sends, are_equally_long, result);
+    return [this, sum, own, run, result] {
+      sum();
+      if (run < 0) b_.copy(result.buffer, next_, own->packed_to_b(0, 0));
+    };
   }
 
   // ---- all-reduces: chunks are shares of the outermost dim that is longer than one, so they lie in one piece

@@ -109,23 +109,4 @@ void append(std::vector<Box>& boxes, std::vector<Box> more) {
   for (Box& box : more) boxes.push_back(std::move(box));
 }
 
-int64_t total_count(const std::vector<const Parcel*>& parts) {
-  int64_t total = 0;
-  for (const Parcel* part : parts) total += part != nullptr ? part->count() : 0;
-  return total;
-}
-
-int64_t first_of_run(const std::vector<const Parcel*>& parts, int64_t (Parcel::*run)() const) {
-  int64_t first = -1;
-  int64_t next = -1;
-  for (const Parcel* part : parts) {
-    if (part == nullptr || part->count() == 0) continue;
-    const int64_t at = (part->*run)();
-    if (at < 0 || (first >= 0 && at != next)) return -1;
-    if (first < 0) first = at;
-    next = at + part->count();
-  }
-  return std::max<int64_t>(first, 0);
-}
-
 }  // namespace shardwright

@@ -81,10 +81,6 @@ class ProgramBuilder {
 
 void append(std::vector<Box>& boxes, std::vector<Box> more);
 
-int64_t total_count(const std::vector<const Parcel*>& parts);  // null: nothing
-// Where the parts begin if they lie one behind the other in a local tensor, else -1. 0 if there are none.
-int64_t first_of_run(const std::vector<const Parcel*>& parts, int64_t (Parcel::*run)() const);
-
 // How a pending reduction is carried out: pre-power, one collective with `op`, division, post-power.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;

@@ -6,6 +6,7 @@
 #include "moves/exchange.h"
 #include "program/boxes.h"
 #include "program/builder.h"
+#include "program/transfers.h"
 
 namespace shardwright {
 
@@ -161,53 +162,25 @@ class PendingReduction {
     const int g = b_.group_index(step.mesh_dims);
     if (b_.count_of(current) == 0) return;
     current = raised(b_.whole(current), reduction.power).buffer;
-    for (int64_t round = 0; round < step.rounds; ++round) reduce_scatter(step, reduction, g, current, next, round);
+    for (int64_t round = 0; round < step.rounds; ++round) reduce_scatter(step, g, current, next, round);
   }
 
-  void reduce_scatter(const Step& step, const Reduction& reduction, int g, BufferId current, BufferId next,
-                      int64_t round) {
-    const Group& group = b_.program().groups[g];
-    const auto k = static_cast<int64_t>(group.positions.size());
+  void reduce_scatter(const Step& step, int g, BufferId current, BufferId next, int64_t round) {
     const Region held = step.before.region(b_.position());
-    std::vector<Parcel> parts;
-    std::vector<const Parcel*> pointers;
-    for (const int64_t member : group.positions) {
-      const Intersection part(held, step.after.region(member));
+    // All members hold the same region, so all have equal messages or none has.
+    Messages given(Messages::Side::kSent, current);
+    const Positions members = b_.program().groups[g].positions;
+    for (size_t m = 0; m < members.size(); ++m) {
+      const Intersection part(held, step.after.region(members[m]));
       const Interval range = in_round({0, part.count()}, round, step.rounds);
-      parts.emplace_back(part, range.begin, range.end);
+      given.add(static_cast<int64_t>(m), {{current, Parcel(part, range.begin, range.end)}});
     }
-    bool is_even = true;
-    for (const Parcel& part : parts) {
-      pointers.push_back(&part);
-      is_even = is_even && part.count() == parts[0].count();
-    }
-    // All members hold the same region, so all answer these alike.
+    if (given.total_count() == 0) return;
+    given.place(b_, {.is_one_run = true});
+    given.copy(b_);
     const Interval mine = in_round({0, b_.count_of(next)}, round, step.rounds);
-    const int64_t own = mine.end - mine.begin;
-    const int64_t first = first_of_run(pointers, &Parcel::run_in_a);
-    BufferRange packed{current, first, total_count(pointers)};
-    if (packed.count == 0) return;
-    if (first < 0) {
-      packed = b_.whole(b_.new_buffer(packed.count));
-      std::vector<Box> boxes;
-      int64_t offset = 0;
-      for (const Parcel& part : parts) {
-        append(boxes, part.a_to_packed(0, offset));
-        offset += part.count();
-      }
-      b_.copy(current, packed.buffer, std::move(boxes));
-    }
-    const BufferRange result{next, mine.begin, own};
-    if (is_even && reduces_natively(step, b_.backend())) {
-      b_.wait(b_.emit(ReduceScatter{g, reduction.op, packed, result}));
-      finish_native(b_, reduction, result);
-    } else {
-      AllToAll move{g, packed, b_.whole(b_.new_buffer(own * k)), {}, std::vector<int64_t>(k, own)};
-      for (const Parcel& part : parts) move.send_counts.push_back(part.count());
-      const BufferId staging = move.dst.buffer;
-      b_.wait(b_.emit(std::move(move)));
-      if (own > 0) reduce_parts(b_, reduction, rows_of(b_, staging, own, g), result);
-    }
+    const BufferRange result{next, mine.begin, mine.end - mine.begin};
+    start_sum(b_, step, g, given, given.are_equally_long(), result)();
   }
 
   void all_reduce(const Step& step, BufferId current, BufferId next) {

@@ -63,7 +63,7 @@ class Sketch {
   int num_steps_ = 0;
 };
 
-// As first_of_run in builder.h: whether loads lie one behind the other.
+// As Messages in transfers.h: whether loads are consecutive.
 class RunOfLoads {
  public:
   void add(int64_t count, int64_t first, bool is_run) {

@@ -1,0 +1,253 @@
+#include "program/transfers.h"
+
+#include <algorithm>
+
+#include "moves/exchange.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+int64_t aligned(int64_t count, int64_t alignment) { return (count + alignment - 1) / alignment * alignment; }
+
+}  // namespace
+
+// ---- Messages
+
+Messages::Message Messages::message(int64_t peer, std::vector<TransferItem> items) const {
+  Message made{peer, std::move(items)};
+  for (const TransferItem& item : made.items) made.count += item.parcel.count();
+  made.run = run_of(made.items);
+  return made;
+}
+
+void Messages::insert(int64_t peer, std::vector<TransferItem> items) {
+  const auto before =
+      std::find_if(messages_.begin(), messages_.end(), [&](const Message& other) { return other.peer > peer; });
+  messages_.insert(before, message(peer, std::move(items)));
+}
+
+void Messages::remove(int64_t peer) {
+  std::erase_if(messages_, [&](const Message& message) { return message.peer == peer; });
+}
+
+std::optional<BufferRange> Messages::run_of(const std::vector<TransferItem>& items) const {
+  std::optional<BufferRange> run;
+  for (const TransferItem& item : items) {
+    if (item.tensor == kMissingBuffer) return std::nullopt;
+    if (item.parcel.count() == 0) continue;
+    const int64_t at = side_ == Side::kSent ? item.parcel.run_in_a() : item.parcel.run_in_b();
+    if (at < 0) return std::nullopt;
+    if (!run) run = BufferRange{item.tensor, at, 0};
+    if (run->buffer != item.tensor || run->offset + run->count != at) return std::nullopt;
+    run->count += item.parcel.count();
+  }
+  if (!run && !items.empty()) return BufferRange{items[0].tensor, 0, 0};
+  return run;
+}
+
+std::optional<BufferRange> Messages::run_of_all() const {
+  BufferRange all{tensor_, 0, 0};
+  for (const Message& message : messages_) {
+    if (!message.run) return std::nullopt;
+    if (all.buffer == kMissingBuffer) all.buffer = message.run->buffer;
+    if (message.count == 0) continue;
+    if (all.count == 0) all = {message.run->buffer, message.run->offset, 0};
+    if (all.buffer != message.run->buffer || all.offset + all.count != message.run->offset) return std::nullopt;
+    all.count += message.count;
+  }
+  return all.buffer == kMissingBuffer ? std::nullopt : std::optional(all);
+}
+
+int64_t Messages::total_count() const {
+  int64_t total = 0;
+  for (const Message& message : messages_) total += message.count;
+  return total;
+}
+
+bool Messages::are_equally_long() const {
+  return std::all_of(messages_.begin(), messages_.end(),
+                     [&](const Message& message) { return message.count == messages_[0].count; });
+}
+
+int64_t Messages::staged_count(const Staging& staging) const {
+  const bool all_stay = staging.is_one_run && staging.may_stay && run_of_all();
+  int64_t count = 0;
+  for (const Message& message : messages_) {
+    const bool stays = staging.is_one_run ? all_stay : staging.may_stay && message.run;
+    if (!stays) count += aligned(message.count, staging.alignment);
+  }
+  return count;
+}
+
+void Messages::place(ProgramBuilder& builder, const Staging& staging) {
+  const std::optional<BufferRange> run = staging.is_one_run && staging.may_stay ? run_of_all() : std::nullopt;
+  const int64_t staged = staged_count(staging);
+  const bool makes_buffer = !run && staging.memory != Staging::Memory::kApart && (staged > 0 || staging.is_one_run);
+  BufferRange memory = staging.given;
+  if (makes_buffer && (staging.memory == Staging::Memory::kShared || staged == 0)) {
+    memory = builder.whole(builder.new_buffer(staged));
+  }
+  int64_t next = memory.offset;
+  for (Message& message : messages_) {
+    const bool stays = staging.is_one_run ? run.has_value() : staging.may_stay && message.run;
+    message.is_staged = !stays;
+    if (stays) {
+      message.range = *message.run;
+    } else if (staging.memory == Staging::Memory::kApart) {
+      message.range = builder.whole(builder.new_buffer(message.count));
+    } else {
+      message.range = {memory.buffer, next, message.count};
+      next += aligned(message.count, staging.alignment);
+    }
+  }
+  empty_run_ = run ? BufferRange{run->buffer, run->offset, 0} : BufferRange{memory.buffer, memory.offset, 0};
+}
+
+bool Messages::is_any_staged() const {
+  return std::any_of(messages_.begin(), messages_.end(), [](const Message& message) { return message.is_staged; });
+}
+
+BufferRange Messages::run() const {
+  BufferRange all = empty_run_;
+  for (const Message& message : messages_) {
+    if (message.count == 0) continue;
+    if (all.count == 0) all = {message.range.buffer, message.range.offset, 0};
+    check_invariant(all.buffer == message.range.buffer && all.offset + all.count == message.range.offset,
+                    "messages of a collective do not lie in one run");
+    all.count += message.count;
+  }
+  return all;
+}
+
+std::vector<SendReceive::Message> Messages::as_sent_or_received() const {
+  std::vector<SendReceive::Message> all;
+  for (const Message& message : messages_) {
+    if (message.count > 0) all.push_back({message.peer, message.range});
+  }
+  return all;
+}
+
+std::vector<int64_t> Messages::counts(int64_t group_size) const {
+  std::vector<int64_t> counts(group_size, 0);
+  for (const Message& message : messages_) counts[message.peer] = message.count;
+  return counts;
+}
+
+void Messages::copy(ProgramBuilder& builder, int64_t except) const {
+  std::vector<Box> boxes;
+  BufferId tensor = kMissingBuffer;
+  BufferId staging = kMissingBuffer;
+  const auto emit = [&] {
+    side_ == Side::kSent ? builder.copy(tensor, staging, std::move(boxes))
+                         : builder.copy(staging, tensor, std::move(boxes));
+    boxes.clear();
+  };
+  for (const Message& message : messages_) {
+    if (!message.is_staged || message.peer == except) continue;
+    int64_t at = message.range.offset;
+    for (const TransferItem& item : message.items) {
+      if (item.tensor != kMissingBuffer) {
+        if (item.tensor != tensor || message.range.buffer != staging) emit();
+        tensor = item.tensor;
+        staging = message.range.buffer;
+        append(boxes, side_ == Side::kSent ? item.parcel.a_to_packed(0, at) : item.parcel.packed_to_b(at, 0));
+      }
+      at += item.parcel.count();
+    }
+  }
+  emit();
+}
+
+// ---- lowering
+
+Ticket start(ProgramBuilder& builder, const TransferSet& set, Carrier carrier) {
+  const auto group_size = static_cast<int64_t>(builder.program().groups[set.group].positions.size());
+  switch (carrier) {
+    case Carrier::kAllGather:
+      return builder.emit(AllGather{set.group, set.sends.run(), set.receives.run()});
+    case Carrier::kAllToAll:
+      return builder.emit(AllToAll{set.group, set.sends.run(), set.receives.run(), set.sends.counts(group_size),
+                                   set.receives.counts(group_size)});
+    case Carrier::kMessages:
+      return builder.send_receive({set.group, set.sends.as_sent_or_received(), set.receives.as_sent_or_received()});
+  }
+  throw InvariantError("a carrier that is not known");
+}
+
+namespace {
+
+// Whether what stays on this rank goes along; then it is added to both sides.
+bool carries_own(TransferSet& set, Carrier carrier, const std::vector<OwnItem>& own, const Staging& staging,
+                 int64_t me) {
+  std::vector<TransferItem> sent;
+  std::vector<TransferItem> received;
+  int64_t own_count = 0;
+  for (const OwnItem& item : own) {
+    sent.push_back({item.from, item.parcel});
+    received.push_back({item.to, item.parcel});
+    own_count += item.parcel.count();
+  }
+  const auto staged = [&] { return set.sends.staged_count(staging) + set.receives.staged_count(staging); };
+  const int64_t copied_without = staged() + own_count;
+  set.sends.insert(me, std::move(sent));
+  set.receives.insert(me, std::move(received));
+  if (carrier == Carrier::kAllGather || staged() < copied_without) return true;
+  set.sends.remove(me);
+  set.receives.remove(me);
+  return false;
+}
+
+void copy_own(ProgramBuilder& builder, const std::vector<OwnItem>& own) {
+  for (const OwnItem& item : own) builder.copy(item.from, item.to, item.parcel.a_to_b(0, 0));
+}
+
+void gather(ProgramBuilder& builder, TransferSet& set, const std::vector<OwnItem>& own, int64_t me) {
+  check_invariant(own.size() == 1, "an all-gather of ", own.size(), " tensors");
+  set.receives.place(builder, {.is_one_run = true});
+  const Ticket ticket = builder.emit(AllGather{set.group, builder.whole(own[0].from), set.receives.run()});
+  if (set.receives.is_any_staged()) copy_own(builder, own);
+  builder.wait(ticket);
+  set.receives.copy(builder, me);
+}
+
+}  // namespace
+
+void exchange(ProgramBuilder& builder, TransferSet set, Carrier carrier, const std::vector<OwnItem>& own,
+              bool own_may_travel) {
+  const int64_t me = builder.program().groups[set.group].index;
+  const Staging staging{.is_one_run = carrier != Carrier::kMessages};
+  const bool may_carry = carrier == Carrier::kAllGather || (carrier == Carrier::kAllToAll && own_may_travel);
+  const bool own_travels = may_carry && carries_own(set, carrier, own, staging, me);
+  if (carrier == Carrier::kAllGather) return gather(builder, set, own, me);
+  set.sends.place(builder, staging);
+  set.receives.place(builder, staging);
+  set.sends.copy(builder);
+  const Ticket ticket = start(builder, set, carrier);
+  if (!own_travels) copy_own(builder, own);
+  builder.wait(ticket);
+  set.receives.copy(builder);
+}
+
+std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int group, const Messages& given,
+                                bool equally_long, BufferRange result) {
+  const Reduction reduction = reduction_of(step);
+  if (equally_long && reduces_natively(step, builder.backend())) {
+    const Ticket ticket = builder.emit(ReduceScatter{group, reduction.op, given.run(), result});
+    return [&builder, ticket, reduction, result] {
+      builder.wait(ticket);
+      finish_native(builder, reduction, result);
+    };
+  }
+  const auto k = static_cast<int64_t>(builder.program().groups[group].positions.size());
+  const BufferId rows = builder.new_buffer(result.count * k);
+  const Ticket ticket = builder.emit(
+      AllToAll{group, given.run(), builder.whole(rows), given.counts(k), std::vector<int64_t>(k, result.count)});
+  return [&builder, ticket, reduction, result, rows, group] {
+    builder.wait(ticket);
+    if (result.count == 0) return;
+    reduce_parts(builder, reduction, rows_of(builder, rows, result.count, group), result);
+  };
+}
+
+}  // namespace shardwright
