@@ -136,6 +136,73 @@ void emit_joined(ProgramBuilder& builder, Gemm gemm) {
   builder.emit(std::move(gemm));
 }
 
+// The axes of a contraction by kind, and which of them lie so that they are one matrix dim.
+struct Axes {
+  std::vector<Run> rows;     // free in lhs
+  std::vector<Run> columns;  // free in rhs
+  std::vector<Run> summed;
+  bool has_no_result = false;  // of length 0
+  bool sums_nothing = false;
+};
+
+template <typename RunOf>
+Axes axes_by_kind(const Contraction& axes, const std::vector<int64_t>& sizes, const RunOf& run_of) {
+  Axes all;
+  for (const int axis : axes.out) {
+    all.has_no_result = all.has_no_result || sizes[axis] == 0;
+    (has_axis(axes.lhs, axis) ? all.rows : all.columns).push_back(run_of(axis));
+  }
+  for (const int axis : axes.lhs) {
+    if (!axes.is_summed(axis)) continue;
+    all.summed.push_back(run_of(axis));
+    all.sums_nothing = all.sums_nothing || sizes[axis] == 0;
+  }
+  all.rows = merged(all.rows);
+  all.columns = merged(all.columns);
+  all.summed = merged(all.summed);
+  return all;
+}
+
+bool is_scaled_by_place(const Run& run) { return run.lhs_scale != 0 || run.rhs_scale != 0; }
+
+// The longest of the runs around a product becomes its batch, where the product may have one.
+void take_batch(Gemm& gemm, std::vector<Run>& outer) {
+  const auto longest =
+      std::max_element(outer.begin(), outer.end(), [](const Run& a, const Run& b) { return a.size < b.size; });
+  if (longest == outer.end() || gemm.bias) return;
+  if (stride_of(gemm.lhs_scale) != 0 || stride_of(gemm.rhs_scale) != 0 || is_scaled_by_place(*longest)) return;
+  gemm.count = longest->size;
+  gemm.lhs_batch_stride = longest->lhs;
+  gemm.rhs_batch_stride = longest->rhs;
+  gemm.dst_batch_stride = longest->out;
+  outer.erase(longest);
+}
+
+// The product at every place of the runs around it. Summed ones run inside the others, so that each part of the result
+// is written by its first product.
+void emit_at_all_places(ProgramBuilder& builder, const Gemm& gemm, const std::vector<Run>& free,
+                        const std::vector<Run>& summed) {
+  std::vector<Run> outer = free;
+  outer.insert(outer.end(), summed.begin(), summed.end());
+  std::vector<int64_t> at(outer.size(), 0);
+  while (true) {
+    Gemm one = gemm;
+    bool is_first = true;
+    for (size_t d = 0; d < outer.size(); ++d) {
+      shift(one, outer[d], at[d]);
+      if (d >= free.size() && at[d] > 0) is_first = false;
+    }
+    if (!is_first) {
+      one.accumulates = true;
+      one.bias.reset();
+    }
+    emit_joined(builder, std::move(one));
+    size_t d = outer.size();
+    while (d > 0 && ++at[d - 1] == outer[d - 1].size) at[--d] = 0;
+    if (d == 0) return;
+  }
+}
+
 }  // namespace
 
 TensorView row_major_view(BufferId buffer, const std::vector<int>& dims, const std::vector<int64_t>& shape,
@@ -166,11 +233,8 @@ std::vector<int64_t> sizes_at(const std::vector<int64_t>& shape, const std::vect
 void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vector<int64_t>& sizes,
                 const TensorView& lhs, const TensorView& rhs, const TensorView& out, bool accumulates,
                 const TensorView& bias, const std::optional<ScaleViews>& scales) {
-  const bool has_bias = bias.buffer >= 0;
-  std::vector<Run> rows;
-  std::vector<Run> columns;
-  std::vector<Run> summed;
-  const auto run_of = [&](int axis) {
+  const bool has_bias = bias.buffer != kMissingBuffer;
+  Axes all = axes_by_kind(axes, sizes, [&](int axis) {
     return Run{sizes[axis],
                lhs.strides[axis],
                rhs.strides[axis],
@@ -178,25 +242,12 @@ void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vec
                has_bias ? bias.strides[axis] : 0,
                scales ? scales->lhs.strides[axis] : 0,
                scales ? scales->rhs.strides[axis] : 0};
-  };
-  for (const int axis : axes.out) {
-    if (sizes[axis] == 0) return;
-    (has_axis(axes.lhs, axis) ? rows : columns).push_back(run_of(axis));
-  }
-  bool sums_nothing = false;
-  for (const int axis : axes.lhs) {
-    if (!axes.is_summed(axis)) continue;
-    summed.push_back(run_of(axis));
-    sums_nothing = sums_nothing || sizes[axis] == 0;
-  }
-  if (sums_nothing && accumulates) return;
-  rows = merged(rows);
-  columns = merged(columns);
-  summed = merged(summed);
-  const Run m = take_matrix_dim(rows);
-  const Run n = take_matrix_dim(columns);
-  const Run k = sums_nothing ? Run{0} : take_matrix_dim(summed);
-  if (sums_nothing) summed.clear();
+  });
+  if (all.has_no_result || (all.sums_nothing && accumulates)) return;
+  const Run m = take_matrix_dim(all.rows);
+  const Run n = take_matrix_dim(all.columns);
+  const Run k = all.sums_nothing ? Run{0} : take_matrix_dim(all.summed);
+  if (all.sums_nothing) all.summed.clear();
 
   Gemm gemm{{lhs.buffer, lhs.offset, m.lhs, k.lhs},
             {rhs.buffer, rhs.offset, k.rhs, n.rhs},
@@ -210,43 +261,10 @@ void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vec
     gemm.lhs_scale = Scale{scales->lhs.buffer, scales->lhs.offset, m.lhs_scale};
     gemm.rhs_scale = Scale{scales->rhs.buffer, scales->rhs.offset, n.rhs_scale};
   }
-
-  std::vector<Run> outer = std::move(rows);
-  outer.insert(outer.end(), columns.begin(), columns.end());
-  // The longest as a batch.
-  const auto longest =
-      std::max_element(outer.begin(), outer.end(), [](const Run& a, const Run& b) { return a.size < b.size; });
-  const auto has_scales_of_rows = [&] {
-    const auto is_scaled = [](const Run& run) { return run.lhs_scale != 0 || run.rhs_scale != 0; };
-    return is_scaled(m) || is_scaled(n) || is_scaled(*longest);
-  };
-  if (longest != outer.end() && !gemm.bias && !has_scales_of_rows()) {
-    gemm.count = longest->size;
-    gemm.lhs_batch_stride = longest->lhs;
-    gemm.rhs_batch_stride = longest->rhs;
-    gemm.dst_batch_stride = longest->out;
-    outer.erase(longest);
-  }
-  // Summed axes run inside the others, so that each part of the result is written by its first product.
-  const size_t num_free = outer.size();
-  outer.insert(outer.end(), summed.begin(), summed.end());
-  std::vector<int64_t> at(outer.size(), 0);
-  while (true) {
-    Gemm one = gemm;
-    bool is_first = true;
-    for (size_t d = 0; d < outer.size(); ++d) {
-      shift(one, outer[d], at[d]);
-      if (d >= num_free && at[d] > 0) is_first = false;
-    }
-    if (!is_first) {
-      one.accumulates = true;
-      one.bias.reset();
-    }
-    emit_joined(builder, std::move(one));
-    size_t d = outer.size();
-    while (d > 0 && ++at[d - 1] == outer[d - 1].size) at[--d] = 0;
-    if (d == 0) return;
-  }
+  std::vector<Run> outer = std::move(all.rows);
+  outer.insert(outer.end(), all.columns.begin(), all.columns.end());
+  take_batch(gemm, outer);
+  emit_at_all_places(builder, gemm, outer, all.summed);
 }
 
 }  // namespace shardwright
