@@ -6,10 +6,14 @@
 
 namespace shardwright {
 
+namespace detail {
+
 template <typename... Cases>
 struct Overloaded : Cases... {
   using Cases::operator()...;
 };
+
+}  // namespace detail
 
 // Calls the case that takes what the variant holds. Without a case for one of the alternatives it does not compile, so
 // an alternative that is added later cannot be forgotten. Cases for `const auto&` defeat that; write none.
@@ -18,7 +22,8 @@ struct Overloaded : Cases... {
 //         [](const IsCompute auto& o) { ... });
 template <typename Variant, typename... Cases>
 decltype(auto) match(Variant&& variant, Cases&&... cases) {
-  return std::visit(Overloaded<std::decay_t<Cases>...>{std::forward<Cases>(cases)...}, std::forward<Variant>(variant));
+  return std::visit(detail::Overloaded<std::decay_t<Cases>...>{std::forward<Cases>(cases)...},
+                    std::forward<Variant>(variant));
 }
 
 }  // namespace shardwright
