@@ -40,7 +40,7 @@ struct Case {
   Backend backend = Backend::kNccl;
 
   std::string text() const {
-    return concat(join(mesh, ","), " ", dtype, " ", join(shape, ","), " ", src, " ", dst, " ", backend_name(backend));
+    return concat(join(mesh, ","), " ", dtype, " ", join(shape, ","), " ", src, " ", dst, " ", backend.name);
   }
 };
 
@@ -79,7 +79,7 @@ Case parse_case(const std::string& text) {
   in >> mesh >> one.dtype >> shape >> one.src >> one.dst >> backend;
   one.mesh = parse_sizes(mesh);
   one.shape = parse_sizes(shape);
-  if (!backend.empty()) one.backend = parse_backend(backend);
+  if (!backend.empty()) one.backend = Lowering::named(backend);
   return one;
 }
 

@@ -73,8 +73,8 @@ class Kept(Generic[T]):
         if value is None:
             made_by = self._tables
             value = make()
-            if made_by is tables.current:
-                _put(self._entries if self._tables is made_by else {}, key, value)
+            if made_by is self._tables and made_by is tables.current:
+                _put(self._entries, key, value)
         return value
 
     def clear(self) -> None:
