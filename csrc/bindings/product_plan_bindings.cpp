@@ -113,12 +113,10 @@ bool has_equal_parts(const ProductPlan& plan) {
   return all;
 }
 
-}  // namespace
+using ProductPlanClass = py::class_<ProductPlan, std::shared_ptr<ProductPlan>>;
 
-void define_product_plan(py::module_& m) {
-  define_dataflow(m);
-  py::class_<ProductPlan, std::shared_ptr<ProductPlan>>(m, "ProductPlan")
-      .def(py::init([](const std::vector<std::string>& axes, const Layout& operand, const std::vector<Layout>& weights,
+void define_making(ProductPlanClass& plan) {
+  plan.def(py::init([](const std::vector<std::string>& axes, const Layout& operand, const std::vector<Layout>& weights,
                        const std::vector<std::optional<Layout>>& biases, const std::vector<Layout>& results,
                        const std::optional<std::string>& cuts, const std::string& scaled_by,
                        const std::vector<std::optional<Layout>>& scales, bool keeps_gathered, const py::object& method,
@@ -150,8 +148,16 @@ void define_product_plan(py::module_& m) {
            py::arg("scales") = std::vector<std::optional<Layout>>{}, py::arg("keeps_gathered") = false,
            py::arg("method") = py::none(), py::arg("chunks") = py::none(), py::arg("depth") = py::none(),
            py::arg("backend") = "nccl", py::arg("topology") = py::none(), py::arg("tables") = PlanningTables{},
-           py::arg("gemm_models") = std::map<std::string, GemmModel>{})
-      .def_static(
+           py::arg("gemm_models") = std::map<std::string, GemmModel>{});
+}
+
+}  // namespace
+
+void define_product_plan(py::module_& m) {
+  define_dataflow(m);
+  ProductPlanClass plan(m, "ProductPlan");
+  define_making(plan);
+  plan.def_static(
           "parse",
           [](const std::string& text) {
             return std::const_pointer_cast<ProductPlan>(make_product_plan(parse_problem(text)));

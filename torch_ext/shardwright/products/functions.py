@@ -24,6 +24,8 @@ from .tensors import Asked, PlainGroup, autocast, multiply_dtensors
 __all__ = ["all_gather_matmul", "linear", "matmul_all_reduce", "matmul_reduce_scatter"]
 
 _SAVES = ("shard", "gathered")
+# Method, chunks, depth, what is saved, table of products, as users say them.
+How = tuple[str | None, int | Sequence[Sequence[int]] | None, int | None, str, GemmModel | None]
 # Letters of the dims of an operand in front of the last, which is k; the weight's own is n.
 _ROWS = "abcdefghij"
 
@@ -78,7 +80,8 @@ def linear(
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
     scales = scaled(x, [weight], [bias], x_scale, weight_scale, out_dtype, k_dim=1)
-    return _linear(x, weight, bias, placements, method, chunks, depth, save, gemm_model, scales=scales)[0]
+    how = (method, chunks, depth, save, gemm_model)
+    return _linear(x, weight, bias, placements, how, scales)[0]
 
 
 def linear_sharing(
@@ -90,13 +93,12 @@ def linear_sharing(
     method: str | None = None,
     chunks: int | Sequence[Sequence[int]] | None = None,
     depth: int | None = None,
-    gemm_model: GemmModel | None = None,
 ) -> tuple[DTensor, DTensor | None]:
     """`linear`, and `x` as it was gathered for it, for other layers that take the same; None where it was not.
 
     What comes back through the gathered `x` is scattered together with the gradient of this layer.
     """
-    y, *gathered = _linear(x, weight, bias, placements, method, chunks, depth, "gathered", gemm_model, shares=True)
+    y, *gathered = _linear(x, weight, bias, placements, (method, chunks, depth, "gathered", None), None, shares=True)
     return y, gathered[0] if gathered else None
 
 
@@ -105,13 +107,9 @@ def _linear(
     weight: DTensor,
     bias: DTensor | None,
     placements: Sequence[Placement] | None,
-    method: str | None,
-    chunks: int | Sequence[Sequence[int]] | None,
-    depth: int | None,
-    save: str,
-    gemm_model: GemmModel | None,
+    how: How,
+    scales: Scaled | None,
     shares: bool = False,
-    scales: Scaled | None = None,
 ) -> list[DTensor]:
     if scales is None:
         x, weight, bias = autocast(x, weight, bias)
@@ -123,9 +121,7 @@ def _linear(
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias: has shape {tuple(bias.shape)}; allowed is ({weight.shape[0]},)")
-    axes = _axes(x.ndim, "nk")
-    setting = _setting(x, method, chunks, depth, save, gemm_model)
-    asked = Asked(axes, _checked(placements, x), None, False, setting, shares)
+    asked = Asked(_axes(x.ndim, "nk"), _checked(placements, x), None, False, _setting(x, how), shares)
     return multiply_dtensors(asked, x, [weight], [bias], scales)
 
 
@@ -194,12 +190,12 @@ def all_gather_matmul(
     if isinstance(x, DTensor):
         axes = _axes(x.ndim, "kn")
         _check_weights(x, listed, scales)
-        setting = _setting(x, method, chunks, depth, save, gemm_model)
+        setting = _setting(x, (method, chunks, depth, save, gemm_model))
         asked = Asked(axes, _checked(placements, x), None, True, setting)
         _check_dtensors({"x": x, **{f"biases[{j}]": bias for j, bias in enumerate(added) if bias is not None}}, scales)
         outputs: list[Any] = multiply_dtensors(asked, x, listed, added, scales)
         return outputs if many else outputs[0]
-    where = PlainGroup(_setting(x, method, chunks, depth, save, gemm_model, group), x.dtype)
+    where = PlainGroup(_setting(x, (method, chunks, depth, save, gemm_model), group), x.dtype)
     gather_dim = _dim(gather_dim, x, "gather_dim")
     _check_weights(x, listed, scales, k_is_cut=gather_dim == x.ndim - 1)
     shape = list(x.shape)
@@ -258,7 +254,8 @@ def matmul_reduce_scatter(
         ValueError: what does not fit, naming the argument.
     """
     scales = scaled(x, [weight], [bias], x_scale, weight_scale, out_dtype, k_dim=0)
-    return _sum_matmul(x, weight, bias, scatter_dim, size, group, placements, method, chunks, depth, gemm_model, scales)
+    how = (method, chunks, depth, "shard", gemm_model)
+    return _sum_matmul(x, weight, bias, scatter_dim, size, group, placements, how, scales)
 
 
 @goes_into_graphs
@@ -279,7 +276,7 @@ def matmul_all_reduce(
 ) -> Any:
     """`matmul_reduce_scatter` with all of the result on every rank."""
     scales = scaled(x, [weight], [bias], x_scale, weight_scale, out_dtype, k_dim=0)
-    return _sum_matmul(x, weight, bias, None, size, group, None, method, chunks, depth, gemm_model, scales)
+    return _sum_matmul(x, weight, bias, None, size, group, None, (method, chunks, depth, "shard", gemm_model), scales)
 
 
 def _sum_matmul(
@@ -290,10 +287,7 @@ def _sum_matmul(
     size: int | None,
     group: dist.ProcessGroup | None,
     placements: Sequence[Placement] | None,
-    method: str | None,
-    chunks: int | Sequence[Sequence[int]] | None,
-    depth: int | None,
-    gemm_model: GemmModel | None,
+    how: How,
     scales: Scaled | None,
 ) -> Any:
     if scales is None:
@@ -304,11 +298,11 @@ def _sum_matmul(
     if isinstance(x, DTensor):
         _check_weights(x, [weight], scales)
         sums_to = Replicate() if scatter_dim is None else Shard(scatter_dim)
-        setting = _setting(x, method, chunks, depth, "shard", gemm_model)
+        setting = _setting(x, how)
         _check_dtensors({"x": x, **({} if bias is None else {"bias": bias})}, scales)
         asked = Asked(axes, _checked(placements, x), sums_to, True, setting)
         return multiply_dtensors(asked, x, [weight], [bias], scales)[0]
-    where = PlainGroup(_setting(x, method, chunks, depth, "shard", gemm_model, group), x.dtype)
+    where = PlainGroup(_setting(x, how, group), x.dtype)
     _check_weights(x, [weight], scales)
     k = where.total(size, x.shape[-1], "size", "the length of the last dim of x")
     to = "R" if scatter_dim is None else f"S({scatter_dim})"
@@ -371,15 +365,8 @@ def _checked(placements: Sequence[Placement] | None, x: DTensor) -> tuple[Placem
     return tuple(Shard(p.dim % x.ndim) if type(p) is Shard and p.dim < 0 else p for p in placements)
 
 
-def _setting(
-    x: torch.Tensor,
-    method: str | None,
-    chunks: int | Sequence[Sequence[int]] | None,
-    depth: int | None,
-    save: str,
-    gemm_model: GemmModel | None,
-    group: dist.ProcessGroup | None = None,
-) -> Setting:
+def _setting(x: torch.Tensor, how: How, group: dist.ProcessGroup | None = None) -> Setting:
+    method, chunks, depth, save, gemm_model = how
     groups.check_initialised()
     if method not in (None, "serial", "ring", "collective"):
         raise ValueError(f"method: {method!r}; allowed are 'serial', 'ring' and 'collective'")
