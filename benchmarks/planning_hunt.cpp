@@ -37,7 +37,7 @@ struct Case {
   std::vector<int64_t> shape;
   std::string src;
   std::string dst;
-  Backend backend = Backend::kNccl;
+  Lowering backend = Lowering::kNccl;
 
   std::string text() const {
     return concat(join(mesh, ","), " ", dtype, " ", join(shape, ","), " ", src, " ", dst, " ", backend.name);
@@ -124,7 +124,7 @@ class Draw {
       Case one;
       one.mesh = mesh;
       one.shape = is_even ? even_shape() : shape();
-      one.backend = below(4) == 0 ? Backend::kGloo : Backend::kNccl;
+      one.backend = below(4) == 0 ? Lowering::kGloo : Lowering::kNccl;
       one.dtype = of(std::vector<std::string>{"bfloat16", "float32"});
       one.src = ordered_placements(mesh, one.shape.size(), below(2) == 0);
       one.dst = ordered_placements(mesh, one.shape.size(), false);
@@ -142,7 +142,7 @@ class Draw {
     Case one;
     one.mesh = mesh();
     one.shape = shape();
-    one.backend = below(4) == 0 ? Backend::kGloo : Backend::kNccl;
+    one.backend = below(4) == 0 ? Lowering::kGloo : Lowering::kNccl;
     std::vector<std::string> choices{"R"};
     for (size_t t = 0; t < one.shape.size(); ++t) choices.push_back(concat("S(", t, ")"));
     one.dst = placements(choices, one.mesh.size());

@@ -71,6 +71,4 @@ inline constexpr Lowering Lowering::kGloo{.name = "gloo",
                                           .copied_gather_bytes = kMaxCopiedGatherBytes,
                                           .message_bytes = kMinMessageBytes};
 
-using Backend = Lowering;
-
 }  // namespace shardwright

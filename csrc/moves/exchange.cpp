@@ -261,7 +261,7 @@ int64_t ExchangeTraffic::sent_at(int tensor_dim, int64_t position, MeshDimSet cu
   return found->second;
 }
 
-bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Backend backend) {
+bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering backend) {
   if (!backend.reduces) return false;
   for (const int d : mesh_dims.to_vector()) {
     const ReduceOp op = layout.placements()[d].op;
@@ -271,11 +271,11 @@ bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Backend backen
   return dtype.kind() == DTypeKind::kFloat || (dtype.kind() == DTypeKind::kInteger && dtype.name() != "int16");
 }
 
-bool reduces_natively(const Step& step, Backend backend) {
+bool reduces_natively(const Step& step, Lowering backend) {
   return !step.ordered && reduces_natively(step.before, step.mesh_dims, backend);
 }
 
-bool may_go_in_rounds(const Step& step, Backend backend) {
+bool may_go_in_rounds(const Step& step, Lowering backend) {
   return !is_local(step.op) && (step.op != StepOp::kAllReduce || !reduces_natively(step, backend));
 }
 

@@ -10,7 +10,7 @@ namespace shardwright {
 namespace {
 
 // Over the classes of ranks in the group of first coordinates.
-StepFigures figures_by_walking(const Step& step, Backend backend) {
+StepFigures figures_by_walking(const Step& step, Lowering backend) {
   StepFigures worst;
   const StepTraffic traffic(step, backend);
   const int64_t item = step.before.dtype().size_bytes();
@@ -36,7 +36,7 @@ StepFigures figures_by_walking(const Step& step, Backend backend) {
 
 }  // namespace
 
-StepFigures figures(const Step& step, Backend backend) {
+StepFigures figures(const Step& step, Lowering backend) {
   if (step.sharing == Sharing::kBytes || step.rounds > 1) return figures_by_walking(step, backend);
   MoveTable table(step.before, backend, step.ordered);
   const MoveTable::State before = table.state(step.before.cuts(), step.before.partial_dims());
@@ -50,7 +50,7 @@ int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, cons
   return saturating_sum(first, saturating_product((step.rounds - 1) * figures.collectives, topology.step_ps));
 }
 
-int64_t predicted_picoseconds(const Step& step, Backend backend, const Topology& topology) {
+int64_t predicted_picoseconds(const Step& step, Lowering backend, const Topology& topology) {
   return predicted_picoseconds(step, figures(step, backend), topology);
 }
 

@@ -51,7 +51,7 @@ StepOp data_move_op(const Step& step) {
 }  // namespace
 
 std::optional<Step> move_between(const Layout& before, const Layout& after, const std::vector<MeshDimSet>& allowed) {
-  MoveTable table(before, Backend::kNccl);
+  MoveTable table(before, Lowering::kNccl);
   const MoveTable::State a = table.state(before.cuts(), before.partial_dims());
   const MoveTable::State b = table.state(after.cuts(), after.partial_dims());
   const std::optional<MoveTable::Move> move = table.move(a, b, allowed);

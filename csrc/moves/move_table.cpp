@@ -32,7 +32,7 @@ void raise_to(StepFigures& worst, const Traffic& traffic) {
 
 }  // namespace
 
-MoveTable::MoveTable(const Layout& layout, Backend backend, bool ordered, MeshDimSet between)
+MoveTable::MoveTable(const Layout& layout, Lowering backend, bool ordered, MeshDimSet between)
     : layout_(layout),
       backend_(backend),
       ordered_(ordered),

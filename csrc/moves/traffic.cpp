@@ -8,11 +8,11 @@
 
 namespace shardwright {
 
-Traffic traffic_at(const Step& step, Backend backend, int64_t position) {
+Traffic traffic_at(const Step& step, Lowering backend, int64_t position) {
   return StepTraffic(step, backend).at(position);
 }
 
-StepTraffic::StepTraffic(const Step& step, Backend backend)
+StepTraffic::StepTraffic(const Step& step, Lowering backend)
     : step_(step), exchange_(step), is_native_(reduces_natively(step, backend)) {}
 
 Traffic StepTraffic::at(int64_t position) const {
@@ -77,7 +77,7 @@ int64_t held_by_all(const Layout& layout) {
   return layout.num_elements() * (layout.mesh().size() / layout.mesh().group_size(layout.cut_dims()));
 }
 
-std::optional<int64_t> received_by_all(const Step& step, Backend backend) {
+std::optional<int64_t> received_by_all(const Step& step, Lowering backend) {
   const int64_t item = step.before.dtype().size_bytes();
   const int64_t k = step.before.mesh().group_size(step.mesh_dims);
   if (step.op == StepOp::kReduceScatter) return (k - 1) * held_by_all(step.after) * item;
@@ -106,7 +106,7 @@ bool reach(const TrafficTotals& totals, const std::vector<StepTraffic>& steps) {
 
 }  // namespace
 
-TrafficTotals totals(const Step& step, Backend backend) {
+TrafficTotals totals(const Step& step, Lowering backend) {
   return totals(Plan{step.before, step.after, backend, Objective::kTime, {}, false, {step}});
 }
 

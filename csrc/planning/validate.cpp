@@ -13,7 +13,7 @@ namespace {
 
 bool holds_the_same_parts(const Layout& a, const Layout& b) {
   if (same_parts(a, b)) return true;
-  MoveTable table(a, Backend::kNccl);
+  MoveTable table(a, Lowering::kNccl);
   return table.state(a.cuts(), {}) == table.state(b.cuts(), {});
 }
 
@@ -77,7 +77,7 @@ bool moves(const Step& step) {
   return named_by_collective(std::move(exchange)).op == step.op;
 }
 
-bool is_what_it_says(const Step& step, Backend backend) {
+bool is_what_it_says(const Step& step, Lowering backend) {
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
   if (step.ordered && !reduces) return false;
   if (step.rounds > 1 && !may_go_in_rounds(step, backend)) return false;

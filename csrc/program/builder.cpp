@@ -4,7 +4,7 @@
 
 namespace shardwright {
 
-ProgramBuilder::ProgramBuilder(MeshPtr mesh, DType dtype, Backend backend, bool named_groups_only, int64_t position)
+ProgramBuilder::ProgramBuilder(MeshPtr mesh, DType dtype, Lowering backend, bool named_groups_only, int64_t position)
     : mesh_(std::move(mesh)),
       backend_(backend),
       named_groups_only_(named_groups_only),

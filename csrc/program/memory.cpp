@@ -385,7 +385,7 @@ class StepMemory {
   }
 
   const Step& step_;
-  Backend backend_;
+  Lowering backend_;
   bool named_groups_only_;
   bool is_native_;
   StepPairs pairs_;

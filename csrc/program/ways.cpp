@@ -53,7 +53,8 @@ void StepPairs::connect(Group& group) {
   }
 }
 
-DataMovePlan way_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Backend backend, bool named_groups_only) {
+DataMovePlan way_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Lowering backend,
+                    bool named_groups_only) {
   const Step& step = pairs.step();
   const auto k = static_cast<size_t>(group.size);
   if (step.op == StepOp::kAllGather) {

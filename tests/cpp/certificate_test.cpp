@@ -23,7 +23,7 @@ bool mentions(const std::vector<std::string>& sentences, const std::string& word
 TEST(Certificate, NoFigureIsBelowItsBound) {
   int64_t met = 0;
   int64_t figures = 0;
-  for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+  for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
     for (const std::vector<int64_t>& shape : {std::vector<int64_t>{64, 64}, {7, 5}}) {
       const MeshPtr mesh = test::mesh_of({2, 4});
       const std::vector<Layout> all = test::all_layouts(mesh, shape, {Placement::partial(ReduceOp::kSum)});
@@ -55,7 +55,7 @@ TEST(Certificate, SaysWhatFewestBytesWouldTake) {
   const MeshPtr mesh = test::mesh_of({4, 4});
   const Plan plan =
       make_plan(test::layout_of(mesh, {64, 64}, "S(0),S(1)"), test::layout_of(mesh, {64, 64}, "S(1),S(0)"),
-                {Backend::kNccl, Objective::kTime, false, topology});
+                {Lowering::kNccl, Objective::kTime, false, topology});
   const Certificate certificate = certify(plan, peak_bytes(plan));
   if (certificate.traffic.received_bytes_max > certificate.received.bytes_max) {
     EXPECT_TRUE(mentions(remarks(plan, certificate), "fewest bytes"));
@@ -71,8 +71,8 @@ TEST(Certificate, KnowsWhichReplicasMayDiffer) {
   };
   EXPECT_TRUE(certificate_of("P,R", "R,R", {}).replicas_are_bitwise_equal);  // slices first, reduces once, gathers
   EXPECT_TRUE(certificate_of("P,P", "R,R", {}).replicas_are_bitwise_equal);
-  EXPECT_TRUE(certificate_of("P,R", "R,R", {Backend::kGloo}).replicas_are_bitwise_equal);
-  EXPECT_TRUE(certificate_of("P,R", "R,R", {Backend::kNccl, Objective::kTime, true}).replicas_are_bitwise_equal);
+  EXPECT_TRUE(certificate_of("P,R", "R,R", {Lowering::kGloo}).replicas_are_bitwise_equal);
+  EXPECT_TRUE(certificate_of("P,R", "R,R", {Lowering::kNccl, Objective::kTime, true}).replicas_are_bitwise_equal);
   const Plan direct = plan_through({test::layout_of(mesh, {64, 64}, "P,R"), test::layout_of(mesh, {64, 64}, "R,R")});
   const Certificate apart = certify(direct, peak_bytes(direct));
   EXPECT_FALSE(apart.replicas_are_bitwise_equal);

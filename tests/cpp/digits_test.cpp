@@ -120,7 +120,7 @@ TEST(Digits, SayWhatASharedExchangeTravels) {
         worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);
         worst.messages = std::max(worst.messages, one.messages);
       }
-      const StepFigures figures = shardwright::figures(step, Backend::kNccl);
+      const StepFigures figures = shardwright::figures(step, Lowering::kNccl);
       const std::string which = concat(step.before.to_string(), " -> ", step.after.placements_string());
       ASSERT_EQ(figures.received_bytes, worst.received_bytes) << which;
       ASSERT_EQ(figures.sent_bytes, worst.sent_bytes) << which;

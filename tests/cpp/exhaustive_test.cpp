@@ -37,7 +37,7 @@ TEST_P(Exhaustive, EveryPairIsRightAndCostsWhatItPromises) {
   int64_t elements = 0;
   for (const Layout& src : layouts) {
     for (const Layout& dst : layouts) {
-      const Backend backend = pairs++ % 2 == 0 ? Backend::kNccl : Backend::kGloo;
+      const Lowering backend = pairs++ % 2 == 0 ? Lowering::kNccl : Lowering::kGloo;
       const Plan plan = make_plan(src, dst, {backend});
       SimulationReport report;
       ASSERT_NO_THROW(report = simulate(plan)) << to_string(plan);
@@ -83,7 +83,7 @@ void simulate_all_with(const std::vector<Placement>& partials, const std::string
       int64_t simulated = 0;
       for (const Layout& src : layouts) {
         for (const Layout& dst : layouts) {
-          for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+          for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
             std::optional<Plan> plan;
             try {
               plan = make_plan(src, dst, {backend});
@@ -114,7 +114,7 @@ TEST(Reductions, SumAndAvgMix) {
   const MeshPtr mesh = test::mesh_of({2, 3});
   for (const char* src : {"P(sum),P(avg)", "P(avg),P(sum)", "P(avg),P(avg)"}) {
     for (const char* dst : {"R,R", "S(0),R", "R,S(1)", "S(1),S(0)", "S(0),S(0)"}) {
-      for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+      for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
         EXPECT_NO_THROW(
             simulate(make_plan(test::layout_of(mesh, {5, 3}, src), test::layout_of(mesh, {5, 3}, dst), {backend})))
             << src << " " << dst;
@@ -131,7 +131,7 @@ TEST(Strided, LiteralPiecesAndShuffledMeshesAreRight) {
   for (const Shape& shape : std::vector<Shape>{{7, 5}, {12, 12}, {3, 1}, {24, 2}}) {
     for (const std::string& src : texts) {
       for (const std::string& dst : texts) {
-        for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+        for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
           const Plan plan = make_plan(test::layout_of(mesh, shape, src), test::layout_of(mesh, shape, dst), {backend});
           ASSERT_NO_THROW(simulate(plan)) << to_string(plan);
         }

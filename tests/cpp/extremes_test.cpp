@@ -48,7 +48,7 @@ void check_peak(const Plan& plan, bool compiles) {
   }
   const ProgramMemory::Worst by_classes = ProgramMemory(plan).worst_peak_bytes_by_step(kMaxRanksWalked);
   EXPECT_TRUE(by_classes.is_exact);
-  EXPECT_EQ(by_classes.bytes, worst) << to_string(plan) << backend_name(plan.backend);
+  EXPECT_EQ(by_classes.bytes, worst) << to_string(plan) << plan.backend.name;
 }
 
 void check(const Plan& plan, bool compiles) {
@@ -76,7 +76,7 @@ TEST(RankClasses, AnswerForEveryRankOnAllLayoutsOfSmallMeshes) {
       const std::vector<Layout> all = test::all_layouts(mesh, shape, {Placement::partial(ReduceOp::kSum)});
       for (size_t pair = 0; pair < all.size() * all.size(); pair += stride) {
         PlanOptions options;
-        options.backend = pair % 2 == 0 ? Backend::kNccl : Backend::kGloo;
+        options.backend = pair % 2 == 0 ? Lowering::kNccl : Lowering::kGloo;
         ASSERT_NO_FATAL_FAILURE(check(make_plan(all[pair / all.size()], all[pair % all.size()], options), true));
         ASSERT_FALSE(HasFailure());
         ++plans;
@@ -122,7 +122,7 @@ TEST(RankClasses, AnswerForEveryRankOfRandomPlans) {
       return Layout(mesh, shape, DType::parse("float32"), all, order);
     };
     PlanOptions options;
-    options.backend = below(2) == 0 ? Backend::kNccl : Backend::kGloo;
+    options.backend = below(2) == 0 ? Lowering::kNccl : Lowering::kGloo;
     options.objective = below(4) == 0 ? Objective::kBytes : Objective::kTime;
     options.ordered = below(5) == 0;
     const Layout src = layout(below(2) == 0);

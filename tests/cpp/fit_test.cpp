@@ -25,7 +25,7 @@ const std::vector<Setting> kSettings{
 
 int64_t least_limit(const std::string& message) { return std::stoll(message.substr(message.rfind(' ') + 1)); }
 
-class Fit : public testing::TestWithParam<Backend> {};
+class Fit : public testing::TestWithParam<Lowering> {};
 
 TEST_P(Fit, KeepsToTheLimitOrSaysWhichOneItNeeds) {
   int64_t kept = 0;
@@ -63,7 +63,7 @@ TEST_P(Fit, KeepsToTheLimitOrSaysWhichOneItNeeds) {
   EXPECT_GT(refused, 100);
 }
 
-INSTANTIATE_TEST_SUITE_P(Program, Fit, testing::Values(Backend::kNccl, Backend::kGloo),
+INSTANTIATE_TEST_SUITE_P(Program, Fit, testing::Values(Lowering::kNccl, Lowering::kGloo),
                          [](const auto& info) { return std::string(info.param.name); });
 
 // A turned matrix packs all it sends and all it receives: as much again as source and destination.
@@ -91,7 +91,7 @@ TEST(Fit, SumsGoInRoundsToo) {
       const Layout src = test::layout_of(mesh, {63, 7}, pending);
       const Layout dst = test::layout_of(mesh, {63, 7}, "R");
       PlanOptions options;
-      options.backend = Backend::kGloo;
+      options.backend = Lowering::kGloo;
       const Plan free = make_plan(src, dst, options);
       const int64_t result = 63 * 7 * 4;
       const int64_t limit = result + (peak_bytes(free) - result) / 3;
@@ -101,7 +101,7 @@ TEST(Fit, SumsGoInRoundsToo) {
       EXPECT_EQ(plan.steps[0].op, StepOp::kAllReduce);
       EXPECT_GT(plan.steps[0].rounds, 1);
       simulate(plan);
-      options.backend = Backend::kNccl;  // in place, whatever the limit
+      options.backend = Lowering::kNccl;  // in place, whatever the limit
       EXPECT_EQ(peak_bytes(make_plan_within(src, dst, options, result)), result);
     }
   }

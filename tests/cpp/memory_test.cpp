@@ -70,7 +70,7 @@ class Checker {
   std::map<std::string, int64_t> seen_;
 };
 
-class Memory : public testing::TestWithParam<Backend> {};
+class Memory : public testing::TestWithParam<Lowering> {};
 
 TEST_P(Memory, IsThatOfTheProgramsOnAllLayoutsOfSmallMeshes) {
   struct Setting {
@@ -178,7 +178,7 @@ TEST_P(Memory, IsThatOfTheProgramsOfLargeGroups) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Program, Memory, testing::Values(Backend::kNccl, Backend::kGloo),
+INSTANTIATE_TEST_SUITE_P(Program, Memory, testing::Values(Lowering::kNccl, Lowering::kGloo),
                          [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

@@ -80,7 +80,7 @@ class Nodes : public testing::TestWithParam<Setting> {};
 TEST_P(Nodes, GathersToReplicasBringInNothingTwice) {
   const MeshPtr mesh = test::mesh_of(GetParam().mesh);
   ASSERT_EQ(mesh->size(), 512);
-  const PlanOptions options{Backend::kNccl, Objective::kTime, false, Topology::named("64x8")};
+  const PlanOptions options{Lowering::kNccl, Objective::kTime, false, Topology::named("64x8")};
   MeshDimSet inside;
   for (int d = 0; d < mesh->ndim(); ++d) {
     if (!options.topology->crosses_nodes(*mesh, d)) inside.insert(d);

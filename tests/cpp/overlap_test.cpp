@@ -177,7 +177,7 @@ std::vector<std::pair<bool, std::optional<bool>>> pairs_of(const std::vector<boo
 // Every schedule, on every rank: results, what is kept, and bytes, which chunks do not change.
 void check_gather(const Layout& src, const Layout& dst, const std::vector<std::pair<std::string, Layout>>& others,
                   bool has_bias) {
-  for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+  for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
     for (const auto& [keeps, by_row] : pairs_of({false, true}, kinds_of_scales(src.dtype()))) {
       GatherMatmul gather{make_plan(src, dst, {.backend = backend}), {}, keeps};
       for (const auto& [axes, other] : others) gather.products.push_back({Contraction::parse(axes), other, has_bias});
@@ -242,9 +242,9 @@ void check_gather(const Layout& src, const Layout& dst, const std::vector<std::p
 void check_scatter(const Layout& src, const Layout& dst,
                    const std::vector<std::tuple<std::string, Layout, Layout>>& terms) {
   const DType operands = std::get<1>(terms[0]).dtype();
-  std::vector<std::tuple<Backend, bool, std::optional<bool>>> cases;
+  std::vector<std::tuple<Lowering, bool, std::optional<bool>>> cases;
   for (const auto& [has_addend, by_row] : pairs_of({false, true}, kinds_of_scales(operands))) {
-    for (const Backend backend : {Backend::kNccl, Backend::kGloo}) cases.emplace_back(backend, has_addend, by_row);
+    for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) cases.emplace_back(backend, has_addend, by_row);
   }
   for (const auto& [backend, has_addend, by_row] : cases) {
     MatmulScatter scatter{make_plan(src, dst, {.backend = backend}), {}, has_addend};
@@ -496,7 +496,7 @@ TEST(Overlap, OwnPartsDoNotWaitForScales) {
   const MeshPtr mesh = mesh_of({4});
   const auto x = [&](const char* placement) { return layout_on(mesh, {8, 16}, {placement}, kE4m3); };
   const auto rows = [&](const char* placement) { return layout_on(mesh, {8}, {placement}); };
-  for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+  for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
     const Matmul matmul =
         GatherMatmul{make_plan(x("S(0)"), x("R"), {.backend = backend}),
                      {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {5, 16}, {"R"}, kE4m3), false}},

@@ -29,7 +29,7 @@ std::vector<std::string> ops(const Plan& plan) {
 }
 
 Plan plan_of(const std::vector<int64_t>& mesh_sizes, const std::vector<int64_t>& shape, const std::string& src,
-             const std::string& dst, Backend backend = Backend::kNccl) {
+             const std::string& dst, Lowering backend = Lowering::kNccl) {
   const MeshPtr mesh = mesh_of(mesh_sizes);
   return make_plan(layout_of(mesh, shape, src), layout_of(mesh, shape, dst), {backend});
 }
@@ -83,21 +83,21 @@ TEST(Planner, GathersAcrossNodesFirst) {
   Topology topology = Topology::named("64x8");
   topology.ranks_per_node = 4;
   const Plan plan = make_plan(layout_of(mesh, {4096, 4096}, "S(0),S(0)"), layout_of(mesh, {4096, 4096}, "R,R"),
-                              {Backend::kNccl, Objective::kTime, false, topology});
+                              {Lowering::kNccl, Objective::kTime, false, topology});
   ASSERT_EQ(ops(plan), (Names{"all_gather", "all_gather"}));
   EXPECT_EQ(plan.steps[0].mesh_dims, MeshDimSet::single(0));
   EXPECT_EQ(plan.steps[1].mesh_dims, MeshDimSet::single(1));
   const int64_t whole = int64_t{4096} * 4096 * 4;
-  EXPECT_EQ(totals(plan.steps[0], Backend::kNccl).received_bytes_max * 4, whole * 7 / 8);
+  EXPECT_EQ(totals(plan.steps[0], Lowering::kNccl).received_bytes_max * 4, whole * 7 / 8);
   EXPECT_NO_THROW(simulate(make_plan(layout_of(mesh, {32, 8}, "S(0),S(0)"), layout_of(mesh, {32, 8}, "R,R"),
-                                     {Backend::kNccl, Objective::kTime, false, topology})));
+                                     {Lowering::kNccl, Objective::kTime, false, topology})));
 }
 
 TEST(Planner, ReducesWithinNodesFirst) {
   const MeshPtr mesh = mesh_of({8, 4});
   Topology topology = Topology::named("64x8");
   topology.ranks_per_node = 4;
-  const PlanOptions options{Backend::kNccl, Objective::kTime, false, topology};
+  const PlanOptions options{Lowering::kNccl, Objective::kTime, false, topology};
   const Plan plan =
       make_plan(layout_of(mesh, {4096, 4096}, "P,P"), layout_of(mesh, {4096, 4096}, "S(0),S(0)"), options);
   ASSERT_EQ(ops(plan), (Names{"reduce_scatter", "reduce_scatter"}));
@@ -114,7 +114,7 @@ TEST(Planner, ReducesInOrder) {
   topology.ranks_per_node = 4;
   for (const char* dst : {"R,R", "S(0),S(0)", "S(1),R"}) {
     const Plan plan = make_plan(layout_of(mesh, {64, 32}, "P,P"), layout_of(mesh, {64, 32}, dst),
-                                {Backend::kNccl, Objective::kTime, true, topology});
+                                {Lowering::kNccl, Objective::kTime, true, topology});
     int reductions = 0;
     for (const Step& step : plan.steps) {
       reductions += step.ordered;
@@ -208,7 +208,7 @@ TEST(Traffic, SumsWithoutAWalk) {
   for (const auto& [src, dst] : std::vector<std::pair<const char*, const char*>>{
            {"S(0),S(0),R", "R,S(0),R"}, {"S(0),S(1),R", "S(0),R,S(1)"}, {"R,S(0),S(1)", "S(1),S(0),R"}}) {
     const Plan plan = make_plan(layout_of(mesh, {100, 70}, src), layout_of(mesh, {100, 70}, dst),
-                                {Backend::kNccl, Objective::kBytes});
+                                {Lowering::kNccl, Objective::kBytes});
     const TrafficTotals t = totals(plan);
     ASSERT_TRUE(t.sum_is_exact);
     int64_t sum = 0;
@@ -228,7 +228,7 @@ TEST(Planner, KeepsTheTriangleInequality) {
   for (const std::string& name : Topology::names()) {
     Topology topology = Topology::named(name);
     if (topology.ranks_per_node > 0) topology.ranks_per_node = 2;
-    const PlanOptions options{Backend::kNccl, Objective::kTime, false, topology};
+    const PlanOptions options{Lowering::kNccl, Objective::kTime, false, topology};
     const auto time = [&](const Layout& a, const Layout& b) { return predicted_picoseconds(make_plan(a, b, options)); };
     for (size_t i = 0; i < 400; ++i) {
       const Layout& a = layouts[i * 7919 % layouts.size()];
@@ -297,7 +297,7 @@ TEST_P(FewestBytes, MeetTheBoundInAllAndBalanceWhatIsSent) {
   int64_t sharing = 0;
   for (const Layout& src : layouts) {
     for (const Layout& dst : layouts) {
-      const Plan plan = make_plan(src, dst, {Backend::kNccl, Objective::kBytes});
+      const Plan plan = make_plan(src, dst, {Lowering::kNccl, Objective::kBytes});
       const Bound bound = lower_bound(src, dst);
       const TrafficTotals t = totals(plan);
       ASSERT_LE(plan.steps.size(), 2u);
@@ -308,7 +308,7 @@ TEST_P(FewestBytes, MeetTheBoundInAllAndBalanceWhatIsSent) {
       if (!plan.steps.empty() && plan.steps.back().sharing == Sharing::kBytes) {
         ++sharing;
         ASSERT_NO_THROW(simulate(plan)) << to_string(plan);
-        ASSERT_NO_THROW(simulate(make_plan(src, dst, {Backend::kGloo, Objective::kBytes}))) << to_string(plan);
+        ASSERT_NO_THROW(simulate(make_plan(src, dst, {Lowering::kGloo, Objective::kBytes}))) << to_string(plan);
       }
     }
   }

@@ -298,7 +298,7 @@ TEST(ProductPlan, RefusesWhatDoesNotFit) {
   const Layout y = layout_on(mesh, {4, 8}, {"S(0)"});
   PlanCache cache;
   const auto refuses = [&](ProductProblem problem, const std::string& said) {
-    problem.context = context(Backend::kNccl);
+    problem.context = context(Lowering::kNccl);
     try {
       const ProductPlan plan(problem, cache);
       ADD_FAILURE() << "took what has wrong " << said;

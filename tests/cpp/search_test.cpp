@@ -85,7 +85,7 @@ std::optional<Step> sharing_messages(const Step& step) {
 
 class BruteForce {
  public:
-  BruteForce(std::vector<Layout> states, Backend backend) : states_(std::move(states)), edges_(states_.size()) {
+  BruteForce(std::vector<Layout> states, Lowering backend) : states_(std::move(states)), edges_(states_.size()) {
     for (size_t a = 0; a < states_.size(); ++a) {
       for (const Layout& after : states_) {
         Edge edge{move_between(states_[a], after), {}, {}};
@@ -169,7 +169,7 @@ class BruteForce {
 struct Setting {
   std::vector<int64_t> mesh;
   std::vector<int64_t> shape;
-  Backend backend;
+  Lowering backend;
   size_t stride;  // every how many-th pair is looked at
 };
 
@@ -218,20 +218,20 @@ TEST_P(AgainstBruteForce, NoSequenceOfMovesIsFaster) {
 const std::vector<std::vector<int64_t>> kShapes{{64, 64}, {1024, 1024}, {16384, 16384}};
 
 std::vector<Setting> settings() {
-  std::vector<Setting> all{{{3, 2}, {7, 5}, Backend::kNccl, 1}};
+  std::vector<Setting> all{{{3, 2}, {7, 5}, Lowering::kNccl, 1}};
   for (const std::vector<int64_t>& shape : kShapes) {
-    all.push_back({{4}, shape, Backend::kNccl, 1});
-    all.push_back({{2, 2}, shape, Backend::kGloo, 1});
-    all.push_back({{2, 4}, shape, Backend::kNccl, 1});
-    all.push_back({{8, 4}, shape, Backend::kNccl, 1});
-    all.push_back({{8, 8}, shape, Backend::kNccl, 1});
-    all.push_back({{2, 2, 2}, shape, shape[0] == 1024 ? Backend::kGloo : Backend::kNccl, 1});
-    all.push_back({{4, 2, 4}, shape, Backend::kNccl, 7});
+    all.push_back({{4}, shape, Lowering::kNccl, 1});
+    all.push_back({{2, 2}, shape, Lowering::kGloo, 1});
+    all.push_back({{2, 4}, shape, Lowering::kNccl, 1});
+    all.push_back({{8, 4}, shape, Lowering::kNccl, 1});
+    all.push_back({{8, 8}, shape, Lowering::kNccl, 1});
+    all.push_back({{2, 2, 2}, shape, shape[0] == 1024 ? Lowering::kGloo : Lowering::kNccl, 1});
+    all.push_back({{4, 2, 4}, shape, Lowering::kNccl, 7});
   }
-  all.push_back({{4, 4, 4}, kShapes[1], Backend::kNccl, 31});
-  all.push_back({{2, 3, 2}, {12, 24}, Backend::kNccl, 7});
-  all.push_back({{2, 2, 2}, {16, 8, 32}, Backend::kNccl, 301});
-  all.push_back({{2, 2, 2}, {7, 5}, Backend::kNccl, 31});
+  all.push_back({{4, 4, 4}, kShapes[1], Lowering::kNccl, 31});
+  all.push_back({{2, 3, 2}, {12, 24}, Lowering::kNccl, 7});
+  all.push_back({{2, 2, 2}, {16, 8, 32}, Lowering::kNccl, 301});
+  all.push_back({{2, 2, 2}, {7, 5}, Lowering::kNccl, 31});
   return all;
 }
 
@@ -243,7 +243,7 @@ INSTANTIATE_TEST_SUITE_P(Search, AgainstBruteForce, testing::ValuesIn(settings()
 // Every move between the cuts of the two ends takes long to work out, and a sum is pending.
 TEST(Search, FindsAPlanWhereUnequalPartsFallIntoVeryManyPieces) {
   const MeshPtr mesh = test::mesh_of({64, 128, 128});
-  for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+  for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
     for (const auto& [src, dst] : std::vector<std::pair<const char*, const char*>>{
              {"P,R,SS(0,128)", "R,S(0),R"}, {"P,P,SS(0,64)", "R,S(0),S(0)"}, {"P,SS(0,64),R", "R,R,R"}}) {
       const Layout from = test::layout_of(mesh, {4097}, src);

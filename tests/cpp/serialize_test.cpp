@@ -30,7 +30,7 @@ TEST(Serialize, GivesBackTheSamePlan) {
       for (const Objective objective : {Objective::kTime, Objective::kBytes}) {
         std::optional<Plan> plan;
         try {
-          plan = plan_of({2, 3}, src, dst, {Backend::kGloo, objective});
+          plan = plan_of({2, 3}, src, dst, {Lowering::kGloo, objective});
         } catch (const UserError&) {
           continue;  // not defined, e.g. S(0) to P(avg)
         }

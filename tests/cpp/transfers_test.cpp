@@ -41,7 +41,7 @@ struct Move {
 // All moves in one set, on the rank at a position.
 Program program_of(const std::vector<Move>& moves, Carrier carrier, bool own_may_travel, int64_t position) {
   const MeshPtr mesh = moves[0].before.mesh_ptr();
-  ProgramBuilder b(mesh, DType::kFloat32, Backend::kGloo, false, position);
+  ProgramBuilder b(mesh, DType::kFloat32, Lowering::kGloo, false, position);
   std::vector<BufferId> from;
   std::vector<BufferId> to;
   for (const Move& move : moves) from.push_back(b.new_input(move.before.local_shape(position)));
@@ -125,7 +125,7 @@ class Placed : public testing::Test {
 
   size_t num_copies() const { return b_.program().instructions.size(); }
 
-  ProgramBuilder b_{mesh_of({3}), DType::kFloat32, Backend::kNccl, false, 2};
+  ProgramBuilder b_{mesh_of({3}), DType::kFloat32, Lowering::kNccl, false, 2};
   BufferId tensor_ = kMissingBuffer;
   Messages sends_{Side::kSent};
 };
@@ -173,7 +173,7 @@ TEST(TransferTraffic, IsWhatArrives) {
                                                          {"S(0)", "S(0)"}, {"P", "P"},       {"P", "S(1)"}};
   for (const auto& src : placements) {
     for (const auto& dst : std::vector<std::vector<std::string>>{{"R", "R"}, {"S(1)", "R"}, {"S(0)", "S(0)"}}) {
-      for (const Backend backend : {Backend::kNccl, Backend::kGloo}) {
+      for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
         for (const int64_t rows : {12, 7}) {
           const Plan plan =
               make_plan(layout_on(mesh, {rows, 6}, src), layout_on(mesh, {rows, 6}, dst), {.backend = backend});

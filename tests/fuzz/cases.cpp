@@ -133,7 +133,7 @@ std::optional<Topology> topology(Input& in) {
 
 PlanOptions options(Input& in, const Mesh& mesh) {
   PlanOptions options;
-  options.backend = static_cast<Backend>(in.between(0, 1));
+  options.backend = in.between(0, 1) == 0 ? Lowering::kNccl : Lowering::kGloo;
   options.objective = static_cast<Objective>(in.between(0, 1));
   options.ordered = in.one_in(4);
   options.topology = topology(in);

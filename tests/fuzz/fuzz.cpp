@@ -270,7 +270,7 @@ void change_steps(Input& in, Plan& plan) {
     const int64_t choice = in.between(0, 10);
     if (choice == 0) plan.src = layout_like(in, plan.src);
     if (choice == 1) plan.dst = layout_like(in, plan.src);
-    if (choice == 2) plan.backend = static_cast<Backend>(in.between(0, 1));
+    if (choice == 2) plan.backend = in.between(0, 1) == 0 ? Lowering::kNccl : Lowering::kGloo;
     if (plan.steps.empty()) {
       plan.steps.push_back({StepOp::kSlice, mesh_dims(in, plan.src.mesh()), plan.src, plan.dst});
     }
