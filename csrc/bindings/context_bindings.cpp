@@ -27,11 +27,10 @@ std::optional<typename Map::mapped_type> found_in(const Map& map, const Key& key
   return found == map.end() ? std::nullopt : std::optional<typename Map::mapped_type>(found->second);
 }
 
-}  // namespace
+using TablesClass = py::class_<PlanningTables>;
 
-void define_context(py::module_& m) {
-  py::class_<PlanningTables>(m, "PlanningTables")
-      .def(py::init<>())
+void define_pins(TablesClass& tables) {
+  tables.def(py::init<>())
       .def(
           "with_pin",
           [](PlanningTables tables, const PlanView& plan) {
@@ -54,7 +53,11 @@ void define_context(py::module_& m) {
             if (!plan) return std::nullopt;
             return PlanView{plan};
           },
-          py::arg("src"), py::arg("dst"), py::arg("backend"))
+          py::arg("src"), py::arg("dst"), py::arg("backend"));
+}
+
+void define_measurements(TablesClass& tables) {
+  tables
       .def(
           "with_measured",
           [](PlanningTables tables, const std::string& backend, const Topology& topology, const GemmModels& models) {
@@ -85,8 +88,11 @@ void define_context(py::module_& m) {
           [](const PlanningTables& tables, const std::string& device_type, const std::string& dtype) {
             return found_in(tables.gemm_models, std::pair(device_type, dtype));
           },
-          py::arg("device_type"), py::arg("dtype"))
-      .def_readonly("environment", &PlanningTables::environment)
+          py::arg("device_type"), py::arg("dtype"));
+}
+
+void define_comparisons(TablesClass& tables) {
+  tables.def_readonly("environment", &PlanningTables::environment)
       .def("summary",
            [](const PlanningTables& tables) {
              py::dict fields;
@@ -101,6 +107,15 @@ void define_context(py::module_& m) {
         for (const auto& [name, value] : tables.summary()) parts.push_back(concat(name, ": ", value));
         return concat("PlanningTables(", join(parts, "; "), ")");
       });
+}
+
+}  // namespace
+
+void define_context(py::module_& m) {
+  TablesClass tables(m, "PlanningTables");
+  define_pins(tables);
+  define_measurements(tables);
+  define_comparisons(tables);
   m.def(
       "lowering_of_backend",
       [](const std::string& backend, const std::string& device_type) {

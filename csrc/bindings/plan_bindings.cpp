@@ -37,9 +37,9 @@ auto patiently(Figure figure) {
   };
 }
 
-}  // namespace
+using PlanClass = py::class_<PlanView>;
 
-void define_plan(py::module_& m) {
+void define_step(py::module_& m) {
   py::class_<StepView>(m, "Step")
       .def_property_readonly("op", [](const StepView& s) { return step_op_name(s.step.op); })
       .def_property_readonly("mesh_dims",
@@ -59,9 +59,10 @@ void define_plan(py::module_& m) {
         return concat("Step(", step_op_name(s.step.op), " over ", s.step.before.mesh().names_of(s.step.mesh_dims), ": ",
                       s.step.before.placements_string(), " -> ", s.step.after.placements_string(), ")");
       });
+}
 
-  py::class_<PlanView>(m, "Plan")
-      .def_property_readonly("src", [](const PlanView& p) { return p.plan().src; })
+void define_ends_and_steps(PlanClass& plan) {
+  plan.def_property_readonly("src", [](const PlanView& p) { return p.plan().src; })
       .def_property_readonly("dst", [](const PlanView& p) { return p.plan().dst; })
       .def_property_readonly("backend", [](const PlanView& p) { return p.plan().backend.name; })
       .def_property_readonly("objective", [](const PlanView& p) { return objective_name(p.plan().objective); })
@@ -80,16 +81,19 @@ void define_plan(py::module_& m) {
       .def_property_readonly("replicas_are_bitwise_equal", patiently([](const CertifiedPlan& plan) {
                                return plan.certificate().replicas_are_bitwise_equal;
                              }))
-      .def_property_readonly("steps",
-                             [](const PlanView& p) {
-                               std::vector<StepView> views;
-                               for (const Step& step : p.plan().steps) {
-                                 views.push_back({step, p.plan().backend, totals(step, p.plan().backend),
-                                                  predicted_picoseconds(step, p.plan().backend, p.plan().topology)});
-                               }
-                               return views;
-                             })
-      .def_property_readonly("wire_bytes_max",
+      .def_property_readonly("steps", [](const PlanView& p) {
+        std::vector<StepView> views;
+        for (const Step& step : p.plan().steps) {
+          views.push_back({step, p.plan().backend, totals(step, p.plan().backend),
+                           predicted_picoseconds(step, p.plan().backend, p.plan().topology)});
+        }
+        return views;
+      });
+}
+
+// Of the worst rank, and of all.
+void define_figures(PlanClass& plan) {
+  plan.def_property_readonly("wire_bytes_max",
                              patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_max; }))
       .def_property_readonly("wire_bytes_sum",
                              patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_sum; }))
@@ -103,8 +107,11 @@ void define_plan(py::module_& m) {
                              patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_max; }))
       .def_property_readonly("bound_bytes_sum",
                              patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_sum; }))
-      .def_property_readonly("peak_bytes", patiently([](const CertifiedPlan& plan) { return plan.peak_bytes(); }))
-      .def_property_readonly(
+      .def_property_readonly("peak_bytes", patiently([](const CertifiedPlan& plan) { return plan.peak_bytes(); }));
+}
+
+void define_figures_of_ranks(PlanClass& plan) {
+  plan.def_property_readonly(
           "predicted_us", [](const PlanView& p) { return static_cast<double>(predicted_picoseconds(p.plan())) / 1e6; })
       .def(
           "wire_bytes",
@@ -131,8 +138,11 @@ void define_plan(py::module_& m) {
           py::arg("rank"))
       .def(
           "simulate", [](const PlanView& p) { return simulate(p.plan()).received_bytes_sum; },
-          py::call_guard<py::gil_scoped_release>())
-      .def("to_bytes", [](const PlanView& p) { return py::bytes(to_bytes(p.plan())); })
+          py::call_guard<py::gil_scoped_release>());
+}
+
+void define_forms(PlanClass& plan) {
+  plan.def("to_bytes", [](const PlanView& p) { return py::bytes(to_bytes(p.plan())); })
       .def_static(
           "from_bytes",
           [](const py::object& data) {
@@ -147,6 +157,17 @@ void define_plan(py::module_& m) {
       .def("_repr_html_", [](const PlanView& p) { return to_svg(p.plan()); })  // in notebooks
       .def("__str__", [](const PlanView& p) { return to_string(p.plan()); })
       .def("__repr__", [](const PlanView& p) { return concat("Plan(", to_string(p.plan()), ")"); });
+}
+
+}  // namespace
+
+void define_plan(py::module_& m) {
+  define_step(m);
+  PlanClass plan(m, "Plan");
+  define_ends_and_steps(plan);
+  define_figures(plan);
+  define_figures_of_ranks(plan);
+  define_forms(plan);
 }
 
 }  // namespace shardwright

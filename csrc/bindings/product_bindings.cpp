@@ -139,14 +139,12 @@ void define_gemm_model(py::module_& m) {
       .def("__repr__", [](const GemmModel& model) { return concat("GemmModel(", model.name, ")"); });
 }
 
-}  // namespace
+using MatmulClass = py::class_<MatmulView>;
 
-void define_matmul(py::module_& m) {
-  define_gemm_model(m);
-  define_schedule(m);
+void define_making(MatmulClass& matmul) {
   using Product = std::tuple<std::string, Layout, bool>;
   using Term = std::tuple<std::string, Layout, Layout>;
-  py::class_<MatmulView>(m, "Matmul")
+  matmul
       .def_static(
           "gather",
           [](const PlanView& plan, const std::vector<Product>& products, bool keeps_gathered,
@@ -175,8 +173,11 @@ void define_matmul(py::module_& m) {
             const auto [matmul, schedule] = parse_matmul(text);
             return std::pair(MatmulView{matmul}, schedule);
           },
-          py::arg("text"))
-      .def_property_readonly("plan", [](const MatmulView& view) { return view_of(plan_of(view.matmul)); })
+          py::arg("text"));
+}
+
+void define_choices(MatmulClass& matmul) {
+  matmul.def_property_readonly("plan", [](const MatmulView& view) { return view_of(plan_of(view.matmul)); })
       .def_property_readonly("num_partners", [](const MatmulView& view) { return num_partners(view.matmul); })
       .def_property_readonly("communicates", [](const MatmulView& view) { return communicates(view.matmul); })
       .def_property_readonly("why_only_serial", [](const MatmulView& view) { return why_only_serial(view.matmul); })
@@ -204,7 +205,11 @@ void define_matmul(py::module_& m) {
           [](const MatmulView& view, const Schedule& schedule, const GemmModel& model, const py::object& depth) {
             return tuned(view.matmul, schedule, model, depth_of(depth));
           },
-          py::arg("schedule"), py::arg("model"), py::arg("depth") = py::none())
+          py::arg("schedule"), py::arg("model"), py::arg("depth") = py::none());
+}
+
+void define_programs(MatmulClass& matmul) {
+  matmul
       .def(
           "timeline",
           [](const MatmulView& view, const Schedule& schedule, const GemmModel& model) {
@@ -249,6 +254,17 @@ void define_matmul(py::module_& m) {
       .def(
           "to_text", [](const MatmulView& view, const Schedule& schedule) { return to_text(view.matmul, schedule); },
           py::arg("schedule"));
+}
+
+}  // namespace
+
+void define_matmul(py::module_& m) {
+  define_gemm_model(m);
+  define_schedule(m);
+  MatmulClass matmul(m, "Matmul");
+  define_making(matmul);
+  define_choices(matmul);
+  define_programs(matmul);
   define_product_plan(m);
 }
 

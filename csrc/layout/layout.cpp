@@ -88,7 +88,11 @@ void check_order(const Mesh& mesh, const std::vector<Placement>& placements, int
     for (int d = 0; d < mesh.ndim(); ++d) {
       if (placements[d].is_shard_like() && placements[d].dim == tensor_dim) expected.push_back(d);
     }
+    // Mesh dims of size 1 cut nothing, so an order may leave them out.
     std::vector<int> given = mesh_dims;
+    for (const int d : expected) {
+      if (mesh.dim_size(d) == 1 && std::find(given.begin(), given.end(), d) == given.end()) given.push_back(d);
+    }
     std::sort(given.begin(), given.end());
     check_user(given == expected, "shard_order: tensor dim ", tensor_dim, " lists mesh dims (", join(mesh_dims),
                "); allowed is each of (", join(expected), ") once, as these cut it");

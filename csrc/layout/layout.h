@@ -47,7 +47,8 @@ class Layout {
   static constexpr int64_t kMaxBytesOnAllRanks = int64_t{1} << 57;
   static constexpr int64_t kMaxSplitFactor = int64_t{1} << 20;
 
-  // Negative tensor dims count from the end. An empty shard_order, or a missing entry, means mesh order.
+  // Negative tensor dims count from the end. An empty shard_order, or a missing entry, means mesh order. Its
+  // entries may leave out mesh dims of size 1.
   // Throws UserError naming the argument: placements (number, tensor dim out of range, reductions that do not
   // mix, dtype that cannot be reduced), shape, shard_order.
   Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vector<Placement> placements,

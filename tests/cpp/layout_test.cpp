@@ -97,6 +97,15 @@ TEST(Layout, ZeroDimTensorsLieWhole) {
   EXPECT_EQ(num_elements(layout.region(3)), 1);
 }
 
+TEST(Layout, OrdersMayLeaveOutMeshDimsOfSizeOne) {
+  const MeshPtr mesh = mesh_of({2, 1, 2});
+  const Layout layout = layout_of(mesh, {8}, "S(0),S(0),S(0)", {{0, {2, 0}}});
+  EXPECT_EQ(layout, layout_of(mesh, {8}, "S(0),S(0),S(0)", {{0, {2, 1, 0}}}));
+  EXPECT_EQ(elements(layout.region(1)[0]), (std::vector<int64_t>{4, 5}));
+  expect_refused([&] { layout_of(mesh, {8}, "S(0),S(0),S(0)", {{0, {2}}}); }, {"shard_order", "(2)", "(0, 1, 2)"});
+  expect_refused([&] { layout_of(mesh, {8}, "S(0),R,S(0)", {{0, {2, 1, 0}}}); }, {"shard_order", "(0, 2)"});
+}
+
 TEST(Layout, NegativeDimsCountFromTheEnd) {
   EXPECT_EQ(layout_of(mesh_of({2}), {4, 2}, "S(-1)"), layout_of(mesh_of({2}), {4, 2}, "S(1)"));
 }
