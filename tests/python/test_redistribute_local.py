@@ -146,6 +146,22 @@ def test_gradients(pool: Pool) -> None:
     pool.run(_gradients, 4)
 
 
+def _gradient_with_a_mesh_dim_of_size_one() -> None:
+    """It cuts the same tensor dim as others do, and nothing."""
+    mesh = _mesh((2, 1, 2))
+    where = coordinates((2, 1, 2), dist.get_rank())
+    tensor, gradient = (oracle.global_tensor((6, 9), torch.float32, seed) for seed in (6, 7))
+    src, dst = ("S(0)", "S(0)", "S(0)"), ("R", "S(1)", "S(1)")
+    local = oracle.local(tensor, (2, 1, 2), src, where).requires_grad_()
+    result = sw.redistribute_local(local, *(sw.Layout(mesh, (6, 9), p) for p in (src, dst)))
+    result.backward(oracle.local(gradient, (2, 1, 2), dst, where))
+    assert oracle.difference(local.grad, oracle.local(gradient, (2, 1, 2), src, where)) is None
+
+
+def test_gradient_with_a_mesh_dim_of_size_one(pool: Pool) -> None:
+    pool.run(_gradient_with_a_mesh_dim_of_size_one, 4)
+
+
 def _lazy_views() -> None:
     """A conjugate and a negative that torch has not written yet."""
     mesh = sw.Mesh({"a": 4})
