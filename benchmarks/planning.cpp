@@ -112,7 +112,8 @@ void look_up(benchmark::State& state, const Setting& setting) {
   const auto cases = pairs(setting);
   PlanCache cache;
   std::vector<PlanRequest> requests;
-  for (const auto& [src, dst] : cases) requests.push_back({src, dst, options(), std::nullopt});
+  const ContextPtr context = PlanningContext::make(options());
+  for (const auto& [src, dst] : cases) requests.push_back({src, dst, context});
   for (const PlanRequest& request : requests) cache.get(request);
   size_t at = 0;
   for (auto _ : state) {

@@ -79,6 +79,7 @@ class PlanningContext : public std::enable_shared_from_this<PlanningContext> {
 
   // The plan that is pinned for this pair, or null. It comes before all that is searched for, whatever the options.
   CertifiedPlanPtr pinned(const Layout& src, const Layout& dst) const;
+  bool has_pins() const { return pins_ != nullptr; }
   // The same without pins: all that a plan depends on which is searched for.
   ContextPtr without_pins() const { return without_pins_ ? without_pins_ : shared_from_this(); }
 

@@ -9,11 +9,13 @@ namespace shardwright {
 CertifiedPlanPtr PlanCache::get(const PlanRequest& request) {
   const PlanningContext& context = *request.context;
   if (CertifiedPlanPtr pinned = context.pinned(request.src, request.dst)) return pinned;
-  // Plans that are searched for do not depend on pins, so they stay when these change.
-  return plans_.get_or_make({request.src, request.dst, context.without_pins()}, [&] {
+  const auto make = [&] {
     return std::make_shared<const CertifiedPlan>(
         make_plan_within(request.src, request.dst, context.options(), context.memory_limit()));
-  });
+  };
+  // Plans that are searched for do not depend on pins, so they stay when these change.
+  if (context.has_pins()) return plans_.get_or_make({request.src, request.dst, context.without_pins()}, make);
+  return plans_.get_or_make(request, make);
 }
 
 PlanCache& plan_cache() {

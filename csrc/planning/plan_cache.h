@@ -15,7 +15,7 @@ struct PlanRequest {
   ContextPtr context;  // not null
 
   bool operator==(const PlanRequest& other) const {
-    return src == other.src && dst == other.dst && *context == *other.context;
+    return (context == other.context || *context == *other.context) && src == other.src && dst == other.dst;
   }
   size_t hash() const { return (src.hash() * 31 + dst.hash()) * 31 + context->hash(); }
 };
