@@ -50,7 +50,7 @@ help:
 	@echo 'make bench      redistributes against stock PyTorch (ARGS=... goes to the benchmark)'
 	@echo 'make bench-planner  our plans against PyTorch'"'"'s planners, under one cost'
 	@echo 'make bench-planning  how long planning takes: C++, Python, PyTorch (needs libbenchmark-dev)'
-	@echo 'make bench-hunt  the slowest of random plans and certificates (ARGS="--seed 1 --cases 4000"; needs libbenchmark-dev)'
+	@echo 'make bench-hunt  the slowest of random plans and certificates (ARGS="--on-meshes --cases 150" on four meshes; needs libbenchmark-dev)'
 	@echo 'make bench-xla  our plans against what XLA compiles (installs jax; Python >= 3.12)'
 	@echo 'make bench-ranking  whether the plan that is predicted fastest is, on Gloo ranks'
 	@echo 'make bench-overhead  what a call costs beside the data it moves: stock PyTorch, ours'
