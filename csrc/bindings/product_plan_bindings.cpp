@@ -136,11 +136,7 @@ void define_making(ProductPlanClass& plan) {
                                     request_of(method, chunks, depth),
                                     {lowering, std::nullopt, {}, gemm_models}};
              problem.context.topology = topology_between(operand, operand, lowering, topology, tables);
-             if (tables.pins) {
-               for (const CertifiedPlanPtr& pinned : tables.pins->on(operand.mesh(), lowering)) {
-                 problem.context.pinned.push_back(pinned->plan());
-               }
-             }
+             problem.context.pins = tables.pins;
              return std::const_pointer_cast<ProductPlan>(make_product_plan(std::move(problem)));
            }),
            py::arg("axes"), py::arg("operand"), py::arg("weights"), py::arg("biases"), py::arg("results"),

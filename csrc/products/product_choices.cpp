@@ -78,15 +78,11 @@ int64_t predicted_ps(const ProductProblem& problem, const AxisCuts& cuts, const 
 
 MovePlanner::MovePlanner(const ProductContext& context, PlanCache& cache)
     : context_(context),
-      planning_(PlanningContext::make({.backend = context.backend, .topology = context.topology})),
+      planning_(PlanningContext::make({.backend = context.backend, .topology = context.topology}, std::nullopt,
+                                      context.pins)),
       cache_(cache) {}
 
-Plan MovePlanner::plan(const Layout& src, const Layout& dst) const {
-  for (const Plan& pinned : context_.pinned) {
-    if (pinned.backend == context_.backend && pinned.src == src && pinned.dst == dst) return pinned;
-  }
-  return cache_.get({src, dst, planning_})->plan();
-}
+Plan MovePlanner::plan(const Layout& src, const Layout& dst) const { return cache_.get({src, dst, planning_})->plan(); }
 
 int64_t MovePlanner::predicted_ps(const Layout& src, const Layout& dst) const {
   return src == dst ? 0 : predicted_picoseconds(plan(src, dst));

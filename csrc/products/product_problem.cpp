@@ -210,7 +210,11 @@ std::string to_text(const ProductProblem& problem) {
   std::vector<std::string> models;
   for (const auto& [dtype, model] : context.gemm_models) models.push_back(dtype + ":" + text_of(model));
   std::vector<std::string> pinned;
-  for (const Plan& plan : context.pinned) pinned.push_back(to_base64(to_bytes(plan)));
+  if (context.pins) {
+    for (const CertifiedPlanPtr& plan : context.pins->on(problem.operand.mesh(), context.backend)) {
+      pinned.push_back(to_base64(to_bytes(plan->plan())));
+    }
+  }
   const ScheduleRequest& schedule = problem.schedule;
   return join(std::vector<std::string>{kTag, join(problem.axes, ";"), problem.cuts.value_or(""),
                                        scaled_by_name(problem.scaled_by), problem.keeps_gathered ? "1" : "0",
@@ -227,9 +231,11 @@ ProductProblem parse_problem(const std::string& text) {
   check_user(fields.size() == 15 && fields[0] == kTag && (fields[4] == "0" || fields[4] == "1"), "product: '",
              text.substr(0, 40), "' is no product as text");
   const Plan like = parse_plan(fields[10]);
-  ProductContext context{like.backend, like.topology, {}, parse_models(fields[8])};
+  ProductContext context{like.backend, like.topology, nullptr, parse_models(fields[8])};
   for (const std::string& one : split(fields[9], ';')) {
-    if (!one.empty()) context.pinned.push_back(parse_plan(one));
+    if (one.empty()) continue;
+    const Pins before = context.pins ? *context.pins : Pins();
+    context.pins = before.with(std::make_shared<const CertifiedPlan>(parse_plan(one)));
   }
   ProductProblem problem{.axes = split(fields[1], ';'),
                          .operand = like.src,

@@ -13,6 +13,7 @@
 #include "cost/gemm_model.h"
 #include "layout/layout.h"
 #include "moves/plan.h"
+#include "planning/context.h"
 #include "products/matmul.h"
 
 namespace shardwright {
@@ -53,8 +54,8 @@ struct ProductContext {
   Lowering backend = Lowering::kNccl;
   // Default: that of the lowering.
   std::optional<Topology> topology = std::nullopt;
-  // Taken for their pairs of layouts in place of what the planner would find.
-  std::vector<Plan> pinned = {};
+  // Taken for their pairs of layouts in place of what the planner would find; null: none.
+  PinsPtr pins = nullptr;
   // How long products take, by the name of the dtype of what is moved beside them.
   std::map<std::string, GemmModel> gemm_models = {};
 

@@ -4,12 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "indices.h"
 #include "layout/layout.h"
 #include "simulate/machine.h"
 
@@ -35,20 +35,6 @@ inline Dense random_dense(const std::vector<int64_t>& shape, std::mt19937& rando
   Dense made{shape, Payload(count)};
   for (double& value : made.values) value = std::uniform_int_distribution<int>(-4, 4)(random);
   return made;
-}
-
-// All indices in these ranges, row-major.
-inline void for_each_index(const Region& region, const std::function<void(const std::vector<int64_t>&)>& visit,
-                           std::vector<int64_t> index = {}) {
-  if (index.size() == region.size()) return visit(index);
-  const size_t d = index.size();
-  index.push_back(0);
-  for (const Interval& interval : region[d]) {
-    for (int64_t i = interval.begin; i < interval.end; ++i) {
-      index[d] = i;
-      for_each_index(region, visit, index);
-    }
-  }
 }
 
 inline Region whole(const std::vector<int64_t>& shape) {

@@ -6,6 +6,7 @@
 #include <functional>
 #include <set>
 
+#include "indices.h"
 #include "moves/describe.h"
 #include "moves/traffic.h"
 #include "products.h"
@@ -21,19 +22,6 @@ namespace {
 using Values = Machine::Payload;
 using Index = std::vector<int64_t>;
 
-// Calls visit with the global index of every element of a region, in local order.
-void for_each(const Region& region, const std::function<void(const Index&)>& visit, Index index = {}) {
-  if (index.size() == region.size()) return visit(index);
-  const size_t d = index.size();
-  index.push_back(0);
-  for (const Interval& interval : region[d]) {
-    for (int64_t i = interval.begin; i < interval.end; ++i) {
-      index[d] = i;
-      for_each(region, visit, index);
-    }
-  }
-}
-
 // Small integers, so that sums are exact whatever their order.
 double element(int tensor, const Index& index) {
   int64_t mixed = tensor * 31 + 7;
@@ -43,7 +31,7 @@ double element(int tensor, const Index& index) {
 
 Values part_of(int tensor, const Layout& layout, int64_t position) {
   Values values;
-  for_each(layout.region(position), [&](const Index& index) { values.push_back(element(tensor, index)); });
+  for_each_index(layout.region(position), [&](const Index& index) { values.push_back(element(tensor, index)); });
   return values;
 }
 
@@ -57,11 +45,11 @@ Values product_of(const Contraction& axes, int lhs_tensor, const Region& lhs, in
     summed_axes.push_back(axes.lhs[d]);
   }
   Values values;
-  for_each(out, [&](const Index& at) {
+  for_each_index(out, [&](const Index& at) {
     std::vector<int64_t> by_axis(axes.num_axes(), 0);
     for (size_t d = 0; d < axes.out.size(); ++d) by_axis[axes.out[d]] = at[d];
     double sum = 0;
-    for_each(summed, [&](const Index& k) {
+    for_each_index(summed, [&](const Index& k) {
       for (size_t d = 0; d < summed_axes.size(); ++d) by_axis[summed_axes[d]] = k[d];
       Index lhs_index;
       Index rhs_index;
@@ -104,7 +92,7 @@ Index row_at(const Contraction& axes, const std::vector<int>& operand, const Ind
 void apply_scales(const Contraction& axes, int lhs_tensor, int rhs_tensor, const Region& out, bool by_row,
                   Values& product) {
   size_t i = 0;
-  for_each(out, [&](const Index& at) {
+  for_each_index(out, [&](const Index& at) {
     product[i++] *= scale(lhs_tensor, by_row ? row_at(axes, axes.lhs, at) : Index{}) *
                     scale(rhs_tensor, by_row ? row_at(axes, axes.rhs, at) : Index{});
   });
@@ -117,7 +105,7 @@ Values scales_of(int tensor, const Contraction& axes, const std::vector<int>& op
     if (by_row) rows.push_back(held[d]);
   }
   Values values;
-  for_each(rows, [&](const Index& row) { values.push_back(scale(tensor, row)); });
+  for_each_index(rows, [&](const Index& row) { values.push_back(scale(tensor, row)); });
   return values;
 }
 
@@ -203,7 +191,7 @@ void check_gather(const Layout& src, const Layout& dst, const std::vector<std::p
             const Contraction axes = Contraction::parse(others[j].first);
             const Region out = out_region(axes, dst.region(p), others[j].second.region(p));
             Values bias;
-            for_each({out.back()}, [&](const Index& i) { bias.push_back(element(50 + static_cast<int>(j), i)); });
+            for_each_index({out.back()}, [&](const Index& i) { bias.push_back(element(50 + static_cast<int>(j), i)); });
             inputs.push_back(bias);
           }
           if (by_row) inputs.push_back(scales_of(0, first, first.lhs, src.region(p), *by_row));
@@ -221,7 +209,8 @@ void check_gather(const Layout& src, const Layout& dst, const std::vector<std::p
             if (by_row) apply_scales(axes, 0, static_cast<int>(j) + 1, out, *by_row, expected);
             if (has_bias) {
               size_t i = 0;
-              for_each(out, [&](const Index& at) { expected[i++] += element(50 + static_cast<int>(j), {at.back()}); });
+              for_each_index(out,
+                             [&](const Index& at) { expected[i++] += element(50 + static_cast<int>(j), {at.back()}); });
             }
             ASSERT_EQ(done.machine->output(p, j), expected) << "position " << p << "\n" << done.programs[p].to_string();
           }

@@ -271,7 +271,8 @@ TEST(ProductPlan, IsTextThatParsesBack) {
     RandomProblem source(seed + 30'000);
     ProductProblem& problem = *source.problem;
     problem.schedule = {Method::kRing, std::nullopt, {{1}, {3, 2}}, 2};
-    problem.context.pinned.push_back(make_plan(problem.operand, source.elsewhere(problem.operand, false)));
+    problem.context.pins = Pins().with(
+        std::make_shared<const CertifiedPlan>(make_plan(problem.operand, source.elsewhere(problem.operand, false))));
     const std::string text = to_text(problem);
     EXPECT_EQ(text.find(' '), std::string::npos);
     const ProductProblem again = parse_problem(text);

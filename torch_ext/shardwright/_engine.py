@@ -139,15 +139,7 @@ def make_plan(
 
     With a DeviceMesh as `existing_groups_of`, moves keep to process groups that are there.
     """
-    groups.check_initialised()
-    world_size = dist.get_world_size(group)
-    last_rank = max(src.mesh.ranks)
-    if last_rank >= world_size:
-        raise ValueError(
-            f"mesh: {src.mesh} holds rank {last_rank}, but the process group has {world_size} ranks, "
-            f"0 to {world_size - 1}"
-        )
-    backend = lowering(device_type, group)
+    backend = lowering_on(src.mesh, device_type, group)
     kept = planning.pinned(src, dst, backend)
     if kept is not None:
         return kept
@@ -272,6 +264,18 @@ def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tenso
     common = tuple(slice(min(have, want)) for have, want in zip(local.shape, shape, strict=True))
     fitted[common] = local[common]
     return fitted
+
+
+def lowering_on(mesh: _planner.Mesh, device_type: str, group: dist.ProcessGroup | None) -> str:
+    """`lowering` of a group that has all ranks of a mesh. Raises ValueError where it has not."""
+    groups.check_initialised()
+    world_size = dist.get_world_size(group)
+    last_rank = max(mesh.ranks)
+    if last_rank >= world_size:
+        raise ValueError(
+            f"mesh: {mesh} holds rank {last_rank}, but the process group has {world_size} ranks, 0 to {world_size - 1}"
+        )
+    return lowering(device_type, group)
 
 
 def lowering(device_type: str, group: dist.ProcessGroup | None) -> str:

@@ -55,7 +55,8 @@ def make_plan(
     scales: Sequence[_planner.Layout | None] = (),
 ) -> _planner.ProductPlan:
     """The plan by what is pinned, measured and said now. `cuts`: None for those that are predicted fastest."""
-    still = _engine.make_plan(operand, operand, setting.device_type, setting.group)  # and the mesh fits the group
+    backend = _engine.lowering_on(operand.mesh, setting.device_type, setting.group)
+    _stats.counts.plans += 1
     dtypes = {layout.dtype for layout in (operand, *weights, *results)}
     return _planner.ProductPlan(
         axes,
@@ -70,7 +71,7 @@ def make_plan(
         method=setting.method,
         chunks=setting.chunks,
         depth=setting.depth,
-        backend=still.backend,
+        backend=backend,
         tables=tables_now(),
         gemm_models={dtype: setting.model(dtype) for dtype in dtypes},
     )
@@ -148,7 +149,7 @@ class Flow:
         if node.matmul is not None:
             return self._call(node.matmul, node.schedule)
         if node.plan is not None:
-            self._note_default(node.plan)
+            _engine.note_default_topology(node.plan)
             where = self._setting
             moved = _engine.bind(node.plan, device_mesh=where.device_mesh, group=where.group)
             return lambda inputs: [_engine.run(moved, inputs[0], async_op=False)]
@@ -164,7 +165,7 @@ class Flow:
     def _call(self, matmul: _planner.Matmul, schedule: _planner.Schedule) -> Call:
         where = self._setting
         model = self._plan.gemm_model(matmul.plan.src.dtype)
-        self._note_default(matmul.plan)
+        _engine.note_default_topology(matmul.plan)
         is_free = where.method is None or where.chunks is None
         if is_free and matmul.communicates and model == tables.default_gemm_model(where.device_type):
             tables.note_default(model.name, _engine.is_first_rank)
@@ -172,9 +173,6 @@ class Flow:
         program = matmul.to_text(schedule)
         executable = _runtime.executable(program, names, where.rank)
         return Call(program, tuple(names), where.rank, model, executable)
-
-    def _note_default(self, plan: _planner.Plan) -> None:
-        _engine.note_default_topology(plan)
 
 
 # Backwards of one product that are kept: they differ in what is asked for and how gradients lie.
