@@ -37,7 +37,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright as sw
-from shardwright import _engine, groups
+from shardwright import executables, groups
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine  # noqa: E402
@@ -138,8 +138,8 @@ def ours_alone(mesh: DeviceMesh, src: str, dst: str, rounds: int, calls: int) ->
     """`sw.redistribute_local` on plain tensors; the executor; and the bare collectives that its program makes."""
     local = tensor(mesh, src)._local_tensor
     before, after = (sw.Layout(sw.Mesh(mesh), SHAPE, placements(p)) for p in (src, dst))
-    plan = _engine.make_plan(before, after, "cpu")
-    executable = _engine.bind(plan, device_mesh=mesh)
+    plan = executables.make_plan(before, after, "cpu")
+    executable = executables.bind(plan, device_mesh=mesh)
     bare = bare_collectives(plan.program(0), executable)
 
     def call_bare() -> None:
@@ -193,7 +193,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(SIZES))
-    _engine.runs_on_fake_groups = True
+    executables.runs_on_fake_groups = True
     mesh = init_device_mesh("cpu", SIZES, mesh_dim_names=("a", "b", "c"))
     for length in (2, 3):
         for names in itertools.combinations("abc", length):

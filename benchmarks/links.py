@@ -39,7 +39,7 @@ import timing  # noqa: E402
 from cases import FORCED, LINK_PRODUCTS, MOVES, as_torch, placements  # noqa: E402
 from ranks import over_ranks  # noqa: E402
 from report import say  # noqa: E402
-from shardwright import _engine, tables  # noqa: E402
+from shardwright import executables, tables  # noqa: E402
 from shardwright._planner import Matmul, Schedule  # noqa: E402
 from shardwright.products import running  # noqa: E402
 
@@ -176,12 +176,12 @@ def measure_move(src: str, dst: str, mesh: DeviceMesh, network: Network, rounds:
         "stock": lambda: _waited(given.redistribute(placements=as_torch(dst))),
         "ours": enabled(lambda: given.redistribute(placements=as_torch(dst)).to_local()),
     }
-    predicted = {"ours": _engine.make_plan(*ends, "cpu").predicted_us / 1e3}
-    moves = {"ours": str(_engine.make_plan(*ends, "cpu")).splitlines()[1:]}
+    predicted = {"ours": executables.make_plan(*ends, "cpu").predicted_us / 1e3}
+    moves = {"ours": str(executables.make_plan(*ends, "cpu")).splitlines()[1:]}
     for name, between in FORCED.get((src, dst), {}).items() if network.per_node > 1 else ():
         through = [sw.Layout(grid, MOVED, placements(text), strided="literal") for text in between]
         plan = sw.plan(*ends, backend="gloo", through=through)
-        executable = _engine.bind(plan, device_mesh=mesh)
+        executable = executables.bind(plan, device_mesh=mesh)
         calls[name] = lambda executable=executable: executable.run(local)
         predicted[name] = plan.predicted_us / 1e3
         moves[name] = str(plan).splitlines()[1:]

@@ -31,7 +31,7 @@ from cases import PAIRS, Pair, placements  # noqa: E402
 from ranks import coordinate, launch, make_mesh, over_ranks  # noqa: E402
 from redistribute_cases import expected_local, source_local  # noqa: E402
 from report import say  # noqa: E402
-from shardwright import _engine, _planner  # noqa: E402
+from shardwright import _planner, executables  # noqa: E402
 from shardwright.calibration.job import job_of  # noqa: E402
 from shardwright.calibration.links import measure_links  # noqa: E402
 
@@ -86,7 +86,7 @@ def measure(pair: Pair, mesh: DeviceMesh, topology: sw.Topology, pair_seconds: f
     calls = {}
     right = {}
     for name, plan in plans.items():
-        executable = _engine.bind(plan, device_mesh=mesh)
+        executable = executables.bind(plan, device_mesh=mesh)
         calls[name] = lambda executable=executable: executable.run(local)
         right[name] = bool(over_ranks([float(torch.equal(calls[name](), expected))], dist.ReduceOp.MIN)[0])
     calls[AGAIN] = calls[CHOSEN]  # how far apart its two times are is what the others' differences must exceed

@@ -45,7 +45,7 @@ LAYERS = {
         "argument_values _planner comparing doctor free_memory layout options planning reading tables topology"
     ),
     "running": (
-        "argument_checks _engine _runtime _stats checking groups plain_tensors preparation tracing watching wire"
+        "argument_checks executables _runtime counters checking groups plain_tensors preparation tracing watching wire"
     ),
     "graphs": "graphs operators",
     "DTensors": "dtensor",

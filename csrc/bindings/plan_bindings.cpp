@@ -64,7 +64,7 @@ void define_step(py::module_& m) {
 void define_ends_and_steps(PlanClass& plan) {
   plan.def_property_readonly("src", [](const PlanView& p) { return p.plan().src; })
       .def_property_readonly("dst", [](const PlanView& p) { return p.plan().dst; })
-      .def_property_readonly("backend", [](const PlanView& p) { return p.plan().backend.name; })
+      .def_property_readonly("backend", [](const PlanView& p) { return p.plan().lowering.name; })
       .def_property_readonly("objective", [](const PlanView& p) { return objective_name(p.plan().objective); })
       .def_property_readonly("topology", [](const PlanView& p) { return p.plan().topology.name; })
       .def_property_readonly(
@@ -84,8 +84,8 @@ void define_ends_and_steps(PlanClass& plan) {
       .def_property_readonly("steps", [](const PlanView& p) {
         std::vector<StepView> views;
         for (const Step& step : p.plan().steps) {
-          views.push_back({step, p.plan().backend, totals(step, p.plan().backend),
-                           predicted_picoseconds(step, p.plan().backend, p.plan().topology)});
+          views.push_back({step, p.plan().lowering, totals(step, p.plan().lowering),
+                           predicted_picoseconds(step, p.plan().lowering, p.plan().topology)});
         }
         return views;
       });
@@ -119,7 +119,7 @@ void define_figures_of_ranks(PlanClass& plan) {
             const int64_t rank = integer(given_rank, "rank");
             int64_t bytes = 0;
             for (const Step& step : p.plan().steps) {
-              bytes += traffic_at(step, p.plan().backend, position_of(p.plan().src, rank)).received_bytes;
+              bytes += traffic_at(step, p.plan().lowering, position_of(p.plan().src, rank)).received_bytes;
             }
             return bytes;
           },

@@ -25,7 +25,7 @@ PlanOptions options_of(const Layout& src, const Layout& dst, const py::object& b
   PlanOptions options{Lowering::named(text(backend, "backend")), parse_objective(text(objective, "objective")),
                       is_ordered(text(reduce, "reduce"), src)};
   const std::optional<Topology> asked = topology ? std::optional<Topology>(*topology) : std::nullopt;
-  options.topology = topology_between(src, dst, options.backend, asked, tables);
+  options.topology = topology_between(src, dst, options.lowering, asked, tables);
   for (const std::vector<int64_t>& mesh_dims : groups) options.groups.push_back(mesh_dim_set(mesh_dims, src.mesh()));
   return options;
 }

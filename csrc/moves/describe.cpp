@@ -8,7 +8,7 @@
 namespace shardwright {
 
 std::string to_string(const Plan& plan) {
-  std::string text = concat(plan.src.to_string(), " -> ", plan.dst.placements_string(), ", ", plan.backend.name,
+  std::string text = concat(plan.src.to_string(), " -> ", plan.dst.placements_string(), ", ", plan.lowering.name,
                             ", least ", objective_name(plan.objective), " on ", plan.topology.name);
   if (plan.steps.empty()) return text + "\n  nothing to do: every rank holds what it needs";
   for (size_t i = 0; i < plan.steps.size(); ++i) {
@@ -22,9 +22,9 @@ std::string to_string(const Plan& plan) {
       text += ", local";
       continue;
     }
-    const TrafficTotals t = totals(step, plan.backend);
+    const TrafficTotals t = totals(step, plan.lowering);
     text += concat(", receives at most ", bytes_text(t.received_bytes_max), " in ", t.messages_max, " messages, about ",
-                   microseconds_text(predicted_picoseconds(step, plan.backend, plan.topology)));
+                   microseconds_text(predicted_picoseconds(step, plan.lowering, plan.topology)));
   }
   return text;
 }

@@ -261,8 +261,8 @@ int64_t ExchangeTraffic::sent_at(int tensor_dim, int64_t position, MeshDimSet cu
   return found->second;
 }
 
-bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering backend) {
-  if (!backend.reduces) return false;
+bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering lowering) {
+  if (!lowering.reduces) return false;
   for (const int d : mesh_dims.to_vector()) {
     const ReduceOp op = layout.placements()[d].op;
     if (op == ReduceOp::kBitAnd || op == ReduceOp::kBitOr || op == ReduceOp::kBitXor) return false;
@@ -271,12 +271,12 @@ bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering backe
   return dtype.kind() == DTypeKind::kFloat || (dtype.kind() == DTypeKind::kInteger && dtype.name() != "int16");
 }
 
-bool reduces_natively(const Step& step, Lowering backend) {
-  return !step.ordered && reduces_natively(step.before, step.mesh_dims, backend);
+bool reduces_natively(const Step& step, Lowering lowering) {
+  return !step.ordered && reduces_natively(step.before, step.mesh_dims, lowering);
 }
 
-bool may_go_in_rounds(const Step& step, Lowering backend) {
-  return !is_local(step.op) && (step.op != StepOp::kAllReduce || !reduces_natively(step, backend));
+bool may_go_in_rounds(const Step& step, Lowering lowering) {
+  return !is_local(step.op) && (step.op != StepOp::kAllReduce || !reduces_natively(step, lowering));
 }
 
 int64_t collectives_of(StepOp op, int64_t group_size, bool native) {

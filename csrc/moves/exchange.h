@@ -126,11 +126,11 @@ class ExchangeTraffic {
 
 // Whether the backend's own collectives carry out the reduction of a layout over some mesh dims; else it is exchanged
 // and summed here.
-bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering backend);
-bool reduces_natively(const Step& step, Lowering backend);
+bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering lowering);
+bool reduces_natively(const Step& step, Lowering lowering);
 
 // Not what is local, nor an all-reduce that the backend does in place.
-bool may_go_in_rounds(const Step& step, Lowering backend);
+bool may_go_in_rounds(const Step& step, Lowering lowering);
 
 // How many collectives a step takes one behind the other, in each round: two where we compose an all-reduce of more
 // than two ranks, one to reduce chunks and one to share them.

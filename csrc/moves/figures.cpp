@@ -10,9 +10,9 @@ namespace shardwright {
 namespace {
 
 // Over the classes of ranks in the group of first coordinates.
-StepFigures figures_by_walking(const Step& step, Lowering backend) {
+StepFigures figures_by_walking(const Step& step, Lowering lowering) {
   StepFigures worst;
-  const StepTraffic traffic(step, backend);
+  const StepTraffic traffic(step, lowering);
   const int64_t item = step.before.dtype().size_bytes();
   const Mesh& mesh = step.before.mesh();
   RankClasses classes(mesh);
@@ -30,15 +30,15 @@ StepFigures figures_by_walking(const Step& step, Lowering backend) {
     worst.touched_bytes = std::max(worst.touched_bytes, num_elements(step.after.region(position)) * item);
   }
   worst.collectives =
-      collectives_of(step.op, step.before.mesh().group_size(step.mesh_dims), reduces_natively(step, backend));
+      collectives_of(step.op, step.before.mesh().group_size(step.mesh_dims), reduces_natively(step, lowering));
   return worst;
 }
 
 }  // namespace
 
-StepFigures figures(const Step& step, Lowering backend) {
-  if (step.sharing == Sharing::kBytes || step.rounds > 1) return figures_by_walking(step, backend);
-  MoveTable table(step.before, backend, step.ordered);
+StepFigures figures(const Step& step, Lowering lowering) {
+  if (step.sharing == Sharing::kBytes || step.rounds > 1) return figures_by_walking(step, lowering);
+  MoveTable table(step.before, lowering, step.ordered);
   const MoveTable::State before = table.state(step.before.cuts(), step.before.partial_dims());
   const MoveTable::State after = table.state(step.after.cuts(), step.after.partial_dims());
   return table.figures(before, after, {step.op, step.mesh_dims, step.sharing});
@@ -50,14 +50,14 @@ int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, cons
   return saturating_sum(first, saturating_product((step.rounds - 1) * figures.collectives, topology.step_ps));
 }
 
-int64_t predicted_picoseconds(const Step& step, Lowering backend, const Topology& topology) {
-  return predicted_picoseconds(step, figures(step, backend), topology);
+int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topology& topology) {
+  return predicted_picoseconds(step, figures(step, lowering), topology);
 }
 
 int64_t predicted_picoseconds(const Plan& plan) {
   int64_t total = 0;
   for (const Step& step : plan.steps) {
-    total = saturating_sum(total, predicted_picoseconds(step, plan.backend, plan.topology));
+    total = saturating_sum(total, predicted_picoseconds(step, plan.lowering, plan.topology));
   }
   return total;
 }

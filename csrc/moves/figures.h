@@ -10,11 +10,11 @@ namespace shardwright {
 
 // Among the corners of position 0's group, the ranks whose coordinates are first or last: there parts are largest and
 // smallest, and lie furthest from each other.
-StepFigures figures(const Step& step, Lowering backend);
+StepFigures figures(const Step& step, Lowering lowering);
 
 // As predicted_picoseconds in cost/cost.h, with as many more collectives as the step has rounds.
 int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, const Topology& topology);
-int64_t predicted_picoseconds(const Step& step, Lowering backend, const Topology& topology);
+int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topology& topology);
 int64_t predicted_picoseconds(const Plan& plan);
 
 }  // namespace shardwright

@@ -32,9 +32,9 @@ void raise_to(StepFigures& worst, const Traffic& traffic) {
 
 }  // namespace
 
-MoveTable::MoveTable(const Layout& layout, Lowering backend, bool ordered, MeshDimSet between)
+MoveTable::MoveTable(const Layout& layout, Lowering lowering, bool ordered, MeshDimSet between)
     : layout_(layout),
-      backend_(backend),
+      lowering_(lowering),
       ordered_(ordered),
       between_(between),
       node_size_(layout.mesh().size() / layout.mesh().group_size(between)),
@@ -167,7 +167,7 @@ StepFigures MoveTable::figures(const State& before, const State& after, const Mo
   if (is_local(move.op)) return worst;
   const int64_t k = layout_.mesh().group_size(move.mesh_dims);
   if (move.op == StepOp::kAllReduce) {
-    const bool native = !ordered_ && reduces_natively(layout_, move.mesh_dims, backend_);
+    const bool native = !ordered_ && reduces_natively(layout_, move.mesh_dims, lowering_);
     raise_to(worst, all_reduce_traffic(before.elements, k, 0, item_, native));
     worst.collectives = collectives_of(move.op, k, native);
     return worst;

@@ -24,7 +24,7 @@ class MoveTable {
  public:
   // States are on the mesh and of the shape and dtype of `layout`, and pending with its reductions, which are carried
   // out in order or by whatever is native. Mesh dims in `between` lead to other nodes.
-  MoveTable(const Layout& layout, Lowering backend, bool ordered = false, MeshDimSet between = {});
+  MoveTable(const Layout& layout, Lowering lowering, bool ordered = false, MeshDimSet between = {});
 
   struct State {
     std::vector<int> lists;  // by tensor dim
@@ -139,7 +139,7 @@ class MoveTable {
   static Key key(int tensor_dim, int before, int after, uint32_t varying = 0, uint32_t corner = 0);
 
   Layout layout_;
-  Lowering backend_;
+  Lowering lowering_;
   bool ordered_;
   MeshDimSet between_;
   int64_t node_size_;  // ranks that differ in no mesh dim of between_

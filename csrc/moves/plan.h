@@ -23,7 +23,7 @@ const char* objective_name(Objective objective);
 struct Plan {
   Layout src;
   Layout dst;
-  Lowering backend = Lowering::kNccl;
+  Lowering lowering = Lowering::kNccl;
   Objective objective = Objective::kTime;
   Topology topology;
   // Moves keep to process groups over sets of mesh dims that were named; else smaller ones may be made for sparse

@@ -8,12 +8,12 @@
 
 namespace shardwright {
 
-Traffic traffic_at(const Step& step, Lowering backend, int64_t position) {
-  return StepTraffic(step, backend).at(position);
+Traffic traffic_at(const Step& step, Lowering lowering, int64_t position) {
+  return StepTraffic(step, lowering).at(position);
 }
 
-StepTraffic::StepTraffic(const Step& step, Lowering backend)
-    : step_(step), exchange_(step), is_native_(reduces_natively(step, backend)) {}
+StepTraffic::StepTraffic(const Step& step, Lowering lowering)
+    : step_(step), exchange_(step), is_native_(reduces_natively(step, lowering)) {}
 
 Traffic StepTraffic::at(int64_t position) const {
   const Mesh& mesh = step_.before.mesh();
@@ -77,12 +77,12 @@ int64_t held_by_all(const Layout& layout) {
   return layout.num_elements() * (layout.mesh().size() / layout.mesh().group_size(layout.cut_dims()));
 }
 
-std::optional<int64_t> received_by_all(const Step& step, Lowering backend) {
+std::optional<int64_t> received_by_all(const Step& step, Lowering lowering) {
   const int64_t item = step.before.dtype().size_bytes();
   const int64_t k = step.before.mesh().group_size(step.mesh_dims);
   if (step.op == StepOp::kReduceScatter) return (k - 1) * held_by_all(step.after) * item;
   if (step.op == StepOp::kAllReduce) {
-    if (!reduces_natively(step, backend)) return 2 * (k - 1) * (held_by_all(step.before) / k) * item;
+    if (!reduces_natively(step, lowering)) return 2 * (k - 1) * (held_by_all(step.before) / k) * item;
     if (!step.before.has_equal_parts()) return std::nullopt;  // rounded rank by rank
     return all_reduce_traffic(step.before.largest_part_elements(), k, 0, item, true).received_bytes *
            step.before.mesh().size();
@@ -106,8 +106,8 @@ bool reach(const TrafficTotals& totals, const std::vector<StepTraffic>& steps) {
 
 }  // namespace
 
-TrafficTotals totals(const Step& step, Lowering backend) {
-  return totals(Plan{step.before, step.after, backend, Objective::kTime, {}, false, {step}});
+TrafficTotals totals(const Step& step, Lowering lowering) {
+  return totals(Plan{step.before, step.after, lowering, Objective::kTime, {}, false, {step}});
 }
 
 TrafficTotals totals(const Plan& plan) {
@@ -117,7 +117,7 @@ TrafficTotals totals(const Plan& plan) {
   RankClasses classes(mesh);
   for (const Step& step : plan.steps) {
     if (is_local(step.op)) continue;
-    steps.emplace_back(step, plan.backend);
+    steps.emplace_back(step, plan.lowering);
     steps.back().tell_apart(classes);
   }
   const RanksSeen seen = classes.seen();
@@ -139,7 +139,7 @@ TrafficTotals totals(const Plan& plan) {
   if (seen.stand_for_all) return result;
   result.received_bytes_sum = 0;
   for (size_t s = 0; s < steps.size(); ++s) {
-    const std::optional<int64_t> sum = received_by_all(steps[s].step(), plan.backend);
+    const std::optional<int64_t> sum = received_by_all(steps[s].step(), plan.lowering);
     result.sum_is_exact = result.sum_is_exact && sum;
     result.received_bytes_sum += sum ? *sum : received_max[s] * mesh.size();
   }

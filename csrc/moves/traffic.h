@@ -14,7 +14,7 @@ namespace shardwright {
 // Of any step.
 class StepTraffic {
  public:
-  StepTraffic(const Step& step, Lowering backend);
+  StepTraffic(const Step& step, Lowering lowering);
   Traffic at(int64_t position) const;
   // By what at() depends on.
   void tell_apart(RankClasses& classes) const;
@@ -28,7 +28,7 @@ class StepTraffic {
   bool is_native_;
 };
 
-Traffic traffic_at(const Step& step, Lowering backend, int64_t position);
+Traffic traffic_at(const Step& step, Lowering lowering, int64_t position);
 
 struct TrafficTotals {
   int64_t received_bytes_max = 0;
@@ -44,7 +44,7 @@ struct TrafficTotals {
 // that their figures depend on (moves/extremes.h); of up to kMaxRanksWalked classes one rank each is looked at, and all
 // is exact. For more, maxima are those of outermost and boundary coordinates: exact where no rank can have more, else
 // lower bounds. The sum is worked out without a walk, or else is an upper bound.
-TrafficTotals totals(const Step& step, Lowering backend);
+TrafficTotals totals(const Step& step, Lowering lowering);
 TrafficTotals totals(const Plan& plan);
 
 // What no plan can go below. Without P a rank must receive what it needs and does not hold. With P, over all ranks,

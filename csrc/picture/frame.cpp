@@ -41,7 +41,7 @@ const char* explanation_of(StepOp op) {
 
 std::string subtitle_of(const Plan& plan) {
   const std::string how =
-      concat(plan.backend.name, ", least ", objective_name(plan.objective), " on ", plan.topology.name);
+      concat(plan.lowering.name, ", least ", objective_name(plan.objective), " on ", plan.topology.name);
   const std::string time = microseconds_text(predicted_picoseconds(plan));
   const TrafficTotals all = totals(plan);
   if (all.messages_max == 0) return concat("Nothing is sent; about ", time, ". (", how, ")");
@@ -171,13 +171,13 @@ std::vector<std::string> PictureFrame::step_lines(const Plan& plan, size_t index
   const Mesh& mesh = plan.src.mesh();
   std::vector<std::string> lines{shortened(
       concat(index + 1, ". ", step_op_name(step.op), " over ", mesh.names_of(step.mesh_dims)), kMaxStepChars)};
-  const std::string time = microseconds_text(predicted_picoseconds(step, plan.backend, plan.topology));
+  const std::string time = microseconds_text(predicted_picoseconds(step, plan.lowering, plan.topology));
   if (is_local(step.op)) {
     lines.emplace_back(explanation_of(step.op));
     lines.push_back(concat("nothing is sent, about ", time));
     return lines;
   }
-  const TrafficTotals all = totals(step, plan.backend);
+  const TrafficTotals all = totals(step, plan.lowering);
   lines.push_back(concat("groups of ", mesh.group_size(step.mesh_dims), ", about ", time));
   lines.push_back(concat("a rank receives at most ", bytes_text(all.received_bytes_max)));
   lines.push_back(concat("in ", count_text(all.messages_max, "message")));

@@ -403,7 +403,7 @@ class RankPicture {
     const double middle = (x0 + x1) / 2;
     for (const int64_t member : group) {
       const double side = row(member) + box_.h / 2;
-      const Traffic traffic = traffic_at(step, plan_.backend, member);
+      const Traffic traffic = traffic_at(step, plan_.lowering, member);
       if (num_elements(step.before.region(member)) > 0) {
         open_arrow("sw-arrow sw-gives", colour_of(member), 2,
                    concat(name_of(member), " sends ", bytes_text(traffic.sent_bytes)));

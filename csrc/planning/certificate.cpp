@@ -33,7 +33,7 @@ int64_t sources(const Layout& src, const Layout& dst) {
 bool keeps_replicas_equal(const Plan& plan) {
   for (const Step& step : plan.steps) {
     if (step.op != StepOp::kAllReduce && step.op != StepOp::kReduceScatter) continue;
-    if (!plan.backend.reduces || step.ordered) continue;  // in the order of positions
+    if (!plan.lowering.reduces || step.ordered) continue;  // in the order of positions
     if (!step.before.replicated_dims().empty()) return false;
   }
   return true;
@@ -49,11 +49,11 @@ std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
 
 // The plan of fewest bytes. One move that meets the bound is that, without a search.
 Plan leanest_plan(const Plan& plan, const Bound& bound) {
-  PlanOptions options{plan.backend, Objective::kBytes, false, plan.topology};
+  PlanOptions options{plan.lowering, Objective::kBytes, false, plan.topology};
   for (const Step& step : plan.steps) options.ordered = options.ordered || step.ordered;
   if (plan.src.partial_dims() == plan.dst.partial_dims()) {
     if (const std::optional<Step> step = move_between(plan.src, plan.dst)) {
-      Plan direct{plan.src, plan.dst, plan.backend, Objective::kBytes, plan.topology, false, {}};
+      Plan direct{plan.src, plan.dst, plan.lowering, Objective::kBytes, plan.topology, false, {}};
       direct.steps.push_back(named_by_collective(shared_if_it_helps(*step, Sharing::kBytes, {})));
       const TrafficTotals traffic = totals(direct);
       if (traffic.maxima_are_exact && traffic.received_bytes_max <= bound.bytes_max) return direct;

@@ -30,7 +30,7 @@ class Hash {
     return with(model.contention_percent);
   }
   Hash& with(const PlanOptions& options) {
-    with(options.backend.name).with(static_cast<uint64_t>(options.objective) * 2 + options.ordered);
+    with(options.lowering.name).with(static_cast<uint64_t>(options.objective) * 2 + options.ordered);
     for (const MeshDimSet& dims : options.groups) with(uint64_t{dims.bits()});
     with(options.max_held);
     return options.topology ? with(*options.topology) : *this;
@@ -66,16 +66,16 @@ std::vector<CertifiedPlanPtr> Pins::on(const Mesh& mesh, const Lowering& lowerin
 PinsPtr Pins::with(CertifiedPlanPtr plan) const {
   auto changed = std::make_shared<Pins>(*this);
   std::string bytes = to_bytes(plan->plan());
-  Pinned& entry = changed->plans_[{plan->plan().src, plan->plan().dst, plan->plan().backend}];
+  Pinned& entry = changed->plans_[{plan->plan().src, plan->plan().dst, plan->plan().lowering}];
   changed->hash_ ^= std::hash<std::string>()(entry.bytes) ^ std::hash<std::string>()(bytes);
   entry = {std::move(plan), std::move(bytes)};
   return changed;
 }
 
 PinsPtr Pins::without(const Plan& plan) const {
-  const auto found = plans_.find({plan.src, plan.dst, plan.backend});
+  const auto found = plans_.find({plan.src, plan.dst, plan.lowering});
   check_user(found != plans_.end(), "plan: none is pinned for ", plan.src.to_string(), " -> ", plan.dst.to_string(),
-             " over ", plan.backend.name);
+             " over ", plan.lowering.name);
   auto changed = std::make_shared<Pins>(*this);
   changed->hash_ ^= std::hash<std::string>()(found->second.bytes) ^ std::hash<std::string>()("");
   changed->plans_.erase(found->first);
@@ -93,7 +93,7 @@ bool Pins::operator==(const Pins& other) const {
 
 ContextPtr PlanningContext::make(PlanOptions options, std::optional<int64_t> memory_limit, PinsPtr pins) {
   check_user(memory_limit.value_or(0) >= 0, "memory_limit: ", memory_limit.value_or(0), " bytes; allowed is 0 or more");
-  if (!options.topology) options.topology = Topology::named(options.backend.default_topology);
+  if (!options.topology) options.topology = Topology::named(options.lowering.default_topology);
   options.topology->check();
   const std::shared_ptr<PlanningContext> context(new PlanningContext);
   context->options_ = std::move(options);

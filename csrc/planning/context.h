@@ -73,7 +73,7 @@ class PlanningContext : public std::enable_shared_from_this<PlanningContext> {
 
   // What the search goes by: lowering, objective, topology (always there), groups, ...
   const PlanOptions& options() const { return options_; }
-  const Lowering& lowering() const { return options_.backend; }
+  const Lowering& lowering() const { return options_.lowering; }
   const Topology& topology() const { return *options_.topology; }
   std::optional<int64_t> memory_limit() const { return memory_limit_; }
 

@@ -17,7 +17,7 @@ namespace shardwright {
 namespace {
 
 // The most that a step packs, on top of what is held before and after.
-int64_t staging_at_most(const Step& step, const Lowering& backend) {
+int64_t staging_at_most(const Step& step, const Lowering& lowering) {
   if (is_local(step.op)) return 0;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
   const int64_t held = step.before.largest_part_bytes();
@@ -26,13 +26,13 @@ int64_t staging_at_most(const Step& step, const Lowering& backend) {
     const int64_t raised = placement.op == ReduceOp::kNorm ? held : 0;
     const int64_t k = step.before.mesh().group_size(step.mesh_dims);
     const int64_t received = k * step.after.largest_part_bytes();
-    const bool is_native = reduces_natively(step, backend);
+    const bool is_native = reduces_natively(step, lowering);
     if (step.op == StepOp::kAllReduce) return is_native ? 0 : raised + 2 * held;
     return raised + held + (is_native && step.after.has_equal_parts() ? 0 : received);
   }
-  const StepFigures wire = figures(step, backend);
+  const StepFigures wire = figures(step, lowering);
   // A gather sends what is held as it is, but for Gloo's small ones.
-  if (step.op == StepOp::kAllGather && backend.gathers) return wire.received_bytes + held;
+  if (step.op == StepOp::kAllGather && lowering.gathers) return wire.received_bytes + held;
   return wire.sent_bytes + wire.received_bytes + (step.op == StepOp::kAllGather ? held : 0);
 }
 
@@ -42,7 +42,7 @@ int64_t peak_at_most(const Plan& plan) {
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];
     const int64_t before = i > 0 ? step.before.largest_part_bytes() : 0;
-    peak = std::max(peak, before + step.after.largest_part_bytes() + staging_at_most(step, plan.backend));
+    peak = std::max(peak, before + step.after.largest_part_bytes() + staging_at_most(step, plan.lowering));
   }
   return peak;
 }
@@ -77,7 +77,7 @@ std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool of_all) {
     for (size_t i = 0; i < peaks.size(); ++i) {
       Step& step = plan.steps[i];
       if (peaks[i] < best[i].peak) best[i] = {peaks[i], step.rounds};
-      if (best[i].is_final || best[i].peak <= limit || !may_go_in_rounds(step, plan.backend)) continue;
+      if (best[i].is_final || best[i].peak <= limit || !may_go_in_rounds(step, plan.lowering)) continue;
       const int64_t most = std::min(kMostRounds, std::max<int64_t>(step.after.largest_part_elements(), 1));
       // The second round may cost what it saves: the result is there already while it runs.
       best[i].is_final = step.rounds >= most || (step.rounds > 2 && peaks[i] >= previous[i]);

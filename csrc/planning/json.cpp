@@ -98,8 +98,8 @@ std::string json(const Step& step, const Plan& plan) {
                                   field("sharing", quoted(sharing_name(step.sharing))),
                                   field("rounds", step.rounds),
                                   flag("ordered", step.ordered)};
-  for (std::string& figure : figures(totals(step, plan.backend))) fields.push_back(std::move(figure));
-  fields.push_back(field("predicted_ps", predicted_picoseconds(step, plan.backend, plan.topology)));
+  for (std::string& figure : figures(totals(step, plan.lowering))) fields.push_back(std::move(figure));
+  fields.push_back(field("predicted_ps", predicted_picoseconds(step, plan.lowering, plan.topology)));
   return object(fields);
 }
 
@@ -123,7 +123,7 @@ std::string to_json(const Plan& plan, const Certificate& certificate, const std:
   for (const Step& step : plan.steps) steps.push_back(json(step, plan));
   return spread(
       "{",
-      {field("version", kJsonVersion), field("backend", quoted(std::string(plan.backend.name))),
+      {field("version", kJsonVersion), field("backend", quoted(std::string(plan.lowering.name))),
        field("objective", quoted(objective_name(plan.objective))), field("topology", json(plan.topology, "  ")),
        flag("named_groups_only", plan.named_groups_only), field("mesh", json(plan.src.mesh())),
        field("shape", "[" + join(plan.src.shape()) + "]"), field("dtype", quoted(plan.src.dtype().name())),

@@ -219,7 +219,7 @@ std::string to_bytes(const Plan& plan) {
   write_mesh(out, plan.src.mesh());
   out.integers(plan.src.shape());
   out.text(plan.src.dtype().name());
-  write_lowering(out, plan.backend);
+  write_lowering(out, plan.lowering);
   out.integer(static_cast<int64_t>(plan.objective));
   write_topology(out, plan.topology);
   out.integer(plan.named_groups_only ? 1 : 0);

@@ -77,10 +77,10 @@ bool moves(const Step& step) {
   return named_by_collective(std::move(exchange)).op == step.op;
 }
 
-bool is_what_it_says(const Step& step, Lowering backend) {
+bool is_what_it_says(const Step& step, Lowering lowering) {
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
   if (step.ordered && !reduces) return false;
-  if (step.rounds > 1 && !may_go_in_rounds(step, backend)) return false;
+  if (step.rounds > 1 && !may_go_in_rounds(step, lowering)) return false;
   if (step.sharing != Sharing::kNone) {
     const bool can_share = step.op == StepOp::kExchange && (step.mesh_dims & step.before.partial_dims()).empty() &&
                            step.before.mesh().group_size(step.mesh_dims) <= kMaxSharingGroup;
@@ -98,7 +98,7 @@ void check_steps(const Plan& plan) {
     const Step& step = plan.steps[i];
     check_user(partitions(*at, step.before, {}), "plan: step ", i + 1, " begins with ", step.before.placements_string(),
                " where ", at->placements_string(), " is held");
-    check_user(is_what_it_says(step, plan.backend), "plan: step ", i + 1, " from ", step.before.placements_string(),
+    check_user(is_what_it_says(step, plan.lowering), "plan: step ", i + 1, " from ", step.before.placements_string(),
                " to ", step.after.placements_string(), " is no ", step_op_name(step.op), " over ",
                plan.src.mesh().names_of(step.mesh_dims));
     const MeshDimSet reduced = step.before.partial_dims() - step.after.partial_dims();

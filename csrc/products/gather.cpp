@@ -127,7 +127,7 @@ class GatherCompiler {
         schedule_(schedule),
         plan_(matmul.plan),
         needed_(plan_.dst.region(position)),
-        b_(plan_.src.mesh_ptr(), plan_.src.dtype(), plan_.backend, plan_.named_groups_only, position) {}
+        b_(plan_.src.mesh_ptr(), plan_.src.dtype(), plan_.lowering, plan_.named_groups_only, position) {}
 
   Program run() {
     declare_inputs();
@@ -401,7 +401,7 @@ class GatherCompiler {
   // All ranks see the shares of all, so they answer alike.
   void gather_if_even(ChunkTransfer& transfer, const std::optional<Intersection>& own, int64_t k, int64_t me,
                       BufferId current) const {
-    if (!own || !b_.backend().gathers) return;
+    if (!own || !b_.lowering().gathers) return;
     TransferSet& set = transfer.set;
     const Parcel parcel(*own, 0, own->count());
     set.receives.insert(me, {{kMissingBuffer, parcel}});

@@ -78,7 +78,7 @@ int64_t predicted_ps(const ProductProblem& problem, const AxisCuts& cuts, const 
 
 MovePlanner::MovePlanner(const ProductContext& context, PlanCache& cache)
     : context_(context),
-      planning_(PlanningContext::make({.backend = context.backend, .topology = context.topology}, std::nullopt,
+      planning_(PlanningContext::make({.lowering = context.lowering, .topology = context.topology}, std::nullopt,
                                       context.pins)),
       cache_(cache) {}
 

@@ -118,7 +118,7 @@ std::string ProductPlan::to_json(PlanCache& cache) const {
   const std::string absent = "null";
   const std::vector<std::string> fields{
       json_field("version", "1"),
-      json_field("backend", quoted(std::string(problem_.context.backend.name))),
+      json_field("backend", quoted(std::string(problem_.context.lowering.name))),
       json_field("dim_names", json_list(names)),
       json_field("dim_sizes", "[" + join(mesh.dim_sizes()) + "]"),
       json_field("axes", json_list(axes)),

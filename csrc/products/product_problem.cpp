@@ -77,7 +77,7 @@ const GemmModel& ProductContext::gemm_model(const DType& dtype) const {
 }
 
 Plan ProductContext::unmoved(const Layout& layout) const {
-  return make_plan(layout, layout, {.backend = backend, .topology = topology});
+  return make_plan(layout, layout, {.lowering = lowering, .topology = topology});
 }
 
 void check(const ProductProblem& problem) {
@@ -211,7 +211,7 @@ std::string to_text(const ProductProblem& problem) {
   for (const auto& [dtype, model] : context.gemm_models) models.push_back(dtype + ":" + text_of(model));
   std::vector<std::string> pinned;
   if (context.pins) {
-    for (const CertifiedPlanPtr& plan : context.pins->on(problem.operand.mesh(), context.backend)) {
+    for (const CertifiedPlanPtr& plan : context.pins->on(problem.operand.mesh(), context.lowering)) {
       pinned.push_back(to_base64(to_bytes(plan->plan())));
     }
   }
@@ -231,7 +231,7 @@ ProductProblem parse_problem(const std::string& text) {
   check_user(fields.size() == 15 && fields[0] == kTag && (fields[4] == "0" || fields[4] == "1"), "product: '",
              text.substr(0, 40), "' is no product as text");
   const Plan like = parse_plan(fields[10]);
-  ProductContext context{like.backend, like.topology, nullptr, parse_models(fields[8])};
+  ProductContext context{like.lowering, like.topology, nullptr, parse_models(fields[8])};
   for (const std::string& one : split(fields[9], ';')) {
     if (one.empty()) continue;
     const Pins before = context.pins ? *context.pins : Pins();

@@ -51,7 +51,7 @@ struct ScheduleRequest {
 
 // What moves and products are planned by. All ranks must have the same.
 struct ProductContext {
-  Lowering backend = Lowering::kNccl;
+  Lowering lowering = Lowering::kNccl;
   // Default: that of the lowering.
   std::optional<Topology> topology = std::nullopt;
   // Taken for their pairs of layouts in place of what the planner would find; null: none.

@@ -18,7 +18,7 @@ class ScatterCompiler {
         schedule_(schedule),
         plan_(matmul.plan),
         held_(plan_.src.region(position)),
-        b_(plan_.src.mesh_ptr(), plan_.src.dtype(), plan_.backend, plan_.named_groups_only, position) {}
+        b_(plan_.src.mesh_ptr(), plan_.src.dtype(), plan_.lowering, plan_.named_groups_only, position) {}
 
   Program run() {
     for (const auto& term : matmul_.terms) {
@@ -289,7 +289,7 @@ class ScatterCompiler {
     const Intersection all(held_, held_);
     if (all.count() == 0) return;
     const int g = b_.group_index(step.mesh_dims);
-    const bool is_native = reduces_natively(step, b_.backend());
+    const bool is_native = reduces_natively(step, b_.lowering());
     const Reduction reduction = reduction_of(step);
     size_t dim = 0;
     while (dim + 1 < all.shape().size() && all.shape()[dim] == 1) ++dim;

@@ -4,9 +4,9 @@
 
 namespace shardwright {
 
-ProgramBuilder::ProgramBuilder(MeshPtr mesh, DType dtype, Lowering backend, bool named_groups_only, int64_t position)
+ProgramBuilder::ProgramBuilder(MeshPtr mesh, DType dtype, Lowering lowering, bool named_groups_only, int64_t position)
     : mesh_(std::move(mesh)),
-      backend_(backend),
+      lowering_(lowering),
       named_groups_only_(named_groups_only),
       position_(position),
       dtype_(dtype) {
@@ -18,7 +18,7 @@ void ProgramBuilder::begin_step(std::string text) { program_.step_texts.push_bac
 void ProgramBuilder::begin_exchanges(const Step& step, int64_t shares) {
   const int64_t largest = std::max(step.before.largest_part_bytes(), step.after.largest_part_bytes());
   const int64_t messages = step.before.mesh().group_size(step.mesh_dims) * shares * step.rounds;
-  exchanges_by_messages_ = backend_.goes_by_messages(largest / messages);
+  exchanges_by_messages_ = lowering_.goes_by_messages(largest / messages);
 }
 
 BufferId ProgramBuilder::new_buffer(int64_t count, DType dtype) {

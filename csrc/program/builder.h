@@ -18,10 +18,10 @@ using Positions = std::vector<int64_t>;  // of ranks on the mesh, by ascending r
 class ProgramBuilder {
  public:
   // With named_groups_only, all ranks of a step's group take part in it; else those that have something to say.
-  ProgramBuilder(MeshPtr mesh, DType dtype, Lowering backend, bool named_groups_only, int64_t position);
+  ProgramBuilder(MeshPtr mesh, DType dtype, Lowering lowering, bool named_groups_only, int64_t position);
 
   const Mesh& mesh() const { return *mesh_; }
-  Lowering backend() const { return backend_; }
+  Lowering lowering() const { return lowering_; }
   bool named_groups_only() const { return named_groups_only_; }
   int64_t position() const { return position_; }
   Program& program() { return program_; }
@@ -70,7 +70,7 @@ class ProgramBuilder {
 
  private:
   MeshPtr mesh_;
-  Lowering backend_;
+  Lowering lowering_;
   bool named_groups_only_;
   int64_t position_;
   DType dtype_;

@@ -98,7 +98,7 @@ BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, 
 Program compile(const Plan& plan, int64_t position) {
   check_user(position >= 0 && position < plan.src.mesh().size(), "position: ", position, " is not on the mesh (",
              plan.src.mesh().to_string(), ")");
-  ProgramBuilder builder(plan.src.mesh_ptr(), plan.src.dtype(), plan.backend, plan.named_groups_only, position);
+  ProgramBuilder builder(plan.src.mesh_ptr(), plan.src.dtype(), plan.lowering, plan.named_groups_only, position);
   const BufferId input = builder.new_input(plan.src.local_shape(position));
   const BufferId current = compile_steps(builder, plan, 0, plan.steps.size(), input);
   Program& program = builder.program();

@@ -58,7 +58,7 @@ void compile_data_move(ProgramBuilder& builder, const Step& step, BufferId curre
   StepPairs pairs(step);
   StepPairs::Group& group = pairs.group(builder.position());
   const size_t me = StepPairs::index_of(group, builder.position());
-  const DataMovePlan plan = way_of(pairs, group, me, builder.backend(), builder.named_groups_only());
+  const DataMovePlan plan = way_of(pairs, group, me, builder.lowering(), builder.named_groups_only());
   Positions partners = group.positions;
   if (!plan.partners.empty()) {
     partners.clear();

@@ -31,9 +31,9 @@ class StepMemory {
  public:
   StepMemory(const Step& step, const Plan& plan)
       : step_(step),
-        backend_(plan.backend),
+        lowering_(plan.lowering),
         named_groups_only_(plan.named_groups_only),
-        is_native_(reduces_natively(step, plan.backend)),
+        is_native_(reduces_natively(step, plan.lowering)),
         pairs_(step),
         traffic_(step) {}
 
@@ -42,11 +42,11 @@ class StepMemory {
     const bool is_reduction = step_.op == StepOp::kReduceScatter || step_.op == StepOp::kAllReduce;
     const bool moves = !is_local(step_.op) && !is_reduction;
     const bool is_gather = step_.op == StepOp::kAllGather;
-    const bool may_be_in_order = !backend_.gathers || !is_gather;
+    const bool may_be_in_order = !lowering_.gathers || !is_gather;
     const bool lists_members = is_gather || step_.before.mesh().group_size(step_.mesh_dims) <= kMaxGroupListed;
     classes.add(step_, moves && may_be_in_order && lists_members);
     // Ranks are connected, and stand in order, by what each of them has for whom.
-    const bool some_meet = backend_.narrows_groups && !named_groups_only_ && !is_gather && !pairs_.all_meet_alike();
+    const bool some_meet = lowering_.narrows_groups && !named_groups_only_ && !is_gather && !pairs_.all_meet_alike();
     if (moves && some_meet && lists_members) classes.split_all(step_.mesh_dims);
     // Every group has an order of its own.
     if (!is_local(step_.op) && !ranks_ascend(step_.before.mesh())) classes.split_all(MeshDimSet::from_bits(~0u));
@@ -97,7 +97,7 @@ class StepMemory {
     const bool is_large = pairs_.around(position).size > kMaxGroupListed;
     Group& group = lists_members && !is_large ? pairs_.group(position) : pairs_.around(position);
     const size_t me = StepPairs::index_of(group, position);
-    const DataMovePlan plan = way_of(pairs_, group, me, backend_, named_groups_only_);
+    const DataMovePlan plan = way_of(pairs_, group, me, lowering_, named_groups_only_);
     switch (plan.way) {
       case DataMoveWay::kNativeGather:
         return native_all_gather(sketch, position, current, next);
@@ -385,7 +385,7 @@ class StepMemory {
   }
 
   const Step& step_;
-  Lowering backend_;
+  Lowering lowering_;
   bool named_groups_only_;
   bool is_native_;
   StepPairs pairs_;

@@ -181,6 +181,7 @@ struct DataMovePlan {
 };
 
 // With named_groups_only all ranks of the group take part, else those that have something to say.
-DataMovePlan way_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Lowering backend, bool named_groups_only);
+DataMovePlan way_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Lowering lowering,
+                    bool named_groups_only);
 
 }  // namespace shardwright

@@ -187,7 +187,7 @@ class PendingReduction {
     const Reduction reduction = reduction_of(step);
     if (b_.count_of(next) == 0) return;
     const int g = b_.group_index(step.mesh_dims);
-    if (reduces_natively(step, b_.backend())) {
+    if (reduces_natively(step, b_.lowering())) {
       if (reduction.power != 1) {
         b_.emit(Power{b_.whole(current), b_.whole(next), reduction.power});
       } else {

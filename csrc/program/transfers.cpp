@@ -232,7 +232,7 @@ void exchange(ProgramBuilder& builder, TransferSet set, Carrier carrier, const s
 std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int group, const Messages& given,
                                 bool equally_long, BufferRange result) {
   const Reduction reduction = reduction_of(step);
-  if (equally_long && reduces_natively(step, builder.backend())) {
+  if (equally_long && reduces_natively(step, builder.lowering())) {
     const Ticket ticket = builder.emit(ReduceScatter{group, reduction.op, given.run(), result});
     return [&builder, ticket, reduction, result] {
       builder.wait(ticket);

@@ -53,18 +53,18 @@ void StepPairs::connect(Group& group) {
   }
 }
 
-DataMovePlan way_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Lowering backend,
+DataMovePlan way_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Lowering lowering,
                     bool named_groups_only) {
   const Step& step = pairs.step();
   const auto k = static_cast<size_t>(group.size);
   if (step.op == StepOp::kAllGather) {
     const bool is_even = pairs.hold_equally(group.least) && pairs.num_held(group.least) > 0;
-    if (backend.gathers && step.rounds == 1 && is_even) return {DataMoveWay::kNativeGather, {}};
-    const bool copies = backend.copies_gather(static_cast<int64_t>(k), step.before.largest_part_bytes());
+    if (lowering.gathers && step.rounds == 1 && is_even) return {DataMoveWay::kNativeGather, {}};
+    const bool copies = lowering.copies_gather(static_cast<int64_t>(k), step.before.largest_part_bytes());
     return {copies ? DataMoveWay::kAllToAll : DataMoveWay::kMessages, {}};
   }
   if (k > kMaxGroupForPairs) return {DataMoveWay::kMessages, {}};
-  const bool waits_for_those_concerned = backend.narrows_groups && !named_groups_only;
+  const bool waits_for_those_concerned = lowering.narrows_groups && !named_groups_only;
   if (waits_for_those_concerned) {
     pairs.connect(group);
     const size_t number = group.connected[member];

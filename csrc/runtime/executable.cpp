@@ -62,7 +62,7 @@ Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
           {"mesh", plan.src.mesh().to_string()},
           {"src", plan.src.placements_string()},
           {"dst", plan.dst.placements_string()},
-          {"backend", std::string(plan.backend.name)},
+          {"backend", std::string(plan.lowering.name)},
           {"objective", objective_name(plan.objective)},
           {"topology", plan.topology.name},
           {"steps", steps.empty() ? "none" : join(steps)},
@@ -98,7 +98,7 @@ CompiledProgram::CompiledProgram(Program program, const std::vector<const Plan*>
       lifetimes_(program_.lifetimes()),
       origin_(std::move(origin)),
       rank_(rank),
-      lowering_(plans.front()->backend) {
+      lowering_(plans.front()->lowering) {
   is_asked_for_.resize(program_.instructions.size(), false);
   if (lowering_.is_on_device) order_of_transfers_ = order_of_transfers(program_);
   for (const int instruction : order_of_transfers_) {
@@ -106,7 +106,7 @@ CompiledProgram::CompiledProgram(Program program, const std::vector<const Plan*>
   }
   for (const Plan* plan : plans) {
     for (const Step& step : plan->steps) {
-      received_bytes_ += traffic_at(step, plan->backend, *plan->src.mesh().position_of(rank_)).received_bytes;
+      received_bytes_ += traffic_at(step, plan->lowering, *plan->src.mesh().position_of(rank_)).received_bytes;
       is_collective_ = is_collective_ || !is_local(step.op);
     }
   }

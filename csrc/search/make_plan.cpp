@@ -81,9 +81,9 @@ Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
 
 Plan empty_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
   check_same_tensor(src, dst);
-  Topology topology = options.topology ? *options.topology : Topology::named(options.backend.default_topology);
+  Topology topology = options.topology ? *options.topology : Topology::named(options.lowering.default_topology);
   topology.check();
-  return {src, dst, options.backend, options.objective, std::move(topology), !options.groups.empty(), {}};
+  return {src, dst, options.lowering, options.objective, std::move(topology), !options.groups.empty(), {}};
 }
 
 }  // namespace
@@ -142,7 +142,7 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
 
 int64_t least_picoseconds(const Plan& plan) {
   const Layout goal = goal_of(plan.src, plan.dst, partial_work(plan.src, plan.dst));
-  return least_picoseconds(plan.src, goal, {plan.backend, Objective::kTime, false, plan.topology}, plan.topology);
+  return least_picoseconds(plan.src, goal, {plan.lowering, Objective::kTime, false, plan.topology}, plan.topology);
 }
 
 }  // namespace shardwright

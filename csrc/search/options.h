@@ -15,7 +15,7 @@ namespace shardwright {
 bool is_ordered(const std::string& reduce, const Layout& src);
 
 struct PlanOptions {
-  Lowering backend = Lowering::kNccl;
+  Lowering lowering = Lowering::kNccl;
   Objective objective = Objective::kTime;
   // One reduction over all that is due, exchanged and summed here in rank order, 16-bit types in float32: results do
   // not depend on plan, topology and algorithm, and are rounded once.

@@ -97,7 +97,7 @@ class Search {
         options_(options),
         topology_(topology),
         between_nodes_(dims_between_nodes(src.mesh(), topology)),
-        table_(src, options.backend, options.ordered, between_nodes_),
+        table_(src, options.lowering, options.ordered, between_nodes_),
         pending_(src.partial_dims() & goal.partial_dims()),
         links_(links_of(src.mesh(), topology)),
         fastest_(fastest_of(MeshDimSet::from_bits(~0u))),

@@ -215,7 +215,7 @@ SimulationReport simulate(const Plan& plan) {
     report.elements_checked += static_cast<int64_t>(elements.size());
 
     Traffic promised;
-    for (const Step& step : plan.steps) promised.received_bytes += traffic_at(step, plan.backend, p).received_bytes;
+    for (const Step& step : plan.steps) promised.received_bytes += traffic_at(step, plan.lowering, p).received_bytes;
     if (machine.received_bytes(p) != promised.received_bytes) {
       fail(plan, "position ", p, " receives ", machine.received_bytes(p), " bytes instead of ",
            promised.received_bytes);

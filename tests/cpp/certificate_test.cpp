@@ -23,7 +23,7 @@ bool mentions(const std::vector<std::string>& sentences, const std::string& word
 TEST(Certificate, NoFigureIsBelowItsBound) {
   int64_t met = 0;
   int64_t figures = 0;
-  for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
+  for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
     for (const std::vector<int64_t>& shape : {std::vector<int64_t>{64, 64}, {7, 5}}) {
       const MeshPtr mesh = test::mesh_of({2, 4});
       const std::vector<Layout> all = test::all_layouts(mesh, shape, {Placement::partial(ReduceOp::kSum)});
@@ -31,7 +31,7 @@ TEST(Certificate, NoFigureIsBelowItsBound) {
         const Layout& src = all[pair / all.size()];
         const Layout& dst = all[pair % all.size()];
         if (!(dst.partial_dims() - src.partial_dims()).empty()) continue;
-        const Plan plan = make_plan(src, dst, {backend});
+        const Plan plan = make_plan(src, dst, {lowering});
         const Certificate certificate = certify(plan, peak_bytes(plan));
         size_t missed = 0;
         for (const Figure& figure : figures_of(certificate)) {

@@ -19,9 +19,9 @@ TEST(PlanningContext, IsAValue) {
   EXPECT_TRUE(*a == *b);
   EXPECT_EQ(a->hash(), b->hash());
   EXPECT_EQ(a->topology().name, "64x8");
-  EXPECT_EQ(PlanningContext::make({.backend = Lowering::kGloo})->topology().name, "gloo-local");
+  EXPECT_EQ(PlanningContext::make({.lowering = Lowering::kGloo})->topology().name, "gloo-local");
   EXPECT_FALSE(*a == *PlanningContext::make({}, 1 << 20));
-  EXPECT_FALSE(*a == *PlanningContext::make({.backend = Lowering::kGloo, .topology = Topology::named("64x8")}));
+  EXPECT_FALSE(*a == *PlanningContext::make({.lowering = Lowering::kGloo, .topology = Topology::named("64x8")}));
   EXPECT_THROW(PlanningContext::make({}, -1), UserError);
   Topology broken = Topology::named("64x8");
   broken.step_ps = -1;

@@ -37,8 +37,8 @@ TEST_P(Exhaustive, EveryPairIsRightAndCostsWhatItPromises) {
   int64_t elements = 0;
   for (const Layout& src : layouts) {
     for (const Layout& dst : layouts) {
-      const Lowering backend = pairs++ % 2 == 0 ? Lowering::kNccl : Lowering::kGloo;
-      const Plan plan = make_plan(src, dst, {backend});
+      const Lowering lowering = pairs++ % 2 == 0 ? Lowering::kNccl : Lowering::kGloo;
+      const Plan plan = make_plan(src, dst, {lowering});
       SimulationReport report;
       ASSERT_NO_THROW(report = simulate(plan)) << to_string(plan);
       const int64_t bound = lower_bound(src, dst).bytes_sum;
@@ -83,10 +83,10 @@ void simulate_all_with(const std::vector<Placement>& partials, const std::string
       int64_t simulated = 0;
       for (const Layout& src : layouts) {
         for (const Layout& dst : layouts) {
-          for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
+          for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
             std::optional<Plan> plan;
             try {
-              plan = make_plan(src, dst, {backend});
+              plan = make_plan(src, dst, {lowering});
             } catch (const UserError&) {
               continue;  // e.g. S -> P(max), which is not defined
             }
@@ -114,9 +114,9 @@ TEST(Reductions, SumAndAvgMix) {
   const MeshPtr mesh = test::mesh_of({2, 3});
   for (const char* src : {"P(sum),P(avg)", "P(avg),P(sum)", "P(avg),P(avg)"}) {
     for (const char* dst : {"R,R", "S(0),R", "R,S(1)", "S(1),S(0)", "S(0),S(0)"}) {
-      for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
+      for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
         EXPECT_NO_THROW(
-            simulate(make_plan(test::layout_of(mesh, {5, 3}, src), test::layout_of(mesh, {5, 3}, dst), {backend})))
+            simulate(make_plan(test::layout_of(mesh, {5, 3}, src), test::layout_of(mesh, {5, 3}, dst), {lowering})))
             << src << " " << dst;
       }
     }
@@ -131,8 +131,8 @@ TEST(Strided, LiteralPiecesAndShuffledMeshesAreRight) {
   for (const Shape& shape : std::vector<Shape>{{7, 5}, {12, 12}, {3, 1}, {24, 2}}) {
     for (const std::string& src : texts) {
       for (const std::string& dst : texts) {
-        for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
-          const Plan plan = make_plan(test::layout_of(mesh, shape, src), test::layout_of(mesh, shape, dst), {backend});
+        for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
+          const Plan plan = make_plan(test::layout_of(mesh, shape, src), test::layout_of(mesh, shape, dst), {lowering});
           ASSERT_NO_THROW(simulate(plan)) << to_string(plan);
         }
       }

@@ -24,7 +24,7 @@ void check_traffic(const Plan& plan) {
   TrafficTotals all;
   for (int64_t position = 0; position < plan.src.mesh().size(); ++position) {
     Traffic of_rank;
-    for (const Step& step : plan.steps) of_rank = of_rank + traffic_at(step, plan.backend, position);
+    for (const Step& step : plan.steps) of_rank = of_rank + traffic_at(step, plan.lowering, position);
     all.received_bytes_max = std::max(all.received_bytes_max, of_rank.received_bytes);
     all.received_bytes_sum += of_rank.received_bytes;
     all.sent_bytes_max = std::max(all.sent_bytes_max, of_rank.sent_bytes);
@@ -48,7 +48,7 @@ void check_peak(const Plan& plan, bool compiles) {
   }
   const ProgramMemory::Worst by_classes = ProgramMemory(plan).worst_peak_bytes_by_step(kMaxRanksWalked);
   EXPECT_TRUE(by_classes.is_exact);
-  EXPECT_EQ(by_classes.bytes, worst) << to_string(plan) << plan.backend.name;
+  EXPECT_EQ(by_classes.bytes, worst) << to_string(plan) << plan.lowering.name;
 }
 
 void check(const Plan& plan, bool compiles) {
@@ -76,7 +76,7 @@ TEST(RankClasses, AnswerForEveryRankOnAllLayoutsOfSmallMeshes) {
       const std::vector<Layout> all = test::all_layouts(mesh, shape, {Placement::partial(ReduceOp::kSum)});
       for (size_t pair = 0; pair < all.size() * all.size(); pair += stride) {
         PlanOptions options;
-        options.backend = pair % 2 == 0 ? Lowering::kNccl : Lowering::kGloo;
+        options.lowering = pair % 2 == 0 ? Lowering::kNccl : Lowering::kGloo;
         ASSERT_NO_FATAL_FAILURE(check(make_plan(all[pair / all.size()], all[pair % all.size()], options), true));
         ASSERT_FALSE(HasFailure());
         ++plans;
@@ -122,7 +122,7 @@ TEST(RankClasses, AnswerForEveryRankOfRandomPlans) {
       return Layout(mesh, shape, DType::parse("float32"), all, order);
     };
     PlanOptions options;
-    options.backend = below(2) == 0 ? Lowering::kNccl : Lowering::kGloo;
+    options.lowering = below(2) == 0 ? Lowering::kNccl : Lowering::kGloo;
     options.objective = below(4) == 0 ? Objective::kBytes : Objective::kTime;
     options.ordered = below(5) == 0;
     const Layout src = layout(below(2) == 0);
@@ -134,7 +134,7 @@ TEST(RankClasses, AnswerForEveryRankOfRandomPlans) {
     classes.add(src, dst);
     with_classes += static_cast<int64_t>(classes.seen().positions.size()) < ranks;
     for (Step& step : plan.steps) {
-      if (may_go_in_rounds(step, plan.backend)) step.rounds = 1 + below(4);
+      if (may_go_in_rounds(step, plan.lowering)) step.rounds = 1 + below(4);
     }
     check_traffic(plan);
     check_peak(plan, false);

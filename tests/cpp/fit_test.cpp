@@ -39,7 +39,7 @@ TEST_P(Fit, KeepsToTheLimitOrSaysWhichOneItNeeds) {
       const Layout& dst = all[pair % all.size()];
       if (!dst.partial_dims().empty()) continue;
       PlanOptions options;
-      options.backend = GetParam();
+      options.lowering = GetParam();
       const int64_t free_peak = peak_bytes(make_plan(src, dst, options));
       for (const int64_t limit : {free_peak, free_peak * 3 / 4, free_peak / 2, int64_t{0}}) {
         try {
@@ -91,7 +91,7 @@ TEST(Fit, SumsGoInRoundsToo) {
       const Layout src = test::layout_of(mesh, {63, 7}, pending);
       const Layout dst = test::layout_of(mesh, {63, 7}, "R");
       PlanOptions options;
-      options.backend = Lowering::kGloo;
+      options.lowering = Lowering::kGloo;
       const Plan free = make_plan(src, dst, options);
       const int64_t result = 63 * 7 * 4;
       const int64_t limit = result + (peak_bytes(free) - result) / 3;
@@ -101,7 +101,7 @@ TEST(Fit, SumsGoInRoundsToo) {
       EXPECT_EQ(plan.steps[0].op, StepOp::kAllReduce);
       EXPECT_GT(plan.steps[0].rounds, 1);
       simulate(plan);
-      options.backend = Lowering::kNccl;  // in place, whatever the limit
+      options.lowering = Lowering::kNccl;  // in place, whatever the limit
       EXPECT_EQ(peak_bytes(make_plan_within(src, dst, options, result)), result);
     }
   }

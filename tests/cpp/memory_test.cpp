@@ -42,7 +42,7 @@ class Checker {
   // With as many rounds for every step that may have them.
   void check_in_rounds(Plan plan, int64_t rounds) {
     for (Step& step : plan.steps) {
-      if (may_go_in_rounds(step, plan.backend)) step.rounds = rounds;
+      if (may_go_in_rounds(step, plan.lowering)) step.rounds = rounds;
     }
     check(plan);
   }
@@ -87,7 +87,7 @@ TEST_P(Memory, IsThatOfTheProgramsOnAllLayoutsOfSmallMeshes) {
     const std::vector<Layout> all = test::all_layouts(mesh, setting.shape, {Placement::partial(ReduceOp::kSum)});
     for (size_t pair = 0; pair < all.size() * all.size(); pair += setting.stride) {
       PlanOptions options;
-      options.backend = GetParam();
+      options.lowering = GetParam();
       ASSERT_NO_FATAL_FAILURE(checker.check(make_plan(all[pair / all.size()], all[pair % all.size()], options)));
     }
   }
@@ -133,7 +133,7 @@ TEST_P(Memory, IsThatOfTheProgramsOnRandomPlans) {
       return all;
     };
     PlanOptions options;
-    options.backend = GetParam();
+    options.lowering = GetParam();
     options.objective = below(3) == 0 ? Objective::kBytes : Objective::kTime;
     options.ordered = below(5) == 0;
     if (below(4) == 0) {
@@ -169,7 +169,7 @@ TEST_P(Memory, IsThatOfTheProgramsOfLargeGroups) {
                                                                                    {"P,P", "S(0),S(0)"},
                                                                                    {"P,P", "R,R"}}) {
       PlanOptions options;
-      options.backend = GetParam();
+      options.lowering = GetParam();
       const Layout src = test::layout_of(mesh, shape, from);
       const Layout dst = test::layout_of(mesh, shape, to);
       ASSERT_NO_FATAL_FAILURE(checker.check(make_plan(src, dst, options), 71));

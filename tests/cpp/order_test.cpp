@@ -194,11 +194,11 @@ TEST(Order, NothingThatRunsBesideATransferMeetsItsMemory) {
     SCOPED_TRACE(concat("seed ", seed, ", ", product.text));
     const Layout x = product.lhs("bfloat16");
     const Layout y = product.out("float32");
-    for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
-      GatherMatmul gather{make_plan(product.elsewhere(x), x, {.backend = backend}), {}, seed % 2 == 0};
+    for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
+      GatherMatmul gather{make_plan(product.elsewhere(x), x, {.lowering = lowering}), {}, seed % 2 == 0};
       gather.products.push_back({Contraction::parse(product.text), product.rhs("bfloat16"), seed % 3 == 0});
       check_orders(gather);
-      MatmulScatter scatter{make_plan(y, product.elsewhere(y), {.backend = backend}), {}, seed % 2 == 0};
+      MatmulScatter scatter{make_plan(y, product.elsewhere(y), {.lowering = lowering}), {}, seed % 2 == 0};
       scatter.terms.push_back({Contraction::parse(product.text), product.lhs("float32"), product.rhs("float32")});
       check_orders(scatter);
     }
@@ -213,8 +213,8 @@ TEST(Order, OfPlansToo) {
                                                                                   {{"S(0)", "S(1)"}, {"S(1)", "S(0)"}},
                                                                                   {{"P", "S(0)"}, {"S(1)", "R"}},
                                                                                   {{"P", "P"}, {"R", "S(1)"}}}) {
-    for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
-      const Plan plan = make_plan(layout_on(mesh, {7, 5}, src), layout_on(mesh, {7, 5}, dst), {.backend = backend});
+    for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
+      const Plan plan = make_plan(layout_on(mesh, {7, 5}, src), layout_on(mesh, {7, 5}, dst), {.lowering = lowering});
       for (int64_t p = 0; p < 6; ++p) check_order(compile(plan, p));
     }
   }

@@ -165,20 +165,20 @@ std::vector<std::pair<bool, std::optional<bool>>> pairs_of(const std::vector<boo
 // Every schedule, on every rank: results, what is kept, and bytes, which chunks do not change.
 void check_gather(const Layout& src, const Layout& dst, const std::vector<std::pair<std::string, Layout>>& others,
                   bool has_bias) {
-  for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
+  for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
     for (const auto& [keeps, by_row] : pairs_of({false, true}, kinds_of_scales(src.dtype()))) {
-      GatherMatmul gather{make_plan(src, dst, {.backend = backend}), {}, keeps};
+      GatherMatmul gather{make_plan(src, dst, {.lowering = lowering}), {}, keeps};
       for (const auto& [axes, other] : others) gather.products.push_back({Contraction::parse(axes), other, has_bias});
       const Contraction first = gather.products[0].axes;
       if (by_row) gather.scaling = Scaling{*by_row, DType::parse("bfloat16")};
       if (by_row.value_or(false)) {
         gather.scaling->plan = make_plan(layout_of_rows(first, first.lhs, src), layout_of_rows(first, first.lhs, dst),
-                                         {.backend = backend});
+                                         {.lowering = lowering});
       }
       const Matmul matmul = gather;
       for (const Schedule& schedule : schedules(matmul)) {
         SCOPED_TRACE(concat(to_string(gather.plan), " ", others[0].first, " by ", method_name(schedule.method), " of ",
-                            schedule.chunks, keeps ? ", kept, " : ", ", backend.name,
+                            schedule.chunks, keeps ? ", kept, " : ", ", lowering.name,
                             !by_row   ? ""
                             : *by_row ? ", scales of rows"
                                       : ", scales"));
@@ -219,7 +219,7 @@ void check_gather(const Layout& src, const Layout& dst, const std::vector<std::p
           }
           int64_t promised = 0;
           for (const Plan* plan : plans_of(matmul)) {
-            for (const Step& step : plan->steps) promised += traffic_at(step, backend, p).received_bytes;
+            for (const Step& step : plan->steps) promised += traffic_at(step, lowering, p).received_bytes;
           }
           ASSERT_EQ(done.machine->received_bytes(p), promised) << "position " << p;
         }
@@ -233,16 +233,16 @@ void check_scatter(const Layout& src, const Layout& dst,
   const DType operands = std::get<1>(terms[0]).dtype();
   std::vector<std::tuple<Lowering, bool, std::optional<bool>>> cases;
   for (const auto& [has_addend, by_row] : pairs_of({false, true}, kinds_of_scales(operands))) {
-    for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) cases.emplace_back(backend, has_addend, by_row);
+    for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) cases.emplace_back(lowering, has_addend, by_row);
   }
-  for (const auto& [backend, has_addend, by_row] : cases) {
-    MatmulScatter scatter{make_plan(src, dst, {.backend = backend}), {}, has_addend};
+  for (const auto& [lowering, has_addend, by_row] : cases) {
+    MatmulScatter scatter{make_plan(src, dst, {.lowering = lowering}), {}, has_addend};
     if (by_row) scatter.scaling = Scaling{*by_row, src.dtype()};
     for (const auto& [axes, lhs, rhs] : terms) scatter.terms.push_back({Contraction::parse(axes), lhs, rhs});
     const Matmul matmul = scatter;
     for (const Schedule& schedule : schedules(matmul)) {
       SCOPED_TRACE(concat(to_string(scatter.plan), " ", std::get<0>(terms[0]), " by ", method_name(schedule.method),
-                          " of ", schedule.chunks, ", ", backend.name));
+                          " of ", schedule.chunks, ", ", lowering.name));
       const Run done = run(matmul, schedule, [&](int64_t p) {
         std::vector<Values> inputs;
         for (size_t j = 0; j < terms.size(); ++j) {
@@ -485,12 +485,12 @@ TEST(Overlap, OwnPartsDoNotWaitForScales) {
   const MeshPtr mesh = mesh_of({4});
   const auto x = [&](const char* placement) { return layout_on(mesh, {8, 16}, {placement}, kE4m3); };
   const auto rows = [&](const char* placement) { return layout_on(mesh, {8}, {placement}); };
-  for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
-    const Matmul matmul =
-        GatherMatmul{make_plan(x("S(0)"), x("R"), {.backend = backend}),
-                     {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {5, 16}, {"R"}, kE4m3), false}},
-                     false,
-                     Scaling{true, DType::parse("bfloat16"), make_plan(rows("S(0)"), rows("R"), {.backend = backend})}};
+  for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
+    const Matmul matmul = GatherMatmul{
+        make_plan(x("S(0)"), x("R"), {.lowering = lowering}),
+        {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {5, 16}, {"R"}, kE4m3), false}},
+        false,
+        Scaling{true, DType::parse("bfloat16"), make_plan(rows("S(0)"), rows("R"), {.lowering = lowering})}};
     for (const Schedule& schedule : {Schedule{Method::kRing, 4}, Schedule{Method::kCollective, 2}}) {
       const Program program = compile(matmul, schedule, 1);
       int transfers = 0;

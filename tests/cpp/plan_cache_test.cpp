@@ -46,7 +46,7 @@ TEST(PlanCache, TellsApartWhatPlansDependOn) {
     EXPECT_EQ(cache.counts().hits, distinct);
   };
   ask();
-  options.backend = Lowering::kGloo;
+  options.lowering = Lowering::kGloo;
   ask();
   options.objective = Objective::kBytes;
   ask();

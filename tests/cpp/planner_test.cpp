@@ -29,9 +29,9 @@ std::vector<std::string> ops(const Plan& plan) {
 }
 
 Plan plan_of(const std::vector<int64_t>& mesh_sizes, const std::vector<int64_t>& shape, const std::string& src,
-             const std::string& dst, Lowering backend = Lowering::kNccl) {
+             const std::string& dst, Lowering lowering = Lowering::kNccl) {
   const MeshPtr mesh = mesh_of(mesh_sizes);
-  return make_plan(layout_of(mesh, shape, src), layout_of(mesh, shape, dst), {backend});
+  return make_plan(layout_of(mesh, shape, src), layout_of(mesh, shape, dst), {lowering});
 }
 
 using Names = std::vector<std::string>;
@@ -213,7 +213,7 @@ TEST(Traffic, SumsWithoutAWalk) {
     ASSERT_TRUE(t.sum_is_exact);
     int64_t sum = 0;
     for (int64_t p = 0; p < mesh->size(); ++p) {
-      for (const Step& step : plan.steps) sum += traffic_at(step, plan.backend, p).received_bytes;
+      for (const Step& step : plan.steps) sum += traffic_at(step, plan.lowering, p).received_bytes;
     }
     EXPECT_EQ(t.received_bytes_sum, sum) << to_string(plan);
     EXPECT_EQ(t.received_bytes_sum, lower_bound(plan.src, plan.dst).bytes_sum) << to_string(plan);

@@ -25,7 +25,7 @@ int64_t cost_of(const ProductProblem& problem, const AxisCuts& cuts) {
     return layout_on(given.mesh_ptr(), given.shape(), placements);
   };
   const auto move_ps = [&](const Layout& src, const Layout& dst) {
-    return predicted_picoseconds(make_plan(src, dst, {.backend = problem.context.backend}));
+    return predicted_picoseconds(make_plan(src, dst, {.lowering = problem.context.lowering}));
   };
   int64_t total = move_ps(problem.operand, during(operand, problem.operand, false)) +
                   move_ps(problem.weights[0], during(weight, problem.weights[0], false)) +
@@ -101,7 +101,7 @@ TEST(ProductChoices, HidesTheLongestMoveThatCanGoInChunks) {
     const ProductPlan plan(problem, cache);
     const auto [operand, weight, result] = AxisLetters::parse(problem.axes[0]);
     const ProductLayouts& during = plan.layouts();
-    const PlanOptions options{.backend = problem.context.backend};
+    const PlanOptions options{.lowering = problem.context.lowering};
     const Plan of_operand = make_plan(problem.operand, during.operand, options);
     const Plan of_weight = make_plan(problem.weights[0], during.weights[0], options);
     const Plan of_result = make_plan(during.results[0], problem.results[0], options);

@@ -85,13 +85,13 @@ std::optional<Step> sharing_messages(const Step& step) {
 
 class BruteForce {
  public:
-  BruteForce(std::vector<Layout> states, Lowering backend) : states_(std::move(states)), edges_(states_.size()) {
+  BruteForce(std::vector<Layout> states, Lowering lowering) : states_(std::move(states)), edges_(states_.size()) {
     for (size_t a = 0; a < states_.size(); ++a) {
       for (const Layout& after : states_) {
         Edge edge{move_between(states_[a], after), {}, {}};
-        if (edge.step) edge.figures = figures(*edge.step, backend);
+        if (edge.step) edge.figures = figures(*edge.step, lowering);
         const std::optional<Step> sharing = edge.step ? sharing_messages(*edge.step) : std::nullopt;
-        if (sharing) edge.sharing = {*sharing, figures(*sharing, backend)};
+        if (sharing) edge.sharing = {*sharing, figures(*sharing, lowering)};
         edges_[a].push_back(std::move(edge));
       }
     }
@@ -169,7 +169,7 @@ class BruteForce {
 struct Setting {
   std::vector<int64_t> mesh;
   std::vector<int64_t> shape;
-  Lowering backend;
+  Lowering lowering;
   size_t stride;  // every how many-th pair is looked at
 };
 
@@ -183,7 +183,7 @@ TEST_P(AgainstBruteForce, NoSequenceOfMovesIsFaster) {
   const Setting& setting = GetParam();
   const MeshPtr mesh = test::mesh_of(setting.mesh);
   const std::vector<Layout> ends = test::all_layouts(mesh, setting.shape, {Placement::partial(ReduceOp::kSum)});
-  BruteForce brute(all_states(mesh, setting.shape), setting.backend);
+  BruteForce brute(all_states(mesh, setting.shape), setting.lowering);
   std::vector<size_t> state_of;
   for (const Layout& end : ends) state_of.push_back(brute.find(end));
   int64_t compared = 0;
@@ -196,7 +196,7 @@ TEST_P(AgainstBruteForce, NoSequenceOfMovesIsFaster) {
       const size_t a = pair / ends.size();
       const size_t b = pair % ends.size();
       if (a == b || !ends[b].partial_dims().empty()) continue;
-      const Plan plan = make_plan(ends[a], ends[b], {setting.backend, Objective::kTime, false, topology});
+      const Plan plan = make_plan(ends[a], ends[b], {setting.lowering, Objective::kTime, false, topology});
       const int64_t fastest = distances[state_of[a]][state_of[b]];
       // Whether unequal parts are one move apart may depend on their names, of which brute force has one.
       const bool may_be_faster = !ends[a].has_equal_parts() || !ends[b].has_equal_parts();
@@ -237,18 +237,18 @@ std::vector<Setting> settings() {
 
 INSTANTIATE_TEST_SUITE_P(Search, AgainstBruteForce, testing::ValuesIn(settings()), [](const auto& info) {
   return "mesh_" + join(info.param.mesh, "x") + "_shape_" + join(info.param.shape, "x") + "_" +
-         std::string(info.param.backend.name);
+         std::string(info.param.lowering.name);
 });
 
 // Every move between the cuts of the two ends takes long to work out, and a sum is pending.
 TEST(Search, FindsAPlanWhereUnequalPartsFallIntoVeryManyPieces) {
   const MeshPtr mesh = test::mesh_of({64, 128, 128});
-  for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
+  for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
     for (const auto& [src, dst] : std::vector<std::pair<const char*, const char*>>{
              {"P,R,SS(0,128)", "R,S(0),R"}, {"P,P,SS(0,64)", "R,S(0),S(0)"}, {"P,SS(0,64),R", "R,R,R"}}) {
       const Layout from = test::layout_of(mesh, {4097}, src);
       const Layout to = test::layout_of(mesh, {4097}, dst);
-      const Plan plan = make_plan(from, to, {backend});
+      const Plan plan = make_plan(from, to, {lowering});
       ASSERT_GE(plan.steps.size(), 2u);
       EXPECT_EQ(plan.steps.front().before, from);
       EXPECT_EQ(plan.steps.back().after, to);

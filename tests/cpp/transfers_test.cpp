@@ -173,10 +173,10 @@ TEST(TransferTraffic, IsWhatArrives) {
                                                          {"S(0)", "S(0)"}, {"P", "P"},       {"P", "S(1)"}};
   for (const auto& src : placements) {
     for (const auto& dst : std::vector<std::vector<std::string>>{{"R", "R"}, {"S(1)", "R"}, {"S(0)", "S(0)"}}) {
-      for (const Lowering backend : {Lowering::kNccl, Lowering::kGloo}) {
+      for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
         for (const int64_t rows : {12, 7}) {
           const Plan plan =
-              make_plan(layout_on(mesh, {rows, 6}, src), layout_on(mesh, {rows, 6}, dst), {.backend = backend});
+              make_plan(layout_on(mesh, {rows, 6}, src), layout_on(mesh, {rows, 6}, dst), {.lowering = lowering});
           const SimulationReport report = simulate(plan);
           for (int64_t p = 0; p < 6; ++p) {
             const Program program = compile(plan, p);

@@ -17,7 +17,7 @@ import dtensors
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool, run_isolated
-from shardwright import _engine, tables
+from shardwright import executables, tables
 from shardwright.calibration import calibrate, command, products
 from shardwright.calibration.job import nodes_of_hosts
 from shardwright.products import running
@@ -121,7 +121,7 @@ def _names() -> tuple[str, str]:
     """Of the tables that a redistribute and a product of this process go by."""
     mesh = get_mesh((4,))
     src, dst = (sw.Layout(sw.Mesh(mesh), (8, 8), placements) for placements in (["S(0)"], ["R"]))
-    topology = _engine.make_plan(src, dst, "cpu").topology
+    topology = executables.make_plan(src, dst, "cpu").topology
     x = dtensors.distribute(torch.ones(8, 8), mesh, ["S(0)"])
     with running.listening() as heard:
         sw.linear(x, x, placements=dtensors.to_placements(["S(1)"]))

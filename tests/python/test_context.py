@@ -19,7 +19,7 @@ import dtensors
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
-from shardwright import _engine, tables
+from shardwright import executables, tables
 from shardwright.topology import ENVIRONMENT_VARIABLE
 
 WORLD = 4
@@ -240,7 +240,7 @@ def _warmed_in_another_order(world_size: int) -> list[int]:
     warming = [settings[(rank + i) % len(settings)] for i in range(rank + 1)]
     for setting in warming:
         with setting():
-            _engine.make_plan(*ends, "cpu")
+            executables.make_plan(*ends, "cpu")
             sw.plan(*ends, backend="gloo")
     moved = []
     for setting in (*settings, *reversed(settings)):
@@ -320,7 +320,7 @@ def test_the_environment_is_heard_when_it_changes(monkeypatch: pytest.MonkeyPatc
 
 def test_many_layouts_leave_memory_bounded() -> None:
     mesh = sw.Mesh({"a": 2})
-    kept: _engine.Kept[sw.Layout] = _engine.Kept()
+    kept: executables.Kept[sw.Layout] = executables.Kept()
 
     def plan(sizes: range) -> None:
         for size in sizes:
@@ -334,22 +334,22 @@ def test_many_layouts_leave_memory_bounded() -> None:
     plan(range(20_001, 100_001))
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert sw.stats()["plan_cache_size"] <= 4096
-    assert len(kept) <= _engine.MAX_EXECUTABLES
+    assert len(kept) <= executables.MAX_EXECUTABLES
     assert grown_kib < 16 * 1024
 
 
 def test_what_is_kept_belongs_to_its_tables() -> None:
-    kept: _engine.Kept[str] = _engine.Kept()
+    kept: executables.Kept[str] = executables.Kept()
     kept.get_or_make("key", lambda: "by default")
     for times in range(3):
         with _measured(FAR):
             assert kept.get_or_make("key", lambda: "far") == "far"
             assert len(kept) == 2
         assert kept.get("key") == "by default", times
-    for number in range(2 * _engine.MAX_EARLIER_TABLES):
+    for number in range(2 * executables.MAX_EARLIER_TABLES):
         with _measured(_topology("other", number, 1)):
             kept.get_or_make("key", lambda: "other")
-    assert len(kept) <= 1 + _engine.MAX_EARLIER_TABLES
+    assert len(kept) <= 1 + executables.MAX_EARLIER_TABLES
 
     def change_meanwhile() -> str:
         tables.set_measured("gloo", THIN, {})

@@ -26,10 +26,10 @@ from .topology import Link, Topology, load_topology
 if TYPE_CHECKING:
     __version__: str
     from ._runtime import release_staging, set_fast_accumulation, set_sm_carveout
-    from ._stats import reset_stats, stats
     from .calibration import calibrate, forget_calibration
     from .calibration.products import calibrate_gemm
     from .checking import check_ranks
+    from .counters import reset_stats, stats
     from .drop_in import disable, enable, enabled, redistribute
     from .explaining import explain
     from .operators import operator
@@ -80,7 +80,7 @@ __all__ = [
 # What imports torch, by the module that has it: loaded at first use.
 _NEEDS_TORCH = {
     "_runtime": "release_staging set_fast_accumulation set_sm_carveout",
-    "_stats": "reset_stats stats",
+    "counters": "reset_stats stats",
     "calibration": "calibrate forget_calibration",
     "calibration.products": "calibrate_gemm",
     "checking": "check_ranks",

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _engine, _planner, _runtime, argument_checks, groups, layout, planning
+from . import _planner, _runtime, argument_checks, executables, groups, layout, planning
 from .graphs import order, plans
 from .graphs.plans import plan_of
 
@@ -62,7 +62,7 @@ def operator(
     argument_checks.check_group(group)
     argument_checks.check_device_mesh("device_mesh", device_mesh)
     groups.check_initialised()
-    plan = _engine.make_plan(src, dst, device_type, group)
+    plan = executables.make_plan(src, dst, device_type, group)
     arguments = arguments_of(plan, group=group, device_mesh=device_mesh)
     backward = {"plan": "", "groups": []}
     try:
@@ -70,7 +70,7 @@ def operator(
     except ValueError:  # there are no gradients
         way_back = None
     if way_back is not None:
-        plan_back = _engine.make_plan(*way_back, device_type, group)
+        plan_back = executables.make_plan(*way_back, device_type, group)
         backward = arguments_of(plan_back, group=group, device_mesh=device_mesh)
     return functools.partial(
         torch.ops.shardwright.redistribute,
@@ -90,7 +90,7 @@ def arguments_of(
     program = _runtime.CompiledProgram(plan.to_bytes(), rank)
     return {
         "plan": plans.text_of(plan),
-        "groups": _engine.names_of(program.groups, device_mesh=device_mesh, group=group),
+        "groups": executables.names_of(program.groups, device_mesh=device_mesh, group=group),
         "rank": rank,
     }
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _engine, _planner, _runtime, argument_checks, checking, groups
+from . import _planner, _runtime, argument_checks, checking, executables, groups
 from .layout import gradient_layout
 from .planning import check_layout
 
@@ -50,7 +50,7 @@ def redistribute_local(
     except TypeError:  # cannot be hashed or referred to weakly, so is none of what is allowed
         known = None
     if known is not None and known.answers(local):
-        return _engine.run_again(known.executable, local, async_op)
+        return executables.run_again(known.executable, local, async_op)
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
     argument_checks.check_tensor("local", local)
@@ -68,7 +68,7 @@ def redistribute_local(
         result: torch.Tensor = _RedistributeLocal.apply(local, src, dst, group, device_mesh, async_op)  # type: ignore[no-untyped-call]
         return result
     executable = _executable(local, src, dst, group, device_mesh)
-    output = _engine.run(executable, local, async_op)
+    output = executables.run(executable, local, async_op)
     _known.put(key, _Known(executable, local))
     return output
 
@@ -105,7 +105,7 @@ class _Known:
         )
 
 
-_known: _engine.Kept[_Known] = _engine.Kept()
+_known: executables.Kept[_Known] = executables.Kept()
 
 
 def _executable(
@@ -118,9 +118,11 @@ def _executable(
     device_type = local.device.type
 
     def build() -> _runtime.Executable:
-        return _engine.bind(_engine.make_plan(src, dst, device_type, group), device_mesh=device_mesh, group=group)
+        return executables.bind(
+            executables.make_plan(src, dst, device_type, group), device_mesh=device_mesh, group=group
+        )
 
-    executable = _engine.lookup((src, dst, device_type, groups.weakly(group), device_mesh), build)
+    executable = executables.lookup((src, dst, device_type, groups.weakly(group), device_mesh), build)
     assert isinstance(executable, _runtime.Executable)
     return executable
 
@@ -137,7 +139,7 @@ class _RedistributeLocal(torch.autograd.Function):
         async_op: bool,
     ) -> torch.Tensor:
         ctx.way_back = (gradient_layout(dst, "dst"), gradient_layout(src, "src"), groups.weakly(group), device_mesh)
-        output = _engine.run(_executable(local, src, dst, group, device_mesh), local, async_op)
+        output = executables.run(_executable(local, src, dst, group, device_mesh), local, async_op)
         return output.view_as(output) if output is local else output
 
     @staticmethod

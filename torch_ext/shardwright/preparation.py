@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _engine, _planner, argument_checks, argument_values, groups
+from . import _planner, argument_checks, argument_values, executables, groups
 from .layout import Mesh, gradient_layout, has_gradient
 from .planning import check_layout
 
@@ -63,7 +63,7 @@ def prepare(
             groups.find_or_make(ranks, dims, device_mesh)
     kind = device_type or (device_mesh.device_type if device_mesh is not None else _default_device_type())
     for src, dst in pairs:
-        _engine.bind(_engine.make_plan(src, dst, kind), device_mesh=device_mesh)
+        executables.bind(executables.make_plan(src, dst, kind), device_mesh=device_mesh)
 
 
 def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_planner.Layout, _planner.Layout]]:

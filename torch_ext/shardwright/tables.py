@@ -1,7 +1,7 @@
 """What plans and products go by where a call does not say: pinned plans, what `calibrate` measured, the environment.
 
 All of it is one immutable value, `current`, which is replaced and never changed. What was made under one value is kept
-under it (`_engine.Kept`), so a change shows at once, whoever had planned what before. The value has to be the same on
+under it (`executables.Kept`), so a change shows at once, whoever had planned what before. The value must be the same on
 all ranks: what is measured or pinned is set by all of them at one point of their programs, and measurements are
 forgotten with the job.
 """

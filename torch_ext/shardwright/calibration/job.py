@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .. import _engine, argument_checks, groups
+from .. import argument_checks, executables, groups
 
 
 class Ranks:
@@ -84,7 +84,7 @@ def job_of(group: dist.ProcessGroup | None, device: torch.device | str | None, m
     where = argument_checks.device_of("device", device)
     if where.type not in kinds:
         raise ValueError(f"device: the group has no backend for {where.type}; allowed are {', '.join(kinds)}")
-    return Job(Ranks(carrier), members, where, _engine.lowering(where.type, carrier), quick)
+    return Job(Ranks(carrier), members, where, executables.lowering(where.type, carrier), quick)
 
 
 def _default_device(carrier: dist.ProcessGroup, kinds: list[str]) -> str:

@@ -20,9 +20,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._debug_mode import get_active_debug_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import _engine, _runtime, _stats
-from .._engine import Refusal
+from .. import _runtime, counters, executables
 from ..argument_checks import DEVICE_TYPES
+from ..executables import Refusal
 from ..graphs import plans
 from ..layout import Layout
 from ..plain_tensors import redistribute_local
@@ -37,7 +37,7 @@ _original: Callable[..., torch.Tensor] | None = None  # PyTorch's, while ours is
 note_explicit_gather: Callable[[DTensorSpec, DTensorSpec], None] | None = None
 
 # Executables whose result is the redistribute's, with nothing to be done around them.
-_direct: _engine.Kept[_runtime.Executable] = _engine.Kept()
+_direct: executables.Kept[_runtime.Executable] = executables.Kept()
 
 
 def stand_in_for(original: Callable[..., torch.Tensor] | None) -> None:
@@ -67,7 +67,7 @@ def redistribute_local_tensor(
     if is_plain and not _autograd_looks(local_tensor):
         known = _direct.get(_key(local_tensor, current_spec, target_spec, mode))
         if known is not None:
-            return _engine.run_again(known, local_tensor, async_op)
+            return executables.run_again(known, local_tensor, async_op)
 
     def by_torch() -> torch.Tensor:
         return original(
@@ -102,7 +102,7 @@ def redistribute_local_tensor(
             f"shardwright: {current_spec} -> {target_spec} would go to PyTorch's own path: "
             f"{moved.example or moved.reason} (strict=True)"
         )
-    _stats.count_fallback(*moved)
+    counters.count_fallback(*moved)
     return by_torch()
 
 
@@ -151,9 +151,9 @@ def _by_plan(asked: _Asked, is_traced: bool) -> torch.Tensor | Refusal:
 
     def build() -> _runtime.Executable | Refusal:
         plan = _plan(asked, current.shape)
-        return plan if isinstance(plan, Refusal) else _engine.bind(plan, device_mesh=current.mesh)
+        return plan if isinstance(plan, Refusal) else executables.bind(plan, device_mesh=current.mesh)
 
-    executable = _engine.lookup(key, build)
+    executable = executables.lookup(key, build)
     if isinstance(executable, Refusal):
         return executable
     if _autograd_looks(local):
@@ -164,9 +164,9 @@ def _by_plan(asked: _Asked, is_traced: bool) -> torch.Tensor | Refusal:
         _direct.put(key, executable)
     with _recorded(asked, executable):
         if copies:
-            _stats.counts.calls += 1
+            counters.counts.calls += 1
             return local.clone(memory_format=torch.contiguous_format)
-        return _engine.run(executable, local, async_op)
+        return executables.run(executable, local, async_op)
 
 
 def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, mode: Mode) -> Hashable:
@@ -197,7 +197,7 @@ def _autograd_looks(local_tensor: torch.Tensor) -> bool:
     )
 
 
-@_engine.kept
+@executables.kept
 def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bool:
     """Whether PyTorch's own path makes a new tensor, where we find that nothing has to be done.
 
@@ -225,7 +225,7 @@ def _is_captured() -> bool:
     return get_proxy_mode() is not None and CompileContext.current_compile_id() is None
 
 
-_arguments: _engine.Kept[dict[str, Any] | Refusal] = _engine.Kept()
+_arguments: executables.Kept[dict[str, Any] | Refusal] = executables.Kept()
 
 
 def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:
@@ -242,7 +242,7 @@ def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:
             _arguments.put(key, arguments)
     if isinstance(arguments, Refusal):
         return arguments
-    _stats.counts.traced += 1
+    counters.counts.traced += 1
     if not arguments:
         return local.clone() if not is_symbolic and _torch_would_copy(current, target) else local
     return operators.trace(local, **arguments)
@@ -272,14 +272,14 @@ def _trace_arguments(asked: _Asked, is_symbolic: bool) -> dict[str, Any] | Refus
 
 def _plan(asked: _Asked, shape: Sequence[int]) -> Plan | Refusal:
     device_type = asked.local.device.type
-    reason = _engine.why_not_over_groups(device_type)
+    reason = executables.why_not_over_groups(device_type)
     if reason is not None:
         return Refusal(reason)
     existing = None if asked.mode.make_groups else asked.current.mesh
     try:
-        return _engine.make_plan(*asked.layouts(shape), device_type, existing_groups_of=existing)
+        return executables.make_plan(*asked.layouts(shape), device_type, existing_groups_of=existing)
     except ValueError as error:
-        return Refusal(_stats.cause_of(error), str(error))
+        return Refusal(counters.cause_of(error), str(error))
 
 
 def _recorded(asked: _Asked, executable: _runtime.Executable) -> contextlib.AbstractContextManager[Any]:

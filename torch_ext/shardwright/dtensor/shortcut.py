@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from .. import _engine, _runtime
+from .. import _runtime, executables
 from . import redistribute
 from .mode import takes_shortcut
 
@@ -52,7 +52,7 @@ class _Known:
         )
 
 
-_known: _engine.Kept[_Known] = _engine.Kept()
+_known: executables.Kept[_Known] = executables.Kept()
 
 
 def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
@@ -89,7 +89,9 @@ def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
             if is_tracked:
                 result: DTensor = Redistribute.apply(self, known, async_op)  # type: ignore[no-untyped-call]
                 return result
-            return _new_dtensor(_engine.run_again(known.executable, local, async_op), known.target, requires_grad=False)
+            return _new_dtensor(
+                executables.run_again(known.executable, local, async_op), known.target, requires_grad=False
+            )
         result = original(self, device_mesh, placements, async_op=async_op)
         node = _saved(result) if is_tracked else {}
         executable = None if node is None else redistribute.find(local, spec, result._spec)
@@ -111,7 +113,7 @@ class Redistribute(torch_redistribute.Redistribute):
     def forward(ctx: Any, x: DTensor, known: _Known, async_op: bool) -> DTensor:  # type: ignore[override]
         vars(ctx).update(known.node)
         ctx._shardwright_dtype = known.dtype
-        output = _engine.run_again(known.executable, x._local_tensor, async_op)
+        output = executables.run_again(known.executable, x._local_tensor, async_op)
         return _new_dtensor(output, known.target, requires_grad=x.requires_grad)
 
     @staticmethod
@@ -128,7 +130,7 @@ class Redistribute(torch_redistribute.Redistribute):
         key = (spec, ctx.current_spec, ctx.async_op, "backward")
         known = _known.get(key)
         if known is not None and known.answers(local):
-            output = _engine.run_again(known.executable, local, ctx.async_op)
+            output = executables.run_again(known.executable, local, ctx.async_op)
             return _new_dtensor(output, known.target, requires_grad=gradient.requires_grad), None, None
         result = torch_redistribute.Redistribute.backward(ctx, gradient)[0]
         executable = redistribute.find(local, spec, result._spec)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .. import _planner, _runtime, _stats, groups, layout, planning
+from .. import _planner, _runtime, counters, groups, layout, planning
 
 Size = Any  # int or SymInt
 
@@ -85,7 +85,7 @@ def _plan_for_sizes(plan: str, group_names: Sequence[str], rank: int, sizes: Seq
     if made is None:
         allowed = [dims for dims in groups.sets_of_large_dims(mesh) if tuple(mesh.group_ranks(rank, dims)) in there]
         made = planning.plan(src, dst, backend=example.backend, groups=allowed)
-        _stats.counts.plans += 1
+        counters.counts.plans += 1
     names = []
     for mesh_dims, ranks in _runtime.CompiledProgram(made.to_bytes(), rank).groups:
         name = there.get(tuple(ranks))

@@ -27,12 +27,12 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from .. import _engine, _planner, groups
+from .. import _planner, executables, groups
 from .running import Product, Setting
 from .scales import part_of_scale
 from .tensors import StoppedShort, autocast, gradient_placements, stopping_short
 
-_products: _engine.Kept[Product] = _engine.Kept()
+_products: executables.Kept[Product] = executables.Kept()
 # Where products were traced: process groups of their meshes are found by these. The oldest go first.
 _settings: dict[str, Setting] = {}
 groups.when_gone.append(_settings.clear)
@@ -44,7 +44,7 @@ def _name_of(product: Product) -> str:
     assert group is not None
     # What a rank holds, and so the shapes in its graph, are its own.
     name = f"{product.plan.axes[0]} {product.rank} {product.plan.to_text()} {group.group_name}"
-    while len(_settings) >= _engine.MAX_EXECUTABLES:
+    while len(_settings) >= executables.MAX_EXECUTABLES:
         del _settings[next(iter(_settings))]
     _settings[name] = setting
     return name

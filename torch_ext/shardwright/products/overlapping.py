@@ -21,7 +21,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from .. import _engine
+from .. import executables
 from . import functions
 
 _log = logging.getLogger("shardwright")
@@ -114,7 +114,7 @@ def _gathers(x: Any, weight: Any, column: int) -> bool:
         isinstance(mine, Shard) and mine.dim < x.ndim - 1 and isinstance(its, Shard) and its.dim == column
         for mine, its in pairs
     )
-    return gathers and _engine.why_not_over_groups(x.device.type) is None
+    return gathers and executables.why_not_over_groups(x.device.type) is None
 
 
 # Compilers ask with stand-ins, on torch 2.11 without saying that they compile.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _engine, _planner, _runtime, _stats, checking, groups, tables, watching
+from .. import _planner, _runtime, checking, counters, executables, groups, tables, watching
 from .. import operators as operators  # registers what calls run by
 from .._planner import GemmModel
 from ..topology import tables_now
@@ -55,8 +55,8 @@ def make_plan(
     scales: Sequence[_planner.Layout | None] = (),
 ) -> _planner.ProductPlan:
     """The plan by what is pinned, measured and said now. `cuts`: None for those that are predicted fastest."""
-    backend = _engine.lowering_on(operand.mesh, setting.device_type, setting.group)
-    _stats.counts.plans += 1
+    backend = executables.lowering_on(operand.mesh, setting.device_type, setting.group)
+    counters.counts.plans += 1
     dtypes = {layout.dtype for layout in (operand, *weights, *results)}
     return _planner.ProductPlan(
         axes,
@@ -93,7 +93,7 @@ class Call:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if checking.is_on():
             checking.compare(self.executable, inputs[0], False)
-        _stats.counts.products += 1
+        counters.counts.products += 1
         for heard in _listeners:
             heard.append(self)
         if all(type(tensor) in _PLAIN for tensor in inputs):
@@ -149,10 +149,10 @@ class Flow:
         if node.matmul is not None:
             return self._call(node.matmul, node.schedule)
         if node.plan is not None:
-            _engine.note_default_topology(node.plan)
+            executables.note_default_topology(node.plan)
             where = self._setting
-            moved = _engine.bind(node.plan, device_mesh=where.device_mesh, group=where.group)
-            return lambda inputs: [_engine.run(moved, inputs[0], async_op=False)]
+            moved = executables.bind(node.plan, device_mesh=where.device_mesh, group=where.group)
+            return lambda inputs: [executables.run(moved, inputs[0], async_op=False)]
         if node.kind == "sum":
             return lambda inputs: [
                 inputs[0].sum(dim=tuple(range(inputs[0].ndim - 1))) if inputs[0].ndim > 1 else inputs[0]
@@ -165,11 +165,13 @@ class Flow:
     def _call(self, matmul: _planner.Matmul, schedule: _planner.Schedule) -> Call:
         where = self._setting
         model = self._plan.gemm_model(matmul.plan.src.dtype)
-        _engine.note_default_topology(matmul.plan)
+        executables.note_default_topology(matmul.plan)
         is_free = where.method is None or where.chunks is None
         if is_free and matmul.communicates and model == tables.default_gemm_model(where.device_type):
-            tables.note_default(model.name, _engine.is_first_rank)
-        names = _engine.names_of(matmul.groups(schedule, where.rank), device_mesh=where.device_mesh, group=where.group)
+            tables.note_default(model.name, executables.is_first_rank)
+        names = executables.names_of(
+            matmul.groups(schedule, where.rank), device_mesh=where.device_mesh, group=where.group
+        )
         program = matmul.to_text(schedule)
         executable = _runtime.executable(program, names, where.rank)
         return Call(program, tuple(names), where.rank, model, executable)

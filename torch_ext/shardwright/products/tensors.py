@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from .. import _engine, _planner, checking
+from .. import _planner, checking, executables
 from .._planner import Layout
 from ..dtensor.specs import layout_of_spec
 from ..layout import Layout as MadeLayout
@@ -61,7 +61,7 @@ def _stops() -> bool:
 _new_dtensor = functools.partial(DTensor.__new__, DTensor)
 
 # By all that they depend on but what is pinned and measured, with which they are forgotten.
-_products: _engine.Kept[tuple[Product | None, Specs]] = _engine.Kept()
+_products: executables.Kept[tuple[Product | None, Specs]] = executables.Kept()
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -345,13 +345,13 @@ def _layout_of_rows(axes: str, scale: torch.Tensor, operand: int) -> Layout | No
     return without_dims(layout_of(scale._spec), [k_dim], "float32")
 
 
-@_engine.kept
+@executables.kept
 def layout_of(spec: DTensorSpec) -> Layout:
     assert spec.tensor_meta is not None
     return layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype)
 
 
-@_engine.kept
+@executables.kept
 def _spec_of(mesh: Any, shape: tuple[int, ...], dtype: torch.dtype, placements: tuple[Placement, ...]) -> DTensorSpec:
     stride = [1] * len(shape)
     for d in range(len(shape) - 2, -1, -1):
@@ -367,7 +367,7 @@ def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = 
     return found
 
 
-@_engine.kept
+@executables.kept
 def _gradient_spec(spec: DTensorSpec | None, names: tuple[str, ...] = ()) -> DTensorSpec | None:
     """Of a gradient that lies as `spec`, with R for sums that are due; with sums that are due where `names` have P."""
     if spec is None:

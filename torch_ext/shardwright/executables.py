@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from . import _planner, _runtime, _stats, checking, groups, planning, tables, watching
+from . import _planner, _runtime, checking, counters, groups, planning, tables, watching
 from ._planner import PlanningTables
 from .topology import tables_now
 
@@ -122,7 +122,7 @@ def lookup(key: Hashable, build: Callable[[], _runtime.Executable | Refusal]) ->
     """What is kept under `key`, else what `build` makes."""
     kept = _kept.get(key)
     if kept is not None:
-        _stats.counts.cache_hits += 1
+        counters.counts.cache_hits += 1
         return kept
     tables_now()  # else what is made by a change of the environment would not be kept
     return _kept.get_or_make(key, build)
@@ -145,7 +145,7 @@ def make_plan(
         return kept
     allowed = None if existing_groups_of is None else groups.existing(src.mesh, existing_groups_of)
     plan = planning.plan(src, dst, backend=backend, groups=allowed)
-    _stats.counts.plans += 1
+    counters.counts.plans += 1
     note_default_topology(plan)
     return plan
 
@@ -206,7 +206,7 @@ def run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) ->
     """Runs; with async_op, a result that is still under way is an AsyncCollectiveTensor."""
     if checking.is_on():
         checking.compare(executable, local, async_op)
-    _stats.counts.calls += 1
+    counters.counts.calls += 1
     if watching.num_modes():
         return watching.run(executable, [local], lambda: _run(executable, local, async_op))
     return _run(executable, local, async_op)
@@ -214,7 +214,7 @@ def run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) ->
 
 def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
     """`run`, for an executable that the caller has kept."""
-    counts = _stats.counts
+    counts = counters.counts
     counts.cache_hits += 1
     if async_op or checking.is_on() or watching.num_modes():
         return run(executable, local, async_op)
@@ -257,7 +257,7 @@ def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tenso
     shape = executable.input_shape
     if local.dim() != len(shape) or list(local.shape) == shape:
         return None
-    _stats.count_misfit(
+    counters.count_misfit(
         f"the local tensor has shape {tuple(local.shape)} where the layout has {tuple(shape)} on this rank"
     )
     fitted = local.new_zeros(shape)
