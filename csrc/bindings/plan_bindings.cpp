@@ -99,6 +99,8 @@ void define_figures(PlanClass& plan) {
                              patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_sum; }))
       .def_property_readonly("wire_bytes_sum_is_exact",
                              patiently([](const CertifiedPlan& plan) { return plan.traffic().sum_is_exact; }))
+      .def_property_readonly("maxima_are_exact",
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().maxima_are_exact; }))
       .def_property_readonly("send_bytes_max",
                              patiently([](const CertifiedPlan& plan) { return plan.traffic().sent_bytes_max; }))
       .def_property_readonly("messages_max",
@@ -107,7 +109,9 @@ void define_figures(PlanClass& plan) {
                              patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_max; }))
       .def_property_readonly("bound_bytes_sum",
                              patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_sum; }))
-      .def_property_readonly("peak_bytes", patiently([](const CertifiedPlan& plan) { return plan.peak_bytes(); }));
+      .def_property_readonly("peak_bytes", patiently([](const CertifiedPlan& plan) { return plan.peak_bytes(); }))
+      .def_property_readonly("peak_bytes_is_exact",
+                             patiently([](const CertifiedPlan& plan) { return plan.certificate().peak_is_exact; }));
 }
 
 void define_figures_of_ranks(PlanClass& plan) {

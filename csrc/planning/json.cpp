@@ -109,6 +109,8 @@ std::string json(const Certificate& certificate, const std::vector<std::string>&
     fields.push_back(field(figure.name, object({field("value", figure.value), field("bound", figure.bound)})));
   }
   fields.push_back(flag("wire_bytes_sum_is_exact", certificate.traffic.sum_is_exact));
+  fields.push_back(flag("maxima_are_exact", certificate.traffic.maxima_are_exact));
+  fields.push_back(flag("peak_bytes_is_exact", certificate.peak_is_exact));
   fields.push_back(flag("replicas_are_bitwise_equal", certificate.replicas_are_bitwise_equal));
   std::vector<std::string> sentences;
   for (const std::string& remark : remarks) sentences.push_back(quoted(remark));

@@ -47,6 +47,16 @@ def test_json_is_what_the_schema_says(plan: sw.Plan) -> None:
     jsonschema.validate(json.loads(plan.to_json()), SCHEMA)
 
 
+def test_figures_say_whether_they_hold_for_every_rank() -> None:
+    mesh = sw.Mesh({"a": 32, "b": 16, "c": 16})
+    for rows, is_exact in ((10007, False), (65536, True)):
+        ends = [sw.Layout(mesh, (rows, 3), ["S(0)"] * 3, shard_order={0: order}) for order in ([0, 1, 2], [2, 1, 0])]
+        plan = sw.plan(*ends)
+        certificate = json.loads(plan.to_json())["certificate"]
+        assert (plan.maxima_are_exact, plan.peak_bytes_is_exact) == (is_exact, is_exact)
+        assert (certificate["maxima_are_exact"], certificate["peak_bytes_is_exact"]) == (is_exact, is_exact)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
