@@ -37,10 +37,10 @@ struct Case {
   std::vector<int64_t> shape;
   std::string src;
   std::string dst;
-  Lowering backend = Lowering::kNccl;
+  Lowering lowering = Lowering::kNccl;
 
   std::string text() const {
-    return concat(join(mesh, ","), " ", dtype, " ", join(shape, ","), " ", src, " ", dst, " ", backend.name);
+    return concat(join(mesh, ","), " ", dtype, " ", join(shape, ","), " ", src, " ", dst, " ", lowering.name);
   }
 };
 
@@ -74,12 +74,12 @@ Case parse_case(const std::string& text) {
   std::istringstream in(text);
   std::string mesh;
   std::string shape;
-  std::string backend;
+  std::string lowering;
   Case one;
-  in >> mesh >> one.dtype >> shape >> one.src >> one.dst >> backend;
+  in >> mesh >> one.dtype >> shape >> one.src >> one.dst >> lowering;
   one.mesh = parse_sizes(mesh);
   one.shape = parse_sizes(shape);
-  if (!backend.empty()) one.backend = Lowering::named(backend);
+  if (!lowering.empty()) one.lowering = Lowering::named(lowering);
   return one;
 }
 
@@ -124,7 +124,7 @@ class Draw {
       Case one;
       one.mesh = mesh;
       one.shape = is_even ? even_shape() : shape();
-      one.backend = below(4) == 0 ? Lowering::kGloo : Lowering::kNccl;
+      one.lowering = below(4) == 0 ? Lowering::kGloo : Lowering::kNccl;
       one.dtype = of(std::vector<std::string>{"bfloat16", "float32"});
       one.src = ordered_placements(mesh, one.shape.size(), below(2) == 0);
       one.dst = ordered_placements(mesh, one.shape.size(), false);
@@ -142,7 +142,7 @@ class Draw {
     Case one;
     one.mesh = mesh();
     one.shape = shape();
-    one.backend = below(4) == 0 ? Lowering::kGloo : Lowering::kNccl;
+    one.lowering = below(4) == 0 ? Lowering::kGloo : Lowering::kNccl;
     std::vector<std::string> choices{"R"};
     for (size_t t = 0; t < one.shape.size(); ++t) choices.push_back(concat("S(", t, ")"));
     one.dst = placements(choices, one.mesh.size());
@@ -254,7 +254,7 @@ Times time(const Case& one) {
   const Layout src = layout_of(one, mesh, one.src);
   const Layout dst = layout_of(one, mesh, one.dst);
   PlanOptions options;
-  options.backend = one.backend;
+  options.lowering = one.lowering;
   Times times{one.text()};
   double last = cpu_seconds();
   const auto since_last = [&] {

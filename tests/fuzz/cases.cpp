@@ -133,7 +133,7 @@ std::optional<Topology> topology(Input& in) {
 
 PlanOptions options(Input& in, const Mesh& mesh) {
   PlanOptions options;
-  options.backend = in.between(0, 1) == 0 ? Lowering::kNccl : Lowering::kGloo;
+  options.lowering = in.between(0, 1) == 0 ? Lowering::kNccl : Lowering::kGloo;
   options.objective = static_cast<Objective>(in.between(0, 1));
   options.ordered = in.one_in(4);
   options.topology = topology(in);
@@ -166,7 +166,7 @@ Layout layout_like(Input& in, const Layout& other) {
 }
 
 std::string Question::to_string() const {
-  std::string text = concat(src.to_string(), " -> ", dst.placements_string(), ", ", options.backend.name, ", least ",
+  std::string text = concat(src.to_string(), " -> ", dst.placements_string(), ", ", options.lowering.name, ", least ",
                             objective_name(options.objective), options.ordered ? ", ordered" : "");
   if (const auto& t = options.topology) {
     text += concat(", topology ", t->name, " {", t->ranks_per_node, ", ", t->step_ps, ", ", t->memory_ps_per_kib, ", {",
