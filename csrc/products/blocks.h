@@ -1,4 +1,4 @@
-// How what ranks have for each other is cut into chunks.
+// Cuts the data that ranks have for each other into chunks.
 #pragma once
 
 #include <cstdint>
@@ -11,28 +11,33 @@
 
 namespace shardwright {
 
-// The shares of the parts at some distances. The rank at distance d of the i-th of k is the (i + d)-th, modulo k.
+// One chunk holds one share of the part of every rank at these distances. Seen from the i-th of k ranks, the rank at
+// distance d is the (i + d)-th, modulo k.
 struct Chunk {
   std::vector<int64_t> distances;
   int64_t share = 0;
   int64_t shares = 1;
 };
 
-// Distances 1 to partners - 1, each part by messages of its own. Of `chunks` one is the own part's where they are no
-// more than the partners; else every part is cut into chunks / partners shares. Or as said by hand.
+// Chunks that travel as messages, over distances 1 to partners - 1 in this order. With at least as many chunks as
+// partners, each part is cut into chunks / partners shares. With fewer, a chunk takes several distances together; one
+// of the `chunks` counts as the rank's own part, which does not travel. Distances given by hand are taken as they are.
+//
+//   4 partners, 8 chunks: {1} share 0 of 2, {1} share 1 of 2, {2} ..., {3} ...
+//   4 partners, 3 chunks: {1}, {2, 3}
 std::vector<Chunk> ring_chunks(int64_t partners, const Schedule& schedule);
 
-// All distances in every chunk.
+// Chunks that travel by collectives: each holds one share of the parts at all distances.
 std::vector<Chunk> collective_chunks(int64_t partners, int64_t chunks);
 
-// A chunk's share along one dim of what two ranks have for each other; nothing where it is empty.
+// Returns the chunk's share, along one dim, of what two ranks have for each other, or nothing if it is empty.
 std::optional<Intersection> share_of(const Intersection& whole, size_t dim, const Chunk& chunk);
 
-// The tensor dim that shares are taken along: of `dims`, the outermost that is at least `shares` long everywhere, else
-// the longest. It depends on the layout alone, so that all ranks choose the same one.
+// Chooses the tensor dim that shares are taken along: the first of `dims` whose parts have at least `shares` elements,
+// else the longest. It depends on the layout alone, so all ranks choose the same dim.
 size_t dim_to_share(const Layout& layout, const std::vector<size_t>& dims, int64_t shares);
 
-// Whether any two of these parts cover the same range of `dims` in b, or ranges that are apart.
+// Returns whether every two of these parts cover either the same range of `dims` in b or disjoint ranges.
 bool are_equal_or_apart(const std::vector<Intersection::Part>& parts, const std::vector<size_t>& dims);
 
 }  // namespace shardwright

@@ -1,4 +1,4 @@
-// From products to programs.
+// Compiles products to programs.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,11 @@
 
 namespace shardwright {
 
-// The program of the rank at `position`. Throws as check() does, and UserError on a position that the mesh lacks.
+// Returns the program of the rank at `position`. Throws as check() does, and UserError if the mesh has no such
+// position.
 Program compile(const Matmul& matmul, const Schedule& schedule, int64_t position);
 
-// The two compilers behind it.
+// Compile one kind of product each, without checks.
 Program compile_gather(const GatherMatmul& matmul, const Schedule& schedule, int64_t position);
 Program compile_scatter(const MatmulScatter& matmul, const Schedule& schedule, int64_t position);
 

@@ -1,7 +1,7 @@
 // A product of two tensors over the axes they share, as einsum writes it: "bsk,nk->bsn".
 //
-// Every axis is in exactly two of the three tensors: free in the result, or summed over. Operands may come in either
-// order, and the axes of the result in any.
+// Every axis appears in exactly two of the three tensors: in both operands, where it is summed over, or in one operand
+// and the result, where it is free. Operands may come in either order, and the result's axes in any order.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Contraction {
   std::vector<int> rhs;
   std::vector<int> out;
 
-  // Throws UserError on axes that repeat in a tensor, or are in one tensor or in all three.
+  // Throws UserError if an axis repeats within a tensor, or appears in only one tensor or in all three.
   static Contraction parse(const std::string& text);
   std::string to_string() const;
 
@@ -28,7 +28,7 @@ struct Contraction {
 
 bool has_axis(const std::vector<int>& dims, int axis);
 
-// Of an operand with these axes: the dims that are not summed over.
+// Returns the dims of an operand with these axes that are not summed over.
 std::vector<int> free_dims_of(const Contraction& axes, const std::vector<int>& operand);
 
 }  // namespace shardwright

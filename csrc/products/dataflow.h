@@ -1,12 +1,13 @@
-// What is done with the tensors of a product, one thing after the other, as data: the same list on every rank.
+// A product's operations as data: a list of nodes, executed one after the other and the same on every rank.
 //
-// Values are numbered, each written once; the first are the inputs. Nodes read values and write new ones.
+// Values are numbered and written once; the first ones are the inputs. Nodes read values and write new ones.
 //
 //   x, w, b          inputs
 //   0. b' = move b to [S(0)]
 //   1. y = gather x to [R, R], times w, plus b'
 //
-// Whoever runs a list (the Python package, a test) goes through its nodes in order and lets go of what is released.
+// Whoever executes a list (the Python package, a test) runs its nodes in order and, after each, frees the values that
+// the node releases.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ struct Value {
   Layout layout;
 };
 
-// A redistribute of its own.
+// A separate redistribute.
 struct MoveNode {
   Plan plan;
 };
@@ -34,16 +35,16 @@ struct MatmulNode {
   Schedule schedule;
 };
 
-// Inputs: a tensor, and a bias along its last dim. Along these mesh dims sums stay due: only the first rank adds it, on
-// others the output is the first input.
+// Inputs: a tensor, and a bias along its last dim. Along the `pending` mesh dims a sum is due, so only the first rank
+// adds the bias; on the others the output is the first input.
 struct BiasNode {
   MeshDimSet pending;
 };
 
-// The sum over all dims but the last, in front of a bias's gradient.
+// The sum over all dims but the last, for the gradient of a bias.
 struct SumNode {};
 
-// The sum of two tensors that lie alike.
+// The sum of two tensors of the same layout.
 struct AddNode {};
 
 using NodeOperation = std::variant<MoveNode, MatmulNode, BiasNode, SumNode, AddNode>;
@@ -52,7 +53,7 @@ struct Node {
   NodeOperation operation;
   std::vector<int> inputs;
   std::vector<int> outputs;
-  // Values that nobody reads any more afterwards, and that are no outputs of the list.
+  // Values that no later node reads and that are not outputs of the list.
   std::vector<int> released;
 };
 
@@ -62,25 +63,25 @@ struct Dataflow {
   std::vector<Value> values;
   int num_inputs = 0;
   std::vector<Node> nodes;
-  // Values; kAbsent for what was not asked for.
+  // Values, or kAbsent for outputs that were not requested.
   std::vector<int> outputs;
 };
 
 // Whether the rank at `position` adds the bias.
 bool adds_bias(const BiasNode& node, const Mesh& mesh, int64_t position);
 
-// Picoseconds that the worst rank is predicted to need: moves by their plans, products by the timeline of their
-// schedules, the rest by what it reads and writes in memory.
+// The predicted time of the worst rank. Moves take what their plans predict, products what the timeline of their
+// schedule predicts, and other nodes the time to read and write their values in memory.
 int64_t predicted_picoseconds(const Dataflow& flow, const ProductContext& context);
 int64_t predicted_picoseconds(const Dataflow& flow, const Node& node, const ProductContext& context);
 
 // "move", "matmul", "bias", "sum" or "add".
 const char* kind_name(const NodeOperation& operation);
 
-// A line per node. `indent` stands in front of each.
+// One line per node, each beginning with `indent`.
 std::string to_string(const Dataflow& flow, const ProductContext& context, const std::string& indent = "");
 
-// Writes a list, value by value.
+// Builds a list, node by node.
 class DataflowBuilder {
  public:
   DataflowBuilder(const MovePlanner& planner, ScheduleRequest request)
@@ -89,17 +90,17 @@ class DataflowBuilder {
   int input(std::string name, Layout layout);
   const Layout& layout(int value) const { return flow_.values[value].layout; }
 
-  // The value itself where it lies so already.
+  // Returns the value itself if it already has this layout.
   int move(int value, const Layout& dst);
-  // With `must`, a schedule that was asked for and cannot be had throws UserError.
+  // With `must`, a requested schedule that is not possible throws UserError.
   std::vector<int> multiply(Matmul matmul, std::vector<int> inputs, const std::vector<Value>& outputs,
                             bool must = false);
   int add_bias(int value, int bias);
-  // `layout`: where the sum lies.
+  // `layout` is that of the sum.
   int sum_rows(int value, Layout layout);
   int add(int a, int b);
 
-  // The list that gives these.
+  // Returns the list, with these values as its outputs, and fills in which values each node releases.
   Dataflow finish(std::vector<int> outputs);
 
  private:

@@ -1,4 +1,4 @@
-// GatherMatmul -> program.
+// Compiles a GatherMatmul to a program.
 #include <algorithm>
 #include <set>
 #include <utility>
@@ -19,7 +19,7 @@ struct InputsOfProduct {
   BufferId other_scales = kMissingBuffer;
 };
 
-// One product, and what of its result has been written.
+// One product, and which parts of its result have been written.
 class ProductCompiler {
  public:
   ProductCompiler(ProgramBuilder& builder, const GatherMatmul::Product& product, DType result_dtype,
@@ -48,7 +48,7 @@ class ProductCompiler {
 
   void add_output() { b_.add_output(result_, out_shape_); }
 
-  // To be called with all parts there will be, in any order, before the first is multiplied.
+  // Must be called with all parts, in any order, before the first is multiplied.
   void expect(const std::vector<Intersection::Part>& parts) {
     bool splits_sums = false;
     for (const Intersection::Part& part : parts) {
@@ -60,10 +60,10 @@ class ProductCompiler {
     if (!are_equal_or_apart(parts, free_dims_)) begin_with_bias();
   }
 
-  // An operand without elements sums to nothing.
+  // An operand without elements still makes a result: zeros, plus the bias.
   void multiply_nothing() { emit_gemms(b_, axes_, sizes_, other_, other_, out_, false, bias_); }
 
-  // `operand`: where a part lies, and its scales if it has some. `at` is its place in the operand as gathered, by dim.
+  // `operand` and `scales` are views of one part; `at` is the part's place in the gathered operand, by dim.
   void multiply(const Intersection::Part& part, const TensorView& operand, const std::optional<TensorView>& scales,
                 const std::vector<int64_t>& at) {
     std::vector<int64_t> sizes = sizes_;
@@ -95,7 +95,8 @@ class ProductCompiler {
     return n;
   }
 
-  // Parts meet each other's places: all are added to what is there.
+  // Some parts overlap partly along the free dims, so no part can be the first to write its place. The result is filled
+  // with the bias (or zeros) first, and every part is added to it.
   void begin_with_bias() {
     std::vector<int64_t> sizes = sizes_;
     for (const size_t d : summed_dims_) sizes[axes_.lhs[d]] = 0;
@@ -194,7 +195,7 @@ class GatherCompiler {
 
   // ---- scales of the operand
 
-  // Those of rows set out ahead of everything else; nobody waits for the last of their transfers yet.
+  // Scales of rows are sent ahead of everything else. The wait for their last transfer is held back.
   void start_scales() {
     gathered_scales_ = scales_;
     if (!matmul_.scaling || !matmul_.scaling->plan) return;
@@ -206,7 +207,7 @@ class GatherCompiler {
 
   void finish_scales() { b_.put_back(std::exchange(awaited_scales_, {})); }
 
-  // Of a part: as they were given where it is this rank's own, which nothing need be waited for, else as gathered.
+  // The scales of a part: for the rank's own part as given, which needs no waiting, otherwise as gathered.
   std::optional<TensorView> scales_of(const Intersection::Part& part, const Contraction& axes, bool are_own) const {
     if (!matmul_.scaling) return std::nullopt;
     if (!matmul_.scaling->by_row) return scales_view(axes, axes.lhs, scales_, {});
@@ -225,7 +226,7 @@ class GatherCompiler {
     multiply(all, gathered_, 0, &Intersection::Part::in_b, shape_of(needed_));
   }
 
-  // A block whose parts lie in a row-major tensor of this shape, at these of their places.
+  // Multiplies a block whose parts lie in a row-major tensor of this shape; `places` selects where.
   void multiply(const Intersection& block, BufferId buffer, int64_t offset,
                 std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape,
                 bool has_own_scales = false) {
@@ -244,10 +245,10 @@ class GatherCompiler {
 
   // ---- in chunks
 
-  // One chunk on its way.
+  // The transfer of one chunk.
   struct ChunkTransfer {
     struct Arrival {
-      Intersection block;  // of a peer's part and what is needed here
+      Intersection block;  // what the peer's part and the region needed here have in common
       size_t message = 0;  // in set.receives
     };
     TransferSet set;
@@ -262,7 +263,7 @@ class GatherCompiler {
     const auto k = static_cast<int64_t>(group.size());
     const bool by_messages = schedule_.method == Method::kRing;
     const std::vector<Chunk> chunks = by_messages ? ring_chunks(k, schedule_) : collective_chunks(k, schedule_.chunks);
-    // Of the dims that are rows or columns of the first product, so that shares do not split its sums.
+    // Shares are taken along a free dim of the first product if there is one, so that they do not split its sums.
     std::vector<size_t> dims;
     std::vector<size_t> all_dims;
     const Contraction& axes = matmul_.products[0].axes;
@@ -281,7 +282,7 @@ class GatherCompiler {
     const size_t depth = std::min(static_cast<size_t>(schedule_.depth), chunks.size());
     for (size_t c = 0; c < depth; ++c) start(transfers[c], c);
     b_.begin_chunk(0);
-    const bool has_own_scales = plan_.steps.size() == 1;  // else what is held is not what was given
+    const bool has_own_scales = plan_.steps.size() == 1;  // after earlier steps the held part is not the given one
     if (!has_own_scales) finish_scales();
     multiply(own, current, 0, &Intersection::Part::in_a, shape_of(held), has_own_scales);
     finish_scales();
@@ -296,11 +297,11 @@ class GatherCompiler {
     b_.begin_chunk(-1);
   }
 
-  // ---- where chunks lie from their arrival until they are multiplied
+  // ---- the memory of chunks from their arrival until they are multiplied
 
-  // Chunk c has slot c modulo depth + 1, each as long as the longest chunk in it. They are one buffer, whose life
-  // begins with the first transfer: if each chunk had its own, a transfer that is started early would have to wait for
-  // the products before it, whose memory it might have been given.
+  // Chunk c uses slot c modulo depth + 1; each slot is as long as its longest chunk. All slots are one buffer, which is
+  // allocated with the first transfer. If each chunk had its own buffer, that could be memory that earlier products
+  // still use, and its transfer would have to wait for them.
   void lay_out_slots(const std::vector<ChunkTransfer>& transfers) {
     const size_t num_slots = std::min(static_cast<size_t>(schedule_.depth) + 1, transfers.size());
     std::vector<int64_t> lengths(num_slots, 0);
@@ -317,7 +318,8 @@ class GatherCompiler {
     if (total > 0) slots_ = b_.new_buffer(total);
   }
 
-  // What messages bring may arrive in the gathered operand, if that is kept; what collectives bring is copied there.
+  // Messages may be received directly into the gathered operand if that is kept; what collectives bring is copied
+  // there.
   Staging staging_of_received(Carrier carrier) const {
     const bool by_messages = carrier == Carrier::kMessages;
     return {.memory = Staging::Memory::kGiven,
@@ -326,7 +328,7 @@ class GatherCompiler {
             .alignment = by_messages ? aligned(1) : 1};
   }
 
-  // Devices multiply fast, or at all, where matrices begin at such addresses.
+  // Some device kernels are slow, or refuse to run, unless matrices begin at such addresses.
   int64_t aligned(int64_t count) const {
     constexpr int64_t kAlignmentBytes = 16;
     const int64_t items = std::max<int64_t>(kAlignmentBytes / plan_.src.dtype().size_bytes(), 1);
@@ -350,7 +352,7 @@ class GatherCompiler {
     return std::find(group.begin(), group.end(), b_.position()) - group.begin();
   }
 
-  // What a chunk brings from a member of the group, if anything; and takes to it.
+  // What a chunk receives from a member of the group, and what it sends to it, if anything.
   std::optional<Intersection> received(const Step& step, const Positions& group, const Chunk& chunk, int64_t member) {
     const int64_t peer = group[member];
     if (source_for(step, peer, b_.position()) != peer) return std::nullopt;
@@ -398,7 +400,7 @@ class GatherCompiler {
 
   Intersection own_part(const Step& step) const { return {step.before.region(b_.position()), needed_}; }
 
-  // All ranks see the shares of all, so they answer alike.
+  // Uses an all-gather if all ranks' shares are equally long. Every rank knows the shares of all, so all decide alike.
   void gather_if_even(ChunkTransfer& transfer, const std::optional<Intersection>& own, int64_t k, int64_t me,
                       BufferId current) const {
     if (!own || !b_.lowering().gathers) return;
@@ -417,7 +419,7 @@ class GatherCompiler {
     std::rotate(transfer.arrivals.begin(), transfer.arrivals.begin() + me, transfer.arrivals.end());  // nearest first
   }
 
-  // The c-th chunk.
+  // Starts the transfer of the c-th chunk.
   void start(ChunkTransfer& transfer, size_t c) {
     b_.begin_chunk(static_cast<int>(c) + 1);
     Staging staging = staging_of_received(transfer.carrier);
@@ -432,7 +434,7 @@ class GatherCompiler {
     transfer.ticket = shardwright::start(b_, transfer.set, transfer.carrier);
   }
 
-  // Multiplies from where it came, or from its place if that is kept.
+  // Multiplies a received chunk, from its slot or from its place in the gathered operand.
   void take_in(const ChunkTransfer& transfer) {
     const Messages& receives = transfer.set.receives;
     receives.copy(b_);
@@ -453,9 +455,9 @@ class GatherCompiler {
   ProgramBuilder b_;
   std::vector<ProductCompiler> products_;
   BufferId gathered_ = kMissingBuffer;
-  BufferId slots_ = kMissingBuffer;  // buffer
+  BufferId slots_ = kMissingBuffer;
   std::vector<int64_t> slot_offsets_;
-  BufferId scales_ = kMissingBuffer;  // buffers, of the operand's
+  BufferId scales_ = kMissingBuffer;  // of the operand
   BufferId gathered_scales_ = kMissingBuffer;
   std::vector<Instruction> awaited_scales_;
   size_t share_dim_ = 0;

@@ -6,7 +6,7 @@
 namespace shardwright {
 namespace {
 
-// An axis, or several as one, with the strides in the tensors it concerns.
+// One axis, or several merged into one: its size, and its stride in each tensor.
 struct Run {
   int64_t size = 1;
   int64_t lhs = 0;
@@ -23,7 +23,7 @@ struct Run {
   }
 };
 
-// Outermost first; those of size 1 are left out.
+// Merges axes, listed outermost first, that continue each other in every tensor. Axes of size 1 are dropped.
 std::vector<Run> merged(const std::vector<Run>& axes) {
   std::vector<Run> runs;
   for (const Run& axis : axes) {
@@ -39,7 +39,7 @@ std::vector<Run> merged(const std::vector<Run>& axes) {
   return runs;
 }
 
-// The innermost, taken out of the list.
+// Removes the innermost run from the list and returns it.
 Run take_matrix_dim(std::vector<Run>& runs) {
   if (runs.empty()) return {};
   const Run inner = runs.back();
@@ -56,7 +56,7 @@ void shift(Gemm& gemm, const Run& run, int64_t by) {
   if (gemm.rhs_scale) gemm.rhs_scale->offset += by * run.rhs_scale;
 }
 
-// By how much each matrix lies behind the one of another product of the same kind; nothing for different kinds.
+// The difference between the offsets of two products of the same kind, matrix by matrix.
 struct Distance {
   int64_t lhs = 0;
   int64_t rhs = 0;
@@ -74,6 +74,7 @@ bool is_alike(const std::optional<Scale>& a, const std::optional<Scale>& b) {
   return a.has_value() == b.has_value() && (!a || (a->buffer == b->buffer && a->stride == b->stride));
 }
 
+// Returns nothing if the products differ in buffers, strides, k, bias or scales, or if `b` has a batch.
 std::optional<Distance> distance_between(const Gemm& a, const Gemm& b) {
   if (!is_alike(a.lhs, b.lhs) || !is_alike(a.rhs, b.rhs) || !is_alike(a.dst, b.dst)) return std::nullopt;
   if (a.accumulates != b.accumulates || a.bias.has_value() != b.bias.has_value() || a.k != b.k || b.count != 1) {
@@ -91,8 +92,8 @@ std::optional<Distance> distance_between(const Gemm& a, const Gemm& b) {
 
 int64_t stride_of(const std::optional<Scale>& scale) { return scale ? scale->stride : 0; }
 
-// Whether `next` could be made part of `last`, and was. Products that add to the same place stay apart.
-bool joins(Gemm& last, const Gemm& next) {
+// Merges `next` into `last` if possible and returns whether it did. Products that add to the same place stay separate.
+bool try_merge(Gemm& last, const Gemm& next) {
   const std::optional<Distance> by = distance_between(last, next);
   if (!by || by->dst == 0) return false;
   const auto continues = [&](int64_t size, const Distance& one) {
@@ -112,7 +113,7 @@ bool joins(Gemm& last, const Gemm& next) {
     last.n += next.n;
     return true;
   }
-  // Where products add, places might meet, and a batch is done at once.
+  // The entries of a batch run concurrently, so entries that accumulate could write to the same place.
   if (last.bias || last.accumulates || last.m != next.m || last.n != next.n) return false;
   const bool has_scales_of_rows =
       stride_of(last.lhs_scale) != 0 || stride_of(last.rhs_scale) != 0 || by->lhs_scale != 0 || by->rhs_scale != 0;
@@ -129,20 +130,20 @@ bool joins(Gemm& last, const Gemm& next) {
   return true;
 }
 
-void emit_joined(ProgramBuilder& builder, Gemm gemm) {
+void emit_merged(ProgramBuilder& builder, Gemm gemm) {
   if (Instruction* last = builder.last_of_chunk()) {
-    if (auto* before = std::get_if<Gemm>(&last->operation); before != nullptr && joins(*before, gemm)) return;
+    if (auto* before = std::get_if<Gemm>(&last->operation); before != nullptr && try_merge(*before, gemm)) return;
   }
   builder.emit(std::move(gemm));
 }
 
-// The axes of a contraction by kind, and which of them lie so that they are one matrix dim.
+// The axes of a contraction by kind, merged where possible.
 struct Axes {
   std::vector<Run> rows;     // free in lhs
   std::vector<Run> columns;  // free in rhs
   std::vector<Run> summed;
-  bool has_no_result = false;  // of length 0
-  bool sums_nothing = false;
+  bool has_no_result = false;  // an axis of the result has length 0
+  bool sums_nothing = false;   // a summed axis has length 0
 };
 
 template <typename RunOf>
@@ -165,7 +166,7 @@ Axes axes_by_kind(const Contraction& axes, const std::vector<int64_t>& sizes, co
 
 bool is_scaled_by_place(const Run& run) { return run.lhs_scale != 0 || run.rhs_scale != 0; }
 
-// The longest of the runs around a product becomes its batch, where the product may have one.
+// Makes the longest of the outer runs the batch of the product, if the product may have one.
 void take_batch(Gemm& gemm, std::vector<Run>& outer) {
   const auto longest =
       std::max_element(outer.begin(), outer.end(), [](const Run& a, const Run& b) { return a.size < b.size; });
@@ -178,8 +179,8 @@ void take_batch(Gemm& gemm, std::vector<Run>& outer) {
   outer.erase(longest);
 }
 
-// The product at every place of the runs around it. Summed ones run inside the others, so that each part of the result
-// is written by its first product.
+// Emits the product at every place of the outer runs. Summed runs change fastest, so the first product that touches a
+// part of the result writes it and the later ones accumulate.
 void emit_at_all_places(ProgramBuilder& builder, const Gemm& gemm, const std::vector<Run>& free,
                         const std::vector<Run>& summed) {
   std::vector<Run> outer = free;
@@ -196,7 +197,7 @@ void emit_at_all_places(ProgramBuilder& builder, const Gemm& gemm, const std::ve
       one.accumulates = true;
       one.bias.reset();
     }
-    emit_joined(builder, std::move(one));
+    emit_merged(builder, std::move(one));
     size_t d = outer.size();
     while (d > 0 && ++at[d - 1] == outer[d - 1].size) at[--d] = 0;
     if (d == 0) return;

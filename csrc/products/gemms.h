@@ -1,4 +1,4 @@
-// From a contraction of strided tensors to the matrix products that carry it out.
+// Lowers a contraction of strided tensors to the Gemm instructions that carry it out.
 #pragma once
 
 #include <cstdint>
@@ -10,43 +10,45 @@
 
 namespace shardwright {
 
-// A tensor in a buffer, by the stride of each axis; those it lacks have 0.
+// A tensor in a buffer, with a stride for each axis of the contraction; axes that the tensor lacks have stride 0.
 struct TensorView {
   BufferId buffer = kMissingBuffer;
   int64_t offset = 0;
   std::vector<int64_t> strides;
 
-  // To where the part begins that lies so far along an axis.
+  // Moves the view `by` elements along an axis.
   void advance(int axis, int64_t by) { offset += by * strides[axis]; }
 };
 
-// Of operands of 8-bit floats: one scale each, with strides of 0, or one for each row.
+// The scales of operands of 8-bit floats: one per operand, with strides of 0, or one per row.
 struct ScaleViews {
   TensorView lhs;
   TensorView rhs;
 };
 
-// Row-major, with these dims.
+// A row-major tensor whose dims are these axes.
 TensorView row_major_view(BufferId buffer, const std::vector<int>& dims, const std::vector<int64_t>& shape,
                           int num_axes);
 
-// Scales of an operand with these axes, in a buffer: one for each place along those that are not summed over, which
-// have `shape`; without a shape one for all.
+// The scales of an operand with these axes, in a buffer: one for each place along the axes that are not summed over,
+// which have `shape`. An empty shape means one scale for the whole operand.
 TensorView scales_view(const Contraction& axes, const std::vector<int>& operand, BufferId buffer,
                        const std::vector<int64_t>& shape);
 
 std::vector<int64_t> sizes_at(const std::vector<int64_t>& shape, const std::vector<int>& dims);
 
-// out = lhs x rhs over `sizes`, by axis; with `accumulates` added to what is there, else `bias`, a view with strides
-// along some axes of the result, may be added (kMissingBuffer: none), but not to scaled operands.
+// Emits out = lhs x rhs, where `sizes` has the length of each axis. With `accumulates` the product is added to what
+// `out` holds. Otherwise `bias`, a view with strides along some axes of the result, may be added (kMissingBuffer means
+// no bias), but not to the product of scaled operands.
 //
-// Axes of one kind (free in lhs, free in rhs, summed) become one matrix dim where they lie dense in both tensors. Of
-// others the innermost does; over those outside of it, one at most is a batch of a single instruction, and the rest are
-// instructions of their own.   "bsk,nk->bsn", a piece of s: rows of s, a batch over b.
+// Adjacent axes of one kind (free in lhs, free in rhs, summed) become one matrix dim where one continues the other in
+// every tensor. Of axes that do not merge, the innermost becomes the matrix dim. Of the free axes outside of it, the
+// longest may become the batch of one instruction; the others take one instruction per index. In "bsk,nk->bsn", a piece
+// of s makes rows of s and a batch over b.
 //
-// A product that goes on where the one before it in the program ended becomes one with it, as more rows or columns; one
-// that is the same at other places, as a batch. So the blocks of many ranks that lie behind each other are one product.
-// With scales of rows there are no batches.
+// A product that continues the previous one of the program is merged into it as more rows or columns; one of the same
+// sizes at another place is merged as one more batch entry. So the blocks of many ranks that lie one after the other
+// become one product. Products with scales of rows are not batched.
 void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vector<int64_t>& sizes,
                 const TensorView& lhs, const TensorView& rhs, const TensorView& out, bool accumulates,
                 const TensorView& bias = {}, const std::optional<ScaleViews>& scales = std::nullopt);

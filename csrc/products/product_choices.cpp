@@ -31,7 +31,7 @@ Options options_of(const ProductProblem& problem, const AxisLetters& letters) {
   return options;
 }
 
-// The next choice, with the last mesh dim changing fastest. False behind the last one.
+// Advances to the next choice, with the last mesh dim changing fastest. Returns false after the last choice.
 bool advance(std::vector<size_t>& at, const Options& options) {
   for (size_t d = at.size(); d-- > 0;) {
     if (++at[d] < options[d].size()) return true;
@@ -40,7 +40,7 @@ bool advance(std::vector<size_t>& at, const Options& options) {
   return false;
 }
 
-// What the rank with the largest parts multiplies.
+// The time of the product on the rank with the largest parts.
 int64_t product_ps(const ProductProblem& problem, const AxisLetters& letters, const AxisCuts& cuts,
                    const ProductContext& context) {
   AxisSizes here = sizes_of(letters.weight, problem.weights[0]);

@@ -1,5 +1,5 @@
-// What is chosen for a product: the plans of its moves, the axes that are cut while it computes, and how the programs
-// that hold its products are carried out. Integers throughout, so that all ranks choose alike.
+// Chooses the plans of a product's moves, the axes that are cut while it computes, and the schedules of the programs
+// that hold its products. All costs are integers, so all ranks make the same choice.
 #pragma once
 
 #include "planning/plan_cache.h"
@@ -7,13 +7,13 @@
 
 namespace shardwright {
 
-// Plans moves by a context, with the help of the cache: those that are pinned, else the cheapest.
+// Plans moves in a context, through the cache: a pinned plan if there is one, else the cheapest.
 class MovePlanner {
  public:
   MovePlanner(const ProductContext& context, PlanCache& cache);
 
   Plan plan(const Layout& src, const Layout& dst) const;
-  // Nothing where the two are equal.
+  // Returns 0 if the two layouts are equal.
   int64_t predicted_ps(const Layout& src, const Layout& dst) const;
   const ProductContext& context() const { return context_; }
 
@@ -23,16 +23,17 @@ class MovePlanner {
   PlanCache& cache_;
 };
 
-// The cuts with the least predicted time for all moves of operand, first weight and its result, and for the product
-// itself. Tried along each mesh dim are none, and the axes that these tensors are cut along there; of equals the one
-// tried first, with later mesh dims changing faster.
+// Returns the cuts with the least predicted time for the product and for all moves of the operand, the first weight and
+// the first result. Along each mesh dim it tries no cut, and the axes along which these tensors are cut there. Of equal
+// candidates the first one tried wins; later mesh dims change faster.
 AxisCuts choose_cuts(const ProductProblem& problem, const MovePlanner& planner);
 
-// The schedule that is predicted fastest of those that the request allows; any, where nothing is moved between ranks.
-// With `must`, a request that cannot be met throws UserError; else the choice is free then.
+// Returns the schedule that is predicted to be fastest among those that the request allows. If nothing moves between
+// ranks, the request's method and chunks are ignored. If the request cannot be met, `must` decides: true throws
+// UserError, false chooses freely.
 Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, const GemmModel& model, bool must);
 
-// Whether its plan moves anything between ranks.
+// Returns whether the product's plan moves anything between ranks.
 bool communicates(const Matmul& matmul);
 
 }  // namespace shardwright

@@ -1,4 +1,4 @@
-// Product plans as people and tools read them.
+// Product plans as text and as JSON.
 #include "planning/json.h"
 #include "products/product_plan.h"
 #include "support/error.h"

@@ -1,4 +1,4 @@
-// The backward of a product.
+// Plans the backward of a product.
 #include <algorithm>
 
 #include "products/product_plan.h"
@@ -11,8 +11,8 @@ std::string numbered(const char* name, size_t j, size_t count) { return count ==
 
 }  // namespace
 
-// Writes one backward, in the order in which it is carried out: gradients of biases, of what one gather of a result's
-// gradient serves, of the operand, of weights.
+// Builds one backward, in execution order: gradients of biases, gradients that share one gather of the result's
+// gradient, then what is still missing of the operand's and the weights' gradients.
 class ProductPlan::Backward {
  public:
   Backward(const ProductPlan& plan, const GradientRequest& request, const MovePlanner& planner)
@@ -63,7 +63,7 @@ class ProductPlan::Backward {
     const auto& [operand, weight, result] = plan_.letters_[j];
     return Contraction::parse(result + "," + operand + "->" + weight);
   }
-  // The same with the operand first.
+  // The same contraction with the operand first.
   Contraction to_weight_from_operand(size_t j) const {
     const auto& [operand, weight, result] = plan_.letters_[j];
     return Contraction::parse(operand + "," + result + "->" + weight);
@@ -90,7 +90,7 @@ class ProductPlan::Backward {
     return flow_.move(sum, without_sums(*problem_.biases[j]));
   }
 
-  // Whether the gradient of the only result moves, in chunks, behind a product that needs it.
+  // Returns whether there is only one result and its gradient can move in chunks while a product that needs it runs.
   bool gathers_gradient() const {
     const Layout& given = request_.given[0];
     if (count_ != 1 || given == layouts_.results[0] || !(request_.operand || request_.weights[0])) return false;
@@ -99,7 +99,8 @@ class ProductPlan::Backward {
     return !why_only_serial(gather);
   }
 
-  // One gather serves all products that can have it.
+  // One gather serves both products if the operand is in place. If it is not, it serves the operand's gradient, and the
+  // gathered gradient is kept for the weight's.
   void gather_gradient() {
     const bool serves_weight = request_.weights[0] && operand_stays_;
     const bool keeps = request_.weights[0] && !operand_stays_;
@@ -186,7 +187,7 @@ class ProductPlan::Backward {
   const MovePlanner& planner_;
   DataflowBuilder flow_;
   size_t count_;
-  bool operand_stays_;  // the operand lies as products take it, or was kept so
+  bool operand_stays_;  // the operand is given, or was kept, in the layout that products need
   int operand_ = Dataflow::kAbsent;
   std::vector<int> weights_;
   std::vector<int> gradients_;  // of results; replaced once they are moved
@@ -207,14 +208,14 @@ GradientRequest ProductPlan::all_gradients() const {
 
 Dataflow ProductPlan::backward(const GradientRequest& request, PlanCache& cache) const {
   check_user(layouts_.gradients.has_value(), "scaled_by: '", scaled_by_name(problem_.scaled_by),
-             "'; allowed is nothing where gradients are asked for");
+             "'; scaled products have no gradients");
   const size_t count = problem_.weights.size();
   check_user(request.given.size() == count && request.weights.size() == count && request.biases.size() == count,
-             "gradients: got ", request.given.size(), " of results, and asked for ", request.weights.size(),
-             " of weights and ", request.biases.size(), " of biases; allowed are ", count, " of each");
+             "gradients: got ", request.given.size(), " gradients of results, and requests for ",
+             request.weights.size(), " weights and ", request.biases.size(), " biases; expected ", count, " of each");
   for (size_t j = 0; j < count; ++j) {
-    check_user(!request.biases[j] || problem_.biases[j], "gradients: asked for that of a bias that weight ", j,
-               " has not");
+    check_user(!request.biases[j] || problem_.biases[j], "gradients: requested for the bias of weight ", j,
+               ", which has no bias");
   }
   return Backward(*this, request, MovePlanner(problem_.context, cache)).write();
 }

@@ -7,7 +7,7 @@
 namespace shardwright {
 namespace {
 
-// Which of several mesh dims cuts an axis first.
+// The order in which several mesh dims cut an axis.
 std::vector<int> order_of(char axis, const std::vector<int>& mesh_dims, const AxisLayouts::Known& known) {
   for (const auto& [letters, layout] : known) {
     const size_t dim = letters.find(axis);
@@ -19,10 +19,10 @@ std::vector<int> order_of(char axis, const std::vector<int>& mesh_dims, const Ax
   return mesh_dims;
 }
 
-// As given where that is the same.
+// Prefers the given layout object where the two are equal.
 Layout given_or(const Layout& given, Layout made) { return given == made ? given : std::move(made); }
 
-// The order of the cuts of a layout's tensor dims, under new numbers; mesh dims of size 1 come last.
+// The shard order of a tensor whose i-th dim is the layout's dim dims[i]; mesh dims of size 1 come last.
 ShardOrder order_of_dims(const Layout& layout, const std::vector<int>& dims) {
   ShardOrder order;
   for (size_t i = 0; i < dims.size(); ++i) {

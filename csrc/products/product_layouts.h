@@ -1,8 +1,8 @@
-// Where the tensors of a product lie while it is computed, and where their gradients do.
+// The layouts of a product's tensors while it is computed, and those of their gradients.
 //
-// A product cuts at most one axis along each mesh dim: one of the operand, of a weight, or a summed one, whose sums are
-// then due. Mesh (a, b), "mk,kn->mn" with the cuts "km": the operand lies [S(1), S(0)], the weight [S(0), R], the
-// result [P, S(0)].
+// A product cuts at most one axis along each mesh dim: one of the operand, one of a weight, or a summed one, which
+// leaves a sum due. For example, on the mesh (a, b), "mk,kn->mn" with the cuts "km" gives the operand [S(1), S(0)], the
+// weight [S(0), R] and the result [P, S(0)].
 #pragma once
 
 #include <map>
@@ -15,20 +15,21 @@
 
 namespace shardwright {
 
-// The elements of each axis.
+// The number of elements along each axis.
 using AxisSizes = std::map<char, int64_t>;
 
 AxisSizes sizes_of(const std::string& letters, const Layout& layout);
 
-// Layouts of tensors by their axes, under one choice of cuts.
+// Makes the layout of any tensor from its axes, for one choice of cuts.
 class AxisLayouts {
  public:
-  // Where several mesh dims cut an axis, the first cut is the one of the first tensor of `known` that they all cut in
-  // this axis; else they cut in mesh order.
+  // Where several mesh dims cut an axis, they cut in the order of the first tensor in `known` that is cut along this
+  // axis by exactly these mesh dims. Without such a tensor they cut in mesh order.
   using Known = std::vector<std::pair<std::string, Layout>>;
   AxisLayouts(MeshPtr mesh, AxisCuts cuts, const Known& known);
 
-  // Of a result, with the axes of its `operands`: along those that it lacks sums are due.
+  // For a result, `operands` names the axes of its operands: where a cut axis is among them but not in the result, a
+  // sum is due.
   Layout layout(const std::string& letters, const AxisSizes& sizes, const DType& dtype,
                 const std::string& operands = "") const;
 
@@ -38,40 +39,43 @@ class AxisLayouts {
   std::map<char, std::vector<int>> orders_;
 };
 
-// The same tensor, cut in the same order, with other placements where they do not cut.
+// Replaces placements that do not cut; the cuts and their order stay the same.
 Layout with_placements(const Layout& layout, std::vector<Placement> placements);
 
-// The same with R where reductions are due: of a gradient.
+// Replaces pending reductions with R. Gradients are returned in such layouts.
 Layout without_sums(const Layout& layout);
 
-// Of a tensor that has only these dims: cut as this one along them, R where it is cut along others.
+// The layout of a tensor that has only these dims: cut along them as `layout` is, and R where `layout` is cut along
+// others.
 Layout with_dims(const Layout& layout, const std::vector<int>& dims, const DType& dtype);
 
-// The cuts that operand and weight have already, or nearly: along each mesh dim an axis of the result that cuts the
-// weight, a summed one that cuts the weight and may cut the operand too, else an axis of the operand alone.
+// Chooses cuts that keep operand and weight where they are as far as possible. Along each mesh dim it takes the axis of
+// the weight's cut if it is free. If it is summed, it takes it if the operand has the same cut there or none. Otherwise
+// it takes the axis of the operand's cut if it is free, else none.
 AxisCuts cuts_in_place(const std::string& axes, const Layout& operand, const Layout& weight);
 
-// Where the result of such cuts comes to lie by itself: cut along them, with sums due along summed axes.
+// The placements in which cuts_in_place leaves the result: cut along free axes, with sums due where a summed axis is
+// cut.
 std::vector<Placement> placements_in_place(const std::string& axes, const Layout& operand, const Layout& weight);
 
-// Where gradients lie.
+// The layouts of gradients.
 struct GradientLayouts {
-  // As they come of products: of the operand, which lacks the axes that only weights have, and of weights.
+  // As products compute them. Sums are due along mesh dims that cut an axis which the operand, or the weight, lacks.
   Layout operand;
   std::vector<Layout> weights;
-  // Of the results, as products take them.
+  // The gradients of the results, as the products of the backward take them.
   std::vector<Layout> results;
-  // Of what is given back for the operand: as the operand, but where that is R, sums stay due, so that whoever it came
-  // from can reduce and cut at once.
+  // The operand's gradient as it is returned: placed like the operand, except that where the operand is R, sums stay
+  // due. Whatever produced the operand can then reduce and cut in one step.
   Layout operand_out;
 };
 
-// While a product computes under given cuts.
+// The layouts while a product computes with given cuts.
 struct ProductLayouts {
   Layout operand;
   std::vector<Layout> weights;
   std::vector<Layout> results;
-  // Scaled products have none.
+  // Scaled products have no gradients.
   std::optional<GradientLayouts> gradients = std::nullopt;
 };
 

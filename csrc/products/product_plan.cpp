@@ -42,14 +42,14 @@ bool ProductPlan::keeps_gathered() const {
          !(problem_.operand == layouts_.operand);
 }
 
-// Not where sums are due, to which every rank would add it, nor to what is scaled.
+// A bias is not fused where sums are due, because every rank would add it, nor into scaled products.
 bool ProductPlan::fuses_bias(size_t j) const {
   const std::vector<Placement>& placements = layouts_.results[j].placements();
   return problem_.biases[j] && problem_.scaled_by == ScaledBy::kNothing && lead_ != Lead::kResult &&
          std::none_of(placements.begin(), placements.end(), [](const Placement& p) { return p.is_partial(); });
 }
 
-// Cut as the last dim of what it is added to.
+// A bias is cut like the last dim of the tensor that it is added to.
 Layout ProductPlan::bias_layout(size_t j) const {
   const Layout& result = fuses_bias(j) ? layouts_.results[j] : problem_.results[j];
   return without_sums(with_dims(result, {result.ndim() - 1}, result.dtype()));
@@ -90,8 +90,8 @@ Matmul ProductPlan::forward_matmul(Lead lead, const MovePlanner& planner) const 
   return gather;
 }
 
-// The move that is predicted to take longest, of those that can go in chunks; of equals a weight's before a result's
-// before an operand's. Several weights share the move of their operand.
+// Chooses the move that is predicted to take longest among those that can be chunked. Of equal ones it prefers the
+// weight's, then the result's. Several weights share the move of their operand, so that is the only candidate.
 Lead ProductPlan::choose_lead(const MovePlanner& planner) const {
   std::optional<std::pair<int64_t, Lead>> best;
   for (const Lead lead : {Lead::kOperand, Lead::kResult, Lead::kWeight}) {
@@ -105,7 +105,7 @@ Lead ProductPlan::choose_lead(const MovePlanner& planner) const {
   return best ? best->second : Lead::kOperand;
 }
 
-// Writes the forward, in the order in which it is carried out.
+// Builds the forward, in execution order.
 class ProductPlan::Forward {
  public:
   Forward(const ProductPlan& plan, const MovePlanner& planner)
@@ -155,13 +155,14 @@ class ProductPlan::Forward {
     return plan_.rows_of(i, given(i));
   }
 
-  // To where the rows of their operands are, as given.
+  // Moves the scales to the layouts that the rows of the given operands have.
   void move_scales() {
     if (problem_.scaled_by != ScaledBy::kRow) return;
     for (size_t i = 0; i < scales_.size(); ++i) scales_[i] = flow_.move(scales_[i], plan_.rows_of(i, given(i)));
   }
 
-  // And while the product computes, but for those that move with their operand behind it.
+  // Then moves them to the layouts that the rows have while the product computes, except the scales of the operand that
+  // moves during the product: its program moves them.
   void move_scales_along() {
     if (problem_.scaled_by != ScaledBy::kRow) return;
     for (size_t i = 0; i < scales_.size(); ++i) {

@@ -1,15 +1,15 @@
-// How a product of placed tensors is carried out, forward and backward: what is cut meanwhile, what is moved, which of
-// the moves goes in chunks behind the product itself, and how gradients go back.
+// The plan of a product of placed tensors, forward and backward: which axes are cut while it computes, what is moved,
+// which of the moves overlaps with the product, and how gradients are computed.
 //
-// From the cuts (product_layouts.h) follow the layouts that operand, weights and results have while the product
-// computes, and from these what must be moved before and after. One of the moves, the lead, is done in chunks behind
-// the product (matmul.h): the one that is predicted to take longest, of those that can. The others are redistributes of
-// their own. The backward keeps the cuts: a gradient of a result that must be gathered is gathered once for both
-// products that need it, sums of the operand's gradient are scattered behind their product, and an operand that was
-// gathered is gathered again behind the product for a weight's gradient, unless it was kept.
+// The cuts (product_layouts.h) determine the layouts of operand, weights and results while the product computes, and
+// these determine what must be moved before and after it. One of the moves, the lead, goes in chunks and overlaps with
+// the product (matmul.h): of the moves that can be chunked, the one that is predicted to take longest. The others are
+// separate redistributes. The backward keeps the cuts. A gradient of a result that must be gathered is gathered once
+// for both products that need it. Sums of the operand's gradient are scattered while their product runs. An operand
+// that was gathered is gathered again while the product for the weight's gradient runs, unless it was kept.
 //
-// A plan is a function of the problem alone, whose context holds the tables and what is pinned: so are its forward and
-// every backward, whenever it is asked for.
+// A plan is a function of the problem alone, whose context holds the tables and the pinned plans. So are its forward
+// and each backward, whenever it is requested.
 #pragma once
 
 #include <string>
@@ -24,13 +24,13 @@ enum class Lead : uint8_t { kOperand, kWeight, kResult };
 
 const char* lead_name(Lead lead);  // "operand", "weight" or "result"
 
-// What a backward is to give, and what it is given.
+// The inputs of a backward, and which gradients it computes.
 struct GradientRequest {
-  std::vector<Layout> given;  // of the results' gradients
+  std::vector<Layout> given;  // layouts of the results' gradients
   bool operand = true;
   std::vector<bool> weights;  // by weight
-  std::vector<bool> biases;   // by weight; false where there is none
-  // Where a part of the operand's gradient from elsewhere lies, if there is one to be added.
+  std::vector<bool> biases;   // by weight; false where there is no bias
+  // The layout of a gradient that is added to the operand's, if there is one. It comes from another use of the operand.
   std::optional<Layout> addend = std::nullopt;
 
   bool operator==(const GradientRequest&) const = default;
@@ -38,32 +38,33 @@ struct GradientRequest {
 
 class ProductPlan {
  public:
-  // Chooses cuts and lead, and plans the forward. Throws UserError on a problem that does not fit together (check), on
-  // moves that PyTorch does not define, and on a schedule that was asked for and cannot be had.
+  // Chooses cuts and lead, and plans the forward. Throws UserError if the problem is inconsistent (check), if a move is
+  // one that PyTorch does not define, and if the requested schedule is not possible.
   ProductPlan(ProductProblem problem, PlanCache& cache);
 
   const ProductProblem& problem() const { return problem_; }
   const AxisCuts& cuts() const { return cuts_; }
   Lead lead() const { return lead_; }
-  // While the product computes.
+  // The layouts while the product computes.
   const ProductLayouts& layouts() const { return layouts_; }
-  // Whether the forward gives the operand as moved, and the backward takes it so.
+  // Whether the forward also returns the moved operand, which the backward then takes as its input.
   bool keeps_gathered() const;
 
-  // Inputs: the operand, weights, biases (of those weights that have one), scales of operand and weights. Outputs: the
-  // results, then the operand as moved if it is kept.
+  // Inputs: the operand, the weights, the biases of those weights that have one, the scales of operand and weights.
+  // Outputs: the results, then the moved operand if it is kept.
   const Dataflow& forward() const { return forward_; }
 
-  // Inputs: the operand (as moved if it is kept), weights, the gradients of the results, then what is added to the
-  // operand's gradient. Outputs: the gradients of operand (as GradientLayouts::operand_out), weights and biases (as
-  // those, with R for sums that are due; absent ones too), kAbsent where they were not asked for. Throws UserError for
-  // scaled products, which have none, and where the request does not fit.
+  // Inputs: the operand (the moved one if it is kept), the weights, the gradients of the results, then the addend if
+  // there is one. Outputs: the gradient of the operand (in GradientLayouts::operand_out), then of each weight, then of
+  // each bias, in the layouts of those with R for sums that are due. There is an output for every weight and bias,
+  // kAbsent where none was requested. Throws UserError for scaled products, which have no gradients, and if the request
+  // does not match the problem.
   Dataflow backward(const GradientRequest& request, PlanCache& cache) const;
 
-  // Everything asked for, gradients given as the results lie.
+  // Requests every gradient, with the gradients of results in the layouts of the results (R where sums were due).
   GradientRequest all_gradients() const;
 
-  // Where scales of the rows of the operand (0) or a weight (1, ...) lie, if that lies as `layout`.
+  // The layout of the scales of the rows of the operand (0) or of a weight (1, ...) that has this layout.
   Layout rows_of(size_t operand, const Layout& layout) const;
 
   std::string to_string(PlanCache& cache) const;

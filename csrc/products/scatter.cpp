@@ -1,4 +1,4 @@
-// MatmulScatter -> program.
+// Compiles a MatmulScatter to a program.
 #include <algorithm>
 
 #include "moves/exchange.h"
@@ -69,8 +69,8 @@ class ScatterCompiler {
     return {std::move(lhs), view(term.axes.rhs, term.rhs)};
   }
 
-  // A block of the products, into a row-major tensor of this shape at these of the places of its parts. Places in a are
-  // those in the whole product.
+  // Computes a block of the result into a row-major tensor of this shape; `places` selects where each of the block's
+  // parts goes in it. Places in a are those in the whole result of this rank.
   void multiply(const Intersection& block, BufferId buffer, int64_t offset,
                 std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape) {
     if (block.count() == 0) return;
@@ -129,7 +129,7 @@ class ScatterCompiler {
 
   // ---- reduce-scatters and moves of data
 
-  // A chunk under way: waits for it and puts what has come into its place.
+  // Waits for the transfer of one chunk and puts what it received into place.
   using Finish = std::function<void()>;
 
   void scatter(const Step& step, BufferId next) {
@@ -167,7 +167,7 @@ class ScatterCompiler {
     return (me_ + distance + k) % k;
   }
 
-  // What the rank with an index in the group takes from here, and gives.
+  // What a chunk sends to the rank with this index in the group, and what it receives from it.
   std::optional<Intersection> sent(int64_t index, const Chunk& chunk) const {
     if (!reduces_ && source_for(*step_, b_.position(), group_[index]) != b_.position()) return std::nullopt;
     return share_of(Intersection(held_, step_->after.region(group_[index])), share_dim_, chunk);
@@ -198,7 +198,7 @@ class ScatterCompiler {
     return finish_by_unpacking(std::move(set), Carrier::kMessages);
   }
 
-  // A message that is multiplied to where it is staged.
+  // Adds a message whose content is multiplied directly into its staging memory.
   static void add_product(Messages& sends, std::vector<Intersection>& blocks, int64_t target,
                           const Intersection& block) {
     sends.add(target, {{kMissingBuffer, Parcel(block, 0, block.count())}});
@@ -220,7 +220,7 @@ class ScatterCompiler {
     };
   }
 
-  // The own part: of a reduction one more contribution, else at its place at once.
+  // Multiplies the rank's own part: one more contribution to a reduction; otherwise directly into its place.
   void multiply_own() {
     for (int64_t s = 0; s < shares_; ++s) {
       const auto block = share_of(Intersection(held_, needed_), share_dim_, {{}, s, shares_});
@@ -235,8 +235,8 @@ class ScatterCompiler {
     }
   }
 
-  // Once, when all are there: they come in another order on every rank (nearest first), so what is summed as it comes
-  // would have other bits on replicas, and other ones by ring than by collective and serial.
+  // Reduces once, when all contributions have arrived. They arrive in a different order on every rank (nearest first),
+  // so summing them on arrival would give different bits on replicas, and different bits by ring than by collective.
   void reduce_contributions() {
     for (int64_t s = 0; s < shares_; ++s) {
       const auto block = share_of(Intersection(held_, needed_), share_dim_, {{}, s, shares_});
@@ -270,7 +270,7 @@ class ScatterCompiler {
     return finish_by_unpacking(std::move(set), Carrier::kAllToAll);
   }
 
-  // What every rank is to sum is staged, in the group's order.
+  // Starts the reduction of the staged contributions, one per rank in the group's order.
   Finish start_reduction(const TransferSet& set, const std::optional<Intersection>& own) {
     const bool are_equally_long = set.sends.size() == group_.size() && set.sends.are_equally_long();
     const int64_t run = own ? own->run_in_b() : 0;
@@ -283,7 +283,7 @@ class ScatterCompiler {
     };
   }
 
-  // ---- all-reduces: chunks are shares of the outermost dim that is longer than one, so they lie in one piece
+  // ---- all-reduces: chunks are shares of the outermost dim that is longer than one, so each is contiguous
 
   void all_reduce(const Step& step, BufferId next) {
     const Intersection all(held_, held_);
@@ -309,7 +309,7 @@ class ScatterCompiler {
     const auto num_stages = static_cast<int64_t>(chunks[0].size());
     const int64_t depth = std::min(schedule_.depth, shares);
     for (int64_t t = 0; t < shares + (num_stages - 1) * depth; ++t) {
-      // The latest chunk first: its product is what the others travel behind.
+      // The latest chunk comes first: the transfers of the others overlap with its product.
       for (int64_t stage = 0; stage < num_stages; ++stage) {
         const int64_t c = t - stage * depth;
         if (c < 0 || c >= shares) continue;
@@ -325,9 +325,9 @@ class ScatterCompiler {
   const Plan& plan_;
   Region held_;
   ProgramBuilder b_;
-  BufferId addend_ = kMissingBuffer;  // buffer
-  std::vector<ScaleViews> scales_;    // by term
-  // Of the step that is chunked.
+  BufferId addend_ = kMissingBuffer;
+  std::vector<ScaleViews> scales_;  // by term
+  // The state of the chunked step.
   const Step* step_ = nullptr;
   Positions group_;
   int64_t me_ = 0;
@@ -336,7 +336,7 @@ class ScatterCompiler {
   bool reduces_ = false;
   size_t share_dim_ = 0;
   int64_t shares_ = 1;
-  std::vector<std::vector<BufferRange>> contributions_;  // of a ring: by share and index in the group
+  std::vector<std::vector<BufferRange>> contributions_;  // of a ring, by share and by index in the group
 };
 
 }  // namespace

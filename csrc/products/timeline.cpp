@@ -11,12 +11,13 @@
 namespace shardwright {
 namespace {
 
-// Beyond these, a ring's messages are too many to be worth it, and to be looked at.
+// Larger rings send too many messages to pay off, so they are not examined.
 constexpr int64_t kMaxRingPartners = 64;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The last instruction before each that computes or waits: what a host that is at it has done.
+// For each instruction, the last one before it that computes or waits: a host that has come to the instruction has
+// finished that one.
 std::vector<int> order_of_hosts(const Program& program) {
   std::vector<int> order;
   int last = -1;
@@ -34,7 +35,7 @@ class Clock {
         plan_(plan),
         model_(model),
         is_host_(model.num_processors == 1),
-        beside_transfers_(model.leaving(program.sms_left)),
+        model_with_transfers_(model.leaving(program.sms_left)),
         order_(is_host_ ? order_of_hosts(program) : order_of_transfers(program)),
         ends_(program.instructions.size(), 0),
         leaves_processors_(program.instructions.size(), false) {
@@ -49,7 +50,7 @@ class Clock {
     }
   }
 
-  // Places what begins first, so that what runs meanwhile is known.
+  // Places instructions in the order in which they begin, so that what runs at the same time is already known.
   Timeline run() {
     size_t step = 0;
     size_t transfer = 0;
@@ -63,7 +64,7 @@ class Clock {
   }
 
  private:
-  // A product on a device: what transfers that become ready meanwhile wait for.
+  // A product on a device. Transfers that become ready while it runs wait for its end or for its next wave.
   struct Running {
     int64_t start = 0;
     int64_t end = 0;
@@ -71,7 +72,7 @@ class Clock {
     bool leaves_processors = false;
   };
 
-  // Of the next transfer and the next instruction of compute.
+  // Returns whether the next transfer begins before the next instruction of compute.
   bool goes_first(int transfer, int step) const {
     if (order_[transfer] >= step) return false;
     const Operation& operation = program_.instructions[step].operation;
@@ -123,7 +124,7 @@ class Clock {
   int64_t bytes(BufferId buffer, int64_t count) const { return count * program_.dtype_of(buffer).size_bytes(); }
   int64_t bytes(const BufferRange& range) const { return bytes(range.buffer, range.count); }
 
-  // Data going at `num` / `den` of the time per byte.
+  // The time of a transfer whose bytes take `num` / `den` times as long as at full speed.
   int64_t transfer_ps(const Operation& operation, int64_t num, int64_t den) const {
     const TransferTraffic traffic = traffic_of(program_, operation);
     const Link link = plan_.topology.link(plan_.src.mesh(), program_.groups[group_of(operation)].mesh_dims);
@@ -140,20 +141,20 @@ class Clock {
     const bool leaves_processors = leaves_processors_[index];
     int64_t takes = alone;
     if (leaves_processors) {
-      takes = beside_transfers_.picoseconds(gemm.m, gemm.n, gemm.k, gemm.count, item_bytes);
+      takes = model_with_transfers_.picoseconds(gemm.m, gemm.n, gemm.k, gemm.count, item_bytes);
     } else {
-      const int64_t beside = std::clamp<int64_t>(communication_ - compute_, 0, alone);
-      takes = saturating_sum(alone, saturating_product(beside, model_.contention_percent) / 100);
+      const int64_t overlapped = std::clamp<int64_t>(communication_ - compute_, 0, alone);
+      takes = saturating_sum(alone, saturating_product(overlapped, model_.contention_percent) / 100);
     }
     if (!is_host_) {
-      const GemmModel& model = leaves_processors ? beside_transfers_ : model_;
+      const GemmModel& model = leaves_processors ? model_with_transfers_ : model_;
       const int64_t wave_ps = std::max<int64_t>(takes / model.waves(gemm.m, gemm.n, gemm.count), 1);
       running_ = {compute_, saturating_sum(compute_, takes), wave_ps, leaves_processors};
     }
     return takes;
   }
 
-  // What each instruction reads of the memory that bounds it.
+  // The bytes by which each instruction is timed: what it reads or writes, whichever bounds it.
   int64_t touched_bytes(const Copy& copy) const {
     int64_t touched = 0;
     for (const Box& box : copy.boxes) {
@@ -179,15 +180,15 @@ class Clock {
   const Plan& plan_;
   const GemmModel& model_;
   const bool is_host_;
-  const GemmModel beside_transfers_;
-  const std::vector<int> order_;  // by instruction: what transfers come after
-  std::vector<int> transfers_;    // indices of instructions
+  const GemmModel model_with_transfers_;  // without the processors left to transfers
+  const std::vector<int> order_;          // by instruction: the instruction that a transfer must come after, or -1
+  std::vector<int> transfers_;            // indices of instructions
   std::vector<int> compute_steps_;
   std::vector<int64_t> ends_;  // by instruction
   std::vector<bool> leaves_processors_;
-  int64_t compute_ = 0;  // ends of the lanes
+  int64_t compute_ = 0;  // when the lanes are free
   int64_t communication_ = 0;
-  Running running_;  // the last one
+  Running running_;  // the product that began last
   Timeline timeline_;
 };
 
@@ -205,7 +206,7 @@ namespace {
 
 int64_t peak_bytes(const Matmul& matmul, const Schedule& schedule) { return compile(matmul, schedule, 0).peak_bytes(); }
 
-// What products may leave to transfers.
+// The numbers of processors that products may leave to transfers.
 std::vector<int64_t> processors_to_leave(const GemmModel& model) {
   std::vector<int64_t> left{0};
   for (const int64_t processors : {kTransferProcessors / 2, kTransferProcessors}) {
@@ -214,8 +215,8 @@ std::vector<int64_t> processors_to_leave(const GemmModel& model) {
   return left;
 }
 
-// `schedule` with the depth and the processors left that are predicted fastest, without need of more than
-// `limit_bytes`.
+// Returns `schedule` with the depth and the processors left to transfers that are predicted to be fastest. Depths above
+// kUsualDepth may need at most `limit_bytes`, or what depth 1 needs if that is more.
 Prediction tuned_prediction(const Matmul& matmul, Schedule schedule, const GemmModel& model,
                             std::optional<int64_t> depth, int64_t limit_bytes) {
   std::vector<int64_t> depths{1, kUsualDepth, schedule.chunks};
@@ -223,7 +224,7 @@ Prediction tuned_prediction(const Matmul& matmul, Schedule schedule, const GemmM
   if (is_host && schedule.method == Method::kRing && num_partners(matmul) > 2) depths = {1};
   if (depth) depths = {*depth};
   std::optional<Prediction> best;
-  int64_t least = 0;  // no depth takes less
+  int64_t least = 0;  // a bound: no depth can take less time
   for (const int64_t d : depths) {
     const auto can_save = [&] { return best->total_ps - least > best->total_ps / 100 * kLeastTuningPercent; };
     if (best && (d > schedule.chunks || d <= best->schedule.depth || !can_save())) continue;

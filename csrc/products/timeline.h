@@ -1,23 +1,25 @@
-// When each instruction of a program is predicted to begin and end.
+// Predicts when each instruction of a program begins and ends.
 //
-// Two lanes, each in the order of the program. Compute stops at a Wait until the transfer is there. A transfer begins
-// when the one before it has ended and what it must come after has, and takes what the plan's topology says.
+// There are two lanes, compute and communication, each in the order of the program. Compute stops at a Wait until the
+// transfer has ended. A transfer begins when the transfer before it and the instruction that it must come after have
+// ended, and takes as long as the plan's topology says.
 //
-// On a host (tables of one processor) a transfer must come after all that stands before it, because the host goes
-// through the program step by step. A product is slower by the table's contention while data travels.
+// On a host (a GemmModel of one processor) a transfer comes after everything before it in the program, because the host
+// goes through the program step by step. A product is slowed by the model's contention while data travels.
 //
-// Devices run behind their host, and a transfer must come after what its memory says (program/order.h). But transfers
-// are kernels too, and take kTransferProcessors for their full speed:
+// Devices run asynchronously to their host, and a transfer comes after the instructions that concern its memory
+// (program/order.h). But transfers are kernels too, and need kTransferProcessors for full speed:
 //
-//   - One that becomes ready while a product runs that leaves none begins when the product ends; so does one that the
-//     product's stream let go at the same moment, because the product gets there first. One that is there already slows
-//     the product by the table's contention, as long as they run beside each other.
-//   - Products given while transfers are under way leave Program::sms_left processors: they have as many fewer, and are
-//     not slowed otherwise. A transfer that becomes ready then begins when the wave of tiles that runs has ended. It
-//     takes longer where it finds fewer processors than its full speed needs.
+//   - If a product is running that leaves no processors, a transfer that becomes ready begins when the product ends. So
+//     does a transfer that an instruction of compute releases in the moment in which the product begins: the product
+//     gets there first. A transfer that is already running slows the product by the model's contention for as long as
+//     both run.
+//   - Products started while transfers are under way leave Program::sms_left processors free: they have that many
+//     fewer, and are not slowed otherwise. A transfer that becomes ready meanwhile begins with the next wave of tiles.
+//     It takes longer if it finds fewer processors than full speed needs.
 //
-// What this leaves out: what transfers, copies and products take from each other's memory bandwidth on devices, and the
-// time from an event to what waits for it.
+// The model leaves out how transfers, copies and products share memory bandwidth on devices, and the delay between an
+// event and the work that waits for it.
 #pragma once
 
 #include <cstdint>
@@ -38,15 +40,15 @@ struct Span {
 };
 
 struct Timeline {
-  std::vector<Span> spans;  // no Waits
+  std::vector<Span> spans;  // of all instructions but Waits
   int64_t total_ps = 0;
-  int64_t communication_ps = 0;  // all transfers, as if nothing else went on
-  int64_t gemm_ps = 0;           // all products, without contention
+  int64_t communication_ps = 0;  // sum over all transfers, each at full speed
+  int64_t gemm_ps = 0;           // sum over all products, without contention
 };
 
 Timeline predict(const Program& program, const Plan& plan, const GemmModel& model);
 
-// Of a schedule on position 0, which has no less to do than any other rank.
+// Predicts the program of position 0, which has at least as much to do as any other rank.
 Timeline predict(const Matmul& matmul, const Schedule& schedule, const GemmModel& model);
 
 struct Prediction {
@@ -54,28 +56,31 @@ struct Prediction {
   int64_t total_ps = 0;
 };
 
-// The depths that are compared are 1, this and all chunks.
+// The depths compared are 1, this one, and the number of chunks.
 constexpr int64_t kUsualDepth = 3;
-// Processors that a transfer's kernel takes, as many as NCCL's channels between the GPUs of a node: not measured.
+// The number of processors that a transfer's kernel needs: the number of NCCL's channels between the GPUs of a node. It
+// was not measured.
 constexpr int64_t kTransferProcessors = 16;
-// A larger depth, and processors left to transfers, must save this much.
+// A larger depth, or leaving processors to transfers, must save this much.
 constexpr int64_t kLeastTuningPercent = 1;
+// A schedule other than serial must save this much.
 constexpr int64_t kLeastGainPercent = 2;
 
-// Serial first, then every method with 1, 2, 4, 8, W and 2W chunks for W partners, as far as they differ; each with the
-// depth, and on tables of more processors what is left to transfers, that is predicted fastest. A `depth` is taken as
-// it is. Else all chunks at once are only compared where their peak memory is not above that of serial, or of depth 1;
-// and rings of more than two ranks on hosts are compared with depth 1 alone: messages to several ranks at once share a
-// link, so that the first of them come later than the lanes say.
+// Returns serial first, then each method with 1, 2, 4, 8, W and 2W chunks for W partners, without duplicates. Each
+// comes with the depth, and on devices the number of processors left to transfers, that is predicted to be fastest. A
+// `depth` that is given is used as it is. Otherwise two rules limit the depth: all chunks at once must not need more
+// memory than serial, or than depth 1 if that needs more; and rings of more than two ranks on hosts keep depth 1,
+// because messages to several ranks at once share a link, so the first of them arrive later than the lanes say.
 std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model,
                                     std::optional<int64_t> depth = std::nullopt);
 
-// A method and chunks with the depth, unless it is given, and processors left that are predicted fastest, as above.
+// Returns the schedule with the depth (unless it is given) and the processors left to transfers that are predicted to
+// be fastest, by the same rules.
 Schedule tuned(const Matmul& matmul, const Schedule& schedule, const GemmModel& model,
                std::optional<int64_t> depth = std::nullopt);
 
-// The one that is predicted fastest; serial, unless another one saves kLeastGainPercent. A function of global layouts
-// and of tables: all ranks choose alike.
+// Returns the schedule that is predicted to be fastest, or serial unless another one saves kLeastGainPercent. It
+// depends on global layouts and tables alone, so all ranks make the same choice.
 Schedule choose(const Matmul& matmul, const GemmModel& model, std::optional<int64_t> depth = std::nullopt);
 
 }  // namespace shardwright
