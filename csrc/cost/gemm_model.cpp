@@ -10,7 +10,7 @@
 namespace shardwright {
 namespace {
 
-// Rates are what large products reach, about 0.7 of the data sheets' peaks.
+// The rates are those of large products, about 70% of the data sheets' peaks.
 const std::map<std::string, GemmModel>& known() {
   static const std::map<std::string, GemmModel> models{
       {"h100", {"h100", 132, 128, 256, 5'300'000, 4'000'000, 300, 20}},
@@ -47,21 +47,21 @@ void GemmModel::check() const {
 
 int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, int64_t item_bytes) const {
   if (m == 0 || n == 0 || count == 0) return 0;
-  // By how often a tile was halved: the time of one, and how many there are.
+  // The time of one tile and the number of tiles, by how often tiles are halved.
   std::array<__int128, kMaxHalvings + 1> tile_ps;
   std::array<int64_t, kMaxHalvings + 1> tiles;
   int64_t rows = tile_rows;
   int64_t columns = tile_columns;
   for (int h = 0; h <= kMaxHalvings; ++h) {
     tiles[h] = saturating_product(saturating_product(ceil_div(m, rows), ceil_div(n, columns)), count);
-    // Operands of 16 bits are 2 bytes: the rate halves as they double.
+    // The model's rate is for 2-byte operands; it is inversely proportional to their size.
     const __int128 flops = static_cast<__int128>(2) * rows * columns * k;
     const __int128 full_rate_ps = flops * 1'000'000 * item_bytes / (2 * static_cast<__int128>(flops_per_us));
     tile_ps[h] = full_rate_ps * (100 + h * kHalvingPercent) / 100;
     int64_t& longer = columns >= rows ? columns : rows;
     longer = std::max<int64_t>(longer / 2, 1);
   }
-  // Whole waves of one size, and the rest in one that may be smaller.
+  // Full waves use one tile size; the rest of the tiles may use a smaller one.
   auto compute = static_cast<__int128>(int64_t{1} << 60);
   for (int h = 0; h <= kMaxHalvings; ++h) {
     const int64_t rest = tiles[h] % num_processors;

@@ -11,18 +11,18 @@
 namespace shardwright {
 namespace {
 
-// By how much less a link of its own must be off for a mesh dim to get one.
+// A mesh dim gets a link of its own if that reduces the mean relative error by more than this.
 constexpr double kOwnLinkGain = 0.25;
 
-// Passes of the fit, each with weights 1 / (what the point was off by in the one before); less than the slack is not
-// off.
+// The number of passes of the fit. Each weights a point by 1 / (its error in the pass before); errors below the slack
+// count as the slack.
 constexpr int kPasses = 20;
 constexpr double kSlack = 0.02;
 
 constexpr int kStep = 0, kMessage = 1, kByte = 2, kNumFigures = 3;
 using Figures = std::array<double, kNumFigures>;
 
-// A point, divided by its time: coefficients of the three figures, whose sum is to be `target`.
+// A point divided by its measured time: the weighted sum of the three figures should be `target`.
 struct Equation {
   Figures coefficients;
   double target;
@@ -35,7 +35,7 @@ struct Equation {
   }
 };
 
-// Relative to what was measured, in the mean.
+// The mean error over the points, relative to the measured times.
 double mean_error(const std::vector<LinkPoint>& points, const LinkFit& fit) {
   double sum = 0;
   for (const LinkPoint& p : points) {
@@ -52,7 +52,7 @@ double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
-// What a byte costs, from the two largest sizes, in the median over numbers of peers; 0 where that cannot be told.
+// The cost of a byte from the two largest sizes, as the median over the numbers of peers; 0 if it cannot be determined.
 double byte_of(const std::vector<LinkPoint>& points) {
   std::map<int64_t, std::vector<std::pair<int64_t, double>>> by_peers;
   for (const LinkPoint& p : points) by_peers[p.peers].emplace_back(p.sent_bytes, p.seconds);
@@ -67,9 +67,10 @@ double byte_of(const std::vector<LinkPoint>& points) {
   return slopes.empty() ? 0 : std::max(median(slopes), 0.0);
 }
 
-// The chosen figures of least weighted squares, the others 0. Nothing where the equations do not determine them.
+// Solves for the chosen figures by weighted least squares; the others are 0. Returns nothing if the equations do not
+// determine them.
 std::optional<Figures> least_squares(const std::vector<Equation>& equations, const std::vector<int>& chosen) {
-  // Normal equations, of columns scaled to length 1: figures differ by many orders of magnitude.
+  // Normal equations with columns scaled to length 1, because the figures differ by many orders of magnitude.
   const size_t n = chosen.size();
   std::vector<double> scale(n, 0);
   for (const Equation& e : equations) {
@@ -87,7 +88,7 @@ std::optional<Figures> least_squares(const std::vector<Equation>& equations, con
       rows[i][n] += left * e.target;
     }
   }
-  for (size_t i = 0; i < n; ++i) {  // the matrix is positive definite: no need to exchange rows
+  for (size_t i = 0; i < n; ++i) {  // the matrix is positive definite, so no pivoting is needed
     if (rows[i][i] < 1e-13) return std::nullopt;
     for (size_t k = 0; k < n; ++k) {
       if (k == i) continue;
@@ -100,7 +101,7 @@ std::optional<Figures> least_squares(const std::vector<Equation>& equations, con
   return figures;
 }
 
-// Of all sets of free figures (seven at most) the one with the least squares among those with no figure below 0.
+// Tries every set of free figures (at most seven) and returns the best solution in which no figure is negative.
 Figures least_squares_without_negatives(const std::vector<Equation>& equations,
                                         const std::array<bool, kNumFigures>& is_free) {
   Figures best{};

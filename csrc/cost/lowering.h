@@ -1,8 +1,8 @@
-// How the moves of a plan are carried out: what the transport behind a process group can do, and from which sizes on
-// it does something else faster.
+// A Lowering says how the moves of a plan are carried out: what the transport behind a process group can do, and from
+// which sizes on another way is faster.
 //
-// Code asks for a capability, never for a name. So another transport is another value here, and the value is part of
-// every plan: all ranks write the same instructions.
+// Code tests capabilities, never names, so another transport is just another value here. The lowering is part of every
+// plan, so all ranks compile the same instructions.
 #pragma once
 
 #include <cstdint>
@@ -12,35 +12,38 @@
 
 namespace shardwright {
 
-// Gloo's all-to-all answers several times faster than its single messages do, so small gathers pay for sending every
-// peer a copy of its own. Above this the copies cost more.
+// Gloo's all-to-all has a several times lower latency than its single messages, so small gathers are faster as an
+// all-to-all that sends every peer its own copy. Above this size the copies cost more than that saves.
 constexpr int64_t kMaxCopiedGatherBytes = int64_t{1} << 20;
 
-// It sends before it says that it receives, which then has to wait behind what is sent: where a message does not fit
-// into the buffers of its socket, a link carries data in one direction at a time. From this size on, exchanges are
-// messages whose receivers are told of first.
+// Gloo's all-to-all sends before it announces that it is ready to receive, and the announcement waits in the same
+// socket until the data is through. Where a message does not fit into the socket's buffers, a link then carries data in
+// one direction at a time. From this size on, exchanges are messages whose receives are posted first.
 constexpr int64_t kMinMessageBytes = int64_t{1} << 18;
 
 struct Lowering {
-  std::string_view name;              // what people write and files say
-  std::string_view default_topology;  // what plans are chosen by where nothing else is known
+  std::string_view name;              // the name in APIs and files
+  std::string_view default_topology;  // the topology of plans for which no other is known
 
-  // Has reduce-scatter and all-reduce of its own that are worth using; else reductions are exchanged and summed here,
+  // The transport's own reduce-scatter and all-reduce are used. Otherwise contributions are exchanged and summed here,
   // in the order of positions.
   bool reduces = true;
-  // Has an all-gather of its own for parts of one size.
+  // The transport's own all-gather is used for parts of one size.
   bool gathers = true;
-  // Transfers read and write the memory of devices, on their streams. Else the host carries them out, in host memory.
+  // Transfers read and write device memory, on the device's streams. Otherwise the host carries them out, in host
+  // memory.
   bool is_on_device = true;
-  // A rank may wait for those alone that it has something to do with, in process groups made for them.
+  // A sparse exchange may run in process groups made for the ranks that are connected by it, so that a rank waits for
+  // those alone.
   bool narrows_groups = false;
-  // Parts of so many bytes are gathered by an all-to-all of copies, and larger ones by messages; between two ranks,
-  // who make no copies then, all of them. 0: always by messages.
+  // Parts of up to this many bytes are gathered by an all-to-all of copies, larger ones by messages. Between two ranks,
+  // where nothing is copied twice, an all-to-all is always used. 0: always messages.
   int64_t copied_gather_bytes = 0;
-  // Exchanges of so many bytes to each peer and more go as messages; fewer, and all where it is 0, as an all-to-all.
+  // Exchanges of at least this many bytes to each peer are sent as messages, smaller ones as an all-to-all. 0: always
+  // an all-to-all.
   int64_t message_bytes = 0;
 
-  // Whether a gather over so many ranks of parts of at most so many bytes is an all-to-all of copies.
+  // Returns whether a gather of parts of at most `part_bytes` over `group_size` ranks is an all-to-all of copies.
   constexpr bool copies_gather(int64_t group_size, int64_t part_bytes) const {
     return copied_gather_bytes > 0 && (group_size == 2 || part_bytes <= copied_gather_bytes);
   }
@@ -50,14 +53,14 @@ struct Lowering {
 
   constexpr bool operator==(const Lowering&) const = default;
 
-  // Collectives of the transport where they fit: NCCL's, and what behaves like it.
+  // NCCL, and transports that behave like it: their own collectives are used wherever they fit.
   static const Lowering kNccl;
-  // Gloo's own gathers and reductions stage through extra copies, so they are composed.
+  // Gloo's own gathers and reductions make extra copies, so they are composed of other transfers.
   static const Lowering kGloo;
 
   // "nccl" or "gloo"; throws UserError naming these.
   static const Lowering& named(std::string_view name);
-  // In an order that stays: plans in files say the place.
+  // In a fixed order, because plans in files refer to lowerings by index.
   static const std::vector<Lowering>& all();
 };
 

@@ -1,9 +1,9 @@
-// What joins the ranks of a mesh, and what it costs to use: the table behind every predicted time.
+// The links between the ranks of a mesh and what they cost. Every predicted time is computed from a Topology.
 //
-// Latency and bandwidth ("alpha-beta"), in integer picoseconds, so that ties break alike on every rank. Ranks are on
-// nodes of `ranks_per_node` consecutive ranks; a group whose ranks are on one node uses the inside link, every other
-// group the link between nodes. A mesh dim may have a link of its own, by name; a group over several mesh dims has the
-// worse of their latencies and bandwidths.
+// The model is latency plus bandwidth ("alpha-beta"), in integer picoseconds, so that ties break alike on every rank.
+// Ranks are on nodes of `ranks_per_node` consecutive ranks. A group whose ranks are on one node uses the inside link,
+// every other group the link between nodes. A mesh dim may have its own link, by name. A group over several mesh dims
+// has the worst latency and the worst bandwidth among theirs.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct Link {
   bool operator==(const Link&) const = default;
 };
 
-// The worse of both figures.
+// Combines the worse latency and the worse bandwidth of the two.
 Link slower(const Link& a, const Link& b);
 
 struct Topology {
@@ -32,26 +32,26 @@ struct Topology {
   int64_t memory_ps_per_kib = 0;
   Link inside;
   Link between;
-  std::map<std::string, Link> mesh_dims;  // by name; others: inside or between
+  std::map<std::string, Link> mesh_dims;  // by name; mesh dims that are not listed use inside or between
 
   bool operator==(const Topology&) const = default;
 
-  // "8xNVLink": one node of GPUs. "64x8": nodes of eight such GPUs with a 400 Gb/s NIC each. "gloo-local": processes of
-  // one machine over loopback. Throws UserError naming these.
+  // The built-in topologies. "8xNVLink" is one node of GPUs; "64x8" is nodes of eight such GPUs with a 400 Gb/s NIC
+  // each; "gloo-local" is processes of one machine over loopback. Throws UserError on other names.
   static Topology named(std::string_view name);
   static std::vector<std::string> names();
 
-  // Throws UserError on figures that are negative, or more than a second, and names that are not UTF-8.
+  // Throws UserError if a figure is negative or more than a second, or if a name is not UTF-8.
   void check() const;
 
   // The slowest link that some group over `mesh_dims` crosses.
   Link link(const Mesh& mesh, MeshDimSet mesh_dims) const;
   Link link_of(const Mesh& mesh, int mesh_dim) const;
-  // Whether some two ranks that differ only in this mesh dim are on different nodes.
+  // Returns whether any two ranks that differ only in this mesh dim are on different nodes.
   bool crosses_nodes(const Mesh& mesh, int mesh_dim) const;
 };
 
-// Whether the same is said to join the ranks of both, or nothing.
+// Returns whether both meshes have equal topologies, or none.
 bool same_topology(const Mesh& a, const Mesh& b);
 
 }  // namespace shardwright

@@ -1,8 +1,8 @@
-// Choosing the moves.
+// Makes a plan in three steps:
 //
-//   1. Refuse what PyTorch does not define; equal layouts need no move.
-//   2. The cheapest moves to the goal: the destination, before anything becomes partial (search.cpp).
-//   3. Zero-fill and partition, which are local.
+//   1. Refuse what PyTorch does not define. Equal layouts need no move.
+//   2. Find the cheapest moves to the goal, which is the destination before anything becomes partial (search.cpp).
+//   3. Append zero-fills and partitions, which are local.
 #include "search/make_plan.h"
 
 #include "moves/move.h"
@@ -67,8 +67,8 @@ Layout without_partials(const Layout& layout, MeshDimSet dims, Cuts cuts) {
   return layout.with(std::move(cuts), partials);
 }
 
-// The goal of the data move: dst, before anything becomes partial. A dim that will be zero-filled stays cut, innermost,
-// so that the fill is local.
+// The goal of the search: `dst` before anything becomes partial. A mesh dim that will be zero-filled stays cut,
+// innermost, so that the fill is local.
 Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   Cuts goal_cuts = dst.cuts();
   for (int t = 0; t < src.ndim(); ++t) {
@@ -101,14 +101,14 @@ bool is_ordered(const std::string& reduce, const Layout& src) {
 }
 
 Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options) {
-  check_user(layouts.size() >= 2, "through: a plan goes through two layouts at least, got ", layouts.size());
+  check_user(layouts.size() >= 2, "through: got ", layouts.size(), " layouts; a plan goes through at least two");
   Plan plan = empty_plan(layouts.front(), layouts.back(), options);
   for (size_t i = 0; i + 1 < layouts.size(); ++i) {
     check_same_tensor(layouts[i], layouts[i + 1]);
-    partial_work(layouts[i], layouts[i + 1]);  // refuses P(sum) to P(max), which move the same
+    partial_work(layouts[i], layouts[i + 1]);  // refuses P(sum) to P(max), between which nothing would move
     if (layouts[i].partial_dims() == layouts[i + 1].partial_dims() && same_parts(layouts[i], layouts[i + 1])) continue;
     std::optional<Step> step = move_between(layouts[i], layouts[i + 1], options.groups);
-    check_user(step.has_value(), "through: no one move leads from ", layouts[i].placements_string(), " to ",
+    check_user(step.has_value(), "through: no single move leads from ", layouts[i].placements_string(), " to ",
                layouts[i + 1].placements_string(), " on ", layouts[i].mesh().to_string());
     step->ordered = options.ordered && (step->op == StepOp::kAllReduce || step->op == StepOp::kReduceScatter);
     plan.steps.push_back(named_by_collective(std::move(*step)));
@@ -127,7 +127,7 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
     const Layout filled = without_partials(dst, work.partitioned, dst.cuts());
     plan.steps.push_back({StepOp::kZeroFill, work.zero_filled, goal, filled});
   }
-  // For P(avg), P(min) and P(max) the same values stand for both.
+  // R becomes P(avg), P(min) or P(max) without any change of values.
   MeshDimSet scaled;
   for (const int d : work.partitioned.to_vector()) {
     const ReduceOp op = dst.placements()[d].op;

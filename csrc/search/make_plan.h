@@ -1,4 +1,4 @@
-// Plans for two layouts, or through several.
+// Makes plans between two layouts, or through given ones.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,17 @@
 
 namespace shardwright {
 
-// Finds the cheapest moves. Throws UserError where the layouts differ in mesh, shape or dtype, where PyTorch's
-// semantics define no such redistribution (P(sum) to P(max), S to P(max), R to P(product)), and where the groups that
-// are allowed do not suffice.
+// Finds the cheapest moves. Throws UserError if the layouts differ in mesh, shape or dtype, if PyTorch's semantics
+// define no such redistribution (P(sum) to P(max), S to P(max), R to P(product)), and if the allowed groups do not
+// suffice.
 Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options = {});
 
-// The plan that takes these layouts one after the other, one move each: to cost somebody else's plan, or to force one.
-// `layouts` begins with the source and ends with the destination. Throws UserError where two neighbours are not one
-// move apart; where they hold the same parts there is no step.
+// Returns the plan that goes through these layouts in order, with one move between each two. It serves to cost a plan
+// from elsewhere, or to force one. `layouts` begins with the source and ends with the destination. There is no step
+// between neighbours that hold the same parts. Throws UserError if two neighbours are more than one move apart.
 Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options = {});
 
-// Picoseconds that no plan for the same layouts is predicted to go below, by this plan's topology.
+// A lower bound, with this plan's topology, on the predicted time of any plan between the same layouts.
 int64_t least_picoseconds(const Plan& plan);
 
 }  // namespace shardwright

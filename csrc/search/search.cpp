@@ -1,7 +1,7 @@
-// A* over layouts (states.h), each reduction that is due done or not.
+// A* search. A node is a layout (states.h) together with the set of reductions that are still due.
 //
-// search_test.cpp compares the result with a search that has no bounds. Many plans are one move, and are seen to be
-// cheapest before any state is made.
+// Many plans are one move that costs exactly its lower bound; they are returned before any state is made.
+// search_test.cpp compares the results with a search that uses no bounds.
 #include "search/search.h"
 
 #include <algorithm>
@@ -22,21 +22,23 @@ namespace {
 
 struct Node {
   MoveTable::State state;
-  Cost to_go;  // at least, to the goal
-  std::optional<Cost> reached;
+  Cost to_go;                   // a lower bound on the cost from here to the goal
+  std::optional<Cost> reached;  // the cheapest way here that is known, whose last move is `by` from the node `from`
   MoveTable::Move by{};
   int from = -1;
   bool closed = false;
 };
 
-// Least time that moves of many messages take, by what they must bring together: after steps of m1, m2, ... messages a
-// rank knows of (m1 + 1)(m2 + 1)... ranks at most.
+// A lower bound on the latency of moves that must bring together data of some number of ranks. After steps of m1, m2,
+// ... messages a rank can have data of at most (m1 + 1)(m2 + 1)... ranks, itself included. So data of 8 ranks takes one
+// step of 7 messages, two steps of 2 messages each, or three steps of 1 message each.
 class Latency {
  public:
   Latency(int64_t step_ps, const Link& inside, const Link& between, int64_t node_size)
       : step_ps_(step_ps), inside_(inside), between_(between), node_size_(node_size) {}
 
-  // By `steps` moves or more, to know of so many ranks, of other nodes too or not.
+  // The bound for `steps` or more moves after which a rank has data of `ranks` ranks; `beyond_node` says whether some
+  // of them are on other nodes.
   int64_t least(int64_t steps, int64_t ranks, bool beyond_node) {
     const auto [found, is_new] = known_.emplace(std::tuple{steps, ranks, beyond_node}, 0);
     if (is_new) found->second = work_out(steps, ranks, beyond_node);
@@ -44,7 +46,8 @@ class Latency {
   }
 
  private:
-  // What comes from other nodes may come to some rank of the node first, so only the product is sure.
+  // Data from other nodes may arrive at another rank of the node first. So only the product of the number of ranks
+  // reached between nodes and the number reached within the node is known, and all splits are tried.
   int64_t work_out(int64_t steps, int64_t ranks, bool beyond_node) const {
     if (!beyond_node) return least_of_any(inside_, steps, ranks);
     int64_t best = least_of_any(between_, steps, ranks);
@@ -58,14 +61,14 @@ class Latency {
 
   int64_t least_of_any(const Link& link, int64_t steps, int64_t ranks) const {
     int64_t best = of(link, steps, ranks);
-    // With one message a step, more steps than it takes bring nothing.
+    // Steps beyond those that suffice with one message each cannot help.
     for (int64_t reached = int64_t{1} << steps; reached < 2 * ranks; reached *= 2) {
       best = std::min(best, of(link, ++steps, ranks));
     }
     return best;
   }
 
-  // As even as integers can be: steps of r - 1 or r messages.
+  // The bound for exactly `steps` steps. The fewest messages are spread evenly: r - 1 or r in each step.
   int64_t of(const Link& link, int64_t steps, int64_t ranks) const {
     int64_t r = steps == 1 ? ranks : 1;
     while (!reaches(r + 1, steps, 0, ranks + 1)) ++r;
@@ -75,7 +78,7 @@ class Latency {
     return steps * step_ps_ + saturating_product(messages, link.message_ps);
   }
 
-  // Whether r^low * (r + 1)^high is at least `ranks`.
+  // Returns whether r^low * (r + 1)^high is at least `ranks`.
   static bool reaches(int64_t r, int64_t low, int64_t high, int64_t ranks) {
     int64_t product = 1;
     for (int64_t i = 0; i < low + high && product < ranks; ++i) product *= i < low ? r : r + 1;
@@ -154,7 +157,7 @@ class Search {
     return links;
   }
 
-  // The better of the latencies and bandwidths of these mesh dims; no move over some of them has better ones.
+  // The best latency and the best bandwidth of these mesh dims; no move over some of them has better ones.
   Link fastest_of(MeshDimSet mesh_dims) const {
     std::optional<Link> fastest;
     for (size_t d = 0; d < links_.size(); ++d) {
@@ -188,7 +191,7 @@ class Search {
     return {first, local ? 0 : 1, worst.messages, 1};
   }
 
-  // Of any one move between states that hold so much.
+  // A lower bound on the cost of any single move between these states, from what they hold.
   Cost least_of_move(const MoveTable::State& from, const MoveTable::State& to) const {
     const int64_t copies = copying(to.elements);
     if (to.elements <= from.elements && table_.may_be_slice(from, to)) return {is_for_time() ? copies : 0, 0, 0, 1};
@@ -197,7 +200,7 @@ class Search {
     return {topology_.step_ps + fastest_.message_ps + sending(missing, fastest_) + copies, 1, 0, 1};
   }
 
-  // From a state to the goal by any number of moves.
+  // A lower bound on the cost of any number of moves from a state to the goal (docs/architecture.md, section 5).
   Cost least_to_goal(const MoveTable::State& state) {
     const MoveTable::State& goal = nodes_[kGoal].state;
     if (state == goal) return {};
@@ -206,7 +209,8 @@ class Search {
     if (!is_for_time()) return {distance.missing * item_, communicates ? 1 : 0, 0, 0};
     const int64_t copies = copying(goal.elements);
     if (!communicates) return {copies, 0, 0, 0};
-    // One move that communicates has all messages and bytes on the slowest link; of several, some may stay inside.
+    // If one move communicates, all its messages and bytes count on the slowest link that it crosses. Of several moves,
+    // some may stay within nodes.
     const Link& link = distance.beyond_node ? fastest_between_ : fastest_;
     const int64_t once = topology_.step_ps +
                          saturating_product(std::max<int64_t>(distance.sources - 1, 1), link.message_ps) +
@@ -241,7 +245,7 @@ class Search {
     if (nodes_[kGoal].reached) open_.push({*nodes_[kGoal].reached, kGoal});
   }
 
-  // What can be left of what is due, by the reductions that may be.
+  // The sets of due reductions that can be left after an allowed reduction, the empty set included.
   std::vector<MeshDimSet> left_after_some(MeshDimSet due) const {
     std::vector<MeshDimSet> all;
     uint32_t left = 0;
@@ -278,8 +282,8 @@ class Search {
     }
   }
 
-  // Moves that take long to work out are not thought of, unless there is no other way: then all that is due is reduced,
-  // and the last move may be such a one.
+  // Moves whose figures take long to compute are left out unless there is no other way (go_the_long_way). Then those
+  // from the source's cuts to the goal are allowed, and those that reduce in place.
   bool is_left_out(int from, int to) {
     if (goes_the_long_way_ && holds_as_source(from) && (to == kGoal || holds_as_source(to))) return false;
     return table_.takes_long(nodes_[from].state, nodes_[to].state);
@@ -287,6 +291,7 @@ class Search {
 
   bool holds_as_source(int node) const { return nodes_[node].state.lists == nodes_[kSource].state.lists; }
 
+  // Called when no open node is left. Reopens the nodes with the source's cuts, and adds one with everything reduced.
   void go_the_long_way() {
     goes_the_long_way_ = true;
     MoveTable::State reduced = nodes_[kSource].state;
@@ -305,21 +310,21 @@ class Search {
     }
   }
 
-  // Whether a way to a state that costs so much is the cheapest yet, and may be part of the cheapest to the goal.
+  // Returns whether a way to a state at this cost is the cheapest so far and may be part of the cheapest to the goal.
   bool may_improve(int to, const Cost& total) const {
     const std::optional<Cost>& reached = nodes_[to].reached;
     const std::optional<Cost>& best = nodes_[kGoal].reached;
     return (!reached || total < *reached) && (!best || total + nodes_[to].to_go < *best);
   }
 
-  // One reduction does all that is due; only one within nodes may go ahead of it, to send less between them. With
-  // groups prescribed there may be as many as they need.
+  // One reduction does everything that is due. The exception is a reduction within nodes that comes first, to send less
+  // between them. If groups are prescribed, there may be as many reductions as they need.
   bool may_reduce(MeshDimSet due, MeshDimSet reduced) const {
     if (reduced.empty() || reduced == due) return true;
     return !options_.ordered && (!options_.groups.empty() || reduced == due - between_nodes_);
   }
 
-  // A reduction keeps all cuts, and adds none or those of all mesh dims it reduces.
+  // A reduction keeps all cuts, and adds either none or those of all mesh dims that it reduces.
   bool could_follow(const MoveTable::State& from, const MoveTable::State& to) const {
     const MeshDimSet reduced = from.partial_dims - to.partial_dims;
     if (!(to.partial_dims - from.partial_dims).empty() || !may_reduce(due(from), reduced)) return false;
@@ -328,7 +333,7 @@ class Search {
     return (from.cut_dims - to.cut_dims).empty() && (added.empty() || added == reduced);
   }
 
-  // Under the other objective sharing comes last: it changes nothing that counts there.
+  // Under the objective "bytes", sharing is decided at the end (path): here it would change nothing that counts.
   void try_move(int from, int to, const MoveTable::Move& move) {
     const MoveTable::State& before = nodes_[from].state;
     const MoveTable::State& after = nodes_[to].state;
@@ -382,7 +387,7 @@ class Search {
   const Topology& topology_;
   MeshDimSet between_nodes_;
   MoveTable table_;
-  MeshDimSet pending_;       // stays so to the end
+  MeshDimSet pending_;       // reductions that are due in the goal too
   std::vector<Link> links_;  // by mesh dim
   Link fastest_;
   Link fastest_between_;
@@ -390,7 +395,7 @@ class Search {
   int64_t item_;
   std::vector<Node> nodes_;
   bool goes_the_long_way_ = false;
-  std::vector<int> nearest_first_;  // all but the source, by the least that is left to go
+  std::vector<int> nearest_first_;  // all nodes but the source, in the order of to_go
   using Open = std::pair<Cost, int>;
   std::priority_queue<Open, std::vector<Open>, std::greater<>> open_;
 };

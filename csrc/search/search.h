@@ -1,4 +1,4 @@
-// The cheapest sequence of moves between two layouts.
+// Searches for the cheapest sequence of moves between two layouts.
 #pragma once
 
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace shardwright {
 
-// What a sequence of moves costs under an objective; compared in this order, added step by step.
+// The cost of a sequence of moves under an objective. Members are compared in this order; costs of steps are added.
 //   kTime    predicted picoseconds, steps that communicate, messages, all steps
 //   kBytes   bytes received by the worst rank, steps that communicate, messages, all steps
 struct Cost {
@@ -19,11 +19,11 @@ struct Cost {
   Cost operator+(const Cost& other) const;
 };
 
-// `goal` has the pending reductions of `src` or fewer. Throws UserError if options.groups do not suffice.
+// The pending reductions of `goal` must be among those of `src`. Throws UserError if options.groups do not suffice.
 std::vector<Step> cheapest_moves(const Layout& src, const Layout& goal, const PlanOptions& options,
                                  const Topology& topology);
 
-// Picoseconds that no sequence of moves is predicted to go below.
+// A lower bound on the predicted time of any sequence of moves.
 int64_t least_picoseconds(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology);
 
 }  // namespace shardwright

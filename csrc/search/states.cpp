@@ -8,11 +8,11 @@ namespace shardwright {
 namespace {
 
 constexpr int kMaxDimsWithAllLists = 3;
-// With more mesh dims these cut as an end does or not at all, and states stop at some number.
+// With more mesh dims than this, none cuts innermost in addition to the cuts of the ends.
 constexpr int kMaxDimsWithInnermostCuts = 4;
 constexpr size_t kMaxStates = 20'000;
-// Strided cuts of more pieces are left out: they take long to pack. Without digits they take long to reason about too,
-// and the pieces of all ranks count.
+// Strided cuts into more pieces are left out, because they take long to pack. Without digits they also take long to
+// analyse; there the limit is kMaxWalkedPieces, and counts the pieces of all ranks.
 constexpr int64_t kMaxPieces = 1024;
 constexpr int64_t kMaxWalkedPieces = 256;
 
@@ -36,7 +36,8 @@ class States {
       } else {
         list_those_of_ends(t);
       }
-      // Of states that cost the same the first is taken: rather one that cuts the first tensor dims, into runs.
+      // Of states with equal cost the search takes the first: prefer cuts of the first tensor dims, whose parts are
+      // contiguous.
       std::stable_sort(lists_.back().begin(), lists_.back().end(),
                        [&](int a, int b) { return table_.dims_of(t, a).count() > table_.dims_of(t, b).count(); });
     }
@@ -50,7 +51,8 @@ class States {
   }
 
  private:
-  // Those that an end cuts, and the largest other one: cutting further ones is cutting it by another name.
+  // Chooses the tensor dims that an end cuts, and the largest of the others. Cutting another one instead would give an
+  // equivalent state.
   void choose_tensor_dims() {
     int other = -1;
     for (int t = 0; t < src_.ndim(); ++t) {
@@ -63,8 +65,8 @@ class States {
     if (other >= 0) tensor_dims_.push_back(other);
   }
 
-  // Tensor dims that the ends cut into equal parts, if at all, are cut into no others on the way, if there are equal
-  // parts enough for all mesh dims.
+  // A tensor dim whose parts are equal at both ends is only cut into equal parts on the way, unless that leaves too few
+  // equal parts for all mesh dims.
   void choose_even_ones() {
     for (int t = 0; t < src_.ndim(); ++t) {
       is_even_.push_back(table_.has_equal_parts(t, table_.number(t, src_.cuts(t))) &&
@@ -78,7 +80,8 @@ class States {
     if (ranks_without_part > 1) is_even_.assign(src_.ndim(), false);
   }
 
-  // False where longer lists that begin with it must be left out too, or are there by another name.
+  // Adds a list of cuts. Returns false if the list is left out or already present under another name; longer lists that
+  // begin with it then need not be tried.
   bool add(int t, const std::vector<Cut>& cuts) {
     const int number = table_.number(t, cuts);
     if (!table_.has_digits(t, number)) {
@@ -102,13 +105,13 @@ class States {
     return true;
   }
 
-  // Every list of cuts of a tensor dim that begins with `cuts`.
+  // Adds every list of cuts of a tensor dim that begins with `cuts`.
   void list_all(int t, const std::vector<Cut>& cuts, const std::vector<int>& unused) {
     if (!add(t, cuts)) return;
     for (const int d : unused) {
       std::vector<int> rest;
       std::copy_if(unused.begin(), unused.end(), std::back_inserter(rest), [&](int other) { return other != d; });
-      for (const int64_t factor : is_even_[t] ? factors_behind(cuts, d) : factors_of_ends(t, d)) {
+      for (const int64_t factor : is_even_[t] ? factors_after(cuts, d) : factors_of_ends(t, d)) {
         std::vector<Cut> longer = cuts;
         longer.push_back({d, factor});
         list_all(t, longer, rest);
@@ -116,8 +119,9 @@ class States {
     }
   }
 
-  // Products of sizes of mesh dims that do not cut before: those that may have been gathered, or are still to come.
-  std::vector<int64_t> factors_behind(const std::vector<Cut>& list, int mesh_dim) const {
+  // The split factors that a cut after `list` may have: products of the sizes of mesh dims that are not in the list,
+  // because those may have been gathered or may cut later.
+  std::vector<int64_t> factors_after(const std::vector<Cut>& list, int mesh_dim) const {
     MeshDimSet others;
     for (int d = 0; d < mesh_.ndim(); ++d) {
       if (d != mesh_dim && mesh_.dim_size(d) > 1) others.insert(d);
@@ -134,7 +138,8 @@ class States {
     return factors;
   }
 
-  // Of cuts into unequal parts: one piece, or as many as are left of an end's cuts when earlier ones are gathered.
+  // The split factors tried for cuts into unequal parts: 1, and those that an end's cuts get when cuts before them are
+  // gathered.
   std::vector<int64_t> factors_of_ends(int t, int mesh_dim) const {
     std::set<int64_t> all{1};
     for (const Layout* end : {&src_, &goal_}) {
@@ -150,7 +155,7 @@ class States {
     return {all.begin(), all.end()};
   }
 
-  // What a mesh dim does to a tensor dim.
+  // How a mesh dim cuts a tensor dim.
   enum class Role { kNone, kAsSource, kAsGoal, kInnermost };
 
   void list_those_of_ends(int t) {
@@ -193,7 +198,8 @@ class States {
     }
   }
 
-  // The cuts of one end that the state has, in that end's order; what is missing before them becomes a split factor.
+  // Appends the cuts of one end that have this role, in that end's order. The sizes of cuts that are missing before
+  // them become split factors.
   void append(std::vector<Cut>& cuts, const Layout& end, int t, const std::vector<Role>& roles, Role role) const {
     int64_t factor = 1;
     for (const Cut& c : end.cuts(t)) {
@@ -205,7 +211,7 @@ class States {
     }
   }
 
-  // Every way to give the chosen tensor dims, from one on, lists that share no mesh dim.
+  // Tries every way to give the chosen tensor dims, from `at` on, lists that share no mesh dim.
   void combine(const MoveTable::State& state, size_t at) {
     if (found_.size() >= kMaxStates) return;
     if (at == tensor_dims_.size()) return found_.push_back(state);
@@ -225,11 +231,11 @@ class States {
   const Layout& goal_;
   const Mesh& mesh_;
   MoveTable& table_;
-  std::vector<int> mesh_dims_;    // those that may cut
-  std::vector<int> tensor_dims_;  // those that are cut somewhere
+  std::vector<int> mesh_dims_;    // the mesh dims that may cut
+  std::vector<int> tensor_dims_;  // the tensor dims that states may cut
   bool lists_all_ = true;
   std::vector<bool> is_even_;            // by tensor dim: states cut it into equal parts only
-  std::vector<std::vector<int>> lists_;  // numbers, by chosen tensor dim
+  std::vector<std::vector<int>> lists_;  // the table's numbers of the lists, by chosen tensor dim
   std::vector<MoveTable::State> found_;
 };
 

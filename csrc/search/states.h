@@ -1,4 +1,4 @@
-// The layouts that a search between two others may pass through.
+// The intermediate layouts that the search between two layouts considers.
 #pragma once
 
 #include <vector>
@@ -7,13 +7,14 @@
 
 namespace shardwright {
 
-// By their cuts, without pending reductions, each once, in an order that depends on the ends alone. `free`: the mesh
-// dims that may cut.
+// Returns each state once, without pending reductions, in an order that depends on the two ends alone. `free` are the
+// mesh dims that may cut.
 //
-// A state gives each tensor dim a list of cuts. With up to three mesh dims these are all lists: every order, and with
-// every cut the split factors that mesh dims gathered, or not yet cut, before it leave. With more they are those that
-// can be read off the two ends: a mesh dim cuts as the source does, as the goal does, or innermost, or not at all.
-// Left out are lists of unequal parts where equal ones will do, and strided cuts of very many pieces.
+// A state is a list of cuts for each tensor dim. With up to three mesh dims all lists are considered: every order, and
+// for each cut every split factor that can result when mesh dims before it are gathered or do not cut yet. With more
+// mesh dims, only lists that can be read off the two ends are: a mesh dim cuts as in the source, as in the goal,
+// innermost, or not at all. Lists of unequal parts are left out where equal ones will do, and so are strided cuts into
+// very many pieces.
 std::vector<MoveTable::State> states_between(const Layout& src, const Layout& goal, MeshDimSet free, MoveTable& table);
 
 }  // namespace shardwright

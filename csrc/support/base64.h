@@ -1,4 +1,4 @@
-// Bytes as text: RFC 4648, with '+', '/' and '='.
+// Base64 as in RFC 4648, with '+', '/' and '='.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 namespace shardwright {
 
 std::string to_base64(std::string_view bytes);
-// Throws UserError on other characters; padding may be missing.
+// Padding may be missing. Throws UserError on other characters.
 std::string from_base64(std::string_view text);
 
 }  // namespace shardwright

@@ -1,4 +1,4 @@
-// What was made for a key, so that asking again costs a lookup. Bounded: what was asked for longest ago goes first.
+// A bounded cache that drops the least recently used entry first.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@
 
 namespace shardwright {
 
-// Any thread may ask. Nothing is made under the lock: two threads that miss at once both make the value, and both get
-// the one that was there first.
+// Thread-safe. Values are made outside the lock: two threads that miss the same key at once both make the value, and
+// both get the one that was stored first.
 template <typename Key, typename Value, typename Hash = std::hash<Key>>
 class BoundedCache {
  public:
@@ -25,7 +25,8 @@ class BoundedCache {
     int64_t size = 0;
   };
 
-  // What `make` throws is passed on, and nothing is kept then. A value that `is_good` says no to is made anew.
+  // Returns the cached value for `key` if `is_good` accepts it; otherwise stores and returns what `make` returns. If
+  // `make` throws, nothing is stored and the exception is passed on.
   template <typename Make, typename IsGood>
   Value get_or_make(const Key& key, Make&& make, IsGood&& is_good) {
     std::optional<Value> found = find(key);

@@ -1,8 +1,8 @@
-// The two kinds of failure of the torch-free half.
+// The two exceptions that the torch-free code throws.
 //
-// UserError       the caller gave something that is not allowed; the text names the argument, its value,
-//                 what is allowed and, where there is one, the remedy. Becomes ValueError in Python.
-// InvariantError  this library broke a promise to itself; the text says which. Becomes RuntimeError.
+// UserError       The caller passed something that is not allowed. The text names the argument, its value, what is
+//                 allowed and, where there is one, the remedy. It becomes ValueError in Python.
+// InvariantError  The library violated one of its own invariants; the text says which. It becomes RuntimeError.
 #pragma once
 
 #include <sstream>
@@ -29,7 +29,7 @@ std::string concat(const Parts&... parts) {
   return out.str();
 }
 
-// "a, b, c" from any range of streamable things.
+// Makes "a, b, c" from any range of streamable values.
 template <typename Range>
 std::string join(const Range& range, const char* separator = ", ") {
   std::ostringstream out;

@@ -1,4 +1,4 @@
-// Exhaustive case distinctions over variants.
+// Exhaustive matching over variants.
 #pragma once
 
 #include <utility>
@@ -15,8 +15,8 @@ struct Overloaded : Cases... {
 
 }  // namespace detail
 
-// Calls the case that takes what the variant holds. Without a case for one of the alternatives it does not compile, so
-// an alternative that is added later cannot be forgotten. Cases for `const auto&` defeat that; write none.
+// Calls the case that accepts the alternative that the variant holds. A missing case is a compile error, so an
+// alternative that is added later cannot be forgotten. Do not write a case for `const auto&`: it would defeat that.
 //
 //   match(operation, [](const Wait& o) { ... }, [](const IsTransfer auto& o) { ... },
 //         [](const IsCompute auto& o) { ... });

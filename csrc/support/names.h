@@ -1,4 +1,4 @@
-// Enums by the names that people write.
+// Parses enums by name.
 #pragma once
 
 #include <string>
@@ -8,7 +8,8 @@
 
 namespace shardwright {
 
-// The value whose name it is, of those from 0 to `last`. Throws UserError naming the argument and the names.
+// Returns the value, from 0 to `last`, that has this name. If there is none, throws a UserError that names the argument
+// and the allowed names.
 template <typename Enum>
 Enum parse_name(const std::string& argument, const std::string& name, Enum last, const char* (*name_of)(Enum)) {
   std::vector<std::string> known;

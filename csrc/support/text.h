@@ -1,4 +1,4 @@
-// Figures as people read them.
+// Formats figures for people.
 #pragma once
 
 #include <cstdint>

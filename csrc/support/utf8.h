@@ -1,4 +1,4 @@
-// Names from outside are UTF-8, or no text could be made of what they stand in.
+// Names that come from outside must be UTF-8: Python could not decode the texts that contain them otherwise.
 #pragma once
 
 #include <string>
@@ -6,10 +6,10 @@
 
 namespace shardwright {
 
-// By RFC 3629: no overlong forms, no surrogates, nothing beyond U+10FFFF.
+// As in RFC 3629: no overlong forms, no surrogates, nothing beyond U+10FFFF.
 bool is_utf8(std::string_view text);
 
-// Throws UserError naming `argument` and the bytes, those that are not ASCII as \xff.
+// Throws a UserError that names `argument` and shows the text, with bytes that are not ASCII written as \xff.
 void check_utf8(const std::string& text, const char* argument);
 
 }  // namespace shardwright

@@ -69,7 +69,7 @@ def test_through() -> None:
     middle = sw.Layout(src.mesh, (8, 8), ["R", "S(1)"])
     assert _spans(sw.plan(src, dst, through=[middle])) == [("all_gather", (0,)), ("all_gather", (1,))]
     pending = sw.Layout(src.mesh, (8, 8), ["P", "R"])
-    with pytest.raises(ValueError, match="through: no one move leads from"):
+    with pytest.raises(ValueError, match="through: no single move leads from"):
         sw.plan(src, dst, through=[pending])
     with pytest.raises(ValueError, match="shape"):
         sw.plan(src, dst, through=[sw.Layout(src.mesh, (8, 9), ["R", "R"])])
