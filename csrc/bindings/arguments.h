@@ -1,5 +1,5 @@
-// Arguments from Python. pybind11 answers a mistake with its list of signatures; these throw a UserError that names the
-// argument, what was given and what is allowed. To be called with the GIL held.
+// Converts arguments from Python. pybind11's own conversions report a mistake with a list of signatures; these throw a
+// UserError that names the argument, what was given and what is allowed. The GIL must be held.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -17,7 +17,7 @@ namespace shardwright {
 
 namespace py = pybind11;
 
-// What was given, cut short: "1.5 (of type float)".
+// Describes what was given, shortened: "1.5 (of type float)".
 inline std::string shown(const py::handle& given) {
   constexpr size_t kMaxShown = 80;
   const auto ascii = py::reinterpret_steal<py::object>(PyObject_ASCII(given.ptr()));
@@ -28,7 +28,7 @@ inline std::string shown(const py::handle& given) {
   return concat(text, " (of type ", Py_TYPE(given.ptr())->tp_name, ")");
 }
 
-// From anything that Python takes as an index: ints, NumPy's, tensors of one integer.
+// Accepts anything that Python accepts as an index: ints, NumPy integers, tensors of one integer.
 inline int64_t integer(const py::handle& given, const char* argument) {
   const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(given.ptr()));
   if (!index) {
@@ -41,7 +41,7 @@ inline int64_t integer(const py::handle& given, const char* argument) {
   return value;
 }
 
-// From a str.
+// Accepts a str.
 inline std::string text(const py::handle& given, const char* argument) {
   if (!PyUnicode_Check(given.ptr())) throw UserError(concat(argument, ": got ", shown(given), "; allowed is text"));
   Py_ssize_t size = 0;
@@ -53,7 +53,7 @@ inline std::string text(const py::handle& given, const char* argument) {
   return std::string(bytes, static_cast<size_t>(size));
 }
 
-// From any iterable but text, item by item.
+// Accepts any iterable but text, and converts it item by item.
 template <typename Item>
 std::vector<Item> list(const py::handle& given, const char* argument, Item (*item)(const py::handle&, const char*)) {
   const bool is_text = PyUnicode_Check(given.ptr()) || PyBytes_Check(given.ptr());
@@ -76,7 +76,8 @@ inline std::vector<std::string> texts(const py::handle& given, const char* argum
   return list<std::string>(given, argument, text);
 }
 
-// An object of one of our classes, which is Python's to keep, or, as a py::dict or the like, of Python's.
+// Accepts an object of one of our classes, which Python owns (returned by reference), or of a Python type such as
+// py::dict.
 template <typename T>
 decltype(auto) object(const py::handle& given, const char* argument, const char* allowed) {
   if (!py::isinstance<T>(given)) throw UserError(concat(argument, ": got ", shown(given), "; allowed is ", allowed));
@@ -87,7 +88,7 @@ decltype(auto) object(const py::handle& given, const char* argument, const char*
   }
 }
 
-// UserError becomes ValueError, InvariantError RuntimeError. What is not UTF-8 in their texts is shown as \xff.
+// Makes UserError a ValueError and InvariantError a RuntimeError. Bytes that are not UTF-8 are shown as \xff.
 inline void register_errors() {
   py::register_exception_translator([](std::exception_ptr pointer) {
     const auto raise = [](PyObject* type, const std::string& what) {

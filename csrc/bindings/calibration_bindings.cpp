@@ -1,4 +1,4 @@
-// What calibration asks of the core.
+// _planner: the fits that calibration uses.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

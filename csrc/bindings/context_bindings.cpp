@@ -1,4 +1,5 @@
-// _planner: what a process plans by where a call does not say. Immutable for Python too: changes make another object.
+// _planner: the process-wide defaults for planning (PlanningTables). Immutable for Python too: changes make a new
+// object.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

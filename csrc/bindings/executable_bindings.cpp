@@ -1,4 +1,4 @@
-// Programs, and programs bound to process groups.
+// _runtime: programs, and programs bound to process groups.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -17,7 +17,7 @@ namespace {
 
 namespace py = pybind11;
 
-// As Python sees them. pybind11 has no holder for const objects.
+// The classes that Python sees. They exist because pybind11 has no holder for const objects.
 struct CompiledView {
   std::shared_ptr<const CompiledProgram> compiled;
 };
@@ -31,14 +31,14 @@ struct ExecutableView {
 
 using GroupMembers = std::vector<std::pair<std::vector<int>, std::vector<int64_t>>>;
 
-// Mesh dims and ranks of each group that a program needs.
+// The mesh dims and ranks of each group that a program needs.
 GroupMembers members_of(const Program& program) {
   GroupMembers members;
   for (const Group& group : program.groups) members.emplace_back(group.mesh_dims.to_vector(), group.ranks);
   return members;
 }
 
-// Process groups by their registered names, in the order of program().groups.
+// `names` are the registered names of the process groups, in the order of program().groups.
 ExecutableView bind(const CompiledView& view, const std::vector<std::string>& names) {
   std::vector<comm::GroupPtr> groups;
   for (const std::string& name : names) groups.push_back(c10d::resolve_process_group(name));

@@ -1,4 +1,4 @@
-// Local copies, reductions and products, each by itself, for tests and calibration.
+// _runtime: single local copies, reductions and products, for tests and calibration.
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>

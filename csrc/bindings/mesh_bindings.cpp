@@ -22,7 +22,7 @@ StridedMeaning parse_strided(const std::string& text) {
   throw UserError(concat("strided: '", text, "' is not known; allowed are auto, order, literal"));
 }
 
-// Python keeps things under meshes and layouts, so there what joins the ranks counts: plans depend on it.
+// Python caches plans under meshes and layouts, so there equality and hash include the topology, on which plans depend.
 size_t hash_of(const Topology* topology) { return topology == nullptr ? 0 : std::hash<std::string>()(topology->name); }
 
 }  // namespace

@@ -20,7 +20,7 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
-// A step as Python sees it.
+// The class of steps that Python sees.
 struct StepView {
   Step step;
   Lowering lowering;
@@ -28,7 +28,7 @@ struct StepView {
   int64_t predicted_ps;
 };
 
-// A figure that may take long to work out the first time: other threads go on meanwhile.
+// Wraps a figure that may take long to compute the first time: the GIL is released meanwhile.
 template <typename Figure>
 auto patiently(Figure figure) {
   return [figure](const PlanView& p) {
@@ -91,7 +91,7 @@ void define_ends_and_steps(PlanClass& plan) {
       });
 }
 
-// Of the worst rank, and of all.
+// Figures of the worst rank, and sums over all ranks.
 void define_figures(PlanClass& plan) {
   plan.def_property_readonly("wire_bytes_max",
                              patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_max; }))

@@ -1,4 +1,4 @@
-// _planner: the torch-free half for Python. The command line lives on this alone.
+// _planner: the torch-free half for Python. The command line needs no other module.
 #include <pybind11/pybind11.h>
 
 #include "bindings/arguments.h"

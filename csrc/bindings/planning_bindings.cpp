@@ -71,7 +71,7 @@ void define_planning(py::module_& m) {
           plan.steps.push_back({parse_step_op(op), mesh_dim_set(mesh_dims, src.mesh()), before, after,
                                 parse_sharing(sharing), rounds, ordered});
         }
-        return view_of(from_bytes(to_bytes(plan)));  // which refuses what is no plan
+        return view_of(from_bytes(to_bytes(plan)));  // from_bytes refuses steps that do not make a plan
       },
       py::arg("src"), py::arg("dst"), py::arg("steps"), py::arg("backend"), py::arg("objective"), py::arg("topology"),
       py::arg("named_groups_only"));

@@ -1,4 +1,4 @@
-// _planner, continued: products in chunks, their predicted times and their programs.
+// _planner: products in chunks, their predicted times and their programs.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -13,7 +13,7 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
-// A number, or of a ring the distances of each chunk.
+// A number of chunks, or for a ring the distances of each chunk.
 using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
 
 Schedule schedule_of(const std::string& method, const Chunks& chunks, int64_t depth, int64_t sms_left) {
@@ -67,7 +67,7 @@ std::optional<int64_t> depth_of(const py::object& given) {
   return depth;
 }
 
-// By row or not, dtype of the result, and the plan of the moved operand's scales.
+// Whether scales are by row, the dtype of the result, and the plan for the scales of the moved operand.
 using ScalingParts = std::tuple<bool, std::string, std::optional<PlanView>>;
 
 std::optional<Scaling> scaling_of(const std::optional<ScalingParts>& parts) {

@@ -1,4 +1,4 @@
-// _planner, continued: products of placed tensors, planned as a whole.
+// _planner: plans of whole products.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -14,7 +14,7 @@ namespace {
 
 using ProductPlanPtr = std::shared_ptr<const ProductPlan>;
 
-// A number, or of a ring the distances of each chunk.
+// A number of chunks, or for a ring the distances of each chunk.
 using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
 
 ScheduleRequest request_of(const py::object& method, const std::optional<Chunks>& chunks, const py::object& depth) {
@@ -103,7 +103,7 @@ const GradientLayouts& gradients_of(const ProductPlanPtr& plan) {
   return *plan->layouts().gradients;
 }
 
-// Of operand, weights, results and biases, and of the operand while the product computes.
+// Whether the parts of operand, weights, results and biases have equal sizes, and those of the moved operand too.
 bool has_equal_parts(const ProductPlan& plan) {
   const ProductProblem& problem = plan.problem();
   bool all = problem.operand.has_equal_parts() && plan.layouts().operand.has_equal_parts();

@@ -1,4 +1,4 @@
-// _runtime: the executor for Python. Plans come as bytes from _planner.
+// _runtime: the executor for Python. It receives plans from _planner as bytes.
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -26,7 +26,8 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
-// Whether no mode, trace or transform is to see what this thread does, and no backward is under way, or may be.
+// Returns whether no dispatch mode, trace or transform watches this thread, and, unless `in_backward` allows it, no
+// backward is running on it.
 bool nothing_watches(bool in_backward) {
   return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
          !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PythonDispatcher) &&
@@ -34,11 +35,11 @@ bool nothing_watches(bool in_backward) {
          (in_backward || torch::autograd::get_current_node() == nullptr);
 }
 
-// Who looks at what this thread does.
+// Functions that tell what watches the calling thread, and which thread it is.
 void define_watching(py::module_& m) {
   m.def("nothing_watches", &nothing_watches, py::arg("in_backward"));
-  // As autograd numbers threads: of this one, and of that which made the node whose backward runs now. Backwards of
-  // nodes on other devices than CPU run on threads of autograd's.
+  // Autograd's number of this thread, and of the thread that made the node whose backward is running. The two differ
+  // because backwards of nodes on devices other than CPU run on autograd's own threads.
   m.def("thread_id", &at::RecordFunction::currentThreadId);
   m.def("thread_of_current_node", [] {
     const auto node = torch::autograd::get_current_node();
@@ -60,16 +61,16 @@ void define_tracing(py::module_& m) {
       py::call_guard<py::gil_scoped_release>());
 }
 
-// What a device that torch knows from an extension brings along.
+// Hooks for devices that are implemented in an extension of torch.
 void define_devices(py::module_& m) {
-  // For a device that torch knows from an extension, before torch 2.15: the address of a CaptureQuery.
+  // Before torch 2.15: registers a CaptureQuery by its address.
   m.def(
       "register_capture_query",
       [](const std::string& device_type, uintptr_t address) {
         register_capture_query(c10::Device(device_type).type(), reinterpret_cast<CaptureQuery>(address));
       },
       py::arg("device_type"), py::arg("address"));
-  // Likewise the address of a DeviceCopy.
+  // Registers a DeviceCopy by its address.
   m.def(
       "register_device_copy",
       [](const std::string& device_type, uintptr_t address) {
@@ -84,7 +85,8 @@ void define_settings(py::module_& m) {
       "set_sm_carveout",
       [](const py::object& sms) {
         const int64_t count = integer(sms, "sms");
-        check_user(count <= std::numeric_limits<int>::max(), "sms: ", count, "; no GPU has as many");
+        check_user(count <= std::numeric_limits<int>::max(), "sms: ", count, "; allowed are at most ",
+                   std::numeric_limits<int>::max());
         set_sm_carveout(static_cast<int>(count));
       },
       py::arg("sms"));

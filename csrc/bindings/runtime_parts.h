@@ -1,4 +1,4 @@
-// The parts of _runtime, one file each.
+// The parts of _runtime, each defined in a file of its own.
 #pragma once
 
 #include <pybind11/pybind11.h>

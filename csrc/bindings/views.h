@@ -1,4 +1,4 @@
-// What several parts of _planner share.
+// Types and functions that several parts of _planner share.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -24,7 +24,7 @@ struct PlanView {
 
 inline PlanView view_of(Plan plan) { return {std::make_shared<const CertifiedPlan>(std::move(plan))}; }
 
-// Wrapped, because pybind11 takes a variant apart.
+// Wrapped, because pybind11 would convert the variant to its alternative.
 struct MatmulView {
   Matmul matmul;
 };
@@ -35,10 +35,10 @@ inline int64_t position_of(const Layout& layout, int64_t rank) {
   return *position;
 }
 
-// Throws UserError naming the mesh dim that is not there.
+// Throws a UserError that names a mesh dim which the mesh does not have.
 MeshDimSet mesh_dim_set(const std::vector<int64_t>& mesh_dims, const Mesh& mesh);
 
-// What a file each defines, in the order in which they need each other.
+// Each is defined in a file of its own. They are called in this order, because later ones use earlier ones' types.
 void define_topology(pybind11::module_& m);
 void define_mesh(pybind11::module_& m);
 void define_layout(pybind11::module_& m);

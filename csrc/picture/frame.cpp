@@ -25,7 +25,7 @@ constexpr size_t kMaxTitleChars = 110;
 constexpr size_t kMaxPlacementsChars = 28;
 constexpr size_t kMaxStepChars = 36;
 
-// What a local step does, for those who do not know its name.
+// What a local step does, for readers who do not know its name.
 const char* explanation_of(StepOp op) {
   switch (op) {
     case StepOp::kSlice:
@@ -50,7 +50,7 @@ std::string subtitle_of(const Plan& plan) {
                 bytes_text(lower_bound(plan.src, plan.dst).bytes_max), ". (", how, ")");
 }
 
-// A dim that the tensor lacks is as wide as one element.
+// A dim that the tensor does not have is drawn as one element.
 int64_t extent(const std::vector<int64_t>& shape, int dim) { return dim < 0 ? 1 : shape[dim]; }
 
 IntervalList intervals(const Region& part, int dim) { return dim < 0 ? IntervalList{{0, 1}} : part[dim]; }
@@ -77,7 +77,7 @@ DrawnDims drawn_dims(const std::vector<Layout>& states) {
     (is_cut ? cut : whole).push_back(t);
   }
   std::vector<int> drawn(cut.begin(), cut.begin() + std::min<int64_t>(2, cut.size()));
-  // The last dims fill up: matrices in a batch are what people see first.
+  // The last dims fill the remaining places: a batch is usually seen as a batch of matrices.
   while (drawn.size() < 2 && !whole.empty()) {
     drawn.push_back(whole.back());
     whole.pop_back();
@@ -86,7 +86,7 @@ DrawnDims drawn_dims(const std::vector<Layout>& states) {
   DrawnDims dims;
   if (!drawn.empty()) dims.across = drawn.back();
   if (drawn.size() == 2) dims.down = drawn.front();
-  if (cut.size() > 2) dims.beside.assign(cut.begin() + 2, cut.end());
+  if (cut.size() > 2) dims.strips.assign(cut.begin() + 2, cut.end());
   return dims;
 }
 
@@ -138,7 +138,7 @@ PictureFrame::PictureFrame(const Plan& plan, double labels_width, double column_
       steps_(plan.steps) {
   if (steps_.empty()) steps_.push_back(Step{StepOp::kSlice, {}, plan.src, plan.dst});
 
-  // Few columns stretch below a long title.
+  // Under a long title, few columns are spread out.
   const double title_width =
       std::max(text_width(shortened(title_, kMaxTitleChars), kTitle), text_width(subtitle_, kSubtitle));
   const double spare = title_width - labels_width - column_width * static_cast<double>(states_.size()) - 60;

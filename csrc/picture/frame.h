@@ -1,5 +1,5 @@
-// What both kinds of picture share: a title, a column for each state with its placements, a gap for each step with what
-// the step does and costs, and a legend.
+// The parts that both kinds of picture share: a title, a column for each state with its placements, a gap for each step
+// that says what the step does and costs, and a legend.
 #pragma once
 
 #include <string>
@@ -10,24 +10,26 @@
 
 namespace shardwright {
 
-// For up to kMaxRanksDrawn ranks; for any number.
+// Draws a row per rank, for up to kMaxRanksDrawn ranks.
 std::string picture_by_rank(const Plan& plan);
+// Draws a row per mesh dim, for any number of ranks.
 std::string picture_by_mesh_dim(const Plan& plan);
 
-// Which tensor dims a box shows: `down` and `across`, -1 where the tensor has too few. Dims that some state cuts come
-// first; `beside` has those for which there is no room.
+// The tensor dims that a box shows: `down` and `across`, -1 if the tensor has too few dims. Dims that some state cuts
+// come first; cut dims that do not fit are in `strips`.
 struct DrawnDims {
   int down = -1;
   int across = -1;
-  std::vector<int> beside;
+  std::vector<int> strips;
 };
 
 DrawnDims drawn_dims(const std::vector<Layout>& states);
 
-// Size of the box that shows a tensor, at most `height` high: its own proportions, within what can still be read.
+// The size of the box that shows a tensor, at most `height` high. It has the tensor's proportions, within limits that
+// keep it readable.
 Rect box_size(const std::vector<int64_t>& shape, const DrawnDims& drawn, double height);
 
-// The stretches of a box that the part takes: the product of its intervals on the drawn dims. None where that would be
+// The rectangles of a box that a part covers: the product of its intervals on the drawn dims. Empty if there would be
 // more than `max_rects`.
 constexpr size_t kMaxRectsDrawn = 128;
 std::vector<Rect> rects_of(const Region& part, const std::vector<int64_t>& shape, const DrawnDims& drawn,
@@ -36,12 +38,12 @@ std::vector<Rect> rects_of(const Region& part, const std::vector<int64_t>& shape
 // "[0:4, 2:5]"
 std::string indices_text(const Region& part);
 
-// Source, what each step leads to, destination: one more than steps, and two where there is no step.
+// The source, the layout after each step, and the destination: one more than there are steps, or two without steps.
 std::vector<Layout> states_of(const Plan& plan);
 
 class PictureFrame {
  public:
-  // `labels_width` is left of the first column; columns are at least `column_width` wide.
+  // `labels_width` is kept free to the left of the first column; columns are at least `column_width` wide.
   PictureFrame(const Plan& plan, double labels_width, double column_width);
 
   // A plan without steps gets one that keeps everything.
@@ -54,9 +56,9 @@ class PictureFrame {
 
   void draw_heads(Svg& svg) const;
 
-  // A line below the picture, with what it explains in front: a swatch of this fill, if not empty.
+  // Adds a line to the legend, preceded by a swatch of this fill unless it is empty.
   void explain(const std::string& words, const std::string& fill = {}, bool striped = false);
-  // Draws the legend and gives the document. `right` is where the picture ends.
+  // Draws the legend and returns the document. `right` and `bottom` are where the picture ends.
   std::string page(Svg& svg, double right, double bottom) const;
 
  private:

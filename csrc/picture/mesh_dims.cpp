@@ -1,4 +1,5 @@
-// A row per mesh dim, drawn as circuits are: a wire each, and a bar with a knot on every wire that a step spans.
+// Draws a row per mesh dim like a circuit diagram: each mesh dim is a wire, and each step is a bar with a dot on every
+// wire that it spans.
 #include <algorithm>
 
 #include "picture/frame.h"
@@ -13,7 +14,7 @@ constexpr double kIcon = 34;
 constexpr double kCellWidth = 150;
 constexpr double kRow = 56;
 constexpr double kTensorHeight = 90;
-constexpr int64_t kMaxPartsDrawn = 16;  // to a side of the tensor
+constexpr int64_t kMaxPartsDrawn = 16;  // along each side of the tensor
 constexpr const char* kWire = "#BBBBBB";
 constexpr const char* kSpans = "#BB3311";
 constexpr const char* kReplicated = "#9AA5B1";
@@ -25,7 +26,7 @@ constexpr size_t kMaxNameChars = 20;
 
 const char* colour_of_dim(int64_t tensor_dim) { return colour_of(tensor_dim % 2 == 0 ? tensor_dim : tensor_dim + 6); }
 
-// "2nd"
+// 2 gives "2nd".
 std::string ordinal(size_t n) { return concat(n, n == 1 ? "st" : n == 2 ? "nd" : n == 3 ? "rd" : "th"); }
 
 class MeshDimPicture {
@@ -116,7 +117,8 @@ class MeshDimPicture {
     svg_.text(icon.x + kIcon + 8, icon.y + 29, note(layout, mesh_dim), kNote);
   }
 
-  // First of `num_ranks` slices, or of as many as can be told apart; of every piece, where the cut is strided.
+  // Fills the first of `num_ranks` slices, or of as many as can be told apart. If the cut is strided, fills the first
+  // slice of each piece.
   void draw_cut_icon(const Rect& icon, const Placement& placement, int64_t num_ranks) {
     const auto pieces = static_cast<double>(std::min<int64_t>(placement.split_factor, 3));
     const auto slices = pieces * static_cast<double>(std::min<int64_t>(num_ranks, pieces > 1 ? 4 : 8));
@@ -162,7 +164,7 @@ class MeshDimPicture {
     const Region part = layout.region(0);
     std::string d;
     for (Rect rect : rects_of(part, layout.shape(), drawn_, box)) {
-      // A part of thousands is still to be seen: as one of as many as are drawn.
+      // Even one part of thousands stays visible: it is drawn as large as one of kMaxPartsDrawn.
       rect.w = std::max(rect.w, box.w / kMaxPartsDrawn);
       rect.h = std::max(rect.h, box.h / kMaxPartsDrawn);
       d += rect_path(rect);

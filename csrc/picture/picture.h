@@ -1,11 +1,11 @@
-// A plan as a picture: who holds what before, who sends what to whom, who holds what afterwards.
+// Draws a plan as a picture: who holds what before, who sends what to whom, who holds what afterwards.
 //
 // On meshes of up to kMaxRanksDrawn ranks, each rank has a row. It has a box for each state, which is the whole tensor
 // with the rank's part filled in the colours of the ranks that it came from, and an arrow for each message. On larger
 // meshes each mesh dim has a row with its placement in each state; such a picture costs the same for any number of
 // ranks.
 //
-// Equal plans give equal text. The document loads nothing from elsewhere and runs no code.
+// Equal plans give equal text. The document loads no other files and runs no code.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +17,10 @@ namespace shardwright {
 
 constexpr int64_t kMaxRanksDrawn = 16;
 
-// A standalone SVG document. On hover, parts and arrows show whose they are, which indices and how many bytes.
+// Returns a standalone SVG document. On hover, parts and arrows show their ranks, indices and number of bytes.
 std::string to_svg(const Plan& plan);
 
-// A page for the browser, well-formed as XML too: the picture, and the plan in words.
+// Returns an HTML page that is also well-formed XML: the picture, and the plan as text.
 std::string to_html(const Plan& plan);
 
 }  // namespace shardwright

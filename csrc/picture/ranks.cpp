@@ -1,4 +1,4 @@
-// A row per rank. Everything here walks all ranks and all pairs of a group: for small meshes.
+// Draws a row per rank. Everything here visits all ranks and all pairs of a group, so it is only for small meshes.
 #include <algorithm>
 #include <map>
 
@@ -14,16 +14,16 @@ namespace {
 
 constexpr const char* kZeros = "#D8D8D8";
 constexpr const char* kStays = "#BBBBBB";
-constexpr const char* kBeside = "#777777";
+constexpr const char* kStrip = "#777777";
 constexpr TextStyle kRank{13, "start", "#111111", true};
 constexpr TextStyle kCoordinate{10, "start", "#555555", false};
 constexpr TextStyle kRankAgain{11, "start", "#555555", false};
 constexpr TextStyle kEmpty{10, "middle", "#888888", false};
 constexpr size_t kMaxCoordinateChars = 30;
-constexpr double kBesideHeight = 6;  // of the strip for a dim that the box has no room for
+constexpr double kStripHeight = 6;  // for a dim that the box has no room for
 constexpr double kTip = 7;
 
-// What the rank at one position has from that at another, or kept itself, in a step.
+// What the rank at position `to` gets in a step from the rank at position `from`, or keeps if the two are equal.
 struct Parcel {
   int64_t from = 0;
   int64_t to = 0;
@@ -33,7 +33,7 @@ struct Parcel {
 
 bool reduces(const Step& step) { return step.op == StepOp::kReduceScatter || step.op == StepOp::kAllReduce; }
 
-// The indices in both. `intersect` gives places, these are what the places hold.
+// Returns the indices that are in both lists. (`intersect` returns the places of these indices instead.)
 IntervalList shared_intervals(const IntervalList& a, const IntervalList& b) {
   IntervalList shared;
   for (size_t i = 0, j = 0; i < a.size() && j < b.size(); a[i].end < b[j].end ? ++i : ++j) {
@@ -49,8 +49,8 @@ Region shared_part(const Region& a, const Region& b) {
   return shared;
 }
 
-// Appends the boxes that elements [range) of `whole`, in packed order, consist of; dims before `t` are settled. Of
-// 3 x 4 elements, [2,9) is the end of the first row, all of the second and the beginning of the third.
+// Appends the boxes that make up the elements [range) of `whole` in packed order; dims before `t` are already fixed. Of
+// 3 x 4 elements, [2,9) is the end of the first row, the whole second row, and the beginning of the third.
 void add_boxes(const Region& whole, size_t t, Interval range, Region box, std::vector<Region>& boxes) {
   if (range.begin >= range.end) return;
   if (t == whole.size()) return boxes.push_back(std::move(box));
@@ -72,7 +72,7 @@ void add_boxes(const Region& whole, size_t t, Interval range, Region box, std::v
   if (last * row < range.end) within(last, 0, range.end - last * row);
 }
 
-// Of the group of one position.
+// Appends all messages of a step in the group of one position.
 void add_transfers(const Step& step, int64_t position, std::vector<Parcel>& parcels) {
   const int64_t item = step.before.dtype().size_bytes();
   const Transfers transfers(step, position);
@@ -89,7 +89,8 @@ void add_transfers(const Step& step, int64_t position, std::vector<Parcel>& parc
   }
 }
 
-// What every rank has after the step and from whom, by sender, then receiver. Of reductions only what is kept.
+// What every rank has after the step and where it came from, sorted by sender, then receiver. For reductions only what
+// ranks keep.
 std::vector<Parcel> parcels_of(const Step& step) {
   std::vector<Parcel> parcels;
   const Mesh& mesh = step.before.mesh();
@@ -107,7 +108,7 @@ std::vector<Parcel> parcels_of(const Step& step) {
   return parcels;
 }
 
-// "sum", for a step or what a layout has pending.
+// The name of the layout's pending reduction over some of these mesh dims, such as "sum"; empty if there is none.
 std::string op_text(const Layout& layout, MeshDimSet mesh_dims) {
   for (const int d : (mesh_dims & layout.partial_dims()).to_vector()) {
     return reduce_op_name(layout.placements()[d].op);
@@ -123,8 +124,8 @@ class RankPicture {
         drawn_(drawn_dims(states_of(plan))),
         box_(box_size(plan.src.shape(), drawn_, box_height(mesh_.size()))),
         frame_(plan, labels_width(), box_.w) {
-    const double beside = static_cast<double>(drawn_.beside.size()) * (kBesideHeight + 2);
-    pitch_ = std::max(box_.h + beside, 34.0) + 14;
+    const double strips = static_cast<double>(drawn_.strips.size()) * (kStripHeight + 2);
+    pitch_ = std::max(box_.h + strips, 34.0) + 14;
     for (const Step& step : frame_.steps()) parcels_.push_back(parcels_of(step));
     for (const std::vector<Parcel>& step : parcels_) {
       for (const Parcel& parcel : step) {
@@ -211,7 +212,7 @@ class RankPicture {
                                          : "fill=\"#F6F6F6\" stroke=\"#AAAAAA\"");
     draw_parts(state, position, box, held);
     if (is_pending) draw_stripes(held, box);
-    draw_beside(held, box);
+    draw_strips(held, box);
     if (num_elements(held) == 0) {
       svg_.text(box.x + box.w / 2, box.y + box.h / 2 + 4, is_nothing ? "no elements" : "empty", kEmpty);
     }
@@ -238,7 +239,7 @@ class RankPicture {
     }
   }
 
-  // Parts that differ only in dims that are not drawn.
+  // Returns whether some parts cannot be told apart because they differ only in dims that are not drawn.
   bool lie_behind_one_another(const std::vector<Parcel>& parcels) const {
     const auto meet = [](const Region& a, const Region& b, int dim) {
       return dim < 0 || intersection_length(a[dim], b[dim]) > 0;
@@ -276,7 +277,7 @@ class RankPicture {
         words, ink_on(colour));
   }
 
-  // Where there is room.
+  // Writes the words if there is room.
   void write_into(const Rect& rect, const std::string& words, const char* ink) {
     const TextStyle style{std::clamp(rect.h - 1.5, 8.0, 11.0), "middle", ink, false};
     if (words.empty() || rect.h < style.size + 1 || rect.w < text_width(words, style) + 2) return;
@@ -294,7 +295,7 @@ class RankPicture {
     svg_.path(d, concat("fill=\"", colour, "\" ", attributes), title);
   }
 
-  // Too many pieces to draw: the range they lie in.
+  // The range that encloses a part, which is drawn instead of too many pieces.
   Region range_of(const Region& part) const {
     Region range;
     for (const IntervalList& list : part) range.push_back({{list.front().begin, list.back().end}});
@@ -315,14 +316,14 @@ class RankPicture {
     svg_.stripes(d);
   }
 
-  // A strip below the box for each dim that is cut and not drawn.
-  void draw_beside(const Region& held, const Rect& box) {
+  // Draws a strip below the box for each cut dim that the box does not show.
+  void draw_strips(const Region& held, const Rect& box) {
     double y = box.y + box.h + 2;
-    for (const int t : drawn_.beside) {
-      const Rect strip{box.x, y, box.w, kBesideHeight};
+    for (const int t : drawn_.strips) {
+      const Rect strip{box.x, y, box.w, kStripHeight};
       svg_.path(rect_path(strip), "fill=\"#F6F6F6\" stroke=\"#AAAAAA\" stroke-width=\"0.7\"");
       if (num_elements(held) > 0) {
-        fill(rects_of({held[t]}, {plan_.src.shape()[t]}, {-1, 0, {}}, strip), kBeside, "", "");
+        fill(rects_of({held[t]}, {plan_.src.shape()[t]}, {-1, 0, {}}, strip), kStrip, "", "");
       }
       y += kBesideHeight + 2;
     }
@@ -330,18 +331,18 @@ class RankPicture {
 
   // ---- who sends what to whom
 
-  // Where many meet, no wider than leaves them apart.
+  // The width grows with the bytes, but leaves space between arrows where many meet.
   double arrow_width(int64_t bytes, size_t neighbours) const {
     const double share = static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(widest_bytes_, 1));
     return std::min(1.1 + 2.4 * share, 0.45 * box_.h / static_cast<double>(neighbours));
   }
 
-  // Where the `index`-th of `count` arrows meets the side of a box.
+  // The height at which the `index`-th of `count` arrows meets the side of a box.
   double berth(int64_t position, size_t index, size_t count) const {
     return row(position) + box_.h * (static_cast<double>(index) + 0.5) / static_cast<double>(count);
   }
 
-  // Arrows leave and arrive in the order of their other ends, so that those of one rank do not cross each other.
+  // Arrows are ordered by their other ends, so that the arrows of one rank do not cross.
   void draw_arrows(size_t index) {
     const std::vector<Parcel>& parcels = parcels_[index];
     std::vector<size_t> leaving(mesh_.size(), 0);
@@ -362,7 +363,7 @@ class RankPicture {
     }
   }
 
-  // From one corner of `span` to the other.
+  // Draws the arrow from one corner of `span` to the opposite one.
   void draw_arrow(const Parcel& parcel, double width, const Rect& span) {
     const bool stays = parcel.from == parcel.to;
     const char* colour = stays ? kStays : colour_of(parcel.from);
@@ -392,8 +393,8 @@ class RankPicture {
     }
   }
 
-  // A knot that all of the group lead to, and the results from it. The knots of groups lie apart: each is the mean of
-  // a group's rows, and groups are alike but for where they begin.
+  // Draws a circle to which arrows lead from all ranks of the group, and the results from it. The circles of two groups
+  // do not coincide: each is at the mean of its group's rows, and groups differ by a shift.
   void draw_reduction(size_t index, const Step& step, const std::vector<int64_t>& group) {
     double y = 0;
     for (const int64_t member : group) y += row(member) + box_.h / 2;
@@ -437,8 +438,8 @@ class RankPicture {
       text = concat("A box is the whole tensor: ", dim_text(drawn_.down), " runs down, ", dim_text(drawn_.across),
                     " to the right");
     }
-    for (const int t : drawn_.beside) text += concat("; ", dim_text(t), " is the strip below");
-    const size_t hidden = plan_.src.shape().size() - 2 - drawn_.beside.size();
+    for (const int t : drawn_.strips) text += concat("; ", dim_text(t), " is the strip below");
+    const size_t hidden = plan_.src.shape().size() - 2 - drawn_.strips.size();
     if (plan_.src.ndim() > 2 && hidden > 0) text += "; other dims are held whole and not drawn";
     return text + ".";
   }

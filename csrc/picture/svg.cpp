@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kReplacement = "\xEF\xBF\xBD";
 
-// Bytes of the character that `text` begins with; 0 where those are no character that XML allows.
+// The number of bytes of the character at the beginning of `text`; 0 if it is not a character that XML allows.
 size_t character_bytes(std::string_view text) {
   const auto byte = [&](size_t i) -> uint32_t { return i < text.size() ? static_cast<uint8_t>(text[i]) : 0; };
   const uint32_t first = byte(0);
@@ -29,7 +29,7 @@ size_t character_bytes(std::string_view text) {
                                                                                                                : count;
 }
 
-// One character each, as XML may hold them.
+// Splits text into characters, and replaces those that XML does not allow.
 std::vector<std::string> characters(std::string_view text) {
   std::vector<std::string> all;
   while (!text.empty()) {
@@ -40,7 +40,7 @@ std::vector<std::string> characters(std::string_view text) {
   return all;
 }
 
-// Paul Tol's muted and vibrant schemes, put in an order in which neighbours differ in lightness.
+// Paul Tol's muted and vibrant schemes, ordered so that neighbours differ in lightness.
 struct Colour {
   const char* fill;
   const char* ink;
@@ -146,7 +146,7 @@ void Svg::tip(double x, double y, double size) {
   path(concat("M", px(x), " ", px(y), "l", px(-size), " ", px(-size / 2), "v", px(size), "z"), "stroke=\"none\"");
 }
 
-// Stripes let the pointer through to the titles of what they cover.
+// Stripes ignore the pointer, so that the titles of the shapes below them still show.
 void Svg::stripes(const std::string& d) { path(d, "fill=\"url(#sw-stripes)\" pointer-events=\"none\""); }
 
 std::string Svg::page(double width, double height, const std::string& title) const {

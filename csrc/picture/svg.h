@@ -1,4 +1,4 @@
-// As much of Scalable Vector Graphics as pictures of plans need. Lengths are in pixels, and y points down.
+// The subset of SVG that pictures of plans need. Lengths are in pixels, and y points down.
 #pragma once
 
 #include <string>
@@ -7,14 +7,14 @@
 
 namespace shardwright {
 
-// Text made safe between tags and in attributes, also in HTML. Control characters and bytes that are not UTF-8, which
-// XML does not allow anywhere, become U+FFFD.
+// Escapes text for use between tags and in attributes, also in HTML. Control characters and bytes that are not UTF-8,
+// which XML does not allow, become U+FFFD.
 std::string escaped(std::string_view text);
 
-// At most `max_chars` characters of valid UTF-8, the last three of them dots where some are left out.
+// Shortens text to at most `max_chars` characters of valid UTF-8, ending with three dots if some were left out.
 std::string shortened(const std::string& text, size_t max_chars);
 
-// A length to two decimals, without trailing zeros.
+// Formats a length with at most two decimals, without trailing zeros.
 std::string px(double length);
 
 struct Rect {
@@ -26,7 +26,7 @@ struct Rect {
 
 std::string rect_path(const Rect& rect);
 
-// A line that leaves and arrives level.
+// A curve that begins and ends horizontally.
 std::string curve_path(double x0, double y0, double x1, double y1);
 
 struct TextStyle {
@@ -36,30 +36,31 @@ struct TextStyle {
   bool bold = false;
 };
 
-// What no common sans-serif font exceeds by much: viewers bring their own, and nothing may run into its neighbour.
+// An estimate of the width of text that common sans-serif fonts do not exceed by much. The font depends on the viewer,
+// and texts must not run into each other.
 double text_width(const std::string& text, const TextStyle& style = {});
 double widest(const std::vector<std::string>& lines, const TextStyle& style = {});
 
-// 16 colours, which repeat. Where colour-blind people cannot distinguish the hues, the lightness differs.
+// One of 16 colours, which repeat. Colours whose hues colour-blind people cannot distinguish differ in lightness.
 const char* colour_of(int64_t index);
-// Black or white, whichever reads better on that colour.
+// Black or white, whichever is easier to read on that colour.
 const char* ink_on(int64_t index);
 
 class Svg {
  public:
-  // `title` is shown on hover. Words and titles are escaped here; attributes are written as they are.
+  // `title` is shown on hover. Words and titles are escaped; attributes are written as they are.
   void text(double x, double y, const std::string& words, const TextStyle& style = {}, const std::string& title = {});
   void path(const std::string& d, const std::string& attributes, const std::string& title = {});
   void circle(double x, double y, double radius, const std::string& attributes, const std::string& title = {});
   void open_group(const std::string& attributes, const std::string& title = {});
   void close_group();
-  // Arrow tip, its point at (x, y), in the fill of its group.
+  // An arrow tip that points to (x, y), in the fill of its group.
   void tip(double x, double y, double size);
 
-  // White stripes over a path.
+  // Draws white stripes over a path.
   void stripes(const std::string& d);
 
-  // The whole file, on a white background, with `title` as its name.
+  // Returns the whole document, with this title, on a white background.
   std::string page(double width, double height, const std::string& title) const;
 
  private:

@@ -16,8 +16,8 @@
 namespace shardwright {
 namespace {
 
-// Ranks, itself included, that some rank needs data of; where parts are unequal, by how much more it needs than it
-// held.
+// The number of ranks, itself included, whose data some rank needs. Where parts have no digits, a lower bound: how many
+// of the largest source parts fit into the largest destination part.
 int64_t sources(const Layout& src, const Layout& dst) {
   const MeshDimSet reduced = src.partial_dims() - dst.partial_dims();
   const SharedElements shared(src, dst);
@@ -33,7 +33,7 @@ int64_t sources(const Layout& src, const Layout& dst) {
 bool keeps_replicas_equal(const Plan& plan) {
   for (const Step& step : plan.steps) {
     if (step.op != StepOp::kAllReduce && step.op != StepOp::kReduceScatter) continue;
-    if (!plan.lowering.reduces || step.ordered) continue;  // in the order of positions
+    if (!plan.lowering.reduces || step.ordered) continue;  // reduced in the order of positions
     if (!step.before.replicated_dims().empty()) return false;
   }
   return true;
@@ -41,13 +41,13 @@ bool keeps_replicas_equal(const Plan& plan) {
 
 bool reduces(const Plan& plan) { return !(plan.src.partial_dims() - plan.dst.partial_dims()).empty(); }
 
-// "3 steps of 12 messages together, predicted 214 us"
+// "3 steps with 12 messages, predicted 214 us"
 std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
   return concat(count_text(traffic.steps, "step"), " with ", count_text(traffic.messages_max, "message"),
                 ", predicted ", microseconds_text(predicted_picoseconds(plan)));
 }
 
-// The plan of fewest bytes. One move that meets the bound is that, without a search.
+// The plan with the fewest bytes. A single move that meets the bound is that plan, so no search is needed.
 Plan leanest_plan(const Plan& plan, const Bound& bound) {
   PlanOptions options{plan.lowering, Objective::kBytes, false, plan.topology};
   for (const Step& step : plan.steps) options.ordered = options.ordered || step.ordered;
@@ -62,17 +62,17 @@ Plan leanest_plan(const Plan& plan, const Bound& bound) {
   return make_plan(plan.src, plan.dst, options);
 }
 
-// Why more is received than must be: what the plan of fewest bytes would take instead.
+// Explains why more than the bound is received: what the plan with the fewest bytes would take instead.
 std::string about_bytes(const Plan& plan, const Certificate& certificate) {
   const Plan leanest = leanest_plan(plan, certificate.received);
   const TrafficTotals theirs = totals(leanest);
   const TrafficTotals& ours = certificate.traffic;
   const std::string received =
       concat("the worst rank receives ", times_text(ours.received_bytes_max, certificate.received.bytes_max),
-             reduces(plan) ? " the mean of what must travel" : " what it must");
-  if (theirs.received_bytes_max >= ours.received_bytes_max) return received + "; no plan known receives less";
-  return concat(received, ", in ", in_short(plan, ours), "; fewest bytes (", bytes_text(theirs.received_bytes_max),
-                ") would take ", in_short(leanest, theirs));
+             reduces(plan) ? " an even share of what must travel" : " the bytes that it needs");
+  if (theirs.received_bytes_max >= ours.received_bytes_max) return received + "; no known plan receives less";
+  return concat(received, ", in ", in_short(plan, ours), "; the plan with the fewest bytes (",
+                bytes_text(theirs.received_bytes_max), ") takes ", in_short(leanest, theirs));
 }
 
 }  // namespace
@@ -118,13 +118,14 @@ std::vector<std::string> remarks(const Plan& plan, const Certificate& certificat
   std::vector<std::string> sentences;
   if (traffic.received_bytes_max > certificate.received.bytes_max) sentences.push_back(about_bytes(plan, certificate));
   if (!traffic.sum_is_exact) {
-    sentences.push_back(concat("received by all ranks: between ", bytes_text(certificate.received.bytes_sum), " and ",
-                               bytes_text(traffic.received_bytes_sum), "; the mesh is too large to count"));
+    sentences.push_back(concat("all ranks together receive between ", bytes_text(certificate.received.bytes_sum),
+                               " and ", bytes_text(traffic.received_bytes_sum),
+                               "; the mesh is too large for an exact sum"));
   } else if (traffic.received_bytes_sum > certificate.received.bytes_sum &&
              traffic.received_bytes_max <= certificate.received.bytes_max) {
     sentences.push_back(concat("all ranks together receive ",
                                times_text(traffic.received_bytes_sum, certificate.received.bytes_sum),
-                               " what must travel; the worst rank does not receive more for it"));
+                               " what must travel; the worst rank receives no more than its bound"));
   }
   if (traffic.sent_bytes_max > certificate.least_sent_bytes) {
     sentences.push_back(concat("the busiest rank sends ",
@@ -132,32 +133,32 @@ std::vector<std::string> remarks(const Plan& plan, const Certificate& certificat
                                " an even share of what must travel"));
   }
   if (traffic.messages_max > certificate.least_messages) {
-    sentences.push_back(concat(count_text(traffic.messages_max, "message"),
-                               ", where passing on what others sent takes ", certificate.least_messages,
-                               " at least, in as many steps"));
+    sentences.push_back(concat(count_text(traffic.messages_max, "message"), "; the bound of ",
+                               certificate.least_messages,
+                               " assumes that ranks forward each other's data, one message per step"));
   }
   if (traffic.steps > certificate.least_steps) {
-    sentences.push_back(concat(count_text(traffic.steps, "step"), ", where ", certificate.least_steps,
-                               " may do: fewer are dearer, move more at once, or need more memory"));
+    sentences.push_back(concat(count_text(traffic.steps, "step"), "; the bound is ", certificate.least_steps,
+                               ", but fewer steps are slower, move more data, or need more memory"));
   }
   if (certificate.peak_bytes > certificate.least_peak_bytes) {
     sentences.push_back(concat("temporaries take ", bytes_text(certificate.peak_bytes - certificate.least_peak_bytes),
-                               " beside the result; memory_limit makes them smaller"));
+                               " in addition to the result; memory_limit can reduce that"));
   }
   if (certificate.predicted_ps > certificate.least_ps) {
-    sentences.push_back(concat("predicted ", times_text(certificate.predicted_ps, certificate.least_ps),
-                               " the least time that is proved for any plan"));
+    sentences.push_back(concat("the predicted time is ", times_text(certificate.predicted_ps, certificate.least_ps),
+                               " the lower bound for any plan"));
   }
   if (!traffic.maxima_are_exact) {
     sentences.push_back(
-        "bytes and messages of the worst rank are those of the outermost ranks; the mesh is too large to look at all");
+        "bytes and messages of the worst rank are those of the outermost ranks; the mesh is too large to examine all");
   }
   if (!certificate.peak_is_exact) {
-    sentences.push_back("peak memory is that of the outermost ranks; the mesh is too large to look at all");
+    sentences.push_back("peak memory is that of the outermost ranks; the mesh is too large to examine all");
   }
   if (!certificate.replicas_are_bitwise_equal) {
     sentences.push_back(
-        "replicas are reduced apart and may differ in their last bits; reduce=\"ordered\" promises equal ones");
+        "replicas are reduced separately and may differ in their last bits; reduce=\"ordered\" makes them equal");
   }
   return sentences;
 }

@@ -1,4 +1,4 @@
-// How good a plan is: its figures beside what no plan can go below, and why it does not meet a bound where it does not.
+// Certificates show how good a plan is: each figure next to a lower bound for any plan, and why a bound is not met.
 #pragma once
 
 #include <cstdint>
@@ -14,21 +14,21 @@ namespace shardwright {
 struct Certificate {
   TrafficTotals traffic;
   int64_t peak_bytes = 0;
-  bool peak_is_exact = true;  // else some rank may allocate more
+  bool peak_is_exact = true;  // if not, some rank may allocate more
   int64_t predicted_ps = 0;
-  // Replicas of a reduced element hold the same bits: it is reduced in one group and then shared, or in the same order
-  // everywhere. Only what is reduced can differ.
+  // Whether all replicas of a reduced element hold the same bits, because it is reduced in one group and then
+  // distributed, or in the same order everywhere. Elements that are not reduced cannot differ.
   bool replicas_are_bitwise_equal = true;
 
   Bound received;                // bytes
-  int64_t least_sent_bytes = 0;  // by the worst rank: all must be sent by somebody
-  int64_t least_messages = 0;    // a rank learns of twice as many ranks with each message at best
-  int64_t least_steps = 0;       // that communicate
-  int64_t least_peak_bytes = 0;  // the destination, where it is not the source itself
-  int64_t least_ps = 0;          // by the topology
+  int64_t least_sent_bytes = 0;  // by the worst rank: an even share of all bytes that must be sent
+  int64_t least_messages = 0;    // each message at best doubles the number of ranks whose data a rank has
+  int64_t least_steps = 0;       // steps that communicate
+  int64_t least_peak_bytes = 0;  // the destination, unless it is the source itself
+  int64_t least_ps = 0;          // with the plan's topology
 };
 
-// Every figure that has a bound, by the name that Python and JSON give it.
+// The figures that have a bound, under the names that Python and JSON use.
 struct Figure {
   const char* name;
   int64_t value;
@@ -36,12 +36,13 @@ struct Figure {
 };
 std::vector<Figure> figures_of(const Certificate& certificate);
 
-// `peak_bytes`: of the program of the worst rank (planning/fit.h).
+// `peak_bytes` is that of the worst rank's program (planning/fit.h).
 Certificate certify(const Plan& plan, const PeakBytes& peak_bytes);
-// With totals and bound of the plan that are known already.
+// The same with the plan's totals and bound, where they are already known.
 Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound& received, const PeakBytes& peak_bytes);
 
-// A sentence for each bound that is not met, and for what the plan cannot promise. Plans once more, for comparison.
+// Returns a sentence for each bound that is not met, and for each property that the plan cannot guarantee. Makes the
+// plan with the fewest bytes for comparison.
 std::vector<std::string> remarks(const Plan& plan, const Certificate& certificate);
 
 }  // namespace shardwright

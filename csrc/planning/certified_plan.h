@@ -1,4 +1,4 @@
-// A plan with its figures.
+// Plans together with their figures.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,8 @@
 
 namespace shardwright {
 
-// A plan, and what there is to know of it, worked out once when it is first asked for. Any thread may ask.
+// A plan whose traffic, bound, peak memory, certificate and remarks are each computed on first use and then kept.
+// Thread-safe.
 class CertifiedPlan {
  public:
   explicit CertifiedPlan(Plan plan) : plan_(std::move(plan)) {}

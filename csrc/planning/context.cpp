@@ -41,7 +41,7 @@ class Hash {
   uint64_t hash_ = 0;
 };
 
-// Whether both point to nothing, or to what is equal.
+// Returns whether both are null, or point to equal pins.
 bool equal_pins(const PinsPtr& a, const PinsPtr& b) { return a == b || (a && b && *a == *b); }
 
 PinsPtr null_if_empty(PinsPtr pins) { return pins && pins->size() > 0 ? std::move(pins) : nullptr; }

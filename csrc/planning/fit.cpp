@@ -16,7 +16,7 @@
 namespace shardwright {
 namespace {
 
-// The most that a step packs, on top of what is held before and after.
+// An upper bound on what a step packs, in addition to what is held before and after it.
 int64_t staging_at_most(const Step& step, const Lowering& lowering) {
   if (is_local(step.op)) return 0;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
@@ -31,12 +31,12 @@ int64_t staging_at_most(const Step& step, const Lowering& lowering) {
     return raised + held + (is_native && step.after.has_equal_parts() ? 0 : received);
   }
   const StepFigures wire = figures(step, lowering);
-  // A gather sends what is held as it is, but for Gloo's small ones.
+  // A gather sends what is held without packing it, except for Gloo's small gathers.
   if (step.op == StepOp::kAllGather && lowering.gathers) return wire.received_bytes + held;
   return wire.sent_bytes + wire.received_bytes + (step.op == StepOp::kAllGather ? held : 0);
 }
 
-// At least what the worst rank allocates, from its largest parts alone.
+// An upper bound on what the worst rank allocates, from the sizes of the largest parts alone.
 int64_t peak_at_most(const Plan& plan) {
   int64_t peak = 0;
   for (size_t i = 0; i < plan.steps.size(); ++i) {
@@ -47,23 +47,23 @@ int64_t peak_at_most(const Plan& plan) {
   return peak;
 }
 
-// With a limit that was asked for, more classes of ranks are looked at.
+// The number of classes of ranks that are examined when no limit was given; with one it is kMaxRanksWalked.
 constexpr int64_t kMaxRanksCounted = 64;
 
-std::vector<int64_t> peaks_by_step(const Plan& plan, bool of_all) {
-  return ProgramMemory(plan).worst_peak_bytes_by_step(of_all ? kMaxRanksWalked : kMaxRanksCounted).bytes;
+std::vector<int64_t> peaks_by_step(const Plan& plan, bool has_limit) {
+  return ProgramMemory(plan).worst_peak_bytes_by_step(has_limit ? kMaxRanksWalked : kMaxRanksCounted).bytes;
 }
 
 int64_t largest(const std::vector<int64_t>& peaks) {
   return peaks.empty() ? 0 : *std::max_element(peaks.begin(), peaks.end());
 }
 
-// Rounds beyond this shorten messages more than they save memory.
+// With more rounds, messages get shorter but little memory is saved.
 constexpr int64_t kMostRounds = 256;
 
-// The plan with as many rounds as the limit asks for; its peak, which is above the limit where none suffice. A step has
-// its peak by its own rounds alone.
-std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool of_all) {
+// Splits steps into as many rounds as the limit requires. Returns the plan and its peak, which is above the limit if no
+// number of rounds suffices. The peak of a step depends on its own rounds alone, so all steps are tried at once.
+std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool has_limit) {
   struct Best {
     int64_t peak = std::numeric_limits<int64_t>::max();
     int64_t rounds = 1;
@@ -72,14 +72,14 @@ std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool of_all) {
   std::vector<Best> best(plan.steps.size());
   std::vector<int64_t> previous(plan.steps.size(), std::numeric_limits<int64_t>::max());
   for (bool changed = true; changed;) {
-    const std::vector<int64_t> peaks = peaks_by_step(plan, of_all);
+    const std::vector<int64_t> peaks = peaks_by_step(plan, has_limit);
     changed = false;
     for (size_t i = 0; i < peaks.size(); ++i) {
       Step& step = plan.steps[i];
       if (peaks[i] < best[i].peak) best[i] = {peaks[i], step.rounds};
       if (best[i].is_final || best[i].peak <= limit || !may_go_in_rounds(step, plan.lowering)) continue;
       const int64_t most = std::min(kMostRounds, std::max<int64_t>(step.after.largest_part_elements(), 1));
-      // The second round may cost what it saves: the result is there already while it runs.
+      // Two rounds may save nothing, because the result exists already while the second runs. So more are tried.
       best[i].is_final = step.rounds >= most || (step.rounds > 2 && peaks[i] >= previous[i]);
       step.rounds = best[i].is_final ? best[i].rounds : std::min(2 * step.rounds, most);
       changed = changed || !best[i].is_final;
@@ -119,10 +119,11 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
   const int64_t by_default =
       dst.largest_part_bytes() + std::max(src.largest_part_bytes(), dst.largest_part_bytes()) + kStagingBytes;
   const int64_t limit = memory_limit.value_or(by_default);
-  const bool of_all = memory_limit.has_value();
-  if (peak_at_most(fastest) <= limit || largest(peaks_by_step(fastest, of_all)) <= limit) return fastest;
+  const bool has_limit = memory_limit.has_value();
+  if (peak_at_most(fastest) <= limit || largest(peaks_by_step(fastest, has_limit)) <= limit) return fastest;
 
-  // The fastest way, the way of fewest bytes, which is mostly one move, and those by way of smaller layouts.
+  // Candidates are the plan asked for, the plan with the fewest bytes, which is usually one move, and both restricted
+  // to smaller intermediate layouts.
   std::vector<Plan> candidates;
   const int64_t item = src.dtype().size_bytes();
   const int64_t larger = std::max(src.largest_part_bytes(), dst.largest_part_bytes()) / item;
@@ -138,14 +139,14 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
         const bool is_new = std::none_of(candidates.begin(), candidates.end(),
                                          [&](const Plan& known) { return to_bytes(known) == to_bytes(candidate); });
         if (is_new) candidates.push_back(std::move(candidate));
-      } catch (const UserError&) {  // the groups that are allowed lead over larger ones only
+      } catch (const UserError&) {  // with the allowed groups, all ways lead through larger layouts
       }
     }
   }
   std::optional<std::pair<Ranking, Plan>> best;
   std::optional<std::pair<int64_t, Plan>> smallest;
   for (Plan& candidate : candidates) {
-    auto [plan, peak] = in_rounds(std::move(candidate), limit, of_all);
+    auto [plan, peak] = in_rounds(std::move(candidate), limit, has_limit);
     if (!smallest || peak < smallest->first) smallest = {peak, plan};
     if (peak > limit) continue;
     const Ranking ranking = ranking_of(plan);
@@ -153,7 +154,7 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
   }
   if (best) return std::move(best->second);
   check_user(!memory_limit, "memory_limit: ", limit, " bytes do not suffice for ", src.to_string(), " -> ",
-             dst.placements_string(), "; the least that does is ", smallest->first);
+             dst.placements_string(), "; the least that suffices is ", smallest->first);
   return std::move(smallest->second);
 }
 

@@ -31,7 +31,7 @@ std::string flag(const std::string& name, bool value) { return field(name, value
 std::string object(const std::vector<std::string>& fields) { return "{" + join(fields) + "}"; }
 std::string list(const std::vector<std::string>& items) { return "[" + join(items) + "]"; }
 
-// One field or item a line.
+// One field or item per line.
 std::string spread(const char* open, const std::vector<std::string>& items, const std::string& indent,
                    const char* close) {
   if (items.empty()) return concat(open, close);

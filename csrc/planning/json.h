@@ -1,4 +1,4 @@
-// Plans and topologies as JSON, for people and tools. docs/plan.schema.json says what is in it; Python reads it back.
+// Writes plans and topologies as JSON. docs/plan.schema.json describes the format; Python reads it back.
 #pragma once
 
 #include <string>
@@ -14,7 +14,7 @@ constexpr int kJsonVersion = 3;
 std::string to_json(const Plan& plan, const Certificate& certificate, const std::vector<std::string>& remarks);
 std::string to_json(const Topology& topology);
 
-// Text in quotation marks.
+// Returns text as a JSON string.
 std::string quoted(const std::string& text);
 
 }  // namespace shardwright

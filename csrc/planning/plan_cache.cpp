@@ -13,7 +13,7 @@ CertifiedPlanPtr PlanCache::get(const PlanRequest& request) {
     return std::make_shared<const CertifiedPlan>(
         make_plan_within(request.src, request.dst, context.options(), context.memory_limit()));
   };
-  // Plans that are searched for do not depend on pins, so they stay when these change.
+  // Plans found by the search do not depend on pins, so they stay cached when pins change.
   if (context.has_pins()) return plans_.get_or_make({request.src, request.dst, context.without_pins()}, make);
   return plans_.get_or_make(request, make);
 }

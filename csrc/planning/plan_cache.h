@@ -1,4 +1,4 @@
-// Plans by what was asked for, so that asking again costs a lookup.
+// The cache of plans.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace shardwright {
 
-// What a plan depends on, all of it: the key under which plans are kept.
+// Everything that a plan depends on: the key of the cache.
 struct PlanRequest {
   Layout src;
   Layout dst;
@@ -20,7 +20,7 @@ struct PlanRequest {
   size_t hash() const { return (src.hash() * 31 + dst.hash()) * 31 + context->hash(); }
 };
 
-// Bounded; any thread may ask, and nothing is planned under the lock.
+// Bounded and thread-safe. Plans are made outside the lock.
 class PlanCache {
   struct Hash {
     size_t operator()(const PlanRequest& request) const { return request.hash(); }
@@ -32,8 +32,8 @@ class PlanCache {
 
   explicit PlanCache(size_t capacity = kDefaultCapacity) : plans_(capacity) {}
 
-  // The plan that is pinned in this context, else the one that was made before, else a new one. Throws as
-  // make_plan_within does, and keeps nothing then.
+  // Returns the plan that is pinned in the context, else the cached one, else a new one. Throws as make_plan_within
+  // does, and then caches nothing.
   CertifiedPlanPtr get(const PlanRequest& request);
 
   using Counts = Plans::Counts;
@@ -45,7 +45,7 @@ class PlanCache {
   Plans plans_;
 };
 
-// That of this process: for redistributes and for products.
+// The cache of this process, for redistributes and for products.
 PlanCache& plan_cache();
 
 }  // namespace shardwright

@@ -17,13 +17,14 @@ bool holds_the_same_parts(const Layout& a, const Layout& b) {
   return table.state(a.cuts(), {}) == table.state(b.cuts(), {});
 }
 
-// What is pending in both is the same reduction.
+// Returns whether mesh dims that are pending in both layouts have the same reduction.
 bool pends_alike(const Layout& a, const Layout& b) {
   const std::vector<int> both = (a.partial_dims() & b.partial_dims()).to_vector();
   return std::all_of(both.begin(), both.end(), [&](int d) { return a.placements()[d] == b.placements()[d]; });
 }
 
-// The mesh dims that are R before and P after: those where equal values do not stand for the reduction's operands.
+// The mesh dims that become partial and whose values must be changed for it: all but P(avg), P(min) and P(max), where
+// every rank may contribute the same value.
 MeshDimSet dims_to_scale(const Layout& before, const Layout& after) {
   MeshDimSet dims;
   for (const int d : (after.partial_dims() - before.partial_dims()).to_vector()) {
@@ -33,7 +34,8 @@ MeshDimSet dims_to_scale(const Layout& before, const Layout& after) {
   return dims;
 }
 
-// R may become P on `scaled` dims, and on others where equal values stand for the reduction's operands.
+// Returns whether `after` follows from `before` by partitioning the `scaled` mesh dims alone. R may also become P(avg),
+// P(min) or P(max), which leaves values as they are.
 bool partitions(const Layout& before, const Layout& after, MeshDimSet scaled) {
   for (const int d : scaled.to_vector()) {
     const ReduceOp op = after.placements()[d].op;
@@ -43,7 +45,7 @@ bool partitions(const Layout& before, const Layout& after, MeshDimSet scaled) {
          (before.partial_dims() - after.partial_dims()).empty() && dims_to_scale(before, after) == scaled;
 }
 
-// The filled dims cut before, behind all others, and are P(sum) after.
+// Returns whether the filled mesh dims are the innermost cuts before the step and P(sum) after it.
 bool fills(const Step& step) {
   const Layout& before = step.before;
   const Layout& after = step.after;

@@ -1,15 +1,16 @@
-// Whether a plan that comes from elsewhere is one: its steps lead from source to destination, and each is what it says.
+// Checks plans that come from elsewhere: their steps must lead from source to destination, and each must be the move
+// that it claims to be.
 #pragma once
 
 #include "moves/plan.h"
 
 namespace shardwright {
 
-// More than any two layouts are apart.
+// More steps than any two layouts need.
 constexpr size_t kMaxSteps = 30;
 
-// Throws UserError naming the step that does not follow from the one before, that no one move of its name carries out,
-// or that undoes a reduction which the destination still has pending.
+// Throws a UserError that names the first step that does not begin where the one before ends, that no single move of
+// its name carries out, or that does a reduction which is still pending in the destination.
 void check_steps(const Plan& plan);
 
 }  // namespace shardwright

@@ -83,11 +83,12 @@ std::string json_flow(const Dataflow& flow, const ProductContext& context) {
 }  // namespace
 
 std::string ProductPlan::to_string(PlanCache& cache) const {
-  std::string text = concat(join(problem_.axes, " and "), " on ", problem_.operand.mesh().to_string(),
-                            ", cut: ", cuts_text(*this), "; behind the product goes the ", lead_name(lead_), "'s move");
+  std::string text =
+      concat(join(problem_.axes, " and "), " on ", problem_.operand.mesh().to_string(), ", cut: ", cuts_text(*this),
+             "; the ", lead_name(lead_), "'s move overlaps with the product");
   for (const Tensor& tensor : tensors_of(*this)) {
     text += concat("\n  ", tensor.name, " = ", tensor.given.dtype().name(), "[", join(tensor.given.shape()), "] as ",
-                   tensor.given.placements_string(), ", while it computes ", tensor.during.placements_string());
+                   tensor.given.placements_string(), ", during the product ", tensor.during.placements_string());
   }
   text += "\n" + flow_text("forward", forward_, problem_.context);
   if (!layouts_.gradients) return text;

@@ -73,7 +73,7 @@ def test_a_limit_that_is_too_small() -> None:
     mesh = sw.Mesh({"a": 4})
     src, dst = (sw.Layout(mesh, SHAPE, [placement]) for placement in ("S(1)", "S(2)"))
     with pytest.raises(
-        ValueError, match=r"memory_limit: 100 bytes do not suffice .* the least that does is (\d+)"
+        ValueError, match=r"memory_limit: 100 bytes do not suffice .* the least that suffices is (\d+)"
     ) as error:
         sw.plan(src, dst, memory_limit=100)
     least = int(str(error.value).rsplit(" ", 1)[1])

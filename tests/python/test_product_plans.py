@@ -40,7 +40,7 @@ def test_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """A column-parallel layer gathers its sequence behind the product, and scatters its gradient behind another."""
     assert cli.main(["product", *PLACED]) == 0
     text = capsys.readouterr().out
-    assert "cut: b along dp, n along tp; behind the product goes the operand's move" in text
+    assert "cut: b along dp, n along tp; the operand's move overlaps with the product" in text
     assert "y = move x to [S(0), R], times w: ring" in text
     assert "dx = dy times w, move it to [S(0), S(1)]" in text
     assert cli.main(["product", *PLACED, "--json", "--weight", "R,S(0)", "--method", "serial"]) == 0
