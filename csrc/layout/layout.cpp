@@ -136,7 +136,7 @@ Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vecto
       }
     }
     for (const int d : mesh_dims) {
-      if (mesh_->dim_size(d) > 1) cuts_[t].push_back({d, placements_[d].split_factor});
+      if (mesh_->dim_size(d) > 1) cuts_[t].push_back({d, placements_[d].rule()});
     }
   }
   derive_dim_sets();
@@ -148,8 +148,7 @@ Layout Layout::with(std::vector<std::vector<Cut>> cuts, const std::vector<Placem
   for (int t = 0; t < ndim(); ++t) {
     for (const Cut& c : cuts[t]) {
       check_invariant(other.placements_[c.mesh_dim].is_replicate(), "mesh dim ", c.mesh_dim, " cuts twice");
-      other.placements_[c.mesh_dim] =
-          c.split_factor == 1 ? Placement::shard(t) : Placement::strided_shard(t, c.split_factor);
+      other.placements_[c.mesh_dim] = Placement::cut(t, c.rule);
     }
   }
   for (int d = 0; d < mesh_->ndim(); ++d) {
@@ -191,7 +190,7 @@ IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int
   IntervalList list;
   if (n > 0) list.push_back({0, n});
   for (const Cut& c : cuts) {
-    list = cut(list, mesh.dim_size(c.mesh_dim), mesh.coordinate(position, c.mesh_dim), c.split_factor);
+    list = c.rule.part(list, mesh.dim_size(c.mesh_dim), mesh.coordinate(position, c.mesh_dim));
   }
   return list;
 }
@@ -205,7 +204,7 @@ Region Layout::region(int64_t position) const {
 bool cuts_evenly(const Mesh& mesh, int64_t n, std::span<const Cut> cuts) {
   for (const Cut& c : cuts) {
     const int64_t k = mesh.dim_size(c.mesh_dim);
-    if (n % (c.split_factor * k) != 0) return false;
+    if (!c.rule.cuts_evenly(n, k)) return false;
     n /= k;
   }
   return true;
@@ -218,8 +217,40 @@ bool Layout::has_equal_parts() const {
   return true;
 }
 
-// Chunks are full ones first, then a short one, then empty ones, of every parent alike.
-int64_t Layout::largest_position() const { return 0; }
+// The largest part lies in the largest parent, unless a later rule may make more of a shorter list: then parents of
+// every length are followed.
+int64_t largest_position(const Mesh& mesh, int64_t n, std::span<const Cut> cuts) {
+  size_t first_to_follow = cuts.size();
+  while (first_to_follow > 0 && cuts[first_to_follow - 1].rule.longer_lists_have_larger_parts()) --first_to_follow;
+  std::map<int64_t, int64_t> positions{{n, 0}};  // by length: one of those that hold as much
+  for (size_t i = 0; i < cuts.size(); ++i) {
+    const CutRule& rule = cuts[i].rule;
+    const int64_t k = mesh.dim_size(cuts[i].mesh_dim);
+    const int64_t stride = mesh.stride(cuts[i].mesh_dim);
+    std::map<int64_t, int64_t> finer;
+    for (const auto& [length, position] : positions) {
+      const bool follows_all = i + 1 < first_to_follow;
+      const int64_t largest = follows_all ? 0 : rule.largest(length, k);
+      for (int64_t c = largest; c < (follows_all ? k : largest + 1); ++c) {
+        finer.try_emplace(rule.length(length, k, c), position + c * stride);
+      }
+    }
+    if (i + 1 >= first_to_follow) finer.erase(finer.begin(), std::prev(finer.end()));
+    positions = std::move(finer);
+  }
+  return positions.rbegin()->second;
+}
+
+// Every mesh dim cuts one tensor dim at most, so the largest parts of all of them meet in one position.
+int64_t Layout::largest_position() const {
+  int64_t position = 0;
+  for (int t = 0; t < ndim(); ++t) {
+    const std::vector<Cut>& cuts = cuts_[t];
+    const bool all_chunks = std::all_of(cuts.begin(), cuts.end(), [](const Cut& c) { return c.rule.is_chunks(); });
+    if (!all_chunks) position += shardwright::largest_position(*mesh_, shape_[t], cuts);
+  }
+  return position;
+}
 
 std::vector<int64_t> Layout::local_shape_of_rank(int64_t rank) const {
   const std::optional<int64_t> position = mesh_->position_of(rank);
@@ -265,7 +296,7 @@ size_t Layout::hash() const {
   for (const int64_t size : shape_) mix(size);
   for (const std::vector<Cut>& cuts : cuts_) {
     mix(static_cast<int64_t>(cuts.size()));
-    for (const Cut& c : cuts) mix(c.split_factor * MeshDimSet::kMaxDims + c.mesh_dim);
+    for (const Cut& c : cuts) mix(static_cast<int64_t>(c.rule.hash()) * MeshDimSet::kMaxDims + c.mesh_dim);
   }
   mix(partial_dims_.bits());
   return hash ^ (hash >> 32);

@@ -1,8 +1,7 @@
 // A layout: which elements of a global tensor each rank of a mesh holds, and where in its local tensor.
 //
 // A layout lists the cuts of each tensor dim in shard order. A rank's part of a tensor dim is the result of these cuts,
-// one after the other, each by local position (region.h). Ranks in front get the larger chunks, so no rank holds more
-// than position 0 does.
+// one after the other, each by its rule and by local position (cut_rule.h).
 #pragma once
 
 #include <cstdint>
@@ -11,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "layout/cut_rule.h"
 #include "layout/dtype.h"
 #include "layout/mesh.h"
 #include "layout/placement.h"
@@ -21,7 +21,7 @@ namespace shardwright {
 // One mesh dim cutting one tensor dim.
 struct Cut {
   int mesh_dim = 0;
-  int64_t split_factor = 1;
+  CutRule rule;
   bool operator==(const Cut&) const = default;
 };
 
@@ -39,6 +39,9 @@ IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int
 
 // Whether every rank holds equally much.
 bool cuts_evenly(const Mesh& mesh, int64_t n, std::span<const Cut> cuts);
+
+// A position that holds no less than any other; its coordinates on mesh dims that do not cut are the first.
+int64_t largest_position(const Mesh& mesh, int64_t n, std::span<const Cut> cuts);
 
 class Layout {
  public:
@@ -75,7 +78,7 @@ class Layout {
   // Whether all ranks hold parts of one size.
   bool has_equal_parts() const;
   std::vector<int64_t> local_shape(int64_t position) const { return shape_of(region(position)); }
-  // The first of the positions that hold the most.
+  // A position that holds no less than any other.
   int64_t largest_position() const;
   int64_t largest_part_elements() const { return shardwright::num_elements(region(largest_position())); }
   int64_t largest_part_bytes() const { return largest_part_elements() * dtype_.size_bytes(); }

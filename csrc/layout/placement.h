@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "layout/cut_rule.h"
 #include "layout/dtype.h"
 
 namespace shardwright {
@@ -35,6 +36,10 @@ struct Placement {
   static Placement strided_shard(int64_t dim, int64_t split_factor) {
     return {PlacementKind::kStridedShard, dim, split_factor, ReduceOp::kSum, 0};
   }
+  // A cut of a tensor dim by its rule.
+  static Placement cut(int64_t dim, const CutRule& rule) {
+    return rule.is_chunks() ? shard(dim) : strided_shard(dim, rule.split_factor());
+  }
   static Placement partial(ReduceOp op, double norm_power = 0) {
     return {PlacementKind::kPartial, -1, 1, op, norm_power};
   }
@@ -42,6 +47,8 @@ struct Placement {
   bool is_replicate() const { return kind == PlacementKind::kReplicate; }
   bool is_shard_like() const { return kind == PlacementKind::kShard || kind == PlacementKind::kStridedShard; }
   bool is_partial() const { return kind == PlacementKind::kPartial; }
+  // How it cuts, of shards.
+  CutRule rule() const { return CutRule(split_factor); }
 
   // Throws UserError that names the text and the allowed forms.
   static Placement parse(const std::string& text);

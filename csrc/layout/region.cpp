@@ -5,8 +5,6 @@
 namespace shardwright {
 namespace {
 
-int64_t ceil_divide(int64_t n, int64_t k) { return (n + k - 1) / k; }
-
 void append(IntervalList& list, Interval interval) {
   if (interval.begin >= interval.end) return;
   if (!list.empty() && list.back().end == interval.begin) {
@@ -16,31 +14,7 @@ void append(IntervalList& list, Interval interval) {
   }
 }
 
-// Subranges of a list that ascend, in one walk over it: strided cuts take as many as the list may have intervals.
-class Subranges {
- public:
-  explicit Subranges(const IntervalList& list) : at_(list.begin()), end_(list.end()) {}
-
-  // What is at local positions [begin, end); `begin` is no less than those before.
-  void append_to(IntervalList& out, int64_t begin, int64_t end) {
-    if (begin >= end) return;
-    while (at_ != end_ && position_ + size(*at_) <= begin) position_ += size(*at_++);
-    int64_t position = position_;
-    for (auto interval = at_; interval != end_ && position < end; ++interval) {
-      const int64_t from = std::max(begin - position, int64_t{0});
-      const int64_t to = std::min(end - position, size(*interval));
-      append(out, {interval->begin + from, interval->begin + to});
-      position += size(*interval);
-    }
-  }
-
- private:
-  static int64_t size(const Interval& interval) { return interval.end - interval.begin; }
-
-  IntervalList::const_iterator at_;
-  IntervalList::const_iterator end_;
-  int64_t position_ = 0;  // of at_, in the list
-};
+int64_t size(const Interval& interval) { return interval.end - interval.begin; }
 
 template <typename Visit>
 void for_each_shared_run(const IntervalList& a, const IntervalList& b, const Visit& visit) {
@@ -89,27 +63,25 @@ IntervalList subrange(const IntervalList& list, int64_t begin, int64_t end) {
   return out;
 }
 
-IntervalList cut(const IntervalList& list, int64_t num_chunks, int64_t index, int64_t split_factor) {
-  const int64_t total = length(list);
-  const int64_t piece = ceil_divide(total, split_factor);
-  Subranges subranges(list);
-  IntervalList out;
-  for (int64_t begin = 0; begin < total; begin += piece) {
-    const int64_t end = std::min(begin + piece, total);
-    const int64_t chunk = ceil_divide(end - begin, num_chunks);
-    subranges.append_to(out, std::min(begin + index * chunk, end), std::min(begin + (index + 1) * chunk, end));
+void Subranges::append_to(IntervalList& out, int64_t begin, int64_t end) {
+  if (begin >= end) return;
+  while (at_ != end_ && position_ + size(*at_) <= begin) position_ += size(*at_++);
+  int64_t position = position_;
+  for (auto interval = at_; interval != end_ && position < end; ++interval) {
+    const int64_t from = std::max(begin - position, int64_t{0});
+    const int64_t to = std::min(end - position, size(*interval));
+    append(out, {interval->begin + from, interval->begin + to});
+    position += size(*interval);
   }
-  return out;
 }
 
-int64_t cut_length(int64_t length, int64_t num_chunks, int64_t index, int64_t split_factor) {
-  if (length == 0) return 0;
-  const auto of_piece = [&](int64_t piece) {
-    const int64_t chunk = ceil_divide(piece, num_chunks);
-    return std::min((index + 1) * chunk, piece) - std::min(index * chunk, piece);
-  };
-  const int64_t piece = ceil_divide(length, split_factor);
-  return length / piece * of_piece(piece) + of_piece(length % piece);
+IntervalList moved_to_zero(IntervalList list) {
+  const int64_t first = list.empty() ? 0 : list.front().begin;
+  for (Interval& interval : list) {
+    interval.begin -= first;
+    interval.end -= first;
+  }
+  return list;
 }
 
 std::vector<Piece> intersect(const IntervalList& a, const IntervalList& b) {

@@ -1,8 +1,8 @@
 // Which indices of one tensor dim a rank holds, and in which order: the geometry under every move.
 //
 // An IntervalList is ascending and disjoint, and neighbouring intervals do not touch. So two lists are equal exactly
-// when their sets of indices are. Cutting takes chunks by *local* position, as nested sharding does, and keeps these
-// properties.
+// when their sets of indices are. Cutting (cut_rule.h) goes by *local* position, as nested sharding does, and keeps
+// these properties.
 #pragma once
 
 #include <cstdint>
@@ -28,14 +28,22 @@ std::vector<int64_t> shape_of(const Region& region);
 // The indices at local positions [begin, end) of the list.
 IntervalList subrange(const IntervalList& list, int64_t begin, int64_t end);
 
-// Chunk `index` of `num_chunks` by torch.chunk: chunks have ceil(n / num_chunks) elements, trailing ones may be short
-// or empty.   cut([0,5), 2, 1) = [3,5)      cut([0,2), 4, 3) = []
-//
-// With split_factor f > 1, DTensor's _StridedShard: chunk into f pieces, chunk each piece into num_chunks, and take
-// chunk `index` of every piece.   cut([0,8), 2, 1, 2) = [2,4) [6,8)
-IntervalList cut(const IntervalList& list, int64_t num_chunks, int64_t index, int64_t split_factor = 1);
-// The length of that, from the length of the list.
-int64_t cut_length(int64_t length, int64_t num_chunks, int64_t index, int64_t split_factor = 1);
+// Subranges of a list that ascend, in one walk over it: there may be as many as the list has intervals.
+class Subranges {
+ public:
+  explicit Subranges(const IntervalList& list) : at_(list.begin()), end_(list.end()) {}
+
+  // What is at local positions [begin, end); `begin` is no less than those before.
+  void append_to(IntervalList& out, int64_t begin, int64_t end);
+
+ private:
+  IntervalList::const_iterator at_;
+  IntervalList::const_iterator end_;
+  int64_t position_ = 0;  // of at_, in the list
+};
+
+// The list moved so that it begins at 0: lists that differ in their place alone become equal.
+IntervalList moved_to_zero(IntervalList list);
 
 // A run of indices that two lists share, with its place in each.
 struct Piece {

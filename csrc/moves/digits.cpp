@@ -10,10 +10,10 @@ std::optional<std::vector<Digit>> digits_of(const Mesh& mesh, int64_t n, std::sp
   int64_t left = n;
   for (const Cut& c : cuts) {
     const int64_t k = mesh.dim_size(c.mesh_dim);
-    const int64_t pieces = c.split_factor * k;
-    if (left == 0 || left % pieces != 0) return std::nullopt;
+    const std::optional<int64_t> split_factor = c.rule.equal_split_factor(left, k);
+    if (left == 0 || !split_factor) return std::nullopt;
     // The weight among what is left, then among all: digits that are fixed already lie below it or above.
-    int64_t weight = left / pieces;
+    int64_t weight = left / (*split_factor * k);
     size_t at = digits.size();
     for (; at > 0; --at) {
       const Digit& fixed = digits[at - 1];
@@ -107,7 +107,7 @@ std::optional<int64_t> sum_by_walking(const Layout& a, const Layout& b) {
     int64_t n = a.shape()[t];
     for (size_t i = 0; i < std::min(a.cuts(t).size(), b.cuts(t).size()) && a.cuts(t)[i] == b.cuts(t)[i]; ++i) {
       const int64_t k = mesh.dim_size(a.cuts(t)[i].mesh_dim);
-      if (a.cuts(t)[i].split_factor != 1 || n % k != 0) break;
+      if (!a.cuts(t)[i].rule.is_chunks() || n % k != 0) break;
       n /= k;
       cutting[t].erase(a.cuts(t)[i].mesh_dim);
     }

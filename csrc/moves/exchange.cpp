@@ -29,23 +29,21 @@ void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const Inte
   const Cut& first = cuts[0];
   const int64_t k = mesh.dim_size(first.mesh_dim);
   if (!all.contains(first.mesh_dim)) {
-    const IntervalList part = cut(list, k, mesh.coordinate(position, first.mesh_dim), first.split_factor);
+    const IntervalList part = first.rule.part(list, k, mesh.coordinate(position, first.mesh_dim));
     return for_each_met(mesh, position, all, part, cuts.subspan(1), target, visit);
   }
   const bool all_taken = std::all_of(cuts.begin(), cuts.end(),
-                                     [&](const Cut& c) { return c.split_factor == 1 && all.contains(c.mesh_dim); });
+                                     [&](const Cut& c) { return c.rule.is_chunks() && all.contains(c.mesh_dim); });
   const int64_t n = length(list);
   if (all_taken && shared == n) return for_each_part(mesh, n, cuts, 1, visit);
-  int64_t begin = 0;
-  int64_t end = k;
-  if (first.split_factor == 1) {  // only chunks between the first and the last shared element
+  Interval coordinates{0, k};
+  if (first.rule.makes_runs()) {  // only those between the first and the last shared element
     const std::vector<Piece> pieces = intersect(list, target);
-    const int64_t chunk = (n + k - 1) / k;
-    begin = pieces.front().a_position / chunk;
-    end = (pieces.back().a_position + pieces.back().length - 1) / chunk + 1;
+    const Piece& last = pieces.back();
+    coordinates = first.rule.coordinates_of({pieces.front().a_position, last.a_position + last.length}, n, k);
   }
-  for (int64_t c = begin; c < end; ++c) {
-    for_each_met(mesh, position, all, cut(list, k, c, first.split_factor), cuts.subspan(1), target, visit);
+  for (int64_t c = coordinates.begin; c < coordinates.end; ++c) {
+    for_each_met(mesh, position, all, first.rule.part(list, k, c), cuts.subspan(1), target, visit);
   }
 }
 

@@ -15,16 +15,6 @@ constexpr int kMaxDimsWithAllCorners = 5;
 constexpr size_t kMaxShapes = 24;
 constexpr int64_t kMaxPiecesCompared = 4096;
 
-// The list moved so that it begins at 0: parts that differ in their place alone have the same shape.
-IntervalList shape_of_list(IntervalList list) {
-  const int64_t first = list.empty() ? 0 : list.front().begin;
-  for (Interval& interval : list) {
-    interval.begin -= first;
-    interval.end -= first;
-  }
-  return list;
-}
-
 // The mesh dims of digits that one rank may have fixed to different values before and after.
 MeshDimSet dims_of_ties(const Matching& matching) {
   MeshDimSet dims;
@@ -140,6 +130,7 @@ void RankClasses::add_tensor_dim(int64_t n, std::span<const Cut> before, std::sp
 
 void RankClasses::add_cuts(std::vector<IntervalList>& shapes, std::span<const Cut> cuts) {
   for (size_t i = 0; i < cuts.size(); ++i) {
+    const CutRule& rule = cuts[i].rule;
     const int64_t k = mesh_.dim_size(cuts[i].mesh_dim);
     std::vector<IntervalList> parts;
     const auto keep = [&](IntervalList part) {
@@ -147,28 +138,23 @@ void RankClasses::add_cuts(std::vector<IntervalList>& shapes, std::span<const Cu
     };
     for (const IntervalList& shape : shapes) {
       const int64_t n = length(shape);
-      if (n == 0) {
-        keep({});
-      } else if (shape.size() == 1 && cuts[i].split_factor == 1) {
-        const int64_t chunk = (n + k - 1) / k;
-        const int64_t full = n / chunk;
-        keep({{0, chunk}});
-        split_at(cuts[i].mesh_dim, full);
-        if (full * chunk < n) {
-          split_at(cuts[i].mesh_dim, full + 1);
-          keep({{0, n - full * chunk}});
-        }
-        if ((full + (full * chunk < n)) < k) keep({});
-      } else if (k * cuts[i].split_factor * static_cast<int64_t>(shape.size()) <= kMaxPiecesCompared) {
-        IntervalList last;
-        for (int64_t c = 0; c < k; ++c) {
-          IntervalList part = shape_of_list(cut(shape, k, c, cuts[i].split_factor));
-          if (c > 0 && part != last) split_at(cuts[i].mesh_dim, c);
-          last = part;
-          keep(std::move(part));
-        }
-      } else {
+      const bool is_quick = shape.size() <= 1 && rule.is_chunks();
+      if (!is_quick && k * rule.runs(n, k) * static_cast<int64_t>(shape.size()) > kMaxPiecesCompared) {
         return split_all(dims_of(cuts.subspan(i)));
+      }
+      if (shape.size() <= 1) {
+        for (const int64_t c : rule.starts_of_like_parts(n, k)) {
+          split_at(cuts[i].mesh_dim, c);
+          keep(moved_to_zero(rule.part(shape, k, c)));
+        }
+        continue;
+      }
+      IntervalList last;
+      for (int64_t c = 0; c < k; ++c) {
+        IntervalList part = moved_to_zero(rule.part(shape, k, c));
+        if (c > 0 && part != last) split_at(cuts[i].mesh_dim, c);
+        last = part;
+        keep(std::move(part));
       }
     }
     if (parts.size() > kMaxShapes) return split_all(dims_of(cuts.subspan(i)));

@@ -1,14 +1,11 @@
 // Which ranks must be looked at to know what the worst of all ranks does.
 //
-// All of it rests on one invariant of how tensor dims are cut (layout/region.h): along a mesh dim the parts of one
-// parent are full chunks first, then at most one short one, then empty ones. So
-//   - the first coordinate holds no less than any other, and a rank with first coordinates only (Layout's
-//     largest_position) no less than any other rank;
-//   - parts are largest and smallest, and lie furthest from each other, at the first and the last coordinates: the
-//     corners;
-//   - coordinates fall into few stretches of parts that look alike, whose boundaries are those of full, short and empty
-//     chunks, below each kind of parent.
-// Whatever reads one of these three asks here, so that a rule of cutting without the invariant has one place to change.
+// Corners rest on an invariant of chunks: along a mesh dim the parts of one parent are full chunks first, then at most
+// one short one, then empty ones. So parts are largest and smallest, and lie furthest from each other, at the first and
+// the last coordinates: the corners.
+//
+// Classes of ranks rest on no invariant: each cut's rule (layout/cut_rule.h) says at which coordinates parts begin to
+// look different, below each kind of parent.
 #pragma once
 
 #include <cstddef>

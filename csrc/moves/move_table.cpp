@@ -60,7 +60,7 @@ int MoveTable::number(int tensor_dim, const std::vector<Cut>& cuts) {
     std::vector<int64_t> name;
     for (const Cut& c : list.cuts) {
       name.push_back(c.mesh_dim);
-      name.push_back(c.split_factor);
+      c.rule.append_name(name);
     }
     const auto [found, is_new] = numbers_[tensor_dim].emplace(std::move(name), next);
     if (!is_new) return found->second;
@@ -142,12 +142,13 @@ bool MoveTable::takes_long(const State& before, const State& after) {
   return false;
 }
 
-int64_t MoveTable::pieces(const List& list) const {
+int64_t MoveTable::pieces(int64_t n, const List& list) const {
   int64_t pieces = 1;
   bool is_strided = false;
   for (const Cut& c : list.cuts) {
-    is_strided = is_strided || c.split_factor > 1;
-    pieces *= c.split_factor * layout_.mesh().dim_size(c.mesh_dim);
+    const int64_t k = layout_.mesh().dim_size(c.mesh_dim);
+    is_strided = is_strided || !c.rule.makes_runs();
+    pieces *= c.rule.runs(n, k) * k;
   }
   return is_strided ? pieces : 1;
 }
@@ -343,7 +344,7 @@ MoveTable::Pair MoveTable::make_pair(int tensor_dim, const List& before, const L
       return pair;
     }
   }
-  pair.takes_long = std::max(pieces(before), pieces(after)) > kMaxPiecesWalked;
+  pair.takes_long = std::max(pieces(n, before), pieces(n, after)) > kMaxPiecesWalked;
   pair.spanned = spanned_dims(mesh, n, before.cuts, after.cuts);
   pair.cuts_further =
       (before.dims - after.dims).empty() && holds_the_same(mesh, n, before.cuts, after.cuts, before.dims);

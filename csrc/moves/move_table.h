@@ -122,7 +122,7 @@ class MoveTable {
   };
 
   // The pieces of all ranks that a walk over strided parts looks at; 1 where no cut is strided.
-  int64_t pieces(const List& list) const;
+  int64_t pieces(int64_t n, const List& list) const;
   const Pair& pair(int tensor_dim, int before, int after);
   Pair make_pair(int tensor_dim, const List& before, const List& after) const;
   void close(Pair& pair, const Matching& matching) const;

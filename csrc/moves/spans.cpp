@@ -16,14 +16,15 @@ MeshDimSet dims_of(const CutList& cuts) {
   return dims;
 }
 
-// The cuts as they read once `gathered` are gathered. A cut can be taken behind a later one whose split factor its own
-// divides, which then splits into as many times more pieces; the last cut can be left out. Nothing where that fails.
+// The cuts as they read once `gathered` are gathered. A cut can be taken behind a later one whose rule says how it then
+// reads; the last cut can be left out. Nothing where that fails.
 std::optional<CutList> without(const Mesh& mesh, CutList cuts, MeshDimSet gathered) {
   for (size_t i = cuts.size(); i-- > 0;) {
     if (!gathered.contains(cuts[i].mesh_dim)) continue;
     for (size_t later = i + 1; later < cuts.size(); ++later) {
-      if (cuts[later].split_factor % cuts[i].split_factor != 0) return std::nullopt;
-      cuts[later].split_factor *= mesh.dim_size(cuts[i].mesh_dim);
+      const std::optional<CutRule> rule = cuts[later].rule.with_gathered(cuts[i].rule, mesh.dim_size(cuts[i].mesh_dim));
+      if (!rule) return std::nullopt;
+      cuts[later].rule = *rule;
     }
     cuts.erase(cuts.begin() + static_cast<int64_t>(i));
   }
@@ -39,7 +40,7 @@ IntervalList united(const Mesh& mesh, int64_t n, const CutList& cuts, MeshDimSet
       const int64_t k = mesh.dim_size(c.mesh_dim);
       const bool all = gathered.contains(c.mesh_dim);
       const int64_t own = mesh.coordinate(position, c.mesh_dim);
-      for (int64_t i = all ? 0 : own; i < (all ? k : own + 1); ++i) finer.push_back(cut(part, k, i, c.split_factor));
+      for (int64_t i = all ? 0 : own; i < (all ? k : own + 1); ++i) finer.push_back(c.rule.part(part, k, i));
     }
     parts = std::move(finer);
   }
@@ -96,9 +97,9 @@ std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts) {
   while (changed) {
     changed = false;
     for (size_t i = 0; i + 1 < cuts.size(); ++i) {
-      const int64_t later = cuts[i + 1].split_factor * mesh.dim_size(cuts[i + 1].mesh_dim);
-      if (cuts[i].split_factor % later != 0) continue;
-      cuts[i].split_factor /= mesh.dim_size(cuts[i + 1].mesh_dim);
+      const std::optional<CutRule> rule = cuts[i].rule.behind(cuts[i + 1].rule, mesh.dim_size(cuts[i + 1].mesh_dim));
+      if (!rule) continue;
+      cuts[i].rule = *rule;
       std::swap(cuts[i], cuts[i + 1]);
       changed = true;
     }

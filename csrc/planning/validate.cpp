@@ -60,7 +60,7 @@ bool fills(const Step& step) {
     if (kept.size() > cuts.size() || !std::equal(kept.begin(), kept.end(), cuts.begin())) return false;
     const bool fills_the_rest =
         std::all_of(cuts.begin() + static_cast<int64_t>(kept.size()), cuts.end(),
-                    [&](const Cut& c) { return c.split_factor == 1 && step.mesh_dims.contains(c.mesh_dim); });
+                    [&](const Cut& c) { return c.rule.is_chunks() && step.mesh_dims.contains(c.mesh_dim); });
     if (!fills_the_rest) return false;
   }
   return true;

@@ -116,7 +116,7 @@ bool StepPairs::have_equally(const Layout& layout, int64_t position) const {
       std::set<int64_t> shorter;
       for (const int64_t n : lengths) {
         for (int64_t i = varies ? 0 : own; i < (varies ? k : own + 1); ++i) {
-          shorter.insert(cut_length(n, k, i, c.split_factor));
+          shorter.insert(c.rule.length(n, k, i));
         }
       }
       lengths = std::move(shorter);
@@ -314,30 +314,28 @@ void StepPairs::meet_below(const IntervalList& list, std::span<const Cut> cuts, 
     meet_below(part, cuts.subspan(1), times * more, mine, others_hold, position, found);
   };
   if (!cutting_.contains(first.mesh_dim)) {
-    return go_on(cut(list, k, mesh.coordinate(position, first.mesh_dim), first.split_factor), 1);
+    return go_on(first.rule.part(list, k, mesh.coordinate(position, first.mesh_dim)), 1);
   }
   const bool all_vary = std::all_of(cuts.begin(), cuts.end(),
-                                    [&](const Cut& c) { return c.split_factor == 1 && cutting_.contains(c.mesh_dim); });
+                                    [&](const Cut& c) { return c.rule.is_chunks() && cutting_.contains(c.mesh_dim); });
   const int64_t n = length(list);
-  const int64_t chunk = (n + k - 1) / k;
   if (all_vary && list.size() == 1 && met.runs == 1 && met.length == n) {
     const int64_t begin = list.front().begin;
+    const int64_t chunk = (n + k - 1) / k;
     const int64_t full = n / chunk;
     go_on({{begin, begin + chunk}}, full);
     if (full * chunk < n) go_on({{begin + full * chunk, begin + n}}, 1);
     return;
   }
-  int64_t from = 0;
-  int64_t to = k;
-  if (first.split_factor == 1) {  // only chunks between the first and the last element that is met
+  Interval coordinates{0, k};
+  if (first.rule.makes_runs()) {  // only those between the first and the last element that is met
     const int64_t last = mine.list->back().end - 1;
     int64_t until = 0;
     for (const Interval& interval : list)
       until += std::max<int64_t>(std::min(interval.end, last + 1) - interval.begin, 0);
-    from = met.a_position / chunk;
-    to = std::min(k, (until - 1) / chunk + 1);
+    coordinates = first.rule.coordinates_of({met.a_position, until}, n, k);
   }
-  for (int64_t c = from; c < to; ++c) go_on(cut(list, k, c, first.split_factor), 1);
+  for (int64_t c = coordinates.begin; c < coordinates.end; ++c) go_on(first.rule.part(list, k, c), 1);
 }
 
 const std::vector<StepPairs::Meeting>& StepPairs::meetings(int tensor_dim, int64_t position, bool others_hold) {

@@ -86,7 +86,7 @@ class States {
     const int number = table_.number(t, cuts);
     if (!table_.has_digits(t, number)) {
       const bool is_wanted = !is_even_[t] || (lists_all_ && table_.has_equal_parts(t, number));
-      if (!is_wanted || !has_few_pieces(cuts)) return false;
+      if (!is_wanted || !has_few_pieces(src_.shape()[t], cuts)) return false;
     }
     std::vector<int>& lists = lists_.back();
     if (std::find(lists.begin(), lists.end(), number) != lists.end()) return false;
@@ -94,12 +94,13 @@ class States {
     return true;
   }
 
-  bool has_few_pieces(const std::vector<Cut>& cuts) const {
+  bool has_few_pieces(int64_t n, const std::vector<Cut>& cuts) const {
     int64_t pieces = 1;
     bool is_strided = false;
     for (const Cut& c : cuts) {
-      is_strided = is_strided || c.split_factor > 1;
-      pieces *= c.split_factor * mesh_.dim_size(c.mesh_dim);
+      const int64_t k = mesh_.dim_size(c.mesh_dim);
+      is_strided = is_strided || !c.rule.makes_runs();
+      pieces *= c.rule.runs(n, k) * k;
       if (is_strided && pieces > kMaxWalkedPieces) return false;
     }
     return true;
@@ -146,7 +147,7 @@ class States {
       std::vector<int64_t> factors{1};
       for (const Cut& c : end->cuts(t)) {
         if (c.mesh_dim == mesh_dim) {
-          for (const int64_t factor : factors) all.insert(factor * c.split_factor);
+          for (const int64_t factor : factors) all.insert(factor * c.rule.split_factor());
         }
         const size_t count = factors.size();
         for (size_t i = 0; i < count; ++i) factors.push_back(factors[i] * mesh_.dim_size(c.mesh_dim));
@@ -204,7 +205,7 @@ class States {
     int64_t factor = 1;
     for (const Cut& c : end.cuts(t)) {
       if (roles[c.mesh_dim] == role) {
-        cuts.push_back({c.mesh_dim, c.split_factor * factor});
+        cuts.push_back({c.mesh_dim, c.rule.split_factor() * factor});
       } else {
         factor *= mesh_.dim_size(c.mesh_dim);
       }

@@ -36,7 +36,7 @@ std::vector<Layout> layouts_of(const Setting& setting) {
       if (list.empty()) continue;
       for (int d = 0; d < mesh->ndim() && !changed; ++d) {
         if (all[i].cut_dims().contains(d)) continue;
-        list.front().split_factor = mesh->dim_size(d);
+        list.front().rule = mesh->dim_size(d);
         changed = true;
       }
     }

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "layout/cut_rule.h"
 #include "naive.h"
 
 namespace shardwright {
@@ -15,51 +16,18 @@ std::vector<int64_t> elements(const IntervalList& list) {
   return out;
 }
 
-TEST(Region, CutFollowsTorchChunk) {
-  for (int64_t n = 0; n <= 12; ++n) {
-    for (int64_t k = 1; k <= 5; ++k) {
-      for (int64_t index = 0; index < k; ++index) {
-        EXPECT_EQ(elements(cut({{0, n}}, k, index)), naive::chunk(naive::iota(n), k, index)) << n << " " << k;
-      }
-    }
-  }
-}
-
-TEST(Region, StridedCutFollowsStridedShard) {
-  for (int64_t n = 0; n <= 20; ++n) {
-    for (int64_t f = 1; f <= 5; ++f) {
-      for (int64_t k = 1; k <= 4; ++k) {
-        for (int64_t index = 0; index < k; ++index) {
-          EXPECT_EQ(elements(cut({{0, n}}, k, index, f)), naive::strided_chunk(naive::iota(n), f, k, index));
-        }
-      }
-    }
-  }
-}
-
-TEST(Region, NestedCutsTakeLocalPositions) {
-  for (int64_t n = 0; n <= 25; ++n) {
-    for (int64_t i = 0; i < 3; ++i) {
-      for (int64_t j = 0; j < 2; ++j) {
-        const auto expected = naive::chunk(naive::strided_chunk(naive::iota(n), 2, 3, i), 2, j);
-        EXPECT_EQ(elements(cut(cut({{0, n}}, 3, i, 2), 2, j)), expected);
-      }
-    }
-  }
-}
-
 TEST(Region, ListsStayCanonical) {
-  const IntervalList list = cut({{0, 8}}, 2, 1, 2);
+  const IntervalList list = CutRule(2).part({{0, 8}}, 2, 1);
   EXPECT_EQ(list, (IntervalList{{2, 4}, {6, 8}}));
-  EXPECT_EQ(cut({{0, 8}}, 1, 0, 2), (IntervalList{{0, 8}})) << "touching pieces are one interval";
+  EXPECT_EQ(CutRule(2).part({{0, 8}}, 1, 0), (IntervalList{{0, 8}})) << "touching pieces are one interval";
 }
 
 TEST(Region, IntersectFindsEverySharedElementOnce) {
   for (int64_t n = 0; n <= 16; ++n) {
     for (int64_t i = 0; i < 2; ++i) {
       for (int64_t j = 0; j < 3; ++j) {
-        const IntervalList a = cut({{0, n}}, 2, i, 3);
-        const IntervalList b = cut({{0, n}}, 3, j, 2);
+        const IntervalList a = CutRule(3).part({{0, n}}, 2, i);
+        const IntervalList b = CutRule(2).part({{0, n}}, 3, j);
         const auto a_elements = elements(a);
         const auto b_elements = elements(b);
         std::vector<int64_t> expected;
