@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "layout/rank.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -40,6 +41,8 @@ inline int64_t integer(const py::handle& given, const char* argument) {
   if (overflow != 0) throw UserError(concat(argument, ": got ", shown(index), "; allowed are integers of 64 bits"));
   return value;
 }
+
+inline Rank rank_of(const py::handle& given) { return Rank{integer(given, "rank")}; }
 
 // Accepts a str.
 inline std::string text(const py::handle& given, const char* argument) {

@@ -34,7 +34,7 @@ using GroupMembers = std::vector<std::pair<std::vector<int>, std::vector<int64_t
 // The mesh dims and ranks of each group that a program needs.
 GroupMembers members_of(const Program& program) {
   GroupMembers members;
-  for (const Group& group : program.groups) members.emplace_back(group.mesh_dims.to_vector(), group.ranks);
+  for (const Group& group : program.groups) members.emplace_back(group.mesh_dims.to_vector(), numbers(group.ranks));
   return members;
 }
 
@@ -79,7 +79,7 @@ void define_executable(py::module_& m) {
   using release_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<CompiledView>(m, "CompiledProgram")
       .def(py::init([](const std::string& plan_bytes, int64_t rank) {
-             return CompiledView{CompiledProgram::from_plan_bytes(plan_bytes, rank)};
+             return CompiledView{CompiledProgram::from_plan_bytes(plan_bytes, Rank{rank})};
            }),
            py::arg("plan_bytes"), py::arg("rank"))
       .def_property_readonly("groups", [](const CompiledView& v) { return members_of(v.compiled->program()); })
@@ -95,8 +95,8 @@ void define_executable(py::module_& m) {
       .def_property_readonly("group_names", &group_names_of)
       .def_property_readonly("communicates", [](const ExecutableView& v) { return v.compiled().communicates(); })
       .def_property_readonly("received_bytes", [](const ExecutableView& v) { return v.compiled().received_bytes(); })
-      .def_property_readonly("rank", [](const ExecutableView& v) { return v.compiled().rank(); })
-      .def_property_readonly("mesh_ranks", [](const ExecutableView& v) { return v.executable->mesh_ranks(); })
+      .def_property_readonly("rank", [](const ExecutableView& v) { return number(v.compiled().rank()); })
+      .def_property_readonly("mesh_ranks", [](const ExecutableView& v) { return numbers(v.executable->mesh_ranks()); })
       .def_property_readonly("signature", &signature_of)
       .def(
           "run", [](const ExecutableView& v, const at::Tensor& input) { return run(v.executable, input); },

@@ -52,30 +52,20 @@ void define_mesh(py::module_& m) {
       .def_property_readonly("shape", [](const Mesh& mesh) { return py::tuple(py::cast(mesh.dim_sizes())); })
       .def_property_readonly("size", &Mesh::size)
       .def_property_readonly("ndim", &Mesh::ndim)
-      .def_property_readonly("ranks",
-                             [](const Mesh& mesh) {
-                               std::vector<int64_t> ranks(mesh.size());
-                               for (int64_t p = 0; p < mesh.size(); ++p) ranks[p] = mesh.rank_at(p);
-                               return ranks;
-                             })
+      .def_property_readonly("ranks", [](const Mesh& mesh) { return numbers(mesh.ranks()); })
       .def(
           "coordinate",
           [](const Mesh& mesh, const py::object& rank) -> std::optional<std::vector<int64_t>> {
-            const auto position = mesh.position_of(integer(rank, "rank"));
+            const auto position = mesh.position_of(rank_of(rank));
             if (!position) return std::nullopt;
             return mesh.coordinate(*position);
           },
           py::arg("rank"))
       .def(
           "group_ranks",
-          [](const Mesh& mesh, const py::object& given_rank, const py::object& mesh_dims) {
+          [](const Mesh& mesh, const py::object& rank, const py::object& mesh_dims) {
             const MeshDimSet dims = mesh_dim_set(integers(mesh_dims, "mesh_dims"), mesh);
-            const int64_t rank = integer(given_rank, "rank");
-            const auto position = mesh.position_of(rank);
-            check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", mesh.to_string(), ")");
-            std::vector<int64_t> ranks;
-            for (const int64_t p : mesh.group(*position, dims)) ranks.push_back(mesh.rank_at(p));
-            return ranks;
+            return numbers(mesh.ranks_at(mesh.group(position_on(mesh, rank_of(rank)), dims)));
           },
           py::arg("rank"), py::arg("mesh_dims"))
       .def(
@@ -123,15 +113,14 @@ void define_layout(py::module_& m) {
       .def(
           "local_shape",
           [](const Layout& layout, const py::object& rank) {
-            return py::tuple(py::cast(layout.local_shape_of_rank(integer(rank, "rank"))));
+            return py::tuple(py::cast(layout.local_shape_of_rank(rank_of(rank))));
           },
           py::arg("rank"))
       .def(
           "region",
-          [](const Layout& layout, const py::object& given_rank) {
-            const int64_t rank = integer(given_rank, "rank");
+          [](const Layout& layout, const py::object& rank) {
             std::vector<std::vector<std::pair<int64_t, int64_t>>> out;
-            for (const IntervalList& list : layout.region(position_of(layout, rank))) {
+            for (const IntervalList& list : layout.region(position_on(layout.mesh(), rank_of(rank)))) {
               out.emplace_back();
               for (const Interval& interval : list) out.back().emplace_back(interval.begin, interval.end);
             }

@@ -119,26 +119,19 @@ void define_figures_of_ranks(PlanClass& plan) {
           "predicted_us", [](const PlanView& p) { return static_cast<double>(predicted_picoseconds(p.plan())) / 1e6; })
       .def(
           "wire_bytes",
-          [](const PlanView& p, const py::object& given_rank) {
-            const int64_t rank = integer(given_rank, "rank");
-            int64_t bytes = 0;
-            for (const Step& step : p.plan().steps) {
-              bytes += traffic_at(step, p.plan().lowering, position_of(p.plan().src, rank)).received_bytes;
-            }
-            return bytes;
+          [](const PlanView& p, const py::object& given) {
+            const Rank rank = rank_of(given);
+            position_on(p.plan().src.mesh(), rank);
+            return traffic_at(p.plan(), rank).received_bytes;
           },
           py::arg("rank"))
       .def(
           "rank_peak_bytes",
-          [](const PlanView& p, const py::object& rank) {
-            return compile(p.plan(), position_of(p.plan().src, integer(rank, "rank"))).peak_bytes();
-          },
+          [](const PlanView& p, const py::object& rank) { return compile(p.plan(), rank_of(rank)).peak_bytes(); },
           py::arg("rank"))
       .def(
           "program",
-          [](const PlanView& p, const py::object& rank) {
-            return compile(p.plan(), position_of(p.plan().src, integer(rank, "rank"))).to_string();
-          },
+          [](const PlanView& p, const py::object& rank) { return compile(p.plan(), rank_of(rank)).to_string(); },
           py::arg("rank"))
       .def(
           "simulate", [](const PlanView& p) { return simulate(p.plan()).received_bytes_sum; },

@@ -56,10 +56,6 @@ void define_schedule(py::module_& m) {
       .def("__repr__", [](const Schedule& schedule) { return concat("Schedule(", text_of(schedule), ")"); });
 }
 
-Program program_at(const Matmul& matmul, const Schedule& schedule, int64_t rank) {
-  return compile(matmul, schedule, position_of(plan_of(matmul).src, rank));
-}
-
 std::optional<int64_t> depth_of(const py::object& given) {
   if (given.is_none()) return std::nullopt;
   const int64_t depth = integer(given, "depth");
@@ -79,7 +75,7 @@ std::optional<Scaling> scaling_of(const std::optional<ScalingParts>& parts) {
 }
 
 py::dict timeline_of(const Matmul& matmul, const Schedule& schedule, const GemmModel& model) {
-  const Program program = compile(matmul, schedule, 0);
+  const Program program = compile(matmul, schedule, plan_of(matmul).src.mesh().rank_at(Position{0}));
   const Timeline timeline = predict(program, plan_of(matmul), model);
   py::list spans;
   for (const Span& span : timeline.spans) {
@@ -219,21 +215,21 @@ void define_programs(MatmulClass& matmul) {
       .def(
           "program",
           [](const MatmulView& view, const Schedule& schedule, int64_t rank) {
-            return program_at(view.matmul, schedule, rank).to_string();
+            return compile(view.matmul, schedule, Rank{rank}).to_string();
           },
           py::arg("schedule"), py::arg("rank"))
       .def(
           "peak_bytes",
           [](const MatmulView& view, const Schedule& schedule, int64_t rank) {
-            return program_at(view.matmul, schedule, rank).peak_bytes();
+            return compile(view.matmul, schedule, Rank{rank}).peak_bytes();
           },
           py::arg("schedule"), py::arg("rank"))
       .def(
           "groups",
           [](const MatmulView& view, const Schedule& schedule, int64_t rank) {
             std::vector<std::pair<std::vector<int>, std::vector<int64_t>>> groups;
-            for (const Group& group : program_at(view.matmul, schedule, rank).groups) {
-              groups.emplace_back(group.mesh_dims.to_vector(), group.ranks);
+            for (const Group& group : compile(view.matmul, schedule, Rank{rank}).groups) {
+              groups.emplace_back(group.mesh_dims.to_vector(), numbers(group.ranks));
             }
             return groups;
           },
@@ -241,7 +237,7 @@ void define_programs(MatmulClass& matmul) {
       .def(
           "shapes",
           [](const MatmulView& view, int64_t rank) {
-            const Program program = program_at(view.matmul, {}, rank);
+            const Program program = compile(view.matmul, {}, Rank{rank});
             std::vector<std::vector<int64_t>> inputs;
             for (size_t i = 0; i < program.num_inputs(); ++i) inputs.push_back(program.buffers[i].shape);
             std::vector<std::vector<int64_t>> outputs;

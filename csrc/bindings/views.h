@@ -29,9 +29,9 @@ struct MatmulView {
   Matmul matmul;
 };
 
-inline int64_t position_of(const Layout& layout, int64_t rank) {
-  const auto position = layout.mesh().position_of(rank);
-  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", layout.mesh().to_string(), ")");
+inline Position position_on(const Mesh& mesh, Rank rank) {
+  const auto position = mesh.position_of(rank);
+  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", mesh.to_string(), ")");
   return *position;
 }
 

@@ -54,9 +54,10 @@ bool Topology::crosses_nodes(const Mesh& mesh, int mesh_dim) const {
     // consist of whole blocks.
     return ranks_per_node % (mesh.stride(mesh_dim) * size) != 0;
   }
+  const auto node_at = [&](int64_t position) { return number(mesh.rank_at(Position{position})) / ranks_per_node; };
   for (int64_t p = 0; p < mesh.size(); ++p) {
     const int64_t first = p - mesh.coordinate(p, mesh_dim) * mesh.stride(mesh_dim);
-    if (mesh.rank_at(p) / ranks_per_node != mesh.rank_at(first) / ranks_per_node) return true;
+    if (node_at(p) != node_at(first)) return true;
   }
   return false;
 }

@@ -252,8 +252,8 @@ int64_t Layout::largest_position() const {
   return position;
 }
 
-std::vector<int64_t> Layout::local_shape_of_rank(int64_t rank) const {
-  const std::optional<int64_t> position = mesh_->position_of(rank);
+std::vector<int64_t> Layout::local_shape_of_rank(Rank rank) const {
+  const std::optional<Position> position = mesh_->position_of(rank);
   return position ? local_shape(*position) : std::vector<int64_t>{0};
 }
 

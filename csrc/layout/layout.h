@@ -83,7 +83,7 @@ class Layout {
   int64_t largest_part_elements() const { return shardwright::num_elements(region(largest_position())); }
   int64_t largest_part_bytes() const { return largest_part_elements() * dtype_.size_bytes(); }
   // Nothing is held by ranks outside the mesh: their local tensor has no elements, as in DTensor.
-  std::vector<int64_t> local_shape_of_rank(int64_t rank) const;
+  std::vector<int64_t> local_shape_of_rank(Rank rank) const;
 
   // The same tensor and mesh with other cuts and partials. `cuts` must name each mesh dim at most once.
   Layout with(std::vector<std::vector<Cut>> cuts, const std::vector<Placement>& partials) const;

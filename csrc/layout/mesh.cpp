@@ -16,12 +16,9 @@ std::vector<int> MeshDimSet::to_vector() const {
   return mesh_dims;
 }
 
-Mesh::Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, std::vector<int64_t> ranks,
+Mesh::Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, const std::vector<int64_t>& ranks,
            std::shared_ptr<const Topology> topology)
-    : dim_names_(std::move(dim_names)),
-      dim_sizes_(std::move(dim_sizes)),
-      ranks_(std::move(ranks)),
-      topology_(std::move(topology)) {
+    : dim_names_(std::move(dim_names)), dim_sizes_(std::move(dim_sizes)), topology_(std::move(topology)) {
   check_user(!dim_sizes_.empty(), "mesh: needs at least one dim, got none");
   check_user(ndim() <= MeshDimSet::kMaxDims, "mesh: has ", ndim(), " dims; allowed are at most ", MeshDimSet::kMaxDims);
   check_user(dim_names_.size() == dim_sizes_.size(), "mesh: ", dim_names_.size(), " dim names (", join(dim_names_),
@@ -41,17 +38,18 @@ Mesh::Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, s
     size_ *= dim_sizes_[d];
   }
 
-  if (ranks_.empty()) return;
-  check_user(static_cast<int64_t>(ranks_.size()) == size_, "mesh: ", ranks_.size(), " ranks for ", size_,
-             " positions (", to_string(), ")");
-  for (int64_t p = 0; p < size_; ++p) {
-    check_user(ranks_[p] >= 0, "mesh: rank ", ranks_[p], " at position ", p, " is negative");
-    const bool is_new = position_of_rank_.emplace(ranks_[p], p).second;
-    check_user(is_new, "mesh: rank ", ranks_[p], " appears twice");
-    if (p > 0 && ranks_[p] < ranks_[p - 1]) ranks_ascend_ = false;
-  }
+  if (ranks.empty()) return;
+  check_user(static_cast<int64_t>(ranks.size()) == size_, "mesh: ", ranks.size(), " ranks for ", size_, " positions (",
+             to_string(), ")");
   bool is_iota = true;
-  for (int64_t p = 0; p < size_ && is_iota; ++p) is_iota = ranks_[p] == p;
+  for (int64_t p = 0; p < size_; ++p) {
+    check_user(ranks[p] >= 0, "mesh: rank ", ranks[p], " at position ", p, " is negative");
+    const bool is_new = position_of_rank_.emplace(Rank{ranks[p]}, Position{p}).second;
+    check_user(is_new, "mesh: rank ", ranks[p], " appears twice");
+    ranks_ascend_ = ranks_ascend_ && (p == 0 || ranks[p] > ranks[p - 1]);
+    is_iota = is_iota && ranks[p] == p;
+    ranks_.push_back(Rank{ranks[p]});
+  }
   if (!is_iota) return;
   ranks_.clear();
   position_of_rank_.clear();
@@ -65,10 +63,28 @@ int64_t Mesh::group_size(MeshDimSet mesh_dims) const {
   return size;
 }
 
-std::optional<int64_t> Mesh::position_of(int64_t rank) const {
-  if (ranks_.empty()) return rank >= 0 && rank < size_ ? std::optional<int64_t>(rank) : std::nullopt;
+std::vector<Rank> Mesh::ranks() const {
+  if (!ranks_.empty()) return ranks_;
+  std::vector<Rank> all;
+  all.reserve(size_);
+  for (int64_t p = 0; p < size_; ++p) all.push_back(Rank{p});
+  return all;
+}
+
+std::vector<Rank> Mesh::ranks_at(const std::vector<int64_t>& positions) const {
+  std::vector<Rank> all;
+  all.reserve(positions.size());
+  for (const int64_t position : positions) all.push_back(rank_at(Position{position}));
+  return all;
+}
+
+std::optional<Position> Mesh::position_of(Rank rank) const {
+  if (ranks_.empty()) {
+    const bool is_there = number(rank) >= 0 && number(rank) < size_;
+    return is_there ? std::optional<Position>(Position{number(rank)}) : std::nullopt;
+  }
   const auto found = position_of_rank_.find(rank);
-  return found == position_of_rank_.end() ? std::nullopt : std::optional<int64_t>(found->second);
+  return found == position_of_rank_.end() ? std::nullopt : std::optional<Position>(found->second);
 }
 
 std::vector<int64_t> Mesh::coordinate(int64_t position) const {
@@ -114,10 +130,7 @@ std::string Mesh::names_of(MeshDimSet mesh_dims) const {
 bool Mesh::operator==(const Mesh& other) const {
   if (this == &other) return true;
   if (dim_names_ != other.dim_names_ || dim_sizes_ != other.dim_sizes_) return false;
-  for (int64_t p = 0; p < size_ && !(ranks_.empty() && other.ranks_.empty()); ++p) {
-    if (rank_at(p) != other.rank_at(p)) return false;
-  }
-  return true;
+  return ranks_ == other.ranks_;
 }
 
 }  // namespace shardwright

@@ -1,7 +1,8 @@
 // A device mesh: an n-D grid of ranks with named dims, as in torch's DeviceMesh.
 //
 // A *position* is the row-major index into the grid; a *rank* is the global rank at that position. They differ on
-// slices of larger meshes. All geometry is computed on positions; ranks appear only where a process group is meant.
+// slices of larger meshes. All geometry is computed on the positions of one mesh. Programs speak of ranks, which mean
+// the same process on every mesh.
 #pragma once
 
 #include <bit>
@@ -11,6 +12,8 @@
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+#include "layout/rank.h"
 
 namespace shardwright {
 
@@ -51,7 +54,7 @@ class Mesh {
   // `ranks` in row-major order, one per position, distinct and not negative; empty means 0, 1, 2, ...
   // Throws UserError on names that repeat, are empty or not UTF-8, sizes below 1, more than kMaxSize ranks, and `ranks`
   // of the wrong number.
-  Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, std::vector<int64_t> ranks = {},
+  Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, const std::vector<int64_t>& ranks = {},
        std::shared_ptr<const Topology> topology = nullptr);
 
   int ndim() const { return static_cast<int>(dim_sizes_.size()); }
@@ -61,10 +64,12 @@ class Mesh {
   const std::vector<std::string>& dim_names() const { return dim_names_; }
   int64_t group_size(MeshDimSet mesh_dims) const;
 
-  int64_t rank_at(int64_t position) const { return ranks_.empty() ? position : ranks_[position]; }
+  Rank rank_at(Position position) const { return ranks_.empty() ? Rank{position} : ranks_[position]; }
+  std::vector<Rank> ranks() const;  // by position
+  std::vector<Rank> ranks_at(const std::vector<int64_t>& positions) const;
   bool ranks_are_positions() const { return ranks_.empty(); }
   // Nothing for a rank that is not part of the mesh.
-  std::optional<int64_t> position_of(int64_t rank) const;
+  std::optional<Position> position_of(Rank rank) const;
 
   std::vector<int64_t> coordinate(int64_t position) const;
   int64_t coordinate(int64_t position, int mesh_dim) const {
@@ -94,8 +99,8 @@ class Mesh {
   std::vector<std::string> dim_names_;
   std::vector<int64_t> dim_sizes_;
   std::vector<int64_t> strides_;
-  std::vector<int64_t> ranks_;
-  std::unordered_map<int64_t, int64_t> position_of_rank_;  // filled only where ranks_ is
+  std::vector<Rank> ranks_;
+  std::unordered_map<Rank, Position> position_of_rank_;  // filled only where ranks_ is
   std::shared_ptr<const Topology> topology_;
   bool ranks_ascend_ = true;
   int64_t size_ = 1;

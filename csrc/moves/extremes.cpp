@@ -78,7 +78,7 @@ std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, si
 bool ranks_ascend(const Mesh& mesh) {
   if (mesh.ranks_are_positions()) return true;
   for (int64_t p = 1; p < mesh.size(); ++p) {
-    if (mesh.rank_at(p) < mesh.rank_at(p - 1)) return false;
+    if (mesh.rank_at(Position{p}) < mesh.rank_at(Position{p - 1})) return false;
   }
   return true;
 }

@@ -32,4 +32,7 @@ struct Plan {
   std::vector<Step> steps;
 };
 
+// All that have something to do with a plan: those of the meshes of source and destination, ascending.
+std::vector<Rank> ranks_of(const Plan& plan);
+
 }  // namespace shardwright

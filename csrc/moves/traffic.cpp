@@ -8,8 +8,15 @@
 
 namespace shardwright {
 
-Traffic traffic_at(const Step& step, Lowering lowering, int64_t position) {
-  return StepTraffic(step, lowering).at(position);
+Traffic traffic_at(const Step& step, Lowering lowering, Rank rank) {
+  const std::optional<Position> position = step.before.mesh().position_of(rank);
+  return position ? StepTraffic(step, lowering).at(*position) : Traffic{};
+}
+
+Traffic traffic_at(const Plan& plan, Rank rank) {
+  Traffic all;
+  for (const Step& step : plan.steps) all = all + traffic_at(step, plan.lowering, rank);
+  return all;
 }
 
 StepTraffic::StepTraffic(const Step& step, Lowering lowering)

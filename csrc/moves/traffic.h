@@ -28,7 +28,9 @@ class StepTraffic {
   bool is_native_;
 };
 
-Traffic traffic_at(const Step& step, Lowering lowering, int64_t position);
+// None where the rank is not on the mesh of the step. Of a plan: of all its steps.
+Traffic traffic_at(const Step& step, Lowering lowering, Rank rank);
+Traffic traffic_at(const Plan& plan, Rank rank);
 
 struct TrafficTotals {
   int64_t received_bytes_max = 0;

@@ -163,7 +163,7 @@ class RankPicture {
     return {frame_.column(state) - box_.w / 2, row(position), box_.w, box_.h};
   }
 
-  std::string name_of(int64_t position) const { return concat("rank ", mesh_.rank_at(position)); }
+  std::string name_of(int64_t position) const { return concat("rank ", mesh_.rank_at(Position{position})); }
 
   std::string coordinate_text(int64_t position) const {
     std::vector<std::string> parts;
@@ -256,7 +256,7 @@ class RankPicture {
     return false;
   }
 
-  std::string number(int64_t position) const { return concat(mesh_.rank_at(position)); }
+  std::string number(int64_t position) const { return concat(mesh_.rank_at(Position{position})); }
 
   void draw_part(const Rect& box, const Parcel& parcel, int64_t colour, const std::string& words) {
     std::vector<Rect> all;
@@ -404,7 +404,7 @@ class RankPicture {
     const double middle = (x0 + x1) / 2;
     for (const int64_t member : group) {
       const double side = row(member) + box_.h / 2;
-      const Traffic traffic = traffic_at(step, plan_.lowering, member);
+      const Traffic traffic = traffic_at(step, plan_.lowering, mesh_.rank_at(Position{member}));
       if (num_elements(step.before.region(member)) > 0) {
         open_arrow("sw-arrow sw-gives", colour_of(member), 2,
                    concat(name_of(member), " sends ", bytes_text(traffic.sent_bytes)));

@@ -50,11 +50,7 @@ std::string json(const Mesh& mesh) {
   for (const std::string& name : mesh.dim_names()) names.push_back(quoted(name));
   std::vector<std::string> fields{field("dim_names", list(names)),
                                   field("dim_sizes", "[" + join(mesh.dim_sizes()) + "]")};
-  if (!mesh.ranks_are_positions()) {
-    std::vector<int64_t> ranks;
-    for (int64_t p = 0; p < mesh.size(); ++p) ranks.push_back(mesh.rank_at(p));
-    fields.push_back(field("ranks", "[" + join(ranks) + "]"));
-  }
+  if (!mesh.ranks_are_positions()) fields.push_back(field("ranks", "[" + join(mesh.ranks()) + "]"));
   return object(fields);
 }
 
@@ -92,7 +88,7 @@ std::vector<std::string> figures(const TrafficTotals& t) {
 
 std::string json(const Step& step, const Plan& plan) {
   std::vector<std::string> fields{field("op", quoted(step_op_name(step.op))),
-                                  field("mesh_dims", mesh_dim_names(plan.src.mesh(), step.mesh_dims)),
+                                  field("mesh_dims", mesh_dim_names(step.before.mesh(), step.mesh_dims)),
                                   field("before", json(step.before)),
                                   field("after", json(step.after)),
                                   field("sharing", quoted(sharing_name(step.sharing))),

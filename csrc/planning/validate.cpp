@@ -102,7 +102,7 @@ void check_steps(const Plan& plan) {
                " where ", at->placements_string(), " is held");
     check_user(is_what_it_says(step, plan.lowering), "plan: step ", i + 1, " from ", step.before.placements_string(),
                " to ", step.after.placements_string(), " is no ", step_op_name(step.op), " over ",
-               plan.src.mesh().names_of(step.mesh_dims));
+               step.before.mesh().names_of(step.mesh_dims));
     const MeshDimSet reduced = step.before.partial_dims() - step.after.partial_dims();
     check_user((reduced & plan.dst.partial_dims()).empty(), "plan: step ", i + 1,
                " reduces what is pending in the destination ", plan.dst.placements_string());

@@ -4,13 +4,13 @@
 
 namespace shardwright {
 
-Program compile(const Matmul& matmul, const Schedule& schedule, int64_t position) {
+Program compile(const Matmul& matmul, const Schedule& schedule, Rank rank) {
   check(matmul, schedule);
-  check_user(position >= 0 && position < plan_of(matmul).src.mesh().size(), "position: ", position,
-             " is not on the mesh (", plan_of(matmul).src.mesh().to_string(), ")");
+  const Mesh& mesh = plan_of(matmul).src.mesh();
+  check_user(mesh.position_of(rank).has_value(), "rank: ", rank, " is not on the mesh (", mesh.to_string(), ")");
   const auto* gather = std::get_if<GatherMatmul>(&matmul);
-  Program program = gather != nullptr ? compile_gather(*gather, schedule, position)
-                                      : compile_scatter(std::get<MatmulScatter>(matmul), schedule, position);
+  Program program = gather != nullptr ? compile_gather(*gather, schedule, rank)
+                                      : compile_scatter(std::get<MatmulScatter>(matmul), schedule, rank);
   program.sms_left = schedule.sms_left;
   return program;
 }

@@ -1,19 +1,16 @@
 // Compiles products to programs.
 #pragma once
 
-#include <cstdint>
-
 #include "products/matmul.h"
 #include "program/program.h"
 
 namespace shardwright {
 
-// Returns the program of the rank at `position`. Throws as check() does, and UserError if the mesh has no such
-// position.
-Program compile(const Matmul& matmul, const Schedule& schedule, int64_t position);
+// Returns the program of a rank. Throws as check() does, and UserError if the rank is not on the mesh.
+Program compile(const Matmul& matmul, const Schedule& schedule, Rank rank);
 
 // Compile one kind of product each, without checks.
-Program compile_gather(const GatherMatmul& matmul, const Schedule& schedule, int64_t position);
-Program compile_scatter(const MatmulScatter& matmul, const Schedule& schedule, int64_t position);
+Program compile_gather(const GatherMatmul& matmul, const Schedule& schedule, Rank rank);
+Program compile_scatter(const MatmulScatter& matmul, const Schedule& schedule, Rank rank);
 
 }  // namespace shardwright

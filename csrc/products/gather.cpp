@@ -26,7 +26,7 @@ class ProductCompiler {
                   const Region& operand, const InputsOfProduct& inputs)
       : b_(builder), axes_(product.axes), result_dtype_(result_dtype), sizes_(axes_.num_axes(), 0) {
     const std::vector<int64_t> operand_shape = shape_of(operand);
-    const std::vector<int64_t> other_shape = product.other.local_shape(b_.position());
+    const std::vector<int64_t> other_shape = product.other.local_shape_of_rank(b_.rank());
     for (size_t d = 0; d < axes_.lhs.size(); ++d) sizes_[axes_.lhs[d]] = operand_shape[d];
     for (size_t d = 0; d < axes_.rhs.size(); ++d) sizes_[axes_.rhs[d]] = other_shape[d];
     for (size_t d = 0; d < axes_.lhs.size(); ++d) {
@@ -123,12 +123,13 @@ class ProductCompiler {
 
 class GatherCompiler {
  public:
-  GatherCompiler(const GatherMatmul& matmul, const Schedule& schedule, int64_t position)
+  GatherCompiler(const GatherMatmul& matmul, const Schedule& schedule, Rank rank)
       : matmul_(matmul),
         schedule_(schedule),
         plan_(matmul.plan),
-        needed_(plan_.dst.region(position)),
-        b_(plan_.src.mesh_ptr(), plan_.src.dtype(), plan_.lowering, plan_.named_groups_only, position) {}
+        here_(*plan_.src.mesh().position_of(rank)),
+        needed_(plan_.dst.region(here_)),
+        b_(plan_.src.dtype(), plan_.lowering, plan_.named_groups_only, rank) {}
 
   Program run() {
     declare_inputs();
@@ -157,18 +158,18 @@ class GatherCompiler {
 
  private:
   void declare_inputs() {
-    b_.new_input(plan_.src.local_shape(b_.position()));
+    b_.new_input(plan_.src.local_shape_of_rank(b_.rank()));
     std::vector<InputsOfProduct> inputs(matmul_.products.size());
     for (size_t j = 0; j < inputs.size(); ++j) {
       const Layout& other = matmul_.products[j].other;
-      inputs[j].other = b_.new_input(other.local_shape(b_.position()), other.dtype());
+      inputs[j].other = b_.new_input(other.local_shape_of_rank(b_.rank()), other.dtype());
     }
     for (size_t j = 0; j < inputs.size(); ++j) {
       if (matmul_.products[j].has_bias) inputs[j].bias = b_.new_input({size_of_last_axis(matmul_.products[j])});
     }
     if (const auto& scaling = matmul_.scaling) {
       const std::vector<int64_t> one;
-      scales_ = b_.new_input(scaling->plan ? scaling->plan->src.local_shape(b_.position()) : one, DType::kFloat32);
+      scales_ = b_.new_input(scaling->plan ? scaling->plan->src.local_shape_of_rank(b_.rank()) : one, DType::kFloat32);
       for (size_t j = 0; j < inputs.size(); ++j) {
         inputs[j].other_scales =
             b_.new_input(scaling->by_row ? rows_of_other(matmul_.products[j]) : one, DType::kFloat32);
@@ -186,11 +187,11 @@ class GatherCompiler {
       return shape[std::find(dims.begin(), dims.end(), axis) - dims.begin()];
     };
     return has_axis(product.axes.lhs, axis) ? size_in(product.axes.lhs, shape_of(needed_))
-                                            : size_in(product.axes.rhs, product.other.local_shape(b_.position()));
+                                            : size_in(product.axes.rhs, product.other.local_shape_of_rank(b_.rank()));
   }
 
   std::vector<int64_t> rows_of_other(const GatherMatmul::Product& product) const {
-    return sizes_at(product.other.local_shape(b_.position()), free_dims_of(product.axes, product.axes.rhs));
+    return sizes_at(product.other.local_shape_of_rank(b_.rank()), free_dims_of(product.axes, product.axes.rhs));
   }
 
   // ---- scales of the operand
@@ -213,7 +214,7 @@ class GatherCompiler {
     if (!matmul_.scaling->by_row) return scales_view(axes, axes.lhs, scales_, {});
     const Layout& layout = are_own ? matmul_.scaling->plan->src : matmul_.scaling->plan->dst;
     TensorView view =
-        scales_view(axes, axes.lhs, are_own ? scales_ : gathered_scales_, layout.local_shape(b_.position()));
+        scales_view(axes, axes.lhs, are_own ? scales_ : gathered_scales_, layout.local_shape_of_rank(b_.rank()));
     for (const int d : free_dims_of(axes, axes.lhs)) view.advance(axes.lhs[d], (are_own ? part.in_a : part.in_b)[d]);
     return view;
   }
@@ -258,8 +259,8 @@ class GatherCompiler {
   };
 
   void multiply_by_chunks(const Step& step, BufferId current) {
-    const Region held = step.before.region(b_.position());
-    const Positions group = plan_.src.mesh().group(b_.position(), step.mesh_dims);
+    const Region held = step.before.region(here_);
+    const std::vector<int64_t> group = plan_.src.mesh().group(here_, step.mesh_dims);
     const auto k = static_cast<int64_t>(group.size());
     const bool by_messages = schedule_.method == Method::kRing;
     const std::vector<Chunk> chunks = by_messages ? ring_chunks(k, schedule_) : collective_chunks(k, schedule_.chunks);
@@ -348,29 +349,31 @@ class GatherCompiler {
     for (ProductCompiler& product : products_) product.expect(parts);
   }
 
-  int64_t index_of(const Positions& group) const {
-    return std::find(group.begin(), group.end(), b_.position()) - group.begin();
+  int64_t index_of(const std::vector<int64_t>& group) const {
+    return std::find(group.begin(), group.end(), here_) - group.begin();
   }
 
   // What a chunk receives from a member of the group, and what it sends to it, if anything.
-  std::optional<Intersection> received(const Step& step, const Positions& group, const Chunk& chunk, int64_t member) {
+  std::optional<Intersection> received(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
+                                       int64_t member) {
     const int64_t peer = group[member];
-    if (source_for(step, peer, b_.position()) != peer) return std::nullopt;
+    if (source_for(step, peer, here_) != peer) return std::nullopt;
     return share_of(Intersection(step.before.region(peer), needed_), share_dim_, chunk);
   }
 
-  std::optional<Intersection> sent(const Step& step, const Positions& group, const Chunk& chunk, int64_t member) {
+  std::optional<Intersection> sent(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
+                                   int64_t member) {
     const int64_t peer = group[member];
-    if (source_for(step, b_.position(), peer) != b_.position()) return std::nullopt;
-    return share_of(Intersection(step.before.region(b_.position()), step.after.region(peer)), share_dim_, chunk);
+    if (source_for(step, here_, peer) != here_) return std::nullopt;
+    return share_of(Intersection(step.before.region(here_), step.after.region(peer)), share_dim_, chunk);
   }
 
-  ChunkTransfer transfer_of(const Step& step, const Positions& group, const Chunk& chunk, BufferId current) {
+  ChunkTransfer transfer_of(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk, BufferId current) {
     const bool by_messages = schedule_.method == Method::kRing;
     const auto k = static_cast<int64_t>(group.size());
     const int64_t me = index_of(group);
     ChunkTransfer made;
-    made.set.group = b_.group_index(step.mesh_dims);
+    made.set.group = b_.group_index(step);
     made.carrier = by_messages ? Carrier::kMessages : Carrier::kAllToAll;
     const auto add_received = [&](int64_t member) {
       const auto block = received(step, group, chunk, member);
@@ -398,7 +401,7 @@ class GatherCompiler {
     return made;
   }
 
-  Intersection own_part(const Step& step) const { return {step.before.region(b_.position()), needed_}; }
+  Intersection own_part(const Step& step) const { return {step.before.region(here_), needed_}; }
 
   // Uses an all-gather if all ranks' shares are equally long. Every rank knows the shares of all, so all decide alike.
   void gather_if_even(ChunkTransfer& transfer, const std::optional<Intersection>& own, int64_t k, int64_t me,
@@ -451,6 +454,7 @@ class GatherCompiler {
   const GatherMatmul& matmul_;
   Schedule schedule_;
   const Plan& plan_;
+  const Position here_;  // on the mesh of the plan
   Region needed_;
   ProgramBuilder b_;
   std::vector<ProductCompiler> products_;
@@ -465,8 +469,8 @@ class GatherCompiler {
 
 }  // namespace
 
-Program compile_gather(const GatherMatmul& matmul, const Schedule& schedule, int64_t position) {
-  return GatherCompiler(matmul, schedule, position).run();
+Program compile_gather(const GatherMatmul& matmul, const Schedule& schedule, Rank rank) {
+  return GatherCompiler(matmul, schedule, rank).run();
 }
 
 }  // namespace shardwright

@@ -13,12 +13,13 @@ namespace {
 
 class ScatterCompiler {
  public:
-  ScatterCompiler(const MatmulScatter& matmul, const Schedule& schedule, int64_t position)
+  ScatterCompiler(const MatmulScatter& matmul, const Schedule& schedule, Rank rank)
       : matmul_(matmul),
         schedule_(schedule),
         plan_(matmul.plan),
-        held_(plan_.src.region(position)),
-        b_(plan_.src.mesh_ptr(), plan_.src.dtype(), plan_.lowering, plan_.named_groups_only, position) {}
+        here_(*plan_.src.mesh().position_of(rank)),
+        held_(plan_.src.region(here_)),
+        b_(plan_.src.dtype(), plan_.lowering, plan_.named_groups_only, rank) {}
 
   Program run() {
     for (const auto& term : matmul_.terms) {
@@ -40,7 +41,7 @@ class ScatterCompiler {
       b_.begin_step(concat(step_text(plan_, 0), ", ", method_name(schedule_.method), " of ", schedule_.chunks,
                            " chunks, ", schedule_.depth, " under way, with its products"));
       b_.begin_exchanges(step, schedule_.chunks);
-      current = b_.new_buffer(num_elements(step.after.region(b_.position())));
+      current = b_.new_buffer(num_elements(step.after.region(here_)));
       if (step.op == StepOp::kAllReduce) {
         all_reduce(step, current);
       } else {
@@ -50,18 +51,18 @@ class ScatterCompiler {
       done = 1;
     }
     current = compile_steps(b_, plan_, done, plan_.steps.size(), current);
-    b_.add_output(current, plan_.dst.local_shape(b_.position()));
+    b_.add_output(current, plan_.dst.local_shape_of_rank(b_.rank()));
     return std::move(b_.program());
   }
 
  private:
-  BufferId declare(const Layout& layout) { return b_.new_input(layout.local_shape(b_.position()), layout.dtype()); }
+  BufferId declare(const Layout& layout) { return b_.new_input(layout.local_shape_of_rank(b_.rank()), layout.dtype()); }
 
   ScaleViews declare_scales(const MatmulScatter::Term& term) {
     const auto view = [&](const std::vector<int>& operand, const Layout& layout) {
       std::vector<int64_t> shape;
       if (matmul_.scaling->by_row) {
-        shape = sizes_at(layout.local_shape(b_.position()), free_dims_of(term.axes, operand));
+        shape = sizes_at(layout.local_shape_of_rank(b_.rank()), free_dims_of(term.axes, operand));
       }
       return scales_view(term.axes, operand, b_.new_input(shape, DType::kFloat32), shape);
     };
@@ -135,9 +136,9 @@ class ScatterCompiler {
   void scatter(const Step& step, BufferId next) {
     step_ = &step;
     next_ = next;
-    group_ = plan_.src.mesh().group(b_.position(), step.mesh_dims);
-    me_ = std::find(group_.begin(), group_.end(), b_.position()) - group_.begin();
-    needed_ = step.after.region(b_.position());
+    group_ = plan_.src.mesh().group(here_, step.mesh_dims);
+    me_ = std::find(group_.begin(), group_.end(), here_) - group_.begin();
+    needed_ = step.after.region(here_);
     reduces_ = step.op == StepOp::kReduceScatter;
     const auto k = static_cast<int64_t>(group_.size());
     const bool by_messages = schedule_.method == Method::kRing;
@@ -169,17 +170,17 @@ class ScatterCompiler {
 
   // What a chunk sends to the rank with this index in the group, and what it receives from it.
   std::optional<Intersection> sent(int64_t index, const Chunk& chunk) const {
-    if (!reduces_ && source_for(*step_, b_.position(), group_[index]) != b_.position()) return std::nullopt;
+    if (!reduces_ && source_for(*step_, here_, group_[index]) != here_) return std::nullopt;
     return share_of(Intersection(held_, step_->after.region(group_[index])), share_dim_, chunk);
   }
 
   std::optional<Intersection> received(int64_t index, const Chunk& chunk) const {
-    if (!reduces_ && source_for(*step_, group_[index], b_.position()) != group_[index]) return std::nullopt;
+    if (!reduces_ && source_for(*step_, group_[index], here_) != group_[index]) return std::nullopt;
     return share_of(Intersection(step_->before.region(group_[index]), needed_), share_dim_, chunk);
   }
 
   Finish start_messages(const Chunk& chunk) {
-    TransferSet set{b_.group_index(step_->mesh_dims)};
+    TransferSet set{b_.group_index(*step_)};
     std::vector<Intersection> blocks;
     for (const int64_t d : chunk.distances) {
       const int64_t target = at_distance(d);
@@ -238,9 +239,10 @@ class ScatterCompiler {
   // Reduces once, when all contributions have arrived. They arrive in a different order on every rank (nearest first),
   // so summing them on arrival would give different bits on replicas, and different bits by ring than by collective.
   void reduce_contributions() {
+    const Mesh& mesh = plan_.src.mesh();
     for (int64_t s = 0; s < shares_; ++s) {
       const auto block = share_of(Intersection(held_, needed_), share_dim_, {{}, s, shares_});
-      if (block) reduce_into_place(*block, by_position(group_, contributions_[s]));
+      if (block) reduce_into_place(*block, by_position(mesh, mesh.ranks_at(group_), contributions_[s]));
     }
   }
 
@@ -254,7 +256,7 @@ class ScatterCompiler {
 
   Finish start_collective(const Chunk& chunk) {
     const auto k = static_cast<int64_t>(group_.size());
-    TransferSet set{b_.group_index(step_->mesh_dims)};
+    TransferSet set{b_.group_index(*step_)};
     std::vector<Intersection> blocks;
     for (int64_t m = 0; m < k; ++m) {
       if (m == me_ && !reduces_) continue;
@@ -288,7 +290,7 @@ class ScatterCompiler {
   void all_reduce(const Step& step, BufferId next) {
     const Intersection all(held_, held_);
     if (all.count() == 0) return;
-    const int g = b_.group_index(step.mesh_dims);
+    const int g = b_.group_index(step);
     const bool is_native = reduces_natively(step, b_.lowering());
     const Reduction reduction = reduction_of(step);
     size_t dim = 0;
@@ -323,13 +325,14 @@ class ScatterCompiler {
   const MatmulScatter& matmul_;
   Schedule schedule_;
   const Plan& plan_;
+  const Position here_;  // on the mesh of the plan
   Region held_;
   ProgramBuilder b_;
   BufferId addend_ = kMissingBuffer;
   std::vector<ScaleViews> scales_;  // by term
   // The state of the chunked step.
   const Step* step_ = nullptr;
-  Positions group_;
+  std::vector<int64_t> group_;
   int64_t me_ = 0;
   Region needed_;
   BufferId next_ = kMissingBuffer;
@@ -341,8 +344,8 @@ class ScatterCompiler {
 
 }  // namespace
 
-Program compile_scatter(const MatmulScatter& matmul, const Schedule& schedule, int64_t position) {
-  return ScatterCompiler(matmul, schedule, position).run();
+Program compile_scatter(const MatmulScatter& matmul, const Schedule& schedule, Rank rank) {
+  return ScatterCompiler(matmul, schedule, rank).run();
 }
 
 }  // namespace shardwright

@@ -198,13 +198,22 @@ Timeline predict(const Program& program, const Plan& plan, const GemmModel& mode
   return Clock(program, plan, model).run();
 }
 
+namespace {
+
+// Of the mesh: it has no less to do than any other.
+Rank first_rank(const Matmul& matmul) { return plan_of(matmul).src.mesh().rank_at(Position{0}); }
+
+}  // namespace
+
 Timeline predict(const Matmul& matmul, const Schedule& schedule, const GemmModel& model) {
-  return predict(compile(matmul, schedule, 0), plan_of(matmul), model);
+  return predict(compile(matmul, schedule, first_rank(matmul)), plan_of(matmul), model);
 }
 
 namespace {
 
-int64_t peak_bytes(const Matmul& matmul, const Schedule& schedule) { return compile(matmul, schedule, 0).peak_bytes(); }
+int64_t peak_bytes(const Matmul& matmul, const Schedule& schedule) {
+  return compile(matmul, schedule, first_rank(matmul)).peak_bytes();
+}
 
 // The numbers of processors that products may leave to transfers.
 std::vector<int64_t> processors_to_leave(const GemmModel& model) {
@@ -229,7 +238,7 @@ Prediction tuned_prediction(const Matmul& matmul, Schedule schedule, const GemmM
     const auto can_save = [&] { return best->total_ps - least > best->total_ps / 100 * kLeastTuningPercent; };
     if (best && (d > schedule.chunks || d <= best->schedule.depth || !can_save())) continue;
     schedule.depth = d;
-    Program program = compile(matmul, schedule, 0);
+    Program program = compile(matmul, schedule, first_rank(matmul));
     if (d == 1) limit_bytes = std::max(limit_bytes, program.peak_bytes());
     if (best && d > kUsualDepth && program.peak_bytes() > limit_bytes) break;
     for (const int64_t left : processors_to_leave(model)) {

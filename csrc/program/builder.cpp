@@ -2,15 +2,23 @@
 
 #include <algorithm>
 
+#include "support/error.h"
+
 namespace shardwright {
 
-ProgramBuilder::ProgramBuilder(MeshPtr mesh, DType dtype, Lowering lowering, bool named_groups_only, int64_t position)
-    : mesh_(std::move(mesh)),
-      lowering_(lowering),
-      named_groups_only_(named_groups_only),
-      position_(position),
-      dtype_(dtype) {
+ProgramBuilder::ProgramBuilder(DType dtype, Lowering lowering, bool named_groups_only, Rank rank)
+    : lowering_(lowering), named_groups_only_(named_groups_only), rank_(rank), dtype_(dtype) {
   program_.dtype = dtype_;
+}
+
+Position ProgramBuilder::position_on(const Mesh& mesh) const {
+  const std::optional<Position> position = mesh.position_of(rank_);
+  check_invariant(position.has_value(), "rank ", rank_, " is not on the mesh (", mesh.to_string(), ")");
+  return *position;
+}
+
+int64_t ProgramBuilder::count_in(const Layout& layout) const {
+  return is_on(layout.mesh()) ? num_elements(region_in(layout)) : 0;
 }
 
 void ProgramBuilder::begin_step(std::string text) { program_.step_texts.push_back(std::move(text)); }
@@ -85,23 +93,22 @@ void ProgramBuilder::divide(BufferRange dst, double divisor) {
 }
 
 void ProgramBuilder::copy_shared(const Step& step, BufferId current, BufferId next) {
-  copy(current, next, Intersection(step.before.region(position_), step.after.region(position_)).a_to_b(0, 0));
+  copy(current, next, Intersection(region_in(step.before), region_in(step.after)).a_to_b(0, 0));
 }
 
-int ProgramBuilder::group_index(MeshDimSet mesh_dims) {
-  return group_of_positions(mesh_dims, mesh_->group(position_, mesh_dims));
+int ProgramBuilder::group_index(const Step& step) {
+  const Mesh& mesh = step.before.mesh();
+  return group_of_ranks(step.mesh_dims, mesh.ranks_at(mesh.group(position_on(mesh), step.mesh_dims)));
 }
 
-int ProgramBuilder::group_of_positions(MeshDimSet mesh_dims, Positions positions) {
+int ProgramBuilder::group_of_ranks(MeshDimSet mesh_dims, std::vector<Rank> ranks) {
   for (size_t g = 0; g < program_.groups.size(); ++g) {
-    if (program_.groups[g].positions == positions) return static_cast<int>(g);
+    if (program_.groups[g].ranks == ranks) return static_cast<int>(g);
   }
-  Group group{mesh_dims, std::move(positions), {}, -1};
-  for (size_t m = 0; m < group.positions.size(); ++m) {
-    group.ranks.push_back(mesh_->rank_at(group.positions[m]));
-    if (group.positions[m] == position_) group.index = static_cast<int64_t>(m);
-  }
-  program_.groups.push_back(std::move(group));
+  const auto own = std::find(ranks.begin(), ranks.end(), rank_);
+  check_invariant(own != ranks.end(), "rank ", rank_, " is not in its group (", join(ranks), ")");
+  const int64_t index = own - ranks.begin();
+  program_.groups.push_back({mesh_dims, std::move(ranks), index});
   return static_cast<int>(program_.groups.size()) - 1;
 }
 

@@ -12,18 +12,20 @@
 
 namespace shardwright {
 
-using Positions = std::vector<int64_t>;  // of ranks on the mesh, by ascending rank
-
-// The program of the rank at one position of a mesh, as far as it is written.
+// The program of one rank, as far as it is written. Each step says by its layouts on which mesh it takes place, and
+// where the rank is on that mesh, if it is part of it at all.
 class ProgramBuilder {
  public:
   // With named_groups_only, all ranks of a step's group take part in it; else those that have something to say.
-  ProgramBuilder(MeshPtr mesh, DType dtype, Lowering lowering, bool named_groups_only, int64_t position);
+  ProgramBuilder(DType dtype, Lowering lowering, bool named_groups_only, Rank rank);
 
-  const Mesh& mesh() const { return *mesh_; }
   Lowering lowering() const { return lowering_; }
   bool named_groups_only() const { return named_groups_only_; }
-  int64_t position() const { return position_; }
+  Rank rank() const { return rank_; }
+  bool is_on(const Mesh& mesh) const { return mesh.position_of(rank_).has_value(); }
+  Position position_on(const Mesh& mesh) const;  // which it must be on
+  Region region_in(const Layout& layout) const { return layout.region(position_on(layout.mesh())); }
+  int64_t count_in(const Layout& layout) const;  // elements; none where the rank is not on the mesh
   Program& program() { return program_; }
   const Program& program() const { return program_; }
 
@@ -64,15 +66,15 @@ class ProgramBuilder {
   std::vector<Instruction> take_last_wait(int first);
   void put_back(std::vector<Instruction> instructions);
 
-  // Indices into the program's groups.
-  int group_index(MeshDimSet mesh_dims);
-  int group_of_positions(MeshDimSet mesh_dims, Positions positions);
+  // Indices into the program's groups: of the one that a step makes of the ranks around this one, and of some ranks
+  // of it by ascending rank.
+  int group_index(const Step& step);
+  int group_of_ranks(MeshDimSet mesh_dims, std::vector<Rank> ranks);
 
  private:
-  MeshPtr mesh_;
   Lowering lowering_;
   bool named_groups_only_;
-  int64_t position_;
+  Rank rank_;
   DType dtype_;
   int chunk_ = -1;
   bool exchanges_by_messages_ = false;
@@ -86,16 +88,19 @@ struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   double divisor = 1;
   double power = 1;
+  const Mesh* mesh = nullptr;  // contributions are added in the order of the positions on it
 };
 
 Reduction reduction_of(const Step& step);
 
 // Ranges by index in a group, in the order of ascending positions: replicas then add in the same order on meshes whose
 // ranks are shuffled too.
-std::vector<BufferRange> by_position(const Positions& group, const std::vector<BufferRange>& by_index);
+std::vector<BufferRange> by_position(const Mesh& mesh, const std::vector<Rank>& group,
+                                     const std::vector<BufferRange>& by_index);
 
-// The rows of a staging buffer, one per rank of the group, in that order.
-std::vector<BufferRange> rows_of(const ProgramBuilder& builder, BufferId staging, int64_t row, int group);
+// The rows of a staging buffer, one per rank of the group, in the order in which a reduction adds them.
+std::vector<BufferRange> rows_of(const ProgramBuilder& builder, const Reduction& reduction, BufferId staging,
+                                 int64_t row, int group);
 
 // result = the reduction of the parts, with what comes behind the op.
 void reduce_parts(ProgramBuilder& builder, const Reduction& reduction, std::vector<BufferRange> parts,

@@ -1,4 +1,4 @@
-// Plan x position -> program.
+// Plan x rank -> program.
 #include <cmath>
 #include <optional>
 
@@ -23,8 +23,7 @@ std::vector<double> partition_divisors(const Step& step) {
 // The first division goes along with the copy; one by one, as rounding asks for.
 void partition(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   std::vector<double> divisors = partition_divisors(step);
-  std::vector<Box> boxes =
-      Intersection(step.before.region(builder.position()), step.after.region(builder.position())).a_to_b(0, 0);
+  std::vector<Box> boxes = Intersection(builder.region_in(step.before), builder.region_in(step.after)).a_to_b(0, 0);
   const DTypeKind kind = builder.program().dtype.kind();
   const bool has_fractions = kind == DTypeKind::kFloat || kind == DTypeKind::kComplex;
   Copy copy{current, next, std::move(boxes)};
@@ -37,12 +36,12 @@ void partition(ProgramBuilder& builder, const Step& step, BufferId current, Buff
 }
 
 // Where all steps only slice and divide.
-std::optional<std::vector<int64_t>> box_of_input(const Plan& plan, int64_t position) {
+std::optional<std::vector<int64_t>> box_of_input(const ProgramBuilder& builder, const Plan& plan) {
   for (const Step& step : plan.steps) {
     if (step.op != StepOp::kSlice && step.op != StepOp::kPartition) return std::nullopt;
   }
-  const Region held = plan.src.region(position);
-  const Region needed = plan.dst.region(position);
+  const Region held = builder.region_in(plan.src);
+  const Region needed = builder.region_in(plan.dst);
   std::vector<int64_t> starts;
   for (size_t t = 0; t < held.size(); ++t) {
     const std::vector<Piece> pieces = intersect(held[t], needed[t]);
@@ -55,6 +54,7 @@ std::optional<std::vector<int64_t>> box_of_input(const Plan& plan, int64_t posit
 }  // namespace
 
 void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
+  if (!builder.is_on(step.before.mesh())) return;
   builder.begin_exchanges(step);
   switch (step.op) {
     case StepOp::kSlice:
@@ -79,7 +79,7 @@ void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, B
 std::string step_text(const Plan& plan, size_t index) {
   const Step& step = plan.steps[index];
   return concat("step ", index + 1, " of ", plan.steps.size(), " (", step_op_name(step.op), " over ",
-                plan.src.mesh().names_of(step.mesh_dims), ")");
+                step.before.mesh().names_of(step.mesh_dims), ")");
 }
 
 BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, BufferId current,
@@ -87,7 +87,7 @@ BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, 
   const DType before = builder.begin_dtype(plan.src.dtype());
   for (size_t i = begin; i < end; ++i) {
     builder.begin_step(of_what + step_text(plan, i));
-    const BufferId next = builder.new_buffer(num_elements(plan.steps[i].after.region(builder.position())));
+    const BufferId next = builder.new_buffer(builder.count_in(plan.steps[i].after));
     compile_step(builder, plan.steps[i], current, next);
     current = next;
   }
@@ -95,15 +95,14 @@ BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, 
   return current;
 }
 
-Program compile(const Plan& plan, int64_t position) {
-  check_user(position >= 0 && position < plan.src.mesh().size(), "position: ", position, " is not on the mesh (",
-             plan.src.mesh().to_string(), ")");
-  ProgramBuilder builder(plan.src.mesh_ptr(), plan.src.dtype(), plan.lowering, plan.named_groups_only, position);
-  const BufferId input = builder.new_input(plan.src.local_shape(position));
+Program compile(const Plan& plan, Rank rank) {
+  ProgramBuilder builder(plan.src.dtype(), plan.lowering, plan.named_groups_only, rank);
+  check_user(builder.is_on(plan.src.mesh()), "rank: ", rank, " is not on the mesh (", plan.src.mesh().to_string(), ")");
+  const BufferId input = builder.new_input(plan.src.local_shape_of_rank(rank));
   const BufferId current = compile_steps(builder, plan, 0, plan.steps.size(), input);
   Program& program = builder.program();
-  builder.add_output(current, plan.dst.local_shape(position));
-  program.box_of_input = box_of_input(plan, position);
+  builder.add_output(current, plan.dst.local_shape_of_rank(rank));
+  program.box_of_input = box_of_input(builder, plan);
   return std::move(program);
 }
 

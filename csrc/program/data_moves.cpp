@@ -10,21 +10,24 @@
 namespace shardwright {
 namespace {
 
-// What goes in one round between this rank and those at `partners`, which are some or all of the step's group, by
-// ascending rank.
+using Positions = std::vector<int64_t>;  // on the mesh of the step, by ascending rank
+
+// What goes in one round between this rank and those at `partners`, which are some or all of the step's group.
 TransferSet transfer_set(ProgramBuilder& builder, const Step& step, const Transfers& transfers,
                          const Positions& partners, int64_t round, BufferId current, BufferId next) {
-  const Region held = step.before.region(builder.position());
-  const Region needed = step.after.region(builder.position());
+  const Mesh& mesh = step.before.mesh();
+  const Position here = builder.position_on(mesh);
+  const Region held = step.before.region(here);
+  const Region needed = step.after.region(here);
   const Positions& group = transfers.group();
   const auto index_of = [&](int64_t position) {
     return static_cast<size_t>(std::find(group.begin(), group.end(), position) - group.begin());
   };
-  const size_t me = index_of(builder.position());
-  TransferSet set{builder.group_of_positions(step.mesh_dims, partners), Messages(Messages::Side::kSent, current),
-                  Messages(Messages::Side::kReceived, next)};
+  const size_t me = index_of(here);
+  TransferSet set{builder.group_of_ranks(step.mesh_dims, mesh.ranks_at(partners)),
+                  Messages(Messages::Side::kSent, current), Messages(Messages::Side::kReceived, next)};
   for (size_t m = 0; m < partners.size(); ++m) {
-    if (partners[m] == builder.position()) continue;
+    if (partners[m] == here) continue;
     const auto index = static_cast<int64_t>(m);
     const size_t peer = partners.size() == group.size() ? m : index_of(partners[m]);
     const Interval sent = in_round(transfers.range(me, peer), round, step.rounds);
@@ -43,8 +46,8 @@ TransferSet transfer_set(ProgramBuilder& builder, const Step& step, const Transf
 
 void exchange_in_rounds(ProgramBuilder& builder, const Step& step, const Positions& partners, Carrier carrier,
                         BufferId current, BufferId next) {
-  const Transfers transfers(step, builder.position());
-  const Intersection own(step.before.region(builder.position()), step.after.region(builder.position()));
+  const Transfers transfers(step, builder.position_on(step.before.mesh()));
+  const Intersection own(builder.region_in(step.before), builder.region_in(step.after));
   for (int64_t round = 0; round < step.rounds; ++round) {
     TransferSet set = transfer_set(builder, step, transfers, partners, round, current, next);
     const OwnItem kept{current, next, Parcel(own, 0, round == 0 ? own.count() : 0)};  // all in the first round
@@ -56,8 +59,9 @@ void exchange_in_rounds(ProgramBuilder& builder, const Step& step, const Positio
 
 void compile_data_move(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   StepPairs pairs(step);
-  StepPairs::Group& group = pairs.group(builder.position());
-  const size_t me = StepPairs::index_of(group, builder.position());
+  const Position here = builder.position_on(step.before.mesh());
+  StepPairs::Group& group = pairs.group(here);
+  const size_t me = StepPairs::index_of(group, here);
   const DataMovePlan plan = way_of(pairs, group, me, builder.lowering(), builder.named_groups_only());
   Positions partners = group.positions;
   if (!plan.partners.empty()) {

@@ -401,13 +401,14 @@ ProgramMemory::ProgramMemory(const Plan& plan) : plan_(plan) {
 
 ProgramMemory::~ProgramMemory() = default;
 
-std::vector<int64_t> ProgramMemory::peak_bytes_by_step(int64_t position) {
+std::vector<int64_t> ProgramMemory::peak_bytes_by_step(Rank rank) {
   Sketch sketch;
   int current = kInputBuffer;
   for (size_t i = 0; i < steps_.size(); ++i) {
     sketch.begin_step();
-    const int next = sketch.new_buffer(num_elements(plan_.steps[i].after.region(position)));
-    steps_[i]->write(sketch, position, current, next);
+    const std::optional<Position> position = plan_.steps[i].after.mesh().position_of(rank);
+    const int next = sketch.new_buffer(position ? num_elements(plan_.steps[i].after.region(*position)) : 0);
+    if (position) steps_[i]->write(sketch, *position, current, next);
     current = next;
   }
   std::vector<int64_t> peaks = sketch.peaks(current);
@@ -438,7 +439,7 @@ int64_t ProgramMemory::peak_of_step(size_t step, int64_t position) {
 ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t at_most) {
   Worst worst;
   for (size_t i = 0; i < steps_.size(); ++i) {
-    RankClasses classes(plan_.src.mesh());
+    RankClasses classes(plan_.steps[i].before.mesh());
     steps_[i]->tell_apart(classes);
     if (plan_.steps[i].rounds > 1 && i + 1 < steps_.size()) steps_[i + 1]->tell_apart(classes);
     const RanksSeen seen = classes.seen(at_most);

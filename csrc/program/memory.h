@@ -21,15 +21,15 @@ struct PeakBytes {
   PeakBytes(int64_t seen, bool exact) : bytes(seen), is_exact(exact) {}
 };
 
-// The buffers of compile(plan, position) by their sizes and lives, for many positions of one plan. Lists no boxes, and
+// The buffers of compile(plan, rank) by their sizes and lives, for many ranks of one plan. Lists no boxes, and
 // looks at a group of ranks once for all its members.
 class ProgramMemory {
  public:
   explicit ProgramMemory(const Plan& plan);
   ~ProgramMemory();
 
-  // As Program::peak_bytes_by_step says of compile(plan, position).
-  std::vector<int64_t> peak_bytes_by_step(int64_t position);
+  // As Program::peak_bytes_by_step says of compile(plan, rank).
+  std::vector<int64_t> peak_bytes_by_step(Rank rank);
 
   // The most of any rank, by step. One rank of each class (moves/extremes.h) is looked at; of more than `at_most`
   // classes, the outermost and boundary ones: is_exact is false where others might need more.
@@ -41,6 +41,7 @@ class ProgramMemory {
 
  private:
   // As if the plan had this step alone, what is held before being a buffer of its own but for the first step.
+  // `position` is that on the mesh of the step.
   int64_t peak_of_step(size_t step, int64_t position);
 
   const Plan& plan_;

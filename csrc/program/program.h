@@ -26,9 +26,8 @@ struct Instruction {
 // The ranks of a group of the mesh, or those of them that have something to say to each other.
 struct Group {
   MeshDimSet mesh_dims;
-  std::vector<int64_t> positions;  // ascending rank
-  std::vector<int64_t> ranks;
-  int64_t index = -1;  // of this rank
+  std::vector<Rank> ranks;  // ascending
+  int64_t index = -1;       // of this rank
 };
 
 enum class BufferRole : uint8_t { kInput, kOutput, kTemporary };
@@ -86,7 +85,8 @@ struct Program {
   std::string to_string() const;
 };
 
-// The program of the rank at `position`.
-Program compile(const Plan& plan, int64_t position);
+// The program of a rank. In steps on a mesh that it is no part of it has nothing to do, and holds a buffer without
+// elements. Throws UserError for a rank that is on the mesh of neither source nor destination.
+Program compile(const Plan& plan, Rank rank);
 
 }  // namespace shardwright

@@ -12,6 +12,7 @@ namespace shardwright {
 
 Reduction reduction_of(const Step& step) {
   Reduction reduction;
+  reduction.mesh = &step.before.mesh();
   for (const int d : step.mesh_dims.to_vector()) {
     const Placement& placement = step.before.placements()[d];
     reduction.op = placement.op;
@@ -22,20 +23,23 @@ Reduction reduction_of(const Step& step) {
   return reduction;
 }
 
-std::vector<BufferRange> by_position(const Positions& group, const std::vector<BufferRange>& by_index) {
+std::vector<BufferRange> by_position(const Mesh& mesh, const std::vector<Rank>& group,
+                                     const std::vector<BufferRange>& by_index) {
   std::vector<size_t> order(group.size());
   std::iota(order.begin(), order.end(), size_t{0});
-  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return group[a] < group[b]; });
+  std::sort(order.begin(), order.end(),
+            [&](size_t a, size_t b) { return mesh.position_of(group[a]) < mesh.position_of(group[b]); });
   std::vector<BufferRange> ranges;
   for (const size_t m : order) ranges.push_back(by_index[m]);
   return ranges;
 }
 
-std::vector<BufferRange> rows_of(const ProgramBuilder& builder, BufferId staging, int64_t row, int group) {
-  const Positions& positions = builder.program().groups[group].positions;
+std::vector<BufferRange> rows_of(const ProgramBuilder& builder, const Reduction& reduction, BufferId staging,
+                                 int64_t row, int group) {
+  const std::vector<Rank>& members = builder.program().groups[group].ranks;
   std::vector<BufferRange> rows;
-  for (size_t m = 0; m < positions.size(); ++m) rows.push_back({staging, static_cast<int64_t>(m) * row, row});
-  return by_position(positions, rows);
+  for (size_t m = 0; m < members.size(); ++m) rows.push_back({staging, static_cast<int64_t>(m) * row, row});
+  return by_position(*reduction.mesh, members, rows);
 }
 
 namespace {
@@ -75,10 +79,9 @@ Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, B
           },
           [=, &b] {
             b.wait(*ticket);
-            const Positions& positions = b.program().groups[g].positions;
             std::vector<BufferRange> parts{contribution, b.whole(staging)};
-            if ((positions[0] < positions[1]) != (me == 0)) std::swap(parts[0], parts[1]);
-            reduce_parts(b, reduction, std::move(parts), result);
+            if (me == 1) std::swap(parts[0], parts[1]);
+            reduce_parts(b, reduction, by_position(*reduction.mesh, b.program().groups[g].ranks, parts), result);
           }};
 }
 
@@ -109,7 +112,7 @@ Ticket gather_messages(ProgramBuilder& b, int g, BufferRange own, const std::vec
 // equal.
 Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const Reduction& reduction, BufferRange contribution,
                             BufferRange result) {
-  const auto k = static_cast<int64_t>(b.program().groups[g].positions.size());
+  const auto k = static_cast<int64_t>(b.program().groups[g].ranks.size());
   const Interval mine = flat_chunk(result.count, k, b.program().groups[g].index);
   const int64_t own = mine.end - mine.begin;
   const BufferRange own_result{result.buffer, result.offset + mine.begin, own};
@@ -125,7 +128,7 @@ Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const Reduction& reduction
           },
           [=, &b] {
             b.wait(*ticket);
-            if (own > 0) reduce_parts(b, reduction, rows_of(b, staging, own, g), own_result);
+            if (own > 0) reduce_parts(b, reduction, rows_of(b, reduction, staging, own, g), own_result);
             const bool copies = chunk_counts[0] * b.program().dtype.size_bytes() <= kMaxCopiedGatherBytes;
             *ticket = copies ? gather_copies(b, g, own_result, chunk_counts, result)
                              : gather_messages(b, g, own_result, chunk_counts, result);
@@ -137,7 +140,7 @@ Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const Reduction& reduction
 
 Stages composed_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange contribution,
                            BufferRange result) {
-  const bool is_of_two = builder.program().groups[group].positions.size() == 2;
+  const bool is_of_two = builder.program().groups[group].ranks.size() == 2;
   return is_of_two ? all_reduce_of_two(builder, group, reduction, contribution, result)
                    : all_reduce_in_chunks(builder, group, reduction, contribution, result);
 }
@@ -159,19 +162,19 @@ class PendingReduction {
 
   void reduce_scatter(const Step& step, BufferId current, BufferId next) {
     const Reduction reduction = reduction_of(step);
-    const int g = b_.group_index(step.mesh_dims);
+    const int g = b_.group_index(step);
     if (b_.count_of(current) == 0) return;
     current = raised(b_.whole(current), reduction.power).buffer;
     for (int64_t round = 0; round < step.rounds; ++round) reduce_scatter(step, g, current, next, round);
   }
 
   void reduce_scatter(const Step& step, int g, BufferId current, BufferId next, int64_t round) {
-    const Region held = step.before.region(b_.position());
+    const Region held = b_.region_in(step.before);
     // All members hold the same region, so all have equal messages or none has.
     Messages given(Messages::Side::kSent, current);
-    const Positions members = b_.program().groups[g].positions;
+    const std::vector<Rank> members = b_.program().groups[g].ranks;
     for (size_t m = 0; m < members.size(); ++m) {
-      const Intersection part(held, step.after.region(members[m]));
+      const Intersection part(held, step.after.region(*step.after.mesh().position_of(members[m])));
       const Interval range = in_round({0, part.count()}, round, step.rounds);
       given.add(static_cast<int64_t>(m), {{current, Parcel(part, range.begin, range.end)}});
     }
@@ -186,7 +189,7 @@ class PendingReduction {
   void all_reduce(const Step& step, BufferId current, BufferId next) {
     const Reduction reduction = reduction_of(step);
     if (b_.count_of(next) == 0) return;
-    const int g = b_.group_index(step.mesh_dims);
+    const int g = b_.group_index(step);
     if (reduces_natively(step, b_.lowering())) {
       if (reduction.power != 1) {
         b_.emit(Power{b_.whole(current), b_.whole(next), reduction.power});

@@ -162,7 +162,7 @@ void Messages::copy(ProgramBuilder& builder, int64_t except) const {
 // ---- lowering
 
 Ticket start(ProgramBuilder& builder, const TransferSet& set, Carrier carrier) {
-  const auto group_size = static_cast<int64_t>(builder.program().groups[set.group].positions.size());
+  const auto group_size = static_cast<int64_t>(builder.program().groups[set.group].ranks.size());
   switch (carrier) {
     case Carrier::kAllGather:
       return builder.emit(AllGather{set.group, set.sends.run(), set.receives.run()});
@@ -239,14 +239,14 @@ std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int g
       finish_native(builder, reduction, result);
     };
   }
-  const auto k = static_cast<int64_t>(builder.program().groups[group].positions.size());
+  const auto k = static_cast<int64_t>(builder.program().groups[group].ranks.size());
   const BufferId rows = builder.new_buffer(result.count * k);
   const Ticket ticket = builder.emit(
       AllToAll{group, given.run(), builder.whole(rows), given.counts(k), std::vector<int64_t>(k, result.count)});
   return [&builder, ticket, reduction, result, rows, group] {
     builder.wait(ticket);
     if (result.count == 0) return;
-    reduce_parts(builder, reduction, rows_of(builder, rows, result.count, group), result);
+    reduce_parts(builder, reduction, rows_of(builder, reduction, rows, result.count, group), result);
   };
 }
 

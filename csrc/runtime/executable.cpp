@@ -53,7 +53,7 @@ Communication communication_of(const Step& step) {
 Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
   std::vector<std::string> steps;
   for (const Step& step : plan.steps) {
-    steps.push_back(concat(step_op_name(step.op), " over ", plan.src.mesh().names_of(step.mesh_dims)));
+    steps.push_back(concat(step_op_name(step.op), " over ", step.before.mesh().names_of(step.mesh_dims)));
   }
   // Whatever else there is in a plan, its topology for one, is in its bytes.
   const size_t bytes = std::hash<std::string>()(plan_bytes);
@@ -84,16 +84,14 @@ class PlanOrigin : public Origin {
 
 }  // namespace
 
-std::shared_ptr<const CompiledProgram> CompiledProgram::from_plan_bytes(const std::string& plan_bytes, int64_t rank) {
+std::shared_ptr<const CompiledProgram> CompiledProgram::from_plan_bytes(const std::string& plan_bytes, Rank rank) {
   const Plan plan = from_bytes(plan_bytes);
-  const auto position = plan.src.mesh().position_of(rank);
-  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", plan.src.mesh().to_string(), ")");
-  return std::make_shared<CompiledProgram>(compile(plan, *position), std::vector<const Plan*>{&plan},
+  return std::make_shared<CompiledProgram>(compile(plan, rank), std::vector<const Plan*>{&plan},
                                            std::make_unique<PlanOrigin>(plan_bytes), rank);
 }
 
 CompiledProgram::CompiledProgram(Program program, const std::vector<const Plan*>& plans, std::unique_ptr<Origin> origin,
-                                 int64_t rank)
+                                 Rank rank)
     : program_(std::move(program)),
       lifetimes_(program_.lifetimes()),
       origin_(std::move(origin)),
@@ -105,10 +103,8 @@ CompiledProgram::CompiledProgram(Program program, const std::vector<const Plan*>
     if (instruction >= 0) is_asked_for_[instruction] = true;
   }
   for (const Plan* plan : plans) {
-    for (const Step& step : plan->steps) {
-      received_bytes_ += traffic_at(step, plan->lowering, *plan->src.mesh().position_of(rank_)).received_bytes;
-      is_collective_ = is_collective_ || !is_local(step.op);
-    }
+    received_bytes_ += traffic_at(*plan, rank_).received_bytes;
+    for (const Step& step : plan->steps) is_collective_ = is_collective_ || !is_local(step.op);
   }
   note_dtypes();
   note_instructions();
@@ -242,12 +238,6 @@ std::vector<Communication> Executable::communications() const {
   return found;
 }
 
-std::vector<int64_t> Executable::mesh_ranks() const {
-  const std::vector<Plan> plans = compiled_->origin().plans();
-  const Mesh& mesh = plans.front().src.mesh();
-  std::vector<int64_t> ranks;
-  for (int64_t p = 0; p < mesh.size(); ++p) ranks.push_back(mesh.rank_at(p));
-  return ranks;
-}
+std::vector<Rank> Executable::mesh_ranks() const { return compiled_->origin().plans().front().src.mesh().ranks(); }
 
 }  // namespace shardwright

@@ -48,15 +48,15 @@ class Origin {
 class CompiledProgram {
  public:
   // From a plan's own bytes. Throws UserError if they are none, or if the rank is not on the mesh.
-  static std::shared_ptr<const CompiledProgram> from_plan_bytes(const std::string& plan_bytes, int64_t rank);
+  static std::shared_ptr<const CompiledProgram> from_plan_bytes(const std::string& plan_bytes, Rank rank);
 
   // `plans`: those of `origin`.
-  CompiledProgram(Program program, const std::vector<const Plan*>& plans, std::unique_ptr<Origin> origin, int64_t rank);
+  CompiledProgram(Program program, const std::vector<const Plan*>& plans, std::unique_ptr<Origin> origin, Rank rank);
 
   const Program& program() const { return program_; }
   const Program::Lifetimes& lifetimes() const { return lifetimes_; }
   const Origin& origin() const { return *origin_; }
-  int64_t rank() const { return rank_; }
+  Rank rank() const { return rank_; }
   const Lowering& lowering() const { return lowering_; }
 
   bool returns_input() const { return program_.is_input(program_.outputs[0].buffer); }
@@ -97,7 +97,7 @@ class CompiledProgram {
   Program program_;
   Program::Lifetimes lifetimes_;
   std::unique_ptr<Origin> origin_;
-  int64_t rank_;
+  Rank rank_;
   Lowering lowering_;
   std::vector<int> order_of_transfers_;  // empty where the host carries transfers out
   std::vector<bool> is_asked_for_;
@@ -136,7 +136,7 @@ class Executable {
   // What its program's origin says: the steps that communicate, in order and the same on all ranks, and the ranks of
   // the mesh, row-major.
   std::vector<Communication> communications() const;
-  std::vector<int64_t> mesh_ranks() const;
+  std::vector<Rank> mesh_ranks() const;
 
  private:
   std::shared_ptr<const CompiledProgram> compiled_;

@@ -198,13 +198,10 @@ class MatmulOrigin : public Origin {
   std::string program_;
 };
 
-std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, int64_t rank) {
+std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank) {
   if (!is_matmul(text)) return CompiledProgram::from_plan_bytes(plan_bytes_of(text), rank);
   const auto [matmul, schedule] = parse_matmul(text);
-  const Mesh& mesh = plan_of(matmul).src.mesh();
-  const auto position = mesh.position_of(rank);
-  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", mesh.to_string(), ")");
-  return std::make_shared<CompiledProgram>(compile(matmul, schedule, *position), plans_of(matmul),
+  return std::make_shared<CompiledProgram>(compile(matmul, schedule, rank), plans_of(matmul),
                                            std::make_unique<MatmulOrigin>(text), rank);
 }
 
@@ -291,7 +288,7 @@ ExecutablePtr executable_of(const std::string& plan, const std::vector<std::stri
   static auto* kept = new BoundedCache<std::string, ExecutablePtr>(kMaxExecutables);
   std::vector<comm::GroupPtr> found_groups;
   for (const std::string& name : groups) found_groups.push_back(c10d::resolve_process_group(name));
-  const auto make = [&] { return std::make_shared<const Executable>(compiled_of(plan, rank), found_groups); };
+  const auto make = [&] { return std::make_shared<const Executable>(compiled_of(plan, Rank{rank}), found_groups); };
   const auto is_bound = [&](const ExecutablePtr& e) { return e->is_bound_to(found_groups); };
   try {
     return kept->get_or_make(key_of(plan, groups, rank), make, is_bound);

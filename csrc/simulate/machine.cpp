@@ -50,196 +50,193 @@ double combine(ReduceOp op, double a, double b) {
   return kUnwritten;
 }
 
-Machine::Machine(std::vector<Program> programs, std::vector<std::vector<Payload>> inputs)
-    : programs_(std::move(programs)), ranks_(programs_.size()) {
-  for (size_t p = 0; p < ranks_.size(); ++p) {
-    Rank& rank = ranks_[p];
-    rank.buffers.resize(programs_[p].buffers.size());
-    rank.alive.assign(programs_[p].buffers.size(), false);
-    check_invariant(inputs[p].size() == programs_[p].num_inputs(), "position ", p, " is given ", inputs[p].size(),
-                    " inputs for ", programs_[p].num_inputs());
-    for (size_t i = 0; i < inputs[p].size(); ++i) {
-      rank.buffers[i] = std::move(inputs[p][i]);
-      rank.alive[i] = true;
-    }
-    rank.lifetimes = programs_[p].lifetimes();
-  }
+void Machine::add(Rank rank, Program program, std::vector<Payload> inputs) {
+  check_invariant(inputs.size() == program.num_inputs(), "rank ", rank, " is given ", inputs.size(), " inputs for ",
+                  program.num_inputs());
+  const auto [found, is_new] = processes_.try_emplace(rank);
+  check_invariant(is_new, "rank ", rank, " has two programs");
+  Process& process = found->second;
+  process.rank = rank;
+  process.lifetimes = program.lifetimes();
+  process.alive.assign(program.buffers.size(), false);
+  std::fill_n(process.alive.begin(), inputs.size(), true);
+  process.buffers = std::move(inputs);
+  process.buffers.resize(program.buffers.size());
+  process.program = std::move(program);
 }
 
 void Machine::run() {
   bool progressed = true;
   while (progressed) {
     progressed = false;
-    for (size_t p = 0; p < ranks_.size(); ++p) {
-      while (advance(static_cast<int64_t>(p))) progressed = true;
+    for (auto& [rank, process] : processes_) {
+      while (advance(process)) progressed = true;
     }
   }
-  for (size_t p = 0; p < ranks_.size(); ++p) {
-    const size_t at = ranks_[p].next_instruction;
-    check_invariant(at == programs_[p].instructions.size(), "position ", p, " waits forever at instruction ", at,
-                    " of\n", programs_[p].to_string());
+  for (const auto& [rank, process] : processes_) {
+    const size_t at = process.next_instruction;
+    check_invariant(at == process.program.instructions.size(), "rank ", rank, " waits forever at instruction ", at,
+                    " of\n", process.program.to_string());
   }
 }
 
-const Machine::Payload& Machine::output(int64_t position, size_t index) const {
-  return ranks_[position].buffers[programs_[position].outputs[index].buffer];
+const Machine::Payload& Machine::output(Rank rank, size_t index) const {
+  const Process& process = processes_.at(rank);
+  return process.buffers[process.program.outputs[index].buffer];
 }
 
-bool Machine::advance(int64_t position) {
-  Rank& rank = ranks_[position];
-  const Program& program = programs_[position];
-  const size_t at = rank.next_instruction;
+bool Machine::advance(Process& process) {
+  const Program& program = process.program;
+  const size_t at = process.next_instruction;
   if (at == program.instructions.size()) return false;
-  for (const BufferId b : rank.lifetimes.begins[at]) {
-    if (rank.alive[b]) continue;  // a Wait is tried again
-    rank.alive[b] = true;
-    rank.buffers[b].assign(program.buffers[b].count, kUnwritten);
-    rank.live_bytes += program.size_bytes(b);
+  for (const BufferId b : process.lifetimes.begins[at]) {
+    if (process.alive[b]) continue;  // a Wait is tried again
+    process.alive[b] = true;
+    process.buffers[b].assign(program.buffers[b].count, kUnwritten);
+    process.live_bytes += program.size_bytes(b);
   }
-  rank.peak_bytes = std::max(rank.peak_bytes, rank.live_bytes);
+  process.peak_bytes = std::max(process.peak_bytes, process.live_bytes);
 
   const bool is_done = match(
-      program.instructions[at].operation, [&](const Wait& o) { return finish_wait(position, o.ticket); },
+      program.instructions[at].operation, [&](const Wait& o) { return finish_wait(process, o.ticket); },
       [&](const IsTransfer auto& o) {
-        start(position, static_cast<int>(at), o);
+        start(process, static_cast<int>(at), o);
         return true;
       },
       [&](const IsCompute auto& o) {
-        execute(position, o);
+        execute(process, o);
         return true;
       });
   if (!is_done) return false;
 
-  for (const BufferId b : rank.lifetimes.ends[at]) {
-    rank.live_bytes -= program.size_bytes(b);
-    rank.alive[b] = false;
-    Payload().swap(rank.buffers[b]);
+  for (const BufferId b : process.lifetimes.ends[at]) {
+    process.live_bytes -= program.size_bytes(b);
+    process.alive[b] = false;
+    Payload().swap(process.buffers[b]);
   }
-  ++rank.next_instruction;
+  ++process.next_instruction;
   return true;
 }
 
-void Machine::start(int64_t position, int instruction, const SendReceive& operation) {
-  Rank& rank = ranks_[position];
-  const Group& group = programs_[position].groups[operation.group];
+void Machine::start(Process& process, int instruction, const SendReceive& operation) {
+  const Group& group = process.program.groups[operation.group];
   for (const auto& message : operation.sends) {
-    const Route route{group.positions, position, group.positions[message.peer]};
-    mail_[{route, rank.sent[route]++}] = read(position, message.range);
+    const Route route{group.ranks, process.rank, group.ranks[message.peer]};
+    mail_[{route, process.sent[route]++}] = read(process, message.range);
   }
   for (const auto& message : operation.receives) {
-    const Route route{group.positions, group.positions[message.peer], position};
-    rank.messages_of_ticket[instruction].push_back(rank.expected[route]++);
+    const Route route{group.ranks, group.ranks[message.peer], process.rank};
+    process.messages_of_ticket[instruction].push_back(process.expected[route]++);
   }
 }
 
-void Machine::start(int64_t position, int instruction, const AllGather& operation) {
-  give(position, instruction, operation.group, {read(position, operation.src), {}});
+void Machine::start(Process& process, int instruction, const AllGather& operation) {
+  give(process, instruction, operation.group, {read(process, operation.src), {}});
 }
 
-void Machine::start(int64_t position, int instruction, const ReduceScatter& operation) {
-  give(position, instruction, operation.group, {read(position, operation.src), {}});
+void Machine::start(Process& process, int instruction, const ReduceScatter& operation) {
+  give(process, instruction, operation.group, {read(process, operation.src), {}});
 }
 
-void Machine::start(int64_t position, int instruction, const AllReduce& operation) {
-  give(position, instruction, operation.group, {read(position, operation.data), {}});
+void Machine::start(Process& process, int instruction, const AllReduce& operation) {
+  give(process, instruction, operation.group, {read(process, operation.data), {}});
 }
 
-void Machine::start(int64_t position, int instruction, const AllToAll& operation) {
-  give(position, instruction, operation.group, {read(position, operation.src), operation.send_counts});
+void Machine::start(Process& process, int instruction, const AllToAll& operation) {
+  give(process, instruction, operation.group, {read(process, operation.src), operation.send_counts});
 }
 
-void Machine::give(int64_t position, int instruction, int group_index, Given given) {
-  Rank& rank = ranks_[position];
-  const Group& group = programs_[position].groups[group_index];
-  const int64_t call = rank.calls[group.positions]++;
-  rank.call_of_ticket[instruction] = call;
-  given_[{group.positions, call}][position] = std::move(given);
+void Machine::give(Process& process, int instruction, int group_index, Given given) {
+  const Group& group = process.program.groups[group_index];
+  const int64_t call = process.calls[group.ranks]++;
+  process.call_of_ticket[instruction] = call;
+  given_[{group.ranks, call}][process.rank] = std::move(given);
 }
 
-bool Machine::finish_wait(int64_t position, int ticket) {
+bool Machine::finish_wait(Process& process, int ticket) {
   const auto deliver_collective = [&](const auto& operation) {
-    const Group& group = programs_[position].groups[operation.group];
-    const auto& given = given_[{group.positions, ranks_[position].call_of_ticket[ticket]}];
-    if (given.size() != group.positions.size()) return false;
-    deliver(position, operation, given);
+    const Group& group = process.program.groups[operation.group];
+    const auto& given = given_[{group.ranks, process.call_of_ticket[ticket]}];
+    if (given.size() != group.ranks.size()) return false;
+    deliver(process, operation, given);
     return true;
   };
   const auto nothing_to_wait_for = [&] {
-    check_invariant(false, "position ", position, " waits for instruction ", ticket, ", which is no transfer");
+    check_invariant(false, "rank ", process.rank, " waits for instruction ", ticket, ", which is no transfer");
     return false;
   };
   return match(
-      programs_[position].instructions[ticket].operation,
-      [&](const SendReceive& o) { return receive_messages(position, o, ticket); },
+      process.program.instructions[ticket].operation,
+      [&](const SendReceive& o) { return receive_messages(process, o, ticket); },
       [&](const IsTransfer auto& o) { return deliver_collective(o); },
       [&](const IsCompute auto&) { return nothing_to_wait_for(); }, [&](const Wait&) { return nothing_to_wait_for(); });
 }
 
-bool Machine::receive_messages(int64_t position, const SendReceive& operation, int ticket) {
-  const Group& group = programs_[position].groups[operation.group];
+bool Machine::receive_messages(Process& process, const SendReceive& operation, int ticket) {
+  const Group& group = process.program.groups[operation.group];
   std::vector<std::map<std::pair<Route, int64_t>, Payload>::iterator> arrived;
   for (size_t i = 0; i < operation.receives.size(); ++i) {
-    const Route route{group.positions, group.positions[operation.receives[i].peer], position};
-    arrived.push_back(mail_.find({route, ranks_[position].messages_of_ticket[ticket][i]}));
+    const Route route{group.ranks, group.ranks[operation.receives[i].peer], process.rank};
+    arrived.push_back(mail_.find({route, process.messages_of_ticket[ticket][i]}));
     if (arrived.back() == mail_.end()) return false;
   }
   for (size_t i = 0; i < operation.receives.size(); ++i) {
     const auto& message = operation.receives[i];
-    write(position, message.range, arrived[i]->second);
+    write(process, message.range, arrived[i]->second);
     mail_.erase(arrived[i]);
-    ranks_[position].received_bytes += message.range.count * item_bytes(position, message.range);
+    process.received_bytes += message.range.count * item_bytes(process, message.range);
   }
   return true;
 }
 
-void Machine::deliver(int64_t position, const AllGather& operation, const GivenByMember& given) {
-  const Group& group = programs_[position].groups[operation.group];
+void Machine::deliver(Process& process, const AllGather& operation, const GivenByMember& given) {
+  const Group& group = process.program.groups[operation.group];
   Payload all;
-  for (const int64_t member : group.positions) {
+  for (const Rank member : group.ranks) {
     const Payload& part = given.at(member).values;
     check_invariant(static_cast<int64_t>(part.size()) == operation.src.count, "uneven parts in an all_gather");
     all.insert(all.end(), part.begin(), part.end());
   }
-  write(position, operation.dst, all);
-  const auto others = static_cast<int64_t>(group.positions.size()) - 1;
-  ranks_[position].received_bytes += others * operation.src.count * item_bytes(position, operation.src);
+  write(process, operation.dst, all);
+  const auto others = static_cast<int64_t>(group.ranks.size()) - 1;
+  process.received_bytes += others * operation.src.count * item_bytes(process, operation.src);
 }
 
-void Machine::deliver(int64_t position, const ReduceScatter& operation, const GivenByMember& given) {
-  const Group& group = programs_[position].groups[operation.group];
+void Machine::deliver(Process& process, const ReduceScatter& operation, const GivenByMember& given) {
+  const Group& group = process.program.groups[operation.group];
   const int64_t count = operation.dst.count;
-  write(position, operation.dst, reduced(group, operation.op, given, group.index * count, count));
-  const auto others = static_cast<int64_t>(group.positions.size()) - 1;
-  ranks_[position].received_bytes += others * count * item_bytes(position, operation.src);
+  write(process, operation.dst, reduced(group, operation.op, given, group.index * count, count));
+  const auto others = static_cast<int64_t>(group.ranks.size()) - 1;
+  process.received_bytes += others * count * item_bytes(process, operation.src);
 }
 
-void Machine::deliver(int64_t position, const AllReduce& operation, const GivenByMember& given) {
-  const Group& group = programs_[position].groups[operation.group];
-  const auto k = static_cast<int64_t>(group.positions.size());
+void Machine::deliver(Process& process, const AllReduce& operation, const GivenByMember& given) {
+  const Group& group = process.program.groups[operation.group];
+  const auto k = static_cast<int64_t>(group.ranks.size());
   const int64_t count = operation.data.count;
-  write(position, operation.data, reduced(group, operation.op, given, 0, count));
-  ranks_[position].received_bytes += (2 * count * item_bytes(position, operation.data) * (k - 1) + k - 1) / k;
+  write(process, operation.data, reduced(group, operation.op, given, 0, count));
+  process.received_bytes += (2 * count * item_bytes(process, operation.data) * (k - 1) + k - 1) / k;
 }
 
-void Machine::deliver(int64_t position, const AllToAll& operation, const GivenByMember& given) {
-  const Group& group = programs_[position].groups[operation.group];
+void Machine::deliver(Process& process, const AllToAll& operation, const GivenByMember& given) {
+  const Group& group = process.program.groups[operation.group];
   Payload all;
-  for (int64_t m = 0; m < static_cast<int64_t>(group.positions.size()); ++m) {
-    const Given& part = given.at(group.positions[m]);
+  for (int64_t m = 0; m < static_cast<int64_t>(group.ranks.size()); ++m) {
+    const Given& part = given.at(group.ranks[m]);
     const int64_t count = operation.receive_counts[m];
     int64_t offset = 0;
     for (int64_t j = 0; j < group.index; ++j) offset += part.send_counts.at(j);
     check_invariant(part.send_counts.at(group.index) == count, "all_to_all counts disagree");
     all.insert(all.end(), part.values.begin() + offset, part.values.begin() + offset + count);
-    if (m != group.index) ranks_[position].received_bytes += count * item_bytes(position, operation.src);
+    if (m != group.index) process.received_bytes += count * item_bytes(process, operation.src);
   }
-  write(position, operation.dst, all);
+  write(process, operation.dst, all);
 }
 
 Machine::Payload Machine::reduced(const Group& group, ReduceOp op, const GivenByMember& given, int64_t offset,
                                   int64_t count) {
   Payload result;
-  for (const int64_t member : group.positions) {
+  for (const Rank member : group.ranks) {
     const double* part = given.at(member).values.data() + offset;
     if (result.empty()) {
       result.assign(part, part + count);
@@ -250,49 +247,48 @@ Machine::Payload Machine::reduced(const Group& group, ReduceOp op, const GivenBy
   return result;
 }
 
-void Machine::execute(int64_t position, const Copy& copy) {
-  Rank& rank = ranks_[position];
-  check_invariant(rank.alive[copy.src] && rank.alive[copy.dst], "copy touches memory that is not there");
-  copy_boxes(copy.boxes, rank.buffers[copy.src].data(), rank.buffers[copy.dst].data(), sizeof(double));
-  for (const Box& box : copy.boxes) divide_box(box, rank.buffers[copy.dst], copy.divisor);
+void Machine::execute(Process& process, const Copy& copy) {
+  check_invariant(process.alive[copy.src] && process.alive[copy.dst], "copy touches memory that is not there");
+  copy_boxes(copy.boxes, process.buffers[copy.src].data(), process.buffers[copy.dst].data(), sizeof(double));
+  for (const Box& box : copy.boxes) divide_box(box, process.buffers[copy.dst], copy.divisor);
 }
 
-void Machine::execute(int64_t position, const FillZero& fill) {
-  write(position, fill.dst, Payload(fill.dst.count, 0.0));
+void Machine::execute(Process& process, const FillZero& fill) {
+  write(process, fill.dst, Payload(fill.dst.count, 0.0));
 }
 
-void Machine::execute(int64_t position, const Divide& divide) {
-  Payload values = read(position, divide.dst);
+void Machine::execute(Process& process, const Divide& divide) {
+  Payload values = read(process, divide.dst);
   for (double& value : values) value /= divide.divisor;
-  write(position, divide.dst, values);
+  write(process, divide.dst, values);
 }
 
-void Machine::execute(int64_t position, const Power& power) {
-  Payload values = read(position, power.src);
+void Machine::execute(Process& process, const Power& power) {
+  Payload values = read(process, power.src);
   for (double& value : values) value = std::pow(value, power.exponent);
-  write(position, power.dst, values);
+  write(process, power.dst, values);
 }
 
-void Machine::execute(int64_t position, const Cast& cast) { write(position, cast.dst, read(position, cast.src)); }
+void Machine::execute(Process& process, const Cast& cast) { write(process, cast.dst, read(process, cast.src)); }
 
-void Machine::execute(int64_t position, const Reduce& reduce) {
-  Payload result = read(position, reduce.parts[0]);
+void Machine::execute(Process& process, const Reduce& reduce) {
+  Payload result = read(process, reduce.parts[0]);
   for (size_t m = 1; m < reduce.parts.size(); ++m) {
-    const Payload part = read(position, reduce.parts[m]);
+    const Payload part = read(process, reduce.parts[m]);
     check_invariant(part.size() == result.size(), "reduce has parts of different sizes");
     for (size_t i = 0; i < part.size(); ++i) result[i] = combine(reduce.op, result[i], part[i]);
   }
   for (double& value : result) value /= reduce.divisor;
-  write(position, reduce.dst, result);
+  write(process, reduce.dst, result);
 }
 
-void Machine::execute(int64_t position, const Gemm& gemm) {
-  check_invariant(!programs_[position].is_input(gemm.dst.buffer), "an input is written");
+void Machine::execute(Process& process, const Gemm& gemm) {
+  check_invariant(!process.program.is_input(gemm.dst.buffer), "an input is written");
   const auto element = [&](const Matrix& matrix, int64_t base, int64_t i, int64_t j) {
-    return data(position, {matrix.buffer, matrix.offset + base + i * matrix.row_stride + j * matrix.column_stride, 1});
+    return data(process, {matrix.buffer, matrix.offset + base + i * matrix.row_stride + j * matrix.column_stride, 1});
   };
   const auto factor = [&](const std::optional<Scale>& scale, int64_t i) {
-    return scale ? *data(position, {scale->buffer, scale->offset + i * scale->stride, 1}) : 1.0;
+    return scale ? *data(process, {scale->buffer, scale->offset + i * scale->stride, 1}) : 1.0;
   };
   for (int64_t b = 0; b < gemm.count; ++b) {
     for (int64_t i = 0; i < gemm.m; ++i) {
@@ -312,29 +308,28 @@ void Machine::execute(int64_t position, const Gemm& gemm) {
   }
 }
 
-double* Machine::data(int64_t position, const BufferRange& range) {
-  Rank& rank = ranks_[position];
-  check_invariant(rank.alive[range.buffer], "buffer ", range.buffer, " is touched outside its life");
+double* Machine::data(Process& process, const BufferRange& range) {
+  check_invariant(process.alive[range.buffer], "buffer ", range.buffer, " is touched outside its life");
   check_invariant(
-      range.offset >= 0 && range.offset + range.count <= static_cast<int64_t>(rank.buffers[range.buffer].size()),
+      range.offset >= 0 && range.offset + range.count <= static_cast<int64_t>(process.buffers[range.buffer].size()),
       "buffer ", range.buffer, " is touched outside its bounds");
-  return rank.buffers[range.buffer].data() + range.offset;
+  return process.buffers[range.buffer].data() + range.offset;
 }
 
-int64_t Machine::item_bytes(int64_t position, const BufferRange& range) const {
-  return programs_[position].dtype_of(range.buffer).size_bytes();
+int64_t Machine::item_bytes(const Process& process, const BufferRange& range) {
+  return process.program.dtype_of(range.buffer).size_bytes();
 }
 
-Machine::Payload Machine::read(int64_t position, const BufferRange& range) {
-  const double* begin = data(position, range);
+Machine::Payload Machine::read(Process& process, const BufferRange& range) {
+  const double* begin = data(process, range);
   return Payload(begin, begin + range.count);
 }
 
-void Machine::write(int64_t position, const BufferRange& range, const Payload& payload) {
-  check_invariant(!programs_[position].is_input(range.buffer), "an input is written");
+void Machine::write(Process& process, const BufferRange& range, const Payload& payload) {
+  check_invariant(!process.program.is_input(range.buffer), "an input is written");
   check_invariant(static_cast<int64_t>(payload.size()) == range.count, "a transfer has ", payload.size(),
                   " elements for a place of ", range.count);
-  std::copy(payload.begin(), payload.end(), data(position, range));
+  std::copy(payload.begin(), payload.end(), data(process, range));
 }
 
 }  // namespace shardwright

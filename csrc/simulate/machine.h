@@ -15,15 +15,15 @@ class Machine {
  public:
   using Payload = std::vector<double>;
 
-  // One program per position, and its inputs; rank numbers come from the programs' groups.
-  Machine(std::vector<Program> programs, std::vector<std::vector<Payload>> inputs);
+  // A process for the rank, which is to run this program on these inputs.
+  void add(Rank rank, Program program, std::vector<Payload> inputs);
 
   // Runs all ranks to the end. Throws InvariantError if none can go on.
   void run();
 
-  const Payload& output(int64_t position, size_t index = 0) const;
-  int64_t received_bytes(int64_t position) const { return ranks_[position].received_bytes; }
-  int64_t peak_bytes(int64_t position) const { return ranks_[position].peak_bytes; }
+  const Payload& output(Rank rank, size_t index = 0) const;
+  int64_t received_bytes(Rank rank) const { return processes_.at(rank).received_bytes; }
+  int64_t peak_bytes(Rank rank) const { return processes_.at(rank).peak_bytes; }
 
  private:
   // What a member puts into a collective.
@@ -33,9 +33,11 @@ class Machine {
   };
 
   // Members of the group, sender, receiver.
-  using Route = std::tuple<std::vector<int64_t>, int64_t, int64_t>;
+  using Route = std::tuple<std::vector<Rank>, Rank, Rank>;
 
-  struct Rank {
+  struct Process {
+    Rank rank;
+    Program program;
     std::vector<Payload> buffers;
     std::vector<bool> alive;
     size_t next_instruction = 0;
@@ -44,7 +46,7 @@ class Machine {
     int64_t received_bytes = 0;
     Program::Lifetimes lifetimes;
     // Collectives started on each group so far (by members), to match the n-th with the n-th.
-    std::map<std::vector<int64_t>, int64_t> calls;
+    std::map<std::vector<Rank>, int64_t> calls;
     std::map<int, int64_t> call_of_ticket;
     // The same of messages, by whom they go to and come from.
     std::map<Route, int64_t> sent;
@@ -52,39 +54,38 @@ class Machine {
     std::map<int, std::vector<int64_t>> messages_of_ticket;
   };
 
-  bool advance(int64_t position);
+  bool advance(Process& process);
   // False where the transfer cannot end yet.
-  bool finish_wait(int64_t position, int ticket);
-  void start(int64_t position, int instruction, const AllGather& operation);
-  void start(int64_t position, int instruction, const ReduceScatter& operation);
-  void start(int64_t position, int instruction, const AllReduce& operation);
-  void start(int64_t position, int instruction, const AllToAll& operation);
-  void start(int64_t position, int instruction, const SendReceive& operation);
-  void give(int64_t position, int instruction, int group_index, Given given);
-  void execute(int64_t position, const Copy& copy);
-  void execute(int64_t position, const FillZero& fill);
-  void execute(int64_t position, const Divide& divide);
-  void execute(int64_t position, const Power& power);
-  void execute(int64_t position, const Cast& cast);
-  void execute(int64_t position, const Reduce& reduce);
-  void execute(int64_t position, const Gemm& gemm);
-  int64_t item_bytes(int64_t position, const BufferRange& range) const;
-  double* data(int64_t position, const BufferRange& range);
-  Payload read(int64_t position, const BufferRange& range);
-  void write(int64_t position, const BufferRange& range, const Payload& payload);
+  bool finish_wait(Process& process, int ticket);
+  void start(Process& process, int instruction, const AllGather& operation);
+  void start(Process& process, int instruction, const ReduceScatter& operation);
+  void start(Process& process, int instruction, const AllReduce& operation);
+  void start(Process& process, int instruction, const AllToAll& operation);
+  void start(Process& process, int instruction, const SendReceive& operation);
+  void give(Process& process, int instruction, int group_index, Given given);
+  static void execute(Process& process, const Copy& copy);
+  static void execute(Process& process, const FillZero& fill);
+  static void execute(Process& process, const Divide& divide);
+  static void execute(Process& process, const Power& power);
+  static void execute(Process& process, const Cast& cast);
+  static void execute(Process& process, const Reduce& reduce);
+  static void execute(Process& process, const Gemm& gemm);
+  static int64_t item_bytes(const Process& process, const BufferRange& range);
+  static double* data(Process& process, const BufferRange& range);
+  static Payload read(Process& process, const BufferRange& range);
+  static void write(Process& process, const BufferRange& range, const Payload& payload);
   // What a collective brings to the rank, once all members have given.
-  using GivenByMember = std::map<int64_t, Given>;  // by position
-  void deliver(int64_t position, const AllGather& operation, const GivenByMember& given);
-  void deliver(int64_t position, const ReduceScatter& operation, const GivenByMember& given);
-  void deliver(int64_t position, const AllReduce& operation, const GivenByMember& given);
-  void deliver(int64_t position, const AllToAll& operation, const GivenByMember& given);
+  using GivenByMember = std::map<Rank, Given>;
+  void deliver(Process& process, const AllGather& operation, const GivenByMember& given);
+  void deliver(Process& process, const ReduceScatter& operation, const GivenByMember& given);
+  void deliver(Process& process, const AllReduce& operation, const GivenByMember& given);
+  void deliver(Process& process, const AllToAll& operation, const GivenByMember& given);
   static Payload reduced(const Group& group, ReduceOp op, const GivenByMember& given, int64_t offset, int64_t count);
-  bool receive_messages(int64_t position, const SendReceive& operation, int ticket);
+  bool receive_messages(Process& process, const SendReceive& operation, int ticket);
 
-  std::vector<Program> programs_;
-  std::vector<Rank> ranks_;
+  std::map<Rank, Process> processes_;
   // (members, n-th call) -> what each member gave
-  std::map<std::pair<std::vector<int64_t>, int64_t>, std::map<int64_t, Given>> given_;
+  std::map<std::pair<std::vector<Rank>, int64_t>, GivenByMember> given_;
   // Messages under way: the n-th that was sent is the n-th that was to be received, whichever is waited for first.
   std::map<std::pair<Route, int64_t>, Payload> mail_;
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <optional>
 
 #include "moves/describe.h"
 #include "moves/traffic.h"
@@ -108,7 +109,7 @@ class NewPartials {
   bool any() const { return !dims_.empty(); }
 
   void add(int64_t position, int64_t element, double value, double due) {
-    const Mesh& mesh = plan_.src.mesh();
+    const Mesh& mesh = plan_.dst.mesh();
     int64_t base = position;
     for (const int d : dims_.to_vector()) base -= mesh.coordinate(position, d) * mesh.stride(d);
     std::vector<Entry>& entries = entries_[base];
@@ -121,10 +122,11 @@ class NewPartials {
   }
 
   void check() const {
-    const int64_t n = plan_.src.mesh().group_size(dims_);
+    const Mesh& mesh = plan_.dst.mesh();
+    const int64_t n = mesh.group_size(dims_);
     double averaged = 1;
     for (const int d : dims_.to_vector()) {
-      if (plan_.dst.placements()[d].op == ReduceOp::kAvg) averaged *= static_cast<double>(plan_.src.mesh().dim_size(d));
+      if (plan_.dst.placements()[d].op == ReduceOp::kAvg) averaged *= static_cast<double>(mesh.dim_size(d));
     }
     for (const auto& [base, entries] : entries_) {
       for (size_t element = 0; element < entries.size(); ++element) {
@@ -153,6 +155,39 @@ class NewPartials {
   std::map<int64_t, std::vector<Entry>> entries_;
 };
 
+Machine::Payload held_by(const Plan& plan, const Expectation& expectation, Rank rank) {
+  const std::optional<Position> position = plan.src.mesh().position_of(rank);
+  Machine::Payload values;
+  if (!position) return values;
+  for (const int64_t element : global_indices(plan.src.region(*position), plan.src.shape())) {
+    values.push_back(expectation.held(*position, element));
+  }
+  return values;
+}
+
+// Answers how many elements the rank holds in the end.
+int64_t check_result(const Plan& plan, const Expectation& expectation, Rank rank, const Machine::Payload& output,
+                     NewPartials& new_partials) {
+  const std::optional<Position> position = plan.dst.mesh().position_of(rank);
+  if (!position) {
+    if (!output.empty()) fail(plan, "rank ", rank, " ends with ", output.size(), " elements outside the mesh");
+    return 0;
+  }
+  const std::vector<int64_t> elements = global_indices(plan.dst.region(*position), plan.dst.shape());
+  if (output.size() != elements.size() && !elements.empty()) {
+    fail(plan, "rank ", rank, " ends with ", output.size(), " elements instead of ", elements.size());
+  }
+  for (size_t i = 0; i < elements.size(); ++i) {
+    const double due = expectation.due(*position, elements[i]);
+    if (new_partials.any()) {
+      new_partials.add(*position, elements[i], output[i], due);
+    } else if (!close(output[i], due)) {
+      fail(plan, "rank ", rank, " holds ", output[i], " instead of ", due, " as element ", elements[i]);
+    }
+  }
+  return static_cast<int64_t>(elements.size());
+}
+
 // About what a rank's program takes, with its messages while they are under way: these are kept by the members of
 // their group.
 double program_bytes(const Program& program) {
@@ -161,7 +196,7 @@ double program_bytes(const Program& program) {
   constexpr double kMessageBytes = 400;
   double bytes = 0;
   const auto members = [&](const IsTransfer auto& transfer) {
-    return static_cast<double>(program.groups[transfer.group].positions.size());
+    return static_cast<double>(program.groups[transfer.group].ranks.size());
   };
   for (const Instruction& instruction : program.instructions) {
     bytes += match(
@@ -173,59 +208,34 @@ double program_bytes(const Program& program) {
         [&](const IsTransfer auto& o) { return members(o) * kMemberBytes; }, [](const IsCompute auto&) { return 0.0; },
         [](const Wait&) { return 0.0; });
   }
-  for (const Group& group : program.groups) bytes += static_cast<double>(group.positions.size()) * kMemberBytes;
+  for (const Group& group : program.groups) bytes += static_cast<double>(group.ranks.size()) * kMemberBytes;
   return bytes;
 }
 
 }  // namespace
 
 SimulationReport simulate(const Plan& plan) {
-  const int64_t size = plan.src.mesh().size();
   const Expectation expectation(plan);
-  std::vector<Program> programs;
-  std::vector<std::vector<Machine::Payload>> inputs(size, std::vector<Machine::Payload>(1));
-  std::vector<int64_t> promised_peaks;
-  for (int64_t p = 0; p < size; ++p) {
-    programs.push_back(compile(plan, p));
-    promised_peaks.push_back(programs.back().peak_bytes());
-    const std::vector<int64_t> elements = global_indices(plan.src.region(p), plan.src.shape());
-    inputs[p][0].reserve(elements.size());
-    for (const int64_t element : elements) inputs[p][0].push_back(expectation.held(p, element));
+  Machine machine;
+  SimulationReport report;
+  for (const Rank rank : ranks_of(plan)) {
+    Program program = compile(plan, rank);
+    report.peak_bytes[rank] = program.peak_bytes();
+    machine.add(rank, std::move(program), {held_by(plan, expectation, rank)});
   }
-
-  Machine machine(std::move(programs), std::move(inputs));
   machine.run();
 
-  SimulationReport report;
   NewPartials new_partials(plan);
-  for (int64_t p = 0; p < size; ++p) {
-    const std::vector<int64_t> elements = global_indices(plan.dst.region(p), plan.dst.shape());
-    const std::vector<double>& output = machine.output(p);
-    if (output.size() != elements.size() && !elements.empty()) {
-      fail(plan, "position ", p, " ends with ", output.size(), " elements instead of ", elements.size());
+  for (const auto& [rank, promised_peak] : report.peak_bytes) {
+    report.elements_checked += check_result(plan, expectation, rank, machine.output(rank), new_partials);
+    const int64_t received = machine.received_bytes(rank);
+    const int64_t promised = traffic_at(plan, rank).received_bytes;
+    if (received != promised) fail(plan, "rank ", rank, " receives ", received, " bytes instead of ", promised);
+    if (machine.peak_bytes(rank) != promised_peak) {
+      fail(plan, "rank ", rank, " takes ", machine.peak_bytes(rank), " bytes at its peak instead of ", promised_peak);
     }
-    for (size_t i = 0; i < elements.size(); ++i) {
-      const double due = expectation.due(p, elements[i]);
-      if (new_partials.any()) {
-        new_partials.add(p, elements[i], output[i], due);
-      } else if (!close(output[i], due)) {
-        fail(plan, "position ", p, " holds ", output[i], " instead of ", due, " as element ", elements[i]);
-      }
-    }
-    report.elements_checked += static_cast<int64_t>(elements.size());
-
-    Traffic promised;
-    for (const Step& step : plan.steps) promised.received_bytes += traffic_at(step, plan.lowering, p).received_bytes;
-    if (machine.received_bytes(p) != promised.received_bytes) {
-      fail(plan, "position ", p, " receives ", machine.received_bytes(p), " bytes instead of ",
-           promised.received_bytes);
-    }
-    if (machine.peak_bytes(p) != promised_peaks[p]) {
-      fail(plan, "position ", p, " takes ", machine.peak_bytes(p), " bytes at its peak instead of ", promised_peaks[p]);
-    }
-    report.received_bytes.push_back(machine.received_bytes(p));
-    report.peak_bytes.push_back(machine.peak_bytes(p));
-    report.received_bytes_sum += machine.received_bytes(p);
+    report.received_bytes[rank] = received;
+    report.received_bytes_sum += received;
   }
   new_partials.check();
   return report;
@@ -240,7 +250,8 @@ int64_t simulation_bytes(const Plan& plan, int64_t peak_bytes) {
   // the end, and the indices that results are judged by.
   double values = elements(plan.src) + static_cast<double>(peak_bytes) / item + 2 * elements(plan.dst);
   for (const Step& step : plan.steps) values += is_local(step.op) ? 0 : elements(step.before);
-  const double program = std::max(program_bytes(compile(plan, 0)), program_bytes(compile(plan, mesh.size() / 2)));
+  const auto of_program = [&](int64_t p) { return program_bytes(compile(plan, mesh.rank_at(Position{p}))); };
+  const double program = std::max(of_program(0), of_program(mesh.size() / 2));
   double bytes = ranks * (values * sizeof(double) + program);
   const MeshDimSet new_dims = plan.dst.partial_dims() - plan.src.partial_dims();
   if (!new_dims.empty()) {  // a value, what is due and a count for each element

@@ -6,16 +6,15 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
+#include <map>
 
 #include "moves/plan.h"
 
 namespace shardwright {
 
 struct SimulationReport {
-  // By position on the mesh.
-  std::vector<int64_t> received_bytes;
-  std::vector<int64_t> peak_bytes;
+  std::map<Rank, int64_t> received_bytes;
+  std::map<Rank, int64_t> peak_bytes;
   int64_t received_bytes_sum = 0;
   int64_t elements_checked = 0;
 };

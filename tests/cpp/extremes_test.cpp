@@ -22,9 +22,8 @@ namespace {
 // Of all ranks, one by one; memory by compiling them.
 void check_traffic(const Plan& plan) {
   TrafficTotals all;
-  for (int64_t position = 0; position < plan.src.mesh().size(); ++position) {
-    Traffic of_rank;
-    for (const Step& step : plan.steps) of_rank = of_rank + traffic_at(step, plan.lowering, position);
+  for (const Rank rank : ranks_of(plan)) {
+    const Traffic of_rank = traffic_at(plan, rank);
     all.received_bytes_max = std::max(all.received_bytes_max, of_rank.received_bytes);
     all.received_bytes_sum += of_rank.received_bytes;
     all.sent_bytes_max = std::max(all.sent_bytes_max, of_rank.sent_bytes);
@@ -41,9 +40,9 @@ void check_traffic(const Plan& plan) {
 void check_peak(const Plan& plan, bool compiles) {
   ProgramMemory memory(plan);
   std::vector<int64_t> worst(plan.steps.size(), 0);
-  for (int64_t position = 0; position < plan.src.mesh().size(); ++position) {
+  for (const Rank rank : ranks_of(plan)) {
     const std::vector<int64_t> peaks =
-        compiles ? compile(plan, position).peak_bytes_by_step() : memory.peak_bytes_by_step(position);
+        compiles ? compile(plan, rank).peak_bytes_by_step() : memory.peak_bytes_by_step(rank);
     for (size_t i = 0; i < peaks.size(); ++i) worst[i] = std::max(worst[i], peaks[i]);
   }
   const ProgramMemory::Worst by_classes = ProgramMemory(plan).worst_peak_bytes_by_step(kMaxRanksWalked);

@@ -45,7 +45,7 @@ TEST_P(Fit, KeepsToTheLimitOrSaysWhichOneItNeeds) {
         try {
           const Plan plan = make_plan_within(src, dst, options, limit);
           const SimulationReport report = simulate(from_bytes(to_bytes(plan)));
-          for (const int64_t peak : report.peak_bytes) ASSERT_LE(peak, limit) << to_string(plan);
+          for (const auto& [rank, peak] : report.peak_bytes) ASSERT_LE(peak, limit) << to_string(plan);
           ++kept;
           for (const Step& step : plan.steps) in_rounds += step.rounds > 1;
         } catch (const UserError& error) {

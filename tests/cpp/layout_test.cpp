@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <type_traits>
+
 #include "layouts.h"
 #include "naive.h"
 #include "support/error.h"
@@ -87,8 +89,8 @@ TEST(Layout, SplitFactorsThatEncodeNoOrderArePieces) {
 
 TEST(Layout, RanksOutsideTheMeshHoldNothing) {
   const Layout layout = layout_of(mesh_of({2}, {3, 5}), {4, 2}, "S(0)");
-  EXPECT_EQ(layout.local_shape_of_rank(5), (std::vector<int64_t>{2, 2}));
-  EXPECT_EQ(layout.local_shape_of_rank(0), (std::vector<int64_t>{0}));
+  EXPECT_EQ(layout.local_shape_of_rank(Rank{5}), (std::vector<int64_t>{2, 2}));
+  EXPECT_EQ(layout.local_shape_of_rank(Rank{0}), (std::vector<int64_t>{0}));
 }
 
 TEST(Layout, ZeroDimTensorsLieWhole) {
@@ -196,14 +198,24 @@ TEST(Placement, TextsGoRoundTrip) {
   EXPECT_EQ(parse_placements(" SS(0, 2) , R").size(), 2u);
 }
 
+// Neither number of a process is taken for the other one, and no plain number for either.
+TEST(Mesh, RanksAndPositionsAreTypesOfTheirOwn) {
+  static_assert(!std::is_convertible_v<int64_t, Rank> && !std::is_convertible_v<Rank, int64_t>);
+  static_assert(!std::is_convertible_v<int64_t, Position> && !std::is_convertible_v<Position, Rank>);
+  const MeshPtr mesh = mesh_of({2}, {3, 5});
+  EXPECT_EQ(mesh->rank_at(Position{1}), Rank{5});
+  EXPECT_EQ(mesh->position_of(Rank{5}), Position{1});
+  EXPECT_FALSE(mesh->position_of(Rank{1}).has_value());
+  EXPECT_EQ(mesh_of({2})->position_of(Rank{2}), std::nullopt);
+  EXPECT_EQ(concat(Rank{5}, " of ", join(mesh->ranks())), "5 of 3, 5");
+}
+
 TEST(Mesh, GroupsAscendByRankWhateverTheMesh) {
   const MeshPtr mesh = mesh_of({2, 2, 2}, {7, 6, 5, 4, 3, 2, 1, 0});
   MeshDimSet outer_and_inner;
   outer_and_inner.insert(0);
   outer_and_inner.insert(2);
-  std::vector<int64_t> ranks;
-  for (const int64_t position : mesh->group(3, outer_and_inner)) ranks.push_back(mesh->rank_at(position));
-  EXPECT_EQ(ranks, (std::vector<int64_t>{0, 1, 4, 5}));
+  EXPECT_EQ(numbers(mesh->ranks_at(mesh->group(3, outer_and_inner))), (std::vector<int64_t>{0, 1, 4, 5}));
 }
 
 }  // namespace

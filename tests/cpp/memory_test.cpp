@@ -23,10 +23,11 @@ class Checker {
  public:
   void check(const Plan& plan, int64_t stride = 1) {
     ProgramMemory memory(plan);
-    for (int64_t position = 0; position < plan.src.mesh().size(); position += stride) {
-      const Program program = compile(plan, position);
-      ASSERT_EQ(memory.peak_bytes_by_step(position), program.peak_bytes_by_step())
-          << "position " << position << " of " << to_string(plan) << "\nnamed groups only: " << plan.named_groups_only
+    const std::vector<Rank> ranks = ranks_of(plan);
+    for (size_t i = 0; i < ranks.size(); i += static_cast<size_t>(stride)) {
+      const Program program = compile(plan, ranks[i]);
+      ASSERT_EQ(memory.peak_bytes_by_step(ranks[i]), program.peak_bytes_by_step())
+          << "rank " << ranks[i] << " of " << to_string(plan) << "\nnamed groups only: " << plan.named_groups_only
           << "\n"
           << program.to_string();
       ++programs_;

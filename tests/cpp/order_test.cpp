@@ -183,7 +183,7 @@ void check_order(const Program& program) {
 void check_orders(const Matmul& matmul) {
   for (const Schedule& schedule : schedules(matmul)) {
     SCOPED_TRACE(concat(to_string(plan_of(matmul)), " ", method_name(schedule.method), " ", chunks_text(schedule)));
-    for (int64_t p = 0; p < plan_of(matmul).src.mesh().size(); ++p) check_order(compile(matmul, schedule, p));
+    for (int64_t p = 0; p < plan_of(matmul).src.mesh().size(); ++p) check_order(compile(matmul, schedule, Rank{p}));
     if (testing::Test::HasFatalFailure()) return;
   }
 }
@@ -215,7 +215,7 @@ TEST(Order, OfPlansToo) {
                                                                                   {{"P", "P"}, {"R", "S(1)"}}}) {
     for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
       const Plan plan = make_plan(layout_on(mesh, {7, 5}, src), layout_on(mesh, {7, 5}, dst), {.lowering = lowering});
-      for (int64_t p = 0; p < 6; ++p) check_order(compile(plan, p));
+      for (int64_t p = 0; p < 6; ++p) check_order(compile(plan, Rank{p}));
     }
   }
 }
@@ -241,7 +241,9 @@ TEST(Order, TransfersOfAGatherWaitForTheirSlotAlone) {
         GatherMatmul{make_plan(layout_on(mesh, {24, 6}, {"S(0)"}), layout_on(mesh, {24, 6}, {"R"}), {}),
                      {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {5, 6}, {"R"}), false}},
                      keeps};
-    const auto of = [&](int64_t depth) { return chunks_in_front(compile(gather, {Method::kRing, 6, {}, depth}, 2)); };
+    const auto of = [&](int64_t depth) {
+      return chunks_in_front(compile(gather, {Method::kRing, 6, {}, depth}, Rank{2}));
+    };
     // What arrives in place meets nothing; elsewhere chunk c + depth + 1 has the slot of chunk c. The own part is
     // chunk 0 of the products, in nobody's slot.
     EXPECT_EQ(of(1), keeps ? std::vector<int>(5, -1) : (std::vector<int>{-1, -1, 1, 2, 3}));
@@ -255,8 +257,8 @@ TEST(Order, TransfersOfAScatterWaitForTheirProduct) {
   const Matmul scatter = MatmulScatter{
       make_plan(layout_on(mesh, {16, 5}, {"P"}), layout_on(mesh, {16, 5}, {"S(0)"}), {}),
       {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {16, 8}, {"S(1)"}), layout_on(mesh, {5, 8}, {"S(1)"})}}};
-  EXPECT_EQ(chunks_in_front(compile(scatter, {Method::kRing, 4, {}, 1}, 2)), (std::vector<int>{0, 1, 2}));
-  EXPECT_EQ(chunks_in_front(compile(scatter, {Method::kCollective, 3, {}, 2}, 2)), (std::vector<int>{0, 1, 2}));
+  EXPECT_EQ(chunks_in_front(compile(scatter, {Method::kRing, 4, {}, 1}, Rank{2})), (std::vector<int>{0, 1, 2}));
+  EXPECT_EQ(chunks_in_front(compile(scatter, {Method::kCollective, 3, {}, 2}, Rank{2})), (std::vector<int>{0, 1, 2}));
 }
 
 // Buffers by hand: b0 the input of 8 elements, b1 and b2 temporaries, b3 the result.

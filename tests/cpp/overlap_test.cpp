@@ -132,23 +132,22 @@ std::vector<std::optional<bool>> kinds_of_scales(const DType& operands) {
 }
 
 struct Run {
-  std::vector<Program> programs;
+  std::vector<Program> programs;  // by position
   std::unique_ptr<Machine> machine;
 };
 
 Run run(const Matmul& matmul, const Schedule& schedule, const std::function<std::vector<Values>(int64_t)>& inputs_at) {
-  Run result;
-  std::vector<std::vector<Values>> inputs;
+  Run result{{}, std::make_unique<Machine>()};
+  const Mesh& mesh = plan_of(matmul).src.mesh();
   const auto [parsed, same_schedule] = parse_matmul(to_text(matmul, schedule));
   EXPECT_EQ(same_schedule, schedule);
-  for (int64_t p = 0; p < plan_of(matmul).src.mesh().size(); ++p) {
-    result.programs.push_back(compile(parsed, schedule, p));
-    inputs.push_back(inputs_at(p));
+  for (int64_t p = 0; p < mesh.size(); ++p) {
+    result.programs.push_back(compile(parsed, schedule, mesh.rank_at(Position{p})));
+    result.machine->add(mesh.rank_at(Position{p}), result.programs[p], inputs_at(p));
   }
-  result.machine = std::make_unique<Machine>(result.programs, inputs);
   result.machine->run();
-  for (size_t p = 0; p < result.programs.size(); ++p) {
-    EXPECT_EQ(result.machine->peak_bytes(static_cast<int64_t>(p)), result.programs[p].peak_bytes());
+  for (int64_t p = 0; p < mesh.size(); ++p) {
+    EXPECT_EQ(result.machine->peak_bytes(mesh.rank_at(Position{p})), result.programs[p].peak_bytes());
   }
   return result;
 }
@@ -212,16 +211,17 @@ void check_gather(const Layout& src, const Layout& dst, const std::vector<std::p
               for_each_index(out,
                              [&](const Index& at) { expected[i++] += element(50 + static_cast<int>(j), {at.back()}); });
             }
-            ASSERT_EQ(done.machine->output(p, j), expected) << "position " << p << "\n" << done.programs[p].to_string();
+            ASSERT_EQ(done.machine->output(Rank{p}, j), expected) << "position " << p << "\n"
+                                                                  << done.programs[p].to_string();
           }
           if (keeps) {
-            ASSERT_EQ(done.machine->output(p, others.size()), part_of(0, dst, p)) << "position " << p;
+            ASSERT_EQ(done.machine->output(Rank{p}, others.size()), part_of(0, dst, p)) << "position " << p;
           }
           int64_t promised = 0;
           for (const Plan* plan : plans_of(matmul)) {
-            for (const Step& step : plan->steps) promised += traffic_at(step, lowering, p).received_bytes;
+            promised += traffic_at(*plan, Rank{p}).received_bytes;
           }
-          ASSERT_EQ(done.machine->received_bytes(p), promised) << "position " << p;
+          ASSERT_EQ(done.machine->received_bytes(Rank{p}), promised) << "position " << p;
         }
       }
     }
@@ -275,7 +275,7 @@ void check_scatter(const Layout& src, const Layout& dst,
           const Values added = part_of(77, dst, p);
           for (size_t i = 0; i < added.size(); ++i) expected[i] += times * added[i];
         }
-        ASSERT_EQ(done.machine->output(p), expected) << "position " << p << "\n" << done.programs[p].to_string();
+        ASSERT_EQ(done.machine->output(Rank{p}), expected) << "position " << p << "\n" << done.programs[p].to_string();
       }
     }
   }
@@ -492,7 +492,7 @@ TEST(Overlap, OwnPartsDoNotWaitForScales) {
         false,
         Scaling{true, DType::parse("bfloat16"), make_plan(rows("S(0)"), rows("R"), {.lowering = lowering})}};
     for (const Schedule& schedule : {Schedule{Method::kRing, 4}, Schedule{Method::kCollective, 2}}) {
-      const Program program = compile(matmul, schedule, 1);
+      const Program program = compile(matmul, schedule, Rank{1});
       int transfers = 0;
       for (const Instruction& instruction : program.instructions) {
         ASSERT_FALSE(std::holds_alternative<Wait>(instruction.operation)) << program.to_string();
@@ -533,15 +533,17 @@ TEST(Overlap, ChunksTravelWhileOthersAreMultiplied) {
   for (const int depth : {1, 2, 3, 100}) {
     int products = 0;
     // Of a gather the own part is chunk 0, of a scatter the last one.
-    for_each_product(compile(Matmul(gather), {Method::kRing, 4, {}, depth}, 1), [&](int chunk, const auto& under_way) {
-      EXPECT_EQ(chunk, products++);
-      EXPECT_EQ(under_way, chunks_between(chunk + 1, chunk + 1 + depth, 1, 4)) << "depth " << depth;
-    });
+    for_each_product(compile(Matmul(gather), {Method::kRing, 4, {}, depth}, Rank{1}),
+                     [&](int chunk, const auto& under_way) {
+                       EXPECT_EQ(chunk, products++);
+                       EXPECT_EQ(under_way, chunks_between(chunk + 1, chunk + 1 + depth, 1, 4)) << "depth " << depth;
+                     });
     EXPECT_EQ(products, 4);
-    for_each_product(compile(Matmul(scatter), {Method::kRing, 4, {}, depth}, 1), [&](int chunk, const auto& under_way) {
-      EXPECT_EQ(chunk, products++ - 4);
-      EXPECT_EQ(under_way, chunks_between(chunk - depth, chunk, 0, 3)) << "depth " << depth;
-    });
+    for_each_product(compile(Matmul(scatter), {Method::kRing, 4, {}, depth}, Rank{1}),
+                     [&](int chunk, const auto& under_way) {
+                       EXPECT_EQ(chunk, products++ - 4);
+                       EXPECT_EQ(under_way, chunks_between(chunk - depth, chunk, 0, 3)) << "depth " << depth;
+                     });
     EXPECT_EQ(products, 8);
   }
 }
@@ -550,7 +552,7 @@ TEST(Overlap, MultipliesBlocksOfManyRanksAtOnce) {
   const MeshPtr mesh = mesh_of({4});
   const auto products_at = [&](const Matmul& matmul, int64_t chunks, int64_t position) {
     int64_t products = 0;
-    for (const Instruction& instruction : compile(matmul, {Method::kCollective, chunks}, position).instructions) {
+    for (const Instruction& instruction : compile(matmul, {Method::kCollective, chunks}, Rank{position}).instructions) {
       products += std::holds_alternative<Gemm>(instruction.operation) ? 1 : 0;
     }
     return products;
@@ -577,10 +579,10 @@ TEST(Overlap, HoldsAsManyChunksOfTheGatheredOperandAsAreAskedFor) {
                             false};
   const int64_t result = 64 * 2 * 4;
   const int64_t shard = 8 * 100 * 4;
-  EXPECT_EQ(compile(Matmul(gather), {Method::kRing, 8}, 0).peak_bytes(), result + 2 * shard);
-  EXPECT_EQ(compile(Matmul(gather), {Method::kRing, 8, {}, 3}, 0).peak_bytes(), result + 4 * shard);
-  EXPECT_EQ(compile(Matmul(gather), {Method::kRing, 8, {}, 8}, 0).peak_bytes(), result + 7 * shard);
-  EXPECT_EQ(compile(Matmul(gather), {Method::kSerial, 1}, 0).peak_bytes(), result + 8 * shard);
+  EXPECT_EQ(compile(Matmul(gather), {Method::kRing, 8}, Rank{0}).peak_bytes(), result + 2 * shard);
+  EXPECT_EQ(compile(Matmul(gather), {Method::kRing, 8, {}, 3}, Rank{0}).peak_bytes(), result + 4 * shard);
+  EXPECT_EQ(compile(Matmul(gather), {Method::kRing, 8, {}, 8}, Rank{0}).peak_bytes(), result + 7 * shard);
+  EXPECT_EQ(compile(Matmul(gather), {Method::kSerial, 1}, Rank{0}).peak_bytes(), result + 8 * shard);
 }
 
 TEST(Overlap, RefusesWhatDoesNotFit) {
@@ -592,7 +594,7 @@ TEST(Overlap, RefusesWhatDoesNotFit) {
   };
   const auto message = [](const Matmul& matmul, const Schedule& schedule) -> std::string {
     try {
-      compile(matmul, schedule, 0);
+      compile(matmul, schedule, Rank{0});
     } catch (const UserError& error) {
       return error.what();
     }

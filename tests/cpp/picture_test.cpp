@@ -380,7 +380,7 @@ TEST(Picture, DrawsAsManyArrowsAsThereAreMessages) {
     int64_t messages = 0;
     for (const Step& step : plan.steps) {
       if (step.op == StepOp::kReduceScatter || step.op == StepOp::kAllReduce) continue;
-      for (int64_t p = 0; p < num_ranks; ++p) messages += traffic_at(step, plan.lowering, p).messages;
+      for (int64_t p = 0; p < num_ranks; ++p) messages += traffic_at(step, plan.lowering, Rank{p}).messages;
     }
     EXPECT_EQ(static_cast<int64_t>(Document(to_svg(plan)).of_class("sw-sends").size()), messages) << to_string(plan);
   }

@@ -123,7 +123,7 @@ TEST(Planner, ReducesInOrder) {
     EXPECT_EQ(reductions, 1) << to_string(plan);
     EXPECT_NO_THROW(simulate(plan));
     for (int64_t p = 0; p < mesh->size(); ++p) {
-      for (const Instruction& instruction : compile(plan, p).instructions) {
+      for (const Instruction& instruction : compile(plan, Rank{p}).instructions) {
         EXPECT_FALSE(std::holds_alternative<AllReduce>(instruction.operation));
         EXPECT_FALSE(std::holds_alternative<ReduceScatter>(instruction.operation));
         if (const auto* reduce = std::get_if<Reduce>(&instruction.operation)) {
@@ -135,6 +135,24 @@ TEST(Planner, ReducesInOrder) {
       }
     }
   }
+}
+
+// Programs speak of global ranks, also where the mesh has others than its positions, in another order.
+TEST(Planner, ProgramsAreForRanks) {
+  const MeshPtr mesh = mesh_of({2, 2}, {9, 4, 7, 2});
+  const Plan plan = make_plan(layout_of(mesh, {6, 5}, "S(0),P"), layout_of(mesh, {6, 5}, "R,S(1)"));
+  EXPECT_EQ(numbers(ranks_of(plan)), (std::vector<int64_t>{2, 4, 7, 9}));
+  const SimulationReport report = simulate(plan);
+  for (const Rank rank : mesh->ranks()) {
+    EXPECT_EQ(report.received_bytes.at(rank), traffic_at(plan, rank).received_bytes);
+    const Program program = compile(plan, rank);
+    ASSERT_FALSE(program.groups.empty());
+    for (const Group& group : program.groups) {
+      EXPECT_TRUE(std::is_sorted(group.ranks.begin(), group.ranks.end()));
+      EXPECT_EQ(group.ranks[group.index], rank);
+    }
+  }
+  EXPECT_THROW(compile(plan, Rank{0}), UserError);  // a position
 }
 
 TEST(Planner, KeepsToTheGroupsThatMayBeUsed) {
@@ -212,9 +230,7 @@ TEST(Traffic, SumsWithoutAWalk) {
     const TrafficTotals t = totals(plan);
     ASSERT_TRUE(t.sum_is_exact);
     int64_t sum = 0;
-    for (int64_t p = 0; p < mesh->size(); ++p) {
-      for (const Step& step : plan.steps) sum += traffic_at(step, plan.lowering, p).received_bytes;
-    }
+    for (const Rank rank : mesh->ranks()) sum += traffic_at(plan, rank).received_bytes;
     EXPECT_EQ(t.received_bytes_sum, sum) << to_string(plan);
     EXPECT_EQ(t.received_bytes_sum, lower_bound(plan.src, plan.dst).bytes_sum) << to_string(plan);
   }

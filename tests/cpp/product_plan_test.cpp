@@ -17,17 +17,18 @@ constexpr int kProblems = 400;
 
 using Parts = std::vector<Payload>;  // by position
 
-// Runs programs of all ranks; outputs by their number, then by position.
+// Runs programs of all ranks, which are positions; outputs by their number, then by position.
 std::vector<Parts> run(const std::vector<Program>& programs, const std::vector<const Parts*>& inputs) {
   std::vector<std::vector<Payload>> by_position(programs.size());
   for (const Parts* parts : inputs) {
     for (size_t p = 0; p < programs.size(); ++p) by_position[p].push_back((*parts)[p]);
   }
-  Machine machine(programs, by_position);
+  Machine machine;
+  for (size_t p = 0; p < programs.size(); ++p) machine.add(Rank(p), programs[p], by_position[p]);
   machine.run();
   std::vector<Parts> outputs(programs[0].outputs.size());
   for (size_t i = 0; i < outputs.size(); ++i) {
-    for (size_t p = 0; p < programs.size(); ++p) outputs[i].push_back(machine.output(static_cast<int64_t>(p), i));
+    for (size_t p = 0; p < programs.size(); ++p) outputs[i].push_back(machine.output(Rank(p), i));
   }
   return outputs;
 }
@@ -71,14 +72,14 @@ class Runner {
     EXPECT_EQ(node.plan.src, layout(at.inputs[0]));
     EXPECT_EQ(node.plan.dst, layout(at.outputs[0]));
     std::vector<Program> programs;
-    for (int64_t p = 0; p < mesh().size(); ++p) programs.push_back(compile(node.plan, p));
+    for (int64_t p = 0; p < mesh().size(); ++p) programs.push_back(compile(node.plan, Rank{p}));
     return run(programs, inputs(at));
   }
 
   std::vector<Parts> execute(const MatmulNode& node, const Node& at) {
     std::vector<Program> programs;
     for (int64_t p = 0; p < mesh().size(); ++p) {
-      programs.push_back(compile(node.matmul, node.schedule, p));
+      programs.push_back(compile(node.matmul, node.schedule, Rank{p}));
       for (size_t i = 0; i < at.outputs.size(); ++i) {
         EXPECT_EQ(programs[p].outputs[i].shape, layout(at.outputs[i]).local_shape(p));
       }

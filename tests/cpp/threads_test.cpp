@@ -94,10 +94,10 @@ TEST(Threads, CompileAndPredictTogether) {
                                      {{Contraction::parse("mk,nk->mn"), layout_on(mesh, "R"), false}},
                                      false};
   const GemmModel model = GemmModel::named("h100");
-  const std::string expected = compile(matmul, {Method::kRing, 4}, 2).to_string();
+  const std::string expected = compile(matmul, {Method::kRing, 4}, Rank{2}).to_string();
   const Schedule chosen = choose(matmul, model);
   together([&](int) {
-    EXPECT_EQ(compile(matmul, {Method::kRing, 4}, 2).to_string(), expected);
+    EXPECT_EQ(compile(matmul, {Method::kRing, 4}, Rank{2}).to_string(), expected);
     EXPECT_EQ(choose(matmul, model), chosen);
     EXPECT_EQ(parse_matmul(to_text(matmul, chosen)).second, chosen);
   });

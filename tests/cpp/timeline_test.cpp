@@ -193,7 +193,7 @@ TEST(Choice, TunesDepthAndWhatIsLeftToTransfers) {
   const GemmModel h100 = GemmModel::named("h100");
   const Matmul balanced = gather_of(8, 32768, 4096, 4096, 4);
   for (const Matmul& matmul : {balanced, gather_of(4, 100, 512, 512), scatter_of_two()}) {
-    const int64_t serial_peak = compile(matmul, {}, 0).peak_bytes();
+    const int64_t serial_peak = compile(matmul, {}, Rank{0}).peak_bytes();
     for (const auto& [schedule, total] : predictions(matmul, h100)) {
       EXPECT_EQ(predict(matmul, schedule, h100).total_ps, total);
       if (schedule.method == Method::kSerial) continue;
@@ -202,7 +202,7 @@ TEST(Choice, TunesDepthAndWhatIsLeftToTransfers) {
       for (const int64_t depth : {int64_t{1}, kUsualDepth, schedule.chunks}) {
         for (const int64_t left : {int64_t{0}, kTransferProcessors / 2, kTransferProcessors}) {
           const Schedule other{schedule.method, schedule.chunks, {}, depth, left};
-          const int64_t peak = compile(matmul, other, 0).peak_bytes();
+          const int64_t peak = compile(matmul, other, Rank{0}).peak_bytes();
           if (depth > kUsualDepth && peak > serial_peak) continue;
           best = std::min(best, predict(matmul, other, h100).total_ps);
         }

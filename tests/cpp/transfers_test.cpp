@@ -38,10 +38,10 @@ struct Move {
   Layout after;
 };
 
-// All moves in one set, on the rank at a position.
+// All moves in one set, on the rank at a position; they are the same numbers.
 Program program_of(const std::vector<Move>& moves, Carrier carrier, bool own_may_travel, int64_t position) {
   const MeshPtr mesh = moves[0].before.mesh_ptr();
-  ProgramBuilder b(mesh, DType::kFloat32, Lowering::kGloo, false, position);
+  ProgramBuilder b(DType::kFloat32, Lowering::kGloo, false, Rank{position});
   std::vector<BufferId> from;
   std::vector<BufferId> to;
   for (const Move& move : moves) from.push_back(b.new_input(move.before.local_shape(position)));
@@ -50,7 +50,7 @@ Program program_of(const std::vector<Move>& moves, Carrier carrier, bool own_may
     b.add_output(to.back(), move.after.local_shape(position));
   }
   b.begin_step("all moves");
-  TransferSet set{b.group_index(MeshDimSet::single(0))};
+  TransferSet set{b.group_of_ranks(MeshDimSet::single(0), mesh->ranks())};
   std::vector<OwnItem> own;
   for (int64_t peer = 0; peer < mesh->size(); ++peer) {
     std::vector<TransferItem> sent;
@@ -79,24 +79,24 @@ TEST(Transfers, OfSeveralTensorsShareMessages) {
     for (const Carrier carrier : {Carrier::kAllToAll, Carrier::kMessages}) {
       for (const bool own_may_travel : {false, true}) {
         std::vector<Program> programs;
-        std::vector<std::vector<Machine::Payload>> inputs;
+        Machine machine;
         for (int64_t p = 0; p < ranks; ++p) {
           programs.push_back(program_of(moves, carrier, own_may_travel, p));
-          inputs.emplace_back();
-          for (size_t t = 0; t < moves.size(); ++t) inputs.back().push_back(numbers(moves[t].before, p, 1000.0 * t));
+          std::vector<Machine::Payload> inputs;
+          for (size_t t = 0; t < moves.size(); ++t) inputs.push_back(numbers(moves[t].before, p, 1000.0 * t));
+          machine.add(Rank{p}, programs.back(), inputs);
           const auto& all = programs.back().instructions;
           const auto transfers = std::count_if(all.begin(), all.end(), [](const Instruction& instruction) {
             return is_communication(instruction.operation);
           });
           EXPECT_EQ(transfers, ranks == 1 && carrier == Carrier::kMessages ? 0 : 1) << programs.back().to_string();
         }
-        Machine machine(programs, inputs);
         machine.run();
         for (int64_t p = 0; p < ranks; ++p) {
           for (size_t t = 0; t < moves.size(); ++t) {
-            EXPECT_EQ(machine.output(p, t), numbers(moves[t].after, p, 1000.0 * t)) << programs[p].to_string();
+            EXPECT_EQ(machine.output(Rank{p}, t), numbers(moves[t].after, p, 1000.0 * t)) << programs[p].to_string();
           }
-          EXPECT_EQ(machine.peak_bytes(p), programs[p].peak_bytes());
+          EXPECT_EQ(machine.peak_bytes(Rank{p}), programs[p].peak_bytes());
         }
       }
     }
@@ -125,7 +125,7 @@ class Placed : public testing::Test {
 
   size_t num_copies() const { return b_.program().instructions.size(); }
 
-  ProgramBuilder b_{mesh_of({3}), DType::kFloat32, Lowering::kNccl, false, 2};
+  ProgramBuilder b_{DType::kFloat32, Lowering::kNccl, false, Rank{2}};
   BufferId tensor_ = kMissingBuffer;
   Messages sends_{Side::kSent};
 };
@@ -179,12 +179,12 @@ TEST(TransferTraffic, IsWhatArrives) {
               make_plan(layout_on(mesh, {rows, 6}, src), layout_on(mesh, {rows, 6}, dst), {.lowering = lowering});
           const SimulationReport report = simulate(plan);
           for (int64_t p = 0; p < 6; ++p) {
-            const Program program = compile(plan, p);
+            const Program program = compile(plan, Rank{p});
             int64_t received = 0;
             for (const Instruction& instruction : program.instructions) {
               received += traffic_of(program, instruction.operation).received_bytes;
             }
-            EXPECT_EQ(received, report.received_bytes[p]) << to_string(plan) << "\n" << program.to_string();
+            EXPECT_EQ(received, report.received_bytes.at(Rank{p})) << to_string(plan) << "\n" << program.to_string();
           }
         }
       }

@@ -174,11 +174,7 @@ std::string Question::to_string() const {
                    t->between.ps_per_kib, "}}");
   }
   for (const MeshDimSet group : options.groups) text += concat(", group ", src.mesh().names_of(group));
-  if (!src.mesh().ranks_are_positions()) {
-    std::vector<int64_t> ranks;
-    for (int64_t p = 0; p < src.mesh().size(); ++p) ranks.push_back(src.mesh().rank_at(p));
-    text += concat(", ranks ", join(ranks));
-  }
+  if (!src.mesh().ranks_are_positions()) text += concat(", ranks ", join(src.mesh().ranks()));
   return text;
 }
 

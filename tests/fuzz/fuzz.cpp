@@ -137,7 +137,7 @@ void check_compiling(Input& in, const Plan& plan) {
     if (mesh.group_size(step.mesh_dims) > kMaxGroupCompiled) return;
   }
   const int64_t position = in.between(0, mesh.size() - 1);
-  must_do("the plan does not compile", [&] { compile(plan, position).peak_bytes(); });
+  must_do("the plan does not compile", [&] { compile(plan, mesh.rank_at(Position{position})).peak_bytes(); });
 }
 
 // Everything a plan must be able to say of itself, whoever made it.

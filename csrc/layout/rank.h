@@ -1,0 +1,29 @@
+// Ranks and positions: the two numbers of a process, as types that cannot be taken for each other.
+#pragma once
+
+#include <cstdint>
+#include <ostream>
+#include <vector>
+
+namespace shardwright {
+
+// A global rank, as process groups number them. It converts to no integer and no integer to it: Rank{3}, number(rank).
+enum class Rank : int64_t {};
+
+constexpr int64_t number(Rank rank) { return static_cast<int64_t>(rank); }
+
+inline std::ostream& operator<<(std::ostream& out, Rank rank) { return out << number(rank); }
+
+// For Python and for files.
+inline std::vector<int64_t> numbers(const std::vector<Rank>& ranks) {
+  std::vector<int64_t> all;
+  all.reserve(ranks.size());
+  for (const Rank rank : ranks) all.push_back(number(rank));
+  return all;
+}
+
+// The row-major index of a rank on one mesh. Geometry computes with it, so it converts to an integer by itself, but no
+// integer to it.
+enum Position : int64_t {};
+
+}  // namespace shardwright
