@@ -75,6 +75,10 @@ void define_planning(py::module_& m) {
       },
       py::arg("src"), py::arg("dst"), py::arg("steps"), py::arg("backend"), py::arg("objective"), py::arg("topology"),
       py::arg("named_groups_only"));
+  m.def("plan_text", [](const PlanView& p) { return to_text(p.plan()); }, py::arg("plan"));
+  m.def(
+      "parse_plan", [](const std::string& text) { return view_of(from_bytes(bytes_in(text, "plan"))); },
+      py::arg("text"));
   m.def(
       "simulation_bytes", [](const PlanView& p) { return simulation_bytes(p.plan(), p.certified->peak_bytes()); },
       py::arg("plan"), py::call_guard<py::gil_scoped_release>());

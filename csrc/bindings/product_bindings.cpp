@@ -6,7 +6,9 @@
 #include "bindings/views.h"
 #include "products/compile.h"
 #include "products/product_choices.h"
+#include "products/serialize.h"
 #include "products/timeline.h"
+#include "support/wire_format.h"
 
 namespace py = pybind11;
 
@@ -166,7 +168,7 @@ void define_making(MatmulClass& matmul) {
       .def_static(
           "parse",
           [](const std::string& text) {
-            const auto [matmul, schedule] = parse_matmul(text);
+            const auto [matmul, schedule] = matmul_from_bytes(bytes_in(text, "matmul"));
             return std::pair(MatmulView{matmul}, schedule);
           },
           py::arg("text"));

@@ -6,6 +6,8 @@
 #include "bindings/views.h"
 #include "planning/plan_cache.h"
 #include "products/product_plan.h"
+#include "products/serialize.h"
+#include "support/wire_format.h"
 
 namespace py = pybind11;
 
@@ -156,7 +158,8 @@ void define_product_plan(py::module_& m) {
   plan.def_static(
           "parse",
           [](const std::string& text) {
-            return std::const_pointer_cast<ProductPlan>(make_product_plan(parse_problem(text)));
+            return std::const_pointer_cast<ProductPlan>(
+                make_product_plan(product_problem_from_bytes(bytes_in(text, "product"))));
           },
           py::arg("text"))
       .def("to_text", [](const ProductPlan& plan) { return to_text(plan.problem()); })

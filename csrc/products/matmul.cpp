@@ -1,11 +1,8 @@
 #include "products/matmul.h"
 
 #include <algorithm>
-#include <sstream>
 
-#include "planning/serialize.h"
 #include "program/builder.h"
-#include "support/base64.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -163,37 +160,6 @@ std::string distances_text(const Schedule& schedule) {
   return join(chunks, "_") + (chunks.size() == 1 ? "_" : "");  // told from a number
 }
 
-std::vector<std::string> fields_of(const std::string& text, char mark) {
-  std::vector<std::string> fields;
-  std::istringstream stream(text);
-  for (std::string field; std::getline(stream, field, mark);) fields.push_back(field);
-  return fields;
-}
-
-// Nothing for what is no number, or one that nobody means.
-std::optional<int64_t> parse_number(const std::string& text) {
-  constexpr size_t kMaxDigits = 6;
-  const bool has_digits = std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
-  if (text.empty() || text.size() > kMaxDigits || !has_digits) return std::nullopt;
-  return std::stoll(text);
-}
-
-// Those of each chunk, "1.3_2"; empty for text that is nothing of the kind.
-std::vector<std::vector<int64_t>> parse_distances(const std::string& text) {
-  if (text.find("__") != std::string::npos || text.starts_with("_")) return {};
-  std::vector<std::vector<int64_t>> chunks;
-  for (const std::string& chunk : fields_of(text, '_')) {
-    chunks.emplace_back();
-    if (chunk.ends_with(".")) return {};
-    for (const std::string& number : fields_of(chunk, '.')) {
-      const std::optional<int64_t> distance = parse_number(number);
-      if (!distance) return {};
-      chunks.back().push_back(*distance);
-    }
-  }
-  return chunks;
-}
-
 }  // namespace
 
 std::string chunks_text(const Schedule& schedule) {
@@ -201,30 +167,6 @@ std::string chunks_text(const Schedule& schedule) {
   if (schedule.depth != 1 || schedule.sms_left != 0) text += concat(":", schedule.depth);
   if (schedule.sms_left != 0) text += concat(":", schedule.sms_left);
   return text;
-}
-
-Schedule parse_schedule(const std::string& method, const std::string& chunks) {
-  Schedule schedule{parse_method(method)};
-  const std::vector<std::string> fields = fields_of(chunks, ':');
-  bool is_right = !fields.empty() && fields.size() <= 3 && !chunks.ends_with(":");
-  if (is_right && fields[0].find('_') != std::string::npos) {
-    schedule.distances = parse_distances(fields[0]);
-    schedule.chunks = static_cast<int64_t>(schedule.distances.size()) + 1;
-    is_right = !schedule.distances.empty();
-  } else if (is_right) {
-    const std::optional<int64_t> number = parse_number(fields[0]);
-    is_right = number.has_value();
-    schedule.chunks = number.value_or(0);
-  }
-  int64_t* const others[] = {&schedule.depth, &schedule.sms_left};
-  for (size_t i = 1; is_right && i < fields.size(); ++i) {
-    const std::optional<int64_t> number = parse_number(fields[i]);
-    is_right = number.has_value();
-    *others[i - 1] = number.value_or(0);
-  }
-  check_user(is_right, "chunks: '", chunks, "'; allowed are 1 to ", kMaxChunks, ", or distances such as '1.3_2', and ",
-             "behind colons the depth and the multiprocessors left to transfers, as in '4:3:16'");
-  return schedule;
 }
 
 const Plan& plan_of(const Matmul& matmul) {
@@ -284,89 +226,6 @@ void check(const Matmul& matmul, const Schedule& schedule) {
   check_distances(schedule, num_partners(matmul));
   check_user(schedule.method != Method::kRing || has_ring(matmul), "method: 'ring', but ", step_text(plan, 0),
              " goes by collectives; allowed are 'collective' and 'serial'");
-}
-
-// kind|method|chunks|kept|scaling|plan|{axes|bias|layout} or {axes|layout|layout}. A layout is written as the plan that
-// leaves it as it is; scaling as nothing, "tensor:bfloat16", "row:bfloat16:" or "row:bfloat16:plan".
-
-namespace {
-
-std::string text_of(const Plan& plan) { return to_base64(to_bytes(plan)); }
-
-std::string text_of(const Layout& layout, const Plan& like) {
-  Plan plan = like;
-  plan.src = plan.dst = layout;
-  plan.steps.clear();
-  return text_of(plan);
-}
-
-std::string text_of(const std::optional<Scaling>& scaling) {
-  if (!scaling) return "";
-  return concat(scaling->by_row ? "row" : "tensor", ":", scaling->result.name(),
-                scaling->plan ? ":" + text_of(*scaling->plan) : "");
-}
-
-std::optional<Scaling> parse_scaling(const std::string& text) {
-  if (text.empty()) return std::nullopt;
-  const std::vector<std::string> fields = fields_of(text, ':');
-  check_user((fields.size() == 2 || fields.size() == 3) && (fields[0] == "row" || fields[0] == "tensor"), "matmul: '",
-             text.substr(0, 40), "...' is no scaling for an operator");
-  Scaling scaling{fields[0] == "row", DType::parse(fields[1])};
-  if (fields.size() == 3) scaling.plan = from_bytes(from_base64(fields[2]));
-  return scaling;
-}
-
-}  // namespace
-
-std::string to_text(const Matmul& matmul, const Schedule& schedule) {
-  const Plan& plan = plan_of(matmul);
-  const auto& scaling = std::visit([](const auto& m) -> const std::optional<Scaling>& { return m.scaling; }, matmul);
-  std::vector<std::string> fields{
-      "", method_name(schedule.method), chunks_text(schedule), "0", text_of(scaling), text_of(plan)};
-  if (const auto* gather = std::get_if<GatherMatmul>(&matmul)) {
-    fields[0] = "gather";
-    fields[3] = gather->keeps_gathered ? "1" : "0";
-    for (const auto& product : gather->products) {
-      fields.push_back(product.axes.to_string());
-      fields.push_back(product.has_bias ? "1" : "0");
-      fields.push_back(text_of(product.other, plan));
-    }
-  } else {
-    fields[0] = "scatter";
-    fields[3] = std::get<MatmulScatter>(matmul).has_addend ? "1" : "0";
-    for (const auto& term : std::get<MatmulScatter>(matmul).terms) {
-      fields.push_back(term.axes.to_string());
-      fields.push_back(text_of(term.lhs, plan));
-      fields.push_back(text_of(term.rhs, plan));
-    }
-  }
-  return join(fields, "|");
-}
-
-std::pair<Matmul, Schedule> parse_matmul(const std::string& text) {
-  const std::vector<std::string> fields = fields_of(text, '|');
-  check_user(fields.size() >= 9 && fields.size() % 3 == 0 && (fields[0] == "gather" || fields[0] == "scatter"),
-             "matmul: '", text.substr(0, 40), "...' is no product for an operator");
-  const Schedule schedule = parse_schedule(fields[1], fields[2]);
-  const auto layout_in = [&](size_t i) { return from_bytes(from_base64(fields[i])).src; };
-  const std::optional<Scaling> scaling = parse_scaling(fields[4]);
-  const Plan plan = from_bytes(from_base64(fields[5]));
-  std::optional<Matmul> matmul;
-  if (fields[0] == "gather") {
-    GatherMatmul gather{plan, {}, fields[3] == "1", scaling};
-    for (size_t i = 6; i < fields.size(); i += 3) {
-      gather.products.push_back({Contraction::parse(fields[i]), layout_in(i + 2), fields[i + 1] == "1"});
-    }
-    matmul = std::move(gather);
-  } else {
-    MatmulScatter scatter{plan, {}, fields[3] == "1", scaling};
-    for (size_t i = 6; i < fields.size(); i += 3) {
-      scatter.terms.push_back({Contraction::parse(fields[i]), layout_in(i + 1), layout_in(i + 2)});
-    }
-    matmul = std::move(scatter);
-  }
-  check(*matmul, schedule);
-  return {std::move(*matmul), schedule};
 }
 
 }  // namespace shardwright

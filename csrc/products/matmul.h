@@ -113,18 +113,12 @@ std::optional<std::string> why_only_serial(const Matmul& matmul);
 // Whether the step that is chunked can go by messages: all but an all-reduce.
 bool has_ring(const Matmul& matmul);
 
-// All of a schedule but its method: "4", or the distances by hand, "1.3_2"; behind a colon the depth where it is not 1,
-// "4:3", and behind another one the multiprocessors left to transfers where there are any, "4:3:16". parse_schedule
-// takes them back and throws UserError on other text.
+// All of a schedule but its method: "4", or the distances by hand, "1.3_2"; after a colon the depth where it is not 1,
+// "4:3", and after another one the multiprocessors left to transfers where there are any, "4:3:16".
 std::string chunks_text(const Schedule& schedule);
-Schedule parse_schedule(const std::string& method, const std::string& chunks);
 
 // Throws UserError where tensors and scales do not fit each other, where dtypes have no products, and where a method is
 // asked for that why_only_serial excludes.
 void check(const Matmul& matmul, const Schedule& schedule);
-
-// As text without blanks that parse_matmul takes back, for operators; plans in base64.
-std::string to_text(const Matmul& matmul, const Schedule& schedule);
-std::pair<Matmul, Schedule> parse_matmul(const std::string& text);
 
 }  // namespace shardwright

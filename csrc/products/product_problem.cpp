@@ -1,16 +1,10 @@
 #include "products/product_problem.h"
 
-#include <algorithm>
-
-#include "planning/serialize.h"
-#include "search/make_plan.h"
-#include "support/base64.h"
 #include "support/error.h"
 
 namespace shardwright {
 namespace {
 
-constexpr const char* kTag = "product1";
 constexpr const char* kScaledByNames[] = {"", "tensor", "row"};
 
 std::map<char, int64_t> sizes_of(const std::string& letters, const Layout& layout, const std::string& what) {
@@ -76,8 +70,8 @@ const GemmModel& ProductContext::gemm_model(const DType& dtype) const {
   return found->second;
 }
 
-Plan ProductContext::unmoved(const Layout& layout) const {
-  return make_plan(layout, layout, {.lowering = lowering, .topology = topology});
+Topology ProductContext::known_topology() const {
+  return topology ? *topology : Topology::named(lowering.default_topology);
 }
 
 void check(const ProductProblem& problem) {
@@ -106,150 +100,6 @@ void check(const ProductProblem& problem) {
                problem.operand.to_string(), " lie on different meshes; allowed is one");
   }
   check_cuts(problem);
-}
-
-// tag|axes|cuts|scaled by|keeps|method|chunks|depth|models|pinned|operand|weights|biases|results|scales; items of lists
-// are told apart by ';'. Layouts are written as plans that leave them as they are, by the problem's backend and
-// topology.
-
-namespace {
-
-std::vector<std::string> split(const std::string& text, char mark) {
-  std::vector<std::string> parts(1);
-  for (const char c : text) {
-    if (c == mark) {
-      parts.emplace_back();
-    } else {
-      parts.back().push_back(c);
-    }
-  }
-  return parts;
-}
-
-std::string text_of(const GemmModel& model) {
-  const int64_t figures[] = {model.num_processors, model.tile_rows,         model.tile_columns,      model.flops_per_us,
-                             model.launch_ps,      model.memory_ps_per_kib, model.contention_percent};
-  return to_base64(model.name) + ":" + join(figures, ":");
-}
-
-int64_t parse_integer(const std::string& text) {
-  const bool is_number = !text.empty() && text.size() <= 18 &&
-                         std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
-  check_user(is_number, "product: '", text, "' is no figure of one");
-  return std::stoll(text);
-}
-
-std::map<std::string, GemmModel> parse_models(const std::string& text) {
-  std::map<std::string, GemmModel> models;
-  for (const std::string& one : split(text, ';')) {
-    if (one.empty()) continue;
-    const std::vector<std::string> fields = split(one, ':');
-    check_user(fields.size() == 9, "product: '", one, "' is no table of products");
-    GemmModel model{from_base64(fields[1])};
-    int64_t* const figures[] = {&model.num_processors,    &model.tile_rows, &model.tile_columns,
-                                &model.flops_per_us,      &model.launch_ps, &model.memory_ps_per_kib,
-                                &model.contention_percent};
-    for (size_t i = 0; i < std::size(figures); ++i) *figures[i] = parse_integer(fields[i + 2]);
-    model.check();
-    models.emplace(DType::parse(fields[0]).name(), model);
-  }
-  return models;
-}
-
-Plan parse_plan(const std::string& text) { return from_bytes(from_base64(text)); }
-
-// Each is closed by a mark; one that is missing is empty.
-std::vector<std::optional<Layout>> parse_layouts(const std::string& text) {
-  std::vector<std::optional<Layout>> layouts;
-  if (text.empty()) return layouts;
-  check_user(text.back() == ';', "product: a list of layouts is not closed");
-  for (const std::string& one : split(text.substr(0, text.size() - 1), ';')) {
-    layouts.emplace_back();
-    if (!one.empty()) layouts.back() = parse_plan(one).src;
-  }
-  return layouts;
-}
-
-std::vector<Layout> parse_all_layouts(const std::string& text) {
-  std::vector<Layout> layouts;
-  for (const std::optional<Layout>& one : parse_layouts(text)) {
-    check_user(one.has_value(), "product: a layout is missing");
-    layouts.push_back(*one);
-  }
-  return layouts;
-}
-
-std::string chunks_text(const ScheduleRequest& request) {
-  if (!request.distances.empty()) return chunks_text(Schedule{Method::kRing, 1, request.distances});
-  return request.chunks ? std::to_string(*request.chunks) : "";
-}
-
-ScheduleRequest parse_request(const std::string& method, const std::string& chunks, const std::string& depth) {
-  ScheduleRequest request;
-  if (!method.empty()) request.method = parse_method(method);
-  if (!depth.empty()) request.depth = parse_integer(depth);
-  if (chunks.empty()) return request;
-  const Schedule parsed = parse_schedule("ring", chunks);
-  request.distances = parsed.distances;
-  if (parsed.distances.empty()) request.chunks = parsed.chunks;
-  return request;
-}
-
-}  // namespace
-
-std::string to_text(const ProductProblem& problem) {
-  const ProductContext& context = problem.context;
-  const auto layout_text = [&](const std::optional<Layout>& layout) {
-    return layout ? to_base64(to_bytes(context.unmoved(*layout))) : std::string();
-  };
-  const auto layouts_text = [&](const auto& layouts) {
-    std::string all;
-    for (const auto& layout : layouts) all += layout_text(layout) + ";";
-    return all;
-  };
-  std::vector<std::string> models;
-  for (const auto& [dtype, model] : context.gemm_models) models.push_back(dtype + ":" + text_of(model));
-  std::vector<std::string> pinned;
-  if (context.pins) {
-    for (const CertifiedPlanPtr& plan : context.pins->on(problem.operand.mesh(), context.lowering)) {
-      pinned.push_back(to_base64(to_bytes(plan->plan())));
-    }
-  }
-  const ScheduleRequest& schedule = problem.schedule;
-  return join(std::vector<std::string>{kTag, join(problem.axes, ";"), problem.cuts.value_or(""),
-                                       scaled_by_name(problem.scaled_by), problem.keeps_gathered ? "1" : "0",
-                                       schedule.method ? method_name(*schedule.method) : "", chunks_text(schedule),
-                                       schedule.depth ? std::to_string(*schedule.depth) : "", join(models, ";"),
-                                       join(pinned, ";"), layout_text(problem.operand), layouts_text(problem.weights),
-                                       layouts_text(problem.biases), layouts_text(problem.results),
-                                       layouts_text(problem.scales)},
-              "|");
-}
-
-ProductProblem parse_problem(const std::string& text) {
-  const std::vector<std::string> fields = split(text, '|');
-  check_user(fields.size() == 15 && fields[0] == kTag && (fields[4] == "0" || fields[4] == "1"), "product: '",
-             text.substr(0, 40), "' is no product as text");
-  const Plan like = parse_plan(fields[10]);
-  ProductContext context{like.lowering, like.topology, nullptr, parse_models(fields[8])};
-  for (const std::string& one : split(fields[9], ';')) {
-    if (one.empty()) continue;
-    const Pins before = context.pins ? *context.pins : Pins();
-    context.pins = before.with(std::make_shared<const CertifiedPlan>(parse_plan(one)));
-  }
-  ProductProblem problem{.axes = split(fields[1], ';'),
-                         .operand = like.src,
-                         .weights = parse_all_layouts(fields[11]),
-                         .biases = parse_layouts(fields[12]),
-                         .results = parse_all_layouts(fields[13]),
-                         .scaled_by = parse_scaled_by(fields[3]),
-                         .scales = parse_layouts(fields[14]),
-                         .keeps_gathered = fields[4] == "1",
-                         .schedule = parse_request(fields[5], fields[6], fields[7]),
-                         .context = std::move(context)};
-  if (!fields[2].empty()) problem.cuts = fields[2];
-  check(problem);
-  return problem;
 }
 
 }  // namespace shardwright

@@ -12,7 +12,6 @@
 
 #include "cost/gemm_model.h"
 #include "layout/layout.h"
-#include "moves/plan.h"
 #include "planning/context.h"
 #include "products/matmul.h"
 
@@ -52,7 +51,6 @@ struct ScheduleRequest {
 // What moves and products are planned by. All ranks must have the same.
 struct ProductContext {
   Lowering lowering = Lowering::kNccl;
-  // Default: that of the lowering.
   std::optional<Topology> topology = std::nullopt;
   // Taken for their pairs of layouts in place of what the planner would find; null: none.
   PinsPtr pins = nullptr;
@@ -62,8 +60,8 @@ struct ProductContext {
   // Throws UserError where there is none.
   const GemmModel& gemm_model(const DType& dtype) const;
 
-  // The plan that leaves a tensor as it is.
-  Plan unmoved(const Layout& layout) const;
+  // Where none is given, the default of the lowering.
+  Topology known_topology() const;
 };
 
 struct ProductProblem {
@@ -88,10 +86,5 @@ struct ProductProblem {
 
 // Throws UserError naming what does not fit.
 void check(const ProductProblem& problem);
-
-// As text without blanks that parse_problem takes back: the same in every process, and another one for another problem.
-// Throws UserError on text that is none.
-std::string to_text(const ProductProblem& problem);
-ProductProblem parse_problem(const std::string& text);
 
 }  // namespace shardwright

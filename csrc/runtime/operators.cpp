@@ -15,12 +15,12 @@
 #include "moves/describe.h"
 #include "planning/serialize.h"
 #include "products/compile.h"
-#include "products/matmul.h"
+#include "products/serialize.h"
 #include "runtime/executor.h"
-#include "support/base64.h"
 #include "support/bounded_cache.h"
 #include "support/error.h"
 #include "support/text.h"
+#include "support/wire_format.h"
 
 namespace shardwright {
 namespace {
@@ -159,31 +159,29 @@ std::vector<at::Tensor> matmul(const std::vector<at::Tensor>& inputs, const std:
   return outputs;
 }
 
-bool is_matmul(const std::string& text) { return text.starts_with("gather|") || text.starts_with("scatter|"); }
-
 class MatmulOrigin : public Origin {
  public:
-  explicit MatmulOrigin(std::string program) : program_(std::move(program)) {}
+  explicit MatmulOrigin(std::string matmul_bytes) : matmul_bytes_(std::move(matmul_bytes)) {}
 
   const char* kind() const override { return "matmul"; }
 
   std::vector<Plan> plans() const override {
-    const auto [matmul, schedule] = parse_matmul(program_);
+    const auto [matmul, schedule] = matmul_from_bytes(matmul_bytes_);
     std::vector<Plan> plans;
     for (const Plan* plan : plans_of(matmul)) plans.push_back(*plan);
     return plans;
   }
 
   std::string text() const override {
-    const auto [matmul, schedule] = parse_matmul(program_);
+    const auto [matmul, schedule] = matmul_from_bytes(matmul_bytes_);
     return concat(to_string(plan_of(matmul)), "\nwith products, ", method_name(schedule.method), " in ",
                   count_text(schedule.chunks, "chunk"));
   }
 
   Signature signature() const override {
-    const auto [matmul, schedule] = parse_matmul(program_);
+    const auto [matmul, schedule] = matmul_from_bytes(matmul_bytes_);
     const Plan& plan = plan_of(matmul);
-    return {{"kind", program_.substr(0, program_.find('|'))},
+    return {{"kind", std::holds_alternative<GatherMatmul>(matmul) ? "gather" : "scatter"},
             {"tensor", concat(plan.src.dtype().name(), "[", join(plan.src.shape()), "]")},
             {"dtype", plan.src.dtype().name()},
             {"mesh", plan.src.mesh().to_string()},
@@ -191,18 +189,19 @@ class MatmulOrigin : public Origin {
             {"dst", plan.dst.placements_string()},
             {"method", method_name(schedule.method)},
             {"chunks", chunks_text(schedule)},
-            {"program text", concat(program_.size(), " with hash ", std::hash<std::string>()(program_))}};
+            {"program bytes", concat(matmul_bytes_.size(), " with hash ", std::hash<std::string>()(matmul_bytes_))}};
   }
 
  private:
-  std::string program_;
+  std::string matmul_bytes_;
 };
 
 std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank) {
-  if (!is_matmul(text)) return CompiledProgram::from_plan_bytes(plan_bytes_of(text), rank);
-  const auto [matmul, schedule] = parse_matmul(text);
+  const std::string bytes = bytes_of(text);
+  if (!is_matmul(bytes)) return CompiledProgram::from_plan_bytes(bytes, rank);
+  const auto [matmul, schedule] = matmul_from_bytes(bytes);
   return std::make_shared<CompiledProgram>(compile(matmul, schedule, rank), plans_of(matmul),
-                                           std::make_unique<MatmulOrigin>(text), rank);
+                                           std::make_unique<MatmulOrigin>(bytes), rank);
 }
 
 using Redistribute = at::Tensor(const at::Tensor&, const std::string&, const std::vector<std::string>&, int64_t,
@@ -215,7 +214,7 @@ const c10::TypedOperatorHandle<Redistribute>& redistribute_handle() {
 }
 
 bool is_without_sums(const std::string& text) {
-  const Plan plan = from_bytes(plan_bytes_of(text));
+  const Plan plan = from_bytes(bytes_of(text));
   return plan.src.partial_dims().empty() && plan.dst.partial_dims().empty();
 }
 
@@ -272,14 +271,11 @@ void refuse_nested(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 }  // namespace
 
-std::string plan_bytes_of(const std::string& plan) {
-  const size_t bar = plan.rfind('|');
-  TORCH_CHECK_VALUE(bar != std::string::npos, "plan: '", plan.substr(0, 80),
-                    "' is no plan for an operator; shardwright.operator makes them");
+std::string bytes_of(const std::string& text) {
   try {
-    return from_base64(std::string_view(plan).substr(bar + 1));
+    return bytes_in(text, "plan");
   } catch (const UserError& error) {
-    TORCH_CHECK_VALUE(false, "plan: behind its last '|': ", error.what());
+    TORCH_CHECK_VALUE(false, error.what());
   }
 }
 

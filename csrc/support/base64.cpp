@@ -3,8 +3,6 @@
 #include <array>
 #include <cstdint>
 
-#include "support/error.h"
-
 namespace shardwright {
 namespace {
 
@@ -25,7 +23,7 @@ std::string to_base64(std::string_view bytes) {
   return text;
 }
 
-std::string from_base64(std::string_view text) {
+std::optional<std::string> from_base64(std::string_view text) {
   static const std::array<int8_t, 256> values = [] {
     std::array<int8_t, 256> table{};
     table.fill(-1);
@@ -37,7 +35,7 @@ std::string from_base64(std::string_view text) {
   int count = 0;
   for (const char digit : text.substr(0, text.find('='))) {
     const int8_t value = values[static_cast<unsigned char>(digit)];
-    check_user(value >= 0, "base64: has a character '", std::string(1, digit), "' that is none of its digits");
+    if (value < 0) return std::nullopt;
     bits = bits << 6 | static_cast<uint32_t>(value);
     count += 6;
     if (count < 8) continue;

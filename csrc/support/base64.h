@@ -1,13 +1,14 @@
 // Base64 as in RFC 4648, with '+', '/' and '='.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
 
 namespace shardwright {
 
 std::string to_base64(std::string_view bytes);
-// Padding may be missing. Throws UserError on other characters.
-std::string from_base64(std::string_view text);
+// Returns nothing if the text has other characters. Padding may be missing.
+std::optional<std::string> from_base64(std::string_view text);
 
 }  // namespace shardwright

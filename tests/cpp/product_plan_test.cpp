@@ -6,6 +6,7 @@
 #include "dense.h"
 #include "products/compile.h"
 #include "products/product_plan.h"
+#include "products/serialize.h"
 #include "random_problem.h"
 #include "search/make_plan.h"
 #include "support/error.h"
@@ -249,7 +250,7 @@ TEST(ProductPlan, RunsForwardAndBackwardOnAllRanks) {
         if (source.pick(0, 1) == 1) problem.scales[i] = source.elsewhere(rows.rows_of(i, of), false);
       }
     }
-    const ProductPlan plan(parse_problem(to_text(problem)), cache);
+    const ProductPlan plan(product_problem_from_bytes(to_bytes(problem)), cache);
     SCOPED_TRACE(concat("seed ", seed, "\n", plan.to_string(cache)));
     seen.emplace(plan.lead(), problem.scaled_by, problem.weights.size() > 1);
     const Tensors tensors = tensors_of(plan, source.random());
@@ -263,34 +264,6 @@ TEST(ProductPlan, RunsForwardAndBackwardOnAllRanks) {
       EXPECT_TRUE(seen.contains({lead, scaled, false})) << lead_name(lead);
     }
   }
-}
-
-TEST(ProductPlan, IsTextThatParsesBack) {
-  PlanCache cache;
-  std::set<std::string> texts;
-  for (unsigned seed = 0; seed < 100; ++seed) {
-    RandomProblem source(seed + 30'000);
-    ProductProblem& problem = *source.problem;
-    problem.schedule = {Method::kRing, std::nullopt, {{1}, {3, 2}}, 2};
-    problem.context.pins = Pins().with(
-        std::make_shared<const CertifiedPlan>(make_plan(problem.operand, source.elsewhere(problem.operand, false))));
-    const std::string text = to_text(problem);
-    EXPECT_EQ(text.find(' '), std::string::npos);
-    const ProductProblem again = parse_problem(text);
-    EXPECT_EQ(to_text(again), text);
-    EXPECT_EQ(again.schedule, problem.schedule);
-    EXPECT_EQ(again.cuts, problem.cuts);
-    texts.insert(text);
-    std::string changed = text;
-    changed[static_cast<size_t>(source.pick(0, static_cast<int64_t>(text.size()) - 1))] = '?';
-    try {
-      const std::string taken = to_text(parse_problem(changed));
-      EXPECT_EQ(to_text(parse_problem(taken)), taken);
-    } catch (const UserError&) {
-    }
-  }
-  EXPECT_GT(texts.size(), 90u);
-  EXPECT_THROW(parse_problem("nothing"), UserError);
 }
 
 TEST(ProductPlan, RefusesWhatDoesNotFit) {

@@ -10,6 +10,7 @@
 #include "moves/describe.h"
 #include "planning/plan_cache.h"
 #include "products/compile.h"
+#include "products/serialize.h"
 #include "products/timeline.h"
 #include "program/copy_boxes.h"
 #include "program/strided_copy.h"
@@ -99,7 +100,7 @@ TEST(Threads, CompileAndPredictTogether) {
   together([&](int) {
     EXPECT_EQ(compile(matmul, {Method::kRing, 4}, Rank{2}).to_string(), expected);
     EXPECT_EQ(choose(matmul, model), chosen);
-    EXPECT_EQ(parse_matmul(to_text(matmul, chosen)).second, chosen);
+    EXPECT_EQ(matmul_from_bytes(to_bytes(matmul, chosen)).second, chosen);
   });
 }
 

@@ -1,8 +1,9 @@
 // The torch-free half against arbitrary input: what is refused must be refused with UserError, and what is not must be
-// right. One input is one case of one of four kinds:
+// right. One input is one case of one of five kinds:
 //
 //   text    arbitrary text as placements, dtype, topology
 //   bytes   the serial form: arbitrary, and that of a real plan with changes, with a checksum that matches
+//   product the same of a product's problem, or of a matmul of its plan
 //   plans   a small question to the planner, its plan simulated on every rank
 //   large   a question on a mesh of up to 2^20 ranks, answered soon and within the bounds
 //
@@ -22,10 +23,15 @@
 #include "moves/traffic.h"
 #include "planning/json.h"
 #include "planning/serialize.h"
+#include "products/compile.h"
+#include "products/product_plan.h"
+#include "products/serialize.h"
 #include "program/program.h"
+#include "random_problem.h"
 #include "search/make_plan.h"
 #include "simulate/simulate.h"
 #include "support/error.h"
+#include "wire.h"
 
 namespace shardwright::fuzz {
 
@@ -223,18 +229,6 @@ void check_large_plan(Input& in) {
 
 // ---- bytes
 
-uint64_t checksum(const std::string& bytes) {  // FNV-1a
-  uint64_t hash = 14695981039346656037ull;
-  for (const char c : bytes) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
-  return hash;
-}
-
-std::string little_endian(uint64_t value) {
-  std::string bytes;
-  for (int shift = 0; shift < 64; shift += 8) bytes.push_back(static_cast<char>(value >> shift));
-  return bytes;
-}
-
 void change_bytes(Input& in, std::string& bytes) {
   for (int64_t more = in.between(0, 4); more > 0 && !bytes.empty(); --more) {
     const size_t at = in.below(bytes.size());
@@ -249,7 +243,7 @@ void change_bytes(Input& in, std::string& bytes) {
         break;
       case 3: {
         const std::vector<int64_t> extremes{-1, 0, INT64_MAX, INT64_MIN, int64_t{1} << 32, int64_t{1} << 40, 1 << 20};
-        bytes.replace(at, 8, little_endian(static_cast<uint64_t>(in.one_of(extremes))));
+        bytes.replace(at, 8, test::little_endian(static_cast<uint64_t>(in.one_of(extremes))));
         break;
       }
       case 4:
@@ -270,7 +264,7 @@ void change_steps(Input& in, Plan& plan) {
     const int64_t choice = in.between(0, 10);
     if (choice == 0) plan.src = layout_like(in, plan.src);
     if (choice == 1) plan.dst = layout_like(in, plan.src);
-    if (choice == 2) plan.backend = in.between(0, 1) == 0 ? Lowering::kNccl : Lowering::kGloo;
+    if (choice == 2) plan.lowering = in.between(0, 1) == 0 ? Lowering::kNccl : Lowering::kGloo;
     if (plan.steps.empty()) {
       plan.steps.push_back({StepOp::kSlice, mesh_dims(in, plan.src.mesh()), plan.src, plan.dst});
     }
@@ -306,8 +300,7 @@ std::string any_bytes(Input& in) {
   Plan plan = make_plan(question.src, question.dst, question.options);
   const bool changes_steps = in.one_in(2);
   if (changes_steps) change_steps(in, plan);
-  std::string bytes = to_bytes(plan);
-  bytes.resize(bytes.size() - 8);
+  std::string bytes = test::without_checksum(to_bytes(plan));
   if (!changes_steps || in.one_in(4)) change_bytes(in, bytes);
   return bytes;
 }
@@ -316,7 +309,7 @@ void check_bytes(Input& in) {
   begin_case("arbitrary bytes, or those of a plan that is refused");
   std::string bytes;
   if (!is_accepted([&] { bytes = any_bytes(in); })) return;
-  bytes += little_endian(in.one_in(16) ? 0 : checksum(bytes));
+  bytes = in.one_in(16) ? bytes + test::little_endian(0) : test::closed(bytes);
   std::optional<Plan> plan;
   if (!is_accepted([&] { plan = from_bytes(bytes); })) return;
   check_printing(*plan);
@@ -330,10 +323,60 @@ void check_bytes(Input& in) {
   }
 }
 
+// ---- products
+
+// Once read, they mean something that can be written again, and be planned or compiled, or refused.
+void check_problem(const std::string& bytes) {
+  std::optional<ProductProblem> problem;
+  if (!is_accepted([&] { problem = product_problem_from_bytes(bytes); })) return;
+  std::string again = to_bytes(*problem);
+  must_do("the problem's own bytes are refused", [&] {
+    expect(to_bytes(product_problem_from_bytes(again)) == again, "the problem's bytes change on the way");
+  });
+  const int64_t ranks = problem->operand.mesh().size();
+  if (ranks > kMaxRanksSimulated || problem->operand.num_elements() > kMaxElements) return;
+  PlanCache cache;
+  is_accepted([&] { ProductPlan(*problem, cache).to_string(cache); });
+}
+
+void check_matmul(const std::string& bytes) {
+  std::optional<std::pair<Matmul, Schedule>> read;
+  if (!is_accepted([&] { read = matmul_from_bytes(bytes); })) return;
+  const auto& [matmul, schedule] = *read;
+  const std::string again = to_bytes(matmul, schedule);
+  must_do("the matmul's own bytes are refused", [&] {
+    const auto [same, same_schedule] = matmul_from_bytes(again);
+    expect(to_bytes(same, same_schedule) == again, "the matmul's bytes change on the way");
+  });
+  const Layout& layout = plan_of(matmul).src;
+  if (layout.mesh().size() > kMaxRanksSimulated || layout.num_elements() > kMaxElements) return;
+  is_accepted([&] { compile(matmul, schedule, layout.mesh().size() - 1).peak_bytes(); });
+}
+
+void check_product(Input& in) {
+  const auto seed = static_cast<unsigned>(in.between(0, (int64_t{1} << 32) - 1));
+  begin_case(concat("changed bytes of the product of seed ", seed));
+  const RandomProblem source(seed);
+  std::vector<std::string> all{to_bytes(*source.problem)};
+  PlanCache cache;
+  is_accepted([&] {
+    const ProductPlan plan(*source.problem, cache);
+    for (const Node& node : plan.forward().nodes) {
+      const auto* one = std::get_if<MatmulNode>(&node.operation);
+      if (one != nullptr) all.push_back(to_bytes(one->matmul, one->schedule));
+    }
+  });
+  std::string bytes = test::without_checksum(in.one_of(all));
+  change_bytes(in, bytes);
+  bytes = test::closed(bytes);
+  return is_matmul(bytes) ? check_matmul(bytes) : check_problem(bytes);
+}
+
 void run(Input& in) {
   const int64_t kind = in.between(0, 63);
   if (kind < 8) return check_text(in);
-  if (kind < 32) return check_bytes(in);
+  if (kind < 20) return check_bytes(in);
+  if (kind < 32) return check_product(in);
   if (kind < 58) return check_plan(in);
   if (kind < 63) return check_plan_through(in);
   check_large_plan(in);

@@ -176,8 +176,8 @@ def _refuses() -> None:
     (first,) = torch.autograd.grad(y.square().sum(), leaves[:1], create_graph=True)
     with pytest.raises(NotImplementedError, match="differentiable once"):
         torch.autograd.grad(first.square().sum(), leaves)
-    with pytest.raises(ValueError, match="'nothing' is no product of a graph"):
-        torch.ops.shardwright.multiply(x, [weight], [], [], "nothing")
+    with pytest.raises(ValueError, match="product: 'nothing' is no product as text"):
+        torch.ops.shardwright.multiply(x, [weight], [], [], "nothing", dist.group.WORLD.group_name, 0)
 
 
 def test_refuses(pool: Pool) -> None:
@@ -213,15 +213,15 @@ def _is_an_operator() -> None:
         return sw.all_gather_matmul(x, weight, bias, size=8, columns=10)
 
     def note(graph: torch.fx.GraphModule, _: Any) -> Any:
-        names.extend(node.args[-1] for node in graph.graph.nodes if node.target is torch.ops.shardwright.multiply)
+        names.extend(node.args[-3:] for node in graph.graph.nodes if node.target is torch.ops.shardwright.multiply)
         return graph.forward
 
     torch._dynamo.reset()
     torch.compile(compute, backend=note, fullgraph=True)(x, weight, bias)
     (name,) = names
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(torch.ops.shardwright.multiply.default, (x, [weight], [bias], [], name), test_utils=tests)
-    backward = (x.detach(), [weight.detach()], [torch.randn(8, 5)], [True, True, True], name)
+    torch.library.opcheck(torch.ops.shardwright.multiply.default, (x, [weight], [bias], [], *name), test_utils=tests)
+    backward = (x.detach(), [weight.detach()], [torch.randn(8, 5)], [True, True, True], *name)
     torch.library.opcheck(torch.ops.shardwright.multiply_backward.default, backward, test_utils=tests[::2])
 
 

@@ -359,6 +359,12 @@ def plan_of_steps(
     topology: Topology,
     named_groups_only: bool,
 ) -> Plan: ...
+def plan_text(plan: Plan) -> str:
+    """A plan as operators take it: a label, ``"|"``, and its bytes in base64."""
+
+def parse_plan(text: str) -> Plan:
+    """What `plan_text` wrote. Raises ValueError on other text."""
+
 def simulation_bytes(plan: Plan) -> int:
     """About how much memory ``plan.simulate()`` takes."""
 
@@ -596,7 +602,7 @@ class ProductPlan:
         """Of what `to_text` wrote. Raises ValueError on other text."""
 
     def to_text(self) -> str:
-        """All that it follows from, without blanks: the same in every process."""
+        """All that it follows from, the same in every process, as operators take it."""
 
     def to_json(self) -> str: ...
     @property

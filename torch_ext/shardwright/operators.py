@@ -89,7 +89,7 @@ def arguments_of(
         raise ValueError(f"rank: {rank} is not on the mesh ({plan.src.mesh})")
     program = _runtime.CompiledProgram(plan.to_bytes(), rank)
     return {
-        "plan": plans.text_of(plan),
+        "plan": _planner.plan_text(plan),
         "groups": executables.names_of(program.groups, device_mesh=device_mesh, group=group),
         "rank": rank,
     }

@@ -6,7 +6,6 @@ the layouts, and the symbols. When these are numbers it asks for a plan for them
 
 from __future__ import annotations
 
-import base64
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -24,12 +23,7 @@ Size = Any  # int or SymInt
 @functools.lru_cache(maxsize=4096)
 def plan_of(text: str) -> _planner.Plan:
     """The plan in an operator's argument."""
-    return _planner.Plan.from_bytes(base64.b64decode(text.rpartition("|")[2]))
-
-
-def text_of(plan: _planner.Plan) -> str:
-    """A plan as an operator's argument."""
-    return f"{str(plan).splitlines()[0]}|{base64.b64encode(plan.to_bytes()).decode()}"
+    return _planner.parse_plan(text)
 
 
 def is_symbolic(sizes: Sequence[Size]) -> bool:
@@ -90,7 +84,7 @@ def _plan_for_sizes(plan: str, group_names: Sequence[str], rank: int, sizes: Seq
     for mesh_dims, ranks in _runtime.CompiledProgram(made.to_bytes(), rank).groups:
         name = there.get(tuple(ranks))
         names.append(name if name is not None else groups.find_or_make(ranks, mesh_dims, None).group_name)
-    return [text_of(made), *names]
+    return [_planner.plan_text(made), *names]
 
 
 torch.library.impl("shardwright::plan_for_sizes", "CompositeExplicitAutograd")(_plan_for_sizes)

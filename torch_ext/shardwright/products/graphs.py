@@ -3,11 +3,14 @@
 While a function of `functions.py` is compiled, it is not traced. It is run once, on fake tensors like those it was
 given, up to the point where the product would be computed; the graph gets an operator with the plan as text:
 
-    multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, str product) -> Tensor[]
-    multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, bool[] needs, str product) -> Tensor[]
+    multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, str product, str group, int rank)
+        -> Tensor[]
+    multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, bool[] needs, str product, str group, int rank)
+        -> Tensor[]
 
-All tensors are this rank's parts. The text says everything, the rank and the process group included, so that whoever
-keeps graphs by their text does not take one for another, and a graph can be run where it was not made.
+All tensors are this rank's parts. `product` is the whole problem as text, `group` the name of the process group of its
+mesh, `rank` this rank in it. So whoever keeps graphs by their text does not take one for another, and a graph can be
+run where it was not made.
 """
 
 from __future__ import annotations
@@ -32,34 +35,32 @@ from .running import Product, Setting
 from .scales import part_of_scale
 from .tensors import StoppedShort, autocast, gradient_placements, stopping_short
 
+# Text, name of the process group, rank in it: what a rank holds, and so the shapes in its graph, are its own.
+_Name = tuple[str, str, int]
 _products: executables.Kept[Product] = executables.Kept()
 # Where products were traced: process groups of their meshes are found by these. The oldest go first.
-_settings: dict[str, Setting] = {}
+_settings: dict[_Name, Setting] = {}
 groups.when_gone.append(_settings.clear)
 
 
-def _name_of(product: Product) -> str:
+def _name_of(product: Product) -> _Name:
     setting = product.setting
     group = setting.group or dist.group.WORLD
     assert group is not None
-    # What a rank holds, and so the shapes in its graph, are its own.
-    name = f"{product.plan.axes[0]} {product.rank} {product.plan.to_text()} {group.group_name}"
+    name = product.plan.to_text(), group.group_name, product.rank
     while len(_settings) >= executables.MAX_EXECUTABLES:
         del _settings[next(iter(_settings))]
     _settings[name] = setting
     return name
 
 
-def _product(name: str, x: torch.Tensor) -> Product:
+def _product(name: _Name, x: torch.Tensor) -> Product:
     return _products.get_or_make(name, lambda: _parsed(name, x.device.type))
 
 
-def _parsed(name: str, device_type: str) -> Product:
-    parts = name.split(" ", 3)
-    if len(parts) != 4:
-        raise ValueError(f"product: '{name}' is no product of a graph")
-    setting = _settings.get(name) or Setting(device_type, groups.weakly(_group(parts[3])))
-    return Product(_planner.ProductPlan.parse(parts[2]), setting)
+def _parsed(name: _Name, device_type: str) -> Product:
+    plan = _planner.ProductPlan.parse(name[0])
+    return Product(plan, _settings.get(name) or Setting(device_type, groups.weakly(_group(name[1]))))
 
 
 def _group(name: str) -> dist.ProcessGroup | None:
@@ -71,26 +72,30 @@ def _group(name: str) -> dist.ProcessGroup | None:
 # ---- the operators
 
 _library = torch.library.Library("shardwright", "FRAGMENT")
-_library.define("multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, str product) -> Tensor[]")
 _library.define(
-    "multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, bool[] needs, str product) -> Tensor[]"
+    "multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, str product, str group, int rank) -> "
+    "Tensor[]"
+)
+_library.define(
+    "multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, bool[] needs, str product, str group, int rank) "
+    "-> Tensor[]"
 )
 Tensors = Sequence[torch.Tensor]
 
 
-def _multiply(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, product: str) -> list[torch.Tensor]:
+def _multiply(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, *name: Any) -> list[torch.Tensor]:
     """The results, then the operand as gathered where the product keeps it."""
-    made = _product(product, x)
+    made = _product(name, x)
     parts = [part_of_scale(scale, layout, made.rank) for scale, layout in zip(scales, made.scale_layouts, strict=True)]
     outputs, kept = made.forward([x, *weights, *biases, *parts])
     return _apart([*outputs, *([] if kept is None else [kept])], [x, *weights, *biases])
 
 
 def _multiply_backward(
-    x: torch.Tensor, weights: Tensors, gradients: Tensors, needs: Sequence[bool], product: str
+    x: torch.Tensor, weights: Tensors, gradients: Tensors, needs: Sequence[bool], *name: Any
 ) -> list[torch.Tensor]:
     """Those gradients that are needed, of operand, weights and biases."""
-    made = _product(product, x)
+    made = _product(name, x)
     locals_ = [gradient.contiguous() for gradient in gradients]
     found = made.backward(x, weights, locals_, made.result_gradients, needs)
     return _apart([gradient for gradient in found if gradient is not None], [x, *weights, *gradients])
@@ -107,21 +112,22 @@ _library.impl("multiply_backward", _multiply_backward, "CompositeExplicitAutogra
 
 
 @torch.library.register_fake("shardwright::multiply")
-def _(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, product: str) -> list[torch.Tensor]:
-    made = _product(product, x)
+def _(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, *name: Any) -> list[torch.Tensor]:
+    made = _product(name, x)
     return [made.empty(x, one) for one in (*made.plan.results, *([made.plan.moved_operand] * made.keeps_gathered))]
 
 
 @torch.library.register_fake("shardwright::multiply_backward")
-def _(x: torch.Tensor, weights: Tensors, gradients: Tensors, needs: Sequence[bool], product: str) -> list[torch.Tensor]:
-    made = _product(product, x)
+def _(x: torch.Tensor, weights: Tensors, gradients: Tensors, needs: Sequence[bool], *name: Any) -> list[torch.Tensor]:
+    made = _product(name, x)
     layouts = [made.plan.operand, *made.plan.weights, *made.plan.biases]
     return [made.empty(x, one) for one, needed in zip(layouts, needs, strict=True) if needed and one is not None]
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, weights, _, scales, ctx.product = inputs
-    made = _product(ctx.product, x)
+    x, weights, _, scales, *name = inputs
+    ctx.name = tuple(name)
+    made = _product(ctx.name, x)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[-1] if made.keeps_gathered else x, *weights)
     ctx.num_scales = len(scales)
@@ -129,7 +135,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Ten
 
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
-    made = _product(ctx.product, x)
+    made = _product(ctx.name, x)
     needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
     given = iter(needs_biases)
     by_weight = [has_bias and next(given) for has_bias in made.has_bias]
@@ -139,11 +145,11 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, 
         for gradient, layout in zip(gradients, made.result_gradients, strict=False)
     ]
     needs = [needs_x, *needs_weights, *by_weight]
-    found = iter(torch.ops.shardwright.multiply_backward(x, weights, dys, needs, ctx.product) if any(needs) else [])
+    found = iter(torch.ops.shardwright.multiply_backward(x, weights, dys, needs, *ctx.name) if any(needs) else [])
     dx = next(found) if needs_x else None
     dws = [next(found) if needed else None for needed in needs_weights]
     dbs = [next(found) if needed else None for needed in needs_biases]
-    return dx, dws, dbs, [None] * ctx.num_scales, None
+    return dx, dws, dbs, [None] * ctx.num_scales, None, None, None
 
 
 def _backward_of_backward(ctx: Any, *gradients: Any) -> Any:
@@ -205,10 +211,9 @@ _UNEVEN = "uneven"
 def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[str, Any]) -> tuple[Any, ...]:
     """What a graph has to know of a product.
 
-    What is wrong with what was given, if anything. Its name: empty on a rank that holds nothing of it, _UNEVEN where it
-    stays out of graphs. Which weights it
-    takes transposed, and of results that are DTensors placements, shape, strides and dtype. How the gradient of the
-    operand lies, if that is a DTensor.
+    What is wrong with what was given, if anything. Its name: None on a rank that holds nothing of it, _UNEVEN where it
+    stays out of graphs. Which weights it takes transposed, and of results that are DTensors placements, shape, strides
+    and dtype. How the gradient of the operand lies, if that is a DTensor.
     """
     # Only the operands are fake: what else is looked at, such as meshes, has values.
     with unset_fake_temporarily(), stopping_short():
@@ -219,7 +224,7 @@ def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[
         except StoppedShort as stopped:
             found = stopped
         except ValueError as error:
-            return str(error), "", ((), ()), ()
+            return str(error), None, ((), ()), ()
         else:
             raise RuntimeError(f"{function.__name__} came to an end without a product")
     results = []
@@ -227,7 +232,7 @@ def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[
         assert spec.tensor_meta is not None
         meta = spec.tensor_meta
         results.append((spec.placements, tuple(meta.shape), tuple(meta.stride), meta.dtype))
-    product, name, operand = found.product, "", ()
+    product, name, operand = found.product, None, ()
     if product is not None and not product.plan.has_equal_parts:
         # Compilers see an operator, no collective, and order it among collectives by sizes. Where these differ among
         # ranks, the order would too, and ranks would wait for each other.
@@ -296,14 +301,14 @@ def _call(function: Callable[..., Any], outside: Callable[..., Any], arguments: 
     scales = [*_listed(tensors.get("x_scale")), *_listed(tensors.get("weight_scale", tensors.get("weight_scales")))]
     if not isinstance(x, DTensor):
         weights = [weight.t() if turned else weight for weight, turned in zip(weights, are_turned, strict=True)]
-        outputs = torch.ops.shardwright.multiply(x, weights, biases, scales, name)
+        outputs = torch.ops.shardwright.multiply(x, weights, biases, scales, *name)
     elif name:
         outputs = torch.ops.shardwright.multiply(
             x.to_local(grad_placements=operand_gradient) if operand_gradient else x.to_local(),
             [weight.to_local() for weight in weights],
             [bias.to_local() for bias in biases],
             [scale.to_local() if isinstance(scale, DTensor) else scale for scale in scales],
-            name,
+            *name,
         )
     else:
         nothing = x.to_local().reshape(-1)[:0]

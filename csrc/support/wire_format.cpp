@@ -1,0 +1,119 @@
+#include "support/wire_format.h"
+
+#include <cstring>
+
+#include "support/base64.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+constexpr std::string_view kMark = "shardwright ";
+constexpr std::string_view kVersion = " 4\n";
+constexpr size_t kFieldBytes = 8;
+
+uint64_t checksum(std::string_view bytes) {  // FNV-1a
+  uint64_t hash = 14695981039346656037ull;
+  for (const char c : bytes) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
+  return hash;
+}
+
+int64_t integer_in(std::string_view eight) {
+  uint64_t value = 0;
+  for (size_t i = kFieldBytes; i-- > 0;) value = value << 8 | static_cast<unsigned char>(eight[i]);
+  return static_cast<int64_t>(value);
+}
+
+}  // namespace
+
+Writer::Writer(std::string_view kind) : bytes_(concat(kMark, kind, kVersion)) {}
+
+void Writer::integer(int64_t value) {
+  for (int shift = 0; shift < 64; shift += 8)
+    bytes_.push_back(static_cast<char>(static_cast<uint64_t>(value) >> shift));
+}
+
+void Writer::real(double value) {
+  int64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(bits));
+  integer(bits);
+}
+
+void Writer::text(std::string_view value) {
+  integer(static_cast<int64_t>(value.size()));
+  bytes_ += value;
+}
+
+std::string Writer::finish() && {
+  integer(static_cast<int64_t>(checksum(bytes_)));
+  return std::move(bytes_);
+}
+
+Reader::Reader(std::string_view bytes, std::string_view kind) : kind_(kind) {
+  const std::string start = concat(kMark, kind, kVersion);
+  check_user(bytes.size() >= start.size() + kFieldBytes && bytes.starts_with(start), kind,
+             " bytes: do not begin with '", start.substr(0, start.size() - 1), "'");
+  const std::string_view body = bytes.substr(0, bytes.size() - kFieldBytes);
+  check_user(static_cast<uint64_t>(integer_in(bytes.substr(body.size()))) == checksum(body), kind,
+             " bytes: the checksum does not match");
+  bytes_ = body.substr(start.size());
+}
+
+std::string_view Reader::raw(size_t count) {
+  check_user(count <= bytes_.size(), kind_, " bytes: end too early");
+  const std::string_view out = bytes_.substr(0, count);
+  bytes_.remove_prefix(count);
+  return out;
+}
+
+int64_t Reader::integer() { return integer_in(raw(kFieldBytes)); }
+
+int64_t Reader::integer(int64_t least, int64_t most) {
+  const int64_t value = integer();
+  check_user(value >= least && value <= most, kind_, " bytes: ", value, " is out of range; allowed here are ", least,
+             " to ", most);
+  return value;
+}
+
+double Reader::real() {
+  const int64_t bits = integer();
+  double value = 0;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+std::string Reader::text() {
+  const int64_t length = integer();
+  check_user(length >= 0 && static_cast<uint64_t>(length) <= bytes_.size(), kind_, " bytes: text of ", length,
+             " bytes does not fit in what is left");
+  return std::string(raw(static_cast<size_t>(length)));
+}
+
+size_t Reader::count(size_t most) {
+  const int64_t n = integer();
+  check_user(n >= 0 && static_cast<uint64_t>(n) <= bytes_.size() / kFieldBytes, kind_, " bytes: a list of ", n,
+             " items does not fit in what is left");
+  check_user(static_cast<size_t>(n) <= most, kind_, " bytes: a list of ", n, " items; allowed are at most ", most);
+  return static_cast<size_t>(n);
+}
+
+void Reader::finish() const { check_user(bytes_.empty(), kind_, " bytes: go on after their end"); }
+
+std::string_view kind_of(std::string_view bytes) {
+  const size_t end = bytes.find(kVersion);
+  if (!bytes.starts_with(kMark) || end == std::string_view::npos || end < kMark.size()) return {};
+  return bytes.substr(kMark.size(), end - kMark.size());
+}
+
+std::string to_text(std::string_view label, std::string_view bytes) { return concat(label, "|", to_base64(bytes)); }
+
+std::string bytes_in(std::string_view text, std::string_view argument) {
+  const size_t bar = text.rfind('|');
+  const std::optional<std::string> bytes =
+      bar == std::string_view::npos ? std::nullopt : from_base64(text.substr(bar + 1));
+  check_user(bytes.has_value(), argument, ": '", text.substr(0, 80), "' is no ", argument,
+             " as text; allowed is what shardwright wrote: a label, '|', and bytes in base64");
+  return *bytes;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,110 @@
+// The one format in which plans, products and whatever they consist of travel between processes and binaries.
+//
+//   "shardwright <kind> <version>\n", then the fields, then a checksum of everything before it
+//
+// The kind says what the fields are ("plan", "matmul", "product"). Fields follow each other without names: integers of
+// eight bytes, the lowest byte first, and text as its length and its bytes. Equal values give equal bytes in every
+// process. Where a graph or an operator takes a string, the bytes are written as "label|base64" (to_text).
+//
+// A Reader expects its bytes to be damaged or forged: every method throws UserError, naming the kind, rather than read
+// past the end, allocate more than the bytes can hold or return a value outside its range. What fields mean together is
+// checked by those who read them (planning/serialize.h, products/serialize.h).
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace shardwright {
+
+class Writer {
+ public:
+  explicit Writer(std::string_view kind);
+
+  void integer(int64_t value);
+  void real(double value);
+  void boolean(bool value) { integer(value ? 1 : 0); }
+  void text(std::string_view value);
+  template <typename Enum>
+  void enumerator(Enum value) {
+    integer(static_cast<int64_t>(value));
+  }
+  // The number of items, then each of them by `write`.
+  template <typename Items, typename Write>
+  void list(const Items& items, const Write& write) {
+    integer(static_cast<int64_t>(items.size()));
+    for (const auto& item : items) write(item);
+  }
+  void integers(const std::vector<int64_t>& values) {
+    list(values, [this](int64_t value) { integer(value); });
+  }
+  // Whether there is a value, then the value by `write`.
+  template <typename T, typename Write>
+  void optional(const std::optional<T>& value, const Write& write) {
+    boolean(value.has_value());
+    if (value) write(*value);
+  }
+
+  // Everything that was written, closed with its checksum.
+  std::string finish() &&;
+
+ private:
+  std::string bytes_;
+};
+
+// Views the bytes, which must outlive it.
+class Reader {
+ public:
+  // Throws UserError where the bytes are cut short, changed, of another kind or of another version.
+  Reader(std::string_view bytes, std::string_view kind);
+
+  int64_t integer();
+  // From `least` to `most`.
+  int64_t integer(int64_t least, int64_t most);
+  double real();
+  bool boolean() { return integer(0, 1) == 1; }
+  std::string text();
+  // Enumerators count from 0 to `last`.
+  template <typename Enum>
+  Enum enumerator(Enum last) {
+    return static_cast<Enum>(integer(0, static_cast<int64_t>(last)));
+  }
+  // The items of a list, each by `read`.
+  template <typename Read>
+  auto list(const Read& read, size_t most = SIZE_MAX) {
+    std::vector<decltype(read())> items;
+    for (size_t left = count(most); left > 0; --left) items.push_back(read());
+    return items;
+  }
+  std::vector<int64_t> integers() {
+    return list([this] { return integer(); });
+  }
+  template <typename Read>
+  auto optional(const Read& read) {
+    return boolean() ? std::optional(read()) : std::nullopt;
+  }
+
+  // Throws UserError where fields are left.
+  void finish() const;
+
+ private:
+  std::string_view raw(size_t count);
+  // Of the items of a list: no more than `most`, nor than there can be with one field each in what is left.
+  size_t count(size_t most);
+
+  std::string kind_;
+  std::string_view bytes_;  // still to be read, without the checksum
+};
+
+// The kind in the first line of what a Writer wrote; empty for other bytes. The rest is not checked.
+std::string_view kind_of(std::string_view bytes);
+
+// "label|base64". Labels are for people to read, and hold no '|'.
+std::string to_text(std::string_view label, std::string_view bytes);
+// The bytes in such text. Throws UserError naming the argument where it is none.
+std::string bytes_in(std::string_view text, std::string_view argument);
+
+}  // namespace shardwright
