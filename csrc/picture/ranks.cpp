@@ -325,7 +325,7 @@ class RankPicture {
       if (num_elements(held) > 0) {
         fill(rects_of({held[t]}, {plan_.src.shape()[t]}, {-1, 0, {}}, strip), kStrip, "", "");
       }
-      y += kBesideHeight + 2;
+      y += kStripHeight + 2;
     }
   }
 

@@ -115,9 +115,7 @@ Step read_step(Reader& in, const Layout& end) {
 void write(Writer& out, const Mesh& mesh) {
   out.list(mesh.dim_names(), [&](const std::string& name) { out.text(name); });
   out.integers(mesh.dim_sizes());
-  std::vector<int64_t> ranks;
-  for (int64_t p = 0; p < mesh.size() && !mesh.ranks_are_positions(); ++p) ranks.push_back(mesh.rank_at(p));
-  out.integers(ranks);
+  out.integers(mesh.ranks_are_positions() ? std::vector<int64_t>{} : numbers(mesh.ranks()));
 }
 
 MeshPtr read_mesh(Reader& in) {
