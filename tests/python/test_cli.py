@@ -227,7 +227,7 @@ class _Slow:
 
 
 def test_long_work_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for seconds, said in ((0.0, ""), (1.6, "shardwright plan: compiling the program of the worst rank")):
+    for seconds, said in ((0.0, ""), (1.6, "shardwright plan: computing the peak memory of the worst rank")):
         monkeypatch.setattr(cli, "_load", lambda path, seconds=seconds: _Slow(seconds))
         assert cli.main(["plan", "--load", "x"]) == 0
         shown = capsys.readouterr()

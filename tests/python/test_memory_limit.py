@@ -80,5 +80,5 @@ def test_a_limit_that_is_too_small() -> None:
     assert sw.plan(src, dst, memory_limit=least).peak_bytes <= least
     with pytest.raises(ValueError, match="memory_limit: -1 bytes; allowed is 0 or more"):
         sw.plan(src, dst, memory_limit=-1)
-    with pytest.raises(ValueError, match="memory_limit: goes with a search"):
+    with pytest.raises(ValueError, match="memory_limit: cannot be combined with `through`"):
         sw.plan(src, dst, through=[], memory_limit=1000)

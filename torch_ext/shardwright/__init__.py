@@ -1,10 +1,10 @@
-"""Moves tensors from one placement to another on a device mesh.
+"""Moves tensors between placements on a device mesh.
 
     import shardwright as sw
     sw.enable()                                  # DTensor's redistributes go through shardwright
     print(sw.plan(src_layout, dst_layout))       # what a redistribute does and costs
 
-Planning needs no torch; what runs imports it on first use.
+Planning needs no torch. Everything that runs plans imports torch on first use.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ __all__ = [
     "wire_meter",
 ]
 
-# What imports torch, by the module that has it: loaded at first use.
+# Names whose modules import torch, by module. They are loaded on first use.
 _NEEDS_TORCH = {
     "_runtime": "release_staging set_fast_accumulation set_sm_carveout",
     "counters": "reset_stats stats",
@@ -101,7 +101,7 @@ def __getattr__(name: str) -> Any:
         from . import doctor
 
         value: Any = doctor.version()
-    elif name == "_runtime":  # also where a module of ours says `from . import _runtime`
+    elif name == "_runtime":  # also used by `from . import _runtime` in this package
         value = _load_runtime()
     elif name in _MODULE_OF:
         module = _MODULE_OF[name]
@@ -114,7 +114,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _load_runtime() -> Any:
-    """The module that is linked against torch. Raises ImportError, with what to do, where it was built for another."""
+    """Returns the module that is linked against torch.
+
+    Raises ImportError, with what to do, if it was built for another torch.
+    """
     import torch  # its libraries must be loaded before ours
 
     from . import doctor

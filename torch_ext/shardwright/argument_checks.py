@@ -1,4 +1,4 @@
-"""Checks of what is given to functions on tensors: each raises ValueError naming the argument and what is allowed."""
+"""Checks of arguments that need torch. Each raises a ValueError that names the argument and what is allowed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.distributed.tensor import Placement
 
 from . import argument_values
 
-DEVICE_TYPES = ["cpu", "cuda"]  # tests on other devices with streams and process groups add theirs
+DEVICE_TYPES = ["cpu", "cuda"]  # tests add other device types that have streams and process groups
 
 
 def check_tensor(argument: str, given: Any) -> None:
-    """A plain tensor: no subclass, strided, not nested, on CPU or CUDA."""
+    """Checks for a plain tensor: not a subclass, not nested, strided, and on CPU or CUDA."""
     if not isinstance(given, torch.Tensor) or torch._C._dispatch_keys(given).has("Python"):
         raise ValueError(f"{argument}: got a {type(given).__name__}; allowed is a plain torch.Tensor")
     if given.is_nested:
@@ -26,7 +26,7 @@ def check_tensor(argument: str, given: Any) -> None:
 
 
 def placements_of(given: Any, ndim: int) -> list[Placement]:
-    """A list of torch's placements, one per mesh dim."""
+    """Returns a list of torch's placements, one per mesh dim."""
     placements = argument_values.items(
         given, "placements", "a list of torch's placements, such as [Shard(0), Replicate()]"
     )
@@ -42,7 +42,7 @@ def placements_of(given: Any, ndim: int) -> list[Placement]:
 
 
 def check_group(given: Any) -> None:
-    """A process group, or what stands for one that this rank is not in."""
+    """Checks for None, a process group, or torch's marker for a group that this rank is not in."""
     is_one = isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER
     if given is not None and not is_one:
         raise ValueError(f"group: got a {type(given).__name__}; allowed is a torch.distributed.ProcessGroup")
@@ -59,7 +59,7 @@ def check_dtype(argument: str, given: Any) -> None:
 
 
 def device_of(argument: str, given: Any) -> torch.device:
-    """The device, on CPU or CUDA, that a text or a torch.device names."""
+    """Returns the CPU or CUDA device that a string or a torch.device names."""
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError):

@@ -1,4 +1,4 @@
-"""From torch's words to ours: meshes, placements and dtypes, recognised by what they are called.
+"""Converts torch's meshes, placements and dtypes to shardwright's, recognising them by class name.
 
 Nothing here imports torch, so that planning works without it.
 """
@@ -13,9 +13,10 @@ ShardOrder = Mapping[int, Sequence["int | str"]]
 
 
 def placement_text(placement: Any) -> str:
-    """`S(0)` for "S(0)" and for torch's Shard(0); raises ValueError for what has no such name.
+    """Returns `S(0)` for "S(0)" and for torch's Shard(0). Raises ValueError for unknown placements.
 
-    Of subclasses, those of Partial that reduce as it does: others may mean something else.
+    The only subclasses accepted are those of Partial that reduce as Partial does, because others may mean something
+    else.
     """
     if isinstance(placement, str):
         return placement
@@ -45,7 +46,7 @@ def _reduces_as_partial(kind: type) -> bool:
 
 
 def items(given: Any, argument: str, allowed: str) -> list[Any]:
-    """A list of what can be iterated over and is no text; raises ValueError naming `argument` and what is allowed."""
+    """Makes a list of any iterable but text; otherwise raises ValueError with `argument` and what is allowed."""
     if not isinstance(given, (str, bytes)):
         try:
             return list(given)
@@ -55,12 +56,12 @@ def items(given: Any, argument: str, allowed: str) -> list[Any]:
 
 
 def placement_texts(placements: Any) -> list[str]:
-    """`placement_text` of each; raises ValueError for what is no list of placements."""
+    """Returns `placement_text` of each item. Raises ValueError if this is not a list of placements."""
     return [placement_text(p) for p in items(placements, "placements", "a list of one per mesh dim")]
 
 
 def integer(given: Any, argument: str) -> int:
-    """An int of 64 bits; raises ValueError naming `argument`."""
+    """Returns a 64-bit int; raises a ValueError that names `argument` otherwise."""
     try:
         value = operator.index(given)
     except TypeError:
@@ -76,24 +77,24 @@ def _shown(given: Any) -> str:
 
 
 def dtype_text(dtype: Any) -> str:
-    """`float32` for "float32" and for torch.float32."""
+    """Returns `float32` for "float32" and for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_device_mesh(mesh: Any) -> bool:
-    """Whether it is torch's DeviceMesh, told by what it offers."""
+    """Returns whether this is torch's DeviceMesh, recognised by its attributes."""
     return hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "device_type")
 
 
 def device_mesh_parts(mesh: Any) -> tuple[list[str], list[int], list[int]]:
-    """Names, sizes and ranks (row-major) of a DeviceMesh; dims without names are called dim0, dim1, ..."""
+    """Returns names, sizes and row-major ranks of a DeviceMesh; dims without names are called dim0, dim1, ..."""
     ranks = mesh.mesh
     names = mesh.mesh_dim_names or [f"dim{d}" for d in range(ranks.ndim)]
     return list(names), list(ranks.shape), ranks.flatten().tolist()
 
 
 def mesh_dim_index(names: Sequence[str], mesh_dim: int | str, argument: str) -> int:
-    """The index of a mesh dim given by index or name; raises ValueError naming `argument`."""
+    """Returns the index of a mesh dim given by index or name; raises a ValueError that names `argument` otherwise."""
     if isinstance(mesh_dim, str):
         if mesh_dim not in names:
             raise ValueError(f"{argument}: there is no mesh dim {mesh_dim!r}; allowed are {', '.join(names)}")
@@ -105,13 +106,13 @@ def mesh_dim_index(names: Sequence[str], mesh_dim: int | str, argument: str) -> 
 
 
 def mesh_dim_indices(names: Sequence[str], mesh_dims: Any, argument: str) -> list[int]:
-    """`mesh_dim_index` of each; raises ValueError for what is no list of mesh dims, a text too."""
+    """Returns `mesh_dim_index` of each item. Raises ValueError if this is not a list of mesh dims; text is not one."""
     allowed = "a list of mesh dims, by name or index"
     return [mesh_dim_index(names, d, argument) for d in items(mesh_dims, argument, allowed)]
 
 
 def order_dict(names: Sequence[str], shard_order: ShardOrder | Iterable[Any] | None) -> dict[int, list[int]]:
-    """{tensor dim: mesh dim indices} from a mapping or from DTensorSpec's tuple of ShardOrderEntry."""
+    """Makes {tensor dim: mesh dim indices} from a mapping or from DTensorSpec's tuple of ShardOrderEntry."""
     if shard_order is None:
         return {}
     allowed = "{tensor dim: [mesh dims, first cut first]}"

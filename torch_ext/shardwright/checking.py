@@ -1,8 +1,8 @@
-"""Whether all ranks run the same redistributes: a debug mode that compares them before anything is sent.
+"""A debug mode in which ranks check, before anything is sent, that they all run the same redistributes.
 
-A rank that runs another program than its peers, or none, shows elsewhere as a hang or as wrong data. With the check on,
-the ranks of a mesh lay down beside each other, for every redistribute, what they are about to run, in the store of
-torch.distributed; no collective is needed, so nothing hangs that only some of them come to.
+If a rank runs another program than its peers, or none, the job usually hangs or gets wrong data elsewhere. With this
+mode on, the ranks of a mesh write what they are about to run into the store of torch.distributed, for every
+redistribute, and compare. No collective is needed, so the check does not hang when some ranks are missing.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class _Setting(NamedTuple):
 
 _setting = _Setting(os.environ.get("SHARDWRIGHT_CHECK_RANKS", "0") not in ("", "0"), DEFAULT_TIMEOUT_SECONDS)
 _turns: Counter[tuple[int, ...]] = Counter()
-_turns_of: object | None = None  # the process group that they are counted for
+_turns_of: object | None = None  # the default process group for which the turns are counted
 
 
 def check_ranks(on: bool = True, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
-    """Makes the ranks of a mesh compare what they run, before every redistribute; to be called by all of them.
+    """Makes the ranks of a mesh compare what they run, before every redistribute. All of them must call this.
 
-    For debugging: a redistribute then takes milliseconds. ``SHARDWRIGHT_CHECK_RANKS=1`` in the environment does the
-    same from the start. Redistributes in code that is compiled are not compared.
+    This is for debugging: a redistribute then takes milliseconds. ``SHARDWRIGHT_CHECK_RANKS=1`` in the environment does
+    the same from the start. Redistributes in compiled code are not compared.
 
     Args:
         on: whether to compare.
-        timeout_seconds: how long to wait for ranks that do not come.
+        timeout_seconds: how long to wait for ranks that do not arrive.
 
-    A redistribute then raises RuntimeError on every rank, with nothing sent and inputs untouched: where ranks differ in
-    what they are about to run, or in what they plan by (pinned plans, measurements, the environment's topology), naming
-    the fields, their values and ranks; where a rank's input contradicts the layout; and on those that came where
-    a rank did not come, naming it.
+    A redistribute raises RuntimeError, with nothing sent and inputs untouched, in three cases. If ranks differ in what
+    they are about to run, or in the tables they plan with (pinned plans, measurements, the environment's topology), it
+    raises on every rank and names the fields, their values and ranks. If a rank's input contradicts its layout, it
+    raises on every rank. If a rank does not arrive, it raises on the ranks that did, and names the missing one.
     """
     global _setting
     if not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:
@@ -59,7 +59,7 @@ def is_on() -> bool:
 
 
 def compare(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> None:
-    """Raises RuntimeError on all ranks of the executable's mesh unless all are about to run the same."""
+    """Raises RuntimeError on all ranks of the executable's mesh unless all are about to run the same redistribute."""
     global _turns_of
     if dist.group.WORLD is not _turns_of:
         _turns.clear()
@@ -95,7 +95,7 @@ def _judge(executable: _runtime.Executable, local: torch.Tensor) -> str:
 
 
 def _exchange(ranks: tuple[int, ...], turn: int, mine: dict[str, str], rank: int) -> dict[int, dict[str, str]]:
-    """What every rank said on this turn."""
+    """Returns what every rank wrote on this turn."""
     name = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
     store = dist.PrefixStore(f"shardwright/{name}", distributed_c10d._get_default_store())
     store.set(f"{turn}/{rank}", json.dumps(mine))
@@ -111,7 +111,7 @@ def _exchange(ranks: tuple[int, ...], turn: int, mine: dict[str, str], rank: int
             f"to come to redistribute number {turn + 1} on ranks {_text(ranks)}: {what}"
         )
     said = {one: json.loads(store.get(f"{turn}/{one}")) for one in ranks}
-    # Who is here has seen all that was said two turns ago.
+    # Every rank that has written on this turn has read everything of two turns ago.
     if turn >= 2:
         store.delete_key(f"{turn - 2}/{rank}")
     return said

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from ._planner import Plan
 
 _PATIENCE_SECONDS = 1.0
-_INTERRUPTED, _CLOSED_PIPE = 128 + 2, 128 + 13  # as shells number the signals that end other tools
+_INTERRUPTED, _CLOSED_PIPE = 128 + 2, 128 + 13  # the exit statuses that shells use for SIGINT and SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status.
+    """Runs one command and returns its exit status.
 
-    It is 0, 1 where `doctor` found a problem, and 2, with a sentence on stderr, for what cannot be done as asked. A
-    reader that goes away, as in ``| head``, and Ctrl-C end it without a word.
+    The status is 0 on success, 1 if `doctor` found a problem, and 2, with a sentence on stderr, if the command cannot
+    be carried out. A closed pipe, as in ``| head``, and Ctrl-C end the command silently.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
             return _run(given)
-        finally:  # also for the help, which leaves by SystemExit
+        finally:  # also after --help, which raises SystemExit
             if sys.stdout is not None:
                 sys.stdout.flush()
     except BrokenPipeError:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _forget_output() -> None:
-    """What could not be written is not tried again when Python ends."""
+    """Redirects stdout to /dev/null, so that Python does not try again to flush it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -69,7 +69,7 @@ def _run(given: list[str]) -> int:
     _check_together(arguments, plan_parser)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # names that the terminal has no letters for
+            stream.reconfigure(errors="backslashreplace")  # for names that the terminal cannot show
     try:
         return _plan(arguments)
     except ValueError as error:
@@ -111,11 +111,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     plan_parser.add_argument("--diff", nargs=2, metavar="FILE", help="compare two plans as JSON")
     plan_parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan_parser.add_argument("--svg", metavar="FILE", help="write a picture of the plan")
-    plan_parser.add_argument("--html", metavar="FILE", help="write the picture as a page of its own")
-    plan_parser.add_argument("--program", type=int, metavar="RANK", help="also print what this rank does")
+    plan_parser.add_argument("--html", metavar="FILE", help="write the picture as an HTML page")
+    plan_parser.add_argument("--program", type=int, metavar="RANK", help="also print this rank's instructions")
     plan_parser.add_argument("--simulate", action="store_true", help="run all ranks and check every element")
     commands.add_parser("product", help="print the plan of a product of placed tensors", add_help=False)
-    commands.add_parser("doctor", help="say what this installation has", add_help=False)
+    commands.add_parser("doctor", help="report what is installed", add_help=False)
     commands.add_parser("calibrate", help="measure the links of a job (under torchrun)", add_help=False)
     return parser, plan_parser
 
@@ -126,7 +126,7 @@ _SHOWN = ("json", "svg", "html", "program", "simulate")
 
 
 def _check_together(arguments: argparse.Namespace, plan_parser: argparse.ArgumentParser) -> None:
-    """Ends with an error where options contradict each other or some are missing."""
+    """Exits with an error if options contradict each other or required ones are missing."""
 
     def given(names: Sequence[str]) -> str:
         values = {name: getattr(arguments, name) for name in names}
@@ -205,7 +205,7 @@ def _load(path: str) -> Plan:
 
 @contextlib.contextmanager
 def _saying(what: str) -> Iterator[None]:
-    """Says on stderr what is being worked out, where it takes longer than about a second."""
+    """Says on stderr what is being done, if it takes longer than about a second."""
     timer = threading.Timer(_PATIENCE_SECONDS, lambda: print(f"shardwright plan: {what} ...", file=sys.stderr))
     timer.daemon = True
     timer.start()
@@ -215,24 +215,24 @@ def _saying(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-# What the certificate needs and takes long on large meshes.
+# The figures of the certificate that can take long on large meshes, with what to say meanwhile.
 _FIGURES = {
     "wire_bytes_max": "counting bytes and messages of all ranks",
-    "bound_bytes_max": "working out what no plan can go below",
-    "peak_bytes": "compiling the program of the worst rank, for its peak memory",
+    "bound_bytes_max": "computing the lower bound on the bytes received",
+    "peak_bytes": "computing the peak memory of the worst rank",
     "remarks": "comparing the plan with its bounds",
 }
 
 
 def _work_out(plan: Plan) -> None:
-    """The plan keeps them."""
+    """Computes these figures, which the plan then keeps."""
     for figure, what in _FIGURES.items():
         with _saying(what):
             getattr(plan, figure)
 
 
 def _certificate(plan: Plan) -> str:
-    """A line per figure beside its bound, and a sentence for each that is not met."""
+    """Returns a line per figure with its bound, and a sentence for each bound that is not met."""
     units = {"predicted_ps": (1e-6, "us")}
     lines = ["certificate:"]
     for name, (value, bound) in plan.certificate.items():

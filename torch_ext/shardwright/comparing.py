@@ -1,4 +1,4 @@
-"""Two plans side by side."""
+"""Compares two plans."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ._planner import Plan
 
 
 def difference(a: Plan, b: Plan) -> str:
-    """What two plans do and cost, as text: the moves as a diff, then each figure of both and b over a.
+    """Compares two plans as text: the moves as a diff, then each figure of both and the ratio of b to a.
 
     Args:
-        a, b: of the same layouts or of others; that they differ is said.
+        a, b: plans for the same layouts or for different ones; if they differ, the first lines show it.
     """
     lines = [f"- {_heading(a)}", f"+ {_heading(b)}"] if _heading(a) != _heading(b) else [f"  {_heading(a)}"]
     moves = difflib.ndiff(_moves(a), _moves(b))

@@ -1,4 +1,4 @@
-"""Counts of what shardwright did in this process since it started or since `reset_stats`."""
+"""Counters of what shardwright did in this process, since its start or since `reset_stats`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger("shardwright")
 
 
 class _Counts:
-    """What is counted on every call, or on every miss."""
+    """The counters that change on every call or on every cache miss."""
 
     __slots__ = ("cache_hits", "calls", "misfits", "plans", "products", "traced")
 
@@ -26,19 +26,25 @@ _reasons: Counter[str] = Counter()
 
 
 def stats() -> dict[str, Any]:
-    """What was done so far.
+    """Returns the counters.
 
     Returns:
-        ``calls``: redistributes that shardwright ran. ``traced``: those it put into graphs. ``misfits``: those whose
-        local tensor had another shape than its layout says, and was cut or filled up with zeros to it. ``fallbacks``:
-        those it handed to PyTorch, and ``fallback_reasons``: how many for which reason. ``plans``: plans made.
-        ``cache_hits``: calls that found theirs. ``products``: programs of matrix products that ran.
-        ``product_fallbacks``: products of 8-bit floats that were cast to float32 because no unit for them could take
-        them, on other devices than CPU, and ``product_fallback_reasons``: how many for which reason.
-        ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: of the plans that `plan` keeps. ``bytes``:
-        received by this rank from others. ``through_host``: programs on tensors of other devices that ran in host
-        memory, because their process groups are Gloo's. ``staging_bytes``: memory of temporaries that is kept for the
-        next run, on CPU; `release_staging` gives it back.
+        A dict with these entries:
+
+        ``calls``: redistributes that shardwright ran.
+        ``traced``: redistributes that it recorded in graphs.
+        ``misfits``: redistributes whose local tensor had another shape than its layout says, and was cut or padded with
+        zeros.
+        ``fallbacks``: redistributes that were left to PyTorch; ``fallback_reasons`` counts them by reason.
+        ``plans``: plans made for redistributes.
+        ``cache_hits``: calls that found their executable in the cache.
+        ``products``: programs of matrix products that ran.
+        ``product_fallbacks``: products of 8-bit floats, on devices other than CPU, that were cast to float32 because
+        the device's units for them could not be used; ``product_fallback_reasons`` counts them by reason.
+        ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: of the cache that `plan` uses.
+        ``bytes``: bytes that this rank received from others.
+        ``through_host``: programs on tensors of other devices that ran in host memory because their groups are Gloo's.
+        ``staging_bytes``: memory of temporaries that is kept for the next run, on CPU; `release_staging` frees it.
     """
     planned = _planner.plan_cache_counts()
     cast = _runtime.cast_products()
@@ -63,7 +69,7 @@ def stats() -> dict[str, Any]:
 
 
 def reset_stats() -> None:
-    """Sets all counts to zero; caches stay."""
+    """Sets all counters to zero. Caches are kept."""
     counts.__init__()  # type: ignore[misc]
     _reasons.clear()
     _runtime.reset_counters()
@@ -71,21 +77,21 @@ def reset_stats() -> None:
 
 
 def count_fallback(reason: str, example: str = "") -> None:
-    """Counts a redistribute that goes to PyTorch's own path, and logs the first of each reason, `example` in full."""
+    """Counts a redistribute that is left to PyTorch. Logs the first one of each reason, with `example` in full."""
     _reasons[reason] += 1
     if _reasons[reason] == 1:
         _log.warning("redistribute goes to PyTorch's own path: %s", example or reason)
 
 
 def count_misfit(description: str) -> None:
-    """Counts a local tensor that contradicts its layout, and logs the first."""
+    """Counts a local tensor that contradicts its layout, and logs the first one."""
     counts.misfits += 1
     if counts.misfits == 1:
         _log.warning("redistribute of a DTensor whose parts contradict its spec: %s", description)
 
 
 def cause_of(error: Exception) -> str:
-    """What an error says less the values in it and what would be allowed: the same text for all errors of one cause.
+    """Strips values, and what would be allowed, from an error's text, so that all errors of one cause read the same.
 
     "shape: [3, 4] is of 2 dims (on mesh 'a'); allowed is 1" becomes "shape: ... is of ... dims ...".
     """

@@ -1,4 +1,4 @@
-"""What this installation of shardwright has, said without importing torch: `shardwright doctor`."""
+"""Reports what is installed, without importing torch: `shardwright doctor`."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _REBUILD = "run: pip install --no-build-isolation . in the source tree"
 
 
 def version() -> str:
-    """Of this package: what pyproject.toml said when it was built, or was installed without being built."""
+    """Returns this package's version, as pyproject.toml had it when the package was built or installed."""
     return (_build_info() or {}).get("version") or _version_of("shardwright") or "unknown"
 
 
 def check_torch(installed: str) -> None:
-    """Raises ImportError, with what to do, where the extension modules were built for another torch than this one."""
+    """Raises ImportError, with what to do, if the extension modules were built for another torch than this one."""
     sentence = _about_torch(_build_info(), installed)
     if sentence:
         raise ImportError(f"shardwright was {sentence}")
 
 
 def import_error(module: str, error: ImportError) -> ImportError:
-    """What to raise where an extension module does not load: which it is, why, and what to do."""
+    """Returns the error to raise if an extension module does not load. It says which one, why, and what to do."""
     why = str(error) if _file_of(module) else "it was not built for this Python"
     return ImportError(f"shardwright: {module} does not import ({why}); {_REBUILD}")
 
 
 def report() -> dict[str, Any]:
-    """Facts about this build and the environment around it.
+    """Returns facts about this build and its environment.
 
     Keys: `version`, `python`, `platform`; `build`, what setup.py wrote when it built the extension modules (None if
     this is a source tree that was never built); `torch_installed` and `nccl_installed`, versions or None;
@@ -60,8 +60,8 @@ def report() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report, as text or with --json; returns 1 if it found a problem, else 0."""
-    parser = argparse.ArgumentParser(prog="shardwright doctor", description="Say what this build of shardwright has.")
+    """Prints the report, as text or with --json as JSON. Returns 1 if it found a problem, else 0."""
+    parser = argparse.ArgumentParser(prog="shardwright doctor", description="Report what is installed.")
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
     arguments = parser.parse_args(argv)
     facts = report()
@@ -86,7 +86,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _file_of(module: str) -> str | None:
-    """Path of an extension module beside this file, whether or not it can be imported."""
+    """Returns the path of an extension module next to this file, whether or not it can be imported."""
     folder = Path(__file__).parent
     candidates = [folder / (module + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     return next((str(path) for path in candidates if path.exists()), None)
@@ -122,7 +122,7 @@ def _about_torch(build: dict[str, Any] | None, installed: str) -> str | None:
 
 
 def _release(version: str) -> str:
-    """2.15 for 2.15.0+cu132: binaries fit every patch release of the series they were built for."""
+    """Returns 2.15 for 2.15.0+cu132: binaries fit every patch release of the series they were built for."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 

@@ -1,8 +1,8 @@
-"""The drop-in for DTensor: redistributes that PyTorch starts, explicit and implicit, run by shardwright.
+"""The drop-in for DTensor: shardwright runs the redistributes that DTensor starts, explicitly or implicitly.
 
-PyTorch's own function `redistribute_local_tensor` is where all of them pass. Enabling binds ours in its place, in every
-loaded module that holds it (dtensor/patch.py). What we do not take (tracing, fake and subclassed tensors, placements we
-do not know) goes on to PyTorch's function and is counted with its reason.
+All of them pass through PyTorch's function `redistribute_local_tensor`. Enabling replaces it in every loaded module
+that holds it (dtensor/patch.py). What shardwright does not handle (some traces, fake and subclassed tensors, unknown
+placements) is left to PyTorch's function and counted with its reason.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from .dtensor import patch
 from .dtensor import redistribute as dtensor_redistribute
 from .dtensor.mode import Mode
 
-_lock = threading.RLock()  # around all that changes what is on
+_lock = threading.RLock()  # held while the mode or the patches change
 
 
 def enable(strict: bool = False, make_groups: bool = True, overlap: bool = False) -> None:
     """Routes DTensor's redistributes through shardwright until `disable`.
 
-    A switch for all threads of the process: the last call counts, whichever thread it comes from. Within an `enabled`
-    block of its own thread it changes that block only. Blocks of other threads keep what they asked for.
+    This is one switch for all threads of the process, and the last call counts, whichever thread makes it. Within an
+    `enabled` block of the calling thread it changes that block only. Blocks of other threads keep their settings.
 
     Args:
-        strict: raise RuntimeError where a redistribute would go to PyTorch's own path.
-        make_groups: whether process groups that are missing may be made, at first use and by their members. If not,
-            plans keep to the groups of the mesh's dims, its flattened ones and those of `prepare`.
-        overlap: whether `linear`, `matmul` and ``@`` of DTensors gather their operand behind the product where PyTorch
-            would gather first (overlapping.py says which). The result is then cut in its last dim along those mesh
-            dims. Not in code that is compiled.
+        strict: raise RuntimeError where a redistribute would be left to PyTorch.
+        make_groups: whether missing process groups may be made, at first use and by their members. If not, plans use
+            only the groups of the mesh's dims, its flattened ones and those made by `prepare`.
+        overlap: whether `linear`, `matmul` and ``@`` of DTensors gather their operand while they multiply, where
+            PyTorch would gather first (products/overlapping.py says which). The result is then cut in its last dim
+            along those mesh dims. This does not apply to compiled code.
     """
     with _lock:
         patch.install()
@@ -45,7 +45,7 @@ def enable(strict: bool = False, make_groups: bool = True, overlap: bool = False
 
 
 def disable() -> None:
-    """Gives PyTorch its own function back, once no block of another thread needs ours.
+    """Gives PyTorch its own function back, unless a block of another thread still needs ours.
 
     Raises RuntimeError if shardwright is not enabled, by `enable` or by the block that this thread is in.
     """
@@ -61,10 +61,10 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled(strict: bool = False, make_groups: bool = True, overlap: bool = False) -> Iterator[None]:
-    """`enable` for a block. The backward of what ran inside goes through shardwright too, whenever it runs.
+    """Enables shardwright for a block. The backward of what ran inside uses it too, whenever it runs.
 
-    For all threads, as `enable` is. Blocks of several threads may overlap: the one that began last decides, and each
-    takes back only what it asked for.
+    Like `enable`, this applies to all threads. Blocks of several threads may overlap: the one that began last decides,
+    and the end of a block undoes only that block.
     """
     with _lock:
         patch.install()
@@ -83,7 +83,7 @@ def enabled(strict: bool = False, make_groups: bool = True, overlap: bool = Fals
 
 
 def _apply() -> None:
-    """What the blocks say holds from now on."""
+    """Puts the mode that the blocks ask for into effect."""
     mode = modes.wanted()
     if mode.overlap or modes.current().overlap:
         from .products import overlapping  # imports compilers
@@ -103,20 +103,20 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
-    """`x.redistribute(...)` by shardwright, whether or not it is enabled; falling back raises.
+    """Runs `x.redistribute(...)` with shardwright, whether or not it is enabled. Raises instead of falling back.
 
     Args:
-        x: the DTensor; stays as it is.
+        x: the DTensor; it is not changed.
         placements: one per mesh dim.
         mesh: must be `x`'s own, if given.
         async_op, forward_dtype, backward_dtype: as in ``DTensor.redistribute``.
 
     Returns:
-        A DTensor with these placements; differentiable, twice.
+        A DTensor with these placements; twice differentiable.
 
     Raises:
-        ValueError: another mesh, placements of the wrong number, arguments of another type.
-        RuntimeError: what shardwright cannot do, with the reason.
+        ValueError: the mesh is another one, the number of placements is wrong, or an argument has the wrong type.
+        RuntimeError: shardwright cannot do this; the message has the reason.
     """
     if not isinstance(x, DTensor):
         raise ValueError(f"x: got a {type(x).__name__}; allowed is a DTensor (redistribute_local takes plain tensors)")

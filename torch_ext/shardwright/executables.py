@@ -1,4 +1,4 @@
-"""From a pair of layouts to an executable bound to process groups, kept for the next call."""
+"""Turns a pair of layouts into an executable bound to process groups, and caches it for the next call."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from . import _planner, _runtime, checking, counters, groups, planning, tables, 
 from ._planner import PlanningTables
 from .topology import tables_now
 
-# Executables kept, the oldest dropped first. A job has some hundreds of pairs of layouts.
+# The number of executables cached; the oldest is dropped first. A job has some hundreds of pairs of layouts.
 MAX_EXECUTABLES = 8192
 
-# Pins and measurements change once or twice in a job, and sometimes back.
+# Caches of earlier tables are kept because pins and measurements change once or twice in a job, and sometimes back.
 MAX_EARLIER_TABLES = 3
 
 tables.when_changed.append(_runtime.note_changed_tables)
 
-# How long asynchronous redistributes that nobody waited for may take to end when the process does.
+# How long the end of the process waits for asynchronous redistributes that nobody waited for.
 EXIT_SECONDS = 5.0
 atexit.register(_runtime.finish_programs, EXIT_SECONDS)
 
 
-# The fake backend, of dry runs, moves nothing: what lies in the parts of other ranks is up to PyTorch's own path, which
-# DTensor redistributes take there. Benchmarks that time ours without data set this.
+# The fake backend of dry runs moves no data, so DTensor redistributes over it are left to PyTorch, which decides what
+# results hold. Benchmarks that time shardwright without data set this.
 runs_on_fake_groups = False
 
 
 class Refusal(NamedTuple):
     """Why there is no executable for a pair of layouts."""
 
-    reason: str  # the same for all of one cause
-    example: str = ""  # the whole of this case, where there is more to say
+    reason: str  # the same text for all cases of one cause
+    example: str = ""  # the full text of this case, if it says more
 
 
 T = TypeVar("T")
 
 
 class Kept(Generic[T]):
-    """What was made for a default process group and by the tables of a moment (`tables.current`).
+    """A cache of values that depend on the default process group and on the current tables (`tables.current`).
 
-    Values are found again under the tables that they were made by, and under no others: a change of pins, topologies
-    or measurements shows at the next call, and with the old tables what was made by them is back. Bounded; the oldest
-    goes first. Keys and values must not keep process groups alive (`groups.weakly`).
+    A value is only found under the tables with which it was made. So a change of pins, topologies or measurements takes
+    effect at the next call, and when the old tables return, so do their values. The cache is bounded and drops the
+    oldest entry first. Keys and values must not keep process groups alive (`groups.weakly`).
     """
 
     def __init__(self) -> None:
@@ -63,12 +63,12 @@ class Kept(Generic[T]):
         return self._entries.get(key)
 
     def put(self, key: Hashable, value: T) -> None:
-        """Keeps what was made since the last `get`, unless the tables have changed since."""
+        """Stores a value that was made after the last `get`, unless the tables have changed since then."""
         if self._tables is tables.current:
             _put(self._entries, key, value)
 
     def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What is kept under `key`, else what `make` makes."""
+        """Returns the cached value for `key`, or makes and stores it."""
         value = self.get(key)
         if value is None:
             made_by = self._tables
@@ -85,7 +85,7 @@ class Kept(Generic[T]):
         return len(self._entries) + sum(map(len, self._by_earlier_tables.values()))
 
     def _turn(self) -> None:
-        """To the tables and the default group of now."""
+        """Switches to the current tables and the current default group."""
         world = dist.group.WORLD
         if self._world_alive() is not world:
             self.clear()
@@ -105,7 +105,7 @@ def _put(entries: dict[Hashable, T], key: Hashable, value: T) -> None:
 
 
 def kept(function: Callable[..., T]) -> Callable[..., T]:
-    """The function, whose results are kept by its positional arguments. For what depends on meshes or plans."""
+    """A decorator that caches results by positional arguments, for functions that depend on meshes or plans."""
     results: Kept[T] = Kept()
 
     @functools.wraps(function)
@@ -119,12 +119,12 @@ _kept: Kept[_runtime.Executable | Refusal] = Kept()
 
 
 def lookup(key: Hashable, build: Callable[[], _runtime.Executable | Refusal]) -> _runtime.Executable | Refusal:
-    """What is kept under `key`, else what `build` makes."""
+    """Returns the cached executable or refusal for `key`, or makes and stores it with `build`."""
     kept = _kept.get(key)
     if kept is not None:
         counters.counts.cache_hits += 1
         return kept
-    tables_now()  # else what is made by a change of the environment would not be kept
+    tables_now()  # takes up changes of the environment first: what `build` makes while tables change is not cached
     return _kept.get_or_make(key, build)
 
 
@@ -135,9 +135,9 @@ def make_plan(
     group: dist.ProcessGroup | None = None,
     existing_groups_of: Any | None = None,
 ) -> _planner.Plan:
-    """The plan with the lowering for the backend that carries tensors of this kind of device.
+    """Makes the plan with the lowering for the backend of this type of device.
 
-    With a DeviceMesh as `existing_groups_of`, moves keep to process groups that are there.
+    If `existing_groups_of` is a DeviceMesh, moves use only process groups that exist.
     """
     backend = lowering_on(src.mesh, device_type, group)
     kept = planning.pinned(src, dst, backend)
@@ -151,7 +151,7 @@ def make_plan(
 
 
 def note_default_topology(plan: _planner.Plan) -> None:
-    """Says once where nobody has given or measured what joins the ranks that a plan sends data between."""
+    """Logs once that plans use a default topology, if none was given or measured for a plan that sends data."""
     if plan.messages_max == 0:
         return
     given = plan.src.mesh.topology or plan.dst.mesh.topology or tables.current.environment
@@ -164,7 +164,7 @@ def is_first_rank() -> bool:
 
 
 def why_not_over_groups(device_type: str) -> str | None:
-    """Why DTensor's redistributes of tensors on such devices are left to PyTorch, whatever their layouts."""
+    """Returns why DTensor's redistributes on this type of device are all left to PyTorch, or None if they are not."""
     name = _backend_name(device_type, None)
     if name is None:
         return f"process group without a backend object for {device_type}"
@@ -176,7 +176,7 @@ def why_not_over_groups(device_type: str) -> str | None:
 def bind(
     plan: _planner.Plan, *, device_mesh: Any | None = None, group: dist.ProcessGroup | None = None
 ) -> _runtime.Executable:
-    """Compiles for this rank and binds. Collective among the ranks of any group that must be made.
+    """Compiles a plan for this rank and binds it. Collective among the ranks of any group that must be made.
 
     Ranks of the plan's mesh are global ranks, or ranks of `group` if one is given.
     """
@@ -190,7 +190,7 @@ def names_of(
     device_mesh: Any | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[str]:
-    """The names of the process groups for (mesh dims, ranks) of each, in this order. Makes those that are missing."""
+    """Returns the names of the process groups for these (mesh dims, ranks), in order. Makes groups that are missing."""
     names = []
     for mesh_dims, ranks in members:
         if group is not None:
@@ -203,7 +203,7 @@ def names_of(
 
 
 def run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
-    """Runs; with async_op, a result that is still under way is an AsyncCollectiveTensor."""
+    """Runs an executable. With async_op, a result that is not finished is an AsyncCollectiveTensor."""
     if checking.is_on():
         checking.compare(executable, local, async_op)
     counters.counts.calls += 1
@@ -213,7 +213,7 @@ def run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) ->
 
 
 def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
-    """`run`, for an executable that the caller has kept."""
+    """Like `run`, for an executable that the caller has cached."""
     counts = counters.counts
     counts.cache_hits += 1
     if async_op or checking.is_on() or watching.num_modes():
@@ -221,14 +221,14 @@ def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bo
     counts.calls += 1
     try:
         return executable.run(local)
-    except ValueError:  # as _run says
+    except ValueError:  # see _run
         return _run(executable, local, async_op)
 
 
 def _run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
     try:
         return _start(executable, local) if async_op else executable.run(local)
-    except ValueError:  # before anything was sent
+    except ValueError:  # raised before anything was sent
         fitted = _fitted(executable, local)
         if fitted is None:
             raise
@@ -247,12 +247,12 @@ def _start(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor
 
 
 def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor | None:
-    """A local tensor cut or filled up with zeros to the shape that its layout has on this rank; None if it has it.
+    """Cuts a local tensor, or pads it with zeros, to the shape of its layout on this rank. Returns None if it fits.
 
-    A DTensor may hold another shape than its spec says, perhaps on some ranks only: PyTorch makes such tensors itself,
-    in the backward of a maximum over all elements. Whoever raised then would leave the others waiting, because nobody
-    knows what a peer holds. So every rank goes on with the part that the layout speaks of, as PyTorch's own gathers do,
-    and says so.
+    A DTensor may hold another shape than its spec says, perhaps on some ranks only; PyTorch makes such tensors itself
+    in the backward of a maximum over all elements. A rank that raised would leave the others waiting, because no rank
+    knows what its peers hold. So every rank goes on with the part that the layout describes, as PyTorch's own gathers
+    do, and logs it.
     """
     shape = executable.input_shape
     if local.dim() != len(shape) or list(local.shape) == shape:
@@ -267,7 +267,7 @@ def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tenso
 
 
 def lowering_on(mesh: _planner.Mesh, device_type: str, group: dist.ProcessGroup | None) -> str:
-    """`lowering` of a group that has all ranks of a mesh. Raises ValueError where it has not."""
+    """Returns `lowering` of a group. Raises ValueError if it lacks ranks of the mesh."""
     groups.check_initialised()
     world_size = dist.get_world_size(group)
     last_rank = max(mesh.ranks)
@@ -279,7 +279,7 @@ def lowering_on(mesh: _planner.Mesh, device_type: str, group: dist.ProcessGroup 
 
 
 def lowering(device_type: str, group: dist.ProcessGroup | None) -> str:
-    """The lowering for the backend that carries tensors of this kind of device, by its name."""
+    """Returns the name of the lowering for the group's backend for this type of device."""
     name = _backend_name(device_type, group)
     if name is None:
         raise RuntimeError(
@@ -290,7 +290,7 @@ def lowering(device_type: str, group: dist.ProcessGroup | None) -> str:
 
 
 def _backend_name(device_type: str, group: dist.ProcessGroup | None) -> str | None:
-    """None for a group without a backend object, whose ranks may be threads that share all that is kept here."""
+    """Returns None for a group without a backend object; its ranks may be threads that share this module's caches."""
     groups.check_initialised()
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None

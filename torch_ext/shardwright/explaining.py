@@ -1,4 +1,4 @@
-"""What products behind redistributes are predicted to take, and what they took: `explain`."""
+"""Shows how long products and their moves were predicted to take, and how long they took: `explain`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _LANES = ("communication", "compute")
 
 
 class Explained(NamedTuple):
-    """One program of products: how it was chosen, and its lanes.
+    """One program of products: how its schedule was chosen, and its lanes.
 
-    ``predictions``: (method, chunks, depth, sms_left, microseconds) of what was compared: every method and number of
-    chunks with the depth and the multiprocessors left to transfers that are predicted fastest. ``method``, ``chunks``,
-    ``depth``, ``sms_left``: what ran.
-    ``predicted``: events of the mesh's first rank, which has no less to do than others. ``measured``: those of this
-    rank.
+    ``predictions``: (method, chunks, depth, sms_left, microseconds) of each schedule that was compared: every method
+    and number of chunks, with the depth and the multiprocessors left to transfers that are predicted to be fastest.
+    ``method``, ``chunks``, ``depth``, ``sms_left``: the schedule that ran.
+    ``predicted``: events of the mesh's first rank, which has at least as much to do as any other. ``measured``: events
+    of this rank.
     """
 
     what: str
@@ -36,13 +36,13 @@ class Explained(NamedTuple):
 
 
 class Explanation(list[Explained]):
-    """One entry per program, in the order they ran; as text one paragraph each."""
+    """One entry per program, in the order in which they ran. As text, each is a paragraph."""
 
     def __str__(self) -> str:
         return "\n\n".join(_paragraph(one) for one in self) or "no products with anything to move"
 
     def to_chrome(self) -> str:
-        """As JSON for chrome://tracing and Perfetto: predicted and measured beside each other, by program."""
+        """Returns JSON for chrome://tracing and Perfetto, with predicted and measured lanes of each program."""
         merged: list[dict[str, Any]] = []
         for number, one in enumerate(self):
             for kind, events in (("predicted", one.predicted), ("measured", one.measured)):
@@ -52,13 +52,13 @@ class Explanation(list[Explained]):
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Runs `function` twice, the second time traced, and says how the products in it were carried out.
+    """Runs `function` twice, the second time traced, and shows how the products in it were carried out.
 
-    To be called by all ranks that the products concern.
+    All ranks that take part in the products must call this.
 
     Args:
-        function: such as `shardwright.linear`, or anything that calls it.
-        args, kwargs: what it is called with.
+        function: `shardwright.linear`, for example, or anything that calls it.
+        args, kwargs: its arguments.
     """
     if not callable(function):
         raise ValueError(
@@ -69,7 +69,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         function(*args, **kwargs)
     runs = sorted({event.run for event in events})
     by_run = {run: Trace(event for event in events if event.run == run) for run in runs}
-    # Redistributes are programs too; those with products are told by them.
+    # Redistributes are programs too; keep the programs that have products.
     of_products = [by_run[run] for run in runs if any(_is_product(event) for event in by_run[run])]
     return Explanation(
         _explained(call, measured)
@@ -118,7 +118,7 @@ def _depth_text(depth: int, sms_left: int) -> str:
 
 
 def _bars(kind: str, events: Trace) -> list[str]:
-    """A row per lane; digits are chunks, the last one of each, and + what belongs to none."""
+    """Draws a row per lane: each digit is the last digit of a chunk's number, and + belongs to no chunk."""
     if not events:
         return [f"  {kind}: nothing was recorded"]
     begin = min(event.start for event in events)

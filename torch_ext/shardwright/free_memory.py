@@ -1,4 +1,4 @@
-"""How much memory this process may still take."""
+"""Finds out how much memory this process may still allocate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int | None:
-    """What the machine, the container and the process's own limit leave, the least of them; None if none is known."""
+    """Returns the least of what the machine, the container and the process's limit leave; None if none is known."""
     found = [limit for limit in (_of_machine(), _of_container(), _of_process()) if limit is not None]
     return max(min(found), 0) if found else None
 
@@ -20,7 +20,7 @@ def _of_machine() -> int | None:
 
 
 def _of_container() -> int | None:
-    """By cgroups, version 2 or 1. Cached pages of files count as free."""
+    """Reads cgroups, version 2 or 1. Cached file pages count as free."""
     for limit, used, cached in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),

@@ -1,8 +1,8 @@
-"""Process groups for sets of mesh dims: found where they exist, made where they do not.
+"""Finds or makes the process groups for sets of mesh dims.
 
-A group is looked for among the mesh's own, then among its flattened ones, then the default group, then those made here.
-Only its members take part in making it, which is why ranks that run different programs may redistribute on their own
-part of a mesh. All members must ask at the same point of their programs; preparation.py moves that point to the start.
+A group is looked for among the mesh's own groups, then its flattened ones, then the default group, then those made
+here. Only its members take part in making it, so ranks that run different programs may redistribute on their own part
+of a mesh. All members must ask at the same point of their programs; preparation.py moves that point to the start.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def _nothing() -> None:
 
 
 class WeakGroup:
-    """A process group, or None, which stands for the default one, held without keeping the group alive.
+    """A weak reference to a process group, or to the default group (None).
 
-    What outlives a call holds groups by these: a group's threads end with its last reference, which should be gone when
-    `torch.distributed.destroy_process_group` is done.
+    Everything that outlives a call refers to groups in this way. A group's threads end with its last reference, which
+    should be gone when `torch.distributed.destroy_process_group` returns.
     """
 
     __slots__ = ("_reference", "alive")
 
-    # The group; None for the default one and for one that was destroyed.
+    # Returns the group, or None for the default one and for one that was destroyed.
     alive: Callable[[], dist.ProcessGroup | None]
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -44,10 +44,10 @@ class WeakGroup:
         self.alive = _nothing if self._reference is None else self._reference
 
     def get(self) -> dist.ProcessGroup | None:
-        """The group; None for the default one. Raises RuntimeError for one that was destroyed."""
+        """Returns the group, or None for the default one. Raises RuntimeError if it was destroyed."""
         group = self.alive()
         if group is None and self._reference is not None:
-            raise RuntimeError("group: the process group was destroyed; allowed is one that is there")
+            raise RuntimeError("group: the process group was destroyed; allowed is one that exists")
         return group
 
     def __repr__(self) -> str:  # the same in every process
@@ -63,16 +63,16 @@ class WeakGroup:
 
 DEFAULT = WeakGroup(None)
 _made: dict[tuple[int, ...], WeakGroup] = {}
-_times_made: dict[tuple[int, ...], int] = {}  # or tried to; the same on all members
+_times_made: dict[tuple[int, ...], int] = {}  # attempts included, so that it is the same on all members
 _world = DEFAULT
 
 
-# Called when a default process group is gone: what was kept for it may hold meshes, and these hold process groups.
+# Called when a default process group is gone. Values cached for it may hold meshes, which hold process groups.
 when_gone: list[Callable[[], None]] = []
 
 
 def _forget() -> None:
-    if _world.alive() is None:  # else all that is kept belongs to the next one by now
+    if _world.alive() is None:  # otherwise the caches already belong to the next default group
         for forget in when_gone:
             forget()
 
@@ -97,7 +97,7 @@ def check_initialised() -> None:
 
 
 def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ...]]:
-    """The sets of mesh dims whose group for this rank is there: the mesh's own, its flattened ones, and those made."""
+    """Returns the sets of mesh dims whose group for this rank exists: the mesh's, a flattened one, or one made here."""
     rank = dist.get_rank()
     found = []
     for dims in sets_of_large_dims(mesh):
@@ -109,13 +109,13 @@ def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ..
 
 
 def sets_of_large_dims(mesh: _planner.Mesh) -> list[tuple[int, ...]]:
-    """Every set of mesh dims of more than one rank."""
+    """Returns every set of mesh dims that have more than one rank."""
     large = [d for d in range(mesh.ndim) if mesh.shape[d] > 1]
     return [s for n in range(1, len(large) + 1) for s in itertools.combinations(large, n)]
 
 
 def find_or_make(ranks: Sequence[int], mesh_dims: Iterable[int], device_mesh: Any | None) -> dist.ProcessGroup:
-    """The process group of exactly these global ranks, ascending; collective among them if it must be made."""
+    """Returns the process group of exactly these ascending global ranks. Collective among them if it must be made."""
     wanted = tuple(ranks)
     for group in _candidates(tuple(mesh_dims), device_mesh):
         if tuple(dist.get_process_group_ranks(group)) == wanted:
@@ -130,7 +130,7 @@ def find_or_make(ranks: Sequence[int], mesh_dims: Iterable[int], device_mesh: An
 def _made_for(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     made = _made.get(ranks)
     group = None if made is None else made.alive()
-    return group if group in distributed_c10d._world.pg_group_ranks else None  # else destroyed
+    return group if group in distributed_c10d._world.pg_group_ranks else None  # if not, it was destroyed
 
 
 def _candidates(mesh_dims: tuple[int, ...], device_mesh: Any | None) -> Iterable[dist.ProcessGroup]:
@@ -148,8 +148,8 @@ def _group_of(device_mesh: Any, mesh_dim: int) -> Iterable[dist.ProcessGroup]:
     try:
         group = device_mesh.get_group(mesh_dim)
         if group not in distributed_c10d._world.pg_group_ranks:
-            # Destroyed. In torch 2.15 a mesh keeps the groups it was made with and hands them out while tracing; caches
-            # of PyTorch's hold meshes of an earlier default group, because they equal those of today.
+            # The group was destroyed. In torch 2.15 a mesh keeps the groups it was made with and returns them while
+            # tracing, and PyTorch's caches hold meshes of an earlier default group, because they equal current ones.
             group = distributed_c10d._resolve_process_group(group.group_name)
     except (RuntimeError, KeyError, ValueError, AssertionError):
         return
@@ -158,9 +158,9 @@ def _group_of(device_mesh: Any, mesh_dim: int) -> Iterable[dist.ProcessGroup]:
 
 
 def _is_capturing() -> bool:
-    """Whether a graph is captured on the current stream of the accelerator, if torch has one that is in use."""
+    """Returns whether a graph is being captured on the current stream of the accelerator, if one is in use."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    # Asking a device that is not in use would take it into use.
+    # A query would initialise a device that is not in use.
     if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
         return False
     return _runtime.is_capturing(str(accelerator))
@@ -188,11 +188,11 @@ def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def _not_split_from_the_default_group() -> Iterator[torch.device | None]:
-    """Groups made meanwhile have communicators of their own. Yields the device that the default group is bound to.
+    """Gives groups made inside the block new communicators. Yields the device that the default group is bound to.
 
-    PyTorch splits the communicator of a default group that is bound to a device (NCCL's always is from torch 2.15 on,
-    before that with `device_id=`). All ranks of the default group would have to take part, also with
-    `use_local_synchronization`, so members alone would wait forever.
+    If the default group is bound to a device, PyTorch would split its communicator (NCCL's default group always is from
+    torch 2.15 on, before that with `device_id=`). All ranks of the default group would have to take part in the split,
+    even with `use_local_synchronization`, so the members alone would wait forever.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -205,10 +205,10 @@ def _not_split_from_the_default_group() -> Iterator[torch.device | None]:
 
 
 def _options() -> Any | None:
-    """What groups made here take for options: those of the default group's NCCL, but with streams of high priority.
+    """Returns the options for groups made here: those of the default NCCL group, but with high-priority streams.
 
-    Messages run on a stream of the group's own. At normal priority they would stand behind the blocks of a product
-    that they are to run beside. None where the default group is not NCCL's.
+    Messages run on the group's own stream. At normal priority they would wait for the blocks of a product with which
+    they should overlap. Returns None if the default group is not NCCL's.
     """
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     found = None
@@ -219,13 +219,13 @@ def _options() -> Any | None:
         if nccl is not None and isinstance(options, nccl.Options):
             found = options
         elif not isinstance(backend, getattr(dist, "ProcessGroupGloo", ())):
-            return None  # PyTorch gives one object to the backends of all devices, and this one is not known to take it
+            return None  # PyTorch passes the options to the backends of all devices, and this one may not accept them
     if found is None:
         return None
     options = copy.deepcopy(found)
     options.is_high_priority_stream = True
     options.split_from = None
-    if hasattr(options, "enable_reconfigure"):  # such a group waits for a call of its own before it communicates
+    if hasattr(options, "enable_reconfigure"):  # such a group would wait for another call before it communicates
         options.enable_reconfigure = False
     return options
 
@@ -239,12 +239,13 @@ def _default_backends() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _names_by_ranks_alone() -> Iterator[None]:
-    """Names groups made meanwhile by their ranks and by how often these made one, and leaves the count of groups alone.
+    """Names groups made inside the block by their ranks and the number of times these ranks made one.
 
-    PyTorch mixes into the name how many groups this rank has made (2.15) or holds (2.11). Members of one group that
-    have made different groups before would then wait for each other under different names, forever; and so would the
-    next group that all ranks make together. A group that is made again, after it was destroyed, needs another name: the
-    store still has the addresses of the first one.
+    PyTorch includes in the name how many groups this rank has made (2.15) or holds (2.11). Members of one group that
+    have made different groups before would then wait for each other under different names, forever. The block also
+    restores PyTorch's count of groups; otherwise the next group that all ranks make together would hang in the same
+    way. A group that is made again after it was destroyed needs a new name, because the store still has the addresses
+    of the first one.
     """
     count = distributed_c10d._world.group_count
     original = distributed_c10d._hash_ranks_to_str
@@ -263,7 +264,7 @@ def _names_by_ranks_alone() -> Iterator[None]:
 
 
 def _default_timeout() -> timedelta | None:
-    # new_group falls back to the backend's 30 minutes, not to what init_process_group was given.
+    # Without a timeout, new_group uses the backend's 30 minutes, not the timeout given to init_process_group.
     for backend in _default_backends():
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):

@@ -1,4 +1,4 @@
-"""Where a tensor lies: meshes and layouts. Works without torch, and takes torch's objects where they are at hand."""
+"""Meshes and layouts. They work without torch, and accept torch's objects."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Mesh(_planner.Mesh):
     Args:
         dims: names and sizes, outermost first, e.g. ``{"dp": 2, "tp": 4}``; or a torch ``DeviceMesh``.
         ranks: the global ranks, row-major; default 0, 1, 2, ...
-        topology: what joins them, as in `plan`: plans on this mesh go by it.
+        topology: the latencies and bandwidths between the ranks, as in `plan`, for plans on this mesh.
 
     Raises:
-        ValueError: names that repeat, sizes below 1, more than 2**20 ranks, ranks that repeat or are too few.
+        ValueError: names repeat, a size is below 1, there are more than 2**20 ranks, or ranks repeat or are too few.
     """
 
     _made = False
@@ -42,27 +42,27 @@ class Mesh(_planner.Mesh):
         self._made = True
 
     def __repr__(self) -> str:
-        # Debuggers print what is in a traceback, also a mesh whose making was refused and which holds nothing.
+        # Debuggers print the objects in a traceback, also a mesh whose constructor raised.
         return super().__repr__() if self._made else "<Mesh that was not made>"
 
 
 class Layout(_planner.Layout):
-    """A global tensor's shape and dtype, and how it lies on a mesh.
+    """A global tensor's shape and dtype, and how it is placed on a mesh.
 
     Args:
         mesh: a `Mesh`, or a torch ``DeviceMesh``.
-        shape: of the global tensor, in elements.
+        shape: the shape of the global tensor, in elements.
         placements: one per mesh dim: ``"R"``, ``"S(0)"``, ``"SS(0,2)"`` (strided), ``"P"`` or ``"P(max)"``, or
             torch's placement objects, or what torch prints for them.
         dtype: by name, such as ``"bfloat16"`` or ``"bf16"``, or a ``torch.dtype``.
         shard_order: ``{tensor dim: [mesh dims, first cut first]}`` with mesh dims by index or name. A tensor dim
             that is not listed is cut in mesh order.
-        strided: what strided shards say. ``"order"``: they only encode the order of plain cuts. ``"literal"``: pieces,
-            each chunked. ``"auto"``: an order where the split factors encode one, else pieces. As in
-            ``DTensorSpec.use_strided_shard_as_shard_order``.
+        strided: the meaning of strided shards. ``"order"``: they only encode the order of plain cuts. ``"literal"``:
+            the dim is split into pieces, each of which is chunked. ``"auto"``: an order where the split factors encode
+            one, else pieces. Compare ``DTensorSpec.use_strided_shard_as_shard_order``.
 
     Raises:
-        ValueError: naming the argument, its value and what is allowed.
+        ValueError: names the argument, its value and what is allowed.
     """
 
     _made = False
@@ -93,12 +93,12 @@ class Layout(_planner.Layout):
 
 
 def with_placements(layout: _planner.Layout, placements: Sequence[str]) -> Layout:
-    """The same tensor, cut in the same order, with other placements where they do not cut."""
+    """Replaces placements that do not cut; the cuts and their order stay the same."""
     return Layout(layout.mesh, list(layout.shape), placements, layout.dtype, layout.shard_order, strided="literal")
 
 
 def without_dims(layout: _planner.Layout, dims: Sequence[int], dtype: str) -> Layout:
-    """Of a tensor that lacks these dims: cut as this one along the others, R where it is cut along these."""
+    """Returns the layout of a tensor without these dims: the others are cut alike, and cuts along these become R."""
     kept = [d for d in range(len(layout.shape)) if d not in dims]
     placements = []
     for placement in layout.placements:
@@ -113,7 +113,7 @@ def without_dims(layout: _planner.Layout, dims: Sequence[int], dtype: str) -> La
 
 
 def without_sums(layout: _planner.Layout) -> Layout:
-    """The same with R where reductions are due: of a gradient, what it stands for."""
+    """Replaces pending reductions with R. Gradients of partial values are returned in such layouts."""
     return with_placements(layout, ["R" if placement.startswith("P") else placement for placement in layout.placements])
 
 
@@ -121,12 +121,15 @@ _DIFFERENTIABLE = ("P(sum)", "P(avg)")
 
 
 def has_gradient(layout: _planner.Layout) -> bool:
-    """Whether all reductions that are due can be differentiated."""
+    """Returns whether all pending reductions can be differentiated."""
     return all(not placement.startswith("P") or placement in _DIFFERENTIABLE for placement in layout.placements)
 
 
 def gradient_layout(layout: _planner.Layout, argument: str) -> Layout:
-    """The layout of a gradient: R where the value is partial. Raises ValueError, naming `argument`, where none is."""
+    """Returns the layout of a gradient: R where the value is partial.
+
+    Raises a ValueError that names `argument` if a reduction has no gradient.
+    """
     if has_gradient(layout):
         return without_sums(layout)
     undifferentiable = next(p for p in layout.placements if p.startswith("P") and p not in _DIFFERENTIABLE)

@@ -1,13 +1,14 @@
-"""Redistributes as operators: `torch.ops.shardwright.*`, for compiled code and for plain tensors in it.
+"""Redistributes as operators, `torch.ops.shardwright.*`, for compiled code.
 
-Importing this module registers them.
+Importing this module registers their fake kernels.
 
     redistribute(Tensor input, str plan, str[] groups, int rank, str backward_plan, str[] backward_groups) -> Tensor
     redistribute_out(Tensor input, str plan, str[] groups, int rank, Tensor(a!) out) -> ()
     redistribute_start(Tensor input, str plan, str[] groups, int rank, SymInt[]? sizes, Tensor? after) -> Tensor
     redistribute_wait(Tensor handle, Tensor input, str plan, int rank, SymInt[]? sizes) -> Tensor
 
-`operator` makes their arguments. With the drop-in on, `torch.compile` puts start and wait where DTensor redistributes.
+`operator` makes their arguments. With the drop-in enabled, `torch.compile` records start and wait where DTensor
+redistributes.
 """
 
 from __future__ import annotations
@@ -36,24 +37,26 @@ def operator(
     group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that takes this rank's part from `src` to `dst` by `torch.ops.shardwright.redistribute`.
+    """Returns a function that moves this rank's part from `src` to `dst` with `torch.ops.shardwright.redistribute`.
 
-    Made once, outside of compiled code, by all ranks of the mesh at the same point: process groups that are missing are
-    made here. What it returns holds texts and ints alone, so it can be called in code that is compiled or captured.
+    All ranks of the mesh must call this at the same point, outside of compiled code, because missing process groups are
+    made here. The function that it returns holds only strings and ints, so it can be called in code that is compiled or
+    captured.
 
     Args:
         src, dst: layouts on one mesh. The mesh's ranks are global ranks, or ranks of `group` if one is given.
-        device_type: of the tensors to come: ``"cpu"`` or ``"cuda"``.
-        group: the process group the mesh lies in; default, the default group.
+        device_type: the device type of the tensors, ``"cpu"`` or ``"cuda"``.
+        group: the process group that contains the mesh; default, the default group.
         device_mesh: a DeviceMesh over the same ranks whose process groups may be used.
 
     Returns:
         A function from a tensor of shape ``src.local_shape(rank)`` to a new, row-major one of shape
-        ``dst.local_shape(rank)``. Differentiable where pending reductions are sums or averages, twice where none is.
-        Its attribute ``keywords`` holds the operator's arguments, for the operator's other forms.
+        ``dst.local_shape(rank)``. It is differentiable if pending reductions are sums or averages, and twice
+        differentiable if there are none. Its attribute ``keywords`` holds the operator's arguments, for the operator's
+        other forms.
 
     Raises:
-        ValueError: the layouts contradict each other, this rank is not on their mesh, or arguments of another type.
+        ValueError: the layouts contradict each other, this rank is not on their mesh, or an argument has a wrong type.
         RuntimeError: torch.distributed is not initialised.
     """
     planning.check_layout("src", src)
@@ -67,7 +70,7 @@ def operator(
     backward = {"plan": "", "groups": []}
     try:
         way_back = layout.gradient_layout(dst, "dst"), layout.gradient_layout(src, "src")
-    except ValueError:  # there are no gradients
+    except ValueError:  # the reductions have no gradient
         way_back = None
     if way_back is not None:
         plan_back = executables.make_plan(*way_back, device_type, group)
@@ -83,7 +86,7 @@ def operator(
 def arguments_of(
     plan: _planner.Plan, *, group: dist.ProcessGroup | None = None, device_mesh: Any | None = None
 ) -> dict[str, Any]:
-    """What the operators take beside tensors. Collective among the ranks of any group that must be made."""
+    """Returns the operators' arguments but tensors. Collective among the ranks of any group that must be made."""
     rank = dist.get_rank(group)
     if plan.src.mesh.coordinate(rank) is None:
         raise ValueError(f"rank: {rank} is not on the mesh ({plan.src.mesh})")
@@ -96,7 +99,7 @@ def arguments_of(
 
 
 def arguments_for_sizes(plan: _planner.Plan, sizes: Sequence[Any], device_mesh: DeviceMesh) -> dict[str, Any]:
-    """The same for sizes that are symbols, of which the plan has an example."""
+    """Like `arguments_of`, for symbolic sizes; the plan is one for an example of them."""
     arguments = arguments_of(plan, device_mesh=device_mesh)
     arguments["groups"] = plans.group_names(plan, device_mesh)
     return {**arguments, "sizes": list(sizes)}
@@ -105,7 +108,7 @@ def arguments_for_sizes(plan: _planner.Plan, sizes: Sequence[Any], device_mesh: 
 def trace(
     local: torch.Tensor, plan: str, groups: Sequence[str], rank: int, sizes: Sequence[Any] | None = None
 ) -> torch.Tensor:
-    """Both halves, for a trace."""
+    """Records start and wait in a trace."""
     handle = order.start(local, plan, groups, rank, sizes)
     moved: torch.Tensor = torch.ops.shardwright.redistribute_wait(handle, local, plan, rank, sizes)
     return moved
@@ -113,7 +116,7 @@ def trace(
 
 @functools.lru_cache(maxsize=4096)
 def _ends(plan: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    """Local shapes before and after, and the dtype."""
+    """Returns the local shapes before and after, and the dtype."""
     made = plan_of(plan)
     return tuple(made.src.local_shape(rank)), tuple(made.dst.local_shape(rank)), made.src.dtype
 

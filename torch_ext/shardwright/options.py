@@ -1,6 +1,6 @@
-"""What options of the command line hold: meshes, shapes, placements, orders of cuts, files to write.
+"""Parses command-line options: meshes, shapes, placements, orders of cuts, files to write.
 
-All raise ValueError with a sentence that names the option.
+All functions raise a ValueError that names the option.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def parse_integer(text: str, where: str) -> int:
 
 
 def parse_mesh(text: str, option: str = "--mesh") -> dict[str, int]:
-    """Names and sizes from ``dp=2,tp=4``."""
+    """Parses names and sizes such as ``dp=2,tp=4``."""
     dims: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.partition("=")
@@ -30,18 +30,18 @@ def parse_mesh(text: str, option: str = "--mesh") -> dict[str, int]:
 
 
 def parse_shape(text: str) -> list[int]:
-    """Sizes from ``64,64``; empty for a scalar."""
+    """Parses sizes such as ``64,64``; empty text is a scalar."""
     sizes = text.split(",") if text.strip() else []
     return [parse_integer(size, f"--shape: {text!r} is not a list of sizes such as 64,64; {size!r}") for size in sizes]
 
 
 def split_placements(text: str) -> list[str]:
-    """Those between commas that are in no bracket."""
+    """Splits at the commas that are not within parentheses."""
     return [part.strip() for part in re.split(r",(?![^()]*\))", text)]
 
 
 def parse_order(option: str, text: str | None) -> dict[int, list[int | str]] | None:
-    """Mesh dims by tensor dim from ``0:tp,dp;1:pp``."""
+    """Parses mesh dims by tensor dim, such as ``0:tp,dp;1:pp``."""
     if text is None or not text.strip():
         return None
     order: dict[int, list[int | str]] = {}

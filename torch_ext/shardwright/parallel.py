@@ -1,12 +1,11 @@
-"""PyTorch's tensor-parallel styles, with what they move hidden behind the layer's product.
+"""PyTorch's tensor-parallel styles, with communication that overlaps with the layer's product.
 
     from shardwright.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-For ``torch.distributed.tensor.parallel.parallelize_module``. Arguments, parameters and results are those of the
-styles of these names in ``torch.distributed.tensor.parallel``; state dicts fit. A column-parallel layer takes a
-sequence shard as it is and gathers it in chunks behind its product, a row-parallel one scatters its sums in chunks, and
-their backwards do the same the other way round (`shardwright.linear`). Layers other than ``nn.Linear`` stay
-PyTorch's.
+They are for ``torch.distributed.tensor.parallel.parallelize_module``. Arguments, parameters, results and state dicts
+are those of the styles of the same names in ``torch.distributed.tensor.parallel``. A column-parallel layer takes a
+sequence shard and gathers it in chunks while it multiplies, a row-parallel one scatters its sums in chunks, and their
+backwards do the reverse (`shardwright.linear`). Layers other than ``nn.Linear`` are handled by PyTorch.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
 
 
 class ColwiseParallel(torch_parallel.ColwiseParallel):
-    """As PyTorch's; `method`, `chunks`, `depth` and `save` as in `shardwright.linear`.
+    """Like PyTorch's style; `method`, `chunks`, `depth` and `save` are those of `shardwright.linear`.
 
-    With `shares_gather`, layers that are given the same tensor object, such as query, key and value, gather it once:
-    the first that runs, behind its product. The others take what it gathered, and their gradients are scattered with
-    its own. The gathered tensor then lives until the backward, as it does with PyTorch's ``PrepareModuleInput``.
+    With `shares_gather`, layers that get the same tensor object, such as query, key and value, gather it once: the
+    first one that runs gathers it while it multiplies. The others use the gathered tensor, and their gradients are
+    scattered together with its own. The gathered tensor then lives until the backward, as it does with PyTorch's
+    ``PrepareModuleInput``.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
 
 
 class RowwiseParallel(torch_parallel.RowwiseParallel):
-    """As PyTorch's; `method`, `chunks` and `depth` as in `shardwright.linear`."""
+    """Like PyTorch's style; `method`, `chunks` and `depth` are those of `shardwright.linear`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
 
 
 class SequenceParallel(torch_parallel.SequenceParallel):
-    """PyTorch's own: it moves nothing."""
+    """PyTorch's own style, which moves nothing."""
 
 
 def _distribute(
@@ -93,7 +93,7 @@ def _distribute(
         partial(_annotate, style.input_layouts),
         partial(_hand_out, style.use_local_output),
     )
-    # On the instance, so that its class, its name and its state dict stay what they are.
+    # These are set on the instance, so that its class, its name and its state dict do not change.
     module._shardwright_how = {"placements": style.output_layouts, **how}  # type: ignore[assignment]
     forward = _forward_sharing if shares_gather else _forward
     module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
@@ -116,18 +116,18 @@ def _forward(module: nn.Linear, x: DTensor) -> DTensor:
 
 
 class _Gathered(NamedTuple):
-    """What a layer gathered of a tensor, kept on the tensor itself."""
+    """The gathered form of a tensor, stored on the tensor itself."""
 
     whole: DTensor
-    version: int  # of the tensor then
+    version: int  # the tensor's version when it was gathered
     has_grad: bool
 
 
 def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
-    if torch.compiler.is_compiling():  # tensors of graphs hold nothing
+    if torch.compiler.is_compiling():  # tensors in graphs cannot hold attributes
         how = module._shardwright_how
         return linear(x, module.weight, module.bias, **how)  # type: ignore[arg-type]
-    # Annotations are made anew for each layer; what the module was given stays.
+    # Each layer makes its own annotated DTensor, so the gathered tensor is stored on the module's original input.
     given = getattr(x, "_shardwright_given", x)
     held: _Gathered | None = getattr(given, "_shardwright_gathered", None)
     now = (given._version, torch.is_grad_enabled() and x.requires_grad)
@@ -135,7 +135,8 @@ def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
         return linear(held.whole, module.weight, module.bias, **module._shardwright_how)  # type: ignore[arg-type]
     how = {name: value for name, value in module._shardwright_how.items() if name != "save"}  # type: ignore[union-attr]
     y, whole = linear_sharing(x, module.weight, module.bias, **how)  # type: ignore[arg-type]
-    if whole is not None and not (given.is_leaf and given.requires_grad):  # whose graph would hold it, and it the graph
+    # A leaf that requires gradients is left out: it would hold the graph, and the graph holds it.
+    if whole is not None and not (given.is_leaf and given.requires_grad):
         given._shardwright_gathered = _Gathered(whole, *now)
     return y
 

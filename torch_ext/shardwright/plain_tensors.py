@@ -1,4 +1,4 @@
-"""Redistributes of plain tensors, by layouts that are given: `redistribute_local`."""
+"""Redistributes plain tensors between given layouts: `redistribute_local`."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ def redistribute_local(
     device_mesh: DeviceMesh | None = None,
     async_op: bool = False,
 ) -> torch.Tensor:
-    """This rank's part of a tensor, taken from one layout to another, without DTensor.
+    """Moves this rank's part of a tensor from one layout to another, without DTensor.
 
     Args:
-        local: this rank's part by `src`: shape ``src.local_shape(rank)``, any strides. Stays as it is.
+        local: this rank's part in `src`: shape ``src.local_shape(rank)``, any strides. It is not changed.
         src, dst: layouts on one mesh. The mesh's ranks are global ranks, or ranks of `group` if one is given.
-        group: the process group the mesh lies in; default, the default group.
+        group: the process group that contains the mesh; default, the default group.
         device_mesh: a DeviceMesh over the same ranks whose process groups may be used.
-        async_op: return once the first transfer is under way; the result waits for the rest on first use.
+        async_op: return once the first transfer has started; the result waits for the rest on first use.
 
     Returns:
-        A new tensor of shape ``dst.local_shape(rank)``, or `local` itself where the layouts agree. On a rank outside
-        the mesh, `local` itself. Differentiable where the pending reductions are sums or averages: the gradient
-        goes the way back, and stands for P as R, as in DTensor.
+        A new tensor of shape ``dst.local_shape(rank)``, or `local` itself if the layouts agree. On a rank outside
+        the mesh, `local` itself. The result is differentiable if the pending reductions are sums or averages: the
+        gradient moves back from `dst` to `src`, with R in place of P, as in DTensor.
 
     Raises:
-        ValueError: `local` contradicts `src`, is nested, sparse or on another device than CPU and CUDA; the layouts
-            contradict each other; arguments of another type.
+        ValueError: `local` contradicts `src`, is nested, sparse or on a device other than CPU and CUDA; the layouts
+            contradict each other; an argument has the wrong type.
         RuntimeError: torch.distributed is not initialised.
-        torch.distributed.DistBackendError: a transfer failed or timed out; names rank, plan, step and group.
+        torch.distributed.DistBackendError: a transfer failed or timed out; the message names rank, plan, step and
+            group.
     """
     key: Any = None
     try:
         key = (src, dst, None if group is None else groups.weakly(group), device_mesh)
         known = _known.get(key) if isinstance(src, _planner.Layout) and isinstance(dst, _planner.Layout) else None
-    except TypeError:  # cannot be hashed or referred to weakly, so is none of what is allowed
+    except TypeError:  # an argument of the wrong type, which the checks below report
         known = None
     if known is not None and known.answers(local):
         return executables.run_again(known.executable, local, async_op)
@@ -62,7 +63,7 @@ def redistribute_local(
     rank = dist.get_rank(group)
     if src.mesh.coordinate(rank) is None:
         return local
-    if not checking.is_on():  # which tells all ranks
+    if not checking.is_on():  # the debug mode reports a wrong input on all ranks instead
         _check_input(local, src, rank)
     if local.requires_grad and torch.is_grad_enabled():
         result: torch.Tensor = _RedistributeLocal.apply(local, src, dst, group, device_mesh, async_op)  # type: ignore[no-untyped-call]
@@ -83,7 +84,7 @@ def _check_input(local: torch.Tensor, src: _planner.Layout, rank: int) -> None:
 
 
 class _Known:
-    """What answers a call that went well before."""
+    """An executable that a call has used successfully, and the inputs for which later calls may use it."""
 
     __slots__ = ("device", "dtype", "executable", "shape")
 
@@ -98,7 +99,7 @@ class _Known:
             type(local) is torch.Tensor
             and local.dtype is self.dtype
             and local.layout is torch.strided
-            and not local.is_nested  # has no shape
+            and not local.is_nested  # nested tensors have no shape
             and local.shape == self.shape
             and local.device == self.device
             and not (local.requires_grad and torch.is_grad_enabled())

@@ -1,4 +1,4 @@
-"""How a tensor gets from one layout to another: plans."""
+"""Makes and pins plans, which move a tensor from one layout to another."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ def plan(
     through: Sequence[_planner.Layout] | None = None,
     memory_limit: int | None = None,
 ) -> Plan:
-    """The cheapest moves from `src` to `dst`, with what they cost. The same on every rank, without communication.
+    """Returns the cheapest moves from `src` to `dst` and their cost. Every rank gets the same, without communication.
 
-    Plans are kept, a few thousand of them; asking again costs a lookup.
+    A few thousand plans are cached; repeated calls cost a lookup.
 
     Args:
         src, dst: layouts of one tensor on one mesh.
         objective: ``"time"``, the least predicted time; or ``"bytes"``, the fewest bytes received by the worst rank,
             then steps, then messages. They differ: a small message costs more than its bytes.
-        reduce: ``"fast"``; or ``"ordered"``: contributions are exchanged and summed in rank order, in one reduction
-            over all mesh dims that are due, so that the result does not depend on plan, topology or collective; or
-            ``"float32"``: that for sums, averages and norms of 16-bit types, which are then accumulated in float32 and
-            rounded once (collectives round after every addition), and ``"fast"`` for all else. The bytes on the wire
-            are those of a reduce-scatter and a gather in the tensor's own dtype.
-        backend: ``"nccl"`` or ``"gloo"``: which lowering the plan is for. They move the same data; Gloo composes
+        reduce: ``"fast"``, ``"ordered"`` or ``"float32"``. With ``"ordered"``, contributions are exchanged and summed
+            in rank order, in one reduction over all pending mesh dims, so that the result does not depend on plan,
+            topology or collective. ``"float32"`` means ``"ordered"`` for sums, averages and norms of 16-bit types,
+            which are then accumulated in float32 and rounded once (collectives round after every addition), and
+            ``"fast"`` for everything else. The bytes on the wire are those of a reduce-scatter and a gather in the
+            tensor's own dtype.
+        backend: ``"nccl"`` or ``"gloo"``: the lowering that the plan is for. Both move the same data; Gloo composes
             reductions and gathers from messages.
-        topology: latencies and bandwidths: a `Topology`, a file of one as JSON (a path that ends in ``.json``), or a
-            name: ``"8xNVLink"``, one node; ``"64x8"``, nodes of eight ranks; ``"gloo-local"``, one machine over
-            loopback. Default: that of the mesh of `src`, else of `dst`, else what `calibrate` measured on this job,
-            else that of the environment variable ``SHARDWRIGHT_TOPOLOGY``, else ``"64x8"`` for nccl and
-            ``"gloo-local"`` for gloo. It must be the same on all ranks.
+        topology: latencies and bandwidths: a `Topology`, the path of a JSON file that holds one (it must end in
+            ``.json``), or a name: ``"8xNVLink"``, one node; ``"64x8"``, nodes of eight ranks; ``"gloo-local"``, one
+            machine over loopback. Default: the topology of the mesh of `src`, else of `dst`, else what `calibrate`
+            measured on this job, else the one that the environment variable ``SHARDWRIGHT_TOPOLOGY`` names, else
+            ``"64x8"`` for nccl and ``"gloo-local"`` for gloo. It must be the same on all ranks.
         groups: the sets of mesh dims, by name or index, whose process groups the moves may use. Default: any.
-        through: layouts to take in between, one move each, instead of a search: to cost or force a plan of one's own.
-            Data moves and reductions only; ``[]`` asks for a single move.
-        memory_limit: bytes that a rank may allocate at once: its result and temporaries (``Plan.peak_bytes``).
-            Exchanges then go in rounds, or by way of smaller layouts. Default: beside the result as much as the larger
-            of source and destination and 256 MiB of staging, wherever that can be kept to.
+        through: intermediate layouts to use instead of searching, with one move between each two. This serves to cost
+            or force a plan of your own. Only data moves and reductions are possible; ``[]`` asks for a single move.
+        memory_limit: bytes that a rank may allocate at once for its result and temporaries (``Plan.peak_bytes``).
+            To keep to it, exchanges are split into rounds, or smaller intermediate layouts are used. By default,
+            temporaries may take the larger of source and destination plus 256 MiB, wherever a plan does with that.
 
     Returns:
         A `Plan`. ``str(plan)`` is one line per move; bytes and messages are those received from other ranks;
@@ -56,8 +57,8 @@ def plan(
 
     Raises:
         ValueError: the layouts differ in mesh, shape or dtype, PyTorch defines no such redistribution, an argument is
-            not known, the groups do not suffice, or no plan keeps to `memory_limit`; the message names the least
-            limit that one was found for.
+            not known, the groups do not suffice, or no plan fits `memory_limit`; the message then names the least
+            limit for which a plan was found.
     """
     check_layout("src", src)
     check_layout("dst", dst)
@@ -65,11 +66,11 @@ def plan(
     if groups is not None:
         sets = argument_values.items(groups, "groups", "a list of sets of mesh dims, such as [('dp', 'tp')]")
         allowed = [argument_values.mesh_dim_indices(src.mesh.dim_names, dims, "groups") for dims in sets]
-        allowed = allowed or [[]]  # none at all, which is not the same as any
+        allowed = allowed or [[]]  # no groups at all; an empty list would mean any
     table = named_topology(topology)
     if through is not None:
         if memory_limit is not None:
-            raise ValueError("memory_limit: goes with a search; a plan given by `through` takes what it takes")
+            raise ValueError("memory_limit: cannot be combined with `through`, which leaves nothing to choose")
         layouts = [src, *argument_values.items(through, "through", "a list of Layouts"), dst]
         for layout in layouts:
             check_layout("through", layout)
@@ -78,10 +79,10 @@ def plan(
 
 
 def pin(plan: Plan) -> None:
-    """From now on redistributes of this pair of layouts, over this backend, use `plan`. All ranks must pin the same.
+    """Makes redistributes of this pair of layouts over this backend use `plan`. All ranks must pin the same plan.
 
     Args:
-        plan: from `plan`, perhaps with ``through=``, or from ``Plan.from_bytes``.
+        plan: made by `plan`, perhaps with ``through=``, or by ``Plan.from_bytes``.
     """
     _check_plan(plan)
     tables.change(tables.current.with_pin(plan))
@@ -94,12 +95,12 @@ def unpin(plan: Plan) -> None:
 
 
 def pinned(src: _planner.Layout, dst: _planner.Layout, backend: str) -> Plan | None:
-    """The plan that is pinned for a pair of layouts, whatever their meshes say of what joins the ranks."""
+    """Returns the plan that is pinned for a pair of layouts, whatever the topologies of their meshes, or None."""
     return tables.current.pinned(src, dst, backend)
 
 
 def check_layout(argument: str, given: object) -> None:
-    """Raises ValueError, naming `argument`, for anything but a layout."""
+    """Raises a ValueError that names `argument` unless a layout is given."""
     if not isinstance(given, _planner.Layout):
         raise ValueError(f"{argument}: got a {type(given).__name__}; allowed is a Layout")
 

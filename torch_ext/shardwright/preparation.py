@@ -1,4 +1,4 @@
-"""Process groups made at the start of a job, instead of at their first use: `prepare`."""
+"""Makes process groups at the start of a job, instead of at their first use: `prepare`."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def prepare(
 ) -> None:
     """Makes the process groups that redistributes on `mesh` may need, now instead of at their first use.
 
-    To be called by all ranks of the mesh, at the same point, with the same arguments.
+    All ranks of the mesh must call this at the same point, with the same arguments.
 
-    A plan may span any set of mesh dims, and for every set there are layouts that ask for it, so without further word
-    all are made: 2^n - 1 for n mesh dims larger than 1. On NCCL each is a communicator, with buffers on the device.
+    A plan may span any set of mesh dims, and for every set there are layouts that need it. So by default all groups are
+    made: 2^n - 1 sets for n mesh dims larger than 1. On NCCL each is a communicator, with buffers on the device.
 
     Args:
         mesh: a torch ``DeviceMesh`` or a `Mesh`.
         mesh_dims: sets of mesh dims, by name or index, each the span of one group, e.g. ``[("dp", "tp")]``. Default:
-            every set of mesh dims, or none where `redistributes` are given.
-        redistributes: pairs of layouts on this mesh, source and destination: what their plans and those of their
-            gradients need, and no more.
-        device_type: of the tensors of `redistributes`. Default: that of a DeviceMesh; else the accelerator's where the
-            default group has a backend for it, or ``"cpu"``.
+            every set of mesh dims, or none if `redistributes` are given.
+        redistributes: pairs of layouts on this mesh, source and destination. Only the groups that their plans and those
+            of their gradients need are made.
+        device_type: the device type of the tensors in `redistributes`. Default: the DeviceMesh's; else the
+            accelerator's if the default group has a backend for it; else ``"cpu"``.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised; a group is missing while a CUDA graph is captured.
-        ValueError: a mesh dim that is not there; `redistributes` that are no pairs of layouts on `mesh`; another device
-            type than CPU and CUDA.
+        RuntimeError: torch.distributed is not initialised, or a group is missing while a CUDA graph is captured.
+        ValueError: the mesh has no such dim; `redistributes` are not pairs of layouts on `mesh`; the device type is
+            neither CPU nor CUDA.
     """
     groups.check_initialised()
     device_mesh = mesh if argument_values.is_device_mesh(mesh) else None
@@ -67,7 +67,7 @@ def prepare(
 
 
 def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_planner.Layout, _planner.Layout]]:
-    """Source and destination of each redistribute, then of its gradient where it has one."""
+    """Returns source and destination of each redistribute, followed by those of its gradient if it has one."""
     if redistributes is None:
         return []
     allowed = "a list of pairs of layouts, such as [(src, dst)]"

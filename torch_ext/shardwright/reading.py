@@ -1,4 +1,4 @@
-"""Plans back from JSON."""
+"""Reads plans from JSON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _VERSION = 3
 
 
 def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
-    """The plan that ``Plan.to_json`` wrote, or that was written by hand after docs/plan.schema.json.
+    """Reads a plan that ``Plan.to_json`` wrote, or one written by hand according to docs/plan.schema.json.
 
-    Figures are not read but worked out anew.
+    Figures are not read but computed again.
 
     Raises:
-        ValueError: on text that is not JSON, another version, a field that is missing or not what is allowed, and steps
-            that do not follow from one another.
+        ValueError: the text is not JSON, the version is another one, a field is missing or not allowed, or steps do not
+            follow from one another.
     """
     if not isinstance(text, (str, bytes, bytearray)):
         raise ValueError(f"plan: got a {type(text).__name__}; allowed is JSON, as Plan.to_json gives")

@@ -1,9 +1,9 @@
-"""What plans and products go by where a call does not say: pinned plans, what `calibrate` measured, the environment.
+"""The defaults for plans and products: pinned plans, what `calibrate` measured, and the environment's topology.
 
-All of it is one immutable value, `current`, which is replaced and never changed. What was made under one value is kept
-under it (`executables.Kept`), so a change shows at once, whoever had planned what before. The value must be the same on
-all ranks: what is measured or pinned is set by all of them at one point of their programs, and measurements are
-forgotten with the job.
+All of them are one immutable value, `current`, which is replaced and never changed. Values made with it are cached
+under it (`executables.Kept`), so a change takes effect at once, whatever was planned before. It must be the same on all
+ranks: all of them pin or measure at the same point of their programs, and measurements are forgotten when the default
+process group ends.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _said = False
 # Called after each change of `current`.
 when_changed: list[Callable[[], None]] = []
 
-# What operands of another dtype go by: figures are per operand of 16 bits, and are scaled by size.
+# The dtypes whose measurements are used for other dtypes, in this order. Figures are for 16-bit operands and scaled.
 _LIKE = ("bfloat16", "float16", "float32", "float64")
 
 
 def change(tables: PlanningTables) -> None:
-    """From now on plans and products go by these."""
+    """Makes these the tables that plans and products use."""
     global current
     if tables == current:
         return
@@ -36,12 +36,12 @@ def change(tables: PlanningTables) -> None:
 
 
 def set_measured(backend: str, topology: Topology, gemm_models: Mapping[tuple[str, str], GemmModel]) -> None:
-    """From now on plans over `backend` and products go by these, unless they are given others."""
+    """Makes plans over `backend`, and products, use these measurements unless they are given others."""
     change(current.with_measured(backend, topology, dict(gemm_models)))
 
 
 def forget_measured() -> None:
-    """Plans and products go by the defaults again. To be called by all ranks at the same point."""
+    """Makes plans and products use the defaults again. All ranks must call this at the same point."""
     change(current.without_measured())
 
 
@@ -62,15 +62,15 @@ def default_gemm_model(device_type: str) -> GemmModel:
 
 
 def note_default(table: str, speaks: Callable[[], bool]) -> None:
-    """Says once in this process, where `speaks` is true, that choices are made by a default table."""
+    """Warns once in this process, if `speaks()`, that choices are made with a default table."""
     global _said
     if _said:
         return
     _said = True
     if speaks():
         _log.warning(
-            "plans and the chunks of products are chosen by %r, a default of about the right order of magnitude that "
-            "nobody has measured here. Call shardwright.calibrate() once on all ranks, after init_process_group: it "
-            "takes seconds, and what is planned later goes by what it measures",
+            "plans and the chunks of products are chosen with %r, a default table that is right only to an order of "
+            "magnitude. Call shardwright.calibrate() once on all ranks, after init_process_group: it takes seconds, "
+            "and later plans use what it measures",
             table,
         )

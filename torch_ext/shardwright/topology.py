@@ -1,4 +1,4 @@
-"""What joins the ranks of a mesh: the latencies and bandwidths that plans are chosen by."""
+"""Topologies: the latencies and bandwidths with which plans are chosen."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _FILE_VERSION = 1
 
 
 def load_topology(source: str | os.PathLike[str] | dict[str, Any]) -> Topology:
-    """A topology from JSON: from a file, or from what such a file holds.
+    """Reads a topology from a JSON file, or from the contents of such a file.
 
     Args:
         source: the path of a file that ``shardwright calibrate`` or ``Topology.to_json`` wrote, or a dict of its
             contents: ``version``, ``name``, ``ranks_per_node`` (0: all ranks are on one node), ``step_ps``,
             ``memory_ps_per_kib``, ``inside`` and ``between`` with ``message_ps`` and ``ps_per_kib`` each, and
-            ``mesh_dims``, links by the name of a mesh dim. Times are integers, in picoseconds, per step, per message,
+            ``mesh_dims``, links by the name of a mesh dim. Times are integers in picoseconds: per step, per message,
             per KiB.
 
     Raises:
-        ValueError: naming the file, the field, its value and what is allowed.
+        ValueError: names the file, the field, its value and what is allowed.
     """
     if isinstance(source, dict):
         return _topology(source, "topology")
@@ -41,7 +41,7 @@ def load_topology(source: str | os.PathLike[str] | dict[str, Any]) -> Topology:
 
 
 def read_text(path: Path, where: str) -> str:
-    """A file's text. Raises ValueError that begins with `where` if there is none."""
+    """Returns a file's text. Raises a ValueError that begins with `where` if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -51,20 +51,20 @@ def read_text(path: Path, where: str) -> str:
 
 
 def read_json(text: str | bytes | bytearray, where: str) -> Any:
-    """What the text says as JSON. Raises ValueError that begins with `where` if it says nothing."""
+    """Parses JSON. Raises a ValueError that begins with `where` if the text is not JSON."""
     try:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
     except RecursionError:
-        raise ValueError(f"{where} is not JSON of ours: its lists and objects are nested too deep") from None
+        raise ValueError(f"{where} has lists and objects that are nested too deeply") from None
 
 
 _environment_said: str | None = None
 
 
 def tables_now() -> PlanningTables:
-    """The tables, with what the environment says by now. Whatever plans asks for them here."""
+    """Returns the current tables, after taking up changes of the environment variable. Planning must get them here."""
     global _environment_said
     said = os.environ.get(ENVIRONMENT_VARIABLE) or None
     if said != _environment_said:
@@ -74,7 +74,7 @@ def tables_now() -> PlanningTables:
 
 
 def named_topology(topology: Topology | str | None) -> Topology | None:
-    """A topology by its name or file, or as it is."""
+    """Returns the topology that a name or a file stands for; a Topology or None is returned as it is."""
     if topology is None or isinstance(topology, Topology):
         return topology
     if not isinstance(topology, str):

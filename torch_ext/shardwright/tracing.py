@@ -1,4 +1,4 @@
-"""When each instruction of our programs ran: `trace`."""
+"""Records when each instruction of a program ran: `trace`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from . import _runtime
 class TraceEvent(NamedTuple):
     """One instruction of one program.
 
-    ``lane``: ``"compute"`` or ``"communication"``. ``instruction``: as listings of programs show it. ``chunk``: of a
-    product in chunks, else -1. ``run``: programs, numbered as they were started. ``start`` and ``end``: seconds since
-    the trace began. A transfer begins when it is handed to the process group, on a GPU when its stream comes to it, and
-    ends when it was seen to be done: by the program that waits for it, on a GPU by its stream.
+    ``lane``: ``"compute"`` or ``"communication"``. ``instruction``: its text, as in listings of programs. ``chunk``:
+    the chunk of a product that it belongs to, or -1. ``run``: the number of its program, in the order in which programs
+    were started. ``start`` and ``end``: seconds since the trace began. A transfer begins when it is handed to the
+    process group (on a GPU, when its stream comes to it), and ends when the program that waits for it sees that it is
+    done (on a GPU, when its stream does).
     """
 
     lane: str
@@ -29,10 +30,10 @@ class TraceEvent(NamedTuple):
 
 
 class Trace(list[TraceEvent]):
-    """Events by their start; filled when the block ends."""
+    """Events in the order of their start; filled when the block ends."""
 
     def to_chrome(self) -> str:
-        """As JSON that chrome://tracing and Perfetto show: one process per program, one thread per lane."""
+        """Returns JSON for chrome://tracing and Perfetto: one process per program, one thread per lane."""
         lanes = {"compute": 0, "communication": 1}
         events = [
             {
@@ -55,11 +56,11 @@ _one_at_a_time = threading.Lock()
 
 @contextlib.contextmanager
 def trace() -> Iterator[Trace]:
-    """Records what programs do in this process while the block runs.
+    """Records the instructions that programs run in this process during the block.
 
     Yields:
         A list, filled with `TraceEvent` when the block ends. Transfers that nobody has waited for by then are left out.
-        On a GPU the end of the block waits for what was recorded.
+        On a GPU the end of the block waits for everything that was recorded.
 
     Raises:
         RuntimeError: another trace is being taken.

@@ -1,9 +1,9 @@
-"""What dispatch modes see of our programs: one collective for each step of the plan, by PyTorch's own name for it.
+"""Shows dispatch modes one collective for each step of a plan, under PyTorch's own name for it.
 
-Programs carry out a step by whatever is fastest; on Gloo a gather may be messages. Who counts collectives with
-CommDebugMode, or records them with DebugMode, asks what is done, not how. So a program runs with all modes set aside,
-but for `sw.wire_meter`, which counts what really travels. Then each of its steps is called as the operator that means
-it, and a mode of ours below all others answers with the program's result.
+Programs carry out a step in the fastest way; on Gloo a gather may be messages. Users who count collectives with
+CommDebugMode, or record them with DebugMode, want to see what is done, not how. So a program runs with all modes
+disabled except `sw.wire_meter`, which counts what really travels. Then the operator with the meaning of each step is
+called, and a mode of ours below all others returns the program's result in its place.
 
     all_gather        _c10d_functional.all_gather_into_tensor
     reduce_scatter    _c10d_functional.reduce_scatter_tensor
@@ -32,14 +32,14 @@ from . import _runtime, wire
 T = TypeVar("T")
 
 
-# Of dispatch modes that are on in this thread.
+# The number of dispatch modes that are active in this thread.
 num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def run(executable: _runtime.Executable, inputs: Sequence[torch.Tensor], call: Callable[[], T]) -> T:
-    """What `call` returns, which runs the executable on `inputs`; shown to the modes that are on."""
+    """Returns what `call` returns, which runs the executable on `inputs`, and shows its steps to the active modes."""
     if any(getattr(mode, "_mode_key", None) is not None for mode in _get_current_dispatch_mode_stack()):
-        return call()  # a compiler's own modes stay as they are
+        return call()  # a compiler's own modes are left alone
     with _disable_current_modes() as modes:
         meters = [mode for mode in modes if isinstance(mode, wire.WireMeter)]
         with _on(meters):
@@ -53,7 +53,7 @@ def run(executable: _runtime.Executable, inputs: Sequence[torch.Tensor], call: C
 
 
 def _plain(result: Any) -> torch.Tensor:
-    """The first tensor of a result, without waiting for it."""
+    """Returns the first tensor of a result, without waiting for it."""
     first = result[0] if isinstance(result, (list, tuple)) else result
     tensor: torch.Tensor = getattr(first, "elem", first)
     return tensor
@@ -61,7 +61,7 @@ def _plain(result: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _on(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
-    """Has these modes on, the first one uppermost, without entering them anew."""
+    """Activates these modes, the first one on top, without calling their `__enter__` again."""
     for mode in reversed(modes):
         _push_mode(mode)
     try:
@@ -72,7 +72,7 @@ def _on(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
 
 
 class _Answer(TorchDispatchMode):
-    """Stands for the collectives themselves."""
+    """Returns the program's result in place of every collective."""
 
     def __init__(self, result: torch.Tensor) -> None:
         super().__init__()
@@ -83,11 +83,11 @@ class _Answer(TorchDispatchMode):
 
 
 def _meanings(executable: _runtime.Executable) -> Iterator[tuple[Callable[..., torch.Tensor], tuple[Any, ...]]]:
-    """For each step that communicates the operator that means it, and its arguments behind the tensor."""
+    """Yields, for each step that communicates, the operator with its meaning and the arguments after the tensor."""
     names = {tuple(dims): name for (dims, _), name in zip(executable.groups, executable.group_names, strict=True)}
     functional = torch.ops._c10d_functional
     for op, reduce_op, mesh_dims, size, gather_dim, shard_dim in executable.communications:
-        group = names.get(tuple(mesh_dims), "")  # a rank with nothing to send or receive has none
+        group = names.get(tuple(mesh_dims), "")  # a rank with nothing to send or receive has no group
         if op == "all_gather":
             yield functional.all_gather_into_tensor, (size, group)
         elif op == "reduce_scatter":

@@ -1,4 +1,4 @@
-"""Counts the bytes that collectives deliver to this rank: the same ruler for our programs and for PyTorch's own."""
+"""Counts the bytes that collectives deliver to this rank, in the same way for shardwright and for PyTorch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What one collective moves at one rank: (bytes that must reach it, bytes that must leave it). Both are the least a
-# direct exchange needs; what an algorithm relays on the way, and padding it adds below this level, is not counted.
-# Padding that the caller put into the tensors is counted: it travels.
+# What one collective moves at one rank: (bytes that must reach it, bytes that must leave it). Both are what a direct
+# exchange needs. What an algorithm relays, and padding that it adds below this level, is not counted. Padding that the
+# caller put into the tensors travels, so it is counted.
 Traffic = tuple[int, int]
 Arguments = dict[str, Any]
 
-# Operators of these namespaces are collectives; one that the tables below do not know is an error, never a silent zero.
+# Operators of these namespaces are collectives. One that is not in the tables below raises an error.
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
 
 # Operators of these namespaces that move no payload.
@@ -35,7 +35,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def _first(arguments: Arguments, *names: str) -> Any:
-    """The argument with the first of these names that the operator has; namespaces name the same thing differently."""
+    """Returns the first of these arguments that the operator has; namespaces name the same argument differently."""
     for name in names:
         if name in arguments:
             return arguments[name]
@@ -43,7 +43,7 @@ def _first(arguments: Arguments, *names: str) -> Any:
 
 
 def _given(arguments: Arguments) -> Any:
-    """What a rank puts in."""
+    """Returns the tensors that a rank contributes."""
     names = "input inputs input_tensor input_tensors input_list self shard tensors tensor"
     return _first(arguments, *names.split())
 
@@ -54,7 +54,7 @@ def _all_gather(arguments: Arguments, size: int, rank: int) -> Traffic:
 
 
 def _all_gather_lists(arguments: Arguments, size: int, rank: int) -> Traffic:
-    """Outputs are lists, one tensor per rank, whose sizes may differ."""
+    """Outputs are lists with one tensor per rank, whose sizes may differ."""
     lists = _first(arguments, "output_tensors", "output_lists")
     return _of_others(lists, rank), (size - 1) * _bytes(_given(arguments))
 
@@ -70,7 +70,7 @@ def _reduce_scatter_lists(arguments: Arguments, size: int, rank: int) -> Traffic
 
 
 def _of_others(lists: Any, rank: int) -> int:
-    """Bytes in lists of one tensor per rank, but for this rank's."""
+    """Returns the bytes in lists of one tensor per rank, without this rank's."""
     return _bytes(lists) - sum(_bytes(tensors[rank]) for tensors in lists)
 
 
@@ -91,7 +91,7 @@ def _from_root(arguments: Arguments, size: int, rank: int) -> Traffic:
 
 
 def _split_bytes(tensor_bytes: int, rows: int, splits: list[int] | None, size: int, rank: int) -> int:
-    """Bytes of a tensor cut along dim 0 that do not belong to `rank`; no splits means equal ones."""
+    """Returns the bytes of a tensor cut along dim 0 that do not belong to `rank`; without splits, parts are equal."""
     if rows == 0:
         return 0
     own_rows = splits[rank] if splits else rows // size
@@ -115,7 +115,7 @@ def _all_to_all_lists(arguments: Arguments, size: int, rank: int) -> Traffic:
 
 
 def _shard_dim_all_to_all(arguments: Arguments, size: int, rank: int) -> Traffic:
-    """Every rank keeps one of `size` equal parts and exchanges the rest. On CPU DTensor gathers instead."""
+    """Every rank keeps one of `size` equal parts and exchanges the rest. (On CPU DTensor gathers instead.)"""
     total = _bytes(arguments["input"])
     others = total - total // size
     return others, others
@@ -160,7 +160,7 @@ _RULES = {name: rule for rule, names in _NAMES.items() for name in names.split()
 
 
 def _group_size_and_rank(arguments: Arguments) -> tuple[int, int]:
-    """Size of the operator's group and this rank in it, however the operator names the group."""
+    """Returns the size of the operator's group and this rank's index in it, however the operator names the group."""
     if "ranks" in arguments:
         ranks = list(arguments["ranks"])
         return arguments["group_size"], ranks.index(dist.get_rank())
@@ -175,9 +175,9 @@ def _group_size_and_rank(arguments: Arguments) -> tuple[int, int]:
 class WireMeter(TorchDispatchMode):
     """Counts what collectives called inside the block deliver to this rank and what they send from it.
 
-    It sees every collective that goes through PyTorch's dispatcher: ours, DTensor's, FSDP's and plain
+    It sees every collective that goes through PyTorch's dispatcher: those of shardwright, DTensor and FSDP, and plain
     `torch.distributed` calls, in forward and backward, on the thread that entered the block. A collective that calls
-    another one underneath counts once.
+    another one counts once.
 
     Attributes:
         received_bytes: bytes that other ranks' data must bring here.

@@ -1,7 +1,7 @@
-"""Measures on a live job what plans are chosen by: the latencies and bandwidths of a `Topology`, times of products.
+"""Measures what plans depend on, on a live job: the latencies and bandwidths of a `Topology`, and times of products.
 
-All ranks are busy with whatever is measured at the same time, because in a redistribute the groups of a mesh dim all
-move at once and share network, memory and cores. `job` says who measures, `links` measures links, `products` products.
+All ranks take part in each measurement at the same time, because in a redistribute all groups of a mesh dim move data
+at once and share network, memory and cores. `job` describes the ranks, `links` measures links, `products` products.
 """
 
 from __future__ import annotations
@@ -33,37 +33,39 @@ def calibrate(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
     apply: bool | None = None,
 ) -> Topology:
-    """Measures links and products on a job, in a few seconds; what is planned later goes by what was measured.
+    """Measures the links and products of a job in a few seconds. Later plans use the result.
 
-    To be called by all ranks of the group at the same point, while they do nothing else: once, after
-    ``init_process_group``. Process groups that it makes are kept for redistributes, as those of `prepare` are. Logs
-    what was measured, on the first rank, at level INFO.
+    All ranks of the group must call this at the same point, while they do nothing else: once, after
+    ``init_process_group``. Process groups that it makes are kept for redistributes, like those of `prepare`. The first
+    rank logs what was measured, at level INFO.
 
-    Later redistributes and products of this job over the same backend go by it, unless they are given a topology (or
-    their mesh has one) or a ``gemm_model``, until `forget_calibration` or the end of the default process group.
+    Later redistributes and products of this job over the same backend use the measurements until `forget_calibration`
+    or the end of the default process group, unless they are given a topology (or their mesh has one) or a
+    ``gemm_model``.
 
     Args:
-        group: whose ranks to measure; default, the default group. Or a mesh, as `mesh`.
-        device: where the tensors are that shall be redistributed, ``"cpu"`` or ``"cuda"``: it decides the backend.
-            Default: that of the mesh, else CUDA if the group has NCCL, else CPU.
-        ranks_per_node: how many consecutive ranks are on a node, 0 for all. Default: what torchrun says
-            (``LOCAL_WORLD_SIZE``), else as the host names of the ranks are.
-        name: of the topology, for plans to say what they were chosen by.
+        group: the group whose ranks to measure; default, the default group. A mesh is also accepted, as for `mesh`.
+        device: the device of the tensors to be redistributed, ``"cpu"`` or ``"cuda"``; it decides the backend.
+            Default: the mesh's device, else CUDA if the group has NCCL, else CPU.
+        ranks_per_node: the number of consecutive ranks on a node, 0 for all. Default: torchrun's ``LOCAL_WORLD_SIZE``,
+            else according to the host names of the ranks.
+        name: the name of the topology, which plans show.
         mesh: a torch ``DeviceMesh`` within the group; each of its mesh dims gets a link of its own, by name.
-        quick: fewer sizes and repeats, for figures that are only about right.
-        dtypes: of products to measure, floating, of 16 bits and more. Others go by these, scaled by size. Empty: none.
-        apply: whether later plans and products go by it. Default: where all ranks of the job were measured, since
-            tables have to be the same on all of them.
+        quick: use fewer sizes and repeats, for rougher figures.
+        dtypes: the dtypes of the products to measure: floating types of 16 bits and more. Other dtypes use these
+            measurements, scaled by size. If empty, no products are measured.
+        apply: whether later plans and products use the measurements. Default: only if all ranks of the job were
+            measured, since tables have to be the same on all ranks.
 
     Returns:
-        A `Topology`, equal on all ranks, with times in picoseconds, per collective, per message, per KiB. On one node
-        `between` is `inside`. Rates are at least 1; latencies may be 0, where none can be told from noise.
+        A `Topology`, equal on all ranks, with times in picoseconds per collective, per message and per KiB. On one node
+        `between` is `inside`. Rates are at least 1; latencies are 0 if they cannot be told from noise.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: fewer than 2 ranks, a rank outside the group, a mesh that reaches beyond it or is no DeviceMesh,
-            nodes that do not hold the same number of consecutive ranks each, a dtype without products, `apply` for a
-            part of the job.
+        ValueError: there are fewer than 2 ranks, this rank is outside the group, the mesh reaches beyond the group or
+            is not a DeviceMesh, nodes do not hold the same number of consecutive ranks each, a dtype has no products,
+            or `apply` is True for a part of the job.
     """
     if argument_values.is_device_mesh(group) and mesh is None:
         group, mesh = None, group
@@ -91,7 +93,7 @@ def calibrate(
 
 
 def forget_calibration() -> None:
-    """Plans and products go by the default tables again. To be called by all ranks at the same point."""
+    """Makes plans and products use the default tables again. All ranks must call this at the same point."""
     tables.forget_measured()
 
 

@@ -1,4 +1,4 @@
-"""``torchrun --nproc-per-node 4 -m shardwright calibrate --out topology.json``."""
+"""The command ``torchrun --nproc-per-node 4 -m shardwright calibrate --out topology.json``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 2, with a sentence on stderr, for arguments or an environment that will not do."""
+    """Runs the command. Returns its exit status: 2, with a sentence on stderr, for wrong arguments or environment."""
     parser = argparse.ArgumentParser(
         prog="shardwright calibrate",
-        description="Measures latencies and bandwidths between the ranks that torchrun started, for plans to go by.",
+        description="Measures latencies and bandwidths between the ranks that torchrun started, for use in planning.",
     )
     parser.add_argument("--out", metavar="FILE", help="JSON to write, for sw.load_topology and SHARDWRIGHT_TOPOLOGY")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where it is available")

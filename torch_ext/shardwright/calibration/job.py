@@ -1,4 +1,4 @@
-"""Who measures, how ranks agree on times, and on which nodes they are."""
+"""The ranks of a measurement: how they agree on times, and which nodes they are on."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .. import argument_checks, executables, groups
 
 
 class Ranks:
-    """The ranks of a group, which measure at the same time. Without torch.distributed this process alone."""
+    """The ranks of a group, which measure at the same time. Without torch.distributed, this process alone."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.is_alone = not dist.is_available() or not dist.is_initialized()
 
     def from_all(self, mine: Any) -> list[Any]:
-        """What every rank has, by rank."""
+        """Returns every rank's value, by rank."""
         if self.is_alone:
             return [mine]
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
@@ -30,22 +30,22 @@ class Ranks:
         return everyone
 
     def wait(self) -> None:
-        """For each other."""
+        """Waits until all ranks have come here."""
         if not self.is_alone:
             dist.barrier(self.group)
 
     def slowest(self, turns: list[list[float]], quantile: float) -> list[float]:
-        """Seconds of each of the things that every rank timed in each turn.
+        """Combines `turns`, in each of which every rank timed the same things, into seconds for each thing.
 
-        A turn is as long as on its slowest rank: ranks that share a core may each have it to themselves in turns. Of
-        the turns a low quantile counts, because disturbances only ever add.
+        A turn counts as long as on its slowest rank, because ranks that share a core may run one after the other. Of
+        the turns a low quantile is taken, because disturbances only add time.
         """
         by_turn = [[max(times) for times in zip(*turn)] for turn in zip(*self.from_all(turns))]
         return [sorted(times)[int(quantile * (len(times) - 1))] for times in zip(*by_turn)]
 
 
 def seconds_of(device: torch.device, call: Callable[[], object], repeats: int = 1) -> float:
-    """Per call, on this rank."""
+    """Returns the seconds per call on this rank."""
     _synchronise(device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -61,14 +61,14 @@ def _synchronise(device: torch.device) -> None:
 
 class Job(NamedTuple):
     ranks: Ranks
-    members: list[int]  # their global ranks
+    members: list[int]  # global ranks
     device: torch.device
-    backend: str  # that plans are for
+    backend: str  # the lowering that plans are made for
     quick: bool
 
 
 def job_of(group: dist.ProcessGroup | None, device: torch.device | str | None, mesh: Any | None, quick: bool) -> Job:
-    """Checks what `calibrate` is given."""
+    """Checks the arguments of `calibrate`, and makes a job of them."""
     groups.check_initialised()
     argument_checks.check_group(group)
     carrier = group if group is not None else dist.group.WORLD
@@ -88,7 +88,7 @@ def job_of(group: dist.ProcessGroup | None, device: torch.device | str | None, m
 
 
 def _default_device(carrier: dist.ProcessGroup, kinds: list[str]) -> str:
-    # Gloo takes tensors on CUDA too, but nobody redistributes those by it who has NCCL.
+    # Gloo accepts CUDA tensors too, but calibrating it for them is rarely wanted.
     has_cuda = "cuda" in kinds and torch.cuda.is_available()
     if has_cuda and carrier._get_backend(torch.device("cuda")).name().lower() != "gloo":
         return "cuda"
@@ -96,7 +96,7 @@ def _default_device(carrier: dist.ProcessGroup, kinds: list[str]) -> str:
 
 
 def ranks_per_node(job: Job, given: int | None) -> int:
-    """How many consecutive ranks are on a node; 0 where all ranks of the job are on one."""
+    """Returns the number of consecutive ranks on a node, or 0 if all ranks of the job are on one."""
     if given is not None and given < 0:
         raise ValueError(f"ranks_per_node: {given}; allowed is 0, for all, or more")
     everyone = job.ranks.from_all((given, os.environ.get("LOCAL_WORLD_SIZE"), socket.gethostname()))
@@ -111,7 +111,7 @@ def ranks_per_node(job: Job, given: int | None) -> int:
 
 
 def nodes_of_hosts(ranks: list[int], hosts: list[str]) -> int:
-    """The same from the host of each rank. Raises ValueError where these are not nodes of consecutive ranks."""
+    """Returns the same from the host of each rank. Raises ValueError if hosts are not nodes of consecutive ranks."""
     if len(set(hosts)) == 1:
         return 0
     largest = max(hosts.count(host) for host in hosts)
@@ -125,7 +125,7 @@ def nodes_of_hosts(ranks: list[int], hosts: list[str]) -> int:
 
 
 def by_node(ranks: list[int], per_node: int) -> list[list[int]]:
-    """The ranks of each node, ascending."""
+    """Returns the ranks of each node, ascending."""
     nodes: dict[int, list[int]] = {}
     for rank in sorted(ranks):
         nodes.setdefault(rank // per_node if per_node else 0, []).append(rank)

@@ -1,11 +1,11 @@
-"""Latencies and bandwidths: all-to-alls of several lengths, in teams of several sizes.
+"""Measures latencies and bandwidths with all-to-alls of several lengths, in teams of several sizes.
 
     inside, step       teams of neighbours on a node: 2, 4, ..., all ranks of the node
     between            teams across nodes, of the ranks that have the same place on their nodes
     a mesh dim         the mesh dim's own groups
-    memory             copies of a large tensor into new memory, as a result is made
+    memory             copies of a large tensor into new memory, as for a result
 
-csrc/cost/link_fit.h says how figures are made of the times.
+csrc/cost/link_fit.h says how the figures are fitted to the times.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ..topology import load_topology
 from .job import Job, by_node, ranks_per_node, seconds_of
 from .products import Traffic
 
-# Bytes that a rank sends in all, to its peers together, from what latency decides to what bandwidth decides.
+# Bytes that a rank sends to all its peers together. The range is from latency-bound to bandwidth-bound.
 _SIZES_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 _SIZES_BYTES_QUICK = (1 << 10, 1 << 16, 1 << 20)
 _MEMORY_BYTES = 1 << 23
 
-# From this size on, exchanges over Gloo are messages (kMinMessageBytes in csrc/program/builder.h).
+# From this size on, exchanges over Gloo are messages (kMinMessageBytes in csrc/cost/lowering.h).
 _MIN_MESSAGE_BYTES = 1 << 18
 
-# Larger teams tell nothing new about what one more peer costs.
+# Larger teams say nothing new about the cost of one more peer.
 _MAX_TEAM = 16
 
 _MAX_TRAFFIC_BYTES = 1 << 27
 
-# Of a team size and number of bytes: short batches that take turns with all others, so that what else the machine does
-# falls on all alike.
+# Each team size and number of bytes is measured in short batches that take turns with all others, so that other load on
+# the machine affects all of them alike.
 _ROUNDS, _ROUNDS_QUICK = 24, 6
 _BATCH_SECONDS, _BATCH_SECONDS_QUICK = 0.006, 0.002
 _MAX_CALLS = 32
@@ -60,7 +60,7 @@ _Points = list[tuple[int, int, float]]  # peers, sent bytes, seconds
 
 
 def measure_links(job: Job, given_per_node: int | None, name: str, mesh: Any | None) -> tuple[Topology, list[str]]:
-    """The topology, and lines that say what was measured: the same on all ranks."""
+    """Returns the topology and a report of what was measured, both the same on all ranks."""
     if not isinstance(name, str):
         raise ValueError(f"name: got {name!r}; allowed is text")
     if given_per_node is not None:
@@ -84,7 +84,7 @@ def measure_links(job: Job, given_per_node: int | None, name: str, mesh: Any | N
         {one: _link(found) for one, found in mesh_dims.items()},
     )
     mine = topology.to_json(), _report(job, fits, points, copy_seconds)
-    text, report = job.ranks.from_all(mine)[0]  # what the first rank found is used by all
+    text, report = job.ranks.from_all(mine)[0]  # all ranks use the first rank's results
     return load_topology(json.loads(text)), report
 
 
@@ -98,7 +98,7 @@ _ALONG = "mesh dim "
 
 
 def _in_teams(job: Job, name: str, lines: list[list[int]]) -> Iterable[_Series]:
-    """Teams of 2, 4, 8, ... ranks that follow each other in a line, and of the whole line; who is left over idles."""
+    """Yields teams of 2, 4, 8, ... consecutive ranks of a line, and the whole line; ranks that are left over idle."""
     longest = min(max(map(len, lines)), _MAX_TEAM)
     for size in sorted({*(1 << n for n in range(1, longest.bit_length())), longest} - {1}):
         team = None
@@ -131,7 +131,7 @@ def _at_all_sizes(job: Job, name: str, team: dist.ProcessGroup | None, peers: in
 
 
 def _crossing(mesh: Any | None, per_node: int) -> set[str]:
-    """The mesh dims along which ranks are on different nodes."""
+    """Returns the mesh dims along which ranks are on different nodes."""
     if mesh is None or per_node == 0:
         return set()
     names, sizes, ranks = argument_values.device_mesh_parts(mesh)
@@ -143,7 +143,7 @@ def _crossing(mesh: Any | None, per_node: int) -> set[str]:
 
 
 def _take_points(job: Job, series: list[_Series]) -> tuple[dict[str, _Points], float]:
-    """Points by the name of their series, and the seconds that a copy of `_MEMORY_BYTES` takes."""
+    """Returns points by the name of their series, and the seconds that a copy of `_MEMORY_BYTES` takes."""
     large = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device=job.device)
     calls = [_all_to_all(job, one) for one in series] + [large.clone]
 
@@ -166,7 +166,7 @@ def _take_points(job: Job, series: list[_Series]) -> tuple[dict[str, _Points], f
 
 
 def _all_to_all(job: Job, one: _Series) -> Callable[[], object]:
-    """As the runtime carries it out: nothing is sent to oneself. Idle ranks do nothing."""
+    """Returns the all-to-all, run as by the runtime: nothing is sent to oneself, and idle ranks do nothing."""
     if one.team is None:
         return lambda: None
     team = one.team
@@ -183,9 +183,9 @@ def _all_to_all(job: Job, one: _Series) -> Callable[[], object]:
 def _start_messages(
     team: dist.ProcessGroup, peers: Sequence[int], sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
 ) -> Callable[[], None]:
-    """One to each of these global ranks and one from it; what it returns waits for them.
+    """Starts a message to each of these global ranks and one from each; the result waits for them.
 
-    Receives come first, so that data goes both ways at once.
+    Receives are posted first, so that data goes both ways at once.
     """
     works = [dist.irecv(part, peer, group=team) for part, peer in zip(received, peers)]
     works += [dist.isend(part, peer, group=team) for part, peer in zip(sent, peers)]
@@ -198,15 +198,18 @@ def _start_messages(
 
 
 def traffic_of(job: Job, topology: Topology) -> Traffic | None:
-    """Messages to the rank half the job away, as long as asked for, for products to be measured beside. None on a GPU,
-    where what a product loses to transfers has not been measured."""
+    """Returns a function that exchanges messages with the rank half the job away for a given time.
+
+    Products are measured while these run. Returns None on a GPU, where the slowdown of products by transfers is not
+    measured.
+    """
     if job.device.type != "cpu":
         return None
     group = job.ranks.group
     assert group is not None
     half = len(job.members) // 2
     me = dist.get_rank(group)
-    if me >= 2 * half:  # of an odd number the last one has no partner
+    if me >= 2 * half:  # with an odd number of ranks the last one has no partner
         return lambda seconds: lambda: None
     partner = dist.get_global_rank(group, (me + half) % (2 * half))
     link = topology.between if topology.ranks_per_node else topology.inside
@@ -219,7 +222,7 @@ def traffic_of(job: Job, topology: Topology) -> Traffic | None:
     return start
 
 
-# ---- what to say
+# ---- the report
 
 
 def _report(job: Job, fits: dict[str, LinkFit], points: dict[str, _Points], copy_seconds: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""How long matrix products take here: measured by all ranks at once, the same table for all."""
+"""Measures how long matrix products take, on all ranks at once, and makes one table for all of them."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from .job import Ranks, seconds_of
 
 _REPEATS, _REPEATS_QUICK = 9, 3
 _LOW_QUANTILE = 0.25
-_MAX_SECONDS = 0.25  # of a large product on CPU; longer ones are made smaller
-_TRAFFIC_LASTS = 1.5  # times the products beside it
+_MAX_SECONDS = 0.25  # for a large product on CPU; if it takes longer, a smaller one is used
+_TRAFFIC_LASTS = 1.5  # times as long as the products that run at the same time
 _LARGE = {"cpu": 1024, "cuda": 8192}
 _SMALL = 16
-_LARGE_CALLS = 3  # in a turn, so that ranks that share a core and leave a barrier apart are at it together
-_SHORT_CALLS = 10  # in a turn, of which the fastest counts
-# Rows and columns, of kernels for 16-bit operands.
+_LARGE_CALLS = 3  # per turn, so that ranks overlap even if they leave the barrier at different times
+_SHORT_CALLS = 10  # per turn, of which the fastest counts
+# Rows and columns of the tiles of kernels for 16-bit operands.
 _TILES = ((64, 64), (64, 128), (128, 128), (128, 192), (128, 256), (256, 256))
 
-# Given the seconds that it is to last, the same on all ranks, starts messages; what it returns waits for their end.
+# Starts messages that last for the given seconds, the same on all ranks; the result waits for their end.
 Traffic = Callable[[float], Callable[[], None]]
 
 
 def calibrate_gemm(
     device: torch.device | str = "cpu", *, dtype: torch.dtype = torch.bfloat16, group: dist.ProcessGroup | None = None
 ) -> GemmModel:
-    """Measures products on all ranks of the group at once and gives all the same table, to be used as ``gemm_model``.
+    """Measures products on all ranks of the group at once, and returns one table for use as ``gemm_model``.
 
-    `calibrate` does this too, and makes later products go by it. Measured are the rate of a large product, the time of
-    a tiny one, and how fast memory is copied, each as it was on the slowest rank. On CUDA, tiles are as large as
-    cuBLASLt says that it takes them. All else is as in the named model of the device.
+    `calibrate` does this too, and makes later products use the table. It measures the rate of a large product, the time
+    of a tiny one, and the rate of memory copies, each on the slowest rank. On CUDA, the tile size is derived from what
+    cuBLASLt reports. Everything else is taken from the built-in model of the device.
 
     Args:
-        device: of this rank.
-        dtype: floating, of the products that the table is for.
-        group: default: the default group. Without torch.distributed, this process alone.
+        device: this rank's device.
+        dtype: the floating dtype of the products that the table is for.
+        group: the group that measures; default, the default group. Without torch.distributed, this process alone.
 
     Returns:
         The same `GemmModel` on every rank.
 
     Raises:
-        ValueError: a dtype that is not floating, or of 8 bits; arguments of another type.
-        RuntimeError: a rank failed, on all ranks.
+        ValueError: the dtype is not floating, or has 8 bits; an argument has the wrong type.
+        RuntimeError: a rank failed; raised on all ranks.
     """
     check_dtype("dtype", dtype)
     device = argument_checks.device_of("device", device)
@@ -62,11 +62,11 @@ def check_dtype(argument: str, dtype: object) -> None:
 def measure_products(
     ranks: Ranks, device: torch.device, dtype: torch.dtype, traffic: Traffic | None = None, quick: bool = False
 ) -> GemmModel:
-    """`calibrate_gemm`; with `traffic` also how much longer products take beside it."""
+    """Like `calibrate_gemm`; with `traffic`, also measures how much longer products take while it runs."""
     error, work = None, None
     try:
         work = _Products(device, dtype, quick)
-    except Exception as raised:  # which the others are not to wait for
+    except Exception as raised:  # reported below, so that the other ranks do not wait
         error = f"{type(raised).__name__}: {raised}"
     errors = ranks.from_all(error)
     failed = [rank for rank, said in enumerate(errors) if said is not None]
@@ -86,7 +86,7 @@ def measure_products(
 
 
 class _Products:
-    """A large and a tiny product, and a copy, to be timed."""
+    """A large product, a tiny one and a copy, for timing."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, quick: bool) -> None:
         self.device, self.dtype = device, dtype
@@ -103,7 +103,7 @@ class _Products:
             self.tiles = tile_of(self.n, waves, self.processors)
 
     def make(self, n: int) -> None:
-        """Operands of n x n. n has to be the same on all ranks."""
+        """Makes operands of n x n. n has to be the same on all ranks."""
         self.n = n
         self.large = torch.randn(n, n, device=self.device).to(self.dtype)
         self.small = torch.randn(_SMALL, _SMALL, device=self.device).to(self.dtype)
@@ -114,7 +114,7 @@ class _Products:
         torch.mm(self.large, self.large, out=self.out)
 
     def times_alone(self, ranks: Ranks) -> list[float]:
-        """Of the large product, the tiny one, and the copy; all ranks are at it at the same time."""
+        """Times the large product, the tiny one and the copy, each on all ranks at the same time."""
         ranks.wait()
         times = [seconds_of(self.device, self.product, _LARGE_CALLS)]
         for call in (lambda: torch.mm(self.small, self.small, out=self.small_out), lambda: self.out.copy_(self.large)):
@@ -123,7 +123,7 @@ class _Products:
         return times
 
     def times_beside(self, ranks: Ranks, traffic: Traffic, lasts: float) -> list[float]:
-        """Of the large product alone, and beside transfers."""
+        """Times the large product alone, and during transfers."""
         ranks.wait()
         alone = seconds_of(self.device, self.product, _LARGE_CALLS)
         ranks.wait()
@@ -135,7 +135,7 @@ class _Products:
     def model(
         self, large: float, small: float, copy: float, slowdown: float | None, tiles: tuple[int, int]
     ) -> GemmModel:
-        """The table speaks of operands of 16 bits, of whole waves of tiles."""
+        """Makes the table. Its rate is for 16-bit operands and whole waves of tiles."""
         rows, columns = tiles
         waves = -(-(-(-self.n // rows) * -(-self.n // columns)) // self.processors)
         rate = 2 * rows * columns * self.n * waves / (max(large - small, 1e-9) * 1e6) * self.dtype.itemsize / 2
@@ -152,15 +152,15 @@ class _Products:
 
 
 def tile_of(n: int, waves: float, processors: int) -> tuple[int, int]:
-    """Rows and columns of the tiles of an n x n product that fills all processors so many times."""
+    """Guesses the rows and columns of the tiles of an n x n product that takes this many waves."""
     elements = n * n / (waves * processors)
     return min(_TILES, key=lambda tile: abs(math.log(tile[0] * tile[1] / elements)))
 
 
 def report_of(dtype: torch.dtype, model: GemmModel) -> str:
-    """A line that says what was measured."""
+    """Returns a line that says what was measured."""
     rate = 1e-3 * model.num_processors * model.flops_per_us * 2 / dtype.itemsize
     return (
         f"  products of {dtype}: {rate:.1f} GFlop/s, {model.launch_ps * 1e-6:.1f} us each, "
-        f"{model.contention_percent}% longer beside transfers"
+        f"{model.contention_percent}% longer during transfers"
     )

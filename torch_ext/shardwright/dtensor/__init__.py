@@ -1,1 +1,1 @@
-"""What shardwright does to DTensor: its layouts, and its redistributes."""
+"""The integration with DTensor: its layouts and its redistributes."""

@@ -1,8 +1,8 @@
-"""`_MaskPartial`, the placement of embeddings whose table is sharded by rows.
+"""Handles `_MaskPartial`, the placement of embeddings whose table is sharded by rows.
 
-Each rank looks up the indices that lie in its rows. `R -> _MaskPartial` makes global indices local and keeps the mask
-of those that other ranks hold; what is looked up for these is set to zero when `_MaskPartial` is reduced. Both are done
-here with PyTorch's own methods, so that what remains is a redistribute of ordinary placements.
+Each rank looks up the indices that lie in its rows. `R -> _MaskPartial` makes global indices local and keeps a mask of
+the indices that other ranks hold. When `_MaskPartial` is reduced, what was looked up for these is set to zero. Both are
+done here with PyTorch's own methods; what remains is a redistribute of ordinary placements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Unmasked(NamedTuple):
     masks_to_make: Sequence[int]  # mesh dims along which the result is masked
 
     def mask(self, result: torch.Tensor, placements: Sequence[Any]) -> torch.Tensor:
-        """The result with the placements that were asked for."""
+        """Masks the result, so that it has the placements that were requested."""
         for mesh_dim in self.masks_to_make:
             result = placements[mesh_dim]._partition_value(result, self.target_spec.mesh, mesh_dim)
         return result
@@ -36,7 +36,7 @@ def is_masked(placement: Placement) -> bool:
 
 
 def unmask(local: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> Unmasked | str:
-    """The same redistribute without masks, or why there is none. Applies the masks that are reduced, in place."""
+    """Returns the redistribute without masks, or why there is none. Applies masks that are reduced, in place."""
     before, after = list(current_spec.placements), list(target_spec.placements)
     to_apply, to_make = [], []
     for mesh_dim, (source, target) in enumerate(zip(before, after, strict=True)):

@@ -1,10 +1,10 @@
-"""What is on: for the process as a whole, within the blocks of its threads, and for a backward.
+"""The mode of the drop-in: for the process, within the blocks of its threads, and for a backward.
 
-Outside of autograd the mode at the time decides. A backward keeps the mode that was on in its forward. The node of an
-explicit redistribute remembers it; for implicit ones, the node's sequence number tells when it was made. These numbers
-count per thread, so where several threads changed the mode, a backward goes by the changes of its own.
+Outside of autograd, the current mode decides. A backward uses the mode of its forward. The node of an explicit
+redistribute remembers it; for an implicit one, the node's sequence number tells when it was made. These numbers are
+counted per thread, so if several threads changed the mode, a backward uses the changes of its own thread.
 
-Whoever changes something here holds a lock (drop_in.py).
+Callers that change anything here must hold the lock of drop_in.py.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ OFF = Mode(False)
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """What one thread asked for until it takes it back; of the process itself, no thread's."""
+    """The mode that one thread asked for until its block ends. The process's own block has no thread."""
 
     thread: int | None
     mode: Mode
 
 
-# The process's own, then those that have not ended. They may overlap in any way, as those of several threads do: the
-# one that began last decides, and when one ends, in whatever order, what is left decides.
+# The process's own block, then the blocks that have not ended. Blocks of several threads may overlap in any way. The
+# block that began last decides; when one ends, in whatever order, the last of the remaining ones decides.
 _blocks = [Block(None, OFF)]
 
 
@@ -58,18 +58,18 @@ def end(block: Block) -> None:
 
 
 def mine() -> Block:
-    """What this thread switches: its innermost block, else the process."""
+    """Returns the block that this thread's `enable` and `disable` change: its innermost one, else the process's."""
     thread = threading.get_ident()
     return next(block for block in reversed(_blocks) if block.thread in (thread, None))
 
 
 def is_wanted() -> bool:
-    """Whether the process or a block has it on."""
+    """Returns whether the drop-in is on in any block."""
     return any(block.mode.on for block in _blocks)
 
 
 class _Changes:
-    """Mode changes of one thread, with the sequence number that its next autograd node got."""
+    """The mode changes of one thread, each with the sequence number of the thread's next autograd node."""
 
     def __init__(self) -> None:
         self.numbers = [-1]
@@ -91,21 +91,21 @@ class _Changes:
 
 
 _current = OFF
-_changes_by_thread: dict[int, _Changes] = {}  # by the number that autograd knows threads by
+_changes_by_thread: dict[int, _Changes] = {}  # by autograd's number of the thread
 
 
 def current() -> Mode:
-    """What decides outside of autograd."""
+    """Returns the mode that decides outside of autograd."""
     return _current
 
 
 def wanted() -> Mode:
-    """What the blocks say, which holds once it is applied."""
+    """Returns the mode that the blocks ask for; it takes effect when it is applied."""
     return _blocks[-1].mode
 
 
 def apply(mode: Mode) -> None:
-    """From now on this mode holds."""
+    """Puts a mode into effect."""
     global _current
     changes = _changes_by_thread.setdefault(_runtime.thread_id(), _Changes())
     _current = mode
@@ -113,12 +113,12 @@ def apply(mode: Mode) -> None:
 
 
 def takes_shortcut() -> bool:
-    """Whether calls outside of autograd are ours, with nothing that they must go PyTorch's way for."""
+    """Returns whether calls outside of autograd may skip PyTorch's method: the drop-in is on and groups may be made."""
     return _current.on and _current.make_groups
 
 
 def deciding() -> Mode:
-    """The mode of the redistribute that is being asked for."""
+    """Returns the mode for the redistribute that is being requested."""
     node = torch._C._current_autograd_node()
     if node is None:
         return _current
@@ -130,7 +130,7 @@ def deciding() -> Mode:
 
 
 def remembering(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of an autograd function whose node, which is its ctx, keeps the mode for its backward."""
+    """Wraps the forward of an autograd function, so that its node (its ctx) keeps the mode for the backward."""
 
     @functools.wraps(forward)
     def with_mode(ctx: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Taking PyTorch's functions and giving them back: all of them or, where that fails, none."""
+"""Replaces PyTorch's functions and restores them. If replacing one fails, none is replaced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from . import mode, redistribute, shortcut
 
-_undo: contextlib.ExitStack | None = None  # gives back what was taken; None where nothing is
+_undo: contextlib.ExitStack | None = None  # restores what was replaced; None if nothing is
 _OUR_TAG = re.compile(r" ?shardwright rank (of process )?\S+$")
 
 
@@ -61,11 +61,11 @@ def _take_function(undo: contextlib.ExitStack) -> None:
 
 
 class _Holders:
-    """The places, of all loaded modules, that hold one of two functions: the original or what stands in for it.
+    """The places in all loaded modules that hold either of two functions: the original or its replacement.
 
-    Looking through the names of all modules takes tens of milliseconds, so it is done once for each. A module is looked
-    through again when it has more names or fewer than then, as one has that was still being imported. One that already
-    had a name and puts the function there later is found if it is the function's own name.
+    Searching the names of all modules takes tens of milliseconds, so each module is searched once. It is searched again
+    if its number of names changes, as it does for a module that was still being imported. If a module assigns the
+    function to a name that it already had, it is found only under the function's own name.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class _Holders:
         self._places: list[tuple[dict[str, Any], str]] = []
 
     def replace(self, original: Any, ours: Any, *, by_ours: bool) -> None:
-        """Puts `ours` where `original` is, or the other way round, under whatever name but in the module of `ours`."""
+        """Replaces `original` by `ours`, or the reverse, under any name, except in the module that defines `ours`."""
         old, new = (original, ours) if by_ours else (ours, original)
         self._look_for(original, ours)
         for names, name in self._places:
@@ -93,7 +93,7 @@ class _Holders:
                 names = module.__dict__
                 size, own = len(names), names.get(own_name)
             except (AttributeError, TypeError):
-                continue  # something else that somebody put among the modules
+                continue  # an object in sys.modules that is not a module
             if sizes.get(id(names)) == size and own is not original and own is not ours:
                 continue
             if not isinstance(names, dict) or names is vars(redistribute):
@@ -107,12 +107,12 @@ _holders = _Holders()
 
 
 def tell_compile_caches_apart(on: bool) -> None:
-    """Puts this rank into the tag of the compiled code that PyTorch keeps on disk, or takes it out again.
+    """Adds this rank to the tag of PyTorch's on-disk cache of compiled code, or removes it again.
 
-    It is kept under what Dynamo saw, in which a redistribute is a method of a DTensor: nothing says that it becomes an
-    operator of ours, nor for which rank. All ranks of a machine share the folder.
+    The cache's key is what Dynamo saw, in which a redistribute is a method of a DTensor: it says neither that the
+    method becomes an operator of ours, nor for which rank. All ranks of a machine share the cache's folder.
     """
-    tag = _OUR_TAG.sub("", config.cache_key_tag)  # in torch 2.15 each thread has its own, which may have ours already
+    tag = _OUR_TAG.sub("", config.cache_key_tag)  # in torch 2.15 each thread has its own tag, which may contain ours
     if on:
         is_rank = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank() if is_rank else os.environ.get("RANK", f"of process {os.getpid()}")

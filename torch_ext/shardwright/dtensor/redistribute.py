@@ -1,6 +1,6 @@
-"""What stands in for PyTorch's `redistribute_local_tensor`: the redistribute of DTensors' local tensors by our plans.
+"""The replacement for PyTorch's `redistribute_local_tensor`, which moves the local tensors of DTensors.
 
-What we do not take goes on to PyTorch's function and is counted with its reason.
+What it does not handle is left to PyTorch's function and counted with its reason.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from . import masks
 from .mode import Mode, deciding
 from .specs import layout_of_spec
 
-_original: Callable[..., torch.Tensor] | None = None  # PyTorch's, while ours is in its place
+_original: Callable[..., torch.Tensor] | None = None  # PyTorch's function, while ours replaces it
 
-# Told of each explicit redistribute while operators of DTensors hide their own gathers behind products.
+# Called for each explicit asynchronous redistribute while `overlap` is on (products/overlapping.py).
 note_explicit_gather: Callable[[DTensorSpec, DTensorSpec], None] | None = None
 
-# Executables whose result is the redistribute's, with nothing to be done around them.
+# Executables that do the whole redistribute, with nothing to be done before or after them.
 _direct: executables.Kept[_runtime.Executable] = executables.Kept()
 
 
 def stand_in_for(original: Callable[..., torch.Tensor] | None) -> None:
-    """Takes the place of PyTorch's function, or None gives it back."""
+    """Notes PyTorch's function, which ours now replaces; None ends that."""
     global _original
     _original = original
 
@@ -60,7 +60,7 @@ def redistribute_local_tensor(
     use_graph_based_transform: bool | None = None,
     is_explicit: bool = False,
 ) -> torch.Tensor:
-    """What PyTorch's function of this name does, by a plan of ours."""
+    """Does what PyTorch's function of this name does, with a plan of shardwright."""
     original = _original or torch_redistribute.redistribute_local_tensor
     mode = deciding()
     is_plain = mode.on and type(local_tensor) is torch.Tensor and _runtime.nothing_watches(True)
@@ -107,7 +107,7 @@ def redistribute_local_tensor(
 
 
 class _Asked(NamedTuple):
-    """A redistribute that is not known yet."""
+    """A redistribute that is not in the cache."""
 
     local: torch.Tensor
     current: DTensorSpec
@@ -117,13 +117,13 @@ class _Asked(NamedTuple):
     is_explicit: bool
 
     def layouts(self, shape: Sequence[int]) -> tuple[Layout, Layout]:
-        """Source and destination, of a tensor of this shape. Raises ValueError for what we do not know."""
+        """Returns source and destination for a tensor of this shape. Raises ValueError for unknown placements."""
         dtype = self.local.dtype
         return layout_of_spec(self.current, shape, dtype), layout_of_spec(self.target, shape, dtype)
 
 
 def _unmasked(asked: _Asked) -> torch.Tensor | Refusal:
-    """A redistribute with masks, as one without and what masks do before or after it."""
+    """Runs a redistribute with masks as one without, and handles the masks before or after it."""
     plain = masks.unmask(asked.local, asked.current, asked.target)
     if isinstance(plain, str):
         return Refusal(plain)
@@ -133,7 +133,7 @@ def _unmasked(asked: _Asked) -> torch.Tensor | Refusal:
 
 
 def _by_plan(asked: _Asked, is_traced: bool) -> torch.Tensor | Refusal:
-    """The redistribute, run or recorded in a trace, or why it is left to PyTorch."""
+    """Runs the redistribute, or records it in a trace. Returns a Refusal if it is left to PyTorch."""
     local, current, target, mode, async_op, _ = asked
     if not is_traced and type(local) not in (torch.Tensor, torch.nn.Parameter):
         return Refusal(f"local tensor is a {type(local).__name__}")
@@ -157,7 +157,8 @@ def _by_plan(asked: _Asked, is_traced: bool) -> torch.Tensor | Refusal:
     if isinstance(executable, Refusal):
         return executable
     if _autograd_looks(local):
-        # Below DTensor, as in the double backward of torch before 2.12: PyTorch's collectives cut the graph here.
+        # A graph is being made below DTensor, as in the double backward of torch before 2.12. Collectives of PyTorch's
+        # own would break the graph here.
         return redistribute_local(local, *asked.layouts(current.shape), device_mesh=current.mesh, async_op=async_op)
     copies = executable.is_identity and _torch_would_copy(current, target)
     if not copies:
@@ -170,7 +171,7 @@ def _by_plan(asked: _Asked, is_traced: bool) -> torch.Tensor | Refusal:
 
 
 def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, mode: Mode) -> Hashable:
-    """What an executable is kept under. Target specs are new ones in each call: hashing one whole is dear."""
+    """Returns the key of an executable. Each call makes a new target spec, and hashing a whole spec is expensive."""
     return (
         current_spec,
         target_spec.placements,
@@ -184,12 +185,12 @@ def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTe
 
 
 def find(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> _runtime.Executable | None:
-    """What would run for a local tensor and two specs, if it has done so before."""
+    """Returns the cached executable for a local tensor and two specs, or None."""
     return _direct.get(_key(local_tensor, current_spec, target_spec, deciding()))
 
 
 def _autograd_looks(local_tensor: torch.Tensor) -> bool:
-    """Whether a graph is being made at this level: not below one of DTensor's operators, whose graph is above it."""
+    """Returns whether autograd records at this level. Below an operator of DTensor it records that operator instead."""
     return (
         local_tensor.requires_grad
         and torch.is_grad_enabled()
@@ -199,26 +200,27 @@ def _autograd_looks(local_tensor: torch.Tensor) -> bool:
 
 @executables.kept
 def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bool:
-    """Whether PyTorch's own path makes a new tensor, where we find that nothing has to be done.
+    """Returns whether PyTorch would make a new tensor where we find that nothing has to be done.
 
-    It gathers and cuts again where mesh dims of size 1 hide that two layouts are one. Who gets a copy may write to it.
+    PyTorch gathers and cuts again where mesh dims of size 1 hide that two layouts are the same. Callers that get a copy
+    from PyTorch may write to it, so they get one from us too.
     """
     try:
         infos = torch_redistribute._gen_transform_infos(current_spec, target_spec)
     except (AssertionError, NotImplementedError, RuntimeError, ValueError):
-        return True  # it has no way at all, so a result of its own is the safe one
+        return True  # PyTorch cannot do it at all, so a new tensor is the safe choice
     for info in infos:
         source, target = info.src_dst_placements
-        keeps = source.is_replicate() and target.is_partial()  # the same values stand for P(avg), P(min), P(max)
+        keeps = source.is_replicate() and target.is_partial()  # P(avg), P(min) and P(max) need no new values
         if current_spec.mesh.size(info.mesh_dim) > 1 and not keeps:
             return True
     return False
 
 
 def _is_captured() -> bool:
-    """Whether a graph is made that is not torch.compile's: by torch.export, make_fx or AOTAutograd alone.
+    """Returns whether a graph is being made by torch.export, make_fx or AOTAutograd alone, not by torch.compile.
 
-    Others read such graphs, and look for PyTorch's collectives in them.
+    Other tools read such graphs, and look for PyTorch's collectives in them.
     """
     if torch.compiler.is_exporting():
         return True
@@ -229,14 +231,14 @@ _arguments: executables.Kept[dict[str, Any] | Refusal] = executables.Kept()
 
 
 def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:
-    """What a trace records of a redistribute: our operators."""
+    """Records our operators for a redistribute in a trace."""
     from .. import operators  # imports compilers
 
     local, current, target = asked[:3]
     is_symbolic = plans.is_symbolic((*current.shape, *local.shape))
-    arguments = None if is_symbolic else _arguments.get(key)  # symbols have no hash
+    arguments = None if is_symbolic else _arguments.get(key)  # symbols cannot be hashed
     if arguments is None:
-        with _disable_current_modes():  # nothing of this belongs into the trace
+        with _disable_current_modes():  # none of this belongs in the trace
             arguments = _trace_arguments(asked, is_symbolic)
         if not is_symbolic:
             _arguments.put(key, arguments)
@@ -249,7 +251,7 @@ def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:
 
 
 def _trace_arguments(asked: _Asked, is_symbolic: bool) -> dict[str, Any] | Refusal:
-    """The operators' arguments; none of them where nothing is to be done."""
+    """Returns the operators' arguments; empty if there is nothing to do."""
     from .. import operators  # imports compilers
 
     sizes, mesh = asked.current.shape, asked.current.mesh
@@ -283,7 +285,7 @@ def _plan(asked: _Asked, shape: Sequence[int]) -> Plan | Refusal:
 
 
 def _recorded(asked: _Asked, executable: _runtime.Executable) -> contextlib.AbstractContextManager[Any]:
-    """DebugMode's record of the redistribute, as PyTorch's own function makes it."""
+    """Records the redistribute with DebugMode, as PyTorch's own function does."""
     debug_mode = get_active_debug_mode()
     if debug_mode is None:
         return contextlib.nullcontext()

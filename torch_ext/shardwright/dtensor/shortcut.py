@@ -1,10 +1,10 @@
-"""`DTensor.redistribute` without the way there.
+"""A fast path for repeated calls of `DTensor.redistribute`.
 
 PyTorch's method builds and hashes a target spec and enters an autograd function before it asks for data; on CPU that
-takes several times what the rest of a small redistribute does. Once a call has gone that way, its target spec and
-executable are kept under source spec and placements as given, and what its autograd node remembers beside them. Later
-calls are answered from there, unless a mode, a trace or a transform watches: those take PyTorch's way, which comes back
-to the drop-in. So does a backward that is itself to be differentiated.
+takes several times as long as the rest of a small redistribute. The first call goes that way. Its target spec, its
+executable and what its autograd node saved are then cached under the source spec and the given placements, and later
+calls use them. Calls that a dispatch mode, a trace or a transform watches still take PyTorch's way, which leads to the
+drop-in. So does a backward that is itself differentiated.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from . import redistribute
 from .mode import takes_shortcut
 
 _SEQUENCES = (list, tuple)
-# DTensor's own __init__ does nothing, slowly.
+# Skips DTensor's __init__, which is slow and does nothing.
 _new_dtensor = functools.partial(DTensor.__new__, DTensor)
 
 
 class _Known:
-    """What answers a call."""
+    """What is cached for a call, and the inputs for which later calls may use it."""
 
     __slots__ = ("device", "dtype", "executable", "node", "target")
 
@@ -41,7 +41,7 @@ class _Known:
         self.executable = executable
         self.dtype = local.dtype
         self.device = local.device
-        self.node = node  # of a call with gradients: what PyTorch's autograd function saved for the backward
+        self.node = node  # for a call with gradients: what PyTorch's autograd function saved for the backward
 
     def answers(self, local: torch.Tensor) -> bool:
         return (
@@ -56,7 +56,7 @@ _known: executables.Kept[_Known] = executables.Kept()
 
 
 def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """What replaces `original`, DTensor's method, while the drop-in is on."""
+    """Returns the replacement for `original`, DTensor's method, while the drop-in is on."""
 
     @functools.wraps(original)
     def with_shortcut(
@@ -107,7 +107,7 @@ def forget() -> None:
 
 
 class Redistribute(torch_redistribute.Redistribute):
-    """PyTorch's autograd function of this name, for calls that are known."""
+    """A subclass of PyTorch's autograd function of this name, for cached calls."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, known: _Known, async_op: bool) -> DTensor:  # type: ignore[override]
@@ -119,9 +119,9 @@ class Redistribute(torch_redistribute.Redistribute):
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:  # type: ignore[override]
         if (
-            not redistribute.is_in_place()  # backwards that are still to come are PyTorch's
+            not redistribute.is_in_place()  # the drop-in was disabled, so PyTorch runs the backward
             or type(gradient) is not DTensor
-            or torch.is_grad_enabled()  # to be differentiated itself
+            or torch.is_grad_enabled()  # the backward is itself differentiated
             or gradient.dtype is not ctx._shardwright_dtype
             or not _runtime.nothing_watches(True)
         ):
@@ -140,7 +140,7 @@ class Redistribute(torch_redistribute.Redistribute):
 
 
 def _saved(result: DTensor) -> dict[str, Any] | None:
-    """What PyTorch's autograd function left on its node, if this is its node and it leaves what we know of."""
+    """Returns what PyTorch's autograd function saved on its node, or None if this is not its node as we know it."""
     node = result.grad_fn
     if node is None or node.name() != "RedistributeBackward":
         return None

@@ -1,4 +1,4 @@
-"""The layouts that DTensors have."""
+"""Layouts of DTensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..layout import Layout, Mesh
 
 
 def layout_of_spec(spec: DTensorSpec, shape: Sequence[int], dtype: torch.dtype) -> Layout:
-    """The layout a DTensorSpec describes, of a tensor of this shape. Raises ValueError for what we do not know."""
+    """Returns the layout that a DTensorSpec describes for this shape. Raises ValueError for unknown placements."""
     mesh = Mesh(spec.mesh)
     if spec.use_strided_shard_as_shard_order:
         return Layout(mesh, shape, spec.placements, dtype)

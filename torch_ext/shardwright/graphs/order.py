@@ -1,15 +1,15 @@
-"""One order of redistributes in compiled code on all ranks, where their graphs differ because their shards do.
+"""Keeps redistributes in compiled code in one order on all ranks, even if their graphs differ because their shards do.
 
-Compilers order what is independent by sizes, and leave out what nobody needs, as whatever becomes an empty shard. Ranks
-would start different collectives then. Therefore:
+Compilers order independent operators by size, and drop operators whose results nobody needs, such as those that make an
+empty shard. Ranks would then start different collectives. Therefore:
 
-- Within a trace each start takes a part of the handle of the start before, forwards and backwards apart:
-  a backward runs behind its forward anyway, and would have to keep the handle.
-- Starts and waits count as having side effects, so that none is left out.
-- Such operators are in the forward or in the backward and not in both: PyTorch's partitioner is told before it cuts a
-  joint graph. Checkpointed regions are the exception, where all ranks hold parts of one size and so decide alike what
-  to compute again: there the operators without side effects stand in. Where anything that is redistributed in the
-  graph is uneven, what was redistributed is kept.
+- Within a trace, each start takes a slice of the handle of the start before it. Forwards and backwards have separate
+  chains: a backward runs after its forward anyway, and would have to keep the handle.
+- Starts and waits count as having side effects, so that none is dropped.
+- Each of them is in the forward or in the backward, not in both; PyTorch's partitioner is told so before it cuts a
+  joint graph. The exception is checkpointed regions of graphs in which everything redistributed is even. All ranks then
+  decide alike what to recompute, and overloads without side effects are used. If anything redistributed in the graph is
+  uneven, results of redistributes are saved.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ for _operator in _RECOMPUTABLE:
 
 
 def start(local: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """`redistribute_start` behind all those that the same trace has recorded so far."""
+    """Records `redistribute_start` after all those that the same trace has recorded so far."""
     mode = get_proxy_mode()
-    if mode is None:  # fake tensors alone: nothing is recorded
+    if mode is None:  # only fake tensors, nothing is recorded
         handle: torch.Tensor = _START(local, *arguments)
         return handle
-    # What is functionalized apart from each other cannot be mixed.
+    # Tensors of different functionalizations cannot be mixed.
     functional = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
     in_backward = torch._C._current_autograd_node() is not None
     last = vars(mode.tracer).setdefault(_HANDLES, {})
     key = (in_backward, functional)
     handle = _START(local, *arguments, after=last.get(key))
-    last[key] = handle[:1]  # of the handle's size, keeping it for a backward would seem dear
+    last[key] = handle[:1]  # a slice, because saving the handle's full size for a backward would seem expensive
     return handle
 
 
@@ -56,7 +56,7 @@ def _is_even(node: torch.fx.Node) -> bool:
 
 
 def _settle(joint_module: torch.fx.GraphModule) -> None:
-    """Says of each start and wait in a joint graph in which half it is, and whether it may be in both."""
+    """Assigns each start and wait of a joint graph to the forward or the backward, unless it may be in both."""
     ours = [node for node in joint_module.graph.nodes if node.target in _RECOMPUTABLE]
     is_even = all(map(_is_even, ours))
     for node in ours:
@@ -79,5 +79,5 @@ def _before_cutting(original: Callable[..., None]) -> Callable[..., None]:
     return force_save_collectives
 
 
-# Both of PyTorch's partitioners ask this of a joint graph before they cut it.
+# Both of PyTorch's partitioners call this on a joint graph before they cut it.
 partitioners.force_save_collectives = _before_cutting(partitioners.force_save_collectives)

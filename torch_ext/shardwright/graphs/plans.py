@@ -1,7 +1,7 @@
-"""Plans as arguments of operators, also of those in graphs whose sizes are symbols.
+"""Plans as arguments of operators, also in graphs with symbolic sizes.
 
-Where sizes are symbols, an operator gets a plan for the sizes there were when it was traced, as an example that says
-the layouts, and the symbols. When these are numbers it asks for a plan for them, once for each set of numbers.
+For symbolic sizes, an operator gets the symbols and a plan for the sizes at the time of tracing, as an example that
+holds the layouts. When the graph runs, the operator asks for a plan for the actual sizes, once for each set of sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Size = Any  # int or SymInt
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(text: str) -> _planner.Plan:
-    """The plan in an operator's argument."""
+    """Returns the plan in an operator's argument."""
     return _planner.parse_plan(text)
 
 
@@ -31,13 +31,13 @@ def is_symbolic(sizes: Sequence[Size]) -> bool:
 
 
 def example_of(sizes: Sequence[Size]) -> list[int] | None:
-    """What they were while tracing; None where that is not known."""
+    """Returns the sizes at the time of tracing; None if one is not known."""
     known = [size if isinstance(size, int) else size.node.hint for size in sizes]
     return None if any(size is None for size in known) else [int(size) for size in known]
 
 
 def group_names(plan: _planner.Plan, device_mesh: DeviceMesh) -> list[str]:
-    """Those of all groups that are there: what later plans keep to."""
+    """Returns the names of all existing groups, to which later plans are limited."""
     mesh, rank = plan.src.mesh, dist.get_rank()
     return [
         groups.find_or_make(mesh.group_ranks(rank, dims), dims, device_mesh).group_name
@@ -46,7 +46,7 @@ def group_names(plan: _planner.Plan, device_mesh: DeviceMesh) -> list[str]:
 
 
 def local_shape(placed: _planner.Layout, sizes: Sequence[Size], rank: int) -> list[Size]:
-    """What `torch.chunk` leaves of these sizes on this rank. Guards on what divides evenly."""
+    """Returns this rank's sizes when these are cut as by `torch.chunk`. Guards on divisibility."""
     coordinate = placed.mesh.coordinate(rank)
     assert coordinate is not None
     shape = list(sizes)
@@ -70,7 +70,7 @@ def _with_sizes(example: _planner.Layout, sizes: Sequence[int]) -> layout.Layout
 
 
 def _plan_for_sizes(plan: str, group_names: Sequence[str], rank: int, sizes: Sequence[int]) -> list[str]:
-    """The plan for these sizes, then the names of its groups."""
+    """Returns the plan for these sizes, then the names of its groups."""
     example = plan_of(plan)
     mesh = example.src.mesh
     src, dst = _with_sizes(example.src, sizes), _with_sizes(example.dst, sizes)
