@@ -219,7 +219,7 @@ def test_default_tables_are_said_once(calibrates: bool) -> None:
     assert first.ok and second.ok, first.error or second.error
     assert second.value == []
     assert len(first.value) == (0 if calibrates else 1)
-    assert calibrates or "chosen by 'gloo-local', a default" in first.value[0]
+    assert calibrates or "chosen with 'gloo-local', a default table" in first.value[0]
     assert calibrates or "Call shardwright.calibrate() once on all ranks" in first.value[0]
 
 

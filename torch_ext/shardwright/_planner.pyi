@@ -1,10 +1,10 @@
-"""Types of the torch-free extension module. `Layout`, `Mesh` and `plan` of the package are the public face of it."""
+"""Types of the torch-free extension module. Its public interface is `Layout`, `Mesh` and `plan` of the package."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 class Link:
-    """What it costs to reach another rank."""
+    """The latency and bandwidth of messages to other ranks."""
 
     def __init__(self, message_ps: int, ps_per_kib: int) -> None: ...
     @property
@@ -13,13 +13,13 @@ class Link:
 
     @property
     def ps_per_kib(self) -> int:
-        """Picoseconds per KiB, of the larger of bytes sent and received by a rank."""
+        """Picoseconds per KiB of the larger of bytes sent and bytes received by a rank."""
 
 class Topology:
-    """What joins the ranks of a mesh, in integer picoseconds, so that every rank computes the same plan.
+    """The latencies and bandwidths between ranks, in integer picoseconds, so that every rank computes the same plan.
 
-    Ranks are on nodes of `ranks_per_node` consecutive ranks (0: on one node). Groups on one node go by `inside`, others
-    by `between`; `mesh_dims` gives single mesh dims, by name, links of their own.
+    Ranks are on nodes of `ranks_per_node` consecutive ranks (0: all on one node). Groups on one node use the link
+    `inside`, others `between`; `mesh_dims` gives single mesh dims, by name, links of their own.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Topology:
     ) -> None: ...
     @staticmethod
     def named(name: str) -> Topology:
-        """Raises ValueError naming the known ones."""
+        """Returns a built-in topology. Raises a ValueError that lists them on other names."""
 
     @staticmethod
     def names() -> list[str]: ...
@@ -48,7 +48,7 @@ class Topology:
 
     @property
     def memory_ps_per_kib(self) -> int:
-        """Of local copies."""
+        """Picoseconds per KiB of local copies."""
 
     @property
     def inside(self) -> Link: ...
@@ -57,10 +57,10 @@ class Topology:
     @property
     def mesh_dims(self) -> dict[str, Link]: ...
     def to_json(self) -> str:
-        """What `load_topology` reads."""
+        """Returns JSON that `load_topology` reads."""
 
 class LinkFit:
-    """What a step, a message and a byte cost over a link, in seconds, and how far off that is in the mean."""
+    """The costs of a step, a message and a byte over a link, in seconds, and the mean relative error of the fit."""
 
     @property
     def step(self) -> float: ...
@@ -77,10 +77,10 @@ def fit_links(
     mesh_dims: Mapping[str, Sequence[tuple[int, int, float]]],
     crossing: set[str],
 ) -> tuple[LinkFit, LinkFit, dict[str, LinkFit]]:
-    """Of all-to-alls as (peers, bytes sent, seconds): within nodes, between them, and along mesh dims by name."""
+    """Fits links to all-to-alls, given as (peers, bytes sent, seconds): within nodes, between them, by mesh dim."""
 
 class Mesh:
-    """A grid of ranks with named dims. Equal are meshes with the same names, sizes, ranks and topology."""
+    """A grid of ranks with named dims. Meshes are equal if names, sizes, ranks and topology are."""
 
     def __init__(
         self,
@@ -102,20 +102,22 @@ class Mesh:
     @property
     def ranks(self) -> list[int]: ...
     def coordinate(self, rank: int) -> list[int] | None:
-        """Where a rank sits; None for a rank that is not on the mesh."""
+        """Returns a rank's coordinate; None for a rank that is not on the mesh."""
 
     def group_ranks(self, rank: int, mesh_dims: Sequence[int]) -> list[int]:
-        """The ranks that differ from `rank` only in `mesh_dims`, itself included, ascending."""
+        """Returns the ranks that differ from `rank` only in `mesh_dims`, itself included, ascending."""
 
     def has_same_ranks(self, other: Mesh) -> bool:
-        """Whether names, sizes and ranks are the same, whatever joins them."""
+        """Returns whether names, sizes and ranks are the same; topologies may differ."""
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
 
 class Layout:
-    """A global tensor's shape and dtype, and how it lies on a mesh. Equal are layouts that put the same elements in the
-    same places of equal meshes; plans for them are one."""
+    """A global tensor's shape and dtype, and how it is placed on a mesh.
+
+    Layouts are equal if they put the same elements in the same places of equal meshes; they share plans.
+    """
 
     def __init__(
         self,
@@ -134,7 +136,7 @@ class Layout:
     def dtype(self) -> str: ...
     @property
     def placements(self) -> tuple[str, ...]:
-        """One per mesh dim. Strided shards that encode an order of cuts stand as plain ones; see `shard_order`."""
+        """One per mesh dim. Strided shards that encode an order of cuts appear as plain ones; see `shard_order`."""
 
     @property
     def shard_order(self) -> dict[int, list[int]]:
@@ -145,10 +147,10 @@ class Layout:
         """Whether all ranks hold parts of one shape."""
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of this rank's part; (0,) on a rank that is not on the mesh."""
+        """Returns the shape of this rank's part; (0,) for a rank that is not on the mesh."""
 
     def region(self, rank: int) -> list[list[tuple[int, int]]]:
-        """Per tensor dim the [begin, end) intervals of global indices the rank holds, in local order."""
+        """Returns, per tensor dim, the [begin, end) intervals of global indices that the rank holds, in local order."""
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
@@ -162,7 +164,7 @@ class Step:
 
     @property
     def mesh_dims(self) -> tuple[int, ...]:
-        """Indices of the mesh dims it moves over."""
+        """Indices of the mesh dims that it spans."""
 
     @property
     def ordered(self) -> bool:
@@ -170,12 +172,12 @@ class Step:
 
     @property
     def sharing(self) -> str:
-        """How ranks that hold the same share what is sent of it: ``"none"``, each receiver reads from one of them;
-        ``"messages"``, whole messages; ``"bytes"``, to the element, which splits some messages."""
+        """How ranks that hold the same data share its sending. ``"none"``: each receiver reads from one of them.
+        ``"messages"``: whole messages are shared out. ``"bytes"``: elements are, which splits some messages."""
 
     @property
     def rounds(self) -> int:
-        """In how many goes the move is carried out, to need less staging; each counts as a step."""
+        """The number of rounds in which the move is carried out, to need less staging; each counts as a step."""
 
     @property
     def predicted_us(self) -> float: ...
@@ -218,7 +220,7 @@ class Plan:
     def objective(self) -> str: ...
     @property
     def topology(self) -> str:
-        """Name of the table of latencies and bandwidths that the plan was chosen by."""
+        """The name of the topology with which the plan was chosen."""
 
     @property
     def steps(self) -> list[Step]: ...
@@ -232,7 +234,7 @@ class Plan:
 
     @property
     def wire_bytes_sum_is_exact(self) -> bool:
-        """Whether `wire_bytes_sum` is exact; if not, an upper bound. Always so up to 4,096 ranks."""
+        """Whether `wire_bytes_sum` is exact; if not, it is an upper bound. Up to 4,096 ranks it is always exact."""
 
     @property
     def send_bytes_max(self) -> int: ...
@@ -242,15 +244,15 @@ class Plan:
 
     @property
     def bound_bytes_max(self) -> int:
-        """What no plan can go below for the rank that receives most."""
+        """A lower bound, for any plan, on the bytes received by the rank that receives most."""
 
     @property
     def bound_bytes_sum(self) -> int:
-        """What no plan can go below over all ranks."""
+        """A lower bound, for any plan, on the bytes received by all ranks."""
 
     @property
     def peak_bytes(self) -> int:
-        """Memory allocated at once on the worst rank: the result and temporaries, not the source."""
+        """The most memory allocated at once on the worst rank: the result and temporaries, not the source."""
 
     @property
     def peak_bytes_is_exact(self) -> bool:
@@ -258,30 +260,30 @@ class Plan:
 
     @property
     def predicted_us(self) -> float:
-        """Time by the plan's topology, in microseconds."""
+        """The predicted time with the plan's topology, in microseconds."""
 
     @property
     def certificate(self) -> dict[str, tuple[int, int]]:
-        """Figures, each beside what no plan can go below: ``wire_bytes_max`` and ``wire_bytes_sum`` received,
+        """Figures with a lower bound for any plan: ``wire_bytes_max`` and ``wire_bytes_sum`` received,
         ``send_bytes_max``, ``messages_max``, ``steps`` that communicate, ``peak_bytes``, ``predicted_ps``."""
 
     @property
     def remarks(self) -> list[str]:
-        """A sentence for each bound that the plan does not meet, and for what it cannot promise."""
+        """A sentence for each bound that the plan does not meet, and for each property that it cannot guarantee."""
 
     @property
     def replicas_are_bitwise_equal(self) -> bool:
-        """Whether ranks that end with the same part hold the same bits of what was reduced, whatever the library that
-        reduces."""
+        """Whether ranks that end with the same part hold the same bits of what was reduced, whichever library does the
+        reduction."""
 
     def wire_bytes(self, rank: int) -> int:
-        """Bytes that one rank receives."""
+        """Returns the bytes that one rank receives."""
 
     def rank_peak_bytes(self, rank: int) -> int:
-        """Memory that one rank allocates at once."""
+        """Returns the most memory that one rank allocates at once."""
 
     def program(self, rank: int) -> str:
-        """The instructions of one rank, as text."""
+        """Returns the instructions of one rank, as text."""
 
     def simulate(self) -> int:
         """Runs all ranks in this process. Returns the bytes moved; raises RuntimeError if an element is wrong, or if
@@ -290,24 +292,24 @@ class Plan:
     def to_bytes(self) -> bytes: ...
     @staticmethod
     def from_bytes(data: bytes) -> Plan:
-        """Raises ValueError on bytes that are no plan."""
+        """Raises ValueError on bytes that are not a plan."""
 
     def to_json(self) -> str:
-        """As docs/plan.schema.json says; `plan_from_json` reads it."""
+        """Returns JSON as described in docs/plan.schema.json; `plan_from_json` reads it."""
 
     def to_svg(self) -> str:
-        """A picture: who holds what, and who sends what to whom; by rank on meshes of up to 16, else by mesh dim."""
+        """Returns a picture of who holds what and who sends what to whom: by rank up to 16 ranks, else by mesh dim."""
 
     def to_html(self) -> str:
-        """The picture and the plan's text as a page of its own."""
+        """Returns an HTML page with the picture and the plan's text."""
 
 class PlanningTables:
-    """What plans and products go by where a call does not say. Immutable: the methods ``with...`` give another."""
+    """The defaults for plans and products. Immutable: the ``with...`` methods return a new object."""
 
     def __init__(self) -> None: ...
     def with_pin(self, plan: Plan) -> PlanningTables: ...
     def without_pin(self, plan: Plan) -> PlanningTables:
-        """Raises ValueError where nothing is pinned for the plan's layouts and backend."""
+        """Raises ValueError if nothing is pinned for the plan's layouts and backend."""
 
     def pinned(self, src: Layout, dst: Layout, backend: str) -> Plan | None: ...
     def with_measured(
@@ -322,13 +324,13 @@ class PlanningTables:
     @property
     def environment(self) -> Topology | None: ...
     def summary(self) -> dict[str, str]:
-        """What ranks of one job have in common, by name, with hashes of what is behind the names."""
+        """Returns a short text per table, with a hash of its content, for ranks of a job to compare."""
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
 
 def lowering_of_backend(backend: str, device_type: str) -> str:
-    """``"nccl"`` or ``"gloo"``, by the name that a process group's backend has; csrc/cost/backend.h says more."""
+    """Returns ``"nccl"`` or ``"gloo"`` for the name of a process group's backend (csrc/cost/backend.h)."""
 
 def make_plan(
     src: Layout,
@@ -360,34 +362,35 @@ def plan_of_steps(
     named_groups_only: bool,
 ) -> Plan: ...
 def plan_text(plan: Plan) -> str:
-    """A plan as operators take it: a label, ``"|"``, and its bytes in base64."""
+    """Returns a plan as operators take it: a label, ``"|"``, and its bytes in base64."""
 
 def parse_plan(text: str) -> Plan:
-    """What `plan_text` wrote. Raises ValueError on other text."""
+    """Parses what `plan_text` wrote. Raises ValueError on other text."""
 
 def simulation_bytes(plan: Plan) -> int:
-    """About how much memory ``plan.simulate()`` takes."""
+    """Estimates how much memory ``plan.simulate()`` takes."""
 
 def plan_cache_counts() -> dict[str, int]: ...
 def reset_plan_cache_counts() -> None: ...
 def clear_plan_cache() -> None: ...
 
 class GemmModel:
-    """How long a matrix product takes: what chunks are chosen by, the same on every rank.
+    """Predicts how long a matrix product takes. Chunks are chosen with it, so it must be the same on every rank.
 
-    A product is cut into tiles, and processors take one each at a time: one of few tiles leaves processors idle.
+    A product is cut into tiles, and each processor computes one at a time: a product of few tiles leaves processors
+    idle.
 
     Args:
         name: shown in messages.
-        num_processors: SMs of a GPU; 1 for the cores of a CPU together.
-        tile_rows, tile_columns: of the result.
-        flops_per_us: of one processor, for operands of 16 bits; 8 bits go twice, 32 half, 64 a quarter as fast.
+        num_processors: the SMs of a GPU; 1 for all cores of a CPU together.
+        tile_rows, tile_columns: the size of a tile of the result.
+        flops_per_us: of one processor, for 16-bit operands; 8 bits run twice, 32 half, 64 a quarter as fast.
         launch_ps: picoseconds per product.
-        memory_ps_per_kib: to read operands and write results.
-        contention_percent: by how much a product takes longer while data travels.
+        memory_ps_per_kib: picoseconds per KiB to read operands and write results.
+        contention_percent: how much longer a product takes while data travels.
 
     Raises:
-        ValueError: figures below 0, and below 1 where they divide.
+        ValueError: a figure is negative, or one that is divided by is below 1.
     """
 
     def __init__(
@@ -404,7 +407,8 @@ class GemmModel:
     ) -> None: ...
     @staticmethod
     def named(name: str) -> GemmModel:
-        """``"h100"``, ``"a100"`` or ``"cpu"``: orders of magnitude, not measurements. Raises ValueError on others."""
+        """Returns a built-in model, ``"h100"``, ``"a100"`` or ``"cpu"``: orders of magnitude, not measurements. Raises
+        ValueError on other names."""
 
     @staticmethod
     def names() -> list[str]: ...
@@ -425,19 +429,19 @@ class GemmModel:
     @property
     def contention_percent(self) -> int: ...
     def picoseconds(self, m: int, n: int, k: int, count: int = 1, item_bytes: int = 2) -> int:
-        """Of `count` products of m x k by k x n."""
+        """Returns the time of `count` products of m x k by k x n."""
 
 class Schedule:
-    """How a `Matmul` is carried out: csrc/products/matmul.h says more.
+    """How a `Matmul` is carried out (csrc/products/matmul.h).
 
     Args:
         method: ``"serial"``, ``"ring"`` or ``"collective"``.
-        chunks: how many; or of a ring the distances of each.
-        depth: transfers under way beside a product, at most.
-        sms_left: multiprocessors that products leave to transfers under way beside them.
+        chunks: their number, or for a ring the distances of each.
+        depth: the most transfers that are under way during a product.
+        sms_left: multiprocessors that products leave to transfers under way.
 
     Raises:
-        ValueError: another method. What fits a product says `Matmul.check`.
+        ValueError: the method is unknown. `Matmul.check` tells whether a schedule fits a product.
     """
 
     def __init__(
@@ -453,10 +457,7 @@ class Schedule:
     def sms_left(self) -> int: ...
 
 class Matmul:
-    """Matrix products next to a redistribute, as one program: csrc/products/matmul.h says more.
-
-    Methods are ``"serial"``, ``"ring"`` and ``"collective"``.
-    """
+    """Matrix products and a redistribute as one program (csrc/products/matmul.h)."""
 
     @staticmethod
     def gather(
@@ -465,9 +466,10 @@ class Matmul:
         keeps_gathered: bool = False,
         scaling: tuple[bool, str, Plan | None] | None = None,
     ) -> Matmul:
-        """Moves an operand by a plan and multiplies it. By product: axes with the operand that moves first, the other
-        operand, whether a bias follows. Scaling of operands of 8-bit floats: whether by row, dtype of the result, and
-        by row the plan of the operand's scales. Raises ValueError where they do not fit."""
+        """Moves an operand by a plan and multiplies it. `products` has, for each product, the axes (with the operand
+        that moves first), the other operand, and whether a bias is added. `scaling` of 8-bit operands is whether scales
+        are by row, the dtype of the result, and, if by row, the plan of the moved operand's scales. Raises ValueError
+        if these do not fit together."""
 
     @staticmethod
     def scatter(
@@ -476,12 +478,13 @@ class Matmul:
         has_addend: bool = False,
         scaling: tuple[bool, str, Plan | None] | None = None,
     ) -> Matmul:
-        """Sums products, and one more tensor that lies as the plan's source, and moves the result by a plan. By term:
-        axes and both operands. Scaling as in `gather`, without a plan."""
+        """Sums products, and with `has_addend` one more tensor in the layout of the plan's source, and moves the result
+        by a plan. `terms` has the axes and both operands of each product; `scaling` is as in `gather`, without a plan.
+        """
 
     @staticmethod
     def parse(text: str) -> tuple[Matmul, Schedule]:
-        """What `to_text` wrote."""
+        """Parses what `to_text` wrote."""
 
     @property
     def plan(self) -> Plan: ...
@@ -491,35 +494,35 @@ class Matmul:
     def communicates(self) -> bool: ...
     @property
     def why_only_serial(self) -> str | None:
-        """Why nothing of it can go in chunks; None where something can."""
+        """Why nothing of it can be chunked; None if something can."""
 
     def check(self, schedule: Schedule) -> None:
-        """Raises ValueError where it cannot be done so."""
+        """Raises ValueError if the schedule is not possible."""
 
     def predictions(self, model: GemmModel, depth: int | None = None) -> list[tuple[Schedule, int]]:
-        """With picoseconds; serial first, then every method and number of chunks with the depth, unless it is given,
-        and what is left to transfers that are predicted fastest."""
+        """Returns schedules with their picoseconds: serial first, then every method and number of chunks, each with the
+        depth (unless it is given) and the processors left to transfers that are predicted to be fastest."""
 
     def choose(self, model: GemmModel, depth: int | None = None) -> Schedule:
-        """The one with the least prediction; serial unless another saves 2%."""
+        """Returns the schedule that is predicted to be fastest; serial unless another one saves 2%."""
 
     def tuned(self, schedule: Schedule, model: GemmModel, depth: int | None = None) -> Schedule:
-        """Its method and chunks, with depth and what is left to transfers as in `predictions`."""
+        """Returns the schedule with the depth and the processors left to transfers that `predictions` would choose."""
 
     def timeline(self, schedule: Schedule, model: GemmModel) -> dict[str, Any]:
-        """``spans``: lane, instruction, chunk, start and end in picoseconds, of the first rank; ``total_ps``,
-        ``communication_ps`` and ``gemm_ps``."""
+        """Returns the prediction for the first rank: ``spans`` with lane, instruction, chunk, start and end in
+        picoseconds; ``total_ps``, ``communication_ps`` and ``gemm_ps``."""
 
     def program(self, schedule: Schedule, rank: int) -> str: ...
     def peak_bytes(self, schedule: Schedule, rank: int) -> int: ...
     def groups(self, schedule: Schedule, rank: int) -> list[tuple[list[int], list[int]]]: ...
     def shapes(self, rank: int) -> tuple[list[list[int]], list[list[int]], list[str]]:
-        """Of a rank's inputs and outputs, and the dtypes of outputs."""
+        """Returns the shapes of a rank's inputs, the shapes of its outputs, and the dtypes of its outputs."""
 
     def to_text(self, schedule: Schedule) -> str: ...
 
 class ProductNode:
-    """One thing to be done with the tensors of a product: csrc/products/dataflow.h says more."""
+    """One operation on the tensors of a product (csrc/products/dataflow.h)."""
 
     @property
     def kind(self) -> str:
@@ -531,11 +534,11 @@ class ProductNode:
     def outputs(self) -> list[int]: ...
     @property
     def released(self) -> list[int]:
-        """Values that nobody reads any more afterwards."""
+        """Values that no later node reads."""
 
     @property
     def plan(self) -> Plan | None:
-        """Of a move."""
+        """The plan of a move."""
 
     @property
     def matmul(self) -> Matmul | None: ...
@@ -543,10 +546,10 @@ class ProductNode:
     def schedule(self) -> Schedule: ...
     @property
     def pending(self) -> list[int]:
-        """Of a bias: mesh dims of which only the first rank adds it."""
+        """For a bias, the mesh dims along which only the first rank adds it."""
 
 class ProductDataflow:
-    """Nodes in their order. Values are numbered, inputs first; an output of -1 was not asked for."""
+    """Nodes in execution order. Values are numbered, inputs first; an output of -1 was not requested."""
 
     @property
     def names(self) -> list[str]: ...
@@ -560,21 +563,22 @@ class ProductDataflow:
     def nodes(self) -> list[ProductNode]: ...
 
 class ProductPlan:
-    """How a product of placed tensors is carried out, forward and backward: csrc/products/product_plan.h says more.
+    """The plan of a product of placed tensors, forward and backward (csrc/products/product_plan.h).
 
     Args:
-        axes: by weight, as in einsum: ``"bsk,nk->bsn"``.
-        operand, weights, biases, results: where they lie, and where results are asked for.
-        cuts: by mesh dim the axis that is cut while it computes, or ``"-"``; default: those predicted fastest.
-        scaled_by: of operands of 8-bit floats: ``"tensor"`` or ``"row"``.
-        scales: by row, of operand and weights, where scales lie elsewhere than the rows of their operand.
-        keeps_gathered: whether the forward gives the operand as gathered, for the backward.
+        axes: one text per weight, as in einsum: ``"bsk,nk->bsn"``.
+        operand, weights, biases, results: the layouts of the given tensors, and those requested for the results.
+        cuts: the axis that is cut along each mesh dim during the product, or ``"-"``; default: the cuts predicted to be
+            fastest.
+        scaled_by: how operands of 8-bit floats are scaled: ``"tensor"`` or ``"row"``.
+        scales: if by row, the layouts of scales of operand and weights that are not placed like their operand's rows.
+        keeps_gathered: whether the forward also returns the gathered operand, for the backward.
         method, chunks, depth: as in `shardwright.linear`.
-        backend, topology, tables: what moves are planned with, as in `shardwright.plan`.
-        gemm_models: how long products take, by the dtype of what is moved beside them.
+        backend, topology, tables: as in `shardwright.plan`.
+        gemm_models: how long products take, by the dtype of the tensor that is moved.
 
     Raises:
-        ValueError: what does not fit together; a schedule that cannot be had.
+        ValueError: the arguments do not fit together, or the schedule is not possible.
     """
 
     def __init__(
@@ -599,10 +603,10 @@ class ProductPlan:
     ) -> None: ...
     @staticmethod
     def parse(text: str) -> ProductPlan:
-        """Of what `to_text` wrote. Raises ValueError on other text."""
+        """Makes the plan from what `to_text` wrote. Raises ValueError on other text."""
 
     def to_text(self) -> str:
-        """All that it follows from, the same in every process, as operators take it."""
+        """Returns everything that the plan depends on, as operators take it; the same in every process."""
 
     def to_json(self) -> str: ...
     @property
@@ -621,34 +625,34 @@ class ProductPlan:
     def cuts(self) -> str: ...
     @property
     def lead(self) -> str:
-        """What is moved behind the product: ``"operand"``, ``"weight"`` or ``"result"``."""
+        """The tensor whose move overlaps with the product: ``"operand"``, ``"weight"`` or ``"result"``."""
 
     @property
     def keeps_gathered(self) -> bool: ...
     @property
     def has_equal_parts(self) -> bool:
-        """Whether all ranks hold parts of one size of all tensors."""
+        """Whether, for every tensor, all ranks hold parts of one size."""
 
     @property
     def moved_operand(self) -> Layout:
-        """The operand's while the product computes."""
+        """The operand's layout during the product."""
 
     @property
     def operand_gradient(self) -> Layout:
-        """Of what the backward gives for the operand."""
+        """The layout of the operand's gradient as the backward returns it."""
 
     @property
     def result_gradients(self) -> list[Layout]:
-        """Of gradients that lie as the results do."""
+        """The layouts of gradients that are placed like the results."""
 
     def gemm_model(self, dtype: str) -> GemmModel: ...
     def predicted_ps(self) -> int:
-        """Of the forward."""
+        """Returns the predicted time of the forward."""
 
     @property
     def forward(self) -> ProductDataflow:
-        """Inputs: operand, weights, biases of those that have one, scales. Outputs: results, then the operand as moved
-        where that is kept."""
+        """Inputs: operand, weights, biases of the weights that have one, scales. Outputs: results, then the moved
+        operand if it is kept."""
 
     def backward(
         self,
@@ -658,11 +662,11 @@ class ProductPlan:
         biases: Sequence[bool],
         addend: Layout | None = None,
     ) -> ProductDataflow:
-        """Inputs: operand (as moved where that is kept), weights, gradients of the results, what is added to the
-        operand's. Outputs: gradients of operand, weights and biases."""
+        """Inputs: operand (the moved one if it is kept), weights, gradients of the results, then the addend to the
+        operand's gradient if there is one. Outputs: gradients of operand, weights and biases."""
 
 def cuts_in_place(axes: str, operand: Layout, weight: Layout) -> str:
-    """The cuts that operand and weight have already, or nearly."""
+    """Returns the cuts that keep operand and weight where they are as far as possible."""
 
 def placements_in_place(axes: str, operand: Layout, weight: Layout) -> list[str]:
-    """Where the result of these comes to lie by itself."""
+    """Returns the placements in which these cuts leave the result."""

@@ -16,7 +16,7 @@ class CompiledProgram:
         """(mesh dims, ranks ascending) of each group the program communicates in."""
 
     def bind(self, group_names: Sequence[str]) -> Executable:
-        """Registered names of the process groups, one per entry of `groups`."""
+        """Binds the program to process groups; `group_names` has the registered name of one for each of `groups`."""
 
 class Executable:
     """A program bound to process groups, which it does not keep alive."""
@@ -35,7 +35,7 @@ class Executable:
     def mesh_ranks(self) -> list[int]: ...
     @property
     def signature(self) -> dict[str, str]:
-        """What ranks that run the same redistribute have in common, by name."""
+        """What must be equal on all ranks that run the same redistribute, by name."""
 
     @property
     def is_identity(self) -> bool:
@@ -43,11 +43,11 @@ class Executable:
 
     @property
     def communications(self) -> list[tuple[str, str, list[int], int, int, int]]:
-        """Of each step of the plan that communicates: op, reduce op, mesh dims, group size, gather dim, shard dim."""
+        """For each step that communicates: op, reduce op, mesh dims, group size, gather dim, shard dim."""
 
     @property
     def group_names(self) -> list[str]:
-        """Registered names of the process groups it is bound to."""
+        """Registered names of the process groups that it is bound to."""
 
     @property
     def communicates(self) -> bool: ...
@@ -55,19 +55,19 @@ class Executable:
     def received_bytes(self) -> int: ...
     def run(self, input: torch.Tensor) -> torch.Tensor: ...
     def start(self, input: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """The result and whether it is still under way; if so it is registered for `wait_tensor`."""
+        """Returns the result and whether it is still being computed; if so it is registered for `wait_tensor`."""
 
     def run_all(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
 
 def executable(text: str, group_names: Sequence[str], rank: int) -> Executable:
-    """That of an operator's text, bound to these groups; kept."""
+    """Returns the cached executable for an operator's text, bound to these groups."""
 
 def begin_trace() -> None: ...
 def end_trace() -> list[tuple[str, str, int, int, float, float]]:
-    """Lane, instruction, chunk, run, start and end in seconds, of everything since `begin_trace`."""
+    """Returns lane, instruction, chunk, run, start and end in seconds of everything since `begin_trace`."""
 
 def finish_programs(timeout_seconds: float) -> bool:
-    """For the end of the process: waits this long at most for asynchronous programs. True if all are finished."""
+    """Waits at most this long for asynchronous programs, at the end of the process. True if all are finished."""
 
 def thread_id() -> int: ...
 def thread_of_current_node() -> int: ...
@@ -75,16 +75,16 @@ def register_capture_query(device_type: str, address: int) -> None: ...
 def register_device_copy(device_type: str, address: int) -> None: ...
 def is_capturing(device: str) -> bool: ...
 def drain() -> None:
-    """Makes every program that was started start all its communications."""
+    """Makes every program that has been started start all its communications."""
 
 def counters() -> dict[str, int]: ...
 def cast_products() -> dict[str, int]:
-    """Products of 8-bit floats that were cast to float32, on other devices than CPU, by reason."""
+    """Counts products of 8-bit floats, on devices other than CPU, that were cast to float32, by reason."""
 
 def reset_counters() -> None: ...
 
 class StridedCopy:
-    """What packs and unpacks, for tests and benchmarks.
+    """The copy that packs and unpacks, for tests and benchmarks.
 
     Boxes are ``(src_offset, dst_offset, sizes, src_strides, dst_strides)``, in elements of `item_bytes`, outermost dim
     first. Nothing is checked.
@@ -94,14 +94,15 @@ class StridedCopy:
         self, boxes: Sequence[tuple[int, int, Sequence[int], Sequence[int], Sequence[int]]], item_bytes: int
     ) -> None: ...
     def run(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """From and to flat tensors on one device, which do not overlap."""
+        """Copies between flat tensors on one device, which must not overlap."""
 
 def reduce_parts(
     op: str, parts: Sequence[torch.Tensor], divisor: float, dst: torch.Tensor, with_aten: bool = False
 ) -> None:
-    """dst = (op over the parts, in order) / divisor, for tests and benchmarks: all flat, of one size, dtype and device.
+    """Computes dst = (op over the parts, in order) / divisor, for tests and benchmarks.
 
-    `with_aten`: as on devices that have nothing of their own for it. Nothing is checked.
+    All tensors are flat, of one size, dtype and device. `with_aten` uses ATen, as on devices for which shardwright has
+    no reduction of its own. Nothing is checked.
     """
 
 class Gemm:
@@ -131,7 +132,7 @@ class Gemm:
         bias: torch.Tensor | None = None,
         sms_left: int = 0,
     ) -> None:
-        """lhs and rhs of one floating dtype, dst too or float32; `sms_left`: multiprocessors to leave alone."""
+        """lhs and rhs have one floating dtype; dst has it too, or float32. `sms_left` multiprocessors stay unused."""
 
     def multiply_scaled(
         self,
@@ -143,38 +144,39 @@ class Gemm:
         sms_left: int = 0,
         fast_accumulation: bool = False,
     ) -> None:
-        """Of 8-bit floats, by float32 scales, into bfloat16 or float32.
+        """Multiplies 8-bit floats with float32 scales into bfloat16 or float32.
 
-        Scales have no dims, or one: m of lhs, n of rhs. Raises ValueError on other dtypes.
+        Scales have no dims, or one of length m (lhs) or n (rhs). Raises ValueError on other dtypes.
         """
 
     def why_not_scaled(self, lhs: torch.Tensor, rhs: torch.Tensor, dst: torch.Tensor) -> str | None:
-        """What about these keeps a scaled product from units for 8-bit floats, if anything."""
+        """Returns why the device's units for 8-bit floats cannot do a scaled product of these; None if they can."""
 
     def waves(self, lhs: torch.Tensor, dst: torch.Tensor, sms_left: int = 0) -> float | None:
-        """How often the product fills dst's device, by the dtypes of lhs and dst; None where that is not known."""
+        """Returns in how many waves dst's device computes the product, given the dtypes; None if that is not known."""
 
 def nothing_watches(in_backward: bool) -> bool:
-    """Whether no mode, trace or transform is to see what this thread does, and no backward is under way, or may be."""
+    """Returns whether no mode, trace or transform watches this thread, and, unless `in_backward`, no backward runs."""
 
 def set_fast_accumulation(enabled: bool) -> bool:
-    """Whether products of 8-bit floats with scales accumulate fast, as ``use_fast_accum=True`` of torch's scaled_mm.
+    """Sets whether scaled products of 8-bit floats accumulate fast, like ``use_fast_accum=True`` of torch's scaled_mm.
 
-    On CUDA, where cuBLASLt multiplies: sums keep the precision of the tensor cores, about 14 bits, instead of being
-    taken to float32 every now and then; faster on Hopper. False at first, as in torch. Of this process; ranks may
-    differ, and then so may the bits of their results. Returns what it was. Raises ValueError for anything but a bool.
+    This applies to products that cuBLASLt computes on CUDA. Sums then keep the precision of the tensor cores, about 14
+    bits, instead of being added to float32 accumulators at intervals, which is faster on Hopper. The setting is per
+    process and initially False, as in torch; if ranks differ, so may the bits of their results. Returns the previous
+    setting. Raises ValueError for anything but a bool.
     """
 
 def set_sm_carveout(sms: int) -> None:
-    """Multiprocessors that products leave to the kernels of transfers that are under way beside them.
+    """Sets how many multiprocessors products leave to the kernels of transfers that are under way.
 
-    On CUDA, for what cuBLASLt multiplies; a wish, whose effect depends on the kernel. 0, which it is at first: none are
-    left, and the library decides. Of this process; ranks may differ. Raises ValueError below 0.
+    This applies to products that cuBLASLt computes on CUDA. It is a hint, whose effect depends on the kernel. With 0,
+    the initial value, the library decides. The setting is per process; ranks may differ. Raises ValueError if negative.
     """
 
 def kept_staging_bytes() -> int: ...
 def note_changed_tables() -> None:
-    """To be called where `tables.current` has changed: operators with sizes then ask for plans anew."""
+    """Must be called when `tables.current` has changed. Operators with symbolic sizes then ask for plans again."""
 
 def release_staging() -> None:
-    """Gives the memory of temporaries that is kept for the next run (on CPU, at most 256 MiB) back to the system."""
+    """Frees the memory of temporaries that is kept for the next run (on CPU, at most 256 MiB)."""
