@@ -1,4 +1,4 @@
-# Everything from a clean clone: needs make, Python >= 3.10 with venv, and a C++20 compiler. `make help` lists it.
+# Builds and tests from a clean clone. Needs make, Python >= 3.10 with venv, and a C++20 compiler. See `make help`.
 #
 #   make test                  in .venv, with the newest supported torch
 #   make test TORCH=2.11.0     in .venv-2.11.0, with that torch; both can live side by side
@@ -17,7 +17,7 @@ comma := ,
 LINT_VENV := .venv-lint
 TORCH_REQUIREMENT := $(if $(TORCH),torch==$(TORCH),torch>=2.11$(comma)<2.16)
 
-# The first of these that runs and is new enough. Looked for only when an environment is made.
+# The first of these that runs and is new enough is used. It is looked for only when an environment is made.
 PYTHON_CANDIDATES := python3.12 python3.11 python3.10 python3
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 10))
 ifndef PYTHON
@@ -30,13 +30,13 @@ PY   := $(VENV)/bin/python
 HERE := PATH="$(abspath $(VENV))/bin:$$PATH"
 BUILD_DIR := build/$(patsubst .%,%,$(notdir $(VENV)))
 
-# Folders are listed beside the files so that adding or deleting a file also starts a build.
+# Folders are listed as well as files, so that adding or deleting a file also starts a build.
 SOURCES := setup.py pyproject.toml \
   $(shell find csrc torch_ext/shardwright -type d -not -name __pycache__) \
   $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh') \
   $(shell find torch_ext/shardwright -name '*.pyi' -o -name '*.py' -not -name _build_info.py)
 
-# Stamps carry what they depend on in their names, so that a changed request is seen.
+# The names of stamps contain what they depend on, so that a changed request is noticed.
 ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
@@ -44,30 +44,30 @@ LINT_STAMP  := $(LINT_VENV)/.stamp
 .PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-planner bench-planning bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links test-links torch-tests lint format sanitize tsan fuzz gpu clean distclean
 
 help:
-	@echo 'make build      make the environment, build shardwright, install it there'
-	@echo 'make demo       train a small transformer on four processes, stock against shardwright'
+	@echo 'make build      make the environment, build shardwright and install it there'
+	@echo 'make demo       train a small transformer on four processes, with stock PyTorch and with shardwright'
 	@echo 'make test       C++ and Python tests (also: test-cpp, test-python, test-async; ARGS=... goes to pytest)'
-	@echo 'make bench      redistributes against stock PyTorch (ARGS=... goes to the benchmark)'
-	@echo 'make bench-planner  our plans against PyTorch'"'"'s planners, under one cost'
-	@echo 'make bench-planning  how long planning takes: C++, Python, PyTorch (needs libbenchmark-dev)'
+	@echo 'make bench      redistributes of shardwright and of stock PyTorch (ARGS=... goes to the benchmark)'
+	@echo 'make bench-planner  costs of our plans and of those that PyTorch makes'
+	@echo 'make bench-planning  planning time: C++, Python, PyTorch (needs libbenchmark-dev)'
 	@echo 'make bench-hunt  the slowest of random plans and certificates (ARGS="--on-meshes --cases 150" on four meshes; needs libbenchmark-dev)'
 	@echo 'make bench-xla  our plans against what XLA compiles (installs jax; Python >= 3.12)'
-	@echo 'make bench-ranking  whether the plan that is predicted fastest is, on Gloo ranks'
-	@echo 'make bench-overhead  what a call costs beside the data it moves: stock PyTorch, ours'
-	@echo 'make bench-matmul  products behind moves on Gloo, beside stock and serial'
-	@echo 'make bench-links  products behind moves, and redistributes, over links of 0.5 to 4 Gbit/s (root, iproute2)'
-	@echo 'make test-links  training over links that lose, delay and fail (root, iproute2)'
-	@echo 'make bench-overlap  what is predicted to be hidden behind products; no measurement'
+	@echo 'make bench-ranking  whether the plan predicted to be fastest is fastest, on Gloo ranks'
+	@echo 'make bench-overhead  overhead per call, without moving data: stock PyTorch and shardwright'
+	@echo 'make bench-matmul  products that overlap with moves on Gloo, against stock and serial'
+	@echo 'make bench-links  overlapping products, and redistributes, over links of 0.5 to 4 Gbit/s (root, iproute2)'
+	@echo 'make test-links  training over links that lose packets, delay and fail (root, iproute2)'
+	@echo 'make bench-overlap  the predicted overlap of communication with products; measures nothing'
 	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
-	@echo 'make lint       clang-format, ruff, mypy; make format mends what can be mended'
+	@echo 'make lint       clang-format, ruff, mypy; make format fixes what can be fixed automatically'
 	@echo 'make sanitize   the C++ tests under address and undefined-behaviour sanitizers'
 	@echo 'make tsan       the C++ tests with threads under the thread sanitizer'
 	@echo 'make fuzz       arbitrary input under the same sanitizers, for SECONDS=60 (CXX=clang++ for libFuzzer)'
-	@echo 'make mutation-proof  takes the waits of the executor out, one by one, to see the tests notice (an hour)'
-	@echo 'make gpu        what needs a GPU; says so and does nothing where there is none'
-	@echo 'make clean      remove what was built; make distclean: the environments too'
+	@echo 'make mutation-proof  remove waits from the executor, one by one, to check that tests notice (an hour)'
+	@echo 'make gpu        everything that needs a GPU; without one it says so and does nothing'
+	@echo 'make clean      remove build results; make distclean also removes the environments'
 	@echo
-	@echo 'TORCH=2.11.0 picks a torch (2.11 to 2.15; its own environment), PYTHON=... an interpreter, JOBS=... the'
+	@echo 'TORCH=2.11.0 selects a torch (2.11 to 2.15; its own environment), PYTHON=... an interpreter, JOBS=... the'
 	@echo 'number of processes, SHARDWRIGHT_CUDA=0|1 the CUDA half (default: detect).'
 
 # $(call make-venv,folder): a new virtual environment, or a sentence about what is missing.
@@ -126,7 +126,7 @@ bench-matmul: build
 bench-links: build
 	$(HERE) $(PY) benchmarks/links.py $(ARGS)
 
-# A thousand steps over a bad link, and what happens when it fails; the suite has a short form of it.
+# A thousand steps over a bad link, and what happens when it fails. The test suite has a short form of this.
 test-links: build
 	$(HERE) $(PY) tests/links/training.py $(ARGS)
 
@@ -141,7 +141,7 @@ $(XLA_STAMP): $(ENV_STAMP) requirements/xla.txt
 	@$(PY) -m pip install --disable-pip-version-check --progress-bar off -q -r requirements/xla.txt
 	@touch $@
 
-# SRC: a PyTorch source tree, of about the torch that is installed. FILES='test_api debug/*' picks files, K tests.
+# SRC: a PyTorch source tree of about the installed version. FILES='test_api debug/*' selects files, K tests.
 TORCH_TESTS_STAMP := $(VENV)/.stamp-torch-tests
 torch-tests: build $(TORCH_TESTS_STAMP)
 	@test -n '$(SRC)' || { echo 'SRC is not set; give a PyTorch source tree: make torch-tests SRC=~/pytorch' >&2; exit 2; }
@@ -157,15 +157,15 @@ test: test-cpp test-python test-async
 test-python: build
 	$(HERE) $(PY) -m pytest -q tests/python $(ARGS)
 
-# On the device of tests/async_device, which is as asynchronous as a GPU and has process groups with NCCL's rules: these
-# here; ASYNC_TESTS=tests/python takes all, of which those that are meant for CPU alone are skipped.
+# Tests on the device of tests/async_device, which is as asynchronous as a GPU and has process groups with NCCL's rules.
+# ASYNC_TESTS=tests/python runs all tests there; those meant for CPU alone are skipped.
 ASYNC_TESTS ?= tests/async_device $(addprefix tests/python/test_,$(addsuffix .py,async backward fuzz_redistribute \
   masks_and_misfits matmul_lanes matmul_scaled memory_limit operators ordered_sums overlap_enabled parallel_styles \
   pipeline_stages races redistribute_local replicas_bitwise torchtitan_functions))
 test-async: build
 	$(HERE) $(PY) -m pytest -q --device asyncdev -c pyproject.toml $(ASYNC_TESTS) $(ARGS)
 
-# Each wait and event of the executor is taken out, one after another, and tests must notice. An hour.
+# Removes each wait and event of the executor in turn; some test must notice. Takes an hour.
 mutation-proof: build
 	$(HERE) $(PY) tools/mutation_proof $(ARGS)
 
@@ -186,11 +186,11 @@ endef
 test-cpp: venv
 	$(call ctest,build/cmake)
 
-# Without the longest, which walk the same code as the others.
+# Leaves out the longest tests, which run the same code as the others.
 sanitize: venv
 	$(call ctest,build/cmake-sanitize,-DSHARDWRIGHT_SANITIZE=address$(comma)undefined,-E 'AgainstBruteForce|Exhaustive.*mesh_2x2x2')
 
-# Plans, certificates, prepared copies and compilers, shared by many threads.
+# Tests of plans, certificates, prepared copies and compilers that many threads share.
 tsan: venv
 	$(call ctest,build/cmake-tsan,-DSHARDWRIGHT_SANITIZE=thread,-R Threads)
 

@@ -1,17 +1,19 @@
-"""What a call costs beside the data it moves: tiny tensors over the fake process group, stock against shardwright.
+"""Measures the overhead of calls, without moving data: tiny tensors over the fake process group, stock and shardwright.
 
     make bench-overhead                                   # about two minutes; results/call_overhead-torch<version>.json
     python benchmarks/call_overhead.py --rounds 20 --out some.json
 
-64x64 float32 on a (4, 4, 4) mesh of 64 ranks, of which this process is rank 0; nothing travels. Every set of mesh dims
-has its flattened submesh, which is what stock needs to merge collectives. Stock and ours take turns in one process,
-some calls at a time; a figure is the lower quartile of these turns, so that what else the machine does counts little.
+Tensors are 64x64 float32 on a (4, 4, 4) mesh of 64 ranks, of which this process is rank 0; nothing is sent. Every set
+of mesh dims has its flattened submesh, which stock PyTorch needs to merge collectives. Stock and shardwright take turns
+in one process, some calls at a time. A figure is the lower quartile of these turns, so that other load on the machine
+matters little.
 
-What is timed: `DTensor.redistribute` without gradients (explicit), with `requires_grad` (forward alone, and with its
-backward); operators whose redistributes DTensor starts by itself (implicit, the operator included); the function
-`redistribute_local_tensor`, where implicit ones pass; and ours alone: `sw.redistribute_local`, and the executor beside
-the bare collectives of its program, called on the process group from Python on tensors that are there. Results are
-compared: shapes, strides and placements with stock's; and every plan is simulated for data.
+These are timed: `DTensor.redistribute` without gradients (explicit) and with `requires_grad` (forward alone, and with
+its backward); operators whose redistributes DTensor starts by itself (implicit, the operator included); the function
+`redistribute_local_tensor`, through which implicit redistributes pass; and, for shardwright alone,
+`sw.redistribute_local`, and the executor compared with the bare collectives of its program, called on the process group
+from Python on existing tensors. Shapes, strides and placements of results are compared with stock's, and every plan is
+simulated to check its data.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The redistributes and products that benchmarks time. The twelve of a 2 x 2 mesh, which the demo has too, are
-examples/redistribute_cases.py's `TWELVE`; placements are written as there, with blanks between mesh dims.
+"""The redistributes and products that benchmarks time.
+
+The twelve redistributes of a 2 x 2 mesh, which the demo uses too, are `TWELVE` in examples/redistribute_cases.py.
+Placements are written as there, with blanks between mesh dims.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from redistribute_cases import Case, torch_placements  # noqa: E402
 
 
 def placements(text: str) -> tuple[str, ...]:
-    """Of "S(0) R"."""
+    """Splits a text such as "S(0) R"."""
     return tuple(text.split())
 
 
 def as_torch(text: str) -> tuple:
-    """The same as PyTorch's placement objects."""
+    """Returns the same as PyTorch's placement objects."""
     return torch_placements(placements(text))
 
 
@@ -27,9 +29,9 @@ def as_torch(text: str) -> tuple:
 
 ONE_DIM = (("S(0)", "R"), ("S(0)", "S(1)"), ("P", "R"))
 
-# ---- what a call costs: a (4, 4, 4) mesh, of which nothing is moved
+# ---- overhead of calls, without moving data: a (4, 4, 4) mesh
 
-THREE_DIMS = (  # the first takes one collective, the others several moves of stock's
+THREE_DIMS = (  # stock PyTorch does the first with one collective and the others with several moves
     ("S(0) R R", "R R R"),
     ("S(0) S(0) S(0)", "R R R"),
     ("P P P", "R S(0) R"),

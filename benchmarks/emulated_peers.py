@@ -1,9 +1,9 @@
-"""One rank alone on one GPU, with peers that are emulated, and a clock for what it does.
+"""Runs one rank on one GPU with emulated peers, and times it.
 
-The programs are the ones that run on many ranks. Their process groups are "fake" ones, whose transfers are taken over
-here: what a peer would send is read from pinned host memory by a copy engine, and what is sent is written there by
-another one, at the same time. So the link is PCIe, copies take no SMs as NCCL's kernels would, peers are never late,
-and what a reduce-scatter receives is summed by a kernel of its own afterwards.
+The programs are the same as on many ranks. Their process groups are "fake" ones whose transfers are replaced here: one
+copy engine reads what a peer would send from pinned host memory, and another one writes what is sent there at the same
+time. So the link is PCIe, copies take no SMs (NCCL's kernels would), peers are never late, and a separate kernel sums
+what a reduce-scatter receives afterwards.
 
 `AsyncTP` runs PyTorch's own decomposition of fused products on the same peers.
 """
@@ -26,11 +26,11 @@ from torch._C._distributed_c10d import FakeWork
 import overlap_model
 import shardwright as sw
 
-RANK = 1  # of this process: neither the first nor the last
+RANK = 1  # this process's rank, neither the first nor the last
 REPEATS, WARM_UPS = 9, 2
 LINK_BYTES = 64 << 20
 
-# What a peer holds, on the host: of 8-bit floats also the scales of their rows.
+# What a peer holds, in host memory; with 8-bit floats, also the scales of their rows.
 Held = Mapping[torch.dtype, torch.Tensor]
 
 

@@ -1,11 +1,11 @@
-"""The floor of a redistribute on Gloo, written by hand: pack, one raw all-to-all, unpack.
+"""A hand-written floor for the time of a redistribute on Gloo: pack, one raw all-to-all, unpack.
 
-`Floor` moves just what must move, over the smallest process group that holds all who exchange with each other, with
-every slice, view and staging buffer made beforehand. Only the result is allocated by each call, as a redistribute must.
-A sum receives the contributions to the rank's own part and adds them up; a sum that all shall have is added up in
-quarters, which a second all-to-all then sends to everybody.
+`Floor` moves only what must move, over the smallest process group that contains all ranks which exchange data with each
+other. Every slice, view and staging buffer is made beforehand; a call allocates only the result, as a redistribute
+must. For a sum, a rank receives the contributions to its own part and adds them up. If all ranks need the sum, each
+adds up a quarter, and a second all-to-all sends the quarters to all.
 
-Nothing here comes from shardwright: which rank holds which rectangle of the matrix is worked out with `torch.chunk`.
+Nothing here uses shardwright: which rank holds which rectangle of the matrix is computed with `torch.chunk`.
 """
 
 import itertools
@@ -30,11 +30,11 @@ class Rectangle:
 
     @property
     def size(self) -> int:
-        """Elements in it."""
+        """The number of elements."""
         return max(self.bottom - self.top, 0) * max(self.right - self.left, 0)
 
     def within(self, other: "Rectangle") -> "Rectangle":
-        """What the two share."""
+        """Returns the intersection."""
         top, left = max(self.top, other.top), max(self.left, other.left)
         return Rectangle(top, min(self.bottom, other.bottom), left, min(self.right, other.right))
 

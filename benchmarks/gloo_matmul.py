@@ -1,11 +1,11 @@
-"""Products behind moves on Gloo, beside products after moves: four ranks of one machine, stock DTensor and ours.
+"""Times products that overlap with moves on Gloo, and products after moves: four ranks, stock DTensor and shardwright.
 
     make bench-matmul                                     # about two minutes; results/gloo_matmul-torch<version>.json
     make bench-matmul ARGS="--seconds 1 --out /tmp/matmul.json"
 
-On CPU transfers and products share the cores, so what is hidden is the waiting. Every way is checked against the global
-product, then they take turns in batches; a batch is as slow as its slowest rank, and the lower quartile of the
-batches counts. The exit status is 1 if a way returned a wrong result.
+On CPU, transfers and products share the cores, so only waiting can be hidden. Every variant is checked against the
+global product. Then they take turns in batches; a batch counts as long as on its slowest rank, and the lower quartile
+of the batches is reported. The exit status is 1 if a variant returned a wrong result.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     make bench                                          # everything; results/gloo_redistribute-torch<version>.json
     make bench ARGS="--quick --sizes 64,1024 --out /tmp/quick.json"
 
-The three take turns, batch by batch, in one run; README.md says how a time is made from the batches. The exit status
-is 1 if shardwright or the floor returned a wrong result; missed goals for speed are reported, not failed.
+The three take turns, batch by batch, in one run; README.md says how a time is computed from the batches. The exit
+status is 1 if shardwright or the floor returned a wrong result. Missed speed goals are reported but are not failures.
 """
 
 import argparse

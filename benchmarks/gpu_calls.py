@@ -1,10 +1,11 @@
-"""What a redistribute costs on CUDA beside the data it moves: one rank over NCCL, tiny tensors.
+"""Measures the overhead of a redistribute on CUDA, without moving much data: one rank over NCCL, tiny tensors.
 
     make gpu                                              # with everything else that needs a GPU
 
-Host time of a call without waiting for the device, and device time of its graph replayed. On one rank every group has
-one member, so collectives are NCCL's shortest; packing, launches and our own time are as on many. Layouts are made on a
-mesh of one rank per dim; cases that pack are made by cutting beforehand.
+Two times are measured: the host time of a call without waiting for the device, and the device time of a replayed graph.
+With one rank every group has one member, so collectives are as short as NCCL's can be; packing, launches and
+shardwright's own time are as with many ranks. Layouts are on a mesh of one rank per dim; cases that pack are made by
+cutting beforehand.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""How fast a redistribute packs: rows of a matrix of which it takes half, in one launch, against torch's ways.
+"""Measures how fast a redistribute packs: half of the rows of a matrix in one launch, compared with torch's functions.
 
     make gpu                                              # with everything else that needs a GPU
     python benchmarks/gpu_copies.py --device cpu          # the same tables on CPU; results/copies-cpu.json
 
-Rows of some length are gathered from a tensor twice as large into a packed one: by one box of many rows, and by as many
-boxes as asked for. GB/s count bytes read and written; "of copy" is the share of what the device's own copy of as many
-bytes reaches in the same run. torch's ways: `copy_` from a strided view, `index_select` of rows, and `cat` of slices
-where there are few. Every result is compared. On a GPU, buffers take turns so that the cache does not help, and times
-are those of events around graph replays.
+Rows are gathered from a tensor twice as large into a packed one, with one box of many rows and with many boxes. GB/s
+count bytes read and written; "of copy" is the ratio to the device's own copy of as many bytes in the same run. torch's
+functions are `copy_` from a strided view, `index_select` of rows, and `cat` of slices if there are few. Every result is
+compared. On a GPU, buffers take turns so that the cache does not help, and events around graph replays measure time.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""How much communication products hide on one GPU, whose peers are emulated: one rank's schedules of Llama-3's layers.
+"""Measures how much communication products hide on one GPU with emulated peers: one rank's schedules of Llama-3 layers.
 
     make gpu                                              # with everything else that needs a GPU; below four minutes
     python benchmarks/gpu_overlap.py --device cpu --quick # the same code on tiny tensors, to see that it works
 
-Operands are bfloat16, and float8_e4m3fn with scales by row into bfloat16 (on CPU float32 and float8_e4m3fn). What is
-emulated, and how, is said in emulated_peers.py. All results are compared with products of what the peers hold.
+Operands are bfloat16, and float8_e4m3fn with scales by row into bfloat16 (on CPU float32 and float8_e4m3fn).
+emulated_peers.py explains what is emulated, and how. All results are compared with products of what the peers hold.
 
-Beside every schedule of ours stands PyTorch's AsyncTP: its own code, decomposed into products and copies of one rank's
-part each, on the same emulated peers. Its barriers cost nothing here, which favours it.
+Every schedule of shardwright is compared with PyTorch's AsyncTP: its own code, decomposed into products and copies of
+one rank's part each, on the same emulated peers. Its barriers cost nothing here, which favours it.
 
-The link is measured first and predictions go by it; products are predicted by the table "h100". Times are medians of
+The link is measured first and used for predictions; products are predicted with the model "h100". Times are medians of
 device times: the device is kept busy until the host has enqueued a call, so that host time does not count. Operands may
-lie in the L2 cache. E and its bound are explained in overlap_model.py. The unsplit product that E is told by is the
-fastest there is: of bfloat16 by torch.mm with the weight both ways, of 8-bit floats by torch._scaled_mm and by ours.
-AsyncTP's E goes by that product and our serial schedule too.
+be in the L2 cache. E and its bound are explained in overlap_model.py. The unsplit product from which E is computed is
+the fastest available: for bfloat16, torch.mm with the weight stored either way; for 8-bit floats, torch._scaled_mm or
+shardwright's own. AsyncTP's E is computed from the same product and from our serial schedule.
 
-It exits 1 where a result is wrong, and where a device that multiplies 8-bit floats was given casts of them instead.
+The exit status is 1 if a result is wrong, or if a device with units for 8-bit floats had to multiply casts of them.
 """
 
 from __future__ import annotations

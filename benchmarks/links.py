@@ -1,11 +1,10 @@
-"""Products behind moves, and redistributes, over links of a given rate: network namespaces on one machine.
+"""Times products that overlap with moves, and redistributes, over links of a given rate between network namespaces.
 
     make bench-links                                      # about ten minutes; results/links-torch<version>.json
     make bench-links ARGS="--quick --out /tmp/links.json" # a minute
 
-Needs root and iproute2 (tools/testnet). Ranks have one thread each. What a row is made of is said in
-benchmarks/README.md, what was found in docs/links.md. The exit status is 1 if a way returned a wrong result, 3 where
-there can be no links.
+Needs root and iproute2 (tools/testnet). Ranks have one thread each. benchmarks/README.md explains the rows, and
+docs/links.md the results. The exit status is 1 if a variant returned a wrong result, and 3 if links cannot be made.
 """
 
 from __future__ import annotations

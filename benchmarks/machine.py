@@ -1,4 +1,4 @@
-"""What every file of results says of where it comes from."""
+"""Describes the machine and the versions, for every file of results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def describe(*packages: str, date: str | None = None) -> dict:
-    """Date, versions of shardwright, Python and these packages, and the machine."""
+    """Returns the date, the versions of shardwright, Python and these packages, and the machine."""
     model = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -28,7 +28,7 @@ def describe(*packages: str, date: str | None = None) -> dict:
 
 
 def write(path: str | Path, results: dict) -> None:
-    """As JSON; says where."""
+    """Writes results as JSON, and prints where."""
     path = Path(path).resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=2) + "\n")

@@ -1,15 +1,16 @@
-"""How much communication products hide, as the model predicts it: tables and a picture. Nothing is run or measured.
+"""Predicts how much communication products hide: tables and a picture. Nothing is run or measured.
 
     python benchmarks/overlap_model.py                    # a few seconds; needs neither torch nor a GPU
 
-For the linear layers of Llama-3 8B and 70B under tensor parallelism, tokens cut between layers: all-gather-matmul into
-attention and MLP (qkv, gate and up, each as one weight), matmul-reduce-scatter out of them (out, down). With g the
-unsplit product, T_serial one after the other and T a schedule, E = 1 - (T - g) / (T_serial - g) is the share of the
-communication that is hidden: 1 is all of it, 0 is serial, below 0 is slower than serial. T cannot go below max(g, c)
-with c the communication, which bounds E where c > g; the model's contention lowers E further and is not in that bound.
+The layers are the linear layers of Llama-3 8B and 70B under tensor parallelism, with tokens cut between layers:
+all-gather-matmul into attention and MLP (qkv, gate and up, each as one weight), matmul-reduce-scatter out of them (out,
+down). Let g be the time of the unsplit product, T_serial that of the serial schedule and T that of another schedule.
+E = 1 - (T - g) / (T_serial - g) is the share of the communication that is hidden: 1 is all of it, 0 is serial, and
+below 0 is slower than serial. T is at least max(g, c) with c the communication, which bounds E where c > g. The model's
+contention lowers E further and is not in that bound.
 
-Links of 50, 200 and 450 GB/s per direction join all ranks. Latencies are those of the tables "8xNVLink" and "64x8":
-12 us a transfer and 1 us a message, of the 50 GB/s link 4 us a message.
+Links of 50, 200 and 450 GB/s per direction connect all ranks. Latencies are those of the topologies "8xNVLink" and
+"64x8": 12 us per transfer and 1 us per message; 4 us per message on the 50 GB/s link.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Does the predicted ranking of plans hold? Runs several plans for each of twenty pairs of layouts on Gloo ranks.
+"""Checks the predicted ranking of plans: runs several plans for each of twenty pairs of layouts on Gloo ranks.
 
     make bench-ranking                                    # everything; results/plan_ranking-torch<version>.json
     make bench-ranking ARGS="--seconds 60 --out /tmp/ranking.json"
 
-The links are measured first (`shardwright.calibration`), and the plan chosen by them is timed against plans chosen by
-other topologies or for fewest bytes, and against plans made by hand. README.md says how. The exit status is 1 if a plan
-returned a wrong result; a ranking that does not hold is reported, not failed.
+The links are measured first (`shardwright.calibration`). The plan chosen with them is compared with plans chosen with
+other topologies or for the fewest bytes, and with plans made by hand; README.md explains how. The exit status is 1 if a
+plan returned a wrong result. A wrong ranking is reported but is not a failure.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def _rank_correlation(rows: list[dict]) -> float | None:
 
 
 def _ranks(values: list[float]) -> list[float]:
-    """Place of each in ascending order; equal values share the mean of their places."""
+    """Returns the rank of each value in ascending order; equal values share the mean of their ranks."""
     return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
 
 

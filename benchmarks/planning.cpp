@@ -1,7 +1,7 @@
-// How long planning takes, by Google Benchmark. benchmarks/planning.py runs it and puts Python and PyTorch beside it.
+// Times planning with Google Benchmark. benchmarks/planning.py runs it and adds Python and PyTorch.
 //
-// An iteration plans one pair of layouts with nothing kept from before, and reads what the certificate holds but for
-// peak memory. median_us and p90_us are over pairs, each by its least time.
+// An iteration plans one pair of layouts with empty caches and computes the certificate except for peak memory.
+// median_us and p90_us are over pairs, each with its least time.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>

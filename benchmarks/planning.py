@@ -1,9 +1,10 @@
-"""How long planning takes: in C++, from Python, and PyTorch's planners beside it, on the same pairs of layouts.
+"""Times planning in C++, from Python, and with PyTorch's planners, on the same pairs of layouts.
 
     make bench-planning                                   # about two minutes; results/planning-torch<version>.json
 
-`planning.cpp` (Google Benchmark) plans cold and looks plans up; this script does the same from Python, asks PyTorch for
-its plans where its planners take the mesh, and writes one table. Times carry over to no other machine; ratios do.
+`planning.cpp` (Google Benchmark) times cold planning and cache lookups. This script does the same from Python, times
+PyTorch's planners on the meshes that they accept, and writes one table. Times hold for one machine only; ratios carry
+over to others.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-// A hunt for plans and certificates that take long: CPU seconds of each on random pairs of layouts, and the slowest.
+// Searches for plans and certificates that take long: CPU seconds of each on random pairs of layouts, and the slowest.
 //
 //   shardwright_planning_hunt [--seed N] [--cases N] [--ranks N] [--list]
 //   shardwright_planning_hunt --on-meshes [--seed N] [--cases N] [--list]
 //   shardwright_planning_hunt "128,8 bfloat16 8,8192,16384 S(0),S(0) S(1)#1,S(1)#0 [nccl|gloo]" ...
 //
-// Meshes have one to five dims and at most --ranks ranks (4,096), tensors one to three dims with sizes as models have
-// them, even and uneven. With --on-meshes there are --cases pairs of even layouts and as many of uneven ones for each
-// of four meshes, up to 1,048,576 ranks, and a line of median and worst times for each. The seed is printed: the same
-// seed draws the same cases everywhere. Plans are made as `shardwright plan` makes them, with nothing kept from before;
-// the certificate is all that `Plan.certificate` holds, and its sentences. With cases named in arguments only those are
+// Meshes have one to five dims and at most --ranks ranks (4,096). Tensors have one to three dims with sizes as in
+// models, even and uneven. With --on-meshes there are --cases pairs of even layouts and as many of uneven ones for each
+// of four meshes, up to 1,048,576 ranks, and a line of median and worst times for each. The seed is printed; the same
+// seed draws the same cases everywhere. Plans are made like those of `shardwright plan`, with empty caches; the
+// certificate includes all of `Plan.certificate` and the remarks. If cases are given as arguments, only those are
 // timed. --list shows every case, not only the slow ones. #0, #1 after a shard is its place in the order of cuts.
 #include <algorithm>
 #include <chrono>

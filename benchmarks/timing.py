@@ -1,7 +1,7 @@
-"""How benchmarks time: what is compared takes turns, and the lower quartile of the turns counts.
+"""The clock of the benchmarks: the calls to be compared take turns, and the lower quartile of the turns counts.
 
-Other work on the machine only ever adds to a time, and turns spread it over all that is compared. The order is reversed
-with every turn. With ranks, a batch of calls begins behind a barrier and lasts as long as on its slowest rank.
+Other load on the machine only adds to a time, and taking turns spreads it over all calls. The order is reversed with
+every turn. With several ranks, a batch of calls begins after a barrier and lasts as long as on its slowest rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Call = Callable[[], Any]
 
 
 class Times(NamedTuple):
-    """Seconds per call, by name, and what they were made of."""
+    """Seconds per call, by name, and the samples they were computed from."""
 
     low: dict[str, float]
     median: dict[str, float]

@@ -1,12 +1,12 @@
-"""Our plans beside PyTorch's, on the same pairs of layouts and under the same cost.
+"""Compares shardwright's plans with PyTorch's, on the same pairs of layouts and with the same cost model.
 
     make bench-planner                                    # both meshes; results/vs_torch_planner-torch<version>.json
     .venv/bin/python benchmarks/vs_torch_planner.py --mesh 2,2,2 --shape 1024,1024
 
-PyTorch has two planners, greedy and by Dijkstra; each may also merge neighbouring collectives into one over a flattened
-mesh, which exists here for every set of mesh dims. Their moves are read from `DTensorRedistributePlanner`, followed
-layout by layout, and handed to `sw.plan(..., through=...)`, which costs them as it costs ours. Nothing is sent: the
-process group is a fake one.
+PyTorch has two planners, a greedy one and Dijkstra's algorithm. Each may also merge neighbouring collectives into one
+over a flattened mesh, which exists here for every set of mesh dims. Their moves are read from
+`DTensorRedistributePlanner`, turned into a sequence of layouts, and given to `sw.plan(..., through=...)`, which costs
+them like our own. Nothing is sent: the process group is a fake one.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Our plans beside XLA's, on the same pairs of layouts: what the collectives of JAX's compiled programs receive.
+"""Compares shardwright's plans with XLA's, on the same pairs of layouts: what JAX's compiled programs receive.
 
     make bench-xla                                        # about five minutes; results/vs_xla.json
     .venv/bin/python benchmarks/vs_xla.py --mesh 2,4 --shapes 64,64
 
-An identity with shardings for its input and output is compiled for as many CPU devices as the mesh has; XLA's
-partitioner fills in the collectives, which are read from the compiled HLO. Nothing is run. Every layout without a
-pending reduction takes part, with every order of cuts. Sizes must divide evenly: `jax.jit` takes no other shardings.
-Compile time stands beside planning time for scale only: a compiler does more than plan.
+An identity with shardings for its input and output is compiled for as many CPU devices as the mesh has. XLA's
+partitioner inserts the collectives, which are read from the compiled HLO. Nothing is run. Every layout without a
+pending reduction is included, with every order of cuts. Sizes must divide evenly, because `jax.jit` accepts no other
+shardings. Compile time is shown next to planning time for scale only: a compiler does more than plan.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks what the layout of the sources promises: `make lint` runs it.
+"""Checks the structure of the sources. `make lint` runs it.
 
 C++ (csrc/): a folder includes only itself and folders before it in FOLDERS, and no files include each other in a
 circle, where a header and the source of the same name count as one. Python (torch_ext/shardwright): a module imports
@@ -36,7 +36,7 @@ FOLDERS = (
     "runtime",
     "bindings",
 )
-# The simulator is an oracle: what it checks does not use it.
+# The simulator is an oracle, so the code that it checks must not use it. (_runtime is built without picture.)
 FORBIDDEN = {("picture", "simulate"), ("runtime", "simulate"), ("runtime", "picture")}
 
 # The Python package: modules and sub-packages, by layer.

@@ -1,7 +1,8 @@
-"""Looks, in seconds, for all that a build with CUDA and the GPU tests need: gpu_preflight.py FOLDER
+"""Checks within seconds for everything that a build with CUDA and the GPU tests need: gpu_preflight.py FOLDER
 
-Says for each thing that is missing how to get it, and exits 1. Writes FOLDER/preflight.env, shell variables for what is
-there but not where a compiler looks: headers of pip's CUDA packages, and libcublasLt under its version alone.
+For each thing that is missing it says how to get it, and exits with 1. It writes FOLDER/preflight.env with shell
+variables for things that exist but not where a compiler looks: headers of pip's CUDA packages, and libcublasLt if only
+its versioned name exists.
 """
 
 from __future__ import annotations

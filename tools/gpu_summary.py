@@ -1,6 +1,6 @@
 """Adds a part to the summary of tools/gpu_check and prints it: gpu_summary.py FILE NAME STATUS SECONDS.
 
-Imports no torch, so that a summary after each part costs nothing.
+It does not import torch, so that writing a summary after each part costs little time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def ask_for(field: str) -> list[str]:
-    """What nvidia-smi says of each GPU."""
+    """Returns this field of each GPU, from nvidia-smi."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().splitlines()
 

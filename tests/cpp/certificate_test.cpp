@@ -1,4 +1,4 @@
-// What a plan says of itself beside its bounds.
+// Certificates: figures of plans, their bounds, and remarks.
 #include "planning/certificate.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// Tables of boxes on a device of plain memory, whose streams do nothing until they are run: what is read too early, or
-// after it was freed, is poison.
+// Tables of boxes on a device of plain memory whose streams do nothing until they are run. Whatever is read too early,
+// or after it was freed, is poison.
 #include "program/copy_table.h"
 
 #include <gtest/gtest.h>

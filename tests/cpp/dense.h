@@ -1,4 +1,4 @@
-// Whole tensors, their parts on ranks, and sums over letters: what simulated products are compared with.
+// Whole tensors, their parts on ranks, and sums over axes, with which simulated products are compared.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Figures of the worst rank by classes of ranks, beside the same figures of every rank.
+// Figures of the worst rank from classes of ranks, against the same figures of every rank.
 #include "moves/extremes.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Plans under a memory limit: right on every rank, within the limit, and refused only below what they say.
+// Plans under a memory limit: right on every rank, within the limit, and refused only below the limit that errors name.
 #include "planning/fit.h"
 
 #include <gtest/gtest.h>

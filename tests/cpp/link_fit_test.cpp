@@ -1,4 +1,4 @@
-// Figures from points that were made with known figures: the line itself, disturbed, and bent by buffers.
+// Fits to points made with known figures: exact ones, noisy ones, and ones with the effect of buffers.
 #include "cost/link_fit.h"
 
 #include <gtest/gtest.h>

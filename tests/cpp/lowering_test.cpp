@@ -1,4 +1,4 @@
-// What transports can do, and which one a backend is taken for.
+// The lowerings of transports, and which lowering a backend gets.
 #include "cost/lowering.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// What memory is counted without programs, beside the programs themselves, on every rank.
+// Memory computed without programs, against the programs themselves, on every rank.
 #include "program/memory.h"
 
 #include <gtest/gtest.h>

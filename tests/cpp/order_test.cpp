@@ -1,4 +1,4 @@
-// What transfers come after, against every element of memory that instructions touch.
+// The instructions that transfers must come after, against every element of memory that instructions touch.
 #include "program/order.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Plans that are kept: by all that they depend on, a bounded number of them.
+// The cache of plans: its key is everything that plans depend on, and its size is bounded.
 #include "planning/plan_cache.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// The cuts of a product and the move that goes behind it, against brute force.
+// The chosen cuts of a product, and the move chosen to overlap with it, against brute force.
 #include <gtest/gtest.h>
 
 #include <set>

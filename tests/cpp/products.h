@@ -1,4 +1,4 @@
-// Products of placed tensors, and the schedules they may have.
+// Products of placed tensors and their possible schedules, for tests.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Products of placed tensors at random.
+// Random products of placed tensors.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The planner's choice against a search that knows no shortcuts: all layouts, all moves between them, no bounds.
+// The planner's choice against a search without shortcuts: all layouts, all moves between them, no bounds.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Prepared copies against the plain ones of copy_boxes.h: by runs, as on CPU, and word by word, as a GPU does it.
+// Prepared copies against the plain ones of copy_boxes.h: in runs, as on CPU, and word by word, as on a GPU.
 #include "program/strided_copy.h"
 
 #include <gtest/gtest.h>

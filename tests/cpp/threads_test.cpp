@@ -1,5 +1,5 @@
-// Many threads on what they may share: plans, their certificates, prepared copies, compilers. `make tsan` runs this
-// under the thread sanitizer.
+// Many threads use what they may share: plans, certificates, prepared copies, compilers. `make tsan` runs this under
+// the thread sanitizer.
 #include <gtest/gtest.h>
 
 #include <atomic>

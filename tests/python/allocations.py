@@ -1,4 +1,4 @@
-"""Memory as the profiler sees it come and go."""
+"""Memory allocations and frees as the profiler sees them."""
 
 from __future__ import annotations
 

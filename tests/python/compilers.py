@@ -1,4 +1,4 @@
-"""torch.compile in tests."""
+"""Helpers for tests of torch.compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the oracle's strings to DTensors and back, for tests that run inside a worker."""
+"""Converts between the oracle's strings and DTensors, for tests that run inside a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random redistributes: made from a seed, run on every rank of a world, judged by the oracle."""
+"""Random redistributes: made from a seed, run on every rank of a world, checked with the oracle."""
 
 from __future__ import annotations
 

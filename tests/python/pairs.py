@@ -1,4 +1,4 @@
-"""Pairs of placements, source and destination, that several tests take; shorter lists name what they pick."""
+"""Pairs of placements, source and destination, that several tests use; shorter lists say what they select."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One worker process of pool.py: takes calls from a pipe, one at a time, and answers (value, traceback)."""
+"""One worker process of pool.py: takes calls from a pipe, one at a time, and replies with (value, traceback)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""async_op=True: an AsyncCollectiveTensor wherever stock gives one, and for Shard to Shard; right when waited for."""
+"""async_op=True gives an AsyncCollectiveTensor wherever stock does, and for Shard to Shard; values are right."""
 
 from __future__ import annotations
 

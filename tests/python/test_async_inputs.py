@@ -1,4 +1,4 @@
-"""Asynchronous redistributes whose input is written to while they are under way, and whose result nobody waits for."""
+"""Asynchronous redistributes whose input is written to while they run, and whose result nobody waits for."""
 
 from __future__ import annotations
 

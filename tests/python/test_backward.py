@@ -1,4 +1,4 @@
-"""Gradients through redistributes: once, twice, with dtypes of their own, and after the engine was switched off."""
+"""Gradients through redistributes: once, twice, with other dtypes, and after the drop-in was disabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Topologies measured on a job: equal on all ranks, plausible, and of use to plans. Never how fast anything is."""
+"""Topologies measured on a job are equal on all ranks, plausible, and used by plans. No test depends on speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sw.check_ranks`: ranks that do not run the same redistribute all raise, naming what differs, with nothing sent."""
+"""`sw.check_ranks`: if ranks do not run the same redistribute, all raise and name what differs, and nothing is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make lint` says of the layout of the sources: that the tool sees what it is to see."""
+"""The check of the sources' structure, which `make lint` runs, finds the violations that it should find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints and when, and that a mistake is one sentence on stderr and exit status 2."""
+"""The command line: what it prints and when, and that a mistake gives one sentence on stderr and exit status 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs that are not torch.compile's, and what PyTorch keeps of compiled code on disk."""
+"""Graphs that torch.compile does not make, and PyTorch's on-disk cache of compiled code."""
 
 from __future__ import annotations
 

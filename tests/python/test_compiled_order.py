@@ -1,4 +1,4 @@
-"""Compiled code whose graphs differ among ranks, because their shards do: one order of redistributes, right data."""
+"""If compiled graphs differ among ranks because their shards do, redistributes keep one order, and data is right."""
 
 from __future__ import annotations
 

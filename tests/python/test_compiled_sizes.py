@@ -1,4 +1,4 @@
-"""Compiled code of symbolic sizes: right data for every size, a plan for each once, no graph more than needed."""
+"""Compiled code with symbolic sizes: right data for every size, one plan for each, and no more graphs than needed."""
 
 from __future__ import annotations
 

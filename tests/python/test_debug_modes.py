@@ -1,4 +1,4 @@
-"""PyTorch's debugging modes see what our programs mean: a collective for each step, and the redistribute itself."""
+"""PyTorch's debugging modes see a collective for each step of a plan, and the redistribute itself."""
 
 from __future__ import annotations
 

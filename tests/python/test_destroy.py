@@ -1,4 +1,4 @@
-"""Nothing of ours keeps a process group, and so its threads, alive past `destroy_process_group`."""
+"""Nothing in shardwright keeps a process group, and so its threads, alive after `destroy_process_group`."""
 
 from __future__ import annotations
 

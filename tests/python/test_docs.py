@@ -1,4 +1,4 @@
-"""What the pages name exists: files, links, public names and their signatures, command-line options, make targets."""
+"""What the documentation names exists: files, links, public names, signatures, command-line options, make targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Switching the drop-in on and off: what it binds, how blocks nest, and that nothing is left behind."""
+"""Enabling and disabling the drop-in: what it replaces, how blocks nest, and that nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several threads that switch the drop-in on and off, and what switching costs with thousands of modules loaded."""
+"""Several threads that enable and disable the drop-in, and the cost of doing so with thousands of modules loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With `make_groups=False` plans keep to process groups that are there, and move everything all the same."""
+"""With `make_groups=False` plans use only existing process groups, and results are right all the same."""
 
 from __future__ import annotations
 

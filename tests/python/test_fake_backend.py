@@ -1,4 +1,4 @@
-"""PyTorch's fake backend, of dry runs: nothing is moved, and what is seen is what stock shows."""
+"""PyTorch's fake backend for dry runs: nothing is moved, and users see what stock shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine does not take goes to PyTorch's own path: counted with a reason, logged once, refused if strict."""
+"""What shardwright does not handle is left to PyTorch: counted with a reason, logged once, and an error if strict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products on buffers, in this process: any strides, batches, sums and biases, against products in float64."""
+"""Products on buffers in this process, with any strides, batches, sums and biases, against products in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups made on demand, by their members alone, agree on their names whatever each rank made before."""
+"""Members that make process groups on demand agree on the groups' names, whatever each rank has made before."""
 
 from __future__ import annotations
 

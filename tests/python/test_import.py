@@ -1,4 +1,4 @@
-"""What `import shardwright` says of itself, and what it says where it cannot work: another torch, modules not built."""
+"""`import shardwright`: what it provides, and its errors for another torch or for modules that were not built."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Cases that PyTorch's own path gets silently wrong.
 
-Merging gathers over a flattened mesh loses rows of uneven shards. On meshes whose ranks do not ascend parts are taken
-in the order of ranks, not of positions. Over Gloo minima and maxima drop NaN, and products of complex numbers that are
-scattered are those of their real and imaginary parts. When one of these becomes right in stock, test_stock_is_wrong and
-its like say so.
+Merging gathers over a flattened mesh loses rows of uneven shards. On meshes whose ranks do not ascend, parts are taken
+in the order of ranks instead of positions. Over Gloo, minima and maxima drop NaN, and scattered products of complex
+numbers multiply real and imaginary parts separately. When stock PyTorch fixes one of these, test_stock_is_wrong and
+similar tests fail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Large exchanges over Gloo go as messages, on all ranks alike, and bring what small ones bring."""
+"""Large exchanges over Gloo are sent as messages, on all ranks alike, with the same results as small ones."""
 
 from __future__ import annotations
 

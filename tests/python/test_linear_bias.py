@@ -1,4 +1,4 @@
-"""`sw.linear` takes a bias in any placements, pending sums too, and its gradient stands for them as PyTorch's does."""
+"""`sw.linear` takes a bias in any placements, pending sums included, and its gradient is placed as PyTorch's."""
 
 from __future__ import annotations
 

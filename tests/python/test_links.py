@@ -1,4 +1,4 @@
-"""Training over links that lose, delay and fail, in short; `make test-links` does it at length."""
+"""A short training over links that lose packets, delay and fail; `make test-links` runs a long one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is summed on this rank: in the order of the parts, rounded once, by our loops and by ATen's operators alike."""
+"""Local sums are taken in the order of the parts and rounded once, by our loops and by ATen's operators alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DTensor's operators run below autograd, also where a local part requires grad by itself, as `from_local` makes it."""
+"""DTensor's operators run below autograd, also if the local part itself requires grad, as after `from_local`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PyTorch makes by itself: `_MaskPartial`, subclasses of Partial, parts that contradict their spec."""
+"""Unusual DTensors that PyTorch makes: `_MaskPartial`, subclasses of Partial, parts that contradict their spec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products behind redistributes, on real ranks: against the global product; gradients against unsharded autograd."""
+"""Products that overlap with redistributes, on real ranks, against the global product; gradients against autograd's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in code that torch.compile takes whole: the same numbers and gradients as without it."""
+"""Products in code that torch.compile compiles as one graph: the same numbers and gradients as without it."""
 
 from __future__ import annotations
 

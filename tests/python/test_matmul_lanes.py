@@ -1,4 +1,4 @@
-"""That transfers and products really go on at once, and what is held meanwhile."""
+"""Transfers and products really run at the same time, and hold only the memory that they should."""
 
 from __future__ import annotations
 

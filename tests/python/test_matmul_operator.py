@@ -1,4 +1,4 @@
-"""`torch.ops.shardwright.matmul` as an operator of PyTorch, and what users get told."""
+"""`torch.ops.shardwright.matmul` as an operator of PyTorch, and its error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of 8-bit floats with scales, on real ranks: against products of what they stand for."""
+"""Products of scaled 8-bit floats, on real ranks, against products of the values that they represent."""
 
 from __future__ import annotations
 

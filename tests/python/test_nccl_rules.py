@@ -1,5 +1,7 @@
-"""What NCCL's process groups demand and Gloo's do not: redistributes on the strict groups of tests/async_device, whose
-communicators need all their ranks. Each test has processes of its own, because a broken rule leaves groups unusable."""
+"""Rules of NCCL's process groups that Gloo's do not have, on the strict groups of tests/async_device.
+
+Their communicators need all their ranks. Each test has its own processes, because a broken rule leaves groups unusable.
+"""
 
 from __future__ import annotations
 

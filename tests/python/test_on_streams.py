@@ -1,5 +1,7 @@
-"""What goes wrong only where work is done later than the host says it: waits, memory and order among streams, on the
-device of tests/async_device, where whatever is read too early or too late is poison."""
+"""Waits, memory and order among streams, on the device of tests/async_device.
+
+Its work runs later than the host submits it, and whatever is read too early or too late is poison.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch.ops.shardwright`: values, gradients, what PyTorch asks of an operator, and compiled code that holds them."""
+"""`torch.ops.shardwright`: values, gradients, PyTorch's requirements for operators, and compiled code."""
 
 from __future__ import annotations
 

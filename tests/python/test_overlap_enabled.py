@@ -1,4 +1,4 @@
-"""`sw.enable(overlap=True)`: DTensor's own linear and matmul, with their gather behind the product."""
+"""`sw.enable(overlap=True)`: DTensor's own linear and matmul, with a gather that overlaps with the product."""
 
 from __future__ import annotations
 

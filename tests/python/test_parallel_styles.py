@@ -1,4 +1,4 @@
-"""Modules parallelised with PyTorch's own styles train the same with the engine as without it."""
+"""Modules parallelised with PyTorch's own styles train the same with shardwright as without it."""
 
 from __future__ import annotations
 

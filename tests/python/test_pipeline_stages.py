@@ -1,4 +1,4 @@
-"""Ranks need not do the same: pipeline stages redistribute different tensors at different times, without a hang."""
+"""Ranks may do different things: pipeline stages redistribute different tensors at different times, without a hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans and topologies as JSON, and what the command line makes of them."""
+"""Plans and topologies as JSON, in Python and on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `sw.plan` can be asked for, and what it refuses."""
+"""The options of `sw.plan`, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Product plans as users meet them: printed, followed at once by what is pinned, the same on every rank, in graphs."""
+"""Product plans as users see them: printed, affected at once by pins, the same on every rank, and in graphs."""
 
 from __future__ import annotations
 

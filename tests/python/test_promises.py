@@ -1,4 +1,4 @@
-"""What plans promise is what happens: bytes counted at the process group, memory counted at the allocator."""
+"""Plans keep their promises: bytes are counted at the process group, memory at the allocator."""
 
 from __future__ import annotations
 

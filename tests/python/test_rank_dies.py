@@ -1,4 +1,4 @@
-"""When a rank dies or falls silent the others raise in time, and say which plan and which step they were in."""
+"""If a rank dies or stops responding, the others raise in time and say which plan and step they were in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain tensors and layouts, without DTensor: values, shapes, and that plans keep what they promise about bytes."""
+"""Plain tensors and layouts, without DTensor: values, shapes, and bytes as promised by plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After `destroy_process_group` and a new `init_process_group`, meshes of the first life are still about."""
+"""Meshes may outlive `destroy_process_group` and still exist after a new `init_process_group`."""
 
 from __future__ import annotations
 

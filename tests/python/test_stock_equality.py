@@ -1,8 +1,8 @@
-"""What the drop-in returns is what PyTorch's own path returns, in all that a user can see.
+"""The drop-in returns what PyTorch's own path returns, in everything that a user can see.
 
-Both run in one process on the same inputs; nothing here says what is right (test_fuzz_redistribute.py does), only that
-a user cannot tell who did it. One liberty is allowed: where stock leaves the padding of uneven shards in the result's
-memory, as a view with gaps, ours may be contiguous.
+Both run in one process on the same inputs. These tests do not show that results are right (test_fuzz_redistribute.py
+does), only that a user sees no difference. One difference is allowed: where stock leaves the padding of uneven shards
+in the result's memory, as a view with gaps, ours may be contiguous.
 """
 
 from __future__ import annotations

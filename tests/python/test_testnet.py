@@ -1,4 +1,4 @@
-"""`tools/testnet`: what ranks see, links that limit, lose and delay, and that nothing is left of them afterwards."""
+"""`tools/testnet`: what ranks see, links that limit, lose and delay, and that nothing is left afterwards."""
 
 from __future__ import annotations
 

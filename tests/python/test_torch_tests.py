@@ -1,4 +1,4 @@
-"""`make torch-tests` keeps every outcome, whatever a test does to its process, and reports what differs."""
+"""`make torch-tests` records every outcome, whatever a test does to its process, and reports differences."""
 
 from __future__ import annotations
 

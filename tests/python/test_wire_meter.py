@@ -1,4 +1,4 @@
-"""The wire meter counts what each collective must deliver, whoever calls it."""
+"""The wire meter counts the bytes that each collective must deliver, whoever calls it."""
 
 from __future__ import annotations
 

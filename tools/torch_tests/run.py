@@ -2,13 +2,14 @@
 
     python tools/torch_tests/run.py SRC [--files GLOB ...] [-k EXPRESSION] [--modes stock ours]
 
-SRC is a PyTorch source tree, or anything that holds its folder test/distributed. The tests must come from about the
-torch that is installed: what does not import, or fails stock, says nothing. Every file gets an interpreter of its own
-for each mode. A test that hangs or kills its process is an outcome; the tests behind it run in a new process.
+SRC is a PyTorch source tree, or any folder that contains its test/distributed. The tests should be of about the
+installed torch: tests that do not import, or that fail with stock PyTorch, show nothing. Every file runs in its own
+interpreter for each mode. A test that hangs or kills its process counts as an outcome; the tests after it run in a new
+process.
 
-What is printed: tests that pass stock and do not with shardwright, each tried a second time, with the first line of
-the error; the sum over all processes of what `sw.stats()` counted. The whole goes to results.json in `--out`, and the
-full texts of failures beside it.
+It prints the tests that pass with stock PyTorch and fail with shardwright, each after a second try, with the first line
+of the error, and the sum over all processes of what `sw.stats()` counted. The complete results go to results.json in
+`--out`, next to the full texts of failures.
 
 Exit status: 0 if nothing differs, 1 if something does, 2 for wrong arguments.
 """
