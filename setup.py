@@ -111,7 +111,7 @@ def glob(*patterns: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in (ROOT / "csrc").glob(pattern))
 
 
-CORE_FOLDERS = ("support", "layout", "cost", "moves", "search", "program", "planning", "products", "simulate")
+CORE_FOLDERS = ("support", "layout", "cost", "crossing", "moves", "search", "program", "planning", "products", "simulate")
 CORE_SOURCES = glob(*(f"{folder}/*.cpp" for folder in CORE_FOLDERS))
 RUNTIME_BINDINGS = ("runtime_module", "executable_bindings", "kernel_bindings")
 PLANNER_MODULE = [

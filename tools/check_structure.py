@@ -26,6 +26,7 @@ FOLDERS = (
     "support",
     "layout",
     "cost",
+    "crossing",
     "moves",
     "search",
     "program",

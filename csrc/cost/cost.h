@@ -8,6 +8,18 @@
 
 namespace shardwright {
 
+// Wire traffic, exact, in bytes and messages; received and sent by the rank at one position.
+struct Traffic {
+  int64_t received_bytes = 0;
+  int64_t sent_bytes = 0;
+  int64_t messages = 0;  // received
+
+  Traffic operator+(const Traffic& other) const {
+    return {received_bytes + other.received_bytes, sent_bytes + other.sent_bytes, messages + other.messages};
+  }
+  bool operator==(const Traffic& other) const = default;
+};
+
 // The figures of one step. Each is the maximum over all ranks, not necessarily of the same rank.
 struct StepFigures {
   int64_t received_bytes = 0;

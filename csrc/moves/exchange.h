@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "cost/cost.h"
 #include "moves/digits.h"
 #include "moves/step.h"
 
@@ -71,18 +72,6 @@ struct Meeting {
 
 Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
              const IntervalList& target);
-
-// Wire traffic, exact, in bytes and messages; received and sent by the rank at one position.
-struct Traffic {
-  int64_t received_bytes = 0;
-  int64_t sent_bytes = 0;
-  int64_t messages = 0;  // received
-
-  Traffic operator+(const Traffic& other) const {
-    return {received_bytes + other.received_bytes, sent_bytes + other.sent_bytes, messages + other.messages};
-  }
-  bool operator==(const Traffic& other) const = default;
-};
 
 // What ranks receive and send in an exchange, without a walk over their group unless its pairs matter.
 class ExchangeTraffic {

@@ -28,21 +28,7 @@ const char* step_op_name(StepOp op) {
   return "?";
 }
 
-const char* sharing_name(Sharing sharing) {
-  switch (sharing) {
-    case Sharing::kNone:
-      return "none";
-    case Sharing::kMessages:
-      return "messages";
-    case Sharing::kBytes:
-      return "bytes";
-  }
-  return "?";
-}
-
 StepOp parse_step_op(const std::string& name) { return parse_name("op", name, StepOp::kAllReduce, step_op_name); }
-
-Sharing parse_sharing(const std::string& name) { return parse_name("sharing", name, Sharing::kBytes, sharing_name); }
 
 bool is_local(StepOp op) { return op == StepOp::kSlice || op == StepOp::kPartition || op == StepOp::kZeroFill; }
 

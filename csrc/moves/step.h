@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cost/lowering.h"
+#include "crossing/sharing.h"
 #include "layout/layout.h"
 
 namespace shardwright {
@@ -25,15 +26,7 @@ const char* step_op_name(StepOp op);
 StepOp parse_step_op(const std::string& name);  // throws UserError
 bool is_local(StepOp op);
 
-// Of an exchange: how ranks of a group that hold the same share what is sent of it. kNone: each receiver reads from the
-// one with its own coordinates. kMessages: each sends an equal number of whole messages. kBytes: each sends as much, to
-// the element, which splits some messages.
-enum class Sharing : uint8_t { kNone, kMessages, kBytes };
-
 constexpr int64_t kMaxRounds = int64_t{1} << 20;
-
-const char* sharing_name(Sharing sharing);       // "none", "messages" or "bytes"
-Sharing parse_sharing(const std::string& name);  // throws UserError
 
 // One move: `before` to `after`, within groups of ranks that differ only in `mesh_dims`.
 struct Step {

@@ -1,0 +1,103 @@
+// From a layout on one mesh to a layout on another: who sends what to whom, in one move over the union of their ranks.
+//
+// The meshes may have any ranks: others, some, or all in common, in any shape and order. The ranks that hold a part of
+// the source are its *holders*. A rank of the destination that needs something of a part which it does not hold itself
+// is a *needer* of the part. What a rank holds already stays where it is and is no parcel. So every element that a rank
+// needs comes from exactly one place.
+//
+// The holders of a part share the sending. Its needers stand in line: one replica of the destination after the other,
+// each in the order of its parts, and each rank with what it needs. Every holder serves a stretch of the line. All
+// stretches have one length, the least that serves the longest line: shorter ones would split more messages and relieve
+// no rank that matters. With Sharing::kBytes a stretch ends anywhere, and the worst rank sends the least that it can
+// without forwarding, rounded up to elements. With Sharing::kMessages the holder whose stretch has the middle of a
+// message sends all of it, and the worst rank sends less than one message more.
+//
+// 12 rows, from ranks 0 to 3 on (a=2, b=2) as [S(0), R] to ranks 4 to 6 on (c=3) as [S(0)], by Sharing::kBytes:
+//
+//   part      holders    in line                          stretches of 3 rows
+//   [0, 6)    0, 1       4: [0, 4)    5: [4, 6)           0 -> 4: [0, 3)    1 -> 4: [3, 4)    1 -> 5: [4, 6)
+//   [6, 12)   2, 3       5: [6, 8)    6: [8, 12)          2 -> 5: [6, 8)    2 -> 6: [8, 9)    3 -> 6: [9, 12)
+//
+// All of it depends on the two layouts alone and is the same on all ranks. Nothing here costs ranks times ranks: places
+// in line are worked out tensor dim by tensor dim, and what one rank sends or receives takes as long as it has parcels.
+#pragma once
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include "cost/cost.h"
+#include "crossing/grid.h"
+#include "crossing/sharing.h"
+#include "layout/layout.h"
+#include "layout/rank.h"
+
+namespace shardwright {
+
+class Crossing {
+ public:
+  // Layouts of one shape and dtype without partials, and kMessages or kBytes; else throws InvariantError.
+  Crossing(const Layout& src, const Layout& dst, Sharing sharing);
+
+  // Those of either mesh, ascending. Other ranks send and receive nothing.
+  const std::vector<Rank>& ranks() const { return ranks_; }
+
+  // What goes between two ranks: a range of the intersection of what the sender holds and the receiver needs, in packed
+  // order, which is that of its runs (intersect() in layout/region.h), the last tensor dim fastest.
+  struct Parcel {
+    Rank peer{};
+    Interval range;
+    bool operator==(const Parcel&) const = default;
+  };
+
+  // By ascending peer, at most one per peer, none of them empty.
+  std::vector<Parcel> sends(Rank rank) const;
+  std::vector<Parcel> receives(Rank rank) const;
+
+  // `messages` counts each parcel as many times as there are rounds, or as it has elements.
+  Traffic at(Rank rank, int64_t rounds = 1) const;
+
+  // What a rank needs and does not hold, and what it sends. Neither takes a walk over its peers.
+  int64_t received_elements(Rank rank) const;
+  int64_t sent_elements(Rank rank) const;
+
+ private:
+  // A needer in a line. Those that hold the part themselves keep their place, with no elements.
+  struct Place {
+    int64_t begin = 0;  // elements before it
+    int64_t elements = 0;
+  };
+
+  // The line of one part of the source, by what comes before places that have no elements.
+  struct Line {
+    std::vector<int64_t> slots;  // of the part
+    int64_t places = 0;          // for each replica of the destination
+    int64_t elements = 0;        // of one replica, if none of its ranks held the part
+    struct Absent {
+      int64_t place = 0;
+      int64_t elements = 0;  // that it would have
+      int64_t before = 0;    // that absent places before it would have
+    };
+    std::vector<Absent> absent;  // ascending
+  };
+
+  Line line_of(std::vector<int64_t> slots) const;
+  int64_t length(const Line& line) const;
+  Place place(const Line& line, int64_t index) const;
+  // The first place that the holders from this turn on serve anything of.
+  int64_t first_served(const Line& line, int64_t turn) const;
+  // What the holder whose turn it is sends to a place.
+  Interval served(const Place& place, int64_t turn) const;
+  Rank needer(const Line& line, int64_t index) const;
+
+  Sharing sharing_;
+  int64_t item_bytes_;
+  Grid src_;
+  Grid dst_;
+  std::vector<SlotMeetings> meetings_;  // by tensor dim
+  std::vector<Rank> ranks_;
+  std::unordered_map<int64_t, std::vector<Rank>> own_;  // by part of the source: those that need some of what they hold
+  int64_t stretch_ = 1;                                 // elements
+};
+
+}  // namespace shardwright

@@ -1,0 +1,21 @@
+#include "crossing/sharing.h"
+
+#include "support/names.h"
+
+namespace shardwright {
+
+const char* sharing_name(Sharing sharing) {
+  switch (sharing) {
+    case Sharing::kNone:
+      return "none";
+    case Sharing::kMessages:
+      return "messages";
+    case Sharing::kBytes:
+      return "bytes";
+  }
+  return "?";
+}
+
+Sharing parse_sharing(const std::string& name) { return parse_name("sharing", name, Sharing::kBytes, sharing_name); }
+
+}  // namespace shardwright
