@@ -111,8 +111,8 @@ def glob(*patterns: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in (ROOT / "csrc").glob(pattern))
 
 
-CORE_FOLDERS = ("support", "layout", "cost", "crossing", "moves", "search", "program", "planning", "products", "simulate")
-CORE_SOURCES = glob(*(f"{folder}/*.cpp" for folder in CORE_FOLDERS))
+TORCH_FREE = ("support", "layout", "cost", "crossing", "moves", "search", "program", "planning", "products", "simulate")
+CORE_SOURCES = glob(*(f"{folder}/*.cpp" for folder in TORCH_FREE))
 RUNTIME_BINDINGS = ("runtime_module", "executable_bindings", "kernel_bindings")
 PLANNER_MODULE = [
     source

@@ -23,7 +23,7 @@
 #pragma once
 
 #include <cstdint>
-#include <unordered_map>
+#include <span>
 #include <vector>
 
 #include "cost/cost.h"
@@ -62,33 +62,37 @@ class Crossing {
   int64_t sent_elements(Rank rank) const;
 
  private:
-  // A needer in a line. Those that hold the part themselves keep their place, with no elements.
+  // A needer's place in a line. A rank that holds the part itself keeps its place, without elements.
   struct Place {
     int64_t begin = 0;  // elements before it
     int64_t elements = 0;
   };
-
-  // The line of one part of the source, by what comes before places that have no elements.
+  struct Absent {
+    int64_t place = 0;     // its number in the line
+    int64_t elements = 0;  // that it would have
+    int64_t before = 0;    // that absent ones before it would have
+  };
+  // The line of one part of the source.
   struct Line {
     std::vector<int64_t> slots;  // of the part
-    int64_t places = 0;          // for each replica of the destination
-    int64_t elements = 0;        // of one replica, if none of its ranks held the part
-    struct Absent {
-      int64_t place = 0;
-      int64_t elements = 0;  // that it would have
-      int64_t before = 0;    // that absent places before it would have
-    };
-    std::vector<Absent> absent;  // ascending
+    int64_t places = 1;          // for each replica of the destination
+    int64_t elements = 1;        // of each replica, if none of its ranks held the part
+    std::span<const Absent> absent;
   };
 
+  void find_absent();
   Line line_of(std::vector<int64_t> slots) const;
+  int64_t num_places(const Line& line) const { return line.places * dst_.replicas(); }
   int64_t length(const Line& line) const;
-  Place place(const Line& line, int64_t index) const;
-  // The first place that the holders from this turn on serve anything of.
+  Place place(const Line& line, int64_t number) const;
+  // The number of the first place that holders serve whose turn is this or later.
   int64_t first_served(const Line& line, int64_t turn) const;
   // What the holder whose turn it is sends to a place.
   Interval served(const Place& place, int64_t turn) const;
-  Rank needer(const Line& line, int64_t index) const;
+  Rank needer(const Line& line, int64_t number) const;
+  // Calls visit(slots of the part, turn of the holder, range).
+  template <typename Visit>
+  void for_each_received(Rank rank, const Visit& visit) const;
 
   Sharing sharing_;
   int64_t item_bytes_;
@@ -96,8 +100,8 @@ class Crossing {
   Grid dst_;
   std::vector<SlotMeetings> meetings_;  // by tensor dim
   std::vector<Rank> ranks_;
-  std::unordered_map<int64_t, std::vector<Rank>> own_;  // by part of the source: those that need some of what they hold
-  int64_t stretch_ = 1;                                 // elements
+  std::vector<std::vector<Absent>> absent_;  // by part of the source, each by place
+  int64_t stretch_ = 1;                      // elements
 };
 
 }  // namespace shardwright

@@ -1,0 +1,230 @@
+#include "crossing/crossing.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+using Met = SlotMeetings::Met;
+
+int64_t elements_of(const std::vector<Met>& met) { return met.empty() ? 0 : met.back().before + met.back().elements; }
+
+bool by_peer(const Crossing::Parcel& a, const Crossing::Parcel& b) { return a.peer < b.peer; }
+
+}  // namespace
+
+Crossing::Crossing(const Layout& src, const Layout& dst, Sharing sharing)
+    : sharing_(sharing), item_bytes_(src.dtype().size_bytes()), src_(src), dst_(dst), ranks_(src_.ranks()) {
+  check_invariant(src.shape() == dst.shape() && src.dtype() == dst.dtype(), "a crossing from ", src.to_string(), " to ",
+                  dst.to_string());
+  check_invariant(sharing != Sharing::kNone, "a crossing without sharing");
+  for (int t = 0; t < src.ndim(); ++t) meetings_.emplace_back(src_.lists(t), dst_.lists(t));
+
+  const std::vector<Rank> others = dst_.ranks();
+  ranks_.insert(ranks_.end(), others.begin(), others.end());
+  std::sort(ranks_.begin(), ranks_.end());
+  ranks_.erase(std::unique(ranks_.begin(), ranks_.end()), ranks_.end());
+
+  find_absent();
+  for (int64_t part = 0; part < src_.parts(); ++part) {
+    const int64_t elements = length(line_of(src_.slots_of(part)));
+    stretch_ = std::max(stretch_, (elements + src_.replicas() - 1) / src_.replicas());
+  }
+}
+
+void Crossing::find_absent() {
+  absent_.resize(src_.parts());
+  for (const Rank rank : ranks_) {
+    const std::optional<Grid::Seat> holds = src_.seat_of(rank);
+    const std::optional<Grid::Seat> needs = dst_.seat_of(rank);
+    if (!holds || !needs) continue;
+    Absent absent{0, 1, 0};
+    int64_t places = 1;
+    for (int t = 0; t < src_.ndim() && absent.elements > 0; ++t) {
+      const Met* met = meetings_[t].between(holds->slots[t], needs->slots[t]);
+      const int64_t choices = static_cast<int64_t>(meetings_[t].of_src(holds->slots[t]).size());
+      places *= choices;
+      absent.place *= choices;
+      if (met != nullptr) absent.place += meetings_[t].of_dst(needs->slots[t])[met->index].index;
+      absent.elements *= met != nullptr ? met->elements : 0;
+    }
+    if (absent.elements == 0) continue;
+    absent.place += needs->replica * places;
+    absent_[src_.index_of(holds->slots)].push_back(absent);
+  }
+  for (std::vector<Absent>& all : absent_) {
+    std::sort(all.begin(), all.end(), [](const Absent& a, const Absent& b) { return a.place < b.place; });
+    for (size_t i = 1; i < all.size(); ++i) all[i].before = all[i - 1].before + all[i - 1].elements;
+  }
+}
+
+Crossing::Line Crossing::line_of(std::vector<int64_t> slots) const {
+  Line line;
+  for (int t = 0; t < src_.ndim(); ++t) {
+    const std::vector<Met>& met = meetings_[t].of_src(slots[t]);
+    line.places *= static_cast<int64_t>(met.size());
+    line.elements *= elements_of(met);
+  }
+  line.absent = absent_[src_.index_of(slots)];
+  line.slots = std::move(slots);
+  return line;
+}
+
+int64_t Crossing::length(const Line& line) const {
+  const int64_t absent = line.absent.empty() ? 0 : line.absent.back().before + line.absent.back().elements;
+  return line.elements * dst_.replicas() - absent;
+}
+
+// Within a replica places are numbered as the meetings of each tensor dim, the last dim fastest. So before a place lie,
+// dim by dim, the meetings before its own times all of the dims after it.
+Crossing::Place Crossing::place(const Line& line, int64_t number) const {
+  if (number == num_places(line)) return {length(line), 0};
+  Place found{0, 1};
+  int64_t rest = number % line.places;
+  int64_t all_after = 1;
+  for (int t = src_.ndim() - 1; t >= 0; --t) {
+    const std::vector<Met>& met = meetings_[t].of_src(line.slots[t]);
+    const auto choices = static_cast<int64_t>(met.size());
+    const Met& own = met[rest % choices];
+    rest /= choices;
+    found.begin = own.before * all_after + own.elements * found.begin;
+    found.elements *= own.elements;
+    all_after *= elements_of(met);
+  }
+  found.begin += number / line.places * line.elements;
+  const auto absent = std::partition_point(line.absent.begin(), line.absent.end(),
+                                           [&](const Absent& one) { return one.place < number; });
+  if (absent != line.absent.begin()) found.begin -= (absent - 1)->before + (absent - 1)->elements;
+  if (absent != line.absent.end() && absent->place == number) found.elements = 0;
+  return found;
+}
+
+int64_t Crossing::first_served(const Line& line, int64_t turn) const {
+  const int64_t begin = stretch_ * turn;
+  int64_t low = 0;
+  int64_t high = num_places(line);
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    const Place at = place(line, middle);
+    const bool is_before =
+        sharing_ == Sharing::kBytes ? at.begin + at.elements <= begin : 2 * at.begin + at.elements < 2 * begin;
+    (is_before ? low : high) = is_before ? middle + 1 : middle;
+  }
+  return low;
+}
+
+Interval Crossing::served(const Place& place, int64_t turn) const {
+  if (sharing_ == Sharing::kMessages) {
+    return {0, (2 * place.begin + place.elements) / (2 * stretch_) == turn ? place.elements : 0};
+  }
+  const int64_t begin = std::max(stretch_ * turn, place.begin);
+  const int64_t end = std::min(stretch_ * (turn + 1), place.begin + place.elements);
+  return begin < end ? Interval{begin - place.begin, end - place.begin} : Interval{0, 0};
+}
+
+Rank Crossing::needer(const Line& line, int64_t number) const {
+  std::vector<int64_t> slots(line.slots.size());
+  int64_t rest = number % line.places;
+  for (size_t t = slots.size(); t-- > 0;) {
+    const std::vector<Met>& met = meetings_[t].of_src(line.slots[t]);
+    const auto choices = static_cast<int64_t>(met.size());
+    slots[t] = met[rest % choices].slot;
+    rest /= choices;
+  }
+  return dst_.rank_at(slots, number / line.places);
+}
+
+std::vector<Crossing::Parcel> Crossing::sends(Rank rank) const {
+  std::vector<Parcel> parcels;
+  const std::optional<Grid::Seat> holds = src_.seat_of(rank);
+  if (!holds) return parcels;
+  const Line line = line_of(holds->slots);
+  const int64_t end = first_served(line, holds->replica + 1);
+  // The last place may be served by this rank and the next.
+  const int64_t last = sharing_ == Sharing::kBytes ? std::min(end + 1, num_places(line)) : end;
+  for (int64_t number = first_served(line, holds->replica); number < last; ++number) {
+    const Interval range = served(place(line, number), holds->replica);
+    if (range.begin < range.end) parcels.push_back({needer(line, number), range});
+  }
+  std::sort(parcels.begin(), parcels.end(), by_peer);
+  return parcels;
+}
+
+template <typename Visit>
+void Crossing::for_each_received(Rank rank, const Visit& visit) const {
+  const std::optional<Grid::Seat> needs = dst_.seat_of(rank);
+  if (!needs) return;
+  const std::optional<Grid::Seat> holds = src_.seat_of(rank);
+  int64_t parts = 1;
+  for (int t = 0; t < dst_.ndim(); ++t) parts *= static_cast<int64_t>(meetings_[t].of_dst(needs->slots[t]).size());
+  for (int64_t part = 0; part < parts; ++part) {
+    std::vector<int64_t> slots(src_.ndim());
+    int64_t rest = part;
+    int64_t number = 0;
+    int64_t places_after = 1;
+    for (int t = src_.ndim() - 1; t >= 0; --t) {
+      const std::vector<Met>& met = meetings_[t].of_dst(needs->slots[t]);
+      const auto choices = static_cast<int64_t>(met.size());
+      const Met& one = met[rest % choices];
+      rest /= choices;
+      slots[t] = one.slot;
+      number += one.index * places_after;
+      places_after *= static_cast<int64_t>(meetings_[t].of_src(one.slot).size());
+    }
+    if (holds && holds->slots == slots) continue;
+    const Line line = line_of(std::move(slots));
+    const Place at = place(line, needs->replica * line.places + number);
+    const bool in_whole = sharing_ == Sharing::kMessages;
+    const int64_t first = in_whole ? (2 * at.begin + at.elements) / (2 * stretch_) : at.begin / stretch_;
+    const int64_t last = in_whole ? first : (at.begin + at.elements - 1) / stretch_;
+    for (int64_t turn = first; turn <= last; ++turn) visit(line.slots, turn, served(at, turn));
+  }
+}
+
+std::vector<Crossing::Parcel> Crossing::receives(Rank rank) const {
+  std::vector<Parcel> parcels;
+  for_each_received(rank, [&](const std::vector<int64_t>& slots, int64_t turn, Interval range) {
+    parcels.push_back({src_.rank_at(slots, turn), range});
+  });
+  std::sort(parcels.begin(), parcels.end(), by_peer);
+  return parcels;
+}
+
+int64_t Crossing::received_elements(Rank rank) const {
+  const std::optional<Grid::Seat> needs = dst_.seat_of(rank);
+  if (!needs) return 0;
+  const std::optional<Grid::Seat> holds = src_.seat_of(rank);
+  int64_t needed = 1;
+  int64_t kept = holds ? 1 : 0;
+  for (int t = 0; t < dst_.ndim(); ++t) {
+    needed *= elements_of(meetings_[t].of_dst(needs->slots[t]));
+    const Met* met = holds ? meetings_[t].between(holds->slots[t], needs->slots[t]) : nullptr;
+    kept *= met != nullptr ? met->elements : 0;
+  }
+  return needed - kept;
+}
+
+int64_t Crossing::sent_elements(Rank rank) const {
+  const std::optional<Grid::Seat> holds = src_.seat_of(rank);
+  if (!holds) return 0;
+  const Line line = line_of(holds->slots);
+  if (sharing_ == Sharing::kBytes) {
+    return std::clamp<int64_t>(length(line) - stretch_ * holds->replica, 0, stretch_);
+  }
+  const int64_t first = first_served(line, holds->replica);
+  const int64_t end = first_served(line, holds->replica + 1);
+  return place(line, end).begin - place(line, first).begin;
+}
+
+Traffic Crossing::at(Rank rank, int64_t rounds) const {
+  Traffic traffic{received_elements(rank) * item_bytes_, sent_elements(rank) * item_bytes_, 0};
+  for_each_received(rank, [&](const std::vector<int64_t>&, int64_t, Interval range) {
+    traffic.messages += std::min(rounds, range.end - range.begin);
+  });
+  return traffic;
+}
+
+}  // namespace shardwright
