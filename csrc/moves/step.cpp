@@ -24,11 +24,13 @@ const char* step_op_name(StepOp op) {
       return "reduce_scatter";
     case StepOp::kAllReduce:
       return "all_reduce";
+    case StepOp::kCross:
+      return "cross";
   }
   return "?";
 }
 
-StepOp parse_step_op(const std::string& name) { return parse_name("op", name, StepOp::kAllReduce, step_op_name); }
+StepOp parse_step_op(const std::string& name) { return parse_name("op", name, StepOp::kCross, step_op_name); }
 
 bool is_local(StepOp op) { return op == StepOp::kSlice || op == StepOp::kPartition || op == StepOp::kZeroFill; }
 

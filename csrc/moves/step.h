@@ -20,6 +20,7 @@ enum class StepOp : uint8_t {
   kExchange,       // every rank sends each peer what that peer needs
   kReduceScatter,  // reduce, each rank keeping a part
   kAllReduce,      // reduce, each rank keeping all
+  kCross,          // from one mesh to another, every rank sending each peer what that peer needs (crossing/crossing.h)
 };
 
 const char* step_op_name(StepOp op);
@@ -28,15 +29,16 @@ bool is_local(StepOp op);
 
 constexpr int64_t kMaxRounds = int64_t{1} << 20;
 
-// One move: `before` to `after`, within groups of ranks that differ only in `mesh_dims`.
+// One move: `before` to `after`, within groups of ranks that differ only in `mesh_dims`. A crossing leads from one mesh
+// to another, over the ranks of both; it spans no mesh dims, and its sending is always shared.
 struct Step {
   StepOp op;
   MeshDimSet mesh_dims;
   Layout before;
   Layout after;
   Sharing sharing = Sharing::kNone;
-  // Of an exchange or reduction: it is carried out in so many goes, each with its share of every message, so that
-  // staging is as many times smaller. Each counts as a step.
+  // Of an exchange, reduction or crossing: it is carried out in so many goes, each with its share of every message, so
+  // that staging is as many times smaller. Each counts as a step.
   int64_t rounds = 1;
   // Of a reduction: contributions are exchanged and summed here in the order of positions, never by a native
   // collective.
