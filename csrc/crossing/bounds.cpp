@@ -92,7 +92,7 @@ class Bounds {
     const int64_t item = src_layout_.dtype().size_bytes();
     bound.received_bytes_sum = transfers * item;
     bound.received_bytes_max = ceil_divide(transfers, ranks) * item;
-    bound.direct_sent_bytes_max = bound.forwarded_sent_bytes_max = bound.received_bytes_max;
+    bound.direct_sent_bytes_max = bound.forwarded_sent_bytes_max = bound.any_sent_bytes_max = bound.received_bytes_max;
     return bound;
   }
 
@@ -203,14 +203,12 @@ class Bounds {
 
   void forward(int64_t received_sum, CrossingBound& bound) const {
     const std::vector<int64_t> leaving = leaving_of_parts();
-    bound.forwarded_is_exact = num_cells() <= CrossingBound::kMaxCells;
-    if (bound.forwarded_is_exact) {
-      bound.forwarded_sent = least_worst_load(forwarded_work(leaving));
-      return;
-    }
-    bound.forwarded_sent = {received_sum, static_cast<int64_t>(places_.size())};
+    const Ratio mean{received_sum, static_cast<int64_t>(places_.size())};
     const Ratio out{*std::max_element(leaving.begin(), leaving.end()), src_.replicas()};
-    if (out.rounded_up() > bound.forwarded_sent.rounded_up()) bound.forwarded_sent = out;
+    const Ratio& any = out.rounded_up() > mean.rounded_up() ? out : mean;
+    bound.any_sent_bytes_max = any.rounded_up() * src_layout_.dtype().size_bytes();
+    bound.forwarded_is_exact = num_cells() <= CrossingBound::kMaxCells;
+    bound.forwarded_sent = bound.forwarded_is_exact ? least_worst_load(forwarded_work(leaving)) : any;
   }
 
   // Teams are the ranks of one part of each side, pools those of one part.

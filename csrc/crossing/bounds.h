@@ -23,19 +23,20 @@ struct CrossingBound {
   // By the rank that sends most. `direct`: where only holders send. The holders of a part are those of no other, so it
   // is what the needers of some part want, over its holders. `forwarded`: where needers pass on what they got, so that
   // of each cell |c| at least are sent by holders, and |c| (n - 1) by them or needers: the least worst load of that
-  // work. Where there are more than kMaxCells cells, it is the larger of the mean over all ranks and of what must leave
-  // the holders of a part, and `forwarded_is_exact` is false; it is below `direct` in any case.
+  // work. `any`: where every rank may pass on anything: the larger of the mean and of what must leave the holders of a
+  // part. `any` is no more than `forwarded`, which is no more than `direct`. Where there are more than kMaxCells cells,
+  // `forwarded` is that of `any`, and `forwarded_is_exact` is false.
   Ratio direct_sent;     // elements
   Ratio forwarded_sent;  // elements
   bool forwarded_is_exact = true;
   int64_t direct_sent_bytes_max = 0;
   int64_t forwarded_sent_bytes_max = 0;
+  int64_t any_sent_bytes_max = 0;
 
-  // Into some node of so many consecutive ranks: what some rank of it needs and none holds. 0 without partials only,
-  // and where nodes are not known or larger than kMaxNode.
+  // Into some node of so many consecutive ranks: what some rank of it needs and none holds. 0 with partials, and where
+  // nodes are not known or larger than kMaxNode.
   int64_t node_bytes_max = 0;
-  // The same over the ranks of that node which are in either mesh.
-  int64_t node_bytes_per_rank = 0;
+  int64_t node_bytes_per_rank = 0;  // over the ranks of the node that are in either mesh
 
   static constexpr int64_t kMaxCells = 4096;
   static constexpr int64_t kMaxNode = 256;

@@ -227,4 +227,37 @@ Traffic Crossing::at(Rank rank, int64_t rounds) const {
   return traffic;
 }
 
+Crossing::Totals Crossing::totals(int64_t rounds) const {
+  Totals totals;
+  for (const Rank rank : ranks_) {
+    const Traffic one = at(rank, rounds);
+    totals.worst.received_bytes = std::max(totals.worst.received_bytes, one.received_bytes);
+    totals.worst.sent_bytes = std::max(totals.worst.sent_bytes, one.sent_bytes);
+    totals.worst.messages = std::max(totals.worst.messages, one.messages);
+    totals.received_bytes_sum += one.received_bytes;
+  }
+  int64_t held = item_bytes_;
+  for (int t = 0; t < dst_.ndim(); ++t) {
+    int64_t longest = 0;
+    for (const IntervalList& list : dst_.lists(t)) longest = std::max(longest, shardwright::length(list));
+    held *= longest;
+  }
+  totals.worst.touched_bytes = held;
+  return totals;
+}
+
+bool Crossing::crosses_nodes(int64_t ranks_per_node) const {
+  if (ranks_per_node <= 0) return false;
+  const auto node_of = [&](Rank rank) { return number(rank) / ranks_per_node; };
+  if (node_of(ranks_.front()) == node_of(ranks_.back())) return false;
+  for (const Rank rank : ranks_) {
+    bool crosses = false;
+    for_each_received(rank, [&](const std::vector<int64_t>& slots, int64_t turn, Interval) {
+      crosses = crosses || node_of(src_.rank_at(slots, turn)) != node_of(rank);
+    });
+    if (crosses) return true;
+  }
+  return false;
+}
+
 }  // namespace shardwright

@@ -61,6 +61,16 @@ class Crossing {
   int64_t received_elements(Rank rank) const;
   int64_t sent_elements(Rank rank) const;
 
+  // What the worst rank does, each figure by itself, and what all ranks receive together.
+  struct Totals {
+    StepFigures worst;
+    int64_t received_bytes_sum = 0;
+  };
+  Totals totals(int64_t rounds = 1) const;
+
+  // Whether some parcel goes from one node to another, with nodes of so many consecutive ranks; never with 0.
+  bool crosses_nodes(int64_t ranks_per_node) const;
+
  private:
   // A needer's place in a line. A rank that holds the part itself keeps its place, without elements.
   struct Place {

@@ -60,21 +60,14 @@ Grid::Seat Grid::seat_at(int64_t position) const {
 }
 
 std::optional<Grid::Seat> Grid::seat_of(Rank rank) const {
-  const auto position = mesh_->position_of(number(rank));
+  const std::optional<Position> position = mesh_->position_of(rank);
   return position ? std::optional<Seat>(seat_at(*position)) : std::nullopt;
 }
 
 Rank Grid::rank_at(std::span<const int64_t> slots, int64_t replica) const {
   int64_t position = offset_of(*mesh_, replicating_, replica);
   for (size_t t = 0; t < cutting_.size(); ++t) position += offset_of(*mesh_, cutting_[t], slots[t]);
-  return Rank{mesh_->rank_at(Position{position})};
-}
-
-std::vector<Rank> Grid::ranks() const {
-  std::vector<Rank> ranks;
-  ranks.reserve(mesh_->size());
-  for (int64_t p = 0; p < mesh_->size(); ++p) ranks.push_back(Rank{mesh_->rank_at(Position{p})});
-  return ranks;
+  return mesh_->rank_at(Position{position});
 }
 
 int64_t Grid::index_of(std::span<const int64_t> slots) const {

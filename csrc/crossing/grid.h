@@ -33,7 +33,7 @@ class Grid {
   // Nothing for a rank that is not part of the mesh.
   std::optional<Seat> seat_of(Rank rank) const;
   Rank rank_at(std::span<const int64_t> slots, int64_t replica) const;
-  std::vector<Rank> ranks() const;  // by position
+  std::vector<Rank> ranks() const { return mesh_->ranks(); }  // by position
 
   // A number below parts() for each part.
   int64_t index_of(std::span<const int64_t> slots) const;

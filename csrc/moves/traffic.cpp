@@ -2,13 +2,17 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
+#include "crossing/bounds.h"
+#include "crossing/crossing.h"
 #include "moves/digits.h"
 #include "support/error.h"
 
 namespace shardwright {
 
 Traffic traffic_at(const Step& step, Lowering lowering, Rank rank) {
+  if (step.op == StepOp::kCross) return Crossing(step.before, step.after, step.sharing).at(rank, step.rounds);
   const std::optional<Position> position = step.before.mesh().position_of(rank);
   return position ? StepTraffic(step, lowering).at(*position) : Traffic{};
 }
@@ -30,6 +34,8 @@ Traffic StepTraffic::at(int64_t position) const {
     case StepOp::kPartition:
     case StepOp::kZeroFill:
       return {};
+    case StepOp::kCross:
+      break;
     case StepOp::kAllGather:
     case StepOp::kAllToAll:
     case StepOp::kPermute:
@@ -58,7 +64,7 @@ Traffic StepTraffic::at(int64_t position) const {
       return traffic;
     }
   }
-  throw InvariantError("unknown step op");
+  throw InvariantError(concat("a step that is on no mesh: ", step_op_name(step_.op)));
 }
 
 void StepTraffic::tell_apart(RankClasses& classes) const {
@@ -117,7 +123,47 @@ TrafficTotals totals(const Step& step, Lowering lowering) {
   return totals(Plan{step.before, step.after, lowering, Objective::kTime, {}, false, {step}});
 }
 
+namespace {
+
+// Steps on either of two meshes, and between them, rank by rank.
+TrafficTotals totals_of_two_meshes(const Plan& plan) {
+  std::vector<StepTraffic> on_a_mesh;
+  std::vector<std::pair<int64_t, Crossing>> between;  // with rounds
+  TrafficTotals result;
+  on_a_mesh.reserve(plan.steps.size());
+  for (const Step& step : plan.steps) {
+    if (step.op == StepOp::kCross) {
+      between.emplace_back(step.rounds, Crossing(step.before, step.after, step.sharing));
+    } else if (!is_local(step.op)) {
+      on_a_mesh.emplace_back(step, plan.lowering);
+      result.steps += step.rounds;
+    }
+  }
+  for (const auto& [rounds, crossing] : between) {
+    const std::vector<Rank>& ranks = crossing.ranks();
+    const bool communicates =
+        std::any_of(ranks.begin(), ranks.end(), [&](Rank rank) { return crossing.received_elements(rank) > 0; });
+    result.steps += communicates ? rounds : 0;
+  }
+  for (const Rank rank : ranks_of(plan)) {
+    Traffic all;
+    for (const StepTraffic& step : on_a_mesh) {
+      const std::optional<Position> position = step.step().before.mesh().position_of(rank);
+      if (position) all = all + step.at(*position);
+    }
+    for (const auto& [rounds, crossing] : between) all = all + crossing.at(rank, rounds);
+    result.received_bytes_max = std::max(result.received_bytes_max, all.received_bytes);
+    result.received_bytes_sum += all.received_bytes;
+    result.sent_bytes_max = std::max(result.sent_bytes_max, all.sent_bytes);
+    result.messages_max = std::max(result.messages_max, all.messages);
+  }
+  return result;
+}
+
+}  // namespace
+
 TrafficTotals totals(const Plan& plan) {
+  if (!(plan.src.mesh() == plan.dst.mesh())) return totals_of_two_meshes(plan);
   const Mesh& mesh = plan.src.mesh();
   std::vector<StepTraffic> steps;
   steps.reserve(plan.steps.size());
@@ -155,6 +201,10 @@ TrafficTotals totals(const Plan& plan) {
 }
 
 Bound lower_bound(const Layout& src, const Layout& dst) {
+  if (!(src.mesh() == dst.mesh())) {
+    const CrossingBound bound = crossing_bound(src, dst);
+    return {bound.received_bytes_max, bound.received_bytes_sum};
+  }
   const Mesh& mesh = src.mesh();
   const int64_t item = src.dtype().size_bytes();
   const MeshDimSet reduced = src.partial_dims() - dst.partial_dims();

@@ -3,11 +3,16 @@
 //   1. Refuse what PyTorch does not define. Equal layouts need no move.
 //   2. Find the cheapest moves to the goal, which is the destination before anything becomes partial (search.cpp).
 //   3. Append zero-fills and partitions, which are local.
+//
+// Between two meshes the moves of 2. are those of two_meshes.cpp, and all that is pending in the source is reduced.
 #include "search/make_plan.h"
+
+#include <algorithm>
 
 #include "moves/move.h"
 #include "moves/spans.h"
 #include "search/search.h"
+#include "search/two_meshes.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -23,10 +28,6 @@ struct PartialWork {
 };
 
 void check_same_tensor(const Layout& src, const Layout& dst) {
-  if (!(src.mesh() == dst.mesh())) {
-    throw UserError(concat("mesh: source and destination lie on different meshes (", src.mesh().to_string(), " and ",
-                           dst.mesh().to_string(), "); allowed is one mesh"));
-  }
   if (src.shape() != dst.shape()) {
     throw UserError(concat("shape: source (", join(src.shape()), ") and destination (", join(dst.shape()), ") differ"));
   }
@@ -34,6 +35,11 @@ void check_same_tensor(const Layout& src, const Layout& dst) {
     throw UserError(concat("dtype: source ", src.dtype().name(), " and destination ", dst.dtype().name(),
                            " differ; cast before or after"));
   }
+}
+
+bool is_divisible(ReduceOp op) {
+  return op == ReduceOp::kSum || op == ReduceOp::kAvg || op == ReduceOp::kMin || op == ReduceOp::kMax ||
+         op == ReduceOp::kNorm;
 }
 
 PartialWork partial_work(const Layout& src, const Layout& dst) {
@@ -51,9 +57,7 @@ PartialWork partial_work(const Layout& src, const Layout& dst) {
                  "; allowed is P(sum), whose other shares are zeros");
       work.zero_filled.insert(d);
     } else {
-      const bool divisible = to.op == ReduceOp::kSum || to.op == ReduceOp::kAvg || to.op == ReduceOp::kMin ||
-                             to.op == ReduceOp::kMax || to.op == ReduceOp::kNorm;
-      check_user(divisible, "placements: R cannot become ", to.to_string(), where,
+      check_user(is_divisible(to.op), "placements: R cannot become ", to.to_string(), where,
                  "; allowed are P(sum), P(avg), P(min), P(max), P(norm p)");
       work.partitioned.insert(d);
     }
@@ -67,10 +71,33 @@ Layout without_partials(const Layout& layout, MeshDimSet dims, Cuts cuts) {
   return layout.with(std::move(cuts), partials);
 }
 
+// The same for a destination on another mesh, whose reductions have nothing to do with those of the source. What is to
+// be a sum there arrives in parts, with zeros elsewhere.
+PartialWork partial_work_between(const Layout& src, const Layout& dst) {
+  PartialWork work;
+  work.reduced = src.partial_dims();
+  for (const int d : dst.partial_dims().to_vector()) {
+    const Placement& to = dst.placements()[d];
+    check_user(is_divisible(to.op), "placements: a tensor on another mesh cannot become ", to.to_string(),
+               " on mesh dim '", dst.mesh().dim_names()[d], "'; allowed are P(sum), P(avg), P(min), P(max), P(norm p)");
+    (to.op == ReduceOp::kSum && dst.ndim() > 0 ? work.zero_filled : work.partitioned).insert(d);
+  }
+  return work;
+}
+
+PartialWork work_between(const Layout& src, const Layout& dst) {
+  return src.mesh() == dst.mesh() ? partial_work(src, dst) : partial_work_between(src, dst);
+}
+
 // The goal of the search: `dst` before anything becomes partial. A mesh dim that will be zero-filled stays cut,
-// innermost, so that the fill is local.
+// innermost, so that the fill is local. On another mesh it cuts the longest tensor dim.
 Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   Cuts goal_cuts = dst.cuts();
+  if (!(src.mesh() == dst.mesh())) {
+    const auto longest = std::max_element(dst.shape().begin(), dst.shape().end()) - dst.shape().begin();
+    for (const int d : work.zero_filled.to_vector()) goal_cuts[longest].push_back({.mesh_dim = d});
+    return without_partials(dst, work.partitioned | work.zero_filled, std::move(goal_cuts));
+  }
   for (int t = 0; t < src.ndim(); ++t) {
     for (const Cut& c : src.cuts(t)) {
       if (work.zero_filled.contains(c.mesh_dim)) goal_cuts[t].push_back({c.mesh_dim, 1});
@@ -105,7 +132,14 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
   Plan plan = empty_plan(layouts.front(), layouts.back(), options);
   for (size_t i = 0; i + 1 < layouts.size(); ++i) {
     check_same_tensor(layouts[i], layouts[i + 1]);
-    partial_work(layouts[i], layouts[i + 1]);  // refuses P(sum) to P(max), between which nothing would move
+    work_between(layouts[i], layouts[i + 1]);  // refuses P(sum) to P(max), between which nothing would move
+    if (!(layouts[i].mesh() == layouts[i + 1].mesh())) {
+      check_user(layouts[i].partial_dims().empty() && layouts[i + 1].partial_dims().empty(),
+                 "through: no single move leads from ", layouts[i].to_string(), " to ", layouts[i + 1].to_string(),
+                 "; from one mesh to another go layouts without partials");
+      plan.steps.push_back({StepOp::kCross, {}, layouts[i], layouts[i + 1], Sharing::kBytes});
+      continue;
+    }
     if (layouts[i].partial_dims() == layouts[i + 1].partial_dims() && same_parts(layouts[i], layouts[i + 1])) continue;
     std::optional<Step> step = move_between(layouts[i], layouts[i + 1], options.groups);
     check_user(step.has_value(), "through: no single move leads from ", layouts[i].placements_string(), " to ",
@@ -118,11 +152,15 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
 
 Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
   Plan plan = empty_plan(src, dst, options);
-  const PartialWork work = partial_work(src, dst);
+  const bool is_one_mesh = src.mesh() == dst.mesh();
+  check_user(is_one_mesh || options.groups.empty(), "groups: sets of mesh dims were named for ", src.to_string(),
+             " -> ", dst.to_string(), "; between two meshes allowed are none");
+  const PartialWork work = work_between(src, dst);
   if (src == dst) return plan;
 
   const Layout goal = goal_of(src, dst, work);
-  plan.steps = cheapest_moves(src, goal, options, plan.topology);
+  plan.steps = is_one_mesh ? cheapest_moves(src, goal, options, plan.topology)
+                           : cheapest_crossing(src, goal, options, plan.topology);
   if (!work.zero_filled.empty()) {
     const Layout filled = without_partials(dst, work.partitioned, dst.cuts());
     plan.steps.push_back({StepOp::kZeroFill, work.zero_filled, goal, filled});
@@ -141,6 +179,7 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
 }
 
 int64_t least_picoseconds(const Plan& plan) {
+  if (!(plan.src.mesh() == plan.dst.mesh())) return least_picoseconds_between(plan.src, plan.dst, plan.topology);
   const Layout goal = goal_of(plan.src, plan.dst, partial_work(plan.src, plan.dst));
   return least_picoseconds(plan.src, goal, {plan.lowering, Objective::kTime, false, plan.topology}, plan.topology);
 }

@@ -106,6 +106,8 @@ TEST(CrossingBound, IsWhatSetsOfRanksCannotGoBelow) {
     ASSERT_TRUE(same(bound.forwarded_sent, by_all_sets(forwarded, static_cast<int>(world))));
     ASSERT_EQ(bound.direct_sent_bytes_max, bound.direct_sent.rounded_up() * kItemBytes);
     ASSERT_EQ(bound.forwarded_sent_bytes_max, bound.forwarded_sent.rounded_up() * kItemBytes);
+    ASSERT_LE(bound.any_sent_bytes_max, bound.forwarded_sent_bytes_max);
+    ASSERT_LE(bound.forwarded_sent_bytes_max, bound.direct_sent_bytes_max);
     passing_on_helps += less(bound.forwarded_sent, bound.direct_sent);
 
     const int64_t node = random.pick(1, 4);
