@@ -2,7 +2,8 @@
 """Checks the structure of the sources. `make lint` runs it.
 
 C++ (csrc/): a folder includes only itself and folders before it in FOLDERS, and no files include each other in a
-circle, where a header and the source of the same name count as one. Python (torch_ext/shardwright): a module imports
+circle, where a header and the source of the same name count as one. A transport is known to its own folder, and to
+those who bind programs to groups. Python (torch_ext/shardwright): a module imports
 only from its own layer and from those before it in LAYERS, and no modules import each other in a circle; imports within
 functions count like all others. No file is longer than MAX_FILE_LINES and no function longer than MAX_FUNCTION_LINES,
 its docstring not counted.
@@ -39,6 +40,10 @@ FOLDERS = (
 )
 # The simulator is an oracle, so the code that it checks must not use it. (_runtime is built without picture.)
 FORBIDDEN = {("picture", "simulate"), ("runtime", "simulate"), ("runtime", "picture")}
+
+# Folders of transports. All else in runtime knows them by runtime/transport.h, except what finds groups by their names.
+TRANSPORTS = ("runtime/c10d", "runtime/peers")
+MAY_FIND_GROUPS = ("runtime/operators.cpp",)
 
 # The Python package: modules and sub-packages, by layer.
 LAYERS = {
@@ -93,6 +98,12 @@ def included(path: Path) -> list[str]:
     return re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
 
 
+def may_know(name: str, other: str) -> bool:
+    """Whether a file of csrc/runtime may include another: a transport's folder is its own."""
+    home = Path(other).parent.as_posix()
+    return home not in TRANSPORTS or Path(name).parent.as_posix() == home or name in MAY_FIND_GROUPS
+
+
 def check_cpp() -> Iterable[str]:
     graph: Graph = {}
     for path in sorted(CSRC.rglob("*")):
@@ -110,6 +121,8 @@ def check_cpp() -> Iterable[str]:
             target = other.split("/")[0]
             if FOLDERS.index(target) > FOLDERS.index(folder) or (folder, target) in FORBIDDEN:
                 yield f"csrc/{name}: {folder} must not include {target} ({other})"
+            if target == folder == "runtime" and not may_know(name, other):
+                yield f"csrc/{name}: must not include {other}; what it needs of a transport is in runtime/transport.h"
             module, wanted = Path(name).with_suffix("").as_posix(), Path(other).with_suffix("").as_posix()
             if module != wanted:
                 graph.setdefault(module, set()).add(wanted)

@@ -1,6 +1,6 @@
 // _runtime: programs, and programs bound to process groups.
 #include <torch/csrc/utils/pybind.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <memory>
 #include <string>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/runtime_parts.h"
+#include "runtime/c10d/process_groups.h"
 #include "runtime/executor.h"
 #include "runtime/operators.h"
 
@@ -40,8 +41,8 @@ GroupMembers members_of(const Program& program) {
 
 // `names` are the registered names of the process groups, in the order of program().groups.
 ExecutableView bind(const CompiledView& view, const std::vector<std::string>& names) {
-  std::vector<comm::GroupPtr> groups;
-  for (const std::string& name : names) groups.push_back(c10d::resolve_process_group(name));
+  std::vector<RankGroupPtr> groups;
+  for (const std::string& name : names) groups.push_back(group_named(name));
   return {std::make_shared<const Executable>(view.compiled, groups)};
 }
 
@@ -57,7 +58,7 @@ std::vector<CommunicationParts> communications_of(const ExecutableView& view) {
 
 std::vector<std::string> group_names_of(const ExecutableView& view) {
   std::vector<std::string> names;
-  for (const comm::GroupPtr& group : view.executable->groups()) names.push_back(group->getGroupName());
+  for (const RankGroupPtr& group : view.executable->groups()) names.push_back(group->name());
   return names;
 }
 

@@ -8,7 +8,6 @@
 #include "moves/traffic.h"
 #include "planning/serialize.h"
 #include "program/order.h"
-#include "runtime/communicators.h"
 #include "runtime/side_stream.h"
 #include "support/error.h"
 
@@ -188,40 +187,35 @@ void CompiledProgram::check_inputs(c10::ArrayRef<at::Tensor> inputs) const {
   }
 }
 
-Executable::Executable(std::shared_ptr<const CompiledProgram> compiled, const std::vector<comm::GroupPtr>& groups)
-    : compiled_(std::move(compiled)), groups_(groups.begin(), groups.end()) {
-  check_user(groups.size() == program().groups.size(), "groups: got ", groups.size(), ", the program needs ",
+Executable::Executable(std::shared_ptr<const CompiledProgram> compiled, std::vector<RankGroupPtr> groups)
+    : compiled_(std::move(compiled)), groups_(std::move(groups)) {
+  check_user(groups_.size() == program().groups.size(), "groups: got ", groups_.size(), ", the program needs ",
              program().groups.size());
-  for (size_t g = 0; g < groups.size(); ++g) {
+  for (size_t g = 0; g < groups_.size(); ++g) {
     const Group& expected = program().groups[g];
-    check_user(groups[g]->getSize() == static_cast<int>(expected.ranks.size()) &&
-                   groups[g]->getRank() == static_cast<int>(expected.index),
-               "groups: group ", g, " has ", groups[g]->getSize(), " ranks and this is its rank ", groups[g]->getRank(),
-               "; the program needs ranks (", join(expected.ranks), ") in this order");
+    check_user(
+        groups_[g]->size() == static_cast<int64_t>(expected.ranks.size()) && groups_[g]->rank() == expected.index,
+        "groups: group ", g, " has ", groups_[g]->size(), " ranks and this is its rank ", groups_[g]->rank(),
+        "; the program needs ranks (", join(expected.ranks), ") in this order");
   }
 }
 
-bool Executable::is_bound_to(const std::vector<comm::GroupPtr>& groups) const {
-  return std::equal(groups_.begin(), groups_.end(), groups.begin(), groups.end(),
-                    [](const comm::WeakGroupPtr& bound, const comm::GroupPtr& group) { return bound.lock() == group; });
-}
-
-c10::SmallVector<comm::GroupPtr, 4> Executable::groups() const {
-  c10::SmallVector<comm::GroupPtr, 4> alive;
+c10::SmallVector<GroupLease, 4> Executable::lease_groups() const {
+  c10::SmallVector<GroupLease, 4> leases;
   for (size_t g = 0; g < groups_.size(); ++g) {
-    alive.push_back(groups_[g].lock());
-    if (!alive.back().defined()) {
+    leases.push_back(groups_[g]->lease());
+    if (!leases.back()) {
       throw UserError(concat("group: the process group of ranks (", join(program().groups[g].ranks),
                              ") was destroyed, and a redistribute still needs it (", compiled_->origin().text(), ")"));
     }
   }
-  return alive;
+  return leases;
 }
 
-void Executable::make_communicators(const at::Device& device) const {
-  if (device.is_cpu() || ready_device_ == device.index()) return;
-  shardwright::make_communicators(groups(), device);
-  if (!is_capturing(device)) ready_device_ = device.index();
+void Executable::connect(const at::Device& device) const {
+  if (device.is_cpu() || connected_device_ == device.index()) return;
+  for (const GroupLease& group : lease_groups()) group->connect(device);
+  if (!is_capturing(device)) connected_device_ = device.index();
 }
 
 bool Executable::goes_through_host(const at::Device& device) const {

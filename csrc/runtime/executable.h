@@ -1,4 +1,4 @@
-// A rank's program with what the runtime needs to know of it, alone and bound to process groups. Neither ever changes,
+// A rank's program with what the runtime needs to know of it, alone and bound to groups of ranks. Neither ever changes,
 // so both may be shared and used by any thread.
 #pragma once
 
@@ -16,7 +16,7 @@
 #include "moves/plan.h"
 #include "program/program.h"
 #include "program/strided_copy.h"
-#include "runtime/c10d_adapter.h"
+#include "runtime/transport.h"
 
 namespace shardwright {
 
@@ -114,22 +114,22 @@ class CompiledProgram {
   bool travels_as_bytes_ = false;
 };
 
-// A program bound to process groups, held by std::shared_ptr: its runs keep it alive. It does not keep the groups
+// A program bound to groups of ranks, held by std::shared_ptr: its runs keep it alive. It does not keep the groups
 // alive.
 class Executable {
  public:
-  // One process group per entry of program().groups, with the same ranks in the same order; throws UserError on others.
-  Executable(std::shared_ptr<const CompiledProgram> compiled, const std::vector<comm::GroupPtr>& groups);
+  // One group per entry of program().groups, with the same ranks in the same order; throws UserError on others.
+  Executable(std::shared_ptr<const CompiledProgram> compiled, std::vector<RankGroupPtr> groups);
 
   const CompiledProgram& compiled() const { return *compiled_; }
   const Program& program() const { return compiled_->program(); }
 
   // Throws UserError where one of them was destroyed.
-  c10::SmallVector<comm::GroupPtr, 4> groups() const;
-  bool is_bound_to(const std::vector<comm::GroupPtr>& groups) const;
+  c10::SmallVector<GroupLease, 4> lease_groups() const;
+  const std::vector<RankGroupPtr>& groups() const { return groups_; }
 
-  // See communicators.h; does something once per device. Collective among the ranks of all groups.
-  void make_communicators(const at::Device& device) const;
+  // See Transport::connect; does something once per device. Collective among the ranks of all groups, in their order.
+  void connect(const at::Device& device) const;
   // Whether tensors there must be copied to the host, because Gloo has no messages for them.
   bool goes_through_host(const at::Device& device) const;
 
@@ -140,8 +140,8 @@ class Executable {
 
  private:
   std::shared_ptr<const CompiledProgram> compiled_;
-  std::vector<comm::WeakGroupPtr> groups_;
-  mutable std::atomic<int> ready_device_{-1};  // for which the communicators are known to be there
+  std::vector<RankGroupPtr> groups_;
+  mutable std::atomic<int> connected_device_{-1};  // for which all groups are known to be connected
 };
 
 using ExecutablePtr = std::shared_ptr<const Executable>;

@@ -58,7 +58,7 @@ Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs,
       buffers_(program_.buffers.size()),
       outputs_(program_.outputs.size()),
       works_(program_.instructions.size()),
-      groups_(executable_->groups()),
+      groups_(executable_->lease_groups()),
       num_instructions_(static_cast<int>(program_.instructions.size())),
       is_on_cpu_(device_.is_cpu()),
       is_beside_compute_(is_beside_compute && !is_on_cpu_) {
@@ -77,8 +77,8 @@ Execution::~Execution() {
   try {
     if (num_under_way_ > 0) {  // of a run that has failed
       const SideStreamGuard side(device_, SideStream::kTransfers);
-      for (std::vector<comm::WorkPtr>& works : works_) {
-        for (comm::WorkPtr& work : works) {
+      for (std::vector<WorkPtr>& works : works_) {
+        for (WorkPtr& work : works) {
           if (work) work->wait();
         }
       }
@@ -284,12 +284,12 @@ void Execution::all_to_all(const AllToAll& move, int index) {
     for (int64_t& count : send_counts) count *= item_bytes;
     for (int64_t& count : receive_counts) count *= item_bytes;
   }
-  works_[index] = {comm::all_to_all(groups_[move.group], dst, src, std::move(receive_counts), std::move(send_counts))};
+  works_[index] = {groups_[move.group]->all_to_all(dst, src, std::move(receive_counts), std::move(send_counts))};
 }
 
 void Execution::send_all_to_all(const AllToAll& move, int index) {
-  std::vector<comm::Message> sends;
-  std::vector<comm::Message> receives;
+  std::vector<Message> sends;
+  std::vector<Message> receives;
   BufferRange sent{move.src.buffer, move.src.offset, 0};
   BufferRange received{move.dst.buffer, move.dst.offset, 0};
   at::Tensor own_sent;
@@ -310,7 +310,7 @@ void Execution::send_all_to_all(const AllToAll& move, int index) {
     sent.offset += sent.count;
     received.offset += received.count;
   }
-  if (!sends.empty() || !receives.empty()) works_[index] = comm::send_receive(groups_[move.group], sends, receives);
+  if (!sends.empty() || !receives.empty()) works_[index] = groups_[move.group]->send_receive(sends, receives);
   if (own_sent.defined()) own_received.copy_(own_sent);  // while the others travel
 }
 
@@ -323,7 +323,7 @@ GemmHints Execution::hints() const {
 
 void Execution::wait(int ticket) {
   --num_under_way_;
-  for (comm::WorkPtr& work : works_[ticket]) {
+  for (WorkPtr& work : works_[ticket]) {
     if (work) work->wait();
   }
   works_[ticket].clear();
@@ -366,7 +366,7 @@ void Execution::start_transfer(const Operation& operation, int index) {
   if (is_beside_compute_) go_to_side_stream(side, index);
   if (traces) spans_[index].start_at(record_current(device_, true));
   transfer(operation, index);
-  for (comm::WorkPtr& work : works_[index]) {
+  for (WorkPtr& work : works_[index]) {
     if (work) work->wait();
   }
   works_[index].clear();
@@ -392,26 +392,26 @@ void Execution::transfer(const Operation& operation, int index) {
       [&](const AllGather& o) {
         at::Tensor src = wire(o.src);
         at::Tensor dst = wire(o.dst);
-        works_[index] = {comm::all_gather(groups_[o.group], dst, src)};
+        works_[index] = {groups_[o.group]->all_gather(dst, src)};
       },
       [&](const ReduceScatter& o) {
         at::Tensor src = range(o.src);
         at::Tensor dst = range(o.dst);
-        works_[index] = {comm::reduce_scatter(groups_[o.group], dst, src, o.op)};
+        works_[index] = {groups_[o.group]->reduce_scatter(dst, src, o.op)};
       },
       [&](const AllReduce& o) {
         at::Tensor data = range(o.data);
-        works_[index] = {comm::all_reduce(groups_[o.group], data, o.op)};
+        works_[index] = {groups_[o.group]->all_reduce(data, o.op)};
       },
       [&](const AllToAll& o) {
         exchanges_by_messages_ || o.by_messages ? send_all_to_all(o, index) : all_to_all(o, index);
       },
       [&](const SendReceive& o) {
-        std::vector<comm::Message> sends;
-        std::vector<comm::Message> receives;
+        std::vector<Message> sends;
+        std::vector<Message> receives;
         for (const auto& m : o.sends) sends.push_back({m.peer, wire(m.range)});
         for (const auto& m : o.receives) receives.push_back({m.peer, wire(m.range)});
-        works_[index] = comm::send_receive(groups_[o.group], sends, receives);
+        works_[index] = groups_[o.group]->send_receive(sends, receives);
       },
       [](const IsCompute auto&) { check_invariant(false, "an instruction that computes is run as a transfer"); },
       [](const Wait&) { check_invariant(false, "a Wait is run as a transfer"); });

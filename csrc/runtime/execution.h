@@ -107,9 +107,9 @@ class Execution {
   const Program& program_;
   at::TensorOptions options_;
   at::Device device_;
-  std::vector<at::Tensor> buffers_;                // flat
-  c10::SmallVector<at::Tensor, 2> outputs_;        // shaped
-  std::vector<std::vector<comm::WorkPtr>> works_;  // by instruction
+  std::vector<at::Tensor> buffers_;          // flat
+  c10::SmallVector<at::Tensor, 2> outputs_;  // shaped
+  std::vector<std::vector<WorkPtr>> works_;  // by instruction
   // By instruction, where there are streams: when the side stream is done with the transfer.
   std::vector<std::optional<c10::Event>> transferred_;
   std::optional<c10::Stream> home_;
@@ -121,9 +121,9 @@ class Execution {
   std::optional<c10::Event> end_;
   bool started_in_capture_ = false;
   std::atomic<bool> is_waited_for_{false};
-  std::vector<TraceSpan> spans_;                // by instruction, while a trace is taken
-  int64_t run_number_ = 0;                      // of this run in a trace; 0: not given yet
-  c10::SmallVector<comm::GroupPtr, 4> groups_;  // alive as long as this
+  std::vector<TraceSpan> spans_;  // by instruction, while a trace is taken
+  int64_t run_number_ = 0;        // of this run in a trace; 0: not given yet
+  c10::SmallVector<GroupLease, 4> groups_;
   int num_instructions_ = 0;
   int num_under_way_ = 0;  // transfers that were started and not waited for
   bool is_on_cpu_ = false;

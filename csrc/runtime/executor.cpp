@@ -158,7 +158,7 @@ at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input) {
     count_way_through_host(input.device());
     return copied_to(run(executable, copied_to(input, at::kCPU)), input.device());
   }
-  executable->make_communicators(input.device());
+  executable->connect(input.device());
   if (compiled.program().box_of_input && !input.is_contiguous()) {
     ++counters().runs;
     return take_box(compiled.program(), input);
@@ -181,7 +181,7 @@ void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at
     at::Tensor(out).copy_(run(executable, input));
     return;
   }
-  executable->make_communicators(input.device());
+  executable->connect(input.device());
   const auto execution = std::make_shared<Execution>(executable, input, /*is_beside_compute=*/false);
   execution->write_to(out);
   complete(compiled, execution);
@@ -200,7 +200,7 @@ std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<a
     for (at::Tensor& output : outputs) output = copied_to(output, device);
     return outputs;
   }
-  executable->make_communicators(device);
+  executable->connect(device);
   const auto execution = std::make_shared<Execution>(executable, inputs, /*is_beside_compute=*/true);
   complete(compiled, execution);
   std::vector<at::Tensor> outputs;
@@ -208,8 +208,7 @@ std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<a
   return outputs;
 }
 
-std::pair<at::Tensor, comm::WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input,
-                                           bool input_may_change) {
+std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input, bool input_may_change) {
   const Record record = record_of(*executable);
   const CompiledProgram& compiled = executable->compiled();
   if (compiled.returns_input() || !compiled.is_collective()) return {run(executable, input), nullptr};
@@ -218,7 +217,7 @@ std::pair<at::Tensor, comm::WorkPtr> start(const ExecutablePtr& executable, cons
   // streams: who waits on another stream must find the result there.
   const bool is_done_at_once = input.device().is_cpu() && !compiled.communicates();
   if (is_done_at_once || executable->goes_through_host(input.device())) return {run(executable, input), nullptr};
-  executable->make_communicators(input.device());
+  executable->connect(input.device());
   const auto execution = std::make_shared<Execution>(executable, input, /*is_beside_compute=*/true);
   const at::Tensor output = execution->output();  // before anything runs, so that it is the one waited for
   execution->device().is_cpu() ? start_on_cpu(compiled, execution, input, input_may_change)

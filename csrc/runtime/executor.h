@@ -1,4 +1,5 @@
-// Runs a rank's program over c10d process groups. docs/architecture.md section 9 has the states of a program as tables.
+// Runs a rank's program over groups of ranks (transport.h). docs/architecture.md section 9 has the states of a program
+// as tables.
 //
 // Who advances a program
 //   Synchronous:            the thread that started it, to the end.
@@ -37,7 +38,6 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/c10d_adapter.h"
 #include "runtime/executable.h"
 
 namespace shardwright {
@@ -55,8 +55,8 @@ std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<a
 
 // `run`, returning once the first communication is under way. The Work is null where nothing is pending.
 // `input_may_change`: whether the caller may write to `input` before the Work is done.
-std::pair<at::Tensor, comm::WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input,
-                                           bool input_may_change = true);
+std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input,
+                                     bool input_may_change = true);
 
 // Since the start of the process or the last reset.
 struct Counters {

@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
 #include <atomic>
@@ -16,6 +15,7 @@
 #include "planning/serialize.h"
 #include "products/compile.h"
 #include "products/serialize.h"
+#include "runtime/c10d/process_groups.h"
 #include "runtime/executor.h"
 #include "support/bounded_cache.h"
 #include "support/error.h"
@@ -59,7 +59,7 @@ class UnderWay {
   struct Transfer {
     at::Tensor input;
     at::Tensor output;
-    comm::WorkPtr work;  // null where nothing is left to do
+    WorkPtr work;  // null where nothing is left to do
   };
 
   int64_t add(Transfer transfer) {
@@ -282,10 +282,10 @@ std::string bytes_of(const std::string& text) {
 ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank) {
   // Executables hold their groups weakly.
   static auto* kept = new BoundedCache<std::string, ExecutablePtr>(kMaxExecutables);
-  std::vector<comm::GroupPtr> found_groups;
-  for (const std::string& name : groups) found_groups.push_back(c10d::resolve_process_group(name));
+  std::vector<RankGroupPtr> found_groups;
+  for (const std::string& name : groups) found_groups.push_back(group_named(name));
   const auto make = [&] { return std::make_shared<const Executable>(compiled_of(plan, Rank{rank}), found_groups); };
-  const auto is_bound = [&](const ExecutablePtr& e) { return e->is_bound_to(found_groups); };
+  const auto is_bound = [&](const ExecutablePtr& e) { return e->groups() == found_groups; };
   try {
     return kept->get_or_make(key_of(plan, groups, rank), make, is_bound);
   } catch (const UserError& error) {

@@ -69,6 +69,19 @@ def test_a_module_without_a_layer(tool: ModuleType, tmp_path: Path) -> None:
     assert "'other' is in none of the LAYERS" in found
 
 
+def test_the_folder_of_a_transport_is_its_own(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "CSRC", tmp_path)
+    (tmp_path / "runtime" / "c10d").mkdir(parents=True)
+    (tmp_path / "bindings").mkdir()
+    (tmp_path / "runtime/c10d/groups.h").touch()
+    for name in ("runtime/operators.cpp", "runtime/lanes.cpp", "runtime/c10d/groups.cpp", "bindings/groups.cpp"):
+        (tmp_path / name).write_text('#include "runtime/c10d/groups.h"\n')
+    (found,) = tool.check_cpp()
+    assert found.startswith("csrc/runtime/lanes.cpp: must not include runtime/c10d/groups.h")
+
+
 CPP = """
 #define LONG {
 namespace a {

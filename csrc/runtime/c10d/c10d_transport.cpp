@@ -1,11 +1,17 @@
-#include "runtime/c10d_adapter.h"
+#include "runtime/c10d/c10d_transport.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <optional>
+#include <utility>
 
+#include "runtime/side_stream.h"
 #include "runtime/torch_version.h"
 #include "support/error.h"
 
-namespace shardwright::comm {
+namespace shardwright {
 namespace {
 
 // Messages of ours on a group carry this tag, so that they do not meet a user's own sends there, which start at 0.
@@ -41,7 +47,7 @@ WorkPtr left_of(WorkPtr work, const at::Tensor& data) { return data.device().is_
 // Ends a batch of messages also where one of them was refused: a group with an open batch is of no use to anybody.
 class Batch {
  public:
-  Batch(const GroupPtr& group, c10::DeviceType device) : group_(group), device_(device) {
+  Batch(c10d::ProcessGroup* group, c10::DeviceType device) : group_(group), device_(device) {
     group_->startCoalescing(device_);
   }
   ~Batch() {
@@ -61,65 +67,86 @@ class Batch {
   }
 
  private:
-  const GroupPtr& group_;
+  c10d::ProcessGroup* group_;
   c10::DeviceType device_;
   bool is_ended_ = false;
 };
 
+// Below the dispatcher: whoever watches collectives is shown those of redistributes alone.
+void run_tiny_collective(c10d::ProcessGroup* group, c10::Device device) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard below_modes(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  std::vector<at::Tensor> tensors{at::zeros({1}, at::TensorOptions(at::kFloat).device(device))};
+  c10d::AllreduceOptions options;
+  options.asyncOp = false;
+  const WorkPtr work = group->getBackend(device.type())->allreduce(tensors, options);
+  if (work) work->wait();
+}
+
 }  // namespace
 
-WorkPtr all_gather(const GroupPtr& group, at::Tensor& output, at::Tensor& input) {
+void C10dTransport::connect(c10::Device device) {
+  if (device.is_cpu() || group_->getSize() == 1 || is_capturing(device)) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!connected_.insert(device.index()).second) return;
+  }
+  run_tiny_collective(group_, device);
+}
+
+WorkPtr C10dTransport::all_gather(at::Tensor& output, at::Tensor& input) {
   const auto options = options_for<c10d::AllgatherOptions>(output);
 #if SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
-  return left_of(group->all_gather_single(output, input, options), output);
+  return left_of(group_->all_gather_single(output, input, options), output);
 #else
-  return left_of(group->_allgather_base(output, input, options), output);
+  return left_of(group_->_allgather_base(output, input, options), output);
 #endif
 }
 
-WorkPtr reduce_scatter(const GroupPtr& group, at::Tensor& output, at::Tensor& input, ReduceOp op) {
+WorkPtr C10dTransport::reduce_scatter(at::Tensor& output, at::Tensor& input, ReduceOp op) {
   auto options = options_for<c10d::ReduceScatterOptions>(output);
   options.reduceOp = to_c10d(op);
 #if SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
-  return left_of(group->reduce_scatter_single(output, input, options), output);
+  return left_of(group_->reduce_scatter_single(output, input, options), output);
 #else
-  return left_of(group->_reduce_scatter_base(output, input, options), output);
+  return left_of(group_->_reduce_scatter_base(output, input, options), output);
 #endif
 }
 
-WorkPtr all_reduce(const GroupPtr& group, at::Tensor& data, ReduceOp op) {
+WorkPtr C10dTransport::all_reduce(at::Tensor& data, ReduceOp op) {
   auto options = options_for<c10d::AllreduceOptions>(data);
   options.reduceOp = to_c10d(op);
   std::vector<at::Tensor> tensors{data};
-  return left_of(group->allreduce(tensors, options), data);
+  return left_of(group_->allreduce(tensors, options), data);
 }
 
-WorkPtr all_to_all(const GroupPtr& group, at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
-                   std::vector<int64_t> input_counts) {
+WorkPtr C10dTransport::all_to_all(at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
+                                  std::vector<int64_t> input_counts) {
   const auto options = options_for<c10d::AllToAllOptions>(output);
 #if SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
-  return left_of(group->all_to_all_single(output, input, output_counts, input_counts, options), output);
+  return left_of(group_->all_to_all_single(output, input, output_counts, input_counts, options), output);
 #else
-  return left_of(group->alltoall_base(output, input, output_counts, input_counts, options), output);
+  return left_of(group_->alltoall_base(output, input, output_counts, input_counts, options), output);
 #endif
 }
 
-std::vector<WorkPtr> send_receive(const GroupPtr& group, std::vector<Message>& sends, std::vector<Message>& receives) {
+std::vector<WorkPtr> C10dTransport::send_receive(std::vector<Message>& sends, std::vector<Message>& receives) {
   const at::Tensor& any = sends.empty() ? receives.front().data : sends.front().data;
   const c10::DeviceType device = any.device().type();
   std::optional<Batch> batch;
-  if (device != at::kCPU && group->getBackend(device)->supportsCoalescing()) batch.emplace(group, device);
+  if (device != at::kCPU && group_->getBackend(device)->supportsCoalescing()) batch.emplace(group_, device);
   std::vector<WorkPtr> works;
   for (Message& message : receives) {
     std::vector<at::Tensor> tensors{message.data};
-    works.push_back(group->recv(tensors, static_cast<int>(message.peer), kMessageTag));
+    works.push_back(group_->recv(tensors, static_cast<int>(message.peer), kMessageTag));
   }
   for (Message& message : sends) {
     std::vector<at::Tensor> tensors{message.data};
-    works.push_back(group->send(tensors, static_cast<int>(message.peer), kMessageTag));
+    works.push_back(group_->send(tensors, static_cast<int>(message.peer), kMessageTag));
   }
   if (batch) works = {batch->end()};
   return works;
 }
 
-}  // namespace shardwright::comm
+}  // namespace shardwright

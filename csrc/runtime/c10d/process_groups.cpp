@@ -1,0 +1,30 @@
+#include "runtime/c10d/process_groups.h"
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "runtime/c10d/c10d_transport.h"
+
+namespace shardwright {
+
+RankGroupPtr group_named(const std::string& name) {
+  static std::mutex mutex;
+  static auto* known = new std::map<c10d::ProcessGroup*, RankGroupPtr>;  // outlives threads that run at exit
+  const c10::intrusive_ptr<c10d::ProcessGroup> group = c10d::resolve_process_group(name);
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known->find(group.get());
+  if (found != known->end() && !found->second->is_gone()) return found->second;
+  std::erase_if(*known, [](const auto& entry) { return entry.second->is_gone(); });
+  const auto made =
+      std::make_shared<RankGroup>(group->getGroupName(), group->getRank(), group->getSize(),
+                                  RankGroup::WeakOwner(c10::intrusive_ptr<c10::intrusive_ptr_target>(group)),
+                                  std::make_unique<C10dTransport>(group.get()));
+  known->emplace(group.get(), made);
+  return made;
+}
+
+}  // namespace shardwright

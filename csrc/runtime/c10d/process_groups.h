@@ -1,0 +1,14 @@
+// c10d's process groups as groups that programs are bound to.
+#pragma once
+
+#include <string>
+
+#include "runtime/transport.h"
+
+namespace shardwright {
+
+// The process group that is registered under this name. One object for each process group, as long as that lives.
+// Throws c10::Error where no group has the name. Thread-safe.
+RankGroupPtr group_named(const std::string& name);
+
+}  // namespace shardwright
