@@ -1,6 +1,6 @@
 """Times products that overlap with moves, and redistributes, over links of a given rate between network namespaces.
 
-    make bench-links                                      # about ten minutes; results/links-torch<version>.json
+    make bench-links                                      # about seven minutes; results/links-torch<version>.json
     make bench-links ARGS="--quick --out /tmp/links.json" # a minute
 
 Needs root and iproute2 (tools/testnet). Ranks have one thread each. benchmarks/README.md explains the rows, and
