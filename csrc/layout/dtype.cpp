@@ -47,7 +47,7 @@ constexpr bool is_in_order() {
 }
 static_assert(is_in_order(), "kTable has one entry for each id, in their order");
 
-// What else they are called: torch's own second names, and the short ones of papers and configuration files.
+// Other names: torch's own aliases, and the short names of papers and configuration files.
 constexpr std::array<std::array<const char*, 2>, 28> kAliases{{
     {"bf16", "bfloat16"},
     {"half", "float16"},

@@ -1,5 +1,4 @@
-// Element types under PyTorch's names ("float32", "bfloat16", ...), with what moving and reducing needs to know of
-// them.
+// Element types under PyTorch's names ("float32", "bfloat16", ...), with the properties that moving and reducing need.
 #pragma once
 
 #include <cstdint>
@@ -44,8 +43,8 @@ class DType {
 
   constexpr DType(Id id) : id_(id) {}  // NOLINT: an Id is a DType
 
-  // Accepts "float32", "torch.float32" and short names: "fp32", "f32" and "float", "bf16", "i64" and "long". Throws
-  // UserError naming the known types.
+  // Accepts "float32", "torch.float32" and short names such as "fp32", "f32", "float", "bf16", "i64" and "long". Throws
+  // a UserError that lists the known types on other names.
   static DType parse(const std::string& name);
   static std::vector<std::string> known_names();
 

@@ -1,4 +1,4 @@
-// Plans as people read them.
+// Plans as text.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace shardwright {
 
-// A line for the plan, then one for each step.
+// Returns a line for the plan, then one for each step.
 std::string to_string(const Plan& plan);
 
 }  // namespace shardwright

@@ -1,11 +1,11 @@
-// Even cuts in closed form: what two of them share, without looking at a single part.
+// Closed forms for even cuts: what two lists of cuts share, without examining single parts.
 //
-// Write an index into a tensor dim as digits of mixed radix. A cut into equal parts fixes one digit: it must be the
-// coordinate on the cut's mesh dim. S(0) over a, then b, of 64 = 4 x 4 x 4 fixes the first digit by a and the second by
-// b; SS(0, 4) over b alone fixes the second. So lists of cuts hold the same parts exactly if they fix the same digits
-// by the same mesh dims, and what two lists share is a product over digits.
+// Write an index into a tensor dim in mixed radix. A cut into equal parts fixes one digit: the digit must equal the
+// coordinate on the cut's mesh dim. For example, S(0) over a, then b, of 64 = 4 x 4 x 4 fixes the first digit by a and
+// the second by b; SS(0, 4) over b alone fixes the second. So two lists of cuts hold the same parts exactly if they fix
+// the same digits by the same mesh dims, and what two lists share is a product over digits.
 //
-// Everything here costs the same however large the mesh and the tensor are.
+// The cost of everything here is independent of the sizes of the mesh and the tensor.
 #pragma once
 
 #include <array>
@@ -26,18 +26,18 @@ struct Digit {
   bool operator==(const Digit&) const = default;
 };
 
-// The digits that these cuts fix, largest first. Nothing where parts differ in size, or where a cut takes a piece of
-// what an earlier one fixed.
+// Returns the digits that these cuts fix, largest first. Returns nothing if parts differ in size, or if a cut takes a
+// piece of what an earlier one fixed.
 std::optional<std::vector<Digit>> digits_of(const Mesh& mesh, int64_t n, std::span<const Cut> cuts);
 
-// Two lists of digits of n elements, taken apart into digits that both can be written in.
+// Two lists of digits of n elements, refined into common digits in which both can be written.
 class Matching {
  public:
   static constexpr int kMaxDigits = 24;
 
   // coordinate / below % radix
   struct Owner {
-    int mesh_dim = -1;  // nobody: all values of the digit are held
+    int mesh_dim = -1;  // -1: no mesh dim fixes the digit, so all its values are held
     int64_t below = 1;
     bool operator==(const Owner&) const = default;
   };
@@ -45,23 +45,23 @@ class Matching {
     int64_t radix = 1;
     Owner before;
     Owner after;
-    // Whether it is fixed in both, by different coordinates.
+    // Whether the digit is fixed in both lists, by different coordinates.
     bool is_tie() const { return before.mesh_dim >= 0 && after.mesh_dim >= 0 && !(before == after); }
-    // Whether the rank at `position` has the same value of the digit in both, or any.
+    // Whether the rank at `position` has the same value of the digit in both lists, or one list does not fix it.
     bool agrees_at(const Mesh& mesh, int64_t position) const;
   };
 
-  // Nothing where the digits of the one straddle those of the other.
+  // Returns nothing if the digits of one list straddle those of the other.
   static std::optional<Matching> of(int64_t n, std::span<const Digit> before, std::span<const Digit> after);
 
   std::span<const Common> digits() const { return {digits_.data(), static_cast<size_t>(count_)}; }
-  // Values of the digits that neither fixes.
+  // The number of values of the digits that neither list fixes.
   int64_t free() const { return free_; }
 
-  // Parts of the first list that one of the second meets.
+  // The number of parts of the first list that one part of the second intersects.
   int64_t sources() const;
 
-  // Whether the rank at `position` holds any elements in both; then they are free().
+  // Whether the rank at `position` holds any elements in both lists; if so, it holds free() of them.
   bool agrees_at(const Mesh& mesh, int64_t position) const;
 
  private:
@@ -70,19 +70,19 @@ class Matching {
   int64_t free_ = 1;
 };
 
-// What ranks hold in both of two layouts of one tensor on one mesh.
+// The elements that each rank holds in both of two layouts of one tensor on one mesh.
 class SharedElements {
  public:
   SharedElements(const Layout& before, const Layout& after);
 
   int64_t at(int64_t position) const;
-  // Over all ranks, without a walk over them. Nothing where that takes too long.
+  // The sum over all ranks, computed without visiting them. Returns nothing if that would take too long.
   std::optional<int64_t> sum() const;
 
-  // The mesh dims whose coordinates at() depends on.
+  // The mesh dims on whose coordinates at() depends.
   MeshDimSet varying_dims() const;
 
-  // By tensor dim; empty where digits do not say it all.
+  // By tensor dim; empty if digits do not describe everything.
   const std::vector<Matching>& matchings() const { return matchings_; }
 
  private:

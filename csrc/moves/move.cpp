@@ -9,13 +9,13 @@
 namespace shardwright {
 namespace {
 
-// Up to this size a group's members are looked at one by one to name a move.
+// Up to this size, all members of a group are examined to name a move.
 constexpr int64_t kMaxGroupNamedExactly = 64;
-// Of larger groups, up to so many corners.
+// In larger groups, up to this many corners are.
 constexpr size_t kMaxCornersNamed = 256;
 
-// Names the collective by what the ranks of position 0's group do; the compiler decides by what each group does, so a
-// wrong name could cost clarity, never data.
+// Names the collective after what the group of position 0 does. The compiler decides by what each group does, so a
+// wrong name would be unclear but harmless.
 StepOp data_move_op(const Step& step) {
   const MeshDimSet dims = step.mesh_dims;
   const Mesh& mesh = step.before.mesh();

@@ -1,4 +1,4 @@
-// One move: what gets a tensor from one layout to another in a single step, if anything does.
+// Finds the single move that takes a tensor from one layout to another, if there is one.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace shardwright {
 
-// The step. Nothing where the layouts are equal and where it takes more than one move. With `allowed` not empty, the
-// step spans one of these sets of mesh dims, or none is found.
+// Returns the step, or nothing if the layouts are equal or more than one move is needed. If `allowed` is not empty, the
+// step must span one of these sets of mesh dims.
 //
 //   no reduction        slice, where each rank holds what it needs; else exchange, along the mesh dims that cut what
 //                       is held and must be spanned
@@ -19,12 +19,12 @@ namespace shardwright {
 std::optional<Step> move_between(const Layout& before, const Layout& after,
                                  const std::vector<MeshDimSet>& allowed = {});
 
-// An exchange by the name of the native collective that does it, where one does: all_gather, all_to_all, permute.
+// Names an exchange after the native collective that does the same, if there is one: all_gather, all_to_all or permute.
 Step named_by_collective(Step step);
 
-// The exchange with its sending shared among replicas, which the group then spans, where that lessens what the worst
-// rank sends; else as it is. Not for groups of more than kMaxSharingGroup ranks, which are walked pair by pair, nor
-// where `allowed` has no such set.
+// Shares the sending of an exchange among replicas, which the group then spans, if that reduces what the worst rank
+// sends; otherwise returns the step as it is. Groups of more than kMaxSharingGroup ranks, whose pairs would have to be
+// visited one by one, are left alone, and so are those whose set of mesh dims is not in `allowed`.
 Step shared_if_it_helps(Step step, Sharing sharing, const std::vector<MeshDimSet>& allowed);
 
 }  // namespace shardwright

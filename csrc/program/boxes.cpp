@@ -18,7 +18,7 @@ struct Side {
   int64_t base;
 };
 
-// One box per combination of pieces, in row-major order of the combinations.
+// Makes one box per combination of pieces, in row-major order of the combinations.
 std::vector<Box> boxes_between(const std::vector<std::vector<Piece>>& pieces, const Side& from, const Side& to) {
   const size_t ndim = pieces.size();
   for (const auto& list : pieces) {
@@ -48,7 +48,7 @@ std::vector<Box> boxes_between(const std::vector<std::vector<Piece>>& pieces, co
   }
 }
 
-// pieces with their place in the packed message written into `position`
+// Returns the pieces with their places in the packed message written into `position`.
 std::vector<std::vector<Piece>> packed_positions(std::vector<std::vector<Piece>> pieces, int64_t Piece::* position) {
   for (auto& list : pieces) {
     int64_t next = 0;
@@ -141,8 +141,8 @@ void Intersection::narrow(size_t d, int64_t begin, int64_t end) {
   for (const int64_t size : packed_shape_) count_ *= size;
 }
 
-// Of the outermost dim: the rows that begin before the range does or end behind it are sliced by themselves, those
-// between are taken whole.
+// Splits along the outermost dim of more than one index: rows that are only partly in the range are sliced recursively,
+// the rows between them are taken whole.
 std::vector<Intersection> Intersection::slice(int64_t begin, int64_t end) const {
   if (begin >= end) return {};
   if (begin == 0 && end == count_) return {*this};

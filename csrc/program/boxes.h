@@ -1,4 +1,4 @@
-// Boxes: how a region's elements move between two local tensors, as few strided blocks as they take.
+// Boxes: the elements that move between two local tensors, as few strided blocks as possible.
 #pragma once
 
 #include <cstdint>
@@ -11,22 +11,22 @@ namespace shardwright {
 
 std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape);
 
-// Drops dims of size 1 and merges neighbours that are dense on both sides, so that inner runs get long.
-// sizes (3,4), strides (4,1) and (8,1): stays. strides (4,1) and (4,1): one run of 12.
+// Drops dims of size 1 and merges neighbouring dims that are dense on both sides, so that inner runs get long.
+// For sizes (3,4), strides (4,1) and (8,1) stay as they are, and strides (4,1) and (4,1) become one run of 12.
 void simplify(Box& box);
 
-// Elements that two local tensors share, and the order in which a packed message carries them: row-major over the
-// shared indices of each dim.
+// The elements that two local tensors share. A packed message carries them in row-major order over the shared indices
+// of each dim.
 class Intersection {
  public:
   // a and b are regions of one tensor.
   Intersection(const Region& a, const Region& b);
 
   int64_t count() const { return count_; }
-  // Of the packed message.
+  // The shape of the packed message.
   const std::vector<int64_t>& shape() const { return packed_shape_; }
 
-  // A part without gaps in either tensor, and where it begins in both and in the packed message, by dim.
+  // A part without gaps in either tensor, with its beginning in both tensors and in the packed message, by dim.
   struct Part {
     std::vector<int64_t> sizes;
     std::vector<int64_t> in_a;
@@ -35,23 +35,23 @@ class Intersection {
   };
   std::vector<Part> parts() const;  // in packed order
 
-  // Share `index` of `shares` along one dim; those in front have one index more where it does not divide.
+  // Share `index` of `shares` along one dim. If the dim does not divide evenly, the first shares have one index more.
   Intersection share(size_t dim, int64_t index, int64_t shares) const;
 
-  // Copies between the row-major local tensors of a, of b, and the packed message, each starting at an offset.
+  // Boxes that copy between the row-major local tensors of a and b and the packed message, each starting at an offset.
   std::vector<Box> a_to_b(int64_t a_base, int64_t b_base) const;
   std::vector<Box> a_to_packed(int64_t a_base, int64_t packed_base) const;
   std::vector<Box> packed_to_b(int64_t packed_base, int64_t b_base) const;
 
-  // Where the packed message already lies as one run inside the local tensor: its offset, else -1.
+  // The offset of the packed message in the local tensor if it is one run there, else -1.
   int64_t run_in_a() const;
   int64_t run_in_b() const;
 
-  // The elements [begin, end) of the packed order, as few products of ranges of the dims as that takes, in this order.
+  // The elements [begin, end) of the packed order, as a list of as few Intersections as possible, in this order.
   std::vector<Intersection> slice(int64_t begin, int64_t end) const;
 
  private:
-  // Of dim d only the shared indices [begin, end), counted along it.
+  // Keeps only the shared indices [begin, end) of dim d, counted along it.
   void narrow(size_t d, int64_t begin, int64_t end);
 
   std::vector<std::vector<Piece>> pieces_;
@@ -74,7 +74,7 @@ class Parcel {
   int64_t run_in_b() const { return run(&Intersection::run_in_b); }
 
  private:
-  // The boxes of all parts, each part behind the one before on the packed side.
+  // The boxes of all parts; on the packed side, parts follow one another.
   template <typename BoxesOfPart>
   std::vector<Box> boxes(const BoxesOfPart& boxes_of_part) const;
   int64_t run(int64_t (Intersection::*run_of_part)() const) const;

@@ -1,4 +1,5 @@
-// Strided copies on plain memory: what the simulator and the CPU runtime both use to pack, place and unpack.
+// Strided copies in plain memory, exactly as boxes describe them. The simulator uses these; tests compare prepared
+// copies (strided_copy.h) with them.
 #pragma once
 
 #include <cstdint>

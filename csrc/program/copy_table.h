@@ -1,12 +1,13 @@
-// Boxes in the memory of a device, for copies of more boxes than fit into a kernel's arguments: packed, uploaded once,
-// kept with the copy, and safe in captured graphs. Knows no device: what one does is passed in.
+// Tables of boxes in device memory, for copies with more boxes than fit into a kernel's arguments. A table is packed,
+// uploaded once, kept with the copy, and safe in captured graphs. This file depends on no device; operations are passed
+// in.
 //
-//   first use                    uploaded on the current stream; the host waits for nothing
+//   first use                    uploads on the current stream; the host does not wait
 //   later, upload under way      the current stream waits for the upload
-//   later, upload seen done      nothing
-//   while a graph is captured    the host waits for an upload under way, or uploads beside the capture: a graph cannot
-//                                wait for what is not part of it. The table then lives as long as the process, because
-//                                nothing says when the last replay has read it.
+//   later, upload known done     nothing
+//   while a graph is captured    the host waits for an upload under way, or uploads outside of the capture, because a
+//                                graph cannot wait for work that is not part of it. The table then lives as long as the
+//                                process, because nothing tells when the last replay has read it.
 #pragma once
 
 #include <cstdint>
@@ -17,30 +18,31 @@
 
 namespace shardwright {
 
-// Words are dealt out in blocks of one size. Points into the memory that the table was packed for.
+// Words are handed out in blocks of one size. The pointers are into the memory that the table was uploaded to.
 struct BoxTable {
   const WordBox* boxes = nullptr;
   const int64_t* first_word = nullptr;  // by box; one entry more for the end
   const int32_t* first_box = nullptr;   // by block: the box of its first word; one entry more, the last box
   int64_t num_boxes = 0;
 
-  // The box of word `word` of block number `block`: among those between where this block and the next one begin.
+  // Returns the box of the word `word` in block number `block`. It is among the boxes between the first box of this
+  // block and that of the next one.
   SHARDWRIGHT_HOST_DEVICE int64_t box_in_block(int64_t block, int64_t word) const {
     const int64_t first = first_box[block];
     return first + box_of(first_word + first, first_box[block + 1] - first + 1, word);
   }
 };
 
-// The three arrays one behind the other.
+// Packs the three arrays one after the other.
 std::vector<uint8_t> pack_table(const WordBoxes& boxes, int64_t words_per_block);
 
-// What pack_table made, where it lies now: `begin` is a multiple of 8.
+// Returns the table that pack_table made and that now begins at `begin`, a multiple of 8.
 BoxTable table_at(const void* begin, const WordBoxes& boxes);
 
-// What a device does for tables, for the stream that is current. An implementation may be made for each call.
+// The operations of a device that tables need, on the current stream. An implementation may be made for each call.
 class TableDevice {
  public:
-  // Memory of the device, owned, and what says that the upload into it is done: nothing where it is.
+  // Owned device memory, and the event at the end of the upload into it; no event if the upload is already done.
   struct Upload {
     std::shared_ptr<void> memory;
     const void* begin = nullptr;
@@ -49,29 +51,29 @@ class TableDevice {
 
   virtual ~TableDevice() = default;
 
-  // Whether what the current stream is given becomes part of a graph.
+  // Returns whether work given to the current stream becomes part of a graph.
   virtual bool is_capturing() = 0;
 
-  // Puts the upload on the current stream, which is not capturing, and returns. `bytes` need not outlive the call.
+  // Enqueues the upload on the current stream, which is not capturing. `bytes` need not outlive the call.
   virtual Upload upload(const std::vector<uint8_t>& bytes) = 0;
 
-  // While the current stream is capturing: uploads outside of the graph, and waits for it. Throws where it cannot.
+  // While the current stream is capturing: uploads outside of the graph and waits for it. Throws if that is impossible.
   virtual Upload upload_beside_capture(const std::vector<uint8_t>& bytes) = 0;
 
-  // Neither asks more than the host may while some stream of the process is capturing.
+  // Both may be called while some stream of the process is capturing.
   virtual bool is_done(void* event) = 0;
   virtual void wait(void* event) = 0;
 
-  // The current stream, which is not capturing, waits.
+  // Makes the current stream, which is not capturing, wait for the event.
   virtual void block(void* event) = 0;
 
-  // The current stream, which is not capturing, is about to read the memory: it may be freed early, not used again
-  // early.
+  // Notes that the current stream, which is not capturing, is about to read the memory, so that the allocator does not
+  // reuse it too early even if it is freed.
   virtual void note_use(const Upload& upload) = 0;
 };
 
-// The table of boxes that are from copy.at(), for device number `device_index`. Any thread may call it. What it returns
-// may be read by what the current stream is given next, and stays while the copy does.
+// Returns the table of these boxes, which are from copy.at(), for device number `device_index`. Thread-safe. Work that
+// is given to the current stream next may read the table, which lives as long as the copy.
 BoxTable table_on(TableDevice& device, int device_index, const StridedCopy& copy, const WordBoxes& boxes,
                   int64_t words_per_block);
 

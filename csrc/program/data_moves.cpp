@@ -1,4 +1,4 @@
-// Moves of data: all-gathers, all-to-alls and whatever else brings every rank what it misses.
+// Compiles data moves: all-gathers, all-to-alls and other exchanges, which bring every rank what it lacks.
 #include <algorithm>
 
 #include "moves/exchange.h"
@@ -12,7 +12,7 @@ namespace {
 
 using Positions = std::vector<int64_t>;  // on the mesh of the step, by ascending rank
 
-// What goes in one round between this rank and those at `partners`, which are some or all of the step's group.
+// What this rank and those at `partners`, which are some or all of the step's group, send each other in one round.
 TransferSet transfer_set(ProgramBuilder& builder, const Step& step, const Transfers& transfers,
                          const Positions& partners, int64_t round, BufferId current, BufferId next) {
   const Mesh& mesh = step.before.mesh();
@@ -50,7 +50,7 @@ void exchange_in_rounds(ProgramBuilder& builder, const Step& step, const Positio
   const Intersection own(builder.region_in(step.before), builder.region_in(step.after));
   for (int64_t round = 0; round < step.rounds; ++round) {
     TransferSet set = transfer_set(builder, step, transfers, partners, round, current, next);
-    const OwnItem kept{current, next, Parcel(own, 0, round == 0 ? own.count() : 0)};  // all in the first round
+    const OwnItem kept{current, next, Parcel(own, 0, round == 0 ? own.count() : 0)};  // copied in the first round
     exchange(builder, std::move(set), carrier, {kept}, step.rounds == 1);
   }
 }

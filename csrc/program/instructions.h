@@ -1,11 +1,10 @@
-// The instructions of programs, each an aggregate that says everything about it.
+// The instructions of programs. Each is an aggregate that holds everything about it.
 //
-// An instruction is a compute instruction, a transfer, or a Wait. A transfer only starts: its effects are there after
-// the Wait that carries its ticket; until then what it reads must not be written and what it writes must not be
-// touched.
+// An instruction is a compute instruction, a transfer, or a Wait. A transfer only starts; it is complete after the Wait
+// with its ticket. Until then, what it reads must not be written, and what it writes must not be touched.
 //
-// To add an instruction, add it to Operation and say below whether it computes or transfers. Every place that must
-// know what to do with it then fails to compile until it does (support/match.h).
+// To add an instruction, add it to Operation, and to IsCompute or IsTransfer below. Every place that must handle it
+// then fails to compile until it does (support/match.h).
 #pragma once
 
 #include <concepts>
@@ -20,7 +19,7 @@
 
 namespace shardwright {
 
-// Index of a buffer in Program::buffers. It converts to an int by itself, but no int to it.
+// Index of a buffer in Program::buffers. It converts to an int implicitly, but an int does not convert to it.
 enum BufferId : int {};
 constexpr BufferId kInputBuffer{0};     // the first input
 constexpr BufferId kMissingBuffer{-1};  // none
@@ -35,7 +34,7 @@ struct BufferRange {
   int64_t count = 0;  // elements
 };
 
-// A box of elements with its place in two row-major arrays; sizes and strides outermost first, in elements.
+// A box of elements and its place in two row-major arrays. Sizes and strides are in elements, outermost first.
 struct Box {
   int64_t src_offset = 0;
   int64_t dst_offset = 0;
@@ -48,7 +47,7 @@ struct Copy {
   BufferId src = kMissingBuffer;
   BufferId dst = kMissingBuffer;
   std::vector<Box> boxes;
-  double divisor = 1;  // of every element, on its way; floating and complex dtypes only
+  double divisor = 1;  // every element is divided by it; floating and complex dtypes only
 };
 
 struct FillZero {
@@ -90,14 +89,14 @@ struct Matrix {
   int64_t column_stride = 0;
 };
 
-// What the rows of lhs, or the columns of rhs, are multiplied by: number i at offset + i * stride, in float32.
+// Float32 factors of the rows of lhs, or of the columns of rhs: the i-th is at offset + i * stride.
 struct Scale {
   BufferId buffer = kMissingBuffer;
   int64_t offset = 0;
-  int64_t stride = 0;  // 0: one for all
+  int64_t stride = 0;  // 0: one factor for all
 };
 
-// dst = lhs x rhs, m x k times k x n; `count` of them, each a batch stride behind the one before.
+// dst = lhs x rhs, m x k times k x n. There are `count` such products, one batch stride apart.
 struct Gemm {
   Matrix lhs;
   Matrix rhs;
@@ -110,13 +109,13 @@ struct Gemm {
   int64_t rhs_batch_stride = 0;
   int64_t dst_batch_stride = 0;
   bool accumulates = false;                   // dst = dst + lhs x rhs
-  std::optional<Matrix> bias = std::nullopt;  // added to every product; not where it accumulates
-  // Of operands of 8-bit floats, which have both; k > 0, no bias, and strides of 0 in batches.
+  std::optional<Matrix> bias = std::nullopt;  // added to every product; none if it accumulates
+  // For operands of 8-bit floats, which have both. Then k > 0, there is no bias, and in batches the strides are 0.
   std::optional<Scale> lhs_scale = std::nullopt;
   std::optional<Scale> rhs_scale = std::nullopt;
 };
 
-// `group` below indexes Program::groups. Ranges are in the group's order, by ascending rank.
+// `group` below is an index into Program::groups. Data is in the group's order, by ascending rank.
 
 struct AllGather {
   int group = -1;
@@ -143,10 +142,10 @@ struct AllToAll {
   BufferRange dst;
   std::vector<int64_t> send_counts;
   std::vector<int64_t> receive_counts;
-  bool by_messages = false;  // to each peer one, instead of the backend's collective; the same on all ranks
+  bool by_messages = false;  // sent as one message per peer, not by the backend's collective; the same on all ranks
 };
 
-// Messages to and from some peers; nobody else is waited for.
+// Messages to and from some peers; no other ranks take part.
 struct SendReceive {
   struct Message {
     int64_t peer = -1;  // index in the group
@@ -173,11 +172,11 @@ concept IsCompute = IsOneOf<T, Copy, FillZero, Divide, Power, Reduce, Cast, Gemm
 template <typename T>
 concept IsTransfer = IsOneOf<T, AllGather, ReduceScatter, AllReduce, AllToAll, SendReceive>;
 
-bool is_communication(const Operation& operation);  // a transfer
-// Index of the group a transfer communicates in; -1 for what is no transfer.
+bool is_communication(const Operation& operation);  // whether it is a transfer
+// Index of the group in which a transfer communicates; -1 for other operations.
 int group_of(const Operation& operation);
-std::string to_string(const Operation& operation);  // as listings show it
-// Buffers an operation reads or writes; none for a Wait.
+std::string to_string(const Operation& operation);  // its text in listings
+// The buffers that an operation reads or writes; none for a Wait.
 std::vector<BufferId> buffers_of(const Operation& operation);
 
 }  // namespace shardwright

@@ -10,7 +10,7 @@ class Accesses {
   void read(const BufferRange& range) { add({range.buffer, range.offset, range.offset + range.count, false}); }
   void write(const BufferRange& range) { add({range.buffer, range.offset, range.offset + range.count, true}); }
 
-  // From the first element of a box with these strides to the last.
+  // Adds the range from the first element of a box with these strides to the last.
   void add_box(BufferId buffer, int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                bool writes) {
     Access access{buffer, offset, offset + 1, writes};
@@ -22,7 +22,7 @@ class Accesses {
     add(access);
   }
 
-  // From the first element of any to the last of any.
+  // Adds one range that spans all of these.
   void add_together(const Accesses& others) {
     if (others.all_.empty()) return;
     Access access = others.all_.front();
@@ -43,7 +43,7 @@ class Accesses {
   std::vector<Access> all_;
 };
 
-// There may be very many boxes.
+// All boxes of a copy are added as one range per side, because there may be very many.
 void add(Accesses& accesses, const Copy& copy) {
   Accesses read;
   Accesses written;
@@ -71,7 +71,7 @@ void add(Accesses& accesses, const Gemm& gemm) {
   if (gemm.rhs_scale) add_scale(*gemm.rhs_scale, gemm.n);
 }
 
-// Earlier instructions that touched one buffer, and where.
+// A range of a buffer that an earlier instruction touched.
 struct Touch {
   int instruction = -1;
   int64_t begin = 0;

@@ -1,5 +1,5 @@
-// Who has how much for whom in a step and where it lies, from interval lists alone: what the compiler decides by, and
-// what memory is counted from.
+// What pairs of ranks share in a step: how much one has for the other, and where it lies. Computed from interval lists
+// alone. The compiler decides with it how to carry out a move, and memory is computed from it.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,9 @@
 
 namespace shardwright {
 
-// What goes from one rank to another in one round: so many elements, and the offset of the first in the row-major parts
-// that the one holds and the other needs. A run: they lie there one behind the other, in the order of the message.
+// What goes from one rank to another in one round: the number of elements, and the offset of the first one in the
+// row-major parts that the sender holds and that the receiver needs. They are a run if they are contiguous there, in
+// the order of the message.
 struct Load {
   int64_t count = 0;
   int64_t first_held = 0;
@@ -30,7 +31,7 @@ class StepPairs {
  public:
   explicit StepPairs(const Step& step);
 
-  // What a rank has of one tensor dim.
+  // The indices that a rank has of one tensor dim.
   struct Part {
     int64_t begin = 0;
     int64_t end = 0;
@@ -40,24 +41,24 @@ class StepPairs {
   };
 
   struct Group {
-    int64_t least = 0;  // its position with the first coordinates on the mesh dims of the step
+    int64_t least = 0;  // the member whose coordinates on the step's mesh dims are 0
     int64_t size = 1;
-    std::vector<int64_t> positions;      // by ascending rank; only from group()
-    std::optional<Transfers> transfers;  // of steps with sharing
-    // Members that are connected by what they exchange, directly or through others, by ascending rank; by the number
-    // that `connected` has for each member. Only after connect().
+    std::vector<int64_t> positions;      // by ascending rank; only set by group()
+    std::optional<Transfers> transfers;  // for steps with sharing
+    // Only after connect(): the connected components of "exchanges data with", each by ascending rank. `connected` has
+    // the index of each member's component.
     std::vector<std::vector<size_t>> circles;
-    std::vector<bool> all_pairs_talk;  // by circle
+    std::vector<bool> all_pairs_talk;  // by component
     std::vector<size_t> connected;
-    std::optional<bool> all_talk;  // once it was asked for
+    std::optional<bool> all_talk;  // set on first use
   };
 
-  // The group that the step makes of the ranks around this one; kept. With its members, or without a look at them.
+  // The step's group that contains this position. Groups are kept. group() also lists the members, around() does not.
   Group& group(int64_t position);
   Group& around(int64_t position);
   static size_t index_of(const Group& group, int64_t position);
 
-  // What a member sends another one, by rounds.
+  // What one member sends another, round by round.
   class Transfer {
    public:
     Transfer() = default;
@@ -68,41 +69,41 @@ class StepPairs {
 
    private:
     Load whole_;
-    const std::vector<Load>* rounds_ = nullptr;  // offsets from the first of the whole; null: there is one round
+    const std::vector<Load>* rounds_ = nullptr;  // offsets are relative to the whole's first; null: there is one round
   };
-  // Between the ranks at two positions of one group. Of steps with sharing only once group() was asked for it.
+  // The transfer between two positions of one group. For steps with sharing, group() must have been called before.
   Transfer transfer(const Group& group, int64_t from, int64_t to);
-  // All that a rank sends, and receives, over `times` pairs that are alike; with the own share once taken off.
+  // Everything that a rank sends or receives, with equal pairs counted together; its own share is not included.
   struct Alike {
     Transfer transfer;
     int64_t times = 0;
   };
   std::vector<Alike> sends(const Group& group, int64_t position);
   std::vector<Alike> receives(const Group& group, int64_t position);
-  // One of the transfers of a rank, in either direction, where all look alike. It must have some.
+  // Any one of a rank's transfers, in either direction, if all look alike. The rank must have some.
   const Transfer& any_transfer(int64_t position);
 
-  // All that one rank holds and another needs, whoever sends it: what a reduction contributes.
+  // Everything that one rank holds and another needs, whoever sends it: its contribution to a reduction.
   Transfer share(int64_t from, int64_t to);
 
-  // What a rank has before and after.
+  // What a rank holds before the step and also needs after it.
   Load own(int64_t position);
   int64_t num_held(int64_t position);  // elements
-  // Whether all members of the group around a rank hold as many elements, and need as many.
+  // Whether all members of the group around a rank hold equally many elements, and whether they need equally many.
   bool hold_equally(int64_t position) { return have_equally(step_.before, position); }
   bool need_equally(int64_t position) { return have_equally(step_.after, position); }
 
-  // Whether the rank at one position has something for the one at another, of the same group.
+  // Whether the rank at one position has something for the rank at another position of the same group.
   bool talks(const Group& group, int64_t from, int64_t to);
-  // Finds the circles. Looks at every pair.
+  // Computes the connected components. Examines every pair.
   void connect(Group& group);
   // Whether every member has something for every other one.
   bool all_talk(Group& group) {
     return group.all_talk ? *group.all_talk : *(group.all_talk = work_out_all_talk(group));
   }
-  // Whether all pairs that have something to say look alike but for their offsets: digits say it all.
+  // Whether all pairs that exchange data look alike except for offsets, as they do where digits describe everything.
   bool all_look_alike() const { return all_look_alike_; }
-  // And all pairs on one replica have something to say.
+  // Whether in addition all pairs on one replica exchange data.
   bool all_meet_alike() const { return all_look_alike_ && ties_.empty(); }
 
   const Step& step() const { return step_; }
@@ -111,15 +112,15 @@ class StepPairs {
   using Parts = std::vector<std::unordered_map<int64_t, IntervalList>>;  // by tensor dim, by coordinates that matter
   using PartsOfRank = std::vector<Part>;                                 // by tensor dim
 
-  // Parts of others that meet one part alike.
+  // Parts of other ranks that intersect one part in the same way.
   struct Meeting {
-    Part part;  // one of them
-    int64_t times = 0;
+    Part part;          // one of them
+    int64_t times = 0;  // their number
     SharedRuns shared;
-    std::vector<Piece> pieces;  // where slices are asked for and there are gaps
+    std::vector<Piece> pieces;  // if rounds need slices and there are gaps
   };
 
-  // Who has something for whom among the members of a group.
+  // Which members of a group have something for which.
   struct Talk {
     struct PartsOfDim {
       std::vector<int> held;  // by member
@@ -127,9 +128,11 @@ class StepPairs {
       int num_needed = 0;
       std::vector<bool> meet;  // by held and needed part
     };
-    std::vector<int> held;  // by member: equal for those that talk, wherever digits say it all, and on one replica
+    // By member. `from` can only have something for `to` if held[from] equals needed[to]: they are on one replica and,
+    // where digits describe everything, their digits agree.
+    std::vector<int> held;
     std::vector<int> needed;
-    std::vector<PartsOfDim> parts;  // by tensor dim, where digits do not
+    std::vector<PartsOfDim> parts;  // by tensor dim, where digits do not describe everything
 
     bool is_there(size_t from, size_t to) const {
       if (held[from] != needed[to]) return false;
@@ -159,20 +162,20 @@ class StepPairs {
 
   const Step& step_;
   size_t ndim_;
-  MeshDimSet cutting_;   // mesh dims of the step that cut `before`: members that differ there hold different parts
-  MeshDimSet replicas_;  // the others: a receiver reads from the rank with its own coordinates there
+  MeshDimSet cutting_;   // mesh dims of the step that cut `before`; members that differ there hold different parts
+  MeshDimSet replicas_;  // the step's other mesh dims; a receiver reads from the rank with its own coordinates there
   bool all_look_alike_;
   std::vector<Matching::Common> ties_;
-  std::optional<Transfer> alike_;  // of any pair, where all look alike
+  std::optional<Transfer> alike_;  // the transfer of any pair, if all look alike
   Parts held_;
   Parts needed_;
   std::deque<IntervalList> lists_;                                    // of meetings
   std::map<int64_t, Group> groups_;                                   // by their least position
-  std::map<std::vector<int64_t>, std::vector<Load>> rounds_;          // by all that they depend on
+  std::map<std::vector<int64_t>, std::vector<Load>> rounds_;          // by everything that they depend on
   std::map<std::pair<int, int64_t>, std::vector<Meeting>> meetings_;  // by tensor dim and side, by coordinates
 };
 
-// How a move of data is carried out by the rank at one position.
+// How a data move is carried out by one rank.
 enum class DataMoveWay { kNativeGather, kAllToAll, kMessages, kLocal };
 
 struct DataMovePlan {
@@ -180,7 +183,7 @@ struct DataMovePlan {
   std::vector<size_t> partners;  // members of the group that take part; empty: all
 };
 
-// With named_groups_only all ranks of the group take part, else those that have something to say.
+// With named_groups_only all ranks of the group take part, otherwise only those that exchange data.
 DataMovePlan way_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Lowering lowering,
                     bool named_groups_only);
 

@@ -1,9 +1,9 @@
-// What one rank does: instructions over buffers.
+// A Program is what one rank does: instructions over buffers.
 //
 // Buffers hold elements in row-major order. The first ones are the inputs, which belong to the caller and which no
 // instruction writes. A temporary exists from the first instruction that names it to the last, so buffers whose lives
-// do not meet share memory through the allocator, and the peak is exact. An output exists from the first instruction
-// that names it to the end.
+// do not overlap can share memory through the allocator, and the peak is exact. An output exists from the first
+// instruction that names it to the end.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +19,11 @@ namespace shardwright {
 
 struct Instruction {
   Operation operation;
-  int step = -1;   // the step of the plan it serves, for messages
-  int chunk = -1;  // of a pipeline: the chunk it serves
+  int step = -1;   // the step of the plan that it belongs to, for error messages
+  int chunk = -1;  // the chunk of a product that it belongs to, or -1
 };
 
-// The ranks of a group of the mesh, or those of them that have something to say to each other.
+// The ranks of a group of the mesh, or the subset of them that exchange data.
 struct Group {
   MeshDimSet mesh_dims;
   std::vector<Rank> ranks;  // ascending
@@ -42,7 +42,7 @@ struct Buffer {
 };
 
 struct Output {
-  BufferId buffer = kInputBuffer;  // an input: nothing to do, the result is that input itself
+  BufferId buffer = kInputBuffer;  // if it is an input, the result is that input itself
   std::vector<int64_t> shape;
 };
 
@@ -52,10 +52,10 @@ struct Program {
   std::vector<Output> outputs;    // the results, in order
   std::vector<Instruction> instructions;
   std::vector<Group> groups;
-  // Multiprocessors that a Gemm is to leave to transfers if any are under way, started and not waited for, when the
-  // device is given it. Devices without them ignore this.
+  // Multiprocessors that a Gemm leaves to transfers if any are under way (started, not waited for) when it is
+  // submitted. Devices without multiprocessors ignore this.
   int64_t sms_left = 0;
-  // Where the result is one box of the input, perhaps divided: its first index in each dim. A runtime may then keep
+  // If the result is one box of the input, perhaps divided: the box's first index in each dim. A runtime may then keep
   // the memory order of an input that is not row-major.
   std::optional<std::vector<int64_t>> box_of_input;
   // One line per plan step, for error messages and listings.
@@ -67,26 +67,26 @@ struct Program {
   DType dtype_of(BufferId buffer) const { return buffers[buffer].dtype; }
   int64_t size_bytes(BufferId buffer) const { return buffers[buffer].size_bytes(); }
 
-  // Buffers whose life begins, and ends, with each instruction; an output ends with none.
+  // The buffers whose life begins, and those whose life ends, with each instruction. Outputs do not end.
   struct Lifetimes {
     std::vector<std::vector<BufferId>> begins;
     std::vector<std::vector<BufferId>> ends;
   };
   Lifetimes lifetimes() const;
 
-  // Whose memory an instruction concerns: its operation's, or that of the transfer it waits for.
+  // The operation whose memory an instruction concerns: its own, or for a Wait that of the transfer.
   const Operation& operation_in_effect(const Operation& operation) const;
 
   // The most bytes allocated at once: results and temporaries, not inputs, which belong to the caller.
   int64_t peak_bytes() const;
-  // The same while each step runs.
+  // The same during each step.
   std::vector<int64_t> peak_bytes_by_step() const;
 
   std::string to_string() const;
 };
 
-// The program of a rank. In steps on a mesh that it is no part of it has nothing to do, and holds a buffer without
-// elements. Throws UserError for a rank that is on the mesh of neither source nor destination.
+// Returns the program of a rank. In steps on a mesh without this rank it does nothing, and holds a buffer without
+// elements. Throws UserError for a rank that is on neither the source's nor the destination's mesh.
 Program compile(const Plan& plan, Rank rank);
 
 }  // namespace shardwright

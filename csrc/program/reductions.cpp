@@ -1,4 +1,4 @@
-// Reductions that are due: by the backend's own collectives, or exchanged and summed here.
+// Compiles pending reductions: by the backend's own collectives, or as exchanges followed by local sums.
 #include <algorithm>
 #include <memory>
 #include <numeric>
@@ -66,7 +66,8 @@ void finish_native(ProgramBuilder& builder, const Reduction& reduction, BufferRa
 
 namespace {
 
-// Two ranks trade all they have and both add it in the same order: the bytes of the way by chunks, in one step.
+// Two ranks exchange everything and both add it in the same order. That takes as many bytes as all_reduce_in_chunks, in
+// one transfer instead of two.
 Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, BufferRange contribution,
                          BufferRange result) {
   const int64_t me = b.program().groups[g].index;
@@ -85,7 +86,7 @@ Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, B
           }};
 }
 
-// One all-to-all that gives every rank a copy of the own chunk.
+// Sends every rank a copy of this rank's chunk with one all-to-all.
 Ticket gather_copies(ProgramBuilder& b, int g, BufferRange own, const std::vector<int64_t>& chunk_counts,
                      BufferRange result) {
   const auto k = static_cast<int64_t>(chunk_counts.size());
@@ -108,7 +109,7 @@ Ticket gather_messages(ProgramBuilder& b, int g, BufferRange own, const std::vec
   return b.send_receive(std::move(gather));
 }
 
-// Rank m of the group reduces flat chunk m and sends it to all: each element is summed once, so replicas are bitwise
+// Rank m of the group reduces flat chunk m and sends it to all. Each element is summed once, so replicas are bitwise
 // equal.
 Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const Reduction& reduction, BufferRange contribution,
                             BufferRange result) {
@@ -170,7 +171,7 @@ class PendingReduction {
 
   void reduce_scatter(const Step& step, int g, BufferId current, BufferId next, int64_t round) {
     const Region held = b_.region_in(step.before);
-    // All members hold the same region, so all have equal messages or none has.
+    // All members hold the same region, so either all of them have messages or none has.
     Messages given(Messages::Side::kSent, current);
     const std::vector<Rank> members = b_.program().groups[g].ranks;
     for (size_t m = 0; m < members.size(); ++m) {
@@ -208,7 +209,7 @@ class PendingReduction {
     }
   }
 
-  // The range itself where there is nothing to raise.
+  // Raises the range to a power, in a new buffer; returns the range itself if the power is 1.
   BufferRange raised(BufferRange range, double power) {
     if (power == 1) return range;
     const BufferId raised = b_.new_buffer(range.count);

@@ -1,4 +1,4 @@
-// A program as far as its memory is concerned.
+// Sketches: programs reduced to what their memory depends on.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace shardwright {
 
 constexpr int kNoBuffer = -1;
 
-// A program as far as memory is concerned: the sizes of its buffers, and which of them each instruction names.
+// A program reduced to the sizes of its buffers and the buffers that each instruction names.
 class Sketch {
  public:
   Sketch() : buffers_(1) {}  // the input, which belongs to the caller
@@ -21,7 +21,7 @@ class Sketch {
     buffers_.push_back({count});
     return static_cast<int>(buffers_.size()) - 1;
   }
-  // It was written by an earlier step.
+  // The buffer was written by an earlier step, so it is held from the start.
   void hold_from_start(int buffer) { buffers_[buffer].first = 0; }
   int64_t count_of(int buffer) const { return buffers_[buffer].count; }
 
@@ -34,7 +34,7 @@ class Sketch {
     steps_.push_back(num_steps_ - 1);
   }
 
-  // Elements, by step. `output` lives to the end.
+  // The peak of each step, in elements. `output` lives to the end.
   std::vector<int64_t> peaks(int output) const {
     std::vector<int64_t> changes(steps_.size() + 1, 0);
     for (size_t b = 1; b < buffers_.size(); ++b) {
@@ -55,7 +55,7 @@ class Sketch {
  private:
   struct Buffer {
     int64_t count = 0;
-    int first = -1;  // instructions that name it
+    int first = -1;  // the first and last instruction that name it
     int last = -1;
   };
   std::vector<Buffer> buffers_;
@@ -63,7 +63,7 @@ class Sketch {
   int num_steps_ = 0;
 };
 
-// As Messages in transfers.h: whether loads are consecutive.
+// Finds out whether loads are consecutive, as Messages in transfers.h does.
 class RunOfLoads {
  public:
   void add(int64_t count, int64_t first, bool is_run) {
@@ -74,7 +74,7 @@ class RunOfLoads {
   }
   bool is_run() const { return is_run_; }
   int64_t total() const { return total_; }
-  // Where not all of them were added.
+  // For when not all loads were added.
   void set_total(int64_t total) { total_ = total; }
 
  private:

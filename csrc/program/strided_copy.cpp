@@ -13,17 +13,17 @@
 namespace shardwright {
 namespace {
 
-constexpr int64_t kMaxWords = int64_t{1} << 31;  // exclusive, of a box
-// Shares of less are not worth a thread.
+constexpr int64_t kMaxWords = int64_t{1} << 31;  // a box must have fewer
+// Smaller shares are not worth a thread.
 constexpr int64_t kGrainBytes = int64_t{1} << 18;
 
 struct Dim {
   int64_t size;
-  int64_t src;  // stride, as `dst`
+  int64_t src;  // strides
   int64_t dst;
 };
 
-// The dims of a box, simplified, the last one a run on both sides. Nothing for an empty box.
+// Returns the simplified dims of a box, of which the last is a run on both sides. Returns nothing for an empty box.
 std::optional<std::vector<Dim>> merged(Box box) {
   if (std::find(box.sizes.begin(), box.sizes.end(), 0) != box.sizes.end()) return std::nullopt;
   simplify(box);
@@ -33,7 +33,7 @@ std::optional<std::vector<Dim>> merged(Box box) {
   return dims;
 }
 
-// The widest power of two up to `most` that divides all of these.
+// Returns the largest power of two up to `most` that divides all of these.
 int common_width(int most, std::initializer_list<int64_t> bytes) {
   int64_t width = most;
   for (const int64_t b : bytes) {
@@ -88,7 +88,7 @@ class Preparation {
     boxes.first_run.push_back(boxes.first_run.back() + items / run.size);
   }
 
-  // The halves of the outermost dim; its only index, if it has one, is none any more.
+  // Adds the two halves of the outermost dim. If a half has only one index, the dim is dropped.
   void split(int64_t src, int64_t dst, std::vector<Dim> dims) {
     const Dim outermost = dims.front();
     const int64_t half = outermost.size / 2;
@@ -111,7 +111,7 @@ void copy_runs_of(const char* src, int64_t src_stride, char* dst, int64_t dst_st
   for (int64_t i = 0; i < count; ++i) std::memcpy(dst + i * dst_stride, src + i * src_stride, kBytes);
 }
 
-// Runs of a dim, of a length that a register or two hold, without a call for each.
+// Copies the runs of a dim. Short runs, which fit into a register or two, are copied without a call for each.
 void copy_runs(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t count, int64_t bytes) {
   switch (bytes) {
     case 1:
@@ -135,7 +135,7 @@ void copy_runs(const char* src, int64_t src_stride, char* dst, int64_t dst_strid
   }
 }
 
-// Runs [begin, end) of a box, the runs of its second-to-last dim together.
+// Copies the runs [begin, end) of a box, those of its second-to-last dim together.
 void copy_box_runs(const WordBox& box, int word_bytes, const char* src, char* dst, int64_t begin, int64_t end) {
   const int run = box.ndim - 1;
   const int64_t run_bytes = static_cast<int64_t>(box.sizes[run].divisor) * word_bytes;
@@ -152,7 +152,7 @@ void copy_box_runs(const WordBox& box, int word_bytes, const char* src, char* ds
   }
 }
 
-// A single run, shared among threads by words.
+// A single run is divided among threads by words.
 bool is_one_run(const WordBoxes& boxes) { return boxes.first_run.back() == 1; }
 
 void run_boxes(const WordBoxes& boxes, const char* src, char* dst, const ParallelFor& parallel_for) {

@@ -1,9 +1,9 @@
-// Copies of boxes, prepared for machines: dims merged, elements widened to words, words numbered.
+// Copies of boxes, prepared for fast execution: dims are merged, elements widened to words, and words numbered.
 //
 // A box of a row-major part in a packed buffer is a grid of runs, and a run is contiguous on both sides. So each box is
-// taken as words as wide as its sizes, strides and offsets allow, and all words of a copy are numbered through: any
-// range of numbers is a share of the work, whatever the boxes. A GPU gives every thread some numbers (locate); a CPU
-// takes runs. The same tables serve both, and `locate` compiles for both.
+// copied in words as wide as its sizes, strides and offsets allow. All words of a copy are numbered consecutively, so
+// any range of numbers is a share of the work, whatever the boxes are. On a GPU every thread gets some numbers
+// (locate); a CPU copies runs. Both use the same tables, and `locate` compiles for both.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ namespace shardwright {
 constexpr int kMaxCopyDims = 7;
 constexpr int kMaxWordBytes = 16;
 
-// n / divisor for n below 2^31, by a multiplication: the high half of n * multiplier, shifted. Granlund and Montgomery,
-// "Division by Invariant Integers using Multiplication", 1994.
+// Computes n / divisor, for n below 2^31, with a multiplication: the high half of n * multiplier, shifted. See Granlund
+// and Montgomery, "Division by Invariant Integers using Multiplication", 1994.
 struct Divisor {
   uint32_t divisor = 1;
   uint32_t multiplier = 0;
@@ -40,7 +40,8 @@ struct Divisor {
   }
 };
 
-// Outermost dim first; the last one is the run, contiguous on both sides. Sizes in words, below 2^31 in all.
+// A box in words, outermost dim first; the last dim is the run, which is contiguous on both sides. A box has fewer than
+// 2^31 words.
 struct WordBox {
   int64_t src_offset = 0;
   int64_t dst_offset = 0;
@@ -49,7 +50,7 @@ struct WordBox {
   int64_t src_strides[kMaxCopyDims];
   int64_t dst_strides[kMaxCopyDims];
 
-  // Where word `i` of the box lies.
+  // Computes the source and destination of word `i` of the box.
   SHARDWRIGHT_HOST_DEVICE void locate(uint32_t i, int64_t& src, int64_t& dst) const {
     src = src_offset;
     dst = dst_offset;
@@ -63,7 +64,7 @@ struct WordBox {
   }
 };
 
-// The last of `count` ascending `first` that is not above `i`; first[0] must not be.
+// Returns the index of the last of `count` ascending values in `first` that is at most `i`; first[0] must be.
 SHARDWRIGHT_HOST_DEVICE int64_t box_of(const int64_t* first, int64_t count, int64_t i) {
   int64_t low = 0;
   while (count > 1) {
@@ -88,13 +89,13 @@ class StridedCopy {
  public:
   StridedCopy(const std::vector<Box>& boxes, int64_t item_bytes);
 
-  // For memory that begins at such addresses: words that are as wide as these allow.
+  // Returns the boxes for memory that begins at these addresses, with words as wide as these allow.
   const std::vector<WordBoxes>& at(const void* src, const void* dst) const;
 
   const std::vector<Box>& boxes() const { return boxes_; }
   int64_t bytes() const { return bytes_; }
 
-  // Where device number `device` may keep what it makes of these boxes, which are from at().
+  // A slot in which device number `device` may keep its table of these boxes, which are from at().
   std::shared_ptr<void>& device_table(const WordBoxes& boxes, int device) const;
 
  private:
@@ -103,15 +104,15 @@ class StridedCopy {
   std::vector<Box> boxes_;
   int64_t item_bytes_;
   int64_t bytes_ = 0;
-  struct State;  // made when asked for, behind a lock
+  struct State;  // made on first use, under a lock
   std::shared_ptr<State> state_;
 };
 
-// Runs `body(begin, end)` over parts of [0, count), each of `grain` or more, on as many threads as it likes.
+// Runs `body(begin, end)` over parts of [0, count), each of at least `grain`, on any number of threads.
 using ParallelFor =
     std::function<void(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body)>;
 
-// On CPU. Large copies are shared among threads by runs.
+// Runs the copy on CPU. The runs of large copies are divided among threads.
 void run(const StridedCopy& copy, const void* src, void* dst, const ParallelFor& parallel_for);
 
 }  // namespace shardwright

@@ -172,12 +172,12 @@ Ticket start(ProgramBuilder& builder, const TransferSet& set, Carrier carrier) {
     case Carrier::kMessages:
       return builder.send_receive({set.group, set.sends.as_sent_or_received(), set.receives.as_sent_or_received()});
   }
-  throw InvariantError("a carrier that is not known");
+  throw InvariantError("an unknown carrier");
 }
 
 namespace {
 
-// Whether what stays on this rank goes along; then it is added to both sides.
+// Decides whether this rank's own part is sent along. If so, it is added to both sides.
 bool carries_own(TransferSet& set, Carrier carrier, const std::vector<OwnItem>& own, const Staging& staging,
                  int64_t me) {
   std::vector<TransferItem> sent;

@@ -1,17 +1,17 @@
-// What the ranks of a group send each other, in one form, and its lowering to instructions.
+// What the ranks of a group send each other, and its lowering to instructions.
 //
-// A TransferSet says which elements of which tensors this rank sends to whom, and which it receives from whom. Steps of
-// plans are lowered by `exchange`, whole or in rounds. Products lower one set for each chunk, and put work of their own
-// between the parts of the lowering:
+// A TransferSet says which elements of which tensors this rank sends to which peer, and which it receives from which.
+// Steps of plans are lowered by `exchange`, whole or in rounds. Products lower one set for each chunk, and do other
+// work between the parts of the lowering:
 //
-//   1. Messages::place  decides where each message lies while it travels: in its tensor, where it is one run there and
+//   1. Messages::place  decides where each message is during the transfer: in its tensor, if it is one run there and
 //                       may stay, or in staging memory;
 //   2. Messages::copy   packs what is sent from staging memory;
-//   3. start            one instruction starts the transfer;
-//   4. a Wait, and Messages::copy unpacks what was received into staging memory.
+//   3. start            emits one instruction that starts the transfer;
+//   4. after a Wait, Messages::copy unpacks what was received into staging memory.
 //
 // Example: this rank holds a 4 x 6 tensor in b0, and sends its rows [0, 2) to one peer and its columns [1, 3) to
-// another one. The rows are the run b0[0:12] and stay there. The columns are no run, and are packed into a new buffer
+// another. The rows are the run b0[0:12] and stay there. The columns are not a run, and are packed into a new buffer
 // b2[0:8].
 #pragma once
 
@@ -26,42 +26,43 @@
 
 namespace shardwright {
 
-// Elements of one tensor that are sent or received, with the buffer that holds this rank's part of the tensor. What is
-// sent lies at the parcel's side a, what is received at its side b.
+// Elements of one tensor that are sent or received, with the buffer that holds this rank's part of the tensor. The
+// tensor is side a of the parcel if it is sent, and side b if it is received.
 struct TransferItem {
-  BufferId tensor = kMissingBuffer;  // none: whoever lowers the set writes or reads the staged elements
+  BufferId tensor = kMissingBuffer;  // if missing, the caller writes or reads the staged elements itself
   Parcel parcel;
 };
 
-// Where messages lie while they travel.
+// Where messages are during the transfer.
 struct Staging {
   enum class Memory : uint8_t {
-    kShared,  // one new buffer for all that are staged
+    kShared,  // one new buffer for all staged messages
     kApart,   // a new buffer for each
     kGiven,   // `given`
   };
   Memory memory = Memory::kShared;
   BufferRange given = {};
   bool may_stay = true;     // a message that is one run in its tensor is sent from there, or received there
-  bool is_one_run = false;  // all lie one after the other, as collectives take them: all of them stay or none does
-  int64_t alignment = 1;    // elements: where staged messages that share memory may begin
+  bool is_one_run = false;  // all messages together are one run, as collectives need; so all of them stay or none does
+  int64_t alignment = 1;    // staged messages that share memory begin at multiples of this, in elements
 };
 
 // The messages of one side of a transfer: all that this rank sends, or all that it receives.
 //
-// Invariant: once placed, a message is either in its tensor or entirely in staging memory, and in one run each begins
-// where the one before it ends.
+// Invariant: once placed, each message is either in its tensor or entirely in staging memory. With is_one_run, each
+// message begins where the one before it ends.
 class Messages {
  public:
   enum class Side : uint8_t { kSent, kReceived };
 
-  // `tensor`: where no messages at all are said to lie as one run; else they get a buffer without elements.
+  // `tensor` is the buffer of the empty run if there are no messages at all; without it, that is a buffer without
+  // elements.
   explicit Messages(Side side, BufferId tensor = kMissingBuffer) : side_(side), tensor_(tensor) {}
 
-  // All that goes to a peer, or comes from it: items of several tensors perhaps, in the order in which they travel.
-  // Collectives want messages by ascending peer.
+  // Adds everything that goes to a peer, or comes from it: items of one or more tensors, in the order of the message.
+  // For collectives, messages must be added by ascending peer.
   void add(int64_t peer, std::vector<TransferItem> items) { messages_.push_back(message(peer, std::move(items))); }
-  void insert(int64_t peer, std::vector<TransferItem> items);  // before the peers that are greater
+  void insert(int64_t peer, std::vector<TransferItem> items);  // before greater peers
   void remove(int64_t peer);
 
   size_t size() const { return messages_.size(); }
@@ -70,22 +71,22 @@ class Messages {
   int64_t total_count() const;
   bool are_equally_long() const;
 
-  // Elements that are staged with this staging, those lost to alignment included.
+  // The number of elements that would be staged, including those lost to alignment.
   int64_t staged_count(const Staging& staging) const;
 
-  // Decides where they lie, and makes the staging buffers that this takes.
+  // Decides where the messages are, and makes the staging buffers for that.
   void place(ProgramBuilder& builder, const Staging& staging);
 
   // Once placed:
   const BufferRange& range(size_t i) const { return messages_[i].range; }
   bool is_staged(size_t i) const { return messages_[i].is_staged; }
   bool is_any_staged() const;
-  BufferRange run() const;  // all of them, where they are one run
+  BufferRange run() const;  // all messages, which must be one run
   std::vector<SendReceive::Message> as_sent_or_received() const;
   std::vector<int64_t> counts(int64_t group_size) const;  // by index in the group
 
-  // Packs or unpacks: copies the items of staged messages between their tensors and staging memory, in one instruction
-  // for each pair of these. Leaves the message of `except` alone.
+  // Packs or unpacks: copies the items of staged messages between their tensors and staging memory, with one
+  // instruction for each pair of buffers. Skips the message of the peer `except`.
   void copy(ProgramBuilder& builder, int64_t except = -1) const;
 
  private:
@@ -93,7 +94,7 @@ class Messages {
     int64_t peer = -1;  // index in the group
     std::vector<TransferItem> items;
     int64_t count = 0;
-    std::optional<BufferRange> run = std::nullopt;  // in the one tensor of its items
+    std::optional<BufferRange> run = std::nullopt;  // its range in the tensor, if its items are one run in one tensor
     BufferRange range = {};
     bool is_staged = false;
   };
@@ -114,7 +115,7 @@ struct TransferSet {
   Messages receives{Messages::Side::kReceived};
 };
 
-// What stays on this rank, from one buffer to another.
+// What stays on this rank and is copied from one buffer to another.
 struct OwnItem {
   BufferId from = kMissingBuffer;
   BufferId to = kMissingBuffer;
@@ -123,24 +124,24 @@ struct OwnItem {
 
 // The instruction that carries a set.
 enum class Carrier : uint8_t {
-  kAllGather,  // the transport's own: every rank sends all of what it has, which is as much on all
-  kAllToAll,   // by all ranks of the group
-  kMessages,   // by those that have something for each other
+  kAllGather,  // the transport's all-gather: every rank sends everything that it has, equally much on all ranks
+  kAllToAll,   // among all ranks of the group
+  kMessages,   // among the ranks that have something for each other
 };
 
-// Starts the transfer of a set that is placed. kNoTicket where messages carry it and there are none.
+// Starts the transfer of a placed set. Returns kNoTicket if it is carried by messages and there are none.
 Ticket start(ProgramBuilder& builder, const TransferSet& set, Carrier carrier);
 
 // Lowers a whole set from tensors to tensors: starts it, copies what stays on this rank (`own`) meanwhile, waits and
-// unpacks. In an all-to-all the own part travels too where it may and that saves packing the others. In an all-gather
-// it always does: there is one own item, all of whose `from` is sent, and the set's sends are not looked at.
+// unpacks. In an all-to-all the own part is sent too if `own_may_travel` and that saves packing. In an all-gather it is
+// always sent: there is one own item, all of whose `from` is sent, and the set's sends are ignored.
 void exchange(ProgramBuilder& builder, TransferSet set, Carrier carrier, const std::vector<OwnItem>& own,
               bool own_may_travel);
 
-// Starts summing what the members of a group give each other. `given` holds a part for each member in one run, this
-// rank among them. The answer, to be called once: waits, and leaves in `result` the sum of the parts that are for this
-// rank; it is as long as those. By the transport's own reduce-scatter where it has one and all parts of all members are
-// `equally_long`, else as an all-to-all that is summed here.
+// Starts a sum of what the members of a group give each other. `given` holds one part for each member, this rank
+// included, in one run. The returned function must be called once: it waits, and leaves in `result` the sum of the
+// parts for this rank, which are as long as `result`. Uses the transport's reduce-scatter if it has one and all parts
+// of all members are `equally_long`, otherwise an all-to-all and a local sum.
 std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int group, const Messages& given,
                                 bool equally_long, BufferRange result);
 

@@ -1,4 +1,4 @@
-// Which ranks of a group are connected by what they exchange, and how a move of data is carried out among them.
+// Finds which ranks of a group are connected by what they exchange, and chooses how a data move is carried out.
 #include <algorithm>
 
 #include "program/builder.h"
@@ -7,11 +7,11 @@
 namespace shardwright {
 namespace {
 
-// Above this, looking at every pair of a group costs more than messages to absent peers save.
+// In larger groups, examining every pair costs more than it saves, so messages are always used.
 constexpr size_t kMaxGroupForPairs = 512;
 
-// Gloo's single messages stall where its all-to-all does not: up to this many ranks that are connected by what they
-// exchange, an all-to-all among them is faster even if some pairs have nothing to say.
+// Gloo's single messages can stall where its all-to-all does not. Among up to this many ranks that are connected by
+// what they exchange, an all-to-all is faster even if some pairs have nothing for each other.
 constexpr size_t kMaxSparseAllToAll = 8;
 
 }  // namespace
@@ -64,8 +64,8 @@ DataMovePlan way_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Lo
     return {copies ? DataMoveWay::kAllToAll : DataMoveWay::kMessages, {}};
   }
   if (k > kMaxGroupForPairs) return {DataMoveWay::kMessages, {}};
-  const bool waits_for_those_concerned = lowering.narrows_groups && !named_groups_only;
-  if (waits_for_those_concerned) {
+  const bool may_narrow = lowering.narrows_groups && !named_groups_only;
+  if (may_narrow) {
     pairs.connect(group);
     const size_t number = group.connected[member];
     const std::vector<size_t>& circle = group.circles[number];

@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kUnwritten = std::numeric_limits<double>::quiet_NaN();
 
-// What was copied, where it is now.
+// Divides the elements of a box at its destination.
 void divide_box(const Box& box, std::vector<double>& dst, double divisor) {
   if (divisor == 1) return;
   std::vector<int64_t> at(box.sizes.size(), 0);
@@ -90,7 +90,7 @@ bool Machine::advance(Process& process) {
   const size_t at = process.next_instruction;
   if (at == program.instructions.size()) return false;
   for (const BufferId b : process.lifetimes.begins[at]) {
-    if (process.alive[b]) continue;  // a Wait is tried again
+    if (process.alive[b]) continue;  // a Wait may be tried several times
     process.alive[b] = true;
     process.buffers[b].assign(program.buffers[b].count, kUnwritten);
     process.live_bytes += program.size_bytes(b);

@@ -1,4 +1,4 @@
-// The simulated ranks: memory, instructions, and messages that match as process groups match them.
+// The simulated ranks: memory, instructions, and messages, which are matched as process groups match them.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@ class Machine {
  public:
   using Payload = std::vector<double>;
 
-  // A process for the rank, which is to run this program on these inputs.
+  // Adds a process for the rank, which will run this program on these inputs.
   void add(Rank rank, Program program, std::vector<Payload> inputs);
 
-  // Runs all ranks to the end. Throws InvariantError if none can go on.
+  // Runs all ranks to the end. Throws InvariantError if all unfinished ranks wait.
   void run();
 
   const Payload& output(Rank rank, size_t index = 0) const;
@@ -26,10 +26,10 @@ class Machine {
   int64_t peak_bytes(Rank rank) const { return processes_.at(rank).peak_bytes; }
 
  private:
-  // What a member puts into a collective.
+  // What a member contributes to a collective.
   struct Given {
     Payload values;
-    std::vector<int64_t> send_counts;  // of an all_to_all
+    std::vector<int64_t> send_counts;  // for an all_to_all
   };
 
   // Members of the group, sender, receiver.
@@ -48,14 +48,14 @@ class Machine {
     // Collectives started on each group so far (by members), to match the n-th with the n-th.
     std::map<std::vector<Rank>, int64_t> calls;
     std::map<int, int64_t> call_of_ticket;
-    // The same of messages, by whom they go to and come from.
+    // The same for messages, by sender and receiver.
     std::map<Route, int64_t> sent;
     std::map<Route, int64_t> expected;
     std::map<int, std::vector<int64_t>> messages_of_ticket;
   };
 
   bool advance(Process& process);
-  // False where the transfer cannot end yet.
+  // Returns false if the transfer cannot end yet.
   bool finish_wait(Process& process, int ticket);
   void start(Process& process, int instruction, const AllGather& operation);
   void start(Process& process, int instruction, const ReduceScatter& operation);
@@ -74,7 +74,7 @@ class Machine {
   static double* data(Process& process, const BufferRange& range);
   static Payload read(Process& process, const BufferRange& range);
   static void write(Process& process, const BufferRange& range, const Payload& payload);
-  // What a collective brings to the rank, once all members have given.
+  // Writes what a collective brings to the rank, once all members have contributed.
   using GivenByMember = std::map<Rank, Given>;
   void deliver(Process& process, const AllGather& operation, const GivenByMember& given);
   void deliver(Process& process, const ReduceScatter& operation, const GivenByMember& given);
@@ -84,13 +84,13 @@ class Machine {
   bool receive_messages(Process& process, const SendReceive& operation, int ticket);
 
   std::map<Rank, Process> processes_;
-  // (members, n-th call) -> what each member gave
+  // (members, n-th call) -> what each member contributed
   std::map<std::pair<std::vector<Rank>, int64_t>, GivenByMember> given_;
-  // Messages under way: the n-th that was sent is the n-th that was to be received, whichever is waited for first.
+  // Messages under way: the n-th one sent matches the n-th one expected, whichever is waited for first.
   std::map<std::pair<Route, int64_t>, Payload> mail_;
 };
 
-// One step of a reduction, as the runtime computes it; avg and norm are sums here.
+// Combines two values in a reduction, as the runtime does; avg and norm are sums here.
 double combine(ReduceOp op, double a, double b);
 
 }  // namespace shardwright
