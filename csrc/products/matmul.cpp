@@ -20,7 +20,7 @@ int64_t size_of_axis(const std::vector<int>& dims, const Layout& layout, int axi
   return layout.shape()[std::find(dims.begin(), dims.end(), axis) - dims.begin()];
 }
 
-// Both have the axis, and cut it alike on every rank.
+// Checks that both tensors have the axis with the same size and the same cuts.
 void check_axis(int axis, const std::vector<int>& a_dims, const Layout& a, const std::vector<int>& b_dims,
                 const Layout& b) {
   const auto dim_in = [&](const std::vector<int>& dims) {
@@ -64,7 +64,7 @@ void check_operands(const Contraction& axes, const Layout& lhs, const Layout& rh
   }
 }
 
-// Scales of the rows of the operand that moves go as it does.
+// Checks that scales of the moved operand's rows are placed and moved like the rows.
 void check_scales(const GatherMatmul& matmul) {
   const Scaling& scaling = *matmul.scaling;
   std::vector<int> free_dims;
@@ -157,7 +157,7 @@ std::string distances_text(const Schedule& schedule) {
     for (const int64_t distance : distances) numbers.push_back(std::to_string(distance));
     chunks.push_back(join(numbers, "."));
   }
-  return join(chunks, "_") + (chunks.size() == 1 ? "_" : "");  // told from a number
+  return join(chunks, "_") + (chunks.size() == 1 ? "_" : "");  // so that it does not look like a number of chunks
 }
 
 }  // namespace

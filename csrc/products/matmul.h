@@ -1,29 +1,30 @@
-// Matrix products next to a redistribute, as one program: what is moved goes in chunks, and chunks are multiplied while
-// others travel.
+// Matrix products and a redistribute as one program: data moves in chunks, and some chunks are multiplied while others
+// are under way.
 //
-// Two kinds. A GatherMatmul moves an operand, and multiplies it by one or several others that stay where they are: a
-// gather of activations for a column-parallel layer, of a sharded weight, of a gradient along the summed axis. A
-// MatmulScatter sums one or several products and moves the result: a reduce-scatter or an all-reduce behind a
-// row-parallel layer, or an exchange to another placement. What moves goes by a plan. Of that plan one step is
-// chunked, the last one of an operand's and the first one of a result's; the others go before and behind it whole.
+// There are two kinds. A GatherMatmul moves an operand, and multiplies it by one or several others that stay where they
+// are: a gather of activations for a column-parallel layer, of a sharded weight, of a gradient along the summed axis. A
+// MatmulScatter sums one or several products and moves the result: a reduce-scatter or an all-reduce after a
+// row-parallel layer, or an exchange to another placement. The move is a plan, of which one step is chunked: the last
+// step of an operand's plan, the first step of a result's. The other steps run whole, before or after it.
 //
 // Chunks follow what the ranks have for each other, so parts may be uneven or empty, in any number of tensor dims:
 //
-//   ring        chunk d holds what comes from the rank at distance d (of a result: what goes there). The own part, at
-//               distance 0, is multiplied while the first one travels; of a result it is multiplied last, while the
-//               last one travels. Fewer chunks take several distances together, more cut each part.
-//   collective  chunk j holds the j-th share of every part, moved by one all-gather, all-to-all, reduce-scatter or
+//   ring        Chunk d holds what comes from the rank at distance d (for a result: what goes there). For an operand,
+//   the
+//               rank's own part, at distance 0, is multiplied while the first chunk is under way; for a result it is
+//               multiplied last, while the last chunk is under way. With fewer chunks, a chunk takes several distances
+//               together; with more, each part is cut.
+//   collective  Chunk j holds the j-th share of every part, moved by one all-gather, all-to-all, reduce-scatter or
 //               all-reduce.
-//   serial      everything is moved, then everything multiplied, or the other way round.
+//   serial      Everything is moved, then everything is multiplied, or the reverse.
 //
-// Operands of 8-bit floats stand for their values by scales, which are inputs too: a Scaling says which. Scales of rows
-// that move with their operand go ahead of its chunks, in one transfer; the own part does not wait for it.
+// The values of operands of 8-bit floats are products with scales, which are inputs too (Scaling). Scales of rows that
+// move with their operand are sent ahead of its chunks, in one transfer; the rank's own part does not wait for it.
 //
-// At most `depth` transfers are under way beside a product. Those of a gather are started so far ahead, into slots of
-// one buffer that each hold a chunk from its arrival until it is multiplied: depth + 1 chunks are there at a time,
-// unless the gathered operand is asked for. Those of a scatter are waited for so far behind, and as many blocks of the
-// product wait to be sent. Sums over an axis that is cut into chunks are carried in float32 where the dtype is of 16
-// bits.
+// At most `depth` transfers are under way during a product. A gather starts transfers that far ahead, into slots of one
+// buffer that each hold a chunk from its arrival until it is multiplied: depth + 1 chunks exist at a time, unless the
+// gathered operand is kept. A scatter waits for transfers that far behind, and holds as many blocks of the product that
+// wait to be sent. Sums over an axis that is cut into chunks are accumulated in float32 if the dtype has 16 bits.
 //
 // A schedule is part of the spec: all ranks must use the same one (timeline.h).
 #pragma once
@@ -51,27 +52,28 @@ constexpr int64_t kMaxSmsLeft = 1024;
 struct Schedule {
   Method method = Method::kSerial;
   int64_t chunks = 1;
-  // Of a ring, by hand: the distances of each chunk, in the order in which they travel; all from 1 to the number of
-  // partners less one, once. Empty: as many as `chunks` says, nearest first.
+  // For a ring given by hand: the distances of each chunk, in the order in which chunks are sent. Each distance from 1
+  // to the number of partners less one appears once. If empty, there are `chunks` chunks, nearest first.
   std::vector<std::vector<int64_t>> distances = {};
-  // Transfers under way beside a product, at most; of serial 1. As many as there are chunks, or more: all.
+  // The most transfers under way during a product; 1 for serial. As many as there are chunks, or more, means all.
   int64_t depth = 1;
-  // Multiprocessors that products leave to transfers under way beside them (Program::sms_left); of serial 0.
+  // Multiprocessors that products leave to transfers under way (Program::sms_left); 0 for serial.
   int64_t sms_left = 0;
   bool operator==(const Schedule&) const = default;
 };
 
-// The value of an element of an operand is the element times its scale, in float32. One scale for all of a tensor, or
-// one for each row: for each place along the axes that are not summed over.
+// The value of an element of an operand is the element times its scale, in float32. There is one scale for a whole
+// tensor, or one for each row, that is, for each place along the axes that are not summed over.
 struct Scaling {
   bool by_row = false;
-  DType result;  // of the products
-  // By row, of a GatherMatmul: the way of the moved operand's scales, which lie as it does, less the summed axes.
+  DType result;  // the dtype of the products
+  // For a GatherMatmul with scales by row: the plan for the moved operand's scales, which are placed like the operand
+  // without its summed axes.
   std::optional<Plan> plan = std::nullopt;
 };
 
 // Inputs of its program: the operand that moves, then each product's other operand, then each bias, then the scales of
-// the operands in the same order. Outputs: each product's result, then the operand as gathered if it is kept.
+// the operands in the same order. Outputs: each product's result, then the gathered operand if it is kept.
 struct GatherMatmul {
   struct Product {
     Contraction axes;       // lhs is the operand that moves
@@ -84,8 +86,8 @@ struct GatherMatmul {
   std::optional<Scaling> scaling = std::nullopt;
 };
 
-// Inputs of its program: both operands of each term, then what is added to their sum on this rank, if anything is: it
-// lies as the plan's source; then the operands' scales. Output: the moved result.
+// Inputs of its program: both operands of each term, then the addend, if there is one, which is added to their sum on
+// this rank and has the layout of the plan's source, then the operands' scales. Output: the moved result.
 struct MatmulScatter {
   struct Term {
     Contraction axes;
@@ -101,24 +103,25 @@ struct MatmulScatter {
 using Matmul = std::variant<GatherMatmul, MatmulScatter>;
 
 const Plan& plan_of(const Matmul& matmul);
-// The ranks that take part in the step that is chunked.
+// The number of ranks that take part in the chunked step.
 int64_t num_partners(const Matmul& matmul);
 
-// The plans that its program carries out: its own, and that of scales.
+// The plans that its program carries out: its own, and that of its scales if they have one.
 std::vector<const Plan*> plans_of(const Matmul& matmul);
 
-// Whether something of it can be chunked; if not, why.
+// Returns why nothing can be chunked, or nothing if something can.
 std::optional<std::string> why_only_serial(const Matmul& matmul);
 
-// Whether the step that is chunked can go by messages: all but an all-reduce.
+// Whether the chunked step can be sent as messages, as any step but an all-reduce can.
 bool has_ring(const Matmul& matmul);
 
-// All of a schedule but its method: "4", or the distances by hand, "1.3_2"; after a colon the depth where it is not 1,
-// "4:3", and after another one the multiprocessors left to transfers where there are any, "4:3:16".
+// Formats everything of a schedule but its method: the number of chunks, "4", or the distances given by hand, "1.3_2";
+// after a colon the depth if it is not 1, "4:3"; after another colon the multiprocessors left to transfers if there are
+// any, "4:3:16".
 std::string chunks_text(const Schedule& schedule);
 
-// Throws UserError where tensors and scales do not fit each other, where dtypes have no products, and where a method is
-// asked for that why_only_serial excludes.
+// Throws UserError if tensors and scales do not fit each other, if dtypes have no products, or if the method is not
+// possible (why_only_serial).
 void check(const Matmul& matmul, const Schedule& schedule);
 
 }  // namespace shardwright

@@ -1,7 +1,7 @@
-// A product of placed tensors as it is asked for: one operand, one or several weights, and where everything lies.
+// A request for a product of placed tensors: one operand, one or several weights, and the layouts of all tensors.
 //
 // Axes are letters, as in einsum: "bsk,nk->bsn" is operand, weight and result of a linear layer. Weights share the
-// operand and its letters; each may use a letter of its own for another size.
+// operand and its letters; each may use its own letter for another size.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace shardwright {
 
-// The letters of "bsk,nk->bsn", tensor by tensor.
+// The letters of each tensor in "bsk,nk->bsn".
 struct AxisLetters {
   std::string operand;
   std::string weight;
@@ -27,7 +27,7 @@ struct AxisLetters {
   static AxisLetters parse(const std::string& axes);
 };
 
-// By mesh dim, the axis that is cut along it while the product is computed; kNoAxis where none is. "b-n"
+// For each mesh dim, the axis that is cut along it while the product is computed, or kNoAxis; for example "b-n".
 using AxisCuts = std::string;
 constexpr char kNoAxis = '-';
 
@@ -37,27 +37,27 @@ enum class ScaledBy : uint8_t { kNothing, kTensor, kRow };
 const char* scaled_by_name(ScaledBy scaled_by);     // "", "tensor" or "row"
 ScaledBy parse_scaled_by(const std::string& name);  // throws UserError
 
-// What is asked of the programs that hold products. What is left open is chosen by predicted times.
+// Requirements for the schedules of programs with products. What is not set is chosen by predicted time.
 struct ScheduleRequest {
   std::optional<Method> method = std::nullopt;
   std::optional<int64_t> chunks = std::nullopt;
-  // Of a ring, by hand, as in Schedule.
+  // For a ring, given by hand as in Schedule.
   std::vector<std::vector<int64_t>> distances = {};
   std::optional<int64_t> depth = std::nullopt;
 
   bool operator==(const ScheduleRequest&) const = default;
 };
 
-// What moves and products are planned by. All ranks must have the same.
+// What moves and products are planned with. It must be the same on all ranks.
 struct ProductContext {
   Lowering lowering = Lowering::kNccl;
   std::optional<Topology> topology = std::nullopt;
-  // Taken for their pairs of layouts in place of what the planner would find; null: none.
+  // Pinned plans, used in place of what the planner would find; null: none.
   PinsPtr pins = nullptr;
-  // How long products take, by the name of the dtype of what is moved beside them.
+  // How long products take, by the name of the dtype of the tensor that is moved.
   std::map<std::string, GemmModel> gemm_models = {};
 
-  // Throws UserError where there is none.
+  // Throws UserError if there is none for the dtype.
   const GemmModel& gemm_model(const DType& dtype) const;
 
   // Where none is given, the default of the lowering.
@@ -65,20 +65,20 @@ struct ProductContext {
 };
 
 struct ProductProblem {
-  // By weight: operand,weight->result.
+  // For each weight: operand,weight->result.
   std::vector<std::string> axes;
   Layout operand;
   std::vector<Layout> weights;
-  // By weight; of the result's last axis.
+  // By weight; a bias has the result's last axis.
   std::vector<std::optional<Layout>> biases;
-  // By weight: where results are asked for.
+  // By weight: the layouts requested for the results.
   std::vector<Layout> results;
-  // Default: those with the least predicted time.
+  // Default: the cuts with the least predicted time.
   std::optional<AxisCuts> cuts = std::nullopt;
   ScaledBy scaled_by = ScaledBy::kNothing;
-  // By row, of operand and weights: where scales are given that do not lie as the rows of their operand do.
+  // For scales by row, of operand and weights: the layouts of scales that are not placed like their operand's rows.
   std::vector<std::optional<Layout>> scales = {};
-  // Whether the backward is to find the operand as gathered.
+  // Whether the gathered operand is kept for the backward.
   bool keeps_gathered = false;
   ScheduleRequest schedule = {};
   ProductContext context = {};

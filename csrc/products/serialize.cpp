@@ -13,7 +13,7 @@ namespace {
 constexpr std::string_view kMatmulKind = "matmul";
 constexpr std::string_view kProblemKind = "product";
 
-// Ring chunks that were chosen by hand.
+// Chunks of a ring given by hand.
 using Distances = std::vector<std::vector<int64_t>>;
 
 void write(Writer& out, const Distances& distances) {
@@ -51,7 +51,7 @@ OptionalLayouts read_optional_layouts(Reader& in, const MeshPtr& mesh) {
   return in.list([&] { return in.optional([&] { return read_layout(in, mesh); }); });
 }
 
-// ---- matmuls: the plan first, on whose mesh the layouts lie
+// ---- matmuls: the plan comes first, because all layouts are on its mesh
 
 void write(Writer& out, const Schedule& schedule) {
   out.enumerator(schedule.method);
@@ -138,7 +138,7 @@ const Contraction& axes_of(const Matmul& matmul) {
   return gather != nullptr ? gather->products[0].axes : std::get<MatmulScatter>(matmul).terms[0].axes;
 }
 
-// ---- problems: the mesh first, on which everything lies
+// ---- problems: the mesh comes first, because everything is on it
 
 void write(Writer& out, const ScheduleRequest& request) {
   out.optional(request.method, [&](Method method) { out.enumerator(method); });
@@ -156,7 +156,7 @@ ScheduleRequest read_request(Reader& in) {
   return request;
 }
 
-// Of the pins those on this mesh: no other applies to a problem that lies there.
+// Only the pins on this mesh are written, because no others apply to the problem.
 void write(Writer& out, const ProductContext& context, const Mesh& mesh) {
   write(out, context.lowering);
   out.optional(context.topology, [&](const Topology& topology) { write(out, topology); });

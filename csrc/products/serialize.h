@@ -10,15 +10,16 @@
 
 namespace shardwright {
 
-// Equal ones give equal bytes in every process, so that whoever keeps graphs by their text tells problems apart.
-// Reading throws UserError on bytes that are damaged, of another version, or describe what `check` refuses.
+// Equal problems give equal bytes in every process, and different ones different bytes, so caches of graphs can compare
+// their text. Reading throws UserError if the bytes are damaged, of another version, or describe a problem that `check`
+// refuses.
 std::string to_bytes(const ProductProblem& problem);
 ProductProblem product_problem_from_bytes(std::string_view bytes);
 
 std::string to_bytes(const Matmul& matmul, const Schedule& schedule);
 std::pair<Matmul, Schedule> matmul_from_bytes(std::string_view bytes);
 
-// Whether the bytes begin as those of a matmul, and not of a plan.
+// Returns whether these are the bytes of a matmul, not of a plan.
 bool is_matmul(std::string_view bytes);
 
 // "bsk,nk->bsn|base64"

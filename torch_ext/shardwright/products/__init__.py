@@ -1,2 +1,5 @@
-"""Matrix products that hide what they move. They are planned in C++ (csrc/products/product_plan.h); here arguments are
-checked, plans are run, and autograd, DTensor and compilers are told of them."""
+"""Matrix products that overlap with the moves of their tensors.
+
+They are planned in C++ (csrc/products/product_plan.h). This package checks arguments, runs plans, and connects them to
+autograd, DTensor and compilers.
+"""

@@ -1,4 +1,4 @@
-"""`shardwright product`: how a product of placed tensors would be carried out. Works without torch."""
+"""The command `shardwright product`: prints the plan of a product of placed tensors. Works without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..topology import named_topology, tables_now
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the plan. Raises ValueError for what cannot be planned as asked."""
+    """Prints the plan. Raises ValueError if the product cannot be planned as asked."""
     arguments = _parser().parse_args(argv)
     made = _make(arguments)
     print(made.to_json() if arguments.json else made)
@@ -29,16 +29,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--x", required=True, help="placements of the operand, one per mesh dim: 'S(0),S(1)'")
     parser.add_argument("--weight", required=True, action="append", help="placements; once per weight")
     parser.add_argument("--bias", action="append", help="placements; none, or once per weight")
-    parser.add_argument("--out", action="append", help="placements; default: where results come to lie by themselves")
-    parser.add_argument("--cuts", help="the axis cut along each mesh dim while it computes: b,n; - for none")
+    parser.add_argument("--out", action="append", help="placements; default: those that need no move of the result")
+    parser.add_argument("--cuts", help="the axis cut along each mesh dim during the product: b,n; - for none")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16 by default")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="nccl by default")
     parser.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
     parser.add_argument("--gemm-model", choices=_planner.GemmModel.names(), help="default: h100 for nccl, cpu for gloo")
     parser.add_argument("--method", choices=("serial", "ring", "collective"), help="default: the fastest")
     parser.add_argument("--chunks", type=int, help="default: the fastest")
-    parser.add_argument("--depth", type=int, help="transfers under way beside a product; default: the fastest")
-    parser.add_argument("--save", choices=("shard", "gathered"), default="shard", help="of the operand, for backward")
+    parser.add_argument("--depth", type=int, help="transfers under way during a product; default: the fastest")
+    parser.add_argument("--save", choices=("shard", "gathered"), default="shard", help="what the backward keeps of x")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser
 

@@ -1,8 +1,8 @@
-"""Matrix products that hide what they move: linear layers, all-gather-matmul, matmul-reduce-scatter, matmul-all-reduce.
+"""Matrix products that overlap with communication: linear, all-gather-matmul, matmul-reduce-scatter, matmul-all-reduce.
 
-All work on DTensors, with any placements in and chosen placements out, and on this rank's plain tensors in a process
-group. What moves goes in chunks, and chunks are multiplied while others travel; how many, and how, is chosen by
-predicted times, or by the caller. Gradients go the same ways back, in chunks too.
+All of them take DTensors with any placements and return the placements that are asked for; all but `linear` also take
+this rank's plain tensors in a process group. Data moves in chunks, and some chunks are multiplied while others are
+under way. The schedule is chosen by predicted time, or by the caller. Gradients move in chunks too.
 """
 
 from __future__ import annotations
@@ -46,37 +46,38 @@ def linear(
     weight_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> DTensor:
-    """`torch.nn.functional.linear` of DTensors on one mesh, with what must be moved hidden behind the product.
+    """`torch.nn.functional.linear` of DTensors on one mesh, with communication that overlaps with the product.
 
     Args:
         x: shape (..., in_features), any placements.
         weight: shape (out_features, in_features), any placements, the dtype of `x`.
         bias: shape (out_features,), any placements.
-        placements: of the result; default: `x`'s where it is cut in a dim but the last, ``Shard(-1)`` where `weight` is
-            cut in dim 0, sums that stay due where both are cut along in_features, else ``Replicate()``; where both of
-            the first hold, the second.
-        method: ``"ring"``: what a peer sends is multiplied as it comes, the own part first. ``"collective"``:
-            collectives, each of a share of every part. ``"serial"``: first one, then the other. Default: what is
-            predicted fastest.
-        chunks: how many; or of a ring the distances of each chunk, in the order in which they travel, such as
-            ``[[1], [3, 2]]`` on four ranks (the rank at distance d of the i-th of n is the (i + d)-th, modulo n).
-            Default: what is predicted fastest.
-        depth: how many transfers may be under way beside a product, 1 to 4096; as many as chunks, or more, are all. Of
-            what is gathered, one chunk more is in memory at a time. Default: what is predicted fastest of 1, 3 and all,
-            the last only where it takes no more memory than ``"serial"``.
-        save: for the backward, of an `x` that was gathered: ``"shard"``, the part that was given, which is gathered
-            again behind the product that needs it; or ``"gathered"``, all of it, in as much more memory.
-        gemm_model: how long products take, the same on every rank; default: ``"cpu"`` or ``"h100"``.
-        x_scale, weight_scale: of operands of float8_e4m3fn or float8_e5m2, not both e5m2: float32, what elements are
-            multiplied by. Of shape () or (1,) and the same on all ranks: one for the whole tensor. Of shape (..., 1)
-            for `x`, (out_features, 1) for `weight`: one by row, as a DTensor; where rows move, they move along.
-        out_dtype: with scales: torch.bfloat16, the default, or torch.float32; a bias has it too.
+        placements: the placements of the result. By default, along each mesh dim: ``Shard(-1)`` if `weight` is cut in
+            dim 0; otherwise `x`'s placement if it is cut in a dim other than the last; a pending sum if both are cut
+            along in_features; otherwise ``Replicate()``.
+        method: ``"ring"``: each part is multiplied as it arrives, this rank's own part first. ``"collective"``: several
+            collectives, each of a share of every part. ``"serial"``: communication and product one after the other.
+            Default: the method predicted to be fastest.
+        chunks: their number; or for a ring the distances of each chunk, in the order in which they are sent, such as
+            ``[[1], [3, 2]]`` on four ranks (from the i-th of n ranks, distance d leads to the (i + d)-th, modulo n).
+            Default: what is predicted to be fastest.
+        depth: how many transfers may be under way during a product, 1 to 4096; as many as there are chunks, or more,
+            means all. A gather holds one chunk more than that in memory. Default: what is predicted to be fastest of 1,
+            3 and all, the last only if it takes no more memory than ``"serial"``.
+        save: what the backward keeps of an `x` that was gathered: ``"shard"``, the part that was given, which is
+            gathered again during the product that needs it; or ``"gathered"``, all of it, which takes more memory.
+        gemm_model: how long products take, the same on every rank. Default: what `calibrate` measured, else ``"cpu"``
+            or ``"h100"``.
+        x_scale, weight_scale: float32 factors of operands of float8_e4m3fn or float8_e5m2 (not both e5m2). With shape
+            () or (1,), one factor for the whole tensor, the same on all ranks. With shape (..., 1) for `x` and
+            (out_features, 1) for `weight`, DTensors with one factor per row, which move with their rows.
+        out_dtype: with scales, the dtype of the result and the bias: torch.bfloat16 (default) or torch.float32.
 
     Returns:
-        A DTensor of shape (..., out_features). Differentiable once; not with scales.
+        A DTensor of shape (..., out_features). It is differentiable once; with scales, it is not.
 
     Raises:
-        ValueError: what does not fit, naming the argument; a `method`, `chunks` or `depth` that cannot be had.
+        ValueError: names the argument that does not fit; a `method`, `chunks` or `depth` that is not possible.
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
     scales = scaled(x, [weight], [bias], x_scale, weight_scale, out_dtype, k_dim=1)
@@ -94,9 +95,9 @@ def linear_sharing(
     chunks: int | Sequence[Sequence[int]] | None = None,
     depth: int | None = None,
 ) -> tuple[DTensor, DTensor | None]:
-    """`linear`, and `x` as it was gathered for it, for other layers that take the same; None where it was not.
+    """Returns the result of `linear`, and the gathered `x` for other layers of the same input (None if not gathered).
 
-    What comes back through the gathered `x` is scattered together with the gradient of this layer.
+    The gradient of the gathered `x` is scattered together with the gradient of this layer.
     """
     y, *gathered = _linear(x, weight, bias, placements, (method, chunks, depth, "gathered", None), None, shares=True)
     return y, gathered[0] if gathered else None
@@ -145,32 +146,32 @@ def all_gather_matmul(
     weight_scales: torch.Tensor | Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Gathers `x`, and multiplies it by one or several weights while it comes. The gathered `x` need not exist.
+    """Gathers `x`, and multiplies it by one or several weights meanwhile. The gathered `x` need not exist as a whole.
 
-    Plain tensors lie in a process group: `x` is cut in `gather_dim`, weights in their columns, results in theirs, by
-    rank as torch.chunk cuts. DTensors bring their placements: the mesh dims that cut `x` in front of its last dim and a
-    weight in its columns gather.
+    Plain tensors belong to a process group: `x` is cut in `gather_dim`, weights and results in their columns, by rank
+    as torch.chunk cuts. DTensors bring their placements: `x` is gathered along the mesh dims that cut `x` before its
+    last dim and a weight in its columns.
 
     Args:
         x: shape (..., k). Plain: this rank's part.
-        weights: one of shape (k, n), or a list of them, which share the gather; transposed views are taken as they are.
-            Plain: this rank's columns.
-        biases: of shape (n,), as many as weights, or None; cut as the columns are.
-        gather_dim: of plain tensors: the dim of `x` that is cut; the last one is the summed one.
-        size: of plain tensors on several ranks: length of `gather_dim` in all. It has to be said, because a rank cannot
-            know what others hold.
-        columns: of plain tensors on several ranks: columns of each weight in all.
-        group: of plain tensors; default: the default group.
-        placements: of DTensors: of the results; default: as `linear`.
-        method, chunks, depth, save, gemm_model: as `linear`.
-        x_scale, weight_scales, out_dtype: as `linear`, scales as many as weights, by row of shape (1, n). Plain: those
-            of this rank's parts; one number of `x` has to be the same on all ranks.
+        weights: one of shape (k, n), or a list of them, which share the gather; transposed views are not copied. Plain:
+            this rank's columns.
+        biases: of shape (n,), one per weight, or None; cut like the columns.
+        gather_dim: for plain tensors: the dim of `x` that is cut; the last dim is the summed one.
+        size: for plain tensors on several ranks: the total length of `gather_dim`. It is required, because a rank
+            cannot know what others hold.
+        columns: for plain tensors on several ranks: the total number of columns of each weight.
+        group: for plain tensors: the process group; default: the default group.
+        placements: for DTensors: the placements of the results; default: as in `linear`.
+        method, chunks, depth, save, gemm_model: as in `linear`.
+        x_scale, weight_scales, out_dtype: as in `linear`, with one scale per weight, by row of shape (1, n). Plain:
+            those of this rank's parts; a single scale of `x` must be the same on all ranks.
 
     Returns:
-        The product, or a list of them if a list was given. Differentiable once; not with scales.
+        The product, or a list of them if a list was given. It is differentiable once; with scales, it is not.
 
     Raises:
-        ValueError: what does not fit, naming the argument.
+        ValueError: names the argument that does not fit.
     """
     many = not isinstance(weights, torch.Tensor)
     listed = [weights] if isinstance(weights, torch.Tensor) else list(weights)
@@ -231,27 +232,28 @@ def matmul_reduce_scatter(
     weight_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Multiplies what is cut along the summed axis, and reduces and scatters the result while the rest is multiplied.
+    """Multiplies operands that are cut along the summed axis, and reduces and scatters the result meanwhile.
 
     Args:
         x: shape (..., k). Plain: this rank's part, cut in the last dim by rank as torch.chunk cuts.
         weight: shape (k, n). Plain: this rank's rows.
-        bias: shape (n,), added once, after the sums. Plain: whole on every rank, as is its gradient.
+        bias: shape (n,), added once, after the sums. Plain: whole on every rank, and so is its gradient.
         scatter_dim: the dim of the result that is cut.
-        size: of plain tensors on several ranks: length of k in all. It has to be said, because a rank cannot know what
+        size: for plain tensors on several ranks: the total length of k. It is required, because a rank cannot know what
             others hold.
-        group: of plain tensors; default: the default group.
-        placements: of DTensors: of the result; default: ``Shard(scatter_dim)`` on the mesh dims that cut k in both.
-        method, chunks, depth, gemm_model: as `linear`.
-        x_scale, weight_scale, out_dtype: as `linear`, by row of shape (1, n) for `weight`. Plain: those of this rank's
-            parts, which may differ from other ranks'. Sums over ranks are of `out_dtype`.
+        group: for plain tensors: the process group; default: the default group.
+        placements: for DTensors: the placements of the result; default: ``Shard(scatter_dim)`` on the mesh dims that
+            cut k in both operands.
+        method, chunks, depth, gemm_model: as in `linear`.
+        x_scale, weight_scale, out_dtype: as in `linear`, by row of shape (1, n) for `weight`. Plain: those of this
+            rank's parts, which may differ from other ranks'. Sums over ranks have dtype `out_dtype`.
 
     Returns:
-        This rank's part of the product of shape (..., n), cut in `scatter_dim`; or a DTensor. Differentiable once; not
-        with scales.
+        This rank's part of the product of shape (..., n), cut in `scatter_dim`; or a DTensor. It is differentiable
+        once; with scales, it is not.
 
     Raises:
-        ValueError: what does not fit, naming the argument.
+        ValueError: names the argument that does not fit.
     """
     scales = scaled(x, [weight], [bias], x_scale, weight_scale, out_dtype, k_dim=0)
     how = (method, chunks, depth, "shard", gemm_model)

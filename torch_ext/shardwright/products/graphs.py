@@ -1,7 +1,8 @@
-"""Products in graphs: what torch.compile puts there, and does not look into.
+"""Products in graphs, as opaque operators of torch.compile.
 
-While a function of `functions.py` is compiled, it is not traced. It is run once, on fake tensors like those it was
-given, up to the point where the product would be computed; the graph gets an operator with the plan as text:
+When a call of a function of `functions.py` is compiled, the function is not traced. It is run once, on fake tensors
+like its arguments, up to the point where the product would be computed. The graph gets an operator with the plan as
+text:
 
     multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, str product, str group, int rank)
         -> Tensor[]
@@ -9,8 +10,8 @@ given, up to the point where the product would be computed; the graph gets an op
         -> Tensor[]
 
 All tensors are this rank's parts. `product` is the whole problem as text, `group` the name of the process group of its
-mesh, `rank` this rank in it. So whoever keeps graphs by their text does not take one for another, and a graph can be
-run where it was not made.
+mesh, `rank` this rank in it. So caches of graphs that compare their text do not confuse them, and a graph can run in a
+process in which it was not made.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from .running import Product, Setting
 from .scales import part_of_scale
 from .tensors import StoppedShort, autocast, gradient_placements, stopping_short
 
-# Text, name of the process group, rank in it: what a rank holds, and so the shapes in its graph, are its own.
+# Text, name of the process group, rank in it. The rank is included because shapes differ between ranks.
 _Name = tuple[str, str, int]
 _products: executables.Kept[Product] = executables.Kept()
-# Where products were traced: process groups of their meshes are found by these. The oldest go first.
+# The settings with which products were traced, by which the process groups of their meshes are found. Bounded.
 _settings: dict[_Name, Setting] = {}
 groups.when_gone.append(_settings.clear)
 
@@ -102,7 +103,7 @@ def _multiply_backward(
 
 
 def _apart(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
-    """Operators do not return what they were given."""
+    """Clones outputs that share memory with an input, because operators must not return their inputs."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     return [output.clone() if output.untyped_storage().data_ptr() in taken else output for output in outputs]
 
@@ -139,7 +140,7 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, 
     needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
     given = iter(needs_biases)
     by_weight = [has_bias and next(given) for has_bias in made.has_bias]
-    # Behind those of the results may be one of the operand as gathered, which graphs only keep for this.
+    # After the results' gradients there may be one for the gathered operand, which graphs only save for the backward.
     dys = [
         made.empty(x, layout).zero_() if gradient is None else gradient
         for gradient, layout in zip(gradients, made.result_gradients, strict=False)
@@ -159,7 +160,7 @@ def _backward_of_backward(ctx: Any, *gradients: Any) -> Any:
 torch.library.register_autograd("shardwright::multiply", _backward, setup_context=_keep_for_backward)
 torch.library.register_autograd("shardwright::multiply_backward", _backward_of_backward)
 
-# All ranks have to multiply in one order, whatever a compiler makes of two products that do not depend on each other.
+# All ranks must run products in one order, even if a compiler would reorder independent ones.
 for _name in ("shardwright::multiply", "shardwright::multiply_backward"):
     torch.library._register_effectful_op(_name, EffectType.ORDERED)
 
@@ -209,13 +210,14 @@ _UNEVEN = "uneven"
 
 @torch._dynamo.assume_constant_result
 def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[str, Any]) -> tuple[Any, ...]:
-    """What a graph has to know of a product.
+    """Returns what a graph needs to know about a product, as four items.
 
-    What is wrong with what was given, if anything. Its name: None on a rank that holds nothing of it, _UNEVEN where it
-    stays out of graphs. Which weights it takes transposed, and of results that are DTensors placements, shape, strides
-    and dtype. How the gradient of the operand lies, if that is a DTensor.
+    First, an error message if the arguments are wrong, else None. Second, the product's name: None on a rank that holds
+    nothing of it, _UNEVEN if it stays out of graphs. Third, which weights are transposed, and for results that are
+    DTensors their placements, shape, strides and dtype. Fourth, the placements of the operand's gradient, if the
+    operand is a DTensor.
     """
-    # Only the operands are fake: what else is looked at, such as meshes, has values.
+    # Only the operands are fake; everything else that is read, such as meshes, has real values.
     with unset_fake_temporarily(), stopping_short():
         with FakeTensorMode():
             stand_ins = {name: _stand_in(meta) for name, meta in metas.items()}
@@ -234,8 +236,8 @@ def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[
         results.append((spec.placements, tuple(meta.shape), tuple(meta.stride), meta.dtype))
     product, name, operand = found.product, None, ()
     if product is not None and not product.plan.has_equal_parts:
-        # Compilers see an operator, no collective, and order it among collectives by sizes. Where these differ among
-        # ranks, the order would too, and ranks would wait for each other.
+        # Compilers see an ordinary operator, not a collective, and order it relative to collectives by size. If sizes
+        # differ among ranks, the order would too, and ranks would wait for each other.
         return None, _UNEVEN, ((), ()), ()
     if product is not None:
         name = _name_of(product)
@@ -250,7 +252,7 @@ _TENSORS = ("x", "weight", "weights", "bias", "biases", "x_scale", "weight_scale
 
 
 def goes_into_graphs(function: F) -> F:
-    """For functions of `functions.py`: while code is compiled, one operator in the graph."""
+    """A decorator for functions of `functions.py`: in compiled code, a call becomes one operator in the graph."""
     parameters = inspect.signature(function).parameters.values()
     outside = torch._dynamo.disable(
         function,
@@ -323,7 +325,7 @@ def _call(function: Callable[..., Any], outside: Callable[..., Any], arguments: 
 
 
 def _constant(value: Any) -> Any:
-    """The same with sizes that a compiler would rather leave open."""
+    """Returns the value with symbolic sizes replaced by their values."""
     if isinstance(value, int):
         return operator.index(value)
     return [_constant(one) for one in value] if isinstance(value, (list, tuple)) else value

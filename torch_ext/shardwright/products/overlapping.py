@@ -1,13 +1,13 @@
-"""DTensor's own `linear` and `matmul` with the gather of their operand behind the product: ``sw.enable(overlap=True)``.
+"""Makes DTensor's own `linear` and `matmul` gather their operand during the product: ``sw.enable(overlap=True)``.
 
-PyTorch redistributes an operand first and multiplies then. While overlap is on, `torch.nn.functional.linear`,
+PyTorch first redistributes an operand, then multiplies. While overlap is on, `torch.nn.functional.linear`,
 `torch.matmul`, `torch.mm` and ``@`` of a DTensor and a DTensor weight of two dims go to `shardwright.linear` and
-`shardwright.all_gather_matmul` where a mesh dim cuts the operand in front of its last dim and the weight in its
-columns: the operand is gathered there, and the result cut in its last dim. All else is PyTorch's.
+`shardwright.all_gather_matmul` if a mesh dim cuts the operand before its last dim and the weight in its columns. The
+operand is then gathered along that mesh dim, and the result is cut in its last dim. All other calls go to PyTorch.
 
-What is gathered by an explicit redistribute before the product, as `torch.distributed.tensor.parallel` does it, is
-there when the product is asked for, and cannot be hidden behind it; a warning says so once. The styles of
-`shardwright.parallel` leave the gather to the product.
+If an explicit redistribute gathers the operand before the product, as in `torch.distributed.tensor.parallel`, nothing
+is left to overlap with the product; a warning says so once. The styles of `shardwright.parallel` leave the gather to
+the product.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from . import functions
 _log = logging.getLogger("shardwright")
 _warned = False
 
-_original: Any = None  # DTensor's own __torch_function__, while ours is in its place
+_original: Any = None  # DTensor's own __torch_function__, while ours replaces it
 
 
 def install() -> None:
-    """Takes the calls named above."""
+    """Intercepts the calls named above."""
     global _original
     if _original is None:
         _original = DTensor.__dict__["__torch_function__"]
@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Gives them back."""
+    """Restores DTensor's own function."""
     global _original
     if _original is not None:
         DTensor.__torch_function__ = _original
@@ -47,14 +47,14 @@ def uninstall() -> None:
 
 
 def note_explicit_gather(current_spec: DTensorSpec, target_spec: DTensorSpec) -> None:
-    """Says once that a gather which was asked for by itself is not hidden behind the product that may follow."""
+    """Warns once that an explicit gather does not overlap with the product that may follow."""
     global _warned
     pairs = zip(current_spec.placements, target_spec.placements, strict=True)
     if not _warned and any(type(a) is Shard and a.dim < current_spec.ndim - 1 and b.is_replicate() for a, b in pairs):
         _warned = True
         _log.warning(
-            "enable(overlap=True): %s -> %s was gathered by a redistribute of its own and is not hidden behind the "
-            "product that follows. PyTorch's ColwiseParallel and RowwiseParallel gather so; the styles of "
+            "enable(overlap=True): %s -> %s was gathered by an explicit redistribute, which does not overlap with the "
+            "product that follows. PyTorch's ColwiseParallel and RowwiseParallel gather like this; the styles of "
             "shardwright.parallel leave the gather to the product",
             current_spec,
             target_spec,
@@ -96,7 +96,7 @@ def _mm(input: Any, mat2: Any, **others: Any) -> Any:
 
 
 def _gathers(x: Any, weight: Any, column: int) -> bool:
-    """Whether the operand is to be gathered for a weight that is cut in its columns."""
+    """Returns whether the operand must be gathered for a weight that is cut in its columns."""
     if type(x) is not DTensor or not isinstance(weight, DTensor):
         return False
     if type(x._local_tensor) not in _REAL or type(weight._local_tensor) not in _REAL:
@@ -117,7 +117,7 @@ def _gathers(x: Any, weight: Any, column: int) -> bool:
     return gathers and executables.why_not_over_groups(x.device.type) is None
 
 
-# Compilers ask with stand-ins, on torch 2.11 without saying that they compile.
+# The types of real local tensors. Compilers call with fake tensors, on torch 2.11 without reporting that they compile.
 _REAL = (torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
 
 

@@ -1,4 +1,4 @@
-"""Product plans, bound to process groups and run node by node."""
+"""Binds product plans to process groups and runs them node by node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _planner, _runtime, checking, counters, executables, groups, tables, watching
-from .. import operators as operators  # registers what calls run by
+from .. import operators as operators  # registers the operators that calls use
 from .._planner import GemmModel
 from ..topology import tables_now
 
@@ -38,7 +38,7 @@ class Setting:
         return dist.get_rank(self.group)
 
     def model(self, dtype: str) -> GemmModel:
-        """How long products of such operands take: what is said, else what was measured, else a default."""
+        """Returns the model for operands of this dtype: the user's, else the measured one, else a default."""
         found = self.gemm_model or tables.measured_gemm_model(self.device_type, dtype)
         return found or tables.default_gemm_model(self.device_type)
 
@@ -87,7 +87,7 @@ class Call:
     program: str
     groups: tuple[str, ...]
     rank: int
-    model: GemmModel  # that it was chosen by
+    model: GemmModel  # with which its schedule was chosen
     executable: _runtime.Executable
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -97,7 +97,7 @@ class Call:
         for heard in _listeners:
             heard.append(self)
         if all(type(tensor) in _PLAIN for tensor in inputs):
-            # Not by the operator, inside of which dispatch modes would not see the collectives.
+            # The operator is not used here, because dispatch modes would not see the collectives inside of it.
             dense = [tensor.contiguous() for tensor in inputs]
             if watching.num_modes():
                 return watching.run(self.executable, dense, lambda: self.executable.run_all(dense))
@@ -113,7 +113,7 @@ _listeners: list[list[Call]] = []
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[Call]]:
-    """The calls that are made while the block runs, in their order."""
+    """Yields a list to which all calls made during the block are appended, in order."""
     heard: list[Call] = []
     _listeners.append(heard)
     try:
@@ -126,7 +126,7 @@ Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Flow:
-    """A list of nodes, bound to process groups. Collective among the members of any that must be made."""
+    """A list of nodes, bound to process groups. Making one is collective among the members of any missing group."""
 
     def __init__(self, flow: _planner.ProductDataflow, plan: _planner.ProductPlan, setting: Setting) -> None:
         self._setting = setting
@@ -177,12 +177,12 @@ class Flow:
         return Call(program, tuple(names), where.rank, model, executable)
 
 
-# Backwards of one product that are kept: they differ in what is asked for and how gradients lie.
+# The number of backwards kept per product; they differ in the gradients requested and in their layouts.
 _MAX_BACKWARDS = 64
 
 
 class Product:
-    """A product plan, whose forward and backwards are bound when they are first run."""
+    """A product plan whose forward and backwards are bound to process groups on first use."""
 
     def __init__(self, plan: _planner.ProductPlan, setting: Setting) -> None:
         self.plan = plan
@@ -211,7 +211,7 @@ class Product:
         layouts: Sequence[_planner.Layout],
         needs: Sequence[bool],
     ) -> list[torch.Tensor | None]:
-        """The gradients of operand, weights and biases (one per weight) that are needed.
+        """Returns the gradients of operand, weights and biases (one per weight) that are needed.
 
         `x` is as moved if that was kept. `dys` lie as `layouts`; behind those of the results one more may be part of
         the operand's gradient from elsewhere.
@@ -229,5 +229,5 @@ class Product:
         return flow([x, *weights, *dys])
 
     def empty(self, like: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
-        """What this rank holds of a tensor that lies so, of any content."""
+        """Returns an uninitialised tensor for this rank's part in a layout."""
         return like.new_empty(tuple(layout.local_shape(self.rank)), dtype=getattr(torch, layout.dtype))

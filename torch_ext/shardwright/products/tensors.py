@@ -1,4 +1,4 @@
-"""Products of tensors as autograd knows them: of plain ones in a process group, and of DTensors."""
+"""Products of plain tensors in a process group and of DTensors, with autograd."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def stopping_short() -> Iterator[None]:
-    """While it lasts, this thread raises StoppedShort where it would compute a product."""
+    """During the block, this thread raises StoppedShort where it would compute a product."""
     _thread.stops = True
     try:
         yield
@@ -360,7 +360,7 @@ def _spec_of(mesh: Any, shape: tuple[int, ...], dtype: torch.dtype, placements: 
 
 
 def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = ()) -> tuple[Placement, ...]:
-    """Those of a gradient: R for sums that are due, but sums that are due where `names` have P."""
+    """Returns the placements of a gradient: R in place of pending sums, but pending sums where `names` have P."""
     found = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
     if names:
         found = tuple(Partial() if name.startswith("P") else p for name, p in zip(names, found, strict=True))
