@@ -19,7 +19,7 @@ void check_shape(const Mesh& mesh, const std::vector<int64_t>& shape, const DTyp
   }
 }
 
-// Normalises negative tensor dims and refuses what no tensor of this shape can be.
+// Normalises negative tensor dims and rejects placements that are impossible for this shape.
 std::vector<Placement> checked_placements(const Mesh& mesh, const std::vector<int64_t>& shape, const DType& dtype,
                                           std::vector<Placement> placements) {
   check_user(static_cast<int>(placements.size()) == mesh.ndim(), "placements: got ", placements.size(),
@@ -61,9 +61,10 @@ void check_partials_mix(const std::vector<Placement>& placements) {
   }
 }
 
-// DTensor writes the order of cuts into split factors: the factor of a mesh dim is the product of the sizes of the
-// mesh dims that cut before it and stand after it. Walk right to left and put each where that holds.
-// Mesh (2,2), [SS(0,2), S(0)]: S(0) first, then SS(0,2) behind it, so mesh dim 1 cuts before mesh dim 0.
+// DTensor encodes the order of cuts in split factors: the factor of a mesh dim is the product of the sizes of those
+// mesh dims that cut before it although they come later in the mesh. So this function walks the mesh dims from right to
+// left and inserts each at the place that gives its factor. Example: on mesh (2,2), [SS(0,2), S(0)] means that mesh dim
+// 1 cuts first (factor 1), and mesh dim 0 after it (factor 2).
 std::optional<ShardOrder> decode_order(const Mesh& mesh, const std::vector<Placement>& placements) {
   ShardOrder order;
   for (int d = mesh.ndim() - 1; d >= 0; --d) {

@@ -34,10 +34,10 @@ using ShardOrder = std::map<int64_t, std::vector<int>>;
 //   kAuto     kOrder where the split factors can be decoded as an order, else kLiteral
 enum class StridedMeaning { kAuto, kOrder, kLiteral };
 
-// What the rank at `position` holds of a tensor dim of n elements.
+// Returns the part of a tensor dim of n elements that the rank at `position` holds.
 IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position);
 
-// Whether every rank holds equally much.
+// Returns whether every cut divides evenly, so that all ranks hold parts of the same length.
 bool cuts_evenly(const Mesh& mesh, int64_t n, std::span<const Cut> cuts);
 
 // A position that holds no less than any other; its coordinates on mesh dims that do not cut are the first.
@@ -45,15 +45,14 @@ int64_t largest_position(const Mesh& mesh, int64_t n, std::span<const Cut> cuts)
 
 class Layout {
  public:
-  // Larger ones are refused, so that no count of bytes overflows and parts do not fall into more pieces than memory
-  // holds.
+  // Larger layouts are rejected, so that byte counts do not overflow and the pieces of a part fit into memory.
   static constexpr int64_t kMaxBytesOnAllRanks = int64_t{1} << 57;
   static constexpr int64_t kMaxSplitFactor = int64_t{1} << 20;
 
   // Negative tensor dims count from the end. An empty shard_order, or a missing entry, means mesh order. Its
   // entries may leave out mesh dims of size 1.
-  // Throws UserError naming the argument: placements (number, tensor dim out of range, reductions that do not
-  // mix, dtype that cannot be reduced), shape, shard_order.
+  // Throws UserError that names the argument: placements (wrong number, tensor dim out of range, reductions that
+  // cannot be combined, a dtype that cannot be reduced), shape or shard_order.
   Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vector<Placement> placements,
          const ShardOrder& shard_order = {}, StridedMeaning strided = StridedMeaning::kAuto);
 
@@ -68,32 +67,32 @@ class Layout {
   const std::vector<std::vector<Cut>>& cuts() const { return cuts_; }
   int64_t num_elements() const;
 
-  // Mesh dims larger than 1, by what the layout does on them.
+  // Mesh dims larger than 1 that cut a tensor dim, that have a pending reduction, and that do neither.
   MeshDimSet cut_dims() const { return cut_dims_; }
   MeshDimSet partial_dims() const { return partial_dims_; }
   MeshDimSet replicated_dims() const;
 
   // The part of the rank at `position`; for P, the elements it holds a contribution to.
   Region region(int64_t position) const;
-  // Whether all ranks hold parts of one size.
+  // Returns whether all ranks' parts have the same shape.
   bool has_equal_parts() const;
   std::vector<int64_t> local_shape(int64_t position) const { return shape_of(region(position)); }
   // A position that holds no less than any other.
   int64_t largest_position() const;
   int64_t largest_part_elements() const { return shardwright::num_elements(region(largest_position())); }
   int64_t largest_part_bytes() const { return largest_part_elements() * dtype_.size_bytes(); }
-  // Nothing is held by ranks outside the mesh: their local tensor has no elements, as in DTensor.
+  // Ranks outside the mesh hold nothing: their local tensor has no elements, as in DTensor.
   std::vector<int64_t> local_shape_of_rank(Rank rank) const;
 
   // The same tensor and mesh with other cuts and partials. `cuts` must name each mesh dim at most once.
   Layout with(std::vector<std::vector<Cut>> cuts, const std::vector<Placement>& partials) const;
 
-  // "[S(0), R]", with the order of cuts where it is not mesh order: "[S(0)#1, S(0)#0]".
+  // Returns "[S(0), R]", or with the order of cuts if it is not mesh order: "[S(0)#1, S(0)#0]".
   std::string placements_string() const;
   // "float32[64, 64] on dp=2,tp=4 as [S(0), R]"
   std::string to_string() const;
 
-  // Same elements in the same places on every rank.
+  // Returns whether the layouts place the same elements at the same local positions on every rank.
   bool operator==(const Layout& other) const;
   size_t hash() const;
 

@@ -1,7 +1,7 @@
 // A device mesh: an n-D grid of ranks with named dims, as in torch's DeviceMesh.
 //
 // A *position* is the row-major index into the grid; a *rank* is the global rank at that position. They differ on
-// slices of larger meshes. All geometry is computed on the positions of one mesh. Programs speak of ranks, which mean
+// slices of larger meshes. All geometry is computed with the positions of one mesh. Programs use ranks, which denote
 // the same process on every mesh.
 #pragma once
 
@@ -48,12 +48,12 @@ struct Topology;
 
 class Mesh {
  public:
-  // Ranks that a plan, its certificate and a rank's program are made for within a few seconds and a GiB.
+  // Up to this many ranks, a plan, its certificate and a rank's program take a few seconds and a GiB to make.
   static constexpr int64_t kMaxSize = int64_t{1} << 20;
 
-  // `ranks` in row-major order, one per position, distinct and not negative; empty means 0, 1, 2, ...
-  // Throws UserError on names that repeat, are empty or not UTF-8, sizes below 1, more than kMaxSize ranks, and `ranks`
-  // of the wrong number.
+  // `ranks` are in row-major order, one per position, distinct and not negative; empty means 0, 1, 2, ...
+  // Throws UserError if names repeat, are empty or not UTF-8, if sizes are below 1, if there are more than kMaxSize
+  // ranks, or if the number of `ranks` is wrong.
   Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, const std::vector<int64_t>& ranks = {},
        std::shared_ptr<const Topology> topology = nullptr);
 
@@ -68,7 +68,7 @@ class Mesh {
   std::vector<Rank> ranks() const;  // by position
   std::vector<Rank> ranks_at(const std::vector<int64_t>& positions) const;
   bool ranks_are_positions() const { return ranks_.empty(); }
-  // Nothing for a rank that is not part of the mesh.
+  // Returns nullopt if the rank is not part of the mesh.
   std::optional<Position> position_of(Rank rank) const;
 
   std::vector<int64_t> coordinate(int64_t position) const;
@@ -77,14 +77,14 @@ class Mesh {
   }
   int64_t stride(int mesh_dim) const { return strides_[mesh_dim]; }
 
-  // The positions that differ from `position` only in `mesh_dims`, itself included, by ascending rank: this is the
-  // order of every process group of ours.
+  // Returns the positions that differ from `position` only in `mesh_dims`, itself included, by ascending rank, which is
+  // the order of the members in every process group that this library makes.
   std::vector<int64_t> group(int64_t position, MeshDimSet mesh_dims) const;
 
-  // What joins the ranks, where it was said; null elsewhere. Geometry does not depend on it, so no function of meshes
-  // and layouts looks at it, and two layouts that differ in nothing else hold the same elements in the same places.
-  // Plans do depend on it: planning/context.h reads it, once, and it is part of every planning context. In Python,
-  // where layouts themselves are what caches are kept under, it counts (same_topology in cost/topology.h).
+  // The links between the ranks if the user gave them, else null. Geometry does not depend on them, so no function of
+  // meshes and layouts reads them, and layouts that differ only in them are equal. Plans do depend on them:
+  // planning/context.h reads them once, and they are part of every planning context. Python caches use layouts as keys,
+  // so there they are compared too (same_topology in cost/topology.h).
   const std::shared_ptr<const Topology>& topology() const { return topology_; }
 
   // "dp=2,tp=4"
@@ -92,7 +92,7 @@ class Mesh {
   // Names joined by '+' in mesh order: "dp+tp".
   std::string names_of(MeshDimSet mesh_dims) const;
 
-  // The same names, sizes and ranks.
+  // Returns whether names, sizes and ranks are the same.
   bool operator==(const Mesh& other) const;
 
  private:
@@ -100,7 +100,7 @@ class Mesh {
   std::vector<int64_t> dim_sizes_;
   std::vector<int64_t> strides_;
   std::vector<Rank> ranks_;
-  std::unordered_map<Rank, Position> position_of_rank_;  // filled only where ranks_ is
+  std::unordered_map<Rank, Position> position_of_rank_;  // empty if ranks_ is
   std::shared_ptr<const Topology> topology_;
   bool ranks_ascend_ = true;
   int64_t size_ = 1;

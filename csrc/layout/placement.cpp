@@ -15,7 +15,7 @@ constexpr const char* kAllowedForms =
     "R, S(dim), SS(dim,split_factor), P, P(op) with op one of sum, avg, min, max, product, band, bor, bxor, 'norm p', "
     "and what torch prints for its own, as Shard(dim=0)";
 
-// How torch prints placements, by str and by repr, and what that is called here.
+// The names that torch prints for placements (by str and by repr), and ours.
 constexpr std::array<std::array<const char*, 2>, 9> kTorchHeads{{
     {"Replicate", "R"},
     {"Shard", "S"},
@@ -73,7 +73,7 @@ Placement parse_partial(const std::string& argument, const std::string& whole) {
   refuse(whole);
 }
 
-// "0" of "dim=0" and of "0".
+// Returns the value of a keyword or positional argument: "0" for both "dim=0" and "0".
 std::string without_keyword(const std::string& argument, const std::string& keyword) {
   const size_t equals = argument.find('=');
   const bool is_named = equals != std::string::npos && without_spaces_at_ends(argument.substr(0, equals)) == keyword;

@@ -1,4 +1,4 @@
-// How a tensor lies on one mesh dim, in DTensor's terms and spelling.
+// The placement of a tensor on one mesh dim, in DTensor's terms and spelling.
 //
 //   R          replicated
 //   S(d)       tensor dim d is cut into chunks, as torch.chunk does
@@ -60,7 +60,7 @@ struct Placement {
 // Splits "S(0),R,SS(1,2)" at the commas outside parentheses and parses each part.
 std::vector<Placement> parse_placements(const std::string& text);
 
-// Why elements of `dtype` cannot be reduced with `op`; an empty string where they can.
+// Returns why elements of `dtype` cannot be reduced with `op`, or an empty string if they can.
 std::string why_not_reducible(ReduceOp op, const DType& dtype);
 
 }  // namespace shardwright

@@ -103,13 +103,13 @@ void RankClasses::add(const Layout& before, const Layout& after) {
 
 void RankClasses::add(const Step& step, bool by_turn) {
   add(step.before, step.after);
-  // Who sends what of a line depends on the place in it.
+  // What a replica sends depends on its place among the replicas.
   if (step.sharing != Sharing::kNone) split_all(step.mesh_dims);
   if (!by_turn) return;
   for (const int d : step.mesh_dims.to_vector()) {
     const std::set<int64_t> starts = starts_[d];
     split_at(d, 1);
-    for (const int64_t start : starts) split_at(d, start - 1);  // the last of a stretch may be the last that has any
+    for (const int64_t start : starts) split_at(d, start - 1);  // a stretch's last rank may be the last that has data
   }
 }
 
@@ -190,7 +190,8 @@ RanksSeen RankClasses::seen(int64_t at_most) const {
     count *= static_cast<int64_t>(coordinates[d].size());
   }
   if (count <= at_most) return product(coordinates);
-  // Outermost, boundary and a few inner coordinates where each would be apart; then fewer, the last mesh dims first.
+  // Take the outermost and the boundary coordinates, and a few inner ones where every coordinate is its own stretch. If
+  // that is still too many, take fewer, beginning with the last mesh dims.
   count = 1;
   for (int d = 0; d < mesh_.ndim(); ++d) {
     const int64_t size = mesh_.dim_size(d);

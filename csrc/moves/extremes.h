@@ -1,11 +1,11 @@
-// Which ranks must be looked at to know what the worst of all ranks does.
+// Which ranks must be examined to find the worst of all ranks.
 //
-// Corners rest on an invariant of chunks: along a mesh dim the parts of one parent are full chunks first, then at most
-// one short one, then empty ones. So parts are largest and smallest, and lie furthest from each other, at the first and
-// the last coordinates: the corners.
+// Corners rely on an invariant of chunks: along a mesh dim, the parts of one parent are full chunks first, then at most
+// one short one, then empty ones. So the largest and the smallest parts, and those furthest from each other, are at the
+// first and the last coordinates: the corners.
 //
-// Classes of ranks rest on no invariant: each cut's rule (layout/cut_rule.h) says at which coordinates parts begin to
-// look different, below each kind of parent.
+// Classes of ranks rely on no invariant: each cut's rule (layout/cut_rule.h) tells at which coordinates the shape of
+// parts changes, for each kind of parent.
 #pragma once
 
 #include <cstddef>
@@ -18,31 +18,31 @@
 
 namespace shardwright {
 
-// The sets of mesh dims that are last, all others first, of the corners of a group: all of them for a few mesh dims;
-// for many, those where all coordinates but one agree.
+// Returns the corners of a group, each as the set of mesh dims whose coordinate is the last; all other coordinates are
+// first. For a few mesh dims these are all corners; for many, only those where all coordinates but one agree.
 std::vector<MeshDimSet> corners_of(MeshDimSet mesh_dims);
-// The position of a corner.
+// Returns the position of a corner.
 int64_t corner_position(const Mesh& mesh, MeshDimSet last);
 
 // The corners of the group that `mesh_dims` make of the first position: of the first mesh dims, where all would be more
 // than `at_most`.
 std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, size_t at_most);
 
-// Whether ranks stand in the order of positions, in which first coordinates come first in every group.
+// Returns whether ranks ascend with positions, so that in every group the members are in the order of coordinates.
 bool ranks_ascend(const Mesh& mesh);
 
-// More ranks than this are not looked at one by one.
+// More ranks than this are not examined one by one.
 constexpr int64_t kMaxRanksWalked = 4096;
 
-// Some ranks, and for how many each of them stands.
+// Some ranks, and how many ranks each of them represents.
 struct RanksSeen {
   std::vector<int64_t> positions;
   std::vector<int64_t> weights;
-  bool stand_for_all = true;  // else there may be others; weights mean nothing then
+  bool stand_for_all = true;  // if false, some ranks may not be represented, and weights have no meaning
 };
 
-// The ranks of a mesh by what they hold, send and receive in some steps. The coordinates on each mesh dim are taken
-// apart into stretches; ranks whose coordinates lie in the same stretches look alike.
+// Classes of the ranks of a mesh that hold, send and receive the same amounts in some steps. The coordinates of each
+// mesh dim are split into stretches; ranks whose coordinates are in the same stretches belong to the same class.
 //
 //   S(0) -> R over a of 8, 10 rows: parts of 2 2 2 2 2 0 0 0 rows, stretches [0, 5) and [5, 8)
 //   S(0) over a -> S(0) over b, 10 rows: every coordinate is a stretch of its own
@@ -51,27 +51,28 @@ class RankClasses {
  public:
   explicit RankClasses(const Mesh& mesh);
 
-  // Takes apart what differs in what ranks hold in either layout, and what they have for each other. Both lie on the
-  // mesh.
+  // Separates ranks that hold different amounts in either layout, or exchange different amounts. Both layouts are on
+  // the mesh.
   void add(const Layout& before, const Layout& after);
-  // The same for a step. `by_turn`: also whether a rank is first, last or in between in its
-  // group, which decides what must be packed.
+  // The same for a step. With `by_turn`, also separates the first, the last and the inner ranks of a group, because the
+  // order of members decides what must be packed.
   void add(const Step& step, bool by_turn = false);
   void split_all(MeshDimSet mesh_dims);
 
-  // One rank of each class; of more than `at_most` classes, those of the outermost and boundary coordinates.
+  // Returns one rank of each class; if there are more than `at_most` classes, those at outermost and boundary
+  // coordinates.
   RanksSeen seen(int64_t at_most = kMaxRanksWalked) const;
 
  private:
   void add_tensor_dim(int64_t n, std::span<const Cut> before, std::span<const Cut> after);
-  // By shapes of parts: the same lengths with the same gaps. Takes the shapes of the parents to those of the parts.
+  // Splits by the shapes of parts (their lengths and gaps). Replaces the parents' shapes by those of the parts.
   void add_cuts(std::vector<IntervalList>& shapes, std::span<const Cut> cuts);
   void split_at(int mesh_dim, int64_t coordinate);
   RanksSeen product(const std::vector<std::vector<int64_t>>& coordinates) const;
 
   const Mesh& mesh_;
-  std::vector<std::set<int64_t>> starts_;  // by mesh dim: of stretches, and one more for the end
-  MeshDimSet each_apart_;                  // mesh dims whose coordinates are all stretches of their own
+  std::vector<std::set<int64_t>> starts_;  // by mesh dim: where stretches start, and the end of the last
+  MeshDimSet each_apart_;                  // mesh dims where every coordinate is its own stretch
 };
 
 }  // namespace shardwright

@@ -9,14 +9,15 @@
 
 namespace shardwright {
 
-// Between nodes where some parcel goes from one to another, else inside: links of mesh dims are those of one mesh.
+// Returns the link between nodes if some parcel goes from one node to another, else the link inside. (The links of mesh
+// dims apply within one mesh only.)
 Link link_of(const Crossing& crossing, const Topology& topology);
 
-// Among the corners of position 0's group, the ranks whose coordinates are first or last: there parts are largest and
-// smallest, and lie furthest from each other. Of a crossing: among all ranks.
+// Returns the figures of the worst rank among the corners of position 0's group (moves/extremes.h): there parts are
+// largest and smallest, and furthest from each other. For a crossing, all ranks are compared.
 StepFigures figures(const Step& step, Lowering lowering);
 
-// As predicted_picoseconds in cost/cost.h, with as many more collectives as the step has rounds.
+// Like predicted_picoseconds in cost/cost.h, plus the collectives of every further round.
 int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, const Topology& topology);
 int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topology& topology);
 int64_t predicted_picoseconds(const Plan& plan);

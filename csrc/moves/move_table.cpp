@@ -10,7 +10,7 @@
 namespace shardwright {
 namespace {
 
-// Of strided parts without digits, of all ranks.
+// The most pieces, over all ranks, that are walked for strided parts without digits.
 constexpr int64_t kMaxPiecesWalked = 4096;
 
 std::optional<MeshDimSet> allowed_span(MeshDimSet needed, const Mesh& mesh, const std::vector<MeshDimSet>& allowed,
@@ -104,7 +104,7 @@ std::optional<MoveTable::Move> MoveTable::move(const State& before, const State&
   for (int t = 0; t < layout_.ndim(); ++t) {
     if (before.lists[t] != after.lists[t]) dims = dims | pair(t, before.lists[t], after.lists[t]).spanned;
   }
-  // Mesh dims that do not cut `before` bring nothing: ranks along them hold the same.
+  // Ranks along mesh dims that do not cut `before` hold the same data, so there is nothing to receive from them.
   dims = dims & before.cut_dims;
   if (dims.empty() || layout_.num_elements() == 0) {
     const MeshDimSet changed = (after.cut_dims - before.cut_dims) | (before.cut_dims - after.cut_dims);
@@ -192,8 +192,8 @@ bool MoveTable::has_equal_parts(const State& state) const {
 }
 
 StepFigures MoveTable::exchange_figures(const State& before, const State& after, const Move& move) {
-  // Where digits say it all. All ranks send as much in sum as they receive, but where replicas will cut a digit that is
-  // cut already, only those that have the right coordinate send.
+  // If digits give all figures, a rank sends as much as it receives. An exception are digits that are already cut, and
+  // that replicas will cut: only the replicas with the matching coordinate send, so these send more.
   bool differs = false;
   bool sender_differs = false;
   int64_t shared = 1;
@@ -215,7 +215,7 @@ StepFigures MoveTable::exchange_figures(const State& before, const State& after,
     }
   }
   if (is_closed && move.sharing == Sharing::kMessages) {
-    // Of the replicas' line every receiver is one stretch, or as many as it has sources.
+    // In the line of messages that replicas share, a receiver is one stretch, or one for each of its sources.
     return {after.elements * item_, after.elements * item_, sources, 0, 1};
   }
   if (is_closed) {
@@ -269,12 +269,12 @@ MoveTable::Distance MoveTable::distance(const State& before, const State& after)
     needed_by_node *= one.needed_by_node;
     distance.sources *= one.sources;
   }
-  // Of what is due for reduction every element needs contributions of others, wherever it goes.
+  // Every element with a pending reduction needs contributions of other ranks, wherever it goes.
   const MeshDimSet due = before.partial_dims - after.partial_dims;
   if (is_closed) {
     distance.missing = after.elements - (differs || !due.empty() ? 0 : shared);
     distance.missing_least = after.elements - (due.empty() ? shared : 0);
-    if (distance.sources == 1 && differs) distance.sources = 2;  // all of another rank's
+    if (distance.sources == 1 && differs) distance.sources = 2;  // a rank may need all of another rank's part
     distance.sources *= layout_.mesh().group_size(due);
     const bool lacks_all = differs_between_nodes || !(due & between_).empty();
     const int64_t missed_by_node = needed_by_node - (lacks_all ? 0 : shared_by_node);

@@ -1,8 +1,8 @@
-// Moves between layouts and what they cost, for a search that asks for thousands of them.
+// Moves between layouts and their costs, for a search that needs thousands of them.
 //
 // A state of the search is a list of cuts for each tensor dim and a set of pending mesh dims. Whether a move exists and
-// what it travels factorises over tensor dims, because every mesh dim cuts one of them at most. So lists are numbered,
-// and what there is to know of a pair of lists is worked out once.
+// how much data it sends factorises over tensor dims, because every mesh dim cuts at most one of them. So lists are
+// numbered, and the figures of a pair of lists are computed once.
 #pragma once
 
 #include <array>
@@ -22,20 +22,20 @@ using Cuts = std::vector<std::vector<Cut>>;
 
 class MoveTable {
  public:
-  // States are on the mesh and of the shape and dtype of `layout`, and pending with its reductions, which are carried
-  // out in order or by whatever is native. Mesh dims in `between` lead to other nodes.
+  // States have the mesh, shape, dtype and pending reductions of `layout`. With `ordered`, reductions add in the order
+  // of positions; otherwise by native collectives where there are any. Mesh dims in `between` lead to other nodes.
   MoveTable(const Layout& layout, Lowering lowering, bool ordered = false, MeshDimSet between = {});
 
   struct State {
     std::vector<int> lists;  // by tensor dim
     MeshDimSet cut_dims;
     MeshDimSet partial_dims;
-    int64_t elements = 0;  // held where parts are largest
+    int64_t elements = 0;  // in the largest part
     bool operator==(const State& other) const { return lists == other.lists && partial_dims == other.partial_dims; }
   };
 
-  // The number of a list of cuts of a tensor dim. Lists that make the same parts have the same number wherever parts
-  // have one size.
+  // Returns the number of a list of cuts of a tensor dim. If parts have equal size, lists that make the same parts have
+  // the same number.
   int number(int tensor_dim, const std::vector<Cut>& cuts);
   MeshDimSet dims_of(int tensor_dim, int list) const { return lists_[tensor_dim][list].dims; }
   int64_t first_length(int tensor_dim, int list) const { return lists_[tensor_dim][list].length; }
@@ -49,30 +49,30 @@ class MoveTable {
   struct Move {
     StepOp op = StepOp::kSlice;
     MeshDimSet mesh_dims;
-    Sharing sharing = Sharing::kNone;  // kBytes: its figures are not known here
+    Sharing sharing = Sharing::kNone;  // the table has no figures for kBytes
   };
 
-  // Whether figures of a move take very long to work out: better not to think of it.
+  // Returns whether the figures of a move would take so long to compute that the search should skip it.
   bool takes_long(const State& before, const State& after);
 
   // See move_between in move.h.
   std::optional<Move> move(const State& before, const State& after, const std::vector<MeshDimSet>& allowed);
-  // The exchange with its sending shared among replicas, in whole messages, where that lessens what the worst rank
-  // sends and digits say how much.
+  // Returns the exchange with its sending shared among replicas, in whole messages, if that reduces what the worst rank
+  // sends and digits tell by how much.
   std::optional<Move> sharing_messages(const State& before, const State& after, const Move& exchange,
                                        const std::vector<MeshDimSet>& allowed);
-  // False where `move` finds no slice; quick.
+  // A quick test that returns false only if `move` would find no slice.
   bool may_be_slice(const State& before, const State& after) const;
   StepFigures figures(const State& before, const State& after, const Move& move);
-  // None of an exchange's figures is less: those of one corner. Nothing where it is no quicker to work out all.
+  // Returns lower bounds of an exchange's figures, from one corner. Returns nullopt if computing all is as quick.
   std::optional<StepFigures> least_figures(const State& before, const State& after, const Move& move);
 
-  // What no sequence of moves from one state to another gets around, reductions that are due included.
+  // Lower bounds for every sequence of moves from one state to another, pending reductions included.
   struct Distance {
     int64_t missing = 0;        // elements that some rank must receive
-    int64_t missing_least = 0;  // that every rank must receive
-    int64_t sources = 1;        // ranks, itself included, that some rank needs data of
-    bool beyond_node = false;   // some of them on other nodes
+    int64_t missing_least = 0;  // elements that every rank must receive
+    int64_t sources = 1;        // the number of ranks, itself included, whose data some rank needs
+    bool beyond_node = false;   // whether some of these are on other nodes
     int64_t from_nodes = 0;     // elements that some rank must receive from other nodes
   };
   Distance distance(const State& before, const State& after);
@@ -91,19 +91,19 @@ class MoveTable {
     int64_t sent = 0;
   };
 
-  // What there is to know of a pair of lists. From `is_closed` on only where digits say it.
+  // The facts about a pair of lists. All but cuts_further, takes_long and spanned hold only if is_closed.
   struct Pair {
     bool cuts_further = false;
-    bool takes_long = false;  // to walk over: many pieces, and digits do not help
-    bool is_closed = false;
-    bool differs = false;  // some rank's coordinates fix the same digit to different values
+    bool takes_long = false;  // there are many pieces to walk over, and digits do not help
+    bool is_closed = false;   // digits give closed formulas for what follows
+    bool differs = false;     // some rank's coordinates fix the same digit to different values
     bool differs_between_nodes = false;
     MeshDimSet spanned;
-    int64_t shared = 1;          // where they fix it to the same
-    int64_t sources = 1;         // parts held before that one needed afterwards meets
-    int64_t shared_by_node = 1;  // by a node's ranks together
-    int64_t needed_by_node = 1;  // times what one of them needs
-    // Digits that both fix, by different mesh dims: by which afterwards.
+    int64_t shared = 1;          // elements in common before and after, if the digits are fixed to the same values
+    int64_t sources = 1;         // the number of parts before that overlap one part after
+    int64_t shared_by_node = 1;  // the same as `shared` for a node's ranks together
+    int64_t needed_by_node = 1;  // what a node's ranks need together, as a multiple of what one of them needs
+    // Digits that both fix, by different mesh dims; with the mesh dim that fixes them after.
     static constexpr int kMaxTies = 6;
     struct Tie {
       int mesh_dim;
@@ -142,7 +142,7 @@ class MoveTable {
   Lowering lowering_;
   bool ordered_;
   MeshDimSet between_;
-  int64_t node_size_;  // ranks that differ in no mesh dim of between_
+  int64_t node_size_;  // the number of ranks with the same coordinates on between_
   int64_t item_;
   std::vector<std::vector<List>> lists_;                      // by tensor dim, by number
   std::vector<std::map<std::vector<int64_t>, int>> numbers_;  // of lists without digits

@@ -1,7 +1,7 @@
-// A plan: the moves that take a tensor from one layout to another, and what they cost.
+// A plan: the moves that take a tensor from one layout to another.
 //
-// A plan is a function of the two global layouts and the options alone, so every rank computes the same one without
-// communicating.
+// A plan depends only on the two global layouts and the options, so every rank computes the same one without
+// communication.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace shardwright {
 
-// What a plan is chosen for. kTime: predicted time, then fewest steps and messages. kBytes: bytes received by the worst
-// rank, then steps, then messages; they differ, because small messages cost more than their bytes.
+// What a plan minimises. kTime: predicted time, then steps, then messages. kBytes: bytes received by the worst rank,
+// then steps, then messages. The two differ, because small messages cost more than their bytes.
 enum class Objective : uint8_t { kTime, kBytes };
 
 Objective parse_objective(const std::string& name);  // "time" or "bytes"; throws UserError
@@ -26,8 +26,8 @@ struct Plan {
   Lowering lowering = Lowering::kNccl;
   Objective objective = Objective::kTime;
   Topology topology;
-  // Moves keep to process groups over sets of mesh dims that were named; else smaller ones may be made for sparse
-  // moves.
+  // Moves only use process groups over sets of mesh dims that the user named. Otherwise smaller groups may be made for
+  // sparse moves.
   bool named_groups_only = false;
   std::vector<Step> steps;
 };

@@ -8,7 +8,7 @@ namespace {
 
 using CutList = std::vector<Cut>;
 
-// Up to this many combinations of coordinates are compared to see whether uneven regions agree.
+// The most combinations of coordinates for which uneven regions are compared.
 constexpr int64_t kMaxRegionsCompared = 4096;
 MeshDimSet dims_of(const CutList& cuts) {
   MeshDimSet dims;
@@ -64,7 +64,7 @@ bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, con
   const std::optional<CutList> left_before = without(mesh, before, gathered_before);
   const std::optional<CutList> left_after = without(mesh, after, gathered_after);
   if (!left_before || !left_after) return false;
-  // With parts of one size `without` and `canonical` say exactly what is held.
+  // If parts have equal size, `without` and `canonical` describe exactly what is held.
   if (cuts_evenly(mesh, n, before) && cuts_evenly(mesh, n, after)) {
     return canonical(mesh, n, *left_before) == canonical(mesh, n, *left_after);
   }
@@ -77,8 +77,8 @@ bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, con
   return true;
 }
 
-// The mesh dims behind the common beginning of the two lists that must not be spanned: they cut alike before and
-// after, whatever is gathered or cut around them.
+// Returns the mesh dims after the common beginning of the two lists that need not be spanned, because they cut alike
+// before and after, whatever is gathered or cut around them.
 MeshDimSet carried_along(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, size_t common) {
   const CutList tail_before(before.begin() + static_cast<int64_t>(common), before.end());
   const CutList tail_after(after.begin() + static_cast<int64_t>(common), after.end());

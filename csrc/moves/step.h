@@ -14,9 +14,9 @@ enum class StepOp : uint8_t {
   kSlice,          // local: keep a part of what is held
   kPartition,      // local: R -> P, so that reducing gives the value back
   kZeroFill,       // local: S -> P(sum), own part amid zeros
-  kAllGather,      // every rank of the group gets what all of it hold
+  kAllGather,      // every rank of the group gets all members' parts
   kAllToAll,       // every rank sends every other an equal part
-  kPermute,        // every rank sends all to one other
+  kPermute,        // every rank sends its whole part to one other
   kExchange,       // every rank sends each peer what that peer needs
   kReduceScatter,  // reduce, each rank keeping a part
   kAllReduce,      // reduce, each rank keeping all
@@ -29,19 +29,19 @@ bool is_local(StepOp op);
 
 constexpr int64_t kMaxRounds = int64_t{1} << 20;
 
-// One move: `before` to `after`, within groups of ranks that differ only in `mesh_dims`. A crossing leads from one mesh
-// to another, over the ranks of both; it spans no mesh dims, and its sending is always shared.
+// One move from `before` to `after`, within groups of ranks that differ only in `mesh_dims`. A crossing leads from one
+// mesh to another and involves the ranks of both; it spans no mesh dims, and its sending is always shared.
 struct Step {
   StepOp op;
   MeshDimSet mesh_dims;
   Layout before;
   Layout after;
   Sharing sharing = Sharing::kNone;
-  // Of an exchange, reduction or crossing: it is carried out in so many goes, each with its share of every message, so
-  // that staging is as many times smaller. Each counts as a step.
+  // For an exchange, reduction or crossing: the number of rounds in which it is carried out. Each round carries its
+  // share of every message, so that staging buffers are as many times smaller. Each round counts as a step.
   int64_t rounds = 1;
-  // Of a reduction: contributions are exchanged and summed here in the order of positions, never by a native
-  // collective.
+  // For a reduction: contributions are exchanged and summed by this library in the order of positions, never by a
+  // native collective.
   bool ordered = false;
 };
 
