@@ -1,4 +1,4 @@
-// What compilers write programs with, and the parts of them that all compilers share.
+// The builder that compilers write programs with, and the functions that they share.
 #pragma once
 
 #include <cstdint>
@@ -12,62 +12,62 @@
 
 namespace shardwright {
 
-// The program of one rank, as far as it is written. Each step says by its layouts on which mesh it takes place, and
-// where the rank is on that mesh, if it is part of it at all.
+// The program of one rank while it is being written. The layouts of a step tell on which mesh it takes place, and the
+// rank's position on that mesh, if it is part of it.
 class ProgramBuilder {
  public:
-  // With named_groups_only, all ranks of a step's group take part in it; else those that have something to say.
+  // With named_groups_only, all ranks of a step's group take part in it; otherwise only those that send or receive.
   ProgramBuilder(DType dtype, Lowering lowering, bool named_groups_only, Rank rank);
 
   Lowering lowering() const { return lowering_; }
   bool named_groups_only() const { return named_groups_only_; }
   Rank rank() const { return rank_; }
   bool is_on(const Mesh& mesh) const { return mesh.position_of(rank_).has_value(); }
-  Position position_on(const Mesh& mesh) const;  // which it must be on
+  Position position_on(const Mesh& mesh) const;  // the rank must be on the mesh
   Region region_in(const Layout& layout) const { return layout.region(position_on(layout.mesh())); }
-  int64_t count_in(const Layout& layout) const;  // elements; none where the rank is not on the mesh
+  int64_t count_in(const Layout& layout) const;  // the rank's elements; 0 if it is not on the mesh
   Program& program() { return program_; }
   const Program& program() const { return program_; }
 
-  // What follows is named by `text` in messages.
+  // Error messages refer to the instructions that follow by `text`.
   void begin_step(std::string text);
-  // Buffers that follow are of this dtype, unless another one is named. Answers the one before.
+  // Buffers that follow have this dtype, unless another one is given. Returns the previous one.
   DType begin_dtype(DType dtype) { return std::exchange(dtype_, dtype); }
-  // All-to-alls that follow carry this step, in so many of them: by messages where these are large.
+  // The all-to-alls that follow carry out this step, in `shares` parts. They send messages if these are large.
   void begin_exchanges(const Step& step, int64_t shares = 1);
-  // What follows belongs to this chunk of a pipeline; -1: to none.
+  // The instructions that follow belong to this chunk of a pipeline; -1 for none.
   void begin_chunk(int chunk) { chunk_ = chunk; }
 
-  // Of the dtype that was begun; at first the program's.
+  // Makes a buffer of the dtype last given to begin_dtype, which is the program's at first.
   BufferId new_buffer(int64_t count) { return new_buffer(count, dtype_); }
   BufferId new_buffer(int64_t count, DType dtype);
-  // The next input; all of them before any other buffer.
+  // Makes the next input. All inputs must be made before any other buffer.
   BufferId new_input(std::vector<int64_t> shape) { return new_input(std::move(shape), dtype_); }
   BufferId new_input(std::vector<int64_t> shape, DType dtype);
-  // The next result; it may be an input.
+  // Makes a buffer the next result; it may be an input.
   void add_output(BufferId buffer, std::vector<int64_t> shape);
   int64_t count_of(BufferId buffer) const { return program_.buffers[buffer].count; }
   BufferRange whole(BufferId buffer) const { return {buffer, 0, count_of(buffer)}; }
 
-  // Its ticket, where it is a transfer.
+  // Returns the ticket of the operation; it is only meaningful for a transfer.
   Ticket emit(Operation operation);
-  // The last instruction, if it is of the step and chunk that are being written.
+  // Returns the last instruction if it belongs to the current step and chunk, else null.
   Instruction* last_of_chunk();
-  // These emit nothing where nothing is to be done: send_receive answers kNoTicket, which wait takes.
+  // These emit nothing if there is nothing to do. Then send_receive returns kNoTicket, which wait accepts.
   Ticket send_receive(SendReceive move);
   void wait(Ticket ticket);
   void copy(BufferId src, BufferId dst, std::vector<Box> boxes);
   void divide(BufferRange dst, double divisor);
-  // What the rank holds both before and after a step.
+  // Copies what the rank holds both before and after a step.
   void copy_shared(const Step& step, BufferId current, BufferId next);
 
-  // Takes back what was emitted last, from the last Wait that is not before `first`, as long as nothing communicates
-  // behind it: to be given to `put_back` after something that need not wait.
+  // Removes and returns the instructions from the last Wait on. Returns none if there is no Wait at or after index
+  // `first`, or if something communicates after it. The caller emits what need not wait, then calls `put_back`.
   std::vector<Instruction> take_last_wait(int first);
   void put_back(std::vector<Instruction> instructions);
 
-  // Indices into the program's groups: of the one that a step makes of the ranks around this one, and of some ranks
-  // of it by ascending rank.
+  // Return indices into the program's groups, to which a new group is added if needed: that of the step's group that
+  // this rank is in, and that of the given ranks, which ascend.
   int group_index(const Step& step);
   int group_of_ranks(MeshDimSet mesh_dims, std::vector<Rank> ranks);
 
@@ -83,7 +83,7 @@ class ProgramBuilder {
 
 void append(std::vector<Box>& boxes, std::vector<Box> more);
 
-// How a pending reduction is carried out: pre-power, one collective with `op`, division, post-power.
+// How a pending reduction is carried out: values are raised to a power, reduced with `op`, divided, and the root taken.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   double divisor = 1;
@@ -93,40 +93,40 @@ struct Reduction {
 
 Reduction reduction_of(const Step& step);
 
-// Ranges by index in a group, in the order of ascending positions: replicas then add in the same order on meshes whose
-// ranks are shuffled too.
+// Reorders ranges from the order of members of a group to that of ascending positions, so that replicas add in the same
+// order on meshes with shuffled ranks too.
 std::vector<BufferRange> by_position(const Mesh& mesh, const std::vector<Rank>& group,
                                      const std::vector<BufferRange>& by_index);
 
-// The rows of a staging buffer, one per rank of the group, in the order in which a reduction adds them.
+// Returns the rows of a staging buffer, one per rank of the group, in the order in which a reduction adds them.
 std::vector<BufferRange> rows_of(const ProgramBuilder& builder, const Reduction& reduction, BufferId staging,
                                  int64_t row, int group);
 
-// result = the reduction of the parts, with what comes behind the op.
+// result = the reduction of the parts, with the division and the root.
 void reduce_parts(ProgramBuilder& builder, const Reduction& reduction, std::vector<BufferRange> parts,
                   BufferRange result);
 
-// The same after a native collective, which neither divides nor takes roots.
+// Applies the division and the root after a native collective, which does neither.
 void finish_native(ProgramBuilder& builder, const Reduction& reduction, BufferRange result);
 
-// A move that other work may be put in between: each stage but the last ends with transfers under way, each but the
-// first begins with waiting for them.
+// A move in stages, between which other work can be emitted: each stage but the last ends with transfers under way, and
+// each but the first begins by waiting for them.
 using Stages = std::vector<std::function<void()>>;
 
-// result = the sum over the group of `contribution`, by messages and sums here; on all ranks of the group.
+// result = the sum of `contribution` over the group, on all its ranks, computed by messages and sums of this library.
 Stages composed_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange contribution,
                            BufferRange result);
-// In place, by the backend's own collective.
+// Reduces `data` in place by the backend's own collective.
 Stages native_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange data);
 
-// One move, from the buffer that holds `before` to the one that will hold `after`.
+// Emits one move, from the buffer `current` that holds the layout before to the buffer `next` for the layout after.
 void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 
-// How messages name a step of a plan.
+// Returns the name of a step of a plan in error messages.
 std::string step_text(const Plan& plan, size_t index);
 
-// The steps [begin, end) of a plan, from the buffer that holds what is there before; the one that holds what is there
-// after. Messages have `of_what` in front of the name of a step.
+// Emits the steps [begin, end) of a plan, starting from the buffer `current`. Returns the buffer with the result. Error
+// messages have `of_what` in front of the name of a step.
 BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, BufferId current,
                        const std::string& of_what = "");
 

@@ -1,4 +1,4 @@
-// Plan x rank -> program.
+// Compiles a plan to the program of one rank.
 #include <cmath>
 #include <optional>
 
@@ -9,7 +9,8 @@
 namespace shardwright {
 namespace {
 
-// One per mesh dim, in mesh order: PyTorch divides once per mesh dim, and two divisions round differently than one.
+// Returns one divisor per mesh dim, in mesh order: PyTorch divides once per mesh dim, and two divisions round
+// differently than one.
 std::vector<double> partition_divisors(const Step& step) {
   std::vector<double> divisors;
   for (const int d : step.mesh_dims.to_vector()) {
@@ -20,7 +21,8 @@ std::vector<double> partition_divisors(const Step& step) {
   return divisors;
 }
 
-// The first division goes along with the copy; one by one, as rounding asks for.
+// Divides by each divisor separately, as PyTorch does, so that results are rounded alike. The copy does the first
+// division if the dtype has fractions.
 void partition(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   std::vector<double> divisors = partition_divisors(step);
   std::vector<Box> boxes = Intersection(builder.region_in(step.before), builder.region_in(step.after)).a_to_b(0, 0);
@@ -35,7 +37,8 @@ void partition(ProgramBuilder& builder, const Step& step, BufferId current, Buff
   for (const double divisor : divisors) builder.divide(builder.whole(next), divisor);
 }
 
-// Where all steps only slice and divide.
+// Returns where the result starts in the input, by tensor dim, if all steps only slice and divide, and if the result is
+// one box of the input. Otherwise returns nullopt.
 std::optional<std::vector<int64_t>> box_of_input(const ProgramBuilder& builder, const Plan& plan) {
   for (const Step& step : plan.steps) {
     if (step.op != StepOp::kSlice && step.op != StepOp::kPartition) return std::nullopt;

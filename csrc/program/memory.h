@@ -1,4 +1,4 @@
-// What programs allocate, without writing them.
+// Computes how much memory programs allocate without writing the programs.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace shardwright {
 
 class StepMemory;
 
-// What the worst rank allocates; less than that where is_exact is false.
+// What the worst rank allocates; if is_exact is false, a lower bound of that.
 struct PeakBytes {
   int64_t bytes = 0;
   bool is_exact = true;
@@ -21,18 +21,18 @@ struct PeakBytes {
   PeakBytes(int64_t seen, bool exact) : bytes(seen), is_exact(exact) {}
 };
 
-// The buffers of compile(plan, rank) by their sizes and lives, for many ranks of one plan. Lists no boxes, and
-// looks at a group of ranks once for all its members.
+// The sizes and lifetimes of the buffers of compile(plan, rank), for many ranks of one plan. It lists no boxes, and
+// examines a group of ranks once for all its members.
 class ProgramMemory {
  public:
   explicit ProgramMemory(const Plan& plan);
   ~ProgramMemory();
 
-  // As Program::peak_bytes_by_step says of compile(plan, rank).
+  // Returns the same as Program::peak_bytes_by_step of compile(plan, rank).
   std::vector<int64_t> peak_bytes_by_step(Rank rank);
 
-  // The most of any rank, by step. One rank of each class (moves/extremes.h) is looked at; of more than `at_most`
-  // classes, the outermost and boundary ones: is_exact is false where others might need more.
+  // The most that any rank needs, by step. One rank of each class (moves/extremes.h) is examined; if there are more
+  // than `at_most` classes, the outermost and boundary ones. is_exact is false if others might need more.
   struct Worst {
     std::vector<int64_t> bytes;
     bool is_exact = true;

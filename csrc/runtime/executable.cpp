@@ -14,7 +14,8 @@
 namespace shardwright {
 namespace {
 
-// Of what programs have beside their own dtype: results, sums, operands and scales of products.
+// Returns the torch dtype of a buffer that may have another dtype than its program: results, sums, operands and scales
+// of products.
 at::ScalarType scalar_type_of(DType dtype) {
   switch (dtype.id()) {
     case DType::kFloat32:
@@ -54,7 +55,7 @@ Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
   for (const Step& step : plan.steps) {
     steps.push_back(concat(step_op_name(step.op), " over ", step.before.mesh().names_of(step.mesh_dims)));
   }
-  // Whatever else there is in a plan, its topology for one, is in its bytes.
+  // Everything else in a plan, such as its topology, is part of its bytes.
   const size_t bytes = std::hash<std::string>()(plan_bytes);
   return {{"tensor", concat(plan.src.dtype().name(), "[", join(plan.src.shape()), "]")},
           {"dtype", plan.src.dtype().name()},

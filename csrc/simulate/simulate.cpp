@@ -19,7 +19,7 @@ template <typename... Parts>
   throw InvariantError(concat("the simulation disagrees with the plan ", to_string(plan), "\n", parts...));
 }
 
-// Row-major indices into the global tensor of a region's elements, in local order.
+// Returns the row-major indices into the global tensor of a region's elements, in local order.
 std::vector<int64_t> global_indices(const Region& region, const std::vector<int64_t>& shape) {
   std::vector<int64_t> indices{0};
   for (size_t t = 0; t < shape.size(); ++t) {
@@ -35,7 +35,7 @@ std::vector<int64_t> global_indices(const Region& region, const std::vector<int6
   return indices;
 }
 
-// Linear coordinate of a position over a set of mesh dims; the other dims do not count.
+// Returns the linear coordinate of a position over a set of mesh dims, ignoring the other dims.
 int64_t coordinate_over(const Mesh& mesh, int64_t position, MeshDimSet dims) {
   int64_t linear = 0;
   for (const int d : dims.to_vector()) linear = linear * mesh.dim_size(d) + mesh.coordinate(position, d);
@@ -60,13 +60,14 @@ class Expectation {
     num_reduced_ = mesh_.group_size(reduced_);
   }
 
-  // What the rank holds of an element before: the element's own number, or its share of a pending reduction.
+  // Returns the rank's value of an element before the plan: the element's number plus one, or the rank's share of a
+  // pending reduction.
   double held(int64_t position, int64_t element) const {
     if (partial_.empty()) return static_cast<double>(element + 1);
     return share(coordinate_over(mesh_, position, kept_), coordinate_over(mesh_, position, reduced_), element);
   }
 
-  // The element after the reductions that are due, for the rank's coordinates on the dims that stay partial.
+  // Returns the element's value after the plan's reductions, for the rank's coordinates on the dims that stay partial.
   double due(int64_t position, int64_t element) const {
     if (partial_.empty()) return static_cast<double>(element + 1);
     const int64_t kept = coordinate_over(mesh_, position, kept_);
@@ -77,7 +78,7 @@ class Expectation {
   }
 
  private:
-  // Small integers that differ between neighbours, so that sums and products of them are exact.
+  // Returns a small integer, so that sums and products are exact. Neighbouring elements and ranks differ.
   static double share(int64_t kept, int64_t reduced, int64_t element) {
     return static_cast<double>(1 + (element * 7 + kept * 5 + reduced * 3 + element / 11) % 13);
   }
@@ -99,7 +100,8 @@ class Expectation {
 
 bool close(double a, double b) { return a == b || std::fabs(a - b) <= 1e-9 * std::max(std::fabs(a), std::fabs(b)); }
 
-// Dims that become partial: what the ranks along them hold must reduce to the value. Collected over all ranks.
+// Checks mesh dims that become partial: the values of the ranks along them must reduce to the expected value. They are
+// collected over all ranks.
 class NewPartials {
  public:
   explicit NewPartials(const Plan& plan) : plan_(plan), dims_(plan.dst.partial_dims() - plan.src.partial_dims()) {
@@ -165,7 +167,7 @@ Machine::Payload held_by(const Plan& plan, const Expectation& expectation, Rank 
   return values;
 }
 
-// Answers how many elements the rank holds in the end.
+// Returns the number of elements that the rank holds at the end.
 int64_t check_result(const Plan& plan, const Expectation& expectation, Rank rank, const Machine::Payload& output,
                      NewPartials& new_partials) {
   const std::optional<Position> position = plan.dst.mesh().position_of(rank);
@@ -188,10 +190,10 @@ int64_t check_result(const Plan& plan, const Expectation& expectation, Rank rank
   return static_cast<int64_t>(elements.size());
 }
 
-// About what a rank's program takes, with its messages while they are under way: these are kept by the members of
-// their group.
+// Estimates the memory of a rank's program and of its messages under way. A message keeps numbers for every member of
+// its group.
 double program_bytes(const Program& program) {
-  constexpr double kBoxBytes = 200;  // with its three lists
+  constexpr double kBoxBytes = 200;  // a box with its three lists
   constexpr double kMemberBytes = 40;
   constexpr double kMessageBytes = 400;
   double bytes = 0;
@@ -246,8 +248,8 @@ int64_t simulation_bytes(const Plan& plan, int64_t peak_bytes) {
   const auto ranks = static_cast<double>(mesh.size());
   const auto item = static_cast<double>(plan.src.dtype().size_bytes());
   const auto elements = [&](const Layout& layout) { return static_cast<double>(layout.largest_part_bytes()) / item; };
-  // Elements that a rank holds at once, as doubles: its input, buffers, what was given to collectives, which stays to
-  // the end, and the indices that results are judged by.
+  // The number of elements that a rank holds at once, as doubles: its input, its buffers, the data given to
+  // collectives, which is kept to the end, and the indices with which results are checked.
   double values = elements(plan.src) + static_cast<double>(peak_bytes) / item + 2 * elements(plan.dst);
   for (const Step& step : plan.steps) values += is_local(step.op) ? 0 : elements(step.before);
   const auto of_program = [&](int64_t p) { return program_bytes(compile(plan, mesh.rank_at(Position{p}))); };
