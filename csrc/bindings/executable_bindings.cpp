@@ -102,6 +102,12 @@ void define_executable(py::module_& m) {
       .def(
           "run", [](const ExecutableView& v, const at::Tensor& input) { return run(v.executable, input); },
           py::arg("input"), release_gil())
+      .def(
+          "run_into",
+          [](const ExecutableView& v, const at::Tensor& input, const at::Tensor& out) {
+            run_into(v.executable, input, out);
+          },
+          py::arg("input"), py::arg("out"), release_gil())
       .def("start", &start_registered, py::arg("input"), release_gil())
       .def(
           "run_all",

@@ -56,8 +56,8 @@ void define_step(py::module_& m) {
       .def_property_readonly("send_bytes_max", [](const StepView& s) { return s.traffic.sent_bytes_max; })
       .def_property_readonly("messages_max", [](const StepView& s) { return s.traffic.messages_max; })
       .def("__repr__", [](const StepView& s) {
-        return concat("Step(", step_op_name(s.step.op), " over ", s.step.before.mesh().names_of(s.step.mesh_dims), ": ",
-                      s.step.before.placements_string(), " -> ", s.step.after.placements_string(), ")");
+        return concat("Step(", named(s.step), ": ", s.step.before.placements_string(), " -> ",
+                      s.step.after.placements_string(), ")");
       });
 }
 
@@ -121,7 +121,7 @@ void define_figures_of_ranks(PlanClass& plan) {
           "wire_bytes",
           [](const PlanView& p, const py::object& given) {
             const Rank rank = rank_of(given);
-            position_on(p.plan().src.mesh(), rank);
+            if (!p.plan().dst.mesh().position_of(rank)) position_on(p.plan().src.mesh(), rank);
             return traffic_at(p.plan(), rank).received_bytes;
           },
           py::arg("rank"))

@@ -68,7 +68,7 @@ void define_planning(py::module_& m) {
          const std::string& objective, const Topology& topology, bool named_groups_only) {
         Plan plan{src, dst, Lowering::named(backend), parse_objective(objective), topology, named_groups_only, {}};
         for (const auto& [op, mesh_dims, before, after, sharing, rounds, ordered] : steps) {
-          plan.steps.push_back({parse_step_op(op), mesh_dim_set(mesh_dims, src.mesh()), before, after,
+          plan.steps.push_back({parse_step_op(op), mesh_dim_set(mesh_dims, before.mesh()), before, after,
                                 parse_sharing(sharing), rounds, ordered});
         }
         return view_of(from_bytes(to_bytes(plan)));  // from_bytes refuses steps that do not make a plan

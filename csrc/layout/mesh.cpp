@@ -127,6 +127,17 @@ std::string Mesh::names_of(MeshDimSet mesh_dims) const {
   return join(names, "+");
 }
 
+std::vector<Rank> ranks_of(const Mesh& a, const Mesh& b) {
+  std::vector<Rank> ranks = a.ranks();
+  if (&a != &b) {
+    const std::vector<Rank> others = b.ranks();
+    ranks.insert(ranks.end(), others.begin(), others.end());
+  }
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  return ranks;
+}
+
 bool Mesh::operator==(const Mesh& other) const {
   if (this == &other) return true;
   if (dim_names_ != other.dim_names_ || dim_sizes_ != other.dim_sizes_) return false;

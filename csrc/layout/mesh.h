@@ -106,6 +106,9 @@ class Mesh {
   int64_t size_ = 1;
 };
 
+// The ranks of either, ascending.
+std::vector<Rank> ranks_of(const Mesh& a, const Mesh& b);
+
 using MeshPtr = std::shared_ptr<const Mesh>;
 
 }  // namespace shardwright

@@ -8,15 +8,15 @@
 namespace shardwright {
 
 std::string to_string(const Plan& plan) {
-  std::string text = concat(plan.src.to_string(), " -> ", plan.dst.placements_string(), ", ", plan.lowering.name,
-                            ", least ", objective_name(plan.objective), " on ", plan.topology.name);
+  std::string text = concat(ends_of(plan), ", ", plan.lowering.name, ", least ", objective_name(plan.objective), " on ",
+                            plan.topology.name);
   if (plan.steps.empty()) return text + "\n  nothing to do: every rank holds what it needs";
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];
-    text += concat("\n  ", i + 1, ". ", step_op_name(step.op), " over ", step.before.mesh().names_of(step.mesh_dims),
-                   ": ", step.before.placements_string(), " -> ", step.after.placements_string());
+    text += concat("\n  ", i + 1, ". ", named(step), ": ", step.before.placements_string(), " -> ",
+                   step.after.placements_string());
     if (step.ordered) text += ", in rank order";
-    if (step.sharing != Sharing::kNone) text += ", replicas share the sending";
+    if (step.sharing != Sharing::kNone && step.op != StepOp::kCross) text += ", replicas share the sending";
     if (step.rounds > 1) text += concat(", in ", step.rounds, " rounds");
     if (is_local(step.op)) {
       text += ", local";

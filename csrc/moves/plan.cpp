@@ -1,7 +1,6 @@
 #include "moves/plan.h"
 
-#include <algorithm>
-
+#include "support/error.h"
 #include "support/names.h"
 
 namespace shardwright {
@@ -10,15 +9,15 @@ Objective parse_objective(const std::string& name) {
   return parse_name("objective", name, Objective::kBytes, objective_name);
 }
 
-std::vector<Rank> ranks_of(const Plan& plan) {
-  std::vector<Rank> ranks = plan.src.mesh().ranks();
-  const std::vector<Rank> others = plan.dst.mesh().ranks();
-  ranks.insert(ranks.end(), others.begin(), others.end());
-  std::sort(ranks.begin(), ranks.end());
-  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-  return ranks;
+const char* objective_name(Objective objective) { return objective == Objective::kTime ? "time" : "bytes"; }
+
+bool crosses(const Plan& plan) { return !(plan.src.mesh() == plan.dst.mesh()); }
+
+std::string ends_of(const Plan& plan) {
+  const std::string on = crosses(plan) ? concat(" on ", plan.dst.mesh().to_string()) : "";
+  return concat(plan.src.to_string(), " -> ", plan.dst.placements_string(), on);
 }
 
-const char* objective_name(Objective objective) { return objective == Objective::kTime ? "time" : "bytes"; }
+std::vector<Rank> ranks_of(const Plan& plan) { return ranks_of(plan.src.mesh(), plan.dst.mesh()); }
 
 }  // namespace shardwright

@@ -32,6 +32,12 @@ struct Plan {
   std::vector<Step> steps;
 };
 
+// Whether source and destination lie on different meshes. Then one step leads from the one to the other.
+bool crosses(const Plan& plan);
+
+// "float32[8, 4] on dp=2 as [S(0)] -> [R]", with the mesh of the destination where it is another.
+std::string ends_of(const Plan& plan);
+
 // All that have something to do with a plan: those of the meshes of source and destination, ascending.
 std::vector<Rank> ranks_of(const Plan& plan);
 

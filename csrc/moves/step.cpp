@@ -1,5 +1,6 @@
 #include "moves/step.h"
 
+#include "support/error.h"
 #include "support/names.h"
 
 namespace shardwright {
@@ -33,5 +34,10 @@ const char* step_op_name(StepOp op) {
 StepOp parse_step_op(const std::string& name) { return parse_name("op", name, StepOp::kCross, step_op_name); }
 
 bool is_local(StepOp op) { return op == StepOp::kSlice || op == StepOp::kPartition || op == StepOp::kZeroFill; }
+
+std::string named(const Step& step) {
+  if (step.op == StepOp::kCross) return concat(step_op_name(step.op), " to ", step.after.mesh().to_string());
+  return concat(step_op_name(step.op), " over ", step.before.mesh().names_of(step.mesh_dims));
+}
 
 }  // namespace shardwright

@@ -45,4 +45,7 @@ struct Step {
   bool ordered = false;
 };
 
+// "all_gather over dp+tp", or "cross to stage=2,tp=4".
+std::string named(const Step& step);
+
 }  // namespace shardwright

@@ -1,5 +1,8 @@
 #include "picture/picture.h"
 
+#include <sstream>
+#include <vector>
+
 #include "moves/describe.h"
 #include "picture/frame.h"
 #include "picture/svg.h"
@@ -7,12 +10,32 @@
 
 namespace shardwright {
 
+namespace {
+
+// Two meshes have no rows in common: the plan as text, a line for each step.
+std::string picture_in_words(const Plan& plan) {
+  constexpr double kMargin = 16;
+  constexpr double kLine = 20;
+  std::vector<std::string> lines;
+  std::istringstream text(to_string(plan));
+  for (std::string line; std::getline(text, line);) lines.push_back(line);
+  Svg svg;
+  for (size_t i = 0; i < lines.size(); ++i) {
+    svg.text(kMargin, kMargin + kLine * static_cast<double>(i + 1), lines[i], {.bold = i == 0});
+  }
+  return svg.page(widest(lines, {.bold = true}) + 2 * kMargin, kLine * static_cast<double>(lines.size()) + 3 * kMargin,
+                  ends_of(plan));
+}
+
+}  // namespace
+
 std::string to_svg(const Plan& plan) {
+  if (crosses(plan)) return picture_in_words(plan);
   return plan.src.mesh().size() <= kMaxRanksDrawn ? picture_by_rank(plan) : picture_by_mesh_dim(plan);
 }
 
 std::string to_html(const Plan& plan) {
-  const std::string title = concat(plan.src.to_string(), " -> ", plan.dst.placements_string());
+  const std::string title = ends_of(plan);
   return concat(
       "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>\n<title>", escaped(title),
       "</title>\n<style>\n",

@@ -3,7 +3,7 @@
 // On meshes of up to kMaxRanksDrawn ranks, each rank has a row. It has a box for each state, which is the whole tensor
 // with the rank's part filled in the colours of the ranks that it came from, and an arrow for each message. On larger
 // meshes each mesh dim has a row with its placement in each state; such a picture costs the same for any number of
-// ranks.
+// ranks. Of a plan from one mesh to another the picture is its text.
 //
 // Equal plans give equal text. The document loads no other files and runs no code.
 #pragma once

@@ -4,6 +4,7 @@
 #include <bit>
 
 #include "cost/cost.h"
+#include "crossing/bounds.h"
 #include "moves/digits.h"
 #include "moves/figures.h"
 #include "moves/move.h"
@@ -19,14 +20,20 @@ namespace {
 // The number of ranks, itself included, whose data some rank needs. Where parts have no digits, a lower bound: how many
 // of the largest source parts fit into the largest destination part.
 int64_t sources(const Layout& src, const Layout& dst) {
-  const MeshDimSet reduced = src.partial_dims() - dst.partial_dims();
-  const SharedElements shared(src, dst);
+  const bool is_one_mesh = src.mesh() == dst.mesh();
+  const MeshDimSet reduced = is_one_mesh ? src.partial_dims() - dst.partial_dims() : src.partial_dims();
   int64_t sources = 1;
-  if (shared.matchings().empty()) {
+  const auto from_lengths = [&] {
     const int64_t held = src.largest_part_bytes();
     if (held > 0) sources = (dst.largest_part_bytes() + held - 1) / held;
+  };
+  if (is_one_mesh) {
+    const SharedElements shared(src, dst);
+    if (shared.matchings().empty()) from_lengths();
+    for (const Matching& matching : shared.matchings()) sources *= matching.sources();
+  } else {
+    from_lengths();
   }
-  for (const Matching& matching : shared.matchings()) sources *= matching.sources();
   return std::max<int64_t>(sources, 1) * src.mesh().group_size(reduced);
 }
 
@@ -39,7 +46,16 @@ bool keeps_replicas_equal(const Plan& plan) {
   return true;
 }
 
-bool reduces(const Plan& plan) { return !(plan.src.partial_dims() - plan.dst.partial_dims()).empty(); }
+bool reduces(const Plan& plan) {
+  const MeshDimSet kept = crosses(plan) ? MeshDimSet() : plan.dst.partial_dims();
+  return !(plan.src.partial_dims() - kept).empty();
+}
+
+// What the busiest rank must send at least, whether ranks pass on what they receive or not.
+int64_t least_sent_bytes(const Plan& plan, int64_t must_travel) {
+  if (crosses(plan)) return crossing_bound(plan.src, plan.dst).any_sent_bytes_max;
+  return (must_travel + plan.src.mesh().size() - 1) / plan.src.mesh().size();
+}
 
 // "3 steps with 12 messages, predicted 214 us"
 std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
@@ -51,7 +67,7 @@ std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
 Plan leanest_plan(const Plan& plan, const Bound& bound) {
   PlanOptions options{plan.lowering, Objective::kBytes, false, plan.topology};
   for (const Step& step : plan.steps) options.ordered = options.ordered || step.ordered;
-  if (plan.src.partial_dims() == plan.dst.partial_dims()) {
+  if (!crosses(plan) && plan.src.partial_dims() == plan.dst.partial_dims()) {
     if (const std::optional<Step> step = move_between(plan.src, plan.dst)) {
       Plan direct{plan.src, plan.dst, plan.lowering, Objective::kBytes, plan.topology, false, {}};
       direct.steps.push_back(named_by_collective(shared_if_it_helps(*step, Sharing::kBytes, {})));
@@ -91,7 +107,7 @@ Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound&
   certificate.replicas_are_bitwise_equal = keeps_replicas_equal(plan);
   certificate.received = received;
   const int64_t must_travel = certificate.received.bytes_sum;
-  certificate.least_sent_bytes = (must_travel + plan.src.mesh().size() - 1) / plan.src.mesh().size();
+  certificate.least_sent_bytes = least_sent_bytes(plan, must_travel);
   certificate.least_steps = must_travel > 0 ? 1 : 0;
   if (must_travel > 0) {
     const auto needed = static_cast<uint64_t>(sources(plan.src, plan.dst));

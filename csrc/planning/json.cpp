@@ -119,15 +119,20 @@ std::string json(const Certificate& certificate, const std::vector<std::string>&
 std::string to_json(const Plan& plan, const Certificate& certificate, const std::vector<std::string>& remarks) {
   std::vector<std::string> steps;
   for (const Step& step : plan.steps) steps.push_back(json(step, plan));
-  return spread(
-      "{",
-      {field("version", kJsonVersion), field("backend", quoted(std::string(plan.lowering.name))),
-       field("objective", quoted(objective_name(plan.objective))), field("topology", json(plan.topology, "  ")),
-       flag("named_groups_only", plan.named_groups_only), field("mesh", json(plan.src.mesh())),
-       field("shape", "[" + join(plan.src.shape()) + "]"), field("dtype", quoted(plan.src.dtype().name())),
-       field("source", json(plan.src)), field("destination", json(plan.dst)),
-       field("steps", spread("[", steps, "  ", "]")), field("certificate", json(certificate, remarks))},
-      "", "}");
+  std::vector<std::string> fields{field("version", kJsonVersion),
+                                  field("backend", quoted(std::string(plan.lowering.name))),
+                                  field("objective", quoted(objective_name(plan.objective))),
+                                  field("topology", json(plan.topology, "  ")),
+                                  flag("named_groups_only", plan.named_groups_only),
+                                  field("mesh", json(plan.src.mesh()))};
+  if (crosses(plan)) fields.push_back(field("destination_mesh", json(plan.dst.mesh())));
+  for (std::string& one : std::vector<std::string>{
+           field("shape", "[" + join(plan.src.shape()) + "]"), field("dtype", quoted(plan.src.dtype().name())),
+           field("source", json(plan.src)), field("destination", json(plan.dst)),
+           field("steps", spread("[", steps, "  ", "]")), field("certificate", json(certificate, remarks))}) {
+    fields.push_back(std::move(one));
+  }
+  return spread("{", fields, "", "}");
 }
 
 std::string to_json(const Topology& topology) { return json(topology, ""); }

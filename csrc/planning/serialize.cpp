@@ -94,14 +94,15 @@ void write(Writer& out, const Step& step) {
   out.integer(step.rounds);
 }
 
-// Of a plan between such layouts.
-Step read_step(Reader& in, const Layout& end) {
-  const auto op = in.enumerator(StepOp::kAllReduce);
+// Of a plan that holds this before the step. A crossing leads to the mesh of the destination.
+Step read_step(Reader& in, const Layout& held, const MeshPtr& destination) {
+  const auto op = in.enumerator(StepOp::kCross);
   const int64_t bits = in.integer();
-  check_user(bits > 0 && bits < int64_t{1} << end.mesh().ndim(),
+  const bool crosses = op == StepOp::kCross;
+  check_user(crosses ? bits == 0 : bits > 0 && bits < int64_t{1} << held.mesh().ndim(),
              "plan bytes: a step names mesh dims that are not there");
-  Layout before = read_placements(in, end.mesh_ptr(), end.shape(), end.dtype());
-  Layout after = read_placements(in, end.mesh_ptr(), end.shape(), end.dtype());
+  Layout before = read_placements(in, held.mesh_ptr(), held.shape(), held.dtype());
+  Layout after = read_placements(in, crosses ? destination : held.mesh_ptr(), held.shape(), held.dtype());
   const auto sharing = in.enumerator(Sharing::kBytes);
   const bool ordered = in.boolean();
   const int64_t rounds = in.integer();
@@ -184,6 +185,8 @@ Layout read_layout(Reader& in, const MeshPtr& mesh) {
 
 void write(Writer& out, const Plan& plan) {
   write(out, plan.src.mesh());
+  out.boolean(crosses(plan));
+  if (crosses(plan)) write(out, plan.dst.mesh());
   write(out, plan.lowering);
   out.enumerator(plan.objective);
   write(out, plan.topology);
@@ -195,14 +198,22 @@ void write(Writer& out, const Plan& plan) {
 
 Plan read_plan(Reader& in) {
   const MeshPtr mesh = read_mesh(in);
+  const MeshPtr destination = in.boolean() ? read_mesh(in) : mesh;
   const Lowering& lowering = read_lowering(in);
   const auto objective = in.enumerator(Objective::kBytes);
   Topology topology = read_topology(in);
   const bool named_groups_only = in.boolean();
   const Layout src = read_layout(in, mesh);
-  const Layout dst = read_placements(in, mesh, src.shape(), src.dtype());
+  const Layout dst = read_placements(in, destination, src.shape(), src.dtype());
   Plan plan{src, dst, lowering, objective, std::move(topology), named_groups_only, {}};
-  plan.steps = in.list([&] { return read_step(in, src); }, kMaxSteps);
+  Layout held = src;
+  plan.steps = in.list(
+      [&] {
+        Step step = read_step(in, held, destination);
+        held = step.after;
+        return step;
+      },
+      kMaxSteps);
   check_steps(plan);
   return plan;
 }
@@ -220,8 +231,6 @@ Plan from_bytes(std::string_view bytes) {
   return plan;
 }
 
-std::string to_text(const Plan& plan) {
-  return to_text(concat(plan.src.to_string(), " -> ", plan.dst.placements_string()), to_bytes(plan));
-}
+std::string to_text(const Plan& plan) { return to_text(ends_of(plan), to_bytes(plan)); }
 
 }  // namespace shardwright

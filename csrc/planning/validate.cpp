@@ -79,7 +79,15 @@ bool moves(const Step& step) {
   return named_by_collective(std::move(exchange)).op == step.op;
 }
 
+bool crosses(const Step& step) {
+  const bool pends = !step.before.partial_dims().empty() || !step.after.partial_dims().empty();
+  return !(step.before.mesh() == step.after.mesh()) && !pends && step.mesh_dims.empty() && !step.ordered &&
+         step.sharing != Sharing::kNone;
+}
+
 bool is_what_it_says(const Step& step, Lowering lowering) {
+  if (step.op == StepOp::kCross) return crosses(step);
+  if (!(step.before.mesh() == step.after.mesh())) return false;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
   if (step.ordered && !reduces) return false;
   if (step.rounds > 1 && !may_go_in_rounds(step, lowering)) return false;
@@ -98,16 +106,20 @@ void check_steps(const Plan& plan) {
   const Layout* at = &plan.src;
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];
+    check_user(step.before.mesh() == at->mesh(), "plan: step ", i + 1, " begins on the mesh (",
+               step.before.mesh().to_string(), ") where the tensor is on (", at->mesh().to_string(), ")");
     check_user(partitions(*at, step.before, {}), "plan: step ", i + 1, " begins with ", step.before.placements_string(),
                " where ", at->placements_string(), " is held");
     check_user(is_what_it_says(step, plan.lowering), "plan: step ", i + 1, " from ", step.before.placements_string(),
-               " to ", step.after.placements_string(), " is no ", step_op_name(step.op), " over ",
-               step.before.mesh().names_of(step.mesh_dims));
+               " to ", step.after.placements_string(), " is no ", named(step));
     const MeshDimSet reduced = step.before.partial_dims() - step.after.partial_dims();
-    check_user((reduced & plan.dst.partial_dims()).empty(), "plan: step ", i + 1,
-               " reduces what is pending in the destination ", plan.dst.placements_string());
+    const bool is_kept = !crosses(plan) && !(reduced & plan.dst.partial_dims()).empty();
+    check_user(!is_kept, "plan: step ", i + 1, " reduces what is pending in the destination ",
+               plan.dst.placements_string());
     at = &step.after;
   }
+  check_user(at->mesh() == plan.dst.mesh(), "plan: ends on the mesh (", at->mesh().to_string(), ") instead of (",
+             plan.dst.mesh().to_string(), ")");
   check_user(partitions(*at, plan.dst, {}), "plan: ends with ", at->placements_string(), " instead of ",
              plan.dst.placements_string());
 }

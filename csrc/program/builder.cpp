@@ -25,7 +25,10 @@ void ProgramBuilder::begin_step(std::string text) { program_.step_texts.push_bac
 
 void ProgramBuilder::begin_exchanges(const Step& step, int64_t shares) {
   const int64_t largest = std::max(step.before.largest_part_bytes(), step.after.largest_part_bytes());
-  const int64_t messages = step.before.mesh().group_size(step.mesh_dims) * shares * step.rounds;
+  const auto group_size = step.op == StepOp::kCross
+                              ? static_cast<int64_t>(ranks_of(step.before.mesh(), step.after.mesh()).size())
+                              : step.before.mesh().group_size(step.mesh_dims);
+  const int64_t messages = group_size * shares * step.rounds;
   exchanges_by_messages_ = lowering_.goes_by_messages(largest / messages);
 }
 

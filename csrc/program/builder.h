@@ -133,5 +133,6 @@ BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, 
 void compile_data_move(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 void compile_reduce_scatter(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 void compile_all_reduce(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
+void compile_crossing(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 
 }  // namespace shardwright

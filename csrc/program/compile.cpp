@@ -57,7 +57,7 @@ std::optional<std::vector<int64_t>> box_of_input(const ProgramBuilder& builder, 
 }  // namespace
 
 void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
-  if (!builder.is_on(step.before.mesh())) return;
+  if (!builder.is_on(step.before.mesh()) && !builder.is_on(step.after.mesh())) return;
   builder.begin_exchanges(step);
   switch (step.op) {
     case StepOp::kSlice:
@@ -76,13 +76,14 @@ void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, B
       return compile_reduce_scatter(builder, step, current, next);
     case StepOp::kAllReduce:
       return compile_all_reduce(builder, step, current, next);
+    case StepOp::kCross:
+      return compile_crossing(builder, step, current, next);
   }
 }
 
 std::string step_text(const Plan& plan, size_t index) {
   const Step& step = plan.steps[index];
-  return concat("step ", index + 1, " of ", plan.steps.size(), " (", step_op_name(step.op), " over ",
-                step.before.mesh().names_of(step.mesh_dims), ")");
+  return concat("step ", index + 1, " of ", plan.steps.size(), " (", named(step), ")");
 }
 
 BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, BufferId current,
@@ -100,7 +101,9 @@ BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, 
 
 Program compile(const Plan& plan, Rank rank) {
   ProgramBuilder builder(plan.src.dtype(), plan.lowering, plan.named_groups_only, rank);
-  check_user(builder.is_on(plan.src.mesh()), "rank: ", rank, " is not on the mesh (", plan.src.mesh().to_string(), ")");
+  const bool is_on_one = builder.is_on(plan.src.mesh()) || builder.is_on(plan.dst.mesh());
+  check_user(is_on_one, "rank: ", rank, " is not on the mesh (", plan.src.mesh().to_string(),
+             crosses(plan) ? concat("), nor on the other one (", plan.dst.mesh().to_string()) : "", ")");
   const BufferId input = builder.new_input(plan.src.local_shape_of_rank(rank));
   const BufferId current = compile_steps(builder, plan, 0, plan.steps.size(), input);
   Program& program = builder.program();

@@ -5,10 +5,9 @@
 #include <map>
 #include <optional>
 
-#include "moves/extremes.h"
 #include "program/builder.h"
-#include "program/pairs.h"
-#include "program/sketch.h"
+#include "program/step_memory.h"
+#include "support/error.h"
 
 namespace shardwright {
 
@@ -17,19 +16,10 @@ namespace {
 // The members of larger groups send messages to those they have something for, whoever these are (pairs.cpp).
 constexpr int64_t kMaxGroupListed = 512;
 
-// What one rank sends and receives in one round, by member of the group.
-struct Loads {
-  RunOfLoads sent;
-  RunOfLoads received;
-};
-
-}  // namespace
-
-// One step's part of the programs of all ranks. The instructions are those of data_moves.cpp and reductions.cpp, as far
-// as they name buffers.
-class StepMemory {
+// The instructions are those of data_moves.cpp and reductions.cpp.
+class MoveMemory : public StepMemory {
  public:
-  StepMemory(const Step& step, const Plan& plan)
+  MoveMemory(const Step& step, const Plan& plan)
       : step_(step),
         lowering_(plan.lowering),
         named_groups_only_(plan.named_groups_only),
@@ -37,8 +27,7 @@ class StepMemory {
         pairs_(step),
         traffic_(step) {}
 
-  // Takes apart the ranks that need different amounts.
-  void tell_apart(RankClasses& classes) const {
+  void tell_apart(RankClasses& classes) const override {
     const bool is_reduction = step_.op == StepOp::kReduceScatter || step_.op == StepOp::kAllReduce;
     const bool moves = !is_local(step_.op) && !is_reduction;
     const bool is_gather = step_.op == StepOp::kAllGather;
@@ -52,17 +41,17 @@ class StepMemory {
     if (!is_local(step_.op) && !ranks_ascend(step_.before.mesh())) classes.split_all(MeshDimSet::from_bits(~0u));
   }
 
-  // Nothing where the peak depends on more than what the rank sends and receives.
-  std::optional<Traffic> traffic_that_decides(int64_t position) const {
+  std::optional<Traffic> traffic_that_decides(Rank rank) const override {
     const bool exchanges =
         step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;
     const bool by_messages = step_.before.mesh().group_size(step_.mesh_dims) > kMaxGroupListed;
     if (!exchanges || !by_messages || !pairs_.all_look_alike()) return std::nullopt;
-    return traffic_.at(position);
+    return traffic_.at(position_of(rank));
   }
-  std::optional<Traffic> traffic_at_most() const { return traffic_.at_most(); }
+  std::optional<Traffic> traffic_at_most() const override { return traffic_.at_most(); }
 
-  void write(Sketch& sketch, int64_t position, int current, int next) {
+  void write(Sketch& sketch, Rank rank, int current, int next) override {
+    const Position position = position_of(rank);
     switch (step_.op) {
       case StepOp::kZeroFill:
         if (sketch.count_of(next) > 0) sketch.emit({next});
@@ -80,12 +69,17 @@ class StepMemory {
         return reduce_scatter(sketch, position, current, next);
       case StepOp::kAllReduce:
         return all_reduce(sketch, position, current, next);
+      case StepOp::kCross:
+        break;
     }
+    throw InvariantError("a crossing is no move on one mesh");
   }
 
  private:
   using Group = StepPairs::Group;
   using Transfer = StepPairs::Transfer;
+
+  Position position_of(Rank rank) const { return *step_.before.mesh().position_of(rank); }
 
   static void copy_own(Sketch& sketch, int64_t own, int current, int next) {
     if (own > 0) sketch.emit({current, next});
@@ -155,24 +149,6 @@ class StepMemory {
     if (k > 1) sketch.emit({staging, next});
   }
 
-  // The loads of a rank in one round, own part included or not.
-  struct BothLoads {
-    Loads without;
-    Loads with;
-
-    bool is_some_run() const {
-      return without.sent.is_run() || without.received.is_run() || with.sent.is_run() || with.received.is_run();
-    }
-  };
-
-  void add_peer(BothLoads& loads, const Load& sent, const Load& received, bool is_self) const {
-    for (Loads* some : {&loads.without, &loads.with}) {
-      if (is_self && some == &loads.without) continue;
-      some->sent.add(sent.count, sent.first_held, sent.is_run_held);
-      some->received.add(received.count, received.first_needed, received.is_run_needed);
-    }
-  }
-
   // With one round, no further than some of them may be runs: then the totals are what the rank exchanges in all.
   BothLoads loads_in_order(const Group& group, int64_t position, const std::vector<int64_t>& partners, int64_t round) {
     const bool is_gather = step_.op == StepOp::kAllGather;  // then a rank sends all members the same
@@ -181,12 +157,12 @@ class StepMemory {
     std::optional<Transfer> sends;
     for (const int64_t member : partners) {
       if (member == position) {
-        add_peer(loads, own, own, true);
+        loads.add_own(own);
         continue;
       }
       if (!sends || !is_gather) sends = pairs_.transfer(group, position, member);
       const Transfer received = pairs_.transfer(group, member, position);
-      add_peer(loads, sends->in_round(round), received.in_round(round), false);
+      loads.add_peer(sends->in_round(round), received.in_round(round));
       if (step_.rounds == 1 && !loads.is_some_run()) break;
     }
     if (step_.rounds == 1) {
@@ -204,38 +180,10 @@ class StepMemory {
                   int current, int next) {
     const Load own = pairs_.own(position);
     for (int64_t round = 0; round < step_.rounds; ++round) {
-      const BothLoads both = loads_in_order(group, position, partners, round);
-      const auto packed = [](const Loads& loads) {
-        return (loads.sent.is_run() ? 0 : loads.sent.total()) + (loads.received.is_run() ? 0 : loads.received.total());
-      };
-      const bool carries_own = step_.rounds == 1 && packed(both.with) < packed(both.without) + own.count;
-      const Loads& loads = carries_own ? both.with : both.without;
-      const int from = loads.sent.is_run() ? current : sketch.new_buffer(loads.sent.total());
-      const int to = loads.received.is_run() ? next : sketch.new_buffer(loads.received.total());
-      if (from != current) sketch.emit({current, from});
-      sketch.emit({from, to});
-      if (!carries_own && round == 0) copy_own(sketch, own.count, current, next);
-      sketch.emit({from, to});
-      if (to != next) sketch.emit({to, next});
+      const BothLoads loads = loads_in_order(group, position, partners, round);
+      write_all_to_all(sketch, loads, own.count, round, step_.rounds, current, next);
     }
   }
-
-  // Elements packed by a rank in one round, and messages that need no packing.
-  struct Packed {
-    int64_t sent = 0;
-    int64_t received = 0;
-    int64_t sent_runs = 0;
-    int64_t received_runs = 0;
-
-    void add_sent(const Load& load, int64_t times) {
-      if (!load.is_run_held) sent += load.count * times;
-      if (load.is_run_held && load.count > 0) sent_runs += times;
-    }
-    void add_received(const Load& load, int64_t times) {
-      if (!load.is_run_needed) received += load.count * times;
-      if (load.is_run_needed && load.count > 0) received_runs += times;
-    }
-  };
 
   void messages(Sketch& sketch, const Group& group, int64_t position, int current, int next) {
     std::vector<Packed> rounds(step_.rounds);
@@ -253,16 +201,7 @@ class StepMemory {
     }
     const int64_t own = pairs_.own(position).count;
     for (int64_t round = 0; round < step_.rounds; ++round) {
-      const Packed& packed = rounds[round];
-      const int sending = packed.sent > 0 ? sketch.new_buffer(packed.sent) : kNoBuffer;
-      const int receiving = packed.received > 0 ? sketch.new_buffer(packed.received) : kNoBuffer;
-      const int sent = packed.sent_runs > 0 ? current : kNoBuffer;
-      const int received = packed.received_runs > 0 ? next : kNoBuffer;
-      if (sending != kNoBuffer) sketch.emit({current, sending});
-      sketch.emit({sent, sending, received, receiving});
-      if (round == 0) copy_own(sketch, own, current, next);
-      sketch.emit({sent, sending, received, receiving});
-      if (receiving != kNoBuffer) sketch.emit({receiving, next});
+      write_messages(sketch, rounds[round], own, round, current, next);
     }
   }
 
@@ -395,21 +334,61 @@ class StepMemory {
   std::map<int64_t, Scattering> scatterings_;
 };
 
+}  // namespace
+
+namespace {
+
+int64_t elements_of(const Layout& layout, Rank rank) {
+  const std::optional<Position> position = layout.mesh().position_of(rank);
+  return position ? num_elements(layout.region(*position)) : 0;
+}
+
+struct SomeRanks {
+  std::vector<Rank> ranks;
+  bool are_all = true;
+};
+
+// The first, and others in even distances.
+SomeRanks evenly_spaced(std::vector<Rank> ranks, int64_t at_most) {
+  const auto count = static_cast<int64_t>(ranks.size());
+  if (count <= at_most) return {std::move(ranks), true};
+  std::vector<Rank> some;
+  for (int64_t i = 0; i < at_most; ++i) some.push_back(ranks[i * count / at_most]);
+  return {std::move(some), false};
+}
+
+bool takes_part(const Step& step, Rank rank) {
+  return step.before.mesh().position_of(rank) || step.after.mesh().position_of(rank);
+}
+
+}  // namespace
+
+std::unique_ptr<StepMemory> memory_of_move(const Step& step, const Plan& plan) {
+  return std::make_unique<MoveMemory>(step, plan);
+}
+
 ProgramMemory::ProgramMemory(const Plan& plan) : plan_(plan) {
-  for (const Step& step : plan.steps) steps_.push_back(std::make_unique<StepMemory>(step, plan));
+  for (const Step& step : plan.steps) {
+    steps_.push_back(step.op == StepOp::kCross ? memory_of_crossing(step, plan) : memory_of_move(step, plan));
+  }
 }
 
 ProgramMemory::~ProgramMemory() = default;
+
+// Answers the buffer that holds what is there after the step.
+int ProgramMemory::write(Sketch& sketch, size_t step, Rank rank, int current) {
+  const Step& of_plan = plan_.steps[step];
+  const int next = sketch.new_buffer(elements_of(of_plan.after, rank));
+  if (takes_part(of_plan, rank)) steps_[step]->write(sketch, rank, current, next);
+  return next;
+}
 
 std::vector<int64_t> ProgramMemory::peak_bytes_by_step(Rank rank) {
   Sketch sketch;
   int current = kInputBuffer;
   for (size_t i = 0; i < steps_.size(); ++i) {
     sketch.begin_step();
-    const std::optional<Position> position = plan_.steps[i].after.mesh().position_of(rank);
-    const int next = sketch.new_buffer(position ? num_elements(plan_.steps[i].after.region(*position)) : 0);
-    if (position) steps_[i]->write(sketch, *position, current, next);
-    current = next;
+    current = write(sketch, i, rank, current);
   }
   std::vector<int64_t> peaks = sketch.peaks(current);
   for (int64_t& peak : peaks) peak *= plan_.src.dtype().size_bytes();
@@ -417,40 +396,51 @@ std::vector<int64_t> ProgramMemory::peak_bytes_by_step(Rank rank) {
 }
 
 // Only with several rounds is the result perhaps not there in all of what follows the last use of it.
-int64_t ProgramMemory::peak_of_step(size_t step, int64_t position) {
+int64_t ProgramMemory::peak_of_step(size_t step, Rank rank) {
   Sketch sketch;
   int current = kInputBuffer;
   sketch.begin_step();
   if (step > 0) {
-    current = sketch.new_buffer(num_elements(plan_.steps[step].before.region(position)));
+    current = sketch.new_buffer(elements_of(plan_.steps[step].before, rank));
     sketch.hold_from_start(current);
   }
-  int next = sketch.new_buffer(num_elements(plan_.steps[step].after.region(position)));
-  steps_[step]->write(sketch, position, current, next);
+  current = write(sketch, step, rank, current);
   if (plan_.steps[step].rounds > 1 && step + 1 < steps_.size()) {
     sketch.begin_step();
-    current = next;
-    next = sketch.new_buffer(num_elements(plan_.steps[step + 1].after.region(position)));
-    steps_[step + 1]->write(sketch, position, current, next);
+    current = write(sketch, step + 1, rank, current);
   }
-  return sketch.peaks(next)[0] * plan_.src.dtype().size_bytes();
+  return sketch.peaks(current)[0] * plan_.src.dtype().size_bytes();
+}
+
+// Of a crossing, and where one follows, ranks are not told apart by what they do: up to `at_most` of them are looked
+// at, in even distances.
+ProgramMemory::Seen ProgramMemory::seen_of(size_t step, int64_t at_most) const {
+  const bool looks_ahead = plan_.steps[step].rounds > 1 && step + 1 < steps_.size();
+  const bool crosses = plan_.steps[step].op == StepOp::kCross;
+  if (crosses || (looks_ahead && plan_.steps[step + 1].op == StepOp::kCross)) {
+    auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), at_most);
+    return {std::move(ranks), are_all};
+  }
+  const Mesh& mesh = plan_.steps[step].before.mesh();
+  RankClasses classes(mesh);
+  steps_[step]->tell_apart(classes);
+  if (looks_ahead) steps_[step + 1]->tell_apart(classes);
+  const RanksSeen seen = classes.seen(at_most);
+  return {mesh.ranks_at(seen.positions), seen.stand_for_all};
 }
 
 ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t at_most) {
   Worst worst;
   for (size_t i = 0; i < steps_.size(); ++i) {
-    RankClasses classes(plan_.steps[i].before.mesh());
-    steps_[i]->tell_apart(classes);
-    if (plan_.steps[i].rounds > 1 && i + 1 < steps_.size()) steps_[i + 1]->tell_apart(classes);
-    const RanksSeen seen = classes.seen(at_most);
+    const Seen seen = seen_of(i, at_most);
     std::vector<Traffic> known;
     int64_t peak = 0;
-    for (const int64_t position : seen.positions) {
-      if (const std::optional<Traffic> traffic = steps_[i]->traffic_that_decides(position)) {
+    for (const Rank rank : seen.ranks) {
+      if (const std::optional<Traffic> traffic = steps_[i]->traffic_that_decides(rank)) {
         if (std::find(known.begin(), known.end(), *traffic) != known.end()) continue;
         known.push_back(*traffic);
       }
-      peak = std::max(peak, peak_of_step(i, position));
+      peak = std::max(peak, peak_of_step(i, rank));
     }
     worst.bytes.push_back(peak);
     // A rank that sends and receives more needs no less, but for the first position's own part.
@@ -459,7 +449,7 @@ ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t at_most) {
         most && std::any_of(known.begin(), known.end(), [&](const Traffic& traffic) {
           return traffic.received_bytes == most->received_bytes && traffic.sent_bytes == most->sent_bytes;
         });
-    worst.is_exact = worst.is_exact && (seen.stand_for_all || has_most);
+    worst.is_exact = worst.is_exact && (seen.are_all || has_most);
   }
   return worst;
 }

@@ -9,6 +9,7 @@
 
 namespace shardwright {
 
+class Sketch;
 class StepMemory;
 
 // What the worst rank allocates; if is_exact is false, a lower bound of that.
@@ -40,9 +41,14 @@ class ProgramMemory {
   Worst worst_peak_bytes_by_step(int64_t at_most);
 
  private:
+  struct Seen {
+    std::vector<Rank> ranks;
+    bool are_all = true;  // or one of each class
+  };
+  Seen seen_of(size_t step, int64_t at_most) const;
+  int write(Sketch& sketch, size_t step, Rank rank, int current);
   // As if the plan had this step alone, what is held before being a buffer of its own but for the first step.
-  // `position` is that on the mesh of the step.
-  int64_t peak_of_step(size_t step, int64_t position);
+  int64_t peak_of_step(size_t step, Rank rank);
 
   const Plan& plan_;
   std::vector<std::unique_ptr<StepMemory>> steps_;

@@ -39,7 +39,9 @@ Communication communication_of(const Step& step) {
   Communication found;
   found.op = step_op_name(step.op);
   found.mesh_dims = step.mesh_dims.to_vector();
-  found.group_size = step.before.mesh().group_size(step.mesh_dims);
+  found.group_size = step.op == StepOp::kCross
+                         ? static_cast<int64_t>(ranks_of(step.before.mesh(), step.after.mesh()).size())
+                         : step.before.mesh().group_size(step.mesh_dims);
   for (const int d : found.mesh_dims) {
     const Placement& before = step.before.placements()[d];
     const Placement& after = step.after.placements()[d];
@@ -53,13 +55,14 @@ Communication communication_of(const Step& step) {
 Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
   std::vector<std::string> steps;
   for (const Step& step : plan.steps) {
-    steps.push_back(concat(step_op_name(step.op), " over ", step.before.mesh().names_of(step.mesh_dims)));
+    steps.push_back(named(step));
   }
   // Everything else in a plan, such as its topology, is part of its bytes.
   const size_t bytes = std::hash<std::string>()(plan_bytes);
   return {{"tensor", concat(plan.src.dtype().name(), "[", join(plan.src.shape()), "]")},
           {"dtype", plan.src.dtype().name()},
-          {"mesh", plan.src.mesh().to_string()},
+          {"mesh", crosses(plan) ? concat(plan.src.mesh().to_string(), " -> ", plan.dst.mesh().to_string())
+                                 : plan.src.mesh().to_string()},
           {"src", plan.src.placements_string()},
           {"dst", plan.dst.placements_string()},
           {"backend", std::string(plan.lowering.name)},
@@ -233,6 +236,9 @@ std::vector<Communication> Executable::communications() const {
   return found;
 }
 
-std::vector<Rank> Executable::mesh_ranks() const { return compiled_->origin().plans().front().src.mesh().ranks(); }
+std::vector<Rank> Executable::mesh_ranks() const {
+  const Plan plan = compiled_->origin().plans().front();
+  return crosses(plan) ? ranks_of(plan) : plan.src.mesh().ranks();
+}
 
 }  // namespace shardwright

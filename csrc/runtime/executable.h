@@ -134,7 +134,7 @@ class Executable {
   bool goes_through_host(const at::Device& device) const;
 
   // What its program's origin says: the steps that communicate, in order and the same on all ranks, and the ranks of
-  // the mesh, row-major.
+  // the mesh, row-major; of two meshes all, ascending.
   std::vector<Communication> communications() const;
   std::vector<Rank> mesh_ranks() const;
 

@@ -42,14 +42,19 @@ int64_t coordinate_over(const Mesh& mesh, int64_t position, MeshDimSet dims) {
   return linear;
 }
 
+// Between two meshes all that was pending is reduced.
+MeshDimSet new_partial_dims(const Plan& plan) {
+  return crosses(plan) ? plan.dst.partial_dims() : plan.dst.partial_dims() - plan.src.partial_dims();
+}
+
 // The values that ranks hold before and must hold after.
 class Expectation {
  public:
   explicit Expectation(const Plan& plan)
       : mesh_(plan.src.mesh()),
         partial_(plan.src.partial_dims()),
-        kept_(plan.src.partial_dims() & plan.dst.partial_dims()),
-        reduced_(plan.src.partial_dims() - plan.dst.partial_dims()) {
+        kept_(crosses(plan) ? MeshDimSet() : plan.src.partial_dims() & plan.dst.partial_dims()),
+        reduced_(plan.src.partial_dims() - kept_) {
     for (const int d : reduced_.to_vector()) {
       const Placement& placement = plan.src.placements()[d];
       op_ = placement.op;
@@ -104,7 +109,7 @@ bool close(double a, double b) { return a == b || std::fabs(a - b) <= 1e-9 * std
 // collected over all ranks.
 class NewPartials {
  public:
-  explicit NewPartials(const Plan& plan) : plan_(plan), dims_(plan.dst.partial_dims() - plan.src.partial_dims()) {
+  explicit NewPartials(const Plan& plan) : plan_(plan), dims_(new_partial_dims(plan)) {
     for (const int d : dims_.to_vector()) placement_ = plan.dst.placements()[d];
   }
 
@@ -244,20 +249,21 @@ SimulationReport simulate(const Plan& plan) {
 }
 
 int64_t simulation_bytes(const Plan& plan, int64_t peak_bytes) {
-  const Mesh& mesh = plan.src.mesh();
-  const auto ranks = static_cast<double>(mesh.size());
+  const std::vector<Rank> all = ranks_of(plan);
+  const auto ranks = static_cast<double>(all.size());
   const auto item = static_cast<double>(plan.src.dtype().size_bytes());
   const auto elements = [&](const Layout& layout) { return static_cast<double>(layout.largest_part_bytes()) / item; };
   // The number of elements that a rank holds at once, as doubles: its input, its buffers, the data given to
   // collectives, which is kept to the end, and the indices with which results are checked.
   double values = elements(plan.src) + static_cast<double>(peak_bytes) / item + 2 * elements(plan.dst);
   for (const Step& step : plan.steps) values += is_local(step.op) ? 0 : elements(step.before);
-  const auto of_program = [&](int64_t p) { return program_bytes(compile(plan, mesh.rank_at(Position{p}))); };
-  const double program = std::max(of_program(0), of_program(mesh.size() / 2));
+  const auto of_program = [&](Rank rank) { return program_bytes(compile(plan, rank)); };
+  const double program = std::max(of_program(all.front()), of_program(all[all.size() / 2]));
   double bytes = ranks * (values * sizeof(double) + program);
-  const MeshDimSet new_dims = plan.dst.partial_dims() - plan.src.partial_dims();
+  const MeshDimSet new_dims = new_partial_dims(plan);
   if (!new_dims.empty()) {  // a value, what is due and a count for each element
-    bytes += ranks / static_cast<double>(mesh.group_size(new_dims)) * static_cast<double>(plan.src.num_elements()) * 24;
+    bytes += ranks / static_cast<double>(plan.dst.mesh().group_size(new_dims)) *
+             static_cast<double>(plan.src.num_elements()) * 24;
   }
   return static_cast<int64_t>(std::min(bytes, 0x1p62));
 }

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .options import parse_mesh, parse_order, parse_shape, split_placements, write_file
+from .options import parse_mesh, parse_order, parse_ranks, parse_shape, split_placements, write_file
 
 if TYPE_CHECKING:
     from ._planner import Plan
@@ -96,6 +96,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     plan_parser = commands.add_parser("plan", help="print the plan from one layout to another")
     asked = plan_parser.add_argument_group("what to plan")
     asked.add_argument("--mesh", help="names and sizes: dp=2,tp=4")
+    asked.add_argument("--dst-mesh", help="the destination's mesh, if it is another: stage=3; the source's by default")
+    asked.add_argument("--src-ranks", help="the ranks of --mesh, row-major: 0,1,4-7; 0, 1, 2, ... by default")
+    asked.add_argument("--dst-ranks", help="the ranks of --dst-mesh")
     asked.add_argument("--shape", help="of the global tensor: 64,64; empty for a scalar")
     asked.add_argument("--src", help="placements, one per mesh dim: 'S(0),R', or as torch prints them")
     asked.add_argument("--dst", help="placements, one per mesh dim: 'R,S(1)'")
@@ -121,7 +124,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 
 _ENDS = ("mesh", "shape", "src", "dst")
-_ASKED = (*_ENDS, "src_order", "dst_order", "dtype", "backend", "objective", "reduce", "topology", "memory_limit")
+_ASKED = (*_ENDS, "dst_mesh", "src_ranks", "dst_ranks", "src_order", "dst_order", "dtype", "backend", "objective", "reduce", "topology", "memory_limit")
 _SHOWN = ("json", "svg", "html", "program", "simulate")
 
 
@@ -140,6 +143,8 @@ def _check_together(arguments: argparse.Namespace, plan_parser: argparse.Argumen
     elif arguments.load:
         if others := given(_ASKED):
             plan_parser.error(f"--load takes the plan from a file; leave out {others}")
+    elif arguments.dst_ranks and not arguments.dst_mesh:
+        plan_parser.error("--dst-ranks are those of --dst-mesh, which is missing")
     elif None in [getattr(arguments, name) for name in _ENDS]:
         plan_parser.error("the following arguments are required: --mesh, --shape, --src, --dst (or --load, --diff)")
 
@@ -175,15 +180,19 @@ def _make(arguments: argparse.Namespace) -> Plan:
     from .layout import Layout, Mesh
     from .planning import plan
 
-    mesh = Mesh(parse_mesh(arguments.mesh))
+    mesh = Mesh(parse_mesh(arguments.mesh), parse_ranks("--src-ranks", arguments.src_ranks))
+    dst_mesh = mesh
+    if arguments.dst_mesh:
+        dst_ranks = parse_ranks("--dst-ranks", arguments.dst_ranks)
+        dst_mesh = Mesh(parse_mesh(arguments.dst_mesh, "--dst-mesh"), dst_ranks)
     shape = parse_shape(arguments.shape)
 
-    def layout(placements: str, option: str, order: str | None) -> Layout:
+    def layout(mesh: Mesh, placements: str, option: str, order: str | None) -> Layout:
         dtype = arguments.dtype or "float32"
         return Layout(mesh, shape, split_placements(placements), dtype, parse_order(option, order))
 
-    src = layout(arguments.src, "--src-order", arguments.src_order)
-    dst = layout(arguments.dst, "--dst-order", arguments.dst_order)
+    src = layout(mesh, arguments.src, "--src-order", arguments.src_order)
+    dst = layout(dst_mesh, arguments.dst, "--dst-order", arguments.dst_order)
     with _saying("looking for the cheapest plan"):
         return plan(
             src,

@@ -140,6 +140,8 @@ def make_plan(
     If `existing_groups_of` is a DeviceMesh, moves use only process groups that exist.
     """
     backend = lowering_on(src.mesh, device_type, group)
+    if dst.mesh is not src.mesh:
+        lowering_on(dst.mesh, device_type, group)  # checks its ranks
     kept = planning.pinned(src, dst, backend)
     if kept is not None:
         return kept
@@ -210,6 +212,21 @@ def run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) ->
     if watching.num_modes():
         return watching.run(executable, [local], lambda: _run(executable, local, async_op))
     return _run(executable, local, async_op)
+
+
+def run_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Like `run`, into a given tensor, which it returns."""
+    if checking.is_on():
+        checking.compare(executable, local, False)
+    counters.counts.calls += 1
+    if watching.num_modes():
+        return watching.run(executable, [local], lambda: _run_into(executable, local, out))
+    return _run_into(executable, local, out)
+
+
+def _run_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    executable.run_into(local, out)
+    return out
 
 
 def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
@@ -287,6 +304,11 @@ def lowering(device_type: str, group: dist.ProcessGroup | None) -> str:
             "process groups written in Python have none; allowed are groups with a backend such as gloo or nccl"
         )
     return _planner.lowering_of_backend(name, device_type)
+
+
+def communicates_on(device_type: str, group: dist.ProcessGroup | None) -> bool:
+    """Returns whether the group has a backend for this type of device."""
+    return _backend_name(device_type, group) is not None
 
 
 def _backend_name(device_type: str, group: dist.ProcessGroup | None) -> str | None:

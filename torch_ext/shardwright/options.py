@@ -9,6 +9,9 @@ import re
 from pathlib import Path
 
 
+MAX_RANKS = 1 << 20  # of a mesh
+
+
 def parse_integer(text: str, where: str) -> int:
     if not re.fullmatch(r"[+-]?[0-9]{1,19}", text.strip()):
         raise ValueError(f"{where} is not an integer of 64 bits")
@@ -33,6 +36,22 @@ def parse_shape(text: str) -> list[int]:
     """Parses sizes such as ``64,64``; empty text is a scalar."""
     sizes = text.split(",") if text.strip() else []
     return [parse_integer(size, f"--shape: {text!r} is not a list of sizes such as 64,64; {size!r}") for size in sizes]
+
+
+def parse_ranks(option: str, text: str | None) -> list[int] | None:
+    """Parses ranks and ranges of ranks such as ``0,1,4-7``."""
+    if text is None or not text.strip():
+        return None
+    ranks: list[int] = []
+    for part in text.split(","):
+        where = f"{option}: {part!r} in {text!r} is no rank and no range of ranks such as 4-7"
+        first, dash, last = part.partition("-")
+        begin = parse_integer(first, where)
+        end = parse_integer(last, where) if dash else begin
+        if not 0 <= end - begin < MAX_RANKS:
+            raise ValueError(where)
+        ranks += range(begin, end + 1)
+    return ranks
 
 
 def split_placements(text: str) -> list[str]:

@@ -15,10 +15,11 @@ from .planning import check_layout
 
 
 def redistribute_local(
-    local: torch.Tensor,
+    local: torch.Tensor | None,
     src: _planner.Layout,
     dst: _planner.Layout,
     *,
+    out: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
     async_op: bool = False,
@@ -26,24 +27,33 @@ def redistribute_local(
     """Moves this rank's part of a tensor from one layout to another, without DTensor.
 
     Args:
-        local: this rank's part in `src`: shape ``src.local_shape(rank)``, any strides. It is not changed.
-        src, dst: layouts on one mesh. The mesh's ranks are global ranks, or ranks of `group` if one is given.
+        local: this rank's part in `src`: shape ``src.local_shape(rank)``, any strides. It is not changed. A rank
+            outside the mesh of `src` has an empty tensor, or None, which stands for one on the device of `device_mesh`,
+            else on the current accelerator if the group communicates there, else on the CPU.
+        src, dst: layouts on one mesh or on two. The meshes' ranks are global ranks, or ranks of `group` if one is
+            given. All ranks of both meshes call.
+        out: the tensor to write the result to: contiguous, of the result's shape and dtype. Not with gradients or
+            async_op.
         group: the process group that contains the mesh; default, the default group.
         device_mesh: a DeviceMesh over the same ranks whose process groups may be used.
         async_op: return once the first transfer has started; the result waits for the rest on first use.
 
     Returns:
-        A new tensor of shape ``dst.local_shape(rank)``, or `local` itself if the layouts agree. On a rank outside
-        the mesh, `local` itself. The result is differentiable if the pending reductions are sums or averages: the
-        gradient moves back from `dst` to `src`, with R in place of P, as in DTensor.
+        A new tensor of shape ``dst.local_shape(rank)``, or `local` itself if the layouts agree; `out` if it is given.
+        On a rank outside both meshes, `local` itself, and outside the mesh of `dst` alone an empty tensor of shape
+        ``(0,)``, as in DTensor. The result is differentiable if the pending reductions are sums or averages: the
+        gradient moves back from `dst` to `src`, with R in place of P, as in DTensor. With gradients, ranks outside the
+        mesh of `src` pass an empty tensor that requires them too, and all ranks of both meshes call backward.
 
     Raises:
-        ValueError: `local` contradicts `src`, is nested, sparse or on a device other than CPU and CUDA; the layouts
+        ValueError: `local` contradicts `src`, or `out` contradicts `dst`; `local` is nested, sparse or on a device other than CPU and CUDA; the layouts
             contradict each other; an argument has the wrong type.
         RuntimeError: torch.distributed is not initialised.
         torch.distributed.DistBackendError: a transfer failed or timed out; the message names rank, plan, step and
             group.
     """
+    if local is None or out is not None:
+        return _redistribute_rarely(local, src, dst, out, group, device_mesh, async_op)
     key: Any = None
     try:
         key = (src, dst, None if group is None else groups.weakly(group), device_mesh)
@@ -61,7 +71,7 @@ def redistribute_local(
     argument_checks.check_device_mesh("device_mesh", device_mesh)
     groups.check_initialised()
     rank = dist.get_rank(group)
-    if src.mesh.coordinate(rank) is None:
+    if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
         return local
     if not checking.is_on():  # the debug mode reports a wrong input on all ranks instead
         _check_input(local, src, rank)
@@ -72,6 +82,52 @@ def redistribute_local(
     output = executables.run(executable, local, async_op)
     _known.put(key, _Known(executable, local))
     return output
+
+
+def _redistribute_rarely(
+    local: torch.Tensor | None,
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    out: torch.Tensor | None,
+    group: dist.ProcessGroup | None,
+    device_mesh: DeviceMesh | None,
+    async_op: bool,
+) -> torch.Tensor:
+    """Runs `redistribute_local` without a local tensor, or into a given one."""
+    check_layout("src", src)
+    check_layout("dst", dst)
+    argument_checks.check_group(group)
+    argument_checks.check_device_mesh("device_mesh", device_mesh)
+    groups.check_initialised()
+    rank = dist.get_rank(group)
+    if local is None:
+        if src.mesh.coordinate(rank) is not None:
+            raise ValueError(
+                f"local: got None on rank {rank}; allowed is a tensor of shape {tuple(src.local_shape(rank))}, because "
+                f"the rank is on the mesh of {src}"
+            )
+        local = torch.empty(0, dtype=getattr(torch, src.dtype), device=_device(group, device_mesh))
+    if out is None:
+        return redistribute_local(local, src, dst, group=group, device_mesh=device_mesh, async_op=async_op)
+    argument_checks.check_tensor("local", local)
+    argument_checks.check_tensor("out", out)
+    if async_op or ((local.requires_grad or out.requires_grad) and torch.is_grad_enabled()):
+        raise ValueError("out: got a tensor with gradients or async_op=True; allowed is out= without either")
+    if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
+        return out
+    if not checking.is_on():
+        _check_input(local, src, rank)
+    return executables.run_into(_executable(local, src, dst, group, device_mesh), local, out)
+
+
+def _device(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> torch.device:
+    """Returns the device that None stands for on a rank without a local tensor."""
+    if device_mesh is not None:
+        return torch.device(device_mesh.device_type)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and executables.communicates_on(accelerator.type, group):
+        return accelerator
+    return torch.device("cpu")
 
 
 def _check_input(local: torch.Tensor, src: _planner.Layout, rank: int) -> None:

@@ -28,7 +28,8 @@ def plan(
     A few thousand plans are cached; repeated calls cost a lookup.
 
     Args:
-        src, dst: layouts of one tensor on one mesh.
+        src, dst: layouts of one tensor, on one mesh or on two. Two meshes may have other ranks, some or all ranks in
+            common, in another shape or order. All pending reductions of `src` are then carried out on its mesh.
         objective: ``"time"``, the least predicted time; or ``"bytes"``, the fewest bytes received by the worst rank,
             then steps, then messages. They differ: a small message costs more than its bytes.
         reduce: ``"fast"``, ``"ordered"`` or ``"float32"``. With ``"ordered"``, contributions are exchanged and summed
@@ -44,7 +45,8 @@ def plan(
             machine over loopback. Default: the topology of the mesh of `src`, else of `dst`, else what `calibrate`
             measured on this job, else the one that the environment variable ``SHARDWRIGHT_TOPOLOGY`` names, else
             ``"64x8"`` for nccl and ``"gloo-local"`` for gloo. It must be the same on all ranks.
-        groups: the sets of mesh dims, by name or index, whose process groups the moves may use. Default: any.
+        groups: the sets of mesh dims, by name or index, whose process groups the moves may use. Default: any. Not
+            between two meshes.
         through: intermediate layouts to use instead of searching, with one move between each two. This serves to cost
             or force a plan of your own. Only data moves and reductions are possible; ``[]`` asks for a single move.
         memory_limit: bytes that a rank may allocate at once for its result and temporaries (``Plan.peak_bytes``).
@@ -56,7 +58,7 @@ def plan(
         ``plan.simulate()`` runs every rank in this process and raises if any element is wrong.
 
     Raises:
-        ValueError: the layouts differ in mesh, shape or dtype, PyTorch defines no such redistribution, an argument is
+        ValueError: the layouts differ in shape or dtype, PyTorch defines no such redistribution, an argument is
             not known, the groups do not suffice, or no plan fits `memory_limit`; the message then names the least
             limit for which a plan was found.
     """

@@ -34,40 +34,49 @@ def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
 
 
 def _plan(table: dict[str, Any]) -> _planner.Plan:
-    grid = table["mesh"]
-    names = [_text(name, "mesh.dim_names") for name in _list(grid["dim_names"], "mesh.dim_names")]
-    sizes = _list(grid["dim_sizes"], "mesh.dim_sizes")
-    if len(names) != len(sizes) or len(set(names)) != len(names):
-        raise ValueError(
-            f"plan: mesh has dim_names {names} and dim_sizes {sizes}; allowed are as many, and no name twice"
-        )
-    mesh = Mesh(dict(zip(names, sizes, strict=True)), grid.get("ranks"))
+    here = source_mesh = _mesh(table["mesh"], "mesh")
+    destination_mesh = _mesh(table["destination_mesh"], "destination_mesh") if "destination_mesh" in table else source_mesh
 
-    def layout(entry: dict[str, Any]) -> Layout:
+    def layout(mesh: Mesh, entry: dict[str, Any]) -> Layout:
         order = {int(tensor_dim): mesh_dims for tensor_dim, mesh_dims in entry["shard_order"].items()}
         return Layout(mesh, table["shape"], entry["placements"], _text(table["dtype"], "dtype"), order, "literal")
 
-    steps = [
-        (
-            _text(step["op"], "op"),
-            argument_values.mesh_dim_indices(names, step["mesh_dims"], "plan: mesh_dims of a step"),
-            layout(step["before"]),
-            layout(step["after"]),
-            _text(step["sharing"], "sharing"),
-            argument_values.integer(step["rounds"], "plan: rounds"),
-            _flag(step["ordered"], "ordered"),
+    steps = []
+    for step in _list(table["steps"], "steps"):
+        op = _text(step["op"], "op")
+        before = layout(here, step["before"])
+        names = here.dim_names
+        here = destination_mesh if op == "cross" else here
+        steps.append(
+            (
+                op,
+                argument_values.mesh_dim_indices(names, step["mesh_dims"], "plan: mesh_dims of a step"),
+                before,
+                layout(here, step["after"]),
+                _text(step["sharing"], "sharing"),
+                argument_values.integer(step["rounds"], "plan: rounds"),
+                _flag(step["ordered"], "ordered"),
+            )
         )
-        for step in _list(table["steps"], "steps")
-    ]
     return _planner.plan_of_steps(
-        layout(table["source"]),
-        layout(table["destination"]),
+        layout(source_mesh, table["source"]),
+        layout(destination_mesh, table["destination"]),
         steps,
         _text(table["backend"], "backend"),
         _text(table["objective"], "objective"),
         load_topology(_dict(table["topology"], "topology")),
         _flag(table["named_groups_only"], "named_groups_only"),
     )
+
+
+def _mesh(grid: dict[str, Any], field: str) -> Mesh:
+    names = [_text(name, f"{field}.dim_names") for name in _list(grid["dim_names"], f"{field}.dim_names")]
+    sizes = _list(grid["dim_sizes"], f"{field}.dim_sizes")
+    if len(names) != len(sizes) or len(set(names)) != len(names):
+        raise ValueError(
+            f"plan: {field} has dim_names {names} and dim_sizes {sizes}; allowed are as many, and no name twice"
+        )
+    return Mesh(dict(zip(names, sizes, strict=True)), grid.get("ranks"))
 
 
 def _expect(kind: type, given: Any, field: str) -> Any:

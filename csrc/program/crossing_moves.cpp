@@ -1,0 +1,158 @@
+// Moves from one mesh to another: a transfer set over the ranks of both.
+#include <algorithm>
+#include <map>
+#include <optional>
+
+#include "crossing/crossing.h"
+#include "moves/exchange.h"
+#include "program/boxes.h"
+#include "program/builder.h"
+#include "program/step_memory.h"
+#include "program/transfers.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// Up to so many ranks go by one all-to-all where a transport's single messages stall: as in ways.cpp.
+constexpr size_t kMaxRanksInAllToAll = 8;
+
+Carrier carrier_of(const Crossing& crossing, const Lowering& lowering) {
+  const bool suits_all_to_all = lowering.narrows_groups && crossing.ranks().size() <= kMaxRanksInAllToAll;
+  return suits_all_to_all ? Carrier::kAllToAll : Carrier::kMessages;
+}
+
+// What one rank sends, receives and keeps in a crossing.
+class PartInCrossing {
+ public:
+  PartInCrossing(const Step& step, const Crossing& crossing, Rank rank)
+      : step_(step),
+        crossing_(crossing),
+        rank_(rank),
+        sends_(crossing.sends(rank)),
+        receives_(crossing.receives(rank)) {}
+
+  // A message in one round, and the index of its peer among the ranks of the crossing.
+  struct Message {
+    int64_t peer = -1;
+    Parcel parcel;
+  };
+
+  std::vector<Message> sends(int64_t round) const {
+    return in_round_of(sends_, round, [&](Rank peer) { return Intersection(held(rank_), needed(peer)); });
+  }
+  std::vector<Message> receives(int64_t round) const {
+    return in_round_of(receives_, round, [&](Rank peer) { return Intersection(held(peer), needed(rank_)); });
+  }
+  // What stays; nothing where the rank is not on both meshes.
+  std::optional<Intersection> own() const {
+    const bool is_on_both = step_.before.mesh().position_of(rank_) && step_.after.mesh().position_of(rank_);
+    return is_on_both ? std::optional<Intersection>(Intersection(held(rank_), needed(rank_))) : std::nullopt;
+  }
+
+  int64_t index_of(Rank rank) const {
+    const std::vector<Rank>& ranks = crossing_.ranks();
+    return std::lower_bound(ranks.begin(), ranks.end(), rank) - ranks.begin();
+  }
+  int64_t index() const { return index_of(rank_); }
+
+ private:
+  Region held(Rank rank) const { return step_.before.region(*step_.before.mesh().position_of(rank)); }
+  Region needed(Rank rank) const { return step_.after.region(*step_.after.mesh().position_of(rank)); }
+
+  template <typename WholeOf>
+  std::vector<Message> in_round_of(const std::vector<Crossing::Parcel>& parcels, int64_t round,
+                                   const WholeOf& whole_of) const {
+    std::vector<Message> messages;
+    for (const Crossing::Parcel& parcel : parcels) {
+      const Interval range = in_round(parcel.range, round, step_.rounds);
+      if (range.begin == range.end) continue;
+      messages.push_back({index_of(parcel.peer), Parcel(whole_of(parcel.peer), range.begin, range.end)});
+    }
+    return messages;
+  }
+
+  const Step& step_;
+  const Crossing& crossing_;
+  Rank rank_;
+  std::vector<Crossing::Parcel> sends_;
+  std::vector<Crossing::Parcel> receives_;
+};
+
+// Its elements, and where they begin on both sides if they are one run there.
+Load load_of(const Parcel& parcel) {
+  const int64_t held = parcel.run_in_a();
+  const int64_t needed = parcel.run_in_b();
+  return {parcel.count(), std::max<int64_t>(held, 0), std::max<int64_t>(needed, 0), held >= 0, needed >= 0};
+}
+
+class CrossingMemory : public StepMemory {
+ public:
+  CrossingMemory(const Step& step, const Plan& plan)
+      : step_(step), crossing_(step.before, step.after, step.sharing), carrier_(carrier_of(crossing_, plan.lowering)) {}
+
+  void write(Sketch& sketch, Rank rank, int current, int next) override {
+    const PartInCrossing part(step_, crossing_, rank);
+    const std::optional<Intersection> own = part.own();
+    const int64_t own_count = own ? own->count() : 0;
+    for (int64_t round = 0; round < step_.rounds; ++round) {
+      if (carrier_ == Carrier::kAllToAll) {
+        write_all_to_all(sketch, loads_of(part, own, round), own_count, round, step_.rounds, current, next);
+      } else {
+        Packed packed;
+        for (const auto& message : part.sends(round)) packed.add_sent(load_of(message.parcel), 1);
+        for (const auto& message : part.receives(round)) packed.add_received(load_of(message.parcel), 1);
+        write_messages(sketch, packed, own_count, round, current, next);
+      }
+    }
+  }
+
+  void tell_apart(RankClasses&) const override { throw InvariantError("ranks of a crossing are looked at one by one"); }
+  std::optional<Traffic> traffic_that_decides(Rank) const override { return std::nullopt; }
+  std::optional<Traffic> traffic_at_most() const override { return std::nullopt; }
+
+ private:
+  static BothLoads loads_of(const PartInCrossing& part, const std::optional<Intersection>& own, int64_t round) {
+    std::map<int64_t, std::pair<Load, Load>> by_index;  // of the peer: what it is sent, and what it sends
+    for (const auto& message : part.sends(round)) by_index[message.peer].first = load_of(message.parcel);
+    for (const auto& message : part.receives(round)) by_index[message.peer].second = load_of(message.parcel);
+    if (own) by_index[part.index()];
+    BothLoads loads;
+    for (const auto& [peer, both] : by_index) {
+      if (peer != part.index()) {
+        loads.add_peer(both.first, both.second);
+      } else {
+        loads.add_own(load_of(Parcel(*own, 0, own->count())));
+      }
+    }
+    return loads;
+  }
+
+  const Step& step_;
+  Crossing crossing_;
+  Carrier carrier_;
+};
+
+}  // namespace
+
+void compile_crossing(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
+  const Crossing crossing(step.before, step.after, step.sharing);
+  const PartInCrossing part(step, crossing, builder.rank());
+  const Carrier carrier = carrier_of(crossing, builder.lowering());
+  const int group = builder.group_of_ranks({}, crossing.ranks());
+  const std::optional<Intersection> own = part.own();
+  for (int64_t round = 0; round < step.rounds; ++round) {
+    TransferSet set{group, Messages(Messages::Side::kSent, current), Messages(Messages::Side::kReceived, next)};
+    for (auto& [peer, parcel] : part.sends(round)) set.sends.add(peer, {{current, std::move(parcel)}});
+    for (auto& [peer, parcel] : part.receives(round)) set.receives.add(peer, {{next, std::move(parcel)}});
+    std::vector<OwnItem> kept;
+    if (own) kept.push_back({current, next, Parcel(*own, 0, round == 0 ? own->count() : 0)});  // all in the first round
+    exchange(builder, std::move(set), carrier, kept, step.rounds == 1);
+  }
+}
+
+std::unique_ptr<StepMemory> memory_of_crossing(const Step& step, const Plan& plan) {
+  return std::make_unique<CrossingMemory>(step, plan);
+}
+
+}  // namespace shardwright

@@ -1,0 +1,84 @@
+// One step's part of a program as far as its memory is concerned, for every rank.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "moves/extremes.h"
+#include "moves/plan.h"
+#include "program/pairs.h"
+#include "program/sketch.h"
+
+namespace shardwright {
+
+// The instructions are those that compile_step writes, as far as they name buffers.
+class StepMemory {
+ public:
+  virtual ~StepMemory() = default;
+
+  // On a rank that takes part in the step.
+  virtual void write(Sketch& sketch, Rank rank, int current, int next) = 0;
+
+  // Takes apart the ranks of the step's mesh that need different amounts. Not of crossings, which have no one mesh.
+  virtual void tell_apart(RankClasses& classes) const = 0;
+  // Nothing where the peak depends on more than what the rank sends and receives.
+  virtual std::optional<Traffic> traffic_that_decides(Rank rank) const = 0;
+  virtual std::optional<Traffic> traffic_at_most() const = 0;
+};
+
+// Of a step on one mesh (memory.cpp), and of a crossing (crossing_moves.cpp).
+std::unique_ptr<StepMemory> memory_of_move(const Step& step, const Plan& plan);
+std::unique_ptr<StepMemory> memory_of_crossing(const Step& step, const Plan& plan);
+
+// What one rank sends and receives in one round, by member of the group.
+struct Loads {
+  RunOfLoads sent;
+  RunOfLoads received;
+};
+
+// The same without and with its own part.
+struct BothLoads {
+  Loads without;
+  Loads with;
+
+  void add_peer(const Load& sent, const Load& received) {
+    add(without, sent, received);
+    add(with, sent, received);
+  }
+  void add_own(const Load& own) { add(with, own, own); }
+
+  bool is_some_run() const {
+    return without.sent.is_run() || without.received.is_run() || with.sent.is_run() || with.received.is_run();
+  }
+
+ private:
+  static void add(Loads& loads, const Load& sent, const Load& received) {
+    loads.sent.add(sent.count, sent.first_held, sent.is_run_held);
+    loads.received.add(received.count, received.first_needed, received.is_run_needed);
+  }
+};
+
+// Elements packed by a rank in one round, and messages that need no packing.
+struct Packed {
+  int64_t sent = 0;
+  int64_t received = 0;
+  int64_t sent_runs = 0;
+  int64_t received_runs = 0;
+
+  void add_sent(const Load& load, int64_t times) {
+    if (!load.is_run_held) sent += load.count * times;
+    if (load.is_run_held && load.count > 0) sent_runs += times;
+  }
+  void add_received(const Load& load, int64_t times) {
+    if (!load.is_run_needed) received += load.count * times;
+    if (load.is_run_needed && load.count > 0) received_runs += times;
+  }
+};
+
+// As `exchange` in transfers.h lowers one round. `own` elements stay on the rank, all of them in the first round.
+void write_all_to_all(Sketch& sketch, const BothLoads& loads, int64_t own, int64_t round, int64_t rounds, int current,
+                      int next);
+void write_messages(Sketch& sketch, const Packed& packed, int64_t own, int64_t round, int current, int next);
+
+}  // namespace shardwright
