@@ -219,12 +219,39 @@ int64_t Crossing::sent_elements(Rank rank) const {
   return place(line, end).begin - place(line, first).begin;
 }
 
+int64_t Crossing::parts_received(Rank rank) const {
+  const std::optional<Grid::Seat> needs = dst_.seat_of(rank);
+  if (!needs) return 0;
+  const std::optional<Grid::Seat> holds = src_.seat_of(rank);
+  int64_t parts = 1;
+  bool holds_one = holds.has_value();
+  for (int t = 0; t < dst_.ndim(); ++t) {
+    parts *= static_cast<int64_t>(meetings_[t].of_dst(needs->slots[t]).size());
+    holds_one = holds_one && meetings_[t].between(holds->slots[t], needs->slots[t]) != nullptr;
+  }
+  return parts - (holds_one ? 1 : 0);
+}
+
 Traffic Crossing::at(Rank rank, int64_t rounds) const {
   Traffic traffic{received_elements(rank) * item_bytes_, sent_elements(rank) * item_bytes_, 0};
+  if (rounds == 1 && sharing_ == Sharing::kMessages) {
+    traffic.messages = parts_received(rank);
+    return traffic;
+  }
   for_each_received(rank, [&](const std::vector<int64_t>&, int64_t, Interval range) {
     traffic.messages += std::min(rounds, range.end - range.begin);
   });
   return traffic;
+}
+
+int64_t Crossing::largest_result_bytes() const {
+  int64_t bytes = item_bytes_;
+  for (int t = 0; t < dst_.ndim(); ++t) {
+    int64_t longest = 0;
+    for (const IntervalList& list : dst_.lists(t)) longest = std::max(longest, shardwright::length(list));
+    bytes *= longest;
+  }
+  return bytes;
 }
 
 Crossing::Totals Crossing::totals(int64_t rounds) const {
@@ -236,14 +263,19 @@ Crossing::Totals Crossing::totals(int64_t rounds) const {
     totals.worst.messages = std::max(totals.worst.messages, one.messages);
     totals.received_bytes_sum += one.received_bytes;
   }
-  int64_t held = item_bytes_;
-  for (int t = 0; t < dst_.ndim(); ++t) {
-    int64_t longest = 0;
-    for (const IntervalList& list : dst_.lists(t)) longest = std::max(longest, shardwright::length(list));
-    held *= longest;
-  }
-  totals.worst.touched_bytes = held;
+  totals.worst.touched_bytes = largest_result_bytes();
   return totals;
+}
+
+StepFigures Crossing::worst_at_least() const {
+  StepFigures worst;
+  for (const Rank rank : ranks_) {
+    worst.received_bytes = std::max(worst.received_bytes, received_elements(rank) * item_bytes_);
+    worst.messages = std::max(worst.messages, parts_received(rank));
+  }
+  if (worst.messages > 0) worst.sent_bytes = stretch_ * item_bytes_;
+  worst.touched_bytes = largest_result_bytes();
+  return worst;
 }
 
 bool Crossing::crosses_nodes(int64_t ranks_per_node) const {

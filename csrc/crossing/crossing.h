@@ -67,6 +67,9 @@ class Crossing {
     int64_t received_bytes_sum = 0;
   };
   Totals totals(int64_t rounds = 1) const;
+  // What totals().worst is no less than, without a walk over parcels. Of kMessages only what is sent may be more, of
+  // kBytes only the messages.
+  StepFigures worst_at_least() const;
 
   // Whether some parcel goes from one node to another, with nodes of so many consecutive ranks; never with 0.
   bool crosses_nodes(int64_t ranks_per_node) const;
@@ -100,6 +103,8 @@ class Crossing {
   // What the holder whose turn it is sends to a place.
   Interval served(const Place& place, int64_t turn) const;
   Rank needer(const Line& line, int64_t number) const;
+  int64_t parts_received(Rank rank) const;
+  int64_t largest_result_bytes() const;
   // Calls visit(slots of the part, turn of the holder, range).
   template <typename Visit>
   void for_each_received(Rank rank, const Visit& visit) const;

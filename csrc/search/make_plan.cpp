@@ -95,7 +95,7 @@ Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   Cuts goal_cuts = dst.cuts();
   if (!(src.mesh() == dst.mesh())) {
     const auto longest = std::max_element(dst.shape().begin(), dst.shape().end()) - dst.shape().begin();
-    for (const int d : work.zero_filled.to_vector()) goal_cuts[longest].push_back({.mesh_dim = d});
+    for (const int d : work.zero_filled.to_vector()) goal_cuts[longest].push_back({d, 1});
     return without_partials(dst, work.partitioned | work.zero_filled, std::move(goal_cuts));
   }
   for (int t = 0; t < src.ndim(); ++t) {

@@ -1,7 +1,9 @@
 #include "search/two_meshes.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "cost/cost.h"
@@ -14,155 +16,266 @@ namespace {
 
 using Cuts = std::vector<std::vector<Cut>>;
 
-// With more replicated mesh dims than this, only runs of them are cut for a crossing.
-constexpr int kMaxDimsWithAllSets = 3;
-
 Layout with_cuts(const Layout& layout, Cuts cuts) {
   return layout.with(std::move(cuts), std::vector<Placement>(layout.mesh().ndim(), Placement::replicate()));
 }
 
-// The same with these mesh dims cutting a tensor dim, behind what cuts it already.
-Layout cut_further(const Layout& layout, MeshDimSet mesh_dims, int tensor_dim) {
-  Cuts cuts = layout.cuts();
-  for (const int d : mesh_dims.to_vector()) cuts[tensor_dim].push_back({.mesh_dim = d});
-  return with_cuts(layout, std::move(cuts));
-}
-
-Layout without_cuts(const Layout& layout, MeshDimSet mesh_dims) {
-  Cuts cuts = layout.cuts();
-  for (std::vector<Cut>& list : cuts) {
-    std::erase_if(list, [&](const Cut& cut) { return mesh_dims.contains(cut.mesh_dim); });
+// The tensor dims that an end cuts, and the longest other one: cutting further ones is the same by another name.
+std::vector<int> tensor_dims_of(const Layout& src, const Layout& goal) {
+  std::vector<int> dims;
+  int other = -1;
+  for (int t = 0; t < src.ndim(); ++t) {
+    if (!src.cuts(t).empty() || !goal.cuts(t).empty()) {
+      dims.push_back(t);
+    } else if (other < 0 || src.shape()[t] > src.shape()[other]) {
+      other = t;
+    }
   }
-  return with_cuts(layout, std::move(cuts));
+  if (other >= 0) dims.push_back(other);
+  return dims;
 }
 
-// All sets of a few mesh dims; of many, the runs of neighbours.
-std::vector<MeshDimSet> sets_of(MeshDimSet mesh_dims) {
-  const std::vector<int> all = mesh_dims.to_vector();
-  const int n = static_cast<int>(all.size());
-  std::vector<MeshDimSet> sets;
-  if (n <= kMaxDimsWithAllSets) {
-    for (uint32_t bits = 1; bits < 1u << n; ++bits) {
-      MeshDimSet set;
-      for (int i = 0; i < n; ++i) {
-        if (bits >> i & 1u) set.insert(all[i]);
+// The layouts that differ from one in what some of its mesh dims do. First itself, then those where few mesh dims do
+// something else; no more than kMaxLayouts.
+class Choices {
+ public:
+  Choices(const Layout& layout, const std::vector<int>& tensor_dims) : layout_(layout), tensor_dims_(tensor_dims) {}
+
+  void may_cut(int mesh_dim) {
+    for (const int t : tensor_dims_) others_[mesh_dim].push_back(t);
+  }
+  void may_be_replicated(int mesh_dim) { others_[mesh_dim].push_back(kReplicated); }
+
+  std::vector<Layout> all() const {
+    std::vector<std::map<int, int>> chosen{{}};
+    for (size_t i = 0; i < chosen.size() && chosen.size() < kMaxLayouts; ++i) {
+      for (const auto& [mesh_dim, others] : others_) {
+        if (!chosen[i].empty() && chosen[i].rbegin()->first >= mesh_dim) continue;
+        for (const int other : others) {
+          chosen.push_back(chosen[i]);
+          chosen.back()[mesh_dim] = other;
+        }
       }
-      sets.push_back(set);
     }
-    return sets;
+    if (chosen.size() > kMaxLayouts) chosen.resize(kMaxLayouts);
+    std::vector<Layout> layouts;
+    for (const std::map<int, int>& one : chosen) layouts.push_back(with(one));
+    return layouts;
   }
-  for (int first = 0; first < n; ++first) {
-    MeshDimSet set;
-    for (int i = first; i < n; ++i) {
-      set.insert(all[i]);
-      sets.push_back(set);
+
+ private:
+  static constexpr int kReplicated = -1;
+  static constexpr size_t kMaxLayouts = 64;
+
+  // What cuts anew does so behind what cuts already, in mesh order.
+  Layout with(const std::map<int, int>& chosen) const {
+    Cuts cuts = layout_.cuts();
+    for (std::vector<Cut>& list : cuts) {
+      std::erase_if(list, [&](const Cut& cut) { return chosen.contains(cut.mesh_dim); });
     }
+    for (const auto& [mesh_dim, tensor_dim] : chosen) {
+      if (tensor_dim != kReplicated) cuts[tensor_dim].push_back({mesh_dim, 1});
+    }
+    return with_cuts(layout_, std::move(cuts));
   }
-  return sets;
+
+  const Layout layout_;
+  const std::vector<int>& tensor_dims_;
+  std::map<int, std::vector<int>> others_;
+};
+
+// Whether two meshes have ranks in common, and whether some node has ranks of both.
+struct Encounter {
+  bool shares_ranks = false;
+  bool shares_nodes = false;
+};
+
+Encounter encounter(const Mesh& a, const Mesh& b, int64_t ranks_per_node) {
+  Encounter found;
+  std::set<int64_t> nodes;
+  const auto node_of = [&](Rank rank) { return ranks_per_node > 0 ? number(rank) / ranks_per_node : 0; };
+  for (const Rank rank : a.ranks()) nodes.insert(node_of(rank));
+  for (const Rank rank : b.ranks()) {
+    found.shares_nodes = found.shares_nodes || nodes.contains(node_of(rank));
+    found.shares_ranks = found.shares_ranks || a.position_of(rank).has_value();
+  }
+  return found;
 }
 
+// Pairs of a layout on either mesh, in the order of what they cost at least. So most pairs are left before anything of
+// them is worked out.
 class Crossings {
  public:
   Crossings(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology)
-      : src_(src), goal_(goal), options_(options), topology_(topology) {
-    options_.groups.clear();
-  }
+      : src_(src),
+        goal_(goal),
+        options_(options),
+        topology_(topology),
+        tensor_dims_(tensor_dims_of(src, goal)),
+        encounter_(encounter(src.mesh(), goal.mesh(), topology.ranks_per_node)) {}
 
   std::vector<Step> cheapest() {
-    std::vector<Segment> before;
-    for (const Layout& layout : ends_on_source()) add(before, layout, src_, layout);
-    std::vector<Segment> after;
-    for (const Layout& layout : starts_on_goal()) add(after, layout, layout, goal_);
-    for (const Segment& first : before) {
-      for (const Segment& last : after) try_crossing(first, last);
+    for (const Layout& layout : ends_on_source()) add(before_, layout, src_, layout);
+    for (const Layout& layout : starts_on_goal()) add(after_, layout, layout, goal_);
+    try_pair(before_.front(), after_.front());
+    struct Pair {
+      Cost at_least;
+      size_t before;
+      size_t after;
+      auto operator<=>(const Pair&) const = default;
+    };
+    std::vector<Pair> pairs;
+    for (size_t i = 0; i < before_.size(); ++i) {
+      for (size_t j = 0; j < after_.size(); ++j) {
+        const Cost least = before_[i].at_least + crossing_at_least(before_[i], after_[j]) + after_[j].at_least;
+        if (i + j > 0 && least < *best_cost_) pairs.push_back({least, i, j});
+      }
+    }
+    std::sort(pairs.begin(), pairs.end());
+    for (const Pair& pair : pairs) {
+      if (*best_cost_ <= pair.at_least) break;
+      try_pair(before_[pair.before], after_[pair.after]);
     }
     return std::move(best_);
   }
 
  private:
-  // Moves on one mesh, and the layout at their end where the crossing is.
+  // Moves on one mesh, and the layout at their end where the crossing is. They are searched for when they are needed.
   struct Segment {
     Layout layout;
-    std::vector<Step> steps;
-    Cost cost;
+    Layout from;
+    Layout to;
+    int64_t elements;  // of the largest part
+    Cost at_least;     // exact once the steps are known
+    std::optional<std::vector<Step>> steps;
   };
 
   bool is_for_time() const { return options_.objective == Objective::kTime; }
 
   Cost cost_of(const Step& step, const StepFigures& worst, int64_t picoseconds) const {
-    const bool communicates = !is_local(step.op) && worst.messages > 0;
+    const bool communicates = step.op == StepOp::kCross ? worst.messages > 0 : !is_local(step.op);
     return {is_for_time() ? picoseconds : worst.received_bytes, communicates ? 1 : 0, worst.messages, 1};
   }
 
-  // Unless a rank would hold more than is allowed, or the layout is there already.
+  // Unless a rank would hold more than is allowed, or the layout is there already. The first stays in any case.
   void add(std::vector<Segment>& segments, const Layout& layout, const Layout& from, const Layout& to) {
-    const bool is_end = layout == src_ || layout == goal_;
-    if (!is_end && options_.max_held > 0 && layout.largest_part_elements() > options_.max_held) return;
+    const int64_t elements = layout.largest_part_elements();
+    if (!segments.empty() && options_.max_held > 0 && elements > options_.max_held) return;
     for (const Segment& known : segments) {
       if (known.layout == layout) return;
     }
-    Segment segment{layout, from == to ? std::vector<Step>{} : cheapest_moves(from, to, options_, topology_), {}};
-    for (const Step& step : segment.steps) {
-      const StepFigures worst = figures(step, options_.lowering);
-      segment.cost = segment.cost + cost_of(step, worst, predicted_picoseconds(step, worst, topology_));
-    }
-    segments.push_back(std::move(segment));
+    const int64_t least = from == to ? 0 : least_picoseconds(from, to, options_, topology_);
+    segments.push_back({layout, from, to, elements, {least, 0, 0, 0}, std::nullopt});
   }
 
+  void find_steps(Segment& segment) const {
+    if (segment.steps) return;
+    segment.steps.emplace();
+    if (!(segment.from == segment.to)) {
+      segment.steps = cheapest_moves(segment.from, segment.to, options_, topology_);
+    }
+    segment.at_least = {};
+    for (const Step& step : *segment.steps) {
+      const StepFigures worst = figures(step, options_.lowering);
+      segment.at_least = segment.at_least + cost_of(step, worst, predicted_picoseconds(step, worst, topology_));
+    }
+  }
+
+  // Every mesh dim by itself: as it is, or cutting a tensor dim, or nothing, which saves messages but no bytes. Where
+  // nothing is due, slicing replicas changes nothing that sharing would not.
   std::vector<Layout> ends_on_source() const {
-    std::vector<Layout> ends;
     const MeshDimSet due = src_.partial_dims();
-    if (due.empty()) ends.push_back(src_);
-    for (int t = 0; t < src_.ndim() && !due.empty(); ++t) ends.push_back(cut_further(src_, due, t));
-    if (!due.empty()) ends.push_back(with_cuts(src_, src_.cuts()));
-    for (const int d : src_.cut_dims().to_vector()) ends.push_back(without_cuts(src_, MeshDimSet::single(d)));
-    if (!src_.cut_dims().empty()) ends.push_back(without_cuts(src_, src_.cut_dims()));
-    return ends;
+    Choices choices(with_cuts(src_, src_.cuts()), tensor_dims_);
+    for (const int d : due.to_vector()) choices.may_cut(d);
+    for (const int d : src_.cut_dims().to_vector()) {
+      if (is_for_time()) choices.may_be_replicated(d);
+      choices.may_cut(d);
+    }
+    for (const int d : src_.replicated_dims().to_vector()) {
+      if (!due.empty()) choices.may_cut(d);
+    }
+    return choices.all();
   }
 
   std::vector<Layout> starts_on_goal() const {
-    std::vector<Layout> starts{goal_};
-    for (const MeshDimSet striped : sets_of(goal_.replicated_dims())) {
-      for (int t = 0; t < goal_.ndim(); ++t) starts.push_back(cut_further(goal_, striped, t));
+    Choices choices(goal_, tensor_dims_);
+    for (const int d : goal_.replicated_dims().to_vector()) choices.may_cut(d);
+    for (const int d : goal_.cut_dims().to_vector()) {
+      if (is_for_time()) choices.may_be_replicated(d);
+      choices.may_cut(d);
     }
-    const Layout uncut = without_cuts(goal_, goal_.cut_dims());
-    for (int t = 0; t < goal_.ndim() && !goal_.cut_dims().empty(); ++t) {
-      starts.push_back(cut_further(uncut, goal_.cut_dims(), t));
+    return choices.all();
+  }
+
+  // From sizes alone. Where meshes share ranks, these may hold what they need.
+  Cost crossing_at_least(const Segment& first, const Segment& last) const {
+    const int64_t item = src_.dtype().size_bytes();
+    StepFigures least;
+    least.received_bytes = (last.elements - (encounter_.shares_ranks ? first.elements : 0)) * item;
+    least.touched_bytes = last.elements * item;
+    if (last.elements == 0 || least.received_bytes <= 0) {
+      return {is_for_time() ? scaled(least.touched_bytes, topology_.memory_ps_per_kib) : 0, 0, 0, 0};
     }
-    return starts;
+    if (!is_for_time()) return {least.received_bytes, 0, 0, 0};
+    least.messages = std::max<int64_t>(least.received_bytes / item / std::max<int64_t>(first.elements, 1), 1);
+    return {predicted_picoseconds(false, least, fastest_link(), topology_), 0, 0, 0};
+  }
+
+  Link fastest_link() const {
+    if (!encounter_.shares_nodes) return topology_.between;
+    return {std::min(topology_.inside.message_ps, topology_.between.message_ps),
+            std::min(topology_.inside.ps_per_kib, topology_.between.ps_per_kib)};
+  }
+
+  bool may_improve(const Cost& at_least) const { return !best_cost_ || at_least < *best_cost_; }
+
+  void try_pair(Segment& first, Segment& last) {
+    const Cost crossing = crossing_at_least(first, last);
+    find_steps(first);
+    if (!may_improve(first.at_least + crossing + last.at_least)) return;
+    find_steps(last);
+    if (!may_improve(first.at_least + crossing + last.at_least)) return;
+    try_crossing(first, last);
   }
 
   // In whole messages, and to the element where that relieves a rank that sends more than any receives. Under the other
   // objective sharing changes nothing that counts, and holders send as little as they can.
   void try_crossing(const Segment& first, const Segment& last) {
-    const Cost around = first.cost + last.cost;
-    if (best_cost_ && *best_cost_ <= around) return;
     bool relieves = true;
-    if (is_for_time()) relieves = try_sharing(first, last, Sharing::kMessages, around);
-    if (relieves) try_sharing(first, last, Sharing::kBytes, around);
+    if (is_for_time()) relieves = try_sharing(first, last, Sharing::kMessages);
+    if (relieves) try_sharing(first, last, Sharing::kBytes);
   }
 
   // Whether the worst sender decides.
-  bool try_sharing(const Segment& first, const Segment& last, Sharing sharing, const Cost& around) {
+  bool try_sharing(const Segment& first, const Segment& last, Sharing sharing) {
     const Crossing crossing(first.layout, last.layout, sharing);
-    const StepFigures worst = crossing.totals().worst;
+    const Cost around = first.at_least + last.at_least;
     Step step{StepOp::kCross, {}, first.layout, last.layout, sharing};
-    const int64_t picoseconds =
-        predicted_picoseconds(worst.messages == 0, worst, link_of(crossing, topology_), topology_);
-    const Cost total = around + cost_of(step, worst, picoseconds);
-    if (!best_cost_ || total < *best_cost_) {
+    const StepFigures least = crossing.worst_at_least();
+    const Link link = link_of(crossing, topology_);
+    const auto time = [&](const StepFigures& worst) {
+      return predicted_picoseconds(worst.messages == 0, worst, link, topology_);
+    };
+    if (!may_improve(around + cost_of(step, least, time(least)))) return least.sent_bytes > least.received_bytes;
+    const StepFigures worst = crossing.totals().worst;
+    const Cost total = around + cost_of(step, worst, time(worst));
+    if (may_improve(total)) {
       best_cost_ = total;
-      best_ = first.steps;
+      best_ = *first.steps;
       best_.push_back(std::move(step));
-      best_.insert(best_.end(), last.steps.begin(), last.steps.end());
+      best_.insert(best_.end(), last.steps->begin(), last.steps->end());
     }
     return worst.sent_bytes > worst.received_bytes;
   }
 
   const Layout& src_;
   const Layout& goal_;
-  PlanOptions options_;
+  const PlanOptions& options_;
   const Topology& topology_;
+  std::vector<int> tensor_dims_;
+  Encounter encounter_;
+  std::vector<Segment> before_;
+  std::vector<Segment> after_;
   std::optional<Cost> best_cost_;
   std::vector<Step> best_;
 };

@@ -7,21 +7,19 @@
 
 namespace shardwright {
 
-// Three segments: moves on the mesh of `src`, one crossing, moves on the mesh of `goal`.
+// Three segments: moves on the mesh of `src`, one crossing, moves on the mesh of `goal`. The layouts at both ends of
+// the crossing are chosen together. Each mesh dim may do there what it does in `src` or `goal`, cut another tensor dim,
+// or cut nothing:
 //
-//   before    all that is pending is reduced: over all its mesh dims at once into cuts of one tensor dim, so that what
-//             crosses is spread over them, or into replicas, which share the sending as well. Or some of the cuts, or
-//             all, are gathered, so that fewer messages cross.
-//   after     some of the replicated mesh dims of `goal`, or all, cut a tensor dim while the tensor crosses. Their
-//   ranks
-//             receive a stripe each and gather them on their own mesh, where links may be faster: what enters a node or
-//             leaves a holder once then crosses once. Or all mesh dims that cut do so on one tensor dim, as a source
-//             may, and exchange afterwards.
-//   crossing  shared in whole messages or to the element, whichever is faster (Sharing)
+//   before    All that is pending is reduced, into cuts or replicas, and replicas may reduce a part each. Cuts may be
+//             gathered or exchanged, so that fewer messages cross.
+//   after     Replicated mesh dims may cut a tensor dim while the tensor crosses. Their ranks receive a stripe each and
+//             gather them on their own mesh. Cuts may be exchanged or thinned out afterwards.
+//   crossing  Shared in whole messages or to the element, whichever is faster.
 //
-// Each segment's moves are those of cheapest_moves(). Of equal costs the first in an order that depends on the layouts
-// alone is taken; the direct crossing comes first. `goal` has no partials. Between meshes options.groups is not looked
-// at.
+// The moves of a segment are those of cheapest_moves(). Layouts at the ends that differ in few mesh dims come first,
+// which for meshes of many dims are all that are tried (two_meshes.cpp). Of equal costs the direct crossing wins, else
+// the first in an order that depends on the layouts alone. `goal` has no partials. options.groups is empty.
 std::vector<Step> cheapest_crossing(const Layout& src, const Layout& goal, const PlanOptions& options,
                                     const Topology& topology);
 
