@@ -18,7 +18,7 @@ Layout without_partials(const Layout& layout) {
 
 int64_t ceil_divide(int64_t n, int64_t k) { return (n + k - 1) / k; }
 
-// The coordinates of a position on some mesh dims, as one number.
+// Returns the coordinates of a position on some mesh dims as one number.
 int64_t number_at(const Mesh& mesh, MeshDimSet mesh_dims, int64_t position) {
   int64_t number = 0;
   for (const int d : mesh_dims.to_vector()) number = number * mesh.dim_size(d) + mesh.coordinate(position, d);
@@ -80,8 +80,8 @@ class Bounds {
         pending.insert(number_at(src_layout_.mesh(), src_layout_.partial_dims(), place->src_position));
         replicas.insert(number_at(dst_layout_.mesh(), dst_layout_.replicated_dims(), place->dst_position));
       }
-      // A rank in both sets stands for one contribution and one replica. A value that is whole is no contribution: all
-      // replicas that hold it have it.
+      // A rank in both sets saves one transfer: it has one contribution, and is one replica. If there are no pending
+      // reductions, every replica that holds the value saves one.
       auto saved = static_cast<int64_t>(replicas.size());
       if (contributions > 1) saved = std::min(saved, static_cast<int64_t>(pending.size()));
       transfers -= shared(cell.first, cell.second) * saved;
@@ -96,7 +96,7 @@ class Bounds {
     return bound;
   }
 
-  // Parts of the destination are disjoint, so what its ranks on a node need is what their parts have.
+  // Parts of the destination are disjoint, so the ranks of a node need the sum of the sizes of their parts.
   void into_nodes(int64_t ranks_per_node, CrossingBound& bound) const {
     if (ranks_per_node <= 0 || ranks_per_node > CrossingBound::kMaxNode) return;
     const int64_t item = src_layout_.dtype().size_bytes();
@@ -154,7 +154,7 @@ class Bounds {
     return elements;
   }
 
-  // By part of the source: elements times needers.
+  // Returns, for each part of the source, the sum over its elements of the number of needers.
   std::vector<int64_t> wanted_of_parts() const {
     std::vector<int64_t> wanted(src_.parts());
     for (int64_t part = 0; part < src_.parts(); ++part) wanted[part] = size_of_src(part) * dst_.replicas();
@@ -164,7 +164,7 @@ class Bounds {
     return wanted;
   }
 
-  // By part of the source: elements that somebody else needs.
+  // Returns, for each part of the source, the number of elements that some rank needs and does not hold.
   std::vector<int64_t> leaving_of_parts() const {
     std::vector<int64_t> leaving(src_.parts());
     for (int64_t part = 0; part < src_.parts(); ++part) leaving[part] = size_of_src(part);
@@ -176,7 +176,7 @@ class Bounds {
     return leaving;
   }
 
-  // Calls visit(part of the destination, elements) for those that a part of the source meets.
+  // Calls visit(part of the destination, elements in common) for every part that overlaps a part of the source.
   template <typename Visit>
   void for_each_met(int64_t src_part, const Visit& visit, std::vector<int64_t> slots = {}, int64_t elements = 1) const {
     if (slots.size() == meetings_.size()) return visit(dst_.index_of(slots), elements);
@@ -211,7 +211,8 @@ class Bounds {
     bound.forwarded_sent = bound.forwarded_is_exact ? least_worst_load(forwarded_work(leaving)) : any;
   }
 
-  // Teams are the ranks of one part of each side, pools those of one part.
+  // A team is the ranks with the same part of the source and the same part of the destination. A pool is all ranks with
+  // one part of one side.
   SharedWork forwarded_work(const std::vector<int64_t>& leaving) const {
     SharedWork work;
     work.pools.resize(src_.parts() + dst_.parts());

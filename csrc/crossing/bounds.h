@@ -1,4 +1,4 @@
-// What no way from a layout on one mesh to a layout on another can go below.
+// Lower bounds on the traffic of every way from a layout on one mesh to a layout on another.
 #pragma once
 
 #include <cstdint>
@@ -8,24 +8,27 @@
 
 namespace shardwright {
 
-// Cells are the intersections of a part of the source with a part of the destination: |c| elements, which the holders
-// of the one have and the n needers, who are the ranks of the other that do not hold the cell, must get.
+// A cell is the intersection of a part of the source with a part of the destination. It has |c| elements. The holders
+// of the source's part have them, and the cell's n needers must get them: the ranks of the destination's part that do
+// not hold the cell.
 //
-// With pending reductions k contributions to each element are somewhere, and the ranks C that make them are as few and
-// as much among the destination's D as can be: |C u D| - 1 transfers are needed per element. A rank of `dst` that is
-// partial may hold any share of the value, so one of those that differ in partial mesh dims alone is enough. No rank is
-// known to get or send more than the mean then.
+// With pending reductions, each element has k contributions. In the best case the set C of ranks that hold them is as
+// small as possible and overlaps the destination's set D of ranks as much as possible, so |C u D| - 1 transfers per
+// element are necessary. If `dst` is partial, a rank may hold any share of the value, so D has only one of the ranks
+// that differ in nothing but partial mesh dims. In this case the bound for the busiest rank is the mean.
 struct CrossingBound {
-  // A rank must receive what it needs and does not hold.
+  // What a rank needs and does not hold, it must receive.
   int64_t received_bytes_max = 0;
   int64_t received_bytes_sum = 0;
 
-  // By the rank that sends most. `direct`: where only holders send. The holders of a part are those of no other, so it
-  // is what the needers of some part want, over its holders. `forwarded`: where needers pass on what they got, so that
-  // of each cell |c| at least are sent by holders, and |c| (n - 1) by them or needers: the least worst load of that
-  // work. `any`: where every rank may pass on anything: the larger of the mean and of what must leave the holders of a
-  // part. `any` is no more than `forwarded`, which is no more than `direct`. Where there are more than kMaxCells cells,
-  // `forwarded` is that of `any`, and `forwarded_is_exact` is false.
+  // What the rank that sends most must send, for three kinds of algorithms; any <= forwarded <= direct.
+  //   direct     only holders send. No rank holds two parts, so the bound is the largest, over parts, of what all
+  //              needers want, divided by the number of holders.
+  //   forwarded  needers may pass on what they got. For each cell, holders send at least |c| elements, and holders or
+  //              needers send |c| (n - 1) more; the bound is the least load of the busiest rank in this work. With more
+  //              than kMaxCells cells it is the bound for `any`, and forwarded_is_exact is false.
+  //   any        every rank may pass on anything. The bound is the larger of the mean and of what must leave the
+  //              holders of a part, divided by their number.
   Ratio direct_sent;     // elements
   Ratio forwarded_sent;  // elements
   bool forwarded_is_exact = true;
@@ -33,16 +36,16 @@ struct CrossingBound {
   int64_t forwarded_sent_bytes_max = 0;
   int64_t any_sent_bytes_max = 0;
 
-  // Into some node of so many consecutive ranks: what some rank of it needs and none holds. 0 with partials, and where
-  // nodes are not known or larger than kMaxNode.
+  // What must enter some node, because some of its ranks needs it and none holds it. 0 if there are partials, if the
+  // number of ranks per node is not known, or if it is larger than kMaxNode.
   int64_t node_bytes_max = 0;
-  int64_t node_bytes_per_rank = 0;  // over the ranks of the node that are in either mesh
+  int64_t node_bytes_per_rank = 0;  // divided by the number of the node's ranks that are in either mesh
 
   static constexpr int64_t kMaxCells = 4096;
   static constexpr int64_t kMaxNode = 256;
 };
 
-// `ranks_per_node` 0: all ranks are on one node.
+// With `ranks_per_node` 0, all ranks are on one node. Otherwise nodes are so many consecutive ranks each.
 CrossingBound crossing_bound(const Layout& src, const Layout& dst, int64_t ranks_per_node = 0);
 
 }  // namespace shardwright

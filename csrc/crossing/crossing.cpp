@@ -78,8 +78,9 @@ int64_t Crossing::length(const Line& line) const {
   return line.elements * dst_.replicas() - absent;
 }
 
-// Within a replica places are numbered as the meetings of each tensor dim, the last dim fastest. So before a place lie,
-// dim by dim, the meetings before its own times all of the dims after it.
+// Within a replica, places are numbered by their meeting on each tensor dim, the last dim fastest. So the elements
+// before a place are the sum, over tensor dims, of its own elements on the dims before, times the elements of the
+// meetings before its own on this dim, times all elements on the dims after.
 Crossing::Place Crossing::place(const Line& line, int64_t number) const {
   if (number == num_places(line)) return {length(line), 0};
   Place found{0, 1};
@@ -143,7 +144,7 @@ std::vector<Crossing::Parcel> Crossing::sends(Rank rank) const {
   if (!holds) return parcels;
   const Line line = line_of(holds->slots);
   const int64_t end = first_served(line, holds->replica + 1);
-  // The last place may be served by this rank and the next.
+  // The last place may be served by both this rank and the next.
   const int64_t last = sharing_ == Sharing::kBytes ? std::min(end + 1, num_places(line)) : end;
   for (int64_t number = first_served(line, holds->replica); number < last; ++number) {
     const Interval range = served(place(line, number), holds->replica);

@@ -1,25 +1,27 @@
-// From a layout on one mesh to a layout on another: who sends what to whom, in one move over the union of their ranks.
+// One move from a layout on one mesh to a layout on another: who sends what to whom, among the ranks of both meshes.
 //
-// The meshes may have any ranks: others, some, or all in common, in any shape and order. The ranks that hold a part of
-// the source are its *holders*. A rank of the destination that needs something of a part which it does not hold itself
-// is a *needer* of the part. What a rank holds already stays where it is and is no parcel. So every element that a rank
-// needs comes from exactly one place.
+// The meshes may have no ranks, some or all in common, and any shapes and orders. The ranks that hold a part of the
+// source are its *holders*. A rank of the destination that needs data of a part which it does not hold itself is a
+// *needer* of the part. Data that a rank already holds stays on it and is not sent. So every element that a rank needs
+// comes from exactly one place.
 //
-// The holders of a part share the sending. Its needers stand in line: one replica of the destination after the other,
-// each in the order of its parts, and each rank with what it needs. Every holder serves a stretch of the line. All
-// stretches have one length, the least that serves the longest line: shorter ones would split more messages and relieve
-// no rank that matters. With Sharing::kBytes a stretch ends anywhere, and the worst rank sends the least that it can
-// without forwarding, rounded up to elements. With Sharing::kMessages the holder whose stretch has the middle of a
-// message sends all of it, and the worst rank sends less than one message more.
+// The holders of a part share the sending. The data that its needers need is arranged in a *line*: one replica of the
+// destination after the other, each in the order of its parts. Every holder sends one stretch of the line. All
+// stretches of all lines have the same length, the shortest with which the longest line is sent: shorter stretches for
+// shorter lines would split more messages without relieving the busiest rank. With Sharing::kBytes a stretch may end
+// anywhere, and the worst rank sends the least possible without forwarding, rounded up to elements. With
+// Sharing::kMessages the holder whose stretch has the middle of a message sends the whole message, and the worst rank
+// sends less than one message more.
 //
 // 12 rows, from ranks 0 to 3 on (a=2, b=2) as [S(0), R] to ranks 4 to 6 on (c=3) as [S(0)], by Sharing::kBytes:
 //
-//   part      holders    in line                          stretches of 3 rows
+//   part      holders    line                             stretches of 3 rows
 //   [0, 6)    0, 1       4: [0, 4)    5: [4, 6)           0 -> 4: [0, 3)    1 -> 4: [3, 4)    1 -> 5: [4, 6)
 //   [6, 12)   2, 3       5: [6, 8)    6: [8, 12)          2 -> 5: [6, 8)    2 -> 6: [8, 9)    3 -> 6: [9, 12)
 //
-// All of it depends on the two layouts alone and is the same on all ranks. Nothing here costs ranks times ranks: places
-// in line are worked out tensor dim by tensor dim, and what one rank sends or receives takes as long as it has parcels.
+// The result depends only on the two layouts and is the same on all ranks. No function takes time proportional to ranks
+// times ranks: places in a line are computed tensor dim by tensor dim, and the sends or receives of one rank take time
+// in proportion to its parcels.
 #pragma once
 
 #include <cstdint>
@@ -36,32 +38,34 @@ namespace shardwright {
 
 class Crossing {
  public:
-  // Layouts of one shape and dtype without partials, and kMessages or kBytes; else throws InvariantError.
+  // The layouts must have the same shape and dtype and no partials, and `sharing` must be kMessages or kBytes.
+  // Otherwise throws InvariantError.
   Crossing(const Layout& src, const Layout& dst, Sharing sharing);
 
-  // Those of either mesh, ascending. Other ranks send and receive nothing.
+  // The ranks of both meshes, ascending. Other ranks send and receive nothing.
   const std::vector<Rank>& ranks() const { return ranks_; }
 
-  // What goes between two ranks: a range of the intersection of what the sender holds and the receiver needs, in packed
-  // order, which is that of its runs (intersect() in layout/region.h), the last tensor dim fastest.
+  // What one rank sends another: a range of the intersection of the sender's and the receiver's parts. The elements of
+  // the intersection are numbered in the order of its runs (intersect() in layout/region.h), the last tensor dim
+  // fastest.
   struct Parcel {
     Rank peer{};
     Interval range;
     bool operator==(const Parcel&) const = default;
   };
 
-  // By ascending peer, at most one per peer, none of them empty.
+  // Return parcels by ascending peer, at most one per peer, and none empty.
   std::vector<Parcel> sends(Rank rank) const;
   std::vector<Parcel> receives(Rank rank) const;
 
-  // `messages` counts each parcel as many times as there are rounds, or as it has elements.
+  // In `messages`, a parcel counts once per round, but at most once per element.
   Traffic at(Rank rank, int64_t rounds = 1) const;
 
-  // What a rank needs and does not hold, and what it sends. Neither takes a walk over its peers.
+  // Return how much a rank needs and does not hold, and how much it sends, without a walk over its peers.
   int64_t received_elements(Rank rank) const;
   int64_t sent_elements(Rank rank) const;
 
-  // What the worst rank does, each figure by itself, and what all ranks receive together.
+  // The largest value of each figure over all ranks, and what all ranks receive together.
   struct Totals {
     StepFigures worst;
     int64_t received_bytes_sum = 0;
@@ -71,25 +75,27 @@ class Crossing {
   // kBytes only the messages.
   StepFigures worst_at_least() const;
 
-  // Whether some parcel goes from one node to another, with nodes of so many consecutive ranks; never with 0.
+  // Returns whether some parcel goes from one node to another. A node is `ranks_per_node` consecutive ranks; with 0
+  // there is only one node.
   bool crosses_nodes(int64_t ranks_per_node) const;
 
  private:
-  // A needer's place in a line. A rank that holds the part itself keeps its place, without elements.
+  // A rank's place in a line. A rank that holds the part itself has a place without elements.
   struct Place {
-    int64_t begin = 0;  // elements before it
+    int64_t begin = 0;  // the number of elements before it in the line
     int64_t elements = 0;
   };
+  // A place without elements, because its rank holds the part itself.
   struct Absent {
     int64_t place = 0;     // its number in the line
-    int64_t elements = 0;  // that it would have
-    int64_t before = 0;    // that absent ones before it would have
+    int64_t elements = 0;  // that it would have otherwise
+    int64_t before = 0;    // elements that the absent places before it would have
   };
   // The line of one part of the source.
   struct Line {
-    std::vector<int64_t> slots;  // of the part
-    int64_t places = 1;          // for each replica of the destination
-    int64_t elements = 1;        // of each replica, if none of its ranks held the part
+    std::vector<int64_t> slots;  // the slots of the part (Grid)
+    int64_t places = 1;          // the number of places per replica of the destination
+    int64_t elements = 1;        // elements per replica if nothing is absent
     std::span<const Absent> absent;
   };
 
@@ -98,9 +104,9 @@ class Crossing {
   int64_t num_places(const Line& line) const { return line.places * dst_.replicas(); }
   int64_t length(const Line& line) const;
   Place place(const Line& line, int64_t number) const;
-  // The number of the first place that holders serve whose turn is this or later.
+  // Returns the number of the first place that is served by a holder with this turn or a later one.
   int64_t first_served(const Line& line, int64_t turn) const;
-  // What the holder whose turn it is sends to a place.
+  // Returns what the holder with this turn sends to a place.
   Interval served(const Place& place, int64_t turn) const;
   Rank needer(const Line& line, int64_t number) const;
   int64_t parts_received(Rank rank) const;

@@ -14,14 +14,14 @@ int64_t sizes_of(const Mesh& mesh, const std::vector<int>& mesh_dims) {
   return size;
 }
 
-// Coordinates on some mesh dims as one number, the first of them slowest.
+// Returns the coordinates on some mesh dims as one number, the last of them fastest.
 int64_t number_at(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t position) {
   int64_t number = 0;
   for (const int d : mesh_dims) number = number * mesh.dim_size(d) + mesh.coordinate(position, d);
   return number;
 }
 
-// What such a number adds to a position.
+// The inverse of number_at: returns the position with these coordinates, and 0 on the other mesh dims.
 int64_t offset_of(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t number) {
   int64_t offset = 0;
   for (size_t i = mesh_dims.size(); i-- > 0;) {

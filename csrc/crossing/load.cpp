@@ -16,7 +16,7 @@ Ratio reduced(int64_t numerator, int64_t denominator) {
   return {numerator / divisor, denominator / divisor};
 }
 
-// Dinic's algorithm: blocking flows along shortest ways.
+// Dinic's algorithm: blocking flows along shortest paths.
 class Network {
  public:
   explicit Network(int nodes) : out_(nodes) {}
@@ -37,7 +37,7 @@ class Network {
     return total;
   }
 
-  // Whether a node can still be reached from the source: its side of the minimum cut.
+  // Returns whether a node can still be reached from the source, that is on which side of the minimum cut it is.
   bool is_reached(int node) const { return level_[node] >= 0; }
 
   static constexpr Amount kUnbounded = Amount{1} << 120;
@@ -63,7 +63,7 @@ class Network {
     }
   }
 
-  // As much of `limit` as leaves a node; no way is longer than the network has layers.
+  // Pushes up to `limit` from a node to the sink and returns how much. The recursion is as deep as there are levels.
   Amount push(int node, int sink, Amount limit) {
     if (node == sink) return limit;
     Amount pushed = 0;

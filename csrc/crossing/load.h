@@ -1,4 +1,4 @@
-// Work that only some may do, shared so that the busiest does the least: an exact max-flow.
+// Shares work that only some workers may do so that the busiest worker does as little as possible, by exact max-flow.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ struct Ratio {
   int64_t rounded_up() const { return (numerator + denominator - 1) / denominator; }
 };
 
-// Teams of workers, all in one team alike, and jobs that may be split among the workers of some teams.
+// Teams of interchangeable workers, and jobs that may be split among the workers of some teams.
 //
-// By max-flow min-cut, the least load of the busiest worker is the greatest of (amount of some jobs) / (workers of all
-// teams that may do any of them). least_worst_load() starts from all jobs and all workers. While the flow does not
-// carry all jobs at a load, its minimum cut names jobs that need more, and their load is the next one tried. Loads
-// grow, and there are finitely many sets, so the last one is exact.
+// By max-flow min-cut, the least load of the busiest worker is the maximum, over sets of jobs, of (amount of the jobs)
+// / (number of workers in the teams that may do any of them). least_worst_load() first tries the load of the set of all
+// jobs. As long as the flow at a load does not carry all jobs, its minimum cut gives a set of jobs with a higher load,
+// which is tried next. Loads grow, and there are finitely many sets, so the search ends, and the last load is exact.
 struct SharedWork {
   struct Job {
     int64_t amount = 0;
@@ -30,7 +30,7 @@ struct SharedWork {
   std::vector<int64_t> team_sizes;      // above 0
 };
 
-// Every job with an amount has a team; amounts sum to less than 2^62.
+// Every job with a positive amount must have a team, and amounts must sum to less than 2^62.
 Ratio least_worst_load(const SharedWork& work);
 
 }  // namespace shardwright

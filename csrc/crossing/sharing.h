@@ -1,4 +1,4 @@
-// How ranks that hold the same share what is sent of it.
+// How ranks that hold the same data share the sending of it.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,9 @@
 
 namespace shardwright {
 
-// Of an exchange, or of a crossing (crossing/crossing.h), which is never kNone. kNone: each receiver reads from the one
-// with its own coordinates. kMessages: each sends an equal number of whole messages. kBytes: each sends as much, to the
-// element, which splits some messages.
+// For exchanges, and for crossings (crossing/crossing.h), which are never kNone. kNone: each receiver receives from the
+// holder with its own coordinates. kMessages: the holders share the sending in whole messages. kBytes: all holders send
+// equally much, to the element, which splits some messages.
 enum class Sharing : uint8_t { kNone, kMessages, kBytes };
 
 const char* sharing_name(Sharing sharing);       // "none", "messages" or "bytes"
