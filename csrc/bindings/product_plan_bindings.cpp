@@ -5,6 +5,7 @@
 #include "bindings/arguments.h"
 #include "bindings/views.h"
 #include "planning/plan_cache.h"
+#include "products/product_arguments.h"
 #include "products/product_plan.h"
 #include "products/serialize.h"
 #include "support/wire_format.h"
@@ -19,10 +20,15 @@ using ProductPlanPtr = std::shared_ptr<const ProductPlan>;
 // A number of chunks, or for a ring the distances of each chunk.
 using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
 
+std::optional<int64_t> optional_integer(const py::object& given, const char* argument) {
+  if (given.is_none()) return std::nullopt;
+  return integer(given, argument);
+}
+
 ScheduleRequest request_of(const py::object& method, const std::optional<Chunks>& chunks, const py::object& depth) {
   ScheduleRequest request;
   if (!method.is_none()) request.method = parse_method(text(method, "method"));
-  if (!depth.is_none()) request.depth = integer(depth, "depth");
+  request.depth = optional_integer(depth, "depth");
   if (!chunks) return request;
   if (const auto* count = std::get_if<int64_t>(&*chunks)) {
     request.chunks = *count;
@@ -69,10 +75,14 @@ void define_dataflow(py::module_& m) {
                                if (one == nullptr) return std::nullopt;
                                return one->schedule;
                              })
-      .def_property_readonly("pending", [](const NodeView& view) {
-        const auto* bias = held_by<BiasNode>(view);
-        return bias == nullptr ? std::vector<int>{} : bias->pending.to_vector();
-      });
+      .def(
+          "adds_bias",
+          [](const NodeView& view, const ProductPlan& plan, int64_t rank) {
+            const auto* bias = held_by<BiasNode>(view);
+            const Layout& operand = plan.problem().operand;
+            return bias != nullptr && adds_bias(*bias, operand.mesh(), position_of(operand, rank));
+          },
+          py::arg("plan"), py::arg("rank"));
   py::class_<DataflowView>(m, "ProductDataflow")
       .def_property_readonly("names",
                              [](const DataflowView& view) {
@@ -115,6 +125,46 @@ bool has_equal_parts(const ProductPlan& plan) {
   return all;
 }
 
+// What moves and products are planned by: lowering, topology, tables, models by the dtype of what is moved.
+ProductContext context_of(const Layout& operand, const std::string& backend, const std::optional<Topology>& topology,
+                          const PlanningTables& tables, const std::map<std::string, GemmModel>& gemm_models) {
+  const Lowering& lowering = Lowering::named(backend);
+  return {lowering, topology_between(operand, operand, lowering, topology, tables), tables.pins, gemm_models};
+}
+
+// Name of the argument, shape, dtype, device, layout of a DTensor, whether a plain weight is taken transposed.
+using TensorParts =
+    std::tuple<std::string, std::vector<int64_t>, std::string, std::string, std::optional<Layout>, bool>;
+
+GivenTensor tensor_of(const TensorParts& parts) {
+  const auto& [name, shape, dtype, device, layout, is_transposed] = parts;
+  return {name, shape, dtype, device, layout, is_transposed};
+}
+
+std::vector<std::optional<GivenTensor>> tensors_of(const std::vector<std::optional<TensorParts>>& given) {
+  std::vector<std::optional<GivenTensor>> tensors;
+  for (const auto& parts : given) {
+    tensors.emplace_back();
+    if (parts) tensors.back() = tensor_of(*parts);
+  }
+  return tensors;
+}
+
+// By weight, or one for all of them.
+std::vector<std::optional<int64_t>> columns_of(const py::object& given, size_t num_weights) {
+  if (given.is_none()) return {};
+  if (PyIndex_Check(given.ptr())) {
+    return std::vector<std::optional<int64_t>>(num_weights, integer(given, "columns"));
+  }
+  const std::vector<int64_t> listed = integers(given, "columns");
+  return {listed.begin(), listed.end()};
+}
+
+bool keeps_gathered(const std::string& save) {
+  check_user(save == "shard" || save == "gathered", "save: '", save, "'; allowed are 'shard', 'gathered'");
+  return save == "gathered";
+}
+
 using ProductPlanClass = py::class_<ProductPlan, std::shared_ptr<ProductPlan>>;
 
 void define_making(ProductPlanClass& plan) {
@@ -125,7 +175,6 @@ void define_making(ProductPlanClass& plan) {
                        const std::optional<Chunks>& chunks, const py::object& depth, const std::string& backend,
                        const std::optional<Topology>& topology, const PlanningTables& tables,
                        const std::map<std::string, GemmModel>& gemm_models) {
-             const Lowering& lowering = Lowering::named(backend);
              ProductProblem problem{axes,
                                     operand,
                                     weights,
@@ -136,9 +185,7 @@ void define_making(ProductPlanClass& plan) {
                                     scales,
                                     keeps_gathered,
                                     request_of(method, chunks, depth),
-                                    {lowering, std::nullopt, {}, gemm_models}};
-             problem.context.topology = topology_between(operand, operand, lowering, topology, tables);
-             problem.context.pins = tables.pins;
+                                    context_of(operand, backend, topology, tables, gemm_models)};
              return std::const_pointer_cast<ProductPlan>(make_product_plan(std::move(problem)));
            }),
            py::arg("axes"), py::arg("operand"), py::arg("weights"), py::arg("biases"), py::arg("results"),
@@ -149,12 +196,60 @@ void define_making(ProductPlanClass& plan) {
            py::arg("gemm_models") = std::map<std::string, GemmModel>{});
 }
 
+// From the arguments of a product of tensors, which are checked.
+void define_making_from_tensors(py::module_& m) {
+  m.def(
+      "plan_product",
+      [](const std::string& function, const TensorParts& x, const std::vector<TensorParts>& weights,
+         const std::vector<std::optional<TensorParts>>& biases, const std::vector<std::optional<TensorParts>>& scales,
+         const std::optional<std::string>& out_dtype, bool requires_grad,
+         const std::optional<std::vector<std::string>>& placements, const py::object& dim, const py::object& size,
+         const py::object& columns, int64_t rank, int64_t num_ranks, bool checks_parts, const py::object& method,
+         const std::optional<Chunks>& chunks, const py::object& depth, const py::object& save,
+         const std::string& backend, const PlanningTables& tables,
+         const std::map<std::string, GemmModel>& gemm_models) {
+        ProductArguments arguments{.function = parse_product_function(function),
+                                   .x = tensor_of(x),
+                                   .weights = {},
+                                   .biases = tensors_of(biases),
+                                   .scales = tensors_of(scales),
+                                   .out_dtype = out_dtype,
+                                   .requires_grad = requires_grad,
+                                   .placements = std::nullopt,
+                                   .dim = optional_integer(dim, "dim"),
+                                   .size = optional_integer(size, "size"),
+                                   .columns = columns_of(columns, weights.size()),
+                                   .rank = rank,
+                                   .num_ranks = num_ranks,
+                                   .checks_parts = checks_parts};
+        for (const TensorParts& weight : weights) arguments.weights.push_back(tensor_of(weight));
+        if (placements) {
+          arguments.placements.emplace();
+          for (const std::string& one : *placements) arguments.placements->push_back(Placement::parse(one));
+        }
+        ScheduleRequest request = request_of(method, chunks, depth);
+        check(request);
+        const bool keeps = keeps_gathered(text(save, "save"));
+        ProductProblem problem = problem_of(arguments);
+        problem.keeps_gathered = keeps;
+        problem.schedule = std::move(request);
+        problem.context = context_of(problem.operand, backend, std::nullopt, tables, gemm_models);
+        return std::const_pointer_cast<ProductPlan>(make_product_plan(std::move(problem)));
+      },
+      py::arg("function"), py::arg("x"), py::arg("weights"), py::arg("biases"), py::arg("scales"), py::kw_only(),
+      py::arg("out_dtype"), py::arg("requires_grad"), py::arg("placements"), py::arg("dim"), py::arg("size"),
+      py::arg("columns"), py::arg("rank"), py::arg("num_ranks"), py::arg("checks_parts"), py::arg("method"),
+      py::arg("chunks"), py::arg("depth"), py::arg("save"), py::arg("backend"), py::arg("tables"),
+      py::arg("gemm_models"));
+}
+
 }  // namespace
 
 void define_product_plan(py::module_& m) {
   define_dataflow(m);
   ProductPlanClass plan(m, "ProductPlan");
   define_making(plan);
+  define_making_from_tensors(m);
   plan.def_static(
           "parse",
           [](const std::string& text) {

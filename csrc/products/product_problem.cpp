@@ -74,6 +74,16 @@ Topology ProductContext::known_topology() const {
   return topology ? *topology : Topology::named(lowering.default_topology);
 }
 
+void check(const ScheduleRequest& request) {
+  check_user(!request.chunks || (*request.chunks >= 1 && *request.chunks <= kMaxChunks),
+             "chunks: ", request.chunks.value_or(0), "; allowed are 1 to ", kMaxChunks,
+             ", or the distances of each chunk of a ring");
+  const int64_t most = request.method == Method::kSerial ? 1 : kMaxChunks;
+  const std::string method = request.method ? concat("method '", method_name(*request.method), "'") : "any method";
+  check_user(!request.depth || (*request.depth >= 1 && *request.depth <= most), "depth: ", request.depth.value_or(0),
+             " with ", method, "; allowed are 1 to ", most);
+}
+
 void check(const ProductProblem& problem) {
   const size_t count = problem.weights.size();
   check_user(count >= 1, "weights: got none; allowed is one or more");
@@ -100,6 +110,7 @@ void check(const ProductProblem& problem) {
                problem.operand.to_string(), " lie on different meshes; allowed is one");
   }
   check_cuts(problem);
+  check(problem.schedule);
 }
 
 }  // namespace shardwright

@@ -84,7 +84,8 @@ struct ProductProblem {
   ProductContext context = {};
 };
 
-// Throws UserError naming what does not fit.
+// Throw UserError naming what does not fit.
+void check(const ScheduleRequest& request);
 void check(const ProductProblem& problem);
 
 }  // namespace shardwright

@@ -361,6 +361,33 @@ def plan_of_steps(
     topology: Topology,
     named_groups_only: bool,
 ) -> Plan: ...
+def plan_product(
+    function: str,
+    x: _GivenTensor,
+    weights: Sequence[_GivenTensor],
+    biases: Sequence[_GivenTensor | None],
+    scales: Sequence[_GivenTensor | None],
+    *,
+    out_dtype: str | None,
+    requires_grad: bool,
+    placements: Sequence[str] | None,
+    dim: int | None,
+    size: int | None,
+    columns: int | Sequence[int] | None,
+    rank: int,
+    num_ranks: int,
+    checks_parts: bool,
+    method: str | None,
+    chunks: int | Sequence[Sequence[int]] | None,
+    depth: int | None,
+    save: str,
+    backend: str,
+    tables: PlanningTables,
+    gemm_models: dict[str, GemmModel],
+) -> ProductPlan:
+    """The plan of a product of tensors, from the arguments of the function (``"linear"``, ``"gather"`` or ``"sum"``)
+    that multiplies them: csrc/products/product_arguments.h says more. Raises ValueError for what does not fit."""
+
 def plan_text(plan: Plan) -> str:
     """Returns a plan as operators take it: a label, ``"|"``, and its bytes in base64."""
 
@@ -544,9 +571,8 @@ class ProductNode:
     def matmul(self) -> Matmul | None: ...
     @property
     def schedule(self) -> Schedule: ...
-    @property
-    def pending(self) -> list[int]:
-        """For a bias, the mesh dims along which only the first rank adds it."""
+    def adds_bias(self, plan: ProductPlan, rank: int) -> bool:
+        """Whether this rank adds the bias. Where sums stay due, only one rank along their mesh dims does."""
 
 class ProductDataflow:
     """Nodes in execution order. Values are numbered, inputs first; an output of -1 was not requested."""
@@ -561,6 +587,9 @@ class ProductDataflow:
     def outputs(self) -> list[int]: ...
     @property
     def nodes(self) -> list[ProductNode]: ...
+
+# Name of the argument, shape, dtype, device, layout of a DTensor, whether a plain weight is a transposed view.
+_GivenTensor = tuple[str, Sequence[int], str, str, Layout | None, bool]
 
 class ProductPlan:
     """The plan of a product of placed tensors, forward and backward (csrc/products/product_plan.h).

@@ -20,20 +20,19 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from .. import _planner, executables, groups
 from .running import Product, Setting
-from .scales import part_of_scale
 from .tensors import StoppedShort, autocast, gradient_placements, stopping_short
 
 # Text, name of the process group, rank in it. The rank is included because shapes differ between ranks.
@@ -86,9 +85,7 @@ Tensors = Sequence[torch.Tensor]
 
 def _multiply(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, *name: Any) -> list[torch.Tensor]:
     """The results, then the operand as gathered where the product keeps it."""
-    made = _product(name, x)
-    parts = [part_of_scale(scale, layout, made.rank) for scale, layout in zip(scales, made.scale_layouts, strict=True)]
-    outputs, kept = made.forward([x, *weights, *biases, *parts])
+    outputs, kept = _product(name, x).forward([x, *weights, *biases], scales)
     return _apart([*outputs, *([] if kept is None else [kept])], [x, *weights, *biases])
 
 
@@ -96,9 +93,8 @@ def _multiply_backward(
     x: torch.Tensor, weights: Tensors, gradients: Tensors, needs: Sequence[bool], *name: Any
 ) -> list[torch.Tensor]:
     """Those gradients that are needed, of operand, weights and biases."""
-    made = _product(name, x)
-    locals_ = [gradient.contiguous() for gradient in gradients]
-    found = made.backward(x, weights, locals_, made.result_gradients, needs)
+    dense = [gradient.contiguous() for gradient in gradients]
+    found = _product(name, x).backward(x, *weights, dys=dense, layouts=[None] * len(dense), needs=needs)
     return _apart([gradient for gradient in found if gradient is not None], [x, *weights, *gradients])
 
 
@@ -143,7 +139,7 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, 
     # After the results' gradients there may be one for the gathered operand, which graphs only save for the backward.
     dys = [
         made.empty(x, layout).zero_() if gradient is None else gradient
-        for gradient, layout in zip(gradients, made.result_gradients, strict=False)
+        for gradient, layout in zip(gradients, made.plan.result_gradients, strict=False)
     ]
     needs = [needs_x, *needs_weights, *by_weight]
     found = iter(torch.ops.shardwright.multiply_backward(x, weights, dys, needs, *ctx.name) if any(needs) else [])
@@ -168,41 +164,29 @@ for _name in ("shardwright::multiply", "shardwright::multiply_backward"):
 # ---- into graphs
 
 
-class _Meta(NamedTuple):
-    """A tensor without its elements."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    local_shape: tuple[int, ...] = ()
-    mesh: DeviceMesh | None = None  # of a DTensor
-    placements: tuple[Placement, ...] = ()
-
-
 def _meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    shape = tuple(operator.index(size) for size in tensor.shape)
-    stride = tuple(operator.index(step) for step in tensor.stride())
-    plain = (shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
+    """The tensor without its elements, and of a DTensor how it lies, in constants."""
+    index = operator.index
+    plain = (tuple(map(index, tensor.shape)), tuple(map(index, tensor.stride())), tensor.dtype, tensor.device)
     if not isinstance(tensor, DTensor):
-        return plain
-    return (*plain, tuple(map(operator.index, tensor.to_local().shape)), tensor.device_mesh, tuple(tensor.placements))
+        return (*plain, tensor.requires_grad)
+    local_shape = tuple(map(index, tensor.to_local().shape))
+    return (*plain, tensor.requires_grad, local_shape, tensor.device_mesh, tuple(tensor.placements))
 
 
-def _stand_in(meta: Any) -> Any:
-    """The tensors, lists of tensors and Nones that metas describe, as fake tensors."""
-    if meta is None:
-        return None
-    if isinstance(meta, list):
-        return [_stand_in(one) for one in meta]
-    m = _Meta(*meta)
-    if m.mesh is None:
-        how = {"dtype": m.dtype, "device": m.device, "requires_grad": m.requires_grad}
-        return torch.empty_strided(m.shape, m.stride, **how)
-    local = torch.empty(m.local_shape, dtype=m.dtype, device=m.device)
-    spec = DTensorSpec(m.mesh, m.placements, tensor_meta=TensorMeta(torch.Size(m.shape), m.stride, m.dtype))
-    return DTensor(local, spec, requires_grad=m.requires_grad)
+def _stand_in(meta: tuple[Any, ...]) -> torch.Tensor:
+    """A fake tensor like the one that was described."""
+    shape, stride, dtype, device, requires_grad, *placed = meta
+    if not placed:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=requires_grad)
+    local_shape, mesh, placements = placed
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+    return DTensor(torch.empty(local_shape, dtype=dtype, device=device), spec, requires_grad=requires_grad)
+
+
+def _each(function: Callable[[Any], Any], given: Any) -> Any:
+    """Of a value what `function` makes of it; of a list of values and Nones the list of these."""
+    return [None if one is None else function(one) for one in given] if isinstance(given, list) else function(given)
 
 
 _UNEVEN = "uneven"
@@ -220,31 +204,27 @@ def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[
     # Only the operands are fake; everything else that is read, such as meshes, has real values.
     with unset_fake_temporarily(), stopping_short():
         with FakeTensorMode():
-            stand_ins = {name: _stand_in(meta) for name, meta in metas.items()}
+            stand_ins = {name: _each(_stand_in, meta) for name, meta in metas.items()}
         try:
             function(**stand_ins, **others)
         except StoppedShort as stopped:
-            found = stopped
+            product, are_turned, specs = stopped.planned
         except ValueError as error:
             return str(error), None, ((), ()), ()
         else:
             raise RuntimeError(f"{function.__name__} came to an end without a product")
-    results = []
-    for spec in found.specs:
-        assert spec.tensor_meta is not None
-        meta = spec.tensor_meta
-        results.append((spec.placements, tuple(meta.shape), tuple(meta.stride), meta.dtype))
-    product, name, operand = found.product, None, ()
+    name, operand = None, ()
     if product is not None and not product.plan.has_equal_parts:
         # Compilers see an ordinary operator, not a collective, and order it relative to collectives by size. If sizes
         # differ among ranks, the order would too, and ranks would wait for each other.
         return None, _UNEVEN, ((), ()), ()
     if product is not None:
         name = _name_of(product)
-        given = metas["x"]
-        if len(given) > 5 and not product.plan.scaled_by:
-            operand = gradient_placements(given[-1], tuple(product.plan.operand_gradient.placements))
-    return None, name, (found.are_turned, tuple(results)), operand
+        if specs and product.operand_gradient:
+            operand = gradient_placements(metas["x"][-1], product.operand_gradient)
+    metas_of_specs = [(spec.placements, spec.tensor_meta) for spec in specs]
+    results = [(placed, tuple(meta.shape), tuple(meta.stride), meta.dtype) for placed, meta in metas_of_specs if meta]
+    return None, name, (are_turned, tuple(results)), operand
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -264,7 +244,9 @@ def goes_into_graphs(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            return function(*args, **kwargs)
+            # Compilers that gave up on a caller try each of its frames, ours too.
+            runs = function if get_eval_frame_callback() is None else outside
+            return runs(*args, **kwargs)
         positional = names[: len(args)]
         if len(args) > len(names) or any(name in kwargs for name in positional):
             raise TypeError(f"{function.__name__}: got {len(args)} arguments by position; allowed are {names}, once")
@@ -276,22 +258,21 @@ def goes_into_graphs(function: F) -> F:
 
 
 def _listed(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    return [given] if isinstance(given, torch.Tensor) else list(given)
+    return [] if given is None else given if isinstance(given, list) else [given]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _call(function: Callable[..., Any], outside: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     tensors = {name: arguments[name] for name in _TENSORS if arguments.get(name) is not None}
     others = {name: _constant(value) for name, value in arguments.items() if name not in _TENSORS}
-    if tensors.get("x_scale") is None:
-        tensors = {name: _cast(value) for name, value in tensors.items()}
-    metas: dict[str, Any] = {}
-    for name, value in tensors.items():
-        if isinstance(value, torch.Tensor):
-            metas[name] = _meta_of(value)
-        else:
-            metas[name] = [None if one is None else _meta_of(one) for one in value]
+    is_list = not isinstance(tensors.get("weights", tensors["x"]), torch.Tensor)
+    tensors = {name: one if isinstance(one, torch.Tensor) else list(one) for name, one in tensors.items()}
+    if "x_scale" not in tensors:
+        tensors = {name: _each(lambda tensor: autocast([tensor])[0], one) for name, one in tensors.items()}
+    metas = {name: _each(_meta_of, one) for name, one in tensors.items()}
     wrong, name, (are_turned, results), operand_gradient = _find_out(function, metas, others)
     if wrong is not None:
         raise ValueError(wrong)
@@ -301,26 +282,20 @@ def _call(function: Callable[..., Any], outside: Callable[..., Any], arguments: 
     weights = _listed(tensors.get("weight", tensors.get("weights")))
     biases = [bias for bias in _listed(tensors.get("bias", tensors.get("biases"))) if bias is not None]
     scales = [*_listed(tensors.get("x_scale")), *_listed(tensors.get("weight_scale", tensors.get("weight_scales")))]
-    if not isinstance(x, DTensor):
+    if are_turned:
         weights = [weight.t() if turned else weight for weight, turned in zip(weights, are_turned, strict=True)]
-        outputs = torch.ops.shardwright.multiply(x, weights, biases, scales, *name)
-    elif name:
-        outputs = torch.ops.shardwright.multiply(
-            x.to_local(grad_placements=operand_gradient) if operand_gradient else x.to_local(),
-            [weight.to_local() for weight in weights],
-            [bias.to_local() for bias in biases],
-            [scale.to_local() if isinstance(scale, DTensor) else scale for scale in scales],
-            *name,
-        )
+    if name:
+        part = x.to_local(grad_placements=operand_gradient) if operand_gradient else _local(x)
+        parts = [[_local(one) for one in listed] for listed in (weights, biases, scales)]
+        outputs = torch.ops.shardwright.multiply(part, *parts, *name)
     else:
         nothing = x.to_local().reshape(-1)[:0]
         outputs = [nothing.to(dtype).reshape([0] * len(shape)) for _, shape, _, dtype in results]
-    if isinstance(x, DTensor):
+    if results:
         outputs = [
             DTensor.from_local(y, x.device_mesh, placements, run_check=False, shape=shape, stride=stride)
             for y, (placements, shape, stride, _) in zip(outputs, results, strict=False)
         ]
-    is_list = "weights" in arguments and not isinstance(arguments["weights"], torch.Tensor)
     return list(outputs[: len(weights)]) if is_list else outputs[0]
 
 
@@ -329,9 +304,3 @@ def _constant(value: Any) -> Any:
     if isinstance(value, int):
         return operator.index(value)
     return [_constant(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
-def _cast(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return autocast(value)[0]
-    return [None if one is None else autocast(one)[0] for one in value]

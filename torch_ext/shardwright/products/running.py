@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from .. import _planner, _runtime, checking, counters, executables, groups, tables, watching
 from .. import operators as operators  # registers the operators that calls use
 from .._planner import GemmModel
-from ..topology import tables_now
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What a user may say about how products are carried out, and where."""
+class Setting(NamedTuple):
+    """What a caller may say about how products are carried out, and where."""
 
     device_type: str
     weak_group: groups.WeakGroup = groups.DEFAULT
@@ -26,8 +27,8 @@ class Setting:
     method: str | None = None
     chunks: int | tuple[tuple[int, ...], ...] | None = None
     depth: int | None = None
+    save: str = "shard"
     gemm_model: GemmModel | None = None
-    keeps_gathered: bool = False
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -43,38 +44,20 @@ class Setting:
         return found or tables.default_gemm_model(self.device_type)
 
 
-def make_plan(
-    setting: Setting,
-    axes: Sequence[str],
-    operand: _planner.Layout,
-    weights: Sequence[_planner.Layout],
-    biases: Sequence[_planner.Layout | None],
-    results: Sequence[_planner.Layout],
-    cuts: str | None,
-    scaled_by: str = "",
-    scales: Sequence[_planner.Layout | None] = (),
-) -> _planner.ProductPlan:
-    """The plan by what is pinned, measured and said now. `cuts`: None for those that are predicted fastest."""
-    backend = executables.lowering_on(operand.mesh, setting.device_type, setting.group)
-    counters.counts.plans += 1
-    dtypes = {layout.dtype for layout in (operand, *weights, *results)}
-    return _planner.ProductPlan(
-        axes,
-        operand,
-        weights,
-        biases,
-        results,
-        cuts=cuts,
-        scaled_by=scaled_by,
-        scales=scales,
-        keeps_gathered=setting.keeps_gathered,
-        method=setting.method,
-        chunks=setting.chunks,
-        depth=setting.depth,
-        backend=backend,
-        tables=tables_now(),
-        gemm_models={dtype: setting.model(dtype) for dtype in dtypes},
-    )
+def setting(
+    x: torch.Tensor,
+    method: str | None,
+    chunks: Any,
+    depth: int | None,
+    save: str,
+    gemm_model: GemmModel | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Setting:
+    """What was said, in a form that is found again. Raises RuntimeError without process groups."""
+    groups.check_initialised()
+    mesh = x.device_mesh if isinstance(x, DTensor) else None
+    by_hand = chunks if chunks is None or isinstance(chunks, int) else tuple(map(tuple, chunks))
+    return Setting(x.device.type, groups.weakly(group), mesh, method, by_hand, depth, save, gemm_model)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -157,10 +140,9 @@ class Flow:
             return lambda inputs: [
                 inputs[0].sum(dim=tuple(range(inputs[0].ndim - 1))) if inputs[0].ndim > 1 else inputs[0]
             ]
-        coordinate = self._plan.operand.mesh.coordinate(self._setting.rank) or []
-        if any(coordinate[d] for d in node.pending):
-            return lambda inputs: inputs[:1]  # one rank adds the bias to sums that stay due
-        return lambda inputs: [inputs[0] + inputs[1]]
+        if node.kind == "add" or node.adds_bias(self._plan, self._setting.rank):
+            return lambda inputs: [inputs[0] + inputs[1]]
+        return lambda inputs: inputs[:1]  # another rank adds the bias to sums that stay due
 
     def _call(self, matmul: _planner.Matmul, schedule: _planner.Schedule) -> Call:
         where = self._setting
@@ -191,43 +173,60 @@ class Product:
         self.keeps_gathered = plan.keeps_gathered
         self.has_bias = [bias is not None for bias in plan.biases]
         self.num_weights = len(plan.axes)
-        self.scale_layouts = plan.forward.layouts[1 + self.num_weights + sum(self.has_bias) : plan.forward.num_inputs]
-        self.result_gradients = plan.result_gradients
+        flow = plan.forward
+        self._scale_layouts = flow.layouts[1 + self.num_weights + sum(self.has_bias) : flow.num_inputs]
+        # Placements of the gradient that is given back for a DTensor, and layouts of the results' gradients.
+        self.operand_gradient = () if plan.scaled_by else tuple(plan.operand_gradient.placements)
+        self._result_gradients = plan.result_gradients
         self._forward: Flow | None = None
         self._backwards: dict[Hashable, Flow] = {}
 
-    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Operand, weights, biases and scales in, this rank's parts; results out, and the operand as moved if kept."""
+    def forward(
+        self, inputs: Sequence[torch.Tensor], scales: Sequence[torch.Tensor] = ()
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """This rank's parts of operand, weights and biases, and scales as they were given, in; results out, and the
+        operand as moved if that is kept."""
         if self._forward is None:
             self._forward = Flow(self.plan.forward, self.plan, self.setting)
-        outputs: list[torch.Tensor] = self._forward(inputs)  # type: ignore[assignment]
+        parts = [self._part(scale, layout) for scale, layout in zip(scales, self._scale_layouts, strict=True)]
+        outputs: list[torch.Tensor] = self._forward([*inputs, *parts])  # type: ignore[assignment]
         return (outputs[:-1], outputs[-1]) if self.keeps_gathered else (outputs, None)
 
     def backward(
         self,
         x: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        dys: Sequence[torch.Tensor],
-        layouts: Sequence[_planner.Layout],
+        *weights: torch.Tensor,
+        dys: Sequence[torch.Tensor | None],
+        layouts: Sequence[_planner.Layout | None],
         needs: Sequence[bool],
     ) -> list[torch.Tensor | None]:
         """Returns the gradients of operand, weights and biases (one per weight) that are needed.
 
-        `x` is as moved if that was kept. `dys` lie as `layouts`; behind those of the results one more may be part of
-        the operand's gradient from elsewhere.
+        `x` is as moved if that was kept. `dys` lie as `layouts` say, or, where these have None, as gradients of results
+        do; None among `dys` means zeros. After those of the results one more may be part of the operand's gradient.
         """
-        key = (*layouts, *needs)
+        count = self.num_weights
+        lie = [given or usual for given, usual in zip(layouts, self._result_gradients, strict=False)]
+        there = [self.empty(x, lie[j]).zero_() if dy is None else dy for j, dy in enumerate(dys[:count])]
+        added = layouts[count] if len(dys) > count and dys[count] is not None else None
+        if added is not None:
+            there.append(dys[count])  # type: ignore[arg-type]
+        key = (*lie, added, *needs)
         flow = self._backwards.get(key)
         if flow is None:
-            count = self.num_weights
-            given, added = layouts[:count], layouts[count] if len(layouts) > count else None
-            planned = self.plan.backward(given, needs[0], needs[1 : 1 + count], needs[1 + count :], added)
+            planned = self.plan.backward(lie, needs[0], needs[1 : 1 + count], needs[1 + count :], added)
             flow = Flow(planned, self.plan, self.setting)
             if len(self._backwards) >= _MAX_BACKWARDS:
                 del self._backwards[next(iter(self._backwards))]
             self._backwards[key] = flow
-        return flow([x, *weights, *dys])
+        return flow([x, *weights, *there])
 
     def empty(self, like: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
         """Returns an uninitialised tensor for this rank's part in a layout."""
         return like.new_empty(tuple(layout.local_shape(self.rank)), dtype=getattr(torch, layout.dtype))
+
+    def _part(self, scale: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
+        """As plans take it: without dims, or one number for each row of this rank."""
+        shape = tuple(layout.local_shape(self.rank))
+        is_one = scale.numel() == 1 and math.prod(shape) != 1
+        return scale.reshape(()).expand(shape).contiguous() if is_one else scale.reshape(shape)

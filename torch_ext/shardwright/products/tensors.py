@@ -14,30 +14,40 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from .. import _planner, checking, executables
-from .._planner import Layout
+from .. import _planner, checking, counters, executables
+from ..argument_values import dtype_text, placement_texts
 from ..dtensor.specs import layout_of_spec
-from ..layout import Layout as MadeLayout
-from ..layout import Mesh, without_dims
-from .running import Product, Setting, make_plan
-from .scales import Scaled, part_of_scale
+from ..topology import tables_now
+from .running import Product, Setting
 
-Specs = tuple[DTensorSpec, ...]
-Optionals = Sequence[torch.Tensor | None]
+
+class Asked(NamedTuple):
+    """Everything that is asked of a product but its tensors; csrc/products/product_arguments.h says more."""
+
+    function: str  # "linear", "gather" or "sum"
+    setting: Setting
+    placements: tuple[Placement, ...] | None = None
+    dim: int | None = None
+    size: int | None = None
+    columns: int | tuple[int, ...] | None = None
+    out_dtype: torch.dtype | None = None
+    shares: bool = False  # whether the results are followed by `x` as it was gathered, if it was
+
+
+class Planned(NamedTuple):
+    """A product, None on a rank that holds nothing of it; which weights it takes transposed; specs of its DTensors."""
+
+    product: Product | None
+    are_turned: tuple[bool, ...]
+    specs: tuple[DTensorSpec, ...]
 
 
 class StoppedShort(Exception):
-    """Raised in place of computing a product, with what was to be computed.
+    """Raised in place of computing a product, with what was planned."""
 
-    product: None on a rank that holds nothing of it. are_turned: weights, that are taken transposed. specs: of results
-    that are DTensors.
-    """
-
-    def __init__(self, product: Product | None, are_turned: Sequence[bool] = (), specs: Specs = ()) -> None:
+    def __init__(self, planned: Planned) -> None:
         super().__init__()
-        self.product = product
-        self.are_turned = tuple(are_turned)
-        self.specs = specs
+        self.planned = planned
 
 
 _thread = threading.local()
@@ -53,84 +63,165 @@ def stopping_short() -> Iterator[None]:
         _thread.stops = False
 
 
-def _stops() -> bool:
-    return getattr(_thread, "stops", False)
-
-
 # DTensor's own __init__ does nothing, slowly.
 _new_dtensor = functools.partial(DTensor.__new__, DTensor)
 
 # By all that they depend on but what is pinned and measured, with which they are forgotten.
-_products: executables.Kept[tuple[Product | None, Specs]] = executables.Kept()
+_products: executables.Kept[Planned] = executables.Kept()
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def autocast(*tensors: Any) -> tuple[Any, ...]:
+def autocast(tensors: Sequence[Any]) -> list[Any]:
     """As torch's own linear does under ``torch.autocast``."""
     kind = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
     if not torch.is_autocast_enabled(kind):
-        return tensors
+        return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype in _CAST else t for t in tensors)
+    return [t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype in _CAST else t for t in tensors]
 
 
-def local_of(x: Any) -> torch.Tensor:
-    """What this rank holds, waited for where it is still under way."""
-    local = x._local_tensor if isinstance(x, DTensor) else x
-    waited: torch.Tensor = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-    return waited
+def multiply(
+    asked: Asked, x: torch.Tensor, weights: Sequence[Any], biases: Sequence[Any], scales: Sequence[Any]
+) -> list[Any]:
+    """One result by weight. `scales` are those of x and weights; all None where operands are not scaled.
+
+    Arguments are checked where they are seen for the first time. Raises ValueError for those that do not fit.
+    """
+    is_scaled = any(scale is not None for scale in scales)
+    tensors = [x, *weights, *biases]
+    if not is_scaled:
+        tensors = autocast(tensors)
+    needs_grad = is_scaled and torch.is_grad_enabled()
+    needs_grad = needs_grad and any(getattr(t, "requires_grad", False) for t in (*tensors, *scales))
+    key = (asked, len(weights), needs_grad, checking.is_on(), *map(_described, tensors), *map(_described, scales))
+    planned = _products.get(key)
+    if planned is None:
+        x, weights, biases = tensors[0], tensors[1 : len(weights) + 1], tensors[len(weights) + 1 :]
+        planned = _plan(asked, x, weights, biases, scales, needs_grad)
+        _products.put(key, planned)
+    if getattr(_thread, "stops", False):
+        raise StoppedShort(planned)
+    product, are_turned, specs = planned
+    if product is None:
+        nothing = tensors[0]._local_tensor.new_empty(0, dtype=specs[0].tensor_meta.dtype)  # type: ignore[union-attr]
+        return [_new_dtensor(nothing, spec, requires_grad=x.requires_grad) for spec in specs]
+    for j, is_turned in enumerate(are_turned, 1):
+        if is_turned:
+            tensors[j] = tensors[j].t()
+    if not is_scaled:
+        return list(_Multiply.apply(product, specs, *tensors))  # type: ignore[no-untyped-call]
+    outputs: list[Any] = product.forward(_locals(tensors), _locals(scales))[0]
+    return (
+        [_new_dtensor(y, spec, requires_grad=False) for y, spec in zip(outputs, specs, strict=True)]
+        if specs
+        else outputs
+    )
 
 
-def run(product: Product, x: Any, weights: Sequence[Any], biases: Sequence[Any], scales: Sequence[Any] = ()) -> Any:
-    """The forward of `Product`, on whole DTensors or this rank's plain tensors."""
-    locals_ = [local_of(tensor) for tensor in (x, *weights, *(bias for bias in biases if bias is not None))]
-    parts = [
-        part_of_scale(local_of(scale), layout, product.rank)
-        for scale, layout in zip(scales, product.scale_layouts, strict=True)
-    ]
-    return product.forward([*locals_, *parts])
+def _described(given: Any) -> Any:
+    """All of it that a plan depends on."""
+    if isinstance(given, DTensor):
+        return given._spec
+    return (given.shape, given.stride(), given.dtype, given.device) if isinstance(given, torch.Tensor) else given
+
+
+_NAMES_OF_MANY = {"weight": "weights[{}]", "bias": "biases[{}]", "weight_scale": "weight_scales[{}]"}
+
+
+def _plan(
+    asked: Asked, x: Any, weights: Sequence[Any], biases: Sequence[Any], scales: Sequence[Any], needs_grad: bool
+) -> Planned:
+    where = asked.setting
+
+    def given(tensor: Any, name: str, j: int = 0) -> Any:
+        if tensor is None:
+            return None
+        if asked.function == "gather":
+            name = _NAMES_OF_MANY.get(name, name).format(j)
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: is {tensor!r}; allowed is a tensor")
+        layout = layout_of(tensor._spec) if isinstance(tensor, DTensor) else None
+        is_turned = layout is None and _is_transposed(tensor)
+        return name, list(tensor.shape), str(tensor.dtype), str(tensor.device), layout, is_turned
+
+    described = given(x, "x")
+    named = [given(weight, "weight", j) for j, weight in enumerate(weights)]
+    dtypes = {dtype_text(tensor.dtype) for tensor in (x, *weights)}
+    if any(scale is not None for scale in scales):
+        dtypes.add(dtype_text(asked.out_dtype or torch.bfloat16))
+    group = where.group
+    is_plain = described[4] is None
+    counters.counts.plans += 1
+    plan = _planner.plan_product(
+        asked.function,
+        described,
+        named,
+        [given(bias, "bias", j) for j, bias in enumerate(biases)],
+        [given(scale, "weight_scale" if i else "x_scale", i - 1) for i, scale in enumerate(scales)],
+        out_dtype=None if asked.out_dtype is None else str(asked.out_dtype),
+        requires_grad=needs_grad,
+        placements=None if asked.placements is None else placement_texts(asked.placements),
+        dim=asked.dim,
+        size=asked.size,
+        columns=asked.columns,
+        rank=where.rank,
+        num_ranks=dist.get_world_size(group),
+        checks_parts=not checking.is_on(),  # which tells all ranks
+        method=where.method,
+        chunks=where.chunks,
+        depth=where.depth,
+        save=where.save,
+        backend=executables.lowering(where.device_type, group)
+        if is_plain
+        else executables.lowering_on(described[4].mesh, where.device_type, group),
+        tables=tables_now(),
+        gemm_models={dtype: where.model(dtype) for dtype in dtypes},
+    )
+    if is_plain:
+        return Planned(Product(plan, where), tuple(one[-1] for one in named), ())
+    specs = [_spec_of(x.device_mesh, layout, asked.placements) for layout in plan.results]
+    if asked.shares and plan.keeps_gathered:
+        specs.append(_spec_of(x.device_mesh, plan.moved_operand, None))
+    holds_any = x.device_mesh.get_coordinate() is not None
+    return Planned(Product(plan, where) if holds_any else None, (), tuple(specs))
+
+
+def _is_transposed(weight: torch.Tensor) -> bool:
+    """Whether (k, n) is a view of a contiguous (n, k), as ``linear.weight.t()`` is, which is taken without a copy.
+
+    Strides decide, not contiguity: a single row or column has both, and ranks have to answer alike.
+    """
+    is_view = weight.ndim == 2 and weight.stride(0) == 1 and weight.stride(1) == max(weight.shape[0], 1) != 1
+    return is_view and weight.t().is_contiguous()
 
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, product: Product, specs: Specs, x: torch.Tensor, *others: Any
+        ctx: Any, product: Product, specs: tuple[DTensorSpec, ...], *tensors: Any
     ) -> tuple[torch.Tensor, ...]:
-        weights, biases = others[: product.num_weights], others[product.num_weights :]
-        outputs, kept = run(product, x, weights, biases)
-        ctx.product = product
-        ctx.specs = specs, [None if t is None else getattr(t, "_spec", None) for t in (x, *others)]
-        ctx.save_for_backward(local_of(x) if kept is None else kept, *map(local_of, weights))
+        locals_ = _locals(tensors)
+        outputs, kept = product.forward(locals_)
+        ctx.made = product, [None if t is None else getattr(t, "_spec", None) for t in tensors]
+        ctx.save_for_backward(locals_[0] if kept is None else kept, *locals_[1 : product.num_weights + 1])
         ctx.set_materialize_grads(False)
         if not specs:
             return tuple(outputs)
         if kept is not None and len(specs) > len(outputs):
             outputs.append(kept)
-        requires_grad = any(t is not None and t.requires_grad for t in (x, *others))
+        requires_grad = any(t is not None and t.requires_grad for t in tensors)
         return tuple(_new_dtensor(y, spec, requires_grad=requires_grad) for y, spec in zip(outputs, specs, strict=True))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        product: Product = ctx.product
-        specs, given_specs = ctx.specs
-        dys, layouts = [], []
-        for j, layout in enumerate(product.result_gradients):
-            dy = gradients[j]
-            if specs:
-                layout = layout_of(specs[j] if dy is None else dy._spec)
-            dys.append(product.empty(x, layout).zero_() if dy is None else local_of(dy).contiguous())
-            layouts.append(layout)
-        added = gradients[-1] if len(gradients) > len(dys) else None
-        if added is not None:
-            dys.append(local_of(added).contiguous())
-            layouts.append(layout_of(added._spec))
-        found = product.backward(x, weights, dys, layouts, ctx.needs_input_grad[2:])
-        if specs:
-            names = tuple(product.plan.operand_gradient.placements)
-            wanted = [_gradient_spec(given_specs[0], names), *map(_gradient_spec, given_specs[1:])]
+        product, specs = ctx.made
+        layouts = [layout_of(dy._spec) if isinstance(dy, DTensor) else None for dy in gradients]
+        dys = [None if dy is None else _local(dy).contiguous() for dy in gradients]
+        found = product.backward(*ctx.saved_tensors, dys=dys, layouts=layouts, needs=ctx.needs_input_grad[2:])
+        if specs[0] is not None:
+            wanted = [_gradient_spec(specs[0], product.operand_gradient), *map(_gradient_spec, specs[1:])]
             found = [
                 None if local is None else _new_dtensor(local, spec, requires_grad=False)
                 for local, spec in zip(found, wanted, strict=True)
@@ -138,225 +229,38 @@ class _Multiply(torch.autograd.Function):
         return None, None, *found
 
 
-def _multiply(product: Product, specs: Specs, x: Any, weights: Any, biases: Any, scaled: Scaled | None) -> list[Any]:
-    if scaled is None:
-        return list(_Multiply.apply(product, specs, x, *weights, *biases))  # type: ignore[no-untyped-call]
-    outputs: list[Any] = run(product, x, weights, biases, scaled.all)[0]
-    if not specs:
-        return outputs
-    return [_new_dtensor(y, spec, requires_grad=False) for y, spec in zip(outputs, specs, strict=True)]
+def _locals(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """What this rank holds of those that there are."""
+    return [_local(tensor) for tensor in tensors if tensor is not None]
 
 
-def _scaled_by(scaled: Scaled | None) -> str:
-    return "" if scaled is None else "row" if scaled.by_row else "tensor"
+def _local(x: Any) -> torch.Tensor:
+    """What this rank holds, waited for where it is still under way."""
+    local = x._local_tensor if isinstance(x, DTensor) else x
+    waited: torch.Tensor = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    return waited
 
 
-# ---- plain tensors
+@executables.kept
+def layout_of(spec: DTensorSpec) -> _planner.Layout:
+    assert spec.tensor_meta is not None
+    return layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype)
 
 
-class PlainGroup:
-    """The group that plain tensors lie in."""
-
-    def __init__(self, setting: Setting, dtype: torch.dtype) -> None:
-        self.setting = setting
-        self.num_ranks = dist.get_world_size(setting.group)
-        self.rank = setting.rank
-        self.dtype = dtype
-
-    def total(self, said: int | None, here: int, argument: str, what: str) -> int:
-        """The length of a dim in all, of which this rank has `here`."""
-        if said is None and self.num_ranks > 1:
-            raise ValueError(
-                f"{argument}: has to be said for plain tensors on {self.num_ranks} ranks: {what} in all, "
-                f"{here * self.num_ranks} if every rank has as much as this one"
-            )
-        total = here if said is None else said
-        chunk = -(-total // self.num_ranks)
-        mine = max(min(total - self.rank * chunk, chunk), 0)
-        if total < 0 or (mine != here and not checking.is_on()):  # which tells all ranks
-            raise ValueError(
-                f"{argument}: {total} in all, of which rank {self.rank} of {self.num_ranks} has {mine} as torch.chunk "
-                f"cuts; it was given {here}"
-            )
-        return total
-
-    def layout(self, shape: Sequence[int], placement: str, dtype: torch.dtype | None = None) -> MadeLayout:
-        return _layout_in_group(self.num_ranks, tuple(shape), placement, dtype or self.dtype)
-
-    def multiply(
-        self,
-        axes: str,
-        x: tuple[torch.Tensor, Layout],
-        weights: Sequence[tuple[torch.Tensor, Layout]],
-        results: Sequence[Layout],
-        cut: str,
-        biases: Optionals,
-        bias_placement: str,
-        scaled: Scaled | None = None,
-    ) -> list[torch.Tensor]:
-        stored = [_as_stored(axes, *weight) for weight in weights]
-        bias_layouts = tuple(self._bias_layout(b, r, bias_placement) for b, r in zip(biases, results, strict=True))
-        parts = (
-            tuple(one.axes for one in stored),
-            x[1],
-            tuple(one.layout for one in stored),
-            bias_layouts,
-            tuple(results),
-            cut if self.num_ranks > 1 else "-",
-            _scaled_by(scaled),
-        )
-        product, _ = _products.get_or_make(
-            (self.setting, *parts), lambda: (Product(make_plan(self.setting, *parts), self.setting), ())
-        )
-        if _stops():
-            raise StoppedShort(product, [one.axes != axes for one in stored])
-        assert product is not None
-        return _multiply(product, (), x[0], [one.tensor for one in stored], biases, scaled)
-
-    def _bias_layout(self, bias: torch.Tensor | None, result: Layout, placement: str) -> MadeLayout | None:
-        if bias is None:
-            return None
-        layout = self.layout([result.shape[-1]], placement, bias.dtype)
-        if isinstance(bias, DTensor) or tuple(bias.shape) != tuple(layout.local_shape(self.rank)):
-            raise ValueError(
-                f"bias: is a {type(bias).__name__} of shape {tuple(bias.shape)} on rank {self.rank}; allowed is a "
-                f"plain tensor of {tuple(layout.local_shape(self.rank))}"
-            )
-        return layout
-
-
-@functools.lru_cache(maxsize=4096)
-def _layout_in_group(num_ranks: int, shape: tuple[int, ...], placement: str, dtype: torch.dtype) -> MadeLayout:
-    return MadeLayout(Mesh({"group": num_ranks}), shape, [placement], dtype)
-
-
-class _Stored(NamedTuple):
-    axes: str
-    tensor: torch.Tensor
-    layout: Layout
-
-
-_SWAPPED = {"S(0)": "S(1)", "S(1)": "S(0)"}
-
-
-def _as_stored(axes: str, weight: torch.Tensor, layout: Layout) -> _Stored:
-    """A weight (k, n) that is a view of a contiguous (n, k), as ``linear.weight.t()`` is, without a copy.
-
-    Told by strides, not by contiguity: a single row or column has both, and ranks have to answer alike.
-    """
-    turned = weight.t()
-    is_view = weight.stride(0) == 1 and weight.stride(1) == max(weight.shape[0], 1) != 1
-    if not is_view or not turned.is_contiguous():
-        return _Stored(axes, weight, layout)
-    placement = _SWAPPED.get(layout.placements[0], layout.placements[0])
-    swapped = _layout_in_group(layout.mesh.shape[0], tuple(layout.shape[::-1]), placement, weight.dtype)
-    return _Stored(axes.replace("kn", "nk"), turned, swapped)
-
-
-# ---- DTensors
-
-
-class Asked(NamedTuple):
-    """What is asked of a product of DTensors but its operands."""
-
-    axes: str
-    # Of every result; None for where it comes to lie by itself, with `sums_to` where sums are due.
-    placements: tuple[Placement, ...] | None
-    sums_to: Placement | None
-    # Whether the axes that operands are cut along stay cut while it computes; else those predicted fastest are.
-    stays_cut: bool
-    setting: Setting
-    shares: bool = False  # whether the results are followed by `x` as it was gathered, if it was
-
-
-def multiply_dtensors(
-    asked: Asked, x: DTensor, weights: Sequence[Any], biases: Sequence[Any], scaled: Scaled | None = None
-) -> list[DTensor]:
-    specs_of = tuple(None if tensor is None else tensor._spec for tensor in (x, *weights, *biases))
-    scale_key: tuple[Any, ...] = ()
-    if scaled is not None:
-        cut = tuple(s._spec if isinstance(s, DTensor) and s.ndim > 1 else None for s in scaled.all)
-        scale_key = (_scaled_by(scaled), scaled.out_dtype, cut)
-    key = (asked, specs_of, scale_key)
-    known = _products.get(key)
-    if known is None:
-        known = _plan_of_dtensors(asked, x, specs_of, len(weights), scaled)
-        _products.put(key, known)
-    product, specs = known
-    if _stops():
-        raise StoppedShort(product, [False] * len(weights), specs)
-    if product is None:  # this rank holds nothing of it
-        nothing = x._local_tensor.new_empty(0, dtype=specs[0].tensor_meta.dtype)  # type: ignore[union-attr]
-        return [_new_dtensor(nothing, spec, requires_grad=x.requires_grad) for spec in specs]
-    return _multiply(product, specs, x, weights, biases, scaled)
-
-
-def _plan_of_dtensors(
-    asked: Asked, x: DTensor, specs_of: tuple[Any, ...], num_weights: int, scaled: Scaled | None
-) -> tuple[Product | None, Specs]:
-    operand, *others = (None if spec is None else layout_of(spec) for spec in specs_of)
-    assert operand is not None
-    weights: list[Any] = others[:num_weights]
-    dtype = x.dtype if scaled is None else scaled.out_dtype
-    column = asked.axes.split(",")[1].index("n")
-    specs: list[DTensorSpec] = []
-    for weight in weights:
-        wanted = asked.placements or _placements_in_place(asked, operand, weight)
-        specs.append(_spec_of(x.device_mesh, (*x.shape[:-1], weight.shape[column]), dtype, wanted))
-    if x.device_mesh.get_coordinate() is None:
-        return None, tuple(specs)
-    scales: list[Layout | None] = []
-    if scaled is not None and scaled.by_row:
-        scales = [_layout_of_rows(asked.axes, scale, i) for i, scale in enumerate(scaled.all)]
-    plan = make_plan(
-        asked.setting,
-        [asked.axes] * num_weights,
-        operand,
-        weights,
-        others[num_weights:],
-        [layout_of(spec) for spec in specs],
-        _planner.cuts_in_place(asked.axes, operand, weights[0]) if asked.stays_cut else None,
-        _scaled_by(scaled),
-        scales,
-    )
-    if asked.shares and plan.keeps_gathered:
-        moved = [_placement(name) for name in plan.moved_operand.placements]
-        specs.append(_spec_of(x.device_mesh, tuple(x.shape), x.dtype, tuple(moved)))
-    return Product(plan, asked.setting), tuple(specs)
-
-
-def _placements_in_place(asked: Asked, operand: Layout, weight: Layout) -> tuple[Placement, ...]:
-    """What a result is without a move of its own, but for sums."""
-    names = _planner.placements_in_place(asked.axes, operand, weight)
-    return tuple(asked.sums_to if asked.sums_to and name.startswith("P") else _placement(name) for name in names)
+@executables.kept
+def _spec_of(mesh: Any, layout: _planner.Layout, placements: tuple[Placement, ...] | None) -> DTensorSpec:
+    """Of a tensor that lies so: row-major, with these placements where they are known, else S, R and sums."""
+    stride = [1] * len(layout.shape)
+    for d in range(len(stride) - 2, -1, -1):
+        stride[d] = stride[d + 1] * max(layout.shape[d + 1], 1)
+    meta = TensorMeta(torch.Size(layout.shape), tuple(stride), getattr(torch, layout.dtype))
+    return DTensorSpec(mesh, placements or tuple(map(_placement, layout.placements)), tensor_meta=meta)
 
 
 def _placement(name: str) -> Placement:
     if name.startswith("S("):
         return Shard(int(name[2:-1]))
     return Partial() if name.startswith("P") else Replicate()
-
-
-def _layout_of_rows(axes: str, scale: torch.Tensor, operand: int) -> Layout | None:
-    """Of a scale by row that is a DTensor, which may lie anywhere; without the summed dim, of which it has one."""
-    if not isinstance(scale, DTensor) or scale.ndim < 2:
-        return None
-    k_dim = axes.partition("->")[0].split(",")[min(operand, 1)].index("k")
-    return without_dims(layout_of(scale._spec), [k_dim], "float32")
-
-
-@executables.kept
-def layout_of(spec: DTensorSpec) -> Layout:
-    assert spec.tensor_meta is not None
-    return layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype)
-
-
-@executables.kept
-def _spec_of(mesh: Any, shape: tuple[int, ...], dtype: torch.dtype, placements: tuple[Placement, ...]) -> DTensorSpec:
-    stride = [1] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        stride[d] = stride[d + 1] * max(shape[d + 1], 1)
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
 def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = ()) -> tuple[Placement, ...]:
@@ -369,12 +273,8 @@ def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = 
 
 @executables.kept
 def _gradient_spec(spec: DTensorSpec | None, names: tuple[str, ...] = ()) -> DTensorSpec | None:
-    """Of a gradient that lies as `spec`, with R for sums that are due; with sums that are due where `names` have P."""
+    """Of the gradient of what lies as `spec`, as `gradient_placements` says."""
     if spec is None:
         return None
-    assert spec.tensor_meta is not None
     placements = gradient_placements(spec.placements, names)
-    if placements == spec.placements:
-        return spec
-    meta = spec.tensor_meta
-    return _spec_of(spec.mesh, tuple(meta.shape), meta.dtype, placements)
+    return spec if placements == spec.placements else _spec_of(spec.mesh, layout_of(spec), placements)

@@ -1,0 +1,333 @@
+#include "products/product_arguments.h"
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string_view>
+
+#include "products/product_layouts.h"
+#include "support/error.h"
+#include "support/names.h"
+
+namespace shardwright {
+namespace {
+
+constexpr const char* kFunctionNames[] = {"linear", "gather", "sum"};
+constexpr const char* kScalableDtypes[] = {"torch.float8_e4m3fn", "torch.float8_e5m2"};
+constexpr const char* kScaledResults[] = {"torch.bfloat16", "torch.float32"};
+// Letters of the dims of x before the last, which is k. The result's last one is n.
+constexpr std::string_view kRows = "abcdefghij";
+
+const char* function_name(ProductFunction function) { return kFunctionNames[static_cast<int>(function)]; }
+
+template <typename Names>
+bool is_one_of(const std::string& name, const Names& names) {
+  return std::find(std::begin(names), std::end(names), name) != std::end(names);
+}
+
+// "(3, 5)", "(4,)", "()"
+std::string tuple_text(const std::vector<int64_t>& shape) {
+  return concat("(", join(shape), shape.size() == 1 ? ",)" : ")");
+}
+
+// The arguments in one pass, with what is found out about them on the way.
+class ProblemMaker {
+ public:
+  explicit ProblemMaker(const ProductArguments& arguments) : given_(arguments) {}
+
+  ProductProblem make() {
+    check_numbers();
+    check_scales();
+    check_x();
+    for (const GivenTensor& weight : given_.weights) check_kind(weight);
+    for (const auto& bias : given_.biases) {
+      if (bias) check_kind(*bias);
+    }
+    dim_ = dim_of_x();
+    for (const GivenTensor& weight : given_.weights) check_weight(weight);
+    return given_.x.layout ? of_dtensors() : of_plain_tensors();
+  }
+
+ private:
+  bool is_linear() const { return given_.function == ProductFunction::kLinear; }
+  bool is_gather() const { return given_.function == ProductFunction::kGather; }
+  int64_t ndim() const { return static_cast<int64_t>(given_.x.shape.size()); }
+  // The dim of a weight that is summed over.
+  size_t k_dim() const { return is_linear() ? 1 : 0; }
+  const GivenTensor& operand(size_t i) const { return i == 0 ? given_.x : given_.weights[i - 1]; }
+
+  void check_numbers() const {
+    check_user(!given_.weights.empty(), "weights: got none; allowed is one or more");
+    check_user(given_.biases.size() == given_.weights.size(), "biases: got ", given_.biases.size(), " for ",
+               given_.weights.size(), " weights; allowed is one per weight");
+  }
+
+  // ---- scales of 8-bit floats
+
+  bool has_scales() const {
+    return std::any_of(given_.scales.begin(), given_.scales.end(), [](const auto& scale) { return scale.has_value(); });
+  }
+
+  void check_scales() {
+    const std::string names = is_gather() ? "weight_scales" : "weight_scale";
+    if (!has_scales()) {
+      check_user(!given_.out_dtype, "out_dtype: ", given_.out_dtype.value_or(""),
+                 " without scales, where the result has the dtype of x; leave it out");
+      check_user(!is_one_of(given_.x.dtype, kScalableDtypes), "x_scale: has to be given for x of ", given_.x.dtype,
+                 ", and ", names, " too");
+      return;
+    }
+    const bool has_all = std::all_of(given_.scales.begin(), given_.scales.end(), [](const auto& s) { return !!s; });
+    const bool lacks_x = !given_.scales[0].has_value();
+    check_user(has_all && given_.scales.size() > 1, lacks_x ? "x_scale" : names, ": has to be given where ",
+               lacks_x ? names : "x_scale", " is; operands are all scaled, or none");
+    check_user(given_.scales.size() == given_.weights.size() + 1, "weight_scales: got ", given_.scales.size() - 1,
+               " for ", given_.weights.size(), " weights; allowed is one per weight");
+    scaled_result_ = given_.out_dtype.value_or(kScaledResults[0]);
+    check_user(is_one_of(*scaled_result_, kScaledResults), "out_dtype: ", *scaled_result_, "; allowed with scales are ",
+               join(kScaledResults));
+    check_scaled_operands();
+    check_user(!given_.requires_grad, "x, weights, biases and scales: one requires a gradient; products of 8-bit ",
+               "floats have none");
+    for (size_t i = 0; i < given_.scales.size(); ++i) {
+      if (is_by_row(*given_.scales[i], operand(i), i == 0 ? given_.x.shape.size() - 1 : k_dim())) {
+        scaled_by_ = ScaledBy::kRow;
+      } else if (scaled_by_ == ScaledBy::kNothing) {
+        scaled_by_ = ScaledBy::kTensor;
+      }
+    }
+  }
+
+  void check_scaled_operands() const {
+    const std::string& x_dtype = given_.x.dtype;
+    check_user(ndim() >= 1, "x: has no dims; allowed is one or more");
+    for (const GivenTensor& weight : given_.weights) {
+      check_user(weight.shape.size() == 2, weight.name, ": has shape ", tuple_text(weight.shape),
+                 "; allowed are two dims");
+    }
+    for (size_t i = 0; i <= given_.weights.size(); ++i) {
+      const GivenTensor& one = operand(i);
+      check_user(is_one_of(one.dtype, kScalableDtypes), one.name, ": is ", one.dtype, "; allowed with scales are ",
+                 join(kScalableDtypes));
+      check_user(i == 0 || one.dtype != x_dtype || x_dtype != kScalableDtypes[1], one.name, ": is ", one.dtype,
+                 ", as x is; allowed is that for one of them");
+    }
+    for (const auto& bias : given_.biases) {
+      check_user(!bias || bias->dtype == *scaled_result_, bias ? bias->name : "", ": is ", bias ? bias->dtype : "",
+                 "; allowed is what the result is, ", *scaled_result_);
+    }
+  }
+
+  // The number of dims decides, not of elements: ranks hold different numbers of rows.
+  static bool is_by_row(const GivenTensor& scale, const GivenTensor& operand, size_t k_dim) {
+    check_user(scale.dtype == "torch.float32" && scale.device == operand.device, scale.name, ": is ", scale.dtype,
+               " on ", scale.device, "; allowed is torch.float32 on ", operand.device);
+    if (scale.layout) {
+      check_user(operand.layout && operand.layout->mesh() == scale.layout->mesh(), scale.name, ": lies on ",
+                 scale.layout->mesh().to_string(), "; allowed is where its operand lies");
+      for (const Placement& placement : scale.layout->placements()) {
+        const bool cuts_k = placement.is_shard_like() && placement.dim == static_cast<int64_t>(k_dim);
+        check_user(!placement.is_partial() && !cuts_k, scale.name, ": has placements ",
+                   scale.layout->placements_string(), "; allowed are Replicate() and Shard of dims but ", k_dim);
+      }
+    }
+    std::vector<int64_t> rows = operand.shape;
+    rows[k_dim] = 1;
+    if (rows.size() > 1 && scale.shape == rows) {
+      const int64_t num_rows = std::accumulate(rows.begin(), rows.end(), int64_t{1}, std::multiplies<>());
+      check_user(!operand.layout || scale.layout, scale.name, ": is a plain tensor of ", num_rows,
+                 " rows; allowed is a DTensor, as its operand");
+      return true;
+    }
+    check_user(scale.shape.empty() || scale.shape == std::vector<int64_t>{1}, scale.name, ": has shape ",
+               tuple_text(scale.shape), "; allowed are (), for all of the operand, and ", tuple_text(rows));
+    if (!scale.layout) return false;
+    const std::vector<Placement>& placements = scale.layout->placements();
+    const bool is_whole = std::all_of(placements.begin(), placements.end(), [](auto p) { return p.is_replicate(); });
+    check_user(is_whole, scale.name, ": is one number with placements ", scale.layout->placements_string(),
+               "; allowed is Replicate()");
+    return false;
+  }
+
+  // ---- what all products have in common
+
+  void check_x() const {
+    check_user(!is_linear() || given_.x.layout, "x: got a Tensor; allowed is a DTensor, as all others");
+    const DTypeKind kind = DType::parse(given_.x.dtype).kind();
+    check_user(kind == DTypeKind::kFloat || scaled_by_ != ScaledBy::kNothing, "x: has dtype ", given_.x.dtype,
+               "; allowed are floating dtypes");
+    check_user(ndim() >= 1 && ndim() <= static_cast<int64_t>(kRows.size()), "x: has ", ndim(),
+               " dims; allowed are 1 to ", kRows.size());
+  }
+
+  void check_kind(const GivenTensor& one) const {
+    const GivenTensor& x = given_.x;
+    if (!x.layout) {
+      check_user(!one.layout, one.name, ": is a DTensor where x is plain; allowed are all of one kind");
+      return;
+    }
+    check_user(one.layout.has_value(), one.name, ": got a Tensor; allowed is a DTensor, as all others");
+    check_user(one.layout->mesh() == x.layout->mesh(), one.name, ": lies on ", one.layout->mesh().to_string(),
+               ", x on ", x.layout->mesh().to_string(), "; allowed is one mesh");
+    check_user(one.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing, one.name, ": has dtype ", one.dtype, ", x ",
+               x.dtype, "; allowed is one dtype");
+  }
+
+  void check_weight(const GivenTensor& weight) const {
+    const GivenTensor& x = given_.x;
+    const bool k_is_cut = is_gather() && dim_ == ndim() - 1;
+    const bool fits = weight.shape.size() == 2 && (weight.shape[k_dim()] == x.shape.back() || k_is_cut);
+    check_user(fits, weight.name, ": has shape ", tuple_text(weight.shape), " where x has ", tuple_text(x.shape),
+               "; allowed is (", is_linear() ? "out_features, " : "", x.shape.back(), is_linear() ? ")" : ", n)");
+    const bool is_alike = weight.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing;
+    check_user(is_alike && weight.device == x.device, weight.name, ": is ", weight.dtype, " on ", weight.device, ", x ",
+               x.dtype, " on ", x.device, "; allowed is the same");
+  }
+
+  std::optional<int64_t> dim_of_x() const {
+    if (!given_.dim || (is_gather() && given_.x.layout)) return std::nullopt;
+    check_user(*given_.dim >= -ndim() && *given_.dim < ndim(), is_gather() ? "gather_dim" : "scatter_dim", ": ",
+               *given_.dim, " is no dim of x, which has ", ndim(), "; allowed are ", -ndim(), " to ", ndim() - 1);
+    return *given_.dim < 0 ? *given_.dim + ndim() : *given_.dim;
+  }
+
+  std::string axes(bool is_weight_nk) const {
+    const std::string rows(kRows.substr(0, static_cast<size_t>(ndim() - 1)));
+    return concat(rows, "k,", is_weight_nk ? "nk" : "kn", "->", rows, "n");
+  }
+
+  DType result_dtype() const { return DType::parse(scaled_result_.value_or(given_.x.dtype)); }
+
+  // ---- DTensors
+
+  ProductProblem of_dtensors() const {
+    const std::string letters = axes(is_linear());
+    const Layout& x = *given_.x.layout;
+    ProductProblem problem{{}, x, {}, {}, {}};
+    for (size_t j = 0; j < given_.weights.size(); ++j) {
+      const Layout& weight = *given_.weights[j].layout;
+      problem.axes.push_back(letters);
+      problem.weights.push_back(weight);
+      problem.biases.push_back(bias_of_dtensors(j));
+      std::vector<int64_t> shape = x.shape();
+      shape.back() = weight.shape()[1 - k_dim()];
+      problem.results.emplace_back(x.mesh_ptr(), shape, result_dtype(), placements_of_result(letters, weight));
+    }
+    if (!is_linear()) problem.cuts = cuts_in_place(letters, x, problem.weights[0]);
+    problem.scaled_by = scaled_by_;
+    if (scaled_by_ == ScaledBy::kRow) {
+      for (size_t i = 0; i < given_.scales.size(); ++i) problem.scales.push_back(layout_of_rows(i));
+    }
+    return problem;
+  }
+
+  std::optional<Layout> bias_of_dtensors(size_t j) const {
+    const auto& bias = given_.biases[j];
+    if (!bias) return std::nullopt;
+    const int64_t columns = given_.weights[j].shape[1 - k_dim()];
+    check_user(bias->shape == std::vector<int64_t>{columns}, bias->name, ": has shape ", tuple_text(bias->shape),
+               "; allowed is (", columns, ",)");
+    return bias->layout;
+  }
+
+  // As asked for; else where the result comes to lie by itself, and of a sum where `dim` says that sums go.
+  std::vector<Placement> placements_of_result(const std::string& letters, const Layout& weight) const {
+    if (given_.placements) return *given_.placements;
+    std::vector<Placement> placements = placements_in_place(letters, *given_.x.layout, weight);
+    for (Placement& placement : placements) {
+      if (given_.function != ProductFunction::kSum || !placement.is_partial()) continue;
+      placement = dim_ ? Placement::shard(*dim_) : Placement::replicate();
+    }
+    return placements;
+  }
+
+  // Of a scale by row that is a DTensor, which may lie anywhere; without the summed dim, of which it has one.
+  std::optional<Layout> layout_of_rows(size_t i) const {
+    const GivenTensor& scale = *given_.scales[i];
+    if (!scale.layout || scale.shape.size() < 2) return std::nullopt;
+    const size_t summed = i == 0 ? scale.shape.size() - 1 : k_dim();
+    std::vector<int> rows;
+    for (size_t d = 0; d < scale.shape.size(); ++d) {
+      if (d != summed) rows.push_back(static_cast<int>(d));
+    }
+    return with_dims(*scale.layout, rows, DType::kFloat32);
+  }
+
+  // ---- plain tensors
+
+  ProductProblem of_plain_tensors() const {
+    const auto mesh = std::make_shared<Mesh>(std::vector<std::string>{"group"}, std::vector<int64_t>{given_.num_ranks});
+    const auto lie = [&](std::vector<int64_t> shape, const std::string& dtype, std::optional<int64_t> cut) {
+      const Placement placement = cut ? Placement::shard(*cut) : Placement::replicate();
+      return Layout(mesh, std::move(shape), DType::parse(dtype), {placement});
+    };
+    std::vector<int64_t> shape = given_.x.shape;
+    const int64_t cut = is_gather() ? *dim_ : ndim() - 1;
+    shape[cut] = total(given_.size, given_.x.shape[cut], "size",
+                       is_gather() ? concat("the length of dim ", cut, " of x") : "the length of the last dim of x");
+    ProductProblem problem{{}, lie(shape, given_.x.dtype, cut), {}, {}, {}};
+    for (size_t j = 0; j < given_.weights.size(); ++j) {
+      const GivenTensor& weight = given_.weights[j];
+      const bool turned = weight.is_transposed;
+      const int64_t columns =
+          is_gather() ? total(columns_of(j), weight.shape[1], "columns", "the number of columns") : weight.shape[1];
+      std::vector<int64_t> weight_shape{shape.back(), columns};
+      if (turned) std::swap(weight_shape[0], weight_shape[1]);
+      problem.axes.push_back(axes(turned));
+      problem.weights.push_back(lie(weight_shape, weight.dtype, is_gather() != turned ? 1 : 0));
+      std::vector<int64_t> result = shape;
+      result.back() = columns;
+      problem.results.push_back(lie(result, result_dtype().name(), is_gather() ? ndim() - 1 : dim_));
+      problem.biases.emplace_back();
+      if (!given_.biases[j]) continue;
+      const std::optional<int64_t> bias_cut = is_gather() ? std::optional<int64_t>(0) : std::nullopt;
+      problem.biases[j] = lie({columns}, given_.biases[j]->dtype, bias_cut);
+      check_part(*given_.biases[j], *problem.biases[j]);
+    }
+    problem.cuts = given_.num_ranks == 1 ? std::string(1, kNoAxis) : is_gather() ? "n" : "k";
+    problem.scaled_by = scaled_by_;
+    return problem;
+  }
+
+  std::optional<int64_t> columns_of(size_t j) const {
+    if (given_.columns.empty()) return std::nullopt;
+    check_user(given_.columns.size() == given_.weights.size(), "columns: got ", given_.columns.size(), " for ",
+               given_.weights.size(), " weights; allowed is one per weight");
+    return given_.columns[j];
+  }
+
+  // The length of a dim in all, of which this rank has `here`.
+  int64_t total(const std::optional<int64_t>& said, int64_t here, const char* argument, const std::string& what) const {
+    const int64_t ranks = given_.num_ranks;
+    check_user(said || ranks == 1, argument, ": has to be said for plain tensors on ", ranks, " ranks: ", what,
+               " in all, ", here * ranks, " if every rank has as much as this one");
+    const int64_t all = said.value_or(here);
+    const int64_t chunk = all < 0 ? 0 : (all + ranks - 1) / ranks;
+    const int64_t mine = std::clamp<int64_t>(all - given_.rank * chunk, 0, chunk);
+    check_user(all >= 0 && (mine == here || !given_.checks_parts), argument, ": ", all, " in all, of which rank ",
+               given_.rank, " of ", ranks, " has ", mine, " as torch.chunk cuts; it was given ", here);
+    return all;
+  }
+
+  void check_part(const GivenTensor& bias, const Layout& layout) const {
+    const std::vector<int64_t> part = layout.local_shape(given_.rank);
+    check_user(bias.shape == part, bias.name, ": is a tensor of shape ", tuple_text(bias.shape), " on rank ",
+               given_.rank, "; allowed is a plain tensor of ", tuple_text(part));
+  }
+
+  const ProductArguments& given_;
+  ScaledBy scaled_by_ = ScaledBy::kNothing;
+  std::optional<std::string> scaled_result_;
+  std::optional<int64_t> dim_;
+};
+
+}  // namespace
+
+ProductFunction parse_product_function(const std::string& name) {
+  return parse_name("function", name, ProductFunction::kSum, function_name);
+}
+
+ProductProblem problem_of(const ProductArguments& arguments) { return ProblemMaker(arguments).make(); }
+
+}  // namespace shardwright

@@ -1,0 +1,61 @@
+// The arguments of a product as a caller gives them, and the problem that they describe.
+//
+// Tensors are described, not held: nothing here needs their elements. Plain tensors are this rank's parts of tensors
+// that lie in one process group, and the function that is called says how; DTensors bring their layouts.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "products/product_problem.h"
+
+namespace shardwright {
+
+struct GivenTensor {
+  std::string name;            // of the argument, for messages: "weights[0]"
+  std::vector<int64_t> shape;  // of a DTensor all of it, of a plain tensor this rank's part
+  std::string dtype;           // as torch prints it: "torch.float32"
+  std::string device;
+  std::optional<Layout> layout = std::nullopt;  // of a DTensor
+  bool is_transposed = false;                   // of a plain weight (k, n): the view of a contiguous (n, k)
+};
+
+// What is multiplied. x has the shape (..., k), the result (..., n).
+//
+//   function   weight   plain tensors                                         DTensors
+//   kLinear    (n, k)   none                                                  any placements; the cuts are free
+//   kGather    (k, n)   x cut in `dim`, weights and results in their columns  what is cut stays cut
+//   kSum       (k, n)   x and weight cut in k; the result in `dim`, or whole  what is cut stays cut
+enum class ProductFunction : uint8_t { kLinear, kGather, kSum };
+
+ProductFunction parse_product_function(const std::string& name);  // "linear", "gather" or "sum"; throws UserError
+
+struct ProductArguments {
+  ProductFunction function = ProductFunction::kLinear;
+  GivenTensor x;
+  std::vector<GivenTensor> weights;
+  std::vector<std::optional<GivenTensor>> biases;  // by weight
+  // Of x, then of the weights; empty, or all missing, where operands are not scaled.
+  std::vector<std::optional<GivenTensor>> scales = {};
+  std::optional<std::string> out_dtype = std::nullopt;  // with scales: "torch.bfloat16" or "torch.float32"
+  bool requires_grad = false;                           // whether a gradient will be asked of anything given
+
+  std::optional<std::vector<Placement>> placements = std::nullopt;  // of DTensors: of the results
+  std::optional<int64_t> dim = std::nullopt;  // which `function` reads; from the end where it is negative
+
+  // Of plain tensors: sizes in all, which no rank can know by itself.
+  std::optional<int64_t> size = std::nullopt;
+  std::vector<std::optional<int64_t>> columns = {};  // by weight
+  int64_t rank = 0;
+  int64_t num_ranks = 1;
+  // Whether a part of another size than torch.chunk leaves is refused. Debug modes leave that to a check on all ranks.
+  bool checks_parts = true;
+};
+
+// The problem, but for its schedule, its context and what it keeps. Throws UserError naming the argument that does not
+// fit, what it is and what is allowed.
+ProductProblem problem_of(const ProductArguments& arguments);
+
+}  // namespace shardwright

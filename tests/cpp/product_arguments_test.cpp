@@ -1,0 +1,228 @@
+#include "products/product_arguments.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "products.h"
+#include "products/product_plan.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+GivenTensor plain(const std::string& name, std::vector<int64_t> shape, const std::string& dtype = "torch.float32") {
+  return {name, std::move(shape), dtype, "cpu"};
+}
+
+GivenTensor placed(const std::string& name, const Layout& layout) {
+  return {name, layout.shape(), "torch." + layout.dtype().name(), "cpu", layout};
+}
+
+// x (3, 4) of (6, 4) on rank 1 of 2, a weight (4, 5) of (4, 10).
+ProductArguments gather() {
+  return {.function = ProductFunction::kGather,
+          .x = plain("x", {3, 4}),
+          .weights = {plain("weights[0]", {4, 5})},
+          .biases = {std::nullopt},
+          .dim = 0,
+          .size = 6,
+          .columns = {10},
+          .rank = 1,
+          .num_ranks = 2};
+}
+
+ProductArguments linear() {
+  const MeshPtr mesh = mesh_of({2});
+  return {.function = ProductFunction::kLinear,
+          .x = placed("x", layout_on(mesh, {3, 4}, {"S(0)"})),
+          .weights = {placed("weight", layout_on(mesh, {5, 4}, {"S(0)"}))},
+          .biases = {std::nullopt},
+          .num_ranks = 2};
+}
+
+TEST(ProductArguments, OfPlainTensorsAreCutAsTheFunctionSays) {
+  const MeshPtr group = std::make_shared<Mesh>(std::vector<std::string>{"group"}, std::vector<int64_t>{2});
+  ProductArguments arguments = gather();
+  arguments.biases = {plain("biases[0]", {5})};
+  const ProductProblem gathered = problem_of(arguments);
+  EXPECT_EQ(gathered.axes, std::vector<std::string>{"ak,kn->an"});
+  EXPECT_EQ(gathered.operand, layout_on(group, {6, 4}, {"S(0)"}));
+  EXPECT_EQ(gathered.weights[0], layout_on(group, {4, 10}, {"S(1)"}));
+  EXPECT_EQ(gathered.results[0], layout_on(group, {6, 10}, {"S(1)"}));
+  EXPECT_EQ(*gathered.biases[0], layout_on(group, {10}, {"S(0)"}));
+  EXPECT_EQ(gathered.cuts, "n");
+
+  arguments.weights[0].is_transposed = true;
+  EXPECT_EQ(problem_of(arguments).axes[0], "ak,nk->an");
+  EXPECT_EQ(problem_of(arguments).weights[0], layout_on(group, {10, 4}, {"S(0)"}));
+
+  // k is cut: 7 is cut into 4 and 3, of which rank 1 has 3.
+  arguments = gather();
+  arguments.x = plain("x", {2, 3});
+  arguments.weights = {plain("weights[0]", {7, 5})};
+  arguments.dim = -1;
+  arguments.size = 7;
+  EXPECT_EQ(problem_of(arguments).operand, layout_on(group, {2, 7}, {"S(1)"}));
+  EXPECT_EQ(problem_of(arguments).results[0], layout_on(group, {2, 10}, {"S(1)"}));
+
+  arguments = {.function = ProductFunction::kSum,
+               .x = plain("x", {2, 6, 3}),
+               .weights = {plain("weight", {3, 5})},
+               .biases = {plain("bias", {5})},
+               .dim = 1,
+               .size = 7,
+               .rank = 1,
+               .num_ranks = 2};
+  const ProductProblem summed = problem_of(arguments);
+  EXPECT_EQ(summed.axes[0], "abk,kn->abn");
+  EXPECT_EQ(summed.operand, layout_on(group, {2, 6, 7}, {"S(2)"}));
+  EXPECT_EQ(summed.weights[0], layout_on(group, {7, 5}, {"S(0)"}));
+  EXPECT_EQ(summed.results[0], layout_on(group, {2, 6, 5}, {"S(1)"}));
+  EXPECT_EQ(*summed.biases[0], layout_on(group, {5}, {"R"}));
+  EXPECT_EQ(summed.cuts, "k");
+  arguments.dim.reset();
+  EXPECT_EQ(problem_of(arguments).results[0], layout_on(group, {2, 6, 5}, {"R"}));
+}
+
+TEST(ProductArguments, OfDTensorsLieAsTheyDo) {
+  const MeshPtr mesh = mesh_of({2, 2});
+  ProductArguments arguments = linear();
+  arguments.x = placed("x", layout_on(mesh, {6, 4}, {"S(0)", "S(1)"}));
+  arguments.weights = {placed("weight", layout_on(mesh, {8, 4}, {"R", "S(1)"}))};
+  arguments.biases = {placed("bias", layout_on(mesh, {8}, {"S(0)", "R"}))};
+  const ProductProblem in_place = problem_of(arguments);
+  EXPECT_EQ(in_place.axes[0], "ak,nk->an");
+  EXPECT_EQ(in_place.results[0], layout_on(mesh, {6, 8}, {"S(0)", "P"}));
+  EXPECT_EQ(*in_place.biases[0], *arguments.biases[0]->layout);
+  EXPECT_FALSE(in_place.cuts.has_value());
+  arguments.placements = {Placement::replicate(), Placement::shard(1)};
+  EXPECT_EQ(problem_of(arguments).results[0], layout_on(mesh, {6, 8}, {"R", "S(1)"}));
+
+  arguments.function = ProductFunction::kSum;
+  arguments.placements.reset();
+  arguments.weights = {placed("weight", layout_on(mesh, {4, 8}, {"R", "S(0)"}))};
+  EXPECT_EQ(problem_of(arguments).results[0], layout_on(mesh, {6, 8}, {"S(0)", "R"}));
+  EXPECT_EQ(problem_of(arguments).cuts, "ak");
+  arguments.dim = 1;
+  EXPECT_EQ(problem_of(arguments).results[0], layout_on(mesh, {6, 8}, {"S(0)", "S(1)"}));
+}
+
+TEST(ProductArguments, OfScaledOperandsHaveScalesOfRowsOrOne) {
+  const MeshPtr mesh = mesh_of({2});
+  ProductArguments arguments = linear();
+  arguments.x = placed("x", layout_on(mesh, {3, 4}, {"S(0)"}, "float8_e4m3fn"));
+  arguments.weights = {placed("weight", layout_on(mesh, {5, 4}, {"S(0)"}, "float8_e5m2"))};
+  arguments.scales = {plain("x_scale", {}), plain("weight_scale", {1})};
+  EXPECT_EQ(problem_of(arguments).scaled_by, ScaledBy::kTensor);
+  EXPECT_EQ(problem_of(arguments).results[0].dtype(), DType::kBFloat16);
+  EXPECT_TRUE(problem_of(arguments).scales.empty());
+  arguments.out_dtype = "torch.float32";
+  arguments.scales[1] = placed("weight_scale", layout_on(mesh, {5, 1}, {"S(0)"}));
+  const ProductProblem by_row = problem_of(arguments);
+  EXPECT_EQ(by_row.scaled_by, ScaledBy::kRow);
+  EXPECT_EQ(by_row.results[0].dtype(), DType::kFloat32);
+  EXPECT_FALSE(by_row.scales[0].has_value());
+  EXPECT_EQ(*by_row.scales[1], layout_on(mesh, {5}, {"S(0)"}));
+}
+
+// As torch.chunk cuts: every other number of rows is refused, but where debug modes look at all ranks.
+TEST(ProductArguments, OfPlainTensorsAreThePartsThatChunkLeaves) {
+  for (int64_t ranks = 1; ranks <= 4; ++ranks) {
+    for (int64_t rows = 0; rows <= 9; ++rows) {
+      int64_t begin = 0;
+      for (int64_t rank = 0; rank < ranks; ++rank) {
+        const int64_t mine = std::min((rows + ranks - 1) / ranks, rows - begin);
+        begin += mine;
+        for (int64_t given = 0; given <= rows; ++given) {
+          ProductArguments arguments = gather();
+          arguments.x.shape[0] = given;
+          arguments.size = rows;
+          arguments.weights[0].shape[1] = 1;
+          arguments.columns = {ranks};
+          arguments.rank = rank;
+          arguments.num_ranks = ranks;
+          arguments.checks_parts = given % 2 == 0;
+          if (given == mine || !arguments.checks_parts) {
+            EXPECT_EQ(problem_of(arguments).operand.shape()[0], rows);
+          } else {
+            EXPECT_THROW(problem_of(arguments), UserError) << rows << " rows, " << given << " on rank " << rank;
+          }
+        }
+      }
+    }
+  }
+}
+
+struct Wrong {
+  ProductArguments (*good)();
+  std::function<void(ProductArguments&)> change;
+  const char* said;
+};
+
+TEST(ProductArguments, ThatDoNotFitAreNamed) {
+  const std::string e4m3 = "torch.float8_e4m3fn";
+  const MeshPtr other = std::make_shared<Mesh>(std::vector<std::string>{"z"}, std::vector<int64_t>{2});
+  using A = ProductArguments;
+  const auto scale = [&](A& a) {
+    a.x.dtype = a.weights[0].dtype = e4m3;
+    a.scales = {plain("x_scale", {}), plain("weight_scales[0]", {})};
+  };
+  const std::vector<Wrong> all{
+      {gather, [](A& a) { a.weights.clear(); }, "weights: got none"},
+      {gather, [](A& a) { a.biases.emplace_back(); }, "biases: got 2 for 1 weights"},
+      {gather, [](A& a) { a.weights[0].shape = {3, 5}; },
+       "weights[0]: has shape (3, 5) where x has (3, 4); allowed is (4, n)"},
+      {gather, [](A& a) { a.weights[0].dtype = "torch.float64"; },
+       "weights[0]: is torch.float64 on cpu, x torch.float32"},
+      {gather, [](A& a) { a.weights[0].device = "cuda:0"; }, "weights[0]: is torch.float32 on cuda:0"},
+      {gather, [](A& a) { a.weights[0] = linear().weights[0]; }, "weight: is a DTensor where x is plain"},
+      {gather, [](A& a) { a.x.dtype = a.weights[0].dtype = "torch.int64"; }, "x: has dtype torch.int64"},
+      {gather, [](A& a) { a.dim = 2; }, "gather_dim: 2 is no dim of x, which has 2; allowed are -2 to 1"},
+      {gather, [](A& a) { a.size.reset(); }, "size: has to be said for plain tensors on 2 ranks: the length of dim 0"},
+      {gather, [](A& a) { a.size = -1; }, "size: -1 in all"},
+      {gather, [](A& a) { a.size = 9; },
+       "size: 9 in all, of which rank 1 of 2 has 4 as torch.chunk cuts; it was given 3"},
+      {gather, [](A& a) { a.columns.clear(); }, "columns: has to be said"},
+      {gather, [](A& a) { a.columns = {10, 10}; }, "columns: got 2 for 1 weights"},
+      {gather, [](A& a) { a.biases = {plain("biases[0]", {4})}; },
+       "biases[0]: is a tensor of shape (4,) on rank 1; allowed is a plain tensor of (5,)"},
+      {gather, [](A& a) { a.out_dtype = "torch.float32"; }, "out_dtype: torch.float32 without scales"},
+      {gather, [&](A& a) { a.x.dtype = e4m3; },
+       "x_scale: has to be given for x of torch.float8_e4m3fn, and weight_scales"},
+      {gather, [&](A& a) { scale(a), a.scales[0].reset(); }, "x_scale: has to be given where weight_scales is"},
+      {gather, [&](A& a) { scale(a), a.scales.emplace_back(plain("", {})); }, "weight_scales: got 2 for 1 weights"},
+      {gather, [&](A& a) { scale(a), a.x.dtype = "torch.float32"; }, "x: is torch.float32; allowed with scales"},
+      {gather, [&](A& a) { scale(a), a.x.dtype = a.weights[0].dtype = "torch.float8_e5m2"; }, "e5m2, as x is"},
+      {gather, [&](A& a) { scale(a), a.out_dtype = "torch.float16"; }, "out_dtype: torch.float16; allowed"},
+      {gather, [&](A& a) { scale(a), a.biases = {plain("biases[0]", {5})}; },
+       "biases[0]: is torch.float32; allowed is"},
+      {gather, [&](A& a) { scale(a), a.requires_grad = true; }, "one requires a gradient"},
+      {gather, [&](A& a) { scale(a), a.scales[1]->dtype = "torch.float64"; }, "weight_scales[0]: is torch.float64"},
+      {gather, [&](A& a) { scale(a), a.scales[1]->shape = {5, 1}; }, "weight_scales[0]: has shape (5, 1)"},
+      {linear, [](A& a) { a.x.layout.reset(); }, "x: got a Tensor; allowed is a DTensor"},
+      {linear, [](A& a) { a.weights[0].layout.reset(); }, "weight: got a Tensor; allowed is a DTensor"},
+      {linear, [&](A& a) { a.weights = {placed("weight", layout_on(other, {5, 4}, {"R"}))}; }, "weight: lies on z=2"},
+      {linear, [](A& a) { a.weights[0].dtype = "torch.float64"; }, "weight: has dtype torch.float64, x torch.float32"},
+      {linear, [](A& a) { a.weights[0].shape = {5, 3}; }, "allowed is (out_features, 4)"},
+      {linear, [](A& a) { a.biases = {placed("bias", layout_on(mesh_of({2}), {4}, {"R"}))}; },
+       "bias: has shape (4,); allowed is (5,)"},
+      {linear, [](A& a) { a.placements = {Placement::replicate(), Placement::replicate()}; }, "placements: got 2"},
+      {linear, [](A& a) { a.x.shape = {}; }, "x: has 0 dims; allowed are 1 to 10"},
+  };
+  for (const Wrong& wrong : all) {
+    ProductArguments arguments = wrong.good();
+    EXPECT_NO_THROW(problem_of(arguments));
+    wrong.change(arguments);
+    try {
+      problem_of(arguments);
+      ADD_FAILURE() << "not refused: " << wrong.said;
+    } catch (const UserError& error) {
+      EXPECT_NE(std::string(error.what()).find(wrong.said), std::string::npos) << error.what() << "\n" << wrong.said;
+    }
+  }
+  EXPECT_THROW(parse_product_function("product"), UserError);
+}
+
+}  // namespace
+}  // namespace shardwright
