@@ -60,27 +60,39 @@ def is_on() -> bool:
 
 def compare(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> None:
     """Raises RuntimeError on all ranks of the executable's mesh unless all are about to run the same redistribute."""
-    global _turns_of
-    if dist.group.WORLD is not _turns_of:
-        _turns.clear()
-        _turns_of = dist.group.WORLD
-    ranks = tuple(executable.mesh_ranks)
-    turn = _turns[ranks]
-    _turns[ranks] += 1
     mine = {
         **executable.signature,
         **tables.current.summary(),
         "async_op": str(async_op),
         "input": _judge(executable, local),
     }
-    said = _exchange(ranks, turn, mine, executable.rank)
-    differing = [field for field in mine if len({one[field] for one in said.values()}) > 1]
-    if not differing and mine["input"] == _AS_SAID:
+    what = f"{mine['src']} -> {mine['dst']} of {mine['tensor']}"
+    judged = {"input": _AS_SAID}
+    compare_calls(tuple(executable.mesh_ranks), executable.rank, "redistribute", mine, judged=judged, what=what)
+
+
+def compare_calls(
+    ranks: tuple[int, ...], rank: int, kind: str, mine: dict[str, str], *, judged: dict[str, str], what: str = ""
+) -> None:
+    """Raises RuntimeError on all of `ranks` unless all are about to make the same call.
+
+    Calls of all kinds on the same ranks are counted together. `judged`: fields of `mine` that must be so.
+    """
+    global _turns_of
+    if dist.group.WORLD is not _turns_of:
+        _turns.clear()
+        _turns_of = dist.group.WORLD
+    turn = _turns[ranks]
+    _turns[ranks] += 1
+    mine = {"call": kind, **mine}
+    said = _exchange(ranks, turn, mine, rank, f"{kind} number {turn + 1}", what)
+    differing = [field for field in mine if len({one.get(field) for one in said.values()}) > 1]
+    if not differing and all(mine[field] == value for field, value in judged.items()):
         return
-    lines = [f"  {field}: {_by_value(field, said)}" for field in differing or ["input"]]
+    lines = [f"  {field}: {_by_value(field, said)}" for field in differing or judged]
     raise RuntimeError(
-        f"shardwright: the ranks of a mesh do not run the same redistribute (number {turn + 1} on ranks "
-        f"{_text(ranks)}; this is rank {executable.rank})\n" + "\n".join(lines)
+        f"shardwright: the ranks of a mesh do not run the same {kind} (number {turn + 1} on ranks "
+        f"{_text(ranks)}; this is rank {rank})\n" + "\n".join(lines)
     )
 
 
@@ -94,7 +106,9 @@ def _judge(executable: _runtime.Executable, local: torch.Tensor) -> str:
     return f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)} where its layout has {dtype}{list(expected)}"
 
 
-def _exchange(ranks: tuple[int, ...], turn: int, mine: dict[str, str], rank: int) -> dict[int, dict[str, str]]:
+def _exchange(
+    ranks: tuple[int, ...], turn: int, mine: dict[str, str], rank: int, which: str, what: str
+) -> dict[int, dict[str, str]]:
     """Returns what every rank wrote on this turn."""
     name = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
     store = dist.PrefixStore(f"shardwright/{name}", distributed_c10d._get_default_store())
@@ -105,10 +119,9 @@ def _exchange(ranks: tuple[int, ...], turn: int, mine: dict[str, str], rank: int
     except RuntimeError:
         missing = [one for one in ranks if not store.check([f"{turn}/{one}"])]
     if missing:
-        what = f"{mine['src']} -> {mine['dst']} of {mine['tensor']}"
         raise RuntimeError(
             f"shardwright: rank {rank} waited {_setting.timeout_seconds:g} s for ranks {_text(tuple(missing))} "
-            f"to come to redistribute number {turn + 1} on ranks {_text(ranks)}: {what}"
+            f"to come to {which} on ranks {_text(ranks)}{': ' if what else ''}{what}"
         )
     said = {one: json.loads(store.get(f"{turn}/{one}")) for one in ranks}
     # Every rank that has written on this turn has read everything of two turns ago.
@@ -120,7 +133,7 @@ def _exchange(ranks: tuple[int, ...], turn: int, mine: dict[str, str], rank: int
 def _by_value(field: str, said: dict[int, dict[str, str]]) -> str:
     ranks_by_value: dict[str, list[int]] = {}
     for rank, one in said.items():
-        ranks_by_value.setdefault(one[field], []).append(rank)
+        ranks_by_value.setdefault(one.get(field, "nothing"), []).append(rank)
     return "; ".join(f"{value} on {_text(tuple(ranks))}" for value, ranks in ranks_by_value.items())
 
 
