@@ -51,7 +51,8 @@ LAYERS = {
         "argument_values _planner comparing doctor free_memory layout options planning reading tables topology"
     ),
     "running": (
-        "argument_checks executables _runtime counters checking groups plain_tensors preparation tracing watching wire"
+        "argument_checks executables _runtime counters checking groups plain_tensors preparation tracing watching wire "
+        "experts expert_agreement expert_gradients expert_ranks"
     ),
     "graphs": "graphs operators",
     "DTensors": "dtensor",

@@ -7,5 +7,6 @@ namespace shardwright {
 
 void define_executable(pybind11::module_& m);  // executable_bindings.cpp
 void define_kernels(pybind11::module_& m);     // kernel_bindings.cpp
+void define_experts(pybind11::module_& m);     // expert_bindings.cpp
 
 }  // namespace shardwright

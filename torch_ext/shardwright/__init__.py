@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .checking import check_ranks
     from .counters import reset_stats, stats
     from .drop_in import disable, enable, enabled, redistribute
+    from .experts import combine, dispatch
     from .explaining import explain
     from .operators import operator
     from .plain_tensors import redistribute_local
@@ -51,7 +52,9 @@ __all__ = [
     "calibrate",
     "calibrate_gemm",
     "check_ranks",
+    "combine",
     "disable",
+    "dispatch",
     "enable",
     "enabled",
     "explain",
@@ -85,6 +88,7 @@ _NEEDS_TORCH = {
     "calibration.products": "calibrate_gemm",
     "checking": "check_ranks",
     "drop_in": "disable enable enabled redistribute",
+    "experts": "combine dispatch",
     "explaining": "explain",
     "products.functions": "all_gather_matmul linear matmul_all_reduce matmul_reduce_scatter",
     "operators": "operator",

@@ -181,3 +181,94 @@ def note_changed_tables() -> None:
 
 def release_staging() -> None:
     """Frees the memory of temporaries that is kept for the next run (on CPU, at most 256 MiB)."""
+
+class ExpertPlacement:
+    """Which ranks hold which experts. A replica is one expert on one rank; they are numbered by rank. A code is the
+    number of a replica plus 1, or 0 for none."""
+
+    def __init__(self, num_experts: int, experts_of_rank: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError where an expert is on no rank, out of range or twice on one rank."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_replicas(self) -> int: ...
+    @property
+    def first_replica(self) -> list[int]:
+        """By rank, and one more behind the last."""
+
+    @property
+    def rank_of_replica(self) -> list[int]: ...
+    @property
+    def hash(self) -> int: ...
+    def choose(self, expert_ids: torch.Tensor, rank: int, node_of_rank: Sequence[int]) -> torch.Tensor:
+        """Codes, int32, for the int64 ids of `rank`, in host memory. Raises ValueError on ids out of range."""
+
+class DevicePlacement:
+    """The same as tables on a device, whose functions do not wait for it."""
+
+    def __init__(self, placement: ExpertPlacement, device: str) -> None: ...
+    def choose(self, expert_ids: torch.Tensor, rank: int) -> torch.Tensor: ...
+    def route(self, codes: torch.Tensor, rows_per_rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """send_rows and returns of a `RowExchange`, and how many codes have no row."""
+
+def count_by_replica(codes: torch.Tensor, num_replicas: int) -> torch.Tensor: ...
+def drop_beyond(codes: torch.Tensor, taken: torch.Tensor, capacity: int) -> tuple[torch.Tensor, int]:
+    """The codes that are left where replicas have `taken` so many and take `capacity` in all, and how many are not."""
+
+def route_rows(
+    codes: torch.Tensor, target_of_replica: Sequence[int], num_ranks: int
+) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
+    """send_rows and returns of a `RowExchange`, and rows and codes for each rank. -1 is no rank."""
+
+def expand_rows(
+    codes: torch.Tensor, first_replica: int, num_local: int, origins: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs of a row and a code by expert, then by origin; places of pairs by row; pairs of each expert."""
+
+def expand_rows_on_device(
+    codes: torch.Tensor,
+    first_replica: int,
+    num_local: int,
+    origins: torch.Tensor | None,
+    capacity: int,
+    num_places: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same for `num_places` pairs at most and `capacity` of each expert, and how many are too many."""
+
+class RowExchange:
+    """Which rows travel between the ranks of a group, and where their answers are summed."""
+
+    def __init__(
+        self,
+        group_name: str,
+        send_rows: torch.Tensor,
+        returns: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+    ) -> None: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def num_received(self) -> int: ...
+    @property
+    def num_sent_to_others(self) -> int: ...
+    @property
+    def num_received_from_others(self) -> int: ...
+    def send(self, step: str, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+    def send_back(self, step: str, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+def exchange_words(group_name: str, step: str, words: torch.Tensor, device: str) -> torch.Tensor:
+    """An all-to-all of rows of int64 from and to host memory, by way of a device."""
+
+def record_bytes(parts: Sequence[torch.Tensor]) -> int:
+    """Bytes of a row whose parts travel together."""
+
+def take_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Row index[i] as row i; zeros for -1."""
+
+def sum_rows(rows: torch.Tensor, table: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Sums of the rows that each row of a table names, in the order of its columns."""
+
+def take_weighted_rows(rows: torch.Tensor, pairs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
+def dot_rows(rows: torch.Tensor, table: torch.Tensor, others: torch.Tensor, like: torch.Tensor) -> torch.Tensor: ...

@@ -15,10 +15,11 @@ _log = logging.getLogger("shardwright")
 class _Counts:
     """The counters that change on every call or on every cache miss."""
 
-    __slots__ = ("cache_hits", "calls", "misfits", "plans", "products", "traced")
+    __slots__ = ("cache_hits", "calls", "combines", "dispatches", "dropped", "misfits", "plans", "products", "traced")
 
     def __init__(self) -> None:
         self.calls = self.cache_hits = self.misfits = self.plans = self.products = self.traced = 0
+        self.dispatches = self.combines = self.dropped = 0
 
 
 counts = _Counts()
@@ -41,6 +42,9 @@ def stats() -> dict[str, Any]:
         ``products``: programs of matrix products that ran.
         ``product_fallbacks``: products of 8-bit floats, on devices other than CPU, that were cast to float32 because
         the device's units for them could not be used; ``product_fallback_reasons`` counts them by reason.
+        ``dispatches``, ``combines``: routings of tokens to experts, and of their outputs back.
+        ``dropped``: tokens of this rank that missed one of their experts because of a capacity, counted once per
+        expert, where the host knows.
         ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: of the cache that `plan` uses.
         ``bytes``: bytes that this rank received from others.
         ``through_host``: programs on tensors of other devices that ran in host memory because their groups are Gloo's.
@@ -53,6 +57,9 @@ def stats() -> dict[str, Any]:
         "products": counts.products,
         "product_fallbacks": sum(cast.values()),
         "product_fallback_reasons": cast,
+        "dispatches": counts.dispatches,
+        "combines": counts.combines,
+        "dropped": counts.dropped,
         "traced": counts.traced,
         "misfits": counts.misfits,
         "fallbacks": sum(_reasons.values()),

@@ -1,0 +1,164 @@
+// Tokens to experts and back: placements, index arithmetic, exchanges, rows. What Python passes is checked there.
+#include <ATen/ops/empty.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/runtime_parts.h"
+#include "runtime/expert_device.h"
+#include "runtime/expert_exchange.h"
+#include "runtime/expert_rows.h"
+#include "runtime/experts.h"
+
+namespace shardwright {
+namespace {
+
+namespace py = pybind11;
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+template <typename T>
+PerToken<T> per_token(const at::Tensor& tensor) {
+  return {tensor.const_data_ptr<T>(), tensor.size(0), tensor.size(1)};
+}
+
+template <typename T>
+std::span<const T> span_of(const at::Tensor& tensor) {
+  return {tensor.const_data_ptr<T>(), static_cast<size_t>(tensor.numel())};
+}
+
+template <typename T>
+at::Tensor tensor_of(const std::vector<T>& values, at::IntArrayRef shape, at::ScalarType dtype) {
+  at::Tensor tensor = at::empty(shape, dtype);
+  std::copy(values.begin(), values.end(), tensor.mutable_data_ptr<T>());
+  return tensor;
+}
+
+at::Tensor longs_of(const std::vector<int64_t>& values) {
+  return tensor_of(values, {static_cast<int64_t>(values.size())}, at::kLong);
+}
+
+using Routes = std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>, std::vector<int64_t>>;
+
+Routes routes_of(const at::Tensor& codes, const std::vector<int32_t>& target_of_replica, int num_ranks) {
+  RowRoutes routes = route_rows(per_token<int32_t>(codes), target_of_replica, num_ranks);
+  return {longs_of(routes.send_rows), tensor_of(routes.returns, {codes.size(0), routes.width}, at::kLong),
+          std::move(routes.row_counts), std::move(routes.pair_counts)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> expansion_of(const at::Tensor& codes, int64_t first_replica,
+                                                            int64_t num_local,
+                                                            const std::optional<at::Tensor>& origins) {
+  const auto order = origins ? span_of<int64_t>(*origins) : std::span<const int64_t>();
+  const Expansion expansion = expand_rows(per_token<int32_t>(codes), first_replica, num_local, order);
+  return {longs_of(expansion.pairs), tensor_of(expansion.places, codes.sizes(), at::kLong), longs_of(expansion.counts)};
+}
+
+std::pair<at::Tensor, int64_t> left_by_capacity(const at::Tensor& codes, const at::Tensor& taken, int64_t capacity) {
+  const auto before = span_of<int64_t>(taken);
+  at::Tensor left = codes.clone();
+  const std::span<int32_t> changed(left.mutable_data_ptr<int32_t>(), static_cast<size_t>(left.numel()));
+  const int64_t dropped = drop_beyond(changed, {before.begin(), before.end()}, capacity);
+  return {left, dropped};
+}
+
+void define_index_arithmetic(py::module_& m) {
+  py::class_<ExpertPlacement>(m, "ExpertPlacement")
+      .def(py::init<int64_t, const std::vector<std::vector<int64_t>>&>(), py::arg("num_experts"),
+           py::arg("experts_of_rank"))
+      .def_property_readonly("num_experts", &ExpertPlacement::num_experts)
+      .def_property_readonly("num_replicas", &ExpertPlacement::num_replicas)
+      .def_property_readonly("first_replica", &ExpertPlacement::first_replica)
+      .def_property_readonly("rank_of_replica", &ExpertPlacement::rank_of_replica)
+      .def_property_readonly("hash", &ExpertPlacement::hash)
+      .def(
+          "choose",
+          [](const ExpertPlacement& placement, const at::Tensor& expert_ids, int rank,
+             const std::vector<int32_t>& node_of_rank) {
+            const auto ids = per_token<int64_t>(expert_ids);
+            return tensor_of(choose_replicas(placement, ids, rank, node_of_rank), expert_ids.sizes(), at::kInt);
+          },
+          py::arg("expert_ids"), py::arg("rank"), py::arg("node_of_rank"), ReleaseGil());
+  m.def(
+      "count_by_replica",
+      [](const at::Tensor& codes, int64_t num_replicas) {
+        return longs_of(count_by_replica(span_of<int32_t>(codes), num_replicas));
+      },
+      py::arg("codes"), py::arg("num_replicas"), ReleaseGil());
+  m.def("drop_beyond", &left_by_capacity, py::arg("codes"), py::arg("taken"), py::arg("capacity"), ReleaseGil());
+  m.def("route_rows", &routes_of, py::arg("codes"), py::arg("target_of_replica"), py::arg("num_ranks"), ReleaseGil());
+  m.def("expand_rows", &expansion_of, py::arg("codes"), py::arg("first_replica"), py::arg("num_local"),
+        py::arg("origins"), ReleaseGil());
+}
+
+void define_device_arithmetic(py::module_& m) {
+  py::class_<DevicePlacement>(m, "DevicePlacement")
+      .def(py::init([](const ExpertPlacement& placement, const std::string& device) {
+             return DevicePlacement(placement, c10::Device(device));
+           }),
+           py::arg("placement"), py::arg("device"), ReleaseGil())
+      .def("choose", &choose_replicas_on_device, py::arg("expert_ids"), py::arg("rank"), ReleaseGil())
+      .def(
+          "route",
+          [](const DevicePlacement& placement, const at::Tensor& codes, int64_t rows_per_rank) {
+            const DeviceRoutes routes = route_rows_on_device(placement, codes, rows_per_rank);
+            return std::make_tuple(routes.send_rows, routes.returns, routes.dropped);
+          },
+          py::arg("codes"), py::arg("rows_per_rank"), ReleaseGil());
+  m.def(
+      "expand_rows_on_device",
+      [](const at::Tensor& codes, int64_t first_replica, int64_t num_local, const std::optional<at::Tensor>& origins,
+         int64_t capacity, int64_t num_places) {
+        const DeviceExpansion e = expand_rows_on_device(codes, first_replica, num_local, origins, capacity, num_places);
+        return std::make_tuple(e.pairs, e.places, e.counts, e.dropped);
+      },
+      py::arg("codes"), py::arg("first_replica"), py::arg("num_local"), py::arg("origins"), py::arg("capacity"),
+      py::arg("num_places"), ReleaseGil());
+}
+
+void define_rows(py::module_& m) {
+  py::class_<RowExchange>(m, "RowExchange")
+      .def(py::init([](const std::string& group, const at::Tensor& send_rows, const at::Tensor& returns,
+                       const std::vector<int64_t>& send_counts, const std::vector<int64_t>& receive_counts) {
+             return RowExchange(c10d::resolve_process_group(group), send_rows, returns, send_counts, receive_counts);
+           }),
+           py::arg("group_name"), py::arg("send_rows"), py::arg("returns"), py::arg("send_counts"),
+           py::arg("receive_counts"))
+      .def_property_readonly("num_rows", &RowExchange::num_rows)
+      .def_property_readonly("num_received", &RowExchange::num_received)
+      .def_property_readonly("num_sent_to_others", &RowExchange::num_sent_to_others)
+      .def_property_readonly("num_received_from_others", &RowExchange::num_received_from_others)
+      .def("send", &RowExchange::send, py::arg("step"), py::arg("parts"), ReleaseGil())
+      .def("send_back", &RowExchange::send_back, py::arg("step"), py::arg("parts"), ReleaseGil());
+  m.def(
+      "exchange_words",
+      [](const std::string& group, const std::string& step, const at::Tensor& words, const std::string& device) {
+        return exchange_words(c10d::resolve_process_group(group), step, words, c10::Device(device));
+      },
+      py::arg("group_name"), py::arg("step"), py::arg("words"), py::arg("device"), ReleaseGil());
+  m.def("record_bytes", &record_bytes, py::arg("parts"));
+  m.def("take_rows", &take_rows, py::arg("rows"), py::arg("index"), ReleaseGil());
+  m.def("sum_rows", &sum_rows, py::arg("rows"), py::arg("table"), py::arg("weights"), ReleaseGil());
+  m.def("take_weighted_rows", &take_weighted_rows, py::arg("rows"), py::arg("pairs"), py::arg("weights"), ReleaseGil());
+  m.def(
+      "dot_rows",
+      [](const at::Tensor& rows, const at::Tensor& table, const at::Tensor& others, const at::Tensor& like) {
+        return dot_rows(rows, table, others, like.scalar_type());
+      },
+      py::arg("rows"), py::arg("table"), py::arg("others"), py::arg("like"), ReleaseGil());
+}
+
+}  // namespace
+
+void define_experts(py::module_& m) {
+  define_index_arithmetic(m);
+  define_device_arithmetic(m);
+  define_rows(m);
+}
+
+}  // namespace shardwright

@@ -1,0 +1,162 @@
+#include "runtime/expert_exchange.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <numeric>
+#include <utility>
+
+#include "runtime/executor.h"
+#include "runtime/expert_rows.h"
+#include "runtime/lanes.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// Where the parts of a record begin, and how far apart records are: any dtype may be looked at there.
+constexpr int64_t kPartAlignment = 16;
+
+int64_t aligned(int64_t bytes) { return (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment; }
+
+int64_t width_bytes(const at::Tensor& part) { return part.size(1) * static_cast<int64_t>(part.element_size()); }
+
+bool is_gloo(const comm::GroupPtr& group, c10::Device device) {
+  return group->getBackend(device.type())->getBackendName() == "gloo";
+}
+
+[[noreturn]] void fail(const comm::GroupPtr& group, const std::string& step, const std::string& reason) {
+  const std::string text = concat("shardwright: rank ", group->getRank(), " of a group of ", group->getSize(), " ('",
+                                  group->getGroupName(), "') failed in ", step, "\n", reason);
+  throw c10::DistBackendError({__func__, __FILE__, __LINE__}, text);
+}
+
+// Programs that are under way start their communications first, so that every rank keeps one order.
+void take_turn(c10::Device device) {
+  Lane& lane = lane_of(device);
+  lane.drain();
+  if (!device.is_cpu()) lane.stand_behind_those_beside();
+}
+
+// `rows` part by part in one tensor of bytes.
+class Records {
+ public:
+  Records(const std::vector<at::Tensor>& parts, int64_t num_records) : parts_(parts) {
+    bytes_ = at::empty({num_records, record_bytes(parts)}, parts.front().options().dtype(at::kByte));
+  }
+  Records(const std::vector<at::Tensor>& parts, at::Tensor bytes) : parts_(parts), bytes_(std::move(bytes)) {}
+
+  const at::Tensor& bytes() const { return bytes_; }
+
+  // Part `index` of all records, of the dtype of the parts given.
+  at::Tensor part(size_t index) const {
+    int64_t offset = 0;
+    for (size_t i = 0; i < index; ++i) offset += aligned(width_bytes(parts_[i]));
+    const at::Tensor& like = parts_[index];
+    if (bytes_.size(0) == 0 || like.size(1) == 0) {
+      return at::empty({bytes_.size(0), like.size(1)}, like.options());
+    }
+    return bytes_.narrow(1, offset, width_bytes(like)).view(like.scalar_type());
+  }
+
+ private:
+  const std::vector<at::Tensor>& parts_;
+  at::Tensor bytes_;
+};
+
+}  // namespace
+
+int64_t record_bytes(const std::vector<at::Tensor>& parts) {
+  if (parts.size() == 1) return width_bytes(parts.front());
+  int64_t bytes = 0;
+  for (const at::Tensor& part : parts) bytes += aligned(width_bytes(part));
+  return bytes;
+}
+
+at::Tensor exchange_rows(const comm::GroupPtr& group, const std::string& step, const at::Tensor& rows,
+                         const std::vector<int64_t>& send_counts, const std::vector<int64_t>& receive_counts) {
+  if (!rows.device().is_cpu() && is_gloo(group, rows.device())) {
+    const at::Tensor received = exchange_rows(group, step, rows.cpu(), send_counts, receive_counts);
+    return received.to(rows.device());
+  }
+  const int64_t row_bytes = rows.size(1);
+  const int64_t num_received = std::reduce(receive_counts.begin(), receive_counts.end());
+  at::Tensor received = at::empty({num_received, row_bytes}, rows.options());
+  if (row_bytes == 0) return received;
+  take_turn(rows.device());
+  at::Tensor sent = rows;
+  try {
+    const comm::WorkPtr work = comm::all_to_all(group, received, sent, receive_counts, send_counts);
+    if (work) work->wait();
+  } catch (const c10::Error& error) {
+    fail(group, step, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    fail(group, step, error.what());
+  }
+  counters().received_bytes += (num_received - receive_counts[group->getRank()]) * row_bytes;
+  return received;
+}
+
+at::Tensor exchange_words(const comm::GroupPtr& group, const std::string& step, const at::Tensor& words,
+                          c10::Device device) {
+  const std::vector<int64_t> one_each(group->getSize(), 1);
+  const at::Tensor bytes = words.contiguous().view(at::kByte).to(device);
+  return exchange_rows(group, step, bytes, one_each, one_each).cpu().view(at::kLong);
+}
+
+RowExchange::RowExchange(const comm::GroupPtr& group, at::Tensor send_rows, at::Tensor returns,
+                         std::vector<int64_t> send_counts, std::vector<int64_t> receive_counts)
+    : group_(group),
+      rank_(group->getRank()),
+      send_rows_(std::move(send_rows)),
+      returns_(std::move(returns)),
+      send_counts_(std::move(send_counts)),
+      receive_counts_(std::move(receive_counts)),
+      num_received_(std::reduce(receive_counts_.begin(), receive_counts_.end())) {
+  const int64_t num_sent = std::reduce(send_counts_.begin(), send_counts_.end());
+  check_invariant(num_sent == send_rows_.size(0), num_sent, " rows are to be sent of ", send_rows_.size(0));
+}
+
+int64_t RowExchange::num_sent_to_others() const { return send_rows_.size(0) - send_counts_[rank_]; }
+
+int64_t RowExchange::num_received_from_others() const { return num_received_ - receive_counts_[rank_]; }
+
+comm::GroupPtr RowExchange::group() const {
+  comm::GroupPtr group = group_.lock();
+  TORCH_CHECK(group, "shardwright: the process group of a dispatch was destroyed; allowed is one that is there");
+  return group;
+}
+
+at::Tensor RowExchange::travel(const std::string& step, const at::Tensor& rows, bool is_way_back) const {
+  return is_way_back ? exchange_rows(group(), step, rows, receive_counts_, send_counts_)
+                     : exchange_rows(group(), step, rows, send_counts_, receive_counts_);
+}
+
+std::vector<at::Tensor> RowExchange::send(const std::string& step, const std::vector<at::Tensor>& parts) const {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;  // parts of records are no views to autograd
+  const Records outgoing(parts, send_rows_.size(0));
+  for (size_t i = 0; i < parts.size(); ++i) take_rows_into(parts[i], send_rows_, outgoing.part(i));
+  const Records incoming(parts, travel(step, outgoing.bytes(), false));
+  std::vector<at::Tensor> received;
+  for (size_t i = 0; i < parts.size(); ++i) received.push_back(incoming.part(i));
+  return received;
+}
+
+std::vector<at::Tensor> RowExchange::send_back(const std::string& step, const std::vector<at::Tensor>& parts) const {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;  // parts of records are no views to autograd
+  at::Tensor bytes;
+  if (parts.size() == 1) {
+    bytes = parts.front().contiguous().view(at::kByte);
+  } else {
+    const Records outgoing(parts, num_received_);
+    for (size_t i = 0; i < parts.size(); ++i) outgoing.part(i).copy_(parts[i]);
+    bytes = outgoing.bytes();
+  }
+  const Records answers(parts, travel(step, bytes, true));
+  std::vector<at::Tensor> sums;
+  for (size_t i = 0; i < parts.size(); ++i) sums.push_back(sum_rows(answers.part(i), returns_, std::nullopt));
+  return sums;
+}
+
+}  // namespace shardwright

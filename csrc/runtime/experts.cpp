@@ -1,0 +1,275 @@
+#include "runtime/experts.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// FNV-1a over 64-bit words.
+class Hash {
+ public:
+  void add(uint64_t word) {
+    for (int byte = 0; byte < 8; ++byte) value_ = (value_ ^ ((word >> (8 * byte)) & 0xff)) * 0x100000001b3ULL;
+  }
+  int64_t value() const { return static_cast<int64_t>(value_); }
+
+ private:
+  uint64_t value_ = 0xcbf29ce484222325ULL;
+};
+
+// One token's choice among replicas, with what it needs for each: reused from token to token.
+class ReplicaChoice {
+ public:
+  ReplicaChoice(const ExpertPlacement& placement, int rank, std::span<const int32_t> node_of_rank)
+      : placement_(placement),
+        rank_(rank),
+        num_ranks_(placement.num_ranks()),
+        node_of_rank_(node_of_rank),
+        rank_stamp_(num_ranks_, -1),
+        node_stamp_(node_of_rank.empty() ? 0 : *std::max_element(node_of_rank.begin(), node_of_rank.end()) + 1, -1),
+        lacking_(num_ranks_, 0) {}
+
+  void choose(int64_t token, std::span<const int64_t> expert_ids, std::span<int32_t> codes) {
+    token_ = token;
+    visit(rank_);
+    pending_.clear();
+    for (size_t j = 0; j < expert_ids.size(); ++j) {
+      codes[j] = 0;
+      if (expert_ids[j] < 0) continue;
+      const auto replicas = placement_.replicas_of(expert_ids[j]);
+      if (replicas.size() > 1) {
+        pending_.push_back(j);
+      } else {
+        codes[j] = replicas.front() + 1;
+        visit(placement_.rank_of_replica()[replicas.front()]);
+      }
+    }
+    std::erase_if(pending_, [&](size_t j) { return (codes[j] = nearest_visited(expert_ids[j])) != 0; });
+    while (!pending_.empty()) {
+      const int next = most_useful(expert_ids);
+      visit(next);
+      std::erase_if(pending_, [&](size_t j) { return (codes[j] = code_on(next, expert_ids[j])) != 0; });
+    }
+  }
+
+ private:
+  void visit(int rank) {
+    rank_stamp_[rank] = token_;
+    if (!node_of_rank_.empty()) node_stamp_[node_of_rank_[rank]] = token_;
+  }
+
+  int distance(int64_t from, int rank) const {
+    return static_cast<int>((rank - from % num_ranks_ + num_ranks_) % num_ranks_);
+  }
+
+  // On the rank that the token visits anyway and that comes first in cyclic order from this rank on.
+  int32_t nearest_visited(int64_t expert) const {
+    int32_t code = 0;
+    int least = std::numeric_limits<int>::max();
+    for (const int32_t replica : placement_.replicas_of(expert)) {
+      const int rank = placement_.rank_of_replica()[replica];
+      if (rank_stamp_[rank] != token_ || distance(rank_, rank) >= least) continue;
+      least = distance(rank_, rank);
+      code = replica + 1;
+    }
+    return code;
+  }
+
+  int32_t code_on(int rank, int64_t expert) const {
+    for (const int32_t replica : placement_.replicas_of(expert)) {
+      if (placement_.rank_of_replica()[replica] == rank) return replica + 1;
+    }
+    return 0;
+  }
+
+  int most_useful(std::span<const int64_t> expert_ids) {
+    const auto for_all = [&](const auto& use) {
+      for (const size_t j : pending_) {
+        for (const int32_t replica : placement_.replicas_of(expert_ids[j])) use(placement_.rank_of_replica()[replica]);
+      }
+    };
+    for_all([&](int rank) { ++lacking_[rank]; });
+    int best = -1;
+    int64_t best_score = -1;
+    for_all([&](int rank) {
+      const bool is_near = !node_of_rank_.empty() && node_stamp_[node_of_rank_[rank]] == token_;
+      const int64_t score =
+          (2 * lacking_[rank] + (is_near ? 1 : 0)) * num_ranks_ + num_ranks_ - 1 - distance(rank_ + token_, rank);
+      if (score <= best_score) return;
+      best_score = score;
+      best = rank;
+    });
+    for_all([&](int rank) { lacking_[rank] = 0; });
+    return best;
+  }
+
+  const ExpertPlacement& placement_;
+  int rank_;
+  int num_ranks_;
+  std::span<const int32_t> node_of_rank_;
+  int64_t token_ = -1;
+  std::vector<int64_t> rank_stamp_;  // the last token that went there
+  std::vector<int64_t> node_stamp_;
+  std::vector<int64_t> lacking_;  // experts that are pending and that the rank holds; all 0 between uses
+  std::vector<size_t> pending_;
+};
+
+void check_ids(const ExpertPlacement& placement, PerToken<int64_t> ids, int rank) {
+  for (int64_t i = 0; i < ids.num_tokens * ids.per_token; ++i) {
+    check_user(ids.data[i] >= -1 && ids.data[i] < placement.num_experts(), "expert_ids: token ", i / ids.per_token,
+               " on rank ", rank, " of the group has ", ids.data[i], "; allowed are 0 to ", placement.num_experts() - 1,
+               ", and -1 for no expert");
+  }
+}
+
+// Adds to `ranks`, which ascends, a rank that is not there yet.
+void insert(std::vector<int32_t>& ranks, int32_t rank) {
+  const auto at = std::lower_bound(ranks.begin(), ranks.end(), rank);
+  if (at == ranks.end() || *at != rank) ranks.insert(at, rank);
+}
+
+std::vector<int64_t> starts_of(const std::vector<int64_t>& counts) {
+  std::vector<int64_t> starts(counts.size());
+  std::exclusive_scan(counts.begin(), counts.end(), starts.begin(), int64_t{0});
+  return starts;
+}
+
+}  // namespace
+
+ExpertPlacement::ExpertPlacement(int64_t num_experts, const std::vector<std::vector<int64_t>>& experts_of_rank) {
+  check_user(num_experts > 0, "placement: has ", num_experts, " experts; allowed is 1 or more");
+  Hash hash;
+  hash.add(static_cast<uint64_t>(num_experts));
+  first_replica_.push_back(0);
+  std::vector<std::vector<int32_t>> replicas(num_experts);
+  for (size_t rank = 0; rank < experts_of_rank.size(); ++rank) {
+    hash.add(experts_of_rank[rank].size());
+    for (const int64_t expert : experts_of_rank[rank]) {
+      check_user(expert >= 0 && expert < num_experts, "placement: rank ", rank, " of the group holds expert ", expert,
+                 "; allowed are 0 to ", num_experts - 1);
+      std::vector<int32_t>& held = replicas[expert];
+      const bool is_here = !held.empty() && held.back() >= first_replica_.back();
+      check_user(!is_here, "placement: rank ", rank, " of the group holds expert ", expert,
+                 " twice; allowed is once per rank");
+      held.push_back(static_cast<int32_t>(rank_of_replica_.size()));
+      rank_of_replica_.push_back(static_cast<int32_t>(rank));
+      hash.add(static_cast<uint64_t>(expert));
+    }
+    first_replica_.push_back(static_cast<int32_t>(rank_of_replica_.size()));
+  }
+  begin_of_expert_.push_back(0);
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
+    check_user(!replicas[expert].empty(), "placement: expert ", expert, " of ", num_experts,
+               " is on no rank; allowed is one rank or more for each");
+    replicas_.insert(replicas_.end(), replicas[expert].begin(), replicas[expert].end());
+    begin_of_expert_.push_back(static_cast<int32_t>(replicas_.size()));
+  }
+  hash_ = hash.value();
+}
+
+std::vector<int32_t> choose_replicas(const ExpertPlacement& placement, PerToken<int64_t> expert_ids, int rank,
+                                     std::span<const int32_t> node_of_rank) {
+  check_ids(placement, expert_ids, rank);
+  const size_t per_token = static_cast<size_t>(expert_ids.per_token);
+  std::vector<int32_t> codes(static_cast<size_t>(expert_ids.num_tokens) * per_token);
+  if (!placement.has_copies()) {
+    for (size_t i = 0; i < codes.size(); ++i) {
+      codes[i] = expert_ids.data[i] < 0 ? 0 : placement.replicas_of(expert_ids.data[i]).front() + 1;
+    }
+    return codes;
+  }
+  ReplicaChoice choice(placement, rank, node_of_rank);
+  for (int64_t token = 0; token < expert_ids.num_tokens; ++token) {
+    choice.choose(token, expert_ids.of(token), std::span(codes).subspan(token * per_token, per_token));
+  }
+  return codes;
+}
+
+std::vector<int64_t> count_by_replica(std::span<const int32_t> codes, int64_t num_replicas) {
+  std::vector<int64_t> counts(num_replicas, 0);
+  for (const int32_t code : codes) {
+    if (code != 0) ++counts[code - 1];
+  }
+  return counts;
+}
+
+int64_t drop_beyond(std::span<int32_t> codes, std::vector<int64_t> taken, int64_t capacity) {
+  int64_t dropped = 0;
+  for (int32_t& code : codes) {
+    if (code == 0 || taken[code - 1]++ < capacity) continue;
+    code = 0;
+    ++dropped;
+  }
+  return dropped;
+}
+
+RowRoutes route_rows(PerToken<int32_t> codes, std::span<const int32_t> target_of_replica, int num_ranks) {
+  RowRoutes routes;
+  routes.row_counts.assign(num_ranks, 0);
+  routes.pair_counts.assign(num_ranks, 0);
+  routes.width = std::min<int64_t>(codes.per_token, num_ranks);
+  std::vector<int32_t> targets;
+  const auto find_targets = [&](int64_t token) {
+    targets.clear();
+    for (const int32_t code : codes.of(token)) {
+      if (code != 0 && target_of_replica[code - 1] >= 0) insert(targets, target_of_replica[code - 1]);
+    }
+  };
+  for (int64_t token = 0; token < codes.num_tokens; ++token) {
+    find_targets(token);
+    for (const int32_t target : targets) ++routes.row_counts[target];
+    for (const int32_t code : codes.of(token)) {
+      if (code != 0 && target_of_replica[code - 1] >= 0) ++routes.pair_counts[target_of_replica[code - 1]];
+    }
+  }
+  std::vector<int64_t> next = starts_of(routes.row_counts);
+  routes.send_rows.resize(std::reduce(routes.row_counts.begin(), routes.row_counts.end()));
+  routes.returns.assign(codes.num_tokens * routes.width, -1);
+  for (int64_t token = 0; token < codes.num_tokens; ++token) {
+    find_targets(token);
+    for (size_t i = 0; i < targets.size(); ++i) {
+      const int64_t place = next[targets[i]]++;
+      routes.send_rows[place] = token;
+      routes.returns[token * routes.width + static_cast<int64_t>(i)] = place;
+    }
+  }
+  return routes;
+}
+
+Expansion expand_rows(PerToken<int32_t> codes, int64_t first_replica, int64_t num_local,
+                      std::span<const int64_t> origins) {
+  std::vector<int64_t> order(codes.num_tokens);
+  std::iota(order.begin(), order.end(), int64_t{0});
+  if (!std::is_sorted(origins.begin(), origins.end())) {
+    std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return origins[a] < origins[b]; });
+  }
+  const auto local_of = [&](int32_t code) {
+    const int64_t local = code - 1 - first_replica;
+    return code != 0 && local >= 0 && local < num_local ? local : -1;
+  };
+  Expansion expansion;
+  expansion.counts.assign(num_local, 0);
+  const int64_t num_codes = codes.num_tokens * codes.per_token;
+  for (int64_t i = 0; i < num_codes; ++i) {
+    if (const int64_t local = local_of(codes.data[i]); local >= 0) ++expansion.counts[local];
+  }
+  std::vector<int64_t> next = starts_of(expansion.counts);
+  expansion.pairs.resize(std::reduce(expansion.counts.begin(), expansion.counts.end()));
+  expansion.places.assign(num_codes, -1);
+  for (const int64_t row : order) {
+    for (int64_t j = 0; j < codes.per_token; ++j) {
+      const int64_t pair = row * codes.per_token + j;
+      const int64_t local = local_of(codes.data[pair]);
+      if (local < 0) continue;
+      expansion.places[pair] = next[local]++;
+      expansion.pairs[expansion.places[pair]] = pair;
+    }
+  }
+  return expansion;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,86 @@
+"""Tokens to experts on a GPU: index arithmetic and rows against the CPU's, without a wait of the host; a graph of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import routing
+import shardwright as sw
+from shardwright import _runtime
+
+WORLD = 4
+
+
+@pytest.mark.parametrize("placement", routing.PLACEMENTS)
+def test_index_arithmetic(no_host_sync: None, placement: str) -> None:
+    g = torch.Generator().manual_seed(3)
+    held = _runtime.ExpertPlacement(12, routing.placement_of(placement, 12, WORLD, g))
+    ids = torch.randint(-1, 12, (50, 3), generator=g)
+    on_host, on_device = (_runtime.DevicePlacement(held, device) for device in ("cpu", "cuda"))
+    placed = ids.cuda()
+    codes, placed_codes = on_host.choose(ids, 1), on_device.choose(placed, 1)
+    routes, placed_routes = on_host.route(codes, 20), on_device.route(placed_codes, 20)
+    first, last = held.first_replica[2:4]
+    expanded = _runtime.expand_rows_on_device(codes, first, last - first, None, 7, 100)
+    placed_expanded = _runtime.expand_rows_on_device(placed_codes, first, last - first, None, 7, 100)
+    torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(placed_codes.cpu(), codes)
+    assert all(map(torch.equal, routes, (t.cpu() for t in placed_routes)))
+    assert all(map(torch.equal, expanded, (t.cpu() for t in placed_expanded)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_rows(no_host_sync: None, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(4)
+    rows, others = (torch.randn(n, 33, generator=g).to(dtype) for n in (40, 25))
+    table = torch.randint(-1, 40, (25, 3), generator=g)
+    pairs = torch.randint(-1, 75, (60,), generator=g)
+    weights = torch.randn(25, 3, generator=g)
+    placed = [t.cuda() for t in (rows, others, table, pairs, weights)]
+
+    def results(rows, others, table, pairs, weights) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+        return [
+            _runtime.take_rows(rows, pairs.remainder(40)),
+            _runtime.sum_rows(rows, table, None),
+            _runtime.sum_rows(rows, table, weights),
+            _runtime.take_weighted_rows(others, pairs, weights),
+            _runtime.dot_rows(rows, table, others, weights),
+        ]
+
+    found = results(*placed)
+    torch.cuda.set_sync_debug_mode("default")
+    for one, expected in zip(found, results(rows, others, table, pairs, weights), strict=True):
+        torch.testing.assert_close(one.cpu(), expected)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield
+    dist.destroy_process_group()
+
+
+def test_graph(one_rank: None) -> None:
+    p = routing.problem(1, 2, dtype=torch.float32)
+    x, ids, scores = (t.cuda() for t in (p.x[0], p.expert_ids[0], p.scores[0]))
+    placement = [list(range(p.num_experts))]
+
+    def layer() -> torch.Tensor:
+        rows, _, handle = sw.dispatch(x, ids, scores, placement, overflow="drop", rows_per_rank=len(x))
+        return sw.combine(torch.sin(rows), handle)
+
+    layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    for turn in range(3):
+        ids.copy_((p.expert_ids[0] + turn).clamp_max(p.num_experts - 1))
+        scores.copy_(p.scores[0] * turn)
+        graph.replay()
+        kept = (ids.cpu() >= 0).to(torch.float32) * scores.cpu()
+        torch.testing.assert_close(out.cpu(), torch.sin(p.x[0]) * kept.sum(1, keepdim=True))

@@ -1,0 +1,389 @@
+"""What is wrong with a dispatch or a combine is said on every rank, in time, with nothing sent and inputs untouched."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshes
+import routing
+import shardwright as sw
+from pool import Pool, run_isolated
+from shardwright import _runtime
+
+WORLD = 3
+
+
+def _arguments(rank: int) -> dict[str, Any]:
+    p = routing.problem(WORLD, 8)
+    return {
+        "x": p.x[rank].to(meshes.device),
+        "expert_ids": p.expert_ids[rank].to(meshes.device),
+        "scores": p.scores[rank].to(meshes.device),
+        "placement": p.placement,
+    }
+
+
+def _failing(change: Callable[[dict[str, Any], int], None]) -> tuple[str, str]:
+    """What a dispatch raises whose arguments were changed, after which another one goes well."""
+    arguments = _arguments(dist.get_rank())
+    change(arguments, dist.get_rank())
+    before = [t.clone() for t in arguments.values() if isinstance(t, torch.Tensor)]
+    said = ("", "nothing was raised")
+    try:
+        sw.dispatch(**arguments)
+    except (ValueError, RuntimeError) as error:
+        said = (type(error).__name__, str(error))
+    for tensor, old in zip((t for t in arguments.values() if isinstance(t, torch.Tensor)), before, strict=True):
+        assert torch.equal(tensor, old)
+    rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
+    sw.combine(rows, handle)
+    return said
+
+
+def _id_too_large(given: dict[str, Any], rank: int) -> None:
+    if rank == 2:
+        given["expert_ids"][3, 1] = 6
+
+
+def _id_too_small(given: dict[str, Any], rank: int) -> None:
+    if rank == 2:
+        given["expert_ids"][3, 1] = -2
+
+
+def _scores_of_another_shape(given: dict[str, Any], rank: int) -> None:
+    if rank == 2:
+        given["scores"] = given["scores"][:, :2]
+
+
+def _x_of_three_dims(given: dict[str, Any], rank: int) -> None:
+    if rank == 2:
+        given["x"] = given["x"].unsqueeze(0)
+
+
+def _float_ids(given: dict[str, Any], rank: int) -> None:
+    if rank == 2:
+        given["expert_ids"] = given["expert_ids"].to(torch.float32)
+
+
+def _negative_capacity(given: dict[str, Any], rank: int) -> None:
+    if rank == 2:
+        given["capacity"] = -1
+
+
+def _unknown_overflow(given: dict[str, Any], rank: int) -> None:
+    if rank == 2:
+        given["overflow"] = "wait"
+
+
+def _no_tensor(given: dict[str, Any], rank: int) -> None:
+    if rank == 2:
+        given["x"] = None
+
+
+ON_ONE_RANK = {
+    _id_too_large: "expert_ids: token 3 on rank 2 of the group has 6; allowed are 0 to 5, and -1 for no expert",
+    _id_too_small: "expert_ids: token 3 on rank 2 of the group has -2; allowed are 0 to 5",
+    _scores_of_another_shape: "of the shape of expert_ids, (9, 3)",
+    _x_of_three_dims: "x: has shape (1, 9, 5); allowed is [tokens, hidden]",
+    _float_ids: "expert_ids: is torch.float32 of shape (9, 3); allowed are int64 and int32",
+    _negative_capacity: "capacity: got -1; allowed are 0 or more",
+    _unknown_overflow: "overflow: got 'wait'; allowed are 'raise', 'drop'",
+    _no_tensor: "x: got a NoneType; allowed is a plain torch.Tensor",
+}
+
+
+@pytest.mark.cpu_only("what is no tensor has no device")
+@pytest.mark.parametrize("change", ON_ONE_RANK, ids=lambda change: change.__name__.strip("_"))
+def test_wrong_on_one_rank(pool: Pool, change: Callable[..., None]) -> None:
+    assert len(routing.problem(WORLD, 8).x[2]) == 9 or change is _no_tensor
+    for rank, (kind, text) in enumerate(pool.run(_failing, WORLD, change)):
+        if rank == 2:
+            assert kind == "ValueError" and ON_ONE_RANK[change] in text
+        else:
+            assert kind == "RuntimeError" and "on ranks [2] the arguments are not allowed" in text
+            assert f"this is rank {rank}" in text
+
+
+def _other_hidden_size(given: dict[str, Any], rank: int) -> None:
+    if rank == 1:
+        given["x"] = given["x"][:, :4]
+
+
+def _other_dtype(given: dict[str, Any], rank: int) -> None:
+    if rank == 1:
+        given["x"] = given["x"].to(torch.bfloat16)
+
+
+def _other_top_k(given: dict[str, Any], rank: int) -> None:
+    if rank == 1:
+        given["expert_ids"], given["scores"] = given["expert_ids"][:, :2], given["scores"][:, :2]
+
+
+def _other_capacity(given: dict[str, Any], rank: int) -> None:
+    given["capacity"] = 100 if rank == 1 else None
+
+
+def _other_placement(given: dict[str, Any], rank: int) -> None:
+    if rank == 1:
+        given["placement"] = [*given["placement"][1:], given["placement"][0]]
+
+
+def _no_scores(given: dict[str, Any], rank: int) -> None:
+    if rank == 1:
+        given["scores"] = None
+
+
+def _other_scales(given: dict[str, Any], rank: int) -> None:
+    given["scales"] = given["x"][:, : 1 + (rank == 1)]
+
+
+def _gradient_on_one_rank(given: dict[str, Any], rank: int) -> None:
+    given["x"].requires_grad_(rank == 1)
+
+
+DIFFERING = {
+    _other_hidden_size: "hidden_size: 5 on ranks [0, 2]; 4 on ranks [1]",
+    _other_dtype: "dtype: float64 on ranks [0, 2]; bfloat16 on ranks [1]",
+    _other_top_k: "top_k: 3 on ranks [0, 2]; 2 on ranks [1]",
+    _other_capacity: "capacity: None on ranks [0, 2]; 100 on ranks [1]",
+    _other_placement: "placement: ",
+    _no_scores: "scores: float64 on ranks [0, 2]; None on ranks [1]",
+    _other_scales: "num_scales: 1 on ranks [0, 2]; 2 on ranks [1]",
+    _gradient_on_one_rank: "x_has_gradient: False on ranks [0, 2]; True on ranks [1]",
+}
+
+
+@pytest.mark.parametrize("change", DIFFERING, ids=lambda change: change.__name__.strip("_"))
+def test_ranks_that_differ(pool: Pool, change: Callable[..., None]) -> None:
+    for rank, (kind, text) in enumerate(pool.run(_failing, WORLD, change)):
+        assert kind == "ValueError" and DIFFERING[change] in text and f"this is rank {rank}" in text
+
+
+# --------------------------------------------------------------------------------------------------------- placements
+
+
+def test_placements() -> None:
+    for placement, text in [
+        ([[0, 1], [3]], "placement: expert 2 of 4 is on no rank"),
+        ([[0, 1, 0], [2, 3]], "placement: rank 0 of the group holds expert 0 twice"),
+        ([[0, 4], [1, 2, 3]], "placement: rank 0 of the group holds expert 4; allowed are 0 to 3"),
+        ([[0, -1], [1, 2, 3]], "placement: rank 0 of the group holds expert -1; allowed are 0 to 3"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            _runtime.ExpertPlacement(4, placement)
+    with pytest.raises(ValueError, match="placement: has 0 experts; allowed is 1 or more"):
+        _runtime.ExpertPlacement(0, [[], []])
+
+
+def _placements_of_tensors() -> list[str]:
+    given = _arguments(dist.get_rank())
+    said = []
+    other = dist.new_group([0, 1])
+    for change in [
+        {"placement": [[0], [1]]},
+        {"placement": 6},
+        {"placement": [["a"], [1], [2]]},
+        {"placement": sw.Layout(sw.Mesh({"ep": WORLD}), (6, 4), ["S(1)"])},
+        {"placement": sw.Layout(sw.Mesh({"ep": WORLD}), (6, 4), ["P"])},
+        {"placement": sw.Layout(sw.Mesh({"ep": WORLD}), (), ["R"])},
+        {"placement": sw.Layout(sw.Mesh({"ep": 2}), (6,), ["S(0)"])} if dist.get_rank() == 2 else {"group": 3},
+        {"group": "all"},
+        {"group": other} if dist.get_rank() == 2 else {"placement": []},
+        {"topology": "nowhere"},
+    ]:
+        try:
+            sw.dispatch(**{**given, **change})
+            said.append("nothing was raised")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_placements_on_groups(pool: Pool) -> None:
+    *_, said = pool.run(_placements_of_tensors, WORLD)
+    for text, expected in zip(
+        said,
+        [
+            "placement: lists experts of 2 ranks; the group has 3",
+            "placement: got 6 (of type int); allowed is a Layout of the experts' axis",
+            "placement: got 'a'",
+            "cuts dim 1, so rank 0 holds parts of experts",
+            "is a pending sum; allowed are S and R",
+            "has no dims; allowed are layouts whose first dim is the experts'",
+            "placement: rank 2 is not among its ranks [0, 1]",
+            "group: got a str; allowed is a ProcessGroup or a DeviceMesh",
+            "group: this rank is not in it",
+            "nowhere",
+        ],
+        strict=True,
+    ):
+        assert expected in text
+
+
+# ------------------------------------------------------------------------------------------------------------ combine
+
+
+def _combines() -> list[str]:
+    rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
+    said = []
+    for y, given in [
+        (rows[:-1], handle),
+        (rows.unsqueeze(0), handle),
+        (rows.to(torch.int64), handle),
+        (rows.to(torch.float8_e4m3fn), handle),
+        (None, handle),
+        (rows, rows),
+    ]:
+        try:
+            sw.combine(y, given)  # type: ignore[arg-type]
+            said.append("nothing was raised")
+        except ValueError as error:
+            said.append(str(error))
+    sw.combine(rows, handle)
+    return said
+
+
+@pytest.mark.cpu_only("conversions that the device lacks")
+def test_combine(pool: Pool) -> None:
+    for said in pool.run(_combines, WORLD):
+        for text, expected in zip(
+            said,
+            [
+                "y: has shape (",
+                "allowed is one row for each of the ",
+                "y: is torch.int64; allowed are float32, bfloat16, float16, float64",
+                "y: is torch.float8_e4m3fn; allowed are",
+                "y: got a NoneType",
+                "handle: got a Tensor; allowed is what dispatch returned",
+            ],
+            strict=True,
+        ):
+            assert expected in text
+
+
+def _fixed_rows() -> list[str]:
+    said = []
+    for change in [{"overflow": "raise"}, {"rows_per_rank": -1}, {"rows_per_rank": 1.5}]:
+        try:
+            sw.dispatch(**{**_arguments(dist.get_rank()), "rows_per_rank": 3, "overflow": "drop", **change})
+            said.append("nothing was raised")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_fixed_rows(pool: Pool) -> None:
+    for said in pool.run(_fixed_rows, WORLD):
+        assert "allowed with it is overflow='drop'" in said[0]
+        assert "rows_per_rank: got -1; allowed are 0 or more" in said[1]
+        assert "rows_per_rank: got 1.5" in said[2]
+
+
+def _gradient_of_bytes() -> str:
+    given = _arguments(dist.get_rank())
+    given["x"] = given["x"].to(torch.float8_e4m3fn).requires_grad_()
+    try:
+        sw.dispatch(**given)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_gradient_of_8_bit_floats(pool: Pool) -> None:
+    for text in pool.run(_gradient_of_bytes, WORLD):
+        assert "x: torch.float8_e4m3fn has no gradient here" in text
+
+
+# --------------------------------------------------------------------------------------------------------- debug mode
+
+
+def _out_of_step() -> str:
+    """One rank combines again where the others dispatch."""
+    rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
+    sw.check_ranks(timeout_seconds=30)
+    try:
+        if dist.get_rank() == 1:
+            sw.combine(rows, handle)
+        else:
+            sw.dispatch(**_arguments(dist.get_rank()))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        sw.check_ranks(False)
+    return "nothing was raised"
+
+
+def _other_result_size() -> str:
+    rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
+    sw.check_ranks(timeout_seconds=30)
+    try:
+        sw.combine(rows[:, : 4 + (dist.get_rank() == 1)], handle)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        sw.check_ranks(False)
+    return "nothing was raised"
+
+
+def _alike() -> int:
+    sw.reset_stats()
+    sw.check_ranks(timeout_seconds=30)
+    try:
+        for _ in range(3):
+            rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()), capacity=2, overflow="drop")
+            sw.combine(rows, handle)
+    finally:
+        sw.check_ranks(False)
+    stats = sw.stats()
+    assert (stats["dispatches"], stats["combines"]) == (3, 3)
+    return int(stats["dropped"])
+
+
+def test_check_ranks(pool: Pool) -> None:
+    dropped = sum(pool.run(_alike, WORLD))
+    rows = [row for one in routing.problem(WORLD, 8).expert_ids for row in one.tolist()]
+    asked = [sum(e in row for row in rows) for e in range(6)]
+    assert dropped == 3 * sum(max(0, n - 2) for n in asked)
+    for text in pool.run(_out_of_step, WORLD):
+        assert "call: dispatch on (0, 2); combine on (1)" in text
+    for text in pool.run(_other_result_size, WORLD):
+        assert "size: 4 on (0, 2); 5 on (1)" in text
+
+
+# ----------------------------------------------------------------------------------------------------- a rank that dies
+
+COLLECTIVE_TIMEOUT_SECONDS = 4.0
+
+
+def _dies(where: str) -> tuple[str, float]:
+    rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
+    sw.combine(rows, handle)
+    dist.barrier()
+    if dist.get_rank() == 2 and where == "dispatch":
+        os._exit(17)
+    begin = time.monotonic()
+    try:
+        rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
+        if dist.get_rank() == 2:
+            os._exit(17)
+        sw.combine(rows, handle)
+    except dist.DistBackendError as error:
+        return str(error), time.monotonic() - begin
+    return "nothing was raised", 0.0
+
+
+@pytest.mark.parametrize("where", ["dispatch", "combine"])
+def test_rank_dies(where: str) -> None:
+    outcomes = run_isolated(_dies, WORLD, where, collective_timeout_seconds=COLLECTIVE_TIMEOUT_SECONDS)
+    assert outcomes[2].exit_code == 17
+    for rank in (0, 1):
+        text, seconds = outcomes[rank].value
+        assert f"shardwright: rank {rank} of a group of 3" in text and f"failed in {where}, " in text
+        assert seconds < COLLECTIVE_TIMEOUT_SECONDS + 8

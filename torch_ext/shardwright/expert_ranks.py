@@ -1,0 +1,164 @@
+"""Which ranks hold which experts, and how tokens get there: what `dispatch` needs to know besides its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _planner, _runtime, argument_values, executables, groups
+from .topology import Topology, named_topology
+
+Group = Any  # a ProcessGroup, a DeviceMesh, or None for the default group
+_ALLOWED = "a Layout of the experts' axis, or a list of expert ids for each rank of the group"
+
+
+class ExpertRanks:
+    """A placement on a process group. What it says is the same on all ranks, but for this rank's own part."""
+
+    def __init__(self, experts_of_rank: Sequence[Sequence[int]], num_experts: int, group: dist.ProcessGroup) -> None:
+        self.placement = _runtime.ExpertPlacement(num_experts, [list(experts) for experts in experts_of_rank])
+        self.group_name: str = group.group_name
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.rank = dist.get_rank(group)
+        self.size = len(self.ranks)
+        self.experts = tuple(experts_of_rank[self.rank])
+        self._expert_of_replica = [expert for experts in experts_of_rank for expert in experts]
+        self.first_replica = self.placement.first_replica[self.rank]
+        # To which rank a row goes for a replica: to its own, unless nodes are known.
+        self.targets: list[int] = list(self.placement.rank_of_replica)
+        self.nodes: Nodes | None = None
+        self._on_device: dict[torch.device, _runtime.DevicePlacement] = {}
+
+    @property
+    def node_of_rank(self) -> list[int]:
+        return [] if self.nodes is None else self.nodes.node_of_rank
+
+    def expert_of(self, replica: int) -> int:
+        return self._expert_of_replica[replica]
+
+    def on_device(self, device: torch.device) -> _runtime.DevicePlacement:
+        if device not in self._on_device:
+            self._on_device[device] = _runtime.DevicePlacement(self.placement, str(device))
+        return self._on_device[device]
+
+
+class Nodes:
+    """How rows travel where nodes are known: once to each node, there to the rank with this rank's place in its own
+    node, and from there to the ranks of the node."""
+
+    def __init__(self, ranks: ExpertRanks, ranks_per_node: int) -> None:
+        nodes = [rank // ranks_per_node for rank in ranks.ranks]
+        names = sorted(set(nodes))
+        self.ranks_per_node = ranks_per_node
+        self.node_of_rank = [names.index(node) for node in nodes]
+        members = [[r for r in range(ranks.size) if self.node_of_rank[r] == node] for node in range(len(names))]
+        own_node = self.node_of_rank[ranks.rank]
+        own_place = members[own_node].index(ranks.rank)
+        relays = [node[own_place % len(node)] for node in members]
+        inside = groups.find_or_make(sorted(ranks.ranks[r] for r in members[own_node]), (), None)
+        ranks_inside = dist.get_process_group_ranks(inside)
+        self.inside_name: str = inside.group_name
+        self.size_inside = len(ranks_inside)
+        rank_of_replica = ranks.placement.rank_of_replica
+        self.relay_of_replica = [relays[self.node_of_rank[rank]] for rank in rank_of_replica]
+        self.target_inside = [
+            ranks_inside.index(ranks.ranks[rank]) if self.node_of_rank[rank] == own_node else -1
+            for rank in rank_of_replica
+        ]
+
+
+_kept: executables.Kept[ExpertRanks] = executables.Kept()
+
+
+def expert_ranks(placement: Any, group: Group, topology: Topology | str | None) -> ExpertRanks:
+    """What `placement`, `group` and `topology` say, kept for the next call. Collective where groups must be made."""
+    groups.check_initialised()
+    topology = named_topology(topology)
+    if topology is None and isinstance(placement, _planner.Layout):
+        topology = placement.mesh.topology
+    key = (_placement_key(placement), _group_key(group), topology)
+    return _kept.get_or_make(key, lambda: _make(placement, group, topology))
+
+
+def _placement_key(placement: Any) -> Hashable:
+    if isinstance(placement, _planner.Layout):
+        return placement
+    lists = argument_values.items(placement, "placement", _ALLOWED)
+    return tuple(tuple(argument_values.items(experts, "placement", _ALLOWED)) for experts in lists)
+
+
+def _group_key(group: Group) -> Hashable:
+    if argument_values.is_device_mesh(group):
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this rank is not in it; allowed is a group of this rank's")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group: got a {type(group).__name__}; allowed is a ProcessGroup or a DeviceMesh")
+    return groups.weakly(group)
+
+
+def _make(placement: Any, group: Group, topology: Topology | None) -> ExpertRanks:
+    if isinstance(placement, _planner.Layout):
+        members, experts, num_experts = _of_layout(placement, group)
+    else:
+        members = _members(group)
+        experts, num_experts = _of_lists(placement, len(members))
+    if dist.get_rank() not in members:
+        raise ValueError(f"placement: rank {dist.get_rank()} is not among its ranks {members}; allowed are those")
+    process_group = _process_group(members, group)
+    by_rank = dict(zip(members, experts, strict=True))
+    ordered = [by_rank[rank] for rank in dist.get_process_group_ranks(process_group)]
+    ranks = ExpertRanks(ordered, num_experts, process_group)
+    if topology is not None and topology.ranks_per_node > 0:
+        nodes = [rank // topology.ranks_per_node for rank in members]
+        if 1 < len(set(nodes)) < len(nodes):
+            ranks.nodes = Nodes(ranks, topology.ranks_per_node)
+    return ranks
+
+
+def _members(group: Group) -> list[int]:
+    """Global ranks, in the order in which a placement lists them."""
+    if argument_values.is_device_mesh(group):
+        return list(argument_values.device_mesh_parts(group)[2])
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+
+
+def _process_group(members: Sequence[int], group: Group) -> dist.ProcessGroup:
+    wanted = sorted(members)
+    if isinstance(group, dist.ProcessGroup) and sorted(dist.get_process_group_ranks(group)) == wanted:
+        return group
+    device_mesh = group if argument_values.is_device_mesh(group) else None
+    return groups.find_or_make(wanted, () if device_mesh is None else range(device_mesh.ndim), device_mesh)
+
+
+def _of_lists(placement: Any, size: int) -> tuple[list[list[int]], int]:
+    lists = list(placement)
+    if len(lists) != size:
+        raise ValueError(f"placement: lists experts of {len(lists)} ranks; the group has {size}")
+    experts = [[argument_values.integer(expert, "placement") for expert in one] for one in lists]
+    return experts, 1 + max((expert for one in experts for expert in one), default=-1)
+
+
+def _of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[list[int]], int]:
+    """Global ranks, the experts of each, and how many there are."""
+    if not layout.shape:
+        raise ValueError(f"placement: {layout} has no dims; allowed are layouts whose first dim is the experts'")
+    experts = []
+    for rank in layout.mesh.ranks:
+        first, *others = layout.region(rank)
+        for dim, (held, size) in enumerate(zip(others, layout.shape[1:], strict=True), start=1):
+            if [tuple(interval) for interval in held] != [(0, size)] and size > 0:
+                raise ValueError(
+                    f"placement: {layout} cuts dim {dim}, so rank {rank} holds parts of experts; allowed are layouts "
+                    "that cut the first dim alone"
+                )
+        experts.append([expert for begin, end in first for expert in range(begin, end)])
+    if any(text.startswith("P") for text in layout.placements):
+        raise ValueError(f"placement: {layout} is a pending sum; allowed are S and R")
+    ranks = layout.mesh.ranks
+    if isinstance(group, dist.ProcessGroup):
+        ranks = [dist.get_global_rank(group, rank) for rank in ranks]
+    return list(ranks), experts, layout.shape[0]
