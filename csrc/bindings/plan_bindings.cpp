@@ -109,6 +109,8 @@ void define_figures(PlanClass& plan) {
                              patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_max; }))
       .def_property_readonly("bound_bytes_sum",
                              patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_sum; }))
+      .def_property_readonly("bound_send_bytes_max",
+                             patiently([](const CertifiedPlan& plan) { return plan.certificate().least_sent_bytes; }))
       .def_property_readonly("peak_bytes", patiently([](const CertifiedPlan& plan) { return plan.peak_bytes(); }))
       .def_property_readonly("peak_bytes_is_exact",
                              patiently([](const CertifiedPlan& plan) { return plan.certificate().peak_is_exact; }));

@@ -51,12 +51,6 @@ bool reduces(const Plan& plan) {
   return !(plan.src.partial_dims() - kept).empty();
 }
 
-// What the busiest rank must send at least, whether ranks pass on what they receive or not.
-int64_t least_sent_bytes(const Plan& plan, int64_t must_travel) {
-  if (crosses(plan)) return crossing_bound(plan.src, plan.dst).any_sent_bytes_max;
-  return (must_travel + plan.src.mesh().size() - 1) / plan.src.mesh().size();
-}
-
 // "3 steps with 12 messages, predicted 214 us"
 std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
   return concat(count_text(traffic.steps, "step"), " with ", count_text(traffic.messages_max, "message"),
@@ -91,6 +85,15 @@ std::string about_bytes(const Plan& plan, const Certificate& certificate) {
                 bytes_text(theirs.received_bytes_max), ") takes ", in_short(leanest, theirs));
 }
 
+// What the busiest rank sends, and what it must: without forwarding, by those that need the data, and by any rank.
+std::string about_senders(const Certificate& certificate) {
+  const CrossingBound& bound = *certificate.crossing;
+  return concat("the busiest rank sends ", bytes_text(certificate.traffic.sent_bytes_max),
+                "; if only ranks of the source send, the bound is ", bytes_text(bound.direct_sent_bytes_max),
+                bound.forwarded_is_exact ? "; if ranks forward what they receive, it is " : "; for any plan it is ",
+                bytes_text(bound.forwarded_sent_bytes_max));
+}
+
 }  // namespace
 
 Certificate certify(const Plan& plan, const PeakBytes& peak_bytes) {
@@ -107,7 +110,11 @@ Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound&
   certificate.replicas_are_bitwise_equal = keeps_replicas_equal(plan);
   certificate.received = received;
   const int64_t must_travel = certificate.received.bytes_sum;
-  certificate.least_sent_bytes = least_sent_bytes(plan, must_travel);
+  certificate.least_sent_bytes = (must_travel + plan.src.mesh().size() - 1) / plan.src.mesh().size();
+  if (crosses(plan)) {
+    certificate.crossing = crossing_bound(plan.src, plan.dst, plan.topology.ranks_per_node);
+    certificate.least_sent_bytes = certificate.crossing->any_sent_bytes_max;
+  }
   certificate.least_steps = must_travel > 0 ? 1 : 0;
   if (must_travel > 0) {
     const auto needed = static_cast<uint64_t>(sources(plan.src, plan.dst));
@@ -143,7 +150,9 @@ std::vector<std::string> remarks(const Plan& plan, const Certificate& certificat
                                times_text(traffic.received_bytes_sum, certificate.received.bytes_sum),
                                " what must travel; the worst rank receives no more than its bound"));
   }
-  if (traffic.sent_bytes_max > certificate.least_sent_bytes) {
+  if (certificate.crossing && traffic.sent_bytes_max > certificate.least_sent_bytes) {
+    sentences.push_back(about_senders(certificate));
+  } else if (traffic.sent_bytes_max > certificate.least_sent_bytes) {
     sentences.push_back(concat("the busiest rank sends ",
                                times_text(traffic.sent_bytes_max, certificate.least_sent_bytes),
                                " an even share of what must travel"));

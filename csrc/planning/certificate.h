@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "crossing/bounds.h"
 #include "moves/plan.h"
 #include "moves/traffic.h"
 #include "program/memory.h"
@@ -26,6 +28,9 @@ struct Certificate {
   int64_t least_steps = 0;       // steps that communicate
   int64_t least_peak_bytes = 0;  // the destination, unless it is the source itself
   int64_t least_ps = 0;          // with the plan's topology
+
+  // Between two meshes; least_sent_bytes is its any_sent_bytes_max then.
+  std::optional<CrossingBound> crossing;
 };
 
 // The figures that have a bound, under the names that Python and JSON use.

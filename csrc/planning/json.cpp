@@ -104,6 +104,12 @@ std::string json(const Certificate& certificate, const std::vector<std::string>&
   for (const Figure& figure : figures_of(certificate)) {
     fields.push_back(field(figure.name, object({field("value", figure.value), field("bound", figure.bound)})));
   }
+  if (const std::optional<CrossingBound>& bound = certificate.crossing) {
+    fields.push_back(field("between_meshes", object({field("direct_send_bytes_max", bound->direct_sent_bytes_max),
+                                                     field("forwarded_send_bytes_max", bound->forwarded_sent_bytes_max),
+                                                     flag("forwarded_is_exact", bound->forwarded_is_exact),
+                                                     field("node_bytes_max", bound->node_bytes_max)})));
+  }
   fields.push_back(flag("wire_bytes_sum_is_exact", certificate.traffic.sum_is_exact));
   fields.push_back(flag("maxima_are_exact", certificate.traffic.maxima_are_exact));
   fields.push_back(flag("peak_bytes_is_exact", certificate.peak_is_exact));

@@ -251,6 +251,10 @@ class Plan:
         """A lower bound, for any plan, on the bytes received by all ranks."""
 
     @property
+    def bound_send_bytes_max(self) -> int:
+        """A lower bound, for any plan, on the bytes sent by the rank that sends most."""
+
+    @property
     def peak_bytes(self) -> int:
         """The most memory allocated at once on the worst rank: the result and temporaries, not the source."""
 
