@@ -123,11 +123,13 @@ void define_device_arithmetic(py::module_& m) {
 
 void define_rows(py::module_& m) {
   py::class_<RowExchange>(m, "RowExchange")
-      .def(py::init([](const std::string& group, const at::Tensor& send_rows, const at::Tensor& returns,
-                       const std::vector<int64_t>& send_counts, const std::vector<int64_t>& receive_counts) {
-             return RowExchange(c10d::resolve_process_group(group), send_rows, returns, send_counts, receive_counts);
+      .def(py::init([](const std::string& group, const std::string& wire, const at::Tensor& send_rows,
+                       const at::Tensor& returns, const std::vector<int64_t>& send_counts,
+                       const std::vector<int64_t>& receive_counts) {
+             return RowExchange(c10d::resolve_process_group(group), c10::Device(wire).type(), send_rows, returns,
+                                send_counts, receive_counts);
            }),
-           py::arg("group_name"), py::arg("send_rows"), py::arg("returns"), py::arg("send_counts"),
+           py::arg("group_name"), py::arg("wire"), py::arg("send_rows"), py::arg("returns"), py::arg("send_counts"),
            py::arg("receive_counts"))
       .def_property_readonly("num_rows", &RowExchange::num_rows)
       .def_property_readonly("num_received", &RowExchange::num_received)

@@ -22,14 +22,18 @@ int64_t aligned(int64_t bytes) { return (bytes + kPartAlignment - 1) / kPartAlig
 
 int64_t width_bytes(const at::Tensor& part) { return part.size(1) * static_cast<int64_t>(part.element_size()); }
 
-bool is_gloo(const comm::GroupPtr& group, c10::Device device) {
-  return group->getBackend(device.type())->getBackendName() == "gloo";
-}
-
 [[noreturn]] void fail(const comm::GroupPtr& group, const std::string& step, const std::string& reason) {
   const std::string text = concat("shardwright: rank ", group->getRank(), " of a group of ", group->getSize(), " ('",
                                   group->getGroupName(), "') failed in ", step, "\n", reason);
   throw c10::DistBackendError({__func__, __FILE__, __LINE__}, text);
+}
+
+// Where rows of tensors on `device` travel: in host memory, or where they are.
+c10::Device device_for(c10::DeviceType wire, c10::Device device) { return wire == at::kCPU ? at::kCPU : device; }
+
+std::vector<int64_t> times(std::vector<int64_t> counts, int64_t factor) {
+  for (int64_t& count : counts) count *= factor;
+  return counts;
 }
 
 // Programs that are under way start their communications first, so that every rank keeps one order.
@@ -74,20 +78,20 @@ int64_t record_bytes(const std::vector<at::Tensor>& parts) {
   return bytes;
 }
 
-at::Tensor exchange_rows(const comm::GroupPtr& group, const std::string& step, const at::Tensor& rows,
-                         const std::vector<int64_t>& send_counts, const std::vector<int64_t>& receive_counts) {
-  if (!rows.device().is_cpu() && is_gloo(group, rows.device())) {
-    const at::Tensor received = exchange_rows(group, step, rows.cpu(), send_counts, receive_counts);
-    return received.to(rows.device());
-  }
+at::Tensor exchange_rows(const comm::GroupPtr& group, const std::string& step, c10::DeviceType wire,
+                         const at::Tensor& rows, const std::vector<int64_t>& send_counts,
+                         const std::vector<int64_t>& receive_counts) {
   const int64_t row_bytes = rows.size(1);
   const int64_t num_received = std::reduce(receive_counts.begin(), receive_counts.end());
-  at::Tensor received = at::empty({num_received, row_bytes}, rows.options());
-  if (row_bytes == 0) return received;
-  take_turn(rows.device());
-  at::Tensor sent = rows;
+  at::Tensor received = at::empty({num_received, row_bytes}, rows.options().device(device_for(wire, rows.device())));
+  if (row_bytes == 0) return received.to(rows.device());
+  if (rows.device() != received.device()) ++counters().through_host;
+  take_turn(received.device());
+  at::Tensor to_send = rows.to(received.device()).view({-1});
+  at::Tensor to_receive = received.view({-1});
   try {
-    const comm::WorkPtr work = comm::all_to_all(group, received, sent, receive_counts, send_counts);
+    const comm::WorkPtr work =
+        comm::all_to_all(group, to_receive, to_send, times(receive_counts, row_bytes), times(send_counts, row_bytes));
     if (work) work->wait();
   } catch (const c10::Error& error) {
     fail(group, step, error.what_without_backtrace());
@@ -95,19 +99,20 @@ at::Tensor exchange_rows(const comm::GroupPtr& group, const std::string& step, c
     fail(group, step, error.what());
   }
   counters().received_bytes += (num_received - receive_counts[group->getRank()]) * row_bytes;
-  return received;
+  return received.to(rows.device());
 }
 
 at::Tensor exchange_words(const comm::GroupPtr& group, const std::string& step, const at::Tensor& words,
                           c10::Device device) {
   const std::vector<int64_t> one_each(group->getSize(), 1);
   const at::Tensor bytes = words.contiguous().view(at::kByte).to(device);
-  return exchange_rows(group, step, bytes, one_each, one_each).cpu().view(at::kLong);
+  return exchange_rows(group, step, device.type(), bytes, one_each, one_each).cpu().view(at::kLong);
 }
 
-RowExchange::RowExchange(const comm::GroupPtr& group, at::Tensor send_rows, at::Tensor returns,
+RowExchange::RowExchange(const comm::GroupPtr& group, c10::DeviceType wire, at::Tensor send_rows, at::Tensor returns,
                          std::vector<int64_t> send_counts, std::vector<int64_t> receive_counts)
     : group_(group),
+      wire_(wire),
       rank_(group->getRank()),
       send_rows_(std::move(send_rows)),
       returns_(std::move(returns)),
@@ -129,8 +134,8 @@ comm::GroupPtr RowExchange::group() const {
 }
 
 at::Tensor RowExchange::travel(const std::string& step, const at::Tensor& rows, bool is_way_back) const {
-  return is_way_back ? exchange_rows(group(), step, rows, receive_counts_, send_counts_)
-                     : exchange_rows(group(), step, rows, send_counts_, receive_counts_);
+  return is_way_back ? exchange_rows(group(), step, wire_, rows, receive_counts_, send_counts_)
+                     : exchange_rows(group(), step, wire_, rows, send_counts_, receive_counts_);
 }
 
 std::vector<at::Tensor> RowExchange::send(const std::string& step, const std::vector<at::Tensor>& parts) const {

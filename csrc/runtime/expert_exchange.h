@@ -11,11 +11,12 @@
 namespace shardwright {
 
 // Sends rows of bytes and returns those that arrive: `rows` is [sum of send_counts, row bytes], uint8, contiguous, for
-// rank 0 first. The one place where rows meet a process group. On devices with streams this runs on the current stream;
-// tensors on other devices than CPU whose group is Gloo's go through host memory. Throws DistBackendError naming rank,
-// `step` and group.
-at::Tensor exchange_rows(const comm::GroupPtr& group, const std::string& step, const at::Tensor& rows,
-                         const std::vector<int64_t>& send_counts, const std::vector<int64_t>& receive_counts);
+// rank 0 first. The one place where rows meet a process group. `wire`: the kind of device whose tensors the group
+// takes; rows on another one go through host memory. On devices with streams this runs on the current stream. Throws
+// DistBackendError naming rank, `step` and group.
+at::Tensor exchange_rows(const comm::GroupPtr& group, const std::string& step, c10::DeviceType wire,
+                         const at::Tensor& rows, const std::vector<int64_t>& send_counts,
+                         const std::vector<int64_t>& receive_counts);
 
 // Row r of the result is what rank r sent here: `words` is [size of the group, n], int64, on the CPU, row r for rank r.
 // Travels on `device`, which is then waited for.
@@ -27,8 +28,8 @@ class RowExchange {
  public:
   // `send_rows`: [sum of send_counts], by receiving rank; -1 is a row of zeros. `returns`: [rows, columns], places in
   // `send_rows`, or -1. Both int64, on the rows' device. Keeps the group weakly.
-  RowExchange(const comm::GroupPtr& group, at::Tensor send_rows, at::Tensor returns, std::vector<int64_t> send_counts,
-              std::vector<int64_t> receive_counts);
+  RowExchange(const comm::GroupPtr& group, c10::DeviceType wire, at::Tensor send_rows, at::Tensor returns,
+              std::vector<int64_t> send_counts, std::vector<int64_t> receive_counts);
 
   int64_t num_rows() const { return returns_.size(0); }
   int64_t num_received() const { return num_received_; }
@@ -48,6 +49,7 @@ class RowExchange {
   at::Tensor travel(const std::string& step, const at::Tensor& rows, bool is_way_back) const;
 
   comm::WeakGroupPtr group_;
+  c10::DeviceType wire_;
   int rank_;
   at::Tensor send_rows_;
   at::Tensor returns_;

@@ -1,4 +1,4 @@
-"""Tokens to experts on a GPU: index arithmetic and rows against the CPU's, without a wait of the host; a graph of it."""
+"""Tokens to experts on a GPU: index arithmetic and rows as on the CPU, without a wait of the host; a graph of it."""
 
 from __future__ import annotations
 

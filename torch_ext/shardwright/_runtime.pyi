@@ -237,11 +237,15 @@ def expand_rows_on_device(
     """The same for `num_places` pairs at most and `capacity` of each expert, and how many are too many."""
 
 class RowExchange:
-    """Which rows travel between the ranks of a group, and where their answers are summed."""
+    """Which rows travel between the ranks of a group, and where their answers are summed.
+
+    `wire`: the kind of device whose tensors the group takes.
+    """
 
     def __init__(
         self,
         group_name: str,
+        wire: str,
         send_rows: torch.Tensor,
         returns: torch.Tensor,
         send_counts: Sequence[int],

@@ -21,6 +21,7 @@ class ExpertRanks:
     def __init__(self, experts_of_rank: Sequence[Sequence[int]], num_experts: int, group: dist.ProcessGroup) -> None:
         self.placement = _runtime.ExpertPlacement(num_experts, [list(experts) for experts in experts_of_rank])
         self.group_name: str = group.group_name
+        self._group = groups.weakly(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group)
         self.size = len(self.ranks)
@@ -31,6 +32,7 @@ class ExpertRanks:
         self.targets: list[int] = list(self.placement.rank_of_replica)
         self.nodes: Nodes | None = None
         self._on_device: dict[torch.device, _runtime.DevicePlacement] = {}
+        self._wires: dict[torch.device, torch.device] = {}
 
     @property
     def node_of_rank(self) -> list[int]:
@@ -38,6 +40,16 @@ class ExpertRanks:
 
     def expert_of(self, replica: int) -> int:
         return self._expert_of_replica[replica]
+
+    def wire(self, device: torch.device) -> torch.device:
+        """Where tensors of `device` travel: there, or in host memory where the group is Gloo's."""
+        if device not in self._wires:
+            group = self._group.get()
+            if dist.get_backend(group) == "fake":
+                raise RuntimeError("group: the fake backend moves nothing, and where tokens go depends on what moves")
+            through_host = executables.lowering(device.type, group) == "gloo"
+            self._wires[device] = torch.device("cpu") if through_host else device
+        return self._wires[device]
 
     def on_device(self, device: torch.device) -> _runtime.DevicePlacement:
         if device not in self._on_device:

@@ -154,7 +154,8 @@ def dispatch(
             raise refusal or ValueError("dispatch: nothing was given")
         return _dispatch_fixed(given, ranks, rows_per_rank)
     if refusal is not None or given is None:
-        agree(ranks, Said(), refusal, x.device if isinstance(x, torch.Tensor) else torch.device("cpu"))
+        device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
+        agree(ranks, Said(), refusal, ranks.wire(device))
         raise AssertionError("a refusal raises")
     return _dispatch(given, ranks, codes)
 
@@ -263,26 +264,29 @@ def _compare(kind: str, ranks: ExpertRanks, said: dict[str, str], refusal: Excep
 def _dispatch(given: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatched:
     """With counts on the host: what travels is what is needed."""
     device, nodes = given.x.device, ranks.nodes
+    wire = ranks.wire(device)
     targets = ranks.targets if nodes is None else nodes.relay_of_replica
     dropped = 0
     routes = _runtime.route_rows(codes, targets, ranks.size)
-    receive, copies, words_bytes = agree(ranks, given.said(ranks), None, device, routes[2:])
+    receive, copies, words_bytes = agree(ranks, given.said(ranks), None, wire, routes[2:])
     if given.capacity is not None:
-        codes, dropped, more = exchange_capacity(ranks, codes, given.capacity, given.overflow == "drop", device)
+        codes, dropped, more = exchange_capacity(ranks, codes, given.capacity, given.overflow == "drop", wire)
         routes = _runtime.route_rows(codes, targets, ranks.size)
-        receive, copies, words = exchange_counts(ranks.group_name, routes[2:], device)
+        receive, copies, words = exchange_counts(ranks.group_name, routes[2:], wire)
         words_bytes += more + words
     counts.dropped += dropped
     journey = _Journey(given, ranks, words_bytes, knows_origins=nodes is not None)
-    journey.travel(_exchange(ranks.group_name, routes, receive, device), codes.to(device))
+    journey.travel(_exchange(ranks.group_name, wire, routes, receive, device), codes.to(device))
     if nodes is not None:
         copies = journey.travel_inside(nodes)
     return journey.arrive(journey.expand(sum(copies)), dropped)
 
 
-def _exchange(group_name: str, routes: Routes, receive: list[int], device: torch.device) -> _runtime.RowExchange:
+def _exchange(
+    group_name: str, wire: torch.device, routes: Routes, receive: list[int], device: torch.device
+) -> _runtime.RowExchange:
     send_rows, returns, send, _ = routes
-    return _runtime.RowExchange(group_name, send_rows.to(device), returns.to(device), send, receive)
+    return _runtime.RowExchange(group_name, wire.type, send_rows.to(device), returns.to(device), send, receive)
 
 
 def _dispatch_fixed(given: Given, ranks: ExpertRanks, rows_per_rank: int) -> Dispatched:
@@ -292,7 +296,8 @@ def _dispatch_fixed(given: Given, ranks: ExpertRanks, rows_per_rank: int) -> Dis
     send_rows, returns, dropped = tables.route(codes, rows_per_rank)
     each = [rows_per_rank] * ranks.size
     journey = _Journey(given, ranks, 0, knows_origins=False)
-    journey.travel(_runtime.RowExchange(ranks.group_name, send_rows, returns, each, each), codes)
+    wire = ranks.wire(given.x.device).type
+    journey.travel(_runtime.RowExchange(ranks.group_name, wire, send_rows, returns, each, each), codes)
     num_local = len(ranks.experts)
     capacity = _NO_CAPACITY if given.capacity is None else given.capacity
     most = min(ranks.size * rows_per_rank * min(given.top_k, num_local), num_local * capacity)
@@ -337,10 +342,11 @@ class _Journey:
     def travel_inside(self, nodes: Nodes) -> list[int]:
         """From the rank of this node that each came to, to those with its experts; how many copies each sends here."""
         device = self.x.device
+        wire = self.ranks.wire(device)
         routes = _runtime.route_rows(self.codes.cpu().contiguous(), nodes.target_inside, nodes.size_inside)
-        receive, copies, words_bytes = exchange_counts(nodes.inside_name, routes[2:], device)
+        receive, copies, words_bytes = exchange_counts(nodes.inside_name, routes[2:], wire)
         self.metadata_bytes += words_bytes
-        self.travel(_exchange(nodes.inside_name, routes, receive, device), self.codes)
+        self.travel(_exchange(nodes.inside_name, wire, routes, receive, device), self.codes)
         return copies
 
     def expand(self, num_copies: int) -> tuple[torch.Tensor, ...]:
