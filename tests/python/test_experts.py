@@ -407,6 +407,27 @@ def test_nodes(pool: Pool, world: int, ranks_per_node: int) -> None:
         assert [found[case][1] for found in ranks] == [rows * 8 * p.x[0].shape[1] for rows in received]
 
 
+def _nodes_with_all() -> None:
+    """Capacity and scales by way of nodes: rows and what is dropped as without."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for load in routing.LOADS:
+        p = routing.problem(world, 9, load=load, placement="uneven")
+        tensors = (_mine(p.x[rank]), _mine(p.expert_ids[rank]), None, p.placement, 3)
+        found = []
+        for topology in (None, _topology(2)):
+            rows, counts, handle = sw.dispatch(
+                *tensors, overflow="drop", scales=_mine(p.x[rank][:, :1]), topology=topology
+            )
+            assert handle.scales is not None
+            found.append((rows, counts, handle.scales, torch.tensor(handle.dropped), sw.combine(rows, handle)))
+        _close(found[1][4], found[0][4].cpu(), load)
+        assert all(map(torch.equal, found[0][:4], found[1][:4])), load
+
+
+def test_nodes_with_capacity_and_scales(pool: Pool) -> None:
+    pool.run(_nodes_with_all, 4)
+
+
 # --------------------------------------------------------------------------------------- what decides to communicate
 
 

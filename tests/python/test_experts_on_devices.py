@@ -1,6 +1,8 @@
-"""A dispatch whose counts stay on the device is captured in a graph, and replays with other tokens, routes and scores."""
+"""Tokens to experts on the device of tests/async_device: captured in graphs, and over Gloo by way of host memory."""
 
 from __future__ import annotations
+
+from datetime import timedelta
 
 import pytest
 import torch
@@ -53,7 +55,43 @@ def _captured(placement: str, capacity: int | None) -> None:
         assert totals[0] == totals[1]
 
 
+# The replays see other tokens, routes and scores than the capture did.
 @pytest.mark.parametrize("capacity", [None, 2])
 @pytest.mark.parametrize("placement", routing.PLACEMENTS)
 def test_replays_with_other_tokens(async_pool: Pool, placement: str, capacity: int | None) -> None:
     async_pool.run(_captured, WORLD, placement, capacity)
+
+
+def _over_gloo(rank: int, size: int, path: str) -> int:
+    import async_device
+
+    async_device.load()
+    dist.init_process_group(
+        "cpu:gloo,asyncdev:gloo",
+        store=dist.FileStore(path, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=20),
+    )
+    p = routing.problem(size, 4)
+    outs, x_grads, score_grads, _ = routing.unsharded(p)
+    for options in ({}, {"rows_per_rank": TOKENS, "overflow": "drop"}):
+        x, scores = (one[rank].to("asyncdev").requires_grad_() for one in (p.x, p.scores))
+        ids, weights = p.expert_ids[rank].to("asyncdev"), p.weights.to("asyncdev")
+        rows, counts, handle = sw.dispatch(x, ids, scores, p.placement, **options)  # type: ignore[arg-type]
+        number = int(counts.sum())
+        parts = zip(handle.experts, rows[:number].split(counts.tolist()), strict=True)
+        done = [routing.expert(weights[e], part) for e, part in parts]
+        out = sw.combine(torch.cat([*done, rows[number:]]), handle)
+        out.backward(p.gradients[rank].to("asyncdev"))
+        for found, expected in ((out, outs), (x.grad, x_grads), (scores.grad, score_grads)):
+            assert found is not None
+            torch.testing.assert_close(found.detach().cpu(), expected[rank])
+    return int(sw.stats()["through_host"])
+
+
+def test_over_gloo(async_pool: Pool) -> None:
+    """By host memory go rows and sums, forward and backward, for both; counts are there already."""
+    from async_device import ranks
+
+    assert ranks.run(_over_gloo, 3) == [8] * 3
