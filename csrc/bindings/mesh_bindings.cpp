@@ -4,11 +4,13 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "bindings/arguments.h"
 #include "bindings/views.h"
 #include "cost/topology.h"
 #include "layout/layout.h"
+#include "products/product_layouts.h"
 
 namespace py = pybind11;
 
@@ -77,6 +79,32 @@ void define_mesh(py::module_& m) {
       .def("__repr__", [](const Mesh& mesh) { return concat("Mesh(", mesh.to_string(), ")"); });
 }
 
+namespace {
+
+// The first reduction that is due and has no gradient here.
+std::optional<Placement> undifferentiable(const Layout& layout) {
+  for (const Placement& placement : layout.placements()) {
+    const bool is_linear = placement.op == ReduceOp::kSum || placement.op == ReduceOp::kAvg;
+    if (placement.is_partial() && !is_linear) return placement;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+void define_gradient_layouts(py::module_& m) {
+  m.def("has_gradient", [](const Layout& layout) { return !undifferentiable(layout); }, py::arg("layout"));
+  m.def(
+      "gradient_layout",
+      [](const Layout& layout, const std::string& argument) {
+        const std::optional<Placement> found = undifferentiable(layout);
+        check_user(!found, argument, ": ", found.value_or(Placement()).to_string(), " has no gradient here; allowed ",
+                   "with requires_grad are P(sum), P(avg), S and R");
+        return std::make_shared<Layout>(without_sums(layout));
+      },
+      py::arg("layout"), py::arg("argument"));
+}
+
 void define_layout(py::module_& m) {
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
       .def(py::init([](std::shared_ptr<Mesh> mesh, const py::object& shape, const py::object& placements,
@@ -132,6 +160,7 @@ void define_layout(py::module_& m) {
           py::is_operator())
       .def("__hash__", [](const Layout& layout) { return layout.hash() ^ hash_of(layout.mesh().topology().get()); })
       .def("__repr__", [](const Layout& layout) { return concat("Layout(", layout.to_string(), ")"); });
+  define_gradient_layouts(m);
 }
 
 }  // namespace shardwright

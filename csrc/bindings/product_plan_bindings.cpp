@@ -80,7 +80,7 @@ void define_dataflow(py::module_& m) {
           [](const NodeView& view, const ProductPlan& plan, int64_t rank) {
             const auto* bias = held_by<BiasNode>(view);
             const Layout& operand = plan.problem().operand;
-            return bias != nullptr && adds_bias(*bias, operand.mesh(), position_of(operand, rank));
+            return bias != nullptr && adds_bias(*bias, operand.mesh(), position_on(operand.mesh(), Rank{rank}));
           },
           py::arg("plan"), py::arg("rank"));
   py::class_<DataflowView>(m, "ProductDataflow")

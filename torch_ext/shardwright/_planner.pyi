@@ -392,6 +392,12 @@ def plan_product(
     """The plan of a product of tensors, from the arguments of the function (``"linear"``, ``"gather"`` or ``"sum"``)
     that multiplies them: csrc/products/product_arguments.h says more. Raises ValueError for what does not fit."""
 
+def has_gradient(layout: Layout) -> bool:
+    """Whether all reductions that are due can be differentiated."""
+
+def gradient_layout(layout: Layout, argument: str) -> Layout:
+    """The layout of a gradient: R where the value is partial. Raises ValueError, naming `argument`, where none is."""
+
 def plan_text(plan: Plan) -> str:
     """Returns a plan as operators take it: a label, ``"|"``, and its bytes in base64."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,50 +89,3 @@ class Layout(_planner.Layout):
 
     def __repr__(self) -> str:
         return super().__repr__() if self._made else "<Layout that was not made>"
-
-
-def with_placements(layout: _planner.Layout, placements: Sequence[str]) -> Layout:
-    """Replaces placements that do not cut; the cuts and their order stay the same."""
-    return Layout(layout.mesh, list(layout.shape), placements, layout.dtype, layout.shard_order, strided="literal")
-
-
-def without_dims(layout: _planner.Layout, dims: Sequence[int], dtype: str) -> Layout:
-    """Returns the layout of a tensor without these dims: the others are cut alike, and cuts along these become R."""
-    kept = [d for d in range(len(layout.shape)) if d not in dims]
-    placements = []
-    for placement in layout.placements:
-        found = re.fullmatch(r"(S+)\((\d+)(.*)\)", placement)
-        if found is None:
-            placements.append(placement)
-        else:
-            kind, dim, rest = found.groups()
-            placements.append(f"{kind}({kept.index(int(dim))}{rest})" if int(dim) in kept else "R")
-    order = {kept.index(d): by for d, by in layout.shard_order.items() if d in kept}
-    return Layout(layout.mesh, [layout.shape[d] for d in kept], placements, dtype, order, strided="literal")
-
-
-def without_sums(layout: _planner.Layout) -> Layout:
-    """Replaces pending reductions with R. Gradients of partial values are returned in such layouts."""
-    return with_placements(layout, ["R" if placement.startswith("P") else placement for placement in layout.placements])
-
-
-_DIFFERENTIABLE = ("P(sum)", "P(avg)")
-
-
-def has_gradient(layout: _planner.Layout) -> bool:
-    """Returns whether all pending reductions can be differentiated."""
-    return all(not placement.startswith("P") or placement in _DIFFERENTIABLE for placement in layout.placements)
-
-
-def gradient_layout(layout: _planner.Layout, argument: str) -> Layout:
-    """Returns the layout of a gradient: R where the value is partial.
-
-    Raises a ValueError that names `argument` if a reduction has no gradient.
-    """
-    if has_gradient(layout):
-        return without_sums(layout)
-    undifferentiable = next(p for p in layout.placements if p.startswith("P") and p not in _DIFFERENTIABLE)
-    raise ValueError(
-        f"{argument}: {undifferentiable} has no gradient here; allowed with requires_grad are "
-        f"{', '.join(_DIFFERENTIABLE)}, S and R"
-    )

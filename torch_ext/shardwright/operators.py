@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _planner, _runtime, argument_checks, executables, groups, layout, planning
+from . import _planner, _runtime, argument_checks, executables, groups, planning
 from .graphs import order, plans
 from .graphs.plans import plan_of
 
@@ -69,7 +69,7 @@ def operator(
     arguments = arguments_of(plan, group=group, device_mesh=device_mesh)
     backward = {"plan": "", "groups": []}
     try:
-        way_back = layout.gradient_layout(dst, "dst"), layout.gradient_layout(src, "src")
+        way_back = _planner.gradient_layout(dst, "dst"), _planner.gradient_layout(src, "src")
     except ValueError:  # the reductions have no gradient
         way_back = None
     if way_back is not None:

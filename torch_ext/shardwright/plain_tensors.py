@@ -10,7 +10,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _planner, _runtime, argument_checks, checking, executables, groups
-from .layout import gradient_layout
+from ._planner import gradient_layout
 from .planning import check_layout
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from . import _planner, argument_checks, argument_values, executables, groups
-from .layout import Mesh, gradient_layout, has_gradient
+from ._planner import gradient_layout, has_gradient
+from .layout import Mesh
 from .planning import check_layout
 
 

@@ -219,7 +219,7 @@ def matmul_all_reduce(
     weight_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """`matmul_reduce_scatter` with all of the result on every rank."""
+    """`matmul_reduce_scatter` with the whole result on every rank."""
     how = setting(x, method, chunks, depth, "shard", gemm_model, group)
     return multiply(Asked("sum", how, size=size, out_dtype=out_dtype), x, [weight], [bias], [x_scale, weight_scale])[0]
 

@@ -61,68 +61,50 @@ def note_explicit_gather(current_spec: DTensorSpec, target_spec: DTensorSpec) ->
         )
 
 
-def _torch_function(
-    cls: type,
-    function: Callable[..., Any],
-    types: Any,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-) -> Any:
+def _torch_function(cls: type, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         ours = _OURS.get(function)
-        if ours is not None:
-            result = ours(*args, **(kwargs or {}))
-            if result is not None:
-                return result
-        return function(*args, **(kwargs or {}))
+        result = None if ours is None else ours(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {})) if result is None else result
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    if not _gathers(input, weight, 0) or not (bias is None or isinstance(bias, DTensor)):
-        return None
-    return functions.linear(input, weight, bias)
+    if _gathers(input, weight, 0) and (bias is None or isinstance(bias, DTensor)):
+        return functions.linear(input, weight, bias)
+    return None
 
 
 def _matmul(input: Any, other: Any, **others: Any) -> Any:
-    if others or not _gathers(input, other, 1):
-        return None
-    return functions.all_gather_matmul(input, other)
+    return functions.all_gather_matmul(input, other) if not others and _gathers(input, other, 1) else None
 
 
 def _mm(input: Any, mat2: Any, **others: Any) -> Any:
-    if others or not _gathers(input, mat2, 1) or input.ndim != 2:
-        return None
-    return functions.all_gather_matmul(input, mat2)
-
-
-def _gathers(x: Any, weight: Any, column: int) -> bool:
-    """Returns whether the operand must be gathered for a weight that is cut in its columns."""
-    if type(x) is not DTensor or not isinstance(weight, DTensor):
-        return False
-    if type(x._local_tensor) not in _REAL or type(weight._local_tensor) not in _REAL:
-        return False
-    if weight.ndim != 2 or x.ndim < 2 or x.device_mesh != weight.device_mesh or not x.dtype.is_floating_point:
-        return False
-    if x.dtype != weight.dtype or x.shape[-1] != weight.shape[1 - column] or torch.compiler.is_compiling():
-        return False
-    if x.device_mesh.get_coordinate() is None:
-        return False
-    pairs = list(zip(x.placements, weight.placements, strict=True))
-    if not all(_is_plain(placement) for pair in pairs for placement in pair):
-        return False
-    gathers = any(
-        isinstance(mine, Shard) and mine.dim < x.ndim - 1 and isinstance(its, Shard) and its.dim == column
-        for mine, its in pairs
-    )
-    return gathers and executables.why_not_over_groups(x.device.type) is None
+    return _matmul(input, mat2, **others) if input.ndim == 2 else None
 
 
 # The types of real local tensors. Compilers call with fake tensors, on torch 2.11 without reporting that they compile.
 _REAL = (torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
 
 
-def _is_plain(placement: Any) -> bool:
-    return type(placement) is Shard or placement.is_replicate()
+def _gathers(x: Any, weight: Any, column: int) -> bool:
+    """Whether the operand is to be gathered for a weight that is cut in its columns, its dim `column`."""
+    if type(x) is not DTensor or not isinstance(weight, DTensor) or torch.compiler.is_compiling():
+        return False
+    if type(x._local_tensor) not in _REAL or type(weight._local_tensor) not in _REAL:
+        return False
+    if weight.ndim != 2 or x.ndim < 2 or x.shape[-1] != weight.shape[1 - column]:
+        return False
+    if x.dtype != weight.dtype or not x.dtype.is_floating_point or x.device_mesh != weight.device_mesh:
+        return False
+    pairs = list(zip(x.placements, weight.placements, strict=True))
+    if not all(type(placement) is Shard or placement.is_replicate() for pair in pairs for placement in pair):
+        return False
+    last = x.ndim - 1
+    return (
+        any(mine.is_shard() and not mine.is_shard(last) and its.is_shard(column) for mine, its in pairs)
+        and x.device_mesh.get_coordinate() is not None
+        and executables.why_not_over_groups(x.device.type) is None
+    )
 
 
 _OURS: dict[Any, Callable[..., Any]] = {
