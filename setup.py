@@ -119,7 +119,7 @@ PLANNER_MODULE = [
     for source in glob("bindings/*.cpp", "picture/*.cpp")
     if not source.endswith(tuple(f"/{name}.cpp" for name in RUNTIME_BINDINGS))
 ]
-RUNTIME_SOURCES = glob("runtime/*.cpp", "runtime/c10d/*.cpp")
+RUNTIME_SOURCES = glob("runtime/*.cpp", "runtime/c10d/*.cpp", "runtime/peers/*.cpp")
 RUNTIME_MODULE = glob(*(f"bindings/{name}.cpp" for name in RUNTIME_BINDINGS))
 CUDA_SOURCES = glob("runtime/cuda/*.cpp", "runtime/cuda/*.cu")
 HEADERS = glob("**/*.h", "**/*.cuh")

@@ -12,6 +12,7 @@
 #include "runtime/c10d/process_groups.h"
 #include "runtime/executor.h"
 #include "runtime/operators.h"
+#include "runtime/peers/peer_transport.h"
 
 namespace shardwright {
 namespace {
@@ -114,6 +115,13 @@ void define_executable(py::module_& m) {
           [](const ExecutableView& v, const std::vector<at::Tensor>& inputs) { return run_all(v.executable, inputs); },
           py::arg("inputs"), release_gil())
       .def("__str__", [](const ExecutableView& v) { return v.compiled().origin().text(); });
+  m.def(
+      "use_peer_copies",
+      [](const std::string& group_name, const std::string& device_name, int64_t arena_bytes, int64_t min_bytes) {
+        const c10::Device device(device_name);
+        use_peer_copies(*group_named(group_name), device, {arena_bytes, min_bytes, timeout_of(group_name, device)});
+      },
+      py::arg("group_name"), py::arg("device"), py::arg("arena_bytes"), py::arg("min_bytes"), release_gil());
   m.def(
       "executable",
       [](const std::string& text, const std::vector<std::string>& groups, int64_t rank) {

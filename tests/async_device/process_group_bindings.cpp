@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "process_group.h"
+#include "symmetric_memory.h"
 
 namespace py = pybind11;
 
@@ -42,6 +43,8 @@ void bind_process_group(py::module_& m) {
           },
           py::arg("device"));
 
+  register_symmetric_memory();
+  m.def("lose_signal", &lose_signal, py::arg("number"));
   m.def("set_gloo_maker", &set_gloo_maker);
   m.def("process_group_counters", &counters);
   m.def("refuse_message", &refuse_message, py::arg("number"));

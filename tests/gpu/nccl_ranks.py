@@ -1,5 +1,5 @@
 """What one of several NCCL ranks on one GPU does: redistributes and products against the global tensors. Started by
-test_nccl.py.
+test_nccl.py, and by test_peers.py through arenas that peers copy from, on several GPUs where there are as many.
 
 NCCL refuses two ranks on one GPU, unless their NCCL_HOSTID differ (2.28: they then talk over sockets), or
 NCCL_MULTI_RANK_GPU_ENABLE=1 (2.30).
@@ -97,8 +97,10 @@ def check_products(rows: int, dtype: torch.dtype, scales: str | None) -> None:
 
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=torch.device("cuda", 0))
+    peers = sys.argv[1] == "peers"
+    gpu = torch.device("cuda", rank if peers and torch.cuda.device_count() >= world else 0)
+    torch.cuda.set_device(gpu)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=gpu)
     dist.all_reduce(torch.ones(1, device="cuda"))
     torch.cuda.synchronize()
     if sys.argv[1] == "reach":
@@ -107,7 +109,8 @@ def main() -> None:
     shapes = {1: [(1,)], 2: [(2,)], 4: [(2, 2), (4,)]}[world]
     for sizes in shapes:
         mesh = sw.Mesh({f"m{d}": size for d, size in enumerate(sizes)})
-        sw.prepare(mesh)
+        # Slots of 256 bytes and more: parts go in several rounds.
+        sw.prepare(mesh, peer_arena_bytes=512 * world if peers else None, peer_min_bytes=0)
         for src in itertools.product(PLACEMENTS, repeat=len(sizes)):
             for dst in itertools.product(PLACEMENTS[:-1], repeat=len(sizes)):
                 if src != dst:
@@ -116,13 +119,14 @@ def main() -> None:
         group = groups.find_or_make([0, world - 1], (), None)
         total = torch.ones(1, device="cuda")
         dist.all_reduce(total, group=group)
-        assert total.item() == 2 and group.bound_device_id == torch.device("cuda", 0)
+        assert total.item() == 2 and group.bound_device_id == gpu
     for rows in (32, 25):
         check_products(rows, torch.float32, None)
         check_products(rows, torch.bfloat16, None)
         check_products(rows, torch.float8_e4m3fn, "tensor")
         check_products(rows, torch.float8_e4m3fn, "row")
     assert sw.stats()["product_fallbacks"] == 0 or torch.cuda.get_device_capability() < (9, 0), sw.stats()
+    assert (sw.stats()["peer_bytes"] > 0) == peers, sw.stats()
     dist.destroy_process_group()
 
 

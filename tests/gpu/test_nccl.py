@@ -24,8 +24,8 @@ def _free_port() -> int:
         return port
 
 
-def _run(task: str, world: int, way: str) -> str:
-    """Runs ranks to the end; what the first failed one printed, or nothing."""
+def run(task: str, world: int, way: str) -> str:
+    """Runs ranks to the end, on one GPU by a way, or without one; what the first failed one printed, or nothing."""
     common = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -36,7 +36,7 @@ def _run(task: str, world: int, way: str) -> str:
     }
     ranks = []
     for rank in range(world):
-        settings = {name: value.format(rank=rank) for name, value in WAYS[way].items()} if world > 1 else {}
+        settings = {name: value.format(rank=rank) for name, value in WAYS[way].items()} if world > 1 and way else {}
         environment = {**common, **settings, "RANK": str(rank)}
         command = [sys.executable, str(SCRIPT), task]
         ranks.append(
@@ -55,10 +55,10 @@ def _run(task: str, world: int, way: str) -> str:
 
 
 @functools.cache
-def _way_that_works() -> tuple[str | None, str]:
+def way_that_works() -> tuple[str | None, str]:
     reasons = []
     for way in WAYS:
-        failed = _run("reach", 2, way)
+        failed = run("reach", 2, way)
         if not failed:
             return way, ""
         reasons.append(f"{way}: {failed.strip().splitlines()[-1]}")
@@ -69,9 +69,9 @@ def _way_that_works() -> tuple[str | None, str]:
 def test_against_the_global_tensors(world: int) -> None:
     way: str | None = "host ids"
     if world > 1:
-        way, reason = _way_that_works()
+        way, reason = way_that_works()
         if way is None:
             pytest.skip(f"this NCCL takes one rank per GPU: {reason}")
         print(f"several ranks on one GPU by {way}")
-    failed = _run("check", world, way or "")
+    failed = run("check", world, way or "")
     assert not failed, failed

@@ -63,6 +63,9 @@ class Executable:
 def executable(text: str, group_names: Sequence[str], rank: int) -> Executable:
     """Returns the cached executable for an operator's text, bound to these groups."""
 
+def use_peer_copies(group_name: str, device: str, arena_bytes: int, min_bytes: int) -> None:
+    """Gives the group an arena; see csrc/runtime/peers/peer_transport.h. Collective among its ranks."""
+
 def begin_trace() -> None: ...
 def end_trace() -> list[tuple[str, str, int, int, float, float]]:
     """Returns lane, instruction, chunk, run, start and end in seconds of everything since `begin_trace`."""

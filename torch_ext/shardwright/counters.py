@@ -47,6 +47,8 @@ def stats() -> dict[str, Any]:
         expert, where the host knows.
         ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: of the cache that `plan` uses.
         ``bytes``: bytes that this rank received from others.
+        ``peer_bytes``: bytes of these that were copied from peers' memory, if `prepare` made arenas for that; replays
+        of graphs are not counted.
         ``through_host``: programs on tensors of other devices that ran in host memory because their groups are Gloo's.
         ``staging_bytes``: memory of temporaries that is kept for the next run, on CPU; `release_staging` frees it.
     """
@@ -70,6 +72,7 @@ def stats() -> dict[str, Any]:
         "plan_cache_misses": planned["misses"],
         "plan_cache_size": planned["size"],
         "bytes": _runtime.counters()["received_bytes"],
+        "peer_bytes": _runtime.counters()["peer_bytes"],
         "through_host": _runtime.counters()["through_host"],
         "staging_bytes": _runtime.kept_staging_bytes(),
     }

@@ -270,3 +270,13 @@ def _default_timeout() -> timedelta | None:
         if isinstance(timeout, timedelta):
             return timeout
     return None
+
+
+def make_arenas(names: Iterable[str], device_type: str, arena_bytes: int, min_bytes: int) -> None:
+    """Memory on the current device that the ranks of each group copy from. Collective among the members of each."""
+    _runtime.drain()
+    device = torch.device(device_type)
+    if device_type != "cpu":
+        device = torch.device(device_type, torch.accelerator.current_device_index())
+    for name in names:
+        _runtime.use_peer_copies(name, str(device), arena_bytes, min_bytes)

@@ -20,6 +20,8 @@ def prepare(
     *,
     redistributes: Iterable[tuple[_planner.Layout, _planner.Layout]] | None = None,
     device_type: str | None = None,
+    peer_arena_bytes: int | None = None,
+    peer_min_bytes: int = 1 << 20,
 ) -> None:
     """Makes the process groups that redistributes on `mesh` may need, now instead of at their first use.
 
@@ -36,11 +38,16 @@ def prepare(
             of their gradients need are made.
         device_type: the device type of the tensors in `redistributes`. Default: the DeviceMesh's; else the
             accelerator's if the default group has a backend for it; else ``"cpu"``.
+        peer_arena_bytes: the memory, on each device and for each of these groups, through which their gathers and
+            messages then go as copies between peers. All ranks of a group must see each other's memory, as within an
+            NVLink domain. Experimental: it has not run on GPUs. Default: none; process groups carry all transfers.
+        peer_min_bytes: messages, and parts of gathers, of fewer bytes are left to the process group.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or a group is missing while a CUDA graph is captured.
         ValueError: the mesh has no such dim; `redistributes` are not pairs of layouts on `mesh`; the device type is
-            neither CPU nor CUDA.
+            neither CPU nor CUDA; an arena is on CPU, too small for the number of ranks, or has other settings than the
+            group's arena has.
     """
     groups.check_initialised()
     device_mesh = mesh if argument_values.is_device_mesh(mesh) else None
@@ -48,6 +55,15 @@ def prepare(
     pairs = _pairs_of_layouts(grid, redistributes)
     if device_type is not None:
         device_type = argument_checks.device_of("device_type", device_type).type
+    kind = device_type or (device_mesh.device_type if device_mesh is not None else _default_device_type())
+    arena = None
+    if peer_arena_bytes is not None:
+        if kind == "cpu":
+            raise ValueError("peer_arena_bytes: tensors are on CPU; allowed are devices that see each other's memory")
+        arena = (
+            argument_values.integer(peer_arena_bytes, "peer_arena_bytes"),
+            argument_values.integer(peer_min_bytes, "peer_min_bytes"),
+        )
     if mesh_dims is None:
         chosen = groups.sets_of_large_dims(grid) if redistributes is None else []
     else:
@@ -58,13 +74,15 @@ def prepare(
     rank = dist.get_rank()
     if grid.coordinate(rank) is None:
         return
+    made = []
     for dims in chosen:
         ranks = grid.group_ranks(rank, list(dims))
         if len(ranks) > 1:
-            groups.find_or_make(ranks, dims, device_mesh)
-    kind = device_type or (device_mesh.device_type if device_mesh is not None else _default_device_type())
+            made.append(groups.find_or_make(ranks, dims, device_mesh).group_name)
     for src, dst in pairs:
-        executables.bind(executables.make_plan(src, dst, kind), device_mesh=device_mesh)
+        made += executables.bind(executables.make_plan(src, dst, kind), device_mesh=device_mesh).group_names
+    if arena is not None:
+        groups.make_arenas(dict.fromkeys(made), kind, *arena)
 
 
 def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_planner.Layout, _planner.Layout]]:

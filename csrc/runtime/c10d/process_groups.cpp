@@ -1,6 +1,7 @@
 #include "runtime/c10d/process_groups.h"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <map>
 #include <memory>
@@ -25,6 +26,10 @@ RankGroupPtr group_named(const std::string& name) {
                                   std::make_unique<C10dTransport>(group.get()));
   known->emplace(group.get(), made);
   return made;
+}
+
+std::chrono::milliseconds timeout_of(const std::string& name, c10::Device device) {
+  return c10d::resolve_process_group(name)->getBackend(device.type())->getBackendOptions()->timeout;
 }
 
 }  // namespace shardwright

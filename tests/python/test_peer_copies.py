@@ -1,0 +1,259 @@
+"""Transfers as copies between the memory of peers (`sw.prepare(peer_arena_bytes=...)`), on the device of
+tests/async_device: its symmetric memory is shared by processes, and its signals wait on streams, as CUDA's do.
+
+Each test has processes of its own, because arenas stay for the life of a group."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import async_tests  # noqa: F401  (so that async_device is found)
+import dtensors
+import oracle
+import shardwright as sw
+
+# Slots of 256 bytes on four ranks: parts of some hundred bytes go in several rounds, and the last piece is short.
+ARENA_BYTES = 4 * 2 * 256
+KINDS = ("R", "S(0)", "S(1)", "P(sum)")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    import async_device
+
+    async_device.build()
+
+
+def _layouts(mesh: sw.Mesh, shape: Sequence[int], *placements: Sequence[str]) -> list[sw.Layout]:
+    return [sw.Layout(mesh, list(shape), dtensors.to_placements(p)) for p in placements]
+
+
+class _Move:
+    """One redistribute, with what it must give."""
+
+    def __init__(self, mesh: sw.Mesh, shape: Sequence[int], src: Sequence[str], dst: Sequence[str]) -> None:
+        self.mesh, self.shape, self.src, self.dst = mesh, shape, src, dst
+        self.layouts = _layouts(mesh, shape, src, dst)
+
+    def part(self, seed: int, placements: Sequence[str]) -> torch.Tensor:
+        tensor = oracle.global_tensor(self.shape, torch.float32, seed, reducible=True)
+        return oracle.local(tensor, self.mesh.shape, placements, self.mesh.coordinate(dist.get_rank()))
+
+    def check(self, found: torch.Tensor, seed: int, what: str = "") -> None:
+        wrong = oracle.difference(found, self.part(seed, self.dst))
+        assert wrong is None, f"{self.src} -> {self.dst} of {self.shape}, {what}: {wrong}"
+
+    def run(self, seed: int, async_op: bool = False) -> None:
+        local = self.part(seed, self.src).to("asyncdev")
+        self.check(sw.redistribute_local(local, *self.layouts, async_op=async_op) + 0, seed, f"async {async_op}")
+
+
+def _begin(rank: int, size: int, path: str, sizes: dict[str, int], seconds: float = 20.0, **settings: Any) -> sw.Mesh:
+    from async_device import ranks
+
+    native = ranks.begin(rank, size, path, seconds, alone=True)
+    native.set_delays(rank + 1, 0.2, 200)
+    mesh = sw.Mesh(sizes)
+    sw.prepare(mesh, device_type="asyncdev", **{"peer_arena_bytes": ARENA_BYTES, "peer_min_bytes": 0, **settings})
+    return mesh
+
+
+def _end() -> None:
+    """What this rank has for others is in its arena, also where its own last result was empty and nobody waited."""
+    import async_device
+
+    async_device.native().synchronize()
+
+
+def _all_moves(mesh: sw.Mesh, shapes: Sequence[Sequence[int]]) -> list[_Move]:
+    ends = itertools.product(
+        itertools.product(KINDS, repeat=mesh.ndim), itertools.product(KINDS[:-1], repeat=mesh.ndim)
+    )
+    return [_Move(mesh, shape, src, dst) for (src, dst), shape in itertools.product(ends, shapes)]
+
+
+def _many_redistributes(
+    rank: int, size: int, path: str, sizes: dict[str, int]
+) -> tuple[dict[str, Any], dict[str, int]]:
+    from async_device import strict
+
+    mesh = _begin(rank, size, path, sizes)
+    for seed, move in enumerate(_all_moves(mesh, [(17, 23), (3, 2)] if mesh.ndim == 1 else [(9, 10)])):
+        move.run(seed)
+        move.run(seed + 1, async_op=True)
+    _end()
+    return sw.stats(), strict.counters()
+
+
+@pytest.mark.parametrize("sizes", [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}], ids=str)
+def test_redistributes_give_what_the_layouts_say(sizes: dict[str, int]) -> None:
+    from async_device import ranks
+
+    size = 1
+    for n in sizes.values():
+        size *= n
+    for stats, counters in ranks.run(_many_redistributes, size, sizes):
+        assert stats["peer_bytes"] > 0
+        assert "all_gather" not in counters and "all_to_all" not in counters and "batch" not in counters
+        assert counters["all_reduce"] > 0  # reductions are the process group's
+
+
+def _captured(rank: int, size: int, path: str) -> None:
+    import async_device
+
+    mesh = _begin(rank, size, path, {"a": 2})
+    for move in _all_moves(mesh, [(17, 23)]):
+        if move.src == move.dst:
+            continue
+        local = move.part(0, move.src).to("asyncdev")
+        for async_op in (False, True):
+            with async_device.captured() as graph:  # the first run of all, before any on the host's order
+                result = sw.redistribute_local(local, *move.layouts, async_op=async_op) + 0
+            for turn in range(1, 4):
+                local.copy_(move.part(turn, move.src))
+                graph.replay()
+                move.check(result, turn, "replay")
+                move.run(turn + 9)  # between replays: both leave all slots free
+    _end()
+
+
+def test_captured_redistributes_may_be_replayed_among_others() -> None:
+    from async_device import ranks
+
+    ranks.run(_captured, 2)
+
+
+def _from_two_streams(rank: int, size: int, path: str) -> None:
+    mesh = _begin(rank, size, path, {"a": 2})
+    move = _Move(mesh, (64, 33), ("S(0)",), ("R",))
+    streams = [torch.Stream(device="asyncdev") for _ in range(2)]
+    found = []
+    for turn in range(20):
+        with streams[turn % 2]:
+            found.append(sw.redistribute_local(move.part(turn, move.src).to("asyncdev"), *move.layouts))
+    for turn, result in enumerate(found):
+        with streams[turn % 2]:
+            move.check(result, turn, "on two streams")
+    _end()
+
+
+def test_transfers_of_several_streams_keep_their_order() -> None:
+    from async_device import ranks
+
+    ranks.run(_from_two_streams, 2)
+
+
+def _products(rank: int, size: int, path: str) -> int:
+    _begin(rank, size, path, {"a": 4})
+    generator = torch.Generator().manual_seed(1)
+    x, w = (torch.randint(-3, 4, shape, generator=generator).float() for shape in ((30, 20), (20, 12)))
+    rows, columns = torch.chunk(x, size)[rank], torch.chunk(w, size, 1)[rank].contiguous()
+    part, parts = torch.chunk(x, size, 1)[rank].contiguous(), torch.chunk(w, size)[rank]
+    for method in ("ring", "collective"):
+        found = sw.all_gather_matmul(rows.to("asyncdev"), columns.to("asyncdev"), size=30, columns=12, method=method)
+        assert torch.equal(found.cpu(), x @ columns), method
+        found = sw.matmul_reduce_scatter(part.to("asyncdev"), parts.to("asyncdev"), size=20, method=method)
+        assert torch.equal(found.cpu(), torch.chunk(x @ w, size)[rank]), method
+    _end()
+    return sw.stats()["peer_bytes"]
+
+
+def test_rings_of_products_go_by_copies() -> None:
+    from async_device import ranks
+
+    assert all(copied > 0 for copied in ranks.run(_products, 4))
+
+
+def _small_and_large(rank: int, size: int, path: str) -> tuple[int, dict[str, int]]:
+    from async_device import strict
+
+    mesh = _begin(rank, size, path, {"a": 3}, peer_min_bytes=150)
+    strict.reset_counters()
+    # Parts of 4, 4 and 3 rows of 12 floats: ranks 0 and 1 send 192 bytes, rank 2 sends 144.
+    for seed in range(3):
+        _Move(mesh, (11, 12), ("S(0)",), ("R",)).run(seed)
+    _end()
+    return sw.stats()["peer_bytes"], strict.counters()
+
+
+def test_small_messages_stay_with_the_process_group() -> None:
+    from async_device import ranks
+
+    for rank, (copied, counters) in enumerate(ranks.run(_small_and_large, 3)):
+        assert copied == 3 * (2 if rank == 2 else 1) * 192
+        assert counters["batch"] == 3
+
+
+def _late(rank: int, size: int, path: str, loses_signal: bool) -> str:
+    import async_device
+    from async_device import ranks
+
+    mesh = _begin(rank, size, path, {"a": 2}, seconds=3.0)
+    native = async_device.native()
+    move = _Move(mesh, (8, 12), ("S(0)",), ("R",))
+    move.run(1)
+    if rank == 1 and loses_signal:
+        native.lose_signal(1)
+    if rank == 0 or loses_signal:
+        sw.redistribute_local(move.part(1, move.src).to("asyncdev"), *move.layouts)
+    error = ranks.failure_of(native)
+    dist.distributed_c10d._get_default_store().set(f"end{rank}", "1")
+    ranks.wait_for_key(f"end{1 - rank}")
+    return error
+
+
+def test_a_peer_that_does_not_come_is_named() -> None:
+    from async_device import ranks
+
+    errors = ranks.run(_late, 2, False)
+    assert "rank 0 failed to receive a signal from rank 1" in errors[0] and "3000 ms" in errors[0]
+    assert errors[1] == "nothing was raised"
+
+
+def test_a_signal_that_is_lost_ends_the_wait_for_it() -> None:
+    from async_device import ranks
+
+    assert "rank 0 failed to receive a signal from rank 1" in ranks.run(_late, 2, True)[0]
+
+
+def _refused(rank: int, size: int, path: str) -> list[str]:
+    import async_device
+    from async_device import ranks
+
+    ranks.begin(rank, size, path, alone=True)
+    mesh = sw.Mesh({"a": 2})
+    errors = [
+        ranks.error_of(lambda given=given: sw.prepare(mesh, **{"device_type": "asyncdev", **given}))
+        for given in (
+            {"peer_arena_bytes": 1023},
+            {"peer_arena_bytes": "1 MiB"},
+            {"peer_arena_bytes": 1 << 20, "peer_min_bytes": 0.5},
+            {"peer_arena_bytes": 1 << 20, "device_type": "cpu"},
+        )
+    ]
+    with async_device.captured():
+        errors.append(ranks.error_of(lambda: sw.prepare(mesh, device_type="asyncdev", peer_arena_bytes=1 << 20)))
+    sw.prepare(mesh, device_type="asyncdev", peer_arena_bytes=1 << 20)
+    sw.prepare(mesh, device_type="asyncdev", peer_arena_bytes=1 << 20)
+    errors.append(ranks.error_of(lambda: sw.prepare(mesh, device_type="asyncdev", peer_arena_bytes=1 << 21)))
+    _Move(mesh, (7, 5), ("S(0)",), ("R",)).run(1)
+    _end()
+    return errors
+
+
+def test_what_is_refused_raises_on_every_rank() -> None:
+    from async_device import ranks
+
+    for errors in ranks.run(_refused, 2):
+        assert "peer_arena_bytes: 1023 for a group of 2 ranks; allowed are 1024 and more" in errors[0]
+        assert errors[1].startswith("ValueError: peer_arena_bytes: got '1 MiB'")
+        assert errors[2].startswith("ValueError: peer_min_bytes: got 0.5")
+        assert errors[3].startswith("ValueError: peer_arena_bytes: tensors are on CPU")
+        assert "while a graph is captured" in errors[4]
+        assert "has an arena of 1048576 bytes on asyncdev:0 already" in errors[5]
