@@ -48,7 +48,8 @@ MAY_FIND_GROUPS = ("runtime/operators.cpp",)
 # The Python package: modules and sub-packages, by layer.
 LAYERS = {
     "planning, without torch": (
-        "argument_values _planner comparing doctor free_memory layout options planning reading tables topology"
+        "argument_values _planner comparing doctor free_memory layout options placements planning reading "
+        "tables topology"
     ),
     "running": (
         "argument_checks executables _runtime counters checking groups plain_tensors preparation tracing watching wire "

@@ -1,22 +1,142 @@
 #include "layout/cut_rule.h"
 
 #include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
 
+constexpr int64_t kMaxElements = int64_t{1} << 57;  // no tensor has more (Layout::kMaxBytesOnAllRanks)
+
 int64_t ceil_divide(int64_t n, int64_t k) { return (n + k - 1) / k; }
 
+void check_sizes(const char* name, const std::vector<int64_t>& sizes) {
+  check_user(!sizes.empty(), "placements: ", name, " has no sizes; allowed is one or more");
+  int64_t left = kMaxElements;
+  for (const int64_t size : sizes) {
+    check_user(size >= 0, "placements: ", name, " has the size ", size, "; allowed are 0 or more");
+    check_user(size <= left, "placements: the sizes of ", name, " sum to more than 2^57; allowed are fewer");
+    left -= size;
+  }
+}
+
+void check_block(const char* name, int64_t block) {
+  check_user(block >= 1 && block <= CutRule::kMaxBlock, "placements: ", name, " has blocks of ", block,
+             " elements; allowed are 1 to 2^31");
+}
+
+// What chunk `coordinate` of `n` elements is, where all but the last have `chunk` of them.
+Interval chunk_at(int64_t n, int64_t chunk, int64_t coordinate) {
+  return {std::min(coordinate * chunk, n), std::min((coordinate + 1) * chunk, n)};
+}
+
 }  // namespace
+
+CutRule::CutRule(Kind kind, int64_t number, const std::vector<int64_t>& sizes) : kind_(kind), number_(number) {
+  if (sizes.empty()) return;
+  std::vector<int64_t> ends(sizes.size());
+  std::partial_sum(sizes.begin(), sizes.end(), ends.begin());
+  ends_ = std::make_shared<const std::vector<int64_t>>(std::move(ends));
+}
+
+CutRule CutRule::ragged(const std::vector<int64_t>& sizes) {
+  check_sizes("Ragged", sizes);
+  return CutRule(Kind::kRagged, 0, sizes);
+}
+
+CutRule CutRule::blocks(int64_t block) {
+  check_block("Blocks", block);
+  return CutRule(Kind::kBlocks, block);
+}
+
+CutRule CutRule::cyclic(int64_t block) {
+  check_block("Cyclic", block);
+  return CutRule(Kind::kCyclic, block);
+}
+
+CutRule CutRule::owned(int64_t coordinate) {
+  check_user(coordinate >= 0, "placements: Owned has the coordinate ", coordinate, "; allowed are 0 or more");
+  return CutRule(Kind::kOwned, coordinate);
+}
+
+CutRule CutRule::packed(const std::vector<int64_t>& sizes) {
+  check_sizes("Packed", sizes);
+  check_user(static_cast<int64_t>(sizes.size()) <= kMaxRuns, "placements: Packed has ", sizes.size(),
+             " sizes; allowed are at most 2^20");
+  return CutRule(Kind::kPacked, 0, sizes);
+}
+
+std::vector<int64_t> CutRule::sizes() const {
+  std::vector<int64_t> sizes(*ends_);
+  std::adjacent_difference(sizes.begin(), sizes.end(), sizes.begin());
+  return sizes;
+}
+
+std::string CutRule::why_not_over(int64_t k) const {
+  if (kind_ == Kind::kRagged && static_cast<int64_t>(ends_->size()) != k) {
+    return concat("has ", ends_->size(), " sizes for ", k, " coordinates; allowed is one for each");
+  }
+  if (kind_ == Kind::kOwned && number_ >= k) {
+    return concat("names coordinate ", number_, " of ", k, "; allowed are 0 to ", k - 1);
+  }
+  return "";
+}
+
+std::string CutRule::why_not(int64_t n, int64_t k) const {
+  if (ends_ && ends_->back() != n) {
+    return concat("has sizes that sum to ", ends_->back(), " but cuts ", n, " elements; allowed are sizes that sum to ",
+                  n);
+  }
+  if (kind_ == Kind::kCyclic && runs(n, k) > kMaxRuns) {
+    return concat("cuts ", n, " elements into parts of ", runs(n, k), " blocks; allowed are at most 2^20");
+  }
+  return why_not_over(k);
+}
+
+int64_t CutRule::chunk_of_blocks(int64_t n, int64_t k) const {
+  const int64_t block = kind_ == Kind::kBlocks ? number_ : 1;
+  return ceil_divide(ceil_divide(n, block), k) * block;
+}
 
 // Calls visit(begin, end) for the local positions that a coordinate gets, ascending; ranges may be empty or touch.
 template <typename Visit>
 void CutRule::for_each_range(int64_t n, int64_t k, int64_t coordinate, const Visit& visit) const {
-  const int64_t piece = ceil_divide(n, split_factor_);
-  for (int64_t begin = 0; begin < n; begin += piece) {
-    const int64_t end = std::min(begin + piece, n);
-    const int64_t chunk = ceil_divide(end - begin, k);
-    visit(std::min(begin + coordinate * chunk, end), std::min(begin + (coordinate + 1) * chunk, end));
+  const auto visit_chunk = [&](Interval of, int64_t chunk) {
+    const Interval range = chunk_at(of.end - of.begin, chunk, coordinate);
+    visit(of.begin + range.begin, of.begin + range.end);
+  };
+  switch (kind_) {
+    case Kind::kStrided: {
+      const int64_t piece = ceil_divide(n, number_);
+      for (int64_t begin = 0; begin < n; begin += piece) {
+        const int64_t end = std::min(begin + piece, n);
+        visit_chunk({begin, end}, ceil_divide(end - begin, k));
+      }
+      return;
+    }
+    case Kind::kRagged: {
+      const Interval range = component(static_cast<size_t>(coordinate));
+      return visit(range.begin, range.end);
+    }
+    case Kind::kBlocks:
+      return visit_chunk({0, n}, chunk_of_blocks(n, k));
+    case Kind::kCyclic:
+      for (int64_t begin = coordinate * number_; begin < n; begin += k * number_) {
+        visit(begin, std::min(begin + number_, n));
+      }
+      return;
+    case Kind::kOwned:
+      if (coordinate == number_) visit(0, n);
+      return;
+    case Kind::kPacked:
+      for (size_t i = 0; i < ends_->size(); ++i) {
+        const Interval one = component(i);
+        visit_chunk(one, ceil_divide(one.end - one.begin, k));
+      }
+      return;
   }
 }
 
@@ -30,32 +150,85 @@ IntervalList CutRule::part(const IntervalList& list, int64_t k, int64_t coordina
 
 int64_t CutRule::length(int64_t n, int64_t k, int64_t coordinate) const {
   if (n == 0) return 0;
-  const auto of_piece = [&](int64_t piece) {
-    const int64_t chunk = ceil_divide(piece, k);
-    return std::min((coordinate + 1) * chunk, piece) - std::min(coordinate * chunk, piece);
-  };
-  const int64_t piece = ceil_divide(n, split_factor_);
-  return n / piece * of_piece(piece) + of_piece(n % piece);
+  if (kind_ == Kind::kStrided) {
+    const auto of_piece = [&](int64_t piece) {
+      const Interval range = chunk_at(piece, ceil_divide(piece, k), coordinate);
+      return range.end - range.begin;
+    };
+    const int64_t piece = ceil_divide(n, number_);
+    return n / piece * of_piece(piece) + of_piece(n % piece);
+  }
+  if (kind_ == Kind::kCyclic) {
+    const int64_t period = k * number_;
+    return n / period * number_ + std::clamp<int64_t>(n % period - coordinate * number_, 0, number_);
+  }
+  int64_t total = 0;
+  for_each_range(n, k, coordinate, [&](int64_t begin, int64_t end) { total += end - begin; });
+  return total;
 }
 
-int64_t CutRule::runs(int64_t, int64_t) const { return split_factor_; }
+int64_t CutRule::runs(int64_t n, int64_t k) const {
+  if (kind_ == Kind::kStrided) return number_;
+  if (kind_ == Kind::kCyclic) return std::max<int64_t>(ceil_divide(ceil_divide(n, number_), k), 1);
+  return kind_ == Kind::kPacked ? static_cast<int64_t>(ends_->size()) : 1;
+}
 
-// Chunks are full ones first, then a short one, then empty ones, of every piece alike.
-int64_t CutRule::largest(int64_t, int64_t) const { return 0; }
+bool CutRule::cuts_evenly_otherwise(int64_t n, int64_t k) const {
+  if (n == 0 || k == 1) return true;
+  switch (kind_) {
+    case Kind::kStrided:
+      break;
+    case Kind::kRagged: {
+      const std::vector<int64_t> all = sizes();
+      return std::all_of(all.begin(), all.end(), [&](int64_t size) { return size == all[0]; });
+    }
+    case Kind::kBlocks:
+      return chunk_of_blocks(n, k) * k == n;
+    case Kind::kCyclic:
+      return n % (k * number_) == 0;
+    case Kind::kOwned:
+      return false;
+    case Kind::kPacked: {
+      const std::vector<int64_t> all = sizes();
+      return std::all_of(all.begin(), all.end(), [&](int64_t size) { return size % k == 0; });
+    }
+  }
+  throw InvariantError("unknown rule");
+}
+
+int64_t CutRule::largest(int64_t, int64_t) const {
+  if (kind_ == Kind::kOwned) return number_;
+  if (kind_ != Kind::kRagged) return 0;
+  const std::vector<int64_t> all = sizes();
+  return std::max_element(all.begin(), all.end()) - all.begin();
+}
+
+int64_t CutRule::smallest(int64_t, int64_t k) const {
+  if (kind_ == Kind::kOwned) return number_ == k - 1 ? 0 : k - 1;
+  if (kind_ != Kind::kRagged) return k - 1;
+  const std::vector<int64_t> all = sizes();
+  return std::min_element(all.begin(), all.end()) - all.begin();
+}
 
 Interval CutRule::coordinates_of(Interval range, int64_t n, int64_t k) const {
   if (!makes_runs()) return {0, k};
-  const int64_t chunk = ceil_divide(n, k);
+  if (kind_ == Kind::kOwned) return {number_, number_ + 1};
+  if (kind_ == Kind::kRagged) {
+    const auto first = std::upper_bound(ends_->begin(), ends_->end(), range.begin);
+    const auto last = std::lower_bound(ends_->begin(), ends_->end(), range.end);
+    return {first - ends_->begin(), last - ends_->begin() + 1};
+  }
+  const int64_t chunk = chunk_of_blocks(n, k);
   return {range.begin / chunk, (range.end - 1) / chunk + 1};
 }
 
 std::vector<int64_t> CutRule::starts_of_like_parts(int64_t n, int64_t k) const {
   std::vector<int64_t> starts{0};
   if (n == 0) return starts;
-  if (is_chunks()) {
-    const int64_t chunk = ceil_divide(n, k);
+  if (is_chunks() || kind_ == Kind::kBlocks) {
+    const int64_t chunk = chunk_of_blocks(n, k);
     const int64_t full = n / chunk;
-    if (full < k) starts.push_back(full);
+    if (full > 0 && full < k) starts.push_back(full);
     if (full * chunk < n && full + 1 < k) starts.push_back(full + 1);
     return starts;
   }
@@ -70,17 +243,81 @@ std::vector<int64_t> CutRule::starts_of_like_parts(int64_t n, int64_t k) const {
 
 std::optional<int64_t> CutRule::equal_split_factor(int64_t n, int64_t k) const {
   if (!cuts_evenly(n, k)) return std::nullopt;
-  return split_factor_;
+  if (kind_ == Kind::kStrided) return number_;
+  if (n == 0 || k == 1) return 1;
+  if (kind_ == Kind::kCyclic) return n / (k * number_);
+  if (kind_ != Kind::kPacked) return 1;
+  const std::vector<int64_t> all = sizes();
+  if (std::any_of(all.begin(), all.end(), [&](int64_t size) { return size != all[0]; })) return std::nullopt;
+  return static_cast<int64_t>(all.size());
 }
 
 std::optional<CutRule> CutRule::with_gathered(const CutRule& earlier, int64_t k) const {
-  if (split_factor_ % earlier.split_factor_ != 0) return std::nullopt;
-  return CutRule(split_factor_ * k);
+  if (!is_strided_or_chunks() || !earlier.is_strided_or_chunks()) return std::nullopt;
+  if (number_ % earlier.number_ != 0) return std::nullopt;
+  return CutRule(number_ * k);
 }
 
 std::optional<CutRule> CutRule::behind(const CutRule& later, int64_t k) const {
-  if (split_factor_ % (later.split_factor_ * k) != 0) return std::nullopt;
-  return CutRule(split_factor_ / k);
+  if (!is_strided_or_chunks() || !later.is_strided_or_chunks()) return std::nullopt;
+  if (number_ % (later.number_ * k) != 0) return std::nullopt;
+  return CutRule(number_ / k);
+}
+
+// A strided cut's is its split factor, which is positive. Others begin with their kind, negative.
+void CutRule::append_name(std::vector<int64_t>& name) const {
+  if (kind_ != Kind::kStrided) name.push_back(-static_cast<int64_t>(kind_));
+  if (!ends_) return name.push_back(number_);
+  const std::vector<int64_t> all = sizes();
+  name.push_back(static_cast<int64_t>(all.size()));
+  name.insert(name.end(), all.begin(), all.end());
+}
+
+CutRule CutRule::from_name(const std::vector<int64_t>& name) {
+  const auto is_long = [&](size_t numbers) { return name.size() == numbers; };
+  if (is_long(1) && name[0] > 0) return CutRule(name[0]);
+  if (name.size() >= 2) {
+    const bool has_sizes = name[1] >= 0 && static_cast<uint64_t>(name[1]) == name.size() - 2;
+    const std::vector<int64_t> sizes(name.begin() + 2, name.end());
+    if (name[0] == -static_cast<int64_t>(Kind::kRagged) && has_sizes) return ragged(sizes);
+    if (name[0] == -static_cast<int64_t>(Kind::kPacked) && has_sizes) return packed(sizes);
+    if (name[0] == -static_cast<int64_t>(Kind::kBlocks) && is_long(2)) return blocks(name[1]);
+    if (name[0] == -static_cast<int64_t>(Kind::kCyclic) && is_long(2)) return cyclic(name[1]);
+    if (name[0] == -static_cast<int64_t>(Kind::kOwned) && is_long(2)) return owned(name[1]);
+  }
+  throw UserError(concat("placements: (", join(name), ") names no way to cut"));
+}
+
+size_t CutRule::hash() const {
+  if (kind_ == Kind::kStrided) return static_cast<size_t>(number_);
+  std::vector<int64_t> name;
+  append_name(name);
+  uint64_t hash = 0;
+  for (const int64_t number : name) hash = (hash ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15u;
+  return hash ^ (hash >> 32);
+}
+
+bool CutRule::operator==(const CutRule& other) const {
+  return kind_ == other.kind_ && number_ == other.number_ &&
+         (ends_ == other.ends_ || (ends_ && other.ends_ && *ends_ == *other.ends_));
+}
+
+std::string CutRule::text(int64_t tensor_dim) const {
+  switch (kind_) {
+    case Kind::kStrided:
+      return number_ == 1 ? concat("S(", tensor_dim, ")") : concat("SS(", tensor_dim, ",", number_, ")");
+    case Kind::kRagged:
+      return concat("Ragged(", tensor_dim, ",", join(sizes(), ":"), ")");
+    case Kind::kBlocks:
+      return concat("Blocks(", tensor_dim, ",", number_, ")");
+    case Kind::kCyclic:
+      return concat("Cyclic(", tensor_dim, ",", number_, ")");
+    case Kind::kOwned:
+      return concat("Owned(", tensor_dim, ",", number_, ")");
+    case Kind::kPacked:
+      return concat("Packed(", tensor_dim, ",", join(sizes(), ":"), ")");
+  }
+  throw InvariantError("unknown rule");
 }
 
 }  // namespace shardwright

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -22,11 +23,36 @@ class CutRule {
   // With a split factor f > 1, DTensor's _StridedShard: chunk into f pieces, chunk each piece into k, and take one
   // chunk of every piece.
   //     8 elements, k = 2, f = 2: [0,2)[4,6)  [2,4)[6,8)
-  CutRule(int64_t split_factor = 1) : split_factor_(split_factor) {}  // a number alone is a rule: Cut{mesh_dim, 2}
+  CutRule(int64_t split_factor = 1) : number_(split_factor) {}  // a number alone is a rule: Cut{mesh_dim, 2}
 
-  bool is_chunks() const { return split_factor_ == 1; }
+  // Other rules. These functions throw UserError on numbers that are out of range.
+  //
+  // Coordinate c gets the next sizes[c] elements. There is a size for each coordinate, and they sum to n.
+  static CutRule ragged(const std::vector<int64_t>& sizes);
+  // Chunks of whole blocks: torch.chunk of the list of blocks, the last of which may be short.
+  static CutRule blocks(int64_t block);
+  // Coordinate c gets blocks c, c + k, c + 2k, ...; the last may be short.
+  static CutRule cyclic(int64_t block);
+  // One coordinate gets everything.
+  static CutRule owned(int64_t coordinate);
+  // The list is several components in one, of sizes that sum to n; each is cut into chunks by itself, and a coordinate
+  // gets a chunk of every one.
+  static CutRule packed(const std::vector<int64_t>& sizes);
+
+  static constexpr int64_t kMaxBlock = int64_t{1} << 31;
+  // Parts of more runs are refused: their lists take too much memory.
+  static constexpr int64_t kMaxRuns = int64_t{1} << 20;
+
+  bool is_strided_or_chunks() const { return kind_ == Kind::kStrided; }
+  bool is_chunks() const { return is_strided_or_chunks() && number_ == 1; }
   // Of chunks (1) and strided cuts.
-  int64_t split_factor() const { return split_factor_; }
+  int64_t split_factor() const { return number_; }
+
+  // Why it cannot cut a list of n elements over k coordinates; empty where it can. Nothing below may be asked where it
+  // cannot.
+  std::string why_not(int64_t n, int64_t k) const;
+  // The same of any list over k coordinates.
+  std::string why_not_over(int64_t k) const;
 
   // ---- what a coordinate gets
 
@@ -39,13 +65,20 @@ class CutRule {
 
   // ---- all coordinates together
 
-  bool cuts_evenly(int64_t n, int64_t k) const { return n % (split_factor_ * k) == 0; }
-  // A coordinate that gets no less than any other.
+  bool cuts_evenly(int64_t n, int64_t k) const {
+    return is_strided_or_chunks() ? n % (number_ * k) == 0 : cuts_evenly_otherwise(n, k);
+  }
+  // A coordinate that gets no less than any other, and one that gets no more.
   int64_t largest(int64_t n, int64_t k) const;
+  int64_t smallest(int64_t n, int64_t k) const;
+  // Whether no coordinate gets more than the one before it.
+  bool descends() const { return kind_ != Kind::kRagged && kind_ != Kind::kOwned; }
   // Whether the largest part of a list is no smaller than that of any shorter list.
-  bool longer_lists_have_larger_parts() const { return is_chunks(); }
+  bool longer_lists_have_larger_parts() const { return is_chunks() || !is_strided_or_chunks(); }
   // Whether parts are runs, in the order of coordinates.
-  bool makes_runs() const { return is_chunks(); }
+  bool makes_runs() const {
+    return is_chunks() || kind_ == Kind::kRagged || kind_ == Kind::kBlocks || kind_ == Kind::kOwned;
+  }
   // The coordinates that may get some of the positions in a range. The range is not empty.
   Interval coordinates_of(Interval range, int64_t n, int64_t k) const;
   // The coordinates at which parts begin to look different from the one before: other runs, or at other distances.
@@ -62,16 +95,32 @@ class CutRule {
   // instead. Nothing where no rule does.
   std::optional<CutRule> behind(const CutRule& later, int64_t k) const;
 
-  // Numbers that no other rule has, in a form that nothing else begins with.
-  void append_name(std::vector<int64_t>& name) const { name.push_back(split_factor_); }
-  size_t hash() const { return static_cast<size_t>(split_factor_); }
-  bool operator==(const CutRule&) const = default;
+  // Numbers that no other rule has, in a form that nothing else begins with; and the rule that has them.
+  void append_name(std::vector<int64_t>& name) const;
+  static CutRule from_name(const std::vector<int64_t>& name);  // throws UserError
+  size_t hash() const;
+  bool operator==(const CutRule& other) const;
+
+  // What a placement that cuts this way is called: "S(0)", "SS(0,2)", "Ragged(0,3:1:4)", "Blocks(0,128)",
+  // "Cyclic(0,2)", "Owned(0,1)", "Packed(0,8:4:4)".
+  std::string text(int64_t tensor_dim) const;
 
  private:
+  enum class Kind : uint8_t { kStrided, kRagged, kBlocks, kCyclic, kOwned, kPacked };
+
+  CutRule(Kind kind, int64_t number, const std::vector<int64_t>& sizes = {});
+
   template <typename Visit>
   void for_each_range(int64_t n, int64_t k, int64_t coordinate, const Visit& visit) const;
+  bool cuts_evenly_otherwise(int64_t n, int64_t k) const;
+  int64_t chunk_of_blocks(int64_t n, int64_t k) const;  // of chunks and blocks
+  // Of ragged and packed: where the elements of a coordinate or component begin and end.
+  Interval component(size_t i) const { return {i == 0 ? 0 : (*ends_)[i - 1], (*ends_)[i]}; }
+  std::vector<int64_t> sizes() const;
 
-  int64_t split_factor_;
+  Kind kind_ = Kind::kStrided;
+  int64_t number_ = 1;  // the split factor, the block or the owner
+  std::shared_ptr<const std::vector<int64_t>> ends_;
 };
 
 }  // namespace shardwright

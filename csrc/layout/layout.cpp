@@ -31,10 +31,14 @@ std::vector<Placement> checked_placements(const Mesh& mesh, const std::vector<in
       check_user(placement.dim >= -ndim && placement.dim < ndim, "placements: ", placement.to_string(),
                  " on mesh dim '", mesh.dim_names()[d], "' names tensor dim ", placement.dim, " of a tensor with ",
                  ndim, " dims; allowed are ", -ndim, " to ", ndim - 1);
-      check_user(placement.split_factor >= 1, "placements: ", placement.to_string(), " has split factor ",
-                 placement.split_factor, "; allowed is 1 or more");
-      check_user(placement.split_factor <= Layout::kMaxSplitFactor, "placements: ", placement.to_string(),
-                 " has split factor ", placement.split_factor, "; allowed are at most ", Layout::kMaxSplitFactor);
+      const int64_t split_factor = placement.is_plain_shard() ? placement.rule.split_factor() : 1;
+      check_user(split_factor >= 1, "placements: ", placement.to_string(), " has split factor ", split_factor,
+                 "; allowed is 1 or more");
+      check_user(split_factor <= Layout::kMaxSplitFactor, "placements: ", placement.to_string(), " has split factor ",
+                 split_factor, "; allowed are at most ", Layout::kMaxSplitFactor);
+      const std::string reason = placement.rule.why_not_over(mesh.dim_size(d));
+      check_user(reason.empty(), "placements: ", placement.to_string(), " on mesh dim '", mesh.dim_names()[d], "' ",
+                 reason);
       if (placement.dim < 0) placement.dim += ndim;
     } else if (placement.is_partial()) {
       check_user(placement.op != ReduceOp::kNorm || (std::isfinite(placement.norm_power) && placement.norm_power != 0),
@@ -69,10 +73,11 @@ std::optional<ShardOrder> decode_order(const Mesh& mesh, const std::vector<Place
   ShardOrder order;
   for (int d = mesh.ndim() - 1; d >= 0; --d) {
     if (!placements[d].is_shard_like()) continue;
+    if (!placements[d].is_plain_shard()) return std::nullopt;
     std::vector<int>& mesh_dims = order[placements[d].dim];
     int64_t factor = 1;
     size_t at = 0;
-    while (factor != placements[d].split_factor) {
+    while (factor != placements[d].rule.split_factor()) {
       if (at == mesh_dims.size()) return std::nullopt;
       factor *= mesh.dim_size(mesh_dims[at++]);
     }
@@ -97,6 +102,36 @@ void check_order(const Mesh& mesh, const std::vector<Placement>& placements, int
     std::sort(given.begin(), given.end());
     check_user(given == expected, "shard_order: tensor dim ", tensor_dim, " lists mesh dims (", join(mesh_dims),
                "); allowed is each of (", join(expected), ") once, as these cut it");
+  }
+}
+
+// Rules that cut some lists only must fit all that they are given: the parts of the cuts before them, at all
+// coordinates.
+void check_rules_fit(const Mesh& mesh, int64_t n, const std::vector<Cut>& cuts, int tensor_dim) {
+  size_t end = cuts.size();
+  while (end > 0 && cuts[end - 1].rule.is_strided_or_chunks()) --end;
+  if (end == 0) return;
+  std::map<int64_t, int64_t> positions{{n, 0}};  // by length: one of those that hold as much
+  for (size_t i = 0; i < end; ++i) {
+    const auto& [mesh_dim, rule] = cuts[i];
+    const int64_t k = mesh.dim_size(mesh_dim);
+    std::map<int64_t, int64_t> finer;
+    for (const auto& [length, position] : positions) {
+      const std::string reason = rule.why_not(length, k);
+      if (!reason.empty()) {
+        std::string where = concat("of tensor dim ", tensor_dim);
+        for (size_t j = 0; j < i; ++j) {
+          const int d = cuts[j].mesh_dim;
+          where += concat(j == 0 ? ", the part at " : ", ", mesh.dim_names()[d], "=", mesh.coordinate(position, d));
+        }
+        throw UserError(concat("placements: ", rule.text(tensor_dim), " on mesh dim '", mesh.dim_names()[mesh_dim],
+                               "' ", reason, " (", where, ")"));
+      }
+      for (int64_t c = 0; c < k && i + 1 < end; ++c) {
+        finer.try_emplace(rule.length(length, k, c), position + c * mesh.stride(mesh_dim));
+      }
+    }
+    positions = std::move(finer);
   }
 }
 
@@ -137,8 +172,9 @@ Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vecto
       }
     }
     for (const int d : mesh_dims) {
-      if (mesh_->dim_size(d) > 1) cuts_[t].push_back({d, placements_[d].rule()});
+      if (mesh_->dim_size(d) > 1) cuts_[t].push_back({d, placements_[d].rule});
     }
+    check_rules_fit(*mesh_, shape_[t], cuts_[t], t);
   }
   derive_dim_sets();
 }

@@ -1,9 +1,11 @@
 #include "layout/placement.h"
 
+#include <algorithm>
 #include <array>
 #include <cctype>
 #include <charconv>
 #include <cmath>
+#include <optional>
 
 #include "support/error.h"
 
@@ -13,7 +15,8 @@ namespace {
 constexpr std::array<const char*, 9> kOpNames{"sum", "avg", "min", "max", "product", "band", "bor", "bxor", "norm"};
 constexpr const char* kAllowedForms =
     "R, S(dim), SS(dim,split_factor), P, P(op) with op one of sum, avg, min, max, product, band, bor, bxor, 'norm p', "
-    "and what torch prints for its own, as Shard(dim=0)";
+    "Ragged(dim,size:size:...), Blocks(dim,block), Cyclic(dim,block), Owned(coordinate) or Owned(dim,coordinate), "
+    "Packed(dim,size:size:...), and what torch prints for its own, as Shard(dim=0)";
 
 // The names that torch prints for placements (by str and by repr), and ours.
 constexpr std::array<std::array<const char*, 2>, 9> kTorchHeads{{
@@ -80,6 +83,28 @@ std::string without_keyword(const std::string& argument, const std::string& keyw
   return is_named ? argument.substr(equals + 1) : argument;
 }
 
+// "3:1:4"
+std::vector<int64_t> parse_sizes(const std::string& sizes, const std::string& whole) {
+  std::vector<int64_t> parsed;
+  for (size_t begin = 0; begin <= sizes.size();) {
+    const size_t end = std::min(sizes.find(':', begin), sizes.size());
+    parsed.push_back(parse_integer(sizes.substr(begin, end - begin), whole));
+    begin = end + 1;
+  }
+  return parsed;
+}
+
+// What follows the tensor dim says how it is cut.
+std::optional<CutRule> parse_rule(const std::string& head, const std::string& numbers, const std::string& whole) {
+  if (head == "SS") return CutRule(parse_integer(without_keyword(numbers, "split_factor"), whole));
+  if (head == "Ragged") return CutRule::ragged(parse_sizes(numbers, whole));
+  if (head == "Packed") return CutRule::packed(parse_sizes(numbers, whole));
+  if (head == "Blocks") return CutRule::blocks(parse_integer(numbers, whole));
+  if (head == "Cyclic") return CutRule::cyclic(parse_integer(numbers, whole));
+  if (head == "Owned") return CutRule::owned(parse_integer(numbers, whole));
+  return std::nullopt;
+}
+
 // The fewest digits that read back as the same number.
 std::string shortest(double value) {
   std::array<char, 32> digits;
@@ -112,10 +137,12 @@ Placement Placement::parse(const std::string& text) {
   if (head == "P") return parse_partial(without_keyword(argument, "reduce_op"), whole);
   if (head == "P norm") return parse_partial(concat("norm ", argument), whole);
   const size_t comma = argument.find(',');
-  if (head != "SS" || comma == std::string::npos) refuse(text);
-  const std::string factor = without_keyword(argument.substr(comma + 1), "sf");
-  return strided_shard(parse_integer(without_keyword(argument.substr(0, comma), "dim"), whole),
-                       parse_integer(without_keyword(factor, "split_factor"), whole));
+  if (comma == std::string::npos && head == "Owned") return cut(0, CutRule::owned(parse_integer(argument, whole)));
+  if (comma == std::string::npos) refuse(text);
+  const std::optional<CutRule> rule = parse_rule(head, without_keyword(argument.substr(comma + 1), "sf"), whole);
+  if (!rule) refuse(text);
+  const int64_t dim = parse_integer(without_keyword(argument.substr(0, comma), "dim"), whole);
+  return head == "SS" ? strided_shard(dim, rule->split_factor()) : cut(dim, *rule);
 }
 
 std::string Placement::to_string() const {
@@ -123,9 +150,10 @@ std::string Placement::to_string() const {
     case PlacementKind::kReplicate:
       return "R";
     case PlacementKind::kShard:
-      return concat("S(", dim, ")");
+    case PlacementKind::kShardByRule:
+      return rule.text(dim);
     case PlacementKind::kStridedShard:
-      return concat("SS(", dim, ",", split_factor, ")");
+      return concat("SS(", dim, ",", rule.split_factor(), ")");
     case PlacementKind::kPartial:
       return op == ReduceOp::kNorm ? concat("P(norm ", shortest(norm_power), ")")
                                    : concat("P(", reduce_op_name(op), ")");

@@ -3,6 +3,8 @@
 //   R          replicated
 //   S(d)       tensor dim d is cut into chunks, as torch.chunk does
 //   SS(d,f)    DTensor's _StridedShard(d, split_factor=f)
+//   Ragged(d,3:1:4), Blocks(d,b), Cyclic(d,b), Owned(d,c), Packed(d,8:4:4)
+//              tensor dim d is cut by another rule (cut_rule.h)
 //   P(op)      pending reduction; "P" alone is P(sum). Ops: sum avg min max product band bor bxor, and "norm p"
 //              (DTensor's _NormPartial(p): each rank holds a p-norm of its own elements)
 //
@@ -22,12 +24,12 @@ enum class ReduceOp : uint8_t { kSum, kAvg, kMin, kMax, kProduct, kBitAnd, kBitO
 
 const char* reduce_op_name(ReduceOp op);
 
-enum class PlacementKind : uint8_t { kReplicate, kShard, kStridedShard, kPartial };
+enum class PlacementKind : uint8_t { kReplicate, kShard, kStridedShard, kPartial, kShardByRule };
 
 struct Placement {
   PlacementKind kind = PlacementKind::kReplicate;
   int64_t dim = -1;              // shards: the tensor dim
-  int64_t split_factor = 1;      // strided shards
+  CutRule rule;                  // shards: how it is cut
   ReduceOp op = ReduceOp::kSum;  // partials
   double norm_power = 0;         // P(norm p)
 
@@ -38,17 +40,19 @@ struct Placement {
   }
   // A cut of a tensor dim by its rule.
   static Placement cut(int64_t dim, const CutRule& rule) {
-    return rule.is_chunks() ? shard(dim) : strided_shard(dim, rule.split_factor());
+    if (rule.is_chunks()) return shard(dim);
+    if (rule.is_strided_or_chunks()) return strided_shard(dim, rule.split_factor());
+    return {PlacementKind::kShardByRule, dim, rule, ReduceOp::kSum, 0};
   }
   static Placement partial(ReduceOp op, double norm_power = 0) {
     return {PlacementKind::kPartial, -1, 1, op, norm_power};
   }
 
   bool is_replicate() const { return kind == PlacementKind::kReplicate; }
-  bool is_shard_like() const { return kind == PlacementKind::kShard || kind == PlacementKind::kStridedShard; }
+  bool is_shard_like() const { return !is_replicate() && !is_partial(); }
+  // Shard or StridedShard: those that torch knows.
+  bool is_plain_shard() const { return is_shard_like() && kind != PlacementKind::kShardByRule; }
   bool is_partial() const { return kind == PlacementKind::kPartial; }
-  // How it cuts, of shards.
-  CutRule rule() const { return CutRule(split_factor); }
 
   // Throws UserError that names the text and the allowed forms.
   static Placement parse(const std::string& text);

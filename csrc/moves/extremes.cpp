@@ -10,6 +10,8 @@ namespace shardwright {
 namespace {
 
 constexpr int kMaxDimsWithAllCorners = 5;
+// Of mesh dims whose parts do not descend, together.
+constexpr int64_t kMaxAllCoordinates = 64;
 // Kinds of parts of one tensor dim, and pieces of the parts of one parent, that are told apart; with more every
 // coordinate is a stretch of its own.
 constexpr size_t kMaxShapes = 24;
@@ -63,6 +65,48 @@ int64_t corner_position(const Mesh& mesh, MeshDimSet last) {
   int64_t position = 0;
   for (const int d : last.to_vector()) position += (mesh.dim_size(d) - 1) * mesh.stride(d);
   return position;
+}
+
+void Corners::add(int64_t n, std::span<const Cut> cuts) {
+  bool is_new = false;
+  for (const auto& [mesh_dim, rule] : cuts) {
+    if (rule.descends()) continue;
+    const int64_t k = mesh_.dim_size(mesh_dim);
+    for (const int64_t c : {int64_t{0}, rule.largest(n, k), rule.smallest(n, k), k - 1}) {
+      is_new = extremes_[mesh_dim].insert(c).second || is_new;
+    }
+    steep_dims_.insert(mesh_dim);
+  }
+  if (!is_new) return;
+  const bool takes_all = mesh_.group_size(steep_dims_) <= kMaxAllCoordinates;
+  bases_ = {0};
+  for (const auto& [mesh_dim, some] : extremes_) {
+    std::set<int64_t> coordinates = some;
+    for (int64_t c = 0; c < mesh_.dim_size(mesh_dim) && takes_all; ++c) coordinates.insert(c);
+    std::vector<uint32_t> more;
+    for (const uint32_t base : bases_) {
+      for (const int64_t c : coordinates) more.push_back(base + static_cast<uint32_t>(c * mesh_.stride(mesh_dim)));
+    }
+    bases_ = std::move(more);
+  }
+}
+
+std::vector<Corner> Corners::of(MeshDimSet mesh_dims) const {
+  const std::vector<MeshDimSet> lasts = corners_of(mesh_dims - steep_dims_);
+  std::vector<Corner> all;
+  all.reserve(bases_.size() * lasts.size());
+  for (const uint32_t base : bases_) {
+    for (const MeshDimSet last : lasts) all.push_back({last.bits(), base});
+  }
+  return all;
+}
+
+uint32_t Corners::base_on(uint32_t base, MeshDimSet mesh_dims) const {
+  uint32_t projected = 0;
+  for (const int d : (steep_dims_ & mesh_dims).to_vector()) {
+    projected += static_cast<uint32_t>(mesh_.coordinate(base, d) * mesh_.stride(d));
+  }
+  return projected;
 }
 
 std::vector<int64_t> corner_positions(const Mesh& mesh, MeshDimSet mesh_dims, size_t at_most) {
@@ -132,13 +176,19 @@ void RankClasses::add_cuts(std::vector<IntervalList>& shapes, std::span<const Cu
   for (size_t i = 0; i < cuts.size(); ++i) {
     const CutRule& rule = cuts[i].rule;
     const int64_t k = mesh_.dim_size(cuts[i].mesh_dim);
+    if (!rule.descends()) {
+      for (const int64_t c : {rule.largest(0, k), rule.smallest(0, k)}) {
+        split_at(cuts[i].mesh_dim, c);
+        split_at(cuts[i].mesh_dim, c + 1);
+      }
+    }
     std::vector<IntervalList> parts;
     const auto keep = [&](IntervalList part) {
       if (std::find(parts.begin(), parts.end(), part) == parts.end()) parts.push_back(std::move(part));
     };
     for (const IntervalList& shape : shapes) {
       const int64_t n = length(shape);
-      const bool is_quick = shape.size() <= 1 && rule.is_chunks();
+      const bool is_quick = shape.size() <= 1 && rule.makes_runs();
       if (!is_quick && k * rule.runs(n, k) * static_cast<int64_t>(shape.size()) > kMaxPiecesCompared) {
         return split_all(dims_of(cuts.subspan(i)));
       }

@@ -1,8 +1,9 @@
 // Which ranks must be examined to find the worst of all ranks.
 //
-// Corners rely on an invariant of chunks: along a mesh dim, the parts of one parent are full chunks first, then at most
-// one short one, then empty ones. So the largest and the smallest parts, and those furthest from each other, are at the
-// first and the last coordinates: the corners.
+// Corners rely on an invariant of most rules: along a mesh dim, the parts of one parent descend (CutRule::descends), as
+// full chunks, a short one and empty ones do. So the largest and the smallest parts, and those furthest from each other,
+// are at the first and the last coordinates: the corners. Along mesh dims whose parts do not descend, Corners examines
+// more ranks.
 //
 // Classes of ranks rely on no invariant: each cut's rule (layout/cut_rule.h) tells at which coordinates the shape of
 // parts changes, for each kind of parent.
@@ -10,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <set>
 #include <span>
 #include <vector>
@@ -23,6 +25,40 @@ namespace shardwright {
 std::vector<MeshDimSet> corners_of(MeshDimSet mesh_dims);
 // Returns the position of a corner.
 int64_t corner_position(const Mesh& mesh, MeshDimSet last);
+
+// A rank to look at: the mesh dims on which it is last, all others first. On mesh dims whose parts do not descend it
+// has the coordinates of the position `base` instead.
+struct Corner {
+  uint32_t last = 0;
+  uint32_t base = 0;
+};
+
+// The ranks to look at for what the worst of all ranks does in a move between some lists of cuts.
+class Corners {
+ public:
+  explicit Corners(const Mesh& mesh) : mesh_(mesh) {}
+
+  // One of the lists, of n elements. Along mesh dims that cut it into parts that do not descend, all coordinates are
+  // looked at; where these are many, those that have the most and the least.
+  void add(int64_t n, std::span<const Cut> cuts);
+
+  std::vector<Corner> of(MeshDimSet mesh_dims) const;
+  // The same with first coordinates but on these mesh dims.
+  Corner on(Corner corner, MeshDimSet mesh_dims) const {
+    return {corner.last & mesh_dims.bits(), corner.base == 0 ? 0 : base_on(corner.base, mesh_dims)};
+  }
+  int64_t position(Corner corner) const {
+    return corner_position(mesh_, MeshDimSet::from_bits(corner.last)) + corner.base;
+  }
+
+ private:
+  uint32_t base_on(uint32_t base, MeshDimSet mesh_dims) const;
+
+  const Mesh& mesh_;
+  std::map<int, std::set<int64_t>> extremes_;  // by mesh dim whose parts do not descend: coordinates with most or least
+  MeshDimSet steep_dims_;                      // those mesh dims
+  std::vector<uint32_t> bases_{0};
+};
 
 // The corners of the group that `mesh_dims` make of the first position: of the first mesh dims, where all would be more
 // than `at_most`.

@@ -9,20 +9,28 @@
 namespace shardwright {
 namespace {
 
-// Over the classes of ranks in the group of first coordinates.
+// Whether first coordinates hold the most wherever they are taken.
+bool first_hold_most(const Layout& layout) {
+  return std::all_of(layout.cuts().begin(), layout.cuts().end(), [](const std::vector<Cut>& cuts) {
+    return std::all_of(cuts.begin(), cuts.end(), [](const Cut& c) { return c.rule.descends(); });
+  });
+}
+
+// Over the classes of ranks in the group of first coordinates, or in all groups.
 StepFigures figures_by_walking(const Step& step, Lowering lowering) {
   StepFigures worst;
   const StepTraffic traffic(step, lowering);
   const int64_t item = step.before.dtype().size_bytes();
   const Mesh& mesh = step.before.mesh();
+  const bool one_group_is_enough = first_hold_most(step.before) && first_hold_most(step.after);
   RankClasses classes(mesh);
   traffic.tell_apart(classes);
   for (const int64_t position : classes.seen().positions) {
-    bool is_in_group = true;
-    for (int d = 0; d < mesh.ndim(); ++d) {
-      is_in_group = is_in_group && (step.mesh_dims.contains(d) || mesh.coordinate(position, d) == 0);
+    bool is_looked_at = true;
+    for (int d = 0; d < mesh.ndim() && one_group_is_enough; ++d) {
+      is_looked_at = is_looked_at && (step.mesh_dims.contains(d) || mesh.coordinate(position, d) == 0);
     }
-    if (!is_in_group) continue;
+    if (!is_looked_at) continue;
     const Traffic one = traffic.at(position);
     worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);
     worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "moves/exchange.h"
-#include "moves/extremes.h"
 #include "moves/spans.h"
 #include "support/error.h"
 
@@ -39,6 +38,7 @@ MoveTable::MoveTable(const Layout& layout, Lowering lowering, bool ordered, Mesh
       between_(between),
       node_size_(layout.mesh().size() / layout.mesh().group_size(between)),
       item_(layout.dtype().size_bytes()),
+      corners_(layout_.mesh()),
       lists_(layout.ndim()),
       numbers_(layout.ndim()),
       pair_numbers_(layout.ndim()) {}
@@ -64,7 +64,11 @@ int MoveTable::number(int tensor_dim, const std::vector<Cut>& cuts) {
     }
     const auto [found, is_new] = numbers_[tensor_dim].emplace(std::move(name), next);
     if (!is_new) return found->second;
-    list.length = length(part_at(layout_.mesh(), n, list.cuts, 0));
+    list.first_is_largest =
+        std::all_of(list.cuts.begin(), list.cuts.end(), [](const Cut& c) { return c.rule.descends(); });
+    corners_.add(n, list.cuts);
+    const int64_t largest = list.first_is_largest ? 0 : largest_position(layout_.mesh(), n, list.cuts);
+    list.length = length(part_at(layout_.mesh(), n, list.cuts, largest));
   }
   lists.push_back(std::move(list));
   return next;
@@ -174,9 +178,8 @@ StepFigures MoveTable::figures(const State& before, const State& after, const Mo
     return worst;
   }
   if (move.op == StepOp::kReduceScatter) {
-    for (const MeshDimSet last : corners_of(has_equal_parts(after) ? MeshDimSet() : move.mesh_dims)) {
-      raise_to(worst,
-               reduce_scatter_traffic(elements_at(before, last.bits()), elements_at(after, last.bits()), k, item_));
+    for (const Corner corner : corners_.of(has_equal_parts(after) ? MeshDimSet() : move.mesh_dims)) {
+      raise_to(worst, reduce_scatter_traffic(elements_at(before, corner), elements_at(after, corner), k, item_));
     }
     return worst;
   }
@@ -224,13 +227,13 @@ StepFigures MoveTable::exchange_figures(const State& before, const State& after,
   }
   StepFigures worst;
   const MeshDimSet varying = move.mesh_dims & before.cut_dims;
-  for (const MeshDimSet last : corners_of(move.mesh_dims)) {
-    raise_to(worst, exchange_traffic(before, after, varying, last.bits()));
+  for (const Corner corner : corners_.of(move.mesh_dims)) {
+    raise_to(worst, exchange_traffic(before, after, varying, corner));
   }
   return worst;
 }
 
-Traffic MoveTable::exchange_traffic(const State& before, const State& after, MeshDimSet varying, uint32_t corner) {
+Traffic MoveTable::exchange_traffic(const State& before, const State& after, MeshDimSet varying, Corner corner) {
   Shares all{1, 1, layout_.mesh().group_size(varying - after.cut_dims)};
   for (int t = 0; t < layout_.ndim(); ++t) {
     const Shares& one = shares(t, before.lists[t], after.lists[t], varying, corner);
@@ -247,7 +250,7 @@ std::optional<StepFigures> MoveTable::least_figures(const State& before, const S
   if (is_closed) return std::nullopt;
   StepFigures figures;
   figures.touched_bytes = after.elements * item_;
-  raise_to(figures, exchange_traffic(before, after, move.mesh_dims & before.cut_dims, 0));
+  raise_to(figures, exchange_traffic(before, after, move.mesh_dims & before.cut_dims, Corner()));
   return figures;
 }
 
@@ -287,15 +290,14 @@ MoveTable::Distance MoveTable::distance(const State& before, const State& after)
     distance.missing = std::max<int64_t>(after.elements - before.elements, 0);
     return distance;
   }
-  for (const MeshDimSet last : corners_of(before.cut_dims | after.cut_dims)) {
-    const uint32_t corner = last.bits();
+  for (const Corner corner : corners_.of(before.cut_dims | after.cut_dims)) {
     int64_t own = 1;
     for (int t = 0; t < layout_.ndim(); ++t) own *= shares(t, before.lists[t], after.lists[t], {}, corner).own;
     distance.missing = std::max(distance.missing, elements_at(after, corner) - own);
   }
   for (int t = 0; t < layout_.ndim(); ++t) {
     distance.sources *=
-        std::max<int64_t>(shares(t, before.lists[t], after.lists[t], dims_of(t, before.lists[t]), 0).sources, 1);
+        std::max<int64_t>(shares(t, before.lists[t], after.lists[t], dims_of(t, before.lists[t]), {}).sources, 1);
   }
   distance.sources *= layout_.mesh().group_size(due);
   if (!due.empty()) distance.missing = after.elements;
@@ -371,16 +373,16 @@ void MoveTable::close(Pair& pair, const Matching& matching) const {
   pair.is_closed = true;
 }
 
-const MoveTable::Shares& MoveTable::shares(int tensor_dim, int before, int after, MeshDimSet varying, uint32_t corner) {
+const MoveTable::Shares& MoveTable::shares(int tensor_dim, int before, int after, MeshDimSet varying, Corner corner) {
   const MeshDimSet relevant = dims_of(tensor_dim, before) | dims_of(tensor_dim, after);
   varying = varying & relevant;
-  corner &= relevant.bits();
+  corner = corners_.on(corner, relevant);
   const auto [found, is_new] = shares_.try_emplace(key(tensor_dim, before, after, varying.bits(), corner));
   if (is_new) {
     const List& a = lists_[tensor_dim][before];
     const List& b = lists_[tensor_dim][after];
     const int64_t n = layout_.shape()[tensor_dim];
-    const int64_t position = corner_position(layout_.mesh(), MeshDimSet::from_bits(corner));
+    const int64_t position = corners_.position(corner);
     std::optional<Matching> matching;
     if (a.digits && b.digits) matching = Matching::of(n, *a.digits, *b.digits);
     found->second = matching ? shares_by_digits(*matching, varying, position)
@@ -416,26 +418,32 @@ MoveTable::Shares MoveTable::shares_by_walking(int64_t n, const std::vector<Cut>
           meet(mesh, n, after, position, varying, held).elements};
 }
 
-int64_t MoveTable::length_at(int tensor_dim, int list, uint32_t corner) {
-  corner &= dims_of(tensor_dim, list).bits();
-  if (corner == 0) return first_length(tensor_dim, list);
+int64_t MoveTable::length_at(int tensor_dim, int list, Corner corner) {
+  corner = corners_.on(corner, dims_of(tensor_dim, list));
+  if (corner.last == 0 && corner.base == 0 && lists_[tensor_dim][list].first_is_largest) {
+    return first_length(tensor_dim, list);
+  }
   const auto [found, is_new] = lengths_.try_emplace(key(tensor_dim, list, 0, 0, corner), 0);
   if (is_new) {
-    found->second = length(part_at(layout_.mesh(), layout_.shape()[tensor_dim], lists_[tensor_dim][list].cuts,
-                                   corner_position(layout_.mesh(), MeshDimSet::from_bits(corner))));
+    found->second = length(
+        part_at(layout_.mesh(), layout_.shape()[tensor_dim], lists_[tensor_dim][list].cuts, corners_.position(corner)));
   }
   return found->second;
 }
 
-int64_t MoveTable::elements_at(const State& state, uint32_t corner) {
+int64_t MoveTable::elements_at(const State& state, Corner corner) {
   int64_t total = 1;
   for (int t = 0; t < layout_.ndim(); ++t) total *= length_at(t, state.lists[t], corner);
   return total;
 }
 
-MoveTable::Key MoveTable::key(int tensor_dim, int before, int after, uint32_t varying, uint32_t corner) {
-  return {static_cast<uint32_t>(tensor_dim), static_cast<uint32_t>(before), static_cast<uint32_t>(after), varying,
-          corner};
+MoveTable::Key MoveTable::key(int tensor_dim, int before, int after, uint32_t varying, Corner corner) {
+  return {static_cast<uint32_t>(tensor_dim),
+          static_cast<uint32_t>(before),
+          static_cast<uint32_t>(after),
+          varying,
+          corner.last,
+          corner.base};
 }
 
 size_t MoveTable::KeyHash::operator()(const Key& key) const {

@@ -15,6 +15,7 @@
 #include "cost/cost.h"
 #include "moves/digits.h"
 #include "moves/exchange.h"
+#include "moves/extremes.h"
 
 namespace shardwright {
 
@@ -78,8 +79,8 @@ class MoveTable {
   Distance distance(const State& before, const State& after);
 
  private:
-  // Tensor dim, lists before and after, mesh dims that vary; the corner, by its mesh dims that are last.
-  using Key = std::array<uint32_t, 5>;
+  // Tensor dim, lists before and after, mesh dims that vary, the corner.
+  using Key = std::array<uint32_t, 6>;
   struct KeyHash {
     size_t operator()(const Key& key) const;
   };
@@ -116,9 +117,10 @@ class MoveTable {
   struct List {
     std::vector<Cut> cuts;
     MeshDimSet dims;
-    int64_t length = 0;  // of the largest part, which is that of the first coordinates (moves/extremes.h)
+    int64_t length = 0;  // of the largest part
     bool has_equal_parts = false;
     std::optional<std::vector<Digit>> digits;  // perhaps, if parts are equal
+    bool first_is_largest = true;              // else other coordinates than the first have the largest part
   };
 
   // The pieces of all ranks that a walk over strided parts looks at; 1 where no cut is strided.
@@ -127,16 +129,16 @@ class MoveTable {
   Pair make_pair(int tensor_dim, const List& before, const List& after) const;
   void close(Pair& pair, const Matching& matching) const;
   StepFigures exchange_figures(const State& before, const State& after, const Move& move);
-  Traffic exchange_traffic(const State& before, const State& after, MeshDimSet varying, uint32_t corner);
+  Traffic exchange_traffic(const State& before, const State& after, MeshDimSet varying, Corner corner);
   bool has_equal_parts(const State& state) const;
-  int64_t length_at(int tensor_dim, int list, uint32_t corner);
-  int64_t elements_at(const State& state, uint32_t corner);
-  const Shares& shares(int tensor_dim, int before, int after, MeshDimSet varying, uint32_t corner);
+  int64_t length_at(int tensor_dim, int list, Corner corner);
+  int64_t elements_at(const State& state, Corner corner);
+  const Shares& shares(int tensor_dim, int before, int after, MeshDimSet varying, Corner corner);
   Shares shares_by_digits(const Matching& matching, MeshDimSet varying, int64_t position) const;
   Shares shares_by_walking(int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after, MeshDimSet varying,
                            int64_t position) const;
   bool scatters(const State& before, const State& after, MeshDimSet reduced);
-  static Key key(int tensor_dim, int before, int after, uint32_t varying = 0, uint32_t corner = 0);
+  static Key key(int tensor_dim, int before, int after, uint32_t varying, Corner corner);
 
   Layout layout_;
   Lowering lowering_;
@@ -144,6 +146,7 @@ class MoveTable {
   MeshDimSet between_;
   int64_t node_size_;  // the number of ranks with the same coordinates on between_
   int64_t item_;
+  Corners corners_;
   std::vector<std::vector<List>> lists_;                      // by tensor dim, by number
   std::vector<std::map<std::vector<int64_t>, int>> numbers_;  // of lists without digits
   std::vector<std::vector<std::vector<int>>> pair_numbers_;   // by tensor dim, list before, list after; -1: not yet

@@ -93,6 +93,11 @@ MeshDimSet carried_along(const Mesh& mesh, int64_t n, const CutList& before, con
 
 std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts) {
   if (!cuts_evenly(mesh, n, cuts)) return cuts;
+  for (Cut& c : cuts) {
+    const int64_t k = mesh.dim_size(c.mesh_dim);
+    if (const std::optional<int64_t> factor = c.rule.equal_split_factor(n, k)) c.rule = *factor;
+    n /= k;
+  }
   bool changed = true;
   while (changed) {
     changed = false;

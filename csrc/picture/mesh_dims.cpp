@@ -111,16 +111,16 @@ class MeshDimPicture {
       svg_.path(rect_path(icon), concat("fill=\"", placement.is_partial() ? kPending : kReplicated, "\""));
       if (placement.is_partial()) svg_.stripes(rect_path(icon));
     } else {
-      draw_cut_icon(icon, placement, mesh_.dim_size(mesh_dim));
+      draw_cut_icon(icon, placement, layout.shape()[placement.dim], mesh_.dim_size(mesh_dim));
     }
     svg_.text(icon.x + kIcon + 8, icon.y + 14, placement.to_string(), kName);
     svg_.text(icon.x + kIcon + 8, icon.y + 29, note(layout, mesh_dim), kNote);
   }
 
-  // Fills the first of `num_ranks` slices, or of as many as can be told apart. If the cut is strided, fills the first
-  // slice of each piece.
-  void draw_cut_icon(const Rect& icon, const Placement& placement, int64_t num_ranks) {
-    const auto pieces = static_cast<double>(std::min<int64_t>(placement.split_factor, 3));
+  // Fills the first of `num_ranks` slices, or of as many as can be told apart. If parts have several runs, fills the first
+  // slice of each run.
+  void draw_cut_icon(const Rect& icon, const Placement& placement, int64_t n, int64_t num_ranks) {
+    const auto pieces = static_cast<double>(std::min<int64_t>(placement.rule.runs(n, num_ranks), 3));
     const auto slices = pieces * static_cast<double>(std::min<int64_t>(num_ranks, pieces > 1 ? 4 : 8));
     const bool is_down = placement.dim == drawn_.down;
     std::string d;

@@ -29,14 +29,19 @@ auto figures_of_model(ModelLike& m) {
 void write_placement(Writer& out, const Placement& placement) {
   out.enumerator(placement.kind);
   out.integer(placement.dim);
-  out.integer(placement.split_factor);
+  out.integer(placement.is_plain_shard() ? placement.rule.split_factor() : 1);
   out.enumerator(placement.op);
   out.real(placement.norm_power);
+  if (placement.kind == PlacementKind::kShardByRule) {
+    std::vector<int64_t> name;
+    placement.rule.append_name(name);
+    out.integers(name);
+  }
 }
 
 // What does not belong to its kind is dropped.
 Placement read_placement(Reader& in) {
-  const auto kind = in.enumerator(PlacementKind::kPartial);
+  const auto kind = in.enumerator(PlacementKind::kShardByRule);
   const int64_t dim = in.integer();
   const int64_t split_factor = in.integer();
   const auto op = in.enumerator(ReduceOp::kNorm);
@@ -50,6 +55,8 @@ Placement read_placement(Reader& in) {
       return Placement::strided_shard(dim, split_factor);
     case PlacementKind::kPartial:
       return Placement::partial(op, op == ReduceOp::kNorm ? norm_power : 0);
+    case PlacementKind::kShardByRule:
+      return Placement::cut(dim, CutRule::from_name(in.integers()));
   }
   return Placement::replicate();
 }

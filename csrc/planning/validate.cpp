@@ -59,8 +59,10 @@ bool fills(const Step& step) {
     const std::vector<Cut>& cuts = before.cuts(t);
     if (kept.size() > cuts.size() || !std::equal(kept.begin(), kept.end(), cuts.begin())) return false;
     const bool fills_the_rest =
-        std::all_of(cuts.begin() + static_cast<int64_t>(kept.size()), cuts.end(),
-                    [&](const Cut& c) { return c.rule.is_chunks() && step.mesh_dims.contains(c.mesh_dim); });
+        std::all_of(cuts.begin() + static_cast<int64_t>(kept.size()), cuts.end(), [&](const Cut& c) {
+          const bool is_strided = c.rule.is_strided_or_chunks() && !c.rule.is_chunks();
+          return !is_strided && step.mesh_dims.contains(c.mesh_dim);
+        });
     if (!fills_the_rest) return false;
   }
   return true;

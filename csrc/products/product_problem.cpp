@@ -105,7 +105,13 @@ void check(const ProductProblem& problem) {
   for (const auto& scale : problem.scales) {
     if (scale) layouts.push_back(&*scale);
   }
+  layouts.push_back(&problem.operand);
   for (const Layout* layout : layouts) {
+    check_user(std::all_of(layout->placements().begin(), layout->placements().end(),
+                           [](const Placement& p) { return p.kind != PlacementKind::kShardByRule; }),
+               "placements: ", layout->to_string(),
+               " in a matrix product; allowed are R, S, SS and P, so redistribute "
+               "it to one of these first");
     check_user(layout->mesh() == problem.operand.mesh(), "mesh: ", layout->to_string(), " and ",
                problem.operand.to_string(), " lie on different meshes; allowed is one");
   }

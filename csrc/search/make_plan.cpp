@@ -90,7 +90,8 @@ PartialWork work_between(const Layout& src, const Layout& dst) {
 }
 
 // The goal of the search: `dst` before anything becomes partial. A mesh dim that will be zero-filled stays cut,
-// innermost, so that the fill is local. On another mesh it cuts the longest tensor dim.
+// innermost, so that the fill is local: by its own rule if that finds the same parts to cut. On another mesh it cuts the
+// longest tensor dim.
 Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   Cuts goal_cuts = dst.cuts();
   if (!(src.mesh() == dst.mesh())) {
@@ -100,7 +101,12 @@ Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   }
   for (int t = 0; t < src.ndim(); ++t) {
     for (const Cut& c : src.cuts(t)) {
-      if (work.zero_filled.contains(c.mesh_dim)) goal_cuts[t].push_back({c.mesh_dim, 1});
+      if (!work.zero_filled.contains(c.mesh_dim)) continue;
+      const std::vector<Cut>& before = goal_cuts[t];
+      const bool finds_the_same = before.size() < src.cuts(t).size() && src.cuts(t)[before.size()] == c &&
+                                  std::equal(before.begin(), before.end(), src.cuts(t).begin());
+      const bool keeps_rule = finds_the_same && !c.rule.is_strided_or_chunks();
+      goal_cuts[t].push_back({c.mesh_dim, keeps_rule ? c.rule : CutRule()});
     }
   }
   return without_partials(dst, work.partitioned | work.zero_filled, std::move(goal_cuts));

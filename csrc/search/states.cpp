@@ -112,12 +112,24 @@ class States {
     for (const int d : unused) {
       std::vector<int> rest;
       std::copy_if(unused.begin(), unused.end(), std::back_inserter(rest), [&](int other) { return other != d; });
-      for (const int64_t factor : is_even_[t] ? factors_after(cuts, d) : factors_of_ends(t, d)) {
+      const auto go_on = [&](const CutRule& rule) {
         std::vector<Cut> longer = cuts;
-        longer.push_back({d, factor});
+        longer.push_back({d, rule});
         list_all(t, longer, rest);
+      };
+      for (const int64_t factor : is_even_[t] ? factors_after(cuts, d) : factors_of_ends(t, d)) go_on(factor);
+      for (const Layout* end : {&src_, &goal_}) {
+        const std::vector<Cut>& of_end = end->cuts(t);
+        const size_t at = cuts.size();
+        if (at < of_end.size() && of_end[at].mesh_dim == d && keeps_rule(cuts, of_end)) go_on(of_end[at].rule);
       }
     }
+  }
+
+  // Returns whether the next cut of an end uses a rule that is neither chunks nor strided, and cuts the same parts after
+  // these cuts. Such rules are kept, gathered or cut anew as they are.
+  static bool keeps_rule(const std::vector<Cut>& cuts, const std::vector<Cut>& of_end) {
+    return !of_end[cuts.size()].rule.is_strided_or_chunks() && std::equal(cuts.begin(), cuts.end(), of_end.begin());
   }
 
   // The split factors that a cut after `list` may have: products of the sizes of mesh dims that are not in the list,
@@ -146,6 +158,10 @@ class States {
     for (const Layout* end : {&src_, &goal_}) {
       std::vector<int64_t> factors{1};
       for (const Cut& c : end->cuts(t)) {
+        if (!c.rule.is_strided_or_chunks()) {
+          factors = {1};
+          continue;
+        }
         if (c.mesh_dim == mesh_dim) {
           for (const int64_t factor : factors) all.insert(factor * c.rule.split_factor());
         }
@@ -189,9 +205,10 @@ class States {
     for (const bool source_first : {true, false}) {
       if (!source_first && !order_matters) return;
       std::vector<Cut> cuts;
-      if (source_first) append(cuts, src_, t, roles, Role::kAsSource);
-      append(cuts, goal_, t, roles, Role::kAsGoal);
-      if (!source_first) append(cuts, src_, t, roles, Role::kAsSource);
+      bool fits = !source_first || append(cuts, src_, t, roles, Role::kAsSource);
+      fits = fits && append(cuts, goal_, t, roles, Role::kAsGoal);
+      fits = fits && (source_first || append(cuts, src_, t, roles, Role::kAsSource));
+      if (!fits) continue;
       for (int d = 0; d < mesh_.ndim(); ++d) {
         if (roles[d] == Role::kInnermost) cuts.push_back({d, 1});
       }
@@ -200,16 +217,22 @@ class States {
   }
 
   // Appends the cuts of one end that have this role, in that end's order. The sizes of cuts that are missing before
-  // them become split factors.
-  void append(std::vector<Cut>& cuts, const Layout& end, int t, const std::vector<Role>& roles, Role role) const {
+  // them become split factors. Returns false if a rule would cut other parts than it does at that end.
+  bool append(std::vector<Cut>& cuts, const Layout& end, int t, const std::vector<Role>& roles, Role role) const {
     int64_t factor = 1;
     for (const Cut& c : end.cuts(t)) {
-      if (roles[c.mesh_dim] == role) {
+      const bool is_plain = c.rule.is_strided_or_chunks();
+      if (roles[c.mesh_dim] != role) {
+        factor = is_plain ? factor * mesh_.dim_size(c.mesh_dim) : 1;
+      } else if (is_plain) {
         cuts.push_back({c.mesh_dim, c.rule.split_factor() * factor});
       } else {
-        factor *= mesh_.dim_size(c.mesh_dim);
+        if (cuts.size() >= end.cuts(t).size() || !(end.cuts(t)[cuts.size()] == c) || !keeps_rule(cuts, end.cuts(t)))
+          return false;
+        cuts.push_back(c);
       }
     }
+    return true;
   }
 
   // Tries every way to give the chosen tensor dims, from `at` on, lists that share no mesh dim.

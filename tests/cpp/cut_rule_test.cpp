@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "layout/layout.h"
 #include "layouts.h"
 #include "naive.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -32,7 +34,7 @@ struct Case {
   std::function<Elements(const Elements&, int64_t k, int64_t coordinate)> part;
 };
 
-std::vector<Case> cases() {
+std::vector<Case> strided_cases() {
   std::vector<Case> all{{"chunks", CutRule(), naive::chunk}};
   for (int64_t f = 2; f <= 5; ++f) {
     all.push_back({"strided by " + std::to_string(f), CutRule(f),
@@ -41,17 +43,44 @@ std::vector<Case> cases() {
   return all;
 }
 
+std::vector<Case> cases() {
+  std::vector<Case> all = strided_cases();
+  for (const Elements& sizes : {Elements{3, 1, 4}, {0, 2, 0, 5, 1}, {2, 2, 2}, {7, 7}, {5}, {0, 0}, {0, 12, 0}}) {
+    all.push_back({"ragged " + join(sizes), CutRule::ragged(sizes),
+                   [sizes](const Elements& list, int64_t, int64_t c) { return naive::ragged(list, sizes, c); }});
+  }
+  for (const Elements& sizes : {Elements{8, 4, 4}, {3, 0, 5}, {6, 6}, {1, 2, 7, 2}, {12}, {0}}) {
+    all.push_back({"packed " + join(sizes), CutRule::packed(sizes),
+                   [sizes](const Elements& list, int64_t k, int64_t c) { return naive::packed(list, sizes, k, c); }});
+  }
+  for (const int64_t block : {1, 2, 3, 128}) {
+    all.push_back({"blocks of " + std::to_string(block), CutRule::blocks(block),
+                   [block](const Elements& list, int64_t k, int64_t c) { return naive::blocks(list, block, k, c); }});
+    all.push_back({"cyclic by " + std::to_string(block), CutRule::cyclic(block),
+                   [block](const Elements& list, int64_t k, int64_t c) { return naive::cyclic(list, block, k, c); }});
+  }
+  for (const int64_t owner : {0, 2}) {
+    all.push_back({"owned by " + std::to_string(owner), CutRule::owned(owner),
+                   [owner](const Elements& list, int64_t, int64_t c) { return c == owner ? list : Elements(); }});
+  }
+  return all;
+}
+
 template <typename Check>
 void for_each_case(int64_t most, const Check& check) {
   for (const Case& one : cases()) {
+    int checked = 0;
     for (int64_t n = 0; n <= most; ++n) {
       for (int64_t k = 1; k <= 5; ++k) {
+        if (!one.rule.why_not(n, k).empty()) continue;
         SCOPED_TRACE(one.name + ", " + std::to_string(n) + " elements over " + std::to_string(k));
         std::vector<Elements> parts;
         for (int64_t c = 0; c < k; ++c) parts.push_back(one.part(naive::iota(n), k, c));
         check(one.rule, n, k, parts);
+        ++checked;
       }
     }
+    EXPECT_GE(checked, 1) << one.name;
   }
 }
 
@@ -74,10 +103,12 @@ TEST(CutRule, PartsAreThoseOfAWalkOverElements) {
 }
 
 TEST(CutRule, PartsOfListsWithGapsGoByLocalPosition) {
-  const IntervalList list{{2, 5}, {7, 8}, {11, 17}, {20, 21}};
-  const Elements all = elements(list);
-  for (const Case& one : cases()) {
-    for (int64_t c = 0; c < 3; ++c) EXPECT_EQ(elements(one.rule.part(list, 3, c)), one.part(all, 3, c)) << one.name;
+  for (const IntervalList& list : {IntervalList{{2, 5}, {7, 8}, {11, 17}, {20, 21}}, {{0, 3}, {4, 9}}}) {
+    const Elements all = elements(list);
+    for (const Case& one : cases()) {
+      if (!one.rule.why_not(length(list), 3).empty()) continue;
+      for (int64_t c = 0; c < 3; ++c) EXPECT_EQ(elements(one.rule.part(list, 3, c)), one.part(all, 3, c)) << one.name;
+    }
   }
 }
 
@@ -85,7 +116,8 @@ TEST(CutRule, NestedCutsTakeLocalPositions) {
   for (int64_t n = 0; n <= 25; ++n) {
     for (const Case& outer : cases()) {
       for (const Case& inner : cases()) {
-        for (int64_t i = 0; i < 3; ++i) {
+        for (int64_t i = 0; i < 3 && outer.rule.why_not(n, 3).empty(); ++i) {
+          if (!inner.rule.why_not(outer.rule.length(n, 3, i), 2).empty()) continue;
           const Elements expected = inner.part(outer.part(naive::iota(n), 3, i), 2, 1);
           EXPECT_EQ(elements(inner.rule.part(outer.rule.part(whole(n), 3, i), 2, 1)), expected);
         }
@@ -97,14 +129,21 @@ TEST(CutRule, NestedCutsTakeLocalPositions) {
 TEST(CutRule, SaysWhichPartsAreEqualAndWhichIsLargest) {
   for_each_case(60, [](const CutRule& rule, int64_t n, int64_t k, const std::vector<Elements>& parts) {
     size_t most = 0;
+    size_t least = parts[0].size();
     bool are_equal = true;
+    bool descends = true;
     for (const Elements& part : parts) {
       most = std::max(most, part.size());
+      least = std::min(least, part.size());
       are_equal = are_equal && part.size() == parts[0].size();
     }
+    for (size_t c = 1; c < parts.size(); ++c) descends = descends && parts[c].size() <= parts[c - 1].size();
     EXPECT_EQ(parts[rule.largest(n, k)].size(), most);
+    EXPECT_EQ(parts[rule.smallest(n, k)].size(), least);
     EXPECT_TRUE(are_equal || !rule.cuts_evenly(n, k));
-    if (rule.longer_lists_have_larger_parts()) {
+    EXPECT_TRUE(rule.cuts_evenly(n, k) || !are_equal || rule.is_strided_or_chunks());
+    EXPECT_TRUE(descends || !rule.descends());
+    if (rule.longer_lists_have_larger_parts() && rule.why_not(n + 1, k).empty()) {
       EXPECT_LE(rule.length(n, k, rule.largest(n, k)), rule.length(n + 1, k, rule.largest(n + 1, k)));
     }
   });
@@ -113,7 +152,7 @@ TEST(CutRule, SaysWhichPartsAreEqualAndWhichIsLargest) {
 TEST(CutRule, EqualPartsAreThoseOfAStridedCut) {
   for_each_case(60, [](const CutRule& rule, int64_t n, int64_t k, const std::vector<Elements>& parts) {
     const std::optional<int64_t> factor = rule.equal_split_factor(n, k);
-    EXPECT_EQ(factor.has_value(), rule.cuts_evenly(n, k));
+    EXPECT_TRUE(rule.cuts_evenly(n, k) || !factor);
     if (!factor) return;
     ASSERT_EQ(n % (*factor * k), 0);
     for (int64_t c = 0; c < k; ++c) EXPECT_EQ(parts[c], naive::strided_chunk(naive::iota(n), *factor, k, c));
@@ -132,7 +171,7 @@ TEST(CutRule, CoordinatesOfARangeAreAllThatHoldSomeOfIt) {
                                          [&](int64_t element) { return begin <= element && element < end; });
           const bool is_named = found.begin <= c && c < found.end;
           EXPECT_TRUE(is_named || !meets);
-          EXPECT_TRUE(!is_named || meets || !rule.makes_runs());
+          EXPECT_TRUE(!is_named || meets || parts[c].empty() || !rule.makes_runs());
         }
       }
     }
@@ -155,8 +194,8 @@ TEST(CutRule, StretchesOfLikePartsBeginWherePartsLookDifferent) {
 
 TEST(CutRule, GatheringTheCutBeforeKeepsWhatAllItsCoordinatesHold) {
   int said = 0;
-  for (const Case& outer : cases()) {
-    for (const Case& inner : cases()) {
+  for (const Case& outer : strided_cases()) {
+    for (const Case& inner : strided_cases()) {
       const std::optional<CutRule> rule = inner.rule.with_gathered(outer.rule, 3);
       if (!rule) continue;
       ++said;
@@ -176,8 +215,8 @@ TEST(CutRule, GatheringTheCutBeforeKeepsWhatAllItsCoordinatesHold) {
 
 TEST(CutRule, TakenBehindTheLaterCutItMakesTheSameParts) {
   int said = 0;
-  for (const Case& outer : cases()) {
-    for (const Case& inner : cases()) {
+  for (const Case& outer : strided_cases()) {
+    for (const Case& inner : strided_cases()) {
       const std::optional<CutRule> rule = outer.rule.behind(inner.rule, 2);
       if (!rule) continue;
       ++said;
@@ -201,11 +240,65 @@ TEST(CutRule, NamesTellRulesApart) {
       std::vector<int64_t> b;
       all[i].rule.append_name(a);
       all[j].rule.append_name(b);
+      EXPECT_EQ(CutRule::from_name(a), all[i].rule);
       EXPECT_EQ(all[i].rule == all[j].rule, i == j);
       EXPECT_EQ(a == b, i == j);
       EXPECT_EQ(all[i].rule.hash() == all[j].rule.hash(), i == j);
     }
   }
+}
+
+TEST(CutRule, RulesOfOtherKindsAreNotTakenApart) {
+  for (const Case& one : cases()) {
+    for (const Case& other : cases()) {
+      const bool both = one.rule.is_strided_or_chunks() && other.rule.is_strided_or_chunks();
+      EXPECT_TRUE(both || (!one.rule.with_gathered(other.rule, 2) && !one.rule.behind(other.rule, 2)));
+    }
+  }
+}
+
+TEST(CutRule, ListsThatDoNotFitAreNamed) {
+  EXPECT_EQ(CutRule::ragged({3, 1}).why_not(5, 2),
+            "has sizes that sum to 4 but cuts 5 elements; allowed are sizes that sum to 5");
+  EXPECT_EQ(CutRule::packed({3, 1}).why_not(5, 2),
+            "has sizes that sum to 4 but cuts 5 elements; allowed are sizes that sum to 5");
+  EXPECT_EQ(CutRule::ragged({3, 2}).why_not(5, 3), "has 2 sizes for 3 coordinates; allowed is one for each");
+  EXPECT_EQ(CutRule::owned(3).why_not(5, 3), "names coordinate 3 of 3; allowed are 0 to 2");
+  EXPECT_EQ(CutRule::cyclic(1).why_not(int64_t{1} << 22, 2),
+            "cuts 4194304 elements into parts of 2097152 blocks; allowed are at most 2^20");
+  EXPECT_EQ(CutRule::cyclic(4).why_not(int64_t{1} << 22, 2), "");
+}
+
+void expect_refused(const std::function<void()>& make, const std::string& text) {
+  try {
+    make();
+    FAIL() << "no error: " << text;
+  } catch (const UserError& error) {
+    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+  }
+}
+
+TEST(CutRule, NumbersOutOfRangeAreRefused) {
+  const int64_t huge = std::numeric_limits<int64_t>::max();
+  expect_refused([] { CutRule::ragged({}); }, "Ragged has no sizes");
+  expect_refused([] { CutRule::ragged({2, -1}); }, "Ragged has the size -1; allowed are 0 or more");
+  expect_refused([=] { CutRule::packed({huge, huge}); }, "the sizes of Packed sum to more than 2^57");
+  expect_refused([] { CutRule::blocks(0); }, "Blocks has blocks of 0 elements; allowed are 1 to 2^31");
+  expect_refused([=] { CutRule::cyclic(huge); }, "Cyclic has blocks of 9223372036854775807 elements");
+  expect_refused([] { CutRule::owned(-1); }, "Owned has the coordinate -1");
+  for (const Elements& name : {Elements{}, {0}, {-9, 1}, {-1, 3, 1}, {-2, 0}, {-1, huge}, {-5, -1}, {3, 3}}) {
+    EXPECT_THROW(CutRule::from_name(name), UserError) << join(name);
+  }
+}
+
+bool fits(const Mesh& mesh, int64_t n, const std::vector<Cut>& cuts) {
+  for (int64_t p = 0; p < mesh.size(); ++p) {
+    for (size_t i = 0; i < cuts.size(); ++i) {
+      const int64_t parent = length(part_at(mesh, n, std::span(cuts).first(i), p));
+      if (!cuts[i].rule.why_not(parent, mesh.dim_size(cuts[i].mesh_dim)).empty()) return false;
+    }
+  }
+  return true;
 }
 
 // A strided cut may make more of the shorter of two lists: 7 of 13, but 8 of 12.
@@ -215,6 +308,7 @@ TEST(CutRule, NoRankHoldsMoreThanTheLargestPosition) {
     for (const Case& a : cases()) {
       for (const Case& b : cases()) {
         for (const Case& c : {cases()[0], cases()[3]}) {
+          if (!fits(*mesh, n, {{1, a.rule}, {2, b.rule}})) continue;
           const std::vector<Cut> cuts{{1, a.rule}, {2, b.rule}, {0, c.rule}};
           const int64_t largest = largest_position(*mesh, n, cuts);
           int64_t most = 0;

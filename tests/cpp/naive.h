@@ -28,6 +28,49 @@ inline std::vector<int64_t> strided_chunk(const std::vector<int64_t>& list, int6
   return out;
 }
 
+// One size after the other.
+inline std::vector<int64_t> ragged(const std::vector<int64_t>& list, const std::vector<int64_t>& sizes, int64_t index) {
+  std::vector<int64_t> out;
+  size_t at = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    for (int64_t taken = 0; taken < sizes[i]; ++taken, ++at) {
+      if (static_cast<int64_t>(i) == index) out.push_back(list.at(at));
+    }
+  }
+  return out;
+}
+
+// Components in one list, each cut by itself.
+inline std::vector<int64_t> packed(const std::vector<int64_t>& list, const std::vector<int64_t>& sizes, int64_t k,
+                                   int64_t index) {
+  std::vector<int64_t> out;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    for (const int64_t element : chunk(ragged(list, sizes, static_cast<int64_t>(i)), k, index)) out.push_back(element);
+  }
+  return out;
+}
+
+// The number of the block that each element lies in, by chunk, or in turn.
+inline std::vector<int64_t> blocks(const std::vector<int64_t>& list, int64_t block, int64_t k, int64_t index) {
+  std::vector<int64_t> numbers;
+  for (size_t i = 0; i < list.size(); i += block) numbers.push_back(static_cast<int64_t>(i) / block);
+  std::vector<int64_t> out;
+  for (const int64_t number : chunk(numbers, k, index)) {
+    for (int64_t i = number * block; i < (number + 1) * block && i < static_cast<int64_t>(list.size()); ++i) {
+      out.push_back(list[i]);
+    }
+  }
+  return out;
+}
+
+inline std::vector<int64_t> cyclic(const std::vector<int64_t>& list, int64_t block, int64_t k, int64_t index) {
+  std::vector<int64_t> out;
+  for (size_t i = 0; i < list.size(); ++i) {
+    if (static_cast<int64_t>(i) / block % k == index) out.push_back(list[i]);
+  }
+  return out;
+}
+
 inline std::vector<int64_t> iota(int64_t n) {
   std::vector<int64_t> list(n);
   for (int64_t i = 0; i < n; ++i) list[i] = i;

@@ -79,6 +79,33 @@ struct Tensor {
   bool has_strided_cuts = true;
 };
 
+// Sizes that sum to n, mostly.
+std::vector<int64_t> sizes(Input& in, int64_t n, int64_t count) {
+  std::vector<int64_t> sizes;
+  for (int64_t left = n; count > 0; --count) {
+    sizes.push_back(count == 1 && !in.one_in(16) ? left : in.between(0, left));
+    left -= sizes.back();
+  }
+  return sizes;
+}
+
+// A rule that torch does not have, for the first cut of a tensor dim, or for one behind equal parts.
+CutRule rule(Input& in, int64_t n, int64_t k) {
+  if (in.one_in(4) && n % 2 == 0) n /= 2;
+  switch (in.between(0, 4)) {
+    case 0:
+      return CutRule::ragged(sizes(in, n, k));
+    case 1:
+      return CutRule::blocks(in.between(1, 5));
+    case 2:
+      return CutRule::cyclic(in.between(1, 5));
+    case 3:
+      return CutRule::owned(in.between(0, in.one_in(16) ? k : k - 1));
+    default:
+      return CutRule::packed(sizes(in, n, in.between(1, 4)));
+  }
+}
+
 Layout layout(Input& in, const Tensor& tensor) {
   std::vector<Placement> placements;
   const auto ndim = static_cast<int64_t>(tensor.shape.size());
@@ -88,6 +115,9 @@ Layout layout(Input& in, const Tensor& tensor) {
       placements.push_back(choice == 9 && in.one_in(8) ? partial(in) : tensor.pending);
     } else if (ndim == 0 || choice <= 2) {
       placements.push_back(Placement::replicate());
+    } else if (choice == 4 && tensor.has_strided_cuts) {
+      const int64_t t = in.between(0, ndim - 1);
+      placements.push_back(Placement::cut(t, rule(in, tensor.shape[t], tensor.mesh->dim_size(d))));
     } else if (choice == 3 && tensor.has_strided_cuts) {
       placements.push_back(Placement::strided_shard(in.between(0, ndim - 1), in.between(1, 6)));
     } else {

@@ -21,7 +21,7 @@ struct Size {
 };
 
 constexpr Size kSmall{};
-// Without strided cuts, whose unequal parts on many ranks take minutes to plan.
+// Without strided cuts and rules that torch does not have, whose unequal parts on many ranks take minutes to plan.
 constexpr Size kLarge{4, int64_t{1} << 20, int64_t{1} << 20, int64_t{1} << 34, false, false};
 
 // What is asked of the planner. Throws UserError where a layout is refused.

@@ -19,6 +19,7 @@ except ImportError as error:
 
     raise doctor.import_error("_planner", error) from error
 from .layout import Layout, Mesh
+from .placements import Blocks, Cyclic, Owned, Packed, Ragged
 from .planning import Plan, Step, pin, plan, unpin
 from .reading import plan_from_json
 from .topology import Link, Topology, load_topology
@@ -41,11 +42,16 @@ if TYPE_CHECKING:
     from .wire import wire_meter
 
 __all__ = [
+    "Blocks",
+    "Cyclic",
     "GemmModel",
     "Layout",
     "Link",
     "Mesh",
+    "Owned",
+    "Packed",
     "Plan",
+    "Ragged",
     "Step",
     "Topology",
     "all_gather_matmul",

@@ -9,6 +9,8 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from . import placements
+
 ShardOrder = Mapping[int, Sequence["int | str"]]
 
 
@@ -20,6 +22,8 @@ def placement_text(placement: Any) -> str:
     """
     if isinstance(placement, str):
         return placement
+    if (own := placements.text_of(placement)) is not None:
+        return own
     kind = type(placement).__name__
     if kind == "Shard":
         return f"S({placement.dim})"
@@ -35,7 +39,8 @@ def placement_text(placement: Any) -> str:
         return f"P({placement.reduce_op})"
     raise ValueError(
         f"placements: {placement!r} is a {kind}, which shardwright does not know; "
-        "allowed are Replicate, Shard, Partial, _StridedShard, _NormPartial and texts such as 'S(0)'"
+        "allowed are Replicate, Shard, Partial, _StridedShard, _NormPartial, shardwright's Ragged, Blocks, Cyclic, "
+        "Owned and Packed, and texts such as 'S(0)'"
     )
 
 

@@ -168,7 +168,7 @@ def _of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[l
                     "that cut the first dim alone"
                 )
         experts.append([expert for begin, end in first for expert in range(begin, end)])
-    if any(text.startswith("P") for text in layout.placements):
+    if any(text.startswith("P(") for text in layout.placements):
         raise ValueError(f"placement: {layout} is a pending sum; allowed are S and R")
     ranks = layout.mesh.ranks
     if isinstance(group, dist.ProcessGroup):

@@ -51,8 +51,9 @@ class Layout(_planner.Layout):
     Args:
         mesh: a `Mesh`, or a torch ``DeviceMesh``.
         shape: the shape of the global tensor, in elements.
-        placements: one per mesh dim: ``"R"``, ``"S(0)"``, ``"SS(0,2)"`` (strided), ``"P"`` or ``"P(max)"``, or
-            torch's placement objects, or what torch prints for them.
+        placements: one per mesh dim: ``"R"``, ``"S(0)"``, ``"SS(0,2)"`` (strided), ``"P"`` or ``"P(max)"``; torch's
+            placement objects, or what torch prints for them; `Ragged`, `Blocks`, `Cyclic`, `Owned`, `Packed`, or their
+            texts, such as ``"Ragged(0,3:1:4)"``.
         dtype: by name, such as ``"bfloat16"`` or ``"bf16"``, or a ``torch.dtype``.
         shard_order: ``{tensor dim: [mesh dims, first cut first]}`` with mesh dims by index or name. A tensor dim
             that is not listed is cut in mesh order.

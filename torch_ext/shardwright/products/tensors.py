@@ -260,14 +260,14 @@ def _spec_of(mesh: Any, layout: _planner.Layout, placements: tuple[Placement, ..
 def _placement(name: str) -> Placement:
     if name.startswith("S("):
         return Shard(int(name[2:-1]))
-    return Partial() if name.startswith("P") else Replicate()
+    return Partial() if name.startswith("P(") else Replicate()
 
 
 def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = ()) -> tuple[Placement, ...]:
     """Returns the placements of a gradient: R in place of pending sums, but pending sums where `names` have P."""
     found = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
     if names:
-        found = tuple(Partial() if name.startswith("P") else p for name, p in zip(names, found, strict=True))
+        found = tuple(Partial() if name.startswith("P(") else p for name, p in zip(names, found, strict=True))
     return found
 
 

@@ -1,0 +1,243 @@
+"""Cuts that torch does not have, on real process groups: every element against the global tensor, and bytes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fuzz
+import oracle
+import shardwright as sw
+from meshes import coordinates
+from pool import Pool
+
+NAMES = ("x", "y", "z")
+
+
+def _mesh(shape: tuple[int, ...]) -> sw.Mesh:
+    return sw.Mesh(dict(zip(NAMES, shape, strict=False)))
+
+
+def _part(placement: Any, indices: list[int], count: int, which: int) -> list[int]:
+    """What a coordinate holds of a list, one element at a time."""
+    if isinstance(placement, sw.Ragged):
+        owners = [c for c, size in enumerate(placement.sizes) for _ in range(size)]
+        return [index for index, owner in zip(indices, owners, strict=True) if owner == which]
+    if isinstance(placement, sw.Packed):
+        components = [i for i, size in enumerate(placement.sizes) for _ in range(size)]
+        held = []
+        for i in range(len(placement.sizes)):
+            of_component = [index for index, one in zip(indices, components, strict=True) if one == i]
+            held += oracle.chunk(of_component, count, which)
+        return held
+    if isinstance(placement, sw.Blocks | sw.Cyclic):
+        blocks = [indices[at : at + placement.block] for at in range(0, len(indices), placement.block)]
+        numbers = list(range(len(blocks)))
+        mine = oracle.chunk(numbers, count, which) if isinstance(placement, sw.Blocks) else numbers[which::count]
+        return [index for number in mine for index in blocks[number]]
+    if isinstance(placement, sw.Owned):
+        return indices if which == placement.coordinate else []
+    factor = oracle.split_factor(placement)
+    return oracle.strided_chunk(indices, factor, count, which)
+
+
+def _dim(placement: Any) -> int | None:
+    return oracle.shard_dim(placement) if isinstance(placement, str) else placement.dim
+
+
+def _local(tensor: torch.Tensor, mesh_shape: tuple[int, ...], placements: tuple[Any, ...], rank: int) -> torch.Tensor:
+    where = coordinates(mesh_shape, rank)
+    texts = [p if isinstance(p, str) else "R" for p in placements]
+    mine = oracle.contribution(tensor, mesh_shape, texts, where)
+    indices = [list(range(extent)) for extent in tensor.shape]
+    for placement, count, which in zip(placements, mesh_shape, where, strict=True):
+        dim = _dim(placement)
+        if dim is not None:
+            indices[dim] = _part(placement, indices[dim], count, which)
+    return oracle.take(mine, indices)
+
+
+def _random_sizes(chance: random.Random, total: int, count: int) -> list[int]:
+    ends = sorted(chance.randint(0, total) for _ in range(count - 1))
+    return [end - begin for begin, end in zip([0, *ends], [*ends, total], strict=True)]
+
+
+def _random_placement(chance: random.Random, shape: tuple[int, ...], count: int) -> Any:
+    dim = chance.randrange(len(shape))
+    return chance.choice(
+        (
+            "R",
+            f"S({dim})",
+            f"SS({dim},2)",
+            "P(sum)",
+            sw.Ragged(dim, _random_sizes(chance, shape[dim], count)),
+            sw.Blocks(dim, chance.randint(1, 3)),
+            sw.Cyclic(dim, chance.randint(1, 3)),
+            sw.Owned(chance.randrange(count), dim),
+            sw.Packed(dim, _random_sizes(chance, shape[dim], chance.randint(1, 3))),
+        )
+    )
+
+
+def _random_layouts(
+    chance: random.Random, mesh_shape: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[tuple[Any, ...], sw.Layout]:
+    while True:
+        placements = tuple(_random_placement(chance, shape, count) for count in mesh_shape)
+        try:
+            return placements, sw.Layout(_mesh(mesh_shape), shape, placements, strided="literal")
+        except ValueError as error:  # sizes that do not fit behind another cut
+            assert "sizes that sum to" in str(error)
+
+
+def _pairs(mesh_shape: tuple[int, ...], count: int) -> list[Any]:
+    """The same on every rank."""
+    chance = random.Random(f"{fuzz.seed_from_environment()} {mesh_shape}")
+    pairs: list[Any] = []
+    while len(pairs) < count:
+        shape = tuple(chance.choice((0, 1, 3, 5, 8, 9, 12)) for _ in range(chance.randint(1, 2)))
+        src, dst = (_random_layouts(chance, mesh_shape, shape) for _ in range(2))
+        becomes_partial = any(b == "P(sum)" and a != "P(sum)" for a, b in zip(src[0], dst[0], strict=True))
+        if not becomes_partial or chance.random() < 0.3:
+            pairs.append((shape, src, dst))
+    return pairs
+
+
+def _move_all(mesh_shape: tuple[int, ...], count: int) -> list[tuple[int, int]]:
+    rank = dist.get_rank()
+    bytes_of = []
+    for shape, (src, src_layout), (dst, dst_layout) in _pairs(mesh_shape, count):
+        tensor = oracle.global_tensor(shape, torch.float32, 1, reducible=True)
+        local = _local(tensor, mesh_shape, src, rank)
+        with sw.wire_meter() as meter:
+            result = sw.redistribute_local(local, src_layout, dst_layout)
+        bytes_of.append((meter.received_bytes, meter.sent_bytes))
+        if "P(sum)" in dst:
+            # Contributions may be any that sum to the value, so the values are compared after a reduction.
+            reduced = ["R" if p == "P(sum)" else p for p in dst]
+            result = sw.redistribute_local(
+                result, dst_layout, sw.Layout(_mesh(mesh_shape), shape, reduced, strided="literal")
+            )
+            dst = tuple(reduced)
+        wrong = oracle.difference(result, _local(tensor, mesh_shape, dst, rank))
+        assert wrong is None, f"{src} -> {dst} of {shape}: {wrong}"
+    return bytes_of
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2), (2, 3)], ids=str)
+def test_values_and_bytes_on_real_ranks(pool: Pool, mesh_shape: tuple[int, ...]) -> None:
+    count = 60
+    by_rank = pool.run(_move_all, torch.Size(mesh_shape).numel(), mesh_shape, count)
+    kinds = set()
+    for index, (_, (src, src_layout), (dst, dst_layout)) in enumerate(_pairs(mesh_shape, count)):
+        plan = sw.plan(src_layout, dst_layout, backend="gloo")
+        plan.simulate()
+        received = [rank[index][0] for rank in by_rank]
+        assert sum(received) == plan.wire_bytes_sum == sum(rank[index][1] for rank in by_rank)
+        assert max(received) == plan.wire_bytes_max
+        if "P(sum)" not in src + dst:
+            assert sw.plan(src_layout, dst_layout, objective="bytes").wire_bytes_sum == _must_travel(
+                src_layout, dst_layout
+            )
+        kinds |= {type(p) for p in src + dst}
+    assert kinds >= {str, sw.Ragged, sw.Blocks, sw.Cyclic, sw.Owned, sw.Packed}
+
+
+def _must_travel(src: sw.Layout, dst: sw.Layout) -> int:
+    total = 0
+    for rank in range(src.mesh.size):
+        held, needed = (
+            set(itertools.product(*([i for b, e in dim for i in range(b, e)] for dim in layout.region(rank))))
+            for layout in (src, dst)
+        )
+        total += 4 * len(needed - held)
+    return total
+
+
+def _gradients() -> None:
+    rank = dist.get_rank()
+    tensor = oracle.global_tensor((8, 5), torch.float32, 4, reducible=True)
+    gradient = oracle.global_tensor((8, 5), torch.float32, 5)
+    packed, ragged = (sw.Packed(0, (4, 2, 2)),), (sw.Ragged(0, (1, 0, 7)),)
+    for src, dst, back in ((packed, ragged, packed), (ragged, ("R",), ragged), (("P(sum)",), packed, ("R",))):
+        local = _local(tensor, (3,), src, rank).requires_grad_()
+        result = sw.redistribute_local(local, *(sw.Layout(_mesh((3,)), (8, 5), p) for p in (src, dst)))
+        result.backward(_local(gradient, (3,), dst, rank))
+        assert local.grad is not None
+        assert oracle.difference(local.grad, _local(gradient, (3,), back, rank)) is None, f"{src} -> {dst}"
+
+
+def test_gradients_flow_back(pool: Pool) -> None:
+    pool.run(_gradients, 3)
+
+
+def test_texts_and_what_python_shows() -> None:
+    shown = {
+        sw.Ragged(0, [3, 1]): ("Ragged(0,3:1)", "Ragged(dim=0, sizes=(3, 1))"),
+        sw.Blocks(1, 4): ("Blocks(1,4)", "Blocks(dim=1, block=4)"),
+        sw.Cyclic(0, 2): ("Cyclic(0,2)", "Cyclic(dim=0, block=2)"),
+        sw.Owned(1): ("Owned(0,1)", "Owned(coordinate=1, dim=0)"),
+        sw.Packed(-1, (2, 2)): ("Packed(-1,2:2)", "Packed(dim=-1, sizes=(2, 2))"),
+    }
+    for placement, (text, represented) in shown.items():
+        assert str(placement) == text
+        assert repr(placement) == represented
+        layout = sw.Layout(_mesh((2,)), (4, 4), [placement])
+        assert layout == sw.Layout(_mesh((2,)), (4, 4), [text])
+        assert layout.placements == (text.replace("-1", "1"),)
+        assert sw.Layout(_mesh((2,)), (4, 4), layout.placements) == layout
+    assert sw.Ragged(0, [3, 1]) == sw.Ragged(0, (3, 1)) != sw.Packed(0, (3, 1))
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (sw.Ragged(0, (3, 2)), "Ragged(0,3:2) on mesh dim 'x' has sizes that sum to 5 but cuts 4 elements"),
+        (sw.Ragged(0, (2, 1, 1)), "has 3 sizes for 2 coordinates; allowed is one for each"),
+        (sw.Ragged(0, (5, -1)), "Ragged has the size -1; allowed are 0 or more"),
+        (sw.Ragged(0, ()), "'Ragged(0,)' is not a placement"),
+        (sw.Ragged(2, (2, 2)), "names tensor dim 2 of a tensor with 2 dims"),
+        (sw.Blocks(0, 0), "Blocks has blocks of 0 elements; allowed are 1 to 2^31"),
+        (sw.Cyclic(0, 1.5), "'Cyclic(0,1.5)' is not a placement; allowed are R, S(dim)"),  # type: ignore[arg-type]
+        (sw.Owned(2), "Owned(0,2) on mesh dim 'x' names coordinate 2 of 2; allowed are 0 to 1"),
+        (sw.Packed(0, (8, 4)), "Packed(0,8:4) on mesh dim 'x' has sizes that sum to 12 but cuts 4 elements"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(placement: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sw.Layout(_mesh((2,)), (4, 4), [placement])
+
+
+def test_behind_uneven_cuts_the_part_that_does_not_fit_is_named() -> None:
+    with pytest.raises(ValueError, match=re.escape("sum to 4 but cuts 3 elements")) as caught:
+        sw.Layout(_mesh((2, 2)), (7, 4), ["S(0)", sw.Ragged(0, (1, 3))])
+    assert "the part at x=1" in str(caught.value)
+    with pytest.raises(ValueError, match="sizes: got 4; allowed is a list of integers"):
+        sw.Ragged(0, 4)  # type: ignore[arg-type]
+
+
+def test_plans_are_printed_and_read_back() -> None:
+    mesh = _mesh((2, 3))
+    src = sw.Layout(mesh, (9, 4), [sw.Ragged(0, (2, 7)), sw.Cyclic(1, 1)])
+    plan = sw.plan(src, sw.Layout(mesh, (9, 4), [sw.Owned(1), "S(0)"]))
+    assert "[Ragged(0,2:7), Cyclic(1,1)]" in str(plan)
+    assert json.loads(plan.to_json())["src"]["placements"] == ["Ragged(0,2:7)", "Cyclic(1,1)"]
+    assert sw.plan_from_json(plan.to_json()).src == src
+    assert "Ragged(0,2:7)" in plan.to_svg()
+
+
+def test_command_line() -> None:
+    command = [sys.executable, "-m", "shardwright", "plan", "--mesh", "tp=2", "--shape", "16,4", "--simulate"]
+    command += ["--src", "Packed(0,8:4:4)", "--dst", "Ragged(0,13:3)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "[Packed(0,8:4:4)] -> [Ragged(0,13:3)]" in done.stdout
