@@ -141,6 +141,12 @@ void CutRule::for_each_range(int64_t n, int64_t k, int64_t coordinate, const Vis
 }
 
 IntervalList CutRule::part(const IntervalList& list, int64_t k, int64_t coordinate) const {
+  if (is_chunks() && list.size() == 1) {  // most are: planning asks for very many
+    const auto [begin, end] = list.front();
+    const Interval range = chunk_at(end - begin, ceil_divide(end - begin, k), coordinate);
+    if (range.begin == range.end) return {};
+    return {{begin + range.begin, begin + range.end}};
+  }
   Subranges subranges(list);
   IntervalList out;
   for_each_range(shardwright::length(list), k, coordinate,
