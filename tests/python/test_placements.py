@@ -231,7 +231,7 @@ def test_plans_are_printed_and_read_back() -> None:
     src = sw.Layout(mesh, (9, 4), [sw.Ragged(0, (2, 7)), sw.Cyclic(1, 1)])
     plan = sw.plan(src, sw.Layout(mesh, (9, 4), [sw.Owned(1), "S(0)"]))
     assert "[Ragged(0,2:7), Cyclic(1,1)]" in str(plan)
-    assert json.loads(plan.to_json())["src"]["placements"] == ["Ragged(0,2:7)", "Cyclic(1,1)"]
+    assert json.loads(plan.to_json())["source"]["placements"] == ["Ragged(0,2:7)", "Cyclic(1,1)"]
     assert sw.plan_from_json(plan.to_json()).src == src
     assert "Ragged(0,2:7)" in plan.to_svg()
 
