@@ -1,5 +1,5 @@
-// A rank's program with what the runtime needs to know of it, alone and bound to groups of ranks. Neither ever changes,
-// so both may be shared and used by any thread.
+// A rank's program with everything that the runtime needs to know about it, unbound (CompiledProgram) and bound to
+// groups of ranks (Executable). Both are immutable, so they can be shared and used by any thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,18 +23,17 @@ namespace shardwright {
 // The meaning of a step that communicates, independent of the messages that carry it out.
 struct Communication {
   std::string op;         // as step_op_name says
-  std::string reduce_op;  // of reductions
+  std::string reduce_op;  // for reductions
   std::vector<int> mesh_dims;
   int64_t group_size = 0;
-  int64_t gather_dim = 0;  // of an all_to_all between two cuts: the tensor dims that were and are cut
+  int64_t gather_dim = 0;  // for an all_to_all between two cuts: the tensor dims that are cut before and after
   int64_t shard_dim = 0;
 };
 
-// What ranks that run the same program have in common, by name.
+// What must be equal on all ranks that run the same redistribute, by name.
 using Signature = std::vector<std::pair<std::string, std::string>>;
 
-// What a program was compiled from. It is asked only where something is to be reported: an error, a profile, a
-// comparison of ranks.
+// What a program was compiled from. It is only used for reports: errors, profiles, comparisons of ranks.
 class Origin {
  public:
   virtual ~Origin() = default;
@@ -47,10 +46,10 @@ class Origin {
 // The program of one rank.
 class CompiledProgram {
  public:
-  // From a plan's own bytes. Throws UserError if they are none, or if the rank is not on the mesh.
+  // Compiles a plan from its bytes. Throws UserError if they are not a plan, or if the rank is not on the mesh.
   static std::shared_ptr<const CompiledProgram> from_plan_bytes(const std::string& plan_bytes, Rank rank);
 
-  // `plans`: those of `origin`.
+  // `plans` are those of `origin`.
   CompiledProgram(Program program, const std::vector<const Plan*>& plans, std::unique_ptr<Origin> origin, Rank rank);
 
   const Program& program() const { return program_; }
@@ -67,26 +66,26 @@ class CompiledProgram {
   // Whether process groups do not support the dtype, so that it is sent as bytes.
   bool travels_as_bytes() const { return travels_as_bytes_; }
 
-  // The prepared copy of an instruction that copies.
+  // The prepared copy for a Copy instruction.
   const StridedCopy& copy(int instruction) const { return copies_.at(instruction); }
-  // What a transfer must come after, see order_of_transfers; and whether some transfer must come after this compute
-  // instruction.
+  // The instruction that a transfer must come after (order_of_transfers), and whether some transfer must come after
+  // this compute instruction.
   int order_of(int transfer) const { return order_of_transfers_[transfer]; }
   bool is_asked_for(int instruction) const { return is_asked_for_[instruction]; }
 
-  // Indices of instructions; without such an instruction -1, and for the first Wait their number.
+  // Indices of instructions. If there is no communication, -1; if there is no Wait, the number of instructions.
   int last_communication() const { return last_communication_; }
   int first_wait() const { return first_wait_; }
-  // After the last instruction that reads an input, transfers that read it before the first Wait left out.
+  // One past the last instruction that reads an input, not counting transfers that read it before the first Wait.
   int end_of_input_reads() const { return end_of_input_reads_; }
-  // After the last native collective, whose place among those of others on the group counts.
+  // One past the last native collective, whose order relative to other collectives on the group matters.
   int end_of_collectives() const { return end_of_collectives_; }
-  // Whether transfers read an input, or instructions after the first Wait.
+  // Whether a transfer, or an instruction after the first Wait, reads an input.
   bool reads_input_after_start() const { return reads_input_after_start_; }
 
-  // Throws c10::ValueError naming the input that does not have the shape, dtype or device that the program takes.
+  // Throws a c10::ValueError that names the first input with another shape, dtype or device than the program takes.
   void check_inputs(c10::ArrayRef<at::Tensor> inputs) const;
-  // For buffers of the program's own dtype, in a run with these inputs.
+  // Options for buffers of the program's own dtype, in a run with these inputs.
   at::TensorOptions options_like(c10::ArrayRef<at::Tensor> inputs) const;
   at::TensorOptions options_of(int buffer, const at::TensorOptions& usual) const;
 
@@ -99,11 +98,11 @@ class CompiledProgram {
   std::unique_ptr<Origin> origin_;
   Rank rank_;
   Lowering lowering_;
-  std::vector<int> order_of_transfers_;  // empty where the host carries transfers out
+  std::vector<int> order_of_transfers_;  // empty if the host carries transfers out
   std::vector<bool> is_asked_for_;
   std::unordered_map<int, StridedCopy> copies_;
   std::unordered_map<int, at::ScalarType> other_dtypes_;  // by buffer
-  int usual_input_ = -1;                                  // the first that is of the program's own dtype
+  int usual_input_ = -1;                                  // the first input of the program's own dtype
   int64_t received_bytes_ = 0;
   int last_communication_ = -1;
   int first_wait_ = 0;
@@ -118,35 +117,36 @@ class CompiledProgram {
 // alive.
 class Executable {
  public:
-  // One group per entry of program().groups, with the same ranks in the same order; throws UserError on others.
+  // Takes one group per entry of program().groups, with the same ranks in the same order; throws UserError on others.
   Executable(std::shared_ptr<const CompiledProgram> compiled, std::vector<RankGroupPtr> groups);
 
   const CompiledProgram& compiled() const { return *compiled_; }
   const Program& program() const { return compiled_->program(); }
 
-  // Throws UserError where one of them was destroyed.
+  // Throws UserError if one of the groups was destroyed.
   c10::SmallVector<GroupLease, 4> lease_groups() const;
   const std::vector<RankGroupPtr>& groups() const { return groups_; }
 
-  // See Transport::connect; does something once per device. Collective among the ranks of all groups, in their order.
+  // Connects the groups once per device (Transport::connect). Collective among the ranks of all groups, in their order.
   void connect(const at::Device& device) const;
-  // Whether tensors there must be copied to the host, because Gloo has no messages for them.
+  // Whether tensors on this device must be copied to the host, because Gloo has no messages for them.
   bool goes_through_host(const at::Device& device) const;
 
-  // What its program's origin says: the steps that communicate, in order and the same on all ranks, and the ranks of
-  // the mesh, row-major; of two meshes all, ascending.
+  // From the program's origin: the steps that communicate, in order and the same on all ranks, and the ranks of the
+  // mesh, row-major; with two meshes the ranks of both, ascending.
   std::vector<Communication> communications() const;
   std::vector<Rank> mesh_ranks() const;
 
  private:
   std::shared_ptr<const CompiledProgram> compiled_;
   std::vector<RankGroupPtr> groups_;
-  mutable std::atomic<int> connected_device_{-1};  // for which all groups are known to be connected
+  mutable std::atomic<int> connected_device_{-1};  // the device for which all groups are known to be connected
 };
 
 using ExecutablePtr = std::shared_ptr<const Executable>;
 
-// Throws ValueError naming `argument` for tensors without strides: nested, sparse and MKL-DNN ones, and none at all.
+// Throws a ValueError that names `argument` for undefined tensors and for those without strides: nested, sparse and
+// MKL-DNN ones.
 void check_strided(const at::Tensor& given, const std::string& argument);
 
 }  // namespace shardwright

@@ -18,10 +18,10 @@ namespace shardwright {
 
 namespace {
 
-// What is done below it has no part in autograd, and is not looked at by it either.
+// While this guard exists, operations are neither recorded nor inspected by autograd.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
-// The memory of a tensor, in row-major order of its elements. Of the input itself where it has it so already.
+// Returns a tensor's elements in row-major order, as a flat tensor. It is a view if the tensor is already row-major.
 at::Tensor dense(const at::Tensor& input) {
   at::Tensor plain = input.is_conj() || input.is_neg() ? input.resolve_conj().resolve_neg() : input;
   if (!plain.is_contiguous()) plain = plain.contiguous();
@@ -32,7 +32,7 @@ void record_use(const at::Tensor& tensor, c10::Stream stream) {
   c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 
-// Shows which step of the plan is being worked on.
+// Shows the current step of the plan to profilers.
 class StepRecord {
  public:
   void at(const Program& program, int instruction) {
@@ -75,7 +75,7 @@ Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs,
 Execution::~Execution() {
   if (is_on_cpu_) return;
   try {
-    if (num_under_way_ > 0) {  // of a run that has failed
+    if (num_under_way_ > 0) {  // the run has failed
       const SideStreamGuard side(device_, SideStream::kTransfers);
       for (std::vector<WorkPtr>& works : works_) {
         for (WorkPtr& work : works) {
@@ -85,7 +85,7 @@ Execution::~Execution() {
       side.record().block(*home_);
     }
   } catch (const std::exception&) {
-    // The group has failed, which its users have been told; a destructor must not throw.
+    // The group has failed, which has been reported already; a destructor must not throw.
   }
   abandon();
 }
@@ -96,13 +96,13 @@ void Execution::write_to(const at::Tensor& out) {
 }
 
 const at::Tensor& Execution::output(size_t index) {
-  // Not touched by any instruction where it has no elements.
+  // No instruction touches an output without elements.
   if (!outputs_[index].defined()) allocate(program_.outputs[index].buffer);
   return outputs_[index];
 }
 
 void Execution::copy_input(const at::Tensor& input) {
-  if (!buffers_[kInputBuffer].is_alias_of(input)) return;  // copied already, to be row-major
+  if (!buffers_[kInputBuffer].is_alias_of(input)) return;  // already copied, to make it row-major
   const BelowAutograd guard;
   at::Tensor copy = take_staging(input.numel(), buffers_[kInputBuffer].options());
   copy.copy_(buffers_[kInputBuffer]);
@@ -170,7 +170,7 @@ void Execution::wait_for_end() {
   wait_for(*end_, device_);
   is_waited_for_ = true;
   const c10::Stream current = current_stream(device_);
-  if (current != *home_) {  // the only one that is behind the end now
+  if (current != *home_) {  // only the current stream is known to come after the end
     for (const at::Tensor& buffer : kept_) record_use(buffer, current);
   }
   kept_.clear();
@@ -219,7 +219,7 @@ void Execution::fail(int index, const std::string& reason) {
       concat("shardwright: rank ", compiled_.rank(), " failed in ", program_.step_texts[instruction.step],
              group_text(index), " of plan\n", compiled_.origin().text(), "\n", reason);
   failure_ = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, text));
-  next_ = num_instructions_;  // a failed run is not taken up again
+  next_ = num_instructions_;  // a failed run does not continue
   std::rethrow_exception(failure_);
 }
 
@@ -311,7 +311,7 @@ void Execution::send_all_to_all(const AllToAll& move, int index) {
     received.offset += received.count;
   }
   if (!sends.empty() || !receives.empty()) works_[index] = groups_[move.group]->send_receive(sends, receives);
-  if (own_sent.defined()) own_received.copy_(own_sent);  // while the others travel
+  if (own_sent.defined()) own_received.copy_(own_sent);  // while messages are under way
 }
 
 GemmHints Execution::hints() const {
@@ -353,7 +353,7 @@ void Execution::execute(const Operation& operation, int index) {
   is_on_cpu_ ? span.stop() : span.stop_at(record_current(device_, true));
 }
 
-// Wherever the backend has put a transfer, the stream that it is started on is made to wait for it.
+// The stream on which a transfer is started is made to wait for it, on whatever stream the backend runs it.
 void Execution::start_transfer(const Operation& operation, int index) {
   ++num_under_way_;
   const bool traces = takes_spans();
@@ -374,8 +374,8 @@ void Execution::start_transfer(const Operation& operation, int index) {
   if (traces) spans_[index].stop_at(record_current(device_, true));
 }
 
-// Behind what concerns the transfer's memory (program/order.h). Memory that is only now allocated may be in use by
-// anything that the current stream holds, of other programs too.
+// Goes to the side stream, after the instructions that concern the transfer's memory (program/order.h). Memory that is
+// allocated only now may still be used by anything that the current stream holds, other programs included.
 void Execution::go_to_side_stream(std::optional<SideStreamGuard>& side, int transfer) const {
   const bool allocates = !compiled_.lifetimes().begins[transfer].empty();
   const int order = compiled_.order_of(transfer);
@@ -422,7 +422,7 @@ void Execution::divide(const Divide& divide) {
   if (kind == DTypeKind::kFloat || kind == DTypeKind::kComplex) {
     range(divide.dst).div_(divide.divisor);
   } else {
-    // R -> P(sum) of integers, where PyTorch's division makes them floating.
+    // R -> P(sum) of integers: PyTorch's division makes them floating-point.
     outputs_[0] = at::div(outputs_[0], static_cast<int64_t>(divide.divisor));
     buffers_[divide.dst.buffer] = flat_view(outputs_[0], 0, outputs_[0].numel());
   }

@@ -38,7 +38,7 @@ class ExecutionWork : public c10d::Work {
     was_waited_for_ = true;
     is_on_cpu() ? execution_->finish() : execution_->wait_for_end();
   }
-  // The output, if anybody still holds it.
+  // The output, if it still exists.
   std::vector<at::Tensor> result() override {
     const auto output = output_.lock();
     return output ? std::vector<at::Tensor>{at::Tensor(output)} : std::vector<at::Tensor>{};
@@ -57,7 +57,7 @@ at::Tensor copied_to(const at::Tensor& tensor, at::Device device) {
   return tensor.to(device);
 }
 
-// As PyTorch slices: a clone of the box, in the memory order of the input, divided once per mesh dim.
+// Slices as PyTorch does: returns a clone of the box in the memory order of the input, divided once per mesh dim.
 at::Tensor take_box(const Program& program, const at::Tensor& input) {
   const c10::NoGradGuard no_grad;
   at::Tensor box = input.detach();
@@ -77,7 +77,7 @@ at::Tensor take_box(const Program& program, const at::Tensor& input) {
   return divided ? box : box.clone();
 }
 
-// As profilers show it.
+// The name that profilers show.
 std::string title_of(const Executable& executable) {
   const Origin& origin = executable.compiled().origin();
   const Plan plan = origin.plans().front();
@@ -121,7 +121,7 @@ void check_out(const CompiledProgram& compiled, const at::Tensor& input, const a
 void start_on_cpu(const CompiledProgram& compiled, const std::shared_ptr<Execution>& execution, const at::Tensor& input,
                   bool input_may_change) {
   if (input_may_change && compiled.reads_input_after_start()) execution->copy_input(input);
-  // What watches this thread is to see all communications.
+  // Dispatch modes of this thread should see all communications.
   const bool is_watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
   const int until =
       is_watched ? compiled.last_communication() + 1 : std::max(compiled.first_wait(), compiled.end_of_collectives());
@@ -213,13 +213,13 @@ std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::
   const CompiledProgram& compiled = executable->compiled();
   if (compiled.returns_input() || !compiled.is_collective()) return {run(executable, input), nullptr};
   compiled.check_inputs(input);
-  // Where others communicate and this rank does not, there is something to wait for all the same on devices with
-  // streams: who waits on another stream must find the result there.
+  // If others communicate and this rank does not, there is still something to wait for on devices with streams: whoever
+  // waits on another stream must not read the result too early.
   const bool is_done_at_once = input.device().is_cpu() && !compiled.communicates();
   if (is_done_at_once || executable->goes_through_host(input.device())) return {run(executable, input), nullptr};
   executable->connect(input.device());
   const auto execution = std::make_shared<Execution>(executable, input, /*is_beside_compute=*/true);
-  const at::Tensor output = execution->output();  // before anything runs, so that it is the one waited for
+  const at::Tensor output = execution->output();  // made before anything runs, so that the Work is for this tensor
   execution->device().is_cpu() ? start_on_cpu(compiled, execution, input, input_may_change)
                                : start_on_streams(compiled, execution, output, input_may_change);
   ++counters().runs;

@@ -22,7 +22,7 @@
 // Streams. A program computes on the caller's stream, its home. Transfers of asynchronous calls and of programs with
 // products run on the device's stream for transfers (side_stream.h). What an asynchronous call has left to do after its
 // first transfers goes to another side stream, and whoever waits makes its own stream wait for the end. Other transfers
-// run on the caller's stream, after asynchronous programs that nobody has waited for. The host waits for nothing.
+// run on the caller's stream, after asynchronous programs that nobody has waited for. The host never waits.
 //
 // Memory comes from the home stream's part of the allocator. It goes back when the home stream has been made to wait
 // for whatever used it. If that never happens, because nobody waits, the allocator is told which streams used it.
@@ -42,27 +42,28 @@
 
 namespace shardwright {
 
-// `input`: of the shape that the program has for it, the plan's dtype, any strides. Returns a new tensor, or `input`
-// itself where nothing is to be done. Throws c10::ValueError on another shape or element size, with nothing sent.
+// Runs a program with one input, which must have the program's shape and dtype, and may have any strides. Returns a new
+// tensor, or `input` itself if there is nothing to do. Throws c10::ValueError on another shape or element size, with
+// nothing sent.
 at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input);
 
-// The same into `out`: contiguous, of the output's shape, the input's dtype and device, no memory of it the input's.
-// Throws c10::ValueError where it is not.
+// The same into `out`, which must be contiguous, have the output's shape and the input's dtype and device, and share no
+// memory with the input. Throws c10::ValueError otherwise.
 void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out);
 
-// All inputs and outputs of a program that has several; its transfers go alongside its compute.
+// Runs a program with several inputs or outputs. Its transfers overlap with its compute.
 std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> inputs);
 
-// `run`, returning once the first communication is under way. The Work is null where nothing is pending.
-// `input_may_change`: whether the caller may write to `input` before the Work is done.
+// Like `run`, but returns once the first communication is under way. The Work is null if nothing is pending.
+// `input_may_change` says whether the caller may write to `input` before the Work is done.
 std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input,
                                      bool input_may_change = true);
 
-// Since the start of the process or the last reset.
+// Counts since the start of the process or the last reset.
 struct Counters {
   std::atomic<int64_t> runs{0};
   std::atomic<int64_t> received_bytes{0};
-  std::atomic<int64_t> through_host{0};  // those of tensors that were copied to host memory for Gloo
+  std::atomic<int64_t> through_host{0};  // runs on tensors that were copied to host memory for Gloo
 };
 Counters& counters();
 

@@ -1,4 +1,4 @@
-// Flat tensors over existing memory, made without the dispatcher, which costs more than a small copy.
+// Makes flat tensors over existing memory without the dispatcher, which would cost more than a small copy.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,8 +7,8 @@
 
 namespace shardwright {
 
-// `count` elements of a flat tensor, or of a contiguous one of any shape, from element `offset` on. The view takes no
-// part in autograd and shares no version counter.
+// Returns a view of `count` elements from element `offset` on, of a flat tensor or a contiguous one of any shape. The
+// view takes no part in autograd and shares no version counter.
 at::Tensor flat_view(const at::Tensor& base, int64_t offset, int64_t count);
 
 // The same memory as uint8.

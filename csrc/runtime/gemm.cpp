@@ -80,7 +80,7 @@ void check_scaled_dtypes(const at::Tensor& lhs, const at::Tensor& rhs, const at:
                     "; scales are Float");
 }
 
-// Of what lies dense: `num_lines` of `size` elements. Nothing, or what is wrong with it.
+// Checks a matrix of `num_lines` dense lines of `size` elements. Returns what is wrong with it, or nothing.
 std::optional<std::string> why_not_aligned(const char* name, const at::Tensor& buffer, int64_t offset, int64_t size,
                                            int64_t num_lines, int64_t line_stride, int64_t count,
                                            int64_t batch_stride) {
@@ -94,7 +94,7 @@ std::optional<std::string> why_not_aligned(const char* name, const at::Tensor& b
   return std::nullopt;
 }
 
-// One number, or one for each row, dense and where words of 16 bytes begin: usually in the buffer itself.
+// Returns one scale, or one for each row, dense and aligned to 16 bytes. Usually this is a view of the buffer.
 at::Tensor dense_scales(const at::Tensor& buffer, const Scale& scale, int64_t rows) {
   const bool is_one = scale.stride == 0;
   at::Tensor view =
@@ -104,7 +104,7 @@ at::Tensor dense_scales(const at::Tensor& buffer, const Scale& scale, int64_t ro
   return is_aligned ? view : view.clone();
 }
 
-// One product of a batch, by itself.
+// Returns the i-th product of a batch.
 Gemm one_of(const Gemm& gemm, int64_t i) {
   Gemm one = gemm;
   one.count = 1;
@@ -145,14 +145,14 @@ void count_cast(const std::string& reason) {
   }
 }
 
-// Of no terms at all.
+// Computes a product with k = 0.
 void sum_nothing(const Gemm& gemm, at::Tensor& dst, const at::Tensor& bias) {
   if (gemm.accumulates) return;
   at::Tensor all = batch_view(dst, gemm.dst, gemm.count, gemm.dst_batch_stride, gemm.m, gemm.n);
   gemm.bias ? all.copy_(view(bias, *gemm.bias, gemm.m, gemm.n).expand(all.sizes())) : all.zero_();
 }
 
-// A loop over the products, but for the batches that ATen's own products of batches take.
+// Loops over the products, except for batches that ATen's batched products support.
 void multiply_with_aten(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst,
                         const at::Tensor& bias) {
   const at::Tensor added = gemm.bias ? view(bias, *gemm.bias, gemm.m, gemm.n) : at::Tensor();
@@ -204,7 +204,7 @@ void multiply_scaled(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& 
   if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0) return;
   at::Tensor rows = dense_scales(lhs_scale, *gemm.lhs_scale, gemm.m);
   at::Tensor columns = dense_scales(rhs_scale, *gemm.rhs_scale, gemm.n);
-  if (gemm.lhs_scale->stride != 0 || gemm.rhs_scale->stride != 0) {  // libraries take both of one kind
+  if (gemm.lhs_scale->stride != 0 || gemm.rhs_scale->stride != 0) {  // libraries need both scales to be of one kind
     rows = rows.expand({gemm.m}).contiguous();
     columns = columns.expand({gemm.n}).contiguous();
   }

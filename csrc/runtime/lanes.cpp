@@ -26,7 +26,7 @@ void Lane::note_beside(const std::shared_ptr<Execution>& execution, const at::Te
     const std::shared_ptr<Execution> known = one.execution.lock();
     if (!known || known->is_waited_for()) return true;
     if (one.output.use_count() > 0) return false;
-    known->abandon();  // a Work that nobody waits for is never let go of by c10d
+    known->abandon();  // c10d never frees a Work that nobody waits for
     return true;
   });
   beside_.push_back({execution, c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr())});
@@ -41,11 +41,11 @@ void Lane::stand_behind_those_beside() {
 
 namespace {
 
-// One per device.
+// One lane per device.
 constexpr int kMaxLanes = 1 + 128;  // device indices are of 8 bits
 
 std::array<Lane, kMaxLanes>& lanes() {
-  static auto* instance = new std::array<Lane, kMaxLanes>;  // outlives threads that run at exit
+  static auto* instance = new std::array<Lane, kMaxLanes>;  // never destroyed: threads may still run at exit
   return *instance;
 }
 

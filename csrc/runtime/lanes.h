@@ -24,10 +24,10 @@ class Lane {
   // Makes every program start all its communications.
   void drain();
 
-  // Where the device has streams: a program that goes on alongside its caller's stream, whose result is `output`.
+  // If the device has streams: notes a program that continues beside its caller's stream, and whose result is `output`.
   void note_beside(const std::shared_ptr<Execution>& execution, const at::Tensor& output);
 
-  // Makes the current stream wait for the last of these, and so for all, unless somebody has waited for it.
+  // Makes the current stream wait for the last of these programs, and so for all of them, unless someone already did.
   void stand_behind_those_beside();
 
  private:
@@ -37,13 +37,13 @@ class Lane {
   };
 
   std::recursive_mutex mutex_;
-  std::deque<std::weak_ptr<Execution>> pending_;  // with communications left to start
+  std::deque<std::weak_ptr<Execution>> pending_;  // programs with communications left to start
   std::vector<Beside> beside_;
 };
 
 Lane& lane_of(const at::Device& device);
 
-// Drains the lanes of all devices; to be called before groups are made.
+// Drains the lanes of all devices. Must be called before process groups are made.
 void drain_lanes();
 
 }  // namespace shardwright

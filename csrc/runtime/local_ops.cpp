@@ -26,7 +26,7 @@
 namespace shardwright {
 namespace {
 
-// Elements summed at a time: a block of accumulators and one of each part stay in cache.
+// The number of elements summed at a time, so that a block of accumulators and one of each part stay in cache.
 constexpr int64_t kBlock = 2048;
 
 template <typename Item, typename Accumulator, typename Combine>
@@ -88,7 +88,7 @@ void reduce_on_cpu(ReduceOp op, const std::vector<const Item*>& parts, int64_t n
   throw InvariantError(concat("'", reduce_op_name(op), "' on a dtype without it"));
 }
 
-// a op b, in one pass and in the order of `a` before `b`; out may be a.
+// Computes a op b in one pass, `a` before `b`; out may be a.
 void combine_into(ReduceOp op, const at::Tensor& a, const at::Tensor& b, at::Tensor& out) {
   switch (op) {
     case ReduceOp::kSum:
@@ -117,7 +117,7 @@ void combine_into(ReduceOp op, const at::Tensor& a, const at::Tensor& b, at::Ten
   }
 }
 
-// As [parts, elements], without a copy where they lie one behind the other in one tensor.
+// Returns the parts as one tensor [parts, elements], without a copy if they are contiguous in one tensor.
 at::Tensor rows_of(const std::vector<at::Tensor>& parts) {
   const int64_t n = parts[0].numel();
   for (size_t m = 1; m < parts.size(); ++m) {

@@ -27,7 +27,7 @@ namespace {
 
 constexpr size_t kMaxExecutables = 8192;
 
-// Operators never return what they were given.
+// Operators must not return their inputs, so an alias is cloned.
 at::Tensor fresh(const at::Tensor& output, const at::Tensor& input) {
   return output.is_alias_of(input) ? output.clone(at::MemoryFormat::Contiguous) : output;
 }
@@ -46,20 +46,20 @@ at::Tensor redistribute(const at::Tensor& input, const std::string& plan, const 
 void redistribute_out(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                       int64_t rank, at::Tensor& out) {
   {
-    const at::AutoDispatchBelowADInplaceOrView guard;  // or a copy in there would count as a write of its own
+    const at::AutoDispatchBelowADInplaceOrView guard;  // a copy into `out` must not bump its version a second time
     run_into(executable_of(plan, groups, rank), row_major(input, "input"), out);
   }
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
 }
 
-// What was started and not waited for, by number. The number travels through a graph as the value of a tensor, so that
-// it does not matter what a compiler does with that tensor.
+// Transfers that were started and not waited for, by number. The number is passed through a graph as the value of a
+// tensor, so a compiler may clone or copy that tensor.
 class UnderWay {
  public:
   struct Transfer {
     at::Tensor input;
     at::Tensor output;
-    WorkPtr work;  // null where nothing is left to do
+    WorkPtr work;  // null if nothing is left to do
   };
 
   int64_t add(Transfer transfer) {
@@ -89,11 +89,11 @@ UnderWay& under_way() {
   return *instance;
 }
 
-// A plan for other sizes than its own, and the names of the groups it needs, as one list.
+// Returns the plan for other sizes than its own, followed by the names of the groups that it needs.
 using PlanForSizes = std::vector<std::string>(const std::string&, const std::vector<std::string>&, int64_t,
                                               c10::IntArrayRef);
 
-// Changes with every change of the tables that plans are made by.
+// Changes with every change of the tables with which plans are made.
 std::atomic<int64_t> tables_number{0};
 
 std::string key_of(const std::string& text, const std::vector<std::string>& groups, int64_t rank) {
@@ -102,11 +102,11 @@ std::string key_of(const std::string& text, const std::vector<std::string>& grou
   return key += '\n' + std::to_string(rank);
 }
 
-// Kept by value: planning is done in Python, which has the tables.
+// Planning is done in Python, which has the tables; results are cached here.
 std::vector<std::string> plan_for_sizes(const std::string& plan, const std::vector<std::string>& groups, int64_t rank,
                                         c10::IntArrayRef sizes) {
   static auto* kept = new BoundedCache<std::string, std::vector<std::string>>(kMaxExecutables);
-  // Tables are read before the plan is made: what is made while they change is not found again.
+  // The number is read before the plan is made, so a plan made while the tables change is not found again.
   std::string key = key_of(plan, groups, rank);
   key += '\n' + std::to_string(tables_number);
   for (const int64_t size : sizes) key += ' ' + std::to_string(size);
@@ -124,7 +124,7 @@ ExecutablePtr executable_for_sizes(const std::string& plan, const std::vector<st
   return executable_of(text, names, rank);
 }
 
-// `after` only orders: see the schema.
+// `after` only fixes the order, see the schema.
 at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                               int64_t rank, at::OptionalIntArrayRef sizes, const std::optional<at::Tensor>& /*after*/) {
   const at::Tensor dense = row_major(input, "input");
@@ -135,7 +135,7 @@ at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, 
   return handle.expand({size});
 }
 
-// `input` is an argument so that its memory is not used for something else before.
+// `input` is an argument so that compilers do not reuse its memory before the wait.
 at::Tensor redistribute_wait(const at::Tensor& handle, const at::Tensor& input, const std::string& /*plan*/,
                              int64_t /*rank*/, at::OptionalIntArrayRef /*sizes*/) {
   check_strided(handle, "handle");
@@ -147,7 +147,7 @@ at::Tensor redistribute_wait(const at::Tensor& handle, const at::Tensor& input, 
   return fresh(transfer.output, input);
 }
 
-// Products in chunks; inputs and outputs as products/matmul.h lists them.
+// Runs products in chunks; products/matmul.h lists their inputs and outputs.
 std::vector<at::Tensor> matmul(const std::vector<at::Tensor>& inputs, const std::string& program,
                                const std::vector<std::string>& groups, int64_t rank) {
   std::vector<at::Tensor> dense;
@@ -218,8 +218,8 @@ bool is_without_sums(const std::string& text) {
   return plan.src.partial_dims().empty() && plan.dst.partial_dims().empty();
 }
 
-// The gradient goes the way of backward_plan. That way can be differentiated again where it is the reverse of this one,
-// which it is without pending reductions: a gradient stands for P as R.
+// The gradient is moved by backward_plan. That is differentiable again only if it is the reverse of this plan, which it
+// is without pending reductions; with them, the gradient has R in place of P.
 class RedistributeFunction : public torch::autograd::Function<RedistributeFunction> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input, const std::string& plan,
@@ -253,11 +253,11 @@ class RedistributeFunction : public torch::autograd::Function<RedistributeFuncti
 at::Tensor redistribute_autograd(const at::Tensor& input, const std::string& plan,
                                  const std::vector<std::string>& groups, int64_t rank, const std::string& backward_plan,
                                  const std::vector<std::string>& backward_groups) {
-  check_strided(input, "input");  // before autograd asks for its sizes
+  check_strided(input, "input");  // checked before autograd reads its sizes
   return RedistributeFunction::apply(input, plan, groups, rank, backward_plan, backward_groups);
 }
 
-// Throws ValueError naming the argument that is nested, or a list with such a one.
+// Throws a ValueError that names the argument that is nested, or that contains a nested tensor.
 void refuse_nested(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -295,24 +295,24 @@ ExecutablePtr executable_of(const std::string& plan, const std::vector<std::stri
 
 void note_changed_tables() { ++tables_number; }
 
-// The whole surface. `input` is this rank's part by the plan's source, the result its part by the destination, new and
-// row-major; nothing else is written but `out`.
+// All operators. `input` is this rank's part in the plan's source; the result is its part in the destination, new and
+// row-major. Nothing but `out` is written.
 TORCH_LIBRARY(shardwright, m) {
-  // backward_plan says how the gradient goes back; empty, the result has none.
+  // backward_plan moves the gradient back. If it is empty, the result has no gradient.
   m.def(
       "redistribute(Tensor input, str plan, str[] groups, int rank, str backward_plan, str[] backward_groups) -> "
       "Tensor");
-  // Into `out`: row-major, apart from `input`.
+  // Writes into `out`, which must be row-major and not overlap `input`.
   m.def("redistribute_out(Tensor input, str plan, str[] groups, int rank, Tensor(a!) out) -> ()");
-  // The same in two halves, with room for compute in between. The handle is good for one wait. It is one int64 on CPU,
-  // expanded to more bytes than input and output have: who chooses what to keep for a backward by size then keeps one
-  // of these, and never waits for a handle again.
+  // The same in two halves, so that compute can run in between. A handle is good for one wait. It is one int64 on CPU,
+  // expanded to more bytes than input and output have: a compiler that chooses by size what to save for a backward then
+  // saves input or output instead of the handle, and does not wait for the handle again.
   //
-  // `sizes` are those of the global tensor where they are not the plan's own: then the plan only says the layouts, and
-  // one for these sizes is made, over no other groups than these. `after` is part of the handle of a start that must
-  // come before this one: all ranks have to start in one order, whatever a compiler makes of starts that do not depend
-  // on each other. For the same reason both halves count as having side effects; those that are to be run again in a
-  // backward, as in activation checkpointing, do not, under the name `recomputable`.
+  // `sizes` are those of the global tensor if they are not the plan's own. The plan then only gives the layouts, and a
+  // plan for these sizes is made that uses only these groups. `after` is a slice of the handle of a start that must
+  // come before this one, because all ranks must start in one order even if a compiler reorders independent starts. For
+  // the same reason both halves count as having side effects. The overloads `recomputable`, for starts and waits that
+  // are run again in a backward (activation checkpointing), do not.
   for (const char* overload : {"", ".recomputable"}) {
     m.def(concat("redistribute_start", overload,
                  "(Tensor input, str plan, str[] groups, int rank, SymInt[]? sizes=None, Tensor? after=None) -> Tensor")
@@ -321,9 +321,10 @@ TORCH_LIBRARY(shardwright, m) {
                  "(Tensor handle, Tensor input, str plan, int rank, SymInt[]? sizes=None) -> Tensor")
               .c_str());
   }
-  // The plan for other sizes, then the names of its groups, out of these. The kernel is in operators.py.
+  // Returns the plan for other sizes, then the names of its groups, which are among these. The kernel is in Python
+  // (graphs/plans.py).
   m.def("plan_for_sizes(str plan, str[] groups, int rank, int[] sizes) -> str[]");
-  // Matrix products next to a redistribute, in chunks. `program` says what the inputs and the results are.
+  // Matrix products that overlap with a redistribute. `program` defines the inputs and the results.
   m.def("matmul(Tensor[] inputs, str program, str[] groups, int rank) -> Tensor[]");
 }
 
@@ -337,7 +338,7 @@ TORCH_LIBRARY_IMPL(shardwright, CompositeExplicitAutograd, m) {
   m.impl("matmul", matmul);
 }
 
-// Nested tensors have keys of their own, which the kernels above are not for.
+// Nested tensors have their own dispatch keys, for which the kernels above are not registered.
 TORCH_LIBRARY_IMPL(shardwright, AutogradNestedTensor, m) {
   for (const char* name : {"redistribute_out", "redistribute_start", "redistribute_wait", "matmul"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_nested>());

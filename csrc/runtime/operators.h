@@ -15,14 +15,14 @@
 
 namespace shardwright {
 
-// The executable of a plan or a matmul, as text, for a rank, bound to these groups. It is cached, and bound anew
-// where a name has come to mean another group. Throws c10::ValueError where the text is no plan.
+// Returns the executable of a plan or a matmul, given as text, for a rank, bound to these groups. It is cached, and
+// bound again if a name now refers to another group. Throws c10::ValueError if the text is not a plan.
 ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank);
 
-// To be called where the tables that plans are made with have changed: operators with sizes then ask for plans anew.
+// Must be called when the tables with which plans are made have changed. Operators with sizes then ask for plans again.
 void note_changed_tables();
 
-// The bytes in such a string. Throws c10::ValueError where it is none.
+// Returns the bytes in such a string. Throws c10::ValueError on other text.
 std::string bytes_of(const std::string& text);
 
 }  // namespace shardwright

@@ -14,7 +14,7 @@
 namespace shardwright {
 namespace {
 
-// How long the thread stays when there is nothing to do: making one costs more than a small redistribute.
+// How long the idle thread stays, because making one costs more than a small redistribute.
 constexpr std::chrono::milliseconds kLinger{50};
 
 class Progress {
@@ -48,7 +48,7 @@ class Progress {
       is_busy_ = true;
       lock.unlock();
       finish(*execution);
-      execution.reset();  // perhaps the last to hold tensors
+      execution.reset();  // this may free tensors, so it is done without the lock
       lock.lock();
       is_busy_ = false;
       changed_.notify_all();
@@ -60,7 +60,7 @@ class Progress {
     try {
       while (!execution.finished() && !is_stopped_) execution.run_next();
     } catch (const std::exception&) {
-      return;  // the program keeps it for whoever waits
+      return;  // the program keeps the failure for whoever waits
     }
     if (execution.finished()) execution.release();
   }
@@ -69,11 +69,12 @@ class Progress {
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Execution>> queue_;
   bool is_running_ = false;
-  bool is_busy_ = false;  // with a program that is not in the queue any more
+  bool is_busy_ = false;  // with a program that is no longer in the queue
   std::atomic<bool> is_stopped_{false};
 };
 
-// Threads do not survive a fork: a child begins anew. Instances outlive threads that run at exit.
+// Threads do not survive a fork, so a child process gets a new instance. Instances are never destroyed, because threads
+// may still run at exit.
 Progress& progress() {
   static std::mutex mutex;
   static Progress* instance = nullptr;

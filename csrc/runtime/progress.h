@@ -1,8 +1,8 @@
-// Takes asynchronous programs on CPU to their ends, whether or not anybody waits for them.
+// Finishes asynchronous programs on CPU, whether or not anybody waits for them.
 //
-// One thread does this. It takes programs in the order in which they were started, and ends when it has had nothing to
-// do for a moment. A waiter does not depend on it, but runs the next instruction of its own program itself. A failure
-// is kept with its program, and raised in whoever waits.
+// One thread does this. It takes programs in the order in which they were started, and ends when it has been idle for a
+// moment. A waiter does not depend on it, but runs the next instruction of its own program itself. A failure is kept
+// with its program, and raised in whoever waits.
 #pragma once
 
 #include <memory>
@@ -11,11 +11,11 @@ namespace shardwright {
 
 class Execution;
 
-// Runs after all programs that were given before. Thread-safe.
+// The program runs after all programs that were given before. Thread-safe.
 void finish_on_progress_thread(std::shared_ptr<Execution> execution);
 
-// For the end of the process: waits until all programs are finished, at most this long, and then keeps the thread from
-// beginning any further instruction. True if all were finished.
+// For the end of the process: waits at most this long until all programs are finished, then keeps the thread from
+// beginning any further instruction. Returns whether all were finished.
 bool finish_programs(double timeout_seconds);
 
 }  // namespace shardwright

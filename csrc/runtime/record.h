@@ -1,4 +1,4 @@
-// Names shown to profilers of the current thread.
+// Shows names to profilers of the current thread.
 #pragma once
 
 #include <ATen/record_function.h>

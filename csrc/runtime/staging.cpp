@@ -17,10 +17,11 @@ namespace shardwright {
 namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
-// From here on a tensor is worth asking for huge pages.
+// Huge pages are requested for tensors of at least this size.
 constexpr size_t kHugeTensorBytes = 4 * kHugePageBytes;
 
-// Memory kept, by size. A request takes the smallest that holds it, if no more than half of it stays unused.
+// The kept memory, by size. A request takes the smallest block that is large enough, if at most half of it stays
+// unused.
 class Shelf {
  public:
   c10::Storage take(int64_t bytes) {
@@ -33,7 +34,7 @@ class Shelf {
     return taken;
   }
 
-  // Makes room by dropping the smallest.
+  // Makes room by dropping the smallest blocks.
   void give(c10::Storage storage) {
     const auto size = static_cast<int64_t>(storage.nbytes());
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -63,7 +64,7 @@ class Shelf {
 };
 
 Shelf& shelf() {
-  static Shelf* instance = new Shelf;  // outlives threads that run at exit
+  static Shelf* instance = new Shelf;  // never destroyed: threads may still run at exit
   return *instance;
 }
 
@@ -96,7 +97,7 @@ void prefer_huge_pages(const at::Tensor& fresh) {
   const auto begin = reinterpret_cast<uintptr_t>(fresh.data_ptr());
   const uintptr_t first = (begin + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
   const uintptr_t last = (begin + fresh.nbytes()) / kHugePageBytes * kHugePageBytes;
-  // A hint; where it is refused the pages stay small.
+  // This is a hint; if it is refused, the pages stay small.
   madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
 }

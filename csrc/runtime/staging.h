@@ -1,8 +1,8 @@
-// Memory of temporaries on CPU, kept from one run to the next.
+// A cache of the memory of temporaries on CPU.
 //
-// Fresh pages are expensive: page faults took most of the time of a large sum on Gloo. So large temporaries are kept
-// here for the next run, up to kMaxKeptBytes in all, and new ones ask for huge pages. On other devices PyTorch's
-// caching allocator already does this.
+// Fresh pages are expensive: page faults took most of the time of a large sum on Gloo. So the memory of large
+// temporaries is kept here for the next run, up to kMaxKeptBytes in total, and new memory asks for huge pages. On other
+// devices PyTorch's caching allocator already does this.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,14 +15,14 @@ namespace shardwright {
 constexpr int64_t kMinKeptBytes = int64_t{1} << 20;
 constexpr int64_t kMaxKeptBytes = int64_t{256} << 20;
 
-// A flat tensor of `count` elements with undefined content. Thread-safe, as are the others.
+// Returns a flat tensor of `count` elements with undefined content. All functions here are thread-safe.
 at::Tensor take_staging(int64_t count, const at::TensorOptions& options);
 
-// Returns it. Nobody, including transfers, may still read or write it.
+// Gives such a tensor back. Nothing, including transfers, may still read or write it.
 void give_staging(const at::Tensor& staging);
 
 int64_t kept_staging_bytes();
-void release_staging();  // to the system; what runs hold now is kept when they are done with it
+void release_staging();  // frees what is kept; memory that runs use now is kept again afterwards
 
 // Asks for huge pages for a large CPU tensor that nobody has written yet, as PyTorch does under THP_MEM_ALLOC_ENABLE.
 void prefer_huge_pages(const at::Tensor& fresh);

@@ -1,4 +1,4 @@
-// Which torch version this is built against.
+// Compares the torch version that this is built against.
 #pragma once
 
 #include <torch/version.h>

@@ -1,4 +1,4 @@
-// What programs did, and when. Recorded only while a trace is being taken.
+// Records when programs ran which instruction, while a trace is being taken.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -11,20 +11,20 @@
 
 namespace shardwright {
 
-// One instruction of one run; times are seconds since the trace began. A transfer lasts from when it was given to the
-// process group (on a GPU, from when its stream came to it) to when it was seen to be done.
+// One instruction of one run. Times are seconds since the trace began. A transfer lasts from when it is handed to the
+// process group (on a GPU, from when its stream comes to it) until it is seen to be done.
 struct TraceEvent {
   std::string lane;         // "compute" or "communication"
-  std::string instruction;  // as listings show it
-  int64_t chunk = -1;       // of a pipeline
-  int64_t run = 0;          // programs, numbered as they were started
+  std::string instruction;  // its text in listings
+  int64_t chunk = -1;       // the chunk of a product, or -1
+  int64_t run = 0;          // the number of the run, in the order of starts
   double start = 0;
   double end = 0;
 };
 
 bool is_tracing();
 void begin_trace();
-// Waits for what is still under way on GPUs. Transfers that nobody has waited for are left out.
+// Waits for everything that is still running on GPUs. Transfers that nobody has waited for are left out.
 std::vector<TraceEvent> end_trace();
 
 // Records one instruction, from construction to stop(). Does nothing without a trace.
@@ -34,14 +34,14 @@ class TraceSpan {
   TraceSpan(const char* lane, std::string instruction, int64_t chunk, int64_t run);
 
   void stop();
-  // On a GPU.
+  // On a GPU, the times of events count instead.
   void start_at(c10::Event event) { device_start_ = std::make_shared<c10::Event>(std::move(event)); }
   void stop_at(c10::Event event);
 
  private:
   TraceEvent event_;
   std::shared_ptr<c10::Event> device_start_;
-  int64_t trace_ = 0;  // which one; 0: none
+  int64_t trace_ = 0;  // the number of the trace; 0: none
 };
 
 int64_t next_run_number();

@@ -1,8 +1,8 @@
-// What the executor needs of a group of ranks, whatever carries it out.
+// The interface between the executor and whatever carries out the transfers of a group of ranks.
 //
-// A transport is a folder of its own: c10d/ hands transfers to a process group, peers/ copies between memory that ranks
-// see of each other. What a transport can do and from which sizes on it does it otherwise, planners know from its
-// Lowering (cost/lowering.h); nothing else outside of its folder depends on it.
+// Each transport has its own folder: c10d/ hands transfers to a process group, peers/ copies between memory that ranks
+// share with each other. Planners know a transport's capabilities and thresholds from its Lowering (cost/lowering.h);
+// nothing else outside of its folder depends on it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,7 +22,7 @@
 
 namespace shardwright {
 
-// A transfer under way, as PyTorch has it: `wait` raises what went wrong.
+// PyTorch's handle of a transfer under way. `wait` raises an error if the transfer failed.
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 struct Message {
@@ -31,36 +31,38 @@ struct Message {
 };
 
 // Every method starts a transfer in which the ranks of one group take part, in the same order on all of them, and
-// returns what is left to wait for; null: nothing. Tensors are contiguous, and alive until the transfer was waited for.
+// returns what is left to wait for, or null. Tensors must be contiguous, and stay alive until the transfer was waited
+// for.
 //
-// On CPU the host carries transfers out, and waiting blocks it. On devices with streams the host waits for nothing: a
-// transfer reads and writes memory after what the current stream was given before the call. After the wait, or after
-// the call where nothing is left to wait for, whatever the current stream is given next comes after the transfer. The
-// same holds while a graph is captured, for its replays.
+// On CPU the host carries transfers out, and waiting blocks it. On devices with streams the host never waits: a
+// transfer reads and writes memory after the work that was given to the current stream before the call. Work that the
+// current stream gets after the wait, or after the call if there is nothing to wait for, comes after the transfer. The
+// same holds for replays of a captured graph.
 //
-// What cannot be started raises, with the transport in a state to start the next one. What fails or times out later is
-// raised by the wait where the host carries it out, and on devices as the transport's folder says.
+// A transfer that cannot be started raises, and leaves the transport able to start the next one. If it fails or times
+// out later, the wait raises where the host carries it out; for devices, the transport's header says what happens.
 class Transport {
  public:
   virtual ~Transport() = default;
 
-  // Before the first transfer on a device, by all ranks of the group: makes what needs all of them, and is cheap
-  // afterwards. Does nothing on CPU and while a graph is captured.
+  // All ranks of the group must call this before the first transfer on a device. It sets up what needs all of them, and
+  // is cheap afterwards. Does nothing on CPU and while a graph is captured.
   virtual void connect(c10::Device device) = 0;
 
-  // The same number of elements from every rank, in the order of ranks.
+  // Every rank contributes the same number of elements; results are in the order of ranks.
   virtual WorkPtr all_gather(at::Tensor& output, at::Tensor& input) = 0;
   virtual WorkPtr reduce_scatter(at::Tensor& output, at::Tensor& input, ReduceOp op) = 0;
   virtual WorkPtr all_reduce(at::Tensor& data, ReduceOp op) = 0;
-  // So many elements from and to each rank, the own one included.
+  // The counts are the elements from and to each rank, this one included.
   virtual WorkPtr all_to_all(at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                              std::vector<int64_t> input_counts) = 0;
-  // A batch of messages between some ranks of the group, at least one; none to the own rank. Two ranks' messages match
-  // by their order, and only those sent here: it does not matter when others use the group.
+  // A batch of at least one message between some ranks of the group, none of them to this rank. The messages of two
+  // ranks are matched by their order, and only with messages sent here, so it does not matter when others use the
+  // group.
   virtual std::vector<WorkPtr> send_receive(std::vector<Message>& sends, std::vector<Message>& receives) = 0;
 };
 
-// A group that cannot be destroyed while this exists, with what carries its transfers.
+// Keeps a group from being destroyed while it exists, and gives access to the group's transport.
 class GroupLease {
  public:
   GroupLease(c10::intrusive_ptr<c10::intrusive_ptr_target> owner, Transport* transport)
@@ -74,12 +76,12 @@ class GroupLease {
   Transport* transport_;
 };
 
-// A group of ranks as programs are bound to it. Does not keep it alive.
+// The group of ranks to which a program is bound. It does not keep the underlying group alive.
 class RankGroup {
  public:
   using WeakOwner = c10::weak_intrusive_ptr<c10::intrusive_ptr_target>;
 
-  // `owner` lives as long as the group. `transport` is used under leases alone.
+  // `owner` lives as long as the group. `transport` is used only through leases.
   RankGroup(std::string name, int64_t rank, int64_t size, WeakOwner owner, std::unique_ptr<Transport> transport)
       : name_(std::move(name)), rank_(rank), size_(size), owner_(std::move(owner)) {
     replace_transport(std::move(transport));
@@ -90,11 +92,11 @@ class RankGroup {
   int64_t size() const { return size_; }
 
   bool is_gone() const { return owner_.expired(); }
-  // False where the group was destroyed.
+  // The lease is false if the group was destroyed.
   GroupLease lease() const { return {owner_.lock(), transport_}; }
 
-  // For transfers that start from now on. Collective: two transports do not understand each other. The one before
-  // stays, for transfers that this one does not take and for leases that are out.
+  // Replaces the transport for transfers that start from now on. Collective, because different transports cannot
+  // communicate. The previous one is kept, for transfers that the new one does not support and for existing leases.
   void replace_transport(std::unique_ptr<Transport> transport) {
     const std::lock_guard<std::mutex> lock(mutex_);
     transports_.push_back(std::move(transport));
@@ -108,7 +110,7 @@ class RankGroup {
   const WeakOwner owner_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Transport>> transports_;
-  std::atomic<Transport*> transport_{nullptr};  // the last of them
+  std::atomic<Transport*> transport_{nullptr};  // the last one
 };
 
 using RankGroupPtr = std::shared_ptr<RankGroup>;

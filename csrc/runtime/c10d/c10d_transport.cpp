@@ -14,7 +14,7 @@
 namespace shardwright {
 namespace {
 
-// Messages of ours on a group carry this tag, so that they do not meet a user's own sends there, which start at 0.
+// The tag of our messages on a group, so that they do not match a user's own sends there, whose tags start at 0.
 constexpr int kMessageTag = 0x5357;
 
 c10d::ReduceOp to_c10d(ReduceOp op) {
@@ -32,7 +32,7 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
   }
 }
 
-// Backends with streams take a collective that is not asynchronous onto the current one. Others block until it is done.
+// Backends with streams run a collective that is not asynchronous on the current stream. Others block until it is done.
 template <typename Options>
 Options options_for(const at::Tensor& data) {
   Options options;
@@ -40,11 +40,11 @@ Options options_for(const at::Tensor& data) {
   return options;
 }
 
-// What is left to wait for. torch 2.15 returns a Work for a collective on the current stream, whose wait would put an
-// event behind the collective and query it.
+// Returns what is left to wait for. torch 2.15 returns a Work even for a collective on the current stream, whose wait
+// would record an event after the collective and query it.
 WorkPtr left_of(WorkPtr work, const at::Tensor& data) { return data.device().is_cpu() ? work : nullptr; }
 
-// Ends a batch of messages also where one of them was refused: a group with an open batch is of no use to anybody.
+// Ends a batch of messages even if one of them was refused, because a group with an open batch cannot be used.
 class Batch {
  public:
   Batch(c10d::ProcessGroup* group, c10::DeviceType device) : group_(group), device_(device) {
@@ -55,7 +55,7 @@ class Batch {
     try {
       group_->endCoalescing(device_);
     } catch (const std::exception&) {
-      // The first failure is on its way up.
+      // The first failure is already being thrown.
     }
   }
   Batch(const Batch&) = delete;
@@ -72,7 +72,7 @@ class Batch {
   bool is_ended_ = false;
 };
 
-// Below the dispatcher: whoever watches collectives is shown those of redistributes alone.
+// Runs below the dispatcher, so that dispatch modes see only the collectives of redistributes.
 void run_tiny_collective(c10d::ProcessGroup* group, c10::Device device) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard below_modes(

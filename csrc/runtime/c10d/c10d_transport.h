@@ -1,10 +1,10 @@
-// Transfers by c10d's process groups. The only file that knows how the supported torch versions name its collectives.
+// Transfers by c10d's process groups. Only this file knows how the supported torch versions name the collectives.
 //
 // All calls use ProcessGroup's own methods, and so the dispatcher: active dispatch modes see them. On devices with
-// streams, collectives run on the current stream. Messages run on a stream of the backend's where it has one, after
-// what the current stream holds, in one batch where it takes batches.
+// streams, collectives run on the current stream. Messages run on the backend's own stream if it has one, after what
+// the current stream holds, and in one batch if it supports batches.
 //
-// What fails on a device after it was started is noticed by the backend's own watchdog (docs/gpu.md).
+// A transfer that fails on a device after its start is detected by the backend's own watchdog (docs/gpu.md).
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -22,10 +22,10 @@ class C10dTransport final : public Transport {
   // Does not keep the group alive.
   explicit C10dTransport(c10d::ProcessGroup* group) : group_(group) {}
 
-  // NCCL's groups of torch 2.11 create their communicator in their first operation, which needs all ranks of the
-  // group, also where that operation is a batch of messages. In a sparse exchange some ranks have no messages: they
-  // would not take part, and the others would wait for them. So the first call on a device runs one tiny collective,
-  // on the current stream.
+  // In torch 2.11, NCCL's groups create their communicator in their first operation, which needs all ranks of the
+  // group, even if it is a batch of messages. In a sparse exchange some ranks have no messages: they would not take
+  // part, and the others would wait for them. So the first call on a device runs one tiny collective, on the current
+  // stream.
   void connect(c10::Device device) override;
 
   WorkPtr all_gather(at::Tensor& output, at::Tensor& input) override;

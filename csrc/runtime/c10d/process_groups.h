@@ -1,4 +1,4 @@
-// c10d's process groups as groups that programs are bound to.
+// Makes c10d's process groups available as groups to which programs are bound.
 #pragma once
 
 #include <chrono>
@@ -8,8 +8,8 @@
 
 namespace shardwright {
 
-// The process group that is registered under this name. One object for each process group, as long as that lives.
-// Throws c10::Error where no group has the name. Thread-safe.
+// Returns the process group that is registered under this name. There is one object for each process group, as long as
+// that exists. Throws c10::Error if no group has the name. Thread-safe.
 RankGroupPtr group_named(const std::string& name);
 
 // After which its backend for such devices gives a transfer up.

@@ -1,4 +1,4 @@
-// Whether a CUDA graph is captured on a stream, which c10 does not say in every supported torch.
+// Finds out whether a CUDA graph is being captured on a stream, which c10 cannot report in every supported torch.
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>

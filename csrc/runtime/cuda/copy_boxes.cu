@@ -1,9 +1,9 @@
 // Packing and unpacking on the GPU: one launch per width of words, whatever the number of boxes and their shapes.
 //
-// All words of a copy are numbered (strided_copy.h). A thread block takes kWordsPerBlock numbers, finds the box of the
-// first one, and each thread loads its words before it stores any, so that several loads are under way. Boxes travel as
-// a kernel argument as long as they fit. For more, a table is uploaded once and kept with the copy (copy_table.h),
-// which also says in which box each block begins: later launches upload and synchronise nothing, and can be captured.
+// All words of a copy are numbered (strided_copy.h). A thread block takes kWordsPerBlock numbers and finds the box of
+// the first one. Each thread loads all its words before it stores any, so that several loads are in flight. Boxes are
+// passed as a kernel argument if they fit. If not, a table is uploaded once and kept with the copy (copy_table.h); it
+// also says in which box each block begins. Later launches then upload and synchronise nothing, and can be captured.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/ops/empty.h>
@@ -25,8 +25,9 @@ constexpr int kThreads = 256;
 constexpr int kWordsPerThread = 4;
 constexpr int kWordsPerBlock = kThreads * kWordsPerThread;
 
-// Kernel arguments: every GPU takes 4 KiB of them; those of compute capability 7.0 and newer 32,764 bytes, by CUDA 12.1
-// and drivers for it. Not built where an older architecture is built for, whose compiler would refuse.
+// Kernel arguments may have 4 KiB on every GPU, and 32,764 bytes on compute capability 7.0 and newer with CUDA 12.1 and
+// its drivers. The larger kernel is not built if an older architecture is among the targets, because it would not
+// compile.
 constexpr int kFewBoxes = 16;
 constexpr int kInlineBoxes = 144;
 constexpr int kDriverForLargeArguments = 12010;
@@ -90,8 +91,8 @@ __global__ void __launch_bounds__(kThreads) copy_by_table(const BoxTable table, 
              table.first_box[blockIdx.x + 1], src, dst);
 }
 
-// Of one device, for the stream that is current there. What the host must not ask while any stream of the process is
-// captured in the global mode, as torch's graphs are, it asks in the relaxed mode of this thread.
+// The operations of one device, on its current stream. Queries that the host must not make while any stream of the
+// process is captured in the global mode, as torch's graphs are, are made in this thread's relaxed mode.
 class CudaTables final : public TableDevice {
  public:
   explicit CudaTables(at::Device device) : device_(device) {}
@@ -100,7 +101,7 @@ class CudaTables final : public TableDevice {
     return at::cuda::currentStreamCaptureStatusMayInitCtx() != at::cuda::CaptureStatus::None;
   }
 
-  // From pinned memory, which the allocator keeps until the copy is done.
+  // Uploads from pinned memory, which the allocator keeps until the copy is done.
   Upload upload(const std::vector<uint8_t>& bytes) override {
     const auto size = static_cast<int64_t>(bytes.size());
     const at::Tensor host = at::empty({size}, at::TensorOptions(at::kByte).device(at::kCPU).pinned_memory(true));
@@ -112,7 +113,7 @@ class CudaTables final : public TableDevice {
     return {std::move(memory), begin, std::move(event)};
   }
 
-  // On a stream that no graph is captured from. Memory is taken there too, and so not from a graph's.
+  // Uses a stream that is not being captured. Memory is allocated on it too, and so does not come from a graph's pool.
   Upload upload_beside_capture(const std::vector<uint8_t>& bytes) override {
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
     const c10::cuda::CUDAStreamGuard guard(uncaptured_stream(bytes.size()));

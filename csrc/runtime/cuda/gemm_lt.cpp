@@ -1,7 +1,7 @@
-// Products by cuBLASLt: into float32 from 16-bit operands and in batches with one launch each, in place; laid out for
-// some of the multiprocessors; of 8-bit floats.
+// Products by cuBLASLt, for what ATen does not do as well: products of 16-bit operands into float32 and batches, in
+// place and with one launch each; products that use only some of the multiprocessors; products of 8-bit floats.
 //
-// An algorithm is asked for once per kind of product and kept. The host waits for nothing.
+// An algorithm is requested once per kind of product and then kept. The host never waits.
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/as_strided.h>
@@ -39,7 +39,7 @@ using MatmulDesc = std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroyer<cublasL
 using LayoutDesc = std::unique_ptr<cublasLtMatrixLayoutOpaque_t, Destroyer<cublasLtMatrixLayoutDestroy>>;
 using Preference = std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, Destroyer<cublasLtMatmulPreferenceDestroy>>;
 
-// What a descriptor's attribute is set to has the size that cuBLASLt documents for it: the callers name the type.
+// The value of an attribute must have the size that cuBLASLt documents for it, so callers name its type.
 template <typename Value>
 void set(const MatmulDesc& desc, cublasLtMatmulDescAttributes_t attribute, Value value, const Problem& problem) {
   check(cublasLtMatmulDescSetAttribute(desc.get(), attribute, &value, sizeof(value)), "cublasLtMatmulDescSetAttribute",
@@ -70,7 +70,7 @@ LayoutDesc describe(const Layout& layout, const Problem& problem) {
   return desc;
 }
 
-// The kinds of scales came with cuBLAS 12.9; before it there was one number per tensor and nothing to say about it.
+// cuBLAS 12.9 introduced kinds of scales; before it there was only one scale per tensor.
 constexpr bool kHasScalesOfRows = CUBLAS_VERSION >= 120900;
 
 #if CUBLAS_VERSION >= 120900
@@ -126,12 +126,12 @@ struct Algorithm {
   double waves = 0;
 };
 
-// NVIDIA's advice for cuBLAS, by generation.
+// NVIDIA's recommendation for cuBLAS, by architecture.
 size_t workspace_limit_bytes() {
   return at::cuda::getCurrentDeviceProperties()->major >= 9 ? size_t{32} << 20 : size_t{4} << 20;
 }
 
-// Nothing where cuBLASLt has none.
+// Returns nothing if cuBLASLt has no algorithm.
 std::optional<Algorithm> ask_for_algorithm(const Problem& problem, const Descriptors& descriptors) {
   cublasLtMatmulPreference_t made = nullptr;
   check(cublasLtMatmulPreferenceCreate(&made), "cublasLtMatmulPreferenceCreate", problem);
@@ -147,7 +147,7 @@ std::optional<Algorithm> ask_for_algorithm(const Problem& problem, const Descrip
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
       at::cuda::getCurrentCUDABlasLtHandle(), descriptors.matmul.get(), descriptors.a.get(), descriptors.b.get(),
       descriptors.d.get(), descriptors.d.get(), preference.get(), 1, &found, &num_found);
-  // Architectures without a kind of scales may not know its name either.
+  // Architectures that do not support a kind of scales may report it as an invalid value.
   const bool is_unknown = status == CUBLAS_STATUS_INVALID_VALUE && problem.scales != Scales::kNone;
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || is_unknown) return std::nullopt;
   if (status == CUBLAS_STATUS_SUCCESS && num_found == 0) return std::nullopt;
@@ -155,8 +155,8 @@ std::optional<Algorithm> ask_for_algorithm(const Problem& problem, const Descrip
   return Algorithm{found.algo, found.workspaceSize, found.wavesCount};
 }
 
-// Kept: asking takes longer than launching. Started again when full, which a job with that many kinds of products
-// affords.
+// Algorithms are kept, because requesting one takes longer than launching it. The map is cleared when it is full; a job
+// with that many kinds of products can afford that.
 std::optional<Algorithm> algorithm_for(const Problem& problem, const Descriptors& descriptors) {
   constexpr size_t kMost = 4096;
   static std::mutex mutex;
@@ -174,12 +174,13 @@ std::optional<Algorithm> algorithm_for(const Problem& problem, const Descriptors
 
 struct Workspace {
   void* data = nullptr;
-  c10::DataPtr own;  // empty where it is kept
+  c10::DataPtr own;  // empty if the workspace is kept
 };
 
-// One per stream: two products at work on one workspace would overwrite each other's partial sums, and products of one
-// stream follow one another. Streams come from pools of a fixed size, so there are only so many. A graph's workspace is
-// of the graph's memory: its replays may run beside the stream that it was captured on.
+// There is one workspace per stream. Two products that run at the same time must not share one, because they would
+// overwrite each other's partial sums, but products of one stream run one after the other. Streams come from pools of a
+// fixed size, so their number is limited. A graph's workspace comes from the graph's memory, because its replays may
+// run at the same time as the stream on which it was captured.
 Workspace workspace_for(const Algorithm& algorithm, c10::cuda::CUDAStream stream) {
   if (algorithm.workspace_bytes == 0) return {};
   auto* allocator = c10::cuda::CUDACachingAllocator::get();
@@ -190,7 +191,7 @@ Workspace workspace_for(const Algorithm& algorithm, c10::cuda::CUDAStream stream
     return workspace;
   }
   static std::mutex mutex;
-  // Never destroyed: at exit the allocator may be gone before.
+  // Never destroyed, because at exit the allocator may already be gone.
   static auto& kept = *new std::map<std::pair<c10::DeviceIndex, c10::StreamId>, c10::DataPtr>;
   const std::lock_guard<std::mutex> lock(mutex);
   c10::DataPtr& of_stream = kept[{stream.device_index(), stream.id()}];
@@ -222,8 +223,8 @@ bool is_ours(at::ScalarType operands, at::ScalarType dst) {
   return (is_16_bit && (dst == operands || dst == at::kFloat)) || (is_wide && dst == operands);
 }
 
-// As the epilogue adds it to the columns of d: one value per row of d, dense, of d's dtype. Undefined where it is not
-// the same for all columns. Usually a view of the buffer.
+// Returns the bias as the epilogue adds it to the columns of d: one value per row of d, dense, in d's dtype. Undefined
+// if it is not the same for all columns. Usually a view of the buffer.
 at::Tensor bias_of_rows(const Gemm& gemm, const at::Tensor& buffer, bool swaps, at::ScalarType dtype) {
   const View given{*gemm.bias, gemm.m, gemm.n};
   const View bias = swaps ? given.transposed() : given;
@@ -261,9 +262,9 @@ bool multiply_scaled_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::
                              const at::Tensor& lhs_scale, const at::Tensor& rhs_scale, at::Tensor& dst,
                              const GemmHints& hints);
 
-// cuBLASLt defines scales by row for what is multiplied alone; that it takes them with something to be added to is
-// nowhere said, and what asks for an algorithm is not told of it. So the product goes to a buffer of its own, dense, by
-// rows or columns as the result, and is added in float32.
+// cuBLASLt's documentation defines scales by row only for a product that is not added to anything, and the request for
+// an algorithm does not say whether something is added. So the product is written to a separate buffer, dense and
+// row-major or column-major like the result, and then added in float32.
 bool add_scaled_by_row(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
                        const at::Tensor& rhs_scale, at::Tensor& dst, const GemmHints& hints) {
   const bool is_by_rows = gemm.dst.column_stride == 1;

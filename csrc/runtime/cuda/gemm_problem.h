@@ -1,10 +1,9 @@
-// Matrix products as cuBLASLt is asked for them.
+// Translates matrix products into problems for cuBLASLt.
 //
-// cuBLASLt knows column-major matrices: d = op(a) x op(b), where op may transpose and d is not transposed. A result
-// that lies row-major is the transpose of one that lies column-major, and lhs x rhs = (rhs^T x lhs^T)^T. So whatever
-// has a stride of 1 is multiplied where it is:
-//
-//   all by rows, lhs m x k, rhs k x n, dst m x n:   by columns, a = rhs^T is n x k, b = lhs^T is k x m, d is n x m
+// cuBLASLt uses column-major matrices: d = op(a) x op(b), where op may transpose, and d is not transposed. A row-major
+// result is the transpose of a column-major one, and lhs x rhs = (rhs^T x lhs^T)^T. So every matrix with a stride of 1
+// is multiplied in place. For example, if all are row-major, lhs m x k, rhs k x n and dst m x n, then in column-major
+// terms a = rhs^T is n x k, b = lhs^T is k x m, and d is n x m.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,7 +30,7 @@ struct View {
   }
 };
 
-// The same as cuBLASLt sees it: `rows` x `columns` in memory, by columns; to be transposed, or not, when multiplied.
+// The same for cuBLASLt: `rows` x `columns` in memory, column-major, and whether it is transposed when multiplied.
 struct Layout {
   cudaDataType_t dtype = CUDA_R_32F;
   int64_t rows = 0;
@@ -44,13 +43,14 @@ struct Layout {
   auto operator<=>(const Layout&) const = default;
 };
 
-// Of everything that begins at the address or multiples of the stride after it, up to what cuBLASLt distinguishes.
+// Returns the alignment of everything that begins at the address plus a multiple of the stride, up to the largest one
+// that cuBLASLt distinguishes.
 uint32_t alignment_of(const void* address, int64_t stride_bytes = 0);
 
 enum class Scales : int8_t { kNone, kByTensor, kByRow };
 
-// All that the choice of an algorithm depends on, and its key. Of the operands, `a` comes from rhs where dst lies by
-// rows (`swaps`).
+// Everything that the choice of an algorithm depends on; the key under which algorithms are kept. If dst is row-major
+// (`swaps`), `a` comes from rhs and `b` from lhs.
 struct Problem {
   Layout a;
   Layout b;
@@ -79,22 +79,22 @@ struct Pointers {
   const void* b_scale = nullptr;
 };
 
-// As it was asked for: m x k x n, lhs before rhs.
+// Describes the product as it was requested: m x k x n, lhs before rhs.
 std::string to_string(const Problem& problem);
 
-// Throws c10::Error naming the function and the problem.
+// On failure, throws a c10::Error that names the function and the problem.
 void check(cublasStatus_t status, const char* function, const Problem& problem);
 
-// Nothing where an operand or the result has no stride of 1. Alignments are filled in by `point`.
+// Returns nothing if an operand or the result has no stride of 1. Alignments are filled in by `point`.
 std::optional<Problem> problem_of(const Gemm& gemm, at::ScalarType lhs_dtype, at::ScalarType rhs_dtype,
                                   at::ScalarType dst_dtype, at::DeviceIndex device, const GemmHints& hints);
 
-// Where a buffer begins, and the bytes of an element.
+// The address of a buffer and the size of its elements.
 struct Buffer {
   uintptr_t begin = 0;
   int64_t item_bytes = 0;
 
-  // Takes down in the layout how the matrix is aligned.
+  // Returns the address of the matrix, and fills in its alignment in the layout.
   void* point(const Matrix& matrix, Layout& layout) const;
 };
 

@@ -1,5 +1,5 @@
-// Reductions on the GPU: every part is read once and the result written once, in the order of the parts and with the
-// accumulators that CPUs have, so the bits are the same.
+// Reductions on the GPU: every part is read once and the result written once. The order of the parts and the
+// accumulators are the same as on CPU, so the bits are the same.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -56,7 +56,7 @@ struct Max {
   }
 };
 
-// A thread takes one word of every part.
+// Each thread reduces one word of every part.
 template <typename Item, int kItems, typename Combine>
 __global__ void __launch_bounds__(kThreads) reduce_words(const __grid_constant__ Parts<Item> parts, int num_parts,
                                                          int64_t num_words, double divisor, Item* dst) {
@@ -93,7 +93,7 @@ void launch(const Parts<Item>& parts, int num_parts, int64_t num_words, double d
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// In wide words where all addresses allow them, what is left over item by item.
+// Reduces in wide words if all addresses allow that, and the remaining elements one by one.
 template <typename Item, typename Combine>
 void reduce_items(const std::vector<at::Tensor>& given, double divisor, at::Tensor& dst) {
   constexpr int kItems = kWordBytes / sizeof(Item);
