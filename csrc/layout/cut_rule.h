@@ -1,8 +1,7 @@
 // How one mesh dim divides a list of elements among its coordinates.
 //
-// A rule sees n local positions and k coordinates, and gives each coordinate some of the positions, each position to
-// one coordinate. Whatever depends on how a mesh dim cuts asks the rule, so that another kind of rule has one place to
-// be added.
+// A rule divides n local positions among k coordinates; each position goes to exactly one coordinate. Everything that
+// depends on how a mesh dim cuts asks the rule, so that another kind of rule can be added in one place.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Ranks and positions: the two numbers of a process, as types that cannot be taken for each other.
+// Ranks and positions: the two numbers of a process, as types that cannot be confused.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace shardwright {
 
-// A global rank, as process groups number them. It converts to no integer and no integer to it: Rank{3}, number(rank).
+// A global rank, as in process groups. It does not convert to or from integers implicitly: use Rank{3} and
+// number(rank).
 enum class Rank : int64_t {};
 
 constexpr int64_t number(Rank rank) { return static_cast<int64_t>(rank); }
@@ -22,8 +23,8 @@ inline std::vector<int64_t> numbers(const std::vector<Rank>& ranks) {
   return all;
 }
 
-// The row-major index of a rank on one mesh. Geometry computes with it, so it converts to an integer by itself, but no
-// integer to it.
+// The row-major index of a rank on one mesh. Geometry computes with it, so it converts to an integer implicitly, but an
+// integer does not convert to it.
 enum Position : int64_t {};
 
 }  // namespace shardwright

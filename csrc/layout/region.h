@@ -1,8 +1,8 @@
-// Which indices of one tensor dim a rank holds, and in which order: the geometry under every move.
+// The indices of a tensor dim that a rank holds, and their order: the geometry under every move.
 //
-// An IntervalList is ascending and disjoint, and neighbouring intervals do not touch. So two lists are equal exactly
-// when their sets of indices are. Cutting (cut_rule.h) goes by *local* position, as nested sharding does, and keeps
-// these properties.
+// Invariant: an IntervalList is ascending and disjoint, and neighbouring intervals do not touch. So two lists are equal
+// exactly if their sets of indices are. Cuts (cut_rule.h) split by *local* position, as nested sharding does, and keep
+// the invariant.
 #pragma once
 
 #include <cstdint>
@@ -25,38 +25,39 @@ int64_t length(const IntervalList& list);
 int64_t num_elements(const Region& region);
 std::vector<int64_t> shape_of(const Region& region);
 
-// The indices at local positions [begin, end) of the list.
+// Returns the indices at local positions [begin, end) of the list.
 IntervalList subrange(const IntervalList& list, int64_t begin, int64_t end);
 
-// Subranges of a list that ascend, in one walk over it: there may be as many as the list has intervals.
+// Takes ascending subranges of a list in one pass over it. This matters if there are as many subranges as intervals.
 class Subranges {
  public:
   explicit Subranges(const IntervalList& list) : at_(list.begin()), end_(list.end()) {}
 
-  // What is at local positions [begin, end); `begin` is no less than those before.
+  // Appends the indices at local positions [begin, end). `begin` must not be less than in earlier calls.
   void append_to(IntervalList& out, int64_t begin, int64_t end);
 
  private:
   IntervalList::const_iterator at_;
   IntervalList::const_iterator end_;
-  int64_t position_ = 0;  // of at_, in the list
+  int64_t position_ = 0;  // the local position of *at_
 };
 
-// The list moved so that it begins at 0: lists that differ in their place alone become equal.
+// Shifts the list so that it begins at 0. Lists that differ only by a shift become equal.
 IntervalList moved_to_zero(IntervalList list);
 
-// A run of indices that two lists share, with its place in each.
+// A run of indices that two lists share, with its local position in each.
 struct Piece {
   int64_t length = 0;
   int64_t a_position = 0;
   int64_t b_position = 0;
 };
 
-// The shared runs, ascending. Both owners of a pair of lists get the same runs in the same order, which is what
-// makes a packed message mean the same on both sides.
+// Returns the shared runs, ascending. Sender and receiver compute the same runs in the same order, so a packed message
+// has the same meaning on both sides.
 std::vector<Piece> intersect(const IntervalList& a, const IntervalList& b);
 
-// All runs that two lists share: their indices together, how many runs there are, and where the first begins in each.
+// A summary of the runs that two lists share: the total number of indices, the number of runs, and the local position
+// of the first one in each list.
 struct SharedRuns {
   int64_t length = 0;
   int64_t runs = 0;

@@ -12,7 +12,8 @@ std::optional<std::vector<Digit>> digits_of(const Mesh& mesh, int64_t n, std::sp
     const int64_t k = mesh.dim_size(c.mesh_dim);
     const std::optional<int64_t> split_factor = c.rule.equal_split_factor(left, k);
     if (left == 0 || !split_factor) return std::nullopt;
-    // The weight among what is left, then among all: digits that are fixed already lie below it or above.
+    // First the weight among the indices that are left, then among all indices: digits that are already fixed are below
+    // it or above it.
     int64_t weight = left / (*split_factor * k);
     size_t at = digits.size();
     for (; at > 0; --at) {
@@ -33,7 +34,7 @@ std::optional<std::vector<Digit>> digits_of(const Mesh& mesh, int64_t n, std::sp
 std::optional<Matching> Matching::of(int64_t n, std::span<const Digit> before, std::span<const Digit> after) {
   std::array<int64_t, 2 * kMaxDigits> ends;
   if (2 * (before.size() + after.size()) > ends.size()) return std::nullopt;
-  size_t num_ends = 0;  // in ascending order, each once
+  size_t num_ends = 0;  // ends are in ascending order, without duplicates
   const auto add_end = [&](int64_t end) {
     size_t at = num_ends;
     while (at > 0 && ends[at - 1] > end) --at;
@@ -91,11 +92,12 @@ bool Matching::agrees_at(const Mesh& mesh, int64_t position) const {
 
 namespace {
 
-// More combinations of coordinates than this are not summed over one by one.
+// Sums over more combinations of coordinates than this are not computed one by one.
 constexpr int64_t kMaxCombinations = int64_t{1} << 12;
 
-// Sum over all ranks of the elements that one holds in both layouts. Tensor dims that no mesh dim couples multiply, so
-// only the coordinates within each set of coupled ones are walked. Nothing where these are too many.
+// Returns the sum over all ranks of the elements that a rank holds in both layouts. Tensor dims that no mesh dim
+// couples multiply, so only coordinates within each set of coupled ones are visited. Returns nothing if these are too
+// many.
 std::optional<int64_t> sum_by_walking(const Layout& a, const Layout& b) {
   const Mesh& mesh = a.mesh();
   std::vector<MeshDimSet> cutting(a.ndim());
@@ -103,7 +105,7 @@ std::optional<int64_t> sum_by_walking(const Layout& a, const Layout& b) {
     for (const Layout* layout : {&a, &b}) {
       for (const Cut& c : layout->cuts(t)) cutting[t].insert(c.mesh_dim);
     }
-    // Where both begin with the same cuts into equal parts, all parts share alike.
+    // If both lists begin with the same cuts into equal parts, these cuts do not change what parts share.
     int64_t n = a.shape()[t];
     for (size_t i = 0; i < std::min(a.cuts(t).size(), b.cuts(t).size()) && a.cuts(t)[i] == b.cuts(t)[i]; ++i) {
       const int64_t k = mesh.dim_size(a.cuts(t)[i].mesh_dim);
@@ -148,11 +150,11 @@ std::optional<int64_t> sum_by_walking(const Layout& a, const Layout& b) {
   return total;
 }
 
-// A part of a coordinate that a tie compares. All the ranks for which all ties hold are a fraction of the mesh: each
-// set of parts that must be equal has one value left.
+// The ties between parts of coordinates. The ranks that satisfy all ties are a fraction of the mesh: each set of parts
+// that must be equal has only one free value.
 class Ties {
  public:
-  // False where it compares a part of what another tie compares.
+  // Returns false if the digit compares a part of what another tie compares.
   bool add(const Matching::Common& digit) {
     const std::optional<size_t> before = find(digit.before, digit.radix);
     const std::optional<size_t> after = find(digit.after, digit.radix);

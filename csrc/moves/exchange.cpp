@@ -19,7 +19,7 @@ void for_each_part(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64
   for_each_part(mesh, n - full * chunk, cuts.subspan(1), times, visit);
 }
 
-// The same for what the parts of a list share with a target, where that is not empty.
+// The same for what the parts of a list share with a target, if that is not empty.
 template <typename Visit>
 void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const IntervalList& list,
                   std::span<const Cut> cuts, const IntervalList& target, const Visit& visit) {
@@ -37,7 +37,7 @@ void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const Inte
   const int64_t n = length(list);
   if (all_taken && shared == n) return for_each_part(mesh, n, cuts, 1, visit);
   Interval coordinates{0, k};
-  if (first.rule.makes_runs()) {  // only those between the first and the last shared element
+  if (first.rule.makes_runs()) {  // only the coordinates between the first and the last shared element
     const std::vector<Piece> pieces = intersect(list, target);
     const Piece& last = pieces.back();
     coordinates = first.rule.coordinates_of({pieces.front().a_position, last.a_position + last.length}, n, k);
@@ -47,7 +47,7 @@ void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const Inte
   }
 }
 
-// How many parts meet a target, by what they share with it, which counts for no more than `at_most`.
+// Counts the parts that intersect a target, by the number of shared elements (capped at `at_most`).
 std::map<int64_t, int64_t> parts_by_length(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position,
                                            MeshDimSet varying, const IntervalList& target, int64_t at_most) {
   std::map<int64_t, int64_t> parts;
@@ -56,7 +56,7 @@ std::map<int64_t, int64_t> parts_by_length(const Mesh& mesh, int64_t n, std::spa
   return parts;
 }
 
-// Mesh dims of the step that do not cut `before`: along them all ranks hold the same.
+// The mesh dims of the step that do not cut `before`; along them all ranks hold the same.
 MeshDimSet replica_dims(const Step& step) { return step.mesh_dims - step.before.cut_dims(); }
 
 }  // namespace
@@ -191,10 +191,10 @@ Traffic ExchangeTraffic::pairwise_at(int64_t position) const {
   return pairwise_[position];
 }
 
-// The parts of what is needed lie with one rank for each combination of coordinates on the dims that cut `before`;
-// tensor dims are cut by different mesh dims, so their parts multiply. What is sent is the same seen from the other
-// side, for the receivers that share this rank's coordinates on the replica dims. A part goes in as many messages as
-// there are rounds, or as it has elements.
+// Each combination of coordinates on the mesh dims that cut `before` is one rank that may hold a part of what is
+// needed. Tensor dims are cut by different mesh dims, so their counts multiply. What is sent is computed in the same
+// way from the other side, for the receivers with this rank's coordinates on the replica dims. A part takes as many
+// messages as there are rounds, but no more than it has elements.
 Traffic ExchangeTraffic::walked_at(int64_t position) const {
   const Mesh& mesh = step_.before.mesh();
   const Region held = step_.before.region(position);
@@ -225,7 +225,7 @@ MeshDimSet dims_of(const std::vector<Cut>& cuts) {
   return dims;
 }
 
-// The position with these coordinates of another one, the rest first.
+// Returns the position with the same coordinates on these mesh dims, and 0 on the others.
 int64_t projection(const Mesh& mesh, int64_t position, MeshDimSet dims) {
   int64_t projected = 0;
   for (const int d : dims.to_vector()) projected += mesh.coordinate(position, d) * mesh.stride(d);
@@ -234,7 +234,8 @@ int64_t projection(const Mesh& mesh, int64_t position, MeshDimSet dims) {
 
 }  // namespace
 
-// Both depend on the coordinates that make the own part, and on those that all others share with this rank.
+// Both functions depend on the coordinates that determine this rank's part, and on those that it shares with all
+// others.
 const std::map<int64_t, int64_t>& ExchangeTraffic::sources_at(int tensor_dim, int64_t position, MeshDimSet cutting,
                                                               const IntervalList& needed) const {
   const Mesh& mesh = step_.before.mesh();
@@ -285,8 +286,8 @@ Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t it
   return {(k - 1) * kept * item_bytes, (held - kept) * item_bytes, kept > 0 ? k - 1 : 0};
 }
 
-// Native: the figure of a ring, rounded up. Composed: own chunk from every peer, then every peer's chunk; two ranks
-// just trade all they have.
+// Native: that of a ring, rounded up. Composed: contributions to this rank's chunk from every peer, then every peer's
+// reduced chunk; two ranks simply exchange everything.
 Traffic all_reduce_traffic(int64_t held, int64_t k, int64_t index, int64_t item_bytes, bool native) {
   if (native) {
     const int64_t bytes = (2 * held * item_bytes * (k - 1) + k - 1) / k;

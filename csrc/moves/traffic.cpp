@@ -70,7 +70,8 @@ Traffic StepTraffic::at(int64_t position) const {
 void StepTraffic::tell_apart(RankClasses& classes) const {
   classes.add(step_);
   if (step_.op != StepOp::kAllReduce || is_native_) return;
-  // The flat range goes in chunks, which differ where the ranks of the group do not divide it.
+  // The flat range is divided into chunks, which differ if its length is not a multiple of the number of ranks and
+  // rounds.
   const int64_t chunks = step_.before.mesh().group_size(step_.mesh_dims) * step_.rounds;
   const bool are_equal = step_.before.has_equal_parts() && step_.before.largest_part_elements() % chunks == 0;
   if (!are_equal) classes.split_all(step_.mesh_dims);
@@ -78,7 +79,7 @@ void StepTraffic::tell_apart(RankClasses& classes) const {
 
 std::optional<Traffic> StepTraffic::at_most() const {
   if (!step_.before.has_equal_parts() || !step_.after.has_equal_parts()) return std::nullopt;
-  // The first of a group sums no smaller a chunk than any other.
+  // The first member of a group sums a chunk that is at least as large as any other.
   if (step_.op == StepOp::kAllReduce && !is_native_ && !ranks_ascend(step_.before.mesh())) return std::nullopt;
   if (step_.op == StepOp::kReduceScatter || step_.op == StepOp::kAllReduce) return at(0);
   return exchange_.at_most();
@@ -96,7 +97,7 @@ std::optional<int64_t> received_by_all(const Step& step, Lowering lowering) {
   if (step.op == StepOp::kReduceScatter) return (k - 1) * held_by_all(step.after) * item;
   if (step.op == StepOp::kAllReduce) {
     if (!reduces_natively(step, lowering)) return 2 * (k - 1) * (held_by_all(step.before) / k) * item;
-    if (!step.before.has_equal_parts()) return std::nullopt;  // rounded rank by rank
+    if (!step.before.has_equal_parts()) return std::nullopt;  // each rank's figure is rounded by itself
     return all_reduce_traffic(step.before.largest_part_elements(), k, 0, item, true).received_bytes *
            step.before.mesh().size();
   }
@@ -105,7 +106,7 @@ std::optional<int64_t> received_by_all(const Step& step, Lowering lowering) {
   return (held_by_all(step.after) - *kept) * item;
 }
 
-// Whether the ranks that were looked at have the most that any rank can have of each figure.
+// Returns whether the examined ranks reach the upper bound of every figure, so that the maxima are exact.
 bool reach(const TrafficTotals& totals, const std::vector<StepTraffic>& steps) {
   Traffic most;
   for (const StepTraffic& step : steps) {
@@ -211,7 +212,7 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
   Bound bound;
   if (reduced.empty()) {
     const MeshDimSet zero_filled = src.cut_dims() & dst.partial_dims();
-    if (!zero_filled.empty()) return bound;  // a rank may hold any share of the value, so nothing must travel
+    if (!zero_filled.empty()) return bound;  // a rank may hold any share of the value, so nothing has to be sent
     const SharedElements shared(src, dst);
     const bool has_equal_parts = !shared.matchings().empty();
     const int64_t most = dst.largest_part_elements();
@@ -230,8 +231,8 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
     }
     return bound;
   }
-  // Dims partial in both keep separate sums, one per coordinate; dims that become partial may hold any share of the
-  // value, so one holder along them is enough.
+  // Mesh dims that are partial in both keep separate sums, one per coordinate. Along mesh dims that become partial,
+  // ranks may hold any share of the value, so one holder is enough.
   const MeshDimSet kept = src.partial_dims() & dst.partial_dims();
   const int64_t slices = mesh.group_size(kept);
   const int64_t contributions = mesh.group_size(reduced);

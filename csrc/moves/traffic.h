@@ -1,4 +1,4 @@
-// What moves send and receive: exact counts for one rank, totals over all, and what no plan can go below.
+// What moves send and receive: exact counts for one rank, totals over all ranks, and lower bounds for any plan.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,14 @@
 
 namespace shardwright {
 
-// Of any step on one mesh.
+// The traffic of any step on one mesh.
 class StepTraffic {
  public:
   StepTraffic(const Step& step, Lowering lowering);
   Traffic at(int64_t position) const;
-  // By what at() depends on.
+  // Splits the classes of ranks by everything that at() depends on.
   void tell_apart(RankClasses& classes) const;
-  // What no rank has more of; nothing where parts are unequal.
+  // An upper bound for all ranks; nothing if parts are unequal.
   std::optional<Traffic> at_most() const;
   const Step& step() const { return step_; }
 
@@ -28,7 +28,8 @@ class StepTraffic {
   bool is_native_;
 };
 
-// None where the rank is not on the mesh of the step, or neither of a crossing's. Of a plan: of all its steps.
+// The traffic of one rank in a step, or in all steps of a plan. It is zero if the rank is not on the mesh of the step,
+// or on neither mesh of a crossing.
 Traffic traffic_at(const Step& step, Lowering lowering, Rank rank);
 Traffic traffic_at(const Plan& plan, Rank rank);
 
@@ -37,22 +38,22 @@ struct TrafficTotals {
   int64_t received_bytes_sum = 0;
   int64_t sent_bytes_max = 0;
   int64_t messages_max = 0;
-  int64_t steps = 0;  // those that communicate, rounds counted
+  int64_t steps = 0;  // steps that communicate; each round counts
   bool sum_is_exact = true;
   bool maxima_are_exact = true;
 };
 
-// Of one step, and of the whole plan (maxima are of ranks' sums over steps). Ranks are told apart by the coordinates
-// that their figures depend on (moves/extremes.h); of up to kMaxRanksWalked classes one rank each is looked at, and all
-// is exact. For more, maxima are those of outermost and boundary coordinates: exact where no rank can have more, else
-// lower bounds. The sum is worked out without a walk, or else is an upper bound. Between two meshes all ranks are
-// looked at, and all is exact.
+// The totals of one step or of a whole plan; the maxima of a plan are over ranks' sums over steps. Ranks are divided
+// into classes by the coordinates on which their figures depend (moves/extremes.h). With up to kMaxRanksWalked classes,
+// one rank of each is examined, and everything is exact. With more, maxima are those of outermost and boundary
+// coordinates: exact if no rank can have more, otherwise lower bounds. The sum is then computed without visiting ranks,
+// or is an upper bound. Between two meshes all ranks are examined, and everything is exact.
 TrafficTotals totals(const Step& step, Lowering lowering);
 TrafficTotals totals(const Plan& plan);
 
-// What no plan can go below. Without P a rank must receive what it needs and does not hold. With P, over all ranks,
-// each element takes at least (contributions - 1) + (destination holders - 1) transfers, and bytes_max is the
-// mean of that. Between two meshes: as in crossing/bounds.h.
+// Lower bounds on the bytes received, for any plan. Without P, a rank must receive what it needs and does not hold.
+// With P, over all ranks, each element takes at least (contributions - 1) + (destination holders - 1) transfers, and
+// bytes_max is the mean of that over ranks. For two meshes, see crossing/bounds.h.
 struct Bound {
   int64_t bytes_max = 0;
   int64_t bytes_sum = 0;

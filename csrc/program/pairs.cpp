@@ -18,7 +18,7 @@ SharedRuns shared_runs(const StepPairs::Part& held, const StepPairs::Part& neede
   return {end - begin, 1, begin - held.begin, begin - needed.begin};
 }
 
-// The same pieces, perhaps elsewhere.
+// Returns whether the pieces are the same except for a shift.
 bool lie_alike(const std::vector<Piece>& a, const std::vector<Piece>& b) {
   if (a.size() != b.size()) return false;
   for (size_t i = 0; i < a.size(); ++i) {
@@ -102,8 +102,9 @@ int64_t StepPairs::num_held(int64_t position) {
 
 Load StepPairs::own(int64_t position) { return shared(held(position), needed(position)); }
 
-// Lengths alone decide the lengths of the parts below, so parents of one length are taken together. All combinations of
-// parts of the tensor dims are there, so all members have as much exactly if they do in every tensor dim, or nothing.
+// The lengths of parts depend only on the length of their parent, so parents of one length are taken together. All
+// combinations of parts of the tensor dims exist, so all members have equally much exactly if they do in every tensor
+// dim, or if all have nothing.
 bool StepPairs::have_equally(const Layout& layout, int64_t position) const {
   const Mesh& mesh = layout.mesh();
   bool all_alike = true;
@@ -127,7 +128,8 @@ bool StepPairs::have_equally(const Layout& layout, int64_t position) const {
   return all_alike;
 }
 
-// From the innermost dim out: a run has, in every dim with more than one index, the stride that the dims within fill.
+// Goes from the innermost dim outwards: in a run, every dim of more than one index has as its stride the product of the
+// sizes of the dims within it.
 Load StepPairs::shared(const PartsOfRank& held, const PartsOfRank& needed) const {
   Load load{1, 0, 0, true, true};
   int64_t held_stride = 1;
@@ -199,7 +201,7 @@ StepPairs::Transfer StepPairs::transfer(const Group& group, int64_t from, int64_
   }
   if (!all_look_alike_) return shares_with(from, to) ? share(from, to) : Transfer();
   if (!talks(group, from, to)) return {};
-  if (!alike_ || alike_->has_runs()) alike_ = share(from, to);  // else offsets do not matter
+  if (!alike_ || alike_->has_runs()) alike_ = share(from, to);  // without runs, offsets do not matter
   return *alike_;
 }
 
@@ -210,8 +212,8 @@ StepPairs::Transfer StepPairs::share(int64_t from, int64_t to) {
   return in_rounds(has, wants, whole, {0, whole.count});
 }
 
-// The partner of a rank that differs from it least: in the digits that are tied. Where that is the rank itself, or none
-// of the group, all members are tried.
+// Tries the partner that differs least from the rank, only in the digits that are tied. If that is the rank itself, or
+// not in the group, tries all members.
 const StepPairs::Transfer& StepPairs::any_transfer(int64_t position) {
   if (alike_) return *alike_;
   const Mesh& mesh = step_.before.mesh();
@@ -234,7 +236,8 @@ const StepPairs::Transfer& StepPairs::any_transfer(int64_t position) {
   return *alike_;
 }
 
-// Slices of what two ranks share look alike wherever the parts have the same lengths and lie alike.
+// Slices of what two ranks share look alike if the parts have the same lengths and relative places, so they are kept
+// under these.
 StepPairs::Transfer StepPairs::in_rounds(const PartsOfRank& held, const PartsOfRank& needed, const Load& whole,
                                          Interval range) {
   if (whole.count == 0 || (step_.rounds == 1 && range.end - range.begin == whole.count)) return {whole, nullptr};
@@ -300,8 +303,8 @@ void StepPairs::add_meeting(const IntervalList& list, int64_t times, const Part&
   found.push_back({other, times, shared, std::move(pieces)});
 }
 
-// The parts into which others' cuts take a list apart, as far as they meet a part. Below a run that is met as a whole,
-// parts are full chunks and one short one.
+// Adds the parts into which the cuts of other ranks divide a list, as far as they intersect a part. Within a run that
+// the part covers completely, parts are full chunks and one short one.
 void StepPairs::meet_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times, const Part& mine,
                            bool others_hold, int64_t position, std::vector<Meeting>& found) {
   const SharedRuns met = shardwright::shared_runs(list, *mine.list);
@@ -328,7 +331,7 @@ void StepPairs::meet_below(const IntervalList& list, std::span<const Cut> cuts, 
     return;
   }
   Interval coordinates{0, k};
-  if (first.rule.makes_runs()) {  // only those between the first and the last element that is met
+  if (first.rule.makes_runs()) {  // only the coordinates between the first and the last shared element
     const int64_t last = mine.list->back().end - 1;
     int64_t until = 0;
     for (const Interval& interval : list)
@@ -357,13 +360,13 @@ const std::vector<StepPairs::Meeting>& StepPairs::meetings(int tensor_dim, int64
   return found->second;
 }
 
-// Every mesh dim cuts one tensor dim at most, so parts of different tensor dims combine freely.
+// Every mesh dim cuts at most one tensor dim, so parts of different tensor dims combine freely.
 std::vector<StepPairs::Alike> StepPairs::alike(int64_t position, bool others_hold) {
   struct Combination {
     PartsOfRank parts;
     int64_t times = 1;
   };
-  // Receivers that differ in mesh dims that cut nothing afterwards need the same.
+  // Receivers that differ only in mesh dims that cut nothing after the step need the same.
   const MeshDimSet idle = others_hold ? MeshDimSet() : cutting_ - step_.after.cut_dims();
   std::vector<Combination> combinations{{{}, step_.before.mesh().group_size(idle)}};
   for (size_t t = 0; t < ndim_; ++t) {
@@ -407,8 +410,8 @@ std::vector<StepPairs::Alike> StepPairs::receives(const Group& group, int64_t po
   return group.transfers ? one_by_one(group, position, true) : alike(position, true);
 }
 
-// Of all pairs, each rank with itself included, so many have something to say: parts of tensor dims that meet multiply.
-// Only where that is all pairs, or all but the ranks with themselves, can all talk.
+// Counts the pairs that exchange something, including ranks with themselves; the counts of tensor dims multiply. All
+// members can only talk to each other if these are all pairs, or all but the ranks with themselves.
 bool StepPairs::work_out_all_talk(Group& group) {
   if (group.transfers || all_look_alike_) {
     connect(group);
@@ -433,8 +436,8 @@ bool StepPairs::work_out_all_talk(Group& group) {
   return talking == k * (k - 1);
 }
 
-// By member: numbers so that one has something for another exactly if the numbers of what the one holds and the other
-// needs are among those that go together, in every list.
+// Numbers what members hold and need, so that one member has something for another exactly if, in every list, the
+// number of what the first holds matches that of what the second needs.
 StepPairs::Talk StepPairs::talk_of(const Group& group) {
   const Mesh& mesh = step_.before.mesh();
   Talk talk;
