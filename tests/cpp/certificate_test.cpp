@@ -19,7 +19,7 @@ bool mentions(const std::vector<std::string>& sentences, const std::string& word
                      [&](const std::string& sentence) { return sentence.find(words) != std::string::npos; });
 }
 
-// Of every pair on a mesh: no figure is below its bound, and each that is above it has a sentence.
+// For every pair on a mesh: no figure is below its bound, and a sentence explains each figure that is above it.
 TEST(Certificate, NoFigureIsBelowItsBound) {
   int64_t met = 0;
   int64_t figures = 0;

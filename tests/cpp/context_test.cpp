@@ -1,4 +1,4 @@
-// Planning contexts: what is equal, what is not, and where the topology of a plan comes from.
+// Planning contexts: which are equal, and where the topology of a plan comes from.
 #include "planning/context.h"
 
 #include <gtest/gtest.h>
@@ -44,7 +44,7 @@ TEST(Pins, AreEqualWherePlansAre) {
   EXPECT_EQ(a->without(one->plan())->without(two->plan())->hash(), Pins().hash());
   EXPECT_THROW(Pins().without(one->plan()), UserError);
 
-  // Another plan for the same pair takes the place of the first.
+  // Another plan for the same pair replaces the first.
   PlanOptions options{.topology = Topology::named("8xNVLink")};
   const CertifiedPlanPtr other = certified(make_plan(layout("S(0),R"), layout("R,R"), options));
   EXPECT_EQ(a->with(other)->size(), 2u);
@@ -89,7 +89,7 @@ TEST(PlanningContext, FindsTheTopologyOfTwoLayouts) {
   EXPECT_EQ(found(here, there), "here");
   EXPECT_EQ(found(here, there, named("asked")), "asked");
 
-  // The elements are the same, and what joins the ranks is not.
+  // The elements are the same, but the links between the ranks are not.
   EXPECT_TRUE(here == there);
   EXPECT_FALSE(same_topology(here.mesh(), there.mesh()));
   EXPECT_FALSE(same_topology(here.mesh(), plain.mesh()));
@@ -117,7 +117,7 @@ TEST(PlanningTables, AreAValueWithASummary) {
   EXPECT_NE(a, b);
   EXPECT_NE(a.summary(), b.summary());
   b = a;
-  b.pins = std::make_shared<Pins>();  // none are none
+  b.pins = std::make_shared<Pins>();  // an empty set of pins equals no pins
   EXPECT_EQ(a, b);
   EXPECT_EQ(a.hash(), b.hash());
   const MeshPtr mesh = test::mesh_of({2});

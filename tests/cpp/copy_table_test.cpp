@@ -1,5 +1,5 @@
-// Tables of boxes on a device of plain memory whose streams do nothing until they are run. Whatever is read too early,
-// or after it was freed, is poison.
+// Tables of boxes on a device of plain memory, whose streams do nothing until they are run. Data that is read too early
+// or after it was freed is poison.
 #include "program/copy_table.h"
 
 #include <gtest/gtest.h>
@@ -68,7 +68,7 @@ class FakeDevice final : public TableDevice {
     captures ? graph.push_back(read) : enqueue(read);
   }
 
-  // What a stream was given, up to an event that has not happened. False where it stopped there.
+  // Runs a stream's work up to an event that has not happened. Returns false if it stopped there.
   bool run(int number) {
     std::deque<Work>& works = streams_[number];
     for (; !works.empty(); works.pop_front()) {
@@ -100,7 +100,7 @@ class FakeDevice final : public TableDevice {
     streams_[stream].push_back({std::move(act), after});
   }
 
-  // As an allocator does it: freed memory is used again at once, but for streams that it was told of.
+  // Like a caching allocator, reuses freed memory at once, unless a stream that was recorded for it is still busy.
   std::shared_ptr<Block> allocate(size_t size) {
     auto* block = new Block{std::make_shared<std::vector<uint8_t>>(size, kPoison), {stream}};
     alive_.insert(block);
@@ -127,7 +127,7 @@ class FakeDevice final : public TableDevice {
   std::map<int, std::deque<Work>> streams_;
   std::set<Block*> alive_;
   std::vector<std::unique_ptr<Block>> freed_;
-  std::vector<std::shared_ptr<std::vector<uint8_t>>> graveyard_;  // may be read, and is poison
+  std::vector<std::shared_ptr<std::vector<uint8_t>>> graveyard_;  // freed memory: readable, but poison
 };
 
 std::vector<Box> many_boxes(int64_t count) {
@@ -154,7 +154,7 @@ struct Case {
   }
 };
 
-// Its last tables are kept for graphs: those of a device that stays.
+// A copy's last tables are kept for graphs, so they must be those of a device that stays.
 FakeDevice& device_with_graphs() {
   static auto* device = new FakeDevice;
   device->stream = 0;
@@ -197,7 +197,7 @@ TEST(CopyTable, OtherStreamsWaitForTheUpload) {
   EXPECT_TRUE(c.was_right());
   EXPECT_TRUE(device.run(1));
   EXPECT_TRUE(c.was_right());
-  device.stream = 2;  // seen to be there
+  device.stream = 2;  // on which the table is known to have arrived
   c.launch();
   EXPECT_TRUE(device.run(2));
   EXPECT_TRUE(c.was_right());

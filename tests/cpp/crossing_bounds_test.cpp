@@ -1,4 +1,4 @@
-// Bounds beside what they say, tried out on all sets of ranks and element by element.
+// Compares the bounds of crossings with brute force over all sets of ranks and over single elements.
 #include "crossing/bounds.h"
 
 #include <gtest/gtest.h>
@@ -25,7 +25,8 @@ constexpr int64_t kItemBytes = 4;
 bool less(const Ratio& a, const Ratio& b) { return a.numerator * b.denominator < b.numerator * a.denominator; }
 bool same(const Ratio& a, const Ratio& b) { return !less(a, b) && !less(b, a); }
 
-// Work for sets of workers as bit masks: the most, over all sets, of what nobody else may do, over the workers.
+// Returns the maximum, over all sets of workers, of the work that nobody else may do divided by the number of workers.
+// Sets are bit masks.
 Ratio by_all_sets(const std::map<uint32_t, int64_t>& work, int workers) {
   Ratio most;
   for (uint32_t set = 1; set < 1u << workers; ++set) {
@@ -132,7 +133,7 @@ TEST(CrossingBound, IsWhatSetsOfRanksCannotGoBelow) {
   EXPECT_GT(passing_on_helps, 50);
 }
 
-// What a crossing promises: as much as must be received, and no rank sends more than one must without forwarding.
+// A crossing receives no more than necessary, and no rank sends more than some rank must without forwarding.
 TEST(CrossingBound, IsReachedByCrossings) {
   const unsigned seed = 99;
   test::RandomPlacements random(seed);
@@ -156,7 +157,7 @@ TEST(CrossingBound, IsReachedByCrossings) {
   }
 }
 
-// The fewest ranks in the union of one of each of some sets.
+// Chooses one of each of some sets so that their union has the fewest ranks, and returns their number.
 int64_t smallest_union(const std::vector<uint32_t>& choices, size_t next = 0, uint32_t taken = 0) {
   if (next == choices.size()) return std::popcount(taken);
   if ((choices[next] & taken) != 0) return smallest_union(choices, next + 1, taken);
@@ -167,7 +168,7 @@ int64_t smallest_union(const std::vector<uint32_t>& choices, size_t next = 0, ui
   return fewest;
 }
 
-// By coordinates on some mesh dims: the ranks that have an element.
+// Returns the ranks that have an element, grouped by their coordinates on some mesh dims.
 std::vector<uint32_t> choices(const Layout& layout, MeshDimSet apart, int64_t element) {
   std::map<std::vector<int64_t>, uint32_t> ranks;
   for (int64_t p = 0; p < layout.mesh().size(); ++p) {
@@ -184,8 +185,8 @@ std::vector<uint32_t> choices(const Layout& layout, MeshDimSet apart, int64_t el
   return masks;
 }
 
-// With contributions each element has one rank for every one of them, and one for every replica of the result, as few
-// as can be. Without, each replica that has no holder among its ranks gets it.
+// If there are contributions, each element involves one rank for each of them and one for each replica of the result,
+// in the smallest possible set. If there are none, every replica without a holder among its ranks receives it.
 TEST(CrossingBound, WithReductionsIsATransferForAllRanksOfAnElementButOne) {
   const std::vector<std::vector<int64_t>> ranks{{0, 1, 2, 3}, {2, 3, 4, 5}, {3, 1, 2, 0}, {4, 5, 6, 7}};
   const auto partial = Placement::partial(ReduceOp::kSum);
@@ -216,7 +217,7 @@ TEST(CrossingBound, WithReductionsIsATransferForAllRanksOfAnElementButOne) {
   EXPECT_GT(checked, 1000);
 }
 
-// 1,024 ranks to 2,048, every part of the one meeting every part of the other.
+// From 1,024 ranks to 2,048, where every part of one side overlaps every part of the other.
 TEST(CrossingBound, TakesThousandsOfRanks) {
   std::vector<int64_t> ranks;
   for (int64_t r = 0; r < 2048; ++r) ranks.push_back(512 + r);

@@ -1,4 +1,4 @@
-// Crossings beside lists of elements: who needs what and does not hold it, who sends what.
+// Compares crossings with lists of elements: who needs what and does not hold it, and who sends it.
 #include "crossing/crossing.h"
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ struct Counted {
   int64_t largest_message = 0;
 };
 
-// Every element that a rank needs and does not hold comes from one rank that holds it, and nothing else does.
+// Every element that a rank needs and does not hold comes from one rank that holds it, and nothing else is sent.
 void expect_delivers(const Crossing& crossing, const Placed& src, const Placed& dst, Counted& counted) {
   std::map<std::pair<Rank, Rank>, Interval> sent;
   for (const Rank rank : crossing.ranks()) {
@@ -62,7 +62,7 @@ void expect_delivers(const Crossing& crossing, const Placed& src, const Placed& 
   ASSERT_EQ(parcels, sent.size());
 }
 
-// For the ranks that hold the same, by what they hold: what others need of it, evenly.
+// For each set of ranks that hold the same part: what others need of it, divided evenly.
 int64_t least_worst_sender(const Placed& src, const Placed& dst) {
   std::map<std::vector<int64_t>, int64_t> holders;
   for (const auto& [rank, lists] : src.held) ++holders[elements_of(src, rank)];
@@ -160,7 +160,7 @@ TEST(Crossing, ServesStretchesOfALine) {
   EXPECT_EQ(whole.sends(Rank{1}), (Parcels{{Rank{5}, {0, 2}}}));
 }
 
-// 1,024 ranks to 2,048: 2 Mi parcels in all, each rank's worked out by itself.
+// From 1,024 ranks to 2,048: 2 Mi parcels in all, computed rank by rank.
 TEST(Crossing, TakesThousandsOfRanks) {
   std::vector<int64_t> ranks;
   for (int64_t r = 0; r < 2048; ++r) ranks.push_back(1024 + r);

@@ -1,4 +1,4 @@
-// Closed forms of even cuts against a walk over the parts themselves.
+// Compares the closed formulas for even cuts with a walk over the parts themselves.
 #include <gtest/gtest.h>
 
 #include "cost/cost.h"
@@ -24,7 +24,7 @@ const std::vector<Setting> kSettings{
     {{4, 4}, {16, 64}, 1}, {{2, 2, 2}, {8, 7, 8}, 301}, {{3, 2}, {7, 5}, 1},
 };
 
-// With strided ones: gathers leave them behind.
+// Includes strided cuts, because gathers produce them.
 std::vector<Layout> layouts_of(const Setting& setting) {
   const MeshPtr mesh = test::mesh_of(setting.mesh);
   std::vector<Layout> all = test::all_layouts(mesh, setting.shape, {});
@@ -100,7 +100,7 @@ TEST(Digits, SayWhatAnExchangeTravels) {
   EXPECT_GT(exchanges, 500);
 }
 
-// What the planner expects of an exchange whose sending replicas share, against every rank's own count.
+// Compares the planner's figures for an exchange whose sending replicas share with every rank's own count.
 TEST(Digits, SayWhatASharedExchangeTravels) {
   int64_t shared = 0;
   for (const Setting& setting : kSettings) {
@@ -136,7 +136,7 @@ TEST(Digits, AreThoseOfTheIndex) {
   ASSERT_TRUE(digits.has_value());
   EXPECT_EQ((*digits)[0], (Digit{16, 4, 0}));
   EXPECT_EQ((*digits)[1], (Digit{8, 2, 1}));
-  EXPECT_EQ(digits_of(*mesh, 64, std::vector<Cut>{{1, 4}, {0, 1}}), digits);  // the same parts by other cuts
+  EXPECT_EQ(digits_of(*mesh, 64, std::vector<Cut>{{1, 4}, {0, 1}}), digits);  // other cuts that make the same parts
   EXPECT_FALSE(digits_of(*mesh, 65, std::vector<Cut>{{0, 1}}).has_value());
   EXPECT_FALSE(digits_of(*mesh, 0, std::vector<Cut>{{0, 1}}).has_value());
 }

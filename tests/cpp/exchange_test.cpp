@@ -1,4 +1,4 @@
-// What a rank sends and receives in an exchange, against a walk over all pairs of its group.
+// Compares what a rank sends and receives in an exchange with a walk over all pairs of its group.
 #include "moves/exchange.h"
 
 #include <gtest/gtest.h>

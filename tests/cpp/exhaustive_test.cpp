@@ -123,7 +123,7 @@ TEST(Reductions, SumAndAvgMix) {
   }
 }
 
-// Pieces that only _StridedShard makes, and meshes whose ranks are shuffled.
+// Parts that only _StridedShard makes, and meshes with shuffled ranks.
 TEST(Strided, LiteralPiecesAndShuffledMeshesAreRight) {
   const MeshPtr mesh = test::mesh_of({2, 2}, {6, 1, 4, 3});
   const std::vector<std::string> texts{"SS(0,3),R", "SS(0,2),S(0)", "S(0),SS(0,5)", "SS(1,3),S(0)", "R,SS(1,2)",

@@ -1,4 +1,4 @@
-// Figures of the worst rank from classes of ranks, against the same figures of every rank.
+// Compares the figures of the worst rank, found by classes of ranks, with those of every rank.
 #include "moves/extremes.h"
 
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@
 namespace shardwright {
 namespace {
 
-// Of all ranks, one by one; memory by compiling them.
+// The worst figures over all ranks, one by one; memory by compiling their programs.
 void check_traffic(const Plan& plan) {
   TrafficTotals all;
   for (const Rank rank : ranks_of(plan)) {
@@ -85,7 +85,7 @@ TEST(RankClasses, AnswerForEveryRankOnAllLayoutsOfSmallMeshes) {
   EXPECT_GT(plans, 3000);
 }
 
-// Mesh dims long enough for ranks in between; orders, strided shards, shuffled ranks, rounds, shared sending.
+// Mesh dims long enough to have inner ranks; orders, strided shards, shuffled ranks, rounds, shared sending.
 TEST(RankClasses, AnswerForEveryRankOfRandomPlans) {
   const uint64_t seed = 20261122;
   std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
@@ -143,7 +143,7 @@ TEST(RankClasses, AnswerForEveryRankOfRandomPlans) {
   EXPECT_GT(with_classes, 500);
 }
 
-// What is too much to look at is said.
+// If there are too many classes to examine, the result says so.
 TEST(RankClasses, SaysWhereOthersMayHaveMore) {
   const MeshPtr mesh = test::mesh_of({32, 16, 16});
   const Layout src = test::layout_of(mesh, {10007, 3}, "S(0),S(0),S(0)");
@@ -151,7 +151,7 @@ TEST(RankClasses, SaysWhereOthersMayHaveMore) {
   const Plan plan = plan_through({src, dst});
   EXPECT_FALSE(totals(plan).maxima_are_exact);
   EXPECT_FALSE(worst_peak_bytes(plan).is_exact);
-  // The same with equal parts is a matter of digits, of which no rank can have more.
+  // With equal parts the same case is solved by digits, and no rank can need more.
   const Layout even_src = test::layout_of(mesh, {65536, 3}, "S(0),S(0),S(0)");
   const Layout even_dst = test::layout_of(mesh, {65536, 3}, "S(0),S(0),S(0)", {{0, {2, 1, 0}}});
   const Plan even = plan_through({even_src, even_dst});
@@ -159,7 +159,7 @@ TEST(RankClasses, SaysWhereOthersMayHaveMore) {
   EXPECT_TRUE(worst_peak_bytes(even).is_exact);
 }
 
-// The invariant that everything in extremes.h rests on.
+// The invariant that the corners in extremes.h rely on.
 TEST(Layout, FirstCoordinatesHoldTheMost) {
   for (const int64_t n : {0, 1, 5, 7, 12, 30, 31}) {
     for (const char* placements : {"S(0),S(0)", "SS(0,3),S(0)", "S(0),SS(0,2)", "SS(0,5),SS(0,4)"}) {

@@ -66,7 +66,8 @@ TEST_P(Fit, KeepsToTheLimitOrSaysWhichOneItNeeds) {
 INSTANTIATE_TEST_SUITE_P(Program, Fit, testing::Values(Lowering::kNccl, Lowering::kGloo),
                          [](const auto& info) { return std::string(info.param.name); });
 
-// A turned matrix packs all it sends and all it receives: as much again as source and destination.
+// Going from cut rows to cut columns packs all that is sent and all that is received, which takes as much memory again
+// as source and destination.
 TEST(Fit, RoundsShrinkStaging) {
   const MeshPtr mesh = test::mesh_of({4});
   const Layout src = test::layout_of(mesh, {64, 64}, "S(0)");
@@ -83,7 +84,7 @@ TEST(Fit, RoundsShrinkStaging) {
   simulate(plan);
 }
 
-// A sum on every rank of what all contribute, composed: the second step of each round sends what the first reduced.
+// A composed all-reduce: the second step of each round sends what the first reduced.
 TEST(Fit, SumsGoInRoundsToo) {
   for (const int64_t ranks : {2, 4}) {
     for (const char* pending : {"P(sum)", "P(avg)", "P(norm 2)"}) {
@@ -101,13 +102,13 @@ TEST(Fit, SumsGoInRoundsToo) {
       EXPECT_EQ(plan.steps[0].op, StepOp::kAllReduce);
       EXPECT_GT(plan.steps[0].rounds, 1);
       simulate(plan);
-      options.lowering = Lowering::kNccl;  // in place, whatever the limit
+      options.lowering = Lowering::kNccl;  // in place under any limit
       EXPECT_EQ(peak_bytes(make_plan_within(src, dst, options, result)), result);
     }
   }
 }
 
-// Temporaries of a large tensor keep to the larger of source and destination, and some staging.
+// Temporaries of a large tensor take no more than the larger of source and destination, plus some staging.
 TEST(Fit, LimitsTemporariesByItself) {
   const MeshPtr mesh = test::mesh_of({4});
   const Layout src = test::layout_of(mesh, {64, 8192, 8192}, "S(1)");

@@ -198,7 +198,7 @@ TEST(Placement, TextsGoRoundTrip) {
   EXPECT_EQ(parse_placements(" SS(0, 2) , R").size(), 2u);
 }
 
-// Neither number of a process is taken for the other one, and no plain number for either.
+// Rank and Position do not convert to each other, and plain numbers convert to neither.
 TEST(Mesh, RanksAndPositionsAreTypesOfTheirOwn) {
   static_assert(!std::is_convertible_v<int64_t, Rank> && !std::is_convertible_v<Rank, int64_t>);
   static_assert(!std::is_convertible_v<int64_t, Position> && !std::is_convertible_v<Position, Rank>);

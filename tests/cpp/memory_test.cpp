@@ -1,4 +1,4 @@
-// Memory computed without programs, against the programs themselves, on every rank.
+// Compares memory computed without programs with the programs themselves, on every rank.
 #include "program/memory.h"
 
 #include <gtest/gtest.h>
@@ -159,7 +159,7 @@ TEST_P(Memory, IsThatOfTheProgramsOnRandomPlans) {
   }
 }
 
-// Groups too large to look at every pair of.
+// Groups that are too large to examine every pair.
 TEST_P(Memory, IsThatOfTheProgramsOfLargeGroups) {
   const MeshPtr mesh = test::mesh_of({40, 16});
   Checker checker;

@@ -1,4 +1,4 @@
-// What crosses nodes, counted rank by rank against what no plan can avoid.
+// Compares what crosses nodes, counted rank by rank, with what no plan can avoid.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -76,7 +76,7 @@ int64_t bytes_that_enter(const Plan& plan, int64_t node) {
 
 class Nodes : public testing::TestWithParam<Setting> {};
 
-// On 64 nodes of 8, where the ranks of a node all need the same.
+// On 64 nodes of 8 ranks, where all ranks of a node need the same.
 TEST_P(Nodes, GathersToReplicasBringInNothingTwice) {
   const MeshPtr mesh = test::mesh_of(GetParam().mesh);
   ASSERT_EQ(mesh->size(), 512);

@@ -1,4 +1,4 @@
-// The instructions that transfers must come after, against every element of memory that instructions touch.
+// Compares the instructions that transfers must come after with the elements of memory that instructions touch.
 #include "program/order.h"
 
 #include <gtest/gtest.h>
@@ -39,7 +39,7 @@ struct Touched {
   }
 };
 
-// Gives memory that was freed to whoever asks next, as allocators do that know one stream only.
+// Reuses freed memory for the next request, like an allocator that knows only one stream.
 class Allocator {
  public:
   int64_t take(int64_t size) {
@@ -63,7 +63,7 @@ class Allocator {
   std::map<int64_t, int64_t> free_;
 };
 
-// Where each buffer of a program lies if they are allocated and freed as their lives go.
+// Returns the place of each buffer of a program if buffers are allocated and freed as their lives begin and end.
 std::vector<int64_t> addresses_of(const Program& program) {
   std::vector<int64_t> addresses(program.buffers.size(), 0);
   Allocator allocator;
@@ -148,7 +148,8 @@ class TouchedBytes {
   Touched touched_;
 };
 
-// A transfer may run beside all compute from what it comes after to its Wait: none of that may meet its memory.
+// A transfer may run concurrently with all compute between the instruction it comes after and its Wait, so none of that
+// compute may touch its memory.
 void check_order(const Program& program) {
   const std::vector<int> order = order_of_transfers(program);
   const auto n = static_cast<int>(program.instructions.size());
@@ -220,7 +221,7 @@ TEST(Order, OfPlansToo) {
   }
 }
 
-// By transfer, in order: the chunk whose product it comes after; -1 for none.
+// For each transfer, in order: the chunk whose product it comes after; -1 for none.
 std::vector<int> chunks_in_front(const Program& program) {
   const std::vector<int> order = order_of_transfers(program);
   std::vector<int> chunks;
@@ -244,8 +245,8 @@ TEST(Order, TransfersOfAGatherWaitForTheirSlotAlone) {
     const auto of = [&](int64_t depth) {
       return chunks_in_front(compile(gather, {Method::kRing, 6, {}, depth}, Rank{2}));
     };
-    // What arrives in place meets nothing; elsewhere chunk c + depth + 1 has the slot of chunk c. The own part is
-    // chunk 0 of the products, in nobody's slot.
+    // Chunks that arrive in place conflict with nothing; otherwise chunk c + depth + 1 has the slot of chunk c. The
+    // rank's own part is chunk 0 of the products and has no slot.
     EXPECT_EQ(of(1), keeps ? std::vector<int>(5, -1) : (std::vector<int>{-1, -1, 1, 2, 3}));
     EXPECT_EQ(of(3), keeps ? std::vector<int>(5, -1) : (std::vector<int>{-1, -1, -1, -1, 1}));
     EXPECT_EQ(of(5), std::vector<int>(5, -1));
@@ -261,7 +262,7 @@ TEST(Order, TransfersOfAScatterWaitForTheirProduct) {
   EXPECT_EQ(chunks_in_front(compile(scatter, {Method::kCollective, 3, {}, 2}, Rank{2})), (std::vector<int>{0, 1, 2}));
 }
 
-// Buffers by hand: b0 the input of 8 elements, b1 and b2 temporaries, b3 the result.
+// Buffers made by hand: b0 is the input of 8 elements, b1 and b2 are temporaries, b3 is the result.
 Program by_hand(std::vector<Operation> operations) {
   Program program;
   program.buffers = {
@@ -290,13 +291,13 @@ TEST(Order, ByHand) {
   EXPECT_EQ(last_of({first, second, move(range(0, 0, 4), range(3, 3, 4))}), 0);
   EXPECT_EQ(last_of({Cast{range(0, 0, 8), range(3, 0, 8)}, move(range(0, 0, 4), range(1, 0, 4))}), 0);
   EXPECT_EQ(last_of({Cast{range(3, 0, 2), range(1, 0, 2)}, second, move(range(0, 0, 4), range(3, 0, 4))}), 0);
-  // A read before a read is nothing.
+  // Two reads do not conflict.
   EXPECT_EQ(last_of({first, Cast{range(3, 0, 2), range(1, 0, 2)}, move(range(3, 0, 2), range(1, 4, 8))}), 0);
-  // Where a life begins, all before it counts, Waits too; not where it has begun.
+  // The first use of a buffer comes after all earlier instructions, Waits too; later uses do not.
   const Operation other = move(range(0, 0, 4), range(1, 0, 4));
   EXPECT_EQ(last_of({other, Wait{Ticket{0}}, move(range(0, 4, 8), range(2, 0, 4))}), 1);
   EXPECT_EQ(last_of({other, Wait{Ticket{0}}, move(range(0, 4, 8), range(1, 4, 8))}), -1);
-  // What another transfer brought.
+  // Data that another transfer received.
   EXPECT_EQ(last_of({other, Wait{Ticket{0}}, first, move(range(1, 0, 4), range(1, 4, 8))}), 1);
 }
 

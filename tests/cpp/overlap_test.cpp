@@ -1,4 +1,4 @@
-// Products in chunks, on simulated ranks, against sums over global indices.
+// Compares products in chunks, on simulated ranks, with sums over global indices.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -76,7 +76,8 @@ Region out_region(const Contraction& axes, const Region& lhs, const Region& rhs)
   return out;
 }
 
-// The scale of an operand's row, which is its place along the axes that are not summed over; {}: of all of it.
+// Returns the scale of an operand's row, given its indices along the axes that are not summed over; {} for one scale of
+// the whole operand.
 double scale(int tensor, const Index& row) { return 1 + std::fabs(element(tensor + 90, row)); }
 
 Index row_at(const Contraction& axes, const std::vector<int>& operand, const Index& out) {
@@ -110,7 +111,7 @@ Values scales_of(int tensor, const Contraction& axes, const std::vector<int>& op
   return values;
 }
 
-// Of the scales of its rows.
+// Returns the layout of the scales of an operand's rows.
 Layout layout_of_rows(const Contraction& axes, const std::vector<int>& operand, const Layout& layout) {
   const std::vector<int> dims = free_dims_of(axes, operand);
   std::vector<int64_t> shape;
@@ -126,7 +127,7 @@ Layout layout_of_rows(const Contraction& axes, const std::vector<int>& operand, 
   return Layout(layout.mesh_ptr(), shape, DType::parse("float32"), placements);
 }
 
-// With none, and where operands are of 8 bits with both kinds of scales instead.
+// Runs without scales, or with both kinds of scales for operands of 8 bits.
 std::vector<std::optional<bool>> kinds_of_scales(const DType& operands) {
   if (operands.size_bytes() > 1) return {std::nullopt};
   return {false, true};
@@ -162,7 +163,7 @@ std::vector<std::pair<bool, std::optional<bool>>> pairs_of(const std::vector<boo
   return pairs;
 }
 
-// Every schedule, on every rank: results, what is kept, and bytes, which chunks do not change.
+// Every schedule on every rank: results, what is kept, and bytes, which do not depend on the chunks.
 void check_gather(const Layout& src, const Layout& dst, const std::vector<std::pair<std::string, Layout>>& others,
                   bool has_bias) {
   for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
@@ -271,7 +272,7 @@ void check_scatter(const Layout& src, const Layout& dst,
           expected.resize(part.size(), 0.0);
           for (size_t i = 0; i < part.size(); ++i) expected[i] += part[i];
         }
-        if (has_addend) {  // once from every rank that is summed over
+        if (has_addend) {  // added once by every rank that is summed over
           const auto times = static_cast<double>(src.mesh().group_size(src.partial_dims()));
           const Values added = part_of(77, dst, p);
           for (size_t i = 0; i < added.size(); ++i) expected[i] += times * added[i];
@@ -442,7 +443,7 @@ TEST(Overlap, ScalesWhatItGathers) {
                    false);
     }
     for (const char* cut : {"S(0)", "S(1)", "S(2)"}) {
-      // Rows in two dims, in either order; along the summed axis sums are carried in float32.
+      // Rows in two dims, in either order; sums along the summed axis are sent in float32.
       for (const char* axes : {"bsk,nk->bsn", "bsk,nk->sbn"}) {
         check_gather(layout_on(mesh, {2, 5, 6}, {cut}, kE4m3), layout_on(mesh, {2, 5, 6}, {"R"}, kE4m3),
                      {{axes, layout_on(mesh, {3, 6}, {"R"}, kE4m3)}}, false);
@@ -481,7 +482,7 @@ TEST(Overlap, ScalesWhatItSums) {
   }
 }
 
-// The own part is multiplied before anybody waits for scales, or for anything.
+// A rank's own part is multiplied before the rank waits for scales or anything else.
 TEST(Overlap, OwnPartsDoNotWaitForScales) {
   const MeshPtr mesh = mesh_of({4});
   const auto x = [&](const char* placement) { return layout_on(mesh, {8, 16}, {placement}, kE4m3); };
@@ -505,7 +506,7 @@ TEST(Overlap, OwnPartsDoNotWaitForScales) {
   }
 }
 
-// Calls visit with each product's chunk and the chunks under way beside it, started and not waited for.
+// Calls visit with each product's chunk and the chunks under way then, which are started and not waited for.
 void for_each_product(const Program& program, const std::function<void(int, const std::set<int>&)>& visit) {
   std::set<int> under_way;
   for (const Instruction& instruction : program.instructions) {
@@ -533,7 +534,7 @@ TEST(Overlap, ChunksTravelWhileOthersAreMultiplied) {
       {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {16, 8}, {"S(1)"}), layout_on(mesh, {5, 8}, {"S(1)"})}}};
   for (const int depth : {1, 2, 3, 100}) {
     int products = 0;
-    // Of a gather the own part is chunk 0, of a scatter the last one.
+    // In a gather the own part is chunk 0, in a scatter the last chunk.
     for_each_product(compile(Matmul(gather), {Method::kRing, 4, {}, depth}, Rank{1}),
                      [&](int chunk, const auto& under_way) {
                        EXPECT_EQ(chunk, products++);

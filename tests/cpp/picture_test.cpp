@@ -22,13 +22,13 @@ using test::all_layouts;
 using test::layout_of;
 using test::mesh_of;
 
-// ---- reading a picture back: as much of XML as pictures use, and not a bit more
+// ---- reading a picture back, with the part of XML that pictures use
 
 struct Element {
   std::string name;
   std::map<std::string, std::string> attributes;
-  std::string text;   // its own, as it reads
-  std::string title;  // of its <title>
+  std::string text;   // its own text, decoded
+  std::string title;  // the text of its <title>
   int parent = -1;
 };
 
@@ -194,7 +194,7 @@ Plan plan_of(const std::vector<int64_t>& mesh_sizes, const std::vector<int64_t>&
   return make_plan(layout_of(mesh, shape, src), layout_of(mesh, shape, dst), options);
 }
 
-// A plan in which replicas share the sending, whatever the planner thinks of it.
+// A plan in which replicas share the sending, even if the planner would not choose it.
 Plan shared_plan(Sharing sharing, const std::vector<int64_t>& shape) {
   Plan plan = plan_of({2, 3}, shape, "R,S(0)", "R,S(1)");
   plan.steps[0].op = StepOp::kExchange;
@@ -244,7 +244,7 @@ TEST(Picture, ThisReaderRefusesWhatIsNotWellFormed) {
   EXPECT_THROW(Document("<a>\x01</a>"), std::runtime_error);
 }
 
-// Text as wide as fonts may make it stays on the page, and clear of other text.
+// With the widest plausible fonts, text stays on the page and does not overlap other text.
 TEST(Picture, TextIsNeitherCutOffNorOverlapping) {
   for (const Plan& plan : many_plans()) {
     const Document picture(to_svg(plan));
@@ -322,7 +322,7 @@ TEST(Picture, FillsWhatARankHolds) {
   }
 }
 
-// What arrives in parts adds up to what is held, whoever sends it.
+// The parts that arrive add up to what is held, whoever sends them.
 TEST(Picture, FillsTheShareOfTheTensor) {
   for (const Plan& plan : many_plans()) {
     const int64_t num_ranks = plan.src.mesh().size();

@@ -1,4 +1,4 @@
-// The cache of plans: its key is everything that plans depend on, and its size is bounded.
+// The cache of plans: its key has everything that plans depend on, and its size is bounded.
 #include "planning/plan_cache.h"
 
 #include <gtest/gtest.h>
@@ -21,8 +21,8 @@ TEST(PlanCache, KeepsWhatWasAskedForLast) {
   const CertifiedPlanPtr first = cache.get(request("S(0),R"));
   EXPECT_EQ(cache.get(request("S(0),R")), first);
   cache.get(request("S(1),R"));
-  EXPECT_EQ(cache.get(request("S(0),R")), first);  // now the latest
-  cache.get(request("R,S(0)"));                    // S(1),R goes
+  EXPECT_EQ(cache.get(request("S(0),R")), first);  // now the most recently used
+  cache.get(request("R,S(0)"));                    // evicts S(1),R
   EXPECT_EQ(cache.get(request("S(0),R")), first);
   EXPECT_EQ(cache.counts().hits, 3);
   EXPECT_EQ(cache.counts().misses, 3);
@@ -84,7 +84,7 @@ TEST(PlanCache, GivesWhatIsPinnedAndForgetsNothingForIt) {
   EXPECT_EQ(cache.get({src, dst, with_pins}), pinned);
   EXPECT_EQ(cache.get({src, other, with_pins}), unpinned);
   EXPECT_EQ(cache.get({src, dst, bare}), searched);
-  // Another lowering is another pair.
+  // Another lowering is another key.
   const ContextPtr nccl = PlanningContext::make({Lowering::kNccl}, std::nullopt, pins);
   EXPECT_NE(cache.get({src, dst, nccl}), pinned);
 }

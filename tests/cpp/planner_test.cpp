@@ -77,7 +77,7 @@ TEST(Planner, SlicesOverReplicasReducesOnceAndGathers) {
   EXPECT_EQ(totals(plan).received_bytes_sum, bound.bytes_sum) << "1.09 of the tensor a rank, not 1.75";
 }
 
-// 8 nodes of 4. What enters a node is a gather's bound: all that its ranks together do not hold.
+// 8 nodes of 4. A gather is bounded by what enters a node: all that its ranks together do not hold.
 TEST(Planner, GathersAcrossNodesFirst) {
   const MeshPtr mesh = mesh_of({8, 4});
   Topology topology = Topology::named("64x8");
@@ -107,7 +107,7 @@ TEST(Planner, ReducesWithinNodesFirst) {
   }
 }
 
-// One reduction, no native one, and every program sums the contributions in the order of positions.
+// There is one reduction, it is not native, and every program adds the contributions in the order of positions.
 TEST(Planner, ReducesInOrder) {
   const MeshPtr mesh = mesh_of({8, 4});
   Topology topology = Topology::named("64x8");
@@ -137,7 +137,7 @@ TEST(Planner, ReducesInOrder) {
   }
 }
 
-// Programs speak of global ranks, also where the mesh has others than its positions, in another order.
+// Programs use global ranks, also if the ranks of a mesh differ from its positions.
 TEST(Planner, ProgramsAreForRanks) {
   const MeshPtr mesh = mesh_of({2, 2}, {9, 4, 7, 2});
   const Plan plan = make_plan(layout_of(mesh, {6, 5}, "S(0),P"), layout_of(mesh, {6, 5}, "R,S(1)"));
@@ -187,7 +187,7 @@ TEST(Planner, TakesAGivenWay) {
   EXPECT_THROW(plan_through({src}), UserError);
 }
 
-// The figures that take no walk over the group, against one.
+// Compares the figures that are computed without a walk over the group with those of a walk.
 TEST(Traffic, IsWhatEveryPairOfRanksSays) {
   int64_t compared = 0;
   for (const auto& sizes : std::vector<std::vector<int64_t>>{{4}, {2, 3}, {2, 2, 2}}) {
@@ -220,7 +220,7 @@ TEST(Traffic, IsWhatEveryPairOfRanksSays) {
   EXPECT_GT(compared, 1000);
 }
 
-// On a mesh too large to be walked, the sum is the one that a walk finds.
+// On a mesh too large for a walk, the sum equals what a walk over all ranks finds.
 TEST(Traffic, SumsWithoutAWalk) {
   const MeshPtr mesh = mesh_of({32, 16, 16});
   for (const auto& [src, dst] : std::vector<std::pair<const char*, const char*>>{
@@ -263,8 +263,8 @@ TEST(Planner, UnevenGatherOverMergedDimsIsRight) {
   EXPECT_EQ(simulate(plan).received_bytes_sum, (4 * 5 - 5) * 3 * 4) << "no padding travels";
 }
 
-// The least that the worst rank can send: holders of an element can share what is sent of it, and ranks either hold all
-// the same or nothing in common. Counted element by element.
+// The least that the worst rank can send, counted element by element: holders of an element can share the sending, and
+// two ranks hold either the same elements or none in common.
 int64_t least_worst_sent(const Layout& src, const Layout& dst) {
   const int64_t ranks = src.mesh().size();
   const auto owners = [&](const Layout& layout) {
@@ -283,7 +283,7 @@ int64_t least_worst_sent(const Layout& src, const Layout& dst) {
   };
   const auto holders = owners(src);
   const auto receivers = owners(dst);
-  std::map<std::set<int64_t>, int64_t> sent;  // by those who hold it
+  std::map<std::set<int64_t>, int64_t> sent;  // elements sent, by the set of ranks that hold them
   for (size_t e = 0; e < holders.size(); ++e) {
     for (const int64_t p : receivers[e]) sent[holders[e]] += holders[e].count(p) == 0 ? 1 : 0;
   }
@@ -341,7 +341,7 @@ INSTANTIATE_TEST_SUITE_P(Planner, FewestBytes,
                            return "mesh_" + join(info.param.mesh, "x") + "_shape_" + join(info.param.shape, "x");
                          });
 
-// A move takes its name from some ranks of its group, not from a corner for each of 2^30 subsets of mesh dims.
+// A move is named after examining some ranks of its group, not a corner for each of 2^30 subsets of mesh dims.
 TEST(Planner, NamesMovesOverManyMeshDims) {
   std::vector<int64_t> sizes(30, 1);
   sizes[7] = 2;

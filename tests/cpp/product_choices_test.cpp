@@ -1,4 +1,4 @@
-// The chosen cuts of a product, and the move chosen to overlap with it, against brute force.
+// Compares the chosen cuts of a product, and the move chosen to overlap with it, with brute force.
 #include <gtest/gtest.h>
 
 #include <set>
@@ -11,7 +11,7 @@
 namespace shardwright {
 namespace {
 
-// Of one weight, without scales, with a cost for everything written out again.
+// For one weight without scales, with an independent implementation of all costs.
 int64_t cost_of(const ProductProblem& problem, const AxisCuts& cuts) {
   const auto [operand, weight, result] = AxisLetters::parse(problem.axes[0]);
   const Mesh& mesh = problem.operand.mesh();
@@ -46,7 +46,7 @@ int64_t cost_of(const ProductProblem& problem, const AxisCuts& cuts) {
   return total + problem.context.gemm_model(problem.operand.dtype()).picoseconds(m, n, k, 1, 4);
 }
 
-// Every way to cut an axis, or none, along each mesh dim, of those that some tensor is cut along there.
+// Returns every choice, along each mesh dim, of no axis or one that some tensor is cut in along this mesh dim.
 std::vector<AxisCuts> all_cuts(const ProductProblem& problem) {
   const auto [operand, weight, result] = AxisLetters::parse(problem.axes[0]);
   std::vector<AxisCuts> all{""};
@@ -82,7 +82,7 @@ TEST(ProductChoices, ChoosesTheCutsOfLeastPredictedTime) {
     std::optional<int64_t> least;
     for (const AxisCuts& cuts : all_cuts(problem)) {
       const int64_t cost = cost_of(problem, cuts);
-      if (!least || cost < *least) best = cuts;  // the first of equals
+      if (!least || cost < *least) best = cuts;  // the first of equal ones
       least = std::min(least.value_or(cost), cost);
     }
     EXPECT_EQ(choose_cuts(problem, MovePlanner(problem.context, cache)), best) << "seed " << seed;

@@ -18,7 +18,7 @@ constexpr int kProblems = 400;
 
 using Parts = std::vector<Payload>;  // by position
 
-// Runs programs of all ranks, which are positions; outputs by their number, then by position.
+// Runs the programs of all ranks, which equal positions. Returns outputs by their number, then by position.
 std::vector<Parts> run(const std::vector<Program>& programs, const std::vector<const Parts*>& inputs) {
   std::vector<std::vector<Payload>> by_position(programs.size());
   for (const Parts* parts : inputs) {
@@ -34,7 +34,7 @@ std::vector<Parts> run(const std::vector<Program>& programs, const std::vector<c
   return outputs;
 }
 
-// Every node on all ranks, with values released when the list says so.
+// Runs every node on all ranks, and releases values when the list says so.
 class Runner {
  public:
   Runner(const Dataflow& flow, std::vector<Parts> inputs) : flow_(flow), values_(flow.values.size()) {

@@ -26,7 +26,7 @@ inline Layout layout_on(const MeshPtr& mesh, std::vector<int64_t> shape, const s
   return Layout(mesh, std::move(shape), DType::parse(dtype), parsed);
 }
 
-// Every method with several numbers of chunks, and several numbers of them under way.
+// Every method with several numbers of chunks and several depths.
 inline std::vector<Schedule> schedules(const Matmul& matmul) {
   std::vector<Schedule> all{{Method::kSerial, 1}};
   if (why_only_serial(matmul)) return all;
@@ -41,7 +41,7 @@ inline std::vector<Schedule> schedules(const Matmul& matmul) {
   if (all_reduces) return all;
   all.push_back({.method = Method::kRing, .chunks = 2 * k, .depth = 3, .sms_left = 16});
   all.push_back({.method = Method::kRing, .chunks = k, .depth = k});
-  // By hand: farthest first, and all but the farthest together.
+  // Distances given by hand: the farthest first, then all others together.
   Schedule backwards{Method::kRing, k, {}};
   backwards.depth = 2;
   Schedule together{Method::kRing, 3, {{}, {k - 1}}};
@@ -52,14 +52,14 @@ inline std::vector<Schedule> schedules(const Matmul& matmul) {
   return all;
 }
 
-// What a product may be, at random: axes in any order, cut by any mesh dims, moved from or to anything.
+// A random product: axes in any order, cut by any mesh dims, tensors moved from or to any layout.
 class RandomProduct {
  public:
   explicit RandomProduct(unsigned seed) : random_(seed) {
     std::vector<int64_t> mesh_sizes;
     for (int64_t d = 0, dims = pick(1, 2); d < dims; ++d) mesh_sizes.push_back(pick(1, dims == 1 ? 4 : 3));
     mesh_ = mesh_of(mesh_sizes);
-    // Of the axes a to f, two or so are free in lhs, one or two in rhs, one or two summed.
+    // Of the axes a to f, about two are free in lhs, one or two are free in rhs, and one or two are summed.
     std::string lhs;
     std::string rhs;
     std::string out;
@@ -70,7 +70,7 @@ class RandomProduct {
     for (std::string* letters : {&lhs, &rhs, &out}) std::shuffle(letters->begin(), letters->end(), random_);
     text = lhs + "," + rhs + "->" + out;
     for (size_t d = 0; d < mesh_sizes.size(); ++d) {
-      // Cut along one axis while it is computed, or along none.
+      // The product is cut along one axis, or along none.
       const int64_t axis = pick(-1, static_cast<int64_t>(sizes_.size()) - 1);
       cuts_.push_back(axis < 0 ? '-' : static_cast<char>('a' + axis));
     }
@@ -83,7 +83,7 @@ class RandomProduct {
   }
   Layout out(const char* dtype) { return during(text.substr(text.find('>') + 1), dtype, true); }
 
-  // The same tensor cut in any other way, or replicated.
+  // Returns the same tensor cut in any other way, or replicated.
   Layout elsewhere(const Layout& layout) {
     std::vector<std::string> placements;
     for (size_t d = 0; d < cuts_.size(); ++d) {

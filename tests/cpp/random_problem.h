@@ -19,7 +19,7 @@ inline const ProductContext& context(const Lowering& lowering) {
   return contexts[lowering == Lowering::kNccl ? 0 : 1];
 }
 
-// Any axes, sizes and placements, one to three weights, cuts given or not, scaled or not.
+// Returns a problem with any axes, sizes and placements, one to three weights, with or without given cuts and scales.
 class RandomProblem {
  public:
   explicit RandomProblem(unsigned seed) : random_(seed) {

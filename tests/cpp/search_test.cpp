@@ -1,4 +1,4 @@
-// The planner's choice against a search without shortcuts: all layouts, all moves between them, no bounds.
+// Compares the planner's choice with a search without shortcuts: all layouts, all moves between them, no bounds.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,8 +20,8 @@ namespace {
 
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max() / 4;
 
-// Every layout by its parts: every order of cuts, each cut with every split factor that gathered mesh dims could have
-// left. What differs by name alone is one state.
+// Every layout, identified by its parts: every order of cuts, each cut with every split factor that gathered mesh dims
+// can leave. Layouts that differ only by name are one state.
 std::vector<Layout> all_states(const MeshPtr& mesh, const std::vector<int64_t>& shape) {
   std::vector<Layout> states;
   std::set<std::vector<int64_t>> seen;
@@ -76,7 +76,7 @@ struct Edge {
   std::optional<std::pair<Step, StepFigures>> sharing;
 };
 
-// By all replicas that will cut, where equal parts differ between them.
+// Returns the step with its sending shared in whole messages, if parts have equal size and sharing helps.
 std::optional<Step> sharing_messages(const Step& step) {
   if (!step.before.has_equal_parts() || !step.after.has_equal_parts()) return std::nullopt;
   const Step sharing = shared_if_it_helps(step, Sharing::kMessages, {});
@@ -99,7 +99,7 @@ class BruteForce {
 
   size_t size() const { return states_.size(); }
 
-  // The state that is this layout, perhaps by another name.
+  // Returns the state of this layout, which may have another name.
   size_t find(const Layout& layout) const {
     for (size_t s = 0; s < states_.size(); ++s) {
       if (states_[s].partial_dims() == layout.partial_dims() && has_same_regions(states_[s], layout)) return s;
@@ -143,7 +143,7 @@ class BruteForce {
     return distance;
   }
 
-  // One shortest way, as text.
+  // Returns one shortest path as text.
   std::string route(const std::vector<std::vector<int64_t>>& distances, size_t from, size_t to) const {
     std::string text = "a shorter way: " + states_[from].placements_string();
     while (from != to) {
@@ -170,7 +170,7 @@ struct Setting {
   std::vector<int64_t> mesh;
   std::vector<int64_t> shape;
   Lowering lowering;
-  size_t stride;  // every how many-th pair is looked at
+  size_t stride;  // only every stride-th pair is checked
 };
 
 void PrintTo(const Setting& setting, std::ostream* out) {
@@ -198,7 +198,7 @@ TEST_P(AgainstBruteForce, NoSequenceOfMovesIsFaster) {
       if (a == b || !ends[b].partial_dims().empty()) continue;
       const Plan plan = make_plan(ends[a], ends[b], {setting.lowering, Objective::kTime, false, topology});
       const int64_t fastest = distances[state_of[a]][state_of[b]];
-      // Whether unequal parts are one move apart may depend on their names, of which brute force has one.
+      // Whether unequal parts are one move apart may depend on their names, and brute force knows only one of them.
       const bool may_be_faster = !ends[a].has_equal_parts() || !ends[b].has_equal_parts();
       const bool is_as_fast = predicted_picoseconds(plan) == fastest;
       ASSERT_TRUE(is_as_fast || (may_be_faster && predicted_picoseconds(plan) < fastest))
@@ -240,7 +240,7 @@ INSTANTIATE_TEST_SUITE_P(Search, AgainstBruteForce, testing::ValuesIn(settings()
          std::string(info.param.lowering.name);
 });
 
-// Every move between the cuts of the two ends takes long to work out, and a sum is pending.
+// The figures of every move between the cuts of the two ends take long to compute, and a sum is pending.
 TEST(Search, FindsAPlanWhereUnequalPartsFallIntoVeryManyPieces) {
   const MeshPtr mesh = test::mesh_of({64, 128, 128});
   for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {

@@ -52,7 +52,7 @@ void PrintTo(const Change& change, std::ostream* out) { *out << change.name; }
 
 class Refused : public testing::TestWithParam<Change> {};
 
-// P(sum) is reduced over replicas of a slice, which are gathered again: slice, all_reduce, all_gather.
+// A slice of P(sum) is reduced, and the replicas of the slice are gathered again: slice, all_reduce, all_gather.
 TEST_P(Refused, AsItsStepsDoNotLeadThere) {
   const MeshPtr mesh = mesh_of({8, 8});
   Plan plan = make_plan(layout_of(mesh, {1024, 1024}, "P,R"), layout_of(mesh, {1024, 1024}, "R,R"));
@@ -98,7 +98,7 @@ TEST(Serialize, RefusesStepsWithoutEnd) {
   EXPECT_THROW(from_bytes(to_bytes(plan)), UserError);
 }
 
-// A mesh dim whose ranks hold different contributions cannot be one whose ranks share the sending.
+// Ranks that hold different contributions cannot share the sending.
 TEST(Serialize, RefusesSharingAmongContributions) {
   const MeshPtr mesh = mesh_of({2, 2, 2});
   Plan plan = make_plan(layout_of(mesh, {8, 8}, "P,S(0),R"), layout_of(mesh, {8, 8}, "P,S(1),R"));

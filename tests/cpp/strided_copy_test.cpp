@@ -1,4 +1,4 @@
-// Prepared copies against the plain ones of copy_boxes.h: in runs, as on CPU, and word by word, as on a GPU.
+// Compares prepared copies with the plain ones of copy_boxes.h: in runs, as on CPU, and word by word, as on a GPU.
 #include "program/strided_copy.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@ namespace {
 
 using Bytes = std::vector<unsigned char>;
 
-// As one thread, as several, and as threads that each take very little.
+// With one thread, with several, and with threads that each copy very little.
 void serially(int64_t count, int64_t, const std::function<void(int64_t, int64_t)>& body) { body(0, count); }
 void one_by_one(int64_t count, int64_t, const std::function<void(int64_t, int64_t)>& body) {
   for (int64_t i = count; i-- > 0;) body(i, i + 1);
@@ -26,7 +26,7 @@ void in_thirds(int64_t count, int64_t, const std::function<void(int64_t, int64_t
   }
 }
 
-// What the CUDA kernel does, for all words of all boxes.
+// Does what the CUDA kernel does, for all words of all boxes.
 void word_by_word(const StridedCopy& copy, const unsigned char* src, unsigned char* dst) {
   for (const WordBoxes& boxes : copy.at(src, dst)) {
     const auto count = static_cast<int64_t>(boxes.boxes.size());
@@ -46,7 +46,7 @@ struct Arrays {
   int64_t dst_items = 0;
 };
 
-// Boxes of a row-major array, packed one behind the other, with some elements in front.
+// Boxes of a row-major array, packed one after the other, with some elements before the first.
 Arrays random_boxes(std::mt19937& random, size_t max_dims, int64_t max_boxes) {
   const auto up_to = [&](int64_t most) { return std::uniform_int_distribution<int64_t>(0, most)(random); };
   Arrays arrays;
@@ -75,7 +75,7 @@ Arrays random_boxes(std::mt19937& random, size_t max_dims, int64_t max_boxes) {
   return arrays;
 }
 
-// Packs, and puts back what was packed, from and to memory that begins at odd addresses too.
+// Packs and unpacks, also from and to memory that begins at odd addresses.
 void check(const Arrays& arrays, int64_t item, size_t src_shift, size_t dst_shift) {
   Bytes src(static_cast<size_t>(arrays.src_items * item) + src_shift);
   for (size_t i = 0; i < src.size(); ++i) src[i] = static_cast<unsigned char>(i * 37 + 11);

@@ -1,5 +1,5 @@
-// Many threads use what they may share: plans, certificates, prepared copies, compilers. `make tsan` runs this under
-// the thread sanitizer.
+// Many threads use shared objects: plans, certificates, prepared copies, compilers. `make tsan` runs this under the
+// thread sanitizer.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kThreads = 8;
 
-// Runs `body(thread)` on all threads, which begin together.
+// Runs `body(thread)` on all threads, which start together.
 void together(const std::function<void(int)>& body) {
   std::atomic<int> waiting{kThreads};
   std::vector<std::thread> threads;
@@ -47,7 +47,7 @@ TEST(Threads, ShareAPlanCacheAndCertificates) {
   std::vector<std::string> expected;
   for (const Layout& src : sources) expected.push_back(to_string(make_plan(src, dst)));
   const ContextPtr context = PlanningContext::make({});
-  PlanCache cache(3);  // smaller than what is asked for, so that plans come and go
+  PlanCache cache(3);  // fewer than the plans requested, so that some are evicted
   std::atomic<int64_t> asked{0};
   together([&](int t) {
     for (int turn = 0; turn < 40; ++turn) {
@@ -81,7 +81,7 @@ TEST(Threads, CopyTogetherByOnePreparedCopy) {
   };
   together([&](int t) {
     for (int turn = 0; turn < 10; ++turn) {
-      // Of different alignment: tables are made by whoever comes first.
+      // Addresses of different alignment; whichever thread comes first makes the table.
       std::vector<float> dst(src.size() + 4);
       run(copy, src.data(), dst.data() + t % 4, by_threads);
       EXPECT_TRUE(std::equal(expected.begin(), expected.end(), dst.begin() + t % 4));

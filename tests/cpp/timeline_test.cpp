@@ -12,7 +12,7 @@
 namespace shardwright {
 namespace {
 
-// 10 processors of 1 flop per ps for 16 bits, tiles of 64 x 64, nothing else costs.
+// 10 processors of 1 flop per ps for 16 bits, and tiles of 64 x 64; nothing else takes time.
 const GemmModel kPlain{"plain", 10, 64, 64, 1'000'000, 0, 0, 0};
 
 TEST(GemmModel, CountsWavesOfTiles) {
@@ -58,10 +58,10 @@ TEST(GemmModel, CountsWavesOfWholeTilesAndLeavesProcessors) {
   EXPECT_EQ(kPlain.leaving(100).num_processors, 1);
 }
 
-// The same rate by one processor: a host, which does one thing after the other.
+// One processor with the same rate: a host, which does one thing after the other.
 const GemmModel kHost{"host", 1, 640, 64, 10'000'000, 0, 0, 0};
 
-// One byte takes one ps, a transfer 100 ps; nothing else costs.
+// One byte takes one ps, and a transfer 100 ps; nothing else takes time.
 Topology bytes_only(int64_t ps_per_byte = 1) {
   return {"test", 0, 100, 0, {0, 1024 * ps_per_byte}, {0, 1024 * ps_per_byte}, {}};
 }
@@ -119,19 +119,19 @@ TEST(Timeline, HostsGainFromTransfersStartedAhead) {
 TEST(Timeline, TransfersOnDevicesWaitForProductsThatLeaveNothing) {
   const Matmul matmul = gather_of(4, 2560, 64, 64);
   const int64_t transfer = 100 + kPart;
-  // The first transfer is there before the own product. The second has a slot of its own, becomes ready while the own
-  // product runs and begins behind it, beside the next. The third has the slot of the first: the product over that lets
-  // it go when another begins, so it comes behind both, and is waited for alone.
+  // The first transfer is done before the own product. The second has its own slot, becomes ready while the own product
+  // runs, and begins after it, together with the next product. The third needs the slot of the first, which the product
+  // over it only releases when the next product begins, so it comes after both, and is waited for alone.
   EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 1}, kPlain).total_ps, 4 * kTile + transfer);
   EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 1}, slowed_by_half(kPlain)).total_ps,
             4 * kTile + transfer + 2 * (transfer / 2));
-  // With slots for all, each begins behind the product before it.
+  // If there are slots for all, each transfer begins after the product before it.
   EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 3}, kPlain).total_ps, 4 * kTile);
   EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 3}, slowed_by_half(kPlain)).total_ps,
             4 * kTile + 3 * (transfer / 2));
 }
 
-// Of 1,280 rows that are summed over two ranks, each keeps 640.
+// 1,280 rows are summed over two ranks, and each rank keeps 640.
 Matmul scatter_of_two() {
   const auto mesh = std::make_shared<Mesh>(std::vector<std::string>{"a"}, std::vector<int64_t>{2});
   const auto layout = [&](std::vector<int64_t> shape, const char* placement) {
@@ -145,18 +145,18 @@ Matmul scatter_of_two() {
 
 TEST(Timeline, TransfersOnDevicesBeginBesideProductsThatLeaveProcessors) {
   const Matmul matmul = scatter_of_two();
-  // The block that is sent is there when the own product begins, which takes all processors first.
+  // The block to send is ready when the own product begins, which takes all processors first.
   EXPECT_EQ(predict(matmul, {Method::kRing, 2}, kPlain).total_ps, 2 * kTile + 100 + kPart);
   EXPECT_EQ(predict(matmul, {Method::kRing, 2}, kHost).total_ps, 2 * kTile);
-  // Of 10 processors 8 are left to the own product, not to the first, which has nothing beside it: 10 tiles are a wave
-  // of 8, and 2 in quarters, which cost 30% more. The transfer begins behind the first of two waves, and has 2 of the
-  // 16 processors it needs.
+  // The own product has 8 of the 10 processors; the first product has all, because nothing runs during it. 10 tiles are
+  // one wave of 8, and 2 in quarters, which take 30% longer. The transfer begins after the first of two waves and has 2
+  // of the 16 processors it needs.
   const int64_t own = kTile + kTile * 130 / 100 / 4;
   const auto two_left = predict(matmul, {Method::kRing, 2, {}, 1, 2}, slowed_by_half(kPlain));
   EXPECT_EQ(two_left.total_ps, kTile + own / 2 + 100 + kPart * 8);
   EXPECT_EQ(two_left.gemm_ps, 2 * kTile);
   EXPECT_EQ(two_left.communication_ps, 100 + kPart);
-  // Hosts leave nothing.
+  // On hosts, products leave no processors to transfers.
   EXPECT_EQ(predict(matmul, {Method::kRing, 2, {}, 1, 2}, kHost).total_ps, 2 * kTile);
 }
 
@@ -187,8 +187,8 @@ TEST(Choice, IsSerialWhereChunksDoNotPayAndNeverPredictedWorse) {
   }
 }
 
-// Every method and number of chunks with the depth and the processors left that are predicted fastest of those
-// compared.
+// Every method and number of chunks, with the depth and the number of processors left that are predicted to be fastest
+// among those compared.
 TEST(Choice, TunesDepthAndWhatIsLeftToTransfers) {
   const GemmModel h100 = GemmModel::named("h100");
   const Matmul balanced = gather_of(8, 32768, 4096, 4096, 4);
@@ -214,14 +214,14 @@ TEST(Choice, TunesDepthAndWhatIsLeftToTransfers) {
     }
     EXPECT_EQ(tuned(matmul, {Method::kRing, 4}, h100, 2).depth, 2);
   }
-  // Where transfers take most of the time that products do, they must begin beside them.
+  // If transfers take almost as long as products, they must run at the same time.
   const Schedule chosen = choose(balanced, h100);
   EXPECT_NE(chosen.method, Method::kSerial);
   EXPECT_GT(chosen.depth, 1);
   EXPECT_GT(chosen.sms_left, 0);
 }
 
-// Nothing is left to transfers on hosts, and rings of many ranks, whose messages would share a link, stay at depth 1.
+// On hosts no processors are left to transfers. Rings of many ranks keep depth 1, as their messages would share a link.
 TEST(Choice, OfHosts) {
   GemmModel fast = kHost;
   fast.flops_per_us *= 8;

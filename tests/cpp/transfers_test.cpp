@@ -38,7 +38,7 @@ struct Move {
   Layout after;
 };
 
-// All moves in one set, on the rank at a position; they are the same numbers.
+// All moves as one set, for the rank at a position; ranks equal positions.
 Program program_of(const std::vector<Move>& moves, Carrier carrier, bool own_may_travel, int64_t position) {
   const MeshPtr mesh = moves[0].before.mesh_ptr();
   ProgramBuilder b(DType::kFloat32, Lowering::kGloo, false, Rank{position});
@@ -166,7 +166,7 @@ TEST_F(Placed, AlignedInGivenMemory) {
   expect_range(1, 1, 64, 8);
 }
 
-// What instructions say they put on the wire, against what the simulator has delivered.
+// Compares the traffic that instructions report with what the simulator has delivered.
 TEST(TransferTraffic, IsWhatArrives) {
   const MeshPtr mesh = mesh_of({2, 3});
   const std::vector<std::vector<std::string>> placements{{"S(0)", "S(1)"}, {"S(1)", "S(0)"}, {"R", "S(0)"},

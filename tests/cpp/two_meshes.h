@@ -1,4 +1,4 @@
-// Layouts on pairs of meshes at random, and what their ranks hold element by element, worked out without the library's
+// Random layouts on pairs of meshes, and what their ranks hold element by element, computed without the library's
 // geometry.
 #pragma once
 
@@ -24,7 +24,7 @@ struct Placed {
   std::map<Rank, std::vector<std::vector<int64_t>>> held;
 };
 
-// `order`: mesh dims, as those that cut one tensor dim follow each other.
+// `order` lists mesh dims; those that cut one tensor dim do so in this order.
 inline Placed placed(const MeshPtr& mesh, const std::vector<int64_t>& ranks, const std::vector<int64_t>& shape,
                      const std::vector<Placement>& placements, const std::vector<int>& order) {
   ShardOrder shard_order;
@@ -92,7 +92,7 @@ class RandomPlacements {
   std::mt19937 random_;
 };
 
-// The elements of a product of lists, as one number each, the last tensor dim fastest.
+// Returns the elements of a product of lists as one number each, the last tensor dim fastest.
 inline std::vector<int64_t> elements_of(const std::vector<std::vector<int64_t>>& lists,
                                         const std::vector<int64_t>& shape) {
   std::vector<int64_t> elements{0};
@@ -111,7 +111,7 @@ inline std::vector<int64_t> elements_of(const Placed& placed, Rank rank) {
   return found == placed.held.end() ? std::vector<int64_t>{} : elements_of(found->second, placed.layout.shape());
 }
 
-// What both have, in the order of the first.
+// Returns the elements that both have, in the order of the first.
 inline std::vector<int64_t> in_common(const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
   const std::set<int64_t> of_b(b.begin(), b.end());
   std::vector<int64_t> both;

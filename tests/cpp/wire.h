@@ -12,7 +12,7 @@ inline std::string little_endian(uint64_t value) {
   return bytes;
 }
 
-// With a checksum that matches (FNV-1a).
+// Appends the matching checksum (FNV-1a).
 inline std::string closed(const std::string& body) {
   uint64_t hash = 14695981039346656037ull;
   for (const char c : body) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;

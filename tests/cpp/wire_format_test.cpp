@@ -74,7 +74,7 @@ TEST(WireFormat, RefusesFieldsThatCannotBe) {
     Reader in(bytes, "sample");
     read(in);
   };
-  const std::string much = little_endian(uint64_t{1} << 61);  // times eight bytes: none
+  const std::string much = little_endian(uint64_t{1} << 61);  // times eight bytes overflows to none
   for (const std::string& count : {much, little_endian(~uint64_t{0}), little_endian(2)}) {
     const std::string fields = count + little_endian(0);
     EXPECT_THROW(reads(fields, [](Reader& in) { in.integers(); }), UserError);
@@ -111,7 +111,7 @@ TEST(WireFormat, IsBase64AfterALabelWhereTextIsNeeded) {
   EXPECT_THROW(bytes_in("x|TW u", "plan"), UserError);
 }
 
-using Read = std::function<std::string(const std::string&)>;  // and written again
+using Read = std::function<std::string(const std::string&)>;  // reads, and writes again
 
 // With the checksum of before a change is always noticed; with one that matches it is refused or means something.
 void expect_no_harm(const std::string& bytes, const Read& read_and_write, std::mt19937& random) {
