@@ -48,7 +48,7 @@ from cases import THREE_DIMS, as_torch, placements  # noqa: E402
 
 SIZES = (4, 4, 4)
 SHAPE = (64, 64)
-# Operators that DTensor redistributes the arguments of.
+# Operators whose arguments DTensor redistributes.
 OPERATORS: dict[str, tuple[Callable[..., torch.Tensor], list[str]]] = {
     "softmax over a cut dim": (lambda x: torch.softmax(x, 0), ["S(0) R R"]),
     "relu of a pending sum": (torch.relu, ["P P P"]),
@@ -72,13 +72,13 @@ def engine(ours: bool):
 
 
 def side_by_side(call: Callable[[], object], rounds: int, calls: int) -> dict[str, float]:
-    """us per call of stock and ours, in turns."""
+    """Returns microseconds per call of stock and ours, which take turns."""
     turns = timing.Turns({"stock": call, "ours": call}, around=lambda name: engine(name == "ours"), settles=True)
     return {name: round(1e6 * seconds, 2) for name, seconds in turns.of_count(rounds, calls).low.items()}
 
 
 def look(x: torch.Tensor) -> tuple:
-    """What a caller sees of a result but its values."""
+    """Returns everything that a caller sees of a result except its values."""
     assert isinstance(x, DTensor)
     return x.placements, x.shape, x.stride(), x.requires_grad, x._local_tensor.shape, x._local_tensor.stride()
 
@@ -92,7 +92,7 @@ def check(call: Callable[[], torch.Tensor]) -> None:
 
 
 def explicit(mesh: DeviceMesh, src: str, dst: str, rounds: int, calls: int) -> list[dict]:
-    """Rows of one pair: without gradients, with them, with their backward."""
+    """Returns the rows of one pair: without gradients, with them, and with their backward."""
     rows = []
     x, leaf = tensor(mesh, src), tensor(mesh, src, True)
     pair = f"{src} -> {dst}"
@@ -137,7 +137,7 @@ def implicit(mesh: DeviceMesh, rounds: int, calls: int) -> list[dict]:
 
 
 def ours_alone(mesh: DeviceMesh, src: str, dst: str, rounds: int, calls: int) -> dict:
-    """`sw.redistribute_local` on plain tensors; the executor; and the bare collectives that its program makes."""
+    """Times `sw.redistribute_local` on plain tensors, the executor, and the bare collectives of its program."""
     local = tensor(mesh, src)._local_tensor
     before, after = (sw.Layout(sw.Mesh(mesh), SHAPE, placements(p)) for p in (src, dst))
     plan = executables.make_plan(before, after, "cpu")
@@ -158,7 +158,7 @@ def ours_alone(mesh: DeviceMesh, src: str, dst: str, rounds: int, calls: int) ->
 
 
 def bare_collectives(program: str, executable: Any) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """What to call with what for every line of a program that communicates; nothing if not all are all-to-alls."""
+    """Returns the function and arguments of each collective of a program; none unless all are all-to-alls."""
     calls = []
     for line in program.splitlines():
         if re.match(r"\d+\. (all_gather|all_reduce|reduce_scatter|send_receive)", line):

@@ -41,7 +41,7 @@ THREE_DIMS = (  # stock PyTorch does the first with one collective and the other
     ("R S(0) S(1)", "S(0) S(0) R"),
 )
 
-# ---- over links with a rate: a mesh (node, gpu); on one rank a node the second mesh dim has one rank
+# ---- over links with a given rate: a mesh (node, gpu); with one rank per node the second mesh dim has size 1
 
 MOVES = (
     ("S(0) S(0)", "R R"),
@@ -58,17 +58,17 @@ FORCED = {
     ("P P", "S(0) S(0)"): {"flat": [], "within, then between": ["P SS(0,2)"]},
 }
 
-# ---- whether the plan that is predicted fastest is
+# ---- whether the plan that is predicted to be fastest really is
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair of layouts of an n x n float32 matrix, and layouts to go through in plans made by hand."""
+    """A pair of layouts of an n x n float32 matrix, and intermediate layouts of plans made by hand."""
 
     src: str
     dst: str
     n: int
-    through: tuple[str, ...]  # one plan each; layouts of a plan with " > " between, "" for a single move
+    through: tuple[str, ...]  # one text per plan: its intermediate layouts, separated by " > "; "" for a single move
     mesh_shape: tuple[int, ...]
 
     @property
@@ -99,7 +99,7 @@ PAIRS = (
     Pair("S(0) S(1) R", "R S(0) S(1)", 1024, ("", "S(0) S(1) S(1)", "R S(1) R", "R R R"), (2, 2, 2)),
 )
 
-# ---- products: rows, k, columns of a layer's operand and its result in all; the last ones have rows that do not divide
+# ---- products: the global rows, k and columns of a layer; in the last ones the ranks do not divide the rows
 
 HOST_PRODUCTS = ((256, 256, 1024), (1024, 512, 2048), (2048, 1024, 1024), (4096, 512, 512), (1022, 512, 2048))
 LINK_PRODUCTS = ((2048, 1024, 2048), (4096, 1024, 1024), (1022, 512, 3000))

@@ -30,7 +30,7 @@ RANK = 1  # this process's rank, neither the first nor the last
 REPEATS, WARM_UPS = 9, 2
 LINK_BYTES = 64 << 20
 
-# What a peer holds, in host memory; with 8-bit floats, also the scales of their rows.
+# What a peer holds, in host memory; for 8-bit floats with the scales of its rows.
 Held = Mapping[torch.dtype, torch.Tensor]
 
 
@@ -54,7 +54,7 @@ class EmulatedPeers:
         self.device = device
         self.is_cuda = device.type == "cuda"
         self.outgoing = torch.cuda.Stream() if self.is_cuda else None
-        self.side = torch.cuda.Stream() if self.is_cuda else None  # for transfers beside the current stream
+        self.side = torch.cuda.Stream() if self.is_cuda else None  # for transfers concurrent with the current stream
         self.sink = torch.empty(most_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
         self.parts: list[torch.Tensor] = []
         self._at: list[int] = []
@@ -67,18 +67,18 @@ class EmulatedPeers:
             "_reduce_scatter_base_": self._reduce_scatter,
             "alltoall_base_": self._all_to_all,
         }
-        with warnings.catch_warnings():  # torch says that kernels are replaced, which is the purpose
+        with warnings.catch_warnings():  # torch warns that kernels are replaced, which is intended
             warnings.simplefilter("ignore", UserWarning)
             for name, kernel in kernels.items():
                 self._library.impl(name, kernel, "CUDA" if self.is_cuda else "CPU", allow_override=True)
 
     def hold(self, parts: Sequence[torch.Tensor]) -> None:
-        """Contiguous host tensors by rank; that of `RANK` is not read."""
+        """Sets what peers hold: contiguous host tensors by rank; that of `RANK` is not read."""
         self.parts = [bytes_of(part) for part in parts]
         self._at = [0] * len(parts)
 
     def exchange(self, receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[torch.Tensor]) -> None:
-        """Messages by rank in, and messages out meanwhile; on the current stream."""
+        """Receives messages from ranks while sending others, on the current stream."""
         self._fork()
         for peer, data in receives:
             self._take(peer, data)
@@ -88,7 +88,7 @@ class EmulatedPeers:
         self._is_receiving = False
 
     def pull(self, data: torch.Tensor, held: torch.Tensor, leaving: torch.Tensor) -> torch.cuda.Event | None:
-        """What a peer holds, on the current stream, while as much of `leaving` goes out; returns when that is gone."""
+        """Copies what a peer holds, on the current stream, while as much of `leaving` is sent; returns its end."""
         self._fork()
         bytes_of(data).copy_(bytes_of(held), non_blocking=True)
         self._give(bytes_of(leaving)[: data.nbytes])
@@ -99,7 +99,7 @@ class EmulatedPeers:
             self.outgoing.wait_stream(torch.cuda.current_stream())
 
     def wait_for_outgoing(self) -> None:
-        """On the current stream."""
+        """Makes the current stream wait until outgoing data is sent."""
         if self.outgoing is not None:
             torch.cuda.current_stream().wait_stream(self.outgoing)
 
@@ -118,7 +118,7 @@ class EmulatedPeers:
         with torch.cuda.stream(self.outgoing):
             sink.copy_(bytes_of(data), non_blocking=True)
 
-    # Kernels of c10d's operators; groups and works travel boxed.
+    # Kernels of c10d's operators; groups and works are passed boxed.
 
     def _receive(self, tensors: list[torch.Tensor], group: Any, src: int, tag: int) -> Any:
         if not self._is_receiving:
@@ -145,7 +145,7 @@ class EmulatedPeers:
         return FakeWork().boxed()
 
     def _reduce_scatter(self, output: torch.Tensor, data: torch.Tensor, *_: Any) -> Any:
-        """The sum: no other reduction occurs here."""
+        """Reduces by sum; no other reduction occurs here."""
         rows = data.view(len(self.parts), -1)
         came = torch.empty_like(rows)
         self._exchange_rows(list(came), list(rows))
@@ -166,8 +166,8 @@ class EmulatedPeers:
 
 
 class HeldTensor(torch.Tensor):
-    """A host tensor that stands for a peer's memory. PyTorch's code copies from it as from one on the device: the host
-    must not wait for that."""
+    """A host tensor that represents a peer's memory. PyTorch's code copies from it as if it were on the device, so the
+    host must not wait for the copy."""
 
     plain: torch.Tensor
     pull: Callable[[torch.Tensor, torch.Tensor], None]
@@ -182,7 +182,7 @@ class HeldTensor(torch.Tensor):
 
 
 class NoStream(contextlib.nullcontext):
-    """For CPU, where everything is done at once."""
+    """A stream for CPU, where everything is done at once."""
 
     def wait_stream(self, stream: NoStream) -> None:
         pass
@@ -238,7 +238,7 @@ class AsyncTP:
     def _scaling(
         self, weight: torch.Tensor, scales: Sequence[torch.Tensor]
     ) -> tuple[torch.dtype, torch.Tensor | None, dict[str, Any]]:
-        """The dtype of results, the operand's scales, and what else `multiply` is given."""
+        """Returns the dtype of results, the operand's scales, and the other arguments of `multiply`."""
         if not scales:
             return weight.dtype, None, {}
         x_scale, weight_scale = scales
@@ -247,7 +247,7 @@ class AsyncTP:
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Of PyTorch's symmetric memory, and on CPU of streams."""
+        """Replaces PyTorch's symmetric memory and, on CPU, its streams."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(symmetric_memory, "get_symm_mem_workspace", self._workspace))
             if not self._peers.is_cuda:
@@ -263,7 +263,7 @@ class AsyncTP:
         self._peers.wait_for_outgoing()
         self._leaving.clear()
 
-    # What PyTorch's code asks of symmetric memory.
+    # The interface of symmetric memory that PyTorch's code uses.
 
     def _workspace(self, group_name: str, min_size: int) -> AsyncTP:
         if self._buffer.numel() < min_size:
@@ -271,7 +271,7 @@ class AsyncTP:
         return self
 
     def barrier(self, channel: int = 0) -> None:
-        """Until peers have read what this stream let them."""
+        """Waits until peers have read what this stream let them read."""
         if self._peers.is_cuda:
             stream = torch.cuda.current_stream()
             left = self._leaving.pop(stream.cuda_stream, None)
@@ -297,7 +297,7 @@ class AsyncTP:
 
 
 class Clock:
-    """Microseconds of calls, on the device or, on CPU, of the host."""
+    """Returns the microseconds of calls, measured on the device or, on CPU, by the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_cuda = device.type == "cuda"
@@ -315,7 +315,7 @@ class Clock:
         return cycles / min(times)
 
     def us(self, call: Callable[[], object], repeats: int = REPEATS) -> float:
-        """The median."""
+        """Returns the median."""
         for _ in range(WARM_UPS):
             call()
         return statistics.median(self._cuda_us(call, repeats) if self.is_cuda else self._cpu_us(call, repeats))
@@ -341,7 +341,7 @@ class Clock:
             start.record()
             call()
             end.record()
-            was_ahead = not start.query()  # else the device may have waited for the host
+            was_ahead = not start.query()  # otherwise the device may have waited for the host
             end.synchronize()
             if was_ahead:
                 times.append(1e3 * start.elapsed_time(end))
@@ -353,7 +353,7 @@ class Clock:
 
 
 def measure_link(peers: EmulatedPeers, clock: Clock, arena: torch.Tensor) -> tuple[sw.Topology, dict]:
-    """What a transfer costs beside its bytes, and bytes in both directions at once; by a side stream, as in use."""
+    """Measures a transfer's fixed time, and the rate in both directions at once, on a side stream as in real use."""
     size = min(LINK_BYTES, arena.nbytes // 2)
     peers.hold([arena.view(torch.uint8)[:size]] * 2)
     data_in = torch.empty(size, dtype=torch.uint8, device=peers.device)

@@ -39,7 +39,7 @@ class Rectangle:
         return Rectangle(top, min(self.bottom, other.bottom), left, min(self.right, other.right))
 
     def slices(self, origin: "Rectangle") -> tuple[slice, slice]:
-        """Where it lies in the local tensor that holds `origin`."""
+        """Returns where the rectangle is in the local tensor that holds `origin`."""
         return (
             slice(self.top - origin.top, self.bottom - origin.top),
             slice(self.left - origin.left, self.right - origin.left),
@@ -47,7 +47,7 @@ class Rectangle:
 
 
 def rectangle(case: Case, shape: Sequence[int], placements: Sequence[str], coordinate: Coordinate) -> Rectangle:
-    """What the rank at `coordinate` holds; "P" counts as a copy."""
+    """Returns what the rank at `coordinate` holds; "P" counts as a replica."""
     bounds = []
     for tensor_dim, extent in enumerate(shape):
         indices = torch.arange(extent)
@@ -66,7 +66,7 @@ class Groups:
         self._made = {tuple(range(dist.get_world_size())): dist.group.WORLD}
 
     def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group of these ranks; on other ranks something that is not to be used."""
+        """Returns the group of these ranks; on other ranks an object that must not be used."""
         if ranks not in self._made:
             self._made[ranks] = dist.new_group(list(ranks))
         return self._made[ranks]
@@ -83,7 +83,7 @@ class _Transfer:
         sends: dict[int, torch.Tensor],
         receives: dict[int, int],
     ) -> None:
-        """`sends`: by rank what it gets, as views that are read at each call. `receives`: by rank how many elements."""
+        """`sends` has what each rank gets, as views that are read at each call; `receives` has counts by rank."""
         self._group = groups.get(ranks)
         self._send_counts = [sends[r].numel() if r in sends else 0 for r in ranks]
         self._receive_counts = [receives.get(r, 0) for r in ranks]
@@ -93,7 +93,7 @@ class _Transfer:
         received = dict(zip(ranks, self._receive.split(self._receive_counts), strict=True))
         self._packing = [(sent[r].view(part.shape), part) for r, part in sends.items()]
         self.received = {r: received[r] for r in receives}
-        """By rank what came from it, flat."""
+        """Returns what came from each rank, flat."""
 
     def __call__(self) -> None:
         for packed, part in self._packing:
@@ -128,7 +128,7 @@ class Floor:
     def __call__(self) -> torch.Tensor:
         return self._run()
 
-    # ---- shards and copies of them
+    # ---- shards and replicas
 
     def _prepare_exchange(self, coordinates: list[Coordinate], groups: Groups) -> None:
         moves: dict[tuple[int, int], Rectangle] = {}  # (from, to)
@@ -220,7 +220,7 @@ def _distance(a: Coordinate, b: Coordinate) -> int:
 
 
 def _connected(moves: Iterable[tuple[int, int]], num_ranks: int, rank: int, groups: Groups) -> tuple[int, ...]:
-    """The ranks that `rank` exchanges with, directly or not, itself included. Makes the groups of all such sets."""
+    """Returns the ranks connected to `rank` by exchanges, itself included. Makes the groups of all such sets."""
     label = list(range(num_ranks))
     for sender, receiver in moves:
         old, new = label[sender], label[receiver]

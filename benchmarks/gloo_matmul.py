@@ -35,7 +35,7 @@ MIN_BATCHES = 5
 
 
 def ways(kind: str, x: torch.Tensor, weight: torch.Tensor, mesh: DeviceMesh) -> dict[str, Callable[[], DTensor]]:
-    """Everything that is timed, by name. `weight` is (columns, k)."""
+    """Returns everything that is timed, by name. `weight` has shape (columns, k)."""
     if kind == "all-gather-matmul":
         placed = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(weight, mesh, [Shard(0)])
         before, after = [Replicate()], [Shard(1)]
@@ -68,7 +68,7 @@ def ways(kind: str, x: torch.Tensor, weight: torch.Tensor, mesh: DeviceMesh) -> 
 
 
 def measure(kind: str, shape: tuple[int, int, int], mesh: DeviceMesh, seconds: float) -> dict:
-    """One row: times by way as ratios to stock's, and whether each was right."""
+    """Returns one row: the time of each way as a ratio to stock's, and whether its result was right."""
     rows, k, columns = shape
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(-3, 4, (rows, k), generator=generator).float()
@@ -89,7 +89,7 @@ def measure(kind: str, shape: tuple[int, int, int], mesh: DeviceMesh, seconds: f
 
 
 def run_rank(seconds: float, out: str, head: dict) -> None:
-    """Everything, on one rank; the first one prints and writes."""
+    """Runs everything on one rank; rank 0 prints and writes."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     found = []
     for kind in KINDS:

@@ -39,7 +39,7 @@ from redistribute_cases import TWELVE, Case, global_tensor, local_shard, source_
 from report import say  # noqa: E402
 
 SIZES = (64, 256, 1024, 4096, 8192)  # 16 KiB to 256 MiB
-LARGE_N = 8192  # from here on without sums, whose contributions and buffers four ranks need over 24 GiB for
+LARGE_N = 8192  # from this size on sums are left out: four ranks need over 24 GiB for contributions and buffers
 NUM_RANKS = 4
 CONTENDERS = ("floor", "stock", "ours")
 
@@ -60,7 +60,7 @@ _STOCK = {
 
 @contextlib.contextmanager
 def stock_engine() -> Iterator[None]:
-    """PyTorch's own functions back in place for a batch; `sw.disable` searches all modules, which takes too long."""
+    """Restores PyTorch's own functions for a batch; `sw.disable` searches all modules, which takes too long."""
     ours = {name: getattr(owner, name) for name, (owner, _) in _STOCK.items()}
     for name, (owner, function) in _STOCK.items():
         setattr(owner, name, function)
@@ -78,7 +78,7 @@ ENGINES = {"floor": contextlib.nullcontext, "stock": stock_engine, "ours": conte
 
 
 def measure(case: Case, n: int, mesh: DeviceMesh, groups: Groups, row_seconds: float, quick: bool) -> dict:
-    """Judges and times the three. The same row on every rank."""
+    """Checks and times the three. Returns the same row on every rank."""
     here = coordinate(mesh)
     shape = torch.Size(case.shape(n))
     local, src, dst = source_local(case, n, here), torch_placements(case.src), torch_placements(case.dst)
@@ -94,7 +94,7 @@ def measure(case: Case, n: int, mesh: DeviceMesh, groups: Groups, row_seconds: f
     peak = {name: _allocated_peak(name, call) for name, call in calls.items()}
     del whole
     if n >= LARGE_N:
-        _global_tensor.cache_clear()  # memory that is short or in pieces would be what is timed
+        _global_tensor.cache_clear()  # otherwise short or fragmented memory would dominate the times
     turns = timing.among_ranks(calls, around=lambda name: ENGINES[name]())
     times = turns.of_length(row_seconds, BATCH_SECONDS, (3, 3) if quick else ROUNDS, MAX_CALLS_PER_BATCH)
     us = times.us()
@@ -122,12 +122,12 @@ def measure(case: Case, n: int, mesh: DeviceMesh, groups: Groups, row_seconds: f
 
 @functools.lru_cache(maxsize=4)
 def _global_tensor(extra: tuple[int, int], partial: tuple[str, ...], n: int) -> torch.Tensor:
-    """What redistributes that differ only in how they cut have in common; takes longer to make than to move."""
+    """Returns a global matrix, cached for cases that only cut it differently: making it takes longer than moving it."""
     return global_tensor(Case("", partial or ("R", "R"), ("R", "R"), extra), n)
 
 
 def _judge(calls: dict[str, Callable], expected: torch.Tensor) -> tuple[dict[str, bool], dict[str, int]]:
-    """Whether each is right on every rank, and the bytes that reach this rank. Plans are cached from here on."""
+    """Returns whether each is right on every rank, and the bytes this rank receives. Afterwards plans are cached."""
     right, received = {}, {}
     for name, call in calls.items():
         with ENGINES[name](), sw.wire_meter() as meter:
@@ -139,7 +139,7 @@ def _judge(calls: dict[str, Callable], expected: torch.Tensor) -> tuple[dict[str
 
 
 def _allocated_peak(name: str, call: Callable) -> float:
-    """The most bytes that PyTorch's allocator held at once for a call on this rank, the result among them."""
+    """Returns the most bytes that PyTorch's allocator held for a call on this rank, including the result."""
     sw.release_staging()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with ENGINES[name](), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -156,7 +156,7 @@ def _allocated_peak(name: str, call: Callable) -> float:
 
 
 def run_rank(sizes: tuple[int, ...], seconds: float, quick: bool, out: str, head: dict) -> None:
-    """What every rank does; rank 0 prints and writes."""
+    """Runs everything on one rank; rank 0 prints and writes."""
     start = time.perf_counter()
     mesh = make_mesh((2, 2), ("dp", "tp"))
     groups = Groups()
@@ -180,7 +180,7 @@ def run_rank(sizes: tuple[int, ...], seconds: float, quick: bool, out: str, head
 
 
 def summarise(rows: list[dict]) -> dict:
-    """Geometric means, worst cases, and the three questions the benchmark answers."""
+    """Returns geometric means, worst cases, and the answers to the benchmark's three questions."""
     turned = [row for row in rows if row["changes_every_shard"] and row["n"] >= MIN_GAIN_N]
     return {
         "geometric_mean": {
@@ -218,7 +218,7 @@ def summarise(rows: list[dict]) -> dict:
 
 
 def _check(rows: list[dict], key: str, holds: Callable[[dict], bool]) -> dict:
-    """`holds` is None where no row was measured that it speaks of."""
+    """A claim; `holds` is None if no row that it is about was measured."""
     missed = [_brief(row, key) for row in rows if not holds(row)]
     return {"holds": not missed if rows else None, "rows": len(rows), "missed": missed}
 
@@ -235,11 +235,11 @@ def _geometric_mean(values: Iterator[float]) -> float:
     return round(math.exp(statistics.fmean(math.log(value) for value in values)), 3)
 
 
-# ---- words
+# ---- text
 
 
 def say_table_head(n: int) -> None:
-    """The head of the rows of one size."""
+    """Returns the head of the rows of one size."""
     say(f"\nabout {n} x {n} float32: us per call, as slow as the slowest rank; MiB that reach all ranks together")
     say(
         f"  {'':21}{'':24}{'stock':>8}{'floor':>8}{'ours':>8}{'stock/':>8}{'floor/':>8}{'MiB':>8}\n"
@@ -248,7 +248,7 @@ def say_table_head(n: int) -> None:
 
 
 def say_row(row: dict) -> None:
-    """One case: times, ratios, what shardwright receives, its moves. A wrong result is marked with "!"."""
+    """Returns the text of one case: times, ratios, received bytes, moves. "!" marks a wrong result."""
     us = {name: f"{value:.0f}{'' if row['right'][name] else '!'}" for name, value in row["us"].items()}
     move = f"{','.join(row['src'])} > {','.join(row['dst'])}"
     mebibytes = row["received_bytes_all_ranks"]["ours"] / 2**20
@@ -260,7 +260,7 @@ def say_row(row: dict) -> None:
 
 
 def say_summary(summary: dict) -> None:
-    """Means, worst cases and the verdicts."""
+    """Returns the text of the means, worst cases and verdicts."""
     say("\ngeometric means")
     for key, means in summary["geometric_mean"].items():
         worst = summary["worst"][key]

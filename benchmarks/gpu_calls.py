@@ -36,7 +36,7 @@ CALLS, REPEATS = 200, 15
 
 
 def host_us(calls: dict[str, Callable[[], object]], **more: Any) -> dict[str, float]:
-    """Of each call, by the host's clock, in turns; the device is waited for outside of it."""
+    """Times each call by the host's clock, in turns; the host waits for the device outside of the timed region."""
     turns = timing.Turns(calls, barrier=torch.cuda.synchronize, settles=True, **more)
     return {name: round(1e6 * seconds, 2) for name, seconds in turns.of_count(REPEATS, CALLS).low.items()}
 

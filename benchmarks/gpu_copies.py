@@ -27,13 +27,13 @@ import timing  # noqa: E402
 
 RUN_BYTES = (4, 16, 32, 64, 256, 1024, 16384)
 NUM_BOXES = (1, 100, 10_000, 100_000)
-MAX_SLICES = 1000  # that cat is asked for
+MAX_SLICES = 1000  # the most for which torch.cat is timed
 REPEATS = 15
 Boxes = list[tuple[int, int, list[int], list[int], list[int]]]
 
 
 def rows_as_boxes(num_rows: int, run: int, num_boxes: int) -> Boxes:
-    """Rows of `run` words, every other one of the source, dealt out to boxes of as many rows each."""
+    """Makes boxes with equally many rows each, of every other row of `run` words of the source."""
     boxes, begin = [], 0
     for b in range(num_boxes):
         end = num_rows * (b + 1) // num_boxes
@@ -43,7 +43,7 @@ def rows_as_boxes(num_rows: int, run: int, num_boxes: int) -> Boxes:
 
 
 def seconds(call: Callable[[int], object], device: torch.device, num_buffers: int) -> float:
-    """Lower quartile of the times of a call; its argument says which buffers to use."""
+    """Returns the lower quartile of the times of a call, whose argument selects the buffers."""
     for i in range(num_buffers):
         call(i)
     if device.type == "cpu":
@@ -66,7 +66,7 @@ def seconds(call: Callable[[int], object], device: torch.device, num_buffers: in
 
 
 def measure(device: torch.device, run_bytes: int, num_boxes: int, total_bytes: int, num_buffers: int) -> dict | None:
-    """One row of the table; None where there are fewer rows than boxes."""
+    """Returns one row of the table, or None if there are fewer rows than boxes."""
     run, num_rows = run_bytes // 4, total_bytes // run_bytes
     if num_boxes > num_rows:
         return None

@@ -61,7 +61,7 @@ METHODS = [("serial", 1)] + [(method, chunks) for method in ("ring", "collective
 MOVED = (2048, 1024)  # shape of the tensor that is redistributed
 
 ROUNDS, QUICK_ROUNDS = 7, 3
-LONG_SECONDS = 0.020  # from here on, what is hidden is judged
+LONG_SECONDS = 0.020  # if product and transfer take at least this long, what is hidden is judged
 
 
 # ---- on every rank
@@ -76,7 +76,7 @@ def enabled(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def product_calls(kind: str, operands: tuple[DTensor, DTensor], gathered: torch.Tensor) -> dict[str, Callable]:
-    """By name: the product alone, the transfer alone, stock, every method, and what is chosen."""
+    """Returns by name: the product alone, the transfer alone, stock, every method, and the chosen one."""
     x, weight = operands
     after = [Shard(1)] if kind == KINDS[0] else [Shard(0)]
 
@@ -100,7 +100,7 @@ def product_calls(kind: str, operands: tuple[DTensor, DTensor], gathered: torch.
 
 
 def measure_product(kind: str, shape: tuple[int, int, int], mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
-    """One row, times in milliseconds."""
+    """Returns one row, with times in milliseconds."""
     rows, k, columns = shape
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(-3, 4, (rows, k), generator=generator).float()
@@ -146,7 +146,7 @@ def measure_product(kind: str, shape: tuple[int, int, int], mesh: DeviceMesh, ro
 
 
 def sent_by_nodes(call: Callable[[], Any]) -> int:
-    """Bytes that left the node that sent most, by the counter of its interface, headers and barriers included."""
+    """Returns the bytes that the busiest node sent, by its interface's counter, with headers and barriers."""
     dist.barrier()
     before = int(SENT.read_text())
     dist.barrier()
@@ -157,7 +157,7 @@ def sent_by_nodes(call: Callable[[], Any]) -> int:
 
 
 def measure_move(src: str, dst: str, mesh: DeviceMesh, network: Network, rounds: int) -> dict[str, Any]:
-    """One row: stock, ours, and plans that are forced, with what left a node and how long that takes at the rate."""
+    """Returns one row: stock, ours and forced plans, with what left a node and the time for that at the rate."""
     generator = torch.Generator().manual_seed(2)
     whole = torch.randint(-3, 4, MOVED, generator=generator).float()
     num_ranks = network.nodes * network.per_node
@@ -207,7 +207,7 @@ def _waited(moved: DTensor) -> torch.Tensor:
 def run_rank(network: Network, is_quick: bool, out: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
-    for module in ("tensor._redistribute", "tensor._collective_utils"):  # hints that a way is slow
+    for module in ("tensor._redistribute", "tensor._collective_utils"):  # warnings about slow ways
         logging.getLogger(f"torch.distributed.{module}").setLevel(logging.ERROR)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     num_ranks = network.nodes * network.per_node
@@ -264,7 +264,7 @@ def summarise(networks: list[dict[str, Any]]) -> dict[str, Any]:
     rows = [row for network in networks for row in network["products_behind_moves"]]
     long = [row for row in rows if row["is_long"]]
     moves = [row for network in networks for row in network["redistributes"]]
-    crossing = [row for row in moves if row["ms_at_rate"]["ours"] > 1]  # others stay within nodes
+    crossing = [row for row in moves if row["ms_at_rate"]["ours"] > 1]  # the others stay within nodes
     return {
         "rows": len(rows),
         "chosen_within_3_percent_of_best": sum(row["chosen_over_best"] <= 1.03 for row in rows),
@@ -303,7 +303,7 @@ def main() -> None:
             size = [str(network.nodes), str(network.per_node)]
             on_a_rank = ["--on-a-rank", *size, str(network.gbit), out] + ["--quick"] * options.quick
             command = [str(TESTNET), *size, f"{round(1000 * network.gbit)}mbit", "--", sys.executable, __file__]
-            quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # names of hosts that cannot be looked up
+            quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns if it cannot look up host names
             status = subprocess.run([*command, *on_a_rank], env=quiet).returncode
             if status:
                 sys.exit(status)

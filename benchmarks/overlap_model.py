@@ -42,7 +42,7 @@ GALLERY = Path(__file__).resolve().parent.parent / "docs" / "gallery"
 
 @dataclass(frozen=True)
 class Shape:
-    """A weight of k x n in all. A gather cuts its columns, a scatter its rows."""
+    """A weight with the global shape k x n. A gather cuts its columns, a scatter its rows."""
 
     kind: str
     name: str
@@ -50,7 +50,7 @@ class Shape:
     n: int
 
     def product(self, num_ranks: int, tokens: int) -> tuple[int, int, int]:
-        """m, n and k of one rank's product."""
+        """Returns m, n and k of one rank's product."""
         if self.kind == GATHER:
             return tokens, self.n // num_ranks, self.k
         return tokens, self.n, self.k // num_ranks
@@ -80,7 +80,7 @@ def matmul_of(
     dtype: str = "bfloat16",
     scaled_to: str | None = None,
 ) -> Matmul:
-    """On a mesh of one dim, as NCCL carries it out.
+    """Makes the product on a mesh of one dim, as NCCL carries it out.
 
     `scaled_to`: of 8-bit floats with scales by row, the dtype of the product. Their weight is stored (n, k), as units
     for them want it.
@@ -106,7 +106,7 @@ def matmul_of(
 
 
 def hidden(total: float, gemm: float, serial: float) -> float:
-    """E. All three in one unit."""
+    """Returns the overlap efficiency E of three times in the same unit."""
     return 1 - (total - gemm) / (serial - gemm)
 
 
@@ -151,7 +151,7 @@ def predict(shape: Shape, num_ranks: int, tokens: int, gb_per_second: int) -> di
 
 
 def summarise(rows: list[dict]) -> list[dict]:
-    """By kind and bandwidth."""
+    """Summarises the rows by kind and bandwidth."""
     summary = []
     for kind in KINDS:
         for gb_per_second in BANDWIDTHS:
@@ -172,7 +172,7 @@ def summarise(rows: list[dict]) -> list[dict]:
 
 
 def print_table(rows: list[dict], summary: list[dict]) -> None:
-    """As Markdown."""
+    """Prints the tables as Markdown."""
     print("Predicted, not measured: chosen schedule, and E of the most that E can be (E / bound).\n")
     print("| | shape | ranks | GB/s |" + "".join(f" {tokens} tokens |" for tokens in TOKENS))
     print("|---" * (4 + len(TOKENS)) + "|")
@@ -209,7 +209,7 @@ DODGE = 9  # between the marks of different shapes at one number of tokens
 
 
 class Picture:
-    """Pieces of an SVG."""
+    """The elements of an SVG."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -225,7 +225,7 @@ class Picture:
         self.pieces.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"{more}/>')
 
     def mark(self, x: float, y: float, which: int, is_hollow: bool) -> None:
-        """A circle, square, triangle or diamond."""
+        """Adds a circle, square, triangle or diamond."""
         colour = COLOURS[which]
         fill = PAPER if is_hollow else colour
         style = f'fill="{fill}" stroke="{colour}" stroke-width="1.5"'
@@ -251,7 +251,7 @@ class Picture:
 
 
 def draw_panel(picture: Picture, rows: list[dict], shapes: list[Shape], left: float, top: float) -> None:
-    """Rows of one kind, number of ranks and bandwidth."""
+    """Draws the rows of one kind, number of ranks and bandwidth."""
 
     def x_of(tokens: int, which: int) -> float:
         column = TOKENS.index(tokens)
@@ -281,7 +281,7 @@ def draw_panel(picture: Picture, rows: list[dict], shapes: list[Shape], left: fl
 
 
 def draw(rows: list[dict]) -> str:
-    """An SVG: a panel for each kind, number of ranks and bandwidth."""
+    """Returns an SVG with a panel for each kind, number of ranks and bandwidth."""
     picture = Picture()
     title = "Predicted, not measured: how much of the communication is hidden behind Llama-3's matrix products"
     picture.text(20, 28, title, 16, more=' font-weight="bold"')

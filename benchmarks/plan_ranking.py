@@ -49,7 +49,7 @@ CHOSEN, AGAIN = "chosen", "chosen, again"
 
 
 def plans_for(pair: Pair, mesh: DeviceMesh, topology: sw.Topology) -> dict[str, sw.Plan]:
-    """The chosen plan first, then those whose moves are none of an earlier one's, all costed by `topology`."""
+    """Returns the chosen plan, then those that differ from all earlier ones, all with predictions by `topology`."""
     grid = sw.Mesh(mesh)
 
     def layout(text: str) -> sw.Layout:
@@ -79,7 +79,7 @@ def _steps(plan: sw.Plan) -> tuple:
 
 
 def measure(pair: Pair, mesh: DeviceMesh, topology: sw.Topology, pair_seconds: float) -> dict:
-    """Runs the plans of a pair in turns. The same row on every rank."""
+    """Runs the plans of a pair in turns. Returns the same row on every rank."""
     here = coordinate(mesh)
     local, expected = source_local(pair.case, pair.n, here), expected_local(pair.case, pair.n, here)
     plans = plans_for(pair, mesh, topology)
@@ -89,7 +89,7 @@ def measure(pair: Pair, mesh: DeviceMesh, topology: sw.Topology, pair_seconds: f
         executable = executables.bind(plan, device_mesh=mesh)
         calls[name] = lambda executable=executable: executable.run(local)
         right[name] = bool(over_ranks([float(torch.equal(calls[name](), expected))], dist.ReduceOp.MIN)[0])
-    calls[AGAIN] = calls[CHOSEN]  # how far apart its two times are is what the others' differences must exceed
+    calls[AGAIN] = calls[CHOSEN]  # timed twice: differences between plans only count if they exceed its own
     times = timing.among_ranks(calls).of_length(pair_seconds, BATCH_SECONDS, ROUNDS, MAX_CALLS_PER_BATCH)
     us = times.us()
     again = us.pop(AGAIN)
@@ -131,7 +131,7 @@ def _candidate(name: str, plan: sw.Plan, us: float, right: bool) -> dict:
 
 
 def _rank_correlation(rows: list[dict]) -> float | None:
-    """Spearman's, of predicted and measured times; None for fewer than three plans."""
+    """Returns Spearman's correlation of predicted and measured times; None for fewer than three plans."""
     if len(rows) < 3:
         return None
     predicted = _ranks([row["predicted_us"] for row in rows])
@@ -150,7 +150,7 @@ def _ranks(values: list[float]) -> list[float]:
 
 
 def run_rank(pairs: tuple[Pair, ...], seconds: float, out: str) -> None:
-    """What every rank of a job does for pairs on meshes of its size; rank 0 adds to the file of results."""
+    """Runs the pairs on meshes of this job's size, on every rank; rank 0 adds to the file of results."""
     start = time.perf_counter()
     tables: dict[tuple[int, ...], tuple[DeviceMesh, sw.Topology]] = {}
     rows = []
@@ -175,7 +175,7 @@ def run_rank(pairs: tuple[Pair, ...], seconds: float, out: str) -> None:
 
 
 def summarise(rows: list[dict]) -> dict:
-    """How often the chosen plan is as good as the fastest, and how often two plans are in the right order."""
+    """Counts how often the chosen plan is as good as the fastest, and how often two plans are in the right order."""
     apart = right_order = 0
     for row in rows:
         for i, one in enumerate(row["plans"]):
@@ -201,7 +201,7 @@ def summarise(rows: list[dict]) -> dict:
 
 
 def say_row(row: dict) -> None:
-    """One pair, and a line for each of its plans; a wrong result is marked with "!"."""
+    """Returns the text of one pair, with a line for each of its plans; "!" marks a wrong result."""
     mesh = "x".join(map(str, row["mesh"]))
     verdict = "" if row["within"] else "  MISSED"
     say(f"{row['pair']} on {mesh}, n = {row['n']}: {row['chosen_over_fastest']:.2f}, noise {row['noise']:.2f}{verdict}")
@@ -216,7 +216,7 @@ def say_row(row: dict) -> None:
 
 
 def say_summary(summary: dict) -> None:
-    """The verdict."""
+    """Returns the text of the verdict."""
     say(f"\nwithin {CLOSE - 1:.0%} of the fastest: {summary['within']} of {summary['pairs']}")
     noise = summary["median_noise"]
     say(f"worst {summary['worst_chosen_over_fastest']:.2f}; the same plan timed twice differs by {noise:.2f} (median)")

@@ -40,7 +40,7 @@ LOOK_UPS = 10_000
 
 
 def pairs(mesh: Sequence[int], shape: Sequence[int], sums: bool, stride: int) -> list[tuple[tuple[str, ...], ...]]:
-    """The pairs of placements that planning.cpp takes."""
+    """Returns the pairs of placements that planning.cpp plans."""
     cuts = ["R", *(f"S({t})" for t in range(len(shape)))]
     sources = itertools.product([*cuts, *(["P"] if sums else [])], repeat=len(mesh))
     every = list(itertools.product(sources, itertools.product(cuts, repeat=len(mesh))))
@@ -48,7 +48,7 @@ def pairs(mesh: Sequence[int], shape: Sequence[int], sums: bool, stride: int) ->
 
 
 def cold_us(plan: Callable[[], sw.Plan]) -> float:
-    """The least of some cold runs, with the figures of the certificate that planning.cpp reads."""
+    """Returns the shortest of some cold runs, which compute the same figures of the certificate as planning.cpp."""
 
     def with_figures() -> None:
         made = plan()

@@ -30,12 +30,12 @@ class Times(NamedTuple):
 
 
 def low(values: Sequence[float]) -> float:
-    """The lower quartile, linear between neighbours."""
+    """Returns the lower quartile, interpolated linearly."""
     return float(statistics.quantiles(values, n=4, method="inclusive")[0]) if len(values) > 1 else values[0]
 
 
 def seconds_of(call: Call, calls: int = 1) -> float:
-    """Per call, back to back, on this rank."""
+    """Returns the time per call of back-to-back calls on this rank."""
     start = time.perf_counter()
     for _ in range(calls):
         call()
@@ -43,7 +43,7 @@ def seconds_of(call: Call, calls: int = 1) -> float:
 
 
 def least_us(call: Call, before: Call, repeats: int = 3) -> float:
-    """Microseconds of a call that is to begin cold: the least of some, each behind a call of `before`."""
+    """Returns the microseconds of a cold call: the least of some, each after a call of `before`."""
     times = []
     for _ in range(repeats):
         before()
@@ -76,7 +76,7 @@ class Turns:
         self.barrier = barrier or (lambda: None)
 
     def of_count(self, rounds: int, calls: int = 1) -> Times:
-        """So many turns of so many calls."""
+        """Makes this many turns of this many calls."""
         for name in self.calls:
             self._batch(name, 1)
         return self._timed(rounds, dict.fromkeys(self.calls, calls))
@@ -84,7 +84,7 @@ class Turns:
     def of_length(
         self, seconds: float, batch_seconds: float = 0.0, rounds: tuple[int, int] = (5, 40), most_calls: int = 50
     ) -> Times:
-        """About so many seconds in all, by batches that last about `batch_seconds`, at least one call each."""
+        """Runs for about this many seconds, in batches of about `batch_seconds` and at least one call each."""
         start = time.perf_counter()
         first = [self._batch(name, 2) for name in self.calls]
         *first, left = self.slowest([*first, seconds - (time.perf_counter() - start)])
@@ -112,7 +112,7 @@ class Turns:
 
 
 def among_ranks(calls: Mapping[str, Call], **more: Any) -> Turns:
-    """Of all ranks of the default process group. Every rank makes the same calls."""
+    """Times calls on all ranks of the default process group, each of which makes the same calls."""
     import torch.distributed as dist
 
     from ranks import over_ranks

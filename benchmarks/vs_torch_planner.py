@@ -40,7 +40,7 @@ Placements = tuple[str, ...]
 Order = dict[int, list[int]]
 
 FIGURES = ("wire_bytes_max", "wire_bytes_sum", "messages_max", "steps", "peak_bytes", "predicted_us")
-WIDEST = 10  # rows that are written out; the others are in the summary
+WIDEST = 10  # rows that are listed; the others are in the summary
 
 
 def spec(mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensorSpec:
@@ -50,7 +50,7 @@ def spec(mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTen
 
 
 class TorchPlanner:
-    """One of PyTorch's planners: from two specs to the sets of mesh dims and placements of its moves, in order."""
+    """One of PyTorch's planners: maps two specs to the mesh dims and placements of its moves, in order."""
 
     def __init__(self, by_dijkstra: bool) -> None:
         self._by_dijkstra = by_dijkstra
@@ -77,7 +77,7 @@ def _text(placement: object) -> str:
 
 
 def follow(src: Placements, moves: list[tuple[tuple[int, ...], str, str]]) -> Iterator[tuple[Placements, Order]]:
-    """The layouts between the moves, the last one included."""
+    """Returns the layouts after each move, the last one included."""
     placements, order = list(src), _default_order(src)
     for dims, before, after in moves:
         for d in dims:
@@ -108,12 +108,12 @@ def forget_plans() -> None:
 
 
 def planning_us(plan: Callable[[], object]) -> float:
-    """The least of some cold runs."""
+    """Returns the shortest of some cold runs."""
     return timing.least_us(plan, forget_plans)
 
 
 def compare(mesh: DeviceMesh, shape: Sequence[int], topology: str) -> list[dict]:
-    """A row per pair of layouts that moves data: the figures of ours and of each planner of PyTorch."""
+    """Returns a row per pair of layouts that moves data: the figures of ours and of each planner of PyTorch."""
     grid = sw.Mesh(mesh)
     planners = {"torch greedy": TorchPlanner(False), "torch dijkstra": TorchPlanner(True)}
     cuts = ["R", *(f"S({t})" for t in range(len(shape)))]
@@ -144,7 +144,7 @@ def compare(mesh: DeviceMesh, shape: Sequence[int], topology: str) -> list[dict]
 
 
 def summarise(rows: list[dict]) -> dict:
-    """By planner of PyTorch: geometric means of theirs over ours, and the pairs where ours is not at least as good."""
+    """Returns for each planner of PyTorch geometric means of theirs over ours, and the pairs where ours is worse."""
     summary: dict = {"pairs": len(rows)}
     without_sums = [row for row in rows if "P" not in row["src"]]
     for name in ("ours", "ours, bytes", "torch greedy", "torch dijkstra"):
@@ -179,7 +179,7 @@ def _is_byte_optimal(row: dict, name: str) -> bool:
 
 
 def _widest(rows: list[dict]) -> list[dict]:
-    """The rows where PyTorch's own choice is furthest behind, for reading."""
+    """Returns the text of the rows where PyTorch's own choice is furthest behind."""
     return sorted(rows, key=lambda row: row["ours"]["predicted_us"] / row["torch greedy"]["predicted_us"])[:WIDEST]
 
 

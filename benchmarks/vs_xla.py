@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns wherever it gathers all to get to a layout
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns whenever it gathers everything
 
 import jax  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
@@ -35,20 +35,20 @@ from shardwright import _planner  # noqa: E402
 FIGURES = ("wire_bytes_max", "wire_bytes_sum", "messages_max", "send_bytes_max", "steps")
 PLANNERS = ("ours", "ours, bytes", "xla")
 PACKAGES = ("jax", "jaxlib", "shardwright")
-FURTHEST = 10  # rows that are written out; the others are in the summary
+FURTHEST = 10  # rows that are listed; the others are in the summary
 
 INSTRUCTION = re.compile(r"  +(?:ROOT )?%?[\w.-]+ = (?P<result>\(.*?\)|\S+) (?P<opcode>[\w-]+)\((?P<rest>.*)")
-# What XLA computes on one device. An opcode that is neither here nor below is an error.
+# The opcodes that XLA computes on one device. An opcode that is neither here nor below is an error.
 LOCAL = """add bitcast broadcast clamp compare concatenate constant convert copy dynamic-slice dynamic-update-slice
     fusion get-tuple-element multiply parameter partition-id reshape select slice subtract transpose tuple"""
-# Bytes and messages that a rank in a group of k receives, by the size of its result.
+# The bytes and messages that a rank in a group of k receives, given the size of its result.
 COLLECTIVES = {
     "all-gather": lambda size, k: (size * (k - 1) // k, k - 1),
     "all-to-all": lambda size, k: (size * (k - 1) // k, k - 1),
     "all-reduce": lambda size, k: (2 * size * (k - 1) // k, 2 * (k - 1)),
     "reduce-scatter": lambda size, k: (size * (k - 1), k - 1),
 }
-EXAMPLES = (  # an instruction, and the bytes that it brings to each of eight ranks
+EXAMPLES = (  # an instruction, and the bytes that each of eight ranks receives by it
     ("f32[64,64]{1,0} all-gather(%p), replica_groups=mesh['a'=2,'b'=2,'c'=2] {'c','a'}, dimensions={0}", [12288] * 8),
     ("f32[8]{0} all-gather(%p), replica_groups=mesh['a'=2,'b'=4] {'a','b':(2)2}, dimensions={0}", [24] * 8),
     ("f32[8,8]{1,0} all-to-all(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}", [192] * 8),
@@ -60,7 +60,7 @@ EXAMPLES = (  # an instruction, and the bytes that it brings to each of eight ra
 
 
 def received(hlo: str, num_ranks: int) -> list[list[list[int]]]:
-    """For each collective of a program what each rank receives, in bytes and in messages, and the bytes that it sends.
+    """Returns for each collective of a program the bytes and messages that each rank receives, and the bytes it sends.
 
     Collectives may stand in the entry computation alone, and loops are not among the opcodes, so each runs once.
     ValueError on what is not understood.
@@ -97,7 +97,7 @@ def _of_collective(opcode: str, size: int, rest: str, num_ranks: int) -> list[li
 
 
 def _size_bytes(result: str) -> int:
-    """Of an array or a tuple of arrays."""
+    """Returns the bytes of an array or a tuple of arrays."""
     shapes = re.findall(r"(\w+)\[([\d,]*)\]", result)
     if not shapes or any(dtype != "f32" for dtype, _ in shapes):
         raise ValueError(f"HLO: cannot read the shape {result}")
@@ -105,7 +105,7 @@ def _size_bytes(result: str) -> int:
 
 
 def _groups(text: str, num_ranks: int) -> list[list[int]]:
-    """The replica groups that `text` begins with. Given by axes or an iota, they count by their size only."""
+    """Returns the replica groups that `text` begins with. If given by axes or an iota, only their size is known."""
     if match := re.match(r"\{((?:\{[\d,]+\},?)+)\}", text):
         return [[int(rank) for rank in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", match[1])]
     if match := re.match(r"\[\d+,(\d+)\]<=\[", text):
@@ -119,7 +119,7 @@ def _groups(text: str, num_ranks: int) -> list[list[int]]:
 
 
 def all_layouts(grid: sw.Mesh, mesh: jax.sharding.Mesh, shape: Sequence[int]) -> list[tuple[sw.Layout, NamedSharding]]:
-    """Every layout without a pending reduction, for us and for JAX: the same elements on every rank."""
+    """Returns every layout without a pending reduction, for us and for JAX: the same elements on every rank."""
     layouts = []
     for cut in itertools.product([None, *range(len(shape))], repeat=grid.ndim):
         by_dim = [[d for d in range(grid.ndim) if cut[d] == t] for t in range(len(shape))]
@@ -136,7 +136,7 @@ def all_layouts(grid: sw.Mesh, mesh: jax.sharding.Mesh, shape: Sequence[int]) ->
 
 
 def compare(grid: sw.Mesh, mesh: jax.sharding.Mesh, shape: Sequence[int], topology: str) -> list[dict]:
-    """A row per pair of layouts that moves data."""
+    """Returns a row per pair of layouts that moves data."""
     rows = []
     for (src, src_jax), (dst, dst_jax) in itertools.product(all_layouts(grid, mesh, shape), repeat=2):
         plan = functools.partial(sw.plan, src, dst, topology=topology)
@@ -174,7 +174,7 @@ def figures_of_xla(steps: list[list[list[int]]]) -> dict[str, float]:
 
 
 def summarise(rows: list[dict]) -> dict:
-    """By planner how close to the bound, and the pairs where XLA's figures are below ours."""
+    """Returns for each planner how close it is to the bound, and the pairs where XLA's figures are below ours."""
     summary: dict = {"pairs": len(rows)}
     for name in PLANNERS:
         over = [row[name]["wire_bytes_max"] / row["bound_bytes_max"] for row in rows]
