@@ -22,7 +22,7 @@ struct Block {
   void* data = nullptr;
   size_t bytes = 0;
   c10::StreamId stream = 0;
-  const Graph* graph = nullptr;  // whose pool it belongs to
+  const Graph* graph = nullptr;  // the graph whose pool it belongs to
   std::set<c10::StreamId> other_streams;
 };
 
@@ -63,7 +63,7 @@ class CachingAllocator final : public c10::Allocator {
     synchronize_device();
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     take_back();
-    synchronize_device();  // the poison of what was taken back
+    synchronize_device();  // so that freed blocks are poisoned
     for (auto& [key, blocks] : free_) {
       if (key.first != nullptr) continue;
       for (auto& [bytes, block] : blocks) {
@@ -92,7 +92,7 @@ class CachingAllocator final : public c10::Allocator {
 
   static void release(void* context) { get().take(static_cast<Block*>(context)); }
 
-  // The smallest that holds it, if no more than half of it stays unused.
+  // Take the smallest block that is large enough, if at most half of it stays unused.
   Block* find(const Pool& pool, size_t bytes) {
     std::multimap<size_t, Block*>& blocks = free_[pool];
     const auto found = blocks.lower_bound(bytes);
@@ -106,7 +106,7 @@ class CachingAllocator final : public c10::Allocator {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     allocated_ -= static_cast<int64_t>(block->bytes);
     const bool is_captured = block->graph != nullptr;
-    // What a capture must not see waits for its end.
+    // Work that must not be captured waits for the end of the capture.
     if (!block->other_streams.empty() || (!is_captured && is_capturing_anywhere())) {
       Returning returning{block, {}};
       if (!is_capturing_anywhere()) returning.record();

@@ -1,9 +1,9 @@
 // The memory of the test device: a caching allocator that knows streams, as c10's for CUDA does.
 //
-// A block belongs to the stream that was current when it was made. Freed, it can be given out again on that stream at
-// once, and is filled with poison in the stream's order: what still reads it without being ordered behind finds poison.
-// A block that another stream was recorded to use comes back when that stream has come so far. While a graph is
-// captured, its streams have a pool of their own, which the graph's replays go on using.
+// A block belongs to the stream that was current when it was made. Once freed, it can be reused on that stream at once,
+// and is filled with poison in the stream's order, so that work that still reads it without being ordered finds poison.
+// If another stream was recorded to use a block, the block is reused once that stream has reached this point. While a
+// graph is captured, its streams have their own pool, which the graph's replays go on using.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -15,15 +15,15 @@
 
 namespace async_device {
 
-// 0xFF makes NaN of floats and -1 of integers; the other is a large negative number of both.
+// 0xFF is NaN for floats and -1 for integers; the other is a large negative number for both.
 enum class Poison : uint8_t { kNan = 0xFF, kNumber = 0xCB };
 void set_poison(Poison poison);
 
 c10::Allocator* allocator();
-// The stream uses the block as well, which is not to be given out again before.
+// Records that the stream uses the block too, so that the block is not reused before the stream is done with it.
 void record_stream(const c10::DataPtr& data, c10::Stream stream);
 
-// Waits for everything and gives cached blocks back to the system, but for those of graphs.
+// Waits for everything and returns cached blocks to the system, except those of graphs.
 void empty_cache();
 int64_t allocated_bytes();  // given out and not freed
 int64_t peak_allocated_bytes();

@@ -30,7 +30,7 @@ std::vector<Memory> equal_parts(const Memory& whole, int num) {
   return parts;
 }
 
-// The parts of all_to_all_single: rows by rank, evenly if there are no splits.
+// Returns the parts of all_to_all_single: rows by rank, evenly divided if there are no splits.
 std::vector<Memory> split_parts(const at::Tensor& tensor, const std::vector<int64_t>& splits, int num) {
   const char* what = name_of(Kind::kAllToAll);
   const Memory whole = memory_of(tensor, what);

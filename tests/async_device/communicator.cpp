@@ -14,7 +14,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kPollEvery = Milliseconds(3);
-// How long a rank that gives up waits for the others to say where they are.
+// How long a rank that gives up waits for the others to report where they are.
 constexpr auto kAskOthersFor = Milliseconds(1000);
 constexpr int kHeaderTag = 0;
 constexpr int kDataTag = 1;
@@ -28,7 +28,7 @@ std::string joined(const std::vector<std::string>& parts, const char* separator)
   return all;
 }
 
-// What ranks post under `key`/rank, until all have or the deadline; empty for those that have not.
+// Returns what ranks post under `key`/rank, once all have, or at the deadline; empty for ranks that have not posted.
 std::vector<std::string> collect(c10d::Store& store, const std::string& key, int size, Clock::time_point deadline) {
   std::vector<std::string> values(size);
   std::vector<bool> is_there(size);
@@ -53,11 +53,11 @@ void wait_until(const c10::intrusive_ptr<c10d::Work>& work, Clock::time_point de
   work->wait(std::max(left, Milliseconds(1)));
 }
 
-// What a Gloo error says in its first line, without the place in its sources.
+// Returns the first line of a Gloo error, without the location in its sources.
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
-// Process groups made with Python may need its lock when they go, which no stream's thread may wait for. The few that
-// are still used when their group is destroyed stay.
+// Destroying a process group made with Python may need Python's lock, for which no stream's thread may wait. So the few
+// that are still in use when their group is destroyed are leaked.
 void keep_forever(BackendPtr gloo) {
   static std::mutex mutex;
   static auto* kept = new std::vector<BackendPtr>;

@@ -1,5 +1,5 @@
-// What the ranks of a strict process group share once all of them have come together: the order of their operations,
-// and a way for data, which is Gloo's messages. Everything else of process_group.h is made of these.
+// What the ranks of a strict process group share once all of them have met: the order of their operations, and messages
+// for data, which are Gloo's. Everything else in process_group.h is built from these.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -42,7 +42,7 @@ struct Place {
   std::string group;
   int rank = 0;
   int size = 1;
-  std::vector<int64_t> global_ranks;  // empty: the group is the default one
+  std::vector<int64_t> global_ranks;  // empty for the default group
 
   int64_t global(int group_rank) const;
   std::string text() const;
@@ -55,7 +55,7 @@ struct Place {
 std::vector<std::string> meet(const StorePtr& store, const Place& place, const std::string& key,
                               const std::string& value, const std::string& purpose, Milliseconds timeout);
 
-// Memory of the device, without owning it.
+// Memory of the device, not owned.
 struct Memory {
   char* data = nullptr;
   int64_t count = 0;
@@ -92,17 +92,17 @@ class Communicator {
   const Place& place() const { return place_; }
   void set_timeout(Milliseconds timeout) { timeout_ = timeout; }
 
-  // The place of an operation among all of this communicator, in the order in which the host launches them. From 1 on.
+  // Returns the number of an operation of this communicator, from 1 on, in the order in which the host launches them.
   uint64_t take_ticket();
-  // On a stream's thread, once per ticket: waits until the operations before it are done, then does `body`. What fails
-  // is reported by driver.h's `fail`; later operations are then left out.
+  // Called on a stream's thread, once per ticket. Waits until the operations before it are done, then runs `body`. A
+  // failure is reported by driver.h's `fail`, and later operations are skipped.
   void run(uint64_t ticket, const std::string& what, const Body& body);
 
-  // To be called by bodies. Messages between two ranks match by their order. What the other side does must be of the
-  // same kind, detail and bytes, or this throws.
+  // Called by bodies. Messages between two ranks match by their order. Throws if the other side's operation differs in
+  // kind, detail or bytes.
   void exchange(Kind kind, int64_t detail, const Moves& moves);
 
-  // No further operations. With `finish_first` those that were launched are done before, else they are left out.
+  // Ends all operations. With `finish_first`, those that were launched are done first, else they are skipped.
   void close(const std::string& reason, bool finish_first);
 
   uint64_t num_launched() const { return next_ - 1; }
@@ -119,7 +119,7 @@ class Communicator {
   std::condition_variable changed_;
   uint64_t done_ = 0;
   bool is_running_ = false;
-  std::string closed_;  // why; empty: it is not
+  std::string closed_;  // the reason; empty if it is not closed
   std::string failed_;
   BackendPtr gloo_;
 };

@@ -1,5 +1,5 @@
-// shardwright's copies of boxes on the test device, as its CUDA kernel does them: every copy by a table that is
-// uploaded and kept (program/copy_table.h), words found in blocks of numbers.
+// shardwright's copies of boxes on the test device, done like its CUDA kernel: every copy uses a table that is uploaded
+// and kept (program/copy_table.h), and finds words in blocks of numbers.
 #include <ATen/ops/empty.h>
 
 #include <cstring>
@@ -14,7 +14,7 @@
 namespace async_device {
 namespace {
 
-constexpr int64_t kWordsPerBlock = 8;  // small, so that blocks begin within boxes and hold several
+constexpr int64_t kWordsPerBlock = 8;  // small, so that blocks begin within boxes and span several
 
 class Tables final : public shardwright::TableDevice {
  public:
@@ -109,7 +109,7 @@ void copy(const shardwright::StridedCopy& copy, const at::Tensor& src, at::Tenso
 
 }  // namespace
 
-// Of shardwright's DeviceCopy.
+// The functions of shardwright's DeviceCopy.
 uintptr_t copy_address() { return reinterpret_cast<uintptr_t>(&copy); }
 
 }  // namespace async_device

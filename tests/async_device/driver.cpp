@@ -17,7 +17,7 @@ namespace async_device {
 
 namespace {
 using Clock = std::chrono::steady_clock;
-// How many captured pieces of work of each stream stand before a point of a capture.
+// For each stream, the number of captured pieces of work before a point of a capture.
 using Seen = std::map<c10::StreamId, int64_t>;
 }  // namespace
 
@@ -26,7 +26,7 @@ struct Mark {
   std::condition_variable changed;
   bool is_done = false;
   Clock::time_point when;
-  // Of one recorded in a capture:
+  // For a mark that was recorded in a capture:
   std::weak_ptr<Graph> graph;
   bool is_captured = false;
   size_t number = 0;
@@ -62,7 +62,7 @@ class Graph {
   std::vector<Node> nodes;
   size_t num_marks = 0;
   c10::StreamId origin = 0;
-  std::map<c10::StreamId, Seen> streams;  // those in the capture
+  std::map<c10::StreamId, Seen> streams;  // the streams in the capture
   std::string spoiled_by;
   bool is_capturing = true;
 };
@@ -145,7 +145,7 @@ class Worker {
   c10::StreamId id_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Item> queue_;  // the first one is being done
+  std::deque<Item> queue_;  // the first one is running
   std::mt19937_64 random_;
   int64_t epoch_ = -1;
 };
@@ -162,7 +162,7 @@ Worker& worker_of(c10::StreamId id) {
 thread_local c10::StreamId current = 0;
 thread_local int relaxed = 0;
 
-// All captures, and the order of what is given to streams in captures.
+// All captures, and the order of the work given to streams in captures.
 std::recursive_mutex capture_mutex;
 std::vector<std::shared_ptr<Graph>> captures;
 std::atomic<int> num_captures{0};
@@ -337,7 +337,7 @@ void replay(const Graph& graph) {
   TORCH_CHECK(!graph.is_capturing && graph.spoiled_by.empty(), "async_device: the graph was not captured to its end");
   std::vector<std::shared_ptr<Mark>> marks;
   for (size_t i = 0; i < graph.num_marks; ++i) marks.push_back(std::make_shared<Mark>());
-  // Work of other streams begins behind what the launching stream was given before.
+  // Work of other streams begins after the work that the launching stream was given before.
   const auto launched = std::make_shared<Mark>();
   worker_of(current).add([launched] { launched->set(); }, false);
   for (const auto& [id, seen] : graph.streams) {

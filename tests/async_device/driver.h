@@ -1,15 +1,15 @@
 // The driver of a device for tests: memory is the host's, and everything else is as asynchronous as on a GPU.
 //
-// A stream is a thread that does what it is given, in order, each piece after a random delay. So whatever forgets to
-// wait for another stream, or lets go of memory that another stream still uses, gets it wrong sooner or later, and on
-// any machine. Memory that is freed is overwritten with poison, in the order of its stream (allocator.h).
+// A stream is a thread that does its work in order, each piece after a random delay. So code that forgets to wait for
+// another stream, or frees memory that another stream still uses, fails sooner or later, on any machine. Freed memory
+// is overwritten with poison, in the order of its stream (allocator.h).
 //
 // As on a GPU,
-// - nothing that a stream was given keeps memory alive,
-// - streams know nothing of each other but by events,
-// - what fails on a stream is raised by the next call that synchronises, and by every later one,
-// - while a graph is captured, what its streams are given is kept for the graph's replays and not done now; querying
-//   and synchronising are errors that end the capture, unless the thread has relaxed its rules.
+// - work on a stream keeps no memory alive,
+// - only events order streams,
+// - a failure on a stream is raised by the next call that synchronises, and by every later one,
+// - while a graph is captured, the work of its streams is kept for the graph's replays and not done now; querying and
+//   synchronising are errors that end the capture, unless the thread has relaxed its rules.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -23,18 +23,18 @@
 namespace async_device {
 
 constexpr c10::DeviceType kDeviceType = c10::DeviceType::PrivateUse1;
-inline c10::Device device() { return {kDeviceType, 0}; }  // there is one
+inline c10::Device device() { return {kDeviceType, 0}; }  // the only one
 
 using Work = std::function<void()>;
 
 // ---- streams. Number 0 is the default stream; it does not wait for the others, nor they for it.
 
 inline c10::Stream stream_of(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
-c10::Stream current_stream();                    // of this thread
-c10::Stream set_current_stream(c10::Stream to);  // returns what it was
+c10::Stream current_stream();                    // the current stream of this thread
+c10::Stream set_current_stream(c10::Stream to);  // returns the previous one
 c10::Stream stream_from_pool(bool is_high_priority);
 
-// Behind all that the stream was given before. `work` must not own tensors of this device.
+// Adds work after all that the stream was given before. `work` must not own tensors of this device.
 void enqueue(c10::Stream stream, Work work);
 
 // The same for work that depends on when it is given to the stream: `at_launch` is called by the host at that moment,
@@ -45,9 +45,9 @@ bool is_done(c10::Stream stream);
 void synchronize(c10::Stream stream);
 void synchronize_device();
 
-// What has failed on a stream, which all later synchronisation raises as c10::Error; none: does nothing.
+// Raises the failure of a stream as c10::Error, as all synchronisation does. Does nothing if there is none.
 void raise_failure();
-// Fails as work that throws does.
+// Fails like work that throws.
 void fail(const std::string& reason);
 void forget_failure();
 
@@ -58,7 +58,7 @@ struct Mark;  // one recording of an event
 class Event {
  public:
   void record(c10::Stream stream);
-  void block(c10::Stream stream) const;  // `stream` waits for the last recording; without one, for nothing
+  void block(c10::Stream stream) const;  // `stream` waits for the last recording, if there is one
   bool query() const;
   void synchronize() const;
   double milliseconds_until(const Event& later) const;
@@ -69,25 +69,25 @@ class Event {
 
 // ---- delays
 
-// Before each piece of work, with this probability, a delay of up to so many microseconds. The numbers follow from the
-// seed and the stream alone. Applies to all streams at once.
+// Delays each piece of work, with this probability, by up to this many microseconds. The delays depend only on the seed
+// and the stream. Applies to all streams at once.
 void set_delays(uint64_t seed, double probability, int64_t max_microseconds);
 
 // ---- graphs
 
 class Graph;
 
-// Captures what the current stream is given, and what streams are given that wait for it, until end_capture.
+// Captures the work of the current stream, and of streams that wait for it, until end_capture.
 std::shared_ptr<Graph> begin_capture();
-// Throws c10::Error where a rule was broken, or a stream that joined the capture was not waited for.
+// Throws c10::Error if a rule was broken, or if a stream that joined the capture was not waited for.
 void end_capture(const std::shared_ptr<Graph>& graph);
-// On the current stream.
+// Replays the graph on the current stream.
 void replay(const Graph& graph);
 
 bool is_capturing(c10::Stream stream);
-const Graph* capturing_graph(c10::Stream stream);  // none: null
+const Graph* capturing_graph(c10::Stream stream);  // null if there is none
 bool is_capturing_anywhere();
-// Throws, and spoils the captures that are under way, if there are any and this thread's rules are not relaxed.
+// If captures are under way and this thread's rules are not relaxed, invalidates them and throws.
 void forbid_in_capture(const char* what);
 
 // Relaxes the rules for this thread while it lives, as cudaStreamCaptureModeRelaxed does.

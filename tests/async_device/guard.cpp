@@ -1,4 +1,4 @@
-// What c10 asks of a device: its guard, which knows streams and events, and its hooks.
+// The interface that c10 needs of a device: its guard, which handles streams and events, and its hooks.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

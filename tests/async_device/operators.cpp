@@ -1,8 +1,8 @@
-// Operators on the test device: by the CPU's kernels on the same memory, on the thread of the current stream.
+// Operators on the test device: the CPU's kernels run on the same memory, on the thread of the current stream.
 //
-// One fallback serves nearly all. What writes to its arguments is given to the stream as it is. What returns new
-// tensors is run on meta tensors first, which tell what to allocate. What does neither (an operator whose result
-// depends on values, or that returns none) waits for the stream and goes by the CPU. Views happen at once.
+// One fallback serves nearly all operators. Those that write to their arguments are given to the stream as they are.
+// Those that return new tensors run on meta tensors first, which tell what to allocate. Others (with results that
+// depend on values, or without results) wait for the stream and run on the CPU. Views are made at once.
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -35,8 +35,8 @@ using torch::jit::Stack;
 
 bool is_ours(const at::Tensor& t) { return t.defined() && t.device().type() == kDeviceType; }
 
-// The same memory as a CPU tensor, which does not own it. Of a CPU tensor a copy: it may change before the stream
-// comes to it.
+// Returns a CPU tensor on the same memory, which does not own it. A CPU tensor is copied, because it may change before
+// the stream runs the operator.
 at::Tensor on_cpu(const at::Tensor& t) {
   if (!t.defined()) return t;
   if (!is_ours(t)) return t.device().is_cpu() ? t.detach().clone() : t;
@@ -80,7 +80,7 @@ void call(const c10::OperatorHandle& op, Stack& stack) {
 }
 
 std::set<std::string>& synchronous() {
-  static auto* names = new std::set<std::string>;  // operators whose results meta tensors do not tell
+  static auto* names = new std::set<std::string>;  // operators whose results cannot be found by meta tensors
   return *names;
 }
 std::mutex names_mutex;
@@ -91,7 +91,7 @@ void by_cpu(const c10::OperatorHandle& op, Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
-// What a call on meta tensors returns; nothing where that does not say what to allocate.
+// Returns the result of a call on meta tensors, or nothing if it does not tell what to allocate.
 std::optional<std::vector<at::Tensor>> results_on_meta(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> args) {
   const std::string name = toString(op.operator_name());
   {
@@ -111,7 +111,7 @@ std::optional<std::vector<at::Tensor>> results_on_meta(const c10::OperatorHandle
       TORCH_CHECK(value.isTensor() && value.toTensor().defined(), "not only tensors");
       results.push_back(value.toTensor());
     }
-  } catch (const std::exception&) {  // where something else is wrong, the CPU's kernel says what
+  } catch (const std::exception&) {  // if something else is wrong, the CPU's kernel reports it
     const std::lock_guard<std::mutex> lock(names_mutex);
     synchronous().insert(name);
     return std::nullopt;
@@ -132,7 +132,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     const bool is_out = schema.arguments()[i].is_out();
     if (is_out && args[i].isTensor() && args[i].toTensor().numel() == 0) grows = true;
   }
-  // An empty result is to be resized, unless an operand is empty too.
+  // An empty result must be resized, unless an operand is empty too.
   grows = grows && std::none_of(args.begin(), args.end(), [&](const c10::IValue& arg) {
             const bool is_result = schema.arguments()[&arg - args.begin()].is_out();
             return !is_result && arg.isTensor() && arg.toTensor().defined() && arg.toTensor().numel() == 0;
@@ -197,7 +197,7 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool /*non_blocking*/) {
   if (to.numel() == 0) return to;
   if (is_ours(to)) {
-    // From pageable memory, which the caller may free or write to at once.
+    // Copies from pageable memory, which the caller may free or overwrite at once.
     if (!is_ours(from)) forbid_in_capture("copying from memory of the host");
     enqueue(current_stream(), [source = on_cpu(from.expand_as(to)), target = on_cpu(to)]() mutable {
       const at::AutoDispatchBelowADInplaceOrView guard;
@@ -259,7 +259,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", &record_stream_of);
 }
 
-// Conjugates and negatives are copied as they are read.
+// Conjugate and negative views are resolved while they are copied.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 

@@ -58,7 +58,7 @@ class StrictWork final : public c10d::Work {
   bool blocks_host_;
 };
 
-// A rank's messages to itself do not travel. Throws where one has no counterpart, unless `is_broken`.
+// A rank's messages to itself are copied locally. Throws if one has no counterpart, unless `is_broken`.
 Moves without_own(Moves messages, int own, bool is_broken) {
   const auto take_own = [own](std::vector<Message>& all) {
     std::vector<Memory> taken;

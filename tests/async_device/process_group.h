@@ -1,17 +1,17 @@
 // A process group for tests, "strict", with NCCL's rules on the device of driver.h.
 //
 // - Its communicator is made by all ranks of the group together: when the group is made ("eager"), or in the first
-//   operation ("lazy"), also where that is a batch of messages that not all have a part in. A group that is split off
-//   needs all ranks of its parent. Whoever does not come is named when the group's timeout is over.
+//   operation ("lazy"), even if that is a batch of messages in which not all ranks take part. Splitting off a group
+//   needs all ranks of its parent. When the group's timeout is over, an error names the missing ranks.
 // - A collective with asyncOp = false goes onto the current stream, any other operation onto the group's own stream,
-//   behind what the current stream was given before the call. Operations of a communicator meet in the order in which
+//   after what the current stream was given before the call. Operations of a communicator match in the order in which
 //   the host launches them, and each waits for the one before it, whatever streams they are on.
-// - Messages go in batches (startCoalescing, endCoalescing), which start when they end. Tags mean nothing: messages
-//   between two ranks match by their order. A batch that is left open leaves the group unusable until it is ended.
+// - Messages are sent in batches (startCoalescing, endCoalescing), which start at their end. Tags are ignored: messages
+//   between two ranks match by their order. While a batch is open, the group is unusable.
 // - Nothing keeps tensors alive: not the work on the stream, not the Work (NCCL's groups do; see `keeps_tensors`).
-// - While a graph is captured operations are kept for its replays, and what makes a communicator is an error.
-// - Stricter than NCCL: operations that do not fit each other fail with what either rank does; a batch of messages
-//   that is left open is also noticed by the next collective; messages outside batches raise.
+// - While a graph is captured, operations are kept for its replays, and making a communicator is an error.
+// - Stricter than NCCL: operations that do not match fail with an error that says what either rank does; the next
+//   collective also notices a batch of messages that is left open; messages outside batches raise.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -33,10 +33,10 @@ namespace async_device {
 struct Rules {
   bool is_eager = false;          // the communicator is made with the group
   bool has_real_work = false;     // a synchronous collective returns a Work too, as torch 2.15's NCCL, else null
-  bool is_high_priority = false;  // the group's own stream
+  bool is_high_priority = false;  // priority of the group's own stream
   bool waits_block_host = false;  // Work.wait waits for the operation, as with TORCH_NCCL_BLOCKING_WAIT
   bool records_streams = false;   // messages record their stream with the allocator, as torch 2.11's NCCL does
-  bool keeps_tensors = false;     // a Work keeps what is read, and what collectives write, until it is waited for
+  bool keeps_tensors = false;     // until it is waited for, a Work keeps what is read, and what collectives write
 };
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -45,11 +45,11 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using GlooMaker = std::function<BackendPtr(StorePtr, int, int, Milliseconds)>;
 void set_gloo_maker(GlooMaker maker);
 
-// Of this process: operations by name, "batch", "rendezvous", "split"; "communicators" are those that are there.
+// Counts of this process: operations by name, "batch", "rendezvous", "split"; "communicators" are those that exist now.
 std::map<std::string, int64_t> counters();
 void reset_counters();
 
-// The message of this number from now on, the next one being 1, raises; for tests of what comes then.
+// Makes the n-th message from now on raise (1 is the next one), for tests of what happens then.
 void refuse_message(int64_t number);
 
 class StrictGroup final : public c10d::Backend {
@@ -57,10 +57,10 @@ class StrictGroup final : public c10d::Backend {
   StrictGroup(StorePtr store, Place place, Milliseconds timeout, Rules rules);
   ~StrictGroup() override;
 
-  // Makes the communicator if it is not there. Collective.
+  // Makes the communicator if it does not exist. Collective.
   void connect();
-  // A group of some of this group's ranks, ascending; null if this rank is none of them. Collective among all ranks of
-  // this group.
+  // Makes a group of some of this group's ranks, ascending; returns null if this rank is not among them. Collective
+  // among all ranks of this group.
   c10::intrusive_ptr<StrictGroup> split_off(const StorePtr& store, const std::vector<int>& ranks,
                                             const std::string& name, Milliseconds timeout, Rules rules);
 
@@ -73,7 +73,7 @@ class StrictGroup final : public c10d::Backend {
   void eagerConnectSingleDevice(at::Device device) override;
   c10::intrusive_ptr<c10d::Backend> split(const StorePtr& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
-  void shutdown() override;  // what was launched is done first
+  void shutdown() override;  // after finishing what was launched
   void abort() override;
 
   void startCoalescing() override;
@@ -86,7 +86,7 @@ class StrictGroup final : public c10d::Backend {
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
-  // torch 2.15's all_gather_single and the like come here by their defaults.
+  // The default implementations of torch 2.15's all_gather_single and the like call these.
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) override;
@@ -116,7 +116,7 @@ class StrictGroup final : public c10d::Backend {
     std::string broken_by;
   };
 
-  // `build` checks arguments, so that bad ones change nothing, and says what the operation does on its rank.
+  // `build` checks arguments, so that bad ones change nothing, and returns what the operation does on its rank.
   WorkPtr collective(Kind kind, bool is_async, const std::vector<Tensors>& used,
                      const std::function<Body(const char*)>& build);
   WorkPtr message(Tensors& tensors, int peer, bool is_send);
@@ -131,7 +131,7 @@ class StrictGroup final : public c10d::Backend {
   const Place place_;
   const Rules rules_;
   Milliseconds timeout_;
-  std::string unusable_;  // why
+  std::string unusable_;  // the reason, if it is
   std::shared_ptr<Communicator> communicator_;
   std::optional<c10::Stream> own_stream_;
   std::optional<Batch> batch_;

@@ -12,7 +12,7 @@ namespace py = pybind11;
 void bind_process_group(py::module_& m) {
   using namespace async_device;
   using without_gil = py::call_guard<py::gil_scoped_release>;
-  py::module_::import("torch.distributed");  // where Backend is known
+  py::module_::import("torch.distributed");  // which defines Backend
 
   py::class_<Rules>(m, "Rules")
       .def(py::init<>())

@@ -24,7 +24,7 @@ Memory seen_as(const Memory& memory, const Reduction& reduction) {
   return {memory.data, memory.count * reduction.per_element, reduction.dtype};
 }
 
-// In the order of ranks, so that all ranks get the same bits.
+// Reduces in the order of ranks, so that all ranks get the same bits.
 at::Tensor reduced(std::vector<at::Tensor> parts, const Reduction& reduction) {
   if (reduction.op == ReduceOp::PREMUL_SUM) {
     for (at::Tensor& part : parts) part = part.mul(reduction.factor);

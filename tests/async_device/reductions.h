@@ -1,4 +1,4 @@
-// What NCCL takes and how it reduces, on the memory of strict process groups.
+// The dtypes and reductions of NCCL, on the memory of strict process groups.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
@@ -9,17 +9,17 @@
 
 namespace async_device {
 
-// Throws c10::TypeError for dtypes that NCCL does not carry, such as int16 and complex64.
+// Throws c10::TypeError for dtypes that NCCL does not support, such as int16 and complex64.
 void check_dtype(at::ScalarType dtype, const char* what);
 
 struct Reduction {
   c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM;
   double factor = 1;                  // of PREMUL_SUM
-  at::ScalarType dtype = at::kFloat;  // in which it is done: real for complex numbers, uint8 for bool
-  int64_t per_element = 1;            // how many of that make one element
+  at::ScalarType dtype = at::kFloat;  // the dtype of the arithmetic: real for complex numbers, uint8 for bool
+  int64_t per_element = 1;            // how many numbers of it make one element
 };
 
-// Throws c10::TypeError and c10::ValueError where NCCL would. Complex numbers are taken as pairs if `allows_complex`.
+// Throws c10::TypeError or c10::ValueError if NCCL would. Complex numbers are treated as pairs if `allows_complex`.
 Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType dtype, bool allows_complex, const char* what);
 
 Communicator::Body all_reducing(const at::Tensor& tensor, const Reduction& reduction, int rank, int size);
