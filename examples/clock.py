@@ -12,7 +12,7 @@ _FUNCTION = "redistribute_local_tensor"
 
 
 class RedistributeClock:
-    """While entered, sits on top of the method and the function through which every DTensor redistribute goes.
+    """While entered, wraps the method and the function through which every DTensor redistribute goes.
 
     Enter it after `shardwright.enable()` and leave it before `shardwright.disable()`. A result that DTensor would
     wait for later is waited for at once, so that `seconds` includes all of the communication.
@@ -57,7 +57,7 @@ class RedistributeClock:
         return redistribute_local_tensor
 
     def _time(self, call: Callable, placements: Callable) -> torch.Tensor:
-        """Only the outermost counts: the method asks the function."""
+        """Counts only the outermost call, because the method calls the function."""
         if self._running:
             return call()
         self._running = True

@@ -24,22 +24,22 @@ Move = Callable[[], list[torch.Tensor]]
 
 @dataclass
 class Outcome:
-    """What one engine made of a move, over all ranks. Bytes are those received from other ranks."""
+    """The outcome of a move with one engine, over all ranks. Bytes are those received from other ranks."""
 
     verdict: str
     received_bytes: float = 0.0
     median_ms: float = 0.0
     wrong: list[int] = field(default_factory=list)
-    """Which of the tensors came back wrong, on any rank."""
+    """Indices of the tensors that were wrong on any rank."""
 
     @property
     def ran(self) -> bool:
-        """Whether it returned anything, right or wrong."""
+        """Returns whether the move returned anything, right or wrong."""
         return not self.verdict.startswith("raises")
 
 
 def compare(move: Move, expected: list[torch.Tensor], rounds: int = 5, repeats: int = 3) -> dict[str, Outcome]:
-    """Both engines on one move, in turns: `rounds` times `repeats` runs each.
+    """Runs a move with both engines in turns: `rounds` times `repeats` runs each.
 
     A run takes as long as its slowest rank; the median over runs is reported. Both must accept the same arguments on
     every rank: an engine that raises is expected to raise everywhere, before it communicates.
@@ -60,7 +60,7 @@ def compare(move: Move, expected: list[torch.Tensor], rounds: int = 5, repeats: 
 
 
 def _first_run(engine: Callable, move: Move, expected: list[torch.Tensor]) -> Outcome:
-    """Judges the result and counts the bytes; plans are cached from here on."""
+    """Checks the result and counts the bytes. Afterwards plans are cached."""
     with engine(), sw.wire_meter() as meter:
         try:
             results = move()
@@ -73,7 +73,7 @@ def _first_run(engine: Callable, move: Move, expected: list[torch.Tensor]) -> Ou
 
 
 def compare_case(case: Case, n: int, mesh: DeviceMesh, rounds: int = 5, repeats: int = 3) -> dict[str, Outcome]:
-    """`compare` on one case of redistribute_cases."""
+    """Calls `compare` for one case of redistribute_cases."""
     here = coordinate(mesh)
     shape = torch.Size(case.shape(n))
     local, src, dst = source_local(case, n, here), torch_placements(case.src), torch_placements(case.dst)
@@ -86,18 +86,18 @@ def compare_case(case: Case, n: int, mesh: DeviceMesh, rounds: int = 5, repeats:
 
 
 def least_bytes(mesh: DeviceMesh, shape: tuple[int, ...], src: tuple[str, ...], dst: tuple[str, ...]) -> int:
-    """What all ranks together must receive in any plan: shardwright's proven bound, for float32."""
+    """Returns what all ranks together must receive in any plan: shardwright's proven bound, for float32."""
     return sw.plan(sw.Layout(mesh, shape, src), sw.Layout(mesh, shape, dst)).bound_bytes_sum
 
 
 def say_header(label: str) -> None:
-    """The head of a table of `say_row`s."""
+    """Prints the head of a table of `say_row`s."""
     say(f"  {'':44}{'--- stock ---':>22}   {'--- shardwright ---':>23}")
     say(f"  {label:44}{'':6}{'MiB':>8}{'ms':>8}   {'':6}{'MiB':>7}{'ms':>7}{'bound':>7}{'times':>8}")
 
 
 def say_row(label: str, outcomes: dict[str, Outcome], bound_bytes: float) -> None:
-    """One move: verdicts, MiB received by all ranks together, ms, the bound in MiB, how many times faster we are."""
+    """Prints one move: verdicts, MiB received by all ranks, ms, the bound in MiB, and how many times faster we are."""
     stock, ours = outcomes.values()
     cells = f"  {label:44}"
     if stock.ran:

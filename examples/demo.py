@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def on_four_ranks() -> None:
-    """Parts 1 and 2, which share the trained weights."""
+    """Runs parts 1 and 2, which share the trained weights."""
     mesh = make_mesh((2, 2), ("dp", "tp"))
     heading(1, "Training on 2 x 2 ranks (dp, tp)")
     trainer = train(mesh)
@@ -44,7 +44,7 @@ def on_four_ranks() -> None:
 
 
 def twelve() -> None:
-    """Part 3."""
+    """Runs part 3."""
     heading(3, "Twelve redistributes on 2 x 2 ranks, every result compared with the global tensor")
     workloads.table_of_twelve(make_mesh((2, 2), ("dp", "tp")))
     say()
@@ -55,7 +55,7 @@ def twelve() -> None:
 
 
 def show_plan() -> None:
-    """Part 4: the plan for the gradients, and its proof."""
+    """Runs part 4: the plan for the gradients, and its proof."""
     heading(4, "The plan for those gradients")
     mesh = sw.Mesh(dict(zip(workloads.MESH_NAMES[3], GRADIENTS.mesh_shape, strict=True)))
     shape = GRADIENTS.shape(workloads.SIZE)

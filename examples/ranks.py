@@ -27,7 +27,7 @@ def launch(world_size: int, body: Callable, *args) -> None:
 
 
 def make_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A CPU mesh in which every set of mesh dims also has a flattened one, so that stock DTensor may merge steps."""
+    """Returns a CPU mesh with all sets of mesh dims flattened, so that stock DTensor may merge steps."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for count in range(2, len(names) + 1):
         for subset in itertools.combinations(names, count):
@@ -36,12 +36,12 @@ def make_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 def coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Where this rank sits in the mesh."""
+    """Returns this rank's coordinate in the mesh."""
     return tuple(mesh.get_coordinate())
 
 
 def over_ranks(values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
-    """Each value reduced over all ranks."""
+    """Returns each value reduced over all ranks."""
     result = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(result, op)
     return result.tolist()
@@ -50,7 +50,7 @@ def over_ranks(values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
 def _run_rank(rank: int, world_size: int, store_path: str, body: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
-    for module in ("_collective_utils", "_redistribute"):  # stock's hints that a way is slow would break the tables
+    for module in ("_collective_utils", "_redistribute"):  # stock's warnings about slow ways would break the tables
         logging.getLogger(f"torch.distributed.tensor.{module}").setLevel(logging.ERROR)
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

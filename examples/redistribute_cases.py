@@ -42,12 +42,12 @@ class Case:
     mesh_shape: tuple[int, ...] = (2, 2)
 
     def shape(self, n: int) -> tuple[int, int]:
-        """Global shape for size n."""
+        """Returns the global shape for size n."""
         return (n + self.extra[0], n + self.extra[1])
 
     @property
     def changes_every_shard(self) -> bool:
-        """Whether every mesh dim goes from one sharding to another one: where an all-to-all beats gathering most."""
+        """Returns whether every mesh dim goes from one sharding to another; then an all-to-all saves most."""
         return all(a.startswith("S") and b.startswith("S") and a != b for a, b in zip(self.src, self.dst, strict=True))
 
 
@@ -68,14 +68,14 @@ TWELVE = (
 """On a mesh of 2 x 2. Stock PyTorch returns wrong rows for both uneven gathers when the mesh has a flattened dim."""
 
 GRADIENTS = Case("gradients", ("P", "P", "P"), ("R", "S(0)", "R"), mesh_shape=(2, 2, 2))
-"""Every rank of a 2 x 2 x 2 mesh has a contribution to a gradient that one mesh dim shall keep cut."""
+"""Every rank of a 2 x 2 x 2 mesh has a contribution to a gradient that stays cut along one mesh dim."""
 
 STRIDED_TO_PLAIN = Case("FSDP+TP to plain shards", ("SS(0,2)", "S(0)"), ("S(0)", "S(0)"))
-"""FSDP2 over dp of a weight that tensor parallelism has already cut in its dim 0, to shards in plain rank order."""
+"""From FSDP2 over dp of a weight that tensor parallelism has already cut in dim 0, to shards in plain rank order."""
 
 
 def torch_placements(placements: Sequence[str]) -> tuple:
-    """The strings as PyTorch's placement objects."""
+    """Returns the strings as PyTorch's placement objects."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -93,7 +93,7 @@ def torch_placements(placements: Sequence[str]) -> tuple:
 def local_shard(
     tensor: torch.Tensor, placements: Sequence[str], mesh_shape: Sequence[int], coordinate: Coordinate
 ) -> torch.Tensor:
-    """The part of the global `tensor` that the rank at `coordinate` holds; "P" counts as a copy. Contiguous."""
+    """Returns the contiguous part of `tensor` that the rank at `coordinate` holds; "P" counts as a replica."""
     for tensor_dim in range(tensor.dim()):
         for mesh_dim in cut_order(placements, mesh_shape, tensor_dim):
             tensor = _chunk(tensor, tensor_dim, mesh_shape[mesh_dim], coordinate[mesh_dim])
@@ -101,7 +101,7 @@ def local_shard(
 
 
 def cut_order(placements: Sequence[str], mesh_shape: Sequence[int], tensor_dim: int) -> list[int]:
-    """The mesh dims that cut `tensor_dim`, first cut first.
+    """Returns the mesh dims that cut `tensor_dim`, first cut first.
 
     A mesh dim with split factor f is cut when the mesh dims to its right that cut before it have f ranks together:
     ["SS(0,2)", "S(0)"] on 2 x 2 gives [1, 0].
@@ -124,7 +124,7 @@ def cut_order(placements: Sequence[str], mesh_shape: Sequence[int], tensor_dim: 
 def assemble(
     parts: dict[Coordinate, torch.Tensor], shape: Sequence[int], placements: Sequence[str], mesh_shape: Sequence[int]
 ) -> torch.Tensor:
-    """The global tensor of which each rank holds its part ("S", "SS" and "R" only)."""
+    """Returns the global tensor of which each rank holds its part ("S", "SS" and "R" only)."""
     element_ids = torch.arange(math.prod(shape)).reshape(tuple(shape))
     whole = next(iter(parts.values())).new_empty(math.prod(shape))
     for coordinate, part in parts.items():
@@ -133,7 +133,7 @@ def assemble(
 
 
 def global_tensor(case: Case, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What the case redistributes: small whole numbers, so that every sum is exact; already reduced if partial."""
+    """Returns the global tensor of a case, reduced if it is partial. Small integers keep every sum exact."""
     coordinates = list(itertools.product(*[range(k) for k in case.mesh_shape]))
     partial_dims = _partial_dims(case.src)
     contributions = {tuple(c[d] for d in partial_dims): _contribution(case, n, c, dtype) for c in coordinates}
@@ -144,17 +144,17 @@ def global_tensor(case: Case, n: int, dtype: torch.dtype = torch.float32) -> tor
 
 
 def source_local(case: Case, n: int, coordinate: Coordinate, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What the rank at `coordinate` holds before."""
+    """Returns what the rank at `coordinate` holds before."""
     return local_shard(_contribution(case, n, coordinate, dtype), case.src, case.mesh_shape, coordinate)
 
 
 def expected_local(case: Case, n: int, coordinate: Coordinate, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What the rank at `coordinate` must hold afterwards."""
+    """Returns what the rank at `coordinate` must hold afterwards."""
     return local_shard(global_tensor(case, n, dtype), case.dst, case.mesh_shape, coordinate)
 
 
 def _contribution(case: Case, n: int, coordinate: Coordinate, dtype: torch.dtype) -> torch.Tensor:
-    """A whole tensor of numbers 0..100; ranks that differ in a partial mesh dim have different ones."""
+    """Returns a global tensor of numbers 0..100; ranks that differ in a partial mesh dim get different ones."""
     rows, columns = case.shape(n)
     seed = sum(coordinate[d] * 5 ** (1 + d) for d in _partial_dims(case.src))
     return ((torch.arange(rows)[:, None] * 31 + torch.arange(columns) * 7 + seed) % 101).to(dtype)
@@ -165,7 +165,7 @@ def _partial_dims(placements: Sequence[str]) -> list[int]:
 
 
 def _chunk(tensor: torch.Tensor, dim: int, num_chunks: int, index: int) -> torch.Tensor:
-    """torch.chunk, but with the empty chunks that it leaves out at the end."""
+    """Like torch.chunk, but with the empty chunks that it leaves out at the end."""
     chunks = torch.chunk(tensor, num_chunks, dim)
     return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
 

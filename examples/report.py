@@ -9,7 +9,7 @@ WIDTH = 100
 
 
 def is_speaker() -> bool:
-    """Whether this process prints: rank 0, or a process that is no rank at all."""
+    """Returns whether this process prints: rank 0, or a process outside of any group."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -20,7 +20,7 @@ def say(line: str = "") -> None:
 
 
 def say_text(text: str, indent: int = 2) -> None:
-    """Prints prose in lines that fit."""
+    """Prints prose, wrapped."""
     say(textwrap.fill(text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * indent))
 
 
@@ -30,13 +30,13 @@ def heading(number: int, text: str) -> None:
 
 
 def in_mebibytes(num_bytes: float) -> str:
-    """The number alone, with enough digits for small tensors."""
+    """Returns the number without a unit, with enough digits for small tensors."""
     mebibytes = num_bytes / 2**20
     return f"{mebibytes:.2f}" if mebibytes < 10 else f"{mebibytes:.1f}"
 
 
 class ProgressBar:
-    """One line that fills up. Redrawn on a terminal, only appended to in a log."""
+    """A progress line. It is redrawn on a terminal, and only appended to in a log."""
 
     MARKS = 40
 
@@ -48,7 +48,7 @@ class ProgressBar:
             print(f"  {label} [", end="", flush=True)
 
     def advance(self, note: str = "") -> None:
-        """One more of `total` is done."""
+        """Marks one more of `total` as done."""
         marks_before = self.done * self.MARKS // self.total
         self.done += 1
         marks = self.done * self.MARKS // self.total

@@ -74,7 +74,7 @@ def all_gather_linear(
     size: int | None = None,
     out_features: int | None = None,
 ) -> torch.Tensor:
-    """`all_gather_linears` of one weight. `group_name` is not used."""
+    """Calls `all_gather_linears` with one weight. `group_name` is not used."""
     columns = None if out_features is None else [out_features]
     (y,) = all_gather_linears(x, [weight], group, biases=[bias], gather_dim=gather_dim, size=size, out_features=columns)
     return y
@@ -91,7 +91,7 @@ def all_gather_linear_multi(
     size: int | None = None,
     out_features: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`all_gather_linears` of two weights. `group_name` is not used."""
+    """Calls `all_gather_linears` with two weights. `group_name` is not used."""
     weights = [weight_a, weight_b]
     a, b = all_gather_linears(x, weights, group, gather_dim=gather_dim, size=size, out_features=out_features)
     return a, b

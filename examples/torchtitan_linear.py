@@ -77,9 +77,9 @@ class Block:
 
     name: str
     config: Callable[[str], Any]
-    """Of a `tp_gemm_backend`."""
+    """Returns the module's config for a `tp_gemm_backend`."""
     more_arguments: tuple[Any, ...] = ()
-    """Of its forward, after x."""
+    """The arguments of its forward after x."""
     has_dist_gemm: bool = True
     """Whether part 1 can run it."""
 
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def on_four_ranks() -> None:
-    """Part 1 and part 2."""
+    """Runs part 1 and part 2."""
     say(f"torchtitan {version('torchtitan')} on torch {torch.__version__}: {NUM_RANKS} Gloo ranks on CPU")
     say(f"\nIts own AllGatherLinear cannot run there:\n  {error_of_torchtitan()}")
     say_heading("1. torchtitan's modules for dist_gemm as they are, its three functions replaced")
@@ -115,7 +115,7 @@ def on_four_ranks() -> None:
 
 
 def blocks() -> list[Block]:
-    """What is compared."""
+    """Returns the blocks that are compared."""
     return [
         Block(f"feed-forward, hidden {HIDDEN}", functools.partial(feed_forward_config, HIDDEN)),
         Block(
@@ -156,7 +156,7 @@ def attention_config(fuse_qkv: bool, bias: bool, tp_gemm_backend: str) -> Any:
 
 
 def error_of_torchtitan() -> str:
-    """What its own AllGatherLinear says to tensors on the CPU, before it communicates."""
+    """Returns the error of its own AllGatherLinear for tensors on the CPU, raised before it communicates."""
     group = all_ranks()
     x, weight = torch.ones(2, DIM), torch.ones(2, DIM)
     try:
@@ -171,7 +171,7 @@ def error_of_torchtitan() -> str:
 
 @contextlib.contextmanager
 def functions_replaced() -> Iterator[None]:
-    """Inside, torchtitan's modules for dist_gemm call shardwright, on a mesh of one dim, "tp"."""
+    """In the block, torchtitan's modules for dist_gemm call shardwright, on a mesh of one dim, "tp"."""
     own = {name: getattr(dist_gemm, name) for name in REPLACEMENTS}
     for name, function in REPLACEMENTS.items():
         setattr(dist_gemm, name, SimpleNamespace(apply=function))
@@ -184,7 +184,7 @@ def functions_replaced() -> Iterator[None]:
 
 
 def sharded_as_torchtitan(block: Block, whole: nn.Module, length: int) -> nn.Module:
-    """With the forwards that torchtitan has for dist_gemm; they find the length by themselves, if it is even."""
+    """Uses torchtitan's forwards for dist_gemm; they find the length by themselves, if it is even."""
     module = block.config("dist_gemm").build()
     take_parts(module, whole)
     return module
@@ -194,7 +194,7 @@ def sharded_as_torchtitan(block: Block, whole: nn.Module, length: int) -> nn.Mod
 
 
 def sharded_for_any_length(block: Block, whole: nn.Module, length: int) -> nn.Module:
-    """With the forwards below, for sequences of `length` in all."""
+    """Uses the forwards below, for sequences of total length `length`."""
     module = block.config("default").build()
     take_parts(module, whole)
     for name, child in module.named_modules():
@@ -225,14 +225,14 @@ def fused_qkv(module: Any, length: int, x: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def separate_qkv(module: Any, length: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same from three weights, which share one gather."""
+    """The same with three weights, which share one gather."""
     weights = [module.wq.weight, module.wk.weight, module.wv.weight]
     outputs = all_gather_linears(x, weights, all_ranks(), gather_dim=1, size=length)
     return tuple(y.unflatten(-1, (-1, module.head_dim)) for y in outputs)
 
 
 def row_parallel(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """From all of the sequence and a part of the features to a part of the sequence."""
+    """Maps the whole sequence with a part of the features to a part of the sequence."""
     return linear_reduce_scatter(
         x, module.weight, module.bias, all_ranks(), scatter_dim=1, in_features=module.in_features
     )
@@ -249,7 +249,7 @@ def all_ranks() -> dist.ProcessGroup:
 
 
 def part_of(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """This rank's part, as torch.chunk cuts, of which there may be fewer than ranks; all of it if `dim` is None."""
+    """Returns this rank's part by torch.chunk, which may make fewer parts than ranks; the whole if `dim` is None."""
     if dim is None:
         return tensor.clone()
     parts = tensor.chunk(NUM_RANKS, dim)
@@ -258,7 +258,7 @@ def part_of(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
 
 
 def cut_of(name: str) -> int | None:
-    """The dim in which a parameter is cut, by its name, such as "qkv_linear.wqkv.weight"."""
+    """Returns the dim in which a parameter is cut, by its name, such as "qkv_linear.wqkv.weight"."""
     *_, layer, kind = name.split(".")
     if layer in ROW_PARALLEL:
         return 1 if kind == "weight" else None
@@ -273,7 +273,7 @@ def take_parts(module: nn.Module, whole: nn.Module) -> None:
 
 
 def compare(block: Block, length: int, shard: Callable[[Block, nn.Module, int], nn.Module]) -> None:
-    """One line of the table; raises AssertionError on ranks where a result or a gradient differs."""
+    """Prints one line of the table; raises AssertionError on ranks where a result or a gradient differs."""
     torch.manual_seed(0)
     whole = block.config("default").build()
     x, factors = torch.randn(2, BATCH, length, DIM)
@@ -292,7 +292,7 @@ def compare(block: Block, length: int, shard: Callable[[Block, nn.Module, int], 
 
 
 def outcomes_of(module: nn.Module, x: torch.Tensor, factors: torch.Tensor, block: Block) -> dict[str, torch.Tensor]:
-    """The output, and gradients by the names of parameters, of the input as "input"; `factors` is the output's."""
+    """Returns the output, and gradients by parameter name or "input"; `factors` is the gradient of the output."""
     leaves = {"input": x.detach().requires_grad_(), **dict(module.named_parameters())}
     output = module(leaves["input"], *block.more_arguments)
     gradients = torch.autograd.grad(output, list(leaves.values()), factors)
@@ -300,13 +300,13 @@ def outcomes_of(module: nn.Module, x: torch.Tensor, factors: torch.Tensor, block
 
 
 def say_heading(text: str) -> None:
-    """The head of a table."""
+    """Prints the head of a table."""
     say(f"\n{text}\n{'-' * WIDTH}")
     say(f"{'':36}{'length':>8}{'by rank':>12}{'':10}{'output':>11}{'dx':>11}{'dw':>11}")
 
 
 def say_row(name: str, length: int, differences: list[float]) -> None:
-    """One case."""
+    """Prints one case."""
     counts = [len(part) for part in torch.arange(length).chunk(NUM_RANKS)]
     counts += [0] * (NUM_RANKS - len(counts))
     evenness = "even" if len(set(counts)) == 1 else "uneven"

@@ -45,7 +45,7 @@ class Weight:
         self.resting = self._dtensor(self.local.detach(), torch_placements(self.resting_layout))
 
     def gather(self) -> None:
-        """Brings the model's copy up to date: resting layout to used layout."""
+        """Updates the model's copy: from the resting layout to the used layout."""
         used = self.resting.redistribute(placements=torch_placements(self.used_layout))
         self.parameter.detach().to_local().copy_(used.to_local())
 
@@ -63,7 +63,7 @@ class Weight:
 
 
 class Trainer:
-    """A model, its weights at rest, and their optimizer. Same seed, same weights."""
+    """A model, its weights at rest, and their optimizer. The same seed gives the same weights."""
 
     def __init__(self, mesh: DeviceMesh, config: Config, seed: int = 0):
         torch.manual_seed(seed)
@@ -87,7 +87,7 @@ class Trainer:
 
 
 class Batches:
-    """The text as an endless stream of batches, one per step and dp coordinate; the length changes every step."""
+    """Yields the text as endless batches, one per step and dp coordinate; the length changes every step."""
 
     def __init__(self, characters: torch.Tensor, dp_coordinate: int):
         self.characters, self.dp_coordinate = characters, dp_coordinate
@@ -101,7 +101,7 @@ class Batches:
 
 @dataclass
 class Record:
-    """What one engine did on this rank; calls and bytes are those of one step."""
+    """The measurements of one engine on this rank; calls and bytes are those of one step."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -159,7 +159,7 @@ def _timed_step(trainer: Trainer, characters: torch.Tensor, record: Record) -> N
 def _report(records: dict[str, Record]) -> None:
     stock, ours = records.values()
     losses = {name: torch.stack(record.losses) for name, record in records.items()}
-    for values in losses.values():  # every rank has its replica's loss: the mean over ranks is that over replicas
+    for values in losses.values():  # every rank has its replica's loss, so both means are equal
         dist.all_reduce(values, dist.ReduceOp.AVG)
     difference = (losses["stock"] - losses["shardwright"]).abs().max().item()
     start, end = losses["stock"][0], losses["stock"][-4:].mean()

@@ -24,7 +24,7 @@ SIZE = 1024
 
 
 def arrow(src: tuple[str, ...], dst: tuple[str, ...]) -> str:
-    """Both placements in one short text: "SS0/2,S0 -> S0,S0"."""
+    """Returns both placements as one short text: "SS0/2,S0 -> S0,S0"."""
 
     def short(placements: tuple[str, ...]) -> str:
         return ",".join(text.replace(",", "/").replace("(", "").replace(")", "") for text in placements)
@@ -33,7 +33,7 @@ def arrow(src: tuple[str, ...], dst: tuple[str, ...]) -> str:
 
 
 def move_weights(trainer: Trainer, mesh: DeviceMesh) -> None:
-    """The trained weights from their training layout to four-way tensor parallel serving, then to whole copies."""
+    """Moves the trained weights to four-way tensor parallel serving, then to whole copies."""
     weights = trainer.weights
     globals_ = [_whole(weight, mesh) for weight in weights]
     serving = [_serving_layout(weight) for weight in weights]
@@ -47,7 +47,7 @@ def move_weights(trainer: Trainer, mesh: DeviceMesh) -> None:
 
 
 def _move_all(label: str, globals_: list[torch.Tensor], src: list, dst: list, mesh: DeviceMesh) -> list[int]:
-    """One row; returns which weights stock got wrong."""
+    """Prints one row; returns the weights that stock got wrong."""
     here, mesh_shape = coordinate(mesh), tuple(mesh.shape)
     sources, expected, bound_bytes = [], [], 0
     for tensor, before, after in zip(globals_, src, dst, strict=True):
@@ -69,20 +69,20 @@ def _move_all(label: str, globals_: list[torch.Tensor], src: list, dst: list, me
 
 
 def _serving_layout(weight: Weight) -> tuple[str, str]:
-    """Tensor parallel over all four ranks: the tensor dim that tp cuts in training, cut by dp too."""
+    """Returns the placements of tensor parallelism over all four ranks: dp cuts the tensor dim that tp cuts."""
     _, on_tp = weight.resting_layout
     return (on_tp, on_tp)
 
 
 def _whole(weight: Weight, mesh: DeviceMesh) -> torch.Tensor:
-    """The global weight, put together from every rank's part without DTensor."""
+    """Returns the global weight, assembled from every rank's part without DTensor."""
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (coordinate(mesh), weight.local.detach()))
     return assemble(dict(parts), weight.parameter.shape, weight.resting_layout, tuple(mesh.shape))
 
 
 def run_case(label: str, case: Case, n: int, mesh: DeviceMesh, rounds: int = 4, repeats: int = 3) -> None:
-    """One row for one case."""
+    """Prints one row for one case."""
     outcomes = compare_case(case, n, mesh, rounds, repeats)
     say_row(label, outcomes, least_bytes(mesh, case.shape(n), case.src, case.dst))
 

@@ -41,7 +41,7 @@ ROWS, WIDTH, HIDDEN = 24, 20, 52  # HIDDEN and ROWS divide by four
 LEARNING_RATE = 0.05
 STEPS_BETWEEN_CHECKS = 10
 TIMEOUT_SECONDS = 5.0
-# Beside the timeout of one transfer: noticing, unwinding, a busy machine.
+# Added to the timeout of one transfer: time to notice and to unwind, on a busy machine.
 SLACK_SECONDS = 25.0
 DOWN_SECONDS = 1.0
 
@@ -87,12 +87,12 @@ def reference_step(model: list[torch.Tensor], step: int) -> None:
 
 
 def parallel_step(model: list[DTensor], mesh: DeviceMesh, step: int) -> float:
-    """Rows of activations are cut between the layers' products, columns between the layers."""
+    """Activations are cut in rows between the layers' products, and in columns between the layers."""
     x, target = (distribute_tensor(part, mesh, [Shard(0)], src_data_rank=None) for part in batch(step))
     leaves = [weight.detach().requires_grad_() for weight in model]
     hidden = torch.relu(sw.linear(x, leaves[0], placements=[Shard(1)]))
     y = sw.linear(hidden, leaves[1], placements=[Shard(0)])
-    # The sum over this rank's rows, in numbers that no redistribute but ours adds up.
+    # The sum over this rank's rows; the redistribute adds up the sums of all ranks.
     mine = ((y - target).to_local() ** 2).sum() / (ROWS * WIDTH)
     loss = DTensor.from_local(mine, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
     gradients = torch.autograd.grad(mine, leaves)
@@ -115,7 +115,7 @@ def link(state: str) -> None:
 
 
 def interrupt() -> None:
-    """Takes the last node's link down in the midst of what follows, and up again."""
+    """Takes the last node's link down and up again, in a thread, while the caller continues."""
 
     def down_and_up() -> None:
         link("down")
@@ -160,8 +160,8 @@ def check_error(error: Exception, seconds: float) -> None:
 
 
 def all_there() -> dict[str, Any]:
-    """A store at which all ranks have arrived: importing torch takes them longer than the timeout of a link that is
-    cut, on a machine that is busy."""
+    """Returns a store at which all ranks have arrived, because on a busy machine importing torch may take longer than
+    the timeout of a link that is cut."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(*address, size, is_master=rank == 0, timeout=timedelta(seconds=120))
@@ -185,7 +185,7 @@ def run_rank(scenario: Scenario, steps: int) -> None:
             raise
         check_error(error, time.monotonic() - begin)
         print(f"rank {dist.get_rank()}: {str(error).splitlines()[0]}", flush=True)
-        os._exit(0)  # the groups cannot be taken down in an orderly way any more
+        os._exit(0)  # the groups cannot be destroyed normally any more
     if scenario.is_cut:
         raise SystemExit(f"rank {dist.get_rank()}: nothing was raised")
     dist.barrier()

@@ -9,7 +9,7 @@ import torch
 
 
 def allocated_peak(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, int]:
-    """Runs it and returns its result with the most bytes that were allocated at once meanwhile."""
+    """Runs a function and returns its result, and the most bytes that were allocated at once meanwhile."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = function(*args, **kwargs)
     live = peak = 0

@@ -10,12 +10,12 @@ import meshes
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for async_device
 
-# Of each piece of work that a stream is given: how often it is late, and by how many microseconds at most.
+# How often a piece of work on a stream is late, and by how many microseconds at most.
 DELAYS = (0.3, 300)
 
 
 def use(seed: int) -> str:
-    """In a worker: puts the tests' tensors there, and returns the backends of its default process group."""
+    """Puts a worker's tensors on the asynchronous device, and returns the backends of its default process group."""
     import async_device
     from async_device import strict
 
@@ -27,7 +27,7 @@ def use(seed: int) -> str:
 
 
 def forget_failure() -> None:
-    """What an earlier test left behind on the device."""
+    """Clears the failure that an earlier test left on the device, if any."""
     import async_device
 
     async_device.native().forget_failure()

@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def fresh_compilers() -> Iterator[None]:
-    """Nothing compiled before, in this process or another, but C++ kernels, which take the most time."""
+    """Clears everything compiled before, in this process or another, except C++ kernels, which take the most time."""
     torch._dynamo.reset()
     kept_graphs = torch._functorch.config.patch(enable_autograd_cache=False)
     with kept_graphs, torch._inductor.config.patch(fx_graph_cache=False):

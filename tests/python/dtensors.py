@@ -17,7 +17,7 @@ import oracle
 # PyTorch 2.15 made Shard -> Partial("sum") a public conversion; before that it is undefined.
 SHARD_TO_PARTIAL_IS_DEFINED = hasattr(Shard, "_to_partial_tensor")
 
-# One of each kind that PyTorch has, on one mesh dim.
+# One placement of each kind that PyTorch has, on one mesh dim.
 MOVES: list[tuple[Placement, Placement]] = [
     (Shard(0), Replicate()),
     (Shard(1), Replicate()),
@@ -59,7 +59,7 @@ def make_spec(
     shard_order: oracle.ShardOrder | None = None,
     strided: str = "order",
 ) -> DTensorSpec:
-    """A DTensorSpec of a contiguous global tensor; the arguments mean what they mean in oracle.local_indices."""
+    """Returns a DTensorSpec of a contiguous global tensor, with the arguments of oracle.local_indices."""
     order = None
     if shard_order is not None:
         order = tuple(ShardOrderEntry(dim, tuple(cutters)) for dim, cutters in sorted(shard_order.items()))
@@ -73,7 +73,7 @@ def make_spec(
 
 
 def wrap(local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: Sequence[str]) -> DTensor:
-    """The DTensor of a contiguous global `shape` whose part on this rank is `local`."""
+    """Returns the DTensor of a contiguous global `shape` whose part on this rank is `local`."""
     return DTensor.from_local(
         local,
         mesh,
@@ -85,19 +85,19 @@ def wrap(local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements
 
 
 def my_local(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[str]) -> torch.Tensor:
-    """What the oracle says this rank holds of a global tensor."""
+    """Returns this rank's part of a global tensor, by the oracle."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     return oracle.local(tensor, mesh.shape, placements, coordinate).to(meshes.device)
 
 
 def distribute(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[str]) -> DTensor:
-    """A DTensor made from a global tensor that every rank has, without communication."""
+    """Returns a DTensor made from a global tensor that every rank has, without communication."""
     return wrap(my_local(tensor, mesh, placements), mesh, tensor.shape, placements)
 
 
 def check(result: DTensor, tensor: torch.Tensor, placements: Sequence[str], rounded: bool = False) -> None:
-    """Raises AssertionError unless `result` is the global tensor placed as said, without pending reductions."""
+    """Raises AssertionError unless `result` is the global tensor with these placements, without pending reductions."""
     assert result.placements == to_placements(placements), f"placements {result.placements}, expected {placements}"
     wrong = oracle.difference(
         result.to_local().detach(), my_local(tensor, result.device_mesh, placements), rounded=rounded

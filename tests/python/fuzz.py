@@ -80,8 +80,8 @@ class Case:
     dst: tuple[str, ...]
     flatten: tuple[tuple[str, ...], ...] = ()
     keep: tuple[str, ...] | None = None
-    # The rest: explicit shard orders, the meaning of split factors, how the local tensor lies in memory, whether the
-    # call is DTensor.redistribute or the function below it, and whether gradients flow back.
+    # The rest: explicit shard orders, the meaning of split factors, the strides of the local tensor, whether the call
+    # is DTensor.redistribute or the function below it, and whether there is a backward.
     src_order: tuple[tuple[int, tuple[int, ...]], ...] | None = None
     dst_order: tuple[tuple[int, tuple[int, ...]], ...] | None = None
     strided: str = "order"
@@ -104,7 +104,7 @@ class Case:
 
 
 def make_cases(seed: int, world_size: int, count: int) -> list[Case]:
-    """The same cases on every rank and every machine."""
+    """Returns the cases of a seed, the same on every rank and every machine."""
     chance = random.Random(f"{seed} {world_size}")
     return [_make_case(chance, world_size) for _ in range(count)]
 
@@ -154,7 +154,7 @@ def _make_case(chance: random.Random, world_size: int) -> Case:
 
 
 def _has_backward(src: Sequence[str], dst: Sequence[str], entry: str, dtype: torch.dtype) -> bool:
-    # Where PyTorch's backward rule asks for Shard alone, strided shards of what was pending have no way back.
+    # PyTorch's backward rule requires plain Shard here, so strided shards of a pending source have no backward.
     undefined = any(oracle.is_strided(t) and oracle.reduce_op(s) for s, t in zip(src, dst))
     return entry == "dtensor" and dtype in DIFFERENTIABLE and (BACKWARD_KNOWS_STRIDED or not undefined)
 
@@ -180,7 +180,7 @@ def _random_placements(
 
 
 def _make_strided(chance: random.Random, placements: list[str], sizes: Sequence[int]) -> None:
-    """Turns some shards into strided ones: mostly such as encode a shard order, else with any split factor."""
+    """Turns some shards into strided ones: mostly ones that encode a shard order, else with any split factor."""
     encode = len(sizes) > 1 and chance.random() < 0.7
     order = dict(_random_order(chance, placements)) if encode else {}
     for mesh_dim, placement in enumerate(placements):
@@ -198,7 +198,7 @@ def _make_strided(chance: random.Random, placements: list[str], sizes: Sequence[
 
 
 def _destination(source: str, target: str, dtype: torch.dtype) -> str:
-    """`target`, or a replica where PyTorch defines no way from `source` to a pending `target`."""
+    """Returns `target`, or a replica if PyTorch defines no way from `source` to a pending `target`."""
     if oracle.reduce_op(target) is None or source == target:
         return target
     if oracle.shard_dim(source) is not None:
@@ -221,7 +221,7 @@ def _random_order(chance: random.Random, placements: Sequence[str]) -> tuple[tup
 
 
 def lay_out(tensor: torch.Tensor, memory: str) -> torch.Tensor:
-    """The same elements, lying differently in memory."""
+    """Returns the same elements with other strides."""
     if memory == "transposed":
         backwards = tuple(reversed(range(tensor.ndim)))
         return tensor.permute(backwards).contiguous().permute(backwards)
@@ -271,7 +271,7 @@ def _run(cases: Sequence[Case]) -> Report:
 
 
 def _global_tensor(case: Case, rank: int) -> torch.Tensor:
-    """Each of the parallel submeshes of a sliced mesh has a tensor of its own."""
+    """Gives each of the parallel submeshes of a sliced mesh its own tensor."""
     part = slice_index(case.mesh, case.keep or NAMES, rank)
     reducible = any(oracle.reduce_op(p) for p in case.src + case.dst)
     return oracle.global_tensor(case.shape, case.torch_dtype, case.seed + part, reducible)
@@ -297,7 +297,7 @@ def _run_case(case: Case) -> tuple[str | None, torch.Tensor | None]:
         given.requires_grad_(case.backward)
         source = dtensors.wrap(given, mesh, case.shape, case.src)
         actual = source.redistribute(mesh, dtensors.to_placements(case.dst)).to_local()
-        if not case.backward:  # asked again, it takes the shortcut
+        if not case.backward:  # the second call takes the shortcut
             again = source.redistribute(mesh, dtensors.to_placements(case.dst)).to_local()
             if (changed := oracle.difference(again, actual)) is not None:
                 return f"the second call returned something else than the first: {changed}", None
@@ -313,7 +313,7 @@ def _run_case(case: Case) -> tuple[str | None, torch.Tensor | None]:
 
 
 def _run_backward(case: Case, given: torch.Tensor, actual: torch.Tensor, coordinate: Sequence[int]) -> str | None:
-    """The gradient goes back to the source's placements, where what was pending is replicated."""
+    """Checks that the gradient has the source's placements, with replicas in place of pending reductions."""
     part = slice_index(case.mesh, case.keep or NAMES, dist.get_rank())
     gradient = oracle.global_tensor(case.shape, case.torch_dtype, case.seed + 1000 + part)
     actual.backward(oracle.local(gradient, case.kept_shape, case.dst, coordinate).to(meshes.device))

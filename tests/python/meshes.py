@@ -20,14 +20,14 @@ _timeout = datetime.timedelta(minutes=30)
 
 
 def begin_life(collective_timeout_seconds: float) -> None:
-    """Drops all meshes, when the process group they live on is gone, and sets the timeout for those to come."""
+    """Drops all meshes, because their process group is gone, and sets the timeout of future ones."""
     global _timeout
     _cache.clear()
     _timeout = datetime.timedelta(seconds=collective_timeout_seconds)
 
 
 def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """All sets of at least two of the names, in order: what can be flattened."""
+    """Returns all sets of at least two of the names, in order: the dims that can be flattened."""
     return [chosen for count in range(2, len(names) + 1) for chosen in itertools.combinations(names, count)]
 
 
@@ -51,14 +51,14 @@ def get_mesh(
         root = DeviceMesh(device, torch.arange(math.prod(shape)).reshape(shape), mesh_dim_names=names)
         flattened = [root[dims]._flatten("_".join(dims)) for dims in chosen]
         for group in [] if device != "cpu" else [*root.get_all_groups(), *(mesh.get_group() for mesh in flattened)]:
-            # DeviceMesh gives its groups 30 minutes, whatever the default group has. Strict ones never take longer.
+            # DeviceMesh gives its groups 30 minutes regardless of the default group; strict groups never take longer.
             group._get_backend(torch.device("cpu"))._set_default_timeout(_timeout)
         _cache[key] = root if kept == names else root[kept]
     return _cache[key]
 
 
 def slice_index(mesh_shape: Sequence[int], keep: Sequence[str], rank: int) -> int:
-    """Which of the parallel submeshes of `keep` a rank belongs to, counted from 0."""
+    """Returns the number, from 0, of the parallel submesh of `keep` that a rank belongs to."""
     index = 0
     for name, size, coordinate in zip(NAMES, mesh_shape, coordinates(mesh_shape, rank)):
         if name not in keep:
@@ -67,7 +67,7 @@ def slice_index(mesh_shape: Sequence[int], keep: Sequence[str], rank: int) -> in
 
 
 def coordinates(mesh_shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Where a rank stands in a mesh over ranks 0, 1, ... in row-major order."""
+    """Returns a rank's coordinate in a mesh over ranks 0, 1, ... in row-major order."""
     result = []
     for size in reversed(mesh_shape):
         rank, coordinate = divmod(rank, size)

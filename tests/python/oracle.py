@@ -24,13 +24,13 @@ _ROUNDINGS = 8
 
 
 def shard_dim(placement: str) -> int | None:
-    """The tensor dim that a placement cuts."""
+    """Returns the tensor dim that a placement cuts."""
     match = _SHARD.match(placement) or _STRIDED.match(placement)
     return int(match.group(1)) if match else None
 
 
 def split_factor(placement: str) -> int:
-    """1 for a plain shard."""
+    """Returns the split factor of a placement, 1 for a plain shard."""
     match = _STRIDED.match(placement)
     return int(match.group(2)) if match else 1
 
@@ -40,7 +40,7 @@ def is_strided(placement: str) -> bool:
 
 
 def reduce_op(placement: str) -> str | None:
-    """The pending reduction, "norm" for all norms."""
+    """Returns the name of the pending reduction, "norm" for all norms."""
     match = _PARTIAL.match(placement)
     return match.group(1) if match else None
 
@@ -53,18 +53,18 @@ def norm_type(placement: str) -> float:
 
 
 def chunk(indices: Sequence[int], count: int, which: int) -> list[int]:
-    """The part torch.chunk gives: all parts are ceil(n / count) long, the last ones shorter or empty."""
+    """Returns the part that torch.chunk gives: parts have length ceil(n / count), the last may be shorter or empty."""
     length = math.ceil(len(indices) / count)
     return list(indices[length * which : length * (which + 1)])
 
 
 def strided_chunk(indices: Sequence[int], factor: int, count: int, which: int) -> list[int]:
-    """Part `which` of `count` of a strided shard: of each of `factor` chunks the same part, one after the other."""
+    """Returns part `which` of `count` of a strided shard: that part of each of `factor` chunks, one after the other."""
     return [index for piece in range(factor) for index in chunk(chunk(indices, factor, piece), count, which)]
 
 
 def decode_shard_order(placements: Sequence[str], mesh_shape: Sequence[int]) -> dict[int, list[int]] | None:
-    """The shard order that split factors encode, or None if they encode none.
+    """Returns the shard order that split factors encode, or None if they encode none.
 
     A split factor says into how many parts mesh dims further right have cut the dim before this one does. From right
     to left, each mesh dim takes the earliest place with this many parts before it.
@@ -93,7 +93,7 @@ def local_indices(
     shard_order: ShardOrder | None = None,
     strided: str = "order",
 ) -> list[list[int]]:
-    """Per tensor dim the global indices that a rank holds, in the order it holds them.
+    """Returns, per tensor dim, the global indices that a rank holds, in local order.
 
     strided: what split factors mean. "order": the shard order they encode, literally where they encode none.
     "literal": mesh dims cut from left to right, a strided one as strided_chunk says.
@@ -115,7 +115,7 @@ def local_indices(
 
 
 def take(tensor: torch.Tensor, indices: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The product of index lists, one per dim, as a new contiguous tensor. Works on bytes, so for any dtype."""
+    """Returns the elements at a product of index lists as a new contiguous tensor. Works on bytes, so for any dtype."""
     plain = tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.element_size() == 1 else tensor
     for dim, chosen in enumerate(indices):
         plain = plain.index_select(dim, torch.tensor(chosen, dtype=torch.int64))
@@ -130,7 +130,7 @@ def local(
     shard_order: ShardOrder | None = None,
     strided: str = "order",
 ) -> torch.Tensor:
-    """The local tensor of a rank. With pending reductions it is this rank's contribution, see contribution()."""
+    """Returns the local tensor of a rank; with pending reductions its contribution, see contribution()."""
     mine = contribution(tensor, mesh_shape, placements, coordinate)
     return take(mine, local_indices(tensor.shape, mesh_shape, placements, coordinate, shard_order, strided))
 
@@ -141,7 +141,7 @@ def _random_integers(shape: Sequence[int], low: int, high: int, seed: int) -> to
 
 
 def global_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int, reducible: bool = False) -> torch.Tensor:
-    """A tensor whose elements tell each other apart as well as the dtype allows.
+    """Returns a tensor whose elements are as different as the dtype allows.
 
     reducible: elements are integers between 1 and 8 (all bit patterns for int64), so that the contributions below
     and every order of reducing them are exact in all dtypes.
@@ -161,7 +161,7 @@ def global_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int, reducible
 def contribution(
     tensor: torch.Tensor, mesh_shape: Sequence[int], placements: Sequence[str], coordinate: Sequence[int]
 ) -> torch.Tensor:
-    """What the rank at `coordinate` contributes, of global shape: reducing over all pending mesh dims gives `tensor`.
+    """Returns the contribution of the rank at `coordinate`, in global shape. Reducing over pending dims gives `tensor`.
 
     The contributions differ from rank to rank and none is neutral everywhere, so a reduction that forgets a rank,
     takes one twice or uses the wrong op shows. "sum" and "avg" may be pending together.
@@ -184,7 +184,7 @@ def contribution(
 
 
 def _additive(tensor: torch.Tensor, factor: int, count: int, which: int) -> torch.Tensor:
-    """Contribution to a sum of factor * tensor: small integers everywhere, and at rank 0 what is missing."""
+    """Returns a contribution to a sum of factor * tensor: small integers, and at rank 0 the remainder."""
     if tensor.dtype is torch.bool:
         return _selective(tensor, "bor", count, which)
     others = [_random_integers(tensor.shape, -3, 3, 7919 * rank + 1) for rank in range(1, count)]
@@ -200,7 +200,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _selective(tensor: torch.Tensor, op: str, count: int, which: int) -> torch.Tensor:
-    """Contribution to a reduction that keeps, multiplies or combines bits."""
+    """Returns a contribution to a reduction by min, max, product or bits."""
     if count == 1:
         return tensor
     holder = _random_integers(tensor.shape, 0, count - 1, 31) == which
@@ -210,7 +210,7 @@ def _selective(tensor: torch.Tensor, op: str, count: int, which: int) -> torch.T
         distance = _random_integers(tensor.shape, 1, 3, 37 + which).to(tensor.dtype)
         return torch.where(holder, tensor, tensor + distance if op == "min" else tensor - distance)
     if op == "product":
-        # The first two ranks hold factors whose product is 1 beside the value: 2 and 1/2, or -1 and -1.
+        # The first two ranks also hold factors whose product is 1: 2 and 1/2, or -1 and -1.
         pair = torch.where(_random_integers(tensor.shape, 0, 1, 41).bool(), 2.0, -1.0).double()
         if not tensor.dtype.is_floating_point:
             pair = torch.full_like(pair, -1.0)
@@ -262,7 +262,7 @@ def reduce_all(contributions: Sequence[torch.Tensor], ops: Sequence[str], sizes:
 
 
 def is_rounded(placements: Sequence[str], other: Sequence[str], dtype: torch.dtype) -> bool:
-    """Whether going from one to the other rounds even for global_tensor(reducible=True).
+    """Returns whether going from one to the other rounds even for global_tensor(reducible=True).
 
     Averages and norms divide or take roots, and a sum made from a replica divides by the number of ranks.
     """
@@ -273,7 +273,7 @@ def is_rounded(placements: Sequence[str], other: Sequence[str], dtype: torch.dty
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, rounded: bool = False) -> str | None:
-    """None if equal, else what differs. Exactly, unless `rounded`: then within the rounding of a few additions.
+    """Returns None if equal, else what differs. With `rounded`, the rounding of a few additions is allowed.
 
     Bits are not compared: -0.0 equals 0.0, as it may in a sum. NaNs equal each other.
     """

@@ -10,13 +10,13 @@ import shardwright as sw
 
 
 def part_in_group(whole: torch.Tensor, placement: str) -> torch.Tensor:
-    """What this rank of the default group holds of `whole`."""
+    """Returns the part of `whole` that this rank of the default group holds."""
     mesh = sw.Mesh({"group": dist.get_world_size()})
     return part_of(whole, sw.Layout(mesh, whole.shape, [placement]), dist.get_rank()).to(meshes.device)
 
 
 def part_of(whole: torch.Tensor, layout: sw.Layout, rank: int) -> torch.Tensor:
-    """What `rank` holds of `whole` by the cuts of `layout`."""
+    """Returns the part of `whole` that `rank` holds by the cuts of `layout`."""
     if whole.dtype.itemsize == 1 and whole.dtype.is_floating_point:  # which PyTorch cannot concatenate on CPU
         return part_of(whole.float(), layout, rank).to(whole.dtype)
     for dim, intervals in enumerate(layout.region(rank)):

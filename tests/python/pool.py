@@ -28,7 +28,7 @@ EXIT_SECONDS = 60.0
 CALL_TIMEOUT_SECONDS = 120.0
 # A collective gives up before the call does, so that a hang is reported as a traceback of each rank.
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
-# How long the other ranks may go on after one has failed: most are waiting for it.
+# How long the other ranks may go on after one has failed; most of them wait for it.
 GRACE_SECONDS = 8.0
 STACK_LINES = 20
 
@@ -39,7 +39,7 @@ _context.set_forkserver_preload(["pytest", "torch.distributed.tensor.parallel", 
 
 @dataclasses.dataclass
 class Outcome:
-    """What one rank of a call did: returned `value`, raised `error` (a traceback), or died with `exit_code`."""
+    """The outcome of a call on one rank: returned `value`, raised `error` (a traceback), or died with `exit_code`."""
 
     rank: int
     value: Any = None
@@ -65,7 +65,7 @@ class _Worker:
         child_end.close()
 
     def whereabouts(self) -> str:
-        """What a worker that does not answer is doing: its last note and its stacks, innermost call first."""
+        """Describes what a worker that does not answer is doing: its last note and its stacks, innermost call first."""
         note = self.note.read_text() if self.note.exists() else ""
         return f"{note}\n{self._stacks()}".lstrip()
 
@@ -99,7 +99,7 @@ def _job(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _collect(workers: list[_Worker], timeout_seconds: float, grace_seconds: float | None) -> list[Outcome | None]:
-    """Waits for one answer per worker; None where none came.
+    """Waits for one answer per worker; None for workers without one.
 
     With `grace_seconds` the wait ends that long after the first rank has failed. A worker that closes its pipe has
     died: that is an answer.
@@ -143,7 +143,7 @@ def _report(name: str, outcomes: list[Outcome | None], workers: list[_Worker], t
 
 
 class Pool:
-    """Worker processes, started when first needed. A call that fails leaves no state to the next one.
+    """Worker processes, started when first needed. A failed call leaves no state behind for the next one.
 
     With `async_seed`, their tensors are on the asynchronous device of tests/async_device, which must have been built.
     """
@@ -209,7 +209,7 @@ def run_isolated(
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """Runs a function in processes of its own, whose ranks may die, and returns what each rank did.
+    """Runs a function in new processes, which may die, and returns what each rank did.
 
     Raises AssertionError naming the ranks that neither returned, raised nor died within `timeout_seconds`.
     """

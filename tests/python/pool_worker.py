@@ -28,7 +28,7 @@ Job = tuple[str, str, tuple[Any, ...], dict[str, Any]]
 
 
 def _begin_life(world_size: int, store_path: str, rank: int, collective_timeout_seconds: float) -> None:
-    """Replaces the default process group, and forgets all that torch and the tests cached about the old one.
+    """Replaces the default process group, and drops all that torch and the tests cached about the old one.
 
     DTensor keys its caches by meshes that compare equal across process groups, so they would hand out dead groups.
     """
@@ -59,7 +59,7 @@ def _call(job: Job) -> Any:
 
 
 def note(text: str) -> None:
-    """Says what this worker is about to do, for the report in case it never comes back. Does nothing elsewhere."""
+    """Notes what this worker is about to do, for the report in case it hangs. Does nothing outside of workers."""
     if _note_path:
         with open(_note_path, "w") as file:
             file.write(text)

@@ -20,7 +20,7 @@ WORLD = 4
 VICTIM = 2
 EXIT_CODE = 17
 COLLECTIVE_TIMEOUT_SECONDS = 4.0
-# Beside the timeout of one collective: noticing, unwinding, a busy machine.
+# Added to the timeout of one collective: time to notice and to unwind, on a busy machine.
 SLACK_SECONDS = 8.0
 
 Found = tuple[str, float, bool]

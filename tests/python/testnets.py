@@ -17,7 +17,7 @@ IMPOSSIBLE = 3
 def run(
     network: list[str], command: list[str], *, environment: dict[str, str] | None = None, timeout_seconds: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """What ranks on a network such as ``["2", "1", "1gbit"]`` said, and with which exit status it ended."""
+    """Returns what ranks on a network such as ``["2", "1", "1gbit"]`` printed, and the exit status."""
     return subprocess.run(
         [str(TESTNET), *network, "--", *command],
         capture_output=True,
@@ -34,7 +34,7 @@ def _why_not(network: tuple[str, ...]) -> str | None:
 
 
 def skip_without(*network: str) -> None:
-    """Skips the test, with the reason, where there is no such network."""
+    """Skips the test, with the reason, if there is no such network."""
     reason = _why_not(network or ("1", "1", "1gbit"))
     if reason is not None:
         pytest.skip(reason)
