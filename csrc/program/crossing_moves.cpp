@@ -14,7 +14,7 @@
 namespace shardwright {
 namespace {
 
-// Up to so many ranks go by one all-to-all where a transport's single messages stall: as in ways.cpp.
+// Up to this many ranks use one all-to-all if single messages of the transport may stall, as in ways.cpp.
 constexpr size_t kMaxRanksInAllToAll = 8;
 
 Carrier carrier_of(const Crossing& crossing, const Lowering& lowering) {
@@ -44,7 +44,7 @@ class PartInCrossing {
   std::vector<Message> receives(int64_t round) const {
     return in_round_of(receives_, round, [&](Rank peer) { return Intersection(held(peer), needed(rank_)); });
   }
-  // What stays; nothing where the rank is not on both meshes.
+  // Returns what stays on the rank, or nullopt if it is not on both meshes.
   std::optional<Intersection> own() const {
     const bool is_on_both = step_.before.mesh().position_of(rank_) && step_.after.mesh().position_of(rank_);
     return is_on_both ? std::optional<Intersection>(Intersection(held(rank_), needed(rank_))) : std::nullopt;
@@ -79,7 +79,7 @@ class PartInCrossing {
   std::vector<Crossing::Parcel> receives_;
 };
 
-// Its elements, and where they begin on both sides if they are one run there.
+// Returns the number of a parcel's elements, and where they begin on either side if they are one run there.
 Load load_of(const Parcel& parcel) {
   const int64_t held = parcel.run_in_a();
   const int64_t needed = parcel.run_in_b();
@@ -113,7 +113,7 @@ class CrossingMemory : public StepMemory {
 
  private:
   static BothLoads loads_of(const PartInCrossing& part, const std::optional<Intersection>& own, int64_t round) {
-    std::map<int64_t, std::pair<Load, Load>> by_index;  // of the peer: what it is sent, and what it sends
+    std::map<int64_t, std::pair<Load, Load>> by_index;  // by the peer's index: what it is sent, and what it sends
     for (const auto& message : part.sends(round)) by_index[message.peer].first = load_of(message.parcel);
     for (const auto& message : part.receives(round)) by_index[message.peer].second = load_of(message.parcel);
     if (own) by_index[part.index()];

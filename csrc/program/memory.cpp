@@ -13,10 +13,10 @@ namespace shardwright {
 
 namespace {
 
-// The members of larger groups send messages to those they have something for, whoever these are (pairs.cpp).
+// In larger groups members are not listed: each sends messages to whatever ranks it has data for (pairs.cpp).
 constexpr int64_t kMaxGroupListed = 512;
 
-// The instructions are those of data_moves.cpp and reductions.cpp.
+// Emits the same instructions as data_moves.cpp and reductions.cpp.
 class MoveMemory : public StepMemory {
  public:
   MoveMemory(const Step& step, const Plan& plan)
@@ -34,10 +34,10 @@ class MoveMemory : public StepMemory {
     const bool may_be_in_order = !lowering_.gathers || !is_gather;
     const bool lists_members = is_gather || step_.before.mesh().group_size(step_.mesh_dims) <= kMaxGroupListed;
     classes.add(step_, moves && may_be_in_order && lists_members);
-    // Ranks are connected, and stand in order, by what each of them has for whom.
+    // Which ranks are connected, and in which order, depends on what each of them sends to whom.
     const bool some_meet = lowering_.narrows_groups && !named_groups_only_ && !is_gather && !pairs_.all_meet_alike();
     if (moves && some_meet && lists_members) classes.split_all(step_.mesh_dims);
-    // Every group has an order of its own.
+    // The ranks of each group may be in another order.
     if (!is_local(step_.op) && !ranks_ascend(step_.before.mesh())) classes.split_all(MeshDimSet::from_bits(~0u));
   }
 
@@ -85,7 +85,7 @@ class MoveMemory : public StepMemory {
     if (own > 0) sketch.emit({current, next});
   }
 
-  // The members are listed only where what is done depends on them one by one.
+  // The members of a group are listed only if the instructions depend on single members.
   void data_move(Sketch& sketch, int64_t position, int current, int next) {
     const bool lists_members = step_.op != StepOp::kAllGather || step_.sharing != Sharing::kNone;
     const bool is_large = pairs_.around(position).size > kMaxGroupListed;
@@ -108,7 +108,8 @@ class MoveMemory : public StepMemory {
     }
   }
 
-  // Whether the parts of the group lie one behind the other, in its order, in what each of it needs.
+  // Returns whether the parts of the group's members follow each other, in the group's order, in what each member
+  // needs. Then the gather can write to the result directly.
   bool gathers_in_place(int64_t position, int64_t n) {
     const Group& group = pairs_.around(position);
     const auto [found, is_new] = gathers_in_place_.try_emplace(group.least, true);
@@ -119,7 +120,7 @@ class MoveMemory : public StepMemory {
     };
     const Mesh& mesh = step_.before.mesh();
     if (pairs_.all_look_alike() && mesh.ranks_are_positions()) {
-      // Where parts are equal the place of one is linear in its coordinates.
+      // If parts are equal, the place of a part is linear in the coordinates of its rank.
       int64_t turn = 1;
       for (int d = mesh.ndim() - 1; d >= 0; --d) {
         if (!step_.mesh_dims.contains(d) || mesh.dim_size(d) == 1) continue;
@@ -149,9 +150,10 @@ class MoveMemory : public StepMemory {
     if (k > 1) sketch.emit({staging, next});
   }
 
-  // With one round, no further than some of them may be runs: then the totals are what the rank exchanges in all.
+  // With one round, peers are added only as long as some load may be one run. The totals are known without them: what
+  // the rank exchanges in all.
   BothLoads loads_in_order(const Group& group, int64_t position, const std::vector<int64_t>& partners, int64_t round) {
-    const bool is_gather = step_.op == StepOp::kAllGather;  // then a rank sends all members the same
+    const bool is_gather = step_.op == StepOp::kAllGather;  // if so, a rank sends the same to all members
     BothLoads loads;
     const Load own = pairs_.own(position);
     std::optional<Transfer> sends;
@@ -205,7 +207,7 @@ class MoveMemory : public StepMemory {
     }
   }
 
-  // Where digits say it all, what goes between two ranks looks alike for all pairs that have something to say.
+  // If digits give all figures, transfers have the same size and runs for all pairs of ranks that exchange anything.
   void add_equal_shares(std::vector<Packed>& rounds, int64_t position) {
     const Traffic traffic = traffic_.at(position);
     if (traffic.received_bytes == 0 && traffic.sent_bytes == 0) return;
@@ -218,7 +220,7 @@ class MoveMemory : public StepMemory {
     }
   }
 
-  // All members hold the same, so they answer alike how it is sent.
+  // How a reduce-scatter sends. It is the same for all members of a group, because they hold the same elements.
   struct Scattering {
     std::vector<RunOfLoads> rounds;
     std::vector<bool> is_even;
@@ -229,7 +231,7 @@ class MoveMemory : public StepMemory {
     Scattering& scattering = found->second;
     if (!is_new) return scattering;
     const std::vector<int64_t>& members = pairs_.group(position).positions;
-    if (step_.rounds == 1) {  // no further than the parts may lie one behind the other
+    if (step_.rounds == 1) {  // stops once the parts do not follow each other
       RunOfLoads loads;
       for (size_t m = 0; m < members.size() && loads.is_run(); ++m) {
         const Load load = pairs_.share(position, members[m]).in_round(0);
@@ -315,7 +317,7 @@ class MoveMemory : public StepMemory {
     }
   }
 
-  // The buffer that holds the powers that are added, where a norm is due.
+  // Returns the buffer with the powers to add if a norm is pending, else `current`.
   int raised(Sketch& sketch, int current, int64_t count) const {
     if (reduction_of(step_).power == 1) return current;
     const int raised = sketch.new_buffer(count);
@@ -348,7 +350,7 @@ struct SomeRanks {
   bool are_all = true;
 };
 
-// The first, and others in even distances.
+// Returns up to `at_most` ranks at even distances, including the first.
 SomeRanks evenly_spaced(std::vector<Rank> ranks, int64_t at_most) {
   const auto count = static_cast<int64_t>(ranks.size());
   if (count <= at_most) return {std::move(ranks), true};
@@ -375,7 +377,7 @@ ProgramMemory::ProgramMemory(const Plan& plan) : plan_(plan) {
 
 ProgramMemory::~ProgramMemory() = default;
 
-// Answers the buffer that holds what is there after the step.
+// Returns the buffer that holds the result of the step.
 int ProgramMemory::write(Sketch& sketch, size_t step, Rank rank, int current) {
   const Step& of_plan = plan_.steps[step];
   const int next = sketch.new_buffer(elements_of(of_plan.after, rank));
@@ -395,7 +397,8 @@ std::vector<int64_t> ProgramMemory::peak_bytes_by_step(Rank rank) {
   return peaks;
 }
 
-// Only with several rounds is the result perhaps not there in all of what follows the last use of it.
+// A step's peak may depend on the next step only if the step has several rounds: then the result may not exist yet in
+// everything that follows its last use.
 int64_t ProgramMemory::peak_of_step(size_t step, Rank rank) {
   Sketch sketch;
   int current = kInputBuffer;
@@ -412,8 +415,8 @@ int64_t ProgramMemory::peak_of_step(size_t step, Rank rank) {
   return sketch.peaks(current)[0] * plan_.src.dtype().size_bytes();
 }
 
-// Of a crossing, and where one follows, ranks are not told apart by what they do: up to `at_most` of them are looked
-// at, in even distances.
+// For a crossing, and for a step that depends on one that follows, ranks are not divided into classes: up to `at_most`
+// of them, at even distances, are examined.
 ProgramMemory::Seen ProgramMemory::seen_of(size_t step, int64_t at_most) const {
   const bool looks_ahead = plan_.steps[step].rounds > 1 && step + 1 < steps_.size();
   const bool crosses = plan_.steps[step].op == StepOp::kCross;
@@ -443,7 +446,7 @@ ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t at_most) {
       peak = std::max(peak, peak_of_step(i, rank));
     }
     worst.bytes.push_back(peak);
-    // A rank that sends and receives more needs no less, but for the first position's own part.
+    // A rank that sends and receives more needs at least as much memory, except for the first position's own part.
     const std::optional<Traffic> most = known.empty() ? std::nullopt : steps_[i]->traffic_at_most();
     const bool has_most =
         most && std::any_of(known.begin(), known.end(), [&](const Traffic& traffic) {

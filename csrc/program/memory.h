@@ -43,11 +43,11 @@ class ProgramMemory {
  private:
   struct Seen {
     std::vector<Rank> ranks;
-    bool are_all = true;  // or one of each class
+    bool are_all = true;  // all ranks, or one of each class
   };
   Seen seen_of(size_t step, int64_t at_most) const;
   int write(Sketch& sketch, size_t step, Rank rank, int current);
-  // As if the plan had this step alone, what is held before being a buffer of its own but for the first step.
+  // Returns the peak as if the plan had only this step. Except for the first step, the part held before is a buffer.
   int64_t peak_of_step(size_t step, Rank rank);
 
   const Plan& plan_;

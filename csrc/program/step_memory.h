@@ -1,4 +1,4 @@
-// One step's part of a program as far as its memory is concerned, for every rank.
+// The memory of one step of a program, for every rank.
 #pragma once
 
 #include <cstdint>
@@ -12,22 +12,22 @@
 
 namespace shardwright {
 
-// The instructions are those that compile_step writes, as far as they name buffers.
+// Emits the same instructions as compile_step, reduced to the buffers that they name.
 class StepMemory {
  public:
   virtual ~StepMemory() = default;
 
-  // On a rank that takes part in the step.
+  // Emits the instructions of a rank that takes part in the step.
   virtual void write(Sketch& sketch, Rank rank, int current, int next) = 0;
 
-  // Takes apart the ranks of the step's mesh that need different amounts. Not of crossings, which have no one mesh.
+  // Separates the ranks of the step's mesh that need different amounts. Not for crossings, which involve two meshes.
   virtual void tell_apart(RankClasses& classes) const = 0;
-  // Nothing where the peak depends on more than what the rank sends and receives.
+  // Returns a rank's traffic if its peak depends on nothing else, else nullopt.
   virtual std::optional<Traffic> traffic_that_decides(Rank rank) const = 0;
   virtual std::optional<Traffic> traffic_at_most() const = 0;
 };
 
-// Of a step on one mesh (memory.cpp), and of a crossing (crossing_moves.cpp).
+// Make the memory of a step on one mesh (memory.cpp), and of a crossing (crossing_moves.cpp).
 std::unique_ptr<StepMemory> memory_of_move(const Step& step, const Plan& plan);
 std::unique_ptr<StepMemory> memory_of_crossing(const Step& step, const Plan& plan);
 
@@ -76,7 +76,7 @@ struct Packed {
   }
 };
 
-// As `exchange` in transfers.h lowers one round. `own` elements stay on the rank, all of them in the first round.
+// Emit one round as `exchange` in transfers.h lowers it. `own` elements stay on the rank; the first round copies them.
 void write_all_to_all(Sketch& sketch, const BothLoads& loads, int64_t own, int64_t round, int64_t rounds, int current,
                       int next);
 void write_messages(Sketch& sketch, const Packed& packed, int64_t own, int64_t round, int current, int next);

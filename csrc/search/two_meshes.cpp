@@ -20,7 +20,8 @@ Layout with_cuts(const Layout& layout, Cuts cuts) {
   return layout.with(std::move(cuts), std::vector<Placement>(layout.mesh().ndim(), Placement::replicate()));
 }
 
-// The tensor dims that an end cuts, and the longest other one: cutting further ones is the same by another name.
+// Returns the tensor dims that an end cuts, and the longest other one. Cutting one more of the others would only be the
+// same under another name.
 std::vector<int> tensor_dims_of(const Layout& src, const Layout& goal) {
   std::vector<int> dims;
   int other = -1;
@@ -35,8 +36,8 @@ std::vector<int> tensor_dims_of(const Layout& src, const Layout& goal) {
   return dims;
 }
 
-// The layouts that differ from one in what some of its mesh dims do. First itself, then those where few mesh dims do
-// something else; no more than kMaxLayouts.
+// The layouts that differ from a given one in what some mesh dims do: first the layout itself, then those where few
+// mesh dims differ, and at most kMaxLayouts.
 class Choices {
  public:
   Choices(const Layout& layout, const std::vector<int>& tensor_dims) : layout_(layout), tensor_dims_(tensor_dims) {}
@@ -67,7 +68,7 @@ class Choices {
   static constexpr int kReplicated = -1;
   static constexpr size_t kMaxLayouts = 64;
 
-  // What cuts anew does so behind what cuts already, in mesh order.
+  // New cuts come after existing ones, in mesh order.
   Layout with(const std::map<int, int>& chosen) const {
     Cuts cuts = layout_.cuts();
     for (std::vector<Cut>& list : cuts) {
@@ -102,8 +103,8 @@ Encounter encounter(const Mesh& a, const Mesh& b, int64_t ranks_per_node) {
   return found;
 }
 
-// Pairs of a layout on either mesh, in the order of what they cost at least. So most pairs are left before anything of
-// them is worked out.
+// Tries pairs of a layout on either mesh in the order of lower bounds of their costs. So most pairs are skipped before
+// their moves are computed.
 class Crossings {
  public:
   Crossings(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology)
@@ -140,7 +141,7 @@ class Crossings {
   }
 
  private:
-  // Moves on one mesh, and the layout at their end where the crossing is. They are searched for when they are needed.
+  // Moves on one mesh, and their layout at the crossing. The moves are searched for when they are needed.
   struct Segment {
     Layout layout;
     Layout from;
@@ -157,7 +158,7 @@ class Crossings {
     return {is_for_time() ? picoseconds : worst.received_bytes, communicates ? 1 : 0, worst.messages, 1};
   }
 
-  // Unless a rank would hold more than is allowed, or the layout is there already. The first stays in any case.
+  // Adds a segment, unless a rank would hold more than is allowed or the layout is known. The first is always added.
   void add(std::vector<Segment>& segments, const Layout& layout, const Layout& from, const Layout& to) {
     const int64_t elements = layout.largest_part_elements();
     if (!segments.empty() && options_.max_held > 0 && elements > options_.max_held) return;
@@ -181,8 +182,8 @@ class Crossings {
     }
   }
 
-  // Every mesh dim by itself: as it is, or cutting a tensor dim, or nothing, which saves messages but no bytes. Where
-  // nothing is due, slicing replicas changes nothing that sharing would not.
+  // Each mesh dim may stay as it is, cut a tensor dim, or cut nothing, which saves messages but no bytes. Replicas are
+  // only sliced if a reduction is pending; otherwise sharing the sending has the same effect.
   std::vector<Layout> ends_on_source() const {
     const MeshDimSet due = src_.partial_dims();
     Choices choices(with_cuts(src_, src_.cuts()), tensor_dims_);
@@ -207,7 +208,7 @@ class Crossings {
     return choices.all();
   }
 
-  // From sizes alone. Where meshes share ranks, these may hold what they need.
+  // Returns a lower bound of a crossing's cost, from sizes alone. If meshes share ranks, these may hold what they need.
   Cost crossing_at_least(const Segment& first, const Segment& last) const {
     const int64_t item = src_.dtype().size_bytes();
     StepFigures least;
@@ -238,15 +239,15 @@ class Crossings {
     try_crossing(first, last);
   }
 
-  // In whole messages, and to the element where that relieves a rank that sends more than any receives. Under the other
-  // objective sharing changes nothing that counts, and holders send as little as they can.
+  // Tries sharing in whole messages, and to the element if some rank sends more than any receives, so that this may
+  // help. With the other objective sharing does not change the cost, and holders send as little as possible.
   void try_crossing(const Segment& first, const Segment& last) {
     bool relieves = true;
     if (is_for_time()) relieves = try_sharing(first, last, Sharing::kMessages);
     if (relieves) try_sharing(first, last, Sharing::kBytes);
   }
 
-  // Whether the worst sender decides.
+  // Returns whether some rank sends more than any receives.
   bool try_sharing(const Segment& first, const Segment& last, Sharing sharing) {
     const Crossing crossing(first.layout, last.layout, sharing);
     const Cost around = first.at_least + last.at_least;

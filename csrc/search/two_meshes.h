@@ -1,4 +1,4 @@
-// The cheapest way from a layout on one mesh to a layout on another.
+// Searches for the cheapest way from a layout on one mesh to a layout on another.
 #pragma once
 
 #include <vector>
@@ -11,20 +11,20 @@ namespace shardwright {
 // the crossing are chosen together. Each mesh dim may do there what it does in `src` or `goal`, cut another tensor dim,
 // or cut nothing:
 //
-//   before    All that is pending is reduced, into cuts or replicas, and replicas may reduce a part each. Cuts may be
+//   before    All pending reductions are done, into cuts or replicas, and replicas may reduce a part each. Cuts may be
 //             gathered or exchanged, so that fewer messages cross.
 //   after     Replicated mesh dims may cut a tensor dim while the tensor crosses. Their ranks receive a stripe each and
-//             gather them on their own mesh. Cuts may be exchanged or thinned out afterwards.
-//   crossing  Shared in whole messages or to the element, whichever is faster.
+//             gather the stripes on their own mesh. Afterwards cuts may be exchanged, or replicas cut.
+//   crossing  The sending is shared in whole messages or to the element, whichever is faster.
 //
-// The moves of a segment are those of cheapest_moves(). Layouts at the ends that differ in few mesh dims come first,
-// which for meshes of many dims are all that are tried (two_meshes.cpp). Of equal costs the direct crossing wins, else
-// the first in an order that depends on the layouts alone. `goal` has no partials. options.groups is empty.
+// The moves of a segment are those of cheapest_moves(). Layouts that differ from `src` or `goal` in few mesh dims come
+// first; for meshes of many dims only these are tried (two_meshes.cpp). If costs are equal, the direct crossing wins,
+// else the first in an order that depends only on the layouts. `goal` has no partials. options.groups is empty.
 std::vector<Step> cheapest_crossing(const Layout& src, const Layout& goal, const PlanOptions& options,
                                     const Topology& topology);
 
-// Picoseconds that no way between the two is predicted to go below: one step and message of the fastest link, what some
-// rank must receive or send, what must enter some node over the ranks it has there, and the result's copy.
+// Returns a lower bound on the predicted picoseconds of every way between the two: one step and message of the fastest
+// link, what some rank must receive or send, what must enter some node divided by its ranks, and the result's copy.
 int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const Topology& topology);
 
 }  // namespace shardwright
