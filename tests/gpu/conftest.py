@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def no_host_sync() -> Iterator[None]:
-    """torch raises wherever the host waits for the device."""
+    """Makes torch raise wherever the host waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

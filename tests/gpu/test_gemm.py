@@ -102,7 +102,7 @@ class Case:
 
 
 def _kernels(case: Case) -> list[str]:
-    """Those that a run launches, from the second run on."""
+    """Returns the kernels that a run launches, from the second run on."""
     case.run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as record:
@@ -160,7 +160,7 @@ def test_sums_are_not_rounded_in_between(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sizes", [(0, 7, 4), (5, 0, 4), (5, 7, 0), (0, 0, 0)], ids=str)
 def test_nothing_to_multiply(sizes: tuple[int, int, int]) -> None:
-    """Without k the result is 0, or the bias, or what was there."""
+    """If k is 0, the result is 0, the bias, or what was there before."""
     torch.manual_seed(5)
     for to, count, dtypes in itertools.product(KINDS, (1, 3), MIXED + SAME):
         Case(sizes, ("rows", "columns", to), count, dtypes).check()
@@ -212,7 +212,7 @@ def test_streams_do_not_share_a_workspace() -> None:
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_replayed(count: int) -> None:
-    """With inputs that change, while the stream it was captured on multiplies beside it."""
+    """Replays with changing inputs, while the stream that captured the graph multiplies too."""
     torch.manual_seed(8)
     sizes = (64, 64, 16384)
     case, beside = (Case(sizes, ("rows", "columns", "rows"), count, low=0) for _ in range(2))
@@ -317,7 +317,7 @@ def test_scaled_batch() -> None:
 
 
 def test_scaled_by_casting() -> None:
-    """What units for 8-bit floats cannot take is right all the same, and counted."""
+    """Operands that units for 8-bit floats do not support give right results too, and are counted."""
     torch.manual_seed(12)
     m, n, k = 32, 48, 24
     lhs, rhs = _integers(m * k, E4M3), _integers(n * k, E4M3)

@@ -19,7 +19,7 @@ from pool import Pool
 WORLD = 4
 Move = tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]
 
-# Where communication is the last thing that happens, so that it can still be under way when the call returns.
+# Pairs whose last action is communication, so that it can still be under way when the call returns.
 ASYNCHRONOUS: list[Move] = [
     ((4,), ("S(0)",), ("R",)),
     ((4,), ("S(0)",), ("S(1)",)),

@@ -35,7 +35,7 @@ def _pending(local: torch.Tensor) -> torch.Tensor:
 
 
 def _becomes(memory: torch.Tensor, expected: torch.Tensor, rounded: bool = False) -> bool:
-    """Whether memory that nobody waits for gets its values."""
+    """Returns whether memory gets its values although nobody waits for it."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while oracle.difference(memory, expected, rounded) is not None:
         if time.monotonic() > deadline:

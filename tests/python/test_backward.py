@@ -70,7 +70,7 @@ def _second_gradient(src: str, dst: str) -> torch.Tensor:
 
 def _twice(src: str, dst: str) -> None:
     if not STOCK_IS_TWICE_DIFFERENTIABLE:
-        # As in stock: an error, never a wrong number. The way there leads through stock, which strict would refuse.
+        # As in stock, there is an error, never a wrong number. It is raised by stock, which strict mode would refuse.
         with sw.enabled(), pytest.raises(RuntimeError, match="not have been used in the graph"):
             _second_gradient(src, dst)
         return

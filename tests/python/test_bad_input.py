@@ -91,7 +91,7 @@ def test_mesh(dims: Any, ranks: list[int] | None, fragments: list[str]) -> None:
     ],
 )
 def test_plan(src: dict[str, Any], dst: dict[str, Any], fragments: list[str]) -> None:
-    """Whether the layout refuses already or only the plan is not said here."""
+    """Either the layout or the plan may raise the error."""
     plain = {"placements": ["R", "R"]}
     _refused(lambda: sw.plan(_layout(**(plain | src)), _layout(**(plain | dst))), *fragments)
 

@@ -46,7 +46,7 @@ def _load(tables: list[str], folder: pathlib.Path) -> sw.Topology:
 
 
 def _links(*args: Any, **kwargs: Any) -> sw.Topology:
-    """Those alone, without an effect on other tests of this process."""
+    """Measures links only, without an effect on other tests of this process."""
     return calibrate(*args, quick=True, dtypes=(), apply=False, **kwargs)
 
 
@@ -118,7 +118,7 @@ def test_command_line(pool: Pool, tmp_path: pathlib.Path, capfd: pytest.CaptureF
 
 
 def _names() -> tuple[str, str]:
-    """Of the tables that a redistribute and a product of this process go by."""
+    """Returns the names of the tables that a redistribute and a product of this process use."""
     mesh = get_mesh((4,))
     src, dst = (sw.Layout(sw.Mesh(mesh), (8, 8), placements) for placements in (["S(0)"], ["R"]))
     topology = executables.make_plan(src, dst, "cpu").topology

@@ -78,7 +78,7 @@ def _wrong_everywhere(rank: int) -> None:
 
 
 def _differing(call: Callable[[int], None], is_known: bool) -> str:
-    """What this rank raises; afterwards all of them go on."""
+    """Returns what this rank raises; afterwards all ranks continue."""
     if is_known:
         _gather(0)
     with _checking(), pytest.raises(RuntimeError, match="do not run the same redistribute") as error:

@@ -19,7 +19,7 @@ ENDS = ["--shape", "8", "--src", "S(0)", "--dst", "R"]
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The sentence; fails where there is none, or a traceback, or more than one."""
+    """Returns the error sentence; fails if there is none, more than one, or a traceback."""
     try:
         status = cli.main(["plan", *arguments])
     except SystemExit as left:  # by argparse, which prints its usage first
@@ -236,7 +236,7 @@ def test_long_work_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 def test_the_plan_is_printed_before_its_certificate() -> None:
-    """Read as it comes: the plan is there while the certificate is being worked out."""
+    """Output is flushed at once: the plan is printed while the certificate is still being computed."""
     code = (
         "import time, shardwright.cli as cli\n"
         "work_out = cli._work_out\n"
@@ -253,7 +253,7 @@ def test_the_plan_is_printed_before_its_certificate() -> None:
 
 
 def test_other_threads_go_on_while_figures_are_worked_out() -> None:
-    """What says that something takes long is a thread: peak memory is not to hold on to the interpreter."""
+    """A thread reports that something takes long, so computing peak memory must release the interpreter."""
     code = (
         "import threading, time, shardwright as sw\n"
         "grid = sw.Mesh({'a': 1 << 20})\n"

@@ -30,7 +30,7 @@ def _pending(shape: tuple[int, ...], seed: int, mesh: Any) -> DTensor:
 
 
 def _sums(a: DTensor, b: DTensor) -> tuple[DTensor, ...]:
-    """Of [1, 3000] and [2, 4000]: most ranks are left with nothing of one, or of both."""
+    """Reduces [1, 3000] and [2, 4000]: most ranks end with no rows of one of them, or of both."""
     return (a + 1).redistribute(placements=[Shard(0)]).cos(), (b * 2).redistribute(placements=[Shard(0)]).sin()
 
 

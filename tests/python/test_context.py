@@ -31,7 +31,7 @@ def _topology(name: str, message_ps: int, ps_per_kib: int) -> sw.Topology:
     return sw.Topology(name, ranks_per_node=0, step_ps=1000, memory_ps_per_kib=1, inside=link, between=link)
 
 
-# Where messages are dear a plan takes fewer of them and more bytes, where bytes are dear the other way round.
+# If messages are expensive, a plan has fewer of them and more bytes; if bytes are expensive, the other way round.
 FAR = _topology("far", 10**10, 1)
 THIN = _topology("thin", 1, 10**8)
 PLACEMENTS = (["S(0)", "S(0)"], ["S(1)", "S(1)"])
@@ -44,7 +44,7 @@ def _ends(topology: sw.Topology | None = None) -> tuple[sw.Layout, sw.Layout]:
 
 
 def _detour(topology: sw.Topology = THIN) -> sw.Plan:
-    """By way of the whole tensor."""
+    """Returns a plan that gathers the whole tensor first."""
     src, dst = _ends()
     return sw.plan(src, dst, backend="gloo", topology=topology, through=[sw.Layout(src.mesh, SHAPE, ["R", "R"])])
 
@@ -82,7 +82,7 @@ def _moved_by_drop_in() -> int:
 
 
 def _moved_by_product() -> int:
-    """The same move in front of a product whose weight lies so that nothing else moves but its sums."""
+    """The same move before a product whose weight is placed so that otherwise only its sums move."""
     mesh = get_mesh((2, 2))
     x = dtensors.distribute(torch.eye(8), mesh, ["S(0)", "S(0)"])
     weight = dtensors.distribute(torch.arange(64.0).reshape(SHAPE), mesh, ["S(1)", "S(1)"])
@@ -169,7 +169,7 @@ def _products_follow() -> list[int]:
 
 
 def _product_with_pinned_gather() -> None:
-    """An operand that is gathered behind its product, by whatever plan there is for that."""
+    """An operand is gathered during its product by the plan that is pinned for the gather."""
     x = torch.arange(64.0).reshape(SHAPE)[2 * dist.get_rank() :][:2].contiguous()
     mesh = sw.Mesh({"group": WORLD})
     src, between, dst = (sw.Layout(mesh, SHAPE, [p]) for p in ("S(0)", "S(1)", "R"))
@@ -230,7 +230,7 @@ def test_operators_with_sizes_go_by_what_is_pinned(pool: Pool) -> None:
 
 
 def _warmed_in_another_order(world_size: int) -> list[int]:
-    """Each rank plans under settings of its own first, without a word to others; then all run under the same."""
+    """First each rank plans with its own settings, without communication; then all run with the same settings."""
     mesh = sw.Mesh({"a": world_size // 2, "b": 2})
     ends = [sw.Layout(mesh, SHAPE, p) for p in PLACEMENTS]
     middle = sw.Layout(mesh, SHAPE, ["R", "R"])
@@ -258,7 +258,7 @@ def test_ranks_that_planned_other_things_before_run_the_same(pool: Pool, world_s
 
 
 def _differing_tables() -> list[str]:
-    """What this rank raises where the tables of ranks differ, though this plan would not."""
+    """Returns what this rank raises if ranks have different tables, even if those give the same plan."""
     said = []
     elsewhere = [sw.Layout(sw.Mesh({"a": WORLD}), SHAPE, [p]) for p in ("S(0)", "R")]
     local = torch.ones(2, 8)

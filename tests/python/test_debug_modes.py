@@ -114,7 +114,7 @@ def test_any_dispatch_mode(pool: Pool, async_op: bool) -> None:
 
 
 def _counts_of_both(shape: tuple[int, ...], src: str, dst: str) -> list[dict[str, int]]:
-    """What CommDebugMode counts of one redistribute by stock PyTorch and by ours."""
+    """Returns CommDebugMode's counts of one redistribute with stock PyTorch and with ours."""
     mesh = get_mesh((WORLD,))
     counts = []
     for on in (False, True):

@@ -54,7 +54,7 @@ def _operate(mesh: sw.Mesh) -> None:
 
 
 def _over_a_device_mesh(mesh: sw.Mesh) -> None:
-    """What is kept for meshes of PyTorch's; its own caches keep those that DTensors lie on."""
+    """Uses what is kept for PyTorch's meshes; PyTorch's own caches keep the meshes of DTensors."""
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     rank = dist.get_rank()
     for src_placements, dst_placements in PAIRS:
@@ -88,7 +88,7 @@ def _grown(before: list[str]) -> list[str]:
 
 
 def _left_after(what: str, scratch: str) -> list[list[str]]:
-    """Of each life of the default process group, the threads that came with it and stayed."""
+    """Returns, for each life of the default process group, the threads that it started and left."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     left = []
@@ -127,7 +127,7 @@ if sys.argv[3] == "destroy":
 
 @pytest.mark.parametrize("end", ["destroy", "leave"])
 def test_exit_with_redistributes_under_way(end: str, tmp_path: pathlib.Path) -> None:
-    """No abort and no hang, whether or not the program cleans up."""
+    """A program neither aborts nor hangs at its end, whether or not it cleans up."""
     for number in range(EXITS):
         command = [sys.executable, "-c", _EXITING]
         ranks = [

@@ -36,7 +36,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 
 
 def files() -> list[str]:
-    """Of the source tree, relative to its root; folders of builds and environments left out."""
+    """Returns the files of the source tree, relative to its root, without builds and environments."""
     found = []
     for top in (ROOT, *(p for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith((".", "build", "site")))):
         found += [p.relative_to(ROOT).as_posix() for p in (top.iterdir() if top is ROOT else top.rglob("*"))]
@@ -68,7 +68,7 @@ def test_files_exist(page: Path) -> None:
 
 
 def anchor(heading: str) -> str:
-    """As GitHub makes it."""
+    """Returns the anchor that GitHub makes for a heading."""
     text = re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading.strip().lower())
     return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
 

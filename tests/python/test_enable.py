@@ -54,7 +54,7 @@ def _on_and_off() -> None:
 
 
 def test_on_and_off() -> None:
-    """In processes of its own, where nobody has switched anything yet."""
+    """Runs in new processes, where the drop-in has never been switched."""
     _all_good(run_isolated(_on_and_off, WORLD))
 
 
@@ -117,7 +117,7 @@ def test_implicit_redistributes(pool: Pool) -> None:
 
 
 def _cost_is_stock() -> None:
-    """What steers DTensor's choice of strategies stays PyTorch's."""
+    """DTensor's choice of strategies still uses PyTorch's costs."""
     from torch.distributed.tensor import _collective_utils
 
     cost = _collective_utils.redistribute_cost

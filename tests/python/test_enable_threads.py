@@ -22,7 +22,7 @@ STOCK = (_redistribute.redistribute_local_tensor, DTensor.redistribute)
 
 
 def _is_bound() -> bool:
-    """Whether ours is in PyTorch's places; fails where only some of it is."""
+    """Returns whether PyTorch's functions are replaced by ours; fails if only some of them are."""
     bound = {_redistribute.redistribute_local_tensor is not STOCK[0], DTensor.redistribute is not STOCK[1]}
     assert len(bound) == 1, "one of two places is ours, the other is PyTorch's"
     return bound.pop()

@@ -113,7 +113,7 @@ def _made_by_preparing_each() -> list[tuple[int, list[tuple[int, ...]]]]:
 
 
 def test_groups_of_given_redistributes_alone() -> None:
-    """Without word of redistributes, 6 besides the default group would be made on such a mesh."""
+    """If no redistributes were named, 6 groups besides the default one would be made on this mesh."""
     for outcome in run_isolated(_made_by_preparing_each, 8):
         assert outcome.ok, outcome.error
         for (src, dst, most), (count, late) in zip(GIVEN, outcome.value, strict=True):

@@ -26,7 +26,7 @@ def _dry_run() -> list[str]:
         stock = x.redistribute(mesh, [dst]).to_local()
         with sw.enabled():
             ours = x.redistribute(mesh, [dst]).to_local()
-        # What a reduce-scatter leaves is uninitialised in torch 2.11.
+        # In torch 2.11 the result of a reduce-scatter is uninitialised here.
         is_defined = not (src.is_partial() and dst.is_shard()) or torch.__version__ >= "2.15"
         if ours.shape != stock.shape or (is_defined and not torch.equal(ours, stock)):
             differs.append(f"{src} -> {dst}: {ours} where stock has {stock}")

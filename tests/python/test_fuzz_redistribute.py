@@ -23,7 +23,7 @@ def _count(world_size: int) -> int:
 
 
 def test_enough_cases_of_every_kind() -> None:
-    """What the fuzz promises to cover, it covers, whatever the seed."""
+    """The fuzz covers everything that it promises, for any seed."""
     seed = fuzz.seed_from_environment()
     cases = [case for world_size in CASES for case in fuzz.make_cases(seed, world_size, CASES[world_size])]
     assert sum(case.src != case.dst for case in cases) >= 1000

@@ -125,7 +125,7 @@ def test_sums_are_not_rounded_in_between(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sizes", [(0, 7, 4), (5, 0, 4), (5, 7, 0), (0, 0, 0)], ids=str)
 def test_nothing_to_multiply(sizes: tuple[int, int, int]) -> None:
-    """Without k the result is 0, or the bias, or what was there."""
+    """If k is 0, the result is 0, the bias, or what was there before."""
     torch.manual_seed(5)
     for to, count in itertools.product(KINDS, (1, 3)):
         for dtypes in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
@@ -148,7 +148,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 @pytest.mark.parametrize("operands", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)], ids=str)
 @pytest.mark.parametrize("result", [torch.bfloat16, torch.float32], ids=str)
 def test_scaled(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], by_row: bool) -> None:
-    """With scales of powers of two what is summed is exact."""
+    """Scales are powers of two, so that sums are exact."""
     torch.manual_seed(10)
     m, n, k, count = 5, 7, 4, 1 if by_row else 3
     for kinds, accumulates in itertools.product(itertools.product(KINDS, KINDS, KINDS), (False, True)):
@@ -170,7 +170,7 @@ def test_scaled(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], 
 
 
 def test_scales_of_other_rows() -> None:
-    """Not dense, as those of one dim of several are; beside one for all columns."""
+    """Scales of rows that are not dense, like those of one dim of several, with one scale for all columns."""
     lhs, rhs = _integers(6, torch.float32).to(E4M3), _integers(8, torch.float32).to(E4M3)
     row_scales = torch.tensor([2.0, 9.0, 0.5, 9.0, 4.0, 9.0])[::2]
     dst = torch.zeros(12)
@@ -218,7 +218,7 @@ def test_scaled_products_refuse(dtypes: tuple[torch.dtype, ...], scale: torch.dt
     ids=str,
 )
 def test_why_not_scaled(given: dict[str, Any], said: str | None) -> None:
-    """What units for 8-bit floats cannot take; it is cast instead."""
+    """Shapes and strides that units for 8-bit floats do not support; operands are cast instead."""
     how: dict[str, Any] = {"lhs": (0, 64, 1), "rhs": (0, 1, 64), "dst": (0, 48, 1), "k": 64, **given}
     lhs, rhs, dst = _operands()
     gemm = _runtime.Gemm((32, 48, how["k"]), how["lhs"], how["rhs"], how["dst"])

@@ -28,7 +28,7 @@ esac
 
 
 class Checkout:
-    """As much of a checkout as the script looks at."""
+    """Makes the part of a checkout that the script reads."""
 
     def __init__(self, root: pathlib.Path) -> None:
         self.root = root
@@ -94,7 +94,7 @@ def test_chosen_parts_add_to_the_summary(checkout: Checkout) -> None:
 
 
 def test_a_summary_is_there_after_each_part(checkout: Checkout) -> None:
-    """Whatever ends the call: here the machine goes away in the second part."""
+    """Results survive an abrupt end of the call; here the machine goes away in the second part."""
     script = checkout.root / "bin" / "python"
     script.write_text(PYTHON + '\ncase "$*" in *test_gemm*) kill -9 $PPID ;; esac\n')
     assert checkout.run("copies", "gemm").returncode != 0

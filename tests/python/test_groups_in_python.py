@@ -19,7 +19,7 @@ WORLD = 4
 
 
 def _full(x: torch.Tensor, placement: Placement, rank: int, world: int) -> torch.Tensor:
-    """This rank's part of a global tensor."""
+    """Returns this rank's part of a global tensor."""
     if isinstance(placement, Shard):
         return x.chunk(world, placement.dim)[rank].contiguous()
     return x / world if placement.is_partial() else x.clone()

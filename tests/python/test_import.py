@@ -69,7 +69,7 @@ def test_built_for_another_torch(copy: Path, use: str) -> None:
 
 
 def test_an_undefined_symbol(copy: Path) -> None:
-    """Where the versions agree and the libraries do not, as with a torch that was built from other sources."""
+    """The versions agree but the libraries do not, as with a torch that was built from other sources."""
     module = _module_file(copy, "_runtime")
     binary = module.read_bytes()
     symbol = b"_ZN3c1021throwNullDataPtrErrorEv"

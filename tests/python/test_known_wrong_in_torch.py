@@ -65,7 +65,7 @@ def test_no_row_is_lost(pool: Pool) -> None:
     assert pool.run(_rows, 4) == [torch.arange(15.0).view(5, 3).tolist()] * 4
 
 
-# Of the mesh [[3, 1], [0, 2]], where only some or all ranks get wrong data.
+# Pairs on the mesh [[3, 1], [0, 2]] for which some or all ranks get wrong data.
 NOT_ASCENDING: list[tuple[Placements, Placements]] = [
     (("S(0)", "R"), ("R", "R")),
     (("R", "S(0)"), ("R", "R")),
@@ -84,7 +84,7 @@ def _is_right_not_ascending(src: Placements, dst: Placements) -> bool:
 
 
 def _min_of_nan(op: str) -> bool:
-    """Whether NaN on any one rank is in the result, as `torch.amin` of all would have it."""
+    """Returns whether NaN on any one rank is in the result, as in `torch.amin` over all ranks."""
     mesh, rank = get_mesh((4,)), torch.distributed.get_rank()
     found = []
     for bad in range(4):
@@ -126,7 +126,7 @@ def test_stock_is_wrong_in_others(pool: Pool, call: Callable[..., bool], case: t
     assert not all(pool.run(call, 4, *case)), "stock is right now: update the documents"
 
 
-# What stock raises for over Gloo, with tensors, op and the result of four ranks.
+# Reductions for which stock raises over Gloo: dtype, op and the result of four ranks.
 REFUSED_BY_STOCK = [
     (torch.complex64, "product", 24),
     (torch.int16, "band", 0),

@@ -24,7 +24,7 @@ CASES: list[tuple[Placements, Placements, Placements]] = [  # of x, weight and b
 
 
 def _bias(mesh, whole: torch.Tensor, placements: Placements) -> DTensor:
-    """Each rank's share of what is pending: of a sum, one for each rank; of others, the value itself."""
+    """Returns a bias in which each rank has its share of a pending sum, or the value itself for other reductions."""
     share = whole.clone()
     for size, placement in zip(mesh.shape, placements, strict=True):
         if placement == "P(sum)":

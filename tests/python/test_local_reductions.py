@@ -14,7 +14,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def _parts(count: int, size: int, dtype: torch.dtype, lie: str) -> list[torch.Tensor]:
-    """Of eighths, which float32 sums exactly: as rows of one tensor, as such rows in another order, or apart."""
+    """Makes parts of eighths, which float32 sums exactly: rows of one tensor, in order or reversed, or apart."""
     generator = torch.Generator().manual_seed(count * 1000 + size)
     rows = (torch.randint(-99, 100, (count, size), generator=generator) / 8).to(dtype)
     if lie == "apart":

@@ -160,7 +160,7 @@ def _linears(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
         for grad, right, given in zip(grads, rights, (dx, dw, db), strict=True):
             assert isinstance(grad, DTensor)
             for found_on, given_on in zip(grad.placements, given.placements, strict=True):
-                # As PyTorch's: the operand's sums may stay due where it is replicated.
+                # As in PyTorch, the operand's gradient may stay a pending sum if the operand is replicated.
                 assert found_on == given_on or (given is dx and given_on.is_replicate() and found_on.is_partial())
             assert torch.equal(grad.full_tensor(), right), (from_x, from_w, to)
 

@@ -230,7 +230,7 @@ def test_operators(pool: Pool) -> None:
 
 
 def _before_anything_ran() -> None:
-    """On a mesh that nobody has seen, with process groups that are not there yet."""
+    """Runs on a new mesh whose process groups do not exist yet."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fresh_rows", "fresh_columns"))
     torch.manual_seed(0)
     x, weight = torch.randn(8, 8), torch.randn(12, 8)

@@ -18,7 +18,7 @@ WORLD = 4
 ROWS, K, COLUMNS = 512, 256, 384
 
 
-# Of what all ranks have, as one tensor.
+# The global sizes.
 SIZES = {"size": WORLD * ROWS, "columns": WORLD * COLUMNS}
 
 
@@ -61,7 +61,7 @@ def test_one_trace_at_a_time(pool: Pool) -> None:
 
 
 def _peak(method: str, save: str, depth: int = 1) -> int:
-    """The most that is allocated at once beside what is there before, in bytes."""
+    """Returns the most bytes that a call allocates at once."""
     x, weight = torch.randn(2048, 512), torch.randn(512, 8)
     x.requires_grad_(save == "gathered")
     arguments: dict[str, Any] = {"method": method, "chunks": 1 if method == "serial" else WORLD, "depth": depth}
@@ -110,7 +110,7 @@ def test_explain_shows_predicted_and_measured_lanes(pool: Pool) -> None:
 
 
 def _carves_out() -> None:
-    """Products beside transfers leave multiprocessors alone, the last one, beside which nothing travels, does not."""
+    """Products leave multiprocessors to concurrent transfers; the last product, which has none, uses all."""
     x, weight = _operands()
     sw.set_sm_carveout(16)
     try:

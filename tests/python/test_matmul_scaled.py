@@ -27,7 +27,7 @@ PLACEMENTS = {"S(0)": Shard(0), "S(1)": Shard(1), "S(2)": Shard(2), "R": Replica
 
 
 def _integers(shape: Sequence[int], seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """With scales of at most 2 every sum of products is exact, in bfloat16 too."""
+    """Makes values for which every sum of products with scales of at most 2 is exact, in bfloat16 too."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, tuple(shape), generator=generator).float().to(dtype)
 
@@ -56,7 +56,7 @@ def _gathers(shape: tuple[int, ...], columns: tuple[int, ...], dim: int, dtypes:
     for x_scale, w_scales in _kinds(x, weights):
         right = [(x.float() @ w.float()) * x_scale * s for w, s in zip(weights, w_scales, strict=True)]
         right[0] = right[0] + bias.float()
-        # Of a row that is cut there is one scale.
+        # A row that is cut has one scale.
         cut_x = _part(x_scale, f"S({dim})") if x_scale.ndim > 1 and dim < len(shape) - 1 else x_scale.to(meshes.device)
         cut_w = [_part(s, "S(1)") if s.ndim > 1 else s.to(meshes.device) for s in w_scales]
         for (method, chunks), turned in itertools.product(SCHEDULES, (False, True)):

@@ -62,7 +62,7 @@ def _waited_for_on_another_stream(rounds: int) -> None:
         with begins:
             local, layouts, expected = _arguments(sizes, shape, src, dst, turn)
             result = sw.redistribute_local(local, *layouts, async_op=True)
-            # What begins here takes the memory of whatever was let go of.
+            # These tensors reuse memory that was freed too early, if any.
             noise = [torch.full_like(local, -1.0) for _ in range(4)]
         with ends:
             found = result + 0

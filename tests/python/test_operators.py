@@ -29,7 +29,7 @@ def _mesh() -> sw.Mesh:
 
 
 def _part(layout: sw.Layout) -> torch.Tensor:
-    """This rank's part of a global tensor; of a pending sum, its rank + 1 times that."""
+    """Returns this rank's part of a global tensor; for a pending sum, rank + 1 times that."""
     rank = dist.get_rank()
     part = part_of(oracle.global_tensor(SHAPE, torch.float32, 5, True), layout, rank)
     pending = [d for d, placement in enumerate(layout.placements) if placement.startswith("P")]

@@ -17,7 +17,7 @@ from pool import Pool
 
 
 def _rows(size: int, mesh: tuple[int, ...], placements: list[str], **kwargs: object) -> list[list[int]]:
-    """What each rank holds of a 1-D tensor, ranks in row-major order."""
+    """Returns what each rank holds of a 1-D tensor, ranks in row-major order."""
     coordinates = itertools.product(*map(range, mesh))
     return [oracle.local_indices((size,), mesh, placements, where, **kwargs)[0] for where in coordinates]
 
@@ -111,7 +111,7 @@ def test_difference_tells_what_is_wrong() -> None:
 
 
 def _right_in_stock(case: fuzz.Case) -> bool:
-    """Where PyTorch's own path is known to be right: plain shards, no flattened mesh, a dtype Gloo can send."""
+    """Compares cases that PyTorch's own path does right: plain shards, no flattened mesh, a dtype Gloo can send."""
     plain = not any(map(oracle.is_strided, case.src + case.dst))
     return plain and not case.flatten and case.dtype != "float8_e4m3fn"
 

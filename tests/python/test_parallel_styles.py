@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 def _own_styles(shares_gather: bool) -> dict[str, ParallelStyle]:
-    """Ours, which gather and scatter behind each projection."""
+    """Returns our styles, which gather and scatter during each projection."""
     column = {"input_layouts": Shard(0), "shares_gather": shares_gather}
     return {
         "first_norm": SequenceParallel(sequence_dim=0),
@@ -205,7 +205,7 @@ def test_attention_block(pool: Pool, length: int) -> None:
 @pytest.mark.parametrize("shares_gather", [False, True])
 @pytest.mark.parametrize("length", [8, 7], ids=["even", "2+2+2+1"])
 def test_attention_block_under_our_styles(pool: Pool, length: int, shares_gather: bool) -> None:
-    """Gathers and scatters go behind the products; PyTorch's styles do without."""
+    """With our styles, gathers and scatters overlap with products; PyTorch's styles cannot do that."""
     _same_and_falling(pool.run(_block_of_own_styles, WORLD, length, shares_gather))
 
 
@@ -247,7 +247,7 @@ def test_layers_share_a_gather(pool: Pool, plain: bool) -> None:
         strict=True,
     ):
         assert alone[0] == 3 * 3 * part and shared[0] == 3 * part
-        # Of the backward, the operand's gradient; alone each layer gathers again for its weight's.
+        # The backward moves the operand's gradient; without sharing, each layer also gathers again for its weight's.
         assert alone[1] == 2 * 3 * 3 * part and shared[1] == 3 * part
 
 

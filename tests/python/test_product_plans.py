@@ -37,7 +37,7 @@ PLACED = [*COLUMN, "--x", "S(0),S(1)", "--weight", "R,S(0)"]
 
 
 def test_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """A column-parallel layer gathers its sequence behind the product, and scatters its gradient behind another."""
+    """A column-parallel layer gathers its sequence during its product, and scatters its gradient during another."""
     assert cli.main(["product", *PLACED]) == 0
     text = capsys.readouterr().out
     assert "cut: b along dp, n along tp; the operand's move overlaps with the product" in text

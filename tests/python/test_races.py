@@ -21,7 +21,7 @@ IN_FLIGHT = [pair for pair in TWO_DIMS.values() if pair[0] in (["S(0)", "R"], ["
 
 
 def _together() -> None:
-    """All at a time; a source is shared by those that begin alike, and written as soon as all are waited for."""
+    """Runs all pairs at once; pairs with the same source layout share it, and it is overwritten after the last wait."""
     mesh, rank = sw.Mesh({"a": 2, "b": 2}), dist.get_rank()
     pairs = [tuple(sw.Layout(mesh, SHAPE, p) for p in pair) for pair in IN_FLIGHT]
     whole = oracle.global_tensor(SHAPE, torch.float32, 7, True)

@@ -27,7 +27,7 @@ Found = tuple[str, float, bool]
 
 
 def _try(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> Found:
-    """What the move raised, after how many seconds, and whether the input is as it was."""
+    """Returns what the move raised, after how many seconds, and whether the input is unchanged."""
     mesh = get_mesh(mesh_shape)
     tensor = oracle.global_tensor(shape, torch.float32, seed=1, reducible=True)
     local = dtensors.my_local(tensor, mesh, src)

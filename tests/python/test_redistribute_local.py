@@ -39,7 +39,7 @@ def test_local_shapes(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> No
 
 
 def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], with_groups: bool) -> list[tuple[str, int, int]]:
-    """Every pair: the values are checked here, the bytes received and promised are returned."""
+    """Runs every pair, checks the values, and returns the bytes received and promised."""
     device_mesh = get_mesh(mesh_shape, flatten="all")
     mesh = sw.Mesh(device_mesh) if with_groups else _mesh(mesh_shape)
     where = coordinates(mesh_shape, dist.get_rank())
@@ -62,7 +62,7 @@ def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], with_groups: 
 def _check_bytes(
     counted: list[list[tuple[str, int, int]]], mesh_shape: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:
-    """What plans promise is what arrived, at the worst rank and over all."""
+    """The bytes that plans promise are those received, by the worst rank and by all."""
     for index, (src, dst) in enumerate(_pairs(len(mesh_shape))):
         layouts = [sw.Layout(_mesh(mesh_shape), shape, placements) for placements in (src, dst)]
         plan = sw.plan(*layouts, backend="gloo")

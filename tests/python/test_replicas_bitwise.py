@@ -40,7 +40,7 @@ MOVES: list[tuple[Mesh, Placements, Placements]] = [
 def _moved(
     mesh_shape: Mesh, src: Placements, dst: Placements, flatten: tuple, shape: tuple, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's contribution, of global shape, and its part of the result."""
+    """Returns this rank's contribution, in global shape, and its part of the result."""
     mesh = get_mesh(mesh_shape, flatten=flatten)
     coordinate = mesh.get_coordinate()
     pending = [c if oracle.reduce_op(p) else 0 for c, p in zip(coordinate, src, strict=True)]
@@ -92,7 +92,7 @@ def test_replicas(pool: Pool, mesh_shape: Mesh, src: Placements, dst: Placements
 
 
 def _gradient_norm() -> float:
-    """What clipping does: a scalar norm that all ranks must agree on, or their weights drift apart."""
+    """As in gradient clipping, all ranks must agree on a scalar norm, or their weights drift apart."""
     mesh = get_mesh((2, 2, 2), flatten="all")
     generator = torch.Generator().manual_seed(dist.get_rank())
     gradient = dtensors.wrap(torch.randn(3, 5, generator=generator), mesh, (12, 10), ["S(0)", "S(1)", "S(0)"])

@@ -49,7 +49,7 @@ def _second_life(scratch: str, compiles: bool) -> None:
                 torch.testing.assert_close(call(x), expected)
             if first is None:
                 first = mesh
-            # What a cache of PyTorch's may hand out: a mesh of the first life that equals the one of today.
+            # PyTorch's caches may return a mesh of the first life that equals the current one.
             grid = sw.Mesh(first)
             for is_compiling in (False, True):
                 with mock.patch("torch.compiler.is_compiling", return_value=is_compiling):

@@ -23,7 +23,7 @@ from shardwright.dtensor import shortcut
 
 WORLD = 4
 SHAPE = (7, 5)
-# Those that stock moves right.
+# Pairs for which stock is right.
 PAIRS = two_dims("gather one", "gather both", "swap", "sum and cut", "cut one", "cut both", "hand over", "nothing")
 
 

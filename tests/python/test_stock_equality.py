@@ -79,7 +79,7 @@ def _outcome(call: Callable[[], Look]) -> Look:
 
 
 def _compare(name: str, stock: Look, ours: Look, reduced: bool = False) -> list[str]:
-    """What differs, as sentences."""
+    """Returns the differences as sentences."""
     if "error" in stock or "error" in ours:
         return (
             [] if stock == ours else [f"{name}: stock {stock.get('error', 'works')}, ours {ours.get('error', 'works')}"]
@@ -276,7 +276,7 @@ def test_errors(pool: Pool) -> None:
 
 
 def _in_other_modes() -> list[str]:
-    """Without gradients, in inference mode, and on a tensor that already has a history."""
+    """Runs without gradients, in inference mode, and on a tensor that already has a history."""
     mesh = get_mesh((4,))
     different = []
     for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):

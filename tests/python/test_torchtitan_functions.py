@@ -43,7 +43,7 @@ def _part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _leaf(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """This rank's part, or all of it, apart from the graph it came from."""
+    """Returns this rank's part, or the whole, detached from its graph."""
     tensor = tensor.detach()
     return (tensor.clone() if dim is None else _part(tensor, dim)).requires_grad_()
 
@@ -75,7 +75,7 @@ def _gathers(shape: tuple[int, ...], dim: int, columns: tuple[int, int]) -> None
     for tensor in (x, a, b, bias):
         tensor.requires_grad_()
     my_x, my_a, my_b, my_bias = _leaf(x, dim), _leaf(a, 0), _leaf(b, 0), _leaf(bias, 0)
-    # What is the same on all ranks need not be said.
+    # Sizes that are the same on all ranks may be omitted.
     size = None if shape[dim] % WORLD == 0 else shape[dim]
     widths = None if all(n % WORLD == 0 for n in columns) else columns
     width = None if widths is None else widths[0]

@@ -19,7 +19,7 @@ from pool import Pool
 WORLD = 4
 BYTES = 4  # all tensors are float32
 
-# What a call counts: (received bytes, sent bytes, the operator it is counted under).
+# The counts of a call: (received bytes, sent bytes, the operator under which it is counted).
 Count = tuple[int, int, str]
 
 

@@ -140,7 +140,7 @@ WRONG: dict[str, tuple[Callable[[], object], list[str]]] = {
 
 
 class _Entry:
-    """As DTensorSpec's ShardOrderEntry."""
+    """Has the fields of DTensorSpec's ShardOrderEntry."""
 
     def __init__(self, tensor_dim: int, mesh_dims: tuple[int, ...]) -> None:
         self.tensor_dim, self.mesh_dims = tensor_dim, mesh_dims
@@ -153,7 +153,7 @@ def test_wrong_arguments(name: str) -> None:
 
 
 def test_what_counts_as_an_integer_is_taken() -> None:
-    """Whatever Python takes as an index, and any iterable."""
+    """Anything that Python accepts as an index, and any iterable, is accepted."""
     numbers = numpy.array([3, 1, 0, 2])
     mesh = sw.Mesh({"a": numpy.int64(2), "b": torch.tensor(2)}, ranks=numbers)
     assert mesh.ranks == [3, 1, 0, 2] == sw.Mesh({"a": 2, "b": 2}, ranks=torch.from_numpy(numbers)).ranks
@@ -163,7 +163,7 @@ def test_what_counts_as_an_integer_is_taken() -> None:
 
 
 def _with_checksum(body: bytes) -> bytes:
-    """FNV-1a, as csrc/planning/serialize.cpp says."""
+    """Returns FNV-1a, as in csrc/support/wire_format.cpp."""
     hash = 14695981039346656037
     for byte in body:
         hash = (hash ^ byte) * 1099511628211 % (1 << 64)
