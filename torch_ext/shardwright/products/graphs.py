@@ -38,7 +38,7 @@ from .tensors import StoppedShort, autocast, gradient_placements, stopping_short
 # Text, name of the process group, rank in it. The rank is included because shapes differ between ranks.
 _Name = tuple[str, str, int]
 _products: executables.Kept[Product] = executables.Kept()
-# The settings with which products were traced, by which the process groups of their meshes are found. Bounded.
+# The settings with which products were traced, used to find the process groups of their meshes. Bounded.
 _settings: dict[_Name, Setting] = {}
 groups.when_gone.append(_settings.clear)
 
@@ -84,7 +84,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def _multiply(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, *name: Any) -> list[torch.Tensor]:
-    """The results, then the operand as gathered where the product keeps it."""
+    """Returns the results, then the gathered operand if the product keeps it."""
     outputs, kept = _product(name, x).forward([x, *weights, *biases], scales)
     return _apart([*outputs, *([] if kept is None else [kept])], [x, *weights, *biases])
 
@@ -92,7 +92,7 @@ def _multiply(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensor
 def _multiply_backward(
     x: torch.Tensor, weights: Tensors, gradients: Tensors, needs: Sequence[bool], *name: Any
 ) -> list[torch.Tensor]:
-    """Those gradients that are needed, of operand, weights and biases."""
+    """Returns the gradients of operand, weights and biases that are needed."""
     dense = [gradient.contiguous() for gradient in gradients]
     found = _product(name, x).backward(x, *weights, dys=dense, layouts=[None] * len(dense), needs=needs)
     return _apart([gradient for gradient in found if gradient is not None], [x, *weights, *gradients])
@@ -165,7 +165,7 @@ for _name in ("shardwright::multiply", "shardwright::multiply_backward"):
 
 
 def _meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The tensor without its elements, and of a DTensor how it lies, in constants."""
+    """Returns constants that describe a tensor without its elements, and for a DTensor its mesh and placements."""
     index = operator.index
     plain = (tuple(map(index, tensor.shape)), tuple(map(index, tensor.stride())), tensor.dtype, tensor.device)
     if not isinstance(tensor, DTensor):
@@ -175,7 +175,7 @@ def _meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _stand_in(meta: tuple[Any, ...]) -> torch.Tensor:
-    """A fake tensor like the one that was described."""
+    """Returns a fake tensor with this description."""
     shape, stride, dtype, device, requires_grad, *placed = meta
     if not placed:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=requires_grad)
@@ -185,7 +185,7 @@ def _stand_in(meta: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _each(function: Callable[[Any], Any], given: Any) -> Any:
-    """Of a value what `function` makes of it; of a list of values and Nones the list of these."""
+    """Returns `function` of a value, or the list of its results for a list of values and Nones."""
     return [None if one is None else function(one) for one in given] if isinstance(given, list) else function(given)
 
 
@@ -244,7 +244,7 @@ def goes_into_graphs(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            # Compilers that gave up on a caller try each of its frames, ours too.
+            # Compilers that gave up on a caller try to compile each function it calls, this one too.
             runs = function if get_eval_frame_callback() is None else outside
             return runs(*args, **kwargs)
         positional = names[: len(args)]

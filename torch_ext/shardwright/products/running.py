@@ -19,7 +19,7 @@ from .._planner import GemmModel
 
 
 class Setting(NamedTuple):
-    """What a caller may say about how products are carried out, and where."""
+    """The caller's options for how and where products are carried out."""
 
     device_type: str
     weak_group: groups.WeakGroup = groups.DEFAULT
@@ -53,7 +53,7 @@ def setting(
     gemm_model: GemmModel | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Setting:
-    """What was said, in a form that is found again. Raises RuntimeError without process groups."""
+    """Returns the options in a hashable form. Raises RuntimeError without process groups."""
     groups.check_initialised()
     mesh = x.device_mesh if isinstance(x, DTensor) else None
     by_hand = chunks if chunks is None or isinstance(chunks, int) else tuple(map(tuple, chunks))
@@ -142,7 +142,7 @@ class Flow:
             ]
         if node.kind == "add" or node.adds_bias(self._plan, self._setting.rank):
             return lambda inputs: [inputs[0] + inputs[1]]
-        return lambda inputs: inputs[:1]  # another rank adds the bias to sums that stay due
+        return lambda inputs: inputs[:1]  # another rank adds the bias to pending sums
 
     def _call(self, matmul: _planner.Matmul, schedule: _planner.Schedule) -> Call:
         where = self._setting
@@ -175,7 +175,7 @@ class Product:
         self.num_weights = len(plan.axes)
         flow = plan.forward
         self._scale_layouts = flow.layouts[1 + self.num_weights + sum(self.has_bias) : flow.num_inputs]
-        # Placements of the gradient that is given back for a DTensor, and layouts of the results' gradients.
+        # Placements of the gradient that is returned for a DTensor operand, and layouts of the results' gradients.
         self.operand_gradient = () if plan.scaled_by else tuple(plan.operand_gradient.placements)
         self._result_gradients = plan.result_gradients
         self._forward: Flow | None = None
@@ -184,8 +184,10 @@ class Product:
     def forward(
         self, inputs: Sequence[torch.Tensor], scales: Sequence[torch.Tensor] = ()
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """This rank's parts of operand, weights and biases, and scales as they were given, in; results out, and the
-        operand as moved if that is kept."""
+        """Takes this rank's parts of operand, weights and biases, and scales as given.
+
+        Returns the results, and the moved operand if it is kept.
+        """
         if self._forward is None:
             self._forward = Flow(self.plan.forward, self.plan, self.setting)
         parts = [self._part(scale, layout) for scale, layout in zip(scales, self._scale_layouts, strict=True)]
@@ -202,8 +204,9 @@ class Product:
     ) -> list[torch.Tensor | None]:
         """Returns the gradients of operand, weights and biases (one per weight) that are needed.
 
-        `x` is as moved if that was kept. `dys` lie as `layouts` say, or, where these have None, as gradients of results
-        do; None among `dys` means zeros. After those of the results one more may be part of the operand's gradient.
+        `x` is the moved operand if that was kept. `dys` have the given `layouts`; None among these means the usual
+        layout of that result's gradient, and None among `dys` means zeros. After those of the results, one more may be
+        a part of the operand's gradient.
         """
         count = self.num_weights
         lie = [given or usual for given, usual in zip(layouts, self._result_gradients, strict=False)]
@@ -226,7 +229,7 @@ class Product:
         return like.new_empty(tuple(layout.local_shape(self.rank)), dtype=getattr(torch, layout.dtype))
 
     def _part(self, scale: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
-        """As plans take it: without dims, or one number for each row of this rank."""
+        """Returns a scale as plans expect it: without dims, or one number for each row of this rank."""
         shape = tuple(layout.local_shape(self.rank))
         is_one = scale.numel() == 1 and math.prod(shape) != 1
         return scale.reshape(()).expand(shape).contiguous() if is_one else scale.reshape(shape)
