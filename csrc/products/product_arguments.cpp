@@ -16,7 +16,7 @@ namespace {
 constexpr const char* kFunctionNames[] = {"linear", "gather", "sum"};
 constexpr const char* kScalableDtypes[] = {"torch.float8_e4m3fn", "torch.float8_e5m2"};
 constexpr const char* kScaledResults[] = {"torch.bfloat16", "torch.float32"};
-// Letters of the dims of x before the last, which is k. The result's last one is n.
+// Letters of the dims of x before the last, which is k. The result's last dim is n.
 constexpr std::string_view kRows = "abcdefghij";
 
 const char* function_name(ProductFunction function) { return kFunctionNames[static_cast<int>(function)]; }
@@ -31,7 +31,7 @@ std::string tuple_text(const std::vector<int64_t>& shape) {
   return concat("(", join(shape), shape.size() == 1 ? ",)" : ")");
 }
 
-// The arguments in one pass, with what is found out about them on the way.
+// Checks the arguments in one pass, and keeps what it finds out about them on the way.
 class ProblemMaker {
  public:
   explicit ProblemMaker(const ProductArguments& arguments) : given_(arguments) {}
@@ -53,7 +53,7 @@ class ProblemMaker {
   bool is_linear() const { return given_.function == ProductFunction::kLinear; }
   bool is_gather() const { return given_.function == ProductFunction::kGather; }
   int64_t ndim() const { return static_cast<int64_t>(given_.x.shape.size()); }
-  // The dim of a weight that is summed over.
+  // Returns the dim of a weight that is summed over.
   size_t k_dim() const { return is_linear() ? 1 : 0; }
   const GivenTensor& operand(size_t i) const { return i == 0 ? given_.x : given_.weights[i - 1]; }
 
@@ -119,7 +119,7 @@ class ProblemMaker {
     }
   }
 
-  // The number of dims decides, not of elements: ranks hold different numbers of rows.
+  // The number of dims decides, not the number of elements, because ranks hold different numbers of rows.
   static bool is_by_row(const GivenTensor& scale, const GivenTensor& operand, size_t k_dim) {
     check_user(scale.dtype == "torch.float32" && scale.device == operand.device, scale.name, ": is ", scale.dtype,
                " on ", scale.device, "; allowed is torch.float32 on ", operand.device);
@@ -231,7 +231,8 @@ class ProblemMaker {
     return bias->layout;
   }
 
-  // As asked for; else where the result comes to lie by itself, and of a sum where `dim` says that sums go.
+  // Returns the requested placements; by default those in which the product leaves the result, or for a sum those that
+  // `dim` determines.
   std::vector<Placement> placements_of_result(const std::string& letters, const Layout& weight) const {
     if (given_.placements) return *given_.placements;
     std::vector<Placement> placements = placements_in_place(letters, *given_.x.layout, weight);
@@ -242,7 +243,7 @@ class ProblemMaker {
     return placements;
   }
 
-  // Of a scale by row that is a DTensor, which may lie anywhere; without the summed dim, of which it has one.
+  // Returns the layout, without the summed dim of size 1, of a scale by row that is a DTensor in any placements.
   std::optional<Layout> layout_of_rows(size_t i) const {
     const GivenTensor& scale = *given_.scales[i];
     if (!scale.layout || scale.shape.size() < 2) return std::nullopt;
@@ -297,7 +298,7 @@ class ProblemMaker {
     return given_.columns[j];
   }
 
-  // The length of a dim in all, of which this rank has `here`.
+  // Returns the global length of a dim of which this rank has `here`.
   int64_t total(const std::optional<int64_t>& said, int64_t here, const char* argument, const std::string& what) const {
     const int64_t ranks = given_.num_ranks;
     check_user(said || ranks == 1, argument, ": has to be said for plain tensors on ", ranks, " ranks: ", what,

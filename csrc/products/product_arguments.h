@@ -1,7 +1,7 @@
 // The arguments of a product as a caller gives them, and the problem that they describe.
 //
-// Tensors are described, not held: nothing here needs their elements. Plain tensors are this rank's parts of tensors
-// that lie in one process group, and the function that is called says how; DTensors bring their layouts.
+// Tensors are described, not held, because their elements are not needed. Plain tensors are this rank's parts of
+// tensors in one process group; the function that is called determines their layouts. DTensors have their own layouts.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ struct ProductArguments {
   GivenTensor x;
   std::vector<GivenTensor> weights;
   std::vector<std::optional<GivenTensor>> biases;  // by weight
-  // Of x, then of the weights; empty, or all missing, where operands are not scaled.
+  // The scales of x, then of the weights; empty, or all missing, if operands are not scaled.
   std::vector<std::optional<GivenTensor>> scales = {};
   std::optional<std::string> out_dtype = std::nullopt;  // with scales: "torch.bfloat16" or "torch.float32"
   bool requires_grad = false;                           // whether a gradient will be asked of anything given
@@ -45,17 +45,18 @@ struct ProductArguments {
   std::optional<std::vector<Placement>> placements = std::nullopt;  // of DTensors: of the results
   std::optional<int64_t> dim = std::nullopt;  // which `function` reads; from the end where it is negative
 
-  // Of plain tensors: sizes in all, which no rank can know by itself.
+  // For plain tensors: global sizes, which no rank can know by itself.
   std::optional<int64_t> size = std::nullopt;
   std::vector<std::optional<int64_t>> columns = {};  // by weight
   int64_t rank = 0;
   int64_t num_ranks = 1;
-  // Whether a part of another size than torch.chunk leaves is refused. Debug modes leave that to a check on all ranks.
+  // Whether a part with another size than torch.chunk gives is rejected. Debug modes leave that to a check on all
+  // ranks.
   bool checks_parts = true;
 };
 
-// The problem, but for its schedule, its context and what it keeps. Throws UserError naming the argument that does not
-// fit, what it is and what is allowed.
+// Returns the problem, without its schedule, its context and what it keeps. Throws UserError that names the argument
+// that does not fit, its value and what is allowed.
 ProductProblem problem_of(const ProductArguments& arguments);
 
 }  // namespace shardwright

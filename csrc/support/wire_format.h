@@ -1,14 +1,14 @@
-// The one format in which plans, products and whatever they consist of travel between processes and binaries.
+// The one format in which plans, products and their parts are passed between processes and binaries.
 //
 //   "shardwright <kind> <version>\n", then the fields, then a checksum of everything before it
 //
-// The kind says what the fields are ("plan", "matmul", "product"). Fields follow each other without names: integers of
-// eight bytes, the lowest byte first, and text as its length and its bytes. Equal values give equal bytes in every
-// process. Where a graph or an operator takes a string, the bytes are written as "label|base64" (to_text).
+// The kind tells what the fields are ("plan", "matmul", "product"). Fields follow each other without names: integers of
+// eight bytes, lowest byte first, and text as its length and its bytes. Equal values give equal bytes in every process.
+// Graphs and operators take strings; for them the bytes are written as "label|base64" (to_text).
 //
-// A Reader expects its bytes to be damaged or forged: every method throws UserError, naming the kind, rather than read
-// past the end, allocate more than the bytes can hold or return a value outside its range. What fields mean together is
-// checked by those who read them (planning/serialize.h, products/serialize.h).
+// A Reader expects damaged or forged bytes: instead of reading past the end, allocating more than the bytes can hold or
+// returning a value out of range, its methods throw UserError that names the kind. The callers check whether fields
+// make sense together (planning/serialize.h, products/serialize.h).
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ class Writer {
   void enumerator(Enum value) {
     integer(static_cast<int64_t>(value));
   }
-  // The number of items, then each of them by `write`.
+  // Writes the number of items, then each item by `write`.
   template <typename Items, typename Write>
   void list(const Items& items, const Write& write) {
     integer(static_cast<int64_t>(items.size()));
@@ -41,14 +41,14 @@ class Writer {
   void integers(const std::vector<int64_t>& values) {
     list(values, [this](int64_t value) { integer(value); });
   }
-  // Whether there is a value, then the value by `write`.
+  // Writes whether there is a value, then the value by `write`.
   template <typename T, typename Write>
   void optional(const std::optional<T>& value, const Write& write) {
     boolean(value.has_value());
     if (value) write(*value);
   }
 
-  // Everything that was written, closed with its checksum.
+  // Returns everything that was written, followed by its checksum.
   std::string finish() &&;
 
  private:
@@ -58,11 +58,11 @@ class Writer {
 // Views the bytes, which must outlive it.
 class Reader {
  public:
-  // Throws UserError where the bytes are cut short, changed, of another kind or of another version.
+  // Throws UserError if the bytes are truncated, changed, of another kind or of another version.
   Reader(std::string_view bytes, std::string_view kind);
 
   int64_t integer();
-  // From `least` to `most`.
+  // Reads an integer from `least` to `most`.
   int64_t integer(int64_t least, int64_t most);
   double real();
   bool boolean() { return integer(0, 1) == 1; }
@@ -72,7 +72,7 @@ class Reader {
   Enum enumerator(Enum last) {
     return static_cast<Enum>(integer(0, static_cast<int64_t>(last)));
   }
-  // The items of a list, each by `read`.
+  // Reads the items of a list, each by `read`.
   template <typename Read>
   auto list(const Read& read, size_t most = SIZE_MAX) {
     std::vector<decltype(read())> items;
@@ -87,24 +87,24 @@ class Reader {
     return boolean() ? std::optional(read()) : std::nullopt;
   }
 
-  // Throws UserError where fields are left.
+  // Throws UserError if fields are left.
   void finish() const;
 
  private:
   std::string_view raw(size_t count);
-  // Of the items of a list: no more than `most`, nor than there can be with one field each in what is left.
+  // Reads the number of items of a list: at most `most`, and at most one for each field that the rest can hold.
   size_t count(size_t most);
 
   std::string kind_;
-  std::string_view bytes_;  // still to be read, without the checksum
+  std::string_view bytes_;  // the bytes not yet read, without the checksum
 };
 
-// The kind in the first line of what a Writer wrote; empty for other bytes. The rest is not checked.
+// Returns the kind in the first line of what a Writer wrote, empty for other bytes. The rest is not checked.
 std::string_view kind_of(std::string_view bytes);
 
-// "label|base64". Labels are for people to read, and hold no '|'.
+// Returns "label|base64". Labels are for people to read, and contain no '|'.
 std::string to_text(std::string_view label, std::string_view bytes);
-// The bytes in such text. Throws UserError naming the argument where it is none.
+// Returns the bytes in such a text. Throws UserError that names the argument if it is not one.
 std::string bytes_in(std::string_view text, std::string_view argument);
 
 }  // namespace shardwright
