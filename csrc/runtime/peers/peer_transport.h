@@ -1,29 +1,29 @@
-// Transfers as copies between the memory of peers, without kernels of a communication library: what a rank has for
-// others it copies into an arena of its own, which they all see (PyTorch's symmetric memory), and they copy it from
-// there. On NVLink such copies are those of copy engines, which take no multiprocessors from a product.
+// Transfers as copies between the memory of peers, without kernels of a communication library. A rank copies data for
+// others into its own arena, which all of them can read (PyTorch's symmetric memory), and they copy the data from
+// there. On NVLink, copy engines do such copies, which take no multiprocessors from a product.
 //
-// Nothing of this has run on a GPU. It is used where `shardwright.prepare(peer_arena_bytes=...)` asked for it, for
-// gathers and messages; reductions and what is small stay with the transport that the group had before.
+// None of this has run on a GPU. It is used if `shardwright.prepare(peer_arena_bytes=...)` requested it, for gathers
+// and messages. Reductions and small transfers stay with the transport that the group had before.
 //
-// Arena of each rank, with n ranks and kSlots slots: the slots for what rank r alone is to read are n rows of slots,
-// row r for rank r, and the row of the own rank is for what all others are to read. A message is cut into pieces of a
-// slot; piece j between two ranks goes through slot j % kSlots of its row.
+// With n ranks, the arena of each rank has n rows of kSlots slots. Row r holds what only rank r reads; the row of the
+// arena's own rank holds what all others read. A message is cut into pieces of the size of a slot; piece j between two
+// ranks goes through slot j % kSlots of its row.
 //
-// Signals between each pair of ranks, two for each slot, each of them set or not:
+// There are two signals for each slot between each pair of ranks, and each signal is either set or not:
 //
 //   signal      set by                                   awaited and reset by
 //   full(slot)  the owner, when it has filled the slot   the reader, before it reads
 //   free(slot)  the reader, when it has read the slot    the owner, before it fills the slot again
 //
-// Between transfers all slots are free and none is full. So signals count nothing, every transfer begins with slot 0,
+// Between transfers all slots are free and none is full. So signals need not count, every transfer begins with slot 0,
 // and a captured graph may be replayed any number of times.
 //
-// Why nothing waits forever. A rank's transfers of one group are on one stream, in the order in which they were
-// started, which is the same on all ranks. Within one, it fills for round 0, then in each round j it first fills for
-// round j + 1 and then reads for round j. To fill for round j needs what others read in round j - kSlots, and to read
-// in round j needs what others filled for it: both come before it on their streams.
+// Why nothing waits forever: a rank's transfers of one group are on one stream, in the order in which they were
+// started, which is the same on all ranks. In each transfer a rank fills slots for round 0; then in each round j it
+// first fills for round j + 1 and then reads for round j. Filling for round j waits for what others read in round
+// j - kSlots, and reading in round j waits for what others fill for round j. Both come earlier on the others' streams.
 //
-// A peer that does not come within the group's timeout ends the wait: on CUDA the waiting kernel prints the ranks and
+// If a peer does not signal within the group's timeout, the wait ends: on CUDA the waiting kernel prints the ranks and
 // traps, so that the process ends with a CUDA error at its next call.
 #pragma once
 
@@ -41,30 +41,30 @@ namespace shardwright {
 
 struct PeerSettings {
   int64_t arena_bytes = 0;  // of each rank
-  int64_t min_bytes = 0;    // messages and parts of fewer bytes are left to the other transport
+  int64_t min_bytes = 0;    // smaller messages and parts are left to the other transport
   std::chrono::milliseconds timeout{0};
 
   bool operator==(const PeerSettings&) const = default;
 };
 
-// Gives the group an arena on the device, which its later transfers there go through. Collective among its ranks, who
-// must give the same settings; blocks the host. Does nothing for a group of one rank, and the second time. Throws
-// UserError where the device has no memory that peers can see, where the arena is too small for the number of ranks,
-// where the group has other settings already, and while a graph is captured.
+// Gives the group an arena on the device, which its later transfers there use. Collective among its ranks, which must
+// give the same settings; blocks the host. Does nothing for a group of one rank, or if the group has such an arena.
+// Throws UserError if the device has no memory that peers can read, if the arena is too small for the number of ranks,
+// if the group has an arena with other settings, or while a graph is captured.
 void use_peer_copies(RankGroup& group, c10::Device device, const PeerSettings& settings);
 
-// Bytes that were copied from peers since the start of the process or the last reset.
+// The bytes copied from peers since the start of the process or the last reset.
 std::atomic<int64_t>& peer_bytes();
 
 class PeerTransport final : public Transport {
  public:
   using SymmetricMemory = c10d::symmetric_memory::SymmetricMemory;
 
-  // `other` outlives this.
+  // `other` must outlive this.
   PeerTransport(Transport* other, at::Tensor arena, c10::intrusive_ptr<SymmetricMemory> memory, PeerSettings settings);
 
-  // To be called once before any transfer, by all ranks: frees all slots, and blocks the host until every peer has been
-  // heard of. So who cannot be reached shows here, and CUDA has loaded the kernels that wait before anything depends on
+  // Must be called once by all ranks before any transfer. Frees all slots, and blocks the host until every peer has
+  // signalled. So unreachable peers are found here, and CUDA has loaded the waiting kernels before anything depends on
   // what the host does after them.
   void begin();
 
@@ -75,13 +75,13 @@ class PeerTransport final : public Transport {
   WorkPtr all_gather(at::Tensor& output, at::Tensor& input) override;
   WorkPtr reduce_scatter(at::Tensor& output, at::Tensor& input, ReduceOp op) override;
   WorkPtr all_reduce(at::Tensor& data, ReduceOp op) override;
-  // As messages.
+  // Sends messages.
   WorkPtr all_to_all(at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                      std::vector<int64_t> input_counts) override;
   std::vector<WorkPtr> send_receive(std::vector<Message>& sends, std::vector<Message>& receives) override;
 
  private:
-  // By round: what goes through one slot, as bytes.
+  // By round: the pieces of messages, as bytes, each of at most one slot.
   using Rounds = std::vector<std::vector<Message>>;
 
   bool takes(const at::Tensor& tensor) const;
@@ -101,9 +101,9 @@ class PeerTransport final : public Transport {
   const int64_t rank_;
   const int64_t size_;
   const int64_t slot_bytes_;
-  const c10::Stream stream_;        // of all transfers of this group
-  std::vector<at::Tensor> arenas_;  // of all ranks, as this one sees them
-  std::mutex mutex_;                // one transfer is given to the stream at a time
+  const c10::Stream stream_;        // for all transfers of this group
+  std::vector<at::Tensor> arenas_;  // the arenas of all ranks, mapped into this process
+  std::mutex mutex_;                // held while a transfer is given to the stream
 };
 
 }  // namespace shardwright
