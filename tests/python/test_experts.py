@@ -76,6 +76,8 @@ def _rows_and_bytes() -> list[tuple[int, list[list[int]], int, int, int, int, in
             )
         with sw.wire_meter() as coming:
             sw.combine(rows, handle)
+        kept = handle._scores
+        assert kept is not None and kept.untyped_storage().nbytes() == 8 * kept.numel(), "what arrived is kept as well"
         numbers = [part[:, 0].to(torch.int64).tolist() for part in rows.cpu().split(counts.tolist())]
         for part, own in zip(rows.cpu().split(counts.tolist()), numbers, strict=True):
             assert torch.equal(part, torch.cat(p.x)[own])

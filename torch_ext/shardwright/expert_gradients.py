@@ -19,7 +19,6 @@ class Expansion(NamedTuple):
     pairs: torch.Tensor  # of each copy: the number of its row times top-k, plus the place among the token's experts
     rows: torch.Tensor  # of each copy: its row
     places: torch.Tensor  # [rows, top-k]: the copies of a row, -1 where there is none
-    counts: torch.Tensor  # copies of each expert
 
 
 class Send(torch.autograd.Function):
@@ -35,7 +34,9 @@ class Send(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.exchange, ctx.step, ctx.gradients = exchange, step, gradients
         anchor = parts[0].new_empty(0, dtype=torch.float32)
-        arrived = exchange.send(step, list(parts))
+        # All parts lie in one piece of memory, which is to go with the rows.
+        rows, *others = exchange.send(step, list(parts))
+        arrived = [rows, *(part.clone(memory_format=torch.contiguous_format) for part in others)]
         without = [arrived[i] for i in range(len(parts)) if i > 1 or not gradients[i]]
         ctx.mark_non_differentiable(*without, *([] if any(gradients) else [anchor]))
         return anchor, *arrived

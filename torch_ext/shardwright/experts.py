@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from . import _runtime, argument_checks, argument_values, checking
 from .counters import counts
@@ -138,26 +139,30 @@ def dispatch(
         torch.distributed.DistBackendError: a transfer failed or timed out; names rank, step and group.
     """
     ranks = expert_ranks(placement, group, topology)
-    refusal: Exception | None = None
-    given: Given | None = None
+    x, expert_ids, scores, scales = map(_waited, (x, expert_ids, scores, scales))
     try:
         given = Given.checked(x, expert_ids, scores, scales, capacity, overflow, rows_per_rank)
-        if rows_per_rank is None:
-            codes = ranks.placement.choose(given.host_ids(), ranks.rank, ranks.node_of_rank)
+        codes = None if rows_per_rank is not None else given.chosen(ranks)
     except ValueError as error:
-        refusal = error
+        _refuse(ranks, error, x, rows_per_rank)
     if checking.is_on():
-        _compare("dispatch", ranks, {} if given is None else given.said(ranks).texts(), refusal)
+        _compare("dispatch", ranks, given.said(ranks).texts(), None)
     counts.dispatches += 1
-    if rows_per_rank is not None:
-        if refusal is not None or given is None:
-            raise refusal or ValueError("dispatch: nothing was given")
-        return _dispatch_fixed(given, ranks, rows_per_rank)
-    if refusal is not None or given is None:
+    return _dispatch_fixed(given, ranks) if codes is None else _dispatch(given, ranks, codes)
+
+
+def _refuse(ranks: ExpertRanks, error: ValueError, x: Any, rows_per_rank: Any) -> NoReturn:
+    """Raises the error, after telling the other ranks where they listen."""
+    if checking.is_on():
+        _compare("dispatch", ranks, {}, error)
+    if rows_per_rank is None:
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-        agree(ranks, Said(), refusal, ranks.wire(device))
-        raise AssertionError("a refusal raises")
-    return _dispatch(given, ranks, codes)
+        agree(ranks, Said(), error, ranks.wire(device))
+    raise error
+
+
+def _waited(given: Any) -> Any:
+    return given.wait() if isinstance(given, AsyncCollectiveTensor) else given
 
 
 class Given(NamedTuple):
@@ -219,8 +224,10 @@ class Given(NamedTuple):
         on = torch.is_grad_enabled()
         return on and self.x.requires_grad, on and self.scores is not None and self.scores.requires_grad
 
-    def host_ids(self) -> torch.Tensor:
-        return self.expert_ids.detach().to(device="cpu", dtype=torch.int64).contiguous()
+    def chosen(self, ranks: ExpertRanks) -> torch.Tensor:
+        """Which replica serves each expert id, on the host. Raises ValueError on ids out of range."""
+        ids = self.expert_ids.detach().to(device="cpu", dtype=torch.int64).contiguous()
+        return ranks.placement.choose(ids, ranks.rank, ranks.node_of_rank)
 
     def said(self, ranks: ExpertRanks) -> Said:
         return Said(
@@ -289,8 +296,9 @@ def _exchange(
     return _runtime.RowExchange(group_name, wire.type, send_rows.to(device), returns.to(device), send, receive)
 
 
-def _dispatch_fixed(given: Given, ranks: ExpertRanks, rows_per_rank: int) -> Dispatched:
+def _dispatch_fixed(given: Given, ranks: ExpertRanks) -> Dispatched:
     """With counts on the device: what travels is as large as it may become."""
+    rows_per_rank = given.rows_per_rank or 0
     tables = ranks.on_device(given.x.device)
     codes = tables.choose(given.expert_ids.detach().to(torch.int64), ranks.rank)
     send_rows, returns, dropped = tables.route(codes, rows_per_rank)
@@ -359,7 +367,7 @@ class _Journey:
     def arrive(self, expansion: tuple[torch.Tensor, ...], dropped: int | torch.Tensor) -> Dispatched:
         pairs, places, tokens_per_expert = expansion
         rows = torch.div(pairs, self.given.top_k, rounding_mode="floor")
-        arrived = Expansion(pairs, rows, places, tokens_per_expert)
+        arrived = Expansion(pairs, rows, places)
         scores = None if self.given.scores is None else self.scores
         handle = DispatchHandle(self.ranks, self.exchanges, arrived, scores, self.anchor)
         handle.dropped = dropped
@@ -397,6 +405,7 @@ def combine(y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
     """
     if not isinstance(handle, DispatchHandle):
         raise ValueError(f"handle: got a {type(handle).__name__}; allowed is what dispatch returned")
+    y = _waited(y)
     refusal = _refusal_of(y, handle)
     if checking.is_on():
         said = {} if refusal is not None else {"size": str(y.shape[1]), "dtype": str(y.dtype)}
