@@ -1,7 +1,6 @@
 // Tokens to experts and back: placements, index arithmetic, exchanges, rows. What Python passes is checked there.
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
 #include <optional>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "bindings/runtime_parts.h"
+#include "runtime/c10d/process_groups.h"
 #include "runtime/expert_device.h"
 #include "runtime/expert_exchange.h"
 #include "runtime/expert_rows.h"
@@ -126,8 +126,8 @@ void define_rows(py::module_& m) {
       .def(py::init([](const std::string& group, const std::string& wire, const at::Tensor& send_rows,
                        const at::Tensor& returns, const std::vector<int64_t>& send_counts,
                        const std::vector<int64_t>& receive_counts) {
-             return RowExchange(c10d::resolve_process_group(group), c10::Device(wire).type(), send_rows, returns,
-                                send_counts, receive_counts);
+             return RowExchange(group_named(group), c10::Device(wire).type(), send_rows, returns, send_counts,
+                                receive_counts);
            }),
            py::arg("group_name"), py::arg("wire"), py::arg("send_rows"), py::arg("returns"), py::arg("send_counts"),
            py::arg("receive_counts"))
@@ -140,7 +140,7 @@ void define_rows(py::module_& m) {
   m.def(
       "exchange_words",
       [](const std::string& group, const std::string& step, const at::Tensor& words, const std::string& device) {
-        return exchange_words(c10d::resolve_process_group(group), step, words, c10::Device(device));
+        return exchange_words(*group_named(group), step, words, c10::Device(device));
       },
       py::arg("group_name"), py::arg("step"), py::arg("words"), py::arg("device"), ReleaseGil());
   m.def("record_bytes", &record_bytes, py::arg("parts"));

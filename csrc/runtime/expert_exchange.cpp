@@ -22,9 +22,9 @@ int64_t aligned(int64_t bytes) { return (bytes + kPartAlignment - 1) / kPartAlig
 
 int64_t width_bytes(const at::Tensor& part) { return part.size(1) * static_cast<int64_t>(part.element_size()); }
 
-[[noreturn]] void fail(const comm::GroupPtr& group, const std::string& step, const std::string& reason) {
-  const std::string text = concat("shardwright: rank ", group->getRank(), " of a group of ", group->getSize(), " ('",
-                                  group->getGroupName(), "') failed in ", step, "\n", reason);
+[[noreturn]] void fail(const RankGroup& group, const std::string& step, const std::string& reason) {
+  const std::string text = concat("shardwright: rank ", group.rank(), " of a group of ", group.size(), " ('",
+                                  group.name(), "') failed in ", step, "\n", reason);
   throw c10::DistBackendError({__func__, __FILE__, __LINE__}, text);
 }
 
@@ -78,9 +78,11 @@ int64_t record_bytes(const std::vector<at::Tensor>& parts) {
   return bytes;
 }
 
-at::Tensor exchange_rows(const comm::GroupPtr& group, const std::string& step, c10::DeviceType wire,
-                         const at::Tensor& rows, const std::vector<int64_t>& send_counts,
-                         const std::vector<int64_t>& receive_counts) {
+at::Tensor exchange_rows(RankGroup& group, const std::string& step, c10::DeviceType wire, const at::Tensor& rows,
+                         const std::vector<int64_t>& send_counts, const std::vector<int64_t>& receive_counts) {
+  const GroupLease lease = group.lease();
+  TORCH_CHECK(lease, "shardwright: the process group '", group.name(),
+              "' of a dispatch was destroyed; allowed is one that exists");
   const int64_t row_bytes = rows.size(1);
   const int64_t num_received = std::reduce(receive_counts.begin(), receive_counts.end());
   at::Tensor received = at::empty({num_received, row_bytes}, rows.options().device(device_for(wire, rows.device())));
@@ -90,30 +92,29 @@ at::Tensor exchange_rows(const comm::GroupPtr& group, const std::string& step, c
   at::Tensor to_send = rows.to(received.device()).view({-1});
   at::Tensor to_receive = received.view({-1});
   try {
-    const comm::WorkPtr work =
-        comm::all_to_all(group, to_receive, to_send, times(receive_counts, row_bytes), times(send_counts, row_bytes));
+    lease->connect(received.device());
+    const WorkPtr work =
+        lease->all_to_all(to_receive, to_send, times(receive_counts, row_bytes), times(send_counts, row_bytes));
     if (work) work->wait();
   } catch (const c10::Error& error) {
     fail(group, step, error.what_without_backtrace());
   } catch (const std::exception& error) {
     fail(group, step, error.what());
   }
-  counters().received_bytes += (num_received - receive_counts[group->getRank()]) * row_bytes;
+  counters().received_bytes += (num_received - receive_counts[group.rank()]) * row_bytes;
   return received.to(rows.device());
 }
 
-at::Tensor exchange_words(const comm::GroupPtr& group, const std::string& step, const at::Tensor& words,
-                          c10::Device device) {
-  const std::vector<int64_t> one_each(group->getSize(), 1);
+at::Tensor exchange_words(RankGroup& group, const std::string& step, const at::Tensor& words, c10::Device device) {
+  const std::vector<int64_t> one_each(group.size(), 1);
   const at::Tensor bytes = words.contiguous().view(at::kByte).to(device);
   return exchange_rows(group, step, device.type(), bytes, one_each, one_each).cpu().view(at::kLong);
 }
 
-RowExchange::RowExchange(const comm::GroupPtr& group, c10::DeviceType wire, at::Tensor send_rows, at::Tensor returns,
+RowExchange::RowExchange(RankGroupPtr group, c10::DeviceType wire, at::Tensor send_rows, at::Tensor returns,
                          std::vector<int64_t> send_counts, std::vector<int64_t> receive_counts)
-    : group_(group),
+    : group_(std::move(group)),
       wire_(wire),
-      rank_(group->getRank()),
       send_rows_(std::move(send_rows)),
       returns_(std::move(returns)),
       send_counts_(std::move(send_counts)),
@@ -123,19 +124,13 @@ RowExchange::RowExchange(const comm::GroupPtr& group, c10::DeviceType wire, at::
   check_invariant(num_sent == send_rows_.size(0), num_sent, " rows are to be sent of ", send_rows_.size(0));
 }
 
-int64_t RowExchange::num_sent_to_others() const { return send_rows_.size(0) - send_counts_[rank_]; }
+int64_t RowExchange::num_sent_to_others() const { return send_rows_.size(0) - send_counts_[group_->rank()]; }
 
-int64_t RowExchange::num_received_from_others() const { return num_received_ - receive_counts_[rank_]; }
-
-comm::GroupPtr RowExchange::group() const {
-  comm::GroupPtr group = group_.lock();
-  TORCH_CHECK(group, "shardwright: the process group of a dispatch was destroyed; allowed is one that is there");
-  return group;
-}
+int64_t RowExchange::num_received_from_others() const { return num_received_ - receive_counts_[group_->rank()]; }
 
 at::Tensor RowExchange::travel(const std::string& step, const at::Tensor& rows, bool is_way_back) const {
-  return is_way_back ? exchange_rows(group(), step, wire_, rows, receive_counts_, send_counts_)
-                     : exchange_rows(group(), step, wire_, rows, send_counts_, receive_counts_);
+  return is_way_back ? exchange_rows(*group_, step, wire_, rows, receive_counts_, send_counts_)
+                     : exchange_rows(*group_, step, wire_, rows, send_counts_, receive_counts_);
 }
 
 std::vector<at::Tensor> RowExchange::send(const std::string& step, const std::vector<at::Tensor>& parts) const {

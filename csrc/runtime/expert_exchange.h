@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/c10d_adapter.h"
+#include "runtime/transport.h"
 
 namespace shardwright {
 
@@ -14,21 +14,19 @@ namespace shardwright {
 // rank 0 first. The one place where rows meet a process group. `wire`: the kind of device whose tensors the group
 // takes; rows on another one go through host memory. On devices with streams this runs on the current stream. Throws
 // DistBackendError naming rank, `step` and group.
-at::Tensor exchange_rows(const comm::GroupPtr& group, const std::string& step, c10::DeviceType wire,
-                         const at::Tensor& rows, const std::vector<int64_t>& send_counts,
-                         const std::vector<int64_t>& receive_counts);
+at::Tensor exchange_rows(RankGroup& group, const std::string& step, c10::DeviceType wire, const at::Tensor& rows,
+                         const std::vector<int64_t>& send_counts, const std::vector<int64_t>& receive_counts);
 
 // Row r of the result is what rank r sent here: `words` is [size of the group, n], int64, on the CPU, row r for rank r.
 // Travels on `device`, which is then waited for.
-at::Tensor exchange_words(const comm::GroupPtr& group, const std::string& step, const at::Tensor& words,
-                          c10::Device device);
+at::Tensor exchange_words(RankGroup& group, const std::string& step, const at::Tensor& words, c10::Device device);
 
 // Which rows travel between the ranks of a group, and where their answers are summed. Immutable.
 class RowExchange {
  public:
   // `send_rows`: [sum of send_counts], by receiving rank; -1 is a row of zeros. `returns`: [rows, columns], places in
   // `send_rows`, or -1. Both int64, on the rows' device. Keeps the group weakly.
-  RowExchange(const comm::GroupPtr& group, c10::DeviceType wire, at::Tensor send_rows, at::Tensor returns,
+  RowExchange(RankGroupPtr group, c10::DeviceType wire, at::Tensor send_rows, at::Tensor returns,
               std::vector<int64_t> send_counts, std::vector<int64_t> receive_counts);
 
   int64_t num_rows() const { return returns_.size(0); }
@@ -45,12 +43,10 @@ class RowExchange {
   std::vector<at::Tensor> send_back(const std::string& step, const std::vector<at::Tensor>& parts) const;
 
  private:
-  comm::GroupPtr group() const;
   at::Tensor travel(const std::string& step, const at::Tensor& rows, bool is_way_back) const;
 
-  comm::WeakGroupPtr group_;
+  RankGroupPtr group_;
   c10::DeviceType wire_;
-  int rank_;
   at::Tensor send_rows_;
   at::Tensor returns_;
   std::vector<int64_t> send_counts_;
