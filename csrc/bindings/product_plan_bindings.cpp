@@ -132,20 +132,31 @@ ProductContext context_of(const Layout& operand, const std::string& backend, con
   return {lowering, topology_between(operand, operand, lowering, topology, tables), tables.pins, gemm_models};
 }
 
-// Name of the argument, shape, dtype, device, layout of a DTensor, whether a plain weight is taken transposed.
-using TensorParts =
-    std::tuple<std::string, std::vector<int64_t>, std::string, std::string, std::optional<Layout>, bool>;
+// A tensor, of which only what describes it is read, and the layout of a DTensor.
+using TensorAndLayout = std::pair<py::object, std::optional<Layout>>;
 
-GivenTensor tensor_of(const TensorParts& parts) {
-  const auto& [name, shape, dtype, device, layout, is_transposed] = parts;
-  return {name, shape, dtype, device, layout, is_transposed};
+GivenTensor given_tensor(const TensorAndLayout& given, std::string name) {
+  const auto& [tensor, layout] = given;
+  const bool is_tensor = py::hasattr(tensor, "shape") && py::hasattr(tensor, "stride") && py::hasattr(tensor, "device");
+  check_user(is_tensor, name, ": is ", std::string(py::str(py::repr(tensor))), "; allowed is a tensor");
+  const std::vector<int64_t> shape = integers(tensor.attr("shape"), "shape");
+  const std::vector<int64_t> strides = integers(tensor.attr("stride")(), "strides");
+  return {std::move(name),
+          shape,
+          py::str(tensor.attr("dtype")),
+          py::str(tensor.attr("device")),
+          layout,
+          !layout && is_transposed(shape, strides)};
 }
 
-std::vector<std::optional<GivenTensor>> tensors_of(const std::vector<std::optional<TensorParts>>& given) {
-  std::vector<std::optional<GivenTensor>> tensors;
-  for (const auto& parts : given) {
-    tensors.emplace_back();
-    if (parts) tensors.back() = tensor_of(*parts);
+// By weight; named by the argument that holds one, or by that which holds many.
+std::vector<std::optional<GivenTensor>> given_tensors(const std::vector<std::optional<TensorAndLayout>>& given,
+                                                      const std::string& one, const std::string& many,
+                                                      ProductFunction function) {
+  std::vector<std::optional<GivenTensor>> tensors(given.size());
+  for (size_t j = 0; j < given.size(); ++j) {
+    const bool is_one = function != ProductFunction::kGather;
+    if (given[j]) tensors[j] = given_tensor(*given[j], is_one ? one : concat(many, "[", j, "]"));
   }
   return tensors;
 }
@@ -200,19 +211,21 @@ void define_making(ProductPlanClass& plan) {
 void define_making_from_tensors(py::module_& m) {
   m.def(
       "plan_product",
-      [](const std::string& function, const TensorParts& x, const std::vector<TensorParts>& weights,
-         const std::vector<std::optional<TensorParts>>& biases, const std::vector<std::optional<TensorParts>>& scales,
-         const std::optional<std::string>& out_dtype, bool requires_grad,
-         const std::optional<std::vector<std::string>>& placements, const py::object& dim, const py::object& size,
-         const py::object& columns, int64_t rank, int64_t num_ranks, bool checks_parts, const py::object& method,
-         const std::optional<Chunks>& chunks, const py::object& depth, const py::object& save,
+      [](const std::string& function, const TensorAndLayout& x,
+         const std::vector<std::optional<TensorAndLayout>>& weights,
+         const std::vector<std::optional<TensorAndLayout>>& biases, const std::optional<TensorAndLayout>& x_scale,
+         const std::vector<std::optional<TensorAndLayout>>& weight_scales, const std::optional<std::string>& out_dtype,
+         bool requires_grad, const std::optional<std::vector<std::string>>& placements, const py::object& dim,
+         const py::object& size, const py::object& columns, int64_t rank, int64_t num_ranks, bool checks_parts,
+         const py::object& method, const std::optional<Chunks>& chunks, const py::object& depth, const py::object& save,
          const std::string& backend, const PlanningTables& tables,
          const std::map<std::string, GemmModel>& gemm_models) {
-        ProductArguments arguments{.function = parse_product_function(function),
-                                   .x = tensor_of(x),
+        const ProductFunction product = parse_product_function(function);
+        ProductArguments arguments{.function = product,
+                                   .x = given_tensor(x, "x"),
                                    .weights = {},
-                                   .biases = tensors_of(biases),
-                                   .scales = tensors_of(scales),
+                                   .biases = given_tensors(biases, "bias", "biases", product),
+                                   .scales = given_tensors(weight_scales, "weight_scale", "weight_scales", product),
                                    .out_dtype = out_dtype,
                                    .requires_grad = requires_grad,
                                    .placements = std::nullopt,
@@ -222,7 +235,12 @@ void define_making_from_tensors(py::module_& m) {
                                    .rank = rank,
                                    .num_ranks = num_ranks,
                                    .checks_parts = checks_parts};
-        for (const TensorParts& weight : weights) arguments.weights.push_back(tensor_of(weight));
+        for (const auto& weight : given_tensors(weights, "weight", "weights", product)) {
+          check_user(weight.has_value(), "weights: got None; allowed are tensors");
+          arguments.weights.push_back(*weight);
+        }
+        arguments.scales.emplace(arguments.scales.begin());
+        if (x_scale) arguments.scales[0] = given_tensor(*x_scale, "x_scale");
         if (placements) {
           arguments.placements.emplace();
           for (const std::string& one : *placements) arguments.placements->push_back(Placement::parse(one));
@@ -236,11 +254,11 @@ void define_making_from_tensors(py::module_& m) {
         problem.context = context_of(problem.operand, backend, std::nullopt, tables, gemm_models);
         return std::const_pointer_cast<ProductPlan>(make_product_plan(std::move(problem)));
       },
-      py::arg("function"), py::arg("x"), py::arg("weights"), py::arg("biases"), py::arg("scales"), py::kw_only(),
-      py::arg("out_dtype"), py::arg("requires_grad"), py::arg("placements"), py::arg("dim"), py::arg("size"),
-      py::arg("columns"), py::arg("rank"), py::arg("num_ranks"), py::arg("checks_parts"), py::arg("method"),
-      py::arg("chunks"), py::arg("depth"), py::arg("save"), py::arg("backend"), py::arg("tables"),
-      py::arg("gemm_models"));
+      py::arg("function"), py::arg("x"), py::arg("weights"), py::arg("biases"), py::arg("x_scale"),
+      py::arg("weight_scales"), py::kw_only(), py::arg("out_dtype"), py::arg("requires_grad"), py::arg("placements"),
+      py::arg("dim"), py::arg("size"), py::arg("columns"), py::arg("rank"), py::arg("num_ranks"),
+      py::arg("checks_parts"), py::arg("method"), py::arg("chunks"), py::arg("depth"), py::arg("save"),
+      py::arg("backend"), py::arg("tables"), py::arg("gemm_models"));
 }
 
 }  // namespace

@@ -325,6 +325,12 @@ class ProblemMaker {
 
 }  // namespace
 
+bool is_transposed(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides) {
+  if (shape.size() != 2) return false;
+  const int64_t k = std::max<int64_t>(shape[0], 1);
+  return strides[0] == 1 && strides[1] == k && k != 1;
+}
+
 ProductFunction parse_product_function(const std::string& name) {
   return parse_name("function", name, ProductFunction::kSum, function_name);
 }

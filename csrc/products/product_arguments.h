@@ -22,6 +22,11 @@ struct GivenTensor {
   bool is_transposed = false;                   // of a plain weight (k, n): the view of a contiguous (n, k)
 };
 
+// Whether a matrix (k, n) with such strides is the view of a contiguous (n, k), as `linear.weight.t()` is, which is
+// multiplied without a copy. Strides decide, not contiguity: a single row or column has both, and ranks have to answer
+// alike.
+bool is_transposed(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides);
+
 // What is multiplied. x has the shape (..., k), the result (..., n).
 //
 //   function   weight   plain tensors                                         DTensors

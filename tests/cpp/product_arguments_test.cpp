@@ -154,6 +154,18 @@ TEST(ProductArguments, OfPlainTensorsAreThePartsThatChunkLeaves) {
   }
 }
 
+// linear.weight is (n, k) and contiguous; its transpose is (k, n) with these strides.
+TEST(ProductArguments, AreTransposedByTheirStrides) {
+  for (int64_t k = 0; k <= 3; ++k) {
+    for (int64_t n = 0; n <= 3; ++n) {
+      EXPECT_EQ(is_transposed({k, n}, {1, std::max<int64_t>(k, 1)}), k > 1) << k << " " << n;
+    }
+  }
+  EXPECT_FALSE(is_transposed({3, 2}, {2, 1}));  // contiguous
+  EXPECT_FALSE(is_transposed({3, 2}, {1, 4}));  // of a wider matrix
+  EXPECT_FALSE(is_transposed({3}, {1}));
+}
+
 struct Wrong {
   ProductArguments (*good)();
   std::function<void(ProductArguments&)> change;

@@ -367,10 +367,11 @@ def plan_of_steps(
 ) -> Plan: ...
 def plan_product(
     function: str,
-    x: _GivenTensor,
-    weights: Sequence[_GivenTensor],
-    biases: Sequence[_GivenTensor | None],
-    scales: Sequence[_GivenTensor | None],
+    x: tuple[Any, Layout | None],
+    weights: Sequence[tuple[Any, Layout | None] | None],
+    biases: Sequence[tuple[Any, Layout | None] | None],
+    x_scale: tuple[Any, Layout | None] | None,
+    weight_scales: Sequence[tuple[Any, Layout | None] | None],
     *,
     out_dtype: str | None,
     requires_grad: bool,
@@ -390,7 +391,8 @@ def plan_product(
     gemm_models: dict[str, GemmModel],
 ) -> ProductPlan:
     """The plan of a product of tensors, from the arguments of the function (``"linear"``, ``"gather"`` or ``"sum"``)
-    that multiplies them: csrc/products/product_arguments.h says more. Raises ValueError for what does not fit."""
+    that multiplies them: csrc/products/product_arguments.h says more. Tensors come with the layouts of DTensors.
+    Raises ValueError for arguments that do not fit."""
 
 def has_gradient(layout: Layout) -> bool:
     """Whether all reductions that are due can be differentiated."""
@@ -597,9 +599,6 @@ class ProductDataflow:
     def outputs(self) -> list[int]: ...
     @property
     def nodes(self) -> list[ProductNode]: ...
-
-# Name of the argument, shape, dtype, device, layout of a DTensor, whether a plain weight is a transposed view.
-_GivenTensor = tuple[str, Sequence[int], str, str, Layout | None, bool]
 
 class ProductPlan:
     """The plan of a product of placed tensors, forward and backward (csrc/products/product_plan.h).

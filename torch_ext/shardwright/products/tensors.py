@@ -126,39 +126,22 @@ def _described(given: Any) -> Any:
     return (given.shape, given.stride(), given.dtype, given.device) if isinstance(given, torch.Tensor) else given
 
 
-_NAMES_OF_MANY = {"weight": "weights[{}]", "bias": "biases[{}]", "weight_scale": "weight_scales[{}]"}
-
-
 def _plan(
     asked: Asked, x: Any, weights: Sequence[Any], biases: Sequence[Any], scales: Sequence[Any], needs_grad: bool
 ) -> Planned:
-    where = asked.setting
-
-    def given(tensor: Any, name: str, j: int = 0) -> Any:
-        if tensor is None:
-            return None
-        if asked.function == "gather":
-            name = _NAMES_OF_MANY.get(name, name).format(j)
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: is {tensor!r}; allowed is a tensor")
-        layout = layout_of(tensor._spec) if isinstance(tensor, DTensor) else None
-        is_turned = layout is None and _is_transposed(tensor)
-        return name, list(tensor.shape), str(tensor.dtype), str(tensor.device), layout, is_turned
-
-    described = given(x, "x")
-    named = [given(weight, "weight", j) for j, weight in enumerate(weights)]
-    dtypes = {dtype_text(tensor.dtype) for tensor in (x, *weights)}
+    where, group = asked.setting, asked.setting.group
+    layout = layout_of(x._spec) if isinstance(x, DTensor) else None
+    dtypes = {tensor.dtype for tensor in (x, *weights) if isinstance(tensor, torch.Tensor)}
     if any(scale is not None for scale in scales):
-        dtypes.add(dtype_text(asked.out_dtype or torch.bfloat16))
-    group = where.group
-    is_plain = described[4] is None
+        dtypes.add(asked.out_dtype or torch.bfloat16)
     counters.counts.plans += 1
     plan = _planner.plan_product(
         asked.function,
-        described,
-        named,
-        [given(bias, "bias", j) for j, bias in enumerate(biases)],
-        [given(scale, "weight_scale" if i else "x_scale", i - 1) for i, scale in enumerate(scales)],
+        (x, layout),
+        list(map(_given, weights)),
+        list(map(_given, biases)),
+        _given(scales[0]),
+        list(map(_given, scales[1:])),
         out_dtype=None if asked.out_dtype is None else str(asked.out_dtype),
         requires_grad=needs_grad,
         placements=None if asked.placements is None else placement_texts(asked.placements),
@@ -173,13 +156,13 @@ def _plan(
         depth=where.depth,
         save=where.save,
         backend=executables.lowering(where.device_type, group)
-        if is_plain
-        else executables.lowering_on(described[4].mesh, where.device_type, group),
+        if layout is None
+        else executables.lowering_on(layout.mesh, where.device_type, group),
         tables=tables_now(),
-        gemm_models={dtype: where.model(dtype) for dtype in dtypes},
+        gemm_models={name: where.model(name) for name in map(dtype_text, dtypes)},
     )
-    if is_plain:
-        return Planned(Product(plan, where), tuple(one[-1] for one in named), ())
+    if layout is None:
+        return Planned(Product(plan, where), tuple(",nk->" in axes for axes in plan.axes), ())
     specs = [_spec_of(x.device_mesh, layout, asked.placements) for layout in plan.results]
     if asked.shares and plan.keeps_gathered:
         specs.append(_spec_of(x.device_mesh, plan.moved_operand, None))
@@ -187,13 +170,9 @@ def _plan(
     return Planned(Product(plan, where) if holds_any else None, (), tuple(specs))
 
 
-def _is_transposed(weight: torch.Tensor) -> bool:
-    """Whether (k, n) is a view of a contiguous (n, k), as ``linear.weight.t()`` is, which is taken without a copy.
-
-    Strides decide, not contiguity: a single row or column has both, and ranks have to answer alike.
-    """
-    is_view = weight.ndim == 2 and weight.stride(0) == 1 and weight.stride(1) == max(weight.shape[0], 1) != 1
-    return is_view and weight.t().is_contiguous()
+def _given(tensor: Any) -> Any:
+    """With the layout of a DTensor."""
+    return None if tensor is None else (tensor, layout_of(tensor._spec) if isinstance(tensor, DTensor) else None)
 
 
 class _Multiply(torch.autograd.Function):
