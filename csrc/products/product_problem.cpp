@@ -1,5 +1,7 @@
 #include "products/product_problem.h"
 
+#include <algorithm>
+
 #include "support/error.h"
 
 namespace shardwright {
