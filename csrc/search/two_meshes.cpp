@@ -60,13 +60,28 @@ class Choices {
     }
     if (chosen.size() > kMaxLayouts) chosen.resize(kMaxLayouts);
     std::vector<Layout> layouts;
-    for (const std::map<int, int>& one : chosen) layouts.push_back(with(one));
+    for (const std::map<int, int>& one : chosen) {
+      if (leaves_rules_alone(one)) layouts.push_back(with(one));
+    }
     return layouts;
   }
 
  private:
   static constexpr int kReplicated = -1;
   static constexpr size_t kMaxLayouts = 64;
+
+  // A cut other than into chunks may be made for the list that the cuts before it leave, so those must stay.
+  bool leaves_rules_alone(const std::map<int, int>& chosen) const {
+    for (const std::vector<Cut>& list : layout_.cuts()) {
+      bool is_changed = false;
+      for (const Cut& cut : list) {
+        const bool is_taken_away = chosen.contains(cut.mesh_dim);
+        if (is_changed && !is_taken_away && !cut.rule.is_chunks()) return false;
+        is_changed = is_changed || is_taken_away;
+      }
+    }
+    return true;
+  }
 
   // New cuts come after existing ones, in mesh order.
   Layout with(const std::map<int, int>& chosen) const {

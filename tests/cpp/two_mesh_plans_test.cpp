@@ -139,6 +139,26 @@ TEST(TwoMeshPlans, SayWhatTheyDo) {
   EXPECT_THROW(compile(plan, Rank{5}), UserError);
 }
 
+// 64 KiB that one rank has and eight need: it must send them once, or eight times if nobody forwards them.
+TEST(TwoMeshPlans, AreCertifiedByWhatRanksMustSend) {
+  const Layout src = layout_of(mesh_of({1}), {16384}, "R");
+  const Layout dst = layout_of(mesh_of({8}, {1, 2, 3, 4, 5, 6, 7, 8}), {16384}, "R");
+  const Plan plan = make_plan(src, dst, {.objective = Objective::kBytes});
+  const Certificate certificate = certify(plan, peak_bytes(plan));
+  ASSERT_TRUE(certificate.crossing.has_value());
+  EXPECT_EQ(certificate.traffic.sent_bytes_max, 8 * 65536);
+  EXPECT_EQ(certificate.crossing->direct_sent_bytes_max, 8 * 65536);
+  EXPECT_EQ(certificate.crossing->forwarded_sent_bytes_max, 65536);
+  EXPECT_EQ(certificate.least_sent_bytes, 65536);
+  const std::vector<std::string> sentences = remarks(plan, certificate);
+  const auto speaks_of_senders = [](const std::string& sentence) {
+    return sentence.find("if only ranks of the source send, the bound is 512 KiB") != std::string::npos &&
+           sentence.find("if ranks forward what they receive, it is 64 KiB") != std::string::npos;
+  };
+  EXPECT_TRUE(std::any_of(sentences.begin(), sentences.end(), speaks_of_senders));
+  EXPECT_NE(to_json(plan, certificate, sentences).find("\"direct_send_bytes_max\": 524288"), std::string::npos);
+}
+
 TEST(TwoMeshPlans, AreRefusedWhereStepsDoNotFit) {
   const Layout src = layout_of(mesh_of({2}), {8}, "S(0)");
   const Layout dst = layout_of(mesh_of({3}, {2, 3, 4}), {8}, "S(0)");

@@ -38,7 +38,7 @@ inline Placed placed(const MeshPtr& mesh, const std::vector<int64_t>& ranks, con
     for (const int d : order) {
       if (!placements[d].is_shard_like()) continue;
       std::vector<int64_t>& list = lists[placements[d].dim];
-      list = naive::strided_chunk(list, placements[d].split_factor, mesh->dim_size(d), mesh->coordinate(p, d));
+      list = naive::strided_chunk(list, placements[d].rule.split_factor(), mesh->dim_size(d), mesh->coordinate(p, d));
     }
   }
   return made;
