@@ -70,6 +70,9 @@ Crossing::Line Crossing::line_of(std::vector<int64_t> slots) const {
   }
   line.absent = absent_[src_.index_of(slots)];
   line.slots = std::move(slots);
+  const int64_t of_each = (length(line) + dst_.replicas() - 1) / dst_.replicas();
+  const int64_t replicas_each = (dst_.replicas() + src_.replicas() - 1) / src_.replicas();
+  line.stretch = std::clamp<int64_t>(of_each * replicas_each, 1, stretch_);
   return line;
 }
 
@@ -104,7 +107,7 @@ Crossing::Place Crossing::place(const Line& line, int64_t number) const {
 }
 
 int64_t Crossing::first_served(const Line& line, int64_t turn) const {
-  const int64_t begin = stretch_ * turn;
+  const int64_t begin = line.stretch * turn;
   int64_t low = 0;
   int64_t high = num_places(line);
   while (low < high) {
@@ -117,12 +120,12 @@ int64_t Crossing::first_served(const Line& line, int64_t turn) const {
   return low;
 }
 
-Interval Crossing::served(const Place& place, int64_t turn) const {
+Interval Crossing::served(const Line& line, const Place& place, int64_t turn) const {
   if (sharing_ == Sharing::kMessages) {
-    return {0, (2 * place.begin + place.elements) / (2 * stretch_) == turn ? place.elements : 0};
+    return {0, (2 * place.begin + place.elements) / (2 * line.stretch) == turn ? place.elements : 0};
   }
-  const int64_t begin = std::max(stretch_ * turn, place.begin);
-  const int64_t end = std::min(stretch_ * (turn + 1), place.begin + place.elements);
+  const int64_t begin = std::max(line.stretch * turn, place.begin);
+  const int64_t end = std::min(line.stretch * (turn + 1), place.begin + place.elements);
   return begin < end ? Interval{begin - place.begin, end - place.begin} : Interval{0, 0};
 }
 
@@ -147,7 +150,7 @@ std::vector<Crossing::Parcel> Crossing::sends(Rank rank) const {
   // The last place may be served by both this rank and the next.
   const int64_t last = sharing_ == Sharing::kBytes ? std::min(end + 1, num_places(line)) : end;
   for (int64_t number = first_served(line, holds->replica); number < last; ++number) {
-    const Interval range = served(place(line, number), holds->replica);
+    const Interval range = served(line, place(line, number), holds->replica);
     if (range.begin < range.end) parcels.push_back({needer(line, number), range});
   }
   std::sort(parcels.begin(), parcels.end(), by_peer);
@@ -179,9 +182,9 @@ void Crossing::for_each_received(Rank rank, const Visit& visit) const {
     const Line line = line_of(std::move(slots));
     const Place at = place(line, needs->replica * line.places + number);
     const bool in_whole = sharing_ == Sharing::kMessages;
-    const int64_t first = in_whole ? (2 * at.begin + at.elements) / (2 * stretch_) : at.begin / stretch_;
-    const int64_t last = in_whole ? first : (at.begin + at.elements - 1) / stretch_;
-    for (int64_t turn = first; turn <= last; ++turn) visit(line.slots, turn, served(at, turn));
+    const int64_t first = in_whole ? (2 * at.begin + at.elements) / (2 * line.stretch) : at.begin / line.stretch;
+    const int64_t last = in_whole ? first : (at.begin + at.elements - 1) / line.stretch;
+    for (int64_t turn = first; turn <= last; ++turn) visit(line.slots, turn, served(line, at, turn));
   }
 }
 
@@ -213,7 +216,7 @@ int64_t Crossing::sent_elements(Rank rank) const {
   if (!holds) return 0;
   const Line line = line_of(holds->slots);
   if (sharing_ == Sharing::kBytes) {
-    return std::clamp<int64_t>(length(line) - stretch_ * holds->replica, 0, stretch_);
+    return std::clamp<int64_t>(length(line) - line.stretch * holds->replica, 0, line.stretch);
   }
   const int64_t first = first_served(line, holds->replica);
   const int64_t end = first_served(line, holds->replica + 1);

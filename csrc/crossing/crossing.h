@@ -6,12 +6,12 @@
 // comes from exactly one place.
 //
 // The holders of a part share the sending. The data that its needers need is arranged in a *line*: one replica of the
-// destination after the other, each in the order of its parts. Every holder sends one stretch of the line. All
-// stretches of all lines have the same length, the shortest with which the longest line is sent: shorter stretches for
-// shorter lines would split more messages without relieving the busiest rank. With Sharing::kBytes a stretch may end
-// anywhere, and the worst rank sends the least possible without forwarding, rounded up to elements. With
-// Sharing::kMessages the holder whose stretch has the middle of a message sends the whole message, and the worst rank
-// sends less than one message more.
+// destination after the other, each in the order of its parts. Every holder sends one stretch of the line, the holders
+// in mesh order. Stretches may be as long as the shortest with which the longest line is sent: shorter ones would split
+// more messages without relieving the busiest rank. A line whose holders can take whole replicas of the destination
+// within that length is cut between replicas. With Sharing::kBytes a stretch may end anywhere, and the worst rank sends
+// the least possible without forwarding, rounded up to elements. With Sharing::kMessages the holder whose stretch has
+// the middle of a message sends the whole message, and the worst rank sends less than one message more.
 //
 // 12 rows, from ranks 0 to 3 on (a=2, b=2) as [S(0), R] to ranks 4 to 6 on (c=3) as [S(0)], by Sharing::kBytes:
 //
@@ -97,6 +97,7 @@ class Crossing {
     int64_t places = 1;          // the number of places per replica of the destination
     int64_t elements = 1;        // elements per replica if nothing is absent
     std::span<const Absent> absent;
+    int64_t stretch = 1;  // elements
   };
 
   void find_absent();
@@ -107,7 +108,7 @@ class Crossing {
   // Returns the number of the first place that is served by a holder with this turn or a later one.
   int64_t first_served(const Line& line, int64_t turn) const;
   // Returns what the holder with this turn sends to a place.
-  Interval served(const Place& place, int64_t turn) const;
+  Interval served(const Line& line, const Place& place, int64_t turn) const;
   Rank needer(const Line& line, int64_t number) const;
   int64_t parts_received(Rank rank) const;
   int64_t largest_result_bytes() const;
@@ -122,7 +123,7 @@ class Crossing {
   std::vector<SlotMeetings> meetings_;  // by tensor dim
   std::vector<Rank> ranks_;
   std::vector<std::vector<Absent>> absent_;  // by part of the source, each by place
-  int64_t stretch_ = 1;                      // elements
+  int64_t stretch_ = 1;                      // elements, at most
 };
 
 }  // namespace shardwright

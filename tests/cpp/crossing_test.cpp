@@ -160,6 +160,20 @@ TEST(Crossing, ServesStretchesOfALine) {
   EXPECT_EQ(whole.sends(Rank{1}), (Parcels{{Rank{5}, {0, 2}}}));
 }
 
+// Holders take turns in mesh order, and needers stand in it. So where every node has a replica of either side, each
+// replica is served from its own node.
+TEST(Crossing, StaysWithinNodesThatHoldAndNeedAll) {
+  const Layout src = test::layout_of(test::mesh_of({4, 8}), {64, 64}, "R,S(0)");
+  const Layout dst = test::layout_of(test::mesh_of({4, 2, 4}), {64, 64}, "R,S(1),S(0)");
+  const Layout wider = test::layout_of(test::mesh_of({2, 16}), {64, 64}, "R,S(1)");
+  for (const Sharing sharing : {Sharing::kBytes, Sharing::kMessages}) {
+    EXPECT_FALSE(Crossing(src, dst, sharing).crosses_nodes(8));
+    EXPECT_FALSE(Crossing(src, wider, sharing).crosses_nodes(8));
+    EXPECT_TRUE(Crossing(src, dst, sharing).crosses_nodes(4));
+    EXPECT_FALSE(Crossing(src, dst, sharing).crosses_nodes(0));
+  }
+}
+
 // From 1,024 ranks to 2,048: 2 Mi parcels in all, computed rank by rank.
 TEST(Crossing, TakesThousandsOfRanks) {
   std::vector<int64_t> ranks;
