@@ -134,6 +134,8 @@ class Crossings {
     for (const Layout& layout : ends_on_source()) add(before_, layout, src_, layout);
     for (const Layout& layout : starts_on_goal()) add(after_, layout, layout, goal_);
     try_pair(before_.front(), after_.front());
+    // Where nothing is due, going straight receives and sends the fewest bytes.
+    if (!is_for_time() && src_.partial_dims().empty()) return std::move(best_);
     struct Pair {
       Cost at_least;
       size_t before;
