@@ -10,6 +10,7 @@
 #include "runtime/executor.h"
 #include "runtime/expert_rows.h"
 #include "runtime/lanes.h"
+#include "runtime/staging.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -47,11 +48,18 @@ void take_turn(c10::Device device) {
 class Records {
  public:
   Records(const std::vector<at::Tensor>& parts, int64_t num_records) : parts_(parts) {
-    bytes_ = at::empty({num_records, record_bytes(parts)}, parts.front().options().dtype(at::kByte));
+    const int64_t bytes = record_bytes(parts);
+    bytes_ = take_staging(num_records * bytes, parts.front().options().dtype(at::kByte)).view({num_records, bytes});
   }
   Records(const std::vector<at::Tensor>& parts, at::Tensor bytes) : parts_(parts), bytes_(std::move(bytes)) {}
 
   const at::Tensor& bytes() const { return bytes_; }
+
+  // The memory for the next exchange, of records that were made here and have travelled.
+  void release() const {
+    at::Tensor memory = bytes_.view({-1});
+    give_staging(memory);
+  }
 
   // Part `index` of all records, of the dtype of the parts given.
   at::Tensor part(size_t index) const {
@@ -87,6 +95,7 @@ at::Tensor exchange_rows(RankGroup& group, const std::string& step, c10::DeviceT
   const int64_t num_received = std::reduce(receive_counts.begin(), receive_counts.end());
   at::Tensor received = at::empty({num_received, row_bytes}, rows.options().device(device_for(wire, rows.device())));
   if (row_bytes == 0) return received.to(rows.device());
+  prefer_huge_pages(received);
   if (rows.device() != received.device()) ++counters().through_host;
   take_turn(received.device());
   at::Tensor to_send = rows.to(received.device()).view({-1});
@@ -138,6 +147,7 @@ std::vector<at::Tensor> RowExchange::send(const std::string& step, const std::ve
   const Records outgoing(parts, send_rows_.size(0));
   for (size_t i = 0; i < parts.size(); ++i) take_rows_into(parts[i], send_rows_, outgoing.part(i));
   const Records incoming(parts, travel(step, outgoing.bytes(), false));
+  outgoing.release();
   std::vector<at::Tensor> received;
   for (size_t i = 0; i < parts.size(); ++i) received.push_back(incoming.part(i));
   return received;
@@ -145,15 +155,12 @@ std::vector<at::Tensor> RowExchange::send(const std::string& step, const std::ve
 
 std::vector<at::Tensor> RowExchange::send_back(const std::string& step, const std::vector<at::Tensor>& parts) const {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;  // parts of records are no views to autograd
-  at::Tensor bytes;
-  if (parts.size() == 1) {
-    bytes = parts.front().contiguous().view(at::kByte);
-  } else {
-    const Records outgoing(parts, num_received_);
-    for (size_t i = 0; i < parts.size(); ++i) outgoing.part(i).copy_(parts[i]);
-    bytes = outgoing.bytes();
-  }
-  const Records answers(parts, travel(step, bytes, true));
+  const bool is_alone = parts.size() == 1;
+  const Records outgoing =
+      is_alone ? Records(parts, parts.front().contiguous().view(at::kByte)) : Records(parts, num_received_);
+  for (size_t i = 0; i < parts.size() && !is_alone; ++i) outgoing.part(i).copy_(parts[i]);
+  const Records answers(parts, travel(step, outgoing.bytes(), true));
+  if (!is_alone) outgoing.release();
   std::vector<at::Tensor> sums;
   for (size_t i = 0; i < parts.size(); ++i) sums.push_back(sum_rows(answers.part(i), returns_, std::nullopt));
   return sums;

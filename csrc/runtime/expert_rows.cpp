@@ -15,6 +15,8 @@
 #include <cstring>
 #include <vector>
 
+#include "runtime/staging.h"
+
 namespace shardwright {
 namespace {
 
@@ -149,7 +151,8 @@ void take_rows_into(const at::Tensor& given, const at::Tensor& index, const at::
 }
 
 at::Tensor take_rows(const at::Tensor& rows, const at::Tensor& index) {
-  at::Tensor out = at::empty({index.size(0), rows.size(1)}, rows.options());
+  const at::Tensor out = at::empty({index.size(0), rows.size(1)}, rows.options());
+  prefer_huge_pages(out);
   take_rows_into(rows, index, out);
   return out;
 }
@@ -158,6 +161,7 @@ at::Tensor sum_rows(const at::Tensor& given, const at::Tensor& table, const std:
   const at::Tensor rows = with_dense_rows(given);
   if (!rows.device().is_cpu()) return sum_rows_with_aten(rows, table, weights);
   at::Tensor out = at::empty({table.size(0), rows.size(1)}, rows.options());
+  prefer_huge_pages(out);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "shardwright::sum_rows", [&] {
     using Item = scalar_t;
     if (!weights) return sum_rows_on_cpu<Item, float>(rows, table, nullptr, out);
