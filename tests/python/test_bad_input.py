@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardwright as sw
 from meshes import get_mesh
@@ -99,7 +99,7 @@ def test_plan(src: dict[str, Any], dst: dict[str, Any], fragments: list[str]) ->
 def test_plan_between_meshes() -> None:
     one = sw.Layout(sw.Mesh({"dp": 2}), (4,), ["R"])
     other = sw.Layout(sw.Mesh({"dp": 4}), (4,), ["R"])
-    _refused(lambda: sw.plan(one, other), "mesh", "dp")
+    _refused(lambda: sw.plan(one, other, groups=[("dp",)]), "groups", "two meshes")
 
 
 def _print_what_could_not_be_made() -> None:
@@ -137,8 +137,8 @@ def _local_calls() -> None:
     _refused(lambda: sw.redistribute_local([1.0], src, dst), "local", "list")
     _refused(lambda: sw.redistribute_local(good, ["S(0)"], dst), "src", "list", "allowed is a Layout")
     _refused(lambda: sw.redistribute_local(good, src, sw.Layout(mesh, (8, 7), ["S(1)"])), "shape", "7")
-    other = sw.Layout(sw.Mesh({"a": 2, "b": 2}), (8, 6), ["R", "R"])
-    _refused(lambda: sw.redistribute_local(good, src, other), "mesh")
+    other = sw.Layout(sw.Mesh({"a": 2, "b": 2}), (8, 7), ["R", "R"])
+    _refused(lambda: sw.redistribute_local(good, src, other), "shape", "7")
     large = sw.Mesh({"a": 8})
     large_src, large_dst = sw.Layout(large, (16, 6), ["S(0)"]), sw.Layout(large, (16, 6), ["R"])
     _refused(lambda: sw.redistribute_local(good, large_src, large_dst), "rank", "4")
@@ -157,7 +157,8 @@ def _dtensor_calls() -> None:
     _refused(lambda: sw.redistribute(x, [Replicate(), Replicate()]), "placements", "2", "1")
     _refused(lambda: sw.redistribute(x, [Shard(5)]), "5")
     with sw.enabled(strict=True):
-        _refused(lambda: x.redistribute(other, [Replicate(), Replicate()]), "mesh")
+        _refused(lambda: x.redistribute(other, [Replicate()]), "placements", "2 dims")
+        _refused(lambda: x.redistribute(other, [Replicate(), Partial()]), "placements", "another mesh")
         _refused(lambda: x.redistribute(mesh, [Replicate(), Replicate()]), "2")
         _refused(lambda: x.redistribute(mesh, [Shard(5)]), "5")
         # A local tensor of other dims than the DTensor says; one of other sizes is taken (test_masks_and_misfits.py).

@@ -104,6 +104,17 @@ def test_placements_as_torch_prints_them(printed: str, ours: str, capsys: pytest
     assert shown[0] == shown[1]
 
 
+def test_from_one_mesh_to_another(capsys: pytest.CaptureFixture[str]) -> None:
+    ends = ["--mesh", "a=2,b=2", "--dst-mesh", "c=3", "--dst-ranks", "2,8-9", "--shape", "8,5", "--src", "S(0),P"]
+    assert cli.main(["plan", *ends, "--dst", "S(1)", "--simulate", "--program", "9"]) == 0
+    printed = capsys.readouterr().out
+    assert "on a=2,b=2 as [S(0), P(sum)] -> [S(1)] on c=3" in printed
+    assert "cross to c=3" in printed and "ranks (0, 1, 2, 3, 8, 9)" in printed and "every element right" in printed
+    assert "--dst-mesh" in _refused(capsys, *PAIR, "--dst-ranks", "4-7")
+    assert "'9-2'" in _refused(capsys, *ends[:5], "9-2,1", *ends[6:], "--dst", "S(1)")
+    assert "rank: 7 is not on" in _refused(capsys, *ends, "--dst", "S(1)", "--program", "7")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["--version"])

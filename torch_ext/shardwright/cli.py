@@ -124,7 +124,20 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 
 _ENDS = ("mesh", "shape", "src", "dst")
-_ASKED = (*_ENDS, "dst_mesh", "src_ranks", "dst_ranks", "src_order", "dst_order", "dtype", "backend", "objective", "reduce", "topology", "memory_limit")
+_ASKED = (
+    *_ENDS,
+    "dst_mesh",
+    "src_ranks",
+    "dst_ranks",
+    "src_order",
+    "dst_order",
+    "dtype",
+    "backend",
+    "objective",
+    "reduce",
+    "topology",
+    "memory_limit",
+)
 _SHOWN = ("json", "svg", "html", "program", "simulate")
 
 

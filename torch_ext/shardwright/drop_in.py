@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from . import argument_checks
+from .dtensor import crossing, patch
 from .dtensor import mode as modes
-from .dtensor import patch
 from .dtensor import redistribute as dtensor_redistribute
 from .dtensor.mode import Mode
 
@@ -107,25 +107,29 @@ def redistribute(
 
     Args:
         x: the DTensor; it is not changed.
-        placements: one per mesh dim.
-        mesh: must be `x`'s own, if given.
+        placements: one per mesh dim of the result.
+        mesh: the mesh of the result; default: `x`'s own. On another mesh the result is sharded or replicated, and all
+            ranks of both meshes call; a rank outside a mesh holds an empty part, as DTensor has it.
         async_op, forward_dtype, backward_dtype: as in ``DTensor.redistribute``.
 
     Returns:
         A DTensor with these placements; twice differentiable.
 
     Raises:
-        ValueError: the mesh is another one, the number of placements is wrong, or an argument has the wrong type.
+        ValueError: the number of placements is wrong, they are partial on another mesh, or an argument has the wrong
+            type.
         RuntimeError: shardwright cannot do this; the message has the reason.
     """
     if not isinstance(x, DTensor):
         raise ValueError(f"x: got a {type(x).__name__}; allowed is a DTensor (redistribute_local takes plain tensors)")
     argument_checks.check_device_mesh("mesh", mesh)
-    if mesh is not None and mesh != x.device_mesh:
-        raise ValueError(f"mesh: {mesh} is not the mesh of x ({x.device_mesh}); allowed is redistributing on one mesh")
-    placements = argument_checks.placements_of(placements, x.device_mesh.ndim)
+    placements = argument_checks.placements_of(placements, (x.device_mesh if mesh is None else mesh).ndim)
     argument_checks.check_dtype("forward_dtype", forward_dtype)
     argument_checks.check_dtype("backward_dtype", backward_dtype)
+    if mesh is not None and crossing.leads_to_another_mesh(x, mesh):
+        return crossing.redistribute(
+            x, mesh, placements, async_op=async_op, forward_dtype=forward_dtype, backward_dtype=backward_dtype
+        )
     with enabled(strict=True):
         return x.redistribute(
             placements=placements, async_op=async_op, forward_dtype=forward_dtype, backward_dtype=backward_dtype

@@ -39,12 +39,13 @@ def operator(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function that moves this rank's part from `src` to `dst` with `torch.ops.shardwright.redistribute`.
 
-    All ranks of the mesh must call this at the same point, outside of compiled code, because missing process groups are
-    made here. The function that it returns holds only strings and ints, so it can be called in code that is compiled or
-    captured.
+    All ranks of both layouts must call this at the same point, outside of compiled code, because missing process groups
+    are made here. The function that it returns holds only strings and ints, so it can be called in code that is
+    compiled or captured.
 
     Args:
-        src, dst: layouts on one mesh. The mesh's ranks are global ranks, or ranks of `group` if one is given.
+        src, dst: layouts on one mesh or on two. The meshes' ranks are global ranks, or ranks of `group` if one is
+            given.
         device_type: the device type of the tensors, ``"cpu"`` or ``"cuda"``.
         group: the process group that contains the mesh; default, the default group.
         device_mesh: a DeviceMesh over the same ranks whose process groups may be used.
@@ -56,7 +57,7 @@ def operator(
         other forms.
 
     Raises:
-        ValueError: the layouts contradict each other, this rank is not on their mesh, or an argument has a wrong type.
+        ValueError: the layouts contradict each other, this rank is on neither mesh, or an argument has a wrong type.
         RuntimeError: torch.distributed is not initialised.
     """
     planning.check_layout("src", src)
@@ -88,7 +89,7 @@ def arguments_of(
 ) -> dict[str, Any]:
     """Returns the operators' arguments but tensors. Collective among the ranks of any group that must be made."""
     rank = dist.get_rank(group)
-    if plan.src.mesh.coordinate(rank) is None:
+    if plan.src.mesh.coordinate(rank) is None and plan.dst.mesh.coordinate(rank) is None:
         raise ValueError(f"rank: {rank} is not on the mesh ({plan.src.mesh})")
     program = _runtime.CompiledProgram(plan.to_bytes(), rank)
     return {

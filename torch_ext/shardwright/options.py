@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-
 MAX_RANKS = 1 << 20  # of a mesh
 
 

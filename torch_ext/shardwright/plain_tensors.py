@@ -46,8 +46,8 @@ def redistribute_local(
         mesh of `src` pass an empty tensor that requires them too, and all ranks of both meshes call backward.
 
     Raises:
-        ValueError: `local` contradicts `src`, or `out` contradicts `dst`; `local` is nested, sparse or on a device other than CPU and CUDA; the layouts
-            contradict each other; an argument has the wrong type.
+        ValueError: `local` contradicts `src`, or `out` contradicts `dst`; `local` is nested, sparse or on a device
+            other than CPU and CUDA; the layouts contradict each other; an argument has the wrong type.
         RuntimeError: torch.distributed is not initialised.
         torch.distributed.DistBackendError: a transfer failed or timed out; the message names rank, plan, step and
             group.

@@ -35,7 +35,9 @@ def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
 
 def _plan(table: dict[str, Any]) -> _planner.Plan:
     here = source_mesh = _mesh(table["mesh"], "mesh")
-    destination_mesh = _mesh(table["destination_mesh"], "destination_mesh") if "destination_mesh" in table else source_mesh
+    destination_mesh = (
+        _mesh(table["destination_mesh"], "destination_mesh") if "destination_mesh" in table else source_mesh
+    )
 
     def layout(mesh: Mesh, entry: dict[str, Any]) -> Layout:
         order = {int(tensor_dim): mesh_dims for tensor_dim, mesh_dims in entry["shard_order"].items()}

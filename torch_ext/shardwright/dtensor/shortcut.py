@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from .. import _runtime, executables
-from . import redistribute
-from .mode import takes_shortcut
+from . import crossing, redistribute
+from .mode import deciding, takes_shortcut
 
 _SEQUENCES = (list, tuple)
 # Skips DTensor's __init__, which is slow and does nothing.
@@ -76,6 +76,8 @@ def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
             or forward_ad._current_level >= 0
             or not (device_mesh is None or device_mesh is self.device_mesh)
         ):
+            if device_mesh is not None and deciding().on and crossing.leads_to_another_mesh(self, device_mesh):
+                return crossing.redistribute(self, device_mesh, placements, async_op=async_op, **others)
             return original(self, device_mesh, placements, async_op=async_op, **others)
         is_tracked = self.requires_grad
         if is_tracked:

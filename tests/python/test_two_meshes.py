@@ -1,0 +1,226 @@
+"""From one mesh to another: every element, bytes as promised, gradients, and errors that leave nothing waiting."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import oracle
+import shardwright as sw
+from meshes import NAMES
+from pool import Pool
+
+# A mesh: its shape, and its ranks, row-major.
+Grid = tuple[tuple[int, ...], tuple[int, ...]]
+
+WORLD_SIZE = 5
+PAIRS: list[tuple[Grid, Grid]] = [
+    (((2,), (0, 1)), ((3,), (2, 3, 4))),
+    (((3,), (0, 1, 2)), ((2,), (2, 4))),
+    (((2, 2), (0, 1, 2, 3)), ((3,), (4, 1, 2))),
+    (((2, 2), (0, 1, 2, 3)), ((2, 2), (3, 1, 2, 0))),
+    (((4,), (3, 2, 1, 0)), ((2, 2), (0, 1, 2, 3))),
+]
+
+
+def _mesh(grid: Grid) -> sw.Mesh:
+    shape, ranks = grid
+    return sw.Mesh(dict(zip(NAMES, shape, strict=False)), ranks)
+
+
+def _part(tensor: torch.Tensor, grid: Grid, placements: tuple[str, ...], rank: int) -> torch.Tensor:
+    """What a rank holds; nothing outside the mesh."""
+    shape, ranks = grid
+    if rank not in ranks:
+        return tensor.new_empty(0)
+    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(ranks.index(rank)), shape))
+    return oracle.local(tensor, shape, placements, where)
+
+
+def _layouts(ndim: int, kinds: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return list(itertools.product(kinds, repeat=ndim))
+
+
+def _move_all(shape: tuple[int, ...]) -> list[tuple[str, int, int]]:
+    """Some of all pairs: the values are checked here, the bytes received and promised are returned."""
+    rank = dist.get_rank()
+    draw = random.Random(3)  # the same on all ranks
+    tensor = oracle.global_tensor(shape, torch.float32, 1, reducible=True)
+    counts = []
+    for src_grid, dst_grid in PAIRS:
+        pairs = itertools.product(
+            _layouts(len(src_grid[0]), ("R", "S(0)", "S(1)", "P(sum)")),
+            _layouts(len(dst_grid[0]), ("R", "S(0)", "S(1)")),
+        )
+        for src, dst in draw.sample(list(pairs), 9):
+            layouts = sw.Layout(_mesh(src_grid), shape, src), sw.Layout(_mesh(dst_grid), shape, dst)
+            plan = sw.plan(*layouts, backend="gloo")
+            local = _part(tensor, src_grid, src, rank)
+            kept = local.clone()
+            takes_part = rank in src_grid[1] or rank in dst_grid[1]
+            with sw.wire_meter() as meter:
+                result = sw.redistribute_local(local if rank in src_grid[1] else None, *layouts)
+            expected = _part(tensor, dst_grid, dst, rank)
+            wrong = oracle.difference(result, expected)
+            assert wrong is None, f"{src_grid} {src} -> {dst_grid} {dst} on rank {rank}: {wrong}\n{plan}"
+            assert torch.equal(local, kept)
+            assert meter.received_bytes == (plan.wire_bytes(rank) if takes_part else 0), f"{plan}"
+            counts.append((str(plan), meter.received_bytes, plan.wire_bytes_sum))
+            if takes_part:
+                out = torch.full_like(expected, 7)
+                assert sw.redistribute_local(local if rank in src_grid[1] else None, *layouts, out=out) is out
+                assert oracle.difference(out, expected) is None
+                assert oracle.difference(sw.operator(*layouts)(local), expected) is None
+    return counts
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (5, 7), (0, 3)], ids=str)
+def test_layouts_on_two_meshes(pool: Pool, shape: tuple[int, ...]) -> None:
+    counted = pool.run(_move_all, WORLD_SIZE, shape)
+    for of_plan in zip(*counted, strict=True):
+        assert sum(received for _, received, _ in of_plan) == of_plan[0][2], of_plan[0][0]
+        assert len({text for text, _, _ in of_plan}) == 1
+
+
+def test_plans_simulate() -> None:
+    for src_grid, dst_grid in PAIRS:
+        for src, dst in itertools.product(
+            _layouts(len(src_grid[0]), ("R", "S(0)", "P(sum)")), _layouts(len(dst_grid[0]), ("R", "S(1)", "P(sum)"))
+        ):
+            layouts = sw.Layout(_mesh(src_grid), (6, 5), src), sw.Layout(_mesh(dst_grid), (6, 5), dst)
+            plan = sw.plan(*layouts)
+            assert plan.simulate() == plan.wire_bytes_sum
+            read = sw.plan_from_json(plan.to_json())
+            assert read.to_bytes() == plan.to_bytes()
+            assert sw.Plan.from_bytes(plan.to_bytes()).to_bytes() == plan.to_bytes()
+
+
+def _gradients() -> None:
+    rank = dist.get_rank()
+    shape = (6, 9)
+    tensor = oracle.global_tensor(shape, torch.float32, 4, reducible=True)
+    gradient = oracle.global_tensor(shape, torch.float32, 5)
+    for (src_grid, dst_grid), src_kind, dst_kind in itertools.product(
+        PAIRS[:3], ("S(0)", "R", "P(sum)"), ("S(1)", "R")
+    ):
+        src, dst = (src_kind,) * len(src_grid[0]), (dst_kind,) * len(dst_grid[0])
+        layouts = sw.Layout(_mesh(src_grid), shape, src), sw.Layout(_mesh(dst_grid), shape, dst)
+        local = _part(tensor, src_grid, src, rank).requires_grad_()
+        result = sw.redistribute_local(local, *layouts)
+        if rank in src_grid[1] or rank in dst_grid[1]:
+            assert result.requires_grad
+            result.backward(_part(gradient, dst_grid, dst, rank))
+            back = ("R",) * len(src) if src_kind == "P(sum)" else src
+            assert local.grad is not None
+            wrong = oracle.difference(local.grad, _part(gradient, src_grid, back, rank))
+            assert wrong is None, f"{src} -> {dst} on rank {rank}: {wrong}"
+
+
+def test_gradients_take_the_way_back(pool: Pool) -> None:
+    pool.run(_gradients, WORLD_SIZE)
+
+
+def _device_mesh(grid: Grid) -> DeviceMesh:
+    shape, ranks = grid
+    return DeviceMesh("cpu", torch.tensor(ranks).reshape(shape), mesh_dim_names=NAMES[: len(shape)])
+
+
+def _torch_placements(texts: tuple[str, ...]) -> list[Any]:
+    return [Replicate() if text == "R" else Shard(int(text[2])) for text in texts]
+
+
+def _dtensor(tensor: torch.Tensor, mesh: DeviceMesh, grid: Grid, placements: tuple[str, ...]) -> DTensor:
+    """Not by distribute_tensor, which puts parts in the wrong places on meshes whose ranks do not ascend."""
+    local = _part(tensor, grid, placements, dist.get_rank())
+    ends = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(local, mesh, _torch_placements(placements), run_check=False, **ends)
+
+
+def _dtensors() -> None:
+    rank = dist.get_rank()
+    shape = (6, 5)
+    tensor = oracle.global_tensor(shape, torch.float32, 6)
+    gradient = oracle.global_tensor(shape, torch.float32, 7)
+    for src_grid, dst_grid in (PAIRS[0], PAIRS[2]):
+        src_mesh, dst_mesh = _device_mesh(src_grid), _device_mesh(dst_grid)
+        for src_kind, dst_kind, by_method in (("S(0)", "S(1)", False), ("R", "S(0)", True), ("S(1)", "R", False)):
+            src, dst = (src_kind,) * len(src_grid[0]), (dst_kind,) * len(dst_grid[0])
+            x = _dtensor(tensor, src_mesh, src_grid, src).requires_grad_()
+            if by_method:
+                with sw.enabled():
+                    y = x.redistribute(dst_mesh, _torch_placements(dst))
+            else:
+                y = sw.redistribute(x, _torch_placements(dst), dst_mesh)
+            assert isinstance(y, DTensor) and y.device_mesh == dst_mesh and y.shape == x.shape
+            wrong = oracle.difference(y.to_local().detach(), _part(tensor, dst_grid, dst, rank))
+            assert wrong is None, f"{src_grid} {src} -> {dst_grid} {dst}: {wrong}"
+            y.backward(_dtensor(gradient, dst_mesh, dst_grid, dst))
+            assert x.grad is not None and x.grad.device_mesh == src_mesh
+            wrong = oracle.difference(x.grad.to_local(), _part(gradient, src_grid, src, rank))
+            assert wrong is None, f"gradient of {src_grid} {src} -> {dst_grid} {dst}: {wrong}"
+
+
+def test_dtensors(pool: Pool) -> None:
+    pool.run(_dtensors, WORLD_SIZE)
+
+
+def _mistakes() -> None:
+    """Everything that all ranks can see raises on all of them, and nothing is left waiting."""
+    rank = dist.get_rank()
+    src = sw.Layout(_mesh(PAIRS[0][0]), (4, 3), ["S(0)"])
+    dst_mesh = _mesh(PAIRS[0][1])
+    local = _part(torch.ones(4, 3), PAIRS[0][0], ("S(0)",), rank)
+    for wrong, text in (
+        (sw.Layout(dst_mesh, (4, 4), ["S(0)"]), "shape"),
+        (sw.Layout(dst_mesh, (4, 3), ["S(0)"], "float64"), "dtype"),
+        (sw.Layout(dst_mesh, (4, 3), ["P(product)"]), "placements"),
+        (sw.Layout(sw.Mesh({"x": 4}, [2, 3, 4, 9]), (4, 3), ["S(0)"]), "holds rank 9"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            sw.redistribute_local(local, src, wrong)
+    dst = sw.Layout(dst_mesh, (4, 3), ["S(0)"])
+    if rank in PAIRS[0][0][1]:
+        with pytest.raises(ValueError, match="got None on rank"):
+            sw.redistribute_local(None, src, dst)
+    else:
+        with pytest.raises(ValueError, match="has shape"):
+            sw.redistribute_local(torch.ones(2), src, dst)
+    with pytest.raises(ValueError, match="out: "):
+        sw.redistribute_local(local, src, dst, out=torch.empty(9, 9))
+    with pytest.raises(ValueError, match="out: "):
+        sw.redistribute_local(local, src, dst, out=torch.empty(2), async_op=True)
+    result = sw.redistribute_local(local, src, dst)
+    assert oracle.difference(result, _part(torch.ones(4, 3), PAIRS[0][1], ("S(0)",), rank)) is None
+
+
+def test_mistakes_raise_everywhere(pool: Pool) -> None:
+    pool.run(_mistakes, WORLD_SIZE)
+
+
+def _overlapping_in_flight() -> None:
+    """Asynchronous moves there and back, checked under debug mode too."""
+    rank = dist.get_rank()
+    tensor = oracle.global_tensor((9, 4), torch.float32, 8)
+    src_grid, dst_grid = PAIRS[2]
+    src, dst = sw.Layout(_mesh(src_grid), (9, 4), ["S(0)", "R"]), sw.Layout(_mesh(dst_grid), (9, 4), ["S(1)"])
+    local = _part(tensor, src_grid, ("S(0)", "R"), rank)
+    for checked in (False, True):
+        sw.check_ranks(checked)
+        try:
+            there = [sw.redistribute_local(local, src, dst, async_op=True) for _ in range(3)]
+            back = [sw.redistribute_local(one, dst, src, async_op=True) for one in there]
+            for one in back:
+                assert oracle.difference(one + 0, local) is None
+        finally:
+            sw.check_ranks(False)
+
+
+def test_in_flight_together(pool: Pool) -> None:
+    pool.run(_overlapping_in_flight, WORLD_SIZE)
