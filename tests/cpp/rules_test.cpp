@@ -115,13 +115,13 @@ void check_figures(const Plan& plan) {
   TrafficTotals all;
   std::vector<int64_t> peaks(plan.steps.size(), 0);
   for (int64_t p = 0; p < plan.src.mesh().size(); ++p) {
-    Traffic of_rank;
-    for (const Step& step : plan.steps) of_rank = of_rank + traffic_at(step, plan.lowering, p);
+    const Rank rank = plan.src.mesh().rank_at(Position{p});
+    const Traffic of_rank = traffic_at(plan, rank);
     all.received_bytes_max = std::max(all.received_bytes_max, of_rank.received_bytes);
     all.received_bytes_sum += of_rank.received_bytes;
     all.sent_bytes_max = std::max(all.sent_bytes_max, of_rank.sent_bytes);
     all.messages_max = std::max(all.messages_max, of_rank.messages);
-    const std::vector<int64_t> of_program = compile(plan, p).peak_bytes_by_step();
+    const std::vector<int64_t> of_program = compile(plan, rank).peak_bytes_by_step();
     for (size_t i = 0; i < peaks.size(); ++i) peaks[i] = std::max(peaks[i], of_program[i]);
   }
   const TrafficTotals found = totals(plan);
@@ -425,6 +425,26 @@ TEST(Rules, LayoutsThatCutOtherwiseAreOthers) {
     for (size_t j = 0; j < layouts.size(); ++j) EXPECT_EQ(layouts[i] == layouts[j], i == j);
   }
   EXPECT_EQ(hashes.size(), layouts.size());
+}
+
+TEST(Rules, PlansBetweenMeshesAreRight) {
+  const MeshPtr four = test::mesh_of({2, 2});
+  const MeshPtr three = test::mesh_of({3}, {2, 3, 4});
+  const std::vector<Layout> sources = layouts_of(
+      four, {8, 6},
+      {"S(0),Ragged(0,1:3)", "Ragged(0,3:5),S(0)", "Owned(1),R", "P,Cyclic(0,1)", "S(1),Packed(0,5:3)", "P,R"});
+  const std::vector<Layout> destinations = layouts_of(
+      three, {8, 6}, {"Ragged(0,1:0:7)", "Blocks(0,3)", "Cyclic(1,1)", "Owned(2)", "Packed(0,4:4)", "P", "R"});
+  EXPECT_EQ(sources.size() * destinations.size(), 42U);
+  for (const Layout& src : sources) {
+    for (const Layout& dst : destinations) {
+      const Plan there = make_plan(src, dst, {Lowering::kNccl});
+      ASSERT_NO_THROW(simulate(there)) << to_string(there);
+      if (!src.partial_dims().empty()) continue;
+      const Plan back = make_plan(dst, src, {Lowering::kGloo});
+      ASSERT_NO_THROW(simulate(back)) << to_string(back);
+    }
+  }
 }
 
 TEST(Rules, ProductsRefuseThem) {
