@@ -89,15 +89,28 @@ MeshDimSet carried_along(const Mesh& mesh, int64_t n, const CutList& before, con
   return agree_when_gathered(mesh, n, before, after, both | prefix) ? both : MeshDimSet();
 }
 
+bool has_other_rules(const CutList& cuts) {
+  return std::any_of(cuts.begin(), cuts.end(), [](const Cut& c) { return !c.rule.is_strided_or_chunks(); });
+}
+
+// Replaces rules by the strided cuts that make the same parts, as far as parts are equal. So a list has one name
+// whether more cuts, into unequal parts, follow or not.
+CutList with_plain_names(const Mesh& mesh, int64_t n, CutList cuts) {
+  for (Cut& c : cuts) {
+    const int64_t k = mesh.dim_size(c.mesh_dim);
+    if (!c.rule.cuts_evenly(n, k)) break;
+    const std::optional<int64_t> factor = c.rule.equal_split_factor(n, k);
+    if (factor && !c.rule.is_strided_or_chunks()) c.rule = *factor;
+    n /= k;
+  }
+  return cuts;
+}
+
 }  // namespace
 
 std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts) {
+  cuts = with_plain_names(mesh, n, std::move(cuts));
   if (!cuts_evenly(mesh, n, cuts)) return cuts;
-  for (Cut& c : cuts) {
-    const int64_t k = mesh.dim_size(c.mesh_dim);
-    if (const std::optional<int64_t> factor = c.rule.equal_split_factor(n, k)) c.rule = *factor;
-    n /= k;
-  }
   bool changed = true;
   while (changed) {
     changed = false;
@@ -124,7 +137,12 @@ bool holds_the_same(const Mesh& mesh, int64_t n, const CutList& before, const Cu
   return agree_when_gathered(mesh, n, canonical(mesh, n, before), canonical(mesh, n, after), kept);
 }
 
-MeshDimSet spanned_dims(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after) {
+MeshDimSet spanned_dims(const Mesh& mesh, int64_t n, const CutList& given_before, const CutList& given_after) {
+  const bool has_others = has_other_rules(given_before) || has_other_rules(given_after);
+  const CutList named_before = has_others ? with_plain_names(mesh, n, given_before) : CutList();
+  const CutList named_after = has_others ? with_plain_names(mesh, n, given_after) : CutList();
+  const CutList& before = has_others ? named_before : given_before;
+  const CutList& after = has_others ? named_after : given_after;
   const auto common = static_cast<size_t>(
       std::mismatch(before.begin(), before.end(), after.begin(), after.end()).first - before.begin());
   MeshDimSet dims;
