@@ -1,9 +1,9 @@
 // Which ranks must be examined to find the worst of all ranks.
 //
 // Corners rely on an invariant of most rules: along a mesh dim, the parts of one parent descend (CutRule::descends), as
-// full chunks, a short one and empty ones do. So the largest and the smallest parts, and those furthest from each other,
-// are at the first and the last coordinates: the corners. Along mesh dims whose parts do not descend, Corners examines
-// more ranks.
+// full chunks, a short one and empty ones do. So the largest and the smallest parts, and those furthest from each
+// other, are at the first and the last coordinates: the corners. Along mesh dims whose parts do not descend, Corners
+// examines more ranks.
 //
 // Classes of ranks rely on no invariant: each cut's rule (layout/cut_rule.h) tells at which coordinates the shape of
 // parts changes, for each kind of parent.

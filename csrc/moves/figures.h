@@ -14,8 +14,8 @@ namespace shardwright {
 Link link_of(const Crossing& crossing, const Topology& topology);
 
 // Returns the figures of the worst rank among the corners of position 0's group (moves/extremes.h): there parts are
-// largest and smallest, and furthest from each other. Along mesh dims whose parts do not descend, the ranks that Corners
-// names are compared; for a crossing, all ranks.
+// largest and smallest, and furthest from each other. Along mesh dims whose parts do not descend, the ranks that
+// Corners names are compared; for a crossing, all ranks.
 StepFigures figures(const Step& step, Lowering lowering);
 
 // Like predicted_picoseconds in cost/cost.h, plus the collectives of every further round.

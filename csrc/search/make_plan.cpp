@@ -90,8 +90,8 @@ PartialWork work_between(const Layout& src, const Layout& dst) {
 }
 
 // The goal of the search: `dst` before anything becomes partial. A mesh dim that will be zero-filled stays cut,
-// innermost, so that the fill is local: by its own rule if that finds the same parts to cut. On another mesh it cuts the
-// longest tensor dim.
+// innermost, so that the fill is local: by its own rule if that finds the same parts to cut. On another mesh it cuts
+// the longest tensor dim.
 Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   Cuts goal_cuts = dst.cuts();
   if (!(src.mesh() == dst.mesh())) {

@@ -126,8 +126,8 @@ class States {
     }
   }
 
-  // Returns whether the next cut of an end uses a rule that is neither chunks nor strided, and cuts the same parts after
-  // these cuts. Such rules are kept, gathered or cut anew as they are.
+  // Returns whether the next cut of an end uses a rule that is neither chunks nor strided, and cuts the same parts
+  // after these cuts. Such rules are kept, gathered or cut anew as they are.
   static bool keeps_rule(const std::vector<Cut>& cuts, const std::vector<Cut>& of_end) {
     return !of_end[cuts.size()].rule.is_strided_or_chunks() && std::equal(cuts.begin(), cuts.end(), of_end.begin());
   }
