@@ -7,16 +7,30 @@
 namespace shardwright {
 namespace {
 
-// Calls visit(elements, times) for the non-empty parts of n elements cut by these mesh dims, all coordinates.
+// Calls visit(length, times) for the parts into which cuts divide a list of n elements, with parts of equal length
+// counted together; empty parts are left out. Mesh dims in `all` take every coordinate, others that of `position`.
 template <typename Visit>
-void for_each_part(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t times, const Visit& visit) {
-  if (n == 0) return;
+void for_each_part(const Mesh& mesh, int64_t position, MeshDimSet all, int64_t n, std::span<const Cut> cuts,
+                   int64_t times, const Visit& visit) {
+  if (n == 0 || times == 0) return;
   if (cuts.empty()) return visit(n, times);
-  const int64_t k = mesh.dim_size(cuts[0].mesh_dim);
-  const int64_t chunk = (n + k - 1) / k;
-  const int64_t full = n / chunk;
-  for_each_part(mesh, chunk, cuts.subspan(1), times * full, visit);
-  for_each_part(mesh, n - full * chunk, cuts.subspan(1), times, visit);
+  const Cut& first = cuts[0];
+  const int64_t k = mesh.dim_size(first.mesh_dim);
+  const auto go_on = [&](int64_t length, int64_t parts) {
+    for_each_part(mesh, position, all, length, cuts.subspan(1), times * parts, visit);
+  };
+  if (!all.contains(first.mesh_dim)) {
+    return go_on(first.rule.length(n, k, mesh.coordinate(position, first.mesh_dim)), 1);
+  }
+  if (first.rule.is_chunks()) {
+    const int64_t chunk = (n + k - 1) / k;
+    const int64_t full = n / chunk;
+    go_on(chunk, full);
+    return go_on(n - full * chunk, 1);
+  }
+  std::map<int64_t, int64_t> parts;
+  for (int64_t c = 0; c < k; ++c) ++parts[first.rule.length(n, k, c)];
+  for (const auto& [length, count] : parts) go_on(length, count);
 }
 
 // The same for what the parts of a list share with a target, if that is not empty.
@@ -25,6 +39,8 @@ void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const Inte
                   std::span<const Cut> cuts, const IntervalList& target, const Visit& visit) {
   const int64_t shared = intersection_length(list, target);
   if (shared == 0) return;
+  const int64_t n = length(list);
+  if (shared == n) return for_each_part(mesh, position, all, n, cuts, 1, visit);
   if (cuts.empty()) return visit(shared, int64_t{1});
   const Cut& first = cuts[0];
   const int64_t k = mesh.dim_size(first.mesh_dim);
@@ -32,10 +48,6 @@ void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const Inte
     const IntervalList part = first.rule.part(list, k, mesh.coordinate(position, first.mesh_dim));
     return for_each_met(mesh, position, all, part, cuts.subspan(1), target, visit);
   }
-  const bool all_taken = std::all_of(cuts.begin(), cuts.end(),
-                                     [&](const Cut& c) { return c.rule.is_chunks() && all.contains(c.mesh_dim); });
-  const int64_t n = length(list);
-  if (all_taken && shared == n) return for_each_part(mesh, n, cuts, 1, visit);
   Interval coordinates{0, k};
   if (first.rule.makes_runs()) {  // only the coordinates between the first and the last shared element
     const std::vector<Piece> pieces = intersect(list, target);

@@ -4,6 +4,7 @@
 #include <initializer_list>
 #include <map>
 #include <optional>
+#include <set>
 
 #include "program/builder.h"
 #include "program/step_memory.h"
@@ -230,29 +231,29 @@ class MoveMemory : public StepMemory {
     const auto [found, is_new] = scatterings_.try_emplace(pairs_.around(position).least);
     Scattering& scattering = found->second;
     if (!is_new) return scattering;
-    const std::vector<int64_t>& members = pairs_.group(position).positions;
-    if (step_.rounds == 1) {  // stops once the parts do not follow each other
-      RunOfLoads loads;
-      for (size_t m = 0; m < members.size() && loads.is_run(); ++m) {
-        const Load load = pairs_.share(position, members[m]).in_round(0);
-        loads.add(load.count, load.first_held, load.is_run_held);
-      }
-      loads.set_total(pairs_.num_held(position));
-      return scattering = {{loads}, {pairs_.need_equally(position)}};
-    }
-    std::vector<Transfer> parts;
-    for (const int64_t member : members) parts.push_back(pairs_.share(position, member));
-    for (int64_t round = 0; round < step_.rounds; ++round) {
-      RunOfLoads loads;
-      bool is_even = true;
-      const int64_t first = parts[0].in_round(round).count;
-      for (const Transfer& part : parts) {
+    // Members are added only as long as the parts of some round may be one run. The totals are known without that.
+    scattering.rounds.resize(step_.rounds);
+    for (const int64_t member : pairs_.group(position).positions) {
+      const Transfer part = pairs_.share(position, member);
+      bool is_some_run = false;
+      for (int64_t round = 0; round < step_.rounds; ++round) {
         const Load load = part.in_round(round);
-        is_even = is_even && load.count == first;
-        loads.add(load.count, load.first_held, load.is_run_held);
+        scattering.rounds[round].add(load.count, load.first_held, load.is_run_held);
+        is_some_run = is_some_run || scattering.rounds[round].is_run();
       }
-      scattering.rounds.push_back(loads);
-      scattering.is_even.push_back(is_even);
+      if (!is_some_run) break;
+    }
+    const std::map<int64_t, int64_t> needs = pairs_.members_by_need(position);
+    for (int64_t round = 0; round < step_.rounds; ++round) {
+      std::set<int64_t> counts;
+      int64_t total = 0;
+      for (const auto& [need, members] : needs) {
+        const Interval range = in_round({0, need}, round, step_.rounds);
+        counts.insert(range.end - range.begin);
+        total += (range.end - range.begin) * members;
+      }
+      scattering.rounds[round].set_total(total);
+      scattering.is_even.push_back(counts.size() == 1);
     }
     return scattering;
   }

@@ -89,9 +89,10 @@ class StepPairs {
   // What a rank holds before the step and also needs after it.
   Load own(int64_t position);
   int64_t num_held(int64_t position);  // elements
-  // Whether all members of the group around a rank hold equally many elements, and whether they need equally many.
-  bool hold_equally(int64_t position) { return have_equally(step_.before, position); }
-  bool need_equally(int64_t position) { return have_equally(step_.after, position); }
+  // Whether all members of the group around a rank hold equally many elements.
+  bool hold_equally(int64_t position) const;
+  // How many members of the group around a rank need how many elements after the step, without examining members.
+  std::map<int64_t, int64_t> members_by_need(int64_t position) const;
 
   // Whether the rank at one position has something for the rank at another position of the same group.
   bool talks(const Group& group, int64_t from, int64_t to);
@@ -148,7 +149,7 @@ class StepPairs {
   Part part(const Layout& layout, Parts& parts, int tensor_dim, int64_t position);
   PartsOfRank held(int64_t position);
   PartsOfRank needed(int64_t position);
-  bool have_equally(const Layout& layout, int64_t position) const;
+  std::map<int64_t, int64_t> members_by_length(const Layout& layout, int tensor_dim, int64_t position) const;
   bool shares_with(int64_t from, int64_t to);
   Load shared(const PartsOfRank& held, const PartsOfRank& needed) const;
   Transfer in_rounds(const PartsOfRank& held, const PartsOfRank& needed, const Load& whole, Interval range);
