@@ -136,6 +136,16 @@ bool is_ordered(const std::string& reduce, const Layout& src) {
 Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options) {
   check_user(layouts.size() >= 2, "through: got ", layouts.size(), " layouts; a plan goes through at least two");
   Plan plan = empty_plan(layouts.front(), layouts.back(), options);
+  const auto crosses = [](const Layout& a, const Layout& b) { return !(a.mesh() == b.mesh()); };
+  const auto crossings = [&] {
+    int64_t count = 0;
+    for (size_t i = 0; i + 1 < layouts.size(); ++i) count += crosses(layouts[i], layouts[i + 1]) ? 1 : 0;
+    return count;
+  }();
+  check_user(crossings == (crosses(plan.src, plan.dst) ? 1 : 0), "through: the layouts lead ", crossings,
+             " times to another mesh; allowed is once, from the mesh of the source to that of the destination");
+  check_user(crossings == 0 || options.groups.empty(),
+             "groups: a plan from one mesh to another uses the ranks of both; allowed is no restriction");
   for (size_t i = 0; i + 1 < layouts.size(); ++i) {
     check_same_tensor(layouts[i], layouts[i + 1]);
     work_between(layouts[i], layouts[i + 1]);  // refuses P(sum) to P(max), between which nothing would move

@@ -15,6 +15,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/sort.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
@@ -76,6 +77,14 @@ c10::IValue changed(const c10::IValue& value, const Change& change) {
 // Calls an operator on the thread of a stream.
 void call(const c10::OperatorHandle& op, Stack& stack) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  // The boxed form of this out variant corrupts memory in torch 2.11.
+  if (toString(op.operator_name()) == "aten::sort.values_stable") {
+    const auto [values, indices] =
+        at::sort(stack[0].toTensor(), stack[1].toOptional<bool>(), stack[2].toInt(), stack[3].toBool());
+    stack[4].toTensor().copy_(values);
+    stack[5].toTensor().copy_(indices);
+    return;
+  }
   op.callBoxed(stack);
 }
 

@@ -27,6 +27,7 @@ NOT_OURS = {
     "quick.py",
     "local.py",
     "hide.py",
+    "cross.py",
     "differences.py",
     "train.py",
 }

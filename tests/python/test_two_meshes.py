@@ -171,6 +171,41 @@ def test_dtensors(pool: Pool) -> None:
     pool.run(_dtensors, WORLD_SIZE)
 
 
+# Large enough that each rank of the destination receives a part, and gathers the others on the destination's mesh.
+MANY = 1 << 18
+
+
+def _gathers_on_the_destination() -> None:
+    """The source's mesh has no groups on the ranks that gather, and one rank's part contradicts its spec."""
+    rank = dist.get_rank()
+    src_mesh, dst_mesh = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3, 4, 5])
+    src, dst = sw.Layout(src_mesh, (MANY,), ["S(0)"]), sw.Layout(dst_mesh, (MANY,), ["R"])
+    plan = sw.plan(src, dst, backend="gloo", topology="gloo-local")
+    assert [step.op for step in plan.steps] == ["cross", "all_gather"]
+    tensor = torch.arange(float(MANY))
+    local = _part(tensor, ((2,), [0, 1]), ("S(0)",), rank)
+    for has_misfit in (False, True):
+        given = torch.cat([local, torch.ones(3)]) if has_misfit and rank == 1 else local
+        x = DTensor.from_local(given, src_mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=(1,))
+        y = sw.redistribute(x, [Replicate()], dst_mesh)
+        assert rank < 2 or torch.equal(y.to_local(), tensor)
+    with pytest.raises(ValueError, match="device type"):
+        sw.redistribute(x, [Replicate()], DeviceMesh("meta", [2, 3, 4, 5]))
+
+
+def test_gathers_on_the_destination(pool: Pool) -> None:
+    pool.run(_gathers_on_the_destination, 6)
+
+
+def test_plans_cross_once() -> None:
+    here, there = sw.Mesh({"a": 2}, [0, 1]), sw.Mesh({"b": 2}, [2, 3])
+    a, b = sw.Layout(here, (8,), ["S(0)"]), sw.Layout(there, (8,), ["S(0)"])
+    with pytest.raises(ValueError, match="lead 2 times to another mesh"):
+        sw.plan(a, a, through=[b])
+    with pytest.raises(ValueError, match="groups: "):
+        sw.plan(a, b, groups=[["a"]])
+
+
 def _mistakes() -> None:
     """Everything that all ranks can see raises on all of them, and nothing is left waiting."""
     rank = dist.get_rank()

@@ -308,7 +308,8 @@ def _dispatch_fixed(given: Given, ranks: ExpertRanks) -> Dispatched:
     journey.travel(_runtime.RowExchange(ranks.group_name, wire, send_rows, returns, each, each), codes)
     num_local = len(ranks.experts)
     capacity = _NO_CAPACITY if given.capacity is None else given.capacity
-    most = min(ranks.size * rows_per_rank * min(given.top_k, num_local), num_local * capacity)
+    # A token may name one expert several times.
+    most = min(ranks.size * rows_per_rank * given.top_k, num_local * capacity) if num_local > 0 else 0
     *expansion, beyond = _runtime.expand_rows_on_device(
         journey.codes, ranks.first_replica, num_local, None, capacity, most
     )

@@ -144,14 +144,15 @@ def _candidates(mesh_dims: tuple[int, ...], device_mesh: Any | None) -> Iterable
 
 
 def _group_of(device_mesh: Any, mesh_dim: int) -> Iterable[dist.ProcessGroup]:
-    # A mesh may have been made without process groups, and a flattened one without this rank.
+    # A mesh may have been made without process groups, and a flattened one without this rank. A rank outside the mesh
+    # has no groups of it, and the mesh dims of the other mesh of a crossing may not exist on this one.
     try:
         group = device_mesh.get_group(mesh_dim)
         if group not in distributed_c10d._world.pg_group_ranks:
             # The group was destroyed. In torch 2.15 a mesh keeps the groups it was made with and returns them while
             # tracing, and PyTorch's caches hold meshes of an earlier default group, because they equal current ones.
             group = distributed_c10d._resolve_process_group(group.group_name)
-    except (RuntimeError, KeyError, ValueError, AssertionError):
+    except (RuntimeError, LookupError, TypeError, ValueError, AssertionError):
         return
     if group in distributed_c10d._world.pg_group_ranks:
         yield group

@@ -84,6 +84,21 @@ def redistribute_local(
     return output
 
 
+def redistribute_part(
+    local: torch.Tensor, src: _planner.Layout, dst: _planner.Layout, device_mesh: DeviceMesh, async_op: bool
+) -> torch.Tensor:
+    """Redistributes this rank's part of a DTensor, without gradients.
+
+    A part that contradicts its layout is cut or padded, as `executables.run` does, instead of an error on one rank.
+    """
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    rank = dist.get_rank()
+    if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
+        return local
+    return executables.run(_executable(local, src, dst, None, device_mesh), local, async_op)
+
+
 def _redistribute_rarely(
     local: torch.Tensor | None,
     src: _planner.Layout,

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from ..plain_tensors import redistribute_local
+from ..plain_tensors import redistribute_part
 from .specs import layout_of_spec
 
 
@@ -33,10 +33,16 @@ def redistribute(
 ) -> DTensor:
     """Returns `x` on another mesh. Differentiable any number of times: the gradient takes the way back.
 
-    Raises ValueError for placements that are partial or not one per mesh dim, and RuntimeError while code is traced.
+    Raises ValueError for a mesh of another device type and for placements that are partial or not one per mesh dim, and
+    RuntimeError while code is traced.
     """
     if _are_we_tracing():
         raise RuntimeError("mesh: compiled code cannot move a DTensor to another mesh; allowed is eager code")
+    if mesh.device_type != x.device_mesh.device_type:
+        raise ValueError(
+            f"mesh: its device type is {mesh.device_type}, and that of x is {x.device_mesh.device_type}; allowed is "
+            "the same device type"
+        )
     placements = list(placements)
     if len(placements) != mesh.ndim:
         raise ValueError(
@@ -68,10 +74,11 @@ class _Crossing(torch.autograd.Function):
         ctx.backward_dtype = backward_dtype or ctx.dtype
         local = x._local_tensor.to(dtype)
         if x.device_mesh.get_coordinate() is None:
-            local = local.new_empty(0)  # of scalars DTensor holds an element there
+            # DTensor's operators leave tensors of any device and size there.
+            local = torch.empty(0, dtype=dtype, device=x.device_mesh.device_type)
         target = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(x.shape, x.stride(), dtype))
         src, dst = (layout_of_spec(spec, x.shape, dtype) for spec in (x._spec, target))
-        moved = redistribute_local(local, src, dst, device_mesh=x.device_mesh, async_op=async_op)
+        moved = redistribute_part(local, src, dst, x.device_mesh, async_op)
         return DTensor(moved, target, requires_grad=x.requires_grad)  # type: ignore[call-arg]
 
     @staticmethod

@@ -163,9 +163,9 @@ def _plan(
     )
     if layout is None:
         return Planned(Product(plan, where), tuple(",nk->" in axes for axes in plan.axes), ())
-    specs = [_spec_of(x.device_mesh, layout, asked.placements) for layout in plan.results]
+    specs = [_spec_of(x.device_mesh, layout, asked.placements or _placements(layout)) for layout in plan.results]
     if asked.shares and plan.keeps_gathered:
-        specs.append(_spec_of(x.device_mesh, plan.moved_operand, None))
+        specs.append(_spec_of(x.device_mesh, plan.moved_operand, _placements(plan.moved_operand)))
     holds_any = x.device_mesh.get_coordinate() is not None
     return Planned(Product(plan, where) if holds_any else None, (), tuple(specs))
 
@@ -227,13 +227,18 @@ def layout_of(spec: DTensorSpec) -> _planner.Layout:
 
 
 @executables.kept
-def _spec_of(mesh: Any, layout: _planner.Layout, placements: tuple[Placement, ...] | None) -> DTensorSpec:
-    """Of a tensor that lies so: row-major, with these placements where they are known, else S, R and sums."""
+def _spec_of(mesh: Any, layout: _planner.Layout, placements: tuple[Placement, ...]) -> DTensorSpec:
+    """Returns the spec of a row-major tensor. Layouts that differ only along mesh dims of size 1 are equal, so the
+    placements must be given."""
     stride = [1] * len(layout.shape)
     for d in range(len(stride) - 2, -1, -1):
         stride[d] = stride[d + 1] * max(layout.shape[d + 1], 1)
     meta = TensorMeta(torch.Size(layout.shape), tuple(stride), getattr(torch, layout.dtype))
-    return DTensorSpec(mesh, placements or tuple(map(_placement, layout.placements)), tensor_meta=meta)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+
+def _placements(layout: _planner.Layout) -> tuple[Placement, ...]:
+    return tuple(map(_placement, layout.placements))
 
 
 def _placement(name: str) -> Placement:
