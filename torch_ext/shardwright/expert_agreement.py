@@ -30,6 +30,7 @@ class Said(NamedTuple):
 
     hidden_size: int = 0
     dtype: torch.dtype | None = None
+    in_host_memory: bool = False  # whether tokens travel there
     top_k: int = 0
     num_experts: int = 0
     placement: int = 0
@@ -53,7 +54,7 @@ class Said(NamedTuple):
     def _text(name: str, word: int) -> str:
         if name in _ARE_DTYPES:
             return str(_DTYPES[word]).removeprefix("torch.")
-        if name in ("drops", "x_has_gradient", "scores_have_gradient"):
+        if name in ("drops", "in_host_memory", "x_has_gradient", "scores_have_gradient"):
             return str(bool(word))
         if name in ("capacity", "rows_per_rank") and word < 0:
             return "None"

@@ -33,6 +33,7 @@ class ExpertRanks:
         self.nodes: Nodes | None = None
         self._on_device: dict[torch.device, _runtime.DevicePlacement] = {}
         self._wires: dict[torch.device, torch.device] = {}
+        self._words: torch.device | None = None
 
     @property
     def node_of_rank(self) -> list[int]:
@@ -41,12 +42,34 @@ class ExpertRanks:
     def expert_of(self, replica: int) -> int:
         return self._expert_of_replica[replica]
 
+    def words(self) -> torch.device:
+        """Returns the device on which comparisons and counts travel.
+
+        The group alone decides it, because ranks may be called with tensors on different devices.
+        """
+        if self._words is None:
+            group = self._group.get()
+            self._check_moves(group)
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            in_host_memory = accelerator is None or executables.communicates_on("cpu", group)
+            self._words = torch.device("cpu") if in_host_memory or accelerator is None else accelerator
+        return self._words
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises ValueError if the group has no backend for tensors on this device."""
+        if not executables.communicates_on(device.type, self._group.get()):
+            raise ValueError(f"x: is on {device}, for which the group has no backend; allowed is a device with one")
+
+    @staticmethod
+    def _check_moves(group: dist.ProcessGroup) -> None:
+        if dist.get_backend(group) == "fake":
+            raise RuntimeError("group: the fake backend moves nothing, and where tokens go depends on what moves")
+
     def wire(self, device: torch.device) -> torch.device:
         """Where tensors of `device` travel: there, or in host memory where the group is Gloo's."""
         if device not in self._wires:
             group = self._group.get()
-            if dist.get_backend(group) == "fake":
-                raise RuntimeError("group: the fake backend moves nothing, and where tokens go depends on what moves")
+            self._check_moves(group)
             through_host = executables.lowering(device.type, group) == "gloo"
             self._wires[device] = torch.device("cpu") if through_host else device
         return self._wires[device]

@@ -142,22 +142,22 @@ def dispatch(
     x, expert_ids, scores, scales = map(_waited, (x, expert_ids, scores, scales))
     try:
         given = Given.checked(x, expert_ids, scores, scales, capacity, overflow, rows_per_rank)
+        ranks.check_device(given.x.device)
         codes = None if rows_per_rank is not None else given.chosen(ranks)
     except ValueError as error:
-        _refuse(ranks, error, x, rows_per_rank)
+        _refuse(ranks, error, rows_per_rank)
     if checking.is_on():
         _compare("dispatch", ranks, given.said(ranks).texts(), None)
     counts.dispatches += 1
     return _dispatch_fixed(given, ranks) if codes is None else _dispatch(given, ranks, codes)
 
 
-def _refuse(ranks: ExpertRanks, error: ValueError, x: Any, rows_per_rank: Any) -> NoReturn:
+def _refuse(ranks: ExpertRanks, error: ValueError, rows_per_rank: Any) -> NoReturn:
     """Raises the error, after telling the other ranks where they listen."""
     if checking.is_on():
         _compare("dispatch", ranks, {}, error)
     if rows_per_rank is None:
-        device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-        agree(ranks, Said(), error, ranks.wire(device))
+        agree(ranks, Said(), error, ranks.words())
     raise error
 
 
@@ -233,6 +233,7 @@ class Given(NamedTuple):
         return Said(
             hidden_size=self.x.shape[1],
             dtype=self.x.dtype,
+            in_host_memory=ranks.wire(self.x.device).type == "cpu",
             top_k=self.top_k,
             num_experts=ranks.placement.num_experts,
             placement=ranks.placement.hash,
@@ -275,11 +276,11 @@ def _dispatch(given: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatch
     targets = ranks.targets if nodes is None else nodes.relay_of_replica
     dropped = 0
     routes = _runtime.route_rows(codes, targets, ranks.size)
-    receive, copies, words_bytes = agree(ranks, given.said(ranks), None, wire, routes[2:])
+    receive, copies, words_bytes = agree(ranks, given.said(ranks), None, ranks.words(), routes[2:])
     if given.capacity is not None:
-        codes, dropped, more = exchange_capacity(ranks, codes, given.capacity, given.overflow == "drop", wire)
+        codes, dropped, more = exchange_capacity(ranks, codes, given.capacity, given.overflow == "drop", ranks.words())
         routes = _runtime.route_rows(codes, targets, ranks.size)
-        receive, copies, words = exchange_counts(ranks.group_name, routes[2:], wire)
+        receive, copies, words = exchange_counts(ranks.group_name, routes[2:], ranks.words())
         words_bytes += more + words
     counts.dropped += dropped
     journey = _Journey(given, ranks, words_bytes, knows_origins=nodes is not None)
