@@ -77,7 +77,7 @@ c10::IValue changed(const c10::IValue& value, const Change& change) {
 // Calls an operator on the thread of a stream.
 void call(const c10::OperatorHandle& op, Stack& stack) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  // The boxed form of this out variant corrupts memory in torch 2.11.
+  // In torch 2.11, a check of reference counts fails when the stack is destroyed after the boxed call of this variant.
   if (toString(op.operator_name()) == "aten::sort.values_stable") {
     const auto [values, indices] =
         at::sort(stack[0].toTensor(), stack[1].toOptional<bool>(), stack[2].toInt(), stack[3].toBool());
