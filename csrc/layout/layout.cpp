@@ -333,7 +333,8 @@ size_t Layout::hash() const {
   for (const int64_t size : shape_) mix(size);
   for (const std::vector<Cut>& cuts : cuts_) {
     mix(static_cast<int64_t>(cuts.size()));
-    for (const Cut& c : cuts) mix(static_cast<int64_t>(c.rule.hash()) * MeshDimSet::kMaxDims + c.mesh_dim);
+    for (const Cut& c : cuts)
+      mix(static_cast<int64_t>(c.rule.hash() * MeshDimSet::kMaxDims + static_cast<size_t>(c.mesh_dim)));
   }
   mix(partial_dims_.bits());
   return hash ^ (hash >> 32);
