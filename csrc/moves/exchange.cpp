@@ -148,6 +148,19 @@ Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t pos
   return total;
 }
 
+std::map<int64_t, int64_t> part_lengths(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position,
+                                        MeshDimSet varying) {
+  std::map<int64_t, int64_t> parts;
+  int64_t num_empty = 1;
+  for (const Cut& c : cuts) num_empty *= varying.contains(c.mesh_dim) ? mesh.dim_size(c.mesh_dim) : 1;
+  for_each_part(mesh, position, varying, n, cuts, 1, [&](int64_t length, int64_t times) {
+    parts[length] += times;
+    num_empty -= times;
+  });
+  if (num_empty > 0) parts[0] = num_empty;
+  return parts;
+}
+
 ExchangeTraffic::ExchangeTraffic(const Step& step)
     : step_(step), shared_(step.before, step.after), item_(step.before.dtype().size_bytes()) {
   if (step.sharing != Sharing::kNone || shared_.matchings().empty()) return;

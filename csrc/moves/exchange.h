@@ -74,6 +74,11 @@ struct Meeting {
 Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
              const IntervalList& target);
 
+// Returns the lengths of the parts into which the cuts divide a tensor dim of n elements, and how many parts have each
+// length. Empty parts count too. `varying` and `position` as above.
+std::map<int64_t, int64_t> part_lengths(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position,
+                                        MeshDimSet varying);
+
 // What ranks receive and send in an exchange, computed without visiting the members of their group unless that is
 // needed.
 class ExchangeTraffic {

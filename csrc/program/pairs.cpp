@@ -102,31 +102,14 @@ int64_t StepPairs::num_held(int64_t position) {
 
 Load StepPairs::own(int64_t position) { return shared(held(position), needed(position)); }
 
-// The lengths of parts depend only on the length of their parent, so parents of one length are taken together. All
-// combinations of parts of the tensor dims exist, so all members have equally much exactly if they do in every tensor
-// dim, or if all have nothing.
-// The lengths that parts of a tensor dim have among the members of the group around a rank, and how many members have
-// each; mesh dims of the group that do not cut this tensor dim are left out.
-std::map<int64_t, int64_t> StepPairs::members_by_length(const Layout& layout, int tensor_dim, int64_t position) const {
-  const Mesh& mesh = layout.mesh();
-  std::map<int64_t, int64_t> members{{layout.shape()[tensor_dim], 1}};
-  for (const Cut& c : layout.cuts(tensor_dim)) {
-    const bool varies = step_.mesh_dims.contains(c.mesh_dim);
-    const int64_t k = mesh.dim_size(c.mesh_dim);
-    const int64_t own = mesh.coordinate(position, c.mesh_dim);
-    std::map<int64_t, int64_t> shorter;
-    for (const auto& [n, times] : members) {
-      for (int64_t i = varies ? 0 : own; i < (varies ? k : own + 1); ++i) shorter[c.rule.length(n, k, i)] += times;
-    }
-    members = std::move(shorter);
-  }
-  return members;
-}
-
+// All combinations of parts of the tensor dims exist, so all members have equally much exactly if they do in every
+// tensor dim, or if all have nothing.
 bool StepPairs::hold_equally(int64_t position) const {
+  const Layout& layout = step_.before;
   bool all_alike = true;
-  for (size_t t = 0; t < ndim_; ++t) {
-    const std::map<int64_t, int64_t> lengths = members_by_length(step_.before, static_cast<int>(t), position);
+  for (int t = 0; t < layout.ndim(); ++t) {
+    const std::map<int64_t, int64_t> lengths =
+        part_lengths(layout.mesh(), layout.shape()[t], layout.cuts(t), position, step_.mesh_dims);
     if (lengths.rbegin()->first == 0) return true;
     all_alike = all_alike && lengths.size() == 1;
   }
@@ -134,11 +117,14 @@ bool StepPairs::hold_equally(int64_t position) const {
 }
 
 std::map<int64_t, int64_t> StepPairs::members_by_need(int64_t position) const {
-  const Mesh& mesh = step_.after.mesh();
-  std::map<int64_t, int64_t> members{{1, mesh.group_size(step_.mesh_dims - step_.after.cut_dims())}};
-  for (size_t t = 0; t < ndim_; ++t) {
+  const Layout& layout = step_.after;
+  const Mesh& mesh = layout.mesh();
+  std::map<int64_t, int64_t> members{{1, mesh.group_size(step_.mesh_dims - layout.cut_dims())}};
+  for (int t = 0; t < layout.ndim(); ++t) {
+    const std::map<int64_t, int64_t> lengths =
+        part_lengths(mesh, layout.shape()[t], layout.cuts(t), position, step_.mesh_dims);
     std::map<int64_t, int64_t> more;
-    for (const auto& [length, times] : members_by_length(step_.after, static_cast<int>(t), position)) {
+    for (const auto& [length, times] : lengths) {
       for (const auto& [elements, others] : members) more[elements * length] += others * times;
     }
     members = std::move(more);

@@ -149,7 +149,6 @@ class StepPairs {
   Part part(const Layout& layout, Parts& parts, int tensor_dim, int64_t position);
   PartsOfRank held(int64_t position);
   PartsOfRank needed(int64_t position);
-  std::map<int64_t, int64_t> members_by_length(const Layout& layout, int tensor_dim, int64_t position) const;
   bool shares_with(int64_t from, int64_t to);
   Load shared(const PartsOfRank& held, const PartsOfRank& needed) const;
   Transfer in_rounds(const PartsOfRank& held, const PartsOfRank& needed, const Load& whole, Interval range);

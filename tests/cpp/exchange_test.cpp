@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
 #include <optional>
+#include <string>
 
 #include "layouts.h"
 #include "moves/move.h"
@@ -65,6 +67,26 @@ TEST(Exchange, CountsWhatPairsSayInAnyNumberOfRounds) {
   }
   EXPECT_GT(checked, 10'000);
   EXPECT_GT(short_messages, 100);
+}
+
+// Each coordinate of the mesh dims that vary and cut the tensor dim is one part.
+TEST(Exchange, CountsPartsByTheirLength) {
+  const MeshPtr mesh = test::mesh_of({2, 3, 4});
+  for (const char* placements : {"S(0),S(0),S(0)", "S(0),R,Cyclic(0,2)", "SS(0,3),S(0),R", "R,R,R",
+                                 "Owned(0,1),S(0),S(0)", "S(0),Blocks(0,3),R", "R,Ragged(0,4:0:7),S(0)"}) {
+    const Layout layout(mesh, {11}, DType::parse("float32"), parse_placements(placements), {},
+                        StridedMeaning::kLiteral);
+    for (const MeshDimSet varying :
+         {MeshDimSet(), MeshDimSet::single(1), MeshDimSet::from_bits(5), MeshDimSet::from_bits(7)}) {
+      for (int64_t position = 0; position < mesh->size(); ++position) {
+        std::map<int64_t, int64_t> walked;
+        for (const int64_t member : mesh->group(position, varying & layout.cut_dims())) {
+          ++walked[length(layout.region(member)[0])];
+        }
+        EXPECT_EQ(part_lengths(*mesh, 11, layout.cuts(0), position, varying), walked) << placements;
+      }
+    }
+  }
 }
 
 }  // namespace
