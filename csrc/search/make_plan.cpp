@@ -114,6 +114,8 @@ Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
 
 Plan empty_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
   check_same_tensor(src, dst);
+  check_user(src.mesh() == dst.mesh() || options.groups.empty(), "groups: sets of mesh dims were named for ",
+             src.to_string(), " -> ", dst.to_string(), "; between two meshes allowed are none");
   Topology topology = options.topology ? *options.topology : Topology::named(options.lowering.default_topology);
   topology.check();
   return {src, dst, options.lowering, options.objective, std::move(topology), !options.groups.empty(), {}};
@@ -136,16 +138,10 @@ bool is_ordered(const std::string& reduce, const Layout& src) {
 Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options) {
   check_user(layouts.size() >= 2, "through: got ", layouts.size(), " layouts; a plan goes through at least two");
   Plan plan = empty_plan(layouts.front(), layouts.back(), options);
-  const auto crosses = [](const Layout& a, const Layout& b) { return !(a.mesh() == b.mesh()); };
-  const auto crossings = [&] {
-    int64_t count = 0;
-    for (size_t i = 0; i + 1 < layouts.size(); ++i) count += crosses(layouts[i], layouts[i + 1]) ? 1 : 0;
-    return count;
-  }();
-  check_user(crossings == (crosses(plan.src, plan.dst) ? 1 : 0), "through: the layouts lead ", crossings,
+  int64_t crossings = 0;
+  for (size_t i = 0; i + 1 < layouts.size(); ++i) crossings += layouts[i].mesh() == layouts[i + 1].mesh() ? 0 : 1;
+  check_user(crossings == (crosses(plan) ? 1 : 0), "through: the layouts lead ", crossings,
              " times to another mesh; allowed is once, from the mesh of the source to that of the destination");
-  check_user(crossings == 0 || options.groups.empty(),
-             "groups: a plan from one mesh to another uses the ranks of both; allowed is no restriction");
   for (size_t i = 0; i + 1 < layouts.size(); ++i) {
     check_same_tensor(layouts[i], layouts[i + 1]);
     work_between(layouts[i], layouts[i + 1]);  // refuses P(sum) to P(max), between which nothing would move
@@ -168,15 +164,12 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
 
 Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
   Plan plan = empty_plan(src, dst, options);
-  const bool is_one_mesh = src.mesh() == dst.mesh();
-  check_user(is_one_mesh || options.groups.empty(), "groups: sets of mesh dims were named for ", src.to_string(),
-             " -> ", dst.to_string(), "; between two meshes allowed are none");
   const PartialWork work = work_between(src, dst);
   if (src == dst) return plan;
 
   const Layout goal = goal_of(src, dst, work);
-  plan.steps = is_one_mesh ? cheapest_moves(src, goal, options, plan.topology)
-                           : cheapest_crossing(src, goal, options, plan.topology);
+  plan.steps = crosses(plan) ? cheapest_crossing(src, goal, options, plan.topology)
+                             : cheapest_moves(src, goal, options, plan.topology);
   if (!work.zero_filled.empty()) {
     const Layout filled = without_partials(dst, work.partitioned, dst.cuts());
     plan.steps.push_back({StepOp::kZeroFill, work.zero_filled, goal, filled});
@@ -195,7 +188,7 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
 }
 
 int64_t least_picoseconds(const Plan& plan) {
-  if (!(plan.src.mesh() == plan.dst.mesh())) return least_picoseconds_between(plan.src, plan.dst, plan.topology);
+  if (crosses(plan)) return least_picoseconds_between(plan.src, plan.dst, plan.topology);
   const Layout goal = goal_of(plan.src, plan.dst, partial_work(plan.src, plan.dst));
   return least_picoseconds(plan.src, goal, {plan.lowering, Objective::kTime, false, plan.topology}, plan.topology);
 }
