@@ -11,48 +11,16 @@
 #include "moves/describe.h"
 #include "moves/traffic.h"
 #include "planning/fit.h"
-#include "program/memory.h"
-#include "program/program.h"
 #include "search/make_plan.h"
 #include "support/error.h"
+#include "worst_rank.h"
 
 namespace shardwright {
 namespace {
 
-// The worst figures over all ranks, one by one; memory by compiling their programs.
-void check_traffic(const Plan& plan) {
-  TrafficTotals all;
-  for (const Rank rank : ranks_of(plan)) {
-    const Traffic of_rank = traffic_at(plan, rank);
-    all.received_bytes_max = std::max(all.received_bytes_max, of_rank.received_bytes);
-    all.received_bytes_sum += of_rank.received_bytes;
-    all.sent_bytes_max = std::max(all.sent_bytes_max, of_rank.sent_bytes);
-    all.messages_max = std::max(all.messages_max, of_rank.messages);
-  }
-  const TrafficTotals by_classes = totals(plan);
-  EXPECT_TRUE(by_classes.maxima_are_exact && by_classes.sum_is_exact);
-  EXPECT_EQ(by_classes.received_bytes_max, all.received_bytes_max) << to_string(plan);
-  EXPECT_EQ(by_classes.received_bytes_sum, all.received_bytes_sum) << to_string(plan);
-  EXPECT_EQ(by_classes.sent_bytes_max, all.sent_bytes_max) << to_string(plan);
-  EXPECT_EQ(by_classes.messages_max, all.messages_max) << to_string(plan);
-}
-
-void check_peak(const Plan& plan, bool compiles) {
-  ProgramMemory memory(plan);
-  std::vector<int64_t> worst(plan.steps.size(), 0);
-  for (const Rank rank : ranks_of(plan)) {
-    const std::vector<int64_t> peaks =
-        compiles ? compile(plan, rank).peak_bytes_by_step() : memory.peak_bytes_by_step(rank);
-    for (size_t i = 0; i < peaks.size(); ++i) worst[i] = std::max(worst[i], peaks[i]);
-  }
-  const ProgramMemory::Worst by_classes = ProgramMemory(plan).worst_peak_bytes_by_step(kMaxRanksWalked);
-  EXPECT_TRUE(by_classes.is_exact);
-  EXPECT_EQ(by_classes.bytes, worst) << to_string(plan) << plan.lowering.name;
-}
-
 void check(const Plan& plan, bool compiles) {
-  check_traffic(plan);
-  check_peak(plan, compiles);
+  test::check_traffic(plan);
+  test::check_peak(plan, compiles);
   const Bound bound = lower_bound(plan.src, plan.dst);
   if (!plan.src.partial_dims().empty() || !plan.dst.partial_dims().empty()) return;
   Bound all;
@@ -135,8 +103,8 @@ TEST(RankClasses, AnswerForEveryRankOfRandomPlans) {
     for (Step& step : plan.steps) {
       if (may_go_in_rounds(step, plan.lowering)) step.rounds = 1 + below(4);
     }
-    check_traffic(plan);
-    check_peak(plan, false);
+    test::check_traffic(plan);
+    test::check_peak(plan, false);
     ASSERT_FALSE(HasFailure());
     ++made;
   }

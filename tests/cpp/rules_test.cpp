@@ -13,14 +13,13 @@
 #include "moves/figures.h"
 #include "moves/traffic.h"
 #include "naive.h"
-#include "planning/fit.h"
 #include "planning/serialize.h"
 #include "products/product_problem.h"
-#include "program/memory.h"
 #include "program/program.h"
 #include "search/make_plan.h"
 #include "simulate/simulate.h"
 #include "support/error.h"
+#include "worst_rank.h"
 
 namespace shardwright {
 namespace {
@@ -110,27 +109,9 @@ void check_layout(const Layout& layout) {
   EXPECT_EQ(layout.largest_part_elements(), static_cast<int64_t>(most)) << layout.to_string();
 }
 
-// The figures that are worked out without a walk over all ranks, against such a walk.
 void check_figures(const Plan& plan) {
-  TrafficTotals all;
-  std::vector<int64_t> peaks(plan.steps.size(), 0);
-  for (int64_t p = 0; p < plan.src.mesh().size(); ++p) {
-    const Rank rank = plan.src.mesh().rank_at(Position{p});
-    const Traffic of_rank = traffic_at(plan, rank);
-    all.received_bytes_max = std::max(all.received_bytes_max, of_rank.received_bytes);
-    all.received_bytes_sum += of_rank.received_bytes;
-    all.sent_bytes_max = std::max(all.sent_bytes_max, of_rank.sent_bytes);
-    all.messages_max = std::max(all.messages_max, of_rank.messages);
-    const std::vector<int64_t> of_program = compile(plan, rank).peak_bytes_by_step();
-    for (size_t i = 0; i < peaks.size(); ++i) peaks[i] = std::max(peaks[i], of_program[i]);
-  }
-  const TrafficTotals found = totals(plan);
-  EXPECT_TRUE(found.maxima_are_exact && found.sum_is_exact);
-  EXPECT_EQ(found.received_bytes_max, all.received_bytes_max) << to_string(plan);
-  EXPECT_EQ(found.received_bytes_sum, all.received_bytes_sum) << to_string(plan);
-  EXPECT_EQ(found.sent_bytes_max, all.sent_bytes_max) << to_string(plan);
-  EXPECT_EQ(found.messages_max, all.messages_max) << to_string(plan);
-  EXPECT_EQ(ProgramMemory(plan).worst_peak_bytes_by_step(4096).bytes, peaks) << to_string(plan);
+  test::check_traffic(plan);
+  test::check_peak(plan, true);
 }
 
 void check_pair(const Layout& src, const Layout& dst, const PlanOptions& options, bool with_figures) {

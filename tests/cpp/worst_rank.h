@@ -1,0 +1,50 @@
+// The figures of a plan's worst rank and their sums, found by looking at every rank, and compared with those that the
+// library finds by looking at few.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "moves/describe.h"
+#include "moves/traffic.h"
+#include "planning/fit.h"
+#include "program/memory.h"
+#include "program/program.h"
+
+namespace shardwright::test {
+
+inline void check_traffic(const Plan& plan) {
+  TrafficTotals all;
+  for (const Rank rank : ranks_of(plan)) {
+    const Traffic of_rank = traffic_at(plan, rank);
+    all.received_bytes_max = std::max(all.received_bytes_max, of_rank.received_bytes);
+    all.received_bytes_sum += of_rank.received_bytes;
+    all.sent_bytes_max = std::max(all.sent_bytes_max, of_rank.sent_bytes);
+    all.messages_max = std::max(all.messages_max, of_rank.messages);
+  }
+  const TrafficTotals found = totals(plan);
+  EXPECT_TRUE(found.maxima_are_exact && found.sum_is_exact);
+  EXPECT_EQ(found.received_bytes_max, all.received_bytes_max) << to_string(plan);
+  EXPECT_EQ(found.received_bytes_sum, all.received_bytes_sum) << to_string(plan);
+  EXPECT_EQ(found.sent_bytes_max, all.sent_bytes_max) << to_string(plan);
+  EXPECT_EQ(found.messages_max, all.messages_max) << to_string(plan);
+}
+
+// With `compiles`, the peaks of all ranks are those of their programs, otherwise what ProgramMemory says of each rank.
+inline void check_peak(const Plan& plan, bool compiles) {
+  ProgramMemory memory(plan);
+  std::vector<int64_t> worst(plan.steps.size(), 0);
+  for (const Rank rank : ranks_of(plan)) {
+    const std::vector<int64_t> peaks =
+        compiles ? compile(plan, rank).peak_bytes_by_step() : memory.peak_bytes_by_step(rank);
+    for (size_t i = 0; i < peaks.size(); ++i) worst[i] = std::max(worst[i], peaks[i]);
+  }
+  const ProgramMemory::Worst found = ProgramMemory(plan).worst_peak_bytes_by_step(kMaxRanksWalked);
+  EXPECT_TRUE(found.is_exact);
+  EXPECT_EQ(found.bytes, worst) << to_string(plan) << plan.lowering.name;
+}
+
+}  // namespace shardwright::test
