@@ -111,7 +111,10 @@ def glob(*patterns: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in (ROOT / "csrc").glob(pattern))
 
 
-TORCH_FREE = ("support", "layout", "cost", "crossing", "moves", "search", "program", "planning", "products", "simulate")
+TORCH_FREE = (
+    *("support", "layout", "cost", "crossing", "moves", "search"),
+    *("program", "planning", "batch", "products", "simulate"),
+)
 CORE_SOURCES = glob(*(f"{folder}/*.cpp" for folder in TORCH_FREE))
 RUNTIME_BINDINGS = ("runtime_module", "executable_bindings", "kernel_bindings", "expert_bindings")
 PLANNER_MODULE = [

@@ -32,6 +32,7 @@ FOLDERS = (
     "search",
     "program",
     "planning",
+    "batch",
     "products",
     "simulate",
     "picture",
