@@ -20,9 +20,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
-#include <optional>
-#include <string>
 #include <vector>
 
 #include "batch/batch.h"
@@ -30,39 +27,6 @@
 #include "crossing/crossing.h"
 
 namespace shardwright {
-
-// What a batch moves, next to what no way of moving it can go below. Bytes are those of the destinations' dtypes.
-struct BatchCertificate {
-  int64_t items = 0;
-  int64_t kinds = 0;
-  int64_t ranks = 0;
-
-  // Received is also the bound: what a rank needs and does not hold, it must receive.
-  int64_t received_bytes_max = 0;
-  int64_t received_bytes_sum = 0;
-  int64_t sent_bytes_max = 0;
-  // What the rank that sends most must send if only holders send: the least worst load over all ways to share the
-  // sending of all items. If it would take too long to compute (kMaxTeams), a bound below it.
-  int64_t sent_bytes_bound = 0;
-  bool sent_bound_is_exact = true;
-
-  int64_t rounds = 0;
-  int64_t rounds_bound = 0;  // the busiest rank's bytes, divided by bucket_bytes
-  // Messages: one from a rank to another in each round in which something goes from one to the other.
-  int64_t messages_max = 0;  // sent or received by one rank
-  int64_t messages_sum = 0;
-  bool messages_are_exact = true;  // otherwise at most so many
-
-  int64_t bucket_bytes = 0;
-  int64_t buckets = 0;
-  int64_t memory_bytes = 0;  // buckets * bucket_bytes
-
-  static constexpr int64_t kMaxTeams = 4096;
-  static constexpr int64_t kMaxParcels = int64_t{1} << 20;
-
-  std::string to_string() const;
-  std::string to_json() const;
-};
 
 class BatchPlan {
  public:
@@ -82,17 +46,12 @@ class BatchPlan {
   // The dtype in which an item travels, and in which it arrives.
   DType wire_dtype(int item) const { return batch_.destinations[batch_.items[item].destination].dtype(); }
 
-  const BatchCertificate& certificate() const;  // made at the first call; thread-safe
-
-  // Items with equal layouts, maps, and turns.
+  // Items with equal layouts, maps and turns.
   struct Kind {
-    int src = 0;  // an item's source, whose layout all have
-    int dst = 0;
-    IndexMap map;
-    Grid src_grid;  // in the indices of the map's axes
-    Grid dst_grid;
-    Crossing crossing;
-    std::vector<ItemLoad> loads;
+    int item = 0;                 // one of them
+    Crossing crossing;            // its dims are the map's axes
+    std::vector<ItemLoad> loads;  // the largest first
+    int64_t num_items = 0;
   };
   const std::vector<Kind>& kinds() const { return kinds_; }
   int kind_of(int item) const { return kind_of_item_[item]; }
@@ -101,6 +60,10 @@ class BatchPlan {
   const std::vector<ItemPiece>& pieces(int item) const { return pieces_[item]; }
 
  private:
+  void find_kinds();
+  Kind make_kind(int item, const Crossing& crossing) const;
+  void schedule();
+
   Batch batch_;
   std::vector<Rank> ranks_;
   std::vector<Kind> kinds_;
@@ -110,8 +73,6 @@ class BatchPlan {
   int num_rounds_ = 0;
   int64_t bucket_bytes_ = 0;
   int64_t buckets_ = 0;
-  struct Lazy;
-  std::shared_ptr<Lazy> lazy_;
 };
 
 }  // namespace shardwright

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "batch/batch_plan.h"
@@ -70,23 +71,28 @@ class BatchProgram {
                                  const std::vector<int64_t>& dst_strides) const;
 
  private:
-  // This rank's part in all items of one kind.
-  struct Parcels {
-    struct One {
-      Rank peer{};
-      Interval range;
-      Intersection whole;
-    };
-    std::vector<One> sends;
-    std::vector<One> receives;
-    std::vector<Intersection> own;       // one, or none
-    std::vector<int64_t> begins_in_src;  // by axis: the local position of its first index
-    std::vector<int64_t> begins_in_dst;
+  // What this rank sends and receives in every item of a kind.
+  struct Parcel {
+    Rank peer{};
+    Interval range;  // of the elements of `whole`
+    Intersection whole;
   };
+  struct Part {
+    std::vector<Parcel> sends;  // by ascending peer
+    std::vector<Parcel> receives;
+    std::optional<Intersection> own;
+    // By axis: the local position of its first index.
+    std::vector<int64_t> first_in_src;
+    std::vector<int64_t> first_in_dst;
+  };
+  class Builder;
+
+  Part part_in(const BatchPlan::Kind& kind) const;
+  std::vector<Box> boxes_to(const BatchFragment& fragment, const std::vector<int64_t>& strides, bool is_sent) const;
 
   std::shared_ptr<const BatchPlan> plan_;
   Rank rank_;
-  std::vector<Parcels> parcels_;  // by kind
+  std::vector<Part> parts_;  // by kind
   std::vector<BatchRound> rounds_;
   std::vector<int> own_items_;
   std::vector<int> last_of_source_;

@@ -18,12 +18,15 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "crossing/grid.h"
 
 namespace shardwright {
 
 struct MapAxis {
-  static constexpr int kNoDim = -1;
+  static constexpr int kNoDim = Window::kNoDim;
 
   int src_dim = kNoDim;
   int dst_dim = kNoDim;
@@ -33,13 +36,6 @@ struct MapAxis {
   bool operator==(const MapAxis&) const = default;
 };
 
-// One side of an axis: the indices [begin, begin + length) of a tensor dim, or one index that is no dim of the tensor.
-struct Window {
-  int tensor_dim = MapAxis::kNoDim;
-  int64_t begin = 0;
-  int64_t length = 1;
-};
-
 class IndexMap {
  public:
   explicit IndexMap(std::vector<MapAxis> axes) : axes_(std::move(axes)) {}
@@ -47,6 +43,7 @@ class IndexMap {
   static IndexMap identity(const std::vector<int64_t>& shape);
 
   const std::vector<MapAxis>& axes() const { return axes_; }
+  // One side of each axis.
   std::vector<Window> src_windows() const;
   std::vector<Window> dst_windows() const;
   int64_t num_elements() const;

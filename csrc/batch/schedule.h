@@ -27,7 +27,7 @@ namespace shardwright {
 
 // A part of an item that travels in one round.
 struct ItemPiece {
-  static constexpr int64_t kWhole = int64_t{1} << 30;
+  static constexpr int64_t kWhole = int64_t{1} << 40;
 
   int round = 0;
   int64_t begin = 0;  // of kWhole
@@ -52,28 +52,26 @@ class Scheduler {
 
   Scheduler(int64_t num_ranks, int64_t bucket_bytes);
 
-  // Returns the pieces of an item, by round; none for an item without loads. Items must come with element sizes that do
-  // not grow. Throws UserError that names bucket_bytes, and how much is needed, if an item that must be split leaves a
-  // bucket with fewer than two elements for each of a rank's parcels.
-  std::vector<ItemPiece> add(const std::vector<ItemLoad>& loads, int64_t element_bytes);
+  // Returns the pieces of an item, by round; none for an item without loads. Loads are given with the largest first.
+  // Items must come with element sizes that do not grow. Throws UserError that names bucket_bytes and the item if the
+  // item must be split and a bucket does not hold two elements for each parcel of a rank.
+  std::vector<ItemPiece> add(int item, const std::vector<ItemLoad>& loads, int64_t element_bytes);
 
   int num_rounds() const { return first_open_ + static_cast<int>(open_.size()); }
   // The most bytes that any rank packs into a bucket.
   int64_t largest_round_bytes() const { return largest_round_bytes_; }
 
  private:
-  using Used = std::vector<int64_t>;  // bytes, by rank
+  using Used = std::vector<int64_t>;  // elements, by rank
 
   void open_round();
-  int64_t room_of(const Used& used, const std::vector<ItemLoad>& loads, int64_t element_bytes, int64_t begin) const;
-  void take(Used& used, const std::vector<ItemLoad>& loads, int64_t element_bytes, const ItemPiece& piece);
+  void take(Used& used, const std::vector<ItemLoad>& loads, const ItemPiece& piece);
 
   int64_t num_ranks_;
   int64_t bucket_bytes_;
-  int64_t element_bytes_ = 0;
+  int64_t element_bytes_ = 0;  // of the open rounds
   int first_open_ = 0;
-  std::deque<Used> open_;        // by round, from first_open_
-  std::vector<int> full_until_;  // by rank: rounds before this one have no room for it
+  std::deque<Used> open_;  // by round, from first_open_
   int64_t largest_round_bytes_ = 0;
 };
 

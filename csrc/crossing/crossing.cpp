@@ -17,11 +17,21 @@ bool by_peer(const Crossing::Parcel& a, const Crossing::Parcel& b) { return a.pe
 }  // namespace
 
 Crossing::Crossing(const Layout& src, const Layout& dst, Sharing sharing)
-    : sharing_(sharing), item_bytes_(src.dtype().size_bytes()), src_(src), dst_(dst), ranks_(src_.ranks()) {
+    : Crossing(Grid(src), Grid(dst), src.dtype().size_bytes(), sharing) {
   check_invariant(src.shape() == dst.shape() && src.dtype() == dst.dtype(), "a crossing from ", src.to_string(), " to ",
                   dst.to_string());
+}
+
+Crossing::Crossing(Grid src, Grid dst, int64_t item_bytes, Sharing sharing, int64_t first_turn)
+    : sharing_(sharing),
+      item_bytes_(item_bytes),
+      src_(std::move(src)),
+      dst_(std::move(dst)),
+      ranks_(src_.ranks()),
+      first_turn_(first_turn % src_.replicas()) {
+  check_invariant(src_.ndim() == dst_.ndim(), "a crossing from ", src_.ndim(), " to ", dst_.ndim(), " dims");
   check_invariant(sharing != Sharing::kNone, "a crossing without sharing");
-  for (int t = 0; t < src.ndim(); ++t) meetings_.emplace_back(src_.lists(t), dst_.lists(t));
+  for (int t = 0; t < src_.ndim(); ++t) meetings_.emplace_back(src_.lists(t), dst_.lists(t));
 
   const std::vector<Rank> others = dst_.ranks();
   ranks_.insert(ranks_.end(), others.begin(), others.end());
@@ -33,6 +43,19 @@ Crossing::Crossing(const Layout& src, const Layout& dst, Sharing sharing)
     const int64_t elements = length(line_of(src_.slots_of(part)));
     stretch_ = std::max(stretch_, (elements + src_.replicas() - 1) / src_.replicas());
   }
+  least_stretch_ = stretch_;
+  for (int64_t part = 0; part < src_.parts(); ++part) {
+    const Line line = line_of(src_.slots_of(part));
+    if (length(line) > 0) least_stretch_ = std::min(least_stretch_, line.stretch);
+  }
+}
+
+Rank Crossing::holder(const Line& line, int64_t turn) const {
+  return src_.rank_at(line.slots, (turn + first_turn_) % src_.replicas());
+}
+
+int64_t Crossing::turn_of(const Grid::Seat& seat) const {
+  return (seat.replica + src_.replicas() - first_turn_) % src_.replicas();
 }
 
 void Crossing::find_absent() {
@@ -146,11 +169,12 @@ std::vector<Crossing::Parcel> Crossing::sends(Rank rank) const {
   const std::optional<Grid::Seat> holds = src_.seat_of(rank);
   if (!holds) return parcels;
   const Line line = line_of(holds->slots);
-  const int64_t end = first_served(line, holds->replica + 1);
+  const int64_t turn = turn_of(*holds);
+  const int64_t end = first_served(line, turn + 1);
   // The last place may be served by both this rank and the next.
   const int64_t last = sharing_ == Sharing::kBytes ? std::min(end + 1, num_places(line)) : end;
-  for (int64_t number = first_served(line, holds->replica); number < last; ++number) {
-    const Interval range = served(line, place(line, number), holds->replica);
+  for (int64_t number = first_served(line, turn); number < last; ++number) {
+    const Interval range = served(line, place(line, number), turn);
     if (range.begin < range.end) parcels.push_back({needer(line, number), range});
   }
   std::sort(parcels.begin(), parcels.end(), by_peer);
@@ -184,15 +208,14 @@ void Crossing::for_each_received(Rank rank, const Visit& visit) const {
     const bool in_whole = sharing_ == Sharing::kMessages;
     const int64_t first = in_whole ? (2 * at.begin + at.elements) / (2 * line.stretch) : at.begin / line.stretch;
     const int64_t last = in_whole ? first : (at.begin + at.elements - 1) / line.stretch;
-    for (int64_t turn = first; turn <= last; ++turn) visit(line.slots, turn, served(line, at, turn));
+    for (int64_t turn = first; turn <= last; ++turn) visit(line, turn, served(line, at, turn));
   }
 }
 
 std::vector<Crossing::Parcel> Crossing::receives(Rank rank) const {
   std::vector<Parcel> parcels;
-  for_each_received(rank, [&](const std::vector<int64_t>& slots, int64_t turn, Interval range) {
-    parcels.push_back({src_.rank_at(slots, turn), range});
-  });
+  for_each_received(
+      rank, [&](const Line& line, int64_t turn, Interval range) { parcels.push_back({holder(line, turn), range}); });
   std::sort(parcels.begin(), parcels.end(), by_peer);
   return parcels;
 }
@@ -216,11 +239,24 @@ int64_t Crossing::sent_elements(Rank rank) const {
   if (!holds) return 0;
   const Line line = line_of(holds->slots);
   if (sharing_ == Sharing::kBytes) {
-    return std::clamp<int64_t>(length(line) - line.stretch * holds->replica, 0, line.stretch);
+    return std::clamp<int64_t>(length(line) - line.stretch * turn_of(*holds), 0, line.stretch);
   }
-  const int64_t first = first_served(line, holds->replica);
-  const int64_t end = first_served(line, holds->replica + 1);
+  const int64_t first = first_served(line, turn_of(*holds));
+  const int64_t end = first_served(line, turn_of(*holds) + 1);
   return place(line, end).begin - place(line, first).begin;
+}
+
+int64_t Crossing::parcels_received_at_most(Rank rank) const {
+  const int64_t parts = parts_received(rank);
+  return sharing_ == Sharing::kMessages ? parts : 2 * parts + received_elements(rank) / least_stretch_;
+}
+
+int64_t Crossing::parcels_sent_at_most(Rank rank) const {
+  const std::optional<Grid::Seat> holds = src_.seat_of(rank);
+  if (!holds) return 0;
+  const Line line = line_of(holds->slots);
+  const int64_t places = first_served(line, turn_of(*holds) + 1) - first_served(line, turn_of(*holds));
+  return sharing_ == Sharing::kMessages ? places : places + 1;
 }
 
 int64_t Crossing::parts_received(Rank rank) const {
@@ -242,7 +278,7 @@ Traffic Crossing::at(Rank rank, int64_t rounds) const {
     traffic.messages = parts_received(rank);
     return traffic;
   }
-  for_each_received(rank, [&](const std::vector<int64_t>&, int64_t, Interval range) {
+  for_each_received(rank, [&](const Line&, int64_t, Interval range) {
     traffic.messages += std::min(rounds, range.end - range.begin);
   });
   return traffic;
@@ -288,8 +324,8 @@ bool Crossing::crosses_nodes(int64_t ranks_per_node) const {
   if (node_of(ranks_.front()) == node_of(ranks_.back())) return false;
   for (const Rank rank : ranks_) {
     bool crosses = false;
-    for_each_received(rank, [&](const std::vector<int64_t>& slots, int64_t turn, Interval) {
-      crosses = crosses || node_of(src_.rank_at(slots, turn)) != node_of(rank);
+    for_each_received(rank, [&](const Line& line, int64_t turn, Interval) {
+      crosses = crosses || node_of(holder(line, turn)) != node_of(rank);
     });
     if (crosses) return true;
   }

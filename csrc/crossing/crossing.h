@@ -41,6 +41,12 @@ class Crossing {
   // The layouts must have the same shape and dtype and no partials, and `sharing` must be kMessages or kBytes.
   // Otherwise throws InvariantError.
   Crossing(const Layout& src, const Layout& dst, Sharing sharing);
+  // The same of grids with equal dims, which may be boxes of tensors with other shapes. The holder with number
+  // `first_turn` among a part's replicas serves the first stretch, and after the last one the first follows.
+  Crossing(Grid src, Grid dst, int64_t item_bytes, Sharing sharing, int64_t first_turn = 0);
+
+  const Grid& src() const { return src_; }
+  const Grid& dst() const { return dst_; }
 
   // The ranks of both meshes, ascending. Other ranks send and receive nothing.
   const std::vector<Rank>& ranks() const { return ranks_; }
@@ -64,6 +70,14 @@ class Crossing {
   // Return how much a rank needs and does not hold, and how much it sends, without a walk over its peers.
   int64_t received_elements(Rank rank) const;
   int64_t sent_elements(Rank rank) const;
+  // Return a number of parcels that a rank receives or sends at most, also without a walk.
+  int64_t parcels_received_at_most(Rank rank) const;
+  int64_t parcels_sent_at_most(Rank rank) const;
+
+  // The most that a holder sends.
+  int64_t longest_stretch() const { return stretch_; }
+  // Returns what all needers of a part of the source together need, by its number in src().
+  int64_t wanted_elements(int64_t part) const { return length(line_of(src_.slots_of(part))); }
 
   // The largest value of each figure over all ranks, and what all ranks receive together.
   struct Totals {
@@ -110,9 +124,11 @@ class Crossing {
   // Returns what the holder with this turn sends to a place.
   Interval served(const Line& line, const Place& place, int64_t turn) const;
   Rank needer(const Line& line, int64_t number) const;
+  Rank holder(const Line& line, int64_t turn) const;
+  int64_t turn_of(const Grid::Seat& seat) const;
   int64_t parts_received(Rank rank) const;
   int64_t largest_result_bytes() const;
-  // Calls visit(slots of the part, turn of the holder, range).
+  // Calls visit(line of the part, turn of the holder, range).
   template <typename Visit>
   void for_each_received(Rank rank, const Visit& visit) const;
 
@@ -124,6 +140,8 @@ class Crossing {
   std::vector<Rank> ranks_;
   std::vector<std::vector<Absent>> absent_;  // by part of the source, each by place
   int64_t stretch_ = 1;                      // elements, at most
+  int64_t least_stretch_ = 1;                // elements, of any line
+  int64_t first_turn_ = 0;
 };
 
 }  // namespace shardwright

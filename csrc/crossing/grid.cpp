@@ -31,23 +31,54 @@ int64_t offset_of(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t n
   return offset;
 }
 
+std::vector<Window> whole(const Layout& layout) {
+  std::vector<Window> windows;
+  for (int t = 0; t < layout.ndim(); ++t) windows.push_back({t, 0, layout.shape()[t]});
+  return windows;
+}
+
+// Returns the indices of a list in a window, counted from its beginning.
+IntervalList seen_through(const Window& window, const IntervalList& list) {
+  IntervalList seen;
+  for (const Interval& interval : list) {
+    const int64_t begin = std::max<int64_t>(interval.begin - window.begin, 0);
+    const int64_t end = std::min(interval.end - window.begin, window.length);
+    if (begin < end) seen.push_back({begin, end});
+  }
+  return seen;
+}
+
 }  // namespace
 
-Grid::Grid(const Layout& layout) : mesh_(layout.mesh_ptr()) {
+Grid::Grid(const Layout& layout) : Grid(layout, whole(layout)) {}
+
+Grid::Grid(const Layout& layout, const std::vector<Window>& windows) : mesh_(layout.mesh_ptr()) {
   check_invariant(layout.partial_dims().empty(), "a grid of ", layout.to_string(), ", which is partial");
   for (int d = 0; d < mesh_->ndim(); ++d) {
     if (!layout.cut_dims().contains(d)) replicating_.push_back(d);
   }
   replicas_ = sizes_of(*mesh_, replicating_);
-  for (int t = 0; t < layout.ndim(); ++t) {
+  for (const Window& window : windows) {
+    const int t = window.tensor_dim;
     std::vector<int> cutting;
-    for (const Cut& cut : layout.cuts(t)) cutting.push_back(cut.mesh_dim);
     std::vector<IntervalList> lists;
-    for (int64_t slot = 0; slot < sizes_of(*mesh_, cutting); ++slot) {
-      lists.push_back(part_at(*mesh_, layout.shape()[t], layout.cuts(t), Position{offset_of(*mesh_, cutting, slot)}));
+    std::vector<int64_t> first_positions;
+    if (t == Window::kNoDim) {
+      lists.push_back({{0, 1}});
+      first_positions.push_back(0);
+    } else {
+      for (const Cut& cut : layout.cuts(t)) cutting.push_back(cut.mesh_dim);
+      for (int64_t slot = 0; slot < sizes_of(*mesh_, cutting); ++slot) {
+        IntervalList list =
+            part_at(*mesh_, layout.shape()[t], layout.cuts(t), Position{offset_of(*mesh_, cutting, slot)});
+        const bool is_whole = window.begin == 0 && window.length == layout.shape()[t];
+        first_positions.push_back(is_whole ? 0 : intersection_length(list, {{0, window.begin}}));
+        lists.push_back(is_whole ? std::move(list) : seen_through(window, list));
+      }
     }
     cutting_.push_back(std::move(cutting));
     lists_.push_back(std::move(lists));
+    first_positions_.push_back(std::move(first_positions));
   }
 }
 

@@ -16,13 +16,28 @@
 
 namespace shardwright {
 
+// A dim of a grid: the indices [begin, begin + length) of a tensor dim; or one index, 0, that is no dim of the tensor.
+struct Window {
+  static constexpr int kNoDim = -1;
+
+  int tensor_dim = kNoDim;
+  int64_t begin = 0;
+  int64_t length = 1;
+};
+
 class Grid {
  public:
   explicit Grid(const Layout& layout);
+  // A box of the tensor, as if it were a tensor of its own, with its dims in any order. Every tensor dim must be in
+  // exactly one window.
+  Grid(const Layout& layout, const std::vector<Window>& windows);
 
   int ndim() const { return static_cast<int>(lists_.size()); }
-  // Returns the indices of each slot of a tensor dim.
+  // Returns the indices of each slot of a tensor dim. With windows, dims are windows, and indices count from their
+  // beginnings.
   const std::vector<IntervalList>& lists(int tensor_dim) const { return lists_[tensor_dim]; }
+  // Returns the local position of the first index of a slot that is in the window, without which it is 0.
+  int64_t first_position(int tensor_dim, int64_t slot) const { return first_positions_[tensor_dim][slot]; }
   int64_t replicas() const { return replicas_; }
   int64_t parts() const { return mesh_->size() / replicas_; }
 
@@ -47,6 +62,7 @@ class Grid {
   std::vector<int> replicating_;           // mesh dims that cut nothing
   int64_t replicas_ = 1;
   std::vector<std::vector<IntervalList>> lists_;
+  std::vector<std::vector<int64_t>> first_positions_;
 };
 
 // The pairs of slots of two grids that have indices in common, on one tensor dim.

@@ -26,12 +26,13 @@ struct Placed {
 
 // `order` lists mesh dims; those that cut one tensor dim do so in this order.
 inline Placed placed(const MeshPtr& mesh, const std::vector<int64_t>& ranks, const std::vector<int64_t>& shape,
-                     const std::vector<Placement>& placements, const std::vector<int>& order) {
+                     const std::vector<Placement>& placements, const std::vector<int>& order,
+                     DType dtype = DType::kFloat32) {
   ShardOrder shard_order;
   for (const int d : order) {
     if (placements[d].is_shard_like()) shard_order[placements[d].dim].push_back(d);
   }
-  Placed made{Layout(mesh, shape, DType::parse("float32"), placements, shard_order, StridedMeaning::kLiteral), {}};
+  Placed made{Layout(mesh, shape, dtype, placements, shard_order, StridedMeaning::kLiteral), {}};
   for (int64_t p = 0; p < mesh->size(); ++p) {
     std::vector<std::vector<int64_t>>& lists = made.held[Rank{ranks[p]}];
     for (const int64_t n : shape) lists.push_back(naive::iota(n));
@@ -58,7 +59,7 @@ class RandomPlacements {
   }
 
   // On 1 to 8 of the ranks 0 to `world` - 1.
-  Placed on_any_mesh(const std::vector<int64_t>& shape, int64_t world) {
+  Placed on_any_mesh(const std::vector<int64_t>& shape, int64_t world, DType dtype = DType::kFloat32) {
     std::vector<int64_t> sizes;
     int64_t size = 1;
     for (int64_t d = 0, dims = pick(1, 3); d < dims; ++d) {
@@ -71,10 +72,11 @@ class RandomPlacements {
     ranks = {ranks.begin() + first, ranks.begin() + first + size};
     std::vector<std::string> names;
     for (size_t d = 0; d < sizes.size(); ++d) names.push_back(std::string(1, static_cast<char>('a' + d)));
-    return on(std::make_shared<Mesh>(names, sizes, ranks), ranks, shape);
+    return on(std::make_shared<Mesh>(names, sizes, ranks), ranks, shape, dtype);
   }
 
-  Placed on(const MeshPtr& mesh, const std::vector<int64_t>& ranks, const std::vector<int64_t>& shape) {
+  Placed on(const MeshPtr& mesh, const std::vector<int64_t>& ranks, const std::vector<int64_t>& shape,
+            DType dtype = DType::kFloat32) {
     std::vector<Placement> placements;
     std::vector<int> order;
     for (int d = 0; d < mesh->ndim(); ++d) {
@@ -85,7 +87,7 @@ class RandomPlacements {
       order.push_back(d);
     }
     std::shuffle(order.begin(), order.end(), random_);
-    return placed(mesh, ranks, shape, placements, order);
+    return placed(mesh, ranks, shape, placements, order, dtype);
   }
 
  private:

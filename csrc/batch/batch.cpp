@@ -1,0 +1,186 @@
+#include "batch/batch.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <unordered_map>
+
+#include "planning/serialize.h"
+#include "support/error.h"
+#include "support/wire_format.h"
+
+namespace shardwright {
+namespace {
+
+constexpr std::string_view kKind = "batch";
+
+void check_not_partial(const std::vector<Layout>& layouts, const char* side) {
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    check_user(layouts[i].partial_dims().empty(), side, " ", i, ": ", layouts[i].to_string(),
+               " has pending reductions; allowed are layouts without, so reduce it first with redistribute_local");
+  }
+}
+
+// Gives equal texts equal numbers, in the order of their first appearance.
+class Numbers {
+ public:
+  int of(std::string value) {
+    return numbers_.try_emplace(std::move(value), static_cast<int>(numbers_.size())).first->second;
+  }
+  size_t count() const { return numbers_.size(); }
+
+ private:
+  std::unordered_map<std::string, int> numbers_;
+};
+
+std::vector<int64_t> words_of(const IndexMap& map) {
+  std::vector<int64_t> words;
+  for (const MapAxis& axis : map.axes()) {
+    words.insert(words.end(), {axis.src_dim, axis.dst_dim, axis.src_begin, axis.dst_begin, axis.length});
+  }
+  return words;
+}
+
+IndexMap map_of(const std::vector<int64_t>& words) {
+  check_user(words.size() % 5 == 0, "batch: an axis of ", words.size() % 5, " numbers; allowed is 5");
+  std::vector<MapAxis> axes;
+  for (size_t i = 0; i < words.size(); i += 5) {
+    // Numbers that are no dims become the least one that is none either, so that check() names it.
+    const auto dim = [](int64_t word) { return static_cast<int>(std::clamp<int64_t>(word, -2, 1 << 20)); };
+    axes.push_back({dim(words[i]), dim(words[i + 1]), words[i + 2], words[i + 3], words[i + 4]});
+  }
+  return IndexMap(std::move(axes));
+}
+
+}  // namespace
+
+void Batch::check() const {
+  check_user(buckets >= 1, "buckets: got ", buckets, "; allowed are 1 and more");
+  check_not_partial(sources, "source");
+  check_not_partial(destinations, "destination");
+  for (size_t i = 0; i < items.size(); ++i) {
+    const BatchItem& item = items[i];
+    check_user(item.source >= 0 && item.source < static_cast<int64_t>(sources.size()), "item ", i, ": got source ",
+               item.source, "; allowed are the numbers of ", sources.size(), " sources");
+    check_user(item.destination >= 0 && item.destination < static_cast<int64_t>(destinations.size()), "item ", i,
+               ": got destination ", item.destination, "; allowed are the numbers of ", destinations.size(),
+               " destinations");
+    item.map.check(sources[item.source].shape(), destinations[item.destination].shape(), concat("item ", i));
+    const int64_t item_bytes = destinations[item.destination].dtype().size_bytes();
+    check_user(bucket_bytes >= item_bytes, "bucket_bytes: got ", bucket_bytes, "; item ", i, " has elements of ",
+               item_bytes, " bytes, so allowed are ", item_bytes, " and more");
+  }
+}
+
+std::vector<Rank> Batch::ranks() const {
+  std::set<const Mesh*> seen;
+  std::vector<Rank> ranks;
+  for (const std::vector<Layout>* side : {&sources, &destinations}) {
+    for (const Layout& layout : *side) {
+      if (!seen.insert(&layout.mesh()).second) continue;
+      const std::vector<Rank> more = layout.mesh().ranks();
+      ranks.insert(ranks.end(), more.begin(), more.end());
+      std::sort(ranks.begin(), ranks.end());
+      ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+    }
+  }
+  return ranks;
+}
+
+std::string Batch::to_bytes() const {
+  std::map<const Mesh*, int> number_of_mesh;  // meshes that are equal, and yet not the same, are found by their bytes
+  Numbers meshes;
+  Numbers layouts;
+  std::vector<std::pair<int, const Layout*>> written;  // mesh and layout
+  const auto number_of = [&](const Layout& layout) {
+    const auto [mesh, is_new_mesh] = number_of_mesh.try_emplace(&layout.mesh(), 0);
+    if (is_new_mesh) {
+      Writer out("mesh");
+      write(out, layout.mesh());
+      mesh->second = meshes.of(std::move(out).finish());
+    }
+    Writer out("layout");
+    out.integer(mesh->second);
+    write(out, layout);
+    const int number = layouts.of(std::move(out).finish());
+    if (number == static_cast<int>(written.size())) written.emplace_back(mesh->second, &layout);
+    return static_cast<int64_t>(number);
+  };
+  std::vector<int64_t> numbers_of_sources;
+  std::vector<int64_t> numbers_of_destinations;
+  for (const Layout& layout : sources) numbers_of_sources.push_back(number_of(layout));
+  for (const Layout& layout : destinations) numbers_of_destinations.push_back(number_of(layout));
+  std::map<std::vector<int64_t>, int64_t> number_of_map;
+  std::vector<std::vector<int64_t>> maps;
+  std::vector<int64_t> words;  // of items
+  for (const BatchItem& item : items) {
+    std::vector<int64_t> map = words_of(item.map);
+    const auto [found, is_new] = number_of_map.try_emplace(map, static_cast<int64_t>(maps.size()));
+    if (is_new) maps.push_back(std::move(map));
+    words.insert(words.end(), {item.source, item.destination, found->second});
+  }
+  std::vector<const Mesh*> written_meshes(meshes.count(), nullptr);
+  for (const auto& [mesh, number] : number_of_mesh) written_meshes[number] = mesh;
+
+  Writer out(kKind);
+  out.integer(bucket_bytes);
+  out.integer(buckets);
+  out.list(written_meshes, [&](const Mesh* mesh) { write(out, *mesh); });
+  out.list(written, [&](const auto& one) {
+    out.integer(one.first);
+    write(out, *one.second);
+  });
+  out.integers(numbers_of_sources);
+  out.integers(numbers_of_destinations);
+  out.list(maps, [&](const std::vector<int64_t>& map) { out.integers(map); });
+  out.integers(words);
+  return std::move(out).finish();
+}
+
+Batch Batch::from_bytes(std::string_view bytes) {
+  Reader in(bytes, kKind);
+  Batch batch;
+  batch.bucket_bytes = in.integer();
+  batch.buckets = in.integer();
+  const std::vector<MeshPtr> meshes = in.list([&] { return read_mesh(in); });
+  const std::vector<Layout> layouts =
+      in.list([&] { return read_layout(in, meshes.at(in.integer(0, static_cast<int64_t>(meshes.size()) - 1))); });
+  const auto tensors = [&] {
+    return in.list([&] { return layouts.at(in.integer(0, static_cast<int64_t>(layouts.size()) - 1)); });
+  };
+  batch.sources = tensors();
+  batch.destinations = tensors();
+  const std::vector<IndexMap> maps = in.list([&] { return map_of(in.integers()); });
+  const std::vector<int64_t> words = in.integers();
+  in.finish();
+  check_user(words.size() % 3 == 0, "batch: items of ", words.size(), " numbers; allowed are 3 each");
+  for (size_t i = 0; i < words.size(); i += 3) {
+    const auto number = [&](size_t j, size_t count, const char* what) {
+      check_user(words[j] >= 0 && words[j] < static_cast<int64_t>(count), "batch: got ", what, " ", words[j],
+                 "; allowed are numbers below ", count);
+      return static_cast<int>(words[j]);
+    };
+    batch.items.push_back({number(i, batch.sources.size(), "source"),
+                           number(i + 1, batch.destinations.size(), "destination"),
+                           maps[number(i + 2, maps.size(), "map")]});
+  }
+  batch.check();
+  return batch;
+}
+
+Batch whole_tensors(std::vector<std::pair<Layout, Layout>> pairs, int64_t bucket_bytes, int64_t buckets) {
+  Batch batch;
+  batch.bucket_bytes = bucket_bytes;
+  batch.buckets = buckets;
+  for (auto& [src, dst] : pairs) {
+    const auto number = static_cast<int>(batch.items.size());
+    check_user(src.shape() == dst.shape(), "items: item ", number, " is from ", src.to_string(), " to ",
+               dst.to_string(), "; allowed are two layouts of one shape");
+    batch.items.push_back({number, number, IndexMap::identity(src.shape())});
+    batch.sources.push_back(std::move(src));
+    batch.destinations.push_back(std::move(dst));
+  }
+  return batch;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,224 @@
+#include "batch/batch_certificate.h"
+
+#include <algorithm>
+#include <bit>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "crossing/load.h"
+#include "support/error.h"
+#include "support/text.h"
+
+namespace shardwright {
+namespace {
+
+using Kind = BatchPlan::Kind;
+
+int64_t ceil_divide(int64_t n, int64_t k) { return (n + k - 1) / k; }
+
+int64_t item_bytes(const BatchPlan& plan, const Kind& kind) { return plan.wire_dtype(kind.item).size_bytes(); }
+
+void count_bytes(const BatchPlan& plan, BatchCertificate& certificate) {
+  std::vector<int64_t> received(plan.ranks().size(), 0);
+  std::vector<int64_t> sent(plan.ranks().size(), 0);
+  for (const Kind& kind : plan.kinds()) {
+    const int64_t bytes = item_bytes(plan, kind) * kind.num_items;
+    int64_t received_elements = 0;
+    for (const ItemLoad& load : kind.loads) {
+      const Rank rank = plan.ranks()[load.rank];
+      received[load.rank] += kind.crossing.received_elements(rank) * bytes;
+      sent[load.rank] += kind.crossing.sent_elements(rank) * bytes;
+      received_elements += kind.crossing.received_elements(rank);
+    }
+    const int64_t needed = plan.batch().items[kind.item].map.num_elements() * kind.crossing.dst().replicas();
+    certificate.received_bytes_sum += received_elements * bytes;
+    certificate.kept_bytes_sum += (needed - received_elements) * bytes;
+  }
+  int64_t busiest = 0;
+  for (size_t r = 0; r < received.size(); ++r) {
+    certificate.received_bytes_max = std::max(certificate.received_bytes_max, received[r]);
+    certificate.sent_bytes_max = std::max(certificate.sent_bytes_max, sent[r]);
+    busiest = std::max(busiest, received[r] + sent[r]);
+  }
+  certificate.rounds_bound = ceil_divide(busiest, plan.batch().bucket_bytes);
+}
+
+// What all needers want of each set of holders, in bytes.
+std::map<std::vector<Rank>, int64_t> wanted_of_holders(const BatchPlan& plan) {
+  std::map<std::vector<Rank>, int64_t> wanted;
+  for (const Kind& kind : plan.kinds()) {
+    const Grid& src = kind.crossing.src();
+    for (int64_t part = 0; part < src.parts(); ++part) {
+      const int64_t elements = kind.crossing.wanted_elements(part);
+      if (elements == 0) continue;
+      const std::vector<int64_t> slots = src.slots_of(part);
+      std::vector<Rank> holders;
+      for (int64_t replica = 0; replica < src.replicas(); ++replica) holders.push_back(src.rank_at(slots, replica));
+      std::sort(holders.begin(), holders.end());
+      wanted[std::move(holders)] += elements * item_bytes(plan, kind) * kind.num_items;
+    }
+  }
+  return wanted;
+}
+
+// The ranks that are in the same sets of holders are a team.
+void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
+  const std::map<std::vector<Rank>, int64_t> wanted = wanted_of_holders(plan);
+  certificate.sent_bound_is_exact = static_cast<int64_t>(wanted.size()) <= BatchCertificate::kMaxPools;
+  if (!certificate.sent_bound_is_exact) {
+    for (const auto& [holders, bytes] : wanted) {
+      const int64_t of_each = ceil_divide(bytes, static_cast<int64_t>(holders.size()));
+      certificate.sent_bytes_bound = std::max(certificate.sent_bytes_bound, of_each);
+    }
+    return;
+  }
+  std::map<Rank, std::vector<int>> pools_of;
+  SharedWork work;
+  for (const auto& [holders, bytes] : wanted) {
+    const auto pool = static_cast<int>(work.jobs.size());
+    work.jobs.push_back({bytes, {pool}});
+    for (const Rank rank : holders) pools_of[rank].push_back(pool);
+  }
+  work.pools.resize(work.jobs.size());
+  std::map<std::vector<int>, int> teams;
+  for (const auto& [rank, pools] : pools_of) {
+    const auto [found, is_new] = teams.try_emplace(pools, static_cast<int>(teams.size()));
+    if (is_new) {
+      work.team_sizes.push_back(0);
+      for (const int pool : pools) work.pools[pool].push_back(found->second);
+    }
+    ++work.team_sizes[found->second];
+  }
+  certificate.sent_bytes_bound = least_worst_load(work).rounded_up();
+}
+
+// The rounds in which items of a kind travel: as a whole, and in pieces.
+struct Travel {
+  std::vector<uint64_t> whole;  // a bit for each round
+  std::vector<ItemPiece> pieces;
+};
+
+// A parcel from one rank to another in all items of a kind.
+struct Flow {
+  Rank from{};
+  Rank to{};
+  int kind = 0;
+  int64_t elements = 0;
+};
+
+std::vector<Travel> travels_of(const BatchPlan& plan) {
+  std::vector<Travel> travels(plan.kinds().size());
+  for (Travel& travel : travels) travel.whole.resize((plan.num_rounds() + 63) / 64, 0);
+  for (const int item : plan.order()) {
+    Travel& travel = travels[plan.kind_of(item)];
+    for (const ItemPiece& piece : plan.pieces(item)) {
+      if (piece.begin == 0 && piece.end == ItemPiece::kWhole) {
+        travel.whole[piece.round / 64] |= uint64_t{1} << piece.round % 64;
+      } else {
+        travel.pieces.push_back(piece);
+      }
+    }
+  }
+  return travels;
+}
+
+std::vector<Flow> flows_of(const BatchPlan& plan) {
+  std::vector<Flow> flows;
+  for (size_t k = 0; k < plan.kinds().size(); ++k) {
+    const Kind& kind = plan.kinds()[k];
+    for (const ItemLoad& load : kind.loads) {
+      const Rank rank = plan.ranks()[load.rank];
+      for (const Crossing::Parcel& parcel : kind.crossing.receives(rank)) {
+        flows.push_back({parcel.peer, rank, static_cast<int>(k), parcel.range.end - parcel.range.begin});
+      }
+    }
+  }
+  std::sort(flows.begin(), flows.end(),
+            [](const Flow& a, const Flow& b) { return std::pair(a.to, a.from) < std::pair(b.to, b.from); });
+  return flows;
+}
+
+void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
+  const std::vector<Travel> travels = travels_of(plan);
+  int64_t parcels = 0;
+  int64_t at_most = 0;
+  for (size_t k = 0; k < travels.size(); ++k) {
+    int64_t of_kind = 0;
+    for (const ItemLoad& load : plan.kinds()[k].loads) of_kind += load.parcels;
+    auto rounds = static_cast<int64_t>(travels[k].pieces.size());
+    for (const uint64_t word : travels[k].whole) rounds += std::popcount(word);
+    parcels += of_kind;
+    at_most += of_kind * rounds / 2;  // each was counted at both ends
+  }
+  certificate.messages_are_exact = parcels <= BatchCertificate::kMaxParcels;
+  if (!certificate.messages_are_exact) {
+    certificate.messages_sum = certificate.messages_max = at_most;
+    return;
+  }
+  const std::vector<Flow> flows = flows_of(plan);
+  std::map<Rank, int64_t> received;
+  std::vector<uint64_t> rounds;
+  for (size_t i = 0; i < flows.size();) {
+    rounds.assign((plan.num_rounds() + 63) / 64, 0);
+    const Flow& first = flows[i];
+    for (; i < flows.size() && flows[i].from == first.from && flows[i].to == first.to; ++i) {
+      const Travel& travel = travels[flows[i].kind];
+      for (size_t w = 0; w < rounds.size(); ++w) rounds[w] |= travel.whole[w];
+      for (const ItemPiece& piece : travel.pieces) {
+        const bool is_empty =
+            ItemPiece::before(piece.begin, flows[i].elements) == ItemPiece::before(piece.end, flows[i].elements);
+        if (!is_empty) rounds[piece.round / 64] |= uint64_t{1} << piece.round % 64;
+      }
+    }
+    for (const uint64_t word : rounds) received[first.to] += std::popcount(word);
+  }
+  for (const auto& [rank, messages] : received) {
+    certificate.messages_sum += messages;
+    certificate.messages_max = std::max(certificate.messages_max, messages);
+  }
+}
+
+}  // namespace
+
+BatchCertificate certificate_of(const BatchPlan& plan) {
+  BatchCertificate certificate;
+  certificate.items = static_cast<int64_t>(plan.batch().items.size());
+  certificate.kinds = static_cast<int64_t>(plan.kinds().size());
+  certificate.ranks = static_cast<int64_t>(plan.ranks().size());
+  certificate.rounds = plan.num_rounds();
+  certificate.bucket_bytes = plan.bucket_bytes();
+  certificate.buckets = plan.buckets();
+  certificate.memory_bytes = plan.bucket_bytes() * plan.buckets();
+  count_bytes(plan, certificate);
+  bound_sent(plan, certificate);
+  count_messages(plan, certificate);
+  return certificate;
+}
+
+std::string BatchCertificate::to_string() const {
+  const char* at_most = messages_are_exact ? "" : "at most ";
+  return concat(items, items == 1 ? " item of " : " items of ", count_text(kinds, "kind"), " over ",
+                count_text(ranks, "rank"), "\n  received: ", bytes_text(received_bytes_max), " by the worst rank, ",
+                bytes_text(received_bytes_sum), " by all; nothing can do with less. ", bytes_text(kept_bytes_sum),
+                " stay on their ranks", "\n  sent: ", bytes_text(sent_bytes_max), " by the worst rank, ",
+                sent_bound_is_exact ? "" : "at least ", bytes_text(sent_bytes_bound), " if only holders send",
+                "\n  rounds: ", rounds, ", at least ", rounds_bound, " with such buckets; messages: ", at_most,
+                messages_sum, ", ", at_most, messages_max, " to one rank",
+                "\n  extra memory: ", bytes_text(memory_bytes), " on each rank, ", count_text(buckets, "bucket"),
+                " of ", bytes_text(bucket_bytes), ", and nothing else");
+}
+
+std::string BatchCertificate::to_json() const {
+  const auto flag = [](bool value) { return value ? "true" : "false"; };
+  return concat("{\"items\": ", items, ", \"kinds\": ", kinds, ", \"ranks\": ", ranks,
+                ", \"received_bytes_max\": ", received_bytes_max, ", \"received_bytes_sum\": ", received_bytes_sum,
+                ", \"kept_bytes_sum\": ", kept_bytes_sum, ", \"sent_bytes_max\": ", sent_bytes_max,
+                ", \"sent_bytes_bound\": ", sent_bytes_bound, ", \"sent_bound_is_exact\": ", flag(sent_bound_is_exact),
+                ", \"rounds\": ", rounds, ", \"rounds_bound\": ", rounds_bound, ", \"messages_max\": ", messages_max,
+                ", \"messages_sum\": ", messages_sum, ", \"messages_are_exact\": ", flag(messages_are_exact),
+                ", \"bucket_bytes\": ", bucket_bytes, ", \"buckets\": ", buckets, ", \"memory_bytes\": ", memory_bytes,
+                "}");
+}
+
+}  // namespace shardwright

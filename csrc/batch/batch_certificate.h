@@ -1,0 +1,48 @@
+// The figures of a batch's plan, next to what no way of moving the batch can go below.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "batch/batch_plan.h"
+
+namespace shardwright {
+
+// Bytes are those of the destinations' dtypes.
+struct BatchCertificate {
+  int64_t items = 0;
+  int64_t kinds = 0;  // of items that are planned alike
+  int64_t ranks = 0;
+
+  // Received is also the bound: what a rank needs and does not hold, it must receive.
+  int64_t received_bytes_max = 0;
+  int64_t received_bytes_sum = 0;
+  int64_t kept_bytes_sum = 0;  // copied locally
+  int64_t sent_bytes_max = 0;
+  // What the rank that sends most must send if only holders send: the least worst load over all ways to share the
+  // sending of all items. With more than kMaxPools sets of holders it is a bound below that, and not exact.
+  int64_t sent_bytes_bound = 0;
+  bool sent_bound_is_exact = true;
+
+  int64_t rounds = 0;
+  int64_t rounds_bound = 0;  // the busiest rank's bytes, sent and received, divided by the bytes of a bucket
+  // One from a rank to another in each round in which something goes from one to the other. With more than kMaxParcels
+  // parcels in items of different kinds these are at most so many.
+  int64_t messages_max = 0;  // received by one rank
+  int64_t messages_sum = 0;
+  bool messages_are_exact = true;
+
+  int64_t bucket_bytes = 0;
+  int64_t buckets = 0;
+  int64_t memory_bytes = 0;  // buckets * bucket_bytes, on every rank that takes part
+
+  static constexpr int64_t kMaxPools = 4096;
+  static constexpr int64_t kMaxParcels = int64_t{1} << 20;
+
+  std::string to_string() const;
+  std::string to_json() const;
+};
+
+BatchCertificate certificate_of(const BatchPlan& plan);
+
+}  // namespace shardwright

@@ -1,0 +1,103 @@
+#include "batch/schedule.h"
+
+#include <algorithm>
+
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+constexpr int64_t kWhole = ItemPiece::kWhole;
+
+// a * b / c, rounded down.
+int64_t scaled(int64_t a, int64_t b, int64_t c) { return static_cast<int64_t>(static_cast<__int128>(a) * b / c); }
+
+// The most elements that a rank packs for a piece. Each of its parcels is rounded down at both ends, so that a piece
+// that does not begin at 0 may have one element more of each parcel than its share.
+int64_t most_elements(const ItemLoad& load, int64_t begin, int64_t end) {
+  if (begin == 0) return end == kWhole ? load.elements : scaled(load.elements, end, kWhole);
+  return std::min(load.elements, scaled(load.elements, end - begin, kWhole) + load.parcels);
+}
+
+// The last mark up to which a piece that begins at `begin` has at most `room` elements.
+int64_t last_mark(const ItemLoad& load, int64_t begin, int64_t room) {
+  if (most_elements(load, begin, kWhole) <= room) return kWhole;
+  if (begin == 0) return scaled(room, kWhole, load.elements);
+  return room <= load.parcels ? begin : begin + scaled(room - load.parcels, kWhole, load.elements);
+}
+
+}  // namespace
+
+int64_t ItemPiece::before(int64_t mark, int64_t elements) {
+  if (mark == kWhole) return elements;
+  return mark == 0 ? 0 : scaled(elements, mark, kWhole);
+}
+
+Scheduler::Scheduler(int64_t num_ranks, int64_t bucket_bytes) : num_ranks_(num_ranks), bucket_bytes_(bucket_bytes) {}
+
+void Scheduler::open_round() {
+  open_.emplace_back(num_ranks_, 0);
+  if (open_.size() > kOpenRounds) {
+    open_.pop_front();
+    ++first_open_;
+  }
+}
+
+void Scheduler::take(Used& used, const std::vector<ItemLoad>& loads, const ItemPiece& piece) {
+  int64_t most = 0;
+  for (const ItemLoad& load : loads) {
+    int64_t& elements = used[load.rank];
+    elements += most_elements(load, piece.begin, piece.end);
+    most = std::max(most, elements);
+  }
+  largest_round_bytes_ = std::max(largest_round_bytes_, most * element_bytes_);
+}
+
+std::vector<ItemPiece> Scheduler::add(int item, const std::vector<ItemLoad>& loads, int64_t element_bytes) {
+  if (loads.empty()) return {};
+  if (element_bytes != element_bytes_) {
+    check_invariant(element_bytes_ == 0 || element_bytes < element_bytes_, "item ", item, " has elements of ",
+                    element_bytes, " bytes after ones of ", element_bytes_);
+    first_open_ = num_rounds();
+    open_.clear();
+    element_bytes_ = element_bytes;
+  }
+  const int64_t bucket = bucket_bytes_ / element_bytes;
+  const int64_t busiest = loads.front().elements;
+  int64_t parcels = 0;
+  for (const ItemLoad& load : loads) parcels = std::max(parcels, load.parcels);
+  const bool may_split = bucket >= 2 * parcels;
+  check_user(busiest <= bucket || may_split, "bucket_bytes: got ", bucket_bytes_, "; item ", item,
+             " must be split over rounds, and a rank exchanges up to ", parcels, " parcels of it, so allowed are ",
+             2 * parcels * element_bytes, " and more");
+
+  // Returns the last mark for which a round has room, or `begin` if the piece would be small.
+  const auto mark_in = [&](const Used& used, int64_t begin, bool only_whole) {
+    int64_t end = kWhole;
+    for (const ItemLoad& load : loads) {
+      end = std::min(end, last_mark(load, begin, bucket - used[load.rank]));
+      if (end < kWhole && (only_whole || scaled(busiest, end - begin, kWhole) < bucket / 8)) return begin;
+    }
+    return end;
+  };
+  for (size_t r = 0; r < open_.size() && busiest <= bucket; ++r) {
+    if (mark_in(open_[r], 0, true) < kWhole) continue;
+    const ItemPiece whole{first_open_ + static_cast<int>(r), 0, kWhole};
+    take(open_[r], loads, whole);
+    return {whole};
+  }
+  std::vector<ItemPiece> pieces;
+  int64_t begin = 0;
+  for (int round = first_open_; begin < kWhole; ++round) {
+    if (round == num_rounds()) open_round();
+    Used& used = open_[round - first_open_];
+    const int64_t end = mark_in(used, begin, !may_split);
+    if (end <= begin) continue;
+    pieces.push_back({round, begin, end});
+    take(used, loads, pieces.back());
+    begin = end;
+  }
+  return pieces;
+}
+
+}  // namespace shardwright

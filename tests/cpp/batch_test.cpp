@@ -1,0 +1,483 @@
+// Runs batches on all ranks in one process, and compares every element with the maps, walked index by index.
+#include "batch/batch.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <random>
+
+#include "batch/batch_certificate.h"
+#include "batch/batch_program.h"
+#include "crossing/bounds.h"
+#include "layouts.h"
+#include "program/copy_boxes.h"
+#include "support/error.h"
+#include "two_meshes.h"
+
+namespace shardwright {
+namespace {
+
+using test::layout_of;
+using test::mesh_of;
+using test::Placed;
+using test::RandomPlacements;
+
+constexpr int64_t kUntouched = -1;
+
+// A rank's part of a tensor, in memory of its own with any strides. Each element is a number of eight bytes.
+struct Local {
+  std::vector<int64_t> shape;
+  std::vector<int64_t> strides;
+  std::vector<int64_t> memory;
+};
+
+Local local_with(const std::vector<std::vector<int64_t>>& lists, RandomPlacements& random) {
+  Local local;
+  std::vector<int> order;
+  for (size_t d = 0; d < lists.size(); ++d) {
+    local.shape.push_back(static_cast<int64_t>(lists[d].size()));
+    order.push_back(static_cast<int>(d));
+  }
+  std::shuffle(order.begin(), order.end(), random.random());
+  local.strides.resize(lists.size());
+  int64_t stride = random.pick(1, 2);
+  for (const int d : order) {
+    local.strides[d] = stride;
+    stride = stride * local.shape[d] + random.pick(0, 2);
+  }
+  local.memory.assign(std::max<int64_t>(stride, 1), kUntouched);
+  return local;
+}
+
+// Calls visit(global index, place in memory) for every element of a part.
+template <typename Visit>
+void for_each_element(const std::vector<std::vector<int64_t>>& lists, Local& local, const Visit& visit) {
+  int64_t count = 1;
+  for (const int64_t size : local.shape) count *= size;
+  for (int64_t i = 0; i < count; ++i) {
+    std::vector<int64_t> index(lists.size());
+    int64_t rest = i;
+    int64_t offset = 0;
+    for (size_t d = lists.size(); d-- > 0;) {
+      const int64_t at = rest % local.shape[d];
+      rest /= local.shape[d];
+      index[d] = lists[d][at];
+      offset += at * local.strides[d];
+    }
+    visit(index, local.memory[offset]);
+  }
+}
+
+int64_t value_of(int source, const std::vector<int64_t>& index) {
+  int64_t value = source + 1;
+  for (const int64_t i : index) value = value * 64 + i;
+  return value;
+}
+
+// The source's index of an element that an item writes, or nothing if it does not write this one.
+std::optional<std::vector<int64_t>> source_index(const IndexMap& map, size_t src_ndim,
+                                                 const std::vector<int64_t>& dst_index) {
+  std::vector<int64_t> index(src_ndim, 0);
+  for (const MapAxis& axis : map.axes()) {
+    const int64_t at = axis.dst_dim < 0 ? 0 : dst_index[axis.dst_dim] - axis.dst_begin;
+    if (at < 0 || at >= axis.length) return std::nullopt;
+    if (axis.src_dim >= 0) index[axis.src_dim] = axis.src_begin + at;
+  }
+  return index;
+}
+
+struct Problem {
+  std::vector<Placed> sources;
+  std::vector<Placed> destinations;
+  Batch batch;
+
+  int add_source(Placed placed) {
+    batch.sources.push_back(placed.layout);
+    sources.push_back(std::move(placed));
+    return static_cast<int>(sources.size()) - 1;
+  }
+  int add_destination(Placed placed) {
+    batch.destinations.push_back(placed.layout);
+    destinations.push_back(std::move(placed));
+    return static_cast<int>(destinations.size()) - 1;
+  }
+};
+
+// All ranks of a batch.
+class Simulation {
+ public:
+  Simulation(const Problem& problem, RandomPlacements& random, int64_t world)
+      : problem_(problem), plan_(std::make_shared<BatchPlan>(Batch::from_bytes(problem.batch.to_bytes()))) {
+    for (int64_t r = 0; r < world; ++r) {
+      const Rank rank{r};
+      programs_.emplace_back(plan_, rank);
+      for (size_t s = 0; s < problem.sources.size(); ++s) {
+        sources_[rank].push_back(local_of(problem.sources[s], rank, random));
+        for_each_element(
+            lists_of(problem.sources[s], rank), sources_[rank].back(),
+            [&](const std::vector<int64_t>& index, int64_t& place) { place = value_of(static_cast<int>(s), index); });
+      }
+      for (const Placed& placed : problem.destinations) destinations_[rank].push_back(local_of(placed, rank, random));
+    }
+  }
+
+  const BatchPlan& plan() const { return *plan_; }
+
+  void run() {
+    for (const BatchProgram& program : programs_) keep(program);
+    for (int number = 0; number < plan_->num_rounds(); ++number) run_round(number);
+  }
+
+  void expect_right() {
+    for (auto& [rank, locals] : destinations_) {
+      for (size_t d = 0; d < locals.size(); ++d) expect_right(rank, static_cast<int>(d), locals[d]);
+    }
+  }
+
+  // What all ranks have sent and received, against the certificate and against what each needs and does not hold.
+  void expect_promised() {
+    const BatchCertificate promised = certificate_of(*plan_);
+    BatchCertificate seen;
+    for (const BatchProgram& program : programs_) {
+      int64_t received = 0;
+      int64_t sent = 0;
+      int64_t messages = 0;
+      for (const BatchRound& round : program.rounds()) {
+        received += round.received_bytes;
+        sent += round.sent_bytes;
+        messages += static_cast<int64_t>(round.receives.size());
+      }
+      EXPECT_EQ(received, missing_bytes(program.rank()));
+      seen.received_bytes_max = std::max(seen.received_bytes_max, received);
+      seen.received_bytes_sum += received;
+      seen.sent_bytes_max = std::max(seen.sent_bytes_max, sent);
+      seen.messages_max = std::max(seen.messages_max, messages);
+      seen.messages_sum += messages;
+    }
+    EXPECT_EQ(seen.received_bytes_max, promised.received_bytes_max);
+    EXPECT_EQ(seen.received_bytes_sum, promised.received_bytes_sum);
+    EXPECT_EQ(seen.sent_bytes_max, promised.sent_bytes_max);
+    EXPECT_EQ(seen.messages_max, promised.messages_max);
+    EXPECT_EQ(seen.messages_sum, promised.messages_sum);
+    EXPECT_TRUE(promised.messages_are_exact && promised.sent_bound_is_exact);
+    EXPECT_LE(promised.sent_bytes_bound, promised.sent_bytes_max);
+    EXPECT_LE(promised.rounds_bound, promised.rounds);
+    EXPECT_LE(promised.memory_bytes, problem_.batch.bucket_bytes * problem_.batch.buckets);
+  }
+
+ private:
+  static std::vector<std::vector<int64_t>> lists_of(const Placed& placed, Rank rank) {
+    const auto found = placed.held.find(rank);
+    return found == placed.held.end() ? std::vector<std::vector<int64_t>>(1) : found->second;
+  }
+  static Local local_of(const Placed& placed, Rank rank, RandomPlacements& random) {
+    return local_with(lists_of(placed, rank), random);
+  }
+
+  void keep(const BatchProgram& program) {
+    for (const int item : program.own_items()) {
+      const BatchItem& one = plan_->batch().items[item];
+      const Local& src = sources_[program.rank()][one.source];
+      Local& dst = destinations_[program.rank()][one.destination];
+      copy_boxes(program.boxes_to_keep(item, src.strides, dst.strides), src.memory.data(), dst.memory.data(), 8);
+    }
+  }
+
+  const BatchRound* round_of(const BatchProgram& program, int number) const {
+    for (const BatchRound& round : program.rounds()) {
+      if (round.number == number) return &round;
+    }
+    return nullptr;
+  }
+
+  void run_round(int number) {
+    std::map<Rank, std::vector<int64_t>> buckets;
+    std::map<std::pair<Rank, Rank>, std::vector<int64_t>> under_way;
+    for (const BatchProgram& program : programs_) {
+      const BatchRound* round = round_of(program, number);
+      if (round == nullptr) continue;
+      std::vector<int64_t>& bucket = buckets[program.rank()];
+      bucket.assign(plan_->bucket_bytes() / round->element_bytes, kUntouched);
+      for (const BatchMessage& message : round->sends) {
+        for (const BatchFragment& fragment : message.fragments) {
+          const Local& src = sources_[program.rank()][plan_->batch().items[fragment.item].source];
+          copy_boxes(program.boxes_to_pack(fragment, src.strides), src.memory.data(), bucket.data(), 8);
+        }
+        const int64_t begin = message.offset_bytes / round->element_bytes;
+        const int64_t end = begin + message.size_bytes / round->element_bytes;
+        ASSERT_LE(end, static_cast<int64_t>(bucket.size()));
+        under_way[{program.rank(), message.peer}] = {bucket.begin() + begin, bucket.begin() + end};
+      }
+    }
+    for (const BatchProgram& program : programs_) {
+      const BatchRound* round = round_of(program, number);
+      if (round == nullptr) continue;
+      std::vector<int64_t>& bucket = buckets[program.rank()];
+      for (const BatchMessage& message : round->receives) {
+        const auto sent = under_way.find({message.peer, program.rank()});
+        ASSERT_NE(sent, under_way.end()) << message.peer << " -> " << program.rank() << " in round " << number;
+        ASSERT_EQ(static_cast<int64_t>(sent->second.size()) * round->element_bytes, message.size_bytes);
+        const int64_t begin = message.offset_bytes / round->element_bytes;
+        ASSERT_GE(message.offset_bytes, round->sent_bytes);
+        ASSERT_LE(message.offset_bytes + message.size_bytes, plan_->bucket_bytes());
+        std::copy(sent->second.begin(), sent->second.end(), bucket.begin() + begin);
+        under_way.erase(sent);
+        for (const BatchFragment& fragment : message.fragments) {
+          Local& dst = destinations_[program.rank()][plan_->batch().items[fragment.item].destination];
+          copy_boxes(program.boxes_to_unpack(fragment, dst.strides), bucket.data(), dst.memory.data(), 8);
+        }
+      }
+    }
+    ASSERT_TRUE(under_way.empty());
+  }
+
+  void expect_right(Rank rank, int destination, Local& local) {
+    int64_t wrong = 0;
+    for_each_element(lists_of(problem_.destinations[destination], rank), local,
+                     [&](const std::vector<int64_t>& index, int64_t& place) {
+                       int64_t expected = kUntouched;
+                       for (const BatchItem& item : problem_.batch.items) {
+                         if (item.destination != destination) continue;
+                         const size_t ndim = problem_.sources[item.source].layout.shape().size();
+                         if (const auto from = source_index(item.map, ndim, index)) {
+                           expected = value_of(item.source, *from);
+                         }
+                       }
+                       wrong += place != expected ? 1 : 0;
+                     });
+    EXPECT_EQ(wrong, 0) << "of destination " << destination << " on rank " << rank;
+  }
+
+  int64_t missing_bytes(Rank rank) {
+    int64_t bytes = 0;
+    for (const BatchItem& item : problem_.batch.items) {
+      const Placed& src = problem_.sources[item.source];
+      const Placed& dst = problem_.destinations[item.destination];
+      const auto held = src.held.find(rank);
+      Local& local = destinations_[rank][item.destination];
+      for_each_element(lists_of(dst, rank), local, [&](const std::vector<int64_t>& index, int64_t&) {
+        const auto from = source_index(item.map, src.layout.shape().size(), index);
+        if (!from) return;
+        bool has = held != src.held.end();
+        for (size_t d = 0; has && d < from->size(); ++d) {
+          has = std::find(held->second[d].begin(), held->second[d].end(), (*from)[d]) != held->second[d].end();
+        }
+        bytes += has ? 0 : dst.layout.dtype().size_bytes();
+      });
+    }
+    return bytes;
+  }
+
+  const Problem& problem_;
+  std::shared_ptr<const BatchPlan> plan_;
+  std::vector<BatchProgram> programs_;
+  std::map<Rank, std::vector<Local>> sources_;
+  std::map<Rank, std::vector<Local>> destinations_;
+};
+
+DType any_dtype(RandomPlacements& random) {
+  constexpr DType::Id kIds[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat64, DType::kInt8, DType::kComplex128};
+  return kIds[random.pick(0, 4)];
+}
+
+// A box of the source, with its dims in another order, as a box of a larger destination.
+void add_box(Problem& problem, RandomPlacements& random, int64_t world) {
+  const std::vector<int64_t> shape = random.shape(9);
+  std::vector<MapAxis> axes;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    MapAxis axis;
+    axis.src_dim = static_cast<int>(d);
+    axis.src_begin = random.pick(0, std::max<int64_t>(shape[d] - 1, 0));
+    if (random.pick(0, 3) > 0 || shape[d] == 0) {
+      axis.dst_dim = 0;  // some dim, which is chosen below
+      axis.length = random.pick(0, shape[d] - axis.src_begin);
+    }
+    axes.push_back(axis);
+  }
+  if (random.pick(0, 2) == 0) axes.push_back({MapAxis::kNoDim, 0, 0, 0, 1});
+  std::vector<size_t> order;
+  for (size_t a = 0; a < axes.size(); ++a) {
+    if (axes[a].dst_dim == 0) order.push_back(a);
+  }
+  std::shuffle(order.begin(), order.end(), random.random());
+  std::vector<int64_t> dst_shape;
+  for (const size_t a : order) {
+    axes[a].dst_dim = static_cast<int>(dst_shape.size());
+    axes[a].dst_begin = random.pick(0, 2);
+    dst_shape.push_back(axes[a].dst_begin + axes[a].length + random.pick(0, 2));
+  }
+  std::shuffle(axes.begin(), axes.end(), random.random());
+  const int source = problem.add_source(random.on_any_mesh(shape, world, any_dtype(random)));
+  const int destination = problem.add_destination(random.on_any_mesh(dst_shape, world, any_dtype(random)));
+  problem.batch.items.push_back({source, destination, IndexMap(axes)});
+}
+
+void add_whole(Problem& problem, RandomPlacements& random, int64_t world) {
+  const std::vector<int64_t> shape = random.shape(9);
+  const DType dtype = any_dtype(random);
+  const Placed src = random.on_any_mesh(shape, world, dtype);
+  const Placed dst = random.on_any_mesh(shape, world, dtype);
+  for (int64_t i = 0, copies = random.pick(1, 3); i < copies; ++i) {
+    const int source = problem.add_source(src);
+    const int destination = problem.add_destination(dst);
+    problem.batch.items.push_back({source, destination, IndexMap::identity(shape)});
+  }
+}
+
+// Tensors of one shape into a stack, or out of one.
+void add_stack(Problem& problem, RandomPlacements& random, int64_t world) {
+  const std::vector<int64_t> shape = random.shape(5);
+  const int64_t height = random.pick(1, 3);
+  const bool is_way_back = random.pick(0, 1) == 1;
+  const auto dim = static_cast<int>(random.pick(0, static_cast<int64_t>(shape.size())));
+  std::vector<int64_t> stacked = shape;
+  stacked.insert(stacked.begin() + dim, height);
+  const Placed stack = random.on_any_mesh(stacked, world);
+  const int whole = is_way_back ? problem.add_source(stack) : problem.add_destination(stack);
+  for (int64_t i = 0; i < height; ++i) {
+    const Placed placed = random.on_any_mesh(shape, world);
+    const int one = is_way_back ? problem.add_destination(placed) : problem.add_source(placed);
+    std::vector<MapAxis> axes;
+    for (int d = 0; d < static_cast<int>(shape.size()); ++d) {
+      const int in_stack = d < dim ? d : d + 1;
+      axes.push_back(is_way_back ? MapAxis{in_stack, d, 0, 0, shape[d]} : MapAxis{d, in_stack, 0, 0, shape[d]});
+    }
+    axes.push_back(is_way_back ? MapAxis{dim, MapAxis::kNoDim, i, 0, 1} : MapAxis{MapAxis::kNoDim, dim, 0, i, 1});
+    problem.batch.items.push_back({is_way_back ? whole : one, is_way_back ? one : whole, IndexMap(axes)});
+  }
+}
+
+class RandomBatches : public testing::TestWithParam<unsigned> {};
+
+TEST_P(RandomBatches, EveryElementArrivesAndFiguresAreAsPromised) {
+  RandomPlacements random(GetParam());
+  for (int trial = 0; trial < 40; ++trial) {
+    SCOPED_TRACE(testing::Message() << "seed " << GetParam() << ", trial " << trial);
+    const int64_t world = random.pick(1, 9);
+    Problem problem;
+    problem.batch.buckets = random.pick(1, 3);
+    problem.batch.bucket_bytes = random.pick(0, 1) == 0 ? random.pick(1024, 2000) : random.pick(10000, 100000);
+    for (int64_t i = 0, items = random.pick(0, 8); i < items; ++i) {
+      const int64_t kind = random.pick(0, 2);
+      kind == 0   ? add_whole(problem, random, world)
+      : kind == 1 ? add_box(problem, random, world)
+                  : add_stack(problem, random, world);
+    }
+    Simulation simulation(problem, random, world);
+    simulation.run();
+    simulation.expect_right();
+    simulation.expect_promised();
+    if (HasFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, RandomBatches, testing::Range(1u, 11u));
+
+TEST(Batch, ATensorLargerThanABucketGoesInRounds) {
+  RandomPlacements random(1);
+  const MeshPtr from = mesh_of({2}, {0, 1});
+  const MeshPtr to = mesh_of({3}, {2, 3, 4});
+  Problem problem;
+  problem.batch.bucket_bytes = 64;
+  problem.add_source(test::placed(from, {0, 1}, {32, 8}, parse_placements("S(0)"), {0}));
+  problem.add_destination(test::placed(to, {2, 3, 4}, {32, 8}, parse_placements("S(1)"), {0}));
+  problem.batch.items.push_back({0, 0, IndexMap::identity({32, 8})});
+  Simulation simulation(problem, random, 5);
+  simulation.run();
+  simulation.expect_right();
+  simulation.expect_promised();
+  const BatchCertificate certificate = certificate_of(simulation.plan());
+  EXPECT_EQ(certificate.rounds_bound, 8);  // 512 bytes that each source sends, in buckets of 64
+  EXPECT_LE(certificate.rounds, 12);       // parcels are rounded
+  EXPECT_EQ(certificate.memory_bytes, 3 * 64);
+}
+
+TEST(Batch, BoundOfOneItemIsThatOfItsCrossing) {
+  RandomPlacements random(7);
+  for (int trial = 0; trial < 200; ++trial) {
+    const std::vector<int64_t> shape = random.shape(9);
+    const Placed src = random.on_any_mesh(shape, 8);
+    const Placed dst = random.on_any_mesh(shape, 8);
+    const CrossingBound bound = crossing_bound(src.layout, dst.layout);
+    const BatchPlan plan(whole_tensors({{src.layout, dst.layout}}));
+    EXPECT_EQ(certificate_of(plan).received_bytes_max, bound.received_bytes_max);
+    EXPECT_EQ(certificate_of(plan).received_bytes_sum, bound.received_bytes_sum);
+    const int64_t in_bytes = (bound.direct_sent.numerator * 4 + bound.direct_sent.denominator - 1) /
+                             bound.direct_sent.denominator;  // elements may be shared here, in bytes
+    EXPECT_EQ(certificate_of(plan).sent_bytes_bound, in_bytes) << src.layout.to_string() << dst.layout.to_string();
+  }
+}
+
+TEST(Batch, HoldersTakeTurnsWithSmallTensors) {
+  const MeshPtr from = mesh_of({8});
+  const MeshPtr to = mesh_of({1}, {8});
+  std::vector<std::pair<Layout, Layout>> pairs;
+  for (int i = 0; i < 80; ++i) pairs.emplace_back(layout_of(from, {16}, "R"), layout_of(to, {16}, "R"));
+  const BatchPlan plan(whole_tensors(pairs));
+  EXPECT_EQ(certificate_of(plan).kinds, 8);
+  EXPECT_EQ(certificate_of(plan).messages_sum, 8);  // all 80 tensors in one message from each holder
+  EXPECT_EQ(certificate_of(plan).sent_bytes_max, 10 * 16 * 4);
+  EXPECT_EQ(certificate_of(plan).sent_bytes_bound, 10 * 16 * 4);
+}
+
+TEST(Batch, LargeTensorsAreSharedToTheElement) {
+  const MeshPtr from = mesh_of({8});
+  const MeshPtr to = mesh_of({1}, {8});
+  const std::vector<int64_t> shape{8, 1 << 14};
+  const BatchPlan plan(whole_tensors({{layout_of(from, shape, "R"), layout_of(to, shape, "R")}}));
+  EXPECT_EQ(certificate_of(plan).sent_bytes_max, 4 << 14);
+  EXPECT_EQ(certificate_of(plan).sent_bytes_bound, 4 << 14);
+}
+
+TEST(Batch, EqualBatchesGiveEqualBytes) {
+  const auto batch = [] {  // with meshes of its own
+    const MeshPtr from = mesh_of({2, 2});
+    const MeshPtr to = mesh_of({3}, {1, 2, 5});
+    return whole_tensors({{layout_of(from, {8}, "S(0),R"), layout_of(to, {8}, "R")},
+                          {layout_of(from, {8}, "S(0),R"), layout_of(from, {8}, "R,R")}});
+  };
+  const std::string bytes = batch().to_bytes();
+  EXPECT_EQ(bytes, batch().to_bytes());
+  EXPECT_EQ(bytes, Batch::from_bytes(bytes).to_bytes());
+  EXPECT_THROW(Batch::from_bytes(bytes.substr(1)), UserError);
+}
+
+std::string error_of(const Batch& batch) {
+  try {
+    BatchPlan{batch};
+  } catch (const UserError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Batch, ErrorsNameTheItemAndWhatIsAllowed) {
+  const MeshPtr mesh = mesh_of({2});
+  const auto batch = [&](IndexMap map, const std::string& src = "R") {
+    return Batch{{layout_of(mesh, {4, 6}, src)}, {layout_of(mesh, {12, 6}, "R")}, {{0, 0, std::move(map)}}};
+  };
+  const auto expect = [&](const Batch& wrong, const std::string& text) {
+    EXPECT_NE(error_of(wrong).find(text), std::string::npos) << error_of(wrong);
+  };
+  EXPECT_EQ(error_of(batch(IndexMap({{0, 0, 0, 4, 4}, {1, 1, 0, 0, 6}}))), "");
+  expect(batch(IndexMap({{0, 0, 0, 9, 4}, {1, 1, 0, 0, 6}})), "item 0: got the range [9, 13) of destination dim 0");
+  expect(batch(IndexMap({{0, 0, 1, 0, 4}, {1, 1, 0, 0, 6}})), "item 0: got the range [1, 5) of source dim 0");
+  expect(batch(IndexMap({{0, 0, 0, 0, 4}})), "source dim 1 of a shape [4, 6] is on 0 axes; allowed is one");
+  expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 1, 0, 0, 6}, {1, -1, 0, 0, 1}})), "is on 2 axes");
+  expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, -1, 0, 0, 6}, {-1, 1, 0, 0, 1}})), "has length 6; allowed is 1");
+  expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 2, 0, 0, 6}})), "got destination dim 2");
+  expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 1, 0, 0, 6}}), "P"), "source 0: ");
+  Batch small = batch(IndexMap({{0, 0, 0, 4, 4}, {1, 1, 0, 0, 6}}));
+  small.bucket_bytes = 3;
+  expect(small, "bucket_bytes: got 3; item 0 has elements of 4 bytes");
+  small.bucket_bytes = 4;
+  small.buckets = 0;
+  expect(small, "buckets: got 0");
+  small.buckets = 1;
+  small.items[0].source = 1;
+  expect(small, "item 0: got source 1");
+}
+
+}  // namespace
+}  // namespace shardwright
