@@ -406,13 +406,12 @@ class GatherCompiler {
   // Uses an all-gather if all ranks' shares are equally long. Every rank knows the shares of all, so all decide alike.
   void gather_if_even(ChunkTransfer& transfer, const std::optional<Intersection>& own, int64_t k, int64_t me,
                       BufferId current) const {
-    if (!own || !b_.lowering().gathers) return;
+    if (!own) return;
     TransferSet& set = transfer.set;
     const Parcel parcel(*own, 0, own->count());
     set.receives.insert(me, {{kMissingBuffer, parcel}});
-    if (static_cast<int64_t>(set.receives.size()) != k || !set.receives.are_equally_long()) {
-      return set.receives.remove(me);
-    }
+    const bool are_equal = static_cast<int64_t>(set.receives.size()) == k && set.receives.are_equally_long();
+    if (!gathers_natively(b_.lowering(), are_equal)) return set.receives.remove(me);
     transfer.carrier = Carrier::kAllGather;
     set.sends = Messages(Messages::Side::kSent);
     set.sends.add(me, {{current, parcel}});

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "program/carriers.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -24,12 +25,7 @@ int64_t ProgramBuilder::count_in(const Layout& layout) const {
 void ProgramBuilder::begin_step(std::string text) { program_.step_texts.push_back(std::move(text)); }
 
 void ProgramBuilder::begin_exchanges(const Step& step, int64_t shares) {
-  const int64_t largest = std::max(step.before.largest_part_bytes(), step.after.largest_part_bytes());
-  const auto group_size = step.op == StepOp::kCross
-                              ? static_cast<int64_t>(ranks_of(step.before.mesh(), step.after.mesh()).size())
-                              : step.before.mesh().group_size(step.mesh_dims);
-  const int64_t messages = group_size * shares * step.rounds;
-  exchanges_by_messages_ = lowering_.goes_by_messages(largest / messages);
+  exchanges_by_messages_ = all_to_alls_go_by_messages(step, shares, lowering_);
 }
 
 BufferId ProgramBuilder::new_buffer(int64_t count, DType dtype) {
@@ -67,7 +63,6 @@ void ProgramBuilder::put_back(std::vector<Instruction> instructions) {
 }
 
 Ticket ProgramBuilder::emit(Operation operation) {
-  if (auto* o = std::get_if<AllToAll>(&operation)) o->by_messages = exchanges_by_messages_;
   program_.instructions.push_back({std::move(operation), static_cast<int>(program_.step_texts.size()) - 1, chunk_});
   return static_cast<Ticket>(program_.instructions.size() - 1);
 }

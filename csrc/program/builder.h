@@ -35,6 +35,7 @@ class ProgramBuilder {
   DType begin_dtype(DType dtype) { return std::exchange(dtype_, dtype); }
   // The all-to-alls that follow carry out this step, in `shares` parts. They send messages if these are large.
   void begin_exchanges(const Step& step, int64_t shares = 1);
+  bool exchanges_by_messages() const { return exchanges_by_messages_; }
   // The instructions that follow belong to this chunk of a pipeline; -1 for none.
   void begin_chunk(int chunk) { chunk_ = chunk; }
 

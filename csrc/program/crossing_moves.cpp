@@ -7,20 +7,13 @@
 #include "moves/exchange.h"
 #include "program/boxes.h"
 #include "program/builder.h"
+#include "program/carriers.h"
 #include "program/step_memory.h"
 #include "program/transfers.h"
 #include "support/error.h"
 
 namespace shardwright {
 namespace {
-
-// Up to this many ranks use one all-to-all if single messages of the transport may stall, as in ways.cpp.
-constexpr size_t kMaxRanksInAllToAll = 8;
-
-Carrier carrier_of(const Crossing& crossing, const Lowering& lowering) {
-  const bool suits_all_to_all = lowering.narrows_groups && crossing.ranks().size() <= kMaxRanksInAllToAll;
-  return suits_all_to_all ? Carrier::kAllToAll : Carrier::kMessages;
-}
 
 // What one rank sends, receives and keeps in a crossing.
 class PartInCrossing {
@@ -89,7 +82,9 @@ Load load_of(const Parcel& parcel) {
 class CrossingMemory : public StepMemory {
  public:
   CrossingMemory(const Step& step, const Plan& plan)
-      : step_(step), crossing_(step.before, step.after, step.sharing), carrier_(carrier_of(crossing_, plan.lowering)) {}
+      : step_(step),
+        crossing_(step.before, step.after, step.sharing),
+        carrier_(carrier_between_meshes(crossing_.ranks().size(), plan.lowering)) {}
 
   void write(Sketch& sketch, Rank rank, int current, int next) override {
     const PartInCrossing part(step_, crossing_, rank);
@@ -138,7 +133,7 @@ class CrossingMemory : public StepMemory {
 void compile_crossing(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   const Crossing crossing(step.before, step.after, step.sharing);
   const PartInCrossing part(step, crossing, builder.rank());
-  const Carrier carrier = carrier_of(crossing, builder.lowering());
+  const Carrier carrier = carrier_between_meshes(crossing.ranks().size(), builder.lowering());
   const int group = builder.group_of_ranks({}, crossing.ranks());
   const std::optional<Intersection> own = part.own();
   for (int64_t round = 0; round < step.rounds; ++round) {

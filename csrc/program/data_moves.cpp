@@ -62,22 +62,14 @@ void compile_data_move(ProgramBuilder& builder, const Step& step, BufferId curre
   const Position here = builder.position_on(step.before.mesh());
   StepPairs::Group& group = pairs.group(here);
   const size_t me = StepPairs::index_of(group, here);
-  const DataMovePlan plan = way_of(pairs, group, me, builder.lowering(), builder.named_groups_only());
+  const DataMove move = data_move_of(pairs, group, me, builder.lowering(), builder.named_groups_only());
+  if (!move.carrier) return builder.copy_shared(step, current, next);
   Positions partners = group.positions;
-  if (!plan.partners.empty()) {
+  if (!move.partners.empty()) {
     partners.clear();
-    for (const size_t member : plan.partners) partners.push_back(group.positions[member]);
+    for (const size_t member : move.partners) partners.push_back(group.positions[member]);
   }
-  switch (plan.way) {
-    case DataMoveWay::kNativeGather:
-      return exchange_in_rounds(builder, step, partners, Carrier::kAllGather, current, next);
-    case DataMoveWay::kAllToAll:
-      return exchange_in_rounds(builder, step, partners, Carrier::kAllToAll, current, next);
-    case DataMoveWay::kMessages:
-      return exchange_in_rounds(builder, step, partners, Carrier::kMessages, current, next);
-    case DataMoveWay::kLocal:
-      return builder.copy_shared(step, current, next);
-  }
+  exchange_in_rounds(builder, step, partners, *move.carrier, current, next);
 }
 
 }  // namespace shardwright

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "program/builder.h"
+#include "program/carriers.h"
 #include "program/step_memory.h"
 #include "support/error.h"
 
@@ -92,20 +93,19 @@ class MoveMemory : public StepMemory {
     const bool is_large = pairs_.around(position).size > kMaxGroupListed;
     Group& group = lists_members && !is_large ? pairs_.group(position) : pairs_.around(position);
     const size_t me = StepPairs::index_of(group, position);
-    const DataMovePlan plan = way_of(pairs_, group, me, lowering_, named_groups_only_);
-    switch (plan.way) {
-      case DataMoveWay::kNativeGather:
+    const DataMove move = data_move_of(pairs_, group, me, lowering_, named_groups_only_);
+    if (!move.carrier) return copy_own(sketch, pairs_.own(position).count, current, next);
+    switch (*move.carrier) {
+      case Carrier::kAllGather:
         return native_all_gather(sketch, position, current, next);
-      case DataMoveWay::kAllToAll: {
+      case Carrier::kAllToAll: {
         const Group& listed = pairs_.group(position);
         std::vector<int64_t> partners;
-        for (const size_t member : plan.partners) partners.push_back(listed.positions[member]);
+        for (const size_t member : move.partners) partners.push_back(listed.positions[member]);
         return all_to_all(sketch, listed, position, partners.empty() ? listed.positions : partners, current, next);
       }
-      case DataMoveWay::kMessages:
+      case Carrier::kMessages:
         return messages(sketch, group, position, current, next);
-      case DataMoveWay::kLocal:
-        return copy_own(sketch, pairs_.own(position).count, current, next);
     }
   }
 
@@ -310,7 +310,8 @@ class MoveMemory : public StepMemory {
       sketch.emit({contribution, staging});
       if (own > 0) sketch.emit({next, staging});
       const Interval first = flat_chunk(length, k, 0);
-      const bool copies = (first.end - first.begin) * step_.before.dtype().size_bytes() <= kMaxCopiedGatherBytes;
+      const int64_t chunk_bytes = (first.end - first.begin) * step_.before.dtype().size_bytes();
+      const bool copies = carrier_of_reduced_chunks(chunk_bytes) == Carrier::kAllToAll;
       const int gathered = copies ? sketch.new_buffer(own * k) : kNoBuffer;
       if (copies && own > 0) sketch.emit({next, gathered});
       sketch.emit({gathered, next});

@@ -175,16 +175,4 @@ class StepPairs {
   std::map<std::pair<int, int64_t>, std::vector<Meeting>> meetings_;  // by tensor dim and side, by coordinates
 };
 
-// How a data move is carried out by one rank.
-enum class DataMoveWay { kNativeGather, kAllToAll, kMessages, kLocal };
-
-struct DataMovePlan {
-  DataMoveWay way = DataMoveWay::kLocal;
-  std::vector<size_t> partners;  // members of the group that take part; empty: all
-};
-
-// With named_groups_only all ranks of the group take part, otherwise only those that exchange data.
-DataMovePlan way_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Lowering lowering,
-                    bool named_groups_only);
-
 }  // namespace shardwright

@@ -74,9 +74,10 @@ Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, B
   const BufferId staging = b.new_buffer(result.count);
   const auto ticket = std::make_shared<Ticket>(kNoTicket);
   return {[=, &b] {
-            std::vector<int64_t> counts{result.count, result.count};
-            counts[me] = 0;
-            *ticket = b.emit(AllToAll{g, contribution, b.whole(staging), counts, counts});
+            TransferSet set{g};
+            set.sends.add_placed(1 - me, contribution);
+            set.receives.add_placed(1 - me, b.whole(staging));
+            *ticket = start(b, set, Carrier::kAllToAll);
           },
           [=, &b] {
             b.wait(*ticket);
@@ -86,27 +87,27 @@ Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, B
           }};
 }
 
-// Sends every rank a copy of this rank's chunk with one all-to-all.
-Ticket gather_copies(ProgramBuilder& b, int g, BufferRange own, const std::vector<int64_t>& chunk_counts,
-                     BufferRange result) {
-  const auto k = static_cast<int64_t>(chunk_counts.size());
-  const BufferId copies = b.new_buffer(own.count * k);
-  if (own.count > 0) b.copy(result.buffer, copies, {Box{own.offset, 0, {k, own.count}, {0, 1}, {own.count, 1}}});
-  return b.emit(AllToAll{g, b.whole(copies), result, std::vector<int64_t>(k, own.count), chunk_counts});
-}
-
-Ticket gather_messages(ProgramBuilder& b, int g, BufferRange own, const std::vector<int64_t>& chunk_counts,
-                       BufferRange result) {
-  SendReceive gather{g, {}, {}};
-  int64_t begin = result.offset;
-  for (int64_t m = 0; m < static_cast<int64_t>(chunk_counts.size()); ++m) {
-    if (m != b.program().groups[g].index) {
-      if (chunk_counts[m] > 0) gather.receives.push_back({m, {result.buffer, begin, chunk_counts[m]}});
-      if (own.count > 0) gather.sends.push_back({m, own});
+// Sends this rank's chunk to all others, and receives theirs. An all-to-all takes its own copy for each rank, so that
+// what it sends is one run, as what it receives is.
+Ticket start_gather(ProgramBuilder& b, int g, const std::vector<BufferRange>& chunks) {
+  const int64_t me = b.program().groups[g].index;
+  const auto k = static_cast<int64_t>(chunks.size());
+  const BufferRange own = chunks[me];
+  const Carrier carrier = carrier_of_reduced_chunks(chunks[0].count * b.program().dtype.size_bytes());
+  TransferSet set{g};
+  if (carrier == Carrier::kAllToAll) {
+    const BufferId copies = b.new_buffer(own.count * k);
+    if (own.count > 0) b.copy(own.buffer, copies, {Box{own.offset, 0, {k, own.count}, {0, 1}, {own.count, 1}}});
+    for (int64_t m = 0; m < k; ++m) set.sends.add_placed(m, {copies, m * own.count, own.count});
+    for (int64_t m = 0; m < k; ++m) set.receives.add_placed(m, chunks[m]);
+  } else {
+    for (int64_t m = 0; m < k; ++m) {
+      if (m == me) continue;
+      set.sends.add_placed(m, own);
+      set.receives.add_placed(m, chunks[m]);
     }
-    begin += chunk_counts[m];
   }
-  return b.send_receive(std::move(gather));
+  return start(b, set, carrier);
 }
 
 // Rank m of the group reduces flat chunk m and sends it to all. Each element is summed once, so replicas are bitwise
@@ -114,25 +115,29 @@ Ticket gather_messages(ProgramBuilder& b, int g, BufferRange own, const std::vec
 Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const Reduction& reduction, BufferRange contribution,
                             BufferRange result) {
   const auto k = static_cast<int64_t>(b.program().groups[g].ranks.size());
-  const Interval mine = flat_chunk(result.count, k, b.program().groups[g].index);
-  const int64_t own = mine.end - mine.begin;
-  const BufferRange own_result{result.buffer, result.offset + mine.begin, own};
-  std::vector<int64_t> chunk_counts;
+  std::vector<BufferRange> given;
+  std::vector<BufferRange> reduced;
   for (int64_t m = 0; m < k; ++m) {
     const Interval chunk = flat_chunk(result.count, k, m);
-    chunk_counts.push_back(chunk.end - chunk.begin);
+    const int64_t length = chunk.end - chunk.begin;
+    given.push_back({contribution.buffer, contribution.offset + chunk.begin, length});
+    reduced.push_back({result.buffer, result.offset + chunk.begin, length});
   }
-  const BufferId staging = b.new_buffer(own * k);
+  const BufferRange own = reduced[b.program().groups[g].index];
+  const BufferId staging = b.new_buffer(own.count * k);
   const auto ticket = std::make_shared<Ticket>(kNoTicket);
   return {[=, &b] {
-            *ticket = b.emit(AllToAll{g, contribution, b.whole(staging), chunk_counts, std::vector<int64_t>(k, own)});
+            TransferSet set{g};
+            for (int64_t m = 0; m < k; ++m) {
+              set.sends.add_placed(m, given[m]);
+              set.receives.add_placed(m, {staging, m * own.count, own.count});
+            }
+            *ticket = start(b, set, Carrier::kAllToAll);
           },
           [=, &b] {
             b.wait(*ticket);
-            if (own > 0) reduce_parts(b, reduction, rows_of(b, reduction, staging, own, g), own_result);
-            const bool copies = chunk_counts[0] * b.program().dtype.size_bytes() <= kMaxCopiedGatherBytes;
-            *ticket = copies ? gather_copies(b, g, own_result, chunk_counts, result)
-                             : gather_messages(b, g, own_result, chunk_counts, result);
+            if (own.count > 0) reduce_parts(b, reduction, rows_of(b, reduction, staging, own.count, g), own);
+            *ticket = start_gather(b, g, reduced);
           },
           [=, &b] { b.wait(*ticket); }};
 }

@@ -27,6 +27,11 @@ void Messages::insert(int64_t peer, std::vector<TransferItem> items) {
   messages_.insert(before, message(peer, std::move(items)));
 }
 
+void Messages::add_placed(int64_t peer, BufferRange range) {
+  if (messages_.empty()) empty_run_ = {range.buffer, range.offset, 0};
+  messages_.push_back({peer, {}, range.count, range, range});
+}
+
 void Messages::remove(int64_t peer) {
   std::erase_if(messages_, [&](const Message& message) { return message.peer == peer; });
 }
@@ -161,18 +166,26 @@ void Messages::copy(ProgramBuilder& builder, int64_t except) const {
 
 // ---- lowering
 
-Ticket start(ProgramBuilder& builder, const TransferSet& set, Carrier carrier) {
-  const auto group_size = static_cast<int64_t>(builder.program().groups[set.group].ranks.size());
+namespace {
+
+Ticket start(ProgramBuilder& builder, int group, const Messages& sends, const Messages& receives, Carrier carrier) {
+  const auto group_size = static_cast<int64_t>(builder.program().groups[group].ranks.size());
   switch (carrier) {
     case Carrier::kAllGather:
-      return builder.emit(AllGather{set.group, set.sends.run(), set.receives.run()});
+      return builder.emit(AllGather{group, sends.run(), receives.run()});
     case Carrier::kAllToAll:
-      return builder.emit(AllToAll{set.group, set.sends.run(), set.receives.run(), set.sends.counts(group_size),
-                                   set.receives.counts(group_size)});
+      return builder.emit(AllToAll{group, sends.run(), receives.run(), sends.counts(group_size),
+                                   receives.counts(group_size), builder.exchanges_by_messages()});
     case Carrier::kMessages:
-      return builder.send_receive({set.group, set.sends.as_sent_or_received(), set.receives.as_sent_or_received()});
+      return builder.send_receive({group, sends.as_sent_or_received(), receives.as_sent_or_received()});
   }
   throw InvariantError("an unknown carrier");
+}
+
+}  // namespace
+
+Ticket start(ProgramBuilder& builder, const TransferSet& set, Carrier carrier) {
+  return start(builder, set.group, set.sends, set.receives, carrier);
 }
 
 namespace {
@@ -205,7 +218,9 @@ void copy_own(ProgramBuilder& builder, const std::vector<OwnItem>& own) {
 void gather(ProgramBuilder& builder, TransferSet& set, const std::vector<OwnItem>& own, int64_t me) {
   check_invariant(own.size() == 1, "an all-gather of ", own.size(), " tensors");
   set.receives.place(builder, {.is_one_run = true});
-  const Ticket ticket = builder.emit(AllGather{set.group, builder.whole(own[0].from), set.receives.run()});
+  Messages everything(Messages::Side::kSent);
+  everything.add_placed(me, builder.whole(own[0].from));
+  const Ticket ticket = start(builder, set.group, everything, set.receives, Carrier::kAllGather);
   if (set.receives.is_any_staged()) copy_own(builder, own);
   builder.wait(ticket);
   set.receives.copy(builder, me);
@@ -241,8 +256,9 @@ std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int g
   }
   const auto k = static_cast<int64_t>(builder.program().groups[group].ranks.size());
   const BufferId rows = builder.new_buffer(result.count * k);
-  const Ticket ticket = builder.emit(
-      AllToAll{group, given.run(), builder.whole(rows), given.counts(k), std::vector<int64_t>(k, result.count)});
+  Messages received(Messages::Side::kReceived);
+  for (int64_t m = 0; m < k; ++m) received.add_placed(m, {rows, m * result.count, result.count});
+  const Ticket ticket = start(builder, group, given, received, Carrier::kAllToAll);
   return [&builder, ticket, reduction, result, rows, group] {
     builder.wait(ticket);
     if (result.count == 0) return;

@@ -10,6 +10,9 @@
 //   3. start            emits one instruction that starts the transfer;
 //   4. after a Wait, Messages::copy unpacks what was received into staging memory.
 //
+// Composed reductions place their messages themselves (Messages::add_placed), and only start them. Which instruction
+// carries a set is decided in carriers.h. All gathers, all-to-alls and messages of all programs are emitted by `start`.
+//
 // Example: this rank holds a 4 x 6 tensor in b0, and sends its rows [0, 2) to one peer and its columns [1, 3) to
 // another. The rows are the run b0[0:12] and stay there. The columns are not a run, and are packed into a new buffer
 // b2[0:8].
@@ -22,6 +25,7 @@
 
 #include "program/boxes.h"
 #include "program/builder.h"
+#include "program/carriers.h"
 #include "program/program.h"
 
 namespace shardwright {
@@ -63,6 +67,9 @@ class Messages {
   // For collectives, messages must be added by ascending peer.
   void add(int64_t peer, std::vector<TransferItem> items) { messages_.push_back(message(peer, std::move(items))); }
   void insert(int64_t peer, std::vector<TransferItem> items);  // before greater peers
+  // Adds a message that is, or arrives, at this place. All messages of one side are added this way, or none is; then
+  // `place` and `copy` have nothing to do.
+  void add_placed(int64_t peer, BufferRange range);
   void remove(int64_t peer);
 
   size_t size() const { return messages_.size(); }
@@ -120,13 +127,6 @@ struct OwnItem {
   BufferId from = kMissingBuffer;
   BufferId to = kMissingBuffer;
   Parcel parcel;
-};
-
-// The instruction that carries a set.
-enum class Carrier : uint8_t {
-  kAllGather,  // the transport's all-gather: every rank sends everything that it has, equally much on all ranks
-  kAllToAll,   // among all ranks of the group
-  kMessages,   // among the ranks that have something for each other
 };
 
 // Starts the transfer of a placed set. Returns kNoTicket if it is carried by messages and there are none.

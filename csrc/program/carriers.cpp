@@ -1,0 +1,65 @@
+#include "program/carriers.h"
+
+#include <algorithm>
+
+namespace shardwright {
+namespace {
+
+// In larger groups, examining every pair costs more than it saves, so messages are always used.
+constexpr size_t kMaxGroupForPairs = 512;
+
+// Gloo's single messages can stall where its all-to-all does not. Among up to this many ranks, an all-to-all is faster
+// even if some pairs have nothing for each other.
+constexpr size_t kMaxSparseAllToAll = 8;
+
+// `stalls`: single messages of the transport may stall.
+Carrier carrier_of_exchange(size_t num_ranks, bool all_pairs_talk, bool stalls) {
+  const bool suits_all_to_all = all_pairs_talk || (stalls && num_ranks <= kMaxSparseAllToAll);
+  return suits_all_to_all ? Carrier::kAllToAll : Carrier::kMessages;
+}
+
+Carrier carrier_of_gather(StepPairs& pairs, const StepPairs::Group& group, Lowering lowering) {
+  const Step& step = pairs.step();
+  const bool is_even = pairs.hold_equally(group.least) && pairs.num_held(group.least) > 0;
+  if (gathers_natively(lowering, step.rounds == 1 && is_even)) return Carrier::kAllGather;
+  const bool copies = lowering.copies_gather(group.size, step.before.largest_part_bytes());
+  return copies ? Carrier::kAllToAll : Carrier::kMessages;
+}
+
+}  // namespace
+
+DataMove data_move_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Lowering lowering,
+                      bool named_groups_only) {
+  if (pairs.step().op == StepOp::kAllGather) return {carrier_of_gather(pairs, group, lowering), {}};
+  const auto k = static_cast<size_t>(group.size);
+  if (k > kMaxGroupForPairs) return {Carrier::kMessages, {}};
+  if (lowering.narrows_groups && !named_groups_only) {
+    pairs.connect(group);
+    const size_t number = group.connected[member];
+    const std::vector<size_t>& circle = group.circles[number];
+    if (circle.size() == 1) return {};
+    return {carrier_of_exchange(circle.size(), group.all_pairs_talk[number], true), circle};
+  }
+  if (k == 1) return {};
+  return {carrier_of_exchange(k, pairs.all_talk(group), false), {}};
+}
+
+Carrier carrier_between_meshes(size_t num_ranks, Lowering lowering) {
+  return carrier_of_exchange(num_ranks, false, lowering.narrows_groups);
+}
+
+Carrier carrier_of_reduced_chunks(int64_t chunk_bytes) {
+  return chunk_bytes <= kMaxCopiedGatherBytes ? Carrier::kAllToAll : Carrier::kMessages;
+}
+
+bool gathers_natively(Lowering lowering, bool parts_are_equal) { return lowering.gathers && parts_are_equal; }
+
+bool all_to_alls_go_by_messages(const Step& step, int64_t shares, Lowering lowering) {
+  const int64_t largest = std::max(step.before.largest_part_bytes(), step.after.largest_part_bytes());
+  const auto group_size = step.op == StepOp::kCross
+                              ? static_cast<int64_t>(ranks_of(step.before.mesh(), step.after.mesh()).size())
+                              : step.before.mesh().group_size(step.mesh_dims);
+  return lowering.goes_by_messages(largest / (group_size * shares * step.rounds));
+}
+
+}  // namespace shardwright

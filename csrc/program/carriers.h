@@ -1,0 +1,49 @@
+// Which instruction carries a transfer, and among which ranks. Every such decision is made here. `start` and `exchange`
+// (transfers.h) turn it into instructions, and memory.cpp counts what these allocate.
+//
+// Decisions depend only on what all ranks that take part know: layouts, the lowering, and who has something for whom.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "cost/lowering.h"
+#include "moves/step.h"
+#include "program/pairs.h"
+
+namespace shardwright {
+
+enum class Carrier : uint8_t {
+  kAllGather,  // the transport's all-gather: every rank sends everything that it has, equally much on all ranks
+  kAllToAll,   // among all ranks of the group
+  kMessages,   // among the ranks that have something for each other
+};
+
+// How one member of a group takes part in a step that moves data.
+struct DataMove {
+  std::optional<Carrier> carrier;  // if there is none, the rank exchanges nothing and only copies
+  std::vector<size_t> partners;    // members of the group that take part, this one included; empty: all
+};
+
+// With named_groups_only all members of the group take part, otherwise only those that are connected to this one by
+// what they exchange, if the lowering narrows groups. Makes or reads the connections of the group.
+DataMove data_move_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Lowering lowering,
+                      bool named_groups_only);
+
+// For a crossing between meshes that have `num_ranks` ranks together.
+Carrier carrier_between_meshes(size_t num_ranks, Lowering lowering);
+
+// For the second half of a composed all-reduce, in which every rank gets the other ranks' reduced chunks. In an
+// all-to-all a rank sends a copy of its chunk for each member; `chunk_bytes` is the size of the largest chunk.
+Carrier carrier_of_reduced_chunks(int64_t chunk_bytes);
+
+// Whether a gather is the transport's own.
+bool gathers_natively(Lowering lowering, bool parts_are_equal);
+
+// Whether the all-to-alls that carry out a step, in `shares` parts, send a message to each peer instead of using the
+// transport's own (AllToAll::by_messages).
+bool all_to_alls_go_by_messages(const Step& step, int64_t shares, Lowering lowering);
+
+}  // namespace shardwright
