@@ -1,6 +1,7 @@
 #include "products/matmul.h"
 
 #include <algorithm>
+#include <map>
 
 #include "program/builder.h"
 #include "support/error.h"
@@ -137,7 +138,34 @@ void check_distances(const Schedule& schedule, int64_t partners) {
              " ranks; allowed is each from 1 to ", partners - 1, " once");
 }
 
+std::string operand_text(const std::vector<int>& axes, const Layout& layout) {
+  std::map<int, std::string> by_axis;
+  for (int d = 0; d < layout.ndim(); ++d) {
+    std::string& text = by_axis[axes[d]];
+    text = concat(axes[d], "=", layout.shape()[d]);
+    for (const Cut& cut : layout.cuts(d)) text += concat("(", cut.mesh_dim, ")");
+  }
+  std::string all;
+  for (const auto& [axis, text] : by_axis) all += text + " ";
+  return concat(all, layout.dtype().name(), "; ");
+}
+
 }  // namespace
+
+std::string operands_text(const Matmul& matmul) {
+  std::string text;
+  if (const auto* gather = std::get_if<GatherMatmul>(&matmul)) {
+    text = operand_text(gather->products[0].axes.lhs, gather->plan.src);
+    for (const auto& product : gather->products) text += operand_text(product.axes.rhs, product.other);
+  } else {
+    const auto& scatter = std::get<MatmulScatter>(matmul);
+    text = operand_text(scatter.terms[0].axes.out, scatter.plan.src);
+    for (const auto& term : scatter.terms) {
+      text += operand_text(term.axes.lhs, term.lhs) + operand_text(term.axes.rhs, term.rhs);
+    }
+  }
+  return text;
+}
 
 const char* method_name(Method method) { return kMethodNames[static_cast<int>(method)]; }
 

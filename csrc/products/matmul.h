@@ -120,6 +120,11 @@ bool has_ring(const Matmul& matmul);
 // any, "4:3:16".
 std::string chunks_text(const Schedule& schedule);
 
+// Sizes and cuts of the tensor that the plan moves and of the operands that do not move, by axis: "0=6 1=5(0) float32;
+// ...", where mesh dim 0 cuts the second axis. It is the same however each rank orders the dims of its weights in
+// memory. So is the plan if it has steps.
+std::string operands_text(const Matmul& matmul);
+
 // Throws UserError if tensors and scales do not fit each other, if dtypes have no products, or if the method is not
 // possible (why_only_serial).
 void check(const Matmul& matmul, const Schedule& schedule);

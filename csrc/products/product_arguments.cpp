@@ -6,6 +6,7 @@
 #include <numeric>
 #include <string_view>
 
+#include "cost/cost.h"
 #include "products/product_layouts.h"
 #include "support/error.h"
 #include "support/names.h"
@@ -302,9 +303,9 @@ class ProblemMaker {
   int64_t total(const std::optional<int64_t>& said, int64_t here, const char* argument, const std::string& what) const {
     const int64_t ranks = given_.num_ranks;
     check_user(said || ranks == 1, argument, ": has to be said for plain tensors on ", ranks, " ranks: ", what,
-               " in all, ", here * ranks, " if every rank has as much as this one");
+               " in all, ", saturating_product(here, ranks), " if every rank has as much as this one");
     const int64_t all = said.value_or(here);
-    const int64_t chunk = all < 0 ? 0 : (all + ranks - 1) / ranks;
+    const int64_t chunk = all < 0 ? 0 : all / ranks + (all % ranks > 0 ? 1 : 0);
     const int64_t mine = std::clamp<int64_t>(all - given_.rank * chunk, 0, chunk);
     check_user(all >= 0 && (mine == here || !given_.checks_parts), argument, ": ", all, " in all, of which rank ",
                given_.rank, " of ", ranks, " has ", mine, " as torch.chunk cuts; it was given ", here);

@@ -23,8 +23,9 @@ struct GivenTensor {
 };
 
 // Whether a matrix (k, n) with such strides is the view of a contiguous (n, k), as `linear.weight.t()` is, which is
-// multiplied without a copy. Strides decide, not contiguity: a single row or column has both, and ranks have to answer
-// alike.
+// multiplied without a copy. Ranks may answer differently: users may transpose on some ranks only, and of a single row
+// nobody can tell. So nothing that ranks must agree on may depend on it: neither schedules nor what is sent do, and
+// debug modes compare operands_text (matmul.h).
 bool is_transposed(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides);
 
 // What is multiplied. x has the shape (..., k), the result (..., n).

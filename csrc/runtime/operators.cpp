@@ -181,15 +181,21 @@ class MatmulOrigin : public Origin {
   Signature signature() const override {
     const auto [matmul, schedule] = matmul_from_bytes(matmul_bytes_);
     const Plan& plan = plan_of(matmul);
+    // A tensor that stays where it is may be a weight's gradient, whose dims are in another order on another rank.
+    const bool moves = !plan.steps.empty();
+    const std::string stays = "not moved";
+    std::string plans;
+    for (const Plan* one : plans_of(matmul)) plans += one->steps.empty() ? "" : to_bytes(*one);
     return {{"kind", std::holds_alternative<GatherMatmul>(matmul) ? "gather" : "scatter"},
-            {"tensor", concat(plan.src.dtype().name(), "[", join(plan.src.shape()), "]")},
+            {"tensor", moves ? concat(plan.src.dtype().name(), "[", join(plan.src.shape()), "]") : stays},
             {"dtype", plan.src.dtype().name()},
             {"mesh", plan.src.mesh().to_string()},
-            {"src", plan.src.placements_string()},
-            {"dst", plan.dst.placements_string()},
+            {"src", moves ? plan.src.placements_string() : stays},
+            {"dst", moves ? plan.dst.placements_string() : stays},
+            {"operands", operands_text(matmul)},
             {"method", method_name(schedule.method)},
             {"chunks", chunks_text(schedule)},
-            {"program bytes", concat(matmul_bytes_.size(), " with hash ", std::hash<std::string>()(matmul_bytes_))}};
+            {"plan bytes", concat(plans.size(), " with hash ", std::hash<std::string>()(plans))}};
   }
 
  private:

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <limits>
 
+#include "planning/serialize.h"
 #include "products.h"
 #include "products/product_plan.h"
 #include "support/error.h"
@@ -164,6 +166,96 @@ TEST(ProductArguments, AreTransposedByTheirStrides) {
   EXPECT_FALSE(is_transposed({3, 2}, {2, 1}));  // contiguous
   EXPECT_FALSE(is_transposed({3, 2}, {1, 4}));  // of a wider matrix
   EXPECT_FALSE(is_transposed({3}, {1}));
+}
+
+// What ranks must agree on, node by node: schedules, moves, operands.
+std::vector<std::string> agreed(const Dataflow& flow) {
+  std::vector<std::string> all;
+  for (const Node& node : flow.nodes) {
+    all.push_back(kind_name(node.operation));
+    if (const auto* move = std::get_if<MoveNode>(&node.operation)) all.push_back(to_bytes(move->plan));
+    const auto* product = std::get_if<MatmulNode>(&node.operation);
+    if (product == nullptr) continue;
+    all.push_back(concat(method_name(product->schedule.method), " ", chunks_text(product->schedule)));
+    all.push_back(operands_text(product->matmul));
+    for (const Plan* plan : plans_of(product->matmul)) all.push_back(plan->steps.empty() ? "" : to_bytes(*plan));
+  }
+  return all;
+}
+
+// Of x (..., k) and a weight (k, n) on rank 0; the total length of k is `k`.
+std::vector<std::string> agreed(ProductFunction function, std::vector<int64_t> rows, int64_t k, int64_t n,
+                                std::optional<int64_t> dim, int64_t ranks, bool is_transposed) {
+  const bool is_gather = function == ProductFunction::kGather;
+  rows.push_back(k);
+  ProductArguments arguments{.function = function,
+                             .x = plain("x", rows),
+                             .weights = {plain("weight", {k, n})},
+                             .biases = {plain("bias", {n})}};
+  arguments.weights[0].is_transposed = is_transposed;
+  arguments.dim = dim;
+  arguments.size = rows[is_gather ? *dim : rows.size() - 1];
+  arguments.columns = {n};
+  arguments.num_ranks = ranks;
+  const auto chunk = [&](int64_t size) { return (size + ranks - 1) / ranks; };
+  int64_t& cut = arguments.x.shape[is_gather ? *dim : rows.size() - 1];
+  cut = chunk(cut);
+  int64_t& cut_of_weight = arguments.weights[0].shape[is_gather ? 1 : 0];
+  cut_of_weight = chunk(cut_of_weight);
+  if (is_gather) arguments.biases[0]->shape[0] = chunk(n);
+  ProductProblem problem = problem_of(arguments);
+  problem.context.lowering = k % 2 == 0 ? Lowering::kNccl : Lowering::kGloo;
+  problem.context.gemm_models = {{"float32", GemmModel::named(n % 2 == 0 ? "h100" : "cpu")}};
+  PlanCache cache;
+  const ProductPlan plan(std::move(problem), cache);
+  std::vector<std::string> all = agreed(plan.forward());
+  for (std::string& text : agreed(plan.backward(plan.all_gradients(), cache))) all.push_back(std::move(text));
+  return all;
+}
+
+// Some ranks may give a weight as it is and others its transpose; of a single row, nobody can tell which it is.
+TEST(ProductArguments, OfWeightsTransposedOnSomeRanksAreAgreedOn) {
+  int64_t chunked = 0;
+  for (const ProductFunction function : {ProductFunction::kGather, ProductFunction::kSum}) {
+    for (const std::vector<int64_t>& rows : std::vector<std::vector<int64_t>>{{7}, {3, 4}, {2048}}) {
+      for (const auto& [k, n] : std::vector<std::pair<int64_t, int64_t>>{{5, 6}, {6, 1}, {4097, 2048}}) {
+        for (int64_t dim = -1; dim <= static_cast<int64_t>(rows.size()); ++dim) {
+          if (function == ProductFunction::kGather && dim < 0) continue;
+          for (const int64_t ranks : {2, 5}) {
+            const auto given = [&](bool is_transposed) {
+              return agreed(function, rows, k, n, dim < 0 ? std::nullopt : std::optional(dim), ranks, is_transposed);
+            };
+            const std::vector<std::string> as_is = given(false);
+            EXPECT_EQ(as_is, given(true)) << k << " " << n << " " << dim << " on " << ranks;
+            for (const std::string& text : as_is) chunked += text.starts_with("ring") || text.starts_with("collective");
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(chunked, 50);
+}
+
+TEST(ProductArguments, OfLengthsNearTheLargestNumberAreRefused) {
+  const int64_t most = std::numeric_limits<int64_t>::max();
+  for (const int64_t ranks : {1, 2, 3, 1000}) {
+    for (const bool checks_parts : {true, false}) {
+      for (const int64_t size : {most, most - 1, most / 2 + 1}) {
+        ProductArguments arguments = gather();
+        arguments.rank = ranks - 1;
+        arguments.num_ranks = ranks;
+        arguments.size = size;
+        arguments.checks_parts = checks_parts;
+        EXPECT_THROW(problem_of(arguments), UserError) << size << " on " << ranks;
+        arguments.size = 6;
+        arguments.columns = {size};
+        EXPECT_THROW(problem_of(arguments), UserError) << size << " on " << ranks;
+        arguments.size.reset();
+        arguments.x.shape[0] = size;
+        EXPECT_THROW(problem_of(arguments), UserError) << size << " on " << ranks;
+      }
+    }
+  }
 }
 
 struct Wrong {
