@@ -122,3 +122,18 @@ def test_functions_of_python(tool: ModuleType) -> None:
         'def f(\n    a,\n):\n    """Of\n    two lines."""\n    return a\n\n\nclass C:\n    def g(self):\n        pass\n'
     )
     assert sorted(tool.python_functions(text)) == [("f", 4), ("g", 2)]
+
+
+def test_lines_of_code(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        '"""About\nthe module."""\n\n# a comment\ndef f():\n    """Docs."""\n    return """two\nlines"""  # of code\n'
+    )
+    assert tool.code_lines(text) == 3
+    _write(tmp_path, top=text)
+    _write(tmp_path / "part", a=text, b="x = 1")
+    monkeypatch.setattr(tool, "MAX_CODE_LINES", {".": 3, "part": 4})
+    assert list(tool.check_code_lines()) == []
+    monkeypatch.setattr(tool, "MAX_CODE_LINES", {".": 2})
+    high, none = tool.check_code_lines()
+    assert high == "shardwright/.: 3 lines of code; allowed are 2"
+    assert none.startswith("shardwright/part: has no limit")
