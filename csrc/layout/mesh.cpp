@@ -10,9 +10,8 @@ namespace shardwright {
 
 std::vector<int> MeshDimSet::to_vector() const {
   std::vector<int> mesh_dims;
-  for (int d = 0; d < kMaxDims; ++d) {
-    if (contains(d)) mesh_dims.push_back(d);
-  }
+  mesh_dims.reserve(count());
+  for (uint32_t left = bits_; left != 0; left &= left - 1) mesh_dims.push_back(std::countr_zero(left));
   return mesh_dims;
 }
 

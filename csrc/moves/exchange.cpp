@@ -33,10 +33,37 @@ void for_each_part(const Mesh& mesh, int64_t position, MeshDimSet all, int64_t n
   for (const auto& [length, count] : parts) go_on(length, count);
 }
 
-// The same for what the parts of a list share with a target, if that is not empty.
+// The same for what the parts of a list share with a target, where list, target and so all parts are single intervals.
+template <typename Visit>
+void for_each_met_in_runs(const Mesh& mesh, int64_t position, MeshDimSet all, Interval list, std::span<const Cut> cuts,
+                          Interval target, const Visit& visit) {
+  const Interval shared{std::max(list.begin, target.begin), std::min(list.end, target.end)};
+  if (shared.begin >= shared.end) return;
+  const int64_t n = list.end - list.begin;
+  if (shared == list) return for_each_part(mesh, position, all, n, cuts, 1, visit);
+  if (cuts.empty()) return visit(shared.end - shared.begin, int64_t{1});
+  const int64_t k = mesh.dim_size(cuts[0].mesh_dim);
+  const int64_t chunk = (n + k - 1) / k;
+  const auto go_on = [&](int64_t c) {
+    const Interval part{std::min(list.begin + c * chunk, list.end), std::min(list.begin + (c + 1) * chunk, list.end)};
+    for_each_met_in_runs(mesh, position, all, part, cuts.subspan(1), target, visit);
+  };
+  if (!all.contains(cuts[0].mesh_dim)) return go_on(mesh.coordinate(position, cuts[0].mesh_dim));
+  const int64_t first = (shared.begin - list.begin) / chunk;
+  const int64_t last = (shared.end - 1 - list.begin) / chunk;
+  go_on(first);
+  for_each_part(mesh, position, all, chunk, cuts.subspan(1), std::max<int64_t>(last - first - 1, 0), visit);
+  if (last > first) go_on(last);
+}
+
+// The same for any lists.
 template <typename Visit>
 void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const IntervalList& list,
                   std::span<const Cut> cuts, const IntervalList& target, const Visit& visit) {
+  const auto is_chunks = [](const Cut& c) { return c.rule.is_chunks(); };
+  if (list.size() == 1 && target.size() == 1 && std::all_of(cuts.begin(), cuts.end(), is_chunks)) {
+    return for_each_met_in_runs(mesh, position, all, list[0], cuts, target[0], visit);
+  }
   const int64_t shared = intersection_length(list, target);
   if (shared == 0) return;
   const int64_t n = length(list);
@@ -59,14 +86,19 @@ void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const Inte
   }
 }
 
-// Counts the parts that intersect a target, by the number of shared elements (capped at `at_most`).
-std::map<int64_t, int64_t> parts_by_length(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position,
-                                           MeshDimSet varying, const IntervalList& target, int64_t at_most) {
-  std::map<int64_t, int64_t> parts;
-  for_each_met(mesh, position, varying, part_at(mesh, n, {}, position), cuts, target,
-               [&](int64_t elements, int64_t times) { parts[std::min(elements, at_most)] += times; });
-  return parts;
+MeshDimSet dims_of(const std::vector<Cut>& cuts) {
+  MeshDimSet dims;
+  for (const Cut& c : cuts) dims.insert(c.mesh_dim);
+  return dims;
 }
+
+int64_t position_at(const Mesh& mesh, const Coordinates& coordinates) {
+  int64_t position = 0;
+  for (int d = 0; d < mesh.ndim(); ++d) position += coordinates[d] * mesh.stride(d);
+  return position;
+}
+
+IntervalList whole(int64_t n) { return n > 0 ? IntervalList{{0, n}} : IntervalList(); }
 
 // The mesh dims of the step that do not cut `before`; along them all ranks hold the same.
 MeshDimSet replica_dims(const Step& step) { return step.mesh_dims - step.before.cut_dims(); }
@@ -140,11 +172,10 @@ Interval in_round(Interval range, int64_t round, int64_t rounds) {
 Meeting meet(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
              const IntervalList& target) {
   Meeting total;
-  for_each_met(mesh, position, varying, part_at(mesh, n, {}, position), cuts, target,
-               [&](int64_t elements, int64_t times) {
-                 total.elements += elements * times;
-                 total.parts += times;
-               });
+  for_each_met(mesh, position, varying, whole(n), cuts, target, [&](int64_t elements, int64_t times) {
+    total.elements += elements * times;
+    total.parts += times;
+  });
   return total;
 }
 
@@ -162,7 +193,12 @@ std::map<int64_t, int64_t> part_lengths(const Mesh& mesh, int64_t n, std::span<c
 }
 
 ExchangeTraffic::ExchangeTraffic(const Step& step)
-    : step_(step), shared_(step.before, step.after), item_(step.before.dtype().size_bytes()) {
+    : step_(step),
+      shared_(step.before, step.after),
+      item_(step.before.dtype().size_bytes()),
+      cutting_(step.mesh_dims & step.before.cut_dims()),
+      held_(step.before),
+      needed_parts_(step.after) {
   if (step.sharing != Sharing::kNone || shared_.matchings().empty()) return;
   is_closed_ = true;
   needed_ = sent_ = step.after.largest_part_elements();
@@ -221,68 +257,77 @@ Traffic ExchangeTraffic::pairwise_at(int64_t position) const {
 // way from the other side, for the receivers with this rank's coordinates on the replica dims. A part takes as many
 // messages as there are rounds, but no more than it has elements.
 Traffic ExchangeTraffic::walked_at(int64_t position) const {
-  const Mesh& mesh = step_.before.mesh();
-  const Region held = step_.before.region(position);
-  const Region needed = step_.after.region(position);
-  const MeshDimSet cutting = step_.mesh_dims & step_.before.cut_dims();
+  Coordinates coordinates;
+  coordinates_at(step_.before.mesh(), position, coordinates);
   int64_t own = 1;
-  std::map<int64_t, int64_t> sources{{1, 1}};
-  int64_t sent = mesh.group_size(cutting - step_.after.cut_dims());
+  int64_t needed = 1;
+  int64_t count = 1;
+  std::map<int64_t, int64_t> by_length{{1, 1}};
+  int64_t sent = step_.before.mesh().group_size(cutting_ - step_.after.cut_dims());
   for (int t = 0; t < step_.before.ndim(); ++t) {
-    own *= intersection_length(held[t], needed[t]);
+    const KnownParts::Part& before = held_.at(t, coordinates);
+    const KnownParts::Part& after = needed_parts_.at(t, coordinates);
+    own *= intersection_length(before.list, after.list);
+    needed *= after.length;
+    sent *= sent_at(t, coordinates, before.list);
+    const Sources& sources = sources_at(t, coordinates, after.list);
+    count *= sources.count;
+    if (step_.rounds == 1) continue;
     std::map<int64_t, int64_t> finer;
-    for (const auto& [length, parts] : sources_at(t, position, cutting, needed[t])) {
-      for (const auto& [elements, count] : sources) finer[std::min(elements * length, step_.rounds)] += count * parts;
+    for (const auto& [length, parts] : sources.by_length) {
+      for (const auto& [elements, others] : by_length) {
+        finer[std::min(elements * length, step_.rounds)] += others * parts;
+      }
     }
-    sources = std::move(finer);
-    sent *= sent_at(t, position, cutting, held[t]);
+    by_length = std::move(finer);
   }
-  int64_t messages = -std::min(own, step_.rounds);
-  for (const auto& [elements, count] : sources) messages += std::min(elements, step_.rounds) * count;
-  return {(num_elements(needed) - own) * item_, (sent - own) * item_, messages};
+  int64_t messages = step_.rounds == 1 ? count : 0;
+  for (const auto& [elements, others] : by_length) {
+    if (step_.rounds > 1) messages += std::min(elements, step_.rounds) * others;
+  }
+  return {(needed - own) * item_, (sent - own) * item_, messages - std::min(own, step_.rounds)};
 }
 
-namespace {
-
-MeshDimSet dims_of(const std::vector<Cut>& cuts) {
-  MeshDimSet dims;
-  for (const Cut& c : cuts) dims.insert(c.mesh_dim);
-  return dims;
+int64_t ExchangeTraffic::num_elements(KnownParts& parts, int64_t position) const {
+  Coordinates coordinates;
+  coordinates_at(step_.before.mesh(), position, coordinates);
+  return parts.num_elements(coordinates);
 }
-
-// Returns the position with the same coordinates on these mesh dims, and 0 on the others.
-int64_t projection(const Mesh& mesh, int64_t position, MeshDimSet dims) {
-  int64_t projected = 0;
-  for (const int d : dims.to_vector()) projected += mesh.coordinate(position, d) * mesh.stride(d);
-  return projected;
-}
-
-}  // namespace
 
 // Both functions depend on the coordinates that determine this rank's part, and on those that it shares with all
 // others.
-const std::map<int64_t, int64_t>& ExchangeTraffic::sources_at(int tensor_dim, int64_t position, MeshDimSet cutting,
-                                                              const IntervalList& needed) const {
-  const Mesh& mesh = step_.before.mesh();
-  const std::vector<Cut>& cuts = step_.before.cuts(tensor_dim);
-  const MeshDimSet relevant = dims_of(step_.after.cuts(tensor_dim)) | (dims_of(cuts) - cutting);
-  const auto [found, is_new] = sources_at_.try_emplace({tensor_dim, projection(mesh, position, relevant)});
-  if (is_new) {
-    found->second =
-        parts_by_length(mesh, step_.before.shape()[tensor_dim], cuts, position, cutting, needed, step_.rounds);
-  }
-  return found->second;
+const ExchangeTraffic::Sources& ExchangeTraffic::sources_at(int tensor_dim, const Coordinates& coordinates,
+                                                            const IntervalList& needed) const {
+  return of_dim(tensor_dim).sources.at(coordinates, [&] {
+    const Mesh& mesh = step_.before.mesh();
+    Sources sources;
+    for_each_met(mesh, position_at(mesh, coordinates), cutting_, whole(step_.before.shape()[tensor_dim]),
+                 step_.before.cuts(tensor_dim), needed, [&](int64_t elements, int64_t times) {
+                   sources.count += times;
+                   if (step_.rounds > 1) sources.by_length[std::min(elements, step_.rounds)] += times;
+                 });
+    return sources;
+  });
 }
 
-int64_t ExchangeTraffic::sent_at(int tensor_dim, int64_t position, MeshDimSet cutting, const IntervalList& held) const {
-  const Mesh& mesh = step_.before.mesh();
-  const std::vector<Cut>& cuts = step_.after.cuts(tensor_dim);
-  const MeshDimSet relevant = dims_of(step_.before.cuts(tensor_dim)) | (dims_of(cuts) - cutting);
-  const auto [found, is_new] = sent_at_.try_emplace({tensor_dim, projection(mesh, position, relevant)}, 0);
-  if (is_new) {
-    found->second = meet(mesh, step_.after.shape()[tensor_dim], cuts, position, cutting, held).elements;
+int64_t ExchangeTraffic::sent_at(int tensor_dim, const Coordinates& coordinates, const IntervalList& held) const {
+  return of_dim(tensor_dim).sent.at(coordinates, [&] {
+    const Mesh& mesh = step_.before.mesh();
+    return meet(mesh, step_.after.shape()[tensor_dim], step_.after.cuts(tensor_dim), position_at(mesh, coordinates),
+                cutting_, held)
+        .elements;
+  });
+}
+
+ExchangeTraffic::OfDim& ExchangeTraffic::of_dim(int tensor_dim) const {
+  while (static_cast<int>(dims_.size()) <= tensor_dim) {
+    const auto t = static_cast<int>(dims_.size());
+    const MeshDimSet before = dims_of(step_.before.cuts(t));
+    const MeshDimSet after = dims_of(step_.after.cuts(t));
+    const Mesh& mesh = step_.before.mesh();
+    dims_.push_back({{mesh, after | (before - cutting_)}, {mesh, before | (after - cutting_)}});
   }
-  return found->second;
+  return dims_[tensor_dim];
 }
 
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering lowering) {

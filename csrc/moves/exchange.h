@@ -19,6 +19,7 @@
 
 #include "cost/cost.h"
 #include "moves/digits.h"
+#include "moves/known_parts.h"
 #include "moves/step.h"
 
 namespace shardwright {
@@ -92,16 +93,30 @@ class ExchangeTraffic {
   // Whether each source sends the same amount to all its receivers.
   bool has_equal_shares() const { return is_closed_; }
 
+  // How many elements a rank holds before the step, and after it.
+  int64_t num_held(int64_t position) const { return num_elements(held_, position); }
+  int64_t num_needed(int64_t position) const { return num_elements(needed_parts_, position); }
+
  private:
   Traffic walked_at(int64_t position) const;
   // For shared sending, which depends on every pair of ranks.
   Traffic pairwise_at(int64_t position) const;
-  // For one tensor dim, over the ranks that differ in `cutting` only: the number of ranks that hold something of what
-  // is needed, by the number of elements (capped at the number of rounds); and how much of what is held they need
-  // together.
-  const std::map<int64_t, int64_t>& sources_at(int tensor_dim, int64_t position, MeshDimSet cutting,
-                                               const IntervalList& needed) const;
-  int64_t sent_at(int tensor_dim, int64_t position, MeshDimSet cutting, const IntervalList& held) const;
+  int64_t num_elements(KnownParts& parts, int64_t position) const;
+
+  // For one tensor dim, over the ranks that differ only in mesh dims of the step that cut `before`: the number of ranks
+  // that hold something of what is needed; with several rounds also by the number of elements, capped at the number of
+  // rounds.
+  struct Sources {
+    int64_t count = 0;
+    std::map<int64_t, int64_t> by_length;
+  };
+  struct OfDim {
+    ByCoordinates<Sources> sources;
+    ByCoordinates<int64_t> sent;  // how much of what is held these ranks need together
+  };
+  OfDim& of_dim(int tensor_dim) const;
+  const Sources& sources_at(int tensor_dim, const Coordinates& coordinates, const IntervalList& needed) const;
+  int64_t sent_at(int tensor_dim, const Coordinates& coordinates, const IntervalList& held) const;
 
   const Step& step_;
   SharedElements shared_;
@@ -116,9 +131,10 @@ class ExchangeTraffic {
   std::vector<Matching::Common> ties_with_replicas_;
   // Filled for whole groups, when one of their ranks is requested.
   mutable std::unordered_map<int64_t, Traffic> pairwise_;
-  // By tensor dim and the coordinates that matter.
-  mutable std::map<std::pair<int, int64_t>, std::map<int64_t, int64_t>> sources_at_;
-  mutable std::map<std::pair<int, int64_t>, int64_t> sent_at_;
+  MeshDimSet cutting_;  // the mesh dims of the step that cut `before`
+  mutable KnownParts held_;
+  mutable KnownParts needed_parts_;
+  mutable std::vector<OfDim> dims_;  // by tensor dim
 };
 
 // Returns whether the backend's own collectives carry out the reduction of a layout over some mesh dims. If not,

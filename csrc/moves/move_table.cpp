@@ -307,7 +307,7 @@ MoveTable::Distance MoveTable::distance(const State& before, const State& after)
 bool MoveTable::scatters(const State& before, const State& after, MeshDimSet reduced) {
   if (!(after.cut_dims - before.cut_dims == reduced) || !(before.cut_dims - after.cut_dims).empty()) return false;
   for (int t = 0; t < layout_.ndim(); ++t) {
-    if (before.lists[t] != after.lists[t] && !pair(t, before.lists[t], after.lists[t]).cuts_further) return false;
+    if (before.lists[t] != after.lists[t] && !cuts_further(t, before.lists[t], after.lists[t])) return false;
   }
   return true;
 }
@@ -348,9 +348,18 @@ MoveTable::Pair MoveTable::make_pair(int tensor_dim, const List& before, const L
   }
   pair.takes_long = std::max(pieces(n, before), pieces(n, after)) > kMaxPiecesWalked;
   pair.spanned = spanned_dims(mesh, n, before.cuts, after.cuts);
-  pair.cuts_further =
-      (before.dims - after.dims).empty() && holds_the_same(mesh, n, before.cuts, after.cuts, before.dims);
   return pair;
+}
+
+bool MoveTable::cuts_further(int tensor_dim, int before, int after) {
+  const std::optional<bool> known = pair(tensor_dim, before, after).cuts_further;
+  if (known) return *known;
+  const List& a = lists_[tensor_dim][before];
+  const List& b = lists_[tensor_dim][after];
+  const bool cuts_further =
+      (a.dims - b.dims).empty() && holds_the_same(layout_.mesh(), layout_.shape()[tensor_dim], a.cuts, b.cuts, a.dims);
+  pairs_[pair_numbers_[tensor_dim][before][after]].cuts_further = cuts_further;
+  return cuts_further;
 }
 
 void MoveTable::close(Pair& pair, const Matching& matching) const {

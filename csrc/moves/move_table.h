@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdint>
 #include <map>
+#include <memory_resource>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -94,10 +95,10 @@ class MoveTable {
 
   // The facts about a pair of lists. All but cuts_further, takes_long and spanned hold only if is_closed.
   struct Pair {
-    bool cuts_further = false;
-    bool takes_long = false;  // there are many pieces to walk over, and digits do not help
-    bool is_closed = false;   // digits give closed formulas for what follows
-    bool differs = false;     // some rank's coordinates fix the same digit to different values
+    std::optional<bool> cuts_further;  // without digits, set when first asked for: only reductions ask
+    bool takes_long = false;           // there are many pieces to walk over, and digits do not help
+    bool is_closed = false;            // digits give closed formulas for what follows
+    bool differs = false;              // some rank's coordinates fix the same digit to different values
     bool differs_between_nodes = false;
     MeshDimSet spanned;
     int64_t shared = 1;          // elements in common before and after, if the digits are fixed to the same values
@@ -126,6 +127,7 @@ class MoveTable {
   // The pieces of all ranks that a walk over strided parts looks at; 1 where no cut is strided.
   int64_t pieces(int64_t n, const List& list) const;
   const Pair& pair(int tensor_dim, int before, int after);
+  bool cuts_further(int tensor_dim, int before, int after);
   Pair make_pair(int tensor_dim, const List& before, const List& after) const;
   void close(Pair& pair, const Matching& matching) const;
   StepFigures exchange_figures(const State& before, const State& after, const Move& move);
@@ -151,8 +153,9 @@ class MoveTable {
   std::vector<std::map<std::vector<int64_t>, int>> numbers_;  // of lists without digits
   std::vector<std::vector<std::vector<int>>> pair_numbers_;   // by tensor dim, list before, list after; -1: not yet
   std::vector<Pair> pairs_;
-  std::unordered_map<Key, Shares, KeyHash> shares_;
-  std::unordered_map<Key, int64_t, KeyHash> lengths_;
+  std::pmr::monotonic_buffer_resource memory_;  // of the two below, which only grow
+  std::pmr::unordered_map<Key, Shares, KeyHash> shares_{&memory_};
+  std::pmr::unordered_map<Key, int64_t, KeyHash> lengths_{&memory_};
 };
 
 }  // namespace shardwright

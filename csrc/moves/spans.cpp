@@ -32,6 +32,7 @@ std::optional<CutList> without(const Mesh& mesh, CutList cuts, MeshDimSet gather
 }
 
 IntervalList united(const Mesh& mesh, int64_t n, const CutList& cuts, MeshDimSet gathered, int64_t position) {
+  if (gathered.empty()) return part_at(mesh, n, cuts, position);
   std::vector<IntervalList> parts{{}};
   if (n > 0) parts[0].push_back({0, n});
   for (const Cut& c : cuts) {

@@ -42,14 +42,14 @@ Traffic StepTraffic::at(int64_t position) const {
     case StepOp::kExchange:
       return exchange_.at(position);
     case StepOp::kReduceScatter: {
-      const int64_t kept = num_elements(step_.after.region(position));
-      Traffic traffic = reduce_scatter_traffic(num_elements(step_.before.region(position)), kept,
-                                               mesh.group_size(step_.mesh_dims), item);
+      const int64_t kept = exchange_.num_needed(position);
+      Traffic traffic =
+          reduce_scatter_traffic(exchange_.num_held(position), kept, mesh.group_size(step_.mesh_dims), item);
       traffic.messages *= std::min(step_.rounds, std::max<int64_t>(kept, 1));
       return traffic;
     }
     case StepOp::kAllReduce: {
-      const int64_t held = num_elements(step_.before.region(position));
+      const int64_t held = exchange_.num_held(position);
       const int64_t k = mesh.group_size(step_.mesh_dims);
       if (is_native_) return all_reduce_traffic(held, k, 0, item, true);
       const int64_t index = index_in_group(mesh, position, step_.mesh_dims);
@@ -219,9 +219,20 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
     RankClasses classes(mesh);
     classes.add(src, dst);
     const RanksSeen seen = classes.seen();
+    KnownParts held(src);
+    KnownParts needed(dst);
+    const auto missing_at = [&](int64_t position) {
+      if (has_equal_parts) return most - shared.at(position);
+      Coordinates coordinates;
+      coordinates_at(mesh, position, coordinates);
+      int64_t own = 1;
+      for (int t = 0; t < src.ndim(); ++t) {
+        own *= intersection_length(held.at(t, coordinates).list, needed.at(t, coordinates).list);
+      }
+      return needed.num_elements(coordinates) - own;
+    };
     for (size_t i = 0; i < seen.positions.size(); ++i) {
-      const int64_t p = seen.positions[i];
-      const int64_t missing = (has_equal_parts ? most : num_elements(dst.region(p))) - shared.at(p);
+      const int64_t missing = missing_at(seen.positions[i]);
       bound.bytes_max = std::max(bound.bytes_max, missing * item);
       bound.bytes_sum += missing * item * seen.weights[i];
     }

@@ -57,8 +57,13 @@ std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
                 ", predicted ", microseconds_text(predicted_picoseconds(plan)));
 }
 
+struct Leanest {
+  Plan plan;
+  TrafficTotals traffic;
+};
+
 // The plan with the fewest bytes. A single move that meets the bound is that plan, so no search is needed.
-Plan leanest_plan(const Plan& plan, const Bound& bound) {
+Leanest leanest_plan(const Plan& plan, const Bound& bound) {
   PlanOptions options{plan.lowering, Objective::kBytes, false, plan.topology};
   for (const Step& step : plan.steps) options.ordered = options.ordered || step.ordered;
   if (!crosses(plan) && plan.src.partial_dims() == plan.dst.partial_dims()) {
@@ -66,16 +71,17 @@ Plan leanest_plan(const Plan& plan, const Bound& bound) {
       Plan direct{plan.src, plan.dst, plan.lowering, Objective::kBytes, plan.topology, false, {}};
       direct.steps.push_back(named_by_collective(shared_if_it_helps(*step, Sharing::kBytes, {})));
       const TrafficTotals traffic = totals(direct);
-      if (traffic.maxima_are_exact && traffic.received_bytes_max <= bound.bytes_max) return direct;
+      if (traffic.maxima_are_exact && traffic.received_bytes_max <= bound.bytes_max) return {direct, traffic};
     }
   }
-  return make_plan(plan.src, plan.dst, options);
+  Plan leanest = make_plan(plan.src, plan.dst, options);
+  const TrafficTotals traffic = totals(leanest);
+  return {std::move(leanest), traffic};
 }
 
 // Explains why more than the bound is received: what the plan with the fewest bytes would take instead.
 std::string about_bytes(const Plan& plan, const Certificate& certificate) {
-  const Plan leanest = leanest_plan(plan, certificate.received);
-  const TrafficTotals theirs = totals(leanest);
+  const auto [leanest, theirs] = leanest_plan(plan, certificate.received);
   const TrafficTotals& ours = certificate.traffic;
   const std::string received =
       concat("the worst rank receives ", times_text(ours.received_bytes_max, certificate.received.bytes_max),

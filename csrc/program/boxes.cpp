@@ -94,9 +94,14 @@ std::vector<Box> Intersection::packed_to_b(int64_t packed_base, int64_t b_base) 
                        {b_shape_, &Piece::b_position, b_base});
 }
 
-int64_t Intersection::run_in_a() const { return run_of(a_to_packed(0, 0), true); }
+// Where a tensor dim has several pieces there are several boxes, so these are not made.
+bool Intersection::is_one_box() const {
+  return std::all_of(pieces_.begin(), pieces_.end(), [](const std::vector<Piece>& list) { return list.size() == 1; });
+}
 
-int64_t Intersection::run_in_b() const { return run_of(packed_to_b(0, 0), false); }
+int64_t Intersection::run_in_a() const { return is_one_box() ? run_of(a_to_packed(0, 0), true) : -1; }
+
+int64_t Intersection::run_in_b() const { return is_one_box() ? run_of(packed_to_b(0, 0), false) : -1; }
 
 std::vector<Intersection::Part> Intersection::parts() const {
   std::vector<Part> parts{Part{}};

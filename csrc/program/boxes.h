@@ -51,6 +51,7 @@ class Intersection {
   std::vector<Intersection> slice(int64_t begin, int64_t end) const;
 
  private:
+  bool is_one_box() const;
   // Keeps only the shared indices [begin, end) of dim d, counted along it.
   void narrow(size_t d, int64_t begin, int64_t end);
 

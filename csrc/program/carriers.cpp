@@ -18,10 +18,9 @@ Carrier carrier_of_exchange(size_t num_ranks, bool all_pairs_talk, bool stalls) 
   return suits_all_to_all ? Carrier::kAllToAll : Carrier::kMessages;
 }
 
-Carrier carrier_of_gather(StepPairs& pairs, const StepPairs::Group& group, Lowering lowering) {
+Carrier carrier_of_gather(StepPairs& pairs, StepPairs::Group& group, Lowering lowering) {
   const Step& step = pairs.step();
-  const bool is_even = pairs.hold_equally(group.least) && pairs.num_held(group.least) > 0;
-  if (gathers_natively(lowering, step.rounds == 1 && is_even)) return Carrier::kAllGather;
+  if (gathers_natively(lowering, step.rounds == 1 && pairs.is_even(group))) return Carrier::kAllGather;
   const bool copies = lowering.copies_gather(group.size, step.before.largest_part_bytes());
   return copies ? Carrier::kAllToAll : Carrier::kMessages;
 }

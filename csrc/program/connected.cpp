@@ -1,9 +1,77 @@
 // Finds which ranks of a group are connected by what they exchange.
 #include <algorithm>
+#include <map>
+#include <utility>
 
 #include "program/pairs.h"
 
 namespace shardwright {
+
+// Which members of a group have something for which.
+struct StepPairs::Talk {
+  struct PartsOfDim {
+    std::vector<int> held;  // by member
+    std::vector<int> needed;
+    int num_needed = 0;
+    std::vector<bool> meet;  // by held and needed part
+  };
+  // By member. `from` can only have something for `to` if held[from] equals needed[to]: they are on one replica and,
+  // where digits describe everything, their digits agree.
+  std::vector<int> held;
+  std::vector<int> needed;
+  std::vector<PartsOfDim> parts;  // by tensor dim, where digits do not describe everything
+
+  bool is_there(size_t from, size_t to) const {
+    if (held[from] != needed[to]) return false;
+    for (const PartsOfDim& dim : parts) {
+      if (!dim.meet[dim.held[from] * dim.num_needed + dim.needed[to]]) return false;
+    }
+    return true;
+  }
+};
+
+// Numbers what members hold and need, so that one member has something for another exactly if, in every list, the
+// number of what the first holds matches that of what the second needs.
+StepPairs::Talk StepPairs::talk_of(const Group& group) {
+  const Mesh& mesh = step_.before.mesh();
+  Talk talk;
+  std::map<std::vector<int64_t>, int> numbers;
+  const auto number_of = [&](std::vector<int64_t> values, int64_t position) {
+    for (const int d : replicas_.to_vector()) values.push_back(mesh.coordinate(position, d));
+    return numbers.emplace(std::move(values), static_cast<int>(numbers.size())).first->second;
+  };
+  for (const int64_t member : group.positions) {
+    std::vector<int64_t> held_ties;
+    std::vector<int64_t> needed_ties;
+    for (const Matching::Common& tie : all_look_alike_ ? ties_ : std::vector<Matching::Common>()) {
+      held_ties.push_back(mesh.coordinate(member, tie.before.mesh_dim) / tie.before.below % tie.radix);
+      needed_ties.push_back(mesh.coordinate(member, tie.after.mesh_dim) / tie.after.below % tie.radix);
+    }
+    talk.held.push_back(number_of(std::move(held_ties), member));
+    talk.needed.push_back(number_of(std::move(needed_ties), member));
+  }
+  for (size_t t = 0; t < (all_look_alike_ ? 0 : ndim_); ++t) {
+    std::vector<Part> held;
+    std::vector<Part> needed;
+    std::map<const IntervalList*, int> held_numbers;
+    std::map<const IntervalList*, int> needed_numbers;
+    Talk::PartsOfDim& dim = talk.parts.emplace_back();
+    const auto add = [](std::vector<Part>& parts, std::map<const IntervalList*, int>& known, const Part& part) {
+      const auto [found, is_new] = known.emplace(part.list, static_cast<int>(parts.size()));
+      if (is_new) parts.push_back(part);
+      return found->second;
+    };
+    for (const int64_t member : group.positions) {
+      dim.held.push_back(add(held, held_numbers, part(held_, static_cast<int>(t), member)));
+      dim.needed.push_back(add(needed, needed_numbers, part(needed_, static_cast<int>(t), member)));
+    }
+    dim.num_needed = static_cast<int>(needed.size());
+    for (const Part& has : held) {
+      for (const Part& wants : needed) dim.meet.push_back(shared_runs(has, wants).length > 0);
+    }
+  }
+  return talk;
+}
 
 void StepPairs::connect(Group& group) {
   if (!group.circles.empty()) return;

@@ -60,8 +60,7 @@ class MoveMemory : public StepMemory {
         [[fallthrough]];
       case StepOp::kSlice:
       case StepOp::kPartition:
-        return copy_own(sketch, shared_elements(step_.before.region(position), step_.after.region(position)), current,
-                        next);
+        return copy_own(sketch, pairs_.own(position).count, current, next);
       case StepOp::kAllGather:
       case StepOp::kAllToAll:
       case StepOp::kPermute:
@@ -151,14 +150,21 @@ class MoveMemory : public StepMemory {
     if (k > 1) sketch.emit({staging, next});
   }
 
-  // With one round, peers are added only as long as some load may be one run. The totals are known without them: what
-  // the rank exchanges in all.
+  // With one round the totals are known beforehand: what the rank exchanges in all. Peers are added only as long as
+  // they can still tell whether some load is one run.
   BothLoads loads_in_order(const Group& group, int64_t position, const std::vector<int64_t>& partners, int64_t round) {
     const bool is_gather = step_.op == StepOp::kAllGather;  // if so, a rank sends the same to all members
     BothLoads loads;
     const Load own = pairs_.own(position);
+    BothLoads::Totals totals;
+    if (step_.rounds == 1) {
+      const Traffic traffic = traffic_.at(position);
+      const int64_t item = step_.before.dtype().size_bytes();
+      totals = {traffic.sent_bytes / item, traffic.received_bytes / item, own.count};
+    }
     std::optional<Transfer> sends;
     for (const int64_t member : partners) {
+      if (step_.rounds == 1 && loads.are_known(totals)) break;
       if (member == position) {
         loads.add_own(own);
         continue;
@@ -166,16 +172,8 @@ class MoveMemory : public StepMemory {
       if (!sends || !is_gather) sends = pairs_.transfer(group, position, member);
       const Transfer received = pairs_.transfer(group, member, position);
       loads.add_peer(sends->in_round(round), received.in_round(round));
-      if (step_.rounds == 1 && !loads.is_some_run()) break;
     }
-    if (step_.rounds == 1) {
-      const Traffic traffic = traffic_.at(position);
-      const int64_t item = step_.before.dtype().size_bytes();
-      loads.without.sent.set_total(traffic.sent_bytes / item);
-      loads.without.received.set_total(traffic.received_bytes / item);
-      loads.with.sent.set_total(traffic.sent_bytes / item + own.count);
-      loads.with.received.set_total(traffic.received_bytes / item + own.count);
-    }
+    if (step_.rounds == 1) loads.set_totals(totals);
     return loads;
   }
 
@@ -227,21 +225,50 @@ class MoveMemory : public StepMemory {
     std::vector<bool> is_even;
   };
 
-  const Scattering& scattering(int64_t position) {
-    const auto [found, is_new] = scatterings_.try_emplace(pairs_.around(position).least);
-    Scattering& scattering = found->second;
-    if (!is_new) return scattering;
-    // Members are added only as long as the parts of some round may be one run. The totals are known without that.
-    scattering.rounds.resize(step_.rounds);
+  // If parts are equal, the place of a part is linear in the coordinates of its rank, so a few tell whether all parts
+  // follow each other.
+  std::optional<RunOfLoads> run_of_equal_parts(int64_t position) {
+    const Mesh& mesh = step_.before.mesh();
+    if (step_.rounds > 1 || !pairs_.all_look_alike() || !mesh.ranks_are_positions()) return std::nullopt;
+    const int64_t least = pairs_.around(position).least;
+    const Load first = pairs_.share(position, least).in_round(0);
+    bool is_run = first.is_run_held && first.count > 0;
+    int64_t turn = 1;
+    for (int d = mesh.ndim() - 1; d >= 0; --d) {
+      if (!step_.mesh_dims.contains(d) || mesh.dim_size(d) == 1) continue;
+      const Load next = pairs_.share(position, least + mesh.stride(d)).in_round(0);
+      if (next.count != first.count) return std::nullopt;
+      is_run = is_run && next.is_run_held && next.first_held == first.first_held + turn * first.count;
+      turn *= mesh.dim_size(d);
+    }
+    RunOfLoads run;
+    run.add(first.count, first.first_held, is_run);
+    return run;
+  }
+
+  // Adds members only as long as the parts of some round may be one run; the totals are known without that.
+  void add_parts_in_order(std::vector<RunOfLoads>& rounds, int64_t position) {
     for (const int64_t member : pairs_.group(position).positions) {
       const Transfer part = pairs_.share(position, member);
       bool is_some_run = false;
       for (int64_t round = 0; round < step_.rounds; ++round) {
         const Load load = part.in_round(round);
-        scattering.rounds[round].add(load.count, load.first_held, load.is_run_held);
-        is_some_run = is_some_run || scattering.rounds[round].is_run();
+        rounds[round].add(load.count, load.first_held, load.is_run_held);
+        is_some_run = is_some_run || rounds[round].is_run();
       }
       if (!is_some_run) break;
+    }
+  }
+
+  const Scattering& scattering(int64_t position) {
+    const auto [found, is_new] = scatterings_.try_emplace(pairs_.around(position).least);
+    Scattering& scattering = found->second;
+    if (!is_new) return scattering;
+    scattering.rounds.resize(step_.rounds);
+    if (const std::optional<RunOfLoads> run = run_of_equal_parts(position)) {
+      scattering.rounds[0] = *run;
+    } else {
+      add_parts_in_order(scattering.rounds, position);
     }
     const std::map<int64_t, int64_t> needs = pairs_.members_by_need(position);
     for (int64_t round = 0; round < step_.rounds; ++round) {
@@ -342,9 +369,12 @@ class MoveMemory : public StepMemory {
 
 namespace {
 
-int64_t elements_of(const Layout& layout, Rank rank) {
+int64_t elements_of(const Layout& layout, KnownParts& parts, Rank rank) {
   const std::optional<Position> position = layout.mesh().position_of(rank);
-  return position ? num_elements(layout.region(*position)) : 0;
+  if (!position) return 0;
+  Coordinates coordinates;
+  coordinates_at(layout.mesh(), *position, coordinates);
+  return parts.num_elements(coordinates);
 }
 
 struct SomeRanks {
@@ -371,8 +401,10 @@ std::unique_ptr<StepMemory> memory_of_move(const Step& step, const Plan& plan) {
   return std::make_unique<MoveMemory>(step, plan);
 }
 
-ProgramMemory::ProgramMemory(const Plan& plan) : plan_(plan) {
+ProgramMemory::ProgramMemory(const Plan& plan) : plan_(plan), sketch_(std::make_unique<Sketch>()) {
   for (const Step& step : plan.steps) {
+    before_.emplace_back(step.before);
+    after_.emplace_back(step.after);
     steps_.push_back(step.op == StepOp::kCross ? memory_of_crossing(step, plan) : memory_of_move(step, plan));
   }
 }
@@ -382,7 +414,7 @@ ProgramMemory::~ProgramMemory() = default;
 // Returns the buffer that holds the result of the step.
 int ProgramMemory::write(Sketch& sketch, size_t step, Rank rank, int current) {
   const Step& of_plan = plan_.steps[step];
-  const int next = sketch.new_buffer(elements_of(of_plan.after, rank));
+  const int next = sketch.new_buffer(elements_of(of_plan.after, after_[step], rank));
   if (takes_part(of_plan, rank)) steps_[step]->write(sketch, rank, current, next);
   return next;
 }
@@ -402,11 +434,12 @@ std::vector<int64_t> ProgramMemory::peak_bytes_by_step(Rank rank) {
 // A step's peak may depend on the next step only if the step has several rounds: then the result may not exist yet in
 // everything that follows its last use.
 int64_t ProgramMemory::peak_of_step(size_t step, Rank rank) {
-  Sketch sketch;
+  Sketch& sketch = *sketch_;
+  sketch.clear();
   int current = kInputBuffer;
   sketch.begin_step();
   if (step > 0) {
-    current = sketch.new_buffer(elements_of(plan_.steps[step].before, rank));
+    current = sketch.new_buffer(elements_of(plan_.steps[step].before, before_[step], rank));
     sketch.hold_from_start(current);
   }
   current = write(sketch, step, rank, current);

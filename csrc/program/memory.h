@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "moves/known_parts.h"
 #include "moves/plan.h"
 
 namespace shardwright {
@@ -52,6 +53,9 @@ class ProgramMemory {
 
   const Plan& plan_;
   std::vector<std::unique_ptr<StepMemory>> steps_;
+  std::vector<KnownParts> before_;  // by step
+  std::vector<KnownParts> after_;
+  std::unique_ptr<Sketch> sketch_;  // of one step, again and again
 };
 
 }  // namespace shardwright

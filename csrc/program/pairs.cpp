@@ -10,14 +10,6 @@
 namespace shardwright {
 namespace {
 
-SharedRuns shared_runs(const StepPairs::Part& held, const StepPairs::Part& needed) {
-  const int64_t begin = std::max(held.begin, needed.begin);
-  const int64_t end = std::min(held.end, needed.end);
-  if (begin >= end) return {};
-  if (held.has_gaps || needed.has_gaps) return shared_runs(*held.list, *needed.list);
-  return {end - begin, 1, begin - held.begin, begin - needed.begin};
-}
-
 // Returns whether the pieces are the same except for a shift.
 bool lie_alike(const std::vector<Piece>& a, const std::vector<Piece>& b) {
   if (a.size() != b.size()) return false;
@@ -32,13 +24,22 @@ bool lie_alike(const std::vector<Piece>& a, const std::vector<Piece>& b) {
 
 }  // namespace
 
+SharedRuns shared_runs(const StepPairs::Part& held, const StepPairs::Part& needed) {
+  const int64_t begin = std::max(held.begin, needed.begin);
+  const int64_t end = std::min(held.end, needed.end);
+  if (begin >= end) return {};
+  if (held.has_gaps || needed.has_gaps) return shared_runs(*held.list, *needed.list);
+  return {end - begin, 1, begin - held.begin, begin - needed.begin};
+}
+
 StepPairs::StepPairs(const Step& step)
     : step_(step),
       ndim_(step.before.ndim()),
       cutting_(step.mesh_dims & step.before.cut_dims()),
       replicas_(step.mesh_dims - step.before.cut_dims()),
-      held_(ndim_),
-      needed_(ndim_) {
+      spanned_(step.mesh_dims.to_vector()),
+      held_(step.before),
+      needed_(step.after) {
   const SharedElements shared(step.before, step.after);
   all_look_alike_ = step.sharing == Sharing::kNone && !shared.matchings().empty();
   for (const Matching& matching : shared.matchings()) {
@@ -48,34 +49,29 @@ StepPairs::StepPairs(const Step& step)
   }
 }
 
-StepPairs::Part StepPairs::part(const Layout& layout, Parts& parts, int tensor_dim, int64_t position) {
-  const Mesh& mesh = layout.mesh();
-  const std::vector<Cut>& cuts = layout.cuts(tensor_dim);
-  int64_t number = 0;
-  for (const Cut& c : cuts) number = number * mesh.dim_size(c.mesh_dim) + mesh.coordinate(position, c.mesh_dim);
-  const auto [found, is_new] = parts[tensor_dim].try_emplace(number);
-  IntervalList& list = found->second;
-  if (is_new) list = part_at(mesh, layout.shape()[tensor_dim], cuts, position);
+const Coordinates& StepPairs::coordinates(int64_t position) {
+  if (position != position_) coordinates_at(step_.before.mesh(), position_ = position, coordinates_);
+  return coordinates_;
+}
+
+StepPairs::Part StepPairs::part(KnownParts& parts, int tensor_dim, int64_t position) {
+  const auto& [list, length] = parts.at(tensor_dim, coordinates(position));
   if (list.empty()) return {0, 0, 0, &list, false};
-  return {list.front().begin, list.back().end, length(list), &list, list.size() > 1};
+  return {list.front().begin, list.back().end, length, &list, list.size() > 1};
 }
 
-StepPairs::PartsOfRank StepPairs::held(int64_t position) {
-  PartsOfRank parts(ndim_);
-  for (size_t t = 0; t < ndim_; ++t) parts[t] = part(step_.before, held_, static_cast<int>(t), position);
-  return parts;
-}
-
-StepPairs::PartsOfRank StepPairs::needed(int64_t position) {
-  PartsOfRank parts(ndim_);
-  for (size_t t = 0; t < ndim_; ++t) parts[t] = part(step_.after, needed_, static_cast<int>(t), position);
-  return parts;
+const StepPairs::PartsOfRank& StepPairs::parts_at(KnownParts& parts, PartsAt& at, int64_t position) {
+  if (at.position == position) return at.parts;
+  at.position = position;
+  at.parts.resize(ndim_);
+  for (size_t t = 0; t < ndim_; ++t) at.parts[t] = part(parts, static_cast<int>(t), position);
+  return at.parts;
 }
 
 StepPairs::Group& StepPairs::around(int64_t position) {
   const Mesh& mesh = step_.before.mesh();
   int64_t least = position;
-  for (const int d : step_.mesh_dims.to_vector()) least -= mesh.coordinate(position, d) * mesh.stride(d);
+  for (const int d : spanned_) least -= mesh.coordinate(position, d) * mesh.stride(d);
   Group& group = groups_[least];
   group.least = least;
   group.size = mesh.group_size(step_.mesh_dims);
@@ -134,12 +130,13 @@ std::map<int64_t, int64_t> StepPairs::members_by_need(int64_t position) const {
 
 // Goes from the innermost dim outwards: in a run, every dim of more than one index has as its stride the product of the
 // sizes of the dims within it.
-Load StepPairs::shared(const PartsOfRank& held, const PartsOfRank& needed) const {
+template <typename RunsOf>
+Load StepPairs::shared(const PartsOfRank& held, const PartsOfRank& needed, const RunsOf& runs_of) const {
   Load load{1, 0, 0, true, true};
   int64_t held_stride = 1;
   int64_t needed_stride = 1;
   for (size_t t = ndim_; t-- > 0;) {
-    const SharedRuns runs = shared_runs(held[t], needed[t]);
+    const SharedRuns runs = runs_of(t);
     if (runs.length == 0) return {};
     load.first_held += runs.a_position * held_stride;
     load.first_needed += runs.b_position * needed_stride;
@@ -152,6 +149,10 @@ Load StepPairs::shared(const PartsOfRank& held, const PartsOfRank& needed) const
     needed_stride *= needed[t].length;
   }
   return load;
+}
+
+Load StepPairs::shared(const PartsOfRank& held, const PartsOfRank& needed) const {
+  return shared(held, needed, [&](size_t t) { return shared_runs(held[t], needed[t]); });
 }
 
 Load StepPairs::Transfer::in_round(int64_t round) const {
@@ -188,8 +189,8 @@ bool StepPairs::talks(const Group& group, int64_t from, int64_t to) {
   }
   for (size_t t = 0; t < ndim_; ++t) {
     const int dim = static_cast<int>(t);
-    const Part held = part(step_.before, held_, dim, from);
-    const Part needed = part(step_.after, needed_, dim, to);
+    const Part held = part(held_, dim, from);
+    const Part needed = part(needed_, dim, to);
     if (shared_runs(held, needed).length == 0) return false;
   }
   return true;
@@ -199,8 +200,8 @@ StepPairs::Transfer StepPairs::transfer(const Group& group, int64_t from, int64_
   if (group.transfers) {
     const Interval range = group.transfers->range(index_of(group, from), index_of(group, to));
     if (range.begin == range.end) return {};
-    const PartsOfRank has = held(from);
-    const PartsOfRank wants = needed(to);
+    const PartsOfRank& has = held(from);
+    const PartsOfRank& wants = needed(to);
     return in_rounds(has, wants, shared(has, wants), range);
   }
   if (!all_look_alike_) return shares_with(from, to) ? share(from, to) : Transfer();
@@ -210,8 +211,8 @@ StepPairs::Transfer StepPairs::transfer(const Group& group, int64_t from, int64_
 }
 
 StepPairs::Transfer StepPairs::share(int64_t from, int64_t to) {
-  const PartsOfRank has = held(from);
-  const PartsOfRank wants = needed(to);
+  const PartsOfRank& has = held(from);
+  const PartsOfRank& wants = needed(to);
   const Load whole = shared(has, wants);
   return in_rounds(has, wants, whole, {0, whole.count});
 }
@@ -342,56 +343,68 @@ void StepPairs::meet_below(const IntervalList& list, std::span<const Cut> cuts, 
       until += std::max<int64_t>(std::min(interval.end, last + 1) - interval.begin, 0);
     coordinates = first.rule.coordinates_of({met.a_position, until}, n, k);
   }
+  const bool all_runs = list.size() == 1 && mine.list->size() == 1 &&
+                        std::all_of(cuts.begin(), cuts.end(), [](const Cut& c) { return c.rule.is_chunks(); });
+  if (all_runs && coordinates.end - coordinates.begin > 3) {  // those between the first and the last are full chunks
+    go_on(first.rule.part(list, k, coordinates.begin), 1);
+    go_on(first.rule.part(list, k, coordinates.begin + 1), coordinates.end - coordinates.begin - 2);
+    return go_on(first.rule.part(list, k, coordinates.end - 1), 1);
+  }
   for (int64_t c = coordinates.begin; c < coordinates.end; ++c) go_on(first.rule.part(list, k, c), 1);
 }
 
-const std::vector<StepPairs::Meeting>& StepPairs::meetings(int tensor_dim, int64_t position, bool others_hold) {
-  const Mesh& mesh = step_.before.mesh();
+ByCoordinates<std::vector<StepPairs::Meeting>> StepPairs::no_meetings_yet(int tensor_dim, bool others_hold) const {
   const Layout& theirs = others_hold ? step_.before : step_.after;
   const Layout& ours = others_hold ? step_.after : step_.before;
-  int64_t name = 0;
-  const auto add_to_name = [&](int d) { name = name * mesh.dim_size(d) + mesh.coordinate(position, d); };
-  for (const Cut& c : ours.cuts(tensor_dim)) add_to_name(c.mesh_dim);
-  for (const Cut& c : theirs.cuts(tensor_dim)) {
-    if (!cutting_.contains(c.mesh_dim)) add_to_name(c.mesh_dim);
+  MeshDimSet dims;
+  for (const Cut& c : theirs.cuts(tensor_dim)) dims.insert(c.mesh_dim);
+  dims = dims - cutting_;
+  for (const Cut& c : ours.cuts(tensor_dim)) dims.insert(c.mesh_dim);
+  return {step_.before.mesh(), dims};
+}
+
+const std::vector<StepPairs::Meeting>& StepPairs::meetings(int tensor_dim, int64_t position, bool others_hold) {
+  for (size_t i = meetings_.size(); i < 2 * ndim_; ++i) {
+    meetings_.push_back(no_meetings_yet(static_cast<int>(i / 2), i % 2 == 1));
   }
-  const auto [found, is_new] = meetings_.try_emplace({2 * tensor_dim + others_hold, name});
-  if (!is_new) return found->second;
-  const Part mine =
-      others_hold ? part(step_.after, needed_, tensor_dim, position) : part(step_.before, held_, tensor_dim, position);
-  if (mine.length == 0) return found->second;
-  meet_below({{0, theirs.shape()[tensor_dim]}}, theirs.cuts(tensor_dim), 1, mine, others_hold, position, found->second);
-  return found->second;
+  return meetings_[2 * tensor_dim + others_hold].at(coordinates(position), [&] {
+    const Layout& theirs = others_hold ? step_.before : step_.after;
+    std::vector<Meeting> found;
+    const Part mine = part(others_hold ? needed_ : held_, tensor_dim, position);
+    if (mine.length == 0) return found;
+    meet_below({{0, theirs.shape()[tensor_dim]}}, theirs.cuts(tensor_dim), 1, mine, others_hold, position, found);
+    return found;
+  });
 }
 
 // Every mesh dim cuts at most one tensor dim, so parts of different tensor dims combine freely.
 std::vector<StepPairs::Alike> StepPairs::alike(int64_t position, bool others_hold) {
-  struct Combination {
-    PartsOfRank parts;
-    int64_t times = 1;
-  };
   // Receivers that differ only in mesh dims that cut nothing after the step need the same.
   const MeshDimSet idle = others_hold ? MeshDimSet() : cutting_ - step_.after.cut_dims();
-  std::vector<Combination> combinations{{{}, step_.before.mesh().group_size(idle)}};
+  const int64_t idle_times = step_.before.mesh().group_size(idle);
+  const PartsOfRank& mine = others_hold ? needed(position) : held(position);
+  std::vector<const std::vector<Meeting>*> met;
+  bool is_left = true;
   for (size_t t = 0; t < ndim_; ++t) {
-    std::vector<Combination> longer;
-    const std::vector<Meeting>& met = meetings(static_cast<int>(t), position, others_hold);
-    for (const Combination& combination : combinations) {
-      for (const Meeting& meeting : met) {
-        longer.push_back(combination);
-        longer.back().parts.push_back(meeting.part);
-        longer.back().times *= meeting.times;
-      }
-    }
-    combinations = std::move(longer);
+    met.push_back(&meetings(static_cast<int>(t), position, others_hold));
+    is_left = is_left && !met[t]->empty();
   }
-  const PartsOfRank mine = others_hold ? needed(position) : held(position);
   std::vector<Alike> all;
-  for (const Combination& combination : combinations) {
-    const PartsOfRank& has = others_hold ? combination.parts : mine;
-    const PartsOfRank& wants = others_hold ? mine : combination.parts;
-    const Load whole = shared(has, wants);
-    all.push_back({in_rounds(has, wants, whole, {0, whole.count}), combination.times});
+  std::vector<size_t> at(ndim_, 0);  // the combination, by tensor dim
+  PartsOfRank others(ndim_);
+  while (is_left) {
+    int64_t times = idle_times;
+    for (size_t t = 0; t < ndim_; ++t) {
+      others[t] = (*met[t])[at[t]].part;
+      times *= (*met[t])[at[t]].times;
+    }
+    const PartsOfRank& has = others_hold ? others : mine;
+    const PartsOfRank& wants = others_hold ? mine : others;
+    const Load whole = shared(has, wants, [&](size_t t) { return (*met[t])[at[t]].shared; });
+    all.push_back({in_rounds(has, wants, whole, {0, whole.count}), times});
+    size_t t = ndim_;
+    while (t > 0 && ++at[t - 1] == met[t - 1]->size()) at[--t] = 0;
+    is_left = t > 0;
   }
   all.push_back({share(position, position), -1});
   return all;
@@ -438,49 +451,6 @@ bool StepPairs::work_out_all_talk(Group& group) {
   if (talking == k * k) return true;
   for (const int64_t member : group.positions) talking -= talks(group, member, member);
   return talking == k * (k - 1);
-}
-
-// Numbers what members hold and need, so that one member has something for another exactly if, in every list, the
-// number of what the first holds matches that of what the second needs.
-StepPairs::Talk StepPairs::talk_of(const Group& group) {
-  const Mesh& mesh = step_.before.mesh();
-  Talk talk;
-  std::map<std::vector<int64_t>, int> numbers;
-  const auto number_of = [&](std::vector<int64_t> values, int64_t position) {
-    for (const int d : replicas_.to_vector()) values.push_back(mesh.coordinate(position, d));
-    return numbers.emplace(std::move(values), static_cast<int>(numbers.size())).first->second;
-  };
-  for (const int64_t member : group.positions) {
-    std::vector<int64_t> held_ties;
-    std::vector<int64_t> needed_ties;
-    for (const Matching::Common& tie : all_look_alike_ ? ties_ : std::vector<Matching::Common>()) {
-      held_ties.push_back(mesh.coordinate(member, tie.before.mesh_dim) / tie.before.below % tie.radix);
-      needed_ties.push_back(mesh.coordinate(member, tie.after.mesh_dim) / tie.after.below % tie.radix);
-    }
-    talk.held.push_back(number_of(std::move(held_ties), member));
-    talk.needed.push_back(number_of(std::move(needed_ties), member));
-  }
-  for (size_t t = 0; t < (all_look_alike_ ? 0 : ndim_); ++t) {
-    std::vector<Part> held;
-    std::vector<Part> needed;
-    std::map<const IntervalList*, int> held_numbers;
-    std::map<const IntervalList*, int> needed_numbers;
-    Talk::PartsOfDim& dim = talk.parts.emplace_back();
-    const auto add = [](std::vector<Part>& parts, std::map<const IntervalList*, int>& known, const Part& part) {
-      const auto [found, is_new] = known.emplace(part.list, static_cast<int>(parts.size()));
-      if (is_new) parts.push_back(part);
-      return found->second;
-    };
-    for (const int64_t member : group.positions) {
-      dim.held.push_back(add(held, held_numbers, part(step_.before, held_, static_cast<int>(t), member)));
-      dim.needed.push_back(add(needed, needed_numbers, part(step_.after, needed_, static_cast<int>(t), member)));
-    }
-    dim.num_needed = static_cast<int>(needed.size());
-    for (const Part& has : held) {
-      for (const Part& wants : needed) dim.meet.push_back(shared_runs(has, wants).length > 0);
-    }
-  }
-  return talk;
 }
 
 }  // namespace shardwright

@@ -12,6 +12,7 @@
 
 #include "moves/digits.h"
 #include "moves/exchange.h"
+#include "moves/known_parts.h"
 #include "moves/plan.h"
 
 namespace shardwright {
@@ -50,7 +51,8 @@ class StepPairs {
     std::vector<std::vector<size_t>> circles;
     std::vector<bool> all_pairs_talk;  // by component
     std::vector<size_t> connected;
-    std::optional<bool> all_talk;  // set on first use
+    std::optional<bool> all_talk;  // set on first use, as is_even
+    std::optional<bool> is_even;
   };
 
   // The step's group that contains this position. Groups are kept. group() also lists the members, around() does not.
@@ -102,6 +104,11 @@ class StepPairs {
   bool all_talk(Group& group) {
     return group.all_talk ? *group.all_talk : *(group.all_talk = work_out_all_talk(group));
   }
+  // Whether all members hold something, and equally much.
+  bool is_even(Group& group) {
+    if (!group.is_even) group.is_even = hold_equally(group.least) && num_held(group.least) > 0;
+    return *group.is_even;
+  }
   // Whether all pairs that exchange data look alike except for offsets, as they do where digits describe everything.
   bool all_look_alike() const { return all_look_alike_; }
   // Whether in addition all pairs on one replica exchange data.
@@ -110,8 +117,11 @@ class StepPairs {
   const Step& step() const { return step_; }
 
  private:
-  using Parts = std::vector<std::unordered_map<int64_t, IntervalList>>;  // by tensor dim, by coordinates that matter
-  using PartsOfRank = std::vector<Part>;                                 // by tensor dim
+  using PartsOfRank = std::vector<Part>;  // by tensor dim
+  struct PartsAt {
+    int64_t position = -1;
+    PartsOfRank parts;
+  };
 
   // Parts of other ranks that intersect one part in the same way.
   struct Meeting {
@@ -121,38 +131,24 @@ class StepPairs {
     std::vector<Piece> pieces;  // if rounds need slices and there are gaps
   };
 
-  // Which members of a group have something for which.
-  struct Talk {
-    struct PartsOfDim {
-      std::vector<int> held;  // by member
-      std::vector<int> needed;
-      int num_needed = 0;
-      std::vector<bool> meet;  // by held and needed part
-    };
-    // By member. `from` can only have something for `to` if held[from] equals needed[to]: they are on one replica and,
-    // where digits describe everything, their digits agree.
-    std::vector<int> held;
-    std::vector<int> needed;
-    std::vector<PartsOfDim> parts;  // by tensor dim, where digits do not describe everything
-
-    bool is_there(size_t from, size_t to) const {
-      if (held[from] != needed[to]) return false;
-      for (const PartsOfDim& dim : parts) {
-        if (!dim.meet[dim.held[from] * dim.num_needed + dim.needed[to]]) return false;
-      }
-      return true;
-    }
-  };
+  struct Talk;  // which members of a group have something for which (ways.cpp)
 
   Talk talk_of(const Group& group);
   bool work_out_all_talk(Group& group);
-  Part part(const Layout& layout, Parts& parts, int tensor_dim, int64_t position);
-  PartsOfRank held(int64_t position);
-  PartsOfRank needed(int64_t position);
+  const Coordinates& coordinates(int64_t position);
+  Part part(KnownParts& parts, int tensor_dim, int64_t position);
+  // Valid until the next call with another position.
+  const PartsOfRank& parts_at(KnownParts& parts, PartsAt& at, int64_t position);
+  const PartsOfRank& held(int64_t position) { return parts_at(held_, held_at_, position); }
+  const PartsOfRank& needed(int64_t position) { return parts_at(needed_, needed_at_, position); }
   bool shares_with(int64_t from, int64_t to);
   Load shared(const PartsOfRank& held, const PartsOfRank& needed) const;
+  // The same where it is known what they share.
+  template <typename RunsOf>
+  Load shared(const PartsOfRank& held, const PartsOfRank& needed, const RunsOf& runs_of) const;
   Transfer in_rounds(const PartsOfRank& held, const PartsOfRank& needed, const Load& whole, Interval range);
   const std::vector<Meeting>& meetings(int tensor_dim, int64_t position, bool others_hold);
+  ByCoordinates<std::vector<Meeting>> no_meetings_yet(int tensor_dim, bool others_hold) const;
   void meet_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times, const Part& mine,
                   bool others_hold, int64_t position, std::vector<Meeting>& found);
   void add_meeting(const IntervalList& list, int64_t times, const Part& mine, bool others_hold,
@@ -167,12 +163,19 @@ class StepPairs {
   bool all_look_alike_;
   std::vector<Matching::Common> ties_;
   std::optional<Transfer> alike_;  // the transfer of any pair, if all look alike
-  Parts held_;
-  Parts needed_;
-  std::deque<IntervalList> lists_;                                    // of meetings
-  std::map<int64_t, Group> groups_;                                   // by their least position
-  std::map<std::vector<int64_t>, std::vector<Load>> rounds_;          // by everything that they depend on
-  std::map<std::pair<int, int64_t>, std::vector<Meeting>> meetings_;  // by tensor dim and side, by coordinates
+  std::vector<int> spanned_;       // the step's mesh dims
+  KnownParts held_;
+  KnownParts needed_;
+  PartsAt held_at_;
+  PartsAt needed_at_;
+  int64_t position_ = -1;  // of coordinates_
+  Coordinates coordinates_;
+  std::deque<IntervalList> lists_;                             // of meetings
+  std::unordered_map<int64_t, Group> groups_;                  // by their least position
+  std::map<std::vector<int64_t>, std::vector<Load>> rounds_;   // by everything that they depend on
+  std::vector<ByCoordinates<std::vector<Meeting>>> meetings_;  // two for each tensor dim: receivers, then holders
 };
+
+SharedRuns shared_runs(const StepPairs::Part& held, const StepPairs::Part& needed);
 
 }  // namespace shardwright

@@ -16,6 +16,12 @@ class Sketch {
   Sketch() : buffers_(1) {}  // the input, which belongs to the caller
 
   void begin_step() { ++num_steps_; }
+  void clear() {
+    buffers_.resize(1);
+    buffers_[0] = {};
+    steps_.clear();
+    num_steps_ = 0;
+  }
 
   int new_buffer(int64_t count) {
     buffers_.push_back({count});

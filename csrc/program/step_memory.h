@@ -48,8 +48,23 @@ struct BothLoads {
   }
   void add_own(const Load& own) { add(with, own, own); }
 
-  bool is_some_run() const {
-    return without.sent.is_run() || without.received.is_run() || with.sent.is_run() || with.received.is_run();
+  // What all peers and the rank itself will have added in the end.
+  struct Totals {
+    int64_t sent = 0;
+    int64_t received = 0;
+    int64_t own = 0;
+  };
+  // Whether nothing that is still missing can change which loads are runs.
+  bool are_known(const Totals& totals) const {
+    const auto is_known = [](const RunOfLoads& load, int64_t total) { return !load.is_run() || load.total() == total; };
+    return is_known(without.sent, totals.sent) && is_known(without.received, totals.received) &&
+           is_known(with.sent, totals.sent + totals.own) && is_known(with.received, totals.received + totals.own);
+  }
+  void set_totals(const Totals& totals) {
+    without.sent.set_total(totals.sent);
+    without.received.set_total(totals.received);
+    with.sent.set_total(totals.sent + totals.own);
+    with.received.set_total(totals.received + totals.own);
   }
 
  private:

@@ -103,6 +103,18 @@ class RankGroup {
     transport_ = transports_.back().get();
   }
 
+  // Frees the transports, and with them arenas, of a group that is gone. Programs that are still bound to it get no
+  // leases any more, so nobody uses them.
+  void drop_transports() {
+    std::vector<std::unique_ptr<Transport>> dropped;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      transport_ = nullptr;
+      dropped.swap(transports_);
+    }
+    while (!dropped.empty()) dropped.pop_back();  // each before the one that it leaves transfers to
+  }
+
  private:
   const std::string name_;
   const int64_t rank_;

@@ -19,7 +19,11 @@ RankGroupPtr group_named(const std::string& name) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = known->find(group.get());
   if (found != known->end() && !found->second->is_gone()) return found->second;
-  std::erase_if(*known, [](const auto& entry) { return entry.second->is_gone(); });
+  std::erase_if(*known, [](const auto& entry) {
+    if (!entry.second->is_gone()) return false;
+    entry.second->drop_transports();  // cached programs may name the group for long
+    return true;
+  });
   const auto made =
       std::make_shared<RankGroup>(group->getGroupName(), group->getRank(), group->getSize(),
                                   RankGroup::WeakOwner(c10::intrusive_ptr<c10::intrusive_ptr_target>(group)),

@@ -1,0 +1,94 @@
+// Values that depend on a rank's coordinates on a few mesh dims only, each computed once for all ranks.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "layout/layout.h"
+
+namespace shardwright {
+
+// By mesh dim. Only those of the mesh are set.
+using Coordinates = std::array<int64_t, MeshDimSet::kMaxDims>;
+
+inline void coordinates_at(const Mesh& mesh, int64_t position, Coordinates& coordinates) {
+  for (int d = mesh.ndim(); d-- > 0; position /= mesh.dim_size(d)) coordinates[d] = position % mesh.dim_size(d);
+}
+
+// In a table once some are asked for, if there are few combinations of coordinates; else hashed. References stay valid.
+template <typename Value>
+class ByCoordinates {
+ public:
+  ByCoordinates(const Mesh& mesh, MeshDimSet mesh_dims) {
+    for (const int d : mesh_dims.to_vector()) {
+      factors_.emplace_back(d, mesh.dim_size(d));
+      count_ *= mesh.dim_size(d);
+    }
+  }
+
+  // Returns the value at these coordinates; `make()` computes it.
+  template <typename Make>
+  const Value& at(const Coordinates& coordinates, const Make& make) {
+    int64_t number = 0;
+    for (const auto& [d, size] : factors_) number = number * size + coordinates[d];
+    if (table_.empty() && count_ <= kMaxInTable && hashed_.size() >= kFew) table_.resize(count_);
+    std::optional<Value>& value = table_.empty() ? hashed_[number] : table_[number];
+    if (!value) value = make();
+    return *value;
+  }
+
+ private:
+  static constexpr int64_t kMaxInTable = 4096;
+  static constexpr size_t kFew = 8;  // for these a table costs more than it saves
+
+  int64_t count_ = 1;
+  std::vector<std::pair<int, int64_t>> factors_;  // mesh dim and size
+  std::vector<std::optional<Value>> table_;
+  std::unordered_map<int64_t, std::optional<Value>> hashed_;
+};
+
+// The indices that the ranks of a layout have of each tensor dim.
+class KnownParts {
+ public:
+  struct Part {
+    IntervalList list;
+    int64_t length = 0;
+  };
+
+  explicit KnownParts(const Layout& layout) : layout_(layout) {
+    for (int t = 0; t < layout.ndim(); ++t) {
+      MeshDimSet dims;
+      for (const Cut& c : layout.cuts(t)) dims.insert(c.mesh_dim);
+      parts_.emplace_back(layout.mesh(), dims);
+    }
+  }
+
+  const Part& at(int tensor_dim, const Coordinates& coordinates) {
+    return parts_[tensor_dim].at(coordinates, [&] {
+      const int64_t n = layout_.shape()[tensor_dim];
+      Part part;
+      if (n > 0) part.list.push_back({0, n});
+      for (const Cut& c : layout_.cuts(tensor_dim)) {
+        part.list = c.rule.part(part.list, layout_.mesh().dim_size(c.mesh_dim), coordinates[c.mesh_dim]);
+      }
+      part.length = shardwright::length(part.list);
+      return part;
+    });
+  }
+
+  int64_t num_elements(const Coordinates& coordinates) {
+    int64_t total = 1;
+    for (int t = 0; t < layout_.ndim(); ++t) total *= at(t, coordinates).length;
+    return total;
+  }
+
+ private:
+  const Layout& layout_;
+  std::vector<ByCoordinates<Part>> parts_;
+};
+
+}  // namespace shardwright
