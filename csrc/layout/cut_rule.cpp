@@ -147,8 +147,15 @@ IntervalList CutRule::part(const IntervalList& list, int64_t k, int64_t coordina
     if (range.begin == range.end) return {};
     return {{begin + range.begin, begin + range.end}};
   }
-  Subranges subranges(list);
   IntervalList out;
+  if (list.size() == 1) {  // ranges are intervals of it, of which there may be very many
+    out.reserve(static_cast<size_t>(runs(list[0].end - list[0].begin, k)));
+    for_each_range(list[0].end - list[0].begin, k, coordinate, [&](int64_t begin, int64_t end) {
+      append(out, {list[0].begin + begin, list[0].begin + end});
+    });
+    return out;
+  }
+  Subranges subranges(list);
   for_each_range(shardwright::length(list), k, coordinate,
                  [&](int64_t begin, int64_t end) { subranges.append_to(out, begin, end); });
   return out;

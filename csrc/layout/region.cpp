@@ -5,15 +5,6 @@
 namespace shardwright {
 namespace {
 
-void append(IntervalList& list, Interval interval) {
-  if (interval.begin >= interval.end) return;
-  if (!list.empty() && list.back().end == interval.begin) {
-    list.back().end = interval.end;
-  } else {
-    list.push_back(interval);
-  }
-}
-
 int64_t size(const Interval& interval) { return interval.end - interval.begin; }
 
 template <typename Visit>

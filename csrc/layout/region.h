@@ -21,6 +21,16 @@ using IntervalList = std::vector<Interval>;
 // One list per tensor dim; the rank's part is their product.
 using Region = std::vector<IntervalList>;
 
+// Appends an interval, which begins where the list ends or later. Empty ones are left out.
+inline void append(IntervalList& list, Interval interval) {
+  if (interval.begin >= interval.end) return;
+  if (!list.empty() && list.back().end == interval.begin) {
+    list.back().end = interval.end;
+  } else {
+    list.push_back(interval);
+  }
+}
+
 int64_t length(const IntervalList& list);
 int64_t num_elements(const Region& region);
 std::vector<int64_t> shape_of(const Region& region);

@@ -18,11 +18,46 @@ struct Side {
   int64_t base;
 };
 
-// Makes one box per combination of pieces, in row-major order of the combinations.
+// Pieces of one length at equal distances on both sides. So a block-cyclic part of a million blocks is one box.
+struct EvenPieces {
+  int64_t length = 0;
+  int64_t from = 0;  // the first one's positions
+  int64_t to = 0;
+  int64_t from_step = 0;
+  int64_t to_step = 0;
+  int64_t count = 1;
+};
+
+// Takes as many pieces together as possible, from the first on, where both sides ascend. Pieces at 0, 8, 16 and 17 make
+// two lists, of three pieces and of one.
+std::vector<EvenPieces> taken_together(const std::vector<Piece>& pieces, const Side& from, const Side& to) {
+  std::vector<EvenPieces> lists;
+  for (const Piece& piece : pieces) {
+    if (!lists.empty() && lists.back().length == piece.length) {
+      EvenPieces& last = lists.back();
+      const int64_t from_step = piece.*from.position - last.from - (last.count - 1) * last.from_step;
+      const int64_t to_step = piece.*to.position - last.to - (last.count - 1) * last.to_step;
+      const bool fits = last.count == 1 ? from_step > 0 && to_step > 0
+                                        : from_step == last.from_step && to_step == last.to_step;
+      if (fits) {
+        last.from_step = from_step;
+        last.to_step = to_step;
+        ++last.count;
+        continue;
+      }
+    }
+    lists.push_back({piece.length, piece.*from.position, piece.*to.position, 0, 0, 1});
+  }
+  return lists;
+}
+
+// Makes one box per combination of lists of pieces, in row-major order of the combinations.
 std::vector<Box> boxes_between(const std::vector<std::vector<Piece>>& pieces, const Side& from, const Side& to) {
   const size_t ndim = pieces.size();
+  std::vector<std::vector<EvenPieces>> lists;
   for (const auto& list : pieces) {
     if (list.empty()) return {};
+    lists.push_back(taken_together(list, from, to));
   }
   const std::vector<int64_t> from_strides = row_major_strides(from.shape);
   const std::vector<int64_t> to_strides = row_major_strides(to.shape);
@@ -32,18 +67,22 @@ std::vector<Box> boxes_between(const std::vector<std::vector<Piece>>& pieces, co
     Box box;
     box.src_offset = from.base;
     box.dst_offset = to.base;
+    const auto add_dim = [&](int64_t size, int64_t src_stride, int64_t dst_stride) {
+      box.sizes.push_back(size);
+      box.src_strides.push_back(src_stride);
+      box.dst_strides.push_back(dst_stride);
+    };
     for (size_t d = 0; d < ndim; ++d) {
-      const Piece& piece = pieces[d][at[d]];
-      box.src_offset += piece.*from.position * from_strides[d];
-      box.dst_offset += piece.*to.position * to_strides[d];
-      box.sizes.push_back(piece.length);
+      const EvenPieces& list = lists[d][at[d]];
+      box.src_offset += list.from * from_strides[d];
+      box.dst_offset += list.to * to_strides[d];
+      if (list.count > 1) add_dim(list.count, list.from_step * from_strides[d], list.to_step * to_strides[d]);
+      add_dim(list.length, from_strides[d], to_strides[d]);
     }
-    box.src_strides = from_strides;
-    box.dst_strides = to_strides;
     simplify(box);
     boxes.push_back(std::move(box));
     size_t d = ndim;
-    while (d > 0 && ++at[d - 1] == pieces[d - 1].size()) at[--d] = 0;
+    while (d > 0 && ++at[d - 1] == lists[d - 1].size()) at[--d] = 0;
     if (d == 0) return boxes;
   }
 }

@@ -1,4 +1,5 @@
-// Boxes: the elements that move between two local tensors, as few strided blocks as possible.
+// Boxes: the elements that move between two local tensors, as few strided blocks as possible. Pieces at equal distances
+// are one dim of a box.
 #pragma once
 
 #include <cstdint>
