@@ -152,7 +152,7 @@ int64_t MoveTable::pieces(int64_t n, const List& list) const {
   for (const Cut& c : list.cuts) {
     const int64_t k = layout_.mesh().dim_size(c.mesh_dim);
     is_strided = is_strided || !c.rule.makes_runs();
-    pieces *= c.rule.runs(n, k) * k;
+    pieces = saturating_product(pieces, saturating_product(c.rule.runs(n, k), k));
   }
   return is_strided ? pieces : 1;
 }
@@ -230,6 +230,12 @@ StepFigures MoveTable::exchange_figures(const State& before, const State& after,
   for (const Corner corner : corners_.of(move.mesh_dims)) {
     raise_to(worst, exchange_traffic(before, after, varying, corner));
   }
+  if (worst.messages > 0) return worst;
+  // Parts are so small that nothing moves at these corners. Something does in other groups, or between inner ranks.
+  for (const Corner corner : corners_.of(before.cut_dims | after.cut_dims | move.mesh_dims)) {
+    raise_to(worst, exchange_traffic(before, after, varying, corner));
+  }
+  if (worst.messages == 0) raise_to(worst, {item_, item_, 1});
   return worst;
 }
 

@@ -4,6 +4,8 @@
 #include <numeric>
 #include <set>
 
+#include "cost/cost.h"
+
 namespace shardwright {
 namespace {
 
@@ -100,7 +102,7 @@ class States {
     for (const Cut& c : cuts) {
       const int64_t k = mesh_.dim_size(c.mesh_dim);
       is_strided = is_strided || !c.rule.makes_runs();
-      pieces *= c.rule.runs(n, k) * k;
+      pieces = saturating_product(pieces, saturating_product(c.rule.runs(n, k), k));
       if (is_strided && pieces > kMaxWalkedPieces) return false;
     }
     return true;

@@ -7,6 +7,8 @@
 #include "moves/exchange.h"
 #include "moves/figures.h"
 #include "moves/move.h"
+#include "moves/move_table.h"
+#include "moves/traffic.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -139,6 +141,30 @@ TEST(Digits, AreThoseOfTheIndex) {
   EXPECT_EQ(digits_of(*mesh, 64, std::vector<Cut>{{1, 4}, {0, 1}}), digits);  // other cuts that make the same parts
   EXPECT_FALSE(digits_of(*mesh, 65, std::vector<Cut>{{0, 1}}).has_value());
   EXPECT_FALSE(digits_of(*mesh, 0, std::vector<Cut>{{0, 1}}).has_value());
+}
+
+// Parts of one element or none: data moves in another group than that of the first rank, or between inner ranks.
+TEST(Digits, HaveAMessageInEveryExchange) {
+  for (const auto& [sizes, from, to] : std::vector<std::tuple<std::vector<int64_t>, const char*, const char*>>{
+           {{2, 2}, "R,S(0)", "S(0),S(0)"}, {{2, 3}, "R,SS(0,2)", "R,S(0)"}}) {
+    const MeshPtr mesh = test::mesh_of(sizes);
+    const std::optional<Step> step = move_between(test::layout_of(mesh, {2}, from), test::layout_of(mesh, {2}, to));
+    ASSERT_TRUE(step.has_value());
+    const StepFigures found = figures(*step, Lowering::kNccl);
+    const TrafficTotals exact = totals(*step, Lowering::kNccl);
+    EXPECT_EQ(found.messages, exact.messages_max) << from;
+    EXPECT_EQ(found.received_bytes, exact.received_bytes_max) << from;
+  }
+}
+
+// The number of pieces is a product of split factors, which may be far larger than the tensor dim.
+TEST(Digits, CountPiecesBeyond64Bits) {
+  const MeshPtr mesh = test::mesh_of({2, 2, 2, 2});
+  const std::string strided = "SS(0,1048576)";
+  const Layout src = test::layout_of(mesh, {7}, strided + "," + strided + "," + strided + "," + strided);
+  const Layout dst = test::layout_of(mesh, {7}, "S(0),R,R,R");
+  MoveTable table(src, Lowering::kNccl);
+  EXPECT_TRUE(table.takes_long(table.state(src.cuts(), {}), table.state(dst.cuts(), {})));
 }
 
 }  // namespace
