@@ -234,6 +234,10 @@ int64_t Crossing::received_elements(Rank rank) const {
   return needed - kept;
 }
 
+bool Crossing::communicates() const {
+  return std::any_of(ranks_.begin(), ranks_.end(), [&](Rank rank) { return received_elements(rank) > 0; });
+}
+
 int64_t Crossing::sent_elements(Rank rank) const {
   const std::optional<Grid::Seat> holds = src_.seat_of(rank);
   if (!holds) return 0;

@@ -79,6 +79,9 @@ class Crossing {
   // Returns what all needers of a part of the source together need, by its number in src().
   int64_t wanted_elements(int64_t part) const { return length(line_of(src_.slots_of(part))); }
 
+  // Returns whether some rank receives something.
+  bool communicates() const;
+
   // The largest value of each figure over all ranks, and what all ranks receive together.
   struct Totals {
     StepFigures worst;

@@ -120,6 +120,11 @@ bool reach(const TrafficTotals& totals, const std::vector<StepTraffic>& steps) {
 
 }  // namespace
 
+bool communicates(const Step& step) {
+  if (step.op == StepOp::kCross) return Crossing(step.before, step.after, step.sharing).communicates();
+  return !is_local(step.op);
+}
+
 TrafficTotals totals(const Step& step, Lowering lowering) {
   return totals(Plan{step.before, step.after, lowering, Objective::kTime, {}, false, {step}});
 }
@@ -141,10 +146,7 @@ TrafficTotals totals_of_two_meshes(const Plan& plan) {
     }
   }
   for (const auto& [rounds, crossing] : between) {
-    const std::vector<Rank>& ranks = crossing.ranks();
-    const bool communicates =
-        std::any_of(ranks.begin(), ranks.end(), [&](Rank rank) { return crossing.received_elements(rank) > 0; });
-    result.steps += communicates ? rounds : 0;
+    result.steps += crossing.communicates() ? rounds : 0;
   }
   for (const Rank rank : ranks_of(plan)) {
     Traffic all;

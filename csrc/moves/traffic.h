@@ -33,6 +33,10 @@ class StepTraffic {
 Traffic traffic_at(const Step& step, Lowering lowering, Rank rank);
 Traffic traffic_at(const Plan& plan, Rank rank);
 
+// Whether some rank sends something: always if the step is not local, unless it is a crossing between ranks that hold
+// what they need.
+bool communicates(const Step& step);
+
 struct TrafficTotals {
   int64_t received_bytes_max = 0;
   int64_t received_bytes_sum = 0;

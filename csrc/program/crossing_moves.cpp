@@ -84,12 +84,17 @@ class CrossingMemory : public StepMemory {
   CrossingMemory(const Step& step, const Plan& plan)
       : step_(step),
         crossing_(step.before, step.after, step.sharing),
-        carrier_(carrier_between_meshes(crossing_.ranks().size(), plan.lowering)) {}
+        carrier_(carrier_between_meshes(crossing_.ranks().size(), plan.lowering)),
+        communicates_(crossing_.communicates()) {}
 
   void write(Sketch& sketch, Rank rank, int current, int next) override {
     const PartInCrossing part(step_, crossing_, rank);
     const std::optional<Intersection> own = part.own();
     const int64_t own_count = own ? own->count() : 0;
+    if (!communicates_) {
+      if (own_count > 0) sketch.emit({current, next});
+      return;
+    }
     for (int64_t round = 0; round < step_.rounds; ++round) {
       if (carrier_ == Carrier::kAllToAll) {
         write_all_to_all(sketch, loads_of(part, own, round), own_count, round, step_.rounds, current, next);
@@ -126,6 +131,7 @@ class CrossingMemory : public StepMemory {
   const Step& step_;
   Crossing crossing_;
   Carrier carrier_;
+  bool communicates_;
 };
 
 }  // namespace
@@ -134,8 +140,12 @@ void compile_crossing(ProgramBuilder& builder, const Step& step, BufferId curren
   const Crossing crossing(step.before, step.after, step.sharing);
   const PartInCrossing part(step, crossing, builder.rank());
   const Carrier carrier = carrier_between_meshes(crossing.ranks().size(), builder.lowering());
-  const int group = builder.group_of_ranks({}, crossing.ranks());
   const std::optional<Intersection> own = part.own();
+  if (!crossing.communicates()) {
+    if (own) builder.copy(current, next, own->a_to_b(0, 0));
+    return;
+  }
+  const int group = builder.group_of_ranks({}, crossing.ranks());
   for (int64_t round = 0; round < step.rounds; ++round) {
     TransferSet set{group, Messages(Messages::Side::kSent, current), Messages(Messages::Side::kReceived, next)};
     for (auto& [peer, parcel] : part.sends(round)) set.sends.add(peer, {{current, std::move(parcel)}});

@@ -107,7 +107,7 @@ CompiledProgram::CompiledProgram(Program program, const std::vector<const Plan*>
   }
   for (const Plan* plan : plans) {
     received_bytes_ += traffic_at(*plan, rank_).received_bytes;
-    for (const Step& step : plan->steps) is_collective_ = is_collective_ || !is_local(step.op);
+    for (const Step& step : plan->steps) is_collective_ = is_collective_ || shardwright::communicates(step);
   }
   note_dtypes();
   note_instructions();
@@ -230,7 +230,7 @@ std::vector<Communication> Executable::communications() const {
   std::vector<Communication> found;
   for (const Plan& plan : compiled_->origin().plans()) {
     for (const Step& step : plan.steps) {
-      if (!is_local(step.op)) found.push_back(communication_of(step));
+      if (communicates(step)) found.push_back(communication_of(step));
     }
   }
   return found;

@@ -6,6 +6,7 @@
 
 #include "layouts.h"
 #include "moves/describe.h"
+#include "moves/traffic.h"
 #include "picture/picture.h"
 #include "planning/certificate.h"
 #include "planning/fit.h"
@@ -137,6 +138,24 @@ TEST(TwoMeshPlans, SayWhatTheyDo) {
   EXPECT_EQ(outside.buffers[0].shape, std::vector<int64_t>{0});
   EXPECT_EQ(compile(plan, Rank{0}).outputs[0].shape, std::vector<int64_t>{0});
   EXPECT_THROW(compile(plan, Rank{5}), UserError);
+}
+
+// Where every rank holds what it needs, no group is made and nobody waits.
+TEST(TwoMeshPlans, OnlyCopyWhereNothingIsSent) {
+  for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
+    for (const auto& [ranks, wanted] :
+         std::vector<std::pair<std::vector<int64_t>, const char*>>{{{2, 0, 1}, "S(0)"}, {{1}, "R"}, {{0, 2}, "R"}}) {
+      const Layout src = layout_of(mesh_of({3}), {6, 4}, "R");
+      const Layout dst = layout_of(mesh_of({static_cast<int64_t>(ranks.size())}, ranks), {6, 4}, wanted);
+      const Plan plan = make_plan(src, dst, {.lowering = lowering});
+      check(plan);
+      EXPECT_EQ(totals(plan).steps, 0);
+      for (const Rank rank : ranks_of(plan)) {
+        EXPECT_TRUE(compile(plan, rank).groups.empty()) << to_string(plan);
+        EXPECT_LE(compile(plan, rank).instructions.size(), 1u);
+      }
+    }
+  }
 }
 
 // 64 KiB that one rank has and eight need: it must send them once, or eight times if nobody forwards them.
