@@ -3,6 +3,7 @@
 #include "cost/cost.h"
 #include "moves/figures.h"
 #include "moves/traffic.h"
+#include "planning/validate.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -132,6 +133,7 @@ std::string to_json(const Plan& plan, const Certificate& certificate, const std:
                                   flag("named_groups_only", plan.named_groups_only),
                                   field("mesh", json(plan.src.mesh()))};
   if (crosses(plan)) fields.push_back(field("destination_mesh", json(plan.dst.mesh())));
+  if (!(mesh_reached(plan) == plan.dst.mesh())) fields.push_back(field("reached_mesh", json(mesh_reached(plan))));
   for (std::string& one : std::vector<std::string>{
            field("shape", "[" + join(plan.src.shape()) + "]"), field("dtype", quoted(plan.src.dtype().name())),
            field("source", json(plan.src)), field("destination", json(plan.dst)),

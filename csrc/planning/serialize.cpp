@@ -101,15 +101,15 @@ void write(Writer& out, const Step& step) {
   out.integer(step.rounds);
 }
 
-// Of a plan that holds this before the step. A crossing leads to the mesh of the destination.
-Step read_step(Reader& in, const Layout& held, const MeshPtr& destination) {
+// Of a plan that holds this before the step, and whose crossing leads to the mesh `reached`.
+Step read_step(Reader& in, const Layout& held, const MeshPtr& reached) {
   const auto op = in.enumerator(StepOp::kCross);
   const int64_t bits = in.integer();
   const bool crosses = op == StepOp::kCross;
   check_user(crosses ? bits == 0 : bits > 0 && bits < int64_t{1} << held.mesh().ndim(),
              "plan bytes: a step names mesh dims that are not there");
   Layout before = read_placements(in, held.mesh_ptr(), held.shape(), held.dtype());
-  Layout after = read_placements(in, crosses ? destination : held.mesh_ptr(), held.shape(), held.dtype());
+  Layout after = read_placements(in, crosses ? reached : held.mesh_ptr(), held.shape(), held.dtype());
   const auto sharing = in.enumerator(Sharing::kBytes);
   const bool ordered = in.boolean();
   const int64_t rounds = in.integer();
@@ -193,7 +193,12 @@ Layout read_layout(Reader& in, const MeshPtr& mesh) {
 void write(Writer& out, const Plan& plan) {
   write(out, plan.src.mesh());
   out.boolean(crosses(plan));
-  if (crosses(plan)) write(out, plan.dst.mesh());
+  if (crosses(plan)) {
+    write(out, plan.dst.mesh());
+    const Mesh& reached = mesh_reached(plan);
+    out.boolean(!(reached == plan.dst.mesh()));
+    if (!(reached == plan.dst.mesh())) write(out, reached);
+  }
   write(out, plan.lowering);
   out.enumerator(plan.objective);
   write(out, plan.topology);
@@ -205,7 +210,9 @@ void write(Writer& out, const Plan& plan) {
 
 Plan read_plan(Reader& in) {
   const MeshPtr mesh = read_mesh(in);
-  const MeshPtr destination = in.boolean() ? read_mesh(in) : mesh;
+  const bool crosses = in.boolean();
+  const MeshPtr destination = crosses ? read_mesh(in) : mesh;
+  const MeshPtr reached = crosses && in.boolean() ? read_mesh(in) : destination;
   const Lowering& lowering = read_lowering(in);
   const auto objective = in.enumerator(Objective::kBytes);
   Topology topology = read_topology(in);
@@ -216,7 +223,7 @@ Plan read_plan(Reader& in) {
   Layout held = src;
   plan.steps = in.list(
       [&] {
-        Step step = read_step(in, held, destination);
+        Step step = read_step(in, held, reached);
         held = step.after;
         return step;
       },

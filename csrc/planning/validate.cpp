@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "crossing/split.h"
 #include "moves/move.h"
 #include "moves/move_table.h"
 #include "moves/spans.h"
@@ -104,6 +105,13 @@ bool is_what_it_says(const Step& step, Lowering lowering) {
 
 }  // namespace
 
+const Mesh& mesh_reached(const Plan& plan) {
+  for (const Step& step : plan.steps) {
+    if (step.op == StepOp::kCross) return step.after.mesh();
+  }
+  return plan.dst.mesh();
+}
+
 void check_steps(const Plan& plan) {
   const Layout* at = &plan.src;
   for (size_t i = 0; i < plan.steps.size(); ++i) {
@@ -120,9 +128,11 @@ void check_steps(const Plan& plan) {
                plan.dst.placements_string());
     at = &step.after;
   }
-  check_user(at->mesh() == plan.dst.mesh(), "plan: ends on the mesh (", at->mesh().to_string(), ") instead of (",
-             plan.dst.mesh().to_string(), ")");
-  check_user(partitions(*at, plan.dst, {}), "plan: ends with ", at->placements_string(), " instead of ",
+  std::optional<Layout> whole;
+  if (!(at->mesh() == plan.dst.mesh())) whole = joined(*at, plan.dst.mesh_ptr());
+  check_user(at->mesh() == plan.dst.mesh() || whole, "plan: ends on the mesh (", at->mesh().to_string(), ") as ",
+             at->placements_string(), " instead of on (", plan.dst.mesh().to_string(), ")");
+  check_user(partitions(whole.value_or(*at), plan.dst, {}), "plan: ends with ", at->placements_string(), " instead of ",
              plan.dst.placements_string());
 }
 

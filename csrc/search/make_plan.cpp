@@ -168,7 +168,7 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
   if (src == dst) return plan;
 
   const Layout goal = goal_of(src, dst, work);
-  plan.steps = crosses(plan) ? cheapest_crossing(src, goal, options, plan.topology)
+  plan.steps = crosses(plan) ? cheapest_crossing(src, goal, options, plan.topology, dst.partial_dims().empty())
                              : cheapest_moves(src, goal, options, plan.topology);
   if (!work.zero_filled.empty()) {
     const Layout filled = without_partials(dst, work.partitioned, dst.cuts());

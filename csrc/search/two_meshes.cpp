@@ -9,12 +9,16 @@
 #include "cost/cost.h"
 #include "crossing/bounds.h"
 #include "crossing/crossing.h"
+#include "crossing/split.h"
 #include "moves/figures.h"
 
 namespace shardwright {
 namespace {
 
 using Cuts = std::vector<std::vector<Cut>>;
+
+// Mesh dims of the destination are split if a plan takes longer than the least time and this fraction of it.
+constexpr int64_t kSplitsAboveFraction = 8;
 
 Layout with_cuts(const Layout& layout, Cuts cuts) {
   return layout.with(std::move(cuts), std::vector<Placement>(layout.mesh().ndim(), Placement::replicate()));
@@ -122,38 +126,27 @@ Encounter encounter(const Mesh& a, const Mesh& b, int64_t ranks_per_node) {
 // their moves are computed.
 class Crossings {
  public:
-  Crossings(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology)
+  Crossings(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology, bool may_split)
       : src_(src),
         goal_(goal),
         options_(options),
         topology_(topology),
+        may_split_(may_split),
         tensor_dims_(tensor_dims_of(src, goal)),
         encounter_(encounter(src.mesh(), goal.mesh(), topology.ranks_per_node)) {}
 
   std::vector<Step> cheapest() {
     for (const Layout& layout : ends_on_source()) add(before_, layout, src_, layout);
-    for (const Layout& layout : starts_on_goal()) add(after_, layout, layout, goal_);
+    for (const Layout& layout : starts_on(goal_)) add(after_, layout, layout, goal_);
     try_pair(before_.front(), after_.front());
     // Where nothing is due, going straight receives and sends the fewest bytes.
     if (!is_for_time() && src_.partial_dims().empty()) return std::move(best_);
-    struct Pair {
-      Cost at_least;
-      size_t before;
-      size_t after;
-      auto operator<=>(const Pair&) const = default;
-    };
-    std::vector<Pair> pairs;
-    for (size_t i = 0; i < before_.size(); ++i) {
-      for (size_t j = 0; j < after_.size(); ++j) {
-        const Cost least = before_[i].at_least + crossing_at_least(before_[i], after_[j]) + after_[j].at_least;
-        if (i + j > 0 && least < *best_cost_) pairs.push_back({least, i, j});
-      }
+    try_pairs(0);
+    const size_t known = after_.size();
+    for (const Layout& goal : split_goals()) {
+      for (const Layout& layout : starts_on(goal)) add(after_, layout, layout, goal);
     }
-    std::sort(pairs.begin(), pairs.end());
-    for (const Pair& pair : pairs) {
-      if (*best_cost_ <= pair.at_least) break;
-      try_pair(before_[pair.before], after_[pair.after]);
-    }
+    try_pairs(known);
     return std::move(best_);
   }
 
@@ -167,6 +160,28 @@ class Crossings {
     Cost at_least;     // exact once the steps are known
     std::optional<std::vector<Step>> steps;
   };
+
+  // Tries pairs of the segments before the crossing with those from a number on after it.
+  void try_pairs(size_t first) {
+    struct Pair {
+      Cost at_least;
+      size_t before;
+      size_t after;
+      auto operator<=>(const Pair&) const = default;
+    };
+    std::vector<Pair> pairs;
+    for (size_t i = 0; i < before_.size(); ++i) {
+      for (size_t j = first; j < after_.size(); ++j) {
+        const Cost least = before_[i].at_least + crossing_at_least(before_[i], after_[j]) + after_[j].at_least;
+        if (i + j > 0 && least < *best_cost_) pairs.push_back({least, i, j});
+      }
+    }
+    std::sort(pairs.begin(), pairs.end());
+    for (const Pair& pair : pairs) {
+      if (*best_cost_ <= pair.at_least) break;
+      try_pair(before_[pair.before], after_[pair.after]);
+    }
+  }
 
   bool is_for_time() const { return options_.objective == Objective::kTime; }
 
@@ -215,14 +230,35 @@ class Crossings {
     return choices.all();
   }
 
-  std::vector<Layout> starts_on_goal() const {
-    Choices choices(goal_, tensor_dims_);
-    for (const int d : goal_.replicated_dims().to_vector()) choices.may_cut(d);
-    for (const int d : goal_.cut_dims().to_vector()) {
+  std::vector<Layout> starts_on(const Layout& goal) const {
+    Choices choices(goal, tensor_dims_);
+    for (const int d : goal.replicated_dims().to_vector()) choices.may_cut(d);
+    for (const int d : goal.cut_dims().to_vector()) {
       if (is_for_time()) choices.may_be_replicated(d);
       choices.may_cut(d);
     }
     return choices.all();
+  }
+
+  // The goal where its largest replicated mesh dim is split, if the best plan so far is far from what is possible. So
+  // what crosses is passed on in several steps: within nodes, and to many ranks in few messages.
+  std::vector<Layout> split_goals() const {
+    int largest = -1;
+    for (const int d : goal_.replicated_dims().to_vector()) {
+      if (largest < 0 || goal_.mesh().dim_size(d) > goal_.mesh().dim_size(largest)) largest = d;
+    }
+    if (!may_split_ || !is_for_time() || largest < 0) return {};
+    const std::vector<std::vector<int64_t>> ways = topology_.mesh_dims.contains(goal_.mesh().dim_names()[largest])
+                                                       ? std::vector<std::vector<int64_t>>{}
+                                                       : ways_to_split(goal_.mesh(), largest, topology_.ranks_per_node);
+    if (ways.empty()) return {};
+    const int64_t least = least_picoseconds_between(src_, goal_, topology_);
+    if (best_cost_->first <= least + least / kSplitsAboveFraction) return {};
+    std::vector<Layout> goals;
+    for (const std::vector<int64_t>& sizes : ways) {
+      if (std::optional<Layout> goal = split(goal_, largest, sizes)) goals.push_back(std::move(*goal));
+    }
+    return goals;
   }
 
   // Returns a lower bound of a crossing's cost, from sizes alone. If meshes share ranks, these may hold what they need.
@@ -290,6 +326,7 @@ class Crossings {
   const Layout& goal_;
   const PlanOptions& options_;
   const Topology& topology_;
+  const bool may_split_;
   std::vector<int> tensor_dims_;
   Encounter encounter_;
   std::vector<Segment> before_;
@@ -301,8 +338,8 @@ class Crossings {
 }  // namespace
 
 std::vector<Step> cheapest_crossing(const Layout& src, const Layout& goal, const PlanOptions& options,
-                                    const Topology& topology) {
-  return Crossings(src, goal, options, topology).cheapest();
+                                    const Topology& topology, bool may_split) {
+  return Crossings(src, goal, options, topology, may_split).cheapest();
 }
 
 int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const Topology& topology) {

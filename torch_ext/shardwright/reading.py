@@ -38,6 +38,7 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
     destination_mesh = (
         _mesh(table["destination_mesh"], "destination_mesh") if "destination_mesh" in table else source_mesh
     )
+    reached_mesh = _mesh(table["reached_mesh"], "reached_mesh") if "reached_mesh" in table else destination_mesh
 
     def layout(mesh: Mesh, entry: dict[str, Any]) -> Layout:
         order = {int(tensor_dim): mesh_dims for tensor_dim, mesh_dims in entry["shard_order"].items()}
@@ -48,7 +49,7 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
         op = _text(step["op"], "op")
         before = layout(here, step["before"])
         names = here.dim_names
-        here = destination_mesh if op == "cross" else here
+        here = reached_mesh if op == "cross" else here
         steps.append(
             (
                 op,

@@ -1,0 +1,144 @@
+// Mesh dims that are split in several: the same parts under other names, and plans that pass data on in several steps.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <vector>
+
+#include "crossing/bounds.h"
+#include "crossing/split.h"
+#include "layouts.h"
+#include "moves/describe.h"
+#include "moves/figures.h"
+#include "moves/traffic.h"
+#include "planning/certificate.h"
+#include "planning/fit.h"
+#include "planning/json.h"
+#include "planning/serialize.h"
+#include "planning/validate.h"
+#include "search/make_plan.h"
+#include "simulate/simulate.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+using test::layout_of;
+using test::mesh_of;
+
+std::vector<int64_t> ranks_from(int64_t first, int64_t count) {
+  std::vector<int64_t> ranks(count);
+  std::iota(ranks.begin(), ranks.end(), first);
+  return ranks;
+}
+
+Topology with_nodes(int64_t ranks_per_node) {
+  Topology topology = Topology::named("64x8");
+  topology.ranks_per_node = ranks_per_node;
+  return topology;
+}
+
+TEST(Split, HoldsTheSameParts) {
+  std::vector<int64_t> ranks = ranks_from(0, 24);
+  std::reverse(ranks.begin() + 3, ranks.end());
+  const MeshPtr mesh = mesh_of({2, 6, 2}, ranks);
+  for (const auto& [placements, order] : std::vector<std::pair<const char*, ShardOrder>>{
+           {"S(0),R,S(0)", {{0, {2, 0}}}}, {"SS(0,3),R,S(1)", {}}, {"R,R,R", {}}, {"S(1),R,P", {}}}) {
+    const Layout whole = layout_of(mesh, {9, 5}, placements, order);
+    const std::optional<Layout> fine = split(whole, 1, {3, 2});
+    ASSERT_TRUE(fine.has_value());
+    EXPECT_EQ(fine->mesh().to_string(), "a=2,b.0=3,b.1=2,c=2");
+    EXPECT_EQ(numbers(fine->mesh().ranks()), numbers(mesh->ranks()));
+    for (int64_t p = 0; p < mesh->size(); ++p) EXPECT_EQ(fine->region(p), whole.region(p)) << placements;
+    EXPECT_EQ(joined(*fine, mesh), whole) << placements;
+  }
+}
+
+TEST(Split, IsOnlyJoinedWhereNothingIsCut) {
+  const Layout whole = layout_of(mesh_of({6}), {12}, "R");
+  const Layout fine = *split(whole, 0, {3, 2});
+  const Layout cut = fine.with({{{1, 1}}}, std::vector<Placement>(2, Placement::replicate()));
+  EXPECT_FALSE(joined(cut, whole.mesh_ptr()).has_value());
+  EXPECT_FALSE(joined(fine, mesh_of({6}, {1, 2, 3, 4, 5, 6})).has_value());
+  EXPECT_FALSE(joined(fine, mesh_of({3})).has_value());
+  EXPECT_FALSE(joined(fine, mesh_of({12})).has_value());
+  EXPECT_THROW(split(layout_of(mesh_of({6}), {12}, "S(0)"), 0, {3, 2}), InvariantError);
+}
+
+TEST(Split, BeginsAtTheBordersOfNodes) {
+  using Ways = std::vector<std::vector<int64_t>>;
+  EXPECT_EQ(ways_to_split(*mesh_of({16}), 0, 8), (Ways{{2, 8}, {4, 4}}));
+  EXPECT_EQ(ways_to_split(*mesh_of({16}, ranks_from(4, 16)), 0, 8), (Ways{{4, 4}}));
+  EXPECT_EQ(ways_to_split(*mesh_of({4, 2}), 0, 4), (Ways{{2, 2}}));
+  EXPECT_EQ(ways_to_split(*mesh_of({2, 4}), 1, 4), (Ways{}));
+  EXPECT_EQ(ways_to_split(*mesh_of({13}), 0, 0), (Ways{}));
+  EXPECT_EQ(ways_to_split(*mesh_of({2048}), 0, 8), (Ways{{256, 8}, {16, 16, 8}, {64, 32}}));
+}
+
+// Runs the plan on all ranks, and from its bytes.
+void check(const Plan& plan) {
+  const Plan read = from_bytes(to_bytes(plan));
+  ASSERT_EQ(to_bytes(read), to_bytes(plan));
+  const SimulationReport report = simulate(read);
+  int64_t worst = 0;
+  for (const auto& [rank, peak] : report.peak_bytes) worst = std::max(worst, peak);
+  ASSERT_EQ(peak_bytes(plan), worst) << to_string(plan);
+}
+
+TEST(Split, PassesDataOnInSeveralSteps) {
+  for (const auto& [shape, from, count] : std::vector<std::tuple<std::vector<int64_t>, int64_t, int64_t>>{
+           {{48, 40}, 1, 24}, {{7, 5}, 2, 24}, {{24, 3, 5}, 3, 27}, {{50}, 1, 16}}) {
+    const Layout src = layout_of(mesh_of({from}), shape, "R");
+    const Layout dst = layout_of(mesh_of({count}, ranks_from(8, count)), shape, "R");
+    Topology slow_between = with_nodes(8);
+    slow_between.between = {1000, 1'000'000'000};
+    const Plan plan = make_plan(src, dst, {.topology = slow_between});
+    check(plan);
+    EXPECT_FALSE(mesh_reached(plan) == dst.mesh()) << to_string(plan);
+    EXPECT_NE(to_json(plan, certify(plan, peak_bytes(plan)), {}).find("\"reached_mesh\""), std::string::npos);
+  }
+}
+
+// 8 MiB to 2,048 ranks on nodes of 8: few messages, no rank sends much more than the tensor, and what enters a node
+// from the crossing enters it once.
+TEST(Split, ReachesManyRanksInFewMessages) {
+  const Layout src = layout_of(mesh_of({8}), {2048, 1024}, "R");
+  const Layout dst = layout_of(mesh_of({2048}, ranks_from(8, 2048)), {2048, 1024}, "R");
+  const Plan plan = make_plan(src, dst, {.topology = with_nodes(8)});
+  const Certificate certificate = certify(plan, {0, false});
+  ASSERT_TRUE(certificate.crossing.has_value());
+  EXPECT_LT(certificate.traffic.messages_max, 60) << to_string(plan);
+  const int64_t bound =
+      std::max(certificate.crossing->received_bytes_max, certificate.crossing->forwarded_sent_bytes_max);
+  EXPECT_LE(certificate.traffic.sent_bytes_max, bound + bound / 16) << to_string(plan);
+  EXPECT_LE(certificate.traffic.received_bytes_max, bound + bound / 16) << to_string(plan);
+  EXPECT_LT(certificate.predicted_ps, 4 * certificate.least_ps) << to_string(plan);
+}
+
+TEST(Split, SendsToEachNodeOnceWhereThatPays) {
+  const Layout src = layout_of(mesh_of({8}), {1024, 1024}, "S(0)");
+  const Layout dst = layout_of(mesh_of({32}, ranks_from(8, 32)), {1024, 1024}, "R");
+  const Plan plan = make_plan(src, dst, {.topology = with_nodes(8)});
+  std::map<int64_t, int64_t> entering;
+  for (const Rank rank : dst.mesh().ranks()) {
+    for (const Step& step : plan.steps) {
+      const Mesh& mesh = step.before.mesh();
+      const bool leaves_nodes = step.op == StepOp::kCross ||
+                                with_nodes(8).link(mesh, step.mesh_dims).ps_per_kib == with_nodes(8).between.ps_per_kib;
+      if (leaves_nodes) entering[number(rank) / 8] += traffic_at(step, plan.lowering, rank).received_bytes;
+    }
+  }
+  for (const auto& [node, bytes] : entering) EXPECT_LE(bytes, 4 * 1024 * 1024) << to_string(plan);
+}
+
+TEST(Split, IsNotForDestinationsThatBecomePartial) {
+  const Layout src = layout_of(mesh_of({1}), {64, 64}, "R");
+  for (const char* wanted : {"P", "P(avg)"}) {
+    const Layout dst = layout_of(mesh_of({24}, ranks_from(8, 24)), {64, 64}, wanted);
+    check(make_plan(src, dst, {.topology = with_nodes(8)}));
+  }
+}
+
+}  // namespace
+}  // namespace shardwright
