@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-planner bench-planning bench-reshard bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -51,6 +51,7 @@ help:
 	@echo 'make bench-planner  costs of our plans and of those that PyTorch makes'
 	@echo 'make bench-planning  planning time: C++, Python, PyTorch (needs libbenchmark-dev)'
 	@echo 'make bench-reshard  what named moves between meshes cost, with other libraries'"'"' schemes; measures nothing'
+	@echo 'make bench-state-dict  whole state dicts from a trainer to a server on Gloo, against broadcasts'
 	@echo 'make bench-hunt  the slowest of random plans and certificates (ARGS="--on-meshes --cases 150" on four meshes; needs libbenchmark-dev)'
 	@echo 'make bench-xla  our plans against what XLA compiles (installs jax; Python >= 3.12)'
 	@echo 'make bench-ranking  whether the plan predicted to be fastest is fastest, on Gloo ranks'
@@ -115,6 +116,9 @@ bench-planning: build
 
 bench-reshard: build
 	$(HERE) $(PY) benchmarks/reshard_cases.py $(ARGS)
+
+bench-state-dict: build
+	$(HERE) $(PY) benchmarks/state_dict.py $(ARGS)
 
 bench-hunt:
 	$(call cmake-build,build/cmake-bench,-DCMAKE_BUILD_TYPE=Release -DSHARDWRIGHT_BUILD_BENCHMARKS=ON -DSHARDWRIGHT_BUILD_TESTS=OFF)

@@ -1,0 +1,206 @@
+"""Moves whole state dicts from a trainer's ranks to a server's on Gloo: all at once, tensor by tensor, by broadcasts.
+
+    make bench-state-dict                                 # results/state_dict-torch<version>.json
+    make bench-state-dict ARGS="--quick --out /tmp/quick.json"
+
+Ranks 0 and 1 train (every tensor cut along dim 0), ranks 2 and 3 serve (tensor-parallel, with whole experts): the
+tensors are those of model_tensors.py, in bfloat16. Three ways take turns, and the results of each are compared on every
+rank with tensors that torch.chunk cuts:
+
+    many        one sw.redistribute_many for all, in buckets (if the installed shardwright has it)
+    each        one sw.redistribute_local for each tensor
+    broadcast   each tensor is gathered by the trainer and broadcast to the server by its first rank; servers take parts
+
+A way's time is that of its slowest rank. Bytes are what reaches ranks, by sw.wire_meter; memory is the most that
+PyTorch's allocator holds at once on the worst rank, results included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces every start and stop
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import machine  # noqa: E402
+import shardwright as sw  # noqa: E402
+import timing  # noqa: E402
+from model_tensors import EVERYWHERE, TRAINED, Weight, llama_8b, qwen3_moe  # noqa: E402
+from ranks import launch, over_ranks  # noqa: E402
+from report import in_mebibytes, say  # noqa: E402
+
+TRAINERS, SERVERS = (0, 1), (2, 3)
+DTYPE = torch.bfloat16
+BUCKET_BYTES = 16 << 20
+
+Results = list[torch.Tensor]
+
+
+class StateDict:
+    """One rank's side of a transfer: its parts before, where they go, and what must arrive."""
+
+    def __init__(self, weights: list[Weight]) -> None:
+        self.weights = weights
+        self.rank = dist.get_rank()
+        trainer, server = sw.Mesh({"fsdp": len(TRAINERS)}, TRAINERS), sw.Mesh({"tp": len(SERVERS)}, SERVERS)
+        self.ends = [
+            (sw.Layout(trainer, w.shape, [TRAINED], DTYPE), sw.Layout(server, w.shape, [w.served], DTYPE))
+            for w in weights
+        ]
+        self.local = [self._part(i, TRAINERS, TRAINED) for i in range(len(weights))]
+        # All ranks make all groups, in one order.
+        self.trainers = dist.new_group(TRAINERS)
+        self.receivers = dist.new_group([TRAINERS[0], *SERVERS])
+
+    def expected(self, index: int) -> torch.Tensor:
+        return self._part(index, SERVERS, self.weights[index].served)
+
+    def _part(self, index: int, ranks: tuple[int, ...], placement: str) -> torch.Tensor:
+        """By torch.chunk alone; nothing on ranks that hold nothing of it."""
+        if self.rank not in ranks:
+            return torch.empty(0, dtype=DTYPE)
+        weight, place = self.weights[index], ranks.index(self.rank)
+        whole = torch.arange(index, index + weight.elements, dtype=torch.int32).remainder_(251)
+        return part_of(whole.to(DTYPE).reshape(weight.shape), placement, place, len(ranks))
+
+
+def part_of(whole: torch.Tensor, placement: str, place: int, count: int) -> torch.Tensor:
+    if placement == EVERYWHERE:
+        return whole
+    if placement.startswith("Owned"):
+        return whole if place == int(placement[:-1].split(",")[1]) else whole[:0]
+    return whole.chunk(count, int(placement[2:-1]))[place].contiguous()
+
+
+# ---- the ways
+
+
+def each(state: StateDict) -> Results:
+    is_trainer = state.rank in TRAINERS
+    pairs = zip(state.local, state.ends, strict=True)
+    return [sw.redistribute_local(local if is_trainer else None, *ends) for local, ends in pairs]
+
+
+def many(state: StateDict) -> Results:
+    is_trainer = state.rank in TRAINERS
+    items = [(local if is_trainer else None, *ends) for local, ends in zip(state.local, state.ends, strict=True)]
+    return list(sw.redistribute_many(items, bucket_bytes=BUCKET_BYTES))
+
+
+def broadcast(state: StateDict) -> Results:
+    results = []
+    for weight, local in zip(state.weights, state.local, strict=True):
+        whole = torch.empty(weight.shape, dtype=DTYPE)
+        if state.rank in TRAINERS:
+            dist.all_gather_into_tensor(whole, local, group=state.trainers)
+        if state.rank != TRAINERS[1]:
+            dist.broadcast(whole, TRAINERS[0], group=state.receivers)
+        if state.rank in SERVERS:
+            results.append(part_of(whole, weight.served, SERVERS.index(state.rank), len(SERVERS)).clone())
+        else:
+            results.append(whole.new_empty(0))
+    return results
+
+
+WAYS: dict[str, Callable[[StateDict], Results]] = {"each": each, "broadcast": broadcast}
+if hasattr(sw, "redistribute_many"):
+    WAYS = {"many": many, **WAYS}
+
+
+# ---- what is measured
+
+
+def is_right(state: StateDict, results: Results) -> bool:
+    return all(torch.equal(found, state.expected(i)) for i, found in enumerate(results))
+
+
+def allocated_peak(call: Callable[[], object]) -> float:
+    """The most bytes that PyTorch's allocator held at once for a call on this rank, results included."""
+    sw.release_staging()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    live = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return float(peak)
+
+
+def measure(name: str, weights: list[Weight], rounds: int) -> dict:
+    """The same row on every rank."""
+    state = StateDict(weights)
+    right, received, worst, peak = {}, {}, {}, {}
+    for way, function in WAYS.items():
+        with sw.wire_meter() as meter:
+            results = function(state)
+        right[way] = bool(over_ranks([float(is_right(state, results))], dist.ReduceOp.MIN)[0])
+        received[way] = int(over_ranks([float(meter.received_bytes)], dist.ReduceOp.SUM)[0])
+        worst[way] = int(over_ranks([float(meter.received_bytes)], dist.ReduceOp.MAX)[0])
+        del results
+        peak[way] = int(over_ranks([allocated_peak(functools.partial(function, state))], dist.ReduceOp.MAX)[0])
+    calls = {way: functools.partial(function, state) for way, function in WAYS.items()}
+    times = timing.among_ranks(calls).of_count(rounds)
+    item = DTYPE.itemsize
+    copies = {EVERYWHERE: len(SERVERS)}
+    return {
+        "model": name,
+        "tensors": len(weights),
+        "bytes": sum(w.elements for w in weights) * item,
+        "bound_bytes_all_ranks": sum(w.elements * copies.get(w.served, 1) for w in weights) * item,
+        "right": right,
+        "received_bytes_all_ranks": received,
+        "received_bytes_worst_rank": worst,
+        "allocated_peak_worst_rank": peak,
+        "us": times.us(),
+        "rounds": times.rounds,
+    }
+
+
+def run_rank(models: tuple[str, ...], rounds: int, quick: bool, out: str, head: dict) -> None:
+    """What every rank does; rank 0 prints and writes."""
+    made = {"llama-3.1-8b": llama_8b(32 if quick else 8), "qwen3-30b-a3b": qwen3_moe(64 if quick else 16)}
+    rows = []
+    say(f"{'model':<16}{'tensors':>8}{'MiB':>8}  {'way':<11}{'ms':>9}{'received MiB':>14}{'peak MiB':>10}  right")
+    for name in models:
+        row = measure(name, made[name], rounds)
+        rows.append(row)
+        for way in WAYS:
+            say(
+                f"{name:<16}{row['tensors']:>8}{in_mebibytes(row['bytes']):>8}  {way:<11}{row['us'][way] / 1e3:>9.1f}"
+                f"{in_mebibytes(row['received_bytes_all_ranks'][way]):>14}"
+                f"{in_mebibytes(row['allocated_peak_worst_rank'][way]):>10}  {'yes' if row['right'][way] else 'NO'}"
+            )
+    if dist.get_rank() == 0:
+        machine.write(out, {**head, "rows": rows})
+    if not all(all(row["right"].values()) for row in rows):
+        raise SystemExit(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default="llama-3.1-8b,qwen3-30b-a3b", help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each way (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the width, one turn")
+    default = HERE / "results" / f"state_dict-torch{torch.__version__.partition('+')[0]}.json"
+    parser.add_argument("--out", default=str(default), help="where the results go (default: %(default)s)")
+    options = parser.parse_args()
+    setting = {"trainers": TRAINERS, "servers": SERVERS, "dtype": str(DTYPE), "bucket_bytes": BUCKET_BYTES}
+    head = {**machine.describe("torch"), "setting": {**setting, "quick": options.quick}}
+    rounds = 1 if options.quick else options.rounds
+    launch(4, run_rank, tuple(options.models.split(",")), rounds, options.quick, options.out, head)
+
+
+if __name__ == "__main__":
+    main()
