@@ -28,11 +28,11 @@ at::Tensor as_tensor(const std::vector<int64_t>& values, c10::Device device) {
 // 0, 1, ..., n - 1.
 at::Tensor numbers(int64_t n, at::TensorOptions options) {
   at::Tensor out = at::empty({n}, options);
-  if (n > 0) at::arange_out(out, n);  // into memory of the right size: nothing has to know what it will be
+  if (n > 0) at::arange_out(out, n);  // the size is known beforehand, so that nothing waits to learn it
   return out;
 }
 
-// `size` times -1, but for values[i] at places[i]; places[i] == size is nowhere.
+// Returns `size` elements: values[i] at places[i], and -1 elsewhere. Values with places[i] == size are left out.
 at::Tensor scattered(int64_t size, const at::Tensor& places, const at::Tensor& values) {
   return at::full({size + 1}, -1, values.options()).scatter_(0, places, values).narrow(0, 0, size);
 }
@@ -72,10 +72,10 @@ at::Tensor choose_replicas_on_device(const DevicePlacement& placement, const at:
   const at::Tensor num_holders = is_held.sum(2);
   const at::Tensor is_single = num_holders.eq(1);
   at::Tensor codes = at::where(is_single, code_on.sum(2), at::zeros({}, code_on.options()));
-  // Ranks that the token goes to anyway, by how near they are behind this one.
+  // Ranks that the token is sent to anyway, the next one in cyclic order from this rank on first.
   const at::Tensor goes_there = (is_held & is_single.unsqueeze(2)).any(1) | rank_numbers.eq(rank);
   const at::Tensor nearness = ranks - distance(at::full({}, rank, rank_numbers.options()), rank_numbers, ranks);
-  const auto choose = [&](const at::Tensor& allowed, const at::Tensor& picked) {  // picked: a rank for each
+  const auto choose = [&](const at::Tensor& allowed, const at::Tensor& picked) {  // picked: a rank for each code
     const at::Tensor index = picked.expand({tokens, per_token}).unsqueeze(2);
     codes = at::where(codes.eq(0), allowed.gather(2, index).squeeze(2), codes);
   };
@@ -108,7 +108,7 @@ DeviceRoutes route_rows_on_device(const DevicePlacement& placement, const at::Te
   routes.send_rows = scattered(num_rows, places.reshape({-1}), token_numbers.reshape({-1}));
   const at::Tensor has_any = at::cat({has_row, at::zeros({tokens, 1}, has_row.options())}, 1);
   routes.dropped = (codes.ne(0) & has_any.gather(1, target).eq(false)).sum();
-  if (codes.size(1) < ranks) {  // of many ranks, those that a token goes to, in their order
+  if (codes.size(1) < ranks) {  // keep only the ranks that a token is sent to, in ascending order
     const at::Tensor order = at::argsort(has_row.eq(false).to(at::kInt), /*stable=*/true, 1);
     routes.returns = routes.returns.gather(1, order.narrow(1, 0, codes.size(1)));
   }

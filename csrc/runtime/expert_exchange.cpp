@@ -16,7 +16,7 @@
 namespace shardwright {
 namespace {
 
-// Where the parts of a record begin, and how far apart records are: any dtype may be looked at there.
+// Parts of a record, and records, begin at multiples of this, so that any dtype can be read there.
 constexpr int64_t kPartAlignment = 16;
 
 int64_t aligned(int64_t bytes) { return (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment; }
@@ -29,7 +29,10 @@ int64_t width_bytes(const at::Tensor& part) { return part.size(1) * static_cast<
   throw c10::DistBackendError({__func__, __FILE__, __LINE__}, text);
 }
 
-// Where rows of tensors on `device` travel: in host memory, or where they are.
+// Resolves values that are only marked as conjugated or negated.
+at::Tensor bytes_of(const at::Tensor& part) { return part.resolve_conj().resolve_neg().contiguous().view(at::kByte); }
+
+// The device on which rows of tensors on `device` travel: the CPU, or the same device.
 c10::Device device_for(c10::DeviceType wire, c10::Device device) { return wire == at::kCPU ? at::kCPU : device; }
 
 std::vector<int64_t> times(std::vector<int64_t> counts, int64_t factor) {
@@ -37,14 +40,14 @@ std::vector<int64_t> times(std::vector<int64_t> counts, int64_t factor) {
   return counts;
 }
 
-// Programs that are under way start their communications first, so that every rank keeps one order.
+// Lets programs that are under way start their communications first, so that all ranks keep the same order.
 void take_turn(c10::Device device) {
   Lane& lane = lane_of(device);
   lane.drain();
   if (!device.is_cpu()) lane.stand_behind_those_beside();
 }
 
-// `rows` part by part in one tensor of bytes.
+// Rows of several tensors, with the parts of a row next to each other in one tensor of bytes.
 class Records {
  public:
   Records(const std::vector<at::Tensor>& parts, int64_t num_records) : parts_(parts) {
@@ -61,7 +64,7 @@ class Records {
     give_staging(memory);
   }
 
-  // Part `index` of all records, of the dtype of the parts given.
+  // A view of part `index` of all records, in the dtype of that part.
   at::Tensor part(size_t index) const {
     int64_t offset = 0;
     for (size_t i = 0; i < index; ++i) offset += aligned(width_bytes(parts_[i]));
@@ -143,7 +146,7 @@ at::Tensor RowExchange::travel(const std::string& step, const at::Tensor& rows, 
 }
 
 std::vector<at::Tensor> RowExchange::send(const std::string& step, const std::vector<at::Tensor>& parts) const {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;  // parts of records are no views to autograd
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;  // autograd need not see parts of records as views
   const Records outgoing(parts, send_rows_.size(0));
   for (size_t i = 0; i < parts.size(); ++i) take_rows_into(parts[i], send_rows_, outgoing.part(i));
   const Records incoming(parts, travel(step, outgoing.bytes(), false));
@@ -154,10 +157,9 @@ std::vector<at::Tensor> RowExchange::send(const std::string& step, const std::ve
 }
 
 std::vector<at::Tensor> RowExchange::send_back(const std::string& step, const std::vector<at::Tensor>& parts) const {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;  // parts of records are no views to autograd
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;  // autograd need not see parts of records as views
   const bool is_alone = parts.size() == 1;
-  const Records outgoing =
-      is_alone ? Records(parts, parts.front().contiguous().view(at::kByte)) : Records(parts, num_received_);
+  const Records outgoing = is_alone ? Records(parts, bytes_of(parts.front())) : Records(parts, num_received_);
   for (size_t i = 0; i < parts.size() && !is_alone; ++i) outgoing.part(i).copy_(parts[i]);
   const Records answers(parts, travel(step, outgoing.bytes(), true));
   if (!is_alone) outgoing.release();

@@ -22,14 +22,17 @@ namespace {
 
 constexpr int64_t kBytesPerTask = 1 << 16;
 
-at::Tensor with_dense_rows(const at::Tensor& rows) {
+// Returns the rows with the elements of each next to each other, and with conjugation and negation carried out.
+at::Tensor with_dense_rows(const at::Tensor& given) {
+  const at::Tensor rows = given.resolve_conj().resolve_neg();
   return rows.size(1) <= 1 || rows.stride(1) == 1 ? rows : rows.contiguous();
 }
 
-// Rows per thread's share.
+// The least number of rows that a thread takes at once.
 int64_t grain_of(int64_t row_bytes) { return std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(row_bytes, 1)); }
 
-// The widest words that rows of both consist of: what is copied needs no dtype, and not every operator has every dtype.
+// The widest integer type in which rows of both can be copied. Copying does not need the real dtype, for which ATen may
+// lack an operator.
 at::ScalarType words_of(const at::Tensor& rows, const at::Tensor& out) {
   const auto item = static_cast<int64_t>(rows.element_size());
   const auto divides = [&](int64_t word) {
@@ -53,7 +56,7 @@ void take_rows_with_aten(const at::Tensor& rows, const at::Tensor& index, at::Te
   out.view(word).copy_(taken.masked_fill_(index.lt(0).unsqueeze(1), 0));
 }
 
-// Column j of the sum: weights[:, j] * rows[table[:, j]], in `dtype`, zeros where there is nothing.
+// Returns column j of the sum: weights[:, j] * rows[table[:, j]], in `dtype`, with zeros where the table has -1.
 at::Tensor column_of(const at::Tensor& rows, const at::Tensor& table, const std::optional<at::Tensor>& weights,
                      int64_t j, at::ScalarType dtype) {
   const at::Tensor index = table.select(1, j);
@@ -165,7 +168,7 @@ at::Tensor sum_rows(const at::Tensor& given, const at::Tensor& table, const std:
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "shardwright::sum_rows", [&] {
     using Item = scalar_t;
     if (!weights) return sum_rows_on_cpu<Item, float>(rows, table, nullptr, out);
-    const at::Tensor factors = weights->contiguous();
+    const at::Tensor factors = weights->resolve_neg().contiguous();
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, factors.scalar_type(), "shardwright::sum_rows", [&] {
       sum_rows_on_cpu<Item, scalar_t>(rows, table, factors.const_data_ptr<scalar_t>(), out);
     });

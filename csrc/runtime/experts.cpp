@@ -21,7 +21,7 @@ class Hash {
   uint64_t value_ = 0xcbf29ce484222325ULL;
 };
 
-// One token's choice among replicas, with what it needs for each: reused from token to token.
+// Chooses the replicas that serve a token. The memory that this takes is reused from token to token.
 class ReplicaChoice {
  public:
   ReplicaChoice(const ExpertPlacement& placement, int rank, std::span<const int32_t> node_of_rank)
@@ -66,7 +66,7 @@ class ReplicaChoice {
     return static_cast<int>((rank - from % num_ranks_ + num_ranks_) % num_ranks_);
   }
 
-  // On the rank that the token visits anyway and that comes first in cyclic order from this rank on.
+  // Returns the code of the replica on the first rank, in cyclic order from this rank on, that the token visits anyway.
   int32_t nearest_visited(int64_t expert) const {
     int32_t code = 0;
     int least = std::numeric_limits<int>::max();
@@ -112,10 +112,10 @@ class ReplicaChoice {
   int num_ranks_;
   std::span<const int32_t> node_of_rank_;
   int64_t token_ = -1;
-  std::vector<int64_t> rank_stamp_;  // the last token that went there
+  std::vector<int64_t> rank_stamp_;  // the last token that was sent to each rank
   std::vector<int64_t> node_stamp_;
-  std::vector<int64_t> lacking_;  // experts that are pending and that the rank holds; all 0 between uses
-  std::vector<size_t> pending_;
+  std::vector<int64_t> lacking_;  // how many pending experts each rank holds; all 0 between uses
+  std::vector<size_t> pending_;   // which of the token's experts are not served yet
 };
 
 void check_ids(const ExpertPlacement& placement, PerToken<int64_t> ids, int rank) {
@@ -126,10 +126,28 @@ void check_ids(const ExpertPlacement& placement, PerToken<int64_t> ids, int rank
   }
 }
 
-// Adds to `ranks`, which ascends, a rank that is not there yet.
+// Inserts a rank into the ascending list `ranks` unless it is in it.
 void insert(std::vector<int32_t>& ranks, int32_t rank) {
   const auto at = std::lower_bound(ranks.begin(), ranks.end(), rank);
   if (at == ranks.end() || *at != rank) ranks.insert(at, rank);
+}
+
+// Checks ids before memory is allocated for `num_experts`, which a mistyped id can make very large.
+void check_all_are_held(int64_t num_experts, const std::vector<std::vector<int64_t>>& experts_of_rank) {
+  std::vector<int64_t> listed;
+  for (size_t rank = 0; rank < experts_of_rank.size(); ++rank) {
+    for (const int64_t expert : experts_of_rank[rank]) {
+      check_user(expert >= 0 && expert < num_experts, "placement: rank ", rank, " of the group holds expert ", expert,
+                 "; allowed are 0 to ", num_experts - 1);
+      listed.push_back(expert);
+    }
+  }
+  std::sort(listed.begin(), listed.end());
+  listed.erase(std::unique(listed.begin(), listed.end()), listed.end());
+  int64_t missing = 0;
+  while (missing < static_cast<int64_t>(listed.size()) && listed[missing] == missing) ++missing;
+  check_user(missing == num_experts, "placement: expert ", missing, " of ", num_experts,
+             " is on no rank; allowed is one rank or more for each");
 }
 
 std::vector<int64_t> starts_of(const std::vector<int64_t>& counts) {
@@ -142,6 +160,7 @@ std::vector<int64_t> starts_of(const std::vector<int64_t>& counts) {
 
 ExpertPlacement::ExpertPlacement(int64_t num_experts, const std::vector<std::vector<int64_t>>& experts_of_rank) {
   check_user(num_experts > 0, "placement: has ", num_experts, " experts; allowed is 1 or more");
+  check_all_are_held(num_experts, experts_of_rank);
   Hash hash;
   hash.add(static_cast<uint64_t>(num_experts));
   first_replica_.push_back(0);
@@ -149,8 +168,6 @@ ExpertPlacement::ExpertPlacement(int64_t num_experts, const std::vector<std::vec
   for (size_t rank = 0; rank < experts_of_rank.size(); ++rank) {
     hash.add(experts_of_rank[rank].size());
     for (const int64_t expert : experts_of_rank[rank]) {
-      check_user(expert >= 0 && expert < num_experts, "placement: rank ", rank, " of the group holds expert ", expert,
-                 "; allowed are 0 to ", num_experts - 1);
       std::vector<int32_t>& held = replicas[expert];
       const bool is_here = !held.empty() && held.back() >= first_replica_.back();
       check_user(!is_here, "placement: rank ", rank, " of the group holds expert ", expert,
@@ -163,8 +180,6 @@ ExpertPlacement::ExpertPlacement(int64_t num_experts, const std::vector<std::vec
   }
   begin_of_expert_.push_back(0);
   for (int64_t expert = 0; expert < num_experts; ++expert) {
-    check_user(!replicas[expert].empty(), "placement: expert ", expert, " of ", num_experts,
-               " is on no rank; allowed is one rank or more for each");
     replicas_.insert(replicas_.end(), replicas[expert].begin(), replicas[expert].end());
     begin_of_expert_.push_back(static_cast<int32_t>(replicas_.size()));
   }

@@ -109,9 +109,11 @@ def test_rows_and_bytes(pool: Pool, world: int) -> None:
             foreign = sum(rank in ranks_of and home[t] != rank for t, ranks_of in enumerate(at))
             assert payload == foreign * row_bytes, f"{load}, {placement}"
             assert going == payload + metadata
-            assert coming_sent == foreign * row_bytes
+            # What ranks compare before a combine: 5 words for each other rank.
+            compared = 5 * 8 * (world - 1)
+            assert coming_sent == foreign * row_bytes + compared
             own = sum(len(at[t] - {rank}) for t in range(len(ids)) if home[t] == rank)
-            assert coming == own * row_bytes
+            assert coming == own * row_bytes + compared
         if placement != "copies":
             assert at == routing.destinations(p)
 
@@ -188,6 +190,37 @@ def test_without_scores(pool: Pool) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- bytes with scales
+
+
+def _marked_only() -> None:
+    """Tensors that are not conjugated or negated in memory, but only marked so."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    p = routing.problem(world, 6)
+    placement, ids = p.placement, p.expert_ids[rank]
+    pairs = torch.complex(p.x[rank], p.x[rank] + 1).conj()
+    assert pairs.is_conj() and pairs.imag.is_neg()
+    rows, _, _ = sw.dispatch(pairs, ids, None, placement)
+    plain, _, _ = sw.dispatch(pairs.resolve_conj(), ids, None, placement)
+    assert torch.equal(rows, plain)
+    negative = torch.complex(p.scores[rank], p.scores[rank]).conj().imag
+    rows, _, handle = sw.dispatch(pairs.imag, ids, negative, placement, scales=pairs.imag)
+    plain, _, expected = sw.dispatch(-p.x[rank] - 1, ids, -p.scores[rank], placement, scales=-p.x[rank] - 1)
+    assert torch.equal(rows, plain) and handle.scales is not None and expected.scales is not None
+    assert torch.equal(handle.scales, expected.scales)
+    sums = sw.combine(torch.complex(rows, -rows).conj().imag, handle)
+    assert torch.equal(sums, sw.combine(rows, expected))
+    x = p.x[rank].clone().requires_grad_()
+    rows, _, handle = sw.dispatch(x, ids, None, placement)
+    sw.combine(rows, handle).backward(pairs.imag)
+    plain = p.x[rank].clone().requires_grad_()
+    rows, _, handle = sw.dispatch(plain, ids, None, placement)
+    sw.combine(rows, handle).backward(pairs.imag.resolve_neg())
+    assert x.grad is not None and plain.grad is not None and torch.equal(x.grad, plain.grad)
+
+
+@pytest.mark.cpu_only("the device has no complex numbers")
+def test_tensors_that_are_only_marked(pool: Pool) -> None:
+    pool.run(_marked_only, 3)
 
 
 def _with_scales(dtype: torch.dtype) -> None:

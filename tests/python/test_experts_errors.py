@@ -87,7 +87,47 @@ def _no_tensor(given: dict[str, Any], rank: int) -> None:
         given["x"] = None
 
 
+def _too_few_lists(given: dict[str, Any], rank: int) -> None:
+    if rank == 2:
+        given["placement"] = [[0, 1, 2], [3, 4, 5]]
+
+
+def _expert_on_no_rank(given: dict[str, Any], rank: int) -> None:
+    if rank == 2:
+        given["placement"] = [[0, 1], [3, 10**10], [2]]
+
+
+def _no_placement(given: dict[str, Any], rank: int) -> None:
+    if rank == 2:
+        given["placement"] = 6
+
+
+def _unhashable_experts(given: dict[str, Any], rank: int) -> None:
+    if rank == 2:
+        given["placement"] = [[[0]], [1], [2]]
+
+
+def _layout_that_cuts_experts(given: dict[str, Any], rank: int) -> None:
+    given["placement"] = sw.Layout(sw.Mesh({"ep": WORLD}), (6, 4), ["S(1)" if rank == 2 else "S(0)"])
+
+
+def _very_many_experts(given: dict[str, Any], rank: int) -> None:
+    given["placement"] = sw.Layout(sw.Mesh({"ep": WORLD}), (10**10 if rank == 2 else 6,), ["S(0)"])
+
+
+def _unknown_topology(given: dict[str, Any], rank: int) -> None:
+    if rank == 2:
+        given["topology"] = "nowhere"
+
+
 ON_ONE_RANK = {
+    _too_few_lists: "placement: lists experts of 2 ranks; the group has 3",
+    _expert_on_no_rank: "placement: expert 4 of 10000000001 is on no rank",
+    _no_placement: "placement: got 6 (of type int)",
+    _unhashable_experts: "placement: got [[[0]], [1], [2]]",
+    _layout_that_cuts_experts: "cuts dim 1, so rank 0 holds parts of experts",
+    _very_many_experts: "has 10000000000 experts; allowed are up to 1048576",
+    _unknown_topology: "'nowhere'",
     _id_too_large: "expert_ids: token 3 on rank 2 of the group has 6; allowed are 0 to 5, and -1 for no expert",
     _id_too_small: "expert_ids: token 3 on rank 2 of the group has -2; allowed are 0 to 5",
     _scores_of_another_shape: "of the shape of expert_ids, (9, 3)",
@@ -148,7 +188,13 @@ def _gradient_on_one_rank(given: dict[str, Any], rank: int) -> None:
     given["x"].requires_grad_(rank == 1)
 
 
+def _nodes_on_one_rank(given: dict[str, Any], rank: int) -> None:
+    link = sw.Link(0, 0)
+    given["topology"] = sw.Topology("nodes of two", 2, 0, 0, link, link) if rank == 1 else None
+
+
 DIFFERING = {
+    _nodes_on_one_rank: "ranks_per_node: 0 on ranks [0, 2]; 2 on ranks [1]",
     _other_hidden_size: "hidden_size: 5 on ranks [0, 2]; 4 on ranks [1]",
     _other_dtype: "dtype: float64 on ranks [0, 2]; bfloat16 on ranks [1]",
     _other_top_k: "top_k: 3 on ranks [0, 2]; 2 on ranks [1]",
@@ -178,6 +224,8 @@ def test_placements() -> None:
     ]:
         with pytest.raises(ValueError, match=text):
             _runtime.ExpertPlacement(4, placement)
+    with pytest.raises(ValueError, match="placement: expert 2 of 10000000001 is on no rank"):
+        _runtime.ExpertPlacement(10**10 + 1, [[0, 1], [10**10]])
     with pytest.raises(ValueError, match="placement: has 0 experts; allowed is 1 or more"):
         _runtime.ExpertPlacement(0, [[], []])
 
@@ -195,7 +243,7 @@ def _placements_of_tensors() -> list[str]:
         {"placement": sw.Layout(sw.Mesh({"ep": WORLD}), (), ["R"])},
         {"placement": sw.Layout(sw.Mesh({"ep": 2}), (6,), ["S(0)"])} if dist.get_rank() == 2 else {"group": 3},
         {"group": "all"},
-        {"group": other} if dist.get_rank() == 2 else {"placement": []},
+        {"group": other if dist.get_rank() == 2 else 3},
         {"topology": "nowhere"},
     ]:
         try:
@@ -266,6 +314,40 @@ def test_combine(pool: Pool) -> None:
             strict=True,
         ):
             assert expected in text
+
+
+def _failing_combine(change: str) -> tuple[str, str]:
+    """What a combine raises of which rank 2 does not get what the others get, after which another one goes well."""
+    rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
+    y: Any = rows
+    if dist.get_rank() == 2:
+        y = {"rows": torch.cat([rows, rows[:1]]), "dtype": rows.to(torch.int64), "none": None}.get(change, rows[:, :4])
+    said = ("", "nothing was raised")
+    try:
+        sw.combine(y, handle)
+    except (ValueError, RuntimeError) as error:
+        said = (type(error).__name__, str(error))
+    sw.combine(rows, handle)
+    return said
+
+
+@pytest.mark.cpu_only("on devices only groups that have a backend in host memory compare")
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [("rows", "allowed is one row for each of the"), ("dtype", "y: is torch.int64"), ("none", "y: got a NoneType")],
+)
+def test_combine_with_something_wrong_on_one_rank(pool: Pool, change: str, text: str) -> None:
+    for rank, (kind, said) in enumerate(pool.run(_failing_combine, WORLD, change)):
+        if rank == 2:
+            assert kind == "ValueError" and text in said
+        else:
+            assert kind == "RuntimeError" and "combine: on ranks [2] the arguments are not allowed" in said
+
+
+@pytest.mark.cpu_only("on devices only groups that have a backend in host memory compare")
+def test_combine_of_other_widths(pool: Pool) -> None:
+    for kind, said in pool.run(_failing_combine, WORLD, "width"):
+        assert kind == "ValueError" and "size: 5 on ranks [0, 1]; 4 on ranks [2]" in said
 
 
 def _fixed_rows() -> list[str]:

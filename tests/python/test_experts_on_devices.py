@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -12,6 +14,7 @@ import meshes
 import routing
 import shardwright as sw
 from pool import Pool
+from shardwright import expert_ranks
 
 WORLD = 4
 TOKENS = 9
@@ -60,6 +63,36 @@ def _captured(placement: str, capacity: int | None) -> None:
 @pytest.mark.parametrize("placement", routing.PLACEMENTS)
 def test_replays_with_other_tokens(async_pool: Pool, placement: str, capacity: int | None) -> None:
     async_pool.run(_captured, WORLD, placement, capacity)
+
+
+def _forgotten_placement() -> None:
+    """A graph is replayed after everything that was cached about its placement is gone, and its memory used again."""
+    import async_device
+
+    rank = dist.get_rank()
+    p = routing.problem(WORLD, 3, placement="copies")
+    x, ids, scores = (tensor.to(meshes.device) for tensor in _inputs(p, rank))
+
+    def layer() -> torch.Tensor:
+        fixed = {"overflow": "drop", "rows_per_rank": TOKENS}
+        rows, _, handle = sw.dispatch(x, ids, scores, p.placement, **fixed)  # type: ignore[arg-type]
+        return sw.combine(torch.sin(rows), handle)
+
+    expected = layer().cpu()
+    with async_device.captured() as graph:
+        captured = layer()
+    tables = weakref.WeakSet([expert_ranks.expert_ranks(p.placement, None, None)])
+    expert_ranks._kept.clear()
+    gc.collect()
+    assert not tables, "the placement is kept somewhere else"
+    used_again = [torch.full((n,), -(10**6), device=meshes.device) for n in range(1, 64) for _ in range(4)]
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured.cpu(), expected) and used_again
+
+
+def test_graphs_outlive_what_is_cached(async_pool: Pool) -> None:
+    async_pool.run(_forgotten_placement, WORLD)
 
 
 def _over_gloo(rank: int, size: int, path: str) -> int:

@@ -1,7 +1,7 @@
-"""What ranks tell each other before tokens travel: that they ask for the same, and how much each will send.
+"""What ranks tell each other before tokens or sums travel: that they ask for the same, and how much each will send.
 
-All of it is a few numbers for each rank, in one small all-to-all, so every dispatch compares. A rank whose arguments
-are not allowed takes part in it too, and all raise.
+All of it is a few numbers for each rank, in one small all-to-all, so every dispatch and most combines compare. A rank
+whose arguments are not allowed takes part in it too, and all raise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from . import _runtime
-from .expert_ranks import ExpertRanks
+from .expert_ranks import ExpertGroup, ExpertRanks
 
 # In an order that all ranks share.
 _DTYPES: list[torch.dtype | None] = [
@@ -44,64 +44,73 @@ class Said(NamedTuple):
     x_has_gradient: bool = False
     scores_have_gradient: bool = False
 
-    def texts(self) -> dict[str, str]:
-        return {name: self._text(name, word) for name, word in zip(_NAMES, self.words(), strict=True)}
 
-    def words(self) -> list[int]:
-        return [_DTYPES.index(value) if name in _ARE_DTYPES else int(value) for name, value in self._asdict().items()]
+class SaidOfSums(NamedTuple):
+    """What must be the same on all ranks of a combine."""
 
-    @staticmethod
-    def _text(name: str, word: int) -> str:
-        if name in _ARE_DTYPES:
-            return str(_DTYPES[word]).removeprefix("torch.")
-        if name in ("drops", "in_host_memory", "x_has_gradient", "scores_have_gradient"):
-            return str(bool(word))
-        if name in ("capacity", "rows_per_rank") and word < 0:
-            return "None"
-        return f"{word & ((1 << 64) - 1):016x}" if name == "placement" else str(word)
+    size: int = 0
+    dtype: torch.dtype | None = None
 
 
-_NAMES = tuple(Said._fields)
 _ARE_DTYPES = ("dtype", "scores", "scales")
+_ARE_FLAGS = ("drops", "in_host_memory", "x_has_gradient", "scores_have_gradient")
+
+
+def texts_of(said: Said | SaidOfSums) -> dict[str, str]:
+    return {name: _text(name, word) for name, word in zip(said._fields, _words_of(said), strict=True)}
+
+
+def _words_of(said: Said | SaidOfSums) -> list[int]:
+    return [_DTYPES.index(value) if name in _ARE_DTYPES else int(value) for name, value in said._asdict().items()]
+
+
+def _text(name: str, word: int) -> str:
+    if name in _ARE_DTYPES:
+        return str(_DTYPES[word]).removeprefix("torch.")
+    if name in _ARE_FLAGS:
+        return str(bool(word))
+    if name in ("capacity", "rows_per_rank") and word < 0:
+        return "None"
+    return f"{word & ((1 << 64) - 1):016x}" if name == "placement" else str(word)
 
 
 def agree(
-    ranks: ExpertRanks, said: Said, refusal: Exception | None, device: torch.device, counts: Counts | None = None
+    ranks: ExpertGroup, kind: str, said: Said | SaidOfSums, refusal: Exception | None, counts: Counts | None = None
 ) -> tuple[list[int], list[int], int]:
-    """Rows and pairs that each rank sends here, and the bytes that brought this.
+    """Rows and pairs that each rank sends here, and the bytes that brought this. `kind`: "dispatch" or "combine".
 
     Raises `refusal` if there is one, RuntimeError if another rank has one, ValueError on all ranks where they differ.
     """
     zeros = [0] * ranks.size
     rows, pairs = counts or (zeros, zeros)
-    mine = [int(refusal is not None), *said.words()]
+    mine = [int(refusal is not None), *_words_of(said)]
     words = torch.tensor([[*mine, rows[r], pairs[r]] for r in range(ranks.size)])
-    step = "dispatch, comparing what the ranks ask for"
-    heard = _runtime.exchange_words(ranks.group_name, step, words, str(device)).tolist()
+    step = f"{kind}, comparing what the ranks ask for"
+    heard = _runtime.exchange_words(ranks.group_name, step, words, str(ranks.words())).tolist()
     if refusal is not None:
         raise refusal
     refusing = [ranks.ranks[r] for r, one in enumerate(heard) if one[0]]
     if refusing:
         raise RuntimeError(
-            f"shardwright: dispatch: on ranks {refusing} the arguments are not allowed, as the error there says; "
+            f"shardwright: {kind}: on ranks {refusing} the arguments are not allowed, as the error there says; "
             f"nothing was sent (this is rank {ranks.ranks[ranks.rank]})"
         )
-    _check_same(ranks, [one[1 : 1 + len(_NAMES)] for one in heard])
+    _check_same(ranks, kind, said._fields, [one[1 : 1 + len(said)] for one in heard])
     return [one[-2] for one in heard], [one[-1] for one in heard], _received_bytes(words)
 
 
-def _check_same(ranks: ExpertRanks, heard: list[list[int]]) -> None:
+def _check_same(ranks: ExpertGroup, kind: str, names: Sequence[str], heard: list[list[int]]) -> None:
     differing = []
-    for i, name in enumerate(_NAMES):
+    for i, name in enumerate(names):
         ranks_by_word: dict[int, list[int]] = {}
         for rank, words in zip(ranks.ranks, heard, strict=True):
             ranks_by_word.setdefault(words[i], []).append(rank)
         if len(ranks_by_word) > 1:
-            said = "; ".join(f"{Said._text(name, word)} on ranks {those}" for word, those in ranks_by_word.items())
+            said = "; ".join(f"{_text(name, word)} on ranks {those}" for word, those in ranks_by_word.items())
             differing.append(f"  {name}: {said}")
     if differing:
         raise ValueError(
-            f"shardwright: dispatch: the ranks ask for different things, nothing was sent (this is rank "
+            f"shardwright: {kind}: the ranks ask for different things, nothing was sent (this is rank "
             f"{ranks.ranks[ranks.rank]})\n" + "\n".join(differing)
         )
 

@@ -12,35 +12,26 @@ from . import _planner, _runtime, argument_values, executables, groups
 from .topology import Topology, named_topology
 
 Group = Any  # a ProcessGroup, a DeviceMesh, or None for the default group
+_MOST_EXPERTS = 1 << 20
 _ALLOWED = "a Layout of the experts' axis, or a list of expert ids for each rank of the group"
 
 
-class ExpertRanks:
-    """A placement on a process group. What it says is the same on all ranks, but for this rank's own part."""
+# Tables that a captured graph reads at every replay, whatever becomes of the placement. They stay for the life of the
+# process.
+_read_by_graphs: set[_runtime.DevicePlacement] = set()
 
-    def __init__(self, experts_of_rank: Sequence[Sequence[int]], num_experts: int, group: dist.ProcessGroup) -> None:
-        self.placement = _runtime.ExpertPlacement(num_experts, [list(experts) for experts in experts_of_rank])
+
+class ExpertGroup:
+    """The process group on which tokens travel, and on which devices they do."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group_name: str = group.group_name
         self._group = groups.weakly(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group)
         self.size = len(self.ranks)
-        self.experts = tuple(experts_of_rank[self.rank])
-        self._expert_of_replica = [expert for experts in experts_of_rank for expert in experts]
-        self.first_replica = self.placement.first_replica[self.rank]
-        # To which rank a row goes for a replica: to its own, unless nodes are known.
-        self.targets: list[int] = list(self.placement.rank_of_replica)
-        self.nodes: Nodes | None = None
-        self._on_device: dict[torch.device, _runtime.DevicePlacement] = {}
         self._wires: dict[torch.device, torch.device] = {}
         self._words: torch.device | None = None
-
-    @property
-    def node_of_rank(self) -> list[int]:
-        return [] if self.nodes is None else self.nodes.node_of_rank
-
-    def expert_of(self, replica: int) -> int:
-        return self._expert_of_replica[replica]
 
     def words(self) -> torch.device:
         """Returns the device on which comparisons and counts travel.
@@ -74,15 +65,44 @@ class ExpertRanks:
             self._wires[device] = torch.device("cpu") if through_host else device
         return self._wires[device]
 
+
+class ExpertRanks(ExpertGroup):
+    """A placement on a process group. What it says is the same on all ranks, but for this rank's own part."""
+
+    def __init__(self, experts_of_rank: Sequence[Sequence[int]], num_experts: int, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.placement = _runtime.ExpertPlacement(num_experts, [list(experts) for experts in experts_of_rank])
+        self.experts = tuple(experts_of_rank[self.rank])
+        self._expert_of_replica = [expert for experts in experts_of_rank for expert in experts]
+        self.first_replica = self.placement.first_replica[self.rank]
+        # To which rank a row goes for a replica: to its own, unless nodes are known.
+        self.targets: list[int] = list(self.placement.rank_of_replica)
+        self.nodes: Nodes | None = None
+        self._on_device: dict[torch.device, _runtime.DevicePlacement] = {}
+
+    @property
+    def node_of_rank(self) -> list[int]:
+        return [] if self.nodes is None else self.nodes.node_of_rank
+
+    def expert_of(self, replica: int) -> int:
+        return self._expert_of_replica[replica]
+
     def on_device(self, device: torch.device) -> _runtime.DevicePlacement:
         if device not in self._on_device:
             self._on_device[device] = _runtime.DevicePlacement(self.placement, str(device))
-        return self._on_device[device]
+        tables = self._on_device[device]
+        if _runtime.is_capturing(str(device)):
+            _read_by_graphs.add(tables)
+        return tables
 
 
 class Nodes:
     """How rows travel where nodes are known: once to each node, there to the rank with this rank's place in its own
-    node, and from there to the ranks of the node."""
+    node, and from there to the ranks of the node.
+
+    The group of this rank's node is made by `connect`, which must come after all ranks have agreed on the nodes: ranks
+    that know no nodes would not take part.
+    """
 
     def __init__(self, ranks: ExpertRanks, ranks_per_node: int) -> None:
         nodes = [rank // ranks_per_node for rank in ranks.ranks]
@@ -90,32 +110,58 @@ class Nodes:
         self.ranks_per_node = ranks_per_node
         self.node_of_rank = [names.index(node) for node in nodes]
         members = [[r for r in range(ranks.size) if self.node_of_rank[r] == node] for node in range(len(names))]
-        own_node = self.node_of_rank[ranks.rank]
+        self._own_node = own_node = self.node_of_rank[ranks.rank]
         own_place = members[own_node].index(ranks.rank)
         relays = [node[own_place % len(node)] for node in members]
-        inside = groups.find_or_make(sorted(ranks.ranks[r] for r in members[own_node]), (), None)
+        self._ranks_inside = sorted(ranks.ranks[r] for r in members[own_node])
+        self._ranks = ranks.ranks
+        self._rank_of_replica = ranks.placement.rank_of_replica
+        self.relay_of_replica = [relays[self.node_of_rank[rank]] for rank in self._rank_of_replica]
+        self.inside_name = ""
+        self.size_inside = len(self._ranks_inside)
+        self.target_inside: list[int] = []
+
+    def connect(self) -> None:
+        """Finds or makes the group of this rank's node. Collective on the ranks of the node at the first call."""
+        if self.inside_name:
+            return
+        inside = groups.find_or_make(self._ranks_inside, (), None)
         ranks_inside = dist.get_process_group_ranks(inside)
-        self.inside_name: str = inside.group_name
-        self.size_inside = len(ranks_inside)
-        rank_of_replica = ranks.placement.rank_of_replica
-        self.relay_of_replica = [relays[self.node_of_rank[rank]] for rank in rank_of_replica]
         self.target_inside = [
-            ranks_inside.index(ranks.ranks[rank]) if self.node_of_rank[rank] == own_node else -1
-            for rank in rank_of_replica
+            ranks_inside.index(self._ranks[rank]) if self.node_of_rank[rank] == self._own_node else -1
+            for rank in self._rank_of_replica
         ]
+        self.inside_name = inside.group_name
 
 
 _kept: executables.Kept[ExpertRanks] = executables.Kept()
 
 
 def expert_ranks(placement: Any, group: Group, topology: Topology | str | None) -> ExpertRanks:
-    """What `placement`, `group` and `topology` say, kept for the next call. Collective where groups must be made."""
+    """What `placement`, `group` and `topology` say, kept for the next call.
+
+    Collective where the group of a Layout's ranks must be made. Raises ValueError for what is not allowed.
+    """
     groups.check_initialised()
     topology = named_topology(topology)
     if topology is None and isinstance(placement, _planner.Layout):
         topology = placement.mesh.topology
     key = (_placement_key(placement), _group_key(group), topology)
+    try:
+        hash(key)
+    except TypeError:
+        raise ValueError(f"placement: got {placement!r}; allowed is {_ALLOWED}") from None
     return _kept.get_or_make(key, lambda: _make(placement, group, topology))
+
+
+def group_alone(placement: Any, group: Group) -> ExpertGroup | None:
+    """Where the other ranks listen if this rank's placement or topology is not allowed; None if that is not known."""
+    try:
+        _group_key(group)
+        members = _layout_members(placement, group) if isinstance(placement, _planner.Layout) else _members(group)
+        return ExpertGroup(_process_group(members, group)) if dist.get_rank() in members else None
+    except ValueError:
+        return None
 
 
 def _placement_key(placement: Any) -> Hashable:
@@ -181,6 +227,8 @@ def _of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[l
     """Global ranks, the experts of each, and how many there are."""
     if not layout.shape:
         raise ValueError(f"placement: {layout} has no dims; allowed are layouts whose first dim is the experts'")
+    if layout.shape[0] > _MOST_EXPERTS:
+        raise ValueError(f"placement: {layout} has {layout.shape[0]} experts; allowed are up to {_MOST_EXPERTS}")
     experts = []
     for rank in layout.mesh.ranks:
         first, *others = layout.region(rank)
@@ -193,7 +241,12 @@ def _of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[l
         experts.append([expert for begin, end in first for expert in range(begin, end)])
     if any(text.startswith("P(") for text in layout.placements):
         raise ValueError(f"placement: {layout} is a pending sum; allowed are S and R")
+    return _layout_members(layout, group), experts, layout.shape[0]
+
+
+def _layout_members(layout: _planner.Layout, group: Group) -> list[int]:
+    """Global ranks."""
     ranks = layout.mesh.ranks
     if isinstance(group, dist.ProcessGroup):
         ranks = [dist.get_global_rank(group, rank) for rank in ranks]
-    return list(ranks), experts, layout.shape[0]
+    return list(ranks)

@@ -20,9 +20,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from . import _runtime, argument_checks, argument_values, checking
 from .counters import counts
-from .expert_agreement import Said, agree, exchange_capacity, exchange_counts
+from .expert_agreement import Said, SaidOfSums, agree, exchange_capacity, exchange_counts, texts_of
 from .expert_gradients import Collect, Contract, Expand, Expansion, Send
-from .expert_ranks import ExpertRanks, Group, Nodes, expert_ranks
+from .expert_ranks import ExpertGroup, ExpertRanks, Group, Nodes, expert_ranks, group_alone
 from .topology import Topology
 
 _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -77,6 +77,8 @@ class DispatchHandle:
         self.dropped: int | torch.Tensor = 0
         self.payload_bytes = 0
         self.metadata_bytes = 0
+        # Whether combine compares, as dispatch does. Elsewhere it would wait for the device, and for the experts on it.
+        self._compares = False
 
     def __repr__(self) -> str:
         copies, received = self._expansion.pairs.shape[0], self._exchanges[-1].num_received
@@ -135,10 +137,17 @@ def dispatch(
 
     Raises:
         ValueError: arguments that are not allowed, on the rank that has them (RuntimeError on the others); arguments
-            that differ between ranks, and too many tokens for a capacity, on all ranks.
+            that differ between ranks, and too many tokens for a capacity, on all ranks. A group that is not allowed is
+            an error on that rank alone.
         torch.distributed.DistBackendError: a transfer failed or timed out; names rank, step and group.
     """
-    ranks = expert_ranks(placement, group, topology)
+    try:
+        ranks = expert_ranks(placement, group, topology)
+    except ValueError as error:
+        listening = group_alone(placement, group)
+        if listening is None:
+            raise
+        _refuse(listening, error, rows_per_rank)
     x, expert_ids, scores, scales = map(_waited, (x, expert_ids, scores, scales))
     try:
         given = Given.checked(x, expert_ids, scores, scales, capacity, overflow, rows_per_rank)
@@ -147,17 +156,17 @@ def dispatch(
     except ValueError as error:
         _refuse(ranks, error, rows_per_rank)
     if checking.is_on():
-        _compare("dispatch", ranks, given.said(ranks).texts(), None)
+        _compare("dispatch", ranks, texts_of(given.said(ranks)), None)
     counts.dispatches += 1
     return _dispatch_fixed(given, ranks) if codes is None else _dispatch(given, ranks, codes)
 
 
-def _refuse(ranks: ExpertRanks, error: ValueError, rows_per_rank: Any) -> NoReturn:
+def _refuse(ranks: ExpertGroup, error: ValueError, rows_per_rank: Any) -> NoReturn:
     """Raises the error, after telling the other ranks where they listen."""
     if checking.is_on():
         _compare("dispatch", ranks, {}, error)
     if rows_per_rank is None:
-        agree(ranks, Said(), error, ranks.words())
+        agree(ranks, "dispatch", Said(), error)
     raise error
 
 
@@ -261,7 +270,7 @@ def _check_per_token(argument: str, given: Any, x: torch.Tensor) -> None:
         raise ValueError(f"{argument}: is on {given.device}; allowed is the device of x, {x.device}")
 
 
-def _compare(kind: str, ranks: ExpertRanks, said: dict[str, str], refusal: Exception | None) -> None:
+def _compare(kind: str, ranks: ExpertGroup, said: dict[str, str], refusal: Exception | None) -> None:
     mine = {**said, "arguments": "as allowed" if refusal is None else str(refusal)}
     checking.compare_calls(ranks.ranks, ranks.ranks[ranks.rank], kind, mine, judged={"arguments": "as allowed"})
 
@@ -276,7 +285,9 @@ def _dispatch(given: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatch
     targets = ranks.targets if nodes is None else nodes.relay_of_replica
     dropped = 0
     routes = _runtime.route_rows(codes, targets, ranks.size)
-    receive, copies, words_bytes = agree(ranks, given.said(ranks), None, ranks.words(), routes[2:])
+    receive, copies, words_bytes = agree(ranks, "dispatch", given.said(ranks), None, routes[2:])
+    if nodes is not None:
+        nodes.connect()
     if given.capacity is not None:
         codes, dropped, more = exchange_capacity(ranks, codes, given.capacity, given.overflow == "drop", ranks.words())
         routes = _runtime.route_rows(codes, targets, ranks.size)
@@ -287,7 +298,9 @@ def _dispatch(given: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatch
     journey.travel(_exchange(ranks.group_name, wire, routes, receive, device), codes.to(device))
     if nodes is not None:
         copies = journey.travel_inside(nodes)
-    return journey.arrive(journey.expand(sum(copies)), dropped)
+    arrived = journey.arrive(journey.expand(sum(copies)), dropped)
+    arrived.handle._compares = ranks.words().type == "cpu"
+    return arrived
 
 
 def _exchange(
@@ -402,16 +415,19 @@ def combine(y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         ``[tokens, any size]``, in the dtype of y; zeros for a token without experts. Differentiable by y and scores.
 
     Raises:
-        ValueError: y does not fit the handle.
+        ValueError: y does not fit the handle (RuntimeError on the other ranks); y differs between ranks in size or
+            dtype. Without ``rows_per_rank`` all ranks raise, where the group communicates in host memory.
         torch.distributed.DistBackendError: a transfer failed or timed out; names rank, step and group.
     """
     if not isinstance(handle, DispatchHandle):
         raise ValueError(f"handle: got a {type(handle).__name__}; allowed is what dispatch returned")
     y = _waited(y)
     refusal = _refusal_of(y, handle)
+    said = SaidOfSums() if refusal is not None else SaidOfSums(y.shape[1], y.dtype)
     if checking.is_on():
-        said = {} if refusal is not None else {"size": str(y.shape[1]), "dtype": str(y.dtype)}
-        _compare("combine", handle._ranks, said, refusal)
+        _compare("combine", handle._ranks, {} if refusal is not None else texts_of(said), refusal)
+    if handle._compares:
+        agree(handle._ranks, "combine", said, refusal)
     if refusal is not None:
         raise refusal
     counts.combines += 1
