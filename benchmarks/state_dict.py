@@ -12,7 +12,8 @@ rank with tensors that torch.chunk cuts:
     broadcast   each tensor is gathered by the trainer and broadcast to the server by its first rank; servers take parts
 
 A way's time is that of its slowest rank. Bytes are what reaches ranks, by sw.wire_meter; memory is the most that
-PyTorch's allocator holds at once on the worst rank, results included.
+PyTorch's allocator holds at once on the worst rank, results included; messages are those that the plans promise to the
+worst rank. For many, the plan's rounds, messages and buffers are recorded too.
 """
 
 from __future__ import annotations
@@ -120,6 +121,28 @@ if hasattr(sw, "redistribute_many"):
 # ---- what is measured
 
 
+def promised_messages(state: StateDict) -> dict[str, int]:
+    """Messages to the worst rank. A broadcast is one message to each server, whatever it sends in between."""
+    plans: dict[tuple[sw.Layout, sw.Layout], int] = {}
+    for ends in state.ends:
+        if ends not in plans:
+            plans[ends] = sw.plan(*ends, backend="gloo").messages_max
+    promised = {"each": sum(plans[ends] for ends in state.ends), "broadcast": len(state.ends)}
+    if "many" in WAYS:
+        promised["many"] = sw.plan_many(state.ends, bucket_bytes=BUCKET_BYTES).messages_max
+    return promised
+
+
+def batch_figures(state: StateDict) -> dict[str, int]:
+    """What the batch promises. With all pairs of ranks in all rounds it would send the last of these messages."""
+    if "many" not in WAYS:
+        return {}
+    plan = sw.plan_many(state.ends, bucket_bytes=BUCKET_BYTES)
+    pairs = len(TRAINERS) * len(SERVERS)
+    figures = {"rounds": plan.num_rounds, "messages": plan.messages_sum, "memory_bytes": plan.memory_bytes}
+    return {**figures, "pairs_times_rounds": pairs * plan.num_rounds}
+
+
 def is_right(state: StateDict, results: Results) -> bool:
     return all(torch.equal(found, state.expected(i)) for i, found in enumerate(results))
 
@@ -163,6 +186,8 @@ def measure(name: str, weights: list[Weight], rounds: int) -> dict:
         "received_bytes_all_ranks": received,
         "received_bytes_worst_rank": worst,
         "allocated_peak_worst_rank": peak,
+        "promised_messages_worst_rank": promised_messages(state),
+        "batch": batch_figures(state),
         "us": times.us(),
         "rounds": times.rounds,
     }
@@ -172,7 +197,10 @@ def run_rank(models: tuple[str, ...], rounds: int, quick: bool, out: str, head: 
     """What every rank does; rank 0 prints and writes."""
     made = {"llama-3.1-8b": llama_8b(32 if quick else 8), "qwen3-30b-a3b": qwen3_moe(64 if quick else 16)}
     rows = []
-    say(f"{'model':<16}{'tensors':>8}{'MiB':>8}  {'way':<11}{'ms':>9}{'received MiB':>14}{'peak MiB':>10}  right")
+    say(
+        f"{'model':<16}{'tensors':>8}{'MiB':>8}  {'way':<11}{'ms':>9}{'received MiB':>14}{'peak MiB':>10}"
+        f"{'messages':>10}  right"
+    )
     for name in models:
         row = measure(name, made[name], rounds)
         rows.append(row)
@@ -180,7 +208,8 @@ def run_rank(models: tuple[str, ...], rounds: int, quick: bool, out: str, head: 
             say(
                 f"{name:<16}{row['tensors']:>8}{in_mebibytes(row['bytes']):>8}  {way:<11}{row['us'][way] / 1e3:>9.1f}"
                 f"{in_mebibytes(row['received_bytes_all_ranks'][way]):>14}"
-                f"{in_mebibytes(row['allocated_peak_worst_rank'][way]):>10}  {'yes' if row['right'][way] else 'NO'}"
+                f"{in_mebibytes(row['allocated_peak_worst_rank'][way]):>10}"
+                f"{row['promised_messages_worst_rank'][way]:>10}  {'yes' if row['right'][way] else 'NO'}"
             )
     if dist.get_rank() == 0:
         machine.write(out, {**head, "rows": rows})
