@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -58,6 +58,7 @@ help:
 	@echo 'make bench-overhead  overhead per call, without moving data: stock PyTorch and shardwright'
 	@echo 'make bench-matmul  products that overlap with moves on Gloo, against stock and serial'
 	@echo 'make bench-experts  tokens to experts and back on Gloo, against two common ways'
+	@echo 'make bench-many  many tensors at once on Gloo, against one call for each'
 	@echo 'make bench-links  overlapping products, and redistributes, over links of 0.5 to 4 Gbit/s (root, iproute2)'
 	@echo 'make test-links  training over links that lose packets, delay and fail (root, iproute2)'
 	@echo 'make bench-overlap  the predicted overlap of communication with products; measures nothing'
@@ -135,6 +136,9 @@ bench-matmul: build
 
 bench-experts: build
 	$(HERE) $(PY) benchmarks/expert_dispatch.py $(ARGS)
+
+bench-many: build
+	$(HERE) $(PY) benchmarks/many_tensors.py $(ARGS)
 
 bench-links: build
 	$(HERE) $(PY) benchmarks/links.py $(ARGS)

@@ -116,7 +116,7 @@ TORCH_FREE = (
     *("program", "planning", "batch", "products", "simulate"),
 )
 CORE_SOURCES = glob(*(f"{folder}/*.cpp" for folder in TORCH_FREE))
-RUNTIME_BINDINGS = ("runtime_module", "executable_bindings", "kernel_bindings", "expert_bindings")
+RUNTIME_BINDINGS = ("runtime_module", "executable_bindings", "kernel_bindings", "expert_bindings", "batch_run_bindings")
 PLANNER_MODULE = [
     source
     for source in glob("bindings/*.cpp", "picture/*.cpp")

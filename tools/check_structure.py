@@ -51,12 +51,12 @@ MAY_FIND_GROUPS = ("runtime/operators.cpp",)
 # The Python package: modules and sub-packages, by layer.
 LAYERS = {
     "planning, without torch": (
-        "argument_values _planner comparing doctor free_memory layout options placements planning reading "
+        "argument_values batches _planner comparing doctor free_memory layout options placements planning reading "
         "tables topology"
     ),
     "running": (
         "argument_checks executables _runtime counters checking groups plain_tensors preparation tracing watching wire "
-        "experts expert_agreement expert_gradients expert_ranks"
+        "experts expert_agreement expert_gradients expert_ranks many batch_agreement"
     ),
     "graphs": "graphs operators",
     "DTensors": "dtensor",

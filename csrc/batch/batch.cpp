@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <string>
 #include <unordered_map>
 
 #include "planning/serialize.h"
@@ -166,6 +167,45 @@ Batch Batch::from_bytes(std::string_view bytes) {
   }
   batch.check();
   return batch;
+}
+
+std::vector<uint64_t> Batch::digests() const {
+  constexpr uint64_t kOffset = 14695981039346656037u;  // FNV-1a
+  constexpr uint64_t kPrime = 1099511628211u;
+  uint64_t digest = kOffset;
+  const auto add = [&](std::string_view bytes) {
+    for (const char c : bytes) digest = (digest ^ static_cast<uint8_t>(c)) * kPrime;
+  };
+  std::unordered_map<const Mesh*, std::string> meshes;
+  const auto add_layout = [&](const Layout& layout) {
+    const auto [mesh, is_new] = meshes.try_emplace(&layout.mesh());
+    if (is_new) {
+      Writer out("mesh");
+      write(out, layout.mesh());
+      mesh->second = std::to_string(std::hash<std::string>()(std::move(out).finish()));
+    }
+    Writer out("layout");
+    write(out, layout);
+    add(mesh->second);
+    add(std::move(out).finish());
+  };
+  add(concat(bucket_bytes, ",", buckets, ",", sources.size(), ",", destinations.size()));
+  std::vector<uint64_t> digests{digest};
+  for (const BatchItem& item : items) {
+    add(concat(item.source, ",", item.destination, ",", item.map.to_string()));
+    add_layout(sources[item.source]);
+    add_layout(destinations[item.destination]);
+    digests.push_back(digest);
+  }
+  return digests;
+}
+
+std::string Batch::item_text(int item) const {
+  const BatchItem& one = items.at(item);
+  const Layout& src = sources[one.source];
+  const Layout& dst = destinations[one.destination];
+  const bool is_whole = src.shape() == dst.shape() && one.map == IndexMap::identity(src.shape());
+  return concat(src.to_string(), " -> ", dst.to_string(), is_whole ? "" : ", " + one.map.to_string());
 }
 
 Batch whole_tensors(std::vector<std::pair<Layout, Layout>> pairs, int64_t bucket_bytes, int64_t buckets) {

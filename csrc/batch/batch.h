@@ -38,6 +38,12 @@ struct Batch {
   // The ranks of all meshes, ascending.
   std::vector<Rank> ranks() const;
 
+  // For the comparison of ranks: a number for the settings, and then one for each item, which depends on all that comes
+  // before it. Two batches agree up to the first number that differs. The same in every process.
+  std::vector<uint64_t> digests() const;
+  // "float32[8, 4] on dp=2 as [S(0)] -> float32[8, 4] on tp=2 as [R]", with the map if the shapes are not the same
+  std::string item_text(int item) const;
+
   // Layouts and maps are written once, however many items have them. Equal batches give equal bytes.
   std::string to_bytes() const;
   // Throws UserError on bytes that are damaged or that do not pass check().

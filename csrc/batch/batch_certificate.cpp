@@ -142,18 +142,23 @@ std::vector<Flow> flows_of(const BatchPlan& plan) {
 void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
   const std::vector<Travel> travels = travels_of(plan);
   int64_t parcels = 0;
-  int64_t at_most = 0;
+  std::vector<int64_t> at_most(plan.ranks().size(), 0);
   for (size_t k = 0; k < travels.size(); ++k) {
-    int64_t of_kind = 0;
-    for (const ItemLoad& load : plan.kinds()[k].loads) of_kind += load.parcels;
     auto rounds = static_cast<int64_t>(travels[k].pieces.size());
     for (const uint64_t word : travels[k].whole) rounds += std::popcount(word);
-    parcels += of_kind;
-    at_most += of_kind * rounds / 2;  // each was counted at both ends
+    for (const ItemLoad& load : plan.kinds()[k].loads) {
+      const int64_t received = plan.kinds()[k].crossing.parcels_received_at_most(plan.ranks()[load.rank]);
+      parcels += received;
+      at_most[load.rank] += received * rounds;
+    }
   }
   certificate.messages_are_exact = parcels <= BatchCertificate::kMaxParcels;
   if (!certificate.messages_are_exact) {
-    certificate.messages_sum = certificate.messages_max = at_most;
+    const int64_t from_all = (certificate.ranks - 1) * certificate.rounds;
+    for (const int64_t messages : at_most) {
+      certificate.messages_max = std::max(certificate.messages_max, std::min(messages, from_all));
+      certificate.messages_sum += std::min(messages, from_all);
+    }
     return;
   }
   const std::vector<Flow> flows = flows_of(plan);

@@ -133,6 +133,7 @@ PYBIND11_MODULE(_runtime, m) {
   shardwright::define_executable(m);
   shardwright::define_kernels(m);
   shardwright::define_experts(m);
+  shardwright::define_batch_runs(m);
   shardwright::define_watching(m);
   shardwright::define_tracing(m);
   shardwright::define_devices(m);

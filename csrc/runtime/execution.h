@@ -17,19 +17,20 @@
 
 #include "runtime/executable.h"
 #include "runtime/gemm.h"
+#include "runtime/run.h"
 #include "runtime/side_stream.h"
 #include "runtime/trace.h"
 
 namespace shardwright {
 
-class Execution {
+class Execution final : public Run {
  public:
   // If the device has streams: with `is_beside_compute`, transfers run on a side stream, otherwise on the current one.
   // The stream that is current now is the home of the execution: compute runs there, and buffers are allocated from its
   // memory.
   Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs, bool is_beside_compute);
   // If the device has streams, transfers may still be under way; their memory is not reused before they are done.
-  ~Execution();
+  ~Execution() override;
   Execution(const Execution&) = delete;
   Execution& operator=(const Execution&) = delete;
 
@@ -51,14 +52,14 @@ class Execution {
   // Several threads may call these, each any number of times; every instruction runs once, in order. A failure is
   // raised by the call in which it happens and by every later `finish`.
   void start_until(int instruction);  // exclusive
-  void run_next();                    // one instruction, if any is left
-  void start_all();                   // up to and including the last communication
+  void run_next() override;           // one instruction, if any is left
+  void start_all() override;          // up to and including the last communication
   void finish();
-  bool finished() const { return next_ == num_instructions_; }
-  bool all_started() const { return next_ > compiled_.last_communication(); }
+  bool finished() const override { return next_ == num_instructions_; }
+  bool all_started() const override { return next_ > compiled_.last_communication(); }
   bool failed() const;
   // Drops all tensors. Call it only once the run is finished.
-  void release();
+  void release() override;
 
   // If the device has streams: submits the rest of the program to a side stream (SideStream::kRest), so that the
   // caller's stream can continue until `wait_for_end`.
@@ -68,12 +69,12 @@ class Execution {
   void wait_for_end();
   // The same, only to keep programs in order, for a program that does not touch the result. Does nothing if only one of
   // the two is in a capture: replays come after whatever they are launched after.
-  void order_before_current();
+  void order_before_current() override;
   // Whether the device has finished the program.
   bool is_done() const;
   // For an execution that nobody will wait for: its memory is reused once the device is done with it.
-  void abandon() noexcept;
-  bool is_waited_for() const { return is_waited_for_; }
+  void abandon() noexcept override;
+  bool is_waited_for() const override { return is_waited_for_; }
 
  private:
   void step();

@@ -98,7 +98,7 @@ at::Tensor complete(const CompiledProgram& compiled, const std::shared_ptr<Execu
   if (compiled.communicates()) {
     Lane& lane = lane_of(execution->device());
     if (!execution->device().is_cpu()) lane.stand_behind_those_beside();
-    lane.issue(execution, [](Execution& e) { e.start_all(); });
+    lane.issue(execution, [&] { execution->start_all(); });
     counters().received_bytes += compiled.received_bytes();
   }
   execution->finish();
@@ -126,7 +126,7 @@ void start_on_cpu(const CompiledProgram& compiled, const std::shared_ptr<Executi
   const int until =
       is_watched ? compiled.last_communication() + 1 : std::max(compiled.first_wait(), compiled.end_of_collectives());
   execution->exchange_by_messages();
-  lane_of(execution->device()).issue(execution, [until](Execution& e) { e.start_until(until); });
+  lane_of(execution->device()).issue(execution, [&] { execution->start_until(until); });
   finish_on_progress_thread(execution);
 }
 
@@ -135,9 +135,9 @@ void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Exe
   const int until =
       input_may_change ? std::max(compiled.first_wait(), compiled.end_of_input_reads()) : compiled.first_wait();
   Lane& lane = lane_of(execution->device());
-  lane.issue(execution, [&](Execution& e) {
-    e.start_until(until);
-    e.start_rest_beside();
+  lane.issue(execution, [&] {
+    execution->start_until(until);
+    execution->start_rest_beside();
     lane.note_beside(execution, output);
   });
 }

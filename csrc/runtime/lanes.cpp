@@ -4,38 +4,38 @@
 
 namespace shardwright {
 
-void Lane::issue(const std::shared_ptr<Execution>& execution, const std::function<void(Execution&)>& advance) {
+void Lane::issue(const std::shared_ptr<Run>& run, const std::function<void()>& advance) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   drain();
-  advance(*execution);
-  if (!execution->all_started()) pending_.push_back(execution);
+  advance();
+  if (!run->all_started()) pending_.push_back(run);
 }
 
 void Lane::drain() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   while (!pending_.empty()) {
-    const std::shared_ptr<Execution> execution = pending_.front().lock();
+    const std::shared_ptr<Run> run = pending_.front().lock();
     pending_.pop_front();
-    if (execution) execution->start_all();
+    if (run) run->start_all();
   }
 }
 
-void Lane::note_beside(const std::shared_ptr<Execution>& execution, const at::Tensor& output) {
+void Lane::note_beside(const std::shared_ptr<Run>& run, const at::Tensor& output) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   std::erase_if(beside_, [](const Beside& one) {
-    const std::shared_ptr<Execution> known = one.execution.lock();
+    const std::shared_ptr<Run> known = one.run.lock();
     if (!known || known->is_waited_for()) return true;
     if (one.output.use_count() > 0) return false;
     known->abandon();  // c10d never frees a Work that nobody waits for
     return true;
   });
-  beside_.push_back({execution, c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr())});
+  beside_.push_back({run, c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr())});
 }
 
 void Lane::stand_behind_those_beside() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (beside_.empty()) return;
-  const std::shared_ptr<Execution> last = beside_.back().execution.lock();
+  const std::shared_ptr<Run> last = beside_.back().run.lock();
   if (last && !last->is_waited_for()) last->order_before_current();
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <deque>
 #include <functional>
@@ -9,7 +10,7 @@
 #include <mutex>
 #include <vector>
 
-#include "runtime/execution.h"
+#include "runtime/run.h"
 
 namespace shardwright {
 
@@ -17,27 +18,27 @@ namespace shardwright {
 // it have started all of theirs.
 class Lane {
  public:
-  // Makes the programs before `execution` start all their communications, then calls `advance`, which starts some of
-  // its own.
-  void issue(const std::shared_ptr<Execution>& execution, const std::function<void(Execution&)>& advance);
+  // Makes the programs before `run` start all their communications, then calls `advance`, which starts some of its own.
+  void issue(const std::shared_ptr<Run>& run, const std::function<void()>& advance);
 
   // Makes every program start all its communications.
   void drain();
 
-  // If the device has streams: notes a program that continues beside its caller's stream, and whose result is `output`.
-  void note_beside(const std::shared_ptr<Execution>& execution, const at::Tensor& output);
+  // If the device has streams: notes a program that continues beside its caller's stream, and for which somebody may
+  // wait as long as `output` exists.
+  void note_beside(const std::shared_ptr<Run>& run, const at::Tensor& output);
 
   // Makes the current stream wait for the last of these programs, and so for all of them, unless someone already did.
   void stand_behind_those_beside();
 
  private:
   struct Beside {
-    std::weak_ptr<Execution> execution;
+    std::weak_ptr<Run> run;
     c10::weak_intrusive_ptr<c10::TensorImpl> output;
   };
 
   std::recursive_mutex mutex_;
-  std::deque<std::weak_ptr<Execution>> pending_;  // programs with communications left to start
+  std::deque<std::weak_ptr<Run>> pending_;  // programs with communications left to start
   std::vector<Beside> beside_;
 };
 

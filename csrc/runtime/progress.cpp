@@ -9,7 +9,7 @@
 #include <mutex>
 #include <thread>
 
-#include "runtime/execution.h"
+#include "runtime/run.h"
 
 namespace shardwright {
 namespace {
@@ -19,9 +19,9 @@ constexpr std::chrono::milliseconds kLinger{50};
 
 class Progress {
  public:
-  void add(std::shared_ptr<Execution> execution) {
+  void add(std::shared_ptr<Run> one) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    queue_.push_back(std::move(execution));
+    queue_.push_back(std::move(one));
     if (!is_running_ && !is_stopped_) {
       is_running_ = true;
       std::thread([this] { run(); }).detach();
@@ -43,12 +43,12 @@ class Progress {
     std::unique_lock<std::mutex> lock(mutex_);
     while (changed_.wait_for(lock, kLinger, [this] { return !queue_.empty() || is_stopped_.load(); })) {
       if (is_stopped_) break;
-      std::shared_ptr<Execution> execution = std::move(queue_.front());
+      std::shared_ptr<Run> one = std::move(queue_.front());
       queue_.pop_front();
       is_busy_ = true;
       lock.unlock();
-      finish(*execution);
-      execution.reset();  // this may free tensors, so it is done without the lock
+      finish(*one);
+      one.reset();  // this may free tensors, so it is done without the lock
       lock.lock();
       is_busy_ = false;
       changed_.notify_all();
@@ -56,18 +56,18 @@ class Progress {
     is_running_ = false;
   }
 
-  void finish(Execution& execution) const {
+  void finish(Run& run) const {
     try {
-      while (!execution.finished() && !is_stopped_) execution.run_next();
+      while (!run.finished() && !is_stopped_) run.run_next();
     } catch (const std::exception&) {
       return;  // the program keeps the failure for whoever waits
     }
-    if (execution.finished()) execution.release();
+    if (run.finished()) run.release();
   }
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::shared_ptr<Execution>> queue_;
+  std::deque<std::shared_ptr<Run>> queue_;
   bool is_running_ = false;
   bool is_busy_ = false;  // with a program that is no longer in the queue
   std::atomic<bool> is_stopped_{false};
@@ -89,7 +89,7 @@ Progress& progress() {
 
 }  // namespace
 
-void finish_on_progress_thread(std::shared_ptr<Execution> execution) { progress().add(std::move(execution)); }
+void finish_on_progress_thread(std::shared_ptr<Run> run) { progress().add(std::move(run)); }
 
 bool finish_programs(double timeout_seconds) { return progress().stop(timeout_seconds); }
 

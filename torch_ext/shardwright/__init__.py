@@ -18,6 +18,7 @@ except ImportError as error:
     from . import doctor
 
     raise doctor.import_error("_planner", error) from error
+from .batches import plan_many
 from .layout import Layout, Mesh
 from .placements import Blocks, Cyclic, Owned, Packed, Ragged
 from .planning import Plan, Step, pin, plan, unpin
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .drop_in import disable, enable, enabled, redistribute
     from .experts import combine, dispatch
     from .explaining import explain
+    from .many import ManyHandle, redistribute_many
     from .operators import operator
     from .plain_tensors import redistribute_local
     from .preparation import prepare
@@ -47,6 +49,7 @@ __all__ = [
     "GemmModel",
     "Layout",
     "Link",
+    "ManyHandle",
     "Mesh",
     "Owned",
     "Packed",
@@ -73,9 +76,11 @@ __all__ = [
     "pin",
     "plan",
     "plan_from_json",
+    "plan_many",
     "prepare",
     "redistribute",
     "redistribute_local",
+    "redistribute_many",
     "release_staging",
     "reset_stats",
     "set_fast_accumulation",
@@ -97,6 +102,7 @@ _NEEDS_TORCH = {
     "experts": "combine dispatch",
     "explaining": "explain",
     "products.functions": "all_gather_matmul linear matmul_all_reduce matmul_reduce_scatter",
+    "many": "ManyHandle redistribute_many",
     "operators": "operator",
     "plain_tensors": "redistribute_local",
     "preparation": "prepare",

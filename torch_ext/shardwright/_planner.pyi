@@ -207,6 +207,81 @@ class Step:
     def messages_max(self) -> int:
         """Messages received by the rank that receives most."""
 
+class Batch:
+    """Many tensors that move together.
+
+    Each item is (number of a source, number of a destination, axes). An axis is (source dim, destination dim, first
+    index in each, length), with -1 for a dim that is not there; None is the whole tensor.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Layout],
+        destinations: Sequence[Layout],
+        items: Sequence[tuple[int, int, Sequence[tuple[int, int, int, int, int]] | None]],
+        bucket_bytes: int = ...,
+        buckets: int = ...,
+    ) -> None: ...
+    @property
+    def num_items(self) -> int: ...
+    def digests(self) -> list[int]:
+        """A number for the settings, then one for each item, which depends on all before it."""
+
+    def item_text(self, item: int) -> str: ...
+    def to_bytes(self) -> bytes: ...
+
+class BatchPlan:
+    """How a batch moves, and what it takes. ``print`` shows it."""
+
+    def __init__(self, batch: Batch) -> None: ...
+    @property
+    def ranks(self) -> list[int]: ...
+    @property
+    def num_items(self) -> int: ...
+    @property
+    def num_kinds(self) -> int:
+        """Kinds of items that are planned alike."""
+
+    @property
+    def received_bytes_max(self) -> int:
+        """What the worst rank receives; no plan can do with less."""
+
+    @property
+    def received_bytes_sum(self) -> int: ...
+    @property
+    def kept_bytes_sum(self) -> int:
+        """What is copied locally."""
+
+    @property
+    def sent_bytes_max(self) -> int: ...
+    @property
+    def sent_bytes_bound(self) -> int:
+        """What the worst rank sends at least if only holders send."""
+
+    @property
+    def sent_bound_is_exact(self) -> bool: ...
+    @property
+    def num_rounds(self) -> int: ...
+    @property
+    def rounds_bound(self) -> int: ...
+    @property
+    def messages_max(self) -> int:
+        """Messages to one rank."""
+
+    @property
+    def messages_sum(self) -> int: ...
+    @property
+    def messages_are_exact(self) -> bool: ...
+    @property
+    def bucket_bytes(self) -> int: ...
+    @property
+    def buckets(self) -> int: ...
+    @property
+    def memory_bytes(self) -> int:
+        """Extra memory on each rank: buckets * bucket_bytes."""
+
+    def to_json(self) -> str: ...
+
 class Plan:
     """The moves from one layout to another, and what they cost. ``str(plan)`` is one line per move."""
 

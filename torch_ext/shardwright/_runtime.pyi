@@ -18,6 +18,30 @@ class CompiledProgram:
     def bind(self, group_names: Sequence[str]) -> Executable:
         """Binds the program to process groups; `group_names` has the registered name of one for each of `groups`."""
 
+class BatchHandle:
+    """A batch under way. On devices with streams, waiting makes the current stream wait."""
+
+    def wait_for_sources(self) -> None: ...
+    def wait_for_destination(self, destination: int) -> None: ...
+    def wait(self) -> None: ...
+    def is_done(self) -> bool: ...
+
+class BatchExecutable:
+    """A rank's part in a batch, bound to the group whose ranks the batch names. It does not keep the group alive.
+
+    `wire` is the type of device whose tensors the group takes.
+    """
+
+    def __init__(self, batch_bytes: bytes, rank: int, group_name: str, wire: str) -> None: ...
+    @property
+    def received_bytes(self) -> int: ...
+    @property
+    def num_rounds(self) -> int:
+        """The rounds in which this rank takes part."""
+
+    def run(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None: ...
+    def start(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> BatchHandle: ...
+
 class Executable:
     """A program bound to process groups, which it does not keep alive."""
 

@@ -15,11 +15,24 @@ _log = logging.getLogger("shardwright")
 class _Counts:
     """The counters that change on every call or on every cache miss."""
 
-    __slots__ = ("cache_hits", "calls", "combines", "dispatches", "dropped", "misfits", "plans", "products", "traced")
+    __slots__ = (
+        "batched_tensors",
+        "batches",
+        "cache_hits",
+        "calls",
+        "combines",
+        "dispatches",
+        "dropped",
+        "misfits",
+        "plans",
+        "products",
+        "traced",
+    )
 
     def __init__(self) -> None:
         self.calls = self.cache_hits = self.misfits = self.plans = self.products = self.traced = 0
         self.dispatches = self.combines = self.dropped = 0
+        self.batches = self.batched_tensors = 0
 
 
 counts = _Counts()
@@ -39,6 +52,7 @@ def stats() -> dict[str, Any]:
         ``fallbacks``: redistributes that were left to PyTorch; ``fallback_reasons`` counts them by reason.
         ``plans``: plans made for redistributes.
         ``cache_hits``: calls that found their executable in the cache.
+        ``batches``: calls of `redistribute_many`; ``batched_tensors``: the tensors that they moved.
         ``products``: programs of matrix products that ran.
         ``product_fallbacks``: products of 8-bit floats, on devices other than CPU, that were cast to float32 because
         the device's units for them could not be used; ``product_fallback_reasons`` counts them by reason.
@@ -59,6 +73,8 @@ def stats() -> dict[str, Any]:
         "products": counts.products,
         "product_fallbacks": sum(cast.values()),
         "product_fallback_reasons": cast,
+        "batches": counts.batches,
+        "batched_tensors": counts.batched_tensors,
         "dispatches": counts.dispatches,
         "combines": counts.combines,
         "dropped": counts.dropped,

@@ -121,7 +121,7 @@ def _redistribute_rarely(
                 f"local: got None on rank {rank}; allowed is a tensor of shape {tuple(src.local_shape(rank))}, because "
                 f"the rank is on the mesh of {src}"
             )
-        local = torch.empty(0, dtype=getattr(torch, src.dtype), device=_device(group, device_mesh))
+        local = torch.empty(0, dtype=getattr(torch, src.dtype), device=device_of(group, device_mesh))
     if out is None:
         return redistribute_local(local, src, dst, group=group, device_mesh=device_mesh, async_op=async_op)
     argument_checks.check_tensor("local", local)
@@ -135,7 +135,7 @@ def _redistribute_rarely(
     return executables.run_into(_executable(local, src, dst, group, device_mesh), local, out)
 
 
-def _device(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> torch.device:
+def device_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> torch.device:
     """Returns the device that None stands for on a rank without a local tensor."""
     if device_mesh is not None:
         return torch.device(device_mesh.device_type)

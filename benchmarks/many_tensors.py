@@ -1,0 +1,115 @@
+"""Times many tensors on Gloo ranks of this machine: `sw.redistribute_many`, and one `sw.redistribute_local` for each.
+
+    make bench-many                                       # results/many_tensors-torch<version>.json
+    make bench-many ARGS="--quick --out /tmp/quick.json"
+
+    many        one call for all tensors
+    each        one call of redistribute_local per tensor, one after the other
+
+They take turns, batch by batch; README.md says how a time is made from the batches. The exit status is 1 if a result is
+wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import machine  # noqa: E402
+import shardwright as sw  # noqa: E402
+import timing  # noqa: E402
+from ranks import launch, over_ranks  # noqa: E402
+from report import say  # noqa: E402
+
+NUM_RANKS = 4
+MAX_CALLS_PER_BATCH = 20
+# Tensors and rows of each; all have 256 columns of bfloat16.
+CASES = ((400, 8), (200, 64), (64, 1024), (8, 16384))
+MESHES = ("two meshes", "one mesh")
+
+
+def layouts(where: str, rows: int) -> tuple[sw.Layout, sw.Layout]:
+    shape = (rows, 256)
+    if where == "one mesh":
+        mesh = sw.Mesh({"a": NUM_RANKS})
+        return sw.Layout(mesh, shape, ["S(0)"], "bf16"), sw.Layout(mesh, shape, ["S(1)"], "bf16")
+    train, serve = sw.Mesh({"a": 2}), sw.Mesh({"b": 2}, [2, 3])
+    return sw.Layout(train, shape, ["S(0)"], "bf16"), sw.Layout(serve, shape, ["S(1)"], "bf16")
+
+
+def measure(where: str, count: int, rows: int, seconds: float) -> dict:
+    """The same row on every rank."""
+    rank = dist.get_rank()
+    src, dst = layouts(where, rows)
+    whole = torch.arange(rows * 256).view(rows, 256).to(torch.bfloat16)
+
+    def part(layout: sw.Layout) -> torch.Tensor | None:
+        if layout.mesh.coordinate(rank) is None:
+            return None
+        (r0, r1), (c0, c1) = (dim[0] for dim in layout.region(rank))
+        return whole[r0:r1, c0:c1].clone()
+
+    items = [(part(src), src, dst) for _ in range(count)]
+    expected = part(dst)
+    calls = {
+        "many": lambda: sw.redistribute_many(items),
+        "each": lambda: [sw.redistribute_local(local, src, dst) for local, src, dst in items],
+    }
+    right = all(expected is None or torch.equal(one, expected) for call in calls.values() for one in call())
+    times = timing.among_ranks(calls).of_length(seconds, 0.02, (3, 20), MAX_CALLS_PER_BATCH)
+    us = times.us()
+    plan = sw.plan_many([(src, dst)] * count)
+    return {
+        "meshes": where,
+        "tensors": count,
+        "shape": [rows, 256],
+        "right": bool(over_ranks([float(right)], dist.ReduceOp.MIN)[0]),
+        "us": us,
+        "each_over_many": round(us["each"] / us["many"], 3),
+        "rounds": plan.num_rounds,
+        "messages": plan.messages_sum,
+        "memory_bytes": plan.memory_bytes,
+        "turns": times.rounds,
+    }
+
+
+def run_rank(quick: bool, seconds: float, out: str, head: dict) -> None:
+    """What every rank does; rank 0 prints and writes."""
+    cases = [(where, *case) for where in MESHES for case in CASES]
+    rows = []
+    say(f"{'meshes':<12}{'tensors':>8}{'rows':>7}{'many us':>10}{'each / many':>13}{'messages':>10}")
+    for case in cases:
+        row = measure(*case, 1.0 if quick else seconds / len(cases))
+        rows.append(row)
+        say(
+            f"{row['meshes']:<12}{row['tensors']:>8}{row['shape'][0]:>7}{row['us']['many']:>10.0f}"
+            f"{row['each_over_many']:>12.2f}x{row['messages']:>10}"
+        )
+    if dist.get_rank() == 0:
+        machine.write(out, {**head, "rows": rows})
+    if not all(row["right"] for row in rows):
+        raise SystemExit(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a second for each row")
+    parser.add_argument("--seconds", type=float, default=60.0, help="in all (default: %(default)s)")
+    default = HERE / "results" / f"many_tensors-torch{torch.__version__.partition('+')[0]}.json"
+    parser.add_argument("--out", default=str(default), help="where the results go (default: %(default)s)")
+    arguments = parser.parse_args()
+    head = {**machine.describe("torch"), "setting": {"ranks": NUM_RANKS, "dtype": "bfloat16"}}
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    launch(NUM_RANKS, run_rank, arguments.quick, arguments.seconds, arguments.out, head)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+// _planner: batches of many tensors, and their plans.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "batch/batch.h"
+#include "batch/batch_certificate.h"
+#include "batch/batch_plan.h"
+#include "bindings/arguments.h"
+#include "bindings/views.h"
+
+namespace shardwright {
+namespace {
+
+// Source dim, destination dim, the first index in each, and the length; a dim that is not there is -1.
+using AxisNumbers = std::array<int64_t, 5>;
+using ItemParts = std::tuple<int, int, std::optional<std::vector<AxisNumbers>>>;
+
+struct BatchPlanView {
+  std::shared_ptr<const BatchPlan> plan;
+  BatchCertificate certificate;
+};
+
+Batch batch_of(const std::vector<std::shared_ptr<Layout>>& sources,
+               const std::vector<std::shared_ptr<Layout>>& destinations, const std::vector<ItemParts>& items,
+               const py::object& bucket_bytes, const py::object& buckets) {
+  Batch batch;
+  batch.bucket_bytes = integer(bucket_bytes, "bucket_bytes");
+  batch.buckets = integer(buckets, "buckets");
+  for (const auto& layout : sources) batch.sources.push_back(*layout);
+  for (const auto& layout : destinations) batch.destinations.push_back(*layout);
+  for (const auto& [source, destination, axes] : items) {
+    if (axes) {
+      std::vector<MapAxis> made;
+      for (const AxisNumbers& a : *axes) {
+        made.push_back({static_cast<int>(a[0]), static_cast<int>(a[1]), a[2], a[3], a[4]});
+      }
+      batch.items.push_back({source, destination, IndexMap(std::move(made))});
+    } else {
+      check_user(source >= 0 && source < static_cast<int64_t>(sources.size()), "item ", batch.items.size(),
+                 ": got source ", source, "; allowed are the numbers of ", sources.size(), " sources");
+      batch.items.push_back({source, destination, IndexMap::identity(sources[source]->shape())});
+    }
+  }
+  batch.check();
+  return batch;
+}
+
+void define_plan_of_batch(py::module_& m) {
+  const auto figure = [](int64_t BatchCertificate::* member) {
+    return [member](const BatchPlanView& v) { return v.certificate.*member; };
+  };
+  using Certificate = BatchCertificate;
+  py::class_<BatchPlanView>(m, "BatchPlan")
+      .def(py::init([](const Batch& batch) {
+             auto plan = std::make_shared<const BatchPlan>(batch);
+             BatchCertificate certificate = certificate_of(*plan);
+             return BatchPlanView{std::move(plan), std::move(certificate)};
+           }),
+           py::arg("batch"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("ranks", [](const BatchPlanView& v) { return numbers(v.plan->ranks()); })
+      .def_property_readonly("num_items", figure(&Certificate::items))
+      .def_property_readonly("num_kinds", figure(&Certificate::kinds))
+      .def_property_readonly("received_bytes_max", figure(&Certificate::received_bytes_max))
+      .def_property_readonly("received_bytes_sum", figure(&Certificate::received_bytes_sum))
+      .def_property_readonly("kept_bytes_sum", figure(&Certificate::kept_bytes_sum))
+      .def_property_readonly("sent_bytes_max", figure(&Certificate::sent_bytes_max))
+      .def_property_readonly("sent_bytes_bound", figure(&Certificate::sent_bytes_bound))
+      .def_property_readonly("sent_bound_is_exact",
+                             [](const BatchPlanView& v) { return v.certificate.sent_bound_is_exact; })
+      .def_property_readonly("num_rounds", figure(&Certificate::rounds))
+      .def_property_readonly("rounds_bound", figure(&Certificate::rounds_bound))
+      .def_property_readonly("messages_max", figure(&Certificate::messages_max))
+      .def_property_readonly("messages_sum", figure(&Certificate::messages_sum))
+      .def_property_readonly("messages_are_exact",
+                             [](const BatchPlanView& v) { return v.certificate.messages_are_exact; })
+      .def_property_readonly("bucket_bytes", figure(&Certificate::bucket_bytes))
+      .def_property_readonly("buckets", figure(&Certificate::buckets))
+      .def_property_readonly("memory_bytes", figure(&Certificate::memory_bytes))
+      .def("to_json", [](const BatchPlanView& v) { return v.certificate.to_json(); })
+      .def("__str__", [](const BatchPlanView& v) { return v.certificate.to_string(); })
+      .def("__repr__", [](const BatchPlanView& v) {
+        return concat("<BatchPlan of ", v.certificate.items, " items in ", v.certificate.rounds, " rounds>");
+      });
+}
+
+}  // namespace
+
+void define_batch(py::module_& m) {
+  py::class_<Batch>(m, "Batch")
+      .def(py::init(&batch_of), py::arg("sources"), py::arg("destinations"), py::arg("items"),
+           py::arg("bucket_bytes") = Batch::kDefaultBucketBytes, py::arg("buckets") = Batch::kDefaultBuckets)
+      .def_property_readonly("num_items", [](const Batch& batch) { return batch.items.size(); })
+      .def("digests", &Batch::digests, py::call_guard<py::gil_scoped_release>())
+      .def("item_text", &Batch::item_text, py::arg("item"))
+      .def("to_bytes", [](const Batch& batch) { return py::bytes(batch.to_bytes()); });
+  define_plan_of_batch(m);
+}
+
+}  // namespace shardwright

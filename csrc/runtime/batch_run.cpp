@@ -1,0 +1,403 @@
+#include "runtime/batch_run.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "runtime/executor.h"
+#include "runtime/lanes.h"
+#include "runtime/progress.h"
+#include "runtime/record.h"
+#include "runtime/run.h"
+#include "runtime/side_stream.h"
+#include "runtime/staging.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
+struct Action {
+  enum class Kind : uint8_t { kStart, kKeep, kFinish };
+  Kind kind = Kind::kKeep;
+  int round = 0;  // index into BatchProgram::rounds()
+};
+
+std::vector<Action> actions_of(int rounds, int buckets) {
+  std::vector<Action> actions;
+  const int first = std::min(rounds, buckets);
+  for (int r = 0; r < first; ++r) actions.push_back({Action::Kind::kStart, r});
+  actions.push_back({Action::Kind::kKeep, 0});
+  for (int r = 0; r < rounds; ++r) {
+    actions.push_back({Action::Kind::kFinish, r});
+    if (r + buckets < rounds) actions.push_back({Action::Kind::kStart, r + buckets});
+  }
+  return actions;
+}
+
+void record_use(const at::Tensor& tensor, c10::Stream stream) {
+  c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+}
+
+}  // namespace
+
+class BatchRun final : public Run {
+ public:
+  enum class Mode : uint8_t { kHost, kOnHome, kBeside };
+
+  BatchRun(std::shared_ptr<const BatchExecutable> executable, std::vector<at::Tensor> sources,
+           std::vector<at::Tensor> destinations, c10::Device device, bool is_beside)
+      : executable_(std::move(executable)),
+        program_(executable_->program()),
+        prepared_(executable_->prepared(sources, destinations)),
+        sources_(std::move(sources)),
+        destinations_(std::move(destinations)),
+        device_(device),
+        goes_through_host_(executable_->goes_through_host(device)),
+        mode_(device.is_cpu() || goes_through_host_ ? Mode::kHost
+              : is_beside                           ? Mode::kBeside
+                                                    : Mode::kOnHome),
+        lease_(executable_->group().lease()),
+        actions_(actions_of(static_cast<int>(program_.rounds().size()), static_cast<int>(program_.plan().buckets()))),
+        works_(program_.rounds().size()),
+        transferred_(program_.rounds().size()),
+        events_(actions_.size()) {
+    TORCH_CHECK(*lease_, "shardwright: the process group '", executable_->group().name(),
+                "' of a batch was destroyed; allowed is one that exists");
+    for (size_t a = 0; a < actions_.size(); ++a) {
+      if (actions_[a].kind == Action::Kind::kStart) last_start_ = static_cast<int>(a);
+    }
+  }
+
+  ~BatchRun() override {
+    if (mode_ == Mode::kHost) return;
+    try {
+      for (std::vector<WorkPtr>& works : works_) wait_for_works(works);
+    } catch (const std::exception&) {
+      // The group has failed, which has been reported already; a destructor must not throw.
+    }
+    abandon();
+  }
+
+  void run_next() override { run_until(std::min(next_ + 1, num_actions())); }
+  void start_all() override { run_until(last_start_ + 1); }
+  void start_first() { run_until(actions_of_first_starts()); }
+  bool all_started() const override { return next_ > last_start_; }
+  bool finished() const override { return next_ == num_actions(); }
+
+  void finish_until(int action) {
+    run_until(action);
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (failure_) std::rethrow_exception(failure_);
+  }
+  void finish() { finish_until(num_actions()); }
+
+  void release() override {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (!failure_) {
+      for (const at::Tensor& bucket : buckets_) give_staging(bucket);
+      for (const at::Tensor& bucket : host_buckets_) give_staging(bucket);
+    }
+    buckets_.clear();
+    host_buckets_.clear();
+    lease_.reset();
+    if (mode_ == Mode::kBeside) return;  // the device may still read and write them
+    sources_.clear();
+    destinations_.clear();
+  }
+
+  // One past the last action that reads a source, or that writes a destination.
+  int end_of_sources() const {
+    int end = 0;
+    for (size_t a = 0; a < actions_.size(); ++a) {
+      const Action& action = actions_[a];
+      const bool reads = action.kind == Action::Kind::kKeep ||
+                         (action.kind == Action::Kind::kStart && !program_.rounds()[action.round].sends.empty());
+      if (reads) end = static_cast<int>(a) + 1;
+    }
+    return end;
+  }
+  int end_of_destination(int destination) const {
+    const int last = program_.last_round_of_destination(destination);
+    for (size_t a = 0; a < actions_.size(); ++a) {
+      const Action& action = actions_[a];
+      const bool is_last =
+          last < 0 ? action.kind == Action::Kind::kKeep : action.kind == Action::Kind::kFinish && action.round == last;
+      if (is_last) return static_cast<int>(a) + 1;
+    }
+    return num_actions();
+  }
+  int num_actions() const { return static_cast<int>(actions_.size()); }
+
+  // For a run beside the caller's stream: gives everything to the device, and returns.
+  void submit() {
+    started_in_capture_ = is_capturing(device_);
+    const SideStreamGuard rest(device_, SideStream::kRest);
+    run_until(num_actions());
+    release();
+  }
+  // Makes the current stream, or on CPU the host, wait for the actions before this one.
+  void wait_until(int action) {
+    if (mode_ != Mode::kBeside) return finish_until(action);
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (failure_) std::rethrow_exception(failure_);
+    TORCH_CHECK(is_capturing(device_) == started_in_capture_, "shardwright: rank ", program_.rank(),
+                " waits for a batch on the other side of a graph capture; wait for it before a capture begins or ends");
+    wait_for(*events_[action - 1], device_);
+    if (action < num_actions()) return;
+    is_waited_for_ = true;
+    const c10::Stream current = current_stream(device_);
+    for (const std::vector<at::Tensor>* tensors : {&sources_, &destinations_}) {
+      for (const at::Tensor& tensor : *tensors) record_use(tensor, current);
+    }
+    sources_.clear();
+    destinations_.clear();
+  }
+  bool is_done() const {
+    if (mode_ != Mode::kBeside) return finished();
+    return !events_.back() || events_.back()->query();
+  }
+
+  bool is_waited_for() const override { return is_waited_for_; }
+  void order_before_current() override {
+    if (events_.back() && is_capturing(device_) == started_in_capture_) wait_for(*events_.back(), device_);
+  }
+  void abandon() noexcept override {
+    if (mode_ != Mode::kBeside) return;
+    try {
+      const std::lock_guard<std::recursive_mutex> lock(mutex_);
+      for (std::vector<at::Tensor>* tensors : {&sources_, &destinations_}) {
+        for (const at::Tensor& tensor : *tensors) record_use(tensor, side_stream(device_, SideStream::kRest));
+        tensors->clear();
+      }
+    } catch (const std::exception&) {
+      // The device has failed; there is nothing left to protect.
+    }
+  }
+
+ private:
+  int actions_of_first_starts() const {
+    return static_cast<int>(std::min<int64_t>(program_.plan().buckets(), static_cast<int64_t>(works_.size())));
+  }
+
+  void run_until(int end) {
+    const BelowAutograd guard;
+    const c10::OptionalDeviceGuard on_device(device_.is_cpu() ? std::nullopt : std::optional(device_));
+    while (next_ < end) {
+      const std::lock_guard<std::recursive_mutex> lock(mutex_);
+      if (next_ >= end) return;
+      const Action& action = actions_[next_];
+      try {
+        act(action);
+        if (mode_ == Mode::kBeside) events_[next_].emplace(record_current(device_, false));
+      } catch (const c10::Error& error) {
+        fail(action, error.what_without_backtrace());
+      } catch (const std::exception& error) {
+        fail(action, error.what());
+      }
+      ++next_;
+    }
+  }
+
+  [[noreturn]] void fail(const Action& action, const std::string& reason) {
+    const std::string where =
+        action.kind == Action::Kind::kKeep
+            ? std::string("what stays on the rank")
+            : concat("round ", program_.rounds()[action.round].number, " of ", program_.plan().num_rounds());
+    const RankGroup& group = executable_->group();
+    const std::string text =
+        concat("shardwright: rank ", group.rank(), " of a group of ", group.size(), " ('", group.name(),
+               "') failed in ", where, " of a batch of ", program_.plan().batch().items.size(), " items\n", reason);
+    failure_ = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, text));
+    next_ = num_actions();  // a failed run does not continue
+    std::rethrow_exception(failure_);
+  }
+
+  void act(const Action& action) {
+    Record record;
+    if (Record::is_wanted()) record.show("shardwright::batch");
+    switch (action.kind) {
+      case Action::Kind::kStart:
+        return start(action.round);
+      case Action::Kind::kKeep:
+        for (const PreparedCopy& copy : prepared_->keep) {
+          run_copy(copy, sources_[copy.source], destinations_[copy.destination]);
+        }
+        return;
+      case Action::Kind::kFinish:
+        return finish(action.round);
+    }
+  }
+
+  at::Tensor bucket_of(int round) {
+    if (buckets_.empty()) {
+      const auto count = static_cast<size_t>(actions_of_first_starts());
+      const at::TensorOptions options = at::TensorOptions().dtype(at::kByte);
+      for (size_t b = 0; b < count; ++b) {
+        buckets_.push_back(take_staging(program_.plan().bucket_bytes(), options.device(device_)));
+        if (goes_through_host_) host_buckets_.push_back(take_staging(program_.plan().bucket_bytes(), options));
+      }
+    }
+    return buckets_[round % buckets_.size()];
+  }
+  at::Tensor wire_bucket_of(int round) {
+    const at::Tensor bucket = bucket_of(round);
+    return goes_through_host_ ? host_buckets_[round % host_buckets_.size()] : bucket;
+  }
+
+  std::vector<Message> messages_of(const std::vector<BatchMessage>& messages, const at::Tensor& bucket) const {
+    std::vector<Message> made;
+    for (const BatchMessage& message : messages) {
+      made.push_back({number(message.peer), bucket.narrow(0, message.offset_bytes, message.size_bytes)});
+    }
+    return made;
+  }
+
+  void start(int r) {
+    const BatchRound& round = program_.rounds()[r];
+    at::Tensor bucket = bucket_of(r);
+    for (const PreparedCopy& copy : prepared_->rounds[r].pack) {
+      run_copy(copy, sources_[copy.source], view_as(bucket, destinations_[copy.destination].scalar_type()));
+    }
+    at::Tensor wire = wire_bucket_of(r);
+    if (goes_through_host_) wire.narrow(0, 0, round.sent_bytes).copy_(bucket.narrow(0, 0, round.sent_bytes));
+    std::vector<Message> sends = messages_of(round.sends, wire);
+    std::vector<Message> receives = messages_of(round.receives, wire);
+    if (mode_ == Mode::kHost) {
+      works_[r] = (*lease_)->send_receive(sends, receives);
+      return;
+    }
+    const SideStreamGuard side(device_, SideStream::kTransfers);
+    works_[r] = (*lease_)->send_receive(sends, receives);
+    for (WorkPtr& work : works_[r]) {
+      if (work) work->wait();
+    }
+    works_[r].clear();
+    transferred_[r].emplace(side.record());
+  }
+
+  void finish(int r) {
+    wait_for_works(works_[r]);
+    if (mode_ != Mode::kHost) wait_for(*transferred_[r], device_);
+    const BatchRound& round = program_.rounds()[r];
+    at::Tensor bucket = bucket_of(r);
+    if (goes_through_host_) {
+      bucket.narrow(0, round.sent_bytes, round.received_bytes)
+          .copy_(wire_bucket_of(r).narrow(0, round.sent_bytes, round.received_bytes));
+    }
+    for (const PreparedCopy& copy : prepared_->rounds[r].unpack) {
+      at::Tensor& destination = destinations_[copy.destination];
+      run_copy(copy, view_as(bucket, destination.scalar_type()), destination);
+    }
+  }
+
+  static void wait_for_works(std::vector<WorkPtr>& works) {
+    for (WorkPtr& work : works) {
+      if (work) work->wait();
+    }
+    works.clear();
+  }
+
+  std::shared_ptr<const BatchExecutable> executable_;
+  const BatchProgram& program_;
+  std::shared_ptr<const PreparedBatch> prepared_;
+  std::vector<at::Tensor> sources_;
+  std::vector<at::Tensor> destinations_;
+  c10::Device device_;
+  bool goes_through_host_ = false;
+  Mode mode_;
+  std::optional<GroupLease> lease_;  // until it is released
+  std::vector<Action> actions_;
+  std::vector<std::vector<WorkPtr>> works_;             // by round
+  std::vector<std::optional<c10::Event>> transferred_;  // by round, if there are streams
+  std::vector<std::optional<c10::Event>> events_;       // by action, if it runs beside the caller's stream
+  std::vector<at::Tensor> buckets_;
+  std::vector<at::Tensor> host_buckets_;
+  int last_start_ = -1;
+  std::atomic<int> next_{0};
+  std::atomic<bool> is_waited_for_{false};
+  bool started_in_capture_ = false;
+  std::exception_ptr failure_;
+  mutable std::recursive_mutex mutex_;  // held for one action at a time
+};
+
+namespace {
+
+c10::Device device_of(const std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& destinations) {
+  if (!sources.empty()) return sources.front().device();
+  return destinations.empty() ? c10::Device(c10::kCPU) : destinations.front().device();
+}
+
+std::shared_ptr<BatchRun> made_run(const std::shared_ptr<const BatchExecutable>& executable,
+                                   std::vector<at::Tensor>&& sources, std::vector<at::Tensor>&& destinations,
+                                   bool is_beside) {
+  executable->check(sources, destinations);
+  const c10::Device device = device_of(sources, destinations);
+  const bool through_host = executable->goes_through_host(device);
+  if (through_host) ++counters().through_host;
+  executable->group().lease()->connect(through_host ? c10::Device(c10::kCPU) : device);
+  ++counters().runs;
+  counters().received_bytes += executable->received_bytes();
+  return std::make_shared<BatchRun>(executable, std::move(sources), std::move(destinations), device, is_beside);
+}
+
+void run_here(const std::shared_ptr<BatchRun>& run, c10::Device device, bool through_host) {
+  Lane& lane = lane_of(through_host ? c10::Device(c10::kCPU) : device);
+  if (!device.is_cpu() && !through_host) lane.stand_behind_those_beside();
+  lane.issue(run, [&] { run->start_all(); });
+  run->finish();
+  run->release();
+}
+
+}  // namespace
+
+BatchHandle::BatchHandle(std::shared_ptr<BatchRun> run) : run_(std::move(run)), token_(at::empty({0})) {}
+
+void BatchHandle::wait_for_sources() { run_->wait_until(run_->end_of_sources()); }
+void BatchHandle::wait_for_destination(int destination) { run_->wait_until(run_->end_of_destination(destination)); }
+void BatchHandle::wait() { run_->wait_until(run_->num_actions()); }
+bool BatchHandle::is_done() const { return run_->is_done(); }
+
+void run_batch(const std::shared_ptr<const BatchExecutable>& executable, std::vector<at::Tensor> sources,
+               std::vector<at::Tensor> destinations) {
+  const c10::Device device = device_of(sources, destinations);
+  const auto run = made_run(executable, std::move(sources), std::move(destinations), /*is_beside=*/false);
+  run_here(run, device, executable->goes_through_host(device));
+}
+
+BatchHandle start_batch(const std::shared_ptr<const BatchExecutable>& executable, std::vector<at::Tensor> sources,
+                        std::vector<at::Tensor> destinations) {
+  const c10::Device device = device_of(sources, destinations);
+  const bool through_host = executable->goes_through_host(device);
+  const auto run = made_run(executable, std::move(sources), std::move(destinations), /*is_beside=*/true);
+  BatchHandle handle(run);
+  if (through_host) {
+    run_here(run, device, through_host);
+  } else if (device.is_cpu()) {
+    // Dispatch modes of this thread should see all communications.
+    const bool is_watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
+    lane_of(device).issue(run, [&] { is_watched ? run->start_all() : run->start_first(); });
+    finish_on_progress_thread(run);
+  } else {
+    Lane& lane = lane_of(device);
+    lane.issue(run, [&] {
+      run->submit();
+      lane.note_beside(run, handle.token());
+    });
+  }
+  return handle;
+}
+
+}  // namespace shardwright

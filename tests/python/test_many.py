@@ -1,0 +1,300 @@
+"""Many tensors at once: every element, bytes and messages as promised, strided outputs, errors on all ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshes
+import oracle
+import shardwright as sw
+from meshes import NAMES
+from pool import Pool
+from shardwright import many
+
+# A mesh: its shape, and its ranks, row-major.
+Grid = tuple[tuple[int, ...], tuple[int, ...]]
+Case = tuple[tuple[int, ...], torch.dtype, Grid, tuple[str, ...], Grid, tuple[str, ...]]
+
+WORLD_SIZE = 5
+GRIDS: list[Grid] = [
+    ((2,), (0, 1)),
+    ((3,), (2, 3, 4)),
+    ((2, 2), (3, 1, 2, 0)),
+    ((5,), (0, 1, 2, 3, 4)),
+    ((1,), (4,)),
+]
+SHAPES = [(8, 6), (5, 7), (0, 3), (13,), (), (3, 4, 5)]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.float8_e4m3fn, torch.bool]
+
+
+def _cases(seed: int, count: int) -> list[Case]:
+    draw = random.Random(seed)  # the same on all ranks
+
+    def placements(grid: Grid, shape: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(draw.choice(["R", *(f"S({t})" for t in range(len(shape)))]) for _ in grid[0])
+
+    cases: list[Case] = []
+    for _ in range(count):
+        shape, dtype, src, dst = draw.choice(SHAPES), draw.choice(DTYPES), draw.choice(GRIDS), draw.choice(GRIDS)
+        cases.append((shape, dtype, src, placements(src, shape), dst, placements(dst, shape)))
+    return cases
+
+
+def _layout(grid: Grid, shape: tuple[int, ...], placements: tuple[str, ...], dtype: torch.dtype) -> sw.Layout:
+    mesh = sw.Mesh(dict(zip(NAMES, grid[0], strict=False)), grid[1])
+    return sw.Layout(mesh, shape, placements, dtype)
+
+
+def _part(tensor: torch.Tensor, grid: Grid, placements: tuple[str, ...], rank: int) -> torch.Tensor:
+    if rank not in grid[1]:
+        return tensor.new_empty(0)
+    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(grid[1].index(rank)), grid[0]))
+    return oracle.local(tensor, grid[0], placements, where)
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements with gaps, and with the dims of the memory in reverse order."""
+    wide = tensor.new_zeros((*reversed([2 * n for n in tensor.shape]), 1))
+    view = wide.permute(*reversed(range(wide.dim())))[0]
+    view = view[tuple(slice(0, 2 * n, 2) for n in tensor.shape)]
+    view.copy_(tensor)
+    return view
+
+
+def _items(cases: list[Case], rank: int, strided: bool = False) -> tuple[list[Any], list[torch.Tensor]]:
+    """This rank's arguments, and its expected results."""
+    items, expected = [], []
+    for number, (shape, dtype, src, src_placements, dst, dst_placements) in enumerate(cases):
+        tensor = oracle.global_tensor(shape, dtype, number).to(meshes.device)
+        local = _part(tensor.cpu(), src, src_placements, rank).to(meshes.device)
+        given = None if rank not in src[1] else _strided(local) if strided else local
+        items.append((given, _layout(src, shape, src_placements, dtype), _layout(dst, shape, dst_placements, dtype)))
+        expected.append(_part(tensor.cpu(), dst, dst_placements, rank))
+    return items, expected
+
+
+def _check(results: Any, expected: list[torch.Tensor], cases: list[Case]) -> None:
+    assert len(results) == len(expected)
+    for result, right, case in zip(results, expected, cases, strict=True):
+        assert result.dtype == right.dtype
+        wrong = oracle.difference(result, right)
+        assert wrong is None, f"rank {dist.get_rank()}: {case}: {wrong}"
+
+
+def _move(seed: int, bucket_bytes: int, buckets: int, strided: bool) -> tuple[int, int]:
+    rank = dist.get_rank()
+    cases = _cases(seed, 30)
+    items, expected = _items(cases, rank, strided)
+    kept = [None if local is None else local.clone() for local, _, _ in items]
+    plan = sw.plan_many([(src, dst) for _, src, dst in items], bucket_bytes=bucket_bytes, buckets=buckets)
+    with sw.wire_meter() as meter:
+        results = sw.redistribute_many(items, bucket_bytes=bucket_bytes, buckets=buckets)
+    _check(results, expected, cases)
+    for (local, _, _), before in zip(items, kept, strict=True):
+        assert local is None or oracle.difference(local, before.cpu()) is None
+    first = meter.received_bytes
+    with sw.wire_meter() as meter:
+        again = sw.redistribute_many(items, bucket_bytes=bucket_bytes, buckets=buckets)
+    _check(again, expected, cases)
+    assert meter.received_bytes < first or dist.get_world_size() == 1  # ranks do not compare again
+    assert meter.received_bytes <= plan.received_bytes_max
+
+    # Into views with gaps, whose addresses stay.
+    out = [_strided(torch.zeros_like(right)).to(meshes.device) if right.numel() else None for right in expected]
+    out = [
+        torch.empty_like(right, device=meshes.device) if one is None and rank in case[4][1] else one
+        for one, right, case in zip(out, expected, cases, strict=True)
+    ]
+    places = [None if one is None else (one.data_ptr(), one.stride()) for one in out]
+    written = sw.redistribute_many(items, bucket_bytes=bucket_bytes, buckets=buckets, out=out)
+    _check(written, expected, cases)
+    assert isinstance(written, list)
+    for one, mine, place in zip(written, out, places, strict=True):
+        assert mine is None or (one is mine and (mine.data_ptr(), mine.stride()) == place)
+
+    pending = sw.redistribute_many(items, bucket_bytes=bucket_bytes, buckets=buckets, async_op=True)
+    assert isinstance(pending, sw.ManyHandle)
+    pending.wait_for_sources()
+    for local, _, _ in items:
+        if local is not None:
+            local.zero_()
+    for number in range(0, len(items), 7):
+        assert (
+            oracle.difference(pending.wait_for(number), expected[number]) is None
+            or items[number][1] == items[number][2]
+        )
+    moved = pending.wait()
+    assert pending.is_done()
+    different = [i for i, (_, src, dst) in enumerate(items) if src != dst]
+    _check([moved[i] for i in different], [expected[i] for i in different], [cases[i] for i in different])
+    return meter.received_bytes, plan.received_bytes_sum
+
+
+@pytest.mark.parametrize(
+    ("seed", "bucket_bytes", "buckets", "strided"),
+    [(1, 64 << 20, 3, False), (2, 700, 2, True), (3, 900, 1, False), (4, 2000, 4, True)],
+)
+def test_every_element_arrives(pool: Pool, seed: int, bucket_bytes: int, buckets: int, strided: bool) -> None:
+    counted = pool.run(_move, WORLD_SIZE, seed, bucket_bytes, buckets, strided)
+    assert sum(received for received, _ in counted) == counted[0][1]
+
+
+def test_one_rank_alone(pool: Pool) -> None:
+    pool.run(_alone, 1)
+
+
+def _alone() -> None:
+    grid: Grid = ((1,), (0,))
+    cases: list[Case] = [
+        ((4, 4), torch.float32, grid, ("S(0)",), grid, ("R",)),
+        ((), torch.int8, grid, ("R",), grid, ("R",)),
+    ]
+    items, expected = _items(cases, 0)
+    _check(sw.redistribute_many(items), expected, cases)
+    assert sw.redistribute_many([]) == []
+
+
+def _reductions() -> None:
+    rank = dist.get_rank()
+    grid, other = GRIDS[2], GRIDS[1]
+    shape = (7, 6)
+    tensor = oracle.global_tensor(shape, torch.float32, 1, reducible=True)
+    items, expected = [], []
+    for src, dst in [(("P(sum)", "P(sum)"), ("S(0)",)), (("S(1)", "P(sum)"), ("R",)), (("P(sum)", "R"), ("S(1)",))]:
+        local = _part(tensor, grid, src, rank) if rank in grid[1] else None
+        items.append((local, _layout(grid, shape, src, torch.float32), _layout(other, shape, dst, torch.float32)))
+        expected.append(_part(tensor, other, dst, rank))
+    for result, right in zip(sw.redistribute_many(items), expected, strict=True):  # type: ignore[arg-type]
+        assert oracle.difference(result, right) is None
+    same = items[0][1]
+    assert sw.redistribute_many([(items[0][0], same, same)])[0] is items[0][0] or rank not in grid[1]  # type: ignore[index]
+
+
+def test_pending_reductions_are_reduced_first(pool: Pool) -> None:
+    pool.run(_reductions, WORLD_SIZE)
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _disagreements() -> list[str]:
+    rank = dist.get_rank()
+    cases = _cases(5, 9)
+    items, expected = _items(cases, rank)
+    errors = []
+    swapped = [*items[:4], items[5], items[4], *items[6:]]
+    errors.append(_error(lambda: sw.redistribute_many(swapped if rank == 3 else items)))
+    errors.append(_error(lambda: sw.redistribute_many(items[:-1] if rank == 1 else items)))
+    errors.append(_error(lambda: sw.redistribute_many(items, bucket_bytes=1 << 20 if rank == 0 else 1 << 21)))
+    wrong = [*items[:2], (torch.zeros(99), *items[2][1:]), *items[3:]]
+    errors.append(_error(lambda: sw.redistribute_many(wrong if rank == 2 else items)))
+    errors.append(_error(lambda: sw.redistribute_many(items, bucket_bytes=1)))
+    errors.append(_error(lambda: sw.redistribute_many(items, buckets=0)))
+    _check(sw.redistribute_many(items), expected, cases)  # nothing was left behind
+    return errors
+
+
+def test_ranks_that_disagree_all_raise(pool: Pool) -> None:
+    for rank, errors in enumerate(pool.run(_disagreements, WORLD_SIZE)):
+        swapped, fewer, bucket, wrong, small, none = errors
+        assert "The first item that differs is number 4: ranks [3] differ from ranks [0, 1, 2, 4]" in swapped, swapped
+        assert f"rank {rank} has " in swapped
+        assert "the number of items differs (9, 8, 9, 9, 9 by rank)" in fewer, fewer
+        assert "bucket_bytes or buckets differs: ranks [0] differ from ranks [1, 2, 3, 4]" in bucket, bucket
+        if rank == 2:
+            assert wrong.startswith("ValueError: items: local 2 ") and "(99,) on rank 2" in wrong, wrong
+        else:
+            assert "on ranks [2] the arguments are not allowed" in wrong, wrong
+        assert small.startswith("ValueError: bucket_bytes: got 1; item"), small
+        assert none.startswith("ValueError: buckets: got 0"), none
+
+
+def _refused() -> list[str]:
+    mesh = sw.Mesh({"a": 2})
+    cut, whole = sw.Layout(mesh, (4,), ["S(0)"]), sw.Layout(mesh, (4,), ["R"])
+    partial = sw.Layout(mesh, (4,), ["P"])
+    beyond = sw.Layout(sw.Mesh({"a": 2}, [1, 2]), (4,), ["R"])
+    local = torch.zeros(2)
+    return [
+        _error(call)
+        for call in (
+            lambda: sw.redistribute_many([(local, cut)]),  # type: ignore[list-item]
+            lambda: sw.redistribute_many([(local, cut, "R")]),  # type: ignore[list-item]
+            lambda: sw.redistribute_many([(None, cut, whole)]),
+            lambda: sw.redistribute_many([(local.double(), cut, whole)]),
+            lambda: sw.redistribute_many([(local.clone().requires_grad_(), cut, whole)]),
+            lambda: sw.redistribute_many([(local, cut, partial)]),
+            lambda: sw.redistribute_many([(local, cut, sw.Layout(mesh, (2, 2), ["R"]))]),
+            lambda: sw.redistribute_many([(local, cut, whole)], out=[]),
+            lambda: sw.redistribute_many([(local, cut, whole)], out=[torch.zeros(3)]),
+            lambda: sw.redistribute_many([(torch.zeros(4), whole, beyond)]),
+            lambda: sw.redistribute_many([(local, cut, whole)], bucket_bytes="big"),  # type: ignore[arg-type]
+        )
+    ]
+
+
+def test_errors_name_the_argument(pool: Pool) -> None:
+    texts = (
+        "items: item 0 has 2 entries",
+        "items: item 0",
+        "items: local 0 is None on rank",
+        "items: local 0 has dtype torch.float64",
+        "(redistribute_local is differentiable)",
+        "destination 0: ",
+        "allowed are two layouts of one shape",
+        "out: got 0 tensors for 1 items",
+        "out: tensor 0 has shape (3,)",
+        "group: has 2 ranks; the layouts' meshes have rank 2",
+        "bucket_bytes: got 'big'",
+    )
+    for errors in pool.run(_refused, 2):
+        for error, text in zip(errors, texts, strict=True):
+            assert error.startswith("ValueError") and text in error, f"{error!r} lacks {text!r}"
+
+
+def _keeps_compared() -> list[int]:
+    mesh = sw.Mesh({"a": 2})
+    items = [(torch.zeros(2), sw.Layout(mesh, (4,), ["S(0)"]), sw.Layout(mesh, (4,), ["R"]))] * 3
+    sw.reset_stats()
+    sizes = []
+    for _ in range(3):
+        sw.redistribute_many(items)
+        sizes.append(len(many._kept))
+    stats = sw.stats()
+    return [*sizes, stats["batches"], stats["batched_tensors"], stats["bytes"]]
+
+
+def test_calls_are_counted_and_kept(pool: Pool) -> None:
+    for first, second, third, batches, tensors, received in pool.run(_keeps_compared, 2):
+        assert first == second == third
+        assert (batches, tensors) == (3, 9)
+        assert received >= 3 * 3 * 2 * 4
+
+
+def test_a_plan_says_what_it_takes() -> None:
+    train, serve = sw.Mesh({"dp": 4, "tp": 2}), sw.Mesh({"tp": 4}, range(8, 12))
+    pairs = [(sw.Layout(train, (256, 64), ["S(0)", "S(1)"]), sw.Layout(serve, (256, 64), ["S(0)"]))] * 6
+    plan = sw.plan_many(pairs, bucket_bytes=16384, buckets=2)
+    assert plan.num_items == 6 and plan.num_kinds == 1 and plan.ranks == list(range(12))
+    assert plan.received_bytes_max == 6 * 256 * 64 * 4 // 4
+    assert plan.received_bytes_sum == 6 * 256 * 64 * 4
+    assert plan.sent_bytes_max == plan.sent_bytes_bound == 6 * 256 * 64 * 4 // 8
+    assert plan.num_rounds == plan.rounds_bound == 6
+    assert plan.messages_sum == 8 * 6  # each rank of train has something for one of serve
+    assert plan.memory_bytes == 2 * 16384
+    figures = json.loads(plan.to_json())
+    assert figures["memory_bytes"] == plan.memory_bytes and figures["messages_max"] == plan.messages_max
+    assert "extra memory: 32 KiB on each rank, 2 buckets of 16 KiB" in str(plan)
+    with pytest.raises(ValueError, match="pairs: item 0 has 1 entries"):
+        sw.plan_many([(pairs[0][0],)])  # type: ignore[list-item]

@@ -1,0 +1,333 @@
+"""Moves many tensors together: `redistribute_many`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from . import (
+    _planner,
+    _runtime,
+    argument_checks,
+    argument_values,
+    checking,
+    counters,
+    executables,
+    groups,
+    plain_tensors,
+)
+from ._planner import gradient_layout
+from .batch_agreement import agree
+from .batches import BUCKET_BYTES, BUCKETS, Pair, batch_of, checked_layouts
+
+_ITEMS = "a list of (local or None, src, dst)"
+
+
+class ManyHandle:
+    """A `redistribute_many` under way. Every method may be called any number of times.
+
+    On devices with streams, waiting makes the current stream wait; the host goes on.
+    """
+
+    def __init__(self, pending: _runtime.BatchHandle | None, results: list[torch.Tensor], numbers: list[int]) -> None:
+        self._pending = pending
+        self._results = results
+        self._numbers = {item: number for number, item in enumerate(numbers)}
+
+    def wait(self) -> list[torch.Tensor]:
+        """Waits until all tensors have arrived, and returns them."""
+        if self._pending is not None:
+            self._pending.wait()
+        return self._results
+
+    def wait_for_sources(self) -> None:
+        """Waits until the local tensors that were given may be written to."""
+        if self._pending is not None:
+            self._pending.wait_for_sources()
+
+    def wait_for(self, item: int) -> torch.Tensor:
+        """Waits until one tensor has arrived, by its number in the list of items, and returns it."""
+        result = self._results[item]
+        if self._pending is not None and (number := self._numbers.get(item)) is not None:
+            self._pending.wait_for_destination(number)
+        return result
+
+    def is_done(self) -> bool:
+        return self._pending is None or self._pending.is_done()
+
+
+def redistribute_many(
+    items: Sequence[tuple[torch.Tensor | None, _planner.Layout, _planner.Layout]],
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    buckets: int = BUCKETS,
+    out: Sequence[torch.Tensor | None] | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> list[torch.Tensor] | ManyHandle:
+    """Moves this rank's parts of many tensors from one layout to another, all together.
+
+    All that goes from one rank to another in a round is one message. Rounds are packed, moved and unpacked through
+    `buckets` buffers, so that it takes no more than ``buckets * bucket_bytes`` of memory besides the results.
+
+    All ranks of `group` call, with the same layouts in the same order, also those that are on no mesh. The first call
+    with given layouts compares them; later ones do not.
+
+    Args:
+        items: for each tensor its local part, its layout, and the layout that it gets, on any two meshes of ranks of
+            `group`. Local parts may have any strides; on a rank outside the mesh of the source they are None or empty.
+        bucket_bytes: the size of a buffer. What a rank sends and receives in one round fits into it; a tensor that does
+            not is split over rounds.
+        buckets: the number of buffers, which is the number of rounds under way at once.
+        out: the tensors to write the results to, with any strides; they share memory neither with each other nor with
+            local parts. On a rank outside the mesh of a destination its entry may be None.
+        group: the process group whose ranks the meshes name; default, the default group.
+        async_op: return a `ManyHandle` at once. The local parts must not change before its ``wait_for_sources()``.
+
+    Returns:
+        The list of new local parts, or those of `out`: as `redistribute_local` returns them, so an item whose layouts
+        agree gives its own local part. With async_op, a `ManyHandle`, whose ``wait()`` returns that list.
+        Pending reductions are reduced before the rest, each by a redistribute of its own, into a part of the tensor for
+        each contribution; this memory comes on top.
+
+    Raises:
+        ValueError: an argument is not allowed, or ranks ask for different things. When layouts are first used, all
+            ranks raise, and nothing was sent.
+        RuntimeError: the arguments of another rank are not allowed; torch.distributed is not initialised.
+        torch.distributed.DistBackendError: a transfer failed or timed out.
+    """
+    groups.check_initialised()
+    argument_checks.check_group(group)
+    given = _Given(items, out, bucket_bytes, buckets, group)
+    key = given.key()
+    # What is found here decides whether ranks communicate, so it depends on nothing that could differ among them.
+    prepared = _kept.get(key) if given.refusal is None else None
+    if prepared is not None and not checking.is_on():
+        given.check(prepared.dtypes)
+        counters.counts.cache_hits += 1
+    else:
+        full = given.first_check()
+        agree(full, given.refusal, given.device, out is not None, group)
+        assert full is not None
+        prepared = _prepare(given, full, group)
+        while len(_kept) >= MAX_KEPT:
+            del _kept[next(iter(_kept))]
+        _kept[key] = prepared
+    return _run(given, prepared, group, async_op)
+
+
+class _Prepared(NamedTuple):
+    executable: _runtime.BatchExecutable | None  # None if nothing moves
+    moved: list[int]  # the items that are in the batch
+    reduced: dict[int, _planner.Layout]  # where an item with pending reductions is reduced to, by item
+    dtypes: list[torch.dtype]
+
+
+# Batches that all ranks have compared. Executables do not keep process groups alive.
+MAX_KEPT = 256
+_kept: dict[Hashable, _Prepared] = {}
+groups.when_gone.append(_kept.clear)
+
+
+class _Given:
+    """The arguments of a call on this rank, and why they are not allowed, if so."""
+
+    def __init__(self, items: Any, out: Any, bucket_bytes: Any, buckets: Any, group: dist.ProcessGroup | None) -> None:
+        self.rank = dist.get_rank(group)
+        self.group = group
+        self.out: list[torch.Tensor | None] | None = None
+        self.locals: list[torch.Tensor | None] = []
+        self.pairs: list[Pair] = []
+        self.bucket_bytes = BUCKET_BYTES
+        self.buckets = BUCKETS
+        self.refusal: Exception | None = None
+        try:
+            self._read(items, out, bucket_bytes, buckets)
+        except ValueError as error:
+            self.refusal = error
+        self.device = next((x.device for x in self.locals if isinstance(x, torch.Tensor)), None) or self._default()
+
+    def _default(self) -> torch.device:
+        return next((x.device for x in self.out or [] if isinstance(x, torch.Tensor)), None) or plain_tensors.device_of(
+            self.group, None
+        )
+
+    def _read(self, items: Any, out: Any, bucket_bytes: Any, buckets: Any) -> None:
+        self.bucket_bytes = argument_values.integer(bucket_bytes, "bucket_bytes")
+        self.buckets = argument_values.integer(buckets, "buckets")
+        triples = checked_layouts(items, "items", _ITEMS, 3)
+        self.pairs = [(src, dst) for _, src, dst in triples]
+        self.locals = [x.wait() if isinstance(x, AsyncCollectiveTensor) else x for x, _, _ in triples]
+        if out is not None:
+            self.out = argument_values.items(out, "out", "a list of tensors or None, one for each item")
+            if len(self.out) != len(triples):
+                raise ValueError(f"out: got {len(self.out)} tensors for {len(triples)} items; allowed is one for each")
+
+    def check(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Checks the tensors of a call with known layouts; shapes and devices are checked again before they run."""
+        allowed = (torch.Tensor, torch.nn.Parameter)
+        grad = torch.is_grad_enabled()
+        tensors: list[Any] = [*zip(self.locals, dtypes, strict=True), *zip(self.out or [], dtypes, strict=False)]
+        plain = (
+            type(x) in allowed and x.dtype is d and not (grad and x.requires_grad) for x, d in tensors if x is not None
+        )
+        if not all(plain):
+            self._check_tensors()
+
+    def first_check(self) -> _planner.Batch | None:
+        """Returns all items, as ranks compare them; or None, with a refusal."""
+        if self.refusal is None:
+            try:
+                if self.rank < 0:
+                    raise ValueError("group: this rank is not in it; allowed is a group of this rank's")
+                self._check_tensors()
+                self._check_memory()
+                return batch_of([_moves(*pair) for pair in self.pairs], self.bucket_bytes, self.buckets)
+            except ValueError as error:
+                self.refusal = error
+        return None
+
+    def _check_tensors(self) -> None:
+        for i, (local, (src, _)) in enumerate(zip(self.locals, self.pairs, strict=True)):
+            self._check_tensor(f"items: local {i}", local, src)
+        for i, (one, (_, dst)) in enumerate(zip(self.out or [], self.pairs, strict=False)):
+            self._check_tensor(f"out: tensor {i}", one, dst)
+
+    def _check_memory(self) -> None:
+        """Parts of one buffer may interleave, so only tensors that begin at one address are known to overlap."""
+        begins = {x.data_ptr(): f"local {i}" for i, x in enumerate(self.locals) if x is not None and x.numel() > 0}
+        for i, one in enumerate(self.out or []):
+            if one is None or one.numel() == 0:
+                continue
+            if (other := begins.setdefault(one.data_ptr(), f"out {i}")) != f"out {i}":
+                raise ValueError(f"out: tensor {i} shares memory with {other}; allowed is memory of its own")
+
+    def _check_tensor(self, name: str, given: torch.Tensor | None, layout: _planner.Layout) -> None:
+        shape = tuple(layout.local_shape(self.rank))
+        if given is None:
+            if layout.mesh.coordinate(self.rank) is not None:
+                raise ValueError(
+                    f"{name} is None on rank {self.rank}; allowed is a tensor of shape {shape}, because the rank is on "
+                    f"the mesh of {layout}"
+                )
+            return
+        argument_checks.check_tensor(name, given)
+        if given.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires a gradient; allowed are tensors without, under torch.no_grad() or detached "
+                "(redistribute_local is differentiable)"
+            )
+        on_mesh = layout.mesh.coordinate(self.rank) is not None
+        if (on_mesh and tuple(given.shape) != shape) or (not on_mesh and given.numel() > 0):
+            raise ValueError(f"{name} has shape {tuple(given.shape)} on rank {self.rank}, where {layout} has {shape}")
+        if str(given.dtype) != f"torch.{layout.dtype}":
+            raise ValueError(f"{name} has dtype {given.dtype}, where {layout} has {layout.dtype}")
+        if given.device != self.device:
+            raise ValueError(
+                f"{name} is on {given.device}; allowed is one device for all, and others are on {self.device}"
+            )
+
+    def key(self) -> Any:
+        return (
+            tuple(self.pairs),
+            self.bucket_bytes,
+            self.buckets,
+            self.out is None,
+            self.device.type,
+            groups.weakly(self.group if self.group is not None else dist.group.WORLD),
+        )
+
+    def source(self, i: int) -> torch.Tensor:
+        src = self.pairs[i][0]
+        local = self.locals[i]
+        if local is None or src.mesh.coordinate(self.rank) is None:
+            return torch.empty(0, dtype=getattr(torch, src.dtype), device=self.device)
+        return local
+
+    def destination(self, i: int) -> torch.Tensor:
+        dst = self.pairs[i][1]
+        one = None if self.out is None else self.out[i]
+        if one is None or dst.mesh.coordinate(self.rank) is None:
+            return torch.empty(dst.local_shape(self.rank), dtype=getattr(torch, dst.dtype), device=self.device)
+        return one
+
+
+def _run(
+    given: _Given, prepared: _Prepared, group: dist.ProcessGroup | None, async_op: bool
+) -> list[torch.Tensor] | ManyHandle:
+    counters.counts.batches += 1
+    counters.counts.batched_tensors += len(prepared.moved)
+    sources = []
+    for i in prepared.moved:
+        source = given.source(i)
+        if (layout := prepared.reduced.get(i)) is not None:
+            source = plain_tensors.redistribute_local(source.detach(), given.pairs[i][0], layout, group=group)
+        sources.append(source.detach())
+    destinations = [given.destination(i) for i in prepared.moved]
+    results = dict(zip(prepared.moved, destinations, strict=True))
+    pending = None
+    if prepared.executable is not None:
+        into = [x.detach() for x in destinations]
+        if async_op:
+            pending = prepared.executable.start(sources, into)
+        else:
+            prepared.executable.run(sources, into)
+    tensors = [results[i] if i in results else given.source(i) for i in range(len(given.pairs))]
+    if given.out is not None:
+        tensors = [mine if mine is not None else tensor for mine, tensor in zip(given.out, tensors, strict=True)]
+    return ManyHandle(pending, tensors, prepared.moved) if async_op else tensors
+
+
+def _prepare(given: _Given, full: _planner.Batch, group: dist.ProcessGroup | None) -> _Prepared:
+    """Plans and binds what this rank does. Every rank of the group comes here together."""
+    moved = [i for i, (src, dst) in enumerate(given.pairs) if given.out is not None or src != dst]
+    reduced = {i: layout for i in moved if (layout := _reduced(*given.pairs[i])) is not None}
+    dtypes = [getattr(torch, src.dtype) for src, _ in given.pairs]
+    if not moved:
+        return _Prepared(None, moved, reduced, dtypes)
+    batch = full
+    if len(moved) < len(given.pairs):
+        batch = batch_of([_moves(*given.pairs[i]) for i in moved], given.bucket_bytes, given.buckets)
+    wire = "cpu" if executables.lowering(given.device.type, group) == "gloo" else given.device.type
+    carrier = group if group is not None else dist.group.WORLD
+    assert carrier is not None
+    executable = _runtime.BatchExecutable(batch.to_bytes(), given.rank, carrier.group_name, wire)
+    counters.counts.plans += 1
+    return _Prepared(executable, moved, reduced, dtypes)
+
+
+def _moves(src: _planner.Layout, dst: _planner.Layout) -> Pair:
+    """The layouts between which an item moves in a batch, which knows no pending reductions."""
+    if src == dst:
+        plain = gradient_layout(src, "items") if _pending(src) else src
+        return plain, plain
+    return _reduced(src, dst) or src, dst
+
+
+def _pending(layout: _planner.Layout) -> list[int]:
+    return [d for d, placement in enumerate(layout.placements) if placement.startswith("P(") or placement == "P"]
+
+
+def _reduced(src: _planner.Layout, dst: _planner.Layout) -> _planner.Layout | None:
+    """The layout to which pending reductions are reduced first, or None if there are none.
+
+    Each contribution's rank keeps a part of the longest tensor dim, as a reduce-scatter leaves it.
+    """
+    pending = _pending(src)
+    if not pending or src == dst:
+        return None
+    placements = list(src.placements)
+    order = {dim: list(cuts) for dim, cuts in src.shard_order.items()}
+    for d in pending:
+        if src.shape:
+            longest = max(range(len(src.shape)), key=lambda t: src.shape[t])
+            placements[d] = f"S({longest})"
+            order.setdefault(longest, []).append(d)
+        else:
+            placements[d] = "R"
+    order = {dim: cuts for dim, cuts in order.items() if cuts}
+    return _planner.Layout(src.mesh, src.shape, placements, src.dtype, order, "literal")
