@@ -51,7 +51,8 @@ MAY_FIND_GROUPS = ("runtime/operators.cpp",)
 # The Python package: modules and sub-packages, by layer.
 LAYERS = {
     "planning, without torch": (
-        "argument_values batches _planner comparing doctor free_memory layout options placements planning reading "
+        "argument_values batches _planner comparing doctor free_memory layout mapping options placements planning "
+        "reading tables topology"
         "tables topology"
     ),
     "running": (

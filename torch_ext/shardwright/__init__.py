@@ -20,6 +20,7 @@ except ImportError as error:
     raise doctor.import_error("_planner", error) from error
 from .batches import plan_many
 from .layout import Layout, Mesh
+from .mapping.rules import cast, fuse, rename, split, stack, transpose, unstack
 from .placements import Blocks, Cyclic, Owned, Packed, Ragged
 from .planning import Plan, Step, pin, plan, unpin
 from .reading import plan_from_json
@@ -60,6 +61,7 @@ __all__ = [
     "all_gather_matmul",
     "calibrate",
     "calibrate_gemm",
+    "cast",
     "check_ranks",
     "combine",
     "disable",
@@ -68,6 +70,7 @@ __all__ = [
     "enabled",
     "explain",
     "forget_calibration",
+    "fuse",
     "linear",
     "load_topology",
     "matmul_all_reduce",
@@ -82,12 +85,17 @@ __all__ = [
     "redistribute_local",
     "redistribute_many",
     "release_staging",
+    "rename",
     "reset_stats",
     "set_fast_accumulation",
     "set_sm_carveout",
+    "split",
+    "stack",
     "stats",
     "trace",
+    "transpose",
     "unpin",
+    "unstack",
     "wire_meter",
 ]
 

@@ -1,0 +1,241 @@
+"""Rules of transfers: their pieces, copied by plain indexing, against torch.cat, split, permute, stack and to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright.mapping.checking import Wanted, check
+from shardwright.mapping.kinds import Rule, apply_rules
+from shardwright.mapping.pieces import Box, Mapped, Tensors, coverage, source_tensor
+
+State = dict[str, torch.Tensor]
+
+
+def _mapped(state: State, rules: list[Rule]) -> tuple[Tensors, list[str]]:
+    tensors = {name: source_tensor(name, x.shape, str(x.dtype).removeprefix("torch.")) for name, x in state.items()}
+    problems: list[str] = []
+    apply_rules(tensors, rules, problems)
+    return tensors, problems
+
+
+def _build(state: State, mapped: Mapped) -> torch.Tensor:
+    """Copies every piece by plain indexing into a tensor of NaN, or of 99."""
+    dtype = getattr(torch, mapped.dtype)
+    result = torch.full(mapped.shape, float("nan") if dtype.is_floating_point else 99, dtype=dtype)
+    for piece in mapped.pieces:
+        source = state[piece.source]
+        source = source if piece.cast is None else source.to(getattr(torch, piece.cast))
+        src_index: list[slice | int] = [0] * source.ndim
+        index: list[slice | int] = [0] * len(mapped.shape)
+        for run in piece.runs:
+            src_index[run.src_dim] = slice(run.src_start, run.src_start + run.length)
+            index[run.dim] = slice(run.start, run.start + run.length)
+        for dim, at in piece.src_fixed:
+            src_index[dim] = at
+        for dim, at in piece.fixed:
+            index[dim] = at
+        # What is left are the dims of runs: in the order of the source on one side, of the tensor on the other.
+        dims_by_src = [run.dim for run in sorted(piece.runs, key=lambda run: run.src_dim)]
+        order = [dims_by_src.index(dim) for dim in sorted(dims_by_src)]
+        result[tuple(index)] = source[tuple(src_index)].permute(order)
+    return result
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def _check(state: State, rules: list[Rule], expected: State) -> None:
+    tensors, problems = _mapped(state, rules)
+    assert problems == []
+    wanted = {n: Wanted(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for n, x in expected.items()}
+    names, problems = check(tensors, wanted)
+    assert problems == []
+    assert names == list(expected)
+    for name, x in expected.items():
+        assert torch.equal(_build(state, tensors[name]), x), name
+
+
+def test_fuse_and_split() -> None:
+    torch.manual_seed(1)
+    q, k, v = _random(8, 6), _random(4, 6), _random(4, 6)
+    parts = {"l.0.q": q, "l.0.k": k, "l.0.v": v, "w": _random(3)}
+    fused = {"w": parts["w"], "l.0.qkv": torch.cat([q, k, v])}
+    names = ["l.*.q", "l.*.k", "l.*.v"]
+    _check(parts, [sw.fuse("l.*.qkv", names)], fused)
+    _check(fused, [sw.split("l.*.qkv", names, sizes=[8, 4, 4])], parts)
+    by_group = {"w": parts["w"], "l.0.qkv": torch.cat([x.chunk(2)[g] for g in range(2) for x in (q, k, v)])}
+    _check(parts, [sw.fuse("l.*.qkv", names, groups=2)], by_group)
+    _check(by_group, [sw.split("l.*.qkv", names, sizes=[8, 4, 4], groups=2)], parts)
+    wide = {"a": _random(3, 2), "b": _random(3, 5)}
+    _check(wide, [sw.fuse("ab", ["a", "b"], dim=-1)], {"ab": torch.cat([wide["a"], wide["b"]], 1)})
+    _check({"ab": torch.arange(6)}, [sw.split("ab", ["a", "b"])], {"a": torch.arange(3), "b": torch.arange(3, 6)})
+
+
+def test_stack_and_unstack() -> None:
+    torch.manual_seed(2)
+    experts = {f"l.{n}.experts.{e}.w1": _random(3, 4) for n in range(2) for e in range(12)}
+    for dim in range(3):
+        stacked = {
+            f"l.{n}.experts.w1": torch.stack([experts[f"l.{n}.experts.{e}.w1"] for e in range(12)], dim)
+            for n in range(2)
+        }
+        _check(experts, [sw.stack("l.*.experts.{}.w1", dim=dim)], stacked)
+        _check(stacked, [sw.unstack("l.*.experts.w1", "l.*.experts.{}.w1", dim=dim - 3)], experts)
+    named = {"all": torch.stack([torch.tensor(0.0), torch.tensor(1.0)])}
+    _check({"s.0": torch.tensor(0.0), "s.1": torch.tensor(1.0)}, [sw.stack("s.{}", into="all")], named)
+
+
+def test_transpose_rename_cast() -> None:
+    torch.manual_seed(3)
+    state = {"m.a": _random(2, 3, 4), "m.b": _random(5), "n": torch.arange(3)}
+    _check(state, [sw.transpose("m.a", (2, 0, -2))], {**state, "m.a": state["m.a"].permute(2, 0, 1)})
+    _check(state, [sw.rename("m.*", "**")], {"a": state["m.a"], "b": state["m.b"], "n": state["n"]})
+    swap = sw.rename({"m.a": "m.b", "m.b": "m.a"})
+    _check(state, [swap], {"m.b": state["m.a"], "m.a": state["m.b"], "n": state["n"]})
+    _check(state, [sw.rename(str.upper)], {name.upper(): x for name, x in state.items()})
+    cast = {name: x.bfloat16() if x.is_floating_point() else x for name, x in state.items()}
+    _check(state, [sw.cast(torch.bfloat16)], cast)
+    _check(state, [sw.cast("fp16", ["m.b"])], {**state, "m.b": state["m.b"].half()})
+    assert _mapped(state, [sw.cast("fp16"), sw.cast("float64", "m.b")])[1] == [
+        "cast('float64'): m.b is cast to float16 already; allowed is one cast of an element"
+    ]
+
+
+def _random_rules(draw: random.Random, state: State) -> tuple[list[Rule], State]:
+    """A few rules in a row, on tensors x.0, x.1, ... of one shape, and what torch makes of these tensors."""
+    rules: list[Rule] = []
+    for _ in range(5):
+        count, ndim = len(state), state["x.0"].ndim
+        kind = draw.choice(("transpose", "fuse", "split", "stack"))
+        if kind == "transpose":
+            dims = draw.sample(range(ndim), ndim)
+            rules.append(sw.transpose("x.{}", dims))
+            state = {name: x.permute(dims) for name, x in state.items()}
+        elif kind == "fuse" and count % 2 == 0:
+            dim = draw.randrange(ndim)
+            groups = draw.choice((1, 2)) if state["x.0"].shape[dim] % 2 == 0 else 1
+            pairs = [[f"x.{2 * i}", f"x.{2 * i + 1}"] for i in range(count // 2)]
+            rules += [sw.fuse(f"y.{i}", pair, dim, groups=groups) for i, pair in enumerate(pairs)]
+            rules.append(sw.rename("y.*", "x.*"))
+            chunked = [[state[name].chunk(groups, dim) for name in pair] for pair in pairs]
+            state = {
+                f"x.{i}": torch.cat([part[g] for g in range(groups) for part in parts], dim)
+                for i, parts in enumerate(chunked)
+            }
+        elif kind == "split" and count <= 4:
+            dim = draw.randrange(ndim)
+            if state["x.0"].shape[dim] % 2 == 0:
+                rules += [sw.split(f"x.{i}", [f"y.{2 * i}", f"y.{2 * i + 1}"], dim) for i in range(count)]
+                rules.append(sw.rename({"y.*": "x.*"}))
+                halves = [half for i in range(count) for half in state[f"x.{i}"].chunk(2, dim)]
+                state = {f"x.{i}": half for i, half in enumerate(halves)}
+        elif kind == "stack":
+            dim, other = draw.randrange(ndim + 1), draw.randrange(ndim + 1)
+            rules += [sw.stack("x.{}", dim, into="y"), sw.unstack("y", "x.{}", other)]
+            whole = torch.stack([state[f"x.{i}"] for i in range(count)], dim)
+            state = {f"x.{i}": whole.select(other, i) for i in range(whole.shape[other])}
+    return rules, state
+
+
+def test_rules_compose() -> None:
+    draw = random.Random(4)
+    torch.manual_seed(4)
+    for _ in range(60):
+        state = {f"x.{i}": _random(4, 2, 4) for i in range(4)}
+        _check(state, *_random_rules(draw, state))
+
+
+def test_coverage_against_counts() -> None:
+    draw = random.Random(5)
+    for _ in range(300):
+        shape = tuple(draw.randrange(5) for _ in range(draw.randrange(4)))
+        boxes: list[Box] = []
+        for _ in range(draw.randrange(5)):
+            sides = [sorted(draw.choices(range(n + 1), k=2)) for n in shape]
+            boxes.append(tuple((begin, end) for begin, end in sides))
+        counts = torch.zeros(shape, dtype=torch.int64)
+        for box in boxes:
+            counts[tuple(slice(begin, end) for begin, end in box)] += 1
+        found = torch.ones(shape, dtype=torch.int64)
+        missing, repeated = coverage(shape, boxes)
+        for box in missing:
+            found[tuple(slice(begin, end) for begin, end in box)] -= 1
+        for box, numbers in repeated:
+            found[tuple(slice(begin, end) for begin, end in box)] += len(numbers) - 1
+        assert torch.equal(counts, found), (shape, boxes)
+
+
+def test_all_problems_are_reported_together() -> None:
+    state = {
+        "q": _random(4, 2),
+        "k": _random(4, 3),
+        "e.0": _random(2),
+        "e.2": _random(2),
+        "e.02": _random(2),
+        "x": _random(3),
+        "y": _random(3),
+        "half": _random(2, dtype=torch.float16),
+        "lost": _random(1),
+        "spare": _random(1),
+    }
+    rules = [
+        sw.fuse("qk", ["q", "k"]),
+        sw.fuse("l.*.qkv", ["l.*.q", "l.*.k"]),
+        sw.stack("e.{}", into="e"),
+        sw.rename({"x": "z", "y": "z"}),
+        sw.transpose("z", (1, 0)),
+    ]
+    wanted = {
+        "e": Wanted((3, 2), "float32"),
+        "e.02": Wanted((3,), "float32"),
+        "z": Wanted((3,), "float32"),
+        "half": Wanted((2,), "float32"),
+        "nobody": Wanted((2,), "float32"),
+        "kept": Wanted((2,), "float32"),
+    }
+    tensors, problems = _mapped(state, rules)
+    names, differences = check(tensors, wanted, unused=["spare"], ignore=["kep*"])
+    assert names == []
+    found = "\n".join([*problems, *differences])
+    for said in (
+        "fuse('qk'): parts must have one dtype and differ in dim 0 only; they are q (float32 of shape (4, 2)), k (",
+        "fuse('l.*.qkv'): no tensor is called l.*.q or l.*.k",
+        "transpose('z', (1, 0)): these are not the dims of z of shape (3,), each once",
+        "e: no source gives [1:2, 0:2] of (3, 2)",
+        "e.02: the map makes (2,) from e.02, and the destination has shape (3,): [2:3] of dim 0 has no source",
+        "z: [0:3] of (3,) is given 2 times, by x and y",
+        "half: the map makes float16, and the destination has float32; cast('float32', 'half') casts it",
+        "lost: the map makes it from lost, and the destination has no such tensor",
+        "nobody: the destination has it, and no source is mapped to it",
+    ):
+        assert said in found, said
+    assert "spare" not in found
+    assert "kept" not in found
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (lambda: sw.fuse("qkv", "q"), "parts: got 'q' (of type str); allowed is a list of names"),
+        (lambda: sw.fuse("l.*.qkv", ["q"]), "parts: 'q' has other wildcards than 'l.*.qkv'"),
+        (lambda: sw.fuse("qkv", ["q"], groups=0), "groups: got 0; allowed are 1 and more"),
+        (lambda: sw.split("qkv", ["q", "k"], sizes=[1]), r"sizes: got [1] for 2 parts"),
+        (lambda: sw.stack("experts.w1"), "names: got 'experts.w1'; allowed is a pattern with one {}"),
+        (lambda: sw.stack("e.{}.*.w", into="w"), "into: 'w' has other wildcards"),
+        (lambda: sw.rename("a"), "to: is missing"),
+        (lambda: sw.rename("a.*", "b"), "to: 'b' has other wildcards than 'a.*'"),
+        (lambda: sw.rename(3), "names: got 3"),  # type: ignore[arg-type]
+        (lambda: sw.cast("float3"), "float3"),
+        (lambda: sw.transpose("w", 1), "dims: got 1"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_arguments(rule: Callable[[], Rule], said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        rule()
+    assert said in str(raised.value)

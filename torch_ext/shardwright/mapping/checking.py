@@ -1,0 +1,94 @@
+"""Compares mapped tensors with a destination, before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from . import patterns
+from .pieces import Mapped, Tensors, box_text, coverage
+
+_MAX_SHOWN = 4
+
+
+class Wanted(NamedTuple):
+    """A tensor of the destination."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def check(
+    tensors: Tensors, wanted: Mapping[str, Wanted], unused: Sequence[str] = (), ignore: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Returns the names of the tensors that move, in the order of the destination, and a sentence for each problem.
+
+    Args:
+        tensors: what the rules have made.
+        wanted: the tensors of the destination.
+        unused: patterns of names in `tensors` that the destination may lack.
+        ignore: patterns of names in `wanted` that keep what they hold if no tensor has their name.
+    """
+    names, problems = [], []
+    for name, mapped in tensors.items():
+        if name not in wanted and not _is_listed(name, unused):
+            problems.append(f"{name}: the map makes it from {_sources(mapped)}, and the destination has no such tensor")
+    for name, there in wanted.items():
+        given = tensors.get(name)
+        if given is None:
+            if not _is_listed(name, ignore):
+                problems.append(f"{name}: the destination has it, and no source is mapped to it")
+            continue
+        wrong = _differences(name, given, there)
+        problems += wrong
+        if not wrong:
+            names.append(name)
+    return names, problems
+
+
+def _is_listed(name: str, listed: Sequence[str]) -> bool:
+    return any(patterns.match(pattern, name) is not None for pattern in listed)
+
+
+def _differences(name: str, given: Mapped, there: Wanted) -> list[str]:
+    found = []
+    if given.shape != there.shape:
+        found.append(
+            f"{name}: the map makes {given.shape} from {_sources(given)}, and the destination has shape {there.shape}"
+            f"{_intervals(given.shape, there.shape)}"
+        )
+    if given.dtype != there.dtype:
+        found.append(
+            f"{name}: the map makes {given.dtype}, and the destination has {there.dtype}; "
+            f"cast('{there.dtype}', '{name}') casts it before it moves"
+        )
+    ndim = len(given.shape)
+    covered = coverage(given.shape, [piece.box(ndim) for piece in given.pieces])
+    missing, repeated = covered
+    for box in missing[:_MAX_SHOWN]:
+        found.append(f"{name}: no source gives {box_text(box)} of {given.shape}")
+    for box, numbers in repeated[:_MAX_SHOWN]:
+        said = " and ".join(given.pieces[number].source for number in numbers)
+        found.append(f"{name}: {box_text(box)} of {given.shape} is given {len(numbers)} times, by {said}")
+    left = len(missing) + len(repeated) - min(len(missing), _MAX_SHOWN) - min(len(repeated), _MAX_SHOWN)
+    if left:
+        found.append(f"{name}: {left} more intervals are not given once")
+    return found
+
+
+def _intervals(given: tuple[int, ...], there: tuple[int, ...]) -> str:
+    """Says which indices one of them lacks, if they have as many dims."""
+    if len(given) != len(there):
+        return ""
+    said = []
+    for dim, (have, want) in enumerate(zip(given, there)):
+        if have != want:
+            what = "has no source" if have < want else "has no place"
+            said.append(f"[{min(have, want)}:{max(have, want)}] of dim {dim} {what}")
+    return f": {', '.join(said)}"
+
+
+def _sources(mapped: Mapped) -> str:
+    names = list(dict.fromkeys(piece.source for piece in mapped.pieces))
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return (", ".join(names[:_MAX_SHOWN]) or "sources without elements") + more

@@ -1,0 +1,47 @@
+"""Patterns of names: ``*`` is text without dots, ``**`` is any text, ``{}`` is a number without leading zeros.
+
+names("layers.*.q", all_names)      {("0",): "layers.0.q", ("1",): "layers.1.q"}
+put("layers.*.qkv", ("1",))         "layers.1.qkv"
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+
+Captured = tuple[str, ...]
+
+_WILDCARD = re.compile(r"\*\*|\*|\{\}")
+_MEANING = {"**": "(.*)", "*": "([^.]+)", "{}": "(0|[1-9][0-9]*)"}
+
+
+def wildcards(pattern: str) -> list[str]:
+    return _WILDCARD.findall(pattern)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    literals = map(re.escape, _WILDCARD.split(pattern))
+    meanings = [_MEANING[wildcard] for wildcard in wildcards(pattern)]
+    return re.compile("".join(text for pair in zip(literals, [*meanings, ""]) for text in pair))
+
+
+def match(pattern: str, name: str) -> Captured | None:
+    """Returns what the wildcards stand for in a name; None if the name is not of this form."""
+    found = _compiled(pattern).fullmatch(name)
+    return None if found is None else found.groups()
+
+
+def names(pattern: str, given: Iterable[str]) -> dict[Captured, str]:
+    """Returns the names of this form, by what the wildcards stand for. A pattern without wildcards is a name."""
+    if not wildcards(pattern):
+        return {(): pattern} if pattern in given else {}
+    matched = _compiled(pattern).fullmatch
+    return {found.groups(): name for name in given if (found := matched(name)) is not None}
+
+
+def put(pattern: str, captured: Sequence[str]) -> str:
+    """Puts text in place of the wildcards, in order. There must be as many."""
+    literals = _WILDCARD.split(pattern)
+    return "".join(text for pair in zip(literals, [*captured, ""]) for text in pair)
