@@ -53,7 +53,6 @@ LAYERS = {
     "planning, without torch": (
         "argument_values batches _planner comparing doctor free_memory layout mapping options placements planning "
         "reading tables topology"
-        "tables topology"
     ),
     "running": (
         "argument_checks executables _runtime counters checking groups plain_tensors preparation tracing watching wire "
@@ -61,6 +60,7 @@ LAYERS = {
     ),
     "graphs": "graphs operators",
     "DTensors": "dtensor",
+    "state dicts": "transfers",
     "products": "products explaining parallel",
     "calibration": "calibration",
     "front": "__main__ cli drop_in",

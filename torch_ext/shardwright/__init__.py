@@ -42,10 +42,12 @@ if TYPE_CHECKING:
     from .preparation import prepare
     from .products.functions import all_gather_matmul, linear, matmul_all_reduce, matmul_reduce_scatter
     from .tracing import trace
+    from .transfers.checkpoints import CheckpointReader, load_checkpoint
     from .wire import wire_meter
 
 __all__ = [
     "Blocks",
+    "CheckpointReader",
     "Cyclic",
     "GemmModel",
     "Layout",
@@ -72,6 +74,7 @@ __all__ = [
     "forget_calibration",
     "fuse",
     "linear",
+    "load_checkpoint",
     "load_topology",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
@@ -115,6 +118,7 @@ _NEEDS_TORCH = {
     "plain_tensors": "redistribute_local",
     "preparation": "prepare",
     "tracing": "trace",
+    "transfers.checkpoints": "CheckpointReader load_checkpoint",
     "wire": "wire_meter",
 }
 _MODULE_OF = {name: module for module, names in _NEEDS_TORCH.items() for name in names.split()}

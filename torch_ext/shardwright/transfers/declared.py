@@ -1,0 +1,174 @@
+"""Reads what one rank passes to `transfer`: tensors with their layouts, from state dicts and specs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from .. import _planner, argument_checks, argument_values
+from ..dtensor.specs import layout_of_spec
+from ..layout import Layout, Mesh
+from ..mapping import patterns
+
+# Names, sizes and ranks of a mesh; shape, dtype, placements and shard order. Equal layouts have equal descriptions.
+Description = tuple[Any, ...]
+
+_ALLOWED = "a DTensor, a tensor that is the same on all ranks that pass it, a pair of a local tensor and a Layout"
+_ALLOWED_SPEC = f"{_ALLOWED}, a Layout, or (placements, mesh, shape, dtype)"
+
+
+class Given(NamedTuple):
+    """A tensor as this rank passes it."""
+
+    layout: _planner.Layout | None  # None: the tensor is the same on all ranks that pass it
+    local: torch.Tensor | None  # None: nothing was passed to read from or to write to
+    value: Any  # what the user passed, if it is a tensor
+
+    def description(self) -> Description:
+        if self.layout is None:
+            assert self.local is not None
+            return (tuple(self.local.shape), argument_values.dtype_text(self.local.dtype))
+        return describe(self.layout)
+
+
+def describe(layout: _planner.Layout) -> Description:
+    mesh = layout.mesh
+    order = tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(layout.shard_order.items()))
+    ends = tuple(layout.shape), layout.dtype, tuple(layout.placements), order
+    return (tuple(mesh.dim_names), tuple(mesh.shape), tuple(mesh.ranks)), *ends
+
+
+@functools.lru_cache(maxsize=1024)
+def _mesh(names: tuple[str, ...], sizes: tuple[int, ...], ranks: tuple[int, ...]) -> Mesh:
+    return Mesh(dict(zip(names, sizes)), ranks)
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(description: Description) -> Layout:
+    mesh, shape, dtype, placements, order = description
+    return Layout(_mesh(*mesh), shape, placements, dtype, dict(order), "literal")
+
+
+def replicated(description: Description, ranks: Sequence[int]) -> Layout:
+    """Returns the layout of a tensor that is the same on these ranks."""
+    shape, dtype = description
+    return Layout(_mesh(("rank",), (len(ranks),), tuple(ranks)), shape, ["R"], dtype)
+
+
+class Reader:
+    """Reads the tensors of one rank, and collects what is wrong with them."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.rank = dist.get_rank()
+        self.problems: list[str] = []
+        self._in_group = set(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        self._layouts: dict[DTensorSpec, Layout] = {}
+
+    def state_dict(self, given: Any, unused: Sequence[str]) -> dict[str, Given]:
+        """Reads what a rank of the source passes; None is an empty one."""
+        if given is None:
+            return {}
+        found: dict[str, Given] = {}
+        for name, value in _flattened("state_dict", given):
+            if isinstance(value, torch.Tensor) or _is_pair(value):
+                self._add(found, "source", name, value)
+            elif not any(patterns.match(pattern, name) is not None for pattern in unused):
+                self.problems.append(self._said("source", name, f"got a {type(value).__name__}; allowed is {_ALLOWED}"))
+        return found
+
+    def destination(self, given: Any) -> dict[str, Given]:
+        """Reads `to`; None is an empty one."""
+        found: dict[str, Given] = {}
+        for name, value in _flattened("to", given) if given is not None else ():
+            self._add(found, "destination", name, value)
+        return found
+
+    def _add(self, found: dict[str, Given], side: str, name: str, value: Any) -> None:
+        try:
+            one = self._read(value)
+            self._check(side, one)
+        except ValueError as error:
+            self.problems.append(self._said(side, name, str(error)))
+            return
+        found[name] = one
+
+    def _said(self, side: str, name: str, what: str) -> str:
+        return f"{side} {name}: {what} (on rank {self.rank})"
+
+    def _read(self, value: Any) -> Given:
+        if isinstance(value, DTensor):
+            spec = value._spec
+            layout = self._layouts.get(spec)
+            if layout is None:
+                layout = self._layouts[spec] = layout_of_spec(spec, value.shape, value.dtype)
+            return Given(layout, _plain(value._local_tensor), value)
+        if isinstance(value, torch.Tensor):
+            return Given(None, _plain(value), value)
+        if isinstance(value, _planner.Layout):
+            return Given(value, None, None)
+        if _is_pair(value):
+            local, layout = value
+            return Given(layout, None if local is None else _plain(local), local)
+        if isinstance(value, (tuple, list)) and len(value) == 4:
+            placements, mesh, shape, dtype = value
+            return Given(Layout(mesh, shape, placements, dtype), None, None)
+        raise ValueError(f"got a {type(value).__name__}; allowed is {_ALLOWED_SPEC}")
+
+    def _check(self, side: str, given: Given) -> None:
+        layout, local = given.layout, given.local
+        if local is not None:
+            argument_checks.check_tensor("the local tensor", local)
+        if layout is None:
+            return
+        outside = [rank for rank in layout.mesh.ranks if rank not in self._in_group]
+        if outside:
+            raise ValueError(
+                f"{layout} has ranks {outside[:8]}, which are not in the group of {len(self._in_group)} ranks"
+            )
+        if any(text.startswith("P(") for text in layout.placements):
+            raise ValueError(
+                f"{layout} has pending reductions; allowed are layouts without, as redistribute makes them"
+            )
+        if layout.mesh.coordinate(self.rank) is None:
+            return
+        if local is None:
+            if side == "source":
+                raise ValueError(f"the rank is on the mesh of {layout}; allowed is its local tensor with the layout")
+            return
+        if tuple(local.shape) != tuple(layout.local_shape(self.rank)):
+            expected = tuple(layout.local_shape(self.rank))
+            raise ValueError(f"the local tensor has shape {tuple(local.shape)}, where {layout} has {expected}")
+        if argument_values.dtype_text(local.dtype) != layout.dtype:
+            raise ValueError(f"the local tensor has dtype {local.dtype}, where the layout has {layout.dtype}")
+
+
+def _is_pair(value: Any) -> bool:
+    return (
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and isinstance(value[1], _planner.Layout)
+        and (value[0] is None or isinstance(value[0], torch.Tensor))
+    )
+
+
+def _plain(local: torch.Tensor) -> torch.Tensor:
+    return (local.wait() if isinstance(local, AsyncCollectiveTensor) else local).detach()
+
+
+def _flattened(argument: str, given: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields names and values; those of dicts within a dict are joined by dots."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{argument}: got a {type(given).__name__}; allowed is a dict from names to tensors")
+    for key, value in given.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flattened(argument, value, f"{name}.")
+        else:
+            yield name, value
