@@ -16,4 +16,5 @@ PYBIND11_MODULE(_planner, m) {
   shardwright::define_batch(m);
   shardwright::define_matmul(m);
   shardwright::define_calibration(m);
+  shardwright::define_batch_forecast(m);
 }

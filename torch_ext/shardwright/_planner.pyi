@@ -783,3 +783,10 @@ def cuts_in_place(axes: str, operand: Layout, weight: Layout) -> str:
 
 def placements_in_place(axes: str, operand: Layout, weight: Layout) -> list[str]:
     """Returns the placements in which these cuts leave the result."""
+
+def forecast_batch(
+    batch_bytes: bytes, topology: Topology
+) -> tuple[list[tuple[int, int, int, int, int, int]], list[tuple[int, int, int, int, int]], int]:
+    """Predicts a batch, in bytes and picoseconds: for each destination what all ranks receive, what the worst one
+    receives, what is copied locally, first and last round (-1 for none), time; for each link sender, receiver, bytes,
+    messages at most, time; and the time of all."""

@@ -1,0 +1,174 @@
+#include "batch/batch_forecast.h"
+
+#include <algorithm>
+#include <bit>
+#include <map>
+#include <utility>
+
+#include "cost/cost.h"
+
+namespace shardwright {
+namespace {
+
+using Kind = BatchPlan::Kind;
+using Rounds = std::vector<uint64_t>;  // a bit for each round
+using RankPair = std::pair<Rank, Rank>;
+
+const Link& link_between(const Topology& topology, Rank a, Rank b) {
+  const auto node = [&](Rank rank) {
+    return topology.ranks_per_node == 0 ? 0 : number(rank) / topology.ranks_per_node;
+  };
+  return node(a) == node(b) ? topology.inside : topology.between;
+}
+
+// The rounds in which something of a kind travels.
+std::vector<Rounds> rounds_of_kinds(const BatchPlan& plan) {
+  std::vector<Rounds> rounds(plan.kinds().size(), Rounds((plan.num_rounds() + 63) / 64, 0));
+  for (const int item : plan.order()) {
+    Rounds& of_kind = rounds[plan.kind_of(item)];
+    for (const ItemPiece& piece : plan.pieces(item)) of_kind[piece.round / 64] |= uint64_t{1} << piece.round % 64;
+  }
+  return rounds;
+}
+
+int64_t count(const Rounds& rounds) {
+  int64_t total = 0;
+  for (const uint64_t word : rounds) total += std::popcount(word);
+  return total;
+}
+
+void merge(Rounds& into, const Rounds& rounds) {
+  into.resize(rounds.size(), 0);
+  for (size_t w = 0; w < rounds.size(); ++w) into[w] |= rounds[w];
+}
+
+struct LinkUse {
+  int64_t bytes = 0;
+  Rounds rounds;
+};
+
+std::map<RankPair, LinkUse> uses_of(const BatchPlan& plan) {
+  const std::vector<Rounds> rounds = rounds_of_kinds(plan);
+  std::map<RankPair, LinkUse> uses;
+  for (size_t k = 0; k < plan.kinds().size(); ++k) {
+    const Kind& kind = plan.kinds()[k];
+    const int64_t bytes = plan.wire_dtype(kind.item).size_bytes() * kind.num_items;
+    for (const ItemLoad& load : kind.loads) {
+      const Rank rank = plan.ranks()[load.rank];
+      for (const Crossing::Parcel& parcel : kind.crossing.receives(rank)) {
+        LinkUse& use = uses[{parcel.peer, rank}];
+        use.bytes += (parcel.range.end - parcel.range.begin) * bytes;
+        merge(use.rounds, rounds[k]);
+      }
+    }
+  }
+  return uses;
+}
+
+// What moves to a destination whose items have these kinds, without its rounds.
+BatchForecast::OfDestination figures_of(const BatchPlan& plan, const std::vector<int>& kinds,
+                                        const Topology& topology) {
+  BatchForecast::OfDestination figures;
+  std::map<Rank, int64_t> received;
+  std::map<Rank, int64_t> receiving_ps;
+  std::map<Rank, int64_t> sending_ps;
+  for (const int k : kinds) {
+    const Kind& kind = plan.kinds()[k];
+    const int64_t bytes = plan.wire_dtype(kind.item).size_bytes();
+    figures.kept_bytes += plan.batch().items[kind.item].map.num_elements() * kind.crossing.dst().replicas() * bytes;
+    for (const ItemLoad& load : kind.loads) {
+      const Rank rank = plan.ranks()[load.rank];
+      for (const Crossing::Parcel& parcel : kind.crossing.receives(rank)) {
+        const int64_t of_parcel = (parcel.range.end - parcel.range.begin) * bytes;
+        const int64_t ps = scaled(of_parcel, link_between(topology, parcel.peer, rank).ps_per_kib);
+        received[rank] += of_parcel;
+        receiving_ps[rank] = saturating_sum(receiving_ps[rank], ps);
+        sending_ps[parcel.peer] = saturating_sum(sending_ps[parcel.peer], ps);
+      }
+    }
+  }
+  for (const auto& [rank, bytes] : received) {
+    figures.received_bytes += bytes;
+    figures.received_bytes_max = std::max(figures.received_bytes_max, bytes);
+  }
+  figures.kept_bytes -= figures.received_bytes;
+  for (const auto* times : {&receiving_ps, &sending_ps}) {
+    for (const auto& [rank, ps] : *times) figures.predicted_ps = std::max(figures.predicted_ps, ps);
+  }
+  return figures;
+}
+
+void add_destinations(const BatchPlan& plan, const Topology& topology, BatchForecast& forecast) {
+  std::vector<std::vector<int>> kinds(plan.batch().destinations.size());
+  std::vector<std::pair<int, int>> rounds(kinds.size(), {plan.num_rounds(), -1});
+  for (size_t i = 0; i < plan.batch().items.size(); ++i) {
+    const auto item = static_cast<int>(i);
+    const int destination = plan.batch().items[i].destination;
+    kinds[destination].push_back(plan.kind_of(item));
+    for (const ItemPiece& piece : plan.pieces(item)) {
+      auto& [first, last] = rounds[destination];
+      first = std::min(first, piece.round);
+      last = std::max(last, piece.round);
+    }
+  }
+  // Layers that repeat have destinations of like kinds.
+  std::map<std::vector<int>, BatchForecast::OfDestination> known;
+  for (size_t d = 0; d < kinds.size(); ++d) {
+    const auto [found, is_new] = known.try_emplace(kinds[d]);
+    if (is_new) found->second = figures_of(plan, kinds[d], topology);
+    forecast.destinations.push_back(found->second);
+    forecast.destinations.back().first_round = rounds[d].second < 0 ? -1 : rounds[d].first;
+    forecast.destinations.back().last_round = rounds[d].second;
+  }
+}
+
+// What one rank does over all its links.
+struct RankUse {
+  int64_t latency_ps = 0;
+  int64_t sending_ps = 0;
+  int64_t receiving_ps = 0;
+  int64_t bytes = 0;  // both ways
+  Rounds rounds;
+};
+
+int64_t time_of(const RankUse& use, const BatchPlan& plan, const Topology& topology) {
+  const int64_t rounds = count(use.rounds);
+  const int64_t moving = std::max(use.sending_ps, use.receiving_ps);
+  const int64_t copying = scaled(use.bytes, topology.memory_ps_per_kib);
+  const int64_t latency = saturating_sum(use.latency_ps, saturating_product(rounds, topology.step_ps));
+  if (plan.buckets() == 1) return saturating_sum(latency, saturating_sum(moving, copying));
+  // The first bucket is packed before anything moves, and the last one is unpacked after everything has.
+  const int64_t alongside = std::max(moving, copying);
+  return saturating_sum(latency, saturating_sum(alongside, std::min(moving, copying) / std::max<int64_t>(rounds, 1)));
+}
+
+}  // namespace
+
+BatchForecast forecast(const BatchPlan& plan, const Topology& topology) {
+  BatchForecast forecast;
+  std::map<Rank, RankUse> ranks;
+  for (const auto& [pair, use] : uses_of(plan)) {
+    const auto& [from, to] = pair;
+    const Link& link = link_between(topology, from, to);
+    const int64_t messages = count(use.rounds);
+    const int64_t moving = scaled(use.bytes, link.ps_per_kib);
+    const int64_t latency = saturating_product(messages, link.message_ps);
+    forecast.links.push_back({from, to, use.bytes, messages, saturating_sum(latency, moving)});
+    RankUse& sender = ranks[from];
+    RankUse& receiver = ranks[to];
+    sender.sending_ps = saturating_sum(sender.sending_ps, moving);
+    receiver.receiving_ps = saturating_sum(receiver.receiving_ps, moving);
+    receiver.latency_ps = saturating_sum(receiver.latency_ps, latency);
+    for (RankUse* rank : {&sender, &receiver}) {
+      rank->bytes += use.bytes;
+      merge(rank->rounds, use.rounds);
+    }
+  }
+  for (const auto& [rank, use] : ranks) {
+    forecast.predicted_ps = std::max(forecast.predicted_ps, time_of(use, plan, topology));
+  }
+  add_destinations(plan, topology, forecast);
+  return forecast;
+}
+
+}  // namespace shardwright
