@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shardwright as sw
+from map_rules import random_rules
 from shardwright.mapping.checking import Wanted, check
 from shardwright.mapping.kinds import Rule, apply_rules
 from shardwright.mapping.pieces import Box, Mapped, Tensors, coverage, source_tensor
@@ -107,48 +108,12 @@ def test_transpose_rename_cast() -> None:
     ]
 
 
-def _random_rules(draw: random.Random, state: State) -> tuple[list[Rule], State]:
-    """A few rules in a row, on tensors x.0, x.1, ... of one shape, and what torch makes of these tensors."""
-    rules: list[Rule] = []
-    for _ in range(5):
-        count, ndim = len(state), state["x.0"].ndim
-        kind = draw.choice(("transpose", "fuse", "split", "stack"))
-        if kind == "transpose":
-            dims = draw.sample(range(ndim), ndim)
-            rules.append(sw.transpose("x.{}", dims))
-            state = {name: x.permute(dims) for name, x in state.items()}
-        elif kind == "fuse" and count % 2 == 0:
-            dim = draw.randrange(ndim)
-            groups = draw.choice((1, 2)) if state["x.0"].shape[dim] % 2 == 0 else 1
-            pairs = [[f"x.{2 * i}", f"x.{2 * i + 1}"] for i in range(count // 2)]
-            rules += [sw.fuse(f"y.{i}", pair, dim, groups=groups) for i, pair in enumerate(pairs)]
-            rules.append(sw.rename("y.*", "x.*"))
-            chunked = [[state[name].chunk(groups, dim) for name in pair] for pair in pairs]
-            state = {
-                f"x.{i}": torch.cat([part[g] for g in range(groups) for part in parts], dim)
-                for i, parts in enumerate(chunked)
-            }
-        elif kind == "split" and count <= 4:
-            dim = draw.randrange(ndim)
-            if state["x.0"].shape[dim] % 2 == 0:
-                rules += [sw.split(f"x.{i}", [f"y.{2 * i}", f"y.{2 * i + 1}"], dim) for i in range(count)]
-                rules.append(sw.rename({"y.*": "x.*"}))
-                halves = [half for i in range(count) for half in state[f"x.{i}"].chunk(2, dim)]
-                state = {f"x.{i}": half for i, half in enumerate(halves)}
-        elif kind == "stack":
-            dim, other = draw.randrange(ndim + 1), draw.randrange(ndim + 1)
-            rules += [sw.stack("x.{}", dim, into="y"), sw.unstack("y", "x.{}", other)]
-            whole = torch.stack([state[f"x.{i}"] for i in range(count)], dim)
-            state = {f"x.{i}": whole.select(other, i) for i in range(whole.shape[other])}
-    return rules, state
-
-
 def test_rules_compose() -> None:
     draw = random.Random(4)
     torch.manual_seed(4)
     for _ in range(60):
         state = {f"x.{i}": _random(4, 2, 4) for i in range(4)}
-        _check(state, *_random_rules(draw, state))
+        _check(state, *random_rules(draw, state))
 
 
 def test_coverage_against_counts() -> None:

@@ -1,4 +1,4 @@
-"""The command line: `shardwright plan`, `product`, `doctor` and `calibrate`. Only `calibrate` imports torch."""
+"""The command line: `shardwright plan`, `product`, `transfer`, `doctor`, `calibrate`. Only the last imports torch."""
 
 from __future__ import annotations
 
@@ -60,6 +60,8 @@ def _run(given: list[str]) -> int:
         return command.main(given[1:])
     if given[:1] == ["product"]:
         return _product(given[1:])
+    if given[:1] == ["transfer"]:
+        return _transfer(given[1:])
     if given[:1] == ["doctor"]:
         from . import doctor
 
@@ -85,6 +87,15 @@ def _product(given: list[str]) -> int:
         return command.main(given)
     except ValueError as error:
         return _refuse(f"shardwright product: {error}")
+
+
+def _transfer(given: list[str]) -> int:
+    from .mapping import command
+
+    try:
+        return command.main(given)
+    except ValueError as error:
+        return _refuse(f"shardwright transfer: {error}")
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
@@ -118,6 +129,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     plan_parser.add_argument("--program", type=int, metavar="RANK", help="also print this rank's instructions")
     plan_parser.add_argument("--simulate", action="store_true", help="run all ranks and check every element")
     commands.add_parser("product", help="print the plan of a product of placed tensors", add_help=False)
+    commands.add_parser("transfer", help="print the plan of a transfer of a state dict", add_help=False)
     commands.add_parser("doctor", help="report what is installed", add_help=False)
     commands.add_parser("calibrate", help="measure the links of a job (under torchrun)", add_help=False)
     return parser, plan_parser

@@ -1,0 +1,117 @@
+"""`shardwright transfer`, and the files that it reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwright as sw
+from shardwright import _planner, cli
+from shardwright.mapping import files
+from shardwright.mapping.explaining import explain
+
+TRAIN = sw.Mesh({"dp": 2, "tp": 2}, [3, 2, 1, 0])
+SERVE = sw.Mesh({"tp": 3}, [4, 5, 6])
+
+
+def _written(folder: Path, name: str, content: Any) -> str:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def _files(folder: Path) -> list[str]:
+    sources = {
+        f"m.{name}": sw.Layout(TRAIN, (6, 4), ["S(0)", "S(0)"], shard_order={0: ["tp", "dp"]}) for name in ("q", "k")
+    }
+    sources["m.bias"] = sw.Layout(TRAIN, (5,), ["R", "Cyclic(0,2)"])
+    destinations = {
+        "qk": sw.Layout(SERVE, (4, 12), ["S(1)"], "bfloat16"),
+        "bias": sw.Layout(SERVE, (5,), [sw.Ragged(0, [5, 0, 0])], "bfloat16"),
+    }
+    rules = [
+        {"fuse": {"name": "m.qk", "parts": ["m.q", "m.k"]}},
+        {"transpose": {"names": "m.qk", "dims": [1, 0]}},
+        {"rename": {"names": {"m.*": "*"}}},
+        {"cast": {"dtype": "bf16"}},
+    ]
+    source = _written(folder, "from.json", files.write_layouts(sources))
+    destination = _written(folder, "to.json", files.write_layouts(destinations))
+    assert files.read_layouts(source) == sources
+    assert files.read_layouts(destination) == destinations
+    return [source, destination, "--map", _written(folder, "rules.json", rules)]
+
+
+def test_prints_what_moves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["transfer", *_files(tmp_path), "--backend", "gloo"]) == 0
+    printed = capsys.readouterr().out
+    # 48 elements and 5, of two bytes; no rank of one side is on the other.
+    assert "106 B by all; nothing can do with less" in printed
+    assert "with topology 'gloo-local'" in printed
+    tensors, links = printed.split("\n\n")[1:]
+    assert [line.split()[:6] for line in tensors.splitlines()[1:]] == [
+        ["qk", "96", "B", "32", "B", "0"],
+        ["bias", "10", "B", "10", "B", "0"],
+    ]
+    assert sum(int(line.split()[3]) for line in links.splitlines()[1:]) == 106
+
+
+def test_long_tables_are_cut_short() -> None:
+    src, dst = sw.Layout(TRAIN, (64,), ["S(0)", "R"]), sw.Layout(SERVE, (64,), ["S(0)"])
+    batch = _planner.Batch([src] * 5, [dst] * 5, [(i, i, None) for i in range(5)])
+    text = explain(batch, [f"t{i}" for i in range(5)], sw.Topology.named("64x8"), limit=2)
+    assert text.count("\nt") == 3  # the header, t0 and t1
+    assert "and 3 more with 768 B" in text
+
+
+def test_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = _files(tmp_path)
+    assert cli.main(["transfer", *given[:2]]) == 2
+    said = capsys.readouterr().err
+    assert "shardwright transfer: nothing can be moved, because" in said
+    assert "bias: the destination has it, and no source is mapped to it" in said
+    assert "m.bias: the map makes it from m.bias, and the destination has no such tensor" in said
+    assert cli.main(["transfer", *given, "--bucket-bytes", "1"]) == 2
+    assert "bucket_bytes: got 1" in capsys.readouterr().err
+    assert cli.main(["transfer", str(tmp_path / "none.json"), given[1]]) == 2
+    assert "none.json cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is not JSON"),
+        ([], "got a list; allowed is an object"),
+        ({"meshes": {"a": {"dims": {"x": 0}}}}, "meshes.a: "),
+        ({"meshes": {"a": {"sizes": 2}}}, "meshes.a: got sizes; allowed are dims, ranks"),
+        ({"meshes": {}, "tensors": {"w": {"mesh": "b"}}}, "tensors.w.mesh: got 'b'"),
+        ({"meshes": {"a": {"dims": {"x": 2}}}, "tensors": {"w": {"mesh": "a"}}}, "tensors.w: "),
+        (
+            {"meshes": {"a": {"dims": {"x": 2}}}, "tensors": {"w": {"mesh": "a", "shape": [2], "placements": ["T"]}}},
+            "tensors.w: placements",
+        ),
+    ],
+)
+def test_layouts_that_cannot_be_read(tmp_path: Path, content: Any, said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        files.read_layouts(_written(tmp_path, "layouts.json", content))
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({}, "holds a dict; allowed is a list of rules"),
+        ([{"fuze": {}}], "[0]: got"),
+        ([{"fuse": {"name": "a"}}], "[0].fuse: "),
+        ([{"rename": {"names": "a", "into": "b"}}], "[0].rename: got into; allowed are names, to"),
+        ([{"cast": {"dtype": "bf17"}}], "[0].cast: "),
+    ],
+)
+def test_rules_that_cannot_be_read(tmp_path: Path, content: Any, said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        files.read_rules(_written(tmp_path, "rules.json", content))
+    assert said in str(raised.value)

@@ -1,0 +1,36 @@
+"""From mapped tensors to the items of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .pieces import Mapped, Piece
+
+# Source dim, destination dim, where the range begins in each, its length; -1 stands for no dim.
+Axis = tuple[int, int, int, int, int]
+
+
+class Item(NamedTuple):
+    """Elements of a source that move to a destination, both by their numbers."""
+
+    source: int
+    destination: int
+    axes: tuple[Axis, ...]
+
+
+def items_of(tensors: Mapping[str, Mapped], names: Sequence[str]) -> tuple[list[str], list[Item]]:
+    """Returns the sources that these tensors are made of, numbered in this order, and what moves from each."""
+    number: dict[str, int] = {}
+    items = []
+    for destination, name in enumerate(names):
+        for piece in tensors[name].pieces:
+            items.append(Item(number.setdefault(piece.source, len(number)), destination, _axes_of(piece)))
+    return list(number), items
+
+
+def _axes_of(piece: Piece) -> tuple[Axis, ...]:
+    runs = ((run.src_dim, run.dim, run.src_start, run.start, run.length) for run in piece.runs)
+    taken = ((dim, -1, index, 0, 1) for dim, index in piece.src_fixed)
+    put = ((-1, dim, 0, index, 1) for dim, index in piece.fixed)
+    return (*runs, *taken, *put)
