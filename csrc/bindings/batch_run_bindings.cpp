@@ -29,6 +29,24 @@ BatchExecutableView bind_batch(const std::string& bytes, int64_t rank, const std
       std::make_shared<const BatchExecutable>(std::move(program), group_named(group_name), c10::Device(wire).type())};
 }
 
+// For each destination the last round, of those in which this rank takes part, that sends or receives something of it;
+// -1 for none.
+std::vector<int> last_rounds(const BatchExecutable& executable) {
+  const BatchProgram& program = executable.program();
+  const Batch& batch = program.plan().batch();
+  std::vector<int> last(batch.destinations.size(), -1);
+  for (size_t r = 0; r < program.rounds().size(); ++r) {
+    for (const auto* messages : {&program.rounds()[r].sends, &program.rounds()[r].receives}) {
+      for (const BatchMessage& message : *messages) {
+        for (const BatchFragment& fragment : message.fragments) {
+          last[batch.items[fragment.item].destination] = static_cast<int>(r);
+        }
+      }
+    }
+  }
+  return last;
+}
+
 }  // namespace
 
 void define_batch_runs(py::module_& m) {
@@ -36,6 +54,7 @@ void define_batch_runs(py::module_& m) {
   py::class_<BatchHandle>(m, "BatchHandle")
       .def("wait_for_sources", &BatchHandle::wait_for_sources, release_gil())
       .def("wait_for_destination", &BatchHandle::wait_for_destination, py::arg("destination"), release_gil())
+      .def("wait_for_round", &BatchHandle::wait_for_round, py::arg("round"), release_gil())
       .def("wait", &BatchHandle::wait, release_gil())
       .def("is_done", &BatchHandle::is_done);
   py::class_<BatchExecutableView>(m, "BatchExecutable")
@@ -45,6 +64,7 @@ void define_batch_runs(py::module_& m) {
                              [](const BatchExecutableView& v) { return v.executable->received_bytes(); })
       .def_property_readonly("num_rounds",  // in which this rank takes part
                              [](const BatchExecutableView& v) { return v.executable->program().rounds().size(); })
+      .def_property_readonly("last_rounds", [](const BatchExecutableView& v) { return last_rounds(*v.executable); })
       .def(
           "run",
           [](const BatchExecutableView& v, std::vector<at::Tensor> sources, std::vector<at::Tensor> destinations) {

@@ -139,6 +139,12 @@ class BatchRun final : public Run {
     }
     return num_actions();
   }
+  int end_of_round(int round) const {
+    for (size_t a = 0; a < actions_.size(); ++a) {
+      if (actions_[a].kind == Action::Kind::kFinish && actions_[a].round == round) return static_cast<int>(a) + 1;
+    }
+    return num_actions();
+  }
   int num_actions() const { return static_cast<int>(actions_.size()); }
 
   // For a run beside the caller's stream: gives everything to the device, and returns.
@@ -367,6 +373,7 @@ BatchHandle::BatchHandle(std::shared_ptr<BatchRun> run) : run_(std::move(run)), 
 
 void BatchHandle::wait_for_sources() { run_->wait_until(run_->end_of_sources()); }
 void BatchHandle::wait_for_destination(int destination) { run_->wait_until(run_->end_of_destination(destination)); }
+void BatchHandle::wait_for_round(int round) { run_->wait_until(run_->end_of_round(round)); }
 void BatchHandle::wait() { run_->wait_until(run_->num_actions()); }
 bool BatchHandle::is_done() const { return run_->is_done(); }
 

@@ -35,6 +35,7 @@ class BatchHandle {
 
   void wait_for_sources();                     // until no source is read any more
   void wait_for_destination(int destination);  // until it is complete
+  void wait_for_round(int round);              // of BatchProgram::rounds(), until its messages have gone and come
   void wait();                                 // until all are
   bool is_done() const;
   const at::Tensor& token() const { return token_; }  // as long as it exists, somebody may wait

@@ -30,6 +30,10 @@ NOT_OURS = {
     "cross.py",
     "differences.py",
     "train.py",
+    "serve.py",
+    "from.json",
+    "to.json",
+    "rules.json",
 }
 NOT_OURS |= {"build/gpu/summary.json", "test_redistribute.py"}
 
@@ -118,7 +122,7 @@ def test_make_targets_exist(page: Path) -> None:
 @pages
 def test_options_of_the_command_line_exist(page: Path) -> None:
     known = {}
-    for command in ("plan", "doctor", "calibrate"):
+    for command in ("plan", "transfer", "doctor", "calibrate"):
         with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
             cli.main([command, "--help"])
         known[command] = set(re.findall(r"--[a-z-]+", printed.getvalue()))

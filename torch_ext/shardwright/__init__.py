@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .products.functions import all_gather_matmul, linear, matmul_all_reduce, matmul_reduce_scatter
     from .tracing import trace
     from .transfers.checkpoints import CheckpointReader, load_checkpoint
+    from .transfers.transfer import transfer
     from .wire import wire_meter
 
 __all__ = [
@@ -96,6 +97,7 @@ __all__ = [
     "stack",
     "stats",
     "trace",
+    "transfer",
     "transpose",
     "unpin",
     "unstack",
@@ -119,6 +121,7 @@ _NEEDS_TORCH = {
     "preparation": "prepare",
     "tracing": "trace",
     "transfers.checkpoints": "CheckpointReader load_checkpoint",
+    "transfers.transfer": "transfer",
     "wire": "wire_meter",
 }
 _MODULE_OF = {name: module for module, names in _NEEDS_TORCH.items() for name in names.split()}

@@ -23,6 +23,9 @@ class BatchHandle:
 
     def wait_for_sources(self) -> None: ...
     def wait_for_destination(self, destination: int) -> None: ...
+    def wait_for_round(self, round: int) -> None:
+        """Waits for one of the rounds in which this rank takes part."""
+
     def wait(self) -> None: ...
     def is_done(self) -> bool: ...
 
@@ -38,6 +41,10 @@ class BatchExecutable:
     @property
     def num_rounds(self) -> int:
         """The rounds in which this rank takes part."""
+
+    @property
+    def last_rounds(self) -> list[int]:
+        """For each destination the last of these rounds that sends or receives something of it; -1 for none."""
 
     def run(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None: ...
     def start(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> BatchHandle: ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,10 @@ from ..dtensor.specs import layout_of_spec
 from ..layout import Layout, Mesh
 from ..mapping import patterns
 
-# Names, sizes and ranks of a mesh; shape, dtype, placements and shard order. Equal layouts have equal descriptions.
+# Names, sizes and ranks of a mesh.
+MeshParts = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
+# Shape and dtype; then, unless the tensor is the same on all ranks that pass it, the number of its mesh, placements and
+# shard order.
 Description = tuple[Any, ...]
 
 _ALLOWED = "a DTensor, a tensor that is the same on all ranks that pass it, a pair of a local tensor and a Layout"
@@ -31,35 +33,55 @@ class Given(NamedTuple):
     local: torch.Tensor | None  # None: nothing was passed to read from or to write to
     value: Any  # what the user passed, if it is a tensor
 
-    def description(self) -> Description:
-        if self.layout is None:
-            assert self.local is not None
-            return (tuple(self.local.shape), argument_values.dtype_text(self.local.dtype))
-        return describe(self.layout)
+
+class Declared(NamedTuple):
+    """The tensors that a rank passes, as it tells other ranks. Meshes are written once."""
+
+    meshes: list[MeshParts]
+    source: dict[str, Description]
+    destination: dict[str, Description]
 
 
-def describe(layout: _planner.Layout) -> Description:
-    mesh = layout.mesh
-    order = tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(layout.shard_order.items()))
-    ends = tuple(layout.shape), layout.dtype, tuple(layout.placements), order
-    return (tuple(mesh.dim_names), tuple(mesh.shape), tuple(mesh.ranks)), *ends
+def declare(source: dict[str, Given], destination: dict[str, Given]) -> Declared:
+    meshes: dict[MeshParts, int] = {}
+    known: dict[_planner.Layout, Description] = {}  # tensors of one shape mostly have one layout
+
+    def description(given: Given) -> Description:
+        layout = given.layout
+        if layout is None:
+            assert given.local is not None
+            return tuple(given.local.shape), argument_values.dtype_text(given.local.dtype)
+        if layout not in known:
+            mesh = layout.mesh
+            parts = tuple(mesh.dim_names), tuple(mesh.shape), tuple(mesh.ranks)
+            order = tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(layout.shard_order.items()))
+            ends = tuple(layout.shape), layout.dtype
+            known[layout] = *ends, meshes.setdefault(parts, len(meshes)), tuple(layout.placements), order
+        return known[layout]
+
+    sides = [{name: description(given) for name, given in side.items()} for side in (source, destination)]
+    return Declared(list(meshes), *sides)
 
 
-@functools.lru_cache(maxsize=1024)
-def _mesh(names: tuple[str, ...], sizes: tuple[int, ...], ranks: tuple[int, ...]) -> Mesh:
-    return Mesh(dict(zip(names, sizes)), ranks)
+class Layouts:
+    """The layouts that one rank's declaration describes; equal descriptions give one object."""
 
+    def __init__(self, declared: Declared, ranks: Sequence[int]) -> None:
+        self._meshes = [Mesh(dict(zip(names, sizes)), own) for names, sizes, own in declared.meshes]
+        self._everywhere = Mesh({"rank": len(ranks)}, ranks)
+        self._known: dict[Description, Layout] = {}
 
-@functools.lru_cache(maxsize=4096)
-def layout_of(description: Description) -> Layout:
-    mesh, shape, dtype, placements, order = description
-    return Layout(_mesh(*mesh), shape, placements, dtype, dict(order), "literal")
-
-
-def replicated(description: Description, ranks: Sequence[int]) -> Layout:
-    """Returns the layout of a tensor that is the same on these ranks."""
-    shape, dtype = description
-    return Layout(_mesh(("rank",), (len(ranks),), tuple(ranks)), shape, ["R"], dtype)
+    def of(self, description: Description) -> Layout:
+        found = self._known.get(description)
+        if found is None:
+            shape, dtype, *rest = description
+            if rest:
+                mesh, placements, order = rest
+                found = Layout(self._meshes[mesh], shape, placements, dtype, dict(order), "literal")
+            else:
+                found = Layout(self._everywhere, shape, ["R"], dtype)
+            self._known[description] = found
+        return found
 
 
 class Reader:
@@ -92,12 +114,11 @@ class Reader:
 
     def _add(self, found: dict[str, Given], side: str, name: str, value: Any) -> None:
         try:
-            one = self._read(value)
-            self._check(side, one)
+            # What is wrong is declared too: that it is missing would be no news.
+            found[name] = self._read(value)
+            self._check(side, found[name])
         except ValueError as error:
             self.problems.append(self._said(side, name, str(error)))
-            return
-        found[name] = one
 
     def _said(self, side: str, name: str, what: str) -> str:
         return f"{side} {name}: {what} (on rank {self.rank})"
@@ -159,7 +180,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _plain(local: torch.Tensor) -> torch.Tensor:
-    return (local.wait() if isinstance(local, AsyncCollectiveTensor) else local).detach()
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _flattened(argument: str, given: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

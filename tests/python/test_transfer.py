@@ -1,0 +1,312 @@
+"""State dicts from one set of layouts to another, on Gloo ranks: every element, replays, streams and two versions."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import meshes
+import oracle
+import shardwright as sw
+from map_rules import random_rules
+from parts import part_of
+from pool import Pool
+
+WORLD_SIZE = 6
+TRAIN = sw.Mesh({"dp": 2, "tp": 2}, [0, 1, 2, 3])
+SERVE = sw.Mesh({"tp": 3}, [5, 3, 4])
+KINDS = ("R", "S(0)", "S(1)")
+
+State = dict[str, torch.Tensor]
+
+RULES = [
+    sw.fuse("l.*.qkv", ["l.*.q", "l.*.k", "l.*.v"]),
+    sw.stack("l.*.experts.{}.w"),
+    sw.transpose("l.*.experts.w", (0, 2, 1)),
+    sw.cast("bfloat16", ["l.**"]),
+    sw.rename("l.**", "layers.**"),
+]
+
+
+def _trained(version: int) -> State:
+    state: State = {"embed": oracle.global_tensor((11, 6), torch.float32, version), "step": torch.tensor(version)}
+    for layer in range(2):
+        for i, (name, rows) in enumerate((("q", 8), ("k", 4), ("v", 4))):
+            state[f"l.{layer}.{name}"] = oracle.global_tensor((rows, 6), torch.float32, version + 10 * layer + i)
+        for expert in range(5):
+            seed = version + 100 * layer + expert
+            state[f"l.{layer}.experts.{expert}.w"] = oracle.global_tensor((3, 7), torch.float32, seed)
+    return state
+
+
+def _served(state: State) -> State:
+    result = {"embed": state["embed"], "step": state["step"]}
+    for layer in range(2):
+        parts = [state[f"l.{layer}.{name}"] for name in "qkv"]
+        result[f"layers.{layer}.qkv"] = torch.cat(parts).bfloat16()
+        experts = torch.stack([state[f"l.{layer}.experts.{i}.w"] for i in range(5)])
+        result[f"layers.{layer}.experts.w"] = experts.permute(0, 2, 1).bfloat16()
+    return result
+
+
+def _layouts(state: State, mesh: sw.Mesh, draw: random.Random) -> dict[str, sw.Layout]:
+    return {
+        name: sw.Layout(
+            mesh, x.shape, [draw.choice(KINDS[: 1 + min(x.ndim, 2)]) for _ in range(mesh.ndim)], str(x.dtype)
+        )
+        for name, x in state.items()
+    }
+
+
+def _parts(state: State, layouts: dict[str, sw.Layout]) -> dict[str, tuple[torch.Tensor, sw.Layout]] | None:
+    """What this rank passes as a state dict; None where it holds nothing."""
+    rank = dist.get_rank()
+    mine = {n: (part_of(state[n], y, rank).to(meshes.device), y) for n, y in layouts.items() if rank in y.mesh.ranks}
+    return mine or None
+
+
+def _check(tensors: dict[str, Any], state: State, layouts: dict[str, sw.Layout]) -> None:
+    rank = dist.get_rank()
+    assert set(tensors) == {name for name, layout in layouts.items() if rank in layout.mesh.ranks}
+    for name, x in tensors.items():
+        wrong = oracle.difference(x, part_of(state[name], layouts[name], rank).to(x.device))
+        assert wrong is None, f"{name} on rank {rank}: {wrong}"
+
+
+def _train_to_serve() -> None:
+    draw = random.Random(1)
+    state = _trained(1)
+    sources = _layouts(state, TRAIN, draw)
+    served = _served(state)
+    layouts = _layouts(served, SERVE, draw)
+    given = _parts(state, sources)
+    t = sw.transfer(given, layouts, map=RULES, bucket_bytes=1000, buckets=2)
+    assert t.names == list(served)
+    t.start().wait()
+    _check(t.tensors, served, layouts)
+    assert f"transfer of {len(served)} tensors" in t.explain()
+    addresses = {name: x.data_ptr() for name, x in t.tensors.items()}
+    for version in (2, 3):
+        state = _trained(version)
+        for name, (local, layout) in (given or {}).items():
+            local.copy_(part_of(state[name], layout, dist.get_rank()))
+        handle = t.start()
+        handle.source_free.wait()
+        for local, _ in (given or {}).values():
+            local.zero_()
+        handle.wait()
+        assert handle.is_done()
+        _check(t.tensors, _served(state), layouts)
+        assert addresses == {name: x.data_ptr() for name, x in t.tensors.items()}
+
+
+def test_train_to_serve_again_and_again(pool: Pool) -> None:
+    pool.run(_train_to_serve, WORLD_SIZE)
+
+
+def _in_place() -> None:
+    """Into a DTensor, into every other column of a tensor, and into a tensor that two ranks have whole."""
+    rank = dist.get_rank()
+    state = {name: oracle.global_tensor((6, 8), torch.float32, i) for i, name in enumerate("abcd")}
+    mesh = meshes.get_mesh((2, 3))
+    layouts = {"b": sw.Layout(SERVE, (6, 8), [sw.Cyclic(1, 1)]), "a": sw.Layout(mesh, (6, 8), ["S(1)", "S(0)"])}
+    to: dict[str, Any] = {"a": DTensor.from_local(torch.zeros(2, 4, device=meshes.device), mesh, [Shard(1), Shard(0)])}
+    kept = None
+    if rank in SERVE.ranks:
+        kept = torch.zeros(6, 2 * layouts["b"].local_shape(rank)[1], device=meshes.device)
+        to["b"] = (kept[:, ::2], layouts["b"])
+    if rank in (1, 4):
+        to["c"] = torch.zeros(6, 8, device=meshes.device)
+    if rank == 2:  # for all ranks of the mesh
+        to["d"] = ([Shard(1), Replicate()], mesh, (6, 8), torch.float32)
+    replicated = DTensor.from_local(state["a"].to(meshes.device), mesh, [Replicate(), Replicate()])
+    given: dict[str, Any] = {"a": replicated, "nested": {name: state[name].to(meshes.device) for name in "bd"}}
+    if rank == 0:
+        given["c"] = state["c"].to(meshes.device)
+    t = sw.transfer(given, to, map=sw.rename("nested.*", "*"))
+    t.start().wait()
+    assert t.tensors["a"] is to["a"]
+    _check({"a": to["a"].to_local()}, state, {"a": layouts["a"]})
+    _check({"d": t.tensors["d"]}, state, {"d": sw.Layout(mesh, (6, 8), ["S(1)", "R"])})
+    if kept is not None:
+        _check({"b": kept[:, ::2]}, state, {"b": layouts["b"]})
+        assert not kept[:, 1::2].any()
+    if rank in (1, 4):
+        assert torch.equal(to["c"].cpu(), state["c"])
+
+
+def test_destinations_are_filled_in_place(pool: Pool) -> None:
+    pool.run(_in_place, WORLD_SIZE)
+
+
+def _stream(early: bool) -> list[str]:
+    draw = random.Random(2)
+    state = _trained(4)
+    served = _served(state)
+    layouts = _layouts(served, SERVE, draw)
+    # As if each rank were its own stage of a pipeline: a tensor is on one rank alone.
+    owners = {name: sw.Mesh({"one": 1}, [i % 4]) for i, name in enumerate(state)}
+    sources = {name: sw.Layout(owners[name], x.shape, ["R"], str(x.dtype)) for name, x in state.items()}
+    t = sw.transfer(_parts(state, sources), layouts if dist.get_rank() == 5 else {}, RULES, bucket_bytes=300)
+    names = []
+    for _ in range(2):
+        received = {}
+        for name, x in t.receive():
+            received[name] = x
+            if early and dist.get_rank() == 4:
+                break
+        if not early or dist.get_rank() != 4:
+            _check(received, served, layouts)
+        names = list(received)
+    t.start().wait()
+    _check(t.tensors, served, layouts)
+    return names
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_receive_yields_what_is_complete(pool: Pool, early: bool) -> None:
+    names = pool.run(_stream, WORLD_SIZE, early)
+    assert names[:3] == [[], [], []]
+    assert len(names[4]) == (1 if early else 6)
+    assert len(names[5]) == 6
+
+
+def _two_versions() -> None:
+    rank = dist.get_rank()
+    shape = (6, 4)
+    src, dst = sw.Layout(TRAIN, shape, ["S(0)", "S(1)"]), sw.Layout(SERVE, shape, ["S(0)"])
+    versions = [oracle.global_tensor(shape, torch.float32, i) for i in range(4)]
+    local = part_of(versions[0], src, rank).to(meshes.device) if rank < 4 else None
+    mine = torch.full((2, 4), 7.0, device=meshes.device) if rank > 2 else None
+    t = sw.transfer({"w": (local, src)} if rank < 4 else None, {"w": (mine, dst)}, staging="double")
+    expected = [part_of(x, dst, rank) for x in versions] if rank > 2 else []
+
+    def start(version: int) -> Any:
+        if local is not None:
+            local.copy_(part_of(versions[version], src, rank))
+        return t.start()
+
+    def holds(x: torch.Tensor) -> None:
+        assert mine is None or torch.equal(mine.cpu(), x)
+
+    start(0).wait()
+    holds(expected[0] if expected else torch.empty(0))
+    handle = start(1)
+    holds(expected[0] if expected else torch.empty(0))
+    handle.wait(swap=False)
+    holds(expected[0] if expected else torch.empty(0))
+    t.swap()
+    holds(expected[1] if expected else torch.empty(0))
+    start(2)
+    start(3).wait()  # which waits for the one before, and exchanges it too
+    holds(expected[3] if expected else torch.empty(0))
+    with pytest.raises(ValueError, match="receive: the transfer has staging='double'"):
+        t.receive()
+
+
+def test_double_staging_exchanges_versions(pool: Pool) -> None:
+    pool.run(_two_versions, WORLD_SIZE)
+
+
+def _progress() -> list[tuple[int, int, str]]:
+    state = _trained(5)
+    served = _served(state)
+    draw = random.Random(5)
+    sources, layouts = _layouts(state, TRAIN, draw), _layouts(served, SERVE, draw)
+    calls: list[tuple[int, int, str]] = []
+    t = sw.transfer(_parts(state, sources), layouts, RULES, progress=lambda *said: calls.append(said))
+    t.start().wait()
+    assert sorted(name for _, _, name in calls) == sorted(served)
+    total = sum(x.nbytes for x in served.values())
+    assert [done for done, _, _ in calls] == sorted({done for done, _, _ in calls})
+    assert {said for _, said, _ in calls} == {total}
+    assert calls[-1][0] == total
+    return calls
+
+
+def test_progress_counts_to_the_total(pool: Pool) -> None:
+    pool.run(_progress, WORLD_SIZE)
+
+
+def _random_transfers(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)  # the same tensors on all ranks
+    for _ in range(6):
+        state = {f"x.{i}": torch.randn(4, 2, 4) for i in range(4)}
+        rules, expected = random_rules(draw, state)
+        src_mesh = sw.Mesh({"a": 2, "b": 2}, draw.sample(range(WORLD_SIZE), 4))
+        size = draw.choice((1, 3, 4))
+        dst_mesh = sw.Mesh({"c": size}, draw.sample(range(WORLD_SIZE), size))
+        sources, layouts = _layouts(state, src_mesh, draw), _layouts(expected, dst_mesh, draw)
+        bucket_bytes = draw.choice((256, 4096, 1 << 20))
+        t = sw.transfer(_parts(state, sources), layouts, rules, bucket_bytes=bucket_bytes, buckets=draw.choice((1, 3)))
+        t.start().wait()
+        _check(t.tensors, expected, layouts)
+        _check(dict(t.receive()), expected, layouts)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_rules_and_layouts(pool: Pool, seed: int) -> None:
+    pool.run(_random_transfers, WORLD_SIZE, seed)
+
+
+def _subgroup() -> None:
+    group = dist.new_group([1, 3, 4])
+    rank = dist.get_rank()
+    if rank not in (1, 3, 4):
+        return
+    whole = oracle.global_tensor((5, 3), torch.float32, 1)
+    src, dst = sw.Layout(sw.Mesh({"a": 2}, [4, 1]), (5, 3), ["S(0)"]), sw.Layout(sw.Mesh({"a": 1}, [3]), (5, 3), ["R"])
+    t = sw.transfer(_parts({"w": whole}, {"w": src}), {"w": dst} if rank == 3 else None, group=group)
+    t.start().wait()
+    _check(t.tensors, {"w": whole}, {"w": dst})
+
+
+@pytest.mark.cpu_only("groups of some ranks are Gloo's here")
+def test_group(pool: Pool) -> None:
+    pool.run(_subgroup, WORLD_SIZE)
+
+
+def _alone() -> None:
+    whole = torch.arange(6.0).view(2, 3)
+    t = sw.transfer(
+        {"w": whole, "e": torch.empty(0, 2)},
+        {"w": torch.empty(3, 2), "e": torch.empty(0, 2)},
+        sw.transpose("w", (1, 0)),
+    )
+    t.start().wait()
+    assert torch.equal(t.tensors["w"], whole.t())
+    assert [name for name, _ in t.receive()] == ["w", "e"]
+    t = sw.transfer(None, None)
+    t.start().wait()
+    assert list(t.receive()) == []
+
+
+def test_world_of_one(pool: Pool) -> None:
+    pool.run(_alone, 1)
+
+
+def _fsdp() -> None:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 3, bias=False))
+    wholes = {name: x.detach().clone() for name, x in model.state_dict().items()}
+    fully_shard(model, mesh=meshes.get_mesh((WORLD_SIZE,)))
+    named = {"in.weight": "0.weight", "in.bias": "0.bias", "out.weight": "1.weight"}
+    served = {new: wholes[old].half() for new, old in named.items()}
+    layouts = {name: sw.Layout(SERVE, x.shape, ["S(0)"], x.dtype) for name, x in served.items()}
+    rules = [sw.cast("float16"), sw.rename({"0.*": "in.*", "1.*": "out.*"})]
+    t = sw.transfer(get_model_state_dict(model), layouts, rules)
+    t.start().wait()
+    _check(t.tensors, served, layouts)
+
+
+@pytest.mark.cpu_only("FSDP2 needs a device that it knows")
+def test_state_dicts_of_fsdp(pool: Pool) -> None:
+    pool.run(_fsdp, WORLD_SIZE)

@@ -1,0 +1,145 @@
+"""Transfers that cannot be: one error with all that is wrong, the same on all ranks, before anything moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwright as sw
+from pool import Pool
+
+WORLD_SIZE = 4
+TRAIN = sw.Mesh({"a": 2}, [0, 1])
+SERVE = sw.Mesh({"b": 2}, [2, 3])
+
+
+def _refused(state: Any, to: Any, rules: Any = (), **options: Any) -> str:
+    with pytest.raises(ValueError) as raised:
+        sw.transfer(state, to, rules, **options)
+    dist.barrier()
+    return str(raised.value)
+
+
+def _layout(*shape: int, mesh: sw.Mesh = TRAIN, kind: str = "S(0)", dtype: str = "float32") -> sw.Layout:
+    return sw.Layout(mesh, shape, [kind], dtype)
+
+
+def _mine(layout: sw.Layout) -> torch.Tensor:
+    return torch.zeros(layout.local_shape(dist.get_rank()), dtype=getattr(torch, layout.dtype))
+
+
+def _everything_at_once() -> str:
+    rank = dist.get_rank()
+    layouts = {
+        "a": _layout(4),
+        "b": _layout(4, 2),
+        "e.0": _layout(2),
+        "e.2": _layout(2),
+        "x": _layout(3),
+        "y": _layout(3),
+        "half": _layout(2, dtype="float16"),
+        "lost": _layout(2),
+        "pending": _layout(2, kind="P"),
+        "disputed": _layout(4, kind="R" if rank else "S(0)"),
+        "only0": _layout(4),
+        "wrong": _layout(8),
+        "far": _layout(8, mesh=sw.Mesh({"a": 2}, [0, 9])),
+    }
+    state: dict[str, Any] | None = None
+    if rank in TRAIN.ranks:
+        state = {name: (_mine(layout), layout) for name, layout in layouts.items() if name != "far"}
+        state["far"] = (torch.zeros(4), layouts["far"])
+        state["number"] = 3
+        if rank == 1:
+            del state["only0"]
+            state["wrong"] = (torch.zeros(5), layouts["wrong"])
+    wanted = {name: _layout(*layout.shape, mesh=SERVE) for name, layout in layouts.items() if name not in ("x", "y")}
+    wanted |= {"e": _layout(3, 2, mesh=SERVE), "xy": _layout(3, mesh=SERVE), "b": _layout(2, 5, mesh=SERVE)}
+    wanted |= {"nobody": _layout(1, mesh=SERVE)}
+    for name in ("e.0", "e.2", "lost", "far"):
+        del wanted[name]
+    to: dict[str, Any] | None = dict(wanted) if rank == 2 else None
+    if rank == 3:
+        to = {"a": (torch.zeros(1, dtype=torch.float64), wanted["a"]), "half": "float16"}
+    rules = [sw.stack("e.{}"), sw.rename({"x": "xy", "y": "xy"}), sw.transpose("b", (1, 0)), sw.fuse("q", ["k"])]
+    return _refused(state, to, rules)
+
+
+def test_everything_that_is_wrong_is_in_one_error(pool: Pool) -> None:
+    said = pool.run(_everything_at_once, WORLD_SIZE)
+    assert len(set(said)) == 1
+    assert said[0].startswith("transfer: nothing was moved, because\n")
+    for text in (
+        "source pending: Layout(float32[2] on a=2 as [P(sum)]) has pending reductions",
+        "as [S(0)]) has ranks [9], which are not in the group of 4",
+        "source number: got a int; allowed is a DTensor",
+        "source wrong: the local tensor has shape (5,), where Layout(float32[8] on a=2 as [S(0)]) has (4,) (on rank 1)",
+        "source disputed: the ranks declare different layouts: Layout(float32[4] on a=2 as [S(0)]) on ranks [0]; "
+        "Layout(float32[4] on a=2 as [R]) on ranks [1]",
+        "source only0: ranks [1] are on the mesh of Layout(float32[4] on a=2 as [S(0)]), and their state dicts lack it",
+        "destination a: the local tensor has shape (1,), where",
+        "destination half: got a str; allowed is",
+        "fuse('q'): no tensor is called k",
+        "e: no source gives [1:2, 0:2] of (3, 2)",
+        "xy: [0:3] of (3,) is given 2 times, by x and y",
+        "b: the map makes (2, 4) from b, and the destination has shape (2, 5): [4:5] of dim 1 has no source",
+        "half: the map makes float16, and the destination has float32; cast('float32', 'half')",
+        "lost: the map makes it from lost, and the destination has no such tensor",
+        "nobody: the destination has it, and no source is mapped to it",
+    ):
+        assert text in said[0], text
+
+
+def _arguments_that_differ() -> list[str]:
+    rank = dist.get_rank()
+    whole = torch.arange(4.0)
+    state = {"w": whole} if rank == 0 else None
+    to = {"w": torch.zeros(4)} if rank == 3 else None
+
+    def explode(name: str) -> str:
+        raise KeyError(name)
+
+    cases = [
+        _refused(state, to, bucket_bytes=100 + rank // 2),
+        _refused(state, to, bucket_bytes=0 if rank == 2 else 100),
+        _refused(state, to, staging="triple" if rank == 1 else None),
+        _refused(state, to, ignore=["w"] if rank == 1 else []),
+        _refused(state, to, sw.transpose("w", (0,)) if rank else sw.rename("w", "v")),
+        _refused(state, to, [sw.rename(explode)] if rank == 2 else []),
+        _refused(state, to, ["rename"] if rank == 2 else []),
+        _refused([whole] if rank == 0 else None, to),
+        _refused(state, to, progress=3 if rank == 1 else False),
+        _refused(state, {"w": torch.zeros(4).to_sparse()} if rank == 3 else None),
+    ]
+    assert to is None or not to["w"].any()
+    return cases
+
+
+def test_arguments_that_differ_among_ranks(pool: Pool) -> None:
+    said = pool.run(_arguments_that_differ, WORLD_SIZE)
+    for texts in zip(*said):
+        assert len(set(texts)) == 1
+    for text, expected in zip(
+        said[0],
+        (
+            "bucket_bytes: got 100 on ranks [0, 1]; 101 on ranks [2, 3]",
+            "bucket_bytes: got 0; allowed are 1 and more (on rank 2)",
+            "staging: got 'triple'; allowed are None and 'double' (on rank 1)",
+            "ignore: got [] on ranks [0, 2, 3]; ['w'] on ranks [1]",
+            "map: got what has digest",
+            "map: a function raised KeyError: 'w' (on rank 2)",
+            "map: got a str; allowed are rules",
+            "state_dict: got a list; allowed is a dict",
+            "progress: got a int; allowed are True, False or a function",
+            "the local tensor: has layout torch.sparse_coo",
+        ),
+    ):
+        assert expected in text, text
+
+
+def test_without_process_group() -> None:
+    with pytest.raises(RuntimeError, match=r"torch.distributed is not initialised"):
+        sw.transfer(None, None)

@@ -1,0 +1,148 @@
+"""What ranks tell each other before the first transfer, so that all have the same tensors and the same errors.
+
+    1. a digest of what each declares, its options, and what is wrong with its arguments
+    2. the declarations themselves, once for each digest: ranks of one mesh mostly declare the same
+    3. after the map: a digest of what each has made of it, and its problems
+
+A rank whose arguments are wrong takes part in all of it, and all ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from .. import _planner
+from .declared import Declared, Description, Layouts
+
+_MAX_SHOWN = 40
+
+
+class Agreed(NamedTuple):
+    """The tensors of both sides, by name, the same on all ranks."""
+
+    source: dict[str, _planner.Layout]
+    destination: dict[str, _planner.Layout]
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raises ValueError with all problems, if there are any."""
+    if not problems:
+        return
+    distinct = list(dict.fromkeys(problems))
+    lines = distinct[:_MAX_SHOWN]
+    if len(distinct) > _MAX_SHOWN:
+        lines.append(f"and {len(distinct) - _MAX_SHOWN} more")
+    raise ValueError("transfer: nothing was moved, because\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def agree(
+    mine: Declared, options: dict[str, Any], problems: Sequence[str], group: dist.ProcessGroup | None
+) -> tuple[Agreed, list[str]]:
+    """Returns the tensors that all ranks declare, and the problems of all ranks. All ranks of the group call.
+
+    Raises ValueError on all ranks where the ranks' options differ.
+    """
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    heard = _gather((digest(mine), {name: str(value) for name, value in options.items()}, list(problems)), group)
+    found = [problem for _, _, theirs in heard for problem in theirs]
+    for name in options:
+        found += _differing(name, {rank: said[name] for rank, (_, said, _) in zip(ranks, heard)})
+    sayers: dict[str, list[int]] = {}
+    for rank, (their_digest, _, _) in zip(ranks, heard):
+        sayers.setdefault(their_digest, []).append(rank)
+    declarations = [(their_ranks, _broadcast(mine, their_ranks[0], group)) for their_ranks in sayers.values()]
+    return Agreed(_merged("source", declarations, found), _merged("destination", declarations, found)), found
+
+
+def check_result(result: str, problems: Sequence[str], group: dist.ProcessGroup | None) -> None:
+    """Raises ValueError on all ranks if some rank has problems, or if their results differ."""
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    heard = _gather((result, list(problems)), group)
+    results = {rank: said for rank, (said, _) in zip(ranks, heard)}
+    found = [problem for _, theirs in heard for problem in theirs]
+    if len(set(results.values())) > 1:
+        found += _differing("map", {rank: f"what has digest {said[:12]}" for rank, said in results.items()})
+    refuse(found)
+
+
+def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    heard: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(heard, value, group=group)
+    return heard
+
+
+def _broadcast(value: Any, src: int, group: dist.ProcessGroup | None) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=src, group=group)
+    return box[0]
+
+
+def _differing(name: str, said: dict[int, str]) -> list[str]:
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, text in said.items():
+        ranks_by_text.setdefault(text, []).append(rank)
+    if len(ranks_by_text) == 1:
+        return []
+    return [f"{name}: got " + "; ".join(f"{text} on ranks {ranks}" for text, ranks in ranks_by_text.items())]
+
+
+def _merged(
+    side: str, declarations: Sequence[tuple[list[int], Declared]], problems: list[str]
+) -> dict[str, _planner.Layout]:
+    """Returns what the ranks declare of one side; reports tensors of which they say different things."""
+    said: dict[str, list[tuple[_planner.Layout, list[int]]]] = {}
+    everywhere = _ranks_of_plain_tensors(side, declarations)
+    for ranks, theirs in declarations:
+        known: dict[tuple[int, ...], Layouts] = {}
+        for name, description in getattr(theirs, side).items():
+            on = everywhere.get((name, description), tuple(ranks))
+            if on not in known:
+                known[on] = Layouts(theirs, on)
+            _add(said.setdefault(name, []), known[on].of(description), ranks)
+    merged: dict[str, _planner.Layout] = {}
+    missing: dict[tuple[_planner.Layout, tuple[int, ...]], list[int]] = {}
+    for name, layouts in said.items():
+        layout, ranks = layouts[0]
+        if len(layouts) > 1:
+            texts = "; ".join(f"{one} on ranks {sorted(those)}" for one, those in layouts)
+            problems.append(f"{side} {name}: the ranks declare different layouts: {texts}")
+            continue
+        merged[name] = layout
+        if side == "source":
+            # Most tensors are declared by the same ranks, which are compared with a layout once.
+            key = layout, tuple(ranks)
+            if key not in missing:
+                missing[key] = sorted(set(layout.mesh.ranks) - set(ranks))
+            if missing[key]:
+                problems.append(
+                    f"source {name}: ranks {missing[key]} are on the mesh of {layout}, and their state dicts lack it"
+                )
+    return merged
+
+
+def _add(layouts: list[tuple[_planner.Layout, list[int]]], layout: _planner.Layout, ranks: list[int]) -> None:
+    for known, those in layouts:
+        if known == layout:
+            those += ranks
+            return
+    layouts.append((layout, list(ranks)))
+
+
+def _ranks_of_plain_tensors(
+    side: str, declarations: Sequence[tuple[list[int], Declared]]
+) -> dict[tuple[str, Description], tuple[int, ...]]:
+    """Returns the ranks that pass each tensor which is the same on all ranks that pass it."""
+    found: dict[tuple[str, Description], list[int]] = {}
+    for ranks, theirs in declarations:
+        for name, description in getattr(theirs, side).items():
+            if len(description) == 2:
+                found.setdefault((name, description), []).extend(ranks)
+    return {key: tuple(sorted(ranks)) for key, ranks in found.items()}

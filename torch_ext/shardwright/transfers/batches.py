@@ -1,0 +1,81 @@
+"""Batches of a transfer's tensors, bound to a process group."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .. import _planner, _runtime, executables
+from .setup import SetUp
+
+
+class Run:
+    """A batch under way. Every method may be called any number of times."""
+
+    def __init__(self, pending: _runtime.BatchHandle | None, last_rounds: Sequence[int]) -> None:
+        self._pending = pending
+        self._last_rounds = last_rounds
+
+    def in_order(self) -> list[int]:
+        """The numbers of the destinations, in the batch, in the order in which this rank has done its part in them."""
+        return sorted(range(len(self._last_rounds)), key=lambda number: self._last_rounds[number])
+
+    def wait_for_sources(self) -> None:
+        if self._pending is not None:
+            self._pending.wait_for_sources()
+
+    def wait_for(self, number: int) -> None:
+        """Waits until a destination is complete here, and until what other ranks need of it has left."""
+        if self._pending is not None:
+            self._pending.wait_for_destination(number)
+            if self._last_rounds[number] >= 0:
+                self._pending.wait_for_round(self._last_rounds[number])
+
+    def wait(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+
+    def is_done(self) -> bool:
+        return self._pending is None or self._pending.is_done()
+
+
+class BoundBatch:
+    """The destinations with these numbers, and what moves to them. Every rank of the group makes it alike."""
+
+    def __init__(
+        self, made: SetUp, destinations: range, bucket_bytes: int, buckets: int, group: dist.ProcessGroup | None
+    ) -> None:
+        begin, end = (
+            bisect.bisect_left(made.items, edge, key=lambda item: item.destination)
+            for edge in (destinations.start, destinations.stop)
+        )
+        items = made.items[begin:end]
+        number: dict[int, int] = {}
+        for item in items:
+            number.setdefault(item.source, len(number))
+        self._sources = [made.local_sources[source] for source in number]
+        self.batch = _planner.Batch(
+            [made.sources[source] for source in number],
+            [made.destinations[destination] for destination in destinations],
+            [(number[item.source], item.destination - destinations.start, item.axes) for item in items],
+            bucket_bytes,
+            buckets,
+        )
+        self._executable: _runtime.BatchExecutable | None = None
+        self._last_rounds = [-1] * len(destinations)
+        if items:
+            device_type = made.device.type
+            wire = "cpu" if executables.lowering(device_type, group) == "gloo" else device_type
+            carrier = group if group is not None else dist.group.WORLD
+            assert carrier is not None
+            self._executable = _runtime.BatchExecutable(self.batch.to_bytes(), made.rank, carrier.group_name, wire)
+            self._last_rounds = self._executable.last_rounds
+
+    def start(self, destinations: Sequence[torch.Tensor]) -> Run:
+        if self._executable is None:
+            return Run(None, self._last_rounds)
+        sources = [source.detach() for source in self._sources]
+        return Run(self._executable.start(sources, [one.detach() for one in destinations]), self._last_rounds)

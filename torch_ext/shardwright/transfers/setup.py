@@ -1,0 +1,164 @@
+"""From what one rank passes to `transfer` to what all ranks move: tensors of both sides, items between them, order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .. import _planner, argument_values, plain_tensors
+from ..layout import Layout, Mesh
+from ..mapping.checking import Wanted, check
+from ..mapping.items import Item, items_of
+from ..mapping.kinds import Rule, apply_rules
+from ..mapping.pieces import source_tensor
+from . import agreement
+from .agreement import Agreed
+from .declared import Given, Reader, declare
+
+
+class SetUp(NamedTuple):
+    """What all ranks move, and this rank's tensors. Layouts have ranks of the group."""
+
+    sources: list[_planner.Layout]
+    destinations: list[_planner.Layout]
+    items: list[Item]
+    names: list[str]  # of the destinations
+    local_sources: list[torch.Tensor]  # without elements where this rank has no part
+    given: dict[str, Given]  # destinations that this rank passes
+    rank: int  # in the group
+    device: torch.device
+
+    def has_part(self, destination: int) -> bool:
+        return self.destinations[destination].mesh.coordinate(self.rank) is not None
+
+
+class Options(NamedTuple):
+    """Arguments that must be the same on all ranks."""
+
+    bucket_bytes: Any
+    buckets: Any
+    staging: Any
+    unused: list[str]
+    ignore: list[str]
+
+
+def set_up(
+    state_dict: Any, to: Any, rules: Any, options: Options, group: dist.ProcessGroup | None, problems: list[str]
+) -> SetUp:
+    """Agrees with the other ranks of the group, applies the rules, and compares both sides.
+
+    Raises the same ValueError on all ranks if `problems`, this rank's or another's, are not empty, or more are found.
+    """
+    reader = Reader(group)
+    source = _read(lambda: reader.state_dict(state_dict, options.unused), reader)
+    destination = _read(lambda: reader.destination(to), reader)
+    given_rules = _rules(rules, problems)
+    device = _device(source, destination, group, reader)
+    mine = declare(source, destination)
+    # A rank that could not read its arguments has said so; what others miss of it would only hide that.
+    agreed, found = agreement.agree(mine, options._asdict(), [*problems, *reader.problems], group)
+    made, order, more = _map(agreed, given_rules, options)
+    agreement.check_result(agreement.digest((made, order)), [*found, *more], group)
+    return _numbered(agreed, made, order, source, destination, group, device)
+
+
+def _read(read: Any, reader: Reader) -> dict[str, Given]:
+    try:
+        found: dict[str, Given] = read()
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        reader.problems.append(f"{kind}{error} (on rank {reader.rank})")
+        return {}
+    return found
+
+
+def _rules(given: Any, problems: list[str]) -> list[Rule]:
+    rules = [given] if isinstance(given, Rule) else given
+    try:
+        rules = argument_values.items(rules, "map", "a list of rules, such as [fuse('qkv', ['q', 'k', 'v'])]")
+        for rule in rules:
+            if not isinstance(rule, Rule):
+                raise ValueError(
+                    f"map: got a {type(rule).__name__}; allowed are rules, such as rename('model.**', '**')"
+                )
+    except ValueError as error:
+        problems.append(f"{error} (on rank {dist.get_rank()})")
+        return []
+    return list(rules)
+
+
+def _device(
+    source: dict[str, Given], destination: dict[str, Given], group: dist.ProcessGroup | None, reader: Reader
+) -> torch.device:
+    first: dict[torch.device, str] = {}
+    for found in (source, destination):
+        for name, given in found.items():
+            if given.local is not None and given.local.numel():
+                first.setdefault(given.local.device, name)
+    if len(first) > 1:
+        said = ", ".join(f"{name} on {device}" for device, name in first.items())
+        reader.problems.append(f"tensors are on several devices: {said}; allowed is one (on rank {reader.rank})")
+    return next(iter(first), None) or plain_tensors.device_of(group, None)
+
+
+def _map(agreed: Agreed, rules: Iterable[Rule], options: Options) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Returns the mapped tensors that move, their names in order, and the problems of map and destination."""
+    problems: list[str] = []
+    tensors = {name: source_tensor(name, layout.shape, layout.dtype) for name, layout in agreed.source.items()}
+    try:
+        apply_rules(tensors, rules, problems)
+    except Exception as error:  # of a user's function; the other ranks must hear of it
+        problems.append(f"map: a function raised {type(error).__name__}: {error} (on rank {dist.get_rank()})")
+        return {}, [], problems
+    wanted = {name: Wanted(tuple(layout.shape), layout.dtype) for name, layout in agreed.destination.items()}
+    names, differences = check(tensors, wanted, options.unused, options.ignore)
+    return {name: tensors[name] for name in names}, names, [*problems, *differences]
+
+
+def _numbered(
+    agreed: Agreed,
+    made: dict[str, Any],
+    order: list[str],
+    source: dict[str, Given],
+    destination: dict[str, Given],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> SetUp:
+    in_group = _GroupRanks(group)
+    source_names, items = items_of(made, order)
+    locals_ = []
+    sources = []
+    for name in source_names:
+        layout = agreed.source[name]
+        sources.append(in_group.layout(layout))
+        given = source.get(name)
+        has_part = layout.mesh.coordinate(dist.get_rank()) is not None
+        if has_part and given is not None and given.local is not None:
+            locals_.append(given.local)
+        else:
+            locals_.append(torch.empty(0, dtype=getattr(torch, layout.dtype), device=device))
+    destinations = [in_group.layout(agreed.destination[name]) for name in order]
+    rank = dist.get_rank(group)
+    return SetUp(sources, destinations, items, order, locals_, destination, rank, device)
+
+
+class _GroupRanks:
+    """Layouts on ranks of a group instead of global ranks."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        ranks: Sequence[int] = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self._number = None if list(ranks) == list(range(len(ranks))) else {rank: i for i, rank in enumerate(ranks)}
+        self._known: dict[_planner.Layout, Layout] = {}
+
+    def layout(self, layout: _planner.Layout) -> _planner.Layout:
+        if self._number is None:
+            return layout
+        if layout not in self._known:
+            mesh = layout.mesh
+            moved = Mesh(dict(zip(mesh.dim_names, mesh.shape)), [self._number[rank] for rank in mesh.ranks])
+            ends = layout.shape, layout.placements, layout.dtype, layout.shard_order, "literal"
+            self._known[layout] = Layout(moved, *ends)
+        return self._known[layout]

@@ -1,0 +1,319 @@
+"""State dicts from one set of layouts to another, planned once and run many times: `transfer`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _planner, argument_checks, argument_values, executables, groups
+from ..mapping import explaining
+from ..topology import Topology, default_topology, named_topology, tables_now
+from . import batches
+from .batches import BoundBatch
+from .progress import Progress
+from .setup import Options, SetUp, set_up
+
+_DEFAULT_BUCKET_BYTES = 64 << 20
+_DEFAULT_BUCKETS = 3
+
+
+def transfer(
+    state_dict: Any,
+    to: Any,
+    map: Any = (),
+    *,
+    bucket_bytes: int = _DEFAULT_BUCKET_BYTES,
+    buckets: int = _DEFAULT_BUCKETS,
+    staging: str | None = None,
+    unused: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    progress: bool | Callable[[int, int, str], None] = False,
+    group: dist.ProcessGroup | None = None,
+) -> Transfer:
+    """Plans the move of a state dict from the layouts that its tensors have to others, and checks all of it.
+
+    All ranks of the group call, also those that hold nothing of either side. Each says what it has; the ranks tell each
+    other their layouts here, once.
+
+    Args:
+        state_dict: this rank's tensors by name; None on ranks without any. Each is a DTensor, a pair of a local tensor
+            and its `Layout`, or a tensor that is the same on all ranks that pass it. Dicts within it have their names
+            joined by dots. Ranks may have different tensors, as stages of a pipeline do. They are read at every start,
+            where they are; no transfer changes them.
+        to: the tensors of the destination by name. A `Layout`, or (placements, mesh, shape, dtype), asks for a new
+            tensor on every rank of its mesh, and may be passed by some ranks alone. A DTensor, a pair of a local
+            tensor and its `Layout`, or a tensor that is the same on all ranks that pass it, is filled in place.
+        map: rules that make the destination's tensors of those of the source, applied in order: `fuse`, `split`,
+            `stack`, `unstack`, `transpose`, `rename`, `cast`.
+        bucket_bytes, buckets: a run takes `buckets` buffers of `bucket_bytes` on each rank besides the destination, and
+            keeps `buckets` rounds of messages under way.
+        staging: None writes into the destination as elements arrive. ``"double"`` keeps a second copy of it, writes
+            into that, and exchanges both at once when a transfer is waited for, or at `Transfer.swap`.
+        unused: patterns of names, after the map, that the destination may lack; also of what is no tensor in
+            `state_dict`.
+        ignore: patterns of names in `to` that keep what they hold if no tensor of the source has their name.
+        progress: a function of (done_bytes, total_bytes, name), which is called on this rank as tensors are complete;
+            True shows a bar on rank 0 (with tqdm, if it is installed).
+        group: the process group whose ranks take part; default, the default group. Meshes have global ranks.
+
+    Raises:
+        ValueError: on all ranks, with everything that is wrong anywhere: names that one side lacks, elements that no
+            source gives or that several give, shapes, dtypes without a cast, layouts that ranks disagree on, local
+            tensors that contradict their layout, arguments that differ. Nothing has been moved then.
+        RuntimeError: torch.distributed is not initialised.
+    """
+    argument_checks.check_group(group)
+    groups.check_initialised()
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed are calls by its ranks alone")
+    problems: list[str] = []
+    checked = {
+        "bucket_bytes": _checked(lambda: _at_least("bucket_bytes", bucket_bytes, 1), problems),
+        "buckets": _checked(lambda: _at_least("buckets", buckets, 1), problems),
+        "staging": _checked(lambda: _staging(staging), problems),
+        "unused": _checked(lambda: _patterns("unused", unused), problems) or [],
+        "ignore": _checked(lambda: _patterns("ignore", ignore), problems) or [],
+    }
+    if not (isinstance(progress, bool) or callable(progress)):
+        problems.append(f"progress: got a {type(progress).__name__}; allowed are True, False or a function")
+    options = Options(**checked)
+    return Transfer(set_up(state_dict, to, map, options, group, problems), options, progress, group)
+
+
+def _checked(read: Callable[[], Any], problems: list[str]) -> Any:
+    try:
+        return read()
+    except ValueError as error:
+        problems.append(f"{error} (on rank {dist.get_rank()})")
+        return None
+
+
+def _at_least(argument: str, given: Any, least: int) -> int:
+    value = argument_values.integer(given, argument)
+    if value < least:
+        raise ValueError(f"{argument}: got {value}; allowed are {least} and more")
+    return value
+
+
+def _staging(given: Any) -> str | None:
+    if given is not None and given != "double":
+        raise ValueError(f"staging: got {given!r}; allowed are None and 'double'")
+    return None if given is None else "double"
+
+
+def _patterns(argument: str, given: Any) -> list[str]:
+    return [str(one) for one in argument_values.items(given, argument, "a list of patterns of names")]
+
+
+class SourceFree:
+    """Says when a transfer reads its sources no more."""
+
+    def __init__(self, run: batches.Run) -> None:
+        self._run = run
+
+    def wait(self) -> None:
+        """Waits until this rank's part of the source may be written to again."""
+        self._run.wait_for_sources()
+
+
+class TransferHandle:
+    """A transfer under way. A failure is raised by every wait."""
+
+    def __init__(self, owner: Transfer, run: batches.Run) -> None:
+        self._owner = owner
+        self._run = run
+        self._is_waited_for = False
+        self.source_free = SourceFree(run)
+
+    def is_done(self) -> bool:
+        """Returns whether all has arrived, without waiting."""
+        return self._run.is_done()
+
+    def wait(self, swap: bool = True) -> None:
+        """Waits until this rank's destination is complete. With ``staging="double"`` it is then exchanged for what was
+        there before, unless `swap` is False."""
+        if not self._is_waited_for:
+            self._owner._complete(self._run)
+            self._is_waited_for = True
+            if swap and self._owner._stages:
+                self._owner.swap()
+
+
+class Transfer:
+    """A planned transfer. `start` runs it, any number of times, on all ranks of its group."""
+
+    def __init__(
+        self,
+        made: SetUp,
+        options: Options,
+        progress: bool | Callable[[int, int, str], None],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._made = made
+        self._options = options
+        self._group = groups.weakly(group)
+        self._progress = progress
+        self._stages = options.staging == "double"
+        self._under_way: TransferHandle | None = None
+        self._front: list[torch.Tensor] | None = None
+        self._back: list[torch.Tensor] = []
+        # A bucket may be too small, on all ranks alike: found here, before anything moves.
+        self._batch = self._plan(range(len(made.names)))
+        self._chunks: list[tuple[range, BoundBatch]] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors that move, in order, on all ranks."""
+        return list(self._made.names)
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """This rank's part of the destination by name: what was passed as `to`, else local tensors made here."""
+        made = self._made
+        front = self._destination()
+        return {name: self._value(name, front[i]) for i, name in enumerate(made.names) if made.has_part(i)}
+
+    def start(self) -> TransferHandle:
+        """Starts to move what the source holds now. All ranks of the group call, at the same point.
+
+        Sources must not be written to before ``source_free.wait()``, and the destination is complete after ``wait()``.
+        The one before is waited for first.
+        """
+        if self._under_way is not None:
+            self._under_way.wait()
+        front = self._destination()
+        run = self._batch.start(self._back if self._stages else front)
+        self._under_way = TransferHandle(self, run)
+        return self._under_way
+
+    def receive(self) -> Iterator[tuple[str, Any]]:
+        """Moves what the source holds now, and yields (name, tensor) of this rank's parts as they are complete.
+
+        All ranks of the group iterate to the end; those without a part get nothing. Destinations that were passed as
+        tensors are filled in place. For all others a tensor is made when its turn comes and is the caller's from then
+        on: at any time, two groups of such tensors of about `bucket_bytes` each exist here.
+        """
+        if self._stages:
+            raise ValueError("receive: the transfer has staging='double'; allowed is start() there")
+        if self._under_way is not None:
+            self._under_way.wait()
+        return self._receive()
+
+    def swap(self) -> None:
+        """Exchanges the destination for the one that the last transfer was written to, at once and on this rank alone.
+
+        The tensors stay the same objects, and their memory is exchanged: what was captured in a graph reads the other.
+        """
+        if not self._stages:
+            raise ValueError("swap: the transfer has no second copy; allowed with staging='double'")
+        for front, back in zip(self._destination(), self._back):
+            front.data, back.data = back.data, front.data
+
+    def explain(self, topology: Topology | str | None = None, limit: int = explaining.LIMIT) -> str:
+        """Returns bytes, rounds, memory and predicted time, also by tensor and by link, as text. Communicates nothing.
+
+        Args:
+            topology: as in `plan`; default, what `calibrate` measured, else the environment's, else a built-in one.
+            limit: how many tensors and links are shown, those with most bytes.
+        """
+        table = named_topology(topology)
+        if table is None:
+            backend = executables.lowering(self._made.device.type, self._group.get())
+            now = tables_now()
+            table = now.measured_topology(backend) or now.environment or default_topology(backend)
+        return explaining.explain(self._batch.batch, self._made.names, table, limit)
+
+    def _destination(self) -> list[torch.Tensor]:
+        if self._front is None:
+            self._front = [self._local(i) for i in range(len(self._made.names))]
+            if self._stages:
+                self._back = [torch.empty_like(local) for local in self._front]
+        return self._front
+
+    def _local(self, number: int) -> torch.Tensor:
+        """Returns this rank's tensor of a destination, made here if none was passed."""
+        made = self._made
+        layout = made.destinations[number]
+        given = made.given.get(made.names[number])
+        if given is not None and given.local is not None and made.has_part(number):
+            return given.local
+        shape = layout.local_shape(made.rank) if made.has_part(number) else (0,)
+        return torch.empty(shape, dtype=getattr(torch, layout.dtype), device=made.device)
+
+    def _value(self, name: str, local: torch.Tensor) -> Any:
+        given = self._made.given.get(name)
+        return local if given is None or given.value is None else given.value
+
+    def _plan(self, destinations: range) -> BoundBatch:
+        options = self._options
+        return BoundBatch(self._made, destinations, options.bucket_bytes, options.buckets, self._group.get())
+
+    def _complete(self, run: batches.Run) -> None:
+        """Waits for each destination in the order of their arrival, and reports progress."""
+        with Progress(self._progress, self._made, dist.get_rank()) as report:
+            for number in run.in_order():
+                run.wait_for(number)
+                report(number)
+            run.wait()
+
+    def _receive(self) -> Iterator[tuple[str, Any]]:
+        if self._chunks is None:
+            self._chunks = [(chunk, self._plan(chunk)) for chunk in self._chunked()]
+        made = self._made
+        ahead: list[tuple[range, batches.Run, list[torch.Tensor]]] = []
+        left = iter(self._chunks)
+        with Progress(self._progress, made, dist.get_rank()) as report:
+            self._start_next(left, ahead)
+            try:
+                while ahead:
+                    self._start_next(left, ahead)
+                    chunk, run, tensors = ahead[0]
+                    for number in run.in_order():
+                        run.wait_for(number)
+                        report(chunk[number])
+                        name, local = made.names[chunk[number]], tensors[number]
+                        tensors[number] = local.new_empty(0)
+                        if made.has_part(chunk[number]):
+                            yield name, self._value(name, local)
+                        del local
+                    run.wait()
+                    del run, tensors, ahead[0]
+            except GeneratorExit:  # the caller wants no more, but the other ranks do
+                while ahead:
+                    ahead.pop(0)[1].wait()
+                    self._start_next(left, ahead)
+                raise
+
+    def _start_next(
+        self, left: Iterator[tuple[range, BoundBatch]], ahead: list[tuple[range, batches.Run, list[torch.Tensor]]]
+    ) -> bool:
+        following = next(left, None)
+        if following is None:
+            return False
+        chunk, batch = following
+        tensors = [self._local(i) for i in chunk]
+        ahead.append((chunk, batch.start(tensors), tensors))
+        return True
+
+    def _chunked(self) -> Iterator[range]:
+        """Yields runs of destinations of about bucket_bytes on the rank that has most, the same on all ranks."""
+        begin, total = 0, 0
+        for i, layout in enumerate(self._made.destinations):
+            size = _largest_part_bytes(layout)
+            if i > begin and total + size > self._options.bucket_bytes:
+                yield range(begin, i)
+                begin, total = i, 0
+            total += size
+        if begin < len(self._made.destinations):
+            yield range(begin, len(self._made.destinations))
+
+
+@functools.lru_cache(maxsize=1024)
+def _largest_part_bytes(layout: _planner.Layout) -> int:
+    itemsize = int(getattr(torch, layout.dtype).itemsize)
+    return max(math.prod(layout.local_shape(rank)) for rank in layout.mesh.ranks) * itemsize
