@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/runtime_parts.h"
+#include "moves/traffic.h"
 #include "runtime/c10d/process_groups.h"
 #include "runtime/executor.h"
 #include "runtime/operators.h"
@@ -47,12 +48,29 @@ ExecutableView bind(const CompiledView& view, const std::vector<std::string>& na
   return {std::make_shared<const Executable>(view.compiled, groups)};
 }
 
-using CommunicationParts = std::tuple<std::string, std::string, std::vector<int>, int64_t, int64_t, int64_t>;
+using CommunicationParts =
+    std::tuple<std::string, std::string, std::vector<int>, std::vector<int64_t>, int64_t, int64_t, int64_t>;
+
+// The ranks of the group that a rank is in during a step, ascending; none if the step is on a mesh without it.
+std::vector<int64_t> members_in(const Step& step, Rank rank) {
+  const Mesh& mesh = step.before.mesh();
+  if (step.op == StepOp::kCross) return numbers(ranks_of(mesh, step.after.mesh()));
+  const std::optional<Position> position = mesh.position_of(rank);
+  if (!position) return {};
+  return numbers(mesh.ranks_at(mesh.group(*position, step.mesh_dims)));
+}
 
 std::vector<CommunicationParts> communications_of(const ExecutableView& view) {
+  std::vector<std::vector<int64_t>> members;
+  for (const Plan& plan : view.compiled().origin().plans()) {
+    for (const Step& step : plan.steps) {
+      if (communicates(step)) members.push_back(members_in(step, view.compiled().rank()));
+    }
+  }
   std::vector<CommunicationParts> all;
   for (const Communication& c : view.executable->communications()) {
-    all.emplace_back(c.op, c.reduce_op, c.mesh_dims, c.group_size, c.gather_dim, c.shard_dim);
+    std::vector<int64_t>& ranks = members[all.size()];
+    all.emplace_back(c.op, c.reduce_op, c.mesh_dims, std::move(ranks), c.group_size, c.gather_dim, c.shard_dim);
   }
   return all;
 }

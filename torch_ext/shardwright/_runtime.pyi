@@ -73,7 +73,7 @@ class Executable:
         """Whether the result is the input itself."""
 
     @property
-    def communications(self) -> list[tuple[str, str, list[int], int, int, int]]:
+    def communications(self) -> list[tuple[str, str, list[int], list[int], int, int, int]]:
         """For each step that communicates: op, reduce op, mesh dims, group size, gather dim, shard dim."""
 
     @property

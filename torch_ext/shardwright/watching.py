@@ -85,10 +85,15 @@ class _Answer(TorchDispatchMode):
 
 def _meanings(executable: _runtime.Executable) -> Iterator[tuple[Callable[..., torch.Tensor], tuple[Any, ...]]]:
     """Yields, for each step that communicates, the operator with its meaning and the arguments after the tensor."""
-    names = {tuple(dims): name for (dims, _), name in zip(executable.groups, executable.group_names, strict=True)}
+    named = list(zip(executable.groups, executable.group_names, strict=True))
     functional = torch.ops._c10d_functional
-    for op, reduce_op, mesh_dims, size, gather_dim, shard_dim in executable.communications:
-        group = names.get(tuple(mesh_dims), "")  # a rank with nothing to send or receive has no group
+    for op, reduce_op, mesh_dims, ranks, size, gather_dim, shard_dim in executable.communications:
+        if not ranks:  # on the other one of two meshes
+            continue
+        whole = [name for (_, members), name in named if members == ranks]
+        # A sparse exchange may use fewer ranks, and a rank with nothing to send or receive has no group.
+        some = [name for (dims, members), name in named if dims == mesh_dims and set(members) <= set(ranks)]
+        group = (whole + some or [""])[0]
         if op == "all_gather":
             yield functional.all_gather_into_tensor, (size, group)
         elif op == "reduce_scatter":
