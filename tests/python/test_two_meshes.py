@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import oracle
 import shardwright as sw
-from meshes import NAMES
+from dtensors import to_placements
 from pool import Pool
-
-# A mesh: its shape, and its ranks, row-major.
-Grid = tuple[tuple[int, ...], tuple[int, ...]]
+from two_meshes import Grid, device_mesh, dtensor, mesh, part
 
 WORLD_SIZE = 5
 PAIRS: list[tuple[Grid, Grid]] = [
@@ -28,20 +25,6 @@ PAIRS: list[tuple[Grid, Grid]] = [
     (((2, 2), (0, 1, 2, 3)), ((2, 2), (3, 1, 2, 0))),
     (((4,), (3, 2, 1, 0)), ((2, 2), (0, 1, 2, 3))),
 ]
-
-
-def _mesh(grid: Grid) -> sw.Mesh:
-    shape, ranks = grid
-    return sw.Mesh(dict(zip(NAMES, shape, strict=False)), ranks)
-
-
-def _part(tensor: torch.Tensor, grid: Grid, placements: tuple[str, ...], rank: int) -> torch.Tensor:
-    """What a rank holds; nothing outside the mesh."""
-    shape, ranks = grid
-    if rank not in ranks:
-        return tensor.new_empty(0)
-    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(ranks.index(rank)), shape))
-    return oracle.local(tensor, shape, placements, where)
 
 
 def _layouts(ndim: int, kinds: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -60,14 +43,14 @@ def _move_all(shape: tuple[int, ...]) -> list[tuple[str, int, int]]:
             _layouts(len(dst_grid[0]), ("R", "S(0)", "S(1)")),
         )
         for src, dst in draw.sample(list(pairs), 9):
-            layouts = sw.Layout(_mesh(src_grid), shape, src), sw.Layout(_mesh(dst_grid), shape, dst)
+            layouts = sw.Layout(mesh(src_grid), shape, src), sw.Layout(mesh(dst_grid), shape, dst)
             plan = sw.plan(*layouts, backend="gloo")
-            local = _part(tensor, src_grid, src, rank)
+            local = part(tensor, src_grid, src, rank)
             kept = local.clone()
             takes_part = rank in src_grid[1] or rank in dst_grid[1]
             with sw.wire_meter() as meter:
                 result = sw.redistribute_local(local if rank in src_grid[1] else None, *layouts)
-            expected = _part(tensor, dst_grid, dst, rank)
+            expected = part(tensor, dst_grid, dst, rank)
             wrong = oracle.difference(result, expected)
             assert wrong is None, f"{src_grid} {src} -> {dst_grid} {dst} on rank {rank}: {wrong}\n{plan}"
             assert torch.equal(local, kept)
@@ -94,7 +77,7 @@ def test_plans_simulate() -> None:
         for src, dst in itertools.product(
             _layouts(len(src_grid[0]), ("R", "S(0)", "P(sum)")), _layouts(len(dst_grid[0]), ("R", "S(1)", "P(sum)"))
         ):
-            layouts = sw.Layout(_mesh(src_grid), (6, 5), src), sw.Layout(_mesh(dst_grid), (6, 5), dst)
+            layouts = sw.Layout(mesh(src_grid), (6, 5), src), sw.Layout(mesh(dst_grid), (6, 5), dst)
             plan = sw.plan(*layouts)
             assert plan.simulate() == plan.wire_bytes_sum
             read = sw.plan_from_json(plan.to_json())
@@ -111,36 +94,20 @@ def _gradients() -> None:
         PAIRS[:3], ("S(0)", "R", "P(sum)"), ("S(1)", "R")
     ):
         src, dst = (src_kind,) * len(src_grid[0]), (dst_kind,) * len(dst_grid[0])
-        layouts = sw.Layout(_mesh(src_grid), shape, src), sw.Layout(_mesh(dst_grid), shape, dst)
-        local = _part(tensor, src_grid, src, rank).requires_grad_()
+        layouts = sw.Layout(mesh(src_grid), shape, src), sw.Layout(mesh(dst_grid), shape, dst)
+        local = part(tensor, src_grid, src, rank).requires_grad_()
         result = sw.redistribute_local(local, *layouts)
         if rank in src_grid[1] or rank in dst_grid[1]:
             assert result.requires_grad
-            result.backward(_part(gradient, dst_grid, dst, rank))
+            result.backward(part(gradient, dst_grid, dst, rank))
             back = ("R",) * len(src) if src_kind == "P(sum)" else src
             assert local.grad is not None
-            wrong = oracle.difference(local.grad, _part(gradient, src_grid, back, rank))
+            wrong = oracle.difference(local.grad, part(gradient, src_grid, back, rank))
             assert wrong is None, f"{src} -> {dst} on rank {rank}: {wrong}"
 
 
 def test_gradients_take_the_way_back(pool: Pool) -> None:
     pool.run(_gradients, WORLD_SIZE)
-
-
-def _device_mesh(grid: Grid) -> DeviceMesh:
-    shape, ranks = grid
-    return DeviceMesh("cpu", torch.tensor(ranks).reshape(shape), mesh_dim_names=NAMES[: len(shape)])
-
-
-def _torch_placements(texts: tuple[str, ...]) -> list[Any]:
-    return [Replicate() if text == "R" else Shard(int(text[2])) for text in texts]
-
-
-def _dtensor(tensor: torch.Tensor, mesh: DeviceMesh, grid: Grid, placements: tuple[str, ...]) -> DTensor:
-    """Not by distribute_tensor, which puts parts in the wrong places on meshes whose ranks do not ascend."""
-    local = _part(tensor, grid, placements, dist.get_rank())
-    ends = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(local, mesh, _torch_placements(placements), run_check=False, **ends)
 
 
 def _dtensors() -> None:
@@ -149,21 +116,21 @@ def _dtensors() -> None:
     tensor = oracle.global_tensor(shape, torch.float32, 6)
     gradient = oracle.global_tensor(shape, torch.float32, 7)
     for src_grid, dst_grid in (PAIRS[0], PAIRS[2]):
-        src_mesh, dst_mesh = _device_mesh(src_grid), _device_mesh(dst_grid)
+        src_mesh, dst_mesh = device_mesh(src_grid), device_mesh(dst_grid)
         for src_kind, dst_kind, by_method in (("S(0)", "S(1)", False), ("R", "S(0)", True), ("S(1)", "R", False)):
             src, dst = (src_kind,) * len(src_grid[0]), (dst_kind,) * len(dst_grid[0])
-            x = _dtensor(tensor, src_mesh, src_grid, src).requires_grad_()
+            x = dtensor(tensor, src_mesh, src_grid, src).requires_grad_()
             if by_method:
                 with sw.enabled():
-                    y = x.redistribute(dst_mesh, _torch_placements(dst))
+                    y = x.redistribute(dst_mesh, to_placements(dst))
             else:
-                y = sw.redistribute(x, _torch_placements(dst), dst_mesh)
+                y = sw.redistribute(x, to_placements(dst), dst_mesh)
             assert isinstance(y, DTensor) and y.device_mesh == dst_mesh and y.shape == x.shape
-            wrong = oracle.difference(y.to_local().detach(), _part(tensor, dst_grid, dst, rank))
+            wrong = oracle.difference(y.to_local().detach(), part(tensor, dst_grid, dst, rank))
             assert wrong is None, f"{src_grid} {src} -> {dst_grid} {dst}: {wrong}"
-            y.backward(_dtensor(gradient, dst_mesh, dst_grid, dst))
+            y.backward(dtensor(gradient, dst_mesh, dst_grid, dst))
             assert x.grad is not None and x.grad.device_mesh == src_mesh
-            wrong = oracle.difference(x.grad.to_local(), _part(gradient, src_grid, src, rank))
+            wrong = oracle.difference(x.grad.to_local(), part(gradient, src_grid, src, rank))
             assert wrong is None, f"gradient of {src_grid} {src} -> {dst_grid} {dst}: {wrong}"
 
 
@@ -183,7 +150,7 @@ def _gathers_on_the_destination() -> None:
     plan = sw.plan(src, dst, backend="gloo", topology="gloo-local")
     assert [step.op for step in plan.steps] == ["cross", "all_gather"]
     tensor = torch.arange(float(MANY))
-    local = _part(tensor, ((2,), [0, 1]), ("S(0)",), rank)
+    local = part(tensor, ((2,), [0, 1]), ("S(0)",), rank)
     for has_misfit in (False, True):
         given = torch.cat([local, torch.ones(3)]) if has_misfit and rank == 1 else local
         x = DTensor.from_local(given, src_mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=(1,))
@@ -209,9 +176,9 @@ def test_plans_cross_once() -> None:
 def _mistakes() -> None:
     """Everything that all ranks can see raises on all of them, and nothing is left waiting."""
     rank = dist.get_rank()
-    src = sw.Layout(_mesh(PAIRS[0][0]), (4, 3), ["S(0)"])
-    dst_mesh = _mesh(PAIRS[0][1])
-    local = _part(torch.ones(4, 3), PAIRS[0][0], ("S(0)",), rank)
+    src = sw.Layout(mesh(PAIRS[0][0]), (4, 3), ["S(0)"])
+    dst_mesh = mesh(PAIRS[0][1])
+    local = part(torch.ones(4, 3), PAIRS[0][0], ("S(0)",), rank)
     for wrong, text in (
         (sw.Layout(dst_mesh, (4, 4), ["S(0)"]), "shape"),
         (sw.Layout(dst_mesh, (4, 3), ["S(0)"], "float64"), "dtype"),
@@ -232,7 +199,7 @@ def _mistakes() -> None:
     with pytest.raises(ValueError, match="out: "):
         sw.redistribute_local(local, src, dst, out=torch.empty(2), async_op=True)
     result = sw.redistribute_local(local, src, dst)
-    assert oracle.difference(result, _part(torch.ones(4, 3), PAIRS[0][1], ("S(0)",), rank)) is None
+    assert oracle.difference(result, part(torch.ones(4, 3), PAIRS[0][1], ("S(0)",), rank)) is None
 
 
 def test_mistakes_raise_everywhere(pool: Pool) -> None:
@@ -244,8 +211,8 @@ def _overlapping_in_flight() -> None:
     rank = dist.get_rank()
     tensor = oracle.global_tensor((9, 4), torch.float32, 8)
     src_grid, dst_grid = PAIRS[2]
-    src, dst = sw.Layout(_mesh(src_grid), (9, 4), ["S(0)", "R"]), sw.Layout(_mesh(dst_grid), (9, 4), ["S(1)"])
-    local = _part(tensor, src_grid, ("S(0)", "R"), rank)
+    src, dst = sw.Layout(mesh(src_grid), (9, 4), ["S(0)", "R"]), sw.Layout(mesh(dst_grid), (9, 4), ["S(1)"])
+    local = part(tensor, src_grid, ("S(0)", "R"), rank)
     for checked in (False, True):
         sw.check_ranks(checked)
         try:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from . import _planner, _runtime, checking, counters, groups, planning, tables, watching
 from ._planner import PlanningTables
+from .layout import Layout
 from .topology import tables_now
 
 # The number of executables cached; the oldest is dropped first. A job has some hundreds of pairs of layouts.
@@ -137,7 +138,8 @@ def make_plan(
 ) -> _planner.Plan:
     """Makes the plan with the lowering for the backend of this type of device.
 
-    If `existing_groups_of` is a DeviceMesh, moves use only process groups that exist.
+    If `existing_groups_of` is a DeviceMesh, moves use only process groups that exist. Between two meshes, no rank knows
+    the groups of the other mesh; see `plan_over_own_dims`.
     """
     backend = lowering_on(src.mesh, device_type, group)
     if dst.mesh is not src.mesh:
@@ -145,11 +147,28 @@ def make_plan(
     kept = planning.pinned(src, dst, backend)
     if kept is not None:
         return kept
-    allowed = None if existing_groups_of is None else groups.existing(src.mesh, existing_groups_of)
-    plan = planning.plan(src, dst, backend=backend, groups=allowed)
+    if existing_groups_of is not None and not src.mesh.has_same_ranks(dst.mesh):
+        plan = plan_over_own_dims(src, dst, backend)
+    else:
+        allowed = None if existing_groups_of is None else groups.existing(src.mesh, existing_groups_of)
+        plan = planning.plan(src, dst, backend=backend, groups=allowed)
     counters.counts.plans += 1
     note_default_topology(plan)
     return plan
+
+
+def plan_over_own_dims(src: _planner.Layout, dst: _planner.Layout, backend: str) -> _planner.Plan:
+    """Returns a plan from one mesh to another for which no process group need be made, except that of both meshes.
+
+    It reduces what is pending over one mesh dim at a time, for which every DeviceMesh has a group, and then crosses.
+    """
+    through = []
+    if any(placement.startswith("P(") for placement in src.placements):
+        placements = ["R" if placement.startswith("P(") else placement for placement in src.placements]
+        reduced = Layout(src.mesh, src.shape, placements, src.dtype, src.shard_order, "literal")
+        own = [(dim,) for dim in range(src.mesh.ndim) if src.mesh.shape[dim] > 1]
+        through = [step.after for step in planning.plan(src, reduced, backend=backend, groups=own).steps]
+    return planning.plan(src, dst, backend=backend, through=through)
 
 
 def note_default_topology(plan: _planner.Plan) -> None:
@@ -176,14 +195,20 @@ def why_not_over_groups(device_type: str) -> str | None:
 
 
 def bind(
-    plan: _planner.Plan, *, device_mesh: Any | None = None, group: dist.ProcessGroup | None = None
+    plan: _planner.Plan,
+    *,
+    device_mesh: Any | None = None,
+    group: dist.ProcessGroup | None = None,
+    make_groups: bool = True,
 ) -> _runtime.Executable:
     """Compiles a plan for this rank and binds it. Collective among the ranks of any group that must be made.
 
-    Ranks of the plan's mesh are global ranks, or ranks of `group` if one is given.
+    Ranks of the plan's mesh are global ranks, or ranks of `group` if one is given. Without `make_groups`, raises
+    RuntimeError if a group is missing.
     """
     program = _runtime.CompiledProgram(plan.to_bytes(), dist.get_rank(group))
-    return program.bind(names_of(program.groups, device_mesh=device_mesh, group=group))
+    names = names_of(program.groups, device_mesh=device_mesh, group=group, make_groups=make_groups)
+    return program.bind(names)
 
 
 def names_of(
@@ -191,16 +216,24 @@ def names_of(
     *,
     device_mesh: Any | None = None,
     group: dist.ProcessGroup | None = None,
+    make_groups: bool = True,
 ) -> list[str]:
-    """Returns the names of the process groups for these (mesh dims, ranks), in order. Makes groups that are missing."""
+    """Returns the names of the process groups for these (mesh dims, ranks), in order. Makes groups that are missing.
+
+    Without `make_groups`, raises RuntimeError instead.
+    """
     names = []
+    maker = None if group is None else groups.makers.get(group)
     for mesh_dims, ranks in members:
+        if maker is not None:
+            names.append(maker(tuple(ranks), make_groups).group_name)
+            continue
         if group is not None:
             ranks = [dist.get_global_rank(group, rank) for rank in ranks]
         if group is not None and dist.get_process_group_ranks(group) == ranks:
             names.append(group.group_name)
         else:
-            names.append(groups.find_or_make(ranks, mesh_dims, device_mesh).group_name)
+            names.append(groups.find_or_make(ranks, mesh_dims, device_mesh, make_groups).group_name)
     return names
 
 

@@ -114,14 +114,20 @@ def sets_of_large_dims(mesh: _planner.Mesh) -> list[tuple[int, ...]]:
     return [s for n in range(1, len(large) + 1) for s in itertools.combinations(large, n)]
 
 
-def find_or_make(ranks: Sequence[int], mesh_dims: Iterable[int], device_mesh: Any | None) -> dist.ProcessGroup:
-    """Returns the process group of exactly these ascending global ranks. Collective among them if it must be made."""
+def find_or_make(
+    ranks: Sequence[int], mesh_dims: Iterable[int], device_mesh: Any | None, may_make: bool = True
+) -> dist.ProcessGroup:
+    """Returns the process group of exactly these ascending global ranks. Collective among them if it must be made.
+
+    If it may not be made, raises RuntimeError.
+    """
     wanted = tuple(ranks)
     for group in _candidates(tuple(mesh_dims), device_mesh):
         if tuple(dist.get_process_group_ranks(group)) == wanted:
             return group
     made = _made_for(wanted)
     if made is None:
+        check_may_make(wanted, may_make)
         made = _make(wanted)
         _made[wanted] = weakly(made)
     return made
@@ -167,17 +173,56 @@ def _is_capturing() -> bool:
     return _runtime.is_capturing(str(accelerator))
 
 
-def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+# For groups that span several jobs (connecting.py): what finds or makes groups of some of their ranks, which new_group
+# cannot do. Called with the ranks, ascending, and whether a group may be made.
+Maker = Callable[[tuple[int, ...], bool], dist.ProcessGroup]
+makers: weakref.WeakKeyDictionary[dist.ProcessGroup, Maker] = weakref.WeakKeyDictionary()
+
+
+def check_may_make(ranks: tuple[int, ...], may_make: bool) -> None:
+    """Raises RuntimeError if a missing process group cannot be made now."""
+    if not may_make:
+        raise RuntimeError(
+            f"group: ranks {ranks} have no process group, and none may be made (make_groups=False); allowed are groups "
+            "that exist: shardwright.prepare makes them, for layouts on two meshes with redistributes=[(src, dst)]"
+        )
     if _is_capturing():
         raise RuntimeError(
             f"group: ranks {ranks} have no process group yet, and none can be made while a CUDA graph is captured; "
-            "call shardwright.prepare(mesh) before the capture"
+            "call shardwright.prepare(mesh) before the capture; for layouts on two meshes, with "
+            "redistributes=[(src, dst)]"
         )
+
+
+def make_over_store(name: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Returns a new process group of processes of several jobs that reach the store, with the default group's backend.
+
+    Collective among its members. The caller adds it to PyTorch's table of ranks.
+    """
+    _runtime.drain()
+    with _not_split_from_the_default_group() as device:
+        group, _ = distributed_c10d._new_process_group_helper(
+            size,
+            rank,
+            [],  # as for a default group: these are no ranks of the default group
+            str(dist.get_backend_config()),
+            store,
+            group_name=name,
+            backend_options=_options(),
+            timeout=timeout,
+            device_id=device,
+            group_desc="shardwright",
+        )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _make(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     _runtime.drain()
     with _names_by_ranks_alone(), _not_split_from_the_default_group() as device:
         group = dist.new_group(
             list(ranks),
-            timeout=_default_timeout(),
+            timeout=default_timeout(),
             pg_options=_options(),
             use_local_synchronization=True,
             group_desc="shardwright",
@@ -264,7 +309,7 @@ def _names_by_ranks_alone() -> Iterator[None]:
         distributed_c10d._world.group_count = count
 
 
-def _default_timeout() -> timedelta | None:
+def default_timeout() -> timedelta | None:
     # Without a timeout, new_group uses the backend's 30 minutes, not the timeout given to init_process_group.
     for backend in _default_backends():
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)

@@ -85,7 +85,11 @@ def operator(
 
 
 def arguments_of(
-    plan: _planner.Plan, *, group: dist.ProcessGroup | None = None, device_mesh: Any | None = None
+    plan: _planner.Plan,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device_mesh: Any | None = None,
+    make_groups: bool = True,
 ) -> dict[str, Any]:
     """Returns the operators' arguments but tensors. Collective among the ranks of any group that must be made."""
     rank = dist.get_rank(group)
@@ -94,7 +98,7 @@ def arguments_of(
     program = _runtime.CompiledProgram(plan.to_bytes(), rank)
     return {
         "plan": _planner.plan_text(plan),
-        "groups": executables.names_of(program.groups, device_mesh=device_mesh, group=group),
+        "groups": executables.names_of(program.groups, device_mesh=device_mesh, group=group, make_groups=make_groups),
         "rank": rank,
     }
 

@@ -28,8 +28,8 @@ def redistribute_local(
 
     Args:
         local: this rank's part in `src`: shape ``src.local_shape(rank)``, any strides. It is not changed. A rank
-            outside the mesh of `src` has an empty tensor, or None, which stands for one on the device of `device_mesh`,
-            else on the current accelerator if the group communicates there, else on the CPU.
+            outside the mesh of `src` has an empty tensor on the device of the others' tensors, or None, which stands
+            for one on the device of `device_mesh`, else on the device for which the group has a backend.
         src, dst: layouts on one mesh or on two. The meshes' ranks are global ranks, or ranks of `group` if one is
             given. All ranks of both meshes call.
         out: the tensor to write the result to: contiguous, of the result's shape and dtype. Not with gradients or
@@ -46,8 +46,9 @@ def redistribute_local(
         mesh of `src` pass an empty tensor that requires them too, and all ranks of both meshes call backward.
 
     Raises:
-        ValueError: `local` contradicts `src`, or `out` contradicts `dst`; `local` is nested, sparse or on a device
-            other than CPU and CUDA; the layouts contradict each other; an argument has the wrong type.
+        ValueError: `local` contradicts `src`, or `out` contradicts `dst`; `local` is None, without `device_mesh`, where
+            the group has backends for CPU and for an accelerator; `local` is nested, sparse or on a device other than
+            CPU and CUDA; the layouts contradict each other; an argument has the wrong type.
         RuntimeError: torch.distributed is not initialised.
         torch.distributed.DistBackendError: a transfer failed or timed out; the message names rank, plan, step and
             group.
@@ -85,9 +86,14 @@ def redistribute_local(
 
 
 def redistribute_part(
-    local: torch.Tensor, src: _planner.Layout, dst: _planner.Layout, device_mesh: DeviceMesh, async_op: bool
+    local: torch.Tensor,
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    device_mesh: DeviceMesh,
+    async_op: bool,
+    make_groups: bool,
 ) -> torch.Tensor:
-    """Redistributes this rank's part of a DTensor, without gradients.
+    """Redistributes this rank's part of a DTensor, without gradients. Without `make_groups`, groups must exist.
 
     A part that contradicts its layout is cut or padded, as `executables.run` does, instead of an error on one rank.
     """
@@ -96,7 +102,7 @@ def redistribute_part(
     rank = dist.get_rank()
     if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
         return local
-    return executables.run(_executable(local, src, dst, None, device_mesh), local, async_op)
+    return executables.run(_executable(local, src, dst, None, device_mesh, make_groups), local, async_op)
 
 
 def _redistribute_rarely(
@@ -140,9 +146,14 @@ def device_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -
     if device_mesh is not None:
         return torch.device(device_mesh.device_type)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and executables.communicates_on(accelerator.type, group):
-        return accelerator
-    return torch.device("cpu")
+    if accelerator is None or not executables.communicates_on(accelerator.type, group):
+        return torch.device("cpu")
+    if executables.communicates_on("cpu", group):
+        raise ValueError(
+            f"local: got None on rank {dist.get_rank(group)}, and the group communicates on cpu and on "
+            f"{accelerator.type}; allowed is an empty tensor on the device of the other ranks' tensors, or device_mesh="
+        )
+    return accelerator
 
 
 def _check_input(local: torch.Tensor, src: _planner.Layout, rank: int) -> None:
@@ -186,15 +197,16 @@ def _executable(
     dst: _planner.Layout,
     group: dist.ProcessGroup | None,
     device_mesh: DeviceMesh | None,
+    make_groups: bool = True,
 ) -> _runtime.Executable:
     device_type = local.device.type
 
     def build() -> _runtime.Executable:
-        return executables.bind(
-            executables.make_plan(src, dst, device_type, group), device_mesh=device_mesh, group=group
-        )
+        existing = None if make_groups else device_mesh
+        plan = executables.make_plan(src, dst, device_type, group, existing)
+        return executables.bind(plan, device_mesh=device_mesh, group=group, make_groups=make_groups)
 
-    executable = executables.lookup((src, dst, device_type, groups.weakly(group), device_mesh), build)
+    executable = executables.lookup((src, dst, device_type, groups.weakly(group), device_mesh, make_groups), build)
     assert isinstance(executable, _runtime.Executable)
     return executable
 

@@ -25,7 +25,8 @@ def prepare(
 ) -> None:
     """Makes the process groups that redistributes on `mesh` may need, now instead of at their first use.
 
-    All ranks of the mesh must call this at the same point, with the same arguments.
+    All ranks of the mesh must call this at the same point, with the same arguments; if `redistributes` lead to other
+    meshes, all ranks of those too.
 
     A plan may span any set of mesh dims, and for every set there are layouts that need it. So by default all groups are
     made: 2^n - 1 sets for n mesh dims larger than 1. On NCCL each is a communicator, with buffers on the device.
@@ -34,8 +35,8 @@ def prepare(
         mesh: a torch ``DeviceMesh`` or a `Mesh`.
         mesh_dims: sets of mesh dims, by name or index, each the span of one group, e.g. ``[("dp", "tp")]``. Default:
             every set of mesh dims, or none if `redistributes` are given.
-        redistributes: pairs of layouts on this mesh, source and destination. Only the groups that their plans and those
-            of their gradients need are made.
+        redistributes: pairs of layouts, source and destination, of which one or both are on this mesh. Only the groups
+            that their plans and those of their gradients need are made.
         device_type: the device type of the tensors in `redistributes`. Default: the DeviceMesh's; else the
             accelerator's if the default group has a backend for it; else ``"cpu"``.
         peer_arena_bytes: the memory, on each device and for each of these groups, through which their gathers and
@@ -45,9 +46,9 @@ def prepare(
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or a group is missing while a CUDA graph is captured.
-        ValueError: the mesh has no such dim; `redistributes` are not pairs of layouts on `mesh`; the device type is
-            neither CPU nor CUDA; an arena is on CPU, too small for the number of ranks, or has other settings than the
-            group's arena has.
+        ValueError: the mesh has no such dim; `redistributes` are not pairs of layouts, or neither of two is on `mesh`;
+            the device type is neither CPU nor CUDA; an arena is on CPU, too small for the number of ranks, or has other
+            settings than the group's arena has.
     """
     groups.check_initialised()
     device_mesh = mesh if argument_values.is_device_mesh(mesh) else None
@@ -72,14 +73,14 @@ def prepare(
             tuple(sorted(set(argument_values.mesh_dim_indices(grid.dim_names, dims, "mesh_dims")))) for dims in sets
         ]
     rank = dist.get_rank()
-    if grid.coordinate(rank) is None:
-        return
     made = []
-    for dims in chosen:
+    for dims in chosen if grid.coordinate(rank) is not None else []:
         ranks = grid.group_ranks(rank, list(dims))
         if len(ranks) > 1:
             made.append(groups.find_or_make(ranks, dims, device_mesh).group_name)
     for src, dst in pairs:
+        if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
+            continue
         made += executables.bind(executables.make_plan(src, dst, kind), device_mesh=device_mesh).group_names
     if arena is not None:
         groups.make_arenas(dict.fromkeys(made), kind, *arena)
@@ -98,8 +99,8 @@ def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_pl
         src, dst = pair
         for layout in pair:
             check_layout("redistributes", layout)
-            if not layout.mesh.has_same_ranks(grid):
-                raise ValueError(f"redistributes: {layout} lies on {layout.mesh}; allowed are layouts on {grid}")
+        if not (src.mesh.has_same_ranks(grid) or dst.mesh.has_same_ranks(grid)):
+            raise ValueError(f"redistributes: {src} -> {dst}; allowed are pairs of which one or both are on {grid}")
         pairs.append((src, dst))
         if has_gradient(src) and has_gradient(dst):
             pairs.append((gradient_layout(dst, "redistributes"), gradient_layout(src, "redistributes")))

@@ -77,7 +77,10 @@ def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
             or not (device_mesh is None or device_mesh is self.device_mesh)
         ):
             if device_mesh is not None and deciding().on and crossing.leads_to_another_mesh(self, device_mesh):
-                return crossing.redistribute(self, device_mesh, placements, async_op=async_op, **others)
+                make_groups = deciding().make_groups
+                return crossing.redistribute(
+                    self, device_mesh, placements, async_op=async_op, make_groups=make_groups, **others
+                )
             return original(self, device_mesh, placements, async_op=async_op, **others)
         is_tracked = self.requires_grad
         if is_tracked:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .. import _planner, _runtime, counters, groups, layout, planning
+from .. import _planner, _runtime, counters, executables, groups, layout, planning
 
 Size = Any  # int or SymInt
 
@@ -48,7 +48,8 @@ def group_names(plan: _planner.Plan, device_mesh: DeviceMesh) -> list[str]:
 def local_shape(placed: _planner.Layout, sizes: Sequence[Size], rank: int) -> list[Size]:
     """Returns this rank's sizes when these are cut as by `torch.chunk`. Guards on divisibility."""
     coordinate = placed.mesh.coordinate(rank)
-    assert coordinate is not None
+    if coordinate is None:  # the rank is on the other mesh alone
+        return [0]
     shape = list(sizes)
     for dim, mesh_dims in placed.shard_order.items():
         for mesh_dim in mesh_dims:
@@ -76,6 +77,9 @@ def _plan_for_sizes(plan: str, group_names: Sequence[str], rank: int, sizes: Seq
     src, dst = _with_sizes(example.src, sizes), _with_sizes(example.dst, sizes)
     there = {tuple(dist.get_process_group_ranks(_resolve_process_group(name))): name for name in group_names}
     made = planning.pinned(src, dst, example.backend)
+    if made is None and not src.mesh.has_same_ranks(dst.mesh):
+        made = executables.plan_over_own_dims(src, dst, example.backend)
+        counters.counts.plans += 1
     if made is None:
         allowed = [dims for dims in groups.sets_of_large_dims(mesh) if tuple(mesh.group_ranks(rank, dims)) in there]
         made = planning.plan(src, dst, backend=example.backend, groups=allowed)
