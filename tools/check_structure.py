@@ -56,7 +56,7 @@ LAYERS = {
     ),
     "running": (
         "argument_checks executables _runtime counters checking groups plain_tensors preparation tracing watching wire "
-        "experts expert_agreement expert_gradients expert_ranks many batch_agreement"
+        "batch_agreement connecting experts expert_agreement expert_gradients expert_ranks many"
     ),
     "graphs": "graphs operators",
     "DTensors": "dtensor",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .calibration import calibrate, forget_calibration
     from .calibration.products import calibrate_gemm
     from .checking import check_ranks
+    from .connecting import connect
     from .counters import reset_stats, stats
     from .drop_in import disable, enable, enabled, redistribute
     from .experts import combine, dispatch
@@ -67,6 +68,7 @@ __all__ = [
     "cast",
     "check_ranks",
     "combine",
+    "connect",
     "disable",
     "dispatch",
     "enable",
@@ -111,6 +113,7 @@ _NEEDS_TORCH = {
     "calibration": "calibrate forget_calibration",
     "calibration.products": "calibrate_gemm",
     "checking": "check_ranks",
+    "connecting": "connect",
     "drop_in": "disable enable enabled redistribute",
     "experts": "combine dispatch",
     "explaining": "explain",

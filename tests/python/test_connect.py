@@ -1,0 +1,155 @@
+"""Two jobs with worlds of their own make one group, move tensors between them, and report what they disagree on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pathlib
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import oracle
+import parts
+import shardwright as sw
+
+JOBS = {"trainer": 2, "server": 3}  # the server's ranks come first: roles are in the order of their names
+SHAPE = (9, 7)
+_context = multiprocessing.get_context("forkserver")
+
+
+def _process(end: Connection, folder: str, role: str, rank: int, size: int, work: Callable[..., Any]) -> None:
+    """One rank of one job, whose world has a store of its own."""
+    try:
+        torch.set_num_threads(1)
+        own = dist.FileStore(f"{folder}/{role}", size)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        shared = dist.FileStore(f"{folder}/shared", -1)
+        end.send((work(shared, role, rank), None))
+        dist.destroy_process_group()
+    except BaseException:
+        end.send((None, traceback.format_exc()))
+
+
+def _launch(folder: pathlib.Path, work: Callable[..., Any], jobs: dict[str, int]) -> dict[tuple[str, int], Any]:
+    """Runs a function on all ranks of both jobs, and returns what they return."""
+    running = {}
+    for role, size in jobs.items():
+        for rank in range(size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_process, args=(theirs, str(folder), role, rank, size, work), daemon=True)
+            process.start()
+            theirs.close()
+            running[role, rank] = ours, process
+    values, errors = {}, []
+    for who, (ours, process) in running.items():
+        value, error = ours.recv() if ours.poll(90) else (None, "no answer")
+        values[who] = value
+        errors += [f"{who}: {error}"] if error is not None else []
+        process.join(10)
+        process.kill()
+    assert not errors, "\n".join(errors)
+    return values
+
+
+def _layouts(link: Any) -> tuple[sw.Layout, sw.Layout]:
+    src = sw.Layout(sw.Mesh({"dp": 2}, link.ranks("trainer")), SHAPE, ["S(0)"])
+    return src, sw.Layout(sw.Mesh({"tp": 3}, link.ranks("server")), SHAPE, ["S(1)"])
+
+
+def _move(shared: Any, role: str, rank: int) -> None:
+    link = sw.connect(shared, role, 5, declared={"version": 1})
+    assert link.ranks("server") == (0, 1, 2) and link.ranks("trainer") == (3, 4)
+    assert link.rank == link.ranks(role)[rank] and link.world_size == 5
+    assert dist.get_rank(link.group) == link.rank and dist.get_rank() == rank
+    src, dst = _layouts(link)
+    link.compare({"weights": [src, dst]})
+    whole = oracle.global_tensor(SHAPE, torch.float32, 1)
+    gradient = oracle.global_tensor(SHAPE, torch.float32, 2)
+    held = parts.part_of(whole, src, link.rank) if role == "trainer" else torch.empty(0)
+    wanted = parts.part_of(whole, dst, link.rank) if role == "server" else torch.empty(0)
+    held.requires_grad_()
+    moved = sw.redistribute_local(held, src, dst, group=link.group)
+    assert oracle.difference(moved.detach(), wanted) is None
+    moved.backward(parts.part_of(gradient, dst, link.rank) if role == "server" else torch.empty(0))
+    if role == "trainer":
+        assert held.grad is not None
+        assert oracle.difference(held.grad, parts.part_of(gradient, src, link.rank)) is None
+    # Some ranks of each job, and a sum within one of them.
+    pending = sw.Layout(sw.Mesh({"dp": 2}, link.ranks("trainer")), SHAPE, ["P(sum)"])
+    one = sw.Layout(sw.Mesh({"one": 1}, link.ranks("server")[1:2]), SHAPE, ["R"])
+    share = whole * (1 + rank) if role == "trainer" else None
+    summed = sw.redistribute_local(share, pending, one, group=link.group) if role == "trainer" or rank == 1 else None
+    if role == "server" and rank == 1:
+        assert summed is not None and torch.equal(summed, whole * 3)
+    # The job's own world works as before.
+    own = torch.ones(1)
+    dist.all_reduce(own)
+    assert own.item() == JOBS[role]
+    link.close()
+    again = sw.connect(shared, role, 5)
+    assert again.group is not link.group
+    assert oracle.difference(sw.redistribute_local(held.detach(), src, dst, group=again.group), wanted) is None
+
+
+def test_tensors_move_between_jobs(tmp_path: pathlib.Path) -> None:
+    _launch(tmp_path, _move, JOBS)
+
+
+def _message_of(call: Callable[[], Any]) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        call()
+    return str(raised.value)
+
+
+def _disagree(shared: Any, role: str, rank: int) -> list[str]:
+    """Errors, one after the other, over one store."""
+    mesh = sw.Mesh({"tp": 3})
+    shape = SHAPE if role == "server" else (9, 8)
+    told = {"steps": 3, "weights": sw.Layout(mesh, shape, ["S(0)"])} | ({"extra": "x"} if role == "trainer" else {})
+    size = 5 if (role, rank) != ("trainer", 1) else 6
+    connects: list[Callable[[], Any]] = [
+        lambda: sw.connect(shared, role, 5, declared=told, name="a"),
+        lambda: sw.connect(shared, role, size, name="b", timeout_seconds=2),
+        lambda: sw.connect(shared, "trainer", 5, name="c"),
+        lambda: sw.connect(shared, role, 7, name="d", timeout_seconds=1),
+    ]
+    messages = []
+    for connect in connects:
+        messages.append(_message_of(connect))
+        dist.barrier()
+    return messages
+
+
+def test_all_ranks_say_what_differs(tmp_path: pathlib.Path) -> None:
+    said = _launch(tmp_path, _disagree, JOBS)
+    declared, world_size, role, late = zip(*said.values(), strict=True)
+    assert len(set(declared)) == 1
+    for text in ("weights: ", "[9, 7]", "[9, 8]", "(server 0)", "(trainer 0)", "extra: not declared (server 0)"):
+        assert text in declared[0], declared[0]
+    assert "steps" not in declared[0]
+    assert any("world_size differs: 5 (" in text and "; 6 (trainer 1)" in text for text in world_size), world_size
+    assert all("world_size differs" in text or "5 came" in text or "came:" in text for text in world_size), world_size
+    assert all("allowed are all ranks of two or more jobs" in text for text in role), role
+    assert all("waited 1 s for 7 ranks, and 5 came: server 0, 1, 2; trainer 0, 1" in text for text in late), late
+
+
+def test_arguments() -> None:
+    store = dist.HashStore()
+    for given, text in (
+        ((None, "a", 2), "store: got a NoneType"),
+        ((store, "", 2), "role: got ''"),
+        ((store, "a", 1), "world_size: got 1"),
+        ((store, "a", "x"), "world_size"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            sw.connect(*given)
+    with pytest.raises(ValueError, match="declared: w is a set"):
+        sw.connect(store, "a", 2, declared={"w": set()})
+    with pytest.raises(RuntimeError, match="not initialised"):
+        sw.connect(store, "a", 2)
