@@ -17,7 +17,8 @@ int64_t log_uniform(Input& in, int64_t high) {
   return in.one_in(2) ? top : std::min(high, in.between(top, 2 * top - 1));
 }
 
-MeshPtr mesh(Input& in, const Size& size) {
+// `first` is the least rank.
+MeshPtr mesh(Input& in, const Size& size, int64_t first = 0) {
   std::vector<std::string> names;
   std::vector<int64_t> sizes;
   int64_t total = 1;
@@ -29,9 +30,11 @@ MeshPtr mesh(Input& in, const Size& size) {
     total *= sizes.back();
   }
   std::vector<int64_t> ranks;
-  if (size.shuffles_ranks && in.one_in(4)) {
+  if (first > 0 || (size.shuffles_ranks && in.one_in(4))) {
     ranks.resize(static_cast<size_t>(total));
-    std::iota(ranks.begin(), ranks.end(), in.between(0, 3));
+    std::iota(ranks.begin(), ranks.end(), first > 0 ? first : in.between(0, 3));
+  }
+  if (!ranks.empty() && (first == 0 || in.one_in(2))) {
     for (size_t i = ranks.size(); i > 1; --i) std::swap(ranks[i - 1], ranks[in.below(i)]);
   }
   return std::make_shared<Mesh>(std::move(names), std::move(sizes), std::move(ranks));
@@ -148,6 +151,12 @@ Tensor tensor(Input& in, const Size& size) {
           sums ? Placement::partial(ReduceOp::kSum) : partial(in), size.has_strided_cuts};
 }
 
+// The same tensor on another mesh, which may have other ranks, some or all ranks in common.
+Tensor elsewhere(Input& in, const Size& size, Tensor what) {
+  what.mesh = mesh(in, size, in.one_in(2) ? in.between(0, what.mesh->size()) : 0);
+  return what;
+}
+
 std::optional<Topology> topology(Input& in) {
   if (in.one_in(2)) return std::nullopt;
   Topology topology = Topology::named(in.one_of(Topology::names()));
@@ -182,8 +191,10 @@ MeshDimSet mesh_dims(Input& in, const Mesh& mesh) {
 Question question(Input& in, const Size& size) {
   const Tensor what = tensor(in, size);
   Layout src = layout(in, what);
-  Layout dst = layout(in, what);
+  const bool has_two_meshes = size.has_two_meshes && in.one_in(3);
+  Layout dst = layout(in, has_two_meshes ? elsewhere(in, size, what) : what);
   PlanOptions how = options(in, *what.mesh);
+  if (has_two_meshes && !in.one_in(16)) how.groups.clear();  // which are for one mesh, and refused
   return {std::move(src), std::move(dst), std::move(how)};
 }
 
@@ -196,8 +207,10 @@ Layout layout_like(Input& in, const Layout& other) {
 }
 
 std::string Question::to_string() const {
-  std::string text = concat(src.to_string(), " -> ", dst.placements_string(), ", ", options.lowering.name, ", least ",
-                            objective_name(options.objective), options.ordered ? ", ordered" : "");
+  const bool has_two_meshes = !(src.mesh() == dst.mesh());
+  std::string text =
+      concat(src.to_string(), " -> ", has_two_meshes ? dst.to_string() : dst.placements_string(), ", ",
+             options.lowering.name, ", least ", objective_name(options.objective), options.ordered ? ", ordered" : "");
   if (const auto& t = options.topology) {
     text += concat(", topology ", t->name, " {", t->ranks_per_node, ", ", t->step_ps, ", ", t->memory_ps_per_kib, ", {",
                    t->inside.message_ps, ", ", t->inside.ps_per_kib, "}, {", t->between.message_ps, ", ",
@@ -205,6 +218,7 @@ std::string Question::to_string() const {
   }
   for (const MeshDimSet group : options.groups) text += concat(", group ", src.mesh().names_of(group));
   if (!src.mesh().ranks_are_positions()) text += concat(", ranks ", join(src.mesh().ranks()));
+  if (has_two_meshes) text += concat(", to ranks ", join(dst.mesh().ranks()));
   return text;
 }
 

@@ -18,13 +18,15 @@ struct Size {
   int64_t max_elements = 4096;
   bool shuffles_ranks = true;
   bool has_strided_cuts = true;
+  bool has_two_meshes = true;
 };
 
 constexpr Size kSmall{};
-// Without strided cuts and rules that torch does not have, whose unequal parts on many ranks take minutes to plan.
-constexpr Size kLarge{4, int64_t{1} << 20, int64_t{1} << 20, int64_t{1} << 34, false, false};
+// On one mesh, as crossings are looked at rank by rank. Without strided cuts and rules that torch does not have, whose
+// unequal parts on many ranks take minutes to plan.
+constexpr Size kLarge{4, int64_t{1} << 20, int64_t{1} << 20, int64_t{1} << 34, false, false, false};
 
-// What is asked of the planner. Throws UserError where a layout is refused.
+// What is asked of the planner, on one mesh or on two. Throws UserError where a layout is refused.
 struct Question {
   Layout src;
   Layout dst;

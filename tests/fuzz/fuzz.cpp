@@ -4,10 +4,11 @@
 //   text    arbitrary text as placements, dtype, topology
 //   bytes   the serial form: arbitrary, and that of a real plan with changes, with a checksum that matches
 //   product the same of a product's problem, or of a matmul of its plan
-//   plans   a small question to the planner, its plan simulated on every rank
+//   plans   a small question to the planner, on one mesh or from one to another, its plan simulated on every rank
 //   large   a question on a mesh of up to 2^20 ranks, answered soon and within the bounds
 //
 // A failure prints the case and aborts. SHARDWRIGHT_FUZZ_PRINT=1 in the environment prints every case before it runs.
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -170,7 +171,7 @@ void check_bounds(const Plan& plan) {
   // Where it is not exact it is no less than what is received.
   expect(t.received_bytes_sum >= bound.bytes_sum, "receives ", t.received_bytes_sum, ", less than the bound ",
          bound.bytes_sum, "\n", to_string(plan));
-  const bool sees_all = plan.src.mesh().size() <= kMaxRanksWalked;
+  const bool sees_all = std::max(plan.src.mesh().size(), plan.dst.mesh().size()) <= kMaxRanksWalked;
   expect(!sees_all || t.received_bytes_max >= bound.bytes_max, "the worst receives ", t.received_bytes_max,
          ", less than the bound ", bound.bytes_max, "\n", to_string(plan));
 }
@@ -315,7 +316,7 @@ void check_bytes(Input& in) {
   std::optional<Plan> plan;
   if (!is_accepted([&] { plan = from_bytes(bytes); })) return;
   check_printing(*plan);
-  const int64_t ranks = plan->src.mesh().size();
+  const int64_t ranks = std::max(plan->src.mesh().size(), plan->dst.mesh().size());
   const bool is_small = ranks <= kMaxRanksSimulated && plan->src.num_elements() <= kMaxElements;
   if (is_small && has_tame_powers(*plan)) {
     check_simulation(*plan);
