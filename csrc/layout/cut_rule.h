@@ -44,22 +44,22 @@ class CutRule {
 
   bool is_strided_or_chunks() const { return kind_ == Kind::kStrided; }
   bool is_chunks() const { return is_strided_or_chunks() && number_ == 1; }
-  // Of chunks (1) and strided cuts.
+  // The split factor of a strided cut; 1 for chunks. Other rules have none.
   int64_t split_factor() const { return number_; }
 
-  // Why it cannot cut a list of n elements over k coordinates; empty where it can. Nothing below may be asked where it
-  // cannot.
+  // Returns why the rule cannot cut a list of n elements over k coordinates, or an empty string if it can. The
+  // functions below may only be called if it can.
   std::string why_not(int64_t n, int64_t k) const;
-  // The same of any list over k coordinates.
+  // Returns why the rule cannot cut any list over k coordinates, or an empty string if it can cut some.
   std::string why_not_over(int64_t k) const;
 
   // ---- what a coordinate gets
 
-  // Of a list; ascending and without touching neighbours, as the list is.
+  // Returns the part of a list that a coordinate gets. Its intervals ascend and do not touch, like those of the list.
   IntervalList part(const IntervalList& list, int64_t k, int64_t coordinate) const;
-  // How much that is, of a list of n elements.
+  // Returns the length of a coordinate's part of a list of n elements.
   int64_t length(int64_t n, int64_t k, int64_t coordinate) const;
-  // Into how many runs a part of n elements without gaps falls, at most.
+  // Returns the most runs that a part has, if the list of n elements has no gaps.
   int64_t runs(int64_t n, int64_t k) const;
 
   // ---- all coordinates together
@@ -67,40 +67,43 @@ class CutRule {
   bool cuts_evenly(int64_t n, int64_t k) const {
     return is_strided_or_chunks() ? n % (number_ * k) == 0 : cuts_evenly_otherwise(n, k);
   }
-  // A coordinate that gets no less than any other, and one that gets no more.
+  // Return a coordinate whose part is no smaller than any other, and one whose part is no larger.
   int64_t largest(int64_t n, int64_t k) const;
   int64_t smallest(int64_t n, int64_t k) const;
-  // Whether no coordinate gets more than the one before it.
+  // Returns whether no coordinate gets more than the coordinate before it.
   bool descends() const { return kind_ != Kind::kRagged && kind_ != Kind::kOwned; }
-  // Whether the largest part of a list is no smaller than that of any shorter list.
+  // Returns whether the largest part of a list is at least as long as the largest part of any shorter list.
   bool longer_lists_have_larger_parts() const { return is_chunks() || !is_strided_or_chunks(); }
-  // Whether parts are runs, in the order of coordinates.
+  // Returns whether each part is one run of the list, with the runs in the order of the coordinates.
   bool makes_runs() const {
     return is_chunks() || kind_ == Kind::kRagged || kind_ == Kind::kBlocks || kind_ == Kind::kOwned;
   }
-  // The coordinates that may get some of the positions in a range. The range is not empty.
+  // Returns the coordinates that may get some position of a range, which must not be empty.
   Interval coordinates_of(Interval range, int64_t n, int64_t k) const;
-  // The coordinates at which parts begin to look different from the one before: other runs, or at other distances.
+  // Returns the coordinates whose part looks different from the part before it: it has runs of other lengths or at
+  // other distances.
   std::vector<int64_t> starts_of_like_parts(int64_t n, int64_t k) const;
 
   // ---- its place among other cuts
 
-  // The split factor of the strided cut that makes the same parts, if these are equal: what digits (moves/digits.h)
-  // and canonical names go by.
+  // If parts are equally long and some strided cut makes the same ones, returns the split factor of that cut. Digits
+  // (moves/digits.h) and canonical names are made from it.
   std::optional<int64_t> equal_split_factor(int64_t n, int64_t k) const;
-  // The rule as it reads once a cut right before it, over k coordinates, is gathered. Nothing where no rule says it.
+  // Returns the rule that makes the same parts once the cut right before it, over k coordinates, is gathered; nothing
+  // if there is no such rule.
   std::optional<CutRule> with_gathered(const CutRule& earlier, int64_t k) const;
-  // The rule that makes the same equal parts if the cut right behind this one, over k coordinates, comes before it
-  // instead. Nothing where no rule does.
+  // Returns the rule that makes the same parts, all equally long, if the cut right after this one, over k coordinates,
+  // comes before it instead; nothing if there is no such rule.
   std::optional<CutRule> behind(const CutRule& later, int64_t k) const;
 
-  // Numbers that no other rule has, in a form that nothing else begins with; and the rule that has them.
+  // append_name appends numbers that identify the rule; no rule's numbers are the beginning of another's. from_name
+  // returns the rule that has these numbers.
   void append_name(std::vector<int64_t>& name) const;
   static CutRule from_name(const std::vector<int64_t>& name);  // throws UserError
   size_t hash() const;
   bool operator==(const CutRule& other) const;
 
-  // What a placement that cuts this way is called: "S(0)", "SS(0,2)", "Ragged(0,3:1:4)", "Blocks(0,128)",
+  // Returns the name of a placement that cuts this way: "S(0)", "SS(0,2)", "Ragged(0,3:1:4)", "Blocks(0,128)",
   // "Cyclic(0,2)", "Owned(0,1)", "Packed(0,8:4:4)".
   std::string text(int64_t tensor_dim) const;
 
@@ -112,8 +115,8 @@ class CutRule {
   template <typename Visit>
   void for_each_range(int64_t n, int64_t k, int64_t coordinate, const Visit& visit) const;
   bool cuts_evenly_otherwise(int64_t n, int64_t k) const;
-  int64_t chunk_of_blocks(int64_t n, int64_t k) const;  // of chunks and blocks
-  // Of ragged and packed: where the elements of a coordinate or component begin and end.
+  int64_t chunk_of_blocks(int64_t n, int64_t k) const;  // the length of a whole chunk; for chunks and blocks only
+  // Where the elements of a coordinate (ragged) or component (packed) begin and end.
   Interval component(size_t i) const { return {i == 0 ? 0 : (*ends_)[i - 1], (*ends_)[i]}; }
   std::vector<int64_t> sizes() const;
 

@@ -10,7 +10,7 @@ namespace shardwright {
 namespace {
 
 constexpr int kMaxDimsWithAllCorners = 5;
-// Of mesh dims whose parts do not descend, together.
+// All coordinates of the mesh dims whose parts do not descend are looked at, up to this many combinations.
 constexpr int64_t kMaxAllCoordinates = 64;
 // Kinds of parts of one tensor dim, and pieces of the parts of one parent, that are told apart; with more every
 // coordinate is a stretch of its own.

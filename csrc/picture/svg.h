@@ -37,7 +37,7 @@ struct TextStyle {
 };
 
 // An estimate of the width of text that common sans-serif fonts do not exceed by much. The font depends on the viewer,
-// and texts must not run into each other.
+// and pieces of text must not run into each other.
 double text_width(const std::string& text, const TextStyle& style = {});
 double widest(const std::vector<std::string>& lines, const TextStyle& style = {});
 

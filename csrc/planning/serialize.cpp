@@ -101,7 +101,7 @@ void write(Writer& out, const Step& step) {
   out.integer(step.rounds);
 }
 
-// Of a plan that holds this before the step, and whose crossing leads to the mesh `reached`.
+// Reads a step that begins with the layout `held`. A crossing leads to the mesh `reached`.
 Step read_step(Reader& in, const Layout& held, const MeshPtr& reached) {
   const auto op = in.enumerator(StepOp::kCross);
   const int64_t bits = in.integer();

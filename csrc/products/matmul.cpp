@@ -238,13 +238,13 @@ void check(const Matmul& matmul, const Schedule& schedule) {
   check_user(schedule.chunks >= 1 && schedule.chunks <= kMaxChunks, "chunks: ", schedule.chunks, "; allowed are 1 to ",
              kMaxChunks);
   check_user(schedule.depth >= 1 && schedule.depth <= kMaxChunks, "depth: ", schedule.depth, "; allowed are 1 to ",
-             kMaxChunks, " transfers under way beside a product");
+             kMaxChunks, " transfers under way alongside a product");
   check_user(schedule.sms_left >= 0 && schedule.sms_left <= kMaxSmsLeft, "sms_left: ", schedule.sms_left,
              "; allowed are 0 to ", kMaxSmsLeft);
   std::visit([](const auto& m) { check_kind(m); }, matmul);
   if (schedule.method == Method::kSerial) {
     check_user(schedule.depth == 1 && schedule.sms_left == 0, "method: 'serial' with depth ", schedule.depth, " and ",
-               schedule.sms_left, " multiprocessors left to transfers, which have no products beside them; allowed ",
+               schedule.sms_left, " multiprocessors left to transfers, which no product runs alongside; allowed ",
                "are depth 1 and 0");
     return;
   }
@@ -253,7 +253,7 @@ void check(const Matmul& matmul, const Schedule& schedule) {
              "; allowed is 'serial'");
   check_distances(schedule, num_partners(matmul));
   check_user(schedule.method != Method::kRing || has_ring(matmul), "method: 'ring', but ", step_text(plan, 0),
-             " goes by collectives; allowed are 'collective' and 'serial'");
+             " is carried out by collectives; allowed are 'collective' and 'serial'");
 }
 
 }  // namespace shardwright

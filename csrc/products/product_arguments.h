@@ -15,11 +15,11 @@ namespace shardwright {
 
 struct GivenTensor {
   std::string name;            // of the argument, for messages: "weights[0]"
-  std::vector<int64_t> shape;  // of a DTensor all of it, of a plain tensor this rank's part
+  std::vector<int64_t> shape;  // the global shape of a DTensor, or that of this rank's part of a plain tensor
   std::string dtype;           // as torch prints it: "torch.float32"
   std::string device;
-  std::optional<Layout> layout = std::nullopt;  // of a DTensor
-  bool is_transposed = false;                   // of a plain weight (k, n): the view of a contiguous (n, k)
+  std::optional<Layout> layout = std::nullopt;  // DTensors only
+  bool is_transposed = false;                   // plain weights (k, n) only: it is the view of a contiguous (n, k)
 };
 
 // Whether a matrix (k, n) with such strides is the view of a contiguous (n, k), as `linear.weight.t()` is, which is

@@ -200,7 +200,7 @@ Timeline predict(const Program& program, const Plan& plan, const GemmModel& mode
 
 namespace {
 
-// Of the mesh: it has no less to do than any other.
+// Returns the first rank of the mesh, which has at least as much to do as any other.
 Rank first_rank(const Matmul& matmul) { return plan_of(matmul).src.mesh().rank_at(Position{0}); }
 
 }  // namespace

@@ -68,7 +68,7 @@ std::string Program::to_string() const {
   for (size_t b = 0; b < num_inputs(); ++b) in.push_back(concat("b", b));
   for (const Output& output : outputs) out.push_back(concat("b", output.buffer));
   lines.push_back(concat("buffers ", join(all, " "), ", input ", join(in, " "), ", output ", join(out, " ")));
-  if (sms_left > 0) lines.push_back(concat(sms_left, " SMs left to transfers under way beside products"));
+  if (sms_left > 0) lines.push_back(concat(sms_left, " SMs left to transfers alongside products"));
   for (size_t i = 0; i < instructions.size(); ++i) {
     lines.push_back(concat(i, ". ", shardwright::to_string(instructions[i].operation)));
   }

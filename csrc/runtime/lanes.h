@@ -24,7 +24,7 @@ class Lane {
   // Makes every program start all its communications.
   void drain();
 
-  // If the device has streams: notes a program that continues beside its caller's stream, and for which somebody may
+  // If the device has streams: notes a program that continues alongside its caller's stream, and for which somebody may
   // wait as long as `output` exists.
   void note_beside(const std::shared_ptr<Run>& run, const at::Tensor& output);
 

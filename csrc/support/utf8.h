@@ -1,4 +1,4 @@
-// Names that come from outside must be UTF-8: Python could not decode the texts that contain them otherwise.
+// Names that come from outside must be UTF-8, because Python could not decode messages that contain them otherwise.
 #pragma once
 
 #include <string>

@@ -80,7 +80,7 @@ def _refuses() -> None:
         (sw.all_gather_matmul, (x.int(), weight.int()), {}, "x: has dtype torch.int32"),
         (sw.all_gather_matmul, (x, weight.double()), {}, r"weights\[0\]: is torch.float64"),
         (sw.all_gather_matmul, (x, dw), {}, "is a DTensor where x is plain"),
-        (sw.matmul_all_reduce, (x, weight), {"size": 8, "method": "ring"}, "goes by collectives"),
+        (sw.matmul_all_reduce, (x, weight), {"size": 8, "method": "ring"}, "carried out by collectives"),
         (sw.matmul_reduce_scatter, (x, weight), {"scatter_dim": -3}, "scatter_dim: -3"),
         (sw.linear, (x, dw), {}, "x: got a Tensor"),
         (sw.linear, (dx, dw), {"placements": [Replicate()] * 2}, "placements: got 2 for a mesh of 1"),
