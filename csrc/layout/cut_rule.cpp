@@ -110,11 +110,12 @@ void CutRule::for_each_range(int64_t n, int64_t k, int64_t coordinate, const Vis
   };
   switch (kind_) {
     case Kind::kStrided: {
+      if (n == 0) return;
       const int64_t piece = ceil_divide(n, number_);
-      for (int64_t begin = 0; begin < n; begin += piece) {
-        const int64_t end = std::min(begin + piece, n);
-        visit_chunk({begin, end}, ceil_divide(end - begin, k));
-      }
+      const int64_t chunk = ceil_divide(piece, k);
+      int64_t begin = 0;
+      for (; begin + piece <= n; begin += piece) visit_chunk({begin, begin + piece}, chunk);
+      if (begin < n) visit_chunk({begin, n}, ceil_divide(n - begin, k));
       return;
     }
     case Kind::kRagged: {
@@ -149,10 +150,10 @@ IntervalList CutRule::part(const IntervalList& list, int64_t k, int64_t coordina
   }
   IntervalList out;
   if (list.size() == 1) {  // ranges are intervals of it, of which there may be very many
-    out.reserve(static_cast<size_t>(runs(list[0].end - list[0].begin, k)));
-    for_each_range(list[0].end - list[0].begin, k, coordinate, [&](int64_t begin, int64_t end) {
-      append(out, {list[0].begin + begin, list[0].begin + end});
-    });
+    const int64_t first = list.front().begin;
+    const int64_t n = list.front().end - first;
+    out.reserve(static_cast<size_t>(std::min(runs(n, k), n)));
+    for_each_range(n, k, coordinate, [&](int64_t begin, int64_t end) { append(out, {first + begin, first + end}); });
     return out;
   }
   Subranges subranges(list);

@@ -56,6 +56,51 @@ void for_each_met_in_runs(const Mesh& mesh, int64_t position, MeshDimSet all, In
   if (last > first) go_on(last);
 }
 
+// The same for one cut of a single interval, without making its parts: into strided parts that meet a single interval,
+// or into chunks that meet any. Returns false for anything else.
+template <typename Visit>
+bool visited_without_parts(int64_t k, Interval coordinates, Interval list, const CutRule& rule,
+                           const IntervalList& target, const Visit& visit) {
+  const auto within = [](int64_t begin, int64_t end, Interval range) {
+    return std::max<int64_t>(std::min(end, range.end) - std::max(begin, range.begin), 0);
+  };
+  const int64_t n = list.end - list.begin;
+  if (rule.is_chunks()) {
+    const int64_t chunk = (n + k - 1) / k;
+    auto at = target.begin();
+    for (int64_t c = coordinates.begin; c < coordinates.end; ++c) {
+      const Interval part{list.begin + c * chunk, std::min(list.begin + (c + 1) * chunk, list.end)};
+      while (at != target.end() && at->end <= part.begin) ++at;
+      int64_t shared = 0;
+      for (auto other = at; other != target.end() && other->begin < part.end; ++other) {
+        shared += within(other->begin, other->end, part);
+      }
+      if (shared > 0) visit(shared, int64_t{1});
+    }
+    return true;
+  }
+  if (!rule.is_strided_or_chunks() || target.size() != 1) return false;
+  // The target covers some pieces and perhaps parts of the pieces before and after these.
+  const Interval range{std::max(target[0].begin, list.begin) - list.begin,
+                       std::min(target[0].end, list.end) - list.begin};
+  const int64_t piece = (n + rule.split_factor() - 1) / rule.split_factor();
+  const auto in_piece = [&](int64_t index, int64_t c) {
+    const int64_t begin = index * piece;
+    const int64_t length = std::min(piece, n - begin);
+    const int64_t chunk = (length + k - 1) / k;
+    return within(begin + std::min(c * chunk, length), begin + std::min((c + 1) * chunk, length), range);
+  };
+  const int64_t first = range.begin / piece;
+  const int64_t last = (range.end - 1) / piece;
+  for (int64_t c = coordinates.begin; c < coordinates.end; ++c) {
+    int64_t shared = in_piece(first, c);
+    if (last > first) shared += in_piece(last, c);
+    if (last > first + 1) shared += (last - first - 1) * in_piece(first + 1, c);
+    if (shared > 0) visit(shared, int64_t{1});
+  }
+  return true;
+}
+
 // The same for any lists.
 template <typename Visit>
 void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const IntervalList& list,
@@ -71,6 +116,11 @@ void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const Inte
   if (cuts.empty()) return visit(shared, int64_t{1});
   const Cut& first = cuts[0];
   const int64_t k = mesh.dim_size(first.mesh_dim);
+  if (list.size() == 1 && cuts.size() == 1) {
+    const int64_t own = mesh.coordinate(position, first.mesh_dim);
+    const Interval some = all.contains(first.mesh_dim) ? Interval{0, k} : Interval{own, own + 1};
+    if (visited_without_parts(k, some, list[0], first.rule, target, visit)) return;
+  }
   if (!all.contains(first.mesh_dim)) {
     const IntervalList part = first.rule.part(list, k, mesh.coordinate(position, first.mesh_dim));
     return for_each_met(mesh, position, all, part, cuts.subspan(1), target, visit);
