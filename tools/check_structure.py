@@ -36,6 +36,7 @@ FOLDERS = (
     "planning",
     "batch",
     "products",
+    "schedule",
     "simulate",
     "picture",
     "runtime",

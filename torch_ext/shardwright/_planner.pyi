@@ -790,3 +790,60 @@ def forecast_batch(
     """Predicts a batch, in bytes and picoseconds: for each destination what all ranks receive, what the worst one
     receives, what is copied locally, first and last round (-1 for none), time; for each link sender, receiver, bytes,
     messages at most, time; and the time of all."""
+class StepSchedule:
+    """When weights are gathered, kept and released within a training step; see csrc/schedule/schedule.h."""
+
+    def __init__(
+        self,
+        weights: Sequence[tuple[str, int, int, int, int, int]],
+        uses: Sequence[tuple[Sequence[int], str, Sequence[int], int]],
+        *,
+        budget_bytes: int | None = None,
+        prefetch: int = 1,
+        alignment_bytes: int = 256,
+    ) -> None:
+        """Plans a step.
+
+        Args:
+            weights: name; bytes at rest, in use, kept from first to last use, and of the gradient; picoseconds of a
+                gather, or 0.
+            uses: weights that are needed, by index; "forward", "recompute" or "backward"; weights whose gradients are
+                complete afterwards; picoseconds of the compute, or 0.
+            budget_bytes: for gathered weights, kept copies and gradients.
+            prefetch: for how many changes of weights ahead they are gathered.
+            alignment_bytes: of addresses in the arena.
+
+        Raises:
+            ValueError: the budget is too small, and the text names one that is not; or the arguments contradict.
+        """
+
+    @property
+    def buffers(self) -> list[tuple[int, bool, int, int, int, int]]:
+        """Weight, whether it is a kept copy, first and last use, size and offset in bytes."""
+
+    @property
+    def gathers(self) -> list[tuple[int, int, int, int, bool]]:
+        """Weight, buffer, the use before which it starts, the use that needs it, whether it is from the kept copy."""
+
+    @property
+    def reductions(self) -> list[tuple[int, int, int, int]]:
+        """Weight; the uses from which its gradient exists, after which it is reduced, and after which that is done."""
+
+    @property
+    def arena_bytes(self) -> int: ...
+    @property
+    def live_buffer_bytes(self) -> int: ...
+    @property
+    def peak_gradient_bytes(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    def to_json(self) -> str: ...
+
+def overlapping_budget_bytes(
+    weights: Sequence[tuple[str, int, int, int, int, int]],
+    uses: Sequence[tuple[Sequence[int], str, Sequence[int], int]],
+    *,
+    prefetch: int = 1,
+    alignment_bytes: int = 256,
+) -> int:
+    """The least budget with which gathers are as far ahead as wanted and reductions run alongside the next backward."""

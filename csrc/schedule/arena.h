@@ -1,0 +1,36 @@
+// Lays buffers with known lifetimes out in one piece of memory, offline.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace shardwright {
+
+// A buffer that exists during the events first, ..., last.
+struct Lifetime {
+  int64_t first = 0;
+  int64_t last = 0;
+  int64_t size_bytes = 0;
+};
+
+struct ArenaLayout {
+  std::vector<int64_t> offsets;  // by buffer, in bytes
+  int64_t size_bytes = 0;        // of the arena
+  int64_t live_bytes = 0;        // the most that exists at one event; no layout is smaller
+};
+
+// Buffers that exist at one event do not overlap. Sizes are rounded up to multiples of `alignment_bytes`, a power of
+// two, so offsets are such multiples. The layout depends on the arguments alone.
+//
+// To find the smallest arena is NP-hard. Four orders are tried (largest first, longest-lived first, most bytes times
+// events first, first come first served); in each, a buffer is placed in the smallest gap that holds it among those
+// already placed with which it shares an event. Buffers of one size always get the smallest arena: served in the order
+// in which they begin, a buffer finds a free place of their size unless as many exist as places have been used.
+ArenaLayout lay_out(const std::vector<Lifetime>& buffers, int64_t alignment_bytes);
+
+// Rounds up to a multiple of a power of two.
+constexpr int64_t aligned(int64_t size_bytes, int64_t alignment_bytes) {
+  return (size_bytes + alignment_bytes - 1) & ~(alignment_bytes - 1);
+}
+
+}  // namespace shardwright

@@ -1,0 +1,164 @@
+// A schedule as text and as JSON.
+#include <map>
+#include <set>
+
+#include "planning/json.h"
+#include "schedule/schedule.h"
+#include "support/error.h"
+#include "support/text.h"
+
+namespace shardwright {
+
+const char* pass_name(Pass pass) {
+  switch (pass) {
+    case Pass::kForward:
+      return "forward";
+    case Pass::kRecompute:
+      return "recompute";
+    case Pass::kBackward:
+      return "backward";
+  }
+  throw InvariantError("a pass is none of the three");
+}
+
+Pass parse_pass(const std::string& name) {
+  for (const Pass pass : {Pass::kForward, Pass::kRecompute, Pass::kBackward}) {
+    if (name == pass_name(pass)) return pass;
+  }
+  throw UserError(concat("pass: '", name, "' is not known; allowed are forward, recompute, backward"));
+}
+
+namespace {
+
+template <typename Items, typename Condition>
+std::vector<int> indices(const Items& items, const Condition& condition) {
+  std::vector<int> found;
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (condition(items[i])) found.push_back(static_cast<int>(i));
+  }
+  return found;
+}
+
+// "a, b" of the weights that some items concern.
+template <typename Items>
+std::string names(const StepSchedule& s, const Items& items, const std::vector<int>& chosen) {
+  std::vector<std::string> found;
+  for (const int i : chosen) found.push_back(s.weights[items[i].weight].name);
+  return join(found);
+}
+
+std::string names(const StepSchedule& s, const std::vector<int>& weights) {
+  std::vector<std::string> found;
+  for (const int w : weights) found.push_back(s.weights[w].name);
+  return join(found);
+}
+
+std::string use_text(const StepSchedule& s, int use, int number) {
+  const Use& u = s.uses[use];
+  std::string line = concat(use, ". ", pass_name(u.pass), " ", u.weights.empty() ? "nothing" : names(s, u.weights));
+  if (number > 0) line += concat(" (use ", number + 1, ")");
+  const auto add = [&](const char* what, const std::string& who) {
+    if (!who.empty()) line += concat("; ", what, " ", who);
+  };
+  add("before: gather", names(s, s.gathers, s.gathers_before(use)));
+  add("after: reduce the gradient of", names(s, s.reductions, s.reductions_started_after(use)));
+  add("after: wait for the gradient of", names(s, s.reductions, s.reductions_finished_after(use)));
+  std::vector<std::string> released;
+  for (const int b : s.released_after(use)) {
+    released.push_back(s.weights[s.buffers[b].weight].name + (s.buffers[b].is_kept_copy ? " (kept copy)" : ""));
+  }
+  add("after: release", join(released));
+  return line;
+}
+
+std::string json_of(const Weight& w) {
+  return concat("{\"name\": ", quoted(w.name), ", \"rest_bytes\": ", w.rest_bytes, ", \"use_bytes\": ", w.use_bytes,
+                ", \"keep_bytes\": ", w.keep_bytes, ", \"gradient_bytes\": ", w.gradient_bytes,
+                ", \"gather_ps\": ", w.gather_ps, "}");
+}
+
+std::string json_of(const Use& u) {
+  return concat("{\"weights\": [", join(u.weights), "], \"pass\": \"", pass_name(u.pass), "\", \"gradients\": [",
+                join(u.gradients), "], \"compute_ps\": ", u.compute_ps, "}");
+}
+
+std::string json_of(const WeightBuffer& b) {
+  return concat("{\"weight\": ", b.weight, ", \"is_kept_copy\": ", b.is_kept_copy ? "true" : "false",
+                ", \"first\": ", b.first, ", \"last\": ", b.last, ", \"size_bytes\": ", b.size_bytes,
+                ", \"offset_bytes\": ", b.offset_bytes, "}");
+}
+
+std::string json_of(const Gather& g) {
+  return concat("{\"weight\": ", g.weight, ", \"buffer\": ", g.buffer, ", \"start\": ", g.start,
+                ", \"needed\": ", g.needed, ", \"from_copy\": ", g.from_copy ? "true" : "false", "}");
+}
+
+std::string json_of(const Reduction& r) {
+  return concat("{\"weight\": ", r.weight, ", \"first\": ", r.first, ", \"start\": ", r.start,
+                ", \"finish\": ", r.finish, "}");
+}
+
+template <typename Items>
+std::string json_list(const char* name, const Items& items) {
+  std::vector<std::string> lines;
+  for (const auto& item : items) lines.push_back("    " + json_of(item));
+  return concat("  \"", name, "\": [", lines.empty() ? "" : "\n", join(lines, ",\n"), lines.empty() ? "]" : "\n  ]");
+}
+
+}  // namespace
+
+std::vector<int> StepSchedule::gathers_before(int use) const {
+  return indices(gathers, [&](const Gather& g) { return g.start == use; });
+}
+
+std::vector<int> StepSchedule::released_after(int use) const {
+  return indices(buffers, [&](const WeightBuffer& b) { return b.last == use; });
+}
+
+std::vector<int> StepSchedule::reductions_started_after(int use) const {
+  return indices(reductions, [&](const Reduction& r) { return r.start == use; });
+}
+
+std::vector<int> StepSchedule::reductions_finished_after(int use) const {
+  return indices(reductions, [&](const Reduction& r) { return r.finish == use; });
+}
+
+std::string to_text(const StepSchedule& s) {
+  std::vector<std::string> lines;
+  std::map<std::pair<std::vector<int>, Pass>, int> numbers;
+  for (int i = 0; i < static_cast<int>(s.uses.size()); ++i) {
+    lines.push_back(use_text(s, i, numbers[{s.uses[i].weights, s.uses[i].pass}]++));
+  }
+  std::set<int> used;
+  for (const Use& use : s.uses) used.insert(use.weights.begin(), use.weights.end());
+  const auto count = [](size_t n, const char* noun) { return count_text(static_cast<int64_t>(n), noun); };
+  lines.push_back(concat(count(s.uses.size(), "use"), " of ", count(used.size(), "weight"), ", ",
+                         count(s.gathers.size(), "gather"), ", ", count(s.reductions.size(), "reduction")));
+  lines.push_back(concat("peak ", bytes_text(s.peak_bytes()), ": arena ", bytes_text(s.arena_bytes), " of which ",
+                         bytes_text(s.live_buffer_bytes), " are in use at a time, gradients ",
+                         bytes_text(s.peak_gradient_bytes),
+                         s.options.budget_bytes ? concat("; budget ", bytes_text(*s.options.budget_bytes)) : ""));
+  return join(lines, "\n") + "\n";
+}
+
+std::string to_json(const StepSchedule& s) {
+  const std::string budget = s.options.budget_bytes ? std::to_string(*s.options.budget_bytes) : "null";
+  const std::vector<std::string> fields{
+      "  \"version\": 1",
+      json_list("weights", s.weights),
+      json_list("uses", s.uses),
+      concat("  \"budget_bytes\": ", budget),
+      concat("  \"prefetch\": ", s.options.prefetch),
+      concat("  \"alignment_bytes\": ", s.options.alignment_bytes),
+      json_list("buffers", s.buffers),
+      json_list("gathers", s.gathers),
+      json_list("reductions", s.reductions),
+      concat("  \"arena_bytes\": ", s.arena_bytes),
+      concat("  \"live_buffer_bytes\": ", s.live_buffer_bytes),
+      concat("  \"peak_gradient_bytes\": ", s.peak_gradient_bytes),
+      concat("  \"peak_bytes\": ", s.peak_bytes()),
+  };
+  return "{\n" + join(fields, ",\n") + "\n}\n";
+}
+
+}  // namespace shardwright

@@ -1,0 +1,300 @@
+#include <algorithm>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "schedule/arena.h"
+#include "schedule/schedule.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, const ScheduleOptions& options) {
+  for (const Weight& w : weights) {
+    check_user(w.rest_bytes >= 0 && w.use_bytes >= 0 && w.gradient_bytes >= 0 && w.gather_ps >= 0, "weights: '", w.name,
+               "' has a negative figure; allowed are bytes and times from 0 on");
+    check_user(0 <= w.keep_bytes && w.keep_bytes <= w.use_bytes, "weights: '", w.name, "' keeps ", w.keep_bytes,
+               " bytes; allowed is 0 to ", w.use_bytes, ", what it has in use");
+  }
+  for (size_t i = 0; i < uses.size(); ++i) {
+    for (const std::vector<int>* named : {&uses[i].weights, &uses[i].gradients}) {
+      for (const int w : *named) {
+        check_user(0 <= w && w < static_cast<int>(weights.size()), "uses: use ", i, " names weight ", w,
+                   "; allowed is 0 to ", static_cast<int64_t>(weights.size()) - 1);
+      }
+      check_user(std::set<int>(named->begin(), named->end()).size() == named->size(), "uses: use ", i, " names weight ",
+                 join(*named), "; allowed is each once");
+    }
+    check_user(uses[i].compute_ps >= 0, "uses: use ", i, " takes ", uses[i].compute_ps, " ps; allowed is 0 or more");
+  }
+  constexpr size_t kMostUses = size_t{1} << 30;
+  check_user(uses.size() <= kMostUses, "uses: got ", uses.size(), "; allowed are up to ", kMostUses);
+  check_user(!options.budget_bytes || *options.budget_bytes >= 0, "budget_bytes: got ",
+             options.budget_bytes.value_or(0), "; allowed is 0 or more, or none");
+  check_user(options.prefetch >= 0, "prefetch: got ", options.prefetch, "; allowed is 0 or more uses");
+  const int64_t a = options.alignment_bytes;
+  check_user(a > 0 && (a & (a - 1)) == 0, "alignment_bytes: got ", a, "; allowed is a power of two");
+}
+
+// Whether a use needs a weight that the one before does not.
+bool changes_weights(const std::vector<Use>& uses, int i) {
+  const auto is_new = [&](int w) {
+    return i == 0 || std::count(uses[i - 1].weights.begin(), uses[i - 1].weights.end(), w) == 0;
+  };
+  return std::any_of(uses[i].weights.begin(), uses[i].weights.end(), is_new);
+}
+
+// Which weights are resident during which uses, within a limit for buffers.
+//
+// State: `resident_` maps each resident weight to its buffer; `uses_of_[w]` lists the uses of a weight, ascending.
+// Invariant: a buffer that was gathered stays until the use for which it was gathered (`fits` checks every use on the
+// way), so no gather is wasted.
+class Residency {
+ public:
+  Residency(StepSchedule& schedule, int64_t limit_bytes) : s_(schedule), limit_bytes_(limit_bytes) {
+    uses_of_.resize(s_.weights.size());
+    int changes = 0;
+    for (int i = 0; i < num_uses(); ++i) {
+      if (changes_weights(s_.uses, i)) ++changes;
+      changes_until_.push_back(changes);
+      for (const int w : s_.uses[i].weights) uses_of_[w].push_back(i);
+    }
+  }
+
+  void plan() {
+    for (int i = 0; i < num_uses(); ++i) {
+      const int last = last_needed_at(i);
+      evict_for(i, last);
+      for (int use = i; use <= last; ++use) {
+        for (const int w : s_.uses[use].weights) gather(i, use, w);
+      }
+      for (const int w : s_.uses[i].weights) {
+        if (uses_of_[w].back() == i) release(w, i);
+      }
+    }
+  }
+
+  // The least limit with which single uses fit, and with which weights are gathered as far ahead as wanted.
+  int64_t least_limit_bytes() const {
+    int64_t least = 0;
+    for (int i = 0; i < num_uses(); ++i) least = std::max(least, bytes_at(i, i));
+    return least;
+  }
+  int64_t wanted_limit_bytes() const {
+    int64_t most = 0;
+    for (int i = 0; i < num_uses(); ++i) {
+      for (int j = i; j < num_uses() && is_wanted(i, j); ++j) {
+        for (int t = i; t <= j; ++t) most = std::max(most, bytes_at(t, j));
+      }
+    }
+    return most;
+  }
+
+ private:
+  int num_uses() const { return static_cast<int>(s_.uses.size()); }
+  int64_t size(int weight) const { return aligned(s_.weights[weight].use_bytes, s_.options.alignment_bytes); }
+  bool must_stay(int weight) const {
+    const Weight& w = s_.weights[weight];
+    return w.keep_bytes > 0 && w.keep_bytes == w.use_bytes;
+  }
+  bool has_copy(int weight) const {
+    const Weight& w = s_.weights[weight];
+    return w.keep_bytes > 0 && w.keep_bytes < w.use_bytes && uses_of_[weight].size() > 1;
+  }
+  bool is_between_uses(int weight, int i) const {
+    return !uses_of_[weight].empty() && uses_of_[weight].front() <= i && i <= uses_of_[weight].back();
+  }
+
+  // The weights of uses i, ..., j, and those that must stay at use i.
+  std::set<int> resident_at(int i, int j) const {
+    std::set<int> found;
+    for (int use = i; use <= j; ++use) found.insert(s_.uses[use].weights.begin(), s_.uses[use].weights.end());
+    for (int w = 0; w < static_cast<int>(s_.weights.size()); ++w) {
+      if (must_stay(w) && is_between_uses(w, i)) found.insert(w);
+    }
+    return found;
+  }
+
+  // Bytes of these weights and of the copies kept at use i.
+  int64_t bytes_at(int i, int j) const {
+    int64_t bytes = 0;
+    for (const int w : resident_at(i, j)) bytes += size(w);
+    for (int w = 0; w < static_cast<int>(s_.weights.size()); ++w) {
+      if (has_copy(w) && is_between_uses(w, i)) bytes += aligned(s_.weights[w].keep_bytes, s_.options.alignment_bytes);
+    }
+    return bytes;
+  }
+
+  // Whether the weights of uses i, ..., j fit at each of these uses, if they are gathered from use i on.
+  bool fits(int i, int j) const {
+    for (int t = i; t <= j; ++t) {
+      if (bytes_at(t, j) > limit_bytes_) return false;
+    }
+    return true;
+  }
+
+  // Whether gathers for use j should have started by use i.
+  bool is_wanted(int i, int j) const {
+    if (i == j) return true;
+    if (s_.options.prefetch == 0) return false;
+    if (changes_until_[j] - changes_until_[i] <= s_.options.prefetch) return true;
+    int64_t compute_ps = 0;
+    for (int t = i + 1; t < j; ++t) {
+      if (s_.uses[t].compute_ps == 0) return false;
+      compute_ps += s_.uses[t].compute_ps;
+    }
+    int64_t gather_ps = 0;
+    for (const int w : s_.uses[j].weights) gather_ps += s_.weights[w].gather_ps;
+    return compute_ps < gather_ps;
+  }
+
+  // The last use whose weights are resident or being gathered at use i.
+  int last_needed_at(int i) const {
+    int last = i;
+    while (last + 1 < num_uses() && is_wanted(i, last + 1) && fits(i, last + 1)) ++last;
+    return last;
+  }
+
+  void evict_for(int i, int last) {
+    const std::set<int> stays = resident_at(i, last);
+    int64_t bytes = bytes_at(i, last);
+    std::vector<std::pair<int, int>> others;  // next use and weight
+    for (const auto& [w, buffer] : resident_) {
+      if (stays.contains(w)) continue;
+      others.emplace_back(*std::upper_bound(uses_of_[w].begin(), uses_of_[w].end(), i), w);
+      bytes += size(w);
+    }
+    std::sort(others.rbegin(), others.rend());
+    for (const auto& [next, w] : others) {
+      if (bytes <= limit_bytes_) return;
+      bytes -= size(w);
+      release(w, *std::prev(std::lower_bound(uses_of_[w].begin(), uses_of_[w].end(), i)));
+    }
+  }
+
+  void gather(int i, int use, int w) {
+    const bool is_first = uses_of_[w].front() == use;
+    if (!resident_.contains(w)) {
+      const auto buffer = static_cast<int>(s_.buffers.size());
+      s_.buffers.push_back({w, false, i, i, s_.weights[w].use_bytes, 0});
+      resident_[w] = buffer;
+      s_.gathers.push_back({w, buffer, i, use, has_copy(w) && !is_first});
+      if (has_copy(w) && is_first) {
+        s_.buffers.push_back({w, true, use, uses_of_[w].back(), s_.weights[w].keep_bytes, 0});
+      }
+    }
+  }
+
+  void release(int weight, int after) {
+    s_.buffers[resident_.at(weight)].last = after;
+    resident_.erase(weight);
+  }
+
+  StepSchedule& s_;
+  int64_t limit_bytes_;
+  std::vector<std::vector<int>> uses_of_;  // by weight
+  std::vector<int> changes_until_;         // by use: the number of changes of weights up to it, itself included
+  std::map<int, int> resident_;
+};
+
+// Reductions are waited for after the next change of weights (`overlaps`) or at once.
+void plan_reductions(StepSchedule& schedule, bool overlaps) {
+  const auto n = static_cast<int>(schedule.uses.size());
+  std::vector<int> next_change(n, n - 1);  // by use: the first change of weights after it, or the last use
+  for (int i = n - 1; i-- > 0;) next_change[i] = changes_weights(schedule.uses, i + 1) ? i + 1 : next_change[i + 1];
+  std::vector<int> begin(schedule.weights.size(), -1);  // of the gradient that is not complete yet
+  for (int i = 0; i < n; ++i) {
+    const Use& use = schedule.uses[i];
+    if (use.pass == Pass::kBackward) {
+      for (const int w : use.weights) begin[w] = begin[w] < 0 ? i : begin[w];
+    }
+    for (const int w : use.gradients) {
+      const int first = begin[w] < 0 ? i : begin[w];
+      schedule.reductions.push_back({w, first, i, overlaps ? next_change[i] : i});
+      begin[w] = -1;
+    }
+  }
+  std::vector<int64_t> bytes(n, 0);
+  for (const Reduction& r : schedule.reductions) {
+    for (int i = r.first; i <= r.finish; ++i) bytes[i] += schedule.weights[r.weight].gradient_bytes;
+  }
+  for (const int64_t b : bytes) schedule.peak_gradient_bytes = std::max(schedule.peak_gradient_bytes, b);
+}
+
+void place(StepSchedule& schedule) {
+  std::vector<Lifetime> lifetimes;
+  for (const WeightBuffer& b : schedule.buffers) lifetimes.push_back({b.first, b.last, b.size_bytes});
+  const ArenaLayout layout = lay_out(lifetimes, schedule.options.alignment_bytes);
+  for (size_t b = 0; b < lifetimes.size(); ++b) schedule.buffers[b].offset_bytes = layout.offsets[b];
+  schedule.arena_bytes = layout.size_bytes;
+  schedule.live_buffer_bytes = layout.live_bytes;
+}
+
+// A step within a limit for buffers, which must hold single uses. Its arena may be larger than the limit.
+StepSchedule with_limit(StepSchedule schedule, int64_t limit_bytes) {
+  Residency(schedule, limit_bytes).plan();
+  std::stable_sort(schedule.gathers.begin(), schedule.gathers.end(), [](const Gather& a, const Gather& b) {
+    return std::make_pair(a.start, a.needed) < std::make_pair(b.start, b.needed);
+  });
+  place(schedule);
+  return schedule;
+}
+
+// The schedule with the largest limit whose arena and gradients are within the budget; none if there is none.
+std::optional<StepSchedule> within(int64_t budget_bytes, const StepSchedule& reduced, int64_t least_limit_bytes) {
+  const int64_t available = budget_bytes - reduced.peak_gradient_bytes;
+  for (int64_t limit = available; limit >= least_limit_bytes;) {
+    StepSchedule found = with_limit(reduced, limit);
+    if (found.arena_bytes <= available) return found;
+    // Less than what exists at some use now, so that the next attempt differs.
+    limit = std::min(limit, found.live_buffer_bytes) - reduced.options.alignment_bytes;
+  }
+  return std::nullopt;
+}
+
+// Bytes of gathers, and once more those of gathers and reductions that nothing is computed alongside.
+int64_t cost_bytes(const StepSchedule& schedule) {
+  int64_t bytes = 0;
+  for (const Gather& g : schedule.gathers)
+    bytes += schedule.weights[g.weight].use_bytes * (g.start == g.needed ? 2 : 1);
+  for (const Reduction& r : schedule.reductions) {
+    if (r.start == r.finish) bytes += schedule.weights[r.weight].gradient_bytes;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::vector<Use>& uses,
+                                 const ScheduleOptions& options) {
+  check(weights, uses, options);
+  StepSchedule schedule{weights, uses, options, {}, {}, {}};
+  plan_reductions(schedule, true);
+  const int64_t limit = Residency(schedule, 0).wanted_limit_bytes();
+  return with_limit(schedule, limit).arena_bytes + schedule.peak_gradient_bytes;
+}
+
+StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, const ScheduleOptions& options) {
+  check(weights, uses, options);
+  StepSchedule ahead{std::move(weights), std::move(uses), options, {}, {}, {}};
+  StepSchedule at_once = ahead;
+  plan_reductions(ahead, true);
+  plan_reductions(at_once, false);
+  if (!options.budget_bytes) return with_limit(std::move(ahead), std::numeric_limits<int64_t>::max());
+
+  const int64_t least = Residency(ahead, 0).least_limit_bytes();
+  const std::optional<StepSchedule> overlapped = within(*options.budget_bytes, ahead, least);
+  const std::optional<StepSchedule> small = within(*options.budget_bytes, at_once, least);
+  if (overlapped && (!small || cost_bytes(*overlapped) <= cost_bytes(*small))) return *overlapped;
+  if (small) return *small;
+  const StepSchedule smallest = with_limit(at_once, least);
+  throw UserError(concat("budget_bytes: got ", *options.budget_bytes, "; allowed is ", smallest.peak_bytes(),
+                         " or more: ", smallest.arena_bytes, " for gathered weights and ", smallest.peak_gradient_bytes,
+                         " for gradients"));
+}
+
+}  // namespace shardwright

@@ -1,0 +1,136 @@
+// When weights that are cut between steps are gathered, how long they stay, and when their gradients are reduced.
+//
+// A training step is a sequence of *uses*: stretches of compute, forward, recomputed or backward, each with the weights
+// that it needs whole. A weight may be a group of tensors that are always gathered together. The sequence is known
+// before the step begins (it was recorded in an earlier one), so what is prefetched and what is kept follows from it
+// and from a budget of memory, without heuristics about modules.
+//
+// The same arguments give the same schedule on every rank and in every step: what is communicated depends on it.
+//
+// Example: weights a and b of 100 bytes, used forwards a, b and backwards b, a, with gradients of 100 bytes.
+//
+//     budget 400 or none    a and b are gathered before use 0 and stay: 2 gathers. The gradient of b is reduced during
+//                           the backward of a, so two gradients exist at a time
+//     budget 300            the same gathers; the gradient of b is reduced before the backward of a begins
+//     budget 200            there is room for one weight: b is gathered after the forward of a, and a again for its
+//                           backward: 3 gathers
+//     budget below 200      an error
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace shardwright {
+
+enum class Pass : uint8_t { kForward, kRecompute, kBackward };
+
+const char* pass_name(Pass pass);          // "forward", "recompute", "backward"
+Pass parse_pass(const std::string& name);  // throws UserError
+
+// Bytes are those of one rank, the one with most.
+struct Weight {
+  std::string name;
+  int64_t rest_bytes = 0;  // held all the time; not part of any budget
+  int64_t use_bytes = 0;   // gathered
+  // What must stay from the weight's first use to its last: 0 where it may be gathered from rest again, `use_bytes`
+  // where it must stay gathered, in between a copy that is cut less than at rest.
+  int64_t keep_bytes = 0;
+  int64_t gradient_bytes = 0;  // of a backward's gradient before it is reduced; 0 for a frozen weight
+  int64_t gather_ps = 0;       // how long a gather takes; 0: not known
+};
+
+struct Use {
+  std::vector<int> weights;  // indices, each once: several where modules with weights contain others
+  Pass pass = Pass::kForward;
+  std::vector<int> gradients;  // weights whose gradients are complete after this use
+  int64_t compute_ps = 0;      // how long the compute of this use takes; 0: not known
+};
+
+struct ScheduleOptions {
+  // For gathered weights, kept copies, and gradients until they are reduced. None: everything stays until its last use.
+  std::optional<int64_t> budget_bytes;
+  // For how many changes of weights ahead they are gathered, where the budget allows it; a change is a use that needs a
+  // weight which the use before does not need. Earlier where times say that the compute until then is shorter than the
+  // gathers; 0 gathers at the use alone, whatever times say.
+  int64_t prefetch = 1;
+  // Of addresses in the arena; a power of two.
+  int64_t alignment_bytes = 256;
+};
+
+// Memory in the arena, from before use `first` until after use `last`.
+struct WeightBuffer {
+  int weight = 0;
+  bool is_kept_copy = false;  // it holds the copy of keep_bytes, not the gathered weight
+  int first = 0;
+  int last = 0;
+  int64_t size_bytes = 0;
+  int64_t offset_bytes = 0;
+};
+
+struct Gather {
+  int weight = 0;
+  int buffer = 0;          // index
+  int start = 0;           // starts before this use
+  int needed = 0;          // done before this use
+  bool from_copy = false;  // from the kept copy instead of from rest
+};
+
+// One at a time for each weight.
+struct Reduction {
+  int weight = 0;
+  int first = 0;   // the gradient exists from this use on: the first backward use since the reduction before
+  int start = 0;   // starts after this use
+  int finish = 0;  // done after this use; the gradient is released then. At `start`, nothing is overlapped
+};
+
+// Lists are in the order in which things happen.
+struct StepSchedule {
+  std::vector<Weight> weights;
+  std::vector<Use> uses;
+  ScheduleOptions options;
+
+  std::vector<WeightBuffer> buffers;
+  std::vector<Gather> gathers;
+  std::vector<Reduction> reductions;
+
+  int64_t arena_bytes = 0;          // one arena holds all buffers
+  int64_t live_buffer_bytes = 0;    // the most that buffers take at one use: what no arena can go below
+  int64_t peak_gradient_bytes = 0;  // the most that gradients take at one use
+  int64_t peak_bytes() const { return arena_bytes + peak_gradient_bytes; }
+
+  // By use: indices of the gathers that start before it, of the buffers that are released after it, of the reductions
+  // that start after it, and of those that are waited for after it.
+  std::vector<int> gathers_before(int use) const;
+  std::vector<int> released_after(int use) const;
+  std::vector<int> reductions_started_after(int use) const;
+  std::vector<int> reductions_finished_after(int use) const;
+};
+
+// Plans a step.
+//
+//   1. A reduction starts after the use that completes the gradient. It is waited for after the next change of weights,
+//      so that it runs alongside the next backward, or at once, which takes less memory.
+//   2. At each use its weights are resident. Those of the uses that follow are too, or are being gathered: as far ahead
+//      as wanted, as long as they fit at every use until theirs. Whatever else is resident stays if it fits. If not,
+//      what is used latest goes first, and is released right after its use before. For weights of one size no other
+//      choice has fewer gathers (Belady).
+//   3. Buffers get their addresses. If the arena is larger than the budget because of gaps, the step is planned again
+//      with less.
+//   4. With a budget, both answers to 1. are planned. The one with fewer bytes is taken: those of all gathers, and once
+//      more those of gathers and reductions that nothing is computed alongside.
+//
+// Throws UserError: a use of an unknown weight or of one twice, negative figures, keep_bytes above use_bytes, or a
+// budget that is too small; then the text names one that is not. For weights of one size it is the least.
+StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, const ScheduleOptions& options);
+
+// The least budget with which gathers are as far ahead as wanted and reductions run alongside the next backward.
+int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::vector<Use>& uses,
+                                 const ScheduleOptions& options);
+
+// A line for each use, and the peak. JSON holds the same and the arguments.
+std::string to_text(const StepSchedule& schedule);
+std::string to_json(const StepSchedule& schedule);
+
+}  // namespace shardwright
