@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -59,6 +59,7 @@ help:
 	@echo 'make bench-matmul  products that overlap with moves on Gloo, against stock and serial'
 	@echo 'make bench-experts  tokens to experts and back on Gloo, against two common ways'
 	@echo 'make bench-many  many tensors at once on Gloo, against one call for each'
+	@echo 'make bench-fsdp  what FSDP2 communicates on Gloo, with its own collectives and with ours'
 	@echo 'make bench-links  overlapping products, and redistributes, over links of 0.5 to 4 Gbit/s (root, iproute2)'
 	@echo 'make test-links  training over links that lose packets, delay and fail (root, iproute2)'
 	@echo 'make bench-overlap  the predicted overlap of communication with products; measures nothing'
@@ -139,6 +140,8 @@ bench-experts: build
 
 bench-many: build
 	$(HERE) $(PY) benchmarks/many_tensors.py $(ARGS)
+bench-fsdp: build
+	$(HERE) $(PY) benchmarks/fsdp_comm.py $(ARGS)
 
 bench-links: build
 	$(HERE) $(PY) benchmarks/links.py $(ARGS)
@@ -176,7 +179,7 @@ test-python: build
 
 # Tests on the device of tests/async_device, which is as asynchronous as a GPU and has process groups with NCCL's rules.
 # ASYNC_TESTS=tests/python runs all tests there; those meant for CPU alone are skipped.
-ASYNC_TESTS ?= tests/async_device $(addprefix tests/python/test_,$(addsuffix .py,async backward fuzz_redistribute \
+ASYNC_TESTS ?= tests/async_device $(addprefix tests/python/test_,$(addsuffix .py,async backward fsdp_collectives fuzz_redistribute \
   masks_and_misfits matmul_lanes matmul_scaled memory_limit operators ordered_sums overlap_enabled parallel_styles \
   pipeline_stages races redistribute_local replicas_bitwise torchtitan_functions))
 test-async: build

@@ -63,6 +63,7 @@ LAYERS = {
     "DTensors": "dtensor",
     "state dicts": "transfers",
     "products": "products explaining parallel",
+    "sharded weights": "fsdp",
     "calibration": "calibration",
     "front": "__main__ cli drop_in",
 }

@@ -129,6 +129,12 @@ void define_executable(py::module_& m) {
           py::arg("input"), py::arg("out"), release_gil())
       .def("start", &start_registered, py::arg("input"), release_gil())
       .def(
+      .def(
+          "start_into",
+          [](const ExecutableView& v, const at::Tensor& input, const at::Tensor& out) {
+            return start_into(v.executable, input, out);
+          },
+          py::arg("input"), py::arg("out"), release_gil())
           "run_all",
           [](const ExecutableView& v, const std::vector<at::Tensor>& inputs) { return run_all(v.executable, inputs); },
           py::arg("inputs"), release_gil())

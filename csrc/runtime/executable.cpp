@@ -72,6 +72,22 @@ Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
           {"plan bytes", concat(plan_bytes.size(), " with hash ", bytes)}};
 }
 
+std::optional<int64_t> place_of_input_in(const Plan& plan, Rank rank) {
+  const std::optional<int64_t> from = plan.src.mesh().position_of(rank);
+  const std::optional<int64_t> to = plan.dst.mesh().position_of(rank);
+  const bool only_moves = plan.src.partial_dims().empty() && plan.dst.partial_dims().empty();
+  if (plan.steps.size() != 1 || !only_moves || plan.src.ndim() != 1 || !from || !to) return std::nullopt;
+  const IntervalList held = plan.src.region(*from)[0];
+  const IntervalList kept = plan.dst.region(*to)[0];
+  if (held.size() != 1) return std::nullopt;
+  int64_t position = 0;
+  for (const Interval& run : kept) {
+    if (run.begin <= held[0].begin && held[0].end <= run.end) return position + held[0].begin - run.begin;
+    position += run.end - run.begin;
+  }
+  return std::nullopt;
+}
+
 class PlanOrigin : public Origin {
  public:
   explicit PlanOrigin(std::string plan_bytes) : plan_bytes_(std::move(plan_bytes)) {}
@@ -109,6 +125,7 @@ CompiledProgram::CompiledProgram(Program program, const std::vector<const Plan*>
     received_bytes_ += traffic_at(*plan, rank_).received_bytes;
     for (const Step& step : plan->steps) is_collective_ = is_collective_ || shardwright::communicates(step);
   }
+  if (plans.size() == 1) place_of_input_ = place_of_input_in(*plans.front(), rank_);
   note_dtypes();
   note_instructions();
 }

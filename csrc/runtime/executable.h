@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -83,6 +84,10 @@ class CompiledProgram {
   // Whether a transfer, or an instruction after the first Wait, reads an input.
   bool reads_input_after_start() const { return reads_input_after_start_; }
 
+  // For a plan of one step that only moves a one-dimensional tensor, where all of this rank's input stays in one run of
+  // its output: where that run begins, in elements. Such a plan may write to memory that holds the input there.
+  std::optional<int64_t> place_of_input() const { return place_of_input_; }
+
   // Throws a c10::ValueError that names the first input with another shape, dtype or device than the program takes.
   void check_inputs(c10::ArrayRef<at::Tensor> inputs) const;
   // Options for buffers of the program's own dtype, in a run with these inputs.
@@ -104,6 +109,7 @@ class CompiledProgram {
   std::unordered_map<int, at::ScalarType> other_dtypes_;  // by buffer
   int usual_input_ = -1;                                  // the first input of the program's own dtype
   int64_t received_bytes_ = 0;
+  std::optional<int64_t> place_of_input_;
   int last_communication_ = -1;
   int first_wait_ = 0;
   int end_of_input_reads_ = 0;

@@ -444,6 +444,8 @@ void Execution::compute(const Operation& operation, int index) {
   match(
       operation,
       [&](const Copy& o) {
+        const bool is_in_place = o.src == kInputBuffer && buffers_[o.dst].is_alias_of(buffers_[o.src]);
+        if (is_in_place) return;  // CompiledProgram::place_of_input: it is there already
         if (o.divisor == 1) {
           run(compiled_.copy(index), buffers_[o.src], buffers_[o.dst]);
         } else {

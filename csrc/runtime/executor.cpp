@@ -115,7 +115,14 @@ void check_out(const CompiledProgram& compiled, const at::Tensor& input, const a
   TORCH_CHECK_VALUE(out.scalar_type() == input.scalar_type() && out.device() == input.device(), "out: is ",
                     c10::toString(out.scalar_type()), " on ", out.device(), "; allowed is what the input is, ",
                     c10::toString(input.scalar_type()), " on ", input.device());
-  TORCH_CHECK_VALUE(!out.is_alias_of(input), "out: shares memory with the input; allowed is memory of its own");
+  if (!out.is_alias_of(input) || input.numel() == 0) return;
+  const std::optional<int64_t> place = compiled.place_of_input();
+  const auto item_bytes = static_cast<int64_t>(out.element_size());
+  const bool is_in_place = place && input.is_contiguous() &&
+                           static_cast<const char*>(input.const_data_ptr()) ==
+                               static_cast<const char*>(out.const_data_ptr()) + *place * item_bytes;
+  TORCH_CHECK_VALUE(is_in_place, "out: shares memory with the input; allowed is memory of its own, or where a flat ",
+                    "tensor is gathered in one step, an input that is its own part of `out`");
 }
 
 void start_on_cpu(const CompiledProgram& compiled, const std::shared_ptr<Execution>& execution, const at::Tensor& input,
@@ -140,6 +147,29 @@ void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Exe
     execution->start_rest_beside();
     lane.note_beside(execution, output);
   });
+}
+
+// Whether an asynchronous call would have nothing to wait for. If others communicate and this rank does not, there
+// still is on devices with streams: whoever waits on another stream must not read the result too early.
+bool is_done_at_once(const Executable& executable, const at::Tensor& input) {
+  const CompiledProgram& compiled = executable.compiled();
+  return !compiled.is_collective() || (input.device().is_cpu() && !compiled.communicates()) ||
+         executable.goes_through_host(input.device());
+}
+
+// `out` may be null.
+std::pair<at::Tensor, WorkPtr> start_execution(const ExecutablePtr& executable, const at::Tensor& input,
+                                               const at::Tensor* out, bool input_may_change) {
+  const CompiledProgram& compiled = executable->compiled();
+  executable->connect(input.device());
+  const auto execution = std::make_shared<Execution>(executable, input, /*is_beside_compute=*/true);
+  if (out != nullptr) execution->write_to(*out);
+  const at::Tensor output = execution->output();  // made before anything runs, so that the Work is for this tensor
+  execution->device().is_cpu() ? start_on_cpu(compiled, execution, input, input_may_change)
+                               : start_on_streams(compiled, execution, output, input_may_change);
+  ++counters().runs;
+  counters().received_bytes += compiled.received_bytes();
+  return {output, c10::make_intrusive<ExecutionWork>(execution, output)};
 }
 
 }  // namespace
@@ -210,21 +240,21 @@ std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<a
 
 std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input, bool input_may_change) {
   const Record record = record_of(*executable);
-  const CompiledProgram& compiled = executable->compiled();
-  if (compiled.returns_input() || !compiled.is_collective()) return {run(executable, input), nullptr};
-  compiled.check_inputs(input);
-  // If others communicate and this rank does not, there is still something to wait for on devices with streams: whoever
-  // waits on another stream must not read the result too early.
-  const bool is_done_at_once = input.device().is_cpu() && !compiled.communicates();
-  if (is_done_at_once || executable->goes_through_host(input.device())) return {run(executable, input), nullptr};
-  executable->connect(input.device());
-  const auto execution = std::make_shared<Execution>(executable, input, /*is_beside_compute=*/true);
-  const at::Tensor output = execution->output();  // made before anything runs, so that the Work is for this tensor
-  execution->device().is_cpu() ? start_on_cpu(compiled, execution, input, input_may_change)
-                               : start_on_streams(compiled, execution, output, input_may_change);
-  ++counters().runs;
-  counters().received_bytes += compiled.received_bytes();
-  return {output, c10::make_intrusive<ExecutionWork>(execution, output)};
+  if (executable->compiled().returns_input()) return {run(executable, input), nullptr};
+  executable->compiled().check_inputs(input);
+  if (is_done_at_once(*executable, input)) return {run(executable, input), nullptr};
+  return start_execution(executable, input, nullptr, input_may_change);
+}
+
+WorkPtr start_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out) {
+  const Record record = record_of(*executable);
+  executable->compiled().check_inputs(input);
+  if (executable->compiled().returns_input() || is_done_at_once(*executable, input)) {
+    run_into(executable, input, out);
+    return nullptr;
+  }
+  check_out(executable->compiled(), input, out);
+  return start_execution(executable, input, &out, /*input_may_change=*/false).second;
 }
 
 }  // namespace shardwright

@@ -47,8 +47,9 @@ namespace shardwright {
 // nothing sent.
 at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input);
 
-// The same into `out`, which must be contiguous, have the output's shape and the input's dtype and device, and share no
-// memory with the input. Throws c10::ValueError otherwise.
+// The same into `out`, which must be contiguous and have the output's shape and the input's dtype and device. It shares
+// no memory with the input, unless the input is exactly the part of `out` that holds the same elements afterwards
+// (CompiledProgram::place_of_input), as in a gather in place. Throws c10::ValueError otherwise.
 void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out);
 
 // Runs a program with several inputs or outputs. Its transfers overlap with its compute.
@@ -58,6 +59,9 @@ std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<a
 // `input_may_change` says whether the caller may write to `input` before the Work is done.
 std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input,
                                      bool input_may_change = true);
+
+// The same into `out`, as `run_into` takes it. The caller writes to `input` only once the Work is done.
+WorkPtr start_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out);
 
 // Counts since the start of the process or the last reset.
 struct Counters {

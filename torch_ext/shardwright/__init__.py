@@ -28,6 +28,7 @@ from .topology import Link, Topology, load_topology
 
 if TYPE_CHECKING:
     __version__: str
+    from . import fsdp
     from ._runtime import release_staging, set_fast_accumulation, set_sm_carveout
     from .calibration import calibrate, forget_calibration
     from .calibration.products import calibrate_gemm
@@ -75,6 +76,7 @@ __all__ = [
     "enabled",
     "explain",
     "forget_calibration",
+    "fsdp",
     "fuse",
     "linear",
     "load_checkpoint",
@@ -137,6 +139,8 @@ def __getattr__(name: str) -> Any:
         value: Any = doctor.version()
     elif name == "_runtime":  # also used by `from . import _runtime` in this package
         value = _load_runtime()
+    elif name == "fsdp":
+        value = importlib.import_module(".fsdp", __name__)
     elif name in _MODULE_OF:
         module = _MODULE_OF[name]
         loaded = _load_runtime() if module == "_runtime" else importlib.import_module(f".{module}", __name__)

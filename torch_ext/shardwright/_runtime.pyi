@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 torch_version: str
 has_cuda: bool
@@ -88,6 +89,9 @@ class Executable:
     def run_into(self, input: torch.Tensor, out: torch.Tensor) -> None: ...
     def start(self, input: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Returns the result and whether it is still being computed; if so it is registered for `wait_tensor`."""
+
+    def start_into(self, input: torch.Tensor, out: torch.Tensor) -> dist.Work | None:
+        """Starts to write the result to `out`; returns what to wait for, or None if nothing is pending."""
 
     def run_all(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
 

@@ -257,6 +257,26 @@ def run_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.Te
     return _run_into(executable, local, out)
 
 
+def start_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor) -> dist.Work | None:
+    """Like `run_into`, but returns while transfers are under way: what to wait for, or None if nothing is pending.
+
+    The caller leaves both tensors alone until then.
+    """
+    if checking.is_on():
+        checking.compare(executable, local, True)
+    counters.counts.calls += 1
+    if watching.num_modes():
+        work: list[dist.Work | None] = []
+
+        def start() -> torch.Tensor:
+            work.append(executable.start_into(local, out))
+            return out
+
+        watching.run(executable, [local], start)
+        return work[0]
+    return executable.start_into(local, out)
+
+
 def _run_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     executable.run_into(local, out)
     return out

@@ -1,0 +1,147 @@
+"""Transfers for PyTorch's own FSDP2: what `set_custom_all_gather` and `set_custom_reduce_scatter` take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_api
+
+from .. import _runtime, argument_checks, executables, groups
+from ..layout import Layout, Mesh
+
+_PLACEMENTS = {
+    dist.ReduceOp.SUM: "P(sum)",
+    dist.ReduceOp.AVG: "P(avg)",
+    dist.ReduceOp.MIN: "P(min)",
+    dist.ReduceOp.MAX: "P(max)",
+    dist.ReduceOp.PRODUCT: "P(product)",
+}
+
+ReduceOp: TypeAlias = Any  # dist.ReduceOp, or one of its values: another type
+
+
+class AllGather(_fsdp_api.AllGather):
+    """All-gathers by shardwright for a module under FSDP2: ``module.set_custom_all_gather(sw.fsdp.AllGather())``.
+
+    Results have the same bits as those of the process group's own all-gather.
+    """
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns memory for the gathered parameters of one call."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gathers `input_tensor` of all ranks of `group` into `output_tensor`, in the order of ranks in the group.
+
+        Args:
+            output_tensor: contiguous, with as many elements as all inputs together.
+            input_tensor: contiguous, with the same number of elements on all ranks. It may be this rank's part of
+                `output_tensor`, as FSDP2 passes it.
+            group: every rank of it calls.
+            async_op: return while transfers are under way. The caller leaves both tensors alone until then.
+
+        Returns:
+            What to wait for; None if nothing is pending.
+
+        Raises:
+            ValueError: the tensors do not fit each other, or are not contiguous.
+            torch.distributed.DistBackendError: a transfer failed or timed out.
+        """
+        return _move("S(0)", "R", input_tensor, output_tensor, group, async_op)
+
+
+class ReduceScatter(_fsdp_api.ReduceScatter):
+    """Reduce-scatters by shardwright for a module under FSDP2.
+
+    ``module.set_custom_reduce_scatter(sw.fsdp.ReduceScatter())``. On Gloo a rank sends each other rank its part and
+    nothing else, which is half of what Gloo's own reduce-scatter sends. There contributions are summed in the order of
+    ranks in the group, 16-bit floats in float32 that is rounded once; averages are divided afterwards. On NCCL the sum
+    is NCCL's.
+    """
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns memory for the gradients of one call, before or after the reduction."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduces `input_tensor` over the ranks of `group`; rank i gets chunk i of the result in `output_tensor`.
+
+        Args:
+            output_tensor: contiguous, one chunk. It shares no memory with the input.
+            input_tensor: contiguous, one chunk for each rank of the group.
+            group: every rank of it calls.
+            op: ReduceOp.SUM, AVG, MIN, MAX or PRODUCT.
+            async_op: return while transfers are under way. The caller leaves both tensors alone until then.
+
+        Returns:
+            What to wait for; None if nothing is pending.
+
+        Raises:
+            ValueError: the tensors do not fit each other, are not contiguous or share memory; another `op`.
+            torch.distributed.DistBackendError: a transfer failed or timed out.
+        """
+        placement = next((name for known, name in _PLACEMENTS.items() if op == known), None)
+        if placement is None:
+            raise ValueError(
+                f"op: got {op}; allowed are ReduceOp.SUM, AVG, MIN, MAX and PRODUCT. With a gradient divide factor of "
+                "its own, FSDP2 asks for a sum that is scaled before; "
+                "module.set_force_sum_reduction_for_comms(True) makes it scale afterwards"
+            )
+        return _move(placement, "S(0)", input_tensor, output_tensor, group, async_op)
+
+
+def _move(
+    src: str, dst: str, given: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """Moves a flat tensor over a group from one placement to another, into `out`."""
+    for name, tensor in (("input_tensor", given), ("output_tensor", out)):
+        argument_checks.check_tensor(name, tensor)
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: has strides {tensor.stride()}; allowed are contiguous tensors")
+    whole, part = (out, given) if dst == "R" else (given, out)
+    size = group.size()
+    if whole.numel() != part.numel() * size or given.dtype != out.dtype:
+        raise ValueError(
+            f"output_tensor: has {out.numel()} elements of {out.dtype}, where input_tensor has {given.numel()} of "
+            f"{given.dtype} on each of {size} ranks; allowed is one dtype, and {size} times as many elements in the "
+            "tensor that is whole"
+        )
+    executable = _executable(whole.numel(), given.dtype, src, dst, given.device.type, group)
+    with torch.no_grad():
+        given, out = given.view(-1), out.view(-1)
+    if not async_op:
+        executables.run_into(executable, given, out)
+        return None
+    return executables.start_into(executable, given, out)
+
+
+def _executable(
+    numel: int, dtype: torch.dtype, src: str, dst: str, device_type: str, group: dist.ProcessGroup
+) -> _runtime.Executable:
+    def build() -> _runtime.Executable:
+        mesh = Mesh({"shard": group.size()})
+        plan = executables.make_plan(
+            Layout(mesh, [numel], [src], dtype), Layout(mesh, [numel], [dst], dtype), device_type, group
+        )
+        return executables.bind(plan, group=group)
+
+    key = ("flat", numel, dtype, src, dst, device_type, groups.weakly(group))
+    executable = executables.lookup(key, build)
+    assert isinstance(executable, _runtime.Executable)
+    return executable
