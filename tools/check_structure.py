@@ -75,7 +75,16 @@ MAX_FUNCTION_LINES = 60
 # C++ to torch: whatever plans, decides or computes belongs in csrc/, where it is tested without torch and is the same
 # for both modules. Code that does not fit under a limit should first be looked at for parts that belong there.
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
-MAX_CODE_LINES = {".": 3300, "calibration": 550, "dtensor": 700, "graphs": 150, "products": 1000}
+MAX_CODE_LINES = {
+    ".": 3900,
+    "calibration": 550,
+    "dtensor": 700,
+    "fsdp": 1200,
+    "graphs": 200,
+    "mapping": 750,
+    "products": 1000,
+    "transfers": 900,
+}
 
 Graph = dict[str, set[str]]
 
