@@ -64,10 +64,11 @@ def agree(
 
 def _check_same(what: str, said: Sequence[int], me: int) -> None:
     if len(set(said)) > 1:
+        remedy = "; device= says where ranks without tensors have theirs" if what == "the device" else ""
         values = f" ({', '.join(map(str, said))} by rank)" if what == _SETTINGS[0] else ""
         raise ValueError(
             f"shardwright: redistribute_many: {what} differs{values}: {_groups(said)}; nothing was sent "
-            f"(this is rank {me})"
+            f"(this is rank {me}){remedy}"
         )
 
 

@@ -67,6 +67,7 @@ def redistribute_many(
     buckets: int = BUCKETS,
     out: Sequence[torch.Tensor | None] | None = None,
     group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
     async_op: bool = False,
 ) -> list[torch.Tensor] | ManyHandle:
     """Moves this rank's parts of many tensors from one layout to another, all together.
@@ -86,6 +87,8 @@ def redistribute_many(
         out: the tensors to write the results to, with any strides; they share memory neither with each other nor with
             local parts. On a rank outside the mesh of a destination its entry may be None.
         group: the process group whose ranks the meshes name; default, the default group.
+        device: the device of all tensors, for ranks that pass none; default, the current accelerator if the group
+            communicates there, else the CPU.
         async_op: return a `ManyHandle` at once. The local parts must not change before its ``wait_for_sources()``.
 
     Returns:
@@ -102,7 +105,7 @@ def redistribute_many(
     """
     groups.check_initialised()
     argument_checks.check_group(group)
-    given = _Given(items, out, bucket_bytes, buckets, group)
+    given = _Given(items, out, bucket_bytes, buckets, group, device)
     key = given.key()
     # What is found here decides whether ranks communicate, so it depends on nothing that could differ among them.
     prepared = _kept.get(key) if given.refusal is None else None
@@ -136,7 +139,9 @@ groups.when_gone.append(_kept.clear)
 class _Given:
     """The arguments of a call on this rank, and why they are not allowed, if so."""
 
-    def __init__(self, items: Any, out: Any, bucket_bytes: Any, buckets: Any, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, items: Any, out: Any, bucket_bytes: Any, buckets: Any, group: dist.ProcessGroup | None, device: Any
+    ) -> None:
         self.rank = dist.get_rank(group)
         self.group = group
         self.out: list[torch.Tensor | None] | None = None
@@ -145,16 +150,17 @@ class _Given:
         self.bucket_bytes = BUCKET_BYTES
         self.buckets = BUCKETS
         self.refusal: Exception | None = None
+        asked: torch.device | None = None
         try:
+            asked = None if device is None else argument_checks.device_of("device", device)
             self._read(items, out, bucket_bytes, buckets)
         except ValueError as error:
             self.refusal = error
-        self.device = next((x.device for x in self.locals if isinstance(x, torch.Tensor)), None) or self._default()
-
-    def _default(self) -> torch.device:
-        return next((x.device for x in self.out or [] if isinstance(x, torch.Tensor)), None) or plain_tensors.device_of(
-            self.group, None
-        )
+        tensors = (x for x in [*self.locals, *(self.out or [])] if isinstance(x, torch.Tensor))
+        found = next((x.device for x in tensors), None)
+        if asked is not None and found is not None and asked.type != found.type:
+            self.refusal = self.refusal or ValueError(f"device: got {asked}, and there are tensors on {found}")
+        self.device = found or asked or plain_tensors.device_of(group, None)
 
     def _read(self, items: Any, out: Any, bucket_bytes: Any, buckets: Any) -> None:
         self.bucket_bytes = argument_values.integer(bucket_bytes, "bucket_bytes")
