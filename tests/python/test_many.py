@@ -13,6 +13,7 @@ import torch.distributed as dist
 import meshes
 import oracle
 import shardwright as sw
+from allocations import allocated_peak
 from meshes import NAMES
 from pool import Pool
 from shardwright import many
@@ -143,6 +144,35 @@ def _move(seed: int, bucket_bytes: int, buckets: int, strided: bool) -> tuple[in
 def test_every_element_arrives(pool: Pool, seed: int, bucket_bytes: int, buckets: int, strided: bool) -> None:
     counted = pool.run(_move, WORLD_SIZE, seed, bucket_bytes, buckets, strided)
     assert sum(received for received, _ in counted) == counted[0][1]
+
+
+def _memory(bucket_bytes: int, buckets: int) -> tuple[int, int, int]:
+    """What one call allocates besides its results, and what is promised."""
+    rank = dist.get_rank()
+    train, serve = sw.Mesh({"a": 2}), sw.Mesh({"b": 2}, [1, 2])
+    pairs = [
+        (sw.Layout(train, (500, 40), ["S(0)"], dtype), sw.Layout(serve, (500, 40), [to], dtype))
+        for dtype in ("float32", "bf16")
+        for to in ("S(1)", "R")
+    ]
+    # Every other column, so that packing meets gaps.
+    items = [
+        (None if rank == 2 else torch.ones(250, 80, dtype=getattr(torch, src.dtype))[:, ::2], src, dst)
+        for src, dst in pairs
+    ]
+    sw.redistribute_many(items, bucket_bytes=bucket_bytes, buckets=buckets)
+    sw.release_staging()
+    moved, peak = allocated_peak(sw.redistribute_many, items, bucket_bytes=bucket_bytes, buckets=buckets)
+    plan = sw.plan_many(pairs, bucket_bytes=bucket_bytes, buckets=buckets)
+    return peak - sum(one.nbytes for one in moved), plan.memory_bytes, plan.num_rounds
+
+
+@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(4096, 3), (20000, 1), (1 << 20, 8)])
+def test_memory_is_what_was_promised(pool: Pool, bucket_bytes: int, buckets: int) -> None:
+    for peak, promised, rounds in pool.run(_memory, 3, bucket_bytes, buckets):
+        assert peak == promised
+        assert promised <= bucket_bytes * buckets
+        assert promised > 0.9 * bucket_bytes * buckets or rounds < buckets
 
 
 def test_one_rank_alone(pool: Pool) -> None:
