@@ -164,6 +164,34 @@ def test_gathers_on_the_destination(pool: Pool) -> None:
     pool.run(_gathers_on_the_destination, 6)
 
 
+def _passed_on() -> None:
+    """Three nodes of two ranks, with a slow link between them: each node receives every byte once."""
+    rank, shape = dist.get_rank(), (48, 40)
+    fast, slow = sw.Link(1000, 100), sw.Link(1000, 1_000_000_000)
+    nodes = sw.Topology("nodes of 2", 2, 1000, 100, fast, slow)
+    src = sw.Layout(sw.Mesh({"a": 2}, [0, 1], topology=nodes), shape, ["S(0)"])
+    dst = sw.Layout(sw.Mesh({"b": 6}, [2, 3, 4, 5, 6, 7], topology=nodes), shape, ["R"])
+    plan = sw.plan(src, dst, backend="gloo")
+    assert plan.steps[0].op == "cross" and plan.steps[0].after.mesh.dim_names == ["b.0", "b.1"]
+    assert sw.plan_from_json(plan.to_json()).to_bytes() == plan.to_bytes()
+    assert plan.simulate() == plan.wire_bytes_sum
+    whole = oracle.global_tensor(shape, torch.float32, 9)
+    local = part(whole, ((2,), (0, 1)), ("S(0)",), rank)
+    for layouts in ((src, dst), (dst, src)):
+        held, wanted = (local, whole) if layouts[0] is src else (whole if rank > 1 else whole.new_empty(0), local)
+        with sw.wire_meter() as meter:
+            moved = sw.redistribute_local(held, *layouts)
+        if rank > 1 or layouts[1] is src:
+            assert oracle.difference(moved, wanted) is None
+        assert meter.received_bytes == sw.plan(*layouts, backend="gloo").wire_bytes(rank)
+    entering_nodes = sum(step.wire_bytes_sum for step in plan.steps if step.mesh_dims != (1,))  # b.1 is within nodes
+    assert entering_nodes == 3 * whole.nbytes
+
+
+def test_nodes_receive_every_byte_once(pool: Pool) -> None:
+    pool.run(_passed_on, 8)
+
+
 def test_plans_cross_once() -> None:
     here, there = sw.Mesh({"a": 2}, [0, 1]), sw.Mesh({"b": 2}, [2, 3])
     a, b = sw.Layout(here, (8,), ["S(0)"]), sw.Layout(there, (8,), ["S(0)"])

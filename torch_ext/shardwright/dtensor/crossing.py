@@ -123,8 +123,7 @@ def _check_compilable(here: Mesh, there: Mesh) -> None:
     if outside:
         raise RuntimeError(
             f"mesh: ranks {outside} of it are not on the mesh of x ({here}), and torch.compile does not notice there "
-            "that sizes change; allowed in compiled code are meshes whose ranks are all on that of x, and outside of it "
-            "any"
+            "that sizes change; allowed in compiled code are meshes whose ranks are all on that of x, in eager code any"
         )
 
 
