@@ -13,7 +13,8 @@ rank with tensors that torch.chunk cuts:
 
 A way's time is that of its slowest rank. Bytes are what reaches ranks, by sw.wire_meter; memory is the most that
 PyTorch's allocator holds at once on the worst rank, results included; messages are those that the plans promise to the
-worst rank. For many, the plan's rounds, messages and buffers are recorded too.
+worst rank. For many, the plan's rounds, messages and buffers are recorded too. The exit status is 1 if a
+result is wrong, or if many or each receives more than the bound.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ def broadcast(state: StateDict) -> Results:
 
 
 WAYS: dict[str, Callable[[StateDict], Results]] = {"each": each, "broadcast": broadcast}
+OURS = ("many", "each")
 if hasattr(sw, "redistribute_many"):
     WAYS = {"many": many, **WAYS}
 
@@ -166,6 +168,7 @@ def measure(name: str, weights: list[Weight], rounds: int) -> dict:
     state = StateDict(weights)
     right, received, worst, peak = {}, {}, {}, {}
     for way, function in WAYS.items():
+        function(state)  # the first call makes plans, and ranks compare in it
         with sw.wire_meter() as meter:
             results = function(state)
         right[way] = bool(over_ranks([float(is_right(state, results))], dist.ReduceOp.MIN)[0])
@@ -193,8 +196,10 @@ def measure(name: str, weights: list[Weight], rounds: int) -> dict:
     }
 
 
-def run_rank(models: tuple[str, ...], rounds: int, quick: bool, out: str, head: dict) -> None:
+def run_rank(models: tuple[str, ...], ways: tuple[str, ...], rounds: int, quick: bool, out: str, head: dict) -> None:
     """What every rank does; rank 0 prints and writes."""
+    for way in set(WAYS) - set(ways):
+        del WAYS[way]
     made = {"llama-3.1-8b": llama_8b(32 if quick else 8), "qwen3-30b-a3b": qwen3_moe(64 if quick else 16)}
     rows = []
     say(
@@ -213,13 +218,17 @@ def run_rank(models: tuple[str, ...], rounds: int, quick: bool, out: str, head: 
             )
     if dist.get_rank() == 0:
         machine.write(out, {**head, "rows": rows})
-    if not all(all(row["right"].values()) for row in rows):
+    is_right = all(all(row["right"].values()) for row in rows)
+    moved = [row["received_bytes_all_ranks"].get(way, row["bound_bytes_all_ranks"]) for row in rows for way in OURS]
+    bounds = [row["bound_bytes_all_ranks"] for row in rows for _ in OURS]
+    if not is_right or moved != bounds:
         raise SystemExit(1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default="llama-3.1-8b,qwen3-30b-a3b", help="(default: %(default)s)")
+    parser.add_argument("--ways", default=",".join(WAYS), help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each way (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a quarter of the width, one turn")
     default = HERE / "results" / f"state_dict-torch{torch.__version__.partition('+')[0]}.json"
@@ -228,7 +237,8 @@ def main() -> None:
     setting = {"trainers": TRAINERS, "servers": SERVERS, "dtype": str(DTYPE), "bucket_bytes": BUCKET_BYTES}
     head = {**machine.describe("torch"), "setting": {**setting, "quick": options.quick}}
     rounds = 1 if options.quick else options.rounds
-    launch(4, run_rank, tuple(options.models.split(",")), rounds, options.quick, options.out, head)
+    models, ways = (tuple(text.split(",")) for text in (options.models, options.ways))
+    launch(4, run_rank, models, ways, rounds, options.quick, options.out, head)
 
 
 if __name__ == "__main__":
