@@ -105,6 +105,18 @@ def begin(
     return async_device.load()
 
 
+def begin_on_gloo(rank: int, size: int, path: str) -> None:
+    """A default group of Gloo, for tensors on CPU and, by way of host memory, for those on the device."""
+    async_device.load()
+    dist.init_process_group(
+        f"cpu:gloo,{DEVICE}:gloo",
+        store=dist.FileStore(path, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=20),
+    )
+
+
 def group_of(process_group: Any = None) -> Any:
     """The backend itself, whose calls return what it returns."""
     return (process_group or dist.group.WORLD)._get_backend(torch.device(DEVICE))

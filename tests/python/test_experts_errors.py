@@ -30,12 +30,29 @@ def _arguments(rank: int) -> dict[str, Any]:
     }
 
 
+NOTHING = "nothing was raised"
+
+
+def _raised(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
+    """The message of the exception that a call raises; NOTHING if it raises none."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return NOTHING
+
+
+def _assert_each_in(expected: list[str], said: list[str]) -> None:
+    for text, message in zip(expected, said, strict=True):
+        assert text in message
+
+
 def _failing(change: Callable[[dict[str, Any], int], None]) -> tuple[str, str]:
     """What a dispatch raises whose arguments were changed, after which another one goes well."""
     arguments = _arguments(dist.get_rank())
     change(arguments, dist.get_rank())
     before = [t.clone() for t in arguments.values() if isinstance(t, torch.Tensor)]
-    said = ("", "nothing was raised")
+    said = ("", NOTHING)
     try:
         sw.dispatch(**arguments)
     except (ValueError, RuntimeError) as error:
@@ -232,9 +249,8 @@ def test_placements() -> None:
 
 def _placements_of_tensors() -> list[str]:
     given = _arguments(dist.get_rank())
-    said = []
     other = dist.new_group([0, 1])
-    for change in [
+    changes = [
         {"placement": [[0], [1]]},
         {"placement": 6},
         {"placement": [["a"], [1], [2]]},
@@ -245,34 +261,25 @@ def _placements_of_tensors() -> list[str]:
         {"group": "all"},
         {"group": other if dist.get_rank() == 2 else 3},
         {"topology": "nowhere"},
-    ]:
-        try:
-            sw.dispatch(**{**given, **change})
-            said.append("nothing was raised")
-        except ValueError as error:
-            said.append(str(error))
-    return said
+    ]
+    return [_raised(lambda: sw.dispatch(**{**given, **change})) for change in changes]  # noqa: B023
 
 
 def test_placements_on_groups(pool: Pool) -> None:
     *_, said = pool.run(_placements_of_tensors, WORLD)
-    for text, expected in zip(
-        said,
-        [
-            "placement: lists experts of 2 ranks; the group has 3",
-            "placement: got 6 (of type int); allowed is a Layout of the experts' axis",
-            "placement: got 'a'",
-            "cuts dim 1, so rank 0 holds parts of experts",
-            "is a pending sum; allowed are S and R",
-            "has no dims; allowed are layouts whose first dim is the experts'",
-            "placement: rank 2 is not among its ranks [0, 1]",
-            "group: got a str; allowed is a ProcessGroup or a DeviceMesh",
-            "group: this rank is not in it",
-            "nowhere",
-        ],
-        strict=True,
-    ):
-        assert expected in text
+    expected = [
+        "placement: lists experts of 2 ranks; the group has 3",
+        "placement: got 6 (of type int); allowed is a Layout of the experts' axis",
+        "placement: got 'a'",
+        "cuts dim 1, so rank 0 holds parts of experts",
+        "is a pending sum; allowed are S and R",
+        "has no dims; allowed are layouts whose first dim is the experts'",
+        "placement: rank 2 is not among its ranks [0, 1]",
+        "group: got a str; allowed is a ProcessGroup or a DeviceMesh",
+        "group: this rank is not in it",
+        "nowhere",
+    ]
+    _assert_each_in(expected, said)
 
 
 # ------------------------------------------------------------------------------------------------------------ combine
@@ -280,40 +287,31 @@ def test_placements_on_groups(pool: Pool) -> None:
 
 def _combines() -> list[str]:
     rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
-    said = []
-    for y, given in [
+    pairs: list[tuple[Any, Any]] = [
         (rows[:-1], handle),
         (rows.unsqueeze(0), handle),
         (rows.to(torch.int64), handle),
         (rows.to(torch.float8_e4m3fn), handle),
         (None, handle),
         (rows, rows),
-    ]:
-        try:
-            sw.combine(y, given)  # type: ignore[arg-type]
-            said.append("nothing was raised")
-        except ValueError as error:
-            said.append(str(error))
+    ]
+    said = [_raised(lambda: sw.combine(y, given)) for y, given in pairs]  # noqa: B023
     sw.combine(rows, handle)
     return said
 
 
 @pytest.mark.cpu_only("conversions that the device lacks")
 def test_combine(pool: Pool) -> None:
+    expected = [
+        "y: has shape (",
+        "allowed is one row for each of the ",
+        "y: is torch.int64; allowed are float32, bfloat16, float16, float64",
+        "y: is torch.float8_e4m3fn; allowed are",
+        "y: got a NoneType",
+        "handle: got a Tensor; allowed is what dispatch returned",
+    ]
     for said in pool.run(_combines, WORLD):
-        for text, expected in zip(
-            said,
-            [
-                "y: has shape (",
-                "allowed is one row for each of the ",
-                "y: is torch.int64; allowed are float32, bfloat16, float16, float64",
-                "y: is torch.float8_e4m3fn; allowed are",
-                "y: got a NoneType",
-                "handle: got a Tensor; allowed is what dispatch returned",
-            ],
-            strict=True,
-        ):
-            assert expected in text
+        _assert_each_in(expected, said)
 
 
 def _failing_combine(change: str) -> tuple[str, str]:
@@ -351,31 +349,25 @@ def test_combine_of_other_widths(pool: Pool) -> None:
 
 
 def _fixed_rows() -> list[str]:
-    said = []
-    for change in [{"overflow": "raise"}, {"rows_per_rank": -1}, {"rows_per_rank": 1.5}]:
-        try:
-            sw.dispatch(**{**_arguments(dist.get_rank()), "rows_per_rank": 3, "overflow": "drop", **change})
-            said.append("nothing was raised")
-        except ValueError as error:
-            said.append(str(error))
-    return said
+    given = {**_arguments(dist.get_rank()), "rows_per_rank": 3, "overflow": "drop"}
+    changes = [{"overflow": "raise"}, {"rows_per_rank": -1}, {"rows_per_rank": 1.5}]
+    return [_raised(lambda: sw.dispatch(**{**given, **change})) for change in changes]  # noqa: B023
 
 
 def test_fixed_rows(pool: Pool) -> None:
+    expected = [
+        "allowed with it is overflow='drop'",
+        "rows_per_rank: got -1; allowed are 0 or more",
+        "rows_per_rank: got 1.5",
+    ]
     for said in pool.run(_fixed_rows, WORLD):
-        assert "allowed with it is overflow='drop'" in said[0]
-        assert "rows_per_rank: got -1; allowed are 0 or more" in said[1]
-        assert "rows_per_rank: got 1.5" in said[2]
+        _assert_each_in(expected, said)
 
 
 def _gradient_of_bytes() -> str:
     given = _arguments(dist.get_rank())
     given["x"] = given["x"].to(torch.float8_e4m3fn).requires_grad_()
-    try:
-        sw.dispatch(**given)
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
+    return _raised(lambda: sw.dispatch(**given))
 
 
 def test_gradient_of_8_bit_floats(pool: Pool) -> None:
@@ -392,26 +384,19 @@ def _out_of_step() -> str:
     sw.check_ranks(timeout_seconds=30)
     try:
         if dist.get_rank() == 1:
-            sw.combine(rows, handle)
-        else:
-            sw.dispatch(**_arguments(dist.get_rank()))
-    except RuntimeError as error:
-        return str(error)
+            return _raised(lambda: sw.combine(rows, handle), RuntimeError)
+        return _raised(lambda: sw.dispatch(**_arguments(dist.get_rank())), RuntimeError)
     finally:
         sw.check_ranks(False)
-    return "nothing was raised"
 
 
 def _other_result_size() -> str:
     rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
     sw.check_ranks(timeout_seconds=30)
     try:
-        sw.combine(rows[:, : 4 + (dist.get_rank() == 1)], handle)
-    except RuntimeError as error:
-        return str(error)
+        return _raised(lambda: sw.combine(rows[:, : 4 + (dist.get_rank() == 1)], handle), RuntimeError)
     finally:
         sw.check_ranks(False)
-    return "nothing was raised"
 
 
 def _alike() -> int:
@@ -458,7 +443,7 @@ def _dies(where: str) -> tuple[str, float]:
         sw.combine(rows, handle)
     except dist.DistBackendError as error:
         return str(error), time.monotonic() - begin
-    return "nothing was raised", 0.0
+    return NOTHING, 0.0
 
 
 @pytest.mark.parametrize("where", ["dispatch", "combine"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from datetime import timedelta
 
 import pytest
 import torch
@@ -96,16 +95,9 @@ def test_graphs_outlive_what_is_cached(async_pool: Pool) -> None:
 
 
 def _over_gloo(rank: int, size: int, path: str) -> int:
-    import async_device
+    from async_device import ranks
 
-    async_device.load()
-    dist.init_process_group(
-        "cpu:gloo,asyncdev:gloo",
-        store=dist.FileStore(path, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=20),
-    )
+    ranks.begin_on_gloo(rank, size, path)
     p = routing.problem(size, 4)
     outs, x_grads, score_grads, _ = routing.unsharded(p)
     for options in ({}, {"rows_per_rank": TOKENS, "overflow": "drop"}):

@@ -6,7 +6,6 @@ Their communicators need all their ranks. Each test has its own processes, becau
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -138,16 +137,9 @@ def test_a_run_that_fails_frees_its_memory_behind_its_transfers() -> None:
 
 
 def _over_gloo(rank: int, size: int, path: str) -> dict[str, object]:
-    import async_device
+    from async_device import ranks
 
-    async_device.load()
-    dist.init_process_group(
-        "cpu:gloo,asyncdev:gloo",
-        store=dist.FileStore(path, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=20),
-    )
+    ranks.begin_on_gloo(rank, size, path)
     mesh = sw.Mesh({"a": 2, "b": 2})
     for src, dst in (
         (("S(0)", "S(1)"), ("R", "R")),

@@ -237,28 +237,23 @@ def names_of(
     return names
 
 
-def run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
-    """Runs an executable. With async_op, a result that is not finished is an AsyncCollectiveTensor."""
+def run(
+    executable: _runtime.Executable, local: torch.Tensor, async_op: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Runs an executable. With async_op, a result that is not finished is an AsyncCollectiveTensor.
+
+    With `out`, the result is written there and `out` is returned; async_op must be False, and `local` is never fitted.
+    """
     if checking.is_on():
         checking.compare(executable, local, async_op)
     counters.counts.calls += 1
     if watching.num_modes():
-        return watching.run(executable, [local], lambda: _run(executable, local, async_op))
-    return _run(executable, local, async_op)
-
-
-def run_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Like `run`, into a given tensor, which it returns."""
-    if checking.is_on():
-        checking.compare(executable, local, False)
-    counters.counts.calls += 1
-    if watching.num_modes():
-        return watching.run(executable, [local], lambda: _run_into(executable, local, out))
-    return _run_into(executable, local, out)
+        return watching.run(executable, [local], lambda: _run(executable, local, async_op, out))
+    return _run(executable, local, async_op, out)
 
 
 def start_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor) -> dist.Work | None:
-    """Like `run_into`, but returns while transfers are under way: what to wait for, or None if nothing is pending.
+    """Like `run` with `out`, but returns while transfers are under way: what to wait for, or None if nothing is pending.
 
     The caller leaves both tensors alone until then.
     """
@@ -277,11 +272,6 @@ def start_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.
     return executable.start_into(local, out)
 
 
-def _run_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    executable.run_into(local, out)
-    return out
-
-
 def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
     """Like `run`, for an executable that the caller has cached."""
     counts = counters.counts
@@ -295,7 +285,12 @@ def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bo
         return _run(executable, local, async_op)
 
 
-def _run(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
+def _run(
+    executable: _runtime.Executable, local: torch.Tensor, async_op: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    if out is not None:
+        executable.run_into(local, out)
+        return out
     try:
         return _start(executable, local) if async_op else executable.run(local)
     except ValueError:  # raised before anything was sent

@@ -28,8 +28,8 @@ def redistribute_local(
 
     Args:
         local: this rank's part in `src`: shape ``src.local_shape(rank)``, any strides. It is not changed. A rank
-            outside the mesh of `src` has an empty tensor on the device of the others' tensors, or None, which stands
-            for one on the device of `device_mesh`, else on the device for which the group has a backend.
+            outside the mesh of `src` has an empty tensor on the device of the others' tensors, or None, which means
+            an empty one on the device of `device_mesh`, else on the device for which the group has a backend.
         src, dst: layouts on one mesh or on two. The meshes' ranks are global ranks, or ranks of `group` if one is
             given. All ranks of both meshes call.
         out: the tensor to write the result to: contiguous, of the result's shape and dtype. Not with gradients or
@@ -66,12 +66,7 @@ def redistribute_local(
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
     argument_checks.check_tensor("local", local)
-    check_layout("src", src)
-    check_layout("dst", dst)
-    argument_checks.check_group(group)
-    argument_checks.check_device_mesh("device_mesh", device_mesh)
-    groups.check_initialised()
-    rank = dist.get_rank(group)
+    rank = _checked_rank(src, dst, group, device_mesh)
     if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
         return local
     if not checking.is_on():  # the debug mode reports a wrong input on all ranks instead
@@ -115,12 +110,7 @@ def _redistribute_rarely(
     async_op: bool,
 ) -> torch.Tensor:
     """Runs `redistribute_local` without a local tensor, or into a given one."""
-    check_layout("src", src)
-    check_layout("dst", dst)
-    argument_checks.check_group(group)
-    argument_checks.check_device_mesh("device_mesh", device_mesh)
-    groups.check_initialised()
-    rank = dist.get_rank(group)
+    rank = _checked_rank(src, dst, group, device_mesh)
     if local is None:
         if src.mesh.coordinate(rank) is not None:
             raise ValueError(
@@ -138,7 +128,19 @@ def _redistribute_rarely(
         return out
     if not checking.is_on():
         _check_input(local, src, rank)
-    return executables.run_into(_executable(local, src, dst, group, device_mesh), local, out)
+    return executables.run(_executable(local, src, dst, group, device_mesh), local, False, out)
+
+
+def _checked_rank(
+    src: _planner.Layout, dst: _planner.Layout, group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
+) -> int:
+    """Checks the arguments that say how a tensor moves. Returns this rank in the group."""
+    check_layout("src", src)
+    check_layout("dst", dst)
+    argument_checks.check_group(group)
+    argument_checks.check_device_mesh("device_mesh", device_mesh)
+    groups.check_initialised()
+    return dist.get_rank(group)
 
 
 def device_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> torch.device:

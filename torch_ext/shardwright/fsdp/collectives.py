@@ -126,7 +126,7 @@ def _move(
     with torch.no_grad():
         given, out = given.view(-1), out.view(-1)
     if not async_op:
-        executables.run_into(executable, given, out)
+        executables.run(executable, given, False, out)
         return None
     return executables.start_into(executable, given, out)
 
