@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dtensors
 import oracle
@@ -14,6 +15,7 @@ import shardwright as sw
 from meshes import get_mesh
 from pool import Pool, run_isolated
 from shardwright import groups
+from shardwright.dtensor import redistribute
 
 SHAPE = (7, 6)
 PLACEMENTS = ["R", "S(0)", "S(1)", "P(sum)"]
@@ -65,6 +67,37 @@ def test_what_exists(pool: Pool) -> None:
     for before, after in pool.run(_groups_that_are_there, 8):
         assert {(0,), (1,), (2,), (1, 2), (0, 1, 2)} <= set(before)
         assert set(after) == set(before) | {(0, 2)}
+
+
+def _plans_before_and_after() -> list[str]:
+    """The steps of one redistribute before the group that suits it best exists, after, and once it is gone again."""
+    mesh = get_mesh((2, 2, 2))
+    x = distribute_tensor(torch.arange(64.0), mesh, [Shard(0), Replicate(), Shard(0)])
+    steps = []
+
+    def move() -> None:
+        y = x.redistribute(placements=[Replicate()] * 3)
+        assert torch.equal(y.to_local(), torch.arange(64.0))
+        found = redistribute.find(x.to_local(), x._spec, y._spec)
+        assert found is not None
+        steps.append(found.signature["steps"])
+
+    with sw.enabled(strict=True, make_groups=False):
+        move()
+        rank = dist.get_rank()
+        made = groups.find_or_make([rank & 2, rank & 2 | 1, rank & 2 | 4, rank & 2 | 5], (0, 2), mesh)
+        move()
+        dist.barrier()
+        dist.destroy_process_group(made)
+        move()
+    return steps
+
+
+def test_groups_made_later_are_used() -> None:
+    for outcome in run_isolated(_plans_before_and_after, 8):
+        assert outcome.ok, outcome.error
+        before, after, again = outcome.value
+        assert before == again != after and "+" in after, outcome.value
 
 
 def _without_a_way() -> str:

@@ -108,6 +108,11 @@ def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ..
     return found
 
 
+def names() -> tuple[str, ...]:
+    """Returns the names of all process groups that this rank knows."""
+    return tuple(distributed_c10d._world.pg_names.values())
+
+
 def sets_of_large_dims(mesh: _planner.Mesh) -> list[tuple[int, ...]]:
     """Returns every set of mesh dims that have more than one rank."""
     large = [d for d in range(mesh.ndim) if mesh.shape[d] > 1]

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._debug_mode import get_active_debug_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import _runtime, counters, executables
+from .. import _runtime, counters, executables, groups
 from ..argument_checks import DEVICE_TYPES
 from ..executables import Refusal
 from ..graphs import plans
@@ -180,7 +180,7 @@ def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTe
         current_spec.mesh is target_spec.mesh or target_spec.mesh,
         local_tensor.dtype,
         local_tensor.device,
-        mode.make_groups,
+        mode.make_groups or groups.names(),  # of plans that use existing groups: which groups exist
     )
 
 
