@@ -271,7 +271,7 @@ Times time(const Case& one) {
   plan.peak_bytes();
   times.peak = since_last();
   plan.remarks();
-  to_string(plan.plan());
+  plan.text();
   times.rest = since_last();
   return times;
 }

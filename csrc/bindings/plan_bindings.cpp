@@ -154,8 +154,8 @@ void define_forms(PlanClass& plan) {
       .def("to_svg", patiently([](const CertifiedPlan& plan) { return to_svg(plan.plan()); }))
       .def("to_html", patiently([](const CertifiedPlan& plan) { return to_html(plan.plan()); }))
       .def("_repr_html_", [](const PlanView& p) { return to_svg(p.plan()); })  // in notebooks
-      .def("__str__", [](const PlanView& p) { return to_string(p.plan()); })
-      .def("__repr__", [](const PlanView& p) { return concat("Plan(", to_string(p.plan()), ")"); });
+      .def("__str__", [](const PlanView& p) { return p.certified->text(); })
+      .def("__repr__", [](const PlanView& p) { return concat("Plan(", p.certified->text(), ")"); });
 }
 
 }  // namespace

@@ -1,16 +1,19 @@
 #include "moves/describe.h"
 
+#include <algorithm>
+
 #include "moves/figures.h"
-#include "moves/traffic.h"
 #include "support/error.h"
 #include "support/text.h"
 
 namespace shardwright {
 
-std::string to_string(const Plan& plan) {
+std::string to_string(const Plan& plan, const TrafficTotals* traffic) {
   std::string text = concat(ends_of(plan), ", ", plan.lowering.name, ", least ", objective_name(plan.objective), " on ",
                             plan.topology.name);
   if (plan.steps.empty()) return text + "\n  nothing to do: every rank holds what it needs";
+  const auto communicating =
+      std::count_if(plan.steps.begin(), plan.steps.end(), [](const Step& step) { return !is_local(step.op); });
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];
     text += concat("\n  ", i + 1, ". ", named(step), ": ", step.before.placements_string(), " -> ",
@@ -22,7 +25,7 @@ std::string to_string(const Plan& plan) {
       text += ", local";
       continue;
     }
-    const TrafficTotals t = totals(step, plan.lowering);
+    const TrafficTotals t = traffic != nullptr && communicating == 1 ? *traffic : totals(step, plan.lowering);
     text += concat(", receives at most ", bytes_text(t.received_bytes_max), " in ", t.messages_max, " messages, about ",
                    microseconds_text(predicted_picoseconds(step, plan.lowering, plan.topology)));
   }

@@ -57,31 +57,41 @@ std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
                 ", predicted ", microseconds_text(predicted_picoseconds(plan)));
 }
 
+// Whether the plans send the same, whatever they were made for.
+bool move_alike(const Plan& a, const Plan& b) {
+  return a.lowering == b.lowering &&
+         std::equal(a.steps.begin(), a.steps.end(), b.steps.begin(), b.steps.end(), [](const Step& x, const Step& y) {
+           return x.op == y.op && x.mesh_dims == y.mesh_dims && x.sharing == y.sharing && x.rounds == y.rounds &&
+                  x.ordered == y.ordered && x.before == y.before && x.after == y.after;
+         });
+}
+
 struct Leanest {
   Plan plan;
   TrafficTotals traffic;
 };
 
 // The plan with the fewest bytes. A single move that meets the bound is that plan, so no search is needed.
-Leanest leanest_plan(const Plan& plan, const Bound& bound) {
+Leanest leanest_plan(const Plan& plan, const TrafficTotals& traffic_of_plan, const Bound& bound) {
+  const auto traffic_of = [&](const Plan& other) { return move_alike(other, plan) ? traffic_of_plan : totals(other); };
   PlanOptions options{plan.lowering, Objective::kBytes, false, plan.topology};
   for (const Step& step : plan.steps) options.ordered = options.ordered || step.ordered;
   if (!crosses(plan) && plan.src.partial_dims() == plan.dst.partial_dims()) {
     if (const std::optional<Step> step = move_between(plan.src, plan.dst)) {
       Plan direct{plan.src, plan.dst, plan.lowering, Objective::kBytes, plan.topology, false, {}};
       direct.steps.push_back(named_by_collective(shared_if_it_helps(*step, Sharing::kBytes, {})));
-      const TrafficTotals traffic = totals(direct);
+      const TrafficTotals traffic = traffic_of(direct);
       if (traffic.maxima_are_exact && traffic.received_bytes_max <= bound.bytes_max) return {direct, traffic};
     }
   }
   Plan leanest = make_plan(plan.src, plan.dst, options);
-  const TrafficTotals traffic = totals(leanest);
+  const TrafficTotals traffic = traffic_of(leanest);
   return {std::move(leanest), traffic};
 }
 
 // Explains why more than the bound is received: what the plan with the fewest bytes would take instead.
 std::string about_bytes(const Plan& plan, const Certificate& certificate) {
-  const auto [leanest, theirs] = leanest_plan(plan, certificate.received);
+  const auto [leanest, theirs] = leanest_plan(plan, certificate.traffic, certificate.received);
   const TrafficTotals& ours = certificate.traffic;
   const std::string received =
       concat("the worst rank receives ", times_text(ours.received_bytes_max, certificate.received.bytes_max),

@@ -1,5 +1,6 @@
 #include "planning/certified_plan.h"
 
+#include "moves/describe.h"
 #include "planning/fit.h"
 
 namespace shardwright {
@@ -34,5 +35,7 @@ const std::vector<std::string>& CertifiedPlan::remarks() const {
   if (!remarks_) remarks_ = shardwright::remarks(plan_, certificate());
   return *remarks_;
 }
+
+std::string CertifiedPlan::text() const { return to_string(plan_, &traffic()); }
 
 }  // namespace shardwright

@@ -27,6 +27,7 @@ class CertifiedPlan {
   int64_t peak_bytes() const;
   const Certificate& certificate() const;
   const std::vector<std::string>& remarks() const;
+  std::string text() const;  // the plan as text (moves/describe.h)
 
  private:
   Plan plan_;

@@ -378,20 +378,24 @@ const std::vector<StepPairs::Meeting>& StepPairs::meetings(int tensor_dim, int64
 }
 
 // Every mesh dim cuts at most one tensor dim, so parts of different tensor dims combine freely.
-std::vector<StepPairs::Alike> StepPairs::alike(int64_t position, bool others_hold) {
+const std::vector<StepPairs::Alike>& StepPairs::alike(int64_t position, bool others_hold) {
   // Receivers that differ only in mesh dims that cut nothing after the step need the same.
   const MeshDimSet idle = others_hold ? MeshDimSet() : cutting_ - step_.after.cut_dims();
   const int64_t idle_times = step_.before.mesh().group_size(idle);
   const PartsOfRank& mine = others_hold ? needed(position) : held(position);
-  std::vector<const std::vector<Meeting>*> met;
+  std::vector<const std::vector<Meeting>*>& met = met_;
+  std::vector<size_t>& at = combination_;
+  PartsOfRank& others = others_;
+  met.resize(ndim_);
+  at.assign(ndim_, 0);
+  others.resize(ndim_);
   bool is_left = true;
   for (size_t t = 0; t < ndim_; ++t) {
-    met.push_back(&meetings(static_cast<int>(t), position, others_hold));
+    met[t] = &meetings(static_cast<int>(t), position, others_hold);
     is_left = is_left && !met[t]->empty();
   }
-  std::vector<Alike> all;
-  std::vector<size_t> at(ndim_, 0);  // the combination, by tensor dim
-  PartsOfRank others(ndim_);
+  std::vector<Alike>& all = all_alike_;
+  all.clear();
   while (is_left) {
     int64_t times = idle_times;
     for (size_t t = 0; t < ndim_; ++t) {
@@ -410,8 +414,9 @@ std::vector<StepPairs::Alike> StepPairs::alike(int64_t position, bool others_hol
   return all;
 }
 
-std::vector<StepPairs::Alike> StepPairs::one_by_one(const Group& group, int64_t position, bool others_hold) {
-  std::vector<Alike> all;
+const std::vector<StepPairs::Alike>& StepPairs::one_by_one(const Group& group, int64_t position, bool others_hold) {
+  std::vector<Alike>& all = all_alike_;
+  all.clear();
   for (const int64_t member : group.positions) {
     if (member == position) continue;
     all.push_back({others_hold ? transfer(group, member, position) : transfer(group, position, member), 1});
@@ -419,11 +424,11 @@ std::vector<StepPairs::Alike> StepPairs::one_by_one(const Group& group, int64_t 
   return all;
 }
 
-std::vector<StepPairs::Alike> StepPairs::sends(const Group& group, int64_t position) {
+const std::vector<StepPairs::Alike>& StepPairs::sends(const Group& group, int64_t position) {
   return group.transfers ? one_by_one(group, position, false) : alike(position, false);
 }
 
-std::vector<StepPairs::Alike> StepPairs::receives(const Group& group, int64_t position) {
+const std::vector<StepPairs::Alike>& StepPairs::receives(const Group& group, int64_t position) {
   return group.transfers ? one_by_one(group, position, true) : alike(position, true);
 }
 

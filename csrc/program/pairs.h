@@ -80,8 +80,9 @@ class StepPairs {
     Transfer transfer;
     int64_t times = 0;
   };
-  std::vector<Alike> sends(const Group& group, int64_t position);
-  std::vector<Alike> receives(const Group& group, int64_t position);
+  // Valid until the next call.
+  const std::vector<Alike>& sends(const Group& group, int64_t position);
+  const std::vector<Alike>& receives(const Group& group, int64_t position);
   // Any one of a rank's transfers, in either direction, if all look alike. The rank must have some.
   const Transfer& any_transfer(int64_t position);
 
@@ -153,8 +154,8 @@ class StepPairs {
                   bool others_hold, int64_t position, std::vector<Meeting>& found);
   void add_meeting(const IntervalList& list, int64_t times, const Part& mine, bool others_hold,
                    std::vector<Meeting>& found);
-  std::vector<Alike> alike(int64_t position, bool others_hold);
-  std::vector<Alike> one_by_one(const Group& group, int64_t position, bool others_hold);
+  const std::vector<Alike>& alike(int64_t position, bool others_hold);
+  const std::vector<Alike>& one_by_one(const Group& group, int64_t position, bool others_hold);
 
   const Step& step_;
   size_t ndim_;
@@ -170,6 +171,10 @@ class StepPairs {
   PartsAt needed_at_;
   int64_t position_ = -1;  // of coordinates_
   Coordinates coordinates_;
+  std::vector<Alike> all_alike_;                  // what sends() or receives() returned
+  std::vector<const std::vector<Meeting>*> met_;  // in alike(), by tensor dim, with the combination
+  std::vector<size_t> combination_;
+  PartsOfRank others_;
   std::deque<IntervalList> lists_;                             // of meetings
   std::unordered_map<int64_t, Group> groups_;                  // by their least position
   std::map<std::vector<int64_t>, std::vector<Load>> rounds_;   // by everything that they depend on
