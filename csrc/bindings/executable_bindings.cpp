@@ -10,6 +10,7 @@
 
 #include "bindings/runtime_parts.h"
 #include "moves/traffic.h"
+#include "runtime/borrow.h"
 #include "runtime/c10d/process_groups.h"
 #include "runtime/executor.h"
 #include "runtime/operators.h"
@@ -129,12 +130,12 @@ void define_executable(py::module_& m) {
           py::arg("input"), py::arg("out"), release_gil())
       .def("start", &start_registered, py::arg("input"), release_gil())
       .def(
-      .def(
           "start_into",
           [](const ExecutableView& v, const at::Tensor& input, const at::Tensor& out) {
             return start_into(v.executable, input, out);
           },
           py::arg("input"), py::arg("out"), release_gil())
+      .def(
           "run_all",
           [](const ExecutableView& v, const std::vector<at::Tensor>& inputs) { return run_all(v.executable, inputs); },
           py::arg("inputs"), release_gil())
@@ -146,6 +147,8 @@ void define_executable(py::module_& m) {
         use_peer_copies(*group_named(group_name), device, {arena_bytes, min_bytes, timeout_of(group_name, device)});
       },
       py::arg("group_name"), py::arg("device"), py::arg("arena_bytes"), py::arg("min_bytes"), release_gil());
+  m.def("borrow_memory", &borrow_memory, py::arg("tensor"), py::arg("arena"), py::arg("offset_bytes"));
+  m.def("give_back_memory", &give_back_memory, py::arg("tensor"));
   m.def(
       "executable",
       [](const std::string& text, const std::vector<std::string>& groups, int64_t rank) {

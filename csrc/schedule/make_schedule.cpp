@@ -206,7 +206,8 @@ void plan_reductions(StepSchedule& schedule, bool overlaps) {
   const auto n = static_cast<int>(schedule.uses.size());
   std::vector<int> next_change(n, n - 1);  // by use: the first change of weights after it, or the last use
   for (int i = n - 1; i-- > 0;) next_change[i] = changes_weights(schedule.uses, i + 1) ? i + 1 : next_change[i + 1];
-  std::vector<int> begin(schedule.weights.size(), -1);  // of the gradient that is not complete yet
+  std::vector<int> latest(schedule.weights.size(), -1);  // by weight: the index of its reduction before
+  std::vector<int> begin(schedule.weights.size(), -1);   // of the gradient that is not complete yet
   for (int i = 0; i < n; ++i) {
     const Use& use = schedule.uses[i];
     if (use.pass == Pass::kBackward) {
@@ -214,6 +215,11 @@ void plan_reductions(StepSchedule& schedule, bool overlaps) {
     }
     for (const int w : use.gradients) {
       const int first = begin[w] < 0 ? i : begin[w];
+      if (latest[w] >= 0) {
+        Reduction& before = schedule.reductions[latest[w]];
+        before.finish = std::min(before.finish, i - 1);
+      }
+      latest[w] = static_cast<int>(schedule.reductions.size());
       schedule.reductions.push_back({w, first, i, overlaps ? next_change[i] : i});
       begin[w] = -1;
     }

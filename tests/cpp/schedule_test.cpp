@@ -100,14 +100,15 @@ void check_sound(const StepSchedule& s) {
 
 void check_reductions(const StepSchedule& s) {
   std::vector<std::pair<int, int>> starts;
-  std::map<int, int> start_of;
+  std::map<int, Reduction> before_of;
   for (const Reduction& r : s.reductions) {
     EXPECT_LE(r.first, r.start);
     EXPECT_LE(r.start, r.finish);
     EXPECT_LT(r.finish, static_cast<int>(s.uses.size()));
-    const auto [before, is_first] = start_of.emplace(r.weight, r.start);
-    EXPECT_TRUE(is_first || before->second < r.first) << "one at a time for each weight";
-    before->second = r.start;
+    const auto [before, is_first] = before_of.emplace(r.weight, r);
+    EXPECT_TRUE(is_first || (before->second.start < r.first && before->second.finish < r.start))
+        << "one at a time for each weight";
+    before->second = r;
     for (int i = is_first ? 0 : r.first; i < r.start; ++i) {
       const std::vector<int>& now = s.uses[i].weights;
       const bool has_part = s.uses[i].pass == B && std::find(now.begin(), now.end(), r.weight) != now.end();

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .drop_in import disable, enable, enabled, redistribute
     from .experts import combine, dispatch
     from .explaining import explain
+    from .fsdp.sharding import fully_shard
     from .many import ManyHandle, redistribute_many
     from .operators import operator
     from .plain_tensors import redistribute_local
@@ -77,6 +78,7 @@ __all__ = [
     "explain",
     "forget_calibration",
     "fsdp",
+    "fully_shard",
     "fuse",
     "linear",
     "load_checkpoint",
@@ -119,6 +121,7 @@ _NEEDS_TORCH = {
     "drop_in": "disable enable enabled redistribute",
     "experts": "combine dispatch",
     "explaining": "explain",
+    "fsdp.sharding": "fully_shard",
     "products.functions": "all_gather_matmul linear matmul_all_reduce matmul_reduce_scatter",
     "many": "ManyHandle redistribute_many",
     "operators": "operator",

@@ -16,22 +16,13 @@ class _Counts:
     """The counters that change on every call or on every cache miss."""
 
     __slots__ = (
-        "batched_tensors",
-        "batches",
-        "cache_hits",
-        "calls",
-        "combines",
-        "dispatches",
-        "dropped",
-        "misfits",
-        "plans",
-        "products",
-        "traced",
+        *("batched_tensors", "batches", "cache_hits", "calls", "combines", "dispatches", "dropped", "misfits", "plans"),
+        *("products", "traced", "unplanned_steps"),
     )
 
     def __init__(self) -> None:
         self.calls = self.cache_hits = self.misfits = self.plans = self.products = self.traced = 0
-        self.dispatches = self.combines = self.dropped = 0
+        self.dispatches = self.combines = self.dropped = self.unplanned_steps = 0
         self.batches = self.batched_tensors = 0
 
 
@@ -59,6 +50,8 @@ def stats() -> dict[str, Any]:
         ``dispatches``, ``combines``: routings of tokens to experts, and of their outputs back.
         ``dropped``: tokens of this rank that missed one of their experts because of a capacity, counted once per
         expert, where the host knows.
+        ``unplanned_steps``: steps of models under `fully_shard` that left the sequence which their schedule was made
+        for.
         ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: of the cache that `plan` uses.
         ``bytes``: bytes that this rank received from others.
         ``peer_bytes``: bytes of these that were copied from peers' memory, if `prepare` made arenas for that; replays
@@ -79,6 +72,7 @@ def stats() -> dict[str, Any]:
         "combines": counts.combines,
         "dropped": counts.dropped,
         "traced": counts.traced,
+        "unplanned_steps": counts.unplanned_steps,
         "misfits": counts.misfits,
         "fallbacks": sum(_reasons.values()),
         "fallback_reasons": dict(_reasons),

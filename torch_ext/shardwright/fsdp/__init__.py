@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .collectives import AllGather, ReduceScatter
+from .sharding import fully_shard, schedules
 
-__all__ = ["AllGather", "ReduceScatter"]
+__all__ = ["AllGather", "ReduceScatter", "fully_shard", "schedules"]

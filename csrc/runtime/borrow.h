@@ -1,0 +1,20 @@
+// Memory that a tensor has for a while: gathered weights lie in an arena, at another address after each gather, while
+// autograd holds on to the same tensors and to views of them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace shardwright {
+
+// Makes the memory of `arena` from a byte on that of `tensor`. All views of `tensor` follow, those that autograd has
+// saved included; version counters do not change. The arena lives while a tensor borrows from it. What `tensor` held is
+// not copied. Throws c10::ValueError unless `tensor` is contiguous, begins its storage, and fits into the arena, which
+// is flat, of bytes and on the same device.
+void borrow_memory(const at::Tensor& tensor, const at::Tensor& arena, int64_t offset_bytes);
+
+// Takes the memory away. Until it borrows again, nothing may read or write `tensor` or a view of it.
+void give_back_memory(const at::Tensor& tensor);
+
+}  // namespace shardwright

@@ -1,0 +1,475 @@
+"""`sw.fully_shard` trains as stock FSDP2 and as the whole model do, and moves what its schedule says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+from shardwright import _runtime
+from shardwright.fsdp.weights import Unit
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """A layer with uneven weights, one of them empty on some ranks, one without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 11)
+        self.down = nn.Linear(11, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """Weights of its own around those of its layers, tied ones among them."""
+
+    def __init__(self, kind: str = "plain") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.embedding = nn.Embedding(13, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.unused = nn.Linear(2, 3)
+        self.head = nn.Linear(WIDTH, 13, bias=False)
+        self.head.weight = self.embedding.weight
+        if kind == "frozen":
+            self.layers[1].up.weight.requires_grad_(False)
+            self.layers[2].requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in [*self.layers, *([self.layers[0]] * 2 if self.kind == "repeated" else [])]:
+            if self.kind.startswith("checkpointed"):
+                x = checkpoint(layer, x, use_reentrant=self.kind == "checkpointed reentrant")
+            else:
+                x = layer(x)
+        return self.head(x)
+
+
+def tokens_of(step: int, rank: int | None = None) -> torch.Tensor:
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randint(0, 13, (3, 5), generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def shard(model: Model, wrap: Callable[..., Any], mesh: Any, **outermost: Any) -> Model:
+    for layer in model.layers:
+        wrap(layer, mesh=mesh)
+    wrap(model, mesh=mesh, **outermost)
+    return model
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(model: nn.Module, steps: int, evaluate: bool = False) -> list[torch.Tensor]:
+    """Losses, gradients after each step, and parameters at the end; DTensors as this rank's parts."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    results = []
+    for step in range(steps):
+        loss = loss_of(model, tokens_of(step))
+        loss.backward()
+        results.append(loss.detach())
+        results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluate:
+            with torch.no_grad():
+                results.append(loss_of(model, tokens_of(100 + step)))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # stock leaves the outermost one gathered after an evaluation
+    return [*results, *(p.detach().clone() for p in model.parameters())]
+
+
+def parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
+def train_whole(kind: str, steps: int, evaluate: bool) -> list[torch.Tensor]:
+    """The same without any parallelism: gradients are averages over all ranks' batches."""
+    model = Model(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    results: list[torch.Tensor] = []
+    world, me = dist.get_world_size(), dist.get_rank()
+    for step in range(steps):
+        losses = [loss_of(model, tokens_of(step, rank)) for rank in range(world)]
+        (sum(losses) / world).backward()  # type: ignore[union-attr]
+        results.append(losses[me].detach())
+        results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluate:
+            with torch.no_grad():
+                results.append(loss_of(model, tokens_of(100 + step)))
+    return [*results, *(p.detach().clone() for p in model.parameters())]
+
+
+def _as_stock_and_whole(mesh_shape: tuple[int, ...], kind: str) -> None:
+    mesh = get_mesh(mesh_shape)
+    sw.reset_stats()
+    ours = train(shard(Model(kind), sw.fully_shard, mesh), 4, evaluate=True)
+    assert sw.stats()["unplanned_steps"] == 0
+    whole = train_whole(kind, 4, evaluate=True)
+    assert len(ours) == len(whole)
+    for a, b in zip(ours, whole, strict=True):
+        torch.testing.assert_close(full(a), b, rtol=1e-4, atol=1e-5)
+    if kind == "checkpointed reentrant":
+        return  # with stock FSDP2 this model's weights are gone where the recomputation needs them
+    stock = train(shard(Model(kind), stock_fully_shard, mesh), 4, evaluate=True)
+    for a, b in zip(parts(ours), parts(stock), strict=True):
+        assert a.shape == b.shape
+        # With two ranks sums have one order.
+        assert torch.equal(a, b) if mesh_shape in [(1,), (2,)] else torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+KINDS = ["plain", "repeated", "frozen", "checkpointed", "checkpointed reentrant"]
+
+
+@pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
+@pytest.mark.parametrize("kind", KINDS)
+def test_trains_as_stock_on_two_ranks(pool: Pool, kind: str) -> None:
+    pool.run(_as_stock_and_whole, 2, (2,), kind)
+
+
+@pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
+@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (2, 2)], ids=str)
+def test_trains_as_stock_on_other_meshes(pool: Pool, mesh_shape: tuple[int, ...]) -> None:
+    pool.run(_as_stock_and_whole, torch.Size(mesh_shape).numel(), mesh_shape, "repeated")
+
+
+def _poisoned() -> None:
+    """What is released holds NaN before its memory goes."""
+    mesh = get_mesh((2,))
+    expected = train(shard(Model("repeated"), sw.fully_shard, mesh, memory_limit=9000), 3, evaluate=True)
+    release = Unit.release
+
+    def poison(unit: Unit) -> None:
+        unit.finish_gather()
+        for weight in unit.weights:
+            weight.whole.data.fill_(torch.nan)
+        release(unit)
+
+    Unit.release = poison  # type: ignore[method-assign]
+    try:
+        found = train(shard(Model("repeated"), sw.fully_shard, mesh, memory_limit=9000), 3, evaluate=True)
+    finally:
+        Unit.release = release  # type: ignore[method-assign]
+    assert all(map(torch.equal, parts(found), parts(expected)))
+
+
+def test_nothing_reads_what_was_released(pool: Pool) -> None:
+    pool.run(_poisoned, 2)
+
+
+def _layouts() -> None:
+    """Other layouts at rest, among them ones that FSDP2 refuses: a dim that is uneven and not the first, two dims."""
+    one, two = get_mesh((4,)), get_mesh((2, 2))
+
+    def by_columns(mesh: Any) -> Model:
+        model = Model()
+        for module in [*model.layers, model]:
+            sw.fully_shard(module, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        return model
+
+    def by_both(mesh: Any) -> Model:
+        model = Model()
+        for module in [*model.layers, model]:
+            sw.fully_shard(module, mesh=mesh, rest=lambda p: [Shard(0), Shard(p.ndim - 1)])
+        return model
+
+    whole = train_whole("plain", 3, False)
+    for model in (by_columns(one), by_both(two)):
+        weight = model.layers[0].up.weight
+        assert isinstance(weight, DTensor) and weight.to_local().numel() < weight.numel() / 2
+        for a, b in zip(train(model, 3), whole, strict=True):
+            torch.testing.assert_close(full(a), b, rtol=1e-4, atol=1e-5)
+
+
+def test_layouts_at_rest(pool: Pool) -> None:
+    pool.run(_layouts, 4)
+
+
+def _bytes_of(model: Model, schedule: Any) -> int:
+    """What a step receives: each gather what this rank lacks, each reduction one part from each other rank."""
+    world = dist.get_world_size()
+    units = [[*layer.parameters()] for layer in model.layers]
+    of_layers = {id(p) for unit in units for p in unit}
+    units.insert(0, [p for p in model.parameters() if id(p) not in of_layers])  # as modules() has them
+
+    def own(p: torch.Tensor) -> int:
+        return p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes
+
+    gather = [sum(p.numel() * p.element_size() - own(p) for p in unit) for unit in units]
+    used = [[p for p in unit if not any(p is q for q in model.unused.parameters())] for unit in units]
+    reduction = [sum((world - 1) * own(p) for p in unit) for unit in used]
+    gathers, reductions = schedule.gathers, schedule.reductions
+    return sum(gather[unit] for unit, *_ in gathers) + sum(reduction[unit] for unit, *_ in reductions)
+
+
+def _moves_what_it_says() -> None:
+    mesh = get_mesh((3,))
+    peaks = []
+    for options in ({}, {"memory_limit": 1 << 20}, {"memory_limit": 4200, "prefetch": 0}, {"prefetch": 2}):
+        model = shard(Model("repeated"), sw.fully_shard, mesh, **options)
+        train(model, 1)
+        (schedule,) = sw.fsdp.schedules(model)
+        addresses = []
+        for step in range(3):
+            seen: list[int] = []
+            hooks = [
+                layer.up.register_forward_pre_hook(lambda m, _, seen=seen: seen.append(m.weight.data_ptr()))
+                for layer in model.layers
+            ]
+            with sw.wire_meter() as meter:
+                loss_of(model, tokens_of(step)).backward()
+            assert meter.received_bytes == _bytes_of(model, schedule), options
+            for hook in hooks:
+                hook.remove()
+            addresses.append(seen)
+        assert addresses[0] == addresses[1] == addresses[2] and len(addresses[0]) == 5
+        limit = options.get("memory_limit")
+        assert limit is None or schedule.peak_bytes <= limit
+        peaks.append((len(schedule.gathers), schedule.peak_bytes))
+        for _, _, start, needed, _ in schedule.gathers:
+            assert start == needed if options.get("prefetch") == 0 else start < needed or needed == 0 or limit == 4200
+    assert peaks[1][0] == 4, "with much memory each unit is gathered once"
+    assert peaks[2][0] > peaks[0][0] >= peaks[1][0] and peaks[2][1] < peaks[0][1] <= peaks[1][1], peaks
+    model = shard(Model(), sw.fully_shard, mesh, memory_limit=1000)
+    with pytest.raises(ValueError, match="budget_bytes: got 1000; allowed is"):
+        train(model, 1)
+
+
+def test_bytes_and_addresses_are_those_of_the_schedule(pool: Pool) -> None:
+    pool.run(_moves_what_it_says, 3)
+
+
+def _leaves_the_sequence() -> None:
+    """Steps that differ from the recorded one, and exceptions in them."""
+    mesh = get_mesh((2,))
+    ours, stock = shard(Model(), sw.fully_shard, mesh), shard(Model(), stock_fully_shard, mesh)
+
+    def step(number: int, change: Callable[[Model], None] = lambda model: None) -> None:
+        for model in (ours, stock):
+            change(model)
+            loss_of(model, tokens_of(number)).backward()
+        for p, q in zip(ours.parameters(), stock.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                assert torch.equal(p.grad.to_local(), q.grad.to_local())
+
+    sw.reset_stats()
+    step(0)
+    step(1)  # gradients are added up
+    assert sw.stats()["unplanned_steps"] == 0
+    step(2, lambda model: setattr(model, "kind", "repeated"))
+    assert sw.stats()["unplanned_steps"] == 1
+    step(3)
+    assert sw.stats()["unplanned_steps"] == 1, "the longer sequence was recorded"
+    step(4, lambda model: setattr(model, "kind", "plain"))
+    assert sw.stats()["unplanned_steps"] == 2
+    loss_of(ours, tokens_of(5))  # no backward
+    step(5)
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    for where in ("forward", "backward"):
+        before = [p.grad.to_local().clone() for p in ours.parameters() if p.grad is not None]
+        layer = ours.layers[1]
+        if where == "forward":
+            handle = layer.down.register_forward_hook(stop)
+        else:
+            handle = layer.down.register_full_backward_hook(stop)
+        with pytest.raises(Stop):
+            loss_of(ours, tokens_of(6)).backward()
+        handle.remove()
+        assert all(isinstance(p, DTensor) for p in ours.parameters())
+        if where == "backward":  # what was reduced before the exception
+            ours.zero_grad()
+            stock.zero_grad()
+        else:
+            after = [p.grad.to_local() for p in ours.parameters() if p.grad is not None]
+            assert all(map(torch.equal, before, after))
+        step(7)
+    with torch.no_grad():
+        assert torch.equal(loss_of(ours, tokens_of(8)), loss_of(stock, tokens_of(8)))
+        assert torch.equal(ours.layers[0](torch.ones(2, WIDTH)), stock.layers[0](torch.ones(2, WIDTH)))
+    step(9)
+
+
+@pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
+def test_steps_that_leave_the_sequence(pool: Pool) -> None:
+    pool.run(_leaves_the_sequence, 2)
+
+
+def _several_graphs() -> None:
+    """Two forwards before their backwards, twice through one graph, a weight in two graphs."""
+    mesh = get_mesh((2,))
+    models = [shard(Model(), wrap, mesh) for wrap in (sw.fully_shard, stock_fully_shard)]
+    gradients = []
+    for model in models:
+        for _ in range(3):
+            (loss_of(model, tokens_of(0)) + loss_of(model, tokens_of(1))).backward()
+        first, second = loss_of(model, tokens_of(2)), loss_of(model, tokens_of(3))
+        second.backward()
+        first.backward()
+        gradients.append([p.grad.to_local() for p in model.parameters() if p.grad is not None])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
+def test_several_graphs(pool: Pool) -> None:
+    pool.run(_several_graphs, 2)
+
+
+class Branches(nn.Module):
+    """Keyword arguments, nested outputs, and two modules that make one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, *, x: torch.Tensor) -> dict[str, Any]:
+        return {"y": [self.one(x)], "z": self.two(x)}
+
+
+def _one_unit_of_two_modules() -> None:
+    ours, whole = Branches(), Branches()
+    assert sw.fully_shard([ours.one, ours.two], reshard_after_forward=False) == [ours.one, ours.two]
+    sw.fully_shard(ours, prefetch=0)
+    for step in range(3):
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step))  # the same on all ranks
+        gradients = []
+        for model in (ours, whole):
+            given = x.clone().requires_grad_()
+            out = model(x=given)
+            (out["y"][0].sum() * 2 + out["z"].square().sum()).backward()
+            gradients += [given.grad]
+        torch.testing.assert_close(*gradients)
+        for a, b in zip(ours.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(full(a.grad), b.grad)
+    (schedule,) = sw.fsdp.schedules(ours)
+    assert [unit for unit, *_ in schedule.gathers] == [0, 1], "what stays is gathered once"
+
+
+def test_one_unit_of_two_modules(pool: Pool) -> None:
+    pool.run(_one_unit_of_two_modules, 2)
+
+
+def _state() -> None:
+    """State dicts are those of FSDP2, and load both ways; hooks of parameters see the averaged gradient."""
+    mesh = get_mesh((2,))
+    ours, stock = shard(Model(), sw.fully_shard, mesh), shard(Model(), stock_fully_shard, mesh)
+    train(ours, 2)
+    saved = {name: value.clone() for name, value in ours.state_dict().items()}
+    stock.load_state_dict(saved)
+    for (name, a), (other, b) in zip(ours.state_dict().items(), stock.state_dict().items(), strict=True):
+        assert name == other and a.placements == b.placements and torch.equal(a.to_local(), b.to_local())
+    fresh = shard(Model(), sw.fully_shard, mesh)
+    train(fresh, 1)
+    fresh.load_state_dict(stock.state_dict())
+    with torch.no_grad():
+        assert torch.equal(loss_of(fresh, tokens_of(0)), loss_of(ours, tokens_of(0)))
+    seen = []
+    weight = fresh.layers[0].up.weight
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
+    loss_of(fresh, tokens_of(0)).backward()
+    assert len(seen) == 1 and torch.equal(seen[0], weight.grad.to_local())
+    torch.nn.utils.clip_grad_norm_(fresh.parameters(), 0.1)
+
+
+def test_state_dicts_and_hooks(pool: Pool) -> None:
+    pool.run(_state, 2)
+
+
+def _refusals() -> None:
+    mesh = get_mesh((2,))
+
+    def refuses(text: str, module: Any, **options: Any) -> None:
+        with pytest.raises(ValueError, match=text):
+            sw.fully_shard(module, **{"mesh": mesh, **options})
+
+    linear = nn.Linear(2, 2)
+    refuses("module: a FSDPLinear is under FSDP2", stock_fully_shard(nn.Linear(2, 2), mesh=mesh))
+    refuses("module: a FSDPLinear is under FSDP2", nn.Sequential(stock_fully_shard(nn.Linear(2, 2), mesh=mesh)))
+    refuses("module: got a ModuleList", nn.ModuleList([linear]))
+    refuses("module: got str", "model")
+    refuses("module: a Linear was given", sw.fully_shard(nn.Linear(2, 2), mesh=mesh))
+    refuses("reshard_after_forward: got 2", linear, reshard_after_forward=2)
+    refuses("memory_limit: got -1", linear, memory_limit=-1)
+    refuses("prefetch: got 'all'", linear, prefetch="all")
+    refuses("rest: got a function besides", linear, rest=lambda p: None, shard_placement_fn=lambda p: None)
+    refuses("placements: got 2", linear, rest=lambda p: [Shard(0), Replicate()])
+    refuses("shard_placement_fn: returned", linear, shard_placement_fn=lambda p: Shard(2))
+    refuses("weight: is on the meta device", nn.Linear(2, 2, device="meta"))
+    refuses("mesh: got a str", linear, mesh="mesh")
+    assert not isinstance(linear.weight, DTensor), "a refused module is left as it was"
+    tied = Model()
+    sw.fully_shard(tied.head, mesh=mesh)
+    refuses("embedding.weight: is tied", tied)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(sw.fully_shard(nn.Linear(2, 2), mesh=mesh))
+    with pytest.raises(ValueError, match="that sw.fully_shard has not seen"):
+        sw.fsdp.schedules(linear)
+    inner = nn.Sequential(sw.fully_shard(nn.Linear(2, 2), mesh=mesh, memory_limit=5))
+    with pytest.raises(ValueError, match="memory_limit, prefetch: got 5 and 1 for 0"):
+        sw.fully_shard(inner, mesh=mesh)(torch.ones(1, 2))
+    changed = sw.fully_shard(nn.Linear(2, 2), mesh=mesh).double()
+    with pytest.raises(RuntimeError, match="has become torch.float64"):
+        changed(torch.ones(1, 2).double())
+
+
+def test_refusals(pool: Pool) -> None:
+    pool.run(_refusals, 2)
+
+
+def test_borrowed_memory() -> None:
+    """Views follow the tensor to other memory, which lives as long as it is borrowed."""
+    arena = torch.arange(64, dtype=torch.uint8)
+    tensor = torch.empty(4)
+    view, version = tensor[1:], tensor._version
+    for offset in (16, 0, 48):
+        _runtime.borrow_memory(tensor, arena, offset)
+        assert torch.equal(tensor.view(torch.uint8), arena[offset : offset + 16])
+        assert view.data_ptr() == tensor.data_ptr() + 4 == arena.data_ptr() + offset + 4
+    assert tensor._version == version
+    for offset, text in ((-4, "offset_bytes: got -4"), (52, "what fits into 64"), (2, "multiples of 4")):
+        with pytest.raises(ValueError, match=text):
+            _runtime.borrow_memory(tensor, arena, offset)
+    with pytest.raises(ValueError, match="tensor: has strides"):
+        _runtime.borrow_memory(view, arena, 0)
+    with pytest.raises(ValueError, match="arena: allowed are contiguous bytes"):
+        _runtime.borrow_memory(tensor, arena[::2], 0)
+    expected = arena[48:].clone()
+    del arena
+    assert torch.equal(tensor.view(torch.uint8), expected)
+    _runtime.give_back_memory(tensor)
+    assert tensor.untyped_storage().nbytes() == 0

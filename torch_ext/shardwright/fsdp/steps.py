@@ -1,0 +1,296 @@
+"""Runs the gathers and reductions of training steps: as they come in a first step, by a schedule after that.
+
+A *sequence* is what happens from the first forward of a step to the end of its backward, or without gradients to the
+end of the forward. It is a list of uses: whenever a unit begins or ends, the use before ends and, if any unit is open,
+the next one begins. A unit is open while a forward of one of its modules runs, and from the moment in which gradients
+reach the outputs of a forward until they have left its inputs.
+
+    state       gathers                                  releases                          leaves for
+    recording   when a unit opens                        when a unit closes                following, at the end: the
+                                                                                           uses are scheduled
+    following   when the schedule says                   when the schedule says            recording, at a use that is
+                                                                                           not the scheduled one
+
+Sequences are known by their first use, so a step with gradients and one without have schedules of their own. All ranks
+see the same uses, so all of them start the same transfers in the same order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from .. import counters
+from .._planner import StepSchedule, overlapping_budget_bytes
+from .weights import ALIGNMENT, Reduction, Unit
+
+# A sequence with more uses is not scheduled: forwards with gradients that no backward follows.
+MAX_USES = 1 << 16
+
+Key = tuple[tuple[int, ...], str, bool]
+
+
+class Use(NamedTuple):
+    """One use of a sequence: the units that are open, by index, and those whose gradients were complete in it."""
+
+    units: tuple[int, ...]
+    kind: str  # "forward", "recompute" or "backward"
+    gradients: list[int]
+
+
+class _Plan:
+    """A schedule, and what it says by use."""
+
+    def __init__(self, uses: list[Use], schedule: StepSchedule) -> None:
+        self.uses = uses
+        self.schedule = schedule
+        self.gathers: dict[int, list[tuple[int, int]]] = {}  # unit and place in the arena
+        self.releases: dict[int, list[int]] = {}
+        self.finishes: dict[tuple[int, int], int] = {}  # by unit and use in which a reduction starts
+        buffers = schedule.buffers
+        for unit, buffer, start, _, _ in schedule.gathers:
+            self.gathers.setdefault(start, []).append((unit, buffers[buffer][5]))
+        for unit, _, _, last, _, _ in buffers:
+            self.releases.setdefault(last, []).append(unit)
+        for unit, _, start, finish in schedule.reductions:
+            self.finishes[unit, start] = finish
+
+
+class Runner:
+    """The units of a model, and the sequence that is running."""
+
+    def __init__(self, units: list[Unit], memory_limit: int | None, prefetch: int) -> None:
+        self.units = units
+        self.memory_limit = memory_limit
+        self.prefetch = prefetch
+        self._index = {id(unit): index for index, unit in enumerate(units)}
+        self._plans: dict[Key, _Plan] = {}
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._uses: list[Use] = []
+        self._key: Key | None = None  # of the sequence that is running: units and kind of its first use, and whether
+        # gradients are recorded
+        self._plan: _Plan | None = None  # while following
+        self._reductions: list[tuple[int, Reduction]] = []  # with the use after which to wait
+        self._end: weakref.ref[object] | None = None  # what the running backward calls at its end
+        self._num_forwards = 0
+
+    @property
+    def schedules(self) -> list[StepSchedule]:
+        return [plan.schedule for plan in self._plans.values()]
+
+    # What hooks call
+
+    def begin_forward(self, unit: Unit) -> int:
+        """Returns the number of this forward."""
+        in_backward = is_in_backward()
+        if in_backward:
+            self._note_backward()
+        elif not any(other.is_open for other in self.units):
+            self._begin_forwards(unit)
+        elif self._end is not None:
+            self.abort()  # a backward has failed
+        was_open = unit.is_open
+        self._num_forwards += 1
+        unit.forwards.append(self._num_forwards)
+        if not was_open:
+            for weight in unit.weights:
+                weight.take_up_changes()
+            self._next("recompute" if in_backward else "forward")
+        unit.put_whole()
+        return self._num_forwards
+
+    def end_forward(self, unit: Unit) -> None:
+        unit.forwards.pop()
+        if not unit.forwards:
+            unit.put_sharded()
+        if not unit.is_open:
+            self._next("backward" if is_in_backward() else "forward")
+        if self._key is not None and not self._key[2] and not any(other.is_open for other in self.units):
+            self._end_sequence()
+
+    def begin_backward(self, unit: Unit, forward: int) -> None:
+        self._note_backward()
+        was_open = unit.is_open
+        unit.backwards.add(forward)
+        if not was_open:
+            self._next("backward")
+
+    def end_backward(self, unit: Unit, forward: int) -> None:
+        if forward not in unit.backwards:
+            return  # gradients reached the inputs alone
+        if len(unit.backwards) == 1:
+            self._start_reduction(unit)
+        unit.backwards.discard(forward)
+        if not unit.is_open:
+            self._next("backward")
+
+    def abort(self) -> None:
+        """Puts everything back after an exception in a backward. Gradients that were still being reduced are lost."""
+        for _, reduction in self._reductions:
+            reduction.discard()
+        self._reductions = []
+        for unit in self.units:
+            unit.forwards.clear()
+            unit.backwards.clear()
+            unit.put_sharded()
+            unit.drop_gradients()
+        self._end = None
+        self._plan = None
+        self._drain()
+        self._key = None
+
+    # Sequences
+
+    def _begin_forwards(self, unit: Unit) -> None:
+        """A forward begins outside of all units."""
+        if self._end is not None:
+            self.abort()
+        only_forwards = all(use.kind == "forward" for use in self._uses)
+        if self._key == self._key_of((self._index[id(unit)],), "forward") and only_forwards:
+            # No backward came, so far, for the forwards of this sequence. If it still comes, it gathers again.
+            self._plan = None
+            self._drain()
+            self._key = None
+
+    def _note_backward(self) -> None:
+        """Makes sure that the running backward calls `_end_backward` at its end."""
+        if self._end is not None and self._end() is not None:
+            return
+        if self._end is not None:
+            self.abort()  # the backward before has failed, because nobody holds what it should have called
+
+        def end() -> None:
+            self._end = None
+            self._end_backward()
+
+        self._end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+
+    def _end_backward(self) -> None:
+        for unit in self.units:
+            self._start_reduction(unit)
+            unit.backwards.clear()
+        if any(unit.is_open for unit in self.units):
+            self._next("forward")  # a backward within a forward
+        else:
+            self._next("backward")
+            self._end_sequence()
+
+    def _key_of(self, units: tuple[int, ...], kind: str) -> Key:
+        return units, kind, torch.is_grad_enabled() or is_in_backward()
+
+    def _end_sequence(self) -> None:
+        key, uses, plan = self._key, self._uses, self._plan
+        is_as_planned = plan is not None and plan.uses == uses
+        self._drain()
+        self._key = None
+        if key is None or is_as_planned or not 0 < len(uses) <= MAX_USES:
+            return
+        self._plans[key] = _Plan(uses, self._schedule(uses))
+
+    def _schedule(self, uses: list[Use]) -> StepSchedule:
+        weights = [
+            (u.name, u.rest_bytes, u.use_bytes, u.use_bytes if u.stays else 0, u.gradient_bytes, 0) for u in self.units
+        ]
+        parts = [(use.units, use.kind, use.gradients, 0) for use in uses]
+        options = {"prefetch": self.prefetch, "alignment_bytes": ALIGNMENT}
+        budget = self.memory_limit
+        if budget is None:
+            budget = overlapping_budget_bytes(weights, parts, **options)
+        return StepSchedule(weights, parts, budget_bytes=budget, **options)
+
+    def _drain(self) -> None:
+        """Ends the sequence: nothing is resident or under way afterwards."""
+        with torch.no_grad():
+            self._finish_reductions(len(self._uses))
+        for unit in self.units:
+            if unit.is_resident:
+                unit.release()
+        self._uses = []
+        self._plan = None
+
+    # Uses
+
+    def _next(self, kind: str) -> None:
+        """The set of open units has changed: ends the use that is running, and begins the next one."""
+        units = tuple(index for index, unit in enumerate(self.units) if unit.is_open)
+        key = self._key_of(units, kind)
+        with torch.no_grad():
+            if self._uses:
+                self._leave(len(self._uses) - 1)
+            if not units:
+                return
+            if self._key is None:
+                self._begin_sequence(key)
+            self._uses.append(Use(units, kind, []))
+            self._enter(len(self._uses) - 1)
+
+    def _begin_sequence(self, key: Key) -> None:
+        self._uses = []
+        self._key = key
+        self._plan = self._plans.get(key)
+        if self._plan is not None and self._arena.numel() < self._plan.schedule.arena_bytes:
+            self._arena = torch.empty(self._plan.schedule.arena_bytes, dtype=torch.uint8, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((weight.whole.device for unit in self.units for weight in unit.weights), torch.device("cpu"))
+
+    def _enter(self, index: int) -> None:
+        use = self._uses[index]
+        if self._plan is not None:
+            planned = self._plan.uses[index] if index < len(self._plan.uses) else None
+            if planned is None or (planned.units, planned.kind) != (use.units, use.kind):
+                counters.counts.unplanned_steps += 1
+                self._plan = None
+        for unit, offset in self._plan.gathers.get(index, ()) if self._plan is not None else ():
+            self.units[unit].start_gather(self._arena, offset)
+        self._gather_now(self.units[unit] for unit in use.units)
+
+    def _gather_now(self, needed: Iterable[Unit]) -> None:
+        """Finishes the gathers of these units; starts those that nothing has started."""
+        for unit in needed:
+            if unit.is_resident and unit.is_stale:
+                unit.release()
+            if not unit.is_resident:
+                unit.start_gather(torch.empty(unit.use_bytes, dtype=torch.uint8, device=self._device))
+            unit.finish_gather()
+
+    def _leave(self, index: int) -> None:
+        if self._plan is not None:
+            for released in self._plan.releases.get(index, ()):
+                self.units[released].release()
+            self._finish_reductions(index)
+        else:
+            for unit in self.units:
+                if unit.is_resident and not unit.is_open:
+                    unit.release()
+
+    def _start_reduction(self, unit: Unit) -> None:
+        with torch.no_grad():
+            reduction = unit.start_reduction()
+        if reduction is None:
+            return
+        index = len(self._uses) - 1
+        number = self._index[id(unit)]
+        if self._uses:
+            self._uses[index].gradients.append(number)
+        if self._plan is None:
+            self._finish_reductions(index)  # one is under way at a time
+        # Unless a schedule says otherwise, it is waited for when the next one starts.
+        finish = index if self._plan is None else self._plan.finishes.get((number, index), index)
+        self._reductions.append((finish, reduction))
+
+    def _finish_reductions(self, index: int) -> None:
+        """Waits for those that should be done after this use."""
+        for finish, reduction in self._reductions:
+            if finish <= index:
+                reduction.finish()
+        self._reductions = [(finish, reduction) for finish, reduction in self._reductions if finish > index]
+
+
+def is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
