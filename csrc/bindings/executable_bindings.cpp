@@ -55,7 +55,7 @@ using CommunicationParts =
 // The ranks of the group that a rank is in during a step, ascending; none if the step is on a mesh without it.
 std::vector<int64_t> members_in(const Step& step, Rank rank) {
   const Mesh& mesh = step.before.mesh();
-  if (step.op == StepOp::kCross) return numbers(ranks_of(mesh, step.after.mesh()));
+  if (is_crossing(step.op)) return numbers(ranks_of(mesh, step.after.mesh()));
   const std::optional<Position> position = mesh.position_of(rank);
   if (!position) return {};
   return numbers(mesh.ranks_at(mesh.group(*position, step.mesh_dims)));

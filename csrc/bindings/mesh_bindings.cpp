@@ -105,21 +105,31 @@ void define_gradient_layouts(py::module_& m) {
       py::arg("layout"), py::arg("argument"));
 }
 
+namespace {
+
+std::shared_ptr<Layout> made_layout(std::shared_ptr<Mesh> mesh, const py::object& shape, const py::object& placements,
+                                    const py::object& dtype, const ShardOrder& shard_order, const py::object& strided,
+                                    int flattened) {
+  std::vector<Placement> parsed;
+  for (const std::string& one : texts(placements, "placements")) parsed.push_back(Placement::parse(one));
+  return std::make_shared<Layout>(std::move(mesh), integers(shape, "shape"), DType::parse(text(dtype, "dtype")),
+                                  std::move(parsed), shard_order, parse_strided(text(strided, "strided")), flattened);
+}
+
+}  // namespace
+
 void define_layout(py::module_& m) {
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
-      .def(py::init([](std::shared_ptr<Mesh> mesh, const py::object& shape, const py::object& placements,
-                       const py::object& dtype, const ShardOrder& shard_order, const py::object& strided) {
-             std::vector<Placement> parsed;
-             for (const std::string& one : texts(placements, "placements")) parsed.push_back(Placement::parse(one));
-             return std::make_shared<Layout>(std::move(mesh), integers(shape, "shape"),
-                                             DType::parse(text(dtype, "dtype")), std::move(parsed), shard_order,
-                                             parse_strided(text(strided, "strided")));
-           }),
-           py::arg("mesh"), py::arg("shape"), py::arg("placements"), py::arg("dtype") = "float32",
-           py::arg("shard_order") = ShardOrder{}, py::arg("strided") = "auto")
+      .def(py::init(&made_layout), py::arg("mesh"), py::arg("shape"), py::arg("placements"),
+           py::arg("dtype") = "float32", py::arg("shard_order") = ShardOrder{}, py::arg("strided") = "auto",
+           py::arg("flattened") = 1)
       .def_property_readonly("mesh",
                              [](const Layout& layout) { return std::const_pointer_cast<Mesh>(layout.mesh_ptr()); })
-      .def_property_readonly("shape", [](const Layout& layout) { return py::tuple(py::cast(layout.shape())); })
+      .def_property_readonly("shape", [](const Layout& layout) { return py::tuple(py::cast(layout.tensor_shape())); })
+      .def_property_readonly("flattened", &Layout::flattened)
+      .def_property_readonly("flattened_shape",
+                             [](const Layout& layout) { return py::tuple(py::cast(layout.shape())); })
+      .def_property_readonly("is_partition", &Layout::is_partition)
       .def_property_readonly("dtype", [](const Layout& layout) { return layout.dtype().name(); })
       .def_property_readonly("placements",
                              [](const Layout& layout) {

@@ -62,14 +62,53 @@ CutRule CutRule::owned(int64_t coordinate) {
   return CutRule(Kind::kOwned, coordinate);
 }
 
-CutRule CutRule::packed(const std::vector<int64_t>& sizes) {
+CutRule CutRule::packed(const std::vector<int64_t>& sizes, int64_t unit) {
   check_sizes("Packed", sizes);
+  check_block("Packed", unit);
   check_user(static_cast<int64_t>(sizes.size()) <= kMaxRuns, "placements: Packed has ", sizes.size(),
              " sizes; allowed are at most 2^20");
-  return CutRule(Kind::kPacked, 0, sizes);
+  return CutRule(Kind::kPacked, unit, sizes);
+}
+
+CutRule CutRule::pieces(const std::vector<std::vector<Interval>>& lists) {
+  check_user(!lists.empty(), "placements: Pieces has no lists; allowed is one for each coordinate");
+  auto pieces = std::make_shared<Pieces>();
+  std::vector<Interval> all;
+  for (size_t c = 0; c < lists.size(); ++c) {
+    IntervalList& list = pieces->lists.emplace_back();
+    for (const Interval& one : lists[c]) {
+      check_user(one.begin >= 0 && one.begin <= one.end && one.end <= kMaxElements, "placements: Pieces has [",
+                 one.begin, ", ", one.end, ") for coordinate ", c,
+                 "; allowed are ends no less than beginnings, from 0 to 2^57");
+      append(list, one);
+    }
+    const auto is_later = [](const Interval& a, const Interval& b) { return a.end > b.begin; };
+    std::vector<Interval> sorted = sorted_by_place(list);
+    const auto twice = std::adjacent_find(sorted.begin(), sorted.end(), is_later);
+    check_user(twice == sorted.end(), "placements: Pieces has element ", twice == sorted.end() ? 0 : (twice + 1)->begin,
+               " twice for coordinate ", c, "; allowed is once");
+    pieces->is_partition = pieces->is_partition && is_ascending(list);
+    all.insert(all.end(), sorted.begin(), sorted.end());
+  }
+  check_user(static_cast<int64_t>(all.size()) <= kMaxRuns, "placements: Pieces has ", all.size(),
+             " intervals; allowed are at most 2^20");
+  for (const Interval& one : sorted_by_place(all)) {
+    check_user(one.begin <= pieces->n, "placements: Pieces has no coordinate for the elements [", pieces->n, ", ",
+               one.begin, "); allowed are lists that hold every element");
+    pieces->is_partition = pieces->is_partition && one.begin == pieces->n;
+    pieces->n = std::max(pieces->n, one.end);
+  }
+  CutRule rule(Kind::kPieces, 0);
+  rule.pieces_ = std::move(pieces);
+  return rule;
 }
 
 std::vector<int64_t> CutRule::sizes() const {
+  if (pieces_) {
+    std::vector<int64_t> sizes;
+    for (const IntervalList& list : pieces_->lists) sizes.push_back(shardwright::length(list));
+    return sizes;
+  }
   std::vector<int64_t> sizes(*ends_);
   std::adjacent_difference(sizes.begin(), sizes.end(), sizes.begin());
   return sizes;
@@ -78,6 +117,9 @@ std::vector<int64_t> CutRule::sizes() const {
 std::string CutRule::why_not_over(int64_t k) const {
   if (kind_ == Kind::kRagged && static_cast<int64_t>(ends_->size()) != k) {
     return concat("has ", ends_->size(), " sizes for ", k, " coordinates; allowed is one for each");
+  }
+  if (pieces_ && static_cast<int64_t>(pieces_->lists.size()) != k) {
+    return concat("has ", pieces_->lists.size(), " lists for ", k, " coordinates; allowed is one for each");
   }
   if (kind_ == Kind::kOwned && number_ >= k) {
     return concat("names coordinate ", number_, " of ", k, "; allowed are 0 to ", k - 1);
@@ -90,6 +132,13 @@ std::string CutRule::why_not(int64_t n, int64_t k) const {
     return concat("has sizes that sum to ", ends_->back(), " but cuts ", n, " elements; allowed are sizes that sum to ",
                   n);
   }
+  if (pieces_ && pieces_->n < n) {
+    return concat("has no coordinate for the elements [", pieces_->n, ", ", n, ") of ", n,
+                  "; allowed are lists that hold every element");
+  }
+  if (pieces_ && pieces_->n > n) {
+    return concat("ends at ", pieces_->n, " but cuts ", n, " elements; allowed are ends up to ", n);
+  }
   if (kind_ == Kind::kCyclic && runs(n, k) > kMaxRuns) {
     return concat("cuts ", n, " elements into parts of ", runs(n, k), " blocks; allowed are at most 2^20");
   }
@@ -97,11 +146,11 @@ std::string CutRule::why_not(int64_t n, int64_t k) const {
 }
 
 int64_t CutRule::chunk_of_blocks(int64_t n, int64_t k) const {
-  const int64_t block = kind_ == Kind::kBlocks ? number_ : 1;
+  const int64_t block = kind_ == Kind::kBlocks || kind_ == Kind::kPacked ? number_ : 1;
   return ceil_divide(ceil_divide(n, block), k) * block;
 }
 
-// Calls visit(begin, end) for the local positions that a coordinate gets, ascending; ranges may be empty or touch.
+// Calls visit(begin, end) for the local positions that a coordinate gets, in their order; ranges may be empty or touch.
 template <typename Visit>
 void CutRule::for_each_range(int64_t n, int64_t k, int64_t coordinate, const Visit& visit) const {
   const auto visit_chunk = [&](Interval of, int64_t chunk) {
@@ -135,8 +184,11 @@ void CutRule::for_each_range(int64_t n, int64_t k, int64_t coordinate, const Vis
     case Kind::kPacked:
       for (size_t i = 0; i < ends_->size(); ++i) {
         const Interval one = component(i);
-        visit_chunk(one, ceil_divide(one.end - one.begin, k));
+        visit_chunk(one, chunk_of_blocks(one.end - one.begin, k));
       }
+      return;
+    case Kind::kPieces:
+      for (const Interval& one : pieces_->lists[static_cast<size_t>(coordinate)]) visit(one.begin, one.end);
       return;
   }
 }
@@ -154,6 +206,11 @@ IntervalList CutRule::part(const IntervalList& list, int64_t k, int64_t coordina
     const int64_t n = list.front().end - first;
     out.reserve(static_cast<size_t>(std::min(runs(n, k), n)));
     for_each_range(n, k, coordinate, [&](int64_t begin, int64_t end) { append(out, {first + begin, first + end}); });
+    return out;
+  }
+  if (!is_partition()) {
+    for_each_range(shardwright::length(list), k, coordinate,
+                   [&](int64_t begin, int64_t end) { Subranges(list).append_to(out, begin, end); });
     return out;
   }
   Subranges subranges(list);
@@ -184,6 +241,11 @@ int64_t CutRule::length(int64_t n, int64_t k, int64_t coordinate) const {
 int64_t CutRule::runs(int64_t n, int64_t k) const {
   if (kind_ == Kind::kStrided) return number_;
   if (kind_ == Kind::kCyclic) return std::max<int64_t>(ceil_divide(ceil_divide(n, number_), k), 1);
+  if (pieces_) {
+    size_t most = 1;
+    for (const IntervalList& list : pieces_->lists) most = std::max(most, list.size());
+    return static_cast<int64_t>(most);
+  }
   return kind_ == Kind::kPacked ? static_cast<int64_t>(ends_->size()) : 1;
 }
 
@@ -192,6 +254,9 @@ bool CutRule::cuts_evenly_otherwise(int64_t n, int64_t k) const {
   switch (kind_) {
     case Kind::kStrided:
       break;
+    case Kind::kPieces:
+      if (!is_partition()) return false;
+      [[fallthrough]];
     case Kind::kRagged: {
       const std::vector<int64_t> all = sizes();
       return std::all_of(all.begin(), all.end(), [&](int64_t size) { return size == all[0]; });
@@ -204,7 +269,7 @@ bool CutRule::cuts_evenly_otherwise(int64_t n, int64_t k) const {
       return false;
     case Kind::kPacked: {
       const std::vector<int64_t> all = sizes();
-      return std::all_of(all.begin(), all.end(), [&](int64_t size) { return size % k == 0; });
+      return std::all_of(all.begin(), all.end(), [&](int64_t size) { return size % (k * number_) == 0; });
     }
   }
   throw InvariantError("unknown rule");
@@ -212,14 +277,14 @@ bool CutRule::cuts_evenly_otherwise(int64_t n, int64_t k) const {
 
 int64_t CutRule::largest(int64_t, int64_t) const {
   if (kind_ == Kind::kOwned) return number_;
-  if (kind_ != Kind::kRagged) return 0;
+  if (kind_ != Kind::kRagged && !pieces_) return 0;
   const std::vector<int64_t> all = sizes();
   return std::max_element(all.begin(), all.end()) - all.begin();
 }
 
 int64_t CutRule::smallest(int64_t, int64_t k) const {
   if (kind_ == Kind::kOwned) return number_ == k - 1 ? 0 : k - 1;
-  if (kind_ != Kind::kRagged) return k - 1;
+  if (kind_ != Kind::kRagged && !pieces_) return k - 1;
   const std::vector<int64_t> all = sizes();
   return std::min_element(all.begin(), all.end()) - all.begin();
 }
@@ -260,6 +325,7 @@ std::optional<int64_t> CutRule::equal_split_factor(int64_t n, int64_t k) const {
   if (kind_ == Kind::kStrided) return number_;
   if (n == 0 || k == 1) return 1;
   if (kind_ == Kind::kCyclic) return n / (k * number_);
+  if (pieces_) return std::nullopt;
   if (kind_ != Kind::kPacked) return 1;
   const std::vector<int64_t> all = sizes();
   if (std::any_of(all.begin(), all.end(), [&](int64_t size) { return size != all[0]; })) return std::nullopt;
@@ -281,10 +347,31 @@ std::optional<CutRule> CutRule::behind(const CutRule& later, int64_t k) const {
 // A strided cut's is its split factor, which is positive. Others begin with their kind, negative.
 void CutRule::append_name(std::vector<int64_t>& name) const {
   if (kind_ != Kind::kStrided) name.push_back(-static_cast<int64_t>(kind_));
+  if (pieces_) {
+    for (const IntervalList& list : pieces_->lists) {
+      name.push_back(static_cast<int64_t>(list.size()));
+      for (const Interval& one : list) name.insert(name.end(), {one.begin, one.end});
+    }
+    return;
+  }
   if (!ends_) return name.push_back(number_);
   const std::vector<int64_t> all = sizes();
   name.push_back(static_cast<int64_t>(all.size()));
   name.insert(name.end(), all.begin(), all.end());
+  if (kind_ == Kind::kPacked && number_ > 1) name.push_back(number_);
+}
+
+// The lists of pieces from their name; nothing if it is none.
+std::optional<std::vector<std::vector<Interval>>> CutRule::lists_from_name(const std::vector<int64_t>& name) {
+  std::vector<std::vector<Interval>> lists;
+  for (size_t at = 1; at < name.size();) {
+    const auto left = static_cast<int64_t>(name.size() - at - 1);
+    const int64_t count = name[at++];
+    if (count < 0 || count > left / 2) return std::nullopt;
+    std::vector<Interval>& list = lists.emplace_back();
+    for (int64_t i = 0; i < count; ++i, at += 2) list.push_back({name[at], name[at + 1]});
+  }
+  return lists;
 }
 
 CutRule CutRule::from_name(const std::vector<int64_t>& name) {
@@ -293,6 +380,13 @@ CutRule CutRule::from_name(const std::vector<int64_t>& name) {
   if (name.size() >= 2) {
     const bool has_sizes = name[1] >= 0 && static_cast<uint64_t>(name[1]) == name.size() - 2;
     const std::vector<int64_t> sizes(name.begin() + 2, name.end());
+    const bool has_unit = name[1] >= 0 && static_cast<uint64_t>(name[1]) + 3 == name.size() && name.back() > 1;
+    if (name[0] == -static_cast<int64_t>(Kind::kPacked) && has_unit) {
+      return packed({name.begin() + 2, name.end() - 1}, name.back());
+    }
+    if (name[0] == -static_cast<int64_t>(Kind::kPieces)) {
+      if (const auto lists = lists_from_name(name)) return pieces(*lists);
+    }
     if (name[0] == -static_cast<int64_t>(Kind::kRagged) && has_sizes) return ragged(sizes);
     if (name[0] == -static_cast<int64_t>(Kind::kPacked) && has_sizes) return packed(sizes);
     if (name[0] == -static_cast<int64_t>(Kind::kBlocks) && is_long(2)) return blocks(name[1]);
@@ -313,7 +407,8 @@ size_t CutRule::hash() const {
 
 bool CutRule::operator==(const CutRule& other) const {
   return kind_ == other.kind_ && number_ == other.number_ &&
-         (ends_ == other.ends_ || (ends_ && other.ends_ && *ends_ == *other.ends_));
+         (ends_ == other.ends_ || (ends_ && other.ends_ && *ends_ == *other.ends_)) &&
+         (pieces_ == other.pieces_ || (pieces_ && other.pieces_ && *pieces_ == *other.pieces_));
 }
 
 std::string CutRule::text(int64_t tensor_dim) const {
@@ -329,7 +424,16 @@ std::string CutRule::text(int64_t tensor_dim) const {
     case Kind::kOwned:
       return concat("Owned(", tensor_dim, ",", number_, ")");
     case Kind::kPacked:
-      return concat("Packed(", tensor_dim, ",", join(sizes(), ":"), ")");
+      return concat("Packed(", tensor_dim, ",", join(sizes(), ":"), number_ > 1 ? concat(",", number_) : "", ")");
+    case Kind::kPieces: {
+      std::vector<std::string> texts;
+      for (const IntervalList& list : pieces_->lists) {
+        std::vector<std::string> intervals;
+        for (const Interval& one : list) intervals.push_back(concat(one.begin, "-", one.end));
+        texts.push_back(join(intervals, "+"));
+      }
+      return concat("Pieces(", tensor_dim, ",", join(texts, ":"), ")");
+    }
   }
   throw InvariantError("unknown rule");
 }

@@ -1,7 +1,12 @@
 // How one mesh dim divides a list of elements among its coordinates.
 //
-// A rule divides n local positions among k coordinates; each position goes to exactly one coordinate. Everything that
-// depends on how a mesh dim cuts asks the rule, so that another kind of rule can be added in one place.
+// A rule divides n local positions among k coordinates. Everything that depends on how a mesh dim cuts asks the rule,
+// so that another kind of rule can be added in one place.
+//
+// Invariant of all rules but `pieces`: each position goes to exactly one coordinate, and a part is ascending as its
+// list is. A rule of pieces may break both; is_partition() says whether it does. Every position goes to some
+// coordinate, and to none of them twice. Layouts with a rule that is no partition are moved by rearrangements
+// (crossing/rearrangement.h).
 #pragma once
 
 #include <cstddef>
@@ -35,8 +40,11 @@ class CutRule {
   // One coordinate gets everything.
   static CutRule owned(int64_t coordinate);
   // The list is several components in one, of sizes that sum to n; each is cut into chunks by itself, and a coordinate
-  // gets a chunk of every one.
-  static CutRule packed(const std::vector<int64_t>& sizes);
+  // gets a chunk of every one. With a unit, chunks are of whole units, as in `blocks`.
+  static CutRule packed(const std::vector<int64_t>& sizes, int64_t unit = 1);
+  // Coordinate c gets these intervals in this order. n is where the last one ends; several coordinates may have the
+  // same position, but some coordinate has each. Empty intervals are left out.
+  static CutRule pieces(const std::vector<std::vector<Interval>>& lists);
 
   static constexpr int64_t kMaxBlock = int64_t{1} << 31;
   // Parts of more runs are refused: their lists take too much memory.
@@ -44,6 +52,8 @@ class CutRule {
 
   bool is_strided_or_chunks() const { return kind_ == Kind::kStrided; }
   bool is_chunks() const { return is_strided_or_chunks() && number_ == 1; }
+  // Returns whether each position goes to one coordinate only, and parts ascend.
+  bool is_partition() const { return kind_ != Kind::kPieces || pieces_->is_partition; }
   // The split factor of a strided cut; 1 for chunks. Other rules have none.
   int64_t split_factor() const { return number_; }
 
@@ -55,7 +65,8 @@ class CutRule {
 
   // ---- what a coordinate gets
 
-  // Returns the part of a list that a coordinate gets. Its intervals ascend and do not touch, like those of the list.
+  // Returns the part of a list that a coordinate gets. Its intervals ascend and do not touch, like those of the list;
+  // the part of a rule of pieces is in the order of its pieces.
   IntervalList part(const IntervalList& list, int64_t k, int64_t coordinate) const;
   // Returns the length of a coordinate's part of a list of n elements.
   int64_t length(int64_t n, int64_t k, int64_t coordinate) const;
@@ -71,7 +82,7 @@ class CutRule {
   int64_t largest(int64_t n, int64_t k) const;
   int64_t smallest(int64_t n, int64_t k) const;
   // Returns whether no coordinate gets more than the coordinate before it.
-  bool descends() const { return kind_ != Kind::kRagged && kind_ != Kind::kOwned; }
+  bool descends() const { return kind_ != Kind::kRagged && kind_ != Kind::kOwned && kind_ != Kind::kPieces; }
   // Returns whether the largest part of a list is at least as long as the largest part of any shorter list.
   bool longer_lists_have_larger_parts() const { return is_chunks() || !is_strided_or_chunks(); }
   // Returns whether each part is one run of the list, with the runs in the order of the coordinates.
@@ -104,25 +115,36 @@ class CutRule {
   bool operator==(const CutRule& other) const;
 
   // Returns the name of a placement that cuts this way: "S(0)", "SS(0,2)", "Ragged(0,3:1:4)", "Blocks(0,128)",
-  // "Cyclic(0,2)", "Owned(0,1)", "Packed(0,8:4:4)".
+  // "Cyclic(0,2)", "Owned(0,1)", "Packed(0,8:4:4)", "Packed(0,8:4:4,2)", "Pieces(0,0-2+6-8:2-6)".
   std::string text(int64_t tensor_dim) const;
 
  private:
-  enum class Kind : uint8_t { kStrided, kRagged, kBlocks, kCyclic, kOwned, kPacked };
+  enum class Kind : uint8_t { kStrided, kRagged, kBlocks, kCyclic, kOwned, kPacked, kPieces };
+
+  struct Pieces {
+    std::vector<std::vector<Interval>> lists;  // by coordinate
+    int64_t n = 0;
+    bool is_partition = true;
+    bool operator==(const Pieces&) const = default;
+  };
 
   CutRule(Kind kind, int64_t number, const std::vector<int64_t>& sizes = {});
 
   template <typename Visit>
   void for_each_range(int64_t n, int64_t k, int64_t coordinate, const Visit& visit) const;
   bool cuts_evenly_otherwise(int64_t n, int64_t k) const;
-  int64_t chunk_of_blocks(int64_t n, int64_t k) const;  // the length of a whole chunk; for chunks and blocks only
+  static std::optional<std::vector<std::vector<Interval>>> lists_from_name(const std::vector<int64_t>& name);
+  // The length of a whole chunk; for chunks, blocks and a packed component only.
+  int64_t chunk_of_blocks(int64_t n, int64_t k) const;
   // Where the elements of a coordinate (ragged) or component (packed) begin and end.
   Interval component(size_t i) const { return {i == 0 ? 0 : (*ends_)[i - 1], (*ends_)[i]}; }
+  // Of ragged and packed: how many each has; of pieces, how many each coordinate has.
   std::vector<int64_t> sizes() const;
 
   Kind kind_ = Kind::kStrided;
-  int64_t number_ = 1;  // the split factor, the block or the owner
+  int64_t number_ = 1;  // the split factor, the block, the owner or the unit
   std::shared_ptr<const std::vector<int64_t>> ends_;
+  std::shared_ptr<const Pieces> pieces_;
 };
 
 }  // namespace shardwright

@@ -138,9 +138,17 @@ void check_rules_fit(const Mesh& mesh, int64_t n, const std::vector<Cut>& cuts, 
 }  // namespace
 
 Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vector<Placement> placements,
-               const ShardOrder& shard_order, StridedMeaning strided)
+               const ShardOrder& shard_order, StridedMeaning strided, int flattened)
     : mesh_(std::move(mesh)), shape_(std::move(shape)), dtype_(std::move(dtype)) {
   check_shape(*mesh_, shape_, dtype_);
+  check_user(flattened == 1 || (flattened > 1 && flattened <= ndim()), "flattened: got ", flattened,
+             " for a tensor with ", ndim(), " dims; allowed are 1 to ", std::max(ndim(), 1));
+  if (flattened > 1) {
+    leading_.assign(shape_.begin(), shape_.begin() + flattened);
+    shape_.erase(shape_.begin(), shape_.begin() + flattened - 1);
+    shape_[0] = 1;
+    for (const int64_t size : leading_) shape_[0] *= size;
+  }
   placements_ = checked_placements(*mesh_, shape_, dtype_, std::move(placements));
   check_partials_mix(placements_);
 
@@ -215,6 +223,23 @@ MeshDimSet Layout::replicated_dims() const {
     if (mesh_->dim_size(d) > 1 && !cut_dims_.contains(d) && !partial_dims_.contains(d)) dims.insert(d);
   }
   return dims;
+}
+
+std::vector<int64_t> Layout::tensor_shape() const {
+  if (leading_.empty()) return shape_;
+  std::vector<int64_t> shape = leading_;
+  shape.insert(shape.end(), shape_.begin() + 1, shape_.end());
+  return shape;
+}
+
+bool Layout::is_partition() const {
+  return std::all_of(cuts_.begin(), cuts_.end(), [](const std::vector<Cut>& cuts) {
+    return std::all_of(cuts.begin(), cuts.end(), [](const Cut& c) { return c.rule.is_partition(); });
+  });
+}
+
+bool needs_rearrangement(const Layout& a, const Layout& b) {
+  return a.flattened() != b.flattened() || !a.is_partition() || !b.is_partition();
 }
 
 int64_t Layout::num_elements() const {
@@ -312,11 +337,14 @@ std::string Layout::placements_string() const {
 }
 
 std::string Layout::to_string() const {
-  return concat(dtype_.name(), "[", join(shape_), "] on ", mesh_->to_string(), " as ", placements_string());
+  const std::string dims = leading_.empty() ? "" : concat(", the first ", leading_.size(), " dims as one");
+  return concat(dtype_.name(), "[", join(tensor_shape()), "]", dims, " on ", mesh_->to_string(), " as ",
+                placements_string());
 }
 
 bool Layout::operator==(const Layout& other) const {
-  if (!(shape_ == other.shape_ && dtype_ == other.dtype_ && cuts_ == other.cuts_ && *mesh_ == *other.mesh_))
+  if (!(shape_ == other.shape_ && leading_ == other.leading_ && dtype_ == other.dtype_ && cuts_ == other.cuts_ &&
+        *mesh_ == *other.mesh_))
     return false;
   for (int d = 0; d < mesh_->ndim(); ++d) {
     const bool mine = partial_dims_.contains(d);

@@ -53,12 +53,19 @@ class Layout {
   // entries may leave out mesh dims of size 1.
   // Throws UserError that names the argument: placements (wrong number, tensor dim out of range, reductions that
   // cannot be combined, a dtype that cannot be reduced), shape or shard_order.
+  //
+  // The first `flattened` tensor dims are seen as one of all their elements, row-major, here and in local tensors;
+  // tensor dims are then those of the flattened shape. So a cut may end in the middle of a row:
+  //     (4, 6, 8) with flattened = 2 is (24, 8), and Ragged(0,10:14) cuts it after 10 rows of 8
   Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vector<Placement> placements,
-         const ShardOrder& shard_order = {}, StridedMeaning strided = StridedMeaning::kAuto);
+         const ShardOrder& shard_order = {}, StridedMeaning strided = StridedMeaning::kAuto, int flattened = 1);
 
   const Mesh& mesh() const { return *mesh_; }
   const MeshPtr& mesh_ptr() const { return mesh_; }
-  const std::vector<int64_t>& shape() const { return shape_; }
+  const std::vector<int64_t>& shape() const { return shape_; }  // flattened
+  // The shape of the tensor, of which the first `flattened` dims are one in shape().
+  std::vector<int64_t> tensor_shape() const;
+  int flattened() const { return leading_.empty() ? 1 : static_cast<int>(leading_.size()); }
   int ndim() const { return static_cast<int>(shape_.size()); }
   const DType& dtype() const { return dtype_; }
   const std::vector<Placement>& placements() const { return placements_; }
@@ -74,6 +81,8 @@ class Layout {
 
   // The part of the rank at `position`; for P, the elements it holds a contribution to.
   Region region(int64_t position) const;
+  // Whether all rules are partitions (cut_rule.h), so that on a mesh dim that cuts each element is on one coordinate.
+  bool is_partition() const;
   // Returns whether all ranks' parts have the same shape.
   bool has_equal_parts() const;
   std::vector<int64_t> local_shape(int64_t position) const { return shape_of(region(position)); }
@@ -101,11 +110,16 @@ class Layout {
 
   MeshPtr mesh_;
   std::vector<int64_t> shape_;
+  std::vector<int64_t> leading_;  // the sizes of dims that are flattened; empty: none are
   DType dtype_;
   std::vector<Placement> placements_;
   std::vector<std::vector<Cut>> cuts_;
   MeshDimSet cut_dims_;
   MeshDimSet partial_dims_;
 };
+
+// Whether a move between two layouts of one tensor is a rearrangement (crossing/rearrangement.h): where one of them is
+// no partition, or they flatten otherwise.
+bool needs_rearrangement(const Layout& a, const Layout& b);
 
 }  // namespace shardwright

@@ -16,7 +16,8 @@ constexpr std::array<const char*, 9> kOpNames{"sum", "avg", "min", "max", "produ
 constexpr const char* kAllowedForms =
     "R, S(dim), SS(dim,split_factor), P, P(op) with op one of sum, avg, min, max, product, band, bor, bxor, 'norm p', "
     "Ragged(dim,size:size:...), Blocks(dim,block), Cyclic(dim,block), Owned(coordinate) or Owned(dim,coordinate), "
-    "Packed(dim,size:size:...), and what torch prints for its own, as Shard(dim=0)";
+    "Packed(dim,size:size:...[,unit]), Pieces(dim,begin-end+begin-end:...), and what torch prints for its own, as "
+    "Shard(dim=0)";
 
 // The names that torch prints for placements (by str and by repr), and ours.
 constexpr std::array<std::array<const char*, 2>, 9> kTorchHeads{{
@@ -94,11 +95,36 @@ std::vector<int64_t> parse_sizes(const std::string& sizes, const std::string& wh
   return parsed;
 }
 
+// "8:4:4" or, in units, "8:4:4,2"
+CutRule parse_packed(const std::string& numbers, const std::string& whole) {
+  const size_t comma = numbers.find(',');
+  const int64_t unit = comma == std::string::npos ? 1 : parse_integer(numbers.substr(comma + 1), whole);
+  return CutRule::packed(parse_sizes(numbers.substr(0, comma), whole), unit);
+}
+
+// "0-2+6-8:2-6": for each coordinate the intervals in order; none for a coordinate that has nothing.
+CutRule parse_pieces(const std::string& text, const std::string& whole) {
+  std::vector<std::vector<Interval>> lists(1);
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t end = std::min(text.find_first_of(":+", begin), text.size());
+    const std::string one = without_spaces_at_ends(text.substr(begin, end - begin));
+    const size_t dash = one.find('-');
+    if (!one.empty() && dash == std::string::npos) refuse(whole);
+    if (!one.empty()) {
+      lists.back().push_back({parse_integer(one.substr(0, dash), whole), parse_integer(one.substr(dash + 1), whole)});
+    }
+    if (end < text.size() && text[end] == ':') lists.emplace_back();
+    begin = end + 1;
+  }
+  return CutRule::pieces(lists);
+}
+
 // What follows the tensor dim says how it is cut.
 std::optional<CutRule> parse_rule(const std::string& head, const std::string& numbers, const std::string& whole) {
   if (head == "SS") return CutRule(parse_integer(without_keyword(numbers, "split_factor"), whole));
   if (head == "Ragged") return CutRule::ragged(parse_sizes(numbers, whole));
-  if (head == "Packed") return CutRule::packed(parse_sizes(numbers, whole));
+  if (head == "Packed") return parse_packed(numbers, whole);
+  if (head == "Pieces") return parse_pieces(numbers, whole);
   if (head == "Blocks") return CutRule::blocks(parse_integer(numbers, whole));
   if (head == "Cyclic") return CutRule::cyclic(parse_integer(numbers, whole));
   if (head == "Owned") return CutRule::owned(parse_integer(numbers, whole));

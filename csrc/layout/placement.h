@@ -3,7 +3,7 @@
 //   R          replicated
 //   S(d)       tensor dim d is cut into chunks, as torch.chunk does
 //   SS(d,f)    DTensor's _StridedShard(d, split_factor=f)
-//   Ragged(d,3:1:4), Blocks(d,b), Cyclic(d,b), Owned(d,c), Packed(d,8:4:4)
+//   Ragged(d,3:1:4), Blocks(d,b), Cyclic(d,b), Owned(d,c), Packed(d,8:4:4), Pieces(d,0-2+6-8:2-6)
 //              tensor dim d is cut by another rule (cut_rule.h)
 //   P(op)      pending reduction; "P" alone is P(sum). Ops: sum avg min max product band bor bxor, and "norm p"
 //              (DTensor's _NormPartial(p): each rank holds a p-norm of its own elements)

@@ -1,8 +1,9 @@
 // The indices of a tensor dim that a rank holds, and their order: the geometry under every move.
 //
-// Invariant: an IntervalList is ascending and disjoint, and neighbouring intervals do not touch. So two lists are equal
-// exactly if their sets of indices are. Cuts (cut_rule.h) split by *local* position, as nested sharding does, and keep
-// the invariant.
+// Invariant: an IntervalList is disjoint, and no interval begins where the one before it ends. So two lists are equal
+// exactly if they have the same indices in the same order. The order is that of the local tensor. Lists ascend, unless
+// a rule of pieces (cut_rule.h) orders them otherwise. Cuts split by *local* position, as nested sharding does, and
+// keep the invariant.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,7 @@ using IntervalList = std::vector<Interval>;
 // One list per tensor dim; the rank's part is their product.
 using Region = std::vector<IntervalList>;
 
-// Appends an interval, which begins where the list ends or later. Empty ones are left out.
+// Appends an interval behind the list, which has none of its indices. Empty ones are left out.
 inline void append(IntervalList& list, Interval interval) {
   if (interval.begin >= interval.end) return;
   if (!list.empty() && list.back().end == interval.begin) {
@@ -52,19 +53,27 @@ class Subranges {
   int64_t position_ = 0;  // the local position of *at_
 };
 
+bool is_ascending(const IntervalList& list);
+// Returns the least interval with all indices of the list; [0, 0) if it is empty.
+Interval span_of(const IntervalList& list);
+// Returns the intervals by ascending beginnings.
+IntervalList sorted_by_place(IntervalList list);
+
 // Shifts the list so that it begins at 0. Lists that differ only by a shift become equal.
 IntervalList moved_to_zero(IntervalList list);
 
-// A run of indices that two lists share, with its local position in each.
+// A run of local positions that are the same indices in two lists, with where it begins in each.
 struct Piece {
   int64_t length = 0;
   int64_t a_position = 0;
   int64_t b_position = 0;
 };
 
-// Returns the shared runs, ascending. Sender and receiver compute the same runs in the same order, so a packed message
-// has the same meaning on both sides.
+// Returns the shared runs in the order of b, those that follow each other in both lists as one. Sender and receiver
+// compute the same runs in the same order, so a packed message has the same meaning on both sides.
 std::vector<Piece> intersect(const IntervalList& a, const IntervalList& b);
+// The same for the indices of an ascending list `only`, all of which both lists have.
+std::vector<Piece> intersect(const IntervalList& a, const IntervalList& b, const IntervalList& only);
 
 // A summary of the runs that two lists share: the total number of indices, the number of runs, and the local position
 // of the first one in each list.

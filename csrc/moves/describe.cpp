@@ -19,7 +19,7 @@ std::string to_string(const Plan& plan, const TrafficTotals* traffic) {
     text += concat("\n  ", i + 1, ". ", named(step), ": ", step.before.placements_string(), " -> ",
                    step.after.placements_string());
     if (step.ordered) text += ", in rank order";
-    if (step.sharing != Sharing::kNone && step.op != StepOp::kCross) text += ", replicas share the sending";
+    if (step.sharing != Sharing::kNone && !is_crossing(step.op)) text += ", replicas share the sending";
     if (step.rounds > 1) text += concat(", in ", step.rounds, " rounds");
     if (is_local(step.op)) {
       text += ", local";

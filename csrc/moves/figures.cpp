@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "crossing/rearrangement.h"
 #include "moves/extremes.h"
 #include "moves/move_table.h"
 #include "moves/traffic.h"
@@ -48,8 +49,20 @@ Link link_of(const Crossing& crossing, const Topology& topology) {
   return crossing.crosses_nodes(topology.ranks_per_node) ? topology.between : topology.inside;
 }
 
+namespace {
+
+Link link_of(const Step& step, const Topology& topology) {
+  if (step.op == StepOp::kCross) return link_of(Crossing(step.before, step.after, step.sharing), topology);
+  if (step.op != StepOp::kRearrange) return topology.link(step.before.mesh(), step.mesh_dims);
+  const Rearrangement move(step.before, step.after, step.sharing);
+  return move.crosses_nodes(topology.ranks_per_node) ? topology.between : topology.inside;
+}
+
+}  // namespace
+
 StepFigures figures(const Step& step, Lowering lowering) {
   if (step.op == StepOp::kCross) return Crossing(step.before, step.after, step.sharing).totals(step.rounds).worst;
+  if (step.op == StepOp::kRearrange) return Rearrangement(step.before, step.after, step.sharing).worst(step.rounds);
   if (step.sharing == Sharing::kBytes || step.rounds > 1) return figures_by_walking(step, lowering);
   MoveTable table(step.before, lowering, step.ordered);
   const MoveTable::State before = table.state(step.before.cuts(), step.before.partial_dims());
@@ -58,10 +71,8 @@ StepFigures figures(const Step& step, Lowering lowering) {
 }
 
 int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, const Topology& topology) {
-  const bool is_crossing = step.op == StepOp::kCross;
-  if (is_crossing && figures.messages == 0) return predicted_picoseconds(true, figures, {}, topology);
-  const Link link = is_crossing ? link_of(Crossing(step.before, step.after, step.sharing), topology)
-                                : topology.link(step.before.mesh(), step.mesh_dims);
+  if (is_crossing(step.op) && figures.messages == 0) return predicted_picoseconds(true, figures, {}, topology);
+  const Link link = link_of(step, topology);
   const int64_t first = predicted_picoseconds(is_local(step.op), figures, link, topology);
   return saturating_sum(first, saturating_product((step.rounds - 1) * figures.collectives, topology.step_ps));
 }

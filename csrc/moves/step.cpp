@@ -27,16 +27,23 @@ const char* step_op_name(StepOp op) {
       return "all_reduce";
     case StepOp::kCross:
       return "cross";
+    case StepOp::kRearrange:
+      return "rearrange";
   }
   return "?";
 }
 
-StepOp parse_step_op(const std::string& name) { return parse_name("op", name, StepOp::kCross, step_op_name); }
+StepOp parse_step_op(const std::string& name) { return parse_name("op", name, StepOp::kRearrange, step_op_name); }
 
 bool is_local(StepOp op) { return op == StepOp::kSlice || op == StepOp::kPartition || op == StepOp::kZeroFill; }
 
+bool is_crossing(StepOp op) { return op == StepOp::kCross || op == StepOp::kRearrange; }
+
 std::string named(const Step& step) {
-  if (step.op == StepOp::kCross) return concat(step_op_name(step.op), " to ", step.after.mesh().to_string());
+  if (is_crossing(step.op)) {
+    return concat(step_op_name(step.op), step.before.mesh() == step.after.mesh() ? " on " : " to ",
+                  step.after.mesh().to_string());
+  }
   return concat(step_op_name(step.op), " over ", step.before.mesh().names_of(step.mesh_dims));
 }
 

@@ -21,16 +21,20 @@ enum class StepOp : uint8_t {
   kReduceScatter,  // reduce, each rank keeping a part
   kAllReduce,      // reduce, each rank keeping all
   kCross,          // from one mesh to another, every rank sending each peer what that peer needs (crossing/crossing.h)
+  kRearrange,      // the same on one mesh or between two, of pieces or of flattened dims (crossing/rearrangement.h)
 };
 
 const char* step_op_name(StepOp op);
 StepOp parse_step_op(const std::string& name);  // throws UserError
 bool is_local(StepOp op);
+// Whether a step may involve the ranks of two meshes: kCross and kRearrange.
+bool is_crossing(StepOp op);
 
 constexpr int64_t kMaxRounds = int64_t{1} << 20;
 
 // One move from `before` to `after`, within groups of ranks that differ only in `mesh_dims`. A crossing leads from one
-// mesh to another and involves the ranks of both; it spans no mesh dims, and its sending is always shared.
+// mesh to another and involves the ranks of both; it spans no mesh dims, and its sending is always shared. So does a
+// rearrangement, which may also begin and end on one mesh.
 struct Step {
   StepOp op;
   MeshDimSet mesh_dims;

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <optional>
 #include <utility>
+#include <variant>
 
 #include "crossing/bounds.h"
 #include "crossing/crossing.h"
+#include "crossing/rearrangement.h"
 #include "moves/digits.h"
 #include "support/error.h"
 
@@ -13,6 +15,7 @@ namespace shardwright {
 
 Traffic traffic_at(const Step& step, Lowering lowering, Rank rank) {
   if (step.op == StepOp::kCross) return Crossing(step.before, step.after, step.sharing).at(rank, step.rounds);
+  if (step.op == StepOp::kRearrange) return Rearrangement(step.before, step.after, step.sharing).at(rank, step.rounds);
   const std::optional<Position> position = step.before.mesh().position_of(rank);
   return position ? StepTraffic(step, lowering).at(*position) : Traffic{};
 }
@@ -35,6 +38,7 @@ Traffic StepTraffic::at(int64_t position) const {
     case StepOp::kZeroFill:
       return {};
     case StepOp::kCross:
+    case StepOp::kRearrange:
       break;
     case StepOp::kAllGather:
     case StepOp::kAllToAll:
@@ -122,6 +126,7 @@ bool reach(const TrafficTotals& totals, const std::vector<StepTraffic>& steps) {
 
 bool communicates(const Step& step) {
   if (step.op == StepOp::kCross) return Crossing(step.before, step.after, step.sharing).communicates();
+  if (step.op == StepOp::kRearrange) return Rearrangement(step.before, step.after, step.sharing).communicates();
   return !is_local(step.op);
 }
 
@@ -131,22 +136,24 @@ TrafficTotals totals(const Step& step, Lowering lowering) {
 
 namespace {
 
-// Steps on either of two meshes, and between them, rank by rank.
-TrafficTotals totals_of_two_meshes(const Plan& plan) {
+// Steps on either of two meshes, and those of the ranks of both, rank by rank.
+TrafficTotals totals_rank_by_rank(const Plan& plan) {
   std::vector<StepTraffic> on_a_mesh;
-  std::vector<std::pair<int64_t, Crossing>> between;  // with rounds
+  std::vector<std::pair<int64_t, std::variant<Crossing, Rearrangement>>> between;  // with rounds
   TrafficTotals result;
   on_a_mesh.reserve(plan.steps.size());
   for (const Step& step : plan.steps) {
     if (step.op == StepOp::kCross) {
       between.emplace_back(step.rounds, Crossing(step.before, step.after, step.sharing));
+    } else if (step.op == StepOp::kRearrange) {
+      between.emplace_back(step.rounds, Rearrangement(step.before, step.after, step.sharing));
     } else if (!is_local(step.op)) {
       on_a_mesh.emplace_back(step, plan.lowering);
       result.steps += step.rounds;
     }
   }
-  for (const auto& [rounds, crossing] : between) {
-    result.steps += crossing.communicates() ? rounds : 0;
+  for (const auto& [rounds, move] : between) {
+    result.steps += std::visit([](const auto& one) { return one.communicates(); }, move) ? rounds : 0;
   }
   for (const Rank rank : ranks_of(plan)) {
     Traffic all;
@@ -154,7 +161,9 @@ TrafficTotals totals_of_two_meshes(const Plan& plan) {
       const std::optional<Position> position = step.step().before.mesh().position_of(rank);
       if (position) all = all + step.at(*position);
     }
-    for (const auto& [rounds, crossing] : between) all = all + crossing.at(rank, rounds);
+    for (const auto& [rounds, move] : between) {
+      all = all + std::visit([&, times = rounds](const auto& one) { return one.at(rank, times); }, move);
+    }
     result.received_bytes_max = std::max(result.received_bytes_max, all.received_bytes);
     result.received_bytes_sum += all.received_bytes;
     result.sent_bytes_max = std::max(result.sent_bytes_max, all.sent_bytes);
@@ -166,7 +175,9 @@ TrafficTotals totals_of_two_meshes(const Plan& plan) {
 }  // namespace
 
 TrafficTotals totals(const Plan& plan) {
-  if (!(plan.src.mesh() == plan.dst.mesh())) return totals_of_two_meshes(plan);
+  const bool has_crossing =
+      std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) { return is_crossing(step.op); });
+  if (has_crossing || crosses(plan)) return totals_rank_by_rank(plan);
   const Mesh& mesh = plan.src.mesh();
   std::vector<StepTraffic> steps;
   steps.reserve(plan.steps.size());
@@ -204,7 +215,7 @@ TrafficTotals totals(const Plan& plan) {
 }
 
 Bound lower_bound(const Layout& src, const Layout& dst) {
-  if (!(src.mesh() == dst.mesh())) {
+  if (!(src.mesh() == dst.mesh()) || needs_rearrangement(src, dst)) {
     const CrossingBound bound = crossing_bound(src, dst);
     return {bound.received_bytes_max, bound.received_bytes_sum};
   }

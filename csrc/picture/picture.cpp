@@ -1,5 +1,6 @@
 #include "picture/picture.h"
 
+#include <algorithm>
 #include <sstream>
 #include <vector>
 
@@ -30,7 +31,9 @@ std::string picture_in_words(const Plan& plan) {
 }  // namespace
 
 std::string to_svg(const Plan& plan) {
-  if (crosses(plan)) return picture_in_words(plan);
+  const bool rearranges =
+      std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) { return is_crossing(step.op); });
+  if (rearranges) return picture_in_words(plan);
   return plan.src.mesh().size() <= kMaxRanksDrawn ? picture_by_rank(plan) : picture_by_mesh_dim(plan);
 }
 

@@ -20,10 +20,12 @@ namespace {
 // The number of ranks, itself included, whose data some rank needs. Where parts have no digits, a lower bound: how many
 // of the largest source parts fit into the largest destination part.
 int64_t sources(const Layout& src, const Layout& dst) {
-  const bool is_one_mesh = src.mesh() == dst.mesh();
-  const MeshDimSet reduced = is_one_mesh ? src.partial_dims() - dst.partial_dims() : src.partial_dims();
+  const bool is_one_mesh = src.mesh() == dst.mesh() && !needs_rearrangement(src, dst);
+  const MeshDimSet kept = src.mesh() == dst.mesh() ? dst.partial_dims() : MeshDimSet();
+  const MeshDimSet reduced = src.partial_dims() - kept;
   int64_t sources = 1;
   const auto from_lengths = [&] {
+    if (!(dst.partial_dims() - kept).empty() || !(kept - src.partial_dims()).empty()) return;  // of any share
     const int64_t held = src.largest_part_bytes();
     if (held > 0) sources = (dst.largest_part_bytes() + held - 1) / held;
   };
@@ -41,7 +43,7 @@ bool keeps_replicas_equal(const Plan& plan) {
   for (const Step& step : plan.steps) {
     if (step.op != StepOp::kAllReduce && step.op != StepOp::kReduceScatter) continue;
     if (!plan.lowering.reduces || step.ordered) continue;  // reduced in the order of positions
-    if (!step.before.replicated_dims().empty()) return false;
+    if (!step.before.replicated_dims().empty() || !step.before.is_partition()) return false;
   }
   return true;
 }
@@ -76,7 +78,8 @@ Leanest leanest_plan(const Plan& plan, const TrafficTotals& traffic_of_plan, con
   const auto traffic_of = [&](const Plan& other) { return move_alike(other, plan) ? traffic_of_plan : totals(other); };
   PlanOptions options{plan.lowering, Objective::kBytes, false, plan.topology};
   for (const Step& step : plan.steps) options.ordered = options.ordered || step.ordered;
-  if (!crosses(plan) && plan.src.partial_dims() == plan.dst.partial_dims()) {
+  const bool may_be_one_move = !crosses(plan) && !needs_rearrangement(plan.src, plan.dst);
+  if (may_be_one_move && plan.src.partial_dims() == plan.dst.partial_dims()) {
     if (const std::optional<Step> step = move_between(plan.src, plan.dst)) {
       Plan direct{plan.src, plan.dst, plan.lowering, Objective::kBytes, plan.topology, false, {}};
       direct.steps.push_back(named_by_collective(shared_if_it_helps(*step, Sharing::kBytes, {})));

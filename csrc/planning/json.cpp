@@ -64,7 +64,9 @@ std::string json(const Layout& layout) {
     for (const Cut& c : layout.cuts(t)) names.push_back(quoted(layout.mesh().dim_names()[c.mesh_dim]));
     if (names.size() > 1) order.push_back(field(std::to_string(t), list(names)));
   }
-  return object({field("placements", list(placements)), field("shard_order", object(order))});
+  std::vector<std::string> fields{field("placements", list(placements)), field("shard_order", object(order))};
+  if (layout.flattened() > 1) fields.push_back(field("flattened", layout.flattened()));
+  return object(fields);
 }
 
 std::string json(const Link& link) {

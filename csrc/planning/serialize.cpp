@@ -63,12 +63,13 @@ Placement read_placement(Reader& in) {
 
 // Shape and dtype, which all layouts of one plan share.
 void write_tensor(Writer& out, const Layout& layout) {
-  out.integers(layout.shape());
+  out.integers(layout.tensor_shape());
   out.text(layout.dtype().name());
 }
 
-// Placements, and the order of cuts in each tensor dim.
+// How many dims are flattened, placements, and the order of cuts in each tensor dim.
 void write_placements(Writer& out, const Layout& layout) {
+  out.integer(layout.flattened());
   for (const Placement& placement : layout.placements()) write_placement(out, placement);
   for (const std::vector<Cut>& cuts : layout.cuts()) {
     out.list(cuts, [&](const Cut& cut) { out.integer(cut.mesh_dim); });
@@ -76,10 +77,11 @@ void write_placements(Writer& out, const Layout& layout) {
 }
 
 Layout read_placements(Reader& in, const MeshPtr& mesh, const std::vector<int64_t>& shape, const DType& dtype) {
+  const int64_t flattened = in.integer(1, std::max<int64_t>(static_cast<int64_t>(shape.size()), 1));
   std::vector<Placement> placements(mesh->ndim());
   for (Placement& placement : placements) placement = read_placement(in);
   ShardOrder order;
-  for (size_t t = 0; t < shape.size(); ++t) {
+  for (size_t t = 0; t + flattened <= shape.size(); ++t) {
     std::vector<int>& mesh_dims = order[static_cast<int64_t>(t)];
     mesh_dims = in.list([&] { return static_cast<int>(in.integer(0, mesh->ndim() - 1)); });
     // Mesh dims of size 1 cut nothing and have no place in the order; Layout wants them named all the same.
@@ -88,7 +90,8 @@ Layout read_placements(Reader& in, const MeshPtr& mesh, const std::vector<int64_
       if (cuts && mesh->dim_size(d) == 1) mesh_dims.push_back(d);
     }
   }
-  return Layout(mesh, shape, dtype, std::move(placements), order, StridedMeaning::kLiteral);
+  return Layout(mesh, shape, dtype, std::move(placements), order, StridedMeaning::kLiteral,
+                static_cast<int>(flattened));
 }
 
 void write(Writer& out, const Step& step) {
@@ -103,13 +106,13 @@ void write(Writer& out, const Step& step) {
 
 // Reads a step that begins with the layout `held`. A crossing leads to the mesh `reached`.
 Step read_step(Reader& in, const Layout& held, const MeshPtr& reached) {
-  const auto op = in.enumerator(StepOp::kCross);
+  const auto op = in.enumerator(StepOp::kRearrange);
   const int64_t bits = in.integer();
-  const bool crosses = op == StepOp::kCross;
+  const bool crosses = is_crossing(op);
   check_user(crosses ? bits == 0 : bits > 0 && bits < int64_t{1} << held.mesh().ndim(),
              "plan bytes: a step names mesh dims that are not there");
-  Layout before = read_placements(in, held.mesh_ptr(), held.shape(), held.dtype());
-  Layout after = read_placements(in, crosses ? reached : held.mesh_ptr(), held.shape(), held.dtype());
+  Layout before = read_placements(in, held.mesh_ptr(), held.tensor_shape(), held.dtype());
+  Layout after = read_placements(in, crosses ? reached : held.mesh_ptr(), held.tensor_shape(), held.dtype());
   const auto sharing = in.enumerator(Sharing::kBytes);
   const bool ordered = in.boolean();
   const int64_t rounds = in.integer();
@@ -218,7 +221,7 @@ Plan read_plan(Reader& in) {
   Topology topology = read_topology(in);
   const bool named_groups_only = in.boolean();
   const Layout src = read_layout(in, mesh);
-  const Layout dst = read_placements(in, destination, src.shape(), src.dtype());
+  const Layout dst = read_placements(in, destination, src.tensor_shape(), src.dtype());
   Plan plan{src, dst, lowering, objective, std::move(topology), named_groups_only, {}};
   Layout held = src;
   plan.steps = in.list(

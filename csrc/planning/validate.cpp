@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "crossing/rearrangement.h"
 #include "crossing/split.h"
 #include "moves/move.h"
 #include "moves/move_table.h"
@@ -13,6 +14,7 @@ namespace shardwright {
 namespace {
 
 bool holds_the_same_parts(const Layout& a, const Layout& b) {
+  if (a.flattened() != b.flattened()) return false;
   if (same_parts(a, b)) return true;
   MoveTable table(a, Lowering::kNccl);
   return table.state(a.cuts(), {}) == table.state(b.cuts(), {});
@@ -69,7 +71,32 @@ bool fills(const Step& step) {
   return true;
 }
 
+// Returns whether a step reduces, and leaves every cut that is no partition where it is.
+bool reduces_parts(const Step& step) {
+  if (step.op != StepOp::kAllReduce && step.op != StepOp::kReduceScatter) return false;
+  if (step.before.flattened() != step.after.flattened()) return false;
+  for (int t = 0; t < step.before.ndim(); ++t) {
+    const std::vector<Cut>& kept = step.before.cuts(t);
+    const std::vector<Cut>& cuts = step.after.cuts(t);
+    if (cuts.size() < kept.size() || !std::equal(kept.begin(), kept.end(), cuts.begin())) return false;
+    const bool adds_partitions = std::all_of(cuts.begin() + static_cast<int64_t>(kept.size()), cuts.end(),
+                                             [](const Cut& cut) { return cut.rule.is_partition(); });
+    if (!adds_partitions) return false;
+  }
+  return true;
+}
+
+// Returns whether a step is a slice in which each rank has all that it needs.
+bool keeps_what_is_needed(const Step& step) {
+  if (step.op != StepOp::kSlice || step.before.flattened() != step.after.flattened()) return false;
+  if (!(step.before.partial_dims() == step.after.partial_dims()) || !pends_alike(step.before, step.after)) return false;
+  const Rearrangement move(step.before, step.after, Sharing::kMessages);
+  return std::all_of(move.ranks().begin(), move.ranks().end(),
+                     [&](Rank rank) { return move.received_elements(rank) == 0; });
+}
+
 bool moves(const Step& step) {
+  if (needs_rearrangement(step.before, step.after) && !reduces_parts(step)) return keeps_what_is_needed(step);
   const std::optional<Step> found = move_between(step.before, step.after);
   if (!found || !pends_alike(step.before, step.after)) return false;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
@@ -88,7 +115,15 @@ bool crosses(const Step& step) {
          step.sharing != Sharing::kNone;
 }
 
+bool rearranges(const Step& step) {
+  const MeshDimSet kept = step.before.mesh() == step.after.mesh() ? step.before.partial_dims() : MeshDimSet();
+  return step.before.partial_dims() == kept && step.after.partial_dims() == kept &&
+         (kept.empty() || pends_alike(step.before, step.after)) && step.mesh_dims.empty() && !step.ordered &&
+         step.sharing != Sharing::kNone;
+}
+
 bool is_what_it_says(const Step& step, Lowering lowering) {
+  if (step.op == StepOp::kRearrange) return rearranges(step);
   if (step.op == StepOp::kCross) return crosses(step);
   if (!(step.before.mesh() == step.after.mesh())) return false;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;

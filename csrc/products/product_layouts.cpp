@@ -93,8 +93,8 @@ Layout AxisLayouts::layout(const std::string& letters, const AxisSizes& sizes, c
 }
 
 Layout with_placements(const Layout& layout, std::vector<Placement> placements) {
-  return Layout(layout.mesh_ptr(), layout.shape(), layout.dtype(), std::move(placements),
-                order_of_dims(layout, all_dims(layout)), StridedMeaning::kLiteral);
+  return Layout(layout.mesh_ptr(), layout.tensor_shape(), layout.dtype(), std::move(placements),
+                order_of_dims(layout, all_dims(layout)), StridedMeaning::kLiteral, layout.flattened());
 }
 
 Layout without_sums(const Layout& layout) {

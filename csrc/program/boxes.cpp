@@ -1,6 +1,7 @@
 #include "program/boxes.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace shardwright {
 
@@ -37,8 +38,8 @@ std::vector<EvenPieces> taken_together(const std::vector<Piece>& pieces, const S
       EvenPieces& last = lists.back();
       const int64_t from_step = piece.*from.position - last.from - (last.count - 1) * last.from_step;
       const int64_t to_step = piece.*to.position - last.to - (last.count - 1) * last.to_step;
-      const bool fits = last.count == 1 ? from_step > 0 && to_step > 0
-                                        : from_step == last.from_step && to_step == last.to_step;
+      const bool fits =
+          last.count == 1 ? from_step > 0 && to_step > 0 : from_step == last.from_step && to_step == last.to_step;
       if (fits) {
         last.from_step = from_step;
         last.to_step = to_step;
@@ -99,6 +100,12 @@ std::vector<std::vector<Piece>> packed_positions(std::vector<std::vector<Piece>>
   return pieces;
 }
 
+// Several pieces count as several runs even where one side has them one after the other: pairs (program/pairs.h) count
+// pieces too.
+bool are_one_piece(const std::vector<std::vector<Piece>>& pieces) {
+  return std::all_of(pieces.begin(), pieces.end(), [](const std::vector<Piece>& list) { return list.size() == 1; });
+}
+
 int64_t run_of(const std::vector<Box>& boxes, bool in_src) {
   if (boxes.size() != 1 || boxes[0].sizes.size() > 1) return -1;
   const Box& box = boxes[0];
@@ -110,13 +117,20 @@ int64_t run_of(const std::vector<Box>& boxes, bool in_src) {
 }  // namespace
 
 Intersection::Intersection(const Region& a, const Region& b) : a_shape_(shape_of(a)), b_shape_(shape_of(b)) {
-  for (size_t d = 0; d < a.size(); ++d) {
-    pieces_.push_back(intersect(a[d], b[d]));
-    int64_t shared = 0;
-    for (const Piece& piece : pieces_.back()) shared += piece.length;
-    packed_shape_.push_back(shared);
-    count_ *= shared;
-  }
+  for (size_t d = 0; d < a.size(); ++d) add(intersect(a[d], b[d]));
+}
+
+Intersection::Intersection(const Region& a, const Region& b, const Region& only)
+    : a_shape_(shape_of(a)), b_shape_(shape_of(b)) {
+  for (size_t d = 0; d < a.size(); ++d) add(intersect(a[d], b[d], only[d]));
+}
+
+void Intersection::add(std::vector<Piece> pieces) {
+  int64_t shared = 0;
+  for (const Piece& piece : pieces) shared += piece.length;
+  pieces_.push_back(std::move(pieces));
+  packed_shape_.push_back(shared);
+  count_ *= shared;
 }
 
 std::vector<Box> Intersection::a_to_b(int64_t a_base, int64_t b_base) const {
@@ -133,14 +147,9 @@ std::vector<Box> Intersection::packed_to_b(int64_t packed_base, int64_t b_base) 
                        {b_shape_, &Piece::b_position, b_base});
 }
 
-// Where a tensor dim has several pieces there are several boxes, so these are not made.
-bool Intersection::is_one_box() const {
-  return std::all_of(pieces_.begin(), pieces_.end(), [](const std::vector<Piece>& list) { return list.size() == 1; });
-}
+int64_t Intersection::run_in_a() const { return are_one_piece(pieces_) ? run_of(a_to_packed(0, 0), true) : -1; }
 
-int64_t Intersection::run_in_a() const { return is_one_box() ? run_of(a_to_packed(0, 0), true) : -1; }
-
-int64_t Intersection::run_in_b() const { return is_one_box() ? run_of(packed_to_b(0, 0), false) : -1; }
+int64_t Intersection::run_in_b() const { return are_one_piece(pieces_) ? run_of(packed_to_b(0, 0), false) : -1; }
 
 std::vector<Intersection::Part> Intersection::parts() const {
   std::vector<Part> parts{Part{}};

@@ -22,6 +22,8 @@ class Intersection {
  public:
   // a and b are regions of one tensor.
   Intersection(const Region& a, const Region& b);
+  // Of what they share, the elements of a region whose lists ascend; both have all of these.
+  Intersection(const Region& a, const Region& b, const Region& only);
 
   int64_t count() const { return count_; }
   // The shape of the packed message.
@@ -52,7 +54,7 @@ class Intersection {
   std::vector<Intersection> slice(int64_t begin, int64_t end) const;
 
  private:
-  bool is_one_box() const;
+  void add(std::vector<Piece> pieces);
   // Keeps only the shared indices [begin, end) of dim d, counted along it.
   void narrow(size_t d, int64_t begin, int64_t end);
 

@@ -43,6 +43,7 @@ std::optional<std::vector<int64_t>> box_of_input(const ProgramBuilder& builder, 
   for (const Step& step : plan.steps) {
     if (step.op != StepOp::kSlice && step.op != StepOp::kPartition) return std::nullopt;
   }
+  if (plan.src.flattened() != plan.dst.flattened()) return std::nullopt;
   const Region held = builder.region_in(plan.src);
   const Region needed = builder.region_in(plan.dst);
   std::vector<int64_t> starts;
@@ -77,6 +78,7 @@ void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, B
     case StepOp::kAllReduce:
       return compile_all_reduce(builder, step, current, next);
     case StepOp::kCross:
+    case StepOp::kRearrange:
       return compile_crossing(builder, step, current, next);
   }
 }

@@ -1,9 +1,11 @@
-// Moves from one mesh to another: a transfer set over the ranks of both.
+// Crossings from one mesh to another, and rearrangements: a transfer set over the ranks of both meshes.
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <optional>
 
 #include "crossing/crossing.h"
+#include "crossing/rearrangement.h"
 #include "moves/exchange.h"
 #include "program/boxes.h"
 #include "program/builder.h"
@@ -15,15 +17,94 @@
 namespace shardwright {
 namespace {
 
+// What one rank sends another: a range of what they share.
+struct Delivery {
+  Rank peer{};
+  Intersection whole;
+  Interval range;
+};
+
+// Who sends what to whom in a step of the ranks of both meshes.
+class Deliveries {
+ public:
+  virtual ~Deliveries() = default;
+  virtual const std::vector<Rank>& ranks() const = 0;
+  virtual std::vector<Delivery> sends(Rank rank) const = 0;
+  virtual std::vector<Delivery> receives(Rank rank) const = 0;
+  // Returns whether any rank receives anything.
+  virtual bool communicates() const = 0;
+  // Returns what stays on a rank of both meshes.
+  virtual Intersection own(Rank rank) const = 0;
+};
+
+class CrossingDeliveries : public Deliveries {
+ public:
+  explicit CrossingDeliveries(const Step& step) : step_(step), crossing_(step.before, step.after, step.sharing) {}
+  const std::vector<Rank>& ranks() const override { return crossing_.ranks(); }
+  bool communicates() const override { return crossing_.communicates(); }
+  std::vector<Delivery> sends(Rank rank) const override {
+    std::vector<Delivery> all;
+    for (const auto& [peer, range] : crossing_.sends(rank)) {
+      all.push_back({peer, Intersection(held(rank), needed(peer)), range});
+    }
+    return all;
+  }
+  std::vector<Delivery> receives(Rank rank) const override {
+    std::vector<Delivery> all;
+    for (const auto& [peer, range] : crossing_.receives(rank)) {
+      all.push_back({peer, Intersection(held(peer), needed(rank)), range});
+    }
+    return all;
+  }
+  Intersection own(Rank rank) const override { return Intersection(held(rank), needed(rank)); }
+
+ private:
+  Region held(Rank rank) const { return step_.before.region(*step_.before.mesh().position_of(rank)); }
+  Region needed(Rank rank) const { return step_.after.region(*step_.after.mesh().position_of(rank)); }
+
+  const Step& step_;
+  Crossing crossing_;
+};
+
+class RearrangementDeliveries : public Deliveries {
+ public:
+  explicit RearrangementDeliveries(const Step& step) : move_(step.before, step.after, step.sharing) {}
+  const std::vector<Rank>& ranks() const override { return move_.ranks(); }
+  bool communicates() const override { return move_.communicates(); }
+  std::vector<Delivery> sends(Rank rank) const override {
+    std::vector<Delivery> all;
+    for (const auto& [peer, elements, range] : move_.sends(rank)) {
+      all.push_back({peer, Intersection(move_.held(rank), move_.needed(peer), elements), range});
+    }
+    return all;
+  }
+  std::vector<Delivery> receives(Rank rank) const override {
+    std::vector<Delivery> all;
+    for (const auto& [peer, elements, range] : move_.receives(rank)) {
+      all.push_back({peer, Intersection(move_.held(peer), move_.needed(rank), elements), range});
+    }
+    return all;
+  }
+  Intersection own(Rank rank) const override { return Intersection(move_.held(rank), move_.needed(rank)); }
+
+ private:
+  Rearrangement move_;
+};
+
+std::unique_ptr<Deliveries> deliveries_of(const Step& step) {
+  if (step.op == StepOp::kRearrange) return std::make_unique<RearrangementDeliveries>(step);
+  return std::make_unique<CrossingDeliveries>(step);
+}
+
 // What one rank sends, receives and keeps in a crossing.
 class PartInCrossing {
  public:
-  PartInCrossing(const Step& step, const Crossing& crossing, Rank rank)
+  PartInCrossing(const Step& step, const Deliveries& deliveries, Rank rank)
       : step_(step),
-        crossing_(crossing),
+        deliveries_(deliveries),
         rank_(rank),
-        sends_(crossing.sends(rank)),
-        receives_(crossing.receives(rank)) {}
+        sends_(deliveries.sends(rank)),
+        receives_(deliveries.receives(rank)) {}
 
   // A message in one round, and the index of its peer among the ranks of the crossing.
   struct Message {
@@ -31,45 +112,36 @@ class PartInCrossing {
     Parcel parcel;
   };
 
-  std::vector<Message> sends(int64_t round) const {
-    return in_round_of(sends_, round, [&](Rank peer) { return Intersection(held(rank_), needed(peer)); });
-  }
-  std::vector<Message> receives(int64_t round) const {
-    return in_round_of(receives_, round, [&](Rank peer) { return Intersection(held(peer), needed(rank_)); });
-  }
+  std::vector<Message> sends(int64_t round) const { return in_round_of(sends_, round); }
+  std::vector<Message> receives(int64_t round) const { return in_round_of(receives_, round); }
   // Returns what stays on the rank, or nullopt if it is not on both meshes.
   std::optional<Intersection> own() const {
     const bool is_on_both = step_.before.mesh().position_of(rank_) && step_.after.mesh().position_of(rank_);
-    return is_on_both ? std::optional<Intersection>(Intersection(held(rank_), needed(rank_))) : std::nullopt;
+    return is_on_both ? std::optional<Intersection>(deliveries_.own(rank_)) : std::nullopt;
   }
 
   int64_t index_of(Rank rank) const {
-    const std::vector<Rank>& ranks = crossing_.ranks();
+    const std::vector<Rank>& ranks = deliveries_.ranks();
     return std::lower_bound(ranks.begin(), ranks.end(), rank) - ranks.begin();
   }
   int64_t index() const { return index_of(rank_); }
 
  private:
-  Region held(Rank rank) const { return step_.before.region(*step_.before.mesh().position_of(rank)); }
-  Region needed(Rank rank) const { return step_.after.region(*step_.after.mesh().position_of(rank)); }
-
-  template <typename WholeOf>
-  std::vector<Message> in_round_of(const std::vector<Crossing::Parcel>& parcels, int64_t round,
-                                   const WholeOf& whole_of) const {
+  std::vector<Message> in_round_of(const std::vector<Delivery>& deliveries, int64_t round) const {
     std::vector<Message> messages;
-    for (const Crossing::Parcel& parcel : parcels) {
-      const Interval range = in_round(parcel.range, round, step_.rounds);
+    for (const Delivery& one : deliveries) {
+      const Interval range = in_round(one.range, round, step_.rounds);
       if (range.begin == range.end) continue;
-      messages.push_back({index_of(parcel.peer), Parcel(whole_of(parcel.peer), range.begin, range.end)});
+      messages.push_back({index_of(one.peer), Parcel(one.whole, range.begin, range.end)});
     }
     return messages;
   }
 
   const Step& step_;
-  const Crossing& crossing_;
+  const Deliveries& deliveries_;
   Rank rank_;
-  std::vector<Crossing::Parcel> sends_;
-  std::vector<Crossing::Parcel> receives_;
+  std::vector<Delivery> sends_;
+  std::vector<Delivery> receives_;
 };
 
 // Returns the number of a parcel's elements, and where they begin on either side if they are one run there.
@@ -83,12 +155,12 @@ class CrossingMemory : public StepMemory {
  public:
   CrossingMemory(const Step& step, const Plan& plan)
       : step_(step),
-        crossing_(step.before, step.after, step.sharing),
-        carrier_(carrier_between_meshes(crossing_.ranks().size(), plan.lowering)),
-        communicates_(crossing_.communicates()) {}
+        deliveries_(deliveries_of(step)),
+        carrier_(carrier_between_meshes(deliveries_->ranks().size(), plan.lowering)),
+        communicates_(deliveries_->communicates()) {}
 
   void write(Sketch& sketch, Rank rank, int current, int next) override {
-    const PartInCrossing part(step_, crossing_, rank);
+    const PartInCrossing part(step_, *deliveries_, rank);
     const std::optional<Intersection> own = part.own();
     const int64_t own_count = own ? own->count() : 0;
     if (!communicates_) {
@@ -129,7 +201,7 @@ class CrossingMemory : public StepMemory {
   }
 
   const Step& step_;
-  Crossing crossing_;
+  std::unique_ptr<Deliveries> deliveries_;
   Carrier carrier_;
   bool communicates_;
 };
@@ -137,15 +209,15 @@ class CrossingMemory : public StepMemory {
 }  // namespace
 
 void compile_crossing(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
-  const Crossing crossing(step.before, step.after, step.sharing);
-  const PartInCrossing part(step, crossing, builder.rank());
-  const Carrier carrier = carrier_between_meshes(crossing.ranks().size(), builder.lowering());
+  const std::unique_ptr<Deliveries> deliveries = deliveries_of(step);
+  const PartInCrossing part(step, *deliveries, builder.rank());
   const std::optional<Intersection> own = part.own();
-  if (!crossing.communicates()) {
+  if (!deliveries->communicates()) {
     if (own) builder.copy(current, next, own->a_to_b(0, 0));
     return;
   }
-  const int group = builder.group_of_ranks({}, crossing.ranks());
+  const int group = builder.group_of_ranks({}, deliveries->ranks());
+  const Carrier carrier = carrier_between_meshes(deliveries->ranks().size(), builder.lowering());
   for (int64_t round = 0; round < step.rounds; ++round) {
     TransferSet set{group, Messages(Messages::Side::kSent, current), Messages(Messages::Side::kReceived, next)};
     for (auto& [peer, parcel] : part.sends(round)) set.sends.add(peer, {{current, std::move(parcel)}});

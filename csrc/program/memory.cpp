@@ -71,6 +71,7 @@ class MoveMemory : public StepMemory {
       case StepOp::kAllReduce:
         return all_reduce(sketch, position, current, next);
       case StepOp::kCross:
+      case StepOp::kRearrange:
         break;
     }
     throw InvariantError("a crossing is no move on one mesh");
@@ -405,7 +406,7 @@ ProgramMemory::ProgramMemory(const Plan& plan) : plan_(plan), sketch_(std::make_
   for (const Step& step : plan.steps) {
     before_.emplace_back(step.before);
     after_.emplace_back(step.after);
-    steps_.push_back(step.op == StepOp::kCross ? memory_of_crossing(step, plan) : memory_of_move(step, plan));
+    steps_.push_back(is_crossing(step.op) ? memory_of_crossing(step, plan) : memory_of_move(step, plan));
   }
 }
 
@@ -454,8 +455,8 @@ int64_t ProgramMemory::peak_of_step(size_t step, Rank rank) {
 // of them, at even distances, are examined.
 ProgramMemory::Seen ProgramMemory::seen_of(size_t step, int64_t at_most) const {
   const bool looks_ahead = plan_.steps[step].rounds > 1 && step + 1 < steps_.size();
-  const bool crosses = plan_.steps[step].op == StepOp::kCross;
-  if (crosses || (looks_ahead && plan_.steps[step + 1].op == StepOp::kCross)) {
+  const bool crosses = is_crossing(plan_.steps[step].op);
+  if (crosses || (looks_ahead && is_crossing(plan_.steps[step + 1].op))) {
     auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), at_most);
     return {std::move(ranks), are_all};
   }

@@ -56,8 +56,8 @@ const Coordinates& StepPairs::coordinates(int64_t position) {
 
 StepPairs::Part StepPairs::part(KnownParts& parts, int tensor_dim, int64_t position) {
   const auto& [list, length] = parts.at(tensor_dim, coordinates(position));
-  if (list.empty()) return {0, 0, 0, &list, false};
-  return {list.front().begin, list.back().end, length, &list, list.size() > 1};
+  const Interval span = span_of(list);
+  return {span.begin, span.end, length, &list, list.size() > 1};
 }
 
 const StepPairs::PartsOfRank& StepPairs::parts_at(KnownParts& parts, PartsAt& at, int64_t position) {

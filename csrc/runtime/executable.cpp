@@ -39,9 +39,8 @@ Communication communication_of(const Step& step) {
   Communication found;
   found.op = step_op_name(step.op);
   found.mesh_dims = step.mesh_dims.to_vector();
-  found.group_size = step.op == StepOp::kCross
-                         ? static_cast<int64_t>(ranks_of(step.before.mesh(), step.after.mesh()).size())
-                         : step.before.mesh().group_size(step.mesh_dims);
+  found.group_size = is_crossing(step.op) ? static_cast<int64_t>(ranks_of(step.before.mesh(), step.after.mesh()).size())
+                                          : step.before.mesh().group_size(step.mesh_dims);
   for (const int d : found.mesh_dims) {
     const Placement& before = step.before.placements()[d];
     const Placement& after = step.after.placements()[d];

@@ -4,13 +4,15 @@
 //   2. Find the cheapest moves to the goal, which is the destination before anything becomes partial (search.cpp).
 //   3. Append zero-fills and partitions, which are local.
 //
-// Between two meshes the moves of 2. are those of two_meshes.cpp, and all that is pending in the source is reduced.
+// Between two meshes the moves of 2. are those of two_meshes.cpp, and all that is pending in the source is reduced. For
+// pieces and flattened dims they are those of rearrangements.cpp.
 #include "search/make_plan.h"
 
 #include <algorithm>
 
 #include "moves/move.h"
 #include "moves/spans.h"
+#include "search/rearrangements.h"
 #include "search/search.h"
 #include "search/two_meshes.h"
 #include "support/error.h"
@@ -28,8 +30,9 @@ struct PartialWork {
 };
 
 void check_same_tensor(const Layout& src, const Layout& dst) {
-  if (src.shape() != dst.shape()) {
-    throw UserError(concat("shape: source (", join(src.shape()), ") and destination (", join(dst.shape()), ") differ"));
+  if (src.tensor_shape() != dst.tensor_shape()) {
+    throw UserError(concat("shape: source (", join(src.tensor_shape()), ") and destination (", join(dst.tensor_shape()),
+                           ") differ"));
   }
   if (!(src.dtype() == dst.dtype())) {
     throw UserError(concat("dtype: source ", src.dtype().name(), " and destination ", dst.dtype().name(),
@@ -94,7 +97,7 @@ PartialWork work_between(const Layout& src, const Layout& dst) {
 // the longest tensor dim.
 Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   Cuts goal_cuts = dst.cuts();
-  if (!(src.mesh() == dst.mesh())) {
+  if (!(src.mesh() == dst.mesh()) || needs_rearrangement(src, dst)) {
     const auto longest = std::max_element(dst.shape().begin(), dst.shape().end()) - dst.shape().begin();
     for (const int d : work.zero_filled.to_vector()) goal_cuts[longest].push_back({d, 1});
     return without_partials(dst, work.partitioned | work.zero_filled, std::move(goal_cuts));
@@ -145,6 +148,11 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
   for (size_t i = 0; i + 1 < layouts.size(); ++i) {
     check_same_tensor(layouts[i], layouts[i + 1]);
     work_between(layouts[i], layouts[i + 1]);  // refuses P(sum) to P(max), between which nothing would move
+    if (needs_rearrangement(layouts[i], layouts[i + 1])) {
+      const Plan part = make_plan(layouts[i], layouts[i + 1], options);
+      plan.steps.insert(plan.steps.end(), part.steps.begin(), part.steps.end());
+      continue;
+    }
     if (!(layouts[i].mesh() == layouts[i + 1].mesh())) {
       check_user(layouts[i].partial_dims().empty() && layouts[i + 1].partial_dims().empty(),
                  "through: no single move leads from ", layouts[i].to_string(), " to ", layouts[i + 1].to_string(),
@@ -168,8 +176,13 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
   if (src == dst) return plan;
 
   const Layout goal = goal_of(src, dst, work);
-  plan.steps = crosses(plan) ? cheapest_crossing(src, goal, options, plan.topology, dst.partial_dims().empty())
-                             : cheapest_moves(src, goal, options, plan.topology);
+  if (needs_rearrangement(src, goal)) {
+    plan.steps = cheapest_rearrangement(src, goal, options, plan.topology);
+  } else if (crosses(plan)) {
+    plan.steps = cheapest_crossing(src, goal, options, plan.topology, dst.partial_dims().empty());
+  } else {
+    plan.steps = cheapest_moves(src, goal, options, plan.topology);
+  }
   if (!work.zero_filled.empty()) {
     const Layout filled = without_partials(dst, work.partitioned, dst.cuts());
     plan.steps.push_back({StepOp::kZeroFill, work.zero_filled, goal, filled});
@@ -188,7 +201,10 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
 }
 
 int64_t least_picoseconds(const Plan& plan) {
-  if (crosses(plan)) return least_picoseconds_between(plan.src, plan.dst, plan.topology);
+  if (plan.src == plan.dst) return 0;
+  if (crosses(plan) || needs_rearrangement(plan.src, plan.dst)) {
+    return least_picoseconds_between(plan.src, plan.dst, plan.topology);
+  }
   const Layout goal = goal_of(plan.src, plan.dst, partial_work(plan.src, plan.dst));
   return least_picoseconds(plan.src, goal, {plan.lowering, Objective::kTime, false, plan.topology}, plan.topology);
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace naive {
@@ -40,16 +41,6 @@ inline std::vector<int64_t> ragged(const std::vector<int64_t>& list, const std::
   return out;
 }
 
-// Components in one list, each cut by itself.
-inline std::vector<int64_t> packed(const std::vector<int64_t>& list, const std::vector<int64_t>& sizes, int64_t k,
-                                   int64_t index) {
-  std::vector<int64_t> out;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    for (const int64_t element : chunk(ragged(list, sizes, static_cast<int64_t>(i)), k, index)) out.push_back(element);
-  }
-  return out;
-}
-
 // The number of the block that each element lies in, by chunk, or in turn.
 inline std::vector<int64_t> blocks(const std::vector<int64_t>& list, int64_t block, int64_t k, int64_t index) {
   std::vector<int64_t> numbers;
@@ -59,6 +50,41 @@ inline std::vector<int64_t> blocks(const std::vector<int64_t>& list, int64_t blo
     for (int64_t i = number * block; i < (number + 1) * block && i < static_cast<int64_t>(list.size()); ++i) {
       out.push_back(list[i]);
     }
+  }
+  return out;
+}
+
+// Components in one list, each cut by itself, in whole units.
+inline std::vector<int64_t> packed(const std::vector<int64_t>& list, const std::vector<int64_t>& sizes, int64_t k,
+                                   int64_t index, int64_t unit = 1) {
+  std::vector<int64_t> out;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    for (const int64_t element : blocks(ragged(list, sizes, static_cast<int64_t>(i)), unit, k, index)) {
+      out.push_back(element);
+    }
+  }
+  return out;
+}
+
+// "0-2+5-8:2-5": the intervals of each coordinate.
+inline std::vector<int64_t> pieces(const std::vector<int64_t>& list, const std::string& text, int64_t index) {
+  std::vector<int64_t> out;
+  int64_t at = 0;
+  int64_t number = 0;
+  int64_t begin = -1;
+  for (const char c : text) {
+    if (c >= '0' && c <= '9') {
+      number = number * 10 + (c - '0');
+      continue;
+    }
+    if (c == '-') {
+      begin = number;
+    } else if (begin >= 0) {
+      for (int64_t i = begin; i < number && at == index; ++i) out.push_back(list.at(i));
+      begin = -1;
+    }
+    at += c == ':' ? 1 : 0;
+    number = 0;
   }
   return out;
 }

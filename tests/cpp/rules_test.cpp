@@ -46,7 +46,13 @@ Elements naive_part(const std::string& placement, const Elements& list, int64_t 
   if (head == "S") return naive::chunk(list, k, c);
   if (head == "SS") return naive::strided_chunk(list, numbers[0], k, c);
   if (head == "Ragged") return naive::ragged(list, numbers, c);
-  if (head == "Packed") return naive::packed(list, numbers, k, c);
+  if (head == "Packed") {
+    const bool has_unit = placement.find(',') != placement.rfind(',');
+    const int64_t unit = has_unit ? numbers.back() : 1;
+    if (has_unit) numbers.pop_back();
+    return naive::packed(list, numbers, k, c, unit);
+  }
+  if (head == "Pieces") return naive::pieces(list, placement.substr(placement.find(',') + 1), c);
   if (head == "Blocks") return naive::blocks(list, numbers[0], k, c);
   if (head == "Cyclic") return naive::cyclic(list, numbers[0], k, c);
   if (head == "Owned") return c == numbers[0] ? list : Elements();
@@ -190,6 +196,11 @@ const std::vector<std::string> kOnOneDim{"R",
                                          "Packed(0,4:2:2)",
                                          "Packed(0,4:4)",
                                          "Packed(0,3:0:2)",
+                                         "Packed(0,4:4,2)",
+                                         "Packed(0,6:2,3)",
+                                         "Pieces(0,0-2+5-8:2-5)",
+                                         "Pieces(0,1-3:0-1+3-5)",
+                                         "Pieces(0,0-1+6-8::1-6)",
                                          "Packed(1,1:2)",
                                          "Packed(1,3:3)"};
 
@@ -244,6 +255,9 @@ const std::vector<std::string> kOnTwoDims{"R,R",
                                           "Packed(0,4:2:2),S(0)",
                                           "P,Packed(0,3:2:2)",
                                           "Packed(0,3:2:2),Cyclic(0,1)",
+                                          "Pieces(0,0-2+5-8:2-5),S(0)",
+                                          "S(0),Pieces(0,1-2:0-1+2-4)",
+                                          "Packed(0,3:4,2),P",
                                           "S(1),Packed(0,5:3)"};
 
 TEST(Rules, EveryPairOnTwoMeshDimsIsRightAndMovesNoMoreThanItMust) {

@@ -1,0 +1,414 @@
+#include "crossing/rearrangement.h"
+
+#include <algorithm>
+#include <bit>
+#include <tuple>
+#include <utility>
+
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+int64_t number_at(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t position) {
+  int64_t number = 0;
+  for (const int d : mesh_dims) number = number * mesh.dim_size(d) + mesh.coordinate(position, d);
+  return number;
+}
+
+// The number of bits up to the highest in which two ranks differ.
+int distance(Rank a, Rank b) { return std::bit_width(static_cast<uint64_t>(number(a) ^ number(b))); }
+
+// The list of an axis of several tensor dims, from their lists. {0, 2} x {1..2} of 3 x 4 elements is [1,3) [9,11).
+IntervalList flattened(const std::vector<IntervalList>& lists, const std::vector<int64_t>& sizes) {
+  IntervalList all{{0, 1}};
+  for (size_t t = 0; t < lists.size(); ++t) {
+    IntervalList finer;
+    for (const Interval& outer : all) {
+      for (int64_t row = outer.begin; row < outer.end; ++row) {
+        for (const Interval& one : lists[t]) append(finer, {row * sizes[t] + one.begin, row * sizes[t] + one.end});
+        check_user(static_cast<int64_t>(finer.size()) <= CutRule::kMaxRuns,
+                   "placements: a part of the flattened dims has more than 2^20 runs; allowed are fewer");
+        if (lists[t].size() == 1 && lists[t][0] == Interval{0, sizes[t]}) {  // whole rows are one run
+          finer.back().end = outer.end * sizes[t];
+          break;
+        }
+      }
+    }
+    all = std::move(finer);
+  }
+  return all;
+}
+
+MeshDimSet kept_partials(const Layout& src, const Layout& dst) {
+  return src.mesh() == dst.mesh() ? src.partial_dims() & dst.partial_dims() : MeshDimSet();
+}
+
+std::vector<Rank> united(std::vector<Rank> a, const std::vector<Rank>& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  std::sort(a.begin(), a.end());
+  a.erase(std::unique(a.begin(), a.end()), a.end());
+  return a;
+}
+
+}  // namespace
+
+Rearrangement::Side Rearrangement::side_of(const Layout& layout, MeshDimSet kept, int flattened_dims) {
+  Side side{layout.mesh_ptr(), {}, {}};
+  for (const int d : kept.to_vector()) {
+    Axis axis{{d}, {}};
+    for (int64_t c = 0; c < layout.mesh().dim_size(d); ++c) axis.lists.push_back({{c, c + 1}});
+    side.axes.push_back(std::move(axis));
+  }
+  // How many tensor dims of the layout the first axis has.
+  const int together = flattened_dims - layout.flattened() + 1;
+  for (int t = 0; t < layout.ndim(); t += t == 0 ? together : 1) {
+    const int end = t == 0 ? together : t + 1;
+    Axis axis;
+    for (int u = t; u < end; ++u) {
+      for (const Cut& cut : layout.cuts(u)) axis.mesh_dims.push_back(cut.mesh_dim);
+    }
+    const Mesh& mesh = layout.mesh();
+    std::map<int64_t, IntervalList> lists;
+    for (int64_t p = 0; p < mesh.size(); ++p) {
+      const auto [found, is_new] = lists.try_emplace(number_at(mesh, axis.mesh_dims, p));
+      if (!is_new) continue;
+      std::vector<IntervalList> parts;
+      for (int u = t; u < end; ++u) parts.push_back(part_at(mesh, layout.shape()[u], layout.cuts(u), p));
+      const std::vector<int64_t> sizes(layout.shape().begin() + t, layout.shape().begin() + end);
+      found->second = parts.size() == 1 ? std::move(parts[0]) : flattened(parts, sizes);
+    }
+    for (auto& [slot, list] : lists) axis.lists.push_back(std::move(list));
+    side.axes.push_back(std::move(axis));
+  }
+  for (int64_t p = 0; p < layout.mesh().size(); ++p) {
+    std::vector<int64_t> slots;
+    for (const Axis& axis : side.axes) slots.push_back(number_at(layout.mesh(), axis.mesh_dims, p));
+    side.slots.push_back(std::move(slots));
+  }
+  return side;
+}
+
+Region Rearrangement::region(const Side& side, int64_t position) {
+  Region region;
+  for (size_t i = 0; i < side.axes.size(); ++i) region.push_back(side.axes[i].lists[side.slots[position][i]]);
+  return region;
+}
+
+// Chooses, for one axis, which slot serves which elements to which receiver.
+class Rearrangement::Choice {
+ public:
+  Choice(const Side& src, const Side& dst, size_t axis, Sharing sharing)
+      : src_(src), dst_(dst), axis_(axis), sharing_(sharing), sent_(src.axes[axis].lists.size(), 0) {
+    ranks_.resize(sent_.size());
+    for (size_t p = 0; p < src.slots.size(); ++p) {
+      ranks_[src.slots[p][axis]].push_back(src.mesh->rank_at(Position{static_cast<int64_t>(p)}));
+    }
+    make_stretches();
+  }
+
+  std::map<int64_t, Shares> all() {
+    for (size_t to = 0; to < dst_.slots.size(); ++to) add_requests(static_cast<int64_t>(to));
+    std::stable_sort(requests_.begin(), requests_.end(), [&](const Request& a, const Request& b) {
+      return stretches_[a.stretch].slots.size() < stretches_[b.stretch].slots.size();
+    });
+    for (const Request& request : requests_) serve(request);
+    std::map<int64_t, Shares> shares;
+    for (auto& [to, by_slot] : taken_) {
+      Shares& own = shares[to];
+      for (auto& [slot, elements] : by_slot) {
+        Share share{slot, {}};
+        for (const Interval& one : sorted_by_place(std::move(elements))) append(share.elements, one);
+        own.push_back(std::move(share));
+      }
+    }
+    return shares;
+  }
+
+ private:
+  // Elements that the same slots have.
+  struct Stretch {
+    Interval interval;
+    std::vector<int64_t> slots;
+  };
+  struct Request {
+    int64_t to = 0;
+    size_t stretch = 0;
+    Interval interval;
+  };
+
+  void make_stretches() {
+    std::map<int64_t, std::pair<std::vector<int64_t>, std::vector<int64_t>>> bounds;  // slots that begin and end there
+    const std::vector<IntervalList>& lists = src_.axes[axis_].lists;
+    for (size_t slot = 0; slot < lists.size(); ++slot) {
+      for (const Interval& one : lists[slot]) {
+        bounds[one.begin].first.push_back(static_cast<int64_t>(slot));
+        bounds[one.end].second.push_back(static_cast<int64_t>(slot));
+      }
+    }
+    std::vector<int64_t> open;
+    for (auto at = bounds.begin(); at != bounds.end(); ++at) {
+      for (const int64_t slot : at->second.second) open.erase(std::find(open.begin(), open.end(), slot));
+      open.insert(open.end(), at->second.first.begin(), at->second.first.end());
+      std::sort(open.begin(), open.end());
+      if (!open.empty()) stretches_.push_back({{at->first, std::next(at)->first}, open});
+    }
+  }
+
+  void add_requests(int64_t to) {
+    const Rank rank = dst_.mesh->rank_at(Position{to});
+    const std::optional<Position> before = src_.mesh->position_of(rank);
+    const int64_t own = before ? src_.slots[*before][axis_] : -1;
+    taken_[to];
+    for (const Interval& one : sorted_by_place(dst_.axes[axis_].lists[dst_.slots[to][axis_]])) {
+      auto at = std::partition_point(stretches_.begin(), stretches_.end(),
+                                     [&](const Stretch& stretch) { return stretch.interval.end <= one.begin; });
+      for (; at != stretches_.end() && at->interval.begin < one.end; ++at) {
+        const Interval both{std::max(one.begin, at->interval.begin), std::min(one.end, at->interval.end)};
+        if (std::binary_search(at->slots.begin(), at->slots.end(), own)) {
+          taken_[to][own].push_back(both);
+        } else {
+          requests_.push_back({to, static_cast<size_t>(at - stretches_.begin()), both});
+        }
+      }
+    }
+  }
+
+  void serve(const Request& request) {
+    const std::vector<int64_t>& slots = stretches_[request.stretch].slots;
+    if (slots.size() > 1 && sharing_ == Sharing::kBytes) return serve_from_all(request);
+    int64_t best = slots.front();
+    if (slots.size() > 1) {
+      const Rank to = dst_.mesh->rank_at(Position{request.to});
+      const auto nearest = [&](int64_t slot) {
+        int least = 64;
+        for (const Rank rank : ranks_[slot]) least = std::min(least, distance(rank, to));
+        return least;
+      };
+      int of_best = nearest(best);
+      for (const int64_t slot : slots) {
+        const int of_slot = nearest(slot);
+        if (of_slot > of_best || (of_slot == of_best && !sends_less(slot, best))) continue;
+        best = slot;
+        of_best = of_slot;
+      }
+    }
+    take(request.to, best, request.interval);
+  }
+
+  // Gives to the slots that send least, up to a level that takes in everything.
+  void serve_from_all(const Request& request) {
+    std::vector<int64_t> slots = stretches_[request.stretch].slots;
+    std::stable_sort(slots.begin(), slots.end(), [&](int64_t a, int64_t b) { return sends_less(a, b); });
+    int64_t left = request.interval.end - request.interval.begin;
+    __int128 sum = left;  // with what those that give send so far
+    int64_t ranks = 0;
+    size_t givers = 0;
+    while (givers < slots.size()) {
+      const int64_t next = slots[givers];
+      if (givers > 0 && static_cast<__int128>(sent_[next]) * ranks >= sum * num_ranks(next)) break;
+      sum += sent_[next];
+      ranks += num_ranks(next);
+      ++givers;
+    }
+    int64_t begin = request.interval.begin;
+    for (size_t i = 0; i < givers; ++i) {
+      const auto level = static_cast<int64_t>((sum * num_ranks(slots[i]) + ranks - 1) / ranks);
+      const int64_t amount = i + 1 == givers ? left : std::clamp<int64_t>(level - sent_[slots[i]], 0, left);
+      if (amount > 0) take(request.to, slots[i], {begin, begin + amount});
+      begin += amount;
+      left -= amount;
+    }
+  }
+
+  int64_t num_ranks(int64_t slot) const { return static_cast<int64_t>(ranks_[slot].size()); }
+
+  // Whether each rank of one slot sends less so far, on average, than each of another.
+  bool sends_less(int64_t a, int64_t b) const {
+    return static_cast<__int128>(sent_[a]) * num_ranks(b) < static_cast<__int128>(sent_[b]) * num_ranks(a);
+  }
+
+  void take(int64_t to, int64_t slot, Interval interval) {
+    taken_[to][slot].push_back(interval);
+    sent_[slot] += interval.end - interval.begin;
+  }
+
+  const Side& src_;
+  const Side& dst_;
+  size_t axis_;
+  Sharing sharing_;
+  std::vector<Stretch> stretches_;        // ascending
+  std::vector<std::vector<Rank>> ranks_;  // by slot
+  std::vector<int64_t> sent_;             // by slot
+  std::vector<Request> requests_;
+  std::map<int64_t, std::map<int64_t, IntervalList>> taken_;  // by receiver and slot
+};
+
+Rearrangement::Rearrangement(const Layout& src, const Layout& dst, Sharing sharing)
+    : sharing_(sharing),
+      item_bytes_(src.dtype().size_bytes()),
+      src_(side_of(src, kept_partials(src, dst), std::max(src.flattened(), dst.flattened()))),
+      dst_(side_of(dst, kept_partials(src, dst), std::max(src.flattened(), dst.flattened()))),
+      ranks_(united(src.mesh().ranks(), dst.mesh().ranks())) {
+  const MeshDimSet kept = kept_partials(src, dst);
+  check_invariant(src.tensor_shape() == dst.tensor_shape() && src.dtype() == dst.dtype() &&
+                      src.partial_dims() == kept && dst.partial_dims() == kept,
+                  "a rearrangement from ", src.to_string(), " to ", dst.to_string());
+  check_invariant(sharing != Sharing::kNone, "a rearrangement without sharing");
+  for (size_t axis = 0; axis < src_.axes.size(); ++axis) shares_.push_back(Choice(src_, dst_, axis, sharing_).all());
+  deliver();
+}
+
+const Rearrangement::Shares& Rearrangement::shares_of(size_t axis, int64_t to) const { return shares_[axis].at(to); }
+
+Region Rearrangement::elements_of(const Delivery& delivery) const {
+  Region region(src_.axes.size());
+  int64_t rest = delivery.number;
+  for (size_t axis = region.size(); axis-- > 0;) {
+    const Shares& shares = shares_of(axis, delivery.to);
+    region[axis] = shares[rest % static_cast<int64_t>(shares.size())].elements;
+    rest /= static_cast<int64_t>(shares.size());
+  }
+  return region;
+}
+
+void Rearrangement::deliver() {
+  std::map<std::vector<int64_t>, std::vector<int64_t>> holders;  // positions, by part
+  std::map<std::vector<int64_t>, std::vector<Delivery>> wanted;  // by part
+  for (size_t p = 0; p < src_.slots.size(); ++p) holders[src_.slots[p]].push_back(static_cast<int64_t>(p));
+  for (int64_t to = 0; to < static_cast<int64_t>(dst_.slots.size()); ++to) {
+    const std::optional<Position> before = src_.mesh->position_of(dst_.mesh->rank_at(Position{to}));
+    int64_t combinations = 1;
+    for (size_t axis = 0; axis < src_.axes.size(); ++axis) {
+      combinations *= static_cast<int64_t>(shares_of(axis, to).size());
+    }
+    for (int64_t number = 0; number < combinations; ++number) {
+      std::vector<int64_t> part(src_.axes.size());
+      int64_t count = 1;
+      int64_t rest = number;
+      for (size_t axis = part.size(); axis-- > 0;) {
+        const Shares& shares = shares_of(axis, to);
+        const Share& share = shares[rest % static_cast<int64_t>(shares.size())];
+        rest /= static_cast<int64_t>(shares.size());
+        part[axis] = share.slot;
+        count *= length(share.elements);
+      }
+      if (count == 0 || (before && src_.slots[*before] == part)) continue;
+      wanted[part].push_back({0, to, number, {0, count}});
+    }
+  }
+  std::vector<int64_t> sent(src_.slots.size(), 0);
+  for (auto& [part, of_part] : wanted) divide_among(holders.at(part), std::move(of_part), sent);
+
+  for (size_t i = 0; i < deliveries_.size(); ++i) {
+    sent_by_[src_.mesh->rank_at(Position{deliveries_[i].from})].push_back(i);
+    received_by_[dst_.mesh->rank_at(Position{deliveries_[i].to})].push_back(i);
+  }
+  const auto by_peer = [&](const Side& side, int64_t Delivery::* peer) {
+    return [this, &side, peer](size_t a, size_t b) {
+      return side.mesh->rank_at(Position{deliveries_[a].*peer}) < side.mesh->rank_at(Position{deliveries_[b].*peer});
+    };
+  };
+  for (auto& [rank, all] : sent_by_) std::sort(all.begin(), all.end(), by_peer(dst_, &Delivery::to));
+  for (auto& [rank, all] : received_by_) std::sort(all.begin(), all.end(), by_peer(src_, &Delivery::from));
+}
+
+// Lines up what is wanted of one part, and lets each holder serve one stretch of the line; or serves whole messages
+// from the nearest holder.
+void Rearrangement::divide_among(const std::vector<int64_t>& holders, std::vector<Delivery> wanted,
+                                 std::vector<int64_t>& sent) {
+  if (holders.size() == 1 || sharing_ == Sharing::kMessages) {
+    for (Delivery& one : wanted) {
+      const Rank to = dst_.mesh->rank_at(Position{one.to});
+      const auto order = [&](int64_t holder) {
+        return std::tuple(distance(src_.mesh->rank_at(Position{holder}), to), sent[holder], holder);
+      };
+      one.from =
+          *std::min_element(holders.begin(), holders.end(), [&](int64_t a, int64_t b) { return order(a) < order(b); });
+      sent[one.from] += one.range.end;
+      deliveries_.push_back(one);
+    }
+    return;
+  }
+  int64_t total = 0;
+  for (const Delivery& one : wanted) total += one.range.end;
+  const auto count = static_cast<int64_t>(holders.size());
+  const int64_t stretch = (total + count - 1) / count;
+  int64_t place = 0;
+  for (const Delivery& one : wanted) {
+    for (int64_t begin = place; begin < place + one.range.end;) {
+      const int64_t end = std::min(place + one.range.end, (begin / stretch + 1) * stretch);
+      deliveries_.push_back({holders[begin / stretch], one.to, one.number, {begin - place, end - place}});
+      begin = end;
+    }
+    place += one.range.end;
+  }
+}
+
+std::vector<Rearrangement::Parcel> Rearrangement::sends(Rank rank) const {
+  std::vector<Parcel> parcels;
+  const auto found = sent_by_.find(rank);
+  if (found == sent_by_.end()) return parcels;
+  for (const size_t i : found->second) {
+    const Delivery& one = deliveries_[i];
+    parcels.push_back({dst_.mesh->rank_at(Position{one.to}), elements_of(one), one.range});
+  }
+  return parcels;
+}
+
+std::vector<Rearrangement::Parcel> Rearrangement::receives(Rank rank) const {
+  std::vector<Parcel> parcels;
+  const auto found = received_by_.find(rank);
+  if (found == received_by_.end()) return parcels;
+  for (const size_t i : found->second) {
+    const Delivery& one = deliveries_[i];
+    parcels.push_back({src_.mesh->rank_at(Position{one.from}), elements_of(one), one.range});
+  }
+  return parcels;
+}
+
+int64_t Rearrangement::received_elements(Rank rank) const {
+  const auto found = received_by_.find(rank);
+  if (found == received_by_.end()) return 0;
+  int64_t elements = 0;
+  for (const size_t i : found->second) elements += deliveries_[i].range.end - deliveries_[i].range.begin;
+  return elements;
+}
+
+Traffic Rearrangement::at(Rank rank, int64_t rounds) const {
+  Traffic traffic{received_elements(rank) * item_bytes_, 0, 0};
+  const auto sent = sent_by_.find(rank);
+  const auto received = received_by_.find(rank);
+  const auto size = [&](size_t i) { return deliveries_[i].range.end - deliveries_[i].range.begin; };
+  if (sent != sent_by_.end()) {
+    for (const size_t i : sent->second) traffic.sent_bytes += size(i) * item_bytes_;
+  }
+  if (received != received_by_.end()) {
+    for (const size_t i : received->second) traffic.messages += std::min(rounds, size(i));
+  }
+  return traffic;
+}
+
+StepFigures Rearrangement::worst(int64_t rounds) const {
+  StepFigures worst;
+  for (const Rank rank : ranks_) {
+    const Traffic one = at(rank, rounds);
+    worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);
+    worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);
+    worst.messages = std::max(worst.messages, one.messages);
+  }
+  for (int64_t p = 0; p < dst_.mesh->size(); ++p) {
+    worst.touched_bytes = std::max(worst.touched_bytes, num_elements(region(dst_, p)) * item_bytes_);
+  }
+  return worst;
+}
+
+bool Rearrangement::crosses_nodes(int64_t ranks_per_node) const {
+  if (ranks_per_node <= 0) return false;
+  return std::any_of(deliveries_.begin(), deliveries_.end(), [&](const Delivery& one) {
+    return number(src_.mesh->rank_at(Position{one.from})) / ranks_per_node !=
+           number(dst_.mesh->rank_at(Position{one.to})) / ranks_per_node;
+  });
+}
+
+}  // namespace shardwright

@@ -1,0 +1,102 @@
+#include "search/rearrangements.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "crossing/rearrangement.h"
+#include "moves/figures.h"
+#include "moves/move.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// The steps that lead to a layout and what they are predicted to cost.
+struct Way {
+  std::vector<Step> steps;
+  int64_t picoseconds = 0;
+  int64_t received_bytes = 0;  // by the worst rank in each step
+};
+
+class Ways {
+ public:
+  Ways(const PlanOptions& options, const Topology& topology) : options_(options), topology_(topology) {}
+
+  void add(Way& way, Step step) const {
+    const StepFigures worst = figures(step, options_.lowering);
+    way.picoseconds = saturating_sum(way.picoseconds, predicted_picoseconds(step, worst, topology_));
+    way.received_bytes += worst.received_bytes;
+    way.steps.push_back(std::move(step));
+  }
+
+  // Whether one way is better than another, as the objective has it.
+  bool is_better(const Way& a, const Way& b) const {
+    const auto order = [&](const Way& way) {
+      return options_.objective == Objective::kTime ? std::pair(way.picoseconds, way.received_bytes)
+                                                    : std::pair(way.received_bytes, way.picoseconds);
+    };
+    return order(a) < order(b);
+  }
+
+ private:
+  const PlanOptions& options_;
+  const Topology& topology_;
+};
+
+// The source once all is reduced that is not due in the goal. The ranks that reduce either all get everything or, with
+// `scatters`, a chunk each of the longest tensor dim.
+Layout reduced(const Layout& src, MeshDimSet due, bool scatters) {
+  std::vector<Placement> partials(src.mesh().ndim(), Placement::replicate());
+  for (const int d : (src.partial_dims() - due).to_vector()) partials[d] = src.placements()[d];
+  std::vector<std::vector<Cut>> cuts = src.cuts();
+  if (scatters) {
+    const std::vector<int64_t> longest = src.local_shape(src.largest_position());
+    const auto t = std::max_element(longest.begin(), longest.end()) - longest.begin();
+    for (const int d : due.to_vector()) cuts[t].push_back({d, 1});
+  }
+  return src.with(std::move(cuts), partials);
+}
+
+// The one move between layouts with the same reductions due.
+std::optional<Step> rearranged(const Layout& before, const Layout& after, Sharing sharing) {
+  if (before == after) return std::nullopt;
+  const Rearrangement move(before, after, sharing);
+  const bool keeps_all = std::all_of(move.ranks().begin(), move.ranks().end(),
+                                     [&](Rank rank) { return move.received_elements(rank) == 0; });
+  if (keeps_all && before.mesh() == after.mesh() && before.flattened() == after.flattened()) {
+    return Step{StepOp::kSlice, after.cut_dims() | before.cut_dims(), before, after};
+  }
+  return Step{StepOp::kRearrange, {}, before, after, sharing};
+}
+
+}  // namespace
+
+std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, const PlanOptions& options,
+                                         const Topology& topology) {
+  check_user(options.groups.empty(), "groups: sets of mesh dims were named for ", src.to_string(), " -> ",
+             goal.to_string(), "; pieces and flattened dims are moved by all ranks together, so allowed are none");
+  const MeshDimSet kept = src.mesh() == goal.mesh() ? goal.partial_dims() : MeshDimSet();
+  const MeshDimSet due = src.partial_dims() - kept;
+  const Ways ways(options, topology);
+  std::optional<Way> best;
+  for (const bool scatters : {true, false}) {
+    if ((due.empty() || src.ndim() == 0) && scatters) continue;
+    Way first;
+    const Layout at = due.empty() ? src : reduced(src, due, scatters);
+    if (!due.empty()) {
+      std::optional<Step> step = move_between(src, at);
+      check_invariant(step.has_value(), "no reduction from ", src.to_string(), " to ", at.to_string());
+      step->ordered = options.ordered;
+      ways.add(first, named_by_collective(std::move(*step)));
+    }
+    for (const Sharing sharing : {Sharing::kMessages, Sharing::kBytes}) {
+      Way way = first;
+      if (std::optional<Step> step = rearranged(at, goal, sharing)) ways.add(way, std::move(*step));
+      if (!best || ways.is_better(way, *best)) best = std::move(way);
+    }
+  }
+  return std::move(best->steps);
+}
+
+}  // namespace shardwright

@@ -1,0 +1,22 @@
+// Plans for layouts that need a rearrangement (crossing/rearrangement.h), on one mesh or between two.
+#pragma once
+
+#include <vector>
+
+#include "moves/step.h"
+#include "search/options.h"
+
+namespace shardwright {
+
+// Returns the moves to a goal, which has no reductions besides those that are due on both sides. Reductions come first:
+// into parts of the source's own, innermost on its longest tensor dim, or to all ranks, whichever is predicted to be
+// faster. One rearrangement follows, or a slice where ranks have all that they need.
+//
+// Not searched: other layouts in between. So a tensor that many ranks need whole arrives by direct sends, where a
+// gather of stripes might be faster.
+//
+// Throws UserError if the options restrict groups.
+std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, const PlanOptions& options,
+                                         const Topology& topology);
+
+}  // namespace shardwright

@@ -1,0 +1,307 @@
+// Layouts of ordered and repeated pieces, and of flattened dims: every pair planned, simulated on all ranks, and
+// compared with lists of elements.
+#include "crossing/rearrangement.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+#include <set>
+
+#include "layouts.h"
+#include "moves/describe.h"
+#include "moves/figures.h"
+#include "moves/traffic.h"
+#include "planning/certified_plan.h"
+#include "planning/json.h"
+#include "planning/serialize.h"
+#include "program/program.h"
+#include "search/make_plan.h"
+#include "simulate/simulate.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+using Shape = std::vector<int64_t>;
+using Elements = std::vector<int64_t>;
+
+Layout flat(const MeshPtr& mesh, const Shape& shape, const std::string& placements) {
+  return Layout(mesh, shape, DType::kFloat32, parse_placements(placements), {}, StridedMeaning::kAuto, 2);
+}
+
+// The row-major numbers of the elements that a rank holds, whatever order they have there.
+std::set<int64_t> held_by(const Layout& layout, Rank rank) {
+  std::set<int64_t> all;
+  const std::optional<Position> position = layout.mesh().position_of(rank);
+  if (!position) return all;
+  std::vector<int64_t> numbers{0};
+  const Region region = layout.region(*position);
+  for (int t = 0; t < layout.ndim(); ++t) {
+    std::vector<int64_t> wider;
+    for (const int64_t outer : numbers) {
+      for (const Interval& one : region[t]) {
+        for (int64_t i = one.begin; i < one.end; ++i) wider.push_back(outer * layout.shape()[t] + i);
+      }
+    }
+    numbers = std::move(wider);
+  }
+  all.insert(numbers.begin(), numbers.end());
+  return all;
+}
+
+// What ranks must receive: all that they need and do not hold.
+Bound naive_bound(const Layout& src, const Layout& dst) {
+  Bound bound;
+  for (const Rank rank : dst.mesh().ranks()) {
+    const std::set<int64_t> held = held_by(src, rank);
+    int64_t bytes = 0;
+    for (const int64_t element : held_by(dst, rank)) bytes += held.contains(element) ? 0 : src.dtype().size_bytes();
+    bound.bytes_sum += bytes;
+    bound.bytes_max = std::max(bound.bytes_max, bytes);
+  }
+  return bound;
+}
+
+void check_pair(const Layout& src, const Layout& dst, const PlanOptions& options) {
+  const CertifiedPlan certified(make_plan(src, dst, options));
+  const Plan& plan = certified.plan();
+  SCOPED_TRACE(to_string(plan));
+  SimulationReport report;
+  ASSERT_NO_THROW(report = simulate(plan));
+  EXPECT_EQ(to_string(from_bytes(to_bytes(plan))), to_string(plan));
+  const Certificate& certificate = certified.certificate();
+  for (const Figure& figure : figures_of(certificate)) EXPECT_GE(figure.value, figure.bound) << figure.name;
+  EXPECT_FALSE(to_json(plan, certificate, certified.remarks()).empty());
+  EXPECT_EQ(certificate.traffic.received_bytes_sum, report.received_bytes_sum);
+  int64_t peak = 0;
+  for (const auto& [rank, bytes] : report.peak_bytes) peak = std::max(peak, bytes);
+  EXPECT_EQ(certificate.peak_bytes, peak);
+  if (!src.partial_dims().empty() || !dst.partial_dims().empty()) return;
+  const Bound bound = naive_bound(src, dst);
+  EXPECT_EQ(certificate.received.bytes_sum, bound.bytes_sum);
+  EXPECT_EQ(certificate.received.bytes_max, bound.bytes_max);
+  EXPECT_EQ(report.received_bytes_sum, bound.bytes_sum);
+  EXPECT_EQ(certificate.traffic.received_bytes_max, bound.bytes_max);
+}
+
+std::vector<Layout> some_layouts(const MeshPtr& mesh, const Shape& shape, const std::vector<std::string>& placements) {
+  std::vector<Layout> all;
+  for (const std::string& one : placements) all.push_back(test::layout_of(mesh, shape, one));
+  return all;
+}
+
+void check_all_pairs(const std::vector<Layout>& sources, const std::vector<Layout>& destinations) {
+  for (const Layout& src : sources) {
+    for (const Layout& dst : destinations) {
+      if (!needs_rearrangement(src, dst)) continue;
+      for (const Objective objective : {Objective::kTime, Objective::kBytes}) {
+        check_pair(
+            src, dst,
+            {.lowering = objective == Objective::kTime ? Lowering::kGloo : Lowering::kNccl, .objective = objective});
+        if (testing::Test::HasFailure()) return;
+      }
+    }
+  }
+}
+
+// Zigzag, reversed, repeated, partly repeated, on one rank only, and in plain order.
+const std::vector<std::string> kOfSeven{"R",
+                                        "S(0)",
+                                        "S(1)",
+                                        "P",
+                                        "Ragged(0,4:3)",
+                                        "Pieces(0,0-2+5-7:2-5)",
+                                        "Pieces(0,5-7+0-2:4-5+3-4+2-3)",
+                                        "Pieces(0,0-7:0-7)",
+                                        "Pieces(0,3-7+0-3:)",
+                                        "Pieces(0,0-5:6-7+2-6)"};
+
+TEST(Pieces, GoBetweenAllLayoutsOfOneMeshDim) {
+  const MeshPtr mesh = test::mesh_of({2});
+  const std::vector<Layout> layouts = some_layouts(mesh, {7, 3}, kOfSeven);
+  check_all_pairs(layouts, layouts);
+}
+
+TEST(Pieces, GoBetweenAllLayoutsOfTwoMeshDims) {
+  const MeshPtr mesh = test::mesh_of({2, 2}, {3, 1, 0, 2});
+  std::vector<std::string> placements;
+  for (const std::string a : {"R", "S(0)", "S(1)", "P", "Pieces(0,5-7+0-2:4-5+2-4)", "Pieces(0,0-5:6-7+2-6)"}) {
+    for (const std::string b : {"R", "S(0)", "S(1)", "P", "Pieces(1,2-4+0-1:1-3)"}) {
+      if (a != "S(1)" || b[0] != 'P' || b == "P") placements.push_back(a + "," + b);
+    }
+  }
+  const std::vector<Layout> layouts = some_layouts(mesh, {7, 4}, placements);
+  check_all_pairs(layouts, layouts);
+}
+
+TEST(Pieces, NestWithCutsBeforeAndBehindThem) {
+  const MeshPtr mesh = test::mesh_of({2, 3});
+  const std::vector<Layout> layouts{test::layout_of(mesh, {12}, "Pieces(0,8-12+0-4:4-8+2-4),S(0)"),
+                                    test::layout_of(mesh, {12}, "S(0),Pieces(0,4-6:2-5+0-1:0-2)"),
+                                    test::layout_of(mesh, {12}, "S(0),Pieces(0,8-12:2-5+0-1:5-8+0-2)", {{0, {1, 0}}}),
+                                    test::layout_of(mesh, {12}, "Cyclic(0,2),Pieces(0,4-6:2-5+0-1:0-2)"),
+                                    test::layout_of(mesh, {12}, "S(0),R"),
+                                    test::layout_of(mesh, {12}, "R,Cyclic(0,1)")};
+  for (const Layout& one : layouts) {
+    std::set<int64_t> all;
+    for (const Rank rank : mesh->ranks()) all.merge(held_by(one, rank));
+    EXPECT_EQ(all.size(), 12u) << one.to_string();
+  }
+  const std::vector<Layout> sources{layouts[0], layouts[4], layouts[5]};
+  check_all_pairs(sources, layouts);
+}
+
+TEST(Pieces, GoBetweenMeshes) {
+  const MeshPtr two = test::mesh_of({2}, {1, 0});
+  const std::vector<Layout> sources = some_layouts(two, {7, 3}, kOfSeven);
+  for (const std::vector<int64_t>& ranks : {std::vector<int64_t>{1, 2, 0}, {2, 3, 4}}) {
+    const MeshPtr three = test::mesh_of({3}, ranks);
+    const std::vector<Layout> destinations =
+        some_layouts(three, {7, 3}, {"R", "S(0)", "P", "Pieces(0,5-7:3-5+0-1:1-3)", "Pieces(0,0-7:2-4:6-7+0-2)"});
+    check_all_pairs(sources, destinations);
+    check_all_pairs(some_layouts(three, {7, 3}, {"R", "S(1)", "P", "Pieces(0,5-7:3-5+0-1:1-3)"}), sources);
+  }
+}
+
+TEST(FlattenedDims, GoToAndFromAllLayouts) {
+  const MeshPtr mesh = test::mesh_of({2, 2});
+  const Shape shape{3, 4, 2};
+  std::vector<Layout> flattened;
+  for (const std::string a : {"Ragged(0,5:7)", "S(1)", "R", "P", "Pieces(0,7-12+0-3:2-8)"}) {
+    for (const std::string b : {"R", "S(0)", "S(1)", "P"}) {
+      if (a != b || a == "R" || a == "P") flattened.push_back(flat(mesh, shape, a + "," + b));
+    }
+  }
+  std::vector<std::string> plain;
+  for (const std::string a : {"R", "S(0)", "S(1)", "S(2)", "P"}) {
+    for (const std::string b : {"R", "S(1)", "P"}) plain.push_back(a + "," + b);
+  }
+  check_all_pairs(flattened, some_layouts(mesh, shape, plain));
+  check_all_pairs(some_layouts(mesh, shape, plain), flattened);
+  check_all_pairs({flattened[0], flattened[1]}, flattened);
+}
+
+TEST(FlattenedDims, GoBetweenMeshes) {
+  const MeshPtr two = test::mesh_of({2});
+  const MeshPtr three = test::mesh_of({3}, {1, 2, 3});
+  const Shape shape{3, 4, 2};
+  check_all_pairs({flat(two, shape, "Ragged(0,5:7)"), flat(two, shape, "P")},
+                  {test::layout_of(three, shape, "S(1)"), flat(three, shape, "Ragged(0,1:0:11)")});
+  check_all_pairs({test::layout_of(three, shape, "S(2)")}, {flat(two, shape, "Ragged(0,5:7)")});
+}
+
+TEST(FlattenedDims, KeepTheShapeOfTheTensor) {
+  const MeshPtr mesh = test::mesh_of({2});
+  const Layout one = flat(mesh, {3, 4, 2}, "Ragged(0,5:7)");
+  EXPECT_EQ(one.tensor_shape(), (Shape{3, 4, 2}));
+  EXPECT_EQ(one.shape(), (Shape{12, 2}));
+  EXPECT_EQ(one.local_shape(1), (Shape{7, 2}));
+  EXPECT_FALSE(one == test::layout_of(mesh, {12, 2}, "Ragged(0,5:7)"));
+  EXPECT_THROW(make_plan(one, test::layout_of(mesh, {12, 2}, "R"), {}), UserError);
+  EXPECT_THROW(Layout(mesh, {3}, DType::kFloat32, parse_placements("R"), {}, StridedMeaning::kAuto, 2), UserError);
+}
+
+std::string error_of(const std::string& placement, const Shape& shape) {
+  try {
+    test::layout_of(test::mesh_of({2}), shape, placement);
+  } catch (const UserError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Pieces, AreRefusedWithTheIntervalThatIsWrong) {
+  EXPECT_NE(error_of("Pieces(0,0-2:3-7)", {7}).find("no coordinate for the elements [2, 3)"), std::string::npos);
+  EXPECT_NE(error_of("Pieces(0,0-2:2-6)", {7}).find("no coordinate for the elements [6, 7) of 7"), std::string::npos);
+  EXPECT_NE(error_of("Pieces(0,0-2:2-8)", {7}).find("ends at 8 but cuts 7"), std::string::npos);
+  EXPECT_NE(error_of("Pieces(0,0-3+2-4:4-7)", {7}).find("element 2 twice for coordinate 0"), std::string::npos);
+  EXPECT_NE(error_of("Pieces(0,0-3:3-7:)", {7}).find("has 3 lists for 2 coordinates"), std::string::npos);
+  EXPECT_NE(error_of("Pieces(0,3-0:0-7)", {7}).find("has [3, 0) for coordinate 0"), std::string::npos);
+  EXPECT_NE(error_of("Pieces(0,x:0-7)", {7}).find("is not a placement"), std::string::npos);
+}
+
+TEST(Pieces, ThatAscendAndAreHeldOnceArePlainCuts) {
+  EXPECT_TRUE(Placement::parse("Pieces(0,0-2+5-7:2-5)").rule.is_partition());
+  EXPECT_FALSE(Placement::parse("Pieces(0,5-7+0-2:2-5)").rule.is_partition());
+  EXPECT_FALSE(Placement::parse("Pieces(0,0-3+5-7:2-5)").rule.is_partition());
+  const std::string text = "Pieces(0,0-2+5-7::2-5)";
+  EXPECT_EQ(Placement::parse(text).to_string(), text);
+}
+
+// 12 rows that ranks 0 and 1 both hold, for ranks 4 to 6, which need 4 each.
+TEST(Rearrangement, SharesTheSendingAmongAllThatHoldAnElement) {
+  const Layout src = test::layout_of(test::mesh_of({2}), {12}, "Pieces(0,6-12+0-6:0-12)");
+  const Layout dst = test::layout_of(test::mesh_of({3}, {4, 5, 6}), {12}, "S(0)");
+  EXPECT_EQ(Rearrangement(src, dst, Sharing::kBytes).worst().sent_bytes, 6 * 4);
+  EXPECT_EQ(Rearrangement(src, dst, Sharing::kMessages).worst().sent_bytes, 8 * 4);
+}
+
+// Experts held by ranks 3 and 11 go to rank 9 from rank 11, which is nearer.
+TEST(Rearrangement, PrefersTheNearestHolder) {
+  const Layout src = test::layout_of(test::mesh_of({2}, {3, 11}), {4}, "Pieces(0,2-4+0-2:0-4)");
+  const Layout dst = test::layout_of(test::mesh_of({2}, {1, 9}), {4}, "R");
+  const std::vector<Rearrangement::Parcel> parcels = Rearrangement(src, dst, Sharing::kMessages).receives(Rank{9});
+  ASSERT_EQ(parcels.size(), 1u);
+  EXPECT_EQ(parcels[0].peer, Rank{11});
+}
+
+// Random pieces on random meshes, alone or with other cuts.
+TEST(Pieces, RandomOnesMoveRight) {
+  std::mt19937 random(20);
+  const auto pick = [&](int64_t least, int64_t most) {
+    return std::uniform_int_distribution<int64_t>(least, most)(random);
+  };
+  const auto pieces = [&](int64_t n, int64_t k) {
+    std::vector<std::string> lists(k);
+    const auto add = [&](int64_t c, int64_t begin, int64_t end) {
+      lists[c] += concat(lists[c].empty() ? "" : "+", begin, "-", end);
+    };
+    std::vector<Interval> cut;
+    for (int64_t at = 0; at < n;) {
+      const int64_t end = std::min(n, at + pick(1, 4));
+      cut.push_back({at, end});
+      at = end;
+    }
+    std::shuffle(cut.begin(), cut.end(), random);
+    for (const Interval& one : cut) {
+      const int64_t owner = pick(0, k - 1);
+      for (int64_t c = 0; c < k; ++c) {
+        if (c == owner || pick(0, 3) == 0) add(c, one.begin, one.end);
+      }
+    }
+    return concat("Pieces(0,", join(lists, ":"), ")");
+  };
+  const auto layout = [&](int64_t n) {
+    const int64_t k = pick(2, 4);
+    const int64_t other = pick(1, 2);
+    std::vector<int64_t> ranks(k * other);
+    const int64_t first = pick(0, 3);
+    for (size_t i = 0; i < ranks.size(); ++i) ranks[i] = first + static_cast<int64_t>(i);
+    std::shuffle(ranks.begin(), ranks.end(), random);
+    const std::vector<std::string> others{"R", "S(1)", "S(0)", "Cyclic(0,2)"};
+    return test::layout_of(test::mesh_of({k, other}, ranks), {n, 2}, pieces(n, k) + "," + others[pick(0, 3)]);
+  };
+  for (int i = 0; i < 150; ++i) {
+    const int64_t n = pick(1, 20);
+    check_pair(layout(n), layout(n), {.lowering = Lowering::kGloo});
+    ASSERT_FALSE(HasFailure()) << "pair " << i;
+  }
+}
+
+// Parts of a million blocks are few boxes.
+TEST(BlockCyclic, ProgramsHaveFewBoxes) {
+  const MeshPtr mesh = test::mesh_of({4});
+  const Layout src = test::layout_of(mesh, {200003}, "Cyclic(0,1)");
+  for (const std::string text : {"R", "S(0)", "Cyclic(0,3)"}) {
+    const Program program = compile(make_plan(src, test::layout_of(mesh, {200003}, text), {}), Rank{1});
+    size_t boxes = 0;
+    for (const Instruction& instruction : program.instructions) {
+      if (const Copy* copy = std::get_if<Copy>(&instruction.operation)) boxes += copy->boxes.size();
+    }
+    EXPECT_LE(boxes, 64u) << text;
+  }
+}
+
+}  // namespace
+}  // namespace shardwright
