@@ -15,10 +15,13 @@ namespace {
 
 constexpr std::string_view kKind = "batch";
 
-void check_not_partial(const std::vector<Layout>& layouts, const char* side) {
+void check_layouts(const std::vector<Layout>& layouts, const char* side) {
   for (size_t i = 0; i < layouts.size(); ++i) {
     check_user(layouts[i].partial_dims().empty(), side, " ", i, ": ", layouts[i].to_string(),
                " has pending reductions; allowed are layouts without, so reduce it first with redistribute_local");
+    check_user(layouts[i].is_partition() && layouts[i].flattened() == 1, side, " ", i, ": ", layouts[i].to_string(),
+               " has pieces in another order or more than once, or flattened dims; allowed are layouts without, so move "
+               "it by itself with redistribute_local");
   }
 }
 
@@ -57,8 +60,8 @@ IndexMap map_of(const std::vector<int64_t>& words) {
 
 void Batch::check() const {
   check_user(buckets >= 1, "buckets: got ", buckets, "; allowed are 1 and more");
-  check_not_partial(sources, "source");
-  check_not_partial(destinations, "destination");
+  check_layouts(sources, "source");
+  check_layouts(destinations, "destination");
   for (size_t i = 0; i < items.size(); ++i) {
     const BatchItem& item = items[i];
     check_user(item.source >= 0 && item.source < static_cast<int64_t>(sources.size()), "item ", i, ": got source ",
