@@ -52,7 +52,7 @@ MAY_FIND_GROUPS = ("runtime/operators.cpp",)
 # The Python package: modules and sub-packages, by layer.
 LAYERS = {
     "planning, without torch": (
-        "argument_values batches _planner comparing doctor free_memory layout mapping options placements planning "
+        "argument_values batches _planner comparing doctor free_memory layout mapping nearest options placements planning "
         "reading tables topology"
     ),
     "running": (

@@ -44,6 +44,8 @@ def _part(placement: Any, indices: list[int], count: int, which: int) -> list[in
         numbers = list(range(len(blocks)))
         mine = oracle.chunk(numbers, count, which) if isinstance(placement, sw.Blocks) else numbers[which::count]
         return [index for number in mine for index in blocks[number]]
+    if isinstance(placement, sw.Pieces):
+        return [indices[at] for begin, end in placement.lists[which] for at in range(begin, end)]
     if isinstance(placement, sw.Owned):
         return indices if which == placement.coordinate else []
     factor = oracle.split_factor(placement)
@@ -71,6 +73,15 @@ def _random_sizes(chance: random.Random, total: int, count: int) -> list[int]:
     return [end - begin for begin, end in zip([0, *ends], [*ends, total], strict=True)]
 
 
+def _random_lists(chance: random.Random, total: int, count: int) -> list[list[tuple[int, int]]]:
+    """Pieces in any order, some of them held more than once."""
+    ends = sorted({0, total, *(chance.randint(0, total) for _ in range(4))})
+    pieces = list(zip(ends, ends[1:], strict=False))
+    chance.shuffle(pieces)
+    owners = [{chance.randrange(count), chance.choice((0, chance.randrange(count)))} for _ in pieces]
+    return [[piece for piece, own in zip(pieces, owners, strict=True) if which in own] for which in range(count)]
+
+
 def _random_placement(chance: random.Random, shape: tuple[int, ...], count: int) -> Any:
     dim = chance.randrange(len(shape))
     return chance.choice(
@@ -84,6 +95,7 @@ def _random_placement(chance: random.Random, shape: tuple[int, ...], count: int)
             sw.Cyclic(dim, chance.randint(1, 3)),
             sw.Owned(chance.randrange(count), dim),
             sw.Packed(dim, _random_sizes(chance, shape[dim], chance.randint(1, 3))),
+            sw.Pieces(dim, _random_lists(chance, shape[dim], count)),
         )
     )
 
@@ -96,7 +108,7 @@ def _random_layouts(
         try:
             return placements, sw.Layout(_mesh(mesh_shape), shape, placements, strided="literal")
         except ValueError as error:  # sizes that do not fit behind another cut
-            assert "sizes that sum to" in str(error)
+            assert re.search("sizes that sum to|for the elements|ends at", str(error))
 
 
 def _pairs(mesh_shape: tuple[int, ...], count: int) -> list[Any]:
@@ -149,7 +161,7 @@ def test_values_and_bytes_on_real_ranks(pool: Pool, mesh_shape: tuple[int, ...])
                 src_layout, dst_layout
             )
         kinds |= {type(p) for p in src + dst}
-    assert kinds >= {str, sw.Ragged, sw.Blocks, sw.Cyclic, sw.Owned, sw.Packed}
+    assert kinds >= {str, sw.Ragged, sw.Blocks, sw.Cyclic, sw.Owned, sw.Packed, sw.Pieces}
 
 
 def _must_travel(src: sw.Layout, dst: sw.Layout) -> int:

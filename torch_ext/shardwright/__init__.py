@@ -21,7 +21,7 @@ except ImportError as error:
 from .batches import plan_many
 from .layout import Layout, Mesh
 from .mapping.rules import cast, fuse, rename, split, stack, transpose, unstack
-from .placements import Blocks, Cyclic, Owned, Packed, Ragged
+from .placements import Blocks, Cyclic, Owned, Packed, Pieces, Ragged, Shard
 from .planning import Plan, Step, pin, plan, unpin
 from .reading import plan_from_json
 from .topology import Link, Topology, load_topology
@@ -60,8 +60,10 @@ __all__ = [
     "Mesh",
     "Owned",
     "Packed",
+    "Pieces",
     "Plan",
     "Ragged",
+    "Shard",
     "Step",
     "Topology",
     "all_gather_matmul",

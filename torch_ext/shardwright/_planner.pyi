@@ -127,11 +127,24 @@ class Layout:
         dtype: str = ...,
         shard_order: Mapping[int, Sequence[int]] = ...,
         strided: str = ...,
+        flattened: int = ...,
     ) -> None: ...
     @property
     def mesh(self) -> Mesh: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
+    @property
+    def flattened(self) -> int:
+        """How many leading tensor dims are seen as one, in placements and in local tensors; 1 if none are."""
+
+    @property
+    def flattened_shape(self) -> tuple[int, ...]:
+        """The shape with these dims as one. Placements, local shapes and regions are of it."""
+
+    @property
+    def is_partition(self) -> bool:
+        """Whether along each mesh dim every element lies on one coordinate, in ascending order; see `Pieces`."""
+
     @property
     def dtype(self) -> str: ...
     @property

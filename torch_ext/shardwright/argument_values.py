@@ -5,7 +5,9 @@ Nothing here imports torch, so that planning works without it.
 
 from __future__ import annotations
 
+import math
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ def placement_text(placement: Any) -> str:
     """
     if isinstance(placement, str):
         return placement
+    placement = placements.of_others(placement)
     if (own := placements.text_of(placement)) is not None:
         return own
     kind = type(placement).__name__
@@ -40,7 +43,7 @@ def placement_text(placement: Any) -> str:
     raise ValueError(
         f"placements: {placement!r} is a {kind}, which shardwright does not know; "
         "allowed are Replicate, Shard, Partial, _StridedShard, _NormPartial, shardwright's Ragged, Blocks, Cyclic, "
-        "Owned and Packed, and texts such as 'S(0)'"
+        "Owned, Packed and Pieces, and texts such as 'S(0)'"
     )
 
 
@@ -63,6 +66,46 @@ def items(given: Any, argument: str, allowed: str) -> list[Any]:
 def placement_texts(placements: Any) -> list[str]:
     """Returns `placement_text` of each item. Raises ValueError if this is not a list of placements."""
     return [placement_text(p) for p in items(placements, "placements", "a list of one per mesh dim")]
+
+
+def placement_texts_of(given: Any, shape: Sequence[int]) -> tuple[list[str], int]:
+    """Returns the texts of the placements of a tensor, and how many of its leading dims they flatten.
+
+    Texts count tensor dims as they are once these are one.
+    """
+    all_of = [placements.of_others(p) for p in items(given, "placements", "a list of one per mesh dim")]
+    flattened = max((p.flattened() for p in all_of if isinstance(p, placements.Ragged)), default=1)
+    texts = []
+    for one in all_of:
+        if isinstance(one, placements.Ragged):
+            if one.flattened() not in (1, flattened):
+                raise ValueError(
+                    f"placements: {one!r} next to others that flatten {flattened} dims; allowed are as many"
+                )
+            flattens = one.dims is not None
+            held = shape[: one.flattened()] if flattens else shape[one.dim : one.dim + 1] if one.dim >= 0 else ()
+            texts.append(one.text(math.prod(held) if held or flattens else None))
+            if flattens:
+                continue
+        else:
+            texts.append(placement_text(one))
+        if flattened > 1:
+            texts[-1] = _with_dim_behind(texts[-1], flattened, len(shape))
+    return texts, flattened
+
+
+def _with_dim_behind(text: str, flattened: int, ndim: int) -> str:
+    """Counts the tensor dim of a placement with the first dims as one."""
+    found = re.fullmatch(r"(?!P\(|Partial|_Norm)(\w+\((?:dim=)?)\s*(-?\d+)(.*)", text)
+    if found is None:
+        return text
+    dim = int(found[2]) + (ndim if int(found[2]) < 0 else 0)
+    if dim < flattened:
+        raise ValueError(
+            f"placements: {text} names tensor dim {dim} next to a Ragged that sees dims 0 to {flattened - 1} as one; "
+            f"allowed are dims from {flattened} on"
+        )
+    return f"{found[1]}{dim - flattened + 1}{found[3]}"
 
 
 def integer(given: Any, argument: str) -> int:

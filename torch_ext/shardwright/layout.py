@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import _planner, argument_values
+from .nearest import nearest_lists
+from .placements import Pieces
 from .topology import Topology, named_topology
 
 
@@ -52,14 +54,17 @@ class Layout(_planner.Layout):
         mesh: a `Mesh`, or a torch ``DeviceMesh``.
         shape: the shape of the global tensor, in elements.
         placements: one per mesh dim: ``"R"``, ``"S(0)"``, ``"SS(0,2)"`` (strided), ``"P"`` or ``"P(max)"``; torch's
-            placement objects, or what torch prints for them; `Ragged`, `Blocks`, `Cyclic`, `Owned`, `Packed`, or their
-            texts, such as ``"Ragged(0,3:1:4)"``.
+            placement objects, or what torch prints for them; `Shard` (with a unit), `Ragged`, `Blocks`, `Cyclic`,
+            `Owned`, `Packed`, `Pieces`, or their texts, such as ``"Ragged(0,3:1:4)"``; RaggedShard of veScale and of
+            flex_shard, and flex_shard's BlockShard and Owned.
         dtype: by name, such as ``"bfloat16"`` or ``"bf16"``, or a ``torch.dtype``.
         shard_order: ``{tensor dim: [mesh dims, first cut first]}`` with mesh dims by index or name. A tensor dim
             that is not listed is cut in mesh order.
         strided: the meaning of strided shards. ``"order"``: they only encode the order of plain cuts. ``"literal"``:
             the dim is split into pieces, each of which is chunked. ``"auto"``: an order where the split factors encode
             one, else pieces. Compare ``DTensorSpec.use_strided_shard_as_shard_order``.
+        flattened: how many leading tensor dims are seen as one, row-major, in placements and in local tensors. A
+            `Ragged` with `dims` says so by itself; there, other placements count tensor dims as `shape` does.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
@@ -75,18 +80,43 @@ class Layout(_planner.Layout):
         dtype: Any = "float32",
         shard_order: argument_values.ShardOrder | None = None,
         strided: str = "auto",
+        flattened: int = 1,
     ) -> None:
         if not isinstance(mesh, _planner.Mesh):
             mesh = Mesh(mesh)
+        sizes = argument_values.items(shape, "shape", "a list of integers")
+        texts, named = argument_values.placement_texts_of(placements, sizes)
         super().__init__(
             mesh,
             shape,
-            argument_values.placement_texts(placements),
+            texts,
             argument_values.dtype_text(dtype),
             argument_values.order_dict(mesh.dim_names, shard_order),
             strided,
+            max(argument_values.integer(flattened, "flattened"), named),
         )
         self._made = True
+
+    @classmethod
+    def nearest(cls, src: _planner.Layout, ranks: Sequence[int]) -> Layout:
+        """The layout of the same tensor on these ranks to which least moves, e.g. after some ranks left.
+
+        It is the best of those on a mesh of one dim, "ranks", that cut one tensor dim so that each of its rows lies on
+        one rank, and no rank has more than ``ceil(n / len(ranks))`` of n rows (`Pieces`). Within this family no layout
+        has fewer bytes to be received by all ranks together. It is not balanced further, and does not count messages.
+
+        Args:
+            src: where the tensor is, without pending reductions. It may be on other ranks, and on more or fewer.
+            ranks: global ranks, each once.
+
+        Raises:
+            ValueError: reductions are pending in `src`, it has no dims, or ranks repeat or are none.
+        """
+        if any(placement.startswith("P(") for placement in src.placements):
+            raise ValueError(f"src: {src} has pending reductions; allowed are layouts without them")
+        mesh = Mesh({"ranks": len(ranks)}, list(ranks))
+        dim, lists = nearest_lists(src, mesh.ranks)
+        return cls(mesh, src.shape, [Pieces(dim, lists)], src.dtype, flattened=src.flattened)
 
     def __repr__(self) -> str:
         return super().__repr__() if self._made else "<Layout that was not made>"

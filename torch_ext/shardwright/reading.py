@@ -42,14 +42,22 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
 
     def layout(mesh: Mesh, entry: dict[str, Any]) -> Layout:
         order = {int(tensor_dim): mesh_dims for tensor_dim, mesh_dims in entry["shard_order"].items()}
-        return Layout(mesh, table["shape"], entry["placements"], _text(table["dtype"], "dtype"), order, "literal")
+        return Layout(
+            mesh,
+            table["shape"],
+            entry["placements"],
+            _text(table["dtype"], "dtype"),
+            order,
+            "literal",
+            argument_values.integer(entry.get("flattened", 1), "plan: flattened"),
+        )
 
     steps = []
     for step in _list(table["steps"], "steps"):
         op = _text(step["op"], "op")
         before = layout(here, step["before"])
         names = here.dim_names
-        here = reached_mesh if op == "cross" else here
+        here = reached_mesh if op in ("cross", "rearrange") else here
         steps.append(
             (
                 op,

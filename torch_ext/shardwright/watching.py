@@ -9,7 +9,7 @@ called, and a mode of ours below all others returns the program's result in its 
     reduce_scatter    _c10d_functional.reduce_scatter_tensor
     all_reduce        _c10d_functional.all_reduce
     all_to_all        _dtensor.shard_dim_alltoall
-    permute, exchange, cross
+    permute, exchange, cross, rearrange
                       _c10d_functional.all_to_all_single
 """
 

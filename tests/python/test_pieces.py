@@ -1,0 +1,357 @@
+"""Ordered and repeated pieces, flattened dims, units, the nearest layout and other libraries' placements."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import oracle
+import shardwright as sw
+from pool import Pool
+from shardwright.placements import of_partition
+
+WORLD_SIZE = 4
+# Groups of ranks, in mesh order.
+MESHES: tuple[tuple[int, ...], ...] = ((0, 1, 2), (2, 0, 3, 1), (3, 1))
+
+
+def _mesh(ranks: tuple[int, ...]) -> sw.Mesh:
+    return sw.Mesh({"x": len(ranks)}, ranks)
+
+
+def _random_pieces(chance: random.Random, size: int, count: int) -> sw.Pieces:
+    """In any order, most of them held once."""
+    cuts = sorted({0, size, *(chance.randint(0, size) for _ in range(5))})
+    pieces = list(zip(cuts, cuts[1:], strict=False))
+    chance.shuffle(pieces)
+    lists: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    for piece in pieces:
+        owner = chance.randrange(count)
+        for which, one in enumerate(lists):
+            if which == owner or chance.random() < 0.25:
+                one.append(piece)
+    return sw.Pieces(0, lists)
+
+
+def _held(tensor: torch.Tensor, ranks: tuple[int, ...], placement: Any, rank: int) -> torch.Tensor:
+    """What a rank holds, row by row."""
+    if rank not in ranks:
+        return tensor.new_empty(0)
+    which = ranks.index(rank)
+    if isinstance(placement, sw.Pieces):
+        rows = [row for begin, end in placement.lists[which] for row in range(begin, end)]
+        return tensor[rows]
+    if isinstance(placement, sw.Ragged):  # with dims
+        flat = tensor.flatten(0, 1)
+        unit = flat.shape[0] // sum(placement.units or ())
+        begin = sum(placement.units[:which]) * unit  # type: ignore[index]
+        return flat[begin : begin + placement.units[which] * unit]  # type: ignore[index]
+    return oracle.local(tensor, (len(ranks),), (placement,), (which,))
+
+
+def _pairs(count: int) -> list[Any]:
+    """The same on every rank."""
+    chance = random.Random(11)
+    pairs = []
+    for _ in range(count):
+        shape = (chance.choice((1, 4, 9)), chance.choice((2, 3)), 2)
+        ends = []
+        for _ in range(2):
+            ranks = chance.choice(MESHES)
+            units = [chance.randint(0, 1) for _ in ranks]
+            units[0] += shape[0] * shape[1] - sum(units)
+            kinds = ["R", "S(0)", "S(1)", _random_pieces(chance, shape[0], len(ranks))]
+            if all(unit >= 0 for unit in units):
+                kinds.append(sw.Ragged(dims=(0, 1), units=units))
+            ends.append((ranks, chance.choice(kinds)))
+        pairs.append((shape, *ends))
+    return pairs
+
+
+def _move_all(count: int) -> list[int]:
+    rank = dist.get_rank()
+    received = []
+    for shape, (src_ranks, src), (dst_ranks, dst) in _pairs(count):
+        tensor = oracle.global_tensor(shape, torch.float32, 1)
+        layouts = sw.Layout(_mesh(src_ranks), shape, [src]), sw.Layout(_mesh(dst_ranks), shape, [dst])
+        if rank not in src_ranks + dst_ranks:
+            received.append(0)
+            continue
+        local = _held(tensor, src_ranks, src, rank) if rank in src_ranks else None
+        with sw.wire_meter() as meter:
+            result = sw.redistribute_local(local, *layouts)
+        expected = _held(tensor, dst_ranks, dst, rank)
+        assert oracle.difference(result, expected) is None, f"{shape} {src_ranks} {src} -> {dst_ranks} {dst}"
+        strided = None if local is None else local.repeat_interleave(2, dim=-1)[..., ::2]
+        out = torch.full_like(expected, 7)
+        assert sw.redistribute_local(strided, *layouts, out=out) is out
+        assert oracle.difference(out, expected) is None
+        received.append(meter.received_bytes)
+    return received
+
+
+def test_values_and_bytes_on_real_ranks(pool: Pool) -> None:
+    count = 60
+    by_rank = pool.run(_move_all, WORLD_SIZE, count)
+    for index, (shape, (src_ranks, src), (dst_ranks, dst)) in enumerate(_pairs(count)):
+        tensor = torch.arange(math.prod(shape)).view(shape)
+        plan = sw.plan(
+            *(sw.Layout(_mesh(r), shape, [p]) for r, p in ((src_ranks, src), (dst_ranks, dst))), backend="gloo"
+        )
+        received = [rank[index] for rank in by_rank]
+        assert sum(received) == plan.wire_bytes_sum
+        assert max(received) == plan.wire_bytes_max
+        if not isinstance(src, str) or not isinstance(dst, str):
+            held = [set(_held(tensor, src_ranks, src, rank).flatten().tolist()) for rank in range(WORLD_SIZE)]
+            needed = [set(_held(tensor, dst_ranks, dst, rank).flatten().tolist()) for rank in range(WORLD_SIZE)]
+            assert received == [4 * len(needed[rank] - held[rank]) for rank in range(WORLD_SIZE)]
+
+
+def _reductions() -> None:
+    rank = dist.get_rank()
+    tensor = oracle.global_tensor((9, 2), torch.float32, 4, reducible=True)
+    mesh = sw.Mesh({"x": 2, "y": 2})
+    pieces = sw.Pieces(0, [[(5, 9), (0, 2)], [(2, 6)]])
+    whole = [sw.Layout(mesh, (9, 2), p) for p in (["P", "P"], ["R", "R"])]
+    for placements in (["P", pieces], [pieces, "P"], [pieces, "S(0)"]):
+        layout = sw.Layout(mesh, (9, 2), placements)
+        contribution = oracle.contribution(tensor, (2, 2), ("P(sum)", "P(sum)"), (rank // 2, rank % 2))
+        moved = sw.redistribute_local(contribution, whole[0], layout)
+        # What is still due is summed at the end; each piece is there in its place.
+        assert oracle.difference(sw.redistribute_local(moved, layout, whole[1]), tensor) is None, str(placements)
+    gradient = oracle.global_tensor((9, 2), torch.float32, 5)
+    local = tensor.clone().requires_grad_()
+    result = sw.redistribute_local(local, whole[1], sw.Layout(mesh, (9, 2), [pieces, "R"]))
+    rows = [5, 6, 7, 8, 0, 1] if rank < 2 else [2, 3, 4, 5]
+    assert torch.equal(result, tensor[rows])
+    result.backward(gradient[rows])
+    assert local.grad is not None and oracle.difference(local.grad, gradient) is None
+
+
+def test_reductions_and_gradients(pool: Pool) -> None:
+    pool.run(_reductions, WORLD_SIZE)
+
+
+def test_named_ways_to_make_pieces() -> None:
+    zigzag = sw.Pieces.zigzag(0, 16, 2)
+    assert zigzag.lists == (((0, 4), (12, 16)), ((4, 8), (8, 12)))
+    layout = sw.Layout(sw.Mesh({"cp": 2}), (16, 3), [zigzag])
+    assert layout.is_partition
+    assert [layout.region(rank)[0] for rank in range(2)] == [[(0, 4), (12, 16)], [(4, 12)]]
+    assert sw.Layout(sw.Mesh({"cp": 3}), (7,), [sw.Pieces.zigzag(0, 7, 3)]).local_shape(0) == (2,)
+    experts = sw.Pieces.items(0, [[3, 0], [1, 2, 3]], 5)
+    assert experts == sw.Pieces(0, [[(15, 20), (0, 5)], [(5, 10), (10, 15), (15, 20)]], 5)
+    assert not sw.Layout(sw.Mesh({"ep": 2}), (20, 3), [experts]).is_partition
+    assert str(experts) == "Pieces(0,15-20+0-5:5-10+10-15+15-20)"
+    layout = sw.Layout(sw.Mesh({"ep": 2}), (20, 3), [experts])
+    assert layout.placements == ("Pieces(0,15-20+0-5:5-20)",)
+    assert sw.Layout(layout.mesh, (20, 3), layout.placements) == layout
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ([[(0, 2)], [(3, 8)]], "Pieces has no coordinate for the elements [2, 3); allowed are lists that hold every"),
+        ([[(0, 2)], [(2, 7)]], "has no coordinate for the elements [7, 8) of 8"),
+        ([[(0, 9)], [(2, 7)]], "ends at 9 but cuts 8 elements; allowed are ends up to 8"),
+        ([[(4, 8), (0, 5)], []], "Pieces has element 4 twice for coordinate 0; allowed is once"),
+        ([[(0, 8)]], "has 1 lists for 2 coordinates; allowed is one for each"),
+        ([[(0, 8, 2)], []], "lists: got [[(0, 8, 2)], []]; allowed is a list of (begin, end) for each coordinate"),
+    ],
+    ids=str,
+)
+def test_pieces_that_do_not_fit_are_refused(lists: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sw.Layout(sw.Mesh({"x": 2}), (8, 4), [sw.Pieces(0, lists)])
+
+
+def test_flattened_dims_are_named_as_in_the_tensor() -> None:
+    mesh = sw.Mesh({"x": 2, "y": 2})
+    layout = sw.Layout(mesh, (4, 6, 8), [sw.Ragged(dims=(0, 1), units=(1, 2)), "S(2)"])
+    assert (layout.shape, layout.flattened, layout.flattened_shape) == ((4, 6, 8), 2, (24, 8))
+    assert layout.placements == ("Ragged(0,8:16)", "S(1)")
+    assert [layout.local_shape(rank) for rank in range(4)] == [(8, 4), (8, 4), (16, 4), (16, 4)]
+    again = sw.Layout(mesh, layout.shape, layout.placements, flattened=2)
+    assert again == layout != sw.Layout(mesh, (24, 8), layout.placements)
+    assert sw.Layout(mesh, (4, 6, 8), [sw.Ragged(dims=(0, 1), sizes=(10, 14)), "S(-1)"]).placements[1] == "S(1)"
+    plan = sw.plan(layout, sw.Layout(mesh, (4, 6, 8), ["S(1)", "R"]))
+    read = sw.plan_from_json(plan.to_json())
+    assert (read.src, read.dst, str(read)) == (plan.src, plan.dst, str(plan))
+    assert json.loads(plan.to_json())["source"]["flattened"] == 2
+    assert "rearrange on x=2,y=2" in plan.to_svg()
+    plan.simulate()
+
+
+@pytest.mark.parametrize(
+    ("placements", "message"),
+    [
+        ([sw.Ragged(dims=(0, 1), units=(1, 4))], "units: (1, 4) sum to 5, of 24 elements"),
+        ([sw.Ragged(dims=(0, 1, 2, 3), units=(1, 1))], "flattened: got 4 for a tensor with 3 dims"),
+        (
+            [sw.Ragged(dims=(0, 1), units=(1, 1)), "S(1)"],
+            "S(1) names tensor dim 1 next to a Ragged that sees dims 0 to 1",
+        ),
+    ],
+    ids=str,
+)
+def test_flattened_dims_that_do_not_fit_are_refused(placements: list[Any], message: str) -> None:
+    mesh = sw.Mesh(dict.fromkeys("xy"[: len(placements)], 2))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sw.Layout(mesh, (4, 6, 8), placements)
+
+
+def test_dims_units_and_sizes_exclude_each_other() -> None:
+    for wrong, message in (
+        ({"dims": (1,), "units": (1, 1)}, "dims: got (1,); allowed are the leading tensor dims"),
+        ({"dim": 0}, "sizes, units: got None and None; allowed is one of them"),
+        ({"dim": 1, "dims": (0,), "units": (1, 1)}, "dim: got 1 next to dims; allowed is to leave it out"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            sw.Ragged(**wrong)  # type: ignore[arg-type]
+
+
+def _cuts(layout: sw.Layout) -> set[int]:
+    return {end for rank in layout.mesh.ranks for interval in layout.region(rank)[0] for end in interval}
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 640, 1000])
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_scales_lie_with_the_weights_that_they_scale(rows: int, count: int) -> None:
+    mesh = sw.Mesh({"x": count})
+    blocks = -(-rows // 128)
+    fused = [0, 256, 128, rows - 384] if rows >= 640 else [rows]
+    pairs: list[tuple[Any, Any]] = [
+        (sw.Shard(0, unit=128), sw.Shard(0)),
+        (sw.Packed(0, fused, unit=128), sw.Packed(0, [-(-size // 128) for size in fused])),
+        (sw.Cyclic(0, 256, unit=128), sw.Cyclic(0, 2)),
+        (sw.Blocks(0, 256, unit=128), sw.Blocks(0, 2)),
+    ]
+    for of_weight, of_scales in pairs:
+        weight = sw.Layout(mesh, (rows, 4), [of_weight], "float8_e4m3fn")
+        scales = sw.Layout(mesh, (blocks, 1), [of_scales], "float32")
+        for rank in range(count):
+            held = [row for begin, end in weight.region(rank)[0] for row in range(begin, end)]
+            of_blocks = [block for begin, end in scales.region(rank)[0] for block in range(begin, end)]
+            assert held == [row for block in of_blocks for row in range(block * 128, min(rows, block * 128 + 128))]
+
+
+def test_cuts_within_a_unit_are_refused() -> None:
+    sw.Ragged(0, (128, 256, 5), unit=128)
+    sw.Pieces(0, [[(128, 200), (0, 128)]], unit=128)
+    for make, message in (
+        (lambda: sw.Ragged(0, (100, 28), unit=128), "unit: Ragged cuts at 100, within a unit of 128"),
+        (lambda: sw.Packed(0, (100, 156), unit=128), "unit: Packed cuts at 100, within a unit of 128"),
+        (lambda: sw.Pieces(0, [[(0, 5), (5, 12)]], unit=4), "unit: Pieces cuts at 5, within a unit of 4"),
+        (lambda: sw.Cyclic(0, 6, unit=4), "unit: Cyclic has blocks of 6, in units of 4"),
+        (lambda: sw.Shard(0, unit=0), "unit: got 0 for Shard; allowed are integers of 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make()
+
+
+def _moved(src: sw.Layout, dst: sw.Layout) -> int:
+    """Elements that ranks need and do not hold."""
+    total = 0
+    for rank in dst.mesh.ranks:
+        cells = [
+            set(itertools.product(*([i for b, e in dim for i in range(b, e)] for dim in layout.region(rank))))
+            if rank in layout.mesh.ranks
+            else set()
+            for layout in (src, dst)
+        ]
+        total += len(cells[1] - cells[0])
+    return total
+
+
+def test_no_layout_of_its_family_is_nearer() -> None:
+    chance = random.Random(5)
+    for _ in range(25):
+        shape = (chance.randint(1, 6), chance.randint(1, 3))
+        sizes = chance.choice(((2,), (3,), (2, 2)))
+        ranks = chance.sample(range(6), math.prod(sizes))
+        kinds = ["R", "S(0)", "S(1)", "Cyclic(0,1)", "Owned(0,1)"]
+        mesh = sw.Mesh(dict(zip("ab", sizes, strict=False)), ranks)
+        src = sw.Layout(mesh, shape, [chance.choice(kinds) for _ in sizes])
+        on = chance.sample(range(6), chance.randint(1, 3))
+        found = sw.Layout.nearest(src, on)
+        assert found.mesh.ranks == on
+        least = None
+        for dim, size in enumerate(shape):
+            most = -(-size // len(on))
+            for owners in itertools.product(range(len(on)), repeat=size):
+                if max(owners.count(which) for which in range(len(on))) > most:
+                    continue
+                lists = [[(row, row + 1) for row in range(size) if owners[row] == which] for which in range(len(on))]
+                moved = _moved(src, sw.Layout(found.mesh, shape, [sw.Pieces(dim, lists)]))
+                least = moved if least is None else min(least, moved)
+        assert _moved(src, found) == least, f"{src} on {on}: {found}"
+        assert sw.plan(src, found).wire_bytes_sum == 4 * _moved(src, found)
+
+
+def test_nearest_when_ranks_leave() -> None:
+    src = sw.Layout(sw.Mesh({"dp": 4}), (1024, 8), ["S(0)"])
+    found = sw.Layout.nearest(src, [0, 1, 3])
+    assert _moved(src, found) == 256 * 8
+    assert max(found.local_shape(rank)[0] for rank in (0, 1, 3)) == 342
+    with pytest.raises(ValueError, match="has pending reductions; allowed are layouts without them"):
+        sw.Layout.nearest(sw.Layout(src.mesh, (4,), ["P"]), [0])
+
+
+class RaggedShard:
+    """As veScale and flex_shard define it."""
+
+    def __init__(self, dims: tuple[int, ...], local_units: tuple[int, ...]) -> None:
+        self.dims, self.local_units = dims, local_units
+
+
+class BlockShard:
+    """As flex_shard defines it."""
+
+    def __init__(self, blocks_per_rank: tuple[int, ...], dim: int = 0) -> None:
+        self.blocks_per_rank, self.dim = blocks_per_rank, dim
+
+
+class Owned:
+    """As flex_shard defines it."""
+
+    def __init__(self, owner_rank: int) -> None:
+        self.owner_rank = owner_rank
+
+
+@dataclasses.dataclass
+class Parameter:
+    """What Megatron sets on a parameter."""
+
+    tensor_model_parallel: bool = True
+    partition_dim: int = 0
+    partition_stride: int = 1
+
+
+def test_placements_of_other_libraries() -> None:
+    mesh = sw.Mesh({"x": 4})
+
+    def layout(placement: Any, shape: tuple[int, ...] = (8, 3)) -> sw.Layout:
+        return sw.Layout(mesh, shape, [placement])
+
+    # The example of flex_shard's own documentation: 2, 4, 2 and 0 of 8 rows.
+    ragged = layout(RaggedShard((0,), (1, 2, 1, 0)))
+    assert [ragged.local_shape(rank) for rank in range(4)] == [(2, 3), (4, 3), (2, 3), (0, 3)]
+    assert layout(RaggedShard((0, 1), (1, 1, 2, 0)), (2, 6, 5)).local_shape(2) == (6, 5)
+    assert layout(BlockShard((2, 0, 1, 1), 0)) == layout(sw.Ragged(0, (4, 0, 2, 2)))
+    assert layout(BlockShard((1, 0, 1, 1), 1)) == layout(sw.Ragged(1, (1, 0, 1, 1)))
+    assert layout(Owned(2)) == layout(sw.Owned(2))
+    assert of_partition(Parameter(), 4) == sw.Shard(0)
+    assert of_partition(Parameter(partition_stride=2), 4) == "SS(0,2)"
+    assert of_partition(Parameter(tensor_model_parallel=False), 4) == "R"
+    fused = Parameter()
+    fused.partition_sizes = [2, 1, 1]  # type: ignore[attr-defined]
+    assert of_partition(fused, 4) == sw.Packed(0, [8, 4, 4])
