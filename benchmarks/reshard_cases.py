@@ -309,7 +309,7 @@ def tables(rows: list[dict]) -> list[str]:
     lines.append(
         f"| geometric mean of the time over shardwright's, in the cases that a scheme can do | {' | '.join(means)} |"
     )
-    lines += ["", "### All figures", ""]
+    lines += ["", *_faster_than_ours(rows), "", "### All figures", ""]
     for row in rows:
         shape = " x ".join(map(str, row["shape"]))
         lines += [
@@ -330,6 +330,18 @@ def tables(rows: list[dict]) -> list[str]:
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return lines[:-1]
+
+
+def _faster_than_ours(rows: list[dict]) -> list[str]:
+    """A sentence, and a line for each case in which another scheme is predicted to be faster."""
+    lines = []
+    for row in rows:
+        ours = row["schemes"][OURS]["predicted_us"]
+        able = {name: found for name, found in row["schemes"].items() if not isinstance(found, str)}
+        best = min(able, key=lambda name: able[name]["predicted_us"])
+        if able[best]["predicted_us"] < 0.9999 * ours:
+            lines.append(f"- {row['name']}: {best}, {ours / able[best]['predicted_us']:.2f} times as fast")
+    return [f"Another scheme is predicted to be faster in {len(lines)} of {len(rows)} cases:", "", *lines]
 
 
 def _mean_over_ours(rows: list[dict], name: str) -> str:

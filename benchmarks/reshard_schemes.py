@@ -116,12 +116,13 @@ def figures(problem: Problem, schedule: Schedule, topology: sw.Topology) -> dict
     received: Counter[int] = Counter()
     sent: Counter[int] = Counter()
     messages: Counter[int] = Counter()
-    parts = problem.boxes(problem.dst)
-    written = max(volume(box) for box in parts.values()) * problem.item_bytes
+    written: Counter[int] = Counter()
     picoseconds, steps = 0, 0
     for step in schedule.steps:
         moves = [message for message in step.messages if message.sender != message.receiver]
-        picoseconds += written * topology.memory_ps_per_kib // 1024
+        for message in step.messages:
+            written[message.receiver] += volume(message.box) * problem.item_bytes
+        picoseconds += max(written.values(), default=0) * topology.memory_ps_per_kib // 1024
         if not moves:
             continue
         steps += 1
