@@ -120,6 +120,32 @@ class Bounds {
     }
   }
 
+  void out_of_nodes(int64_t ranks_per_node, CrossingBound& bound) const {
+    if (ranks_per_node <= 0 || num_cells() > CrossingBound::kMaxCells) return;
+    std::map<int64_t, int64_t> ranks;
+    std::vector<std::set<int64_t>> holders(src_.parts());  // nodes, by part
+    std::vector<std::set<int64_t>> needers(dst_.parts());
+    for (const auto& [rank, place] : places_) {
+      const int64_t node = number(rank) / ranks_per_node;
+      ++ranks[node];
+      if (place.src_part != kNone) holders[place.src_part].insert(node);
+      if (place.dst_part != kNone) needers[place.dst_part].insert(node);
+    }
+    std::map<int64_t, int64_t> leaving;
+    for (int64_t part = 0; part < src_.parts(); ++part) {
+      if (holders[part].size() > 1) continue;
+      const int64_t node = *holders[part].begin();
+      for_each_met(part, [&](int64_t other, int64_t elements) {
+        const bool leaves = needers[other].size() > 1 || *needers[other].begin() != node;
+        leaving[node] += leaves ? elements : 0;
+      });
+    }
+    for (const auto& [node, elements] : leaving) {
+      const int64_t bytes = ceil_divide(elements, ranks[node]) * src_layout_.dtype().size_bytes();
+      bound.leaving_bytes_per_rank = std::max(bound.leaving_bytes_per_rank, bytes);
+    }
+  }
+
  private:
   static constexpr int64_t kNone = -1;
   struct Place {
@@ -301,6 +327,7 @@ CrossingBound crossing_bound(const Layout& src, const Layout& dst, int64_t ranks
   if (!src.partial_dims().empty() || !dst.partial_dims().empty()) return bounds.with_pending();
   CrossingBound bound = bounds.without_pending();
   bounds.into_nodes(ranks_per_node, bound);
+  bounds.out_of_nodes(ranks_per_node, bound);
   return bound;
 }
 

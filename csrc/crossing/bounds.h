@@ -41,6 +41,10 @@ struct CrossingBound {
   int64_t node_bytes_max = 0;
   int64_t node_bytes_per_rank = 0;  // divided by the number of the node's ranks that are in either mesh
 
+  // What must leave some node, because only its ranks hold it and a rank of another node needs it, divided like the
+  // former. 0 also with more than kMaxCells cells.
+  int64_t leaving_bytes_per_rank = 0;
+
   static constexpr int64_t kMaxCells = 4096;
   static constexpr int64_t kMaxNode = 256;
 };

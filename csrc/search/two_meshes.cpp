@@ -354,7 +354,8 @@ int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const To
   const Link any = faster(between, topology.inside);
   const int64_t message = bound.node_bytes_max > 0 ? between.message_ps : any.message_ps;
   const int64_t bytes = std::max(bound.received_bytes_max, bound.any_sent_bytes_max);
-  const int64_t wire = std::max(scaled(bytes, any.ps_per_kib), scaled(bound.node_bytes_per_rank, between.ps_per_kib));
+  const int64_t of_nodes = std::max(bound.node_bytes_per_rank, bound.leaving_bytes_per_rank);
+  const int64_t wire = std::max(scaled(bytes, any.ps_per_kib), scaled(of_nodes, between.ps_per_kib));
   return saturating_sum(saturating_sum(topology.step_ps, message), saturating_sum(wire, copies));
 }
 

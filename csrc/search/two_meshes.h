@@ -28,7 +28,8 @@ std::vector<Step> cheapest_crossing(const Layout& src, const Layout& goal, const
                                     const Topology& topology, bool may_split);
 
 // Returns a lower bound on the predicted picoseconds of every way between the two: one step and message of the fastest
-// link, what some rank must receive or send, what must enter some node divided by its ranks, and the result's copy.
+// link, what some rank must receive or send, what must enter or leave some node divided by its ranks, and the copy of
+// the result.
 int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const Topology& topology);
 
 }  // namespace shardwright

@@ -113,10 +113,12 @@ TEST(CrossingBound, IsWhatSetsOfRanksCannotGoBelow) {
 
     const int64_t node = random.pick(1, 4);
     std::map<int64_t, int64_t> into;
+    std::map<int64_t, int64_t> out_of;
     for (const auto& [element, mask] : needing) {
       for (int64_t first = 0; first < world; first += node) {
         const uint32_t ranks = ((1u << node) - 1) << first;
         if ((mask & ranks) != 0 && (holders[element] & ranks) == 0) ++into[first];
+        if ((mask & ~ranks) != 0 && (holders[element] & ~ranks) == 0) ++out_of[first];
       }
     }
     int64_t most = 0;
@@ -126,9 +128,15 @@ TEST(CrossingBound, IsWhatSetsOfRanksCannotGoBelow) {
       most = std::max(most, elements);
       most_per_rank = std::max(most_per_rank, (elements + ranks - 1) / ranks);
     }
+    int64_t leaving_per_rank = 0;
+    for (const auto& [first, elements] : out_of) {
+      const int64_t ranks = std::popcount(((1u << node) - 1) << first & all);
+      leaving_per_rank = std::max(leaving_per_rank, (elements + ranks - 1) / ranks);
+    }
     const CrossingBound nodes = crossing_bound(src.layout, dst.layout, node);
     ASSERT_EQ(nodes.node_bytes_max, most * kItemBytes);
     ASSERT_EQ(nodes.node_bytes_per_rank, most_per_rank * kItemBytes);
+    ASSERT_EQ(nodes.leaving_bytes_per_rank, leaving_per_rank * kItemBytes);
   }
   EXPECT_GT(passing_on_helps, 50);
 }
