@@ -67,7 +67,11 @@ def _sums(world: int) -> None:
                     work = scatter(out, own, group, op, async_op)
                 if work is not None:
                     work.wait()
-                assert torch.equal(out.cpu(), expected), (dtype, op)
+                if meshes.device == "cpu":
+                    assert torch.equal(out, expected), (dtype, op)
+                else:  # there the sum is the process group's own, which may round after each addition
+                    tolerance = 0.05 if dtype.itemsize == 2 else 1e-5
+                    torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
                 assert torch.equal(own.cpu(), given[rank]), "the input was written to"
                 needed = (world - 1) * 7 * dtype.itemsize
                 assert (meter.received_bytes, meter.sent_bytes) == (needed, needed)

@@ -321,6 +321,18 @@ def _leaves_the_sequence() -> None:
         assert torch.equal(loss_of(ours, tokens_of(8)), loss_of(stock, tokens_of(8)))
         assert torch.equal(ours.layers[0](torch.ones(2, WIDTH)), stock.layers[0](torch.ones(2, WIDTH)))
     step(9)
+    with torch.inference_mode():
+        assert torch.equal(loss_of(ours, tokens_of(8)), loss_of(stock, tokens_of(8)))
+    step(10)
+    # Weights that are written between forward and backward are gathered again.
+    loss = loss_of(ours, tokens_of(11))
+    with torch.no_grad():
+        for p in ours.layers.parameters():
+            p.zero_()
+    ours.zero_grad()
+    loss.backward()
+    gradient = ours.layers[0].up.weight.grad
+    assert isinstance(gradient, DTensor) and not gradient.to_local().any(), "`down` is zero in the backward"
 
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
@@ -339,6 +351,9 @@ def _several_graphs() -> None:
         first, second = loss_of(model, tokens_of(2)), loss_of(model, tokens_of(3))
         second.backward()
         first.backward()
+        again = loss_of(model, tokens_of(4))
+        again.backward(retain_graph=True)
+        again.backward()
         gradients.append([p.grad.to_local() for p in model.parameters() if p.grad is not None])
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)

@@ -70,6 +70,11 @@ class Weight:
         part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
         return part.detach()
 
+    @property
+    def version(self) -> int:
+        """Grows with each write to the part at rest."""
+        return int(self.sharded._local_tensor._version)  # type: ignore[attr-defined]
+
     def put(self, parameter: nn.Parameter) -> None:
         """Makes this the parameter that the modules have."""
         for module, name in self.places:
@@ -184,7 +189,7 @@ class Unit:
 
     def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:
         self.is_resident = True
-        self._versions = [weight.part._version for weight in self.weights]
+        self._versions = [weight.version for weight in self.weights]
         for weight in self.weights:
             self._works.append(weight.start_gather(memory, offset_bytes))
             offset_bytes += _aligned(weight.whole_bytes)
@@ -198,7 +203,7 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Whether a part at rest was written after it was gathered."""
-        return self._versions != [weight.part._version for weight in self.weights]
+        return self._versions != [weight.version for weight in self.weights]
 
     def release(self) -> None:
         self.finish_gather()
