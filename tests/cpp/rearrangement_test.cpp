@@ -91,16 +91,17 @@ std::vector<Layout> some_layouts(const MeshPtr& mesh, const Shape& shape, const 
   return all;
 }
 
+// With the one objective and lowering, and with the others, in turn.
 void check_all_pairs(const std::vector<Layout>& sources, const std::vector<Layout>& destinations) {
+  int64_t pairs = 0;
   for (const Layout& src : sources) {
     for (const Layout& dst : destinations) {
       if (!needs_rearrangement(src, dst)) continue;
-      for (const Objective objective : {Objective::kTime, Objective::kBytes}) {
-        check_pair(
-            src, dst,
-            {.lowering = objective == Objective::kTime ? Lowering::kGloo : Lowering::kNccl, .objective = objective});
-        if (testing::Test::HasFailure()) return;
-      }
+      const bool is_even = pairs++ % 2 == 0;
+      check_pair(src, dst,
+                 {.lowering = is_even ? Lowering::kGloo : Lowering::kNccl,
+                  .objective = is_even ? Objective::kTime : Objective::kBytes});
+      if (testing::Test::HasFailure()) return;
     }
   }
 }
@@ -169,8 +170,8 @@ TEST(FlattenedDims, GoToAndFromAllLayouts) {
   const Shape shape{3, 4, 2};
   std::vector<Layout> flattened;
   for (const std::string a : {"Ragged(0,5:7)", "S(1)", "R", "P", "Pieces(0,7-12+0-3:2-8)"}) {
-    for (const std::string b : {"R", "S(0)", "S(1)", "P"}) {
-      if (a != b || a == "R" || a == "P") flattened.push_back(flat(mesh, shape, a + "," + b));
+    for (const std::string b : {"R", "S(0)", "P"}) {
+      flattened.push_back(flat(mesh, shape, a + "," + b));
     }
   }
   std::vector<std::string> plain;

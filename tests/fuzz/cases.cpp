@@ -92,6 +92,25 @@ std::vector<int64_t> sizes(Input& in, int64_t n, int64_t count) {
   return sizes;
 }
 
+// Pieces in any order, some of them on several coordinates.
+CutRule pieces(Input& in, int64_t n, int64_t k) {
+  std::vector<std::vector<Interval>> lists(static_cast<size_t>(k));
+  std::vector<Interval> cut;
+  for (int64_t at = 0; at < n && cut.size() < 8;) {
+    const int64_t end = cut.size() == 7 ? n : in.between(at + 1, n);
+    cut.push_back({at, end});
+    at = end;
+  }
+  for (size_t i = cut.size(); i > 1; --i) std::swap(cut[i - 1], cut[in.below(i)]);
+  for (const Interval& one : cut) {
+    const int64_t owner = in.between(0, k - 1);
+    for (int64_t c = 0; c < k; ++c) {
+      if (c == owner || in.one_in(4)) lists[static_cast<size_t>(c)].push_back(one);
+    }
+  }
+  return CutRule::pieces(lists);
+}
+
 // A rule that torch does not have, for the first cut of a tensor dim, or for one behind equal parts.
 CutRule rule(Input& in, int64_t n, int64_t k) {
   if (in.one_in(4) && n % 2 == 0) n /= 2;
@@ -120,7 +139,11 @@ Layout layout(Input& in, const Tensor& tensor) {
       placements.push_back(Placement::replicate());
     } else if (choice == 4 && tensor.has_strided_cuts) {
       const int64_t t = in.between(0, ndim - 1);
-      placements.push_back(Placement::cut(t, rule(in, tensor.shape[t], tensor.mesh->dim_size(d))));
+      const int64_t k = tensor.mesh->dim_size(d);
+      const bool may_be_pieces = tensor.mesh->size() <= 64;  // rearrangements look at every pair of ranks
+      const bool is_pieces = may_be_pieces && in.one_in(4);
+      placements.push_back(
+          Placement::cut(t, is_pieces ? pieces(in, tensor.shape[t], k) : rule(in, tensor.shape[t], k)));
     } else if (choice == 3 && tensor.has_strided_cuts) {
       placements.push_back(Placement::strided_shard(in.between(0, ndim - 1), in.between(1, 6)));
     } else {

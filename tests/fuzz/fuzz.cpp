@@ -98,11 +98,12 @@ std::string escaped(const std::string& bytes) {
 
 std::string any_text(Input& in) {
   static const std::vector<std::string> tokens{
-      "R",        "S",       "SS",        "P",       "(",        ")",         ",",       " ",    "sum",
-      "avg",      "norm",    "norm ",     "max",     "bxor",     "0",         "1",       "-1",   "2.5",
-      "-",        "1e-320",  "0.1",       "1e9",     "torch.",   "float32",   "bool",    "64x8", "nan",
-      "1e99",     "S(0)",    "R,R",       "P(avg",   "inf",      "P(norm",    "SS(0,2)", "gloo", "-local",
-      "8xNVLink", "Ragged(", "Blocks(0,", "Cyclic(", "Owned(1)", "Packed(0,", ":",       "3:1"};
+      "R",        "S",         "SS",   "P",      "(",         ")",       ",",         " ",
+      "sum",      "avg",       "norm", "norm ",  "max",       "bxor",    "0",         "1",
+      "-1",       "2.5",       "-",    "1e-320", "0.1",       "1e9",     "torch.",    "float32",
+      "bool",     "64x8",      "nan",  "1e99",   "S(0)",      "R,R",     "P(avg",     "inf",
+      "P(norm",   "SS(0,2)",   "gloo", "-local", "8xNVLink",  "Ragged(", "Blocks(0,", "Cyclic(",
+      "Owned(1)", "Packed(0,", ":",    "3:1",    "Pieces(0,", "+",       "0-2"};
   std::string text;
   for (int64_t more = in.between(0, 12); more > 0; --more) {
     text += in.one_in(4) ? in.bytes(static_cast<size_t>(in.between(1, 9))) : in.one_of(tokens);

@@ -348,6 +348,7 @@ def test_placements_of_other_libraries() -> None:
     assert layout(RaggedShard((0, 1), (1, 1, 2, 0)), (2, 6, 5)).local_shape(2) == (6, 5)
     assert layout(BlockShard((2, 0, 1, 1), 0)) == layout(sw.Ragged(0, (4, 0, 2, 2)))
     assert layout(BlockShard((1, 0, 1, 1), 1)) == layout(sw.Ragged(1, (1, 0, 1, 1)))
+    assert layout(BlockShard((1, 0, 1, 1), -1)) == layout(sw.Ragged(1, (1, 0, 1, 1)))
     assert layout(Owned(2)) == layout(sw.Owned(2))
     assert of_partition(Parameter(), 4) == sw.Shard(0)
     assert of_partition(Parameter(partition_stride=2), 4) == "SS(0,2)"

@@ -83,7 +83,8 @@ def placement_texts_of(given: Any, shape: Sequence[int]) -> tuple[list[str], int
                     f"placements: {one!r} next to others that flatten {flattened} dims; allowed are as many"
                 )
             flattens = one.dims is not None
-            held = shape[: one.flattened()] if flattens else shape[one.dim : one.dim + 1] if one.dim >= 0 else ()
+            dim = one.dim + (len(shape) if one.dim < 0 else 0)
+            held = shape[: one.flattened()] if flattens else shape[dim : dim + 1] if dim >= 0 else ()
             texts.append(one.text(math.prod(held) if held or flattens else None))
             if flattens:
                 continue
