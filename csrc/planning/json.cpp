@@ -137,7 +137,7 @@ std::string to_json(const Plan& plan, const Certificate& certificate, const std:
   if (crosses(plan)) fields.push_back(field("destination_mesh", json(plan.dst.mesh())));
   if (!(mesh_reached(plan) == plan.dst.mesh())) fields.push_back(field("reached_mesh", json(mesh_reached(plan))));
   for (std::string& one : std::vector<std::string>{
-           field("shape", "[" + join(plan.src.shape()) + "]"), field("dtype", quoted(plan.src.dtype().name())),
+           field("shape", "[" + join(plan.src.tensor_shape()) + "]"), field("dtype", quoted(plan.src.dtype().name())),
            field("source", json(plan.src)), field("destination", json(plan.dst)),
            field("steps", spread("[", steps, "  ", "]")), field("certificate", json(certificate, remarks))}) {
     fields.push_back(std::move(one));
