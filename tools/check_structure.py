@@ -76,7 +76,7 @@ MAX_FUNCTION_LINES = 60
 # for both modules. Code that does not fit under a limit should first be looked at for parts that belong there.
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
 MAX_CODE_LINES = {
-    ".": 3900,
+    ".": 4150,
     "calibration": 550,
     "dtensor": 700,
     "fsdp": 1200,

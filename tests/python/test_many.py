@@ -160,9 +160,10 @@ def _memory(bucket_bytes: int, buckets: int) -> tuple[int, int, int]:
         (None if rank == 2 else torch.ones(250, 80, dtype=getattr(torch, src.dtype))[:, ::2], src, dst)
         for src, dst in pairs
     ]
-    sw.redistribute_many(items, bucket_bytes=bucket_bytes, buckets=buckets)
+    settings: dict[str, Any] = {"bucket_bytes": bucket_bytes, "buckets": buckets, "device": "cpu"}
+    sw.redistribute_many(items, **settings)
     sw.release_staging()
-    moved, peak = allocated_peak(sw.redistribute_many, items, bucket_bytes=bucket_bytes, buckets=buckets)
+    moved, peak = allocated_peak(sw.redistribute_many, items, **settings)
     plan = sw.plan_many(pairs, bucket_bytes=bucket_bytes, buckets=buckets)
     return peak - sum(one.nbytes for one in moved), plan.memory_bytes, plan.num_rounds
 
