@@ -48,6 +48,28 @@ def test_alike(pool: Pool) -> None:
     pool.run(_alike, WORLD)
 
 
+def _transposed_on_some() -> None:
+    """k of 5 is cut into 2, 2, 1 and 0. Nobody can tell whether a single row is transposed."""
+    rank = dist.get_rank()
+    x, weight = torch.arange(15.0).view(3, 5), torch.arange(30.0).view(5, 6)
+    mine = slice(2 * rank, 2 * rank + 2)
+    for is_transposed in (False, True, rank % 2 == 0):
+        part = weight[mine].clone()
+        if is_transposed:
+            part = part.t().contiguous().t()
+        part.requires_grad_()
+        with _checking():
+            y = sw.matmul_reduce_scatter(x[:, mine].contiguous(), part, size=5)
+            y.sum().backward()
+        assert torch.equal(y, (x @ weight)[rank : rank + 1])
+        assert part.grad is not None
+        assert torch.equal(part.grad, x.t()[mine] @ torch.ones(3, 6))
+
+
+def test_weights_transposed_on_some_ranks(pool: Pool) -> None:
+    pool.run(_transposed_on_some, WORLD)
+
+
 def _other_destination(rank: int) -> None:
     sw.redistribute_local(torch.ones(2, 12), _layout("S(0)"), _layout("S(1)" if rank == 2 else "R"))
 
