@@ -5,7 +5,7 @@
 
     all_gather        of flat parameters, in place, as FSDP2 calls it
     reduce_scatter    of flat gradients, the sum and the average
-    step              forward and backward of a model of linear layers under stock FSDP2, with either
+    step, width N     forward and backward of two linear layers of N x N under stock FSDP2, with either
 
 Stock and ours take turns, batch by batch; README.md says how a time is made from the batches. The exit status is 1 if
 a result is wrong, or if ours receives more bytes than stock by the wire meter. The meter counts the bytes that must
@@ -37,7 +37,7 @@ from report import say  # noqa: E402
 
 RANKS = (2, 4)
 PART_KIB = (4, 64, 1024, 8192)  # of one rank
-WIDTH, DEPTH, TOKENS = 512, 4, 64
+WIDTHS, DEPTH, TOKENS = (512, 2048), 2, 64
 MAX_CALLS_PER_BATCH = 50
 
 Calls = dict[str, Callable[[], torch.Tensor]]
@@ -78,13 +78,13 @@ def sums(numel: int, op: dist.ReduceOp.RedOpType) -> Calls:
     return {"stock": stock, "ours": ours}
 
 
-def steps() -> Calls:
+def steps(width: int) -> Calls:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    x = torch.ones(TOKENS, WIDTH)
+    x = torch.ones(TOKENS, width)
 
     def model(is_ours: bool) -> nn.Module:
         torch.manual_seed(0)
-        made = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+        made = nn.Sequential(*(nn.Linear(width, width) for _ in range(DEPTH)))
         for module in [*made, made]:
             fully_shard(module, mesh=mesh)
             if is_ours:
@@ -131,7 +131,8 @@ def run_rank(quick: bool, seconds: float, out: str) -> None:
         cases.append(("all_gather", kib, gathers(kib * 256)))
         cases.append(("reduce_scatter sum", kib, sums(kib * 256, dist.ReduceOp.SUM)))
         cases.append(("reduce_scatter avg", kib, sums(kib * 256, dist.ReduceOp.AVG)))
-    cases.append(("step", DEPTH * WIDTH * (WIDTH + 1) // 256 // dist.get_world_size(), steps()))
+    for width in WIDTHS:
+        cases.append((f"step, width {width}", width * (width + 1) // 256 // dist.get_world_size(), steps(width)))
     say(f"{dist.get_world_size()} ranks\n{'':<20}{'part KiB':>9}{'stock us':>10}{'ours us':>10}{'stock / ours':>14}")
     for what, kib, calls in cases:
         row = measure(what, kib, calls, 0.3 if quick else seconds / len(cases))
