@@ -178,6 +178,43 @@ def test_receive_yields_what_is_complete(pool: Pool, early: bool) -> None:
     assert len(names[5]) == 6
 
 
+def _stream_memory(buckets: int) -> None:
+    """24 tensors of 64 KiB, of which rank 1 needs all, in groups of two: those that exist at any time are counted."""
+    size = 64 << 10
+    names = [f"w{i}" for i in range(24)]
+    src, dst = (sw.Layout(sw.Mesh({"a": 1}, [rank]), (128, 128), ["R"]) for rank in range(2))
+    given = {name: (torch.full((128, 128), float(i)), src) for i, name in enumerate(names)}
+    t = sw.transfer(
+        given if dist.get_rank() == 0 else None, dict.fromkeys(names, dst), bucket_bytes=2 * size, buckets=buckets
+    )
+    made: list[int] = []
+    make = t._local
+
+    def noted(number: int) -> torch.Tensor:
+        local = make(number)
+        if local.numel():
+            made.append(local.untyped_storage()._weak_ref())
+        return local
+
+    t._local = noted  # type: ignore[method-assign]
+    most = 0
+    for i, (name, x) in enumerate(t.receive()):
+        assert name == names[i]
+        assert bool((x == i).all())
+        most = max(most, sum(not torch.UntypedStorage._expired(one) for one in made))
+        del x
+    if dist.get_rank() == 1:
+        assert len(made) == 24
+        # A run that is over may let go of its tensors a moment later, on the progress thread.
+        assert most <= 2 * (min(2, buckets) + 1)
+
+
+@pytest.mark.cpu_only("the run on a device keeps what it writes until it is over there")
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_receive_takes_bounded_memory(pool: Pool, buckets: int) -> None:
+    pool.run(_stream_memory, 2, buckets)
+
+
 def _two_versions() -> None:
     rank = dist.get_rank()
     shape = (6, 4)

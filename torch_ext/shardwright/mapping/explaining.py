@@ -62,4 +62,6 @@ def _bytes(count: int) -> str:
 
 
 def _time(ps: int) -> str:
+    if ps < 1e8:
+        return f"{ps / 1e6:.1f} us"
     return f"{ps / 1e6:,.0f} us" if ps < 1e10 else f"{ps / 1e9:,.1f} ms"

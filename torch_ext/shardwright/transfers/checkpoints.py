@@ -197,7 +197,8 @@ class _Planner(LoadPlanner):
         problems = reader.problems
         for name, one in given.items():
             try:
-                items += self._items(name, one, reader.rank)
+                if name not in reader.wrong:
+                    items += self._items(name, one, reader.rank)
             except ValueError as error:
                 problems.append(f"{name}: {error} (on rank {reader.rank})")
         if problems:

@@ -90,6 +90,7 @@ class Reader:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank = dist.get_rank()
         self.problems: list[str] = []
+        self.wrong: set[str] = set()  # names of tensors with problems
         self._in_group = set(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
         self._layouts: dict[DTensorSpec, Layout] = {}
 
@@ -119,6 +120,7 @@ class Reader:
             self._check(side, found[name])
         except ValueError as error:
             self.problems.append(self._said(side, name, str(error)))
+            self.wrong.add(name)
 
     def _said(self, side: str, name: str, what: str) -> str:
         return f"{side} {name}: {what} (on rank {self.rank})"

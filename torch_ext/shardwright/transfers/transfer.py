@@ -110,6 +110,10 @@ def _patterns(argument: str, given: Any) -> list[str]:
     return [str(one) for one in argument_values.items(given, argument, "a list of patterns of names")]
 
 
+# Destinations that are received together: their numbers, the run, and this rank's tensors.
+_Group = tuple[range, batches.Run, list[torch.Tensor]]
+
+
 class SourceFree:
     """Says when a transfer reads its sources no more."""
 
@@ -163,7 +167,7 @@ class Transfer:
         self._front: list[torch.Tensor] | None = None
         self._back: list[torch.Tensor] = []
         # A bucket may be too small, on all ranks alike: found here, before anything moves.
-        self._batch = self._plan(range(len(made.names)))
+        self._batch = self._plan(range(len(made.names)), options.buckets)
         self._chunks: list[tuple[range, BoundBatch]] | None = None
 
     @property
@@ -196,7 +200,7 @@ class Transfer:
 
         All ranks of the group iterate to the end; those without a part get nothing. Destinations that were passed as
         tensors are filled in place. For all others a tensor is made when its turn comes and is the caller's from then
-        on: at any time, two groups of such tensors of about `bucket_bytes` each exist here.
+        on. They come in groups of about `bucket_bytes`, of which two are under way at a time, and share the buckets.
         """
         if self._stages:
             raise ValueError("receive: the transfer has staging='double'; allowed is start() there")
@@ -249,9 +253,8 @@ class Transfer:
         given = self._made.given.get(name)
         return local if given is None or given.value is None else given.value
 
-    def _plan(self, destinations: range) -> BoundBatch:
-        options = self._options
-        return BoundBatch(self._made, destinations, options.bucket_bytes, options.buckets, self._group.get())
+    def _plan(self, destinations: range, buckets: int) -> BoundBatch:
+        return BoundBatch(self._made, destinations, self._options.bucket_bytes, buckets, self._group.get())
 
     def _complete(self, run: batches.Run) -> None:
         """Waits for each destination in the order of their arrival, and reports progress."""
@@ -262,17 +265,18 @@ class Transfer:
             run.wait()
 
     def _receive(self) -> Iterator[tuple[str, Any]]:
+        # Two groups are under way at a time, and share the buckets.
+        groups_under_way = min(2, self._options.buckets)
         if self._chunks is None:
-            self._chunks = [(chunk, self._plan(chunk)) for chunk in self._chunked()]
+            buckets = self._options.buckets // groups_under_way
+            self._chunks = [(chunk, self._plan(chunk, buckets)) for chunk in self._chunked()]
         made = self._made
-        ahead: list[tuple[range, batches.Run, list[torch.Tensor]]] = []
+        under_way: list[_Group] = []
         left = iter(self._chunks)
         with Progress(self._progress, made, dist.get_rank()) as report:
-            self._start_next(left, ahead)
             try:
-                while ahead:
-                    self._start_next(left, ahead)
-                    chunk, run, tensors = ahead[0]
+                while self._fill(under_way, left, groups_under_way):
+                    chunk, run, tensors = under_way[0]
                     for number in run.in_order():
                         run.wait_for(number)
                         report(chunk[number])
@@ -282,23 +286,19 @@ class Transfer:
                             yield name, self._value(name, local)
                         del local
                     run.wait()
-                    del run, tensors, ahead[0]
+                    del run, tensors, under_way[0]
             except GeneratorExit:  # the caller wants no more, but the other ranks do
-                while ahead:
-                    ahead.pop(0)[1].wait()
-                    self._start_next(left, ahead)
+                while self._fill(under_way, left, groups_under_way):
+                    under_way.pop(0)[1].wait()
                 raise
 
-    def _start_next(
-        self, left: Iterator[tuple[range, BoundBatch]], ahead: list[tuple[range, batches.Run, list[torch.Tensor]]]
-    ) -> bool:
-        following = next(left, None)
-        if following is None:
-            return False
-        chunk, batch = following
-        tensors = [self._local(i) for i in chunk]
-        ahead.append((chunk, batch.start(tensors), tensors))
-        return True
+    def _fill(self, under_way: list[_Group], left: Iterator[tuple[range, BoundBatch]], most: int) -> bool:
+        """Starts groups until so many are under way. Returns False if there are none any more."""
+        while len(under_way) < most and (following := next(left, None)) is not None:
+            chunk, batch = following
+            tensors = [self._local(i) for i in chunk]
+            under_way.append((chunk, batch.start(tensors), tensors))
+        return bool(under_way)
 
     def _chunked(self) -> Iterator[range]:
         """Yields runs of destinations of about bucket_bytes on the rank that has most, the same on all ranks."""
