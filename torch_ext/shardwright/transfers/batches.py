@@ -15,9 +15,12 @@ from .setup import SetUp
 class Run:
     """A batch under way. Every method may be called any number of times."""
 
-    def __init__(self, pending: _runtime.BatchHandle | None, last_rounds: Sequence[int]) -> None:
+    def __init__(
+        self, pending: _runtime.BatchHandle | None, last_rounds: Sequence[int], into: Sequence[torch.Tensor] = ()
+    ) -> None:
         self._pending = pending
         self._last_rounds = last_rounds
+        self._into = list(into)
 
     def in_order(self) -> list[int]:
         """The numbers of the destinations, in the batch, in the order in which this rank has done its part in them."""
@@ -37,6 +40,11 @@ class Run:
     def wait(self) -> None:
         if self._pending is not None:
             self._pending.wait()
+            # On CPU the progress thread may keep a run that is over for a while; it should not keep memory.
+            for one in self._into:
+                if one.device.type == "cpu":
+                    one.data = one.new_empty(0)
+            self._into.clear()
 
     def is_done(self) -> bool:
         return self._pending is None or self._pending.is_done()
@@ -78,4 +86,5 @@ class BoundBatch:
         if self._executable is None:
             return Run(None, self._last_rounds)
         sources = [source.detach() for source in self._sources]
-        return Run(self._executable.start(sources, [one.detach() for one in destinations]), self._last_rounds)
+        into = [one.detach() for one in destinations]
+        return Run(self._executable.start(sources, into), self._last_rounds, into)
