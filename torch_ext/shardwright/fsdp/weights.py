@@ -49,7 +49,7 @@ class Weight:
         self.use = Layout(layout_mesh, shape, [Replicate()] * mesh.ndim, dtype)
         self.partial = Layout(layout_mesh, shape, [Partial("avg")] * mesh.ndim, dtype)
         data = given.detach()
-        part = redistribute_part(data, self.use, self.rest, mesh, False)  # a slice, without communication
+        part = redistribute_part(data, self.use, self.rest, mesh, False, True)  # a slice, without communication
         if part.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
             part = part.clone()
         self.sharded = nn.Parameter(self.as_dtensor(part), requires_grad=given.requires_grad)
