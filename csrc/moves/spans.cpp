@@ -32,7 +32,10 @@ std::optional<CutList> without(const Mesh& mesh, CutList cuts, MeshDimSet gather
 }
 
 IntervalList united(const Mesh& mesh, int64_t n, const CutList& cuts, MeshDimSet gathered, int64_t position) {
-  if (gathered.empty()) return part_at(mesh, n, cuts, position);
+  if (gathered.empty()) {
+    IntervalList part = part_at(mesh, n, cuts, position);
+    if (is_ascending(part)) return part;
+  }
   std::vector<IntervalList> parts{{}};
   if (n > 0) parts[0].push_back({0, n});
   for (const Cut& c : cuts) {
