@@ -25,7 +25,8 @@ Layout renumbered(const Layout& layout, const MeshPtr& mesh, const std::vector<i
   for (int d = 0; d < layout.mesh().ndim(); ++d) {
     if (to_number[d] >= 0) placements[to_number[d]] = layout.placements()[d];
   }
-  return Layout(mesh, layout.shape(), layout.dtype(), std::move(placements), order, StridedMeaning::kLiteral);
+  return Layout(mesh, layout.tensor_shape(), layout.dtype(), std::move(placements), order, StridedMeaning::kLiteral,
+                layout.flattened());
 }
 
 // The largest number of consecutive coordinates, from a multiple of it on, that are always on one node.

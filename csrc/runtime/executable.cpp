@@ -75,7 +75,8 @@ std::optional<int64_t> place_of_input_in(const Plan& plan, Rank rank) {
   const std::optional<int64_t> from = plan.src.mesh().position_of(rank);
   const std::optional<int64_t> to = plan.dst.mesh().position_of(rank);
   const bool only_moves = plan.src.partial_dims().empty() && plan.dst.partial_dims().empty();
-  if (plan.steps.size() != 1 || !only_moves || plan.src.ndim() != 1 || !from || !to) return std::nullopt;
+  if (plan.steps.size() != 1 || !only_moves || !from || !to) return std::nullopt;
+  if (plan.src.ndim() != 1 || plan.dst.ndim() != 1) return std::nullopt;
   const IntervalList held = plan.src.region(*from)[0];
   const IntervalList kept = plan.dst.region(*to)[0];
   if (held.size() != 1) return std::nullopt;

@@ -55,6 +55,19 @@ TEST(Split, HoldsTheSameParts) {
   }
 }
 
+TEST(Split, KeepsFlattenedDims) {
+  const Layout src(mesh_of({2}), {512, 64, 64}, DType::parse("float32"), {Placement::parse("S(0)")}, {},
+                   StridedMeaning::kAuto, 2);
+  const Layout dst(mesh_of({16}, ranks_from(2, 16)), {512, 64, 64}, DType::parse("float32"), {Placement::replicate()},
+                   {}, StridedMeaning::kAuto, 2);
+  PlanOptions options;
+  options.topology = with_nodes(8);
+  const Plan plan = make_plan(src, dst, options);
+  EXPECT_FALSE(mesh_reached(plan) == dst.mesh()) << to_string(plan);
+  EXPECT_EQ(to_string(from_bytes(to_bytes(plan))), to_string(plan));
+  EXPECT_EQ(joined(*split(dst, 0, {2, 8}), dst.mesh_ptr()), dst);
+}
+
 TEST(Split, IsOnlyJoinedWhereNothingIsCut) {
   const Layout whole = layout_of(mesh_of({6}), {12}, "R");
   const Layout fine = *split(whole, 0, {3, 2});

@@ -165,7 +165,7 @@ def plan_over_own_dims(src: _planner.Layout, dst: _planner.Layout, backend: str)
     through = []
     if any(placement.startswith("P(") for placement in src.placements):
         placements = ["R" if placement.startswith("P(") else placement for placement in src.placements]
-        reduced = Layout(src.mesh, src.shape, placements, src.dtype, src.shard_order, "literal")
+        reduced = Layout(src.mesh, src.shape, placements, src.dtype, src.shard_order, "literal", src.flattened)
         own = [(dim,) for dim in range(src.mesh.ndim) if src.mesh.shape[dim] > 1]
         through = [step.after for step in planning.plan(src, reduced, backend=backend, groups=own).steps]
     return planning.plan(src, dst, backend=backend, through=through)

@@ -67,7 +67,8 @@ def _chunk(size: Size, count: int, index: int) -> Size:
 
 
 def _with_sizes(example: _planner.Layout, sizes: Sequence[int]) -> layout.Layout:
-    return layout.Layout(example.mesh, sizes, example.placements, example.dtype, example.shard_order, strided="literal")
+    order, flattened = example.shard_order, example.flattened
+    return layout.Layout(example.mesh, sizes, example.placements, example.dtype, order, "literal", flattened)
 
 
 def _plan_for_sizes(plan: str, group_names: Sequence[str], rank: int, sizes: Sequence[int]) -> list[str]:
