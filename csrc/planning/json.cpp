@@ -97,6 +97,7 @@ std::string json(const Step& step, const Plan& plan) {
                                   field("sharing", quoted(sharing_name(step.sharing))),
                                   field("rounds", step.rounds),
                                   flag("ordered", step.ordered)};
+  if (step.op == StepOp::kRearrange) fields.push_back(flag("leads_to_another_mesh", leads_to_another_mesh(step)));
   for (std::string& figure : figures(totals(step, plan.lowering))) fields.push_back(std::move(figure));
   fields.push_back(field("predicted_ps", predicted_picoseconds(step, plan.lowering, plan.topology)));
   return object(fields);

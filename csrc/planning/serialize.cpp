@@ -96,6 +96,7 @@ Layout read_placements(Reader& in, const MeshPtr& mesh, const std::vector<int64_
 
 void write(Writer& out, const Step& step) {
   out.enumerator(step.op);
+  if (step.op == StepOp::kRearrange) out.boolean(leads_to_another_mesh(step));
   out.integer(step.mesh_dims.bits());
   write_placements(out, step.before);
   write_placements(out, step.after);
@@ -104,15 +105,15 @@ void write(Writer& out, const Step& step) {
   out.integer(step.rounds);
 }
 
-// Reads a step that begins with the layout `held`. A crossing leads to the mesh `reached`.
+// Reads a step that begins with the layout `held`. A step to another mesh leads to `reached`.
 Step read_step(Reader& in, const Layout& held, const MeshPtr& reached) {
   const auto op = in.enumerator(StepOp::kRearrange);
+  const bool leads_away = op == StepOp::kRearrange ? in.boolean() : op == StepOp::kCross;
   const int64_t bits = in.integer();
-  const bool crosses = is_crossing(op);
-  check_user(crosses ? bits == 0 : bits > 0 && bits < int64_t{1} << held.mesh().ndim(),
+  check_user(is_crossing(op) ? bits == 0 : bits > 0 && bits < int64_t{1} << held.mesh().ndim(),
              "plan bytes: a step names mesh dims that are not there");
   Layout before = read_placements(in, held.mesh_ptr(), held.tensor_shape(), held.dtype());
-  Layout after = read_placements(in, crosses ? reached : held.mesh_ptr(), held.tensor_shape(), held.dtype());
+  Layout after = read_placements(in, leads_away ? reached : held.mesh_ptr(), held.tensor_shape(), held.dtype());
   const auto sharing = in.enumerator(Sharing::kBytes);
   const bool ordered = in.boolean();
   const int64_t rounds = in.integer();

@@ -140,9 +140,13 @@ bool is_what_it_says(const Step& step, Lowering lowering) {
 
 }  // namespace
 
+bool leads_to_another_mesh(const Step& step) {
+  return is_crossing(step.op) && !(step.before.mesh() == step.after.mesh());
+}
+
 const Mesh& mesh_reached(const Plan& plan) {
   for (const Step& step : plan.steps) {
-    if (step.op == StepOp::kCross) return step.after.mesh();
+    if (leads_to_another_mesh(step)) return step.after.mesh();
   }
   return plan.dst.mesh();
 }

@@ -13,6 +13,9 @@ constexpr size_t kMaxSteps = 30;
 // its name carries out, or that does a reduction which is still pending in the destination.
 void check_steps(const Plan& plan);
 
+// Returns whether a step ends on another mesh than it begins on.
+bool leads_to_another_mesh(const Step& step);
+
 // The mesh to which the crossing of a plan leads: that of the destination, or one in which it is split
 // (crossing/split.h). Without a crossing, the mesh of the destination.
 const Mesh& mesh_reached(const Plan& plan);

@@ -165,6 +165,16 @@ TEST(Pieces, GoBetweenMeshes) {
   }
 }
 
+TEST(Pieces, AreRearrangedOnOneMeshBeforeTheyCross) {
+  const Layout src = test::layout_of(test::mesh_of({2}), {12, 8}, "Pieces(0,6-12+0-3:3-6+0-1)");
+  const Layout mid = test::layout_of(test::mesh_of({2}), {12, 8}, "R");
+  for (const MeshPtr& mesh : {test::mesh_of({2}, {2, 3}), test::mesh_of({2, 2}, {2, 3, 4, 5})}) {
+    const Layout dst = test::layout_of(mesh, {12, 8}, mesh->ndim() == 1 ? "S(0)" : "S(0),S(1)");
+    const Plan plan = plan_through({src, mid, dst}, PlanOptions());
+    EXPECT_EQ(to_string(from_bytes(to_bytes(plan))), to_string(plan));
+  }
+}
+
 TEST(FlattenedDims, GoToAndFromAllLayouts) {
   const MeshPtr mesh = test::mesh_of({2, 2});
   const Shape shape{3, 4, 2};

@@ -57,7 +57,8 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
         op = _text(step["op"], "op")
         before = layout(here, step["before"])
         names = here.dim_names
-        here = reached_mesh if op in ("cross", "rearrange") else here
+        if op == "cross" or (op == "rearrange" and _flag(step["leads_to_another_mesh"], "leads_to_another_mesh")):
+            here = reached_mesh
         steps.append(
             (
                 op,
