@@ -47,6 +47,14 @@ std::vector<Action> actions_of(int rounds, int buckets) {
   return actions;
 }
 
+// Throws if the group was destroyed.
+GroupLease lease_of(const BatchExecutable& executable) {
+  GroupLease lease = executable.group().lease();
+  TORCH_CHECK(lease, "shardwright: the process group '", executable.group().name(),
+              "' of a batch was destroyed; allowed is one that exists");
+  return lease;
+}
+
 void record_use(const at::Tensor& tensor, c10::Stream stream) {
   c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
@@ -69,13 +77,11 @@ class BatchRun final : public Run {
         mode_(device.is_cpu() || goes_through_host_ ? Mode::kHost
               : is_beside                           ? Mode::kBeside
                                                     : Mode::kOnHome),
-        lease_(executable_->group().lease()),
+        lease_(lease_of(*executable_)),
         actions_(actions_of(static_cast<int>(program_.rounds().size()), static_cast<int>(program_.plan().buckets()))),
         works_(program_.rounds().size()),
         transferred_(program_.rounds().size()),
         events_(actions_.size()) {
-    TORCH_CHECK(*lease_, "shardwright: the process group '", executable_->group().name(),
-                "' of a batch was destroyed; allowed is one that exists");
     for (size_t a = 0; a < actions_.size(); ++a) {
       if (actions_[a].kind == Action::Kind::kStart) last_start_ = static_cast<int>(a);
     }
@@ -353,7 +359,7 @@ std::shared_ptr<BatchRun> made_run(const std::shared_ptr<const BatchExecutable>&
   const c10::Device device = device_of(sources, destinations);
   const bool through_host = executable->goes_through_host(device);
   if (through_host) ++counters().through_host;
-  executable->group().lease()->connect(through_host ? c10::Device(c10::kCPU) : device);
+  lease_of(*executable)->connect(through_host ? c10::Device(c10::kCPU) : device);
   ++counters().runs;
   counters().received_bytes += executable->received_bytes();
   return std::make_shared<BatchRun>(executable, std::move(sources), std::move(destinations), device, is_beside);
