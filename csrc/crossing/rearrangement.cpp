@@ -23,6 +23,7 @@ int distance(Rank a, Rank b) { return std::bit_width(static_cast<uint64_t>(numbe
 IntervalList flattened(const std::vector<IntervalList>& lists, const std::vector<int64_t>& sizes) {
   IntervalList all{{0, 1}};
   for (size_t t = 0; t < lists.size(); ++t) {
+    if (lists[t].empty()) return {};
     IntervalList finer;
     for (const Interval& outer : all) {
       for (int64_t row = outer.begin; row < outer.end; ++row) {
