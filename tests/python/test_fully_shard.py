@@ -413,6 +413,12 @@ def _state() -> None:
     fresh.load_state_dict(stock.state_dict())
     with torch.no_grad():
         assert torch.equal(loss_of(fresh, tokens_of(0)), loss_of(ours, tokens_of(0)))
+    # Parameters that were replaced are gathered at once, also in units that a schedule gathers ahead.
+    train(ours, 1)
+    with torch.no_grad():
+        assert not torch.equal(loss_of(fresh, tokens_of(0)), loss_of(ours, tokens_of(0)))
+        fresh.load_state_dict(ours.state_dict(), assign=True)
+        assert torch.equal(loss_of(fresh, tokens_of(0)), loss_of(ours, tokens_of(0)))
     seen = []
     weight = fresh.layers[0].up.weight
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))

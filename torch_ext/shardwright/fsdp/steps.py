@@ -96,8 +96,7 @@ class Runner:
         self._num_forwards += 1
         unit.forwards.append(self._num_forwards)
         if not was_open:
-            for weight in unit.weights:
-                weight.take_up_changes()
+            unit.take_up_changes()
             self._next("recompute" if in_backward else "forward")
         unit.put_whole()
         return self._num_forwards
@@ -232,6 +231,9 @@ class Runner:
         self._uses = []
         self._key = key
         self._plan = self._plans.get(key)
+        for unit in self.units:
+            if not unit.forwards:  # the one that opens has looked already
+                unit.take_up_changes()
         if self._plan is not None and self._arena.numel() < self._plan.schedule.arena_bytes:
             self._arena = torch.empty(self._plan.schedule.arena_bytes, dtype=torch.uint8, device=self._device)
 

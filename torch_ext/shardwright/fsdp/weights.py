@@ -169,7 +169,7 @@ class Unit:
         self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
         self.is_resident = False
         self._works: list[dist.Work | None] = []
-        self._versions: list[int] = []
+        self._gathered_from: list[tuple[nn.Parameter, int]] = []  # parameters at rest, and their versions
 
     @property
     def is_open(self) -> bool:
@@ -189,7 +189,7 @@ class Unit:
 
     def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:
         self.is_resident = True
-        self._versions = [weight.version for weight in self.weights]
+        self._gathered_from = [(weight.sharded, weight.version) for weight in self.weights]
         for weight in self.weights:
             self._works.append(weight.start_gather(memory, offset_bytes))
             offset_bytes += _aligned(weight.whole_bytes)
@@ -202,8 +202,16 @@ class Unit:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a part at rest was written after it was gathered."""
-        return self._versions != [weight.version for weight in self.weights]
+        """Whether a part at rest was written or replaced after it was gathered."""
+        return any(
+            weight.sharded is not sharded or weight.version != version
+            for weight, (sharded, version) in zip(self.weights, self._gathered_from)
+        )
+
+    def take_up_changes(self) -> None:
+        """Looks at the parameters that the modules have between uses."""
+        for weight in self.weights:
+            weight.take_up_changes()
 
     def release(self) -> None:
         self.finish_gather()
