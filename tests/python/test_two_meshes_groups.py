@@ -140,11 +140,11 @@ def test_none_stands_for_one_device_only(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(executables, "communicates_on", lambda device_type, group: device_type in where)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 3)
     with pytest.raises(ValueError, match=r"local: got None on rank 3, .* on cpu and on cuda"):
-        plain_tensors._device(None, None)
+        plain_tensors.device_of(None, None)
     where.discard("cuda")
-    assert plain_tensors._device(None, None) == torch.device("cpu")
+    assert plain_tensors.device_of(None, None) == torch.device("cpu")
     where = {"cuda"}
-    assert plain_tensors._device(None, None) == torch.device("cuda")
+    assert plain_tensors.device_of(None, None) == torch.device("cuda")
 
 
 GRID: Grid = ((2, 2), (0, 1, 2, 3))

@@ -207,14 +207,6 @@ class Step:
         """Bytes received by all ranks."""
 
     @property
-    def maxima_are_exact(self) -> bool:
-        """Whether `wire_bytes_max`, `send_bytes_max` and `messages_max` hold for every rank.
-
-        If not, they are those of the outermost ranks of a mesh with too many kinds of ranks to look at each. Always so
-        up to 4,096 ranks.
-        """
-
-    @property
     def send_bytes_max(self) -> int: ...
     @property
     def messages_max(self) -> int:
@@ -345,6 +337,14 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         """The most memory allocated at once on the worst rank: the result and temporaries, not the source."""
+
+    @property
+    def maxima_are_exact(self) -> bool:
+        """Whether `wire_bytes_max`, `send_bytes_max` and `messages_max` hold for every rank.
+
+        If not, they are those of the outermost ranks of a mesh with too many kinds of ranks to look at each. Always so
+        up to 4,096 ranks.
+        """
 
     @property
     def peak_bytes_is_exact(self) -> bool:
