@@ -19,9 +19,10 @@ void check_layouts(const std::vector<Layout>& layouts, const char* side) {
   for (size_t i = 0; i < layouts.size(); ++i) {
     check_user(layouts[i].partial_dims().empty(), side, " ", i, ": ", layouts[i].to_string(),
                " has pending reductions; allowed are layouts without, so reduce it first with redistribute_local");
-    check_user(layouts[i].is_partition() && layouts[i].flattened() == 1, side, " ", i, ": ", layouts[i].to_string(),
-               " has pieces in another order or more than once, or flattened dims; allowed are layouts without, so move "
-               "it by itself with redistribute_local");
+    check_user(
+        layouts[i].is_partition() && layouts[i].flattened() == 1, side, " ", i, ": ", layouts[i].to_string(),
+        " has pieces in another order or more than once, or flattened dims; allowed are layouts without, so move "
+        "it by itself with redistribute_local");
   }
 }
 

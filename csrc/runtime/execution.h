@@ -114,8 +114,8 @@ class Execution final : public Run {
   // By instruction, if there are streams: the event at which the side stream is done with the transfer.
   std::vector<std::optional<c10::Event>> transferred_;
   std::optional<c10::Stream> home_;
-  // If transfers run alongside compute: events on the home stream at the beginning of the run, and after each instruction
-  // that some transfer must come after.
+  // If transfers run alongside compute: events on the home stream at the beginning of the run, and after each
+  // instruction that some transfer must come after.
   std::optional<c10::Event> begin_;
   std::vector<std::optional<c10::Event>> marks_;
   // If the rest of the program runs on a side stream: the buffers allocated on the home stream before, and the end.

@@ -803,6 +803,7 @@ def forecast_batch(
     """Predicts a batch, in bytes and picoseconds: for each destination what all ranks receive, what the worst one
     receives, what is copied locally, first and last round (-1 for none), time; for each link sender, receiver, bytes,
     messages at most, time; and the time of all."""
+
 class StepSchedule:
     """When weights are gathered, kept and released within a training step; see csrc/schedule/schedule.h."""
 

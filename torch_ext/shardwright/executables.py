@@ -253,7 +253,7 @@ def run(
 
 
 def start_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor) -> dist.Work | None:
-    """Like `run` with `out`, but returns while transfers are under way: what to wait for, or None if nothing is pending.
+    """Like `run` with `out`, but returns while transfers are under way: what to wait for, None if nothing is pending.
 
     The caller leaves both tensors alone until then.
     """
