@@ -106,15 +106,16 @@ def redistribute_many(
     groups.check_initialised()
     argument_checks.check_group(group)
     given = _Given(items, out, bucket_bytes, buckets, group, device)
+    # What is found here decides whether ranks communicate. Where arguments are not allowed it is looked up all the
+    # same: the other ranks, who know the layouts, do not compare.
     key = given.key()
-    # What is found here decides whether ranks communicate, so it depends on nothing that could differ among them.
-    prepared = _kept.get(key) if given.refusal is None else None
+    prepared = _kept.get(key) if given.is_read else None
     if prepared is not None and not checking.is_on():
         given.check(prepared.dtypes)
         counters.counts.cache_hits += 1
     else:
         full = given.first_check()
-        agree(full, given.refusal, given.device, out is not None, group)
+        agree(full, given.refusal, given.device, given.has_out, group)
         assert full is not None
         prepared = _prepare(given, full, group)
         while len(_kept) >= MAX_KEPT:
@@ -145,15 +146,17 @@ class _Given:
         self.rank = dist.get_rank(group)
         self.group = group
         self.out: list[torch.Tensor | None] | None = None
+        self.has_out = out is not None
         self.locals: list[torch.Tensor | None] = []
         self.pairs: list[Pair] = []
+        self.is_read = False  # whether it is known what the other ranks compare or know
         self.bucket_bytes = BUCKET_BYTES
         self.buckets = BUCKETS
         self.refusal: Exception | None = None
         asked: torch.device | None = None
         try:
-            asked = None if device is None else argument_checks.device_of("device", device)
             self._read(items, out, bucket_bytes, buckets)
+            asked = None if device is None else argument_checks.device_of("device", device)
         except ValueError as error:
             self.refusal = error
         tensors = (x for x in [*self.locals, *(self.out or [])] if isinstance(x, torch.Tensor))
@@ -167,6 +170,7 @@ class _Given:
         self.buckets = argument_values.integer(buckets, "buckets")
         triples = checked_layouts(items, "items", _ITEMS, 3)
         self.pairs = [(src, dst) for _, src, dst in triples]
+        self.is_read = True
         self.locals = [x.wait() if isinstance(x, AsyncCollectiveTensor) else x for x, _, _ in triples]
         if out is not None:
             self.out = argument_values.items(out, "out", "a list of tensors or None, one for each item")
@@ -174,7 +178,9 @@ class _Given:
                 raise ValueError(f"out: got {len(self.out)} tensors for {len(triples)} items; allowed is one for each")
 
     def check(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Checks the tensors of a call with known layouts; shapes and devices are checked again before they run."""
+        """Checks the arguments of a call with known layouts; shapes and devices are checked again before they run."""
+        if self.refusal is not None:
+            raise self.refusal
         allowed = (torch.Tensor, torch.nn.Parameter)
         grad = torch.is_grad_enabled()
         tensors: list[Any] = [*zip(self.locals, dtypes, strict=True), *zip(self.out or [], dtypes, strict=False)]
@@ -242,7 +248,7 @@ class _Given:
             tuple(self.pairs),
             self.bucket_bytes,
             self.buckets,
-            self.out is None,
+            self.has_out,
             self.device.type,
             groups.weakly(self.group if self.group is not None else dist.group.WORLD),
         )
