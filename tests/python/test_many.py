@@ -329,7 +329,7 @@ def _keeps_compared() -> list[int]:
     sizes = []
     for _ in range(3):
         sw.redistribute_many(items)
-        sizes.append(len(many._kept))
+        sizes.append(len(many._kept_of(None)))
     stats = sw.stats()
     return [*sizes, stats["batches"], stats["batched_tensors"], stats["bytes"]]
 
@@ -339,6 +339,28 @@ def test_calls_are_counted_and_kept(pool: Pool) -> None:
         assert first == second == third
         assert (batches, tensors) == (3, 9)
         assert received >= 3 * 3 * 2 * 4
+
+
+def _busy_in_another_group() -> None:
+    """Rank 0 runs more batches in a group of its own than are kept; its peers still know the one of all ranks."""
+    rank = dist.get_rank()
+    own = [dist.new_group([r]) for r in range(2)]
+    cut, whole = (sw.Layout(sw.Mesh({"a": 2}), (4,), [kind]) for kind in ("S(0)", "R"))
+    items = [(torch.ones(2), cut, whole)]
+    sw.redistribute_many(items)
+    for n in range(many.MAX_KEPT + 1 if rank == 0 else 0):
+        alone = sw.Layout(sw.Mesh({"a": 1}, [0]), (n,), ["R"])
+        sw.redistribute_many([(torch.ones(n), alone, alone)], group=own[0])
+    assert torch.equal(sw.redistribute_many(items)[0], torch.ones(4))  # type: ignore[index]
+    with pytest.raises(ValueError, match="group: rank . is not in it"):
+        sw.redistribute_many(items, group=own[1 - rank])
+    del own
+    assert len(many._kept_of(None)) <= many.MAX_KEPT
+
+
+@pytest.mark.cpu_only("groups of some ranks are Gloo's here")
+def test_batches_of_other_groups_are_kept_apart(pool: Pool) -> None:
+    pool.run(_busy_in_another_group, 2)
 
 
 def test_a_plan_says_what_it_takes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -105,11 +106,14 @@ def redistribute_many(
     """
     groups.check_initialised()
     argument_checks.check_group(group)
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed are calls by its ranks alone")
     given = _Given(items, out, bucket_bytes, buckets, group, device)
     # What is found here decides whether ranks communicate. Where arguments are not allowed it is looked up all the
     # same: the other ranks, who know the layouts, do not compare.
     key = given.key()
-    prepared = _kept.get(key) if given.is_read else None
+    kept = _kept_of(group)
+    prepared = kept.get(key) if given.is_read else None
     if prepared is not None and not checking.is_on():
         given.check(prepared.dtypes)
         counters.counts.cache_hits += 1
@@ -118,9 +122,9 @@ def redistribute_many(
         agree(full, given.refusal, given.device, given.has_out, group)
         assert full is not None
         prepared = _prepare(given, full, group)
-        while len(_kept) >= MAX_KEPT:
-            del _kept[next(iter(_kept))]
-        _kept[key] = prepared
+        while len(kept) >= MAX_KEPT:
+            del kept[next(iter(kept))]
+        kept[key] = prepared
     return _run(given, prepared, group, async_op)
 
 
@@ -131,10 +135,17 @@ class _Prepared(NamedTuple):
     dtypes: list[torch.dtype]
 
 
-# Batches that all ranks have compared. Executables do not keep process groups alive.
+# Batches that all ranks of a group have compared, by group: the ranks of each drop the same ones, whatever else they do
+# in other groups. Executables do not keep process groups alive.
 MAX_KEPT = 256
-_kept: dict[Hashable, _Prepared] = {}
+_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, _Prepared]] = weakref.WeakKeyDictionary()
 groups.when_gone.append(_kept.clear)
+
+
+def _kept_of(group: dist.ProcessGroup | None) -> dict[Hashable, _Prepared]:
+    carrier = group if group is not None else dist.group.WORLD
+    assert carrier is not None
+    return _kept.setdefault(carrier, {})
 
 
 class _Given:
@@ -144,7 +155,6 @@ class _Given:
         self, items: Any, out: Any, bucket_bytes: Any, buckets: Any, group: dist.ProcessGroup | None, device: Any
     ) -> None:
         self.rank = dist.get_rank(group)
-        self.group = group
         self.out: list[torch.Tensor | None] | None = None
         self.has_out = out is not None
         self.locals: list[torch.Tensor | None] = []
@@ -194,8 +204,6 @@ class _Given:
         """Returns all items, as ranks compare them; or None, with a refusal."""
         if self.refusal is None:
             try:
-                if self.rank < 0:
-                    raise ValueError("group: this rank is not in it; allowed is a group of this rank's")
                 self._check_tensors()
                 self._check_memory()
                 return batch_of([_moves(*pair) for pair in self.pairs], self.bucket_bytes, self.buckets)
@@ -250,7 +258,6 @@ class _Given:
             self.buckets,
             self.has_out,
             self.device.type,
-            groups.weakly(self.group if self.group is not None else dist.group.WORLD),
         )
 
     def source(self, i: int) -> torch.Tensor:
