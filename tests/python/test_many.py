@@ -17,7 +17,7 @@ import shardwright as sw
 from allocations import allocated_peak
 from meshes import NAMES
 from pool import Pool
-from shardwright import many
+from shardwright import executables, many
 
 # A mesh: its shape, and its ranks, row-major.
 Grid = tuple[tuple[int, ...], tuple[int, ...]]
@@ -320,6 +320,41 @@ def test_known_layouts_are_not_compared_where_arguments_are_not_allowed(pool: Po
     assert lengths.startswith("ValueError: out: got 2 tensors for 1 items"), lengths
     assert kind.startswith("ValueError: out: "), kind
     assert device.startswith("ValueError: device: got 'moon'"), device
+
+
+def _unknown_device() -> list[str]:
+    """Rank 1 passes no tensors, and the group has backends for CPU and CUDA, as Gloo has where there is a GPU."""
+    rank = dist.get_rank()
+    here, there = (sw.Layout(sw.Mesh({"a": 1}, [owner]), (4,), ["R"]) for owner in range(2))
+    items = [(torch.ones(4) if rank == 0 else None, here, there)]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+            patch.setattr(executables, "communicates_on", lambda device_type, group: True)
+        errors = [_error(lambda: sw.redistribute_many(items))]
+        sw.redistribute_many(items, device="cpu")
+        assert sw.redistribute_many([]) == []
+        if rank == 1:  # all ranks know the layouts now
+            errors.append(_error(lambda: sw.redistribute_many(items)))
+        moved = sw.redistribute_many(items, device="cpu")
+        state = {"w": (torch.ones(4), here)} if rank == 0 else None
+        errors.append(_error(lambda: sw.transfer(state, {"w": there} if rank else None)))
+        errors.append(_error(lambda: sw.transfer(state, {"w": there} if rank else None, device="moon")))
+        t = sw.transfer(state, {"w": there} if rank else None, device="cpu")
+        t.start().wait()
+    if rank == 1:
+        assert torch.equal(moved[0], torch.ones(4)) and torch.equal(t.tensors["w"], torch.ones(4))  # type: ignore[index]
+    return errors
+
+
+@pytest.mark.cpu_only("has its own device")
+def test_where_the_device_is_not_known_all_ranks_raise(pool: Pool) -> None:
+    first, second = pool.run(_unknown_device, 2)
+    said = "device: got None on rank 1, which passes no tensors, and the group communicates on cpu and on cuda"
+    assert "on ranks [1] the arguments are not allowed" in first[0], first
+    assert second[0] == second[1] and second[0].startswith(f"ValueError: {said}"), second
+    assert first[1:] == second[2:] and said in first[1], (first, second)
+    assert "device: got 'moon'; allowed are cpu and cuda (on rank 0)" in first[2], first
 
 
 def _keeps_compared() -> list[int]:

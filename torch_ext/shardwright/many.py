@@ -88,8 +88,8 @@ def redistribute_many(
         out: the tensors to write the results to, with any strides; they share memory neither with each other nor with
             local parts. On a rank outside the mesh of a destination its entry may be None.
         group: the process group whose ranks the meshes name; default, the default group.
-        device: the device of all tensors, for ranks that pass none; default, the current accelerator if the group
-            communicates there, else the CPU.
+        device: the device of all tensors, for ranks that pass none; default, the only one for which the group has a backend.
+            It must be given on such ranks if there are backends for the CPU and for an accelerator.
         async_op: return a `ManyHandle` at once. The local parts must not change before its ``wait_for_sources()``.
 
     Returns:
@@ -113,7 +113,7 @@ def redistribute_many(
     # same: the other ranks, who know the layouts, do not compare.
     key = given.key()
     kept = _kept_of(group)
-    prepared = kept.get(key) if given.is_read else None
+    prepared = given.known(kept, key)
     if prepared is not None and not checking.is_on():
         given.check(prepared.dtypes)
         counters.counts.cache_hits += 1
@@ -163,17 +163,20 @@ class _Given:
         self.bucket_bytes = BUCKET_BYTES
         self.buckets = BUCKETS
         self.refusal: Exception | None = None
-        asked: torch.device | None = None
         try:
             self._read(items, out, bucket_bytes, buckets)
-            asked = None if device is None else argument_checks.device_of("device", device)
         except ValueError as error:
             self.refusal = error
         tensors = (x for x in [*self.locals, *(self.out or [])] if isinstance(x, torch.Tensor))
         found = next((x.device for x in tensors), None)
-        if asked is not None and found is not None and asked.type != found.type:
-            self.refusal = self.refusal or ValueError(f"device: got {asked}, and there are tensors on {found}")
-        self.device = found or asked or plain_tensors.device_of(group, None)
+        self.device = found or torch.device("cpu")
+        self.knows_device = True
+        try:
+            if self.pairs or device is not None:
+                self.device = plain_tensors.device_among_many(device, found, group)
+        except ValueError as error:
+            self.refusal = self.refusal or error
+            self.knows_device = found is not None
 
     def _read(self, items: Any, out: Any, bucket_bytes: Any, buckets: Any) -> None:
         self.bucket_bytes = argument_values.integer(bucket_bytes, "bucket_bytes")
@@ -251,14 +254,16 @@ class _Given:
                 f"{name} is on {given.device}; allowed is one device for all, and others are on {self.device}"
             )
 
-    def key(self) -> Any:
-        return (
-            tuple(self.pairs),
-            self.bucket_bytes,
-            self.buckets,
-            self.has_out,
-            self.device.type,
-        )
+    def key(self, device_type: str | None = None) -> Hashable:
+        return tuple(self.pairs), self.bucket_bytes, self.buckets, self.has_out, device_type or self.device.type
+
+    def known(self, kept: dict[Hashable, _Prepared], key: Hashable) -> _Prepared | None:
+        """Returns what was kept of these layouts, on any device where it is not known which one is meant."""
+        if not self.is_read:
+            return None
+        if self.knows_device:
+            return kept.get(key)
+        return next((one for kind in argument_checks.DEVICE_TYPES if (one := kept.get(self.key(kind)))), None)
 
     def source(self, i: int) -> torch.Tensor:
         src = self.pairs[i][0]

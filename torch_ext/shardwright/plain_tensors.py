@@ -147,15 +147,41 @@ def device_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -
     """Returns the device that None stands for on a rank without a local tensor."""
     if device_mesh is not None:
         return torch.device(device_mesh.device_type)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or not executables.communicates_on(accelerator.type, group):
-        return torch.device("cpu")
-    if executables.communicates_on("cpu", group):
+    first, *others = _devices(group)
+    if others:
         raise ValueError(
-            f"local: got None on rank {dist.get_rank(group)}, and the group communicates on cpu and on "
-            f"{accelerator.type}; allowed is an empty tensor on the device of the other ranks' tensors, or device_mesh="
+            f"local: got None on rank {dist.get_rank(group)}, and the group communicates on {first} and on "
+            f"{others[0]}; allowed is an empty tensor on the device of the other ranks' tensors, or device_mesh="
         )
-    return accelerator
+    return first
+
+
+def device_among_many(given: Any, found: torch.device | None, group: dist.ProcessGroup | None) -> torch.device:
+    """Returns the device of a rank whose tensors are on `found` (None: it passes none) and that passes device=`given`.
+
+    Raises ValueError, also where it cannot be known. The caller must tell the other ranks, who may know theirs.
+    """
+    asked = None if given is None else argument_checks.device_of("device", given)
+    if asked is not None and found is not None and asked.type != found.type:
+        raise ValueError(f"device: got {asked}, and there are tensors on {found}")
+    if (known := found or asked) is not None:
+        return known
+    first, *others = _devices(group)
+    if others:
+        raise ValueError(
+            f"device: got None on rank {dist.get_rank(group)}, which passes no tensors, and the group communicates on "
+            f"{first} and on {others[0]}; allowed is the device of the other ranks' tensors"
+        )
+    return first
+
+
+def _devices(group: dist.ProcessGroup | None) -> list[torch.device]:
+    """Returns the devices of tensors that the group may move: CPU, accelerator or both."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    cpu = torch.device("cpu")
+    if accelerator is None or not executables.communicates_on(accelerator.type, group):
+        return [cpu]
+    return [cpu, accelerator] if executables.communicates_on("cpu", group) else [accelerator]
 
 
 def _check_input(local: torch.Tensor, src: _planner.Layout, rank: int) -> None:

@@ -46,7 +46,13 @@ class Options(NamedTuple):
 
 
 def set_up(
-    state_dict: Any, to: Any, rules: Any, options: Options, group: dist.ProcessGroup | None, problems: list[str]
+    state_dict: Any,
+    to: Any,
+    rules: Any,
+    options: Options,
+    group: dist.ProcessGroup | None,
+    given_device: Any,
+    problems: list[str],
 ) -> SetUp:
     """Agrees with the other ranks of the group, applies the rules, and compares both sides.
 
@@ -56,7 +62,7 @@ def set_up(
     source = _read(lambda: reader.state_dict(state_dict, options.unused), reader)
     destination = _read(lambda: reader.destination(to), reader)
     given_rules = _rules(rules, problems)
-    device = _device(source, destination, group, reader)
+    device = _device(given_device, source, destination, group, reader)
     mine = declare(source, destination)
     # A rank that could not read its arguments has said so; what others miss of it would only hide that.
     agreed, found = agreement.agree(mine, options._asdict(), [*problems, *reader.problems], group)
@@ -91,7 +97,11 @@ def _rules(given: Any, problems: list[str]) -> list[Rule]:
 
 
 def _device(
-    source: dict[str, Given], destination: dict[str, Given], group: dist.ProcessGroup | None, reader: Reader
+    asked: Any,
+    source: dict[str, Given],
+    destination: dict[str, Given],
+    group: dist.ProcessGroup | None,
+    reader: Reader,
 ) -> torch.device:
     first: dict[torch.device, str] = {}
     for found in (source, destination):
@@ -101,7 +111,11 @@ def _device(
     if len(first) > 1:
         said = ", ".join(f"{name} on {device}" for device, name in first.items())
         reader.problems.append(f"tensors are on several devices: {said}; allowed is one (on rank {reader.rank})")
-    return next(iter(first), None) or plain_tensors.device_of(group, None)
+    try:
+        return plain_tensors.device_among_many(asked, next(iter(first), None), group)
+    except ValueError as error:
+        reader.problems.append(f"{error} (on rank {reader.rank})")
+        return torch.device("cpu")
 
 
 def _map(agreed: Agreed, rules: Iterable[Rule], options: Options) -> tuple[dict[str, Any], list[str], list[str]]:

@@ -34,6 +34,7 @@ def transfer(
     ignore: Sequence[str] = (),
     progress: bool | Callable[[int, int, str], None] = False,
     group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
 ) -> Transfer:
     """Plans the move of a state dict from the layouts that its tensors have to others, and checks all of it.
 
@@ -60,6 +61,8 @@ def transfer(
         progress: a function of (done_bytes, total_bytes, name), which is called on this rank as tensors are complete;
             True shows a bar on rank 0 (with tqdm, if it is installed).
         group: the process group whose ranks take part; default, the default group. Meshes have global ranks.
+        device: the device of all tensors, for ranks that pass none; default, the only one for which the group has a backend.
+            It must be given on such ranks if there are backends for the CPU and for an accelerator.
 
     Raises:
         ValueError: on all ranks, with everything that is wrong anywhere: names that one side lacks, elements that no
@@ -82,7 +85,7 @@ def transfer(
     if not (isinstance(progress, bool) or callable(progress)):
         problems.append(f"progress: got a {type(progress).__name__}; allowed are True, False or a function")
     options = Options(**checked)
-    return Transfer(set_up(state_dict, to, map, options, group, problems), options, progress, group)
+    return Transfer(set_up(state_dict, to, map, options, group, device, problems), options, progress, group)
 
 
 def _checked(read: Callable[[], Any], problems: list[str]) -> Any:
