@@ -273,6 +273,7 @@ def _refused() -> list[str]:
             lambda: sw.redistribute_many([(torch.zeros(4), whole, beyond)]),
             lambda: sw.redistribute_many([(local, cut, whole)], bucket_bytes="big"),  # type: ignore[arg-type]
             lambda: sw.redistribute_many([(local, cut, whole)], device="cuda"),
+            lambda: sw.redistribute_many([(local, cut, whole)], out=[torch._neg_view(both)]),
             lambda: sw.redistribute_many([(torch.zeros(4), whole, whole), (both, whole, whole)], out=[both, both]),
         )
     ]
@@ -292,6 +293,7 @@ def test_errors_name_the_argument(pool: Pool) -> None:
         "group: has 2 ranks; the layouts' meshes have rank 2",
         "bucket_bytes: got 'big'",
         "device: got cuda, and there are tensors on cpu",
+        "out: tensor 0: is a negated view",
         "out: tensor 0 shares memory with local 1",
     )
     for errors in pool.run(_refused, 2):
@@ -320,6 +322,38 @@ def test_known_layouts_are_not_compared_where_arguments_are_not_allowed(pool: Po
     assert lengths.startswith("ValueError: out: got 2 tensors for 1 items"), lengths
     assert kind.startswith("ValueError: out: "), kind
     assert device.startswith("ValueError: device: got 'moon'"), device
+
+
+def _conjugated(transfers: bool) -> None:
+    """Sources whose memory holds the conjugates or negatives of their elements, also in asynchronous runs."""
+    rank = dist.get_rank()
+    z = torch.complex(torch.arange(8.0), torch.arange(8.0) + 1).view(4, 2)
+    mesh = sw.Mesh({"a": 2})
+    for whole in (z.conj(), z.conj().imag):
+        assert whole.is_conj() or whole.is_neg()
+        src, dst = (sw.Layout(mesh, (4, 2), [kind], whole.dtype) for kind in ("S(0)", "S(1)"))
+        local, right = whole[2 * rank : 2 * rank + 2], whole[:, rank : rank + 1]
+        if transfers:
+            t = sw.transfer({"w": (local, src)}, {"w": dst})
+            t.start().wait()
+            assert torch.equal(t.tensors["w"], right)
+            assert torch.equal(dict(t.receive())["w"], right)
+            continue
+        out = torch.zeros(4, 1, dtype=whole.dtype)
+        for _ in range(2):
+            assert torch.equal(sw.redistribute_many([(local, src, dst)], out=[out])[0], right)  # type: ignore[index]
+        pending = sw.redistribute_many([(local, src, dst)], async_op=True)
+        assert isinstance(pending, sw.ManyHandle)
+        assert torch.equal(pending.wait()[0], right)
+        view = out.conj() if whole.is_complex() else torch._neg_view(out)
+        with pytest.raises(ValueError, match="out: tensor 0: is a "):  # alone, in a call with known layouts
+            sw.redistribute_many([(local, src, dst)], out=[view])
+
+
+@pytest.mark.cpu_only("tensors of any device have the bits")
+@pytest.mark.parametrize("transfers", [False, True])
+def test_conjugated_and_negated_views_are_resolved(pool: Pool, transfers: bool) -> None:
+    pool.run(_conjugated, 2, transfers)
 
 
 def _unknown_device() -> list[str]:

@@ -113,6 +113,7 @@ def _arguments_that_differ() -> list[str]:
         _refused([whole] if rank == 0 else None, to),
         _refused(state, to, progress=3 if rank == 1 else False),
         _refused(state, {"w": torch.zeros(4).to_sparse()} if rank == 3 else None),
+        _refused(state, {"w": torch._neg_view(torch.zeros(4))} if rank == 3 else None),
     ]
     assert to is None or not to["w"].any()
     return cases
@@ -135,6 +136,7 @@ def test_arguments_that_differ_among_ranks(pool: Pool) -> None:
             "state_dict: got a list; allowed is a dict",
             "progress: got a int; allowed are True, False or a function",
             "the local tensor: has layout torch.sparse_coo",
+            "destination w: the local tensor: is a negated view",
         ),
     ):
         assert expected in text, text

@@ -25,6 +25,18 @@ def check_tensor(argument: str, given: Any) -> None:
         raise ValueError(f"{argument}: is on {given.device}; allowed are {' and '.join(DEVICE_TYPES)}")
 
 
+def check_written(argument: str, given: torch.Tensor) -> None:
+    """Checks that the memory of a tensor holds its elements, as what writes to it assumes."""
+    if given.is_conj() or given.is_neg():
+        kind = "conjugated" if given.is_conj() else "negated"
+        raise ValueError(f"{argument}: is a {kind} view; allowed are tensors whose memory holds their elements")
+
+
+def resolved(given: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor whose memory holds its elements: a copy of a conjugated or negated view, else the tensor."""
+    return given.resolve_conj().resolve_neg()
+
+
 def placements_of(given: Any, ndim: int) -> list[Placement]:
     """Returns a list of torch's placements, one per mesh dim."""
     placements = argument_values.items(

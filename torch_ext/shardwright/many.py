@@ -81,7 +81,8 @@ def redistribute_many(
 
     Args:
         items: for each tensor its local part, its layout, and the layout that it gets, on any two meshes of ranks of
-            `group`. Local parts may have any strides; on a rank outside the mesh of the source they are None or empty.
+            `group`. Local parts may have any strides (conjugated and negated views are copied first); on a rank outside
+            the mesh of the source they are None or empty.
         bucket_bytes: the size of a buffer. What a rank sends and receives in one round fits into it; a tensor that does
             not is split over rounds.
         buckets: the number of buffers, which is the number of rounds under way at once.
@@ -200,7 +201,7 @@ class _Given:
         plain = (
             type(x) in allowed and x.dtype is d and not (grad and x.requires_grad) for x, d in tensors if x is not None
         )
-        if not all(plain):
+        if not all(plain) or any(x is not None and (x.is_conj() or x.is_neg()) for x in self.out or []):
             self._check_tensors()
 
     def first_check(self) -> _planner.Batch | None:
@@ -219,6 +220,8 @@ class _Given:
             self._check_tensor(f"items: local {i}", local, src)
         for i, (one, (_, dst)) in enumerate(zip(self.out or [], self.pairs, strict=False)):
             self._check_tensor(f"out: tensor {i}", one, dst)
+            if one is not None:
+                argument_checks.check_written(f"out: tensor {i}", one)
 
     def _check_memory(self) -> None:
         """Parts of one buffer may interleave, so only tensors that begin at one address are known to overlap."""
@@ -287,7 +290,7 @@ def _run(
     counters.counts.batched_tensors += len(prepared.moved)
     sources = []
     for i in prepared.moved:
-        source = given.source(i)
+        source = argument_checks.resolved(given.source(i))
         if (layout := prepared.reduced.get(i)) is not None:
             source = plain_tensors.redistribute_local(source.detach(), given.pairs[i][0], layout, group=group)
         sources.append(source.detach())

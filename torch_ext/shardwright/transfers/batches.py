@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .. import _planner, _runtime, executables
+from .. import _planner, _runtime, argument_checks, executables
 from .setup import SetUp
 
 
@@ -85,6 +85,6 @@ class BoundBatch:
     def start(self, destinations: Sequence[torch.Tensor]) -> Run:
         if self._executable is None:
             return Run(None, self._last_rounds)
-        sources = [source.detach() for source in self._sources]
+        sources = [argument_checks.resolved(source.detach()) for source in self._sources]
         into = [one.detach() for one in destinations]
         return Run(self._executable.start(sources, into), self._last_rounds, into)

@@ -148,6 +148,8 @@ class Reader:
         layout, local = given.layout, given.local
         if local is not None:
             argument_checks.check_tensor("the local tensor", local)
+            if side == "destination":
+                argument_checks.check_written("the local tensor", local)
         if layout is None:
             return
         outside = [rank for rank in layout.mesh.ranks if rank not in self._in_group]
