@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 
 import meshes
 import oracle
@@ -354,6 +355,46 @@ def _conjugated(transfers: bool) -> None:
 @pytest.mark.parametrize("transfers", [False, True])
 def test_conjugated_and_negated_views_are_resolved(pool: Pool, transfers: bool) -> None:
     pool.run(_conjugated, 2, transfers)
+
+
+def _saved_for_backward() -> None:
+    rank = dist.get_rank()
+    cut, whole = (sw.Layout(sw.Mesh({"a": 2}), (4,), [kind]) for kind in ("S(0)", "R"))
+    new = torch.arange(2.0 * rank, 2.0 * rank + 2)
+
+    def batch(out: torch.Tensor) -> None:
+        sw.redistribute_many([(new, cut, whole)], out=[out])
+
+    def start(out: Any, staging: str | None = None) -> None:
+        to = out if isinstance(out, DTensor) else (out, whole)
+        sw.transfer({"w": (new, cut)}, {"w": to}, staging=staging).start().wait()
+
+    def receive(out: Any) -> None:
+        list(sw.transfer({"w": (new, cut)}, {"w": out}).receive())
+
+    for write, distributed in (
+        (batch, False),
+        (batch, False),  # with known layouts
+        (start, False),
+        (functools.partial(start, staging="double"), False),
+        (start, True),
+        (receive, True),
+    ):
+        out: Any = torch.zeros(4)
+        factor: Any = torch.ones(4, requires_grad=True)
+        if distributed:
+            mesh = meshes.get_mesh((2,))
+            out, factor = (DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in (out, factor))
+        loss = (factor * out).sum()
+        write(out)
+        assert torch.equal(out.to_local() if distributed else out, torch.arange(4.0))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (loss.to_local() if distributed else loss).backward()
+
+
+@pytest.mark.cpu_only("versions are counted alike on all devices")
+def test_autograd_knows_what_was_written(pool: Pool) -> None:
+    pool.run(_saved_for_backward, 2)
 
 
 def _unknown_device() -> list[str]:

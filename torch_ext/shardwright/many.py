@@ -89,8 +89,8 @@ def redistribute_many(
         out: the tensors to write the results to, with any strides; they share memory neither with each other nor with
             local parts. On a rank outside the mesh of a destination its entry may be None.
         group: the process group whose ranks the meshes name; default, the default group.
-        device: the device of all tensors, for ranks that pass none; default, the only one for which the group has a backend.
-            It must be given on such ranks if there are backends for the CPU and for an accelerator.
+        device: the device of all tensors, for ranks that pass none; default, the only one for which the group has a
+            backend. Such ranks must pass it if there are backends for the CPU and for an accelerator.
         async_op: return a `ManyHandle` at once. The local parts must not change before its ``wait_for_sources()``.
 
     Returns:
@@ -299,6 +299,7 @@ def _run(
     pending = None
     if prepared.executable is not None:
         into = [x.detach() for x in destinations]
+        torch.autograd.graph.increment_version(into)  # so that autograd knows of what is written
         if async_op:
             pending = prepared.executable.start(sources, into)
         else:

@@ -87,4 +87,5 @@ class BoundBatch:
             return Run(None, self._last_rounds)
         sources = [argument_checks.resolved(source.detach()) for source in self._sources]
         into = [one.detach() for one in destinations]
+        torch.autograd.graph.increment_version(into)  # so that autograd knows of what is written
         return Run(self._executable.start(sources, into), self._last_rounds, into)

@@ -61,8 +61,8 @@ def transfer(
         progress: a function of (done_bytes, total_bytes, name), which is called on this rank as tensors are complete;
             True shows a bar on rank 0 (with tqdm, if it is installed).
         group: the process group whose ranks take part; default, the default group. Meshes have global ranks.
-        device: the device of all tensors, for ranks that pass none; default, the only one for which the group has a backend.
-            It must be given on such ranks if there are backends for the CPU and for an accelerator.
+        device: the device of all tensors, for ranks that pass none; default, the only one for which the group has a
+            backend. Such ranks must pass it if there are backends for the CPU and for an accelerator.
 
     Raises:
         ValueError: on all ranks, with everything that is wrong anywhere: names that one side lacks, elements that no
@@ -195,6 +195,8 @@ class Transfer:
             self._under_way.wait()
         front = self._destination()
         run = self._batch.start(self._back if self._stages else front)
+        if not self._stages:
+            self._mark_given(range(len(front)))
         self._under_way = TransferHandle(self, run)
         return self._under_way
 
@@ -220,6 +222,8 @@ class Transfer:
             raise ValueError("swap: the transfer has no second copy; allowed with staging='double'")
         for front, back in zip(self._destination(), self._back):
             front.data, back.data = back.data, front.data
+        torch.autograd.graph.increment_version(self._destination())
+        self._mark_given(range(len(self._made.names)))
 
     def explain(self, topology: Topology | str | None = None, limit: int = explaining.LIMIT) -> str:
         """Returns bytes, rounds, memory and predicted time, also by tensor and by link, as text. Communicates nothing.
@@ -241,6 +245,12 @@ class Transfer:
             if self._stages:
                 self._back = [torch.empty_like(local) for local in self._front]
         return self._front
+
+    def _mark_given(self, numbers: range) -> None:
+        """Lets autograd know that passed tensors are written to: a DTensor has another counter than its local tensor."""
+        found = (self._made.given.get(self._made.names[number]) for number in numbers)
+        values = [given.value for given in found if given is not None and given.value is not None]
+        torch.autograd.graph.increment_version(values)
 
     def _local(self, number: int) -> torch.Tensor:
         """Returns this rank's tensor of a destination, made here if none was passed."""
@@ -301,6 +311,7 @@ class Transfer:
             chunk, batch = following
             tensors = [self._local(i) for i in chunk]
             under_way.append((chunk, batch.start(tensors), tensors))
+            self._mark_given(chunk)
         return bool(under_way)
 
     def _chunked(self) -> Iterator[range]:
