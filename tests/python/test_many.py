@@ -304,25 +304,27 @@ def test_errors_name_the_argument(pool: Pool) -> None:
 
 def _later_refusals() -> list[str]:
     """Rank 1 passes what is not allowed with layouts that all ranks know, so it raises alone; then all go on."""
+    twice = torch.zeros(4, 1)
     mesh = sw.Mesh({"a": 2})
     src, dst = sw.Layout(mesh, (4, 2), ["S(0)"]), sw.Layout(mesh, (4, 2), ["S(1)"])
-    items = [(torch.ones(2, 2), src, dst)]
+    items = [(torch.ones(2, 2), src, dst)] * 2
 
     def moved(**given: Any) -> Any:
-        return sw.redistribute_many(items, **{"out": [torch.zeros(4, 1)], **given})
+        return sw.redistribute_many(items, **{"out": [torch.zeros(4, 1), torch.zeros(4, 1)], **given})
 
     moved()
-    wrong: list[dict[str, Any]] = [{"out": [None] * 2}, {"out": 3}, {"device": "moon"}]
+    wrong: list[dict[str, Any]] = [{"out": [None] * 3}, {"out": 3}, {"device": "moon"}, {"out": [twice, twice]}]
     errors = [_error(functools.partial(moved, **given)) for given in wrong if dist.get_rank() == 1]
     assert torch.equal(moved()[0], torch.ones(4, 1))
     return errors
 
 
 def test_known_layouts_are_not_compared_where_arguments_are_not_allowed(pool: Pool) -> None:
-    lengths, kind, device = pool.run(_later_refusals, 2)[1]
-    assert lengths.startswith("ValueError: out: got 2 tensors for 1 items"), lengths
+    lengths, kind, device, memory = pool.run(_later_refusals, 2)[1]
+    assert lengths.startswith("ValueError: out: got 3 tensors for 2 items"), lengths
     assert kind.startswith("ValueError: out: "), kind
     assert device.startswith("ValueError: device: got 'moon'"), device
+    assert memory.startswith("ValueError: out: tensor 1 shares memory with out 0"), memory
 
 
 def _conjugated(transfers: bool) -> None:

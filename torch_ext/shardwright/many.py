@@ -203,6 +203,8 @@ class _Given:
         )
         if not all(plain) or any(x is not None and (x.is_conj() or x.is_neg()) for x in self.out or []):
             self._check_tensors()
+        if self.out is not None:
+            self._check_memory()
 
     def first_check(self) -> _planner.Batch | None:
         """Returns all items, as ranks compare them; or None, with a refusal."""
