@@ -247,7 +247,7 @@ class Transfer:
         return self._front
 
     def _mark_given(self, numbers: range) -> None:
-        """Lets autograd know that passed tensors are written to: a DTensor and its local tensor count apart."""
+        """Lets autograd know that given tensors are written to. A DTensor and its local tensor count apart."""
         found = (self._made.given.get(self._made.names[number]) for number in numbers)
         values = [given.value for given in found if given is not None and given.value is not None]
         torch.autograd.graph.increment_version(values)
