@@ -178,6 +178,34 @@ def test_receive_yields_what_is_complete(pool: Pool, early: bool) -> None:
     assert len(names[5]) == 6
 
 
+def _failing_caller(how: str) -> None:
+    """The progress function of rank 0, or what it does with the tensors, raises; rank 1 receives all the same."""
+    rank = dist.get_rank()
+    src, dst = (sw.Layout(sw.Mesh({"a": 2}), (4, 8), [kind]) for kind in ("S(0)", "S(1)"))
+
+    def explode(*_: Any) -> None:
+        if rank == 0:
+            raise KeyError(how)
+
+    state = {f"w{i}": (torch.full((2, 8), float(i)), src) for i in range(12)}
+    t = sw.transfer(
+        state, dict.fromkeys(state, dst), bucket_bytes=64, progress=explode if how == "progress" else False
+    )
+    received = t.receive()
+    if rank == 0:
+        with pytest.raises(KeyError):
+            for _ in received:
+                received.throw(KeyError(how))  # type: ignore[attr-defined]
+    else:
+        assert [int(x[0, 0]) for _, x in received] == list(range(12))
+
+
+@pytest.mark.cpu_only("what the caller does is the same on all devices")
+@pytest.mark.parametrize("how", ["progress", "throw"])
+def test_other_ranks_receive_where_a_caller_fails(pool: Pool, how: str) -> None:
+    pool.run(_failing_caller, 2, how)
+
+
 def _stream_memory(buckets: int) -> None:
     """24 tensors of 64 KiB, of which rank 1 needs all, in groups of two: those that exist at any time are counted."""
     size = 64 << 10

@@ -287,23 +287,23 @@ class Transfer:
         under_way: list[_Group] = []
         left = iter(self._chunks)
         with Progress(self._progress, made, dist.get_rank()) as report:
-            try:
-                while self._fill(under_way, left, groups_under_way):
-                    chunk, run, tensors = under_way[0]
-                    for number in run.in_order():
-                        run.wait_for(number)
+            while self._fill(under_way, left, groups_under_way):
+                chunk, run, tensors = under_way[0]
+                for number in run.in_order():
+                    run.wait_for(number)
+                    try:
                         report(chunk[number])
                         name, local = made.names[chunk[number]], tensors[number]
                         tensors[number] = local.new_empty(0)
                         if made.has_part(chunk[number]):
                             yield name, self._value(name, local)
                         del local
-                    run.wait()
-                    del run, tensors, under_way[0]
-            except GeneratorExit:  # the caller wants no more, but the other ranks do
-                while self._fill(under_way, left, groups_under_way):
-                    under_way.pop(0)[1].wait()
-                raise
+                    except BaseException:  # the caller wants no more, or has failed, but the other ranks go on
+                        while self._fill(under_way, left, groups_under_way):
+                            under_way.pop(0)[1].wait()
+                        raise
+                run.wait()
+                del run, tensors, under_way[0]
 
     def _fill(self, under_way: list[_Group], left: Iterator[tuple[range, BoundBatch]], most: int) -> bool:
         """Starts groups until so many are under way. Returns False if there are none any more."""
