@@ -188,9 +188,7 @@ def _failing_caller(how: str) -> None:
             raise KeyError(how)
 
     state = {f"w{i}": (torch.full((2, 8), float(i)), src) for i in range(12)}
-    t = sw.transfer(
-        state, dict.fromkeys(state, dst), bucket_bytes=64, progress=explode if how == "progress" else False
-    )
+    t = sw.transfer(state, dict.fromkeys(state, dst), bucket_bytes=64, progress=explode if how == "progress" else False)
     received = t.receive()
     if rank == 0:
         with pytest.raises(KeyError):

@@ -45,6 +45,16 @@ def _files(folder: Path) -> list[str]:
     return [source, destination, "--map", _written(folder, "rules.json", rules)]
 
 
+def test_written_layouts_are_read_again(tmp_path: Path) -> None:
+    mesh = sw.Mesh({"a": 2})
+    layouts = {
+        "flat": sw.Layout(mesh, (4, 6), ["S(0)"], flattened=2),
+        "ragged": sw.Layout(mesh, (4, 6), [sw.Ragged(dims=(0, 1), units=(1, 2))]),
+    }
+    (tmp_path / "layouts.json").write_text(files.write_layouts(layouts))
+    assert files.read_layouts(str(tmp_path / "layouts.json")) == layouts
+
+
 def test_prints_what_moves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["transfer", *_files(tmp_path), "--backend", "gloo"]) == 0
     printed = capsys.readouterr().out

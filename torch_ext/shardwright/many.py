@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -352,12 +353,13 @@ def _reduced(src: _planner.Layout, dst: _planner.Layout) -> _planner.Layout | No
         return None
     placements = list(src.placements)
     order = {dim: list(cuts) for dim, cuts in src.shard_order.items()}
+    shape = [math.prod(src.shape[: src.flattened]), *src.shape[src.flattened :]] if src.shape else []
     for d in pending:
-        if src.shape:
-            longest = max(range(len(src.shape)), key=lambda t: src.shape[t])
+        if shape:
+            longest = max(range(len(shape)), key=lambda t: shape[t])
             placements[d] = f"S({longest})"
             order.setdefault(longest, []).append(d)
         else:
             placements[d] = "R"
     order = {dim: cuts for dim, cuts in order.items() if cuts}
-    return _planner.Layout(src.mesh, src.shape, placements, src.dtype, order, "literal")
+    return _planner.Layout(src.mesh, src.shape, placements, src.dtype, order, "literal", src.flattened)

@@ -43,7 +43,7 @@ def read_layouts(path: str) -> dict[str, Layout]:
         if "shard_order" in entry:
             order = _object(entry["shard_order"], f"{where}.shard_order")
             entry["shard_order"] = {int(dim): mesh_dims for dim, mesh_dims in order.items() if dim.isdecimal()}
-        allowed = ("mesh", "shape", "dtype", "placements", "shard_order", "strided")
+        allowed = ("mesh", "shape", "dtype", "placements", "shard_order", "strided", "flattened")
         layouts[name] = _made(where, Layout, entry, allowed)
     return layouts
 
@@ -62,6 +62,7 @@ def write_layouts(layouts: Mapping[str, _planner.Layout]) -> str:
             "placements": list(layout.placements),
             "shard_order": layout.shard_order,
             "strided": "literal",
+            "flattened": layout.flattened,
         }
     described = {
         f"mesh{i}": {"dims": dict(zip(mesh.dim_names, mesh.shape)), "ranks": list(mesh.ranks)}

@@ -18,8 +18,8 @@ from ..mapping import patterns
 
 # Names, sizes and ranks of a mesh.
 MeshParts = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
-# Shape and dtype; then, unless the tensor is the same on all ranks that pass it, the number of its mesh, placements and
-# shard order.
+# Shape and dtype; then, unless the tensor is the same on all ranks that pass it, the number of its mesh, placements,
+# shard order and how many dims are flattened.
 Description = tuple[Any, ...]
 
 _ALLOWED = "a DTensor, a tensor that is the same on all ranks that pass it, a pair of a local tensor and a Layout"
@@ -56,7 +56,8 @@ def declare(source: dict[str, Given], destination: dict[str, Given]) -> Declared
             parts = tuple(mesh.dim_names), tuple(mesh.shape), tuple(mesh.ranks)
             order = tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(layout.shard_order.items()))
             ends = tuple(layout.shape), layout.dtype
-            known[layout] = *ends, meshes.setdefault(parts, len(meshes)), tuple(layout.placements), order
+            number = meshes.setdefault(parts, len(meshes))
+            known[layout] = *ends, number, tuple(layout.placements), order, layout.flattened
         return known[layout]
 
     sides = [{name: description(given) for name, given in side.items()} for side in (source, destination)]
@@ -76,8 +77,8 @@ class Layouts:
         if found is None:
             shape, dtype, *rest = description
             if rest:
-                mesh, placements, order = rest
-                found = Layout(self._meshes[mesh], shape, placements, dtype, dict(order), "literal")
+                mesh, placements, order, flattened = rest
+                found = Layout(self._meshes[mesh], shape, placements, dtype, dict(order), "literal", flattened)
             else:
                 found = Layout(self._everywhere, shape, ["R"], dtype)
             self._known[description] = found

@@ -173,6 +173,6 @@ class _GroupRanks:
         if layout not in self._known:
             mesh = layout.mesh
             moved = Mesh(dict(zip(mesh.dim_names, mesh.shape)), [self._number[rank] for rank in mesh.ranks])
-            ends = layout.shape, layout.placements, layout.dtype, layout.shard_order, "literal"
+            ends = layout.shape, layout.placements, layout.dtype, layout.shard_order, "literal", layout.flattened
             self._known[layout] = Layout(moved, *ends)
         return self._known[layout]
