@@ -143,7 +143,7 @@ def test_arguments_that_differ_among_ranks(pool: Pool) -> None:
 
 
 def _flattened() -> list[str]:
-    """Layouts that batches do not know: both sides of a transfer, on ranks in another order than the group's, and with a
+    """Layouts that batches do not know: both sides of a transfer, on ranks in another order than the group's, with a
     reduction before it."""
     rank = dist.get_rank()
     said = []
