@@ -41,7 +41,7 @@ def _nothing_to_send() -> None:
         whole = oracle.global_tensor(SHAPE, torch.float32, 1)
         result = sw.redistribute_local(whole, src, dst)
         assert oracle.difference(result, whole[3:]) is None
-        assert set(groups._made) == made
+        assert not set(groups._made) - made, (set(groups._made), made)
         assert sw.plan(src, dst, backend="gloo").messages_max == 0
 
 
