@@ -203,10 +203,12 @@ def _reductions() -> None:
         local = _part(tensor, grid, src, rank).to(meshes.device) if rank in grid[1] else None
         items.append((local, _layout(grid, shape, src, torch.float32), _layout(other, shape, dst, torch.float32)))
         expected.append(_part(tensor, other, dst, rank))
-    for result, right in zip(sw.redistribute_many(items), expected, strict=True):  # type: ignore[arg-type]
+    moved = sw.redistribute_many(items, device=meshes.device)
+    for result, right in zip(moved, expected, strict=True):  # type: ignore[arg-type]
         assert oracle.difference(result, right) is None
-    same = items[0][1]
-    assert sw.redistribute_many([(items[0][0], same, same)])[0] is items[0][0] or rank not in grid[1]  # type: ignore[index]
+    local, same, _ = items[0]
+    unmoved = sw.redistribute_many([(local, same, same)], device=meshes.device)
+    assert unmoved[0] is local or rank not in grid[1]  # type: ignore[index]
 
 
 def test_pending_reductions_are_reduced_first(pool: Pool) -> None:
@@ -264,7 +266,7 @@ def _refused() -> list[str]:
         for call in (
             lambda: sw.redistribute_many([(local, cut)]),  # type: ignore[list-item]
             lambda: sw.redistribute_many([(local, cut, "R")]),  # type: ignore[list-item]
-            lambda: sw.redistribute_many([(None, cut, whole)]),
+            lambda: sw.redistribute_many([(None, cut, whole)], device=local.device),
             lambda: sw.redistribute_many([(local.double(), cut, whole)]),
             lambda: sw.redistribute_many([(local.clone().requires_grad_(), cut, whole)]),
             lambda: sw.redistribute_many([(local, cut, partial)]),
