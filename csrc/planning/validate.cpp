@@ -90,9 +90,7 @@ bool reduces_parts(const Step& step) {
 bool keeps_what_is_needed(const Step& step) {
   if (step.op != StepOp::kSlice || step.before.flattened() != step.after.flattened()) return false;
   if (!(step.before.partial_dims() == step.after.partial_dims()) || !pends_alike(step.before, step.after)) return false;
-  const Rearrangement move(step.before, step.after, Sharing::kMessages);
-  return std::all_of(move.ranks().begin(), move.ranks().end(),
-                     [&](Rank rank) { return move.received_elements(rank) == 0; });
+  return !Rearrangement(step.before, step.after, Sharing::kMessages).communicates();
 }
 
 bool moves(const Step& step) {

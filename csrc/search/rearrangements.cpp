@@ -61,9 +61,7 @@ Layout reduced(const Layout& src, MeshDimSet due, bool scatters) {
 // The one move between layouts with the same reductions due.
 std::optional<Step> rearranged(const Layout& before, const Layout& after, Sharing sharing) {
   if (before == after) return std::nullopt;
-  const Rearrangement move(before, after, sharing);
-  const bool keeps_all = std::all_of(move.ranks().begin(), move.ranks().end(),
-                                     [&](Rank rank) { return move.received_elements(rank) == 0; });
+  const bool keeps_all = !Rearrangement(before, after, sharing).communicates();
   if (keeps_all && before.mesh() == after.mesh() && before.flattened() == after.flattened()) {
     return Step{StepOp::kSlice, after.cut_dims() | before.cut_dims(), before, after};
   }
