@@ -237,6 +237,14 @@ def names_of(
     return names
 
 
+def bind_batch(batch: _planner.Batch, device_type: str, group: dist.ProcessGroup | None) -> _runtime.BatchExecutable:
+    """Plans a batch and binds what this rank does in it to the group, whose ranks its meshes name."""
+    wire = "cpu" if lowering(device_type, group) == "gloo" else device_type
+    carrier = group if group is not None else dist.group.WORLD
+    assert carrier is not None
+    return _runtime.BatchExecutable(batch.to_bytes(), dist.get_rank(group), carrier.group_name, wire)
+
+
 def run(
     executable: _runtime.Executable, local: torch.Tensor, async_op: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:

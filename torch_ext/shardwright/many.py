@@ -323,10 +323,7 @@ def _prepare(given: _Given, full: _planner.Batch, group: dist.ProcessGroup | Non
     batch = full
     if len(moved) < len(given.pairs):
         batch = batch_of([_moves(*given.pairs[i]) for i in moved], given.bucket_bytes, given.buckets)
-    wire = "cpu" if executables.lowering(given.device.type, group) == "gloo" else given.device.type
-    carrier = group if group is not None else dist.group.WORLD
-    assert carrier is not None
-    executable = _runtime.BatchExecutable(batch.to_bytes(), given.rank, carrier.group_name, wire)
+    executable = executables.bind_batch(batch, given.device.type, group)
     counters.counts.plans += 1
     return _Prepared(executable, moved, reduced, dtypes)
 

@@ -75,11 +75,7 @@ class BoundBatch:
         self._executable: _runtime.BatchExecutable | None = None
         self._last_rounds = [-1] * len(destinations)
         if items:
-            device_type = made.device.type
-            wire = "cpu" if executables.lowering(device_type, group) == "gloo" else device_type
-            carrier = group if group is not None else dist.group.WORLD
-            assert carrier is not None
-            self._executable = _runtime.BatchExecutable(self.batch.to_bytes(), made.rank, carrier.group_name, wire)
+            self._executable = executables.bind_batch(self.batch, made.device.type, group)
             self._last_rounds = self._executable.last_rounds
 
     def start(self, destinations: Sequence[torch.Tensor]) -> Run:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _planner, argument_checks, argument_values, executables, groups
+from ..batches import BUCKET_BYTES, BUCKETS
 from ..mapping import explaining
 from ..topology import Topology, default_topology, named_topology, tables_now
 from . import batches
@@ -18,17 +19,14 @@ from .batches import BoundBatch
 from .progress import Progress
 from .setup import Options, SetUp, set_up
 
-_DEFAULT_BUCKET_BYTES = 64 << 20
-_DEFAULT_BUCKETS = 3
-
 
 def transfer(
     state_dict: Any,
     to: Any,
     map: Any = (),
     *,
-    bucket_bytes: int = _DEFAULT_BUCKET_BYTES,
-    buckets: int = _DEFAULT_BUCKETS,
+    bucket_bytes: int = BUCKET_BYTES,
+    buckets: int = BUCKETS,
     staging: str | None = None,
     unused: Sequence[str] = (),
     ignore: Sequence[str] = (),
