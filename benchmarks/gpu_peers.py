@@ -1,4 +1,5 @@
-"""Gathers and ring products over NCCL, against the same through arenas that peers copy from, on all GPUs of a machine.
+"""Gathers and ring products over NCCL, against the same through arenas that peers copy from, and there against products
+that wait on flags, on all GPUs of a machine.
 
     make gpu                                              # with everything else that needs a GPU
 
@@ -81,6 +82,21 @@ def products(ways: dict[str, dist.ProcessGroup], world: int) -> list[dict[str, A
             )
             row[f"{method}_ms"] = milliseconds(call)
         row["E"] = round((product + transfer - row["ring_ms"]) / min(product, transfer), 3)
+        if name == "peers" and torch.cuda.get_device_capability() == (9, 0):
+            for chunks in (1, 2, 4):
+                call = functools.partial(
+                    sw.all_gather_matmul,
+                    x,
+                    weight,
+                    size=ROWS,
+                    columns=COLUMNS,
+                    group=group,
+                    method="flags",
+                    chunks=chunks,
+                )
+                row[f"flags_{chunks}_ms"] = milliseconds(call)
+            fastest = min(row[f"flags_{chunks}_ms"] for chunks in (1, 2, 4))
+            row["E_flags"] = round((product + transfer - fastest) / min(product, transfer), 3)
         rows.append(row)
     return rows
 

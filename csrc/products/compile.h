@@ -11,6 +11,7 @@ Program compile(const Matmul& matmul, const Schedule& schedule, Rank rank);
 
 // Compile one kind of product each, without checks.
 Program compile_gather(const GatherMatmul& matmul, const Schedule& schedule, Rank rank);
+Program compile_flagged(const GatherMatmul& matmul, const Schedule& schedule, Rank rank);
 Program compile_scatter(const MatmulScatter& matmul, const Schedule& schedule, Rank rank);
 
 }  // namespace shardwright

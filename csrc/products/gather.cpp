@@ -469,6 +469,7 @@ class GatherCompiler {
 }  // namespace
 
 Program compile_gather(const GatherMatmul& matmul, const Schedule& schedule, Rank rank) {
+  if (schedule.method == Method::kFlags) return compile_flagged(matmul, schedule, rank);
   return GatherCompiler(matmul, schedule, rank).run();
 }
 

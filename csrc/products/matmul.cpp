@@ -9,7 +9,7 @@
 namespace shardwright {
 namespace {
 
-constexpr const char* kMethodNames[] = {"serial", "ring", "collective"};
+constexpr const char* kMethodNames[] = {"serial", "ring", "collective", "flags"};
 
 const Step* chunked_step(const Matmul& matmul) {
   const Plan& plan = plan_of(matmul);
@@ -170,10 +170,10 @@ std::string operands_text(const Matmul& matmul) {
 const char* method_name(Method method) { return kMethodNames[static_cast<int>(method)]; }
 
 Method parse_method(const std::string& name) {
-  for (const Method method : {Method::kSerial, Method::kRing, Method::kCollective}) {
+  for (const Method method : {Method::kSerial, Method::kRing, Method::kCollective, Method::kFlags}) {
     if (name == method_name(method)) return method;
   }
-  throw UserError(concat("method: '", name, "'; allowed are 'serial', 'ring' and 'collective'"));
+  throw UserError(concat("method: '", name, "'; allowed are 'serial', 'ring', 'collective' and 'flags'"));
 }
 
 namespace {
@@ -252,6 +252,12 @@ void check(const Matmul& matmul, const Schedule& schedule) {
   check_user(!reason, "method: '", method_name(schedule.method), "', but ", reason.value_or(""),
              "; allowed is 'serial'");
   check_distances(schedule, num_partners(matmul));
+  if (schedule.method == Method::kFlags) {
+    check_user(schedule.depth == 1 && schedule.sms_left == 0, "method: 'flags' with depth ", schedule.depth, " and ",
+               schedule.sms_left, " multiprocessors left to transfers, which are copied by none; allowed are 1 and 0");
+    const std::optional<std::string> why = why_no_flags(matmul, schedule.chunks);
+    check_user(!why, "method: 'flags', but ", why.value_or(""), "; allowed are 'serial', 'ring' and 'collective'");
+  }
   check_user(schedule.method != Method::kRing || has_ring(matmul), "method: 'ring', but ", step_text(plan, 0),
              " is carried out by collectives; allowed are 'collective' and 'serial'");
 }

@@ -16,6 +16,9 @@
 //               together; with more, each part is cut.
 //   collective  Chunk j holds the j-th share of every part, moved by one all-gather, all-to-all, reduce-scatter or
 //               all-reduce.
+//   flags       Of an operand that is gathered: one product of everything, which waits for a flag of each chunk. Parts are
+//               cut into `chunks` shares each, copied from the memory of peers. It is for devices whose product can wait
+//               so, and never chosen unless asked for (why_no_flags).
 //   serial      Everything is moved, then everything is multiplied, or the reverse.
 //
 // The values of operands of 8-bit floats are products with scales, which are inputs too (Scaling). Scales of rows that
@@ -41,9 +44,9 @@
 
 namespace shardwright {
 
-enum class Method : uint8_t { kSerial, kRing, kCollective };
+enum class Method : uint8_t { kSerial, kRing, kCollective, kFlags };
 
-const char* method_name(Method method);        // "serial", "ring" or "collective"
+const char* method_name(Method method);        // "serial", "ring", "collective" or "flags"
 Method parse_method(const std::string& name);  // throws UserError
 
 constexpr int64_t kMaxChunks = 4096;
@@ -111,6 +114,16 @@ std::vector<const Plan*> plans_of(const Matmul& matmul);
 
 // Returns why nothing can be chunked, or nothing if something can.
 std::optional<std::string> why_only_serial(const Matmul& matmul);
+
+// What PyTorch's product that waits for flags takes (torch.ops.symm_mem._async_input_mm): chunks of whole clusters of
+// two tiles, and rows of both operands and of the result that begin at multiples of 16 bytes.
+constexpr int64_t kRowsOfFlaggedChunks = 256;
+constexpr int64_t kUnitOfFlaggedRows = 8;
+
+// Returns why method 'flags' cannot be used with parts cut into so many shares, or nothing if it can. It takes one
+// product of bfloat16 without a bias, on a device, with an operand of even parts that follow each other in the gathered
+// operand, and the sizes above. It is the same on all ranks. What depends on the device is checked when it runs.
+std::optional<std::string> why_no_flags(const Matmul& matmul, int64_t shares);
 
 // Whether the chunked step can be sent as messages, as any step but an all-reduce can.
 bool has_ring(const Matmul& matmul);

@@ -62,7 +62,7 @@ void write(Writer& out, const Schedule& schedule) {
 }
 
 Schedule read_schedule(Reader& in) {
-  Schedule schedule{in.enumerator(Method::kCollective)};
+  Schedule schedule{in.enumerator(Method::kFlags)};
   schedule.chunks = in.integer();
   schedule.distances = read_distances(in);
   schedule.depth = in.integer();
@@ -149,7 +149,7 @@ void write(Writer& out, const ScheduleRequest& request) {
 
 ScheduleRequest read_request(Reader& in) {
   ScheduleRequest request;
-  request.method = in.optional([&] { return in.enumerator(Method::kCollective); });
+  request.method = in.optional([&] { return in.enumerator(Method::kFlags); });
   request.chunks = read_number(in);
   request.distances = read_distances(in);
   request.depth = read_number(in);

@@ -78,7 +78,9 @@ class Clock {
     const Operation& operation = program_.instructions[step].operation;
     if (const auto* wait = std::get_if<Wait>(&operation)) return wait->ticket >= transfer;
     if (is_host_) return true;
-    if (!std::holds_alternative<Gemm>(operation)) return false;
+    const auto* gemm = std::get_if<Gemm>(&operation);
+    if (gemm == nullptr) return false;
+    if (gemm->flags) return gemm->flags->fetch >= transfer;
     const int64_t ready = ready_at(transfer);
     const bool is_let_go_by_compute = order_[transfer] >= 0 && ends_[order_[transfer]] == ready;
     return ready < compute_ || (ready == compute_ && !is_let_go_by_compute);
@@ -102,6 +104,7 @@ class Clock {
       const int64_t found = std::min(program_.sms_left, kTransferProcessors);
       if (start < running_.end) takes = transfer_ps(operation, kTransferProcessors, found);
     }
+    if (std::holds_alternative<Fetch>(operation)) fetch_begin_ = start;
     communication_ = ends_[index] = saturating_sum(start, takes);
     timeline_.communication_ps = saturating_sum(timeline_.communication_ps, full_speed);
     timeline_.spans.push_back({true, index, start, communication_});
@@ -138,6 +141,7 @@ class Clock {
     const int64_t item_bytes = program_.dtype_of(gemm.lhs.buffer).size_bytes();
     const int64_t alone = model_.picoseconds(gemm.m, gemm.n, gemm.k, gemm.count, item_bytes);
     timeline_.gemm_ps = saturating_sum(timeline_.gemm_ps, alone);
+    if (gemm.flags) return flagged_ps(*gemm.flags, alone);
     const bool leaves_processors = leaves_processors_[index];
     int64_t takes = alone;
     if (leaves_processors) {
@@ -152,6 +156,21 @@ class Clock {
       running_ = {compute_, saturating_sum(compute_, takes), wave_ps, leaves_processors};
     }
     return takes;
+  }
+
+  // The chunks of other ranks arrive one after the other from the start of the fetch on; the product multiplies chunk by
+  // chunk, each once it is there. The chunks of this rank's own part come first.
+  int64_t flagged_ps(const Flags& flags, int64_t alone) const {
+    const auto& fetch = std::get<Fetch>(program_.instructions[flags.fetch].operation);
+    const int64_t begin = fetch_begin_;
+    const int64_t chunks = flags.range.count;
+    const int64_t own = chunks / static_cast<int64_t>(program_.groups[fetch.group].ranks.size());
+    int64_t end = compute_;
+    for (int64_t c = 0; c < chunks; ++c) {
+      const int64_t arrives = c < own ? 0 : begin + (ends_[flags.fetch] - begin) / (chunks - own) * (c - own + 1);
+      end = saturating_sum(std::max(end, arrives), alone / chunks);
+    }
+    return std::max(end - compute_, alone);
   }
 
   // The bytes by which each instruction is timed: what it reads or writes, whichever bounds it.
@@ -188,6 +207,7 @@ class Clock {
   std::vector<bool> leaves_processors_;
   int64_t compute_ = 0;  // when the lanes are free
   int64_t communication_ = 0;
+  int64_t fetch_begin_ = 0;  // of the last fetch
   Running running_;  // the product that began last
   Timeline timeline_;
 };
@@ -275,7 +295,8 @@ std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model
 }
 
 Schedule tuned(const Matmul& matmul, const Schedule& schedule, const GemmModel& model, std::optional<int64_t> depth) {
-  if (schedule.method == Method::kSerial) return schedule;
+  const bool has_depth = schedule.method == Method::kRing || schedule.method == Method::kCollective;
+  if (!has_depth) return schedule;
   return tuned_prediction(matmul, schedule, model, depth, peak_bytes(matmul, {})).schedule;
 }
 

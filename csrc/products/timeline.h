@@ -17,6 +17,7 @@
 //   - Products started while transfers are under way leave Program::sms_left processors free: they have that many
 //     fewer, and are not slowed otherwise. A transfer that becomes ready meanwhile begins with the next wave of tiles.
 //     It takes longer if it finds fewer processors than full speed needs.
+//   - What a product with flags waits for is copied by copy engines, which need no processors: neither slows the other.
 //
 // The model leaves out how transfers, copies and products share memory bandwidth on devices, and the delay between an
 // event and the work that waits for it.

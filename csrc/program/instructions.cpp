@@ -37,7 +37,8 @@ std::string to_string(const Operation& operation) {
         return concat("gemm ", times, o.m, "x", o.k, " b", o.lhs.buffer, "[", o.lhs.offset, "] by ", o.k, "x", o.n,
                       " b", o.rhs.buffer, "[", o.rhs.offset, "]", o.lhs_scale ? " scaled" : "",
                       o.bias ? " plus bias" : "", o.accumulates ? " added to b" : " -> b", o.dst.buffer, "[",
-                      o.dst.offset, "]");
+                      o.dst.offset, "]",
+                      o.flags ? concat(" as flags ", text(o.flags->range), " are set, from ", o.flags->first) : "");
       },
       [](const AllGather& o) { return concat("all_gather g", o.group, " ", text(o.src), " -> ", text(o.dst)); },
       [](const ReduceScatter& o) {
@@ -50,6 +51,11 @@ std::string to_string(const Operation& operation) {
       },
       [](const SendReceive& o) {
         return concat("send_receive g", o.group, " to {", text(o.sends), "} from {", text(o.receives), "}");
+      },
+      [](const Offer& o) { return concat("offer g", o.group, " ", text(o.src)); },
+      [](const Fetch& o) {
+        return concat("fetch g", o.group, " what instruction ", o.offer, " offers -> ", text(o.dst), ", flags ",
+                      text(o.flags));
       },
       [](const Wait& o) { return concat("wait for instruction ", o.ticket); });
 }
@@ -84,6 +90,7 @@ std::vector<BufferId> buffers_of(const Operation& operation) {
         for (const auto* scale : {&o.lhs_scale, &o.rhs_scale}) {
           if (*scale) buffers.push_back((*scale)->buffer);
         }
+        if (o.flags) buffers.push_back(o.flags->range.buffer);
         return buffers;
       },
       [](const AllGather& o) { return std::vector<BufferId>{o.src.buffer, o.dst.buffer}; },
@@ -96,6 +103,8 @@ std::vector<BufferId> buffers_of(const Operation& operation) {
         for (const auto& m : o.receives) buffers.push_back(m.range.buffer);
         return buffers;
       },
+      [](const Offer& o) { return std::vector<BufferId>{o.src.buffer}; },
+      [](const Fetch& o) { return std::vector<BufferId>{o.dst.buffer, o.flags.buffer}; },
       [](const Wait&) { return std::vector<BufferId>{}; });
 }
 

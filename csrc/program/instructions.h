@@ -96,6 +96,13 @@ struct Scale {
   int64_t stride = 0;  // 0: one factor for all
 };
 
+// For a product that begins while its lhs is still being fetched: see Fetch.
+struct Flags {
+  BufferRange range;         // one for each chunk: lhs is cut into as many chunks of equally many rows
+  int64_t first = 0;         // the chunk that is multiplied first; the others follow in their order, around the end
+  Ticket fetch = kNoTicket;  // the Fetch that sets them
+};
+
 // dst = lhs x rhs, m x k times k x n. There are `count` such products, one batch stride apart.
 struct Gemm {
   Matrix lhs;
@@ -113,6 +120,9 @@ struct Gemm {
   // For operands of 8-bit floats, which have both. Then k > 0, there is no bias, and in batches the strides are 0.
   std::optional<Scale> lhs_scale = std::nullopt;
   std::optional<Scale> rhs_scale = std::nullopt;
+  // If given, the product waits for a chunk's flag before it reads the chunk. Then it is one product of row-major
+  // matrices (rhs may be column-major), and nothing is added to it.
+  std::optional<Flags> flags = std::nullopt;
 };
 
 // `group` below is an index into Program::groups. Data is in the group's order, by ascending rank.
@@ -156,12 +166,32 @@ struct SendReceive {
   std::vector<Message> receives;
 };
 
+// Offer and Fetch are an all-gather in two halves, between which nothing else communicates in the group.
+
+// Lets the other ranks of the group read `src`. It is complete once all of them have offered as well.
+struct Offer {
+  int group = -1;
+  BufferRange src;
+};
+
+// Brings what the other ranks have offered, chunk by chunk: dst is cut into as many chunks as there are flags. Writes
+// the chunks of this rank's own part never, and the others once each, the nearest rank's first. Sets every chunk's flag
+// to 1 after its data, which a Gemm may wait for before this is complete. The flags must be 0 before.
+struct Fetch {
+  int group = -1;
+  Ticket offer = kNoTicket;  // complete
+  BufferRange dst;
+  BufferRange flags;
+
+  int64_t chunk_count() const { return dst.count / flags.count; }  // elements
+};
+
 struct Wait {
   Ticket ticket = kNoTicket;
 };
 
 using Operation = std::variant<Copy, FillZero, Divide, Power, Reduce, Cast, Gemm, AllGather, ReduceScatter, AllReduce,
-                               AllToAll, SendReceive, Wait>;
+                               AllToAll, SendReceive, Offer, Fetch, Wait>;
 
 template <typename T, typename... Kinds>
 concept IsOneOf = (std::same_as<T, Kinds> || ...);
@@ -170,7 +200,7 @@ template <typename T>
 concept IsCompute = IsOneOf<T, Copy, FillZero, Divide, Power, Reduce, Cast, Gemm>;
 
 template <typename T>
-concept IsTransfer = IsOneOf<T, AllGather, ReduceScatter, AllReduce, AllToAll, SendReceive>;
+concept IsTransfer = IsOneOf<T, AllGather, ReduceScatter, AllReduce, AllToAll, SendReceive, Offer, Fetch>;
 
 bool is_communication(const Operation& operation);  // whether it is a transfer
 // Index of the group in which a transfer communicates; -1 for other operations.

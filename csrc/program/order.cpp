@@ -69,6 +69,7 @@ void add(Accesses& accesses, const Gemm& gemm) {
   if (gemm.bias) add_matrix(*gemm.bias, gemm.m, gemm.n, 0, false);
   if (gemm.lhs_scale) add_scale(*gemm.lhs_scale, gemm.m);
   if (gemm.rhs_scale) add_scale(*gemm.rhs_scale, gemm.n);
+  if (gemm.flags) accesses.read(gemm.flags->range);
 }
 
 // A range of a buffer that an earlier instruction touched.
@@ -92,7 +93,7 @@ int last_meeting(const std::vector<Touch>& touches, const Access& access, int af
 
 }  // namespace
 
-std::vector<Access> accesses_of(const Operation& operation) {
+std::vector<Access> accesses_of(const Program& program, const Operation& operation) {
   Accesses accesses;
   const auto from_to = [&](const auto& o) {
     accesses.read(o.src);
@@ -112,6 +113,15 @@ std::vector<Access> accesses_of(const Operation& operation) {
         for (const auto& message : o.sends) accesses.read(message.range);
         for (const auto& message : o.receives) accesses.write(message.range);
       },
+      [&](const Offer& o) { accesses.read(o.src); },
+      [&](const Fetch& o) {
+        const Group& group = program.groups[o.group];
+        const int64_t part = o.dst.count / static_cast<int64_t>(group.ranks.size());
+        const int64_t own = group.index * part;
+        accesses.write({o.dst.buffer, o.dst.offset, own});
+        accesses.write({o.dst.buffer, o.dst.offset + own + part, o.dst.count - own - part});
+        accesses.write(o.flags);
+      },
       [](const Wait&) {});
   return accesses.take();
 }
@@ -130,14 +140,14 @@ std::vector<int> order_of_transfers(const Program& program) {
         order[i] = last;
         continue;
       }
-      for (const Access& access : accesses_of(operation)) {
+      for (const Access& access : accesses_of(program, operation)) {
         const History& history = histories[access.buffer];
         order[i] = last_meeting(history.writes, access, order[i]);
         if (access.writes) order[i] = last_meeting(history.reads, access, order[i]);
       }
       continue;
     }
-    for (const Access& access : accesses_of(program.operation_in_effect(operation))) {
+    for (const Access& access : accesses_of(program, program.operation_in_effect(operation))) {
       History& history = histories[access.buffer];
       (access.writes ? history.writes : history.reads).push_back({i, access.begin, access.end});
     }

@@ -22,7 +22,7 @@ struct Access {
 };
 
 // For a transfer, what it reads and writes until it is waited for. For a Wait, nothing; ask for its transfer instead.
-std::vector<Access> accesses_of(const Operation& operation);
+std::vector<Access> accesses_of(const Program& program, const Operation& operation);
 
 // Returns, for each instruction that is a transfer, the index of the last compute instruction or Wait before it that it
 // must come after; -1 if there is none, and for other instructions. Coming after that one means coming after all

@@ -37,6 +37,14 @@ class Counter {
     return traffic;
   }
 
+  TransferTraffic of(const Offer& o) const { return {0, 0, others(o), others(o)}; }
+
+  // Its ranks copy from each other, and each of them also gives what it takes.
+  TransferTraffic of(const Fetch& o) const {
+    const int64_t chunks = o.flags.count / (others(o) + 1) * others(o);
+    return both_ways(bytes({o.dst.buffer, 0, chunks * o.chunk_count()}), chunks);
+  }
+
  private:
   static TransferTraffic both_ways(int64_t bytes, int64_t messages) { return {bytes, bytes, messages, messages}; }
 

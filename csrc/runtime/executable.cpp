@@ -26,6 +26,8 @@ at::ScalarType scalar_type_of(DType dtype) {
       return at::kBFloat16;
     case DType::kFloat16:
       return at::kHalf;
+    case DType::kUInt32:  // flags
+      return at::kUInt32;
     case DType::kFloat8E5M2:
       return at::kFloat8_e5m2;
     case DType::kFloat8E4M3FN:
@@ -152,6 +154,10 @@ void CompiledProgram::note_instructions() {
     const Operation& operation = instructions[i].operation;
     if (const auto* copy = std::get_if<Copy>(&operation)) {
       copies_.emplace(i, StridedCopy(copy->boxes, program_.dtype_of(copy->src).size_bytes()));
+    }
+    if (const auto* gemm = std::get_if<Gemm>(&operation); gemm != nullptr && gemm->flags) {
+      flagged_product_ = i;
+      flagged_result_ = gemm->dst.buffer;
     }
     if (is_communication(operation)) last_communication_ = i;
     const bool is_exchange =

@@ -74,6 +74,10 @@ class CompiledProgram {
   int order_of(int transfer) const { return order_of_transfers_[transfer]; }
   bool is_asked_for(int instruction) const { return is_asked_for_[instruction]; }
 
+  // The index of the product that waits for flags, and the buffer of its result; -1 and kMissingBuffer without one.
+  int flagged_product() const { return flagged_product_; }
+  BufferId flagged_result() const { return flagged_result_; }
+
   // Indices of instructions. If there is no communication, -1; if there is no Wait, the number of instructions.
   int last_communication() const { return last_communication_; }
   int first_wait() const { return first_wait_; }
@@ -110,6 +114,8 @@ class CompiledProgram {
   int usual_input_ = -1;                                  // the first input of the program's own dtype
   int64_t received_bytes_ = 0;
   std::optional<int64_t> place_of_input_;
+  int flagged_product_ = -1;
+  BufferId flagged_result_ = kMissingBuffer;
   int last_communication_ = -1;
   int first_wait_ = 0;
   int end_of_input_reads_ = 0;

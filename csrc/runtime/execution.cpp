@@ -62,6 +62,7 @@ Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs,
       num_instructions_(static_cast<int>(program_.instructions.size())),
       is_on_cpu_(device_.is_cpu()),
       is_beside_compute_(is_beside_compute && !is_on_cpu_) {
+  if (compiled_.flagged_product() >= 0) check_flags();
   const BelowAutograd guard;
   for (size_t i = 0; i < inputs.size(); ++i) buffers_[i] = dense(inputs[i]);
   if (!is_on_cpu_) home_ = current_stream(device_);
@@ -229,6 +230,7 @@ std::string Execution::group_text(int index) const {
 }
 
 void Execution::allocate(BufferId buffer) {
+  if (buffer == compiled_.flagged_result()) return;  // the product does
   for (size_t i = 0; i < outputs_.size(); ++i) {
     if (program_.outputs[i].buffer != buffer) continue;
     if (outputs_[i].defined()) return;
@@ -413,6 +415,11 @@ void Execution::transfer(const Operation& operation, int index) {
         for (const auto& m : o.receives) receives.push_back({m.peer, wire(m.range)});
         works_[index] = groups_[o.group]->send_receive(sends, receives);
       },
+      [&](const Offer& o) { groups_[o.group]->offer(range(o.src)); },
+      [&](const Fetch& o) {
+        at::Tensor dst = range(o.dst);
+        groups_[o.group]->fetch(dst, range(o.flags));
+      },
       [](const IsCompute auto&) { check_invariant(false, "an instruction that computes is run as a transfer"); },
       [](const Wait&) { check_invariant(false, "a Wait is run as a transfer"); });
 }
@@ -428,7 +435,8 @@ void Execution::divide(const Divide& divide) {
   }
 }
 
-void Execution::multiply(const Gemm& gemm) {
+void Execution::multiply(const Gemm& gemm, int index) {
+  if (gemm.flags) return multiply_flagged(gemm, index);
   const at::Tensor& lhs = buffers_[gemm.lhs.buffer];
   const at::Tensor& rhs = buffers_[gemm.rhs.buffer];
   at::Tensor& dst = buffers_[gemm.dst.buffer];
@@ -457,7 +465,7 @@ void Execution::compute(const Operation& operation, int index) {
         at::Tensor dst = range(o.dst);
         at::pow_out(dst, range(o.src), o.exponent);
       },
-      [&](const Cast& o) { range(o.dst).copy_(range(o.src)); }, [&](const Gemm& o) { multiply(o); },
+      [&](const Cast& o) { range(o.dst).copy_(range(o.src)); }, [&](const Gemm& o) { multiply(o, index); },
       [&](const Reduce& o) { reduce(o); },
       [](const IsTransfer auto&) { check_invariant(false, "a transfer is run as an instruction that computes"); },
       [](const Wait&) { check_invariant(false, "a Wait is run as an instruction that computes"); });

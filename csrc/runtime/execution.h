@@ -99,7 +99,10 @@ class Execution final : public Run {
   at::Tensor wire(const BufferRange& range) const;
   void reduce(const Reduce& reduce);
   void divide(const Divide& divide);
-  void multiply(const Gemm& gemm);
+  void multiply(const Gemm& gemm, int index);
+  // Throws UserError if the program has a product that waits for flags, and its group or device has no such products.
+  void check_flags() const;
+  void multiply_flagged(const Gemm& gemm, int index);
   void all_to_all(const AllToAll& move, int index);
   void send_all_to_all(const AllToAll& move, int index);
 

@@ -11,14 +11,17 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "layout/placement.h"
+#include "support/error.h"
 
 namespace shardwright {
 
@@ -60,6 +63,19 @@ class Transport {
   // ranks are matched by their order, and only with messages sent here, so it does not matter when others use the
   // group.
   virtual std::vector<WorkPtr> send_receive(std::vector<Message>& sends, std::vector<Message>& receives) = 0;
+
+  // An all-gather in two halves (Offer and Fetch in program/instructions.h), which few transports have. The first
+  // function returns why this one does not, for parts of so many bytes; if it returns nothing, the others may be
+  // called. Nothing else is started between the halves. `fetch` brings the other ranks' parts and sets all flags, a
+  // chunk's after its data. What the current stream gets after `offer` is then enough for it: nothing that comes before
+  // a flag needs a multiprocessor.
+  virtual std::optional<std::string> why_no_offers(c10::Device, int64_t) const {
+    return "transfers of its group do not go through arenas; make them by shardwright.prepare(peer_arena_bytes=...)";
+  }
+  virtual void offer(const at::Tensor&) { check_invariant(false, "a transport without offers"); }
+  virtual void fetch(at::Tensor&, const at::Tensor&) { check_invariant(false, "a transport without offers"); }
+  // How long a rank waits for the others, if the transport itself decides that; else 0.
+  virtual std::chrono::milliseconds timeout() const { return {}; }
 };
 
 // Keeps a group from being destroyed while it exists, and gives access to the group's transport.

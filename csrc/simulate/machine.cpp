@@ -103,6 +103,11 @@ bool Machine::advance(Process& process) {
         start(process, static_cast<int>(at), o);
         return true;
       },
+      [&](const Gemm& o) {
+        if (o.flags && !chunks_arrive(process, *o.flags)) return false;
+        execute(process, o);
+        return true;
+      },
       [&](const IsCompute auto& o) {
         execute(process, o);
         return true;
@@ -146,6 +151,25 @@ void Machine::start(Process& process, int instruction, const AllToAll& operation
   give(process, instruction, operation.group, {read(process, operation.src), operation.send_counts});
 }
 
+void Machine::start(Process& process, int instruction, const Offer& operation) {
+  give(process, instruction, operation.group, {read(process, operation.src), {}});
+}
+
+void Machine::start(Process& process, int instruction, const Fetch& operation) {
+  process.call_of_ticket[instruction] = process.call_of_ticket.at(operation.offer);
+  for (const double flag : read(process, operation.flags)) {
+    check_invariant(flag == 0, "rank ", process.rank, " fetches while a flag is ", flag);
+  }
+}
+
+bool Machine::chunks_arrive(Process& process, const Flags& flags) {
+  if (!finish_wait(process, flags.fetch)) return false;
+  for (const double flag : read(process, flags.range)) {
+    check_invariant(flag == 1, "rank ", process.rank, " waits for a flag that is ", flag);
+  }
+  return true;
+}
+
 void Machine::give(Process& process, int instruction, int group_index, Given given) {
   const Group& group = process.program.groups[group_index];
   const int64_t call = process.calls[group.ranks]++;
@@ -154,6 +178,7 @@ void Machine::give(Process& process, int instruction, int group_index, Given giv
 }
 
 bool Machine::finish_wait(Process& process, int ticket) {
+  if (process.fetched.contains(ticket)) return true;
   const auto deliver_collective = [&](const auto& operation) {
     const Group& group = process.program.groups[operation.group];
     const auto& given = given_[{group.ranks, process.call_of_ticket[ticket]}];
@@ -168,6 +193,7 @@ bool Machine::finish_wait(Process& process, int ticket) {
   return match(
       process.program.instructions[ticket].operation,
       [&](const SendReceive& o) { return receive_messages(process, o, ticket); },
+      [&](const Fetch& o) { return deliver_collective(o) && process.fetched.insert(ticket).second; },
       [&](const IsTransfer auto& o) { return deliver_collective(o); },
       [&](const IsCompute auto&) { return nothing_to_wait_for(); }, [&](const Wait&) { return nothing_to_wait_for(); });
 }
@@ -231,6 +257,18 @@ void Machine::deliver(Process& process, const AllToAll& operation, const GivenBy
     if (m != group.index) process.received_bytes += count * item_bytes(process, operation.src);
   }
   write(process, operation.dst, all);
+}
+
+void Machine::deliver(Process& process, const Fetch& operation, const GivenByMember& given) {
+  const Group& group = process.program.groups[operation.group];
+  const auto k = static_cast<int64_t>(group.ranks.size());
+  const int64_t part = operation.dst.count / k;
+  for (int64_t m = 0; m < k; ++m) {
+    if (m == group.index) continue;
+    write(process, {operation.dst.buffer, operation.dst.offset + m * part, part}, given.at(group.ranks[m]).values);
+    process.received_bytes += part * item_bytes(process, operation.dst);
+  }
+  write(process, operation.flags, Payload(operation.flags.count, 1.0));
 }
 
 Machine::Payload Machine::reduced(const Group& group, ReduceOp op, const GivenByMember& given, int64_t offset,

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -48,6 +49,7 @@ class Machine {
     // Collectives started on each group so far (by members), to match the n-th with the n-th.
     std::map<std::vector<Rank>, int64_t> calls;
     std::map<int, int64_t> call_of_ticket;
+    std::set<int> fetched;  // tickets of complete fetches
     // The same for messages, by sender and receiver.
     std::map<Route, int64_t> sent;
     std::map<Route, int64_t> expected;
@@ -62,6 +64,8 @@ class Machine {
   void start(Process& process, int instruction, const AllReduce& operation);
   void start(Process& process, int instruction, const AllToAll& operation);
   void start(Process& process, int instruction, const SendReceive& operation);
+  void start(Process& process, int instruction, const Offer& operation);
+  void start(Process& process, int instruction, const Fetch& operation);
   void give(Process& process, int instruction, int group_index, Given given);
   static void execute(Process& process, const Copy& copy);
   static void execute(Process& process, const FillZero& fill);
@@ -70,6 +74,8 @@ class Machine {
   static void execute(Process& process, const Cast& cast);
   static void execute(Process& process, const Reduce& reduce);
   static void execute(Process& process, const Gemm& gemm);
+  // Whether all chunks that a product waits for are there; lets them arrive if they can.
+  bool chunks_arrive(Process& process, const Flags& flags);
   static int64_t item_bytes(const Process& process, const BufferRange& range);
   static double* data(Process& process, const BufferRange& range);
   static Payload read(Process& process, const BufferRange& range);
@@ -80,6 +86,8 @@ class Machine {
   void deliver(Process& process, const ReduceScatter& operation, const GivenByMember& given);
   void deliver(Process& process, const AllReduce& operation, const GivenByMember& given);
   void deliver(Process& process, const AllToAll& operation, const GivenByMember& given);
+  void deliver(Process&, const Offer&, const GivenByMember&) {}
+  void deliver(Process& process, const Fetch& operation, const GivenByMember& given);
   static Payload reduced(const Group& group, ReduceOp op, const GivenByMember& given, int64_t offset, int64_t count);
   bool receive_messages(Process& process, const SendReceive& operation, int ticket);
 

@@ -45,6 +45,7 @@ void bind_process_group(py::module_& m) {
 
   register_symmetric_memory();
   m.def("lose_signal", &lose_signal, py::arg("number"));
+  m.def("lose_flag", &lose_flag, py::arg("number"));
   m.def("set_gloo_maker", &set_gloo_maker);
   m.def("process_group_counters", &counters);
   m.def("refuse_message", &refuse_message, py::arg("number"));

@@ -109,6 +109,7 @@ class Shared final : public symm::SymmetricMemory {
   void give(uint32_t* signal, uint32_t from, uint32_t to, size_t timeout_ms, const char* what, int peer, int channel) {
     enqueue(current_stream(), [=, rank = rank_, broken = broken_] {
       if (to == 1 && signals_until_loss > 0 && --signals_until_loss == 0) return;
+      wait_for_multiprocessor();
       const auto deadline = std::chrono::steady_clock::now() + Milliseconds(timeout_ms);
       const std::atomic_ref<uint32_t> shared(*signal);
       for (uint32_t expected = from; !*broken && !shared.compare_exchange_strong(expected, to); expected = from) {

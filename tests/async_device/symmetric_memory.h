@@ -16,5 +16,10 @@ void register_symmetric_memory();
 
 // Drops the n-th signal that this process puts from now on (1 is the next one), for tests of what happens then.
 void lose_signal(int64_t number);
+// The same for flags that streams set (flag_product.cpp).
+void lose_flag(int64_t number);
+
+// Signals are kernels: this waits, on the thread of their stream, while a product with flags holds all multiprocessors.
+void wait_for_multiprocessor();
 
 }  // namespace async_device

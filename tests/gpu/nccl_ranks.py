@@ -95,6 +95,27 @@ def check_products(rows: int, dtype: torch.dtype, scales: str | None) -> None:
         assert torch.equal(found, share(expected.to(out_dtype), 0)), f"matmul_reduce_scatter of {where}"
 
 
+def check_flags() -> None:
+    """One product that waits for its chunks. It has so few tiles that copies which are kernels find a multiprocessor too,
+    where ranks share a GPU."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    group = dist.new_group(list(range(world)), pg_options=options)
+    assert isinstance(group, dist.ProcessGroup)
+    groups.make_arenas([group.group_name], "cuda", 1 << 20, 0)
+    for seed, chunks in enumerate((1, 2, 1)):
+        rows, columns = world * chunks * 256, world * 64
+        x, w = integers((rows, 64), seed, torch.bfloat16), integers((64, columns), seed + 9, torch.bfloat16)
+        weight = w.chunk(world, 1)[rank].contiguous()
+        for other in (weight, weight.t().contiguous().t()):
+            found = sw.all_gather_matmul(
+                x.chunk(world)[rank], other, size=rows, columns=columns, group=group, method="flags", chunks=chunks
+            )
+            assert torch.equal(found, x @ weight), f"flags of {chunks} chunks of each part"
+
+
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     peers = sys.argv[1] == "peers"
@@ -126,6 +147,8 @@ def main() -> None:
         check_products(rows, torch.float8_e4m3fn, "tensor")
         check_products(rows, torch.float8_e4m3fn, "row")
     assert sw.stats()["product_fallbacks"] == 0 or torch.cuda.get_device_capability() < (9, 0), sw.stats()
+    if peers:
+        check_flags()
     assert (sw.stats()["peer_bytes"] > 0) == peers, sw.stats()
     dist.destroy_process_group()
 

@@ -562,7 +562,7 @@ class Schedule:
     """How a `Matmul` is carried out (csrc/products/matmul.h).
 
     Args:
-        method: ``"serial"``, ``"ring"`` or ``"collective"``.
+        method: ``"serial"``, ``"ring"``, ``"collective"`` or ``"flags"``.
         chunks: their number, or for a ring the distances of each.
         depth: the most transfers that are under way during a product.
         sms_left: multiprocessors that products leave to transfers under way.

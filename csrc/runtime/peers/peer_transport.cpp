@@ -10,6 +10,7 @@
 #include <optional>
 #include <utility>
 
+#include "runtime/flag_product.h"
 #include "runtime/flat.h"
 #include "runtime/side_stream.h"
 #include "support/error.h"
@@ -200,6 +201,46 @@ std::vector<WorkPtr> PeerTransport::send_receive(std::vector<Message>& sends, st
   const StreamBetween own(stream_);
   exchange(to_send, to_receive);
   return works;
+}
+
+std::optional<std::string> PeerTransport::why_no_offers(c10::Device device, int64_t bytes) const {
+  if (device != this->device())
+    return concat("its group's arenas are on ", this->device().str(), ", not ", device.str());
+  if (bytes <= settings_.arena_bytes) return std::nullopt;
+  return concat("each part has ", bytes, " bytes, and its group's arenas ", settings_.arena_bytes);
+}
+
+void PeerTransport::offer(const at::Tensor& input) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const StreamBetween own(stream_);
+  for (int64_t d = 1; d < size_; ++d) {
+    for (size_t round = 0; round < kSlots; ++round) wait_for((rank_ + d) % size_, free(round));
+  }
+  const at::Tensor part = bytes_of(input);
+  flat_view(arenas_[rank_], 0, part.numel()).copy_(part);
+  for (int64_t d = 1; d < size_; ++d) signal((rank_ + d) % size_, full(0));
+  for (int64_t d = 1; d < size_; ++d) wait_for((rank_ + d) % size_, full(0));
+}
+
+void PeerTransport::fetch(at::Tensor& output, const at::Tensor& flags) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const StreamBetween own(stream_);
+  const at::Tensor all = bytes_of(output);
+  const int64_t shares = flags.numel() / size_;  // of each part
+  const int64_t chunk = all.numel() / flags.numel();
+  for (int64_t share = 0; share < shares; ++share) set_flag(flags, rank_ * shares + share);
+  for (int64_t d = 1; d < size_; ++d) {
+    const int64_t peer = (rank_ + d) % size_;
+    for (int64_t share = 0; share < shares; ++share) {
+      const int64_t number = peer * shares + share;
+      flat_view(all, number * chunk, chunk).copy_(flat_view(arenas_[peer], share * chunk, chunk));
+      set_flag(flags, number);
+      peer_bytes() += chunk;
+    }
+  }
+  for (int64_t d = 1; d < size_; ++d) {
+    for (size_t round = 0; round < kSlots; ++round) signal((rank_ + d) % size_, free(round));
+  }
 }
 
 PeerTransport::Rounds PeerTransport::rounds_of(const std::vector<Message>& messages) const {

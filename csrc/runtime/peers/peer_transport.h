@@ -23,6 +23,16 @@
 // first fills for round j + 1 and then reads for round j. Filling for round j waits for what others read in round
 // j - kSlots, and reading in round j waits for what others fill for round j. Both come earlier on the others' streams.
 //
+// A gather in two halves, whose chunks a product waits for (offer, fetch), uses the whole arena at once. Both slots of
+// each pair are taken when the first half begins, and free again after the second. The first half ends when this rank
+// knows, by full(0), that all others have filled their arenas. So the second half needs no signal before its last copy:
+// only copies, which copy engines do, and flags, which the stream sets itself. It must be so, because the product may
+// hold all multiprocessors, and the kernel of a signal would find no place, while the product waits for what comes
+// after the signal.
+//
+// The flags are the rank's own memory, zeroed in every run before the fetch and set by this rank's stream alone. No
+// other rank writes them, so there is nothing to number by generations, and no flag of an earlier run can be seen.
+//
 // If a peer does not signal within the group's timeout, the wait ends: on CUDA the waiting kernel prints the ranks and
 // traps, so that the process ends with a CUDA error at its next call.
 #pragma once
@@ -79,6 +89,11 @@ class PeerTransport final : public Transport {
   WorkPtr all_to_all(at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                      std::vector<int64_t> input_counts) override;
   std::vector<WorkPtr> send_receive(std::vector<Message>& sends, std::vector<Message>& receives) override;
+  // Parts may be as long as the arena.
+  std::optional<std::string> why_no_offers(c10::Device device, int64_t bytes) const override;
+  void offer(const at::Tensor& input) override;
+  void fetch(at::Tensor& output, const at::Tensor& flags) override;
+  std::chrono::milliseconds timeout() const override { return settings_.timeout; }
 
  private:
   // By round: the pieces of messages, as bytes, each of at most one slot.

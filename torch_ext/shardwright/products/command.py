@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="nccl by default")
     parser.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
     parser.add_argument("--gemm-model", choices=_planner.GemmModel.names(), help="default: h100 for nccl, cpu for gloo")
-    parser.add_argument("--method", choices=("serial", "ring", "collective"), help="default: the fastest")
+    parser.add_argument("--method", choices=("serial", "ring", "collective", "flags"), help="default: the fastest")
     parser.add_argument("--chunks", type=int, help="default: the fastest")
     parser.add_argument("--depth", type=int, help="transfers under way during a product; default: the fastest")
     parser.add_argument("--save", choices=("shard", "gathered"), default="shard", help="what the backward keeps of x")

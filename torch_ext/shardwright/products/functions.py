@@ -51,6 +51,7 @@ def linear(
             along in_features; otherwise ``Replicate()``.
         method: ``"ring"``: each part is multiplied as it arrives, this rank's own part first. ``"collective"``: several
             collectives, each of a share of every part. ``"serial"``: communication and product one after the other.
+            ``"flags"``: one product that waits for the chunks of a gather (docs/gpu.md); never the default.
             Default: the method predicted to be fastest.
         chunks: their number; or for a ring the distances of each chunk, in the order in which they are sent, such as
             ``[[1], [3, 2]]`` on four ranks (from the i-th of n ranks, distance d leads to the (i + d)-th, modulo n).

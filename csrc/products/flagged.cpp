@@ -1,0 +1,159 @@
+// Compiles a GatherMatmul whose product waits for flags: when that is possible, and the program.
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "products/compile.h"
+#include "program/builder.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// One product of matrices: rows x summed times summed x columns.
+struct Matrices {
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t summed = 0;
+  bool is_rhs_row_major = false;
+};
+
+std::vector<int> joined(std::vector<int> a, const std::vector<int>& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+int64_t product_of(const std::vector<int>& axes, const std::vector<int>& dims, const std::vector<int64_t>& shape) {
+  int64_t product = 1;
+  for (size_t d = 0; d < dims.size(); ++d) product *= has_axis(axes, dims[d]) ? shape[d] : 1;
+  return product;
+}
+
+// Returns the matrices that the tensors of one rank are if their memory is read as matrices, or nothing if the axes do
+// not lie in that order.
+std::optional<Matrices> as_matrices(const Contraction& axes, const std::vector<int64_t>& lhs_shape,
+                                    const std::vector<int64_t>& rhs_shape) {
+  std::vector<int> summed;
+  std::vector<int> rows;
+  std::vector<int> columns;
+  for (const int axis : axes.lhs) (axes.is_summed(axis) ? summed : rows).push_back(axis);
+  for (const int axis : axes.rhs) {
+    if (!axes.is_summed(axis)) columns.push_back(axis);
+  }
+  const bool is_rhs_row_major = axes.rhs == joined(summed, columns);
+  if (axes.lhs != joined(rows, summed) || axes.out != joined(rows, columns)) return std::nullopt;
+  if (!is_rhs_row_major && axes.rhs != joined(columns, summed)) return std::nullopt;
+  return Matrices{product_of(rows, axes.lhs, lhs_shape), product_of(columns, axes.rhs, rhs_shape),
+                  product_of(summed, axes.lhs, lhs_shape), is_rhs_row_major};
+}
+
+// Whether the parts of the members of a group, in the group's order, are equal pieces of what `receiver` needs.
+bool follow_each_other(const Step& step, const std::vector<int64_t>& group, int64_t receiver) {
+  const Region needed = step.after.region(receiver);
+  const int64_t part = num_elements(needed) / static_cast<int64_t>(group.size());
+  for (size_t m = 0; m < group.size(); ++m) {
+    const Intersection shared(step.before.region(group[m]), needed);
+    const bool is_piece = shared.count() == part && num_elements(step.before.region(group[m])) == part;
+    if (!is_piece || shared.run_in_b() != static_cast<int64_t>(m) * part) return false;
+  }
+  return true;
+}
+
+std::optional<std::string> why_not_these_sizes(const GatherMatmul& matmul, int64_t position, int64_t shares) {
+  const Step& step = matmul.plan.steps.back();
+  const Mesh& mesh = matmul.plan.src.mesh();
+  const std::vector<int64_t> group = mesh.group(position, step.mesh_dims);
+  const GatherMatmul::Product& product = matmul.products[0];
+  const auto matrices = as_matrices(product.axes, shape_of(step.after.region(position)),
+                                    product.other.local_shape_of_rank(mesh.rank_at(Position{position})));
+  if (!matrices)
+    return concat("the axes of ", product.axes.to_string(), " are no rows, columns and sums in this order");
+  if (!follow_each_other(step, group, position)) {
+    return std::string("parts are uneven, or do not follow each other in the gathered operand");
+  }
+  const int64_t rows = matrices->rows / static_cast<int64_t>(group.size());
+  if (rows == 0 || rows % (shares * kRowsOfFlaggedChunks) != 0) {
+    return concat("each part has ", rows, " rows, no multiple of ", shares, " chunks of ", kRowsOfFlaggedChunks);
+  }
+  const auto is_unit = [](int64_t size) { return size > 0 && size % kUnitOfFlaggedRows == 0; };
+  if (is_unit(matrices->summed) && is_unit(matrices->columns)) return std::nullopt;
+  return concat("the product has ", matrices->columns, " columns, and sums over ", matrices->summed,
+                "; both must be multiples of ", kUnitOfFlaggedRows);
+}
+
+}  // namespace
+
+std::optional<std::string> why_no_flags(const Matmul& matmul, int64_t shares) {
+  const auto* gather = std::get_if<GatherMatmul>(&matmul);
+  if (gather == nullptr) return std::string("the result moves, not an operand");
+  const Plan& plan = gather->plan;
+  if (plan.steps.empty() || plan.steps.back().op != StepOp::kAllGather || why_only_serial(matmul)) {
+    return std::string("the last step of the operand's plan is no plain all_gather");
+  }
+  if (!plan.lowering.is_on_device) return concat("ranks of ", plan.lowering.name, " do not copy from each other");
+  const GatherMatmul::Product& product = gather->products[0];
+  if (gather->products.size() > 1) return std::string("the operand is multiplied by several others");
+  if (product.has_bias) return std::string("a bias is added");
+  if (gather->scaling || plan.src.dtype() != DType::kBFloat16) {
+    return concat("the operands are ", plan.src.dtype().name(), ", not bfloat16");
+  }
+  for (int64_t position = 0; position < plan.src.mesh().size(); ++position) {
+    if (auto why = why_not_these_sizes(*gather, position, shares)) return why;
+  }
+  return std::nullopt;
+}
+
+// What must come before the product, because it may leave no place for any kernel: all ranks have offered their parts.
+// After that, only copies and flags are needed, which take no multiprocessors.
+Program compile_flagged(const GatherMatmul& matmul, const Schedule& schedule, Rank rank) {
+  const Plan& plan = matmul.plan;
+  const Step& step = plan.steps.back();
+  const GatherMatmul::Product& product = matmul.products[0];
+  ProgramBuilder b(plan.src.dtype(), plan.lowering, plan.named_groups_only, rank);
+  const Position here = b.position_on(plan.src.mesh());
+  const Region needed = step.after.region(here);
+  const std::vector<int64_t> other_shape = product.other.local_shape_of_rank(rank);
+  const auto matrices = as_matrices(product.axes, shape_of(needed), other_shape);
+  check_invariant(matrices.has_value(), "a product with flags of other axes");
+  const auto [rows, columns, summed, is_rhs_row_major] = *matrices;
+
+  b.new_input(plan.src.local_shape_of_rank(rank));
+  const BufferId other = b.new_input(other_shape, product.other.dtype());
+  const size_t last = plan.steps.size() - 1;
+  const BufferId current = compile_steps(b, plan, 0, last, kInputBuffer);
+  const int group = b.group_index(step);
+  const int64_t chunks = static_cast<int64_t>(b.program().groups[group].ranks.size()) * schedule.chunks;
+  b.begin_step(concat(step_text(plan, last), ", with a product that waits for ", chunks, " flags"));
+  const BufferId gathered = b.new_buffer(num_elements(needed));
+  const BufferId flags = b.new_buffer(chunks, DType::kUInt32);
+  const BufferId out = b.new_buffer(rows * columns);
+
+  const Ticket offer = b.emit(Offer{group, b.whole(current)});
+  b.copy(current, gathered, Intersection(step.before.region(here), needed).a_to_b(0, 0));
+  b.emit(FillZero{b.whole(flags)});
+  b.wait(offer);
+  const Ticket fetch = b.emit(Fetch{group, offer, b.whole(gathered), b.whole(flags)});
+  Gemm gemm{{gathered, 0, summed, 1},
+            {other, 0, is_rhs_row_major ? columns : 1, is_rhs_row_major ? 1 : summed},
+            {out, 0, columns, 1},
+            rows,
+            columns,
+            summed};
+  gemm.flags = Flags{b.whole(flags), b.program().groups[group].index * schedule.chunks, fetch};
+  b.emit(gemm);
+  b.wait(fetch);
+
+  std::vector<int64_t> out_shape;
+  for (const int axis : product.axes.out) {
+    const bool is_row = has_axis(product.axes.lhs, axis);
+    const std::vector<int>& dims = is_row ? product.axes.lhs : product.axes.rhs;
+    const std::vector<int64_t> shape = is_row ? shape_of(needed) : other_shape;
+    out_shape.push_back(shape[std::find(dims.begin(), dims.end(), axis) - dims.begin()]);
+  }
+  b.add_output(out, out_shape);
+  if (matmul.keeps_gathered) b.add_output(gathered, shape_of(needed));
+  return std::move(b.program());
+}
+
+}  // namespace shardwright

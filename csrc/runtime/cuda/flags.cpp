@@ -1,0 +1,26 @@
+// What products that wait for flags need on CUDA.
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+
+#include "runtime/flag_product.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+std::optional<std::string> why_not_here(c10::Device device) {
+  const cudaDeviceProp* properties = at::cuda::getDeviceProperties(device.index());
+  if (properties->major == 9 && properties->minor == 0) return std::nullopt;
+  return concat(device.str(), " has compute capability ", properties->major, ".", properties->minor,
+                ", and the kernel is for 9.0");
+}
+
+bool has_ended(const c10::Event& event) {
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  return event.query();
+}
+
+const bool kRegistered = register_flag_support(c10::DeviceType::CUDA, {why_not_here, has_ended});
+
+}  // namespace
+}  // namespace shardwright

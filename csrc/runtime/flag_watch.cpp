@@ -1,0 +1,87 @@
+#include "runtime/flag_watch.h"
+
+#include <condition_variable>
+#include <cstdlib>
+#include <exception>
+#include <iostream>
+#include <list>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "runtime/flag_product.h"
+
+namespace shardwright {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+class Watch {
+ public:
+  void add(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> what) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    drop_those_that_ended();
+    products_.push_back({std::move(end), Clock::now() + timeout, timeout, std::move(what)});
+    if (!std::exchange(is_running_, true)) std::thread([this] { run(); }).detach();
+    changed_.notify_one();
+  }
+
+ private:
+  struct Product {
+    c10::Event end;
+    Clock::time_point deadline;
+    std::chrono::milliseconds timeout;
+    std::function<std::string()> what;
+  };
+
+  static bool has_ended(const Product& product) {
+    try {
+      return is_done(product.end);
+    } catch (const std::exception&) {
+      return true;  // the device has failed, which its next call says
+    }
+  }
+
+  void drop_those_that_ended() {
+    products_.remove_if([](const Product& product) { return has_ended(product); });
+  }
+
+  void run() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      auto next = products_.begin();
+      for (auto one = products_.begin(); one != products_.end(); ++one) {
+        if (one->deadline < next->deadline) next = one;
+      }
+      if (next == products_.end()) {
+        changed_.wait(lock);
+      } else if (Clock::now() < next->deadline) {
+        changed_.wait_until(lock, Clock::time_point(next->deadline));
+      } else {
+        if (!has_ended(*next)) end_process(*next);
+        products_.erase(next);
+      }
+    }
+  }
+
+  [[noreturn]] static void end_process(const Product& product) {
+    std::cerr << product.what() << "\nIt was submitted " << product.timeout.count()
+              << " ms ago, which is the timeout of its group. The process ends, because the device would wait forever."
+              << std::endl;
+    std::abort();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::list<Product> products_;
+  bool is_running_ = false;
+};
+
+}  // namespace
+
+void watch_product(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> what) {
+  static auto* watch = new Watch;  // its thread may outlive all statics
+  if (timeout.count() > 0) watch->add(std::move(end), timeout, std::move(what));
+}
+
+}  // namespace shardwright
