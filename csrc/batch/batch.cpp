@@ -15,17 +15,6 @@ namespace {
 
 constexpr std::string_view kKind = "batch";
 
-void check_layouts(const std::vector<Layout>& layouts, const char* side) {
-  for (size_t i = 0; i < layouts.size(); ++i) {
-    check_user(layouts[i].partial_dims().empty(), side, " ", i, ": ", layouts[i].to_string(),
-               " has pending reductions; allowed are layouts without, so reduce it first with redistribute_local");
-    check_user(
-        layouts[i].is_partition() && layouts[i].flattened() == 1, side, " ", i, ": ", layouts[i].to_string(),
-        " has pieces in another order or more than once, or flattened dims; allowed are layouts without, so move "
-        "it by itself with redistribute_local");
-  }
-}
-
 // Gives equal texts equal numbers, in the order of their first appearance.
 class Numbers {
  public:
@@ -37,14 +26,6 @@ class Numbers {
  private:
   std::unordered_map<std::string, int> numbers_;
 };
-
-std::vector<int64_t> words_of(const IndexMap& map) {
-  std::vector<int64_t> words;
-  for (const MapAxis& axis : map.axes()) {
-    words.insert(words.end(), {axis.src_dim, axis.dst_dim, axis.src_begin, axis.dst_begin, axis.length});
-  }
-  return words;
-}
 
 IndexMap map_of(const std::vector<int64_t>& words) {
   check_user(words.size() % 5 == 0, "batch: an axis of ", words.size() % 5, " numbers; allowed is 5");
@@ -61,8 +42,10 @@ IndexMap map_of(const std::vector<int64_t>& words) {
 
 void Batch::check() const {
   check_user(buckets >= 1, "buckets: got ", buckets, "; allowed are 1 and more");
-  check_layouts(sources, "source");
-  check_layouts(destinations, "destination");
+  for (size_t i = 0; i < destinations.size(); ++i) {
+    check_user(destinations[i].partial_dims().empty(), "destination ", i, ": ", destinations[i].to_string(),
+               " has pending reductions; allowed are layouts without");
+  }
   for (size_t i = 0; i < items.size(); ++i) {
     const BatchItem& item = items[i];
     check_user(item.source >= 0 && item.source < static_cast<int64_t>(sources.size()), "item ", i, ": got source ",
@@ -70,7 +53,8 @@ void Batch::check() const {
     check_user(item.destination >= 0 && item.destination < static_cast<int64_t>(destinations.size()), "item ", i,
                ": got destination ", item.destination, "; allowed are the numbers of ", destinations.size(),
                " destinations");
-    item.map.check(sources[item.source].shape(), destinations[item.destination].shape(), concat("item ", i));
+    item.map.check(sources[item.source].tensor_shape(), destinations[item.destination].tensor_shape(),
+                   concat("item ", i));
     const int64_t item_bytes = destinations[item.destination].dtype().size_bytes();
     check_user(bucket_bytes >= item_bytes, "bucket_bytes: got ", bucket_bytes, "; item ", i, " has elements of ",
                item_bytes, " bytes, so allowed are ", item_bytes, " and more");
@@ -119,7 +103,7 @@ std::string Batch::to_bytes() const {
   std::vector<std::vector<int64_t>> maps;
   std::vector<int64_t> words;  // of items
   for (const BatchItem& item : items) {
-    std::vector<int64_t> map = words_of(item.map);
+    std::vector<int64_t> map = item.map.words();
     const auto [found, is_new] = number_of_map.try_emplace(map, static_cast<int64_t>(maps.size()));
     if (is_new) maps.push_back(std::move(map));
     words.insert(words.end(), {item.source, item.destination, found->second});
@@ -208,7 +192,8 @@ std::string Batch::item_text(int item) const {
   const BatchItem& one = items.at(item);
   const Layout& src = sources[one.source];
   const Layout& dst = destinations[one.destination];
-  const bool is_whole = src.shape() == dst.shape() && one.map == IndexMap::identity(src.shape());
+  const std::vector<int64_t> shape = src.tensor_shape();
+  const bool is_whole = shape == dst.tensor_shape() && one.map == IndexMap::identity(shape);
   return concat(src.to_string(), " -> ", dst.to_string(), is_whole ? "" : ", " + one.map.to_string());
 }
 
@@ -220,7 +205,7 @@ Batch whole_tensors(std::vector<std::pair<Layout, Layout>> pairs, int64_t bucket
     const auto number = static_cast<int>(batch.items.size());
     check_user(src.shape() == dst.shape(), "items: item ", number, " is from ", src.to_string(), " to ",
                dst.to_string(), "; allowed are two layouts of one shape");
-    batch.items.push_back({number, number, IndexMap::identity(src.shape())});
+    batch.items.push_back({number, number, IndexMap::identity(src.tensor_shape())});
     batch.sources.push_back(std::move(src));
     batch.destinations.push_back(std::move(dst));
   }

@@ -1,8 +1,9 @@
 // Many tensors that move together: what is asked for. batch_plan.h says how it is done.
 //
 // A batch has source tensors, destination tensors, and items, each of which moves some elements of one source to one
-// destination. Every tensor has a layout on a mesh of its own. Elements are cast to the destination's dtype before they
-// move. What no item writes is left as it is. If two items write the same element, either may come last.
+// destination. Every tensor has a layout on a mesh of its own; maps count the dims of tensors, whether or not a layout
+// flattens them. Pending reductions of sources are reduced, and then elements are cast to the destination's dtype,
+// before they move. What no item writes is left as it is. If two items write the same element, either may come last.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +32,9 @@ struct Batch {
   int64_t bucket_bytes = kDefaultBucketBytes;
   int64_t buckets = kDefaultBuckets;
 
-  // Throws UserError that names the argument, and the item by its number: pending reductions, a map that contradicts
-  // the shapes, numbers of tensors that do not exist, bucket_bytes below one element, buckets below 1.
+  // Throws UserError that names the argument, and the item by its number: destinations with pending reductions, a
+  // map that contradicts the shapes, numbers of tensors that do not exist, bucket_bytes below one element, buckets
+  // below 1.
   void check() const;
 
   // The ranks of all meshes, ascending.

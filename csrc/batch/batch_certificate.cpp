@@ -3,10 +3,16 @@
 #include <algorithm>
 #include <bit>
 #include <map>
+#include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
+#include "batch/layout_numbers.h"
+#include "cost/lowering.h"
 #include "crossing/load.h"
+#include "planning/certified_plan.h"
+#include "planning/fit.h"
 #include "support/error.h"
 #include "support/text.h"
 
@@ -27,13 +33,12 @@ void count_bytes(const BatchPlan& plan, BatchCertificate& certificate) {
     int64_t received_elements = 0;
     for (const ItemLoad& load : kind.loads) {
       const Rank rank = plan.ranks()[load.rank];
-      received[load.rank] += kind.crossing.received_elements(rank) * bytes;
-      sent[load.rank] += kind.crossing.sent_elements(rank) * bytes;
-      received_elements += kind.crossing.received_elements(rank);
+      received[load.rank] += kind.move->received_elements(rank) * bytes;
+      sent[load.rank] += kind.move->sent_elements(rank) * bytes;
+      received_elements += kind.move->received_elements(rank);
     }
-    const int64_t needed = plan.batch().items[kind.item].map.num_elements() * kind.crossing.dst().replicas();
     certificate.received_bytes_sum += received_elements * bytes;
-    certificate.kept_bytes_sum += (needed - received_elements) * bytes;
+    certificate.kept_bytes_sum += (kind.move->needed_elements() - received_elements) * bytes;
   }
   int64_t busiest = 0;
   for (size_t r = 0; r < received.size(); ++r) {
@@ -45,18 +50,21 @@ void count_bytes(const BatchPlan& plan, BatchCertificate& certificate) {
 }
 
 // What all needers want of each set of holders, in bytes.
-std::map<std::vector<Rank>, int64_t> wanted_of_holders(const BatchPlan& plan) {
-  std::map<std::vector<Rank>, int64_t> wanted;
+struct Wanted {
+  std::map<std::vector<Rank>, int64_t> of_holders;
+  bool is_all = true;  // otherwise it is left out where it is not known
+};
+
+Wanted wanted_of(const BatchPlan& plan) {
+  Wanted wanted;
   for (const Kind& kind : plan.kinds()) {
-    const Grid& src = kind.crossing.src();
-    for (int64_t part = 0; part < src.parts(); ++part) {
-      const int64_t elements = kind.crossing.wanted_elements(part);
-      if (elements == 0) continue;
-      const std::vector<int64_t> slots = src.slots_of(part);
-      std::vector<Rank> holders;
-      for (int64_t replica = 0; replica < src.replicas(); ++replica) holders.push_back(src.rank_at(slots, replica));
-      std::sort(holders.begin(), holders.end());
-      wanted[std::move(holders)] += elements * item_bytes(plan, kind) * kind.num_items;
+    const auto of_kind = kind.move->wanted_of_holders();
+    if (!of_kind) {
+      wanted.is_all = false;
+      continue;
+    }
+    for (const auto& [holders, elements] : *of_kind) {
+      wanted.of_holders[holders] += elements * item_bytes(plan, kind) * kind.num_items;
     }
   }
   return wanted;
@@ -64,9 +72,19 @@ std::map<std::vector<Rank>, int64_t> wanted_of_holders(const BatchPlan& plan) {
 
 // The ranks that are in the same sets of holders are a team.
 void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
-  const std::map<std::vector<Rank>, int64_t> wanted = wanted_of_holders(plan);
-  certificate.sent_bound_is_exact = static_cast<int64_t>(wanted.size()) <= BatchCertificate::kMaxPools;
-  if (!certificate.sent_bound_is_exact) {
+  const Wanted known = wanted_of(plan);
+  const std::map<std::vector<Rank>, int64_t>& wanted = known.of_holders;
+  const bool is_small = static_cast<int64_t>(wanted.size()) <= BatchCertificate::kMaxPools;
+  certificate.sent_bound_is_exact = known.is_all && is_small;
+  if (!known.is_all) {  // an even share
+    std::set<Rank> sources;
+    for (const Layout& layout : plan.batch().sources) {
+      for (const Rank rank : layout.mesh().ranks()) sources.insert(rank);
+    }
+    certificate.sent_bytes_bound =
+        ceil_divide(certificate.received_bytes_sum, std::max<int64_t>(static_cast<int64_t>(sources.size()), 1));
+  }
+  if (!is_small) {
     for (const auto& [holders, bytes] : wanted) {
       const int64_t of_each = ceil_divide(bytes, static_cast<int64_t>(holders.size()));
       certificate.sent_bytes_bound = std::max(certificate.sent_bytes_bound, of_each);
@@ -90,7 +108,7 @@ void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
     }
     ++work.team_sizes[found->second];
   }
-  certificate.sent_bytes_bound = least_worst_load(work).rounded_up();
+  certificate.sent_bytes_bound = std::max(certificate.sent_bytes_bound, least_worst_load(work).rounded_up());
 }
 
 // The rounds in which items of a kind travel: as a whole, and in pieces.
@@ -129,8 +147,8 @@ std::vector<Flow> flows_of(const BatchPlan& plan) {
     const Kind& kind = plan.kinds()[k];
     for (const ItemLoad& load : kind.loads) {
       const Rank rank = plan.ranks()[load.rank];
-      for (const Crossing::Parcel& parcel : kind.crossing.receives(rank)) {
-        flows.push_back({parcel.peer, rank, static_cast<int>(k), parcel.range.end - parcel.range.begin});
+      for (const ItemMove::Parcel& parcel : kind.move->receives(rank)) {
+        flows.push_back({parcel.peer, rank, static_cast<int>(k), parcel.elements});
       }
     }
   }
@@ -147,7 +165,7 @@ void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
     auto rounds = static_cast<int64_t>(travels[k].pieces.size());
     for (const uint64_t word : travels[k].whole) rounds += std::popcount(word);
     for (const ItemLoad& load : plan.kinds()[k].loads) {
-      const int64_t received = plan.kinds()[k].crossing.parcels_received_at_most(plan.ranks()[load.rank]);
+      const int64_t received = plan.kinds()[k].move->parcels_received_at_most(plan.ranks()[load.rank]);
       parcels += received;
       at_most[load.rank] += received * rounds;
     }
@@ -184,6 +202,52 @@ void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
   }
 }
 
+// What a reduction takes, with the lowering that takes most.
+struct ReductionFigures {
+  int64_t received_bytes = 0;  // by all ranks
+  int64_t temporary_bytes = 0;
+};
+
+ReductionFigures figures_of(const BatchReduction& reduction) {
+  ReductionFigures figures;
+  for (const Lowering& lowering : Lowering::all()) {
+    PlanOptions options;
+    options.lowering = lowering;
+    const CertifiedPlan plan(make_plan_within(reduction.before, reduction.after, options, std::nullopt));
+    figures.received_bytes = std::max(figures.received_bytes, plan.traffic().received_bytes_sum);
+    figures.temporary_bytes =
+        std::max(figures.temporary_bytes, plan.peak_bytes() - reduction.after.largest_part_bytes());
+  }
+  return figures;
+}
+
+void count_reductions(const BatchPlan& plan, BatchCertificate& certificate) {
+  LayoutNumbers layouts;
+  std::map<std::pair<int, int>, ReductionFigures> known;
+  std::map<int, int64_t> times;  // by number of the reduced layout
+  std::map<int, const Layout*> reduced;
+  for (const BatchReduction& one : plan.reductions()) {
+    const int after = layouts.of(one.after);
+    const auto [found, is_new] = known.try_emplace({layouts.of(one.before), after});
+    if (is_new) found->second = figures_of(one);
+    certificate.reduction_bytes_sum += found->second.received_bytes;
+    certificate.reducing_bytes_max = std::max(certificate.reducing_bytes_max, found->second.temporary_bytes);
+    reduced[after] = &one.after;
+    ++times[after];
+  }
+  certificate.reductions = static_cast<int64_t>(plan.reductions().size());
+  for (const Rank rank : plan.ranks()) {
+    int64_t bytes = 0;
+    for (const auto& [number, layout] : reduced) {
+      const std::optional<Position> position = layout->mesh().position_of(rank);
+      if (position) bytes += num_elements(layout->region(*position)) * layout->dtype().size_bytes() * times[number];
+    }
+    certificate.reduced_bytes_max = std::max(certificate.reduced_bytes_max, bytes);
+  }
+  certificate.memory_bytes =
+      certificate.reduced_bytes_max + std::max(plan.buckets() * plan.bucket_bytes(), certificate.reducing_bytes_max);
+}
+
 }  // namespace
 
 BatchCertificate certificate_of(const BatchPlan& plan) {
@@ -194,7 +258,7 @@ BatchCertificate certificate_of(const BatchPlan& plan) {
   certificate.rounds = plan.num_rounds();
   certificate.bucket_bytes = plan.bucket_bytes();
   certificate.buckets = plan.buckets();
-  certificate.memory_bytes = plan.bucket_bytes() * plan.buckets();
+  count_reductions(plan, certificate);
   count_bytes(plan, certificate);
   bound_sent(plan, certificate);
   count_messages(plan, certificate);
@@ -203,15 +267,22 @@ BatchCertificate certificate_of(const BatchPlan& plan) {
 
 std::string BatchCertificate::to_string() const {
   const char* at_most = messages_are_exact ? "" : "at most ";
+  const std::string reduced =
+      reductions == 0
+          ? ""
+          : concat("\n  reduced before: ", count_text(reductions, "tensor"), ", for which all ranks receive ",
+                   bytes_text(reduction_bytes_sum), "; at most ", bytes_text(reduced_bytes_max),
+                   " of reduced parts on a rank, and ", bytes_text(reducing_bytes_max), " while reducing");
   return concat(items, items == 1 ? " item of " : " items of ", count_text(kinds, "kind"), " over ",
                 count_text(ranks, "rank"), "\n  received: ", bytes_text(received_bytes_max), " by the worst rank, ",
                 bytes_text(received_bytes_sum), " by all; nothing can do with less. ", bytes_text(kept_bytes_sum),
                 " stay on their ranks", "\n  sent: ", bytes_text(sent_bytes_max), " by the worst rank, ",
                 sent_bound_is_exact ? "" : "at least ", bytes_text(sent_bytes_bound), " if only holders send",
                 "\n  rounds: ", rounds, ", at least ", rounds_bound, " with such buckets; messages: ", at_most,
-                messages_sum, ", ", at_most, messages_max, " to one rank",
-                "\n  extra memory: ", bytes_text(memory_bytes), " on each rank, ", count_text(buckets, "bucket"),
-                " of ", bytes_text(bucket_bytes), ", and nothing else");
+                messages_sum, ", ", at_most, messages_max, " to one rank", reduced,
+                "\n  extra memory: ", reductions == 0 ? "" : "at most ", bytes_text(memory_bytes), " on each rank, ",
+                count_text(buckets, "bucket"), " of ", bytes_text(bucket_bytes),
+                reductions == 0 ? ", and nothing else" : ", and what is reduced");
 }
 
 std::string BatchCertificate::to_json() const {
@@ -222,6 +293,8 @@ std::string BatchCertificate::to_json() const {
                 ", \"sent_bytes_bound\": ", sent_bytes_bound, ", \"sent_bound_is_exact\": ", flag(sent_bound_is_exact),
                 ", \"rounds\": ", rounds, ", \"rounds_bound\": ", rounds_bound, ", \"messages_max\": ", messages_max,
                 ", \"messages_sum\": ", messages_sum, ", \"messages_are_exact\": ", flag(messages_are_exact),
+                ", \"reductions\": ", reductions, ", \"reduction_bytes_sum\": ", reduction_bytes_sum,
+                ", \"reduced_bytes_max\": ", reduced_bytes_max, ", \"reducing_bytes_max\": ", reducing_bytes_max,
                 ", \"bucket_bytes\": ", bucket_bytes, ", \"buckets\": ", buckets, ", \"memory_bytes\": ", memory_bytes,
                 "}");
 }

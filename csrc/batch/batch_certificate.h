@@ -32,9 +32,19 @@ struct BatchCertificate {
   int64_t messages_sum = 0;
   bool messages_are_exact = true;
 
+  // Of sources with pending reductions, before anything moves: their number, what all ranks receive for it, what the
+  // reduced parts take on the rank that has most of them, and what the reduction that needs most memory takes besides,
+  // with whatever lowering needs most.
+  int64_t reductions = 0;
+  int64_t reduction_bytes_sum = 0;
+  int64_t reduced_bytes_max = 0;
+  int64_t reducing_bytes_max = 0;
+
   int64_t bucket_bytes = 0;
   int64_t buckets = 0;
-  int64_t memory_bytes = 0;  // buckets * bucket_bytes, on every rank that takes part
+  // On every rank that takes part: buckets * bucket_bytes. With reductions no rank takes more than reduced_bytes_max
+  // and the larger of the buckets and reducing_bytes_max.
+  int64_t memory_bytes = 0;
 
   static constexpr int64_t kMaxPools = 4096;
   static constexpr int64_t kMaxParcels = int64_t{1} << 20;

@@ -55,9 +55,9 @@ std::map<RankPair, LinkUse> uses_of(const BatchPlan& plan) {
     const int64_t bytes = plan.wire_dtype(kind.item).size_bytes() * kind.num_items;
     for (const ItemLoad& load : kind.loads) {
       const Rank rank = plan.ranks()[load.rank];
-      for (const Crossing::Parcel& parcel : kind.crossing.receives(rank)) {
+      for (const ItemMove::Parcel& parcel : kind.move->receives(rank)) {
         LinkUse& use = uses[{parcel.peer, rank}];
-        use.bytes += (parcel.range.end - parcel.range.begin) * bytes;
+        use.bytes += parcel.elements * bytes;
         merge(use.rounds, rounds[k]);
       }
     }
@@ -75,11 +75,11 @@ BatchForecast::OfDestination figures_of(const BatchPlan& plan, const std::vector
   for (const int k : kinds) {
     const Kind& kind = plan.kinds()[k];
     const int64_t bytes = plan.wire_dtype(kind.item).size_bytes();
-    figures.kept_bytes += plan.batch().items[kind.item].map.num_elements() * kind.crossing.dst().replicas() * bytes;
+    figures.kept_bytes += kind.move->needed_elements() * bytes;
     for (const ItemLoad& load : kind.loads) {
       const Rank rank = plan.ranks()[load.rank];
-      for (const Crossing::Parcel& parcel : kind.crossing.receives(rank)) {
-        const int64_t of_parcel = (parcel.range.end - parcel.range.begin) * bytes;
+      for (const ItemMove::Parcel& parcel : kind.move->receives(rank)) {
+        const int64_t of_parcel = parcel.elements * bytes;
         const int64_t ps = scaled(of_parcel, link_between(topology, parcel.peer, rank).ps_per_kib);
         received[rank] += of_parcel;
         receiving_ps[rank] = saturating_sum(receiving_ps[rank], ps);

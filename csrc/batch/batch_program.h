@@ -12,11 +12,10 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "batch/batch_plan.h"
-#include "program/boxes.h"
+#include "batch/rank_move.h"
 
 namespace shardwright {
 
@@ -71,28 +70,11 @@ class BatchProgram {
                                  const std::vector<int64_t>& dst_strides) const;
 
  private:
-  // What this rank sends and receives in every item of a kind.
-  struct Parcel {
-    Rank peer{};
-    Interval range;  // of the elements of `whole`
-    Intersection whole;
-  };
-  struct Part {
-    std::vector<Parcel> sends;  // by ascending peer
-    std::vector<Parcel> receives;
-    std::optional<Intersection> own;
-    // By axis: the local position of its first index.
-    std::vector<int64_t> first_in_src;
-    std::vector<int64_t> first_in_dst;
-  };
   class Builder;
-
-  Part part_in(const BatchPlan::Kind& kind) const;
-  std::vector<Box> boxes_to(const BatchFragment& fragment, const std::vector<int64_t>& strides, bool is_sent) const;
 
   std::shared_ptr<const BatchPlan> plan_;
   Rank rank_;
-  std::vector<Part> parts_;  // by kind
+  std::vector<RankMove> moves_;  // by kind
   std::vector<BatchRound> rounds_;
   std::vector<int> own_items_;
   std::vector<int> last_of_source_;

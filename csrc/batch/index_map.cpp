@@ -63,6 +63,14 @@ int64_t IndexMap::num_elements() const {
   return elements;
 }
 
+std::vector<int64_t> IndexMap::words() const {
+  std::vector<int64_t> words;
+  for (const MapAxis& axis : axes_) {
+    words.insert(words.end(), {axis.src_dim, axis.dst_dim, axis.src_begin, axis.dst_begin, axis.length});
+  }
+  return words;
+}
+
 void IndexMap::check(const std::vector<int64_t>& src_shape, const std::vector<int64_t>& dst_shape,
                      const std::string& argument) const {
   for (const MapAxis& axis : axes_) {

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -13,6 +14,7 @@
 #include "batch/batch.h"
 #include "batch/batch_certificate.h"
 #include "batch/batch_plan.h"
+#include "batch/reductions.h"
 #include "bindings/arguments.h"
 #include "bindings/views.h"
 
@@ -46,7 +48,7 @@ Batch batch_of(const std::vector<std::shared_ptr<Layout>>& sources,
     } else {
       check_user(source >= 0 && source < static_cast<int64_t>(sources.size()), "item ", batch.items.size(),
                  ": got source ", source, "; allowed are the numbers of ", sources.size(), " sources");
-      batch.items.push_back({source, destination, IndexMap::identity(sources[source]->shape())});
+      batch.items.push_back({source, destination, IndexMap::identity(sources[source]->tensor_shape())});
     }
   }
   batch.check();
@@ -81,6 +83,10 @@ void define_plan_of_batch(py::module_& m) {
       .def_property_readonly("messages_sum", figure(&Certificate::messages_sum))
       .def_property_readonly("messages_are_exact",
                              [](const BatchPlanView& v) { return v.certificate.messages_are_exact; })
+      .def_property_readonly("reductions", figure(&Certificate::reductions))
+      .def_property_readonly("reduction_bytes_sum", figure(&Certificate::reduction_bytes_sum))
+      .def_property_readonly("reduced_bytes_max", figure(&Certificate::reduced_bytes_max))
+      .def_property_readonly("reducing_bytes_max", figure(&Certificate::reducing_bytes_max))
       .def_property_readonly("bucket_bytes", figure(&Certificate::bucket_bytes))
       .def_property_readonly("buckets", figure(&Certificate::buckets))
       .def_property_readonly("memory_bytes", figure(&Certificate::memory_bytes))
@@ -99,6 +105,16 @@ void define_batch(py::module_& m) {
            py::arg("bucket_bytes") = Batch::kDefaultBucketBytes, py::arg("buckets") = Batch::kDefaultBuckets)
       .def_property_readonly("num_items", [](const Batch& batch) { return batch.items.size(); })
       .def("digests", &Batch::digests, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "reductions",
+          [](const Batch& batch) {
+            std::map<int, std::shared_ptr<Layout>> reduced;
+            for (const BatchReduction& one : reductions_of(batch)) {
+              reduced.emplace(one.source, std::make_shared<Layout>(one.after));
+            }
+            return reduced;
+          },
+          py::call_guard<py::gil_scoped_release>())
       .def("item_text", &Batch::item_text, py::arg("item"))
       .def("to_bytes", [](const Batch& batch) { return py::bytes(batch.to_bytes()); });
   define_plan_of_batch(m);

@@ -246,16 +246,24 @@ class Rearrangement::Choice {
 };
 
 Rearrangement::Rearrangement(const Layout& src, const Layout& dst, Sharing sharing)
-    : sharing_(sharing),
-      item_bytes_(src.dtype().size_bytes()),
-      src_(side_of(src, kept_partials(src, dst), std::max(src.flattened(), dst.flattened()))),
-      dst_(side_of(dst, kept_partials(src, dst), std::max(src.flattened(), dst.flattened()))),
-      ranks_(united(src.mesh().ranks(), dst.mesh().ranks())) {
+    : Rearrangement(side_of(src, kept_partials(src, dst), std::max(src.flattened(), dst.flattened())),
+                    side_of(dst, kept_partials(src, dst), std::max(src.flattened(), dst.flattened())),
+                    src.dtype().size_bytes(), sharing) {
   const MeshDimSet kept = kept_partials(src, dst);
   check_invariant(src.tensor_shape() == dst.tensor_shape() && src.dtype() == dst.dtype() &&
                       src.partial_dims() == kept && dst.partial_dims() == kept,
                   "a rearrangement from ", src.to_string(), " to ", dst.to_string());
+}
+
+Rearrangement::Rearrangement(Side src, Side dst, int64_t item_bytes, Sharing sharing)
+    : sharing_(sharing),
+      item_bytes_(item_bytes),
+      src_(std::move(src)),
+      dst_(std::move(dst)),
+      ranks_(united(src_.mesh->ranks(), dst_.mesh->ranks())) {
   check_invariant(sharing != Sharing::kNone, "a rearrangement without sharing");
+  check_invariant(src_.axes.size() == dst_.axes.size(), "a rearrangement from ", src_.axes.size(), " to ",
+                  dst_.axes.size(), " axes");
   for (size_t axis = 0; axis < src_.axes.size(); ++axis) shares_.push_back(Choice(src_, dst_, axis, sharing_).all());
   deliver();
 }
@@ -374,6 +382,24 @@ int64_t Rearrangement::received_elements(Rank rank) const {
   int64_t elements = 0;
   for (const size_t i : found->second) elements += deliveries_[i].range.end - deliveries_[i].range.begin;
   return elements;
+}
+
+int64_t Rearrangement::sent_elements(Rank rank) const {
+  const auto found = sent_by_.find(rank);
+  if (found == sent_by_.end()) return 0;
+  int64_t elements = 0;
+  for (const size_t i : found->second) elements += deliveries_[i].range.end - deliveries_[i].range.begin;
+  return elements;
+}
+
+int64_t Rearrangement::parcels_received(Rank rank) const {
+  const auto found = received_by_.find(rank);
+  return found == received_by_.end() ? 0 : static_cast<int64_t>(found->second.size());
+}
+
+int64_t Rearrangement::parcels_sent(Rank rank) const {
+  const auto found = sent_by_.find(rank);
+  return found == sent_by_.end() ? 0 : static_cast<int64_t>(found->second.size());
 }
 
 Traffic Rearrangement::at(Rank rank, int64_t rounds) const {

@@ -45,6 +45,18 @@ class Rearrangement {
   // CutRule::kMaxRuns runs.
   Rearrangement(const Layout& src, const Layout& dst, Sharing sharing);
 
+  struct Axis {
+    std::vector<int> mesh_dims;       // that cut it, the first cut first
+    std::vector<IntervalList> lists;  // by slot
+  };
+  struct Side {
+    MeshPtr mesh;
+    std::vector<Axis> axes;
+    std::vector<std::vector<int64_t>> slots;  // by position and axis
+  };
+  // The same of any two sides with as many axes, of which each source element is on some slot.
+  Rearrangement(Side src, Side dst, int64_t item_bytes, Sharing sharing);
+
   // The ranks of both meshes, ascending.
   const std::vector<Rank>& ranks() const { return ranks_; }
 
@@ -66,6 +78,9 @@ class Rearrangement {
   // Returns whether any rank receives anything.
   bool communicates() const { return !deliveries_.empty(); }
   int64_t received_elements(Rank rank) const;
+  int64_t sent_elements(Rank rank) const;
+  int64_t parcels_received(Rank rank) const;
+  int64_t parcels_sent(Rank rank) const;
   // In `messages`, a parcel counts once per round, but at most once per element.
   Traffic at(Rank rank, int64_t rounds = 1) const;
   StepFigures worst(int64_t rounds = 1) const;
@@ -74,15 +89,6 @@ class Rearrangement {
   bool crosses_nodes(int64_t ranks_per_node) const;
 
  private:
-  struct Axis {
-    std::vector<int> mesh_dims;       // that cut it, the first cut first
-    std::vector<IntervalList> lists;  // by slot
-  };
-  struct Side {
-    MeshPtr mesh;
-    std::vector<Axis> axes;
-    std::vector<std::vector<int64_t>> slots;  // by position and axis
-  };
   // Elements of an axis that one slot of the source serves.
   struct Share {
     int64_t slot = 0;

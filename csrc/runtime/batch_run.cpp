@@ -111,17 +111,23 @@ class BatchRun final : public Run {
   void finish() { finish_until(num_actions()); }
 
   void release() override {
+    // Tensors are freed without the lock, because that may need Python's.
+    std::vector<at::Tensor> buckets;
+    std::vector<at::Tensor> host_buckets;
+    std::vector<at::Tensor> sources;
+    std::vector<at::Tensor> destinations;
+    std::optional<GroupLease> lease;
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    buckets.swap(buckets_);
+    host_buckets.swap(host_buckets_);
+    lease.swap(lease_);
     if (!failure_) {
-      for (const at::Tensor& bucket : buckets_) give_staging(bucket);
-      for (const at::Tensor& bucket : host_buckets_) give_staging(bucket);
+      for (const at::Tensor& bucket : buckets) give_staging(bucket);
+      for (const at::Tensor& bucket : host_buckets) give_staging(bucket);
     }
-    buckets_.clear();
-    host_buckets_.clear();
-    lease_.reset();
     if (mode_ == Mode::kBeside) return;  // the device may still read and write them
-    sources_.clear();
-    destinations_.clear();
+    sources.swap(sources_);
+    destinations.swap(destinations_);
   }
 
   // One past the last action that reads a source, or that writes a destination.
@@ -162,7 +168,12 @@ class BatchRun final : public Run {
   }
   // Makes the current stream, or on CPU the host, wait for the actions before this one.
   void wait_until(int action) {
-    if (mode_ != Mode::kBeside) return finish_until(action);
+    if (mode_ != Mode::kBeside) {
+      finish_until(action);
+      // The progress thread may keep a run that is over for a while, which should not keep memory.
+      if (finished()) release();
+      return;
+    }
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (failure_) std::rethrow_exception(failure_);
     TORCH_CHECK(is_capturing(device_) == started_in_capture_, "shardwright: rank ", program_.rank(),

@@ -69,6 +69,25 @@ void for_each_element(const std::vector<std::vector<int64_t>>& lists, Local& loc
   }
 }
 
+// The index of an element in the tensor, from that in local dims, of which the first may be several that are flattened.
+std::vector<int64_t> in_tensor(const Layout& layout, const std::vector<int64_t>& index) {
+  std::vector<int64_t> all(index.begin() + (layout.flattened() > 1 ? 1 : 0), index.end());
+  if (layout.flattened() == 1) return all;
+  const std::vector<int64_t> shape = layout.tensor_shape();
+  int64_t rest = index[0];
+  for (int d = layout.flattened(); d-- > 0; rest /= shape[d]) all.insert(all.begin(), rest % shape[d]);
+  return all;
+}
+
+std::vector<int64_t> in_local_dims(const Layout& layout, const std::vector<int64_t>& index) {
+  if (layout.flattened() == 1) return index;
+  std::vector<int64_t> all{0};
+  const std::vector<int64_t> shape = layout.tensor_shape();
+  for (int d = 0; d < layout.flattened(); ++d) all[0] = all[0] * shape[d] + index[d];
+  all.insert(all.end(), index.begin() + layout.flattened(), index.end());
+  return all;
+}
+
 int64_t value_of(int source, const std::vector<int64_t>& index) {
   int64_t value = source + 1;
   for (const int64_t i : index) value = value * 64 + i;
@@ -114,9 +133,10 @@ class Simulation {
       programs_.emplace_back(plan_, rank);
       for (size_t s = 0; s < problem.sources.size(); ++s) {
         sources_[rank].push_back(local_of(problem.sources[s], rank, random));
-        for_each_element(
-            lists_of(problem.sources[s], rank), sources_[rank].back(),
-            [&](const std::vector<int64_t>& index, int64_t& place) { place = value_of(static_cast<int>(s), index); });
+        for_each_element(lists_of(problem.sources[s], rank), sources_[rank].back(),
+                         [&](const std::vector<int64_t>& index, int64_t& place) {
+                           place = value_of(static_cast<int>(s), in_tensor(problem.sources[s].layout, index));
+                         });
       }
       for (const Placed& placed : problem.destinations) destinations_[rank].push_back(local_of(placed, rank, random));
     }
@@ -160,7 +180,7 @@ class Simulation {
     EXPECT_EQ(seen.sent_bytes_max, promised.sent_bytes_max);
     EXPECT_EQ(seen.messages_max, promised.messages_max);
     EXPECT_EQ(seen.messages_sum, promised.messages_sum);
-    EXPECT_TRUE(promised.messages_are_exact && promised.sent_bound_is_exact);
+    EXPECT_TRUE(promised.messages_are_exact);
     EXPECT_LE(promised.sent_bytes_bound, promised.sent_bytes_max);
     EXPECT_LE(promised.rounds_bound, promised.rounds);
     EXPECT_LE(promised.memory_bytes, problem_.batch.bucket_bytes * problem_.batch.buckets);
@@ -235,11 +255,12 @@ class Simulation {
   void expect_right(Rank rank, int destination, Local& local) {
     int64_t wrong = 0;
     for_each_element(lists_of(problem_.destinations[destination], rank), local,
-                     [&](const std::vector<int64_t>& index, int64_t& place) {
+                     [&](const std::vector<int64_t>& local_index, int64_t& place) {
+                       const auto index = in_tensor(problem_.destinations[destination].layout, local_index);
                        int64_t expected = kUntouched;
                        for (const BatchItem& item : problem_.batch.items) {
                          if (item.destination != destination) continue;
-                         const size_t ndim = problem_.sources[item.source].layout.shape().size();
+                         const size_t ndim = problem_.sources[item.source].layout.tensor_shape().size();
                          if (const auto from = source_index(item.map, ndim, index)) {
                            expected = value_of(item.source, *from);
                          }
@@ -256,9 +277,11 @@ class Simulation {
       const Placed& dst = problem_.destinations[item.destination];
       const auto held = src.held.find(rank);
       Local& local = destinations_[rank][item.destination];
-      for_each_element(lists_of(dst, rank), local, [&](const std::vector<int64_t>& index, int64_t&) {
-        const auto from = source_index(item.map, src.layout.shape().size(), index);
+      for_each_element(lists_of(dst, rank), local, [&](const std::vector<int64_t>& local_index, int64_t&) {
+        const auto index = in_tensor(dst.layout, local_index);
+        auto from = source_index(item.map, src.layout.tensor_shape().size(), index);
         if (!from) return;
+        from = in_local_dims(src.layout, *from);
         bool has = held != src.held.end();
         for (size_t d = 0; has && d < from->size(); ++d) {
           has = std::find(held->second[d].begin(), held->second[d].end(), (*from)[d]) != held->second[d].end();
@@ -374,6 +397,158 @@ TEST_P(RandomBatches, EveryElementArrivesAndFiguresAreAsPromised) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, RandomBatches, testing::Range(1u, 11u));
 
+// A layout with what its own regions say each rank holds; region_test.cpp and rearrangement_test.cpp test these.
+Placed placed_by_region(const Layout& layout) {
+  Placed made{layout, {}};
+  for (int64_t p = 0; p < layout.mesh().size(); ++p) {
+    std::vector<std::vector<int64_t>>& lists = made.held[layout.mesh().rank_at(Position{p})];
+    for (const IntervalList& list : layout.region(p)) {
+      std::vector<int64_t>& indices = lists.emplace_back();
+      for (const Interval& one : list) {
+        for (int64_t i = one.begin; i < one.end; ++i) indices.push_back(i);
+      }
+    }
+  }
+  return made;
+}
+
+// Pieces in any order, several of them on more than one coordinate; or cuts of the flattened dims.
+Placed any_rearranged(RandomPlacements& random, const std::vector<int64_t>& shape, int64_t world) {
+  const int64_t k = random.pick(1, std::min<int64_t>(world, 4));
+  const int64_t first = random.pick(0, world - k);
+  std::vector<int64_t> ranks;
+  for (int64_t r = 0; r < k; ++r) ranks.push_back(first + r);
+  std::shuffle(ranks.begin(), ranks.end(), random.random());
+  const MeshPtr mesh = mesh_of({k}, ranks);
+  const auto flattened = static_cast<int>(random.pick(1, static_cast<int64_t>(shape.size())));
+  int64_t n = 1;
+  for (int d = 0; d < flattened; ++d) n *= shape[d];
+  std::vector<Placement> placements;
+  if (random.pick(0, 2) == 0) {
+    std::string sizes;
+    int64_t left = n;
+    for (int64_t c = 0; c < k; ++c) {
+      const int64_t size = c + 1 == k ? left : random.pick(0, left);
+      sizes += concat(c > 0 ? ":" : "", size);
+      left -= size;
+    }
+    placements = parse_placements(concat("Ragged(0,", sizes, ")"));
+  } else {
+    const int64_t pieces = random.pick(1, 6);
+    std::vector<std::vector<int64_t>> lists(k);
+    for (int64_t i = 0; i < pieces; ++i) {
+      for (int64_t copies = random.pick(1, 2); copies > 0; --copies) {
+        std::vector<int64_t>& list = lists[random.pick(0, k - 1)];
+        if (std::find(list.begin(), list.end(), i) == list.end()) list.push_back(i);
+      }
+    }
+    std::string text;
+    for (int64_t c = 0; c < k; ++c) {
+      text += c > 0 ? ":" : "";
+      std::shuffle(lists[c].begin(), lists[c].end(), random.random());
+      std::string joined;
+      for (const int64_t i : lists[c])
+        joined += concat(joined.empty() ? "" : "+", n * i / pieces, "-", n * (i + 1) / pieces);
+      text += joined;
+    }
+    placements = parse_placements(concat("Pieces(0,", text, ")"));
+  }
+  return placed_by_region(Layout(mesh, shape, DType::kFloat32, placements, {}, StridedMeaning::kAuto, flattened));
+}
+
+// A box of one tensor, with its dims in another order, to a box of another; one side or both are rearranged.
+void add_rearranged(Problem& problem, RandomPlacements& random, int64_t world) {
+  std::vector<int64_t> shape;
+  for (int64_t d = 0, dims = random.pick(1, 3); d < dims; ++d) shape.push_back(random.pick(1, 6));
+  std::vector<int> order;
+  for (size_t d = 0; d < shape.size(); ++d) order.push_back(static_cast<int>(d));
+  const bool is_box = random.pick(0, 1) == 1;
+  if (is_box) std::shuffle(order.begin(), order.end(), random.random());
+  std::vector<int64_t> dst_shape(shape.size());
+  std::vector<MapAxis> axes;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    MapAxis axis{static_cast<int>(d), order[d], 0, 0, shape[d]};
+    if (is_box && random.pick(0, 1) == 0) {
+      axis.src_begin = random.pick(0, shape[d]);
+      axis.length = random.pick(0, shape[d] - axis.src_begin);
+      axis.dst_begin = random.pick(0, 2);
+    }
+    dst_shape[order[d]] = std::max<int64_t>(axis.dst_begin + axis.length + (is_box ? random.pick(0, 1) : 0), 1);
+    axes.push_back(axis);
+  }
+  if (is_box) std::shuffle(axes.begin(), axes.end(), random.random());
+  const auto any = [&](const std::vector<int64_t>& of, bool is_rearranged) {
+    return is_rearranged ? any_rearranged(random, of, world) : random.on_any_mesh(of, world);
+  };
+  const int64_t which = random.pick(0, 2);
+  const int source = problem.add_source(any(shape, which != 0));
+  const int destination = problem.add_destination(any(dst_shape, which != 1));
+  problem.batch.items.push_back({source, destination, IndexMap(axes)});
+}
+
+class RearrangedBatches : public testing::TestWithParam<unsigned> {};
+
+TEST_P(RearrangedBatches, EveryElementArrivesAndFiguresAreAsPromised) {
+  RandomPlacements random(GetParam());
+  for (int trial = 0; trial < 60; ++trial) {
+    SCOPED_TRACE(testing::Message() << "seed " << GetParam() << ", trial " << trial);
+    const int64_t world = random.pick(1, 6);
+    Problem problem;
+    problem.batch.bucket_bytes = random.pick(0, 1) == 0 ? random.pick(256, 512) : 100000;
+    for (int64_t i = 0, items = random.pick(1, 4); i < items; ++i) {
+      random.pick(0, 3) == 0 ? add_whole(problem, random, world) : add_rearranged(problem, random, world);
+    }
+    Simulation simulation(problem, random, world);
+    simulation.run();
+    simulation.expect_right();
+    simulation.expect_promised();
+    if (HasFailure()) {
+      for (const BatchItem& item : problem.batch.items)
+        ADD_FAILURE() << problem.batch.item_text(static_cast<int>(&item - problem.batch.items.data()));
+      return;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, RearrangedBatches, testing::Range(1u, 9u));
+
+// Holders share the sending of a large tensor of which all have a copy, in whatever order.
+TEST(Batch, RearrangedTensorsAreShared) {
+  const MeshPtr from = mesh_of({2});
+  const MeshPtr to = mesh_of({2}, {2, 3});
+  const Layout src = layout_of(from, {1 << 16}, "Pieces(0,0-65536:32768-65536+0-32768)");
+  const BatchCertificate certificate =
+      certificate_of(BatchPlan(whole_tensors({{src, layout_of(to, {1 << 16}, "S(0)")}})));
+  EXPECT_EQ(certificate.received_bytes_max, 4 << 15);
+  EXPECT_EQ(certificate.sent_bytes_max, 4 << 15);
+  EXPECT_EQ(certificate.sent_bytes_bound, 4 << 15);
+  EXPECT_FALSE(certificate.sent_bound_is_exact);
+}
+
+TEST(Batch, PendingReductionsAreReducedToWhatLeavesLeast) {
+  const MeshPtr mesh = mesh_of({4});
+  const MeshPtr other = mesh_of({2}, {4, 5});
+  const auto reduced = [](const Layout& src, const Layout& dst) {
+    const BatchPlan plan(whole_tensors({{src, dst}}));
+    EXPECT_EQ(plan.reductions().size(), 1u);
+    return plan.reductions()[0].after.placements_string();
+  };
+  EXPECT_EQ(reduced(layout_of(mesh, {8, 8}, "P"), layout_of(mesh, {8, 8}, "S(1)")), "[S(1)]");
+  EXPECT_EQ(reduced(layout_of(mesh, {2, 64}, "P"), layout_of(other, {2, 64}, "R")), "[S(1)]");
+  EXPECT_EQ(reduced(layout_of(mesh, {}, "P"), layout_of(other, {}, "R")), "[R]");
+  // Four tensors of 1 KiB, of which each rank keeps a quarter; nothing is left to move.
+  const Layout src = layout_of(mesh, {16, 16}, "P");
+  const Layout dst = layout_of(mesh, {16, 16}, "S(0)");
+  const BatchCertificate certificate =
+      certificate_of(BatchPlan(whole_tensors({{src, dst}, {src, dst}, {src, dst}, {src, dst}})));
+  EXPECT_EQ(certificate.reductions, 4);
+  EXPECT_EQ(certificate.received_bytes_sum, 0);
+  EXPECT_EQ(certificate.reduction_bytes_sum, 4 * 3 * 1024);
+  EXPECT_EQ(certificate.reduced_bytes_max, 4 * 256);
+  EXPECT_GE(certificate.reducing_bytes_max, 3 * 256);  // contributions of three others
+  EXPECT_EQ(certificate.memory_bytes, certificate.reduced_bytes_max + certificate.reducing_bytes_max);
+}
+
 TEST(Batch, ATensorLargerThanABucketGoesInRounds) {
   RandomPlacements random(1);
   const MeshPtr from = mesh_of({2}, {0, 1});
@@ -454,8 +629,8 @@ std::string error_of(const Batch& batch) {
 
 TEST(Batch, ErrorsNameTheItemAndWhatIsAllowed) {
   const MeshPtr mesh = mesh_of({2});
-  const auto batch = [&](IndexMap map, const std::string& src = "R") {
-    return Batch{{layout_of(mesh, {4, 6}, src)}, {layout_of(mesh, {12, 6}, "R")}, {{0, 0, std::move(map)}}};
+  const auto batch = [&](IndexMap map, const std::string& dst = "R") {
+    return Batch{{layout_of(mesh, {4, 6}, "R")}, {layout_of(mesh, {12, 6}, dst)}, {{0, 0, std::move(map)}}};
   };
   const auto expect = [&](const Batch& wrong, const std::string& text) {
     EXPECT_NE(error_of(wrong).find(text), std::string::npos) << error_of(wrong);
@@ -467,7 +642,7 @@ TEST(Batch, ErrorsNameTheItemAndWhatIsAllowed) {
   expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 1, 0, 0, 6}, {1, -1, 0, 0, 1}})), "is on 2 axes");
   expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, -1, 0, 0, 6}, {-1, 1, 0, 0, 1}})), "has length 6; allowed is 1");
   expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 2, 0, 0, 6}})), "got destination dim 2");
-  expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 1, 0, 0, 6}}), "P"), "source 0: ");
+  expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 1, 0, 0, 6}}), "P"), "destination 0: ");
   Batch small = batch(IndexMap({{0, 0, 0, 4, 4}, {1, 1, 0, 0, 6}}));
   small.bucket_bytes = 3;
   expect(small, "bucket_bytes: got 3; item 0 has elements of 4 bytes");

@@ -60,7 +60,7 @@ def test_figures_say_whether_they_hold_for_every_rank() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.update(version=2), "version 2; allowed is 3"),
+        (lambda t: t.update(version=3), "version 3; allowed is 4"),
         (lambda t: t.pop("steps"), "missing"),
         (lambda t: t["steps"][0].update(op="teleport"), "'teleport' is not known"),
         (lambda t: t["steps"][0].update(rounds=0), "0 rounds"),

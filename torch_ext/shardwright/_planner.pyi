@@ -232,6 +232,9 @@ class Batch:
     def digests(self) -> list[int]:
         """A number for the settings, then one for each item, which depends on all before it."""
 
+    def reductions(self) -> dict[int, Layout]:
+        """Where each source with pending reductions, by its number, is reduced to before anything moves."""
+
     def item_text(self, item: int) -> str: ...
     def to_bytes(self) -> bytes: ...
 
@@ -283,7 +286,23 @@ class BatchPlan:
     def buckets(self) -> int: ...
     @property
     def memory_bytes(self) -> int:
-        """Extra memory on each rank: buckets * bucket_bytes."""
+        """Extra memory on each rank: buckets * bucket_bytes. With reductions, at most so much."""
+
+    @property
+    def reductions(self) -> int:
+        """How many tensors with pending reductions are reduced before anything moves."""
+
+    @property
+    def reduction_bytes_sum(self) -> int:
+        """What all ranks receive for that."""
+
+    @property
+    def reduced_bytes_max(self) -> int:
+        """What the reduced parts take on the rank that has most of them."""
+
+    @property
+    def reducing_bytes_max(self) -> int:
+        """What the reduction that needs most memory takes besides its result."""
 
     def to_json(self) -> str: ...
 

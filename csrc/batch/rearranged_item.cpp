@@ -1,0 +1,367 @@
+// Items whose elements are rearranged: the axes of both sides, and what each slot of them holds.
+#include <algorithm>
+#include <utility>
+
+#include "batch/item_move.h"
+#include "crossing/rearrangement.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+using Side = Rearrangement::Side;
+
+// Axes of the map that are one axis of the item, in order; its indices number their combinations, row-major.
+using Group = std::vector<int>;
+
+// A tensor dim as seen from a group: which of its indices are in the map's range, and where they are in the group.
+struct Dim {
+  int64_t size = 1;
+  int64_t begin = 0;  // of the range
+  int64_t length = 1;
+  int64_t stride = 1;  // in the group
+
+  bool is_whole() const { return begin == 0 && length == size; }
+};
+
+// A dim of local tensors: one tensor dim, or several that are flattened.
+struct LocalDim {
+  int number = 0;  // among the dims of Layout::shape()
+  std::vector<Dim> dims;
+};
+
+// What a slot of an axis has. `placed` has all of its elements, in local order, so that positions in it are positions
+// in the local tensor; those that the item does not move have indices that no other list has.
+struct Held {
+  IntervalList moved;
+  IntervalList placed;
+};
+
+// One side of the item: of its source or of its destination.
+struct SideOfItem {
+  const Layout& layout;
+  std::vector<Window> windows;  // by axis of the map; of tensor dims
+  bool is_source = true;
+};
+
+std::vector<Group> groups_of(const IndexMap& map, const Layout& src, const Layout& dst) {
+  const auto is_flattened = [](int dim, const Layout& layout) {
+    return layout.flattened() > 1 && dim >= 0 && dim < layout.flattened();
+  };
+  Group of_src;
+  Group of_dst;
+  std::vector<Group> groups;
+  const std::vector<MapAxis>& axes = map.axes();
+  bool overlap = false;
+  for (int a = 0; a < static_cast<int>(axes.size()); ++a) {
+    const bool in_src = is_flattened(axes[a].src_dim, src);
+    const bool in_dst = is_flattened(axes[a].dst_dim, dst);
+    overlap = overlap || (in_src && in_dst);
+    if (in_src) of_src.push_back(a);
+    if (in_dst) of_dst.push_back(a);
+    if (!in_src && !in_dst) groups.push_back({a});
+  }
+  if (overlap) {
+    for (const int a : of_dst) {
+      if (std::find(of_src.begin(), of_src.end(), a) == of_src.end()) of_src.push_back(a);
+    }
+    of_dst.clear();
+  }
+  const auto sorted = [&](Group group, int MapAxis::* dim) {
+    std::stable_sort(group.begin(), group.end(), [&](int a, int b) { return axes[a].*dim < axes[b].*dim; });
+    return group;
+  };
+  if (!of_src.empty()) groups.push_back(sorted(of_src, &MapAxis::src_dim));
+  if (!of_dst.empty()) groups.push_back(sorted(of_dst, &MapAxis::dst_dim));
+  return groups;
+}
+
+int64_t num_elements(const Group& group, const SideOfItem& side) {
+  int64_t elements = 1;
+  for (const int a : group) elements *= side.windows[a].length;
+  return elements;
+}
+
+// The dims of local tensors that a group lies on, in their order. A flattened dim's neighbours within it that have no
+// borders between them are one.
+std::vector<LocalDim> local_dims_of(const Group& group, const SideOfItem& side) {
+  const std::vector<int64_t> shape = side.layout.tensor_shape();
+  std::map<int, Dim> dims;  // by tensor dim
+  int64_t stride = 1;
+  for (size_t i = group.size(); i-- > 0;) {
+    const Window& window = side.windows[group[i]];
+    if (window.tensor_dim != Window::kNoDim) {
+      dims[window.tensor_dim] = {shape[window.tensor_dim], window.begin, window.length, stride};
+    }
+    stride *= window.length;
+  }
+  const int flattened = side.layout.flattened();
+  std::vector<LocalDim> made;
+  for (const auto& [tensor_dim, dim] : dims) {
+    const int number = std::max(tensor_dim - flattened + 1, 0);
+    if (made.empty() || made.back().number != number) made.push_back({number, {}});
+    std::vector<Dim>& inside = made.back().dims;
+    if (!inside.empty() && dim.is_whole() && inside.back().stride == dim.size * dim.stride) {
+      Dim& outer = inside.back();
+      outer = {outer.size * dim.size, outer.begin * dim.size, outer.length * dim.size, dim.stride};
+    } else {
+      inside.push_back(dim);
+    }
+  }
+  return made;
+}
+
+// Lists what a slot has, element by element in local order, but runs of the last dim at once.
+class Lister {
+ public:
+  // `whole`: the indices of the group.
+  Lister(const std::vector<LocalDim>& dims, std::vector<IntervalList> lists, int64_t whole, bool is_source)
+      : dims_(dims), lists_(std::move(lists)), whole_(whole), is_source_(is_source) {}
+
+  Held held() {
+    if (dims_.empty()) return {{{0, 1}}, {{0, 1}}};
+    visit(0, 0, true);
+    return std::move(held_);
+  }
+
+ private:
+  // A run of indices of a local dim: the index in the group of its first one, as far as this dim says.
+  struct Run {
+    int64_t index = 0;
+    int64_t length = 0;
+    int64_t stride = 0;
+    bool is_moved = true;
+  };
+
+  void visit(size_t d, int64_t index, bool is_moved) {
+    const bool is_last = d + 1 == dims_.size();
+    for (const Interval& one : lists_[d]) {
+      for (const Run& run : runs_of(dims_[d].dims, one)) {
+        const bool both = is_moved && run.is_moved;
+        if (is_last) {
+          add({index + run.index, run.length, run.stride, both});
+        } else {
+          for (int64_t i = 0; i < run.length; ++i) visit(d + 1, index + run.index + i * run.stride, both);
+        }
+      }
+    }
+  }
+
+  // Rows of the last dim, each divided by where its range begins and ends.
+  static std::vector<Run> runs_of(const std::vector<Dim>& dims, const Interval& interval) {
+    std::vector<Run> runs;
+    const Dim& last = dims.back();
+    for (int64_t at = interval.begin; at < interval.end;) {
+      const int64_t row_begin = dims.size() == 1 ? 0 : at / last.size * last.size;
+      const int64_t row_end = dims.size() == 1 ? interval.end : std::min(interval.end, row_begin + last.size);
+      Run row{0, 0, last.stride, true};
+      int64_t rest = last.size == 0 ? 0 : at / last.size;
+      for (size_t d = dims.size() - 1; d-- > 0; rest /= std::max<int64_t>(dims[d].size, 1)) {
+        const int64_t i = rest % dims[d].size - dims[d].begin;
+        row.is_moved = row.is_moved && i >= 0 && i < dims[d].length;
+        row.index += i * dims[d].stride;
+      }
+      const int64_t from = at - row_begin;
+      const int64_t to = row_end - row_begin;
+      const int64_t begin = std::clamp(last.begin, from, to);
+      const int64_t end = std::clamp(last.begin + last.length, begin, to);
+      if (from < begin) runs.push_back({0, begin - from, 0, false});
+      if (begin < end)
+        runs.push_back({row.index + (begin - last.begin) * last.stride, end - begin, last.stride, row.is_moved});
+      if (end < to) runs.push_back({0, to - end, 0, false});
+      at = row_end;
+    }
+    return runs;
+  }
+
+  void add(const Run& run) {
+    if (!run.is_moved) {
+      const Interval elsewhere = is_source_ ? Interval{whole_ + position_, whole_ + position_ + run.length}
+                                            : Interval{-position_ - run.length, -position_};
+      append(held_.placed, elsewhere);
+    } else if (run.stride == 1 || run.length == 1) {
+      append(held_.placed, {run.index, run.index + run.length});
+      append(held_.moved, {run.index, run.index + run.length});
+    } else {
+      for (int64_t i = 0; i < run.length; ++i) {
+        const int64_t index = run.index + i * run.stride;
+        append(held_.placed, {index, index + 1});
+        append(held_.moved, {index, index + 1});
+        check_runs();
+      }
+    }
+    check_runs();
+    position_ += run.length;
+  }
+
+  void check_runs() const {
+    check_user(static_cast<int64_t>(held_.placed.size()) <= CutRule::kMaxRuns,
+               "placements: a part of the flattened dims has more than 2^20 runs of what is moved; allowed are fewer, "
+               "so move the tensor by itself first, to a layout without flattened dims");
+  }
+
+  const std::vector<LocalDim>& dims_;
+  std::vector<IntervalList> lists_;
+  int64_t whole_;
+  bool is_source_;
+  int64_t position_ = 0;
+  Held held_;
+};
+
+// Where nothing lies between the rows of the last dim, it and the one before it are one, so that they are listed at
+// once.
+void join_whole_rows(std::vector<LocalDim>& dims, std::vector<IntervalList>& lists) {
+  while (dims.size() > 1) {
+    const std::vector<Dim>& last = dims.back().dims;
+    std::vector<Dim>& before = dims[dims.size() - 2].dims;
+    if (last.size() > 1 || !last[0].is_whole() || lists.back() != IntervalList{{0, last[0].size}}) return;
+    if (before.back().stride != last[0].size * last[0].stride) return;
+    const int64_t row = last[0].size;
+    Dim& joined = before.back();
+    joined = {joined.size * row, joined.begin * row, joined.length * row, last[0].stride};
+    lists.pop_back();
+    for (Interval& one : lists.back()) one = {one.begin * row, one.end * row};
+    dims.pop_back();
+  }
+}
+
+// One side, with what each position has for boxes.
+struct Placed {
+  Side side;
+  std::vector<std::vector<IntervalList>> lists;  // by axis and slot
+  std::vector<std::vector<LocalDim>> dims;       // by axis
+
+  Region region(int64_t position) const {
+    Region region;
+    for (size_t a = 0; a < lists.size(); ++a) region.push_back(lists[a][side.slots[position][a]]);
+    return region;
+  }
+};
+
+Placed placed(const SideOfItem& from, const std::vector<Group>& groups) {
+  const Layout& layout = from.layout;
+  const Mesh& mesh = layout.mesh();
+  Placed made{{layout.mesh_ptr(), {}, std::vector<std::vector<int64_t>>(mesh.size())}, {}, {}};
+  for (const Group& group : groups) {
+    const std::vector<LocalDim> dims = local_dims_of(group, from);
+    Rearrangement::Axis axis;
+    for (const LocalDim& dim : dims) {
+      for (const Cut& cut : layout.cuts(dim.number)) axis.mesh_dims.push_back(cut.mesh_dim);
+    }
+    std::map<int64_t, Held> by_slot;
+    for (int64_t p = 0; p < mesh.size(); ++p) {
+      int64_t slot = 0;
+      for (const int d : axis.mesh_dims) slot = slot * mesh.dim_size(d) + mesh.coordinate(p, d);
+      made.side.slots[p].push_back(slot);
+      const auto [found, is_new] = by_slot.try_emplace(slot);
+      if (!is_new) continue;
+      std::vector<LocalDim> seen = dims;
+      std::vector<IntervalList> lists;
+      for (const LocalDim& dim : dims) {
+        lists.push_back(part_at(mesh, layout.shape()[dim.number], layout.cuts(dim.number), p));
+      }
+      join_whole_rows(seen, lists);
+      found->second = Lister(seen, std::move(lists), num_elements(group, from), from.is_source).held();
+    }
+    std::vector<IntervalList>& lists = made.lists.emplace_back();
+    for (auto& [slot, held] : by_slot) {
+      axis.lists.push_back(std::move(held.moved));
+      lists.push_back(std::move(held.placed));
+    }
+    made.side.axes.push_back(std::move(axis));
+    made.dims.push_back(dims);
+  }
+  return made;
+}
+
+class RearrangedMove final : public ItemMove {
+ public:
+  RearrangedMove(const Layout& src, const Layout& dst, const IndexMap& map)
+      : src_layout_(src),
+        dst_layout_(dst),
+        groups_(groups_of(map, src, dst)),
+        src_(placed({src, map.src_windows(), true}, groups_)),
+        dst_(placed({dst, map.dst_windows(), false}, groups_)),
+        move_(src_.side, dst_.side, dst.dtype().size_bytes(), Sharing::kBytes) {
+    if (move_.worst().sent_bytes < ItemFamily::kLeastShareBytes) {
+      move_ = Rearrangement(src_.side, dst_.side, dst.dtype().size_bytes(), Sharing::kMessages);
+    }
+    for (int64_t p = 0; p < dst.mesh().size(); ++p) {
+      int64_t elements = 1;
+      for (size_t a = 0; a < dst_.side.axes.size(); ++a) {
+        elements *= length(dst_.side.axes[a].lists[dst_.side.slots[p][a]]);
+      }
+      needed_elements_ += elements;
+    }
+  }
+
+  const std::vector<Rank>& ranks() const override { return move_.ranks(); }
+  int64_t received_elements(Rank rank) const override { return move_.received_elements(rank); }
+  int64_t sent_elements(Rank rank) const override { return move_.sent_elements(rank); }
+  int64_t parcels_received_at_most(Rank rank) const override { return move_.parcels_received(rank); }
+  int64_t parcels_sent_at_most(Rank rank) const override { return move_.parcels_sent(rank); }
+  std::vector<Parcel> receives(Rank rank) const override {
+    std::vector<Parcel> parcels;
+    for (const auto& one : move_.receives(rank)) parcels.push_back({one.peer, one.range.end - one.range.begin});
+    return parcels;
+  }
+  int64_t needed_elements() const override { return needed_elements_; }
+  std::optional<std::map<std::vector<Rank>, int64_t>> wanted_of_holders() const override { return std::nullopt; }
+
+  RankMove of_rank(Rank rank) const override {
+    RankMove move;
+    const std::optional<Position> before = src_layout_.mesh().position_of(rank);
+    const std::optional<Position> after = dst_layout_.mesh().position_of(rank);
+    if (before) {
+      const Region held = src_.region(*before);
+      for (const auto& [peer, elements, range] : move_.sends(rank)) {
+        move.sends.push_back(
+            {peer, range, Intersection(held, dst_.region(*dst_layout_.mesh().position_of(peer)), elements)});
+      }
+      move.src_axes = local_axes_of(src_, src_layout_, *before);
+    }
+    if (after) {
+      const Region needed = dst_.region(*after);
+      for (const auto& [peer, elements, range] : move_.receives(rank)) {
+        move.receives.push_back(
+            {peer, range, Intersection(src_.region(*src_layout_.mesh().position_of(peer)), needed, elements)});
+      }
+      move.dst_axes = local_axes_of(dst_, dst_layout_, *after);
+      if (before) {
+        Intersection own(src_.region(*before), needed);
+        if (own.count() > 0) move.own = std::move(own);
+      }
+    }
+    return move;
+  }
+
+ private:
+  static std::vector<LocalAxis> local_axes_of(const Placed& side, const Layout& layout, int64_t position) {
+    const std::vector<int64_t> shape = layout.local_shape(position);
+    std::vector<LocalAxis> axes;
+    for (const std::vector<LocalDim>& dims : side.dims) {
+      LocalAxis& axis = axes.emplace_back();
+      for (const LocalDim& dim : dims) {
+        axis.dims.push_back(dim.number);
+        axis.sizes.push_back(shape[dim.number]);
+      }
+    }
+    return axes;
+  }
+
+  Layout src_layout_;
+  Layout dst_layout_;
+  std::vector<Group> groups_;
+  Placed src_;
+  Placed dst_;
+  Rearrangement move_;
+  int64_t needed_elements_ = 0;
+};
+
+}  // namespace
+
+ItemMovePtr rearranged(const Layout& src, const Layout& dst, const IndexMap& map) {
+  return std::make_shared<const RearrangedMove>(src, dst, map);
+}
+
+}  // namespace shardwright

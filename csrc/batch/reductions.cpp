@@ -1,0 +1,90 @@
+#include "batch/reductions.h"
+
+#include <map>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "batch/item_move.h"
+#include "batch/layout_numbers.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// The layouts that have no pending reductions and cut one tensor dim by all mesh dims that had; and the one that cuts
+// as the destination does, if that is on the same mesh and cuts by all of them.
+std::vector<Layout> candidates(const Layout& src, const Layout* dst) {
+  const std::vector<int> pending = src.partial_dims().to_vector();
+  const std::vector<Placement> none(src.mesh().ndim(), Placement::replicate());
+  std::vector<Layout> made;
+  if (dst != nullptr && dst->mesh() == src.mesh() && dst->shape() == src.shape()) {
+    std::vector<std::vector<Cut>> cuts = src.cuts();
+    size_t cut_by = 0;
+    for (int t = 0; t < src.ndim(); ++t) {
+      for (const Cut& cut : dst->cuts(t)) {
+        if (!src.partial_dims().contains(cut.mesh_dim) || !cut.rule.is_chunks()) continue;
+        cuts[t].push_back(cut);
+        ++cut_by;
+      }
+    }
+    if (cut_by == pending.size()) made.push_back(src.with(std::move(cuts), none));
+  }
+  for (int t = 0; t < src.ndim(); ++t) {
+    std::vector<std::vector<Cut>> cuts = src.cuts();
+    for (const int d : pending) cuts[t].push_back({d, 1});
+    made.push_back(src.with(std::move(cuts), none));
+  }
+  if (src.ndim() == 0) made.push_back(src.with(src.cuts(), none));
+  return made;
+}
+
+using ItemsOfSource = std::vector<const BatchItem*>;
+
+Layout best_reduced(const Batch& batch, const Layout& src, const ItemsOfSource& items) {
+  const Layout* dst = items.empty() ? nullptr : &batch.destinations[items.front()->destination];
+  std::optional<Layout> best;
+  std::pair<int64_t, int64_t> least;
+  for (const Layout& one : candidates(src, dst)) {
+    std::pair<int64_t, int64_t> cost{0, one.largest_part_elements()};
+    for (const BatchItem* item : items) {
+      cost.first += received_elements(one, batch.destinations[item->destination], item->map);
+    }
+    if (best && cost >= least) continue;
+    best = one;
+    least = cost;
+  }
+  return *best;
+}
+
+}  // namespace
+
+std::vector<BatchReduction> reductions_of(const Batch& batch) {
+  std::map<int, ItemsOfSource> items_of;  // by source
+  for (size_t s = 0; s < batch.sources.size(); ++s) {
+    if (!batch.sources[s].partial_dims().empty()) items_of[static_cast<int>(s)];
+  }
+  if (items_of.empty()) return {};
+  for (const BatchItem& item : batch.items) {
+    const auto found = items_of.find(item.source);
+    if (found != items_of.end()) found->second.push_back(&item);
+  }
+  // Sources of one layout whose items are alike are reduced alike.
+  LayoutNumbers layouts;
+  std::map<std::vector<std::vector<int64_t>>, Layout> known;
+  std::vector<BatchReduction> reductions;
+  for (const auto& [source, items] : items_of) {
+    const Layout& src = batch.sources[source];
+    std::vector<std::vector<int64_t>> name{{layouts.of(src)}};
+    for (const BatchItem* item : items) {
+      name.push_back(item->map.words());
+      name.back().push_back(layouts.of(batch.destinations[item->destination]));
+    }
+    auto found = known.find(name);
+    if (found == known.end()) found = known.emplace(std::move(name), best_reduced(batch, src, items)).first;
+    reductions.push_back({source, src, found->second});
+  }
+  return reductions;
+}
+
+}  // namespace shardwright
