@@ -444,7 +444,7 @@ def _refusals() -> None:
     refuses("module: got a ModuleList", nn.ModuleList([linear]))
     refuses("module: got str", "model")
     refuses("module: a Linear was given", sw.fully_shard(nn.Linear(2, 2), mesh=mesh))
-    refuses("reshard_after_forward: got 2", linear, reshard_after_forward=2)
+    refuses("reshard_after_forward: got 3", linear, reshard_after_forward=3)
     refuses("memory_limit: got -1", linear, memory_limit=-1)
     refuses("prefetch: got 'all'", linear, prefetch="all")
     refuses("rest: got a function besides", linear, rest=lambda p: None, shard_placement_fn=lambda p: None)

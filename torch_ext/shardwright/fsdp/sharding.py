@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import argument_checks, groups
 from .._planner import StepSchedule
+from .placing import Placer, Placing, data_mesh_of, kept_ranks_of
 from .steps import Runner
 from .weights import Unit, Weight
 
@@ -30,9 +31,13 @@ def fully_shard(
     module: Modules,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    rest: Callable[[nn.Parameter], Sequence[Placement] | None] | None = None,
+    dp_mesh_dims: Any | None = None,
+    rest: Placer | None = None,
+    store: Placer | None = None,
+    keep: Placer | None = None,
+    same_data_dims: Sequence[str | int] | None = None,
     memory_limit: int | None = None,
     prefetch: int | str = "auto",
 ) -> Modules:
@@ -51,13 +56,24 @@ def fully_shard(
     Args:
         module: a module, or a list of modules whose parameters make one unit.
         mesh: over which data is parallel; default, all ranks. With two dims, parameters are replicated over the first
-            and cut over the second, as in FSDP2's HSDP.
+            and cut over the second, as in FSDP2's HSDP. Parameters that are DTensors already, such as those of tensor
+            parallelism, lie on other dims of the mesh that this one is part of; in use they keep their cuts, and at
+            rest they are cut further.
         reshard_after_forward: False keeps the unit gathered from its first use of a step to its last. True and None
-            leave it to the schedule.
+            leave it to the schedule. A number of ranks: where the unit is released between two uses, each group of so
+            many ranks, next to each other in the mesh, keeps a copy, from which it is gathered again.
         shard_placement_fn: the tensor dim along which a parameter is cut, as a Shard; default, dim 0. Any dim may be
             uneven.
-        rest: instead of that, the placements of a parameter on all mesh dims, such as ``[Shard(0), Shard(1)]``; None
-            for the default.
+        dp_mesh_dims: with parameters that are DTensors on all of `mesh`: torch's DataParallelMeshDims (an object with
+            its attributes ``shard`` and ``replicate``), which names the mesh dims over which data is parallel.
+        rest: instead of `shard_placement_fn`, the placements of a parameter on all mesh dims over which data is
+            parallel, such as ``[Shard(0), Shard(1)]``; None for the default.
+        store: placements of what the module's parameters, and so optimizers and state dicts, hold, if that is not what
+            is held at rest: with ``rest=lambda p: [Replicate()], store=lambda p: [Shard(0)]`` gradients are reduced to
+            shards, the optimizer updates shards, and the next step gathers them once (ZeRO-1). None for rest.
+        keep: placements of the copy that `reshard_after_forward` may ask for by a number.
+        same_data_dims: mesh dims, by name or index, along which all ranks have the same data, and so the same
+            gradients: along them nothing is reduced. For weights that are cut over tensor-parallel ranks besides.
         memory_limit: bytes for gathered weights and gradients before they are reduced, on this rank, the same on all;
             only in the outermost call. Default: what it takes to gather one unit ahead and reduce one gradient behind.
         prefetch: for how many changes of units ahead to gather; "auto" is 1. Only in the outermost call.
@@ -67,33 +83,34 @@ def fully_shard(
 
     Raises:
         ValueError: an argument of the wrong type or value; a module that is under FSDP2 or was given before; a
-            parameter that is a DTensor already, is on another device than the mesh, or is tied to one of another unit.
+            parameter that is on another device than the mesh, is tied to one of another unit, or is a DTensor on a
+            mesh that does not go with `mesh`.
             The end of the first step raises it if `memory_limit` is too small.
     """
     groups.check_initialised()
     modules = _checked_modules(module)
-    _check_options(reshard_after_forward, memory_limit, prefetch)
+    _check_options(memory_limit, prefetch)
     if shard_placement_fn is not None and rest is not None:
         raise ValueError("rest: got a function besides shard_placement_fn; allowed is one of the two")
     found = _parameters_of(modules)
-    mesh = _checked_mesh(mesh, found, rest is not None)
-    weights = []
-    for given, places in found:
-        placements = _placements_of(given, places[0][2], mesh, shard_placement_fn, rest)
-        weights.append((given, places, placements))
+    device_type = found[0][0].device.type if found else "cpu"
+    data = data_mesh_of(mesh, dp_mesh_dims, same_data_dims, device_type, rest is not None)
+    ranks = kept_ranks_of(reshard_after_forward, data)
+    placing = Placing(data, shard_placement_fn, rest, store, keep, ranks)
+    layouts = [placing.layouts_of(places[0][2], given) for given, places in found]
     made = []
     with torch.no_grad():
-        for given, places, placements in weights:
-            weight = Weight(places[0][2], given, [(owner, name) for owner, name, _ in places], mesh, placements)
+        for (given, places), each in zip(found, layouts, strict=True):
+            weight = Weight(places[0][2], given, [(owner, name) for owner, name, _ in places], each)
             setattr(given, _GIVEN, True)
             setattr(weight.sharded, _SHARDED, True)
             made.append(weight)
     unit = Unit(type(modules[0]).__name__, modules, made, reshard_after_forward is False)
     state = _State(unit, memory_limit, 1 if prefetch == "auto" else int(prefetch))
-    for each in modules:
-        setattr(each, _ATTRIBUTE, state)
-        each.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
-        each.register_forward_hook(state.after_forward, always_call=True)
+    for owner in modules:
+        setattr(owner, _ATTRIBUTE, state)
+        owner.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
+        owner.register_forward_hook(state.after_forward, always_call=True)
     return module
 
 
@@ -219,12 +236,7 @@ def _checked_modules(given: Any) -> tuple[nn.Module, ...]:
     return modules
 
 
-def _check_options(reshard_after_forward: Any, memory_limit: Any, prefetch: Any) -> None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ValueError(
-            f"reshard_after_forward: got {reshard_after_forward!r}; allowed are True, False and None. Copies that are "
-            "cut less than at rest are not built"
-        )
+def _check_options(memory_limit: Any, prefetch: Any) -> None:
     is_limit = isinstance(memory_limit, int) and not isinstance(memory_limit, bool) and memory_limit >= 0
     if memory_limit is not None and not is_limit:
         raise ValueError(f"memory_limit: got {memory_limit!r}; allowed is a number of bytes, or None")
@@ -260,53 +272,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"{name}: is tied to a weight of another unit; allowed is to give the modules that share it in one call, "
             "as a list, or to leave both to the outermost one"
         )
-    if isinstance(parameter, DTensor):
-        raise ValueError(
-            f"{name}: is a DTensor; allowed are plain parameters. Other parallelism underneath is not built"
-        )
     if parameter.device.type == "meta":
         raise ValueError(f"{name}: is on the meta device; allowed are parameters with values")
-    argument_checks.check_tensor(name, parameter.detach())
-
-
-def _checked_mesh(mesh: DeviceMesh | None, found: list[tuple[nn.Parameter, list[Place]]], has_rest: bool) -> DeviceMesh:
-    argument_checks.check_device_mesh("mesh", mesh)
-    if mesh is None:
-        device_type = found[0][0].device.type if found else "cpu"
-        mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
-    if mesh.ndim > 2 and not has_rest:
-        raise ValueError(f"mesh: has {mesh.ndim} dims; allowed are 1 and 2, or any number with rest=")
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"mesh: {mesh} does not hold rank {torch.distributed.get_rank()}; all its ranks call, no others"
-        )
-    for parameter, places in found:
-        if parameter.device.type != mesh.device_type:
-            raise ValueError(
-                f"{places[0][2]}: is on {parameter.device}; allowed is the mesh's kind of device, {mesh.device_type}"
-            )
-    return mesh
-
-
-def _placements_of(
-    parameter: nn.Parameter,
-    name: str,
-    mesh: DeviceMesh,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None,
-    rest: Callable[[nn.Parameter], Sequence[Placement] | None] | None,
-) -> list[Placement]:
-    chosen = rest(parameter) if rest is not None else None
-    if chosen is not None:
-        placements = argument_checks.placements_of(chosen, mesh.ndim)
-        if any(placement.is_partial() for placement in placements):
-            raise ValueError(f"rest: got {placements} for {name}; allowed are placements without pending reductions")
-        return placements
-    shard = shard_placement_fn(parameter) if shard_placement_fn is not None else None
-    if shard is not None and not isinstance(shard, Shard):
-        raise ValueError(f"shard_placement_fn: returned {shard!r} for {name}; allowed is a Shard, or None")
-    if parameter.ndim == 0:
-        return [Replicate()] * mesh.ndim
-    dim = 0 if shard is None else shard.dim
-    if not -parameter.ndim <= dim < parameter.ndim:
-        raise ValueError(f"shard_placement_fn: returned {shard!r} for {name} of shape {tuple(parameter.shape)}")
-    return [Replicate()] * (mesh.ndim - 1) + [Shard(dim % parameter.ndim)]
+    data = parameter.detach()
+    argument_checks.check_tensor(name, data._local_tensor if isinstance(data, DTensor) else data)

@@ -53,8 +53,12 @@ class _Plan:
         buffers = schedule.buffers
         for unit, buffer, start, _, _ in schedule.gathers:
             self.gathers.setdefault(start, []).append((unit, buffers[buffer][5]))
-        for unit, _, _, last, _, _ in buffers:
-            self.releases.setdefault(last, []).append(unit)
+        self.copies: dict[int, tuple[int, int]] = {}  # by unit: place in the arena of its kept copy, and last use
+        for unit, is_copy, _, last, _, offset in buffers:
+            if is_copy:
+                self.copies[unit] = (offset, last)
+            else:
+                self.releases.setdefault(last, []).append(unit)
         for unit, _, start, finish in schedule.reductions:
             self.finishes[unit, start] = finish
 
@@ -191,9 +195,7 @@ class Runner:
         self._plans[key] = _Plan(uses, self._schedule(uses))
 
     def _schedule(self, uses: list[Use]) -> StepSchedule:
-        weights = [
-            (u.name, u.rest_bytes, u.use_bytes, u.use_bytes if u.stays else 0, u.gradient_bytes, 0) for u in self.units
-        ]
+        weights = [(u.name, u.rest_bytes, u.use_bytes, u.keep_bytes, u.gradient_bytes, 0) for u in self.units]
         parts = [(use.units, use.kind, use.gradients, 0) for use in uses]
         options = {"prefetch": self.prefetch, "alignment_bytes": ALIGNMENT}
         budget = self.memory_limit
@@ -208,6 +210,8 @@ class Runner:
         for unit in self.units:
             if unit.is_resident:
                 unit.release()
+            unit.drop_kept()
+            unit.finish_refresh()
         self._uses = []
         self._plan = None
 
@@ -234,12 +238,13 @@ class Runner:
         for unit in self.units:
             if not unit.forwards:  # the one that opens has looked already
                 unit.take_up_changes()
+            unit.start_refresh()
         if self._plan is not None and self._arena.numel() < self._plan.schedule.arena_bytes:
             self._arena = torch.empty(self._plan.schedule.arena_bytes, dtype=torch.uint8, device=self._device)
 
     @property
     def _device(self) -> torch.device:
-        return next((weight.whole.device for unit in self.units for weight in unit.weights), torch.device("cpu"))
+        return next((weight.memory.device for unit in self.units for weight in unit.weights), torch.device("cpu"))
 
     def _enter(self, index: int) -> None:
         use = self._uses[index]
@@ -264,6 +269,11 @@ class Runner:
     def _leave(self, index: int) -> None:
         if self._plan is not None:
             for released in self._plan.releases.get(index, ()):
+                offset, last_use = self._plan.copies.get(released, (0, -1))
+                if index < last_use:
+                    self.units[released].keep(self._arena, offset)
+                else:
+                    self.units[released].drop_kept()
                 self.units[released].release()
             self._finish_reductions(index)
         else:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor
 
 from .. import _planner, _runtime, executables, groups
-from ..layout import Layout, Mesh
+from ..layout import Layout
 from ..plain_tensors import redistribute_part
+from .layouts import Layouts
 
 # Of each weight in its group's memory, in bytes.
 ALIGNMENT = 256
@@ -28,41 +28,50 @@ class Weight:
     """A parameter: `sharded`, a DTensor that the module has between uses, and `whole`, which it has in use.
 
     `whole` is one tensor for the weight's life. Autograd holds on to it and to views of it, from forward to backward.
-    It has memory only while the weight is gathered.
+    It has memory only while the weight is gathered, unless it is what is held at rest. `memory` is its local tensor.
+
+    Where optimizers see something else than is held at rest (`layouts.store`), `sharded` is that, and the part at rest
+    is brought up to date when `sharded` has been written.
     """
 
     def __init__(
-        self,
-        name: str,
-        given: nn.Parameter,
-        places: Sequence[tuple[nn.Module, str]],
-        mesh: DeviceMesh,
-        rest: Sequence[Placement],
+        self, name: str, given: nn.Parameter, places: Sequence[tuple[nn.Module, str]], layouts: Layouts
     ) -> None:
         self.name = name
         self.places = list(places)
-        self.mesh = mesh
-        self.placements = tuple(rest)
-        shape, dtype = given.shape, given.dtype
-        layout_mesh = Mesh(mesh)
-        self.rest = Layout(layout_mesh, shape, rest, dtype)
-        self.use = Layout(layout_mesh, shape, [Replicate()] * mesh.ndim, dtype)
-        self.partial = Layout(layout_mesh, shape, [Partial("avg")] * mesh.ndim, dtype)
+        self.layouts = layouts
+        self.mesh = layouts.mesh
+        self.store, self.rest, self.use = layouts.store, layouts.rest, layouts.use
         data = given.detach()
-        part = redistribute_part(data, self.use, self.rest, mesh, False, True)  # a slice, without communication
-        if part.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
-            part = part.clone()
-        self.sharded = nn.Parameter(self.as_dtensor(part), requires_grad=given.requires_grad)
-        self.whole = nn.Parameter(torch.empty(shape, dtype=dtype, device=data.device), given.requires_grad)
-        self.whole_bytes = self.whole.nbytes
-        self.rest_bytes = part.nbytes
-        _runtime.give_back_memory(self.whole)
+        self._device_type = data.device.type
+        local = data._local_tensor if isinstance(data, DTensor) else data
+        part = self._slice(local, self.store)
+        self.sharded = nn.Parameter(layouts.as_parameter(part), requires_grad=given.requires_grad)
+        self.is_held = self.store is not self.rest and self.rest == self.use
+        self._held: torch.Tensor | None = None  # what is held at rest besides `sharded`
+        if self.store is not self.rest:
+            self._held = self._slice(local, self.rest)
+        self._held_from = (self.sharded, self.version)
+        self._refresh: dist.Work | None = None
+        memory = self._held if self.is_held else torch.empty(local.shape, dtype=data.dtype, device=data.device)
+        self.whole = nn.Parameter(layouts.as_used(memory), given.requires_grad)
+        self.memory = _local(self.whole.detach())
+        self.whole_bytes = 0 if self.is_held else self.memory.nbytes  # of what is gathered
+        self.gradient_bytes = self.memory.nbytes
+        self.rest_bytes = part.nbytes + (0 if self._held is None else self._held.nbytes)
+        self.kept: torch.Tensor | None = None
+        if layouts.kept is not None and not self.is_held:
+            shape = layouts.kept[0].local_shape(dist.get_rank())
+            self.kept = torch.empty(shape, dtype=data.dtype, device=data.device)
+        self.kept_bytes = 0 if self.kept is None else self.kept.nbytes
+        self.drop_kept()
+        self.release()
         self.put(self.sharded)
 
-    def as_dtensor(self, part: torch.Tensor) -> DTensor:
-        stride = tuple(torch.empty(self.rest.shape, device="meta").stride())
-        shape = torch.Size(self.rest.shape)
-        return DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
+    def _slice(self, local: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """This rank's part of what is whole, without communication, in memory of its own."""
+        part = redistribute_part(local, self.use, layout, self.mesh, False, True)
+        return part.clone() if part.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else part
 
     @property
     def part(self) -> torch.Tensor:
@@ -92,11 +101,12 @@ class Weight:
             fits = (
                 isinstance(found, DTensor) and found.shape == self.sharded.shape and found.dtype == self.sharded.dtype
             )
-            if not fits or found.device_mesh != self.mesh or tuple(found.placements) != self.placements:
+            placements = self.layouts.placements
+            if not fits or found.device_mesh != self.mesh or tuple(found.placements) != placements:
                 raise RuntimeError(
                     f"{self.name}: the module has another parameter than sw.fully_shard gave it, a "
                     f"{type(found).__name__}; allowed is a DTensor parameter of shape "
-                    f"{tuple(self.sharded.shape)} and dtype {self.sharded.dtype}, placed as {self.placements}"
+                    f"{tuple(self.sharded.shape)} and dtype {self.sharded.dtype}, placed as {placements}"
                 )
             self.sharded = found
         elif self.part.dtype != self.whole.dtype:
@@ -106,34 +116,89 @@ class Weight:
             )
         self.whole.requires_grad_(self.sharded.requires_grad)
 
-    def start_gather(self, memory: torch.Tensor, offset_bytes: int) -> dist.Work | None:
-        _runtime.borrow_memory(self.whole, memory, offset_bytes)
-        # `.data` has a version counter of its own: autograd should not take a gather for a change of what it saved.
-        return executables.start_into(self._executable(self.rest, self.use), self.part, self.whole.data)
+    def start_refresh(self) -> None:
+        """Starts to bring what is held at rest up to date, if the parameter was written or replaced."""
+        sharded, version = self._held_from
+        if self._held is None or (sharded is self.sharded and version == self.version):
+            return
+        self.finish_refresh()
+        self._held_from = (self.sharded, self.version)
+        self._refresh = self.start_move(self.store, self.rest, self.part, self._held.data)
 
-    def start_reduction(self, gradient: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
+    def finish_refresh(self) -> None:
+        if self._refresh is not None:
+            self._refresh.wait()
+            self._refresh = None
+
+    def start_gather(self, memory: torch.Tensor, offset_bytes: int, from_kept: bool) -> dist.Work | None:
+        """Starts to gather into memory that lives until `release`, from rest or from the kept copy."""
+        self.start_refresh()
+        self.finish_refresh()
+        if self.is_held:
+            return None
+        _runtime.borrow_memory(self.memory, memory, offset_bytes)
+        # `.data` has a version counter of its own: autograd should not take a gather for a change of what it saved.
+        if from_kept and self.kept is not None and self.layouts.kept is not None:
+            return self.start_move(*self.layouts.kept, self.kept, self.memory.data)
+        held = self.part if self._held is None else self._held
+        return self.start_move(self.rest, self.use, held, self.memory.data)
+
+    def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
+        """Copies what is kept of the gathered weight to memory that lives until `drop_kept`."""
+        if self.kept is not None and self.layouts.kept is not None:
+            _runtime.borrow_memory(self.kept, memory, offset_bytes)
+            layout, use = self.layouts.kept
+            executables.run(self._executable(use, layout), self.memory, False, self.kept)
+
+    def drop_kept(self) -> None:
+        if self.kept is not None:
+            _runtime.give_back_memory(self.kept)
+
+    def release(self) -> None:
+        if not self.is_held:
+            _runtime.give_back_memory(self.memory)
+
+    def start_reduction(self) -> tuple[torch.Tensor, torch.Tensor, dist.Work | None] | None:
+        """Starts to reduce the gradient that autograd has left: that, its part, and what to wait for."""
+        taken = self._taken_gradient()
+        if taken is None:
+            return None
+        gradient, layout = taken
         out = torch.empty_like(self.part)
-        return out, executables.start_into(self._executable(self.partial, self.rest), gradient, out)
+        return gradient, out, self.start_move(layout, self.store, gradient, out)
+
+    def _taken_gradient(self) -> tuple[torch.Tensor, _planner.Layout] | None:
+        gradient, self.whole.grad = self.whole.grad, None
+        return None if gradient is None else self.layouts.of_gradient(gradient)
+
+    def start_move(
+        self, src: _planner.Layout, dst: _planner.Layout, given: torch.Tensor, out: torch.Tensor
+    ) -> dist.Work | None:
+        return executables.start_into(self._executable(src, dst), given, out)
 
     def add_gradient(self, part: torch.Tensor) -> None:
         """Adds to the gradient of the sharded parameter, and calls its hooks after that."""
         if self.sharded.grad is None:
-            self.sharded.grad = self.as_dtensor(part)
+            self.sharded.grad = self.layouts.as_parameter(part)
         else:
             self.sharded.grad._local_tensor.add_(part)  # type: ignore[attr-defined]
         for hook in (getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(self.sharded)
 
     def _executable(self, src: _planner.Layout, dst: _planner.Layout) -> _runtime.Executable:
-        device_type = self.whole.device.type
+        device_type = self._device_type
+        mesh = self.mesh if src.mesh == self.rest.mesh else None  # kept copies may lie on another one
 
         def build() -> _runtime.Executable:
-            return executables.bind(executables.make_plan(src, dst, device_type), device_mesh=self.mesh)
+            return executables.bind(executables.make_plan(src, dst, device_type), device_mesh=mesh)
 
-        key = ("weight", src, dst, device_type, groups.DEFAULT, self.mesh)
-        executable = executables.lookup(key, build)
+        executable = executables.lookup(("weight", src, dst, device_type, groups.DEFAULT, mesh), build)
         assert isinstance(executable, _runtime.Executable)
         return executable
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @dataclasses.dataclass
@@ -169,7 +234,9 @@ class Unit:
         self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
         self.is_resident = False
         self._works: list[dist.Work | None] = []
-        self._gathered_from: list[tuple[nn.Parameter, int]] = []  # parameters at rest, and their versions
+        # Parameters at rest and their versions, when they were gathered, and when those were that a copy is kept of.
+        self._gathered_from: list[tuple[nn.Parameter, int]] = []
+        self._kept_from: list[tuple[nn.Parameter, int]] = []
 
     @property
     def is_open(self) -> bool:
@@ -185,14 +252,44 @@ class Unit:
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(weight.whole_bytes for weight in self.weights if weight.sharded.requires_grad)
+        return sum(weight.gradient_bytes for weight in self.weights if weight.sharded.requires_grad)
+
+    @property
+    def keep_bytes(self) -> int:
+        """What must stay from the first use of a step to the last."""
+        return self.use_bytes if self.stays else sum(_aligned(weight.kept_bytes) for weight in self.weights)
 
     def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:
+        """Starts to gather: from the copy that is kept if it is up to date, else from rest."""
         self.is_resident = True
-        self._gathered_from = [(weight.sharded, weight.version) for weight in self.weights]
+        now = [(weight.sharded, weight.version) for weight in self.weights]
+        from_kept = bool(self._kept_from) and not _differ(self._kept_from, now)
+        self._gathered_from = now
         for weight in self.weights:
-            self._works.append(weight.start_gather(memory, offset_bytes))
+            self._works.append(weight.start_gather(memory, offset_bytes, from_kept))
             offset_bytes += _aligned(weight.whole_bytes)
+
+    def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
+        """Before the unit is released, copies what is to be kept of it, unless that is there already."""
+        if _differ(self._kept_from, self._gathered_from):
+            for weight in self.weights:
+                weight.keep(memory, offset_bytes)
+                offset_bytes += _aligned(weight.kept_bytes)
+            self._kept_from = self._gathered_from
+
+    def drop_kept(self) -> None:
+        for weight in self.weights:
+            weight.drop_kept()
+        self._kept_from = []
+
+    def start_refresh(self) -> None:
+        """Starts to bring what is held at rest up to date with parameters that are cut more finely."""
+        for weight in self.weights:
+            weight.start_refresh()
+
+    def finish_refresh(self) -> None:
+        for weight in self.weights:
+            weight.finish_refresh()
 
     def finish_gather(self) -> None:
         for work in self._works:
@@ -203,10 +300,7 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Whether a part at rest was written or replaced after it was gathered."""
-        return any(
-            weight.sharded is not sharded or weight.version != version
-            for weight, (sharded, version) in zip(self.weights, self._gathered_from)
-        )
+        return _differ(self._gathered_from, [(weight.sharded, weight.version) for weight in self.weights])
 
     def take_up_changes(self) -> None:
         """Looks at the parameters that the modules have between uses."""
@@ -216,7 +310,7 @@ class Unit:
     def release(self) -> None:
         self.finish_gather()
         for weight in self.weights:
-            _runtime.give_back_memory(weight.whole)
+            weight.release()
         self.is_resident = False
 
     def put_whole(self) -> None:
@@ -231,13 +325,16 @@ class Unit:
         """Starts to reduce the gradients that autograd has left; None if there are none."""
         reduction = Reduction([])
         for weight in self.weights:
-            gradient = weight.whole.grad
-            if gradient is None:
-                continue
-            weight.whole.grad = None
-            reduction.under_way.append((weight, gradient, *weight.start_reduction(gradient)))
+            started = weight.start_reduction()
+            if started is not None:
+                reduction.under_way.append((weight, *started))
         return reduction if reduction.under_way else None
 
     def drop_gradients(self) -> None:
         for weight in self.weights:
             weight.whole.grad = None
+
+
+def _differ(before: list[tuple[nn.Parameter, int]], now: list[tuple[nn.Parameter, int]]) -> bool:
+    """Whether parameters were replaced or written."""
+    return len(before) != len(now) or any(a is not b or i != j for (a, i), (b, j) in zip(before, now))

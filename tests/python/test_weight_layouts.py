@@ -1,0 +1,248 @@
+"""Layouts of weights under `sw.fully_shard`: tensor parallelism underneath, kept copies, stores, dims of one data."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import parallel as torch_styles
+
+import shardwright as sw
+import shardwright.parallel as sw_styles
+from meshes import get_mesh
+from pool import Pool
+
+WIDTH, HIDDEN, ROWS = 6, 10, 4  # uneven over two tensor-parallel ranks and two data-parallel ones: 5 = 3 + 2
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.inner(x)
+
+
+class Model(nn.Module):
+    """Three layers of which one is called twice, a tied weight, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.unused = nn.Linear(3, 2)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        self.freeze()
+
+    def freeze(self) -> None:
+        self.layers[1].inner.norm.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in [*self.layers, self.layers[0]]:
+            x = layer(x)
+        return self.last(x)
+
+
+def batch_of(step: int, data_rank: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * step + data_rank))
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+Named = dict[str, torch.Tensor]
+
+
+def train(model: nn.Module, steps: int, data_ranks: list[int]) -> Named:
+    """Losses, gradients and evaluations by step, and parameters at the end. The loss is the mean over `data_ranks`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    results = {}
+    for step in range(steps):
+        losses = [model(batch_of(step, rank)).square().mean() for rank in data_ranks]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        results[f"{step} loss"] = loss.detach()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                results[f"{step} {name}"] = p.grad.detach().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            results[f"{step} evaluation"] = model(batch_of(99, 0))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return results | {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_equals_whole(found: Named, num_data_ranks: int, steps: int = 3) -> None:
+    expected = train(Model(), steps, list(range(num_data_ranks)))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if "loss" not in name:  # losses are of this rank's batch
+            torch.testing.assert_close(full(found[name]), value, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
+
+
+def wrapped(model: Model, wrap: Callable[..., Any] = sw.fully_shard, outermost: dict[str, Any] | None = None, **options: Any) -> Model:
+    for layer in model.layers:
+        wrap(layer, **options)
+    wrap(model, **options, **(outermost or {}))
+    return model
+
+
+# Tensor parallelism underneath
+
+
+def tensor_parallel(styles: Any, mesh: Any) -> Model:
+    """Cuts rows between norms and products, heads between the products; what is outside of that stays plain."""
+    model = Model()
+    for layer in model.layers:
+        plan = {
+            "inner": torch_styles.PrepareModuleInputOutput(
+                input_layouts=Replicate(),
+                desired_input_layouts=Shard(0),
+                use_local_input=True,
+                output_layouts=Shard(0),
+                desired_output_layouts=Replicate(),
+            ),
+            "inner.norm": styles.SequenceParallel(sequence_dim=0, use_local_output=True),
+            "inner.up": styles.ColwiseParallel(input_layouts=Shard(0)),
+            "inner.down": styles.RowwiseParallel(output_layouts=Shard(0)),
+        }
+        torch_styles.parallelize_module(layer, mesh, plan)
+    model.freeze()  # styles make new parameters
+    return model
+
+
+def data_parallel(model: Model, mesh: Any, wrap: Callable[..., Any] = sw.fully_shard, **options: Any) -> Model:
+    return wrapped(model, wrap, mesh=mesh, **options)
+
+
+def _over_tensor_parallelism(shape: tuple[int, ...], own: bool) -> None:
+    """With PyTorch's styles and with ours; against stock FSDP2 and the whole model."""
+    mesh = get_mesh(shape)
+    names = mesh.mesh_dim_names
+    dp, tp = (mesh[names[:-1]] if len(shape) > 2 else mesh[names[0]]), mesh[names[-1]]
+    rank = dp.get_local_rank() if dp.ndim == 1 else dist.get_rank() // shape[-1]
+    num_data_ranks = torch.Size(shape[:-1]).numel()
+    styles = sw_styles if own else torch_styles
+    model = data_parallel(tensor_parallel(styles, tp), dp)
+    stock = data_parallel(tensor_parallel(torch_styles, tp), dp, stock_fully_shard)
+    for (name, a), b in zip(model.named_parameters(), stock.parameters(), strict=True):
+        assert a.placements == b.placements and a.device_mesh == b.device_mesh, name
+        assert a.to_local().shape == b.to_local().shape and torch.equal(a.to_local(), b.to_local()), name
+    up = model.layers[0].inner.up.weight  # type: ignore[union-attr]
+    assert up.to_local().numel() <= 3 * WIDTH if shape[0] > 1 else up.to_local().numel() == HIDDEN // 2 * WIDTH
+    found = train(model, 3, [rank])
+    expected = train(stock, 3, [rank])
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert local(found[name]).shape == local(value).shape
+        torch.testing.assert_close(local(found[name]), local(value), rtol=1e-4, atol=1e-5, msg=lambda t: f"{name}: {t}")
+    assert_equals_whole(found, num_data_ranks)
+
+
+@pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
+@pytest.mark.parametrize("shape, own", [((2, 2), True), ((2, 2), False), ((1, 2), True), ((2, 2, 2), True)], ids=str)
+def test_over_tensor_parallelism(pool: Pool, shape: tuple[int, ...], own: bool) -> None:
+    pool.run(_over_tensor_parallelism, torch.Size(shape).numel(), shape, own)
+
+
+def _checkpoints(folder: str) -> None:
+    """What either saves the other loads, also on another mesh."""
+    mesh, other = get_mesh((2, 2)), get_mesh((4, 1))
+    grid = [mesh[name] for name in mesh.mesh_dim_names]
+    makers = [
+        lambda: data_parallel(tensor_parallel(torch_styles, grid[1]), grid[0]),
+        lambda: data_parallel(tensor_parallel(torch_styles, grid[1]), grid[0], stock_fully_shard),
+        lambda: data_parallel(tensor_parallel(torch_styles, other["b"]), other["a"]),
+    ]
+    for i, (save, load) in enumerate([(0, 1), (1, 0), (0, 2)]):
+        saved, loaded = makers[save](), makers[load]()
+        train(saved, 1, [0])
+        path = pathlib.Path(folder) / str(i)
+        dcp.save(saved.state_dict(), checkpoint_id=path)
+        state = loaded.state_dict()
+        dcp.load(state, checkpoint_id=path)
+        loaded.load_state_dict(state)
+        for (name, a), b in zip(saved.named_parameters(), loaded.parameters(), strict=True):
+            assert torch.equal(full(a), full(b)), name
+        with torch.no_grad():
+            torch.testing.assert_close(saved(batch_of(5, 0)), loaded(batch_of(5, 0)))
+
+
+@pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
+def test_checkpoints_over_tensor_parallelism(pool: Pool, tmp_path: pathlib.Path) -> None:
+    pool.run(_checkpoints, 4, str(tmp_path))
+
+
+def _named_dims(stock_dims: bool) -> None:
+    """Parameters on the whole mesh, of which `dp_mesh_dims` names the data-parallel dims: FSDP2's parts."""
+    mesh = get_mesh((2, 2))
+    for shard, replicate in (("a", None), (("a", "b"), None), ("b", "a"), (None, ("a", "b"))):
+        dims: Any = types.SimpleNamespace(shard=shard, replicate=replicate)
+        models = []
+        for wrap in [sw.fully_shard] + ([stock_fully_shard] if stock_dims else []):
+            if stock_dims:
+                dims = torch.distributed.fsdp.DataParallelMeshDims(shard=shard, replicate=replicate)
+            model = Model()
+            for module in model.modules():
+                for name, p in list(module._parameters.items()):
+                    if p is not None and not isinstance(p, DTensor):
+                        own = [Replicate(), Shard(0) if shard == "a" and p.ndim == 2 else Replicate()]
+                        made = nn.Parameter(distribute_tensor(p.detach(), mesh, own), p.requires_grad)
+                        module._parameters[name] = made
+            model.last.weight = model.first.weight
+            models.append(wrapped(model, wrap, mesh=mesh, dp_mesh_dims=dims))
+        rest = list(models[0].parameters())
+        if stock_dims:
+            for a, b in zip(rest, models[1].parameters(), strict=True):
+                assert a.placements == b.placements and torch.equal(a.to_local(), b.to_local())
+                assert a.device_mesh.shape == b.device_mesh.shape
+        x = distribute_tensor(batch_of(0, 0), mesh, [Replicate(), Replicate()])
+        whole = Model()
+        for model in models:
+            for _ in range(2):
+                model.zero_grad()
+                model(x).square().mean().backward()
+        whole(batch_of(0, 0)).square().mean().backward()
+        for (name, a), b in zip(whole.named_parameters(), rest, strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None:
+                torch.testing.assert_close(full(b.grad), a.grad, rtol=1e-4, atol=1e-5, msg=lambda t: f"{name}: {t}")
+
+
+def test_named_data_parallel_dims(pool: Pool) -> None:
+    pool.run(_named_dims, 4, hasattr(torch.distributed.fsdp, "DataParallelMeshDims"))

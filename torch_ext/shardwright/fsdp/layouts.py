@@ -1,0 +1,168 @@
+"""The layouts of a weight, from the store to its use and back.
+
+    store   what optimizers and state dicts see; the same as rest unless something finer was asked for
+    rest    what is held between steps, and gathered from
+    use     what modules compute with: parameters that were DTensors keep their own cuts, such as tensor-parallel ones
+    keep    what may be left of `use` between a forward and its backward, to be gathered from instead of from rest
+    grad    gradients as a backward leaves them: averages are pending over data-parallel mesh dims, unless all ranks
+            along one have the same data; over a parameter's own mesh dims they are as autograd leaves them
+
+All lie on one mesh, except that `keep` may lie on one in which a mesh dim is split. Every edge is a plan:
+
+    store -> rest -> use -> keep -> use          grad -> store
+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ..layout import Layout, Mesh
+
+
+class DataMesh(NamedTuple):
+    """The mesh of parameters at rest: data-parallel mesh dims, and those of the parameters' own mesh, if they have one.
+
+    Example: a weight cut by tensor parallelism over tp, data-parallel over dp: mesh (dp, tp), own (None, 0), cut 0.
+    """
+
+    mesh: DeviceMesh
+    own: tuple[int | None, ...]  # by mesh dim: the dim of the parameters' own mesh that it is; None: data-parallel
+    cut: int | None  # the mesh dim that cuts by default; None if all data-parallel ones replicate
+    same: frozenset[int] = frozenset()  # data-parallel mesh dims along which all ranks have the same data
+    own_mesh: DeviceMesh | None = None  # of parameters; None: the mesh has data-parallel dims only
+
+    @property
+    def data_dims(self) -> list[int]:
+        return [dim for dim, own in enumerate(self.own) if own is None]
+
+    def with_own(self, own_mesh: DeviceMesh) -> DataMesh:
+        """The same for a parameter that is a DTensor on another mesh. Raises ValueError if they cannot be one mesh."""
+        try:
+            mesh = DeviceMesh._concatenate([self.mesh, own_mesh])
+        except (RuntimeError, AssertionError) as error:  # assertions where dims have no names
+            raise ValueError(
+                f"lies on {own_mesh}, which does not go with mesh {self.mesh}: {error}; allowed are parameters on "
+                "other dims of the mesh of which `mesh` is a part, or dp_mesh_dims="
+            ) from error
+        return self._replace(mesh=mesh, own=(*self.own, *range(own_mesh.ndim)), own_mesh=own_mesh)
+
+
+class Choice(NamedTuple):
+    """What was asked for a parameter, as placements on its data-parallel mesh dims."""
+
+    rest: Sequence[Placement]
+    store: Sequence[Placement] | None = None
+    keep: Sequence[Placement] | None = None
+    # Instead of `keep`: like rest, but cut over groups of so many ranks that lie next to each other on the mesh dim
+    # that cuts by default.
+    keep_ranks: int | None = None
+
+
+class Layouts:
+    """The layouts of one parameter."""
+
+    def __init__(self, given: torch.Tensor, data: DataMesh, choice: Choice) -> None:
+        self.data = data
+        self.mesh = data.mesh
+        self._shape = given.shape
+        self._dtype = given.dtype
+        self._own_placements = tuple(given.placements) if isinstance(given, DTensor) else ()
+        self._own_shape_stride = (given.shape, given.stride())
+        sizes = tuple(data.mesh.shape)
+        uncut: list[Placement] = [Replicate()] * len(data.data_dims)
+        self.placements = self._placements(choice.rest if choice.store is None else choice.store, data.own, sizes)
+        mesh = Mesh(data.mesh)
+        self._on = mesh
+        self.use = self._layout(mesh, self._placements(uncut, data.own, sizes))
+        self.rest = self._layout(mesh, self._placements(choice.rest, data.own, sizes))
+        self.store = self.rest if choice.store is None else self._layout(mesh, self.placements)
+        # `keep`, and `use` on the mesh of it.
+        self.kept: tuple[Layout, Layout] | None = None
+        if choice.keep is not None:
+            self.kept = self._layout(mesh, self._placements(choice.keep, data.own, sizes)), self.use
+        elif choice.keep_ranks is not None:
+            self.kept = self._kept_by(choice.keep_ranks, choice.rest)
+        self._gradients: dict[tuple[Placement, ...], Layout] = {}
+
+    def as_parameter(self, part: torch.Tensor) -> DTensor:
+        """A part in `store` as DTensor."""
+        shape = torch.Size(self._shape)
+        stride = tuple(torch.empty(shape, device="meta").stride())
+        return DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
+
+    def as_used(self, local: torch.Tensor) -> torch.Tensor:
+        """A part in `use` as modules get it: a DTensor on the parameter's own mesh if it was one."""
+        if self.data.own_mesh is None:
+            return local
+        shape, stride = self._own_shape_stride
+        return DTensor.from_local(
+            local, self.data.own_mesh, self._own_placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def of_gradient(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+        """This rank's part of a gradient that autograd has left for what `as_used` returned, and its layout."""
+        own: tuple[Placement, ...] = ()
+        if isinstance(gradient, DTensor):
+            own = tuple(gradient.placements)
+            gradient = gradient._local_tensor
+        if isinstance(gradient, AsyncCollectiveTensor):
+            gradient = gradient.wait()
+        layout = self._gradients.get(own)
+        if layout is None:
+            pending: list[Placement] = []
+            for dim, index in enumerate(self.data.own):
+                if index is not None:
+                    pending.append(own[index])
+                else:
+                    pending.append(Replicate() if dim in self.data.same else Partial("avg"))
+            layout = self._gradients[own] = self._layout(self._on, pending)
+        return gradient, layout
+
+    def _layout(self, mesh: Mesh, placements: Sequence[Placement]) -> Layout:
+        return Layout(mesh, self._shape, placements, self._dtype)
+
+    def _placements(
+        self, chosen: Sequence[Placement], own: Sequence[int | None], sizes: Sequence[int]
+    ) -> tuple[Placement, ...]:
+        """Placements on all mesh dims. The parameter's own cuts come first, so that parts are cut from its own parts.
+
+        DTensor says so by a strided shard: the split factor is the number of earlier cuts by later mesh dims.
+        """
+        rest = iter(chosen)
+        all_placements = [next(rest) if index is None else self._own_placements[index] for index in own]
+        for i, (placement, index) in enumerate(zip(all_placements, own)):
+            if index is not None or not isinstance(placement, Shard):
+                continue
+            factor = 1
+            for j in range(i + 1, len(own)):
+                later = all_placements[j]
+                if own[j] is not None and isinstance(later, (Shard, _StridedShard)) and later.dim == placement.dim:
+                    factor *= sizes[j]
+            if factor > 1:
+                all_placements[i] = _StridedShard(placement.dim, split_factor=factor)
+        return tuple(all_placements)
+
+    def _kept_by(self, ranks: int, rest: Sequence[Placement]) -> tuple[Layout, Layout]:
+        """`keep` and `use` on the mesh in which the dim that cuts is split: only its inner part cuts."""
+        cut = self.data.cut
+        assert cut is not None
+        sizes = list(self.mesh.shape)
+        sizes[cut : cut + 1] = [sizes[cut] // ranks, ranks]
+        own = list(self.data.own)
+        own.insert(cut, None)
+        mesh = Mesh({f"dim{i}": size for i, size in enumerate(sizes)}, self.mesh.mesh.flatten().tolist())
+        chosen: list[Placement] = [Replicate()] * len(rest)
+        uncut = [*chosen, Replicate()]
+        at = self.data.data_dims.index(cut)
+        chosen[at] = rest[at]
+        chosen.insert(at, Replicate())
+        kept = self._layout(mesh, self._placements(chosen, own, sizes))
+        return kept, self._layout(mesh, self._placements(uncut, own, sizes))
