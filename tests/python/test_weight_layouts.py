@@ -208,41 +208,155 @@ def test_checkpoints_over_tensor_parallelism(pool: Pool, tmp_path: pathlib.Path)
     pool.run(_checkpoints, 4, str(tmp_path))
 
 
+def on_whole_mesh(mesh: Any, is_cut: bool) -> Model:
+    """All parameters as DTensors on all of a mesh of two dims."""
+    model = Model()
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None and not isinstance(p, DTensor):
+                own = [Replicate(), Shard(0) if is_cut and p.ndim == 2 else Replicate()]
+                made = nn.Parameter(distribute_tensor(p.detach(), mesh, own), p.requires_grad)
+                module._parameters[name] = made
+    model.last.weight = model.first.weight
+    return model
+
+
 def _named_dims(stock_dims: bool) -> None:
-    """Parameters on the whole mesh, of which `dp_mesh_dims` names the data-parallel dims: FSDP2's parts."""
+    """Parameters on the whole mesh, of which `dp_mesh_dims` names the data-parallel dims: parts are FSDP2's.
+
+    As there, gradients are averaged over these dims, also where DTensor has computed shares of a sum on each rank.
+    """
     mesh = get_mesh((2, 2))
+    x = distribute_tensor(batch_of(0, 0), mesh, [Replicate(), Replicate()])
     for shard, replicate in (("a", None), (("a", "b"), None), ("b", "a"), (None, ("a", "b"))):
         dims: Any = types.SimpleNamespace(shard=shard, replicate=replicate)
-        models = []
-        for wrap in [sw.fully_shard] + ([stock_fully_shard] if stock_dims else []):
-            if stock_dims:
-                dims = torch.distributed.fsdp.DataParallelMeshDims(shard=shard, replicate=replicate)
-            model = Model()
-            for module in model.modules():
-                for name, p in list(module._parameters.items()):
-                    if p is not None and not isinstance(p, DTensor):
-                        own = [Replicate(), Shard(0) if shard == "a" and p.ndim == 2 else Replicate()]
-                        made = nn.Parameter(distribute_tensor(p.detach(), mesh, own), p.requires_grad)
-                        module._parameters[name] = made
-            model.last.weight = model.first.weight
-            models.append(wrapped(model, wrap, mesh=mesh, dp_mesh_dims=dims))
-        rest = list(models[0].parameters())
         if stock_dims:
-            for a, b in zip(rest, models[1].parameters(), strict=True):
-                assert a.placements == b.placements and torch.equal(a.to_local(), b.to_local())
-                assert a.device_mesh.shape == b.device_mesh.shape
-        x = distribute_tensor(batch_of(0, 0), mesh, [Replicate(), Replicate()])
-        whole = Model()
+            dims = torch.distributed.fsdp.DataParallelMeshDims(shard=shard, replicate=replicate)
+        models = [
+            wrapped(on_whole_mesh(mesh, shard == "a"), wrap, mesh=mesh, dp_mesh_dims=dims)
+            for wrap in [sw.fully_shard] + ([stock_fully_shard] if stock_dims else [])
+        ]
+        models.append(on_whole_mesh(mesh, shard == "a"))
         for model in models:
             for _ in range(2):
                 model.zero_grad()
                 model(x).square().mean().backward()
-        whole(batch_of(0, 0)).square().mean().backward()
-        for (name, a), b in zip(whole.named_parameters(), rest, strict=True):
+        ours, *stock = models[0].parameters(), *(model.parameters() for model in models[1:-1])
+        for a, b in zip(ours, *stock) if stock else ():
+            assert a.placements == b.placements and a.device_mesh.shape == b.device_mesh.shape
+            assert torch.equal(a.to_local(), b.to_local())
             assert (a.grad is None) == (b.grad is None)
             if a.grad is not None:
-                torch.testing.assert_close(full(b.grad), a.grad, rtol=1e-4, atol=1e-5, msg=lambda t: f"{name}: {t}")
+                torch.testing.assert_close(a.grad.to_local(), b.grad.to_local(), rtol=1e-4, atol=1e-5)
+        for (name, a), b in zip(models[-1].named_parameters(), models[0].parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None:
+                data_dims = 1 if shard == "a" else 2
+                shares = 2 ** sum(placement.is_partial() for placement in a.grad.placements[:data_dims])
+                expected = full(a.grad) / shares
+                torch.testing.assert_close(full(b.grad), expected, rtol=1e-4, atol=1e-5, msg=lambda t: f"{name}: {t}")
 
 
 def test_named_data_parallel_dims(pool: Pool) -> None:
     pool.run(_named_dims, 4, hasattr(torch.distributed.fsdp, "DataParallelMeshDims"))
+
+
+# Kept copies
+
+
+def received_bytes(model: nn.Module, step: int = 0) -> int:
+    with sw.wire_meter() as meter:
+        model(batch_of(step, dist.get_rank())).square().mean().backward()
+    model.zero_grad()
+    return int(meter.received_bytes)
+
+
+def largest_limit_with(model_of: Callable[[int | None], Model], wanted: Callable[[Any], bool]) -> Model:
+    """A model after its first step, with so little memory that its schedule is as wanted."""
+    model = model_of(None)
+    train(model, 1, [dist.get_rank()])
+    limit = sw.fsdp.schedules(model)[0].peak_bytes
+    while True:
+        model = model_of(limit)
+        train(model, 1, [dist.get_rank()])
+        if wanted(sw.fsdp.schedules(model)[0]):
+            return model
+        limit -= 256
+
+
+def _kept_copies() -> None:
+    """Between two uses a copy stays, and the group that shares it gathers again; nothing else changes."""
+    one, two = get_mesh((4,)), get_mesh((2, 2))
+    by_number = {"mesh": one, "reshard_after_forward": 2}
+    by_layout = {
+        "mesh": two,
+        "rest": lambda p: [Shard(0), Shard(p.ndim - 1)],
+        "keep": lambda p: [Replicate(), Shard(p.ndim - 1)],
+    }
+    for options in (by_number, by_layout):
+
+        def model_of(limit: int | None, options: dict[str, Any] = options) -> Model:
+            return wrapped(Model(), **options, outermost={"memory_limit": limit, "prefetch": 0})
+
+        model = largest_limit_with(model_of, lambda s: sum(g[4] for g in s.gathers) >= 3)
+        assert_equals_whole(train(model_of(sw.fsdp.schedules(model)[0].peak_bytes), 3, [dist.get_rank()]), 4)
+        schedule = sw.fsdp.schedules(model)[0]
+        units = [[*layer.parameters()] for layer in model.layers]
+        of_layers = {id(p) for unit in units for p in unit}
+        units.insert(0, [p for p in model.parameters() if id(p) not in of_layers])
+
+        def kept_numel(p: DTensor, options: dict[str, Any] = options) -> int:
+            """What this rank keeps: of dim 0, the half that `torch.chunk` gives it; or of the last."""
+            dim = 0 if options is by_number else p.ndim - 1
+            chunks = p.full_tensor().chunk(2, dim)
+            index = dist.get_rank() % 2
+            return chunks[index].numel() if index < len(chunks) else 0
+
+        missing = [sum(p.numel() - p.to_local().numel() for p in unit) * 4 for unit in units]
+        missing_of_copy = [sum(p.numel() - kept_numel(p) for p in unit) * 4 for unit in units]
+        assert all(a > b > 0 for a, b in zip(missing, missing_of_copy))
+        gathered = sum((missing_of_copy if g[4] else missing)[g[0]] for g in schedule.gathers)
+        total = received_bytes(model)
+        reductions = total - gathered
+        # Each reduction is that of a model that keeps no copies.
+        plain = wrapped(Model(), mesh=options["mesh"], rest=options.get("rest"), outermost={"memory_limit": 1 << 20})
+        train(plain, 1, [dist.get_rank()])
+        simple = sw.fsdp.schedules(plain)[0]
+        assert len(simple.reductions) == len(schedule.reductions)
+        assert reductions == received_bytes(plain) - sum(missing[g[0]] for g in simple.gathers)
+
+
+def test_kept_copies(pool: Pool) -> None:
+    pool.run(_kept_copies, 4)
+
+
+# What optimizers see, and dims along which data is the same
+
+
+def _stores() -> None:
+    """ZeRO-1 and others: gradients go to the store, rest is refreshed from it once a step."""
+    one, two = get_mesh((4,)), get_mesh((2, 2))
+    cases: list[tuple[Any, Callable[[Any], list[Any]], Callable[[Any], list[Any]]]] = [
+        (one, lambda p: [Replicate()], lambda p: [Shard(0)]),
+        (two, lambda p: [Replicate(), Shard(0)], lambda p: [Shard(0), Shard(0)]),
+        (two, lambda p: [Replicate(), Replicate()], lambda p: [Replicate(), Shard(p.ndim - 1)]),
+    ]
+    for mesh, rest, store in cases:
+        model = wrapped(Model(), mesh=mesh, rest=rest, store=store)
+        weight = model.layers[0].inner.up.weight
+        assert list(weight.placements) == store(weight)
+        assert_equals_whole(train(model, 3, [dist.get_rank()]), 4)
+        schedule = sw.fsdp.schedules(model)[0]
+        assert (schedule.arena_bytes == 0) == (rest(weight)[-1] == Replicate()), "what is whole at rest is not copied"
+        received_bytes(model)
+        without = received_bytes(model, 1)  # nothing was written
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+        own = [distribute_tensor(p.full_tensor(), mesh, rest(p)).to_local().numel() for p in model.parameters()]
+        lacking = sum(own) - sum(p.to_local().numel() for p in model.parameters())
+        assert received_bytes(model, 1) - without == 4 * lacking
+
+
+def test_stores(pool: Pool) -> None:
+    pool.run(_stores, 4)
