@@ -139,9 +139,9 @@ class Layouts:
         rest = iter(chosen)
         all_placements = [next(rest) if index is None else self._own_placements[index] for index in own]
         for i, (placement, index) in enumerate(zip(all_placements, own)):
-            if index is not None or not isinstance(placement, Shard):
+            if index is not None or not isinstance(placement, (Shard, _StridedShard)):
                 continue
-            factor = 1
+            factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
             for j in range(i + 1, len(own)):
                 later = all_placements[j]
                 if own[j] is not None and isinstance(later, (Shard, _StridedShard)) and later.dim == placement.dim:
@@ -166,3 +166,9 @@ class Layouts:
         chosen.insert(at, Replicate())
         kept = self._layout(mesh, self._placements(chosen, own, sizes))
         return kept, self._layout(mesh, self._placements(uncut, own, sizes))
+
+
+def most_bytes(layout: Layout) -> int:
+    """Bytes of the largest part: along each mesh dim, chunks come in descending size."""
+    numel = torch.Size(layout.local_shape(layout.mesh.ranks[0])).numel()
+    return int(numel * getattr(torch, layout.dtype).itemsize)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import _planner, _runtime, executables, groups
 from ..layout import Layout
 from ..plain_tensors import redistribute_part
-from .layouts import Layouts
+from .layouts import Layouts, most_bytes
 
 # Of each weight in its group's memory, in bytes.
 ALIGNMENT = 256
@@ -22,6 +24,18 @@ ALIGNMENT = 256
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+# How many steps optimizers have made, of which versions of DTensors may not tell.
+_optimizer_steps = [0]
+
+
+@functools.cache
+def _count_optimizer_steps() -> None:
+    def count(*_: Any) -> None:
+        _optimizer_steps[0] += 1
+
+    register_optimizer_step_post_hook(count)
 
 
 class Weight:
@@ -51,19 +65,21 @@ class Weight:
         self._held: torch.Tensor | None = None  # what is held at rest besides `sharded`
         if self.store is not self.rest:
             self._held = self._slice(local, self.rest)
-        self._held_from = (self.sharded, self.version)
+            _count_optimizer_steps()
+        self._held_from = (self.sharded, self.version, _optimizer_steps[0])
         self._refresh: dist.Work | None = None
         memory = self._held if self.is_held else torch.empty(local.shape, dtype=data.dtype, device=data.device)
         self.whole = nn.Parameter(layouts.as_used(memory), given.requires_grad)
         self.memory = _local(self.whole.detach())
-        self.whole_bytes = 0 if self.is_held else self.memory.nbytes  # of what is gathered
-        self.gradient_bytes = self.memory.nbytes
+        # Those of the rank with most, so that all ranks make the same schedule.
+        self.gradient_bytes = most_bytes(self.use)
+        self.whole_bytes = 0 if self.is_held else self.gradient_bytes  # of what is gathered
         self.rest_bytes = part.nbytes + (0 if self._held is None else self._held.nbytes)
         self.kept: torch.Tensor | None = None
         if layouts.kept is not None and not self.is_held:
             shape = layouts.kept[0].local_shape(dist.get_rank())
             self.kept = torch.empty(shape, dtype=data.dtype, device=data.device)
-        self.kept_bytes = 0 if self.kept is None else self.kept.nbytes
+        self.kept_bytes = 0 if self.kept is None or layouts.kept is None else most_bytes(layouts.kept[0])
         self.drop_kept()
         self.release()
         self.put(self.sharded)
@@ -81,8 +97,8 @@ class Weight:
 
     @property
     def version(self) -> int:
-        """Grows with each write to the part at rest."""
-        return int(self.sharded._local_tensor._version)  # type: ignore[attr-defined]
+        """Grows with each write to the parameter, except by functions for many tensors such as torch._foreach_add_."""
+        return int(self.sharded._version + self.sharded._local_tensor._version)  # type: ignore[attr-defined]
 
     def put(self, parameter: nn.Parameter) -> None:
         """Makes this the parameter that the modules have."""
@@ -116,13 +132,17 @@ class Weight:
             )
         self.whole.requires_grad_(self.sharded.requires_grad)
 
-    def start_refresh(self) -> None:
-        """Starts to bring what is held at rest up to date, if the parameter was written or replaced."""
-        sharded, version = self._held_from
-        if self._held is None or (sharded is self.sharded and version == self.version):
+    def start_refresh(self, is_step_begin: bool) -> None:
+        """Starts to bring what is held at rest up to date, if the parameter was written or replaced.
+
+        Optimizers may write without a trace in the parameter, so any step of one counts when a training step begins.
+        """
+        sharded, version, steps = self._held_from
+        is_as_before = sharded is self.sharded and version == self.version
+        if self._held is None or (is_as_before and (steps == _optimizer_steps[0] or not is_step_begin)):
             return
         self.finish_refresh()
-        self._held_from = (self.sharded, self.version)
+        self._held_from = (self.sharded, self.version, _optimizer_steps[0])
         self._refresh = self.start_move(self.store, self.rest, self.part, self._held.data)
 
     def finish_refresh(self) -> None:
@@ -132,7 +152,7 @@ class Weight:
 
     def start_gather(self, memory: torch.Tensor, offset_bytes: int, from_kept: bool) -> dist.Work | None:
         """Starts to gather into memory that lives until `release`, from rest or from the kept copy."""
-        self.start_refresh()
+        self.start_refresh(False)
         self.finish_refresh()
         if self.is_held:
             return None
@@ -283,9 +303,9 @@ class Unit:
         self._kept_from = []
 
     def start_refresh(self) -> None:
-        """Starts to bring what is held at rest up to date with parameters that are cut more finely."""
+        """When a training step begins, starts to bring what is held at rest up to date with the parameters."""
         for weight in self.weights:
-            weight.start_refresh()
+            weight.start_refresh(True)
 
     def finish_refresh(self) -> None:
         for weight in self.weights:
