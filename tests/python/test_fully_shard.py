@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+import meshes
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
@@ -49,6 +50,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(3))
         self.unused = nn.Linear(2, 3)
         self.head = nn.Linear(WIDTH, 13, bias=False)
+        self.to(meshes.device)
         self.head.weight = self.embedding.weight
         if kind == "frozen":
             self.layers[1].up.weight.requires_grad_(False)
@@ -66,7 +68,7 @@ class Model(nn.Module):
 
 def tokens_of(step: int, rank: int | None = None) -> torch.Tensor:
     rank = dist.get_rank() if rank is None else rank
-    return torch.randint(0, 13, (3, 5), generator=torch.Generator().manual_seed(1000 * step + rank))
+    return torch.randint(0, 13, (3, 5), generator=torch.Generator().manual_seed(1000 * step + rank)).to(meshes.device)
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -377,11 +379,11 @@ class Branches(nn.Module):
 
 
 def _one_unit_of_two_modules() -> None:
-    ours, whole = Branches(), Branches()
+    ours, whole = Branches().to(meshes.device), Branches().to(meshes.device)
     assert sw.fully_shard([ours.one, ours.two], reshard_after_forward=False) == [ours.one, ours.two]
     sw.fully_shard(ours, prefetch=0)
     for step in range(3):
-        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step))  # the same on all ranks
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(meshes.device)  # on all ranks alike
         gradients = []
         for model in (ours, whole):
             given = x.clone().requires_grad_()
@@ -468,6 +470,7 @@ def _refusals() -> None:
         changed(torch.ones(1, 2).double())
 
 
+@pytest.mark.cpu_only("refusals are the same everywhere")
 def test_refusals(pool: Pool) -> None:
     pool.run(_refusals, 2)
 

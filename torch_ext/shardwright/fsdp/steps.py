@@ -80,6 +80,7 @@ class Runner:
         self._reductions: list[tuple[int, Reduction]] = []  # with the use after which to wait
         self._end: weakref.ref[object] | None = None  # what the running backward calls at its end
         self._num_forwards = 0
+        self._stream: torch.Stream | None = None  # on which the last use was
 
     @property
     def schedules(self) -> list[StepSchedule]:
@@ -221,6 +222,7 @@ class Runner:
         """The set of open units has changed: ends the use that is running, and begins the next one."""
         units = tuple(index for index, unit in enumerate(self.units) if unit.is_open)
         key = self._key_of(units, kind)
+        self._follow_stream()
         with torch.no_grad():
             if self._uses:
                 self._leave(len(self._uses) - 1)
@@ -230,6 +232,16 @@ class Runner:
                 self._begin_sequence(key)
             self._uses.append(Use(units, kind, []))
             self._enter(len(self._uses) - 1)
+
+    def _follow_stream(self) -> None:
+        """Puts uses on different streams in order: a buffer may pass from one to the next."""
+        device = self._device
+        if device.type == "cpu":
+            return
+        current = torch.accelerator.current_stream(device)
+        if self._stream is not None and self._stream != current:
+            current.wait_stream(self._stream)
+        self._stream = current
 
     def _begin_sequence(self, key: Key) -> None:
         self._uses = []

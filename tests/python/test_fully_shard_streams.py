@@ -1,0 +1,239 @@
+"""Streams, overlap and memory of `sw.fully_shard`: what runs alongside what, and what may be read when.
+
+Run with ``--device asyncdev``, these are tests of waits and events; on CPU, of the order of calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshes
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+from shardwright.fsdp.weights import Reduction, Unit
+from test_fully_shard import Model, full, loss_of, parts, shard, tokens_of, train, train_whole
+
+PATIENCE_SECONDS = 20.0
+
+
+@contextmanager
+def replaced(owner: type, **functions: Callable[..., Any]) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in functions}
+    for name, function in functions.items():
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(owner, name, function)
+
+
+# ---------------------------------------------------------------------- the same bits, whatever is in unused memory
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """What is released holds NaN, parts at rest hold NaN once they are gathered, reduced gradients hold 1e30."""
+    rest: dict[int, list[torch.Tensor]] = {}  # the values of a unit's parts, while they are poisoned
+    start_gather, finish_gather, release, finish = (
+        Unit.start_gather,
+        Unit.finish_gather,
+        Unit.release,
+        Reduction.finish,
+    )
+
+    def restore(unit: Unit) -> None:
+        for weight, value in zip(unit.weights, rest.pop(id(unit), []), strict=False):
+            weight.part.data.copy_(value)
+
+    def start_and_restore(unit: Unit, *memory: Any) -> None:
+        restore(unit)
+        start_gather(unit, *memory)
+
+    def finish_and_poison(unit: Unit) -> None:
+        was_under_way = bool(unit._works)
+        finish_gather(unit)
+        if was_under_way:
+            rest[id(unit)] = [weight.part.clone() for weight in unit.weights]
+            for weight in unit.weights:
+                weight.part.data.fill_(torch.nan)
+
+    def poison_and_release(unit: Unit) -> None:
+        unit.finish_gather()
+        for weight in unit.weights:
+            weight.whole.data.fill_(torch.nan)
+        release(unit)
+        restore(unit)  # an optimizer may follow
+
+    def finish_and_fill(reduction: Reduction) -> None:
+        gradients = [gradient for _, gradient, *_ in reduction.under_way]
+        finish(reduction)
+        for gradient in gradients:
+            gradient.fill_(1e30)
+
+    with (
+        replaced(Unit, start_gather=start_and_restore, finish_gather=finish_and_poison, release=poison_and_release),
+        replaced(Reduction, finish=finish_and_fill),
+    ):
+        yield
+
+
+def _same_bits(kind: str, memory_limit: int | None) -> None:
+    mesh = get_mesh((2,))
+
+    def trained() -> list[torch.Tensor]:
+        return parts(train(shard(Model(kind), sw.fully_shard, mesh, memory_limit=memory_limit), 3, evaluate=True))
+
+    expected = trained()
+    with poisoned():
+        found = trained()
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("kind, memory_limit", [("repeated", 9000), ("checkpointed", None)])
+def test_same_bits_with_poison(pool: Pool, kind: str, memory_limit: int | None) -> None:
+    pool.run(_same_bits, 2, kind, memory_limit)
+
+
+def _as_whole(kind: str) -> None:
+    ours = train(shard(Model(kind), sw.fully_shard, get_mesh((3,))), 3, evaluate=True)
+    for a, b in zip(ours, train_whole(kind, 3, evaluate=True), strict=True):
+        torch.testing.assert_close(full(a), b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["repeated", "checkpointed reentrant"])
+def test_trains_as_the_whole_model(pool: Pool, kind: str) -> None:
+    """On CPU, test_fully_shard.py compares with stock as well; it does not run on other devices."""
+    pool.run(_as_whole, 3, kind)
+
+
+# --------------------------------------------------------------------------------------- what runs alongside what
+
+
+def _is_done(works: list[Any]) -> bool:
+    """Whether transfers end without anybody waiting for them."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not all(work is None or work.is_completed() for work in works):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def _overlap(prefetch: int | str, overlaps: bool) -> None:
+    """In the product of a layer, before it is even submitted, the next gather and the last reduction come to an end."""
+    model = shard(Model(), sw.fully_shard, get_mesh((2,)), prefetch=prefetch)
+    train(model, 2)
+    units: list[Unit] = [layer._shardwright_unit.unit for layer in model.layers]
+    reduced: dict[int, list[Any]] = {}  # by unit: what its reduction is waited for
+    start_reduction = Unit.start_reduction
+    seen: list[tuple[str, int, bool]] = []
+
+    def note_reduction(unit: Unit) -> Reduction | None:
+        reduction = start_reduction(unit)
+        if reduction is not None:
+            reduced[id(unit)] = [work for *_, work in reduction.under_way]
+        return reduction
+
+    def in_forward(i: int) -> Callable[..., None]:
+        def look(*_: Any) -> None:
+            if i + 1 < len(units):
+                is_there = units[i + 1].is_resident
+                seen.append(("gather", i + 1, is_there and _is_done(units[i + 1]._works)))
+
+        return look
+
+    def in_backward(i: int) -> Callable[..., None]:
+        def look(*_: Any) -> None:
+            if i + 1 < len(units):
+                seen.append(("reduction", i + 1, _is_done(reduced[id(units[i + 1])])))
+
+        return look
+
+    handles = []
+    for i, layer in enumerate(model.layers):
+        handles.append(layer.up.register_forward_pre_hook(in_forward(i)))
+        handles.append(layer.down.register_full_backward_pre_hook(in_backward(i)))
+    with replaced(Unit, start_reduction=note_reduction):
+        loss_of(model, tokens_of(3)).backward()
+    for handle in handles:
+        handle.remove()
+    assert seen == [
+        ("gather", 1, overlaps),
+        ("gather", 2, overlaps),
+        ("reduction", 2, True),
+        ("reduction", 1, True),
+    ]
+
+
+@pytest.mark.parametrize("prefetch, overlaps", [("auto", True), (0, False)])
+def test_gathers_and_reductions_run_alongside_products(pool: Pool, prefetch: int | str, overlaps: bool) -> None:
+    pool.run(_overlap, 2, prefetch, overlaps)
+
+
+# ------------------------------------------------------------------------------------------- streams of the caller
+
+WIDTH = 64
+SLEEP_MS = 30
+
+
+class Branch(nn.Module):
+    """A linear layer whose product is late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False, device=meshes.device)
+
+    def forward(self, x: torch.Tensor, sleeps: bool) -> torch.Tensor:
+        if sleeps:
+            import async_device
+
+            async_device.native().sleep(SLEEP_MS)
+        return self.linear(x)
+
+
+def _two_streams() -> None:
+    """Weights of one branch are still read on a stream when those of the next are gathered from another one."""
+    torch.manual_seed(0)
+    branches = nn.ModuleList(Branch() for _ in range(4))
+    weights = [branch.linear.weight.detach().cpu().clone() for branch in branches]
+    for branch in branches:
+        sw.fully_shard(branch, mesh=get_mesh((2,)))
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).to(meshes.device)
+    other, main = torch.Stream(device=meshes.device), torch.accelerator.current_stream()
+
+    class All(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = branches
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            other.wait_stream(main)
+            outs = []
+            for i, branch in enumerate(self.branches):
+                if i % 2 == 0:
+                    with other:
+                        outs.append(branch(x, True))
+                else:
+                    outs.append(branch(x, False))
+            main.wait_stream(other)
+            return outs
+
+    model = All()
+    sw.fully_shard(model, mesh=get_mesh((2,)), prefetch=0, memory_limit=WIDTH * WIDTH * 4)
+    with torch.no_grad():
+        for _ in range(4):
+            for out, weight in zip(model(x), weights, strict=True):
+                torch.testing.assert_close(out.cpu(), x.cpu() @ weight.T)
+
+
+def test_units_on_several_streams(async_pool: Pool) -> None:
+    async_pool.run(_two_streams, 2)
