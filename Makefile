@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -60,6 +60,7 @@ help:
 	@echo 'make bench-experts  tokens to experts and back on Gloo, against two common ways'
 	@echo 'make bench-many  many tensors at once on Gloo, against one call for each'
 	@echo 'make bench-fsdp  what FSDP2 communicates on Gloo, with its own collectives and with ours'
+	@echo 'make bench-fully-shard  steps with weights gathered as they are used, over links of 300 Mbit/s (root, iproute2)'
 	@echo 'make bench-links  overlapping products, and redistributes, over links of 0.5 to 4 Gbit/s (root, iproute2)'
 	@echo 'make test-links  training over links that lose packets, delay and fail (root, iproute2)'
 	@echo 'make bench-overlap  the predicted overlap of communication with products; measures nothing'
@@ -142,6 +143,9 @@ bench-many: build
 	$(HERE) $(PY) benchmarks/many_tensors.py $(ARGS)
 bench-fsdp: build
 	$(HERE) $(PY) benchmarks/fsdp_comm.py $(ARGS)
+
+bench-fully-shard: build
+	$(HERE) $(PY) benchmarks/fully_shard.py $(ARGS)
 
 bench-links: build
 	$(HERE) $(PY) benchmarks/links.py $(ARGS)

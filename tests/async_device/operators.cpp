@@ -13,6 +13,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/nll_loss_forward.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/sort.h>
@@ -77,8 +78,18 @@ c10::IValue changed(const c10::IValue& value, const Change& change) {
 // Calls an operator on the thread of a stream.
 void call(const c10::OperatorHandle& op, Stack& stack) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  // In torch 2.11, a check of reference counts fails when the stack is destroyed after the boxed call of this variant.
-  if (toString(op.operator_name()) == "aten::sort.values_stable") {
+  // In torch 2.11, a check of reference counts fails when the stack is destroyed after the boxed call of these
+  // variants.
+  const std::string name = toString(op.operator_name());
+  if (name == "aten::nll_loss_forward.output") {
+    const auto [loss, weight] =
+        at::nll_loss_forward(stack[0].toTensor(), stack[1].toTensor(), stack[2].toOptional<at::Tensor>(),
+                             stack[3].toInt(), stack[4].toSymInt().expect_int());
+    stack[5].toTensor().copy_(loss);
+    stack[6].toTensor().copy_(weight);
+    return;
+  }
+  if (name == "aten::sort.values_stable") {
     const auto [values, indices] =
         at::sort(stack[0].toTensor(), stack[1].toOptional<bool>(), stack[2].toInt(), stack[3].toBool());
     stack[4].toTensor().copy_(values);

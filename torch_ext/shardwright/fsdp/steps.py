@@ -70,6 +70,8 @@ class Runner:
         self.units = units
         self.memory_limit = memory_limit
         self.prefetch = prefetch
+        weights = (weight for unit in units for weight in unit.weights)
+        self._device = next((weight.memory.device for weight in weights), torch.device("cpu"))
         self._index = {id(unit): index for index, unit in enumerate(units)}
         self._plans: dict[Key, _Plan] = {}
         self._arena = torch.empty(0, dtype=torch.uint8)
@@ -235,10 +237,9 @@ class Runner:
 
     def _follow_stream(self) -> None:
         """Puts uses on different streams in order: a buffer may pass from one to the next."""
-        device = self._device
-        if device.type == "cpu":
+        if self._device.type == "cpu":
             return
-        current = torch.accelerator.current_stream(device)
+        current = torch.accelerator.current_stream(self._device)
         if self._stream is not None and self._stream != current:
             current.wait_stream(self._stream)
         self._stream = current
@@ -253,10 +254,6 @@ class Runner:
             unit.start_refresh()
         if self._plan is not None and self._arena.numel() < self._plan.schedule.arena_bytes:
             self._arena = torch.empty(self._plan.schedule.arena_bytes, dtype=torch.uint8, device=self._device)
-
-    @property
-    def _device(self) -> torch.device:
-        return next((weight.memory.device for unit in self.units for weight in unit.weights), torch.device("cpu"))
 
     def _enter(self, index: int) -> None:
         use = self._uses[index]

@@ -199,7 +199,9 @@ class Weight:
     def add_gradient(self, part: torch.Tensor) -> None:
         """Adds to the gradient of the sharded parameter, and calls its hooks after that."""
         if self.sharded.grad is None:
-            self.sharded.grad = self.layouts.as_parameter(part)
+            # Not by `as_parameter`, whose checks are most of what a step of small weights takes.
+            spec = self.sharded._spec  # type: ignore[attr-defined]
+            self.sharded.grad = DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
         else:
             self.sharded.grad._local_tensor.add_(part)  # type: ignore[attr-defined]
         for hook in (getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}).values():
