@@ -34,6 +34,7 @@ FOLDERS = (
     "search",
     "program",
     "planning",
+    "views",
     "batch",
     "products",
     "schedule",

@@ -13,6 +13,7 @@ PYBIND11_MODULE(_planner, m) {
   shardwright::define_context(m);
   shardwright::define_plan(m);
   shardwright::define_planning(m);
+  shardwright::define_views(m);
   shardwright::define_batch(m);
   shardwright::define_matmul(m);
   shardwright::define_step_schedule(m);

@@ -45,6 +45,7 @@ void define_layout(pybind11::module_& m);
 void define_context(pybind11::module_& m);
 void define_plan(pybind11::module_& m);
 void define_planning(pybind11::module_& m);
+void define_views(pybind11::module_& m);  // view_bindings.cpp
 void define_batch(pybind11::module_& m);
 void define_matmul(pybind11::module_& m);        // product_bindings.cpp
 void define_product_plan(pybind11::module_& m);  // product_plan_bindings.cpp

@@ -165,6 +165,23 @@ class Layout:
     def region(self, rank: int) -> list[list[tuple[int, int]]]:
         """Returns, per tensor dim, the [begin, end) intervals of global indices that the rank holds, in local order."""
 
+    def view(self, shape: Sequence[int], flattened: int = 1) -> Layout:
+        """The layout of this shape in which every rank keeps its elements in their order, so that nothing moves.
+
+        Its mesh is this one, or one with mesh dims split where one of them cuts what becomes several tensor dims.
+
+        Args:
+            shape: as for ``torch.reshape``; one size may be -1.
+            flattened: how many leading dims of the result are seen as one, in its placements and in local tensors.
+
+        Raises:
+            ValueError: no layout has these parts. The text says why, and names the cheapest redistribute after which
+                the view moves nothing, with its cost over NCCL on the mesh's topology, by default ``"64x8"``.
+        """
+
+    def permute(self, dims: Sequence[int]) -> Layout:
+        """The layout with dim i being dim ``dims[i]`` of this one; local parts are permuted alike."""
+
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
 
@@ -506,6 +523,20 @@ def has_gradient(layout: Layout) -> bool:
 
 def gradient_layout(layout: Layout, argument: str) -> Layout:
     """The layout of a gradient: R where the value is partial. Raises ValueError, naming `argument`, where none is."""
+
+def view_of(layout: Layout, shape: Sequence[int], for_dtensor: bool = ...) -> Layout | str:
+    """Returns ``layout.view(shape)``, or why there is none; `for_dtensor`: none that DTensor can say."""
+
+def move_before_view(
+    layout: Layout, shape: Sequence[int], for_dtensor: bool, backend: str, tables: PlanningTables
+) -> tuple[Plan, Layout, str] | None:
+    """Returns the cheapest plan after which the view moves nothing, that view, and a text that says so and why.
+
+    None: the view moves nothing as it is.
+    """
+
+def is_known_to_dtensor(layout: Layout) -> bool:
+    """Whether DTensor's placements can say it."""
 
 def plan_text(plan: Plan) -> str:
     """Returns a plan as operators take it: a label, ``"|"``, and its bytes in base64."""

@@ -1,0 +1,95 @@
+// _planner: views of layouts.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <variant>
+#include <vector>
+
+#include "bindings/arguments.h"
+#include "bindings/views.h"
+#include "planning/context.h"
+#include "views/move_first.h"
+#include "views/view.h"
+
+namespace py = pybind11;
+
+namespace shardwright {
+namespace {
+
+using LayoutPtr = std::shared_ptr<Layout>;
+
+struct Sizes {
+  std::vector<int64_t> shape;
+  int flattened;
+};
+
+Sizes sizes_of(const Layout& layout, const py::object& shape, const py::object& flattened) {
+  constexpr int64_t kMost = 1 << 16;
+  const int64_t count = integer(flattened, "flattened");
+  check_user(count >= 1 && count <= kMost, "flattened: got ", count, "; allowed are 1 to the number of dims");
+  return {inferred_shape(layout, integers(shape, "shape")), static_cast<int>(count)};
+}
+
+PlanOptions options_between(const Layout& layout, const std::string& backend, const PlanningTables& tables) {
+  PlanOptions options{Lowering::named(backend)};
+  options.topology = topology_between(layout, layout, options.lowering, std::nullopt, tables);
+  return options;
+}
+
+}  // namespace
+
+void define_views(py::module_& m) {
+  py::class_<Layout, std::shared_ptr<Layout>>(m.attr("Layout"))
+      .def(
+          "view",
+          [](const Layout& layout, const py::object& shape, const py::object& flattened) {
+            const Sizes sizes = sizes_of(layout, shape, flattened);
+            auto found = view_of(layout, sizes.shape, sizes.flattened);
+            if (const auto* none = std::get_if<NoView>(&found)) {
+              const py::gil_scoped_release release;
+              const PlanOptions options = options_between(layout, "nccl", {});
+              throw UserError(text_of(layout, sizes.shape, *none,
+                                      cheapest_move(layout, sizes.shape, sizes.flattened, *none, options)));
+            }
+            return std::make_shared<Layout>(std::get<Layout>(std::move(found)));
+          },
+          py::arg("shape"), py::arg("flattened") = 1)
+      .def(
+          "permute",
+          [](const Layout& layout, const py::object& dims) {
+            return std::make_shared<Layout>(permuted(layout, integers(dims, "dims")));
+          },
+          py::arg("dims"));
+  m.def(
+      "view_of",
+      [](const Layout& layout, const py::object& shape, bool for_dtensor) -> std::variant<LayoutPtr, std::string> {
+        const std::vector<int64_t> sizes = inferred_shape(layout, integers(shape, "shape"));
+        auto found = for_dtensor ? dtensor_view_of(layout, sizes) : view_of(layout, sizes);
+        if (auto* none = std::get_if<NoView>(&found)) return std::move(none->reason);
+        return std::make_shared<Layout>(std::get<Layout>(std::move(found)));
+      },
+      py::arg("layout"), py::arg("shape"), py::arg("for_dtensor") = false);
+  // What must be done before the view: the plan, the view of its destination, and a text that says so.
+  m.def(
+      "move_before_view",
+      [](const Layout& layout, const py::object& shape, bool for_dtensor, const std::string& backend,
+         const PlanningTables& tables) -> std::optional<std::tuple<PlanView, LayoutPtr, std::string>> {
+        const std::vector<int64_t> sizes = inferred_shape(layout, integers(shape, "shape"));
+        const auto found = for_dtensor ? dtensor_view_of(layout, sizes) : view_of(layout, sizes);
+        const auto* none = std::get_if<NoView>(&found);
+        if (none == nullptr) return std::nullopt;
+        const py::gil_scoped_release release;
+        const MoveFirst first = cheapest_move(layout, sizes, 1, *none, options_between(layout, backend, tables),
+                                              for_dtensor ? ViewsFor::kDTensor : ViewsFor::kAnyone);
+        return std::tuple(PlanView{first.plan}, std::make_shared<Layout>(first.view),
+                          text_of(layout, sizes, *none, first));
+      },
+      py::arg("layout"), py::arg("shape"), py::arg("for_dtensor"), py::arg("backend"), py::arg("tables"));
+  m.def("is_known_to_dtensor", &is_known_to_dtensor, py::arg("layout"));
+}
+
+}  // namespace shardwright

@@ -1,0 +1,366 @@
+#include "views/fit.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "support/error.h"
+#include "views/match_rule.h"
+
+namespace shardwright {
+namespace {
+
+constexpr size_t kMaxMeshDims = 6;  // orders of more mesh dims than these are not tried
+
+std::vector<int64_t> positions_of(const Mesh& mesh, const std::vector<int>& mesh_dims) {
+  std::vector<int64_t> positions{0};
+  for (const int d : mesh_dims) {
+    std::vector<int64_t> longer;
+    for (const int64_t position : positions) {
+      for (int64_t c = 0; c < mesh.dim_size(d); ++c) longer.push_back(position + c * mesh.stride(d));
+    }
+    positions = std::move(longer);
+  }
+  return positions;
+}
+
+int64_t elements_of(const std::vector<int64_t>& dims, size_t begin) {
+  return std::accumulate(dims.begin() + static_cast<int64_t>(begin), dims.end(), int64_t{1}, std::multiplies<>());
+}
+
+// The indices into two dims as one: [1, 3) of rows and [0, 2) of 4 columns are [4, 6) and [8, 10).
+IntervalList product_of(const IntervalList& rows, const IntervalList& inner, int64_t size) {
+  IntervalList out;
+  const bool has_whole_rows = inner.size() == 1 && inner[0] == Interval{0, size};
+  for (const Interval& some : rows) {
+    if (has_whole_rows) {
+      append(out, {some.begin * size, some.end * size});
+      continue;
+    }
+    for (int64_t row = some.begin; row < some.end; ++row) {
+      for (const Interval& one : inner) append(out, {row * size + one.begin, row * size + one.end});
+    }
+  }
+  return out;
+}
+
+// Splits a list into rows of `size` elements, all of which have the same elements: the reverse of product_of. Returns
+// nothing if they differ.
+class Rows {
+ public:
+  IntervalList rows, inner;
+
+  static std::optional<Rows> of(const IntervalList& list, int64_t size) {
+    Rows all;
+    for (Interval left : list) {
+      while (left.begin < left.end) {
+        const int64_t row = left.begin / size;
+        const int64_t offset = left.begin % size;
+        if (offset == 0 && left.end - left.begin >= size && row != all.row_) {
+          const int64_t end = left.end / size;
+          if (!all.close() || !all.add({row, end}, {{0, size}})) return std::nullopt;
+          left.begin = end * size;
+          continue;
+        }
+        if (row != all.row_ && !all.close()) return std::nullopt;
+        all.row_ = row;
+        const int64_t end = std::min(left.end, (row + 1) * size);
+        append(all.in_row_, {offset, offset + end - left.begin});
+        left.begin = end;
+      }
+    }
+    return all.close() ? std::optional<Rows>(std::move(all)) : std::nullopt;
+  }
+
+ private:
+  bool add(Interval some, const IntervalList& elements) {
+    if (rows.empty()) inner = elements;
+    append(rows, some);
+    return inner == elements;
+  }
+  bool close() {
+    if (row_ < 0) return true;
+    const bool is_like_others = add({row_, row_ + 1}, in_row_);
+    row_ = -1;
+    in_row_.clear();
+    return is_like_others;
+  }
+
+  int64_t row_ = -1;  // the one that is not whole yet, and its elements so far
+  IntervalList in_row_;
+};
+
+using Parts = std::vector<IntervalList>;  // one per dim
+
+std::optional<Parts> parts_of(IntervalList list, const std::vector<int64_t>& dims) {
+  Parts parts;
+  for (size_t j = 0; j + 1 < dims.size(); ++j) {
+    std::optional<Rows> rows = Rows::of(list, elements_of(dims, j + 1));
+    if (!rows) return std::nullopt;
+    parts.push_back(std::move(rows->rows));
+    list = std::move(rows->inner);
+  }
+  parts.push_back(std::move(list));
+  return parts;
+}
+
+// Local positions of `part`, which `whole` has all of, in the order of `part`.
+IntervalList positions_in(const IntervalList& whole, const IntervalList& part) {
+  IntervalList positions;
+  for (const Piece& piece : intersect(whole, part))
+    append(positions, {piece.a_position, piece.a_position + piece.length});
+  return positions;
+}
+
+// All indices of several lists, ascending; nothing if an index is in two of them.
+std::optional<IntervalList> united(const std::vector<const IntervalList*>& lists) {
+  IntervalList all;
+  for (const IntervalList* list : lists) all.insert(all.end(), list->begin(), list->end());
+  IntervalList out;
+  int64_t end = 0;
+  for (const Interval& one : sorted_by_place(all)) {
+    if (one.begin < end) return std::nullopt;
+    append(out, one);
+    end = one.end;
+  }
+  return out;
+}
+
+// What the coordinates on some mesh dims have of one dim.
+struct OfOneDim {
+  const Mesh& mesh;
+  int64_t size;
+  std::vector<int64_t> positions;
+  std::vector<IntervalList> lists;  // by position
+
+  // The cuts that make these lists, in this order of mesh dims. Each step divides what the cuts before it have left
+  // together, and must do so by one rule.
+  std::optional<std::vector<Cut>> cuts_in(const std::vector<int>& order) const {
+    struct Parent {
+      IntervalList list;
+      std::vector<size_t> members;  // indices of positions
+    };
+    std::vector<Parent> parents(1);
+    append(parents[0].list, {0, size});
+    parents[0].members.resize(lists.size());
+    std::iota(parents[0].members.begin(), parents[0].members.end(), size_t{0});
+    std::vector<Cut> cuts;
+    for (const int d : order) {
+      std::vector<Parent> children;
+      std::vector<Division> divisions;
+      for (const Parent& parent : parents) {
+        Division& division = divisions.emplace_back();
+        division.n = length(parent.list);
+        for (int64_t c = 0; c < mesh.dim_size(d); ++c) {
+          Parent child;
+          std::vector<const IntervalList*> held;
+          for (const size_t member : parent.members) {
+            if (mesh.coordinate(positions[member], d) != c) continue;
+            child.members.push_back(member);
+            held.push_back(&lists[member]);
+          }
+          if (held.size() == 1) {
+            child.list = *held[0];
+          } else if (auto all = united(held)) {
+            child.list = std::move(*all);
+          } else {
+            return std::nullopt;
+          }
+          division.parts.push_back(positions_in(parent.list, child.list));
+          if (length(division.parts.back()) != length(child.list)) return std::nullopt;
+          children.push_back(std::move(child));
+        }
+      }
+      const std::optional<CutRule> rule = matching_rule(divisions);
+      if (!rule) return std::nullopt;
+      cuts.push_back({d, *rule});
+      parents = std::move(children);
+    }
+    return cuts;
+  }
+};
+
+// Finds the cuts, given what each combination of coordinates holds of each dim.
+class Fit {
+ public:
+  Fit(const Holdings& held, const std::vector<int64_t>& dims, std::vector<std::optional<Parts>> parts)
+      : held_(held), dims_(dims), parts_(std::move(parts)), cut_of_(held.mesh_dims.size(), kFree) {}
+
+  std::variant<std::vector<std::vector<Cut>>, NoFit> run() {
+    NoFit torn;
+    for (size_t x = 0; x < cut_of_.size(); ++x) {
+      const std::vector<size_t> depending = dims_that_depend_on(held_.mesh_dims[x]);
+      const std::string& name = held_.mesh.dim_names()[static_cast<size_t>(held_.mesh_dims[x])];
+      if (depending.size() > 1) {
+        torn.reason = concat("mesh dim '", name, "' would have to cut both dim ", depending[0], " and dim ",
+                             depending[1], " of (", join(dims_), ")");
+        torn.to_split.push_back(held_.mesh_dims[x]);
+      }
+      if (depending.size() == 1) cut_of_[x] = static_cast<int>(depending[0]);
+      if (depending.empty() && is_same_at_all(held_.mesh_dims[x])) cut_of_[x] = kNothing;
+    }
+    if (!torn.to_split.empty()) return torn;
+    std::vector<std::vector<Cut>> cuts;
+    if (assign_from(0, cuts)) return cuts;
+    return NoFit{concat("no rules cut (", join(dims_), ") into parts of these lengths"), {}};
+  }
+
+ private:
+  static constexpr int kFree = -1;     // it only decides who holds nothing, so it may cut any dim
+  static constexpr int kNothing = -2;  // all its coordinates hold the same
+
+  // Calls visit(parts, parts) for pairs of combinations that differ in a mesh dim only; null: it holds nothing.
+  template <typename Visit>
+  void for_each_neighbours(int mesh_dim, const Visit& visit) const {
+    const int64_t stride = held_.mesh.stride(mesh_dim);
+    std::map<int64_t, size_t> index_of;
+    for (size_t i = 0; i < held_.positions.size(); ++i) index_of[held_.positions[i]] = i;
+    for (size_t i = 0; i < held_.positions.size(); ++i) {
+      const int64_t first = held_.positions[i] - held_.mesh.coordinate(held_.positions[i], mesh_dim) * stride;
+      for (int64_t other = first; other < held_.positions[i]; other += stride)
+        visit(parts_[i], parts_[index_of[other]]);
+    }
+  }
+
+  std::vector<size_t> dims_that_depend_on(int mesh_dim) const {
+    std::vector<size_t> depending;
+    for (size_t j = 0; j < dims_.size(); ++j) {
+      bool differs = false;
+      for_each_neighbours(mesh_dim, [&](const std::optional<Parts>& a, const std::optional<Parts>& b) {
+        differs = differs || (a && b && (*a)[j] != (*b)[j]);
+      });
+      if (differs) depending.push_back(j);
+    }
+    return depending;
+  }
+
+  bool is_same_at_all(int mesh_dim) const {
+    bool is_same = true;
+    for_each_neighbours(
+        mesh_dim, [&](const std::optional<Parts>& a, const std::optional<Parts>& b) { is_same = is_same && a == b; });
+    return is_same;
+  }
+
+  // Assigns the mesh dims from x on that are free, and fits.
+  bool assign_from(size_t x, std::vector<std::vector<Cut>>& cuts) {
+    while (x < cut_of_.size() && cut_of_[x] != kFree) ++x;
+    if (x == cut_of_.size()) return fit(cuts);
+    std::vector<size_t> choices(dims_.size());
+    std::iota(choices.begin(), choices.end(), size_t{0});
+    // A dim of one element shows plainly who holds it.
+    std::stable_sort(choices.begin(), choices.end(),
+                     [&](size_t a, size_t b) { return dims_[a] == 1 && dims_[b] != 1; });
+    for (const size_t j : choices) {
+      cut_of_[x] = static_cast<int>(j);
+      if (assign_from(x + 1, cuts)) return true;
+    }
+    cut_of_[x] = kFree;
+    return false;
+  }
+
+  bool fit(std::vector<std::vector<Cut>>& cuts) const {
+    cuts.clear();
+    for (size_t j = 0; j < dims_.size(); ++j) {
+      std::vector<int> order;
+      for (size_t x = 0; x < cut_of_.size(); ++x) {
+        if (cut_of_[x] == static_cast<int>(j)) order.push_back(held_.mesh_dims[x]);
+      }
+      if (order.size() > kMaxMeshDims) return false;
+      const OfOneDim one = of_dim(j, order);
+      std::optional<std::vector<Cut>> found;
+      do {
+        found = one.cuts_in(order);
+      } while (!found && std::next_permutation(order.begin(), order.end()));
+      if (!found) return false;
+      cuts.push_back(std::move(*found));
+    }
+    return holds_nothing_where_nothing_is_held(cuts);
+  }
+
+  OfOneDim of_dim(size_t j, const std::vector<int>& mesh_dims) const {
+    OfOneDim one{held_.mesh, dims_[j], positions_of(held_.mesh, mesh_dims), {}};
+    one.lists.resize(one.positions.size());
+    if (mesh_dims.empty()) return one;
+    std::map<int64_t, size_t> index_of;
+    for (size_t i = 0; i < one.positions.size(); ++i) index_of[one.positions[i]] = i;
+    for (size_t i = 0; i < held_.positions.size(); ++i) {
+      if (!parts_[i]) continue;
+      int64_t position = 0;
+      for (const int d : mesh_dims) position += held_.mesh.coordinate(held_.positions[i], d) * held_.mesh.stride(d);
+      one.lists[index_of[position]] = (*parts_[i])[j];
+    }
+    return one;
+  }
+
+  bool holds_nothing_where_nothing_is_held(const std::vector<std::vector<Cut>>& cuts) const {
+    for (size_t i = 0; i < held_.positions.size(); ++i) {
+      if (parts_[i]) continue;
+      bool holds = true;
+      for (size_t j = 0; j < dims_.size(); ++j) {
+        holds = holds && !part_at(held_.mesh, dims_[j], cuts[j], held_.positions[i]).empty();
+      }
+      if (holds) return false;
+    }
+    return true;
+  }
+
+  const Holdings& held_;
+  const std::vector<int64_t>& dims_;
+  std::vector<std::optional<Parts>> parts_;  // by combination; nothing where it holds nothing
+  std::vector<int> cut_of_;                  // by mesh dim: the dim that it cuts
+};
+
+std::string shown(const IntervalList& list) {
+  constexpr size_t kMaxShown = 4;
+  std::vector<std::string> texts;
+  for (size_t i = 0; i < std::min(list.size(), kMaxShown); ++i)
+    texts.push_back(concat(list[i].begin, "-", list[i].end));
+  return join(texts, "+") + (list.size() > kMaxShown ? "+..." : "");
+}
+
+}  // namespace
+
+std::optional<Holdings> holdings_of(const Mesh& mesh, const std::vector<int64_t>& dims,
+                                    const std::vector<std::vector<Cut>>& cuts) {
+  MeshDimSet set;
+  for (const std::vector<Cut>& list : cuts) {
+    for (const Cut& c : list) set.insert(c.mesh_dim);
+  }
+  Holdings held{mesh, set.to_vector(), positions_of(mesh, set.to_vector()), {}};
+  int64_t left = kMaxIntervalsCompared;
+  for (const int64_t position : held.positions) {
+    IntervalList list{{0, 1}};
+    for (size_t t = 0; t < dims.size(); ++t) {
+      const IntervalList part = part_at(mesh, dims[t], cuts[t], position);
+      const bool is_whole = part.size() == 1 && part[0] == Interval{0, dims[t]};
+      const auto runs = static_cast<int64_t>(part.size());
+      if (!is_whole && runs > 0 && length(list) > kMaxIntervalsCompared / runs) return std::nullopt;
+      list = product_of(list, part, dims[t]);
+    }
+    left -= static_cast<int64_t>(list.size());
+    if (left < 0) return std::nullopt;
+    held.lists.push_back(std::move(list));
+  }
+  return held;
+}
+
+std::variant<std::vector<std::vector<Cut>>, NoFit> fitting_cuts(const Holdings& held,
+                                                                const std::vector<int64_t>& dims) {
+  if (dims.empty()) return NoFit{"a tensor without dims cannot be cut", {}};
+  std::vector<std::optional<Parts>> parts;
+  for (size_t i = 0; i < held.lists.size(); ++i) {
+    if (held.lists[i].empty()) {
+      parts.emplace_back();
+      continue;
+    }
+    parts.push_back(parts_of(held.lists[i], dims));
+    if (!parts.back()) {
+      return NoFit{concat("rank ", held.mesh.rank_at(Position{held.positions[i]}), " holds the elements ",
+                          shown(held.lists[i]), " of the ", elements_of(dims, 0), " that become (", join(dims),
+                          "), which are no product of parts of these dims"),
+                   {}};
+    }
+  }
+  return Fit(held, dims, std::move(parts)).run();
+}
+
+}  // namespace shardwright

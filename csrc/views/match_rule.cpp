@@ -1,0 +1,130 @@
+#include "views/match_rule.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace shardwright {
+namespace {
+
+// Split factors and blocks are tried one after the other; more of them than this are not.
+constexpr int64_t kMaxTried = 4096;
+
+bool divides_so(const CutRule& rule, const Division& division) {
+  const auto k = static_cast<int64_t>(division.parts.size());
+  if (!rule.why_not(division.n, k).empty()) return false;
+  IntervalList whole;
+  append(whole, {0, division.n});
+  for (int64_t c = 0; c < k; ++c) {
+    if (rule.part(whole, k, c) != division.parts[static_cast<size_t>(c)]) return false;
+  }
+  return true;
+}
+
+bool divides_all_so(const CutRule& rule, const std::vector<Division>& divisions) {
+  return std::all_of(divisions.begin(), divisions.end(), [&](const Division& one) { return divides_so(rule, one); });
+}
+
+// The first coordinate of a strided cut gets the beginning of each piece, so its second interval begins where the
+// second piece does.
+std::vector<CutRule> strided_cuts(const Division& largest) {
+  const IntervalList& first = largest.parts[0];
+  std::vector<CutRule> rules;
+  if (first.size() < 2 || first[0].begin != 0 || first[1].begin < first[0].end) return rules;
+  const int64_t piece = first[1].begin;
+  const int64_t n = largest.n;
+  const auto piece_of = [&](int64_t factor) { return (n + factor - 1) / factor; };
+  for (int64_t f = piece_of(piece); piece_of(f) == piece && f <= n && static_cast<int64_t>(rules.size()) < kMaxTried;
+       ++f) {
+    rules.emplace_back(f);
+  }
+  return rules;
+}
+
+// Blocks of the largest size that all ends are multiples of.
+std::vector<CutRule> cuts_in_common_blocks(const std::vector<Division>& divisions) {
+  int64_t unit = 0;
+  for (const Division& one : divisions) {
+    for (const IntervalList& part : one.parts) {
+      for (const Interval& interval : part) unit = std::gcd(unit, std::gcd(interval.begin, interval.end));
+    }
+  }
+  if (unit < 2 || unit > CutRule::kMaxBlock) return {};
+  return {CutRule::blocks(unit)};
+}
+
+// Blocks of which the chunk of the first coordinate is a multiple.
+std::vector<CutRule> cuts_in_blocks(const Division& largest) {
+  const IntervalList& first = largest.parts[0];
+  std::vector<CutRule> rules;
+  if (first.size() != 1 || first[0].begin != 0) return rules;
+  const int64_t chunk = first[0].end;
+  const auto add = [&](int64_t block) {
+    if (block > 1 && block <= CutRule::kMaxBlock) rules.push_back(CutRule::blocks(block));
+  };
+  for (int64_t b = 1; b <= kMaxTried && b <= chunk; ++b) {
+    if (chunk % b != 0) continue;
+    add(b);
+    add(chunk / b);
+  }
+  return rules;
+}
+
+std::vector<CutRule> owned_cuts(const Division& largest) {
+  for (size_t c = 0; c < largest.parts.size(); ++c) {
+    if (length(largest.parts[c]) == largest.n) return {CutRule::owned(static_cast<int64_t>(c))};
+  }
+  return {};
+}
+
+std::vector<CutRule> cyclic_cuts(const Division& largest) {
+  const IntervalList& first = largest.parts[0];
+  if (first.empty() || first[0].end > CutRule::kMaxBlock) return {};
+  return {CutRule::cyclic(first[0].end - first[0].begin)};
+}
+
+// Returns whether the parts have every position together.
+bool covers(const Division& division) {
+  std::vector<Interval> all;
+  for (const IntervalList& part : division.parts) all.insert(all.end(), part.begin(), part.end());
+  if (static_cast<int64_t>(all.size()) > CutRule::kMaxRuns) return false;
+  int64_t covered = 0;
+  for (const Interval& one : sorted_by_place(all)) {
+    if (one.begin > covered) return false;
+    covered = std::max(covered, one.end);
+  }
+  return covered == division.n;
+}
+
+std::vector<CutRule> ragged_cuts(const Division& largest) {
+  std::vector<int64_t> sizes;
+  for (const IntervalList& part : largest.parts) sizes.push_back(length(part));
+  return {CutRule::ragged(sizes)};
+}
+
+std::vector<CutRule> pieces(const Division& largest) {
+  if (!covers(largest)) return {};
+  return {CutRule::pieces(largest.parts)};
+}
+
+}  // namespace
+
+std::optional<CutRule> matching_rule(const std::vector<Division>& divisions) {
+  const Division& largest = *std::max_element(divisions.begin(), divisions.end(),
+                                              [](const Division& a, const Division& b) { return a.n < b.n; });
+  const auto matching = [&](const std::vector<CutRule>& rules) -> std::optional<CutRule> {
+    for (const CutRule& rule : rules) {
+      if (divides_all_so(rule, divisions)) return rule;
+    }
+    return std::nullopt;
+  };
+  if (const auto found = matching({CutRule()})) return found;
+  if (const auto found = matching(strided_cuts(largest))) return found;
+  if (const auto found = matching(owned_cuts(largest))) return found;
+  if (const auto found = matching(cuts_in_common_blocks(divisions))) return found;
+  if (const auto found = matching(ragged_cuts(largest))) return found;
+  if (const auto found = matching(cyclic_cuts(largest))) return found;
+  if (const auto found = matching(cuts_in_blocks(largest))) return found;
+  return matching(pieces(largest));
+}
+
+}  // namespace shardwright

@@ -1,0 +1,409 @@
+#include "views/view.h"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <optional>
+#include <utility>
+
+#include "moves/digits.h"
+#include "support/error.h"
+#include "views/fit.h"
+
+namespace shardwright {
+namespace {
+
+// Dims [src_begin, src_end) of the one shape have as many elements as [dst_begin, dst_end) of the other.
+struct Group {
+  size_t src_begin, src_end, dst_begin, dst_end;
+};
+
+// A cut of a dim of the result. `part` numbers the pieces of a mesh dim that is split.
+struct NewCut {
+  int mesh_dim;
+  size_t part;
+  CutRule rule;
+};
+
+struct Result {
+  std::vector<std::vector<NewCut>> cuts;       // by dim
+  std::map<int, std::vector<int64_t>> splits;  // sizes by mesh dim that is split
+};
+
+// The smallest groups, in order. Dims of one element that one side has more of join the group before them.
+std::vector<Group> groups_of(const std::vector<int64_t>& src, const std::vector<int64_t>& dst) {
+  std::vector<Group> groups;
+  size_t i = 0, j = 0;
+  while (i < src.size() || j < dst.size()) {
+    Group group{i, i, j, j};
+    int64_t a = i < src.size() ? src[i++] : 1;
+    int64_t b = j < dst.size() ? dst[j++] : 1;
+    while (a != b) {
+      if (a < b) {
+        a *= src[i++];
+      } else {
+        b *= dst[j++];
+      }
+    }
+    group.src_end = i;
+    group.dst_end = j;
+    const bool is_one_sided = group.src_begin == i || group.dst_begin == j;
+    if (is_one_sided && !groups.empty()) {
+      groups.back().src_end = i;
+      groups.back().dst_end = j;
+    } else {
+      groups.push_back(group);
+    }
+  }
+  return groups;
+}
+
+std::vector<int64_t> slice(const std::vector<int64_t>& dims, size_t begin, size_t end) {
+  return {dims.begin() + static_cast<int64_t>(begin), dims.begin() + static_cast<int64_t>(end)};
+}
+
+// Solves one group of dims.
+class GroupView {
+ public:
+  GroupView(const Layout& layout, const std::vector<int64_t>& dst, const Group& group)
+      : mesh_(layout.mesh()),
+        src_(slice(layout.shape(), group.src_begin, group.src_end)),
+        dst_(slice(dst, group.dst_begin, group.dst_end)),
+        cuts_(layout.cuts().begin() + static_cast<int64_t>(group.src_begin),
+              layout.cuts().begin() + static_cast<int64_t>(group.src_end)),
+        first_(group.dst_begin) {}
+
+  MeshDimSet mesh_dims() const {
+    MeshDimSet set;
+    for (const std::vector<Cut>& list : cuts_) {
+      for (const Cut& c : list) set.insert(c.mesh_dim);
+    }
+    return set;
+  }
+
+  // Adds its cuts to the result, or returns why there are none.
+  std::optional<std::string> solve(Result& result) const {
+    if (mesh_dims().empty() || keep(result) || move_digits(result)) return std::nullopt;
+    const std::optional<Holdings> held = holdings_of(mesh_, src_, cuts_);
+    if (!held) {
+      return concat("comparing the parts of (", join(src_), ") and (", join(dst_), ") takes more than ",
+                    kMaxIntervalsCompared, " intervals");
+    }
+    auto found = fitting_cuts(*held, dst_);
+    if (const auto* cuts = std::get_if<std::vector<std::vector<Cut>>>(&found)) {
+      for (size_t j = 0; j < dst_.size(); ++j) {
+        for (const Cut& c : (*cuts)[j]) result.cuts[first_ + j].push_back({c.mesh_dim, 0, c.rule});
+      }
+      return std::nullopt;
+    }
+    const NoFit& none = std::get<NoFit>(found);
+    if (none.to_split.size() == 1 && fit_split(*held, none.to_split[0], result)) return std::nullopt;
+    return none.reason;
+  }
+
+ private:
+  struct NewDigit {
+    int64_t weight, radix;
+    int mesh_dim;
+    size_t part;
+  };
+
+  // Fits with a mesh dim split in two. Positions on such a mesh are those on the mesh itself.
+  bool fit_split(const Holdings& held, int split, Result& result) const {
+    const int64_t k = mesh_.dim_size(split);
+    for (int64_t outer = 2; outer < k; ++outer) {
+      if (k % outer != 0) continue;
+      std::vector<std::string> names;
+      std::vector<int64_t> sizes;
+      for (int d = 0; d < mesh_.ndim(); ++d) {
+        names.insert(names.end(), d == split ? 2 : 1, "");
+        sizes.push_back(d == split ? outer : mesh_.dim_size(d));
+        if (d == split) sizes.push_back(k / outer);
+      }
+      for (size_t i = 0; i < names.size(); ++i) names[i] = std::to_string(i);
+      const Mesh fine(names, sizes);
+      std::vector<int> mesh_dims;
+      for (const int d : held.mesh_dims) {
+        mesh_dims.push_back(d + (d > split ? 1 : 0));
+        if (d == split) mesh_dims.push_back(d + 1);
+      }
+      const auto found = fitting_cuts({fine, mesh_dims, held.positions, held.lists}, dst_);
+      const auto* cuts = std::get_if<std::vector<std::vector<Cut>>>(&found);
+      if (cuts == nullptr) continue;
+      for (size_t j = 0; j < dst_.size(); ++j) {
+        for (const Cut& c : (*cuts)[j]) {
+          const int d = c.mesh_dim - (c.mesh_dim > split ? 1 : 0);
+          result.cuts[first_ + j].push_back({d, c.mesh_dim == split + 1 ? size_t{1} : 0, c.rule});
+        }
+      }
+      result.splits[split] = {outer, k / outer};
+      return true;
+    }
+    return false;
+  }
+
+  // If both sides have the same dims but for some of one element, the cuts stay as they are.
+  bool keep(Result& result) const {
+    std::vector<size_t> src, dst;
+    for (size_t i = 0; i < src_.size(); ++i) {
+      if (src_[i] != 1) src.push_back(i);
+      if (src_[i] == 1 && !cuts_[i].empty() && src_ != dst_) return false;
+    }
+    for (size_t j = 0; j < dst_.size(); ++j) {
+      if (dst_[j] != 1) dst.push_back(j);
+    }
+    if (src_ == dst_) {  // then cut dims of one element stay, too
+      src.resize(src_.size());
+      std::iota(src.begin(), src.end(), size_t{0});
+      dst = src;
+    }
+    if (src.size() != dst.size()) return false;
+    for (size_t i = 0; i < src.size(); ++i) {
+      if (src_[src[i]] != dst_[dst[i]]) return false;
+    }
+    for (size_t i = 0; i < src.size(); ++i) {
+      for (const Cut& c : cuts_[src[i]]) result.cuts[first_ + dst[i]].push_back({c.mesh_dim, 0, c.rule});
+    }
+    return true;
+  }
+
+  // Even cuts: writes the digits that they fix with the bounds of the new dims.
+  bool move_digits(Result& result) const {
+    std::vector<Digit> digits;
+    int64_t inner = 1;
+    for (size_t t = src_.size(); t-- > 0; inner *= src_[t]) {
+      std::optional<std::vector<Digit>> of_dim = digits_of(mesh_, src_[t], cuts_[t]);
+      if (!of_dim) return false;
+      for (Digit& digit : *of_dim) digit.weight *= inner;
+      digits.insert(digits.begin(), of_dim->begin(), of_dim->end());
+    }
+    std::vector<std::vector<NewDigit>> by_dim(dst_.size());
+    std::map<int, std::vector<int64_t>> pieces;
+    for (const Digit& digit : digits) {
+      if (!place(digit, by_dim, pieces[digit.mesh_dim])) return false;
+    }
+    for (size_t j = 0; j < dst_.size(); ++j) result.cuts[first_ + j] = cuts_of(dst_[j], std::move(by_dim[j]));
+    for (auto& [mesh_dim, sizes] : pieces) {
+      if (sizes.size() > 1) result.splits[mesh_dim] = std::move(sizes);
+    }
+    return true;
+  }
+
+  // Places a digit, of an index into all dims of the group, in the dims. It is several where it lies across a bound.
+  bool place(const Digit& digit, std::vector<std::vector<NewDigit>>& by_dim, std::vector<int64_t>& pieces) const {
+    const int64_t begin = digit.weight;
+    const int64_t end = digit.weight * digit.radix;
+    int64_t above = std::accumulate(dst_.begin(), dst_.end(), int64_t{1}, std::multiplies<>());
+    for (size_t j = 0; j < dst_.size(); ++j) {
+      const int64_t top = above;
+      above /= dst_[j];
+      const int64_t low = std::max(begin, above);
+      const int64_t high = std::min(end, top);
+      if (low >= high) continue;
+      if (low % begin != 0 || end % high != 0 || high % low != 0 || low % above != 0 || top % high != 0) return false;
+      by_dim[j].push_back({low / above, high / low, digit.mesh_dim, pieces.size()});
+      pieces.push_back(high / low);
+    }
+    return true;
+  }
+
+  // The cuts that fix these digits of a dim: plain ones, first digit first, if the digits follow each other from the
+  // first on; else strided ones in mesh order, which DTensor can say.
+  static std::vector<NewCut> cuts_of(int64_t size, std::vector<NewDigit> digits) {
+    std::vector<NewCut> cuts;
+    int64_t top = size;
+    for (const NewDigit& digit : digits) {
+      if (digit.weight * digit.radix != top) break;
+      top = digit.weight;
+      cuts.push_back({digit.mesh_dim, digit.part, CutRule()});
+    }
+    if (cuts.size() == digits.size()) return cuts;
+    cuts.clear();
+    std::sort(digits.begin(), digits.end(), [](const NewDigit& a, const NewDigit& b) {
+      return std::pair(a.mesh_dim, a.part) < std::pair(b.mesh_dim, b.part);
+    });
+    for (size_t i = 0; i < digits.size(); ++i) {
+      int64_t factor = size / (digits[i].weight * digits[i].radix);
+      for (size_t earlier = 0; earlier < i; ++earlier) {
+        if (digits[earlier].weight > digits[i].weight) factor /= digits[earlier].radix;
+      }
+      cuts.push_back({digits[i].mesh_dim, digits[i].part, CutRule(factor)});
+    }
+    return cuts;
+  }
+
+  const Mesh& mesh_;
+  std::vector<int64_t> src_, dst_;
+  std::vector<std::vector<Cut>> cuts_;
+  size_t first_;
+};
+
+// The mesh with these mesh dims split, and where each mesh dim of `mesh` begins on it; nothing if it has such names.
+std::optional<std::pair<MeshPtr, std::vector<int>>> split_mesh(const MeshPtr& mesh,
+                                                               const std::map<int, std::vector<int64_t>>& splits) {
+  std::vector<int> begins;
+  std::vector<std::string> names;
+  std::vector<int64_t> sizes;
+  for (int d = 0; d < mesh->ndim(); ++d) {
+    begins.push_back(static_cast<int>(names.size()));
+    const auto split = splits.find(d);
+    if (split == splits.end()) {
+      names.push_back(mesh->dim_names()[d]);
+      sizes.push_back(mesh->dim_size(d));
+      continue;
+    }
+    for (size_t i = 0; i < split->second.size(); ++i) {
+      names.push_back(concat(mesh->dim_names()[d], ".", i));
+      sizes.push_back(split->second[i]);
+    }
+  }
+  if (splits.empty()) return std::pair(mesh, begins);
+  for (const std::string& name : names) {
+    if (std::count(names.begin(), names.end(), name) > 1) return std::nullopt;
+  }
+  if (names.size() > MeshDimSet::kMaxDims) return std::nullopt;
+  const std::vector<int64_t> ranks = mesh->ranks_are_positions() ? std::vector<int64_t>{} : numbers(mesh->ranks());
+  return std::pair(MeshPtr(std::make_shared<Mesh>(names, sizes, ranks, mesh->topology())), begins);
+}
+
+// The tensor's sizes as the layout sees them: the first `flattened` as one.
+std::vector<int64_t> seen(const std::vector<int64_t>& shape, int flattened) {
+  check_user(flattened >= 1 && flattened <= std::max(1, static_cast<int>(shape.size())), "flattened: got ", flattened,
+             " for a shape of ", shape.size(), " dims; allowed are 1 to their number");
+  if (flattened == 1) return shape;
+  std::vector<int64_t> dims{1};
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (i < static_cast<size_t>(flattened)) {
+      dims[0] *= shape[i];
+    } else {
+      dims.push_back(shape[i]);
+    }
+  }
+  return dims;
+}
+
+void check_sizes(const Layout& layout, const std::vector<int64_t>& shape) {
+  int64_t left = layout.num_elements();
+  bool fits = true;
+  for (const int64_t size : shape) {
+    check_user(size >= 0, "shape: (", join(shape), ") has the size ", size, "; allowed are 0 or more");
+    fits = fits && (size == 0 || left % size == 0);
+    if (fits && size > 0) left /= size;
+  }
+  const bool is_empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
+  if (layout.num_elements() == 0) {
+    fits = is_empty;
+  } else {
+    fits = fits && !is_empty && left == 1;
+  }
+  check_user(fits, "shape: (", join(shape), ") does not have the ", layout.num_elements(), " elements of (",
+             join(layout.tensor_shape()), "); allowed are sizes with this product");
+}
+
+Layout assembled(const Layout& layout, const std::vector<int64_t>& shape, int flattened, const Result& result,
+                 const MeshPtr& mesh, const std::vector<int>& begins) {
+  std::vector<Placement> placements(mesh->ndim(), Placement::replicate());
+  for (int d = 0; d < layout.mesh().ndim(); ++d) {
+    if (layout.placements()[d].is_partial()) placements[begins[d]] = layout.placements()[d];
+  }
+  ShardOrder order;
+  for (size_t t = 0; t < result.cuts.size(); ++t) {
+    for (const NewCut& cut : result.cuts[t]) {
+      const int d = begins[cut.mesh_dim] + static_cast<int>(cut.part);
+      placements[d] = Placement::cut(static_cast<int64_t>(t), cut.rule);
+      order[static_cast<int64_t>(t)].push_back(d);
+    }
+  }
+  return Layout(mesh, shape, layout.dtype(), std::move(placements), order, StridedMeaning::kLiteral, flattened);
+}
+
+}  // namespace
+
+std::vector<int64_t> inferred_shape(const Layout& layout, std::vector<int64_t> shape) {
+  const auto unknown = std::find(shape.begin(), shape.end(), -1);
+  if (unknown == shape.end()) return shape;
+  check_user(std::count(shape.begin(), shape.end(), -1) == 1, "shape: (", join(shape), ") has -1 more than once; ",
+             "allowed is once");
+  int64_t known = 1;
+  for (const int64_t size : shape) {
+    if (size == -1) continue;
+    check_user(size > 0 && layout.num_elements() % (known * size) == 0, "shape: (", join(shape),
+               ") leaves no size for -1 of ", layout.num_elements(), " elements");
+    known *= size;
+  }
+  *unknown = layout.num_elements() / known;
+  return shape;
+}
+
+std::variant<Layout, NoView> view_of(const Layout& layout, const std::vector<int64_t>& shape, int flattened) {
+  check_sizes(layout, shape);
+  const std::vector<int64_t> dims = seen(shape, flattened);
+  Result result;
+  result.cuts.resize(dims.size());
+  if (layout.num_elements() > 0) {
+    for (const Group& group : groups_of(layout.shape(), dims)) {
+      const GroupView view(layout, dims, group);
+      if (std::optional<std::string> reason = view.solve(result)) return NoView{std::move(*reason), view.mesh_dims()};
+    }
+  }
+  const auto mesh = split_mesh(layout.mesh_ptr(), result.splits);
+  if (!mesh) {
+    MeshDimSet split;
+    for (const auto& entry : result.splits) split.insert(entry.first);
+    return NoView{
+        concat("mesh dim '", layout.mesh().names_of(split), "' would be split, and its parts' names are taken"), split};
+  }
+  return assembled(layout, shape, flattened, result, mesh->first, mesh->second);
+}
+
+bool is_known_to_dtensor(const Layout& layout) {
+  bool is_strided = false;
+  bool is_in_mesh_order = true;
+  for (const std::vector<Cut>& list : layout.cuts()) {
+    for (size_t i = 0; i < list.size(); ++i) {
+      if (!list[i].rule.is_strided_or_chunks()) return false;
+      is_strided = is_strided || !list[i].rule.is_chunks();
+      is_in_mesh_order = is_in_mesh_order && (i == 0 || list[i - 1].mesh_dim < list[i].mesh_dim);
+    }
+  }
+  if (layout.flattened() > 1 || (is_strided && !is_in_mesh_order)) return false;
+  return (is_in_mesh_order && !is_strided) || layout.has_equal_parts();
+}
+
+std::variant<Layout, NoView> dtensor_view_of(const Layout& layout, const std::vector<int64_t>& shape) {
+  auto found = view_of(layout, shape);
+  const auto* view = std::get_if<Layout>(&found);
+  if (view == nullptr || (view->mesh() == layout.mesh() && is_known_to_dtensor(*view))) return found;
+  return NoView{concat("its parts are those of ", view->to_string(), ", which DTensor cannot say"), layout.cut_dims()};
+}
+
+Layout permuted(const Layout& layout, const std::vector<int64_t>& dims) {
+  const std::vector<int64_t> shape = layout.tensor_shape();
+  const auto ndim = static_cast<int64_t>(shape.size());
+  std::vector<int64_t> normal = dims;
+  for (int64_t& d : normal) d = d < 0 ? d + ndim : d;
+  std::vector<int64_t> sorted = normal;
+  std::sort(sorted.begin(), sorted.end());
+  std::vector<int64_t> all(shape.size());
+  std::iota(all.begin(), all.end(), 0);
+  check_user(sorted == all, "dims: (", join(dims), ") for a tensor of ", ndim, " dims; allowed is each of them once");
+  const int64_t flattened = layout.flattened();
+  for (int64_t i = 0; i < flattened && flattened > 1; ++i) {
+    check_user(normal[i] == i, "dims: (", join(dims), ") moves dim ", i, ", which is one with others in ",
+               layout.to_string(), "; allowed are orders that begin with these dims");
+  }
+  Result result;
+  std::vector<int64_t> sizes;
+  for (int64_t i = 0; i < ndim; ++i) {
+    sizes.push_back(shape[normal[i]]);
+    if (i > 0 && i < flattened) continue;
+    const int64_t from = flattened == 1 ? normal[i] : std::max(normal[i] - flattened + 1, int64_t{0});
+    result.cuts.emplace_back();
+    for (const Cut& c : layout.cuts(static_cast<int>(from))) result.cuts.back().push_back({c.mesh_dim, 0, c.rule});
+  }
+  std::vector<int> begins(layout.mesh().ndim());
+  std::iota(begins.begin(), begins.end(), 0);
+  return assembled(layout, sizes, layout.flattened(), result, layout.mesh_ptr(), begins);
+}
+
+}  // namespace shardwright

@@ -1,0 +1,275 @@
+// Views that move nothing: every rank keeps its elements in their order, and wherever some layout has them, one is
+// found.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <map>
+#include <set>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "indices.h"
+#include "layouts.h"
+#include "moves/figures.h"
+#include "support/error.h"
+#include "views/move_first.h"
+#include "views/view.h"
+
+namespace shardwright {
+namespace {
+
+using test::layout_of;
+using test::mesh_of;
+using Shape = std::vector<int64_t>;
+
+// The elements that the rank at a position holds, by row-major index into the whole tensor, in local order.
+std::vector<int64_t> elements_at(const Layout& layout, int64_t position) {
+  std::vector<int64_t> elements;
+  for_each_index(layout.region(position), [&](const std::vector<int64_t>& index) {
+    int64_t element = 0;
+    for (int t = 0; t < layout.ndim(); ++t) element = element * layout.shape()[t] + index[t];
+    elements.push_back(element);
+  });
+  return elements;
+}
+
+// What all ranks hold, by rank, as one list.
+std::vector<int64_t> holdings(const Layout& layout) {
+  std::vector<int64_t> all;
+  for (int64_t position = 0; position < layout.mesh().size(); ++position) {
+    const std::vector<int64_t> elements = elements_at(layout, position);
+    all.push_back(-1);
+    all.insert(all.end(), elements.begin(), elements.end());
+  }
+  return all;
+}
+
+// All shapes with n elements and up to three dims, without dims of one element.
+std::vector<Shape> shapes_of(int64_t n) {
+  std::vector<Shape> shapes{{n}};
+  for (int64_t a = 2; a < n; ++a) {
+    if (n % a != 0) continue;
+    shapes.push_back({a, n / a});
+    for (int64_t b = 2; b < n / a; ++b) {
+      if (n / a % b == 0) shapes.push_back({a, b, n / a / b});
+    }
+  }
+  return shapes;
+}
+
+// Every way to place a shape on a mesh with rules that have a small number of forms, in every order of cuts.
+void for_each_layout(const MeshPtr& mesh, const Shape& shape, bool with_all_rules,
+                     const std::function<void(const Layout&)>& visit) {
+  std::vector<Placement> placements(mesh->ndim());
+  const std::function<void(int)> place = [&](int d) {
+    if (d == mesh->ndim()) {
+      std::vector<std::vector<int>> by_dim(shape.size());
+      for (int m = 0; m < mesh->ndim(); ++m) {
+        if (placements[m].is_shard_like()) by_dim[placements[m].dim].push_back(m);
+      }
+      const std::function<void(size_t, ShardOrder)> order = [&](size_t t, ShardOrder so_far) {
+        if (t == shape.size()) {
+          visit(Layout(mesh, shape, DType::parse("float32"), placements, so_far, StridedMeaning::kLiteral));
+          return;
+        }
+        if (by_dim[t].empty()) return order(t + 1, so_far);
+        std::vector<int> dims = by_dim[t];
+        do {
+          so_far[static_cast<int64_t>(t)] = dims;
+          order(t + 1, so_far);
+        } while (std::next_permutation(dims.begin(), dims.end()));
+      };
+      return order(0, {});
+    }
+    placements[d] = Placement::replicate();
+    place(d + 1);
+    for (size_t t = 0; t < shape.size(); ++t) {
+      std::vector<CutRule> rules;
+      for (int64_t f = 1; f <= shape[t]; ++f) rules.emplace_back(f);
+      for (int64_t b = 2; b <= shape[t] && with_all_rules; ++b) {
+        rules.push_back(CutRule::blocks(b));
+        rules.push_back(CutRule::cyclic(b));
+      }
+      for (int64_t c = 0; c < mesh->dim_size(d) && with_all_rules; ++c) rules.push_back(CutRule::owned(c));
+      for (const CutRule& rule : rules) {
+        placements[d] = Placement::cut(static_cast<int64_t>(t), rule);
+        place(d + 1);
+      }
+    }
+  };
+  place(0);
+}
+
+struct Count {
+  int64_t pairs = 0;
+  int64_t free = 0;
+};
+
+// Compares with all layouts of the other shape, on this mesh and on those in which a mesh dim of 4 is 2 x 2.
+class Exhaustive {
+ public:
+  explicit Exhaustive(const std::vector<int64_t>& sizes) : mesh_(mesh_of(sizes)) {}
+
+  void check(const Layout& src, const Shape& dst, Count& count) {
+    const auto found = view_of(src, dst);
+    const std::vector<int64_t> held = holdings(src);
+    ++count.pairs;
+    if (const auto* view = std::get_if<Layout>(&found)) {
+      ++count.free;
+      ASSERT_EQ(view->tensor_shape(), dst);
+      ASSERT_EQ(holdings(*view), held) << src.to_string() << " is not " << view->to_string();
+    } else {
+      ASSERT_EQ(known(dst).count(held), 0u)
+          << src.to_string() << " could be (" << join(dst) << "), and was refused: " << std::get<NoView>(found).reason;
+    }
+  }
+
+  const MeshPtr& mesh() const { return mesh_; }
+
+ private:
+  const std::set<std::vector<int64_t>>& known(const Shape& shape) {
+    auto [at, is_new] = known_.try_emplace(shape);
+    if (is_new) {
+      const auto add = [&](const Layout& layout) { at->second.insert(holdings(layout)); };
+      for_each_layout(mesh_, shape, true, add);
+      if (mesh_->dim_sizes() == Shape{4}) for_each_layout(mesh_of({2, 2}), shape, false, add);
+    }
+    return at->second;
+  }
+
+  MeshPtr mesh_;
+  std::map<Shape, std::set<std::vector<int64_t>>> known_;
+};
+
+const std::vector<std::vector<int64_t>> kMeshes{{2}, {4}, {2, 2}, {2, 3}};
+
+TEST(View, IsFoundWhereverOneExistsFromChunks) {
+  Count even, uneven;
+  for (const auto& sizes : kMeshes) {
+    for (const int64_t n : {12, 15, 16, 24}) {
+      Exhaustive exhaustive(sizes);
+      for (const Shape& src_shape : shapes_of(n)) {
+        for (const Layout& src : test::all_layouts(exhaustive.mesh(), src_shape, {})) {
+          for (const Shape& dst : shapes_of(n)) {
+            if (dst == src_shape || src.cut_dims().empty()) continue;
+            exhaustive.check(src, dst, src.has_equal_parts() ? even : uneven);
+            if (HasFatalFailure()) return;
+          }
+        }
+      }
+    }
+  }
+  std::cout << even.free << " of " << even.pairs << " even pairs and " << uneven.free << " of " << uneven.pairs
+            << " uneven ones need no move\n";
+  EXPECT_GT(even.free, 1000);
+  EXPECT_GT(uneven.free, 1000);
+}
+
+TEST(View, IsFoundWhereverOneExistsFromAllRules) {
+  Count count;
+  for (const auto& [sizes, n] : std::vector<std::pair<std::vector<int64_t>, int64_t>>{
+           {{2}, 12}, {{2}, 15}, {{4}, 12}, {{4}, 16}, {{2, 2}, 12}}) {
+    Exhaustive exhaustive(sizes);
+    for (const Shape& src_shape : shapes_of(n)) {
+      for_each_layout(exhaustive.mesh(), src_shape, true, [&](const Layout& src) {
+        for (const Shape& dst : shapes_of(n)) {
+          if (dst == src_shape || HasFatalFailure()) continue;
+          exhaustive.check(src, dst, count);
+        }
+      });
+    }
+  }
+  std::cout << count.free << " of " << count.pairs << " pairs need no move\n";
+  EXPECT_GT(count.free, 1000);
+}
+
+std::string seen_as(const Layout& layout, const Shape& shape, int flattened = 1) {
+  const auto found = view_of(layout, shape, flattened);
+  if (const auto* none = std::get_if<NoView>(&found)) return none->reason;
+  const auto& view = std::get<Layout>(found);
+  EXPECT_EQ(holdings(view), holdings(layout));
+  return concat(view.placements_string(), " on ", view.mesh().to_string());
+}
+
+TEST(View, SaysHowTheResultIsCut) {
+  const MeshPtr two = mesh_of({2}), both = mesh_of({2, 3}), eight = mesh_of({8});
+  EXPECT_EQ(seen_as(layout_of(both, {4, 6}, "S(0),S(1)"), {24}), "[S(0), SS(0,2)] on a=2,b=3");
+  EXPECT_EQ(seen_as(layout_of(two, {4, 4}, "S(1)"), {2, 8}), "[SS(1,2)] on a=2");
+  EXPECT_EQ(seen_as(layout_of(eight, {64}, "S(0)"), {4, 16}), "[S(0), S(1)] on a.0=4,a.1=2");
+  EXPECT_EQ(seen_as(layout_of(two, {5, 4}, "S(0)"), {20}), "[Blocks(0,4)] on a=2");
+  EXPECT_EQ(seen_as(layout_of(two, {20}, "Blocks(0,4)"), {5, 4}), "[S(0)] on a=2");
+  EXPECT_EQ(seen_as(layout_of(two, {4, 5}, "S(1)"), {20}), "[SS(0,4)] on a=2");
+  EXPECT_EQ(seen_as(layout_of(two, {20}, "Ragged(0,15:5)"), {4, 5}), "[Ragged(0,3:1)] on a=2");
+  EXPECT_EQ(seen_as(layout_of(two, {12, 8}, "Packed(0,8:4)"), {12, 2, 4}), "[Packed(0,8:4)] on a=2");
+  EXPECT_EQ(seen_as(layout_of(two, {12}, "Packed(0,8:4)"), {6, 2}), "[Pieces(0,0-2+4-5:2-4+5-6)] on a=2");
+  EXPECT_EQ(seen_as(layout_of(both, {16, 32, 9}, "P(sum),S(2)"), {1, 512, 9}), "[P(sum), S(2)] on a=2,b=3");
+  EXPECT_EQ(seen_as(layout_of(mesh_of({2, 4}), {1, 16, 32, 8}, "S(1),S(2)"), {512, 8}), "[S(0), SS(0,8)] on a=2,b=4");
+  EXPECT_EQ(seen_as(layout_of(two, {8}, "Pieces(0,4-8:0-4)"), {2, 4}), "[Pieces(0,1-2:0-1)] on a=2");
+}
+
+TEST(View, SaysWhatIsInTheWay) {
+  EXPECT_EQ(seen_as(layout_of(mesh_of({10}), {20}, "S(0)"), {4, 5}),
+            "rank 2 holds the elements 4-6 of the 20 that become (4, 5), which are no product of parts of these dims");
+  EXPECT_EQ(seen_as(layout_of(mesh_of({10}), {20}, "S(0)"), {4, 5}, 2), "[S(0)] on a=10");  // both dims as one
+}
+
+TEST(View, KeepsTensorsWithoutElementsOrDims) {
+  const MeshPtr mesh = mesh_of({2});
+  EXPECT_EQ(seen_as(layout_of(mesh, {0, 4}, "S(1)"), {2, 0}), "[R] on a=2");
+  EXPECT_EQ(seen_as(layout_of(mesh, {}, "P(sum)"), {1, 1}), "[P(sum)] on a=2");
+  EXPECT_EQ(seen_as(layout_of(mesh, {1, 3}, "S(0)"), {3}), "[Owned(0,0)] on a=2");
+  EXPECT_EQ(seen_as(layout_of(mesh, {1, 3}, "S(0)"), {3, 1}), "[S(1)] on a=2");
+}
+
+TEST(View, RefusesOtherSizes) {
+  const Layout layout = layout_of(mesh_of({2}), {4, 6}, "S(0)");
+  EXPECT_THROW(view_of(layout, {5, 5}), UserError);
+  EXPECT_THROW(view_of(layout, {-4, -6}), UserError);
+  EXPECT_THROW(view_of(layout, {24}, 2), UserError);
+  EXPECT_EQ(inferred_shape(layout, {2, -1, 3}), (Shape{2, 4, 3}));
+  EXPECT_THROW(inferred_shape(layout, {-1, -1}), UserError);
+  EXPECT_THROW(inferred_shape(layout, {-1, 5}), UserError);
+}
+
+TEST(View, PermutesDims) {
+  const Layout layout = layout_of(mesh_of({2, 2}), {4, 6, 8}, "S(2),S(2)", {{2, {1, 0}}});
+  const Layout turned = permuted(layout, {-1, 0, 1});
+  EXPECT_EQ(turned.to_string(), "float32[8, 4, 6] on a=2,b=2 as [S(0)#1, S(0)#0]");
+  const Layout flat(mesh_of({2}), {2, 3, 4, 5}, DType::parse("float32"), {Placement::shard(1)}, {},
+                    StridedMeaning::kAuto, 2);
+  EXPECT_EQ(permuted(flat, {0, 1, 3, 2}).placements_string(), "[S(2)]");
+  EXPECT_EQ(permuted(flat, {0, 1, 3, 2}).shape(), (Shape{6, 5, 4}));
+  EXPECT_THROW(permuted(flat, {1, 0, 2, 3}), UserError);
+  EXPECT_THROW(permuted(layout, {0, 0, 1}), UserError);
+}
+
+// The cheapest redistribute among all that leave other tensor dims as they are, found by planning each.
+TEST(View, NamesTheCheapestMove) {
+  const PlanOptions options;
+  for (const auto& [src, dst] :
+       std::vector<std::pair<Layout, Shape>>{{layout_of(mesh_of({10}), {20, 30}, "S(0)"), {4, 5, 30}},
+                                             {layout_of(mesh_of({2, 2}), {5, 10}, "S(0),S(0)"), {2, 25}},
+                                             {layout_of(mesh_of({4, 2}), {6, 8, 5}, "S(0),S(2)"), {4, 12, 5}}}) {
+    const auto found = view_of(src, dst);
+    ASSERT_TRUE(std::holds_alternative<NoView>(found));
+    const NoView& none = std::get<NoView>(found);
+    const MoveFirst first = cheapest_move(src, dst, 1, none, options);
+    const Layout& to = first.plan->plan().dst;
+    EXPECT_EQ(holdings(to), holdings(first.view));
+    for (const Layout& other : test::all_layouts(src.mesh_ptr(), src.shape(), {})) {
+      bool keeps_others = true;
+      for (int d = 0; d < src.mesh().ndim(); ++d) {
+        keeps_others = keeps_others && (none.mesh_dims.contains(d) || other.placements()[d] == src.placements()[d]);
+      }
+      if (!keeps_others || !std::holds_alternative<Layout>(view_of(other, dst))) continue;
+      const int64_t time =
+          predicted_picoseconds(plan_cache().get({src, other, PlanningContext::make(options)})->plan());
+      EXPECT_GE(time, predicted_picoseconds(first.plan->plan())) << other.to_string();
+    }
+    EXPECT_NE(text_of(src, dst, none, first).find("allowed is this view after a redistribute to ["), std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace shardwright
