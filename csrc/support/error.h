@@ -5,9 +5,12 @@
 // InvariantError  The library violated one of its own invariants; the text says which. It becomes RuntimeError.
 #pragma once
 
+#include <charconv>
+#include <concepts>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace shardwright {
 
@@ -21,25 +24,42 @@ class InvariantError : public std::logic_error {
   using std::logic_error::logic_error;
 };
 
-// Concatenates its arguments with operator<<.
-template <typename... Parts>
-std::string concat(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
+// Appends a value as operator<< writes it. Plans have many texts, and streams are slow to make, so only values that are
+// neither text nor integers go through one.
+template <typename Value>
+void append_text(std::string& text, const Value& value) {
+  if constexpr (std::convertible_to<const Value&, std::string_view>) {
+    text += std::string_view(value);
+  } else if constexpr (std::integral<Value> && sizeof(Value) > 1) {
+    char digits[24];
+    const auto end = std::to_chars(std::begin(digits), std::end(digits), value).ptr;
+    text.append(digits, end);
+  } else {
+    std::ostringstream out;
+    out << value;
+    text += out.str();
+  }
 }
 
-// Makes "a, b, c" from any range of streamable values.
+// Concatenates its arguments, each as operator<< writes it.
+template <typename... Parts>
+std::string concat(const Parts&... parts) {
+  std::string text;
+  (append_text(text, parts), ...);
+  return text;
+}
+
+// Makes "a, b, c" from any range of such values.
 template <typename Range>
-std::string join(const Range& range, const char* separator = ", ") {
-  std::ostringstream out;
+std::string join(const Range& range, std::string_view separator = ", ") {
+  std::string text;
   bool first = true;
   for (const auto& item : range) {
-    if (!first) out << separator;
-    out << item;
+    if (!first) text += separator;
+    append_text(text, item);
     first = false;
   }
-  return out.str();
+  return text;
 }
 
 template <typename... Parts>
