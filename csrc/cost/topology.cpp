@@ -65,20 +65,20 @@ bool Topology::crosses_nodes(const Mesh& mesh, int mesh_dim) const {
 void Topology::check() const {
   check_utf8(name, "topology: name");
   for (const auto& [mesh_dim, link] : mesh_dims) check_utf8(mesh_dim, "topology: mesh dim");
-  const auto check_one = [&](const std::string& field, int64_t value) {
-    check_user(value >= 0 && value <= kMaxFigure, "topology: '", name, "' has ", field, " ", value,
+  const auto check_one = [&](int64_t value, const auto&... field) {
+    check_user(value >= 0 && value <= kMaxFigure, "topology: '", name, "' has ", field..., " ", value,
                "; allowed are 0 to ", kMaxFigure);
   };
-  const auto check_link = [&](const std::string& field, const Link& link) {
-    check_one(field + ".message_ps", link.message_ps);
-    check_one(field + ".ps_per_kib", link.ps_per_kib);
+  const auto check_link = [&](const Link& link, const auto&... field) {
+    check_one(link.message_ps, field..., ".message_ps");
+    check_one(link.ps_per_kib, field..., ".ps_per_kib");
   };
-  check_one("ranks_per_node", ranks_per_node);
-  check_one("step_ps", step_ps);
-  check_one("memory_ps_per_kib", memory_ps_per_kib);
-  check_link("inside", inside);
-  check_link("between", between);
-  for (const auto& [mesh_dim, link] : mesh_dims) check_link("mesh_dims." + mesh_dim, link);
+  check_one(ranks_per_node, "ranks_per_node");
+  check_one(step_ps, "step_ps");
+  check_one(memory_ps_per_kib, "memory_ps_per_kib");
+  check_link(inside, "inside");
+  check_link(between, "between");
+  for (const auto& [mesh_dim, link] : mesh_dims) check_link(link, "mesh_dims.", mesh_dim);
 }
 
 bool same_topology(const Mesh& a, const Mesh& b) {

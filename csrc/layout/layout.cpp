@@ -23,30 +23,28 @@ void check_shape(const Mesh& mesh, const std::vector<int64_t>& shape, const DTyp
 std::vector<Placement> checked_placements(const Mesh& mesh, const std::vector<int64_t>& shape, const DType& dtype,
                                           std::vector<Placement> placements) {
   check_user(static_cast<int>(placements.size()) == mesh.ndim(), "placements: got ", placements.size(),
-             " for a mesh of ", mesh.ndim(), " dims (", mesh.to_string(), "); allowed is one per mesh dim");
+             " for a mesh of ", mesh.ndim(), " dims (", mesh, "); allowed is one per mesh dim");
   const auto ndim = static_cast<int64_t>(shape.size());
   for (int d = 0; d < mesh.ndim(); ++d) {
     Placement& placement = placements[d];
     if (placement.is_shard_like()) {
-      check_user(placement.dim >= -ndim && placement.dim < ndim, "placements: ", placement.to_string(),
-                 " on mesh dim '", mesh.dim_names()[d], "' names tensor dim ", placement.dim, " of a tensor with ",
-                 ndim, " dims; allowed are ", -ndim, " to ", ndim - 1);
+      check_user(placement.dim >= -ndim && placement.dim < ndim, "placements: ", placement, " on mesh dim '",
+                 mesh.dim_names()[d], "' names tensor dim ", placement.dim, " of a tensor with ", ndim,
+                 " dims; allowed are ", -ndim, " to ", ndim - 1);
       const int64_t split_factor = placement.is_plain_shard() ? placement.rule.split_factor() : 1;
-      check_user(split_factor >= 1, "placements: ", placement.to_string(), " has split factor ", split_factor,
+      check_user(split_factor >= 1, "placements: ", placement, " has split factor ", split_factor,
                  "; allowed is 1 or more");
-      check_user(split_factor <= Layout::kMaxSplitFactor, "placements: ", placement.to_string(), " has split factor ",
-                 split_factor, "; allowed are at most ", Layout::kMaxSplitFactor);
+      check_user(split_factor <= Layout::kMaxSplitFactor, "placements: ", placement, " has split factor ", split_factor,
+                 "; allowed are at most ", Layout::kMaxSplitFactor);
       const std::string reason = placement.rule.why_not_over(mesh.dim_size(d));
-      check_user(reason.empty(), "placements: ", placement.to_string(), " on mesh dim '", mesh.dim_names()[d], "' ",
-                 reason);
+      check_user(reason.empty(), "placements: ", placement, " on mesh dim '", mesh.dim_names()[d], "' ", reason);
       if (placement.dim < 0) placement.dim += ndim;
     } else if (placement.is_partial()) {
       check_user(placement.op != ReduceOp::kNorm || (std::isfinite(placement.norm_power) && placement.norm_power != 0),
-                 "placements: ", placement.to_string(), " has norm power ", placement.norm_power,
+                 "placements: ", placement, " has norm power ", placement.norm_power,
                  "; allowed is a finite number other than 0");
       const std::string reason = why_not_reducible(placement.op, dtype);
-      check_user(reason.empty(), reason, " (placements: ", placement.to_string(), " on mesh dim '", mesh.dim_names()[d],
-                 "')");
+      check_user(reason.empty(), reason, " (placements: ", placement, " on mesh dim '", mesh.dim_names()[d], "')");
     }
   }
   return placements;
@@ -60,7 +58,7 @@ void check_partials_mix(const std::vector<Placement>& placements) {
     if (first == nullptr) first = &placement;
     const auto is_linear = [](const Placement& p) { return p.op == ReduceOp::kSum || p.op == ReduceOp::kAvg; };
     const bool mixes = placement == *first || (is_linear(placement) && is_linear(*first));
-    check_user(mixes, "placements: ", first->to_string(), " and ", placement.to_string(),
+    check_user(mixes, "placements: ", *first, " and ", placement,
                " cannot be pending together; allowed is one reduction, or sum with avg");
   }
 }
@@ -158,7 +156,7 @@ Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vecto
   if (has_strided && strided != StridedMeaning::kLiteral && order.empty()) {
     const std::optional<ShardOrder> decoded = decode_order(*mesh_, placements_);
     check_user(decoded || strided == StridedMeaning::kAuto, "placements: the split factors of ", placements_string(),
-               " on ", mesh_->to_string(), " encode no order of cuts; say strided=\"literal\" if they mean pieces");
+               " on ", *mesh_, " encode no order of cuts; say strided=\"literal\" if they mean pieces");
     if (decoded) {
       order = *decoded;
       for (Placement& placement : placements_) {

@@ -53,14 +53,13 @@ PartialWork partial_work(const Layout& src, const Layout& dst) {
     const Placement& to = dst.placements()[d];
     const std::string where = concat(" on mesh dim '", src.mesh().dim_names()[d], "'");
     if (src.partial_dims().contains(d)) {
-      check_user(from == to, "placements: ", from.to_string(), " cannot become ", to.to_string(), where,
-                 "; reduce it to R first");
+      check_user(from == to, "placements: ", from, " cannot become ", to, where, "; reduce it to R first");
     } else if (src.cut_dims().contains(d)) {
-      check_user(to.op == ReduceOp::kSum, "placements: ", from.to_string(), " cannot become ", to.to_string(), where,
+      check_user(to.op == ReduceOp::kSum, "placements: ", from, " cannot become ", to, where,
                  "; allowed is P(sum), whose other shares are zeros");
       work.zero_filled.insert(d);
     } else {
-      check_user(is_divisible(to.op), "placements: R cannot become ", to.to_string(), where,
+      check_user(is_divisible(to.op), "placements: R cannot become ", to, where,
                  "; allowed are P(sum), P(avg), P(min), P(max), P(norm p)");
       work.partitioned.insert(d);
     }
@@ -81,8 +80,8 @@ PartialWork partial_work_between(const Layout& src, const Layout& dst) {
   work.reduced = src.partial_dims();
   for (const int d : dst.partial_dims().to_vector()) {
     const Placement& to = dst.placements()[d];
-    check_user(is_divisible(to.op), "placements: a tensor on another mesh cannot become ", to.to_string(),
-               " on mesh dim '", dst.mesh().dim_names()[d], "'; allowed are P(sum), P(avg), P(min), P(max), P(norm p)");
+    check_user(is_divisible(to.op), "placements: a tensor on another mesh cannot become ", to, " on mesh dim '",
+               dst.mesh().dim_names()[d], "'; allowed are P(sum), P(avg), P(min), P(max), P(norm p)");
     (to.op == ReduceOp::kSum && dst.ndim() > 0 ? work.zero_filled : work.partitioned).insert(d);
   }
   return work;
@@ -117,8 +116,8 @@ Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
 
 Plan empty_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
   check_same_tensor(src, dst);
-  check_user(src.mesh() == dst.mesh() || options.groups.empty(), "groups: sets of mesh dims were named for ",
-             src.to_string(), " -> ", dst.to_string(), "; between two meshes allowed are none");
+  check_user(src.mesh() == dst.mesh() || options.groups.empty(), "groups: sets of mesh dims were named for ", src,
+             " -> ", dst, "; between two meshes allowed are none");
   Topology topology = options.topology ? *options.topology : Topology::named(options.lowering.default_topology);
   topology.check();
   return {src, dst, options.lowering, options.objective, std::move(topology), !options.groups.empty(), {}};
@@ -155,7 +154,7 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
     }
     if (!(layouts[i].mesh() == layouts[i + 1].mesh())) {
       check_user(layouts[i].partial_dims().empty() && layouts[i + 1].partial_dims().empty(),
-                 "through: no single move leads from ", layouts[i].to_string(), " to ", layouts[i + 1].to_string(),
+                 "through: no single move leads from ", layouts[i], " to ", layouts[i + 1].to_string(),
                  "; from one mesh to another go layouts without partials");
       plan.steps.push_back({StepOp::kCross, {}, layouts[i], layouts[i + 1], Sharing::kBytes});
       continue;
@@ -163,7 +162,7 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
     if (layouts[i].partial_dims() == layouts[i + 1].partial_dims() && same_parts(layouts[i], layouts[i + 1])) continue;
     std::optional<Step> step = move_between(layouts[i], layouts[i + 1], options.groups);
     check_user(step.has_value(), "through: no single move leads from ", layouts[i].placements_string(), " to ",
-               layouts[i + 1].placements_string(), " on ", layouts[i].mesh().to_string());
+               layouts[i + 1].placements_string(), " on ", layouts[i].mesh());
     step->ordered = options.ordered && (step->op == StepOp::kAllReduce || step->op == StepOp::kReduceScatter);
     plan.steps.push_back(named_by_collective(std::move(*step)));
   }

@@ -24,8 +24,8 @@ class InvariantError : public std::logic_error {
   using std::logic_error::logic_error;
 };
 
-// Appends a value as operator<< writes it. Plans have many texts, and streams are slow to make, so only values that are
-// neither text nor integers go through one.
+// Appends a value: what to_string() returns where there is one, else what operator<< writes. Streams are slow to make,
+// so only values that are neither text nor integers go through one.
 template <typename Value>
 void append_text(std::string& text, const Value& value) {
   if constexpr (std::convertible_to<const Value&, std::string_view>) {
@@ -34,6 +34,8 @@ void append_text(std::string& text, const Value& value) {
     char digits[24];
     const auto end = std::to_chars(std::begin(digits), std::end(digits), value).ptr;
     text.append(digits, end);
+  } else if constexpr (requires { value.to_string(); }) {
+    text += value.to_string();
   } else {
     std::ostringstream out;
     out << value;
@@ -41,7 +43,8 @@ void append_text(std::string& text, const Value& value) {
   }
 }
 
-// Concatenates its arguments, each as operator<< writes it.
+// Concatenates its arguments. Pass objects instead of their to_string() to checks, which then make no text unless they
+// fail.
 template <typename... Parts>
 std::string concat(const Parts&... parts) {
   std::string text;
