@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .drop_in import disable, enable, enabled, redistribute
     from .experts import combine, dispatch
     from .explaining import explain
+    from .fsdp.handles import JitWeight, jit_weight
     from .fsdp.sharding import fully_shard
     from .many import ManyHandle, redistribute_many
     from .operators import operator
@@ -54,6 +55,7 @@ __all__ = [
     "CheckpointReader",
     "Cyclic",
     "GemmModel",
+    "JitWeight",
     "Layout",
     "Link",
     "ManyHandle",
@@ -82,6 +84,7 @@ __all__ = [
     "fsdp",
     "fully_shard",
     "fuse",
+    "jit_weight",
     "linear",
     "load_checkpoint",
     "load_topology",
@@ -123,6 +126,7 @@ _NEEDS_TORCH = {
     "drop_in": "disable enable enabled redistribute",
     "experts": "combine dispatch",
     "explaining": "explain",
+    "fsdp.handles": "JitWeight jit_weight",
     "fsdp.sharding": "fully_shard",
     "products.functions": "all_gather_matmul linear matmul_all_reduce matmul_reduce_scatter",
     "many": "ManyHandle redistribute_many",

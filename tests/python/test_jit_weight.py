@@ -1,0 +1,212 @@
+"""`sw.jit_weight`: weights that modules gather themselves, for a forward and again for its backward."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol, runtime_checkable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardwright as sw
+from pool import Pool
+
+ROWS, COLUMNS = 7, 5  # uneven over two, three and four ranks
+
+
+def whole_weight() -> torch.Tensor:
+    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1))
+
+
+def batch_of(rank: int) -> torch.Tensor:
+    return torch.randn(3, COLUMNS, generator=torch.Generator().manual_seed(10 + rank))
+
+
+def part(whole: torch.Tensor, layout: sw.Layout) -> torch.Tensor:
+    """This rank's part, cut by torch.chunk as the placements S say, one mesh dim after the other."""
+    coordinate = layout.mesh.coordinate(dist.get_rank())
+    assert coordinate is not None
+    for placement, size, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
+        if placement != "R":
+            dim = int(placement[2])
+            chunks = whole.chunk(size, dim)
+            whole = chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
+    return whole.clone()
+
+
+def loss_of(weight: Any, x: torch.Tensor) -> torch.Tensor:
+    """Uses the weight in two blocks, once in two operations, and views of it."""
+    with weight as whole:
+        y = F.linear(torch.tanh(x), whole) + F.linear(x.square(), whole)
+    with weight as whole:
+        z = y @ whole[:, 1:3]
+    return z.square().mean()
+
+
+class Whole:
+    """The same interface around a weight that is never cut."""
+
+    def __init__(self) -> None:
+        self.parameter = nn.Parameter(whole_weight())
+
+    def __enter__(self) -> torch.Tensor:
+        return self.parameter
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _trains(mesh_shape: tuple[int, ...], placements: list[str]) -> None:
+    mesh = sw.Mesh(dict(zip("ab", mesh_shape)))
+    rest = sw.Layout(mesh, (ROWS, COLUMNS), placements)
+    use = sw.Layout(mesh, (ROWS, COLUMNS), ["R"] * len(mesh_shape))
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ours, expected = sw.jit_weight(part(whole_weight(), rest), rest, use), Whole()
+    for step in range(3):
+        for weight, ranks in ((ours, [rank]), (expected, range(world))):
+            weight.parameter.grad = None
+            loss = torch.stack([loss_of(weight, batch_of(r + step)) for r in ranks]).mean()
+            loss.backward(retain_graph=step == 1)
+            if step == 1:
+                loss.backward()
+            gradient = weight.parameter.grad
+            assert gradient is not None
+            if weight is expected:
+                gradient = part(gradient, rest)
+                torch.testing.assert_close(ours.parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+            with torch.no_grad():
+                weight.parameter -= 0.1 * weight.parameter.grad
+        with torch.no_grad(), ours as whole:
+            torch.testing.assert_close(whole, expected.parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mesh_shape, placements",
+    [((1,), ["S(0)"]), ((2,), ["R"]), ((3,), ["S(1)"]), ((2, 2), ["R", "S(0)"]), ((2, 2), ["S(0)", "S(1)"])],
+    ids=str,
+)
+def test_trains_as_a_whole_weight(pool: Pool, mesh_shape: tuple[int, ...], placements: list[str]) -> None:
+    pool.run(_trains, torch.Size(mesh_shape).numel(), mesh_shape, placements)
+
+
+def _gathers() -> None:
+    """One gather for each block, forward and backward; nothing where ranks have the same data; the memory is free."""
+    mesh = sw.Mesh({"a": 2})
+    rest, use = (sw.Layout(mesh, (8, 8), [p]) for p in ("S(0)", "R"))
+    x = torch.ones(2, 8, requires_grad=True)
+    for grad, reduction in ((None, 128), (use, 0)):
+        weight = sw.jit_weight(torch.ones(4, 8), rest, use, grad=grad)
+        with sw.wire_meter() as meter:
+            with weight as whole:
+                y = F.linear(F.linear(x, whole), whole)
+            gathered = weakref.ref(whole)
+            del whole
+            assert gathered() is None, "the graph does not hold it"
+            assert meter.received_bytes == 128
+            y.sum().backward()
+            assert meter.received_bytes == 256 + reduction
+        with sw.wire_meter() as meter:
+            weight.prefetch()
+            with weight as whole:
+                assert torch.equal(whole, torch.ones(8, 8))
+            assert meter.received_bytes == 128
+        assert weight.materialize() is weight._held
+        weight.release()
+        assert weight._held is None
+    # Written between a forward and its backward; written after it was prefetched.
+    with weight as whole:
+        y = F.linear(x, whole)
+    weight.prefetch()
+    with torch.no_grad():
+        weight.parameter.mul_(2)
+    with pytest.raises(RuntimeError, match="weight: was written between"):
+        y.sum().backward()
+    assert torch.equal(weight.materialize(), 2 * torch.ones(8, 8))
+    # Frozen weights.
+    weight.parameter.requires_grad_(False)
+    with weight as whole:
+        y = F.linear(x, whole)
+    y.sum().backward()
+    assert weight.parameter.grad is not None and torch.equal(x.grad[0], x.grad[1])
+
+
+def test_gathers_once_per_block(pool: Pool) -> None:
+    pool.run(_gathers, 2)
+
+
+@runtime_checkable
+class DistributedWeight(Protocol):
+    """TransformerEngine's protocol, as it states it."""
+
+    is_distributed_weight: bool
+
+    def materialize_group_for_forward(self) -> Any: ...
+    def materialize_group_for_backward(self) -> Any: ...
+    def finalize_group_grads(self, wgrads: Any) -> Any: ...
+    def grad_buffer(self) -> torch.Tensor: ...
+
+
+class Linear(torch.autograd.Function):
+    """A linear layer that treats its weight as TransformerEngine's layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return x @ weight.materialize_group_for_forward().T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (x, _), weight = ctx.saved_tensors, ctx.weight
+        grad_of_weight = torch.matmul(gradient.T, x, out=weight.grad_buffer())
+        return gradient @ weight.materialize_group_for_backward(), weight.finalize_group_grads(grad_of_weight)
+
+
+def _protocol() -> None:
+    mesh = sw.Mesh({"a": 3})
+    rest, use = (sw.Layout(mesh, (ROWS, COLUMNS), [p]) for p in ("S(0)", "R"))
+    weight = sw.jit_weight(nn.Parameter(part(whole_weight(), rest)), rest, use)
+    parameter = weight.parameter
+    assert isinstance(parameter, DistributedWeight) and isinstance(parameter, torch.Tensor)
+    assert not isinstance(nn.Parameter(torch.ones(2)), DistributedWeight)
+    x = batch_of(dist.get_rank()).requires_grad_()
+    Linear.apply(x, parameter).square().sum().backward()
+    whole = nn.Parameter(whole_weight())
+    sum(F.linear(batch_of(rank), whole).square().sum() for rank in range(3)).backward()
+    assert whole.grad is not None
+    torch.testing.assert_close(parameter.grad, part(whole.grad / 3, rest))
+
+
+def test_protocol_of_transformer_engine(pool: Pool) -> None:
+    pool.run(_protocol, 3)
+
+
+def _refusals() -> None:
+    mesh = sw.Mesh({"a": 2})
+    rest, use = (sw.Layout(mesh, (4, 4), [p]) for p in ("S(0)", "R"))
+    pending = sw.Layout(mesh, (4, 4), ["P(sum)"])
+    local = torch.ones(2, 4)
+
+    def refuses(text: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(ValueError, match=text):
+            sw.jit_weight(*args, **options)
+
+    refuses("local: got a str", "local", rest, use)
+    refuses("local: has shape \\(4, 4\\)", torch.ones(4, 4), rest, use)
+    refuses("local: has .* dtype torch.float64", local.double(), rest, use)
+    refuses("rest: .* pending", local, pending, use)
+    refuses("use: .* pending", local, rest, pending)
+    refuses("rest: ", local, "S(0)", use)
+    refuses("use: got .* allowed is a layout of the shape", local, rest, sw.Layout(mesh, (4, 5), ["R"]))
+    refuses("grad: got .* allowed is a layout of", local, rest, use, grad=sw.Layout(sw.Mesh({"b": 2}), (4, 4), ["R"]))
+    refuses("group: got a str", local, rest, use, group="all")
+    other = sw.Mesh({"a": 1}, [1 - dist.get_rank()])
+    on_other = [sw.Layout(other, (2, 4), [p]) for p in ("S(0)", "R")]
+    refuses("rest: .* is on a mesh without rank", local, *on_other)
+
+
+def test_refusals(pool: Pool) -> None:
+    pool.run(_refusals, 2)

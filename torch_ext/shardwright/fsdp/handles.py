@@ -1,0 +1,225 @@
+"""Weights as plain tensors that are cut at rest and whole in use, for modules that place their gathers themselves."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _planner, argument_checks, groups
+from ..layout import Layout
+from ..plain_tensors import redistribute_local
+from ..planning import check_layout
+
+
+def jit_weight(
+    local: torch.Tensor,
+    rest: _planner.Layout,
+    use: _planner.Layout,
+    *,
+    grad: _planner.Layout | None = None,
+    group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
+) -> JitWeight:
+    """Makes a weight that is cut between uses, and gathered for each.
+
+        weight = sw.jit_weight(local, rest, use)
+        with weight as whole:                       # gathered
+            y = F.linear(x, whole)
+        y.sum().backward()                          # gathered again; weight.parameter.grad is reduced to `rest`
+
+    Args:
+        local: this rank's part at rest: a parameter, or a tensor that becomes one.
+        rest, use: layouts of the weight on one mesh, without pending reductions.
+        grad: the layout of gradients as a backward leaves them. Default: averages are pending over the mesh dims over
+            which `use` is replicated, as between ranks with different data. Where ranks have the same data, pass R.
+        group, device_mesh: as in `redistribute_local`.
+
+    Raises:
+        ValueError: the tensor contradicts `rest`, layouts contradict each other, or an argument has the wrong type.
+    """
+    parameter = local if isinstance(local, nn.Parameter) else None
+    argument_checks.check_tensor("local", local.detach() if isinstance(local, torch.Tensor) else local)
+    argument_checks.check_group(group)
+    argument_checks.check_device_mesh("device_mesh", device_mesh)
+    check_layout("rest", rest)
+    check_layout("use", use)
+    for name, layout in (("rest", rest), ("use", use)):
+        if any(text.startswith("P(") for text in layout.placements):
+            raise ValueError(f"{name}: {layout} has pending reductions; allowed are layouts without them")
+    if grad is None:
+        averages = ["P(avg)" if text == "R" else text for text in use.placements]
+        grad = Layout(use.mesh, use.shape, averages, use.dtype, use.shard_order, "literal", use.flattened)
+    check_layout("grad", grad)
+    for name, layout in (("use", use), ("grad", grad)):
+        if (layout.mesh, layout.shape, layout.dtype) != (rest.mesh, rest.shape, rest.dtype):
+            raise ValueError(f"{name}: got {layout}; allowed is a layout of the shape, dtype and mesh of rest, {rest}")
+    rank = dist.get_rank(group)
+    if rest.mesh.coordinate(rank) is None:
+        raise ValueError(f"rest: {rest} is on a mesh without rank {rank}; all its ranks call, no others")
+    shape = tuple(rest.local_shape(rank))
+    if tuple(local.shape) != shape or str(local.dtype) != f"torch.{rest.dtype}":
+        raise ValueError(
+            f"local: has shape {tuple(local.shape)} and dtype {local.dtype} on rank {rank}; allowed is {shape} and "
+            f"{rest.dtype}, as {rest} has"
+        )
+    if parameter is None:
+        parameter = nn.Parameter(local.detach(), requires_grad=local.is_floating_point() or local.is_complex())
+    return JitWeight(parameter, rest, use, grad, group, device_mesh)
+
+
+class JitWeight:
+    """A weight that `jit_weight` made. All ranks of its mesh call its functions in the same order.
+
+    ``with weight as whole`` gathers it for a block. What autograd saves of `whole` in the block it does not hold on to:
+    a backward gathers the weight again, once for each block, until the gradient of `whole` is complete. Other hooks for
+    saved tensors (``torch.autograd.graph.saved_tensors_hooks``) see nothing of what is saved in the block.
+
+    `parameter` has the members of TransformerEngine's protocol DistributedWeight, for groups of one weight:
+    ``is_distributed_weight``, ``materialize_group_for_forward()``, ``materialize_group_for_backward()``,
+    ``finalize_group_grads(wgrad)``, which returns the reduced gradient, and ``grad_buffer()``.
+    """
+
+    parameter: nn.Parameter  # this rank's part at rest
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        rest: _planner.Layout,
+        use: _planner.Layout,
+        grad: _planner.Layout,
+        group: dist.ProcessGroup | None,
+        device_mesh: DeviceMesh | None,
+    ) -> None:
+        self.parameter = parameter
+        self.rest, self.use, self.grad = rest, use, grad
+        self._group = groups.weakly(group)
+        self._device_mesh = device_mesh
+        self._ahead: tuple[torch.Tensor, int] | None = None  # gathered, or being gathered, from this version
+        self._held: torch.Tensor | None = None
+        self._blocks: list[_Block] = []
+        protocol = {
+            "is_distributed_weight": True,
+            "materialize_group_for_forward": self._gather,
+            "materialize_group_for_backward": self._gather,
+            "finalize_group_grads": self._reduce,
+            "grad_buffer": self._grad_buffer,
+        }
+        for name, member in protocol.items():
+            setattr(parameter, name, member)
+
+    def prefetch(self) -> None:
+        """Starts to gather for the next use, and returns."""
+        if self._ahead is None or self._ahead[1] != self.parameter._version:
+            self._ahead = self._move(self.parameter.detach(), self.rest, self.use, True), self.parameter._version
+
+    def materialize(self) -> torch.Tensor:
+        """Returns the weight in `use`, without gradients, and holds it until `release`. A second call gathers anew."""
+        self._held = self._gather()
+        return self._held
+
+    def release(self) -> None:
+        """Lets go of what `prefetch` or `materialize` gathered. Its memory is free when the caller lets go of it too."""
+        self._ahead = self._held = None
+
+    def __enter__(self) -> torch.Tensor:
+        block = _Block(self, self._gather())
+        self._blocks.append(block)
+        return block.enter()
+
+    def __exit__(self, *_: object) -> None:
+        self._blocks.pop().exit()
+
+    def _gather(self) -> torch.Tensor:
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[1] != self.parameter._version:
+            return self._move(self.parameter.detach(), self.rest, self.use, False)
+        whole = ahead[0]
+        return whole.wait() if isinstance(whole, AsyncCollectiveTensor) else whole
+
+    def _reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+        return self._move(gradient.detach(), self.grad, self.rest, False)
+
+    def _grad_buffer(self) -> torch.Tensor:
+        return self.parameter.new_empty(self.use.local_shape(dist.get_rank(self._group.get())))
+
+    def _move(self, given: torch.Tensor, src: _planner.Layout, dst: _planner.Layout, async_op: bool) -> torch.Tensor:
+        with torch.no_grad():
+            return redistribute_local(
+                given, src, dst, group=self._group.get(), device_mesh=self._device_mesh, async_op=async_op
+            )
+
+
+class _View(NamedTuple):
+    """What autograd has saved of a weight."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Block:
+    """One use of a weight, from a forward to its backward."""
+
+    def __init__(self, weight: JitWeight, whole: torch.Tensor) -> None:
+        self._weight = weight
+        self._whole: torch.Tensor | None = whole
+        self._version = weight.parameter._version
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._is_differentiated = torch.is_grad_enabled() and weight.parameter.requires_grad
+
+    def enter(self) -> torch.Tensor:
+        whole = self._whole
+        assert whole is not None
+        if self._is_differentiated:
+            whole = _Use.apply(self._weight.parameter, self, whole)  # type: ignore[no-untyped-call]
+        self._hooks.__enter__()
+        return whole
+
+    def exit(self) -> None:
+        self._hooks.__exit__()
+        self._whole = None
+
+    def end_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Takes the complete gradient of what `enter` returned."""
+        self._whole = None
+        return self._weight._reduce(gradient)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
+        whole = self._whole
+        is_view = (
+            whole is not None
+            and type(tensor) in (torch.Tensor, nn.Parameter)
+            and tensor.dtype == whole.dtype
+            and tensor.layout is torch.strided
+            and tensor.untyped_storage()._cdata == whole.untyped_storage()._cdata
+        )
+        return _View(tensor.size(), tensor.stride(), tensor.storage_offset()) if is_view else tensor
+
+    def _unpack(self, saved: torch.Tensor | _View) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if self._weight.parameter._version != self._version:
+            raise RuntimeError(
+                "weight: was written between a forward and its backward, which needs what it was; allowed is to write "
+                "it after the backward"
+            )
+        whole = self._weight._gather() if self._whole is None else self._whole
+        if self._is_differentiated:
+            self._whole = whole  # until its gradient is complete
+        return whole.as_strided(saved.size, saved.stride, saved.offset)
+
+
+class _Use(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, block: _Block, whole: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.block = block
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.block.end_backward(gradients[0]), None, None
