@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import pathlib
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -108,15 +108,21 @@ def train(model: nn.Module, steps: int, data_ranks: list[int], foreach: bool = F
     return results | {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def assert_close(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
+
+
 def assert_equals_whole(found: Named, num_data_ranks: int, steps: int = 3) -> None:
     expected = train(Model(), steps, list(range(num_data_ranks)))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         if "loss" not in name:  # losses are of this rank's batch
-            torch.testing.assert_close(full(found[name]), value, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
+            assert_close(name, full(found[name]), value)
 
 
-def wrapped(model: Model, wrap: Callable[..., Any] = sw.fully_shard, outermost: dict[str, Any] | None = None, **options: Any) -> Model:
+def wrapped(
+    model: Model, wrap: Callable[..., Any] = sw.fully_shard, outermost: dict[str, Any] | None = None, **options: Any
+) -> Model:
     for layer in model.layers:
         wrap(layer, **options)
     wrap(model, **options, **(outermost or {}))
@@ -171,7 +177,7 @@ def _over_tensor_parallelism(shape: tuple[int, ...], own: bool) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert local(found[name]).shape == local(value).shape
-        torch.testing.assert_close(local(found[name]), local(value), rtol=1e-4, atol=1e-5, msg=lambda t: f"{name}: {t}")
+        assert_close(name, local(found[name]), local(value))
     assert_equals_whole(found, num_data_ranks)
 
 
@@ -248,14 +254,14 @@ def _named_dims(stock_dims: bool) -> None:
             assert torch.equal(a.to_local(), b.to_local())
             assert (a.grad is None) == (b.grad is None)
             if a.grad is not None:
-                torch.testing.assert_close(a.grad.to_local(), b.grad.to_local(), rtol=1e-4, atol=1e-5)
+                assert_close("gradient", a.grad.to_local(), b.grad.to_local())
         for (name, a), b in zip(models[-1].named_parameters(), models[0].parameters(), strict=True):
             assert (a.grad is None) == (b.grad is None)
             if a.grad is not None:
                 data_dims = 1 if shard == "a" else 2
                 shares = 2 ** sum(placement.is_partial() for placement in a.grad.placements[:data_dims])
                 expected = full(a.grad) / shares
-                torch.testing.assert_close(full(b.grad), expected, rtol=1e-4, atol=1e-5, msg=lambda t: f"{name}: {t}")
+                assert_close(name, full(b.grad), expected)
 
 
 def test_named_data_parallel_dims(pool: Pool) -> None:
@@ -331,6 +337,38 @@ def test_kept_copies(pool: Pool) -> None:
     pool.run(_kept_copies, 4)
 
 
+def _kept_over_tensor_parallelism() -> None:
+    """The least memory: the first layer is gathered again from a copy that two of four data-parallel ranks share."""
+    mesh = get_mesh((4, 2))
+
+    def model_of(limit: int) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
+        plan = {"0": torch_styles.ColwiseParallel(), "1": torch_styles.RowwiseParallel()}
+        torch_styles.parallelize_module(model, mesh["b"], plan)
+        for layer in model:
+            sw.fully_shard(layer, mesh=mesh["a"], reshard_after_forward=2)
+        return sw.fully_shard(model, mesh=mesh["a"], memory_limit=limit, prefetch=0)
+
+    x = [batch_of(0, rank) for rank in range(4)]
+    with pytest.raises(ValueError) as refusal:
+        model_of(0)(x[mesh.get_local_rank("a")]).sum().backward()
+    model = model_of(int(re.findall(r"allowed is (\d+)", str(refusal.value))[0]))
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
+    for _ in range(2):
+        model.zero_grad()
+        model(x[mesh.get_local_rank("a")]).square().mean().backward()
+    torch.stack([whole(each).square().mean() for each in x]).mean().backward()
+    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert_close(name, full(p.grad), q.grad)
+    assert [gather[4] for gather in sw.fsdp.schedules(model)[0].gathers] == [False, False, True]
+
+
+def test_kept_copies_over_tensor_parallelism(pool: Pool) -> None:
+    pool.run(_kept_over_tensor_parallelism, 8)
+
+
 # What optimizers see, and dims along which data is the same
 
 
@@ -354,7 +392,9 @@ def _stores() -> None:
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(2)
-        own = [distribute_tensor(p.detach().full_tensor(), mesh, rest(p)).to_local().numel() for p in model.parameters()]
+        own = [
+            distribute_tensor(p.detach().full_tensor(), mesh, rest(p)).to_local().numel() for p in model.parameters()
+        ]
         lacking = sum(own) - sum(p.to_local().numel() for p in model.parameters())
         assert received_bytes(model, 1) - without == 4 * lacking, store(weight)
 
@@ -415,7 +455,7 @@ def _edges() -> None:
         for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None), name
             if p.grad is not None:
-                torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-5)
+                assert_close(name, full(p.grad), q.grad)
         # Replaced and written weights are taken up.
         model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
         whole.load_state_dict({name: value * 0.5 for name, value in whole.state_dict().items()})

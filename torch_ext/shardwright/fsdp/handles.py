@@ -123,7 +123,7 @@ class JitWeight:
         return self._held
 
     def release(self) -> None:
-        """Lets go of what `prefetch` or `materialize` gathered. Its memory is free when the caller lets go of it too."""
+        """Lets go of what `prefetch` or `materialize` gathered. Memory is free when the caller lets go of it too."""
         self._ahead = self._held = None
 
     def __enter__(self) -> torch.Tensor:

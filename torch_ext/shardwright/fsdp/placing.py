@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -64,7 +63,8 @@ class Placing(NamedTuple):
             return self.data
         if not isinstance(parameter, DTensor) or parameter.device_mesh != self.data.own_mesh:
             raise ValueError(
-                f"{name}: is a {type(parameter).__name__}; allowed with dp_mesh_dims are DTensors on {self.data.own_mesh}"
+                f"{name}: is a {type(parameter).__name__}; allowed with dp_mesh_dims are DTensors on "
+                f"{self.data.own_mesh}"
             )
         others = {index for index in self.data.own if index is not None}
         for dim, placement in enumerate(parameter.placements):
@@ -157,7 +157,8 @@ def _named_dims(mesh: DeviceMesh, dims: Any) -> DataMesh:
             parts.append((_as_one(mesh, shard), None))
         elif name not in shard and name not in replicate:
             parts.append((mesh[name], dim))
-    return DataMesh(DeviceMesh._concatenate([part for part, _ in parts]), tuple(dim for _, dim in parts), cut, own_mesh=mesh)
+    at_rest = DeviceMesh._concatenate([part for part, _ in parts])
+    return DataMesh(at_rest, tuple(dim for _, dim in parts), cut, own_mesh=mesh)
 
 
 def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
