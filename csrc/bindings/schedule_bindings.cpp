@@ -38,8 +38,10 @@ std::vector<Use> uses_of(const std::vector<UseParts>& parts) {
 }
 
 StepSchedule schedule_of(const std::vector<WeightParts>& weights, const std::vector<UseParts>& uses,
-                         std::optional<int64_t> budget_bytes, int64_t prefetch, int64_t alignment_bytes) {
-  return make_schedule(weights_of(weights), uses_of(uses), {budget_bytes, prefetch, alignment_bytes});
+                         std::optional<int64_t> budget_bytes, int64_t prefetch, int64_t alignment_bytes,
+                         int64_t held_bytes, const std::vector<int>& gather_until) {
+  return make_schedule(weights_of(weights), uses_of(uses),
+                       {budget_bytes, prefetch, alignment_bytes, held_bytes, gather_until});
 }
 
 }  // namespace
@@ -48,7 +50,9 @@ void define_step_schedule(py::module_& m) {
   py::class_<StepSchedule>(m, "StepSchedule")
       .def(py::init(&schedule_of), py::arg("weights"), py::arg("uses"), py::kw_only(),
            py::arg("budget_bytes") = std::nullopt, py::arg("prefetch") = ScheduleOptions{}.prefetch,
-           py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes)
+           py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
+           py::arg("held_bytes") = ScheduleOptions{}.held_bytes,
+           py::arg("gather_until") = ScheduleOptions{}.gather_until)
       .def_property_readonly("buffers",
                              [](const StepSchedule& s) {
                                std::vector<std::tuple<int, bool, int, int, int64_t, int64_t>> all;
@@ -83,11 +87,13 @@ void define_step_schedule(py::module_& m) {
   m.def(
       "overlapping_budget_bytes",
       [](const std::vector<WeightParts>& weights, const std::vector<UseParts>& uses, int64_t prefetch,
-         int64_t alignment_bytes) {
-        return overlapping_budget_bytes(weights_of(weights), uses_of(uses), {std::nullopt, prefetch, alignment_bytes});
+         int64_t alignment_bytes, int64_t held_bytes, const std::vector<int>& gather_until) {
+        return overlapping_budget_bytes(weights_of(weights), uses_of(uses),
+                                        {std::nullopt, prefetch, alignment_bytes, held_bytes, gather_until});
       },
       py::arg("weights"), py::arg("uses"), py::kw_only(), py::arg("prefetch") = ScheduleOptions{}.prefetch,
-      py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes);
+      py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
+      py::arg("held_bytes") = ScheduleOptions{}.held_bytes, py::arg("gather_until") = ScheduleOptions{}.gather_until);
 }
 
 }  // namespace shardwright

@@ -137,6 +137,7 @@ std::string to_text(const StepSchedule& s) {
   lines.push_back(concat("peak ", bytes_text(s.peak_bytes()), ": arena ", bytes_text(s.arena_bytes), " of which ",
                          bytes_text(s.live_buffer_bytes), " are in use at a time, gradients ",
                          bytes_text(s.peak_gradient_bytes),
+                         s.options.held_bytes > 0 ? concat(", held ", bytes_text(s.options.held_bytes)) : "",
                          s.options.budget_bytes ? concat("; budget ", bytes_text(*s.options.budget_bytes)) : ""));
   return join(lines, "\n") + "\n";
 }
@@ -150,6 +151,8 @@ std::string to_json(const StepSchedule& s) {
       concat("  \"budget_bytes\": ", budget),
       concat("  \"prefetch\": ", s.options.prefetch),
       concat("  \"alignment_bytes\": ", s.options.alignment_bytes),
+      concat("  \"held_bytes\": ", s.options.held_bytes),
+      concat("  \"gather_until\": [", join(s.options.gather_until), "]"),
       json_list("buffers", s.buffers),
       json_list("gathers", s.gathers),
       json_list("reductions", s.reductions),

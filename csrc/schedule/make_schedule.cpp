@@ -36,6 +36,13 @@ void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, con
   check_user(!options.budget_bytes || *options.budget_bytes >= 0, "budget_bytes: got ",
              options.budget_bytes.value_or(0), "; allowed is 0 or more, or none");
   check_user(options.prefetch >= 0, "prefetch: got ", options.prefetch, "; allowed is 0 or more uses");
+  check_user(options.held_bytes >= 0, "held_bytes: got ", options.held_bytes, "; allowed is 0 or more");
+  const auto most = static_cast<int>(uses.size()) - 1;
+  const std::vector<int>& until = options.gather_until;
+  check_user(until.empty() || until.size() == uses.size(), "gather_until: got ", until.size(), " wishes for ",
+             uses.size(), " uses; allowed is one for each use, or none");
+  check_user(std::all_of(until.begin(), until.end(), [&](int use) { return use <= most; }), "gather_until: got ",
+             join(until), "; allowed are uses up to ", most);
   const int64_t a = options.alignment_bytes;
   check_user(a > 0 && (a & (a - 1)) == 0, "alignment_bytes: got ", a, "; allowed is a power of two");
 }
@@ -139,7 +146,7 @@ class Residency {
 
   // Whether gathers for use j should have started by use i.
   bool is_wanted(int i, int j) const {
-    if (i == j) return true;
+    if (i == j || (!s_.options.gather_until.empty() && j <= s_.options.gather_until[i])) return true;
     if (s_.options.prefetch == 0) return false;
     if (changes_until_[j] - changes_until_[i] <= s_.options.prefetch) return true;
     int64_t compute_ps = 0;
@@ -252,7 +259,7 @@ StepSchedule with_limit(StepSchedule schedule, int64_t limit_bytes) {
 
 // The schedule with the largest limit whose arena and gradients are within the budget; none if there is none.
 std::optional<StepSchedule> within(int64_t budget_bytes, const StepSchedule& reduced, int64_t least_limit_bytes) {
-  const int64_t available = budget_bytes - reduced.peak_gradient_bytes;
+  const int64_t available = budget_bytes - reduced.peak_gradient_bytes - reduced.options.held_bytes;
   for (int64_t limit = available; limit >= least_limit_bytes;) {
     StepSchedule found = with_limit(reduced, limit);
     if (found.arena_bytes <= available) return found;
@@ -281,7 +288,7 @@ int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::
   StepSchedule schedule{weights, uses, options, {}, {}, {}};
   plan_reductions(schedule, true);
   const int64_t limit = Residency(schedule, 0).wanted_limit_bytes();
-  return with_limit(schedule, limit).arena_bytes + schedule.peak_gradient_bytes;
+  return with_limit(schedule, limit).arena_bytes + schedule.peak_gradient_bytes + options.held_bytes;
 }
 
 StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, const ScheduleOptions& options) {
@@ -300,7 +307,8 @@ StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, c
   const StepSchedule smallest = with_limit(at_once, least);
   throw UserError(concat("budget_bytes: got ", *options.budget_bytes, "; allowed is ", smallest.peak_bytes(),
                          " or more: ", smallest.arena_bytes, " for gathered weights and ", smallest.peak_gradient_bytes,
-                         " for gradients"));
+                         " for gradients",
+                         options.held_bytes > 0 ? concat(", ", options.held_bytes, " held all the time") : ""));
 }
 
 }  // namespace shardwright

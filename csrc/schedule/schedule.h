@@ -57,6 +57,12 @@ struct ScheduleOptions {
   int64_t prefetch = 1;
   // Of addresses in the arena; a power of two.
   int64_t alignment_bytes = 256;
+  // Of the budget, what is in use all the time outside of the arena: whole gradients that steps before have left to add
+  // to, and weights that stay gathered between steps.
+  int64_t held_bytes = 0;
+  // Wishes besides `prefetch`: by use, the last use whose weights are resident or being gathered at this one, as far as
+  // the budget allows; below the use itself: no wish. Empty: none at all.
+  std::vector<int> gather_until = {};
 };
 
 // Memory in the arena, from before use `first` until after use `last`.
@@ -98,7 +104,7 @@ struct StepSchedule {
   int64_t arena_bytes = 0;          // one arena holds all buffers
   int64_t live_buffer_bytes = 0;    // the most that buffers take at one use: what no arena can go below
   int64_t peak_gradient_bytes = 0;  // the most that gradients take at one use
-  int64_t peak_bytes() const { return arena_bytes + peak_gradient_bytes; }
+  int64_t peak_bytes() const { return arena_bytes + peak_gradient_bytes + options.held_bytes; }
 
   // By use: indices of the gathers that start before it, of the buffers that are released after it, of the reductions
   // that start after it, and of those that are waited for after it.
@@ -121,8 +127,9 @@ struct StepSchedule {
 //   4. With a budget, both answers to 1. are planned. The one with fewer bytes is taken: those of all gathers, and once
 //      more those of gathers and reductions that nothing is computed alongside.
 //
-// Throws UserError: a use of an unknown weight or of one twice, negative figures, keep_bytes above use_bytes, or a
-// budget that is too small; then the text names one that is not. For weights of one size it is the least.
+// Throws UserError: a use of an unknown weight or of one twice, negative figures, keep_bytes above use_bytes, wishes
+// for uses that do not exist, or a budget that is too small; then the text names one that is not. For weights of one
+// size it is the least.
 StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, const ScheduleOptions& options);
 
 // The least budget with which gathers are as far ahead as wanted and reductions run alongside the next backward.

@@ -288,6 +288,37 @@ TEST(Schedule, PrefetchesWhereTheBudgetAllows) {
   }
 }
 
+TEST(Schedule, WishesAskForMorePrefetch) {
+  const std::vector<Use> uses{use(0, F), use(1, F), use(2, F), use(3, F)};
+  ScheduleOptions options = options_of(std::nullopt, 0);
+  options.gather_until = {2, 0, 0, 0};
+  const auto starts = [&](const ScheduleOptions& with) {
+    std::vector<int> found;
+    for (const Gather& g : make_schedule(equal_weights(4, 100, 0), uses, with).gathers) found.push_back(g.start);
+    return found;
+  };
+  EXPECT_EQ(starts(options), (std::vector<int>{0, 0, 0, 3}));
+  EXPECT_EQ(overlapping_budget_bytes(equal_weights(4, 100, 0), uses, options), 300);
+  options.budget_bytes = 200;
+  EXPECT_EQ(starts(options), (std::vector<int>{0, 0, 2, 3})) << "as far as the budget allows";
+}
+
+TEST(Schedule, WhatIsHeldTakesFromTheBudget) {
+  const std::vector<Use> uses{use(0, F), use(1, F), use(1, B), use(0, B)};
+  const StepSchedule without = make_schedule(equal_weights(2, 100, 100), uses, options_of(300));
+  ScheduleOptions options = options_of(300);
+  options.held_bytes = 70;
+  EXPECT_THROW(make_schedule(equal_weights(2, 100, 100), uses, options_of(199)), UserError);
+  EXPECT_EQ(make_schedule(equal_weights(2, 100, 100), uses, options).peak_bytes(), 270);
+  options.budget_bytes = 370;
+  const StepSchedule with = make_schedule(equal_weights(2, 100, 100), uses, options);
+  EXPECT_EQ(with.gathers.size(), without.gathers.size());
+  EXPECT_EQ(with.peak_bytes(), without.peak_bytes() + 70);
+  EXPECT_EQ(overlapping_budget_bytes(equal_weights(2, 100, 100), uses, options),
+            overlapping_budget_bytes(equal_weights(2, 100, 100), uses, options_of(std::nullopt)) + 70);
+  EXPECT_NE(to_text(with).find(", held 70 B; budget"), std::string::npos) << to_text(with);
+}
+
 TEST(Schedule, TimesAskForMorePrefetch) {
   std::vector<Weight> weights = equal_weights(5, 10, 0);
   for (Weight& w : weights) w.gather_ps = 250;
@@ -403,6 +434,17 @@ TEST(Schedule, TextSaysWhatHappens) {
             "after: release a\n"
             "6 uses of 2 weights, 2 gathers, 2 reductions\n"
             "peak 4096 B: arena 2048 B of which 2048 B are in use at a time, gradients 2048 B; budget 4096 B\n");
+}
+
+TEST(Schedule, RefusesWishesThatCannotBe) {
+  ScheduleOptions options = options_of(std::nullopt);
+  options.gather_until = {0, 0};
+  EXPECT_THROW(make_schedule(equal_weights(1, 100, 0), {use(0, F)}, options), UserError);
+  options.gather_until = {1};
+  EXPECT_THROW(make_schedule(equal_weights(1, 100, 0), {use(0, F)}, options), UserError);
+  options.gather_until = {};
+  options.held_bytes = -1;
+  EXPECT_THROW(make_schedule(equal_weights(1, 100, 0), {use(0, F)}, options), UserError);
 }
 
 TEST(Schedule, RefusesWhatCannotBe) {

@@ -865,6 +865,8 @@ class StepSchedule:
         budget_bytes: int | None = None,
         prefetch: int = 1,
         alignment_bytes: int = 256,
+        held_bytes: int = 0,
+        gather_until: Sequence[int] = (),
     ) -> None:
         """Plans a step.
 
@@ -876,6 +878,8 @@ class StepSchedule:
             budget_bytes: for gathered weights, kept copies and gradients.
             prefetch: for how many changes of weights ahead they are gathered.
             alignment_bytes: of addresses in the arena.
+            held_bytes: of the budget, what is in use all the time outside of the arena.
+            gather_until: by use, the last use whose weights should have begun to be gathered at it; below it: no wish.
 
         Raises:
             ValueError: the budget is too small, and the text names one that is not; or the arguments contradict.
@@ -909,5 +913,7 @@ def overlapping_budget_bytes(
     *,
     prefetch: int = 1,
     alignment_bytes: int = 256,
+    held_bytes: int = 0,
+    gather_until: Sequence[int] = (),
 ) -> int:
     """The least budget with which gathers are as far ahead as wanted and reductions run alongside the next backward."""
