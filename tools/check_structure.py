@@ -80,7 +80,7 @@ MAX_CODE_LINES = {
     ".": 4150,
     "calibration": 550,
     "dtensor": 700,
-    "fsdp": 1200,
+    "fsdp": 2000,
     "graphs": 200,
     "mapping": 750,
     "products": 1000,

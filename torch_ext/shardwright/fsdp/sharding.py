@@ -9,21 +9,23 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import argument_checks, groups
 from .._planner import StepSchedule
+from . import writes
+from .methods import ATTRIBUTE, original_class, sharded_class
 from .placing import Placer, Placing, data_mesh_of, kept_ranks_of
+from .policy import Policy, Wire
 from .steps import Runner
 from .weights import Unit, Weight
 
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
 
-# Attributes: of modules, the state of the unit that hooks them; of parameters, that they belong to a unit, both as they
-# were given, which other modules may still have, and as they are now.
-_ATTRIBUTE = "_shardwright_unit"
+# Attributes of parameters: that they belong to a unit, both as they were given, which other modules may still have, and
+# as they are now.
 _GIVEN, _SHARDED = "_shardwright_given", "_shardwright_sharded"
 
 
@@ -38,6 +40,9 @@ def fully_shard(
     store: Placer | None = None,
     keep: Placer | None = None,
     same_data_dims: Sequence[str | int] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    wire: Wire | Callable[[nn.Parameter], Wire] = None,
+    ignored_params: set[nn.Parameter] | None = None,
     memory_limit: int | None = None,
     prefetch: int | str = "auto",
 ) -> Modules:
@@ -74,12 +79,19 @@ def fully_shard(
         keep: placements of the copy that `reshard_after_forward` may ask for by a number.
         same_data_dims: mesh dims, by name or index, along which all ranks have the same data, and so the same
             gradients: along them nothing is reduced. For weights that are cut over tensor-parallel ranks besides.
+        mp_policy: torch's ``MixedPrecisionPolicy``. Parameters and their gradients keep their dtype; gathered weights
+            have param_dtype, and messages too. Gradients are reduced in reduce_dtype.
+        wire: what messages carry, if not that. ``torch.bfloat16`` or ``torch.float16``: weights and gradients in that
+            dtype. ``"float8"``, ``"float8_rowwise"`` or ``"mxfp8"``: weights of two dims and more in eight bits with
+            scales, gradients in bfloat16. Gradients are then added up in reduce_dtype, by default float32. Or a
+            function that returns one of these, or None, for a parameter.
+        ignored_params: left as they are: they are neither cut nor are their gradients reduced.
         memory_limit: bytes for gathered weights and gradients before they are reduced, on this rank, the same on all;
             only in the outermost call. Default: what it takes to gather one unit ahead and reduce one gradient behind.
         prefetch: for how many changes of units ahead to gather; "auto" is 1. Only in the outermost call.
 
     Returns:
-        `module`.
+        `module`. Its class is now a subclass of its own and of `ShardedModule`, which has FSDP2's methods.
 
     Raises:
         ValueError: an argument of the wrong type or value; a module that is under FSDP2 or was given before; a
@@ -92,23 +104,30 @@ def fully_shard(
     _check_options(memory_limit, prefetch)
     if shard_placement_fn is not None and rest is not None:
         raise ValueError("rest: got a function besides shard_placement_fn; allowed is one of the two")
-    found = _parameters_of(modules)
+    policy = Policy(mp_policy, wire)
+    found = _parameters_of(modules, _checked_ignored(ignored_params))
     device_type = found[0][0].device.type if found else "cpu"
     data = data_mesh_of(mesh, dp_mesh_dims, same_data_dims, device_type, rest is not None)
     ranks = kept_ranks_of(reshard_after_forward, data)
     placing = Placing(data, shard_placement_fn, rest, store, keep, ranks)
     layouts = [placing.layouts_of(places[0][2], given) for given, places in found]
+    dtypes = [policy.of(given) for given, _ in found]
+    for (_, places), placed, in_dtypes in zip(found, layouts, dtypes, strict=True):
+        in_dtypes.gathers.check(places[0][2], placed.rest)
     made = []
     with torch.no_grad():
-        for (given, places), each in zip(found, layouts, strict=True):
-            weight = Weight(places[0][2], given, [(owner, name) for owner, name, _ in places], each)
+        for (given, places), placed, in_dtypes in zip(found, layouts, dtypes, strict=True):
+            owners = [(owner, name) for owner, name, _ in places]
+            weight = Weight(places[0][2], given, owners, placed, in_dtypes)
             setattr(given, _GIVEN, True)
             setattr(weight.sharded, _SHARDED, True)
+            writes.watch(weight.sharded)
             made.append(weight)
     unit = Unit(type(modules[0]).__name__, modules, made, reshard_after_forward is False)
-    state = _State(unit, memory_limit, 1 if prefetch == "auto" else int(prefetch))
+    state = _State(unit, policy, memory_limit, 1 if prefetch == "auto" else int(prefetch))
     for owner in modules:
-        setattr(owner, _ATTRIBUTE, state)
+        setattr(owner, ATTRIBUTE, state)
+        owner.__class__ = sharded_class(type(owner))
         owner.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
         owner.register_forward_hook(state.after_forward, always_call=True)
     return module
@@ -123,7 +142,7 @@ def schedules(module: nn.Module) -> list[StepSchedule]:
     Raises:
         ValueError: it is none.
     """
-    state = getattr(module, _ATTRIBUTE, None)
+    state = getattr(module, ATTRIBUTE, None)
     if state is None:
         raise ValueError(
             f"module: got a {type(module).__name__} that sw.fully_shard has not seen; allowed is one it has"
@@ -134,19 +153,19 @@ def schedules(module: nn.Module) -> list[StepSchedule]:
 class _State:
     """A unit with its hooks, and the runner that it shares with the other units of the model."""
 
-    def __init__(self, unit: Unit, memory_limit: int | None, prefetch: int) -> None:
+    def __init__(self, unit: Unit, policy: Policy, memory_limit: int | None, prefetch: int) -> None:
         self.unit = unit
+        self.policy = policy
         self.memory_limit = memory_limit
         self.prefetch = prefetch
         self.runner: Runner | None = None
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("a module under sw.fully_shard cannot be copied; copy it before, or use its state_dict")
 
     @torch._disable_dynamo
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.runner is None:
             self.runner = _make_runner(module)
+        if self.policy.casts_inputs:
+            args, kwargs = tree_map(self.policy.cast_inputs, (args, kwargs))
         runner, unit = self.runner, self.unit
         is_within_backward = bool(unit.backwards)
         forward = runner.begin_forward(unit)
@@ -162,10 +181,12 @@ class _State:
         return args, kwargs
 
     @torch._disable_dynamo
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        runner, unit = self.runner, self.unit
-        if runner is None or not unit.forwards:
-            return  # the hook before has failed
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.runner is not None and self.unit.forwards:  # else the hook before has failed
+            self._end_forward(self.runner, self.unit, output)
+        return tree_map(self.policy.cast_output, output) if self.policy.casts_outputs else output
+
+    def _end_forward(self, runner: Runner, unit: Unit, output: Any) -> None:
         forward = unit.forwards[-1]
         is_within_backward = bool(unit.backwards)
         runner.end_forward(unit)
@@ -198,7 +219,7 @@ def _make_runner(outermost: nn.Module) -> Runner:
     """Makes a runner for all units in a module, which is called first of all its units."""
     states: list[_State] = []
     for name, module in outermost.named_modules():
-        state = getattr(module, _ATTRIBUTE, None)
+        state = getattr(module, ATTRIBUTE, None)
         if state is None or state in states:
             continue
         if name and (state.memory_limit is not None or state.prefetch != 1):
@@ -206,9 +227,9 @@ def _make_runner(outermost: nn.Module) -> Runner:
                 f"memory_limit, prefetch: got {state.memory_limit} and {state.prefetch} for {name}, which lies in "
                 f"another unit; allowed is to give them in the outermost call"
             )
-        state.unit.name = name or type(outermost).__name__
+        state.unit.name = name or original_class(type(outermost)).__name__
         states.append(state)
-    own: _State = getattr(outermost, _ATTRIBUTE)
+    own: _State = getattr(outermost, ATTRIBUTE)
     runner = Runner([state.unit for state in states], own.memory_limit, own.prefetch)
     for state in states:
         if state.runner is not None:  # it was called on its own before
@@ -226,8 +247,10 @@ def _checked_modules(given: Any) -> tuple[nn.Module, ...]:
             raise ValueError(
                 f"module: got a {type(module).__name__}, which has no forward; allowed are modules that do"
             )
-        if hasattr(module, _ATTRIBUTE):
-            raise ValueError(f"module: a {type(module).__name__} was given to sw.fully_shard before; allowed is once")
+        if hasattr(module, ATTRIBUTE):
+            raise ValueError(
+                f"module: a {original_class(type(module)).__name__} was given to sw.fully_shard before; allowed is once"
+            )
         for inner in module.modules():
             if isinstance(inner, FSDPModule):
                 raise ValueError(
@@ -248,7 +271,16 @@ def _check_options(memory_limit: Any, prefetch: Any) -> None:
 Place = tuple[nn.Module, str, str]  # module, name in it, name in all
 
 
-def _parameters_of(modules: tuple[nn.Module, ...]) -> list[tuple[nn.Parameter, list[Place]]]:
+def _checked_ignored(given: Any) -> set[int]:
+    parameters = list(given) if isinstance(given, (set, frozenset, list, tuple)) else None
+    if given is None:
+        return set()
+    if parameters is None or not all(isinstance(parameter, nn.Parameter) for parameter in parameters):
+        raise ValueError(f"ignored_params: got {type(given).__name__}; allowed is a set of parameters")
+    return {id(parameter) for parameter in parameters}
+
+
+def _parameters_of(modules: tuple[nn.Module, ...], ignored: set[int]) -> list[tuple[nn.Parameter, list[Place]]]:
     """Returns the parameters that no unit has, each with its places."""
     found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
     visited: set[int] = set()
@@ -258,7 +290,7 @@ def _parameters_of(modules: tuple[nn.Module, ...]) -> list[tuple[nn.Parameter, l
                 continue
             visited.add(id(owner))
             for name, parameter in owner._parameters.items():
-                if parameter is None or hasattr(parameter, _SHARDED):
+                if parameter is None or hasattr(parameter, _SHARDED) or id(parameter) in ignored:
                     continue
                 full = ".".join(part for part in (str(index) if len(modules) > 1 else "", prefix, name) if part)
                 _check_parameter(full, parameter)

@@ -11,26 +11,36 @@ reach the outputs of a forward until they have left its inputs.
     following   when the schedule says                   when the schedule says            recording, at a use that is
                                                                                            not the scheduled one
 
-Sequences are known by their first use, so a step with gradients and one without have schedules of their own. All ranks
-see the same uses, so all of them start the same transfers in the same order.
+Sequences are known by their first use and by what becomes of gradients, so a step with gradients, one without, and one
+whose gradients are added up and reduced later have schedules of their own. All ranks see the same uses, so all of them
+start the same transfers in the same order.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import counters
 from .._planner import StepSchedule, overlapping_budget_bytes
+from .carrying import measure
 from .weights import ALIGNMENT, Reduction, Unit
 
 # A sequence with more uses is not scheduled: forwards with gradients that no backward follows.
 MAX_USES = 1 << 16
 
-Key = tuple[tuple[int, ...], str, bool]
+
+class Key(NamedTuple):
+    """What a sequence is known by."""
+
+    units: tuple[int, ...]  # of its first use
+    kind: str  # of its first use
+    records: bool  # for a backward
+    reduces: tuple[bool, ...]  # by unit: gradients, after a backward
+    keeps: tuple[bool, ...]  # by unit: whole gradients, before or after the step
 
 
 class Use(NamedTuple):
@@ -114,7 +124,7 @@ class Runner:
             unit.put_sharded()
         if not unit.is_open:
             self._next("backward" if is_in_backward() else "forward")
-        if self._key is not None and not self._key[2] and not any(other.is_open for other in self.units):
+        if self._key is not None and not self._key.records and not any(other.is_open for other in self.units):
             self._end_sequence()
 
     def begin_backward(self, unit: Unit, forward: int) -> None:
@@ -145,7 +155,7 @@ class Runner:
             unit.drop_gradients()
         self._end = None
         self._plan = None
-        self._drain()
+        self._drain(keeps_held=False)
         self._key = None
 
     # Sequences
@@ -155,7 +165,8 @@ class Runner:
         if self._end is not None:
             self.abort()
         only_forwards = all(use.kind == "forward" for use in self._uses)
-        if self._key == self._key_of((self._index[id(unit)],), "forward") and only_forwards:
+        key = self._key_of((self._index[id(unit)],), "forward")
+        if self._key is not None and self._key[:3] == key[:3] and only_forwards:
             # No backward came, so far, for the forwards of this sequence. If it still comes, it gathers again.
             self._plan = None
             self._drain()
@@ -186,7 +197,9 @@ class Runner:
             self._end_sequence()
 
     def _key_of(self, units: tuple[int, ...], kind: str) -> Key:
-        return units, kind, torch.is_grad_enabled() or is_in_backward()
+        reduces = tuple(unit.wishes.reduces for unit in self.units)
+        keeps = tuple(not unit.wishes.reduces or unit.keeps_gradients for unit in self.units)
+        return Key(units, kind, torch.is_grad_enabled() or is_in_backward(), reduces, keeps)
 
     def _end_sequence(self) -> None:
         key, uses, plan = self._key, self._uses, self._plan
@@ -195,23 +208,58 @@ class Runner:
         self._key = None
         if key is None or is_as_planned or not 0 < len(uses) <= MAX_USES:
             return
-        self._plans[key] = _Plan(uses, self._schedule(uses))
+        self._plans[key] = _Plan(uses, self._schedule(key, uses))
 
-    def _schedule(self, uses: list[Use]) -> StepSchedule:
-        weights = [(u.name, u.rest_bytes, u.use_bytes, u.keep_bytes, u.gradient_bytes, 0) for u in self.units]
+    def reschedule(self) -> None:
+        """Takes up other wishes, from the next sequence on."""
+        self._plans.update({k: _Plan(plan.uses, self._schedule(k, plan.uses)) for k, plan in self._plans.items()})
+
+    def _schedule(self, key: Key, uses: list[Use]) -> StepSchedule:
+        weights = []
+        for u in self.units:
+            in_arena = (0, 0) if u.wishes.stays_between_steps else (u.use_bytes, u.keep_bytes)
+            weights.append((u.name, u.rest_bytes, *in_arena, u.gradient_bytes, 0))
         parts = [(use.units, use.kind, use.gradients, 0) for use in uses]
-        options = {"prefetch": self.prefetch, "alignment_bytes": ALIGNMENT}
+        options: dict[str, Any] = {
+            "prefetch": self.prefetch,
+            "alignment_bytes": ALIGNMENT,
+            "held_bytes": self._held_bytes(key, uses),
+            "gather_until": self._gather_until(uses),
+        }
         budget = self.memory_limit
         if budget is None:
             budget = overlapping_budget_bytes(weights, parts, **options)
         return StepSchedule(weights, parts, budget_bytes=budget, **options)
 
-    def _drain(self) -> None:
-        """Ends the sequence: nothing is resident or under way afterwards."""
+    def _held_bytes(self, key: Key, uses: list[Use]) -> int:
+        """Outside of the arena, all the time: weights that stay between steps, and whole gradients that are kept."""
+        held = sum(unit.use_bytes for unit in self.units if unit.wishes.stays_between_steps)
+        held += sum(unit.kept_gradient_bytes for unit, keeps in zip(self.units, key.keeps) if keeps)
+        arriving = (  # what autograd leaves, until it is added to those
+            sum(self.units[unit].gradient_bytes for unit in use.units if not key.reduces[unit])
+            for use in uses
+            if use.kind == "backward"
+        )
+        return held + max(arriving, default=0)
+
+    def _gather_until(self, uses: list[Use]) -> list[int]:
+        until = list(range(len(uses)))
+        for i, use in enumerate(uses):
+            for index in use.units:
+                if use.kind == "recompute" or (i > 0 and index in uses[i - 1].units):
+                    continue
+                for wished in self.units[index].wishes.prefetch(use.kind):
+                    number = self._index.get(id(wished))
+                    following = (j for j in range(i + 1, len(uses)) if number in uses[j].units)
+                    until[i] = max(until[i], next(following, i))
+        return until
+
+    def _drain(self, keeps_held: bool = True) -> None:
+        """Ends the sequence: nothing is under way afterwards, and only what was asked for is resident."""
         with torch.no_grad():
             self._finish_reductions(len(self._uses))
         for unit in self.units:
-            if unit.is_resident:
+            if unit.is_resident and not (keeps_held and unit.is_held):
                 unit.release()
             unit.drop_kept()
             unit.finish_refresh()
@@ -252,6 +300,8 @@ class Runner:
             if not unit.forwards:  # the one that opens has looked already
                 unit.take_up_changes()
             unit.start_refresh()
+        weights = (weight for unit in self.units for weight in unit.weights)
+        measure(weight.measured for weight in weights if weight.carried.format.needs_largest)
         if self._plan is not None and self._arena.numel() < self._plan.schedule.arena_bytes:
             self._arena = torch.empty(self._plan.schedule.arena_bytes, dtype=torch.uint8, device=self._device)
 
@@ -263,21 +313,34 @@ class Runner:
                 counters.counts.unplanned_steps += 1
                 self._plan = None
         for unit, offset in self._plan.gathers.get(index, ()) if self._plan is not None else ():
-            self.units[unit].start_gather(self._arena, offset)
+            self._gather_ahead(self.units[unit], offset)
         self._gather_now(self.units[unit] for unit in use.units)
+
+    def _gather_ahead(self, unit: Unit, offset_bytes: int) -> None:
+        if unit.is_resident and not unit.is_stale:
+            return  # since `unshard`, or since the step before
+        if unit.is_resident:
+            unit.release()
+        if unit.wishes.stays_between_steps:
+            unit.start_gather_alone()
+        else:
+            unit.start_gather(self._arena, offset_bytes)
 
     def _gather_now(self, needed: Iterable[Unit]) -> None:
         """Finishes the gathers of these units; starts those that nothing has started."""
         for unit in needed:
+            unit.is_unsharded = False
             if unit.is_resident and unit.is_stale:
                 unit.release()
             if not unit.is_resident:
-                unit.start_gather(torch.empty(unit.use_bytes, dtype=torch.uint8, device=self._device))
+                unit.start_gather_alone()
             unit.finish_gather()
 
     def _leave(self, index: int) -> None:
         if self._plan is not None:
             for released in self._plan.releases.get(index, ()):
+                if self.units[released].is_held:
+                    continue
                 offset, last_use = self._plan.copies.get(released, (0, -1))
                 if index < last_use:
                     self.units[released].keep(self._arena, offset)
@@ -287,11 +350,14 @@ class Runner:
             self._finish_reductions(index)
         else:
             for unit in self.units:
-                if unit.is_resident and not unit.is_open:
+                if unit.is_resident and not unit.is_open and not unit.is_held:
                     unit.release()
 
     def _start_reduction(self, unit: Unit) -> None:
         with torch.no_grad():
+            if not unit.wishes.reduces:
+                unit.keep_gradients()
+                return
             reduction = unit.start_reduction()
         if reduction is None:
             return

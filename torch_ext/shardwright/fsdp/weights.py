@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import _planner, _runtime, executables, groups
 from ..layout import Layout
 from ..plain_tensors import redistribute_part
+from . import writes
+from .carrying import Carried, Measured, measure
+from .formats import with_dtype
+from .gradients import Arriving, Gradients
 from .layouts import Layouts, most_bytes
+from .policy import Dtypes
+from .wishes import Wishes
+
+Version: TypeAlias = tuple[nn.Parameter, tuple[int, ...]]
 
 # Of each weight in its group's memory, in bytes.
 ALIGNMENT = 256
@@ -49,7 +57,12 @@ class Weight:
     """
 
     def __init__(
-        self, name: str, given: nn.Parameter, places: Sequence[tuple[nn.Module, str]], layouts: Layouts
+        self,
+        name: str,
+        given: nn.Parameter,
+        places: Sequence[tuple[nn.Module, str]],
+        layouts: Layouts,
+        dtypes: Dtypes,
     ) -> None:
         self.name = name
         self.places = list(places)
@@ -61,25 +74,34 @@ class Weight:
         local = data._local_tensor if isinstance(data, DTensor) else data
         part = self._slice(local, self.store)
         self.sharded = nn.Parameter(layouts.as_parameter(part), requires_grad=given.requires_grad)
-        self.is_held = self.store is not self.rest and self.rest == self.use
+        self.carried = Carried(dtypes.gathers, dtypes.use, self.rest, self.start_move)
+        self.gradients = Gradients(dtypes, self.store, self.start_move)
+        self.is_held = self.store is not self.rest and self.rest == self.use and dtypes.is_as_at_rest(data.dtype)
         self._held: torch.Tensor | None = None  # what is held at rest besides `sharded`
         if self.store is not self.rest:
             self._held = self._slice(local, self.rest)
             _count_optimizer_steps()
         self._held_from = (self.sharded, self.version, _optimizer_steps[0])
         self._refresh: dist.Work | None = None
-        memory = self._held if self.is_held else torch.empty(local.shape, dtype=data.dtype, device=data.device)
+        memory = self._held if self.is_held else torch.empty(local.shape, dtype=dtypes.use, device=data.device)
         self.whole = nn.Parameter(layouts.as_used(memory), given.requires_grad)
         self.memory = _local(self.whole.detach())
         # Those of the rank with most, so that all ranks make the same schedule.
-        self.gradient_bytes = most_bytes(self.use)
-        self.whole_bytes = 0 if self.is_held else self.gradient_bytes  # of what is gathered
+        in_use = with_dtype(self.use, dtypes.use)
+        numel = most_bytes(in_use) // dtypes.use.itemsize
+        self.gradient_bytes = numel * self.gradients.bytes_per_element
+        self.kept_gradient_bytes = numel * dtypes.reduce.itemsize
+        self.whole_bytes = 0 if self.is_held else most_bytes(in_use)  # of what is gathered, in its place
+        self._buffer_bytes = [] if self.is_held else [most_bytes(layout) for layout in self.carried.buffers(self.use)]
         self.rest_bytes = part.nbytes + (0 if self._held is None else self._held.nbytes)
         self.kept: torch.Tensor | None = None
+        self._copy: tuple[Layout, Layout] | None = None  # `kept` as it is, and gathered
+        if layouts.kept is not None:
+            self._copy = with_dtype(layouts.kept[0], dtypes.use), with_dtype(layouts.kept[1], dtypes.use)
         if layouts.kept is not None and not self.is_held:
             shape = layouts.kept[0].local_shape(dist.get_rank())
-            self.kept = torch.empty(shape, dtype=data.dtype, device=data.device)
-        self.kept_bytes = 0 if self.kept is None or layouts.kept is None else most_bytes(layouts.kept[0])
+            self.kept = torch.empty(shape, dtype=dtypes.use, device=data.device)
+        self.kept_bytes = 0 if self.kept is None or self._copy is None else most_bytes(self._copy[0])
         self.drop_kept()
         self.release()
         self.put(self.sharded)
@@ -96,9 +118,28 @@ class Weight:
         return part.detach()
 
     @property
-    def version(self) -> int:
-        """Grows with each write to the parameter, except by functions for many tensors such as torch._foreach_add_."""
-        return int(self.sharded._version + self.sharded._local_tensor._version)  # type: ignore[attr-defined]
+    def version(self) -> tuple[int, ...]:
+        """Differs after each write to the parameter."""
+        return writes.version_of(self.sharded)
+
+    @property
+    def source(self) -> tuple[int, tuple[int, ...]]:
+        """Differs between values of the parameter."""
+        return id(self.sharded), self.version
+
+    @property
+    def measured(self) -> Measured:
+        self.finish_refresh()
+        return Measured(self.carried, self._at_rest, self.source)
+
+    @property
+    def _at_rest(self) -> torch.Tensor:
+        return self.part if self._held is None else self._held
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of the gathered weight and of its messages."""
+        return sum(_aligned(size) for size in (self.whole_bytes, *self._buffer_bytes))
 
     def put(self, parameter: nn.Parameter) -> None:
         """Makes this the parameter that the modules have."""
@@ -113,7 +154,9 @@ class Weight:
         """
         module, name = self.places[0]
         found: Any = module._parameters[name]
-        if found is not self.sharded:
+        if found is self.whole:
+            pass  # since `unshard`
+        elif found is not self.sharded:
             fits = (
                 isinstance(found, DTensor) and found.shape == self.sharded.shape and found.dtype == self.sharded.dtype
             )
@@ -125,9 +168,9 @@ class Weight:
                     f"{tuple(self.sharded.shape)} and dtype {self.sharded.dtype}, placed as {placements}"
                 )
             self.sharded = found
-        elif self.part.dtype != self.whole.dtype:
+        elif self.part.dtype != getattr(torch, self.rest.dtype):
             raise RuntimeError(
-                f"{self.name}: has become {self.part.dtype}; allowed is {self.whole.dtype}, its dtype when "
+                f"{self.name}: has become {self.part.dtype}; allowed is {self.rest.dtype}, its dtype when "
                 "sw.fully_shard was called. Convert modules before"
             )
         self.whole.requires_grad_(self.sharded.requires_grad)
@@ -150,24 +193,29 @@ class Weight:
             self._refresh.wait()
             self._refresh = None
 
-    def start_gather(self, memory: torch.Tensor, offset_bytes: int, from_kept: bool) -> dist.Work | None:
+    def start_gather(self, memory: torch.Tensor, offset_bytes: int, from_kept: bool) -> None:
         """Starts to gather into memory that lives until `release`, from rest or from the kept copy."""
         self.start_refresh(False)
         self.finish_refresh()
         if self.is_held:
-            return None
+            return
         _runtime.borrow_memory(self.memory, memory, offset_bytes)
         # `.data` has a version counter of its own: autograd should not take a gather for a change of what it saved.
-        if from_kept and self.kept is not None and self.layouts.kept is not None:
-            return self.start_move(*self.layouts.kept, self.kept, self.memory.data)
-        held = self.part if self._held is None else self._held
-        return self.start_move(self.rest, self.use, held, self.memory.data)
+        if from_kept and self.kept is not None and self._copy is not None:
+            self.carried.start_from_copy(*self._copy, self.kept, self.memory.data)
+            return
+        offset_bytes += _aligned(self.whole_bytes)
+        buffers = []
+        for size_bytes in self._buffer_bytes:
+            buffers.append(memory[offset_bytes : offset_bytes + size_bytes])
+            offset_bytes += _aligned(size_bytes)
+        self.carried.start(self.use, self._at_rest, self.memory.data, buffers)
 
     def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
         """Copies what is kept of the gathered weight to memory that lives until `drop_kept`."""
-        if self.kept is not None and self.layouts.kept is not None:
+        if self.kept is not None and self._copy is not None:
             _runtime.borrow_memory(self.kept, memory, offset_bytes)
-            layout, use = self.layouts.kept
+            layout, use = self._copy
             executables.run(self._executable(use, layout), self.memory, False, self.kept)
 
     def drop_kept(self) -> None:
@@ -178,14 +226,15 @@ class Weight:
         if not self.is_held:
             _runtime.give_back_memory(self.memory)
 
-    def start_reduction(self) -> tuple[torch.Tensor, torch.Tensor, dist.Work | None] | None:
-        """Starts to reduce the gradient that autograd has left: that, its part, and what to wait for."""
+    def start_reduction(self, over_replicas: bool, divide_by: float | None) -> Arriving | None:
+        """Starts to reduce the gradient that autograd has left, and those that were kept."""
+        return self.gradients.start(self._taken_gradient(), over_replicas, divide_by)
+
+    def keep_gradient(self) -> None:
+        """Keeps the gradient that autograd has left until a reduction."""
         taken = self._taken_gradient()
-        if taken is None:
-            return None
-        gradient, layout = taken
-        out = torch.empty_like(self.part)
-        return gradient, out, self.start_move(layout, self.store, gradient, out)
+        if taken is not None:
+            self.gradients.keep(*taken)
 
     def _taken_gradient(self) -> tuple[torch.Tensor, _planner.Layout] | None:
         gradient, self.whole.grad = self.whole.grad, None
@@ -198,6 +247,7 @@ class Weight:
 
     def add_gradient(self, part: torch.Tensor) -> None:
         """Adds to the gradient of the sharded parameter, and calls its hooks after that."""
+        part = part.to(self.sharded.dtype)
         if self.sharded.grad is None:
             # Not by `as_parameter`, whose checks are most of what a step of small weights takes.
             spec = self.sharded._spec  # type: ignore[attr-defined]
@@ -227,20 +277,22 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 class Reduction:
     """Gradients of a unit that are being reduced. The whole ones stay until that is done."""
 
-    under_way: list[tuple[Weight, torch.Tensor, torch.Tensor, dist.Work | None]]
+    under_way: list[tuple[Weight, Arriving]]
 
     def finish(self) -> None:
-        for weight, _, part, work in self.under_way:
-            if work is not None:
-                work.wait()
-            weight.add_gradient(part)
+        for weight, arriving in self.under_way:
+            if arriving.work is not None:
+                arriving.work.wait()
+            part = arriving.finish(arriving.received)
+            if part is not None:
+                weight.add_gradient(part)
         self.under_way = []
 
     def discard(self) -> None:
         """Waits, but adds nothing."""
-        for _, _, _, work in self.under_way:
-            if work is not None:
-                work.wait()
+        for _, arriving in self.under_way:
+            if arriving.work is not None:
+                arriving.work.wait()
         self.under_way = []
 
 
@@ -251,22 +303,29 @@ class Unit:
         self.name = name
         self.modules = modules
         self.weights = weights
-        self.stays = stays  # from the first use of a step to the last
         self.forwards: list[int] = []  # numbers of the forwards that are running, innermost last
         self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
         self.is_resident = False
-        self._works: list[dist.Work | None] = []
+        self.wishes = Wishes(stays)
+        self._in_arena = False  # which has another use for its memory in the next step
+        self.is_unsharded = False  # by `unshard`, and not used since
+        self._is_arriving = False
         # Parameters at rest and their versions, when they were gathered, and when those were that a copy is kept of.
-        self._gathered_from: list[tuple[nn.Parameter, int]] = []
-        self._kept_from: list[tuple[nn.Parameter, int]] = []
+        self._gathered_from: list[Version] = []
+        self._kept_from: list[Version] = []
 
     @property
     def is_open(self) -> bool:
         return bool(self.forwards or self.backwards)
 
     @property
+    def is_held(self) -> bool:
+        """Whether it stays gathered until someone asks for something else."""
+        return (self.is_unsharded or self.wishes.stays_between_steps) and not self._in_arena
+
+    @property
     def use_bytes(self) -> int:
-        return sum(_aligned(weight.whole_bytes) for weight in self.weights)
+        return sum(weight.gathered_bytes for weight in self.weights)
 
     @property
     def rest_bytes(self) -> int:
@@ -277,19 +336,37 @@ class Unit:
         return sum(weight.gradient_bytes for weight in self.weights if weight.sharded.requires_grad)
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether whole gradients wait for a reduction."""
+        return any(weight.gradients.are_kept for weight in self.weights)
+
+    @property
+    def kept_gradient_bytes(self) -> int:
+        """Of whole gradients that wait for a reduction, if all do."""
+        return sum(weight.kept_gradient_bytes for weight in self.weights if weight.sharded.requires_grad)
+
+    @property
     def keep_bytes(self) -> int:
         """What must stay from the first use of a step to the last."""
-        return self.use_bytes if self.stays else sum(_aligned(weight.kept_bytes) for weight in self.weights)
+        return self.use_bytes if self.wishes.stays else sum(_aligned(weight.kept_bytes) for weight in self.weights)
 
-    def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:
+    def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0, in_arena: bool = True) -> None:
         """Starts to gather: from the copy that is kept if it is up to date, else from rest."""
         self.is_resident = True
         now = [(weight.sharded, weight.version) for weight in self.weights]
         from_kept = bool(self._kept_from) and not _differ(self._kept_from, now)
         self._gathered_from = now
+        self._in_arena = in_arena
+        self._is_arriving = True
+        measure(weight.measured for weight in self.weights if weight.carried.needs_measure(weight.source))
         for weight in self.weights:
-            self._works.append(weight.start_gather(memory, offset_bytes, from_kept))
-            offset_bytes += _aligned(weight.whole_bytes)
+            weight.start_gather(memory, offset_bytes, from_kept)
+            offset_bytes += weight.gathered_bytes
+
+    def start_gather_alone(self) -> None:
+        """Starts to gather into memory of its own."""
+        device = next((weight.memory.device for weight in self.weights), torch.device("cpu"))
+        self.start_gather(torch.empty(self.use_bytes, dtype=torch.uint8, device=device), in_arena=False)
 
     def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
         """Before the unit is released, copies what is to be kept of it, unless that is there already."""
@@ -314,10 +391,11 @@ class Unit:
             weight.finish_refresh()
 
     def finish_gather(self) -> None:
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        self._works = []
+        if not self._is_arriving:
+            return
+        for weight in self.weights:
+            weight.carried.finish(weight.memory.data)
+        self._is_arriving = False
 
     @property
     def is_stale(self) -> bool:
@@ -346,17 +424,23 @@ class Unit:
     def start_reduction(self) -> Reduction | None:
         """Starts to reduce the gradients that autograd has left; None if there are none."""
         reduction = Reduction([])
+        wishes = self.wishes
         for weight in self.weights:
-            started = weight.start_reduction()
-            if started is not None:
-                reduction.under_way.append((weight, *started))
+            arriving = weight.start_reduction(wishes.reduces_over_replicas, wishes.divides_by)
+            if arriving is not None:
+                reduction.under_way.append((weight, arriving))
         return reduction if reduction.under_way else None
+
+    def keep_gradients(self) -> None:
+        for weight in self.weights:
+            weight.keep_gradient()
 
     def drop_gradients(self) -> None:
         for weight in self.weights:
             weight.whole.grad = None
+            weight.gradients.drop()
 
 
-def _differ(before: list[tuple[nn.Parameter, int]], now: list[tuple[nn.Parameter, int]]) -> bool:
+def _differ(before: list[Version], now: list[Version]) -> bool:
     """Whether parameters were replaced or written."""
     return len(before) != len(now) or any(a is not b or i != j for (a, i), (b, j) in zip(before, now))

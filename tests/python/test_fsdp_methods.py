@@ -1,0 +1,329 @@
+"""FSDP2's methods on modules under `sw.fully_shard`, against stock FSDP2 and the whole model."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import DTensor
+
+import shardwright as sw
+from fsdp_models import Mlp, batch, full, gradients, loss_of, part, shard, whole_loss
+from meshes import get_mesh
+from pool import Pool
+
+STEPS = 4
+
+
+def accumulate(model: Any, steps: int, micro_steps: int) -> list[Any]:
+    """Gradients at the end of each step; only its last micro-step reduces."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    found = []
+    for step in range(steps):
+        for micro_step in range(micro_steps):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(micro_step == micro_steps - 1)
+                model.set_is_last_backward(micro_step == micro_steps - 1)
+                loss_of(model, batch(10 * step + micro_step)).backward()
+            else:
+                whole_loss(model, 10 * step + micro_step).backward()
+        found += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def _accumulates(mesh_shape: tuple[int, ...]) -> None:
+    mesh = get_mesh(mesh_shape)
+    sw.reset_stats()
+    model = shard(Mlp(), sw.fully_shard, mesh)
+    ours = accumulate(model, STEPS, 3)
+    assert sw.stats()["unplanned_steps"] == 0
+    stock = accumulate(shard(Mlp(), stock_fully_shard, mesh), STEPS, 3)
+    whole = accumulate(Mlp(), STEPS, 3)
+    for a, b, c in zip(ours, stock, whole, strict=True):
+        if mesh_shape in [(1,), (2,)]:
+            assert torch.equal(part(a), part(b))
+        torch.testing.assert_close(part(a), part(b))
+        torch.testing.assert_close(full(a), c)
+
+    # Steps without reductions have a schedule of their own, and whole gradients count.
+    kept, last = sw.fsdp.schedules(model)
+    assert not kept.reductions and len(last.reductions) == 4
+    whole_bytes = sum(p.numel() * 4 for p in model.parameters())
+    for schedule in (kept, last):
+        assert f"held {whole_bytes / 1024:.3g}"[:7] in str(schedule) or "held" in str(schedule)
+        assert schedule.peak_bytes >= schedule.arena_bytes + whole_bytes
+
+    # They receive nothing but weights.
+    model.set_requires_gradient_sync(False)
+    with sw.wire_meter() as meter:
+        loss_of(model, batch(0)).backward()
+    units = [[*layer.parameters()] for layer in model.layers]
+    units.insert(0, [model.enter.weight, model.enter.bias])
+    lacking = [sum((p.numel() - p.to_local().numel()) * 4 for p in unit) for unit in units]
+    assert meter.received_bytes == sum(lacking[unit] for unit, *_ in kept.gathers)
+    assert all(p.grad is None for p in model.parameters())
+    # What backwards keep is reduced by the next one that does, also where it has no gradient of its own.
+    expected = Mlp()
+    with torch.no_grad():
+        for p, q in zip(expected.parameters(), model.parameters(), strict=True):
+            p.copy_(full(q))
+    whole_loss(expected, 0).backward()
+    expected_sum = sum(loss_of(expected.layers[0], batch(1, rank)) for rank in range(mesh.size())) / mesh.size()
+    expected_sum.backward()
+    model.set_requires_gradient_sync(True)
+    model.layers[1].set_requires_gradient_sync(False)
+    x = batch(1)
+    loss_of(model.layers[0], x).backward()
+    assert model.layers[1][0].weight.grad is None, "it still waits"
+    model.layers[1].set_requires_gradient_sync(True)
+    (loss_of(model, batch(1)) * 0).backward()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), q.grad)
+
+
+@pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_accumulates_without_reductions(pool: Pool, world: int) -> None:
+    pool.run(_accumulates, world, (world,))
+
+
+def _accumulates_over_replicas() -> None:
+    """Without an all-reduce over replicas, which have other data: HSDP."""
+    mesh = get_mesh((2, 2))
+    found = []
+    for wrap in (sw.fully_shard, stock_fully_shard):
+        model: Any = shard(Mlp(), wrap, mesh)
+        for step in range(2):
+            for micro_step in range(3):
+                model.set_requires_all_reduce(micro_step == 2)
+                with sw.wire_meter() as meter:
+                    loss_of(model, batch(10 * step + micro_step)).backward()
+                assert micro_step < 2 or all(p.grad is not None for p in model.parameters())
+                if wrap is sw.fully_shard and micro_step < 2 and step == 0:
+                    assert all(p.grad is None for p in model.parameters())
+            found.append(meter.received_bytes)
+        found.append(gradients(model))
+    reference = Mlp()
+    for step in range(2):
+        for micro_step in range(3):
+            whole_loss(reference, 10 * step + micro_step).backward()
+    for a, b, c in zip(found[2], found[5], reference.parameters(), strict=True):
+        torch.testing.assert_close(part(a), part(b))
+        torch.testing.assert_close(full(a), c.grad)
+
+
+@pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
+def test_accumulates_over_replicas(pool: Pool) -> None:
+    pool.run(_accumulates_over_replicas, 4)
+
+
+def _unshards() -> None:
+    mesh = get_mesh((3,))
+    model: Any = shard(Mlp(), sw.fully_shard, mesh)
+    reference = Mlp()
+    layer = model.layers[1]
+    assert isinstance(layer, sw.fsdp.ShardedModule) and isinstance(layer, nn.Sequential)
+    assert type(layer).__name__ == "ShardedSequential" and type(layer[:2]) is nn.Sequential
+
+    for step in range(3):
+        handle = layer.unshard(async_op=True)
+        assert isinstance(layer[0].weight, DTensor)
+        handle.wait()
+        handle.wait()
+        assert torch.equal(layer[0].weight, reference.layers[1][0].weight)
+        with sw.wire_meter() as meter:
+            assert layer.unshard() is None
+            layer[2].unshard() if isinstance(layer[2], sw.fsdp.ShardedModule) else None
+        assert meter.received_bytes == 0, "it is there"
+        layer.reshard()
+        assert isinstance(layer[0].weight, DTensor)
+        model.unshard()  # with a handle or without, steps that follow use it once
+        layer.unshard(async_op=True)
+        torch.testing.assert_close(loss_of(model, batch(step)), loss_of(reference, batch(step)))
+        loss_of(model, batch(step)).backward()
+        whole_loss(reference, step).backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad)
+    # Parts that are written are gathered again.
+    layer.unshard()
+    layer.reshard()
+    layer.unshard()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.zero_() if isinstance(p, DTensor) else None
+    model.reshard()
+    with pytest.raises(RuntimeError, match="reshard: layers.1 is in the middle"):
+        handle = layer[2].register_forward_hook(lambda *_: layer.reshard())
+        try:
+            model(batch(0))
+        finally:
+            handle.remove()
+    loss_of(model, batch(0)).backward()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_unshards_and_reshards(pool: Pool) -> None:
+    pool.run(_unshards, 3)
+
+
+def _keeps() -> None:
+    """`set_reshard_after_*` and prefetch lists change what is gathered and when, not what comes out."""
+    mesh = get_mesh((2,))
+    model: Any = shard(Mlp(), sw.fully_shard, mesh, {"prefetch": 0, "memory_limit": 8000})
+    reference = shard(Mlp(), stock_fully_shard, mesh)
+
+    def step(number: int) -> int:
+        with sw.wire_meter() as meter:
+            loss_of(model, batch(number)).backward()
+        loss_of(reference, batch(number)).backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(p.grad.to_local(), q.grad.to_local())
+        return meter.received_bytes
+
+    step(0)
+    (schedule,) = sw.fsdp.schedules(model)
+    plain = step(1)
+    assert [start for unit, _, start, *_ in schedule.gathers if unit == 2][0] > 1
+    assert [unit for unit, *_ in schedule.gathers].count(1) == 2
+
+    model.set_modules_to_forward_prefetch([model.layers[0], model.layers[1]])
+    (wished,) = sw.fsdp.schedules(model)
+    assert [start for unit, _, start, *_ in wished.gathers if unit in (1, 2)][:2] == [0, 0]
+    assert step(2) < plain, "what is gathered ahead stays"
+    model.set_modules_to_forward_prefetch([])
+    assert step(3) == plain
+    free: Any = shard(Mlp(), sw.fully_shard, mesh, {"prefetch": 0})
+    loss_of(free, batch(0)).backward()
+    for modules in ([], [free.layers[1]]):
+        free.layers[2].set_modules_to_backward_prefetch(modules)
+        (wished,) = sw.fsdp.schedules(free)
+        backwards = [i for i, line in enumerate(str(wished).splitlines()) if "backward Mlp, layers" in line]
+        starts = [start for unit, _, start, *_ in wished.gathers if unit == 2]
+        assert starts[-1] == backwards[1] if not modules else starts[-1] <= backwards[0], modules
+    model.layers[0].set_reshard_after_forward(False)
+    (stays,) = sw.fsdp.schedules(model)
+    assert [unit for unit, *_ in stays.gathers].count(1) == 1
+    assert step(4) < plain
+    with pytest.raises(ValueError, match="budget_bytes: got 8000; allowed is"):
+        model.set_reshard_after_forward(False)
+    model.set_reshard_after_forward(True)
+    assert step(5) == plain
+
+    model.layers[0].set_reshard_after_backward(False)
+    step(6)
+    (held,) = sw.fsdp.schedules(model)
+    assert ", held " in str(held)
+    again = step(7)
+    assert again < plain
+    for foreach in (True, False):  # what an optimizer has written is gathered again
+        for each in (model, reference):
+            torch.optim.SGD(each.parameters(), lr=0.1, foreach=foreach).step()
+        lacking = sum(p.numel() - p.to_local().numel() for p in model.layers[0].parameters())
+        assert step(8) == again + 4 * lacking
+        assert step(9) == again
+    model.layers[0].set_reshard_after_backward(True)
+    step(10)
+    assert step(11) == plain
+    for call, text in (
+        (lambda: model.set_modules_to_forward_prefetch([nn.Linear(1, 1)]), "forward_prefetch: got a Linear"),
+        (lambda: model.set_requires_gradient_sync(None), "requires_gradient_sync: got None"),
+        (lambda: model.set_reshard_after_backward(1), "reshard_after_backward: got 1"),
+        (lambda: model.set_gradient_divide_factor(0), "factor: got 0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
+@pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
+def test_what_is_kept_and_gathered_ahead(pool: Pool) -> None:
+    pool.run(_keeps, 2)
+
+
+def _divides() -> None:
+    mesh = get_mesh((3,))
+    found = []
+    for wrap in (sw.fully_shard, stock_fully_shard):
+        model: Any = shard(Mlp(), wrap, mesh)
+        for module in [*model.layers, model]:
+            module.set_gradient_divide_factor(2.0)
+            if wrap is stock_fully_shard:
+                module.set_force_sum_reduction_for_comms(True)  # Gloo has no other
+        loss_of(model, batch(0)).backward()
+        found.append(gradients(model))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(part(a), part(b))
+
+
+@pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
+def test_divides_by_a_factor(pool: Pool) -> None:
+    pool.run(_divides, 3)
+
+
+def _ignores() -> None:
+    """Ignored parameters stay as they are; the rest trains with clipping as stock does, next to a second model."""
+    mesh = get_mesh((2,))
+    optimizers = [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    ]
+    models = []
+    for wrap in (sw.fully_shard, stock_fully_shard):
+        model: Any = Mlp()
+        ignored = {model.layers[0][0].bias, model.enter.bias}
+        shard(model, wrap, mesh, ignored_params=ignored)
+        assert all(not isinstance(p, DTensor) for p in ignored) and model.enter.bias in ignored
+        models.append(model)
+    other: Any = shard(Mlp(), sw.fully_shard, mesh)
+    for make in optimizers:
+        made = [make(model.parameters()) for model in models]
+        for step in range(3):
+            norms = []
+            for model, optimizer in zip(models, made, strict=True):
+                loss = loss_of(model, batch(step))
+                other_loss = loss_of(other, batch(step))
+                loss.backward()
+                other_loss.backward()
+                sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+                norms.append(full(nn.utils.clip_grad_norm_(sharded, 0.01)))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert torch.equal(*norms) and norms[0] > 0.01
+            for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                assert torch.equal(part(p), part(q))
+    with pytest.raises(ValueError, match="ignored_params: got str"):
+        sw.fully_shard(nn.Linear(2, 2), mesh=mesh, ignored_params="bias")  # type: ignore[arg-type]
+
+
+@pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
+def test_ignored_parameters_clipping_and_a_second_model(pool: Pool) -> None:
+    pool.run(_ignores, 2)
+
+
+def _frees() -> None:
+    model: Any = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    for step in range(2):
+        loss_of(model, batch(step)).backward()
+    model.set_requires_gradient_sync(False)
+    loss_of(model, batch(2)).backward()
+    from shardwright.fsdp.methods import ATTRIBUTE
+
+    runner = getattr(model, ATTRIBUTE).runner
+    gone = [
+        weakref.ref(runner._arena.untyped_storage()._cdata.__class__ and runner),
+        *(weakref.ref(weight.whole) for unit in runner.units for weight in unit.weights),
+        *(weakref.ref(p) for p in model.parameters()),
+    ]
+    del runner, model
+    gc.collect()
+    assert all(reference() is None for reference in gone)
+
+
+def test_deletion_frees(pool: Pool) -> None:
+    pool.run(_frees, 2)

@@ -1,0 +1,139 @@
+"""Carries weights in their formats from rest to where they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from .. import _planner
+from ..layout import Layout
+from .formats import Format
+
+# Starts a move from one layout to another into a tensor.
+Move: TypeAlias = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | None"]
+
+
+class _Arriving(NamedTuple):
+    """A weight that is being gathered. What is sent stays until that is done."""
+
+    in_place: bool
+    scale: torch.Tensor | None
+    sent: list[torch.Tensor]
+    received: list[torch.Tensor]
+    works: list[dist.Work | None]
+
+
+class Carried:
+    """How one weight is gathered.
+
+    If its format is just the dtype in which it is used, it is gathered into its place. Otherwise it arrives in buffers
+    next to it, from which it is written to its place.
+    """
+
+    def __init__(self, format: Format, use_dtype: torch.dtype, rest: _planner.Layout, move: Move) -> None:
+        self.format = format
+        self.rest = rest
+        self.move = move
+        self.scale: torch.Tensor | None = None
+        self._is_direct = type(format) is Format and format.dtype == use_dtype
+        self._measured_at: object = None
+        self._arriving: _Arriving | None = None
+        self._rank = dist.get_rank()
+
+    def buffers(self, use: _planner.Layout) -> list[Layout]:
+        """What arrives besides the weight in its place."""
+        return [] if self._is_direct else self.format.layouts(use)
+
+    def needs_measure(self, source: object) -> bool:
+        """Whether the scales are not those of this source, which is compared by ``==``."""
+        return self.format.needs_largest and self._measured_at != source
+
+    def set_scale(self, largest: torch.Tensor, source: object) -> None:
+        self.scale = self.format.scale_of(largest)
+        self._measured_at = source
+
+    def start(
+        self, use: _planner.Layout, part: torch.Tensor, whole: torch.Tensor, buffers: Sequence[torch.Tensor]
+    ) -> None:
+        """Starts to gather a part at rest. `buffers` are bytes, enough for those of `buffers(use)`."""
+        sent = self.format.encode(part, self.scale)
+        sources, targets = self.format.layouts(self.rest), self.format.layouts(use)
+        received = [whole]
+        if not self._is_direct:
+            received = [self._as(layout, buffer) for buffer, layout in zip(buffers, targets, strict=True)]
+        works = [self.move(*each) for each in zip(sources, targets, sent, received, strict=True)]
+        self._arriving = _Arriving(self._is_direct, self.scale, sent, received, works)
+
+    def start_from_copy(
+        self, src: _planner.Layout, dst: _planner.Layout, part: torch.Tensor, whole: torch.Tensor
+    ) -> None:
+        """Starts to gather a part of what was gathered before."""
+        self._arriving = _Arriving(True, None, [part], [whole], [self.move(src, dst, part, whole)])
+
+    def _as(self, layout: Layout, buffer: torch.Tensor) -> torch.Tensor:
+        shape = torch.Size(layout.local_shape(self._rank))
+        dtype: torch.dtype = getattr(torch, layout.dtype)
+        return buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def finish(self, whole: torch.Tensor) -> None:
+        """Waits, and writes the weight to its place."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is None:
+            return
+        for work in arriving.works:
+            if work is not None:
+                work.wait()
+        if not arriving.in_place:
+            self.format.decode(arriving.received, arriving.scale, whole)
+
+
+class Measured(NamedTuple):
+    carried: Carried
+    part: torch.Tensor
+    source: object
+
+
+def measure(found: Iterable[Measured]) -> None:
+    """Finds the scales of weights: with one collective for those that have one scale each, on a mesh.
+
+    Collective among the ranks of their meshes.
+    """
+    single: list[list[Measured]] = []  # by mesh
+    for item in found:
+        if not item.carried.format.needs_largest:
+            continue
+        layout = item.carried.format.largest_layout(item.carried.rest)
+        if layout is not None:
+            largest = _reduced(item.carried.move, layout, item.carried.format.largest(item.part))
+            item.carried.set_scale(largest, item.source)
+            continue
+        for others in single:
+            if others[0].carried.rest.mesh == item.carried.rest.mesh:
+                others.append(item)
+                break
+        else:
+            single.append([item])
+    for items in single:
+        rests = [item.carried.rest for item in items]
+        cuts = {dim for rest in rests for dim, text in enumerate(rest.placements) if text != "R"}
+        placements = ["P(max)" if dim in cuts else "R" for dim in range(rests[0].mesh.ndim)]
+        layout = Layout(rests[0].mesh, [len(items)], placements, torch.float32)
+        each = torch.stack([item.carried.format.largest(item.part) for item in items])
+        for item, largest in zip(items, _reduced(items[0].carried.move, layout, each).unbind()):
+            item.carried.set_scale(largest, item.source)
+
+
+def _reduced(move: Move, layout: Layout, largest: torch.Tensor) -> torch.Tensor:
+    """The maximum over ranks; on each rank, of its rows."""
+    placements = ["R" if text == "P(max)" else text for text in layout.placements]
+    if list(layout.placements) == placements:
+        return largest
+    reduced = Layout(layout.mesh, layout.shape, placements, torch.float32, layout.shard_order, "literal")
+    out = torch.empty_like(largest)
+    work = move(layout, reduced, largest, out)
+    if work is not None:
+        work.wait()
+    return out

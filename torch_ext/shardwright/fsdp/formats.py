@@ -1,0 +1,173 @@
+"""How weights are written in messages: in a dtype, or in eight bits with scales.
+
+What is quantised before a gather has the bits of what is quantised after it, because ranks use the same scales: a
+tensor's or a row's from all of its parts (`largest`), a block's from a block that no cut divides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .. import _planner
+from ..layout import Layout
+
+# Decoding takes this many elements at a time, so that what it needs besides its result is small.
+_DECODED_AT_A_TIME = 1 << 20
+
+_LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn
+_BLOCK = 32  # elements of MXFP8 that share a scale
+_EXPONENT_BIAS = 127  # of float8_e8m0fnu
+
+
+def with_dtype(layout: _planner.Layout, dtype: torch.dtype) -> Layout:
+    """The same layout of a tensor of another dtype."""
+    order = layout.shard_order
+    return Layout(layout.mesh, layout.shape, layout.placements, dtype, order, "literal", layout.flattened)
+
+
+class Format:
+    """Messages in a dtype."""
+
+    needs_largest = False  # what `encode` and `decode` take as `scale`
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def check(self, name: str, rest: _planner.Layout) -> None:
+        """Raises ValueError if weights that lie so cannot be written so."""
+
+    def layouts(self, layout: _planner.Layout) -> list[Layout]:
+        """Of the tensors that stand for a weight with this layout."""
+        return [with_dtype(layout, self.dtype)]
+
+    def largest(self, part: torch.Tensor) -> torch.Tensor:
+        """The largest magnitudes in a part, whose maximum over all parts `scale_of` takes."""
+        raise NotImplementedError
+
+    def largest_layout(self, rest: _planner.Layout) -> Layout | None:
+        """Where `largest` of each rank counts; None if it is one number, which is reduced with those of others."""
+        return None
+
+    def scale_of(self, largest: torch.Tensor) -> torch.Tensor:
+        return torch.where(largest > 0, largest / _LARGEST_FLOAT8, torch.ones_like(largest))
+
+    def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
+        return [part.to(self.dtype)]
+
+    def decode(self, messages: Sequence[torch.Tensor], scale: torch.Tensor | None, out: torch.Tensor) -> None:
+        out.copy_(messages[0])
+
+
+class Float8(Format):
+    """float8_e4m3fn with one float32 scale, which all ranks know before the gather."""
+
+    needs_largest = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.uint8)  # process groups move no float8
+
+    def largest(self, part: torch.Tensor) -> torch.Tensor:
+        return part.abs().max().float() if part.numel() else part.new_zeros((), dtype=torch.float32)
+
+    def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
+        assert scale is not None
+        return [_to_float8(part.float() / scale)]
+
+    def decode(self, messages: Sequence[torch.Tensor], scale: torch.Tensor | None, out: torch.Tensor) -> None:
+        assert scale is not None
+        _decode(messages[0], scale.expand(math.prod(out.shape[:-1]), 1), out)
+
+
+class RowwiseFloat8(Float8):
+    """float8_e4m3fn with a float32 scale for each row, that is for all elements along the last dim."""
+
+    def largest(self, part: torch.Tensor) -> torch.Tensor:
+        return part.abs().amax(-1).float() if part.size(-1) else part.new_zeros(part.shape[:-1], dtype=torch.float32)
+
+    def largest_layout(self, rest: _planner.Layout) -> Layout:
+        return _without_last_dim(rest, "P(max)")
+
+    def layouts(self, layout: _planner.Layout) -> list[Layout]:
+        return [with_dtype(layout, torch.uint8), _without_last_dim(layout, "R")]
+
+    def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
+        assert scale is not None
+        return [_to_float8(part.float() / scale.unsqueeze(-1)), scale]
+
+    def decode(self, messages: Sequence[torch.Tensor], scale: torch.Tensor | None, out: torch.Tensor) -> None:
+        _decode(messages[0], messages[1].reshape(-1, 1), out)
+
+
+class Mxfp8(Format):
+    """float8_e4m3fn with a power of two for each block of 32 elements along the last dim (OCP MX, rounded down)."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.uint8)
+
+    def check(self, name: str, rest: _planner.Layout) -> None:
+        blocks = self.layouts(rest)[1]
+        for rank in rest.mesh.ranks:
+            begins = [(begin // _BLOCK, -(-end // _BLOCK)) for begin, end in rest.region(rank)[-1]]
+            divided = any(begin % _BLOCK for begin, _ in rest.region(rank)[-1])
+            if divided or begins != blocks.region(rank)[-1]:
+                raise ValueError(
+                    f"wire: got 'mxfp8' for {name} of shape {tuple(rest.shape)}, placed as {', '.join(rest.placements)}"
+                    f", which divides blocks of {_BLOCK} elements along the last dim; allowed are cuts of other dims, "
+                    f"and cuts into multiples of {_BLOCK}"
+                )
+
+    def layouts(self, layout: _planner.Layout) -> list[Layout]:
+        shape = [*layout.shape[:-1], -(-layout.shape[-1] // _BLOCK)]
+        order = layout.shard_order
+        blocks = Layout(layout.mesh, shape, layout.placements, torch.uint8, order, "literal", layout.flattened)
+        return [with_dtype(layout, torch.uint8), blocks]
+
+    def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
+        length = part.size(-1)
+        count = -(-length // _BLOCK)
+        padded = torch.nn.functional.pad(part.float(), (0, count * _BLOCK - length)).unflatten(-1, (count, _BLOCK))
+        largest = padded.abs().amax(-1)
+        # Of 448 = 1.75 * 2**8; frexp has mantissas from 0.5 on, so its exponents are larger by one.
+        exponent = (torch.frexp(largest).exponent - 9).clamp(-_EXPONENT_BIAS, _EXPONENT_BIAS)
+        scaled = torch.ldexp(padded, -exponent.unsqueeze(-1)).flatten(-2)[..., :length]
+        code = torch.where(largest.isfinite(), exponent + _EXPONENT_BIAS, 255)  # 255 stands for NaN
+        return [_to_float8(scaled), code.to(torch.uint8)]
+
+    def decode(self, messages: Sequence[torch.Tensor], scale: torch.Tensor | None, out: torch.Tensor) -> None:
+        _decode(messages[0], messages[1].view(torch.float8_e8m0fnu).flatten(0, -2), out)
+
+
+def _to_float8(scaled: torch.Tensor) -> torch.Tensor:
+    return scaled.clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _decode(code: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes code * scales. `scales` has a row for each row of `out`: one number, or one for each block."""
+    length = out.size(-1)
+    if out.numel() == 0:
+        return
+    rows, codes = out.view(-1, length), code.view(torch.float8_e4m3fn).view(-1, length)
+    step = max(1, _DECODED_AT_A_TIME // length)
+    for begin in range(0, rows.size(0), step):
+        some = slice(begin, begin + step)
+        factor = scales[some].float()
+        if factor.size(1) != 1:
+            factor = factor.repeat_interleave(_BLOCK, 1)[:, :length]
+        rows[some] = codes[some].float() * factor
+
+
+def _without_last_dim(layout: _planner.Layout, instead: str) -> Layout:
+    """Of one number for each row; `instead` of cuts of the rows themselves."""
+    last = len(layout.shape) - 1
+    order = layout.shard_order
+    cuts_rows = order.pop(last, [])
+    placements = [instead if i in cuts_rows else text for i, text in enumerate(layout.placements)]
+    # Mesh dims of size 1 are in no order.
+    placements = ["R" if f"({last}" in text else text for text in placements]
+    return Layout(layout.mesh, layout.shape[:-1], placements, torch.float32, order, "literal")
+
+
+FORMATS: dict[str, Callable[[], Format]] = {"float8": Float8, "float8_rowwise": RowwiseFloat8, "mxfp8": Mxfp8}

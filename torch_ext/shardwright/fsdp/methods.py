@@ -1,0 +1,222 @@
+"""What modules under `sw.fully_shard` can be asked for: FSDP2's methods."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .steps import Runner
+from .weights import Unit
+from .wishes import Wishes
+
+# The attribute of a module that holds the state of the unit that hooks it: `unit`, and `runner` or None.
+ATTRIBUTE = "_shardwright_unit"
+
+
+class UnshardHandle:
+    """What `ShardedModule.unshard` has started."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Waits for the gather, and gives the modules their whole parameters."""
+        unit, self._unit = self._unit, None
+        if unit is not None and unit.is_resident:
+            with torch.no_grad():
+                unit.finish_gather()
+            unit.put_whole()
+
+
+class ShardedModule:
+    """The methods of modules under `sw.fully_shard`; their names and arguments are those of FSDP2's `FSDPModule`.
+
+    `sw.fully_shard` makes the class of a module a subclass of this one and of its own. All ranks call a method alike.
+    Where the methods of FSDP2 say when something happens, these say what the schedule has to respect; they take effect
+    with the next step.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes a module of the original class, as containers do when they are sliced."""
+        original = original_class(cls)
+        made: Any = original.__new__(original, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a module under sw.fully_shard cannot be copied; copy it before, or use its state_dict")
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this module's weights now; not those of units within it.
+
+        They stay until their next use ends or, where a schedule keeps them longer, until that, or until `reshard`.
+        This memory is in addition to what the schedule says.
+
+        Args:
+            async_op: returns while the gather is under way. The next forward waits for it, or the caller by `wait`.
+        """
+        unit = _unit_of(self)
+        if not unit.is_open:
+            unit.take_up_changes()
+            with torch.no_grad():
+                if unit.is_resident and unit.is_stale:
+                    unit.release()
+                if not unit.is_resident:
+                    unit.start_gather_alone()
+            unit.is_unsharded = True
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Releases this module's gathered weights; not those of units within it. The next use gathers them again.
+
+        Raises:
+            RuntimeError: they are being used.
+        """
+        unit = _unit_of(self)
+        if unit.is_open:
+            raise RuntimeError(
+                f"reshard: {unit.name} is in the middle of a forward or backward; allowed is before and after them"
+            )
+        unit.is_unsharded = False
+        if unit.is_resident:
+            unit.release()
+        unit.put_sharded()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Says whether backwards reduce gradients.
+
+        Without, whole gradients are kept and added up, in reduce_dtype, until the first backward that reduces them.
+        Schedules count them. An exception in a backward discards them.
+        """
+        _check_flag("requires_gradient_sync", requires_gradient_sync)
+        for wishes in _wishes_of(self, recurse):
+            wishes.reduces = wishes.reduces_over_replicas = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Says whether backwards reduce gradients over mesh dims on which a weight is replicated.
+
+        Without, reduced parts are kept and added up until the first backward that does.
+        """
+        _check_flag("requires_all_reduce", requires_all_reduce)
+        for wishes in _wishes_of(self, recurse):
+            wishes.reduces_over_replicas = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Does nothing: each backward ends with its reductions done, so gradients can always be read after it."""
+        _check_flag("is_last_backward", is_last_backward)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """False keeps weights gathered from their first use of a step to the last; True leaves it to the schedule.
+
+        Raises:
+            ValueError: `memory_limit` is too small for what stays.
+        """
+        _check_flag("reshard_after_forward", reshard_after_forward)
+        self._wish(recurse, lambda wishes: setattr(wishes, "stays", not reshard_after_forward))
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """False keeps weights gathered after a step, for the next one, until they are written or `reshard` is called.
+
+        Such weights lie outside of the arena. Schedules count their memory, and list a gather of 0 bytes, which takes
+        place where they were written. With True they are released at the end of the next step.
+
+        Raises:
+            ValueError: `memory_limit` is too small for what stays.
+        """
+        _check_flag("reshard_after_backward", reshard_after_backward)
+        self._wish(recurse, lambda wishes: setattr(wishes, "stays_between_steps", not reshard_after_backward))
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gathers of these modules start when a forward of this one begins, or earlier.
+
+        With them start those of all uses in between, as far as memory allows. `prefetch` still counts.
+
+        Raises:
+            ValueError: one is not under `sw.fully_shard`, or `memory_limit` is too small.
+        """
+        units = _references("set_modules_to_forward_prefetch", modules)
+        self._wish(False, lambda wishes: setattr(wishes, "forward_prefetch", units))
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """The same for backwards."""
+        units = _references("set_modules_to_backward_prefetch", modules)
+        self._wish(False, lambda wishes: setattr(wishes, "backward_prefetch", units))
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Gradients of this module's weights are sums over ranks, divided by this factor, instead of averages."""
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+            raise ValueError(f"factor: got {factor!r}; allowed are numbers above 0")
+        _unit_of(self).wishes.divides_by = float(factor)
+
+    def _wish(self, recurse: bool, change: Callable[[Wishes], None]) -> None:
+        for wishes in _wishes_of(self, recurse):
+            change(wishes)
+        runners: dict[int, Runner] = {}
+        for module in _modules_of(self, recurse):
+            runner: Runner | None = getattr(module, ATTRIBUTE).runner
+            if runner is not None:
+                runners[id(runner)] = runner
+        for runner in runners.values():
+            runner.reschedule()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        unit = _unit_of(self)
+        if not unit.is_open:
+            self.reshard()  # `fn` is for the parts at rest
+        return super()._apply(fn, recurse=recurse)  # type: ignore[misc]
+
+
+_sharded_classes: dict[type, type] = {}
+
+
+def sharded_class(original: type) -> type:
+    """Returns the subclass of a module's class that has the methods."""
+    if original not in _sharded_classes:
+        _sharded_classes[original] = type(f"Sharded{original.__name__}", (ShardedModule, original), {})
+    return _sharded_classes[original]
+
+
+def original_class(given: type) -> type:
+    """Returns the class that a module had before."""
+    if not issubclass(given, ShardedModule):
+        return given
+    found: type = given.__mro__[given.__mro__.index(ShardedModule) + 1]
+    return found
+
+
+def _unit_of(module: Any) -> Unit:
+    unit: Unit = getattr(module, ATTRIBUTE).unit
+    return unit
+
+
+def _modules_of(module: Any, recurse: bool) -> Iterator[nn.Module]:
+    for each in module.modules() if recurse else [module]:
+        if isinstance(each, ShardedModule):
+            yield each
+
+
+def _wishes_of(module: Any, recurse: bool) -> Iterator[Wishes]:
+    for each in _modules_of(module, recurse):
+        yield _unit_of(each).wishes
+
+
+def _check_flag(argument: str, given: Any) -> None:
+    if not isinstance(given, bool):
+        raise ValueError(f"{argument}: got {given!r}; allowed are True and False")
+
+
+def _references(method: str, modules: Any) -> list[Any]:
+    found = []
+    for module in modules:
+        if not isinstance(module, ShardedModule):
+            raise ValueError(f"{method}: got a {type(module).__name__}; allowed are modules under sw.fully_shard")
+        found.append(weakref.ref(_unit_of(module)))
+    return found

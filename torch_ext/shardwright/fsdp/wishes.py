@@ -1,0 +1,25 @@
+"""What users ask of a unit through the methods of its modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+
+@dataclasses.dataclass
+class Wishes:
+    """Of one unit."""
+
+    stays: bool  # gathered from the first use of a step to the last
+    stays_between_steps: bool = False
+    reduces: bool = True  # gradients, after a backward
+    reduces_over_replicas: bool = True
+    divides_by: float | None = None  # sums of gradients; None: by the number of contributions
+    # Units to gather when a forward or a backward of this one begins.
+    forward_prefetch: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
+    backward_prefetch: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
+
+    def prefetch(self, kind: str) -> list[Any]:
+        found = self.backward_prefetch if kind == "backward" else self.forward_prefetch
+        return [unit for unit in (reference() for reference in found) if unit is not None]
