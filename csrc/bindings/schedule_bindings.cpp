@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "bindings/views.h"
+#include "picture/step.h"
+#include "schedule/lanes.h"
 #include "schedule/schedule.h"
 
 namespace py = pybind11;
@@ -16,15 +18,15 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
-// name, rest, use, keep and gradient bytes, time of a gather
-using WeightParts = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t>;
+// name, rest, use, keep and gradient bytes, times of a gather and of a reduction
+using WeightParts = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 // weights, pass, weights whose gradients are complete, time of the compute
 using UseParts = std::tuple<std::vector<int>, std::string, std::vector<int>, int64_t>;
 
 std::vector<Weight> weights_of(const std::vector<WeightParts>& parts) {
   std::vector<Weight> weights;
-  for (const auto& [name, rest, use, keep, gradient, gather_ps] : parts) {
-    weights.push_back({name, rest, use, keep, gradient, gather_ps});
+  for (const auto& [name, rest, use, keep, gradient, gather_ps, reduce_ps] : parts) {
+    weights.push_back({name, rest, use, keep, gradient, gather_ps, reduce_ps});
   }
   return weights;
 }
@@ -38,10 +40,32 @@ std::vector<Use> uses_of(const std::vector<UseParts>& parts) {
 }
 
 StepSchedule schedule_of(const std::vector<WeightParts>& weights, const std::vector<UseParts>& uses,
-                         std::optional<int64_t> budget_bytes, int64_t prefetch, int64_t alignment_bytes,
+                         std::optional<int64_t> budget_bytes, std::optional<int64_t> prefetch, int64_t alignment_bytes,
                          int64_t held_bytes, const std::vector<int>& gather_until) {
-  return make_schedule(weights_of(weights), uses_of(uses),
-                       {budget_bytes, prefetch, alignment_bytes, held_bytes, gather_until});
+  const ScheduleOptions options{budget_bytes, prefetch.value_or(1), alignment_bytes, held_bytes, gather_until};
+  return prefetch ? make_schedule(weights_of(weights), uses_of(uses), options)
+                  : fastest_schedule(weights_of(weights), uses_of(uses), options);
+}
+
+using Span = std::pair<int64_t, int64_t>;
+
+std::vector<Span> spans_of(const std::vector<LaneSpan>& spans) {
+  std::vector<Span> all;
+  for (const LaneSpan& span : spans) all.emplace_back(span.begin_ps, span.end_ps);
+  return all;
+}
+
+std::optional<py::dict> lanes_of(const StepSchedule& schedule) {
+  if (!has_times(schedule)) return std::nullopt;
+  const StepLanes lanes = predict(schedule);
+  py::dict found;
+  found["uses"] = spans_of(lanes.uses);
+  found["gathers"] = spans_of(lanes.gathers);
+  found["reductions"] = spans_of(lanes.reductions);
+  found["compute_ps"] = lanes.compute_ps;
+  found["transfer_ps"] = lanes.transfer_ps;
+  found["total_ps"] = lanes.total_ps;
+  return found;
 }
 
 }  // namespace
@@ -49,10 +73,21 @@ StepSchedule schedule_of(const std::vector<WeightParts>& weights, const std::vec
 void define_step_schedule(py::module_& m) {
   py::class_<StepSchedule>(m, "StepSchedule")
       .def(py::init(&schedule_of), py::arg("weights"), py::arg("uses"), py::kw_only(),
-           py::arg("budget_bytes") = std::nullopt, py::arg("prefetch") = ScheduleOptions{}.prefetch,
+           py::arg("budget_bytes") = std::nullopt, py::arg("prefetch") = std::optional(ScheduleOptions{}.prefetch),
            py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
            py::arg("held_bytes") = ScheduleOptions{}.held_bytes,
            py::arg("gather_until") = ScheduleOptions{}.gather_until)
+      .def_property_readonly("prefetch", [](const StepSchedule& s) { return s.options.prefetch; })
+      .def_property_readonly("lanes", &lanes_of)
+      .def_property_readonly("uses",
+                             [](const StepSchedule& s) {
+                               std::vector<UseParts> all;
+                               for (const Use& u : s.uses) {
+                                 all.emplace_back(u.weights, pass_name(u.pass), u.gradients, u.compute_ps);
+                               }
+                               return all;
+                             })
+      .def("to_svg", [](const StepSchedule& s) { return to_svg(s); })
       .def_property_readonly("buffers",
                              [](const StepSchedule& s) {
                                std::vector<std::tuple<int, bool, int, int, int64_t, int64_t>> all;

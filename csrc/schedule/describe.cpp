@@ -3,6 +3,7 @@
 #include <set>
 
 #include "planning/json.h"
+#include "schedule/lanes.h"
 #include "schedule/schedule.h"
 #include "support/error.h"
 #include "support/text.h"
@@ -74,7 +75,7 @@ std::string use_text(const StepSchedule& s, int use, int number) {
 std::string json_of(const Weight& w) {
   return concat("{\"name\": ", quoted(w.name), ", \"rest_bytes\": ", w.rest_bytes, ", \"use_bytes\": ", w.use_bytes,
                 ", \"keep_bytes\": ", w.keep_bytes, ", \"gradient_bytes\": ", w.gradient_bytes,
-                ", \"gather_ps\": ", w.gather_ps, "}");
+                ", \"gather_ps\": ", w.gather_ps, ", \"reduce_ps\": ", w.reduce_ps, "}");
 }
 
 std::string json_of(const Use& u) {
@@ -139,7 +140,11 @@ std::string to_text(const StepSchedule& s) {
                          bytes_text(s.peak_gradient_bytes),
                          s.options.held_bytes > 0 ? concat(", held ", bytes_text(s.options.held_bytes)) : "",
                          s.options.budget_bytes ? concat("; budget ", bytes_text(*s.options.budget_bytes)) : ""));
-  return join(lines, "\n") + "\n";
+  for (const WeightBuffer& b : s.buffers) {
+    lines.push_back(concat("  ", s.weights[b.weight].name, b.is_kept_copy ? " (kept copy)" : "", " in uses ", b.first,
+                           " to ", b.last, ": ", bytes_text(b.size_bytes), " at ", b.offset_bytes));
+  }
+  return join(lines, "\n") + "\n" + (has_times(s) ? lanes_text(s) : "");
 }
 
 std::string to_json(const StepSchedule& s) {
@@ -160,6 +165,7 @@ std::string to_json(const StepSchedule& s) {
       concat("  \"live_buffer_bytes\": ", s.live_buffer_bytes),
       concat("  \"peak_gradient_bytes\": ", s.peak_gradient_bytes),
       concat("  \"peak_bytes\": ", s.peak_bytes()),
+      concat("  \"predicted_ps\": ", has_times(s) ? std::to_string(predict(s).total_ps) : "null"),
   };
   return "{\n" + join(fields, ",\n") + "\n}\n";
 }

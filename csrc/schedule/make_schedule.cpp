@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "schedule/arena.h"
+#include "schedule/lanes.h"
 #include "schedule/schedule.h"
 #include "support/error.h"
 
@@ -15,8 +16,8 @@ namespace {
 
 void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, const ScheduleOptions& options) {
   for (const Weight& w : weights) {
-    check_user(w.rest_bytes >= 0 && w.use_bytes >= 0 && w.gradient_bytes >= 0 && w.gather_ps >= 0, "weights: '", w.name,
-               "' has a negative figure; allowed are bytes and times from 0 on");
+    check_user(w.rest_bytes >= 0 && w.use_bytes >= 0 && w.gradient_bytes >= 0 && w.gather_ps >= 0 && w.reduce_ps >= 0,
+               "weights: '", w.name, "' has a negative figure; allowed are bytes and times from 0 on");
     check_user(0 <= w.keep_bytes && w.keep_bytes <= w.use_bytes, "weights: '", w.name, "' keeps ", w.keep_bytes,
                " bytes; allowed is 0 to ", w.use_bytes, ", what it has in use");
   }
@@ -148,15 +149,7 @@ class Residency {
   bool is_wanted(int i, int j) const {
     if (i == j || (!s_.options.gather_until.empty() && j <= s_.options.gather_until[i])) return true;
     if (s_.options.prefetch == 0) return false;
-    if (changes_until_[j] - changes_until_[i] <= s_.options.prefetch) return true;
-    int64_t compute_ps = 0;
-    for (int t = i + 1; t < j; ++t) {
-      if (s_.uses[t].compute_ps == 0) return false;
-      compute_ps += s_.uses[t].compute_ps;
-    }
-    int64_t gather_ps = 0;
-    for (const int w : s_.uses[j].weights) gather_ps += s_.weights[w].gather_ps;
-    return compute_ps < gather_ps;
+    return changes_until_[j] - changes_until_[i] <= s_.options.prefetch;
   }
 
   // The last use whose weights are resident or being gathered at use i.
@@ -280,6 +273,11 @@ int64_t cost_bytes(const StepSchedule& schedule) {
   return bytes;
 }
 
+bool is_better(const StepSchedule& a, const StepSchedule& b) {
+  if (has_times(a)) return predict(a).total_ps <= predict(b).total_ps;
+  return cost_bytes(a) <= cost_bytes(b);
+}
+
 }  // namespace
 
 int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::vector<Use>& uses,
@@ -302,13 +300,27 @@ StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, c
   const int64_t least = Residency(ahead, 0).least_limit_bytes();
   const std::optional<StepSchedule> overlapped = within(*options.budget_bytes, ahead, least);
   const std::optional<StepSchedule> small = within(*options.budget_bytes, at_once, least);
-  if (overlapped && (!small || cost_bytes(*overlapped) <= cost_bytes(*small))) return *overlapped;
+  if (overlapped && (!small || is_better(*overlapped, *small))) return *overlapped;
   if (small) return *small;
   const StepSchedule smallest = with_limit(at_once, least);
   throw UserError(concat("budget_bytes: got ", *options.budget_bytes, "; allowed is ", smallest.peak_bytes(),
                          " or more: ", smallest.arena_bytes, " for gathered weights and ", smallest.peak_gradient_bytes,
                          " for gradients",
                          options.held_bytes > 0 ? concat(", ", options.held_bytes, " held all the time") : ""));
+}
+
+StepSchedule fastest_schedule(const std::vector<Weight>& weights, const std::vector<Use>& uses,
+                              const ScheduleOptions& options) {
+  std::vector<StepSchedule> found;
+  std::vector<int64_t> times_ps;
+  for (int64_t ahead = 1; ahead <= kMostChangesAhead; ++ahead) {
+    found.push_back(make_schedule(weights, uses, {options.budget_bytes, ahead, options.alignment_bytes}));
+    if (!has_times(found.back())) return found.front();
+    times_ps.push_back(predict(found.back()).total_ps);
+  }
+  const int64_t least_ps = *std::min_element(times_ps.begin(), times_ps.end());
+  const auto is_near = [&](int64_t ps) { return ps <= least_ps + least_ps / 100; };
+  return found[std::find_if(times_ps.begin(), times_ps.end(), is_near) - times_ps.begin()];
 }
 
 }  // namespace shardwright

@@ -39,6 +39,7 @@ struct Weight {
   int64_t keep_bytes = 0;
   int64_t gradient_bytes = 0;  // of a backward's gradient before it is reduced; 0 for a frozen weight
   int64_t gather_ps = 0;       // how long a gather takes; 0: not known
+  int64_t reduce_ps = 0;       // how long the reduction of a gradient takes; 0: not known
 };
 
 struct Use {
@@ -124,19 +125,30 @@ struct StepSchedule {
 //      choice has fewer gathers (Belady).
 //   3. Buffers get their addresses. If the arena is larger than the budget because of gaps, the step is planned again
 //      with less.
-//   4. With a budget, both answers to 1. are planned. The one with fewer bytes is taken: those of all gathers, and once
-//      more those of gathers and reductions that nothing is computed alongside.
+//   4. With a budget, both answers to 1. are planned. The one that is predicted to be faster is taken. Without times it
+//      is the one with fewer bytes: those of all gathers, and once more those of gathers and reductions that nothing
+//      is computed alongside.
 //
 // Throws UserError: a use of an unknown weight or of one twice, negative figures, keep_bytes above use_bytes, wishes
 // for uses that do not exist, or a budget that is too small; then the text names one that is not. For weights of one
 // size it is the least.
 StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, const ScheduleOptions& options);
 
+// How many changes ahead `fastest_schedule` tries.
+constexpr int64_t kMostChangesAhead = 8;
+
+// The schedule with the least `prefetch`, from 1 on, whose predicted time (schedule/lanes.h) is within 1% of the
+// shortest within the budget. Without times, `prefetch` is 1. `options.prefetch` is not read. Throws as `make_schedule`
+// does.
+StepSchedule fastest_schedule(const std::vector<Weight>& weights, const std::vector<Use>& uses,
+                              const ScheduleOptions& options);
+
 // The least budget with which gathers are as far ahead as wanted and reductions run alongside the next backward.
 int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::vector<Use>& uses,
                                  const ScheduleOptions& options);
 
-// A line for each use, and the peak. JSON holds the same and the arguments.
+// A line for each use, the peak, each buffer's place in the arena and, with times, the predicted lanes. JSON holds the
+// same and the arguments.
 std::string to_text(const StepSchedule& schedule);
 std::string to_json(const StepSchedule& schedule);
 

@@ -10,6 +10,7 @@
 #include "layouts.h"
 #include "moves/describe.h"
 #include "moves/traffic.h"
+#include "picture/step.h"
 #include "picture/svg.h"
 #include "planning/serialize.h"
 #include "search/make_plan.h"
@@ -294,6 +295,18 @@ TEST(Picture, PageSaysThePlanInWordsToo) {
   const Document page(to_html(plan));
   EXPECT_TRUE(page.has_text(to_string(plan)));
   EXPECT_FALSE(page.of_class("sw-box").empty());
+}
+
+TEST(Picture, ShowsAStep) {
+  const StepSchedule step = make_schedule({{"<a>", 1, 512, 0, 512, 30'000'000, 20'000'000}},
+                                          {{{0}, Pass::kForward, {}, 50'000'000}, {{0}, Pass::kBackward, {0}, 1}}, {});
+  std::multiset<std::string> titles;
+  const Document picture(to_svg(step));
+  for (const Element& e : picture.elements()) titles.insert(e.name == "path" ? e.title : "");
+  for (const char* title : {"use 0: forward <a>, 50 us", "gather <a> for use 0, 30 us",
+                            "<a>: 512 B at 0 in uses 0 to 1", "reduce the gradient of <a>, 20 us"}) {
+    EXPECT_EQ(titles.count(title), 1u) << title;
+  }
 }
 
 // ---- by rank

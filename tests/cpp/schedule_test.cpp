@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "schedule/arena.h"
+#include "schedule/lanes.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -319,18 +320,88 @@ TEST(Schedule, WhatIsHeldTakesFromTheBudget) {
   EXPECT_NE(to_text(with).find(", held 70 B; budget"), std::string::npos) << to_text(with);
 }
 
-TEST(Schedule, TimesAskForMorePrefetch) {
-  std::vector<Weight> weights = equal_weights(5, 10, 0);
-  for (Weight& w : weights) w.gather_ps = 250;
-  std::vector<Use> uses;
-  for (int w = 0; w < 5; ++w) uses.push_back(use(w, F, 100));
-  const StepSchedule s = make_schedule(weights, uses, options_of(std::nullopt));
-  // A gather takes as long as two and a half uses, so it starts three uses early.
-  for (const Gather& g : s.gathers) EXPECT_EQ(g.start, std::max(0, g.needed - 3)) << to_text(s);
-  EXPECT_EQ(s.live_buffer_bytes, 40);
-  for (const Gather& g : make_schedule(weights, uses, options_of(std::nullopt, 0)).gathers) {
-    EXPECT_EQ(g.start, g.needed);
+// The same clock, picosecond by picosecond: whoever can go on does.
+int64_t ticked_total(const StepSchedule& s) {
+  int64_t now = 0;
+  std::vector<std::pair<char, int>> queue;  // transfers that have started, in order: 'g' or 'r', and the index
+  std::set<std::pair<char, int>> done;
+  int64_t left_of_first = 0;
+  const auto push = [&](char kind, int index) {
+    const Weight& w = s.weights[kind == 'g' ? s.gathers[index].weight : s.reductions[index].weight];
+    if (queue.empty()) left_of_first = kind == 'g' ? w.gather_ps : w.reduce_ps;
+    queue.emplace_back(kind, index);
+  };
+  const auto settle = [&] {
+    while (!queue.empty() && left_of_first == 0) {
+      done.insert(queue.front());
+      queue.erase(queue.begin());
+      if (queue.empty()) break;
+      const auto [kind, i] = queue.front();
+      left_of_first =
+          kind == 'g' ? s.weights[s.gathers[i].weight].gather_ps : s.weights[s.reductions[i].weight].reduce_ps;
+    }
+  };
+  const auto tick = [&] {
+    ++now;
+    if (!queue.empty()) --left_of_first;
+    settle();
+  };
+  const auto await = [&](char kind, int index) {
+    settle();
+    while (!done.contains({kind, index})) tick();
+  };
+  for (int i = 0; i < static_cast<int>(s.uses.size()); ++i) {
+    for (const int g : s.gathers_before(i)) {
+      push('g', g);
+      settle();
+    }
+    for (int g = 0; g < static_cast<int>(s.gathers.size()); ++g) {
+      if (s.gathers[g].needed == i) await('g', g);
+    }
+    for (int64_t t = 0; t < s.uses[i].compute_ps; ++t) tick();
+    for (const int r : s.reductions_started_after(i)) {
+      push('r', r);
+      settle();
+    }
+    for (const int r : s.reductions_finished_after(i)) await('r', r);
   }
+  return now;
+}
+
+TEST(Lanes, TheExampleOfTheHeader) {
+  std::vector<Weight> weights = equal_weights(2, 1, 1);
+  weights[0].gather_ps = weights[1].gather_ps = 30;
+  weights[0].reduce_ps = weights[1].reduce_ps = 20;
+  const std::vector<Use> uses{use(0, F, 50), use(1, F, 50), use(1, B, 100), use(0, B, 100)};
+  const StepLanes lanes = predict(make_schedule(weights, uses, options_of(std::nullopt)));
+  EXPECT_EQ(lanes.total_ps, 350);
+  EXPECT_EQ(lanes.compute_ps, 300);
+  EXPECT_EQ(lanes.transfer_ps, 100);
+  EXPECT_EQ(lanes.uses[3].begin_ps, 230);
+  EXPECT_EQ(lanes.reductions[0].end_ps, 250);
+}
+
+// With gathers of a large weight before every fourth use, one change ahead is too late.
+TEST(Lanes, TheFastestIsAsFarAheadAsItMustBe) {
+  std::vector<Weight> weights = equal_weights(12, 10, 0);
+  std::vector<Use> uses;
+  for (int w = 0; w < 12; ++w) {
+    weights[w].gather_ps = w % 4 == 3 ? 280 : 10;
+    uses.push_back(use(w, F, 100));
+  }
+  const auto total = [&](int64_t ahead) {
+    return predict(make_schedule(weights, uses, options_of(std::nullopt, ahead))).total_ps;
+  };
+  EXPECT_EQ(total(1), 10 + 1200 + 3 * 180);
+  EXPECT_EQ(total(3), 10 + 1200);
+  const StepSchedule s = fastest_schedule(weights, uses, options_of(std::nullopt));
+  EXPECT_EQ(s.options.prefetch, 3) << to_text(s);
+  EXPECT_EQ(s.live_buffer_bytes, 40);
+  EXPECT_EQ(fastest_schedule(weights, uses, options_of(30)).options.prefetch, 2) << "there is room for three weights";
+  for (Weight& w : weights) w.gather_ps = 300;  // the link is always busy, however far ahead gathers start
+  EXPECT_EQ(fastest_schedule(weights, uses, options_of(std::nullopt)).options.prefetch, 1);
+  uses[5].compute_ps = 0;
+  EXPECT_FALSE(has_times(fastest_schedule(weights, uses, options_of(std::nullopt))));
 }
 
 TEST(Schedule, WhatIsKept) {
@@ -380,6 +451,7 @@ TEST(Schedule, RandomStepsAreSound) {
       w.use_bytes = static_cast<int64_t>(random() % 5000);
       w.gradient_bytes = random() % 3 == 0 ? 0 : w.use_bytes;
       w.gather_ps = static_cast<int64_t>(random() % 300);
+      w.reduce_ps = static_cast<int64_t>(random() % 300);
       const unsigned kind = random() % 6;
       w.keep_bytes = kind == 0 ? w.use_bytes : kind == 1 ? w.use_bytes / 3 : 0;
     }
@@ -405,6 +477,7 @@ TEST(Schedule, RandomStepsAreSound) {
         const StepSchedule s = make_schedule(weights, uses, options_of(budget, prefetch, alignment));
         check_sound(s);
         check_reductions(s);
+        EXPECT_EQ(predict(s).total_ps, ticked_total(s));
         EXPECT_EQ(to_json(s), to_json(make_schedule(weights, uses, options_of(budget, prefetch, alignment))));
       } catch (const UserError& error) {
         // The budget that the error names works, and so does any larger one.
@@ -433,7 +506,16 @@ TEST(Schedule, TextSaysWhatHappens) {
             "5. backward a (use 2); after: reduce the gradient of a; after: wait for the gradient of b, a; "
             "after: release a\n"
             "6 uses of 2 weights, 2 gathers, 2 reductions\n"
-            "peak 4096 B: arena 2048 B of which 2048 B are in use at a time, gradients 2048 B; budget 4096 B\n");
+            "peak 4096 B: arena 2048 B of which 2048 B are in use at a time, gradients 2048 B; budget 4096 B\n"
+            "  a in uses 0 to 5: 1024 B at 0\n"
+            "  b in uses 0 to 4: 1024 B at 1024\n");
+  std::vector<Weight> weights = equal_weights(2, 4, 0);
+  for (Weight& w : weights) w.gather_ps = 2000000;
+  const std::string timed = to_text(make_schedule(weights, {use(0, F, 3000000), use(1, F, 3000000)}, options_of(8)));
+  EXPECT_NE(timed.find("predicted 8 us: compute 6 us, transfers 4 us of which 2 us are exposed\n"
+                       "  compute, by use      |                  0000"),
+            std::string::npos)
+      << timed;
 }
 
 TEST(Schedule, RefusesWishesThatCannotBe) {

@@ -236,7 +236,7 @@ def _moves_what_it_says() -> None:
     peaks = []
     for options in ({}, {"memory_limit": 1 << 20}, {"memory_limit": 4200, "prefetch": 0}, {"prefetch": 2}):
         model = shard(Model("repeated"), sw.fully_shard, mesh, **options)
-        train(model, 1)
+        train(model, 2)  # one step is recorded, one timed
         (schedule,) = sw.fsdp.schedules(model)
         addresses = []
         for step in range(3):
@@ -333,8 +333,9 @@ def _leaves_the_sequence() -> None:
             p.zero_()
     ours.zero_grad()
     loss.backward()
-    gradient = ours.layers[0].up.weight.grad
-    assert isinstance(gradient, DTensor) and not gradient.to_local().any(), "`down` is zero in the backward"
+    for layer in ours.layers:  # the last ones were still gathered
+        gradient = layer.up.weight.grad
+        assert isinstance(gradient, DTensor) and not gradient.to_local().any(), "`down` is zero in the backward"
 
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
@@ -463,7 +464,7 @@ def _refusals() -> None:
     with pytest.raises(ValueError, match="that sw.fully_shard has not seen"):
         sw.fsdp.schedules(linear)
     inner = nn.Sequential(sw.fully_shard(nn.Linear(2, 2), mesh=mesh, memory_limit=5))
-    with pytest.raises(ValueError, match="memory_limit, prefetch: got 5 and 1 for 0"):
+    with pytest.raises(ValueError, match="memory_limit, prefetch: got 5 and auto for 0"):
         sw.fully_shard(inner, mesh=mesh)(torch.ones(1, 2))
     changed = sw.fully_shard(nn.Linear(2, 2), mesh=mesh).double()
     with pytest.raises(RuntimeError, match="has become torch.float64"):

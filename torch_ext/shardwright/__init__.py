@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .experts import combine, dispatch
     from .explaining import explain
     from .fsdp.handles import JitWeight, jit_weight
-    from .fsdp.sharding import fully_shard
+    from .fsdp.sharding import fully_shard, schedule
     from .many import ManyHandle, redistribute_many
     from .operators import operator
     from .plain_tensors import redistribute_local
@@ -102,6 +102,7 @@ __all__ = [
     "release_staging",
     "rename",
     "reset_stats",
+    "schedule",
     "set_fast_accumulation",
     "set_sm_carveout",
     "split",
@@ -127,7 +128,7 @@ _NEEDS_TORCH = {
     "experts": "combine dispatch",
     "explaining": "explain",
     "fsdp.handles": "JitWeight jit_weight",
-    "fsdp.sharding": "fully_shard",
+    "fsdp.sharding": "fully_shard schedule",
     "products.functions": "all_gather_matmul linear matmul_all_reduce matmul_reduce_scatter",
     "many": "ManyHandle redistribute_many",
     "operators": "operator",

@@ -859,11 +859,11 @@ class StepSchedule:
 
     def __init__(
         self,
-        weights: Sequence[tuple[str, int, int, int, int, int]],
+        weights: Sequence[tuple[str, int, int, int, int, int, int]],
         uses: Sequence[tuple[Sequence[int], str, Sequence[int], int]],
         *,
         budget_bytes: int | None = None,
-        prefetch: int = 1,
+        prefetch: int | None = 1,
         alignment_bytes: int = 256,
         held_bytes: int = 0,
         gather_until: Sequence[int] = (),
@@ -872,11 +872,12 @@ class StepSchedule:
 
         Args:
             weights: name; bytes at rest, in use, kept from first to last use, and of the gradient; picoseconds of a
-                gather, or 0.
+                gather and of a reduction, or 0.
             uses: weights that are needed, by index; "forward", "recompute" or "backward"; weights whose gradients are
                 complete afterwards; picoseconds of the compute, or 0.
             budget_bytes: for gathered weights, kept copies and gradients.
-            prefetch: for how many changes of weights ahead they are gathered.
+            prefetch: for how many changes of weights ahead they are gathered. None: as few as it takes to be within 1%
+                of the fastest predicted step within the budget.
             alignment_bytes: of addresses in the arena.
             held_bytes: of the budget, what is in use all the time outside of the arena.
             gather_until: by use, the last use whose weights should have begun to be gathered at it; below it: no wish.
@@ -884,6 +885,17 @@ class StepSchedule:
         Raises:
             ValueError: the budget is too small, and the text names one that is not; or the arguments contradict.
         """
+
+    @property
+    def prefetch(self) -> int: ...
+    @property
+    def uses(self) -> list[tuple[list[int], str, list[int], int]]:
+        """Weights, pass, weights whose gradients are complete afterwards, and picoseconds of the compute or 0."""
+
+    @property
+    def lanes(self) -> dict[str, Any] | None:
+        """Begin and end in picoseconds of "uses", "gathers" and "reductions" as predicted; "compute_ps", "transfer_ps",
+        "total_ps". None without times."""
 
     @property
     def buffers(self) -> list[tuple[int, bool, int, int, int, int]]:
@@ -906,9 +918,11 @@ class StepSchedule:
     @property
     def peak_bytes(self) -> int: ...
     def to_json(self) -> str: ...
+    def to_svg(self) -> str:
+        """The step as a standalone picture: compute, transfers, and what lies where in the arena."""
 
 def overlapping_budget_bytes(
-    weights: Sequence[tuple[str, int, int, int, int, int]],
+    weights: Sequence[tuple[str, int, int, int, int, int, int]],
     uses: Sequence[tuple[Sequence[int], str, Sequence[int], int]],
     *,
     prefetch: int = 1,

@@ -115,6 +115,14 @@ class Layouts:
             gradient = gradient._local_tensor
         if isinstance(gradient, AsyncCollectiveTensor):
             gradient = gradient.wait()
+        return gradient, self._gradient_layout(own)
+
+    @property
+    def usual_gradient(self) -> Layout:
+        """The layout of a gradient that is cut as the parameter is in use."""
+        return self._gradient_layout(self._own_placements)
+
+    def _gradient_layout(self, own: tuple[Placement, ...]) -> Layout:
         layout = self._gradients.get(own)
         if layout is None:
             pending: list[Placement] = []
@@ -124,7 +132,7 @@ class Layouts:
                 else:
                     pending.append(Replicate() if dim in self.data.same else Partial("avg"))
             layout = self._gradients[own] = self._layout(self._on, pending)
-        return gradient, layout
+        return layout
 
     def _layout(self, mesh: Mesh, placements: Sequence[Placement]) -> Layout:
         return Layout(mesh, self._shape, placements, self._dtype)

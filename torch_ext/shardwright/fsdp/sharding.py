@@ -88,7 +88,8 @@ def fully_shard(
         ignored_params: left as they are: they are neither cut nor are their gradients reduced.
         memory_limit: bytes for gathered weights and gradients before they are reduced, on this rank, the same on all;
             only in the outermost call. Default: what it takes to gather one unit ahead and reduce one gradient behind.
-        prefetch: for how many changes of units ahead to gather; "auto" is 1. Only in the outermost call.
+        prefetch: for how many changes of units ahead to gather. "auto" begins with 1; once a step has been timed, it is
+            the least number that is predicted to be as fast as any in the same memory. Only in the outermost call.
 
     Returns:
         `module`. Its class is now a subclass of its own and of `ShardedModule`, which has FSDP2's methods.
@@ -124,7 +125,7 @@ def fully_shard(
             writes.watch(weight.sharded)
             made.append(weight)
     unit = Unit(type(modules[0]).__name__, modules, made, reshard_after_forward is False)
-    state = _State(unit, policy, memory_limit, 1 if prefetch == "auto" else int(prefetch))
+    state = _State(unit, policy, memory_limit, None if prefetch == "auto" else int(prefetch))
     for owner in modules:
         setattr(owner, ATTRIBUTE, state)
         owner.__class__ = sharded_class(type(owner))
@@ -150,10 +151,28 @@ def schedules(module: nn.Module) -> list[StepSchedule]:
     return [] if state.runner is None else list(state.runner.schedules)
 
 
+def schedule(module: nn.Module) -> StepSchedule:
+    """Returns the schedule of a model's training step. ``print`` shows uses, gathers, releases, the peak, places in the
+    arena and, once a step has been timed, the predicted lanes of compute and transfers; ``to_svg()`` draws it.
+
+    Of several sequences it is the longest one with a backward, or without one the longest.
+
+    Args:
+        module: the outermost module under `fully_shard`.
+
+    Raises:
+        ValueError: it is none, or no step has ended yet.
+    """
+    found = schedules(module)
+    if not found:
+        raise ValueError("module: no step of it has ended yet; allowed is one with a forward, and its backward if any")
+    return max(found, key=lambda each: (bool(each.reductions), len(each.uses)))
+
+
 class _State:
     """A unit with its hooks, and the runner that it shares with the other units of the model."""
 
-    def __init__(self, unit: Unit, policy: Policy, memory_limit: int | None, prefetch: int) -> None:
+    def __init__(self, unit: Unit, policy: Policy, memory_limit: int | None, prefetch: int | None) -> None:
         self.unit = unit
         self.policy = policy
         self.memory_limit = memory_limit
@@ -222,9 +241,10 @@ def _make_runner(outermost: nn.Module) -> Runner:
         state = getattr(module, ATTRIBUTE, None)
         if state is None or state in states:
             continue
-        if name and (state.memory_limit is not None or state.prefetch != 1):
+        if name and (state.memory_limit is not None or state.prefetch is not None):
+            prefetch = "auto" if state.prefetch is None else state.prefetch
             raise ValueError(
-                f"memory_limit, prefetch: got {state.memory_limit} and {state.prefetch} for {name}, which lies in "
+                f"memory_limit, prefetch: got {state.memory_limit} and {prefetch} for {name}, which lies in "
                 f"another unit; allowed is to give them in the outermost call"
             )
         state.unit.name = name or original_class(type(outermost)).__name__

@@ -11,6 +11,9 @@ reach the outputs of a forward until they have left its inputs.
     following   when the schedule says                   when the schedule says            recording, at a use that is
                                                                                            not the scheduled one
 
+The first step that follows a schedule is timed. How long its uses took decides how far ahead later steps gather, unless
+the user has decided that; all ranks agree on the times before.
+
 Sequences are known by their first use and by what becomes of gradients, so a step with gradients, one without, and one
 whose gradients are added up and reduced later have schedules of their own. All ranks see the same uses, so all of them
 start the same transfers in the same order.
@@ -27,6 +30,7 @@ import torch
 from .. import counters
 from .._planner import StepSchedule, overlapping_budget_bytes
 from .carrying import measure
+from .times import Clock, agreed
 from .weights import ALIGNMENT, Reduction, Unit
 
 # A sequence with more uses is not scheduled: forwards with gradients that no backward follows.
@@ -54,9 +58,10 @@ class Use(NamedTuple):
 class _Plan:
     """A schedule, and what it says by use."""
 
-    def __init__(self, uses: list[Use], schedule: StepSchedule) -> None:
+    def __init__(self, uses: list[Use], schedule: StepSchedule, is_timed: bool) -> None:
         self.uses = uses
         self.schedule = schedule
+        self.is_timed = is_timed
         self.gathers: dict[int, list[tuple[int, int]]] = {}  # unit and place in the arena
         self.releases: dict[int, list[int]] = {}
         self.finishes: dict[tuple[int, int], int] = {}  # by unit and use in which a reduction starts
@@ -76,7 +81,7 @@ class _Plan:
 class Runner:
     """The units of a model, and the sequence that is running."""
 
-    def __init__(self, units: list[Unit], memory_limit: int | None, prefetch: int) -> None:
+    def __init__(self, units: list[Unit], memory_limit: int | None, prefetch: int | None) -> None:
         self.units = units
         self.memory_limit = memory_limit
         self.prefetch = prefetch
@@ -89,6 +94,7 @@ class Runner:
         self._key: Key | None = None  # of the sequence that is running: units and kind of its first use, and whether
         # gradients are recorded
         self._plan: _Plan | None = None  # while following
+        self._clock: Clock | None = None  # of a sequence that is timed
         self._reductions: list[tuple[int, Reduction]] = []  # with the use after which to wait
         self._end: weakref.ref[object] | None = None  # what the running backward calls at its end
         self._num_forwards = 0
@@ -202,34 +208,48 @@ class Runner:
         return Key(units, kind, torch.is_grad_enabled() or is_in_backward(), reduces, keeps)
 
     def _end_sequence(self) -> None:
-        key, uses, plan = self._key, self._uses, self._plan
+        key, uses, plan, clock = self._key, self._uses, self._plan, self._clock
         is_as_planned = plan is not None and plan.uses == uses
         self._drain()
         self._key = None
-        if key is None or is_as_planned or not 0 < len(uses) <= MAX_USES:
+        if key is None or not 0 < len(uses) <= MAX_USES:
             return
-        self._plans[key] = _Plan(uses, self._schedule(key, uses))
+        if plan is None or not is_as_planned:
+            self._plans[key] = _Plan(uses, self._schedule(key, uses, None), False)
+        elif clock is not None:
+            self._plans[key] = _Plan(uses, self._schedule(key, uses, self._agreed_times(clock)), True)
+
+    def _agreed_times(self, clock: Clock) -> list[int] | None:
+        """Picoseconds by use, the same on all ranks; None where units are on several meshes."""
+        meshes = {weight.mesh for unit in self.units for weight in unit.weights}
+        if len(meshes) != 1:
+            return None
+        return agreed(clock.stretches_ps(), meshes.pop(), self._device)
 
     def reschedule(self) -> None:
         """Takes up other wishes, from the next sequence on."""
-        self._plans.update({k: _Plan(plan.uses, self._schedule(k, plan.uses)) for k, plan in self._plans.items()})
+        self._plans = {
+            key: _Plan(plan.uses, self._schedule(key, plan.uses, None), False) for key, plan in self._plans.items()
+        }
 
-    def _schedule(self, key: Key, uses: list[Use]) -> StepSchedule:
+    def _schedule(self, key: Key, uses: list[Use], times_ps: list[int] | None) -> StepSchedule:
         weights = []
-        for u in self.units:
-            in_arena = (0, 0) if u.wishes.stays_between_steps else (u.use_bytes, u.keep_bytes)
-            weights.append((u.name, u.rest_bytes, *in_arena, u.gradient_bytes, 0))
-        parts = [(use.units, use.kind, use.gradients, 0) for use in uses]
+        for unit in self.units:
+            in_arena = (0, 0) if unit.wishes.stays_between_steps else (unit.use_bytes, unit.keep_bytes)
+            lasts = (0, 0) if times_ps is None else (unit.gather_ps, unit.reduce_ps)
+            weights.append((unit.name, unit.rest_bytes, *in_arena, unit.gradient_bytes, *lasts))
+        times = times_ps or [0] * len(uses)
+        parts = [(use.units, use.kind, use.gradients, ps) for use, ps in zip(uses, times, strict=True)]
         options: dict[str, Any] = {
-            "prefetch": self.prefetch,
             "alignment_bytes": ALIGNMENT,
             "held_bytes": self._held_bytes(key, uses),
             "gather_until": self._gather_until(uses),
         }
         budget = self.memory_limit
-        if budget is None:
-            budget = overlapping_budget_bytes(weights, parts, **options)
-        return StepSchedule(weights, parts, budget_bytes=budget, **options)
+        if budget is None:  # whatever times say, so that memory does not depend on them
+            ahead = 1 if self.prefetch is None else self.prefetch
+            budget = overlapping_budget_bytes(weights, parts, prefetch=ahead, **options)
+        return StepSchedule(weights, parts, budget_bytes=budget, prefetch=self.prefetch, **options)
 
     def _held_bytes(self, key: Key, uses: list[Use]) -> int:
         """Outside of the arena, all the time: weights that stay between steps, and whole gradients that are kept."""
@@ -265,6 +285,7 @@ class Runner:
             unit.finish_refresh()
         self._uses = []
         self._plan = None
+        self._clock = None
 
     # Uses
 
@@ -296,6 +317,7 @@ class Runner:
         self._uses = []
         self._key = key
         self._plan = self._plans.get(key)
+        self._clock = Clock(self._device) if self._plan is not None and not self._plan.is_timed else None
         for unit in self.units:
             if not unit.forwards:  # the one that opens has looked already
                 unit.take_up_changes()
@@ -315,6 +337,8 @@ class Runner:
         for unit, offset in self._plan.gathers.get(index, ()) if self._plan is not None else ():
             self._gather_ahead(self.units[unit], offset)
         self._gather_now(self.units[unit] for unit in use.units)
+        if self._clock is not None:
+            self._clock.begin()
 
     def _gather_ahead(self, unit: Unit, offset_bytes: int) -> None:
         if unit.is_resident and not unit.is_stale:
@@ -337,6 +361,8 @@ class Runner:
             unit.finish_gather()
 
     def _leave(self, index: int) -> None:
+        if self._clock is not None:
+            self._clock.end()
         if self._plan is not None:
             for released in self._plan.releases.get(index, ()):
                 if self.units[released].is_held:

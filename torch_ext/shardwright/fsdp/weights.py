@@ -245,6 +245,20 @@ class Weight:
     ) -> dist.Work | None:
         return executables.start_into(self._executable(src, dst), given, out)
 
+    @property
+    def gather_ps(self) -> int:
+        """How long a gather is predicted to take."""
+        sent = self.carried.format
+        return sum(map(self._predicted_ps, sent.layouts(self.rest), sent.layouts(self.use)))
+
+    @property
+    def reduce_ps(self) -> int:
+        dtype = self.gradients.dtypes.gradients
+        return self._predicted_ps(with_dtype(self.layouts.usual_gradient, dtype), with_dtype(self.rest, dtype))
+
+    def _predicted_ps(self, src: _planner.Layout, dst: _planner.Layout) -> int:
+        return round(1e6 * executables.make_plan(src, dst, self._device_type).predicted_us)
+
     def add_gradient(self, part: torch.Tensor) -> None:
         """Adds to the gradient of the sharded parameter, and calls its hooks after that."""
         part = part.to(self.sharded.dtype)
@@ -349,6 +363,15 @@ class Unit:
     def keep_bytes(self) -> int:
         """What must stay from the first use of a step to the last."""
         return self.use_bytes if self.wishes.stays else sum(_aligned(weight.kept_bytes) for weight in self.weights)
+
+    @property
+    def gather_ps(self) -> int:
+        """How long a gather is predicted to take."""
+        return sum(weight.gather_ps for weight in self.weights)
+
+    @property
+    def reduce_ps(self) -> int:
+        return sum(weight.reduce_ps for weight in self.weights if weight.sharded.requires_grad)
 
     def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0, in_arena: bool = True) -> None:
         """Starts to gather: from the copy that is kept if it is up to date, else from rest."""

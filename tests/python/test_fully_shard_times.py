@@ -1,0 +1,81 @@
+"""How long uses take decides how far ahead `sw.fully_shard` gathers, on all ranks alike."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+from shardwright.fsdp.times import Clock
+from shardwright.fsdp.weights import Unit
+from test_fully_shard import Model, loss_of, parts, shard, tokens_of, train
+from test_fully_shard_streams import replaced
+
+USE_PS = 1000
+
+
+def _as_far_as_it_must() -> None:
+    """With slow gathers of the last layer, it is gathered two changes ahead; with equal ones, one."""
+    mesh = get_mesh((2,))
+    rank = dist.get_rank()
+
+    def stretches(clock: Clock) -> list[int]:
+        return [USE_PS * (1 + (i + rank) % 2) for i in range(len(clock._marks) // 2)]
+
+    expected = parts(train(shard(Model(), sw.fully_shard, mesh, prefetch=1), 4))
+    for slow, ahead, limit in ((1, 1, None), (8, 2, 1 << 20), (8, 1, 4200)):
+
+        def gather_ps(unit: Unit, slow: int = slow) -> int:
+            return USE_PS * (slow if unit.name == "layers.2" else 1)
+
+        replacements = {"gather_ps": property(gather_ps), "reduce_ps": property(lambda unit: USE_PS)}
+        with replaced(Clock, stretches_ps=stretches), replaced(Unit, **replacements):  # type: ignore[arg-type]
+            model = shard(Model(), sw.fully_shard, mesh, memory_limit=limit)
+            found = parts(train(model, 4))
+        assert all(map(torch.equal, found, expected))
+        schedule = sw.schedule(model)
+        told: list[str] = [""] * 2
+        dist.all_gather_object(told, str(schedule))
+        assert told[0] == told[1], "ranks follow different schedules"
+        assert schedule.lanes is not None and all(end - begin == 2 * USE_PS for begin, end in schedule.lanes["uses"])
+        assert schedule.prefetch == ahead, f"{slow}, {limit}: {schedule}"
+        assert limit is None or schedule.peak_bytes <= limit
+
+
+def test_as_far_ahead_as_times_ask_for(pool: Pool) -> None:
+    pool.run(_as_far_as_it_must, 2)
+
+
+def _measured() -> None:
+    model = shard(Model(), sw.fully_shard, get_mesh((3,)))
+    with pytest.raises(ValueError, match="module: got a Linear that sw.fully_shard has not seen"):
+        sw.schedule(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="module: no step of it has ended yet"):
+        sw.schedule(model)
+    with torch.no_grad():
+        loss_of(model, tokens_of(0))
+    assert not sw.schedule(model).reductions
+    train(model, 1, evaluate=True)
+    schedule = sw.schedule(model)
+    assert schedule.reductions and schedule.lanes is None and "predicted" not in str(schedule)
+    train(model, 1, evaluate=True)
+    schedule = sw.schedule(model)
+    lanes = schedule.lanes
+    assert lanes is not None and lanes["compute_ps"] == sum(end - begin for begin, end in lanes["uses"]) > 0
+    assert lanes["transfer_ps"] > 0 and lanes["total_ps"] == json.loads(schedule.to_json())["predicted_ps"]
+    assert "are exposed\n  compute, by use" in str(schedule)
+    titles = [element.text for element in ElementTree.fromstring(schedule.to_svg()).iter() if "title" in element.tag]
+    assert sum(str(title).startswith("gather ") for title in titles) == len(schedule.gathers)
+    train(model, 1, evaluate=True)
+    assert sw.schedule(model).to_json() == schedule.to_json(), "only one step is timed"
+
+
+def test_one_step_is_measured(pool: Pool) -> None:
+    pool.run(_measured, 3)
