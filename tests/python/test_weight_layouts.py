@@ -436,6 +436,41 @@ def test_dims_of_one_data(pool: Pool) -> None:
     pool.run(_same_data, 4)
 
 
+class Odd(nn.Module):
+    """Weights without dims, without elements, and with fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(0, WIDTH))
+        self.row = nn.Parameter(torch.ones(1, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.factor * x, x @ self.nothing.T, x @ self.row.T], 1)
+
+
+def _odd_weights() -> None:
+    mesh = get_mesh((3,))
+    rank = dist.get_rank()
+    kept = {"rest": lambda p: [Shard(p.ndim - 1) if p.ndim else Replicate()], "keep": lambda p: [Replicate()]}
+    stored = {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0) if p.ndim else Replicate()]}
+    for options in ({}, kept, stored, {"reshard_after_forward": 1}):
+        model = sw.fully_shard(Odd(), mesh=mesh, **options)
+        whole = Odd()
+        for _ in range(3):
+            for each, ranks in ((model, [rank]), (whole, range(3))):
+                each.zero_grad()
+                torch.stack([each(batch_of(0, r)).square().mean() for r in ranks]).mean().backward()
+                torch.optim.SGD(each.parameters(), lr=0.1).step()
+        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert_close(name, full(p), q)
+            assert_close(name, full(p.grad), q.grad)
+
+
+def test_odd_weights(pool: Pool) -> None:
+    pool.run(_odd_weights, 3)
+
+
 def _edges() -> None:
     """What FSDP2 has no tests for, in the new layouts: empty parts, several graphs, replaced and written weights."""
     mesh = get_mesh((3,))
