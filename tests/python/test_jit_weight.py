@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import meshes
 import shardwright as sw
 from pool import Pool
 
@@ -18,11 +19,11 @@ ROWS, COLUMNS = 7, 5  # uneven over two, three and four ranks
 
 
 def whole_weight() -> torch.Tensor:
-    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1))
+    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1)).to(meshes.device)
 
 
 def batch_of(rank: int) -> torch.Tensor:
-    return torch.randn(3, COLUMNS, generator=torch.Generator().manual_seed(10 + rank))
+    return torch.randn(3, COLUMNS, generator=torch.Generator().manual_seed(10 + rank)).to(meshes.device)
 
 
 def part(whole: torch.Tensor, layout: sw.Layout) -> torch.Tensor:
@@ -96,9 +97,9 @@ def _gathers() -> None:
     """One gather for each block, forward and backward; nothing where ranks have the same data; the memory is free."""
     mesh = sw.Mesh({"a": 2})
     rest, use = (sw.Layout(mesh, (8, 8), [p]) for p in ("S(0)", "R"))
-    x = torch.ones(2, 8, requires_grad=True)
+    x = torch.ones(2, 8, device=meshes.device, requires_grad=True)
     for grad, reduction in ((None, 128), (use, 0)):
-        weight = sw.jit_weight(torch.ones(4, 8), rest, use, grad=grad)
+        weight = sw.jit_weight(torch.ones(4, 8, device=meshes.device), rest, use, grad=grad)
         with sw.wire_meter() as meter:
             with weight as whole:
                 y = F.linear(F.linear(x, whole), whole)
@@ -111,7 +112,7 @@ def _gathers() -> None:
         with sw.wire_meter() as meter:
             weight.prefetch()
             with weight as whole:
-                assert torch.equal(whole, torch.ones(8, 8))
+                assert torch.equal(whole.cpu(), torch.ones(8, 8))
             assert meter.received_bytes == 128
         assert weight.materialize() is weight._held
         weight.release()
@@ -124,7 +125,7 @@ def _gathers() -> None:
         weight.parameter.mul_(2)
     with pytest.raises(RuntimeError, match="weight: was written between"):
         y.sum().backward()
-    assert torch.equal(weight.materialize(), 2 * torch.ones(8, 8))
+    assert torch.equal(weight.materialize().cpu(), 2 * torch.ones(8, 8))
     # Frozen weights.
     weight.parameter.requires_grad_(False)
     with weight as whole:
@@ -208,5 +209,6 @@ def _refusals() -> None:
     refuses("rest: .* is on a mesh without rank", local, *on_other)
 
 
+@pytest.mark.cpu_only("refusals are the same everywhere")
 def test_refusals(pool: Pool) -> None:
     pool.run(_refusals, 2)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import meshes
 import shardwright as sw
 import shardwright.parallel as sw_styles
 from meshes import get_mesh
@@ -59,6 +60,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(3))
         self.unused = nn.Linear(3, 2)
         self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.to(meshes.device)
         self.last.weight = self.first.weight
         self.freeze()
 
@@ -73,7 +75,8 @@ class Model(nn.Module):
 
 
 def batch_of(step: int, data_rank: int) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * step + data_rank))
+    values = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * step + data_rank))
+    return values.to(meshes.device)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,7 +113,7 @@ def train(model: nn.Module, steps: int, data_ranks: list[int], foreach: bool = F
 
 
 def assert_close(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
 
 
 def assert_equals_whole(found: Named, num_data_ranks: int, steps: int = 3) -> None:
@@ -235,7 +238,7 @@ def _named_dims(stock_dims: bool) -> None:
     As there, gradients are averaged over these dims, also where DTensor has computed shares of a sum on each rank.
     """
     # A mesh of its own, because a mesh with flattened dims makes PyTorch's full_tensor() wrong for uneven parts.
-    mesh = init_device_mesh(get_mesh((4,)).device_type, (2, 2), mesh_dim_names=("x", "y"))
+    mesh = init_device_mesh(meshes.device, (2, 2), mesh_dim_names=("x", "y"))
     x = distribute_tensor(batch_of(0, 0), mesh, [Replicate(), Replicate()])
     for shard, replicate in (("x", None), (("x", "y"), None), ("y", "x"), (None, ("x", "y"))):
         dims: Any = types.SimpleNamespace(shard=shard, replicate=replicate)
@@ -266,6 +269,7 @@ def _named_dims(stock_dims: bool) -> None:
                 assert_close(name, full(b.grad), expected)
 
 
+@pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
 def test_named_data_parallel_dims(pool: Pool) -> None:
     pool.run(_named_dims, 4, hasattr(torch.distributed.fsdp, "DataParallelMeshDims"))
 
@@ -345,7 +349,7 @@ def _kept_over_tensor_parallelism() -> None:
 
     def model_of(limit: int) -> nn.Module:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
+        model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)).to(meshes.device)
         plan = {"0": torch_styles.ColwiseParallel(), "1": torch_styles.RowwiseParallel()}
         torch_styles.parallelize_module(model, mesh["b"], plan)
         for layer in model:
@@ -357,7 +361,7 @@ def _kept_over_tensor_parallelism() -> None:
         model_of(0)(x[mesh.get_local_rank("a")]).sum().backward()
     model = model_of(int(re.findall(r"allowed is (\d+)", str(refusal.value))[0]))
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
+    whole = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)).to(meshes.device)
     for _ in range(2):
         model.zero_grad()
         model(x[mesh.get_local_rank("a")]).square().mean().backward()
@@ -402,6 +406,21 @@ def _stores() -> None:
         assert received_bytes(model, 1) - without == 4 * lacking, store(weight)
 
 
+def _stores_over_tensor_parallelism() -> None:
+    """ZeRO-1 of tensor-parallel parts: modules compute with what is held, optimizers see its shards."""
+    mesh = get_mesh((2, 2))
+    model = tensor_parallel(sw_styles, mesh["b"])
+    wrapped(model, mesh=mesh["a"], rest=lambda p: [Replicate()], store=lambda p: [Shard(0)])
+    up = model.layers[0].inner.up.weight  # type: ignore[union-attr]
+    assert isinstance(up, DTensor) and up.to_local().numel() <= 8 * WIDTH
+    assert_equals_whole(train(model, 3, [mesh.get_local_rank("a")]), 2)
+    assert sw.fsdp.schedules(model)[0].arena_bytes == 0
+
+
+def test_stores_over_tensor_parallelism(pool: Pool) -> None:
+    pool.run(_stores_over_tensor_parallelism, 4)
+
+
 def test_stores(pool: Pool) -> None:
     pool.run(_stores, 4)
 
@@ -414,22 +433,22 @@ def _same_data() -> None:
     for cuts in ([Shard(0), Shard(0)], [Shard(0), Replicate()], [Replicate(), Shard(0)]):
         model = wrapped(Model(), **options, rest=lambda p, cuts=cuts: cuts)
         assert_equals_whole(train(model, 3, [rank]), 2)
-    linear = nn.Linear(4, 8, bias=False)
+    linear = nn.Linear(4, 8, bias=False, device=meshes.device)
     sw.fully_shard(linear, **options, rest=lambda p: [Replicate(), Shard(0)], prefetch=0)
     for step in range(2):
         with sw.wire_meter() as meter:
-            linear(torch.ones(1, 4) * rank).sum().backward()
+            linear(torch.ones(1, 4, device=meshes.device) * rank).sum().backward()
         # The gather over b of half the weight; the sum over a of the half that this rank holds.
         if step > 0:  # the first step gathers for the backward again
             assert meter.received_bytes == 4 * 16 + 4 * 16
-    alone = nn.Linear(4, 8, bias=False)
+    alone = nn.Linear(4, 8, bias=False, device=meshes.device)
     sw.fully_shard(alone, mesh=mesh["b"], same_data_dims=["b"])
     for _ in range(2):
         alone.zero_grad()
         with sw.wire_meter() as meter:
-            alone(torch.ones(1, 4)).sum().backward()
+            alone(torch.ones(1, 4, device=meshes.device)).sum().backward()
     assert meter.received_bytes == 4 * 16, "nothing for the gradient"
-    assert torch.equal(alone.weight.grad.full_tensor(), torch.ones(8, 4))
+    assert torch.equal(alone.weight.grad.full_tensor().cpu(), torch.ones(8, 4))
 
 
 def test_dims_of_one_data(pool: Pool) -> None:
@@ -455,8 +474,8 @@ def _odd_weights() -> None:
     kept = {"rest": lambda p: [Shard(p.ndim - 1) if p.ndim else Replicate()], "keep": lambda p: [Replicate()]}
     stored = {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0) if p.ndim else Replicate()]}
     for options in ({}, kept, stored, {"reshard_after_forward": 1}):
-        model = sw.fully_shard(Odd(), mesh=mesh, **options)
-        whole = Odd()
+        model = sw.fully_shard(Odd().to(meshes.device), mesh=mesh, **options)
+        whole = Odd().to(meshes.device)
         for _ in range(3):
             for each, ranks in ((model, [rank]), (whole, range(3))):
                 each.zero_grad()
@@ -546,5 +565,6 @@ def _refusals() -> None:
     assert not isinstance(linear.weight, DTensor), "a refused module is left as it was"
 
 
+@pytest.mark.cpu_only("refusals are the same everywhere")
 def test_refusals_of_layouts(pool: Pool) -> None:
     pool.run(_refusals, 4)
