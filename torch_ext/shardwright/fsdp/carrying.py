@@ -41,11 +41,18 @@ class Carried:
         self._is_direct = type(format) is Format and format.dtype == use_dtype
         self._measured_at: object = None
         self._arriving: _Arriving | None = None
+        self._layouts: dict[int, tuple[_planner.Layout, list[Layout]]] = {}  # by identity
         self._rank = dist.get_rank()
 
     def buffers(self, use: _planner.Layout) -> list[Layout]:
         """What arrives besides the weight in its place."""
-        return [] if self._is_direct else self.format.layouts(use)
+        return [] if self._is_direct else self._layouts_of(use)
+
+    def _layouts_of(self, layout: _planner.Layout) -> list[Layout]:
+        found = self._layouts.get(id(layout))
+        if found is None or found[0] is not layout:
+            found = self._layouts[id(layout)] = (layout, self.format.layouts(layout))
+        return found[1]
 
     def needs_measure(self, source: object) -> bool:
         """Whether the scales are not those of this source, which is compared by ``==``."""
@@ -60,7 +67,7 @@ class Carried:
     ) -> None:
         """Starts to gather a part at rest. `buffers` are bytes, enough for those of `buffers(use)`."""
         sent = self.format.encode(part, self.scale)
-        sources, targets = self.format.layouts(self.rest), self.format.layouts(use)
+        sources, targets = self._layouts_of(self.rest), self._layouts_of(use)
         received = [whole]
         if not self._is_direct:
             received = [self._as(layout, buffer) for buffer, layout in zip(buffers, targets, strict=True)]

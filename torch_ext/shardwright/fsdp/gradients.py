@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,17 @@ class Arriving:
     finish: Callable[[torch.Tensor], torch.Tensor | None]
 
 
+class _Way(NamedTuple):
+    """How gradients of one layout are reduced; in the dtype in which they are added up, unless said otherwise."""
+
+    partial: _planner.Layout
+    between: _planner.Layout  # as at rest, with what is pending over replicas
+    # Where messages have another dtype: the mesh dims whose contributions travel side by side, and their layouts.
+    apart: Sequence[int] = ()
+    src: _planner.Layout | None = None
+    dst: _planner.Layout | None = None
+
+
 class Gradients:
     """Those of one weight.
 
@@ -41,7 +52,8 @@ class Gradients:
         self.dtypes = dtypes
         self._whole: tuple[torch.Tensor, _planner.Layout] | None = None
         self._part: torch.Tensor | None = None
-        self._rest, self._move = rest, move
+        self._rest, self._move = with_dtype(rest, dtypes.reduce), move
+        self._ways: dict[tuple[_planner.Layout, bool], _Way] = {}
         self._rank = dist.get_rank()
 
     @property
@@ -57,8 +69,7 @@ class Gradients:
     def keep(self, gradient: torch.Tensor, layout: _planner.Layout) -> None:
         """Adds a whole gradient to those that wait for a reduction."""
         if self._whole is None:
-            # A copy, because autograd may hand out a view of something larger.
-            self._whole = gradient.to(self.dtypes.reduce, copy=True), layout
+            self._whole = gradient.to(self.dtypes.reduce), layout
         elif self._whole[1] != layout:
             raise RuntimeError(
                 f"a gradient is placed as {layout.placements} where the one that it is added to is placed as "
@@ -87,55 +98,57 @@ class Gradients:
         if gradient is None:
             return None
         whole, layout = gradient
-        partial, rest = _reducing_by("P(avg)" if divide_by is None else "P(sum)", layout), self._rest
-        between: _planner.Layout = _pending_over_replicas(partial, rest)
-        if over_replicas and self._part is None and self.dtypes.gradients == self.dtypes.reduce:
-            between = rest
+        way = self._way(layout, divide_by is None)
+        target = self._rest if over_replicas and self._part is None and way.src is None else way.between
+        sent = whole.to(self.dtypes.gradients)
+        if way.src is not None and way.dst is not None:
+            sent = sent[(None,) * len(way.apart)]
+            received = sent.new_empty(way.dst.local_shape(self._rank))
+            work = self._move(way.src, way.dst, sent, received)
+        else:
+            received = sent.new_empty(target.local_shape(self._rank))
+            work = self._move(way.partial, target, sent, received)
 
-        def finish(part: torch.Tensor) -> torch.Tensor | None:
-            return self._finish(part, between, over_replicas, divide_by)
+        def finish(received: torch.Tensor) -> torch.Tensor | None:
+            part = received if way.src is None else self._added_up(received, way)
+            return self._finish(part, target, over_replicas, divide_by)
 
-        if self.dtypes.gradients != self.dtypes.reduce:
-            return self._exchange(whole, partial, between, finish)
-        given = whole.to(self.dtypes.reduce)
-        part = given.new_empty(rest.local_shape(self._rank))
-        work = self._start(partial, between, given, part)
-        return Arriving(given, part, work, finish)
+        return Arriving(sent, received, work, finish)
 
-    def _start(
-        self, src: _planner.Layout, dst: _planner.Layout, given: torch.Tensor, out: torch.Tensor
-    ) -> dist.Work | None:
-        return self._move(with_dtype(src, given.dtype), with_dtype(dst, given.dtype), given, out)
+    def _way(self, layout: _planner.Layout, averages: bool) -> _Way:
+        way = self._ways.get((layout, averages))
+        if way is None:
+            operation = "P(avg)" if averages else "P(sum)"
+            placements = [operation if text == "P(avg)" else text for text in layout.placements]
+            partial = _like(layout, layout.shape, placements, layout.shard_order, self.dtypes.reduce)
+            rest = self._rest
+            pairs = list(zip(partial.placements, rest.placements))
+            placements = [p if r == "R" and p.startswith("P(") else r for p, r in pairs]
+            between = _like(rest, rest.shape, placements, rest.shard_order, self.dtypes.reduce)
+            way = _Way(partial, between)
+            if self.dtypes.gradients != self.dtypes.reduce:
+                pairs = list(zip(partial.placements, between.placements))
+                apart = [dim for dim, (p, q) in enumerate(pairs) if p.startswith("P(") and p != q]
+                src, dst = (_side_by_side(each, apart, self.dtypes.gradients) for each in (partial, between))
+                way = _Way(partial, between, apart, src, dst)
+            self._ways[layout, averages] = way
+        return way
 
-    def _exchange(
-        self,
-        gradient: torch.Tensor,
-        partial: _planner.Layout,
-        between: _planner.Layout,
-        finish: Callable[[torch.Tensor], torch.Tensor | None],
-    ) -> Arriving:
-        """Sends gradients in a dtype that is not the one in which they are summed: contributions side by side."""
-        pairs = list(zip(partial.placements, between.placements))
-        dims = [i for i, (p, q) in enumerate(pairs) if p.startswith("P(") and p != q]
-        src, dst = (_side_by_side(layout, dims, self.dtypes.gradients) for layout in (partial, between))
-        sent = gradient.to(self.dtypes.gradients)[(None,) * len(dims)]
-        received = sent.new_empty(dst.local_shape(self._rank))
-        divisor = math.prod(partial.mesh.shape[i] for i in dims if partial.placements[i] == "P(avg)")
-
-        def add_up(contributions: torch.Tensor) -> torch.Tensor | None:
-            each = contributions.flatten(0, len(dims) - 1) if dims else contributions[None]
-            part = each[0].to(self.dtypes.reduce, copy=True)
-            for other in each[1:]:  # in the order of ranks
-                part += other
-            return finish(part.div_(divisor) if divisor > 1 else part)
-
-        return Arriving(sent, received, self._move(src, dst, sent, received), add_up)
+    def _added_up(self, contributions: torch.Tensor, way: _Way) -> torch.Tensor:
+        """The sum or average of contributions side by side, in the order of ranks."""
+        each = contributions.flatten(0, len(way.apart) - 1) if way.apart else contributions[None]
+        part = each[0].to(self.dtypes.reduce, copy=True)
+        for other in each[1:]:
+            part += other
+        sizes = (way.partial.mesh.shape[dim] for dim in way.apart if way.partial.placements[dim] == "P(avg)")
+        count = math.prod(sizes)
+        return part.div_(count) if count > 1 else part
 
     def _finish(
         self, part: torch.Tensor, layout: _planner.Layout, over_replicas: bool, divide_by: float | None
     ) -> torch.Tensor | None:
         """Takes a part in this layout; returns the gradient of the part at rest, if it is complete."""
-        if self._part is not None:
+        if self._part is not None and layout != self._rest:
             part += self._part
             self._part = None
         if not over_replicas and layout != self._rest:
@@ -143,21 +156,11 @@ class Gradients:
             return None
         if layout != self._rest:
             reduced = torch.empty_like(part)
-            work = self._start(layout, self._rest, part, reduced)
+            work = self._move(layout, self._rest, part, reduced)
             if work is not None:
                 work.wait()
             part = reduced
         return part if divide_by is None else part.div_(divide_by)
-
-
-def _reducing_by(operation: str, layout: _planner.Layout) -> Layout:
-    placements = [operation if text == "P(avg)" else text for text in layout.placements]
-    return _like(layout, layout.shape, placements, layout.shard_order)
-
-
-def _pending_over_replicas(partial: _planner.Layout, rest: _planner.Layout) -> Layout:
-    pairs = zip(partial.placements, rest.placements)
-    return _like(rest, rest.shape, [p if r == "R" else r for p, r in pairs], rest.shard_order)
 
 
 def _side_by_side(layout: _planner.Layout, dims: list[int], dtype: torch.dtype) -> Layout:
@@ -169,8 +172,14 @@ def _side_by_side(layout: _planner.Layout, dims: list[int], dtype: torch.dtype) 
             placements[dim] = f"S({front})"
             order[front] = [dim]
     shape = [*(layout.mesh.shape[dim] for dim in dims), *layout.shape]
-    return with_dtype(_like(layout, shape, placements, order), dtype)
+    return _like(layout, shape, placements, order, dtype)
 
 
-def _like(layout: _planner.Layout, shape: object, placements: list[str], order: dict[int, list[int]]) -> Layout:
-    return Layout(layout.mesh, shape, placements, layout.dtype, order, "literal", layout.flattened)  # type: ignore[arg-type]
+def _like(
+    layout: _planner.Layout,
+    shape: Sequence[int],
+    placements: Sequence[str],
+    order: dict[int, list[int]],
+    dtype: torch.dtype,
+) -> Layout:
+    return Layout(layout.mesh, shape, placements, dtype, order, "literal", layout.flattened)

@@ -373,13 +373,13 @@ class Unit:
     def reduce_ps(self) -> int:
         return sum(weight.reduce_ps for weight in self.weights if weight.sharded.requires_grad)
 
-    def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0, in_arena: bool = True) -> None:
+    def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:
         """Starts to gather: from the copy that is kept if it is up to date, else from rest."""
         self.is_resident = True
         now = [(weight.sharded, weight.version) for weight in self.weights]
         from_kept = bool(self._kept_from) and not _differ(self._kept_from, now)
         self._gathered_from = now
-        self._in_arena = in_arena
+        self._in_arena = True
         self._is_arriving = True
         measure(weight.measured for weight in self.weights if weight.carried.needs_measure(weight.source))
         for weight in self.weights:
@@ -389,7 +389,8 @@ class Unit:
     def start_gather_alone(self) -> None:
         """Starts to gather into memory of its own."""
         device = next((weight.memory.device for weight in self.weights), torch.device("cpu"))
-        self.start_gather(torch.empty(self.use_bytes, dtype=torch.uint8, device=device), in_arena=False)
+        self.start_gather(torch.empty(self.use_bytes, dtype=torch.uint8, device=device))
+        self._in_arena = False
 
     def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
         """Before the unit is released, copies what is to be kept of it, unless that is there already."""
