@@ -64,6 +64,7 @@ LAYERS = {
     "DTensors": "dtensor",
     "state dicts": "transfers",
     "products": "products explaining parallel",
+    "views": "viewing",
     "sharded weights": "fsdp",
     "calibration": "calibration",
     "front": "__main__ cli drop_in",
@@ -85,6 +86,7 @@ MAX_CODE_LINES = {
     "mapping": 750,
     "products": 1000,
     "transfers": 950,
+    "viewing": 450,
 }
 
 Graph = dict[str, set[str]]

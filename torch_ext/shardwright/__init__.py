@@ -20,11 +20,12 @@ except ImportError as error:
     raise doctor.import_error("_planner", error) from error
 from .batches import plan_many
 from .layout import Layout, Mesh
-from .mapping.rules import cast, fuse, rename, split, stack, transpose, unstack
+from .mapping.rules import cast, fuse, rename, split, stack, unstack
 from .placements import Blocks, Cyclic, Owned, Packed, Pieces, Ragged, Shard
 from .planning import Plan, Step, pin, plan, unpin
 from .reading import plan_from_json
 from .topology import Link, Topology, load_topology
+from .viewing.functions import flatten, permute, squeeze, transpose, unflatten, unsqueeze, view
 
 if TYPE_CHECKING:
     __version__: str
@@ -80,6 +81,7 @@ __all__ = [
     "enable",
     "enabled",
     "explain",
+    "flatten",
     "forget_calibration",
     "fsdp",
     "fully_shard",
@@ -91,6 +93,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "operator",
+    "permute",
     "pin",
     "plan",
     "plan_from_json",
@@ -106,13 +109,17 @@ __all__ = [
     "set_fast_accumulation",
     "set_sm_carveout",
     "split",
+    "squeeze",
     "stack",
     "stats",
     "trace",
     "transfer",
     "transpose",
+    "unflatten",
     "unpin",
+    "unsqueeze",
     "unstack",
+    "view",
     "wire_meter",
 ]
 

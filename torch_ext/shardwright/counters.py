@@ -17,17 +17,18 @@ class _Counts:
 
     __slots__ = (
         *("batched_tensors", "batches", "cache_hits", "calls", "combines", "dispatches", "dropped", "misfits", "plans"),
-        *("products", "traced", "unplanned_steps"),
+        *("products", "traced", "unplanned_steps", "views"),
     )
 
     def __init__(self) -> None:
         self.calls = self.cache_hits = self.misfits = self.plans = self.products = self.traced = 0
         self.dispatches = self.combines = self.dropped = self.unplanned_steps = 0
-        self.batches = self.batched_tensors = 0
+        self.batches = self.batched_tensors = self.views = 0
 
 
 counts = _Counts()
 _reasons: Counter[str] = Counter()
+_view_reasons: Counter[str] = Counter()
 
 
 def stats() -> dict[str, Any]:
@@ -52,6 +53,9 @@ def stats() -> dict[str, Any]:
         expert, where the host knows.
         ``unplanned_steps``: steps of models under `fully_shard` that left the sequence which their schedule was made
         for.
+        ``views``: views, and products of what they cut in strides, that DTensor does by our rules and moves nothing
+        for; ``view_fallbacks``: views that are left to PyTorch; ``view_fallback_reasons`` counts them by reason. All
+        three count an operator once for each of its placements and sizes, because DTensor keeps the answer.
         ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: of the cache that `plan` uses.
         ``bytes``: bytes that this rank received from others.
         ``peer_bytes``: bytes of these that were copied from peers' memory, if `prepare` made arenas for that; replays
@@ -76,6 +80,9 @@ def stats() -> dict[str, Any]:
         "misfits": counts.misfits,
         "fallbacks": sum(_reasons.values()),
         "fallback_reasons": dict(_reasons),
+        "views": counts.views,
+        "view_fallbacks": sum(_view_reasons.values()),
+        "view_fallback_reasons": dict(_view_reasons),
         "plans": counts.plans,
         "cache_hits": counts.cache_hits,
         "plan_cache_hits": planned["hits"],
@@ -92,6 +99,7 @@ def reset_stats() -> None:
     """Sets all counters to zero. Caches are kept."""
     counts.__init__()  # type: ignore[misc]
     _reasons.clear()
+    _view_reasons.clear()
     _runtime.reset_counters()
     _planner.reset_plan_cache_counts()
 
@@ -101,6 +109,13 @@ def count_fallback(reason: str, example: str = "") -> None:
     _reasons[reason] += 1
     if _reasons[reason] == 1:
         _log.warning("redistribute goes to PyTorch's own path: %s", example or reason)
+
+
+def count_view_fallback(reason: str, example: str = "") -> None:
+    """Counts a view that is left to PyTorch. Logs the first one of each reason, with `example` in full."""
+    _view_reasons[reason] += 1
+    if _view_reasons[reason] == 1:
+        _log.info("view is left to PyTorch: %s", example or reason)
 
 
 def count_misfit(description: str) -> None:

@@ -20,11 +20,12 @@ from .dtensor import crossing, patch
 from .dtensor import mode as modes
 from .dtensor import redistribute as dtensor_redistribute
 from .dtensor.mode import Mode
+from .viewing import rules as view_rules
 
 _lock = threading.RLock()  # held while the mode or the patches change
 
 
-def enable(strict: bool = False, make_groups: bool = True, overlap: bool = False) -> None:
+def enable(strict: bool = False, make_groups: bool = True, overlap: bool = False, views: bool = False) -> None:
     """Routes DTensor's redistributes through shardwright until `disable`.
 
     This is one switch for all threads of the process, and the last call counts, whichever thread makes it. Within an
@@ -37,10 +38,13 @@ def enable(strict: bool = False, make_groups: bool = True, overlap: bool = False
         overlap: whether `linear`, `matmul` and ``@`` of DTensors gather their operand while they multiply, where
             PyTorch would gather first (products/overlapping.py says which). The result is then cut in its last dim
             along those mesh dims. This does not apply to compiled code.
+        views: whether DTensor's views (`view`, `reshape`, `flatten`, `unflatten`, ...) keep every rank's elements where
+            they are, wherever a layout that DTensor has says so (docs/views.md). The backward must run while this is
+            on.
     """
     with _lock:
         patch.install()
-        modes.mine().mode = Mode(True, strict, make_groups, overlap)
+        modes.mine().mode = Mode(True, strict, make_groups, overlap, views)
         _apply()
 
 
@@ -60,7 +64,9 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def enabled(strict: bool = False, make_groups: bool = True, overlap: bool = False) -> Iterator[None]:
+def enabled(
+    strict: bool = False, make_groups: bool = True, overlap: bool = False, views: bool = False
+) -> Iterator[None]:
     """Enables shardwright for a block. The backward of what ran inside uses it too, whenever it runs.
 
     Like `enable`, this applies to all threads. Blocks of several threads may overlap: the one that began last decides,
@@ -68,7 +74,7 @@ def enabled(strict: bool = False, make_groups: bool = True, overlap: bool = Fals
     """
     with _lock:
         patch.install()
-        block = modes.begin(Mode(True, strict, make_groups, overlap))
+        block = modes.begin(Mode(True, strict, make_groups, overlap, views))
         try:
             _apply()
         except BaseException:
@@ -90,7 +96,9 @@ def _apply() -> None:
 
         overlapping.install() if mode.overlap else overlapping.uninstall()
         dtensor_redistribute.note_explicit_gather = overlapping.note_explicit_gather
-    patch.tell_compile_caches_apart(mode.on)
+    if mode.views or modes.current().views:
+        view_rules.install() if mode.views else view_rules.uninstall()
+    patch.tell_compile_caches_apart(mode.on, mode.views)
     modes.apply(mode)
 
 

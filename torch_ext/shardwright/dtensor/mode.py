@@ -29,6 +29,7 @@ class Mode(NamedTuple):
     strict: bool = False
     make_groups: bool = True
     overlap: bool = False
+    views: bool = False
 
 
 OFF = Mode(False)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from . import mode, redistribute, shortcut
 
 _undo: contextlib.ExitStack | None = None  # restores what was replaced; None if nothing is
-_OUR_TAG = re.compile(r" ?shardwright rank (of process )?\S+$")
+_OUR_TAG = re.compile(r" ?shardwright rank (of process )?\S+( with views)?$")
 
 
 def install() -> None:
@@ -106,7 +106,7 @@ class _Holders:
 _holders = _Holders()
 
 
-def tell_compile_caches_apart(on: bool) -> None:
+def tell_compile_caches_apart(on: bool, views: bool) -> None:
     """Adds this rank to the tag of PyTorch's on-disk cache of compiled code, or removes it again.
 
     The cache's key is what Dynamo saw, in which a redistribute is a method of a DTensor: it says neither that the
@@ -116,5 +116,5 @@ def tell_compile_caches_apart(on: bool) -> None:
     if on:
         is_rank = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank() if is_rank else os.environ.get("RANK", f"of process {os.getpid()}")
-        tag = f"{tag} shardwright rank {rank}".lstrip()
+        tag = f"{tag} shardwright rank {rank}{' with views' if views else ''}".lstrip()
     config.cache_key_tag = tag

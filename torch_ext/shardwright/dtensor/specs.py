@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from .. import argument_values
+from .. import _planner, argument_values
 from ..layout import Layout, Mesh
 
 
@@ -19,3 +23,38 @@ def layout_of_spec(spec: DTensorSpec, shape: Sequence[int], dtype: torch.dtype) 
     return Layout(
         mesh, shape, spec.placements, dtype, argument_values.order_dict(mesh.dim_names, spec.shard_order), "literal"
     )
+
+
+_CUT = re.compile(r"S\((\d+)\)|SS\((\d+),(\d+)\)")
+
+
+def spec_of_layout(layout: _planner.Layout, like: DTensorSpec, meta: TensorMeta | None) -> DTensorSpec | None:
+    """Returns the spec of a layout on the mesh of `like`, whose pending reductions it keeps; None if there is none.
+
+    Split factors that only encode an order of cuts are marked as such; others are literal.
+    """
+    if not layout.mesh.has_same_ranks(Mesh(like.mesh)) or not _planner.is_known_to_dtensor(layout):
+        return None
+    placements: list[Placement] = []
+    for text, old in zip(layout.placements, like.placements, strict=True):
+        cut = _CUT.fullmatch(text)
+        if old.is_partial():
+            placements.append(old)
+        elif cut is None:
+            placements.append(Replicate())
+        elif cut[1] is not None:
+            placements.append(Shard(int(cut[1])))
+        else:
+            placements.append(_StridedShard(int(cut[2]), split_factor=int(cut[3])))
+    encodes_order = False
+    for dim, order in layout.shard_order.items():
+        for i, mesh_dim in enumerate(order):
+            factor = math.prod(like.mesh.size(earlier) for earlier in order[:i] if earlier > mesh_dim)
+            if factor > 1:
+                placements[mesh_dim] = _StridedShard(dim, split_factor=factor)
+                encodes_order = True
+    return DTensorSpec(like.mesh, tuple(placements), meta, use_strided_shard_as_shard_order=encodes_order)
+
+
+def is_strided(spec: DTensorSpec) -> bool:
+    return any(isinstance(placement, _StridedShard) for placement in spec.placements)

@@ -1,0 +1,244 @@
+"""Views of sharded tensors: what every rank holds afterwards, what moves, and gradients, against the global tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import dtensors
+import shardwright as sw
+from meshes import device, get_mesh
+from pool import Pool
+
+NAMES = ("a", "b")
+
+
+def part(whole: torch.Tensor, layout: Any) -> torch.Tensor:
+    """This rank's part of a tensor, taken index by index."""
+    whole = whole.reshape(layout.flattened_shape)
+    if layout.mesh.coordinate(dist.get_rank()) is None:
+        return whole.new_empty(0)
+    for dim, intervals in enumerate(layout.region(dist.get_rank())):
+        whole = whole.index_select(dim, torch.tensor([i for begin, end in intervals for i in range(begin, end)]).long())
+    return whole
+
+
+def _layout(x: DTensor) -> sw.Layout:
+    spec = x._spec
+    strided = "order" if spec.use_strided_shard_as_shard_order else "literal"
+    return sw.Layout(spec.mesh, x.shape, spec.placements, x.dtype, strided=strided)
+
+
+def mesh_of(sizes: tuple[int, ...]) -> sw.Mesh:
+    return sw.Mesh(dict(zip(NAMES, sizes, strict=False)))
+
+
+# Mesh, shape, placements, and what it is seen as.
+PARTS: list[tuple[tuple[int, ...], tuple[int, ...], list[str], tuple[int, ...]]] = [
+    ((2, 2), (4, 6, 5), ["S(0)", "S(1)"], (24, 5)),
+    ((4,), (16, 3), ["S(0)"], (2, 8, 3)),  # on 2 x 2
+    ((2,), (5, 4), ["S(0)"], (20,)),
+    ((2,), (4, 5), ["S(1)"], (10, 2)),  # needs a move
+    ((4,), (3, 4), ["S(0)"], (12,)),  # a rank without elements
+    ((2, 2), (6, 8), ["P", "SS(1,2)"], (3, 2, 8)),
+    ((3,), (12, 2), ["Packed(0,6:6)"], (2, 3, 4)),
+    ((2,), (12,), ["Pieces(0,6-12:0-6)"], (4, 3)),
+]
+
+
+def _parts(sizes: tuple[int, ...], shape: tuple[int, ...], placements: list[str], other: tuple[int, ...]) -> None:
+    layout = sw.Layout(mesh_of(sizes), shape, placements)
+    whole = torch.arange(float(math.prod(shape)), device=device).view(shape)
+    mine = part(whole, layout).requires_grad_()
+    found = sw._planner.view_of(layout, other)
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match="allowed is this view after a redistribute to"):
+            sw.view(mine, other, layout)
+    with sw.wire_meter() as meter:
+        result, seen = sw.view(mine, other, layout, redistribute=True)
+    assert meter.received_bytes == 0 or isinstance(found, str)
+    assert torch.equal(result, part(whole.view(other), seen))
+    if "P" not in placements:
+        weights = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
+        (result * part(weights.reshape(other), seen)).sum().backward()
+        assert mine.grad is not None and torch.equal(mine.grad, part(weights, layout))
+
+
+@pytest.mark.parametrize("case", PARTS, ids=str)
+def test_parts(pool: Pool, case: tuple[Any, ...]) -> None:
+    pool.run(_parts, 4, *case)
+
+
+def _other_functions() -> None:
+    mesh = mesh_of((2, 2))
+    shape = (2, 6, 4)
+    layout = sw.Layout(mesh, shape, ["S(1)", "S(2)"])
+    whole = torch.arange(48.0, device=device).view(shape)
+    mine = part(whole, layout)
+    x = dtensors.distribute(whole, get_mesh((2, 2)), ["S(1)", "S(2)"])
+    for function, arguments, there in [
+        (sw.flatten, (1, 2), whole.flatten(1, 2)),
+        (sw.flatten, (), whole.flatten()),
+        (sw.unflatten, (1, (2, -1)), whole.unflatten(1, (2, 3))),
+        (sw.unsqueeze, (-1,), whole.unsqueeze(-1)),
+        (sw.permute, ((2, 0, -2),), whole.permute(2, 0, 1)),
+        (sw.transpose, (0, 2), whole.transpose(0, 2)),
+        (sw.view, ((12, 4),), whole.view(12, 4)),
+    ]:
+        result, seen = function(mine, *arguments, layout=layout)
+        assert torch.equal(result, part(there, seen)), function
+        source = x.detach().requires_grad_()
+        with CommDebugMode() as communication:
+            y = function(source, *arguments)
+            weights = DTensor(part(there, _layout(y)), y._spec, requires_grad=False)  # type: ignore[call-arg]
+            y.backward(weights)
+        assert communication.get_total_counts() == 0, function
+        with sw.enabled(strict=True):
+            assert torch.equal(y.full_tensor(), there), function
+            assert torch.equal(source.grad.full_tensor(), whole), function  # type: ignore[union-attr]
+    squeezed, _ = sw.squeeze(*sw.unsqueeze(mine, 0, layout)[:1], 0, sw.unsqueeze(mine, 0, layout)[1])
+    assert torch.equal(squeezed, mine)
+
+
+def test_other_functions(pool: Pool) -> None:
+    pool.run(_other_functions, 4)
+
+
+def _moves_when_asked() -> None:
+    whole = torch.arange(60.0, device=device).view(5, 12)
+    source = dtensors.distribute(whole, get_mesh((2, 2)), ["S(0)", "R"]).requires_grad_()
+    with pytest.raises(ValueError, match=r"shape: \(60\) of .*its parts are those of .*Blocks.* DTensor cannot say; "):
+        sw.view(source, (60,))
+    y = sw.view(source, (60,), redistribute=True)
+    (y * y).sum().backward()
+    with sw.enabled(strict=True):
+        assert torch.equal(y.full_tensor(), whole.flatten())
+        assert torch.equal(source.grad.full_tensor(), 2 * whole)  # type: ignore[union-attr]
+    assert source.grad.placements == source.placements  # type: ignore[union-attr]
+    for wrong, match in [((7, 9), "does not have the 60 elements"), ((-1, -1), "-1 more than once")]:
+        with pytest.raises(ValueError, match=match):
+            sw.view(source, wrong)
+    with pytest.raises(ValueError, match="x: got a Tensor"):
+        sw.view(whole, (60,))
+    with pytest.raises(ValueError, match="x: has shape"):
+        sw.view(whole, (60,), sw.Layout(mesh_of((2, 2)), (5, 12), ["S(0)", "R"]))
+
+
+def test_moves_when_asked(pool: Pool) -> None:
+    pool.run(_moves_when_asked, 4)
+
+
+def _strided(whole: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]) -> DTensor:
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = DTensorSpec(mesh, placements, meta, use_strided_shard_as_shard_order=False)
+    layout = sw.Layout(mesh, whole.shape, placements, whole.dtype, strided="literal")
+    return DTensor(part(whole, layout), spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def _own_views(sizes: tuple[int, ...]) -> tuple[int, int]:
+    """Returns how many views DTensor did without communication, and how many it need not have moved anything for."""
+    mesh = get_mesh(sizes)
+    free = needless = 0
+    whole = torch.arange(24.0, device=device)
+    shapes = [(24,), (4, 6), (12, 2), (2, 3, 4), (4, 3, 2), (3, 8)]
+    with sw.enabled(strict=True, views=True):
+        for shape in shapes:
+            choices = [Replicate(), *(Shard(d) for d in range(len(shape))), _StridedShard(0, split_factor=2)]
+            for first in choices:
+                for second in choices if len(sizes) > 1 else [None]:
+                    placements = (first,) if second is None else (first, second)
+                    layout = sw.Layout(mesh, shape, placements, strided="literal")
+                    if not layout.has_equal_parts or all(p.is_replicate() for p in placements):
+                        continue
+                    x = _strided(whole.view(shape), mesh, placements)
+                    for other in shapes:
+                        if isinstance(sw._planner.view_of(layout, other, True), str):
+                            continue
+                        needless += 1
+                        with CommDebugMode() as communication:
+                            y = x.view(other)
+                        free += communication.get_total_counts() == 0
+                        assert torch.equal(y.to_local(), part(whole.view(other), _layout(y))), (placements, other)
+    return free, needless
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2), (2, 3)], ids=str)
+def test_dtensors_own_views_move_nothing(pool: Pool, sizes: tuple[int, ...]) -> None:
+    for free, needless in pool.run(_own_views, math.prod(sizes), sizes):
+        assert free == needless > 20
+
+
+def _linear(compiled: bool) -> None:
+    mesh = get_mesh((2,))
+    generator = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(shape, generator=generator).to(device) for shape in ((2, 4, 5), (6, 5), (6,)))
+    plain = [one.clone().requires_grad_() for one in (x, w, b)]
+    F.linear(*plain).relu().square().sum().backward()
+    for placement, strided in ((Shard(1), True), (Shard(0), False)):
+        ours = [
+            DTensor.from_local(one, mesh, [Replicate()], run_check=False).redistribute(placements=[p]).detach()
+            for one, p in zip((x, w, b), (placement, Replicate(), Replicate()), strict=True)
+        ]
+        for one in ours:
+            one.requires_grad_()
+        layer = torch.compile(F.linear, backend="aot_eager") if compiled else F.linear
+        with sw.enabled(strict=True, views=True):
+            sw.reset_stats()
+            with CommDebugMode() as communication:
+                y = layer(*ours)
+                y.relu().square().sum().backward()
+            assert communication.get_total_counts() == 0
+            assert sw.stats()["views"] > 0 and sw.stats()["view_fallbacks"] == 0, strided
+            assert y.placements == (placement,)
+            for mine, there in zip(ours, plain, strict=True):
+                torch.testing.assert_close(mine.grad.full_tensor(), there.grad)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_linear_of_an_inner_shard(pool: Pool, compiled: bool) -> None:
+    pool.run(_linear, 2, compiled)
+
+
+def _undone() -> None:
+    mesh = get_mesh((2,))
+    whole = torch.arange(16.0, device=device).view(4, 4)
+    x = dtensors.distribute(whole, mesh, ["S(1)"])
+    propagator = DTensor._op_dispatcher.sharding_propagator
+
+    def stock() -> object:
+        try:
+            return x.view(16)._spec
+        except RuntimeError as error:
+            return type(error)
+
+    before = stock(), propagator.propagate_op_sharding_non_cached
+    for _ in range(2):
+        with sw.enabled(views=True):
+            assert x.view(16).placements == (_StridedShard(0, split_factor=4),)
+            assert x.view(2, 8).placements == (_StridedShard(1, split_factor=2),)
+            assert torch.equal(x.view(16).view(2, 8).full_tensor(), whole.view(2, 8))
+            with sw.enabled():  # the innermost block decides
+                assert stock() == before[0]
+            assert x.view(16).placements == (_StridedShard(0, split_factor=4),)
+        assert (stock(), propagator.propagate_op_sharding_non_cached) == before
+    assert "propagate_op_sharding_non_cached" not in vars(propagator)
+    with sw.enabled(views=True):
+        sw.reset_stats()
+        y = dtensors.distribute(whole, mesh, ["S(0)"])
+        with pytest.raises(RuntimeError):
+            dtensors.distribute(torch.zeros(6, 2), mesh, ["S(0)"]).view(3, 4)
+        assert sw.stats()["view_fallbacks"] == 1
+        assert y.reshape(2, 8).placements == (Shard(0),)
+
+
+def test_undone_by_disable(pool: Pool) -> None:
+    pool.run(_undone, 2)

@@ -1,0 +1,284 @@
+"""DTensor's own views by the rules of `Layout.view`: ``sw.enable(views=True)``.
+
+DTensor asks its sharding propagator how the result of each operator is placed. While views are on, the propagator's
+answers for views, reorderings of dims, and products and sums of what is cut in strides come from here; all others come
+from PyTorch. An answer is asked for once for each operator with its placements and sizes, and then kept by DTensor, so
+its caches are emptied when views are turned on or off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._sharding_prop import LocalLRUCache
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_map
+
+from .. import _planner, counters
+from ..dtensor.specs import is_strided, layout_of_spec, spec_of_layout
+from ..graphs import plans
+
+aten = torch.ops.aten
+
+_Rule = Callable[[OpSchema], OutputSharding | None]
+_original: Callable[[OpSchema], OutputSharding] | None = None  # PyTorch's, while ours replaces it
+
+
+def install() -> None:
+    global _original
+    if _original is None:
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        _original = propagator.propagate_op_sharding_non_cached
+        _use(_propagate)
+
+
+def uninstall() -> None:
+    global _original
+    if _original is not None:
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        _original = None
+        del propagator.propagate_op_sharding_non_cached  # the method of its class is back
+        _use(None)
+
+
+def _use(ours: Callable[[OpSchema], OutputSharding] | None) -> None:
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    if ours is not None:
+        propagator.propagate_op_sharding_non_cached = ours
+    # A new cache, because each thread has its own, which only it can empty.
+    propagator.propagate_op_sharding = LocalLRUCache(propagator.propagate_op_sharding_non_cached)
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def _propagate(schema: OpSchema) -> OutputSharding:
+    assert _original is not None
+    rule = _RULES.get(schema.op)
+    ours = rule(schema) if rule is not None else None
+    if ours is None:
+        return _literal(schema, _original(schema))
+    counters.counts.views += 1
+    return ours
+
+
+def _literal(schema: OpSchema, result: OutputSharding) -> OutputSharding:
+    """Marks split factors in PyTorch's answer as literal if those of all inputs are. Torch before 2.15 forgets it."""
+    strided = [spec for spec in schema.args_spec if is_strided(spec)]
+    if not strided or any(spec.use_strided_shard_as_shard_order for spec in strided):
+        return result
+
+    def marked(spec: Any) -> Any:
+        if not isinstance(spec, DTensorSpec) or not is_strided(spec) or not spec.use_strided_shard_as_shard_order:
+            return spec
+        return DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta, use_strided_shard_as_shard_order=False)
+
+    def everywhere(tree: Any) -> Any:
+        return tree_map(marked, tree, is_leaf=lambda one: isinstance(one, DTensorSpec))
+
+    result.output_spec = everywhere(result.output_spec)
+    if result.redistribute_schema is not None:
+        result.redistribute_schema.args_schema = everywhere(result.redistribute_schema.args_schema)
+    return result
+
+
+def _source(schema: OpSchema) -> DTensorSpec | None:
+    """The spec of the first argument, if something cuts it."""
+    spec = schema.args_schema[0]
+    if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None:
+        return None
+    return spec if any(_is_cut(placement) for placement in spec.placements) else None
+
+
+def _is_cut(placement: Placement) -> bool:
+    return isinstance(placement, Shard | _StridedShard)
+
+
+def _meta(schema: OpSchema) -> Any:
+    return DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached(schema)
+
+
+def _view(schema: OpSchema) -> OutputSharding | None:
+    spec = _source(schema)
+    if spec is None:
+        return None
+    shape: Any = schema.args_schema[1]
+    if plans.is_symbolic((*spec.shape, *shape)):
+        counters.count_view_fallback("sizes that are symbols")
+        return None
+    assert spec.tensor_meta is not None
+    try:
+        layout = layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype)
+        seen = _planner.view_of(layout, shape, True)
+    except ValueError as error:  # unknown placements, or sizes that PyTorch refuses too
+        counters.count_view_fallback(counters.cause_of(error), str(error))
+        return None
+    if isinstance(seen, str):
+        return _by_torch(schema, spec, layout, shape, seen)
+    target = spec_of_layout(seen, spec, _meta(schema))
+    assert target is not None
+    local = OpSchema(schema.op, (spec, seen.local_shape(dist.get_rank())), schema.kwargs_schema)
+    return OutputSharding(target, local, needs_redistribute=True, use_val_from_redistribute_schema=True)
+
+
+def _by_torch(
+    schema: OpSchema, spec: DTensorSpec, layout: _planner.Layout, shape: Sequence[int], why: str
+) -> OutputSharding:
+    """Leaves a view to PyTorch, which may redistribute first or refuse. Raises if it would do neither and be wrong."""
+    assert _original is not None and spec.tensor_meta is not None
+    counters.count_view_fallback(counters.cause_of(ValueError(why)), f"{layout} as {tuple(shape)}: {why}")
+    result = _original(schema)
+    first = spec if result.redistribute_schema is None else result.redistribute_schema.args_schema[0]
+    if isinstance(first, DTensorSpec) and first.placements == spec.placements:
+        claimed = result.output_spec
+        assert isinstance(claimed, DTensorSpec)
+        there = layout_of_spec(claimed, claimed.shape, spec.tensor_meta.dtype)
+        known = _planner.view_of(layout, claimed.shape)
+        ranks = layout.mesh.ranks
+        if isinstance(known, str) or any(known.region(rank) != there.region(rank) for rank in ranks):
+            raise RuntimeError(
+                f"view: {layout} as {tuple(shape)} would be wrong as {claimed.placements}, because {why}"
+            )
+    return result
+
+
+def _reordered(dims_of: Callable[..., Sequence[int]]) -> _Rule:
+    """PyTorch's rules are right unless something is cut in strides."""
+
+    def rule(schema: OpSchema) -> OutputSharding | None:
+        spec = _source(schema)
+        if spec is None or not is_strided(spec) or plans.is_symbolic(spec.shape):
+            return None
+        assert spec.tensor_meta is not None
+        dims = dims_of(spec.ndim, *schema.args_schema[1:])
+        layout = layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype).permute(dims)
+        target = spec_of_layout(layout, spec, _meta(schema))
+        return None if target is None else OutputSharding(target)
+
+    return rule
+
+
+def _swapped(ndim: int, a: int, b: int) -> list[int]:
+    dims = list(range(ndim))
+    dims[a], dims[b] = dims[b], dims[a]
+    return dims
+
+
+def _unsqueezed(schema: OpSchema) -> OutputSharding | None:
+    spec = _source(schema)
+    if spec is None or not is_strided(spec):
+        return None
+    meta: Any = _meta(schema)
+    dim: Any = schema.args_schema[1]
+    at = dim + len(meta.shape) if dim < 0 else dim
+    moved = tuple(_on(p, p.dim + (p.dim >= at)) if _is_cut(p) else p for p in spec.placements)
+    return OutputSharding(_like(spec, moved, meta))
+
+
+def _on(placement: Any, dim: int) -> Placement:
+    """The same cut of another tensor dim."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
+
+
+def _like(spec: DTensorSpec, placements: Sequence[Placement], meta: Any) -> DTensorSpec:
+    strided = any(isinstance(placement, _StridedShard) for placement in placements)
+    is_order = strided and spec.use_strided_shard_as_shard_order
+    return DTensorSpec(spec.mesh, tuple(placements), meta, use_strided_shard_as_shard_order=is_order)
+
+
+def _is_plain(spec: DTensorSpec) -> bool:
+    """Whether placements alone say how it is cut: in mesh order, or by what their split factors say."""
+    if spec.use_strided_shard_as_shard_order:
+        return True
+    return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in spec.shard_order)
+
+
+def _product(lhs_dims: str, rhs_dims: str, out_dims: str) -> _Rule:
+    """Products of what is cut in strides, where nothing has to move: each mesh dim cuts the same of both operands."""
+
+    def rule(schema: OpSchema) -> OutputSharding | None:
+        specs = schema.args_spec
+        if not any(is_strided(spec) for spec in specs) or not all(map(_is_plain, specs)):
+            return None
+        *bias, lhs, rhs = specs
+        flags = {spec.use_strided_shard_as_shard_order for spec in specs if is_strided(spec)}
+        if len(flags) > 1 or lhs.mesh != rhs.mesh:
+            return None
+        placements = []
+        for mesh_dim, (a, b) in enumerate(zip(lhs.placements, rhs.placements, strict=True)):
+            out = _of_product(a, b, lhs_dims, rhs_dims, out_dims)
+            if out is None or not all(_fits(one, one.placements[mesh_dim], out, len(out_dims)) for one in bias):
+                return None
+            placements.append(out)
+        strided = next(spec for spec in specs if is_strided(spec))
+        return OutputSharding(_like(strided, placements, _meta(schema)))
+
+    return rule
+
+
+def _of_product(a: Any, b: Any, lhs_dims: str, rhs_dims: str, out_dims: str) -> Placement | None:
+    """The placement of a product of what is placed so, or None if something has to move."""
+    if not (_is_cut(a) or _is_cut(b)):
+        if a.is_replicate() and b.is_replicate():
+            return Replicate()
+        is_sum = a.is_partial("sum") and b.is_replicate() or a.is_replicate() and b.is_partial("sum")
+        return Partial() if is_sum else None
+    letter = lhs_dims[a.dim] if _is_cut(a) else rhs_dims[b.dim]
+    mine, other = (a, b) if _is_cut(a) else (b, a)
+    if (letter in lhs_dims) != (letter in rhs_dims):
+        return _on(mine, out_dims.index(letter)) if other.is_replicate() else None
+    if not _is_cut(other) or rhs_dims[b.dim] != letter or _on(a, 0) != _on(b, 0):
+        return None
+    return _on(mine, out_dims.index(letter)) if letter in out_dims else Partial()
+
+
+def _fits(spec: DTensorSpec, placement: Any, out: Any, ndim: int) -> bool:
+    """Whether what is added to a product may be placed so."""
+    if not _is_cut(out):
+        return bool(out.is_replicate() and placement.is_replicate())
+    dim = out.dim - (ndim - spec.ndim)
+    if dim < 0 or spec.shape[dim] == 1:
+        return bool(placement.is_replicate())
+    return bool(placement == _on(out, dim))
+
+
+def _summed(schema: OpSchema) -> OutputSharding | None:
+    """Sums of what is cut in strides."""
+    spec = _source(schema)
+    if spec is None or not is_strided(spec) or not _is_plain(spec):
+        return None
+    given: Any = schema.args_schema[1] if len(schema.args_schema) > 1 else None
+    keeps = len(schema.args_schema) > 2 and bool(schema.args_schema[2])
+    dims = {dim % spec.ndim for dim in given or range(spec.ndim)}
+    placements: list[Placement] = []
+    for placement in spec.placements:
+        if _is_cut(placement):
+            dim = placement.dim  # type: ignore[attr-defined]
+            below = 0 if keeps else sum(one < dim for one in dims)
+            placements.append(Partial() if dim in dims else _on(placement, dim - below))
+        elif placement.is_replicate() or placement.is_partial("sum"):
+            placements.append(placement)
+        else:
+            return None
+    return OutputSharding(_like(spec, placements, _meta(schema)))
+
+
+_RULES: dict[Any, _Rule] = {
+    aten.view.default: _view,
+    aten.reshape.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.t.default: _reordered(lambda ndim: list(reversed(range(ndim)))),
+    aten.transpose.int: _reordered(_swapped),
+    aten.permute.default: _reordered(lambda ndim, dims: dims),
+    aten.unsqueeze.default: _unsqueezed,
+    aten.mm.default: _product("mk", "kn", "mn"),
+    aten.addmm.default: _product("mk", "kn", "mn"),
+    aten.bmm.default: _product("bmk", "bkn", "bmn"),
+    aten.sum.dim_IntList: _summed,
+}
