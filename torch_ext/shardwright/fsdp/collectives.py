@@ -23,15 +23,19 @@ _PLACEMENTS = {
 ReduceOp: TypeAlias = Any  # dist.ReduceOp, or one of its values: another type
 
 
-class AllGather(_fsdp_api.AllGather):
+class _Allocating:
+    """FSDP2 asks for the memory of each call: gathered parameters, or gradients before and after the reduction."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns memory for one call."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(_Allocating, _fsdp_api.AllGather):
     """All-gathers by shardwright for a module under FSDP2: ``module.set_custom_all_gather(sw.fsdp.AllGather())``.
 
     Results have the same bits as those of the process group's own all-gather.
     """
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns memory for the gathered parameters of one call."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -59,7 +63,7 @@ class AllGather(_fsdp_api.AllGather):
         return _move("S(0)", "R", input_tensor, output_tensor, group, async_op)
 
 
-class ReduceScatter(_fsdp_api.ReduceScatter):
+class ReduceScatter(_Allocating, _fsdp_api.ReduceScatter):
     """Reduce-scatters by shardwright for a module under FSDP2.
 
     ``module.set_custom_reduce_scatter(sw.fsdp.ReduceScatter())``. On Gloo a rank sends each other rank its part and
@@ -67,10 +71,6 @@ class ReduceScatter(_fsdp_api.ReduceScatter):
     ranks in the group, 16-bit floats in float32 that is rounded once; averages are divided afterwards. On NCCL the sum
     is NCCL's.
     """
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns memory for the gradients of one call, before or after the reduction."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
