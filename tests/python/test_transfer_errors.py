@@ -42,7 +42,7 @@ def _everything_at_once() -> str:
         "y": _layout(3),
         "half": _layout(2, dtype="float16"),
         "lost": _layout(2),
-        "pending": _layout(2, kind="P"),
+        "pending": _layout(2),
         "disputed": _layout(4, kind="R" if rank else "S(0)"),
         "only0": _layout(4),
         "wrong": _layout(8),
@@ -58,7 +58,7 @@ def _everything_at_once() -> str:
             state["wrong"] = (torch.zeros(5), layouts["wrong"])
     wanted = {name: _layout(*layout.shape, mesh=SERVE) for name, layout in layouts.items() if name not in ("x", "y")}
     wanted |= {"e": _layout(3, 2, mesh=SERVE), "xy": _layout(3, mesh=SERVE), "b": _layout(2, 5, mesh=SERVE)}
-    wanted |= {"nobody": _layout(1, mesh=SERVE)}
+    wanted |= {"nobody": _layout(1, mesh=SERVE), "pending": _layout(2, mesh=SERVE, kind="P")}
     for name in ("e.0", "e.2", "lost", "far"):
         del wanted[name]
     to: dict[str, Any] | None = dict(wanted) if rank == 2 else None
@@ -73,7 +73,7 @@ def test_everything_that_is_wrong_is_in_one_error(pool: Pool) -> None:
     assert len(set(said)) == 1
     assert said[0].startswith("transfer: nothing was moved, because\n")
     for text in (
-        "source pending: Layout(float32[2] on a=2 as [P(sum)]) has pending reductions",
+        "destination pending: Layout(float32[2] on b=2 as [P(sum)]) has pending reductions",
         "as [S(0)]) has ranks [9], which are not in the group of 4",
         "source number: got a int; allowed is a DTensor",
         "source wrong: the local tensor has shape (5,), where Layout(float32[8] on a=2 as [S(0)]) has (4,) (on rank 1)",

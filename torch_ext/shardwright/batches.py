@@ -20,7 +20,8 @@ def plan_many(pairs: Sequence[Pair], *, bucket_bytes: int = BUCKET_BYTES, bucket
     """Plans the move of many tensors, as `redistribute_many` makes it, and says what it takes.
 
     Args:
-        pairs: the layouts of each tensor before and after, on any meshes, without pending reductions.
+        pairs: the layouts of each tensor before and after, on any meshes, with any placements; the second may not be
+            partial.
         bucket_bytes, buckets: as in `redistribute_many`.
 
     Returns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -82,8 +81,8 @@ def redistribute_many(
 
     Args:
         items: for each tensor its local part, its layout, and the layout that it gets, on any two meshes of ranks of
-            `group`. Local parts may have any strides (conjugated and negated views are copied first); on a rank outside
-            the mesh of the source they are None or empty.
+            `group`, with any placements; the second may not be partial. Local parts may have any strides (conjugated
+            and negated views are copied first); on a rank outside the mesh of the source they are None or empty.
         bucket_bytes: the size of a buffer. What a rank sends and receives in one round fits into it; a tensor that does
             not is split over rounds.
         buckets: the number of buffers, which is the number of rounds under way at once.
@@ -97,8 +96,8 @@ def redistribute_many(
     Returns:
         The list of new local parts, or those of `out`: as `redistribute_local` returns them, so an item whose layouts
         agree gives its own local part. With async_op, a `ManyHandle`, whose ``wait()`` returns that list.
-        Pending reductions are reduced before the rest, each by a redistribute of its own, into a part of the tensor for
-        each contribution; this memory comes on top.
+        Pending reductions are reduced before the rest, each by a redistribute of its own, to the layout that leaves
+        least to move; `plan_many` says how much memory that takes on top.
 
     Raises:
         ValueError: an argument is not allowed, or ranks ask for different things. When layouts are first used, all
@@ -121,6 +120,10 @@ def redistribute_many(
         counters.counts.cache_hits += 1
     else:
         full = given.first_check()
+        if given.refusal is not None and not given.is_read and kept:
+            # The others may know their layouts and never compare. An error at once ends their waiting too, with this
+            # rank's connections.
+            raise given.refusal
         agree(full, given.refusal, given.device, given.has_out, group)
         assert full is not None
         prepared = _prepare(given, full, group)
@@ -213,7 +216,8 @@ class _Given:
             try:
                 self._check_tensors()
                 self._check_memory()
-                return batch_of([_moves(*pair) for pair in self.pairs], self.bucket_bytes, self.buckets)
+                self._check_overlaps()
+                return batch_of([_compared(*pair) for pair in self.pairs], self.bucket_bytes, self.buckets)
             except ValueError as error:
                 self.refusal = error
         return None
@@ -234,6 +238,12 @@ class _Given:
                 continue
             if (other := begins.setdefault(one.data_ptr(), f"out {i}")) != f"out {i}":
                 raise ValueError(f"out: tensor {i} shares memory with {other}; allowed is memory of its own")
+
+    def _check_overlaps(self) -> None:
+        read = {f"local {i}": x for i, x in enumerate(self.locals) if x is not None}
+        written = {f"out: tensor {i}": x for i, x in enumerate(self.out or []) if x is not None}
+        for source, destination, _, _ in argument_checks.shared_memory(read, written):
+            raise ValueError(f"{destination} shares memory with {source}; allowed is memory of its own")
 
     def _check_tensor(self, name: str, given: torch.Tensor | None, layout: _planner.Layout) -> None:
         shape = tuple(layout.local_shape(self.rank))
@@ -316,47 +326,21 @@ def _run(
 def _prepare(given: _Given, full: _planner.Batch, group: dist.ProcessGroup | None) -> _Prepared:
     """Plans and binds what this rank does. Every rank of the group comes here together."""
     moved = [i for i, (src, dst) in enumerate(given.pairs) if given.out is not None or src != dst]
-    reduced = {i: layout for i in moved if (layout := _reduced(*given.pairs[i])) is not None}
     dtypes = [getattr(torch, src.dtype) for src, _ in given.pairs]
     if not moved:
-        return _Prepared(None, moved, reduced, dtypes)
+        return _Prepared(None, moved, {}, dtypes)
     batch = full
     if len(moved) < len(given.pairs):
-        batch = batch_of([_moves(*given.pairs[i]) for i in moved], given.bucket_bytes, given.buckets)
+        batch = batch_of([given.pairs[i] for i in moved], given.bucket_bytes, given.buckets)
     executable = executables.bind_batch(batch, given.device.type, group)
+    reduced = {moved[number]: layout for number, layout in batch.reductions().items()}
     counters.counts.plans += 1
     return _Prepared(executable, moved, reduced, dtypes)
 
 
-def _moves(src: _planner.Layout, dst: _planner.Layout) -> Pair:
-    """The layouts between which an item moves in a batch, which knows no pending reductions."""
-    if src == dst:
-        plain = gradient_layout(src, "items") if _pending(src) else src
+def _compared(src: _planner.Layout, dst: _planner.Layout) -> Pair:
+    """The layouts as ranks compare them. Where nothing moves, reductions may stay pending."""
+    if src == dst and any(placement.startswith("P") and placement[1:2] in ("", "(") for placement in src.placements):
+        plain = gradient_layout(src, "items")
         return plain, plain
-    return _reduced(src, dst) or src, dst
-
-
-def _pending(layout: _planner.Layout) -> list[int]:
-    return [d for d, placement in enumerate(layout.placements) if placement.startswith("P(") or placement == "P"]
-
-
-def _reduced(src: _planner.Layout, dst: _planner.Layout) -> _planner.Layout | None:
-    """The layout to which pending reductions are reduced first, or None if there are none.
-
-    Each contribution's rank keeps a part of the longest tensor dim, as a reduce-scatter leaves it.
-    """
-    pending = _pending(src)
-    if not pending or src == dst:
-        return None
-    placements = list(src.placements)
-    order = {dim: list(cuts) for dim, cuts in src.shard_order.items()}
-    shape = [math.prod(src.shape[: src.flattened]), *src.shape[src.flattened :]] if src.shape else []
-    for d in pending:
-        if shape:
-            longest = max(range(len(shape)), key=lambda t: shape[t])
-            placements[d] = f"S({longest})"
-            order.setdefault(longest, []).append(d)
-        else:
-            placements[d] = "R"
-    order = {dim: cuts for dim, cuts in order.items() if cuts}
-    return _planner.Layout(src.mesh, src.shape, placements, src.dtype, order, "literal", src.flattened)
+    return src, dst

@@ -53,8 +53,8 @@ def agree(
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     heard = _gather((digest(mine), {name: str(value) for name, value in options.items()}, list(problems)), group)
     found = [problem for _, _, theirs in heard for problem in theirs]
-    for name in options:
-        found += _differing(name, {rank: said[name] for rank, (_, said, _) in zip(ranks, heard)})
+    for name in dict.fromkeys(name for _, said, _ in heard for name in said):
+        found += _differing(name, {rank: said[name] for rank, (_, said, _) in zip(ranks, heard) if name in said})
     sayers: dict[str, list[int]] = {}
     for rank, (their_digest, _, _) in zip(ranks, heard):
         sayers.setdefault(their_digest, []).append(rank)

@@ -8,19 +8,16 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .. import _planner, _runtime, argument_checks, executables
+from .. import _planner, _runtime, argument_checks, executables, groups, plain_tensors
 from .setup import SetUp
 
 
 class Run:
     """A batch under way. Every method may be called any number of times."""
 
-    def __init__(
-        self, pending: _runtime.BatchHandle | None, last_rounds: Sequence[int], into: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def __init__(self, pending: _runtime.BatchHandle | None, last_rounds: Sequence[int]) -> None:
         self._pending = pending
         self._last_rounds = last_rounds
-        self._into = list(into)
 
     def in_order(self) -> list[int]:
         """The numbers of the destinations, in the batch, in the order in which this rank has done its part in them."""
@@ -40,11 +37,6 @@ class Run:
     def wait(self) -> None:
         if self._pending is not None:
             self._pending.wait()
-            # On CPU the progress thread may keep a run that is over for a while; it should not keep memory.
-            for one in self._into:
-                if one.device.type == "cpu":
-                    one.data = one.new_empty(0)
-            self._into.clear()
 
     def is_done(self) -> bool:
         return self._pending is None or self._pending.is_done()
@@ -65,13 +57,17 @@ class BoundBatch:
         for item in items:
             number.setdefault(item.source, len(number))
         self._sources = [made.local_sources[source] for source in number]
+        self._layouts = [made.sources[source] for source in number]
         self.batch = _planner.Batch(
-            [made.sources[source] for source in number],
+            self._layouts,
             [made.destinations[destination] for destination in destinations],
             [(number[item.source], item.destination - destinations.start, item.axes) for item in items],
             bucket_bytes,
             buckets,
         )
+        # Where sources with pending reductions are reduced to before the rest starts, by number.
+        self._reduced = self.batch.reductions()
+        self._group = groups.weakly(group)
         self._executable: _runtime.BatchExecutable | None = None
         self._last_rounds = [-1] * len(destinations)
         if items:
@@ -81,7 +77,13 @@ class BoundBatch:
     def start(self, destinations: Sequence[torch.Tensor]) -> Run:
         if self._executable is None:
             return Run(None, self._last_rounds)
-        sources = [argument_checks.resolved(source.detach()) for source in self._sources]
+        sources = list(map(self._source, range(len(self._sources))))
         into = [one.detach() for one in destinations]
         torch.autograd.graph.increment_version(into)  # so that autograd knows of what is written
-        return Run(self._executable.start(sources, into), self._last_rounds, into)
+        return Run(self._executable.start(sources, into), self._last_rounds)
+
+    def _source(self, number: int) -> torch.Tensor:
+        source = argument_checks.resolved(self._sources[number].detach())
+        if (reduced := self._reduced.get(number)) is None:
+            return source
+        return plain_tensors.redistribute_local(source, self._layouts[number], reduced, group=self._group.get())

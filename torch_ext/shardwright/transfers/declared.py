@@ -158,10 +158,8 @@ class Reader:
             raise ValueError(
                 f"{layout} has ranks {outside[:8]}, which are not in the group of {len(self._in_group)} ranks"
             )
-        if any(text.startswith("P(") for text in layout.placements):
-            raise ValueError(
-                f"{layout} has pending reductions; allowed are layouts without, as redistribute makes them"
-            )
+        if side == "destination" and any(text.startswith("P(") for text in layout.placements):
+            raise ValueError(f"{layout} has pending reductions; allowed are layouts without")
         if layout.mesh.coordinate(self.rank) is None:
             return
         if local is None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .. import _planner, argument_values, plain_tensors
+from .. import _planner, argument_checks, argument_values, plain_tensors
 from ..layout import Layout, Mesh
 from ..mapping.checking import Wanted, check
 from ..mapping.items import Item, items_of
@@ -62,11 +62,12 @@ def set_up(
     source = _read(lambda: reader.state_dict(state_dict, options.unused), reader)
     destination = _read(lambda: reader.destination(to), reader)
     given_rules = _rules(rules, problems)
-    device = _device(given_device, source, destination, group, reader)
+    device, kind = _device(given_device, source, destination, group, reader)
     mine = declare(source, destination)
     # A rank that could not read its arguments has said so; what others miss of it would only hide that.
-    agreed, found = agreement.agree(mine, options._asdict(), [*problems, *reader.problems], group)
+    agreed, found = agreement.agree(mine, {**options._asdict(), **kind}, [*problems, *reader.problems], group)
     made, order, more = _map(agreed, given_rules, options)
+    more += _overlaps(made, source, destination, reader.wrong, options.staging == "double")
     agreement.check_result(agreement.digest((made, order)), [*found, *more], group)
     return _numbered(agreed, made, order, source, destination, group, device)
 
@@ -102,7 +103,8 @@ def _device(
     destination: dict[str, Given],
     group: dist.ProcessGroup | None,
     reader: Reader,
-) -> torch.device:
+) -> tuple[torch.device, dict[str, str]]:
+    """Returns this rank's device, and its kind as ranks compare it; of ranks without tensors only if they name it."""
     first: dict[torch.device, str] = {}
     for found in (source, destination):
         for name, given in found.items():
@@ -112,10 +114,30 @@ def _device(
         said = ", ".join(f"{name} on {device}" for device, name in first.items())
         reader.problems.append(f"tensors are on several devices: {said}; allowed is one (on rank {reader.rank})")
     try:
-        return plain_tensors.device_among_many(asked, next(iter(first), None), group)
+        device = plain_tensors.device_among_many(asked, next(iter(first), None), group)
     except ValueError as error:
         reader.problems.append(f"{error} (on rank {reader.rank})")
-        return torch.device("cpu")
+        return torch.device("cpu"), {}
+    return device, {"device": device.type} if first or asked is not None else {}
+
+
+def _overlaps(
+    made: dict[str, Any], source: dict[str, Given], destination: dict[str, Given], wrong: set[str], stages: bool
+) -> list[str]:
+    """Sources that this rank reads, and destinations that it writes, in the same memory."""
+    used = {piece.source for mapped in made.values() for piece in mapped.pieces} - wrong
+    filled = made.keys() - wrong
+    read = {name: one.local for name, one in source.items() if name in used and one.local is not None}
+    written = {name: one.local for name, one in destination.items() if name in filled and one.local is not None}
+    # With a second copy nothing is written where a source is, until both are exchanged, in the source too if it is the
+    # same tensor.
+    return [
+        f"destination {to}: shares memory with source {of}; allowed is memory of its own"
+        + (" or, with staging='double', the same tensor" if mine is into else "")
+        + f" (on rank {dist.get_rank()})"
+        for of, to, mine, into in argument_checks.shared_memory(read, written)
+        if not (stages and mine is into)
+    ]
 
 
 def _map(agreed: Agreed, rules: Iterable[Rule], options: Options) -> tuple[dict[str, Any], list[str], list[str]]:

@@ -40,7 +40,8 @@ def transfer(
     other their layouts here, once.
 
     Args:
-        state_dict: this rank's tensors by name; None on ranks without any. Each is a DTensor, a pair of a local tensor
+        state_dict: this rank's tensors by name; None on ranks without any. Pending reductions are reduced at each
+            start, before it returns. Each is a DTensor, a pair of a local tensor
             and its `Layout`, or a tensor that is the same on all ranks that pass it. Dicts within it have their names
             joined by dots. Ranks may have different tensors, as stages of a pipeline do. They are read at every start,
             where they are; no transfer changes them.
@@ -141,12 +142,15 @@ class TransferHandle:
 
     def wait(self, swap: bool = True) -> None:
         """Waits until this rank's destination is complete. With ``staging="double"`` it is then exchanged for what was
-        there before, unless `swap` is False."""
-        if not self._is_waited_for:
-            self._owner._complete(self._run)
-            self._is_waited_for = True
-            if swap and self._owner._stages:
-                self._owner.swap()
+        there before, unless `swap` is False. What a `progress` function raises is raised at the end."""
+        if self._is_waited_for:
+            return
+        error = self._owner._complete(self._run)
+        self._is_waited_for = True
+        if swap and self._owner._stages:
+            self._owner.swap()
+        if error is not None:
+            raise error
 
 
 class Transfer:
@@ -267,13 +271,22 @@ class Transfer:
     def _plan(self, destinations: range, buckets: int) -> BoundBatch:
         return BoundBatch(self._made, destinations, self._options.bucket_bytes, buckets, self._group.get())
 
-    def _complete(self, run: batches.Run) -> None:
-        """Waits for each destination in the order of their arrival, and reports progress."""
+    def _complete(self, run: batches.Run) -> Exception | None:
+        """Waits for each destination in the order of their arrival, and reports progress.
+
+        Returns what the progress function raised, after which it is not called again.
+        """
+        failure = None
         with Progress(self._progress, self._made, dist.get_rank()) as report:
             for number in run.in_order():
                 run.wait_for(number)
-                report(number)
+                try:
+                    if failure is None:
+                        report(number)
+                except Exception as error:
+                    failure = error
             run.wait()
+        return failure
 
     def _receive(self) -> Iterator[tuple[str, Any]]:
         # Two groups are under way at a time, and share the buckets.
@@ -328,4 +341,4 @@ class Transfer:
 @functools.lru_cache(maxsize=1024)
 def _largest_part_bytes(layout: _planner.Layout) -> int:
     itemsize = int(getattr(torch, layout.dtype).itemsize)
-    return max(math.prod(layout.local_shape(rank)) for rank in layout.mesh.ranks) * itemsize
+    return itemsize * max(math.prod(layout.local_shape(rank)) for rank in layout.mesh.ranks)
