@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import re
 import types
-from collections.abc import Callable
+import unittest.mock as mock
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ import shardwright as sw
 import shardwright.parallel as sw_styles
 from meshes import get_mesh
 from pool import Pool
+from shardwright.fsdp.weights import Weight
 
 WIDTH, HIDDEN, ROWS = 18, 30, 4  # uneven over four ranks, and over two data-parallel ones besides two others
 
@@ -379,6 +382,20 @@ def test_kept_copies_over_tensor_parallelism(pool: Pool) -> None:
 # What optimizers see, and dims along which data is the same
 
 
+@contextlib.contextmanager
+def logged_moves() -> Iterator[list[str]]:
+    """Lists the moves of weights that start in the block."""
+    moves: list[str] = []
+    start_move = Weight.start_move
+
+    def log(weight: Weight, src: sw.Layout, dst: sw.Layout, *tensors: torch.Tensor) -> Any:
+        moves.append("gather" if dst == weight.use else "refresh" if src == weight.store else "reduce")
+        return start_move(weight, src, dst, *tensors)
+
+    with mock.patch.object(Weight, "start_move", log):
+        yield moves
+
+
 def _stores() -> None:
     """ZeRO-1 and others: gradients go to the store, rest is refreshed from it once a step."""
     one, two = get_mesh((4,)), get_mesh((2, 2))
@@ -403,7 +420,11 @@ def _stores() -> None:
             distribute_tensor(p.detach().full_tensor(), mesh, rest(p)).to_local().numel() for p in model.parameters()
         ]
         lacking = sum(own) - sum(p.to_local().numel() for p in model.parameters())
-        assert received_bytes(model, 1) - without == 4 * lacking, store(weight)
+        with logged_moves() as moves:
+            assert received_bytes(model, 1) - without == 4 * lacking, store(weight)
+        if "gather" in moves and "refresh" in moves:
+            first_gather = moves.index("gather")
+            assert "refresh" in moves[:first_gather] and "refresh" in moves[first_gather:], "gathers wait for no other"
 
 
 def _stores_over_tensor_parallelism() -> None:

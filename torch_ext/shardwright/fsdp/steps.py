@@ -281,8 +281,7 @@ class Runner:
         for unit in self.units:
             if unit.is_resident and not (keeps_held and unit.is_held):
                 unit.release()
-            unit.drop_kept()
-            unit.finish_refresh()
+            unit.end_step()
         self._uses = []
         self._plan = None
         self._clock = None
@@ -303,6 +302,14 @@ class Runner:
                 self._begin_sequence(key)
             self._uses.append(Use(units, kind, []))
             self._enter(len(self._uses) - 1)
+            if len(self._uses) == 1:
+                self._start_refreshes()
+
+    def _start_refreshes(self) -> None:
+        """Of all units whose gathers have not begun, in the order of their uses."""
+        planned = [index for use in self._plan.uses for index in use.units] if self._plan is not None else []
+        for index in dict.fromkeys([*planned, *range(len(self.units))]):
+            self.units[index].start_refresh()
 
     def _follow_stream(self) -> None:
         """Puts uses on different streams in order: a buffer may pass from one to the next."""
@@ -321,8 +328,10 @@ class Runner:
         for unit in self.units:
             if not unit.forwards:  # the one that opens has looked already
                 unit.take_up_changes()
+        measured = [unit for unit in self.units if any(w.carried.format.needs_largest for w in unit.weights)]
+        for unit in measured:
             unit.start_refresh()
-        weights = (weight for unit in self.units for weight in unit.weights)
+        weights = (weight for unit in measured for weight in unit.weights)
         measure(weight.measured for weight in weights if weight.carried.format.needs_largest)
         if self._plan is not None and self._arena.numel() < self._plan.schedule.arena_bytes:
             self._arena = torch.empty(self._plan.schedule.arena_bytes, dtype=torch.uint8, device=self._device)

@@ -320,6 +320,7 @@ class Unit:
         self.forwards: list[int] = []  # numbers of the forwards that are running, innermost last
         self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
         self.is_resident = False
+        self._is_refreshed = False  # in this step
         self.wishes = Wishes(stays)
         self._in_arena = False  # which has another use for its memory in the next step
         self.is_unsharded = False  # by `unshard`, and not used since
@@ -375,6 +376,7 @@ class Unit:
 
     def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:
         """Starts to gather: from the copy that is kept if it is up to date, else from rest."""
+        self.start_refresh()
         self.is_resident = True
         now = [(weight.sharded, weight.version) for weight in self.weights]
         from_kept = bool(self._kept_from) and not _differ(self._kept_from, now)
@@ -406,13 +408,17 @@ class Unit:
         self._kept_from = []
 
     def start_refresh(self) -> None:
-        """When a training step begins, starts to bring what is held at rest up to date with the parameters."""
-        for weight in self.weights:
-            weight.start_refresh(True)
+        """Once in a step, starts to bring what is held at rest up to date with the parameters."""
+        if not self._is_refreshed:
+            for weight in self.weights:
+                weight.start_refresh(True)
+        self._is_refreshed = True
 
-    def finish_refresh(self) -> None:
+    def end_step(self) -> None:
         for weight in self.weights:
             weight.finish_refresh()
+        self.drop_kept()
+        self._is_refreshed = False
 
     def finish_gather(self) -> None:
         if not self._is_arriving:
