@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwright as sw
 from fsdp_models import Mlp, batch, full, loss_of, part, shard
@@ -257,6 +258,61 @@ def _memory() -> None:
 
 def test_messages_are_part_of_the_peak(pool: Pool) -> None:
     pool.run(_memory, 2)
+
+
+def _other_layouts() -> None:
+    """Copies that are kept in part, and parameters that are stored in a finer layout, change nothing."""
+    mesh = get_mesh((4,))
+    for options in ({"mp_policy": POLICIES["reduced in bfloat16"]}, {"wire": "float8"}, {"wire": BF16}):
+        found = []
+        for layouts in (
+            {},
+            {"reshard_after_forward": 2},
+            {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0)]},
+        ):
+            model: Any = shard(Mlp(), sw.fully_shard, mesh, {"prefetch": 0}, **options, **layouts)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                loss_of(model, batch(step)).backward()
+                found.append([part(p.grad) for p in model.parameters()])
+                optimizer.step()
+                optimizer.zero_grad()
+            if "reshard_after_forward" in layouts:
+                (schedule,) = sw.fsdp.schedules(model)
+                assert any(from_copy for *_, from_copy in schedule.gathers)
+        for i, gradients in enumerate(found):
+            assert all(map(torch.equal, gradients, found[i % 3])), (options, i)
+
+
+def test_mixed_precision_in_other_layouts(pool: Pool) -> None:
+    pool.run(_other_layouts, 4)
+
+
+def _tensor_parallel() -> None:
+    """Scales are those of the whole weight, also where tensor parallelism cuts it; gradients too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    whole = torch.randn(9, 64) * torch.arange(1, 65)
+    inputs = [torch.randn(4, 64, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    each = [2 * (x @ whole.T).T @ x for x in inputs]
+    for wire, cut in (("float8", 0), ("float8_rowwise", 1), ("mxfp8", 1), ("mxfp8", 0)):
+        model: Any = nn.Linear(64, 9, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(cut)]))
+        sw.fully_shard(model, mesh=mesh["dp"], wire=wire)
+        model.unshard()
+        expected = expected_of(wire, whole)
+        assert isinstance(model.weight, DTensor) and model.weight.placements == (Shard(cut),)
+        assert torch.equal(model.weight.full_tensor(), expected), (wire, cut)
+        x = inputs[mesh.get_local_rank("dp")]
+        out = model(DTensor.from_local(x, mesh["tp"], [Replicate()]))
+        out.redistribute(mesh["tp"], [Replicate()]).to_local().square().sum().backward()
+        torch.testing.assert_close(
+            full(model.weight.grad), (each[0] + each[1]) / 2, rtol=0.1, atol=0.1 * float(each[0].abs().max())
+        )
+
+
+def test_tensor_parallel_weights_in_messages(pool: Pool) -> None:
+    pool.run(_tensor_parallel, 4)
 
 
 def _refusals() -> None:
