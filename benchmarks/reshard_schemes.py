@@ -110,8 +110,9 @@ def is_one_run(box: Box, part: Box) -> bool:
 def figures(problem: Problem, schedule: Schedule, topology: sw.Topology) -> dict[str, float]:
     """What the schedule costs the worst rank, with the formula that shardwright plans with.
 
-    A step costs its latency, a message's latency for each message that the worst rank receives, the larger of the most
-    bytes received and sent by a rank over the slowest link in use, and a copy of what the worst rank then holds.
+    A step costs its latency, a message's latency for each message that a rank receives or sends, whichever is most, the
+    bytes that the busiest rank receives or sends over the links that they take, and a copy of what the worst rank then
+    holds.
     """
     received: Counter[int] = Counter()
     sent: Counter[int] = Counter()
@@ -146,7 +147,7 @@ def _wire_picoseconds(problem: Problem, step: Step, moves: list[Message], topolo
     def node(rank: int) -> int:
         return rank // problem.ranks_per_node
 
-    count: Counter[int] = Counter(move.receiver for move in moves)
+    count = Counter(("in", move.receiver) for move in moves) + Counter(("out", move.sender) for move in moves)
     load: dict[bool, Counter[tuple[str, int]]] = defaultdict(Counter)
     for move in moves:
         is_between = node(move.sender) != node(move.receiver)
@@ -157,7 +158,8 @@ def _wire_picoseconds(problem: Problem, step: Step, moves: list[Message], topolo
     if step.is_pipelined:
         times = [max(load[b].values(), default=0) * link.ps_per_kib // 1024 for b, link in _links(topology)]
         return latency + max(times)
-    return latency + max((load[True] + load[False]).values()) * slowest.ps_per_kib // 1024
+    ranks = {*load[True], *load[False]}
+    return latency + max(sum(load[b][rank] * link.ps_per_kib for b, link in _links(topology)) for rank in ranks) // 1024
 
 
 def _links(topology: sw.Topology) -> list[tuple[bool, sw.Link]]:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "cost/topology.h"
 
@@ -12,10 +13,12 @@ namespace shardwright {
 struct Traffic {
   int64_t received_bytes = 0;
   int64_t sent_bytes = 0;
-  int64_t messages = 0;  // received
+  int64_t messages = 0;       // received
+  int64_t sent_messages = 0;  // in crossings and rearrangements; not counted in other steps
 
   Traffic operator+(const Traffic& other) const {
-    return {received_bytes + other.received_bytes, sent_bytes + other.sent_bytes, messages + other.messages};
+    return {received_bytes + other.received_bytes, sent_bytes + other.sent_bytes, messages + other.messages,
+            sent_messages + other.sent_messages};
   }
   bool operator==(const Traffic& other) const = default;
 };
@@ -27,10 +30,18 @@ struct StepFigures {
   int64_t messages = 0;       // received
   int64_t touched_bytes = 0;  // of local copies: what is held afterwards
   int64_t collectives = 1;    // one after the other
+  int64_t sent_messages = 0;  // of crossings and rearrangements; other steps count those received alone
+  // Of crossings that prefer a rank's own node: the larger of bytes received and sent, within nodes and between them.
+  // They are costed by the link that they take.
+  struct ByLink {
+    int64_t inside = 0;
+    int64_t between = 0;
+  };
+  std::optional<ByLink> by_link = std::nullopt;
 };
 
-// Step latency + messages x message latency + the larger of bytes received and sent over the slowest link that the
-// group crosses + local copies. A local step only copies.
+// Step latency + the larger of messages received and sent x message latency + the larger of bytes received and sent
+// over the slowest link that the group crosses + local copies. A local step only copies.
 int64_t predicted_picoseconds(bool local, const StepFigures& figures, const Link& link, const Topology& topology);
 
 // The time for some bytes at a rate, a product and a sum. All saturate at a ceiling that is low enough for the sums of

@@ -17,7 +17,7 @@
 namespace shardwright {
 
 struct Link {
-  int64_t message_ps = 0;  // per message received
+  int64_t message_ps = 0;  // per message received, or sent in a crossing if those are more
   int64_t ps_per_kib = 0;  // per rank: the larger of bytes sent and received; a shared NIC is counted in here
   bool operator==(const Link&) const = default;
 };

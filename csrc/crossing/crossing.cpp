@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "crossing/node_sharing.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -16,19 +17,20 @@ bool by_peer(const Crossing::Parcel& a, const Crossing::Parcel& b) { return a.pe
 
 }  // namespace
 
-Crossing::Crossing(const Layout& src, const Layout& dst, Sharing sharing)
-    : Crossing(Grid(src), Grid(dst), src.dtype().size_bytes(), sharing) {
+Crossing::Crossing(const Layout& src, const Layout& dst, Sharing sharing, int64_t ranks_per_node)
+    : Crossing(Grid(src), Grid(dst), src.dtype().size_bytes(), sharing, 0, ranks_per_node) {
   check_invariant(src.shape() == dst.shape() && src.dtype() == dst.dtype(), "a crossing from ", src.to_string(), " to ",
                   dst.to_string());
 }
 
-Crossing::Crossing(Grid src, Grid dst, int64_t item_bytes, Sharing sharing, int64_t first_turn)
+Crossing::Crossing(Grid src, Grid dst, int64_t item_bytes, Sharing sharing, int64_t first_turn, int64_t ranks_per_node)
     : sharing_(sharing),
       item_bytes_(item_bytes),
       src_(std::move(src)),
       dst_(std::move(dst)),
       ranks_(src_.ranks()),
-      first_turn_(first_turn % src_.replicas()) {
+      first_turn_(first_turn % src_.replicas()),
+      ranks_per_node_(ranks_per_node) {
   check_invariant(src_.ndim() == dst_.ndim(), "a crossing from ", src_.ndim(), " to ", dst_.ndim(), " dims");
   check_invariant(sharing != Sharing::kNone, "a crossing without sharing");
   for (int t = 0; t < src_.ndim(); ++t) meetings_.emplace_back(src_.lists(t), dst_.lists(t));
@@ -48,6 +50,52 @@ Crossing::Crossing(Grid src, Grid dst, int64_t item_bytes, Sharing sharing, int6
     const Line line = line_of(src_.slots_of(part));
     if (length(line) > 0) least_stretch_ = std::min(least_stretch_, line.stretch);
   }
+  if (sharing == Sharing::kNodes) share_among_nodes();
+}
+
+void Crossing::share_among_nodes() {
+  check_invariant(ranks_per_node_ > 0, "a crossing that prefers nodes of ", ranks_per_node_, " ranks");
+  for (int64_t part = 0; part < src_.parts(); ++part) {
+    const Line line = line_of(src_.slots_of(part));
+    std::vector<Rank> holders;
+    for (int64_t turn = 0; turn < src_.replicas(); ++turn) holders.push_back(holder(line, turn));
+    std::vector<Need> needs;
+    for (int64_t number = 0; number < num_places(line); ++number) {
+      const int64_t elements = place(line, number).elements;
+      if (elements > 0) needs.push_back({needer(line, number), elements});
+    }
+    for (const auto& [from, to, range] : share_by_nodes(holders, needs, ranks_per_node_, kMostInside * stretch_)) {
+      sends_[from].push_back({to, range});
+      receives_[to].push_back({from, range});
+    }
+  }
+  for (auto* all : {&sends_, &receives_}) {
+    for (auto& [rank, parcels] : *all) std::sort(parcels.begin(), parcels.end(), by_peer);
+  }
+}
+
+int64_t Crossing::num_meetings() const {
+  int64_t meetings = dst_.replicas();
+  for (int t = 0; t < src_.ndim(); ++t) {
+    int64_t of_dim = 0;
+    const auto slots = static_cast<int64_t>(src_.lists(t).size());
+    for (int64_t slot = 0; slot < slots; ++slot) of_dim += static_cast<int64_t>(meetings_[t].of_src(slot).size());
+    meetings = saturating_product(meetings, of_dim);
+  }
+  return meetings;
+}
+
+Crossing::Inside Crossing::inside(Rank rank) const {
+  Inside inside;
+  for (const Parcel& parcel : sends(rank)) {
+    if (number(parcel.peer) / ranks_per_node_ != number(rank) / ranks_per_node_) continue;
+    inside.sent_bytes += (parcel.range.end - parcel.range.begin) * item_bytes_;
+  }
+  for (const Parcel& parcel : receives(rank)) {
+    if (number(parcel.peer) / ranks_per_node_ != number(rank) / ranks_per_node_) continue;
+    inside.received_bytes += (parcel.range.end - parcel.range.begin) * item_bytes_;
+  }
+  return inside;
 }
 
 Rank Crossing::holder(const Line& line, int64_t turn) const {
@@ -143,6 +191,22 @@ int64_t Crossing::first_served(const Line& line, int64_t turn) const {
   return low;
 }
 
+// If parcels are split, the place that the next holder serves first may be served by this one too.
+int64_t Crossing::end_served(const Line& line, int64_t turn) const {
+  const int64_t next = first_served(line, turn + 1);
+  const bool is_shared =
+      sharing_ == Sharing::kBytes && next < num_places(line) && place(line, next).begin < line.stretch * (turn + 1);
+  return next + (is_shared ? 1 : 0);
+}
+
+int64_t Crossing::num_present(const Line& line, int64_t first, int64_t end) {
+  const auto before = [&](int64_t number) {
+    return std::partition_point(line.absent.begin(), line.absent.end(),
+                                [&](const Absent& one) { return one.place < number; });
+  };
+  return end - first - (before(end) - before(first));
+}
+
 Interval Crossing::served(const Line& line, const Place& place, int64_t turn) const {
   if (sharing_ == Sharing::kMessages) {
     return {0, (2 * place.begin + place.elements) / (2 * line.stretch) == turn ? place.elements : 0};
@@ -165,15 +229,17 @@ Rank Crossing::needer(const Line& line, int64_t number) const {
 }
 
 std::vector<Crossing::Parcel> Crossing::sends(Rank rank) const {
+  if (sharing_ == Sharing::kNodes) {
+    const auto found = sends_.find(rank);
+    return found == sends_.end() ? std::vector<Parcel>{} : found->second;
+  }
   std::vector<Parcel> parcels;
   const std::optional<Grid::Seat> holds = src_.seat_of(rank);
   if (!holds) return parcels;
   const Line line = line_of(holds->slots);
   const int64_t turn = turn_of(*holds);
-  const int64_t end = first_served(line, turn + 1);
-  // The last place may be served by both this rank and the next.
-  const int64_t last = sharing_ == Sharing::kBytes ? std::min(end + 1, num_places(line)) : end;
-  for (int64_t number = first_served(line, turn); number < last; ++number) {
+  const int64_t end = end_served(line, turn);
+  for (int64_t number = first_served(line, turn); number < end; ++number) {
     const Interval range = served(line, place(line, number), turn);
     if (range.begin < range.end) parcels.push_back({needer(line, number), range});
   }
@@ -183,6 +249,12 @@ std::vector<Crossing::Parcel> Crossing::sends(Rank rank) const {
 
 template <typename Visit>
 void Crossing::for_each_received(Rank rank, const Visit& visit) const {
+  if (sharing_ == Sharing::kNodes) {
+    const auto found = receives_.find(rank);
+    if (found == receives_.end()) return;
+    for (const Parcel& parcel : found->second) visit(parcel.peer, parcel.range);
+    return;
+  }
   const std::optional<Grid::Seat> needs = dst_.seat_of(rank);
   if (!needs) return;
   const std::optional<Grid::Seat> holds = src_.seat_of(rank);
@@ -208,14 +280,13 @@ void Crossing::for_each_received(Rank rank, const Visit& visit) const {
     const bool in_whole = sharing_ == Sharing::kMessages;
     const int64_t first = in_whole ? (2 * at.begin + at.elements) / (2 * line.stretch) : at.begin / line.stretch;
     const int64_t last = in_whole ? first : (at.begin + at.elements - 1) / line.stretch;
-    for (int64_t turn = first; turn <= last; ++turn) visit(line, turn, served(line, at, turn));
+    for (int64_t turn = first; turn <= last; ++turn) visit(holder(line, turn), served(line, at, turn));
   }
 }
 
 std::vector<Crossing::Parcel> Crossing::receives(Rank rank) const {
   std::vector<Parcel> parcels;
-  for_each_received(
-      rank, [&](const Line& line, int64_t turn, Interval range) { parcels.push_back({holder(line, turn), range}); });
+  for_each_received(rank, [&](Rank from, Interval range) { parcels.push_back({from, range}); });
   std::sort(parcels.begin(), parcels.end(), by_peer);
   return parcels;
 }
@@ -238,24 +309,36 @@ bool Crossing::communicates() const {
   return std::any_of(ranks_.begin(), ranks_.end(), [&](Rank rank) { return received_elements(rank) > 0; });
 }
 
-int64_t Crossing::sent_elements(Rank rank) const {
-  const std::optional<Grid::Seat> holds = src_.seat_of(rank);
-  if (!holds) return 0;
-  const Line line = line_of(holds->slots);
-  if (sharing_ == Sharing::kBytes) {
-    return std::clamp<int64_t>(length(line) - line.stretch * turn_of(*holds), 0, line.stretch);
+int64_t Crossing::sent_elements(Rank rank) const { return sent(rank).elements; }
+
+Crossing::Sent Crossing::sent(Rank rank) const {
+  if (sharing_ == Sharing::kNodes) {
+    Sent sent;
+    for (const Parcel& parcel : sends(rank)) sent.elements += parcel.range.end - parcel.range.begin;
+    sent.parcels = static_cast<int64_t>(sends(rank).size());
+    return sent;
   }
-  const int64_t first = first_served(line, turn_of(*holds));
-  const int64_t end = first_served(line, turn_of(*holds) + 1);
-  return place(line, end).begin - place(line, first).begin;
+  const std::optional<Grid::Seat> holds = src_.seat_of(rank);
+  if (!holds) return {};
+  const Line line = line_of(holds->slots);
+  const int64_t turn = turn_of(*holds);
+  const int64_t first = first_served(line, turn);
+  const int64_t end = end_served(line, turn);
+  const int64_t parcels = num_present(line, first, end);
+  if (sharing_ == Sharing::kBytes) {
+    return {std::clamp<int64_t>(length(line) - line.stretch * turn, 0, line.stretch), parcels};
+  }
+  return {place(line, end).begin - place(line, first).begin, parcels};
 }
 
 int64_t Crossing::parcels_received_at_most(Rank rank) const {
+  if (sharing_ == Sharing::kNodes) return static_cast<int64_t>(receives(rank).size());
   const int64_t parts = parts_received(rank);
   return sharing_ == Sharing::kMessages ? parts : 2 * parts + received_elements(rank) / least_stretch_;
 }
 
 int64_t Crossing::parcels_sent_at_most(Rank rank) const {
+  if (sharing_ == Sharing::kNodes) return static_cast<int64_t>(sends(rank).size());
   const std::optional<Grid::Seat> holds = src_.seat_of(rank);
   if (!holds) return 0;
   const Line line = line_of(holds->slots);
@@ -277,14 +360,19 @@ int64_t Crossing::parts_received(Rank rank) const {
 }
 
 Traffic Crossing::at(Rank rank, int64_t rounds) const {
-  Traffic traffic{received_elements(rank) * item_bytes_, sent_elements(rank) * item_bytes_, 0};
+  const Sent all_sent = sent(rank);
+  Traffic traffic{received_elements(rank) * item_bytes_, all_sent.elements * item_bytes_, 0, all_sent.parcels};
   if (rounds == 1 && sharing_ == Sharing::kMessages) {
     traffic.messages = parts_received(rank);
     return traffic;
   }
-  for_each_received(rank, [&](const Line&, int64_t, Interval range) {
-    traffic.messages += std::min(rounds, range.end - range.begin);
-  });
+  if (rounds > 1) {
+    traffic.sent_messages = 0;
+    for (const Parcel& parcel : sends(rank)) {
+      traffic.sent_messages += std::min(rounds, parcel.range.end - parcel.range.begin);
+    }
+  }
+  for_each_received(rank, [&](Rank, Interval range) { traffic.messages += std::min(rounds, range.end - range.begin); });
   return traffic;
 }
 
@@ -305,7 +393,15 @@ Crossing::Totals Crossing::totals(int64_t rounds) const {
     totals.worst.received_bytes = std::max(totals.worst.received_bytes, one.received_bytes);
     totals.worst.sent_bytes = std::max(totals.worst.sent_bytes, one.sent_bytes);
     totals.worst.messages = std::max(totals.worst.messages, one.messages);
+    totals.worst.sent_messages = std::max(totals.worst.sent_messages, one.sent_messages);
     totals.received_bytes_sum += one.received_bytes;
+    if (sharing_ != Sharing::kNodes) continue;
+    const Inside within = inside(rank);
+    if (!totals.worst.by_link) totals.worst.by_link.emplace();
+    StepFigures::ByLink& most = *totals.worst.by_link;
+    most.inside = std::max({most.inside, within.received_bytes, within.sent_bytes});
+    most.between =
+        std::max({most.between, one.received_bytes - within.received_bytes, one.sent_bytes - within.sent_bytes});
   }
   totals.worst.touched_bytes = largest_result_bytes();
   return totals;
@@ -328,9 +424,7 @@ bool Crossing::crosses_nodes(int64_t ranks_per_node) const {
   if (node_of(ranks_.front()) == node_of(ranks_.back())) return false;
   for (const Rank rank : ranks_) {
     bool crosses = false;
-    for_each_received(rank, [&](const Line& line, int64_t turn, Interval) {
-      crosses = crosses || node_of(holder(line, turn)) != node_of(rank);
-    });
+    for_each_received(rank, [&](Rank from, Interval) { crosses = crosses || node_of(from) != node_of(rank); });
     if (crosses) return true;
   }
   return false;

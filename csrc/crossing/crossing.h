@@ -19,12 +19,17 @@
 //   [0, 6)    0, 1       4: [0, 4)    5: [4, 6)           0 -> 4: [0, 3)    1 -> 4: [3, 4)    1 -> 5: [4, 6)
 //   [6, 12)   2, 3       5: [6, 8)    6: [8, 12)          2 -> 5: [6, 8)    2 -> 6: [8, 9)    3 -> 6: [9, 12)
 //
-// The result depends only on the two layouts and is the same on all ranks. No function takes time proportional to ranks
+// With Sharing::kNodes a line is divided by the nodes of its needers (crossing/node_sharing.h): holders serve their own
+// node first, each up to kMostInside times the longest stretch, and the rest is divided evenly.
+//
+// The result depends only on the two layouts and is the same on all ranks. Except for kNodes, which lists all parcels,
+// no function takes time proportional to ranks
 // times ranks: places in a line are computed tensor dim by tensor dim, and the sends or receives of one rank take time
 // in proportion to its parcels.
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <span>
 #include <vector>
 
@@ -38,12 +43,15 @@ namespace shardwright {
 
 class Crossing {
  public:
-  // The layouts must have the same shape and dtype and no partials, and `sharing` must be kMessages or kBytes.
-  // Otherwise throws InvariantError.
-  Crossing(const Layout& src, const Layout& dst, Sharing sharing);
+  // The layouts must have the same shape and dtype and no partials, and `sharing` must not be kNone. With kNodes, nodes
+  // are `ranks_per_node` consecutive ranks. Otherwise throws InvariantError.
+  Crossing(const Layout& src, const Layout& dst, Sharing sharing, int64_t ranks_per_node = 0);
   // The same of grids with equal dims, which may be boxes of tensors with other shapes. The holder with number
   // `first_turn` among a part's replicas serves the first stretch, and after the last one the first follows.
-  Crossing(Grid src, Grid dst, int64_t item_bytes, Sharing sharing, int64_t first_turn = 0);
+  Crossing(Grid src, Grid dst, int64_t item_bytes, Sharing sharing, int64_t first_turn = 0, int64_t ranks_per_node = 0);
+
+  // Within its node a holder sends at most so many times the longest stretch.
+  static constexpr int64_t kMostInside = 4;
 
   const Grid& src() const { return src_; }
   const Grid& dst() const { return dst_; }
@@ -64,7 +72,7 @@ class Crossing {
   std::vector<Parcel> sends(Rank rank) const;
   std::vector<Parcel> receives(Rank rank) const;
 
-  // In `messages`, a parcel counts once per round, but at most once per element.
+  // In messages, a parcel counts once per round, but at most once per element.
   Traffic at(Rank rank, int64_t rounds = 1) const;
 
   // Return how much a rank needs and does not hold, and how much it sends, without a walk over its peers.
@@ -81,6 +89,15 @@ class Crossing {
 
   // Returns whether some rank receives something.
   bool communicates() const;
+  // Returns a number of parcels that all ranks together exchange at least where every holder serves whole messages.
+  int64_t num_meetings() const;
+
+  // What of a rank's traffic stays within its node, in bytes. With Sharing::kNodes alone.
+  struct Inside {
+    int64_t received_bytes = 0;
+    int64_t sent_bytes = 0;
+  };
+  Inside inside(Rank rank) const;
 
   // The largest value of each figure over all ranks, and what all ranks receive together.
   struct Totals {
@@ -88,8 +105,8 @@ class Crossing {
     int64_t received_bytes_sum = 0;
   };
   Totals totals(int64_t rounds = 1) const;
-  // What totals().worst is no less than, without a walk over parcels. Of kMessages only what is sent may be more, of
-  // kBytes only the messages.
+  // What totals().worst is no less than, without a walk over parcels: messages sent are left out, of kMessages what is
+  // sent may be more, and of kBytes the messages.
   StepFigures worst_at_least() const;
 
   // Returns whether some parcel goes from one node to another. A node is `ranks_per_node` consecutive ranks; with 0
@@ -118,12 +135,22 @@ class Crossing {
   };
 
   void find_absent();
+  void share_among_nodes();
   Line line_of(std::vector<int64_t> slots) const;
   int64_t num_places(const Line& line) const { return line.places * dst_.replicas(); }
   int64_t length(const Line& line) const;
   Place place(const Line& line, int64_t number) const;
   // Returns the number of the first place that is served by a holder with this turn or a later one.
   int64_t first_served(const Line& line, int64_t turn) const;
+  // Returns the number of the place after the last one that is served by the holder with this turn.
+  int64_t end_served(const Line& line, int64_t turn) const;
+  // Returns how many of the places [first, end) have elements.
+  static int64_t num_present(const Line& line, int64_t first, int64_t end);
+  struct Sent {
+    int64_t elements = 0;
+    int64_t parcels = 0;
+  };
+  Sent sent(Rank rank) const;
   // Returns what the holder with this turn sends to a place.
   Interval served(const Line& line, const Place& place, int64_t turn) const;
   Rank needer(const Line& line, int64_t number) const;
@@ -131,7 +158,7 @@ class Crossing {
   int64_t turn_of(const Grid::Seat& seat) const;
   int64_t parts_received(Rank rank) const;
   int64_t largest_result_bytes() const;
-  // Calls visit(line of the part, turn of the holder, range).
+  // Calls visit(holder, range).
   template <typename Visit>
   void for_each_received(Rank rank, const Visit& visit) const;
 
@@ -145,6 +172,10 @@ class Crossing {
   int64_t stretch_ = 1;                      // elements, at most
   int64_t least_stretch_ = 1;                // elements, of any line
   int64_t first_turn_ = 0;
+  // With Sharing::kNodes.
+  int64_t ranks_per_node_ = 0;
+  std::map<Rank, std::vector<Parcel>> sends_;
+  std::map<Rank, std::vector<Parcel>> receives_;
 };
 
 }  // namespace shardwright

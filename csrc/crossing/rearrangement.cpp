@@ -408,7 +408,10 @@ Traffic Rearrangement::at(Rank rank, int64_t rounds) const {
   const auto received = received_by_.find(rank);
   const auto size = [&](size_t i) { return deliveries_[i].range.end - deliveries_[i].range.begin; };
   if (sent != sent_by_.end()) {
-    for (const size_t i : sent->second) traffic.sent_bytes += size(i) * item_bytes_;
+    for (const size_t i : sent->second) {
+      traffic.sent_bytes += size(i) * item_bytes_;
+      traffic.sent_messages += std::min(rounds, size(i));
+    }
   }
   if (received != received_by_.end()) {
     for (const size_t i : received->second) traffic.messages += std::min(rounds, size(i));
@@ -423,6 +426,7 @@ StepFigures Rearrangement::worst(int64_t rounds) const {
     worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);
     worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);
     worst.messages = std::max(worst.messages, one.messages);
+    worst.sent_messages = std::max(worst.sent_messages, one.sent_messages);
   }
   for (int64_t p = 0; p < dst_.mesh->size(); ++p) {
     worst.touched_bytes = std::max(worst.touched_bytes, num_elements(region(dst_, p)) * item_bytes_);

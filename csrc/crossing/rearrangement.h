@@ -81,7 +81,7 @@ class Rearrangement {
   int64_t sent_elements(Rank rank) const;
   int64_t parcels_received(Rank rank) const;
   int64_t parcels_sent(Rank rank) const;
-  // In `messages`, a parcel counts once per round, but at most once per element.
+  // In messages, a parcel counts once per round, but at most once per element.
   Traffic at(Rank rank, int64_t rounds = 1) const;
   StepFigures worst(int64_t rounds = 1) const;
   // Returns whether some parcel goes from one node to another. A node is `ranks_per_node` consecutive ranks; with 0

@@ -12,10 +12,12 @@ const char* sharing_name(Sharing sharing) {
       return "messages";
     case Sharing::kBytes:
       return "bytes";
+    case Sharing::kNodes:
+      return "nodes";
   }
   return "?";
 }
 
-Sharing parse_sharing(const std::string& name) { return parse_name("sharing", name, Sharing::kBytes, sharing_name); }
+Sharing parse_sharing(const std::string& name) { return parse_name("sharing", name, Sharing::kNodes, sharing_name); }
 
 }  // namespace shardwright

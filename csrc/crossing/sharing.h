@@ -8,10 +8,11 @@ namespace shardwright {
 
 // For exchanges, and for crossings (crossing/crossing.h), which are never kNone. kNone: each receiver receives from the
 // holder with its own coordinates. kMessages: the holders share the sending in whole messages. kBytes: all holders send
-// equally much, to the element, which splits some messages.
-enum class Sharing : uint8_t { kNone, kMessages, kBytes };
+// equally much, to the element, which splits some messages. kNodes, for crossings alone: receivers are served by
+// holders on their own node where there are any (crossing/node_sharing.h).
+enum class Sharing : uint8_t { kNone, kMessages, kBytes, kNodes };
 
-const char* sharing_name(Sharing sharing);       // "none", "messages" or "bytes"
+const char* sharing_name(Sharing sharing);       // "none", "messages", "bytes" or "nodes"
 Sharing parse_sharing(const std::string& name);  // throws UserError
 
 }  // namespace shardwright

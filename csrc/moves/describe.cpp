@@ -20,14 +20,20 @@ std::string to_string(const Plan& plan, const TrafficTotals* traffic) {
                    step.after.placements_string());
     if (step.ordered) text += ", in rank order";
     if (step.sharing != Sharing::kNone && !is_crossing(step.op)) text += ", replicas share the sending";
+    if (step.sharing == Sharing::kNodes) text += ", from the own node first";
     if (step.rounds > 1) text += concat(", in ", step.rounds, " rounds");
     if (is_local(step.op)) {
       text += ", local";
       continue;
     }
-    const TrafficTotals t = traffic != nullptr && communicating == 1 ? *traffic : totals(step, plan.lowering);
+    const bool is_all = traffic != nullptr && communicating == 1 && plan.pieces.count == 1;
+    const TrafficTotals t = is_all ? *traffic : totals(step, plan.lowering);
     text += concat(", receives at most ", bytes_text(t.received_bytes_max), " in ", t.messages_max, " messages, about ",
                    microseconds_text(predicted_picoseconds(step, plan.lowering, plan.topology)));
+  }
+  if (plan.pieces.count > 1) {
+    text += concat("\n  in ", plan.pieces.count, " pieces of dim ", plan.pieces.tensor_dim,
+                   ", each one step behind the one before it, about ", microseconds_text(predicted_picoseconds(plan)));
   }
   return text;
 }

@@ -1,10 +1,15 @@
 #include "moves/figures.h"
 
 #include <algorithm>
+#include <array>
+#include <optional>
+#include <utility>
+#include <vector>
 
 #include "crossing/rearrangement.h"
 #include "moves/extremes.h"
 #include "moves/move_table.h"
+#include "moves/pieces.h"
 #include "moves/traffic.h"
 
 namespace shardwright {
@@ -17,13 +22,26 @@ bool first_hold_most(const Layout& layout) {
   });
 }
 
+// Whether parts are unequal and some cut is of another rule than chunks. Then ranks between the corners of a group may
+// do more than those there.
+bool is_uneven_by_rule(const Step& step) {
+  if (step.before.has_equal_parts() && step.after.has_equal_parts()) return false;
+  const auto has_rule = [](const Layout& layout) {
+    return std::any_of(layout.cuts().begin(), layout.cuts().end(), [](const std::vector<Cut>& cuts) {
+      return std::any_of(cuts.begin(), cuts.end(), [](const Cut& c) { return !c.rule.is_strided_or_chunks(); });
+    });
+  };
+  return has_rule(step.before) || has_rule(step.after);
+}
+
 // Over the classes of ranks in the group of first coordinates, or in all groups.
 StepFigures figures_by_walking(const Step& step, Lowering lowering) {
   StepFigures worst;
   const StepTraffic traffic(step, lowering);
   const int64_t item = step.before.dtype().size_bytes();
   const Mesh& mesh = step.before.mesh();
-  const bool one_group_is_enough = first_hold_most(step.before) && first_hold_most(step.after);
+  const bool one_group_is_enough =
+      !is_uneven_by_rule(step) && first_hold_most(step.before) && first_hold_most(step.after);
   RankClasses classes(mesh);
   traffic.tell_apart(classes);
   for (const int64_t position : classes.seen().positions) {
@@ -49,21 +67,19 @@ Link link_of(const Crossing& crossing, const Topology& topology) {
   return crossing.crosses_nodes(topology.ranks_per_node) ? topology.between : topology.inside;
 }
 
-namespace {
-
 Link link_of(const Step& step, const Topology& topology) {
-  if (step.op == StepOp::kCross) return link_of(Crossing(step.before, step.after, step.sharing), topology);
+  if (step.op == StepOp::kCross) return link_of(crossing_of(step), topology);
   if (step.op != StepOp::kRearrange) return topology.link(step.before.mesh(), step.mesh_dims);
   const Rearrangement move(step.before, step.after, step.sharing);
   return move.crosses_nodes(topology.ranks_per_node) ? topology.between : topology.inside;
 }
 
-}  // namespace
-
 StepFigures figures(const Step& step, Lowering lowering) {
-  if (step.op == StepOp::kCross) return Crossing(step.before, step.after, step.sharing).totals(step.rounds).worst;
+  if (step.op == StepOp::kCross) return crossing_of(step).totals(step.rounds).worst;
   if (step.op == StepOp::kRearrange) return Rearrangement(step.before, step.after, step.sharing).worst(step.rounds);
-  if (step.sharing == Sharing::kBytes || step.rounds > 1) return figures_by_walking(step, lowering);
+  const bool walks =
+      step.sharing == Sharing::kBytes || step.rounds > 1 || (!is_local(step.op) && is_uneven_by_rule(step));
+  if (walks) return figures_by_walking(step, lowering);
   MoveTable table(step.before, lowering, step.ordered);
   const MoveTable::State before = table.state(step.before.cuts(), step.before.partial_dims());
   const MoveTable::State after = table.state(step.after.cuts(), step.after.partial_dims());
@@ -81,12 +97,123 @@ int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topolog
   return predicted_picoseconds(step, figures(step, lowering), topology);
 }
 
+namespace {
+
+// What ranks send and receive in one step, in picoseconds, by link: within nodes, and between them or over a mesh dim
+// with a link of its own.
+struct Stage {
+  bool communicates = false;
+  int64_t latency = 0;
+  enum Lane { kIn, kOut, kInBetween, kOutBetween, kNumLanes };
+  std::array<std::vector<int64_t>, kNumLanes> lanes;  // by rank
+};
+
+Stage stage_of(const Step& step, const Plan& plan, const std::vector<Rank>& ranks) {
+  Stage stage;
+  const StepFigures worst = figures(step, plan.lowering);
+  if (is_local(step.op) || (is_crossing(step.op) && worst.messages == 0)) return stage;
+  stage.communicates = true;
+  const Topology& topology = plan.topology;
+  const Link link = link_of(step, topology);
+  const int64_t messages = std::max(worst.messages, worst.sent_messages);
+  stage.latency = saturating_sum(worst.collectives * topology.step_ps, saturating_product(messages, link.message_ps));
+  const bool is_inside = link == topology.inside;
+  std::optional<Crossing> by_node;
+  if (step.sharing == Sharing::kNodes && !is_inside) by_node = crossing_of(step);
+  const TrafficOfRanks traffic(step, plan.lowering);
+  for (const Rank rank : ranks) {
+    const Traffic all = traffic.at(rank);
+    Crossing::Inside inside;
+    if (is_inside) inside = {all.received_bytes, all.sent_bytes};
+    if (by_node) inside = by_node->inside(rank);
+    stage.lanes[Stage::kIn].push_back(scaled(inside.received_bytes, topology.inside.ps_per_kib));
+    stage.lanes[Stage::kOut].push_back(scaled(inside.sent_bytes, topology.inside.ps_per_kib));
+    stage.lanes[Stage::kInBetween].push_back(scaled(all.received_bytes - inside.received_bytes, link.ps_per_kib));
+    stage.lanes[Stage::kOutBetween].push_back(scaled(all.sent_bytes - inside.sent_bytes, link.ps_per_kib));
+  }
+  return stage;
+}
+
+class Pipeline {
+ public:
+  explicit Pipeline(const Plan& plan) : num_ranks_(ranks_of(plan).size()) {
+    const std::vector<Rank> ranks = ranks_of(plan);
+    for (const Step& step : plan.steps) {
+      stages_.push_back(stage_of(step, plan, ranks));
+      copies_ += scaled(figures(step, plan.lowering).touched_bytes, plan.topology.memory_ps_per_kib);
+    }
+    copies_ += scaled(plan.src.largest_part_bytes() + plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
+  }
+
+  // The time of `count` pieces. The stages are those of a tensor of `tensor_of` pieces.
+  int64_t picoseconds(int64_t count, int64_t tensor_of) const {
+    const auto last = static_cast<int64_t>(stages_.size()) - 1;
+    int64_t total = saturating_product(copies_, count) / tensor_of;
+    std::optional<std::pair<int64_t, int64_t>> known;
+    int64_t of_known = 0;
+    for (int64_t slot = 0; slot < count + last; ++slot) {
+      const std::pair<int64_t, int64_t> taken{std::max<int64_t>(slot - count + 1, 0), std::min(slot, last)};
+      if (known != taken) of_known = slot_picoseconds(taken.first, taken.second, tensor_of);
+      known = taken;
+      total = saturating_sum(total, of_known);
+    }
+    return total;
+  }
+
+ private:
+  int64_t slot_picoseconds(int64_t first, int64_t last, int64_t tensor_of) const {
+    int64_t latency = 0;
+    for (int64_t s = first; s <= last; ++s) latency = saturating_sum(latency, stages_[s].latency);
+    int64_t most = 0;
+    for (int lane = 0; lane < Stage::kNumLanes; ++lane) {
+      for (size_t rank = 0; rank < num_ranks_; ++rank) {
+        int64_t load = 0;
+        for (int64_t s = first; s <= last; ++s) {
+          if (stages_[s].communicates) load += stages_[s].lanes[lane][rank];
+        }
+        most = std::max(most, load);
+      }
+    }
+    return saturating_sum(latency, most / tensor_of);
+  }
+
+  size_t num_ranks_;
+  std::vector<Stage> stages_;
+  int64_t copies_ = 0;
+};
+
+}  // namespace
+
 int64_t predicted_picoseconds(const Plan& plan) {
+  if (plan.pieces.count > 1) return Pipeline(plan_of_piece(plan)).picoseconds(plan.pieces.count, 1);
   int64_t total = 0;
   for (const Step& step : plan.steps) {
     total = saturating_sum(total, predicted_picoseconds(step, plan.lowering, plan.topology));
   }
   return total;
+}
+
+Pieces best_pieces(const Plan& plan) {
+  if (plan.steps.size() < 2 || static_cast<int64_t>(ranks_of(plan).size()) > kMaxRanksInPieces) return {};
+  Pieces most;
+  for (int t = 0; t < plan.src.ndim(); ++t) {
+    const int64_t cell = cell_length(plan, t);
+    Pieces pieces{t, 1};
+    while (cell > 0 && pieces.count < kMaxPieces && cell % (2 * pieces.count) == 0) pieces.count *= 2;
+    if (pieces.count > most.count) most = pieces;
+  }
+  if (most.count == 1 || !may_go_in(plan, most)) return {};
+  const Pipeline pipeline(plan);
+  Pieces best;
+  int64_t least = predicted_picoseconds(plan);
+  for (int64_t count = 2; count <= most.count; count *= 2) {
+    const int64_t time = pipeline.picoseconds(count, count);
+    if (time < least) {
+      least = time;
+      best = {most.tensor_dim, count};
+    }
+  }
+  return best;
 }
 
 }  // namespace shardwright

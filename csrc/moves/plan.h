@@ -20,6 +20,15 @@ enum class Objective : uint8_t { kTime, kBytes };
 Objective parse_objective(const std::string& name);  // "time" or "bytes"; throws UserError
 const char* objective_name(Objective objective);
 
+// Into how many equal pieces of a tensor dim a plan divides the tensor. Each piece takes all steps, and the next piece
+// takes a step while the one before it takes the following one (moves/pieces.h). Only plans between two meshes have
+// more than one piece.
+struct Pieces {
+  int tensor_dim = 0;
+  int64_t count = 1;
+  bool operator==(const Pieces&) const = default;
+};
+
 struct Plan {
   Layout src;
   Layout dst;
@@ -30,6 +39,7 @@ struct Plan {
   // sparse moves.
   bool named_groups_only = false;
   std::vector<Step> steps;
+  Pieces pieces = {};
 };
 
 // Whether source and destination lie on different meshes. Then one step leads from the one to the other.

@@ -47,6 +47,8 @@ struct Step {
   // For a reduction: contributions are exchanged and summed by this library in the order of positions, never by a
   // native collective.
   bool ordered = false;
+  // With Sharing::kNodes: so many consecutive ranks are a node.
+  int64_t ranks_per_node = 0;
 };
 
 // "all_gather over dp+tp", or "cross to stage=2,tp=4".

@@ -3,24 +3,46 @@
 #include <algorithm>
 #include <optional>
 #include <utility>
-#include <variant>
 
 #include "crossing/bounds.h"
-#include "crossing/crossing.h"
-#include "crossing/rearrangement.h"
 #include "moves/digits.h"
+#include "moves/pieces.h"
 #include "support/error.h"
 
 namespace shardwright {
 
-Traffic traffic_at(const Step& step, Lowering lowering, Rank rank) {
-  if (step.op == StepOp::kCross) return Crossing(step.before, step.after, step.sharing).at(rank, step.rounds);
-  if (step.op == StepOp::kRearrange) return Rearrangement(step.before, step.after, step.sharing).at(rank, step.rounds);
-  const std::optional<Position> position = step.before.mesh().position_of(rank);
-  return position ? StepTraffic(step, lowering).at(*position) : Traffic{};
+Crossing crossing_of(const Step& step) { return Crossing(step.before, step.after, step.sharing, step.ranks_per_node); }
+
+TrafficOfRanks::TrafficOfRanks(const Step& step, Lowering lowering)
+    : step_(step), move_([&]() -> decltype(move_) {
+        if (step.op == StepOp::kCross) return crossing_of(step);
+        if (step.op == StepOp::kRearrange) return Rearrangement(step.before, step.after, step.sharing);
+        return StepTraffic(step, lowering);
+      }()) {}
+
+Traffic TrafficOfRanks::at(Rank rank) const {
+  if (const auto* on_mesh = std::get_if<StepTraffic>(&move_)) {
+    const std::optional<Position> position = step_.before.mesh().position_of(rank);
+    return position ? on_mesh->at(*position) : Traffic{};
+  }
+  if (const auto* crossing = std::get_if<Crossing>(&move_)) return crossing->at(rank, step_.rounds);
+  return std::get<Rearrangement>(move_).at(rank, step_.rounds);
 }
 
+bool TrafficOfRanks::communicates() const {
+  if (const auto* crossing = std::get_if<Crossing>(&move_)) return crossing->communicates();
+  if (const auto* rearrangement = std::get_if<Rearrangement>(&move_)) return rearrangement->communicates();
+  return !is_local(step_.op);
+}
+
+Traffic traffic_at(const Step& step, Lowering lowering, Rank rank) { return TrafficOfRanks(step, lowering).at(rank); }
+
 Traffic traffic_at(const Plan& plan, Rank rank) {
+  if (plan.pieces.count > 1) {
+    const Traffic one = traffic_at(plan_of_piece(plan), rank);
+    const int64_t count = plan.pieces.count;
+    return {one.received_bytes * count, one.sent_bytes * count, one.messages * count, one.sent_messages * count};
+  }
   Traffic all;
   for (const Step& step : plan.steps) all = all + traffic_at(step, plan.lowering, rank);
   return all;
@@ -125,9 +147,7 @@ bool reach(const TrafficTotals& totals, const std::vector<StepTraffic>& steps) {
 }  // namespace
 
 bool communicates(const Step& step) {
-  if (step.op == StepOp::kCross) return Crossing(step.before, step.after, step.sharing).communicates();
-  if (step.op == StepOp::kRearrange) return Rearrangement(step.before, step.after, step.sharing).communicates();
-  return !is_local(step.op);
+  return is_crossing(step.op) ? TrafficOfRanks(step, Lowering()).communicates() : !is_local(step.op);
 }
 
 TrafficTotals totals(const Step& step, Lowering lowering) {
@@ -138,43 +158,41 @@ namespace {
 
 // Steps on either of two meshes, and those of the ranks of both, rank by rank.
 TrafficTotals totals_rank_by_rank(const Plan& plan) {
-  std::vector<StepTraffic> on_a_mesh;
-  std::vector<std::pair<int64_t, std::variant<Crossing, Rearrangement>>> between;  // with rounds
+  std::vector<TrafficOfRanks> steps;
   TrafficTotals result;
-  on_a_mesh.reserve(plan.steps.size());
+  steps.reserve(plan.steps.size());
   for (const Step& step : plan.steps) {
-    if (step.op == StepOp::kCross) {
-      between.emplace_back(step.rounds, Crossing(step.before, step.after, step.sharing));
-    } else if (step.op == StepOp::kRearrange) {
-      between.emplace_back(step.rounds, Rearrangement(step.before, step.after, step.sharing));
-    } else if (!is_local(step.op)) {
-      on_a_mesh.emplace_back(step, plan.lowering);
-      result.steps += step.rounds;
-    }
-  }
-  for (const auto& [rounds, move] : between) {
-    result.steps += std::visit([](const auto& one) { return one.communicates(); }, move) ? rounds : 0;
+    if (is_local(step.op)) continue;
+    steps.emplace_back(step, plan.lowering);
+    result.steps += steps.back().communicates() ? step.rounds : 0;
   }
   for (const Rank rank : ranks_of(plan)) {
     Traffic all;
-    for (const StepTraffic& step : on_a_mesh) {
-      const std::optional<Position> position = step.step().before.mesh().position_of(rank);
-      if (position) all = all + step.at(*position);
-    }
-    for (const auto& [rounds, move] : between) {
-      all = all + std::visit([&, times = rounds](const auto& one) { return one.at(rank, times); }, move);
-    }
+    for (const TrafficOfRanks& step : steps) all = all + step.at(rank);
     result.received_bytes_max = std::max(result.received_bytes_max, all.received_bytes);
     result.received_bytes_sum += all.received_bytes;
     result.sent_bytes_max = std::max(result.sent_bytes_max, all.sent_bytes);
     result.messages_max = std::max(result.messages_max, all.messages);
+    result.sent_messages_max = std::max(result.sent_messages_max, all.sent_messages);
   }
+  return result;
+}
+
+TrafficTotals totals_in_pieces(const Plan& plan) {
+  TrafficTotals result = totals(plan_of_piece(plan));
+  const int64_t count = plan.pieces.count;
+  for (int64_t* figure : {&result.received_bytes_max, &result.received_bytes_sum, &result.sent_bytes_max,
+                          &result.messages_max, &result.sent_messages_max}) {
+    *figure *= count;
+  }
+  result.steps += count - 1;
   return result;
 }
 
 }  // namespace
 
 TrafficTotals totals(const Plan& plan) {
+  if (plan.pieces.count > 1) return totals_in_pieces(plan);
   const bool has_crossing =
       std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) { return is_crossing(step.op); });
   if (has_crossing || crosses(plan)) return totals_rank_by_rank(plan);

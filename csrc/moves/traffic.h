@@ -3,8 +3,11 @@
 
 #include <cstdint>
 #include <optional>
+#include <variant>
 #include <vector>
 
+#include "crossing/crossing.h"
+#include "crossing/rearrangement.h"
 #include "moves/exchange.h"
 #include "moves/extremes.h"
 #include "moves/plan.h"
@@ -28,6 +31,21 @@ class StepTraffic {
   bool is_native_;
 };
 
+// Who sends what to whom in a step that leads to another mesh.
+Crossing crossing_of(const Step& step);
+
+// The traffic of the ranks of any step.
+class TrafficOfRanks {
+ public:
+  TrafficOfRanks(const Step& step, Lowering lowering);
+  Traffic at(Rank rank) const;
+  bool communicates() const;
+
+ private:
+  const Step& step_;
+  std::variant<StepTraffic, Crossing, Rearrangement> move_;
+};
+
 // The traffic of one rank in a step, or in all steps of a plan. It is zero if the rank is not on the mesh of the step,
 // or on neither mesh of a crossing.
 Traffic traffic_at(const Step& step, Lowering lowering, Rank rank);
@@ -41,8 +59,9 @@ struct TrafficTotals {
   int64_t received_bytes_max = 0;
   int64_t received_bytes_sum = 0;
   int64_t sent_bytes_max = 0;
-  int64_t messages_max = 0;
-  int64_t steps = 0;  // steps that communicate; each round counts
+  int64_t messages_max = 0;       // received
+  int64_t sent_messages_max = 0;  // in crossings and rearrangements
+  int64_t steps = 0;              // that communicate; each round counts. In pieces: slots (moves/pieces.h)
   bool sum_is_exact = true;
   bool maxima_are_exact = true;
 };

@@ -61,7 +61,7 @@ std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
 
 // Whether the plans send the same, whatever they were made for.
 bool move_alike(const Plan& a, const Plan& b) {
-  return a.lowering == b.lowering &&
+  return a.lowering == b.lowering && a.pieces == b.pieces &&
          std::equal(a.steps.begin(), a.steps.end(), b.steps.begin(), b.steps.end(), [](const Step& x, const Step& y) {
            return x.op == y.op && x.mesh_dims == y.mesh_dims && x.sharing == y.sharing && x.rounds == y.rounds &&
                   x.ordered == y.ordered && x.before == y.before && x.after == y.after;
@@ -181,6 +181,10 @@ std::vector<std::string> remarks(const Plan& plan, const Certificate& certificat
     sentences.push_back(concat(count_text(traffic.messages_max, "message"), "; the bound of ",
                                certificate.least_messages,
                                " assumes that ranks forward each other's data, one message per step"));
+  }
+  if (traffic.sent_messages_max > traffic.messages_max) {
+    sentences.push_back(concat("one rank sends ", count_text(traffic.sent_messages_max, "message"),
+                               crosses(plan) ? " between the meshes" : "", ", more than any rank receives"));
   }
   if (traffic.steps > certificate.least_steps) {
     sentences.push_back(concat(count_text(traffic.steps, "step"), "; the bound is ", certificate.least_steps,

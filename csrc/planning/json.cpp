@@ -97,6 +97,7 @@ std::string json(const Step& step, const Plan& plan) {
                                   field("sharing", quoted(sharing_name(step.sharing))),
                                   field("rounds", step.rounds),
                                   flag("ordered", step.ordered)};
+  if (step.ranks_per_node > 0) fields.push_back(field("ranks_per_node", step.ranks_per_node));
   if (step.op == StepOp::kRearrange) fields.push_back(flag("leads_to_another_mesh", leads_to_another_mesh(step)));
   for (std::string& figure : figures(totals(step, plan.lowering))) fields.push_back(std::move(figure));
   fields.push_back(field("predicted_ps", predicted_picoseconds(step, plan.lowering, plan.topology)));
@@ -109,7 +110,8 @@ std::string json(const Certificate& certificate, const std::vector<std::string>&
     fields.push_back(field(figure.name, object({field("value", figure.value), field("bound", figure.bound)})));
   }
   if (const std::optional<CrossingBound>& bound = certificate.crossing) {
-    fields.push_back(field("between_meshes", object({field("direct_send_bytes_max", bound->direct_sent_bytes_max),
+    fields.push_back(field("between_meshes", object({field("sent_messages_max", certificate.traffic.sent_messages_max),
+                                                     field("direct_send_bytes_max", bound->direct_sent_bytes_max),
                                                      field("forwarded_send_bytes_max", bound->forwarded_sent_bytes_max),
                                                      flag("forwarded_is_exact", bound->forwarded_is_exact),
                                                      field("node_bytes_max", bound->node_bytes_max)})));
@@ -137,6 +139,10 @@ std::string to_json(const Plan& plan, const Certificate& certificate, const std:
                                   field("mesh", json(plan.src.mesh()))};
   if (crosses(plan)) fields.push_back(field("destination_mesh", json(plan.dst.mesh())));
   if (!(mesh_reached(plan) == plan.dst.mesh())) fields.push_back(field("reached_mesh", json(mesh_reached(plan))));
+  if (plan.pieces.count > 1) {
+    fields.push_back(
+        field("pieces", object({field("tensor_dim", plan.pieces.tensor_dim), field("count", plan.pieces.count)})));
+  }
   for (std::string& one : std::vector<std::string>{
            field("shape", "[" + join(plan.src.tensor_shape()) + "]"), field("dtype", quoted(plan.src.dtype().name())),
            field("source", json(plan.src)), field("destination", json(plan.dst)),

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <memory>
 
+#include "moves/pieces.h"
 #include "planning/validate.h"
 #include "support/error.h"
 
@@ -103,6 +105,7 @@ void write(Writer& out, const Step& step) {
   out.enumerator(step.sharing);
   out.boolean(step.ordered);
   out.integer(step.rounds);
+  out.integer(step.ranks_per_node);
 }
 
 // Reads a step that begins with the layout `held`. A step to another mesh leads to `reached`.
@@ -114,12 +117,13 @@ Step read_step(Reader& in, const Layout& held, const MeshPtr& reached) {
              "plan bytes: a step names mesh dims that are not there");
   Layout before = read_placements(in, held.mesh_ptr(), held.tensor_shape(), held.dtype());
   Layout after = read_placements(in, leads_away ? reached : held.mesh_ptr(), held.tensor_shape(), held.dtype());
-  const auto sharing = in.enumerator(Sharing::kBytes);
+  const auto sharing = in.enumerator(Sharing::kNodes);
   const bool ordered = in.boolean();
   const int64_t rounds = in.integer();
   check_user(rounds >= 1 && rounds <= kMaxRounds, "plan bytes: ", rounds, " rounds; allowed are 1 to ", kMaxRounds);
+  const int64_t ranks_per_node = in.integer(0, std::numeric_limits<int64_t>::max());
   const auto mesh_dims = MeshDimSet::from_bits(static_cast<uint32_t>(bits));
-  return {op, mesh_dims, std::move(before), std::move(after), sharing, rounds, ordered};
+  return {op, mesh_dims, std::move(before), std::move(after), sharing, rounds, ordered, ranks_per_node};
 }
 
 }  // namespace
@@ -210,6 +214,8 @@ void write(Writer& out, const Plan& plan) {
   write(out, plan.src);
   write_placements(out, plan.dst);
   out.list(plan.steps, [&](const Step& step) { write(out, step); });
+  out.integer(plan.pieces.tensor_dim);
+  out.integer(plan.pieces.count);
 }
 
 Plan read_plan(Reader& in) {
@@ -232,6 +238,8 @@ Plan read_plan(Reader& in) {
         return step;
       },
       kMaxSteps);
+  plan.pieces.tensor_dim = static_cast<int>(in.integer(0, std::max(src.ndim() - 1, 0)));
+  plan.pieces.count = in.integer(1, kMaxPieces);
   check_steps(plan);
   return plan;
 }

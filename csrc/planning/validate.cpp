@@ -7,6 +7,7 @@
 #include "crossing/split.h"
 #include "moves/move.h"
 #include "moves/move_table.h"
+#include "moves/pieces.h"
 #include "moves/spans.h"
 #include "support/error.h"
 
@@ -110,14 +111,14 @@ bool moves(const Step& step) {
 bool crosses(const Step& step) {
   const bool pends = !step.before.partial_dims().empty() || !step.after.partial_dims().empty();
   return !(step.before.mesh() == step.after.mesh()) && !pends && step.mesh_dims.empty() && !step.ordered &&
-         step.sharing != Sharing::kNone;
+         step.sharing != Sharing::kNone && (step.sharing == Sharing::kNodes) == (step.ranks_per_node > 0);
 }
 
 bool rearranges(const Step& step) {
   const MeshDimSet kept = step.before.mesh() == step.after.mesh() ? step.before.partial_dims() : MeshDimSet();
   return step.before.partial_dims() == kept && step.after.partial_dims() == kept &&
          (kept.empty() || pends_alike(step.before, step.after)) && step.mesh_dims.empty() && !step.ordered &&
-         step.sharing != Sharing::kNone;
+         step.sharing != Sharing::kNone && step.sharing != Sharing::kNodes;
 }
 
 bool is_what_it_says(const Step& step, Lowering lowering) {
@@ -128,7 +129,8 @@ bool is_what_it_says(const Step& step, Lowering lowering) {
   if (step.ordered && !reduces) return false;
   if (step.rounds > 1 && !may_go_in_rounds(step, lowering)) return false;
   if (step.sharing != Sharing::kNone) {
-    const bool can_share = step.op == StepOp::kExchange && (step.mesh_dims & step.before.partial_dims()).empty() &&
+    const bool can_share = step.op == StepOp::kExchange && step.sharing != Sharing::kNodes &&
+                           (step.mesh_dims & step.before.partial_dims()).empty() &&
                            step.before.mesh().group_size(step.mesh_dims) <= kMaxSharingGroup;
     if (!can_share) return false;
   }
@@ -169,6 +171,9 @@ void check_steps(const Plan& plan) {
   if (!(at->mesh() == plan.dst.mesh())) whole = joined(*at, plan.dst.mesh_ptr());
   check_user(at->mesh() == plan.dst.mesh() || whole, "plan: ends on the mesh (", at->mesh().to_string(), ") as ",
              at->placements_string(), " instead of on (", plan.dst.mesh().to_string(), ")");
+  check_user(may_go_in(plan, plan.pieces), "plan: ", plan.pieces.count, " pieces of tensor dim ",
+             plan.pieces.tensor_dim, "; allowed are up to ", kMaxPieces,
+             " that divide the cells of its cuts, between two meshes and where each step communicates once at most");
   check_user(partitions(whole.value_or(*at), plan.dst, {}), "plan: ends with ", at->placements_string(), " instead of ",
              plan.dst.placements_string());
 }

@@ -7,6 +7,7 @@
 #include "crossing/crossing.h"
 #include "crossing/rearrangement.h"
 #include "moves/exchange.h"
+#include "moves/traffic.h"
 #include "program/boxes.h"
 #include "program/builder.h"
 #include "program/carriers.h"
@@ -39,7 +40,7 @@ class Deliveries {
 
 class CrossingDeliveries : public Deliveries {
  public:
-  explicit CrossingDeliveries(const Step& step) : step_(step), crossing_(step.before, step.after, step.sharing) {}
+  explicit CrossingDeliveries(const Step& step) : step_(step), crossing_(crossing_of(step)) {}
   const std::vector<Rank>& ranks() const override { return crossing_.ranks(); }
   bool communicates() const override { return crossing_.communicates(); }
   std::vector<Delivery> sends(Rank rank) const override {

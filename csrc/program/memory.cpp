@@ -8,6 +8,7 @@
 
 #include "program/builder.h"
 #include "program/carriers.h"
+#include "program/in_pieces.h"
 #include "program/step_memory.h"
 #include "support/error.h"
 
@@ -366,10 +367,6 @@ class MoveMemory : public StepMemory {
   std::map<int64_t, Scattering> scatterings_;
 };
 
-}  // namespace
-
-namespace {
-
 int64_t elements_of(const Layout& layout, KnownParts& parts, Rank rank) {
   const std::optional<Position> position = layout.mesh().position_of(rank);
   if (!position) return 0;
@@ -421,6 +418,7 @@ int ProgramMemory::write(Sketch& sketch, size_t step, Rank rank, int current) {
 }
 
 std::vector<int64_t> ProgramMemory::peak_bytes_by_step(Rank rank) {
+  if (plan_.pieces.count > 1) return compile(plan_, rank).peak_bytes_by_step();
   Sketch sketch;
   int current = kInputBuffer;
   for (size_t i = 0; i < steps_.size(); ++i) {
@@ -470,6 +468,10 @@ ProgramMemory::Seen ProgramMemory::seen_of(size_t step, int64_t at_most) const {
 
 ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t at_most) {
   Worst worst;
+  if (plan_.pieces.count > 1) {
+    const auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), std::min(at_most, kMaxProgramsInPieces));
+    return {{worst_peak_bytes_in_pieces(plan_, ranks)}, are_all};
+  }
   for (size_t i = 0; i < steps_.size(); ++i) {
     const Seen seen = seen_of(i, at_most);
     std::vector<Traffic> known;

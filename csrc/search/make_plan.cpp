@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "moves/figures.h"
 #include "moves/move.h"
 #include "moves/spans.h"
 #include "search/rearrangements.h"
@@ -196,6 +197,7 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
     const Layout before = plan.steps.empty() ? goal : plan.steps.back().after;
     plan.steps.push_back({StepOp::kPartition, scaled, before, dst});
   }
+  if (crosses(plan) && options.objective == Objective::kTime) plan.pieces = best_pieces(plan);
   return plan;
 }
 

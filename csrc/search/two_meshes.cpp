@@ -11,6 +11,7 @@
 #include "crossing/crossing.h"
 #include "crossing/split.h"
 #include "moves/figures.h"
+#include "moves/traffic.h"
 
 namespace shardwright {
 namespace {
@@ -19,6 +20,9 @@ using Cuts = std::vector<std::vector<Cut>>;
 
 // Mesh dims of the destination are split if a plan takes longer than the least time and this fraction of it.
 constexpr int64_t kSplitsAboveFraction = 8;
+
+// With more parcels, who serves whom does not depend on nodes, because that would have to be listed.
+constexpr int64_t kMostListed = 1 << 16;
 
 Layout with_cuts(const Layout& layout, Cuts cuts) {
   return layout.with(std::move(cuts), std::vector<Placement>(layout.mesh().ndim(), Placement::replicate()));
@@ -292,25 +296,36 @@ class Crossings {
     try_crossing(first, last);
   }
 
-  // Tries sharing in whole messages, and to the element if some rank sends more than any receives, so that this may
-  // help. With the other objective sharing does not change the cost, and holders send as little as possible.
+  // Tries sharing in whole messages; from the own node first, where that may help; and to the element if some rank
+  // sends more than any receives, so that this may help. With the other objective sharing does not change the cost, and
+  // holders send as little as possible.
   void try_crossing(const Segment& first, const Segment& last) {
     bool relieves = true;
     if (is_for_time()) relieves = try_sharing(first, last, Sharing::kMessages);
     if (relieves) try_sharing(first, last, Sharing::kBytes);
+    const bool has_replicas = first.layout.mesh().group_size(first.layout.replicated_dims()) > 1;
+    if (is_for_time() && has_replicas && encounter_.shares_nodes && topology_.ranks_per_node > 0) {
+      try_sharing(first, last, Sharing::kNodes);
+    }
   }
 
   // Returns whether some rank sends more than any receives.
   bool try_sharing(const Segment& first, const Segment& last, Sharing sharing) {
-    const Crossing crossing(first.layout, last.layout, sharing);
-    const Cost around = first.at_least + last.at_least;
     Step step{StepOp::kCross, {}, first.layout, last.layout, sharing};
+    if (sharing == Sharing::kNodes) {
+      if (Crossing(first.layout, last.layout, Sharing::kMessages).num_meetings() > kMostListed) return false;
+      step.ranks_per_node = topology_.ranks_per_node;
+    }
+    const Crossing crossing = crossing_of(step);
+    const Cost around = first.at_least + last.at_least;
     const StepFigures least = crossing.worst_at_least();
     const Link link = link_of(crossing, topology_);
     const auto time = [&](const StepFigures& worst) {
       return predicted_picoseconds(worst.messages == 0, worst, link, topology_);
     };
-    if (!may_improve(around + cost_of(step, least, time(least)))) return least.sent_bytes > least.received_bytes;
+    // By nodes, bytes take several links, and what is listed is quickly counted.
+    const bool is_hopeless = sharing != Sharing::kNodes && !may_improve(around + cost_of(step, least, time(least)));
+    if (is_hopeless) return least.sent_bytes > least.received_bytes;
     const StepFigures worst = crossing.totals().worst;
     const Cost total = around + cost_of(step, worst, time(worst));
     if (may_improve(total)) {
@@ -355,7 +370,12 @@ int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const To
   const int64_t message = bound.node_bytes_max > 0 ? between.message_ps : any.message_ps;
   const int64_t bytes = std::max(bound.received_bytes_max, bound.any_sent_bytes_max);
   const int64_t of_nodes = std::max(bound.node_bytes_per_rank, bound.leaving_bytes_per_rank);
-  const int64_t wire = std::max(scaled(bytes, any.ps_per_kib), scaled(of_nodes, between.ps_per_kib));
+  // In pieces, links within nodes and between them are busy at the same time.
+  const bool has_nodes = topology.ranks_per_node > 0 || !topology.mesh_dims.empty();
+  const int64_t both = topology.inside.ps_per_kib + between.ps_per_kib;
+  const int64_t ps_per_kib =
+      has_nodes && both > 0 ? topology.inside.ps_per_kib * between.ps_per_kib / both : topology.inside.ps_per_kib;
+  const int64_t wire = std::max(scaled(bytes, ps_per_kib), scaled(of_nodes, between.ps_per_kib));
   return saturating_sum(saturating_sum(topology.step_ps, message), saturating_sum(wire, copies));
 }
 

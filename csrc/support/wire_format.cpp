@@ -9,7 +9,7 @@ namespace shardwright {
 namespace {
 
 constexpr std::string_view kMark = "shardwright ";
-constexpr std::string_view kVersion = " 5\n";
+constexpr std::string_view kVersion = " 6\n";
 constexpr size_t kFieldBytes = 8;
 
 uint64_t checksum(std::string_view bytes) {  // FNV-1a

@@ -95,8 +95,9 @@ TEST(Crossing, DeliversEveryElementOnceAndSharesTheSending) {
     const Placed src = random.on_any_mesh(shape, world);
     const Placed dst = random.on_any_mesh(shape, world);
     SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ": ", src.layout.to_string(), " -> ", dst.layout.to_string()));
-    for (const Sharing sharing : {Sharing::kBytes, Sharing::kMessages}) {
-      const Crossing crossing(src.layout, dst.layout, sharing);
+    const int64_t ranks_per_node = random.pick(1, 5);
+    for (const Sharing sharing : {Sharing::kBytes, Sharing::kMessages, Sharing::kNodes}) {
+      const Crossing crossing(src.layout, dst.layout, sharing, ranks_per_node);
       Counted counted;
       expect_delivers(crossing, src, dst, counted);
       if (HasFatalFailure()) return;
@@ -108,6 +109,8 @@ TEST(Crossing, DeliversEveryElementOnceAndSharesTheSending) {
       if (sharing == Sharing::kBytes) {
         ASSERT_EQ(most(counted.sent), least);
         shared += least > 0 && least < counted.largest_message;
+      } else if (sharing == Sharing::kNodes) {
+        ASSERT_LE(most(counted.sent), (Crossing::kMostInside + 1) * least);
       } else {
         ASSERT_LE(most(counted.sent), least + counted.largest_message);
       }
@@ -124,18 +127,21 @@ TEST(Crossing, CountsMessagesInRounds) {
     const std::vector<int64_t> shape = random.shape(7);
     const Placed src = random.on_any_mesh(shape, 8);
     const Placed dst = random.on_any_mesh(shape, 8);
-    const Crossing crossing(src.layout, dst.layout, Sharing::kBytes);
-    for (const Rank rank : crossing.ranks()) {
-      for (const int64_t rounds : {1, 2, 5}) {
-        Traffic expected;
-        for (const Crossing::Parcel& parcel : crossing.receives(rank)) {
-          expected.received_bytes += (parcel.range.end - parcel.range.begin) * kItemBytes;
-          expected.messages += std::min(rounds, parcel.range.end - parcel.range.begin);
+    for (const Sharing sharing : {Sharing::kBytes, Sharing::kMessages, Sharing::kNodes}) {
+      const Crossing crossing(src.layout, dst.layout, sharing, 3);
+      for (const Rank rank : crossing.ranks()) {
+        for (const int64_t rounds : {1, 2, 5}) {
+          Traffic expected;
+          for (const Crossing::Parcel& parcel : crossing.receives(rank)) {
+            expected.received_bytes += (parcel.range.end - parcel.range.begin) * kItemBytes;
+            expected.messages += std::min(rounds, parcel.range.end - parcel.range.begin);
+          }
+          for (const Crossing::Parcel& parcel : crossing.sends(rank)) {
+            expected.sent_bytes += (parcel.range.end - parcel.range.begin) * kItemBytes;
+            expected.sent_messages += std::min(rounds, parcel.range.end - parcel.range.begin);
+          }
+          ASSERT_EQ(crossing.at(rank, rounds), expected);
         }
-        for (const Crossing::Parcel& parcel : crossing.sends(rank)) {
-          expected.sent_bytes += (parcel.range.end - parcel.range.begin) * kItemBytes;
-        }
-        ASSERT_EQ(crossing.at(rank, rounds), expected);
       }
     }
   }

@@ -185,6 +185,23 @@ TEST(TwoMeshes, GoesThroughGivenLayouts) {
   EXPECT_EQ(ops_of(plan), (std::vector<StepOp>{StepOp::kCross, StepOp::kAllGather}));
 }
 
+// A rank that serves many others one message each takes as long as it would to receive as many.
+TEST(TwoMeshes, CountsMessagesSent) {
+  const Layout src = test::layout_of(test::mesh_of({1}), {2048}, "R");
+  const Layout dst = test::layout_of(test::mesh_of({2048}, ranks_from(1, 2048)), {2048}, "S(0)");
+  const Topology topology = Topology::named("64x8");
+  const Plan there = make_plan(src, dst, {.topology = topology});
+  ASSERT_EQ(there.steps.size(), 1u);
+  EXPECT_EQ(totals(there).messages_max, 1);
+  EXPECT_EQ(totals(there).sent_messages_max, 2048);
+  EXPECT_GE(predicted_picoseconds(there), topology.step_ps + 2048 * topology.between.message_ps);
+  const Plan back = make_plan(dst, src, {.topology = topology});
+  ASSERT_EQ(back.steps.size(), 1u);
+  EXPECT_EQ(totals(back).messages_max, 2048);
+  EXPECT_EQ(totals(back).sent_messages_max, 1);
+  EXPECT_NEAR(predicted_picoseconds(back), predicted_picoseconds(there), topology.step_ps);
+}
+
 // Each rank's figures are those of the steps it takes part in.
 TEST(TwoMeshes, CountsTheStepsOfEveryRank) {
   const Layout src = test::layout_of(test::mesh_of({2}), {8}, "P");
@@ -192,8 +209,8 @@ TEST(TwoMeshes, CountsTheStepsOfEveryRank) {
   const Plan plan = plan_through({src, test::layout_of(test::mesh_of({2}), {8}, "S(0)"),
                                   test::layout_of(mesh, {8}, "S(0)"), test::layout_of(mesh, {8}, "R")});
   // Rank 0 gets a half and sends both; rank 1 gets a half, a half and a half; rank 2 gets two halves.
-  EXPECT_EQ(traffic_at(plan, Rank{0}), (Traffic{16, 32, 1}));
-  EXPECT_EQ(traffic_at(plan, Rank{1}), (Traffic{48, 48, 3}));
+  EXPECT_EQ(traffic_at(plan, Rank{0}), (Traffic{16, 32, 1, 1}));
+  EXPECT_EQ(traffic_at(plan, Rank{1}), (Traffic{48, 48, 3, 1}));
   EXPECT_EQ(traffic_at(plan, Rank{2}), (Traffic{32, 16, 2}));
   const TrafficTotals traffic = totals(plan);
   EXPECT_EQ(traffic.received_bytes_max, 48);

@@ -339,6 +339,10 @@ class Plan:
         """The name of the topology with which the plan was chosen."""
 
     @property
+    def pieces(self) -> int:
+        """In how many pieces the tensor takes the steps, each one step behind the one before it; 1 on one mesh."""
+
+    @property
     def steps(self) -> list[Step]: ...
     @property
     def wire_bytes_max(self) -> int:
@@ -483,11 +487,13 @@ def plan_through(
 def plan_of_steps(
     src: Layout,
     dst: Layout,
-    steps: Sequence[tuple[str, Sequence[int], Layout, Layout, str, int, bool]],
+    steps: Sequence[tuple[str, Sequence[int], Layout, Layout, str, int, bool, int]],
     backend: str,
     objective: str,
     topology: Topology,
     named_groups_only: bool,
+    pieces_dim: int,
+    pieces: int,
 ) -> Plan: ...
 def plan_product(
     function: str,

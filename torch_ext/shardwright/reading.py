@@ -68,8 +68,10 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
                 _text(step["sharing"], "sharing"),
                 argument_values.integer(step["rounds"], "plan: rounds"),
                 _flag(step["ordered"], "ordered"),
+                argument_values.integer(step.get("ranks_per_node", 0), "plan: ranks_per_node"),
             )
         )
+    pieces = _dict(table.get("pieces", {"tensor_dim": 0, "count": 1}), "pieces")
     return _planner.plan_of_steps(
         layout(source_mesh, table["source"]),
         layout(destination_mesh, table["destination"]),
@@ -78,6 +80,8 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
         _text(table["objective"], "objective"),
         load_topology(_dict(table["topology"], "topology")),
         _flag(table["named_groups_only"], "named_groups_only"),
+        argument_values.integer(pieces["tensor_dim"], "plan: tensor_dim of pieces"),
+        argument_values.integer(pieces["count"], "plan: count of pieces"),
     )
 
 

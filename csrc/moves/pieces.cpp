@@ -1,0 +1,86 @@
+#include "moves/pieces.h"
+
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "moves/digits.h"
+#include "moves/exchange.h"
+
+namespace shardwright {
+namespace {
+
+template <typename Visit>
+void for_each_layout(const Plan& plan, const Visit& visit) {
+  visit(plan.src);
+  for (const Step& step : plan.steps) {
+    visit(step.before);
+    visit(step.after);
+  }
+  visit(plan.dst);
+}
+
+bool communicates_once(const Step& step, Lowering lowering) {
+  if (step.op == StepOp::kRearrange || step.rounds > 1) return false;
+  const int64_t size = step.before.mesh().group_size(step.mesh_dims);
+  return is_local(step.op) || collectives_of(step.op, size, reduces_natively(step, lowering)) == 1;
+}
+
+}  // namespace
+
+int64_t cell_length(const Plan& plan, int tensor_dim) {
+  int64_t cell = plan.src.shape()[tensor_dim];
+  for_each_layout(plan, [&](const Layout& layout) {
+    if (cell == 0 || layout.cuts(tensor_dim).empty()) return;
+    const auto digits = digits_of(layout.mesh(), layout.shape()[tensor_dim], layout.cuts(tensor_dim));
+    if (!digits) cell = 0;
+    for (size_t i = 0; digits && i < digits->size(); ++i) cell = std::gcd(cell, (*digits)[i].weight);
+  });
+  return cell;
+}
+
+bool may_go_in(const Plan& plan, const Pieces& pieces) {
+  if (pieces.count == 1) return pieces.tensor_dim == 0;
+  if (pieces.count < 1 || pieces.count > kMaxPieces || !crosses(plan)) return false;
+  if (pieces.tensor_dim < 0 || pieces.tensor_dim >= plan.src.ndim()) return false;
+  bool may = true;
+  for (const Step& step : plan.steps) may = may && communicates_once(step, plan.lowering);
+  for_each_layout(plan, [&](const Layout& layout) { may = may && layout.flattened() == 1; });
+  const int64_t cell = may ? cell_length(plan, pieces.tensor_dim) : 0;
+  return cell > 0 && cell % pieces.count == 0;
+}
+
+Layout layout_of_piece(const Layout& layout, const Pieces& pieces) {
+  std::vector<int64_t> shape = layout.shape();
+  shape[pieces.tensor_dim] /= pieces.count;
+  ShardOrder order;
+  const Mesh& mesh = layout.mesh();
+  for (int t = 0; t < layout.ndim(); ++t) {
+    std::vector<int>& mesh_dims = order[t];
+    for (const Cut& cut : layout.cuts(t)) mesh_dims.push_back(cut.mesh_dim);
+    // Mesh dims of size 1 cut nothing and have no place in the order; Layout wants them named all the same.
+    for (int d = 0; d < mesh.ndim(); ++d) {
+      const Placement& placement = layout.placements()[d];
+      if (placement.is_shard_like() && placement.dim == t && mesh.dim_size(d) == 1) mesh_dims.push_back(d);
+    }
+  }
+  return Layout(layout.mesh_ptr(), std::move(shape), layout.dtype(), layout.placements(), order,
+                StridedMeaning::kLiteral);
+}
+
+Plan plan_of_piece(const Plan& plan) {
+  Plan piece{layout_of_piece(plan.src, plan.pieces),
+             layout_of_piece(plan.dst, plan.pieces),
+             plan.lowering,
+             plan.objective,
+             plan.topology,
+             plan.named_groups_only,
+             plan.steps};
+  for (Step& step : piece.steps) {
+    step.before = layout_of_piece(step.before, plan.pieces);
+    step.after = layout_of_piece(step.after, plan.pieces);
+  }
+  return piece;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,34 @@
+// Plans whose tensor is moved in pieces: while one piece takes a step, the next piece takes the step before it. So a
+// rank passes on what it has while more arrives, and links within nodes and between them are in use at the same time.
+//
+// A piece is a tensor of its own with the same placements, but with a tensor dim that is `count` times shorter. Where
+// mesh dims cut this tensor dim, they do so at multiples of a *cell*, the same on both meshes and in every step. A
+// piece has an equal share of each cell. 16 rows that are S(0) over 4 ranks before and over 2 after have cells of 4
+// rows. In two pieces, the first has rows 0, 1, 4, 5, 8, 9, 12 and 13, which are S(0) over 4 ranks before and over 2
+// after too.
+//
+//   slot              0        1        2        3
+//   crosses           piece 0  piece 1
+//   is gathered                piece 0  piece 1
+#pragma once
+
+#include <cstdint>
+
+#include "moves/plan.h"
+
+namespace shardwright {
+
+constexpr int64_t kMaxPieces = 256;
+
+// Returns the length of the cells of a tensor dim; 0 if the parts of some layout of the plan are not made of cells.
+int64_t cell_length(const Plan& plan, int tensor_dim);
+
+// Returns whether a plan between two meshes can be carried out in these pieces: they must divide the cells, and every
+// step must communicate once at most.
+bool may_go_in(const Plan& plan, const Pieces& pieces);
+
+// Return what becomes of one piece: a plan with one piece, and its layouts.
+Plan plan_of_piece(const Plan& plan);
+Layout layout_of_piece(const Layout& layout, const Pieces& pieces);
+
+}  // namespace shardwright
