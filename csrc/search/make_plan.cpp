@@ -115,6 +115,12 @@ Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   return without_partials(dst, work.partitioned | work.zero_filled, std::move(goal_cuts));
 }
 
+// Whether layouts differ in nothing but what is pending, so that one reduction leads from one to the other.
+bool only_reduces(const Layout& from, const Layout& to) {
+  return from.mesh() == to.mesh() && from.flattened() == to.flattened() && from.cuts() == to.cuts() &&
+         !(from.partial_dims() - to.partial_dims()).empty();
+}
+
 Plan empty_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
   check_same_tensor(src, dst);
   check_user(src.mesh() == dst.mesh() || options.groups.empty(), "groups: sets of mesh dims were named for ", src,
@@ -148,7 +154,7 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
   for (size_t i = 0; i + 1 < layouts.size(); ++i) {
     check_same_tensor(layouts[i], layouts[i + 1]);
     work_between(layouts[i], layouts[i + 1]);  // refuses P(sum) to P(max), between which nothing would move
-    if (needs_rearrangement(layouts[i], layouts[i + 1])) {
+    if (needs_rearrangement(layouts[i], layouts[i + 1]) && !only_reduces(layouts[i], layouts[i + 1])) {
       const Plan part = make_plan(layouts[i], layouts[i + 1], options);
       plan.steps.insert(plan.steps.end(), part.steps.begin(), part.steps.end());
       continue;

@@ -70,10 +70,43 @@ std::optional<Step> rearranged(const Layout& before, const Layout& after, Sharin
 
 }  // namespace
 
+namespace {
+
+// What is due is reduced over groups that may be used: over all its mesh dims at once, or else over one after the
+// other. Then nothing may be left to send, because a rearrangement takes all ranks together.
+std::vector<Step> reductions_over_groups(const Layout& src, const Layout& goal, const PlanOptions& options) {
+  const MeshDimSet kept = src.mesh() == goal.mesh() ? goal.partial_dims() : MeshDimSet();
+  const MeshDimSet due = src.partial_dims() - kept;
+  std::vector<MeshDimSet> parts{due};
+  if (!due.empty() && !move_between(src, reduced(src, due, false), options.groups)) {
+    parts.clear();
+    for (const int d : due.to_vector()) parts.push_back(MeshDimSet::single(d));
+  }
+  std::vector<Step> steps;
+  Layout at = src;
+  for (const MeshDimSet part : parts) {
+    if (part.empty()) continue;
+    Layout next = reduced(at, part, false);
+    std::optional<Step> step = move_between(at, next, options.groups);
+    check_user(step.has_value(), "groups: none of the given ones spans ", src.mesh().names_of(part), ", over which ",
+               src.placements_string(), " is reduced; allowed are sets of mesh dims with that one");
+    step->ordered = options.ordered;
+    steps.push_back(named_by_collective(std::move(*step)));
+    at = std::move(next);
+  }
+  if (std::optional<Step> last = rearranged(at, goal, Sharing::kMessages)) {
+    check_user(last->op == StepOp::kSlice, "groups: sets of mesh dims were named for ", src.to_string(), " -> ",
+               goal.to_string(), "; pieces and flattened dims are moved by all ranks together, so allowed are none");
+    steps.push_back(std::move(*last));
+  }
+  return steps;
+}
+
+}  // namespace
+
 std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, const PlanOptions& options,
                                          const Topology& topology) {
-  check_user(options.groups.empty(), "groups: sets of mesh dims were named for ", src.to_string(), " -> ",
-             goal.to_string(), "; pieces and flattened dims are moved by all ranks together, so allowed are none");
+  if (!options.groups.empty()) return reductions_over_groups(src, goal, options);
   const MeshDimSet kept = src.mesh() == goal.mesh() ? goal.partial_dims() : MeshDimSet();
   const MeshDimSet due = src.partial_dims() - kept;
   const Ways ways(options, topology);

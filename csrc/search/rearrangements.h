@@ -15,7 +15,8 @@ namespace shardwright {
 // Not searched: other layouts in between. So a tensor that many ranks need whole arrives by direct sends, where a
 // gather of stripes might be faster.
 //
-// Throws UserError if the options restrict groups.
+// If the options name groups, what is due is reduced over these, in one step or over one mesh dim after the other. Then
+// ranks must have all that they need, because a rearrangement takes all ranks together; otherwise throws UserError.
 std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, const PlanOptions& options,
                                          const Topology& topology);
 

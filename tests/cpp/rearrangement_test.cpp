@@ -175,6 +175,32 @@ TEST(Pieces, AreRearrangedOnOneMeshBeforeTheyCross) {
   }
 }
 
+// Over groups of single mesh dims what is due is reduced dim by dim, and the way on to another mesh keeps these steps.
+TEST(Pieces, AreReducedOverGivenGroups) {
+  const MeshPtr mesh = test::mesh_of({2, 2, 2});
+  const Layout src = test::layout_of(mesh, {7, 4}, "P,Pieces(0,5-7+0-2:2-5),P");
+  const Layout reduced = test::layout_of(mesh, {7, 4}, "R,Pieces(0,5-7+0-2:2-5),R");
+  const std::vector<MeshDimSet> own{MeshDimSet::single(0), MeshDimSet::single(1), MeshDimSet::single(2)};
+  for (const Lowering& lowering : {Lowering::kGloo, Lowering::kNccl}) {
+    const Plan on_own = make_plan(src, reduced, {.lowering = lowering, .groups = own});
+    simulate(on_own);
+    ASSERT_EQ(on_own.steps.size(), 2u);
+    const Layout dst = test::layout_of(test::mesh_of({3}, {8, 9, 10}), {7, 4}, "Pieces(0,5-7:3-5+0-1:1-3)");
+    const Plan plan = plan_through({src, on_own.steps[0].after, on_own.steps[1].after, dst}, {.lowering = lowering});
+    simulate(plan);
+    ASSERT_EQ(plan.steps.size(), 3u);
+    for (size_t i = 0; i < 2; ++i) {
+      EXPECT_EQ(plan.steps[i].op, StepOp::kAllReduce);
+      EXPECT_EQ(mesh->group_size(plan.steps[i].mesh_dims), 2);
+    }
+    // One group of both mesh dims is used where it may be.
+    const std::vector<MeshDimSet> both{MeshDimSet::single(0) | MeshDimSet::single(2)};
+    EXPECT_EQ(make_plan(src, reduced, {.lowering = lowering, .groups = both}).steps.size(), 1u);
+  }
+  EXPECT_THROW(make_plan(src, reduced, {.groups = {MeshDimSet::single(0)}}), UserError);
+  EXPECT_THROW(make_plan(src, test::layout_of(mesh, {7, 4}, "R,S(0),R"), {.groups = own}), UserError);
+}
+
 TEST(FlattenedDims, GoToAndFromAllLayouts) {
   const MeshPtr mesh = test::mesh_of({2, 2});
   const Shape shape{3, 4, 2};
