@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -62,6 +62,7 @@ help:
 	@echo 'make bench-fsdp  what FSDP2 communicates on Gloo, with its own collectives and with ours'
 	@echo 'make bench-fully-shard  steps with weights gathered as they are used, over links of 300 Mbit/s (root, iproute2)'
 	@echo 'make bench-links  overlapping products, and redistributes, over links of 0.5 to 4 Gbit/s (root, iproute2)'
+	@echo 'make bench-attention  attention over ranks by every method, over such links (root, iproute2)'
 	@echo 'make test-links  training over links that lose packets, delay and fail (root, iproute2)'
 	@echo 'make bench-overlap  the predicted overlap of communication with products; measures nothing'
 	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
@@ -149,6 +150,9 @@ bench-fully-shard: build
 
 bench-links: build
 	$(HERE) $(PY) benchmarks/links.py $(ARGS)
+
+bench-attention: build
+	$(HERE) $(PY) benchmarks/attention.py $(ARGS)
 
 # A thousand steps over a bad link, and what happens when it fails. The test suite has a short form of this.
 test-links: build

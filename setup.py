@@ -113,7 +113,7 @@ def glob(*patterns: str) -> list[str]:
 
 TORCH_FREE = (
     *("support", "layout", "cost", "crossing", "moves", "search"),
-    *("program", "planning", "views", "batch", "products", "schedule", "simulate"),
+    *("program", "planning", "views", "batch", "products", "attention", "schedule", "simulate"),
 )
 CORE_SOURCES = glob(*(f"{folder}/*.cpp" for folder in TORCH_FREE))
 RUNTIME_BINDINGS = ("runtime_module", "executable_bindings", "kernel_bindings", "expert_bindings", "batch_run_bindings")

@@ -16,6 +16,7 @@ PYBIND11_MODULE(_planner, m) {
   shardwright::define_views(m);
   shardwright::define_batch(m);
   shardwright::define_matmul(m);
+  shardwright::define_attention(m);
   shardwright::define_step_schedule(m);
   shardwright::define_calibration(m);
   shardwright::define_batch_forecast(m);

@@ -49,6 +49,7 @@ void define_views(pybind11::module_& m);  // view_bindings.cpp
 void define_batch(pybind11::module_& m);
 void define_matmul(pybind11::module_& m);        // product_bindings.cpp
 void define_product_plan(pybind11::module_& m);  // product_plan_bindings.cpp
+void define_attention(pybind11::module_& m);     // attention_bindings.cpp
 void define_step_schedule(pybind11::module_& m);
 void define_calibration(pybind11::module_& m);
 void define_batch_forecast(pybind11::module_& m);  // batch_forecast_bindings.cpp

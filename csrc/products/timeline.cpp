@@ -13,6 +13,8 @@ namespace {
 
 // Larger rings send too many messages to pay off, so they are not examined.
 constexpr int64_t kMaxRingPartners = 64;
+// The backward of attention has five products of matrices where the forward has two.
+constexpr double kBackwardProducts = 2.5;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -30,9 +32,10 @@ std::vector<int> order_of_hosts(const Program& program) {
 
 class Clock {
  public:
-  Clock(const Program& program, const Plan& plan, const GemmModel& model)
+  Clock(const Program& program, const Topology& topology, const Mesh& mesh, const GemmModel& model)
       : program_(program),
-        plan_(plan),
+        topology_(topology),
+        mesh_(mesh),
         model_(model),
         is_host_(model.num_processors == 1),
         model_with_transfers_(model.leaving(program.sms_left)),
@@ -119,7 +122,9 @@ class Clock {
     match(
         program_.instructions[index].operation, [&](const Wait& o) { compute_ = std::max(compute_, ends_[o.ticket]); },
         [&](const Gemm& o) { compute_for(gemm_ps(o, index)); },
-        [&](const IsCompute auto& o) { compute_for(scaled(touched_bytes(o), plan_.topology.memory_ps_per_kib)); },
+        [&](const Attend& o) { compute_for(slowed(attend_ps(o, 1))); },
+        [&](const AttendBackward& o) { compute_for(slowed(attend_ps(o, kBackwardProducts))); },
+        [&](const IsCompute auto& o) { compute_for(scaled(touched_bytes(o), topology_.memory_ps_per_kib)); },
         [](const IsTransfer auto&) { check_invariant(false, "a transfer in the lane of compute"); });
     ends_[index] = compute_;
   }
@@ -130,10 +135,10 @@ class Clock {
   // The time of a transfer whose bytes take `num` / `den` times as long as at full speed.
   int64_t transfer_ps(const Operation& operation, int64_t num, int64_t den) const {
     const TransferTraffic traffic = traffic_of(program_, operation);
-    const Link link = plan_.topology.link(plan_.src.mesh(), program_.groups[group_of(operation)].mesh_dims);
+    const Link link = topology_.link(mesh_, program_.groups[group_of(operation)].mesh_dims);
     const int64_t messages = std::max(traffic.received_messages, traffic.sent_messages);
     const int64_t bytes = std::max(traffic.received_bytes, traffic.sent_bytes);
-    const int64_t latency = saturating_sum(plan_.topology.step_ps, saturating_product(messages, link.message_ps));
+    const int64_t latency = saturating_sum(topology_.step_ps, saturating_product(messages, link.message_ps));
     return saturating_sum(latency, saturating_product(scaled(bytes, link.ps_per_kib), num) / den);
   }
 
@@ -143,13 +148,9 @@ class Clock {
     timeline_.gemm_ps = saturating_sum(timeline_.gemm_ps, alone);
     if (gemm.flags) return flagged_ps(*gemm.flags, alone);
     const bool leaves_processors = leaves_processors_[index];
-    int64_t takes = alone;
-    if (leaves_processors) {
-      takes = model_with_transfers_.picoseconds(gemm.m, gemm.n, gemm.k, gemm.count, item_bytes);
-    } else {
-      const int64_t overlapped = std::clamp<int64_t>(communication_ - compute_, 0, alone);
-      takes = saturating_sum(alone, saturating_product(overlapped, model_.contention_percent) / 100);
-    }
+    const int64_t takes = leaves_processors
+                              ? model_with_transfers_.picoseconds(gemm.m, gemm.n, gemm.k, gemm.count, item_bytes)
+                              : slowed(alone);
     if (!is_host_) {
       const GemmModel& model = leaves_processors ? model_with_transfers_ : model_;
       const int64_t wave_ps = std::max<int64_t>(takes / model.waves(gemm.m, gemm.n, gemm.count), 1);
@@ -173,6 +174,29 @@ class Clock {
     return std::max(end - compute_, alone);
   }
 
+  // What compute that would take this long alone takes beside the transfers that are under way.
+  int64_t slowed(int64_t alone) const {
+    const int64_t overlapped = std::clamp<int64_t>(communication_ - compute_, 0, alone);
+    return saturating_sum(alone, saturating_product(overlapped, model_.contention_percent) / 100);
+  }
+
+  // Two products of matrices for each head, of the pairs that see each other; in a backward more, as a multiple.
+  template <typename Product>
+  int64_t attend_ps(const Product& o, double multiple) {
+    const AttendSizes& s = o.sizes;
+    const int64_t item_bytes = program_.dtype_of(o.q.buffer).size_bytes();
+    const std::optional<VisiblePart> part = visible_part(o.band, s.rows, s.columns);
+    if (!part) return 0;
+    const int64_t count = s.batch * s.heads;
+    const int64_t whole = saturating_sum(model_.picoseconds(part->rows, part->columns, s.depth, count, item_bytes),
+                                         model_.picoseconds(part->rows, s.depth, part->columns, count, item_bytes));
+    const double share = static_cast<double>(visible_pairs(o.band, s.rows, s.columns)) /
+                         (static_cast<double>(part->rows) * static_cast<double>(part->columns));
+    const auto alone = static_cast<int64_t>(static_cast<double>(whole) * share * multiple);
+    timeline_.gemm_ps = saturating_sum(timeline_.gemm_ps, alone);
+    return alone;
+  }
+
   // The bytes by which each instruction is timed: what it reads or writes, whichever bounds it.
   int64_t touched_bytes(const Copy& copy) const {
     int64_t touched = 0;
@@ -191,12 +215,18 @@ class Clock {
   int64_t touched_bytes(const Power& power) const { return larger(power.src, power.dst); }
   int64_t touched_bytes(const Cast& cast) const { return larger(cast.src, cast.dst); }
 
+  int64_t touched_bytes(const Merge& merge) const { return 2 * bytes(merge.left.out.buffer, elements(merge.sizes)); }
+  int64_t touched_bytes(const Accumulate& sum) const { return 2 * bytes(sum.dst.buffer, elements(sum.sizes)); }
+
+  static int64_t elements(const AttendSizes& s) { return s.batch * s.heads * s.rows * s.depth; }
+
   int64_t larger(const BufferRange& a, const BufferRange& b) const {
     return std::max(program_.size_bytes(a.buffer), program_.size_bytes(b.buffer));
   }
 
   const Program& program_;
-  const Plan& plan_;
+  const Topology& topology_;
+  const Mesh& mesh_;
   const GemmModel& model_;
   const bool is_host_;
   const GemmModel model_with_transfers_;  // without the processors left to transfers
@@ -215,7 +245,11 @@ class Clock {
 }  // namespace
 
 Timeline predict(const Program& program, const Plan& plan, const GemmModel& model) {
-  return Clock(program, plan, model).run();
+  return predict(program, plan.topology, plan.src.mesh(), model);
+}
+
+Timeline predict(const Program& program, const Topology& topology, const Mesh& mesh, const GemmModel& model) {
+  return Clock(program, topology, mesh, model).run();
 }
 
 namespace {

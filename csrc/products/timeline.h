@@ -48,6 +48,8 @@ struct Timeline {
 };
 
 Timeline predict(const Program& program, const Plan& plan, const GemmModel& model);
+// The same for a program whose groups are of this mesh.
+Timeline predict(const Program& program, const Topology& topology, const Mesh& mesh, const GemmModel& model);
 
 // Predicts the program of position 0, which has at least as much to do as any other rank.
 Timeline predict(const Matmul& matmul, const Schedule& schedule, const GemmModel& model);

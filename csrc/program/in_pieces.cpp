@@ -26,7 +26,10 @@ class Renumbered {
     each(o.dst.buffer);
   }
   void operator()(Cast& o) const { each(o.src.buffer, o.dst.buffer); }
-  void operator()(Gemm&) const { throw InvariantError("a product in a plan"); }
+  template <IsOneOf<Gemm, Attend, AttendBackward, Merge, Accumulate, Offer, Fetch> Product>
+  void operator()(Product&) const {
+    throw InvariantError("an instruction of products in a plan");
+  }
   void operator()(AllGather& o) const { each(o.src.buffer, o.dst.buffer); }
   void operator()(ReduceScatter& o) const { each(o.src.buffer, o.dst.buffer); }
   void operator()(AllReduce& o) const { each(o.data.buffer); }

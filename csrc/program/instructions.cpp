@@ -13,6 +13,33 @@ std::string text(const std::vector<SendReceive::Message>& messages) {
   return join(parts, " ");
 }
 
+std::string text(const AttendSizes& s) {
+  return concat(s.batch, "x", s.heads, s.kv_heads == s.heads ? "" : concat("/", s.kv_heads), " heads, ", s.rows, "x",
+                s.columns, "x", s.depth);
+}
+
+const char* name_of(BlockShape shape) {
+  switch (shape) {
+    case BlockShape::kSkip:
+      return "no";
+    case BlockShape::kFull:
+      return "all";
+    case BlockShape::kTriangle:
+      return "a triangle of";
+    case BlockShape::kOther:
+      return "some";
+  }
+  return "";
+}
+
+std::string text(const Heads& h) { return concat("b", h.buffer, "[", h.offset, "]"); }
+
+template <typename Product>
+std::string text_of_product(const char* verb, const Product& o) {
+  return concat(verb, " ", text(o.sizes), " ", text(o.q), " to ",
+                name_of(shape_of(o.band, o.sizes.rows, o.sizes.columns)), " pairs of ", text(o.k), ", ", text(o.v));
+}
+
 }  // namespace
 
 std::string to_string(const Operation& operation) {
@@ -40,6 +67,13 @@ std::string to_string(const Operation& operation) {
                       o.dst.offset, "]",
                       o.flags ? concat(" as flags ", text(o.flags->range), " are set, from ", o.flags->first) : "");
       },
+      [](const Attend& o) { return concat(text_of_product("attend", o), " -> ", text(o.result.out)); },
+      [](const AttendBackward& o) {
+        return concat(text_of_product("attend_backward", o), " added to ", text(o.dq), ", ", text(o.dk), ", ",
+                      text(o.dv));
+      },
+      [](const Merge& o) { return concat("merge ", text(o.left.out), " with ", text(o.right.out)); },
+      [](const Accumulate& o) { return concat("accumulate ", text(o.src), " added to ", text(o.dst)); },
       [](const AllGather& o) { return concat("all_gather g", o.group, " ", text(o.src), " -> ", text(o.dst)); },
       [](const ReduceScatter& o) {
         return concat("reduce_scatter ", reduce_op_name(o.op), " g", o.group, " ", text(o.src), " -> ", text(o.dst));
@@ -93,6 +127,17 @@ std::vector<BufferId> buffers_of(const Operation& operation) {
         if (o.flags) buffers.push_back(o.flags->range.buffer);
         return buffers;
       },
+      [](const Attend& o) {
+        return std::vector<BufferId>{o.q.buffer, o.k.buffer, o.v.buffer, o.result.out.buffer, o.result.lse.buffer};
+      },
+      [](const AttendBackward& o) {
+        return std::vector<BufferId>{o.q.buffer,   o.k.buffer,  o.v.buffer,  o.out.buffer, o.dout.buffer,
+                                     o.lse.buffer, o.dq.buffer, o.dk.buffer, o.dv.buffer};
+      },
+      [](const Merge& o) {
+        return std::vector<BufferId>{o.left.out.buffer, o.left.lse.buffer, o.right.out.buffer, o.right.lse.buffer};
+      },
+      [](const Accumulate& o) { return std::vector<BufferId>{o.src.buffer, o.dst.buffer}; },
       [](const AllGather& o) { return std::vector<BufferId>{o.src.buffer, o.dst.buffer}; },
       [](const ReduceScatter& o) { return std::vector<BufferId>{o.src.buffer, o.dst.buffer}; },
       [](const AllReduce& o) { return std::vector<BufferId>{o.data.buffer}; },

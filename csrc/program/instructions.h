@@ -15,24 +15,11 @@
 #include <vector>
 
 #include "layout/placement.h"
+#include "program/attend.h"
+#include "program/buffer_range.h"
 #include "support/match.h"
 
 namespace shardwright {
-
-// Index of a buffer in Program::buffers. It converts to an int implicitly, but an int does not convert to it.
-enum BufferId : int {};
-constexpr BufferId kInputBuffer{0};     // the first input
-constexpr BufferId kMissingBuffer{-1};  // none
-
-// Index of the instruction that started a transfer, in Program::instructions.
-enum Ticket : int {};
-constexpr Ticket kNoTicket{-1};  // nothing was started
-
-struct BufferRange {
-  BufferId buffer = kMissingBuffer;
-  int64_t offset = 0;
-  int64_t count = 0;  // elements
-};
 
 // A box of elements and its place in two row-major arrays. Sizes and strides are in elements, outermost first.
 struct Box {
@@ -190,14 +177,16 @@ struct Wait {
   Ticket ticket = kNoTicket;
 };
 
-using Operation = std::variant<Copy, FillZero, Divide, Power, Reduce, Cast, Gemm, AllGather, ReduceScatter, AllReduce,
-                               AllToAll, SendReceive, Offer, Fetch, Wait>;
+using Operation =
+    std::variant<Copy, FillZero, Divide, Power, Reduce, Cast, Gemm, Attend, AttendBackward, Merge, Accumulate, AllGather,
+                 ReduceScatter, AllReduce, AllToAll, SendReceive, Offer, Fetch, Wait>;
 
 template <typename T, typename... Kinds>
 concept IsOneOf = (std::same_as<T, Kinds> || ...);
 
 template <typename T>
-concept IsCompute = IsOneOf<T, Copy, FillZero, Divide, Power, Reduce, Cast, Gemm>;
+concept IsCompute =
+    IsOneOf<T, Copy, FillZero, Divide, Power, Reduce, Cast, Gemm, Attend, AttendBackward, Merge, Accumulate>;
 
 template <typename T>
 concept IsTransfer = IsOneOf<T, AllGather, ReduceScatter, AllReduce, AllToAll, SendReceive, Offer, Fetch>;

@@ -72,6 +72,48 @@ void add(Accesses& accesses, const Gemm& gemm) {
   if (gemm.flags) accesses.read(gemm.flags->range);
 }
 
+void add(Accesses& accesses, const Heads& heads, const AttendSizes& sizes, int64_t num_heads, int64_t rows,
+         bool writes) {
+  accesses.add_box(heads.buffer, heads.offset, {sizes.batch, num_heads, rows, sizes.depth},
+                   {heads.batch_stride, heads.head_stride, heads.row_stride, 1}, writes);
+}
+
+void add(Accesses& accesses, const HeadRows& rows, const AttendSizes& sizes, bool writes) {
+  accesses.add_box(rows.buffer, rows.offset, {sizes.batch, sizes.heads, sizes.rows},
+                   {rows.batch_stride, rows.head_stride, 1}, writes);
+}
+
+void add(Accesses& accesses, const Partial& partial, const AttendSizes& sizes, bool writes) {
+  add(accesses, partial.out, sizes, sizes.heads, sizes.rows, writes);
+  add(accesses, partial.lse, sizes, writes);
+}
+
+void add(Accesses& accesses, const Attend& o) {
+  add(accesses, o.q, o.sizes, o.sizes.heads, o.sizes.rows, false);
+  for (const Heads* heads : {&o.k, &o.v}) add(accesses, *heads, o.sizes, o.sizes.kv_heads, o.sizes.columns, false);
+  add(accesses, o.result, o.sizes, true);
+}
+
+void add(Accesses& accesses, const AttendBackward& o) {
+  for (const Heads* heads : {&o.q, &o.out, &o.dout}) {
+    add(accesses, *heads, o.sizes, o.sizes.heads, o.sizes.rows, false);
+  }
+  for (const Heads* heads : {&o.k, &o.v}) add(accesses, *heads, o.sizes, o.sizes.kv_heads, o.sizes.columns, false);
+  add(accesses, o.lse, o.sizes, false);
+  add(accesses, o.dq, o.sizes, o.sizes.heads, o.sizes.rows, true);
+  for (const Heads* heads : {&o.dk, &o.dv}) add(accesses, *heads, o.sizes, o.sizes.kv_heads, o.sizes.columns, true);
+}
+
+void add(Accesses& accesses, const Merge& o) {
+  add(accesses, o.left, o.sizes, true);
+  add(accesses, o.right, o.sizes, false);
+}
+
+void add(Accesses& accesses, const Accumulate& o) {
+  add(accesses, o.src, o.sizes, o.sizes.heads, o.sizes.rows, false);
+  add(accesses, o.dst, o.sizes, o.sizes.heads, o.sizes.rows, true);
+}
+
 // A range of a buffer that an earlier instruction touched.
 struct Touch {
   int instruction = -1;
@@ -101,6 +143,8 @@ std::vector<Access> accesses_of(const Program& program, const Operation& operati
   };
   match(
       operation, [&](const Copy& o) { add(accesses, o); }, [&](const Gemm& o) { add(accesses, o); },
+      [&](const Attend& o) { add(accesses, o); }, [&](const AttendBackward& o) { add(accesses, o); },
+      [&](const Merge& o) { add(accesses, o); }, [&](const Accumulate& o) { add(accesses, o); },
       [&](const FillZero& o) { accesses.write(o.dst); }, [&](const Divide& o) { accesses.write(o.dst); },
       [&](const Power& o) { from_to(o); }, [&](const Cast& o) { from_to(o); },
       [&](const Reduce& o) {

@@ -8,6 +8,7 @@
 #include "moves/traffic.h"
 #include "planning/serialize.h"
 #include "program/order.h"
+#include "program/transfer_traffic.h"
 #include "runtime/side_stream.h"
 #include "support/error.h"
 
@@ -105,6 +106,16 @@ class PlanOrigin : public Origin {
 
 }  // namespace
 
+std::string Origin::title() const {
+  const Plan plan = plans().front();
+  return concat(kind(), " ", plan.src.placements_string(), " -> ", plan.dst.placements_string());
+}
+
+std::vector<Rank> Origin::ranks() const {
+  const Plan plan = plans().front();
+  return crosses(plan) ? ranks_of(plan) : plan.src.mesh().ranks();
+}
+
 std::shared_ptr<const CompiledProgram> CompiledProgram::from_plan_bytes(const std::string& plan_bytes, Rank rank) {
   const Plan plan = from_bytes(plan_bytes);
   return std::make_shared<CompiledProgram>(compile(plan, rank), std::vector<const Plan*>{&plan},
@@ -118,11 +129,7 @@ CompiledProgram::CompiledProgram(Program program, const std::vector<const Plan*>
       origin_(std::move(origin)),
       rank_(rank),
       lowering_(plans.front()->lowering) {
-  is_asked_for_.resize(program_.instructions.size(), false);
-  if (lowering_.is_on_device) order_of_transfers_ = order_of_transfers(program_);
-  for (const int instruction : order_of_transfers_) {
-    if (instruction >= 0) is_asked_for_[instruction] = true;
-  }
+  note_order();
   for (const Plan* plan : plans) {
     received_bytes_ += traffic_at(*plan, rank_).received_bytes;
     for (const Step& step : plan->steps) is_collective_ = is_collective_ || shardwright::communicates(step);
@@ -130,6 +137,30 @@ CompiledProgram::CompiledProgram(Program program, const std::vector<const Plan*>
   if (plans.size() == 1) place_of_input_ = place_of_input_in(*plans.front(), rank_);
   note_dtypes();
   note_instructions();
+}
+
+CompiledProgram::CompiledProgram(Program program, Lowering lowering, bool is_collective, std::unique_ptr<Origin> origin,
+                                 Rank rank)
+    : program_(std::move(program)),
+      lifetimes_(program_.lifetimes()),
+      origin_(std::move(origin)),
+      rank_(rank),
+      lowering_(lowering),
+      is_collective_(is_collective) {
+  note_order();
+  for (const Instruction& instruction : program_.instructions) {
+    received_bytes_ += traffic_of(program_, instruction.operation).received_bytes;
+  }
+  note_dtypes();
+  note_instructions();
+}
+
+void CompiledProgram::note_order() {
+  is_asked_for_.resize(program_.instructions.size(), false);
+  if (lowering_.is_on_device) order_of_transfers_ = order_of_transfers(program_);
+  for (const int instruction : order_of_transfers_) {
+    if (instruction >= 0) is_asked_for_[instruction] = true;
+  }
 }
 
 void CompiledProgram::note_dtypes() {
@@ -259,9 +290,6 @@ std::vector<Communication> Executable::communications() const {
   return found;
 }
 
-std::vector<Rank> Executable::mesh_ranks() const {
-  const Plan plan = compiled_->origin().plans().front();
-  return crosses(plan) ? ranks_of(plan) : plan.src.mesh().ranks();
-}
+std::vector<Rank> Executable::mesh_ranks() const { return compiled_->origin().ranks(); }
 
 }  // namespace shardwright

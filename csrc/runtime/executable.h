@@ -38,8 +38,11 @@ using Signature = std::vector<std::pair<std::string, std::string>>;
 class Origin {
  public:
   virtual ~Origin() = default;
-  virtual const char* kind() const = 0;  // "redistribute" or "matmul"
+  virtual const char* kind() const = 0;  // "redistribute", "matmul" or "attention"
   virtual std::vector<Plan> plans() const = 0;
+  // What it does, for profilers, and the ranks that take part; by default those of the first plan.
+  virtual std::string title() const;
+  virtual std::vector<Rank> ranks() const;
   virtual std::string text() const = 0;
   virtual Signature signature() const = 0;
 };
@@ -52,6 +55,10 @@ class CompiledProgram {
 
   // `plans` are those of `origin`.
   CompiledProgram(Program program, const std::vector<const Plan*>& plans, std::unique_ptr<Origin> origin, Rank rank);
+
+  // For a program that is not made of plans. Computes what it receives from its transfers. `is_collective`: whether any
+  // rank communicates.
+  CompiledProgram(Program program, Lowering lowering, bool is_collective, std::unique_ptr<Origin> origin, Rank rank);
 
   const Program& program() const { return program_; }
   const Program::Lifetimes& lifetimes() const { return lifetimes_; }
@@ -99,6 +106,7 @@ class CompiledProgram {
   at::TensorOptions options_of(int buffer, const at::TensorOptions& usual) const;
 
  private:
+  void note_order();
   void note_dtypes();
   void note_instructions();
 

@@ -7,6 +7,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "runtime/attend.h"
 #include "runtime/flat.h"
 #include "runtime/local_ops.h"
 #include "runtime/record.h"
@@ -466,6 +467,8 @@ void Execution::compute(const Operation& operation, int index) {
         at::pow_out(dst, range(o.src), o.exponent);
       },
       [&](const Cast& o) { range(o.dst).copy_(range(o.src)); }, [&](const Gemm& o) { multiply(o, index); },
+      [&](const Attend& o) { attend(o, buffers_); }, [&](const AttendBackward& o) { attend_backward(o, buffers_); },
+      [&](const Merge& o) { merge(o, buffers_); }, [&](const Accumulate& o) { accumulate(o, buffers_); },
       [&](const Reduce& o) { reduce(o); },
       [](const IsTransfer auto&) { check_invariant(false, "a transfer is run as an instruction that computes"); },
       [](const Wait&) { check_invariant(false, "a Wait is run as an instruction that computes"); });

@@ -79,10 +79,8 @@ at::Tensor take_box(const Program& program, const at::Tensor& input) {
 
 // The name that profilers show.
 std::string title_of(const Executable& executable) {
-  const Origin& origin = executable.compiled().origin();
-  const Plan plan = origin.plans().front();
-  return concat("shardwright::", origin.kind(), " ", plan.src.placements_string(), " -> ", plan.dst.placements_string(),
-                ", ", executable.compiled().received_bytes(), " bytes received");
+  const CompiledProgram& compiled = executable.compiled();
+  return concat("shardwright::", compiled.origin().title(), ", ", compiled.received_bytes(), " bytes received");
 }
 
 Record record_of(const Executable& executable) { return Record::is_wanted() ? Record(title_of(executable)) : Record(); }

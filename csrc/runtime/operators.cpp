@@ -11,10 +11,12 @@
 #include <unordered_map>
 #include <utility>
 
+#include "attention/serialize.h"
 #include "moves/describe.h"
 #include "planning/serialize.h"
 #include "products/compile.h"
 #include "products/serialize.h"
+#include "runtime/attention_program.h"
 #include "runtime/c10d/process_groups.h"
 #include "runtime/executor.h"
 #include "support/bounded_cache.h"
@@ -204,6 +206,7 @@ class MatmulOrigin : public Origin {
 
 std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank) {
   const std::string bytes = bytes_of(text);
+  if (is_attention(bytes)) return compiled_attention(bytes, rank);
   if (!is_matmul(bytes)) return CompiledProgram::from_plan_bytes(bytes, rank);
   const auto [matmul, schedule] = matmul_from_bytes(bytes);
   return std::make_shared<CompiledProgram>(compile(matmul, schedule, rank), plans_of(matmul),

@@ -76,6 +76,12 @@ class Machine {
   static void execute(Process& process, const Gemm& gemm);
   // Whether all chunks that a product waits for are there; lets them arrive if they can.
   bool chunks_arrive(Process& process, const Flags& flags);
+  static void execute(Process& process, const Attend& attend);          // machine_attend.cpp
+  static void execute(Process& process, const AttendBackward& attend);  // machine_attend.cpp
+  static void execute(Process& process, const Merge& merge);            // machine_attend.cpp
+  static void execute(Process& process, const Accumulate& accumulate);  // machine_attend.cpp
+  static double& element(Process& process, const Heads& heads, int64_t b, int64_t h, int64_t row, int64_t i);
+  static double& element(Process& process, const HeadRows& rows, int64_t b, int64_t h, int64_t row);
   static int64_t item_bytes(const Process& process, const BufferRange& range);
   static double* data(Process& process, const BufferRange& range);
   static Payload read(Process& process, const BufferRange& range);

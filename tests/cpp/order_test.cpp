@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 
+#include "attention/compile.h"
 #include "moves/describe.h"
 #include "products.h"
 #include "products/compile.h"
@@ -97,7 +98,17 @@ class TouchedBytes {
             strided(o.dst, box.dst_offset, box.sizes, box.dst_strides, touched_.written);
           }
         },
-        [&](const Gemm& o) { multiply(o); }, [&](const FillZero& o) { range(o.dst, touched_.written); },
+        [&](const Gemm& o) { multiply(o); }, [&](const Attend& o) { attend(o); },
+        [&](const AttendBackward& o) { attend(o); },
+        [&](const Merge& o) {
+          partial(o.left, o.sizes, touched_.written);
+          partial(o.right, o.sizes, touched_.read);
+        },
+        [&](const Accumulate& o) {
+          heads(o.src, o.sizes, o.sizes.heads, o.sizes.rows, touched_.read);
+          heads(o.dst, o.sizes, o.sizes.heads, o.sizes.rows, touched_.written);
+        },
+        [&](const FillZero& o) { range(o.dst, touched_.written); },
         [&](const Divide& o) { range(o.dst, touched_.written); }, [&](const Power& o) { from_to(o); },
         [&](const Cast& o) { from_to(o); },
         [&](const Reduce& o) {
@@ -135,6 +146,32 @@ class TouchedBytes {
                Bytes& bytes, size_t d = 0) {
     if (d == sizes.size()) return element(buffer, offset, bytes);
     for (int64_t i = 0; i < sizes[d]; ++i) strided(buffer, offset + i * strides[d], sizes, strides, bytes, d + 1);
+  }
+  void heads(const Heads& h, const AttendSizes& s, int64_t count, int64_t rows, Bytes& bytes) {
+    strided(h.buffer, h.offset, {s.batch, count, rows, s.depth}, {h.batch_stride, h.head_stride, h.row_stride, 1},
+            bytes);
+  }
+  void lse(const HeadRows& r, const AttendSizes& s, Bytes& bytes) {
+    strided(r.buffer, r.offset, {s.batch, s.heads, s.rows}, {r.batch_stride, r.head_stride, 1}, bytes);
+  }
+  void partial(const Partial& p, const AttendSizes& s, Bytes& bytes) {
+    heads(p.out, s, s.heads, s.rows, bytes);
+    lse(p.lse, s, bytes);
+  }
+  void operands(const auto& o) {
+    heads(o.q, o.sizes, o.sizes.heads, o.sizes.rows, touched_.read);
+    for (const Heads* keys : {&o.k, &o.v}) heads(*keys, o.sizes, o.sizes.kv_heads, o.sizes.columns, touched_.read);
+  }
+  void attend(const Attend& o) {
+    operands(o);
+    partial(o.result, o.sizes, touched_.written);
+  }
+  void attend(const AttendBackward& o) {
+    operands(o);
+    for (const Heads* rows : {&o.out, &o.dout}) heads(*rows, o.sizes, o.sizes.heads, o.sizes.rows, touched_.read);
+    lse(o.lse, o.sizes, touched_.read);
+    heads(o.dq, o.sizes, o.sizes.heads, o.sizes.rows, touched_.written);
+    for (const Heads* sum : {&o.dk, &o.dv}) heads(*sum, o.sizes, o.sizes.kv_heads, o.sizes.columns, touched_.written);
   }
   void multiply(const Gemm& gemm) {
     const auto matrix = [&](const Matrix& m, int64_t rows, int64_t columns, int64_t batch_stride, Bytes& bytes) {
@@ -228,6 +265,31 @@ TEST(Order, OfPlansToo) {
     for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
       const Plan plan = make_plan(layout_on(mesh, {7, 5}, src), layout_on(mesh, {7, 5}, dst), {.lowering = lowering});
       for (int64_t p = 0; p < 6; ++p) check_order(compile(plan, Rank{p}));
+    }
+  }
+}
+
+TEST(Order, OfAttentionToo) {
+  for (const AttentionMethod method :
+       {AttentionMethod::kSerial, AttentionMethod::kRing, AttentionMethod::kGather, AttentionMethod::kUlysses}) {
+    for (const AttentionMask& mask : {AttentionMask{}, AttentionMask{true, 5}}) {
+      Attention a;
+      a.mesh = mesh_of({4});
+      a.dtype = DType::kBFloat16;
+      a.batch = 2;
+      a.heads = 4;
+      a.kv_heads = 2;
+      a.depth = 2;
+      a.parts = {{{0, 5}}, {{10, 14}, {5, 7}}, {}, {{7, 10}}};
+      a.mask = mask;
+      a.chunks = 4;
+      a.method = method;
+      a.lowering = Lowering::kNccl;
+      for (int64_t p = 0; p < 4; ++p) {
+        check_order(compile_attention(a, Rank{p}));
+        check_order(compile_attention_backward(a, Rank{p}));
+      }
+      if (HasFatalFailure()) return;
     }
   }
 }

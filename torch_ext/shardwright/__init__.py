@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     __version__: str
     from . import fsdp
     from ._runtime import release_staging, set_fast_accumulation, set_sm_carveout
+    from .attending.context import context_parallel, context_parallel_unshard, move_sequence
+    from .attending.functions import AttentionMask, attention, explain_attention
     from .calibration import calibrate, forget_calibration
     from .calibration.products import calibrate_gemm
     from .checking import check_ranks
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from .wire import wire_meter
 
 __all__ = [
+    "AttentionMask",
     "Blocks",
     "CheckpointReader",
     "Cyclic",
@@ -70,17 +73,21 @@ __all__ = [
     "Step",
     "Topology",
     "all_gather_matmul",
+    "attention",
     "calibrate",
     "calibrate_gemm",
     "cast",
     "check_ranks",
     "combine",
     "connect",
+    "context_parallel",
+    "context_parallel_unshard",
     "disable",
     "dispatch",
     "enable",
     "enabled",
     "explain",
+    "explain_attention",
     "flatten",
     "forget_calibration",
     "fsdp",
@@ -92,6 +99,7 @@ __all__ = [
     "load_topology",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "move_sequence",
     "operator",
     "permute",
     "pin",
@@ -127,6 +135,8 @@ __all__ = [
 _NEEDS_TORCH = {
     "_runtime": "release_staging set_fast_accumulation set_sm_carveout",
     "counters": "reset_stats stats",
+    "attending.context": "context_parallel context_parallel_unshard move_sequence",
+    "attending.functions": "AttentionMask attention explain_attention",
     "calibration": "calibrate forget_calibration",
     "calibration.products": "calibrate_gemm",
     "checking": "check_ranks",

@@ -860,6 +860,59 @@ def forecast_batch(
     receives, what is copied locally, first and last round (-1 for none), time; for each link sender, receiver, bytes,
     messages at most, time; and the time of all."""
 
+class Attention:
+    """Attention whose sequence is cut over ranks (csrc/attention/attention.h)."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        dtype: str,
+        sizes: tuple[int, int, int, int],
+        parts: Sequence[Sequence[tuple[int, int]]],
+        *,
+        is_causal: bool,
+        window: int | None,
+        documents: Sequence[int],
+        scale: float,
+        chunks: int,
+        backend: str,
+    ) -> None:
+        """Takes a mesh of one dim; batch, heads, heads of keys and depth; and by position the [begin, end) intervals of
+        the sequence that a rank holds, in local order. `chunks`: 0 for blocks as ranks hold them. The method is serial
+        at first. Raises ValueError if these do not fit together."""
+
+    def with_method(self, method: str) -> Attention: ...
+    @property
+    def method(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def backend(self) -> str: ...
+    def rows(self, rank: int) -> int:
+        """Returns how many places of the sequence a rank holds."""
+
+    def counts(self, rank: int) -> tuple[int, int, int, int]:
+        """Returns the products of blocks that are full, triangles and others, and the pairs that see each other."""
+
+    def groups(self, rank: int, backward: bool) -> list[tuple[list[int], list[int]]]:
+        """Returns mesh dims and ranks of the groups of a rank's program."""
+
+    def program(self, rank: int, backward: bool = False) -> str: ...
+    def peak_bytes(self, rank: int, backward: bool = False) -> int: ...
+    def to_text(self, backward: bool) -> str:
+        """Returns one direction of it as the text that operators take."""
+
+    def choose(self, topology: Topology | None, model: GemmModel, with_backward: bool) -> str:
+        """Returns the method predicted to be fastest. Without a topology: with the lowering's default one."""
+
+    def forecasts(
+        self, topology: Topology | None, model: GemmModel, with_backward: bool = True
+    ) -> list[tuple[str, int, int, int, int, int]]:
+        """Returns for each method the picoseconds of forward, backward, and the forward's compute alone, and bytes
+        received and allocated by the worst rank."""
+
+    def describe(self, topology: Topology | None, model: GemmModel) -> str: ...
+
 class StepSchedule:
     """When weights are gathered, kept and released within a training step; see csrc/schedule/schedule.h."""
 

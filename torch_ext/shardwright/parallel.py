@@ -21,9 +21,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_module
 
+from .attending.context import Attending
 from .products.functions import linear, linear_sharing
 
-__all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
+__all__ = ["ColwiseParallel", "ContextParallel", "RowwiseParallel", "SequenceParallel"]
 
 
 class ColwiseParallel(torch_parallel.ColwiseParallel):
@@ -55,6 +56,34 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         if not isinstance(module, nn.Linear):
             return super()._apply(module, device_mesh)
         return _distribute(self, module, device_mesh, self._how, self._shares_gather)
+
+
+class ContextParallel(torch_parallel.ParallelStyle):
+    """Makes ``scaled_dot_product_attention`` within a module `shardwright.attention` over the mesh, of one dim.
+
+    The module gets and returns parts of the sequence. Everything else in it must work on single places of it.
+
+    Args:
+        size: the length of the whole sequence; not needed where queries are DTensors.
+        layout, method: as in `shardwright.attention`.
+    """
+
+    def __init__(self, *, size: int | None = None, layout: Any = None, method: str = "auto") -> None:
+        super().__init__()
+        self._arguments = {"size": size, "layout": layout, "method": method}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if device_mesh.ndim != 1:
+            raise ValueError(f"device_mesh: has {device_mesh.ndim} dims; allowed is one, such as mesh['cp']")
+        before = module.forward
+        arguments = self._arguments
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with Attending(group=device_mesh.get_group(), **arguments):
+                return before(*args, **kwargs)
+
+        module.forward = types.MethodType(forward, module)
+        return module
 
 
 class RowwiseParallel(torch_parallel.RowwiseParallel):

@@ -1,0 +1,210 @@
+"""Times attention over a cut sequence by every method, over links of a given rate between network namespaces.
+
+    make bench-attention                                          # results/attention-torch<version>.json
+    make bench-attention ARGS="--quick --out /tmp/attention.json"
+
+Needs root and iproute2 (tools/testnet). Ranks have one thread each. "attention" is what a rank computes, alone. What is
+hidden of a method is 1 - (its time - attention) / (serial - attention). The exit status is 1 if a method returned a
+wrong result, and 3 if links cannot be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+
+import machine  # noqa: E402
+import shardwright as sw  # noqa: E402
+import timing  # noqa: E402
+from ranks import over_ranks  # noqa: E402
+from report import say  # noqa: E402
+from shardwright.attending import functions, problem  # noqa: E402
+
+TESTNET = HERE.parent / "tools" / "testnet"
+METHODS = ("serial", "ring", "gather", "ulysses")
+ROUNDS, QUICK_ROUNDS = 7, 3
+
+
+class Network(NamedTuple):
+    nodes: int
+    per_node: int
+    gbit: float
+
+
+class Case(NamedTuple):
+    name: str
+    heads: int
+    kv_heads: int
+    length: int
+    depth: int
+    is_causal: bool
+    backward: bool
+
+
+NETWORKS = [Network(2, 1, gbit) for gbit in (0.5, 1, 4)] + [Network(2, 2, 1), Network(4, 1, 1)]
+QUICK_NETWORKS = [Network(2, 1, 1)]
+CASES = [
+    Case("full", 8, 8, 4096, 64, False, False),
+    Case("causal zigzag", 8, 8, 4096, 64, True, False),
+    Case("causal zigzag, grouped heads", 8, 2, 4096, 64, True, False),
+    Case("causal zigzag, with backward", 8, 8, 2048, 64, True, True),
+]
+
+
+def alone(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+    """What this rank computes of the whole keys and values, forward, without anything that moves."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    runs = problem.parts_of(layout_of(case), case.length, dist.get_world_size())[dist.get_rank()]
+
+    def compute() -> None:
+        row = 0
+        for begin, end in runs:
+            mine = q[:, :, row : row + end - begin]
+            row += end - begin
+            if not case.is_causal:
+                flash(mine, k, v)
+                continue
+            if begin > 0:
+                flash(mine, k[:, :, :begin], v[:, :, :begin])
+            flash(mine, k[:, :, begin:end], v[:, :, begin:end], is_causal=True)
+
+    return compute
+
+
+def layout_of(case: Case) -> str:
+    return "zigzag" if case.is_causal else "contiguous"
+
+
+def stock_says(case: Case, whole: list[torch.Tensor]) -> str:
+    """Returns what PyTorch's context_parallel does with the case on this device."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    given = [t.clone() for t in whole]
+    try:
+        with context_parallel(mesh, buffers=given, buffer_seq_dims=[2, 2, 2]):
+            F.scaled_dot_product_attention(*given, is_causal=case.is_causal, enable_gqa=case.heads != case.kv_heads)
+    except Exception as error:  # whatever it raises is the result
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
+    return "runs"
+
+
+def measure(case: Case, rounds: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    heads = (case.heads, case.kv_heads, case.kv_heads)
+    whole = [torch.randn(1, n, case.length, case.depth, generator=generator) for n in heads]
+    runs = problem.parts_of(layout_of(case), case.length, dist.get_world_size())[dist.get_rank()]
+    places = torch.cat([torch.arange(begin, end) for begin, end in runs])
+    mine = [t[:, :, places].contiguous().requires_grad_(case.backward) for t in whole]
+    expected = F.scaled_dot_product_attention(*whole, is_causal=case.is_causal, enable_gqa=True)[:, :, places]
+    arguments = {"is_causal": case.is_causal, "enable_gqa": True, "size": case.length, "layout": layout_of(case)}
+
+    def by(method: str) -> Callable[[], torch.Tensor]:
+        def call() -> torch.Tensor:
+            out = sw.attention(*mine, method=method, **arguments)
+            if case.backward:
+                torch.autograd.grad(out, mine, torch.ones_like(out))
+            return out
+
+        return call
+
+    calls: dict[str, Callable[[], Any]] = {name: by(name) for name in METHODS}
+    calls["auto"] = by("auto")
+    right = over_ranks(
+        [float(torch.allclose(call(), expected, atol=1e-4)) for call in calls.values()], dist.ReduceOp.MIN
+    )
+    asked = functions.ask(**{**functions._DEFAULTS, **arguments})
+    chosen = problem.plan(asked, mine, None).attention.method
+    if not case.backward:
+        calls["attention"] = alone(case, mine[0], *whole[1:])
+    seconds = timing.among_ranks(calls).of_count(rounds).low
+    best = min(METHODS, key=seconds.__getitem__)
+    row: dict[str, Any] = {
+        "case": case._asdict(),
+        "ms": {name: round(1e3 * value, 2) for name, value in seconds.items()},
+        "chosen": chosen,
+        "best": best,
+        "chosen_over_best": round(seconds[chosen] / seconds[best], 3),
+        "right": dict(zip(calls, map(bool, right), strict=False)),
+        "stock": stock_says(case, whole),
+    }
+    if "attention" in seconds:
+        moved = seconds["serial"] - seconds["attention"]
+        row["hidden"] = {n: round(1 - (seconds[n] - seconds["attention"]) / moved, 3) for n in (*METHODS, "auto")}
+    return row
+
+
+def run_rank(network: Network, quick: bool, out: str) -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("shardwright").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    sw.calibrate()
+    rows = []
+    say(f"{network.nodes} nodes of {network.per_node}, {network.gbit} Gbit/s")
+    for case in CASES[:1] if quick else CASES:
+        rows.append(measure(case, QUICK_ROUNDS if quick else ROUNDS))
+        times = "  ".join(f"{name} {value:.1f}" for name, value in rows[-1]["ms"].items())
+        say(f"  {case.name:30} {times}  chosen {rows[-1]['chosen']}, hidden {rows[-1].get('hidden')}")
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps({**network._asdict(), "rows": rows}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one network, one case, few rounds")
+    torch_version = torch.__version__.split("+")[0]
+    parser.add_argument("--out", default=str(machine.RESULTS / f"attention-torch{torch_version}.json"))
+    parser.add_argument("--on-a-rank", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.on_a_rank:
+        *numbers, out = options.on_a_rank
+        run_rank(Network(int(numbers[0]), int(numbers[1]), float(numbers[2])), options.quick, out)
+        return
+    networks = []
+    for network in QUICK_NETWORKS if options.quick else NETWORKS:
+        with tempfile.TemporaryDirectory() as folder:
+            out = f"{folder}/rows.json"
+            size = [str(network.nodes), str(network.per_node)]
+            on_a_rank = ["--on-a-rank", *size, str(network.gbit), out] + ["--quick"] * options.quick
+            command = [str(TESTNET), *size, f"{round(1000 * network.gbit)}mbit", "--", sys.executable, __file__]
+            quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns if it cannot look up host names
+            status = subprocess.run([*command, *on_a_rank], env=quiet).returncode
+            if status:
+                sys.exit(status)
+            networks.append(json.loads(Path(out).read_text()))
+    rows = [row for network in networks for row in network["rows"]]
+    summary = {
+        "rows": len(rows),
+        "chosen_within_5_percent_of_best": sum(row["chosen_over_best"] <= 1.05 for row in rows),
+        "chosen_over_best_worst": max(row["chosen_over_best"] for row in rows),
+        "stock": sorted({row["stock"] for row in rows}),
+        "all_right": all(value for row in rows for value in row["right"].values()),
+    }
+    say(json.dumps(summary, indent=1))
+    machine.write(options.out, {**machine.describe("torch"), "summary": summary, "networks": networks})
+    if not summary["all_right"]:
+        sys.exit("a method returned a wrong result")
+
+
+if __name__ == "__main__":
+    main()

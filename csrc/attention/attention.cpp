@@ -1,0 +1,97 @@
+#include "attention/attention.h"
+
+#include <cmath>
+#include <numeric>
+
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+constexpr AttentionMethod kMethods[] = {AttentionMethod::kSerial, AttentionMethod::kRing, AttentionMethod::kGather,
+                                        AttentionMethod::kUlysses};
+
+void check_parts(const Attention& attention) {
+  const int64_t total = attention.length();
+  check_user(static_cast<int64_t>(attention.parts.size()) == attention.mesh->size(), "layout: ", attention.parts.size(),
+             " parts of the sequence for ", attention.mesh->size(), " ranks");
+  IntervalList all;
+  for (const IntervalList& part : attention.parts) all.insert(all.end(), part.begin(), part.end());
+  int64_t next = 0;
+  for (const Interval& run : sorted_by_place(all)) {
+    check_user(run.begin == next && run.end > run.begin, "layout: the places [", run.begin, ", ", run.end,
+               ") of the sequence follow ", next, "; allowed are layouts in which each place is on one rank");
+    next = run.end;
+  }
+  check_user(next == total, "layout: it holds ", next, " places of a sequence of ", total);
+}
+
+void check_mask(const AttentionMask& mask, int64_t total) {
+  check_user(!mask.window || *mask.window >= 1, "window: ", mask.window.value_or(0),
+             "; allowed are 1 (each query sees its own place) or more");
+  for (const int64_t document : mask.documents) {
+    check_user(document >= 0, "documents: a length of ", document, "; allowed are 0 or more");
+  }
+  const int64_t sum = std::accumulate(mask.documents.begin(), mask.documents.end(), int64_t{0});
+  check_user(mask.documents.empty() || sum == total, "documents: their lengths sum to ", sum,
+             "; they must sum to the length of the sequence, ", total);
+}
+
+}  // namespace
+
+const char* method_name(AttentionMethod method) {
+  switch (method) {
+    case AttentionMethod::kSerial:
+      return "serial";
+    case AttentionMethod::kRing:
+      return "ring";
+    case AttentionMethod::kGather:
+      return "gather";
+    case AttentionMethod::kUlysses:
+      return "ulysses";
+  }
+  return "";
+}
+
+AttentionMethod parse_attention_method(const std::string& name) {
+  for (const AttentionMethod method : kMethods) {
+    if (name == method_name(method)) return method;
+  }
+  throw UserError(concat("method: '", name, "'; allowed are 'auto', 'ring', 'gather', 'ulysses' and 'serial'"));
+}
+
+int64_t Attention::length() const {
+  int64_t total = 0;
+  for (const IntervalList& part : parts) total += shardwright::length(part);
+  return total;
+}
+
+void check(const Attention& attention) {
+  const auto not_negative = [](const char* name, int64_t size) {
+    check_user(size >= 0 && size < int64_t{1} << 40, name, ": ", size, "; allowed are 0 to 2^40");
+  };
+  check_user(attention.mesh->ndim() == 1, "mesh: ", attention.mesh->to_string(),
+             "; a sequence is cut along one mesh dim");
+  check_user(attention.dtype.kind() == DTypeKind::kFloat, "q: has dtype ", attention.dtype.name(),
+             "; allowed are float32, bfloat16, float16 and float64");
+  not_negative("batch", attention.batch);
+  not_negative("heads", attention.heads);
+  not_negative("depth", attention.depth);
+  check_user(attention.depth > 0, "q: has heads of no elements");
+  not_negative("chunks", attention.chunks);
+  check_user(attention.kv_heads > 0 && attention.heads % attention.kv_heads == 0, "k: has ", attention.kv_heads,
+             " heads where q has ", attention.heads, "; the heads of q must be a multiple of those of k and v");
+  check_user(std::isfinite(attention.scale), "scale: ", attention.scale, "; allowed are finite numbers");
+  check_parts(attention);
+  check_mask(attention.mask, attention.length());
+}
+
+std::string to_string(const AttentionMask& mask) {
+  std::vector<std::string> parts;
+  if (mask.is_causal) parts.push_back("causal");
+  if (mask.window) parts.push_back(concat("window ", *mask.window));
+  if (!mask.documents.empty()) parts.push_back(concat(mask.documents.size(), " documents"));
+  return parts.empty() ? "full" : join(parts);
+}
+
+}  // namespace shardwright

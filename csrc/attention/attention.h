@@ -1,0 +1,75 @@
+// Attention whose sequence is cut over ranks: what is asked for.
+//
+// Queries, keys and values are [batch, heads, sequence, depth]. Each rank holds the same places of the sequence of all
+// three, for all heads. The sequence is cut into *blocks*, each of which one rank holds as one run of rows; attention
+// is computed as products of blocks (block_products.h), whose results are merged in an order that follows from places
+// alone: neither from the number of ranks nor from when something arrives.
+//
+// Methods, on rank r of W:
+//
+//   ring     In step s keys and values of rank r - s arrive, while those of step s - 1 are attended to. At most two of
+//            these parts exist at a time. In the backward their gradients, in float32, travel back in the next step.
+//   gather   Everything that the rank needs arrives in one transfer, while it attends to its own keys.
+//   serial   The same, and nothing is computed meanwhile.
+//   ulysses  Ranks exchange sequence for heads, attend to the whole sequence for their heads, and exchange back. The
+//            results for one rank travel while those for the next are computed.
+//
+// Ranks send one another only keys that some query of the receiver sees.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cost/lowering.h"
+#include "layout/dtype.h"
+#include "layout/mesh.h"
+#include "layout/region.h"
+
+namespace shardwright {
+
+enum class AttentionMethod : uint8_t { kSerial, kRing, kGather, kUlysses };
+
+const char* method_name(AttentionMethod method);                  // "serial", "ring", "gather" or "ulysses"
+AttentionMethod parse_attention_method(const std::string& name);  // throws UserError
+
+// A query at place i sees the key at place j if all of these hold.
+struct AttentionMask {
+  bool is_causal = false;                        // j <= i
+  std::optional<int64_t> window = std::nullopt;  // |i - j| < window
+  // The lengths of the documents that lie in the sequence one after the other: i and j are in the same one. Empty: one
+  // document.
+  std::vector<int64_t> documents = {};
+};
+
+struct Attention {
+  MeshPtr mesh;                   // of one mesh dim: the ranks that share the sequence
+  DType dtype = DType::kFloat32;  // floating
+  int64_t batch = 0;
+  int64_t heads = 0;     // of queries
+  int64_t kv_heads = 0;  // divides heads: consecutive heads of queries share one of keys and values
+  int64_t depth = 0;     // elements of a head
+  // By position: the places that a rank holds, in the order of its local tensors. Each place once; parts may be empty.
+  std::vector<IntervalList> parts;
+  AttentionMask mask = {};
+  double scale = 1;  // of scores
+  // Into how many parts of equal length (as torch.chunk cuts) the whole sequence is cut. Where parts of ranks begin and
+  // end at these cuts, the result is bitwise the same for any number of ranks. 0: blocks are the runs that ranks hold.
+  int64_t chunks = 0;
+  AttentionMethod method = AttentionMethod::kRing;
+  Lowering lowering = Lowering::kGloo;
+
+  int64_t length() const;  // of the sequence
+  int64_t rows(int64_t position) const { return shardwright::length(parts[position]); }
+  // The dtype of partial results and of sums of gradients: float64 for float64, else float32.
+  DType sum_dtype() const { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
+};
+
+// Throws UserError if the parts are not a partition of the sequence, or if anything else does not fit.
+void check(const Attention& attention);
+
+// "causal, window 128, 3 documents", or "full"
+std::string to_string(const AttentionMask& mask);
+
+}  // namespace shardwright

@@ -1,0 +1,64 @@
+// The blocks of a sequence, and which of them meet.
+//
+// Blocks are as large as possible such that each lies within one run of one rank's part, within one of the chunks of
+// the sequence if there are any, and within one document. Blocks are numbered by ascending places.
+//
+// A block of queries meets a block of keys if some query sees some key. What is seen is a band (program/attend.h):
+// everything, a triangle, or for sliding windows a stripe. Blocks that do not meet cost nothing, so a rank computes
+// nothing that the mask leaves out but the rest of its stripes, and there is no padding anywhere.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "attention/attention.h"
+#include "program/attend.h"
+
+namespace shardwright {
+
+struct SequenceBlock {
+  Interval places;
+  int64_t owner = 0;  // position of the rank that holds it
+  int64_t row = 0;    // its first row in the owner's local tensors
+  int64_t document = 0;
+
+  int64_t rows() const { return places.end - places.begin; }
+};
+
+class BlockProducts {
+ public:
+  explicit BlockProducts(const Attention& attention);
+
+  const std::vector<SequenceBlock>& blocks() const { return blocks_; }
+  const SequenceBlock& block(int index) const { return blocks_[index]; }
+  int num_blocks() const { return static_cast<int>(blocks_.size()); }
+  // The blocks of a rank, in the order of its local tensors.
+  const std::vector<int>& of_rank(int64_t position) const { return by_rank_[position]; }
+
+  Band band(int queries, int keys) const;
+  BlockShape shape(int queries, int keys) const;
+  bool meet(int queries, int keys) const { return shape(queries, keys) != BlockShape::kSkip; }
+  // The blocks of keys that a block of queries meets, ascending.
+  std::vector<int> keys_of(int queries) const;
+  // The blocks of keys of one rank that queries of another meet, in the order of the owner's local tensors.
+  std::vector<int> keys_needed(int64_t owner, int64_t by) const;
+
+ private:
+  AttentionMask mask_;
+  std::vector<SequenceBlock> blocks_;
+  std::vector<std::vector<int>> by_rank_;
+};
+
+// What one rank computes with a method that cuts the sequence, over all steps.
+struct BlockCounts {
+  int64_t full = 0;
+  int64_t triangles = 0;
+  int64_t others = 0;
+  int64_t pairs = 0;  // of queries and keys that see each other
+
+  int64_t products() const { return full + triangles + others; }
+};
+
+BlockCounts count_blocks(const BlockProducts& products, int64_t position);
+
+}  // namespace shardwright

@@ -1,0 +1,105 @@
+#include "attention/choose.h"
+
+#include <algorithm>
+
+#include "attention/block_products.h"
+#include "attention/compile.h"
+#include "products/timeline.h"
+#include "program/transfer_traffic.h"
+#include "support/error.h"
+#include "support/text.h"
+
+namespace shardwright {
+namespace {
+
+constexpr int64_t kAlikePercent = 2;
+constexpr int64_t kMostRanksShown = 16;
+constexpr int64_t kPicosecondsPerMicrosecond = 1'000'000;
+
+std::vector<int64_t> positions_to_look_at(int64_t num_ranks) {
+  if (num_ranks > 4) return {0, num_ranks / 2, num_ranks - 1};
+  std::vector<int64_t> all;
+  for (int64_t p = 0; p < num_ranks; ++p) all.push_back(p);
+  return all;
+}
+
+AttentionForecast forecast(Attention attention, AttentionMethod method, const Topology& topology,
+                           const GemmModel& model, bool with_backward) {
+  attention.method = method;
+  AttentionForecast found{method};
+  const Mesh& mesh = *attention.mesh;
+  for (const int64_t position : positions_to_look_at(mesh.size())) {
+    const Rank rank = mesh.rank_at(Position{position});
+    const Program forward = compile_attention(attention, rank);
+    const Timeline timeline = predict(forward, topology, mesh, model);
+    found.forward_ps = std::max(found.forward_ps, timeline.total_ps);
+    found.compute_ps = std::max(found.compute_ps, timeline.gemm_ps);
+    found.peak_bytes = std::max(found.peak_bytes, forward.peak_bytes());
+    int64_t received = 0;
+    for (const Instruction& instruction : forward.instructions) {
+      received += traffic_of(forward, instruction.operation).received_bytes;
+    }
+    found.received_bytes = std::max(found.received_bytes, received);
+    if (!with_backward) continue;
+    const Program backward = compile_attention_backward(attention, rank);
+    found.backward_ps = std::max(found.backward_ps, predict(backward, topology, mesh, model).total_ps);
+  }
+  return found;
+}
+
+std::string microseconds(int64_t ps) { return concat(ps / kPicosecondsPerMicrosecond, " us"); }
+
+}  // namespace
+
+std::vector<AttentionForecast> forecasts(const Attention& attention, const Topology& topology, const GemmModel& model,
+                                         bool with_backward) {
+  std::vector<AttentionForecast> all;
+  for (const AttentionMethod method :
+       {AttentionMethod::kSerial, AttentionMethod::kRing, AttentionMethod::kGather, AttentionMethod::kUlysses}) {
+    if (attention.mesh->size() == 1 && method != AttentionMethod::kSerial) continue;
+    all.push_back(forecast(attention, method, topology, model, with_backward));
+  }
+  return all;
+}
+
+AttentionMethod choose(const Attention& attention, const Topology& topology, const GemmModel& model,
+                       bool with_backward) {
+  const std::vector<AttentionForecast> all = forecasts(attention, topology, model, with_backward);
+  const auto best = std::min_element(
+      all.begin(), all.end(),
+      [](const AttentionForecast& a, const AttentionForecast& b) { return a.total_ps() < b.total_ps(); });
+  const int64_t most = best->total_ps() + best->total_ps() / 100 * kAlikePercent;
+  AttentionForecast chosen = *best;
+  for (const AttentionForecast& one : all) {
+    if (one.total_ps() <= most && one.peak_bytes < chosen.peak_bytes) chosen = one;
+  }
+  return chosen.method;
+}
+
+std::string describe(const Attention& attention, const Topology& topology, const GemmModel& model) {
+  check(attention);
+  const Attention& a = attention;
+  std::string text = concat("attention of ", a.dtype.name(), "[", a.batch, ", ", a.heads, ", ", a.length(), ", ",
+                            a.depth, "] to ", count_text(a.kv_heads, "head"), " of keys, ", to_string(a.mask),
+                            ", over ", a.mesh->to_string(), ": ", method_name(a.method), "\n");
+  const BlockProducts products(a);
+  const int64_t num_ranks = a.mesh->size();
+  for (int64_t p = 0; p < std::min(num_ranks, kMostRanksShown); ++p) {
+    std::vector<std::string> runs;
+    for (const Interval run : a.parts[p]) runs.push_back(concat("[", run.begin, ", ", run.end, ")"));
+    const BlockCounts counts = count_blocks(products, p);
+    text += concat("  rank ", a.mesh->rank_at(Position{p}), " holds ", runs.empty() ? "nothing" : join(runs, " "), ": ",
+                   count_text(counts.products(), "block product"), " (", counts.full, " full, ", counts.triangles,
+                   " triangles, ", counts.others, " others), ", counts.pairs, " pairs\n");
+  }
+  if (num_ranks > kMostRanksShown) text += concat("  and ", num_ranks - kMostRanksShown, " more ranks\n");
+  for (const AttentionForecast& one : forecasts(a, topology, model, /*with_backward=*/true)) {
+    text += concat("  ", method_name(one.method), ": forward ", microseconds(one.forward_ps), " (",
+                   microseconds(one.compute_ps), " of compute), backward ", microseconds(one.backward_ps), ", at most ",
+                   one.received_bytes, " bytes received and ", one.peak_bytes, " allocated per rank",
+                   one.method == a.method ? " <- this one" : "", "\n");
+  }
+  return text;
+}
+
+}  // namespace shardwright

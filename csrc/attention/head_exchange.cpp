@@ -1,0 +1,101 @@
+#include "attention/head_exchange.h"
+
+namespace shardwright {
+
+int64_t first_head(const HeadShare& share, HeadKind kind) {
+  return kind == HeadKind::kQueries ? share.q_begin : share.kv_begin;
+}
+
+int64_t num_heads(const HeadShare& share, HeadKind kind) {
+  return kind == HeadKind::kQueries ? share.q_heads() : share.kv_heads();
+}
+
+HeadExchange::HeadExchange(AttentionWriter& writer) : writer_(writer) {
+  for (int64_t p = 0; p < writer_.num_ranks; ++p) {
+    shares_.push_back(share_of_heads(writer_.attention, p, writer_.num_ranks));
+  }
+}
+
+void HeadExchange::gather(const std::vector<Tensor>& tensors) {
+  ProgramBuilder& builder = writer_.builder;
+  tensors_ = tensors;
+  gathered_.assign(tensors.size(), std::vector<HeadsTensor>(writer_.num_ranks));
+  SendReceive move;
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    const HeadsTensor& local = tensors[t].local;
+    const DType dtype = builder.program().dtype_of(local.buffer);
+    for (int64_t distance = 1; distance < writer_.num_ranks; ++distance) {
+      const int64_t to = writer_.ahead(distance);
+      HeadsTensor sent = local;
+      sent.heads = num_heads(shares_[to], tensors[t].kind);
+      const int64_t head = first_head(shares_[to], tensors[t].kind);
+      if (sent.count() > 0) {
+        if (local.batch == 1) {
+          sent.offset = local.at(head, 0).offset;  // one run of memory
+        } else {
+          sent.buffer = builder.new_buffer(sent.count(), dtype);
+          sent.offset = 0;
+          std::vector<Box> boxes;
+          append_box(boxes, local, {head, 0}, sent, {}, sent.heads, sent.rows);
+          builder.copy(local.buffer, sent.buffer, std::move(boxes));
+        }
+        move.sends.push_back({writer_.member(to), sent.range()});
+      }
+      const int64_t from = writer_.behind(distance);
+      HeadsTensor& received = gathered_[t][from];
+      received = local;
+      received.heads = num_heads(mine(), tensors[t].kind);
+      received.rows = writer_.attention.rows(from);
+      received.offset = 0;
+      if (received.count() == 0) continue;
+      received.buffer = builder.new_buffer(received.count(), dtype);
+      move.receives.push_back({writer_.member(from), received.range()});
+    }
+  }
+  if (move.sends.empty() && move.receives.empty()) return;
+  move.group = writer_.group();
+  builder.wait(builder.send_receive(std::move(move)));
+}
+
+HeadsPlace HeadExchange::place_of(size_t tensor, const SequenceBlock& block) const {
+  return {block.owner == writer_.me ? first_head(mine(), tensors_[tensor].kind) : 0, block.row};
+}
+
+const HeadsTensor& HeadExchange::tensor_with(size_t tensor, const SequenceBlock& block) const {
+  return block.owner == writer_.me ? tensors_[tensor].local : gathered_[tensor][block.owner];
+}
+
+Heads HeadExchange::at(size_t tensor, const SequenceBlock& block) const {
+  const HeadsPlace place = place_of(tensor, block);
+  return tensor_with(tensor, block).at(place.head, place.row);
+}
+
+HeadRows HeadExchange::rows_at(size_t tensor, const SequenceBlock& block) const {
+  const HeadsPlace place = place_of(tensor, block);
+  return tensor_with(tensor, block).rows_at(place.head, place.row);
+}
+
+HeadExchange::Arriving HeadExchange::start_return(int64_t distance, const std::vector<Sent>& sent) {
+  ProgramBuilder& builder = writer_.builder;
+  Arriving arriving;
+  arriving.from = writer_.behind(distance);
+  SendReceive move;
+  for (const Sent& one : sent) {
+    if (one.share.count() > 0) move.sends.push_back({writer_.member(writer_.ahead(distance)), one.share.range()});
+    HeadsTensor received = one.share;
+    received.offset = 0;
+    received.heads = num_heads(shares_[arriving.from], one.kind);
+    received.rows = writer_.rows();
+    if (received.count() > 0) {
+      received.buffer = builder.new_buffer(received.count(), builder.program().dtype_of(one.share.buffer));
+      move.receives.push_back({writer_.member(arriving.from), received.range()});
+    }
+    arriving.shares.push_back(received);
+  }
+  if (move.sends.empty() && move.receives.empty()) return arriving;
+  move.group = writer_.group();
+  arriving.ticket = builder.send_receive(std::move(move));
+  return arriving;
+}
+
+}  // namespace shardwright

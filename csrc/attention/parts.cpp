@@ -1,0 +1,172 @@
+#include "attention/parts.h"
+
+#include <algorithm>
+
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+int64_t position_of(const Attention& attention, Rank rank) {
+  check(attention);
+  const std::optional<Position> position = attention.mesh->position_of(rank);
+  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", attention.mesh->to_string(), ")");
+  return *position;
+}
+
+}  // namespace
+
+AttentionWriter::AttentionWriter(const Attention& given, Rank rank)
+    : attention(given),
+      products(given),
+      builder(given.dtype, given.lowering, /*named_groups_only=*/true, rank),
+      me(position_of(given, rank)),
+      num_ranks(given.mesh->size()) {}
+
+int AttentionWriter::group() {
+  const Mesh& mesh = *attention.mesh;
+  const MeshDimSet all = MeshDimSet::single(0);
+  return builder.group_of_ranks(all, mesh.ranks_at(mesh.group(me, all)));
+}
+
+int64_t AttentionWriter::member(int64_t position) const {
+  if (attention.mesh->ranks_are_positions()) return position;
+  const std::vector<int64_t> members = attention.mesh->group(me, MeshDimSet::single(0));
+  return std::find(members.begin(), members.end(), position) - members.begin();
+}
+
+BufferId AttentionWriter::new_heads_input(int64_t heads) {
+  return builder.new_input({attention.batch, heads, rows(), attention.depth});
+}
+
+BufferId AttentionWriter::new_lse_input() { return builder.new_input(lse_shape(), attention.sum_dtype()); }
+
+void append_box(std::vector<Box>& boxes, const HeadsTensor& src, HeadsPlace from, const HeadsTensor& dst, HeadsPlace to,
+                int64_t heads, int64_t rows) {
+  const Heads a = src.at(from.head, from.row);
+  const Heads b = dst.at(to.head, to.row);
+  if (src.batch * heads * rows * src.depth == 0) return;
+  boxes.push_back({a.offset,
+                   b.offset,
+                   {src.batch, heads, rows, src.depth},
+                   {a.batch_stride, a.head_stride, a.row_stride, 1},
+                   {b.batch_stride, b.head_stride, b.row_stride, 1}});
+}
+
+KeyRows needed_rows(const AttentionWriter& writer, int64_t owner, int64_t by) {
+  KeyRows found;
+  found.blocks = writer.products.keys_needed(owner, by);
+  for (const int block : found.blocks) {
+    found.first_row[block] = found.rows;
+    found.rows += writer.products.block(block).rows();
+  }
+  found.are_all = found.rows == writer.attention.rows(owner);
+  return found;
+}
+
+KeyRows own_rows(const AttentionWriter& writer) {
+  KeyRows own;
+  own.blocks = writer.products.of_rank(writer.me);
+  own.rows = writer.rows();
+  own.are_all = true;
+  for (const int block : own.blocks) own.first_row[block] = writer.products.block(block).row;
+  return own;
+}
+
+KeyExchange::KeyExchange(AttentionWriter& writer, HeadsTensor k, HeadsTensor v,
+                         std::vector<std::vector<int64_t>> groups)
+    : writer_(writer), k_(k), v_(v), groups_(std::move(groups)), tickets_(groups_.size(), kNoTicket) {
+  for (const std::vector<int64_t>& group : groups_) {
+    int64_t together = 0;
+    for (const int64_t distance : group) {
+      needed_[distance] = needed_rows(writer_, writer_.behind(distance), writer_.me);
+      together += elements(needed_[distance]);
+    }
+    slot_elements_ = std::max(slot_elements_, together);
+  }
+  const int64_t slots = groups_.size() > 1 ? 2 : 1;
+  if (slot_elements_ > 0) slots_ = writer_.builder.new_buffer(slots * slot_elements_);
+}
+
+int64_t KeyExchange::elements(const KeyRows& rows) const { return 2 * k_.batch * k_.heads * rows.rows * k_.depth; }
+
+void KeyExchange::start(size_t group) {
+  ProgramBuilder& builder = writer_.builder;
+  SendReceive move;
+  int64_t offset = static_cast<int64_t>(group % 2) * slot_elements_;
+  for (const int64_t distance : groups_[group]) {
+    const int64_t peer = writer_.member(writer_.ahead(distance));
+    const KeyRows sent = needed_rows(writer_, writer_.me, writer_.ahead(distance));
+    if (sent.rows > 0 && elements(sent) > 0) {
+      HeadsTensor k = k_;
+      HeadsTensor v = v_;
+      if (!sent.are_all) {
+        k.rows = v.rows = sent.rows;
+        k.buffer = v.buffer = builder.new_buffer(elements(sent));
+        k.offset = 0;
+        v.offset = k.count();
+        std::vector<Box> from_k;
+        std::vector<Box> from_v;
+        for (const int block : sent.blocks) {
+          const SequenceBlock& b = writer_.products.block(block);
+          append_box(from_k, k_, {0, b.row}, k, {0, sent.first_row.at(block)}, k.heads, b.rows());
+          append_box(from_v, v_, {0, b.row}, v, {0, sent.first_row.at(block)}, v.heads, b.rows());
+        }
+        builder.copy(k_.buffer, k.buffer, std::move(from_k));
+        builder.copy(v_.buffer, v.buffer, std::move(from_v));
+      }
+      move.sends.push_back({peer, k.range()});
+      move.sends.push_back({peer, v.range()});
+    }
+    const KeyRows& needed = needed_.at(distance);
+    KeyValues arrived{needed, k_, v_};
+    arrived.k.buffer = arrived.v.buffer = slots_;
+    arrived.k.rows = arrived.v.rows = needed.rows;
+    arrived.k.offset = offset;
+    arrived.v.offset = offset + arrived.k.count();
+    offset += elements(needed);
+    if (elements(needed) > 0) {
+      const int64_t from = writer_.member(writer_.behind(distance));
+      move.receives.push_back({from, arrived.k.range()});
+      move.receives.push_back({from, arrived.v.range()});
+    }
+    arrived_[distance] = std::move(arrived);
+  }
+  if (move.sends.empty() && move.receives.empty()) return;
+  move.group = writer_.group();
+  tickets_[group] = builder.send_receive(std::move(move));
+}
+
+std::vector<std::vector<int64_t>> distance_groups(AttentionMethod method, int64_t num_ranks) {
+  std::vector<std::vector<int64_t>> groups;
+  for (int64_t distance = 1; distance < num_ranks; ++distance) {
+    if (groups.empty() || method == AttentionMethod::kRing) groups.emplace_back();
+    groups.back().push_back(distance);
+  }
+  return groups;
+}
+
+HeadShare all_heads(const Attention& attention) { return share_of_heads(attention, 0, 1); }
+
+HeadShare share_of_heads(const Attention& attention, int64_t index, int64_t count) {
+  const int64_t per_kv = attention.heads / attention.kv_heads;
+  const auto begin = [&](int64_t i) {
+    return attention.kv_heads >= count ? attention.kv_heads * i / count * per_kv : attention.heads * i / count;
+  };
+  HeadShare share{begin(index), begin(index + 1), 0, 0, {}};
+  if (share.q_heads() == 0) return share;
+  share.kv_begin = share.q_begin / per_kv;
+  share.kv_end = (share.q_end + per_kv - 1) / per_kv;
+  if (share.q_begin % per_kv == 0 && share.q_end % per_kv == 0) {
+    share.groups.push_back({0, share.q_heads(), 0, share.kv_heads()});
+    return share;
+  }
+  for (int64_t kv = share.kv_begin; kv < share.kv_end; ++kv) {
+    const int64_t first = std::max(share.q_begin, kv * per_kv);
+    const int64_t last = std::min(share.q_end, (kv + 1) * per_kv);
+    share.groups.push_back({first - share.q_begin, last - first, kv - share.kv_begin, 1});
+  }
+  return share;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,142 @@
+// What both directions of attention, and all methods, write programs with.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "attention/block_products.h"
+#include "program/builder.h"
+
+namespace shardwright {
+
+// One rank's program of an attention while it is being written.
+struct AttentionWriter {
+  AttentionWriter(const Attention& attention, Rank rank);
+
+  const Attention& attention;
+  BlockProducts products;
+  ProgramBuilder builder;
+  int64_t me;         // position of the rank
+  int64_t num_ranks;  // that share the sequence
+
+  int64_t rows() const { return attention.rows(me); }
+  // The position that is this far behind or ahead on the ring.
+  int64_t behind(int64_t distance) const { return (me - distance % num_ranks + num_ranks) % num_ranks; }
+  int64_t ahead(int64_t distance) const { return (me + distance) % num_ranks; }
+  // The index of all ranks of the mesh as a group of the program, and of a position in that group.
+  int group();
+  int64_t member(int64_t position) const;
+
+  BufferId new_q_input() { return new_heads_input(attention.heads); }
+  BufferId new_kv_input() { return new_heads_input(attention.kv_heads); }
+  BufferId new_lse_input();
+  std::vector<int64_t> q_shape() const { return {attention.batch, attention.heads, rows(), attention.depth}; }
+  std::vector<int64_t> kv_shape() const { return {attention.batch, attention.kv_heads, rows(), attention.depth}; }
+  std::vector<int64_t> lse_shape() const { return {attention.batch, attention.heads, rows()}; }
+
+ private:
+  BufferId new_heads_input(int64_t heads);
+};
+
+// A row-major tensor [batch, heads, rows, depth] somewhere in a buffer.
+struct HeadsTensor {
+  BufferId buffer = kMissingBuffer;
+  int64_t offset = 0;
+  int64_t batch = 0;
+  int64_t heads = 0;
+  int64_t rows = 0;
+  int64_t depth = 0;  // 1 for an lse
+
+  int64_t count() const { return batch * heads * rows * depth; }
+  BufferRange range() const { return {buffer, offset, count()}; }
+  Heads at(int64_t head, int64_t row) const {
+    return {buffer, offset + (head * rows + row) * depth, heads * rows * depth, rows * depth, depth};
+  }
+  HeadRows rows_at(int64_t head, int64_t row) const { return {buffer, offset + head * rows + row, heads * rows, rows}; }
+};
+
+// Appends the box that copies `heads` heads and `rows` rows of one tensor, from a head and a row on, to another.
+struct HeadsPlace {
+  int64_t head = 0;
+  int64_t row = 0;
+};
+void append_box(std::vector<Box>& boxes, const HeadsTensor& src, HeadsPlace from, const HeadsTensor& dst, HeadsPlace to,
+                int64_t heads, int64_t rows);
+
+// The keys or values of one rank that another needs, as they lie in memory: all its rows, or some blocks packed.
+struct KeyRows {
+  std::vector<int> blocks;
+  int64_t rows = 0;
+  bool are_all = false;              // of the owner's rows, in their order
+  std::map<int, int64_t> first_row;  // by block
+};
+KeyRows needed_rows(const AttentionWriter& writer, int64_t owner, int64_t by);
+// All of them, where their owner has them.
+KeyRows own_rows(const AttentionWriter& writer);
+
+// Keys and values that are at hand.
+struct KeyValues {
+  KeyRows rows;
+  HeadsTensor k;
+  HeadsTensor v;
+};
+
+// Sends every other rank what it needs of this rank's k and v, and receives what this rank needs, in one transfer for
+// each group of distances: keys of the rank that is d behind come to this one while its own go to the one d ahead.
+class KeyExchange {
+ public:
+  // `groups` hold each distance from 1 to the number of ranks less one once.
+  KeyExchange(AttentionWriter& writer, HeadsTensor k, HeadsTensor v, std::vector<std::vector<int64_t>> groups);
+
+  size_t num_groups() const { return groups_.size(); }
+  const std::vector<int64_t>& distances(size_t group) const { return groups_[group]; }
+  // Starts the transfer of a group. What arrives stays until that of the group after next is started.
+  void start(size_t group);
+  void wait(size_t group) { writer_.builder.wait(tickets_[group]); }
+  // What came from the rank at this distance.
+  const KeyValues& arrived(int64_t distance) const { return arrived_.at(distance); }
+
+ private:
+  int64_t elements(const KeyRows& rows) const;
+
+  AttentionWriter& writer_;
+  HeadsTensor k_;
+  HeadsTensor v_;
+  std::vector<std::vector<int64_t>> groups_;
+  std::vector<Ticket> tickets_;
+  std::map<int64_t, KeyRows> needed_;  // by distance
+  std::map<int64_t, KeyValues> arrived_;
+  BufferId slots_ = kMissingBuffer;
+  int64_t slot_elements_ = 0;
+};
+
+// The groups of distances of a method other than ulysses.
+std::vector<std::vector<int64_t>> distance_groups(AttentionMethod method, int64_t num_ranks);
+
+// Heads of queries that share heads of keys evenly, so that they are one product.
+struct HeadGroup {
+  int64_t q_head = 0;
+  int64_t q_heads = 0;
+  int64_t kv_head = 0;
+  int64_t kv_heads = 0;
+};
+
+// The heads that a rank computes. Numbers within groups count from the first head of the share.
+struct HeadShare {
+  int64_t q_begin = 0;
+  int64_t q_end = 0;
+  int64_t kv_begin = 0;
+  int64_t kv_end = 0;
+  std::vector<HeadGroup> groups;
+
+  int64_t q_heads() const { return q_end - q_begin; }
+  int64_t kv_heads() const { return kv_end - kv_begin; }
+};
+
+HeadShare all_heads(const Attention& attention);
+// The share of rank `index` of `count`: whole heads of keys where there are enough, else parts of them.
+HeadShare share_of_heads(const Attention& attention, int64_t index, int64_t count);
+
+}  // namespace shardwright

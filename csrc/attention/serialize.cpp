@@ -1,0 +1,86 @@
+#include "attention/serialize.h"
+
+#include "planning/serialize.h"
+#include "support/error.h"
+#include "support/wire_format.h"
+
+namespace shardwright {
+namespace {
+
+constexpr std::string_view kKind = "attention";
+
+void write(Writer& out, const IntervalList& part) {
+  out.list(part, [&](const Interval& run) {
+    out.integer(run.begin);
+    out.integer(run.end);
+  });
+}
+
+IntervalList read_part(Reader& in) {
+  return in.list([&] {
+    const int64_t begin = in.integer();
+    return Interval{begin, in.integer()};
+  });
+}
+
+void write(Writer& out, const AttentionMask& mask) {
+  out.boolean(mask.is_causal);
+  out.optional(mask.window, [&](int64_t window) { out.integer(window); });
+  out.integers(mask.documents);
+}
+
+AttentionMask read_mask(Reader& in) {
+  AttentionMask mask;
+  mask.is_causal = in.boolean();
+  mask.window = in.optional([&] { return in.integer(); });
+  mask.documents = in.integers();
+  return mask;
+}
+
+}  // namespace
+
+std::string to_bytes(const Attention& attention, bool is_backward) {
+  Writer out(kKind);
+  out.boolean(is_backward);
+  write(out, *attention.mesh);
+  out.text(attention.dtype.name());
+  out.integers({attention.batch, attention.heads, attention.kv_heads, attention.depth, attention.chunks});
+  out.list(attention.parts, [&](const IntervalList& part) { write(out, part); });
+  write(out, attention.mask);
+  out.real(attention.scale);
+  out.enumerator(attention.method);
+  write(out, attention.lowering);
+  return std::move(out).finish();
+}
+
+std::pair<Attention, bool> attention_from_bytes(std::string_view bytes) {
+  Reader in(bytes, kKind);
+  const bool is_backward = in.boolean();
+  Attention a;
+  a.mesh = read_mesh(in);
+  a.dtype = DType::parse(in.text());
+  const std::vector<int64_t> sizes = in.integers();
+  check_user(sizes.size() == 5, "attention: has ", sizes.size(), " sizes instead of 5");
+  a.batch = sizes[0];
+  a.heads = sizes[1];
+  a.kv_heads = sizes[2];
+  a.depth = sizes[3];
+  a.chunks = sizes[4];
+  a.parts = in.list([&] { return read_part(in); });
+  a.mask = read_mask(in);
+  a.scale = in.real();
+  a.method = in.enumerator(AttentionMethod::kUlysses);
+  a.lowering = read_lowering(in);
+  in.finish();
+  check(a);
+  return {std::move(a), is_backward};
+}
+
+bool is_attention(std::string_view bytes) { return kind_of(bytes) == kKind; }
+
+std::string to_text(const Attention& attention, bool is_backward) {
+  return to_text(concat(method_name(attention.method), is_backward ? " attention backward" : " attention"),
+                 to_bytes(attention, is_backward));
+}
+
+}  // namespace shardwright

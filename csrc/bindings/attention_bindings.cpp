@@ -1,0 +1,139 @@
+// _planner: attention over a sequence that is cut over ranks.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "attention/block_products.h"
+#include "attention/choose.h"
+#include "attention/compile.h"
+#include "attention/serialize.h"
+#include "bindings/arguments.h"
+#include "bindings/views.h"
+#include "products/timeline.h"
+
+namespace py = pybind11;
+
+namespace shardwright {
+namespace {
+
+using Parts = std::vector<std::vector<std::pair<int64_t, int64_t>>>;
+
+Attention attention_of(const std::shared_ptr<Mesh>& mesh, const std::string& dtype,
+                       const std::tuple<int64_t, int64_t, int64_t, int64_t>& sizes, const Parts& parts, bool is_causal,
+                       std::optional<int64_t> window, std::vector<int64_t> documents, double scale, int64_t chunks,
+                       const std::string& backend) {
+  Attention a;
+  a.mesh = mesh;
+  a.dtype = DType::parse(dtype);
+  std::tie(a.batch, a.heads, a.kv_heads, a.depth) = sizes;
+  for (const auto& part : parts) {
+    IntervalList runs;
+    for (const auto& [begin, end] : part) append(runs, Interval{begin, end});
+    a.parts.push_back(std::move(runs));
+  }
+  a.mask = {is_causal, window, std::move(documents)};
+  a.scale = scale;
+  a.chunks = chunks;
+  a.lowering = Lowering::named(backend);
+  a.method = AttentionMethod::kSerial;
+  check(a);
+  return a;
+}
+
+Attention with_method(Attention attention, const std::string& method) {
+  attention.method = parse_attention_method(method);
+  return attention;
+}
+
+Program program_of(const Attention& a, int64_t rank, bool is_backward) {
+  return is_backward ? compile_attention_backward(a, Rank{rank}) : compile_attention(a, Rank{rank});
+}
+
+// The topology that is given, else the one that the lowering implies.
+Topology topology_of(const Attention& a, const std::shared_ptr<Topology>& given) {
+  return given ? *given : Topology::named(a.lowering.default_topology);
+}
+
+using GivenTopology = std::shared_ptr<Topology>;
+
+void define_predictions(py::class_<Attention>& attention) {
+  attention
+      .def(
+          "choose",
+          [](const Attention& a, const GivenTopology& topology, const GemmModel& model, bool with_backward) {
+            return std::string(method_name(choose(a, topology_of(a, topology), model, with_backward)));
+          },
+          py::arg("topology"), py::arg("model"), py::arg("with_backward"))
+      .def(
+          "forecasts",
+          [](const Attention& a, const GivenTopology& topology, const GemmModel& model, bool with_backward) {
+            std::vector<std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t>> all;
+            for (const AttentionForecast& f : forecasts(a, topology_of(a, topology), model, with_backward)) {
+              all.emplace_back(method_name(f.method), f.forward_ps, f.backward_ps, f.compute_ps, f.received_bytes,
+                               f.peak_bytes);
+            }
+            return all;
+          },
+          py::arg("topology"), py::arg("model"), py::arg("with_backward") = true)
+      .def(
+          "describe",
+          [](const Attention& a, const GivenTopology& topology, const GemmModel& model) {
+            return describe(a, topology_of(a, topology), model);
+          },
+          py::arg("topology"), py::arg("model"));
+}
+
+}  // namespace
+
+void define_attention(py::module_& m) {
+  py::class_<Attention> attention(m, "Attention");
+  attention
+      .def(py::init(&attention_of), py::arg("mesh"), py::arg("dtype"), py::arg("sizes"), py::arg("parts"),
+           py::kw_only(), py::arg("is_causal"), py::arg("window"), py::arg("documents"), py::arg("scale"),
+           py::arg("chunks"), py::arg("backend"))
+      .def("with_method", &with_method, py::arg("method"))
+      .def_property_readonly("method", [](const Attention& a) { return method_name(a.method); })
+      .def_property_readonly("dtype", [](const Attention& a) { return a.dtype.name(); })
+      .def_property_readonly("backend", [](const Attention& a) { return std::string(a.lowering.name); })
+      .def("rows", [](const Attention& a, int64_t rank) { return a.rows(position_on(*a.mesh, Rank{rank})); })
+      .def(
+          "counts",
+          [](const Attention& a, int64_t rank) {
+            const BlockCounts c = count_blocks(BlockProducts(a), position_on(*a.mesh, Rank{rank}));
+            return std::make_tuple(c.full, c.triangles, c.others, c.pairs);
+          },
+          py::arg("rank"))
+      .def(
+          "groups",
+          [](const Attention& a, int64_t rank, bool is_backward) {
+            std::vector<std::pair<std::vector<int>, std::vector<int64_t>>> groups;
+            for (const Group& group : program_of(a, rank, is_backward).groups) {
+              groups.emplace_back(group.mesh_dims.to_vector(), numbers(group.ranks));
+            }
+            return groups;
+          },
+          py::arg("rank"), py::arg("backward"))
+      .def(
+          "program",
+          [](const Attention& a, int64_t rank, bool is_backward) {
+            return program_of(a, rank, is_backward).to_string();
+          },
+          py::arg("rank"), py::arg("backward") = false)
+      .def(
+          "peak_bytes",
+          [](const Attention& a, int64_t rank, bool is_backward) {
+            return program_of(a, rank, is_backward).peak_bytes();
+          },
+          py::arg("rank"), py::arg("backward") = false)
+      .def(
+          "to_text", [](const Attention& a, bool is_backward) { return to_text(a, is_backward); }, py::arg("backward"));
+  define_predictions(attention);
+}
+
+}  // namespace shardwright

@@ -1,0 +1,23 @@
+// How instructions name memory and each other.
+#pragma once
+
+#include <cstdint>
+
+namespace shardwright {
+
+// Index of a buffer in Program::buffers. It converts to an int implicitly, but an int does not convert to it.
+enum BufferId : int {};
+constexpr BufferId kInputBuffer{0};     // the first input
+constexpr BufferId kMissingBuffer{-1};  // none
+
+// Index of the instruction that started a transfer, in Program::instructions.
+enum Ticket : int {};
+constexpr Ticket kNoTicket{-1};  // nothing was started
+
+struct BufferRange {
+  BufferId buffer = kMissingBuffer;
+  int64_t offset = 0;
+  int64_t count = 0;  // elements
+};
+
+}  // namespace shardwright

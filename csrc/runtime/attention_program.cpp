@@ -1,0 +1,59 @@
+#include "runtime/attention_program.h"
+
+#include "attention/compile.h"
+#include "attention/serialize.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+std::string sizes_text(const Attention& a) {
+  return concat(a.dtype.name(), "[", a.batch, ", ", a.heads, ", ", a.length(), ", ", a.depth, "]");
+}
+
+class AttentionOrigin : public Origin {
+ public:
+  explicit AttentionOrigin(std::string bytes) : bytes_(std::move(bytes)) {}
+
+  const char* kind() const override { return "attention"; }
+  std::vector<Plan> plans() const override { return {}; }
+  std::vector<Rank> ranks() const override { return attention_from_bytes(bytes_).first.mesh->ranks(); }
+
+  std::string title() const override {
+    const auto [a, is_backward] = attention_from_bytes(bytes_);
+    return concat(is_backward ? "backward of attention " : "attention ", method_name(a.method));
+  }
+
+  std::string text() const override {
+    const auto [a, is_backward] = attention_from_bytes(bytes_);
+    return concat(is_backward ? "backward of attention" : "attention", " of ", sizes_text(a), " over ",
+                  a.mesh->to_string(), ", ", to_string(a.mask), ", ", method_name(a.method));
+  }
+
+  Signature signature() const override {
+    const auto [a, is_backward] = attention_from_bytes(bytes_);
+    return {{"direction", is_backward ? "backward" : "forward"},
+            {"tensor", sizes_text(a)},
+            {"dtype", a.dtype.name()},
+            {"mesh", a.mesh->to_string()},
+            {"kv heads", concat(a.kv_heads)},
+            {"mask", to_string(a.mask)},
+            {"method", method_name(a.method)},
+            {"chunks", concat(a.chunks)},
+            {"attention bytes", concat(bytes_.size(), " with hash ", std::hash<std::string>()(bytes_))}};
+  }
+
+ private:
+  std::string bytes_;
+};
+
+}  // namespace
+
+std::shared_ptr<const CompiledProgram> compiled_attention(const std::string& bytes, Rank rank) {
+  const auto [attention, is_backward] = attention_from_bytes(bytes);
+  Program program = is_backward ? compile_attention_backward(attention, rank) : compile_attention(attention, rank);
+  return std::make_shared<CompiledProgram>(std::move(program), attention.lowering, attention.mesh->size() > 1,
+                                           std::make_unique<AttentionOrigin>(bytes), rank);
+}
+
+}  // namespace shardwright

@@ -1,0 +1,117 @@
+// The instructions of attention, by their definition: one query and one key at a time.
+#include <cmath>
+#include <limits>
+
+#include "simulate/machine.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+constexpr double kNothing = -std::numeric_limits<double>::infinity();
+
+// Calls `each` with batch, head of queries and head of keys.
+template <typename Each>
+void for_each_head(const AttendSizes& s, const Each& each) {
+  for (int64_t b = 0; b < s.batch; ++b) {
+    for (int64_t h = 0; h < s.heads; ++h) each(b, h, h / (s.heads / s.kv_heads));
+  }
+}
+
+}  // namespace
+
+double& Machine::element(Process& process, const Heads& heads, int64_t b, int64_t h, int64_t row, int64_t i) {
+  const int64_t offset = heads.offset + b * heads.batch_stride + h * heads.head_stride + row * heads.row_stride + i;
+  return *data(process, {heads.buffer, offset, 1});
+}
+
+double& Machine::element(Process& process, const HeadRows& rows, int64_t b, int64_t h, int64_t row) {
+  return *data(process, {rows.buffer, rows.offset + b * rows.batch_stride + h * rows.head_stride + row, 1});
+}
+
+void Machine::execute(Process& process, const Attend& o) {
+  check_invariant(!process.program.is_input(o.result.out.buffer), "an input is written");
+  const AttendSizes& s = o.sizes;
+  for_each_head(s, [&](int64_t b, int64_t h, int64_t kv) {
+    for (int64_t i = 0; i < s.rows; ++i) {
+      std::vector<double> scores(s.columns, kNothing);
+      double sum = 0;
+      for (int64_t j = 0; j < s.columns; ++j) {
+        if (!o.band.sees(i, j)) continue;
+        double score = 0;
+        for (int64_t d = 0; d < s.depth; ++d) {
+          score += element(process, o.q, b, h, i, d) * element(process, o.k, b, kv, j, d);
+        }
+        scores[j] = score * o.scale;
+        sum += std::exp(scores[j]);
+      }
+      element(process, o.result.lse, b, h, i) = sum > 0 ? std::log(sum) : kNothing;
+      for (int64_t d = 0; d < s.depth; ++d) {
+        double out = 0;
+        for (int64_t j = 0; j < s.columns; ++j) {
+          if (scores[j] > kNothing) out += std::exp(scores[j]) / sum * element(process, o.v, b, kv, j, d);
+        }
+        element(process, o.result.out, b, h, i, d) = out;
+      }
+    }
+  });
+}
+
+void Machine::execute(Process& process, const AttendBackward& o) {
+  const AttendSizes& s = o.sizes;
+  for_each_head(s, [&](int64_t b, int64_t h, int64_t kv) {
+    for (int64_t i = 0; i < s.rows; ++i) {
+      double inner = 0;
+      for (int64_t d = 0; d < s.depth; ++d) {
+        inner += element(process, o.out, b, h, i, d) * element(process, o.dout, b, h, i, d);
+      }
+      for (int64_t j = 0; j < s.columns; ++j) {
+        if (!o.band.sees(i, j)) continue;
+        double score = 0;
+        double dweight = 0;
+        for (int64_t d = 0; d < s.depth; ++d) {
+          score += element(process, o.q, b, h, i, d) * element(process, o.k, b, kv, j, d);
+          dweight += element(process, o.dout, b, h, i, d) * element(process, o.v, b, kv, j, d);
+        }
+        const double weight = std::exp(score * o.scale - element(process, o.lse, b, h, i));
+        const double dscore = weight * (dweight - inner) * o.scale;
+        for (int64_t d = 0; d < s.depth; ++d) {
+          element(process, o.dq, b, h, i, d) += dscore * element(process, o.k, b, kv, j, d);
+          element(process, o.dk, b, kv, j, d) += dscore * element(process, o.q, b, h, i, d);
+          element(process, o.dv, b, kv, j, d) += weight * element(process, o.dout, b, h, i, d);
+        }
+      }
+    }
+  });
+}
+
+void Machine::execute(Process& process, const Merge& o) {
+  for_each_head(o.sizes, [&](int64_t b, int64_t h, int64_t) {
+    for (int64_t i = 0; i < o.sizes.rows; ++i) {
+      double& left = element(process, o.left.lse, b, h, i);
+      const double right = element(process, o.right.lse, b, h, i);
+      const double most = std::max(left, right);
+      if (most == kNothing) continue;
+      const double sum = std::exp(left - most) + std::exp(right - most);
+      for (int64_t d = 0; d < o.sizes.depth; ++d) {
+        double& out = element(process, o.left.out, b, h, i, d);
+        out = (out * std::exp(left - most) + element(process, o.right.out, b, h, i, d) * std::exp(right - most)) / sum;
+      }
+      left = most + std::log(sum);
+    }
+  });
+}
+
+void Machine::execute(Process& process, const Accumulate& o) {
+  for (int64_t b = 0; b < o.sizes.batch; ++b) {
+    for (int64_t h = 0; h < o.sizes.heads; ++h) {
+      for (int64_t i = 0; i < o.sizes.rows; ++i) {
+        for (int64_t d = 0; d < o.sizes.depth; ++d) {
+          element(process, o.dst, b, h, i, d) += element(process, o.src, b, h, i, d);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace shardwright

@@ -1,0 +1,390 @@
+// Attention over ranks, on simulated ranks, against the definition: one query and one key at a time, of the whole
+// sequence.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+
+#include "attention/block_products.h"
+#include "attention/compile.h"
+#include "simulate/machine.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+using Values = std::vector<double>;
+
+constexpr AttentionMethod kAll[] = {AttentionMethod::kSerial, AttentionMethod::kRing, AttentionMethod::kGather,
+                                    AttentionMethod::kUlysses};
+
+std::vector<IntervalList> contiguous(int64_t length, int64_t ranks) {
+  std::vector<IntervalList> parts;
+  const int64_t rows = (length + ranks - 1) / ranks;
+  for (int64_t r = 0; r < ranks; ++r) {
+    const int64_t begin = std::min(length, r * rows);
+    const int64_t end = std::min(length, begin + rows);
+    parts.push_back(begin < end ? IntervalList{{begin, end}} : IntervalList{});
+  }
+  return parts;
+}
+
+// Rank r holds the r-th interval and the r-th from the end.
+std::vector<IntervalList> zigzag(int64_t length, int64_t ranks) {
+  const std::vector<IntervalList> halves = contiguous(length, 2 * ranks);
+  std::vector<IntervalList> parts;
+  for (int64_t r = 0; r < ranks; ++r) {
+    IntervalList part;
+    for (const IntervalList& half : {halves[r], halves[2 * ranks - 1 - r]}) {
+      for (const Interval run : half) append(part, run);
+    }
+    parts.push_back(part);
+  }
+  return parts;
+}
+
+// Runs of random lengths, dealt to ranks at random.
+std::vector<IntervalList> scattered(int64_t length, int64_t ranks, std::mt19937& random) {
+  std::vector<Interval> runs;
+  for (int64_t begin = 0; begin < length;) {
+    const int64_t end = std::min<int64_t>(length, begin + 1 + static_cast<int64_t>(random() % 4));
+    runs.push_back({begin, end});
+    begin = end;
+  }
+  std::shuffle(runs.begin(), runs.end(), random);
+  std::vector<IntervalList> parts(ranks);
+  for (const Interval run : runs) append(parts[random() % ranks], run);
+  return parts;
+}
+
+Attention attention_of(std::vector<IntervalList> parts, AttentionMask mask, int64_t chunks = 0) {
+  Attention a;
+  a.mesh =
+      std::make_shared<Mesh>(std::vector<std::string>{"cp"}, std::vector<int64_t>{static_cast<int64_t>(parts.size())});
+  a.dtype = DType::kFloat64;
+  a.batch = 2;
+  a.heads = 4;
+  a.kv_heads = 2;
+  a.depth = 3;
+  a.parts = std::move(parts);
+  a.mask = std::move(mask);
+  a.scale = 0.7;
+  a.chunks = chunks;
+  return a;
+}
+
+bool sees(const AttentionMask& mask, int64_t i, int64_t j) {
+  if (mask.is_causal && j > i) return false;
+  if (mask.window && std::abs(i - j) >= *mask.window) return false;
+  int64_t end = 0;
+  for (const int64_t document : mask.documents) {
+    end += document;
+    if ((i < end) != (j < end)) return false;
+    if (i < end) break;
+  }
+  return true;
+}
+
+// [batch, heads, length, depth], by element.
+struct Whole {
+  Whole(const Attention& a, int64_t num_heads, int64_t elements)
+      : heads(num_heads), length(a.length()), depth(elements), values(a.batch * heads * length * depth) {}
+
+  double& at(int64_t b, int64_t h, int64_t i, int64_t d) { return values[((b * heads + h) * length + i) * depth + d]; }
+
+  // The rows of one rank.
+  Values part(const IntervalList& places, int64_t batch) {
+    Values local;
+    for (int64_t b = 0; b < batch; ++b) {
+      for (int64_t h = 0; h < heads; ++h) {
+        for (const Interval run : places) {
+          for (int64_t i = run.begin; i < run.end; ++i) {
+            for (int64_t d = 0; d < depth; ++d) local.push_back(at(b, h, i, d));
+          }
+        }
+      }
+    }
+    return local;
+  }
+
+  int64_t heads, length, depth;
+  Values values;
+};
+
+struct Oracle {
+  Oracle(const Attention& a, std::mt19937& random)
+      : q(a, a.heads, a.depth),
+        k(a, a.kv_heads, a.depth),
+        v(k),
+        out(q),
+        dout(q),
+        lse(a, a.heads, 1),
+        dq(q),
+        dk(k),
+        dv(k) {
+    std::normal_distribution<double> normal;
+    for (Whole* whole : {&q, &k, &v, &dout}) {
+      for (double& value : whole->values) value = normal(random);
+    }
+    const int64_t n = a.length();
+    for (int64_t b = 0; b < a.batch; ++b) {
+      for (int64_t h = 0; h < a.heads; ++h) {
+        for (int64_t i = 0; i < n; ++i) attend(a, b, h, h / (a.heads / a.kv_heads), i, n);
+      }
+    }
+  }
+
+  void attend(const Attention& a, int64_t b, int64_t h, int64_t kv, int64_t i, int64_t n) {
+    Values weights(n, 0.0);
+    double sum = 0;
+    for (int64_t j = 0; j < n; ++j) {
+      if (!sees(a.mask, i, j)) continue;
+      double score = 0;
+      for (int64_t d = 0; d < a.depth; ++d) score += q.at(b, h, i, d) * k.at(b, kv, j, d);
+      weights[j] = std::exp(score * a.scale);
+      sum += weights[j];
+    }
+    lse.at(b, h, i, 0) = std::log(sum);
+    Values dweights(n, 0.0);
+    double inner = 0;
+    for (int64_t j = 0; j < n; ++j) {
+      if (weights[j] == 0) continue;
+      weights[j] /= sum;
+      for (int64_t d = 0; d < a.depth; ++d) {
+        out.at(b, h, i, d) += weights[j] * v.at(b, kv, j, d);
+        dweights[j] += dout.at(b, h, i, d) * v.at(b, kv, j, d);
+        dv.at(b, kv, j, d) += weights[j] * dout.at(b, h, i, d);
+      }
+      inner += weights[j] * dweights[j];
+    }
+    for (int64_t j = 0; j < n; ++j) {
+      const double dscore = weights[j] * (dweights[j] - inner) * a.scale;
+      for (int64_t d = 0; d < a.depth; ++d) {
+        dq.at(b, h, i, d) += dscore * k.at(b, kv, j, d);
+        dk.at(b, kv, j, d) += dscore * q.at(b, h, i, d);
+      }
+    }
+  }
+
+  Whole q, k, v, out, dout, lse, dq, dk, dv;
+};
+
+void expect_close(const Values& found, const Values& right, const std::string& what) {
+  ASSERT_EQ(found.size(), right.size()) << what;
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (std::isinf(right[i])) {
+      ASSERT_EQ(found[i], right[i]) << what << " at " << i;
+    } else {
+      ASSERT_NEAR(found[i], right[i], 1e-11) << what << " at " << i;
+    }
+  }
+}
+
+// Runs both directions on all ranks. Returns the results of the forward, by rank.
+std::vector<Values> run(Attention a, unsigned seed = 1) {
+  std::mt19937 random(seed);
+  Oracle whole(a, random);
+  std::vector<Values> results;
+  Machine forward;
+  Machine backward;
+  const auto part = [&](Whole& of, size_t r) { return of.part(a.parts[r], a.batch); };
+  for (size_t r = 0; r < a.parts.size(); ++r) {
+    const Rank rank{static_cast<int64_t>(r)};
+    forward.add(rank, compile_attention(a, rank), {part(whole.q, r), part(whole.k, r), part(whole.v, r)});
+    backward.add(rank, compile_attention_backward(a, rank),
+                 {part(whole.q, r), part(whole.k, r), part(whole.v, r), part(whole.out, r), part(whole.dout, r),
+                  part(whole.lse, r)});
+  }
+  forward.run();
+  backward.run();
+  for (size_t r = 0; r < a.parts.size(); ++r) {
+    const Rank rank{static_cast<int64_t>(r)};
+    const std::string where = concat(method_name(a.method), " on rank ", r, " of ", a.parts.size());
+    expect_close(forward.output(rank, 0), part(whole.out, r), concat("out, ", where));
+    expect_close(forward.output(rank, 1), part(whole.lse, r), concat("lse, ", where));
+    expect_close(backward.output(rank, 0), part(whole.dq, r), concat("dq, ", where));
+    expect_close(backward.output(rank, 1), part(whole.dk, r), concat("dk, ", where));
+    expect_close(backward.output(rank, 2), part(whole.dv, r), concat("dv, ", where));
+    EXPECT_EQ(forward.peak_bytes(rank), compile_attention(a, rank).peak_bytes());
+    results.push_back(forward.output(rank, 0));
+  }
+  return results;
+}
+
+TEST(Attention, EveryMethodComputesWhatTheDefinitionSays) {
+  for (const AttentionMethod method : kAll) {
+    for (const int64_t ranks : {1, 2, 3, 4}) {
+      for (const AttentionMask& mask :
+           {AttentionMask{}, AttentionMask{true}, AttentionMask{true, 3}, AttentionMask{false, 2},
+            AttentionMask{true, std::nullopt, {4, 0, 6, 3}}, AttentionMask{false, 3, {1, 12}}}) {
+        for (const auto& parts : {contiguous(13, ranks), zigzag(13, ranks)}) {
+          Attention a = attention_of(parts, mask);
+          a.method = method;
+          run(a);
+        }
+      }
+    }
+  }
+}
+
+TEST(Attention, PartsMayLieAnywhere) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 60; ++round) {
+    const auto ranks = static_cast<int64_t>(random() % 5 + 1);
+    const auto length = static_cast<int64_t>(random() % 18);
+    AttentionMask mask;
+    mask.is_causal = random() % 2 == 0;
+    if (random() % 2 == 0) mask.window = 1 + random() % 6;
+    if (random() % 2 == 0) mask.documents = {length / 3, 0, length - length / 3};
+    Attention a = attention_of(scattered(length, ranks, random), mask, static_cast<int64_t>(random() % 6));
+    a.heads = 6;
+    a.kv_heads = random() % 2 == 0 ? 1 : 3;
+    a.batch = 1 + static_cast<int64_t>(random() % 2);
+    a.method = kAll[random() % 4];
+    SCOPED_TRACE(concat("round ", round));
+    run(a, round);
+  }
+}
+
+TEST(Attention, ResultsAreBitwiseTheSameForAnyNumberOfRanksAndMethod) {
+  for (const AttentionMask& mask : {AttentionMask{}, AttentionMask{true}, AttentionMask{true, 7}}) {
+    std::optional<Values> first;
+    for (const int64_t ranks : {1, 2, 3, 4, 6}) {
+      for (const AttentionMethod method : kAll) {
+        Attention a = attention_of(contiguous(24, ranks), mask, 12);
+        a.method = method;
+        a.batch = 1;
+        a.heads = a.kv_heads = 1;
+        Values together;
+        for (const Values& part : run(a)) together.insert(together.end(), part.begin(), part.end());
+        if (!first) first = together;
+        EXPECT_EQ(together, *first) << method_name(method) << " on " << ranks;
+      }
+    }
+  }
+}
+
+TEST(Attention, CountsTheProductsOfBlocks) {
+  for (const int64_t ranks : {1, 2, 3, 4, 8}) {
+    const BlockProducts causal(attention_of(contiguous(16 * ranks, ranks), {true}));
+    const BlockProducts balanced(attention_of(zigzag(16 * ranks, ranks), {true}, 2 * ranks));
+    int64_t all = 0;
+    for (int64_t r = 0; r < ranks; ++r) {
+      const BlockCounts mine = count_blocks(causal, r);
+      EXPECT_EQ(mine.products(), r + 1);
+      EXPECT_EQ(mine.triangles, 1);
+      EXPECT_EQ(mine.others, 0);
+      all += mine.products();
+      // The r-th and the r-th from the end of 2 W blocks see r + 1 and 2 W - r blocks, one of them as a triangle.
+      EXPECT_EQ(count_blocks(balanced, r).products(), 2 * ranks + 1);
+      EXPECT_EQ(count_blocks(balanced, r).triangles, 2);
+      EXPECT_EQ(count_blocks(balanced, r).pairs, count_blocks(balanced, 0).pairs);
+    }
+    EXPECT_EQ(all, ranks * (ranks + 1) / 2);
+  }
+}
+
+TEST(Attention, BlocksMeetWhereSomePairDoes) {
+  std::mt19937 random(3);
+  for (int round = 0; round < 200; ++round) {
+    AttentionMask mask;
+    const int64_t length = 1 + static_cast<int64_t>(random() % 20);
+    mask.is_causal = random() % 2 == 0;
+    if (random() % 2 == 0) mask.window = 1 + random() % 9;
+    if (random() % 2 == 0) mask.documents = {length / 2, length - length / 2};
+    const Attention a = attention_of(scattered(length, 3, random), mask, static_cast<int64_t>(random() % 7));
+    const BlockProducts products(a);
+    for (int q = 0; q < products.num_blocks(); ++q) {
+      for (int k = 0; k < products.num_blocks(); ++k) {
+        const Interval of_q = products.block(q).places;
+        const Interval of_k = products.block(k).places;
+        int64_t pairs = 0;
+        bool is_triangle = of_q == of_k;
+        for (int64_t i = of_q.begin; i < of_q.end; ++i) {
+          for (int64_t j = of_k.begin; j < of_k.end; ++j) {
+            pairs += sees(mask, i, j) ? 1 : 0;
+            is_triangle = is_triangle && sees(mask, i, j) == (j <= i);
+            EXPECT_EQ(products.band(q, k).sees(i - of_q.begin, j - of_k.begin), sees(mask, i, j));
+          }
+        }
+        const BlockShape shape = products.shape(q, k);
+        const int64_t rows = products.block(q).rows();
+        const int64_t columns = products.block(k).rows();
+        EXPECT_EQ(visible_pairs(products.band(q, k), rows, columns), pairs);
+        EXPECT_EQ(shape == BlockShape::kSkip, pairs == 0);
+        const std::optional<VisiblePart> part = visible_part(products.band(q, k), rows, columns);
+        EXPECT_EQ(shape == BlockShape::kFull, part && pairs == part->rows * part->columns);
+        if (is_triangle && rows > 1) {
+          EXPECT_EQ(shape, BlockShape::kTriangle);
+        }
+        EXPECT_EQ(products.meet(q, k), pairs > 0);
+      }
+    }
+  }
+}
+
+// A ring of many ranks holds two parts of keys and values beside its own tensors, whatever the number of ranks.
+TEST(Attention, ARingNeverHoldsAllKeys) {
+  for (const int64_t ranks : {4, 8}) {
+    Attention a = attention_of(contiguous(64 * ranks, ranks), {});
+    a.dtype = DType::kFloat32;
+    a.heads = a.kv_heads = 1;
+    a.batch = 1;
+    a.depth = 16;
+    a.method = AttentionMethod::kRing;
+    const int64_t part_bytes = 64 * 16 * 4;
+    const int64_t ring = compile_attention(a, Rank{1}).peak_bytes();
+    a.method = AttentionMethod::kGather;
+    const int64_t gather = compile_attention(a, Rank{1}).peak_bytes();
+    EXPECT_EQ(gather - ring, (2 * (ranks - 1) - 4) * part_bytes);
+    const Attention alone = attention_of(contiguous(64, 1), {});
+    EXPECT_LT(ring, 14 * part_bytes);
+    EXPECT_GE(gather, 2 * (ranks - 1) * part_bytes);
+  }
+}
+
+TEST(Attention, SendsOnlyKeysThatAreSeen) {
+  Attention a = attention_of(contiguous(64, 4), {true, 5});
+  a.method = AttentionMethod::kRing;
+  a.chunks = 16;  // blocks of four rows
+  Machine machine;
+  std::mt19937 random(1);
+  Oracle whole(a, random);
+  for (int64_t r = 0; r < 4; ++r) {
+    const auto part = [&](Whole& of) { return of.part(a.parts[r], a.batch); };
+    machine.add(Rank{r}, compile_attention(a, Rank{r}), {part(whole.q), part(whole.k), part(whole.v)});
+  }
+  machine.run();
+  const int64_t row_bytes = 2 * a.batch * a.kv_heads * a.depth * 8;  // of k and v
+  EXPECT_EQ(machine.received_bytes(Rank{0}), 0);
+  for (int64_t r = 1; r < 4; ++r) EXPECT_EQ(machine.received_bytes(Rank{r}), 4 * row_bytes);
+}
+
+TEST(Attention, RefusesWhatDoesNotFit) {
+  const auto message = [](Attention a) -> std::string {
+    try {
+      check(a);
+    } catch (const UserError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  Attention a = attention_of(contiguous(8, 2), {});
+  EXPECT_EQ(message(a), "");
+  a.kv_heads = 3;
+  EXPECT_NE(message(a).find("k: has 3 heads where q has 4"), std::string::npos);
+  a = attention_of({{{0, 4}}, {{3, 8}}}, {});
+  EXPECT_NE(message(a).find("layout: "), std::string::npos);
+  a = attention_of({{{0, 4}}, {{5, 8}}}, {});
+  EXPECT_NE(message(a).find("layout: "), std::string::npos);
+  a = attention_of(contiguous(8, 2), {false, 0});
+  EXPECT_NE(message(a).find("window: 0"), std::string::npos);
+  a = attention_of(contiguous(8, 2), {false, std::nullopt, {3, 4}});
+  EXPECT_NE(message(a).find("documents: their lengths sum to 7"), std::string::npos);
+  a = attention_of(contiguous(8, 2), {});
+  a.dtype = DType::kInt32;
+  EXPECT_NE(message(a).find("q: has dtype int32"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace shardwright

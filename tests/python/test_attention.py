@@ -1,0 +1,321 @@
+"""Attention over a sequence that is cut over ranks, against attention of the whole sequence in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import meshes
+import shardwright as sw
+from pool import Pool
+
+METHODS = ("serial", "ring", "gather", "ulysses")
+
+
+def _inputs(batch: int, heads: int, kv_heads: int, length: int, depth: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the result."""
+    generator = torch.Generator().manual_seed(length * 10 + heads)
+    shapes = [(batch, heads), (batch, kv_heads), (batch, kv_heads), (batch, heads)]
+    return [torch.randn(*shape, length, depth, generator=generator).to(dtype) for shape in shapes]
+
+
+def _visible(length: int, is_causal: bool, mask: sw.AttentionMask | None) -> torch.Tensor:
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    seen = distance >= 0 if is_causal else torch.ones(length, length, dtype=torch.bool)
+    window, documents = mask or (None, None)
+    if window is not None:
+        seen = seen & (distance.abs() < window)
+    if documents is not None:
+        numbers = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
+        seen = seen & (numbers[:, None] == numbers)
+    return seen
+
+
+def _whole(inputs: list[torch.Tensor], seen: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The result and the gradients of unsharded attention in this dtype, then the log-sum-exp in float64."""
+    q, k, v = (t.to(dtype, copy=True).requires_grad_() for t in inputs[:3])
+    times = q.shape[1] // k.shape[1]
+    keys, values = (t.repeat_interleave(times, 1) for t in (k, v))
+    if dtype == torch.float64:
+        scores = (q @ keys.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
+        out = scores.softmax(-1) @ values
+        lse = scores.logsumexp(-1)
+    else:
+        bias = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -math.inf)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
+        lse = torch.empty(0)
+    grads = torch.autograd.grad(out, [q, k, v], inputs[3].to(dtype))
+    return [out.detach(), *grads, lse.detach()]
+
+
+def _places(layout: Any, length: int) -> torch.Tensor:
+    """The places of the sequence that this rank holds, in local order."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if layout == "zigzag":
+        layout = sw.Pieces.zigzag(0, length, world)
+    if isinstance(layout, sw.Pieces):
+        return torch.cat([torch.arange(0), *[torch.arange(a, b) for a, b in layout.lists[rank]]])
+    chunks = torch.arange(length).chunk(world)
+    return chunks[rank] if rank < len(chunks) else torch.arange(0)
+
+
+def _worst(found: torch.Tensor, right: torch.Tensor) -> float:
+    assert found.shape == right.shape
+    return float((found.double() - right).abs().max()) if found.numel() else 0.0
+
+
+def _agrees(
+    sizes: tuple[int, int, int, int, int], is_causal: bool, mask: Any, layout: Any, dtype: torch.dtype, methods: Any
+) -> None:
+    inputs = _inputs(*sizes, dtype)
+    length = sizes[3]
+    seen = _visible(length, is_causal, mask)
+    exact = _whole(inputs, seen, torch.float64)
+    usual = _whole(inputs, seen, dtype) if length else exact
+    places = _places(layout, length)
+    for method in methods:
+        mine = [t[:, :, places].requires_grad_() for t in inputs[:3]]
+        out, lse = sw.attention(
+            *mine,
+            is_causal=is_causal,
+            mask=mask,
+            enable_gqa=sizes[1] != sizes[2],
+            method=method,
+            return_lse=True,
+            size=length,
+            layout=layout,
+        )
+        grads = torch.autograd.grad(out, mine, inputs[3][:, :, places])
+        for name, found, right, stock in zip("oqkv", [out, *grads], exact, usual, strict=False):
+            # Rounding of float32 grows with the number of terms; that of bfloat16 is far above it.
+            slack = 2e-3 if dtype == torch.bfloat16 else 4e-6
+            allowed = 2.5 * _worst(stock, right) + slack
+            error = _worst(found, right[:, :, places])
+            assert error <= allowed, (name, method, error, allowed)
+        torch.testing.assert_close(
+            lse.double(), exact[-1][:, :, places], atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0
+        )
+
+
+CASES: list[tuple[tuple[int, int, int, int, int], bool, Any, Any]] = [
+    ((2, 4, 2, 37, 8), True, None, None),
+    ((1, 4, 4, 24, 16), False, None, None),
+    ((2, 3, 1, 29, 8), True, None, "zigzag"),
+    ((1, 2, 2, 31, 8), True, sw.AttentionMask(window=6), None),
+    ((1, 2, 1, 31, 8), False, sw.AttentionMask(window=4, documents=(7, 0, 13, 11)), "zigzag"),
+    ((1, 2, 2, 3, 8), True, None, None),
+    ((1, 2, 2, 0, 8), False, None, None),
+]
+
+
+def _all_cases(dtype: torch.dtype) -> None:
+    for case in CASES:
+        _agrees(*case, dtype, METHODS)
+    if dist.get_world_size() == 3:
+        _agrees((1, 2, 2, 10, 8), True, None, sw.Pieces(2, [[(6, 10), (0, 1)], [], [(1, 6)]]), dtype, METHODS)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_method_agrees_with_attention_of_the_whole(pool: Pool, world_size: int) -> None:
+    pool.run(_all_cases, world_size, torch.float32)
+    pool.run(_all_cases, world_size, torch.bfloat16)
+
+
+def test_on_eight_ranks(pool: Pool) -> None:
+    pool.run(_agrees, 8, (1, 2, 2, 50, 8), True, None, "zigzag", torch.float32, ("ring", "ulysses", "auto"))
+
+
+def _result(method: str, dtype: torch.dtype, is_causal: bool, layout: Any) -> torch.Tensor:
+    length = 48
+    q, k, v, _ = _inputs(2, 4, 2, length, 16, dtype)
+    places = _places(layout, length)
+    mine = (t[:, :, places] for t in (q, k, v))
+    out = sw.attention(
+        *mine, is_causal=is_causal, enable_gqa=True, method=method, chunks=24, size=length, layout=layout
+    )
+    whole = torch.zeros_like(q)
+    whole[:, :, places] = out
+    dist.all_reduce(whole)
+    return whole
+
+
+def test_the_result_is_bitwise_the_same_for_any_number_of_ranks(pool: Pool) -> None:
+    for dtype, is_causal in ((torch.float32, True), (torch.bfloat16, False)):
+        first = pool.run(_result, 1, "serial", dtype, is_causal, None)[0]
+        for world_size in (2, 3, 4):
+            for method in METHODS:
+                layout = "zigzag" if method == "ring" and world_size != 3 else None
+                found = pool.run(_result, world_size, method, dtype, is_causal, layout)
+                assert all(torch.equal(one, first) for one in found), (world_size, method)
+
+
+def _traced(method: str) -> list[tuple[str, str, int, float, float]]:
+    q, k, v, _ = _inputs(1, 4, 4, 2048, 32, torch.float32)
+    mine = [t.chunk(4, 2)[dist.get_rank()].contiguous() for t in (q, k, v)]
+    call = lambda: sw.attention(*mine, method=method, size=2048)  # noqa: E731
+    call()
+    with sw.trace() as events:
+        call()
+    return [(event.lane, event.instruction, event.chunk, event.start, event.end) for event in events]
+
+
+def test_keys_travel_while_others_are_attended_to(pool: Pool) -> None:
+    for events in pool.run(_traced, 4, "ring"):
+        attends = [event for event in events if event[1].startswith("attend")]
+        transfers = [event for event in events if event[0] == "communication"]
+        assert len(attends) == 4 and len(transfers) == 3
+        # Each transfer is under way when the product before it begins, and is waited for after that product.
+        for (_, _, _, begin, end), (_, _, _, start, stop) in zip(transfers, attends, strict=False):
+            assert begin <= start and stop <= end
+    for events in pool.run(_traced, 4, "serial"):
+        last = max(event[4] for event in events if event[0] == "communication")
+        assert all(event[3] >= last for event in events if event[1].startswith("attend"))
+
+
+def _with_dtensors() -> None:
+    mesh = meshes.get_mesh((2, 2))
+    q, k, v, dout = _inputs(2, 4, 2, 13, 8, torch.float32)
+    exact = _whole([q, k, v, dout], _visible(13, True, None), torch.float64)
+    for placements in ([Shard(1), Shard(2)], [Shard(0), Shard(2)], [Replicate(), Shard(2)], [Shard(1), Replicate()]):
+        given = [distribute_tensor(t, mesh, placements).requires_grad_() for t in (q, k, v)]
+        out, lse = sw.attention(*given, is_causal=True, enable_gqa=True, method="ring", return_lse=True)
+        assert out.placements == tuple(placements) and out.shape == q.shape
+        out.backward(distribute_tensor(dout, mesh, placements))
+        found = [out.full_tensor(), *[t.grad.full_tensor() for t in given], lse.full_tensor()]  # type: ignore[union-attr]
+        for one, right in zip(found, exact, strict=True):
+            torch.testing.assert_close(one.double(), right, atol=2e-5, rtol=0)
+
+
+def test_dtensors_bring_their_placements(pool: Pool) -> None:
+    pool.run(_with_dtensors, 4)
+
+
+def _refusals() -> list[str]:
+    q, k, v, _ = _inputs(1, 4, 2, 8, 8, torch.float32)
+    rank = dist.get_rank()
+    q, k, v = (t.chunk(2, 2)[rank] for t in (q, k, v))
+    mesh = meshes.get_mesh((2,))
+    cut = [distribute_tensor(t, mesh, [Shard(3)]) for t in (q, q, q)]
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        ((q, k, v), {"size": 8}),
+        ((q, k, v), {"enable_gqa": True}),
+        ((q, k, v), {"enable_gqa": True, "size": 10}),
+        ((q, k[:, :, :1], v[:, :, :1]), {"enable_gqa": True, "size": 8}),
+        ((q, k, v[:, :1]), {"enable_gqa": True, "size": 8}),
+        ((q, k.double(), v), {"enable_gqa": True, "size": 8}),
+        ((q[0], k, v), {"size": 8}),
+        ((q, q, q), {"size": 8, "method": "rings"}),
+        ((q, q, q), {"size": 8, "mask": torch.ones(8, 8)}),
+        ((q, q, q), {"size": 8, "mask": sw.AttentionMask(documents=(3, 4))}),
+        ((q, q, q), {"size": 8, "mask": sw.AttentionMask(window=0)}),
+        ((q, q, q), {"size": 8, "layout": "spiral"}),
+        ((q, q, q), {"size": 8, "chunks": 0}),
+        ((q, q, q), {"size": 8, "merge": "bfloat16"}),
+        ((q.int(), q.int(), q.int()), {"size": 8}),
+        (cut, {}),
+    ]
+    said = []
+    for tensors, arguments in calls:
+        with pytest.raises(ValueError) as raised:
+            sw.attention(*tensors, **arguments)
+        said.append(str(raised.value).split(":")[0])
+    return said
+
+
+def test_what_does_not_fit_is_named(pool: Pool) -> None:
+    expected = [
+        "k",
+        "size",
+        "q",
+        "k",
+        "v",
+        "k",
+        "q",
+        "method",
+        "mask",
+        "documents",
+        "window",
+        "layout",
+        "chunks",
+        "merge",
+        "q",
+        "q",
+    ]
+    assert pool.run(_refusals, 2) == [expected, expected]
+
+
+def _differs() -> None:
+    q, k, v, _ = _inputs(1, 2, 2, 8, 8, torch.float32)
+    mine = [t.chunk(2, 2)[dist.get_rank()] for t in (q, k, v)]
+    sw.check_ranks(True)
+    try:
+        sw.attention(*mine, size=8, method="ring", is_causal=True)
+        with pytest.raises(RuntimeError, match="do not run the same attention"):
+            sw.attention(*mine, size=8, method="ring", is_causal=dist.get_rank() == 0)
+    finally:
+        sw.check_ranks(False)
+
+
+def test_ranks_that_ask_for_different_things_are_told_in_debug_mode(pool: Pool) -> None:
+    pool.run(_differs, 2)
+
+
+def _explained() -> str:
+    q, k, v, _ = _inputs(1, 4, 2, 64, 8, torch.float32)
+    mine = [t.chunk(4, 2)[dist.get_rank()] for t in (q, k, v)]
+    return sw.explain_attention(*mine, is_causal=True, enable_gqa=True, size=64, method="ring")
+
+
+def test_explained(pool: Pool) -> None:
+    texts = pool.run(_explained, 4)
+    assert len(set(texts)) == 1
+    for rank in range(4):
+        assert f"rank {rank} holds [{16 * rank}, {16 * rank + 16}): {rank + 1} block product" in texts[0]
+    assert all(f"  {method}: forward " in texts[0] for method in METHODS) and texts[0].count("<- this one") == 1
+
+
+def _in_a_context() -> None:
+    length = 21
+    q, k, v, dout = _inputs(1, 2, 2, length, 8, torch.float32)
+    exact = _whole([q, k, v, dout], _visible(length, True, None), torch.float64)
+    mesh = meshes.get_mesh((3,))
+    before = [t.clone() for t in (q, k, v)]
+    with sw.context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+        assert torch.equal(q, before[0][:, :, _places("zigzag", length)])
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        with pytest.raises(ValueError, match="dropout_p"):
+            F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    assert all(torch.equal(t, old) for t, old in zip((q, k, v), before, strict=True))
+    (whole,) = sw.context_parallel_unshard(mesh, [out], [2], size=length)
+    torch.testing.assert_close(whole.double(), exact[0], atol=1e-5, rtol=0)
+    again = sw.move_sequence(out, "zigzag", "contiguous", dim=2, size=length)
+    torch.testing.assert_close(again.double(), exact[0][:, :, _places(None, length)], atol=1e-5, rtol=0)
+
+
+class _Layer(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def _in_a_layer() -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from shardwright.parallel import ContextParallel
+
+    q, k, v, dout = _inputs(1, 2, 2, 20, 8, torch.float32)
+    exact = _whole([q, k, v, dout], _visible(20, False, None), torch.float64)
+    layer = parallelize_module(_Layer(), meshes.get_mesh((3,)), ContextParallel(size=20, method="gather"))
+    places = _places(None, 20)
+    out = layer(*(t[:, :, places] for t in (q, k, v)))
+    torch.testing.assert_close(out.double(), exact[0][:, :, places], atol=1e-5, rtol=0)
+
+
+def test_in_a_context_and_in_a_layer(pool: Pool) -> None:
+    pool.run(_in_a_context, 3)
+    pool.run(_in_a_layer, 3)

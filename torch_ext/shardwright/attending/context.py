@@ -1,0 +1,187 @@
+"""Where the sequence of other tensors lies: `move_sequence`, and `context_parallel` around whole models."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+
+from ..layout import Layout, Mesh
+from ..placements import Pieces
+from ..plain_tensors import redistribute_local
+from .functions import AttentionMask, attention
+from .problem import parts_of
+
+__all__ = ["context_parallel", "context_parallel_unshard", "move_sequence"]
+
+
+def move_sequence(
+    local: torch.Tensor,
+    src: Any,
+    dst: Any,
+    *,
+    dim: int,
+    size: int,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Moves a tensor's sequence between layouts of it: tokens, rotary tables, labels, losses. One ordinary exchange.
+
+    Args:
+        local: this rank's part.
+        src, dst: ``"contiguous"``, ``"zigzag"``, ``"whole"`` (all of it on every rank) or a placement of dim 2, as
+            `attention` takes them as `layout`.
+        dim: the dim of the sequence.
+        size: its length on all ranks together.
+        group: the process group; default: the default group.
+
+    Returns:
+        This rank's part in `dst`; differentiable.
+    """
+    count = dist.get_world_size(group)
+    dim = range(local.ndim)[dim]
+    shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
+    mesh = Mesh({"sequence": count})
+    layouts = [Layout(mesh, shape, [_placement(given, dim, size, count)], local.dtype) for given in (src, dst)]
+    return redistribute_local(local, *layouts, group=group)
+
+
+def _placement(given: Any, dim: int, size: int, count: int) -> Any:
+    if given == "whole":
+        return Replicate()
+    if given is None or given == "contiguous":
+        return Shard(dim)
+    if given == "zigzag":
+        return Pieces.zigzag(dim, size, count)
+    parts_of(given, size, count)  # refuses what is no layout of a sequence
+    return Shard(dim) if isinstance(given, Shard) else dataclasses.replace(given, dim=dim)
+
+
+class Attending(TorchFunctionMode):
+    """While it is active on a thread, scaled_dot_product_attention there is `attention`."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self._arguments = arguments
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if dropout_p != 0:
+            raise ValueError(f"dropout_p: {dropout_p}; allowed is 0 while the sequence is cut over ranks")
+        if attn_mask is not None and not isinstance(attn_mask, AttentionMask):
+            raise ValueError(
+                "attn_mask: got a tensor; allowed is an AttentionMask while the sequence is cut over ranks"
+            )
+        arguments = dict(self._arguments)
+        if isinstance(query, DTensor):
+            del arguments["size"], arguments["group"]
+        result: torch.Tensor = attention(
+            query,
+            key,
+            value,
+            mask=attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            **arguments,
+        )
+        return result
+
+
+@contextlib.contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[torch.Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: Iterable[torch.Tensor] | None = None,
+    size: int | None = None,
+    layout: Any = "zigzag",
+    method: str = "auto",
+) -> Iterator[None]:
+    """PyTorch's ``context_parallel``, on any device with fused attention and for sequences of any length.
+
+    During the block `buffers` hold this rank's part of the sequence instead of the whole, and calls of
+    ``torch.nn.functional.scaled_dot_product_attention`` on this thread compute `attention`. Unlike PyTorch's, it is not
+    process-wide: other threads are not affected.
+
+    Args:
+        mesh: of one dim: the ranks that share the sequence.
+        buffers: whole tensors, the same on all ranks: tokens, labels, rotary tables. They are changed in place and
+            restored at the end.
+        buffer_seq_dims: the dim of the sequence of each.
+        no_restore_buffers: those that keep their part.
+        size: the length of the whole sequence; default: that of the buffers.
+        layout, method: as in `attention`.
+    """
+    given, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: has {mesh.ndim} dims; allowed is one, such as mesh['cp']")
+    if len(given) != len(dims):
+        raise ValueError(f"buffer_seq_dims: has {len(dims)} dims for {len(given)} buffers")
+    sizes = {tensor.shape[dim] for tensor, dim in zip(given, dims, strict=True)} | ({size} if size else set())
+    if len(sizes) > 1:
+        raise ValueError(f"buffers: have sequences of {sorted(sizes)}; allowed is one length")
+    total = sizes.pop() if sizes else None
+    kept = {id(tensor) for tensor in no_restore_buffers or ()}
+    if not kept <= {id(tensor) for tensor in given}:
+        raise ValueError("no_restore_buffers: holds a tensor that is not among the buffers")
+    group = mesh.get_group()
+    mine = parts_of(layout, total, mesh.size())[dist.get_rank(group)] if total is not None else []
+    whole = [None if id(tensor) in kept else tensor.detach().clone() for tensor in given]
+    with torch.no_grad():
+        for tensor, dim in zip(given, dims, strict=True):
+            _replace(tensor, torch.cat([tensor.narrow(dim, a, b - a) for a, b in [(0, 0), *mine]], dim))
+    try:
+        with Attending(group=group, size=total, layout=layout, method=method):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in zip(given, whole, strict=True):
+                if before is not None:
+                    _replace(tensor, before)
+
+
+def _replace(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    tensor.resize_(content.shape)
+    tensor.copy_(content)
+
+
+def context_parallel_unshard(
+    mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], *, size: int, layout: Any = "zigzag"
+) -> list[torch.Tensor]:
+    """Returns the whole tensors, in the order of their sequence, of parts that `context_parallel` made or led to.
+
+    Args:
+        mesh: the mesh that was given to `context_parallel`.
+        buffers: this rank's parts.
+        seq_dims: the dim of the sequence of each.
+        size: the length of the whole sequence.
+        layout: that of `context_parallel`.
+    """
+    group = mesh.get_group()
+    return [
+        move_sequence(part, layout, "whole", dim=dim, size=size, group=group)
+        for part, dim in zip(buffers, seq_dims, strict=True)
+    ]
