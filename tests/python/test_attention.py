@@ -319,3 +319,21 @@ def _in_a_layer() -> None:
 def test_in_a_context_and_in_a_layer(pool: Pool) -> None:
     pool.run(_in_a_context, 3)
     pool.run(_in_a_layer, 3)
+
+
+def _compiled() -> None:
+    q, k, v, _ = _inputs(1, 2, 2, 16, 8, torch.float32)
+    mine = [t.chunk(2, 2)[dist.get_rank()].clone().requires_grad_() for t in (q, k, v)]
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return sw.attention(q * 1.5, k, v, is_causal=True, size=16, method="ring").square().sum()
+
+    eager = loss(*mine)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)(*mine)
+    assert torch.equal(compiled, eager)
+    grads = torch.autograd.grad(compiled, mine)
+    assert all(torch.equal(a, b) for a, b in zip(grads, torch.autograd.grad(eager, mine), strict=True))
+
+
+def test_compiled_as_one_operator_each_way(pool: Pool) -> None:
+    pool.run(_compiled, 2)
