@@ -28,7 +28,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
@@ -92,20 +91,6 @@ def layout_of(case: Case) -> str:
     return "zigzag" if case.is_causal else "contiguous"
 
 
-def stock_says(case: Case, whole: list[torch.Tensor]) -> str:
-    """Returns what PyTorch's context_parallel does with the case on this device."""
-    from torch.distributed.tensor.experimental import context_parallel
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    given = [t.clone() for t in whole]
-    try:
-        with context_parallel(mesh, buffers=given, buffer_seq_dims=[2, 2, 2]):
-            F.scaled_dot_product_attention(*given, is_causal=case.is_causal, enable_gqa=case.heads != case.kv_heads)
-    except Exception as error:  # whatever it raises is the result
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
-    return "runs"
-
-
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     heads = (case.heads, case.kv_heads, case.kv_heads)
@@ -143,7 +128,6 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         "best": best,
         "chosen_over_best": round(seconds[chosen] / seconds[best], 3),
         "right": dict(zip(calls, map(bool, right), strict=False)),
-        "stock": stock_says(case, whole),
     }
     if "attention" in seconds:
         moved = seconds["serial"] - seconds["attention"]
@@ -197,7 +181,6 @@ def main() -> None:
         "rows": len(rows),
         "chosen_within_5_percent_of_best": sum(row["chosen_over_best"] <= 1.05 for row in rows),
         "chosen_over_best_worst": max(row["chosen_over_best"] for row in rows),
-        "stock": sorted({row["stock"] for row in rows}),
         "all_right": all(value for row in rows for value in row["right"].values()),
     }
     say(json.dumps(summary, indent=1))
