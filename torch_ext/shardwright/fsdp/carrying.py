@@ -66,13 +66,16 @@ class Carried:
         self, use: _planner.Layout, part: torch.Tensor, whole: torch.Tensor, buffers: Sequence[torch.Tensor]
     ) -> None:
         """Starts to gather a part at rest. `buffers` are bytes, enough for those of `buffers(use)`."""
+        if self._is_direct:
+            part = part.to(self.format.dtype)
+            (source,), (target,) = self._layouts_of(self.rest), self._layouts_of(use)
+            self._arriving = _Arriving(True, None, [part], [whole], [self.move(source, target, part, whole)])
+            return
         sent = self.format.encode(part, self.scale)
         sources, targets = self._layouts_of(self.rest), self._layouts_of(use)
-        received = [whole]
-        if not self._is_direct:
-            received = [self._as(layout, buffer) for buffer, layout in zip(buffers, targets, strict=True)]
+        received = [self._as(layout, buffer) for buffer, layout in zip(buffers, targets, strict=True)]
         works = [self.move(*each) for each in zip(sources, targets, sent, received, strict=True)]
-        self._arriving = _Arriving(self._is_direct, self.scale, sent, received, works)
+        self._arriving = _Arriving(False, self.scale, sent, received, works)
 
     def start_from_copy(
         self, src: _planner.Layout, dst: _planner.Layout, part: torch.Tensor, whole: torch.Tensor

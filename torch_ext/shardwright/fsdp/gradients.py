@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,7 @@ class Gradients:
         self._part: torch.Tensor | None = None
         self._rest, self._move = with_dtype(rest, dtypes.reduce), move
         self._ways: dict[tuple[_planner.Layout, bool], _Way] = {}
+        self._latest: tuple[Any, bool, Any] = (None, True, None)  # of `_ways`: the one that is nearly always asked for
         self._rank = dist.get_rank()
 
     @property
@@ -116,6 +117,9 @@ class Gradients:
         return Arriving(sent, received, work, finish)
 
     def _way(self, layout: _planner.Layout, averages: bool) -> _Way:
+        if self._latest[0] is layout and self._latest[1] == averages:
+            latest: _Way = self._latest[2]
+            return latest
         way = self._ways.get((layout, averages))
         if way is None:
             operation = "P(avg)" if averages else "P(sum)"
@@ -132,6 +136,7 @@ class Gradients:
                 src, dst = (_side_by_side(each, apart, self.dtypes.gradients) for each in (partial, between))
                 way = _Way(partial, between, apart, src, dst)
             self._ways[layout, averages] = way
+        self._latest = (layout, averages, way)
         return way
 
     def _added_up(self, contributions: torch.Tensor, way: _Way) -> torch.Tensor:

@@ -291,7 +291,7 @@ class Runner:
     def _next(self, kind: str) -> None:
         """The set of open units has changed: ends the use that is running, and begins the next one."""
         units = tuple(index for index, unit in enumerate(self.units) if unit.is_open)
-        key = self._key_of(units, kind)
+        key = self._key_of(units, kind) if self._key is None else self._key
         self._follow_stream()
         with torch.no_grad():
             if self._uses:

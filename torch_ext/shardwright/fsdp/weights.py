@@ -93,6 +93,7 @@ class Weight:
         self.kept_gradient_bytes = numel * dtypes.reduce.itemsize
         self.whole_bytes = 0 if self.is_held else most_bytes(in_use)  # of what is gathered, in its place
         self._buffer_bytes = [] if self.is_held else [most_bytes(layout) for layout in self.carried.buffers(self.use)]
+        self.gathered_bytes = sum(map(_aligned, (self.whole_bytes, *self._buffer_bytes)))
         self.rest_bytes = part.nbytes + (0 if self._held is None else self._held.nbytes)
         self.kept: torch.Tensor | None = None
         self._copy: tuple[Layout, Layout] | None = None  # `kept` as it is, and gathered
@@ -135,11 +136,6 @@ class Weight:
     @property
     def _at_rest(self) -> torch.Tensor:
         return self.part if self._held is None else self._held
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Of the gathered weight and of its messages."""
-        return sum(_aligned(size) for size in (self.whole_bytes, *self._buffer_bytes))
 
     def put(self, parameter: nn.Parameter) -> None:
         """Makes this the parameter that the modules have."""
@@ -383,7 +379,8 @@ class Unit:
         self._gathered_from = now
         self._in_arena = True
         self._is_arriving = True
-        measure(weight.measured for weight in self.weights if weight.carried.needs_measure(weight.source))
+        scaled = (weight for weight in self.weights if weight.carried.format.needs_largest)
+        measure(weight.measured for weight in scaled if weight.carried.needs_measure(weight.source))
         for weight in self.weights:
             weight.start_gather(memory, offset_bytes, from_kept)
             offset_bytes += weight.gathered_bytes

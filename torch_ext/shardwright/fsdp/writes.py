@@ -27,7 +27,7 @@ def watch(parameter: nn.Parameter) -> None:
 
 def version_of(parameter: Any) -> tuple[int, ...]:
     """Differs after each write to a DTensor parameter, except for those by `torch._foreach_*` outside of optimizers."""
-    return parameter._version, parameter._local_tensor._version, getattr(parameter, _STEPS, 0)
+    return parameter._version, parameter._local_tensor._version, parameter.__dict__.get(_STEPS, 0)
 
 
 def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
