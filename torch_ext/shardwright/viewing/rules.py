@@ -8,6 +8,7 @@ its caches are emptied when views are turned on or off.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ def install() -> None:
         propagator = DTensor._op_dispatcher.sharding_propagator
         _original = propagator.propagate_op_sharding_non_cached
         _use(_propagate)
+        dispatcher: Any = DTensor._op_dispatcher
+        dispatcher.redistribute_local_args = _viewable(dispatcher.redistribute_local_args)
 
 
 def uninstall() -> None:
@@ -43,6 +46,7 @@ def uninstall() -> None:
     if _original is not None:
         propagator = DTensor._op_dispatcher.sharding_propagator
         _original = None
+        del DTensor._op_dispatcher.redistribute_local_args
         del propagator.propagate_op_sharding_non_cached  # the method of its class is back
         _use(None)
 
@@ -54,6 +58,31 @@ def _use(ours: Callable[[OpSchema], OutputSharding] | None) -> None:
     # A new cache, because each thread has its own, which only it can empty.
     propagator.propagate_op_sharding = LocalLRUCache(propagator.propagate_op_sharding_non_cached)
     torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def _viewable(original: Callable[..., None]) -> Callable[..., None]:
+    """Copies a part first if its strides do not allow the view. Its tensor's may: DTensor lets them differ."""
+
+    def redistribute_local_args(op_info: Any, schema: OpSchema, *others: Any) -> None:
+        original(op_info, schema, *others)
+        if _RULES.get(schema.op) is not _view:
+            return
+        local, shape = op_info.local_args[0], schema.args_schema[1]
+        is_whole = isinstance(local, torch.Tensor) and not plans.is_symbolic((*local.shape, *shape))
+        if is_whole and local.numel() == math.prod(shape) and not _has_view(local, shape):
+            op_info.local_args = (local.contiguous(), *op_info.local_args[1:])
+
+    return redistribute_local_args
+
+
+def _has_view(local: torch.Tensor, shape: Sequence[int]) -> bool:
+    if local.is_contiguous():
+        return True
+    try:
+        torch.empty_strided(local.shape, local.stride(), device="meta").view(tuple(shape))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _propagate(schema: OpSchema) -> OutputSharding:
