@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fuzz
 import layout_fuzz
@@ -305,6 +306,26 @@ def _devices() -> str:
 def test_kinds_of_devices_are_compared(pool: Pool) -> None:
     said = pool.run(_devices, 2)
     assert said[0] == said[1] and "device: got cpu on ranks [0]; meta on ranks [1]" in said[0]
+
+
+def _other_cuts_of_dtensors() -> None:
+    mesh = meshes.get_mesh((2,))
+    tensor = torch.arange(32.0).view(8, 4)
+    x = distribute_tensor(tensor, mesh, [Shard(0)]).requires_grad_()
+    for cut in (sw.Cyclic(0, 1), sw.Ragged(dims=(0, 1), units=(1, 3)), sw.Pieces(0, [[(4, 8)], [(0, 4)]])):
+        with pytest.raises(ValueError, match="none that DTensor's operators know"):
+            sw.redistribute(x, [cut])  # type: ignore[list-item]
+    # There and back by the local tensors, with gradients.
+    src, dst = (sw.Layout(mesh, (8, 4), [placement]) for placement in (Shard(0), sw.Cyclic(0, 1)))
+    local = sw.redistribute_local(x.to_local(), src, dst)
+    assert torch.equal(local, tensor[dist.get_rank() :: 2])
+    (local * local).sum().backward()
+    assert torch.equal(x.grad.to_local(), 2 * x.detach().to_local())  # type: ignore[union-attr]
+
+
+@pytest.mark.cpu_only("tensors are made on the CPU")
+def test_dtensors_refuse_other_cuts(pool: Pool) -> None:
+    pool.run(_other_cuts_of_dtensors, 2)
 
 
 def _progress_raises() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Placement
 
 from . import argument_values
+from .placements import is_cut
 
 DEVICE_TYPES = ["cpu", "cuda"]  # tests add other device types that have streams and process groups
 
@@ -101,6 +102,12 @@ def placements_of(given: Any, ndim: int) -> list[Placement]:
         given, "placements", "a list of torch's placements, such as [Shard(0), Replicate()]"
     )
     for placement in placements:
+        if is_cut(placement):
+            raise ValueError(
+                f"placements: {placement!r} is none that DTensor's operators know, and they would compute wrong "
+                "numbers with it; allowed are torch's placements here. redistribute_local, redistribute_many and "
+                "transfer take it, with the local tensor and a Layout"
+            )
         if not isinstance(placement, Placement):
             raise ValueError(
                 f"placements: {placement!r} is a {type(placement).__name__}; allowed are torch's placements, such as "

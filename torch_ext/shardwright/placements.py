@@ -284,6 +284,11 @@ def of_partition(parameter: Any, count: int) -> str | _Cut:
     return f"SS({dim},{stride})" if stride > 1 else Shard(dim)
 
 
+def is_cut(placement: object) -> bool:
+    """Whether it is of this module, so that torch has no class for it."""
+    return isinstance(placement, _Cut)
+
+
 def text_of(placement: object, size: int | None = None) -> str | None:
     """How `Layout` spells it for a tensor dim of this size; None for what is not of this module."""
     return placement.text(size) if isinstance(placement, _Cut) else None
