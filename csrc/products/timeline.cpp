@@ -159,8 +159,8 @@ class Clock {
     return takes;
   }
 
-  // The chunks of other ranks arrive one after the other from the start of the fetch on; the product multiplies chunk by
-  // chunk, each once it is there. The chunks of this rank's own part come first.
+  // The chunks of other ranks arrive one after the other from the start of the fetch on; the product multiplies chunk
+  // by chunk, each once it is there. The chunks of this rank's own part come first.
   int64_t flagged_ps(const Flags& flags, int64_t alone) const {
     const auto& fetch = std::get<Fetch>(program_.instructions[flags.fetch].operation);
     const int64_t begin = fetch_begin_;
@@ -238,7 +238,7 @@ class Clock {
   int64_t compute_ = 0;  // when the lanes are free
   int64_t communication_ = 0;
   int64_t fetch_begin_ = 0;  // of the last fetch
-  Running running_;  // the product that began last
+  Running running_;          // the product that began last
   Timeline timeline_;
 };
 

@@ -71,6 +71,18 @@ at::Tensor stream_write_value(const at::Tensor& flags, int64_t index, int64_t va
   return flags;
 }
 
+// Boxed, because kernels of one operator must have the same C++ signature, and torch's versions differ in theirs.
+void boxed_product(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const at::Tensor out =
+      async_input_mm(stack->at(0).toTensor(), stack->at(1).toTensor(), stack->at(2).toTensor(), stack->at(3).toInt());
+  stack->assign({out});
+}
+
+void boxed_write(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const at::Tensor flags = stream_write_value(stack->at(0).toTensor(), stack->at(1).toInt(), stack->at(2).toInt());
+  stack->assign({flags});
+}
+
 }  // namespace
 
 void lose_flag(int64_t number) { flags_until_loss = number; }
@@ -83,8 +95,8 @@ void wait_for_multiprocessor() {
 }
 
 TORCH_LIBRARY_IMPL(symm_mem, PrivateUse1, m) {
-  m.impl("_async_input_mm", &async_input_mm);
-  m.impl("stream_write_value32_", &stream_write_value);
+  m.impl("_async_input_mm", torch::CppFunction::makeFromBoxedFunction<&boxed_product>());
+  m.impl("stream_write_value32_", torch::CppFunction::makeFromBoxedFunction<&boxed_write>());
 }
 
 }  // namespace async_device
