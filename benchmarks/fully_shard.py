@@ -256,6 +256,7 @@ def measure(tokens: int, rounds: int, transfer_ms: tuple[float, float]) -> dict[
         "gathers": num_gathers,
         "reductions": DEPTH,
         "ms": {name: round(value, 1) for name, value in ms.items()},
+        "predicted_ms": None if schedule.lanes is None else round(schedule.lanes["total_ps"] / 1e9, 1),
         "possible_ms": round(least, 1),
         "possible_over": {name: round(least / ms[name], 3) for name in ways},
         "hidden": {name: round((serial - ms[name]) / shorter, 3) for name in ways},

@@ -273,11 +273,6 @@ int64_t cost_bytes(const StepSchedule& schedule) {
   return bytes;
 }
 
-bool is_better(const StepSchedule& a, const StepSchedule& b) {
-  if (has_times(a)) return predict(a).total_ps <= predict(b).total_ps;
-  return cost_bytes(a) <= cost_bytes(b);
-}
-
 }  // namespace
 
 int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::vector<Use>& uses,
@@ -300,7 +295,7 @@ StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, c
   const int64_t least = Residency(ahead, 0).least_limit_bytes();
   const std::optional<StepSchedule> overlapped = within(*options.budget_bytes, ahead, least);
   const std::optional<StepSchedule> small = within(*options.budget_bytes, at_once, least);
-  if (overlapped && (!small || is_better(*overlapped, *small))) return *overlapped;
+  if (overlapped && (!small || cost_bytes(*overlapped) <= cost_bytes(*small))) return *overlapped;
   if (small) return *small;
   const StepSchedule smallest = with_limit(at_once, least);
   throw UserError(concat("budget_bytes: got ", *options.budget_bytes, "; allowed is ", smallest.peak_bytes(),
@@ -314,7 +309,9 @@ StepSchedule fastest_schedule(const std::vector<Weight>& weights, const std::vec
   std::vector<StepSchedule> found;
   std::vector<int64_t> times_ps;
   for (int64_t ahead = 1; ahead <= kMostChangesAhead; ++ahead) {
-    found.push_back(make_schedule(weights, uses, {options.budget_bytes, ahead, options.alignment_bytes}));
+    ScheduleOptions with = options;
+    with.prefetch = ahead;
+    found.push_back(make_schedule(weights, uses, with));
     if (!has_times(found.back())) return found.front();
     times_ps.push_back(predict(found.back()).total_ps);
   }

@@ -125,9 +125,8 @@ struct StepSchedule {
 //      choice has fewer gathers (Belady).
 //   3. Buffers get their addresses. If the arena is larger than the budget because of gaps, the step is planned again
 //      with less.
-//   4. With a budget, both answers to 1. are planned. The one that is predicted to be faster is taken. Without times it
-//      is the one with fewer bytes: those of all gathers, and once more those of gathers and reductions that nothing
-//      is computed alongside.
+//   4. With a budget, both answers to 1. are planned. The one with fewer bytes is taken: those of all gathers, and once
+//      more those of gathers and reductions that nothing is computed alongside.
 //
 // Throws UserError: a use of an unknown weight or of one twice, negative figures, keep_bytes above use_bytes, wishes
 // for uses that do not exist, or a budget that is too small; then the text names one that is not. For weights of one

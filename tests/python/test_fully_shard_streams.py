@@ -54,12 +54,12 @@ def poisoned() -> Iterator[None]:
         for weight, value in zip(unit.weights, rest.pop(id(unit), []), strict=False):
             weight.part.data.copy_(value)
 
-    def start_and_restore(unit: Unit, *memory: Any) -> None:
+    def start_and_restore(unit: Unit, *memory: Any, **where: Any) -> None:
         restore(unit)
-        start_gather(unit, *memory)
+        start_gather(unit, *memory, **where)
 
     def finish_and_poison(unit: Unit) -> None:
-        was_under_way = bool(unit._works)
+        was_under_way = unit._is_arriving
         finish_gather(unit)
         if was_under_way:
             rest[id(unit)] = [weight.part.clone() for weight in unit.weights]
@@ -69,12 +69,12 @@ def poisoned() -> Iterator[None]:
     def poison_and_release(unit: Unit) -> None:
         unit.finish_gather()
         for weight in unit.weights:
-            weight.whole.data.fill_(torch.nan)
+            weight.memory.data.fill_(torch.nan)
         release(unit)
         restore(unit)  # an optimizer may follow
 
     def finish_and_fill(reduction: Reduction) -> None:
-        gradients = [gradient for _, gradient, *_ in reduction.under_way]
+        gradients = [arriving.sent for _, arriving in reduction.under_way]
         finish(reduction)
         for gradient in gradients:
             gradient.fill_(1e30)
@@ -128,6 +128,11 @@ def _is_done(works: list[Any]) -> bool:
     return True
 
 
+def _works_of(unit: Unit) -> list[Any]:
+    arriving = [weight.carried._arriving for weight in unit.weights]
+    return [work for each in arriving if each is not None for work in each.works]
+
+
 def _overlap(prefetch: int | str, overlaps: bool) -> None:
     """In the product of a layer, before it is even submitted, the next gather and the last reduction come to an end."""
     model = shard(Model(), sw.fully_shard, get_mesh((2,)), prefetch=prefetch)
@@ -140,14 +145,14 @@ def _overlap(prefetch: int | str, overlaps: bool) -> None:
     def note_reduction(unit: Unit) -> Reduction | None:
         reduction = start_reduction(unit)
         if reduction is not None:
-            reduced[id(unit)] = [work for *_, work in reduction.under_way]
+            reduced[id(unit)] = [arriving.work for _, arriving in reduction.under_way]
         return reduction
 
     def in_forward(i: int) -> Callable[..., None]:
         def look(*_: Any) -> None:
             if i + 1 < len(units):
                 is_there = units[i + 1].is_resident
-                seen.append(("gather", i + 1, is_there and _is_done(units[i + 1]._works)))
+                seen.append(("gather", i + 1, is_there and _is_done(_works_of(units[i + 1]))))
 
         return look
 

@@ -58,10 +58,10 @@ class Use(NamedTuple):
 class _Plan:
     """A schedule, and what it says by use."""
 
-    def __init__(self, uses: list[Use], schedule: StepSchedule, is_timed: bool) -> None:
+    def __init__(self, uses: list[Use], schedule: StepSchedule, times_ps: list[int] | None) -> None:
         self.uses = uses
         self.schedule = schedule
-        self.is_timed = is_timed
+        self.times_ps = times_ps  # by use; None before it was timed
         self.gathers: dict[int, list[tuple[int, int]]] = {}  # unit and place in the arena
         self.releases: dict[int, list[int]] = {}
         self.finishes: dict[tuple[int, int], int] = {}  # by unit and use in which a reduction starts
@@ -215,22 +215,21 @@ class Runner:
         if key is None or not 0 < len(uses) <= MAX_USES:
             return
         if plan is None or not is_as_planned:
-            self._plans[key] = _Plan(uses, self._schedule(key, uses, None), False)
+            self._plans[key] = _Plan(uses, self._schedule(key, uses, None), None)
         elif clock is not None:
-            self._plans[key] = _Plan(uses, self._schedule(key, uses, self._agreed_times(clock)), True)
-
-    def _agreed_times(self, clock: Clock) -> list[int] | None:
-        """Picoseconds by use, the same on all ranks; None where units are on several meshes."""
-        meshes = {weight.mesh for unit in self.units for weight in unit.weights}
-        if len(meshes) != 1:
-            return None
-        return agreed(clock.stretches_ps(), meshes.pop(), self._device)
+            times_ps = self._agreed_times(clock)
+            self._plans[key] = _Plan(uses, self._schedule(key, uses, times_ps), times_ps)
 
     def reschedule(self) -> None:
         """Takes up other wishes, from the next sequence on."""
-        self._plans = {
-            key: _Plan(plan.uses, self._schedule(key, plan.uses, None), False) for key, plan in self._plans.items()
-        }
+        for key, plan in self._plans.items():
+            self._plans[key] = _Plan(plan.uses, self._schedule(key, plan.uses, plan.times_ps), plan.times_ps)
+
+    def _agreed_times(self, clock: Clock) -> list[int]:
+        """Picoseconds by use, the same on all ranks; zeros where units are on several meshes."""
+        times_ps = clock.stretches_ps()
+        meshes = {weight.mesh for unit in self.units for weight in unit.weights}
+        return agreed(times_ps, meshes.pop(), self._device) if len(meshes) == 1 else [0] * len(times_ps)
 
     def _schedule(self, key: Key, uses: list[Use], times_ps: list[int] | None) -> StepSchedule:
         weights = []
@@ -324,7 +323,7 @@ class Runner:
         self._uses = []
         self._key = key
         self._plan = self._plans.get(key)
-        self._clock = Clock(self._device) if self._plan is not None and not self._plan.is_timed else None
+        self._clock = Clock(self._device) if self._plan is not None and self._plan.times_ps is None else None
         for unit in self.units:
             if not unit.forwards:  # the one that opens has looked already
                 unit.take_up_changes()
@@ -347,7 +346,7 @@ class Runner:
             self._gather_ahead(self.units[unit], offset)
         self._gather_now(self.units[unit] for unit in use.units)
         if self._clock is not None:
-            self._clock.begin()
+            self._clock.mark()
 
     def _gather_ahead(self, unit: Unit, offset_bytes: int) -> None:
         if unit.is_resident and not unit.is_stale:

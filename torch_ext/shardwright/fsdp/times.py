@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate
 
-from ..layout import Layout, Mesh
-from ..plain_tensors import redistribute_part
+from .. import _runtime
 
 
 class Clock:
@@ -21,15 +20,13 @@ class Clock:
         self._device = device
         self._marks: list[Any] = []  # begin and end of each stretch, in turns: nanoseconds, or events
 
-    def begin(self) -> None:
-        self._mark()
-
     def end(self) -> None:
         """Ends the stretch that has begun, if one has."""
         if len(self._marks) % 2:
-            self._mark()
+            self.mark()
 
-    def _mark(self) -> None:
+    def mark(self) -> None:
+        """A stretch begins, or ends."""
         if self._device.type == "cpu":
             self._marks.append(time.perf_counter_ns())
             return
@@ -49,8 +46,8 @@ class Clock:
 
 def agreed(times_ps: Sequence[int], mesh: DeviceMesh, device: torch.device) -> list[int]:
     """Returns each time's largest value over the ranks of a mesh. All of them call this, with as many times."""
-    own = torch.tensor(times_ps, dtype=torch.int64, device=device)
-    of_ranks = Layout(Mesh(mesh), own.shape, [Partial("max")] * mesh.ndim, own.dtype)
-    of_all = Layout(of_ranks.mesh, own.shape, [Replicate()] * mesh.ndim, own.dtype)
-    found: list[int] = redistribute_part(own, of_ranks, of_all, mesh, False, True).tolist()
-    return found
+    times = torch.tensor(times_ps, dtype=torch.int64, device=device)
+    _runtime.drain()  # ours that are under way start all they communicate before, on all ranks alike
+    for dim in range(mesh.ndim):
+        dist.all_reduce(times, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return [int(ps) for ps in times.tolist()]

@@ -244,13 +244,15 @@ class Weight:
     @property
     def gather_ps(self) -> int:
         """How long a gather is predicted to take."""
+        if self.is_held:
+            return 0
         sent = self.carried.format
         return sum(map(self._predicted_ps, sent.layouts(self.rest), sent.layouts(self.use)))
 
     @property
     def reduce_ps(self) -> int:
         dtype = self.gradients.dtypes.gradients
-        return self._predicted_ps(with_dtype(self.layouts.usual_gradient, dtype), with_dtype(self.rest, dtype))
+        return self._predicted_ps(with_dtype(self.layouts.usual_gradient, dtype), with_dtype(self.store, dtype))
 
     def _predicted_ps(self, src: _planner.Layout, dst: _planner.Layout) -> int:
         return round(1e6 * executables.make_plan(src, dst, self._device_type).predicted_us)
