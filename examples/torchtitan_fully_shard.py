@@ -38,10 +38,9 @@ try:
 except ImportError as error:
     sys.exit(f"The example needs torchtitan: pip install torchtitan==0.3.0\n{error}")
 
+import shardwright as sw
 from ranks import launch
 from report import WIDTH, say, say_text
-
-import shardwright as sw
 from shardwright.parallel import ColwiseParallel, RowwiseParallel
 
 NUM_RANKS = 4

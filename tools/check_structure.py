@@ -79,11 +79,11 @@ MAX_FUNCTION_LINES = 60
 # for both modules. Code that does not fit under a limit should first be looked at for parts that belong there.
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
 MAX_CODE_LINES = {
-    ".": 4150,
+    ".": 4200,
     "attending": 500,
     "calibration": 550,
     "dtensor": 700,
-    "fsdp": 2000,
+    "fsdp": 2050,
     "graphs": 200,
     "mapping": 750,
     "products": 1000,

@@ -178,8 +178,8 @@ struct Wait {
 };
 
 using Operation =
-    std::variant<Copy, FillZero, Divide, Power, Reduce, Cast, Gemm, Attend, AttendBackward, Merge, Accumulate, AllGather,
-                 ReduceScatter, AllReduce, AllToAll, SendReceive, Offer, Fetch, Wait>;
+    std::variant<Copy, FillZero, Divide, Power, Reduce, Cast, Gemm, Attend, AttendBackward, Merge, Accumulate,
+                 AllGather, ReduceScatter, AllReduce, AllToAll, SendReceive, Offer, Fetch, Wait>;
 
 template <typename T, typename... Kinds>
 concept IsOneOf = (std::same_as<T, Kinds> || ...);

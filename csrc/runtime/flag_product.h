@@ -1,6 +1,6 @@
 // Products that wait for a flag of each chunk of their left operand, by PyTorch's operators for symmetric memory
-// (symm_mem::_async_input_mm). On CUDA it is one persistent kernel of CUTLASS for compute capability 9.0, which may take
-// every multiprocessor while it waits. So nothing that its flags depend on may be a kernel.
+// (symm_mem::_async_input_mm). On CUDA it is one persistent kernel of CUTLASS for compute capability 9.0, which may
+// take every multiprocessor while it waits. So nothing that its flags depend on may be a kernel.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -35,8 +35,7 @@ struct Problem {
     const Layout weight = is_weight_row_major ? layout_on(mesh, {summed, ranks * columns}, {"S(1)"}, "bfloat16")
                                               : layout_on(mesh, {ranks * columns, summed}, {"S(0)"}, "bfloat16");
     const char* axes = is_weight_row_major ? "mk,kn->mn" : "mk,nk->mn";
-    return GatherMatmul{
-        make_plan(x("S(0)"), x("R"), {}), {{Contraction::parse(axes), weight, false}}, keeps_gathered};
+    return GatherMatmul{make_plan(x("S(0)"), x("R"), {}), {{Contraction::parse(axes), weight, false}}, keeps_gathered};
   }
 
   Values x_rows(int64_t begin, int64_t end) const {
@@ -164,10 +163,10 @@ TEST(Flagged, TakesAsLongAsItsProductOrItsCopies) {
     const auto x = [&](const char* placement) { return layout_on(mesh, {5120, 64}, {placement}, "bfloat16"); };
     PlanOptions options;
     options.topology = Topology{"test", 0, 100, 0, {0, 1024 * ps_per_byte}, {0, 1024 * ps_per_byte}, {}};
-    const Matmul matmul = GatherMatmul{
-        make_plan(x("S(0)"), x("R"), options),
-        {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {64, 64}, {"R"}, "bfloat16"), false}},
-        false};
+    const Matmul matmul =
+        GatherMatmul{make_plan(x("S(0)"), x("R"), options),
+                     {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {64, 64}, {"R"}, "bfloat16"), false}},
+                     false};
     return predict(matmul, {Method::kFlags, shares}, model);
   };
   const Timeline fast = predicted(1, 1);

@@ -96,8 +96,8 @@ def check_products(rows: int, dtype: torch.dtype, scales: str | None) -> None:
 
 
 def check_flags() -> None:
-    """One product that waits for its chunks. It has so few tiles that copies which are kernels find a multiprocessor too,
-    where ranks share a GPU."""
+    """One product that waits for its chunks. It has so few tiles that copies which are kernels find a multiprocessor,
+    too, where ranks share a GPU."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if torch.cuda.get_device_capability() != (9, 0):
         return
