@@ -16,10 +16,9 @@
 //               together; with more, each part is cut.
 //   collective  Chunk j holds the j-th share of every part, moved by one all-gather, all-to-all, reduce-scatter or
 //               all-reduce.
-//   flags       Of an operand that is gathered: one product of everything, which waits for a flag of each chunk. Parts
-//   are
-//               cut into `chunks` shares each, copied from the memory of peers. It is for devices whose product can
-//               wait so, and never chosen unless asked for (why_no_flags).
+//   flags       Of an operand that is gathered: one product of everything, which waits for a flag of each chunk.
+//               Parts are cut into `chunks` shares each, copied from the memory of peers. It is for devices whose
+//               product can wait so, and never chosen unless asked for (why_no_flags).
 //   serial      Everything is moved, then everything is multiplied, or the reverse.
 //
 // The values of operands of 8-bit floats are products with scales, which are inputs too (Scaling). Scales of rows that
