@@ -199,6 +199,7 @@ def _hammer(seed: int, times: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 def test_ten_thousand(pool: Pool) -> None:
     """Written to or not, waited for here, on another thread, or not at all: no result is ever wrong."""
     for seed in range(4):

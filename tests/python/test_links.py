@@ -14,6 +14,7 @@ import testnets
 TRAINING = pathlib.Path(__file__).parents[1] / "links" / "training.py"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", ["lossy", "nodes", "interrupted", "cut"])
 def test_training(scenario: str) -> None:
     testnets.skip_without("2", "1", "100mbit")

@@ -85,7 +85,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_all_gather_matmul(pool: Pool, world: int) -> None:
     for (shape, columns, dim), dtype in itertools.product(CASES, (torch.float32, torch.bfloat16)):
         pool.run(_gathers, world, shape, columns, dim, dtype)
@@ -117,7 +117,7 @@ def _sums(shape: tuple[int, ...], columns: int, dim: int | None, dtype: torch.dt
             assert_close(grad.cpu(), _part(right, placement).cpu(), rtol=0.02 if dtype == torch.bfloat16 else 0, atol=0)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_matmul_reduce_scatter_and_all_reduce(pool: Pool, world: int) -> None:
     for (shape, columns, dim), dtype in itertools.product(
         [((8, 6), 8, 0), ((7, 5), 9, 0), ((7, 5), 9, 1), ((2, 5, 6), 4, 1), ((1, 3), 2, 0), ((2, 5, 6), 4, None)],

@@ -90,7 +90,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_all_gather_matmul(pool: Pool, world: int) -> None:
     dtypes = [(E4M3, E4M3, torch.bfloat16), (E5M2, E4M3, torch.float32), (E4M3, E5M2, torch.bfloat16)]
     for number, (shape, columns, dim) in enumerate(CASES):
@@ -132,7 +132,7 @@ def _sums(shape: tuple[int, ...], columns: int, dim: int | None, out_dtype: torc
             assert torch.equal(found, _part(right.to(out_dtype), "R" if dim is None else f"S({dim})")), (method, by_row)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_matmul_reduce_scatter_and_all_reduce(pool: Pool, world: int) -> None:
     cases = [((8, 6), 8, 0), ((7, 5), 9, 0), ((7, 5), 9, 1), ((2, 5, 6), 4, 1), ((1, 3), 2, 0), ((2, 5, 6), 4, None)]
     for number, (shape, columns, dim) in enumerate(cases):

@@ -119,6 +119,7 @@ def test_dies_in_the_middle() -> None:
     _check(_run(_dies_in_the_middle, src, dst, (4,), (4096, 4096)), src, dst)
 
 
+@pytest.mark.long
 def test_falls_silent() -> None:
     src, dst = ["S(0)"], ["S(1)"]
     _check(_run(_falls_silent, src, dst, (4,), (8, 8)), src, dst)

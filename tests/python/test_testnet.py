@@ -141,6 +141,7 @@ else:
 """
 
 
+@pytest.mark.long
 def test_delay_and_jitter_keep_the_order() -> None:
     testnets.skip_without()
     ((answers, in_order, soonest),) = map(
@@ -150,6 +151,7 @@ def test_delay_and_jitter_keep_the_order() -> None:
     assert float(soonest) >= 2 * (20 - 5) / 1000
 
 
+@pytest.mark.long
 def test_loss() -> None:
     testnets.skip_without()
     done = testnets.run(["2", "1", "1gbit", "--loss", "30%"], testnets.python(ECHO))

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 RUN = pathlib.Path(__file__).parents[2] / "tools" / "torch_tests" / "run.py"
 
 TESTS = """
@@ -37,6 +39,7 @@ def test_forks():
 """
 
 
+@pytest.mark.long
 def test_outcomes(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "source" / "test" / "distributed" / "tensor"
     folder.mkdir(parents=True)
