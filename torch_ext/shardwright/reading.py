@@ -9,7 +9,7 @@ from . import _planner, argument_values
 from .layout import Layout, Mesh
 from .topology import load_topology, read_json
 
-_VERSION = 3
+_VERSION = 4
 
 
 def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
