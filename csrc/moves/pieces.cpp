@@ -1,11 +1,13 @@
 #include "moves/pieces.h"
 
 #include <numeric>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "moves/digits.h"
 #include "moves/exchange.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -24,6 +26,24 @@ bool communicates_once(const Step& step, Lowering lowering) {
   if (step.op == StepOp::kRearrange || step.rounds > 1) return false;
   const int64_t size = step.before.mesh().group_size(step.mesh_dims);
   return is_local(step.op) || collectives_of(step.op, size, reduces_natively(step, lowering)) == 1;
+}
+
+// Rules may name sizes that a piece does not have, so the shorter dim is cut by the strided cuts that make the same
+// parts. Mesh dims of size 1 cut nothing.
+std::vector<Placement> placements_of_piece(const Layout& layout, int tensor_dim) {
+  std::vector<Placement> placements = layout.placements();
+  for (Placement& placement : placements) {
+    if (placement.is_shard_like() && placement.dim == tensor_dim) placement = Placement::shard(tensor_dim);
+  }
+  int64_t left = layout.shape()[tensor_dim];
+  for (const Cut& cut : layout.cuts(tensor_dim)) {
+    const int64_t k = layout.mesh().dim_size(cut.mesh_dim);
+    const std::optional<int64_t> split_factor = cut.rule.equal_split_factor(left, k);
+    check_invariant(split_factor.has_value(), "pieces of ", layout.to_string(), ", whose parts have no cells");
+    placements[cut.mesh_dim] = Placement::cut(tensor_dim, *split_factor);
+    left /= k;
+  }
+  return placements;
 }
 
 }  // namespace
@@ -64,8 +84,8 @@ Layout layout_of_piece(const Layout& layout, const Pieces& pieces) {
       if (placement.is_shard_like() && placement.dim == t && mesh.dim_size(d) == 1) mesh_dims.push_back(d);
     }
   }
-  return Layout(layout.mesh_ptr(), std::move(shape), layout.dtype(), layout.placements(), order,
-                StridedMeaning::kLiteral);
+  return Layout(layout.mesh_ptr(), std::move(shape), layout.dtype(), placements_of_piece(layout, pieces.tensor_dim),
+                order, StridedMeaning::kLiteral);
 }
 
 Plan plan_of_piece(const Plan& plan) {

@@ -1,9 +1,9 @@
 // Plans whose tensor is moved in pieces: while one piece takes a step, the next piece takes the step before it. So a
 // rank passes on what it has while more arrives, and links within nodes and between them are in use at the same time.
 //
-// A piece is a tensor of its own with the same placements, but with a tensor dim that is `count` times shorter. Where
-// mesh dims cut this tensor dim, they do so at multiples of a *cell*, the same on both meshes and in every step. A
-// piece has an equal share of each cell. 16 rows that are S(0) over 4 ranks before and over 2 after have cells of 4
+// A piece is a tensor of its own with placements that cut alike, but with a tensor dim that is `count` times shorter.
+// Where mesh dims cut this tensor dim, they do so at multiples of a *cell*, the same on both meshes and in every step.
+// A piece has an equal share of each cell. 16 rows that are S(0) over 4 ranks before and over 2 after have cells of 4
 // rows. In two pieces, the first has rows 0, 1, 4, 5, 8, 9, 12 and 13, which are S(0) over 4 ranks before and over 2
 // after too.
 //

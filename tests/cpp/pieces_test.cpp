@@ -51,6 +51,24 @@ TEST(InPieces, AreStretchesOfCells) {
   EXPECT_EQ(cell_length(plan_through({src, three}, {}), 0), 0);
 }
 
+// Rules that make equal parts have cells too, whatever sizes they name.
+TEST(InPieces, MayBeCutByRules) {
+  for (const char* placements : {"Cyclic(0,2)", "Cyclic(0,4)", "Blocks(0,4)", "Ragged(0,4:4:4:4)", "Packed(0,8:8)"}) {
+    for (const char* others : {"S(0),R", "Owned(0,0),S(0)", "S(1),Packed(0,8:8)"}) {
+      const Layout cut = test::layout_of(test::mesh_of({4}), {16, 3}, placements);
+      const std::vector<int64_t> sizes = others[0] == 'O' ? std::vector<int64_t>{1, 2} : std::vector<int64_t>{2, 2};
+      const Layout other = test::layout_of(test::mesh_of(sizes, ranks_from(4, sizes[0] * 2)), {16, 3}, others);
+      SCOPED_TRACE(concat(cut.to_string(), ", ", other.to_string()));
+      for (Plan plan : {plan_through({cut, other}, {}), plan_through({other, cut}, {})}) {
+        plan.pieces = {0, 2};
+        ASSERT_TRUE(may_go_in(plan, plan.pieces));
+        simulate(plan);
+        EXPECT_EQ(to_bytes(from_bytes(to_bytes(plan))), to_bytes(plan));
+      }
+    }
+  }
+}
+
 // In all pieces that are possible, ranks receive what they do without, and need the memory that is said.
 TEST(InPieces, MoveEveryElementOfRandomPairs) {
   const unsigned seed = 31;
