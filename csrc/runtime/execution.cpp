@@ -134,11 +134,6 @@ void Execution::finish() {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-bool Execution::failed() const {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return failure_ != nullptr;
-}
-
 void Execution::release() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (owns_input_ && !failure_) give_staging(buffers_[kInputBuffer]);
@@ -221,6 +216,7 @@ void Execution::fail(int index, const std::string& reason) {
       concat("shardwright: rank ", compiled_.rank(), " failed in ", program_.step_texts[instruction.step],
              group_text(index), " of plan\n", compiled_.origin().text(), "\n", reason);
   failure_ = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, text));
+  has_failed_ = true;
   next_ = num_instructions_;  // a failed run does not continue
   std::rethrow_exception(failure_);
 }

@@ -57,7 +57,8 @@ class Execution final : public Run {
   void finish();
   bool finished() const override { return next_ == num_instructions_; }
   bool all_started() const override { return next_ > compiled_.last_communication(); }
-  bool failed() const;
+  // Takes no lock: who asks may hold Python's, and whoever runs an instruction may need that to free a tensor.
+  bool failed() const { return has_failed_; }
   // Drops all tensors. Call it only once the run is finished.
   void release() override;
 
@@ -137,6 +138,7 @@ class Execution final : public Run {
   bool exchanges_by_messages_ = false;
   std::atomic<int> next_{0};
   std::exception_ptr failure_;
+  std::atomic<bool> has_failed_{false};
   mutable std::recursive_mutex mutex_;  // held for one instruction at a time
 };
 

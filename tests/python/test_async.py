@@ -15,6 +15,7 @@ import oracle
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
+from shardwright import executables
 
 WORLD = 4
 Move = tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]
@@ -159,6 +160,33 @@ def test_the_call_does_not_wait_for_others(pool: Pool, move: Move) -> None:
     late_seconds = 1.0
     for call, wait in pool.run(_seconds_to_start, WORLD, move, late_seconds)[1:]:
         assert call < late_seconds / 2 < wait
+
+
+def _dropped() -> None:
+    """The last rank takes part only once the others have dropped theirs, so whoever waits for it there never ends."""
+    mesh, rank, store = sw.Mesh({"a": WORLD}), dist.get_rank(), dist.distributed_c10d._get_default_store()
+    src, dst = sw.Layout(mesh, (WORLD, 6), ["S(0)"]), sw.Layout(mesh, (WORLD, 6), ["R"])
+    executable = executables.bind(executables.make_plan(src, dst, "cpu"))
+    tensor = oracle.global_tensor((WORLD, 6), torch.float32, 1)
+    out = torch.zeros_like(tensor)
+    if rank == WORLD - 1:
+        store.wait([f"dropped by {other}" for other in range(rank)])
+    work = executables.start_into(executable, tensor[rank : rank + 1], out)
+    assert work is not None
+    if rank == WORLD - 1:
+        work.wait()
+    else:
+        time.sleep(0.1)  # until the progress thread waits for the last rank
+    del work
+    store.set(f"dropped by {rank}", "")
+    dist.barrier()
+    executables.run(executable, tensor[rank : rank + 1], False)  # comes after all that was started
+    assert rank < WORLD - 1 or torch.equal(out, tensor)
+
+
+@pytest.mark.cpu_only("on streams nobody waits on the host")
+def test_whoever_drops_a_work_does_not_wait(pool: Pool) -> None:
+    pool.run(_dropped, WORLD)
 
 
 def _backward(shape: tuple[int, ...]) -> None:
