@@ -51,6 +51,7 @@ std::vector<Placement> placements_of_piece(const Layout& layout, int tensor_dim)
 int64_t cell_length(const Plan& plan, int tensor_dim) {
   int64_t cell = plan.src.shape()[tensor_dim];
   for_each_layout(plan, [&](const Layout& layout) {
+    if (layout.flattened() > 1) cell = 0;  // it has other dims
     if (cell == 0 || layout.cuts(tensor_dim).empty()) return;
     const auto digits = digits_of(layout.mesh(), layout.shape()[tensor_dim], layout.cuts(tensor_dim));
     if (!digits) cell = 0;
@@ -65,7 +66,6 @@ bool may_go_in(const Plan& plan, const Pieces& pieces) {
   if (pieces.tensor_dim < 0 || pieces.tensor_dim >= plan.src.ndim()) return false;
   bool may = true;
   for (const Step& step : plan.steps) may = may && communicates_once(step, plan.lowering);
-  for_each_layout(plan, [&](const Layout& layout) { may = may && layout.flattened() == 1; });
   const int64_t cell = may ? cell_length(plan, pieces.tensor_dim) : 0;
   return cell > 0 && cell % pieces.count == 0;
 }

@@ -20,7 +20,8 @@ namespace shardwright {
 
 constexpr int64_t kMaxPieces = 256;
 
-// Returns the length of the cells of a tensor dim; 0 if the parts of some layout of the plan are not made of cells.
+// Returns the length of the cells of a tensor dim; 0 if the parts of some layout of the plan are not made of cells, or
+// if some layout flattens dims.
 int64_t cell_length(const Plan& plan, int tensor_dim);
 
 // Returns whether a plan between two meshes can be carried out in these pieces: they must divide the cells, and every

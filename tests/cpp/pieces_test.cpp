@@ -69,6 +69,17 @@ TEST(InPieces, MayBeCutByRules) {
   }
 }
 
+// Layouts that flatten dims have fewer of them.
+TEST(InPieces, AreNotOfFlattenedDims) {
+  const Layout src = test::layout_of(test::mesh_of({2}), {6, 4}, "P");
+  const Layout dst(test::mesh_of({2}, {2, 3}), {6, 4}, src.dtype(), {Placement::parse("Ragged(0,4:20)")}, {},
+                   StridedMeaning::kAuto, 2);
+  const Plan plan = make_plan(src, dst, {});
+  ASSERT_GE(plan.steps.size(), 2u);
+  EXPECT_EQ(plan.pieces, Pieces());
+  simulate(plan);
+}
+
 // In all pieces that are possible, ranks receive what they do without, and need the memory that is said.
 TEST(InPieces, MoveEveryElementOfRandomPairs) {
   const unsigned seed = 31;
