@@ -30,7 +30,8 @@ void check_mask(const AttentionMask& mask, int64_t total) {
   check_user(!mask.window || *mask.window >= 1, "window: ", mask.window.value_or(0),
              "; allowed are 1 (each query sees its own place) or more");
   for (const int64_t document : mask.documents) {
-    check_user(document >= 0, "documents: a length of ", document, "; allowed are 0 or more");
+    check_user(document >= 0 && document <= total, "documents: a length of ", document, "; allowed are 0 to ", total,
+               ", the length of the sequence");
   }
   const int64_t sum = std::accumulate(mask.documents.begin(), mask.documents.end(), int64_t{0});
   check_user(mask.documents.empty() || sum == total, "documents: their lengths sum to ", sum,

@@ -36,6 +36,8 @@ std::vector<Cut> cuts_of(const Attention& attention) {
 
 BlockProducts::BlockProducts(const Attention& attention) : mask_(attention.mask), by_rank_(attention.parts.size()) {
   const std::vector<Cut> cuts = cuts_of(attention);
+  // Wider windows see no more, and the sums of band() would overflow.
+  if (mask_.window) mask_.window = std::min(*mask_.window, std::max<int64_t>(attention.length(), 1));
   for (size_t owner = 0; owner < attention.parts.size(); ++owner) {
     int64_t row = 0;
     for (const Interval& run : attention.parts[owner]) {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 #include <random>
 
 #include "attention/block_products.h"
@@ -323,6 +324,14 @@ TEST(Attention, BlocksMeetWhereSomePairDoes) {
   }
 }
 
+TEST(Attention, WindowsMayBeOfAnyWidth) {
+  for (const int64_t window : {int64_t{12}, int64_t{13}, Band::kMax, std::numeric_limits<int64_t>::max()}) {
+    const BlockProducts wide(attention_of(zigzag(12, 3), {true, window}));
+    const BlockProducts all(attention_of(zigzag(12, 3), {true}));
+    for (int64_t r = 0; r < 3; ++r) EXPECT_EQ(count_blocks(wide, r).pairs, count_blocks(all, r).pairs) << window;
+  }
+}
+
 // A ring of many ranks holds two parts of keys and values beside its own tensors, whatever the number of ranks.
 TEST(Attention, ARingNeverHoldsAllKeys) {
   for (const int64_t ranks : {4, 8}) {
@@ -381,6 +390,9 @@ TEST(Attention, RefusesWhatDoesNotFit) {
   EXPECT_NE(message(a).find("window: 0"), std::string::npos);
   a = attention_of(contiguous(8, 2), {false, std::nullopt, {3, 4}});
   EXPECT_NE(message(a).find("documents: their lengths sum to 7"), std::string::npos);
+  const int64_t quarter = int64_t{1} << 62;  // four of them sum to 0 in 64 bits
+  a = attention_of(contiguous(8, 2), {false, std::nullopt, {quarter, quarter, quarter, quarter, 8}});
+  EXPECT_NE(message(a).find("documents: a length of "), std::string::npos);
   a = attention_of(contiguous(8, 2), {});
   a.dtype = DType::kInt32;
   EXPECT_NE(message(a).find("q: has dtype int32"), std::string::npos);
