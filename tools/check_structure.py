@@ -80,7 +80,7 @@ MAX_FUNCTION_LINES = 60
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
 MAX_CODE_LINES = {
     ".": 4200,
-    "attending": 500,
+    "attending": 620,
     "calibration": 550,
     "dtensor": 700,
     "fsdp": 2050,

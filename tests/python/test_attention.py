@@ -250,6 +250,49 @@ def test_what_does_not_fit_is_named(pool: Pool) -> None:
     assert pool.run(_refusals, 2) == [expected, expected]
 
 
+def _disagree() -> list[str]:
+    q, k, v, _ = _inputs(1, 4, 4, 8, 8, torch.float32)
+    rank = dist.get_rank()
+    q, k, v = (t.chunk(2, 2)[rank] for t in (q, k, v))
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        ([t[:, :, rank:] for t in (q, k, v)], {}),  # rank 1 lacks a row
+        ((q, k, v[:, rank:]), {}),
+        ((q, k, v), {"is_causal": rank == 0}),
+        ((q, k, v), {"chunks": 2 + rank}),
+        ((q, k, v), {"scale": 1.0 + rank}),
+        ([t.to((torch.float32, torch.float64)[rank]) for t in (q, k, v)], {}),
+    ]
+    said = []
+    for tensors, arguments in calls:
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            sw.attention(*tensors, size=8, method="ring", **arguments)
+        said.append(str(raised.value))
+    assert sw.attention(q, k, v, size=8, method="ring").shape == q.shape  # nothing was left under way
+    return said
+
+
+def test_all_ranks_raise_where_one_does_not_fit_or_they_differ(pool: Pool) -> None:
+    first, second = pool.run(_disagree, 2)
+    assert all("on ranks [1] the arguments are not allowed" in text for text in first[:2])
+    assert second[0].startswith("q: has 3 rows") and second[1].startswith("v: ")
+    for texts in (first, second):
+        assert all("ranks [0] differ from ranks [1]" in text for text in texts[2:])
+
+
+def _heads_apart() -> None:
+    for q_heads, kv_heads in ((12, 3), (1, 1)):  # [0, 6) share heads 0 and 1, [0, 2) are held; a rank holds nothing
+        given = [
+            distribute_tensor(torch.randn(1, heads, 6, 4), meshes.get_mesh((2,)), [Shard(1)])
+            for heads in (q_heads, kv_heads, kv_heads)
+        ]
+        with pytest.raises(ValueError, match="k: is placed as"):
+            sw.attention(*given, enable_gqa=True)
+
+
+def test_heads_of_keys_lie_with_the_queries_that_share_them(pool: Pool) -> None:
+    pool.run(_heads_apart, 2)
+
+
 def _differs() -> None:
     q, k, v, _ = _inputs(1, 2, 2, 8, 8, torch.float32)
     mine = [t.chunk(2, 2)[dist.get_rank()] for t in (q, k, v)]

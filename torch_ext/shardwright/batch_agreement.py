@@ -30,12 +30,11 @@ def agree(
     """
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None
-    size = dist.get_world_size(carrier)
     digests = [_signed(digest) for digest in (batch.digests() if batch is not None else [0])]
     items = len(digests) - 1
     kind = ("cpu", "cuda").index(device.type) if device.type in ("cpu", "cuda") else 2
     words = [int(refusal is not None), items, digests[0], kind, int(has_out), digests[-1]]
-    heard = _exchange(carrier, size, words)
+    heard = exchange(carrier, words)
     if refusal is not None:
         raise refusal
     me = dist.get_rank(carrier)
@@ -52,13 +51,13 @@ def agree(
     low, high = 0, items
     while high - low > 1:
         middle = (low + high) // 2
-        same = len({said[0] for said in _exchange(carrier, size, [digests[middle]])}) == 1
+        same = len({said[0] for said in exchange(carrier, [digests[middle]])}) == 1
         low, high = (middle, high) if same else (low, middle)
-    said = [one[0] for one in _exchange(carrier, size, [digests[high]])]
+    said = [one[0] for one in exchange(carrier, [digests[high]])]
     assert batch is not None
     raise ValueError(
         f"shardwright: redistribute_many: the ranks ask for different things, nothing was sent. The first item that "
-        f"differs is number {low}: {_groups(said)}; rank {me} has {batch.item_text(low)}"
+        f"differs is number {low}: {who_said_what(said)}; rank {me} has {batch.item_text(low)}"
     )
 
 
@@ -67,12 +66,12 @@ def _check_same(what: str, said: Sequence[int], me: int) -> None:
         remedy = "; device= says where ranks without tensors have theirs" if what == "the device" else ""
         values = f" ({', '.join(map(str, said))} by rank)" if what == _SETTINGS[0] else ""
         raise ValueError(
-            f"shardwright: redistribute_many: {what} differs{values}: {_groups(said)}; nothing was sent "
+            f"shardwright: redistribute_many: {what} differs{values}: {who_said_what(said)}; nothing was sent "
             f"(this is rank {me}){remedy}"
         )
 
 
-def _groups(said: Sequence[int]) -> str:
+def who_said_what(said: Sequence[int]) -> str:
     """The ranks that said the same, most of them first."""
     ranks_by_word: dict[int, list[int]] = {}
     for rank, word in enumerate(said):
@@ -82,12 +81,13 @@ def _groups(said: Sequence[int]) -> str:
     )
 
 
-def _exchange(carrier: dist.ProcessGroup, size: int, words: list[int]) -> list[list[int]]:
+def exchange(carrier: dist.ProcessGroup, words: list[int], step: str = _STEP) -> list[list[int]]:
+    """Returns the words of every rank. All ranks of the group must call, with as many words."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     on_host = accelerator is None or executables.communicates_on("cpu", carrier)
     device = torch.device("cpu") if on_host or accelerator is None else accelerator
-    rows = torch.tensor([words] * size, dtype=torch.int64)
-    heard: list[list[int]] = _runtime.exchange_words(carrier.group_name, _STEP, rows, str(device)).tolist()
+    rows = torch.tensor([words] * dist.get_world_size(carrier), dtype=torch.int64)
+    heard: list[list[int]] = _runtime.exchange_words(carrier.group_name, step, rows, str(device)).tolist()
     return heard
 
 

@@ -38,7 +38,9 @@ def attention(
 ) -> Any:
     """Attention over a sequence that is cut over ranks; keys travel while others are attended to.
 
-    It computes what ``torch.nn.functional.scaled_dot_product_attention`` does of the whole tensors, without dropout.
+    It computes what ``torch.nn.functional.scaled_dot_product_attention`` does of the whole tensors, without dropout,
+    and in the dtype of autocast where that is on. The first call with given arguments, shapes and dtypes compares them
+    among the ranks.
 
     Args:
         q: shape [batch, heads, sequence, depth]: float32, bfloat16, float16 or float64. Plain tensors are this rank's
@@ -70,11 +72,14 @@ def attention(
         The result, placed like `q`; with `return_lse` a pair of it and the log-sum-exp. It is differentiable once.
 
     Raises:
-        ValueError: names the argument that does not fit.
+        ValueError: names the argument that does not fit, or in which ranks differ. If a call is the first of its kind,
+            all ranks raise, and nothing was sent.
+        RuntimeError: the arguments of another rank do not fit.
         NotImplementedError: the tensors are on a device without fused attention.
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
     asked = ask(is_causal, mask, scale, enable_gqa, method, chunks, save, merge, size, layout)
+    q, k, v = _as_autocast(q, k, v)
     planned = plan(asked, (q, k, v), group)
     out, lse = _attend(planned, *(t.to_local() if isinstance(t, DTensor) else t for t in (q, k, v)))
     if isinstance(q, DTensor):
@@ -87,8 +92,9 @@ def explain_attention(
 ) -> str:
     """Returns what `attention` with these arguments would do: products of blocks by rank, and predicted times.
 
-    All ranks that share the sequence call it. Nothing is computed and nothing is sent.
+    All ranks that share the sequence call it. Nothing is computed, and no part of the tensors is sent.
     """
+    q, k, v = _as_autocast(q, k, v)
     for name in ("return_lse", "save", "merge"):
         arguments.pop(name, None)
     asked = ask(**{**_DEFAULTS, **arguments})
@@ -130,20 +136,45 @@ def ask(
         raise ValueError(f"save: {save!r}; allowed is 'shard'")
     if merge != "float32":
         raise ValueError(f"merge: {merge!r}; allowed is 'float32'")
+    try:
+        hash(layout)
+    except TypeError:
+        raise ValueError(
+            f"layout: got a {type(layout).__name__}; allowed are 'contiguous', 'zigzag' and placements of dim 2"
+        ) from None
     window, documents = mask or (None, None)
+    if documents is not None:
+        documents = argument_values.items(documents, "documents", "a list of lengths")
     if chunks is not None and argument_values.integer(chunks, "chunks") < 1:
         raise ValueError(f"chunks: {chunks}; allowed are 1 and more")
     return Asked(
         bool(is_causal),
         None if window is None else argument_values.integer(window, "window"),
         tuple(argument_values.integer(length, "documents") for length in documents or ()),
-        None if scale is None else float(scale),
+        None if scale is None else _scale(scale),
         bool(enable_gqa),
         method,
         chunks or 0,
-        size,
+        None if size is None else argument_values.integer(size, "size"),
         layout,
     )
+
+
+def _scale(given: Any) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"scale: got a {type(given).__name__}; allowed are finite numbers") from None
+
+
+def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns tensors as autocast would hand them to PyTorch's attention."""
+    kinds = {tensor.device.type for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    for kind in kinds:
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+    return tensors
 
 
 def _attend(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from .. import _planner, argument_checks, argument_values, checking, executables, groups, tables
+from .. import _planner, argument_checks, argument_values, batch_agreement, checking, executables, groups, tables
 from ..dtensor.specs import layout_of_spec
 from ..layout import Layout, Mesh
 from ..placements import Pieces
@@ -72,21 +73,46 @@ _planned: executables.Kept[Planned] = executables.Kept()
 
 
 def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Planned:
-    """Returns the plan for this kind of call. Collective among ranks whose process group must be made."""
+    """Returns the plan for this kind of call. Collective among the ranks that share the sequence when it is made."""
+    for name, tensor in zip("qkv", tensors, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: got a {type(tensor).__name__}; allowed is a tensor")
+    argument_checks.check_group(group)
     described = tuple(
         (t._spec, t._local_tensor.shape) if isinstance(t, DTensor) else (t.shape, t.dtype, t.device) for t in tensors
     )
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    needs_grad = asked.method == "auto" and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     key = (asked, described, needs_grad, None if group is None else groups.weakly(group))
     return _planned.get_or_make(key, lambda: _make(asked, tensors, group, needs_grad))
 
 
 def _make(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, needs_grad: bool) -> Planned:
-    check_tensors(asked, tensors)
-    q, k = tensors[0], tensors[1]
-    where = _of_dtensor(asked, q) if isinstance(q, DTensor) else _of_group(asked, q, group)
-    local_q, local_k = (t._local_tensor if isinstance(t, DTensor) else t for t in (q, k))
-    mine = dist.get_rank(where.group) if len(where.parts) > 1 else 0
+    q = tensors[0]
+    attention = refusal = None
+    if isinstance(q, DTensor):  # what is found here is the same on all ranks
+        if group is not None:
+            raise ValueError("group: q is a DTensor, which brings it; leave it out")
+        check_tensors(asked, tensors)
+        where = _of_dtensor(asked, q)
+    carrier = where.group if isinstance(q, DTensor) else _carrier(group)
+    mine = 0 if carrier is None else dist.get_rank(carrier)
+    try:
+        if not isinstance(q, DTensor):
+            check_tensors(asked, tensors)
+            where = _of_group(asked, q, group)
+        attention = _with_method(_problem(asked, tensors, where, mine), asked.method, needs_grad)
+    except ValueError as error:
+        refusal = error
+    if carrier is not None and dist.get_world_size(carrier) > 1 and not checking.is_on():
+        _agree(asked, attention, refusal, carrier)
+    if attention is None:
+        assert refusal is not None
+        raise refusal
+    return bind(attention, mine, where.group)
+
+
+def _problem(asked: Asked, tensors: Sequence[torch.Tensor], where: _Where, mine: int) -> _planner.Attention:
+    local_q, local_k = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors[:2])
     batch, heads, rows, depth = local_q.shape
     kind = local_q.device.type
     backend = (
@@ -102,7 +128,7 @@ def _make(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGrou
         is_causal=asked.is_causal,
         window=asked.window,
         documents=list(asked.documents),
-        scale=1 / math.sqrt(depth) if asked.scale is None else asked.scale,
+        scale=1 / math.sqrt(max(depth, 1)) if asked.scale is None else asked.scale,
         chunks=asked.chunks,
         backend=backend,
     )
@@ -112,7 +138,45 @@ def _make(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGrou
             f"q: has {rows} rows of the sequence on rank {mine}, where the layout has {expected} of "
             f"{sum(end - begin for part in where.parts for begin, end in part)}"
         )
-    return bind(_with_method(attention, asked.method, needs_grad), mine, where.group)
+    return attention
+
+
+def _carrier(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Returns the group by which plain tensors are moved."""
+    groups.check_initialised()
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed are calls by its ranks alone")
+    carrier = group if group is not None else dist.group.WORLD
+    assert carrier is not None
+    return carrier
+
+
+def _agree(
+    asked: Asked, attention: _planner.Attention | None, refusal: ValueError | None, carrier: dist.ProcessGroup
+) -> None:
+    """Raises on all ranks if one of them refuses, or if they differ. All ranks that share the sequence call it."""
+    if dist.get_backend(carrier) == "fake":  # it moves nothing
+        return
+    text = "" if attention is None else attention.to_text(False)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    words = [int(refusal is not None), int.from_bytes(digest, "big", signed=True)]
+    heard = batch_agreement.exchange(carrier, words, "attention, comparing what the ranks ask for")
+    if refusal is not None:
+        raise refusal
+    if refusing := [rank for rank, said in enumerate(heard) if said[0]]:
+        raise RuntimeError(
+            f"shardwright: attention: on ranks {refusing} the arguments are not allowed, as the error there says; "
+            f"nothing was sent (this is rank {dist.get_rank(carrier)})"
+        )
+    said = [one[1] for one in heard]
+    if len(set(said)) > 1:
+        assert attention is not None
+        mine = attention.describe(*tables_of(attention)).splitlines()[0]
+        raise ValueError(
+            "shardwright: attention: the ranks ask for different things, nothing was sent: "
+            f"{batch_agreement.who_said_what(said)}; rank {dist.get_rank(carrier)} asks for {mine}, with "
+            f"scale={asked.scale}, chunks={asked.chunks}, layout={asked.layout}"
+        )
 
 
 def _with_method(attention: _planner.Attention, method: str, needs_grad: bool) -> _planner.Attention:
@@ -145,8 +209,6 @@ def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
     """Raises ValueError, naming the argument, for tensors that have no attention together."""
     q, k, v = tensors
     for name, tensor in zip("qkv", tensors, strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: got a {type(tensor).__name__}; allowed is a tensor")
         if isinstance(tensor, DTensor) != isinstance(q, DTensor):
             raise ValueError(f"{name}: q is {'a DTensor' if isinstance(q, DTensor) else 'plain'}, this is not")
         if not isinstance(tensor, DTensor):
@@ -169,18 +231,34 @@ def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
         )
     if q.shape[1] != k.shape[1] and not asked.enable_gqa:
         raise ValueError(f"k: has {k.shape[1]} heads, q has {q.shape[1]}; with enable_gqa=True they may differ")
+    if isinstance(q, DTensor) and isinstance(k, DTensor):
+        _check_heads(q, k)
+
+
+def _check_heads(q: DTensor, k: DTensor) -> None:
+    """Checks that each rank holds heads, and the heads of keys that its heads of queries share."""
+    if all(p.is_replicate() or p.is_partial() or p.dim % 4 != 1 for p in q.placements):
+        return
+    each, rest = divmod(q.shape[1], max(k.shape[1], 1))
+    of_q, of_k = (layout_of_spec(t._spec, t.shape, t.dtype) for t in (q, k))
+    for rank in q.device_mesh.mesh.flatten().tolist():
+        held, shared = of_q.region(rank)[1], of_k.region(rank)[1]
+        if rest or not held or [(a * each, b * each) for a, b in shared] != [(a, b) for a, b in held]:
+            raise ValueError(
+                f"k: is placed as {k.placements} on {k.device_mesh}, where rank {rank} holds the heads {shared} of "
+                f"{k.shape[1]}, and {held} of the {q.shape[1]} of q; allowed are placements in which each rank holds "
+                "heads, and those of k that its heads of q share"
+            )
 
 
 def _of_group(asked: Asked, q: torch.Tensor, group: dist.ProcessGroup | None) -> _Where:
-    argument_checks.check_group(group)
-    groups.check_initialised()
     count = dist.get_world_size(group)
     if asked.size is None and count > 1:
         raise ValueError(
             f"size: it is required on {count} ranks, because a rank cannot know what others hold; pass the length of "
             "the whole sequence"
         )
-    size = q.shape[SEQUENCE_DIM] if asked.size is None else argument_values.integer(asked.size, "size")
+    size = q.shape[SEQUENCE_DIM] if asked.size is None else asked.size
     return _Where(Mesh({"sequence": count}), parts_of(asked.layout, size, count), group)
 
 
@@ -200,13 +278,22 @@ def parts_of(layout: Any, size: int, count: int) -> Parts:
     return [described.region(rank)[SEQUENCE_DIM] for rank in range(count)]
 
 
+def sequence_dims(q: DTensor) -> list[int]:
+    """Returns the mesh dims that cut the sequence."""
+    return [
+        mesh_dim
+        for mesh_dim, placement in enumerate(q.placements)
+        if not placement.is_replicate() and not placement.is_partial() and placement.dim % 4 == SEQUENCE_DIM
+    ]
+
+
 def _of_dtensor(asked: Asked, q: DTensor) -> _Where:
     for placement in q.placements:
         if placement.is_partial():
             raise ValueError(f"q: is placed as {q.placements}; allowed are placements without pending reductions")
         if not placement.is_replicate() and placement.dim % 4 == 3:
             raise ValueError(f"q: is placed as {q.placements}, which cuts the depth of heads; redistribute it first")
-    cut = [d for d, p in enumerate(q.placements) if not p.is_replicate() and p.dim % 4 == SEQUENCE_DIM]
+    cut = sequence_dims(q)
     if len(cut) > 1:
         raise ValueError(
             f"q: is placed as {q.placements}, which cuts the sequence along {len(cut)} mesh dims; allowed is one. A "
