@@ -341,6 +341,65 @@ def _in_a_context() -> None:
     torch.testing.assert_close(again.double(), exact[0][:, :, _places(None, length)], atol=1e-5, rtol=0)
 
 
+def _in_pytorchs_layers() -> None:
+    mesh = meshes.get_mesh((2,))
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 13, 16)
+    for training in (True, False):
+        layer.train(training)
+        with torch.set_grad_enabled(training):
+            right = layer(x).detach()
+            mine = x.clone()
+            with sw.context_parallel(mesh, buffers=[mine], buffer_seq_dims=[1]):
+                out = layer(mine).detach()
+                with pytest.raises(ValueError, match="need_weights"):
+                    layer.self_attn(mine, mine, mine)
+        (whole,) = sw.context_parallel_unshard(mesh, [out], [1], size=13)
+        torch.testing.assert_close(whole, right, atol=1e-5, rtol=0)
+
+
+def _views_as_buffers() -> None:
+    mesh = meshes.get_mesh((2,))
+    batch = torch.arange(2 * 14).view(2, 14)
+    tokens, labels = batch[:, :-1], batch[:, 1:]
+    before, places = batch.clone(), _places("zigzag", 13)
+    with sw.context_parallel(mesh, buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
+        assert torch.equal(tokens, before[:, :-1][:, places]) and torch.equal(labels, before[:, 1:][:, places])
+    assert torch.equal(batch, before) and torch.equal(tokens, before[:, :-1]) and torch.equal(labels, before[:, 1:])
+    weight = torch.nn.Parameter(torch.ones(13))
+    cut = sw.context_parallel(mesh, buffers=[tokens, weight], buffer_seq_dims=[1, 0])
+    with pytest.raises(ValueError, match="gradient"), cut:
+        pass
+    assert tokens.shape == (2, 13)
+    # What autograd saved of a buffer is no longer that when the block is over.
+    scale, x = torch.ones(13), torch.ones(7 - dist.get_rank(), requires_grad=True)
+    with sw.context_parallel(mesh, buffers=[scale], buffer_seq_dims=[0], layout="contiguous"):
+        product = x * scale
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def _as_stock_hands_over() -> None:
+    q, k, v, _ = _inputs(1, 4, 4, 8, 8, torch.float32)
+    mine = [t.chunk(2, 2)[dist.get_rank()] for t in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sw.attention(mine[0], mine[1].bfloat16(), mine[2], size=8, method="ring")
+        right = F.scaled_dot_product_attention(q, k, v)
+    assert found.dtype == right.dtype == torch.bfloat16
+    torch.testing.assert_close(found, right.chunk(2, 2)[dist.get_rank()], atol=2e-2, rtol=0)
+    mesh = meshes.get_mesh((2,))
+    heads = [distribute_tensor(t, mesh, [Shard(1)]) for t in (q, k, v)]  # a rank would attend to its own part alone
+    with sw.context_parallel(mesh, size=16), pytest.raises(ValueError, match="cuts the sequence"):
+        F.scaled_dot_product_attention(*heads)
+
+
+def test_what_stands_in_for_pytorchs_does_as_it(pool: Pool) -> None:
+    pool.run(_in_pytorchs_layers, 2)
+    pool.run(_views_as_buffers, 2)
+    pool.run(_as_stock_hands_over, 2)
+
+
 class _Layer(torch.nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v)

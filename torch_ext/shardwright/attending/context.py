@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
+from .. import argument_checks
 from ..layout import Layout, Mesh
 from ..placements import Pieces
 from ..plain_tensors import redistribute_local
 from .functions import AttentionMask, attention
-from .problem import parts_of
+from .problem import parts_of, sequence_dims
 
 __all__ = ["context_parallel", "context_parallel_unshard", "move_sequence"]
 
@@ -74,7 +76,21 @@ class Attending(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            return self._attend_within(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _attend_within(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        # PyTorch runs what it hands to a mode without the mode, so the attention within would be that of this rank's
+        # part alone. So a copy of the function runs, which finds this attention under PyTorch's name.
+        if kwargs.get("need_weights", True):
+            raise ValueError(
+                "need_weights: True; allowed is False while the sequence is cut over ranks, as none has all weights"
+            )
+        names = {**func.__globals__, "scaled_dot_product_attention": self._attend}
+        copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__)
+        copy.__kwdefaults__ = func.__kwdefaults__
+        return copy(*args, **kwargs)
 
     def _attend(
         self,
@@ -95,7 +111,8 @@ class Attending(TorchFunctionMode):
             )
         arguments = dict(self._arguments)
         if isinstance(query, DTensor):
-            del arguments["size"], arguments["group"]
+            del arguments["size"]
+            _check_cut_over(query, arguments.pop("group"))
         result: torch.Tensor = attention(
             query,
             key,
@@ -107,6 +124,16 @@ class Attending(TorchFunctionMode):
             **arguments,
         )
         return result
+
+
+def _check_cut_over(query: DTensor, group: dist.ProcessGroup) -> None:
+    ranks = sorted(dist.get_process_group_ranks(group))
+    of_dims = (query.device_mesh.get_group(dim) for dim in sequence_dims(query))
+    if len(ranks) > 1 and all(sorted(dist.get_process_group_ranks(one)) != ranks for one in of_dims):
+        raise ValueError(
+            f"query: is placed as {query.placements} on {query.device_mesh}, which does not cut the sequence over "
+            f"ranks {ranks}, who share it here; allowed are DTensors placed so, and plain tensors, such as to_local()"
+        )
 
 
 @contextlib.contextmanager
@@ -123,13 +150,15 @@ def context_parallel(
     """PyTorch's ``context_parallel``, on any device with fused attention and for sequences of any length.
 
     During the block `buffers` hold this rank's part of the sequence instead of the whole, and calls of
-    ``torch.nn.functional.scaled_dot_product_attention`` on this thread compute `attention`. Unlike PyTorch's, it is not
-    process-wide: other threads are not affected.
+    ``torch.nn.functional.scaled_dot_product_attention`` on this thread compute `attention`, those of
+    ``torch.nn.MultiheadAttention`` without weights included. Unlike PyTorch's, it is not process-wide: other threads
+    are not affected. The backward of what the buffers led to runs within the block too.
 
     Args:
         mesh: of one dim: the ranks that share the sequence.
-        buffers: whole tensors, the same on all ranks: tokens, labels, rotary tables. They are changed in place and
-            restored at the end.
+        buffers: whole tensors without gradients, the same on all ranks: tokens, labels, rotary tables. They may be
+            views, also of the same memory. During the block they are tensors of their own; at the end they are what
+            they were.
         buffer_seq_dims: the dim of the sequence of each.
         no_restore_buffers: those that keep their part.
         size: the length of the whole sequence; default: that of the buffers.
@@ -140,7 +169,12 @@ def context_parallel(
         raise ValueError(f"mesh: has {mesh.ndim} dims; allowed is one, such as mesh['cp']")
     if len(given) != len(dims):
         raise ValueError(f"buffer_seq_dims: has {len(dims)} dims for {len(given)} buffers")
-    sizes = {tensor.shape[dim] for tensor, dim in zip(given, dims, strict=True)} | ({size} if size else set())
+    for tensor in given:
+        argument_checks.check_tensor("buffers", tensor)
+        if tensor.requires_grad:
+            raise ValueError("buffers: one of them requires a gradient; allowed are tensors that do not")
+    known = set() if size is None else {size}
+    sizes = {tensor.shape[dim] for tensor, dim in zip(given, dims, strict=True)} | known
     if len(sizes) > 1:
         raise ValueError(f"buffers: have sequences of {sorted(sizes)}; allowed is one length")
     total = sizes.pop() if sizes else None
@@ -149,23 +183,27 @@ def context_parallel(
         raise ValueError("no_restore_buffers: holds a tensor that is not among the buffers")
     group = mesh.get_group()
     mine = parts_of(layout, total, mesh.size())[dist.get_rank(group)] if total is not None else []
-    whole = [None if id(tensor) in kept else tensor.detach().clone() for tensor in given]
-    with torch.no_grad():
-        for tensor, dim in zip(given, dims, strict=True):
-            _replace(tensor, torch.cat([tensor.narrow(dim, a, b - a) for a, b in [(0, 0), *mine]], dim))
+    whole = [tensor.data for tensor in given]
+    parts = [
+        torch.cat([tensor.narrow(dim, a, b - a) for a, b in [(0, 0), *mine]], dim)
+        for tensor, dim in zip(whole, dims, strict=True)
+    ]
     try:
+        for tensor, part in zip(given, parts, strict=True):
+            _hold(tensor, part)
         with Attending(group=group, size=total, layout=layout, method=method):
             yield
     finally:
-        with torch.no_grad():
-            for tensor, before in zip(given, whole, strict=True):
-                if before is not None:
-                    _replace(tensor, before)
+        for tensor, before in zip(given, whole, strict=True):
+            if id(tensor) not in kept:
+                _hold(tensor, before)
 
 
-def _replace(tensor: torch.Tensor, content: torch.Tensor) -> None:
-    tensor.resize_(content.shape)
-    tensor.copy_(content)
+def _hold(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    """Makes `content` what the tensor holds. What was saved of it for a backward counts as changed."""
+    tensor.data = content
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def context_parallel_unshard(
