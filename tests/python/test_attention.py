@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import meshes
 import shardwright as sw
@@ -359,6 +361,27 @@ def _in_pytorchs_layers() -> None:
         torch.testing.assert_close(whole, right, atol=1e-5, rtol=0)
 
 
+def _computed_again() -> None:
+    mesh = meshes.get_mesh((2,))
+    inputs = _inputs(1, 2, 2, 12, 8, torch.float32)
+    right = _whole(inputs, _visible(12, True, None), torch.float64)[1]
+    places = _places("zigzag", 12)
+    for use_reentrant in (False, True):
+        for how in ("grad", "backward"):
+            q, k, v, dout = (t.clone() for t in inputs)
+            with sw.context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4):
+                mine = q.clone().requires_grad_()
+                attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+                out = checkpoint(attend, mine, k, v, use_reentrant=use_reentrant)
+                if how == "grad" and not use_reentrant:
+                    (found,) = torch.autograd.grad(out, mine, dout)
+                else:
+                    out.backward(dout)
+                    assert mine.grad is not None
+                    found = mine.grad
+            torch.testing.assert_close(found.double(), right[:, :, places], atol=2e-5, rtol=0)
+
+
 def _views_as_buffers() -> None:
     mesh = meshes.get_mesh((2,))
     batch = torch.arange(2 * 14).view(2, 14)
@@ -396,6 +419,7 @@ def _as_stock_hands_over() -> None:
 
 def test_what_stands_in_for_pytorchs_does_as_it(pool: Pool) -> None:
     pool.run(_in_pytorchs_layers, 2)
+    pool.run(_computed_again, 2)
     pool.run(_views_as_buffers, 2)
     pool.run(_as_stock_hands_over, 2)
 

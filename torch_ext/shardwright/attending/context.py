@@ -66,6 +66,25 @@ def _placement(given: Any, dim: int, size: int, count: int) -> Any:
     return Shard(dim) if isinstance(given, Shard) else dataclasses.replace(given, dim=dim)
 
 
+# What PyTorch hands to a mode it runs without the mode. These functions call attention: in layers, and in a backward
+# where a checkpoint computes its part of the forward again.
+_CALLS_ATTENTION = (
+    F.multi_head_attention_forward,
+    torch.Tensor.backward,
+    torch.autograd.backward,
+    torch.autograd.grad,
+)
+
+
+def _without_modes_of_its_own(func: Any) -> Any:
+    """Returns a copy of a function that does not hand itself to modes, so that it may run while one is on."""
+    asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    names = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
+    copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
 class Attending(TorchFunctionMode):
     """While it is active on a thread, scaled_dot_product_attention there is `attention`."""
 
@@ -74,23 +93,17 @@ class Attending(TorchFunctionMode):
         self._arguments = arguments
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **(kwargs or {}))
-        if func is F.multi_head_attention_forward:
-            return self._attend_within(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _attend_within(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        # PyTorch runs what it hands to a mode without the mode, so the attention within would be that of this rank's
-        # part alone. So a copy of the function runs, which finds this attention under PyTorch's name.
-        if kwargs.get("need_weights", True):
+            return self._attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
             raise ValueError(
                 "need_weights: True; allowed is False while the sequence is cut over ranks, as none has all weights"
             )
-        names = {**func.__globals__, "scaled_dot_product_attention": self._attend}
-        copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__)
-        copy.__kwdefaults__ = func.__kwdefaults__
-        return copy(*args, **kwargs)
+        if func in _CALLS_ATTENTION:
+            with self:
+                return _without_modes_of_its_own(func)(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _attend(
         self,
