@@ -190,7 +190,8 @@ class Step:
 
     @property
     def op(self) -> str:
-        """slice, partition, zero_fill, all_gather, all_to_all, permute, exchange, reduce_scatter or all_reduce."""
+        """slice, partition, zero_fill, all_gather, all_to_all, permute, exchange, reduce_scatter, all_reduce, cross or
+        rearrange."""
 
     @property
     def mesh_dims(self) -> tuple[int, ...]:
@@ -203,7 +204,8 @@ class Step:
     @property
     def sharing(self) -> str:
         """How ranks that hold the same data share its sending. ``"none"``: each receiver reads from one of them.
-        ``"messages"``: whole messages are shared out. ``"bytes"``: elements are, which splits some messages."""
+        ``"messages"``: whole messages are shared out. ``"bytes"``: elements are, which splits some messages.
+        ``"nodes"``: holders serve their own node first, and what is left is shared by all."""
 
     @property
     def rounds(self) -> int:
