@@ -50,14 +50,12 @@ bool is_possible(const Layout& layout) {
   return true;
 }
 
-}  // namespace
-
-MoveFirst cheapest_move(const Layout& layout, const std::vector<int64_t>& shape, int flattened, const NoView& why,
-                        const PlanOptions& options, ViewsFor views_for) {
-  const ContextPtr context = PlanningContext::make(options);
+// The cheapest after which these mesh dims cut otherwise; nothing if none makes it a view.
+std::optional<MoveFirst> cheapest_of(const Layout& layout, const std::vector<int64_t>& shape, int flattened,
+                                     MeshDimSet mesh_dims, const ContextPtr& context, ViewsFor views_for) {
   std::optional<MoveFirst> best;
   std::tuple<int64_t, int64_t, int64_t> least;
-  for (const Layout& dst : destinations(layout, why.mesh_dims)) {
+  for (const Layout& dst : destinations(layout, mesh_dims)) {
     if (!is_possible(dst) || (views_for == ViewsFor::kDTensor && !is_known_to_dtensor(dst))) continue;
     auto view = views_for == ViewsFor::kDTensor ? dtensor_view_of(dst, shape) : view_of(dst, shape, flattened);
     if (!std::holds_alternative<Layout>(view)) continue;
@@ -68,6 +66,16 @@ MoveFirst cheapest_move(const Layout& layout, const std::vector<int64_t>& shape,
     least = cost;
     best = MoveFirst{plan, std::get<Layout>(std::move(view))};
   }
+  return best;
+}
+
+}  // namespace
+
+MoveFirst cheapest_move(const Layout& layout, const std::vector<int64_t>& shape, int flattened, const NoView& why,
+                        const PlanOptions& options, ViewsFor views_for) {
+  const ContextPtr context = PlanningContext::make(options);
+  std::optional<MoveFirst> best = cheapest_of(layout, shape, flattened, why.mesh_dims, context, views_for);
+  if (!best) best = cheapest_of(layout, shape, flattened, layout.cut_dims(), context, views_for);
   check_invariant(best.has_value(), "no redistribute of ", layout.to_string(), " makes (", join(shape), ") a view");
   return *best;
 }

@@ -21,8 +21,9 @@ struct MoveFirst {
 enum class ViewsFor : uint8_t { kAnyone, kDTensor };
 
 // Returns the plan with the least predicted time among those to layouts that differ from `layout` in the mesh dims of
-// `why` alone, each of which then cuts one tensor dim into chunks or none, and of which the view moves nothing. There
-// always is one, because a tensor that no mesh dim cuts may have any shape. Of several with the same time, one with
+// `why` alone, each of which then cuts one tensor dim into chunks or none, and of which the view moves nothing. `why`
+// is about the first dims that have no view; if others have none either, all mesh dims that cut may differ. There
+// always is a plan, because a tensor that no mesh dim cuts may have any shape. Of several with the same time, one with
 // fewer bytes received is returned, then one whose parts are smaller.
 MoveFirst cheapest_move(const Layout& layout, const std::vector<int64_t>& shape, int flattened, const NoView& why,
                         const PlanOptions& options, ViewsFor views_for = ViewsFor::kAnyone);

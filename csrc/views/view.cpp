@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include "cost/cost.h"
 #include "moves/digits.h"
 #include "support/error.h"
 #include "views/fit.h"
@@ -327,9 +328,9 @@ std::vector<int64_t> inferred_shape(const Layout& layout, std::vector<int64_t> s
   int64_t known = 1;
   for (const int64_t size : shape) {
     if (size == -1) continue;
-    check_user(size > 0 && layout.num_elements() % (known * size) == 0, "shape: (", join(shape),
-               ") leaves no size for -1 of ", layout.num_elements(), " elements");
-    known *= size;
+    if (size > 0) known = saturating_product(known, size);
+    check_user(size > 0 && layout.num_elements() % known == 0, "shape: (", join(shape), ") leaves no size for -1 of ",
+               layout.num_elements(), " elements");
   }
   *unknown = layout.num_elements() / known;
   return shape;

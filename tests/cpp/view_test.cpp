@@ -271,5 +271,30 @@ TEST(View, NamesTheCheapestMove) {
   }
 }
 
+TEST(View, SeveralDimsThatNeedAMove) {
+  const MeshPtr mesh = mesh_of({2, 2});
+  const struct {
+    Shape src, dst;
+    ViewsFor views_for;
+  } cases[] = {
+      {{6, 6}, {3, 2, 3, 2}, ViewsFor::kAnyone},
+      {{6, 5, 4}, {3, 2, 20}, ViewsFor::kDTensor},  // the second mesh dim leaves blocks of 4, which DTensor has not
+  };
+  for (const auto& one : cases) {
+    const Layout src = layout_of(mesh, one.src, "S(0),S(1)");
+    const auto found = view_of(src, one.dst);
+    ASSERT_TRUE(std::holds_alternative<NoView>(found));
+    const MoveFirst first = cheapest_move(src, one.dst, 1, std::get<NoView>(found), PlanOptions{}, one.views_for);
+    EXPECT_EQ(holdings(first.plan->plan().dst), holdings(first.view));
+  }
+}
+
+TEST(View, SizesWhoseProductOverflows) {
+  const Layout empty = layout_of(mesh_of({2}), {0, 4}, "S(0)");
+  const int64_t large = int64_t{1} << 32;
+  EXPECT_EQ(inferred_shape(empty, {large, large, -1}), (Shape{large, large, 0}));
+  EXPECT_THROW(inferred_shape(layout_of(mesh_of({2}), {6}, "S(0)"), {large, large, -1}), UserError);
+}
+
 }  // namespace
 }  // namespace shardwright
