@@ -242,3 +242,16 @@ def _undone() -> None:
 
 def test_undone_by_disable(pool: Pool) -> None:
     pool.run(_undone, 2)
+
+
+def _without_elements() -> None:
+    source = dtensors.distribute(torch.zeros(0, 4, device=device), get_mesh((2,)), ["S(0)"]).requires_grad_()
+    with sw.enabled(views=True):
+        y = source.view(2, 0)
+        assert y.full_tensor().shape == (2, 0)
+        y.sum().backward()  # back from a tensor that nothing cuts, for which PyTorch's rule loops forever
+    assert source.grad is not None and source.grad.shape == (0, 4)
+
+
+def test_tensors_without_elements(pool: Pool) -> None:
+    pool.run(_without_elements, 2)

@@ -31,7 +31,8 @@ def view(
     """``x.reshape(shape)`` in which every rank keeps its elements, in their order.
 
     Differentiable any number of times. The gradient takes the way back; where it comes in a layout that has no view,
-    it is redistributed first.
+    it is redistributed first. Of a DTensor, the result may share its memory with `x` without autograd knowing, as with
+    ``to_local``: do not write to it in place.
 
     Args:
         x: a DTensor; or with `layout` this rank's part, of shape ``layout.local_shape(rank)``.

@@ -115,12 +115,13 @@ def _literal(schema: OpSchema, result: OutputSharding) -> OutputSharding:
     return result
 
 
-def _source(schema: OpSchema) -> DTensorSpec | None:
-    """The spec of the first argument, if something cuts it."""
+def _source(schema: OpSchema, or_empty: bool = False) -> DTensorSpec | None:
+    """The spec of the first argument, if something cuts it, or with `or_empty` if it has no elements."""
     spec = schema.args_schema[0]
     if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None:
         return None
-    return spec if any(_is_cut(placement) for placement in spec.placements) else None
+    is_ours = any(_is_cut(placement) for placement in spec.placements) or (or_empty and 0 in spec.shape)
+    return spec if is_ours else None
 
 
 def _is_cut(placement: Placement) -> bool:
@@ -132,7 +133,7 @@ def _meta(schema: OpSchema) -> Any:
 
 
 def _view(schema: OpSchema) -> OutputSharding | None:
-    spec = _source(schema)
+    spec = _source(schema, or_empty=True)  # PyTorch's rule does not return for some tensors without elements
     if spec is None:
         return None
     shape: Any = schema.args_schema[1]
