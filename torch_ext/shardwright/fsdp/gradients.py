@@ -51,7 +51,7 @@ class Gradients:
     def __init__(self, dtypes: Dtypes, rest: _planner.Layout, move: Move) -> None:
         self.dtypes = dtypes
         self._whole: tuple[torch.Tensor, _planner.Layout] | None = None
-        self._part: torch.Tensor | None = None
+        self._part: tuple[torch.Tensor, _planner.Layout] | None = None
         self._rest, self._move = with_dtype(rest, dtypes.reduce), move
         self._ways: dict[tuple[_planner.Layout, bool], _Way] = {}
         self._latest: tuple[Any, bool, Any] = (None, True, None)  # of `_ways`: the one that is nearly always asked for
@@ -153,11 +153,16 @@ class Gradients:
         self, part: torch.Tensor, layout: _planner.Layout, over_replicas: bool, divide_by: float | None
     ) -> torch.Tensor | None:
         """Takes a part in this layout; returns the gradient of the part at rest, if it is complete."""
-        if self._part is not None and layout != self._rest:
-            part += self._part
-            self._part = None
+        if self._part is not None:
+            kept, self._part = self._part, None
+            if kept[1] != layout:
+                raise RuntimeError(
+                    f"a part of a gradient is placed as {layout.placements} where the one that it is added to is placed "
+                    f"as {kept[1].placements}; allowed without all-reduce are gradients that are placed alike"
+                )
+            part += kept[0]
         if not over_replicas and layout != self._rest:
-            self._part = part
+            self._part = part, layout
             return None
         if layout != self._rest:
             reduced = torch.empty_like(part)

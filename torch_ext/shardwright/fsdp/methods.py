@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -157,8 +158,18 @@ class ShardedModule:
         _unit_of(self).wishes.divides_by = float(factor)
 
     def _wish(self, recurse: bool, change: Callable[[Wishes], None]) -> None:
-        for wishes in _wishes_of(self, recurse):
+        before = [(wishes, dataclasses.replace(wishes)) for wishes in _wishes_of(self, recurse)]
+        for wishes, _ in before:
             change(wishes)
+        try:
+            self._reschedule(recurse)
+        except ValueError:
+            for wishes, was in before:
+                vars(wishes).update(vars(was))
+            self._reschedule(recurse)
+            raise
+
+    def _reschedule(self, recurse: bool) -> None:
         runners: dict[int, Runner] = {}
         for module in _modules_of(self, recurse):
             runner: Runner | None = getattr(module, ATTRIBUTE).runner
@@ -171,7 +182,9 @@ class ShardedModule:
         unit = _unit_of(self)
         if not unit.is_open:
             self.reshard()  # `fn` is for the parts at rest
-        return super()._apply(fn, recurse=recurse)  # type: ignore[misc]
+        applied = super()._apply(fn, recurse=recurse)  # type: ignore[misc]
+        unit.watch_again()
+        return applied
 
 
 _sharded_classes: dict[type, type] = {}

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import argument_checks, groups
 from .._planner import StepSchedule
-from . import writes
+from .agreement import check_same
 from .methods import ATTRIBUTE, original_class, sharded_class
 from .placing import Placer, Placing, data_mesh_of, kept_ranks_of
 from .policy import Policy, Wire
@@ -25,7 +25,7 @@ from .weights import Unit, Weight
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
 
 # Attributes of parameters: that they belong to a unit, both as they were given, which other modules may still have, and
-# as they are now.
+# as they are now, unless they were replaced or converted.
 _GIVEN, _SHARDED = "_shardwright_given", "_shardwright_sharded"
 
 
@@ -98,7 +98,8 @@ def fully_shard(
         ValueError: an argument of the wrong type or value; a module that is under FSDP2 or was given before; a
             parameter that is on another device than the mesh, is tied to one of another unit, or is a DTensor on a
             mesh that does not go with `mesh`.
-            The end of the first step raises it if `memory_limit` is too small.
+            The first forward raises it if ranks gave different arguments, the end of the first step if `memory_limit`
+            is too small.
     """
     groups.check_initialised()
     modules = _checked_modules(module)
@@ -122,7 +123,6 @@ def fully_shard(
             weight = Weight(places[0][2], given, owners, placed, in_dtypes)
             setattr(given, _GIVEN, True)
             setattr(weight.sharded, _SHARDED, True)
-            writes.watch(weight.sharded)
             made.append(weight)
     unit = Unit(type(modules[0]).__name__, modules, made, reshard_after_forward is False)
     state = _State(unit, policy, memory_limit, None if prefetch == "auto" else int(prefetch))
@@ -131,6 +131,9 @@ def fully_shard(
         owner.__class__ = sharded_class(type(owner))
         owner.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
         owner.register_forward_hook(state.after_forward, always_call=True)
+    for owner in {owner: None for weight in made for owner, _ in weight.places}:
+        owner.register_state_dict_pre_hook(state.before_state_dict)
+        owner.register_load_state_dict_pre_hook(state.before_state_dict)
     return module
 
 
@@ -205,6 +208,11 @@ class _State:
             self._end_forward(self.runner, self.unit, output)
         return tree_map(self.policy.cast_output, output) if self.policy.casts_outputs else output
 
+    def before_state_dict(self, module: nn.Module, *_: Any) -> None:
+        """After `unshard` the module has whole parameters, which no state dict has."""
+        if not self.unit.is_open:
+            self.unit.put_sharded()
+
     def _end_forward(self, runner: Runner, unit: Unit, output: Any) -> None:
         forward = unit.forwards[-1]
         is_within_backward = bool(unit.backwards)
@@ -251,6 +259,8 @@ def _make_runner(outermost: nn.Module) -> Runner:
         states.append(state)
     own: _State = getattr(outermost, ATTRIBUTE)
     runner = Runner([state.unit for state in states], own.memory_limit, own.prefetch)
+    options = {"memory_limit": own.memory_limit, "prefetch": "auto" if own.prefetch is None else own.prefetch}
+    check_same(runner.units, options, runner.device)
     for state in states:
         if state.runner is not None:  # it was called on its own before
             state.runner.abort()
@@ -304,6 +314,9 @@ def _parameters_of(modules: tuple[nn.Module, ...], ignored: set[int]) -> list[tu
     """Returns the parameters that no unit has, each with its places."""
     found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
     visited: set[int] = set()
+    inner = (getattr(each, ATTRIBUTE, None) for root in modules for each in root.modules())
+    units = {id(state): state.unit for state in inner if state is not None}
+    taken = {(owner, name) for unit in units.values() for weight in unit.weights for owner, name in weight.places}
     for index, root in enumerate(modules):
         for prefix, owner in root.named_modules():
             if id(owner) in visited:
@@ -311,6 +324,8 @@ def _parameters_of(modules: tuple[nn.Module, ...], ignored: set[int]) -> list[tu
             visited.add(id(owner))
             for name, parameter in owner._parameters.items():
                 if parameter is None or hasattr(parameter, _SHARDED) or id(parameter) in ignored:
+                    continue
+                if (owner, name) in taken:
                     continue
                 full = ".".join(part for part in (str(index) if len(modules) > 1 else "", prefix, name) if part)
                 _check_parameter(full, parameter)

@@ -86,7 +86,7 @@ class Runner:
         self.memory_limit = memory_limit
         self.prefetch = prefetch
         weights = (weight for unit in units for weight in unit.weights)
-        self._device = next((weight.memory.device for weight in weights), torch.device("cpu"))
+        self.device = next((weight.memory.device for weight in weights), torch.device("cpu"))
         self._index = {id(unit): index for index, unit in enumerate(units)}
         self._plans: dict[Key, _Plan] = {}
         self._arena = torch.empty(0, dtype=torch.uint8)
@@ -198,6 +198,8 @@ class Runner:
             unit.backwards.clear()
         if any(unit.is_open for unit in self.units):
             self._next("forward")  # a backward within a forward
+            with torch.no_grad():
+                self._finish_reductions(len(self._uses))
         else:
             self._next("backward")
             self._end_sequence()
@@ -229,7 +231,7 @@ class Runner:
         """Picoseconds by use, the same on all ranks; zeros where units are on several meshes."""
         times_ps = clock.stretches_ps()
         meshes = {weight.mesh for unit in self.units for weight in unit.weights}
-        return agreed(times_ps, meshes.pop(), self._device) if len(meshes) == 1 else [0] * len(times_ps)
+        return agreed(times_ps, meshes.pop(), self.device) if len(meshes) == 1 else [0] * len(times_ps)
 
     def _schedule(self, key: Key, uses: list[Use], times_ps: list[int] | None) -> StepSchedule:
         weights = []
@@ -289,7 +291,7 @@ class Runner:
 
     def _next(self, kind: str) -> None:
         """The set of open units has changed: ends the use that is running, and begins the next one."""
-        units = tuple(index for index, unit in enumerate(self.units) if unit.is_open)
+        units = tuple([index for index, unit in enumerate(self.units) if unit.forwards or unit.backwards])
         key = self._key_of(units, kind) if self._key is None else self._key
         self._follow_stream()
         with torch.no_grad():
@@ -312,9 +314,9 @@ class Runner:
 
     def _follow_stream(self) -> None:
         """Puts uses on different streams in order: a buffer may pass from one to the next."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return
-        current = torch.accelerator.current_stream(self._device)
+        current = torch.accelerator.current_stream(self.device)
         if self._stream is not None and self._stream != current:
             current.wait_stream(self._stream)
         self._stream = current
@@ -323,7 +325,7 @@ class Runner:
         self._uses = []
         self._key = key
         self._plan = self._plans.get(key)
-        self._clock = Clock(self._device) if self._plan is not None and self._plan.times_ps is None else None
+        self._clock = Clock(self.device) if self._plan is not None and self._plan.times_ps is None else None
         for unit in self.units:
             if not unit.forwards:  # the one that opens has looked already
                 unit.take_up_changes()
@@ -333,7 +335,7 @@ class Runner:
         weights = (weight for unit in measured for weight in unit.weights)
         measure(weight.measured for weight in weights if weight.carried.format.needs_largest)
         if self._plan is not None and self._arena.numel() < self._plan.schedule.arena_bytes:
-            self._arena = torch.empty(self._plan.schedule.arena_bytes, dtype=torch.uint8, device=self._device)
+            self._arena = torch.empty(self._plan.schedule.arena_bytes, dtype=torch.uint8, device=self.device)
 
     def _enter(self, index: int) -> None:
         use = self._uses[index]

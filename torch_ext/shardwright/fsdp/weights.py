@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import _planner, _runtime, executables, groups
 from ..layout import Layout
@@ -32,18 +30,6 @@ ALIGNMENT = 256
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
-
-
-# How many steps optimizers have made, of which versions of DTensors may not tell.
-_optimizer_steps = [0]
-
-
-@functools.cache
-def _count_optimizer_steps() -> None:
-    def count(*_: Any) -> None:
-        _optimizer_steps[0] += 1
-
-    register_optimizer_step_post_hook(count)
 
 
 class Weight:
@@ -74,14 +60,14 @@ class Weight:
         local = data._local_tensor if isinstance(data, DTensor) else data
         part = self._slice(local, self.store)
         self.sharded = nn.Parameter(layouts.as_parameter(part), requires_grad=given.requires_grad)
+        writes.watch(self.sharded)
         self.carried = Carried(dtypes.gathers, dtypes.use, self.rest, self.start_move)
         self.gradients = Gradients(dtypes, self.store, self.start_move)
         self.is_held = self.store is not self.rest and self.rest == self.use and dtypes.is_as_at_rest(data.dtype)
         self._held: torch.Tensor | None = None  # what is held at rest besides `sharded`
         if self.store is not self.rest:
             self._held = self._slice(local, self.rest)
-            _count_optimizer_steps()
-        self._held_from = (self.sharded, self.version, _optimizer_steps[0])
+        self._held_from: Version = self.sharded, self.version
         self._refresh: dist.Work | None = None
         memory = self._held if self.is_held else torch.empty(local.shape, dtype=dtypes.use, device=data.device)
         self.whole = nn.Parameter(layouts.as_used(memory), given.requires_grad)
@@ -142,6 +128,11 @@ class Weight:
         for module, name in self.places:
             module._parameters[name] = parameter
 
+    def put_sharded(self) -> None:
+        for module, name in self.places:
+            if module._parameters[name] is self.whole:
+                module._parameters[name] = self.sharded
+
     def take_up_changes(self) -> None:
         """Looks at the parameter that the modules have between uses: users may replace or freeze it.
 
@@ -164,6 +155,7 @@ class Weight:
                     f"{tuple(self.sharded.shape)} and dtype {self.sharded.dtype}, placed as {placements}"
                 )
             self.sharded = found
+            writes.watch(found)
         elif self.part.dtype != getattr(torch, self.rest.dtype):
             raise RuntimeError(
                 f"{self.name}: has become {self.part.dtype}; allowed is {self.rest.dtype}, its dtype when "
@@ -171,18 +163,28 @@ class Weight:
             )
         self.whole.requires_grad_(self.sharded.requires_grad)
 
-    def start_refresh(self, is_step_begin: bool) -> None:
-        """Starts to bring what is held at rest up to date, if the parameter was written or replaced.
+    @property
+    def description(self) -> str:
+        """What determines its messages; the same on all ranks."""
+        kept = self.layouts.kept
+        layouts = {"store": self.store, "rest": self.rest, "use": self.use, "keep": kept and kept[0]}
+        placed = ", ".join(f"{name} {layout.placements}" for name, layout in layouts.items() if layout is not None)
+        dtypes = self.gradients.dtypes
+        weight, sent = type(dtypes.gathers).__name__, f"{dtypes.gathers.dtype}, {dtypes.gradients}"
+        return (
+            f"{self.name} of shape {tuple(self.rest.shape)} and dtype {self.rest.dtype}: {placed}; used as {dtypes.use}, "
+            f"sent as {weight} of {sent}, added up in {dtypes.reduce}"
+        )
 
-        Optimizers may write without a trace in the parameter, so any step of one counts when a training step begins.
-        """
-        sharded, version, steps = self._held_from
-        is_as_before = sharded is self.sharded and version == self.version
-        if self._held is None or (is_as_before and (steps == _optimizer_steps[0] or not is_step_begin)):
+    def start_refresh(self) -> None:
+        """Starts to bring what is held at rest up to date, if the parameter was written or replaced."""
+        if self._held is None:
             return
-        self.finish_refresh()
-        self._held_from = (self.sharded, self.version, _optimizer_steps[0])
-        self._refresh = self.start_move(self.store, self.rest, self.part, self._held.data)
+        now = self.sharded, self.version
+        if _differ([self._held_from], [now]):
+            self.finish_refresh()
+            self._held_from = now
+            self._refresh = self.start_move(self.store, self.rest, self.part, self._held.data)
 
     def finish_refresh(self) -> None:
         if self._refresh is not None:
@@ -191,7 +193,6 @@ class Weight:
 
     def start_gather(self, memory: torch.Tensor, offset_bytes: int, from_kept: bool) -> None:
         """Starts to gather into memory that lives until `release`, from rest or from the kept copy."""
-        self.start_refresh(False)
         self.finish_refresh()
         if self.is_held:
             return
@@ -318,7 +319,6 @@ class Unit:
         self.forwards: list[int] = []  # numbers of the forwards that are running, innermost last
         self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
         self.is_resident = False
-        self._is_refreshed = False  # in this step
         self.wishes = Wishes(stays)
         self._in_arena = False  # which has another use for its memory in the next step
         self.is_unsharded = False  # by `unshard`, and not used since
@@ -364,6 +364,12 @@ class Unit:
         return self.use_bytes if self.wishes.stays else sum(_aligned(weight.kept_bytes) for weight in self.weights)
 
     @property
+    def description(self) -> str:
+        """What determines its messages; the same on all ranks."""
+        stays = "stays gathered after forwards; " if self.wishes.stays else ""
+        return stays + "; ".join(weight.description for weight in self.weights)
+
+    @property
     def gather_ps(self) -> int:
         """How long a gather is predicted to take."""
         return sum(weight.gather_ps for weight in self.weights)
@@ -407,17 +413,14 @@ class Unit:
         self._kept_from = []
 
     def start_refresh(self) -> None:
-        """Once in a step, starts to bring what is held at rest up to date with the parameters."""
-        if not self._is_refreshed:
-            for weight in self.weights:
-                weight.start_refresh(True)
-        self._is_refreshed = True
+        """Starts to bring what is held at rest up to date with the parameters."""
+        for weight in self.weights:
+            weight.start_refresh()
 
     def end_step(self) -> None:
         for weight in self.weights:
             weight.finish_refresh()
         self.drop_kept()
-        self._is_refreshed = False
 
     def finish_gather(self) -> None:
         if not self._is_arriving:
@@ -436,6 +439,11 @@ class Unit:
         for weight in self.weights:
             weight.take_up_changes()
 
+    def watch_again(self) -> None:
+        """After `nn.Module._apply`, which leaves DTensor parameters without their attributes, and may have written."""
+        for weight in self.weights:
+            writes.watch(weight.sharded)
+
     def release(self) -> None:
         self.finish_gather()
         for weight in self.weights:
@@ -447,8 +455,9 @@ class Unit:
             weight.put(weight.whole)
 
     def put_sharded(self) -> None:
+        """In place of the whole ones; those that users have replaced stay."""
         for weight in self.weights:
-            weight.put(weight.sharded)
+            weight.put_sharded()
 
     def start_reduction(self) -> Reduction | None:
         """Starts to reduce the gradients that autograd has left; None if there are none."""

@@ -1,0 +1,165 @@
+"""Modules under `sw.fully_shard` that users convert, load and ask for what cannot be, and ranks that differ."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import shardwright as sw
+from fsdp_models import Mlp, batch, full, loss_of, shard, whole_loss
+from meshes import get_mesh
+from pool import Pool
+
+
+def _says_which_ranks_differ() -> None:
+    mesh, rank = get_mesh((3,)), dist.get_rank()
+    is_odd = rank == 1
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"wire": torch.bfloat16 if is_odd else None}, {}, "unit 0, Mlp"),
+        ({"shard_placement_fn": lambda p: Shard(p.ndim - 1 if is_odd else 0)}, {}, "unit 0, Mlp"),
+        ({"reshard_after_forward": not is_odd}, {}, "unit 0, Mlp"),
+        ({}, {"memory_limit": 1 << (20 + is_odd)}, "memory_limit"),
+        ({}, {"prefetch": 1 + is_odd}, "prefetch"),
+    ]
+    for options, outermost, name in cases:
+        model = shard(Mlp(), sw.fully_shard, mesh, outermost, **options)
+        for _ in range(2):  # an error leaves no traces
+            with pytest.raises(
+                ValueError, match=rf"ranks \[1\] differ from ranks \[0, 2\] .* on rank {rank}, .*{name}"
+            ):
+                model(batch(0))
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+    model = Mlp()
+    for layer in model.layers[is_odd:]:
+        sw.fully_shard(layer, mesh=mesh)
+    sw.fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match=f"number of units: {3 if is_odd else 4}"):
+        model(batch(0))
+
+
+def test_says_which_ranks_differ(pool: Pool) -> None:
+    pool.run(_says_which_ranks_differ, 3)
+
+
+def _state_dicts_between_uses() -> None:
+    model = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    expected = {name: full(value).clone() for name, value in model.state_dict().items()}
+    loss_of(model, batch(0)).backward()
+    for module in (model, *model.layers):
+        module.unshard()
+    states = model.state_dict()
+    assert all(isinstance(value, DTensor) for value in states.values())
+    for name, value in states.items():
+        assert torch.equal(full(value), expected[name])
+    # What is loaded reaches uses, although weights are gathered already.
+    for module in (model, *model.layers):
+        module.unshard()
+    model.load_state_dict({name: 2 * value for name, value in states.items()})
+    for _ in range(2):
+        reference = Mlp()
+        reference.load_state_dict({name: 2 * value for name, value in expected.items()})
+        assert torch.equal(model(batch(0)), reference(batch(0)))
+
+    # Parameters that were replaced outlive a conversion before their first use.
+    replaced = {
+        name: DTensor.from_local(3 * v.to_local(), v.device_mesh, v.placements, shape=v.shape, stride=v.stride())
+        for name, v in model.state_dict().items()
+    }
+    model.load_state_dict(replaced, assign=True)
+    model.to("cpu")
+    reference.load_state_dict({name: 6 * value for name, value in expected.items()})
+    assert torch.equal(model(batch(0)), reference(batch(0)))
+
+
+def test_state_dicts_between_uses(pool: Pool) -> None:
+    pool.run(_state_dicts_between_uses, 2)
+
+
+def _notices_steps_after_conversions() -> None:
+    """`nn.Module.to` leaves DTensor parameters without their attributes, and `foreach` leaves no trace in versions."""
+    mesh = get_mesh((2,))
+    for options in ({}, {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0)]}):
+        model, whole = Mlp(tied=False), Mlp(tied=False)
+        for layer in model.layers:
+            sw.fully_shard(layer, mesh=mesh, **options)
+            layer.to("cpu")  # not taken by the outermost unit
+        sw.fully_shard(model, mesh=mesh, **options)
+        model.set_reshard_after_backward(False)
+        ours = torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
+        theirs = torch.optim.SGD(whole.parameters(), lr=0.5)
+        for step in range(5):
+            if step == 3:
+                model.to("cpu")
+            loss_of(model, batch(step)).backward()
+            whole_loss(whole, step).backward()
+            for a, b in zip(model.parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(full(a.grad), b.grad)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_notices_steps_after_conversions(pool: Pool) -> None:
+    pool.run(_notices_steps_after_conversions, 2)
+
+
+def _refused_wishes_change_nothing() -> None:
+    model = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    for step in range(2):
+        loss_of(model, batch(step)).backward()
+    limited = shard(Mlp(), sw.fully_shard, get_mesh((2,)), {"memory_limit": sw.schedule(model).peak_bytes - 2500})
+    for step in range(4):
+        loss_of(limited, batch(step)).backward()
+    before = str(sw.schedule(limited))
+    for method in (limited.set_reshard_after_forward, limited.set_reshard_after_backward):
+        with pytest.raises(ValueError, match="budget_bytes"):
+            method(False)
+        assert str(sw.schedule(limited)) == before
+        loss_of(limited, batch(0)).backward()
+
+
+def test_refused_wishes_change_nothing(pool: Pool) -> None:
+    pool.run(_refused_wishes_change_nothing, 2)
+
+
+class _Learning(nn.Module):
+    """Runs a backward of its layer within its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 3, bias=False)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.found: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            self.layer(x.detach()).square().sum().backward()
+        with contextlib.suppress(AttributeError):
+            self.found.append(full(self.layer.weight.grad).clone())
+        return self.layer(x) * self.scale
+
+
+def _reduces_backwards_within_forwards() -> None:
+    torch.manual_seed(0)
+    model = _Learning()
+    weight = model.layer.weight.detach().clone().requires_grad_()
+    sw.fully_shard(model.layer, mesh=get_mesh((2,)))
+    sw.fully_shard(model, mesh=get_mesh((2,)))
+    for step in range(3):
+        model(batch(step)).sum().backward()
+        for p in model.parameters():
+            p.grad = None
+        (expected,) = torch.autograd.grad(
+            sum((batch(step, rank) @ weight.t()).square().sum() for rank in range(2)) / 2, weight
+        )
+        torch.testing.assert_close(model.found[step], expected)
+
+
+def test_reduces_backwards_within_forwards(pool: Pool) -> None:
+    pool.run(_reduces_backwards_within_forwards, 2)

@@ -1,0 +1,55 @@
+"""What ranks tell each other before a model's first step: that they have given `sw.fully_shard` the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _runtime
+from .weights import Unit
+
+
+def check_same(units: Sequence[Unit], options: dict[str, object], device: torch.device) -> None:
+    """Compares units, in their order, and options for all of them. Collective among the ranks of the units' meshes.
+
+    Raises:
+        ValueError: on all ranks of a mesh if they differ.
+    """
+    meshes = dict.fromkeys(weight.mesh for unit in units for weight in unit.weights)
+    for mesh in meshes:
+        on_mesh = [unit for unit in units if any(weight.mesh == mesh for weight in unit.weights)]
+        texts = {name: str(value) for name, value in options.items()}
+        _compare(mesh, {"number of units": str(len(on_mesh)), **texts}, device)
+        # All ranks have as many now. Names may come twice, where modules have the same.
+        _compare(mesh, {f"unit {i}, {unit.name}": unit.description for i, unit in enumerate(on_mesh)}, device)
+
+
+def _compare(mesh: DeviceMesh, said: dict[str, str], device: torch.device) -> None:
+    """Raises ValueError on all ranks of a mesh if texts under the same number differ."""
+    if mesh.size() == 1:
+        return
+    ranks = mesh.mesh.flatten().tolist()
+    own = ranks.index(dist.get_rank())
+    digests = [hashlib.sha256(f"{name}: {text}".encode()).digest()[:8] for name, text in said.items()]
+    table = torch.zeros(len(ranks), len(said), dtype=torch.int64)
+    table[own] = torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])
+    table = table.to(device)
+    _runtime.drain()  # ours that are under way start all they communicate before, on all ranks alike
+    for dim in range(mesh.ndim):  # each row is one rank's, so it arrives once
+        dist.all_reduce(table, group=mesh.get_group(dim))
+    table = table.cpu()
+    for (name, text), column in zip(said.items(), table.unbind(1)):
+        by_digest: dict[int, list[int]] = {}
+        for rank, digest in zip(ranks, column.tolist(), strict=True):
+            by_digest.setdefault(digest, []).append(rank)
+        if len(by_digest) > 1:
+            groups = sorted(by_digest.values(), key=lambda group: (len(group), group))
+            raise ValueError(
+                f"sw.fully_shard: ranks {' differ from ranks '.join(map(str, groups))} in what they gave it; on rank "
+                f"{ranks[own]}, {name}: {text}. Allowed are the same modules and arguments, in the same order, on all "
+                "ranks of a mesh"
+            )
