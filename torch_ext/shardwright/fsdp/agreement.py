@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from .. import _runtime
 from .weights import Unit
 
 
-def check_same(units: Sequence[Unit], options: dict[str, object], device: torch.device) -> None:
+def check_same(units: Sequence[Unit], options: Mapping[str, object], device: torch.device) -> None:
     """Compares units, in their order, and options for all of them. Collective among the ranks of the units' meshes.
 
     Raises:

@@ -157,8 +157,8 @@ class Gradients:
             kept, self._part = self._part, None
             if kept[1] != layout:
                 raise RuntimeError(
-                    f"a part of a gradient is placed as {layout.placements} where the one that it is added to is placed "
-                    f"as {kept[1].placements}; allowed without all-reduce are gradients that are placed alike"
+                    f"a part of a gradient is placed as {layout.placements} where the one that it is added to is "
+                    f"placed as {kept[1].placements}; allowed without all-reduce are gradients that are placed alike"
                 )
             part += kept[0]
         if not over_replicas and layout != self._rest:

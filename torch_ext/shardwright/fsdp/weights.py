@@ -172,8 +172,8 @@ class Weight:
         dtypes = self.gradients.dtypes
         weight, sent = type(dtypes.gathers).__name__, f"{dtypes.gathers.dtype}, {dtypes.gradients}"
         return (
-            f"{self.name} of shape {tuple(self.rest.shape)} and dtype {self.rest.dtype}: {placed}; used as {dtypes.use}, "
-            f"sent as {weight} of {sent}, added up in {dtypes.reduce}"
+            f"{self.name} of shape {tuple(self.rest.shape)} and dtype {self.rest.dtype}: {placed}; used as "
+            f"{dtypes.use}, sent as {weight} of {sent}, added up in {dtypes.reduce}"
         )
 
     def start_refresh(self) -> None:
