@@ -413,7 +413,7 @@ def _as_stock_hands_over() -> None:
     torch.testing.assert_close(found, right.chunk(2, 2)[dist.get_rank()], atol=2e-2, rtol=0)
     mesh = meshes.get_mesh((2,))
     heads = [distribute_tensor(t, mesh, [Shard(1)]) for t in (q, k, v)]  # a rank would attend to its own part alone
-    with sw.context_parallel(mesh, size=16), pytest.raises(ValueError, match="cuts the sequence"):
+    with sw.context_parallel(mesh, size=16), pytest.raises(ValueError, match="does not cut the sequence"):
         F.scaled_dot_product_attention(*heads)
 
 
