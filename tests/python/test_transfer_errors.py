@@ -142,35 +142,6 @@ def test_arguments_that_differ_among_ranks(pool: Pool) -> None:
         assert expected in text, text
 
 
-def _flattened() -> list[str]:
-    """Layouts that batches do not know: both sides of a transfer, on ranks in another order than the group's, with a
-    reduction before it."""
-    rank = dist.get_rank()
-    said = []
-    ranks = [3, 2, 1, 0]
-    group = dist.new_group(ranks[:2], use_local_synchronization=True) if rank > 1 else None
-    whole = sw.Layout(sw.Mesh({"a": 1}, [3]), (4, 6), ["R"])
-    flat = sw.Layout(sw.Mesh({"a": 1}, [2]), (4, 6), ["S(0)"], flattened=2)
-    for src, dst in ((flat, whole), (whole, flat)):
-        state = {"w": (torch.zeros(src.local_shape(rank)), src)} if rank in src.mesh.ranks else None
-        for chosen in (None, group) if rank > 1 else (None,):
-            with pytest.raises(ValueError) as raised:
-                sw.transfer(state, {"w": dst} if rank in dst.mesh.ranks else None, group=chosen)
-            said.append(str(raised.value))
-    pending = sw.Layout(sw.Mesh({"a": 1}, [2]), (4, 6), ["P"], flattened=2)
-    local = torch.zeros(24) if rank == 2 else None
-    with pytest.raises(ValueError) as raised:
-        sw.redistribute_many([(local, pending, whole)])
-    return [*said, str(raised.value)]
-
-
-@pytest.mark.cpu_only("groups of some ranks are Gloo's here")
-def test_flattened_dims_are_refused_on_all_ranks(pool: Pool) -> None:
-    for said in pool.run(_flattened, WORLD_SIZE):
-        for text in said:
-            assert "the first 2 dims as one" in text and "or flattened dims; allowed are layouts without" in text, text
-
-
 def test_without_process_group() -> None:
     with pytest.raises(RuntimeError, match=r"torch.distributed is not initialised"):
         sw.transfer(None, None)
