@@ -208,6 +208,25 @@ def test_linear_of_an_inner_shard(pool: Pool, compiled: bool) -> None:
     pool.run(_linear, 2, compiled)
 
 
+def _in_inference_mode() -> None:
+    mesh = get_mesh((2, 2))
+    whole = torch.arange(4 * 6 * 8.0, device=device).view(4, 6, 8)
+    weight = torch.eye(8, device=device)[:5]
+    x = dtensors.distribute(whole, mesh, ["S(0)", "S(1)"])
+    w = dtensors.distribute(weight, mesh, ["R", "R"])
+    with sw.enabled(views=True), torch.inference_mode():
+        for found, expected in (
+            (x.flatten(0, 1), whole.flatten(0, 1)),
+            (x.unflatten(0, (2, 2)), whole.unflatten(0, (2, 2))),
+            (F.linear(x, w), whole[..., :5]),
+        ):
+            assert torch.equal(found.full_tensor(), expected)
+
+
+def test_in_inference_mode(pool: Pool) -> None:
+    pool.run(_in_inference_mode, 4)
+
+
 def _undone() -> None:
     mesh = get_mesh((2,))
     whole = torch.arange(16.0, device=device).view(4, 4)

@@ -87,6 +87,12 @@ def _has_view(local: torch.Tensor, shape: Sequence[int]) -> bool:
 
 def _propagate(schema: OpSchema) -> OutputSharding:
     assert _original is not None
+    if any(spec.mesh.size() == 1 for spec in schema.args_spec):
+        # There every placement holds everything. PyTorch asks about meshes of one rank to find out how an operator of
+        # others places its results on any mesh, so the answer must name cuts as it would there.
+        return _literal(schema, _original(schema))
+    if schema.op in _OF_OTHERS:
+        raise NotImplementedError(f"{schema.op} is made of other operators")
     rule = _RULES.get(schema.op)
     ours = rule(schema) if rule is not None else None
     if ours is None:
@@ -311,4 +317,15 @@ _RULES: dict[Any, _Rule] = {
     aten.addmm.default: _product("mk", "kn", "mn"),
     aten.bmm.default: _product("bmk", "bkn", "bmn"),
     aten.sum.dim_IntList: _summed,
+}
+
+# In inference mode DTensor gets these whole. It takes them apart if it knows no rule for them; the rules that PyTorch
+# derives from their parts are wrong for some views.
+_OF_OTHERS = {
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.view_as.default,
+    aten.reshape_as.default,
+    aten.linear.default,
+    aten.matmul.default,
 }
