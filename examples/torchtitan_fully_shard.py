@@ -54,7 +54,9 @@ HIDDEN = compute_ffn_hidden_dim(DIM)
 VOCABULARY = 1021
 LENGTH = 37
 STYLES = {
-    "attention.qkv_linear.wqkv": ColwiseParallel,
+    "attention.qkv_linear.wq": ColwiseParallel,
+    "attention.qkv_linear.wk": ColwiseParallel,
+    "attention.qkv_linear.wv": ColwiseParallel,
     "attention.wo": RowwiseParallel,
     "feed_forward.w1": ColwiseParallel,
     "feed_forward.w3": ColwiseParallel,
@@ -93,14 +95,14 @@ def main() -> None:
 def on_four_ranks() -> None:
     """Trains each case three times, and prints its losses."""
     say(f"torchtitan {version('torchtitan')} on torch {torch.__version__}: {NUM_RANKS} Gloo ranks on CPU")
-    say(f"\n{'losses':44}" + "".join(f"{f'step {i}':>11}" for i in range(1, NUM_STEPS + 1)))
+    say(f"\n{'losses':56}" + "".join(f"{f'step {i}':>9}" for i in range(1, NUM_STEPS + 1)))
     say("-" * WIDTH)
     for case in CASES:
         whole = losses(make_model(case), None, case)
         stock = losses(*sharded(case, fsdp.fully_shard), case)
         ours = losses(*sharded(case, sw.fully_shard), case)
         for name, found in ((f"{case.name}: in one piece", whole), ("  FSDP2", stock), ("  sw.fully_shard", ours)):
-            say(f"{name:44}" + "".join(f"{loss:11.6f}" for loss in found))
+            say(f"{name:56}" + "".join(f"{loss:9.5f}" for loss in found))
         torch.testing.assert_close(ours, whole, rtol=case.tolerance, atol=0)
         torch.testing.assert_close(ours, stock, rtol=case.tolerance, atol=0)
     say()
