@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -221,6 +222,21 @@ def _in_inference_mode() -> None:
             (F.linear(x, w), whole[..., :5]),
         ):
             assert torch.equal(found.full_tensor(), expected)
+
+
+def _compiled_first() -> None:
+    """Nothing was asked of this mesh before."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("first", "second"))
+    whole = torch.arange(4 * 6 * 8.0).view(4, 6, 8)
+    x = distribute_tensor(whole, mesh, [Shard(0), Replicate()])
+    with sw.enabled(views=True):
+        found = torch.compile(lambda x: x.flatten(0, 1).relu(), backend="aot_eager")(x)
+    assert torch.equal(found.full_tensor(), whole.flatten(0, 1))
+
+
+@pytest.mark.cpu_only("compiled code is compared on the CPU")
+def test_compiled_first(pool: Pool) -> None:
+    pool.run(_compiled_first, 4)
 
 
 def test_in_inference_mode(pool: Pool) -> None:

@@ -137,9 +137,12 @@ def is_device_mesh(mesh: Any) -> bool:
 
 def device_mesh_parts(mesh: Any) -> tuple[list[str], list[int], list[int]]:
     """Returns names, sizes and row-major ranks of a DeviceMesh; dims without names are called dim0, dim1, ..."""
-    ranks = mesh.mesh
-    names = mesh.mesh_dim_names or [f"dim{d}" for d in range(ranks.ndim)]
-    return list(names), list(ranks.shape), ranks.flatten().tolist()
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():  # compilers ask about tensors without values, but the mesh's ranks are values
+        ranks = mesh.mesh
+        names = mesh.mesh_dim_names or [f"dim{d}" for d in range(ranks.ndim)]
+        return list(names), list(ranks.shape), ranks.flatten().tolist()
 
 
 def mesh_dim_index(names: Sequence[str], mesh_dim: int | str, argument: str) -> int:
