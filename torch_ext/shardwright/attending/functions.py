@@ -137,7 +137,8 @@ def ask(
     if merge != "float32":
         raise ValueError(f"merge: {merge!r}; allowed is 'float32'")
     try:
-        hash(layout)
+        if layout is not None:  # of which Dynamo in torch 2.11 takes no hash
+            hash(layout)
     except TypeError:
         raise ValueError(
             f"layout: got a {type(layout).__name__}; allowed are 'contiguous', 'zigzag' and placements of dim 2"
