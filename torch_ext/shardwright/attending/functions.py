@@ -172,7 +172,7 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Returns tensors as autocast would hand them to PyTorch's attention."""
     kinds = {tensor.device.type for tensor in tensors if isinstance(tensor, torch.Tensor)}
     for kind in kinds:
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
     return tensors
