@@ -126,7 +126,8 @@ TEST(Split, ReachesManyRanksInFewMessages) {
       std::max(certificate.crossing->received_bytes_max, certificate.crossing->forwarded_sent_bytes_max);
   EXPECT_LE(certificate.traffic.sent_bytes_max, bound + bound / 16) << to_string(plan);
   EXPECT_LE(certificate.traffic.received_bytes_max, bound + bound / 16) << to_string(plan);
-  EXPECT_LT(certificate.predicted_ps, 4 * certificate.least_ps) << to_string(plan);
+  // Each of the 8 holders sends 256 messages, which the bound does not know of.
+  EXPECT_LT(certificate.predicted_ps, 6 * certificate.least_ps) << to_string(plan);
 }
 
 TEST(Split, SendsToEachNodeOnceWhereThatPays) {

@@ -27,7 +27,7 @@ TEST(WireFormat, IsFieldsBetweenALineAndAChecksum) {
   out.integer(-2);
   out.text("ab");
   out.list(std::vector<int64_t>{7}, [&](int64_t value) { out.integer(value); });
-  EXPECT_EQ(std::move(out).finish(), closed("shardwright sample 5\n" + little_endian(~uint64_t{1}) + little_endian(2) +
+  EXPECT_EQ(std::move(out).finish(), closed("shardwright sample 6\n" + little_endian(~uint64_t{1}) + little_endian(2) +
                                             "ab" + little_endian(1) + little_endian(7)));
 }
 
@@ -70,7 +70,7 @@ TEST(WireFormat, GivesBackEveryKindOfField) {
 
 TEST(WireFormat, RefusesFieldsThatCannotBe) {
   const auto reads = [](const std::string& fields, const std::function<void(Reader&)>& read) {
-    const std::string bytes = closed("shardwright sample 5\n" + fields);
+    const std::string bytes = closed("shardwright sample 6\n" + fields);
     Reader in(bytes, "sample");
     read(in);
   };
@@ -87,8 +87,8 @@ TEST(WireFormat, RefusesFieldsThatCannotBe) {
   EXPECT_NO_THROW(reads(two, [](Reader& in) { in.list([&] { return in.integer(); }, 2); }));
   EXPECT_THROW(reads(two, [](Reader& in) { in.list([&] { return in.integer(); }, 1); }), UserError);
   for (const std::string& bytes :
-       {std::string(), std::string("shardwright sample 5\n"), closed("shardwright other 5\n"),
-        closed("shardwright sample 4\n"), closed("shardwright sample 5\n") + "x"}) {
+       {std::string(), std::string("shardwright sample 6\n"), closed("shardwright other 5\n"),
+        closed("shardwright sample 4\n"), closed("shardwright sample 6\n") + "x"}) {
     EXPECT_THROW(Reader(bytes, "sample"), UserError) << bytes;
   }
   EXPECT_EQ(kind_of("shardwright"), "");
