@@ -88,7 +88,7 @@ MAX_CODE_LINES = {
     "mapping": 750,
     "products": 1000,
     "transfers": 950,
-    "viewing": 480,
+    "viewing": 500,
 }
 
 Graph = dict[str, set[str]]
