@@ -13,10 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
-import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -32,19 +29,13 @@ import torch.nn.functional as F  # noqa: E402
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
 import timing  # noqa: E402
+from networks import Network, run  # noqa: E402
 from ranks import over_ranks  # noqa: E402
 from report import say  # noqa: E402
 from shardwright.attending import functions, problem  # noqa: E402
 
-TESTNET = HERE.parent / "tools" / "testnet"
 METHODS = ("serial", "ring", "gather", "ulysses")
 ROUNDS, QUICK_ROUNDS = 7, 3
-
-
-class Network(NamedTuple):
-    nodes: int
-    per_node: int
-    gbit: float
 
 
 class Case(NamedTuple):
@@ -162,20 +153,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.on_a_rank:
         *numbers, out = options.on_a_rank
-        run_rank(Network(int(numbers[0]), int(numbers[1]), float(numbers[2])), options.quick, out)
+        run_rank(Network.parse(numbers), options.quick, out)
         return
-    networks = []
-    for network in QUICK_NETWORKS if options.quick else NETWORKS:
-        with tempfile.TemporaryDirectory() as folder:
-            out = f"{folder}/rows.json"
-            size = [str(network.nodes), str(network.per_node)]
-            on_a_rank = ["--on-a-rank", *size, str(network.gbit), out] + ["--quick"] * options.quick
-            command = [str(TESTNET), *size, f"{round(1000 * network.gbit)}mbit", "--", sys.executable, __file__]
-            quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns if it cannot look up host names
-            status = subprocess.run([*command, *on_a_rank], env=quiet).returncode
-            if status:
-                sys.exit(status)
-            networks.append(json.loads(Path(out).read_text()))
+    chosen = QUICK_NETWORKS if options.quick else NETWORKS
+    networks = [run(__file__, network, options.quick) for network in chosen]
     rows = [row for network in networks for row in network["rows"]]
     summary = {
         "rows": len(rows),

@@ -27,9 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -48,11 +46,11 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
 import timing  # noqa: E402
+from networks import Network, run  # noqa: E402
 from ranks import over_ranks  # noqa: E402
 from report import say  # noqa: E402
 
-TESTNET = HERE.parent / "tools" / "testnet"
-RATE, NODES = "300mbit", 2
+NETWORK = Network(2, 1, 0.3)
 WIDTH, DEPTH = 1024, 6
 ROUNDS, QUICK_ROUNDS = 7, 2
 TRIAL_TOKENS = 256
@@ -295,7 +293,7 @@ def run_rank(is_quick: bool, out: str) -> None:
         "reduction_ms": round(1e3 * reduction_s, 2),
         "rows": [],
     }
-    say(f"{NODES} nodes, {RATE}; compute takes as long as communication at {balanced:.0f} tokens")
+    say(f"{NETWORK}; compute takes as long as communication at {balanced:.0f} tokens")
     for factor in (1,) if is_quick else (0.25, 1, 4):
         row = measure(max(32, round(factor * balanced)), rounds, (1e3 * gather_s, 1e3 * reduction_s))
         found["rows"].append(row)
@@ -313,20 +311,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="T* tokens alone, two turns")
     torch_version = torch.__version__.split("+")[0]
     parser.add_argument("--out", default=str(machine.RESULTS / f"fully_shard-torch{torch_version}.json"))
-    parser.add_argument("--on-a-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--on-a-rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.on_a_rank:
-        run_rank(options.quick, options.on_a_rank)
+        run_rank(options.quick, options.on_a_rank[-1])
         return
-    with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/rows.json"
-        on_a_rank = ["--on-a-rank", out] + ["--quick"] * options.quick
-        command = [str(TESTNET), str(NODES), "1", RATE, "--", sys.executable, __file__, *on_a_rank]
-        status = subprocess.run(command, env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}).returncode
-        if status:
-            sys.exit(status)
-        found = json.loads(Path(out).read_text())
-    machine.write(options.out, {**machine.describe("torch"), "network": f"{NODES} x 1, {RATE}", **found})
+    found = run(__file__, NETWORK, options.quick)
+    machine.write(options.out, {**machine.describe("torch"), "network": str(NETWORK), **found})
     if not all(value for row in found["rows"] for value in row["right"].values()):
         sys.exit("a way gave wrong gradients")
 

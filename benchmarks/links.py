@@ -14,15 +14,13 @@ import json
 import logging
 import math
 import os
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
@@ -36,20 +34,14 @@ import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
 import timing  # noqa: E402
 from cases import FORCED, LINK_PRODUCTS, MOVES, as_torch, placements  # noqa: E402
+from networks import Network, run  # noqa: E402
 from ranks import over_ranks  # noqa: E402
 from report import say  # noqa: E402
 from shardwright import executables, tables  # noqa: E402
 from shardwright._planner import Matmul, Schedule  # noqa: E402
 from shardwright.products import running  # noqa: E402
 
-TESTNET = HERE.parent / "tools" / "testnet"
 SENT = Path("/sys/class/net/e0/statistics/tx_bytes")
-
-
-class Network(NamedTuple):
-    nodes: int
-    per_node: int
-    gbit: float
 
 
 NETWORKS = [Network(2, 1, gbit) for gbit in (0.5, 1, 2, 4)] + [Network(2, 2, gbit) for gbit in (1, 4)]
@@ -355,20 +347,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.on_a_rank:
         *numbers, out = options.on_a_rank
-        run_rank(Network(int(numbers[0]), int(numbers[1]), float(numbers[2])), options.quick, out)
+        run_rank(Network.parse(numbers), options.quick, out)
         return
-    networks = []
-    for network in QUICK_NETWORKS if options.quick else NETWORKS:
-        with tempfile.TemporaryDirectory() as folder:
-            out = f"{folder}/rows.json"
-            size = [str(network.nodes), str(network.per_node)]
-            on_a_rank = ["--on-a-rank", *size, str(network.gbit), out] + ["--quick"] * options.quick
-            command = [str(TESTNET), *size, f"{round(1000 * network.gbit)}mbit", "--", sys.executable, __file__]
-            quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns if it cannot look up host names
-            status = subprocess.run([*command, *on_a_rank], env=quiet).returncode
-            if status:
-                sys.exit(status)
-            networks.append(json.loads(Path(out).read_text()))
+    chosen = QUICK_NETWORKS if options.quick else NETWORKS
+    networks = [run(__file__, network, options.quick) for network in chosen]
     summary = summarise(networks)
     say(json.dumps(summary, indent=1))
     machine.write(options.out, {**machine.describe("torch", "shardwright"), "summary": summary, "networks": networks})

@@ -15,21 +15,20 @@ class Backward {
   Program compile() {
     ProgramBuilder& builder = writer_.builder;
     const Attention& a = writer_.attention;
-    q_ = tensor(writer_.new_q_input(), a.heads, a.depth);
-    k_ = tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    v_ = tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    out_ = tensor(writer_.new_q_input(), a.heads, a.depth);
-    dout_ = tensor(writer_.new_q_input(), a.heads, a.depth);
-    lse_ = tensor(writer_.new_lse_input(), a.heads, 1);
+    q_ = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
+    k_ = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
+    v_ = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
+    out_ = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
+    dout_ = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
+    lse_ = writer_.tensor(writer_.new_lse_input(), a.heads, 1);
     builder.begin_step(concat("the backward of attention (", method_name(a.method), ")"));
-    dq_ = new_sum(q_);
-    dk_ = new_sum(k_);
-    dv_ = new_sum(v_);
-    for (const HeadsTensor* sum : {&dq_, &dk_, &dv_}) fill_zero(sum->range());
+    dq_ = writer_.new_sum(q_);
+    dk_ = writer_.new_sum(k_);
+    dv_ = writer_.new_sum(v_);
     if (q_.count() > 0 || k_.count() > 0) move_keys();
     for (const auto& [sum, shape] :
          {std::pair(dq_, writer_.q_shape()), std::pair(dk_, writer_.kv_shape()), std::pair(dv_, writer_.kv_shape())}) {
-      add_result(sum, shape);
+      writer_.add_sum_output(sum, shape);
     }
     return std::move(builder.program());
   }
@@ -41,29 +40,6 @@ class Backward {
     std::vector<std::pair<KeyRows, HeadsTensor>> dk;
     std::vector<HeadsTensor> dv;
   };
-
-  HeadsTensor tensor(BufferId buffer, int64_t heads, int64_t depth) const {
-    return {buffer, 0, writer_.attention.batch, heads, writer_.rows(), depth};
-  }
-
-  HeadsTensor new_sum(HeadsTensor like) {
-    like.buffer = writer_.builder.new_buffer(like.count(), writer_.attention.sum_dtype());
-    return like;
-  }
-
-  void fill_zero(BufferRange range) {
-    if (range.count > 0) writer_.builder.emit(FillZero{range});
-  }
-
-  void add_result(const HeadsTensor& sum, const std::vector<int64_t>& shape) {
-    ProgramBuilder& builder = writer_.builder;
-    BufferId result = sum.buffer;
-    if (!(writer_.attention.dtype == writer_.attention.sum_dtype())) {
-      result = builder.new_buffer(sum.count());
-      if (sum.count() > 0) builder.emit(Cast{sum.range(), builder.whole(result)});
-    }
-    builder.add_output(result, shape);
-  }
 
   void move_keys() {
     KeyExchange exchange(writer_, k_, v_, distance_groups(writer_.attention.method, writer_.num_ranks));
@@ -97,7 +73,7 @@ class Backward {
         dk.offset = 0;
         HeadsTensor dv = dk;
         dv.offset = dk.count();
-        fill_zero(builder.whole(dk.buffer));
+        builder.emit(FillZero{builder.whole(dk.buffer)});
         attend(arrived, dk, dv);
         move.sends.push_back({writer_.member(writer_.behind(distance)), builder.whole(dk.buffer)});
       }

@@ -13,14 +13,11 @@ class Forward {
   Program compile() {
     ProgramBuilder& builder = writer_.builder;
     const Attention& a = writer_.attention;
-    const auto tensor = [&](BufferId buffer, int64_t heads, int64_t depth) {
-      return HeadsTensor{buffer, 0, a.batch, heads, writer_.rows(), depth};
-    };
-    q_ = tensor(writer_.new_q_input(), a.heads, a.depth);
-    const HeadsTensor k = tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    const HeadsTensor v = tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    out_ = tensor(builder.new_buffer(q_.count()), a.heads, a.depth);
-    lse_ = tensor(builder.new_buffer(a.batch * a.heads * writer_.rows(), a.sum_dtype()), a.heads, 1);
+    q_ = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
+    const HeadsTensor k = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
+    const HeadsTensor v = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
+    out_ = writer_.tensor(builder.new_buffer(q_.count()), a.heads, a.depth);
+    lse_ = writer_.tensor(builder.new_buffer(a.batch * a.heads * writer_.rows(), a.sum_dtype()), a.heads, 1);
     builder.add_output(out_.buffer, writer_.q_shape());
     builder.add_output(lse_.buffer, writer_.lse_shape());
     builder.begin_step(concat("the forward of attention (", method_name(a.method), ")"));

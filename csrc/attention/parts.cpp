@@ -41,6 +41,21 @@ BufferId AttentionWriter::new_heads_input(int64_t heads) {
 
 BufferId AttentionWriter::new_lse_input() { return builder.new_input(lse_shape(), attention.sum_dtype()); }
 
+HeadsTensor AttentionWriter::new_sum(HeadsTensor like) {
+  like.buffer = builder.new_buffer(like.count(), attention.sum_dtype());
+  if (like.count() > 0) builder.emit(FillZero{like.range()});
+  return like;
+}
+
+void AttentionWriter::add_sum_output(const HeadsTensor& sum, const std::vector<int64_t>& shape) {
+  BufferId result = sum.buffer;
+  if (!(attention.dtype == attention.sum_dtype())) {
+    result = builder.new_buffer(sum.count());
+    if (sum.count() > 0) builder.emit(Cast{sum.range(), builder.whole(result)});
+  }
+  builder.add_output(result, shape);
+}
+
 void append_box(std::vector<Box>& boxes, const HeadsTensor& src, HeadsPlace from, const HeadsTensor& dst, HeadsPlace to,
                 int64_t heads, int64_t rows) {
   const Heads a = src.at(from.head, from.row);

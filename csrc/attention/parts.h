@@ -11,6 +11,23 @@
 
 namespace shardwright {
 
+// A row-major tensor [batch, heads, rows, depth] somewhere in a buffer.
+struct HeadsTensor {
+  BufferId buffer = kMissingBuffer;
+  int64_t offset = 0;
+  int64_t batch = 0;
+  int64_t heads = 0;
+  int64_t rows = 0;
+  int64_t depth = 0;  // 1 for an lse
+
+  int64_t count() const { return batch * heads * rows * depth; }
+  BufferRange range() const { return {buffer, offset, count()}; }
+  Heads at(int64_t head, int64_t row) const {
+    return {buffer, offset + (head * rows + row) * depth, heads * rows * depth, rows * depth, depth};
+  }
+  HeadRows rows_at(int64_t head, int64_t row) const { return {buffer, offset + head * rows + row, heads * rows, rows}; }
+};
+
 // One rank's program of an attention while it is being written.
 struct AttentionWriter {
   AttentionWriter(const Attention& attention, Rank rank);
@@ -35,26 +52,17 @@ struct AttentionWriter {
   std::vector<int64_t> q_shape() const { return {attention.batch, attention.heads, rows(), attention.depth}; }
   std::vector<int64_t> kv_shape() const { return {attention.batch, attention.kv_heads, rows(), attention.depth}; }
   std::vector<int64_t> lse_shape() const { return {attention.batch, attention.heads, rows()}; }
+  // A buffer as a tensor of this rank's rows.
+  HeadsTensor tensor(BufferId buffer, int64_t heads, int64_t depth) const {
+    return {buffer, 0, attention.batch, heads, rows(), depth};
+  }
+  // A new tensor like this one, in the dtype in which gradients are summed; and a sum as an output, in that of
+  // operands.
+  HeadsTensor new_sum(HeadsTensor like);
+  void add_sum_output(const HeadsTensor& sum, const std::vector<int64_t>& shape);
 
  private:
   BufferId new_heads_input(int64_t heads);
-};
-
-// A row-major tensor [batch, heads, rows, depth] somewhere in a buffer.
-struct HeadsTensor {
-  BufferId buffer = kMissingBuffer;
-  int64_t offset = 0;
-  int64_t batch = 0;
-  int64_t heads = 0;
-  int64_t rows = 0;
-  int64_t depth = 0;  // 1 for an lse
-
-  int64_t count() const { return batch * heads * rows * depth; }
-  BufferRange range() const { return {buffer, offset, count()}; }
-  Heads at(int64_t head, int64_t row) const {
-    return {buffer, offset + (head * rows + row) * depth, heads * rows * depth, rows * depth, depth};
-  }
-  HeadRows rows_at(int64_t head, int64_t row) const { return {buffer, offset + head * rows + row, heads * rows, rows}; }
 };
 
 // Appends the box that copies `heads` heads and `rows` rows of one tensor, from a head and a row on, to another.

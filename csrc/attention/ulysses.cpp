@@ -14,14 +14,11 @@ class UlyssesForward {
   Program compile() {
     ProgramBuilder& builder = writer_.builder;
     const Attention& a = writer_.attention;
-    const auto tensor = [&](BufferId buffer, int64_t heads, int64_t depth) {
-      return HeadsTensor{buffer, 0, a.batch, heads, writer_.rows(), depth};
-    };
-    const HeadsTensor q = tensor(writer_.new_q_input(), a.heads, a.depth);
-    const HeadsTensor k = tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    const HeadsTensor v = tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    out_ = tensor(builder.new_buffer(q.count()), a.heads, a.depth);
-    lse_ = tensor(builder.new_buffer(a.batch * a.heads * writer_.rows(), a.sum_dtype()), a.heads, 1);
+    const HeadsTensor q = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
+    const HeadsTensor k = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
+    const HeadsTensor v = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
+    out_ = writer_.tensor(builder.new_buffer(q.count()), a.heads, a.depth);
+    lse_ = writer_.tensor(builder.new_buffer(a.batch * a.heads * writer_.rows(), a.sum_dtype()), a.heads, 1);
     builder.add_output(out_.buffer, writer_.q_shape());
     builder.add_output(lse_.buffer, writer_.lse_shape());
     builder.begin_step("the forward of attention (ulysses)");
@@ -98,15 +95,12 @@ class UlyssesBackward {
   Program compile() {
     ProgramBuilder& builder = writer_.builder;
     const Attention& a = writer_.attention;
-    const auto tensor = [&](BufferId buffer, int64_t heads, int64_t depth) {
-      return HeadsTensor{buffer, 0, a.batch, heads, writer_.rows(), depth};
-    };
-    const HeadsTensor q = tensor(writer_.new_q_input(), a.heads, a.depth);
-    const HeadsTensor k = tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    const HeadsTensor v = tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    const HeadsTensor out = tensor(writer_.new_q_input(), a.heads, a.depth);
-    const HeadsTensor dout = tensor(writer_.new_q_input(), a.heads, a.depth);
-    const HeadsTensor lse = tensor(writer_.new_lse_input(), a.heads, 1);
+    const HeadsTensor q = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
+    const HeadsTensor k = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
+    const HeadsTensor v = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
+    const HeadsTensor out = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
+    const HeadsTensor dout = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
+    const HeadsTensor lse = writer_.tensor(writer_.new_lse_input(), a.heads, 1);
     builder.begin_step("the backward of attention (ulysses)");
     exchange_.gather({{q, HeadKind::kQueries},
                       {k, HeadKind::kKeys},
@@ -114,30 +108,17 @@ class UlyssesBackward {
                       {out, HeadKind::kQueries},
                       {dout, HeadKind::kQueries},
                       {lse, HeadKind::kQueries}});
-    sums_ = {new_sum(q), new_sum(k), new_sum(v)};
+    sums_ = {writer_.new_sum(q), writer_.new_sum(k), writer_.new_sum(v)};
     make_shares();
     for (int64_t owner = 0; owner < writer_.num_ranks; ++owner) attend_for(owner);
     return_all();
     const std::vector<int64_t> shapes[] = {writer_.q_shape(), writer_.kv_shape(), writer_.kv_shape()};
-    for (size_t i = 0; i < sums_.size(); ++i) {
-      BufferId result = sums_[i].buffer;
-      if (!(a.dtype == a.sum_dtype())) {
-        result = builder.new_buffer(sums_[i].count());
-        if (sums_[i].count() > 0) builder.emit(Cast{sums_[i].range(), builder.whole(result)});
-      }
-      builder.add_output(result, shapes[i]);
-    }
+    for (size_t i = 0; i < sums_.size(); ++i) writer_.add_sum_output(sums_[i], shapes[i]);
     return std::move(builder.program());
   }
 
  private:
   static constexpr HeadKind kKinds[] = {HeadKind::kQueries, HeadKind::kKeys, HeadKind::kKeys};
-
-  HeadsTensor new_sum(HeadsTensor like) {
-    like.buffer = writer_.builder.new_buffer(like.count(), writer_.attention.sum_dtype());
-    if (like.count() > 0) writer_.builder.emit(FillZero{like.range()});
-    return like;
-  }
 
   // For each rank, the gradients of its rows for this rank's share of the heads. Its own are part of its sums.
   void make_shares() {
@@ -147,7 +128,7 @@ class UlyssesBackward {
         HeadsTensor like = sums_[i];
         like.heads = num_heads(exchange_.mine(), kKinds[i]);
         like.rows = writer_.attention.rows(owner);
-        shares_[owner].push_back(owner == writer_.me ? sums_[i] : new_sum(like));
+        shares_[owner].push_back(owner == writer_.me ? sums_[i] : writer_.new_sum(like));
       }
     }
   }
