@@ -274,7 +274,7 @@ def run_rank(network: Network, is_quick: bool, out: str) -> None:
         "topology": json.loads(topology.to_json()),
         "products": {
             name: getattr(model, name)
-            for name in ("flops_per_us", "launch_ps", "memory_ps_per_kib", "contention_percent")
+            for name in ("flops_per_us", "launch_ps", "memory_ps_per_kib", "contention_percent", "chunk_ps")
         },
     }
     say(f"\n{network.nodes} nodes x {network.per_node} ranks, {network.gbit:g} Gbit/s")

@@ -93,7 +93,8 @@ void define_gemm_model(py::module_& m) {
   py::class_<GemmModel>(m, "GemmModel")
       .def(py::init([](const py::object& name, const py::object& num_processors, const py::object& tile_rows,
                        const py::object& tile_columns, const py::object& flops_per_us, const py::object& launch_ps,
-                       const py::object& memory_ps_per_kib, const py::object& contention_percent) {
+                       const py::object& memory_ps_per_kib, const py::object& contention_percent,
+                       const py::object& chunk_ps) {
              const GemmModel model{text(name, "name"),
                                    integer(num_processors, "num_processors"),
                                    integer(tile_rows, "tile_rows"),
@@ -101,12 +102,14 @@ void define_gemm_model(py::module_& m) {
                                    integer(flops_per_us, "flops_per_us"),
                                    integer(launch_ps, "launch_ps"),
                                    integer(memory_ps_per_kib, "memory_ps_per_kib"),
-                                   integer(contention_percent, "contention_percent")};
+                                   integer(contention_percent, "contention_percent"),
+                                   integer(chunk_ps, "chunk_ps")};
              model.check();
              return model;
            }),
            py::kw_only(), py::arg("name"), py::arg("num_processors"), py::arg("tile_rows"), py::arg("tile_columns"),
-           py::arg("flops_per_us"), py::arg("launch_ps"), py::arg("memory_ps_per_kib"), py::arg("contention_percent"))
+           py::arg("flops_per_us"), py::arg("launch_ps"), py::arg("memory_ps_per_kib"), py::arg("contention_percent"),
+           py::arg("chunk_ps") = 0)
       .def_static(
           "named", [](const py::object& name) { return GemmModel::named(text(name, "gemm_model")); }, py::arg("name"))
       .def_static("names", &GemmModel::names)
@@ -118,6 +121,7 @@ void define_gemm_model(py::module_& m) {
       .def_readonly("launch_ps", &GemmModel::launch_ps)
       .def_readonly("memory_ps_per_kib", &GemmModel::memory_ps_per_kib)
       .def_readonly("contention_percent", &GemmModel::contention_percent)
+      .def_readonly("chunk_ps", &GemmModel::chunk_ps)
       .def(
           "picoseconds",
           [](const GemmModel& model, const py::object& m_, const py::object& n_, const py::object& k_,

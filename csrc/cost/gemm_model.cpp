@@ -40,9 +40,9 @@ void GemmModel::check() const {
   check_user(num_processors >= 1 && tile_rows >= 1 && tile_columns >= 1 && flops_per_us >= 1, "gemm_model: '", name,
              "' has ", num_processors, " processors, tiles of ", tile_rows, " x ", tile_columns, " and ", flops_per_us,
              " flops per us; allowed are 1 and more");
-  check_user(launch_ps >= 0 && memory_ps_per_kib >= 0 && contention_percent >= 0, "gemm_model: '", name, "' has ",
-             launch_ps, " ps per launch, ", memory_ps_per_kib, " ps per KiB and ", contention_percent,
-             " percent of contention; allowed are 0 and more");
+  check_user(launch_ps >= 0 && memory_ps_per_kib >= 0 && contention_percent >= 0 && chunk_ps >= 0, "gemm_model: '",
+             name, "' has ", launch_ps, " ps per launch, ", memory_ps_per_kib, " ps per KiB, ", contention_percent,
+             " percent of contention and ", chunk_ps, " ps per chunk; allowed are 0 and more");
 }
 
 int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, int64_t item_bytes) const {

@@ -24,8 +24,8 @@ auto figures_of_topology(TopologyLike& t) {
 
 template <typename ModelLike>
 auto figures_of_model(ModelLike& m) {
-  return std::array{&m.num_processors, &m.tile_rows,         &m.tile_columns,      &m.flops_per_us,
-                    &m.launch_ps,      &m.memory_ps_per_kib, &m.contention_percent};
+  return std::array{&m.num_processors, &m.tile_rows,         &m.tile_columns,       &m.flops_per_us,
+                    &m.launch_ps,      &m.memory_ps_per_kib, &m.contention_percent, &m.chunk_ps};
 }
 
 void write_placement(Writer& out, const Placement& placement) {

@@ -98,7 +98,8 @@ class Clock {
     const Operation& operation = program_.instructions[index].operation;
     int64_t start = ready_at(index);
     const int64_t full_speed = transfer_ps(operation, 1, 1);
-    int64_t takes = full_speed;
+    const bool is_chunk = program_.instructions[index].chunk >= 0;
+    int64_t takes = saturating_sum(full_speed, is_host_ && is_chunk ? model_.chunk_ps : 0);
     if (start < running_.end && !running_.leaves_processors) {
       start = running_.end;
     } else if (start < running_.end) {

@@ -5,7 +5,8 @@
 // ended, and takes as long as the plan's topology says.
 //
 // On a host (a GemmModel of one processor) a transfer comes after everything before it in the program, because the host
-// goes through the program step by step. A product is slowed by the model's contention while data travels.
+// goes through the program step by step. A product is slowed by the model's contention while data travels,
+// and the transfer of each chunk takes chunk_ps longer than the topology says.
 //
 // Devices run asynchronously to their host, and a transfer comes after the instructions that concern its memory
 // (program/order.h). But transfers are kernels too, and need kTransferProcessors for full speed:

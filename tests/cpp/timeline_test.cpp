@@ -116,6 +116,27 @@ TEST(Timeline, HostsGainFromTransfersStartedAhead) {
   EXPECT_EQ(predict(matmul, {Method::kCollective, 2, {}, 2}, fast).total_ps, own + 2 * half);
 }
 
+TEST(Timeline, ChunksOnHostsWaitForTheirTurn) {
+  const auto waiting = [](GemmModel model, int64_t chunk_ps) {
+    model.chunk_ps = chunk_ps;
+    return model;
+  };
+  // Transfers take longer than products, so each chunk's turn counts.
+  const Matmul slow = gather_of(2, 1280, 64, 64, 100);
+  const int64_t all = 2 * kTile;  // of products
+  for (const int64_t chunks : {1, 2, 4}) {
+    const Schedule schedule{Method::kCollective, chunks};
+    const Timeline before = predict(slow, schedule, kHost);
+    const Timeline after = predict(slow, schedule, waiting(kHost, 1000));
+    EXPECT_EQ(after.total_ps - before.total_ps, chunks * 1000) << chunks;
+    EXPECT_EQ(predict(slow, schedule, waiting(kPlain, 1000)).total_ps, predict(slow, schedule, kPlain).total_ps);
+  }
+  EXPECT_EQ(predict(slow, {}, waiting(kHost, 1000)).total_ps, predict(slow, {}, kHost).total_ps);
+  // With it, fewer chunks are chosen.
+  ASSERT_GT(choose(slow, kHost).chunks, 2);
+  EXPECT_LE(choose(slow, waiting(kHost, all / 4)).chunks, 2);
+}
+
 TEST(Timeline, TransfersOnDevicesWaitForProductsThatLeaveNothing) {
   const Matmul matmul = gather_of(4, 2560, 64, 64);
   const int64_t transfer = 100 + kPart;

@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,7 +141,7 @@ def _takes_effect() -> list[Any]:
         ).topology
         model = tables.measured_gemm_model("cpu", "float32")
         assert model is not None
-        said = repr([getattr(model, one) for one in ("flops_per_us", "launch_ps", "contention_percent")])
+        said = repr([getattr(model, one) for one in ("flops_per_us", "launch_ps", "contention_percent", "chunk_ps")])
     finally:
         sw.forget_calibration()
     return [before, after, explicit, _names(), topology.to_json() + said]
@@ -152,6 +153,23 @@ def test_later_plans_and_products_go_by_it(pool: Pool) -> None:
     for before, after, explicit, forgotten, _ in found:
         assert (before, after, explicit, forgotten) == (default, measured, "gloo-local", default)
     assert len({tables for *_, tables in found}) == 1, "ranks that plan by different tables hang"
+
+
+@pytest.mark.parametrize("late", [0.0, 0.003])
+@pytest.mark.parametrize(
+    ("message", "slowdown", "together"),
+    [
+        (2.0, 0.0, lambda n: 2.0 + 1.0 / n),  # the last slice of the product comes after all messages
+        (2.0, 0.5, lambda n: 2.0 + 1.0 / n),  # also if the others are slowed: they are hidden
+        (0.5, 0.0, lambda n: 0.5 / n + 1.0),  # the first message comes before all slices
+        (0.5, 0.5, lambda n: 0.5 / n + 1.0 + 0.5 * 0.5 * (n - 1) / n),  # all slices but the last are slowed
+    ],
+)
+def test_what_chunks_take_beyond_the_lanes(
+    message: float, slowdown: float, together: Callable[[int], float], late: float
+) -> None:
+    times = [time for n in (2, 8) for time in (message, together(n) + n * late + 0.01)]
+    assert products.late_by_chunk(times, 1.0, slowdown) == pytest.approx(late, abs=1e-12)
 
 
 def _on_ranks_of_which_one_is_slow() -> str:

@@ -573,6 +573,7 @@ class GemmModel:
         launch_ps: picoseconds per product.
         memory_ps_per_kib: picoseconds per KiB to read operands and write results.
         contention_percent: how much longer a product takes while data travels.
+        chunk_ps: on CPU, by how many picoseconds a chunk's transfer ends later beside products than alone.
 
     Raises:
         ValueError: a figure is negative, or one that is divided by is below 1.
@@ -589,6 +590,7 @@ class GemmModel:
         launch_ps: int,
         memory_ps_per_kib: int,
         contention_percent: int,
+        chunk_ps: int = 0,
     ) -> None: ...
     @staticmethod
     def named(name: str) -> GemmModel:
@@ -613,6 +615,8 @@ class GemmModel:
     def memory_ps_per_kib(self) -> int: ...
     @property
     def contention_percent(self) -> int: ...
+    @property
+    def chunk_ps(self) -> int: ...
     def picoseconds(self, m: int, n: int, k: int, count: int = 1, item_bytes: int = 2) -> int:
         """Returns the time of `count` products of m x k by k x n."""
 

@@ -214,10 +214,14 @@ def traffic_of(job: Job, topology: Topology) -> Traffic | None:
     partner = dist.get_global_rank(group, (me + half) % (2 * half))
     link = topology.between if topology.ranks_per_node else topology.inside
 
+    buffers: list[torch.Tensor] = []
+
     def start(seconds: float) -> Callable[[], None]:
         size = min(max(int(seconds * _PS / link.ps_per_kib) * 1024, 1 << 16), _MAX_TRAFFIC_BYTES)
-        sent, received = torch.zeros(2, size, dtype=torch.uint8)
-        return _start_messages(group, [partner], [sent], [received])
+        if not buffers or buffers[0].shape[1] < size:
+            buffers[:] = [torch.zeros(2, size, dtype=torch.uint8)]
+        sent, received = buffers[0]
+        return _start_messages(group, [partner], [sent[:size]], [received[:size]])
 
     return start
 

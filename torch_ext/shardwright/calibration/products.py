@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -20,6 +21,8 @@ _LARGE = {"cpu": 1024, "cuda": 8192}
 _SMALL = 16
 _LARGE_CALLS = 3  # per turn, so that ranks overlap even if they leave the barrier at different times
 _SHORT_CALLS = 10  # per turn, of which the fastest counts
+_CHUNKS = (2, 8)  # whose times are compared
+_CHUNKS_LAST = 2.0  # times as long as the products that run at the same time, so that each chunk's turn counts
 # Rows and columns of the tiles of kernels for 16-bit operands.
 _TILES = ((64, 64), (64, 128), (128, 128), (128, 192), (128, 256), (256, 256))
 
@@ -77,12 +80,35 @@ def measure_products(
         work.make(work.n // 2)
     repeats = range(_REPEATS_QUICK if quick else _REPEATS)
     large, small, copy = ranks.slowest([work.times_alone(ranks) for _ in repeats], _LOW_QUANTILE)
-    slowdown = None
+    slowdown, chunk = None, 0.0
     if traffic is not None:
         lasts = _TRAFFIC_LASTS * _LARGE_CALLS * large
         alone, beside = ranks.slowest([work.times_beside(ranks, traffic, lasts) for _ in repeats], _LOW_QUANTILE)
-        slowdown = beside / alone - 1
-    return work.model(large, small, copy, slowdown, ranks.from_all(work.tiles)[0])
+        slowdown = max(beside / alone - 1, 0.0)
+        lasts = _CHUNKS_LAST * large
+        times = ranks.slowest([work.times_in_chunks(ranks, traffic, lasts) for _ in repeats], _LOW_QUANTILE)
+        chunk = late_by_chunk(times, large, slowdown)
+    return work.model(large, small, copy, slowdown, chunk, ranks.from_all(work.tiles)[0])
+
+
+def late_by_chunk(times: list[float], product: float, slowdown: float) -> float:
+    """Returns by how many seconds each chunk ends later than lanes say, from times of `_Products.times_in_chunks`.
+
+    A message and a product in n chunks take as long as the lanes of csrc/products/timeline.h say, plus something for
+    each chunk, plus something that does not depend on n. The difference between two n leaves what one chunk takes.
+    """
+    late = []
+    for chunks, messages, together in zip(_CHUNKS, times[::2], times[1::2], strict=True):
+        message, slice_of_product = messages / chunks, product / chunks
+        arrives, ends = message, 0.0
+        for number in range(chunks):
+            begins = max(arrives, ends)
+            under_way = message if number + 1 < chunks else 0.0  # the next message, which begins now
+            ends = begins + slice_of_product + slowdown * min(under_way, slice_of_product)
+            arrives = begins + message
+        late.append(together - ends)
+    few, many = _CHUNKS
+    return max((late[1] - late[0]) / (many - few), 0.0)
 
 
 class _Products:
@@ -132,8 +158,30 @@ class _Products:
         finish()
         return [alone, beside]
 
+    def times_in_chunks(self, ranks: Ranks, traffic: Traffic, lasts: float) -> list[float]:
+        """Times messages in a few and in many chunks: alone, and with a slice of the large product after each."""
+        times = []
+        for chunks in _CHUNKS:
+            for slices in ([], list(zip(self.large.chunk(chunks), self.out.chunk(chunks), strict=True))):
+                ranks.wait()
+                call = functools.partial(self._in_chunks, traffic, lasts, chunks, slices)
+                times.append(seconds_of(self.device, call))
+        return times
+
+    def _in_chunks(
+        self, traffic: Traffic, lasts: float, chunks: int, slices: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        finish = traffic(lasts / chunks)
+        for number in range(chunks):
+            finish()
+            if number + 1 < chunks:
+                finish = traffic(lasts / chunks)
+            if slices:
+                rows, out = slices[number]
+                torch.mm(rows, self.large, out=out)
+
     def model(
-        self, large: float, small: float, copy: float, slowdown: float | None, tiles: tuple[int, int]
+        self, large: float, small: float, copy: float, slowdown: float | None, chunk: float, tiles: tuple[int, int]
     ) -> GemmModel:
         """Makes the table. Its rate is for 16-bit operands and whole waves of tiles."""
         rows, columns = tiles
@@ -147,7 +195,8 @@ class _Products:
             flops_per_us=max(int(rate), 1),
             launch_ps=int(small * 1e12),
             memory_ps_per_kib=max(int(copy * 1e12 * 1024 / (2 * self.large.nbytes)), 0),
-            contention_percent=self.base.contention_percent if slowdown is None else max(round(100 * slowdown), 0),
+            contention_percent=self.base.contention_percent if slowdown is None else round(100 * slowdown),
+            chunk_ps=int(chunk * 1e12),
         )
 
 
@@ -162,5 +211,5 @@ def report_of(dtype: torch.dtype, model: GemmModel) -> str:
     rate = 1e-3 * model.num_processors * model.flops_per_us * 2 / dtype.itemsize
     return (
         f"  products of {dtype}: {rate:.1f} GFlop/s, {model.launch_ps * 1e-6:.1f} us each, "
-        f"{model.contention_percent}% longer during transfers"
+        f"{model.contention_percent}% longer during transfers, {model.chunk_ps * 1e-6:.0f} us for each chunk's turn"
     )
