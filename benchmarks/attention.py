@@ -156,7 +156,7 @@ def main() -> None:
         run_rank(Network.parse(numbers), options.quick, out)
         return
     chosen = QUICK_NETWORKS if options.quick else NETWORKS
-    networks = [run(__file__, network, options.quick) for network in chosen]
+    networks = [run(__file__, network, ["--quick"] * options.quick) for network in chosen]
     rows = [row for network in networks for row in network["rows"]]
     summary = {
         "rows": len(rows),

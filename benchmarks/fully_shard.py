@@ -316,7 +316,7 @@ def main() -> None:
     if options.on_a_rank:
         run_rank(options.quick, options.on_a_rank[-1])
         return
-    found = run(__file__, NETWORK, options.quick)
+    found = run(__file__, NETWORK, ["--quick"] * options.quick)
     machine.write(options.out, {**machine.describe("torch"), "network": str(NETWORK), **found})
     if not all(value for row in found["rows"] for value in row["right"].values()):
         sys.exit("a way gave wrong gradients")

@@ -48,7 +48,7 @@ NETWORKS = [Network(2, 1, gbit) for gbit in (0.5, 1, 2, 4)] + [Network(2, 2, gbi
 QUICK_NETWORKS = [Network(2, 1, 1), Network(2, 2, 1)]
 
 KINDS = ("all-gather-matmul", "matmul-reduce-scatter")
-METHODS = [("serial", 1)] + [(method, chunks) for method in ("ring", "collective") for chunks in (2, 4, 8)]
+METHODS = [("serial", 1)] + [(method, chunks) for method in ("ring", "collective") for chunks in (2, 4, 8, 16)]
 
 MOVED = (2048, 1024)  # shape of the tensor that is redistributed
 
@@ -350,7 +350,7 @@ def main() -> None:
         run_rank(Network.parse(numbers), options.quick, out)
         return
     chosen = QUICK_NETWORKS if options.quick else NETWORKS
-    networks = [run(__file__, network, options.quick) for network in chosen]
+    networks = [run(__file__, network, ["--quick"] * options.quick) for network in chosen]
     summary = summarise(networks)
     say(json.dumps(summary, indent=1))
     machine.write(options.out, {**machine.describe("torch", "shardwright"), "summary": summary, "networks": networks})

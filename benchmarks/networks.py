@@ -29,16 +29,15 @@ class Network(NamedTuple):
         return Network(int(nodes), int(per_node), float(gbit))
 
 
-def run(script: str, network: Network, is_quick: bool) -> Any:
+def run(script: str, network: Network, options: Sequence[str]) -> Any:
     """Returns the JSON that the first rank writes.
 
-    Each rank runs ``script --on-a-rank NODES PER_NODE GBIT OUT``, with ``--quick`` if asked for. Ends this process if
-    one fails.
+    Each rank runs ``script --on-a-rank NODES PER_NODE GBIT OUT`` with these options. Ends this process if one fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/found.json"
         nodes, per_node, gbit = map(str, network)
-        on_a_rank = ["--on-a-rank", nodes, per_node, gbit, out] + ["--quick"] * is_quick
+        on_a_rank = ["--on-a-rank", nodes, per_node, gbit, out, *options]
         command = [str(TESTNET), nodes, per_node, f"{round(1000 * network.gbit)}mbit", "--", sys.executable, script]
         quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns if it cannot look up host names
         status = subprocess.run([*command, *on_a_rank], env=quiet).returncode

@@ -2,6 +2,7 @@
 
     make bench-state-dict                                 # results/state_dict-torch<version>.json
     make bench-state-dict ARGS="--quick --out /tmp/quick.json"
+    make bench-state-dict ARGS="--links 0.5,1"            # only over links of these rates (root, iproute2)
 
 Ranks 0 and 1 train (every tensor cut along dim 0), ranks 2 and 3 serve (tensor-parallel, with whole experts): the
 tensors are those of model_tensors.py, in bfloat16. Three ways take turns, and the results of each are compared on every
@@ -15,15 +16,22 @@ A way's time is that of its slowest rank. Bytes are what reaches ranks, by sw.wi
 PyTorch's allocator holds at once on the worst rank, results included; messages are those that the plans promise to the
 worst rank. For many, the plan's rounds, messages and buffers are recorded too. The exit status is 1 if a
 result is wrong, or if many or each receives more than the bound.
+
+With --links, trainers are one node and servers another, and everything crosses one link between them (tools/testnet),
+which takes almost no processor time. There the time is also compared with what the link takes for every tensor once.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import sys
+import tempfile
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -38,6 +46,7 @@ import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
 import timing  # noqa: E402
 from model_tensors import EVERYWHERE, TRAINED, Weight, llama_8b, qwen3_moe  # noqa: E402
+from networks import Network, run  # noqa: E402
 from ranks import launch, over_ranks  # noqa: E402
 from report import in_mebibytes, say  # noqa: E402
 
@@ -196,8 +205,8 @@ def measure(name: str, weights: list[Weight], rounds: int) -> dict:
     }
 
 
-def run_rank(models: tuple[str, ...], ways: tuple[str, ...], rounds: int, quick: bool, out: str, head: dict) -> None:
-    """What every rank does; rank 0 prints and writes."""
+def run_rank(models: list[str], ways: list[str], rounds: int, quick: bool, out: str) -> None:
+    """What every rank does; rank 0 prints and writes the rows."""
     for way in set(WAYS) - set(ways):
         del WAYS[way]
     made = {"llama-3.1-8b": llama_8b(32 if quick else 8), "qwen3-30b-a3b": qwen3_moe(64 if quick else 16)}
@@ -217,12 +226,26 @@ def run_rank(models: tuple[str, ...], ways: tuple[str, ...], rounds: int, quick:
                 f"{row['promised_messages_worst_rank'][way]:>10}  {'yes' if row['right'][way] else 'NO'}"
             )
     if dist.get_rank() == 0:
-        machine.write(out, {**head, "rows": rows})
-    is_right = all(all(row["right"].values()) for row in rows)
-    moved = [row["received_bytes_all_ranks"].get(way, row["bound_bytes_all_ranks"]) for row in rows for way in OURS]
-    bounds = [row["bound_bytes_all_ranks"] for row in rows for _ in OURS]
-    if not is_right or moved != bounds:
-        raise SystemExit(1)
+        Path(out).write_text(json.dumps(rows))
+
+
+def run_rank_over_links(models: list[str], ways: list[str], rounds: int, quick: bool, out: str) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="torch")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    run_rank(models, ways, rounds, quick, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def over_link(network: Network, options: list[str]) -> dict:
+    say(f"\n{network}: trainers on one node, servers on the other")
+    rows = run(__file__, network, options)
+    for row in rows:
+        row["us_at_rate"] = round(row["bytes"] * 8 / (network.gbit * 1e3))
+        row["over_rate"] = {way: round(us / row["us_at_rate"], 2) for way, us in row["us"].items()}
+        say(f"{row['model']:<16}  time / (bytes / rate): {row['over_rate']}")
+    return {"network": network._asdict(), "rows": rows}
 
 
 def main() -> None:
@@ -231,14 +254,34 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(WAYS), help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each way (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a quarter of the width, one turn")
-    default = HERE / "results" / f"state_dict-torch{torch.__version__.partition('+')[0]}.json"
-    parser.add_argument("--out", default=str(default), help="where the results go (default: %(default)s)")
+    parser.add_argument("--links", default="", help="rates in Gbit/s, for example 0.5,1: over links, not over loopback")
+    torch_version = torch.__version__.partition("+")[0]
+    parser.add_argument("--out", help="where the results go (default: results/state_dict[_links]-torch<version>.json)")
+    parser.add_argument("--on-a-rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    setting = {"trainers": TRAINERS, "servers": SERVERS, "dtype": str(DTYPE), "bucket_bytes": BUCKET_BYTES}
-    head = {**machine.describe("torch"), "setting": {**setting, "quick": options.quick}}
     rounds = 1 if options.quick else options.rounds
-    models, ways = (tuple(text.split(",")) for text in (options.models, options.ways))
-    launch(4, run_rank, models, ways, rounds, options.quick, options.out, head)
+    arguments = (options.models.split(","), options.ways.split(","), rounds, options.quick)
+    if options.on_a_rank:
+        run_rank_over_links(*arguments, options.on_a_rank[-1])
+        return
+    setting = {"trainers": TRAINERS, "servers": SERVERS, "dtype": str(DTYPE), "bucket_bytes": BUCKET_BYTES}
+    results = {**machine.describe("torch"), "setting": {**setting, "quick": options.quick}}
+    if options.links:
+        passed = ["--models", options.models, "--ways", options.ways, "--rounds", str(rounds)]
+        passed += ["--quick"] * options.quick
+        networks = [Network(2, len(TRAINERS), float(gbit)) for gbit in options.links.split(",")]
+        results["networks"] = [over_link(network, passed) for network in networks]
+        rows = [row for network in results["networks"] for row in network["rows"]]
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            launch(len(TRAINERS) + len(SERVERS), run_rank, *arguments, f"{folder}/rows.json")
+            results["rows"] = rows = json.loads(Path(folder, "rows.json").read_text())
+    name = "state_dict_links" if options.links else "state_dict"
+    machine.write(options.out or machine.RESULTS / f"{name}-torch{torch_version}.json", results)
+    is_right = all(all(row["right"].values()) for row in rows)
+    moved = [row["received_bytes_all_ranks"].get(way, row["bound_bytes_all_ranks"]) for row in rows for way in OURS]
+    if not is_right or moved != [row["bound_bytes_all_ranks"] for row in rows for _ in OURS]:
+        sys.exit("a way returned wrong tensors, or received more than the bound")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ namespace {
 
 // Larger rings send too many messages to pay off, so they are not examined.
 constexpr int64_t kMaxRingPartners = 64;
+constexpr int64_t kUsualChunks = 8;
 // The backward of attention has five products of matrices where the forward has two.
 constexpr double kBackwardProducts = 2.5;
 
@@ -316,14 +317,20 @@ std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model
   if (why_only_serial(matmul)) return all;
   const int64_t limit_bytes = peak_bytes(matmul, serial);
   const int64_t k = num_partners(matmul);
-  std::vector<int64_t> counts{1, 2, 4, 8, k, 2 * k};
+  std::vector<int64_t> counts{1, 2, 4, 8, 16, 32, k, 2 * k};
+  const auto is_tried_always = [&](int64_t chunks) { return chunks <= kUsualChunks || chunks == k || chunks == 2 * k; };
   std::sort(counts.begin(), counts.end());
   counts.erase(std::unique(counts.begin(), counts.end()), counts.end());
   for (const Method method : {Method::kCollective, Method::kRing}) {
+    std::optional<int64_t> best;
+    bool is_last_best = true;  // of this method, so far
     for (const int64_t chunks : counts) {
       const bool is_ring = method == Method::kRing;
       if (chunks > kMaxChunks || (is_ring && (!has_ring(matmul) || k > kMaxRingPartners || chunks == 1))) continue;
+      if (!is_tried_always(chunks) && !is_last_best) continue;
       all.push_back(tuned_prediction(matmul, {method, chunks}, model, depth, limit_bytes));
+      is_last_best = !best || all.back().total_ps < *best;
+      if (is_last_best) best = all.back().total_ps;
     }
   }
   return all;

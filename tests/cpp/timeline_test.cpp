@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <set>
+#include <vector>
 
 #include "products/compile.h"
 #include "search/make_plan.h"
@@ -135,6 +137,20 @@ TEST(Timeline, ChunksOnHostsWaitForTheirTurn) {
   // With it, fewer chunks are chosen.
   ASSERT_GT(choose(slow, kHost).chunks, 2);
   EXPECT_LE(choose(slow, waiting(kHost, all / 4)).chunks, 2);
+}
+
+TEST(Timeline, ManyChunksAreTriedWhereDoublingPays) {
+  const auto counts = [](const Matmul& matmul, int64_t chunk_ps) {
+    GemmModel model = kHost;
+    model.chunk_ps = chunk_ps;
+    std::set<int64_t> found;
+    for (const Prediction& one : predictions(matmul, model)) found.insert(one.schedule.chunks);
+    return found;
+  };
+  const Matmul matmul = gather_of(2, 20480, 64, 64, 100);
+  EXPECT_EQ(counts(matmul, 0), (std::set<int64_t>{1, 2, 4, 8, 16, 32}));
+  EXPECT_EQ(counts(matmul, 1 << 30), (std::set<int64_t>{1, 2, 4, 8}));
+  EXPECT_GT(choose(matmul, kHost).chunks, 8);
 }
 
 TEST(Timeline, TransfersOnDevicesWaitForProductsThatLeaveNothing) {
