@@ -70,12 +70,13 @@ constexpr int64_t kLeastTuningPercent = 1;
 // A schedule other than serial must save this much.
 constexpr int64_t kLeastGainPercent = 2;
 
-// Returns serial first, then each method with 1, 2, 4, 8, W and 2W chunks for W partners, without duplicates, and with 16
-// and 32 if the number before was the method's fastest so far. (With n chunks, 1 / n of the shorter of product and
-// transfer is never hidden.) Each comes with the depth, and on devices the number of processors left to transfers, that is predicted to be fastest. A
-// `depth` that is given is used as it is. Otherwise two rules limit the depth: all chunks at once must not need more
-// memory than serial, or than depth 1 if that needs more; and rings of more than two ranks on hosts keep depth 1,
-// because messages to several ranks at once share a link, so the first of them arrive later than the lanes say.
+// Returns serial first, then each method with 1, 2, 4, 8, W and 2W chunks for W partners, without duplicates, and with
+// 16 and 32 if the number before was the method's fastest so far. (With n chunks, 1 / n of the shorter of product and
+// transfer is never hidden.) Each comes with the depth, and on devices the number of processors left to transfers, that
+// is predicted to be fastest. A `depth` that is given is used as it is. Otherwise two rules limit the depth: all chunks
+// at once must not need more memory than serial, or than depth 1 if that needs more; and rings of more than two ranks
+// on hosts keep depth 1, because messages to several ranks at once share a link, so the first of them arrive later than
+// the lanes say.
 std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model,
                                     std::optional<int64_t> depth = std::nullopt);
 
