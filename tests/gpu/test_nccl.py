@@ -24,7 +24,7 @@ def _free_port() -> int:
         return port
 
 
-def run(task: str, world: int, way: str) -> str:
+def run(task: str, world: int, way: str, script: Path = SCRIPT) -> str:
     """Runs ranks to the end, on one GPU by a way, or without one; what the first failed one printed, or nothing."""
     common = {
         **os.environ,
@@ -38,7 +38,7 @@ def run(task: str, world: int, way: str) -> str:
     for rank in range(world):
         settings = {name: value.format(rank=rank) for name, value in WAYS[way].items()} if world > 1 and way else {}
         environment = {**common, **settings, "RANK": str(rank)}
-        command = [sys.executable, str(SCRIPT), task]
+        command = [sys.executable, str(script), task]
         ranks.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
