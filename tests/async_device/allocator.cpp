@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <map>
 #include <mutex>
 #include <set>
 #include <utility>
@@ -165,8 +167,49 @@ class CachingAllocator final : public c10::Allocator {
   Poison poison_ = Poison::kNan;
 };
 
+class PinnedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    if (bytes == 0) return {nullptr, c10::kCPU};
+    const size_t rounded = (bytes + kUnit - 1) / kUnit * kUnit;
+    void* data = std::aligned_alloc(kUnit, rounded);
+    std::memset(data, static_cast<int>(Poison::kNan), rounded);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ends_[data] = static_cast<char*>(data) + bytes;
+    return {data, data, &PinnedAllocator::release, c10::kCPU};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &PinnedAllocator::release; }
+  void copy_data(void* dest, const void* src, std::size_t count) const override { std::memcpy(dest, src, count); }
+
+  bool has(const void* data) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto after = ends_.upper_bound(const_cast<void*>(data));
+    return after != ends_.begin() && data < std::prev(after)->second;
+  }
+
+  static PinnedAllocator& get() {
+    static auto* instance = new PinnedAllocator;
+    return *instance;
+  }
+
+ private:
+  static void release(void* data) {
+    {
+      const std::lock_guard<std::mutex> lock(get().mutex_);
+      get().ends_.erase(data);
+    }
+    std::free(data);
+  }
+
+  std::mutex mutex_;
+  std::map<void*, void*> ends_;  // by begin
+};
+
 }  // namespace
 
+c10::Allocator* pinned_allocator() { return &PinnedAllocator::get(); }
+bool is_pinned(const void* data) { return PinnedAllocator::get().has(data); }
 void set_poison(Poison poison) { CachingAllocator::get().set_poison(poison); }
 c10::Allocator* allocator() { return &CachingAllocator::get(); }
 void record_stream(const c10::DataPtr& data, c10::Stream stream) { CachingAllocator::get().record_use(data, stream); }

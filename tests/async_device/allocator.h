@@ -23,6 +23,11 @@ c10::Allocator* allocator();
 // Records that the stream uses the block too, so that the block is not reused before the stream is done with it.
 void record_stream(const c10::DataPtr& data, c10::Stream stream);
 
+// Pinned memory of the host. Copies between it and the device that need not block leave the host to go on, as on CUDA:
+// they read or write it in the stream's order. It is filled with poison when it is allocated.
+c10::Allocator* pinned_allocator();
+bool is_pinned(const void* data);
+
 // Waits for everything and returns cached blocks to the system, except those of graphs.
 void empty_cache();
 int64_t allocated_bytes();  // given out and not freed

@@ -214,12 +214,25 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
       size, stride, allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool /*non_blocking*/) {
+bool may_stay_behind(const at::Tensor& on_host, bool non_blocking) {
+  return non_blocking && is_pinned(on_host.storage().data());
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
   if (is_ours(to)) {
     // Copies from pageable memory, which the caller may free or overwrite at once.
-    if (!is_ours(from)) forbid_in_capture("copying from memory of the host");
-    enqueue(current_stream(), [source = on_cpu(from.expand_as(to)), target = on_cpu(to)]() mutable {
+    const bool is_late = !is_ours(from) && may_stay_behind(from, non_blocking);
+    if (!is_ours(from) && !is_late) forbid_in_capture("copying from memory of the host");
+    const at::Tensor expanded = from.expand_as(to);
+    enqueue(current_stream(), [source = is_late ? expanded : on_cpu(expanded), target = on_cpu(to)]() mutable {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      target.copy_(source);
+    });
+    return to;
+  }
+  if (may_stay_behind(to, non_blocking)) {
+    enqueue(current_stream(), [source = on_cpu(from), target = to]() mutable {
       const at::AutoDispatchBelowADInplaceOrView guard;
       target.copy_(source);
     });

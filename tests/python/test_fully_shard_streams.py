@@ -18,7 +18,8 @@ import meshes
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
-from shardwright.fsdp.weights import Reduction, Unit
+from shardwright.fsdp.landing import Reduction
+from shardwright.fsdp.weights import Unit
 from test_fully_shard import Model, full, loss_of, parts, shard, tokens_of, train, train_whole
 
 PATIENCE_SECONDS = 20.0

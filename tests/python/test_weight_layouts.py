@@ -27,7 +27,7 @@ import shardwright as sw
 import shardwright.parallel as sw_styles
 from meshes import get_mesh
 from pool import Pool
-from shardwright.fsdp.weights import Weight
+from shardwright.fsdp.moves import Moves
 
 WIDTH, HIDDEN, ROWS = 18, 30, 4  # uneven over four ranks, and over two data-parallel ones besides two others
 
@@ -386,13 +386,14 @@ def test_kept_copies_over_tensor_parallelism(pool: Pool) -> None:
 def logged_moves() -> Iterator[list[str]]:
     """Lists the moves of weights that start in the block."""
     moves: list[str] = []
-    start_move = Weight.start_move
+    start = Moves.__call__
 
-    def log(weight: Weight, src: sw.Layout, dst: sw.Layout, *tensors: torch.Tensor) -> Any:
-        moves.append("gather" if dst == weight.use else "refresh" if src == weight.store else "reduce")
-        return start_move(weight, src, dst, *tensors)
+    def log(each: Moves, src: sw.Layout, dst: sw.Layout, *tensors: torch.Tensor) -> Any:
+        is_refresh = src == each.layouts.store and dst == each.layouts.rest
+        moves.append("refresh" if is_refresh else "gather" if dst == each.layouts.use else "reduce")
+        return start(each, src, dst, *tensors)
 
-    with mock.patch.object(Weight, "start_move", log):
+    with mock.patch.object(Moves, "__call__", log):
         yield moves
 
 

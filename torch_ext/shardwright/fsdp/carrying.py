@@ -33,10 +33,13 @@ class Carried:
     next to it, from which it is written to its place.
     """
 
-    def __init__(self, format: Format, use_dtype: torch.dtype, rest: _planner.Layout, move: Move) -> None:
+    def __init__(
+        self, format: Format, use_dtype: torch.dtype, rest: _planner.Layout, move: Move, device: torch.device
+    ) -> None:
         self.format = format
         self.rest = rest
         self.move = move
+        self._device = device
         self.scale: torch.Tensor | None = None
         self._is_direct = type(format) is Format and format.dtype == use_dtype
         self._measured_at: object = None
@@ -57,6 +60,10 @@ class Carried:
     def needs_measure(self, source: object) -> bool:
         """Whether the scales are not those of this source, which is compared by ``==``."""
         return self.format.needs_largest and self._measured_at != source
+
+    def largest(self, part: torch.Tensor) -> torch.Tensor:
+        """Of a part that may be on the host; on the device."""
+        return self.format.largest(part).to(self._device)
 
     def set_scale(self, largest: torch.Tensor, source: object) -> None:
         self.scale = self.format.scale_of(largest)
@@ -117,7 +124,7 @@ def measure(found: Iterable[Measured]) -> None:
             continue
         layout = item.carried.format.largest_layout(item.carried.rest)
         if layout is not None:
-            largest = _reduced(item.carried.move, layout, item.carried.format.largest(item.part))
+            largest = _reduced(item.carried.move, layout, item.carried.largest(item.part))
             item.carried.set_scale(largest, item.source)
             continue
         for others in single:
@@ -131,7 +138,7 @@ def measure(found: Iterable[Measured]) -> None:
         cuts = {dim for rest in rests for dim, text in enumerate(rest.placements) if text != "R"}
         placements = ["P(max)" if dim in cuts else "R" for dim in range(rests[0].mesh.ndim)]
         layout = Layout(rests[0].mesh, [len(items)], placements, torch.float32)
-        each = torch.stack([item.carried.format.largest(item.part) for item in items])
+        each = torch.stack([item.carried.largest(item.part) for item in items])
         for item, largest in zip(items, _reduced(items[0].carried.move, layout, each).unbind()):
             item.carried.set_scale(largest, item.source)
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..layout import Layout, Mesh
+from .hosting import Host
 
 
 class DataMesh(NamedTuple):
@@ -92,11 +93,15 @@ class Layouts:
             self.kept = self._kept_by(choice.keep_ranks, choice.rest)
         self._gradients: dict[tuple[Placement, ...], Layout] = {}
 
-    def as_parameter(self, part: torch.Tensor) -> DTensor:
-        """A part in `store` as DTensor."""
+    def as_parameter(self, part: torch.Tensor, host: Host | None) -> DTensor:
+        """A part in `store`, on the mesh's device, as DTensor; of a copy on the host if there is one."""
         shape = torch.Size(self._shape)
         stride = tuple(torch.empty(shape, device="meta").stride())
-        return DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
+        whole = DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
+        if host is None:
+            return whole
+        # `from_local` would take it back to the device.
+        return DTensor(host.hold(part), whole._spec, requires_grad=False)  # type: ignore[call-arg]
 
     def as_used(self, local: torch.Tensor) -> torch.Tensor:
         """A part in `use` as modules get it: a DTensor on the parameter's own mesh if it was one."""

@@ -25,10 +25,12 @@ class Placing(NamedTuple):
     store: Placer | None
     keep: Placer | None
     keep_ranks: int | None  # from reshard_after_forward
+    takes_host: bool = False  # parameters that are on the host although the mesh is not
 
     def layouts_of(self, name: str, parameter: nn.Parameter) -> Layouts:
         """The layouts of a parameter. Raises ValueError if there are none."""
-        if parameter.device.type != self.data.mesh.device_type:
+        takes_host = self.takes_host and parameter.device.type == "cpu"
+        if parameter.device.type != self.data.mesh.device_type and not takes_host:
             raise ValueError(
                 f"{name}: is on {parameter.device}; allowed is the mesh's kind of device, {self.data.mesh.device_type}"
             )

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import argument_checks, groups
 from .._planner import StepSchedule
+from . import hosting
 from .agreement import check_same
 from .methods import ATTRIBUTE, original_class, sharded_class
 from .placing import Placer, Placing, data_mesh_of, kept_ranks_of
@@ -42,6 +43,7 @@ def fully_shard(
     same_data_dims: Sequence[str | int] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     wire: Wire | Callable[[nn.Parameter], Wire] = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     memory_limit: int | None = None,
     prefetch: int | str = "auto",
@@ -85,6 +87,10 @@ def fully_shard(
             dtype. ``"float8"``, ``"float8_rowwise"`` or ``"mxfp8"``: weights of two dims and more in eight bits with
             scales, gradients in bfloat16. Gradients are then added up in reduce_dtype, by default float32. Or a
             function that returns one of these, or None, for a parameter.
+        offload_policy: torch's ``CPUOffloadPolicy``: parameters, their gradients and so optimizers are on the host, in
+            pinned memory unless it says otherwise. Gathers begin with a copy to the device, reductions end with one to
+            the host, on streams of their own. Parameters may be given on the host; `mesh` says where the device is. On
+            CPU it changes nothing. ``OffloadPolicy()`` is the default, nothing.
         ignored_params: left as they are: they are neither cut nor are their gradients reduced.
         memory_limit: bytes for gathered weights and gradients before they are reduced, on this rank, the same on all;
             only in the outermost call. Default: what it takes to gather one unit ahead and reduce one gradient behind.
@@ -96,8 +102,8 @@ def fully_shard(
 
     Raises:
         ValueError: an argument of the wrong type or value; a module that is under FSDP2 or was given before; a
-            parameter that is on another device than the mesh, is tied to one of another unit, or is a DTensor on a
-            mesh that does not go with `mesh`.
+            parameter that is on another device than the mesh (or, with CPUOffloadPolicy, than the host), is tied to one
+            of another unit, or is a DTensor on a mesh that does not go with `mesh`.
             The first forward raises it if ranks gave different arguments, the end of the first step if `memory_limit`
             is too small.
     """
@@ -106,12 +112,13 @@ def fully_shard(
     _check_options(memory_limit, prefetch)
     if shard_placement_fn is not None and rest is not None:
         raise ValueError("rest: got a function besides shard_placement_fn; allowed is one of the two")
-    policy = Policy(mp_policy, wire)
+    policy, offload = Policy(mp_policy, wire), hosting.checked(offload_policy)
     found = _parameters_of(modules, _checked_ignored(ignored_params))
     device_type = found[0][0].device.type if found else "cpu"
     data = data_mesh_of(mesh, dp_mesh_dims, same_data_dims, device_type, rest is not None)
     ranks = kept_ranks_of(reshard_after_forward, data)
-    placing = Placing(data, shard_placement_fn, rest, store, keep, ranks)
+    host = hosting.host_of(offload, data.mesh.device_type)
+    placing = Placing(data, shard_placement_fn, rest, store, keep, ranks, host is not None)
     layouts = [placing.layouts_of(places[0][2], given) for given, places in found]
     dtypes = [policy.of(given) for given, _ in found]
     for (_, places), placed, in_dtypes in zip(found, layouts, dtypes, strict=True):
@@ -120,11 +127,11 @@ def fully_shard(
     with torch.no_grad():
         for (given, places), placed, in_dtypes in zip(found, layouts, dtypes, strict=True):
             owners = [(owner, name) for owner, name, _ in places]
-            weight = Weight(places[0][2], given, owners, placed, in_dtypes)
+            weight = Weight(places[0][2], given, owners, placed, in_dtypes, host)
             setattr(given, _GIVEN, True)
             setattr(weight.sharded, _SHARDED, True)
             made.append(weight)
-    unit = Unit(type(modules[0]).__name__, modules, made, reshard_after_forward is False)
+    unit = Unit(type(modules[0]).__name__, modules, made, reshard_after_forward is False, host)
     state = _State(unit, policy, memory_limit, None if prefetch == "auto" else int(prefetch))
     for owner in modules:
         setattr(owner, ATTRIBUTE, state)
@@ -210,6 +217,8 @@ class _State:
 
     def before_state_dict(self, module: nn.Module, *_: Any) -> None:
         """After `unshard` the module has whole parameters, which no state dict has."""
+        if self.unit.host is not None:
+            self.unit.host.wait()
         if not self.unit.is_open:
             self.unit.put_sharded()
 

@@ -30,8 +30,9 @@ import torch
 from .. import counters
 from .._planner import StepSchedule, overlapping_budget_bytes
 from .carrying import measure
+from .landing import Reduction
 from .times import Clock, agreed
-from .weights import ALIGNMENT, Reduction, Unit
+from .weights import ALIGNMENT, Unit
 
 # A sequence with more uses is not scheduled: forwards with gradients that no backward follows.
 MAX_USES = 1 << 16
@@ -200,6 +201,8 @@ class Runner:
             self._next("forward")  # a backward within a forward
             with torch.no_grad():
                 self._finish_reductions(len(self._uses))
+                for unit in self.units:
+                    unit.finish_copies()
         else:
             self._next("backward")
             self._end_sequence()
@@ -282,7 +285,8 @@ class Runner:
         for unit in self.units:
             if unit.is_resident and not (keeps_held and unit.is_held):
                 unit.release()
-            unit.end_step()
+            with torch.no_grad():
+                unit.end_step()
         self._uses = []
         self._plan = None
         self._clock = None

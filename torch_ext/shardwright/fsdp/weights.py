@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -11,14 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .. import _planner, _runtime, executables, groups
+from .. import _planner, _runtime, executables
 from ..layout import Layout
 from ..plain_tensors import redistribute_part
-from . import writes
+from . import hosting, writes
 from .carrying import Carried, Measured, measure
 from .formats import with_dtype
 from .gradients import Arriving, Gradients
+from .landing import Landing, Reduction
 from .layouts import Layouts, most_bytes
+from .moves import Moves
 from .policy import Dtypes
 from .wishes import Wishes
 
@@ -49,27 +51,33 @@ class Weight:
         places: Sequence[tuple[nn.Module, str]],
         layouts: Layouts,
         dtypes: Dtypes,
+        host: hosting.Host | None = None,
     ) -> None:
         self.name = name
         self.places = list(places)
         self.layouts = layouts
+        self._host = host
         self.mesh = layouts.mesh
         self.store, self.rest, self.use = layouts.store, layouts.rest, layouts.use
         data = given.detach()
-        self._device_type = data.device.type
-        local = data._local_tensor if isinstance(data, DTensor) else data
+        self.moves = Moves(layouts)
+        device = data.device if host is None else host.device
+        local = _local(data).to(device)
         part = self._slice(local, self.store)
-        self.sharded = nn.Parameter(layouts.as_parameter(part), requires_grad=given.requires_grad)
+        self._part_device_type = device.type if host is None else "cpu"
+        self.sharded = nn.Parameter(layouts.as_parameter(part, host), requires_grad=given.requires_grad)
         writes.watch(self.sharded)
-        self.carried = Carried(dtypes.gathers, dtypes.use, self.rest, self.start_move)
-        self.gradients = Gradients(dtypes, self.store, self.start_move)
+        self.carried = Carried(dtypes.gathers, dtypes.use, self.rest, self.moves, device)
+        self.gradients = Gradients(dtypes, self.store, self.moves)
         self.is_held = self.store is not self.rest and self.rest == self.use and dtypes.is_as_at_rest(data.dtype)
         self._held: torch.Tensor | None = None  # what is held at rest besides `sharded`
         if self.store is not self.rest:
             self._held = self._slice(local, self.rest)
         self._held_from: Version = self.sharded, self.version
         self._refresh: dist.Work | None = None
-        memory = self._held if self.is_held else torch.empty(local.shape, dtype=dtypes.use, device=data.device)
+        self._refreshed_from: torch.Tensor | None = None  # until it is done
+        self._landing = Landing(host)
+        memory = self._held if self.is_held else torch.empty(local.shape, dtype=dtypes.use, device=device)
         self.whole = nn.Parameter(layouts.as_used(memory), given.requires_grad)
         self.memory = _local(self.whole.detach())
         # Those of the rank with most, so that all ranks make the same schedule.
@@ -79,6 +87,9 @@ class Weight:
         self.kept_gradient_bytes = numel * dtypes.reduce.itemsize
         self.whole_bytes = 0 if self.is_held else most_bytes(in_use)  # of what is gathered, in its place
         self._buffer_bytes = [] if self.is_held else [most_bytes(layout) for layout in self.carried.buffers(self.use)]
+        self._is_staged = host is not None and self._held is None
+        if self._is_staged:
+            self._buffer_bytes.append(most_bytes(self.rest))
         self.gathered_bytes = sum(map(_aligned, (self.whole_bytes, *self._buffer_bytes)))
         self.rest_bytes = part.nbytes + (0 if self._held is None else self._held.nbytes)
         self.kept: torch.Tensor | None = None
@@ -87,7 +98,7 @@ class Weight:
             self._copy = with_dtype(layouts.kept[0], dtypes.use), with_dtype(layouts.kept[1], dtypes.use)
         if layouts.kept is not None and not self.is_held:
             shape = layouts.kept[0].local_shape(dist.get_rank())
-            self.kept = torch.empty(shape, dtype=dtypes.use, device=data.device)
+            self.kept = torch.empty(shape, dtype=dtypes.use, device=device)
         self.kept_bytes = 0 if self.kept is None or self._copy is None else most_bytes(self._copy[0])
         self.drop_kept()
         self.release()
@@ -155,13 +166,24 @@ class Weight:
                     f"{tuple(self.sharded.shape)} and dtype {self.sharded.dtype}, placed as {placements}"
                 )
             self.sharded = found
-            writes.watch(found)
+            self.watch_again()
         elif self.part.dtype != getattr(torch, self.rest.dtype):
             raise RuntimeError(
                 f"{self.name}: has become {self.part.dtype}; allowed is {self.rest.dtype}, its dtype when "
                 "sw.fully_shard was called. Convert modules before"
             )
+        if self.part.device.type != self._part_device_type:
+            raise RuntimeError(
+                f"{self.name}: the module has it on {self.part.device}; allowed is {self._part_device_type}, where "
+                f"sw.fully_shard has put it{' as offload_policy says' if self._host is not None else ''}"
+            )
         self.whole.requires_grad_(self.sharded.requires_grad)
+
+    def watch_again(self) -> None:
+        """After another parameter was taken up, or another part put in its place."""
+        writes.watch(self.sharded)
+        if self._host is not None and self.part.device.type == "cpu":
+            self.sharded._local_tensor = self._host.hold(self.part)  # type: ignore[attr-defined]
 
     @property
     def description(self) -> str:
@@ -174,6 +196,7 @@ class Weight:
         return (
             f"{self.name} of shape {tuple(self.rest.shape)} and dtype {self.rest.dtype}: {placed}; used as "
             f"{dtypes.use}, sent as {weight} of {sent}, added up in {dtypes.reduce}"
+            + (", on the host at rest" if self._host is not None else "")
         )
 
     def start_refresh(self) -> None:
@@ -184,9 +207,17 @@ class Weight:
         if _differ([self._held_from], [now]):
             self.finish_refresh()
             self._held_from = now
-            self._refresh = self.start_move(self.store, self.rest, self.part, self._held.data)
+            if self._host is None:
+                self._refresh = self.moves(self.store, self.rest, self.part, self._held.data)
+                return
+            with self._host.fetching():
+                self._refreshed_from = self.part.to(self._host.device, non_blocking=True)
+                self._refresh = self.moves(self.store, self.rest, self._refreshed_from, self._held.data)
 
     def finish_refresh(self) -> None:
+        if self._refreshed_from is not None and self._host is not None:
+            self._host.join()
+            self._refreshed_from = None
         if self._refresh is not None:
             self._refresh.wait()
             self._refresh = None
@@ -206,14 +237,15 @@ class Weight:
         for size_bytes in self._buffer_bytes:
             buffers.append(memory[offset_bytes : offset_bytes + size_bytes])
             offset_bytes += _aligned(size_bytes)
-        self.carried.start(self.use, self._at_rest, self.memory.data, buffers)
+        part = hosting.staged(self.part, buffers.pop()) if self._is_staged else self._at_rest
+        self.carried.start(self.use, part, self.memory.data, buffers)
 
     def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
         """Copies what is kept of the gathered weight to memory that lives until `drop_kept`."""
         if self.kept is not None and self._copy is not None:
             _runtime.borrow_memory(self.kept, memory, offset_bytes)
             layout, use = self._copy
-            executables.run(self._executable(use, layout), self.memory, False, self.kept)
+            executables.run(self.moves.executable(use, layout), self.memory, False, self.kept)
 
     def drop_kept(self) -> None:
         if self.kept is not None:
@@ -237,83 +269,44 @@ class Weight:
         gradient, self.whole.grad = self.whole.grad, None
         return None if gradient is None else self.layouts.of_gradient(gradient)
 
-    def start_move(
-        self, src: _planner.Layout, dst: _planner.Layout, given: torch.Tensor, out: torch.Tensor
-    ) -> dist.Work | None:
-        return executables.start_into(self._executable(src, dst), given, out)
-
     @property
     def gather_ps(self) -> int:
         """How long a gather is predicted to take."""
         if self.is_held:
             return 0
         sent = self.carried.format
-        return sum(map(self._predicted_ps, sent.layouts(self.rest), sent.layouts(self.use)))
+        return sum(map(self.moves.predicted_ps, sent.layouts(self.rest), sent.layouts(self.use)))
 
     @property
     def reduce_ps(self) -> int:
         dtype = self.gradients.dtypes.gradients
-        return self._predicted_ps(with_dtype(self.layouts.usual_gradient, dtype), with_dtype(self.store, dtype))
-
-    def _predicted_ps(self, src: _planner.Layout, dst: _planner.Layout) -> int:
-        return round(1e6 * executables.make_plan(src, dst, self._device_type).predicted_us)
+        return self.moves.predicted_ps(with_dtype(self.layouts.usual_gradient, dtype), with_dtype(self.store, dtype))
 
     def add_gradient(self, part: torch.Tensor) -> None:
-        """Adds to the gradient of the sharded parameter, and calls its hooks after that."""
-        part = part.to(self.sharded.dtype)
-        if self.sharded.grad is None:
-            # Not by `as_parameter`, whose checks are most of what a step of small weights takes.
-            spec = self.sharded._spec  # type: ignore[attr-defined]
-            self.sharded.grad = DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
-        else:
-            self.sharded.grad._local_tensor.add_(part)  # type: ignore[attr-defined]
-        for hook in (getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(self.sharded)
+        """Adds to the gradient of the sharded parameter: on the host, by `finish_gradients`."""
+        self._landing.add(self.sharded, part)
 
-    def _executable(self, src: _planner.Layout, dst: _planner.Layout) -> _runtime.Executable:
-        device_type = self._device_type
-        mesh = self.mesh if src.mesh == self.rest.mesh else None  # kept copies may lie on another one
-
-        def build() -> _runtime.Executable:
-            return executables.bind(executables.make_plan(src, dst, device_type), device_mesh=mesh)
-
-        executable = executables.lookup(("weight", src, dst, device_type, groups.DEFAULT, mesh), build)
-        assert isinstance(executable, _runtime.Executable)
-        return executable
+    def finish_gradients(self) -> None:
+        self._landing.finish(self.sharded)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-@dataclasses.dataclass
-class Reduction:
-    """Gradients of a unit that are being reduced. The whole ones stay until that is done."""
-
-    under_way: list[tuple[Weight, Arriving]]
-
-    def finish(self) -> None:
-        for weight, arriving in self.under_way:
-            if arriving.work is not None:
-                arriving.work.wait()
-            part = arriving.finish(arriving.received)
-            if part is not None:
-                weight.add_gradient(part)
-        self.under_way = []
-
-    def discard(self) -> None:
-        """Waits, but adds nothing."""
-        for _, arriving in self.under_way:
-            if arriving.work is not None:
-                arriving.work.wait()
-        self.under_way = []
-
-
 class Unit:
     """The weights of one call of `sw.fully_shard`. They are gathered together."""
 
-    def __init__(self, name: str, modules: tuple[nn.Module, ...], weights: list[Weight], stays: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        modules: tuple[nn.Module, ...],
+        weights: list[Weight],
+        stays: bool,
+        host: hosting.Host | None = None,
+    ) -> None:
         self.name = name
+        self.host = host
         self.modules = modules
         self.weights = weights
         self.forwards: list[int] = []  # numbers of the forwards that are running, innermost last
@@ -389,9 +382,10 @@ class Unit:
         self._is_arriving = True
         scaled = (weight for weight in self.weights if weight.carried.format.needs_largest)
         measure(weight.measured for weight in scaled if weight.carried.needs_measure(weight.source))
-        for weight in self.weights:
-            weight.start_gather(memory, offset_bytes, from_kept)
-            offset_bytes += weight.gathered_bytes
+        with contextlib.nullcontext() if self.host is None else self.host.fetching():
+            for weight in self.weights:
+                weight.start_gather(memory, offset_bytes, from_kept)
+                offset_bytes += weight.gathered_bytes
 
     def start_gather_alone(self) -> None:
         """Starts to gather into memory of its own."""
@@ -421,10 +415,20 @@ class Unit:
         for weight in self.weights:
             weight.finish_refresh()
         self.drop_kept()
+        self.finish_copies()
+
+    def finish_copies(self) -> None:
+        """The host waits until gradients are there, and until parts at rest may be written."""
+        if self.host is not None:
+            for weight in self.weights:
+                weight.finish_gradients()
+            self.host.wait()
 
     def finish_gather(self) -> None:
         if not self._is_arriving:
             return
+        if self.host is not None:
+            self.host.join()
         for weight in self.weights:
             weight.carried.finish(weight.memory.data)
         self._is_arriving = False
@@ -442,7 +446,7 @@ class Unit:
     def watch_again(self) -> None:
         """After `nn.Module._apply`, which leaves DTensor parameters without their attributes, and may have written."""
         for weight in self.weights:
-            writes.watch(weight.sharded)
+            weight.watch_again()
 
     def release(self) -> None:
         self.finish_gather()
@@ -466,7 +470,7 @@ class Unit:
         for weight in self.weights:
             arriving = weight.start_reduction(wishes.reduces_over_replicas, wishes.divides_by)
             if arriving is not None:
-                reduction.under_way.append((weight, arriving))
+                reduction.under_way.append((weight.add_gradient, arriving))
         return reduction if reduction.under_way else None
 
     def keep_gradients(self) -> None:

@@ -1,0 +1,273 @@
+"""`offload_policy` of `sw.fully_shard`: parts at rest on the host, gathered from there.
+
+On CPU they are there anyway. Copies are tested on the asynchronous device, where pinned memory is read and written when
+a stream gets to it, memory that was not written yet is NaN, and streams are late at random.
+"""
+
+from __future__ import annotations
+
+import unittest.mock as mock
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import meshes
+import shardwright as sw
+import shardwright.parallel as sw_styles
+from meshes import get_mesh
+from pool import Pool
+from test_weight_layouts import Model, Named, assert_equals_whole, local, tensor_parallel, train, wrapped
+
+PINNED, PAGED = CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)
+WIDTH = 16
+LATE_MS = 30
+
+
+def _as_stock() -> None:
+    """On CPU: state dicts and results of stock FSDP2, bit for bit."""
+    mesh = get_mesh((2,))
+    stock = wrapped(Model(), stock_fully_shard, mesh=mesh, offload_policy=PAGED)
+    expected = train(stock, 3, [dist.get_rank()])
+    for policy in (PINNED, PAGED, OffloadPolicy()):
+        ours = wrapped(Model(), mesh=mesh, offload_policy=policy)
+        found = train(ours, 3, [dist.get_rank()])
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(local(found[name]), local(expected[name])) for name in expected)
+        for (name, a), (other, b) in zip(ours.state_dict().items(), stock.state_dict().items(), strict=True):
+            assert name == other and a.placements == b.placements and torch.equal(a.to_local(), b.to_local())
+    with pytest.raises(
+        ValueError, match="offload_policy: got a bool; allowed are torch.distributed.fsdp.OffloadPolicy"
+    ):
+        sw.fully_shard(nn.Linear(2, 2), mesh=mesh, offload_policy=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
+def test_on_cpu_as_stock(pool: Pool) -> None:
+    pool.run(_as_stock, 2)
+
+
+def _model(offloads: bool, given: Model | None = None, **options: Any) -> Model:
+    return wrapped(given or Model(), **options, **({"offload_policy": PINNED} if offloads else {}))
+
+
+def _is_on_host(model: nn.Module) -> bool:
+    parts = [p.to_local() for p in model.parameters()]  # type: ignore[operator]
+    return all(part.device.type == "cpu" and (part.is_pinned() or part.numel() == 0) for part in parts)
+
+
+def _accumulated(model: Any, mesh: Any) -> Named:
+    """Without reductions, then added to gradients that are there already."""
+    found = {}
+    for step in range(2):
+        for micro_step in range(2):
+            model.set_requires_gradient_sync(micro_step == 1)
+            results = train(model, 1, [dist.get_rank()]) if micro_step else None
+            if results is None:
+                model(torch.ones(2, 18, device=meshes.device)).sum().backward()
+            else:
+                found |= {f"{step} {name}": value for name, value in results.items()}
+    for _ in range(2):
+        model(torch.ones(2, 18, device=meshes.device)).sum().backward()
+    return found | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _combinations() -> None:
+    """Each has the bits of the same model whose parts are on the device."""
+    mesh = get_mesh((2,))
+    cases: list[dict[str, Any]] = [
+        {},
+        {"offload_policy": PAGED},
+        {"wire": "float8"},
+        {"wire": torch.bfloat16, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0)]},
+        {"shard_placement_fn": lambda p: Shard(p.ndim - 1), "reshard_after_forward": False},
+    ]
+    for options in cases:
+        results = []
+        for offloads in (False, True):
+            policy = {"offload_policy": options.get("offload_policy", PINNED) if offloads else OffloadPolicy()}
+            given = Model()
+            if "mp_policy" in options:  # its backward is only on CPU for such dtypes
+                for layer in given.layers:
+                    layer.inner.norm = nn.Identity()
+            model = wrapped(given, mesh=mesh, **{**options, **policy})
+            results.append(train(model, 2, [dist.get_rank()]))
+        assert options == cases[1] or _is_on_host(model)
+        _assert_same(*results)
+    results = [_accumulated(_model(offloads, mesh=mesh), mesh) for offloads in (False, True)]
+    _assert_same(*results)
+
+
+def _assert_same(on_device: Named, on_host: Named) -> None:
+    assert on_device.keys() == on_host.keys()
+    for name, value in on_device.items():
+        assert torch.equal(local(value).cpu(), local(on_host[name]).cpu()), name
+
+
+def test_combinations(async_pool: Pool) -> None:
+    async_pool.run(_combinations, 2)
+
+
+def _over_other_dims() -> None:
+    mesh = get_mesh((2, 2))
+    results = []
+    for offloads in (False, True):
+        model = tensor_parallel(sw_styles, mesh["b"])
+        results.append(train(_model(offloads, model, mesh=mesh["a"]), 2, [mesh.get_local_rank("a")]))
+    _assert_same(*results)
+    # Copies that are kept stay on the device; parameters may come from the host.
+    with mock.patch.object(meshes, "device", "cpu"):
+        given = Model()
+    model = _model(True, given, mesh=mesh, reshard_after_forward=2, outermost={"prefetch": 0})
+    assert _is_on_host(model)
+    assert_equals_whole(train(model, 2, [dist.get_rank()]), 4, 2)
+
+
+def test_over_other_dims(async_pool: Pool) -> None:
+    async_pool.run(_over_other_dims, 4)
+
+
+class Late(nn.Module):
+    """A linear layer whose stream is late, in forwards or in backwards, when the host is done with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False, device=meshes.device)
+        self.is_late = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sleep()
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(self.sleep)
+        return y
+
+    def sleep(self, *_: Any) -> None:
+        if self.is_late:
+            import async_device
+
+            async_device.native().sleep(LATE_MS)
+
+
+def _in_order() -> None:
+    """The host writes parts and reads gradients as soon as it gets to do so."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Late() for _ in range(3))
+    whole = [layer.linear.weight.detach().cpu().clone().requires_grad_() for layer in layers]
+    for layer in layers:
+        sw.fully_shard(layer, mesh=get_mesh((dist.get_world_size(),)), offload_policy=PINNED)
+    model = nn.Sequential(*layers)
+    sw.fully_shard(model, mesh=get_mesh((dist.get_world_size(),)), offload_policy=PINNED, prefetch=0)
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
+    on_device = x.to(meshes.device)
+
+    def expected() -> torch.Tensor:
+        y = x
+        for weight in whole:
+            y = y @ weight.t()
+        return y
+
+    def write() -> None:
+        with torch.no_grad():
+            for p, weight in zip(model.parameters(), whole, strict=True):
+                p.to_local().mul_(1.5)  # type: ignore[operator]
+                weight.mul_(1.5)
+
+    for step in range(4):
+        for layer in layers:
+            layer.is_late = step > 1
+        with torch.no_grad():
+            found, right = model(on_device), expected()
+            write()
+            torch.testing.assert_close(found.cpu(), right)
+        for _ in range(2):
+            model(on_device).square().mean().backward()
+            expected().square().mean().backward()
+            for p, weight in zip(model.parameters(), whole, strict=True):
+                assert isinstance(p.grad, DTensor) and p.grad.device.type == "cpu"
+                part = p.grad.to_local().clone()  # before anything else waits for the device
+                rows = weight.grad.chunk(dist.get_world_size())  # type: ignore[union-attr]
+                torch.testing.assert_close(part, rows[dist.get_rank()])
+            write()
+        model.zero_grad()
+        for weight in whole:
+            weight.grad = None
+
+    # An optimizer that steps between a forward and its backward waits for the forward's copies.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    found, right = model(on_device), expected()
+    optimizer.step()
+    torch.testing.assert_close(found.detach().cpu(), right.detach())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_host_and_streams_are_in_order(async_pool: Pool, world: int) -> None:
+    async_pool.run(_in_order, world)
+
+
+def _hooks_and_errors() -> None:
+    mesh, rank = get_mesh((2,)), dist.get_rank()
+    layer = nn.Linear(4, 6, device=meshes.device)
+    sw.fully_shard(layer, mesh=mesh, offload_policy=PINNED)
+    seen: list[torch.Tensor] = []
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
+    for count in (1, 2):
+        layer(torch.full((1, 4), 2.0, device=meshes.device)).sum().backward()
+        assert torch.equal(seen[-1], torch.full((3, 4), 2.0 * count)), "the sum, on the host"
+    layer.to(meshes.device)
+    with pytest.raises(RuntimeError, match=f"weight: the module has it on {meshes.device}:0; allowed is cpu, where"):
+        layer(torch.ones(1, 4, device=meshes.device))
+    layer.to("cpu")
+    layer(torch.ones(1, 4, device=meshes.device)).sum().backward()
+    assert _is_on_host(layer)
+    with pytest.raises(ValueError, match="is on cpu; allowed is the mesh's kind of device"):
+        sw.fully_shard(nn.Linear(2, 2), mesh=mesh)
+    other = nn.Linear(4, 4, device=meshes.device)
+    sw.fully_shard(other, mesh=mesh, offload_policy=PINNED if rank else None)
+    with pytest.raises(ValueError, match="differ from ranks"):
+        other(torch.ones(1, 4, device=meshes.device))
+
+
+def test_hooks_and_errors(async_pool: Pool) -> None:
+    async_pool.run(_hooks_and_errors, 2)
+
+
+def _runs_beside_products() -> None:
+    """While a stream is late, before a product, the part of the next layer comes to the device."""
+    layers = [nn.Linear(WIDTH, WIDTH, device=meshes.device) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    for layer in [*layers, model]:
+        sw.fully_shard(layer, mesh=get_mesh((1,)), offload_policy=PINNED)
+    x = torch.ones(2, WIDTH, device=meshes.device)
+    seen: list[bool] = []
+
+    def look(module: Any, _: Any) -> None:
+        import async_device
+
+        host = layers[layers.index(module) + 1]._shardwright_unit.unit.host
+        late = torch.Event(meshes.device)
+        async_device.native().sleep(2000)
+        late.record()
+        host._fetched.synchronize()
+        seen.append(not late.query())
+
+    with torch.no_grad():
+        for _ in range(2):
+            model(x)
+        handles = [layer.register_forward_pre_hook(look) for layer in layers[:-1]]
+        model(x)
+    for handle in handles:
+        handle.remove()
+    assert seen == [True, True]
+
+
+def test_copies_run_beside_products(async_pool: Pool) -> None:
+    async_pool.run(_runs_beside_products, 1)

@@ -1,0 +1,132 @@
+"""Parts at rest in host memory: `offload_policy` of `fully_shard`, which means what it means in FSDP2.
+
+Parameters, their gradients and optimizers are on the host; what is gathered and reduced is on the device. Two streams
+of the device carry copies, so that they run beside compute and beside each other:
+
+    part at rest      -- inward -->   staged part, which is gathered
+    gradient at rest  <-- outward --  reduced part
+
+Both streams follow what the caller's stream was given before. The caller's stream waits for a staged part when it waits
+for the gather. The host waits for both streams when a sequence ends, and before an optimizer steps: after that it may
+read gradients, and write parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class Leaving(NamedTuple):
+    """A tensor on its way to the host."""
+
+    on_host: torch.Tensor
+    copied: torch.Event
+
+    def wait(self) -> torch.Tensor:
+        """The host waits."""
+        self.copied.synchronize()
+        return self.on_host
+
+
+class Host:
+    """The copies of one unit between the host and a device."""
+
+    def __init__(self, device: torch.device, pins: bool) -> None:
+        self.device = device
+        self._pins = pins
+        self._inward, self._outward = _streams(device)
+        self._fetched: torch.Event | None = None  # the latest on the inward stream that the host has not waited for
+        _watch(self)
+
+    def hold(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns a part in host memory, as the policy wants it."""
+        part = part.to("cpu")
+        return part.pin_memory() if self._pins and part.numel() > 0 and not part.is_pinned() else part
+
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """What the block gives to the current stream goes to the inward one; `join` waits for it."""
+        self._inward.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._inward:
+            try:
+                yield
+            finally:
+                self._fetched = self._inward.record_event()
+
+    def join(self) -> None:
+        """The current stream waits for what was fetched."""
+        if self._fetched is not None:
+            torch.accelerator.current_stream(self.device).wait_event(self._fetched)
+
+    def wait(self) -> None:
+        """The host waits for what was fetched; then it may write what it was fetched from."""
+        if self._fetched is not None:
+            self._fetched.synchronize()
+            self._fetched = None
+
+    def send(self, part: torch.Tensor) -> Leaving:
+        """Starts to copy what the current stream has made, or will have, to the host."""
+        self._outward.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._outward:
+            on_host = torch.empty(part.shape, dtype=part.dtype, pin_memory=self._pins and part.numel() > 0)
+            on_host.copy_(part, non_blocking=True)
+            copied = self._outward.record_event()
+        if part.numel() > 0:
+            part.record_stream(self._outward)
+        return Leaving(on_host, copied)
+
+
+def staged(part: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Copies a part on the host to bytes on the device, in the order of the current stream."""
+    return memory[: part.nbytes].view(part.dtype).view(part.shape).copy_(part, non_blocking=True)
+
+
+def checked(offload_policy: Any) -> CPUOffloadPolicy | None:
+    """Returns the policy, None for one that leaves everything on the device. Raises ValueError for anything else."""
+    if offload_policy is None or type(offload_policy) is OffloadPolicy:
+        return None
+    if not isinstance(offload_policy, CPUOffloadPolicy):
+        raise ValueError(
+            f"offload_policy: got a {type(offload_policy).__name__}; allowed are torch.distributed.fsdp.OffloadPolicy()"
+            " and CPUOffloadPolicy(pin_memory=...)"
+        )
+    return offload_policy
+
+
+def host_of(policy: CPUOffloadPolicy | None, device_type: str) -> Host | None:
+    """Returns None where nothing is copied: without a policy, and on CPU, where parts are on the host anyway."""
+    if policy is None or device_type == "cpu":
+        return None
+    index = torch.get_device_module(device_type).current_device()
+    return Host(torch.device(device_type, index), policy.pin_memory)
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+    return torch.Stream(device), torch.Stream(device)
+
+
+_hosts: weakref.WeakSet[Host] = weakref.WeakSet()
+_is_registered = False
+
+
+def _watch(host: Host) -> None:
+    """From now on, optimizers wait for it before they step."""
+    global _is_registered
+    _hosts.add(host)
+    if not _is_registered:
+        _is_registered = True
+        register_optimizer_step_pre_hook(_wait_for_all)
+
+
+def _wait_for_all(*_: Any) -> None:
+    for host in _hosts:
+        host.wait()
