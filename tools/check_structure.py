@@ -83,7 +83,7 @@ MAX_CODE_LINES = {
     "attending": 620,
     "calibration": 550,
     "dtensor": 700,
-    "fsdp": 2300,
+    "fsdp": 2530,
     "graphs": 200,
     "mapping": 750,
     "products": 1000,

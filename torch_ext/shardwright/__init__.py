@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .drop_in import disable, enable, enabled, redistribute
     from .experts import combine, dispatch
     from .explaining import explain
+    from .fsdp.activations import checkpoint_cut
     from .fsdp.handles import JitWeight, jit_weight
     from .fsdp.sharding import fully_shard, schedule
     from .many import ManyHandle, redistribute_many
@@ -78,6 +79,7 @@ __all__ = [
     "calibrate_gemm",
     "cast",
     "check_ranks",
+    "checkpoint_cut",
     "combine",
     "connect",
     "context_parallel",
@@ -144,6 +146,7 @@ _NEEDS_TORCH = {
     "drop_in": "disable enable enabled redistribute",
     "experts": "combine dispatch",
     "explaining": "explain",
+    "fsdp.activations": "checkpoint_cut",
     "fsdp.handles": "JitWeight jit_weight",
     "fsdp.sharding": "fully_shard schedule",
     "products.functions": "all_gather_matmul linear matmul_all_reduce matmul_reduce_scatter",

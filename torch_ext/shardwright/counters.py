@@ -17,13 +17,14 @@ class _Counts:
 
     __slots__ = (
         *("batched_tensors", "batches", "cache_hits", "calls", "combines", "dispatches", "dropped", "misfits", "plans"),
-        *("products", "traced", "unplanned_steps", "views"),
+        *("products", "traced", "unplanned_steps", "views", "activations_cut", "activation_gathers"),
     )
 
     def __init__(self) -> None:
         self.calls = self.cache_hits = self.misfits = self.plans = self.products = self.traced = 0
         self.dispatches = self.combines = self.dropped = self.unplanned_steps = 0
         self.batches = self.batched_tensors = self.views = 0
+        self.activations_cut = self.activation_gathers = 0
 
 
 counts = _Counts()
@@ -53,6 +54,8 @@ def stats() -> dict[str, Any]:
         expert, where the host knows.
         ``unplanned_steps``: steps of models under `fully_shard` that left the sequence which their schedule was made
         for.
+        ``activations_cut``: activations of which `checkpoint_cut` keeps a part; ``activation_gathers``: those that were
+        gathered again.
         ``views``: views, and products of what they cut in strides, that DTensor does by our rules and moves nothing
         for; ``view_fallbacks``: views that are left to PyTorch; ``view_fallback_reasons`` counts them by reason. All
         three count an operator once for each of its placements and sizes, because DTensor keeps the answer.
@@ -77,6 +80,8 @@ def stats() -> dict[str, Any]:
         "dropped": counts.dropped,
         "traced": counts.traced,
         "unplanned_steps": counts.unplanned_steps,
+        "activations_cut": counts.activations_cut,
+        "activation_gathers": counts.activation_gathers,
         "misfits": counts.misfits,
         "fallbacks": sum(_reasons.values()),
         "fallback_reasons": dict(_reasons),

@@ -29,7 +29,11 @@ def check_same(units: Sequence[Unit], options: Mapping[str, object], device: tor
 
 
 def _compare(mesh: DeviceMesh, said: dict[str, str], device: torch.device) -> None:
-    """Raises ValueError on all ranks of a mesh if texts under the same number differ."""
+    compare(mesh, said, device, "sw.fully_shard", "what they gave it", "the same modules and arguments")
+
+
+def compare(mesh: DeviceMesh, said: dict[str, str], device: torch.device, who: str, what: str, allowed: str) -> None:
+    """Raises ValueError on all ranks of a mesh if texts under the same number differ. All say as many."""
     if mesh.size() == 1:
         return
     ranks = mesh.mesh.flatten().tolist()
@@ -49,7 +53,6 @@ def _compare(mesh: DeviceMesh, said: dict[str, str], device: torch.device) -> No
         if len(by_digest) > 1:
             groups = sorted(by_digest.values(), key=lambda group: (len(group), group))
             raise ValueError(
-                f"sw.fully_shard: ranks {' differ from ranks '.join(map(str, groups))} in what they gave it; on rank "
-                f"{ranks[own]}, {name}: {text}. Allowed are the same modules and arguments, in the same order, on all "
-                "ranks of a mesh"
+                f"{who}: ranks {' differ from ranks '.join(map(str, groups))} in {what}; on rank {ranks[own]}, "
+                f"{name}: {text}. Allowed are {allowed}, in the same order, on all ranks of a mesh"
             )

@@ -1,0 +1,324 @@
+"""`checkpoint_cut`: activations that are equal on all ranks of a mesh, cut from a forward to its backward.
+
+What autograd saves in a block, and what is equal on all ranks, is packed as this rank's part: a cut of its memory,
+which is free. When a backward unpacks it, the parts are gathered.
+
+A *sequence* is what was packed without anything being unpacked in between, such as the activations of one forward. The
+first backward of a sequence gathers each activation when it is needed, and records in which order that is. Later
+backwards of equal sequences gather one activation ahead. Ranks compare a sequence when they see it for the first time.
+Everything that decides about a gather is counted, so that no rank depends on when its memory is freed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .. import _planner, argument_checks, checking, counters, executables, groups
+from ..layout import Layout, Mesh
+from ..plain_tensors import redistribute_local
+from .agreement import compare
+from .steps import is_in_backward
+
+
+class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
+    """Within the block, autograd saves of activations that are equal on all ranks of a mesh only this rank's part.
+
+        for layer in self.layers:
+            with sw.checkpoint_cut(mesh["tp"], x):                # x is the same on all tensor-parallel ranks
+                x = layer(x)
+
+    The backward gathers them again: one ahead of what it needs, once it has run before. Bits are those without the
+    block. An activation is cut evenly in memory, whatever its shape and strides, so nothing needs to be divisible.
+
+    With recomputation the input of a layer is all that is saved, and it is cut:
+
+            with sw.checkpoint_cut(mesh["tp"], x):
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+
+    DTensors need not be named: all that are saved in the block are cut whose placements say that they are equal, such
+    as sequences that were gathered. Parameters are left as they are.
+
+    Args:
+        mesh: the ranks on which activations are equal, this one among them; any number of dims.
+        tensors: plain tensors that are equal on all of these ranks, bit for bit. What is saved of them and of their
+            views is cut. (``sw.check_ranks()`` compares their values.)
+        min_bytes: smaller ones stay whole.
+
+    All ranks of the mesh run the same blocks and backwards in the same order.
+
+    Raises:
+        ValueError: an argument of the wrong type; a DTensor that is not equal on these ranks. In a backward, on all
+            ranks, if they have saved different things.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *tensors: torch.Tensor, min_bytes: int = 1 << 16) -> None:
+        groups.check_initialised()
+        argument_checks.check_device_mesh("mesh", mesh)
+        if mesh is None or mesh.get_coordinate() is None:
+            raise ValueError(f"mesh: got {mesh}; allowed is a mesh that holds this rank, {dist.get_rank()}")
+        if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
+            raise ValueError(f"min_bytes: got {min_bytes!r}; allowed is a number of bytes")
+        self._mesh = mesh
+        self._min_bytes = min_bytes
+        self._given = [span for number, tensor in enumerate(tensors) if (span := _named(number, tensor, mesh))]
+        self._made: dict[_Span, tuple[_Kept, _Sequence]] = {}
+        super().__init__(self._pack, _unpack)
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        self._made.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved | torch.Tensor:
+        found = self._span_of(tensor)
+        if found is None or found.size_bytes < self._min_bytes:
+            return tensor
+        spec = tensor._spec if isinstance(tensor, DTensor) else None
+        local = _local_of(tensor)
+        if found not in self._made:
+            kept = self._kept(local, found)
+            self._made[found] = kept, _meshes.get_or_make(self._mesh, lambda: _OnMesh(self._mesh)).add(kept)
+        kept, sequence = self._made[found]
+        kept.num_saved += 1
+        return _Saved(kept, sequence, local.size(), local.stride(), local.storage_offset() - found.begin, spec)
+
+    def _span_of(self, tensor: torch.Tensor) -> _Span | None:
+        """The memory that is cut where this is saved; None where it is not."""
+        if isinstance(tensor, DTensor):
+            owner = tensor._base if tensor._is_view() else tensor
+            if isinstance(owner, torch.nn.Parameter):
+                return None
+            spec = tensor._spec
+            is_equal = is_equal_on(spec.mesh, tuple(spec.placements), self._mesh)
+            return _span(_local_of(tensor)) if is_equal else None
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return None
+        span = _span(tensor)
+        return None if span is None else next((given for given in self._given if given.holds(span)), None)
+
+    def _kept(self, local: torch.Tensor, span: _Span) -> _Kept:
+        memory = local.detach().as_strided((span.numel,), (1,), span.begin)
+        whole, cut = _layouts(self._mesh, span.numel, span.dtype)
+        if checking.is_on():
+            _compare_values(self._mesh, local)
+        part = redistribute_local(memory, whole, cut, device_mesh=self._mesh)
+        if part.numel() and part.untyped_storage()._cdata == memory.untyped_storage()._cdata:
+            part = part.clone()
+        counters.counts.activations_cut += 1
+        return _Kept(part, cut, whole, self._mesh)
+
+
+class _Span(NamedTuple):
+    """Consecutive elements of a storage, as they are at one version."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    begin: int
+    numel: int
+    version: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def holds(self, other: _Span) -> bool:
+        return (
+            self.storage == other.storage
+            and (self.dtype, self.version) == (other.dtype, other.version)
+            and self.begin <= other.begin
+            and other.begin + other.numel <= self.begin + self.numel
+        )
+
+
+def _span(tensor: torch.Tensor) -> _Span | None:
+    """What lies between the first and the last element; None where there is nothing, or memory does not hold it."""
+    if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
+        return None
+    numel = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return _Span(
+        StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.storage_offset(), numel, tensor._version
+    )
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    waited: torch.Tensor = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    return waited
+
+
+def _named(number: int, tensor: Any, mesh: DeviceMesh) -> _Span | None:
+    name = f"tensors[{number}]"
+    if isinstance(tensor, DTensor):
+        if not is_equal_on(tensor.device_mesh, tuple(tensor.placements), mesh):
+            raise ValueError(
+                f"{name}: is placed as {tuple(tensor.placements)} on {tensor.device_mesh}, so its parts differ on "
+                f"{mesh}; allowed are DTensors that are replicated over it"
+            )
+        return None  # found where it is saved, as others are
+    argument_checks.check_tensor(name, tensor)
+    return _span(tensor)
+
+
+@executables.kept
+def is_equal_on(of: DeviceMesh, placements: tuple[Any, ...], over: DeviceMesh) -> bool:
+    """Whether DTensors that lie so have equal parts on all ranks of another mesh."""
+    mesh = Mesh(of)
+    places = [mesh.coordinate(rank) for rank in Mesh(over).ranks]
+    if any(place is None for place in places):
+        return False
+    dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    return len({tuple(place[dim] for dim in dims) for place in places if place is not None}) == 1
+
+
+@executables.kept
+def _layouts(mesh: DeviceMesh, numel: int, dtype: torch.dtype) -> tuple[_planner.Layout, _planner.Layout]:
+    """Memory of so many elements, whole and cut over all dims of a mesh."""
+    on = Mesh(mesh)
+    return Layout(on, [numel], ["R"] * mesh.ndim, dtype), Layout(on, [numel], ["S(0)"] * mesh.ndim, dtype)
+
+
+def _compare_values(mesh: DeviceMesh, local: torch.Tensor) -> None:
+    bits = local.detach().contiguous().cpu().flatten().view(torch.uint8)
+    digest = hashlib.sha256(bytes(bits.tolist())).hexdigest()[:16]
+    said = {"tensor": f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}", "values": digest}
+    compare_calls = checking.compare_calls
+    compare_calls(tuple(Mesh(mesh).ranks), dist.get_rank(), "cut of an activation", said, judged={})
+
+
+class _Kept:
+    """An activation of which this rank keeps a part."""
+
+    def __init__(self, part: torch.Tensor, cut: _planner.Layout, whole: _planner.Layout, mesh: DeviceMesh) -> None:
+        self._part, self._cut, self._whole, self._mesh = part, cut, whole, mesh
+        self._gathered: torch.Tensor | None = None  # or being gathered
+        self._num_unpacked = 0
+        self.num_saved = 0  # how often it, or a view of it, was saved
+        self.number = 0  # in its sequence
+        self.was_needed = False
+        self.looks = f"{str(part.dtype).removeprefix('torch.')}[{whole.shape[0]}]"
+
+    def start_gather(self) -> None:
+        if self._gathered is None:
+            counters.counts.activation_gathers += 1
+            self._gathered = redistribute_local(
+                self._part, self._cut, self._whole, device_mesh=self._mesh, async_op=True
+            )
+
+    def unpack(self, sequence: _Sequence) -> torch.Tensor:
+        """Returns it whole, and lets go of it when all that was saved of it was unpacked."""
+        following = sequence.reach(self, self._part.device) if self._num_unpacked == 0 else None
+        self.start_gather()
+        if following is not None:
+            following.start_gather()
+        found = self._gathered
+        assert found is not None
+        self._gathered = found = found.wait() if isinstance(found, AsyncCollectiveTensor) else found
+        self._num_unpacked += 1
+        if self._num_unpacked >= self.num_saved:
+            self._num_unpacked, self._gathered = 0, None
+        return found
+
+
+class _Saved(NamedTuple):
+    """What autograd holds of a tensor: a view of what is kept."""
+
+    kept: _Kept
+    sequence: _Sequence  # lives as long as anything that is in it can be unpacked
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    spec: Any  # of a DTensor
+
+
+def _unpack(saved: _Saved | torch.Tensor) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    with torch.no_grad():
+        local = saved.kept.unpack(saved.sequence).as_strided(saved.size, saved.stride, saved.offset)
+    return local if saved.spec is None else DTensor(local, saved.spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+class _Sequence:
+    """Activations on one mesh that were packed without anything being unpacked in between, by number."""
+
+    def __init__(self, on: _OnMesh, is_in_backward: bool) -> None:
+        self.is_in_backward = is_in_backward
+        self.is_closed = False  # something was unpacked
+        self._on = on
+        self._seen: list[str] = []
+        # Held until they are gathered, so that a rank on which autograd has let go of one still takes part. Not more
+        # than the longest sequence has that ever was unpacked: forwards without backwards hold no more than that.
+        self._held: dict[int, _Kept] = {}
+        self._reached: list[int] = []
+        # Numbers in the order in which the last backward needed them; None where this one differs, which is recorded.
+        self._planned: list[int] | None = []
+
+    def add(self, kept: _Kept) -> None:
+        kept.number = len(self._seen)
+        self._seen.append(kept.looks)
+        if len(self._seen) <= self._on.longest:
+            self._held[kept.number] = kept
+        else:
+            self._held.clear()
+
+    def reach(self, kept: _Kept, device: torch.device) -> _Kept | None:
+        """The backward needs this one. Returns the one to gather ahead, if any."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._planned = self._on.order_of(tuple(self._seen), device)
+        self._held.pop(kept.number, None)
+        if kept.was_needed:  # by an earlier backward through the same graph
+            return None
+        kept.was_needed = True
+        at = len(self._reached)
+        if self._planned is not None and self._planned[at : at + 1] != [kept.number]:
+            self._planned = None
+            self._on.orders[tuple(self._seen)] = self._reached
+        self._reached.append(kept.number)
+        following = [] if self._planned is None else self._planned[at + 1 : at + 2]
+        return self._held.get(following[0]) if following else None
+
+
+class _OnMesh:
+    """What is known of the activations on a mesh: the same on all of its ranks, whatever else they do."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._current = _Sequence(self, False)
+        self.orders: dict[tuple[str, ...], list[int]] = {}  # in which sequences were unpacked
+        self.longest = 0  # of them
+
+    def add(self, kept: _Kept) -> _Sequence:
+        """Adds to the sequence that is being packed, or to a new one."""
+        if self._current.is_closed or self._current.is_in_backward != is_in_backward():
+            self._current = _Sequence(self, is_in_backward())
+        self._current.add(kept)
+        return self._current
+
+    def order_of(self, seen: tuple[str, ...], device: torch.device) -> list[int]:
+        """The order of the last backward of an equal sequence, or one that is recorded from now on.
+
+        Raises ValueError on all ranks of the mesh if they have not seen the same.
+        """
+        known = self.orders.get(seen)
+        if known is not None:
+            return list(known)
+        said = {"number of activations": str(len(seen)), "activations": ", ".join(seen)}
+        compare(
+            self._mesh, said, device, "sw.checkpoint_cut", "what they saved", "the same blocks with the same tensors"
+        )
+        if len(self.orders) >= _MAX_ORDERS:
+            del self.orders[next(iter(self.orders))]
+        self.longest = max(self.longest, len(seen))
+        return []
+
+
+_MAX_ORDERS = 1024
+_meshes: executables.Kept[_OnMesh] = executables.Kept()
