@@ -43,7 +43,7 @@ IndexMap map_of(const std::vector<int64_t>& words) {
 void Batch::check() const {
   check_user(buckets >= 1, "buckets: got ", buckets, "; allowed are 1 and more");
   for (size_t i = 0; i < destinations.size(); ++i) {
-    check_user(destinations[i].partial_dims().empty(), "destination ", i, ": ", destinations[i].to_string(),
+    check_user(destinations[i].partial_dims().empty(), "destination ", i, ": ", destinations[i],
                " has pending reductions; allowed are layouts without");
   }
   for (size_t i = 0; i < items.size(); ++i) {
@@ -203,8 +203,8 @@ Batch whole_tensors(std::vector<std::pair<Layout, Layout>> pairs, int64_t bucket
   batch.buckets = buckets;
   for (auto& [src, dst] : pairs) {
     const auto number = static_cast<int>(batch.items.size());
-    check_user(src.shape() == dst.shape(), "items: item ", number, " is from ", src.to_string(), " to ",
-               dst.to_string(), "; allowed are two layouts of one shape");
+    check_user(src.shape() == dst.shape(), "items: item ", number, " is from ", src, " to ", dst,
+               "; allowed are two layouts of one shape");
     batch.items.push_back({number, number, IndexMap::identity(src.tensor_shape())});
     batch.sources.push_back(std::move(src));
     batch.destinations.push_back(std::move(dst));

@@ -32,7 +32,7 @@ size_t hash_of(const Topology* topology) { return topology == nullptr ? 0 : std:
 MeshDimSet mesh_dim_set(const std::vector<int64_t>& mesh_dims, const Mesh& mesh) {
   MeshDimSet set;
   for (const int64_t d : mesh_dims) {
-    check_user(d >= 0 && d < mesh.ndim(), "mesh_dims: ", d, " is not a dim of ", mesh.to_string());
+    check_user(d >= 0 && d < mesh.ndim(), "mesh_dims: ", d, " is not a dim of ", mesh);
     set.insert(static_cast<int>(d));
   }
   return set;

@@ -31,7 +31,7 @@ struct MatmulView {
 
 inline Position position_on(const Mesh& mesh, Rank rank) {
   const auto position = mesh.position_of(rank);
-  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", mesh.to_string(), ")");
+  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", mesh, ")");
   return *position;
 }
 

@@ -12,9 +12,11 @@ namespace {
 void check_shape(const Mesh& mesh, const std::vector<int64_t>& shape, const DType& dtype) {
   int64_t bytes = mesh.size() * dtype.size_bytes();
   for (const int64_t size : shape) {
-    check_user(size >= 0, "shape: (", join(shape), ") has the negative size ", size);
-    check_user(size == 0 || bytes <= Layout::kMaxBytesOnAllRanks / size, "shape: (", join(shape), ") of ", dtype.name(),
-               " on ", mesh.size(), " ranks is too large; allowed are 2^57 bytes if every rank held all of it");
+    if (size < 0) throw UserError(concat("shape: (", join(shape), ") has the negative size ", size));
+    if (size > 0 && bytes > Layout::kMaxBytesOnAllRanks / size) {
+      throw UserError(concat("shape: (", join(shape), ") of ", dtype.name(), " on ", mesh.size(),
+                             " ranks is too large; allowed are 2^57 bytes if every rank held all of it"));
+    }
     bytes *= std::max(size, int64_t{1});
   }
 }
@@ -155,8 +157,10 @@ Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vecto
   ShardOrder order = shard_order;
   if (has_strided && strided != StridedMeaning::kLiteral && order.empty()) {
     const std::optional<ShardOrder> decoded = decode_order(*mesh_, placements_);
-    check_user(decoded || strided == StridedMeaning::kAuto, "placements: the split factors of ", placements_string(),
-               " on ", *mesh_, " encode no order of cuts; say strided=\"literal\" if they mean pieces");
+    if (!decoded && strided != StridedMeaning::kAuto) {
+      throw UserError(concat("placements: the split factors of ", placements_string(), " on ", *mesh_,
+                             " encode no order of cuts; say strided=\"literal\" if they mean pieces"));
+    }
     if (decoded) {
       order = *decoded;
       for (Placement& placement : placements_) {

@@ -39,7 +39,7 @@ Mesh::Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, c
 
   if (ranks.empty()) return;
   check_user(static_cast<int64_t>(ranks.size()) == size_, "mesh: ", ranks.size(), " ranks for ", size_, " positions (",
-             to_string(), ")");
+             *this, ")");
   bool is_iota = true;
   for (int64_t p = 0; p < size_; ++p) {
     check_user(ranks[p] >= 0, "mesh: rank ", ranks[p], " at position ", p, " is negative");

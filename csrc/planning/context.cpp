@@ -74,8 +74,8 @@ PinsPtr Pins::with(CertifiedPlanPtr plan) const {
 
 PinsPtr Pins::without(const Plan& plan) const {
   const auto found = plans_.find({plan.src, plan.dst, plan.lowering});
-  check_user(found != plans_.end(), "plan: none is pinned for ", plan.src.to_string(), " -> ", plan.dst.to_string(),
-             " over ", plan.lowering.name);
+  check_user(found != plans_.end(), "plan: none is pinned for ", plan.src, " -> ", plan.dst, " over ",
+             plan.lowering.name);
   auto changed = std::make_shared<Pins>(*this);
   changed->hash_ ^= std::hash<std::string>()(found->second.bytes) ^ std::hash<std::string>()("");
   changed->plans_.erase(found->first);

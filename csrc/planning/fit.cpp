@@ -155,8 +155,8 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
     if (!best || ranking < best->first) best = {ranking, std::move(plan)};
   }
   if (best) return std::move(best->second);
-  check_user(!memory_limit, "memory_limit: ", limit, " bytes do not suffice for ", src.to_string(), " -> ",
-             dst.placements_string(), "; the least that suffices is ", smallest->first);
+  check_user(!memory_limit, "memory_limit: ", limit, " bytes do not suffice for ", src, " -> ", dst.placements_string(),
+             "; the least that suffices is ", smallest->first);
   return std::move(smallest->second);
 }
 

@@ -138,6 +138,12 @@ bool is_what_it_says(const Step& step, Lowering lowering) {
   return step.op == StepOp::kZeroFill ? fills(step) : moves(step);
 }
 
+// For errors: checks that pass make no text.
+struct PlacementsOf {
+  const Layout& layout;
+  std::string to_string() const { return layout.placements_string(); }
+};
+
 }  // namespace
 
 bool leads_to_another_mesh(const Step& step) {
@@ -155,27 +161,26 @@ void check_steps(const Plan& plan) {
   const Layout* at = &plan.src;
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];
-    check_user(step.before.mesh() == at->mesh(), "plan: step ", i + 1, " begins on the mesh (",
-               step.before.mesh().to_string(), ") where the tensor is on (", at->mesh().to_string(), ")");
-    check_user(partitions(*at, step.before, {}), "plan: step ", i + 1, " begins with ", step.before.placements_string(),
-               " where ", at->placements_string(), " is held");
-    check_user(is_what_it_says(step, plan.lowering), "plan: step ", i + 1, " from ", step.before.placements_string(),
-               " to ", step.after.placements_string(), " is no ", named(step));
+    check_user(step.before.mesh() == at->mesh(), "plan: step ", i + 1, " begins on the mesh (", step.before.mesh(),
+               ") where the tensor is on (", at->mesh(), ")");
+    check_user(partitions(*at, step.before, {}), "plan: step ", i + 1, " begins with ", PlacementsOf{step.before},
+               " where ", PlacementsOf{*at}, " is held");
+    check_user(is_what_it_says(step, plan.lowering), "plan: step ", i + 1, " from ", PlacementsOf{step.before}, " to ",
+               PlacementsOf{step.after}, " is no ", named(step));
     const MeshDimSet reduced = step.before.partial_dims() - step.after.partial_dims();
     const bool is_kept = !crosses(plan) && !(reduced & plan.dst.partial_dims()).empty();
-    check_user(!is_kept, "plan: step ", i + 1, " reduces what is pending in the destination ",
-               plan.dst.placements_string());
+    check_user(!is_kept, "plan: step ", i + 1, " reduces what is pending in the destination ", PlacementsOf{plan.dst});
     at = &step.after;
   }
   std::optional<Layout> whole;
   if (!(at->mesh() == plan.dst.mesh())) whole = joined(*at, plan.dst.mesh_ptr());
-  check_user(at->mesh() == plan.dst.mesh() || whole, "plan: ends on the mesh (", at->mesh().to_string(), ") as ",
-             at->placements_string(), " instead of on (", plan.dst.mesh().to_string(), ")");
+  check_user(at->mesh() == plan.dst.mesh() || whole, "plan: ends on the mesh (", at->mesh(), ") as ", PlacementsOf{*at},
+             " instead of on (", plan.dst.mesh(), ")");
   check_user(may_go_in(plan, plan.pieces), "plan: ", plan.pieces.count, " pieces of tensor dim ",
              plan.pieces.tensor_dim, "; allowed are up to ", kMaxPieces,
              " that divide the cells of its cuts, between two meshes and where each step communicates once at most");
-  check_user(partitions(whole.value_or(*at), plan.dst, {}), "plan: ends with ", at->placements_string(), " instead of ",
-             plan.dst.placements_string());
+  check_user(partitions(whole.value_or(*at), plan.dst, {}), "plan: ends with ", PlacementsOf{*at}, " instead of ",
+             PlacementsOf{plan.dst});
 }
 
 }  // namespace shardwright

@@ -28,18 +28,16 @@ void check_axis(int axis, const std::vector<int>& a_dims, const Layout& a, const
     return static_cast<int>(std::find(dims.begin(), dims.end(), axis) - dims.begin());
   };
   check_user(size_of_axis(a_dims, a, axis) == size_of_axis(b_dims, b, axis), "matmul: an axis has ",
-             size_of_axis(a_dims, a, axis), " elements in ", a.to_string(), " and ", size_of_axis(b_dims, b, axis),
-             " in ", b.to_string());
-  check_user(a.cuts(dim_in(a_dims)) == b.cuts(dim_in(b_dims)), "matmul: an axis is cut differently in ", a.to_string(),
-             " and in ", b.to_string());
+             size_of_axis(a_dims, a, axis), " elements in ", a, " and ", size_of_axis(b_dims, b, axis), " in ", b);
+  check_user(a.cuts(dim_in(a_dims)) == b.cuts(dim_in(b_dims)), "matmul: an axis is cut differently in ", a, " and in ",
+             b);
 }
 
 bool is_scalable(const DType& dtype) { return dtype.name() == "float8_e4m3fn" || dtype.name() == "float8_e5m2"; }
 
 void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scaling>& scaling) {
   if (!scaling) {
-    check_user(lhs.dtype() == rhs.dtype(), "matmul: ", lhs.to_string(), " and ", rhs.to_string(),
-               " are of different dtypes");
+    check_user(lhs.dtype() == rhs.dtype(), "matmul: ", lhs, " and ", rhs, " are of different dtypes");
     check_user(lhs.dtype().kind() == DTypeKind::kFloat, "dtype: ", lhs.dtype().name(),
                " has no matrix products here without scales; allowed are floating dtypes");
     return;
@@ -55,10 +53,10 @@ void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scal
 
 void check_operands(const Contraction& axes, const Layout& lhs, const Layout& rhs, const Layout& any,
                     const std::optional<Scaling>& scaling) {
-  check_user(axes.lhs.size() == lhs.shape().size() && axes.rhs.size() == rhs.shape().size(),
-             "contraction: ", axes.to_string(), " does not fit ", lhs.to_string(), " and ", rhs.to_string());
-  check_user(lhs.mesh() == any.mesh() && rhs.mesh() == any.mesh(), "matmul: ", lhs.to_string(), " and ",
-             rhs.to_string(), " lie on different meshes");
+  check_user(axes.lhs.size() == lhs.shape().size() && axes.rhs.size() == rhs.shape().size(), "contraction: ", axes,
+             " does not fit ", lhs, " and ", rhs);
+  check_user(lhs.mesh() == any.mesh() && rhs.mesh() == any.mesh(), "matmul: ", lhs, " and ", rhs,
+             " lie on different meshes");
   check_dtypes(lhs, rhs, scaling);
   for (const int axis : axes.lhs) {
     if (axes.is_summed(axis)) check_axis(axis, axes.lhs, lhs, axes.rhs, rhs);
@@ -72,8 +70,8 @@ void check_scales(const GatherMatmul& matmul) {
   for (size_t j = 0; j < matmul.products.size(); ++j) {
     const auto& product = matmul.products[j];
     const std::vector<int> dims = free_dims_of(product.axes, product.axes.lhs);
-    check_user(j == 0 || dims == free_dims, "products: ", product.axes.to_string(), " sums over other dims than ",
-               matmul.products[0].axes.to_string(), "; allowed with scales are the same");
+    check_user(j == 0 || dims == free_dims, "products: ", product.axes, " sums over other dims than ",
+               matmul.products[0].axes, "; allowed with scales are the same");
     check_user(!product.has_bias, "bias: is not added to scaled operands; add it to the result");
     free_dims = dims;
   }
@@ -87,8 +85,7 @@ void check_scales(const GatherMatmul& matmul) {
       fits = scales.shape()[i] == operand.shape()[free_dims[i]] &&
              scales.cuts(static_cast<int>(i)) == operand.cuts(free_dims[i]);
     }
-    check_user(fits, "scales: ", scales.to_string(), " of the rows of ", operand.to_string(),
-               "; allowed are float32, cut as these are");
+    check_user(fits, "scales: ", scales, " of the rows of ", operand, "; allowed are float32, cut as these are");
   };
   check_side(scaling.plan->src, matmul.plan.src);
   check_side(scaling.plan->dst, matmul.plan.dst);
@@ -101,7 +98,7 @@ void check_kind(const GatherMatmul& matmul) {
     check_user(!product.has_bias || !product.axes.out.empty(), "bias: given for a result without dims");
   }
   check_user(matmul.plan.dst.partial_dims().empty(), "operand: is multiplied while reductions are due (",
-             matmul.plan.dst.to_string(), "); allowed is a layout of S and R");
+             matmul.plan.dst, "); allowed is a layout of S and R");
   if (matmul.scaling) check_scales(matmul);
 }
 
@@ -109,14 +106,13 @@ void check_kind(const MatmulScatter& matmul) {
   check_user(!matmul.terms.empty(), "terms: there are none; allowed is one or more");
   const Layout& result = matmul.plan.src;
   const DType& dtype = matmul.scaling ? matmul.scaling->result : matmul.terms[0].lhs.dtype();
-  check_user(result.dtype() == dtype, "matmul: the product is of ", dtype.name(), ", the result, ", result.to_string(),
-             ", is not");
+  check_user(result.dtype() == dtype, "matmul: the product is of ", dtype.name(), ", the result, ", result, ", is not");
   check_user(!matmul.scaling || !matmul.scaling->plan, "scales: with a plan of their own; allowed with operands that ",
              "stay is none");
   for (const auto& term : matmul.terms) {
     check_operands(term.axes, term.lhs, term.rhs, result, matmul.scaling);
-    check_user(term.axes.out.size() == result.shape().size(), "contraction: ", term.axes.to_string(),
-               " does not fit the result, ", result.to_string());
+    check_user(term.axes.out.size() == result.shape().size(), "contraction: ", term.axes, " does not fit the result, ",
+               result);
     for (const int axis : term.axes.out) {
       const bool is_in_lhs = has_axis(term.axes.lhs, axis);
       check_axis(axis, is_in_lhs ? term.axes.lhs : term.axes.rhs, is_in_lhs ? term.lhs : term.rhs, term.axes.out,
@@ -258,8 +254,10 @@ void check(const Matmul& matmul, const Schedule& schedule) {
     const std::optional<std::string> why = why_no_flags(matmul, schedule.chunks);
     check_user(!why, "method: 'flags', but ", why.value_or(""), "; allowed are 'serial', 'ring' and 'collective'");
   }
-  check_user(schedule.method != Method::kRing || has_ring(matmul), "method: 'ring', but ", step_text(plan, 0),
-             " is carried out by collectives; allowed are 'collective' and 'serial'");
+  if (schedule.method == Method::kRing && !has_ring(matmul)) {
+    throw UserError(concat("method: 'ring', but ", step_text(plan, 0),
+                           " is carried out by collectives; allowed are 'collective' and 'serial'"));
+  }
 }
 
 }  // namespace shardwright

@@ -126,7 +126,7 @@ class ProblemMaker {
                " on ", scale.device, "; allowed is torch.float32 on ", operand.device);
     if (scale.layout) {
       check_user(operand.layout && operand.layout->mesh() == scale.layout->mesh(), scale.name, ": lies on ",
-                 scale.layout->mesh().to_string(), "; allowed is where its operand lies");
+                 scale.layout->mesh(), "; allowed is where its operand lies");
       for (const Placement& placement : scale.layout->placements()) {
         const bool cuts_k = placement.is_shard_like() && placement.dim == static_cast<int64_t>(k_dim);
         check_user(!placement.is_partial() && !cuts_k, scale.name, ": has placements ",
@@ -169,8 +169,8 @@ class ProblemMaker {
       return;
     }
     check_user(one.layout.has_value(), one.name, ": got a Tensor; allowed is a DTensor, as all others");
-    check_user(one.layout->mesh() == x.layout->mesh(), one.name, ": lies on ", one.layout->mesh().to_string(),
-               ", x on ", x.layout->mesh().to_string(), "; allowed is one mesh");
+    check_user(one.layout->mesh() == x.layout->mesh(), one.name, ": lies on ", one.layout->mesh(), ", x on ",
+               x.layout->mesh(), "; allowed is one mesh");
     check_user(one.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing, one.name, ": has dtype ", one.dtype, ", x ",
                x.dtype, "; allowed is one dtype");
   }

@@ -10,7 +10,7 @@ namespace {
 constexpr const char* kScaledByNames[] = {"", "tensor", "row"};
 
 std::map<char, int64_t> sizes_of(const std::string& letters, const Layout& layout, const std::string& what) {
-  check_user(letters.size() == layout.shape().size(), what, ": ", layout.to_string(), " for the axes '", letters,
+  check_user(letters.size() == layout.shape().size(), what, ": ", layout, " for the axes '", letters,
              "'; allowed is one dim for each");
   std::map<char, int64_t> sizes;
   for (size_t d = 0; d < letters.size(); ++d) sizes[letters[d]] = layout.shape()[d];
@@ -33,8 +33,7 @@ void check_sizes(const ProductProblem& problem, size_t j, const AxisLetters& let
   const std::optional<Layout>& bias = problem.biases[j];
   if (!bias) return;
   check_user(!letters.result.empty() && bias->ndim() == 1 && bias->shape()[0] == sizes.at(letters.result.back()),
-             "biases[", j, "]: ", bias->to_string(), "; allowed is one dim, as the last of ",
-             problem.results[j].to_string());
+             "biases[", j, "]: ", *bias, "; allowed is one dim, as the last of ", problem.results[j]);
 }
 
 void check_cuts(const ProductProblem& problem) {
@@ -111,11 +110,11 @@ void check(const ProductProblem& problem) {
   for (const Layout* layout : layouts) {
     check_user(std::all_of(layout->placements().begin(), layout->placements().end(),
                            [](const Placement& p) { return p.kind != PlacementKind::kShardByRule; }),
-               "placements: ", layout->to_string(),
+               "placements: ", *layout,
                " in a matrix product; allowed are R, S, SS and P, so redistribute "
                "it to one of these first");
-    check_user(layout->mesh() == problem.operand.mesh(), "mesh: ", layout->to_string(), " and ",
-               problem.operand.to_string(), " lie on different meshes; allowed is one");
+    check_user(layout->mesh() == problem.operand.mesh(), "mesh: ", *layout, " and ", problem.operand,
+               " lie on different meshes; allowed is one");
   }
   check_cuts(problem);
   check(problem.schedule);

@@ -14,7 +14,7 @@ ProgramBuilder::ProgramBuilder(DType dtype, Lowering lowering, bool named_groups
 
 Position ProgramBuilder::position_on(const Mesh& mesh) const {
   const std::optional<Position> position = mesh.position_of(rank_);
-  check_invariant(position.has_value(), "rank ", rank_, " is not on the mesh (", mesh.to_string(), ")");
+  check_invariant(position.has_value(), "rank ", rank_, " is not on the mesh (", mesh, ")");
   return *position;
 }
 
@@ -104,7 +104,9 @@ int ProgramBuilder::group_of_ranks(MeshDimSet mesh_dims, std::vector<Rank> ranks
     if (program_.groups[g].ranks == ranks) return static_cast<int>(g);
   }
   const auto own = std::find(ranks.begin(), ranks.end(), rank_);
-  check_invariant(own != ranks.end(), "rank ", rank_, " is not in its group (", join(ranks), ")");
+  if (own == ranks.end()) {
+    throw InvariantError(concat("rank ", rank_, " is not in its group (", join(ranks), ")"));
+  }
   const int64_t index = own - ranks.begin();
   program_.groups.push_back({mesh_dims, std::move(ranks), index});
   return static_cast<int>(program_.groups.size()) - 1;

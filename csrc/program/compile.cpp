@@ -106,8 +106,9 @@ Program compile(const Plan& plan, Rank rank) {
   if (plan.pieces.count > 1) return compile_in_pieces(plan, rank, plan.pieces.count);
   ProgramBuilder builder(plan.src.dtype(), plan.lowering, plan.named_groups_only, rank);
   const bool is_on_one = builder.is_on(plan.src.mesh()) || builder.is_on(plan.dst.mesh());
-  check_user(is_on_one, "rank: ", rank, " is not on the mesh (", plan.src.mesh().to_string(),
-             crosses(plan) ? concat("), nor on the other one (", plan.dst.mesh().to_string()) : "", ")");
+  check_user(is_on_one || crosses(plan), "rank: ", rank, " is not on the mesh (", plan.src.mesh(), ")");
+  check_user(is_on_one, "rank: ", rank, " is not on the mesh (", plan.src.mesh(), "), nor on the other one (",
+             plan.dst.mesh(), ")");
   const BufferId input = builder.new_input(plan.src.local_shape_of_rank(rank));
   const BufferId current = compile_steps(builder, plan, 0, plan.steps.size(), input);
   Program& program = builder.program();

@@ -161,7 +161,7 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
     }
     if (!(layouts[i].mesh() == layouts[i + 1].mesh())) {
       check_user(layouts[i].partial_dims().empty() && layouts[i + 1].partial_dims().empty(),
-                 "through: no single move leads from ", layouts[i], " to ", layouts[i + 1].to_string(),
+                 "through: no single move leads from ", layouts[i], " to ", layouts[i + 1],
                  "; from one mesh to another go layouts without partials");
       plan.steps.push_back({StepOp::kCross, {}, layouts[i], layouts[i + 1], Sharing::kBytes});
       continue;

@@ -95,8 +95,8 @@ std::vector<Step> reductions_over_groups(const Layout& src, const Layout& goal, 
     at = std::move(next);
   }
   if (std::optional<Step> last = rearranged(at, goal, Sharing::kMessages)) {
-    check_user(last->op == StepOp::kSlice, "groups: sets of mesh dims were named for ", src.to_string(), " -> ",
-               goal.to_string(), "; pieces and flattened dims are moved by all ranks together, so allowed are none");
+    check_user(last->op == StepOp::kSlice, "groups: sets of mesh dims were named for ", src, " -> ", goal,
+               "; pieces and flattened dims are moved by all ranks together, so allowed are none");
     steps.push_back(std::move(*last));
   }
   return steps;
@@ -117,7 +117,7 @@ std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, 
     const Layout at = due.empty() ? src : reduced(src, due, scatters);
     if (!due.empty()) {
       std::optional<Step> step = move_between(src, at);
-      check_invariant(step.has_value(), "no reduction from ", src.to_string(), " to ", at.to_string());
+      check_invariant(step.has_value(), "no reduction from ", src, " to ", at);
       step->ordered = options.ordered;
       ways.add(first, named_by_collective(std::move(*step)));
     }

@@ -76,7 +76,7 @@ void Machine::run() {
   for (const auto& [rank, process] : processes_) {
     const size_t at = process.next_instruction;
     check_invariant(at == process.program.instructions.size(), "rank ", rank, " waits forever at instruction ", at,
-                    " of\n", process.program.to_string());
+                    " of\n", process.program);
   }
 }
 
