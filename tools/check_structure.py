@@ -6,7 +6,8 @@ circle, where a header and the source of the same name count as one. A transport
 those who bind programs to groups. Python (torch_ext/shardwright): a module imports
 only from its own layer and from those before it in LAYERS, and no modules import each other in a circle; imports within
 functions count like all others. No file is longer than MAX_FILE_LINES and no function longer than MAX_FUNCTION_LINES,
-its docstring not counted. The parts of the Python package have limits too (MAX_CODE_LINES).
+its docstring not counted. The parts of the Python package have limits too (MAX_CODE_LINES). No two places outside the
+tests share more than MAX_SHARED_LINES lines of code.
 
 Prints every violation; exits with 1 if there are any.
 """
@@ -73,6 +74,8 @@ LAYERS = {
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+MAX_SHARED_LINES = 10  # one after the other; comments, blank lines and imports do not count
+SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # what they are looked for in
 
 # Lines of code of each sub-package, and of the modules next to them ("."). Python only checks arguments and connects
 # C++ to torch: whatever plans, decides or computes belongs in csrc/, where it is tested without torch and is the same
@@ -325,8 +328,35 @@ def check_code_lines() -> Iterable[str]:
             yield f"shardwright/{part}: {count} lines of code; allowed are {MAX_CODE_LINES[part]}"
 
 
+def lines_to_compare(text: str) -> list[tuple[int, str]]:
+    """Number and code of each line that counts."""
+    stripped = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+    return [
+        (number, line) for number, line in stripped if line and not line.startswith(("//", "#", "import ", "from "))
+    ]
+
+
+def check_copies(root: Path = ROOT) -> Iterable[str]:
+    first_seen: dict[tuple[str, ...], tuple[Path, int]] = {}
+    for path in sorted(path for folder in SOURCES for path in (root / folder).rglob("*")):
+        if path.suffix not in (".h", ".cpp", ".cu", ".cuh", ".py"):
+            continue
+        lines = lines_to_compare(path.read_text())
+        reported = 0  # the line up to which a copy has been reported
+        for at in range(len(lines) - MAX_SHARED_LINES):
+            shared = lines[at : at + MAX_SHARED_LINES + 1]
+            other, number = first_seen.setdefault(tuple(line for _, line in shared), (path, shared[0][0]))
+            if (other, number) == (path, shared[0][0]) or shared[0][0] <= reported:
+                continue
+            reported = shared[-1][0]
+            yield (
+                f"{path.relative_to(root).as_posix()}: line {shared[0][0]} and what follows is also in "
+                f"{other.relative_to(root).as_posix()}, line {number}; allowed are {MAX_SHARED_LINES} equal lines"
+            )
+
+
 def main() -> int:
-    wrong = [*check_cpp(), *check_python(), *check_lengths(), *check_code_lines()]
+    wrong = [*check_cpp(), *check_python(), *check_lengths(), *check_code_lines(), *check_copies()]
     print("\n".join(wrong) if wrong else "the structure is as promised")
     return 1 if wrong else 0
 

@@ -137,3 +137,17 @@ def test_lines_of_code(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.Mon
     high, none = tool.check_code_lines()
     assert high == "shardwright/.: 3 lines of code; allowed are 2"
     assert none.startswith("shardwright/part: has no limit")
+
+
+@pytest.mark.parametrize(("shared", "found"), [(10, 0), (11, 1), (14, 1)])
+def test_copies(tool: ModuleType, tmp_path: Path, shared: int, found: int) -> None:
+    """Indentation, comments and blank lines make no difference, and a copy is reported once."""
+    lines = [f"call({number})" for number in range(shared)]
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "a.cpp").write_text("\n".join(["first()", *lines, "last()"]))
+    (tmp_path / "csrc" / "b.cpp").write_text(
+        "\n".join(["begin()", *(f"  {line}\n  // why\n" for line in lines), "end()"])
+    )
+    messages = list(tool.check_copies(tmp_path))
+    assert len(messages) == found
+    assert all("csrc/b.cpp: line 2" in message and "csrc/a.cpp, line 2" in message for message in messages)
