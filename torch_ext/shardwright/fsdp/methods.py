@@ -48,6 +48,19 @@ class ShardedModule:
         made.__init__(*args, **kwargs)
         return made
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward, with hooks. After an exception of any kind in it, the next step can run."""
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        state = getattr(self, ATTRIBUTE)
+        depth = len(state.unit.forwards)
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException as error:
+            if state.runner is not None:
+                state.runner.fail_forward(state.unit, depth, error)
+            raise
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("a module under sw.fully_shard cannot be copied; copy it before, or use its state_dict")
 
@@ -206,7 +219,10 @@ def original_class(given: type) -> type:
 
 
 def _unit_of(module: Any) -> Unit:
-    unit: Unit = getattr(module, ATTRIBUTE).unit
+    state = getattr(module, ATTRIBUTE)
+    if state.runner is not None:
+        state.runner.settle()
+    unit: Unit = state.unit
     return unit
 
 

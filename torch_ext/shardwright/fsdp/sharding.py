@@ -217,6 +217,8 @@ class _State:
 
     def before_state_dict(self, module: nn.Module, *_: Any) -> None:
         """After `unshard` the module has whole parameters, which no state dict has."""
+        if self.runner is not None:
+            self.runner.settle()
         if self.unit.host is not None:
             self.unit.host.wait()
         if not self.unit.is_open:
@@ -234,6 +236,11 @@ class _State:
 
 
 def _begin_backward(runner: Runner, unit: Unit, forward: int, gradient: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{unit.name}: a backward with create_graph=True, whose own backward would need weights that fully_shard "
+            "has released by then; allowed is create_graph=False"
+        )
     runner.begin_backward(unit, forward)
 
 

@@ -21,6 +21,7 @@ start the same transfers in the same order.
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ from .weights import ALIGNMENT, Unit
 
 # A sequence with more uses is not scheduled: forwards with gradients that no backward follows.
 MAX_USES = 1 << 16
+# Of sequences, whose schedules are kept: the oldest goes first.
+MAX_PLANS = 64
 
 
 class Key(NamedTuple):
@@ -91,7 +94,9 @@ class Runner:
         self._index = {id(unit): index for index, unit in enumerate(units)}
         self._plans: dict[Key, _Plan] = {}
         self._arena = torch.empty(0, dtype=torch.uint8)
+        self._open: list[int] = []  # units that are, by index
         self._uses: list[Use] = []
+        self._is_too_long = False  # the sequence: uses are no longer noted
         self._key: Key | None = None  # of the sequence that is running: units and kind of its first use, and whether
         # gradients are recorded
         self._plan: _Plan | None = None  # while following
@@ -112,7 +117,7 @@ class Runner:
         in_backward = is_in_backward()
         if in_backward:
             self._note_backward()
-        elif not any(other.is_open for other in self.units):
+        elif not self._open:
             self._begin_forwards(unit)
         elif self._end is not None:
             self.abort()  # a backward has failed
@@ -120,6 +125,7 @@ class Runner:
         self._num_forwards += 1
         unit.forwards.append(self._num_forwards)
         if not was_open:
+            self._note_open(unit)
             unit.take_up_changes()
             self._next("recompute" if in_backward else "forward")
         unit.put_whole()
@@ -130,15 +136,28 @@ class Runner:
         if not unit.forwards:
             unit.put_sharded()
         if not unit.is_open:
+            self._note_closed(unit)
             self._next("backward" if is_in_backward() else "forward")
-        if self._key is not None and not self._key.records and not any(other.is_open for other in self.units):
+        if self._key is not None and not self._key.records and not self._open:
             self._end_sequence()
+
+    def fail_forward(self, unit: Unit, depth: int, error: BaseException) -> None:
+        """After a forward has raised: does what hooks would have done, which do not run for a KeyboardInterrupt.
+
+        Args:
+            unit: of the module.
+            depth: how many forwards of the unit were running before this one.
+            error: what it has raised.
+        """
+        if not isinstance(error, Exception) or len(unit.forwards) > depth:
+            self.abort()
 
     def begin_backward(self, unit: Unit, forward: int) -> None:
         self._note_backward()
         was_open = unit.is_open
         unit.backwards.add(forward)
         if not was_open:
+            self._note_open(unit)
             self._next("backward")
 
     def end_backward(self, unit: Unit, forward: int) -> None:
@@ -148,22 +167,27 @@ class Runner:
             self._start_reduction(unit)
         unit.backwards.discard(forward)
         if not unit.is_open:
+            self._note_closed(unit)
             self._next("backward")
 
+    def settle(self) -> None:
+        """Puts everything back if the backward that was running has failed, which nobody says."""
+        if self._end is not None and self._end() is None:
+            self.abort()
+
     def abort(self) -> None:
-        """Puts everything back after an exception in a backward. Gradients that were still being reduced are lost."""
-        for _, reduction in self._reductions:
-            reduction.discard()
-        self._reductions = []
+        """Puts everything back after an exception. Gradients that were not reduced yet are lost."""
+        reductions, self._reductions = self._reductions, []
+        self._end = self._plan = self._key = None
+        self._open.clear()
         for unit in self.units:
             unit.forwards.clear()
             unit.backwards.clear()
             unit.put_sharded()
             unit.drop_gradients()
-        self._end = None
-        self._plan = None
+        for _, reduction in reductions:
+            reduction.discard()
         self._drain(keeps_held=False)
-        self._key = None
 
     # Sequences
 
@@ -197,7 +221,8 @@ class Runner:
         for unit in self.units:
             self._start_reduction(unit)
             unit.backwards.clear()
-        if any(unit.is_open for unit in self.units):
+        self._open = [index for index, unit in enumerate(self.units) if unit.is_open]
+        if self._open:
             self._next("forward")  # a backward within a forward
             with torch.no_grad():
                 self._finish_reductions(len(self._uses))
@@ -213,12 +238,14 @@ class Runner:
         return Key(units, kind, torch.is_grad_enabled() or is_in_backward(), reduces, keeps)
 
     def _end_sequence(self) -> None:
-        key, uses, plan, clock = self._key, self._uses, self._plan, self._clock
+        key, uses, plan, clock, is_too_long = self._key, self._uses, self._plan, self._clock, self._is_too_long
         is_as_planned = plan is not None and plan.uses == uses
         self._drain()
         self._key = None
-        if key is None or not 0 < len(uses) <= MAX_USES:
+        if key is None or not uses or is_too_long:
             return
+        while key not in self._plans and len(self._plans) >= MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
         if plan is None or not is_as_planned:
             self._plans[key] = _Plan(uses, self._schedule(key, uses, None), None)
         elif clock is not None:
@@ -288,14 +315,21 @@ class Runner:
             with torch.no_grad():
                 unit.end_step()
         self._uses = []
+        self._is_too_long = False
         self._plan = None
         self._clock = None
 
     # Uses
 
+    def _note_open(self, unit: Unit) -> None:
+        bisect.insort(self._open, self._index[id(unit)])
+
+    def _note_closed(self, unit: Unit) -> None:
+        self._open.remove(self._index[id(unit)])
+
     def _next(self, kind: str) -> None:
         """The set of open units has changed: ends the use that is running, and begins the next one."""
-        units = tuple([index for index, unit in enumerate(self.units) if unit.forwards or unit.backwards])
+        units = tuple(self._open)
         key = self._key_of(units, kind) if self._key is None else self._key
         self._follow_stream()
         with torch.no_grad():
@@ -305,6 +339,9 @@ class Runner:
                 return
             if self._key is None:
                 self._begin_sequence(key)
+            if len(self._uses) == MAX_USES:
+                self._finish_reductions(MAX_USES)
+                self._uses, self._plan, self._clock, self._is_too_long = [], None, None, True
             self._uses.append(Use(units, kind, []))
             self._enter(len(self._uses) - 1)
             if len(self._uses) == 1:

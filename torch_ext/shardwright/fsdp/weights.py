@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -54,7 +55,9 @@ class Weight:
         host: hosting.Host | None = None,
     ) -> None:
         self.name = name
-        self.places = list(places)
+        # Modules have their weights: what has weights refers to modules weakly, so that a model goes when it is let go.
+        self._places = [(weakref.ref(module), name) for module, name in places]
+        self._slots = [(module._parameters, name) for module, name in places]
         self.layouts = layouts
         self._host = host
         self.mesh = layouts.mesh
@@ -88,8 +91,7 @@ class Weight:
         self.whole_bytes = 0 if self.is_held else most_bytes(in_use)  # of what is gathered, in its place
         self._buffer_bytes = [] if self.is_held else [most_bytes(layout) for layout in self.carried.buffers(self.use)]
         self._is_staged = host is not None and self._held is None
-        if self._is_staged:
-            self._buffer_bytes.append(most_bytes(self.rest))
+        self._buffer_bytes += [most_bytes(self.rest)] * self._is_staged
         self.gathered_bytes = sum(map(_aligned, (self.whole_bytes, *self._buffer_bytes)))
         self.rest_bytes = part.nbytes + (0 if self._held is None else self._held.nbytes)
         self.kept: torch.Tensor | None = None
@@ -108,6 +110,12 @@ class Weight:
         """This rank's part of what is whole, without communication, in memory of its own."""
         part = redistribute_part(local, self.use, layout, self.mesh, False, True)
         return part.clone() if part.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else part
+
+    @property
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """Modules that have it, and its name there."""
+        found = ((reference(), name) for reference, name in self._places)
+        return [(module, name) for module, name in found if module is not None]
 
     @property
     def part(self) -> torch.Tensor:
@@ -136,13 +144,13 @@ class Weight:
 
     def put(self, parameter: nn.Parameter) -> None:
         """Makes this the parameter that the modules have."""
-        for module, name in self.places:
-            module._parameters[name] = parameter
+        for parameters, name in self._slots:
+            parameters[name] = parameter
 
     def put_sharded(self) -> None:
-        for module, name in self.places:
-            if module._parameters[name] is self.whole:
-                module._parameters[name] = self.sharded
+        for parameters, name in self._slots:
+            if parameters[name] is self.whole:
+                parameters[name] = self.sharded
 
     def take_up_changes(self) -> None:
         """Looks at the parameter that the modules have between uses: users may replace or freeze it.
@@ -150,8 +158,8 @@ class Weight:
         Raises:
             RuntimeError: it is none that this weight could be gathered from.
         """
-        module, name = self.places[0]
-        found: Any = module._parameters[name]
+        parameters, name = self._slots[0]
+        found: Any = parameters[name]
         if found is self.whole:
             pass  # since `unshard`
         elif found is not self.sharded:
@@ -307,7 +315,7 @@ class Unit:
     ) -> None:
         self.name = name
         self.host = host
-        self.modules = modules
+        self._modules = [weakref.ref(module) for module in modules]
         self.weights = weights
         self.forwards: list[int] = []  # numbers of the forwards that are running, innermost last
         self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
@@ -319,6 +327,10 @@ class Unit:
         # Parameters at rest and their versions, when they were gathered, and when those were that a copy is kept of.
         self._gathered_from: list[Version] = []
         self._kept_from: list[Version] = []
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for reference in self._modules if (module := reference()) is not None]
 
     @property
     def is_open(self) -> bool:

@@ -1,0 +1,179 @@
+"""`sw.fully_shard` after exceptions of all kinds, when models are let go, and what does not grow."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import unittest.mock as mock
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import shardwright as sw
+from fsdp_models import Mlp, batch, full, loss_of, shard, whole_loss
+from meshes import get_mesh
+from pool import Pool
+from shardwright.fsdp import steps
+from shardwright.fsdp.methods import ATTRIBUTE
+from shardwright.fsdp.weights import Unit
+
+
+class Stop(BaseException):
+    """Not an Exception, as KeyboardInterrupt: hooks of modules do not see it."""
+
+
+def _stop(*_: Any) -> None:
+    raise Stop
+
+
+def _in_forward(model: Any) -> Callable[[], None]:
+    return model.layers[1][1].register_forward_hook(_stop).remove
+
+
+def _in_backward(model: Any) -> Callable[[], None]:
+    return model.layers[1][1].register_full_backward_hook(_stop).remove
+
+
+def _in_ours(name: str) -> Callable[[Any], Callable[[], None]]:
+    """In the middle of what a hook of ours does, the fourth time."""
+
+    def begin(model: Any) -> Callable[[], None]:
+        before = getattr(Unit, name)
+        count = 0
+
+        def stop(unit: Unit, *args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == 4:
+                raise Stop
+            return before(unit, *args, **kwargs)
+
+        setattr(Unit, name, stop)
+        return lambda: setattr(Unit, name, before)
+
+    return begin
+
+
+def _survives() -> None:
+    interrupts = (_in_forward, _in_backward, _in_ours("put_whole"), _in_ours("release"), _in_ours("finish_gather"))
+    for interrupt in interrupts:
+        model, whole = shard(Mlp(), sw.fully_shard, get_mesh((2,))), Mlp()
+        state = {name: full(value).clone() for name, value in model.state_dict().items()}
+        for step in range(4):
+            if step in (0, 2):
+                end = interrupt(model)
+                with pytest.raises(Stop):
+                    loss_of(model, batch(100 + step)).backward()
+                end()
+                if step == 2:  # what a user who has pressed Ctrl-C does next
+                    for name, value in model.state_dict().items():
+                        assert isinstance(value, DTensor) and torch.equal(full(value), state[name])
+                    model.layers[1].unshard()
+                    model.layers[1].reshard()
+                model.zero_grad()
+            loss_of(model, batch(step)).backward()
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+            whole_loss(whole, step).backward()
+            for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(full(p.grad), q.grad)
+            model.zero_grad()
+            whole.zero_grad()
+
+
+def test_survives_exceptions_of_all_kinds(pool: Pool) -> None:
+    pool.run(_survives, 2)
+
+
+def _frees(is_interrupted: bool) -> None:
+    """At once, without a collection of circles."""
+    model: Any = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        loss_of(model, batch(step)).backward()
+        optimizer.step()
+    model.set_requires_gradient_sync(False)
+    loss_of(model, batch(2)).backward()
+    model.layers[0].unshard()
+    if is_interrupted:
+        end = _in_forward(model)
+        with contextlib.suppress(Stop):
+            model(batch(0))
+        end()
+        del end
+    runner = getattr(model, ATTRIBUTE).runner
+    gone = [weakref.ref(each) for each in (model, *model.modules(), runner, runner._arena, *runner.units)]
+    gone += [weakref.ref(each) for unit in runner.units for weight in unit.weights for each in (weight, weight.memory)]
+    gone += [weakref.ref(p) for p in model.parameters()]
+    del runner, optimizer
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert [reference() for reference in gone if reference() is not None] == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_model_that_is_let_go_frees_its_memory(pool: Pool, is_interrupted: bool) -> None:
+    pool.run(_frees, 2, is_interrupted)
+
+
+def _does_not_grow() -> None:
+    model: Any = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    whole = Mlp()
+
+    def check() -> None:
+        runner = getattr(model, ATTRIBUTE).runner
+        assert len(runner.schedules) <= 3 and len(runner._uses) <= 20
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            if q.grad is not None:
+                torch.testing.assert_close(full(p.grad), q.grad)
+        model.zero_grad()
+        whole.zero_grad()
+
+    with mock.patch.multiple(steps, MAX_USES=20, MAX_PLANS=3):
+        model(batch(0))
+        outputs = []
+        for turn in range(30):  # forwards that no backward has followed so far
+            outputs.append(model.layers[turn % 2](batch(turn)))
+            assert len(getattr(model, ATTRIBUTE).runner._uses) <= 20
+        sum(out.sum() for out in outputs).backward()
+        for turn in range(30):
+            (sum(whole.layers[turn % 2](batch(turn, rank)).sum() for rank in range(2)) / 2).backward()
+        check()
+        for count in range(6):  # kinds of steps
+            for i, layer in enumerate(model.layers):
+                layer.set_requires_gradient_sync(bool(count >> i & 1))
+            loss_of(model, batch(count)).backward()
+            whole_loss(whole, count).backward()
+            assert len(getattr(model, ATTRIBUTE).runner.schedules) <= 3
+        model.set_requires_gradient_sync(True)
+        loss_of(model, batch(6)).backward()
+        whole_loss(whole, 6).backward()
+        check()
+
+
+def test_what_is_recorded_does_not_grow(pool: Pool) -> None:
+    pool.run(_does_not_grow, 2)
+
+
+def _refuses_double_backward() -> None:
+    model = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    whole = Mlp()
+    x = batch(0).requires_grad_()
+    for step in range(3):
+        with pytest.raises(RuntimeError, match="Mlp: a backward with create_graph=True, .*allowed is"):
+            torch.autograd.grad(loss_of(model, x), x, create_graph=True)
+        loss_of(model, batch(step)).backward()
+        whole_loss(whole, step).backward()
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad)
+
+
+def test_refuses_double_backward(pool: Pool) -> None:
+    pool.run(_refuses_double_backward, 2)
