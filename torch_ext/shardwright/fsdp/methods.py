@@ -170,6 +170,15 @@ class ShardedModule:
             raise ValueError(f"factor: got {factor!r}; allowed are numbers above 0")
         _unit_of(self).wishes.divides_by = float(factor)
 
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # FSDP2's older name
+
+    def reset_iter_state(self) -> None:
+        """Puts everything back after an exception, as the next forward does. Gradients not reduced yet are lost."""
+        _unit_of(self)
+        runner: Runner | None = getattr(self, ATTRIBUTE).runner
+        if runner is not None:
+            runner.abort()
+
     def _wish(self, recurse: bool, change: Callable[[Wishes], None]) -> None:
         before = [(wishes, dataclasses.replace(wishes)) for wishes in _wishes_of(self, recurse)]
         for wishes, _ in before:
@@ -198,6 +207,41 @@ class ShardedModule:
         applied = super()._apply(fn, recurse=recurse)  # type: ignore[misc]
         unit.watch_again()
         return applied
+
+
+# What else FSDP2's modules have in torch 2.15. Hints, which the schedule does not need; they do nothing.
+_HINTS = (
+    "set_allocate_memory_from_process_group_for_comm set_force_sum_reduction_for_comms set_keep_unsharded_storage "
+    "set_reduce_scatter_max_input_buffers set_separate_reduce_scatter_group set_symm_mem_for_comm "
+    "set_unshard_in_backward"
+)
+# Methods that cannot be had, and what to do.
+_REFUSED = {
+    "finalize_backward": "to leave it out: each backward ends with its reductions done",
+    "set_all_reduce_hook": "a hook of the parameters, by register_post_accumulate_grad_hook",
+    "set_custom_all_gather": "to leave it out: transfers are shardwright's",
+    "set_custom_reduce_scatter": "to leave it out: transfers are shardwright's",
+    "set_manual_backward_finalization": "to leave it out: each backward ends with its reductions done",
+    "set_post_optim_event": "to make the current stream wait for the event before the next forward",
+    "set_reduce_scatter_unused_params": "that all ranks use the same parameters",
+}
+
+
+def _refusing(name: str, instead: str) -> Callable[..., None]:
+    def refuse(self: ShardedModule, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"{name}: modules under sw.fully_shard do not have it; allowed is {instead}")
+
+    return refuse
+
+
+def _do_nothing(self: ShardedModule, *args: Any, **kwargs: Any) -> None:
+    """Does nothing: it says how FSDP2 should do what a schedule does here."""
+
+
+for _name in _HINTS.split():
+    setattr(ShardedModule, _name, _do_nothing)
+for _name, _instead in _REFUSED.items():
+    setattr(ShardedModule, _name, _refusing(_name, _instead))
 
 
 _sharded_classes: dict[type, type] = {}

@@ -14,68 +14,77 @@ from .. import argument_checks, argument_values
 from .layouts import Choice, DataMesh, Layouts
 
 Placer = Callable[[nn.Parameter], Sequence[Placement] | None]
+# Returns a Shard, None, or torch's ShardPlacementResult (torch 2.15).
+ShardPlacer = Callable[[nn.Parameter], Any]
 
 
 class Placing(NamedTuple):
     """How parameters are cut: the arguments of `sw.fully_shard` of these names, checked."""
 
     data: DataMesh
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None
+    shard_placement_fn: ShardPlacer | None
     rest: Placer | None
     store: Placer | None
     keep: Placer | None
-    keep_ranks: int | None  # from reshard_after_forward
+    reshard_after_forward: Any
     takes_host: bool = False  # parameters that are on the host although the mesh is not
 
     def layouts_of(self, name: str, parameter: nn.Parameter) -> Layouts:
         """The layouts of a parameter. Raises ValueError if there are none."""
+        shard, chosen = self._cut_of(name, parameter)
         takes_host = self.takes_host and parameter.device.type == "cpu"
-        if parameter.device.type != self.data.mesh.device_type and not takes_host:
+        if parameter.device.type != chosen.mesh.device_type and not takes_host:
             raise ValueError(
-                f"{name}: is on {parameter.device}; allowed is the mesh's kind of device, {self.data.mesh.device_type}"
+                f"{name}: is on {parameter.device}; allowed is the mesh's kind of device, {chosen.mesh.device_type}"
             )
-        data = self._data_of(name, parameter)
+        data = _own_data_of(chosen, name, parameter)
         count = len(data.data_dims)
         rest = self._chosen("rest", name, parameter, count)
         keep = self._chosen("keep", name, parameter, count)
         store = self._chosen("store", name, parameter, count)
-        choice = Choice(self._default_of(name, parameter, data) if rest is None else rest, store, keep)
-        if keep is None and self.keep_ranks is not None:
+        choice = Choice(_placed(shard, parameter, data) if rest is None else rest, store, keep)
+        keep_ranks = kept_ranks_of(self.reshard_after_forward, data)
+        if keep is None and keep_ranks is not None:
             if rest is not None:
                 raise ValueError(
-                    f"reshard_after_forward: got {self.keep_ranks} besides rest=; allowed is keep=, which says how the "
+                    f"reshard_after_forward: got {keep_ranks} besides rest=; allowed is keep=, which says how the "
                     "copy is cut"
                 )
-            choice = choice._replace(keep_ranks=self.keep_ranks)
+            choice = choice._replace(keep_ranks=keep_ranks)
         return Layouts(parameter, data, choice)
 
-    def _data_of(self, name: str, parameter: nn.Parameter) -> DataMesh:
-        if isinstance(parameter, DTensor):
-            if any(placement.is_partial() for placement in parameter.placements):
-                raise ValueError(
-                    f"{name}: is placed as {tuple(parameter.placements)}; allowed are parameters without pending "
-                    "reductions"
-                )
-            if self.data.own_mesh is None:
-                try:
-                    return self.data.with_own(parameter.device_mesh)
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from error
-        if self.data.own_mesh is None:
-            return self.data
-        if not isinstance(parameter, DTensor) or parameter.device_mesh != self.data.own_mesh:
+    def _cut_of(self, name: str, parameter: nn.Parameter) -> tuple[Shard | None, DataMesh]:
+        """What `shard_placement_fn` says: along which tensor dim a parameter is cut, and over which mesh."""
+        function = self.shard_placement_fn
+        result: Any = None if function is None else function(parameter)
+        info = getattr(result, "mesh_info", None)
+        data = self.data if info is None else self._data_of(name, info)
+        shard = result if info is None else result.placement
+        if shard is not None and not isinstance(shard, Shard):
             raise ValueError(
-                f"{name}: is a {type(parameter).__name__}; allowed with dp_mesh_dims are DTensors on "
-                f"{self.data.own_mesh}"
+                f"shard_placement_fn: returned {result!r} for {name}; allowed is a Shard, None, or torch's "
+                "ShardPlacementResult"
             )
-        others = {index for index in self.data.own if index is not None}
-        for dim, placement in enumerate(parameter.placements):
-            if dim not in others and not placement.is_replicate():
-                raise ValueError(
-                    f"{name}: is placed as {tuple(parameter.placements)}; allowed is Replicate() on mesh dim {dim}, "
-                    "which dp_mesh_dims names"
-                )
-        return self.data
+        dim = 0 if shard is None else shard.dim
+        if parameter.ndim > 0 and not -parameter.ndim <= dim < parameter.ndim:
+            raise ValueError(f"shard_placement_fn: returned {shard!r} for {name} of shape {tuple(parameter.shape)}")
+        return shard, data
+
+    def _data_of(self, name: str, info: Any) -> DataMesh:
+        """From torch's FSDPMeshInfo."""
+        if self.data.same:
+            raise ValueError(
+                f"shard_placement_fn: returned a mesh of its own for {name} besides same_data_dims=, which names dims "
+                "of `mesh`; allowed is one of the two. Give such parameters in a call of their own"
+            )
+        if getattr(info, "dp_mesh_dims", None) is not None:
+            return _named_dims(info.spmd_mesh, info.dp_mesh_dims)
+        if info.mesh.get_coordinate() is None:
+            raise ValueError(
+                f"shard_placement_fn: returned {info.mesh} for {name}, which does not hold rank {dist.get_rank()}; "
+                "allowed are meshes that do"
+            )
+        return DataMesh(info.mesh, (None,) * info.mesh.ndim, info.shard_mesh_dim)
 
     def _chosen(self, argument: str, name: str, parameter: nn.Parameter, count: int) -> list[Placement] | None:
         function: Placer | None = getattr(self, argument)
@@ -89,16 +98,39 @@ class Placing(NamedTuple):
             )
         return placements
 
-    def _default_of(self, name: str, parameter: nn.Parameter, data: DataMesh) -> list[Placement]:
-        function = self.shard_placement_fn
-        shard = function(parameter) if function is not None else None
-        if shard is not None and not isinstance(shard, Shard):
-            raise ValueError(f"shard_placement_fn: returned {shard!r} for {name}; allowed is a Shard, or None")
-        dim = 0 if shard is None else shard.dim
-        if parameter.ndim > 0 and not -parameter.ndim <= dim < parameter.ndim:
-            raise ValueError(f"shard_placement_fn: returned {shard!r} for {name} of shape {tuple(parameter.shape)}")
-        cuts = [parameter.ndim > 0 and mesh_dim == data.cut for mesh_dim in data.data_dims]
-        return [Shard(dim % parameter.ndim) if cut else Replicate() for cut in cuts]
+
+def _own_data_of(data: DataMesh, name: str, parameter: nn.Parameter) -> DataMesh:
+    """With the mesh dims of a parameter that is a DTensor."""
+    if isinstance(parameter, DTensor):
+        if any(placement.is_partial() for placement in parameter.placements):
+            raise ValueError(
+                f"{name}: is placed as {tuple(parameter.placements)}; allowed are parameters without pending reductions"
+            )
+        if data.own_mesh is None:
+            try:
+                return data.with_own(parameter.device_mesh)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+    if data.own_mesh is None:
+        return data
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != data.own_mesh:
+        raise ValueError(
+            f"{name}: is a {type(parameter).__name__}; allowed with dp_mesh_dims are DTensors on {data.own_mesh}"
+        )
+    others = {index for index in data.own if index is not None}
+    for dim, placement in enumerate(parameter.placements):
+        if dim not in others and not placement.is_replicate():
+            raise ValueError(
+                f"{name}: is placed as {tuple(parameter.placements)}; allowed is Replicate() on mesh dim {dim}, "
+                "which dp_mesh_dims names"
+            )
+    return data
+
+
+def _placed(shard: Shard | None, parameter: nn.Parameter, data: DataMesh) -> list[Placement]:
+    cuts = [parameter.ndim > 0 and mesh_dim == data.cut for mesh_dim in data.data_dims]
+    dim = (0 if shard is None else shard.dim) % max(parameter.ndim, 1)
+    return [Shard(dim) if cut else Replicate() for cut in cuts]
 
 
 def data_mesh_of(mesh: Any, dp_mesh_dims: Any, same_data_dims: Any, device_type: str, has_rest: bool) -> DataMesh:

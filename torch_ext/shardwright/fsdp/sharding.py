@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import argument_checks, groups
@@ -18,7 +18,7 @@ from .._planner import StepSchedule
 from . import hosting
 from .agreement import check_same
 from .methods import ATTRIBUTE, original_class, sharded_class
-from .placing import Placer, Placing, data_mesh_of, kept_ranks_of
+from .placing import Placer, Placing, ShardPlacer, data_mesh_of, kept_ranks_of
 from .policy import Policy, Wire
 from .steps import Runner
 from .weights import Unit, Weight
@@ -35,7 +35,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: ShardPlacer | None = None,
     dp_mesh_dims: Any | None = None,
     rest: Placer | None = None,
     store: Placer | None = None,
@@ -70,7 +70,7 @@ def fully_shard(
             leave it to the schedule. A number of ranks: where the unit is released between two uses, each group of so
             many ranks, next to each other in the mesh, keeps a copy, from which it is gathered again.
         shard_placement_fn: the tensor dim along which a parameter is cut, as a Shard; default, dim 0. Any dim may be
-            uneven.
+            uneven. Or torch's ``ShardPlacementResult``, which also names the mesh over which this parameter is cut.
         dp_mesh_dims: with parameters that are DTensors on all of `mesh`: torch's DataParallelMeshDims (an object with
             its attributes ``shard`` and ``replicate``), which names the mesh dims over which data is parallel.
         rest: instead of `shard_placement_fn`, the placements of a parameter on all mesh dims over which data is
@@ -116,9 +116,9 @@ def fully_shard(
     found = _parameters_of(modules, _checked_ignored(ignored_params))
     device_type = found[0][0].device.type if found else "cpu"
     data = data_mesh_of(mesh, dp_mesh_dims, same_data_dims, device_type, rest is not None)
-    ranks = kept_ranks_of(reshard_after_forward, data)
+    kept_ranks_of(reshard_after_forward, data)
     host = hosting.host_of(offload, data.mesh.device_type)
-    placing = Placing(data, shard_placement_fn, rest, store, keep, ranks, host is not None)
+    placing = Placing(data, shard_placement_fn, rest, store, keep, reshard_after_forward, host is not None)
     layouts = [placing.layouts_of(places[0][2], given) for given, places in found]
     dtypes = [policy.of(given) for given, _ in found]
     for (_, places), placed, in_dtypes in zip(found, layouts, dtypes, strict=True):
