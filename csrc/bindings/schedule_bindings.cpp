@@ -10,6 +10,7 @@
 
 #include "bindings/views.h"
 #include "picture/step.h"
+#include "schedule/chunks.h"
 #include "schedule/lanes.h"
 #include "schedule/schedule.h"
 
@@ -20,6 +21,8 @@ namespace {
 
 // name, rest, use, keep and gradient bytes, times of a gather and of a reduction
 using WeightParts = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
+// weight, bytes and time of what is gathered before, bytes of chunks, their time, their number
+using FormParts = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t>;
 // weights, pass, weights whose gradients are complete, time of the compute
 using UseParts = std::tuple<std::vector<int>, std::string, std::vector<int>, int64_t>;
 
@@ -41,10 +44,14 @@ std::vector<Use> uses_of(const std::vector<UseParts>& parts) {
 
 StepSchedule schedule_of(const std::vector<WeightParts>& weights, const std::vector<UseParts>& uses,
                          std::optional<int64_t> budget_bytes, std::optional<int64_t> prefetch, int64_t alignment_bytes,
-                         int64_t held_bytes, const std::vector<int>& gather_until) {
+                         int64_t held_bytes, const std::vector<int>& gather_until, const std::vector<FormParts>& forms,
+                         bool may_add_chunks) {
   const ScheduleOptions options{budget_bytes, prefetch.value_or(1), alignment_bytes, held_bytes, gather_until};
-  return prefetch ? make_schedule(weights_of(weights), uses_of(uses), options)
-                  : fastest_schedule(weights_of(weights), uses_of(uses), options);
+  std::vector<ChunkedForm> chunked;
+  for (const auto& [weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks] : forms) {
+    chunked.push_back({weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks});
+  }
+  return schedule_with_chunks(weights_of(weights), uses_of(uses), chunked, {options, !prefetch, may_add_chunks});
 }
 
 using Span = std::pair<int64_t, int64_t>;
@@ -68,15 +75,14 @@ std::optional<py::dict> lanes_of(const StepSchedule& schedule) {
   return found;
 }
 
-}  // namespace
-
-void define_step_schedule(py::module_& m) {
-  py::class_<StepSchedule>(m, "StepSchedule")
-      .def(py::init(&schedule_of), py::arg("weights"), py::arg("uses"), py::kw_only(),
-           py::arg("budget_bytes") = std::nullopt, py::arg("prefetch") = std::optional(ScheduleOptions{}.prefetch),
-           py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
-           py::arg("held_bytes") = ScheduleOptions{}.held_bytes,
-           py::arg("gather_until") = ScheduleOptions{}.gather_until)
+void define_lists(py::class_<StepSchedule>& schedule) {
+  schedule
+      .def_property_readonly("form_of",
+                             [](const StepSchedule& s) {
+                               std::vector<int> all;
+                               for (const Weight& w : s.weights) all.push_back(w.form_of);
+                               return all;
+                             })
       .def_property_readonly("prefetch", [](const StepSchedule& s) { return s.options.prefetch; })
       .def_property_readonly("lanes", &lanes_of)
       .def_property_readonly("uses",
@@ -105,14 +111,27 @@ void define_step_schedule(py::module_& m) {
                                }
                                return all;
                              })
-      .def_property_readonly("reductions",
-                             [](const StepSchedule& s) {
-                               std::vector<std::tuple<int, int, int, int>> all;
-                               for (const Reduction& r : s.reductions) {
-                                 all.emplace_back(r.weight, r.first, r.start, r.finish);
-                               }
-                               return all;
-                             })
+      .def_property_readonly("reductions", [](const StepSchedule& s) {
+        std::vector<std::tuple<int, int, int, int>> all;
+        for (const Reduction& r : s.reductions) {
+          all.emplace_back(r.weight, r.first, r.start, r.finish);
+        }
+        return all;
+      });
+}
+
+}  // namespace
+
+void define_step_schedule(py::module_& m) {
+  py::class_<StepSchedule> schedule(m, "StepSchedule");
+  define_lists(schedule);
+  schedule
+      .def(py::init(&schedule_of), py::arg("weights"), py::arg("uses"), py::kw_only(),
+           py::arg("budget_bytes") = std::nullopt, py::arg("prefetch") = std::optional(ScheduleOptions{}.prefetch),
+           py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
+           py::arg("held_bytes") = ScheduleOptions{}.held_bytes,
+           py::arg("gather_until") = ScheduleOptions{}.gather_until, py::arg("forms") = std::vector<FormParts>{},
+           py::arg("may_add_chunks") = false)
       .def_readonly("arena_bytes", &StepSchedule::arena_bytes)
       .def_readonly("live_buffer_bytes", &StepSchedule::live_buffer_bytes)
       .def_readonly("peak_gradient_bytes", &StepSchedule::peak_gradient_bytes)

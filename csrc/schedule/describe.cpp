@@ -75,7 +75,7 @@ std::string use_text(const StepSchedule& s, int use, int number) {
 std::string json_of(const Weight& w) {
   return concat("{\"name\": ", quoted(w.name), ", \"rest_bytes\": ", w.rest_bytes, ", \"use_bytes\": ", w.use_bytes,
                 ", \"keep_bytes\": ", w.keep_bytes, ", \"gradient_bytes\": ", w.gradient_bytes,
-                ", \"gather_ps\": ", w.gather_ps, ", \"reduce_ps\": ", w.reduce_ps, "}");
+                ", \"gather_ps\": ", w.gather_ps, ", \"reduce_ps\": ", w.reduce_ps, ", \"form_of\": ", w.form_of, "}");
 }
 
 std::string json_of(const Use& u) {

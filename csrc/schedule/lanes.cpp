@@ -40,6 +40,12 @@ StepLanes predict(const StepSchedule& s) {
     for (const int w : s.uses[i].weights) now = std::max(now, there[w]);
     lanes.uses[i] = {now, now + s.uses[i].compute_ps};
     lanes.compute_ps += s.uses[i].compute_ps;
+    for (const int w : s.uses[i].weights) {
+      if (s.weights[w].chunks_ps == 0) continue;
+      LaneSpan chunks;
+      transfer(chunks, s.weights[w].chunks_ps);
+      lanes.uses[i].end_ps = std::max(lanes.uses[i].end_ps, chunks.end_ps) + s.weights[w].first_chunk_ps;
+    }
     now = lanes.uses[i].end_ps;
     for (; reduction < s.reductions.size() && s.reductions[reduction].start == i; ++reduction) {
       transfer(lanes.reductions[reduction], s.weights[s.reductions[reduction].weight].reduce_ps);

@@ -2,7 +2,8 @@
 //
 // Both lanes do one thing at a time. Transfers run in the order in which they start; a gather can begin when the use
 // before it has ended, a reduction when the gradient is complete. A use begins when its weights are gathered and the
-// reductions that should be done by then are.
+// reductions that should be done by then are. Chunks of weights are transferred during a use, behind what was started
+// before; the use ends when they are there and, besides, one chunk's time later than its compute takes.
 //
 // Example: two weights, gathers of 30, reductions of 20, forwards of 50, backwards of 100, one gather ahead.
 //

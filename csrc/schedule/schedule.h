@@ -40,6 +40,11 @@ struct Weight {
   int64_t gradient_bytes = 0;  // of a backward's gradient before it is reduced; 0 for a frozen weight
   int64_t gather_ps = 0;       // how long a gather takes; 0: not known
   int64_t reduce_ps = 0;       // how long the reduction of a gradient takes; 0: not known
+  // Where this is another weight, gathered in chunks within its uses (schedule/chunks.h): which one, how long all
+  // chunks take, and the first.
+  int form_of = -1;
+  int64_t chunks_ps = 0;
+  int64_t first_chunk_ps = 0;
 };
 
 struct Use {

@@ -932,6 +932,8 @@ class StepSchedule:
         alignment_bytes: int = 256,
         held_bytes: int = 0,
         gather_until: Sequence[int] = (),
+        forms: Sequence[tuple[int, int, int, int, int, int]] = (),
+        may_add_chunks: bool = False,
     ) -> None:
         """Plans a step.
 
@@ -946,10 +948,17 @@ class StepSchedule:
             alignment_bytes: of addresses in the arena.
             held_bytes: of the budget, what is in use all the time outside of the arena.
             gather_until: by use, the last use whose weights should have begun to be gathered at it; below it: no wish.
+            forms: of weights that may be gathered in chunks: index; bytes and picoseconds of what is gathered before
+                the use all the same; bytes of the chunks that exist at a time, picoseconds of all and their number.
+            may_add_chunks: whether their bytes may be added to the budget.
 
         Raises:
             ValueError: the budget is too small, and the text names one that is not; or the arguments contradict.
         """
+
+    @property
+    def form_of(self) -> list[int]:
+        """By weight, those of `forms` that are used last: the weight that it is in chunks, or -1."""
 
     @property
     def prefetch(self) -> int: ...

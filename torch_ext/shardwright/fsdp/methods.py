@@ -77,7 +77,7 @@ class ShardedModule:
         if not unit.is_open:
             unit.take_up_changes()
             with torch.no_grad():
-                if unit.is_resident and unit.is_stale:
+                if unit.is_resident and (unit.is_stale or unit.chunks is not None):
                     unit.release()
                 if not unit.is_resident:
                     unit.start_gather_alone()

@@ -47,6 +47,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     memory_limit: int | None = None,
     prefetch: int | str = "auto",
+    gather_in_chunks: bool = False,
 ) -> Modules:
     """Cuts the parameters of a module over a mesh, and gathers them when they are used.
 
@@ -96,6 +97,9 @@ def fully_shard(
             only in the outermost call. Default: what it takes to gather one unit ahead and reduce one gradient behind.
         prefetch: for how many changes of units ahead to gather. "auto" begins with 1; once a step has been timed, it is
             the least number that is predicted to be as fast as any in the same memory. Only in the outermost call.
+        gather_in_chunks: whether weights of `nn.Linear` whose rows are cut may be gathered in chunks during their
+            product, instead of ahead of it, in forwards whose gathers would be waited for, or where memory is short.
+            Products of rows at a time may round differently. Only in the outermost call.
 
     Returns:
         `module`. Its class is now a subclass of its own and of `ShardedModule`, which has FSDP2's methods.
@@ -109,7 +113,7 @@ def fully_shard(
     """
     groups.check_initialised()
     modules = _checked_modules(module)
-    _check_options(memory_limit, prefetch)
+    _check_options(memory_limit, prefetch, gather_in_chunks)
     if shard_placement_fn is not None and rest is not None:
         raise ValueError("rest: got a function besides shard_placement_fn; allowed is one of the two")
     policy, offload = Policy(mp_policy, wire), hosting.checked(offload_policy)
@@ -132,7 +136,7 @@ def fully_shard(
             setattr(weight.sharded, _SHARDED, True)
             made.append(weight)
     unit = Unit(type(modules[0]).__name__, modules, made, reshard_after_forward is False, host)
-    state = _State(unit, policy, memory_limit, None if prefetch == "auto" else int(prefetch))
+    state = _State(unit, policy, memory_limit, None if prefetch == "auto" else int(prefetch), gather_in_chunks)
     for owner in modules:
         setattr(owner, ATTRIBUTE, state)
         owner.__class__ = sharded_class(type(owner))
@@ -182,8 +186,11 @@ def schedule(module: nn.Module) -> StepSchedule:
 class _State:
     """A unit with its hooks, and the runner that it shares with the other units of the model."""
 
-    def __init__(self, unit: Unit, policy: Policy, memory_limit: int | None, prefetch: int | None) -> None:
+    def __init__(
+        self, unit: Unit, policy: Policy, memory_limit: int | None, prefetch: int | None, in_chunks: bool
+    ) -> None:
         self.unit = unit
+        self.in_chunks = in_chunks
         self.policy = policy
         self.memory_limit = memory_limit
         self.prefetch = prefetch
@@ -271,11 +278,17 @@ def _make_runner(outermost: nn.Module) -> Runner:
                 f"memory_limit, prefetch: got {state.memory_limit} and {prefetch} for {name}, which lies in "
                 f"another unit; allowed is to give them in the outermost call"
             )
+        if name and state.in_chunks:
+            raise ValueError(
+                f"gather_in_chunks: got True for {name}, which lies in another unit; allowed is to give it in the "
+                "outermost call"
+            )
         state.unit.name = name or original_class(type(outermost)).__name__
         states.append(state)
     own: _State = getattr(outermost, ATTRIBUTE)
-    runner = Runner([state.unit for state in states], own.memory_limit, own.prefetch)
-    options = {"memory_limit": own.memory_limit, "prefetch": "auto" if own.prefetch is None else own.prefetch}
+    runner = Runner([state.unit for state in states], own.memory_limit, own.prefetch, own.in_chunks)
+    options: dict[str, object] = {"memory_limit": own.memory_limit, "gather_in_chunks": own.in_chunks}
+    options["prefetch"] = "auto" if own.prefetch is None else own.prefetch
     check_same(runner.units, options, runner.device)
     for state in states:
         if state.runner is not None:  # it was called on its own before
@@ -305,7 +318,9 @@ def _checked_modules(given: Any) -> tuple[nn.Module, ...]:
     return modules
 
 
-def _check_options(memory_limit: Any, prefetch: Any) -> None:
+def _check_options(memory_limit: Any, prefetch: Any, gather_in_chunks: Any) -> None:
+    if not isinstance(gather_in_chunks, bool):
+        raise ValueError(f"gather_in_chunks: got {gather_in_chunks!r}; allowed are True and False")
     is_limit = isinstance(memory_limit, int) and not isinstance(memory_limit, bool) and memory_limit >= 0
     if memory_limit is not None and not is_limit:
         raise ValueError(f"memory_limit: got {memory_limit!r}; allowed is a number of bytes, or None")

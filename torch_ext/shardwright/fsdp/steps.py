@@ -31,6 +31,7 @@ import torch
 from .. import counters
 from .._planner import StepSchedule, overlapping_budget_bytes
 from .carrying import measure
+from .chunks import UnitInChunks
 from .landing import Reduction
 from .times import Clock, agreed
 from .weights import ALIGNMENT, Unit
@@ -66,18 +67,21 @@ class _Plan:
         self.uses = uses
         self.schedule = schedule
         self.times_ps = times_ps  # by use; None before it was timed
-        self.gathers: dict[int, list[tuple[int, int]]] = {}  # unit and place in the arena
+        self.gathers: dict[int, list[tuple[int, int, bool]]] = {}  # unit, place in the arena, whether in chunks
         self.releases: dict[int, list[int]] = {}
         self.finishes: dict[tuple[int, int], int] = {}  # by unit and use in which a reduction starts
-        buffers = schedule.buffers
-        for unit, buffer, start, _, _ in schedule.gathers:
-            self.gathers.setdefault(start, []).append((unit, buffers[buffer][5]))
+        buffers, form_of = schedule.buffers, schedule.form_of
+        self.in_chunks = [{form_of[w] for w in use[0] if form_of[w] >= 0} for use in schedule.uses]
+        for weight, buffer, start, _, _ in schedule.gathers:
+            is_form = form_of[weight] >= 0
+            unit = form_of[weight] if is_form else weight
+            self.gathers.setdefault(start, []).append((unit, buffers[buffer][5], is_form))
         self.copies: dict[int, tuple[int, int]] = {}  # by unit: place in the arena of its kept copy, and last use
         for unit, is_copy, _, last, _, offset in buffers:
             if is_copy:
                 self.copies[unit] = (offset, last)
             else:
-                self.releases.setdefault(last, []).append(unit)
+                self.releases.setdefault(last, []).append(form_of[unit] if form_of[unit] >= 0 else unit)
         for unit, _, start, finish in schedule.reductions:
             self.finishes[unit, start] = finish
 
@@ -85,8 +89,11 @@ class _Plan:
 class Runner:
     """The units of a model, and the sequence that is running."""
 
-    def __init__(self, units: list[Unit], memory_limit: int | None, prefetch: int | None) -> None:
+    def __init__(
+        self, units: list[Unit], memory_limit: int | None, prefetch: int | None, in_chunks: bool = False
+    ) -> None:
         self.units = units
+        self._in_chunks = [UnitInChunks(unit) for unit in units] if in_chunks else []
         self.memory_limit = memory_limit
         self.prefetch = prefetch
         weights = (weight for unit in units for weight in unit.weights)
@@ -280,6 +287,9 @@ class Runner:
         if budget is None:  # whatever times say, so that memory does not depend on them
             ahead = 1 if self.prefetch is None else self.prefetch
             budget = overlapping_budget_bytes(weights, parts, prefetch=ahead, **options)
+        known = ((number, each.form) for number, each in enumerate(self._in_chunks))
+        forms = [(number, *form) for number, form in known if form is not None]
+        options.update(forms=forms, may_add_chunks=self.memory_limit is None)
         return StepSchedule(weights, parts, budget_bytes=budget, prefetch=self.prefetch, **options)
 
     def _held_bytes(self, key: Key, uses: list[Use]) -> int:
@@ -385,27 +395,31 @@ class Runner:
             if planned is None or (planned.units, planned.kind) != (use.units, use.kind):
                 counters.counts.unplanned_steps += 1
                 self._plan = None
-        for unit, offset in self._plan.gathers.get(index, ()) if self._plan is not None else ():
-            self._gather_ahead(self.units[unit], offset)
-        self._gather_now(self.units[unit] for unit in use.units)
+        for unit, offset, in_chunks in self._plan.gathers.get(index, ()) if self._plan is not None else ():
+            self._gather_ahead(self.units[unit], offset, self._in_chunks[unit] if in_chunks else None)
+        in_chunks_now = self._plan.in_chunks[index] if self._plan is not None else set()
+        self._gather_now(use.units, in_chunks_now)
         if self._clock is not None:
             self._clock.mark()
 
-    def _gather_ahead(self, unit: Unit, offset_bytes: int) -> None:
+    def _gather_ahead(self, unit: Unit, offset_bytes: int, chunks: UnitInChunks | None) -> None:
         if unit.is_resident and not unit.is_stale:
             return  # since `unshard`, or since the step before
         if unit.is_resident:
             unit.release()
+        unit.chunks = chunks
         if unit.wishes.stays_between_steps:
             unit.start_gather_alone()
         else:
             unit.start_gather(self._arena, offset_bytes)
 
-    def _gather_now(self, needed: Iterable[Unit]) -> None:
+    def _gather_now(self, needed: Iterable[int], in_chunks: set[int]) -> None:
         """Finishes the gathers of these units; starts those that nothing has started."""
-        for unit in needed:
+        for number in needed:
+            unit = self.units[number]
             unit.is_unsharded = False
-            if unit.is_resident and unit.is_stale:
+            is_other = unit.chunks is not None and number not in in_chunks
+            if unit.is_resident and (unit.is_stale or is_other):
                 unit.release()
             if not unit.is_resident:
                 unit.start_gather_alone()

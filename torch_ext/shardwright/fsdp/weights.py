@@ -321,6 +321,7 @@ class Unit:
         self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
         self.is_resident = False
         self.wishes = Wishes(stays)
+        self.chunks: Any = None  # a UnitInChunks (fsdp/chunks.py), while some weights are gathered in chunks
         self._in_arena = False  # which has another use for its memory in the next step
         self.is_unsharded = False  # by `unshard`, and not used since
         self._is_arriving = False
@@ -383,6 +384,11 @@ class Unit:
     def reduce_ps(self) -> int:
         return sum(weight.reduce_ps for weight in self.weights if weight.sharded.requires_grad)
 
+    @property
+    def _ahead(self) -> list[Weight]:
+        """What is gathered before a use."""
+        return [weight for weight in self.weights if self.chunks is None or not self.chunks.has(weight)]
+
     def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:
         """Starts to gather: from the copy that is kept if it is up to date, else from rest."""
         self.start_refresh()
@@ -395,7 +401,7 @@ class Unit:
         scaled = (weight for weight in self.weights if weight.carried.format.needs_largest)
         measure(weight.measured for weight in scaled if weight.carried.needs_measure(weight.source))
         with contextlib.nullcontext() if self.host is None else self.host.fetching():
-            for weight in self.weights:
+            for weight in self._ahead:
                 weight.start_gather(memory, offset_bytes, from_kept)
                 offset_bytes += weight.gathered_bytes
 
@@ -465,13 +471,22 @@ class Unit:
         for weight in self.weights:
             weight.release()
         self.is_resident = False
+        self._leave_chunks()
+        self.chunks = None
+
+    def _leave_chunks(self) -> None:
+        if self.chunks is not None:
+            self.chunks.end()
 
     def put_whole(self) -> None:
-        for weight in self.weights:
+        for weight in self._ahead:
             weight.put(weight.whole)
+        if self.chunks is not None:
+            self.chunks.begin()
 
     def put_sharded(self) -> None:
         """In place of the whole ones; those that users have replaced stay."""
+        self._leave_chunks()
         for weight in self.weights:
             weight.put_sharded()
 

@@ -1,0 +1,190 @@
+"""`sw.fully_shard(gather_in_chunks=True)`: weights that are multiplied in chunks as they arrive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import meshes
+import shardwright as sw
+from allocations import allocated_peak
+from fsdp_models import Mlp, batch, full, loss_of, shard
+from meshes import get_mesh
+from pool import Pool
+from shardwright.fsdp import sharding, steps
+from shardwright.fsdp.methods import ATTRIBUTE
+
+
+class Timed(steps.Runner):
+    """Each use takes ten times as long as the gather of a layer."""
+
+    def _agreed_times(self, clock: Any) -> list[int]:
+        return [10 * self.units[1].gather_ps] * len(super()._agreed_times(clock))
+
+
+def make(mesh: Any, width: int = 10, **options: Any) -> Mlp:
+    return shard(Mlp(width, tied=False).to(meshes.device), sw.fully_shard, mesh, outermost=options)
+
+
+def received_bytes(model: Mlp) -> int:
+    """What this rank lacks of the units that a step gathers, in chunks or not, and of the gradients it reduces."""
+    schedule = sw.schedule(model)
+    lacks = []
+    for modules in ([model.enter, model.leave], *([layer] for layer in model.layers)):
+        weights = [p for module in modules for p in module.parameters()]
+        lacks.append(sum(4 * (p.numel() - p.to_local().numel()) for p in weights))
+        lacks.append(sum(4 * (dist.get_world_size() - 1) * p.to_local().numel() for p in weights))
+    units = [schedule.form_of[weight] if schedule.form_of[weight] >= 0 else weight for weight, *_ in schedule.gathers]
+    return sum(lacks[2 * unit] for unit in units) + sum(lacks[2 * unit + 1] for unit, *_ in schedule.reductions)
+
+
+def _trains(mesh_shape: tuple[int, ...]) -> None:
+    mesh, width = get_mesh(mesh_shape), 256
+    runner, sharding.Runner = sharding.Runner, Timed  # type: ignore[misc]
+    try:
+        # Nothing is gathered ahead, so that each layer waits for its weights.
+        model, whole = make(mesh, width, gather_in_chunks=True, prefetch=0), Mlp(width, tied=False).to(meshes.device)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
+        for step in range(5):
+            with sw.wire_meter() as meter:
+                loss_of(model, batch(step, width=width).to(meshes.device)).backward()
+            losses = [
+                loss_of(whole, batch(step, rank, width).to(meshes.device)) for rank in range(dist.get_world_size())
+            ]
+            torch.stack(losses).mean().backward()
+            for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-5)
+            if step >= 3:
+                # The last layer stays until its backward, and would have to be gathered a second time.
+                assert [i for i in sw.schedule(model).form_of if i >= 0] == [1, 2]
+                if len(mesh_shape) == 1:
+                    assert meter.received_bytes == received_bytes(model)
+            assert all(type(layer[0]) is nn.Linear for layer in model.layers)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        sharding.Runner = runner  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)
+def test_trains_as_the_whole_model(pool: Pool, mesh_shape: tuple[int, ...]) -> None:
+    pool.run(_trains, torch.Size(mesh_shape).numel(), mesh_shape)
+
+
+class Odd(nn.Module):
+    """Layers that use their weights in other ways than by calling a Linear with a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.third = (nn.Linear(9, 9) for _ in range(3))
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.linear(self.first(x), self.first.weight)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            x = self.second(x)
+        if self.fails:
+            raise KeyError
+        return self.third(x.float()[None])[0] + self.third.weight.norm()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(9, 9, bias=False), Odd(), nn.Linear(9, 7)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _where_memory_is_short() -> None:
+    """Forwards in less memory than a unit takes; ranks with other batches, and weights that are used otherwise."""
+    mesh = get_mesh((3,))
+    models = [Model().to(meshes.device) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    limit = 1600  # the largest unit takes 1,080 bytes of weights, with alignment 3,072
+    for model, options in ((models[1], {"gather_in_chunks": True}), (models[2], {})):
+        for layer in model.layers:
+            sw.fully_shard(layer, mesh=mesh)
+        sw.fully_shard(model, mesh=mesh, memory_limit=limit, **options)
+    whole, ours, without = models
+    rank = dist.get_rank()
+    with torch.no_grad():
+        for step in range(4):
+            x = torch.randn(rank, 4, 9, generator=torch.Generator().manual_seed(step)).to(meshes.device)
+            torch.testing.assert_close(ours(x), whole(x), rtol=2e-2, atol=2e-2)
+        schedule = sw.schedule(ours)
+        assert schedule.form_of == [-1] * 4 + [1, 2, 3] and schedule.peak_bytes <= limit
+        with pytest.raises(ValueError, match="budget_bytes: got 1600; allowed is"):
+            without(x)
+        ours.layers[1].fails = True
+        with pytest.raises(KeyError):
+            ours(x)
+        ours.layers[1].fails = False
+        assert [type(m) for m in ours.layers[1].children()] == [nn.Linear] * 3
+        torch.testing.assert_close(ours(x), whole(x), rtol=2e-2, atol=2e-2)
+        # A step that leaves its sequence, and a unit that is made whole by hand.
+        torch.testing.assert_close(ours.layers[2](whole.layers[1](x)), whole.layers[2](whole.layers[1](x)))
+        ours.layers[0].unshard()
+        assert torch.equal(ours.layers[0].weight, whole.layers[0].weight)
+        torch.testing.assert_close(ours(x), whole(x), rtol=2e-2, atol=2e-2)
+        with sw.wire_meter() as meter:
+            ours(x)
+        lacks = sum(4 * (p.numel() - p.to_local().numel()) for p in ours.parameters())
+        again = sum(4 * (p.numel() - p.to_local().numel()) for p in ours.layers[1].parameters() if p.ndim > 1)
+        assert lacks <= meter.received_bytes <= lacks + again, "three weights of Odd are also needed whole"
+
+
+def test_where_memory_is_short(pool: Pool) -> None:
+    pool.run(_where_memory_is_short, 3)
+
+
+def _takes_less_memory() -> None:
+    mesh, width = get_mesh((2,)), 512
+    peaks = []
+    for options in ({}, {"memory_limit": 4 << 20, "gather_in_chunks": True}):
+        model = make(mesh, width, prefetch=0, **options)
+        x = batch(0, width=width)
+
+        def forward(model: Mlp = model, x: torch.Tensor = x) -> None:
+            with torch.no_grad():
+                model(x)
+
+        forward()
+        forward()
+        sw.release_staging()
+        _, allocated = allocated_peak(forward)
+        runner = getattr(model, ATTRIBUTE).runner
+        peaks.append((runner._arena.numel() + allocated, sw.schedule(model).peak_bytes))
+    (whole, planned), (chunked, in_chunks) = peaks
+    assert planned > 6 << 20 and in_chunks <= 4 << 20
+    activations = 4 * 4 * 3 * 1025
+    assert whole >= planned and chunked <= in_chunks + activations, peaks
+
+
+@pytest.mark.cpu_only("the profiler counts the host's memory")
+def test_takes_less_memory(pool: Pool) -> None:
+    pool.run(_takes_less_memory, 2)
+
+
+def _refused() -> None:
+    mesh = get_mesh((2,))
+    with pytest.raises(ValueError, match="gather_in_chunks: got 1; allowed are True and False"):
+        sw.fully_shard(Mlp(), mesh=mesh, gather_in_chunks=1)  # type: ignore[arg-type]
+    model = shard(Mlp(), sw.fully_shard, mesh, gather_in_chunks=True)
+    with pytest.raises(ValueError, match="gather_in_chunks: got True for layers.0, which lies in another unit"):
+        model(batch(0))
+
+
+def test_what_is_refused(pool: Pool) -> None:
+    pool.run(_refused, 2)
