@@ -83,7 +83,7 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # what they 
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
 MAX_CODE_LINES = {
     ".": 4200,
-    "attending": 620,
+    "attending": 650,
     "calibration": 550,
     "dtensor": 700,
     "fsdp": 2900,

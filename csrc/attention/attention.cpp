@@ -1,7 +1,10 @@
 #include "attention/attention.h"
 
+#include <algorithm>
 #include <cmath>
+#include <memory>
 #include <numeric>
+#include <set>
 
 #include "support/error.h"
 
@@ -9,7 +12,7 @@ namespace shardwright {
 namespace {
 
 constexpr AttentionMethod kMethods[] = {AttentionMethod::kSerial, AttentionMethod::kRing, AttentionMethod::kGather,
-                                        AttentionMethod::kUlysses};
+                                        AttentionMethod::kUlysses, AttentionMethod::kTwoLevel};
 
 void check_parts(const Attention& attention) {
   const int64_t total = attention.length();
@@ -50,6 +53,8 @@ const char* method_name(AttentionMethod method) {
       return "gather";
     case AttentionMethod::kUlysses:
       return "ulysses";
+    case AttentionMethod::kTwoLevel:
+      return "two_level";
   }
   return "";
 }
@@ -58,13 +63,42 @@ AttentionMethod parse_attention_method(const std::string& name) {
   for (const AttentionMethod method : kMethods) {
     if (name == method_name(method)) return method;
   }
-  throw UserError(concat("method: '", name, "'; allowed are 'auto', 'ring', 'gather', 'ulysses' and 'serial'"));
+  throw UserError(
+      concat("method: '", name, "'; allowed are 'auto', 'ring', 'gather', 'ulysses', 'two_level' and 'serial'"));
 }
 
 int64_t Attention::length() const {
   int64_t total = 0;
   for (const IntervalList& part : parts) total += shardwright::length(part);
   return total;
+}
+
+int64_t ranks_per_node_of(const Mesh& mesh, const Topology& topology) {
+  if (topology.ranks_per_node <= 0) return 0;
+  std::vector<int64_t> nodes;  // by position
+  for (const Rank rank : mesh.ranks()) nodes.push_back(number(rank) / topology.ranks_per_node);
+  const auto next = std::find_if(nodes.begin(), nodes.end(), [&](int64_t node) { return node != nodes.front(); });
+  const int64_t count = next - nodes.begin();
+  if (mesh.size() % count != 0) return 0;
+  std::set<int64_t> seen;
+  for (int64_t begin = 0; begin < mesh.size(); begin += count) {
+    if (!seen.insert(nodes[begin]).second) return 0;
+    for (int64_t p = begin; p < begin + count; ++p) {
+      if (nodes[p] != nodes[begin]) return 0;
+    }
+  }
+  return count;
+}
+
+MeshPtr mesh_of_programs(const Attention& attention) {
+  const Mesh& mesh = *attention.mesh;
+  if (attention.method != AttentionMethod::kTwoLevel) return attention.mesh;
+  const std::string& name = mesh.dim_names().front();
+  std::vector<int64_t> ranks;
+  for (const Rank rank : mesh.ranks()) ranks.push_back(number(rank));
+  return std::make_shared<Mesh>(std::vector<std::string>{name, name + "_in_node"},
+                                std::vector<int64_t>{mesh.size() / attention.ranks_per_node, attention.ranks_per_node},
+                                ranks, mesh.topology());
 }
 
 void check(const Attention& attention) {
@@ -83,6 +117,14 @@ void check(const Attention& attention) {
   check_user(attention.kv_heads > 0 && attention.heads % attention.kv_heads == 0, "k: has ", attention.kv_heads,
              " heads where q has ", attention.heads, "; the heads of q must be a multiple of those of k and v");
   check_user(std::isfinite(attention.scale), "scale: ", attention.scale, "; allowed are finite numbers");
+  check_user(attention.method != AttentionMethod::kTwoLevel || attention.has_levels(),
+             "method: 'two_level', but the topology has no nodes of equally many ranks, more than one, next to each "
+             "other among the ",
+             attention.mesh->size(),
+             " ranks; allowed are the other methods, or to give one that has (sw.calibrate, SHARDWRIGHT_TOPOLOGY)");
+  check_user(attention.ranks_per_node >= 0 &&
+                 (attention.ranks_per_node == 0 || attention.mesh->size() % attention.ranks_per_node == 0),
+             "attention: nodes of ", attention.ranks_per_node, " ranks on a mesh of ", attention.mesh->size());
   check_parts(attention);
   check_mask(attention.mask, attention.length());
 }

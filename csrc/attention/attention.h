@@ -13,6 +13,9 @@
 //   serial   The same, and nothing is computed meanwhile.
 //   ulysses  Ranks exchange sequence for heads, attend to the whole sequence for their heads, and exchange back. The
 //            results for one rank travel while those for the next are computed.
+//   two_level  Within a node as ulysses, between nodes as a ring: ranks of a node exchange their parts for heads, keys
+//   of
+//            one node after the other arrive for these heads, and results are exchanged back.
 //
 // Ranks send one another only keys that some query of the receiver sees.
 #pragma once
@@ -23,15 +26,16 @@
 #include <vector>
 
 #include "cost/lowering.h"
+#include "cost/topology.h"
 #include "layout/dtype.h"
 #include "layout/mesh.h"
 #include "layout/region.h"
 
 namespace shardwright {
 
-enum class AttentionMethod : uint8_t { kSerial, kRing, kGather, kUlysses };
+enum class AttentionMethod : uint8_t { kSerial, kRing, kGather, kUlysses, kTwoLevel };
 
-const char* method_name(AttentionMethod method);                  // "serial", "ring", "gather" or "ulysses"
+const char* method_name(AttentionMethod method);  // "serial", "ring", "gather", "ulysses" or "two_level"
 AttentionMethod parse_attention_method(const std::string& name);  // throws UserError
 
 // A query at place i sees the key at place j if all of these hold.
@@ -59,12 +63,23 @@ struct Attention {
   int64_t chunks = 0;
   AttentionMethod method = AttentionMethod::kRing;
   Lowering lowering = Lowering::kGloo;
+  // For two_level: that many consecutive positions are a node. They divide the ranks. 0: there are no nodes.
+  int64_t ranks_per_node = 0;
 
+  // Whether there are several nodes of several ranks each.
+  bool has_levels() const { return 1 < ranks_per_node && ranks_per_node < mesh->size(); }
   int64_t length() const;  // of the sequence
   int64_t rows(int64_t position) const { return shardwright::length(parts[position]); }
   // The dtype of partial results and of sums of gradients: float64 for float64, else float32.
   DType sum_dtype() const { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
 };
+
+// Returns how many consecutive positions of a mesh of one dim each node holds, or 0 if it is not the same number of
+// neighbours everywhere.
+int64_t ranks_per_node_of(const Mesh& mesh, const Topology& topology);
+
+// The mesh whose groups the programs of a method have: that of the attention, or nodes by ranks of a node.
+MeshPtr mesh_of_programs(const Attention& attention);
 
 // Throws UserError if the parts are not a partition of the sequence, or if anything else does not fit.
 void check(const Attention& attention);

@@ -1,5 +1,7 @@
 #include "attention/compile.h"
-#include "attention/parts.h"
+#include "attention/gradient_sums.h"
+#include "attention/ring.h"
+#include "attention/two_level.h"
 #include "attention/ulysses.h"
 #include "support/error.h"
 
@@ -7,48 +9,40 @@ namespace shardwright {
 namespace {
 
 // Gradients of keys that another rank holds travel to it in float32 while the next keys are attended to. The owner adds
-// them to its own, by increasing distance.
+// them to its own (gradient_sums.h).
 class Backward {
  public:
-  Backward(const Attention& attention, Rank rank) : writer_(attention, rank) {}
+  Backward(AttentionWriter& writer, const HeadShare& share, const BackwardTensors& tensors)
+      : writer_(writer),
+        share_(share),
+        of_queries_(writer_, HeadKind::kQueries, share_.q_heads()),
+        of_keys_(writer_, HeadKind::kKeys, share_.kv_heads()),
+        t_(tensors) {}
 
-  Program compile() {
-    ProgramBuilder& builder = writer_.builder;
-    const Attention& a = writer_.attention;
-    q_ = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
-    k_ = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    v_ = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    out_ = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
-    dout_ = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
-    lse_ = writer_.tensor(writer_.new_lse_input(), a.heads, 1);
-    builder.begin_step(concat("the backward of attention (", method_name(a.method), ")"));
-    dq_ = writer_.new_sum(q_);
-    dk_ = writer_.new_sum(k_);
-    dv_ = writer_.new_sum(v_);
-    if (q_.count() > 0 || k_.count() > 0) move_keys();
-    for (const auto& [sum, shape] :
-         {std::pair(dq_, writer_.q_shape()), std::pair(dk_, writer_.kv_shape()), std::pair(dv_, writer_.kv_shape())}) {
-      writer_.add_sum_output(sum, shape);
-    }
-    return std::move(builder.program());
+  void emit() {
+    if (t_.q.count() > 0 || t_.k.count() > 0) move_keys();
   }
 
  private:
-  // Gradients under way: those of keys of other ranks, and those of this rank's keys from others.
+  // Sums of gradients of this rank's keys that arrive.
   struct Returning {
     Ticket ticket = kNoTicket;
-    std::vector<std::pair<KeyRows, HeadsTensor>> dk;
-    std::vector<HeadsTensor> dv;
+    std::vector<ReturnedSums> sums;
   };
 
   void move_keys() {
-    KeyExchange exchange(writer_, k_, v_, distance_groups(writer_.attention.method, writer_.num_ranks));
-    const KeyValues own{own_rows(writer_), k_, v_};
-    if (exchange.num_groups() == 0) return attend(own, dk_, dv_);
+    for (const int block : writer_.products.of_rank(writer_.me)) {
+      const int64_t row = writer_.products.block(block).row;
+      of_queries_.set_total(block, {t_.dq.at(0, row)});
+      of_keys_.set_total(block, {t_.dk.at(0, row), t_.dv.at(0, row)});
+    }
+    KeyExchange exchange(writer_, t_.k, t_.v, distance_groups(writer_.attention.method, writer_.num_ranks));
+    const KeyValues own{own_rows(writer_), t_.k, t_.v};
+    if (exchange.num_groups() == 0) return attend(own, of_keys_);
     const bool is_serial = writer_.attention.method == AttentionMethod::kSerial;
     exchange.start(0);
     if (is_serial) exchange.wait(0);
-    attend(own, dk_, dv_);
+    attend(own, of_keys_);
     Returning last;
     for (size_t g = 0; g < exchange.num_groups(); ++g) {
       if (!is_serial) exchange.wait(g);
@@ -65,28 +59,22 @@ class Backward {
     ProgramBuilder& builder = writer_.builder;
     Returning returning;
     SendReceive move;
+    const int64_t heads = share_.kv_heads();
     for (const int64_t distance : exchange.distances(g)) {
-      const KeyValues& arrived = exchange.arrived(distance);
-      if (arrived.k.count() > 0) {
-        HeadsTensor dk = arrived.k;
-        dk.buffer = builder.new_buffer(2 * dk.count(), writer_.attention.sum_dtype());
-        dk.offset = 0;
-        HeadsTensor dv = dk;
-        dv.offset = dk.count();
-        builder.emit(FillZero{builder.whole(dk.buffer)});
-        attend(arrived, dk, dv);
-        move.sends.push_back({writer_.member(writer_.behind(distance)), builder.whole(dk.buffer)});
+      const int64_t owner = writer_.behind(distance);
+      const ReturnedSums sent = returned_sums(writer_, owner, writer_.me, heads);
+      if (sent.buffer != kMissingBuffer) {
+        builder.emit(FillZero{builder.whole(sent.buffer)});
+        GradientSums of_arrived(writer_, HeadKind::kKeys, heads);
+        for (const ReturnedSums::Sum& sum : sent.sums) of_arrived.begin(sum);
+        attend(exchange.arrived(distance), of_arrived);
+        move.sends.push_back({writer_.member(owner), builder.whole(sent.buffer)});
       }
-      KeyRows sent = needed_rows(writer_, writer_.me, writer_.ahead(distance));
-      HeadsTensor dk = k_;
-      dk.rows = sent.rows;
-      if (dk.count() == 0) continue;
-      dk.buffer = builder.new_buffer(2 * dk.count(), writer_.attention.sum_dtype());
-      HeadsTensor dv = dk;
-      dv.offset = dk.count();
-      move.receives.push_back({writer_.member(writer_.ahead(distance)), builder.whole(dk.buffer)});
-      returning.dk.emplace_back(std::move(sent), dk);
-      returning.dv.push_back(dv);
+      const int64_t by = writer_.ahead(distance);
+      ReturnedSums mine = returned_sums(writer_, writer_.me, by, heads);
+      if (mine.buffer == kMissingBuffer) continue;
+      move.receives.push_back({writer_.member(by), builder.whole(mine.buffer)});
+      returning.sums.push_back(std::move(mine));
     }
     if (move.sends.empty() && move.receives.empty()) return returning;
     move.group = writer_.group();
@@ -96,53 +84,46 @@ class Backward {
 
   void take(const Returning& returning) {
     writer_.builder.wait(returning.ticket);
-    for (size_t i = 0; i < returning.dk.size(); ++i) {
-      const auto& [rows, dk] = returning.dk[i];
-      if (rows.are_all) {
-        accumulate(dk, 0, dk_, 0, dk_.rows);
-        accumulate(returning.dv[i], 0, dv_, 0, dv_.rows);
-        continue;
-      }
-      for (const int keys : rows.blocks) {
-        const SequenceBlock& block = writer_.products.block(keys);
-        accumulate(dk, rows.first_row.at(keys), dk_, block.row, block.rows());
-        accumulate(returning.dv[i], rows.first_row.at(keys), dv_, block.row, block.rows());
-      }
+    for (const ReturnedSums& arrived : returning.sums) {
+      for (const ReturnedSums::Sum& sum : arrived.sums) of_keys_.take(sum);
     }
   }
 
-  void accumulate(const HeadsTensor& from, int64_t from_row, const HeadsTensor& to, int64_t to_row, int64_t rows) {
-    const AttendSizes sizes{from.batch, from.heads, from.heads, rows, 0, from.depth};
-    writer_.builder.emit(Accumulate{sizes, from.at(0, from_row), to.at(0, to_row)});
-  }
-
-  void attend(const KeyValues& at_hand, const HeadsTensor& dk, const HeadsTensor& dv) {
-    const Attention& a = writer_.attention;
-    for (const int queries : writer_.products.of_rank(writer_.me)) {
-      const SequenceBlock& block = writer_.products.block(queries);
-      for (const int keys : at_hand.rows.blocks) {
-        if (!writer_.products.meet(queries, keys)) continue;
-        const int64_t row = at_hand.rows.first_row.at(keys);
-        const AttendSizes sizes{a.batch, a.heads, a.kv_heads, block.rows(), writer_.products.block(keys).rows(),
-                                a.depth};
-        writer_.builder.emit(AttendBackward{sizes, writer_.products.band(queries, keys), a.scale, q_.at(0, block.row),
-                                            at_hand.k.at(0, row), at_hand.v.at(0, row), out_.at(0, block.row),
-                                            dout_.at(0, block.row), lse_.rows_at(0, block.row), dq_.at(0, block.row),
-                                            dk.at(0, row), dv.at(0, row)});
-      }
+  void attend(const KeyValues& at_hand, GradientSums& of_keys) {
+    const std::vector<int>& mine = writer_.products.of_rank(writer_.me);
+    for (const auto& [queries, keys] : pairs_in_order(writer_, mine, at_hand.rows.blocks)) {
+      const int64_t q_row = writer_.products.block(queries).row;
+      const int64_t k_row = at_hand.rows.first_row.at(keys);
+      const BackwardRows rows{t_.q.at(0, q_row),   at_hand.k.at(0, k_row), at_hand.v.at(0, k_row),
+                              t_.out.at(0, q_row), t_.dout.at(0, q_row),   t_.lse.rows_at(0, q_row)};
+      attend_backward(writer_, share_, queries, keys, rows, of_queries_, of_keys);
     }
   }
 
-  AttentionWriter writer_;
-  HeadsTensor q_, k_, v_, out_, dout_, lse_;
-  HeadsTensor dq_, dk_, dv_;  // sums
+  AttentionWriter& writer_;
+  HeadShare share_;
+  GradientSums of_queries_;
+  GradientSums of_keys_;  // of this rank
+  BackwardTensors t_;
 };
 
 }  // namespace
 
+void emit_backward(AttentionWriter& writer, const HeadShare& share, const BackwardTensors& tensors) {
+  Backward(writer, share, tensors).emit();
+}
+
 Program compile_attention_backward(const Attention& attention, Rank rank) {
   if (attention.method == AttentionMethod::kUlysses) return compile_ulysses_backward(attention, rank);
-  return Backward(attention, rank).compile();
+  AttentionWriter writer(attention, rank);
+  const BackwardTensors tensors = writer.new_backward_tensors();
+  if (attention.method == AttentionMethod::kTwoLevel) {
+    emit_two_level_backward(writer, tensors);
+  } else {
+    emit_backward(writer, all_heads(attention), tensors);
+  }
+  writer.add_gradient_outputs(tensors);
+  return std::move(writer.builder.program());
 }
 
 }  // namespace shardwright

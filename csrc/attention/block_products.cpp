@@ -54,10 +54,31 @@ BlockProducts::BlockProducts(const Attention& attention) : mask_(attention.mask)
   }
   std::sort(blocks_.begin(), blocks_.end(),
             [](const SequenceBlock& a, const SequenceBlock& b) { return a.places.begin < b.places.begin; });
+  note_owners();
+}
+
+void BlockProducts::note_owners() {
   for (int b = 0; b < num_blocks(); ++b) by_rank_[blocks_[b].owner].push_back(b);
   for (std::vector<int>& mine : by_rank_) {
     std::sort(mine.begin(), mine.end(), [&](int a, int b) { return blocks_[a].row < blocks_[b].row; });
   }
+}
+
+BlockProducts BlockProducts::joined(int64_t count) const {
+  std::vector<int64_t> rows(by_rank_.size(), 0);
+  for (const SequenceBlock& block : blocks_) rows[block.owner] += block.rows();
+  std::vector<int64_t> rows_before(by_rank_.size(), 0);
+  for (size_t r = 0; r < rows.size(); ++r) {
+    if (static_cast<int64_t>(r) % count != 0) rows_before[r] = rows_before[r - 1] + rows[r - 1];
+  }
+  BlockProducts together = *this;
+  together.by_rank_.assign(by_rank_.size() / count, {});
+  for (SequenceBlock& block : together.blocks_) {
+    block.row += rows_before[block.owner];
+    block.owner /= count;
+  }
+  together.note_owners();
+  return together;
 }
 
 Band BlockProducts::band(int queries, int keys) const {
@@ -74,6 +95,18 @@ Band BlockProducts::band(int queries, int keys) const {
 
 BlockShape BlockProducts::shape(int queries, int keys) const {
   return shape_of(band(queries, keys), blocks_[queries].rows(), blocks_[keys].rows());
+}
+
+std::vector<bool> BlockProducts::met_by_queries(int queries) const {
+  std::vector<bool> met;
+  for (int keys = 0; keys < num_blocks(); ++keys) met.push_back(meet(queries, keys));
+  return met;
+}
+
+std::vector<bool> BlockProducts::meeting_keys(int keys) const {
+  std::vector<bool> meeting;
+  for (int queries = 0; queries < num_blocks(); ++queries) meeting.push_back(meet(queries, keys));
+  return meeting;
 }
 
 std::vector<int> BlockProducts::keys_of(int queries) const {

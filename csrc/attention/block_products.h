@@ -28,6 +28,8 @@ struct SequenceBlock {
 class BlockProducts {
  public:
   explicit BlockProducts(const Attention& attention);
+  // The same blocks, where the rows of `count` consecutive ranks lie one after the other as those of one rank.
+  BlockProducts joined(int64_t count) const;
 
   const std::vector<SequenceBlock>& blocks() const { return blocks_; }
   const SequenceBlock& block(int index) const { return blocks_[index]; }
@@ -38,12 +40,17 @@ class BlockProducts {
   Band band(int queries, int keys) const;
   BlockShape shape(int queries, int keys) const;
   bool meet(int queries, int keys) const { return shape(queries, keys) != BlockShape::kSkip; }
+  // By block: whether a block of queries meets it, or it meets a block of keys.
+  std::vector<bool> met_by_queries(int queries) const;
+  std::vector<bool> meeting_keys(int keys) const;
   // The blocks of keys that a block of queries meets, ascending.
   std::vector<int> keys_of(int queries) const;
   // The blocks of keys of one rank that queries of another meet, in the order of the owner's local tensors.
   std::vector<int> keys_needed(int64_t owner, int64_t by) const;
 
  private:
+  void note_owners();
+
   AttentionMask mask_;
   std::vector<SequenceBlock> blocks_;
   std::vector<std::vector<int>> by_rank_;

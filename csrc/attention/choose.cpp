@@ -28,10 +28,11 @@ AttentionForecast forecast(Attention attention, AttentionMethod method, const To
   attention.method = method;
   AttentionForecast found{method};
   const Mesh& mesh = *attention.mesh;
+  const MeshPtr mesh_of_groups = mesh_of_programs(attention);
   for (const int64_t position : positions_to_look_at(mesh.size())) {
     const Rank rank = mesh.rank_at(Position{position});
     const Program forward = compile_attention(attention, rank);
-    const Timeline timeline = predict(forward, topology, mesh, model);
+    const Timeline timeline = predict(forward, topology, *mesh_of_groups, model);
     found.forward_ps = std::max(found.forward_ps, timeline.total_ps);
     found.compute_ps = std::max(found.compute_ps, timeline.gemm_ps);
     found.peak_bytes = std::max(found.peak_bytes, forward.peak_bytes());
@@ -42,7 +43,7 @@ AttentionForecast forecast(Attention attention, AttentionMethod method, const To
     found.received_bytes = std::max(found.received_bytes, received);
     if (!with_backward) continue;
     const Program backward = compile_attention_backward(attention, rank);
-    found.backward_ps = std::max(found.backward_ps, predict(backward, topology, mesh, model).total_ps);
+    found.backward_ps = std::max(found.backward_ps, predict(backward, topology, *mesh_of_groups, model).total_ps);
   }
   return found;
 }
@@ -53,11 +54,16 @@ std::string microseconds(int64_t ps) { return concat(ps / kPicosecondsPerMicrose
 
 std::vector<AttentionForecast> forecasts(const Attention& attention, const Topology& topology, const GemmModel& model,
                                          bool with_backward) {
+  Attention asked = attention;
+  asked.ranks_per_node = ranks_per_node_of(*attention.mesh, topology);
+  std::vector<AttentionMethod> methods{AttentionMethod::kSerial};
+  if (asked.mesh->size() > 1) {
+    methods.insert(methods.end(), {AttentionMethod::kRing, AttentionMethod::kGather, AttentionMethod::kUlysses});
+  }
+  if (asked.has_levels()) methods.push_back(AttentionMethod::kTwoLevel);
   std::vector<AttentionForecast> all;
-  for (const AttentionMethod method :
-       {AttentionMethod::kSerial, AttentionMethod::kRing, AttentionMethod::kGather, AttentionMethod::kUlysses}) {
-    if (attention.mesh->size() == 1 && method != AttentionMethod::kSerial) continue;
-    all.push_back(forecast(attention, method, topology, model, with_backward));
+  for (const AttentionMethod method : methods) {
+    all.push_back(forecast(asked, method, topology, model, with_backward));
   }
   return all;
 }
@@ -68,6 +74,8 @@ AttentionMethod choose(const Attention& attention, const Topology& topology, con
   const auto best = std::min_element(
       all.begin(), all.end(),
       [](const AttentionForecast& a, const AttentionForecast& b) { return a.total_ps() < b.total_ps(); });
+  const int64_t serial = all.front().total_ps();
+  if (serial - best->total_ps() < serial / 100 * kLeastGainPercent) return all.front().method;
   const int64_t most = best->total_ps() + best->total_ps() / 100 * kAlikePercent;
   AttentionForecast chosen = *best;
   for (const AttentionForecast& one : all) {

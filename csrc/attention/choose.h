@@ -25,12 +25,13 @@ struct AttentionForecast {
   int64_t total_ps() const { return forward_ps + backward_ps; }
 };
 
-// One for each method, serial first. The backward is left out where it is not asked for.
+// One for each method, serial first; two_level where the topology has levels. The backward is left out where it is not
+// asked for.
 std::vector<AttentionForecast> forecasts(const Attention& attention, const Topology& topology, const GemmModel& model,
                                          bool with_backward);
 
-// Returns the method with the least predicted time, the one with less memory where two are within 2%. It depends on
-// arguments that are the same on all ranks, so all ranks make the same choice.
+// Returns the method with the least predicted time, the one with less memory where two are within 2%; serial unless
+// another one saves kLeastGainPercent (products/timeline.h). It depends on arguments that are the same on all ranks, so all ranks make the same choice.
 AttentionMethod choose(const Attention& attention, const Topology& topology, const GemmModel& model,
                        bool with_backward);
 

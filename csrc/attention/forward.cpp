@@ -1,5 +1,7 @@
 #include "attention/compile.h"
 #include "attention/partial_results.h"
+#include "attention/ring.h"
+#include "attention/two_level.h"
 #include "attention/ulysses.h"
 #include "support/error.h"
 
@@ -8,30 +10,20 @@ namespace {
 
 class Forward {
  public:
-  Forward(const Attention& attention, Rank rank) : writer_(attention, rank), results_(writer_, all_heads(attention)) {}
+  Forward(AttentionWriter& writer, const HeadShare& share, const ForwardTensors& tensors)
+      : writer_(writer), results_(writer, share), t_(tensors) {}
 
-  Program compile() {
-    ProgramBuilder& builder = writer_.builder;
-    const Attention& a = writer_.attention;
-    q_ = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
-    const HeadsTensor k = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    const HeadsTensor v = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    out_ = writer_.tensor(builder.new_buffer(q_.count()), a.heads, a.depth);
-    lse_ = writer_.tensor(builder.new_buffer(a.batch * a.heads * writer_.rows(), a.sum_dtype()), a.heads, 1);
-    builder.add_output(out_.buffer, writer_.q_shape());
-    builder.add_output(lse_.buffer, writer_.lse_shape());
-    builder.begin_step(concat("the forward of attention (", method_name(a.method), ")"));
+  void emit() {
     for (const int queries : writer_.products.of_rank(writer_.me)) {
       if (writer_.products.keys_of(queries).empty()) see_nothing(queries);
     }
-    if (q_.count() > 0 || k.count() > 0) move_keys(k, v);
-    return std::move(builder.program());
+    if (t_.q.count() > 0 || t_.k.count() > 0) move_keys();
   }
 
  private:
-  void move_keys(const HeadsTensor& k, const HeadsTensor& v) {
-    KeyExchange exchange(writer_, k, v, distance_groups(writer_.attention.method, writer_.num_ranks));
-    const KeyValues own{own_rows(writer_), k, v};
+  void move_keys() {
+    KeyExchange exchange(writer_, t_.k, t_.v, distance_groups(writer_.attention.method, writer_.num_ranks));
+    const KeyValues own{own_rows(writer_), t_.k, t_.v};
     if (exchange.num_groups() == 0) return attend(own);
     const bool is_serial = writer_.attention.method == AttentionMethod::kSerial;
     writer_.builder.begin_chunk(0);
@@ -53,30 +45,39 @@ class Forward {
         if (!writer_.products.meet(queries, keys)) continue;
         const int64_t row = at_hand.rows.first_row.at(keys);
         const bool is_complete =
-            results_.attend(queries, q_.at(0, block.row), keys, at_hand.k.at(0, row), at_hand.v.at(0, row));
-        if (is_complete) results_.store(queries, block.row, out_, lse_, 0);
+            results_.attend(queries, t_.q.at(0, block.row), keys, at_hand.k.at(0, row), at_hand.v.at(0, row));
+        if (is_complete) results_.store(queries, block.row, t_.out, t_.lse, 0);
       }
     }
   }
 
   void see_nothing(int queries) {
     const SequenceBlock& block = writer_.products.block(queries);
-    results_.see_nothing(queries, q_.at(0, block.row));
-    results_.store(queries, block.row, out_, lse_, 0);
+    results_.see_nothing(queries, t_.q.at(0, block.row));
+    results_.store(queries, block.row, t_.out, t_.lse, 0);
   }
 
-  AttentionWriter writer_;
+  AttentionWriter& writer_;
   PartialResults results_;
-  HeadsTensor q_;
-  HeadsTensor out_;
-  HeadsTensor lse_;
+  ForwardTensors t_;
 };
 
 }  // namespace
 
+void emit_forward(AttentionWriter& writer, const HeadShare& share, const ForwardTensors& tensors) {
+  Forward(writer, share, tensors).emit();
+}
+
 Program compile_attention(const Attention& attention, Rank rank) {
   if (attention.method == AttentionMethod::kUlysses) return compile_ulysses(attention, rank);
-  return Forward(attention, rank).compile();
+  AttentionWriter writer(attention, rank);
+  const ForwardTensors tensors = writer.new_forward_tensors();
+  if (attention.method == AttentionMethod::kTwoLevel) {
+    emit_two_level_forward(writer, tensors);
+  } else {
+    emit_forward(writer, all_heads(attention), tensors);
+  }
+  return std::move(writer.builder.program());
 }
 
 }  // namespace shardwright

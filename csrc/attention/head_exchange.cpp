@@ -2,17 +2,9 @@
 
 namespace shardwright {
 
-int64_t first_head(const HeadShare& share, HeadKind kind) {
-  return kind == HeadKind::kQueries ? share.q_begin : share.kv_begin;
-}
-
-int64_t num_heads(const HeadShare& share, HeadKind kind) {
-  return kind == HeadKind::kQueries ? share.q_heads() : share.kv_heads();
-}
-
-HeadExchange::HeadExchange(AttentionWriter& writer) : writer_(writer) {
+HeadExchange::HeadExchange(AttentionWriter& writer, HeadSharing sharing) : writer_(writer) {
   for (int64_t p = 0; p < writer_.num_ranks; ++p) {
-    shares_.push_back(share_of_heads(writer_.attention, p, writer_.num_ranks));
+    shares_.push_back(share_of_heads(writer_.attention, p, writer_.num_ranks, sharing));
   }
 }
 
@@ -57,6 +49,40 @@ void HeadExchange::gather(const std::vector<Tensor>& tensors) {
   builder.wait(builder.send_receive(std::move(move)));
 }
 
+void HeadExchange::gather(const ForwardTensors& t) {
+  gather({{t.q, HeadKind::kQueries}, {t.k, HeadKind::kKeys}, {t.v, HeadKind::kKeys}});
+}
+
+void HeadExchange::gather(const BackwardTensors& t) {
+  gather({{t.q, HeadKind::kQueries},
+          {t.k, HeadKind::kKeys},
+          {t.v, HeadKind::kKeys},
+          {t.out, HeadKind::kQueries},
+          {t.dout, HeadKind::kQueries},
+          {t.lse, HeadKind::kQueries}});
+}
+
+HeadsTensor HeadExchange::joined(size_t tensor) {
+  const auto& [local, kind] = tensors_[tensor];
+  ProgramBuilder& builder = writer_.builder;
+  HeadsTensor all = local;
+  all.offset = 0;
+  all.heads = num_heads(mine(), kind);
+  all.rows = 0;
+  for (int64_t owner = 0; owner < writer_.num_ranks; ++owner) all.rows += writer_.attention.rows(owner);
+  all.buffer = builder.new_buffer(all.count(), builder.program().dtype_of(local.buffer));
+  int64_t row = 0;
+  for (int64_t owner = 0; owner < writer_.num_ranks; ++owner) {
+    const bool is_mine = owner == writer_.me;
+    const HeadsTensor& part = is_mine ? local : gathered_[tensor][owner];
+    std::vector<Box> boxes;
+    append_box(boxes, part, {is_mine ? first_head(mine(), kind) : 0, 0}, all, {0, row}, all.heads, part.rows);
+    builder.copy(part.buffer, all.buffer, std::move(boxes));
+    row += part.rows;
+  }
+  return all;
+}
+
 HeadsPlace HeadExchange::place_of(size_t tensor, const SequenceBlock& block) const {
   return {block.owner == writer_.me ? first_head(mine(), tensors_[tensor].kind) : 0, block.row};
 }
@@ -90,12 +116,33 @@ HeadExchange::Arriving HeadExchange::start_return(int64_t distance, const std::v
       received.buffer = builder.new_buffer(received.count(), builder.program().dtype_of(one.share.buffer));
       move.receives.push_back({writer_.member(arriving.from), received.range()});
     }
-    arriving.shares.push_back(received);
+    arriving.shares.push_back({received, one.kind});
   }
   if (move.sends.empty() && move.receives.empty()) return arriving;
   move.group = writer_.group();
   arriving.ticket = builder.send_receive(std::move(move));
   return arriving;
+}
+
+void HeadExchange::copy_to(const std::vector<HeadsTensor>& tensors, const Arriving& arriving) {
+  writer_.builder.wait(arriving.ticket);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto& [from, kind] = arriving.shares[i];
+    std::vector<Box> boxes;
+    append_box(boxes, from, {}, tensors[i], {first_head(shares_[arriving.from], kind), 0}, from.heads, from.rows);
+    writer_.builder.copy(from.buffer, tensors[i].buffer, std::move(boxes));
+  }
+}
+
+void HeadExchange::add_to(const std::vector<HeadsTensor>& sums, const Arriving& arriving) {
+  writer_.builder.wait(arriving.ticket);
+  for (size_t i = 0; i < sums.size(); ++i) {
+    const auto& [from, kind] = arriving.shares[i];
+    if (from.count() == 0) continue;
+    const AttendSizes sizes{from.batch, from.heads, from.heads, from.rows, 0, from.depth};
+    const int64_t head = first_head(shares_[arriving.from], kind);
+    writer_.builder.emit(Accumulate{sizes, from.at(0, 0), sums[i].at(head, 0)});
+  }
 }
 
 }  // namespace shardwright

@@ -8,15 +8,10 @@
 
 namespace shardwright {
 
-enum class HeadKind : uint8_t { kQueries, kKeys };
-
-// The heads of a tensor of one kind in a share: the first one, and how many.
-int64_t first_head(const HeadShare& share, HeadKind kind);
-int64_t num_heads(const HeadShare& share, HeadKind kind);
-
 class HeadExchange {
  public:
-  explicit HeadExchange(AttentionWriter& writer);
+  // Shares as HeadSharing says.
+  HeadExchange(AttentionWriter& writer, HeadSharing sharing);
 
   const HeadShare& share(int64_t position) const { return shares_[position]; }
   const HeadShare& mine() const { return shares_[writer_.me]; }
@@ -27,6 +22,11 @@ class HeadExchange {
   };
   // Gathers the rows of all ranks of this rank's share of the heads of every tensor, in one transfer, and waits for it.
   void gather(const std::vector<Tensor>& tensors);
+  // The same for q, k and v; and for these, out, dout and lse.
+  void gather(const ForwardTensors& t);
+  void gather(const BackwardTensors& t);
+  // Copies of this rank's share of the i-th tensor: the rows of all ranks, one after the other.
+  HeadsTensor joined(size_t tensor);
   // The rows of a block, from the first head of this rank's share of the i-th tensor on.
   Heads at(size_t tensor, const SequenceBlock& block) const;
   HeadRows rows_at(size_t tensor, const SequenceBlock& block) const;
@@ -40,10 +40,13 @@ class HeadExchange {
   struct Arriving {
     Ticket ticket = kNoTicket;
     int64_t from = 0;
-    std::vector<HeadsTensor> shares;  // one for each that was sent
+    std::vector<Sent> shares;  // one for each that was sent
   };
   // On all ranks: sends to the rank that is `distance` ahead, and receives from the one behind.
   Arriving start_return(int64_t distance, const std::vector<Sent>& sent);
+  // Wait for a transfer, and copy what came to where it belongs among all heads, or add it to sums there.
+  void copy_to(const std::vector<HeadsTensor>& tensors, const Arriving& arriving);
+  void add_to(const std::vector<HeadsTensor>& sums, const Arriving& arriving);
 
  private:
   // This rank's own rows stay where they are, among those of all heads.

@@ -8,23 +8,12 @@ namespace shardwright {
 
 PartialResults::PartialResults(AttentionWriter& writer, HeadShare share) : writer_(writer), share_(std::move(share)) {}
 
-PartialResults::Queries& PartialResults::of(int queries) {
-  Queries& found = queries_[queries];
-  if (found.before.empty()) {
-    found.before.push_back(0);
-    for (int keys = 0; keys < writer_.products.num_blocks(); ++keys) {
-      found.before.push_back(found.before.back() + (writer_.products.meet(queries, keys) ? 1 : 0));
-    }
+MergeTree<BufferId>& PartialResults::tree(int queries) {
+  auto found = trees_.find(queries);
+  if (found == trees_.end()) {
+    found = trees_.emplace(queries, MergeTree<BufferId>(writer_.products.met_by_queries(queries))).first;
   }
-  return found;
-}
-
-int PartialResults::met(const Queries& queries, Node node) {
-  const int64_t last = static_cast<int64_t>(queries.before.size()) - 1;
-  const auto [level, index] = node;
-  const int64_t begin = std::min(static_cast<int64_t>(index) << level, last);
-  const int64_t end = std::min((static_cast<int64_t>(index) + 1) << level, last);
-  return queries.before[end] - queries.before[begin];
+  return found->second;
 }
 
 HeadsTensor PartialResults::out_in(BufferId buffer, int queries) const {
@@ -76,42 +65,29 @@ bool PartialResults::attend(int queries, const Heads& q, int keys, const Heads& 
     o.v.offset += group.kv_head * v.head_stride;
     writer_.builder.emit(o);
   }
-  Queries& state = of(queries);
-  const int all = state.before.back();
-  BufferId result = made;
-  for (Node node{0, keys}; met(state, node) < all; node = {node.first + 1, node.second / 2}) {
-    const Node sibling{node.first, node.second ^ 1};
-    if (met(state, sibling) == 0) continue;
-    const auto other = state.waiting.find(sibling);
-    if (other == state.waiting.end()) {
-      state.waiting[node] = result;
-      return false;
-    }
-    const bool is_left = node.second < sibling.second;
-    const BufferId left = is_left ? result : other->second;
-    const BufferId right = is_left ? other->second : result;
+  const auto merge = [&](BufferId left, BufferId right) {
     writer_.builder.emit(Merge{sizes(queries), partial(left, queries, 0), partial(right, queries, 0)});
-    state.waiting.erase(other);
-    result = left;
-  }
-  state.complete = result;
+  };
+  const std::optional<BufferId> complete = tree(queries).add({0, keys}, made, merge);
+  if (!complete) return false;
+  complete_[queries] = *complete;
+  trees_.erase(queries);
   return true;
 }
 
 void PartialResults::see_nothing(int queries, const Heads& q) {
   const BufferId made = new_partial(queries);
   writer_.builder.emit(Attend{sizes(queries), {}, writer_.attention.scale, q, q, q, partial(made, queries, 0)});
-  of(queries).complete = made;
+  complete_[queries] = made;
 }
 
 void PartialResults::store(int queries, int64_t row, const HeadsTensor& out, const HeadsTensor& lse,
                            int64_t first_head) {
   ProgramBuilder& builder = writer_.builder;
-  const auto found = queries_.find(queries);
-  check_invariant(found != queries_.end() && found->second.complete != kMissingBuffer, "the result of block ", queries,
-                  " is incomplete");
-  HeadsTensor from = out_in(found->second.complete, queries);
-  const HeadsTensor sums = lse_in(found->second.complete, queries);
+  const auto found = complete_.find(queries);
+  check_invariant(found != complete_.end(), "the result of block ", queries, " is incomplete");
+  HeadsTensor from = out_in(found->second, queries);
+  const HeadsTensor sums = lse_in(found->second, queries);
   if (!(writer_.attention.sum_dtype() == writer_.attention.dtype)) {
     HeadsTensor rounded = from;
     rounded.buffer = builder.new_buffer(from.count());
@@ -124,7 +100,7 @@ void PartialResults::store(int queries, int64_t row, const HeadsTensor& out, con
   boxes.clear();
   append_box(boxes, sums, {}, lse, {first_head, row}, sums.heads, sums.rows);
   builder.copy(sums.buffer, lse.buffer, std::move(boxes));
-  queries_.erase(found);
+  complete_.erase(found);
 }
 
 }  // namespace shardwright

@@ -1,16 +1,11 @@
 // The partial results of a rank's blocks of queries, and their merging.
 //
-// The results for a block of queries are merged along a binary tree over the numbers of all blocks of keys: those of
-// blocks 2 i and 2 i + 1, then those of four consecutive blocks, and so on. Blocks that do not meet the queries are
-// left out. So the tree follows from the blocks and the mask alone, and a merge takes place as soon as both of its
-// sides are there, whatever the order in which keys arrive. Where keys arrive in order, at most about log2 of the
-// number of blocks wait to be merged.
+// The results for a block of queries are merged along the tree over the blocks of keys that they meet (merge_tree.h).
 #pragma once
 
 #include <map>
-#include <utility>
-#include <vector>
 
+#include "attention/merge_tree.h"
 #include "attention/parts.h"
 
 namespace shardwright {
@@ -31,16 +26,7 @@ class PartialResults {
   void store(int queries, int64_t row, const HeadsTensor& out, const HeadsTensor& lse, int64_t first_head);
 
  private:
-  using Node = std::pair<int, int>;  // level of the tree, index on it
-  struct Queries {
-    std::vector<int> before;           // the number of blocks of keys before each that these queries meet
-    std::map<Node, BufferId> waiting;  // partial results that wait for their sibling
-    BufferId complete = kMissingBuffer;
-  };
-
-  Queries& of(int queries);
-  // The number of blocks below a node that the queries meet.
-  static int met(const Queries& queries, Node node);
+  MergeTree<BufferId>& tree(int queries);
   // A partial result lies in one buffer: the output of all rows, then lse.
   HeadsTensor out_in(BufferId buffer, int queries) const;
   HeadsTensor lse_in(BufferId buffer, int queries) const;
@@ -50,7 +36,8 @@ class PartialResults {
 
   AttentionWriter& writer_;
   HeadShare share_;
-  std::map<int, Queries> queries_;
+  std::map<int, MergeTree<BufferId>> trees_;  // of blocks of queries that are incomplete
+  std::map<int, BufferId> complete_;
 };
 
 }  // namespace shardwright

@@ -1,59 +1,133 @@
 #include "attention/parts.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "support/error.h"
 
 namespace shardwright {
 namespace {
 
-int64_t position_of(const Attention& attention, Rank rank) {
+const Attention& checked(const Attention& attention) {
   check(attention);
+  return attention;
+}
+
+int64_t position_of(const Attention& attention, Rank rank) {
   const std::optional<Position> position = attention.mesh->position_of(rank);
   check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", attention.mesh->to_string(), ")");
   return *position;
 }
 
+MeshDimSet all_dims(const Mesh& mesh) {
+  MeshDimSet all;
+  for (int d = 0; d < mesh.ndim(); ++d) all.insert(d);
+  return all;
+}
+
+std::vector<int64_t> all_positions(const Mesh& mesh) {
+  std::vector<int64_t> positions(mesh.size());
+  std::iota(positions.begin(), positions.end(), int64_t{0});
+  return positions;
+}
+
+std::vector<int64_t> positions_along(const Mesh& mesh, int mesh_dim, int64_t position) {
+  std::vector<int64_t> positions;
+  const int64_t first = position - mesh.coordinate(position, mesh_dim) * mesh.stride(mesh_dim);
+  for (int64_t c = 0; c < mesh.dim_size(mesh_dim); ++c) positions.push_back(first + c * mesh.stride(mesh_dim));
+  return positions;
+}
+
 }  // namespace
 
 AttentionWriter::AttentionWriter(const Attention& given, Rank rank)
-    : attention(given),
+    : attention(checked(given)),
       products(given),
-      builder(given.dtype, given.lowering, /*named_groups_only=*/true, rank),
+      written(std::make_shared<ProgramBuilder>(given.dtype, given.lowering, /*named_groups_only=*/true, rank)),
+      builder(*written),
+      mesh(mesh_of_programs(given)),
+      mesh_dims(all_dims(*mesh)),
+      mesh_positions(all_positions(*mesh)),
       me(position_of(given, rank)),
       num_ranks(given.mesh->size()) {}
 
+AttentionWriter::AttentionWriter(const AttentionWriter& all, int mesh_dim, Attention given, BlockProducts blocks)
+    : attention(std::move(given)),
+      products(std::move(blocks)),
+      written(all.written),
+      builder(*written),
+      mesh(all.mesh),
+      mesh_dims(MeshDimSet::single(mesh_dim)),
+      mesh_positions(positions_along(*mesh, mesh_dim, all.me)),
+      me(mesh->coordinate(all.me, mesh_dim)),
+      num_ranks(mesh->dim_size(mesh_dim)) {}
+
 int AttentionWriter::group() {
-  const Mesh& mesh = *attention.mesh;
-  const MeshDimSet all = MeshDimSet::single(0);
-  return builder.group_of_ranks(all, mesh.ranks_at(mesh.group(me, all)));
+  return builder.group_of_ranks(mesh_dims, mesh->ranks_at(mesh->group(mesh_positions[me], mesh_dims)));
 }
 
 int64_t AttentionWriter::member(int64_t position) const {
-  if (attention.mesh->ranks_are_positions()) return position;
-  const std::vector<int64_t> members = attention.mesh->group(me, MeshDimSet::single(0));
-  return std::find(members.begin(), members.end(), position) - members.begin();
+  if (mesh->ranks_are_positions()) return position;  // in ascending order
+  const std::vector<int64_t> members = mesh->group(mesh_positions[me], mesh_dims);
+  return std::find(members.begin(), members.end(), mesh_positions[position]) - members.begin();
 }
 
-BufferId AttentionWriter::new_heads_input(int64_t heads) {
-  return builder.new_input({attention.batch, heads, rows(), attention.depth});
+HeadsTensor AttentionWriter::new_heads_input(int64_t heads) {
+  HeadsTensor made{kMissingBuffer, 0, attention.batch, heads, rows(), attention.depth};
+  made.buffer = builder.new_input({made.batch, made.heads, made.rows, made.depth});
+  return made;
 }
 
-BufferId AttentionWriter::new_lse_input() { return builder.new_input(lse_shape(), attention.sum_dtype()); }
+ForwardTensors AttentionWriter::new_forward_tensors() {
+  ForwardTensors t;
+  t.q = new_heads_input(attention.heads);
+  t.k = new_heads_input(attention.kv_heads);
+  t.v = new_heads_input(attention.kv_heads);
+  t.out = t.lse = t.q;
+  t.lse.depth = 1;
+  t.out.buffer = builder.new_buffer(t.out.count());
+  t.lse.buffer = builder.new_buffer(t.lse.count(), attention.sum_dtype());
+  builder.add_output(t.out.buffer, {t.q.batch, t.q.heads, t.q.rows, t.q.depth});
+  builder.add_output(t.lse.buffer, {t.q.batch, t.q.heads, t.q.rows});
+  builder.begin_step(concat("the forward of attention (", method_name(attention.method), ")"));
+  return t;
+}
+
+BackwardTensors AttentionWriter::new_backward_tensors() {
+  BackwardTensors t;
+  t.q = new_heads_input(attention.heads);
+  t.k = new_heads_input(attention.kv_heads);
+  t.v = new_heads_input(attention.kv_heads);
+  t.out = new_heads_input(attention.heads);
+  t.dout = new_heads_input(attention.heads);
+  t.lse = t.q;
+  t.lse.depth = 1;
+  t.lse.buffer = builder.new_input({t.q.batch, t.q.heads, t.q.rows}, attention.sum_dtype());
+  builder.begin_step(concat("the backward of attention (", method_name(attention.method), ")"));
+  t.dq = new_sum(t.q);
+  t.dk = new_sum(t.k);
+  t.dv = new_sum(t.v);
+  return t;
+}
+
+void AttentionWriter::add_gradient_outputs(const BackwardTensors& tensors) {
+  for (const HeadsTensor& sum : {tensors.dq, tensors.dk, tensors.dv}) add_sum_output(sum);
+}
 
 HeadsTensor AttentionWriter::new_sum(HeadsTensor like) {
   like.buffer = builder.new_buffer(like.count(), attention.sum_dtype());
+  like.offset = 0;
   if (like.count() > 0) builder.emit(FillZero{like.range()});
   return like;
 }
 
-void AttentionWriter::add_sum_output(const HeadsTensor& sum, const std::vector<int64_t>& shape) {
+void AttentionWriter::add_sum_output(const HeadsTensor& sum) {
   BufferId result = sum.buffer;
   if (!(attention.dtype == attention.sum_dtype())) {
     result = builder.new_buffer(sum.count());
     if (sum.count() > 0) builder.emit(Cast{sum.range(), builder.whole(result)});
   }
-  builder.add_output(result, shape);
+  builder.add_output(result, {sum.batch, sum.heads, sum.rows, sum.depth});
 }
 
 void append_box(std::vector<Box>& boxes, const HeadsTensor& src, HeadsPlace from, const HeadsTensor& dst, HeadsPlace to,
@@ -161,12 +235,21 @@ std::vector<std::vector<int64_t>> distance_groups(AttentionMethod method, int64_
   return groups;
 }
 
-HeadShare all_heads(const Attention& attention) { return share_of_heads(attention, 0, 1); }
+HeadShare all_heads(const Attention& attention) { return share_of_heads(attention, 0, 1, HeadSharing::kAll); }
 
-HeadShare share_of_heads(const Attention& attention, int64_t index, int64_t count) {
+int64_t first_head(const HeadShare& share, HeadKind kind) {
+  return kind == HeadKind::kQueries ? share.q_begin : share.kv_begin;
+}
+
+int64_t num_heads(const HeadShare& share, HeadKind kind) {
+  return kind == HeadKind::kQueries ? share.q_heads() : share.kv_heads();
+}
+
+HeadShare share_of_heads(const Attention& attention, int64_t index, int64_t count, HeadSharing sharing) {
   const int64_t per_kv = attention.heads / attention.kv_heads;
+  const bool are_whole = attention.kv_heads >= count || sharing == HeadSharing::kWholeHeadsOfKeys;
   const auto begin = [&](int64_t i) {
-    return attention.kv_heads >= count ? attention.kv_heads * i / count * per_kv : attention.heads * i / count;
+    return are_whole ? attention.kv_heads * i / count * per_kv : attention.heads * i / count;
   };
   HeadShare share{begin(index), begin(index + 1), 0, 0, {}};
   if (share.q_heads() == 0) return share;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -28,41 +29,55 @@ struct HeadsTensor {
   HeadRows rows_at(int64_t head, int64_t row) const { return {buffer, offset + head * rows + row, heads * rows, rows}; }
 };
 
-// One rank's program of an attention while it is being written.
-struct AttentionWriter {
-  AttentionWriter(const Attention& attention, Rank rank);
+// Those of both directions.
+struct ForwardTensors {
+  HeadsTensor q, k, v;
+  HeadsTensor out, lse;  // to be written
+};
 
-  const Attention& attention;
+struct BackwardTensors {
+  HeadsTensor q, k, v, out, dout, lse;
+  HeadsTensor dq, dk, dv;  // sums, which begin as zeros
+};
+
+// One rank's program of an attention while it is being written, over ranks that share a sequence.
+struct AttentionWriter {
+  // All ranks of the attention. The mesh is that of its programs.
+  AttentionWriter(const Attention& attention, Rank rank);
+  // The same program, over the ranks that differ from this one along one dim of the mesh. They share the sequence of
+  // `attention`, which has a part for each.
+  AttentionWriter(const AttentionWriter& all, int mesh_dim, Attention attention, BlockProducts products);
+
+  Attention attention;
   BlockProducts products;
-  ProgramBuilder builder;
-  int64_t me;         // position of the rank
-  int64_t num_ranks;  // that share the sequence
+  std::shared_ptr<ProgramBuilder> written;
+  ProgramBuilder& builder;
+  MeshPtr mesh;
+  MeshDimSet mesh_dims;
+  std::vector<int64_t> mesh_positions;  // of each rank that shares the sequence, on the mesh
+  int64_t me;                           // this rank's position among them
+  int64_t num_ranks;                    // that share the sequence
 
   int64_t rows() const { return attention.rows(me); }
   // The position that is this far behind or ahead on the ring.
   int64_t behind(int64_t distance) const { return (me - distance % num_ranks + num_ranks) % num_ranks; }
   int64_t ahead(int64_t distance) const { return (me + distance) % num_ranks; }
-  // The index of all ranks of the mesh as a group of the program, and of a position in that group.
+  // The index of these ranks as a group of the program, and of a position in that group.
   int group();
   int64_t member(int64_t position) const;
 
-  BufferId new_q_input() { return new_heads_input(attention.heads); }
-  BufferId new_kv_input() { return new_heads_input(attention.kv_heads); }
-  BufferId new_lse_input();
-  std::vector<int64_t> q_shape() const { return {attention.batch, attention.heads, rows(), attention.depth}; }
-  std::vector<int64_t> kv_shape() const { return {attention.batch, attention.kv_heads, rows(), attention.depth}; }
-  std::vector<int64_t> lse_shape() const { return {attention.batch, attention.heads, rows()}; }
-  // A buffer as a tensor of this rank's rows.
-  HeadsTensor tensor(BufferId buffer, int64_t heads, int64_t depth) const {
-    return {buffer, 0, attention.batch, heads, rows(), depth};
-  }
-  // A new tensor like this one, in the dtype in which gradients are summed; and a sum as an output, in that of
-  // operands.
+  // The inputs and the outputs of a direction, which begins here (compile.h). Sums are zeros; add_gradient_outputs
+  // makes them outputs when they are complete.
+  ForwardTensors new_forward_tensors();
+  BackwardTensors new_backward_tensors();
+  void add_gradient_outputs(const BackwardTensors& tensors);
+
+  // A new tensor like this one, in the dtype in which gradients are summed, of zeros.
   HeadsTensor new_sum(HeadsTensor like);
-  void add_sum_output(const HeadsTensor& sum, const std::vector<int64_t>& shape);
 
  private:
-  BufferId new_heads_input(int64_t heads);
+  HeadsTensor new_heads_input(int64_t heads);
+  void add_sum_output(const HeadsTensor& sum);
 };
 
 // Appends the box that copies `heads` heads and `rows` rows of one tensor, from a head and a row on, to another.
@@ -143,8 +158,18 @@ struct HeadShare {
   int64_t kv_heads() const { return kv_end - kv_begin; }
 };
 
+enum class HeadKind : uint8_t { kQueries, kKeys };
+
+// The heads of a tensor of one kind in a share: the first one, and how many.
+int64_t first_head(const HeadShare& share, HeadKind kind);
+int64_t num_heads(const HeadShare& share, HeadKind kind);
+
+// What is shared out where there are fewer heads of keys than ranks: heads of queries; or only whole heads of keys, so
+// that some ranks have none, and the gradient of a head of keys is computed by one rank.
+enum class HeadSharing : uint8_t { kAll, kWholeHeadsOfKeys };
+
 HeadShare all_heads(const Attention& attention);
-// The share of rank `index` of `count`: whole heads of keys where there are enough, else parts of them.
-HeadShare share_of_heads(const Attention& attention, int64_t index, int64_t count);
+// The share of rank `index` of `count`. Where there are enough heads of keys, it is of whole ones.
+HeadShare share_of_heads(const Attention& attention, int64_t index, int64_t count, HeadSharing sharing);
 
 }  // namespace shardwright

@@ -44,7 +44,8 @@ std::string to_bytes(const Attention& attention, bool is_backward) {
   out.boolean(is_backward);
   write(out, *attention.mesh);
   out.text(attention.dtype.name());
-  out.integers({attention.batch, attention.heads, attention.kv_heads, attention.depth, attention.chunks});
+  out.integers({attention.batch, attention.heads, attention.kv_heads, attention.depth, attention.chunks,
+                attention.ranks_per_node});
   out.list(attention.parts, [&](const IntervalList& part) { write(out, part); });
   write(out, attention.mask);
   out.real(attention.scale);
@@ -60,16 +61,17 @@ std::pair<Attention, bool> attention_from_bytes(std::string_view bytes) {
   a.mesh = read_mesh(in);
   a.dtype = DType::parse(in.text());
   const std::vector<int64_t> sizes = in.integers();
-  check_user(sizes.size() == 5, "attention: has ", sizes.size(), " sizes instead of 5");
+  check_user(sizes.size() == 6, "attention: has ", sizes.size(), " sizes instead of 6");
   a.batch = sizes[0];
   a.heads = sizes[1];
   a.kv_heads = sizes[2];
   a.depth = sizes[3];
   a.chunks = sizes[4];
+  a.ranks_per_node = sizes[5];
   a.parts = in.list([&] { return read_part(in); });
   a.mask = read_mask(in);
   a.scale = in.real();
-  a.method = in.enumerator(AttentionMethod::kUlysses);
+  a.method = in.enumerator(AttentionMethod::kTwoLevel);
   a.lowering = read_lowering(in);
   in.finish();
   check(a);

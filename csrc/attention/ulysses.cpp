@@ -1,5 +1,6 @@
 #include "attention/ulysses.h"
 
+#include "attention/gradient_sums.h"
 #include "attention/head_exchange.h"
 #include "attention/partial_results.h"
 
@@ -9,21 +10,15 @@ namespace {
 class UlyssesForward {
  public:
   UlyssesForward(const Attention& attention, Rank rank)
-      : writer_(attention, rank), exchange_(writer_), results_(writer_, exchange_.mine()) {}
+      : writer_(attention, rank), exchange_(writer_, HeadSharing::kAll), results_(writer_, exchange_.mine()) {}
 
   Program compile() {
     ProgramBuilder& builder = writer_.builder;
-    const Attention& a = writer_.attention;
-    const HeadsTensor q = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
-    const HeadsTensor k = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    const HeadsTensor v = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    out_ = writer_.tensor(builder.new_buffer(q.count()), a.heads, a.depth);
-    lse_ = writer_.tensor(builder.new_buffer(a.batch * a.heads * writer_.rows(), a.sum_dtype()), a.heads, 1);
-    builder.add_output(out_.buffer, writer_.q_shape());
-    builder.add_output(lse_.buffer, writer_.lse_shape());
-    builder.begin_step("the forward of attention (ulysses)");
+    const ForwardTensors t = writer_.new_forward_tensors();
+    out_ = t.out;
+    lse_ = t.lse;
     builder.begin_chunk(0);
-    exchange_.gather({{q, HeadKind::kQueries}, {k, HeadKind::kKeys}, {v, HeadKind::kKeys}});
+    exchange_.gather(t);
     std::vector<HeadExchange::Arriving> arriving;
     for (int64_t distance = 1; distance < writer_.num_ranks; ++distance) {
       builder.begin_chunk(static_cast<int>(distance));
@@ -31,7 +26,7 @@ class UlyssesForward {
     }
     builder.begin_chunk(0);
     attend_for(writer_.me, out_, lse_, exchange_.mine().q_begin);
-    for (const HeadExchange::Arriving& one : arriving) take(one);
+    for (const HeadExchange::Arriving& one : arriving) exchange_.copy_to({out_, lse_}, one);
     return std::move(builder.program());
   }
 
@@ -68,18 +63,6 @@ class UlyssesForward {
     }
   }
 
-  void take(const HeadExchange::Arriving& arriving) {
-    writer_.builder.wait(arriving.ticket);
-    const int64_t head = exchange_.share(arriving.from).q_begin;
-    const HeadsTensor* const to[] = {&out_, &lse_};
-    for (size_t i = 0; i < arriving.shares.size(); ++i) {
-      const HeadsTensor& from = arriving.shares[i];
-      std::vector<Box> boxes;
-      append_box(boxes, from, {}, *to[i], {head, 0}, from.heads, from.rows);
-      writer_.builder.copy(from.buffer, to[i]->buffer, std::move(boxes));
-    }
-  }
-
   AttentionWriter writer_;
   HeadExchange exchange_;
   PartialResults results_;
@@ -87,34 +70,22 @@ class UlyssesForward {
 };
 
 // The gradients of queries are complete on the rank that has their heads. Those of keys whose heads several ranks share
-// are sums over these ranks, which the owner of the rows adds up, by increasing distance.
+// are sums over these ranks, which the owner of the rows adds up, by increasing distance. Where gradients are summed by
+// place (gradient_sums.h), each head of keys is on one rank.
 class UlyssesBackward {
  public:
-  UlyssesBackward(const Attention& attention, Rank rank) : writer_(attention, rank), exchange_(writer_) {}
+  UlyssesBackward(const Attention& attention, Rank rank)
+      : writer_(attention, rank), exchange_(writer_, sharing_in_backward(attention)) {}
 
   Program compile() {
-    ProgramBuilder& builder = writer_.builder;
-    const Attention& a = writer_.attention;
-    const HeadsTensor q = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
-    const HeadsTensor k = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    const HeadsTensor v = writer_.tensor(writer_.new_kv_input(), a.kv_heads, a.depth);
-    const HeadsTensor out = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
-    const HeadsTensor dout = writer_.tensor(writer_.new_q_input(), a.heads, a.depth);
-    const HeadsTensor lse = writer_.tensor(writer_.new_lse_input(), a.heads, 1);
-    builder.begin_step("the backward of attention (ulysses)");
-    exchange_.gather({{q, HeadKind::kQueries},
-                      {k, HeadKind::kKeys},
-                      {v, HeadKind::kKeys},
-                      {out, HeadKind::kQueries},
-                      {dout, HeadKind::kQueries},
-                      {lse, HeadKind::kQueries}});
-    sums_ = {writer_.new_sum(q), writer_.new_sum(k), writer_.new_sum(v)};
+    const BackwardTensors t = writer_.new_backward_tensors();
+    exchange_.gather(t);
+    sums_ = {t.dq, t.dk, t.dv};
     make_shares();
-    for (int64_t owner = 0; owner < writer_.num_ranks; ++owner) attend_for(owner);
+    if (exchange_.mine().q_heads() > 0 && writer_.attention.batch > 0) attend();
     return_all();
-    const std::vector<int64_t> shapes[] = {writer_.q_shape(), writer_.kv_shape(), writer_.kv_shape()};
-    for (size_t i = 0; i < sums_.size(); ++i) writer_.add_sum_output(sums_[i], shapes[i]);
-    return std::move(builder.program());
+    writer_.add_gradient_outputs(t);
+    return std::move(writer_.builder.program());
   }
 
  private:
@@ -138,32 +109,26 @@ class UlyssesBackward {
     return shares_[block.owner][i].at(head, block.row);
   }
 
-  void attend_for(int64_t owner) {
-    const Attention& a = writer_.attention;
-    if (a.batch == 0) return;
-    for (const int queries : writer_.products.of_rank(owner)) {
-      const SequenceBlock& rows = writer_.products.block(queries);
-      for (const int keys : writer_.products.keys_of(queries)) {
-        const SequenceBlock& columns = writer_.products.block(keys);
-        for (const HeadGroup& group : exchange_.mine().groups) {
-          const auto of_q = [&](Heads heads) {
-            heads.offset += group.q_head * heads.head_stride;
-            return heads;
-          };
-          const auto of_kv = [&](Heads heads) {
-            heads.offset += group.kv_head * heads.head_stride;
-            return heads;
-          };
-          HeadRows lse = exchange_.rows_at(5, rows);
-          lse.offset += group.q_head * lse.head_stride;
-          const AttendSizes sizes{a.batch, group.q_heads, group.kv_heads, rows.rows(), columns.rows(), a.depth};
-          writer_.builder.emit(AttendBackward{sizes, writer_.products.band(queries, keys), a.scale,
-                                              of_q(exchange_.at(0, rows)), of_kv(exchange_.at(1, columns)),
-                                              of_kv(exchange_.at(2, columns)), of_q(exchange_.at(3, rows)),
-                                              of_q(exchange_.at(4, rows)), lse, of_q(gradient_at(0, rows)),
-                                              of_kv(gradient_at(1, columns)), of_kv(gradient_at(2, columns))});
-        }
-      }
+  void attend() {
+    GradientSums of_queries(writer_, HeadKind::kQueries, exchange_.mine().q_heads());
+    GradientSums of_keys(writer_, HeadKind::kKeys, exchange_.mine().kv_heads());
+    std::vector<int> queries_in_order;
+    std::vector<int> keys_in_order;
+    for (int64_t owner = 0; owner < writer_.num_ranks; ++owner) {
+      for (const int block : writer_.products.of_rank(owner)) queries_in_order.push_back(block);
+    }
+    for (int block = 0; block < writer_.products.num_blocks(); ++block) {
+      const SequenceBlock& rows = writer_.products.block(block);
+      of_queries.set_total(block, {gradient_at(0, rows)});
+      of_keys.set_total(block, {gradient_at(1, rows), gradient_at(2, rows)});
+      keys_in_order.push_back(block);
+    }
+    for (const auto& [queries, keys] : pairs_in_order(writer_, queries_in_order, keys_in_order)) {
+      const SequenceBlock& q = writer_.products.block(queries);
+      const SequenceBlock& k = writer_.products.block(keys);
+      const BackwardRows rows{exchange_.at(0, q), exchange_.at(1, k), exchange_.at(2, k),
+                              exchange_.at(3, q), exchange_.at(4, q), exchange_.rows_at(5, q)};
+      attend_backward(writer_, exchange_.mine(), queries, keys, rows, of_queries, of_keys);
     }
   }
 
@@ -176,16 +141,7 @@ class UlyssesBackward {
       }
       arriving.push_back(exchange_.start_return(distance, sent));
     }
-    for (const HeadExchange::Arriving& one : arriving) {
-      writer_.builder.wait(one.ticket);
-      for (size_t i = 0; i < sums_.size(); ++i) {
-        const HeadsTensor& from = one.shares[i];
-        if (from.count() == 0) continue;
-        const AttendSizes sizes{from.batch, from.heads, from.heads, from.rows, 0, from.depth};
-        const int64_t head = first_head(exchange_.share(one.from), kKinds[i]);
-        writer_.builder.emit(Accumulate{sizes, from.at(0, 0), sums_[i].at(head, 0)});
-      }
-    }
+    for (const HeadExchange::Arriving& one : arriving) exchange_.add_to(sums_, one);
   }
 
   AttentionWriter writer_;

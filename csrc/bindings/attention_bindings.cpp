@@ -46,33 +46,34 @@ Attention attention_of(const std::shared_ptr<Mesh>& mesh, const std::string& dty
   return a;
 }
 
-Attention with_method(Attention attention, const std::string& method) {
-  attention.method = parse_attention_method(method);
-  return attention;
-}
-
 Program program_of(const Attention& a, int64_t rank, bool is_backward) {
   return is_backward ? compile_attention_backward(a, Rank{rank}) : compile_attention(a, Rank{rank});
 }
 
 // The topology that is given, else the one that the lowering implies.
-Topology topology_of(const Attention& a, const std::shared_ptr<Topology>& given) {
+Topology topology_of(const Attention& a, const Topology* given) {
   return given ? *given : Topology::named(a.lowering.default_topology);
 }
 
-using GivenTopology = std::shared_ptr<Topology>;
+Attention with_method(Attention attention, const std::string& method, const Topology* topology) {
+  attention.method = parse_attention_method(method);
+  const bool has_nodes = attention.method == AttentionMethod::kTwoLevel;
+  attention.ranks_per_node = has_nodes ? ranks_per_node_of(*attention.mesh, topology_of(attention, topology)) : 0;
+  check(attention);
+  return attention;
+}
 
 void define_predictions(py::class_<Attention>& attention) {
   attention
       .def(
           "choose",
-          [](const Attention& a, const GivenTopology& topology, const GemmModel& model, bool with_backward) {
+          [](const Attention& a, const Topology* topology, const GemmModel& model, bool with_backward) {
             return std::string(method_name(choose(a, topology_of(a, topology), model, with_backward)));
           },
           py::arg("topology"), py::arg("model"), py::arg("with_backward"))
       .def(
           "forecasts",
-          [](const Attention& a, const GivenTopology& topology, const GemmModel& model, bool with_backward) {
+          [](const Attention& a, const Topology* topology, const GemmModel& model, bool with_backward) {
             std::vector<std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t>> all;
             for (const AttentionForecast& f : forecasts(a, topology_of(a, topology), model, with_backward)) {
               all.emplace_back(method_name(f.method), f.forward_ps, f.backward_ps, f.compute_ps, f.received_bytes,
@@ -83,7 +84,7 @@ void define_predictions(py::class_<Attention>& attention) {
           py::arg("topology"), py::arg("model"), py::arg("with_backward") = true)
       .def(
           "describe",
-          [](const Attention& a, const GivenTopology& topology, const GemmModel& model) {
+          [](const Attention& a, const Topology* topology, const GemmModel& model) {
             return describe(a, topology_of(a, topology), model);
           },
           py::arg("topology"), py::arg("model"));
@@ -97,7 +98,7 @@ void define_attention(py::module_& m) {
       .def(py::init(&attention_of), py::arg("mesh"), py::arg("dtype"), py::arg("sizes"), py::arg("parts"),
            py::kw_only(), py::arg("is_causal"), py::arg("window"), py::arg("documents"), py::arg("scale"),
            py::arg("chunks"), py::arg("backend"))
-      .def("with_method", &with_method, py::arg("method"))
+      .def("with_method", &with_method, py::arg("method"), py::arg("topology"))
       .def_property_readonly("method", [](const Attention& a) { return method_name(a.method); })
       .def_property_readonly("dtype", [](const Attention& a) { return a.dtype.name(); })
       .def_property_readonly("backend", [](const Attention& a) { return std::string(a.lowering.name); })

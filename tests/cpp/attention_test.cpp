@@ -8,6 +8,7 @@
 
 #include "attention/block_products.h"
 #include "attention/compile.h"
+#include "program/transfer_traffic.h"
 #include "simulate/machine.h"
 #include "support/error.h"
 
@@ -92,6 +93,20 @@ struct Whole {
       : heads(num_heads), length(a.length()), depth(elements), values(a.batch * heads * length * depth) {}
 
   double& at(int64_t b, int64_t h, int64_t i, int64_t d) { return values[((b * heads + h) * length + i) * depth + d]; }
+
+  // Puts what part() returns back.
+  void set_part(const IntervalList& places, int64_t batch, const Values& local) {
+    size_t next = 0;
+    for (int64_t b = 0; b < batch; ++b) {
+      for (int64_t h = 0; h < heads; ++h) {
+        for (const Interval run : places) {
+          for (int64_t i = run.begin; i < run.end; ++i) {
+            for (int64_t d = 0; d < depth; ++d) at(b, h, i, d) = local[next++];
+          }
+        }
+      }
+    }
+  }
 
   // The rows of one rank.
   Values part(const IntervalList& places, int64_t batch) {
@@ -181,11 +196,23 @@ void expect_close(const Values& found, const Values& right, const std::string& w
   }
 }
 
-// Runs both directions on all ranks. Returns the results of the forward, by rank.
-std::vector<Values> run(Attention a, unsigned seed = 1) {
+// The results of all ranks together.
+struct Results {
+  explicit Results(const Attention& a) : out(a, a.heads, a.depth), dq(out), dk(a, a.kv_heads, a.depth), dv(dk) {}
+
+  bool operator==(const Results& other) const {
+    return out.values == other.out.values && dq.values == other.dq.values && dk.values == other.dk.values &&
+           dv.values == other.dv.values;
+  }
+
+  Whole out, dq, dk, dv;
+};
+
+// Runs both directions on all ranks.
+Results run(Attention a, unsigned seed = 1) {
   std::mt19937 random(seed);
   Oracle whole(a, random);
-  std::vector<Values> results;
+  Results results(a);
   Machine forward;
   Machine backward;
   const auto part = [&](Whole& of, size_t r) { return of.part(a.parts[r], a.batch); };
@@ -207,7 +234,11 @@ std::vector<Values> run(Attention a, unsigned seed = 1) {
     expect_close(backward.output(rank, 1), part(whole.dk, r), concat("dk, ", where));
     expect_close(backward.output(rank, 2), part(whole.dv, r), concat("dv, ", where));
     EXPECT_EQ(forward.peak_bytes(rank), compile_attention(a, rank).peak_bytes());
-    results.push_back(forward.output(rank, 0));
+    EXPECT_EQ(backward.peak_bytes(rank), compile_attention_backward(a, rank).peak_bytes());
+    results.out.set_part(a.parts[r], a.batch, forward.output(rank, 0));
+    results.dq.set_part(a.parts[r], a.batch, backward.output(rank, 0));
+    results.dk.set_part(a.parts[r], a.batch, backward.output(rank, 1));
+    results.dv.set_part(a.parts[r], a.batch, backward.output(rank, 2));
   }
   return results;
 }
@@ -247,22 +278,38 @@ TEST(Attention, PartsMayLieAnywhere) {
   }
 }
 
-TEST(Attention, ResultsAreBitwiseTheSameForAnyNumberOfRanksAndMethod) {
-  for (const AttentionMask& mask : {AttentionMask{}, AttentionMask{true}, AttentionMask{true, 7}}) {
-    std::optional<Values> first;
+// Parts that begin and end at the cuts of chunks, in any layout. Heads of keys are fewer than ranks.
+TEST(Attention, ResultsAndGradientsAreBitwiseTheSameForAnyNumberOfRanksLayoutAndMethod) {
+  for (const AttentionMask& mask : {AttentionMask{}, AttentionMask{true, 7}}) {
+    std::optional<Results> first;
     for (const int64_t ranks : {1, 2, 3, 4, 6}) {
-      for (const AttentionMethod method : kAll) {
-        Attention a = attention_of(contiguous(24, ranks), mask, 12);
-        a.method = method;
-        a.batch = 1;
-        a.heads = a.kv_heads = 1;
-        Values together;
-        for (const Values& part : run(a)) together.insert(together.end(), part.begin(), part.end());
-        if (!first) first = together;
-        EXPECT_EQ(together, *first) << method_name(method) << " on " << ranks;
+      for (const auto& parts : {contiguous(16, ranks), zigzag(16, ranks)}) {
+        for (const AttentionMethod method : kAll) {
+          Attention a = attention_of(parts, mask, 16);
+          a.method = method;
+          a.batch = 1;
+          const Results found = run(a);
+          if (!first) first = found;
+          EXPECT_TRUE(found == *first) << method_name(method) << " on " << ranks;
+        }
       }
     }
   }
+}
+
+// Of blocks of 2 rows, a rank holds 2^n consecutive ones, so one sum of each block of keys is sent, as without chunks.
+TEST(Attention, GradientsSummedByPlaceTravelOnceWhereRanksHoldWholeNodes) {
+  const auto received = [](int64_t chunks, const std::vector<IntervalList>& parts) {
+    Attention a = attention_of(parts, {}, chunks);
+    a.method = AttentionMethod::kRing;
+    const Program program = compile_attention_backward(a, Rank{1});
+    int64_t bytes = 0;
+    for (const Instruction& one : program.instructions) bytes += traffic_of(program, one.operation).received_bytes;
+    return bytes;
+  };
+  EXPECT_EQ(received(16, contiguous(32, 4)), received(0, contiguous(32, 4)));
+  // The two runs of a rank are no node, so both of their sums travel.
+  EXPECT_GT(received(16, zigzag(32, 4)), received(0, zigzag(32, 4)));
 }
 
 TEST(Attention, CountsTheProductsOfBlocks) {
@@ -367,6 +414,76 @@ TEST(Attention, SendsOnlyKeysThatAreSeen) {
   const int64_t row_bytes = 2 * a.batch * a.kv_heads * a.depth * 8;  // of k and v
   EXPECT_EQ(machine.received_bytes(Rank{0}), 0);
   for (int64_t r = 1; r < 4; ++r) EXPECT_EQ(machine.received_bytes(Rank{r}), 4 * row_bytes);
+}
+
+Attention on_nodes(Attention a, int64_t ranks_per_node) {
+  a.method = AttentionMethod::kTwoLevel;
+  a.ranks_per_node = ranks_per_node;
+  return a;
+}
+
+TEST(Attention, TwoLevelsComputeWhatTheDefinitionSays) {
+  std::mt19937 random(5);
+  for (const auto& [ranks, per_node] : {std::pair(4, 2), std::pair(8, 2), std::pair(8, 4), std::pair(6, 3)}) {
+    for (const AttentionMask& mask :
+         {AttentionMask{}, AttentionMask{true, 3}, AttentionMask{true, std::nullopt, {4, 0, 6, 9}}}) {
+      for (const auto& parts : {contiguous(19, ranks), zigzag(19, ranks), scattered(19, ranks, random)}) {
+        Attention a = attention_of(parts, mask);
+        a.heads = 5 * (per_node - 1);  // shares of the ranks of a node differ, some are parts of a head of keys
+        a.kv_heads = per_node - 1;
+        run(on_nodes(a, per_node));
+      }
+    }
+  }
+}
+
+TEST(Attention, TwoLevelsGiveTheBitsOfOne) {
+  for (const AttentionMask& mask : {AttentionMask{}, AttentionMask{true}}) {
+    Attention a = attention_of(zigzag(24, 4), mask, 12);
+    a.batch = 1;
+    a.method = AttentionMethod::kRing;
+    const Results right = run(a);
+    EXPECT_TRUE(run(on_nodes(a, 2)) == right);
+  }
+}
+
+// Elements that a rank receives in transfers along one dim of the mesh of programs.
+int64_t received_along(const Program& program, int mesh_dim) {
+  int64_t count = 0;
+  for (const Instruction& instruction : program.instructions) {
+    const auto* move = std::get_if<SendReceive>(&instruction.operation);
+    if (move == nullptr || !(program.groups[move->group].mesh_dims == MeshDimSet::single(mesh_dim))) continue;
+    for (const auto& receive : move->receives) count += receive.range.count;
+  }
+  return count;
+}
+
+TEST(Attention, WithTwoLevelsANodeReceivesKeysOnce) {
+  Attention a = attention_of(contiguous(64, 8), {});
+  a.heads = a.kv_heads = 4;
+  const int64_t of_a_part = 2 * a.batch * a.kv_heads * 8 * a.depth;  // of k and v
+  a.method = AttentionMethod::kRing;
+  EXPECT_EQ(received_along(compile_attention(a, Rank{3}), 0), 7 * of_a_part);
+  // Of the four parts of the other node, each of its ranks receives a quarter of the heads.
+  EXPECT_EQ(received_along(compile_attention(on_nodes(a, 4), Rank{3}), 0), of_a_part);
+}
+
+TEST(Attention, NodesAreNeighboursOfEqualNumber) {
+  Topology topology = Topology::named("gloo-local");
+  topology.ranks_per_node = 2;
+  const auto per_node = [&](const std::vector<int64_t>& ranks) {
+    return ranks_per_node_of(Mesh({"cp"}, {static_cast<int64_t>(ranks.size())}, ranks), topology);
+  };
+  EXPECT_EQ(per_node({0, 1, 2, 3}), 2);
+  EXPECT_EQ(per_node({3, 2, 0, 1}), 2);
+  EXPECT_EQ(per_node({0, 2, 4, 6}), 1);
+  EXPECT_EQ(per_node({0, 1, 2}), 0);
+  EXPECT_EQ(per_node({0, 1, 2, 4}), 0);
+  EXPECT_EQ(per_node({0, 2, 1, 3}), 0);
+  EXPECT_EQ(per_node({1, 2, 3, 4}), 0);
+  topology.ranks_per_node = 0;
+  EXPECT_EQ(per_node({0, 1, 2, 3}), 0);
+  EXPECT_THROW(check(on_nodes(attention_of(contiguous(8, 4), {}), 4)), UserError);
 }
 
 TEST(Attention, RefusesWhatDoesNotFit) {

@@ -10,14 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import meshes
 import shardwright as sw
 from pool import Pool
+from shardwright import tables
 
 METHODS = ("serial", "ring", "gather", "ulysses")
+only_on_cpu = pytest.mark.cpu_only("others here show the same on the asynchronous device, which is slower")
 
 
 def _inputs(batch: int, heads: int, kv_heads: int, length: int, depth: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -69,7 +71,7 @@ def _places(layout: Any, length: int) -> torch.Tensor:
 
 def _worst(found: torch.Tensor, right: torch.Tensor) -> float:
     assert found.shape == right.shape
-    return float((found.double() - right).abs().max()) if found.numel() else 0.0
+    return float((found.cpu().double() - right).abs().max()) if found.numel() else 0.0
 
 
 def _agrees(
@@ -82,7 +84,7 @@ def _agrees(
     usual = _whole(inputs, seen, dtype) if length else exact
     places = _places(layout, length)
     for method in methods:
-        mine = [t[:, :, places].requires_grad_() for t in inputs[:3]]
+        mine = [t[:, :, places].to(meshes.device).requires_grad_() for t in inputs[:3]]
         out, lse = sw.attention(
             *mine,
             is_causal=is_causal,
@@ -93,7 +95,7 @@ def _agrees(
             size=length,
             layout=layout,
         )
-        grads = torch.autograd.grad(out, mine, inputs[3][:, :, places])
+        grads = torch.autograd.grad(out, mine, inputs[3][:, :, places].to(meshes.device))
         for name, found, right, stock in zip("oqkv", [out, *grads], exact, usual, strict=False):
             # Rounding of float32 grows with the number of terms; that of bfloat16 is far above it.
             slack = 2e-3 if dtype == torch.bfloat16 else 4e-6
@@ -101,7 +103,7 @@ def _agrees(
             error = _worst(found, right[:, :, places])
             assert error <= allowed, (name, method, error, allowed)
         torch.testing.assert_close(
-            lse.double(), exact[-1][:, :, places], atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0
+            lse.cpu().double(), exact[-1][:, :, places], atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0
         )
 
 
@@ -123,38 +125,76 @@ def _all_cases(dtype: torch.dtype) -> None:
         _agrees((1, 2, 2, 10, 8), True, None, sw.Pieces(2, [[(6, 10), (0, 1)], [], [(1, 6)]]), dtype, METHODS)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=only_on_cpu), 2, 3, pytest.param(4, marks=only_on_cpu)])
 def test_every_method_agrees_with_attention_of_the_whole(pool: Pool, world_size: int) -> None:
     pool.run(_all_cases, world_size, torch.float32)
     pool.run(_all_cases, world_size, torch.bfloat16)
 
 
+@only_on_cpu
 def test_on_eight_ranks(pool: Pool) -> None:
     pool.run(_agrees, 8, (1, 2, 2, 50, 8), True, None, "zigzag", torch.float32, ("ring", "ulysses", "auto"))
 
 
-def _result(method: str, dtype: torch.dtype, is_causal: bool, layout: Any) -> torch.Tensor:
+def _result(method: str, dtype: torch.dtype, is_causal: bool, layout: Any) -> list[torch.Tensor]:
+    """The whole result and gradients, in blocks of two places."""
     length = 48
-    q, k, v, _ = _inputs(2, 4, 2, length, 16, dtype)
+    inputs = _inputs(2, 4, 2, length, 16, dtype)
     places = _places(layout, length)
-    mine = (t[:, :, places] for t in (q, k, v))
+    mine = [t[:, :, places].to(meshes.device).requires_grad_() for t in inputs[:3]]
     out = sw.attention(
         *mine, is_causal=is_causal, enable_gqa=True, method=method, chunks=24, size=length, layout=layout
     )
-    whole = torch.zeros_like(q)
-    whole[:, :, places] = out
-    dist.all_reduce(whole)
-    return whole
+    grads = torch.autograd.grad(out, mine, inputs[3][:, :, places].to(meshes.device))
+    found = []
+    for part, like in zip([out.detach(), *grads], [inputs[0], *inputs[:3]], strict=True):
+        whole = torch.zeros_like(like)
+        whole[:, :, places] = part.cpu()
+        dist.all_reduce(whole)
+        found.append(whole)
+    return found
 
 
-def test_the_result_is_bitwise_the_same_for_any_number_of_ranks(pool: Pool) -> None:
+@only_on_cpu
+def test_results_and_gradients_are_bitwise_the_same_for_any_number_of_ranks(pool: Pool) -> None:
     for dtype, is_causal in ((torch.float32, True), (torch.bfloat16, False)):
         first = pool.run(_result, 1, "serial", dtype, is_causal, None)[0]
         for world_size in (2, 3, 4):
             for method in METHODS:
                 layout = "zigzag" if method == "ring" and world_size != 3 else None
-                found = pool.run(_result, world_size, method, dtype, is_causal, layout)
-                assert all(torch.equal(one, first) for one in found), (world_size, method)
+                for found in pool.run(_result, world_size, method, dtype, is_causal, layout):
+                    same = [torch.equal(one, right) for one, right in zip(found, first, strict=True)]
+                    assert all(same), (world_size, method, same)
+
+
+def _on_nodes(per_node: int) -> None:
+    described = {"version": 1, "name": "nodes", "ranks_per_node": per_node, "step_ps": 0, "memory_ps_per_kib": 1}
+    links = {"inside": {"message_ps": 1, "ps_per_kib": 1}, "between": {"message_ps": 1, "ps_per_kib": 100}}
+    topology = sw.load_topology({**described, **links, "mesh_dims": {}})
+    before = tables.current
+    tables.change(before.with_environment(topology))
+    try:
+        for sizes, is_causal, layout in (
+            ((2, 5, 1, 37, 8), True, "zigzag"),  # heads that no number of ranks divides
+            ((1, 4, 4, 24, 8), False, None),
+            ((1, 2, 2, 3, 8), True, None),
+        ):
+            _agrees(sizes, is_causal, None, layout, torch.float32, ("two_level",))
+        q, k, v, _ = _inputs(1, 4, 4, 64, 8, torch.float32)
+        mine = [t[:, :, _places(None, 64)] for t in (q, k, v)]
+        assert "two_level: forward" in sw.explain_attention(*mine, size=64)
+        # A group of neighbours on one node has no levels.
+        mesh = meshes.get_mesh((dist.get_world_size() // per_node, per_node))
+        with pytest.raises(ValueError, match="two_level"):
+            sw.attention(*mine, size=32, group=mesh.get_group(1), method="two_level")
+    finally:
+        tables.change(before)
+
+
+@only_on_cpu
+def test_within_nodes_and_between_them(pool: Pool) -> None:
+    pool.run(_on_nodes, 4, 2)
+    pool.run(_on_nodes, 8, 4)
 
 
 def _traced(method: str) -> list[tuple[str, str, int, float, float]]:
@@ -448,18 +488,38 @@ def test_in_a_context_and_in_a_layer(pool: Pool) -> None:
 
 
 def _compiled() -> None:
-    q, k, v, _ = _inputs(1, 2, 2, 16, 8, torch.float32)
-    mine = [t.chunk(2, 2)[dist.get_rank()].clone().requires_grad_() for t in (q, k, v)]
+    """Graphs that are made before attention is first called."""
+    inputs = [t.to(meshes.device) for t in _inputs(1, 2, 2, 18, 8, torch.float32)[:3]]
+    mine = [t[:, :, _places("zigzag", 18)].requires_grad_() for t in inputs]
+    mesh = meshes.get_mesh((2,))
+    placed = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in inputs]
 
     def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return sw.attention(q * 1.5, k, v, is_causal=True, size=16, method="ring").square().sum()
+        out = sw.attention(q * 1.5, k, v, is_causal=True, size=18, layout=sw.Pieces.zigzag(2, 18, 2))
+        return out.square().sum()
 
-    eager = loss(*mine)
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)(*mine)
-    assert torch.equal(compiled, eager)
-    grads = torch.autograd.grad(compiled, mine)
-    assert all(torch.equal(a, b) for a, b in zip(grads, torch.autograd.grad(eager, mine), strict=True))
+    def loss_of_dtensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(meshes.device, torch.bfloat16):
+            out = sw.attention(q, k, v, chunks=3, method="ring")
+        return out.to_local().float().square().sum()
+
+    for function, given in ((loss, mine), (loss_of_dtensors, placed)):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(*given)
+        grads = torch.autograd.grad(compiled, given)
+        eager = function(*given)
+        assert torch.equal(compiled, eager)
+        for found, right in zip(grads, torch.autograd.grad(eager, given), strict=True):
+            assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (found, right)))
+
+
+def _refused_in_a_graph() -> None:
+    mine = [t[:, :, _places(None, 8)] for t in _inputs(1, 2, 2, 8, 8, torch.float32)[:3]]
+    attend = torch.compile(lambda *given, **how: sw.attention(*given, **how) + 1, backend="eager")
+    with pytest.raises(ValueError, match="q: has 4 rows"):
+        attend(*mine, size=10, chunks=5)
+    assert torch.equal(attend(*mine, size=8), sw.attention(*mine, size=8) + 1)
 
 
 def test_compiled_as_one_operator_each_way(pool: Pool) -> None:
     pool.run(_compiled, 2)
+    pool.run(_refused_in_a_graph, 2)

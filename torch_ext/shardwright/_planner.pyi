@@ -887,7 +887,9 @@ class Attention:
         the sequence that a rank holds, in local order. `chunks`: 0 for blocks as ranks hold them. The method is serial
         at first. Raises ValueError if these do not fit together."""
 
-    def with_method(self, method: str) -> Attention: ...
+    def with_method(self, method: str, topology: Topology | None) -> Attention:
+        """For two_level, nodes are those of the topology. Raises ValueError if it has none."""
+
     @property
     def method(self) -> str: ...
     @property

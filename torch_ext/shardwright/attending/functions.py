@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from .. import argument_values
 from .operators import attend
-from .problem import Asked, AttentionMask, Planned, plan, tables_of
+from .problem import Asked, AttentionMask, Call, call_for, plan, tables_of
 
 __all__ = ["AttentionMask", "attention", "explain_attention"]
 
-METHODS = ("auto", "ring", "gather", "ulysses", "serial")
+METHODS = ("auto", "ring", "gather", "ulysses", "two_level", "serial")
 
 
 def attention(
@@ -53,12 +53,15 @@ def attention(
         enable_gqa: the heads of `q` may be a multiple of those of `k` and `v`; consecutive ones share one.
         method: ``"ring"``: keys of one rank after the other arrive, each while those before are attended to. At most
             two parts of them are held. ``"gather"``: all at once. ``"ulysses"``: sequence is exchanged for heads and
-            back. ``"serial"``: a gather during which nothing is computed. ``"auto"``: the one predicted to be fastest.
+            back. ``"two_level"``: ulysses within nodes and a ring between them, where the topology has several nodes of
+            several ranks. ``"serial"``: a gather during which nothing is computed. ``"auto"``: the one predicted to be
+            fastest.
         chunks: cut the whole sequence into this many blocks of equal length (as torch.chunk does). Where the parts of
-            ranks begin and end at these cuts, the result is bitwise the same for any number of ranks and any method.
-            Default: blocks are the runs that ranks hold.
+            ranks begin and end at these cuts, result and gradients are bitwise the same for any number of ranks and any
+            method. Default: blocks are the runs that ranks hold.
         save: ``"shard"``: the backward keeps this rank's part of `k` and `v`, and moves the rest again.
-        merge: ``"float32"``: results of blocks are merged in float32, in the order of their places.
+        merge: ``"float32"``: results of blocks are merged in float32, in the order of their places. With `chunks`, so
+            are gradients.
         return_lse: also return the log-sum-exp of each query's scores, shape [batch, heads, sequence], float32 (float64
             for float64); minus infinity for a query that sees nothing, whose result is zeros. It has no gradient.
         size: for plain tensors on several ranks: the length of the whole sequence. It is required, because a rank
@@ -80,8 +83,8 @@ def attention(
     """
     asked = ask(is_causal, mask, scale, enable_gqa, method, chunks, save, merge, size, layout)
     q, k, v = _as_autocast(q, k, v)
-    planned = plan(asked, (q, k, v), group)
-    out, lse = _attend(planned, *(t.to_local() if isinstance(t, DTensor) else t for t in (q, k, v)))
+    call = call_for(asked, (q, k, v), group)
+    out, lse = _attend(call, *(t.to_local() if isinstance(t, DTensor) else t for t in (q, k, v)))
     if isinstance(q, DTensor):
         out, lse = _as_dtensor(out, q, q.shape), _as_dtensor(lse, q, q.shape[:3])
     return (out, lse) if return_lse else out
@@ -178,10 +181,8 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-def _attend(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor]:
-    result: Sequence[torch.Tensor] = attend(
-        q, k, v, planned.forward, planned.backward, planned.forward_groups, planned.backward_groups, planned.rank
-    )
+def _attend(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor]:
+    result: Sequence[torch.Tensor] = attend(q, k, v, *call)
     return result
 
 

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Shard
 
 from .. import _planner, argument_checks, argument_values, batch_agreement, checking, executables, groups, tables
 from ..dtensor.specs import layout_of_spec
 from ..layout import Layout, Mesh
 from ..placements import Pieces
+from ..products.graphs import meta_of, stand_in
 from ..topology import tables_now
 
 SEQUENCE_DIM = 2
@@ -50,19 +53,22 @@ class Asked(NamedTuple):
     layout: Any
 
 
+# What the operators take besides tensors: both directions as text, the names of the groups of each, this rank.
+Call = tuple[str, str, tuple[str, ...], tuple[str, ...], int]
+
+
 class Planned(NamedTuple):
     """A problem with its method, and what the operators take."""
 
     attention: _planner.Attention
-    forward: str
-    backward: str
-    forward_groups: tuple[str, ...]
-    backward_groups: tuple[str, ...]
-    rank: int
+    call: Call
 
 
 class _Where(NamedTuple):
-    """The ranks that share a sequence: a mesh of their ranks in `group`, and what each of them holds."""
+    """The ranks that share a sequence: a mesh of them, the group it is of, and what each of them holds.
+
+    Ranks are global ones, by which topologies tell nodes apart; in a group of separate jobs they are the group's.
+    """
 
     mesh: _planner.Mesh
     parts: Parts
@@ -72,11 +78,45 @@ class _Where(NamedTuple):
 _planned: executables.Kept[Planned] = executables.Kept()
 
 
-def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Planned:
-    """Returns the plan for this kind of call. Collective among the ranks that share the sequence when it is made."""
+def call_for(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Call:
+    """Returns what the operators take for this kind of call; planned as by `plan`, also while a graph is made."""
+    if not torch.compiler.is_compiling():
+        # Compilers that gave up on a caller try to compile each function it calls.
+        runs = plan if get_eval_frame_callback() is None else torch._dynamo.disable(plan)
+        return runs(asked, tensors, group).call
+    _check_are_tensors(tensors)
+    # Compilers make constants of plain tuples and texts, not of our classes.
+    if hasattr(asked.layout, "text"):
+        asked = asked._replace(layout=asked.layout.text(asked.size))
+    refusal, call = _find_out(tuple(asked), tuple(meta_of(tensor) for tensor in tensors), group)
+    if refusal is not None:
+        raise ValueError(refusal)
+    return call
+
+
+@torch._dynamo.assume_constant_result
+def _find_out(
+    asked: tuple[Any, ...], metas: tuple[tuple[Any, ...], ...], group: dist.ProcessGroup | None
+) -> tuple[str | None, Any]:
+    """Returns why a call with such tensors is refused, or None, and what the operators take."""
+    with unset_fake_temporarily():
+        with FakeTensorMode():
+            stand_ins = [stand_in(meta) for meta in metas]
+        try:
+            return None, plan(Asked(*asked), stand_ins, group).call
+        except ValueError as error:
+            return str(error), ()
+
+
+def _check_are_tensors(tensors: Sequence[torch.Tensor]) -> None:
     for name, tensor in zip("qkv", tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: got a {type(tensor).__name__}; allowed is a tensor")
+
+
+def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Planned:
+    """Returns the plan for this kind of call. Collective among the ranks that share the sequence when it is made."""
+    _check_are_tensors(tensors)
     argument_checks.check_group(group)
     described = tuple(
         (t._spec, t._local_tensor.shape) if isinstance(t, DTensor) else (t.shape, t.dtype, t.device) for t in tensors
@@ -95,7 +135,7 @@ def _make(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGrou
         check_tensors(asked, tensors)
         where = _of_dtensor(asked, q)
     carrier = where.group if isinstance(q, DTensor) else _carrier(group)
-    mine = 0 if carrier is None else dist.get_rank(carrier)
+    mine = 0 if carrier is None else dist.get_rank(carrier if carrier in groups.makers else None)
     try:
         if not isinstance(q, DTensor):
             check_tensors(asked, tensors)
@@ -180,10 +220,12 @@ def _agree(
 
 
 def _with_method(attention: _planner.Attention, method: str, needs_grad: bool) -> _planner.Attention:
-    if method != "auto":
-        return attention.with_method(method)
+    if method not in ("auto", "two_level"):
+        return attention.with_method(method, None)
     topology, model = tables_of(attention)
-    return attention.with_method(attention.choose(topology, model, needs_grad))
+    if method == "auto":
+        method = attention.choose(topology, model, needs_grad)
+    return attention.with_method(method, topology)
 
 
 def tables_of(attention: _planner.Attention) -> tuple[_planner.Topology | None, _planner.GemmModel]:
@@ -200,9 +242,14 @@ def tables_of(attention: _planner.Attention) -> tuple[_planner.Topology | None, 
 
 def bind(attention: _planner.Attention, rank: int, group: dist.ProcessGroup | None) -> Planned:
     """Finds or makes the process groups that both directions need."""
-    names = [tuple(executables.names_of(attention.groups(rank, backward), group=group)) for backward in (False, True)]
-    forward, backward = names
-    return Planned(attention, attention.to_text(False), attention.to_text(True), forward, backward, rank)
+    forward, backward = (_names_of(attention.groups(rank, backward), group) for backward in (False, True))
+    return Planned(attention, (attention.to_text(False), attention.to_text(True), forward, backward, rank))
+
+
+def _names_of(members: list[tuple[list[int], list[int]]], group: dist.ProcessGroup | None) -> tuple[str, ...]:
+    if group is not None and group not in groups.makers:
+        members = [(dims, [dist.get_group_rank(group, rank) for rank in ranks]) for dims, ranks in members]
+    return tuple(executables.names_of(members, group=group))
 
 
 def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
@@ -211,7 +258,7 @@ def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
     for name, tensor in zip("qkv", tensors, strict=True):
         if isinstance(tensor, DTensor) != isinstance(q, DTensor):
             raise ValueError(f"{name}: q is {'a DTensor' if isinstance(q, DTensor) else 'plain'}, this is not")
-        if not isinstance(tensor, DTensor):
+        if not isinstance(tensor, (DTensor, FakeTensor)):
             argument_checks.check_tensor(name, tensor)
         if tensor.ndim != 4:
             raise ValueError(f"{name}: has shape {tuple(tensor.shape)}; allowed is [batch, heads, sequence, depth]")
@@ -259,20 +306,21 @@ def _of_group(asked: Asked, q: torch.Tensor, group: dist.ProcessGroup | None) ->
             "the whole sequence"
         )
     size = q.shape[SEQUENCE_DIM] if asked.size is None else asked.size
-    return _Where(Mesh({"sequence": count}), parts_of(asked.layout, size, count), group)
+    members = None if group in groups.makers else dist.get_process_group_ranks(_carrier(group))
+    return _Where(Mesh({"sequence": count}, members), parts_of(asked.layout, size, count), group)
 
 
 def parts_of(layout: Any, size: int, count: int) -> Parts:
     """Returns the places of a sequence of `size` that each of `count` ranks holds, in the order of its local tensors.
 
     `layout` is None or "contiguous" (parts as `torch.chunk` cuts them), "zigzag" (`Pieces.zigzag`), or a placement of
-    dim 2 that cuts, such as `Pieces`. Raises ValueError for others.
+    dim 2 that cuts, such as `Pieces`, or its text. Raises ValueError for others.
     """
     if layout == "zigzag":
         layout = Pieces.zigzag(SEQUENCE_DIM, size, count)
     elif layout is None or layout == "contiguous":
         layout = Shard(SEQUENCE_DIM)
-    elif isinstance(layout, str):
+    elif isinstance(layout, str) and "(" not in layout:
         raise ValueError(f"layout: {layout!r}; allowed are 'contiguous', 'zigzag' and placements of dim {SEQUENCE_DIM}")
     described = Layout(Mesh({"sequence": count}), (1, 1, size, 1), [layout])
     return [described.region(rank)[SEQUENCE_DIM] for rank in range(count)]
@@ -317,4 +365,4 @@ def _of_dtensor(asked: Asked, q: DTensor) -> _Where:
         parts = parts_of(asked.layout, size, len(members))
     names = q.device_mesh.mesh_dim_names
     name = names[mesh_dim] if names else "sequence"
-    return _Where(Mesh({name: len(members)}, [dist.get_group_rank(group, rank) for rank in members]), parts, group)
+    return _Where(Mesh({name: len(members)}, members), parts, group)

@@ -164,7 +164,7 @@ for _name in ("shardwright::multiply", "shardwright::multiply_backward"):
 # ---- into graphs
 
 
-def _meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns constants that describe a tensor without its elements, and for a DTensor its mesh and placements."""
     index = operator.index
     plain = (tuple(map(index, tensor.shape)), tuple(map(index, tensor.stride())), tensor.dtype, tensor.device)
@@ -174,7 +174,7 @@ def _meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*plain, tensor.requires_grad, local_shape, tensor.device_mesh, tuple(tensor.placements))
 
 
-def _stand_in(meta: tuple[Any, ...]) -> torch.Tensor:
+def stand_in(meta: tuple[Any, ...]) -> torch.Tensor:
     """Returns a fake tensor with this description."""
     shape, stride, dtype, device, requires_grad, *placed = meta
     if not placed:
@@ -204,7 +204,7 @@ def _find_out(function: Callable[..., Any], metas: dict[str, Any], others: dict[
     # Only the operands are fake; everything else that is read, such as meshes, has real values.
     with unset_fake_temporarily(), stopping_short():
         with FakeTensorMode():
-            stand_ins = {name: _each(_stand_in, meta) for name, meta in metas.items()}
+            stand_ins = {name: _each(stand_in, meta) for name, meta in metas.items()}
         try:
             function(**stand_ins, **others)
         except StoppedShort as stopped:
@@ -272,7 +272,7 @@ def _call(function: Callable[..., Any], outside: Callable[..., Any], arguments: 
     tensors = {name: one if isinstance(one, torch.Tensor) else list(one) for name, one in tensors.items()}
     if "x_scale" not in tensors:
         tensors = {name: _each(lambda tensor: autocast([tensor])[0], one) for name, one in tensors.items()}
-    metas = {name: _each(_meta_of, one) for name, one in tensors.items()}
+    metas = {name: _each(meta_of, one) for name, one in tensors.items()}
     wrong, name, (are_turned, results), operand_gradient = _find_out(function, metas, others)
     if wrong is not None:
         raise ValueError(wrong)

@@ -1,0 +1,185 @@
+#include "attention/gradient_sums.h"
+
+#include <algorithm>
+
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// Of nodes that join all blocks.
+constexpr int kTopLevel = 30;
+
+// The bits of both numbers, those of `a` at odd places.
+uint64_t interleaved(uint64_t a, uint64_t b) {
+  uint64_t bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= ((a >> i & 1) << (2 * i + 1)) | ((b >> i & 1) << (2 * i));
+  return bits;
+}
+
+// Rows of several tensors, one after the other in a buffer.
+BlockGradients in_buffer(BufferId buffer, int64_t offset, size_t count, HeadsTensor like) {
+  BlockGradients gradients;
+  like.buffer = buffer;
+  for (size_t i = 0; i < count; ++i) {
+    like.offset = offset + static_cast<int64_t>(i) * like.count();
+    gradients.push_back(like.at(0, 0));
+  }
+  return gradients;
+}
+
+HeadsTensor rows_of(const AttentionWriter& writer, int block, int64_t heads) {
+  return {kMissingBuffer,        0, writer.attention.batch, heads, writer.products.block(block).rows(),
+          writer.attention.depth};
+}
+
+size_t num_gradients(HeadKind kind) { return kind == HeadKind::kQueries ? 1 : 2; }
+
+// The largest nodes of the tree over the queries that meet a block of keys, of those whose blocks one rank holds.
+std::map<TreeNode, int> nodes_of(const AttentionWriter& writer, int keys, int64_t by) {
+  if (!sums_by_place(writer.attention)) return {{TreeNode{}, -1}};
+  const std::vector<bool> meeting = writer.products.meeting_keys(keys);
+  MergeTree<int> tree(meeting);
+  std::map<TreeNode, int> nodes;
+  for (const int queries : writer.products.of_rank(by)) {
+    if (!meeting[queries]) continue;
+    const std::optional<int> all = tree.add({0, queries}, queries, [](int&, int) {});
+    // A rank with all queries that meet these keys: the node is that of all blocks.
+    if (all) return {{TreeNode{kTopLevel, 0}, *all}};
+  }
+  return tree.waiting();
+}
+
+}  // namespace
+
+GradientSums::GradientSums(AttentionWriter& writer, HeadKind kind, int64_t heads)
+    : writer_(writer), kind_(kind), heads_(heads) {}
+
+GradientSums::Block& GradientSums::of(int block) {
+  auto found = blocks_.find(block);
+  if (found == blocks_.end()) {
+    std::vector<bool> contributes;
+    if (sums_by_place(writer_.attention)) {
+      contributes =
+          kind_ == HeadKind::kQueries ? writer_.products.met_by_queries(block) : writer_.products.meeting_keys(block);
+    }
+    found = blocks_.emplace(block, Block(contributes)).first;
+  }
+  return found->second;
+}
+
+void GradientSums::set_total(int block, BlockGradients total) { of(block).total = std::move(total); }
+
+void GradientSums::begin(const ReturnedSums::Sum& sum) {
+  if (sums_by_place(writer_.attention)) {
+    of(sum.keys).places[sum.first] = sum.at;
+  } else {
+    set_total(sum.keys, sum.at);
+  }
+}
+
+BlockGradients GradientSums::place(int block, int other) {
+  Block& state = of(block);
+  if (!sums_by_place(writer_.attention)) return *state.total;
+  const auto given = state.places.find(other);
+  if (given != state.places.end()) return given->second;
+  const HeadsTensor like = rows_of(writer_, block, heads_);
+  const size_t count = num_gradients(kind_);
+  const BufferId buffer =
+      writer_.builder.new_buffer(static_cast<int64_t>(count) * like.count(), writer_.attention.sum_dtype());
+  if (like.count() > 0) writer_.builder.emit(FillZero{writer_.builder.whole(buffer)});
+  return state.places[other] = in_buffer(buffer, 0, count, like);
+}
+
+void GradientSums::added(int block, int other) {
+  if (!sums_by_place(writer_.attention)) return;
+  Block& state = of(block);
+  const BlockGradients sum = state.places.at(other);
+  state.places.erase(other);
+  add(block, {0, other}, sum);
+}
+
+void GradientSums::take(const ReturnedSums::Sum& sum) {
+  if (sums_by_place(writer_.attention)) {
+    add(sum.keys, sum.node, sum.at);
+  } else {
+    accumulate(sum.keys, sum.at, *of(sum.keys).total);
+  }
+}
+
+void GradientSums::add(int block, TreeNode node, const BlockGradients& sum) {
+  Block& state = of(block);
+  const auto merge = [&](const BlockGradients& left, const BlockGradients& right) { accumulate(block, right, left); };
+  const std::optional<BlockGradients> complete = state.tree.add(node, sum, merge);
+  if (complete && state.total) accumulate(block, *complete, *state.total);
+}
+
+void GradientSums::accumulate(int block, const BlockGradients& from, const BlockGradients& to) {
+  const int64_t rows = writer_.products.block(block).rows();
+  const AttendSizes sizes{writer_.attention.batch, heads_, heads_, rows, 0, writer_.attention.depth};
+  for (size_t i = 0; i < from.size(); ++i) writer_.builder.emit(Accumulate{sizes, from[i], to[i]});
+}
+
+ReturnedSums returned_sums(AttentionWriter& writer, int64_t owner, int64_t by, int64_t heads) {
+  ReturnedSums returned;
+  int64_t count = 0;
+  const auto elements = [&](int keys) { return 2 * rows_of(writer, keys, heads).count(); };
+  for (const int keys : writer.products.keys_needed(owner, by)) {
+    for (const auto& [node, first] : nodes_of(writer, keys, by)) {
+      returned.sums.push_back({keys, node, first, {}});
+      count += elements(keys);
+    }
+  }
+  if (count == 0) return {};
+  returned.buffer = writer.builder.new_buffer(count, writer.attention.sum_dtype());
+  int64_t offset = 0;
+  for (ReturnedSums::Sum& sum : returned.sums) {
+    sum.at = in_buffer(returned.buffer, offset, 2, rows_of(writer, sum.keys, heads));
+    offset += elements(sum.keys);
+  }
+  return returned;
+}
+
+std::vector<std::pair<int, int>> pairs_in_order(const AttentionWriter& writer, const std::vector<int>& queries,
+                                                const std::vector<int>& keys) {
+  std::vector<std::pair<int, int>> pairs;
+  for (const int q : queries) {
+    for (const int k : keys) {
+      if (writer.products.meet(q, k)) pairs.emplace_back(q, k);
+    }
+  }
+  if (!sums_by_place(writer.attention)) return pairs;
+  const auto along_curve = [](const std::pair<int, int>& pair) { return interleaved(pair.first, pair.second); };
+  std::sort(pairs.begin(), pairs.end(), [&](const auto& a, const auto& b) { return along_curve(a) < along_curve(b); });
+  return pairs;
+}
+
+void attend_backward(AttentionWriter& writer, const HeadShare& share, int queries, int keys, const BackwardRows& rows,
+                     GradientSums& of_queries, GradientSums& of_keys) {
+  const Attention& a = writer.attention;
+  const BlockGradients dq = of_queries.place(queries, keys);
+  const BlockGradients dkv = of_keys.place(keys, queries);
+  for (const HeadGroup& group : share.groups) {
+    const auto of_q = [&](auto heads) {
+      heads.offset += group.q_head * heads.head_stride;
+      return heads;
+    };
+    const auto of_kv = [&](Heads heads) {
+      heads.offset += group.kv_head * heads.head_stride;
+      return heads;
+    };
+    const AttendSizes sizes{a.batch,
+                            group.q_heads,
+                            group.kv_heads,
+                            writer.products.block(queries).rows(),
+                            writer.products.block(keys).rows(),
+                            a.depth};
+    writer.builder.emit(AttendBackward{sizes, writer.products.band(queries, keys), a.scale, of_q(rows.q), of_kv(rows.k),
+                                       of_kv(rows.v), of_q(rows.out), of_q(rows.dout), of_q(rows.lse), of_q(dq[0]),
+                                       of_kv(dkv[0]), of_kv(dkv[1])});
+  }
+  of_queries.added(queries, keys);
+  of_keys.added(keys, queries);
+}
+
+}  // namespace shardwright

@@ -1,0 +1,126 @@
+#include "attention/two_level.h"
+
+#include "attention/gradient_sums.h"
+#include "attention/head_exchange.h"
+#include "attention/ring.h"
+
+namespace shardwright {
+namespace {
+
+constexpr int kAcrossNodes = 0;  // dims of the mesh of programs
+constexpr int kInNode = 1;
+
+// What the ranks of this rank's node hold.
+Attention of_node(const AttentionWriter& all) {
+  Attention attention = all.attention;
+  const int64_t count = attention.ranks_per_node;
+  const auto begin = all.attention.parts.begin() + all.me / count * count;
+  attention.parts.assign(begin, begin + count);
+  return attention;
+}
+
+// The attention of the heads of a share, with a part for each node.
+Attention of_nodes(const AttentionWriter& all, const HeadShare& share) {
+  Attention attention = all.attention;
+  attention.method = AttentionMethod::kRing;
+  attention.heads = share.q_heads();
+  attention.kv_heads = share.kv_heads();
+  attention.parts.clear();
+  for (size_t p = 0; p < all.attention.parts.size(); ++p) {
+    if (static_cast<int64_t>(p) % attention.ranks_per_node == 0) attention.parts.emplace_back();
+    for (const Interval& run : all.attention.parts[p]) append(attention.parts.back(), run);
+  }
+  return attention;
+}
+
+class TwoLevel {
+ public:
+  TwoLevel(AttentionWriter& all, HeadSharing sharing)
+      : in_node_(all, kInNode, of_node(all), all.products),
+        exchange_(in_node_, sharing),
+        across_(all, kAcrossNodes, of_nodes(all, exchange_.mine()), all.products.joined(all.attention.ranks_per_node)) {
+  }
+
+  void forward(const ForwardTensors& t) {
+    exchange_.gather(t);
+    ForwardTensors inner;
+    inner.q = exchange_.joined(0);
+    inner.k = exchange_.joined(1);
+    inner.v = exchange_.joined(2);
+    inner.out = inner.lse = inner.q;
+    inner.lse.depth = 1;
+    inner.out.buffer = builder().new_buffer(inner.out.count());
+    inner.lse.buffer = builder().new_buffer(inner.lse.count(), across_.attention.sum_dtype());
+    if (exchange_.mine().q_heads() > 0) emit_forward(across_, exchange_.mine(), inner);
+    const std::vector<HeadExchange::Sent> results{{inner.out, HeadKind::kQueries}, {inner.lse, HeadKind::kQueries}};
+    const std::vector<HeadsTensor> to{t.out, t.lse};
+    const std::vector<HeadExchange::Arriving> arriving = start_returns(results);
+    exchange_.copy_to(to, own(results));
+    for (const HeadExchange::Arriving& one : arriving) exchange_.copy_to(to, one);
+  }
+
+  void backward(const BackwardTensors& t) {
+    exchange_.gather(t);
+    BackwardTensors inner;
+    HeadsTensor* const gathered[] = {&inner.q, &inner.k, &inner.v, &inner.out, &inner.dout, &inner.lse};
+    for (size_t i = 0; i < std::size(gathered); ++i) *gathered[i] = exchange_.joined(i);
+    inner.dq = across_.new_sum(inner.q);
+    inner.dk = across_.new_sum(inner.k);
+    inner.dv = across_.new_sum(inner.v);
+    if (exchange_.mine().q_heads() > 0) emit_backward(across_, exchange_.mine(), inner);
+    const std::vector<HeadExchange::Sent> sums{
+        {inner.dq, HeadKind::kQueries}, {inner.dk, HeadKind::kKeys}, {inner.dv, HeadKind::kKeys}};
+    const std::vector<HeadsTensor> to{t.dq, t.dk, t.dv};
+    const std::vector<HeadExchange::Arriving> arriving = start_returns(sums);
+    exchange_.add_to(to, own(sums));
+    for (const HeadExchange::Arriving& one : arriving) exchange_.add_to(to, one);
+  }
+
+ private:
+  ProgramBuilder& builder() { return in_node_.builder; }
+
+  // The rows of one rank of the node, of tensors of all its rows.
+  std::vector<HeadExchange::Sent> rows_of(int64_t owner, const std::vector<HeadExchange::Sent>& of_node) {
+    int64_t first = 0;
+    for (int64_t before = 0; before < owner; ++before) first += in_node_.attention.rows(before);
+    std::vector<HeadExchange::Sent> taken;
+    for (const auto& [all, kind] : of_node) {
+      HeadsTensor rows = all;
+      rows.rows = in_node_.attention.rows(owner);
+      rows.buffer = builder().new_buffer(rows.count(), builder().program().dtype_of(all.buffer));
+      std::vector<Box> boxes;
+      append_box(boxes, all, {0, first}, rows, {}, rows.heads, rows.rows);
+      builder().copy(all.buffer, rows.buffer, std::move(boxes));
+      taken.push_back({rows, kind});
+    }
+    return taken;
+  }
+
+  std::vector<HeadExchange::Arriving> start_returns(const std::vector<HeadExchange::Sent>& of_node) {
+    std::vector<HeadExchange::Arriving> arriving;
+    for (int64_t distance = 1; distance < in_node_.num_ranks; ++distance) {
+      arriving.push_back(exchange_.start_return(distance, rows_of(in_node_.ahead(distance), of_node)));
+    }
+    return arriving;
+  }
+
+  HeadExchange::Arriving own(const std::vector<HeadExchange::Sent>& of_node) {
+    return {kNoTicket, in_node_.me, rows_of(in_node_.me, of_node)};
+  }
+
+  AttentionWriter in_node_;
+  HeadExchange exchange_;
+  AttentionWriter across_;
+};
+
+}  // namespace
+
+void emit_two_level_forward(AttentionWriter& all, const ForwardTensors& tensors) {
+  TwoLevel(all, HeadSharing::kAll).forward(tensors);
+}
+
+void emit_two_level_backward(AttentionWriter& all, const BackwardTensors& tensors) {
+  TwoLevel(all, sharing_in_backward(all.attention)).backward(tensors);
+}
+
+}  // namespace shardwright
