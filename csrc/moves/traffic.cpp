@@ -8,6 +8,7 @@
 #include "moves/digits.h"
 #include "moves/pieces.h"
 #include "support/error.h"
+#include "support/match.h"
 
 namespace shardwright {
 
@@ -21,18 +22,21 @@ TrafficOfRanks::TrafficOfRanks(const Step& step, Lowering lowering)
       }()) {}
 
 Traffic TrafficOfRanks::at(Rank rank) const {
-  if (const auto* on_mesh = std::get_if<StepTraffic>(&move_)) {
-    const std::optional<Position> position = step_.before.mesh().position_of(rank);
-    return position ? on_mesh->at(*position) : Traffic{};
-  }
-  if (const auto* crossing = std::get_if<Crossing>(&move_)) return crossing->at(rank, step_.rounds);
-  return std::get<Rearrangement>(move_).at(rank, step_.rounds);
+  return match(
+      move_,
+      [&](const StepTraffic& on_mesh) {
+        const std::optional<Position> position = step_.before.mesh().position_of(rank);
+        return position ? on_mesh.at(*position) : Traffic{};
+      },
+      [&](const Crossing& crossing) { return crossing.at(rank, step_.rounds); },
+      [&](const Rearrangement& rearrangement) { return rearrangement.at(rank, step_.rounds); });
 }
 
 bool TrafficOfRanks::communicates() const {
-  if (const auto* crossing = std::get_if<Crossing>(&move_)) return crossing->communicates();
-  if (const auto* rearrangement = std::get_if<Rearrangement>(&move_)) return rearrangement->communicates();
-  return !is_local(step_.op);
+  return match(
+      move_, [&](const StepTraffic&) { return !is_local(step_.op); },
+      [](const Crossing& crossing) { return crossing.communicates(); },
+      [](const Rearrangement& rearrangement) { return rearrangement.communicates(); });
 }
 
 Traffic traffic_at(const Step& step, Lowering lowering, Rank rank) { return TrafficOfRanks(step, lowering).at(rank); }

@@ -5,6 +5,7 @@
 
 #include "program/builder.h"
 #include "support/error.h"
+#include "support/match.h"
 
 namespace shardwright {
 namespace {
@@ -33,7 +34,7 @@ void check_axis(int axis, const std::vector<int>& a_dims, const Layout& a, const
              b);
 }
 
-bool is_scalable(const DType& dtype) { return dtype.name() == "float8_e4m3fn" || dtype.name() == "float8_e5m2"; }
+bool is_scalable(DType dtype) { return dtype == DType::kFloat8E4M3FN || dtype == DType::kFloat8E5M2; }
 
 void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scaling>& scaling) {
   if (!scaling) {
@@ -42,12 +43,12 @@ void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scal
                " has no matrix products here without scales; allowed are floating dtypes");
     return;
   }
-  const bool are_both_e5m2 = lhs.dtype().name() == "float8_e5m2" && rhs.dtype().name() == "float8_e5m2";
+  const bool are_both_e5m2 = lhs.dtype() == DType::kFloat8E5M2 && rhs.dtype() == DType::kFloat8E5M2;
   check_user(is_scalable(lhs.dtype()) && is_scalable(rhs.dtype()) && !are_both_e5m2, "dtype: ", lhs.dtype().name(),
              " and ", rhs.dtype().name(),
              " are given with scales; allowed are float8_e4m3fn and float8_e5m2, not float8_e5m2 twice");
-  const std::string result = scaling->result.name();
-  check_user(result == "bfloat16" || result == "float32", "out_dtype: ", result,
+  const DType result = scaling->result;
+  check_user(result == DType::kBFloat16 || result == DType::kFloat32, "out_dtype: ", result.name(),
              "; allowed with scales are bfloat16 and float32");
 }
 
@@ -79,7 +80,7 @@ void check_scales(const GatherMatmul& matmul) {
              " a plan of their own; allowed are scales of rows with one and others without");
   if (!scaling.by_row) return;
   const auto check_side = [&](const Layout& scales, const Layout& operand) {
-    bool fits = scales.dtype().name() == "float32" && scales.mesh() == operand.mesh() &&
+    bool fits = scales.dtype() == DType::kFloat32 && scales.mesh() == operand.mesh() &&
                 scales.shape().size() == free_dims.size();
     for (size_t i = 0; fits && i < free_dims.size(); ++i) {
       fits = scales.shape()[i] == operand.shape()[free_dims[i]] &&
@@ -149,18 +150,20 @@ std::string operand_text(const std::vector<int>& axes, const Layout& layout) {
 }  // namespace
 
 std::string operands_text(const Matmul& matmul) {
-  std::string text;
-  if (const auto* gather = std::get_if<GatherMatmul>(&matmul)) {
-    text = operand_text(gather->products[0].axes.lhs, gather->plan.src);
-    for (const auto& product : gather->products) text += operand_text(product.axes.rhs, product.other);
-  } else {
-    const auto& scatter = std::get<MatmulScatter>(matmul);
-    text = operand_text(scatter.terms[0].axes.out, scatter.plan.src);
-    for (const auto& term : scatter.terms) {
-      text += operand_text(term.axes.lhs, term.lhs) + operand_text(term.axes.rhs, term.rhs);
-    }
-  }
-  return text;
+  return match(
+      matmul,
+      [](const GatherMatmul& gather) {
+        std::string text = operand_text(gather.products[0].axes.lhs, gather.plan.src);
+        for (const auto& product : gather.products) text += operand_text(product.axes.rhs, product.other);
+        return text;
+      },
+      [](const MatmulScatter& scatter) {
+        std::string text = operand_text(scatter.terms[0].axes.out, scatter.plan.src);
+        for (const auto& term : scatter.terms) {
+          text += operand_text(term.axes.lhs, term.lhs) + operand_text(term.axes.rhs, term.rhs);
+        }
+        return text;
+      });
 }
 
 const char* method_name(Method method) { return kMethodNames[static_cast<int>(method)]; }

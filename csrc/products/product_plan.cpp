@@ -34,7 +34,7 @@ Layout ProductPlan::rows_of(size_t operand, const Layout& layout) const {
   for (size_t d = 0; d < of.size(); ++d) {
     if (letters.result.find(of[d]) != std::string::npos) rows.push_back(static_cast<int>(d));
   }
-  return with_dims(layout, rows, DType::parse("float32"));
+  return with_dims(layout, rows, DType::kFloat32);
 }
 
 bool ProductPlan::keeps_gathered() const {
@@ -150,7 +150,7 @@ class ProductPlan::Forward {
   std::string flow_name(size_t i) const { return i == 0 ? "x" : numbered("w", i - 1, problem_.weights.size()); }
 
   Layout scale_layout(size_t i) const {
-    if (problem_.scaled_by == ScaledBy::kTensor) return with_dims(given(i), {}, DType::parse("float32"));
+    if (problem_.scaled_by == ScaledBy::kTensor) return with_dims(given(i), {}, DType::kFloat32);
     if (i < problem_.scales.size() && problem_.scales[i]) return *problem_.scales[i];
     return plan_.rows_of(i, given(i));
   }

@@ -5,6 +5,7 @@
 
 #include "planning/serialize.h"
 #include "support/error.h"
+#include "support/match.h"
 #include "support/wire_format.h"
 
 namespace shardwright {
@@ -134,8 +135,9 @@ MatmulScatter read_scatter(Reader& in) {
 }
 
 const Contraction& axes_of(const Matmul& matmul) {
-  const auto* gather = std::get_if<GatherMatmul>(&matmul);
-  return gather != nullptr ? gather->products[0].axes : std::get<MatmulScatter>(matmul).terms[0].axes;
+  return match(
+      matmul, [](const GatherMatmul& gather) -> const Contraction& { return gather.products[0].axes; },
+      [](const MatmulScatter& scatter) -> const Contraction& { return scatter.terms[0].axes; });
 }
 
 // ---- problems: the mesh comes first, because everything is on it

@@ -211,9 +211,9 @@ TEST(Timeline, WaitsWhereDataComesTooLate) {
 
 TEST(Choice, IsSerialWhereChunksDoNotPayAndNeverPredictedWorse) {
   EXPECT_NE(choose(gather_of(4, 2560, 64, 64), kPlain).method, Method::kSerial);
-  GemmModel dear = kPlain;
-  dear.launch_ps = int64_t{1} << 40;
-  EXPECT_EQ(choose(gather_of(4, 2560, 64, 64), dear), Schedule{});
+  GemmModel costly = kPlain;
+  costly.launch_ps = int64_t{1} << 40;
+  EXPECT_EQ(choose(gather_of(4, 2560, 64, 64), costly), Schedule{});
   EXPECT_EQ(choose(gather_of(1, 2560, 64, 64), kPlain), Schedule{});
   for (const int64_t rows : {4, 100, 4096}) {
     const Matmul matmul = gather_of(8, rows, 512, 512);
