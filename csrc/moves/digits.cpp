@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "moves/known_parts.h"
+
 namespace shardwright {
 
 std::optional<std::vector<Digit>> digits_of(const Mesh& mesh, int64_t n, std::span<const Cut> cuts) {
@@ -114,6 +116,9 @@ std::optional<int64_t> sum_by_walking(const Layout& a, const Layout& b) {
       cutting[t].erase(a.cuts(t)[i].mesh_dim);
     }
   }
+  KnownParts parts_of_a(a);
+  KnownParts parts_of_b(b);
+  Coordinates coordinates;
   int64_t total = 1;
   MeshDimSet seen;
   std::vector<bool> done(a.ndim(), false);
@@ -134,10 +139,10 @@ std::optional<int64_t> sum_by_walking(const Layout& a, const Layout& b) {
     if (mesh.group_size(dims) > kMaxCombinations) return std::nullopt;
     int64_t sum = 0;
     for (const int64_t position : mesh.group(0, dims)) {
+      coordinates_at(mesh, position, coordinates);
       int64_t shared = 1;
       for (const int t : coupled) {
-        const int64_t n = a.shape()[t];
-        shared *= intersection_length(part_at(mesh, n, a.cuts(t), position), part_at(mesh, n, b.cuts(t), position));
+        shared *= intersection_length(parts_of_a.at(t, coordinates).list, parts_of_b.at(t, coordinates).list);
       }
       sum += shared;
     }

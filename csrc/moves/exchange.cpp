@@ -248,8 +248,19 @@ ExchangeTraffic::ExchangeTraffic(const Step& step)
       item_(step.before.dtype().size_bytes()),
       cutting_(step.mesh_dims & step.before.cut_dims()),
       held_(step.before),
-      needed_parts_(step.after) {
-  if (step.sharing != Sharing::kNone || shared_.matchings().empty()) return;
+      needed_parts_(step.after),
+      idle_receivers_(step.before.mesh().group_size(cutting_ - step.after.cut_dims())) {
+  if (step.sharing != Sharing::kNone) return;
+  if (shared_.matchings().empty()) {
+    const Mesh& mesh = step.before.mesh();
+    for (int t = 0; t < step.before.ndim(); ++t) {
+      const MeshDimSet before = dims_of(step.before.cuts(t));
+      const MeshDimSet after = dims_of(step.after.cuts(t));
+      dims_.push_back(
+          {{mesh, after | (before - cutting_)}, {mesh, before | (after - cutting_)}, {mesh, before | after}});
+    }
+    return;
+  }
   is_closed_ = true;
   needed_ = sent_ = step.after.largest_part_elements();
   for (const Matching& matching : shared_.matchings()) {
@@ -309,21 +320,38 @@ Traffic ExchangeTraffic::pairwise_at(int64_t position) const {
 Traffic ExchangeTraffic::walked_at(int64_t position) const {
   Coordinates coordinates;
   coordinates_at(step_.before.mesh(), position, coordinates);
-  int64_t own = 1;
-  int64_t needed = 1;
-  int64_t count = 1;
-  std::map<int64_t, int64_t> by_length{{1, 1}};
-  int64_t sent = step_.before.mesh().group_size(cutting_ - step_.after.cut_dims());
+  if (step_.rounds > 1) return walked_in_rounds(coordinates);
+  Factors all;
   for (int t = 0; t < step_.before.ndim(); ++t) {
-    const KnownParts::Part& before = held_.at(t, coordinates);
-    const KnownParts::Part& after = needed_parts_.at(t, coordinates);
-    own *= intersection_length(before.list, after.list);
-    needed *= after.length;
-    sent *= sent_at(t, coordinates, before.list);
-    const Sources& sources = sources_at(t, coordinates, after.list);
-    count *= sources.count;
-    if (step_.rounds == 1) continue;
+    ByCoordinates<Factors>& known = dims_[t].factors;
+    const auto make = [&] { return factors_at(t, coordinates); };
+    const Factors factors = known.are_few() ? known.at(coordinates, make) : make();
+    all.own *= factors.own;
+    all.needed *= factors.needed;
+    all.sent *= factors.sent;
+    all.sources *= factors.sources;
+  }
+  return {(all.needed - all.own) * item_, (all.sent * idle_receivers_ - all.own) * item_,
+          all.sources - std::min<int64_t>(all.own, 1)};
+}
+
+ExchangeTraffic::Factors ExchangeTraffic::factors_at(int tensor_dim, const Coordinates& coordinates) const {
+  const KnownParts::Part& before = held_.at(tensor_dim, coordinates);
+  const KnownParts::Part& after = needed_parts_.at(tensor_dim, coordinates);
+  return {intersection_length(before.list, after.list), after.length, sent_at(tensor_dim, coordinates, before.list),
+          sources_at(tensor_dim, coordinates, after.list).count};
+}
+
+Traffic ExchangeTraffic::walked_in_rounds(const Coordinates& coordinates) const {
+  Factors all;
+  std::map<int64_t, int64_t> by_length{{1, 1}};
+  for (int t = 0; t < step_.before.ndim(); ++t) {
+    const Factors factors = factors_at(t, coordinates);
+    all.own *= factors.own;
+    all.needed *= factors.needed;
+    all.sent *= factors.sent;
     std::map<int64_t, int64_t> finer;
+    const Sources& sources = sources_at(t, coordinates, needed_parts_.at(t, coordinates).list);
     for (const auto& [length, parts] : sources.by_length) {
       for (const auto& [elements, others] : by_length) {
         finer[std::min(elements * length, step_.rounds)] += others * parts;
@@ -331,11 +359,10 @@ Traffic ExchangeTraffic::walked_at(int64_t position) const {
     }
     by_length = std::move(finer);
   }
-  int64_t messages = step_.rounds == 1 ? count : 0;
-  for (const auto& [elements, others] : by_length) {
-    if (step_.rounds > 1) messages += std::min(elements, step_.rounds) * others;
-  }
-  return {(needed - own) * item_, (sent - own) * item_, messages - std::min(own, step_.rounds)};
+  int64_t messages = 0;
+  for (const auto& [elements, others] : by_length) messages += std::min(elements, step_.rounds) * others;
+  return {(all.needed - all.own) * item_, (all.sent * idle_receivers_ - all.own) * item_,
+          messages - std::min(all.own, step_.rounds)};
 }
 
 int64_t ExchangeTraffic::num_elements(KnownParts& parts, int64_t position) const {
@@ -348,7 +375,7 @@ int64_t ExchangeTraffic::num_elements(KnownParts& parts, int64_t position) const
 // others.
 const ExchangeTraffic::Sources& ExchangeTraffic::sources_at(int tensor_dim, const Coordinates& coordinates,
                                                             const IntervalList& needed) const {
-  return of_dim(tensor_dim).sources.at(coordinates, [&] {
+  return dims_[tensor_dim].sources.at(coordinates, [&] {
     const Mesh& mesh = step_.before.mesh();
     Sources sources;
     for_each_met(mesh, position_at(mesh, coordinates), cutting_, whole(step_.before.shape()[tensor_dim]),
@@ -361,23 +388,12 @@ const ExchangeTraffic::Sources& ExchangeTraffic::sources_at(int tensor_dim, cons
 }
 
 int64_t ExchangeTraffic::sent_at(int tensor_dim, const Coordinates& coordinates, const IntervalList& held) const {
-  return of_dim(tensor_dim).sent.at(coordinates, [&] {
+  return dims_[tensor_dim].sent.at(coordinates, [&] {
     const Mesh& mesh = step_.before.mesh();
     return meet(mesh, step_.after.shape()[tensor_dim], step_.after.cuts(tensor_dim), position_at(mesh, coordinates),
                 cutting_, held)
         .elements;
   });
-}
-
-ExchangeTraffic::OfDim& ExchangeTraffic::of_dim(int tensor_dim) const {
-  while (static_cast<int>(dims_.size()) <= tensor_dim) {
-    const auto t = static_cast<int>(dims_.size());
-    const MeshDimSet before = dims_of(step_.before.cuts(t));
-    const MeshDimSet after = dims_of(step_.after.cuts(t));
-    const Mesh& mesh = step_.before.mesh();
-    dims_.push_back({{mesh, after | (before - cutting_)}, {mesh, before | (after - cutting_)}});
-  }
-  return dims_[tensor_dim];
 }
 
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering lowering) {
@@ -387,7 +403,7 @@ bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering lower
     if (op == ReduceOp::kBitAnd || op == ReduceOp::kBitOr || op == ReduceOp::kBitXor) return false;
   }
   const DType& dtype = layout.dtype();
-  return dtype.kind() == DTypeKind::kFloat || (dtype.kind() == DTypeKind::kInteger && dtype.name() != "int16");
+  return dtype.kind() == DTypeKind::kFloat || (dtype.kind() == DTypeKind::kInteger && dtype != DType::kInt16);
 }
 
 bool reduces_natively(const Step& step, Lowering lowering) {

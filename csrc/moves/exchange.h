@@ -99,6 +99,7 @@ class ExchangeTraffic {
 
  private:
   Traffic walked_at(int64_t position) const;
+  Traffic walked_in_rounds(const Coordinates& coordinates) const;
   // For shared sending, which depends on every pair of ranks.
   Traffic pairwise_at(int64_t position) const;
   int64_t num_elements(KnownParts& parts, int64_t position) const;
@@ -110,11 +111,19 @@ class ExchangeTraffic {
     int64_t count = 0;
     std::map<int64_t, int64_t> by_length;
   };
+  // What a tensor dim contributes to a rank's traffic: a factor of each figure.
+  struct Factors {
+    int64_t own = 1;
+    int64_t needed = 1;
+    int64_t sent = 1;
+    int64_t sources = 1;
+  };
   struct OfDim {
     ByCoordinates<Sources> sources;
-    ByCoordinates<int64_t> sent;  // how much of what is held these ranks need together
+    ByCoordinates<int64_t> sent;     // how much of what is held these ranks need together
+    ByCoordinates<Factors> factors;  // with one round
   };
-  OfDim& of_dim(int tensor_dim) const;
+  Factors factors_at(int tensor_dim, const Coordinates& coordinates) const;
   const Sources& sources_at(int tensor_dim, const Coordinates& coordinates, const IntervalList& needed) const;
   int64_t sent_at(int tensor_dim, const Coordinates& coordinates, const IntervalList& held) const;
 
@@ -135,6 +144,7 @@ class ExchangeTraffic {
   mutable KnownParts held_;
   mutable KnownParts needed_parts_;
   mutable std::vector<OfDim> dims_;  // by tensor dim
+  int64_t idle_receivers_;           // receivers that differ only in mesh dims that cut nothing after the step
 };
 
 // Returns whether the backend's own collectives carry out the reduction of a layout over some mesh dims. If not,

@@ -30,12 +30,15 @@ class ByCoordinates {
     }
   }
 
+  // Whether there are few enough combinations of coordinates for a table.
+  bool are_few() const { return count_ <= kMaxInTable; }
+
   // Returns the value at these coordinates; `make()` computes it.
   template <typename Make>
   const Value& at(const Coordinates& coordinates, const Make& make) {
     int64_t number = 0;
     for (const auto& [d, size] : factors_) number = number * size + coordinates[d];
-    if (table_.empty() && count_ <= kMaxInTable && hashed_.size() >= kFew) table_.resize(count_);
+    if (table_.empty() && are_few() && hashed_.size() >= kFew) table_.resize(count_);
     std::optional<Value>& value = table_.empty() ? hashed_[number] : table_[number];
     if (!value) value = make();
     return *value;

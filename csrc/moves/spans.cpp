@@ -10,6 +10,7 @@ using CutList = std::vector<Cut>;
 
 // The most combinations of coordinates for which uneven regions are compared.
 constexpr int64_t kMaxRegionsCompared = 4096;
+
 MeshDimSet dims_of(const CutList& cuts) {
   MeshDimSet dims;
   for (const Cut& c : cuts) dims.insert(c.mesh_dim);
@@ -62,6 +63,12 @@ IntervalList united(const Mesh& mesh, int64_t n, const CutList& cuts, MeshDimSet
   return merged;
 }
 
+// Leaves out the last cuts, as far as they are gathered: together, their parts are what they cut.
+CutList without_last(CutList cuts, MeshDimSet gathered) {
+  while (!cuts.empty() && gathered.contains(cuts.back().mesh_dim) && cuts.back().rule.is_partition()) cuts.pop_back();
+  return cuts;
+}
+
 bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, MeshDimSet kept) {
   const MeshDimSet gathered_before = dims_of(before) - kept;
   const MeshDimSet gathered_after = dims_of(after) - kept;
@@ -74,9 +81,12 @@ bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, con
   }
   if (*left_before != *left_after) return false;
   if (mesh.group_size(dims_of(before) | dims_of(after)) > kMaxRegionsCompared) return false;
-  for (const int64_t position : mesh.group(0, kept & (dims_of(before) | dims_of(after)))) {
-    if (united(mesh, n, before, gathered_before, position) != united(mesh, n, after, gathered_after, position))
-      return false;
+  const CutList first_before = without_last(before, gathered_before);
+  const CutList first_after = without_last(after, gathered_after);
+  if (first_before == first_after) return true;
+  for (const int64_t position : mesh.group(0, kept & (dims_of(first_before) | dims_of(first_after)))) {
+    const IntervalList held_before = united(mesh, n, first_before, dims_of(first_before) - kept, position);
+    if (held_before != united(mesh, n, first_after, dims_of(first_after) - kept, position)) return false;
   }
   return true;
 }

@@ -1,5 +1,5 @@
 // Which instruction carries a transfer, and among which ranks. Every such decision is made here. `start` and `exchange`
-// (transfers.h) turn it into instructions, and memory.cpp counts what these allocate.
+// (transfers.h) turn it into instructions, and move_memory.cpp counts what these allocate.
 //
 // Decisions depend only on what all ranks that take part know: layouts, the lowering, and who has something for whom.
 #pragma once

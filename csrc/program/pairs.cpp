@@ -377,6 +377,41 @@ const std::vector<StepPairs::Meeting>& StepPairs::meetings(int tensor_dim, int64
   });
 }
 
+std::optional<std::vector<int>> StepPairs::likeness(int64_t position) {
+  if (step_.rounds > 1 || step_.sharing != Sharing::kNone) return std::nullopt;
+  if (likenesses_.empty()) {
+    for (size_t t = 0; t < ndim_; ++t) {
+      MeshDimSet dims;
+      for (const Cut& c : step_.before.cuts(static_cast<int>(t))) dims.insert(c.mesh_dim);
+      for (const Cut& c : step_.after.cuts(static_cast<int>(t))) dims.insert(c.mesh_dim);
+      likenesses_.emplace_back(step_.before.mesh(), dims);
+    }
+    known_likenesses_.resize(ndim_);
+  }
+  std::vector<int> all(ndim_);
+  for (size_t t = 0; t < ndim_; ++t) {
+    if (!likenesses_[t].are_few()) return std::nullopt;
+    all[t] = likenesses_[t].at(coordinates(position), [&] { return likeness_in(static_cast<int>(t), position); });
+  }
+  return all;
+}
+
+// Numbers whatever shared() reads of one tensor dim, except for offsets.
+int StepPairs::likeness_in(int tensor_dim, int64_t position) {
+  const Part held = part(held_, tensor_dim, position);
+  const Part needed = part(needed_, tensor_dim, position);
+  const SharedRuns own = shared_runs(held, needed);
+  std::vector<int64_t> figures{held.length, needed.length, own.length, own.runs};
+  for (const bool others_hold : {false, true}) {
+    figures.push_back(-1);
+    for (const Meeting& one : meetings(tensor_dim, position, others_hold)) {
+      figures.insert(figures.end(), {one.times, one.part.length, one.shared.length, one.shared.runs});
+    }
+  }
+  std::map<std::vector<int64_t>, int>& known = known_likenesses_[tensor_dim];
+  return known.try_emplace(std::move(figures), static_cast<int>(known.size())).first->second;
+}
+
 // Every mesh dim cuts at most one tensor dim, so parts of different tensor dims combine freely.
 const std::vector<StepPairs::Alike>& StepPairs::alike(int64_t position, bool others_hold) {
   // Receivers that differ only in mesh dims that cut nothing after the step need the same.

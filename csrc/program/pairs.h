@@ -89,6 +89,11 @@ class StepPairs {
   // Everything that one rank holds and another needs, whoever sends it: its contribution to a reduction.
   Transfer share(int64_t from, int64_t to);
 
+  // Equal for two ranks only if messages to and from them are equally many, equally long, and runs or not alike: one
+  // number for each tensor dim. Nothing for steps in rounds or with sharing, and where very many combinations of
+  // coordinates cut a tensor dim.
+  std::optional<std::vector<int>> likeness(int64_t position);
+
   // What a rank holds before the step and also needs after it.
   Load own(int64_t position);
   int64_t num_held(int64_t position);  // elements
@@ -150,6 +155,7 @@ class StepPairs {
   Transfer in_rounds(const PartsOfRank& held, const PartsOfRank& needed, const Load& whole, Interval range);
   const std::vector<Meeting>& meetings(int tensor_dim, int64_t position, bool others_hold);
   ByCoordinates<std::vector<Meeting>> no_meetings_yet(int tensor_dim, bool others_hold) const;
+  int likeness_in(int tensor_dim, int64_t position);
   void meet_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times, const Part& mine,
                   bool others_hold, int64_t position, std::vector<Meeting>& found);
   void add_meeting(const IntervalList& list, int64_t times, const Part& mine, bool others_hold,
@@ -179,6 +185,8 @@ class StepPairs {
   std::unordered_map<int64_t, Group> groups_;                  // by their least position
   std::map<std::vector<int64_t>, std::vector<Load>> rounds_;   // by everything that they depend on
   std::vector<ByCoordinates<std::vector<Meeting>>> meetings_;  // two for each tensor dim: receivers, then holders
+  std::vector<ByCoordinates<int>> likenesses_;                 // by tensor dim; empty until they are asked for
+  std::vector<std::map<std::vector<int64_t>, int>> known_likenesses_;
 };
 
 SharedRuns shared_runs(const StepPairs::Part& held, const StepPairs::Part& needed);

@@ -17,6 +17,10 @@ class StepMemory {
  public:
   virtual ~StepMemory() = default;
 
+  // Whether some rank for which this was asked before needs the same memory in this step. Not for ranks of which a
+  // later step in rounds is examined too.
+  virtual bool is_like_an_earlier_one(Rank /*rank*/) { return false; }
+
   // Emits the instructions of a rank that takes part in the step.
   virtual void write(Sketch& sketch, Rank rank, int current, int next) = 0;
 
@@ -27,7 +31,7 @@ class StepMemory {
   virtual std::optional<Traffic> traffic_at_most() const = 0;
 };
 
-// Make the memory of a step on one mesh (memory.cpp), and of a crossing (crossing_moves.cpp).
+// Make the memory of a step on one mesh (move_memory.cpp), and of a crossing (crossing_moves.cpp).
 std::unique_ptr<StepMemory> memory_of_move(const Step& step, const Plan& plan);
 std::unique_ptr<StepMemory> memory_of_crossing(const Step& step, const Plan& plan);
 

@@ -1,0 +1,388 @@
+// The memory of moves on one mesh: emits the same instructions as data_moves.cpp and reductions.cpp.
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "program/builder.h"
+#include "program/carriers.h"
+#include "program/step_memory.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// In larger groups members are not listed: each sends messages to whatever ranks it has data for (pairs.cpp).
+constexpr int64_t kMaxGroupListed = 512;
+
+class MoveMemory : public StepMemory {
+ public:
+  MoveMemory(const Step& step, const Plan& plan)
+      : step_(step),
+        lowering_(plan.lowering),
+        named_groups_only_(plan.named_groups_only),
+        is_native_(reduces_natively(step, plan.lowering)),
+        pairs_(step),
+        traffic_(step) {}
+
+  void tell_apart(RankClasses& classes) const override {
+    const bool is_reduction = step_.op == StepOp::kReduceScatter || step_.op == StepOp::kAllReduce;
+    const bool moves = !is_local(step_.op) && !is_reduction;
+    const bool is_gather = step_.op == StepOp::kAllGather;
+    const bool may_be_in_order = !lowering_.gathers || !is_gather;
+    const bool lists_members = is_gather || step_.before.mesh().group_size(step_.mesh_dims) <= kMaxGroupListed;
+    classes.add(step_, moves && may_be_in_order && lists_members);
+    // Which ranks are connected, and in which order, depends on what each of them sends to whom.
+    const bool some_meet = lowering_.narrows_groups && !named_groups_only_ && !is_gather && !pairs_.all_meet_alike();
+    if (moves && some_meet && lists_members) classes.split_all(step_.mesh_dims);
+    // The ranks of each group may be in another order.
+    if (!is_local(step_.op) && !ranks_ascend(step_.before.mesh())) classes.split_all(MeshDimSet::from_bits(~0u));
+  }
+
+  std::optional<Traffic> traffic_that_decides(Rank rank) const override {
+    const bool exchanges =
+        step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;
+    const bool by_messages = step_.before.mesh().group_size(step_.mesh_dims) > kMaxGroupListed;
+    if (!exchanges || !by_messages || !pairs_.all_look_alike()) return std::nullopt;
+    return traffic_.at(position_of(rank));
+  }
+  std::optional<Traffic> traffic_at_most() const override { return traffic_.at_most(); }
+
+  // Where a rank sends messages, its memory follows from how long they are and which are runs.
+  bool is_like_an_earlier_one(Rank rank) override {
+    const bool exchanges =
+        step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;
+    if (!exchanges || pairs_.all_look_alike()) return false;
+    const Position position = position_of(rank);
+    const std::optional<std::vector<int>> likeness = pairs_.likeness(position);
+    if (!likeness || move_of(position).second.carrier != Carrier::kMessages) return false;
+    return !likenesses_seen_.insert(*likeness).second;
+  }
+
+  void write(Sketch& sketch, Rank rank, int current, int next) override {
+    const Position position = position_of(rank);
+    switch (step_.op) {
+      case StepOp::kZeroFill:
+        if (sketch.count_of(next) > 0) sketch.emit({next});
+        [[fallthrough]];
+      case StepOp::kSlice:
+      case StepOp::kPartition:
+        return copy_own(sketch, pairs_.own(position).count, current, next);
+      case StepOp::kAllGather:
+      case StepOp::kAllToAll:
+      case StepOp::kPermute:
+      case StepOp::kExchange:
+        return data_move(sketch, position, current, next);
+      case StepOp::kReduceScatter:
+        return reduce_scatter(sketch, position, current, next);
+      case StepOp::kAllReduce:
+        return all_reduce(sketch, position, current, next);
+      case StepOp::kCross:
+      case StepOp::kRearrange:
+        break;
+    }
+    throw InvariantError("a crossing is no move on one mesh");
+  }
+
+ private:
+  using Group = StepPairs::Group;
+  using Transfer = StepPairs::Transfer;
+
+  Position position_of(Rank rank) const { return *step_.before.mesh().position_of(rank); }
+
+  static void copy_own(Sketch& sketch, int64_t own, int current, int next) {
+    if (own > 0) sketch.emit({current, next});
+  }
+
+  // The members of a group are listed only if the instructions depend on single members.
+  std::pair<Group&, DataMove> move_of(int64_t position) {
+    const bool lists_members = step_.op != StepOp::kAllGather || step_.sharing != Sharing::kNone;
+    const bool is_large = pairs_.around(position).size > kMaxGroupListed;
+    Group& group = lists_members && !is_large ? pairs_.group(position) : pairs_.around(position);
+    const size_t me = StepPairs::index_of(group, position);
+    return {group, data_move_of(pairs_, group, me, lowering_, named_groups_only_)};
+  }
+
+  void data_move(Sketch& sketch, int64_t position, int current, int next) {
+    const auto& [group, move] = move_of(position);
+    if (!move.carrier) return copy_own(sketch, pairs_.own(position).count, current, next);
+    switch (*move.carrier) {
+      case Carrier::kAllGather:
+        return native_all_gather(sketch, position, current, next);
+      case Carrier::kAllToAll: {
+        const Group& listed = pairs_.group(position);
+        std::vector<int64_t> partners;
+        for (const size_t member : move.partners) partners.push_back(listed.positions[member]);
+        return all_to_all(sketch, listed, position, partners.empty() ? listed.positions : partners, current, next);
+      }
+      case Carrier::kMessages:
+        return messages(sketch, group, position, current, next);
+    }
+  }
+
+  // Returns whether the parts of the group's members follow each other, in the group's order, in what each member
+  // needs. Then the gather can write to the result directly.
+  bool gathers_in_place(int64_t position, int64_t n) {
+    const Group& group = pairs_.around(position);
+    const auto [found, is_new] = gathers_in_place_.try_emplace(group.least, true);
+    if (!is_new) return found->second;
+    const auto lies_at = [&](int64_t member, int64_t first) {
+      const Load load = pairs_.share(member, position).in_round(0);
+      return load.is_run_needed && load.first_needed == first;
+    };
+    const Mesh& mesh = step_.before.mesh();
+    if (pairs_.all_look_alike() && mesh.ranks_are_positions()) {
+      // If parts are equal, the place of a part is linear in the coordinates of its rank.
+      int64_t turn = 1;
+      for (int d = mesh.ndim() - 1; d >= 0; --d) {
+        if (!step_.mesh_dims.contains(d) || mesh.dim_size(d) == 1) continue;
+        found->second = found->second && lies_at(group.least + mesh.stride(d), turn * n);
+        turn *= mesh.dim_size(d);
+      }
+      return found->second;
+    }
+    const std::vector<int64_t>& members = pairs_.group(position).positions;
+    for (size_t m = 0; m < members.size() && found->second; ++m) {
+      found->second = lies_at(members[m], static_cast<int64_t>(m) * n);
+    }
+    return found->second;
+  }
+
+  void native_all_gather(Sketch& sketch, int64_t position, int current, int next) {
+    const int64_t n = pairs_.num_held(position);
+    const int64_t k = pairs_.around(position).size;
+    if (gathers_in_place(position, n)) {
+      sketch.emit({current, next});
+      return sketch.emit({current, next});
+    }
+    const int staging = sketch.new_buffer(n * k);
+    sketch.emit({current, staging});
+    copy_own(sketch, pairs_.own(position).count, current, next);
+    sketch.emit({current, staging});
+    if (k > 1) sketch.emit({staging, next});
+  }
+
+  // With one round the totals are known beforehand: what the rank exchanges in all. Peers are added only as long as
+  // they can still tell whether some load is one run.
+  BothLoads loads_in_order(const Group& group, int64_t position, const std::vector<int64_t>& partners, int64_t round) {
+    const bool is_gather = step_.op == StepOp::kAllGather;  // if so, a rank sends the same to all members
+    BothLoads loads;
+    const Load own = pairs_.own(position);
+    BothLoads::Totals totals;
+    if (step_.rounds == 1) {
+      const Traffic traffic = traffic_.at(position);
+      const int64_t item = step_.before.dtype().size_bytes();
+      totals = {traffic.sent_bytes / item, traffic.received_bytes / item, own.count};
+    }
+    std::optional<Transfer> sends;
+    for (const int64_t member : partners) {
+      if (step_.rounds == 1 && loads.are_known(totals)) break;
+      if (member == position) {
+        loads.add_own(own);
+        continue;
+      }
+      if (!sends || !is_gather) sends = pairs_.transfer(group, position, member);
+      const Transfer received = pairs_.transfer(group, member, position);
+      loads.add_peer(sends->in_round(round), received.in_round(round));
+    }
+    if (step_.rounds == 1) loads.set_totals(totals);
+    return loads;
+  }
+
+  void all_to_all(Sketch& sketch, const Group& group, int64_t position, const std::vector<int64_t>& partners,
+                  int current, int next) {
+    const Load own = pairs_.own(position);
+    for (int64_t round = 0; round < step_.rounds; ++round) {
+      const BothLoads loads = loads_in_order(group, position, partners, round);
+      write_all_to_all(sketch, loads, own.count, round, step_.rounds, current, next);
+    }
+  }
+
+  void messages(Sketch& sketch, const Group& group, int64_t position, int current, int next) {
+    std::vector<Packed> rounds(step_.rounds);
+    if (pairs_.all_look_alike()) {
+      add_equal_shares(rounds, position);
+    } else {
+      for (const auto& [transfer, times] : pairs_.sends(group, position)) {
+        for (int64_t round = 0; round < step_.rounds; ++round) rounds[round].add_sent(transfer.in_round(round), times);
+      }
+      for (const auto& [transfer, times] : pairs_.receives(group, position)) {
+        for (int64_t round = 0; round < step_.rounds; ++round) {
+          rounds[round].add_received(transfer.in_round(round), times);
+        }
+      }
+    }
+    const int64_t own = pairs_.own(position).count;
+    for (int64_t round = 0; round < step_.rounds; ++round) {
+      write_messages(sketch, rounds[round], own, round, current, next);
+    }
+  }
+
+  // If digits give all figures, transfers have the same size and runs for all pairs of ranks that exchange anything.
+  void add_equal_shares(std::vector<Packed>& rounds, int64_t position) {
+    const Traffic traffic = traffic_.at(position);
+    if (traffic.received_bytes == 0 && traffic.sent_bytes == 0) return;
+    const Transfer& share = pairs_.any_transfer(position);
+    const int64_t share_bytes = share.count() * step_.before.dtype().size_bytes();
+    for (int64_t round = 0; round < step_.rounds; ++round) {
+      const Load load = share.in_round(round);
+      rounds[round].add_sent(load, traffic.sent_bytes / share_bytes);
+      rounds[round].add_received(load, traffic.received_bytes / share_bytes);
+    }
+  }
+
+  // How a reduce-scatter sends. It is the same for all members of a group, because they hold the same elements.
+  struct Scattering {
+    std::vector<RunOfLoads> rounds;
+    std::vector<bool> is_even;
+  };
+
+  // If parts are equal, the place of a part is linear in the coordinates of its rank, so a few tell whether all parts
+  // follow each other.
+  std::optional<RunOfLoads> run_of_equal_parts(int64_t position) {
+    const Mesh& mesh = step_.before.mesh();
+    if (step_.rounds > 1 || !pairs_.all_look_alike() || !mesh.ranks_are_positions()) return std::nullopt;
+    const int64_t least = pairs_.around(position).least;
+    const Load first = pairs_.share(position, least).in_round(0);
+    bool is_run = first.is_run_held && first.count > 0;
+    int64_t turn = 1;
+    for (int d = mesh.ndim() - 1; d >= 0; --d) {
+      if (!step_.mesh_dims.contains(d) || mesh.dim_size(d) == 1) continue;
+      const Load next = pairs_.share(position, least + mesh.stride(d)).in_round(0);
+      if (next.count != first.count) return std::nullopt;
+      is_run = is_run && next.is_run_held && next.first_held == first.first_held + turn * first.count;
+      turn *= mesh.dim_size(d);
+    }
+    RunOfLoads run;
+    run.add(first.count, first.first_held, is_run);
+    return run;
+  }
+
+  // Adds members only as long as the parts of some round may be one run; the totals are known without that.
+  void add_parts_in_order(std::vector<RunOfLoads>& rounds, int64_t position) {
+    for (const int64_t member : pairs_.group(position).positions) {
+      const Transfer part = pairs_.share(position, member);
+      bool is_some_run = false;
+      for (int64_t round = 0; round < step_.rounds; ++round) {
+        const Load load = part.in_round(round);
+        rounds[round].add(load.count, load.first_held, load.is_run_held);
+        is_some_run = is_some_run || rounds[round].is_run();
+      }
+      if (!is_some_run) break;
+    }
+  }
+
+  const Scattering& scattering(int64_t position) {
+    const auto [found, is_new] = scatterings_.try_emplace(pairs_.around(position).least);
+    Scattering& scattering = found->second;
+    if (!is_new) return scattering;
+    scattering.rounds.resize(step_.rounds);
+    if (const std::optional<RunOfLoads> run = run_of_equal_parts(position)) {
+      scattering.rounds[0] = *run;
+    } else {
+      add_parts_in_order(scattering.rounds, position);
+    }
+    const std::map<int64_t, int64_t> needs = pairs_.members_by_need(position);
+    for (int64_t round = 0; round < step_.rounds; ++round) {
+      std::set<int64_t> counts;
+      int64_t total = 0;
+      for (const auto& [need, members] : needs) {
+        const Interval range = in_round({0, need}, round, step_.rounds);
+        counts.insert(range.end - range.begin);
+        total += (range.end - range.begin) * members;
+      }
+      scattering.rounds[round].set_total(total);
+      scattering.is_even.push_back(counts.size() == 1);
+    }
+    return scattering;
+  }
+
+  void reduce_scatter(Sketch& sketch, int64_t position, int current, int next) {
+    const int64_t held = pairs_.num_held(position);
+    if (held == 0) return;
+    current = raised(sketch, current, held);
+    const Scattering& of_group = scattering(position);
+    for (int64_t round = 0; round < step_.rounds; ++round) {
+      const RunOfLoads& sent = of_group.rounds[round];
+      if (sent.total() == 0) continue;
+      const Interval mine = in_round({0, sketch.count_of(next)}, round, step_.rounds);
+      const int64_t own = mine.end - mine.begin;
+      int packed = current;
+      if (!sent.is_run()) {
+        packed = sketch.new_buffer(sent.total());
+        sketch.emit({current, packed});
+      }
+      if (of_group.is_even[round] && is_native_) {
+        sketch.emit({packed, next});
+        sketch.emit({packed, next});
+        continue;
+      }
+      const int staging = sketch.new_buffer(own * pairs_.around(position).size);
+      sketch.emit({packed, staging});
+      sketch.emit({packed, staging});
+      if (own > 0) sketch.emit({next, staging});
+    }
+  }
+
+  void all_reduce(Sketch& sketch, int64_t position, int current, int next) {
+    const int64_t n = sketch.count_of(next);
+    if (n == 0) return;
+    if (is_native_) return sketch.emit({current, next});
+    const int64_t me = index_in_group(step_.before.mesh(), position, step_.mesh_dims);
+    const int64_t k = pairs_.around(position).size;
+    for (int64_t round = 0; round < step_.rounds; ++round) {
+      const Interval range = in_round({0, n}, round, step_.rounds);
+      const int64_t length = range.end - range.begin;
+      if (length == 0) continue;
+      const int contribution = raised(sketch, current, length);
+      if (k == 2) {
+        const int staging = sketch.new_buffer(length);
+        sketch.emit({contribution, staging});
+        sketch.emit({contribution, staging});
+        sketch.emit({contribution, staging, next});
+        continue;
+      }
+      const Interval mine = flat_chunk(length, k, me);
+      const int64_t own = mine.end - mine.begin;
+      const int staging = sketch.new_buffer(own * k);
+      sketch.emit({contribution, staging});
+      sketch.emit({contribution, staging});
+      if (own > 0) sketch.emit({next, staging});
+      const Interval first = flat_chunk(length, k, 0);
+      const int64_t chunk_bytes = (first.end - first.begin) * step_.before.dtype().size_bytes();
+      const bool copies = carrier_of_reduced_chunks(chunk_bytes) == Carrier::kAllToAll;
+      const int gathered = copies ? sketch.new_buffer(own * k) : kNoBuffer;
+      if (copies && own > 0) sketch.emit({next, gathered});
+      sketch.emit({gathered, next});
+      sketch.emit({gathered, next});
+    }
+  }
+
+  // Returns the buffer with the powers to add if a norm is pending, else `current`.
+  int raised(Sketch& sketch, int current, int64_t count) const {
+    if (reduction_of(step_).power == 1) return current;
+    const int raised = sketch.new_buffer(count);
+    sketch.emit({current, raised});
+    return raised;
+  }
+
+  const Step& step_;
+  Lowering lowering_;
+  bool named_groups_only_;
+  bool is_native_;
+  StepPairs pairs_;
+  ExchangeTraffic traffic_;
+  // By the first position of a group.
+  std::map<int64_t, bool> gathers_in_place_;
+  std::map<int64_t, Scattering> scatterings_;
+  std::set<std::vector<int>> likenesses_seen_;
+};
+
+}  // namespace
+
+std::unique_ptr<StepMemory> memory_of_move(const Step& step, const Plan& plan) {
+  return std::make_unique<MoveMemory>(step, plan);
+}
+
+}  // namespace shardwright
