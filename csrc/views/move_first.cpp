@@ -1,40 +1,30 @@
 #include "views/move_first.h"
 
+#include <algorithm>
 #include <tuple>
 #include <utility>
 
 #include "moves/figures.h"
 #include "planning/context.h"
+#include "search/make_plan.h"
 #include "support/error.h"
 #include "support/text.h"
 
 namespace shardwright {
 namespace {
 
-// Every way in which these mesh dims cut a dim into chunks or replicate, the others cutting as they do. What they cut
-// comes after what is cut already.
-std::vector<Layout> destinations(const Layout& layout, MeshDimSet mesh_dims) {
-  std::vector<std::vector<Cut>> kept;
-  for (const std::vector<Cut>& list : layout.cuts()) {
-    kept.emplace_back();
-    for (const Cut& c : list) {
-      if (!mesh_dims.contains(c.mesh_dim)) kept.back().push_back(c);
-    }
-  }
-  std::vector<std::vector<std::vector<Cut>>> all{std::move(kept)};
-  for (const int d : mesh_dims.to_vector()) {
-    const size_t count = all.size();
-    for (size_t i = 0; i < count; ++i) {
-      for (int t = 0; t < layout.ndim(); ++t) {
-        all.push_back(all[i]);
-        all.back()[static_cast<size_t>(t)].push_back({d, CutRule()});
-      }
-    }
-  }
-  std::vector<Layout> layouts;
-  for (std::vector<std::vector<Cut>>& cuts : all) layouts.push_back(layout.with(std::move(cuts), layout.placements()));
-  return layouts;
-}
+using Cuts = std::vector<std::vector<Cut>>;
+
+// What is asked: the view of a layout after a redistribute.
+struct Wanted {
+  const Layout& layout;
+  const std::vector<int64_t>& shape;
+  int flattened;
+  ViewsFor views_for;
+
+  Layout with(const Cuts& cuts) const { return layout.with(cuts, layout.placements()); }
+  std::optional<Layout> view_after(const Layout& dst) const;
+};
 
 // Whether rules that cut lists of one length only still do where other cuts are gone.
 bool is_possible(const Layout& layout) {
@@ -50,21 +40,82 @@ bool is_possible(const Layout& layout) {
   return true;
 }
 
+std::optional<Layout> Wanted::view_after(const Layout& dst) const {
+  if (!is_possible(dst) || (views_for == ViewsFor::kDTensor && !is_known_to_dtensor(dst))) return std::nullopt;
+  auto view = views_for == ViewsFor::kDTensor ? dtensor_view_of(dst, shape) : view_of(dst, shape, flattened);
+  if (!std::holds_alternative<Layout>(view)) return std::nullopt;
+  return std::get<Layout>(std::move(view));
+}
+
+// Every way in which these mesh dims cut a dim into chunks or replicate, the others cutting as they do. What they cut
+// comes after what is cut already. Cuts after which the view needs a move where none of the others cuts are left out.
+std::vector<Layout> destinations(const Wanted& wanted, MeshDimSet mesh_dims) {
+  Cuts kept;
+  for (const std::vector<Cut>& list : wanted.layout.cuts()) {
+    kept.emplace_back();
+    for (const Cut& c : list) {
+      if (!mesh_dims.contains(c.mesh_dim)) kept.back().push_back(c);
+    }
+  }
+  std::vector<Cuts> all{kept};
+  const auto cut = [](Cuts cuts, int t, int d) {
+    cuts[static_cast<size_t>(t)].push_back({d, CutRule()});
+    return cuts;
+  };
+  for (const int d : mesh_dims.to_vector()) {
+    const size_t count = all.size();
+    for (int t = 0; t < wanted.layout.ndim(); ++t) {
+      if (all.size() + count > kMaxDestinations || !wanted.view_after(wanted.with(cut(kept, t, d)))) continue;
+      for (size_t i = 0; i < count; ++i) all.push_back(cut(all[i], t, d));
+    }
+  }
+  std::vector<Layout> layouts;
+  for (const Cuts& cuts : all) layouts.push_back(wanted.with(cuts));
+  return layouts;
+}
+
+struct Candidate {
+  Layout layout;
+  int64_t least_ps;  // of any plan to it
+};
+
+// The destinations, those that may be nearest first.
+std::vector<Candidate> candidates(const Wanted& wanted, MeshDimSet mesh_dims, const PlanningContext& context) {
+  std::vector<Candidate> found;
+  for (Layout& dst : destinations(wanted, mesh_dims)) {
+    if (!is_possible(dst)) continue;
+    const Plan none{wanted.layout, dst, context.lowering(), context.options().objective, context.topology(), false, {}};
+    const int64_t least = least_picoseconds(none);
+    found.push_back({std::move(dst), least});
+  }
+  std::stable_sort(found.begin(), found.end(),
+                   [](const Candidate& a, const Candidate& b) { return a.least_ps < b.least_ps; });
+  return found;
+}
+
 // The cheapest after which these mesh dims cut otherwise; nothing if none makes it a view.
-std::optional<MoveFirst> cheapest_of(const Layout& layout, const std::vector<int64_t>& shape, int flattened,
-                                     MeshDimSet mesh_dims, const ContextPtr& context, ViewsFor views_for) {
+std::optional<MoveFirst> cheapest_of(const Wanted& wanted, MeshDimSet mesh_dims, const ContextPtr& context) {
   std::optional<MoveFirst> best;
   std::tuple<int64_t, int64_t, int64_t> least;
-  for (const Layout& dst : destinations(layout, mesh_dims)) {
-    if (!is_possible(dst) || (views_for == ViewsFor::kDTensor && !is_known_to_dtensor(dst))) continue;
-    auto view = views_for == ViewsFor::kDTensor ? dtensor_view_of(dst, shape) : view_of(dst, shape, flattened);
-    if (!std::holds_alternative<Layout>(view)) continue;
-    const CertifiedPlanPtr plan = plan_cache().get({layout, dst, context});
+  int64_t views = 0, plans = 0;
+  for (const Candidate& candidate : candidates(wanted, mesh_dims, *context)) {
+    if (best && (candidate.least_ps > std::get<0>(least) || plans == kMaxPlansBeforeView)) break;
+    const bool cuts_nothing = (candidate.layout.cut_dims() & mesh_dims).empty();
+    if (views >= kMaxViewsBeforeMove && !best && !cuts_nothing) continue;
+    ++views;
+    std::optional<Layout> view = wanted.view_after(candidate.layout);
+    if (!view) continue;
+    ++plans;
+    const CertifiedPlanPtr plan = plan_cache().get({wanted.layout, candidate.layout, context});
     const std::tuple cost(predicted_picoseconds(plan->plan()), plan->traffic().received_bytes_max,
-                          dst.largest_part_elements());
+                          candidate.layout.largest_part_elements());
     if (best && least <= cost) continue;
     least = cost;
-    best = MoveFirst{plan, std::get<Layout>(std::move(view))};
+    best = MoveFirst{plan, *std::move(view)};
+  }
+  if (best) {
+    best->views = views;
+    best->plans = plans;
   }
   return best;
 }
@@ -74,8 +125,9 @@ std::optional<MoveFirst> cheapest_of(const Layout& layout, const std::vector<int
 MoveFirst cheapest_move(const Layout& layout, const std::vector<int64_t>& shape, int flattened, const NoView& why,
                         const PlanOptions& options, ViewsFor views_for) {
   const ContextPtr context = PlanningContext::make(options);
-  std::optional<MoveFirst> best = cheapest_of(layout, shape, flattened, why.mesh_dims, context, views_for);
-  if (!best) best = cheapest_of(layout, shape, flattened, layout.cut_dims(), context, views_for);
+  const Wanted wanted{layout, shape, flattened, views_for};
+  std::optional<MoveFirst> best = cheapest_of(wanted, why.mesh_dims, context);
+  if (!best) best = cheapest_of(wanted, layout.cut_dims(), context);
   check_invariant(best.has_value(), "no redistribute of ", layout.to_string(), " makes (", join(shape), ") a view");
   return *best;
 }
@@ -83,10 +135,16 @@ MoveFirst cheapest_move(const Layout& layout, const std::vector<int64_t>& shape,
 std::string text_of(const Layout& layout, const std::vector<int64_t>& shape, const NoView& why,
                     const MoveFirst& first) {
   const Plan& plan = first.plan->plan();
-  return concat("shape: (", join(shape), ") of ", layout.to_string(), " needs a move, because ", why.reason,
-                "; allowed is this view after a redistribute to ", plan.dst.placements_string(), ", which takes ",
-                microseconds_text(predicted_picoseconds(plan)), " and ",
-                bytes_text(first.plan->traffic().received_bytes_max), " received by a rank (", plan.lowering.name, ")");
+  std::string text =
+      concat("shape: (", join(shape), ") of ", layout.to_string(), " needs a move, because ", why.reason,
+             "; allowed is this view after a redistribute to ", plan.dst.placements_string(), ", which takes ",
+             microseconds_text(predicted_picoseconds(plan)), " and ",
+             bytes_text(first.plan->traffic().received_bytes_max), " received by a rank (", plan.lowering.name, ")");
+  if (why.on_parts) {
+    text += concat(", or the view of parts, which moves nothing: shardwright.view(x.to_local(), [", join(shape),
+                   "], layout), where layout is a shardwright.Layout with the mesh, shape and placements of x");
+  }
+  return text;
 }
 
 }  // namespace shardwright

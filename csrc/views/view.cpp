@@ -375,7 +375,8 @@ std::variant<Layout, NoView> dtensor_view_of(const Layout& layout, const std::ve
   auto found = view_of(layout, shape);
   const auto* view = std::get_if<Layout>(&found);
   if (view == nullptr || (view->mesh() == layout.mesh() && is_known_to_dtensor(*view))) return found;
-  return NoView{concat("its parts are those of ", view->to_string(), ", which DTensor cannot say"), layout.cut_dims()};
+  return NoView{concat("its parts are those of ", view->to_string(), ", which DTensor cannot say"), layout.cut_dims(),
+                *view};
 }
 
 Layout permuted(const Layout& layout, const std::vector<int64_t>& dims) {

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -25,6 +26,7 @@ namespace shardwright {
 struct NoView {
   std::string reason;  // as a whole sentence's part: "rank 2 holds the elements 4-6 of the 20 that become (4, 5), ..."
   MeshDimSet mesh_dims;  // those that cut the dims in question: if none of them cut, the view moves nothing
+  std::optional<Layout> on_parts = std::nullopt;  // the view of plain parts, where only DTensor cannot say it
 };
 
 // Returns the layout of shape `shape`, whose first `flattened` dims it sees as one, with the same elements at the same

@@ -289,6 +289,43 @@ TEST(View, SeveralDimsThatNeedAMove) {
   }
 }
 
+// There are up to 625 destinations.
+TEST(View, FindsTheCheapestMoveAmongManyWithFewPlans) {
+  const struct {
+    Shape mesh, src, dst;
+    const char* placements;
+    ViewsFor views_for;
+  } cases[] = {
+      {{2, 2, 2}, {5, 6, 7, 3}, {630}, "S(0),S(1),S(2)", ViewsFor::kDTensor},
+      {{4, 4, 4}, {6, 10, 14}, {840}, "S(0),S(1),S(2)", ViewsFor::kAnyone},
+      {{2, 2, 2, 2}, {5, 5, 7, 9}, {1575}, "S(0),S(1),S(2),S(3)", ViewsFor::kAnyone},
+      {{2, 2, 2, 2}, {5, 5, 7, 9}, {1575}, "S(0),S(1),S(2),S(3)", ViewsFor::kDTensor},
+  };
+  for (const auto& one : cases) {
+    const Layout src = layout_of(mesh_of(one.mesh), one.src, one.placements);
+    const auto found = one.views_for == ViewsFor::kDTensor ? dtensor_view_of(src, one.dst) : view_of(src, one.dst);
+    ASSERT_TRUE(std::holds_alternative<NoView>(found));
+    const MoveFirst first = cheapest_move(src, one.dst, 1, std::get<NoView>(found), PlanOptions{}, one.views_for);
+    EXPECT_EQ(holdings(first.plan->plan().dst), holdings(first.view));
+    std::cout << first.views << " views and " << first.plans << " plans to " << first.plan->plan().dst.to_string()
+              << '\n';
+    EXPECT_LE(first.views, kMaxViewsBeforeMove);
+    EXPECT_LE(first.plans, 16);
+  }
+}
+
+TEST(View, NamesTheViewOfPartsThatDTensorCannotSay) {
+  const Layout src = layout_of(mesh_of({8}), {64}, "S(0)");
+  const auto found = dtensor_view_of(src, {4, 16});
+  ASSERT_TRUE(std::holds_alternative<NoView>(found));
+  const NoView& none = std::get<NoView>(found);
+  ASSERT_TRUE(none.on_parts.has_value());
+  EXPECT_EQ(none.on_parts->to_string(), "float32[4, 16] on a.0=4,a.1=2 as [S(0), S(1)]");
+  const MoveFirst first = cheapest_move(src, {4, 16}, 1, none, PlanOptions{}, ViewsFor::kDTensor);
+  EXPECT_NE(text_of(src, {4, 16}, none, first).find("shardwright.view(x.to_local(), [4, 16], layout)"),
+            std::string::npos);
+}
+
 TEST(View, SizesWhoseProductOverflows) {
   const Layout empty = layout_of(mesh_of({2}), {0, 4}, "S(0)");
   const int64_t large = int64_t{1} << 32;
