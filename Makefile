@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -53,6 +53,7 @@ help:
 	@echo 'make bench-reshard  what named moves between meshes cost, with other libraries'"'"' schemes; measures nothing'
 	@echo 'make bench-state-dict  whole state dicts from a trainer to a server on Gloo, against broadcasts'
 	@echo 'make bench-hunt  the slowest of random plans and certificates (ARGS="--on-meshes --cases 150" on four meshes; needs libbenchmark-dev)'
+	@echo 'make bench-before-after ARGS=COMMIT  calls and planning of this version and of an older one, in turns'
 	@echo 'make bench-xla  our plans against what XLA compiles (installs jax; Python >= 3.12)'
 	@echo 'make bench-ranking  whether the plan predicted to be fastest is fastest, on Gloo ranks'
 	@echo 'make bench-overhead  overhead per call, without moving data: stock PyTorch and shardwright'
@@ -116,7 +117,7 @@ bench-planner: build
 
 bench-planning: build
 	$(call cmake-build,build/cmake-bench,-DCMAKE_BUILD_TYPE=Release -DSHARDWRIGHT_BUILD_BENCHMARKS=ON -DSHARDWRIGHT_BUILD_TESTS=OFF)
-	$(HERE) $(PY) benchmarks/planning.py build/cmake-bench/shardwright_planning $(ARGS)
+	$(HERE) $(PY) benchmarks/planning.py build/cmake-bench/shardwright_planning build/cmake-bench/shardwright_planning_hunt $(ARGS)
 
 bench-reshard: build
 	$(HERE) $(PY) benchmarks/reshard_cases.py $(ARGS)
@@ -127,6 +128,10 @@ bench-state-dict: build
 bench-hunt:
 	$(call cmake-build,build/cmake-bench,-DCMAKE_BUILD_TYPE=Release -DSHARDWRIGHT_BUILD_BENCHMARKS=ON -DSHARDWRIGHT_BUILD_TESTS=OFF)
 	build/cmake-bench/shardwright_planning_hunt $(ARGS)
+
+bench-before-after: build
+	@$(HERE); command -v cmake >/dev/null || $(PY) -m pip install --disable-pip-version-check -q cmake
+	$(HERE) $(PY) benchmarks/before_after.py $(ARGS)
 
 bench-overhead: build
 	$(HERE) $(PY) benchmarks/call_overhead.py $(ARGS)

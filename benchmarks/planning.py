@@ -3,8 +3,9 @@
     make bench-planning                                   # about two minutes; results/planning-torch<version>.json
 
 `planning.cpp` (Google Benchmark) times cold planning and cache lookups. This script does the same from Python, times
-PyTorch's planners on the meshes that they accept, and writes one table. Times hold for one machine only; ratios carry
-over to others.
+PyTorch's planners on the meshes that they accept, and writes one table. `planning_hunt.cpp` then times plans and whole
+certificates of random pairs on four meshes, which results/planning_hunt.json holds. Times hold for one machine only;
+ratios carry over to others. `benchmarks/doc_tables.py` writes both files into the documentation.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,11 +84,22 @@ def look_up_us() -> float:
     return 1e6 * timing.seconds_of(lambda: sw.plan(*ends), LOOK_UPS)
 
 
+def hunt(binary: str, pairs: int, out: str) -> None:
+    """Records plans and certificates on four meshes, in CPU time of one thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "hunt.json"
+        subprocess.run([binary, "--on-meshes", "--cases", str(pairs), "--json", str(found)], check=True)
+        machine.write(out, {**machine.describe(), **json.loads(found.read_text())})
+
+
 def main() -> None:
     torch_version = torch.__version__.split("+")[0]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("binary", help="planning.cpp, built")
+    parser.add_argument("hunt", help="planning_hunt.cpp, built")
+    parser.add_argument("--pairs", type=int, default=150, help="of each kind on each of four meshes (%(default)s)")
     parser.add_argument("--out", default=str(HERE / "results" / f"planning-torch{torch_version}.json"))
+    parser.add_argument("--hunt-out", default=str(HERE / "results" / "planning_hunt.json"))
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(TORCH_MESH))
@@ -121,6 +134,7 @@ def main() -> None:
         ]
         print(f"{row['name']:52} " + " ".join("       -" if math.isnan(value) else f"{value:8.0f}" for value in shown))
     machine.write(options.out, {**machine.describe("torch"), "topology": "64x8", "rows": rows})
+    hunt(options.hunt, options.pairs, options.hunt_out)
     dist.destroy_process_group()
 
 

@@ -1,20 +1,22 @@
 // Searches for plans and certificates that take long: CPU seconds of each on random pairs of layouts, and the slowest.
 //
 //   shardwright_planning_hunt [--seed N] [--cases N] [--ranks N] [--list]
-//   shardwright_planning_hunt --on-meshes [--seed N] [--cases N] [--list]
+//   shardwright_planning_hunt --on-meshes [--seed N] [--cases N] [--list] [--json FILE]
 //   shardwright_planning_hunt "128,8 bfloat16 8,8192,16384 S(0),S(0) S(1)#1,S(1)#0 [nccl|gloo]" ...
 //
 // Meshes have one to five dims and at most --ranks ranks (4,096). Tensors have one to three dims with sizes as in
 // models, even and uneven. With --on-meshes there are --cases pairs of even layouts and as many of uneven ones for each
-// of four meshes, up to 1,048,576 ranks, and a line of median and worst times for each. The seed is printed; the same
-// seed draws the same cases everywhere. Plans are made like those of `shardwright plan`, with empty caches; the
-// certificate includes all of `Plan.certificate` and the remarks. If cases are given as arguments, only those are
-// timed. --list shows every case, not only the slow ones. #0, #1 after a shard is its place in the order of cuts.
+// of four meshes, up to 1,048,576 ranks, and a line of median and worst times for each, which --json also writes to a
+// file (benchmarks/planning.py records it). The seed is printed; the same seed draws the same cases everywhere. Plans
+// are made like those of `shardwright plan`, with empty caches; the certificate includes all of `Plan.certificate` and
+// the remarks. If cases are given as arguments, only those are timed. --list shows every case, not only the slow ones.
+// #0, #1 after a shard is its place in the order of cuts.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <ctime>
+#include <fstream>
 #include <random>
 #include <sstream>
 #include <string>
@@ -301,7 +303,34 @@ struct Arguments {
   int64_t most_ranks = 4096;
   bool lists_all = false;
   bool on_meshes = false;
+  std::string json;  // the file to write; empty: none
   std::vector<Case> cases;
+};
+
+// Median and worst of one kind of cases, in CPU milliseconds.
+struct Line {
+  std::vector<int64_t> mesh;
+  const char* parts = "";
+  std::vector<Times> cases;
+  std::vector<double> plans;
+  std::vector<double> certificates;
+
+  void add(Times times) {
+    plans.push_back(1e3 * times.plan);
+    certificates.push_back(1e3 * times.certificate());
+    cases.push_back(std::move(times));
+  }
+  void sort() {
+    std::sort(plans.begin(), plans.end());
+    std::sort(certificates.begin(), certificates.end());
+  }
+  static double median(const std::vector<double>& sorted) { return sorted[sorted.size() / 2]; }
+  std::string json() const {
+    return concat("{\"mesh\": [", join(mesh), "], \"parts\": \"", parts, "\", \"pairs\": ", cases.size(),
+                  ", \"plan_ms\": {\"median\": ", median(plans), ", \"worst\": ", plans.back(),
+                  "}, \"certificate_ms\": {\"median\": ", median(certificates), ", \"worst\": ", certificates.back(),
+                  "}}");
+  }
 };
 
 void hunt_on_meshes(const Arguments& arguments) {
@@ -309,33 +338,34 @@ void hunt_on_meshes(const Arguments& arguments) {
               arguments.num_cases);
   std::printf("%-16s %-7s %21s %21s\n", "mesh", "parts", "plan: median   worst", "cert.: median  worst");
   Draw draw(arguments.seed, 0);
-  std::vector<std::vector<Times>> lines;
+  std::vector<Line> lines;
   for (const std::vector<int64_t>& mesh : kMeshes) {
     for (const bool is_even : {true, false}) {
-      std::vector<Times>& all = lines.emplace_back();
-      std::vector<double> plans;
-      std::vector<double> certificates;
+      Line& line = lines.emplace_back();
+      line.mesh = mesh;
+      line.parts = is_even ? "even" : "uneven";
       for (size_t i = 0; i < arguments.num_cases; ++i) {
         const Case one = draw.on(mesh, is_even);
         try {
-          all.push_back(time(one));
+          line.add(time(one));
         } catch (const UserError& error) {
           std::printf("no plan for %s: %s\n", one.text().c_str(), error.what());
           continue;
         }
-        if (arguments.lists_all) print(all.back());
-        plans.push_back(1e3 * all.back().plan);
-        certificates.push_back(1e3 * all.back().certificate());
+        if (arguments.lists_all) print(line.cases.back());
       }
-      std::sort(plans.begin(), plans.end());
-      std::sort(certificates.begin(), certificates.end());
-      std::printf("%-16s %-7s %13.3f %8.2f %12.3f %8.2f\n", join(mesh, ",").c_str(), is_even ? "even" : "uneven",
-                  plans[plans.size() / 2], plans.back(), certificates[certificates.size() / 2], certificates.back());
+      line.sort();
+      std::printf("%-16s %-7s %13.3f %8.2f %12.3f %8.2f\n", join(mesh, ",").c_str(), line.parts,
+                  line.median(line.plans), line.plans.back(), line.median(line.certificates), line.certificates.back());
       std::fflush(stdout);
     }
   }
   std::printf("of each line the slowest plan, and the slowest certificate (traffic, bound, peak, rest), in seconds:\n");
-  for (const std::vector<Times>& all : lines) print_slowest(all);
+  for (const Line& line : lines) print_slowest(line.cases);
+  if (arguments.json.empty()) return;
+  std::vector<std::string> rows;
+  for (const Line& line : lines) rows.push_back(line.json());
+  std::ofstream(arguments.json) << "{\"seed\": " << arguments.seed << ", \"rows\": [" << join(rows, ",\n") << "]}\n";
 }
 
 void hunt(const Arguments& arguments) {
@@ -376,6 +406,8 @@ int run(int argc, char** argv) {
       arguments.on_meshes = true;
     } else if (argument == "--seed" && i + 1 < argc) {
       arguments.seed = std::stoull(argv[++i]);
+    } else if (argument == "--json" && i + 1 < argc) {
+      arguments.json = argv[++i];
     } else if (argument == "--cases" && i + 1 < argc) {
       arguments.num_cases = std::stoull(argv[++i]);
     } else if (argument == "--ranks" && i + 1 < argc) {

@@ -1,4 +1,5 @@
-"""What the documentation names exists: files, links, public names, signatures, command-line options, make targets."""
+"""What the documentation names exists: files, links, public names, signatures, command-line options, make targets. What
+it quotes of benchmarks is in their files."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import importlib
 import inspect
 import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,10 @@ import shardwright as sw
 from shardwright import cli
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import doc_tables  # noqa: E402
+
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 SUFFIXES = ("py", "cpp", "h", "cu", "json", "svg", "md", "toml", "txt")
 
@@ -179,3 +185,35 @@ def test_examples_are_python(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardwright"):
                 module = importlib.import_module(str(node.module))
                 assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("page", doc_tables.PAGES, ids=lambda page: page.name)
+def test_pages_quote_what_was_measured(page: Path) -> None:
+    """The parts that benchmarks/doc_tables.py writes are what it would write now."""
+    text = page.read_text()
+    assert text == doc_tables.with_parts(text), "run python benchmarks/doc_tables.py"
+    assert (
+        text.count("(python benchmarks/doc_tables.py)")
+        == sum(doc_tables.begin(name) in text for name in doc_tables.PARTS)
+        > 0
+    )
+
+
+def test_every_part_of_the_tables_is_on_some_page() -> None:
+    pages = [page.read_text() for page in doc_tables.PAGES]
+    assert [name for name in doc_tables.PARTS if not any(doc_tables.begin(name) in text for text in pages)] == []
+
+
+def test_changed_results_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = doc_tables.results
+
+    def changed(name: str) -> object:
+        found = results(name)
+        for row in found.get("rows", []):
+            if "cpp_us" in row:
+                row["cpp_us"] *= 2
+        return found
+
+    monkeypatch.setattr(doc_tables, "results", changed)
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert doc_tables.with_parts(page) != page

@@ -1,0 +1,184 @@
+"""Writes those parts of the documentation that quote a file of results, so that they quote it exactly.
+
+    python benchmarks/doc_tables.py                           # after a benchmark wrote its file
+    python benchmarks/doc_tables.py --check                   # changes nothing; says what would change
+
+What it writes stands between two comments, `<!-- begin: name (python benchmarks/doc_tables.py) -->` and
+`<!-- end -->`. The names are those of `PARTS`. It needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
+END = "<!-- end -->"
+WIDTH = 120
+
+
+def begin(name: str) -> str:
+    return f"<!-- begin: {name} (python benchmarks/doc_tables.py) -->"
+
+
+def results(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def number(value: float) -> str:
+    """Two digits, or all of them before the point: 0.10, 8.9, 52, 5,245."""
+    digits = max(1 - math.floor(math.log10(value)), 0) if value > 0 else 0
+    return f"{value:,.{digits}f}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+CALLS = {
+    "explicit": "`DTensor.redistribute`",
+    "explicit, requires_grad": "with `requires_grad`",
+    "explicit, with backward": "and its backward, most of it autograd's own work with DTensors",
+    "redistribute_local_tensor": "`redistribute_local_tensor`, which implicit redistributes go through",
+    "implicit": "three operators that redistribute implicitly, whole",
+}
+ONE_COLLECTIVE = "S(0) R R -> R R R"
+
+
+def overhead() -> list[str]:
+    older, newer = (results(f"call_overhead-torch{version}") for version in ("2.11.0", "2.15.0"))
+    alone = {row["call"]: row["ours"] for row in newer["rows"] if row["pair"] == ONE_COLLECTIVE}
+    rows = []
+    for call, text in CALLS.items():
+        least, most = newer["summary"][call]["ours_us"]
+        ours = f"{number(least)} to {number(most)}"
+        if call in ("explicit", "explicit, requires_grad"):
+            ours += f"; with one collective {number(alone[call])}"
+        rows.append([text, *(number(file["summary"][call]["stock_over_ours"]) for file in (older, newer)), ours])
+    return table(["call", "torch 2.11.0", "torch 2.15.0", "ours on 2.15.0, us"], rows)
+
+
+PLANNED = {
+    "mesh 4x4x4, shape 4096x4096": "4x4x4, 4096 x 4096",
+    "mesh 4x4x4, shape 4096x4096, with sums": "4x4x4, 4096 x 4096, sums pending too",
+    "mesh 8x8x8x64, shape 4096x4096x512": "8x8x8x64 (32,768 ranks), three tensor dims",
+    "mesh 8, shape 1048576x64, with sums": "8, 1048576 x 64, sums pending too",
+    "mesh 64x8, shape 1048576x64, with sums": "64x8, 1048576 x 64, sums pending too",
+    "mesh 512x8, shape 1048576x64, with sums": "512x8, the same tensor, whose 64 columns are cut into 512",
+    "mesh 131072x8, shape 1048576x64, with sums": "131072x8 (1,048,576 ranks), the same tensor",
+    "look up": "a plan that is in the cache",
+}
+PLANNERS = ("cpp_us", "python_us", "torch_greedy_us", "torch_dijkstra_us")
+
+
+def planning() -> list[str]:
+    by_name = {row["name"]: row for row in results("planning-torch2.15.0")["rows"]}
+    rows = [
+        [text, *(number(by_name[name][key]) if key in by_name[name] else "–" for key in PLANNERS)]
+        for name, text in PLANNED.items()
+    ]
+    return table(["mesh, tensor", "C++", "from Python", "PyTorch greedy", "PyTorch Dijkstra"], rows)
+
+
+def hunt() -> list[str]:
+    rows = []
+    for row in results("planning_hunt")["rows"]:
+        ranks = math.prod(row["mesh"])
+        size = f" ({ranks:,} ranks)" if ranks > 10_000 and row["parts"] == "even" else ""
+        times = [row[what][which] for what in ("plan_ms", "certificate_ms") for which in ("median", "worst")]
+        rows.append([f"{'x'.join(map(str, row['mesh']))}{size}, {row['parts']}", *map(number, times)])
+    return table(["mesh, parts", "plan, median", "worst", "certificate, median", "worst"], rows)
+
+
+def planning_in_short() -> list[str]:
+    rows = results("planning_hunt")["rows"]
+    pairs = sum(row["pairs"] for row in rows)
+    ranks = [math.prod(row["mesh"]) for row in rows]
+    plan, certificate = (max(row[what]["worst"] for row in rows) for what in ("plan_ms", "certificate_ms"))
+    median = max(row[what]["median"] for row in rows for what in ("plan_ms", "certificate_ms"))
+    text = (
+        f"- **Planning time**: of {pairs:,} random pairs of layouts on meshes of {min(ranks):,} to {max(ranks):,} "
+        f"ranks, the slowest plan took {number(plan)} ms and the slowest certificate {number(certificate)} ms of one "
+        f"core. Medians are at most {number(median)} ms on every mesh. Each pair of layouts is planned once."
+    )
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+
+
+def calls_before_and_after() -> list[str]:
+    found = results("before_after-torch2.15.0")["call_us_after_over_before"]
+    texts = {name: text.partition(",")[0] for name, text in CALLS.items()}
+    texts["implicit"] = "operators that redistribute implicitly"
+    rows = [[texts[name], *(f"{found[name][key]:.2f}" for key in ("geometric_mean", "worst"))] for name in CALLS]
+    return table(["time after over time before", "geometric mean", "worst"], rows)
+
+
+def plans_before_and_after() -> list[str]:
+    found = results("before_after-torch2.15.0")
+    rows = []
+    for name, figures in found["plan_us_after_over_before"].items():
+        text = PLANNED.get(name.removeprefix("plan, ").partition(", stride")[0])
+        if text is not None:
+            after = figures["median_us_after"]
+            rows.append([f"{text}, median", f"{number(after / figures['median_us'])} us", f"{number(after)} us"])
+    cached = found["plan_in_the_cache_ns"]
+    rows.append([PLANNED["look up"], *(f"{number(cached[when])} ns" for when in ("before", "after"))])
+    ends = ("before", "after")
+    if "redistributes" in found:
+        ratios = [", ".join(map(number, found["redistributes"][f"stock_over_ours_{when}"])) for when in ends]
+        rows.append(["redistributes over Gloo, stock / ours, by run", *ratios])
+    for product, figures in found.get("products", {}).items():
+        ratios = [", ".join(f"{one:.2f}" for one in figures[f"stock_over_chosen_{when}"]) for when in ends]
+        rows.append([f"{product} as chosen, stock / ours, by run", *ratios])
+    return table(["", "before", "after"], rows)
+
+
+PARTS: dict[str, Callable[[], list[str]]] = {
+    "overhead": overhead,
+    "planning": planning,
+    "planning on four meshes": hunt,
+    "planning in short": planning_in_short,
+    "calls before and after": calls_before_and_after,
+    "plans before and after": plans_before_and_after,
+}
+
+
+def with_parts(page: str) -> str:
+    """Returns the page with what its parts quote now."""
+    for name, write in PARTS.items():
+        before, mark, rest = page.partition(begin(name))
+        if not mark:
+            continue
+        apart = [] if name == "planning in short" else [""]  # an item of a list
+        lines = [before + mark, *apart, *write(), *apart, END]
+        page = "\n".join(lines) + rest.partition(END)[2]
+    return page
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page would change")
+    options = parser.parse_args()
+    differ = []
+    for path in PAGES:
+        page = path.read_text()
+        written = with_parts(page)
+        if written == page:
+            continue
+        differ.append(path)
+        if not options.check:
+            path.write_text(written)
+    for path in differ:
+        print(f"{path.relative_to(ROOT)}: {'differs from its results' if options.check else 'written'}")
+    return 1 if differ and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
