@@ -81,7 +81,7 @@ void define_ends_and_steps(PlanClass& plan) {
       .def_property_readonly("replicas_are_bitwise_equal", patiently([](const CertifiedPlan& plan) {
                                return plan.certificate().replicas_are_bitwise_equal;
                              }))
-      .def_property_readonly("pieces", [](const PlanView& p) { return p.plan().pieces.count; })
+      .def_property_readonly("segments", [](const PlanView& p) { return p.plan().segments.count; })
       .def_property_readonly("steps", [](const PlanView& p) {
         std::vector<StepView> views;
         for (const Step& step : p.plan().steps) {

@@ -65,10 +65,10 @@ void define_planning(py::module_& m) {
   m.def(
       "plan_of_steps",
       [](const Layout& src, const Layout& dst, const std::vector<StepFields>& steps, const std::string& backend,
-         const std::string& objective, const Topology& topology, bool named_groups_only, int pieces_dim,
-         int64_t pieces) {
+         const std::string& objective, const Topology& topology, bool named_groups_only, int segments_dim,
+         int64_t segments) {
         Plan plan{src, dst, Lowering::named(backend), parse_objective(objective), topology, named_groups_only, {}};
-        plan.pieces = {pieces_dim, pieces};
+        plan.segments = {segments_dim, segments};
         for (const auto& [op, mesh_dims, before, after, sharing, rounds, ordered, ranks_per_node] : steps) {
           plan.steps.push_back({parse_step_op(op), mesh_dim_set(mesh_dims, before.mesh()), before, after,
                                 parse_sharing(sharing), rounds, ordered, ranks_per_node});
@@ -76,7 +76,7 @@ void define_planning(py::module_& m) {
         return view_of(from_bytes(to_bytes(plan)));  // from_bytes refuses steps that do not make a plan
       },
       py::arg("src"), py::arg("dst"), py::arg("steps"), py::arg("backend"), py::arg("objective"), py::arg("topology"),
-      py::arg("named_groups_only"), py::arg("pieces_dim"), py::arg("pieces"));
+      py::arg("named_groups_only"), py::arg("segments_dim"), py::arg("segments"));
   m.def("plan_text", [](const PlanView& p) { return to_text(p.plan()); }, py::arg("plan"));
   m.def(
       "parse_plan", [](const std::string& text) { return view_of(from_bytes(bytes_in(text, "plan"))); },

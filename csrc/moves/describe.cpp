@@ -26,13 +26,13 @@ std::string to_string(const Plan& plan, const TrafficTotals* traffic) {
       text += ", local";
       continue;
     }
-    const bool is_all = traffic != nullptr && communicating == 1 && plan.pieces.count == 1;
+    const bool is_all = traffic != nullptr && communicating == 1 && plan.segments.count == 1;
     const TrafficTotals t = is_all ? *traffic : totals(step, plan.lowering);
     text += concat(", receives at most ", bytes_text(t.received_bytes_max), " in ", t.messages_max, " messages, about ",
                    microseconds_text(predicted_picoseconds(step, plan.lowering, plan.topology)));
   }
-  if (plan.pieces.count > 1) {
-    text += concat("\n  in ", plan.pieces.count, " pieces of dim ", plan.pieces.tensor_dim,
+  if (plan.segments.count > 1) {
+    text += concat("\n  in ", plan.segments.count, " segments of dim ", plan.segments.tensor_dim,
                    ", each one step behind the one before it, about ", microseconds_text(predicted_picoseconds(plan)));
   }
   return text;

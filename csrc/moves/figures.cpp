@@ -9,7 +9,7 @@
 #include "crossing/rearrangement.h"
 #include "moves/extremes.h"
 #include "moves/move_table.h"
-#include "moves/pieces.h"
+#include "moves/segments.h"
 #include "moves/traffic.h"
 
 namespace shardwright {
@@ -145,7 +145,7 @@ class Pipeline {
     copies_ += scaled(plan.src.largest_part_bytes() + plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
   }
 
-  // The time of `count` pieces. The stages are those of a tensor of `tensor_of` pieces.
+  // The time of `count` segments. The stages are those of a tensor of `tensor_of` segments.
   int64_t picoseconds(int64_t count, int64_t tensor_of) const {
     const auto last = static_cast<int64_t>(stages_.size()) - 1;
     int64_t total = saturating_product(copies_, count) / tensor_of;
@@ -185,7 +185,7 @@ class Pipeline {
 }  // namespace
 
 int64_t predicted_picoseconds(const Plan& plan) {
-  if (plan.pieces.count > 1) return Pipeline(plan_of_piece(plan)).picoseconds(plan.pieces.count, 1);
+  if (plan.segments.count > 1) return Pipeline(plan_of_segment(plan)).picoseconds(plan.segments.count, 1);
   int64_t total = 0;
   for (const Step& step : plan.steps) {
     total = saturating_sum(total, predicted_picoseconds(step, plan.lowering, plan.topology));
@@ -193,18 +193,18 @@ int64_t predicted_picoseconds(const Plan& plan) {
   return total;
 }
 
-Pieces best_pieces(const Plan& plan) {
-  if (plan.steps.size() < 2 || static_cast<int64_t>(ranks_of(plan).size()) > kMaxRanksInPieces) return {};
-  Pieces most;
+Segments best_segments(const Plan& plan) {
+  if (plan.steps.size() < 2 || static_cast<int64_t>(ranks_of(plan).size()) > kMaxRanksInSegments) return {};
+  Segments most;
   for (int t = 0; t < plan.src.ndim(); ++t) {
     const int64_t cell = cell_length(plan, t);
-    Pieces pieces{t, 1};
-    while (cell > 0 && pieces.count < kMaxPieces && cell % (2 * pieces.count) == 0) pieces.count *= 2;
-    if (pieces.count > most.count) most = pieces;
+    Segments segments{t, 1};
+    while (cell > 0 && segments.count < kMaxSegments && cell % (2 * segments.count) == 0) segments.count *= 2;
+    if (segments.count > most.count) most = segments;
   }
   if (most.count == 1 || !may_go_in(plan, most)) return {};
   const Pipeline pipeline(plan);
-  Pieces best;
+  Segments best;
   int64_t least = predicted_picoseconds(plan);
   for (int64_t count = 2; count <= most.count; count *= 2) {
     const int64_t time = pipeline.picoseconds(count, count);

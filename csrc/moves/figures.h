@@ -25,15 +25,15 @@ StepFigures figures(const Step& step, Lowering lowering);
 // Like predicted_picoseconds in cost/cost.h, plus the collectives of every further round.
 int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, const Topology& topology);
 int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topology& topology);
-// Of a plan: the sum over its steps. In pieces: the sum over slots (moves/pieces.h). In each slot the communicating
+// Of a plan: the sum over its steps. In segments: the sum over slots (moves/segments.h). In each slot the communicating
 // steps cost their latencies one after the other. Bytes count by rank: those of all steps over links within nodes are
 // added up, and those over other links, and the busiest of both of any rank counts. Copies are those of the steps, and
-// of pieces from the source and to the destination.
+// of segments from the source and to the destination.
 int64_t predicted_picoseconds(const Plan& plan);
 
-// Returns the pieces with which a plan is predicted to be fastest; one piece if that is as fast, or if the meshes have
-// more than kMaxRanksInPieces ranks, whose loads would take long to add up.
-constexpr int64_t kMaxRanksInPieces = 4096;
-Pieces best_pieces(const Plan& plan);
+// Returns the segments with which a plan is predicted to be fastest; one segment if that is as fast, or if the meshes
+// have more than kMaxRanksInSegments ranks, whose loads would take long to add up.
+constexpr int64_t kMaxRanksInSegments = 4096;
+Segments best_segments(const Plan& plan);
 
 }  // namespace shardwright

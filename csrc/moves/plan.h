@@ -20,13 +20,13 @@ enum class Objective : uint8_t { kTime, kBytes };
 Objective parse_objective(const std::string& name);  // "time" or "bytes"; throws UserError
 const char* objective_name(Objective objective);
 
-// Into how many equal pieces of a tensor dim a plan divides the tensor. Each piece takes all steps, and the next piece
-// takes a step while the one before it takes the following one (moves/pieces.h). Only plans between two meshes have
-// more than one piece.
-struct Pieces {
+// Into how many equal segments of a tensor dim a plan divides the tensor. Each segment takes all steps, and the next
+// one takes a step while the one before it takes the following one (moves/segments.h). Only plans between two meshes
+// have more than one segment.
+struct Segments {
   int tensor_dim = 0;
   int64_t count = 1;
-  bool operator==(const Pieces&) const = default;
+  bool operator==(const Segments&) const = default;
 };
 
 struct Plan {
@@ -39,7 +39,7 @@ struct Plan {
   // sparse moves.
   bool named_groups_only = false;
   std::vector<Step> steps;
-  Pieces pieces = {};
+  Segments segments = {};
 };
 
 // Whether source and destination lie on different meshes. Then one step leads from the one to the other.

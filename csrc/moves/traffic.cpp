@@ -6,7 +6,7 @@
 
 #include "crossing/bounds.h"
 #include "moves/digits.h"
-#include "moves/pieces.h"
+#include "moves/segments.h"
 #include "support/error.h"
 #include "support/match.h"
 
@@ -42,9 +42,9 @@ bool TrafficOfRanks::communicates() const {
 Traffic traffic_at(const Step& step, Lowering lowering, Rank rank) { return TrafficOfRanks(step, lowering).at(rank); }
 
 Traffic traffic_at(const Plan& plan, Rank rank) {
-  if (plan.pieces.count > 1) {
-    const Traffic one = traffic_at(plan_of_piece(plan), rank);
-    const int64_t count = plan.pieces.count;
+  if (plan.segments.count > 1) {
+    const Traffic one = traffic_at(plan_of_segment(plan), rank);
+    const int64_t count = plan.segments.count;
     return {one.received_bytes * count, one.sent_bytes * count, one.messages * count, one.sent_messages * count};
   }
   Traffic all;
@@ -182,9 +182,9 @@ TrafficTotals totals_rank_by_rank(const Plan& plan) {
   return result;
 }
 
-TrafficTotals totals_in_pieces(const Plan& plan) {
-  TrafficTotals result = totals(plan_of_piece(plan));
-  const int64_t count = plan.pieces.count;
+TrafficTotals totals_in_segments(const Plan& plan) {
+  TrafficTotals result = totals(plan_of_segment(plan));
+  const int64_t count = plan.segments.count;
   for (int64_t* figure : {&result.received_bytes_max, &result.received_bytes_sum, &result.sent_bytes_max,
                           &result.messages_max, &result.sent_messages_max}) {
     *figure *= count;
@@ -196,7 +196,7 @@ TrafficTotals totals_in_pieces(const Plan& plan) {
 }  // namespace
 
 TrafficTotals totals(const Plan& plan) {
-  if (plan.pieces.count > 1) return totals_in_pieces(plan);
+  if (plan.segments.count > 1) return totals_in_segments(plan);
   const bool has_crossing =
       std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) { return is_crossing(step.op); });
   if (has_crossing || crosses(plan)) return totals_rank_by_rank(plan);

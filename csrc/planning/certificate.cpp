@@ -61,7 +61,7 @@ std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
 
 // Whether the plans send the same, whatever they were made for.
 bool move_alike(const Plan& a, const Plan& b) {
-  return a.lowering == b.lowering && a.pieces == b.pieces &&
+  return a.lowering == b.lowering && a.segments == b.segments &&
          std::equal(a.steps.begin(), a.steps.end(), b.steps.begin(), b.steps.end(), [](const Step& x, const Step& y) {
            return x.op == y.op && x.mesh_dims == y.mesh_dims && x.sharing == y.sharing && x.rounds == y.rounds &&
                   x.ordered == y.ordered && x.before == y.before && x.after == y.after;

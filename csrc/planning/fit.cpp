@@ -38,7 +38,7 @@ int64_t staging_at_most(const Step& step, const Lowering& lowering) {
 
 // An upper bound on what the worst rank allocates, from the sizes of the largest parts alone.
 int64_t peak_at_most(const Plan& plan) {
-  if (plan.pieces.count > 1) return std::numeric_limits<int64_t>::max();
+  if (plan.segments.count > 1) return std::numeric_limits<int64_t>::max();
   int64_t peak = 0;
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];
@@ -137,7 +137,7 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
       try {
         Plan candidate = make_plan(src, dst, other);
         candidate.objective = options.objective;
-        candidate.pieces = {};
+        candidate.segments = {};
         const bool is_new = std::none_of(candidates.begin(), candidates.end(),
                                          [&](const Plan& known) { return to_bytes(known) == to_bytes(candidate); });
         if (is_new) candidates.push_back(std::move(candidate));

@@ -139,9 +139,9 @@ std::string to_json(const Plan& plan, const Certificate& certificate, const std:
                                   field("mesh", json(plan.src.mesh()))};
   if (crosses(plan)) fields.push_back(field("destination_mesh", json(plan.dst.mesh())));
   if (!(mesh_reached(plan) == plan.dst.mesh())) fields.push_back(field("reached_mesh", json(mesh_reached(plan))));
-  if (plan.pieces.count > 1) {
-    fields.push_back(
-        field("pieces", object({field("tensor_dim", plan.pieces.tensor_dim), field("count", plan.pieces.count)})));
+  if (plan.segments.count > 1) {
+    fields.push_back(field(
+        "segments", object({field("tensor_dim", plan.segments.tensor_dim), field("count", plan.segments.count)})));
   }
   for (std::string& one : std::vector<std::string>{
            field("shape", "[" + join(plan.src.tensor_shape()) + "]"), field("dtype", quoted(plan.src.dtype().name())),

@@ -5,7 +5,7 @@
 #include <limits>
 #include <memory>
 
-#include "moves/pieces.h"
+#include "moves/segments.h"
 #include "planning/validate.h"
 #include "support/error.h"
 
@@ -214,8 +214,8 @@ void write(Writer& out, const Plan& plan) {
   write(out, plan.src);
   write_placements(out, plan.dst);
   out.list(plan.steps, [&](const Step& step) { write(out, step); });
-  out.integer(plan.pieces.tensor_dim);
-  out.integer(plan.pieces.count);
+  out.integer(plan.segments.tensor_dim);
+  out.integer(plan.segments.count);
 }
 
 Plan read_plan(Reader& in) {
@@ -238,8 +238,8 @@ Plan read_plan(Reader& in) {
         return step;
       },
       kMaxSteps);
-  plan.pieces.tensor_dim = static_cast<int>(in.integer(0, std::max(src.ndim() - 1, 0)));
-  plan.pieces.count = in.integer(1, kMaxPieces);
+  plan.segments.tensor_dim = static_cast<int>(in.integer(0, std::max(src.ndim() - 1, 0)));
+  plan.segments.count = in.integer(1, kMaxSegments);
   check_steps(plan);
   return plan;
 }

@@ -7,7 +7,7 @@
 #include "crossing/split.h"
 #include "moves/move.h"
 #include "moves/move_table.h"
-#include "moves/pieces.h"
+#include "moves/segments.h"
 #include "moves/spans.h"
 #include "support/error.h"
 
@@ -176,8 +176,8 @@ void check_steps(const Plan& plan) {
   if (!(at->mesh() == plan.dst.mesh())) whole = joined(*at, plan.dst.mesh_ptr());
   check_user(at->mesh() == plan.dst.mesh() || whole, "plan: ends on the mesh (", at->mesh(), ") as ", PlacementsOf{*at},
              " instead of on (", plan.dst.mesh(), ")");
-  check_user(may_go_in(plan, plan.pieces), "plan: ", plan.pieces.count, " pieces of tensor dim ",
-             plan.pieces.tensor_dim, "; allowed are up to ", kMaxPieces,
+  check_user(may_go_in(plan, plan.segments), "plan: ", plan.segments.count, " segments of tensor dim ",
+             plan.segments.tensor_dim, "; allowed are up to ", kMaxSegments,
              " that divide the cells of its cuts, between two meshes and where each step communicates once at most");
   check_user(partitions(whole.value_or(*at), plan.dst, {}), "plan: ends with ", PlacementsOf{*at}, " instead of ",
              PlacementsOf{plan.dst});

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "program/in_pieces.h"
+#include "program/in_segments.h"
 #include "program/step_memory.h"
 #include "support/error.h"
 
@@ -59,7 +59,7 @@ int ProgramMemory::write(Sketch& sketch, size_t step, Rank rank, int current) {
 }
 
 std::vector<int64_t> ProgramMemory::peak_bytes_by_step(Rank rank) {
-  if (plan_.pieces.count > 1) return compile(plan_, rank).peak_bytes_by_step();
+  if (plan_.segments.count > 1) return compile(plan_, rank).peak_bytes_by_step();
   Sketch sketch;
   int current = kInputBuffer;
   for (size_t i = 0; i < steps_.size(); ++i) {
@@ -109,9 +109,9 @@ ProgramMemory::Seen ProgramMemory::seen_of(size_t step, int64_t at_most) const {
 
 ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t at_most) {
   Worst worst;
-  if (plan_.pieces.count > 1) {
-    const auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), std::min(at_most, kMaxProgramsInPieces));
-    return {{worst_peak_bytes_in_pieces(plan_, ranks)}, are_all};
+  if (plan_.segments.count > 1) {
+    const auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), std::min(at_most, kMaxProgramsInSegments));
+    return {{worst_peak_bytes_in_segments(plan_, ranks)}, are_all};
   }
   for (size_t i = 0; i < steps_.size(); ++i) {
     const Seen seen = seen_of(i, at_most);

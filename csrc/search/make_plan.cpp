@@ -203,7 +203,7 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
     const Layout before = plan.steps.empty() ? goal : plan.steps.back().after;
     plan.steps.push_back({StepOp::kPartition, scaled, before, dst});
   }
-  if (crosses(plan) && options.objective == Objective::kTime) plan.pieces = best_pieces(plan);
+  if (crosses(plan) && options.objective == Objective::kTime) plan.segments = best_segments(plan);
   return plan;
 }
 

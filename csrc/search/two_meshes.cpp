@@ -156,7 +156,7 @@ class Crossings {
 
  private:
   // Moves on one mesh, and their layout at the crossing. The moves are searched for when they are needed.
-  struct Segment {
+  struct Leg {
     Layout layout;
     Layout from;
     Layout to;
@@ -165,7 +165,7 @@ class Crossings {
     std::optional<std::vector<Step>> steps;
   };
 
-  // Tries pairs of the segments before the crossing with those from a number on after it.
+  // Tries pairs of the legs before the crossing with those from a number on after it.
   void try_pairs(size_t first) {
     struct Pair {
       Cost at_least;
@@ -194,27 +194,27 @@ class Crossings {
     return {is_for_time() ? picoseconds : worst.received_bytes, communicates ? 1 : 0, worst.messages, 1};
   }
 
-  // Adds a segment, unless a rank would hold more than is allowed or the layout is known. The first is always added.
-  void add(std::vector<Segment>& segments, const Layout& layout, const Layout& from, const Layout& to) {
+  // Adds a leg, unless a rank would hold more than is allowed or the layout is known. The first is always added.
+  void add(std::vector<Leg>& legs, const Layout& layout, const Layout& from, const Layout& to) {
     const int64_t elements = layout.largest_part_elements();
-    if (!segments.empty() && options_.max_held > 0 && elements > options_.max_held) return;
-    for (const Segment& known : segments) {
+    if (!legs.empty() && options_.max_held > 0 && elements > options_.max_held) return;
+    for (const Leg& known : legs) {
       if (known.layout == layout) return;
     }
     const int64_t least = from == to ? 0 : least_picoseconds(from, to, options_, topology_);
-    segments.push_back({layout, from, to, elements, {least, 0, 0, 0}, std::nullopt});
+    legs.push_back({layout, from, to, elements, {least, 0, 0, 0}, std::nullopt});
   }
 
-  void find_steps(Segment& segment) const {
-    if (segment.steps) return;
-    segment.steps.emplace();
-    if (!(segment.from == segment.to)) {
-      segment.steps = cheapest_moves(segment.from, segment.to, options_, topology_);
+  void find_steps(Leg& leg) const {
+    if (leg.steps) return;
+    leg.steps.emplace();
+    if (!(leg.from == leg.to)) {
+      leg.steps = cheapest_moves(leg.from, leg.to, options_, topology_);
     }
-    segment.at_least = {};
-    for (const Step& step : *segment.steps) {
+    leg.at_least = {};
+    for (const Step& step : *leg.steps) {
       const StepFigures worst = figures(step, options_.lowering);
-      segment.at_least = segment.at_least + cost_of(step, worst, predicted_picoseconds(step, worst, topology_));
+      leg.at_least = leg.at_least + cost_of(step, worst, predicted_picoseconds(step, worst, topology_));
     }
   }
 
@@ -266,7 +266,7 @@ class Crossings {
   }
 
   // Returns a lower bound of a crossing's cost, from sizes alone. If meshes share ranks, these may hold what they need.
-  Cost crossing_at_least(const Segment& first, const Segment& last) const {
+  Cost crossing_at_least(const Leg& first, const Leg& last) const {
     const int64_t item = src_.dtype().size_bytes();
     StepFigures least;
     least.received_bytes = (last.elements - (encounter_.shares_ranks ? first.elements : 0)) * item;
@@ -287,7 +287,7 @@ class Crossings {
 
   bool may_improve(const Cost& at_least) const { return !best_cost_ || at_least < *best_cost_; }
 
-  void try_pair(Segment& first, Segment& last) {
+  void try_pair(Leg& first, Leg& last) {
     const Cost crossing = crossing_at_least(first, last);
     find_steps(first);
     if (!may_improve(first.at_least + crossing + last.at_least)) return;
@@ -299,7 +299,7 @@ class Crossings {
   // Tries sharing in whole messages; from the own node first, where that may help; and to the element if some rank
   // sends more than any receives, so that this may help. With the other objective sharing does not change the cost, and
   // holders send as little as possible.
-  void try_crossing(const Segment& first, const Segment& last) {
+  void try_crossing(const Leg& first, const Leg& last) {
     bool relieves = true;
     if (is_for_time()) relieves = try_sharing(first, last, Sharing::kMessages);
     if (relieves) try_sharing(first, last, Sharing::kBytes);
@@ -310,7 +310,7 @@ class Crossings {
   }
 
   // Returns whether some rank sends more than any receives.
-  bool try_sharing(const Segment& first, const Segment& last, Sharing sharing) {
+  bool try_sharing(const Leg& first, const Leg& last, Sharing sharing) {
     Step step{StepOp::kCross, {}, first.layout, last.layout, sharing};
     if (sharing == Sharing::kNodes) {
       if (Crossing(first.layout, last.layout, Sharing::kMessages).num_meetings() > kMostListed) return false;
@@ -344,8 +344,8 @@ class Crossings {
   const bool may_split_;
   std::vector<int> tensor_dims_;
   Encounter encounter_;
-  std::vector<Segment> before_;
-  std::vector<Segment> after_;
+  std::vector<Leg> before_;
+  std::vector<Leg> after_;
   std::optional<Cost> best_cost_;
   std::vector<Step> best_;
 };
@@ -370,7 +370,7 @@ int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const To
   const int64_t message = bound.node_bytes_max > 0 ? between.message_ps : any.message_ps;
   const int64_t bytes = std::max(bound.received_bytes_max, bound.any_sent_bytes_max);
   const int64_t of_nodes = std::max(bound.node_bytes_per_rank, bound.leaving_bytes_per_rank);
-  // In pieces, links within nodes and between them are busy at the same time.
+  // In segments, links within nodes and between them are busy at the same time.
   const bool has_nodes = topology.ranks_per_node > 0 || !topology.mesh_dims.empty();
   const int64_t both = topology.inside.ps_per_kib + between.ps_per_kib;
   const int64_t ps_per_kib =

@@ -7,7 +7,7 @@
 
 namespace shardwright {
 
-// Three segments: moves on the mesh of `src`, one crossing, moves on the mesh of `goal`. The layouts at both ends of
+// Three legs: moves on the mesh of `src`, one crossing, moves on the mesh of `goal`. The layouts at both ends of
 // the crossing are chosen together. Each mesh dim may do there what it does in `src` or `goal`, cut another tensor dim,
 // or cut nothing:
 //
@@ -16,12 +16,12 @@ namespace shardwright {
 //   after     Replicated mesh dims may cut a tensor dim while the tensor crosses. Their ranks receive a stripe each and
 //             gather the stripes on their own mesh. Afterwards cuts may be exchanged, or replicas cut.
 //             If `may_split` and a plan is far from what is possible, the largest replicated mesh dim of `goal` may be
-//             split in two or three for this segment (crossing/split.h), which then ends with the same parts as `goal`
+//             split in two or three for this leg (crossing/split.h), which then ends with the same parts as `goal`
 //             on that mesh: ranks on one node gather there what the node has received once, and many ranks gather in
 //             several steps of few messages.
 //   crossing  The sending is shared in whole messages or to the element, whichever is faster.
 //
-// The moves of a segment are those of cheapest_moves(). Layouts that differ from `src` or `goal` in few mesh dims come
+// The moves of a leg are those of cheapest_moves(). Layouts that differ from `src` or `goal` in few mesh dims come
 // first; for meshes of many dims only these are tried (two_meshes.cpp). If costs are equal, the direct crossing wins,
 // else the first in an order that depends only on the layouts. `goal` has no partials. options.groups is empty.
 std::vector<Step> cheapest_crossing(const Layout& src, const Layout& goal, const PlanOptions& options,

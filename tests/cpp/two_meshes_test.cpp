@@ -1,4 +1,4 @@
-// Plans from one mesh to another, compared with all ways of three segments on small meshes and what no plan can go
+// Plans from one mesh to another, compared with all ways of three legs on small meshes and what no plan can go
 // below.
 #include "search/two_meshes.h"
 

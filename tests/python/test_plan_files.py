@@ -42,6 +42,21 @@ def test_json_goes_there_and_back(plan: sw.Plan) -> None:
     again.simulate()
 
 
+def test_json_names_segments() -> None:
+    src = sw.Layout(sw.Mesh({"a": 16}), (128, 1536, 4096), ["S(0)"])
+    dst = sw.Layout(sw.Mesh({"b": 8, "c": 8}, range(16, 80)), (128, 1536, 4096), ["R", "S(1)"])
+    plan = sw.plan(src, dst)
+    table = json.loads(plan.to_json())
+    assert table["segments"]["count"] == plan.segments > 1
+    jsonschema.validate(table, SCHEMA)
+    assert sw.plan_from_json(json.dumps(table)).to_bytes() == plan.to_bytes()
+    table["pieces"] = table.pop("segments")  # as they were called before
+    assert sw.plan_from_json(json.dumps(table)).to_bytes() == plan.to_bytes()
+    table["pieces"]["count"] = 3
+    with pytest.raises(ValueError, match="3 segments of tensor dim 2"):
+        sw.plan_from_json(json.dumps(table))
+
+
 @pytest.mark.parametrize("plan", _plans(), ids=str)
 def test_json_is_what_the_schema_says(plan: sw.Plan) -> None:
     jsonschema.validate(json.loads(plan.to_json()), SCHEMA)

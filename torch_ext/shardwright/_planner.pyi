@@ -341,8 +341,8 @@ class Plan:
         """The name of the topology with which the plan was chosen."""
 
     @property
-    def pieces(self) -> int:
-        """In how many pieces the tensor takes the steps, each one step behind the one before it; 1 on one mesh."""
+    def segments(self) -> int:
+        """In how many segments the tensor takes the steps, each one step behind the one before it; 1 on one mesh."""
 
     @property
     def steps(self) -> list[Step]: ...
@@ -494,8 +494,8 @@ def plan_of_steps(
     objective: str,
     topology: Topology,
     named_groups_only: bool,
-    pieces_dim: int,
-    pieces: int,
+    segments_dim: int,
+    segments: int,
 ) -> Plan: ...
 def plan_product(
     function: str,

@@ -71,7 +71,8 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
                 argument_values.integer(step.get("ranks_per_node", 0), "plan: ranks_per_node"),
             )
         )
-    pieces = _dict(table.get("pieces", {"tensor_dim": 0, "count": 1}), "pieces")
+    whole = {"tensor_dim": 0, "count": 1}
+    segments = _dict(table.get("segments", table.get("pieces", whole)), "segments")  # "pieces" is an older name
     return _planner.plan_of_steps(
         layout(source_mesh, table["source"]),
         layout(destination_mesh, table["destination"]),
@@ -80,8 +81,8 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
         _text(table["objective"], "objective"),
         load_topology(_dict(table["topology"], "topology")),
         _flag(table["named_groups_only"], "named_groups_only"),
-        argument_values.integer(pieces["tensor_dim"], "plan: tensor_dim of pieces"),
-        argument_values.integer(pieces["count"], "plan: count of pieces"),
+        argument_values.integer(segments["tensor_dim"], "plan: tensor_dim of segments"),
+        argument_values.integer(segments["count"], "plan: count of segments"),
     )
 
 

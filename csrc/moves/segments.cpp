@@ -1,4 +1,4 @@
-#include "moves/pieces.h"
+#include "moves/segments.h"
 
 #include <numeric>
 #include <optional>
@@ -28,9 +28,9 @@ bool communicates_once(const Step& step, Lowering lowering) {
   return is_local(step.op) || collectives_of(step.op, size, reduces_natively(step, lowering)) == 1;
 }
 
-// Rules may name sizes that a piece does not have, so the shorter dim is cut by the strided cuts that make the same
+// Rules may name sizes that a segment does not have, so the shorter dim is cut by the strided cuts that make the same
 // parts. Mesh dims of size 1 cut nothing.
-std::vector<Placement> placements_of_piece(const Layout& layout, int tensor_dim) {
+std::vector<Placement> placements_of_segment(const Layout& layout, int tensor_dim) {
   std::vector<Placement> placements = layout.placements();
   for (Placement& placement : placements) {
     if (placement.is_shard_like() && placement.dim == tensor_dim) placement = Placement::shard(tensor_dim);
@@ -39,7 +39,7 @@ std::vector<Placement> placements_of_piece(const Layout& layout, int tensor_dim)
   for (const Cut& cut : layout.cuts(tensor_dim)) {
     const int64_t k = layout.mesh().dim_size(cut.mesh_dim);
     const std::optional<int64_t> split_factor = cut.rule.equal_split_factor(left, k);
-    check_invariant(split_factor.has_value(), "pieces of ", layout.to_string(), ", whose parts have no cells");
+    check_invariant(split_factor.has_value(), "segments of ", layout.to_string(), ", whose parts have no cells");
     placements[cut.mesh_dim] = Placement::cut(tensor_dim, *split_factor);
     left /= k;
   }
@@ -60,19 +60,19 @@ int64_t cell_length(const Plan& plan, int tensor_dim) {
   return cell;
 }
 
-bool may_go_in(const Plan& plan, const Pieces& pieces) {
-  if (pieces.count == 1) return pieces.tensor_dim == 0;
-  if (pieces.count < 1 || pieces.count > kMaxPieces || !crosses(plan)) return false;
-  if (pieces.tensor_dim < 0 || pieces.tensor_dim >= plan.src.ndim()) return false;
+bool may_go_in(const Plan& plan, const Segments& segments) {
+  if (segments.count == 1) return segments.tensor_dim == 0;
+  if (segments.count < 1 || segments.count > kMaxSegments || !crosses(plan)) return false;
+  if (segments.tensor_dim < 0 || segments.tensor_dim >= plan.src.ndim()) return false;
   bool may = true;
   for (const Step& step : plan.steps) may = may && communicates_once(step, plan.lowering);
-  const int64_t cell = may ? cell_length(plan, pieces.tensor_dim) : 0;
-  return cell > 0 && cell % pieces.count == 0;
+  const int64_t cell = may ? cell_length(plan, segments.tensor_dim) : 0;
+  return cell > 0 && cell % segments.count == 0;
 }
 
-Layout layout_of_piece(const Layout& layout, const Pieces& pieces) {
+Layout layout_of_segment(const Layout& layout, const Segments& segments) {
   std::vector<int64_t> shape = layout.shape();
-  shape[pieces.tensor_dim] /= pieces.count;
+  shape[segments.tensor_dim] /= segments.count;
   ShardOrder order;
   const Mesh& mesh = layout.mesh();
   for (int t = 0; t < layout.ndim(); ++t) {
@@ -84,23 +84,23 @@ Layout layout_of_piece(const Layout& layout, const Pieces& pieces) {
       if (placement.is_shard_like() && placement.dim == t && mesh.dim_size(d) == 1) mesh_dims.push_back(d);
     }
   }
-  return Layout(layout.mesh_ptr(), std::move(shape), layout.dtype(), placements_of_piece(layout, pieces.tensor_dim),
+  return Layout(layout.mesh_ptr(), std::move(shape), layout.dtype(), placements_of_segment(layout, segments.tensor_dim),
                 order, StridedMeaning::kLiteral);
 }
 
-Plan plan_of_piece(const Plan& plan) {
-  Plan piece{layout_of_piece(plan.src, plan.pieces),
-             layout_of_piece(plan.dst, plan.pieces),
-             plan.lowering,
-             plan.objective,
-             plan.topology,
-             plan.named_groups_only,
-             plan.steps};
-  for (Step& step : piece.steps) {
-    step.before = layout_of_piece(step.before, plan.pieces);
-    step.after = layout_of_piece(step.after, plan.pieces);
+Plan plan_of_segment(const Plan& plan) {
+  Plan segment{layout_of_segment(plan.src, plan.segments),
+               layout_of_segment(plan.dst, plan.segments),
+               plan.lowering,
+               plan.objective,
+               plan.topology,
+               plan.named_groups_only,
+               plan.steps};
+  for (Step& step : segment.steps) {
+    step.before = layout_of_segment(step.before, plan.segments);
+    step.after = layout_of_segment(step.after, plan.segments);
   }
-  return piece;
+  return segment;
 }
 
 }  // namespace shardwright
