@@ -30,7 +30,7 @@ class CrossingMove final : public ItemMove {
   int64_t received_elements(Rank rank) const override { return crossing_.received_elements(rank); }
   int64_t sent_elements(Rank rank) const override { return crossing_.sent_elements(rank); }
   int64_t parcels_received_at_most(Rank rank) const override { return crossing_.parcels_received_at_most(rank); }
-  int64_t parcels_sent_at_most(Rank rank) const override { return crossing_.parcels_sent_at_most(rank); }
+  int64_t parcels_sent_at_most(Rank rank) const override { return crossing_.parcels_sent(rank); }
   std::vector<Parcel> receives(Rank rank) const override {
     std::vector<Parcel> parcels;
     for (const auto& [peer, range] : crossing_.receives(rank)) parcels.push_back({peer, range.end - range.begin});

@@ -48,7 +48,7 @@ Crossing::Crossing(Grid src, Grid dst, int64_t item_bytes, Sharing sharing, int6
   least_stretch_ = stretch_;
   for (int64_t part = 0; part < src_.parts(); ++part) {
     const Line line = line_of(src_.slots_of(part));
-    if (length(line) > 0) least_stretch_ = std::min(least_stretch_, line.stretch);
+    if (length(line) > 0 && !line.absent.empty()) least_stretch_ = std::min(least_stretch_, line.stretch);
   }
   if (sharing == Sharing::kNodes) share_among_nodes();
 }
@@ -334,17 +334,15 @@ Crossing::Sent Crossing::sent(Rank rank) const {
 int64_t Crossing::parcels_received_at_most(Rank rank) const {
   if (sharing_ == Sharing::kNodes) return static_cast<int64_t>(receives(rank).size());
   const int64_t parts = parts_received(rank);
-  return sharing_ == Sharing::kMessages ? parts : 2 * parts + received_elements(rank) / least_stretch_;
+  if (sharing_ == Sharing::kMessages) return parts;
+  // A place of e elements is served in at most 2 + (e - 2) / s stretches of s elements. Where s is less than
+  // least_stretch_, nobody is absent, so s is no less than e, and a place is served in two at most, or in one if e = 1.
+  const int64_t elements = received_elements(rank);
+  const int64_t most = parts + (elements + (least_stretch_ - 2) * parts) / least_stretch_;
+  return std::min({most, elements, parts * src_.replicas()});
 }
 
-int64_t Crossing::parcels_sent_at_most(Rank rank) const {
-  if (sharing_ == Sharing::kNodes) return static_cast<int64_t>(sends(rank).size());
-  const std::optional<Grid::Seat> holds = src_.seat_of(rank);
-  if (!holds) return 0;
-  const Line line = line_of(holds->slots);
-  const int64_t places = first_served(line, turn_of(*holds) + 1) - first_served(line, turn_of(*holds));
-  return sharing_ == Sharing::kMessages ? places : places + 1;
-}
+int64_t Crossing::parcels_sent(Rank rank) const { return sent(rank).parcels; }
 
 int64_t Crossing::parts_received(Rank rank) const {
   const std::optional<Grid::Seat> needs = dst_.seat_of(rank);

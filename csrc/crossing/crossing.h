@@ -78,9 +78,9 @@ class Crossing {
   // Return how much a rank needs and does not hold, and how much it sends, without a walk over its peers.
   int64_t received_elements(Rank rank) const;
   int64_t sent_elements(Rank rank) const;
-  // Return a number of parcels that a rank receives or sends at most, also without a walk.
+  // Return how many parcels a rank sends, and a number that it receives at most, also without a walk.
+  int64_t parcels_sent(Rank rank) const;
   int64_t parcels_received_at_most(Rank rank) const;
-  int64_t parcels_sent_at_most(Rank rank) const;
 
   // The most that a holder sends.
   int64_t longest_stretch() const { return stretch_; }
@@ -170,7 +170,7 @@ class Crossing {
   std::vector<Rank> ranks_;
   std::vector<std::vector<Absent>> absent_;  // by part of the source, each by place
   int64_t stretch_ = 1;                      // elements, at most
-  int64_t least_stretch_ = 1;                // elements, of any line
+  int64_t least_stretch_ = 1;                // elements, of any line with absent ranks
   int64_t first_turn_ = 0;
   // With Sharing::kNodes.
   int64_t ranks_per_node_ = 0;

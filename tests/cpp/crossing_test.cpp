@@ -89,6 +89,8 @@ TEST(Crossing, DeliversEveryElementOnceAndSharesTheSending) {
   test::RandomPlacements random(seed);
   int64_t shared = 0;
   int64_t overlapping = 0;
+  int64_t parcels = 0;
+  int64_t parcels_at_most = 0;
   for (int i = 0; i < 1500; ++i) {
     const std::vector<int64_t> shape = random.shape(random.pick(1, 9));
     const int64_t world = random.pick(2, 14);
@@ -104,6 +106,15 @@ TEST(Crossing, DeliversEveryElementOnceAndSharesTheSending) {
       for (const Rank rank : crossing.ranks()) {
         ASSERT_EQ(crossing.received_elements(rank), counted.received[rank]);
         ASSERT_EQ(crossing.sent_elements(rank), counted.sent[rank]) << rank;
+        const auto received = static_cast<int64_t>(crossing.receives(rank).size());
+        ASSERT_EQ(crossing.parcels_sent(rank), static_cast<int64_t>(crossing.sends(rank).size())) << rank;
+        ASSERT_GE(crossing.parcels_received_at_most(rank), received) << rank;
+        if (sharing == Sharing::kBytes) {
+          parcels += received;
+          parcels_at_most += crossing.parcels_received_at_most(rank);
+        } else {
+          ASSERT_EQ(crossing.parcels_received_at_most(rank), received) << rank;
+        }
       }
       const int64_t least = least_worst_sender(src, dst);
       if (sharing == Sharing::kBytes) {
@@ -119,6 +130,7 @@ TEST(Crossing, DeliversEveryElementOnceAndSharesTheSending) {
   }
   EXPECT_GT(shared, 100);
   EXPECT_GT(overlapping, 1000);
+  EXPECT_LE(parcels_at_most * 4, parcels * 5);
 }
 
 TEST(Crossing, CountsMessagesInRounds) {
