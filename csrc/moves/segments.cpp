@@ -28,9 +28,42 @@ bool communicates_once(const Step& step, Lowering lowering) {
   return is_local(step.op) || collectives_of(step.op, size, reduces_natively(step, lowering)) == 1;
 }
 
+// The lengths of all parts of a list of n elements, where each is one run of the list.
+std::vector<int64_t> lengths_of_runs(const Cut& cut, int64_t n, int64_t k) {
+  std::vector<int64_t> lengths;
+  for (int64_t c = 0; c < k; ++c) lengths.push_back(cut.rule.length(n, k, c));
+  return lengths;
+}
+
+// The cells of one layout: the greatest common divisor of the lengths of all runs. The last cut may make runs of
+// unequal lengths; other unequal parts have no cells.
+int64_t cell_of(const Layout& layout, int tensor_dim) {
+  const std::vector<Cut>& cuts = layout.cuts(tensor_dim);
+  const int64_t n = layout.shape()[tensor_dim];
+  int64_t cell = n;
+  const auto add = [&](const std::vector<Digit>& digits) {
+    for (const Digit& digit : digits) cell = std::gcd(cell, digit.weight);
+  };
+  if (const auto digits = digits_of(layout.mesh(), n, cuts)) {
+    add(*digits);
+    return cell;
+  }
+  const std::vector<Cut> before(cuts.begin(), cuts.end() - 1);
+  const auto digits = digits_of(layout.mesh(), n, before);
+  if (!digits || !cuts.back().rule.makes_runs()) return 0;
+  add(*digits);
+  int64_t list = n;
+  for (const Cut& cut : before) list /= layout.mesh().dim_size(cut.mesh_dim);
+  for (const int64_t length : lengths_of_runs(cuts.back(), list, layout.mesh().dim_size(cuts.back().mesh_dim))) {
+    cell = std::gcd(cell, length);
+  }
+  return cell;
+}
+
 // Rules may name sizes that a segment does not have, so the shorter dim is cut by the strided cuts that make the same
-// parts. Mesh dims of size 1 cut nothing.
-std::vector<Placement> placements_of_segment(const Layout& layout, int tensor_dim) {
+// parts, or by runs that are as many times shorter. Mesh dims of size 1 cut nothing.
+std::vector<Placement> placements_of_segment(const Layout& layout, const Segments& segments) {
+  const int tensor_dim = segments.tensor_dim;
   std::vector<Placement> placements = layout.placements();
   for (Placement& placement : placements) {
     if (placement.is_shard_like() && placement.dim == tensor_dim) placement = Placement::shard(tensor_dim);
@@ -39,9 +72,15 @@ std::vector<Placement> placements_of_segment(const Layout& layout, int tensor_di
   for (const Cut& cut : layout.cuts(tensor_dim)) {
     const int64_t k = layout.mesh().dim_size(cut.mesh_dim);
     const std::optional<int64_t> split_factor = cut.rule.equal_split_factor(left, k);
-    check_invariant(split_factor.has_value(), "segments of ", layout.to_string(), ", whose parts have no cells");
-    placements[cut.mesh_dim] = Placement::cut(tensor_dim, *split_factor);
-    left /= k;
+    if (split_factor) {
+      placements[cut.mesh_dim] = Placement::cut(tensor_dim, *split_factor);
+      left /= k;
+      continue;
+    }
+    check_invariant(cut.rule.makes_runs(), "segments of ", layout.to_string(), ", whose parts have no cells");
+    std::vector<int64_t> lengths = lengths_of_runs(cut, left, k);
+    for (int64_t& length : lengths) length /= segments.count;
+    placements[cut.mesh_dim] = Placement::cut(tensor_dim, CutRule::ragged(lengths));
   }
   return placements;
 }
@@ -53,9 +92,8 @@ int64_t cell_length(const Plan& plan, int tensor_dim) {
   for_each_layout(plan, [&](const Layout& layout) {
     if (layout.flattened() > 1) cell = 0;  // it has other dims
     if (cell == 0 || layout.cuts(tensor_dim).empty()) return;
-    const auto digits = digits_of(layout.mesh(), layout.shape()[tensor_dim], layout.cuts(tensor_dim));
-    if (!digits) cell = 0;
-    for (size_t i = 0; digits && i < digits->size(); ++i) cell = std::gcd(cell, (*digits)[i].weight);
+    const int64_t own = cell_of(layout, tensor_dim);
+    cell = own == 0 ? 0 : std::gcd(cell, own);
   });
   return cell;
 }
@@ -84,8 +122,8 @@ Layout layout_of_segment(const Layout& layout, const Segments& segments) {
       if (placement.is_shard_like() && placement.dim == t && mesh.dim_size(d) == 1) mesh_dims.push_back(d);
     }
   }
-  return Layout(layout.mesh_ptr(), std::move(shape), layout.dtype(), placements_of_segment(layout, segments.tensor_dim),
-                order, StridedMeaning::kLiteral);
+  return Layout(layout.mesh_ptr(), std::move(shape), layout.dtype(), placements_of_segment(layout, segments), order,
+                StridedMeaning::kLiteral);
 }
 
 Plan plan_of_segment(const Plan& plan) {

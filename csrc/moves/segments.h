@@ -3,9 +3,9 @@
 //
 // A segment is a tensor of its own with placements that cut alike, but with a tensor dim that is `count` times shorter.
 // Where mesh dims cut this tensor dim, they do so at multiples of a *cell*, the same on both meshes and in every step.
-// A segment has an equal share of each cell. 16 rows that are S(0) over 4 ranks before and over 2 after have cells of 4
-// rows. In two segments, the first has rows 0, 1, 4, 5, 8, 9, 12 and 13, which are S(0) over 4 ranks before and over 2
-// after too.
+// Parts may be unequal as long as they consist of cells. A segment has an equal share of each cell. 16 rows that are
+// S(0) over 4 ranks before and over 2 after have cells of 4 rows. In two segments, the first has rows 0, 1, 4, 5, 8, 9,
+// 12 and 13, which are S(0) over 4 ranks before and over 2 after too.
 //
 //   slot              0          1          2
 //   crosses           segment 0  segment 1
@@ -21,7 +21,8 @@ namespace shardwright {
 constexpr int64_t kMaxSegments = 256;
 
 // Returns the length of the cells of a tensor dim; 0 if the parts of some layout of the plan are not made of cells, or
-// if some layout flattens dims.
+// if some layout flattens dims. Parts of unequal lengths have cells where only the last cut makes them so, each one run
+// of its list.
 int64_t cell_length(const Plan& plan, int tensor_dim);
 
 // Returns whether a plan between two meshes can be carried out in these segments: they must divide the cells, and every

@@ -46,14 +46,22 @@ TEST(InSegments, AreStretchesOfCells) {
   EXPECT_EQ(plan_of_segment(plan).src.shape(), std::vector<int64_t>{8});
   EXPECT_EQ(plan_of_segment(plan).dst.region(1), (Region{{{4, 8}}}));
   simulate(plan);
-  // Uneven parts have no cells, and neither have those of rules that do not cut evenly.
+  // Uneven parts, of 6, 6 and 4 rows, are made of cells of 2.
   const Layout three = test::layout_of(test::mesh_of({3}, {4, 5, 6}), {16}, "S(0)");
-  EXPECT_EQ(cell_length(plan_through({src, three}, {}), 0), 0);
+  Plan uneven = plan_through({src, three}, {});
+  EXPECT_EQ(cell_length(uneven, 0), 2);
+  uneven.segments = {0, 2};
+  simulate(uneven);
+  EXPECT_EQ(to_bytes(from_bytes(to_bytes(uneven))), to_bytes(uneven));
+  // Those that are cut again are not.
+  const Layout again = test::layout_of(test::mesh_of({3, 2}, ranks_from(4, 6)), {16}, "S(0),S(0)");
+  EXPECT_EQ(cell_length(plan_through({src, again}, {}), 0), 0);
 }
 
 // Rules that make equal parts have cells too, whatever sizes they name.
 TEST(InSegments, MayBeCutByRules) {
-  for (const char* placements : {"Cyclic(0,2)", "Cyclic(0,4)", "Blocks(0,4)", "Ragged(0,4:4:4:4)", "Packed(0,8:8)"}) {
+  for (const char* placements :
+       {"Cyclic(0,2)", "Cyclic(0,4)", "Blocks(0,4)", "Ragged(0,4:4:4:4)", "Ragged(0,2:8:0:6)", "Packed(0,8:8)"}) {
     for (const char* others : {"S(0),R", "Owned(0,0),S(0)", "S(1),Packed(0,8:8)"}) {
       const Layout cut = test::layout_of(test::mesh_of({4}), {16, 3}, placements);
       const std::vector<int64_t> sizes = others[0] == 'O' ? std::vector<int64_t>{1, 2} : std::vector<int64_t>{2, 2};
