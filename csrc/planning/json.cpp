@@ -138,6 +138,7 @@ std::string to_json(const Plan& plan, const Certificate& certificate, const std:
                                   flag("named_groups_only", plan.named_groups_only),
                                   field("mesh", json(plan.src.mesh()))};
   if (crosses(plan)) fields.push_back(field("destination_mesh", json(plan.dst.mesh())));
+  if (const MeshPtr relays = mesh_of_relays(plan)) fields.push_back(field("relay_mesh", json(*relays)));
   if (!(mesh_reached(plan) == plan.dst.mesh())) fields.push_back(field("reached_mesh", json(mesh_reached(plan))));
   if (plan.segments.count > 1) {
     fields.push_back(field(

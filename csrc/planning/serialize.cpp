@@ -200,8 +200,10 @@ Layout read_layout(Reader& in, const MeshPtr& mesh) {
 
 void write(Writer& out, const Plan& plan) {
   write(out, plan.src.mesh());
-  out.boolean(crosses(plan));
+  const MeshPtr relays = mesh_of_relays(plan);
+  out.integer((crosses(plan) ? 1 : 0) + (relays != nullptr ? 1 : 0));
   if (crosses(plan)) {
+    if (relays != nullptr) write(out, *relays);
     write(out, plan.dst.mesh());
     const Mesh& reached = mesh_reached(plan);
     out.boolean(!(reached == plan.dst.mesh()));
@@ -220,9 +222,10 @@ void write(Writer& out, const Plan& plan) {
 
 Plan read_plan(Reader& in) {
   const MeshPtr mesh = read_mesh(in);
-  const bool crosses = in.boolean();
-  const MeshPtr destination = crosses ? read_mesh(in) : mesh;
-  const MeshPtr reached = crosses && in.boolean() ? read_mesh(in) : destination;
+  const int64_t crossings = in.integer(0, 2);  // the most that there are
+  const MeshPtr relays = crossings == 2 ? read_mesh(in) : nullptr;
+  const MeshPtr destination = crossings > 0 ? read_mesh(in) : mesh;
+  const MeshPtr reached = crossings > 0 && in.boolean() ? read_mesh(in) : destination;
   const Lowering& lowering = read_lowering(in);
   const auto objective = in.enumerator(Objective::kBytes);
   Topology topology = read_topology(in);
@@ -233,7 +236,8 @@ Plan read_plan(Reader& in) {
   Layout held = src;
   plan.steps = in.list(
       [&] {
-        Step step = read_step(in, held, reached);
+        const bool goes_to_relays = relays != nullptr && held.mesh() == *mesh;
+        Step step = read_step(in, held, goes_to_relays ? relays : reached);
         held = step.after;
         return step;
       },

@@ -151,13 +151,42 @@ bool leads_to_another_mesh(const Step& step) {
 }
 
 const Mesh& mesh_reached(const Plan& plan) {
-  for (const Step& step : plan.steps) {
-    if (leads_to_another_mesh(step)) return step.after.mesh();
+  for (auto step = plan.steps.rbegin(); step != plan.steps.rend(); ++step) {
+    if (leads_to_another_mesh(*step)) return step->after.mesh();
   }
   return plan.dst.mesh();
 }
 
+MeshPtr mesh_of_relays(const Plan& plan) {
+  const Step* first = nullptr;
+  for (const Step& step : plan.steps) {
+    if (!leads_to_another_mesh(step)) continue;
+    if (first != nullptr) return first->after.mesh_ptr();
+    first = &step;
+  }
+  return nullptr;
+}
+
+namespace {
+
+// Between two meshes there may be one of relays, all of them ranks of the two.
+void check_meshes(const Plan& plan) {
+  int64_t crossings = 0;
+  for (const Step& step : plan.steps) crossings += leads_to_another_mesh(step) ? 1 : 0;
+  check_user(crossings <= (crosses(plan) ? 2 : 0), "plan: leads ", crossings,
+             " times to another mesh; allowed is once, or twice over relays, and between two meshes alone");
+  const MeshPtr relays = mesh_of_relays(plan);
+  if (relays == nullptr) return;
+  for (const Rank rank : relays->ranks()) {
+    check_user(plan.src.mesh().position_of(rank) || plan.dst.mesh().position_of(rank), "plan: rank ", rank,
+               " of the mesh of relays is on neither mesh of the plan");
+  }
+}
+
+}  // namespace
+
 void check_steps(const Plan& plan) {
+  check_meshes(plan);
   const Layout* at = &plan.src;
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];

@@ -16,8 +16,11 @@ void check_steps(const Plan& plan);
 // Returns whether a step ends on another mesh than it begins on.
 bool leads_to_another_mesh(const Step& step);
 
-// The mesh to which the crossing of a plan leads: that of the destination, or one in which it is split
+// The mesh to which the last crossing of a plan leads: that of the destination, or one in which it is split
 // (crossing/split.h). Without a crossing, the mesh of the destination.
 const Mesh& mesh_reached(const Plan& plan);
+
+// The mesh of relays (crossing/relays.h), to which the first of two crossings leads; null if there is only one.
+MeshPtr mesh_of_relays(const Plan& plan);
 
 }  // namespace shardwright

@@ -1,112 +1,46 @@
 #include "search/two_meshes.h"
 
 #include <algorithm>
-#include <map>
 #include <optional>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "cost/cost.h"
 #include "crossing/bounds.h"
 #include "crossing/crossing.h"
+#include "crossing/relays.h"
 #include "crossing/split.h"
 #include "moves/figures.h"
+#include "moves/segments.h"
 #include "moves/traffic.h"
+#include "search/balanced.h"
+#include "search/choices.h"
 
 namespace shardwright {
 namespace {
 
-using Cuts = std::vector<std::vector<Cut>>;
-
 // Mesh dims of the destination are split if a plan takes longer than the least time and this fraction of it.
 constexpr int64_t kSplitsAboveFraction = 8;
 
+// Relays are tried if messages of the crossing take more than this fraction of a plan's time, are no fewer than these,
+// and if so many times fewer go the other way: relays have as many peers there as the ranks that they stand for. They
+// are tried with so many pairs of layouts.
+constexpr int64_t kRelaysAboveFraction = 4;
+constexpr int64_t kRelaysAboveMessages = 12;
+constexpr int64_t kRelaysAboveRatio = 4;
+constexpr size_t kPairsWithRelays = 4;
+
+// So many more pairs are tried for plans in segments, if the best plan's segments take longer than the least time and
+// this fraction of it, the least time is that of so many steps without bytes, because each segment takes their
+// latencies again, and there are no more ranks than this.
+constexpr int64_t kSegmentsAboveFraction = 20;
+constexpr int64_t kSegmentsAboveSteps = 8;
+constexpr size_t kPairsInSegments = 6;
+constexpr size_t kMostRanksInSegments = 1024;
+
 // With more parcels, who serves whom does not depend on nodes, because that would have to be listed.
 constexpr int64_t kMostListed = 1 << 16;
-
-Layout with_cuts(const Layout& layout, Cuts cuts) {
-  return layout.with(std::move(cuts), std::vector<Placement>(layout.mesh().ndim(), Placement::replicate()));
-}
-
-// Returns the tensor dims that an end cuts, and the longest other one. Cutting one more of the others would only be the
-// same under another name.
-std::vector<int> tensor_dims_of(const Layout& src, const Layout& goal) {
-  std::vector<int> dims;
-  int other = -1;
-  for (int t = 0; t < src.ndim(); ++t) {
-    if (!src.cuts(t).empty() || !goal.cuts(t).empty()) {
-      dims.push_back(t);
-    } else if (other < 0 || src.shape()[t] > src.shape()[other]) {
-      other = t;
-    }
-  }
-  if (other >= 0) dims.push_back(other);
-  return dims;
-}
-
-// The layouts that differ from a given one in what some mesh dims do: first the layout itself, then those where few
-// mesh dims differ, and at most kMaxLayouts.
-class Choices {
- public:
-  Choices(const Layout& layout, const std::vector<int>& tensor_dims) : layout_(layout), tensor_dims_(tensor_dims) {}
-
-  void may_cut(int mesh_dim) {
-    for (const int t : tensor_dims_) others_[mesh_dim].push_back(t);
-  }
-  void may_be_replicated(int mesh_dim) { others_[mesh_dim].push_back(kReplicated); }
-
-  std::vector<Layout> all() const {
-    std::vector<std::map<int, int>> chosen{{}};
-    for (size_t i = 0; i < chosen.size() && chosen.size() < kMaxLayouts; ++i) {
-      for (const auto& [mesh_dim, others] : others_) {
-        if (!chosen[i].empty() && chosen[i].rbegin()->first >= mesh_dim) continue;
-        for (const int other : others) {
-          chosen.push_back(chosen[i]);
-          chosen.back()[mesh_dim] = other;
-        }
-      }
-    }
-    if (chosen.size() > kMaxLayouts) chosen.resize(kMaxLayouts);
-    std::vector<Layout> layouts;
-    for (const std::map<int, int>& one : chosen) {
-      if (leaves_rules_alone(one)) layouts.push_back(with(one));
-    }
-    return layouts;
-  }
-
- private:
-  static constexpr int kReplicated = -1;
-  static constexpr size_t kMaxLayouts = 64;
-
-  // A cut other than into chunks may be made for the list that the cuts before it leave, so those must stay.
-  bool leaves_rules_alone(const std::map<int, int>& chosen) const {
-    for (const std::vector<Cut>& list : layout_.cuts()) {
-      bool is_changed = false;
-      for (const Cut& cut : list) {
-        const bool is_taken_away = chosen.contains(cut.mesh_dim);
-        if (is_changed && !is_taken_away && !cut.rule.is_chunks()) return false;
-        is_changed = is_changed || is_taken_away;
-      }
-    }
-    return true;
-  }
-
-  // New cuts come after existing ones, in mesh order.
-  Layout with(const std::map<int, int>& chosen) const {
-    Cuts cuts = layout_.cuts();
-    for (std::vector<Cut>& list : cuts) {
-      std::erase_if(list, [&](const Cut& cut) { return chosen.contains(cut.mesh_dim); });
-    }
-    for (const auto& [mesh_dim, tensor_dim] : chosen) {
-      if (tensor_dim != kReplicated) cuts[tensor_dim].push_back({mesh_dim, 1});
-    }
-    return with_cuts(layout_, std::move(cuts));
-  }
-
-  const Layout layout_;
-  const std::vector<int>& tensor_dims_;
-  std::map<int, std::vector<int>> others_;
-};
 
 // Whether two meshes have ranks in common, and whether some node has ranks of both.
 struct Encounter {
@@ -151,6 +85,9 @@ class Crossings {
       for (const Layout& layout : starts_on(goal)) add(after_, layout, layout, goal);
     }
     try_pairs(known);
+    if (!is_for_time()) return std::move(best_);
+    try_relays();
+    prefer_in_segments();
     return std::move(best_);
   }
 
@@ -163,6 +100,7 @@ class Crossings {
     int64_t elements;  // of the largest part
     Cost at_least;     // exact once the steps are known
     std::optional<std::vector<Step>> steps;
+    int64_t sent_bytes = 0;  // the sum of what the busiest rank of each step sends
   };
 
   // Tries pairs of the legs before the crossing with those from a number on after it.
@@ -185,6 +123,135 @@ class Crossings {
       if (*best_cost_ <= pair.at_least) break;
       try_pair(before_[pair.before], after_[pair.after]);
     }
+  }
+
+  // In segments, what a rank does in all steps together counts, rather than the sum of what the busiest ranks of the
+  // steps do. So pairs are tried in the order of the longest of their moves, also with stripes that are balanced.
+  void prefer_in_segments() {
+    // Only ranks of both meshes have something to send in the crossing and after it.
+    const int64_t least_received = (after_.front().elements - before_.front().elements) * src_.dtype().size_bytes();
+    const bool is_balanced = best_sent_bytes_ <= least_received + least_received / kSegmentsAboveFraction;
+    if (!encounter_.shares_ranks || is_balanced) return;
+    Plan whole{src_, goal_, options_.lowering, Objective::kTime, topology_, false, {}};
+    bool may = ranks_of(whole).size() <= kMostRanksInSegments;
+    int64_t cell = 0;
+    for (int t = 0; t < src_.ndim() && may; ++t) cell = std::max(cell, cell_length(whole, t));
+    if (cell <= 1) return;
+    const int64_t bound = least_picoseconds_between(src_, goal_, topology_);
+    if (bound < kSegmentsAboveSteps * topology_.step_ps) return;
+    int64_t least = time_in_segments(best_);
+    if (least <= bound + bound / kSegmentsAboveFraction) return;
+    std::vector<std::tuple<int64_t, size_t, size_t>> pairs;
+    for (size_t i = 0; i < before_.size(); ++i) {
+      for (size_t j = 0; j < after_.size(); ++j) {
+        const int64_t longest = std::max(
+            {before_[i].at_least.first, after_[j].at_least.first, crossing_at_least(before_[i], after_[j]).first});
+        if (longest < least) pairs.emplace_back(longest, i, j);
+      }
+    }
+    std::sort(pairs.begin(), pairs.end());
+    if (pairs.size() > kPairsInSegments) pairs.resize(kPairsInSegments);
+    const auto try_steps = [&](std::vector<Step> steps) {
+      const int64_t time = time_in_segments(steps);
+      if (time >= least) return;
+      least = time;
+      best_ = std::move(steps);
+    };
+    std::set<size_t> firsts;
+    for (const auto& [longest, i, j] : pairs) {
+      Leg& first = before_[i];
+      find_steps(first);
+      find_steps(after_[j]);
+      std::vector<Leg> lasts{after_[j]};
+      if (const std::optional<Layout> other = balanced(first.layout, after_[j].layout, after_[j].to)) {
+        add(lasts, *other, *other, after_[j].to);
+      }
+      for (Leg& last : lasts) {
+        find_steps(last);
+        try_steps(joined_steps(first, {fastest_crossing(first.layout, last.layout).first}, last));
+      }
+      if (!firsts.insert(i).second) continue;
+      for (int t = 0; t < goal_.ndim(); ++t) {
+        const std::optional<Layout> relays = balanced_relays(first.layout, goal_, t);
+        if (!relays || relays->mesh() == first.layout.mesh()) continue;
+        try_steps(joined_steps(first,
+                               {fastest_crossing(first.layout, *relays).first, fastest_crossing(*relays, goal_).first},
+                               after_.front()));
+      }
+    }
+  }
+
+  int64_t time_in_segments(const std::vector<Step>& steps) const {
+    Plan plan{src_, goal_, options_.lowering, Objective::kTime, topology_, false, steps};
+    plan.segments = best_segments(plan);
+    return predicted_picoseconds(plan);
+  }
+
+  // Tries pairs over relays, in the order of what the moves around the crossing and the bytes of a relay take.
+  void try_relays() {
+    const auto [fewer, messages] = std::minmax(best_crossing_.messages, best_crossing_.sent_messages);
+    const int64_t latency = saturating_product(messages, best_link_.message_ps);
+    if (messages < std::max(kRelaysAboveMessages, kRelaysAboveRatio * fewer)) return;
+    if (latency < best_cost_->first / kRelaysAboveFraction) return;
+    const bool fans_out = best_crossing_.sent_messages == messages;
+    const int64_t most = src_.mesh().size() * goal_.mesh().size();
+    int64_t wanted = 1;  // so that all send and receive equally many
+    while (wanted * wanted < most) ++wanted;
+    std::vector<std::tuple<int64_t, size_t, size_t>> pairs;
+    for (size_t i = 0; i < before_.size(); ++i) {
+      for (size_t j = 0; j < after_.size(); ++j) {
+        const Cost around = before_[i].at_least + after_[j].at_least;
+        const int64_t elements = std::max(src_.mesh().size() / wanted * before_[i].elements,
+                                          goal_.mesh().size() / wanted * after_[j].elements);
+        const int64_t bytes = scaled(elements * src_.dtype().size_bytes(), fastest_link().ps_per_kib);
+        if (may_improve(around + Cost{bytes, 0, 0, 0})) pairs.emplace_back(around.first + bytes, i, j);
+      }
+    }
+    std::sort(pairs.begin(), pairs.end());
+    if (pairs.size() > kPairsWithRelays) pairs.resize(kPairsWithRelays);
+    for (const auto& [estimate, i, j] : pairs) try_relays_between(before_[i], after_[j], fans_out, wanted);
+  }
+
+  // Relays stand for blocks of the side that has more ranks: the one after the crossing if it fans out.
+  void try_relays_between(Leg& first, Leg& last, bool fans_out, int64_t wanted) {
+    for (const Layout& relays : relays_of(fans_out ? last.layout : first.layout, wanted)) {
+      const bool is_new = !(relays.mesh() == first.layout.mesh()) && !(relays.mesh() == last.layout.mesh());
+      const bool is_allowed = options_.max_held == 0 || relays.largest_part_elements() <= options_.max_held;
+      if (!is_new || !is_allowed) continue;
+      find_steps(first);
+      find_steps(last);
+      const auto [to, cost_to] = fastest_crossing(first.layout, relays);
+      if (!may_improve(first.at_least + cost_to + last.at_least)) continue;
+      const auto [from, cost_from] = fastest_crossing(relays, last.layout);
+      const Cost total = first.at_least + cost_to + cost_from + last.at_least;
+      if (may_improve(total)) take(total, first, {to, from}, last);
+    }
+  }
+
+  std::pair<Step, Cost> fastest_crossing(const Layout& before, const Layout& after) const {
+    std::optional<std::pair<Step, Cost>> fastest;
+    for (const Sharing sharing : {Sharing::kMessages, Sharing::kBytes}) {
+      Step step{StepOp::kCross, {}, before, after, sharing};
+      const Crossing crossing = crossing_of(step);
+      const StepFigures worst = crossing.totals().worst;
+      const Link link = link_of(crossing, topology_);
+      const Cost cost = cost_of(step, worst, predicted_picoseconds(worst.messages == 0, worst, link, topology_));
+      if (!fastest || cost < fastest->second) fastest.emplace(std::move(step), cost);
+      if (worst.sent_bytes <= worst.received_bytes) break;
+    }
+    return *fastest;
+  }
+
+  void take(const Cost& total, const Leg& first, std::vector<Step> crossings, const Leg& last) {
+    best_cost_ = total;
+    best_ = joined_steps(first, std::move(crossings), last);
+  }
+
+  static std::vector<Step> joined_steps(const Leg& first, std::vector<Step> crossings, const Leg& last) {
+    std::vector<Step> steps = *first.steps;
+    for (Step& step : crossings) steps.push_back(std::move(step));
+    steps.insert(steps.end(), last.steps->begin(), last.steps->end());
+    return steps;
   }
 
   bool is_for_time() const { return options_.objective == Objective::kTime; }
@@ -214,6 +281,7 @@ class Crossings {
     leg.at_least = {};
     for (const Step& step : *leg.steps) {
       const StepFigures worst = figures(step, options_.lowering);
+      leg.sent_bytes += worst.sent_bytes;
       leg.at_least = leg.at_least + cost_of(step, worst, predicted_picoseconds(step, worst, topology_));
     }
   }
@@ -222,7 +290,7 @@ class Crossings {
   // only sliced if a reduction is pending; otherwise sharing the sending has the same effect.
   std::vector<Layout> ends_on_source() const {
     const MeshDimSet due = src_.partial_dims();
-    Choices choices(with_cuts(src_, src_.cuts()), tensor_dims_);
+    Choices choices(without_partials(src_), tensor_dims_);
     for (const int d : due.to_vector()) choices.may_cut(d);
     for (const int d : src_.cut_dims().to_vector()) {
       if (is_for_time()) choices.may_be_replicated(d);
@@ -329,10 +397,10 @@ class Crossings {
     const StepFigures worst = crossing.totals().worst;
     const Cost total = around + cost_of(step, worst, time(worst));
     if (may_improve(total)) {
-      best_cost_ = total;
-      best_ = *first.steps;
-      best_.push_back(std::move(step));
-      best_.insert(best_.end(), last.steps->begin(), last.steps->end());
+      take(total, first, {std::move(step)}, last);
+      best_crossing_ = worst;
+      best_link_ = link;
+      best_sent_bytes_ = first.sent_bytes + worst.sent_bytes + last.sent_bytes;
     }
     return worst.sent_bytes > worst.received_bytes;
   }
@@ -348,6 +416,10 @@ class Crossings {
   std::vector<Leg> after_;
   std::optional<Cost> best_cost_;
   std::vector<Step> best_;
+  // Of the best plan without relays: its crossing, and the sum of what the busiest rank of each step sends.
+  StepFigures best_crossing_;
+  Link best_link_;
+  int64_t best_sent_bytes_ = 0;
 };
 
 }  // namespace

@@ -19,7 +19,12 @@ namespace shardwright {
 //             split in two or three for this leg (crossing/split.h), which then ends with the same parts as `goal`
 //             on that mesh: ranks on one node gather there what the node has received once, and many ranks gather in
 //             several steps of few messages.
+//   relays    Where many messages would be sent and few received, or the other way round, two crossings may follow one
+//             another, over relays (crossing/relays.h).
 //   crossing  The sending is shared in whole messages or to the element, whichever is faster.
+//
+// If a rank of both meshes sends more than the least, and the tensor may go in segments, plans are compared by the time
+// of their segments too, also with balanced stripes (search/balanced.h).
 //
 // The moves of a leg are those of cheapest_moves(). Layouts that differ from `src` or `goal` in few mesh dims come
 // first; for meshes of many dims only these are tried (two_meshes.cpp). If costs are equal, the direct crossing wins,

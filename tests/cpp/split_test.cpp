@@ -121,14 +121,13 @@ TEST(Split, ReachesManyRanksInFewMessages) {
   const Plan plan = make_plan(src, dst, {.topology = with_nodes(8)});
   const Certificate certificate = certify(plan, {0, false});
   ASSERT_TRUE(certificate.crossing.has_value());
-  EXPECT_LT(certificate.traffic.messages_max, 60) << to_string(plan);
+  EXPECT_LE(certificate.traffic.messages_max, 60) << to_string(plan);
+  EXPECT_LE(certificate.traffic.sent_messages_max, 60) << to_string(plan);
   const int64_t bound =
       std::max(certificate.crossing->received_bytes_max, certificate.crossing->forwarded_sent_bytes_max);
-  EXPECT_LE(certificate.traffic.sent_bytes_max, bound + bound / 16) << to_string(plan);
+  EXPECT_LE(certificate.traffic.sent_bytes_max, bound + bound / 8) << to_string(plan);  // relays send theirs again
   EXPECT_LE(certificate.traffic.received_bytes_max, bound + bound / 16) << to_string(plan);
-  // Each of the 8 holders sends 256 messages, which the bound does not know of.
-  const int64_t sending_ps = 256 * with_nodes(8).between.message_ps;
-  EXPECT_LT(certificate.predicted_ps, 5 * certificate.least_ps + sending_ps) << to_string(plan);
+  EXPECT_LT(certificate.predicted_ps, 7 * certificate.least_ps) << to_string(plan);
 }
 
 TEST(Split, SendsToEachNodeOnceWhereThatPays) {

@@ -43,7 +43,7 @@ void expect_connected(const Plan& plan) {
   }
   const Layout end = at->mesh() == plan.dst.mesh() ? *at : joined(*at, plan.dst.mesh_ptr()).value_or(*at);
   ASSERT_EQ(end, plan.dst) << to_string(plan);
-  ASSERT_EQ(crossings, 1);
+  ASSERT_LE(crossings, 2);  // the first of two leads to relays
 }
 
 TEST(TwoMeshes, PlansOfFewestBytesReachTheBounds) {
@@ -190,12 +190,12 @@ TEST(TwoMeshes, CountsMessagesSent) {
   const Layout src = test::layout_of(test::mesh_of({1}), {2048}, "R");
   const Layout dst = test::layout_of(test::mesh_of({2048}, ranks_from(1, 2048)), {2048}, "S(0)");
   const Topology topology = Topology::named("64x8");
-  const Plan there = make_plan(src, dst, {.topology = topology});
+  const Plan there = plan_through({src, dst}, {.topology = topology});
   ASSERT_EQ(there.steps.size(), 1u);
   EXPECT_EQ(totals(there).messages_max, 1);
   EXPECT_EQ(totals(there).sent_messages_max, 2048);
   EXPECT_GE(predicted_picoseconds(there), topology.step_ps + 2048 * topology.between.message_ps);
-  const Plan back = make_plan(dst, src, {.topology = topology});
+  const Plan back = plan_through({dst, src}, {.topology = topology});
   ASSERT_EQ(back.steps.size(), 1u);
   EXPECT_EQ(totals(back).messages_max, 2048);
   EXPECT_EQ(totals(back).sent_messages_max, 1);

@@ -38,6 +38,7 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
     destination_mesh = (
         _mesh(table["destination_mesh"], "destination_mesh") if "destination_mesh" in table else source_mesh
     )
+    relay_mesh = _mesh(table["relay_mesh"], "relay_mesh") if "relay_mesh" in table else None
     reached_mesh = _mesh(table["reached_mesh"], "reached_mesh") if "reached_mesh" in table else destination_mesh
 
     def layout(mesh: Mesh, entry: dict[str, Any]) -> Layout:
@@ -58,7 +59,7 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
         before = layout(here, step["before"])
         names = here.dim_names
         if op == "cross" or (op == "rearrange" and _flag(step["leads_to_another_mesh"], "leads_to_another_mesh")):
-            here = reached_mesh
+            here = relay_mesh if relay_mesh is not None and here is source_mesh else reached_mesh
         steps.append(
             (
                 op,

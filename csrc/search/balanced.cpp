@@ -1,0 +1,265 @@
+#include "search/balanced.h"
+
+#include <algorithm>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "crossing/crossing.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// The most often that stripes are made anew for what ranks send with the stripes before.
+constexpr int kMostTurns = 3;
+constexpr int64_t kLeastUnits = 24;
+
+// The cut whose lengths may change.
+struct Place {
+  int tensor_dim = 0;
+  int64_t list = 0;  // the length of the lists that it cuts
+};
+
+std::optional<Place> place_in(const Layout& stripes, int mesh_dim) {
+  for (int t = 0; t < stripes.ndim(); ++t) {
+    const std::vector<Cut>& cuts = stripes.cuts(t);
+    if (cuts.empty() || cuts.back().mesh_dim != mesh_dim || !cuts.back().rule.is_chunks()) continue;
+    const std::span<const Cut> before(cuts.data(), cuts.size() - 1);
+    if (!cuts_evenly(stripes.mesh(), stripes.shape()[t], before)) return std::nullopt;
+    return Place{t, length(part_at(stripes.mesh(), stripes.shape()[t], before, 0))};
+  }
+  return std::nullopt;
+}
+
+// Divides `amount` among workers that have done something already, each of which takes `times` for every unit, so that
+// the busiest has as little to do as possible.
+std::vector<int64_t> filled_up(const std::vector<int64_t>& done, int64_t times, int64_t amount) {
+  const auto takes = [&](int64_t level, size_t worker) { return std::max<int64_t>(level - done[worker], 0) / times; };
+  int64_t low = 0;
+  int64_t high = *std::max_element(done.begin(), done.end()) + times * amount;
+  while (low < high) {
+    const int64_t level = low + (high - low) / 2;
+    int64_t all = 0;
+    for (size_t i = 0; i < done.size(); ++i) all += takes(level, i);
+    (all < amount ? low : high) = all < amount ? level + 1 : level;
+  }
+  std::vector<int64_t> shares;
+  for (size_t i = 0; i < done.size(); ++i) shares.push_back(takes(low, i));
+  return shares;
+}
+
+// Returns the unit of lengths for a list: small enough for kLeastUnits to a stripe, and otherwise as large as possible,
+// because a segment has a part of each unit.
+int64_t unit_of(int64_t list, int64_t stripes) {
+  int64_t unit = 1;
+  while (list % (2 * unit) == 0 && list / (2 * unit) >= kLeastUnits * stripes) unit *= 2;
+  return unit;
+}
+
+// Returns lengths that sum to `length` and are in proportion to the shares, rounded at their ends.
+std::vector<int64_t> lengths_of(const std::vector<int64_t>& shares, int64_t length) {
+  __int128 all = 0;
+  for (const int64_t share : shares) all += share;
+  std::vector<int64_t> lengths;
+  __int128 before = 0;
+  int64_t begin = 0;
+  for (const int64_t share : shares) {
+    before += share;
+    const auto end = static_cast<int64_t>((2 * before * length + all) / (2 * all));
+    lengths.push_back(end - begin);
+    begin = end;
+  }
+  return lengths;
+}
+
+Layout with_lengths(const Layout& stripes, const Place& place, const std::vector<int64_t>& lengths) {
+  std::vector<std::vector<Cut>> cuts = stripes.cuts();
+  cuts[place.tensor_dim].back().rule = CutRule::ragged(lengths);
+  return stripes.with(std::move(cuts), std::vector<Placement>(stripes.mesh().ndim(), Placement::replicate()));
+}
+
+// What each coordinate's busiest rank sends in the crossing.
+std::vector<int64_t> sent_by_coordinate(const Layout& before, const Layout& stripes, int mesh_dim) {
+  const Crossing crossing(before, stripes, Sharing::kBytes);
+  const Mesh& mesh = stripes.mesh();
+  std::vector<int64_t> sent(mesh.dim_size(mesh_dim), 0);
+  for (int64_t p = 0; p < mesh.size(); ++p) {
+    int64_t& most = sent[mesh.coordinate(p, mesh_dim)];
+    most = std::max(most, crossing.sent_elements(mesh.rank_at(Position{p})));
+  }
+  return sent;
+}
+
+}  // namespace
+
+std::optional<Layout> balanced(const Layout& before, const Layout& stripes, const Layout& goal) {
+  const Mesh& mesh = stripes.mesh();
+  std::optional<Place> place;
+  int mesh_dim = -1;
+  for (const int d : (stripes.cut_dims() - goal.cut_dims()).to_vector()) {
+    const std::optional<Place> found = place_in(stripes, d);
+    if (!found || (mesh_dim >= 0 && mesh.dim_size(d) <= mesh.dim_size(mesh_dim))) continue;
+    place = found;
+    mesh_dim = d;
+  }
+  if (!place || place->list == 0) return std::nullopt;
+  const int64_t times = mesh.dim_size(mesh_dim) - 1;
+  const int64_t unit = unit_of(place->list, times + 1);
+  // What ranks hold once this mesh dim is gathered.
+  std::vector<std::vector<Cut>> without = stripes.cuts();
+  without[place->tensor_dim].pop_back();
+  const int64_t elements = stripes.with(std::move(without), std::vector<Placement>(mesh.ndim(), Placement::replicate()))
+                               .largest_part_elements();
+  Layout best = stripes;
+  for (int turn = 0; turn < kMostTurns; ++turn) {
+    const std::vector<int64_t> shares = filled_up(sent_by_coordinate(before, best, mesh_dim), times, elements);
+    std::vector<int64_t> lengths = lengths_of(shares, place->list / unit);
+    for (int64_t& one : lengths) one *= unit;
+    best = with_lengths(stripes, *place, lengths);
+  }
+  return best;
+}
+
+namespace {
+
+// Ranks that need the same part of the tensor dim, or those of them at one place among the mesh dims that cut others.
+struct Needer {
+  Interval part;
+  int64_t position = 0;  // with the first coordinates on mesh dims that cut other tensor dims
+};
+
+// The ranks of a layout, in the order of the parts of a tensor dim that they need. Mesh dims that cut other tensor dims
+// stay mesh dims.
+class Needers {
+ public:
+  Needers(const Layout& goal, int tensor_dim) : goal_(goal), tensor_dim_(tensor_dim) {
+    const Mesh& mesh = goal.mesh();
+    for (int t = 0; t < goal.ndim(); ++t) {
+      for (const Cut& cut : goal.cuts(t)) {
+        if (t != tensor_dim) others_.insert(cut.mesh_dim);
+      }
+    }
+    for (int64_t p = 0; p < mesh.size(); ++p) {
+      bool is_first = true;
+      for (const int d : others_.to_vector()) is_first = is_first && mesh.coordinate(p, d) == 0;
+      if (!is_first) continue;
+      const IntervalList part = part_at(mesh, goal.shape()[tensor_dim], goal.cuts(tensor_dim), p);
+      are_runs_ = are_runs_ && part.size() <= 1;
+      all_.push_back({part.empty() ? Interval{0, 0} : part[0], p});
+    }
+    std::stable_sort(all_.begin(), all_.end(), [](const Needer& a, const Needer& b) {
+      return std::pair(a.part.begin, a.part.end) < std::pair(b.part.begin, b.part.end);
+    });
+  }
+
+  bool are_runs() const { return are_runs_; }
+  size_t size() const { return all_.size(); }
+  const Interval& part(size_t i) const { return all_[i].part; }
+
+  // The number of needers from the i-th on that need the same.
+  size_t alike(size_t i) const {
+    size_t end = i;
+    while (end < all_.size() && all_[end].part == all_[i].part) ++end;
+    return end - i;
+  }
+
+  // The layout in which each has a stripe of such a length.
+  Layout with(const std::vector<int64_t>& lengths) const {
+    const Mesh& mesh = goal_.mesh();
+    std::vector<std::string> names{"relay"};
+    std::vector<int64_t> sizes{static_cast<int64_t>(all_.size())};
+    std::vector<Placement> placements{Placement::cut(tensor_dim_, CutRule::ragged(lengths))};
+    std::vector<int> number(mesh.ndim());
+    for (const int d : others_.to_vector()) {
+      number[d] = static_cast<int>(names.size());
+      names.push_back(concat("other.", mesh.dim_names()[d]));
+      sizes.push_back(mesh.dim_size(d));
+      placements.push_back(goal_.placements()[d]);
+    }
+    std::vector<int64_t> ranks;
+    for (const Needer& needer : all_) {
+      for (const int64_t p : positions_like(needer.position)) {
+        ranks.push_back(shardwright::number(mesh.rank_at(Position{p})));
+      }
+    }
+    ShardOrder order;
+    for (int t = 0; t < goal_.ndim(); ++t) {
+      for (const Cut& cut : goal_.cuts(t)) {
+        if (t != tensor_dim_) order[t].push_back(number[cut.mesh_dim]);
+      }
+    }
+    return Layout(std::make_shared<Mesh>(std::move(names), std::move(sizes), ranks, mesh.topology()),
+                  goal_.tensor_shape(), goal_.dtype(), std::move(placements), order, StridedMeaning::kLiteral,
+                  goal_.flattened());
+  }
+
+  // What the busiest rank of each needer sends.
+  std::vector<int64_t> sent(const Crossing& crossing) const {
+    std::vector<int64_t> all;
+    for (const Needer& needer : all_) {
+      all.push_back(0);
+      for (const int64_t p : positions_like(needer.position)) {
+        all.back() = std::max(all.back(), crossing.sent_elements(goal_.mesh().rank_at(Position{p})));
+      }
+    }
+    return all;
+  }
+
+ private:
+  // By their coordinates on the mesh dims that cut other tensor dims, row-major.
+  std::vector<int64_t> positions_like(int64_t position) const {
+    std::vector<int64_t> positions{position};
+    for (const int d : others_.to_vector()) {
+      std::vector<int64_t> more;
+      for (const int64_t p : positions) {
+        for (int64_t c = 0; c < goal_.mesh().dim_size(d); ++c) more.push_back(p + c * goal_.mesh().stride(d));
+      }
+      positions = std::move(more);
+    }
+    return positions;
+  }
+
+  const Layout& goal_;
+  int tensor_dim_;
+  MeshDimSet others_;
+  std::vector<Needer> all_;
+  bool are_runs_ = true;
+};
+
+}  // namespace
+
+std::optional<Layout> balanced_relays(const Layout& before, const Layout& goal, int tensor_dim) {
+  const Needers needers(goal, tensor_dim);
+  const int64_t n = goal.shape()[tensor_dim];
+  if (!needers.are_runs() || goal.num_elements() == 0 || goal.replicated_dims().empty()) return std::nullopt;
+  std::vector<std::vector<Cut>> without = goal.cuts();
+  without[tensor_dim].clear();
+  const int64_t others =
+      goal.with(std::move(without), std::vector<Placement>(goal.mesh().ndim(), Placement::replicate()))
+          .largest_part_elements() /
+      n;
+  std::vector<int64_t> done(needers.size(), 0);
+  std::optional<Layout> best;
+  for (int turn = 0; turn <= kMostTurns; ++turn) {
+    std::vector<int64_t> lengths;
+    for (size_t i = 0; i < needers.size(); i += needers.alike(i)) {
+      const size_t count = needers.alike(i);
+      const int64_t length = needers.part(i).end - needers.part(i).begin;
+      const int64_t unit = length == 0 ? 1 : unit_of(length, static_cast<int64_t>(count));
+      const std::vector<int64_t> own(done.begin() + static_cast<int64_t>(i),
+                                     done.begin() + static_cast<int64_t>(i + count));
+      const std::vector<int64_t> shares = count > 1 && length > 0
+                                              ? filled_up(own, static_cast<int64_t>(count) - 1, length * others)
+                                              : std::vector<int64_t>(count, 1);
+      for (const int64_t one : lengths_of(shares, length / unit)) lengths.push_back(one * unit);
+    }
+    best = needers.with(lengths);
+    done = needers.sent(Crossing(before, *best, Sharing::kBytes));
+  }
+  return best;
+}
+
+}  // namespace shardwright

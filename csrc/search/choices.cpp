@@ -1,0 +1,80 @@
+#include "search/choices.h"
+
+#include <utility>
+
+namespace shardwright {
+namespace {
+
+using Cuts = std::vector<std::vector<Cut>>;
+
+Layout with_cuts(const Layout& layout, Cuts cuts) {
+  return layout.with(std::move(cuts), std::vector<Placement>(layout.mesh().ndim(), Placement::replicate()));
+}
+
+}  // namespace
+
+Layout without_partials(const Layout& layout) { return with_cuts(layout, layout.cuts()); }
+
+std::vector<int> tensor_dims_of(const Layout& src, const Layout& goal) {
+  std::vector<int> dims;
+  int other = -1;
+  for (int t = 0; t < src.ndim(); ++t) {
+    if (!src.cuts(t).empty() || !goal.cuts(t).empty()) {
+      dims.push_back(t);
+    } else if (other < 0 || src.shape()[t] > src.shape()[other]) {
+      other = t;
+    }
+  }
+  if (other >= 0) dims.push_back(other);
+  return dims;
+}
+
+void Choices::may_cut(int mesh_dim) {
+  for (const int t : tensor_dims_) others_[mesh_dim].push_back(t);
+}
+
+std::vector<Layout> Choices::all() const {
+  std::vector<std::map<int, int>> chosen{{}};
+  for (size_t i = 0; i < chosen.size() && chosen.size() < kMaxLayouts; ++i) {
+    for (const auto& [mesh_dim, others] : others_) {
+      if (!chosen[i].empty() && chosen[i].rbegin()->first >= mesh_dim) continue;
+      for (const int other : others) {
+        chosen.push_back(chosen[i]);
+        chosen.back()[mesh_dim] = other;
+      }
+    }
+  }
+  if (chosen.size() > kMaxLayouts) chosen.resize(kMaxLayouts);
+  std::vector<Layout> layouts;
+  for (const std::map<int, int>& one : chosen) {
+    if (leaves_rules_alone(one)) layouts.push_back(with(one));
+  }
+  return layouts;
+}
+
+// A cut other than into chunks may be made for the list that the cuts before it leave, so those must stay.
+bool Choices::leaves_rules_alone(const std::map<int, int>& chosen) const {
+  for (const std::vector<Cut>& list : layout_.cuts()) {
+    bool is_changed = false;
+    for (const Cut& cut : list) {
+      const bool is_taken_away = chosen.contains(cut.mesh_dim);
+      if (is_changed && !is_taken_away && !cut.rule.is_chunks()) return false;
+      is_changed = is_changed || is_taken_away;
+    }
+  }
+  return true;
+}
+
+// New cuts come after existing ones, in mesh order.
+Layout Choices::with(const std::map<int, int>& chosen) const {
+  Cuts cuts = layout_.cuts();
+  for (std::vector<Cut>& list : cuts) {
+    std::erase_if(list, [&](const Cut& cut) { return chosen.contains(cut.mesh_dim); });
+  }
+  for (const auto& [mesh_dim, tensor_dim] : chosen) {
+    if (tensor_dim != kReplicated) cuts[tensor_dim].push_back({mesh_dim, 1});
+  }
+  return with_cuts(layout_, std::move(cuts));
+}
+
+}  // namespace shardwright

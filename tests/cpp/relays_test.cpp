@@ -1,0 +1,186 @@
+// Relays between meshes: what they hold, and plans that go over them.
+#include "crossing/relays.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "layouts.h"
+#include "moves/describe.h"
+#include "moves/figures.h"
+#include "moves/traffic.h"
+#include "planning/certificate.h"
+#include "planning/fit.h"
+#include "planning/json.h"
+#include "planning/serialize.h"
+#include "planning/validate.h"
+#include "search/make_plan.h"
+#include "simulate/simulate.h"
+#include "support/error.h"
+#include "two_meshes.h"
+
+namespace shardwright {
+namespace {
+
+using test::layout_of;
+using test::mesh_of;
+
+std::vector<int64_t> ranks_from(int64_t first, int64_t count) {
+  std::vector<int64_t> ranks(count);
+  std::iota(ranks.begin(), ranks.end(), first);
+  return ranks;
+}
+
+// Every message takes long, and bytes next to nothing.
+Topology of_slow_messages() {
+  Topology topology = Topology::named("64x8");
+  topology.inside.message_ps = topology.between.message_ps = 1'000'000'000;
+  topology.step_ps = 1'000'000;
+  return topology;
+}
+
+bool goes_over_relays(const Plan& plan) { return mesh_of_relays(plan) != nullptr; }
+
+// Runs the plan on all ranks, and from its bytes.
+void check(const Plan& plan) {
+  const Plan read = from_bytes(to_bytes(plan));
+  ASSERT_EQ(to_bytes(read), to_bytes(plan));
+  const SimulationReport report = simulate(read);
+  int64_t worst = 0;
+  for (const auto& [rank, peak] : report.peak_bytes) worst = std::max(worst, peak);
+  ASSERT_EQ(peak_bytes(plan), worst) << to_string(plan);
+  ASSERT_EQ(totals(plan).received_bytes_sum, report.received_bytes_sum) << to_string(plan);
+}
+
+std::vector<int64_t> elements_at(const Layout& layout, int64_t position) {
+  std::vector<std::vector<int64_t>> lists;
+  for (const IntervalList& list : layout.region(position)) {
+    lists.emplace_back();
+    for (const Interval& one : list) {
+      for (int64_t i = one.begin; i < one.end; ++i) lists.back().push_back(i);
+    }
+  }
+  return test::elements_of(lists, layout.shape());
+}
+
+// Of random layouts: each relay holds its own part, all relays together hold what all ranks do, and a relay holds no
+// more than the parts that one of so many ranks stands for.
+TEST(Relays, HoldWhatTheirBlocksHold) {
+  const unsigned seed = 53;
+  test::RandomPlacements random(seed);
+  int64_t checked = 0;
+  for (int i = 0; i < 300; ++i) {
+    const Layout layout = random.on_any_mesh(random.shape(9), 12).layout;
+    for (const Layout& relays : relays_of(layout, random.pick(1, 6))) {
+      SCOPED_TRACE(concat("seed ", seed, ", layout ", i, ": ", layout.to_string(), ", ", relays.to_string()));
+      ASSERT_LT(relays.mesh().size(), layout.mesh().size());
+      std::multiset<int64_t> held;
+      for (int64_t p = 0; p < relays.mesh().size(); ++p) {
+        const std::vector<int64_t> of_relay = elements_at(relays, p);
+        const std::optional<Position> own = layout.mesh().position_of(relays.mesh().rank_at(Position{p}));
+        ASSERT_TRUE(own.has_value());
+        const std::set<int64_t> all(of_relay.begin(), of_relay.end());
+        for (const int64_t element : elements_at(layout, *own)) ASSERT_TRUE(all.contains(element));
+        held.insert(of_relay.begin(), of_relay.end());
+      }
+      const int64_t replicas = relays.mesh().group_size(relays.replicated_dims());
+      for (int64_t element = 0; element < layout.num_elements(); ++element) {
+        ASSERT_EQ(static_cast<int64_t>(held.count(element)), replicas) << element;
+      }
+      ++checked;
+    }
+  }
+  EXPECT_GT(checked, 200);
+}
+
+// From few ranks to many and back, in even and uneven parts.
+TEST(Relays, LetRanksReachManyOthersInFewMessages) {
+  int64_t over_relays = 0;
+  for (const auto& [few, many, rows] : std::vector<std::tuple<int64_t, int64_t, int64_t>>{
+           {1, 36, 36}, {1, 40, 77}, {2, 64, 101}, {1, 49, 11}, {3, 50, 400}}) {
+    for (const char* placements : {"S(0)", "Cyclic(0,2)"}) {
+      const Layout at_few = layout_of(mesh_of({few}), {rows, 2}, "S(0)");
+      const Layout at_many = layout_of(mesh_of({many}, ranks_from(few, many)), {rows, 2}, placements);
+      for (const auto& [src, dst] : {std::pair(at_few, at_many), std::pair(at_many, at_few)}) {
+        const Plan plan = make_plan(src, dst, {.topology = of_slow_messages()});
+        SCOPED_TRACE(to_string(plan));
+        check(plan);
+        if (!goes_over_relays(plan)) continue;
+        ++over_relays;
+        const Plan straight = plan_through({src, dst}, {.topology = of_slow_messages()});
+        const auto messages = [](const Plan& one) {
+          const TrafficTotals traffic = totals(one);
+          return std::max(traffic.messages_max, traffic.sent_messages_max);
+        };
+        EXPECT_LE(messages(plan) * 2, messages(straight));
+        EXPECT_LT(predicted_picoseconds(plan), predicted_picoseconds(straight));
+        EXPECT_NE(to_json(plan, certify(plan, peak_bytes(plan)), {}).find("\"relay_mesh\""), std::string::npos);
+      }
+    }
+  }
+  EXPECT_GE(over_relays, 8);
+}
+
+TEST(Relays, MoveEveryElementOfRandomPairs) {
+  const unsigned seed = 59;
+  test::RandomPlacements random(seed);
+  int64_t over_relays = 0;
+  for (int i = 0; i < 40; ++i) {
+    const std::vector<int64_t> shape{random.pick(1, 50), random.pick(1, 9)};
+    const std::vector<int64_t> sizes{random.pick(12, 16), random.pick(1, 4)};
+    const MeshPtr mesh = mesh_of(sizes, ranks_from(random.pick(0, 3), sizes[0] * sizes[1]));
+    const Layout large = random.on(mesh, numbers(mesh->ranks()), shape).layout;
+    const Layout small = random.on_any_mesh(shape, 2).layout;
+    if (small.mesh() == large.mesh()) continue;
+    SCOPED_TRACE(concat("seed ", seed, ", pair ", i));
+    for (const auto& [src, dst] : {std::pair(small, large), std::pair(large, small)}) {
+      const Plan plan = make_plan(src, dst, {.topology = of_slow_messages()});
+      check(plan);
+      over_relays += goes_over_relays(plan);
+    }
+  }
+  EXPECT_GE(over_relays, 4);
+}
+
+// 2,050 rows, and replicas, of which each rank must be reached.
+TEST(Relays, ReachThousands) {
+  const Topology topology = Topology::named("64x8");
+  for (const char* placements : {"S(0)", "R"}) {
+    for (const int64_t few : {1, 8}) {
+      const Layout src = layout_of(mesh_of({few}), {2050, 64}, "R");
+      const Layout dst = layout_of(mesh_of({2048}, ranks_from(8, 2048)), {2050, 64}, placements);
+      const Plan plan = make_plan(src, dst, {.topology = topology});
+      const TrafficTotals traffic = totals(plan);
+      EXPECT_TRUE(goes_over_relays(plan) || few == 8) << to_string(plan);
+      EXPECT_LE(std::max(traffic.messages_max, traffic.sent_messages_max), 130) << to_string(plan);
+      // In one crossing that is 2048 / few messages, and in stripes that are gathered, few times less and many more.
+      EXPECT_LT(predicted_picoseconds(plan), 25 * least_picoseconds(plan)) << to_string(plan);
+    }
+  }
+}
+
+TEST(Relays, AreRefusedWhereTheyCannotBe) {
+  const Layout src = layout_of(mesh_of({1}), {64}, "R");
+  const Layout dst = layout_of(mesh_of({16}, ranks_from(1, 16)), {64}, "S(0)");
+  const Layout outside = layout_of(mesh_of({4}, ranks_from(20, 4)), {64}, "S(0)");
+  const Layout relays = layout_of(mesh_of({4}, {1, 5, 9, 13}), {64}, "S(0)");
+  const auto through = [&](const std::vector<Layout>& layouts) {
+    Plan plan = plan_through({src, dst}, {});
+    plan.steps.clear();
+    for (size_t i = 0; i + 1 < layouts.size(); ++i) {
+      plan.steps.push_back({StepOp::kCross, {}, layouts[i], layouts[i + 1], Sharing::kBytes});
+    }
+    return plan;
+  };
+  EXPECT_NO_THROW(from_bytes(to_bytes(through({src, relays, dst}))));
+  EXPECT_THROW(check_steps(through({src, outside, dst})), UserError);
+  EXPECT_THROW(check_steps(through({src, relays, outside, dst})), UserError);
+  EXPECT_THROW(check_steps(through({src, relays})), UserError);
+}
+
+}  // namespace
+}  // namespace shardwright
