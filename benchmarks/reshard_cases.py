@@ -190,6 +190,8 @@ CHANGING_RANKS = [
     Case("a third replica joins HSDP 2 x 8", (8192, 8192), at("2x8", "R S(0)"), at("3x8", "R S(0)"), small=(24, 4)),
     Case("overlapping meshes, half in common", (8192, 8192), at("8", "S(0)"), at("8", "S(1)", 4), small=(16, 16)),
     Case("one rank to 32 replicas", (8192, 8192), at("1", "R"), at("32", "R", 8), small=(32, 4)),
+    Case("one rank to 256 replicas", (1024, 1024), at("1", "R"), at("256", "R", 8), small=(256,)),
+    Case("one rank to FSDP 256, uneven", (8191, 512), at("1", "R"), at("256", "S(0)", 8), small=(511,)),
     Case("gradients of DP 8, summed, to TP 8", (8192, 8192), at("8", "P"), at("8", "S(0)", 8), "float32", (16, 4)),
     Case("gradients of DP 8, summed, to 8 replicas", (8192, 8192), at("8", "P"), at("8", "R", 8), "float32", (16, 4)),
 ]
