@@ -91,7 +91,7 @@ MAX_CODE_LINES = {
     "mapping": 750,
     "products": 1000,
     "transfers": 950,
-    "viewing": 500,
+    "viewing": 760,
 }
 
 Graph = dict[str, set[str]]

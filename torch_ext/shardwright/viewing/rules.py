@@ -15,15 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from .. import _planner, counters
+from .. import _planner, _runtime, counters
 from ..dtensor.specs import is_strided, layout_of_spec, spec_of_layout
 from ..graphs import plans
+from . import literal
 
 aten = torch.ops.aten
 
@@ -39,6 +41,7 @@ def install() -> None:
         _use(_propagate)
         dispatcher: Any = DTensor._op_dispatcher
         dispatcher.redistribute_local_args = _viewable(dispatcher.redistribute_local_args)
+        literal.install()
 
 
 def uninstall() -> None:
@@ -46,6 +49,7 @@ def uninstall() -> None:
     if _original is not None:
         propagator = DTensor._op_dispatcher.sharding_propagator
         _original = None
+        literal.uninstall()
         del DTensor._op_dispatcher.redistribute_local_args
         del propagator.propagate_op_sharding_non_cached  # the method of its class is back
         _use(None)
@@ -94,11 +98,23 @@ def _propagate(schema: OpSchema) -> OutputSharding:
     if schema.op in _OF_OTHERS:
         raise NotImplementedError(f"{schema.op} is made of other operators")
     rule = _RULES.get(schema.op)
+    if rule is None and torch.Tag.pointwise in schema.op.tags:
+        rule = _pointwise
     ours = rule(schema) if rule is not None else None
     if ours is None:
-        return _literal(schema, _original(schema))
+        return _literal(schema, _by_torch(schema))
     counters.counts.views += 1
     return ours
+
+
+def _by_torch(schema: OpSchema) -> OutputSharding:
+    """PyTorch's answer. To size strided cuts it computes with tensors, which must be real even while others are not."""
+    assert _original is not None
+    is_real = _runtime.nothing_watches(True) or not any(map(is_strided, schema.args_spec))
+    if is_real or any(plans.is_symbolic(spec.shape) for spec in schema.args_spec):
+        return _original(schema)
+    with _disable_current_modes():
+        return _original(schema)
 
 
 def _literal(schema: OpSchema, result: OutputSharding) -> OutputSharding:
@@ -154,20 +170,20 @@ def _view(schema: OpSchema) -> OutputSharding | None:
         counters.count_view_fallback(counters.cause_of(error), str(error))
         return None
     if isinstance(seen, str):
-        return _by_torch(schema, spec, layout, shape, seen)
+        return _moved_by_torch(schema, spec, layout, shape, seen)
     target = spec_of_layout(seen, spec, _meta(schema))
     assert target is not None
     local = OpSchema(schema.op, (spec, seen.local_shape(dist.get_rank())), schema.kwargs_schema)
     return OutputSharding(target, local, needs_redistribute=True, use_val_from_redistribute_schema=True)
 
 
-def _by_torch(
+def _moved_by_torch(
     schema: OpSchema, spec: DTensorSpec, layout: _planner.Layout, shape: Sequence[int], why: str
 ) -> OutputSharding:
     """Leaves a view to PyTorch, which may redistribute first or refuse. Raises if it would do neither and be wrong."""
     assert _original is not None and spec.tensor_meta is not None
     counters.count_view_fallback(counters.cause_of(ValueError(why)), f"{layout} as {tuple(shape)}: {why}")
-    result = _original(schema)
+    result = _by_torch(schema)
     first = spec if result.redistribute_schema is None else result.redistribute_schema.args_schema[0]
     if isinstance(first, DTensorSpec) and first.placements == spec.placements:
         claimed = result.output_spec
@@ -236,7 +252,8 @@ def _is_plain(spec: DTensorSpec) -> bool:
 
 
 def _product(lhs_dims: str, rhs_dims: str, out_dims: str) -> _Rule:
-    """Products of what is cut in strides, where nothing has to move: each mesh dim cuts the same of both operands."""
+    """Products of what is cut in strides, where nothing has to move: each mesh dim cuts the same of both operands, or
+    one of them is whole, so that every rank has the part that it needs."""
 
     def rule(schema: OpSchema) -> OutputSharding | None:
         specs = schema.args_spec
@@ -247,31 +264,99 @@ def _product(lhs_dims: str, rhs_dims: str, out_dims: str) -> _Rule:
         if len(flags) > 1 or lhs.mesh != rhs.mesh:
             return None
         placements = []
-        for mesh_dim, (a, b) in enumerate(zip(lhs.placements, rhs.placements, strict=True)):
-            out = _of_product(a, b, lhs_dims, rhs_dims, out_dims)
+        operands = list(lhs.placements), list(rhs.placements)
+        for mesh_dim in range(lhs.mesh.ndim):
+            out = _of_product(operands, mesh_dim, lhs_dims, rhs_dims, out_dims)
             if out is None or not all(_fits(one, one.placements[mesh_dim], out, len(out_dims)) for one in bias):
                 return None
             placements.append(out)
         strided = next(spec for spec in specs if is_strided(spec))
-        return OutputSharding(_like(strided, placements, _meta(schema)))
+        result = _like(strided, placements, _meta(schema))
+        if all(tuple(now) == spec.placements for now, spec in zip(operands, (lhs, rhs), strict=True)):
+            return OutputSharding(result)
+        cut = [_like(strided, now, spec.tensor_meta) for now, spec in zip(operands, (lhs, rhs), strict=True)]
+        first = OpSchema(schema.op, (*bias, *cut, *schema.args_schema[len(specs) :]), schema.kwargs_schema)
+        return OutputSharding(result, first, needs_redistribute=True)
 
     return rule
 
 
-def _of_product(a: Any, b: Any, lhs_dims: str, rhs_dims: str, out_dims: str) -> Placement | None:
-    """The placement of a product of what is placed so, or None if something has to move."""
+def _of_product(
+    operands: tuple[list[Any], list[Any]], mesh_dim: int, lhs_dims: str, rhs_dims: str, out_dims: str
+) -> Placement | None:
+    """The placement of a product of what is placed so, or None if something has to move.
+
+    Of an operand that is whole, a rank takes the part that fits the other. That is changed in `operands`.
+    """
+    a, b = (placements[mesh_dim] for placements in operands)
     if not (_is_cut(a) or _is_cut(b)):
         if a.is_replicate() and b.is_replicate():
             return Replicate()
         is_sum = a.is_partial("sum") and b.is_replicate() or a.is_replicate() and b.is_partial("sum")
         return Partial() if is_sum else None
     letter = lhs_dims[a.dim] if _is_cut(a) else rhs_dims[b.dim]
-    mine, other = (a, b) if _is_cut(a) else (b, a)
-    if (letter in lhs_dims) != (letter in rhs_dims):
+    mine, other, its_dims, its = (a, b, rhs_dims, operands[1]) if _is_cut(a) else (b, a, lhs_dims, operands[0])
+    if letter not in its_dims:
         return _on(mine, out_dims.index(letter)) if other.is_replicate() else None
-    if not _is_cut(other) or rhs_dims[b.dim] != letter or _on(a, 0) != _on(b, 0):
-        return None
+    needed = _on(mine, its_dims.index(letter))
+    if other != needed:
+        # Once a later mesh dim has cut it, what is left is another part.
+        is_whole = not any(_is_cut(one) and one.dim == its_dims.index(letter) for one in its[mesh_dim + 1 :])
+        if not other.is_replicate() or not is_whole:
+            return None
+        its[mesh_dim] = needed
     return _on(mine, out_dims.index(letter)) if letter in out_dims else Partial()
+
+
+def _pointwise(schema: OpSchema) -> OutputSharding | None:
+    """Elementwise functions of what is cut in strides: what else cuts the result does so alike, or is whole."""
+    specs = [arg for arg in schema.args_schema if isinstance(arg, DTensorSpec)]
+    is_simple = schema.op._schema.returns and not schema.is_out_variant_op() and len(specs) == len(schema.args_spec)
+    if not is_simple or not any(map(is_strided, specs)) or not all(map(_is_plain, specs)):
+        return None
+    flags = {spec.use_strided_shard_as_shard_order for spec in specs if is_strided(spec)}
+    if len(flags) > 1 or any(spec.mesh != specs[0].mesh for spec in specs):
+        return None
+    meta: Any = _meta(schema)
+    if not isinstance(meta, TensorMeta):
+        return None
+    strided = next(spec for spec in specs if is_strided(spec))
+    placements: list[Placement] = []
+    needed: list[list[Placement]] = [[] for _ in specs]
+    for mesh_dim in range(strided.mesh.ndim):
+        given = [spec.placements[mesh_dim] for spec in specs]
+        cuts: list[Any] = [
+            _on(p, p.dim + len(meta.shape) - s.ndim) for p, s in zip(given, specs, strict=True) if _is_cut(p)
+        ]
+        out = cuts[0] if cuts else Replicate()
+        for one, spec, now in zip(given, specs, needed, strict=True):
+            wanted = _broadcast_of(out, one, spec, mesh_dim, meta.shape)
+            if wanted is None:
+                return None
+            now.append(wanted)
+        placements.append(out)
+    keeps_first = not schema.is_inplace_op() or (tuple(needed[0]) == tuple(placements) == specs[0].placements)
+    if not keeps_first:
+        return None
+    result = _like(strided, placements, meta)
+    if all(tuple(now) == spec.placements for now, spec in zip(needed, specs, strict=True)):
+        return OutputSharding(result)
+    left = iter([_like(strided, now, spec.tensor_meta) for now, spec in zip(needed, specs, strict=True)])
+    args = tuple(next(left) if isinstance(arg, DTensorSpec) else arg for arg in schema.args_schema)
+    return OutputSharding(result, OpSchema(schema.op, args, schema.kwargs_schema), needs_redistribute=True)
+
+
+def _broadcast_of(out: Any, given: Any, spec: DTensorSpec, mesh_dim: int, shape: Sequence[int]) -> Placement | None:
+    """How an operand must be placed for a result that is placed as `out`; None if that moves something."""
+    if not _is_cut(out):
+        return given if given.is_replicate() else None
+    dim = out.dim - (len(shape) - spec.ndim)
+    if dim < 0 or spec.shape[dim] != shape[out.dim]:  # it is the same for all
+        return given if given.is_replicate() else None
+    wanted = _on(out, dim)
+    # Once a later mesh dim has cut it, what is left is another part.
+    is_whole = given.is_replicate() and not any(_is_cut(p) and p.dim == dim for p in spec.placements[mesh_dim + 1 :])  # type: ignore[attr-defined]
+    return wanted if given == wanted or is_whole else None
 
 
 def _fits(spec: DTensorSpec, placement: Any, out: Any, ndim: int) -> bool:
@@ -316,6 +401,7 @@ _RULES: dict[Any, _Rule] = {
     aten.mm.default: _product("mk", "kn", "mn"),
     aten.addmm.default: _product("mk", "kn", "mn"),
     aten.bmm.default: _product("bmk", "bkn", "bmn"),
+    aten.dot.default: _product("k", "k", ""),
     aten.sum.dim_IntList: _summed,
 }
 

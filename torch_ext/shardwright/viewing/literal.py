@@ -1,0 +1,64 @@
+"""Keeps split factors literal where compilers take DTensors apart and put them together again.
+
+PyTorch's own methods forget what `DTensorSpec.use_strided_shard_as_shard_order` was. Then torch 2.15 raises for specs
+with literal factors, and 2.11 reads them as an order of cuts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from ..dtensor.specs import is_strided
+
+
+class _Literal(tuple[Any, ...]):
+    """What PyTorch's method returns besides the part, of a DTensor with literal split factors."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Literal) and tuple.__eq__(self, other)
+
+    __hash__ = tuple.__hash__
+
+
+_flatten: Any = None  # PyTorch's methods, while ours replace them
+_unflatten: Any = None
+
+
+def install() -> None:
+    global _flatten, _unflatten
+    if _flatten is None:
+        _flatten, _unflatten = DTensor.__tensor_flatten__, DTensor.__tensor_unflatten__
+        DTensor.__tensor_flatten__ = _flattened  # type: ignore[method-assign]
+        DTensor.__tensor_unflatten__ = staticmethod(_unflattened)  # type: ignore[method-assign, assignment]
+
+
+def uninstall() -> None:
+    global _flatten, _unflatten
+    if _flatten is not None:
+        DTensor.__tensor_flatten__ = _flatten  # type: ignore[method-assign]
+        DTensor.__tensor_unflatten__ = staticmethod(_unflatten)  # type: ignore[method-assign, assignment]
+        _flatten = _unflatten = None
+
+
+def _flattened(x: DTensor) -> tuple[list[str], Any]:
+    names, context = (_flatten or DTensor.__tensor_flatten__)(x)
+    is_literal = is_strided(x._spec) and not x._spec.use_strided_shard_as_shard_order
+    return names, _Literal(context) if is_literal else context
+
+
+def _unflattened(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> DTensor:
+    if not isinstance(context, _Literal):
+        whole: DTensor = (_unflatten or DTensor.__tensor_unflatten__)(inner, context, size, stride)
+        return whole
+    first, *_, requires_grad = context
+    if isinstance(first, DTensorSpec):  # torch 2.11
+        assert first.tensor_meta is not None
+        mesh, placements, dtype = first.mesh, first.placements, first.tensor_meta.dtype
+    else:
+        mesh, placements, dtype = inner["device_mesh"], first, context[1].dtype
+    meta = TensorMeta(size, stride, dtype)
+    spec = DTensorSpec(mesh, placements, meta, use_strided_shard_as_shard_order=False)
+    return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)  # type: ignore[call-arg]
