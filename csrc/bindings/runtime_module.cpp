@@ -2,6 +2,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -46,6 +47,19 @@ void define_watching(py::module_& m) {
     const auto node = torch::autograd::get_current_node();
     return node ? node->thread_id() : at::RecordFunction::currentThreadId();
   });
+}
+
+// What autograd is told about tensors.
+void define_autograd(py::module_& m) {
+  // Makes `part`, which must be new and not require a gradient, a view of `base`: one that a function of Python made,
+  // so that writes in place to either raise where the gradient of the other would be wrong.
+  m.def(
+      "as_view",
+      [](const at::Tensor& base, const at::Tensor& part) {
+        return torch::autograd::as_view(base, part, /*is_bw_differentiable=*/true, /*is_fw_differentiable=*/false,
+                                        nullptr, nullptr, torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
+      },
+      py::arg("base"), py::arg("part"));
 }
 
 void define_tracing(py::module_& m) {
@@ -135,6 +149,7 @@ PYBIND11_MODULE(_runtime, m) {
   shardwright::define_experts(m);
   shardwright::define_batch_runs(m);
   shardwright::define_watching(m);
+  shardwright::define_autograd(m);
   shardwright::define_tracing(m);
   shardwright::define_devices(m);
   shardwright::define_settings(m);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import dtensors
 import shardwright as sw
+from compilers import recording
 from meshes import device, get_mesh
 from pool import Pool
 
@@ -178,6 +180,67 @@ def test_dtensors_own_views_move_nothing(pool: Pool, sizes: tuple[int, ...]) -> 
         assert free == needless > 20
 
 
+def _pairs_flattened() -> None:
+    """A pair tensor of a model like AlphaFold, cut along both axes."""
+    mesh = get_mesh((2, 4))
+    shape = (1, 16, 32, 8)
+    numbers = torch.Generator().manual_seed(0)
+    whole, weights = (torch.randn(shape, generator=numbers).to(device) for _ in range(2))
+    for flattened in (
+        lambda x: sw.flatten(x, 0, 2),
+        lambda x: sw.view(x, (512, 8)),
+        lambda x: x.flatten(0, 2),
+        lambda x: x.reshape(-1, 8),
+    ):
+        x = dtensors.distribute(whole, mesh, ["S(1)", "S(2)"]).requires_grad_()
+        there = dtensors.distribute(weights, mesh, ["S(1)", "S(2)"])
+        with sw.enabled(strict=True, views=True), CommDebugMode() as communication, sw.wire_meter() as wire:
+            y = flattened(x)
+            back = sw.view(y.detach(), shape), y.detach().unflatten(0, shape[:3])
+            (y * flattened(there)).sum().backward()
+        assert communication.get_total_counts() == 0 and wire.received_bytes == 0
+        assert y.placements == (Shard(0), _StridedShard(0, split_factor=8))
+        assert torch.equal(y.to_local(), part(whole.view(512, 8), _layout(y)))
+        assert x.grad is not None and x.grad.placements == x.placements
+        assert torch.equal(x.grad.to_local(), there.to_local())
+        for one in back:
+            assert one.placements == x.placements and torch.equal(one.to_local(), x.to_local())
+
+
+def test_pair_tensor_flattened(pool: Pool) -> None:
+    pool.run(_pairs_flattened, 8)
+
+
+def _written_in_place() -> None:
+    mesh = get_mesh((2, 2))
+    whole = torch.arange(24.0, device=device).view(4, 6)
+    for view in (lambda x: sw.view(x, (24,)), lambda x: sw.transpose(x, 0, 1)):
+        leaf = dtensors.distribute(whole, mesh, ["S(0)", "S(1)"]).requires_grad_()
+        x = leaf * 1
+        y = view(x)
+        with pytest.raises(RuntimeError, match="view .*is being modified inplace"):
+            y.mul_(2)
+        x.mul_(2)  # y is twice as large now, and its gradient would not be
+        with pytest.raises(RuntimeError, match="view and its base or another view of its base has been modified"):
+            y.sum().backward()
+        with torch.no_grad():
+            kept = dtensors.distribute(whole, mesh, ["S(0)", "S(1)"])
+            view(kept).mul_(2)
+        assert torch.equal(kept.full_tensor(), 2 * whole)
+        plain = view(kept)
+        with pytest.raises(RuntimeError, match="view .*is being modified inplace"):
+            plain.mul_(dtensors.distribute(whole, mesh, ["R", "R"]).sum().requires_grad_())
+    mine, layout = torch.ones(2, 6, requires_grad=True), sw.Layout(mesh_of((2, 2)), (4, 6), ["S(0)", "R"])
+    changed = mine * 1
+    sw.view(changed, (24,), layout)[0].mul_(3)  # autograd follows parts
+    changed.sum().backward()
+    assert mine.grad is not None and bool((mine.grad == 3).all())
+
+
+def test_writes_in_place_raise_where_gradients_would_be_wrong(pool: Pool) -> None:
+    pool.run(_written_in_place, 4)
+
+
 def _linear(compiled: bool) -> None:
     mesh = get_mesh((2,))
     generator = torch.Generator().manual_seed(0)
@@ -191,13 +254,16 @@ def _linear(compiled: bool) -> None:
         ]
         for one in ours:
             one.requires_grad_()
-        layer = torch.compile(F.linear, backend="aot_eager") if compiled else F.linear
+        graphs: list[str] = []
+        layer = torch.compile(F.linear, backend=recording(graphs), fullgraph=True) if compiled else F.linear
         with sw.enabled(strict=True, views=True):
             sw.reset_stats()
-            with CommDebugMode() as communication:
+            # Nothing is compiled while a mode watches.
+            with CommDebugMode() if not compiled else contextlib.nullcontext() as communication:
                 y = layer(*ours)
                 y.relu().square().sum().backward()
-            assert communication.get_total_counts() == 0
+            assert communication is None or communication.get_total_counts() == 0
+            assert len(graphs) == 2 * compiled and not any("c10d" in one or "redistribute" in one for one in graphs)
             assert sw.stats()["views"] > 0 and sw.stats()["view_fallbacks"] == 0, strided
             assert y.placements == (placement,)
             for mine, there in zip(ours, plain, strict=True):

@@ -1,9 +1,12 @@
 """Types of the extension module that runs programs. Import torch before it."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 torch_version: str
 has_cuda: bool
@@ -199,6 +202,9 @@ class Gemm:
 
     def waves(self, lhs: torch.Tensor, dst: torch.Tensor, sms_left: int = 0) -> float | None:
         """Returns in how many waves dst's device computes the product, given the dtypes; None if that is not known."""
+
+def as_view(base: _Tensor, part: _Tensor) -> _Tensor:
+    """Makes `part`, which must be new, a view of `base` for autograd: one whose writes in place it cannot follow."""
 
 def nothing_watches(in_backward: bool) -> bool:
     """Returns whether no mode, trace or transform watches this thread, and, unless `in_backward`, no backward runs."""

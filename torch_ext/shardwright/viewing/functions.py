@@ -6,12 +6,16 @@ Each takes a DTensor, or this rank's part of a tensor and the `Layout` that says
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import _planner, argument_values
 from ..mapping import rules
 from ..planning import check_layout
+
+if "torch" in sys.modules:
+    from . import constants as constants  # else when torch is first needed
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +35,8 @@ def view(
     """``x.reshape(shape)`` in which every rank keeps its elements, in their order.
 
     Differentiable any number of times. The gradient takes the way back; where it comes in a layout that has no view,
-    it is redistributed first. Of a DTensor, the result may share its memory with `x` without autograd knowing, as with
-    ``to_local``: do not write to it in place.
+    it is redistributed first. The result may share its memory with `x`, as ``reshape`` does. Of DTensors, autograd
+    cannot follow writes in place to one of the two into the other: where a gradient would be wrong, it raises.
 
     Args:
         x: a DTensor; or with `layout` this rank's part, of shape ``layout.local_shape(rank)``.
@@ -141,12 +145,10 @@ def permute(
         ValueError: `dims` is no permutation, or `layout` sees some of the dims that move as one.
     """
     dims = [argument_values.integer(dim, "dims") for dim in argument_values.items(dims, "dims", "a list of dims")]
-    from . import parts  # imports torch
-
     if layout is None:
-        return parts.permuted(x, dims)
+        return _doing().permuted(x, dims)
     check_layout("layout", layout)
-    return parts.permuted_part(x, dims, layout, group)
+    return _doing().permuted_part(x, dims, layout, group)
 
 
 def transpose(x: Any, *args: Any, **others: Any) -> Any:
@@ -168,7 +170,7 @@ def _transposed(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    ndim = x.ndim if layout is None else len(layout.shape)
+    ndim = x.ndim if layout is None else len(_doing().shape_of(layout))
     a, b = _dim("dim0", dim0, ndim), _dim("dim1", dim1, ndim)
     dims = list(range(ndim))
     dims[a], dims[b] = b, a
@@ -189,9 +191,25 @@ def _viewed(
     redistribute: bool,
     group: dist.ProcessGroup | None,
 ) -> Any:
-    from . import parts  # imports torch
-
+    doing = _doing()
     if layout is None:
-        return parts.viewed(x, shape_of(tuple(x.shape)), redistribute)
+        return doing.viewed(x, shape_of(tuple(x.shape)), redistribute)
     check_layout("layout", layout)
-    return parts.viewed_part(x, shape_of(layout.shape), layout, redistribute, group)
+    return doing.viewed_part(x, shape_of(doing.shape_of(layout)), layout, redistribute, group)
+
+
+def _doing() -> Any:
+    """Returns the module that does it, here or in code that is being compiled. Both import torch."""
+    import torch
+
+    if torch.compiler.is_dynamo_compiling():
+        from . import graphs
+
+        return graphs
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+        from . import graphs
+
+        return graphs.outside
+    from . import parts
+
+    return parts

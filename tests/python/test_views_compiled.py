@@ -1,0 +1,140 @@
+"""Views in compiled code: values, gradients, what moves, and that a graph is made once, against the global tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import dtensors
+import shardwright as sw
+from compilers import fresh_compilers, recording
+from meshes import get_mesh
+from pool import Pool
+from test_views import _layout, mesh_of, part
+
+pytestmark = pytest.mark.cpu_only("compiled code is compared on the CPU")
+
+
+def _dtensors() -> None:
+    mesh = get_mesh((2, 2))
+    shape = (4, 6, 4)
+    numbers = torch.Generator().manual_seed(0)
+    for function, there in (
+        (lambda x: sw.view(x, (24, 4)), lambda x: x.view(24, 4)),
+        (lambda x: sw.flatten(x).sin(), lambda x: x.flatten().sin()),
+        (lambda x: sw.unflatten(x, 0, (2, -1)), lambda x: x.unflatten(0, (2, 2))),
+        (lambda x: sw.transpose(sw.flatten(x, 0, 1) * 2, 0, 1), lambda x: x.flatten(0, 1).t() * 2),
+        (lambda x: sw.permute(x, (2, 0, 1)).cos(), lambda x: x.permute(2, 0, 1).cos()),
+    ):
+        with fresh_compilers(), sw.enabled(strict=True, views=True):
+            graphs: list[str] = []
+            compiled = torch.compile(function, backend=recording(graphs), fullgraph=True)
+            for call in range(2):
+                whole = torch.randn(shape, generator=numbers)
+                plain = whole.clone().requires_grad_()
+                expected = there(plain)
+                weights = torch.randn(expected.shape, generator=numbers)
+                expected.backward(weights)
+                x = dtensors.distribute(whole, mesh, ["S(0)", "S(1)"]).requires_grad_()
+                with torch._dynamo.config.patch(error_on_recompile=call > 0):
+                    y = compiled(x)
+                    y.backward(DTensor(part(weights, _layout(y)), y._spec, requires_grad=False))  # type: ignore[call-arg]
+                torch.testing.assert_close(y.to_local(), part(expected.detach(), _layout(y)))
+                assert x.grad is not None and x.grad.placements == x.placements
+                torch.testing.assert_close(x.grad.to_local(), part(plain.grad, _layout(x)))  # type: ignore[arg-type]
+            assert len(graphs) == 2 and not any("c10d" in graph or "redistribute" in graph for graph in graphs)
+
+
+def test_dtensors(pool: Pool) -> None:
+    pool.run(_dtensors, 4)
+
+
+def _moved() -> None:
+    """A view that needs a move, there and back, and one that the gradient needs."""
+    mesh = get_mesh((2, 2))
+    whole = torch.arange(60.0).view(5, 12)
+
+    def function(x: DTensor) -> DTensor:
+        return sw.view(x, (60,), redistribute=True).sin()  # type: ignore[no-any-return]
+
+    with fresh_compilers(), sw.enabled(strict=True, views=True):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        for call in range(2):
+            x = dtensors.distribute(whole + call, mesh, ["S(0)", "R"]).requires_grad_()
+            plain = (whole + call).requires_grad_()
+            with torch._dynamo.config.patch(error_on_recompile=call > 0):
+                y = compiled(x)
+                y.sum().backward()
+            plain.view(60).sin().sum().backward()
+            with sw.enabled(strict=True):
+                torch.testing.assert_close(y.full_tensor(), plain.detach().view(60).sin())
+                assert x.grad is not None and x.grad.placements == x.placements
+                torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+        with pytest.raises(Exception, match="needs a move, because"):
+            torch.compile(lambda x: sw.view(x, (60,)), backend="aot_eager", fullgraph=True)(x)
+
+
+def test_a_view_that_needs_a_move(pool: Pool) -> None:
+    pool.run(_moved, 4)
+
+
+# Mesh, shape, placements, what it is seen as; the last two need a move.
+PARTS: list[tuple[tuple[int, ...], tuple[int, ...], list[str], tuple[int, ...]]] = [
+    ((2, 2), (4, 6, 5), ["S(0)", "S(1)"], (24, 5)),
+    ((4,), (16, 3), ["S(0)"], (2, 8, 3)),
+    ((2,), (5, 4), ["S(0)"], (20,)),
+    ((2,), (4, 5), ["S(1)"], (10, 2)),
+]
+
+
+def _parts() -> None:
+    for sizes, shape, placements, other in PARTS:
+        layout = sw.Layout(mesh_of(sizes), shape, placements)
+        whole = torch.arange(float(math.prod(shape))).view(shape)
+        seen_outside = []
+
+        def function(mine: torch.Tensor, layout: Any, other: Any = other) -> Any:
+            flat, seen = sw.view(mine * 1, other, layout, redistribute=True)
+            turned, there = sw.transpose(flat, 0, -1, seen)
+            return sw.unsqueeze(turned.sin(), 0, there)
+
+        with fresh_compilers():
+            compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+            for call in range(2):
+                mine = part(whole, layout).requires_grad_()
+                with torch._dynamo.config.patch(error_on_recompile=call > 0):
+                    y, seen = compiled(mine, layout)
+                    y.sum().backward()
+                seen_outside.append(seen)
+                expected = whole.view(other).transpose(0, -1).sin().unsqueeze(0)
+                torch.testing.assert_close(y, part(expected, seen))
+                assert mine.grad is not None
+                torch.testing.assert_close(mine.grad, part(whole.cos(), layout))
+            # Other layouts have other graphs.
+            replicated = sw.Layout(mesh_of(sizes), shape, ["R"] * len(sizes))
+            y, seen = compiled(part(whole, replicated), replicated)
+            torch.testing.assert_close(y, part(expected, seen))
+        assert seen_outside[0] == seen_outside[1]
+
+
+def test_parts(pool: Pool) -> None:
+    pool.run(_parts, 4)
+
+
+def _wrong_parts() -> None:
+    layout = sw.Layout(mesh_of((2,)), (4, 5), ["S(1)"])
+    for shape, x, match in (
+        ((10, 2), torch.zeros(4, 3 - dist.get_rank()), "needs a move, because"),
+        ((20,), torch.zeros(4, 5), "x: has shape"),
+    ):
+        with fresh_compilers(), pytest.raises(Exception, match=match):
+            torch.compile(lambda x, shape=shape: sw.view(x, shape, layout)[0], backend="aot_eager")(x)
+
+
+def test_wrong_parts(pool: Pool) -> None:
+    pool.run(_wrong_parts, 2)
