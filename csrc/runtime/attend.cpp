@@ -7,6 +7,8 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/_scaled_dot_product_fused_attention_overrideable.h>
+#include <ATen/ops/_scaled_dot_product_fused_attention_overrideable_backward.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -89,7 +91,7 @@ at::Tensor summed(const at::Tensor& gradient, int64_t times) {
   return gradient.unflatten(1, {-1, times}).to(at::kFloat).sum(2);
 }
 
-std::optional<at::Tensor> efficient_bias(const Operands& o) {
+std::optional<at::Tensor> expanded_bias(const Operands& o) {
   if (o.shape != BlockShape::kOther) return std::nullopt;
   return o.bias().expand({o.q.size(0), o.q.size(1), -1, -1});
 }
@@ -102,22 +104,22 @@ at::Tensor padded_lse(const at::Tensor& lse) {
   return padded;
 }
 
-void check_device(const at::Tensor& q) {
-  TORCH_CHECK_NOT_IMPLEMENTED(q.is_cpu() || q.is_cuda(), "attention: q is on ", q.device(),
-                              "; allowed are cpu and cuda, which have fused attention");
-}
-
 std::tuple<at::Tensor, at::Tensor> forward(const Operands& o) {
-  check_device(o.q);
   if (o.q.is_cpu()) {
     return at::_scaled_dot_product_flash_attention_for_cpu(o.q, o.k, o.v, 0.0, o.is_causal(), mask_of(o), o.scale);
+  }
+  if (!o.q.is_cuda()) {
+    const auto made = at::_scaled_dot_product_fused_attention_overrideable(
+        o.q, repeated(o.k, o.per_kv), repeated(o.v, o.per_kv), expanded_bias(o), 0.0, o.is_causal(),
+        /*return_debug_mask=*/false, o.scale);
+    return {std::get<0>(made), std::get<1>(made)};
   }
   if (is_for_flash(o)) {
     auto made = at::_scaled_dot_product_flash_attention(o.q, o.k, o.v, 0.0, o.is_causal(), false, o.scale);
     return {std::get<0>(made), std::get<1>(made)};
   }
   auto made = at::_scaled_dot_product_efficient_attention(o.q, repeated(o.k, o.per_kv), repeated(o.v, o.per_kv),
-                                                          efficient_bias(o), /*compute_log_sumexp=*/true, 0.0,
+                                                          expanded_bias(o), /*compute_log_sumexp=*/true, 0.0,
                                                           o.is_causal(), o.scale);
   return {std::get<0>(made), std::get<1>(made).narrow(2, 0, o.q.size(2))};
 }
@@ -125,10 +127,17 @@ std::tuple<at::Tensor, at::Tensor> forward(const Operands& o) {
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 Gradients backward(const Operands& o, const at::Tensor& dout, const at::Tensor& out, const at::Tensor& lse) {
-  check_device(o.q);
   if (o.q.is_cpu()) {
     return at::_scaled_dot_product_flash_attention_for_cpu_backward(dout, o.q, o.k, o.v, out, lse, 0.0, o.is_causal(),
                                                                     mask_of(o), o.scale);
+  }
+  const std::optional<at::Tensor> bias = expanded_bias(o);
+  if (!o.q.is_cuda()) {
+    const at::Tensor none;
+    const auto [dq, dk, dv, dbias] = at::_scaled_dot_product_fused_attention_overrideable_backward(
+        dout, o.q, repeated(o.k, o.per_kv), repeated(o.v, o.per_kv), bias.value_or(none), {true, true, true, false},
+        out, lse, none, none, o.q.size(2), o.k.size(2), 0.0, o.is_causal(), none, none, o.scale);
+    return {dq, summed(dk, o.per_kv), summed(dv, o.per_kv)};
   }
   const at::Tensor seed = at::zeros({}, o.q.options().dtype(at::kLong));
   if (is_for_flash(o)) {
@@ -136,7 +145,6 @@ Gradients backward(const Operands& o, const at::Tensor& dout, const at::Tensor& 
                                                             at::Tensor(), o.q.size(2), o.k.size(2), 0.0, o.is_causal(),
                                                             seed, seed, o.scale);
   }
-  const std::optional<at::Tensor> bias = efficient_bias(o);
   auto [dq, dk, dv, dbias] = at::_scaled_dot_product_efficient_attention_backward(
       dout, o.q, repeated(o.k, o.per_kv), repeated(o.v, o.per_kv), bias.value_or(at::Tensor()), out, padded_lse(lse),
       seed, seed, 0.0, {true, true, true, false}, o.is_causal(), o.scale);

@@ -3,8 +3,10 @@
 //   cpu    flash attention for CPU, with a mask where a block is neither full nor a triangle
 //   cuda   flash attention for 16-bit operands whose heads have a multiple of 8 elements, up to 256, and blocks that
 //          are full or a triangle; otherwise memory-efficient attention, for which heads of keys are repeated
+//   others the operator that PyTorch has for them, _scaled_dot_product_fused_attention_overrideable, with heads of keys
+//          repeated; c10::NotImplementedError where the device lacks it
 //
-// On other devices these functions throw c10::NotImplementedError. `buffers` are the flat tensors of a program, by
+// `buffers` are the flat tensors of a program, by
 // BufferId.
 #pragma once
 

@@ -207,6 +207,7 @@ def _traced(method: str) -> list[tuple[str, str, int, float, float]]:
     return [(event.lane, event.instruction, event.chunk, event.start, event.end) for event in events]
 
 
+@only_on_cpu
 def test_keys_travel_while_others_are_attended_to(pool: Pool) -> None:
     for events in pool.run(_traced, 4, "ring"):
         attends = [event for event in events if event[1].startswith("attend")]
@@ -231,7 +232,7 @@ def _with_dtensors() -> None:
         out.backward(distribute_tensor(dout, mesh, placements))
         found = [out.full_tensor(), *[t.grad.full_tensor() for t in given], lse.full_tensor()]  # type: ignore[union-attr]
         for one, right in zip(found, exact, strict=True):
-            torch.testing.assert_close(one.double(), right, atol=2e-5, rtol=0)
+            torch.testing.assert_close(one.cpu().double(), right, atol=2e-5, rtol=0)
 
 
 def test_dtensors_bring_their_placements(pool: Pool) -> None:
@@ -270,6 +271,7 @@ def _refusals() -> list[str]:
     return said
 
 
+@only_on_cpu
 def test_what_does_not_fit_is_named(pool: Pool) -> None:
     expected = [
         "k",
@@ -313,6 +315,7 @@ def _disagree() -> list[str]:
     return said
 
 
+@only_on_cpu
 def test_all_ranks_raise_where_one_does_not_fit_or_they_differ(pool: Pool) -> None:
     first, second = pool.run(_disagree, 2)
     assert all("on ranks [1] the arguments are not allowed" in text for text in first[:2])
@@ -331,6 +334,7 @@ def _heads_apart() -> None:
             sw.attention(*given, enable_gqa=True)
 
 
+@only_on_cpu
 def test_heads_of_keys_lie_with_the_queries_that_share_them(pool: Pool) -> None:
     pool.run(_heads_apart, 2)
 
@@ -347,6 +351,7 @@ def _differs() -> None:
         sw.check_ranks(False)
 
 
+@only_on_cpu
 def test_ranks_that_ask_for_different_things_are_told_in_debug_mode(pool: Pool) -> None:
     pool.run(_differs, 2)
 
@@ -357,6 +362,7 @@ def _explained() -> str:
     return sw.explain_attention(*mine, is_causal=True, enable_gqa=True, size=64, method="ring")
 
 
+@only_on_cpu
 def test_explained(pool: Pool) -> None:
     texts = pool.run(_explained, 4)
     assert len(set(texts)) == 1
@@ -457,6 +463,7 @@ def _as_stock_hands_over() -> None:
         F.scaled_dot_product_attention(*heads)
 
 
+@only_on_cpu
 def test_what_stands_in_for_pytorchs_does_as_it(pool: Pool) -> None:
     pool.run(_in_pytorchs_layers, 2)
     pool.run(_computed_again, 2)
@@ -482,6 +489,7 @@ def _in_a_layer() -> None:
     torch.testing.assert_close(out.double(), exact[0][:, :, places], atol=1e-5, rtol=0)
 
 
+@only_on_cpu
 def test_in_a_context_and_in_a_layer(pool: Pool) -> None:
     pool.run(_in_a_context, 3)
     pool.run(_in_a_layer, 3)
@@ -499,7 +507,7 @@ def _compiled() -> None:
         return out.square().sum()
 
     def loss_of_dtensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(meshes.device, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
             out = sw.attention(q, k, v, chunks=3, method="ring")
         return out.to_local().float().square().sum()
 
