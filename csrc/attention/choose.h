@@ -31,7 +31,8 @@ std::vector<AttentionForecast> forecasts(const Attention& attention, const Topol
                                          bool with_backward);
 
 // Returns the method with the least predicted time, the one with less memory where two are within 2%; serial unless
-// another one saves kLeastGainPercent (products/timeline.h). It depends on arguments that are the same on all ranks, so all ranks make the same choice.
+// another one saves kLeastGainPercent (products/timeline.h). It depends on arguments that are the same on all ranks, so
+// all ranks make the same choice.
 AttentionMethod choose(const Attention& attention, const Topology& topology, const GemmModel& model,
                        bool with_backward);
 
