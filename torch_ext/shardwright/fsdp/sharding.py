@@ -207,6 +207,10 @@ class _State:
         forward = runner.begin_forward(unit)
         if is_within_backward or not torch.is_grad_enabled():
             return args, kwargs
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # trees take long
+            if args[0].requires_grad:
+                args = _AtInputs.apply(functools.partial(runner.end_backward, unit, forward), args[0])  # type: ignore[no-untyped-call]
+            return args, kwargs
         flat, spec = tree_flatten((args, kwargs))
         where = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor) and value.requires_grad]
         if where:
@@ -237,7 +241,7 @@ class _State:
         runner.end_forward(unit)
         if is_within_backward or not torch.is_grad_enabled():
             return
-        for tensor in tree_flatten(output)[0]:
+        for tensor in [output] if isinstance(output, torch.Tensor) else tree_flatten(output)[0]:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(functools.partial(_begin_backward, runner, unit, forward))
 

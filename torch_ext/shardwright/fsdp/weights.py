@@ -67,7 +67,7 @@ class Weight:
         device = data.device if host is None else host.device
         local = _local(data).to(device)
         part = self._slice(local, self.store)
-        self._part_device_type = device.type if host is None else "cpu"
+        self._part_device_type, self._dtype = device.type if host is None else "cpu", data.dtype
         self.sharded = nn.Parameter(layouts.as_parameter(part, host), requires_grad=given.requires_grad)
         writes.watch(self.sharded)
         self.carried = Carried(dtypes.gathers, dtypes.use, self.rest, self.moves, device)
@@ -163,10 +163,8 @@ class Weight:
         if found is self.whole:
             pass  # since `unshard`
         elif found is not self.sharded:
-            fits = (
-                isinstance(found, DTensor) and found.shape == self.sharded.shape and found.dtype == self.sharded.dtype
-            )
-            placements = self.layouts.placements
+            own, placements = self.sharded, self.layouts.placements
+            fits = isinstance(found, DTensor) and found.shape == own.shape and found.dtype == own.dtype
             if not fits or found.device_mesh != self.mesh or tuple(found.placements) != placements:
                 raise RuntimeError(
                     f"{self.name}: the module has another parameter than sw.fully_shard gave it, a "
@@ -175,17 +173,19 @@ class Weight:
                 )
             self.sharded = found
             self.watch_again()
-        elif self.part.dtype != getattr(torch, self.rest.dtype):
+        part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
+        if part.dtype != self._dtype:
             raise RuntimeError(
-                f"{self.name}: has become {self.part.dtype}; allowed is {self.rest.dtype}, its dtype when "
-                "sw.fully_shard was called. Convert modules before"
+                f"{self.name}: has become {part.dtype}; allowed is {self._dtype}, its dtype when sw.fully_shard was "
+                "called. Convert modules before"
             )
-        if self.part.device.type != self._part_device_type:
+        if part.device.type != self._part_device_type:
             raise RuntimeError(
-                f"{self.name}: the module has it on {self.part.device}; allowed is {self._part_device_type}, where "
+                f"{self.name}: the module has it on {part.device}; allowed is {self._part_device_type}, where "
                 f"sw.fully_shard has put it{' as offload_policy says' if self._host is not None else ''}"
             )
-        self.whole.requires_grad_(self.sharded.requires_grad)
+        if self.whole.requires_grad != self.sharded.requires_grad:
+            self.whole.requires_grad_(self.sharded.requires_grad)
 
     def watch_again(self) -> None:
         """After another parameter was taken up, or another part put in its place."""
