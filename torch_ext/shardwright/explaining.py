@@ -1,17 +1,22 @@
-"""Shows how long products and their moves were predicted to take, and how long they took: `explain`."""
+"""Shows how long products and their moves were predicted to take, and how long they took: `explain`.
+
+So it does for steps of models under `fully_shard`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ._planner import Matmul
+from ._planner import Matmul, StepSchedule
 from .products import running
 from .tracing import Trace, TraceEvent, trace
 
 _WIDTH = 72
 _LANES = ("communication", "compute")
+_NOTHING = "no products with anything to move, and no step of a sharded model"
 
 
 class Explained(NamedTuple):
@@ -35,11 +40,36 @@ class Explained(NamedTuple):
     measured: Trace
 
 
-class Explanation(list[Explained]):
-    """One entry per program, in the order in which they ran. As text, each is a paragraph."""
+class ExplainedStep(NamedTuple):
+    """One step of a model under `fully_shard`: its schedule, and its lanes.
+
+    ``predicted``: empty if the step was not timed yet. ``measured``: how long uses took on this rank, and each transfer
+    in the meantime, also of others than weights. ``chunk`` is the number of a weight, -1 where it is not known.
+    """
+
+    what: str
+    schedule: StepSchedule
+    predicted: Trace
+    measured: Trace
+
+
+class HeardStep(NamedTuple):
+    """A step that has ended: its schedule, and begin and end of its uses in seconds since it was listened to."""
+
+    schedule: StepSchedule
+    names: list[str]  # of the schedule's weights
+    uses: list[tuple[float, float]]
+
+
+# How to listen to steps, for modules in later layers.
+step_listeners: list[Callable[[], contextlib.AbstractContextManager[list[HeardStep]]]] = []
+
+
+class Explanation(list[Explained | ExplainedStep]):
+    """One entry per program, in the order in which they ran, then one per step. As text, each is a paragraph."""
 
     def __str__(self) -> str:
-        return "\n\n".join(_paragraph(one) for one in self) or "no products with anything to move"
+        return "\n\n".join(_paragraph(one) for one in self) or _NOTHING
 
     def to_chrome(self) -> str:
         """Returns JSON for chrome://tracing and Perfetto, with predicted and measured lanes of each program."""
@@ -57,7 +87,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     All ranks that take part in the products must call this.
 
     Args:
-        function: `shardwright.linear`, for example, or anything that calls it.
+        function: `shardwright.linear`, for example, or anything that calls it; or a step of a model under
+            `fully_shard`, its backward included.
         args, kwargs: its arguments.
     """
     if not callable(function):
@@ -65,16 +96,21 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
             f"function: got a {type(function).__name__}; allowed is a function, such as shardwright.linear"
         )
     function(*args, **kwargs)
-    with running.listening() as calls, trace() as events:
+    with contextlib.ExitStack() as stack:
+        calls = stack.enter_context(running.listening())
+        events = stack.enter_context(trace())
+        heard = [stack.enter_context(listen()) for listen in step_listeners]
         function(*args, **kwargs)
     runs = sorted({event.run for event in events})
     by_run = {run: Trace(event for event in events if event.run == run) for run in runs}
     # Redistributes are programs too; keep the programs that have products.
     of_products = [by_run[run] for run in runs if any(_is_product(event) for event in by_run[run])]
-    return Explanation(
+    explained = Explanation(
         _explained(call, measured)
         for call, measured in zip(calls, [*of_products, *[Trace()] * len(calls)], strict=False)
     )
+    explained.extend(_explained_step(step, events) for steps in heard for step in steps)
+    return explained
 
 
 def _is_product(event: TraceEvent) -> bool:
@@ -100,7 +136,42 @@ def _explained(call: running.Call, measured: Trace) -> Explained:
     )
 
 
-def _paragraph(one: Explained) -> str:
+def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
+    schedule = step.schedule
+    uses = [(f"{kind} {', '.join(step.names[i] for i in weights)}", weights) for weights, kind, *_ in schedule.uses]
+    measured = Trace(
+        TraceEvent("compute", text, max(weights), 0, *span) for (text, weights), span in zip(uses, step.uses)
+    )
+    begin, end = (step.uses[0][0], step.uses[-1][1]) if step.uses else (0.0, 0.0)
+    measured += [
+        e._replace(chunk=-1) for e in events if e.lane == "communication" and begin <= e.end and e.start <= end
+    ]
+    predicted = Trace()
+    lanes = schedule.lanes
+    if lanes is not None:
+        spans = [("compute", text, max(weights), span) for (text, weights), span in zip(uses, lanes["uses"])]
+        for what, key, transfers in (
+            ("gather", "gathers", schedule.gathers),
+            ("reduce", "reductions", schedule.reductions),
+        ):
+            weights_of = [transfer[0] for transfer in transfers]
+            spans += [
+                ("communication", f"{what} {step.names[weight]}", weight, span)
+                for weight, span in zip(weights_of, lanes[key])
+            ]
+        predicted = Trace(
+            TraceEvent(lane, text, weight, 0, begin_ps / 1e12, end_ps / 1e12)
+            for lane, text, weight, (begin_ps, end_ps) in spans
+        )
+    what = (
+        f"a step of {len(schedule.uses)} uses, {len(schedule.gathers)} gathers, {len(schedule.reductions)} reductions"
+    )
+    return ExplainedStep(what, schedule, predicted, measured)
+
+
+def _paragraph(one: Explained | ExplainedStep) -> str:
+    if isinstance(one, ExplainedStep):
+        return "\n".join([one.what, *_bars("predicted", one.predicted), *_bars("measured", one.measured)])
     chunks = f"{one.chunks} chunk{'s' if one.chunks != 1 else ''}"
     lines = [f"{one.what}, with products: {one.method} in {chunks}{_depth_text(one.depth, one.sms_left)}"]
     if one.why_only_serial is not None:

@@ -13,15 +13,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from .. import argument_checks, groups
+from .. import argument_checks, explaining, groups
 from .._planner import StepSchedule
-from . import hosting
+from . import hosting, times
 from .agreement import check_same
 from .methods import ATTRIBUTE, original_class, sharded_class
 from .placing import Placer, Placing, ShardPlacer, data_mesh_of, kept_ranks_of
 from .policy import Policy, Wire
 from .steps import Runner
 from .weights import Unit, Weight
+
+explaining.step_listeners.append(times.listening)
 
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
 

@@ -30,6 +30,7 @@ import torch
 
 from .. import counters
 from .._planner import StepSchedule, overlapping_budget_bytes
+from . import times
 from .carrying import measure
 from .chunks import UnitInChunks
 from .landing import Reduction
@@ -255,9 +256,11 @@ class Runner:
             del self._plans[next(iter(self._plans))]
         if plan is None or not is_as_planned:
             self._plans[key] = _Plan(uses, self._schedule(key, uses, None), None)
-        elif clock is not None:
+        elif clock is not None and plan.times_ps is None:
             times_ps = self._agreed_times(clock)
             self._plans[key] = _Plan(uses, self._schedule(key, uses, times_ps), times_ps)
+        if clock is not None and times.listener is not None:
+            times.listener.hear(self._plans[key].schedule, [unit.name for unit in self.units], clock)
 
     def reschedule(self) -> None:
         """Takes up other wishes, from the next sequence on."""
@@ -276,8 +279,8 @@ class Runner:
             in_arena = (0, 0) if unit.wishes.stays_between_steps else (unit.use_bytes, unit.keep_bytes)
             lasts = (0, 0) if times_ps is None else (unit.gather_ps, unit.reduce_ps)
             weights.append((unit.name, unit.rest_bytes, *in_arena, unit.gradient_bytes, *lasts))
-        times = times_ps or [0] * len(uses)
-        parts = [(use.units, use.kind, use.gradients, ps) for use, ps in zip(uses, times, strict=True)]
+        all_ps = times_ps or [0] * len(uses)
+        parts = [(use.units, use.kind, use.gradients, ps) for use, ps in zip(uses, all_ps, strict=True)]
         options: dict[str, Any] = {
             "alignment_bytes": ALIGNMENT,
             "held_bytes": self._held_bytes(key, uses),
@@ -376,7 +379,8 @@ class Runner:
         self._uses = []
         self._key = key
         self._plan = self._plans.get(key)
-        self._clock = Clock(self.device) if self._plan is not None and self._plan.times_ps is None else None
+        is_timed = times.listener is not None or (self._plan is not None and self._plan.times_ps is None)
+        self._clock = Clock(self.device) if is_timed else None
         for unit in self.units:
             if not unit.forwards:  # the one that opens has looked already
                 unit.take_up_changes()

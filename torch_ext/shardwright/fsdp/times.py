@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _runtime
+from .._planner import StepSchedule
+from ..explaining import HeardStep
 
 
 class Clock:
@@ -27,12 +30,7 @@ class Clock:
 
     def mark(self) -> None:
         """A stretch begins, or ends."""
-        if self._device.type == "cpu":
-            self._marks.append(time.perf_counter_ns())
-            return
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        self._marks.append(event)
+        self._marks.append(_mark(self._device))
 
     def stretches_ps(self) -> list[int]:
         """Waits for the last one, and returns the length of each: at least a nanosecond."""
@@ -42,6 +40,51 @@ class Clock:
         if ends:
             ends[-1].synchronize()
         return [max(1000, round(1e9 * a.elapsed_time(b))) for a, b in zip(begins, ends, strict=True)]
+
+    def stretches_since(self, origins: dict[str, Any]) -> list[tuple[float, float]]:
+        """Begin and end of each stretch, in seconds since the marks that there are by type of device."""
+        origin = origins[self._device.type]
+        if self._device.type == "cpu":
+            seconds = [(mark - origin) / 1e9 for mark in self._marks]
+        else:
+            seconds = [origin.elapsed_time(mark) / 1e3 for mark in self._marks]
+        return list(zip(seconds[::2], seconds[1::2]))
+
+
+def _mark(device: torch.device) -> Any:
+    """Now: nanoseconds, or an event."""
+    if device.type == "cpu":
+        return time.perf_counter_ns()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+class Listener:
+    """Hears of the steps that end while it listens."""
+
+    def __init__(self) -> None:
+        self.steps: list[HeardStep] = []
+        devices = [torch.device("cpu"), torch.accelerator.current_accelerator()]
+        self._origins = {device.type: _mark(device) for device in devices if device is not None}
+
+    def hear(self, schedule: StepSchedule, names: list[str], clock: Clock) -> None:
+        clock.stretches_ps()  # waits
+        self.steps.append(HeardStep(schedule, names, clock.stretches_since(self._origins)))
+
+
+listener: Listener | None = None
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[HeardStep]]:
+    """Steps of models in this block are timed, and are in the list when they have ended."""
+    global listener
+    before, listener = listener, Listener()
+    try:
+        yield listener.steps
+    finally:
+        listener = before
 
 
 def agreed(times_ps: Sequence[int], mesh: DeviceMesh, device: torch.device) -> list[int]:
