@@ -82,6 +82,10 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # what they 
 # for both modules. Code that does not fit under a limit should first be looked at for parts that belong there.
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
 MAX_CODE_LINES = {
+    ".": 4250,
+    "attending": 650,
+    "calibration": 550,
+    "dtensor": 700,
     "fsdp": 2900,
     "graphs": 200,
     "mapping": 750,

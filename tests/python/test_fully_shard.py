@@ -21,7 +21,7 @@ import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
 from shardwright import _runtime
-from shardwright.fsdp.weights import Unit
+from shardwright.fsdp.units import Unit
 
 WIDTH = 6
 

@@ -19,7 +19,7 @@ from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import steps
 from shardwright.fsdp.methods import ATTRIBUTE
-from shardwright.fsdp.weights import Unit
+from shardwright.fsdp.units import Unit
 
 
 class Stop(BaseException):

@@ -19,7 +19,7 @@ import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp.landing import Reduction
-from shardwright.fsdp.weights import Unit
+from shardwright.fsdp.units import Unit
 from test_fully_shard import Model, full, loss_of, parts, shard, tokens_of, train, train_whole
 
 PATIENCE_SECONDS = 20.0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _runtime
-from .weights import Unit
+from .units import Unit
 
 
 def check_same(units: Sequence[Unit], options: Mapping[str, object], device: torch.device) -> None:

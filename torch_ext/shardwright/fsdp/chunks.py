@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from .. import _planner, _runtime, executables
 from ..layout import Layout
 from ..products.running import Call, Setting
-from .weights import Unit, Weight
+from .units import Unit
+from .weights import Weight
 
 # Where few ranks would make fewer chunks, each rank's part is divided.
 _LEAST_CHUNKS = 8

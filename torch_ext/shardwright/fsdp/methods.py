@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .steps import Runner
-from .weights import Unit
+from .units import Unit
 from .wishes import Wishes
 
 # The attribute of a module that holds the state of the unit that hooks it: `unit`, and `runner` or None.

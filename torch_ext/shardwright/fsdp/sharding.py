@@ -21,7 +21,8 @@ from .methods import ATTRIBUTE, original_class, sharded_class
 from .placing import Placer, Placing, ShardPlacer, data_mesh_of, kept_ranks_of
 from .policy import Policy, Wire
 from .steps import Runner
-from .weights import Unit, Weight
+from .units import Unit
+from .weights import Weight
 
 explaining.step_listeners.append(times.listening)
 

@@ -35,7 +35,8 @@ from .carrying import measure
 from .chunks import UnitInChunks
 from .landing import Reduction
 from .times import Clock, agreed
-from .weights import ALIGNMENT, Unit
+from .units import Unit
+from .weights import ALIGNMENT
 
 # A sequence with more uses is not scheduled: forwards with gradients that no backward follows.
 MAX_USES = 1 << 16

@@ -1,8 +1,7 @@
-"""Weights that are cut at rest and whole in use, in groups that are gathered together."""
+"""Weights that are cut at rest and whole in use."""
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -16,14 +15,13 @@ from .. import _planner, _runtime, executables
 from ..layout import Layout
 from ..plain_tensors import redistribute_part
 from . import hosting, writes
-from .carrying import Carried, Measured, measure
+from .carrying import Carried, Measured
 from .formats import with_dtype
 from .gradients import Arriving, Gradients
-from .landing import Landing, Reduction
+from .landing import Landing
 from .layouts import Layouts, most_bytes
 from .moves import Moves
 from .policy import Dtypes
-from .wishes import Wishes
 
 Version: TypeAlias = tuple[nn.Parameter, tuple[int, ...]]
 
@@ -31,7 +29,7 @@ Version: TypeAlias = tuple[nn.Parameter, tuple[int, ...]]
 ALIGNMENT = 256
 
 
-def _aligned(size_bytes: int) -> int:
+def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -92,7 +90,7 @@ class Weight:
         self._buffer_bytes = [] if self.is_held else [most_bytes(layout) for layout in self.carried.buffers(self.use)]
         self._is_staged = host is not None and self._held is None
         self._buffer_bytes += [most_bytes(self.rest)] * self._is_staged
-        self.gathered_bytes = sum(map(_aligned, (self.whole_bytes, *self._buffer_bytes)))
+        self.gathered_bytes = sum(map(aligned, (self.whole_bytes, *self._buffer_bytes)))
         self.rest_bytes = part.nbytes + (0 if self._held is None else self._held.nbytes)
         self.kept: torch.Tensor | None = None
         self._copy: tuple[Layout, Layout] | None = None  # `kept` as it is, and gathered
@@ -212,7 +210,7 @@ class Weight:
         if self._held is None:
             return
         now = self.sharded, self.version
-        if _differ([self._held_from], [now]):
+        if differ([self._held_from], [now]):
             self.finish_refresh()
             self._held_from = now
             if self._host is None:
@@ -240,11 +238,11 @@ class Weight:
         if from_kept and self.kept is not None and self._copy is not None:
             self.carried.start_from_copy(*self._copy, self.kept, self.memory.data)
             return
-        offset_bytes += _aligned(self.whole_bytes)
+        offset_bytes += aligned(self.whole_bytes)
         buffers = []
         for size_bytes in self._buffer_bytes:
             buffers.append(memory[offset_bytes : offset_bytes + size_bytes])
-            offset_bytes += _aligned(size_bytes)
+            offset_bytes += aligned(size_bytes)
         part = hosting.staged(self.part, buffers.pop()) if self._is_staged else self._at_rest
         self.carried.start(self.use, part, self.memory.data, buffers)
 
@@ -298,218 +296,10 @@ class Weight:
         self._landing.finish(self.sharded)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-class Unit:
-    """The weights of one call of `sw.fully_shard`. They are gathered together."""
-
-    def __init__(
-        self,
-        name: str,
-        modules: tuple[nn.Module, ...],
-        weights: list[Weight],
-        stays: bool,
-        host: hosting.Host | None = None,
-    ) -> None:
-        self.name = name
-        self.host = host
-        self._modules = [weakref.ref(module) for module in modules]
-        self.weights = weights
-        self.forwards: list[int] = []  # numbers of the forwards that are running, innermost last
-        self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
-        self.is_resident = False
-        self.wishes = Wishes(stays)
-        self.chunks: Any = None  # a UnitInChunks (fsdp/chunks.py), while some weights are gathered in chunks
-        self._in_arena = False  # which has another use for its memory in the next step
-        self.is_unsharded = False  # by `unshard`, and not used since
-        self._is_arriving = False
-        # Parameters at rest and their versions, when they were gathered, and when those were that a copy is kept of.
-        self._gathered_from: list[Version] = []
-        self._kept_from: list[Version] = []
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        return [module for reference in self._modules if (module := reference()) is not None]
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self.forwards or self.backwards)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it stays gathered until someone asks for something else."""
-        return (self.is_unsharded or self.wishes.stays_between_steps) and not self._in_arena
-
-    @property
-    def use_bytes(self) -> int:
-        return sum(weight.gathered_bytes for weight in self.weights)
-
-    @property
-    def rest_bytes(self) -> int:
-        return sum(weight.rest_bytes for weight in self.weights)
-
-    @property
-    def gradient_bytes(self) -> int:
-        return sum(weight.gradient_bytes for weight in self.weights if weight.sharded.requires_grad)
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether whole gradients wait for a reduction."""
-        return any(weight.gradients.are_kept for weight in self.weights)
-
-    @property
-    def kept_gradient_bytes(self) -> int:
-        """Of whole gradients that wait for a reduction, if all do."""
-        return sum(weight.kept_gradient_bytes for weight in self.weights if weight.sharded.requires_grad)
-
-    @property
-    def keep_bytes(self) -> int:
-        """What must stay from the first use of a step to the last."""
-        return self.use_bytes if self.wishes.stays else sum(_aligned(weight.kept_bytes) for weight in self.weights)
-
-    @property
-    def description(self) -> str:
-        """What determines its messages; the same on all ranks."""
-        stays = "stays gathered after forwards; " if self.wishes.stays else ""
-        return stays + "; ".join(weight.description for weight in self.weights)
-
-    @property
-    def gather_ps(self) -> int:
-        """How long a gather is predicted to take."""
-        return sum(weight.gather_ps for weight in self.weights)
-
-    @property
-    def reduce_ps(self) -> int:
-        return sum(weight.reduce_ps for weight in self.weights if weight.sharded.requires_grad)
-
-    @property
-    def _ahead(self) -> list[Weight]:
-        """What is gathered before a use."""
-        return [weight for weight in self.weights if self.chunks is None or not self.chunks.has(weight)]
-
-    def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:
-        """Starts to gather: from the copy that is kept if it is up to date, else from rest."""
-        self.start_refresh()
-        self.is_resident = True
-        now = [(weight.sharded, weight.version) for weight in self.weights]
-        from_kept = bool(self._kept_from) and not _differ(self._kept_from, now)
-        self._gathered_from = now
-        self._in_arena = True
-        self._is_arriving = True
-        scaled = (weight for weight in self.weights if weight.carried.format.needs_largest)
-        measure(weight.measured for weight in scaled if weight.carried.needs_measure(weight.source))
-        with contextlib.nullcontext() if self.host is None else self.host.fetching():
-            for weight in self._ahead:
-                weight.start_gather(memory, offset_bytes, from_kept)
-                offset_bytes += weight.gathered_bytes
-
-    def start_gather_alone(self) -> None:
-        """Starts to gather into memory of its own."""
-        device = next((weight.memory.device for weight in self.weights), torch.device("cpu"))
-        self.start_gather(torch.empty(self.use_bytes, dtype=torch.uint8, device=device))
-        self._in_arena = False
-
-    def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
-        """Before the unit is released, copies what is to be kept of it, unless that is there already."""
-        if _differ(self._kept_from, self._gathered_from):
-            for weight in self.weights:
-                weight.keep(memory, offset_bytes)
-                offset_bytes += _aligned(weight.kept_bytes)
-            self._kept_from = self._gathered_from
-
-    def drop_kept(self) -> None:
-        for weight in self.weights:
-            weight.drop_kept()
-        self._kept_from = []
-
-    def start_refresh(self) -> None:
-        """Starts to bring what is held at rest up to date with the parameters."""
-        for weight in self.weights:
-            weight.start_refresh()
-
-    def end_step(self) -> None:
-        for weight in self.weights:
-            weight.finish_refresh()
-        self.drop_kept()
-        self.finish_copies()
-
-    def finish_copies(self) -> None:
-        """The host waits until gradients are there, and until parts at rest may be written."""
-        if self.host is not None:
-            for weight in self.weights:
-                weight.finish_gradients()
-            self.host.wait()
-
-    def finish_gather(self) -> None:
-        if not self._is_arriving:
-            return
-        if self.host is not None:
-            self.host.join()
-        for weight in self.weights:
-            weight.carried.finish(weight.memory.data)
-        self._is_arriving = False
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether a part at rest was written or replaced after it was gathered."""
-        return _differ(self._gathered_from, [(weight.sharded, weight.version) for weight in self.weights])
-
-    def take_up_changes(self) -> None:
-        """Looks at the parameters that the modules have between uses."""
-        for weight in self.weights:
-            weight.take_up_changes()
-
-    def watch_again(self) -> None:
-        """After `nn.Module._apply`, which leaves DTensor parameters without their attributes, and may have written."""
-        for weight in self.weights:
-            weight.watch_again()
-
-    def release(self) -> None:
-        self.finish_gather()
-        for weight in self.weights:
-            weight.release()
-        self.is_resident = False
-        self._leave_chunks()
-        self.chunks = None
-
-    def _leave_chunks(self) -> None:
-        if self.chunks is not None:
-            self.chunks.end()
-
-    def put_whole(self) -> None:
-        for weight in self._ahead:
-            weight.put(weight.whole)
-        if self.chunks is not None:
-            self.chunks.begin()
-
-    def put_sharded(self) -> None:
-        """In place of the whole ones; those that users have replaced stay."""
-        self._leave_chunks()
-        for weight in self.weights:
-            weight.put_sharded()
-
-    def start_reduction(self) -> Reduction | None:
-        """Starts to reduce the gradients that autograd has left; None if there are none."""
-        reduction = Reduction([])
-        wishes = self.wishes
-        for weight in self.weights:
-            arriving = weight.start_reduction(wishes.reduces_over_replicas, wishes.divides_by)
-            if arriving is not None:
-                reduction.under_way.append((weight.add_gradient, arriving))
-        return reduction if reduction.under_way else None
-
-    def keep_gradients(self) -> None:
-        for weight in self.weights:
-            weight.keep_gradient()
-
-    def drop_gradients(self) -> None:
-        for weight in self.weights:
-            weight.whole.grad = None
-            weight.gradients.drop()
-
-
-def _differ(before: list[Version], now: list[Version]) -> bool:
+def differ(before: list[Version], now: list[Version]) -> bool:
     """Whether parameters were replaced or written."""
     return len(before) != len(now) or any(a is not b or i != j for (a, i), (b, j) in zip(before, now))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,224 @@
+"""Groups of weights that are gathered together."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import hosting
+from .carrying import measure
+from .landing import Reduction
+from .weights import Version, Weight, aligned, differ
+from .wishes import Wishes
+
+
+class Unit:
+    """The weights of one call of `sw.fully_shard`. They are gathered together."""
+
+    def __init__(
+        self,
+        name: str,
+        modules: tuple[nn.Module, ...],
+        weights: list[Weight],
+        stays: bool,
+        host: hosting.Host | None = None,
+    ) -> None:
+        self.name = name
+        self.host = host
+        self._modules = [weakref.ref(module) for module in modules]
+        self.weights = weights
+        self.forwards: list[int] = []  # numbers of the forwards that are running, innermost last
+        self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
+        self.is_resident = False
+        self.wishes = Wishes(stays)
+        self.chunks: Any = None  # a UnitInChunks (fsdp/chunks.py), while some weights are gathered in chunks
+        self._in_arena = False  # which has another use for its memory in the next step
+        self.is_unsharded = False  # by `unshard`, and not used since
+        self._is_arriving = False
+        # Parameters at rest and their versions, when they were gathered, and when those were that a copy is kept of.
+        self._gathered_from: list[Version] = []
+        self._kept_from: list[Version] = []
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for reference in self._modules if (module := reference()) is not None]
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.forwards or self.backwards)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it stays gathered until someone asks for something else."""
+        return (self.is_unsharded or self.wishes.stays_between_steps) and not self._in_arena
+
+    @property
+    def use_bytes(self) -> int:
+        return sum(weight.gathered_bytes for weight in self.weights)
+
+    @property
+    def rest_bytes(self) -> int:
+        return sum(weight.rest_bytes for weight in self.weights)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(weight.gradient_bytes for weight in self.weights if weight.sharded.requires_grad)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether whole gradients wait for a reduction."""
+        return any(weight.gradients.are_kept for weight in self.weights)
+
+    @property
+    def kept_gradient_bytes(self) -> int:
+        """Of whole gradients that wait for a reduction, if all do."""
+        return sum(weight.kept_gradient_bytes for weight in self.weights if weight.sharded.requires_grad)
+
+    @property
+    def keep_bytes(self) -> int:
+        """What must stay from the first use of a step to the last."""
+        return self.use_bytes if self.wishes.stays else sum(aligned(weight.kept_bytes) for weight in self.weights)
+
+    @property
+    def description(self) -> str:
+        """What determines its messages; the same on all ranks."""
+        stays = "stays gathered after forwards; " if self.wishes.stays else ""
+        return stays + "; ".join(weight.description for weight in self.weights)
+
+    @property
+    def gather_ps(self) -> int:
+        """How long a gather is predicted to take."""
+        return sum(weight.gather_ps for weight in self.weights)
+
+    @property
+    def reduce_ps(self) -> int:
+        return sum(weight.reduce_ps for weight in self.weights if weight.sharded.requires_grad)
+
+    @property
+    def _ahead(self) -> list[Weight]:
+        """What is gathered before a use."""
+        return [weight for weight in self.weights if self.chunks is None or not self.chunks.has(weight)]
+
+    def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:
+        """Starts to gather: from the copy that is kept if it is up to date, else from rest."""
+        self.start_refresh()
+        self.is_resident = True
+        now = [(weight.sharded, weight.version) for weight in self.weights]
+        from_kept = bool(self._kept_from) and not differ(self._kept_from, now)
+        self._gathered_from = now
+        self._in_arena = True
+        self._is_arriving = True
+        scaled = (weight for weight in self.weights if weight.carried.format.needs_largest)
+        measure(weight.measured for weight in scaled if weight.carried.needs_measure(weight.source))
+        with contextlib.nullcontext() if self.host is None else self.host.fetching():
+            for weight in self._ahead:
+                weight.start_gather(memory, offset_bytes, from_kept)
+                offset_bytes += weight.gathered_bytes
+
+    def start_gather_alone(self) -> None:
+        """Starts to gather into memory of its own."""
+        device = next((weight.memory.device for weight in self.weights), torch.device("cpu"))
+        self.start_gather(torch.empty(self.use_bytes, dtype=torch.uint8, device=device))
+        self._in_arena = False
+
+    def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
+        """Before the unit is released, copies what is to be kept of it, unless that is there already."""
+        if differ(self._kept_from, self._gathered_from):
+            for weight in self.weights:
+                weight.keep(memory, offset_bytes)
+                offset_bytes += aligned(weight.kept_bytes)
+            self._kept_from = self._gathered_from
+
+    def drop_kept(self) -> None:
+        for weight in self.weights:
+            weight.drop_kept()
+        self._kept_from = []
+
+    def start_refresh(self) -> None:
+        """Starts to bring what is held at rest up to date with the parameters."""
+        for weight in self.weights:
+            weight.start_refresh()
+
+    def end_step(self) -> None:
+        for weight in self.weights:
+            weight.finish_refresh()
+        self.drop_kept()
+        self.finish_copies()
+
+    def finish_copies(self) -> None:
+        """The host waits until gradients are there, and until parts at rest may be written."""
+        if self.host is not None:
+            for weight in self.weights:
+                weight.finish_gradients()
+            self.host.wait()
+
+    def finish_gather(self) -> None:
+        if not self._is_arriving:
+            return
+        if self.host is not None:
+            self.host.join()
+        for weight in self.weights:
+            weight.carried.finish(weight.memory.data)
+        self._is_arriving = False
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a part at rest was written or replaced after it was gathered."""
+        return differ(self._gathered_from, [(weight.sharded, weight.version) for weight in self.weights])
+
+    def take_up_changes(self) -> None:
+        """Looks at the parameters that the modules have between uses."""
+        for weight in self.weights:
+            weight.take_up_changes()
+
+    def watch_again(self) -> None:
+        """After `nn.Module._apply`, which leaves DTensor parameters without their attributes, and may have written."""
+        for weight in self.weights:
+            weight.watch_again()
+
+    def release(self) -> None:
+        self.finish_gather()
+        for weight in self.weights:
+            weight.release()
+        self.is_resident = False
+        self._leave_chunks()
+        self.chunks = None
+
+    def _leave_chunks(self) -> None:
+        if self.chunks is not None:
+            self.chunks.end()
+
+    def put_whole(self) -> None:
+        for weight in self._ahead:
+            weight.put(weight.whole)
+        if self.chunks is not None:
+            self.chunks.begin()
+
+    def put_sharded(self) -> None:
+        """In place of the whole ones; those that users have replaced stay."""
+        self._leave_chunks()
+        for weight in self.weights:
+            weight.put_sharded()
+
+    def start_reduction(self) -> Reduction | None:
+        """Starts to reduce the gradients that autograd has left; None if there are none."""
+        reduction = Reduction([])
+        wishes = self.wishes
+        for weight in self.weights:
+            arriving = weight.start_reduction(wishes.reduces_over_replicas, wishes.divides_by)
+            if arriving is not None:
+                reduction.under_way.append((weight.add_gradient, arriving))
+        return reduction if reduction.under_way else None
+
+    def keep_gradients(self) -> None:
+        for weight in self.weights:
+            weight.keep_gradient()
+
+    def drop_gradients(self) -> None:
+        for weight in self.weights:
+            weight.whole.grad = None
+            weight.gradients.drop()
