@@ -94,9 +94,23 @@ std::pair<at::Tensor, bool> start_registered(const ExecutableView& view, const a
   return {output, static_cast<bool>(work)};
 }
 
+void define_memory_of_peers(py::module_& m) {
+  m.def(
+      "use_peer_copies",
+      [](const std::string& group_name, const std::string& device_name, int64_t arena_bytes, int64_t min_bytes) {
+        const c10::Device device(device_name);
+        use_peer_copies(*group_named(group_name), device, {arena_bytes, min_bytes, timeout_of(group_name, device)});
+      },
+      py::arg("group_name"), py::arg("device"), py::arg("arena_bytes"), py::arg("min_bytes"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def("borrow_memory", &borrow_memory, py::arg("tensor"), py::arg("arena"), py::arg("offset_bytes"));
+  m.def("give_back_memory", &give_back_memory, py::arg("tensor"));
+}
+
 }  // namespace
 
 void define_executable(py::module_& m) {
+  define_memory_of_peers(m);
   using release_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<CompiledView>(m, "CompiledProgram")
       .def(py::init([](const std::string& plan_bytes, int64_t rank) {
@@ -141,14 +155,8 @@ void define_executable(py::module_& m) {
           py::arg("inputs"), release_gil())
       .def("__str__", [](const ExecutableView& v) { return v.compiled().origin().text(); });
   m.def(
-      "use_peer_copies",
-      [](const std::string& group_name, const std::string& device_name, int64_t arena_bytes, int64_t min_bytes) {
-        const c10::Device device(device_name);
-        use_peer_copies(*group_named(group_name), device, {arena_bytes, min_bytes, timeout_of(group_name, device)});
-      },
-      py::arg("group_name"), py::arg("device"), py::arg("arena_bytes"), py::arg("min_bytes"), release_gil());
-  m.def("borrow_memory", &borrow_memory, py::arg("tensor"), py::arg("arena"), py::arg("offset_bytes"));
-  m.def("give_back_memory", &give_back_memory, py::arg("tensor"));
+      "compiled", [](const std::string& text, int64_t rank) { return CompiledView{compiled_of(text, Rank{rank})}; },
+      py::arg("text"), py::arg("rank"));
   m.def(
       "executable",
       [](const std::string& text, const std::vector<std::string>& groups, int64_t rank) {

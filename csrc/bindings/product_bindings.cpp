@@ -231,16 +231,6 @@ void define_programs(MatmulClass& matmul) {
           },
           py::arg("schedule"), py::arg("rank"))
       .def(
-          "groups",
-          [](const MatmulView& view, const Schedule& schedule, int64_t rank) {
-            std::vector<std::pair<std::vector<int>, std::vector<int64_t>>> groups;
-            for (const Group& group : compile(view.matmul, schedule, Rank{rank}).groups) {
-              groups.emplace_back(group.mesh_dims.to_vector(), numbers(group.ranks));
-            }
-            return groups;
-          },
-          py::arg("schedule"), py::arg("rank"))
-      .def(
           "shapes",
           [](const MatmulView& view, int64_t rank) {
             const Program program = compile(view.matmul, {}, Rank{rank});

@@ -204,15 +204,6 @@ class MatmulOrigin : public Origin {
   std::string matmul_bytes_;
 };
 
-std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank) {
-  const std::string bytes = bytes_of(text);
-  if (is_attention(bytes)) return compiled_attention(bytes, rank);
-  if (!is_matmul(bytes)) return CompiledProgram::from_plan_bytes(bytes, rank);
-  const auto [matmul, schedule] = matmul_from_bytes(bytes);
-  return std::make_shared<CompiledProgram>(compile(matmul, schedule, rank), plans_of(matmul),
-                                           std::make_unique<MatmulOrigin>(bytes), rank);
-}
-
 using Redistribute = at::Tensor(const at::Tensor&, const std::string&, const std::vector<std::string>&, int64_t,
                                 const std::string&, const std::vector<std::string>&);
 
@@ -286,6 +277,15 @@ std::string bytes_of(const std::string& text) {
   } catch (const UserError& error) {
     TORCH_CHECK_VALUE(false, error.what());
   }
+}
+
+std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank) {
+  const std::string bytes = bytes_of(text);
+  if (is_attention(bytes)) return compiled_attention(bytes, rank);
+  if (!is_matmul(bytes)) return CompiledProgram::from_plan_bytes(bytes, rank);
+  const auto [matmul, schedule] = matmul_from_bytes(bytes);
+  return std::make_shared<CompiledProgram>(compile(matmul, schedule, rank), plans_of(matmul),
+                                           std::make_unique<MatmulOrigin>(bytes), rank);
 }
 
 ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank) {

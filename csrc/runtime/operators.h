@@ -15,6 +15,10 @@
 
 namespace shardwright {
 
+// Compiles a plan, a matmul or an attention, given as text, for a rank. Throws c10::ValueError on other text, and
+// UserError if the rank is not on its mesh.
+std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank);
+
 // Returns the executable of a plan or a matmul, given as text, for a rank, bound to these groups. It is cached, and
 // bound again if a name now refers to another group. Throws c10::ValueError if the text is not a plan.
 ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank);

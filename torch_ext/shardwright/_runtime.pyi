@@ -12,7 +12,7 @@ torch_version: str
 has_cuda: bool
 
 class CompiledProgram:
-    """One rank's program for a plan."""
+    """One rank's program for a plan, or for what `compiled` is given."""
 
     def __init__(self, plan_bytes: bytes, rank: int) -> None: ...
     @property
@@ -97,6 +97,9 @@ class Executable:
         """Starts to write the result to `out`; returns what to wait for, or None if nothing is pending."""
 
     def run_all(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+def compiled(text: str, rank: int) -> CompiledProgram:
+    """Compiles an operator's text for a rank."""
 
 def executable(text: str, group_names: Sequence[str], rank: int) -> Executable:
     """Returns the cached executable for an operator's text, bound to these groups."""

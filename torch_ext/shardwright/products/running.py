@@ -151,12 +151,10 @@ class Flow:
         is_free = where.method is None or where.chunks is None
         if is_free and matmul.communicates and model == tables.default_gemm_model(where.device_type):
             tables.note_default(model.name, executables.is_first_rank)
-        names = executables.names_of(
-            matmul.groups(schedule, where.rank), device_mesh=where.device_mesh, group=where.group
-        )
         program = matmul.to_text(schedule)
-        executable = _runtime.executable(program, names, where.rank)
-        return Call(program, tuple(names), where.rank, model, executable)
+        compiled = _runtime.compiled(program, where.rank)
+        names = executables.names_of(compiled.groups, device_mesh=where.device_mesh, group=where.group)
+        return Call(program, tuple(names), where.rank, model, compiled.bind(names))
 
 
 # The number of backwards kept per product; they differ in the gradients requested and in their layouts.
