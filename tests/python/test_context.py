@@ -376,6 +376,14 @@ def _groups_end() -> None:
             sw.redistribute_local(torch.ones(2, 8), src, dst, group=group)
             sw.operator(src, dst, group=group)(torch.ones(2, 8))
             sw.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 8), group=group, size=8, columns=8 * WORLD)
+            sw.redistribute_many([(torch.ones(2, 8), src, dst)], group=group)
+            sw.attention(*torch.ones(3, 1, 1, 2, 8), group=group, size=2 * WORLD)
+            ids = torch.zeros(2, 1, dtype=torch.int64)
+            rows, _, handle = sw.dispatch(torch.ones(2, 8), ids, None, [[r] for r in range(WORLD)], group=group)
+            sw.combine(rows, handle)
+            with sw.jit_weight(torch.ones(2, 8), src, sw.Layout(mesh, SHAPE, ["R"]), group=group) as whole:
+                whole.sum()
+            del rows, handle, whole
     alive = weakref.ref(group)
     dist.destroy_process_group(group)
     del group

@@ -17,7 +17,7 @@ class TraceEvent(NamedTuple):
     ``lane``: ``"compute"`` or ``"communication"``. ``instruction``: its text, as in listings of programs. ``chunk``:
     the chunk of a product that it belongs to, or -1. ``run``: the number of its program, in the order in which programs
     were started. ``start`` and ``end``: seconds since the trace began. A transfer begins when it is handed to the
-    process group (on a GPU, when its stream comes to it), and ends when the program that waits for it sees that it is
+    process group (on a GPU, when its stream reaches it), and ends when the program that waits for it sees that it is
     done (on a GPU, when its stream does).
     """
 

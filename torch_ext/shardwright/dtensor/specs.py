@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -28,6 +28,14 @@ def layout_of_spec(spec: DTensorSpec, shape: Sequence[int], dtype: torch.dtype) 
 _CUT = re.compile(r"S\((\d+)\)|SS\((\d+),(\d+)\)")
 
 
+def placement_of(text: str) -> Placement:
+    """Returns the placement of a Layout in torch's terms; any pending reduction as a sum."""
+    cut = _CUT.fullmatch(text)
+    if cut is None:
+        return Partial() if text.startswith("P") else Replicate()
+    return _StridedShard(int(cut[2]), split_factor=int(cut[3])) if cut[1] is None else Shard(int(cut[1]))
+
+
 def spec_of_layout(layout: _planner.Layout, like: DTensorSpec, meta: TensorMeta | None) -> DTensorSpec | None:
     """Returns the spec of a layout on the mesh of `like`, whose pending reductions it keeps; None if there is none.
 
@@ -35,17 +43,8 @@ def spec_of_layout(layout: _planner.Layout, like: DTensorSpec, meta: TensorMeta 
     """
     if not layout.mesh.has_same_ranks(Mesh(like.mesh)) or not _planner.is_known_to_dtensor(layout):
         return None
-    placements: list[Placement] = []
-    for text, old in zip(layout.placements, like.placements, strict=True):
-        cut = _CUT.fullmatch(text)
-        if old.is_partial():
-            placements.append(old)
-        elif cut is None:
-            placements.append(Replicate())
-        elif cut[1] is not None:
-            placements.append(Shard(int(cut[1])))
-        else:
-            placements.append(_StridedShard(int(cut[2]), split_factor=int(cut[3])))
+    pairs = zip(layout.placements, like.placements, strict=True)
+    placements = [old if old.is_partial() else placement_of(text) for text, old in pairs]
     encodes_order = False
     for dim, order in layout.shard_order.items():
         for i, mesh_dim in enumerate(order):

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._prims_common import make_contiguous_strides_for
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from .. import _planner, checking, counters, executables
 from ..argument_values import dtype_text, placement_texts
-from ..dtensor.specs import layout_of_spec
+from ..dtensor.specs import layout_of_spec, placement_of
 from ..topology import tables_now
 from .running import Product, Setting
 
@@ -230,29 +231,20 @@ def layout_of(spec: DTensorSpec) -> _planner.Layout:
 def _spec_of(mesh: Any, layout: _planner.Layout, placements: tuple[Placement, ...]) -> DTensorSpec:
     """Returns the spec of a row-major tensor. Layouts that differ only along mesh dims of size 1 are equal, so the
     placements must be given."""
-    stride = [1] * len(layout.shape)
-    for d in range(len(stride) - 2, -1, -1):
-        stride[d] = stride[d + 1] * max(layout.shape[d + 1], 1)
+    stride = make_contiguous_strides_for(layout.shape)
     meta = TensorMeta(torch.Size(layout.shape), tuple(stride), getattr(torch, layout.dtype))
     return DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
 def _placements(layout: _planner.Layout) -> tuple[Placement, ...]:
-    return tuple(map(_placement, layout.placements))
-
-
-def _placement(name: str) -> Placement:
-    if name.startswith("S("):
-        return Shard(int(name[2:-1]))
-    return Partial() if name.startswith("P(") else Replicate()
+    return tuple(map(placement_of, layout.placements))
 
 
 def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = ()) -> tuple[Placement, ...]:
     """Returns the placements of a gradient: R in place of pending sums, but pending sums where `names` have P."""
-    found = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
-    if names:
-        found = tuple(Partial() if name.startswith("P(") else p for name, p in zip(names, found, strict=True))
-    return found
+    pending = [placement_of(name).is_partial() for name in names] or [False] * len(placements)
+    whole = (Replicate() if placement.is_partial() else placement for placement in placements)
+    return tuple(Partial() if pends else p for pends, p in zip(pending, whole, strict=True))
 
 
 @executables.kept
