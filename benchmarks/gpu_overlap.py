@@ -233,7 +233,7 @@ def time_schedules(bench: Bench, matmul: Matmul, case: Case, num_ranks: int, gem
     schedules: list[dict] = []
     for schedule, predicted in forecasts:
         text = matmul.to_text(schedule)
-        names = [bench.groups[num_ranks].group_name for _ in matmul.groups(schedule, RANK)]
+        names = [bench.groups[num_ranks].group_name for _ in _runtime.compiled(text, RANK).groups]
 
         def call(text: str = text, names: list[str] = names) -> list[torch.Tensor]:
             return torch.ops.shardwright.matmul(inputs, text, names, RANK)
