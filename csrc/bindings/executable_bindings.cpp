@@ -52,11 +52,14 @@ ExecutableView bind(const CompiledView& view, const std::vector<std::string>& na
 using CommunicationParts =
     std::tuple<std::string, std::string, std::vector<int>, std::vector<int64_t>, int64_t, int64_t, int64_t>;
 
-// The ranks of the group that a rank is in during a step, ascending; none if the step is on a mesh without it.
+// The ranks of the group that a rank is in during a step, ascending; none if the step is on meshes without it.
 std::vector<int64_t> members_in(const Step& step, Rank rank) {
   const Mesh& mesh = step.before.mesh();
-  if (is_crossing(step.op)) return numbers(ranks_of(mesh, step.after.mesh()));
   const std::optional<Position> position = mesh.position_of(rank);
+  if (is_crossing(step.op)) {
+    const bool takes_part = position || step.after.mesh().position_of(rank);
+    return takes_part ? numbers(ranks_of(mesh, step.after.mesh())) : std::vector<int64_t>{};
+  }
   if (!position) return {};
   return numbers(mesh.ranks_at(mesh.group(*position, step.mesh_dims)));
 }

@@ -57,6 +57,24 @@ def test_json_names_segments() -> None:
         sw.plan_from_json(json.dumps(table))
 
 
+def test_json_names_relays() -> None:
+    slow = sw.Link(1_000_000_000, 1000)
+    topology = sw.Topology("slow messages", 8, 1000, 100, slow, slow)
+    src = sw.Layout(sw.Mesh({"a": 1}), (77,), ["R"])
+    dst = sw.Layout(sw.Mesh({"b": 40}, range(1, 41)), (77,), ["S(0)"])
+    for ends in ((src, dst), (dst, src)):
+        plan = sw.plan(*ends, topology=topology)
+        table = json.loads(plan.to_json())
+        assert [step.op for step in plan.steps] == ["cross", "cross"] and table["relay_mesh"]["dim_names"] == ["relay"]
+        jsonschema.validate(table, SCHEMA)
+        read = sw.plan_from_json(json.dumps(table))
+        assert read.to_bytes() == plan.to_bytes()
+        assert read.simulate() == plan.wire_bytes_sum
+        del table["relay_mesh"]
+        with pytest.raises(ValueError, match="7 sizes"):
+            sw.plan_from_json(json.dumps(table))
+
+
 @pytest.mark.parametrize("plan", _plans(), ids=str)
 def test_json_is_what_the_schema_says(plan: sw.Plan) -> None:
     jsonschema.validate(json.loads(plan.to_json()), SCHEMA)
