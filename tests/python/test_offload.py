@@ -254,7 +254,7 @@ def _runs_beside_products() -> None:
 
         host = layers[layers.index(module) + 1]._shardwright_unit.unit.host
         late = torch.Event(meshes.device)
-        async_device.native().sleep(2000)
+        async_device.native().sleep(800)
         late.record()
         host._fetched.synchronize()
         seen.append(not late.query())
