@@ -36,9 +36,12 @@ class ChunkedWeight:
         self.plan = plan
         self.schedule = schedule
         self.transfer_ps = transfer_ps  # of all chunks
-        self.module: Any = weight.places[0][0]
         self._calls: dict[tuple[int, bool], Call] = {}
         self._is_whole = False
+
+    @property
+    def module(self) -> Any:
+        return self.weight.places[0][0]
 
     @property
     def num_chunks(self) -> int:
