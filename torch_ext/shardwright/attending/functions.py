@@ -140,7 +140,7 @@ def ask(
     if merge != "float32":
         raise ValueError(f"merge: {merge!r}; allowed is 'float32'")
     try:
-        if layout is not None:  # of which Dynamo in torch 2.11 takes no hash
+        if not torch.compiler.is_compiling():  # Dynamo in torch 2.11 takes no hash
             hash(layout)
     except TypeError:
         raise ValueError(
