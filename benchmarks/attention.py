@@ -4,8 +4,9 @@
     make bench-attention ARGS="--quick --out /tmp/attention.json"
 
 Needs root and iproute2 (tools/testnet). Ranks have one thread each. "attention" is what a rank computes, alone. What is
-hidden of a method is 1 - (its time - attention) / (serial - attention). The exit status is 1 if a method returned a
-wrong result, and 3 if links cannot be made.
+hidden of a method is 1 - (its time - attention) / (serial - attention). "stock" is PyTorch's context_parallel, where it
+runs on CPU: not causal, without a backward, by products of matrices (docs/attention.md). The exit status is 1 if a
+method returned a wrong result, and 3 if links cannot be made.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import experimental  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
@@ -35,6 +39,7 @@ from report import say  # noqa: E402
 from shardwright.attending import functions, problem  # noqa: E402
 
 METHODS = ("serial", "ring", "gather", "ulysses")
+TWO_LEVEL = "two_level"  # where there are several nodes of several ranks
 ROUNDS, QUICK_ROUNDS = 7, 3
 
 
@@ -78,11 +83,24 @@ def alone(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call
     return compute
 
 
+def stock(parts: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """PyTorch's context_parallel of this rank's parts."""
+    experimental._attention._cp_options.enable_load_balance = False
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def call() -> torch.Tensor:
+        some = [torch.zeros(dist.get_world_size())]  # it does not go without a buffer
+        with sdpa_kernel(SDPBackend.MATH), experimental.context_parallel(mesh, buffers=some, buffer_seq_dims=[0]):
+            return F.scaled_dot_product_attention(*parts)
+
+    return call
+
+
 def layout_of(case: Case) -> str:
     return "zigzag" if case.is_causal else "contiguous"
 
 
-def measure(case: Case, rounds: int) -> dict[str, Any]:
+def measure(case: Case, rounds: int, per_node: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     heads = (case.heads, case.kv_heads, case.kv_heads)
     whole = [torch.randn(1, n, case.length, case.depth, generator=generator) for n in heads]
@@ -101,8 +119,11 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
         return call
 
-    calls: dict[str, Callable[[], Any]] = {name: by(name) for name in METHODS}
+    methods = [*METHODS, *([TWO_LEVEL] if 1 < per_node < dist.get_world_size() else [])]
+    calls: dict[str, Callable[[], Any]] = {name: by(name) for name in methods}
     calls["auto"] = by("auto")
+    if not case.is_causal and not case.backward:
+        calls["stock"] = stock(mine)
     right = over_ranks(
         [float(torch.allclose(call(), expected, atol=1e-4)) for call in calls.values()], dist.ReduceOp.MIN
     )
@@ -111,7 +132,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     if not case.backward:
         calls["attention"] = alone(case, mine[0], *whole[1:])
     seconds = timing.among_ranks(calls).of_count(rounds).low
-    best = min(METHODS, key=seconds.__getitem__)
+    best = min(methods, key=seconds.__getitem__)
     row: dict[str, Any] = {
         "case": case._asdict(),
         "ms": {name: round(1e3 * value, 2) for name, value in seconds.items()},
@@ -122,7 +143,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     }
     if "attention" in seconds:
         moved = seconds["serial"] - seconds["attention"]
-        row["hidden"] = {n: round(1 - (seconds[n] - seconds["attention"]) / moved, 3) for n in (*METHODS, "auto")}
+        row["hidden"] = {n: round(1 - (seconds[n] - seconds["attention"]) / moved, 3) for n in (*methods, "auto")}
     return row
 
 
@@ -135,7 +156,7 @@ def run_rank(network: Network, quick: bool, out: str) -> None:
     rows = []
     say(f"{network.nodes} nodes of {network.per_node}, {network.gbit} Gbit/s")
     for case in CASES[:1] if quick else CASES:
-        rows.append(measure(case, QUICK_ROUNDS if quick else ROUNDS))
+        rows.append(measure(case, QUICK_ROUNDS if quick else ROUNDS, network.per_node))
         times = "  ".join(f"{name} {value:.1f}" for name, value in rows[-1]["ms"].items())
         say(f"  {case.name:30} {times}  chosen {rows[-1]['chosen']}, hidden {rows[-1].get('hidden')}")
     if dist.get_rank() == 0:
