@@ -1,0 +1,28 @@
+"""The model of examples/context_parallel.py trains on ranks of four kinds as it does on one."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+from pool import Pool
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
+
+import context_parallel
+
+
+def _losses() -> tuple[list[float], list[float]]:
+    mesh = init_device_mesh("cpu", (1, 2, 2, 2), mesh_dim_names=context_parallel.DIMS)
+    return context_parallel.train(mesh, length=13, steps=3)
+
+
+@pytest.mark.long
+@pytest.mark.cpu_only("its mesh is of CPU ranks")
+def test_trains_as_the_whole_model(pool: Pool) -> None:
+    for found, right in pool.run(_losses, 8):
+        assert found == pytest.approx(right, rel=1e-5)
+        assert right[0] != right[1] != right[2]
