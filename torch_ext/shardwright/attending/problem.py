@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +75,9 @@ class _Where(NamedTuple):
     group: dist.ProcessGroup | None
 
 
-_planned: executables.Kept[Planned] = executables.Kept()
+# By who shares the sequence, because a plan is made by all of them together: they make plans, and drop old ones, alike.
+_planned: executables.Kept[dict[Hashable, Planned]] = executables.Kept()
+MAX_PLANNED = 1024
 
 
 def call_for(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Call:
@@ -122,8 +124,15 @@ def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup
         (t._spec, t._local_tensor.shape) if isinstance(t, DTensor) else (t.shape, t.dtype, t.device) for t in tensors
     )
     needs_grad = asked.method == "auto" and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    key = (asked, described, needs_grad, None if group is None else groups.weakly(group))
-    return _planned.get_or_make(key, lambda: _make(asked, tensors, group, needs_grad))
+    sharers = tensors[0].device_mesh if isinstance(tensors[0], DTensor) else None
+    key = (asked, described, needs_grad)
+    kept = _planned.get_or_make((sharers, None if group is None else groups.weakly(group)), dict)
+    planned = kept.get(key)
+    if planned is None:
+        kept[key] = planned = _make(asked, tensors, group, needs_grad)
+        if len(kept) > MAX_PLANNED:
+            del kept[next(iter(kept))]
+    return planned
 
 
 def _make(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, needs_grad: bool) -> Planned:
