@@ -101,9 +101,10 @@ class ChunkedWeight:
         """The program for so many rows. Its transfers do not depend on them, so ranks may have different numbers."""
         matmul = _matmul(self.plan, rows, has_bias)
         rank, where = dist.get_rank(), Setting(self.weight.memory.device.type)
-        names = executables.names_of(matmul.groups(self.schedule, rank), device_mesh=self.weight.mesh)
         text = matmul.to_text(self.schedule)
-        return Call(text, tuple(names), rank, where.model(self.plan.src.dtype), _runtime.executable(text, names, rank))
+        compiled = _runtime.compiled(text, rank)
+        names = executables.names_of(compiled.groups, device_mesh=self.weight.mesh)
+        return Call(text, tuple(names), rank, where.model(self.plan.src.dtype), compiled.bind(names))
 
 
 class UnitInChunks:
