@@ -16,13 +16,14 @@ import context_parallel
 
 
 def _losses() -> tuple[list[float], list[float]]:
-    mesh = init_device_mesh("cpu", (1, 2, 2, 2), mesh_dim_names=context_parallel.DIMS)
+    # Weights are cut over the ranks of cp: eight ranks, two of them for other samples, take much longer on few cores.
+    mesh = init_device_mesh("cpu", (1, 1, 2, 2), mesh_dim_names=context_parallel.DIMS)
     return context_parallel.train(mesh, length=13, steps=3)
 
 
 @pytest.mark.long
 @pytest.mark.cpu_only("its mesh is of CPU ranks")
 def test_trains_as_the_whole_model(pool: Pool) -> None:
-    for found, right in pool.run(_losses, 8):
+    for found, right in pool.run(_losses, 4):
         assert found == pytest.approx(right, rel=1e-5)
         assert right[0] != right[1] != right[2]
