@@ -57,7 +57,12 @@ def _check_all(equation: str, sizes: tuple[int, ...]) -> None:
             _check(equation, cut, sizes)
 
 
-@pytest.mark.parametrize("equation", cases.EQUATIONS)
+QUICK = ("bikc,bjkc->bijc", "bihn,hnj->bij", "bij,bij->", "bi,bj->bij")
+
+
+@pytest.mark.parametrize(
+    "equation", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.long) for one in cases.EQUATIONS]
+)
 def test_one_cut(pool: Pool, equation: str) -> None:
     pool.run(_check_all, 2, equation, (2,))
 

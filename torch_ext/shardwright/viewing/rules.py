@@ -98,7 +98,8 @@ def _propagate(schema: OpSchema) -> OutputSharding:
     if schema.op in _OF_OTHERS:
         raise NotImplementedError(f"{schema.op} is made of other operators")
     rule = _RULES.get(schema.op)
-    if rule is None and torch.Tag.pointwise in schema.op.tags:
+    tags = schema.op.tags
+    if rule is None and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
         rule = _pointwise
     ours = rule(schema) if rule is not None else None
     if ours is None:
@@ -309,21 +310,26 @@ def _of_product(
 
 
 def _pointwise(schema: OpSchema) -> OutputSharding | None:
-    """Elementwise functions of what is cut in strides: what else cuts the result does so alike, or is whole."""
+    """Elementwise functions of what is cut in strides, and others for which PyTorch would move something: what else
+    cuts the result does so alike, or is whole."""
     specs = [arg for arg in schema.args_schema if isinstance(arg, DTensorSpec)]
     is_simple = schema.op._schema.returns and not schema.is_out_variant_op() and len(specs) == len(schema.args_spec)
-    if not is_simple or not any(map(is_strided, specs)) or not all(map(_is_plain, specs)):
+    if not is_simple or not all(map(_is_plain, specs)):
         return None
+    if not any(map(is_strided, specs)):
+        is_alike = len({spec.placements for spec in specs}) < 2
+        if is_alike or not _by_torch(schema).needs_redistribute:
+            return None
     flags = {spec.use_strided_shard_as_shard_order for spec in specs if is_strided(spec)}
     if len(flags) > 1 or any(spec.mesh != specs[0].mesh for spec in specs):
         return None
     meta: Any = _meta(schema)
     if not isinstance(meta, TensorMeta):
         return None
-    strided = next(spec for spec in specs if is_strided(spec))
+    like = next(filter(is_strided, specs), specs[0])
     placements: list[Placement] = []
     needed: list[list[Placement]] = [[] for _ in specs]
-    for mesh_dim in range(strided.mesh.ndim):
+    for mesh_dim in range(like.mesh.ndim):
         given = [spec.placements[mesh_dim] for spec in specs]
         cuts: list[Any] = [
             _on(p, p.dim + len(meta.shape) - s.ndim) for p, s in zip(given, specs, strict=True) if _is_cut(p)
@@ -338,10 +344,10 @@ def _pointwise(schema: OpSchema) -> OutputSharding | None:
     keeps_first = not schema.is_inplace_op() or (tuple(needed[0]) == tuple(placements) == specs[0].placements)
     if not keeps_first:
         return None
-    result = _like(strided, placements, meta)
+    result = _like(like, placements, meta)
     if all(tuple(now) == spec.placements for now, spec in zip(needed, specs, strict=True)):
         return OutputSharding(result)
-    left = iter([_like(strided, now, spec.tensor_meta) for now, spec in zip(needed, specs, strict=True)])
+    left = iter([_like(like, now, spec.tensor_meta) for now, spec in zip(needed, specs, strict=True)])
     args = tuple(next(left) if isinstance(arg, DTensorSpec) else arg for arg in schema.args_schema)
     return OutputSharding(result, OpSchema(schema.op, args, schema.kwargs_schema), needs_redistribute=True)
 
