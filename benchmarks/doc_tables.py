@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "links.md"]
 END = "<!-- end -->"
 WIDTH = 120
 
@@ -140,7 +140,80 @@ def plans_before_and_after() -> list[str]:
     return table(["", "before", "after"], rows)
 
 
+def link_of(network: dict[str, Any]) -> str:
+    return f"{network['nodes']} x {network['per_node']}, {network['gbit']:g} Gbit/s"
+
+
+def products_over_links() -> list[str]:
+    rows = []
+    for network in results("links-torch2.15.0")["networks"]:
+        for row in network["products_behind_moves"]:
+            if row["rows_k_columns"] != [4096, 1024, 1024]:
+                continue
+            ms, again = row["ms"], row["again_ms"]
+            best = again.get(row["best"], again["chosen"])
+            times = [f"{ms[name]:.0f}" for name in ("product", "transfer", "stock", "serial 1")]
+            possible = row["hidden_of_possible"]["chosen"]
+            hidden = [f"{row['hidden']['chosen']:.2f}", "–" if possible is None else f"{possible:.2f}"]
+            chosen = f"{again['chosen']:.0f} ({row['chosen']})"
+            rows.append(
+                [link_of(network["network"]), row["kind"], *times, chosen, f"{best:.0f} ({row['best']})", *hidden]
+            )
+    head = ["nodes x ranks, link", "function", "product", "transfer", "stock", "serial", "chosen", "fastest method"]
+    return table([*head, "hidden", "of what can be"], rows)
+
+
+def links_in_short() -> list[str]:
+    found = results("links-torch2.15.0")["summary"]
+    text = (
+        f"Over all {found['rows']} rows, the chosen method is {found['stock_over_chosen_mean']:.2f} times as fast as "
+        f"stock and {found['serial_over_chosen_mean']:.2f} times as fast as serial (geometric means). It is within 3% "
+        f"of the fastest method in {found['chosen_within_3_percent_of_best']} rows, "
+        f"{found['chosen_over_best_worst']:.2f} times as slow at worst, and more than 3% slower than serial in "
+        f"{found['chosen_slower_than_serial']}. Of the {found['long_rows']} rows with at least 20 ms of both product "
+        f"and transfer, {found['long_rows_of_which_0.9_is_hidden']} hide 90% of the smaller of the two, and "
+        f"{found['long_rows_of_which_0.9_of_that_is_hidden']} hide 90% of what can be hidden. Redistributes take stock "
+        f"{found['stock_over_ours_mean']:.2f} times as long as ours."
+    )
+    return textwrap.wrap(text, WIDTH)
+
+
+def moves_over_links() -> list[str]:
+    rows = []
+    for network in results("links-torch2.15.0")["networks"]:
+        of = network["network"]
+        if of["gbit"] != 1:
+            continue
+        for row in network["redistributes"]:
+            ms, rate, predicted = row["ms"], row["ms_at_rate"], row["predicted_ms"]
+            times = [f"{ms[way]:.1f}" for way in ("stock", "ours")]
+            at_rate = f"{rate['stock']:.1f}, {rate['ours']:.1f}"
+            source, _, destination = row["move"].partition(" -> ")
+            move = f"`[{source.replace(' ', ',')}] -> [{destination.replace(' ', ',')}]`"
+            rows.append([f"{of['nodes']} x {of['per_node']}", move, *times, at_rate, f"{predicted['ours']:.1f}"])
+    head = ["nodes x ranks", "move", "stock", "ours", "bytes that left a node, at the rate: stock, ours"]
+    return table([*head, "ours, predicted"], rows)
+
+
+def plans_over_links() -> list[str]:
+    rows = []
+    for network in results("links-torch2.15.0")["networks"]:
+        if network["network"] != {"nodes": 2, "per_node": 2, "gbit": 1}:
+            continue
+        for row in network["redistributes"]:
+            source, _, destination = row["move"].partition(" -> ")
+            move = f"`[{source.replace(' ', ',')}] -> [{destination.replace(' ', ',')}]`"
+            for plan, predicted in row["predicted_ms"].items():
+                if plan != "ours":
+                    rows.append([move, plan, f"{predicted:.1f}", f"{row['ms'][plan]:.1f}"])
+    return table(["move", "plan", "predicted", "measured"], rows)
+
+
 PARTS: dict[str, Callable[[], list[str]]] = {
+    "products over links": products_over_links,
+    "links in short": links_in_short,
+    "moves over links": moves_over_links,
+    "plans over links": plans_over_links,
     "overhead": overhead,
     "planning": planning,
     "planning on four meshes": hunt,
