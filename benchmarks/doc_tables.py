@@ -144,6 +144,11 @@ def link_of(network: dict[str, Any]) -> str:
     return f"{network['nodes']} x {network['per_node']}, {network['gbit']:g} Gbit/s"
 
 
+def move_of(row: dict[str, Any]) -> str:
+    ends = [f"[{end.replace(' ', ',')}]" for end in row["move"].split(" -> ")]
+    return f"`{' -> '.join(ends)}`"
+
+
 def products_over_links() -> list[str]:
     rows = []
     for network in results("links-torch2.15.0")["networks"]:
@@ -188,9 +193,9 @@ def moves_over_links() -> list[str]:
             ms, rate, predicted = row["ms"], row["ms_at_rate"], row["predicted_ms"]
             times = [f"{ms[way]:.1f}" for way in ("stock", "ours")]
             at_rate = f"{rate['stock']:.1f}, {rate['ours']:.1f}"
-            source, _, destination = row["move"].partition(" -> ")
-            move = f"`[{source.replace(' ', ',')}] -> [{destination.replace(' ', ',')}]`"
-            rows.append([f"{of['nodes']} x {of['per_node']}", move, *times, at_rate, f"{predicted['ours']:.1f}"])
+            rows.append(
+                [f"{of['nodes']} x {of['per_node']}", move_of(row), *times, at_rate, f"{predicted['ours']:.1f}"]
+            )
     head = ["nodes x ranks", "move", "stock", "ours", "bytes that left a node, at the rate: stock, ours"]
     return table([*head, "ours, predicted"], rows)
 
@@ -201,11 +206,9 @@ def plans_over_links() -> list[str]:
         if network["network"] != {"nodes": 2, "per_node": 2, "gbit": 1}:
             continue
         for row in network["redistributes"]:
-            source, _, destination = row["move"].partition(" -> ")
-            move = f"`[{source.replace(' ', ',')}] -> [{destination.replace(' ', ',')}]`"
             for plan, predicted in row["predicted_ms"].items():
                 if plan != "ours":
-                    rows.append([move, plan, f"{predicted:.1f}", f"{row['ms'][plan]:.1f}"])
+                    rows.append([move_of(row), plan, f"{predicted:.1f}", f"{row['ms'][plan]:.1f}"])
     return table(["move", "plan", "predicted", "measured"], rows)
 
 

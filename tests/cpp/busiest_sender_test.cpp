@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <functional>
 #include <string>
+#include <vector>
 
 #include "crossing/bounds.h"
 #include "moves/describe.h"
@@ -31,6 +33,21 @@ Topology bytes_alone() {
   return topology;
 }
 
+// Calls check(src, dst) for layouts on two meshes; `size` draws the size of a tensor dim.
+void for_random_pairs(unsigned seed, const std::function<int64_t(test::RandomPlacements&)>& size,
+                      const std::function<void(const Layout&, const Layout&)>& check) {
+  test::RandomPlacements random(seed);
+  for (int64_t tried = 0, pairs = number_of_pairs(); tried < pairs;) {
+    std::vector<int64_t> shape;
+    for (int64_t t = 0, ndim = random.pick(1, 3); t < ndim; ++t) shape.push_back(size(random));
+    const Layout src = random.on_any_mesh(shape, 16).layout;
+    const Layout dst = random.on_any_mesh(shape, 16).layout;
+    if (src.mesh() == dst.mesh()) continue;
+    SCOPED_TRACE(concat("seed ", seed, ", pair ", tried++, ": ", src.to_string(), " -> ", dst.to_string()));
+    check(src, dst);
+  }
+}
+
 double over(int64_t value, int64_t bound) {
   return bound == 0 ? 1 : static_cast<double>(value) / static_cast<double>(bound);
 }
@@ -40,19 +57,11 @@ double over(int64_t value, int64_t bound) {
 // that holds some of the source also passes on a full share. The steps are taken one after the other, so this is
 // faster, and costs the rank more bytes than the least (docs/architecture.md, "From one mesh to another").
 TEST(BusiestSender, IsCloseToTheLeastPossible) {
-  const unsigned seed = 41;
-  test::RandomPlacements random(seed);
-  const int64_t pairs = number_of_pairs();
   int64_t tried = 0;
   int64_t within = 0;
   double worst = 1;
-  while (tried < pairs) {
-    std::vector<int64_t> shape;
-    for (int64_t t = 0, ndim = random.pick(1, 3); t < ndim; ++t) shape.push_back(random.pick(60, 400));
-    const Layout src = random.on_any_mesh(shape, 16).layout;
-    const Layout dst = random.on_any_mesh(shape, 16).layout;
-    if (src.mesh() == dst.mesh()) continue;
-    SCOPED_TRACE(concat("seed ", seed, ", pair ", tried, ": ", src.to_string(), " -> ", dst.to_string()));
+  const auto any_size = [](test::RandomPlacements& random) { return random.pick(60, 400); };
+  const auto check = [&](const Layout& src, const Layout& dst) {
     ++tried;
     const CrossingBound bound = crossing_bound(src, dst);
     const Plan straight = make_plan(src, dst, {.objective = Objective::kBytes});
@@ -66,7 +75,8 @@ TEST(BusiestSender, IsCloseToTheLeastPossible) {
       std::printf("%.3f of %s\n%s\n", ratio, bytes_text(forwarded).c_str(), to_string(fastest).c_str());
     }
     worst = std::max(worst, ratio);
-  }
+  };
+  for_random_pairs(41, any_size, check);
   std::printf("%lld of %lld pairs within 5%% of the bound with forwarding, the worst at %.2f of it\n",
               static_cast<long long>(within), static_cast<long long>(tried), worst);
   EXPECT_GE(within * 100, tried * 85);
@@ -75,20 +85,12 @@ TEST(BusiestSender, IsCloseToTheLeastPossible) {
 // The same for tensors that may go in segments. While one segment crosses, others are gathered, so a plan takes as long
 // as its busiest rank, and longer by the share of a segment for each of its steps.
 TEST(BusiestSender, DecidesHowLongSegmentsTake) {
-  const unsigned seed = 43;
-  test::RandomPlacements random(seed);
-  const int64_t pairs = number_of_pairs();
   int64_t tried = 0;
   int64_t within = 0;
   int64_t in_segments = 0;
   double worst = 1;
-  while (tried < pairs) {
-    std::vector<int64_t> shape;
-    for (int64_t t = 0, ndim = random.pick(1, 3); t < ndim; ++t) shape.push_back(576 * random.pick(1, 2));
-    const Layout src = random.on_any_mesh(shape, 16).layout;
-    const Layout dst = random.on_any_mesh(shape, 16).layout;
-    if (src.mesh() == dst.mesh()) continue;
-    SCOPED_TRACE(concat("seed ", seed, ", pair ", tried, ": ", src.to_string(), " -> ", dst.to_string()));
+  const auto many_divisors = [](test::RandomPlacements& random) { return 576 * random.pick(1, 2); };
+  const auto check = [&](const Layout& src, const Layout& dst) {
     ++tried;
     const CrossingBound bound = crossing_bound(src, dst);
     const Plan fastest = make_plan(src, dst, {.topology = bytes_alone()});
@@ -103,7 +105,8 @@ TEST(BusiestSender, DecidesHowLongSegmentsTake) {
                   bytes_text(forwarded).c_str(), to_string(fastest).c_str());
     }
     worst = std::max(worst, ratio);
-  }
+  };
+  for_random_pairs(43, many_divisors, check);
   std::printf("%lld of %lld pairs within 5%% of the bound with forwarding, the worst at %.2f of it, %lld in segments\n",
               static_cast<long long>(within), static_cast<long long>(tried), worst,
               static_cast<long long>(in_segments));

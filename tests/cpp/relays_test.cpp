@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <numeric>
 #include <set>
 #include <string>
 #include <vector>
@@ -21,19 +20,16 @@
 #include "search/make_plan.h"
 #include "simulate/simulate.h"
 #include "support/error.h"
+#include "two_mesh_plans.h"
 #include "two_meshes.h"
 
 namespace shardwright {
 namespace {
 
+using test::expect_as_promised;
 using test::layout_of;
 using test::mesh_of;
-
-std::vector<int64_t> ranks_from(int64_t first, int64_t count) {
-  std::vector<int64_t> ranks(count);
-  std::iota(ranks.begin(), ranks.end(), first);
-  return ranks;
-}
+using test::ranks_from;
 
 // Every message takes long, and bytes next to nothing.
 Topology of_slow_messages() {
@@ -44,17 +40,6 @@ Topology of_slow_messages() {
 }
 
 bool goes_over_relays(const Plan& plan) { return mesh_of_relays(plan) != nullptr; }
-
-// Runs the plan on all ranks, and from its bytes.
-void check(const Plan& plan) {
-  const Plan read = from_bytes(to_bytes(plan));
-  ASSERT_EQ(to_bytes(read), to_bytes(plan));
-  const SimulationReport report = simulate(read);
-  int64_t worst = 0;
-  for (const auto& [rank, peak] : report.peak_bytes) worst = std::max(worst, peak);
-  ASSERT_EQ(peak_bytes(plan), worst) << to_string(plan);
-  ASSERT_EQ(totals(plan).received_bytes_sum, report.received_bytes_sum) << to_string(plan);
-}
 
 std::vector<int64_t> elements_at(const Layout& layout, int64_t position) {
   std::vector<std::vector<int64_t>> lists;
@@ -108,7 +93,7 @@ TEST(Relays, LetRanksReachManyOthersInFewMessages) {
       for (const auto& [src, dst] : {std::pair(at_few, at_many), std::pair(at_many, at_few)}) {
         const Plan plan = make_plan(src, dst, {.topology = of_slow_messages()});
         SCOPED_TRACE(to_string(plan));
-        check(plan);
+        expect_as_promised(plan);
         if (!goes_over_relays(plan)) continue;
         ++over_relays;
         const Plan straight = plan_through({src, dst}, {.topology = of_slow_messages()});
@@ -139,7 +124,7 @@ TEST(Relays, MoveEveryElementOfRandomPairs) {
     SCOPED_TRACE(concat("seed ", seed, ", pair ", i));
     for (const auto& [src, dst] : {std::pair(small, large), std::pair(large, small)}) {
       const Plan plan = make_plan(src, dst, {.topology = of_slow_messages()});
-      check(plan);
+      expect_as_promised(plan);
       over_relays += goes_over_relays(plan);
     }
   }

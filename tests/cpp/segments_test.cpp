@@ -16,22 +16,14 @@
 #include "search/make_plan.h"
 #include "simulate/simulate.h"
 #include "support/error.h"
+#include "two_mesh_plans.h"
 #include "two_meshes.h"
 
 namespace shardwright {
 namespace {
 
-std::vector<int64_t> ranks_from(int64_t first, int64_t count) {
-  std::vector<int64_t> ranks;
-  for (int64_t r = 0; r < count; ++r) ranks.push_back(first + r);
-  return ranks;
-}
-
-Topology nodes_of(int64_t ranks_per_node) {
-  Topology topology = Topology::named("64x8");
-  topology.ranks_per_node = ranks_per_node;
-  return topology;
-}
+using test::ranks_from;
+using test::with_nodes;
 
 // The example in the header.
 TEST(InSegments, AreStretchesOfCells) {
@@ -101,7 +93,7 @@ TEST(InSegments, MoveEveryElementOfRandomPairs) {
     const Layout dst = random.on_any_mesh(shape, 12).layout;
     if (src.mesh() == dst.mesh()) continue;
     const Lowering& lowering = random.pick(0, 1) == 0 ? Lowering::kGloo : Lowering::kNccl;
-    Topology topology = nodes_of(random.pick(1, 4));
+    Topology topology = with_nodes(random.pick(1, 4));
     if (random.pick(0, 1) == 0) topology.step_ps = topology.inside.message_ps = topology.between.message_ps = 1;
     Plan plan = make_plan(src, dst, {.lowering = lowering, .topology = topology});
     plan.segments = {};
@@ -151,7 +143,7 @@ TEST(InSegments, MayReduceBeforeAndFillAfter) {
 TEST(InSegments, TakeLittleMoreThanTheBusiestRank) {
   const Layout src = test::layout_of(test::mesh_of({16}), {128, 1536, 4096}, "S(0)");
   const Layout dst = test::layout_of(test::mesh_of({8, 8}, ranks_from(16, 64)), {128, 1536, 4096}, "R,S(1)");
-  Topology topology = nodes_of(8);
+  Topology topology = with_nodes(8);
   topology.step_ps = topology.inside.message_ps = topology.between.message_ps = topology.memory_ps_per_kib = 0;
   const Plan plan = make_plan(src, dst, {.topology = topology});
   ASSERT_GT(plan.segments.count, 8);
@@ -190,7 +182,7 @@ TEST(InSegments, TakeTheMemoryOfThoseUnderWay) {
 TEST(InSegments, KeepToTheMemoryLimit) {
   const Layout src = test::layout_of(test::mesh_of({16}), {128, 1536, 64}, "S(0)");
   const Layout dst = test::layout_of(test::mesh_of({8, 8}, ranks_from(16, 64)), {128, 1536, 64}, "R,S(1)");
-  const PlanOptions options{.topology = nodes_of(8)};
+  const PlanOptions options{.topology = with_nodes(8)};
   for (const int64_t limit : {dst.largest_part_bytes() * 9 / 8, dst.largest_part_bytes() * 3}) {
     const Plan plan = make_plan_within(src, dst, options, limit);
     EXPECT_LE(peak_bytes(plan), limit);

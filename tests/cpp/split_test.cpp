@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <map>
-#include <numeric>
 #include <vector>
 
 #include "crossing/bounds.h"
@@ -20,24 +19,16 @@
 #include "search/make_plan.h"
 #include "simulate/simulate.h"
 #include "support/error.h"
+#include "two_mesh_plans.h"
 
 namespace shardwright {
 namespace {
 
+using test::expect_as_promised;
 using test::layout_of;
 using test::mesh_of;
-
-std::vector<int64_t> ranks_from(int64_t first, int64_t count) {
-  std::vector<int64_t> ranks(count);
-  std::iota(ranks.begin(), ranks.end(), first);
-  return ranks;
-}
-
-Topology with_nodes(int64_t ranks_per_node) {
-  Topology topology = Topology::named("64x8");
-  topology.ranks_per_node = ranks_per_node;
-  return topology;
-}
+using test::ranks_from;
+using test::with_nodes;
 
 TEST(Split, HoldsTheSameParts) {
   std::vector<int64_t> ranks = ranks_from(0, 24);
@@ -89,16 +80,6 @@ TEST(Split, BeginsAtTheBordersOfNodes) {
   EXPECT_EQ(ways_to_split(*mesh_of({2048}), 0, 8), (Ways{{256, 8}, {16, 16, 8}, {64, 32}}));
 }
 
-// Runs the plan on all ranks, and from its bytes.
-void check(const Plan& plan) {
-  const Plan read = from_bytes(to_bytes(plan));
-  ASSERT_EQ(to_bytes(read), to_bytes(plan));
-  const SimulationReport report = simulate(read);
-  int64_t worst = 0;
-  for (const auto& [rank, peak] : report.peak_bytes) worst = std::max(worst, peak);
-  ASSERT_EQ(peak_bytes(plan), worst) << to_string(plan);
-}
-
 TEST(Split, PassesDataOnInSeveralSteps) {
   for (const auto& [shape, from, count] : std::vector<std::tuple<std::vector<int64_t>, int64_t, int64_t>>{
            {{48, 40}, 1, 24}, {{7, 5}, 2, 24}, {{24, 3, 5}, 3, 27}, {{50}, 1, 16}}) {
@@ -107,7 +88,7 @@ TEST(Split, PassesDataOnInSeveralSteps) {
     Topology slow_between = with_nodes(8);
     slow_between.between = {1000, 1'000'000'000};
     const Plan plan = make_plan(src, dst, {.topology = slow_between});
-    check(plan);
+    expect_as_promised(plan);
     EXPECT_FALSE(mesh_reached(plan) == dst.mesh()) << to_string(plan);
     EXPECT_NE(to_json(plan, certify(plan, peak_bytes(plan)), {}).find("\"reached_mesh\""), std::string::npos);
   }
@@ -150,7 +131,7 @@ TEST(Split, IsNotForDestinationsThatBecomePartial) {
   const Layout src = layout_of(mesh_of({1}), {64, 64}, "R");
   for (const char* wanted : {"P", "P(avg)"}) {
     const Layout dst = layout_of(mesh_of({24}, ranks_from(8, 24)), {64, 64}, wanted);
-    check(make_plan(src, dst, {.topology = with_nodes(8)}));
+    expect_as_promised(make_plan(src, dst, {.topology = with_nodes(8)}));
   }
 }
 

@@ -14,16 +14,13 @@
 #include "moves/traffic.h"
 #include "search/make_plan.h"
 #include "support/error.h"
+#include "two_mesh_plans.h"
 #include "two_meshes.h"
 
 namespace shardwright {
 namespace {
 
-std::vector<int64_t> ranks_from(int64_t first, int64_t count) {
-  std::vector<int64_t> ranks;
-  for (int64_t r = 0; r < count; ++r) ranks.push_back(first + r);
-  return ranks;
-}
+using test::ranks_from;
 
 std::vector<StepOp> ops_of(const Plan& plan) {
   std::vector<StepOp> ops;

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from nccl_ranks import part
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -169,11 +170,7 @@ def check_many() -> None:
 
 
 def cut(whole: torch.Tensor, layout: sw.Layout, rank: int) -> torch.Tensor | None:
-    if rank not in layout.mesh.ranks:
-        return None
-    for dim, intervals in enumerate(layout.region(rank)):
-        whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in intervals or [(0, 0)]], dim)
-    return whole.contiguous()
+    return part(whole, layout, rank).contiguous() if rank in layout.mesh.ranks else None
 
 
 TASKS: dict[str, Callable[[], None]] = {

@@ -14,10 +14,4 @@ SCRIPT = Path(__file__).with_name("model_ranks.py")
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("task", ["attention", "fully_shard", "many"])
 def test_against_whole_tensors(task: str, world: int) -> None:
-    way: str | None = "host ids"
-    if world > 1:
-        way, reason = test_nccl.way_that_works()
-        if way is None:
-            pytest.skip(f"this NCCL takes one rank per GPU: {reason}")
-    failed = test_nccl.run(task, world, way or "", SCRIPT)
-    assert not failed, failed
+    test_nccl.check_on_one_gpu(task, world, SCRIPT)

@@ -65,13 +65,18 @@ def way_that_works() -> tuple[str | None, str]:
     return None, "; ".join(reasons)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_against_the_global_tensors(world: int) -> None:
+def check_on_one_gpu(task: str, world: int, script: Path = SCRIPT) -> None:
+    """Fails with what the first failed rank printed; skips where this NCCL takes one rank per GPU."""
     way: str | None = "host ids"
     if world > 1:
         way, reason = way_that_works()
         if way is None:
             pytest.skip(f"this NCCL takes one rank per GPU: {reason}")
         print(f"several ranks on one GPU by {way}")
-    failed = run("check", world, way or "")
+    failed = run(task, world, way or "", script)
     assert not failed, failed
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_against_the_global_tensors(world: int) -> None:
+    check_on_one_gpu("check", world)

@@ -1,0 +1,43 @@
+// What tests of plans between two meshes share: ranks, nodes, and whether a plan keeps what it promises.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <vector>
+
+#include "cost/topology.h"
+#include "moves/describe.h"
+#include "moves/traffic.h"
+#include "planning/fit.h"
+#include "planning/serialize.h"
+#include "simulate/simulate.h"
+
+namespace shardwright::test {
+
+inline std::vector<int64_t> ranks_from(int64_t first, int64_t count) {
+  std::vector<int64_t> ranks(count);
+  std::iota(ranks.begin(), ranks.end(), first);
+  return ranks;
+}
+
+inline Topology with_nodes(int64_t ranks_per_node) {
+  Topology topology = Topology::named("64x8");
+  topology.ranks_per_node = ranks_per_node;
+  return topology;
+}
+
+// Runs the plan on all ranks, as it is read from its bytes, and compares memory and bytes received.
+inline void expect_as_promised(const Plan& plan) {
+  const Plan read = from_bytes(to_bytes(plan));
+  ASSERT_EQ(to_bytes(read), to_bytes(plan));
+  const SimulationReport report = simulate(read);
+  int64_t worst = 0;
+  for (const auto& [rank, peak] : report.peak_bytes) worst = std::max(worst, peak);
+  ASSERT_EQ(peak_bytes(plan), worst) << to_string(plan);
+  ASSERT_EQ(totals(plan).received_bytes_sum, report.received_bytes_sum) << to_string(plan);
+}
+
+}  // namespace shardwright::test
