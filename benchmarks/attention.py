@@ -2,6 +2,7 @@
 
     make bench-attention                                          # results/attention-torch<version>.json
     make bench-attention ARGS="--quick --out /tmp/attention.json"
+    make bench-attention ARGS="--networks '2 x 2' --out /tmp/attention.json"
 
 Needs root and iproute2 (tools/testnet). Ranks have one thread each. "attention" is what a rank computes, alone. What is
 hidden of a method is 1 - (its time - attention) / (serial - attention). "stock" is PyTorch's context_parallel, where it
@@ -170,6 +171,7 @@ def run_rank(network: Network, quick: bool, out: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one network, one case, few rounds")
+    parser.add_argument("--networks", default="", help="only those whose name holds this text: '2 x 2', '4 Gbit'")
     torch_version = torch.__version__.split("+")[0]
     parser.add_argument("--out", default=str(machine.RESULTS / f"attention-torch{torch_version}.json"))
     parser.add_argument("--on-a-rank", nargs=4, help=argparse.SUPPRESS)
@@ -178,7 +180,9 @@ def main() -> None:
         *numbers, out = options.on_a_rank
         run_rank(Network.parse(numbers), options.quick, out)
         return
-    chosen = QUICK_NETWORKS if options.quick else NETWORKS
+    chosen = [one for one in (QUICK_NETWORKS if options.quick else NETWORKS) if options.networks in str(one)]
+    if not chosen:
+        parser.error(f"--networks {options.networks!r} is in none of: {', '.join(map(str, NETWORKS))}")
     networks = [run(__file__, network, ["--quick"] * options.quick) for network in chosen]
     rows = [row for network in networks for row in network["rows"]]
     summary = {

@@ -7,6 +7,9 @@ Both versions are built for the torch of this interpreter: the older one in a gi
 `call_overhead.py` and the binary of `planning.cpp`, first of one version, then of the other, so that both see the same
 load. Of each figure the least of all turns counts. With `--all`, each turn also runs `gloo_redistribute.py` and
 `gloo_matmul.py`, whose ratios to stock are listed by turn.
+
+`--instructions` times nothing. It counts the instructions that planning executes (with valgrind), which does not depend
+on what else the machine does, and adds the counts to the file.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import machine  # noqa: E402
 ROOT = Path(__file__).resolve().parent.parent
 WHEN = ("before", "after")
 PLAN_FIGURES = ("median_us", "p90_us", "max_us")
+PLANNING = "shardwright::make_plan_within"  # the function whose instructions are counted
 
 
 class Tree:
@@ -43,10 +47,13 @@ class Tree:
         objects = str(path / "build" / "compared-objects")
         self.environment = os.environ | {"PATH": os.pathsep.join(found), "SHARDWRIGHT_BUILD_DIR": objects}
 
-    def build(self) -> None:
+    def build_planning(self) -> None:
         options = ["-DCMAKE_BUILD_TYPE=Release", "-DSHARDWRIGHT_BUILD_BENCHMARKS=ON", "-DSHARDWRIGHT_BUILD_TESTS=OFF"]
         self._run("cmake", "-S", ".", "-B", str(self.binaries), "-G", "Ninja", *options)
         self._run("cmake", "--build", str(self.binaries))
+
+    def build(self) -> None:
+        self.build_planning()
         install = [
             "pip",
             "install",
@@ -71,6 +78,19 @@ class Tree:
     def plan(self) -> dict[str, dict[str, float]]:
         output = self._run(str(self.binaries / "shardwright_planning"), "--benchmark_format=json")
         return {entry["name"]: entry for entry in json.loads(output)["benchmarks"]}
+
+    def instructions(self) -> dict[str, int]:
+        """Returns how many instructions planning executes in each benchmark, by the benchmark's name."""
+        binary = str(self.binaries / "shardwright_planning")
+        names = self._run(binary, "--benchmark_list_tests").splitlines()
+        found = {}
+        for name in [name.partition("/")[0] for name in names if name.startswith("plan,")]:
+            with tempfile.TemporaryDirectory() as folder:
+                log = Path(folder) / "log"
+                only = [f"--log-file={log}", f"--callgrind-out-file={folder}/out", f"--toggle-collect={PLANNING}*"]
+                self._run("valgrind", "--tool=callgrind", *only, binary, f"--benchmark_filter={name}/")
+                found[name] = int(re.findall(r"Collected\s*:\s*(\d+)", log.read_text())[-1])
+        return found
 
     def _run(self, *command: str) -> str:
         environment = self.environment | {"PYTHONPATH": str(self.site)}
@@ -137,6 +157,20 @@ def look_up_ns(turns: list[dict[str, Any]]) -> dict[str, float]:
     return {when: round(time, 1) for when, time in times.items()}
 
 
+def count_instructions(trees: dict[str, Tree], out: Path) -> None:
+    """Adds to the file how many instructions planning executes in each version."""
+    for tree in trees.values():
+        tree.build_planning()
+    counts = {when: tree.instructions() for when, tree in trees.items()}
+    both = [name for name in counts["before"] if name in counts["after"]]
+    found = json.loads(out.read_text()) if out.exists() else {}
+    found["plan_instructions"] = {
+        **{when: tree.commit() for when, tree in trees.items()},
+        "counts": {name: {when: counts[when][name] for when in WHEN} for name in both},
+    }
+    machine.write(str(out), found)
+
+
 def redistributes(turns: list[dict[str, Any]]) -> dict[str, list[float]]:
     def mean(turn: dict[str, Any]) -> float:
         return float(turn["summary"]["geometric_mean"]["stock_over_ours"]["all"])
@@ -161,10 +195,14 @@ def main() -> None:
     parser.add_argument("commit", help="the older version")
     parser.add_argument("--turns", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--all", action="store_true", help="redistributes and products over Gloo too")
+    parser.add_argument("--instructions", action="store_true", help="count the instructions of planning, time nothing")
     torch_version = version("torch").partition("+")[0]
     parser.add_argument("--out", default=str(machine.RESULTS / f"before_after-torch{torch_version}.json"))
     options = parser.parse_args()
     trees = dict(zip(WHEN, (Tree(checked_out(options.commit)), Tree(ROOT)), strict=True))
+    if options.instructions:
+        count_instructions(trees, Path(options.out))
+        return
     for tree in trees.values():
         tree.build()
     turns: list[dict[str, Any]] = []

@@ -212,11 +212,91 @@ def plans_over_links() -> list[str]:
     return table(["move", "plan", "predicted", "measured"], rows)
 
 
+STATE_DICTS = {"llama-3.1-8b": "Llama-3.1-8B at 1/8 width", "qwen3-30b-a3b": "Qwen3-30B-A3B at 1/16 width"}
+WAYS_OF_STATE_DICTS = {
+    "many": "`sw.redistribute_many`",
+    "each": "one `sw.redistribute_local` per tensor",
+    "broadcast": "one broadcast per tensor",
+}
+
+
+def state_dicts() -> list[str]:
+    rows = []
+    for row in results("state_dict-torch2.15.0")["rows"]:
+        for way, text in WAYS_OF_STATE_DICTS.items():
+            model = f"{STATE_DICTS[row['model']]}, {row['tensors']:,} tensors" if way == "many" else ""
+            sizes = [round(row[key][way] / 2**20) for key in ("received_bytes_all_ranks", "allocated_peak_worst_rank")]
+            messages = f"{row['promised_messages_worst_rank'][way]:,}"
+            rows.append([model, text, f"{row['us'][way] / 1e3:,.0f}", *(f"{mib} MiB" for mib in sizes), messages])
+    head = ["model", "way", "ms", "received by all ranks", "peak memory", "messages of the worst rank"]
+    return table(head, rows)
+
+
+STEPS = {
+    "compute": "compute alone",
+    "communication": "communication alone",
+    "possible": "possible",
+    "FSDP2": "FSDP2",
+    "FSDP2, tuned": "FSDP2 with asynchronous gathers, every prefetch and an all-to-all reduce-scatter",
+    "by hand": "pipeline written by hand on PyTorch's collectives",
+    "by hand, ours": "pipeline written by hand on our transfers",
+    "ours": "`sw.fully_shard`",
+    "ours, no prefetch": "`sw.fully_shard(prefetch=0)`",
+}
+
+
+def steps_over_links() -> list[str]:
+    found = results("fully_shard-torch2.15.0")["rows"]
+    times = [row["ms"] | {"possible": row["possible_ms"]} for row in found]
+    rows = [[text, *(f"{ms[name]:,.0f}" for ms in times)] for name, text in STEPS.items()]
+    return table(["", *(f"{row['tokens']:,} tokens" for row in found)], rows)
+
+
+def steps_in_short() -> list[str]:
+    found = results("fully_shard-torch2.15.0")["rows"]
+
+    def shares(name: str) -> str:
+        *others, last = [f"{row['possible_over'][name]:.2f}" for row in found]
+        return f"{', '.join(others)} and {last}"
+
+    text = (
+        f"So `sw.fully_shard` reaches {shares('ours')} of what is possible, FSDP2 with everything turned on "
+        f"{shares('FSDP2, tuned')}, and the pipelines written by hand {shares('by hand')} on PyTorch's collectives and "
+        f"{shares('by hand, ours')} on our transfers."
+    )
+    return textwrap.wrap(text, WIDTH)
+
+
+def attention_of(file: str, methods: list[str]) -> list[str]:
+    rows = []
+    for network in results(file)["networks"]:
+        for row in network["rows"]:
+            ms = row["ms"] | {"chosen": row["ms"]["auto"]}
+            times = [f"{ms[name]:,.0f}" if name in ms else "–" for name in ("attention", *methods)]
+            rows.append([link_of(network), row["case"]["name"], *times, f"{ms['chosen']:,.0f} ({row['chosen']})"])
+    return table(["nodes x ranks, link", "case", "attention", *methods, "chosen"], rows)
+
+
+def attention() -> list[str]:
+    return attention_of("attention-torch2.15.0", ["serial", "ring", "gather", "ulysses"])
+
+
+def attention_on_two_levels() -> list[str]:
+    return attention_of(
+        "attention_two_levels-torch2.15.0", ["stock", "serial", "ring", "gather", "ulysses", "two_level"]
+    )
+
+
 PARTS: dict[str, Callable[[], list[str]]] = {
     "products over links": products_over_links,
     "links in short": links_in_short,
     "moves over links": moves_over_links,
     "plans over links": plans_over_links,
+    "state dicts": state_dicts,
+    "steps over links": steps_over_links,
+    "steps in short": steps_in_short,
+    "attention over links": attention,
+    "attention on two levels": attention_on_two_levels,
     "overhead": overhead,
     "planning": planning,
     "planning on four meshes": hunt,
