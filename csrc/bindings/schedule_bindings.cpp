@@ -21,8 +21,11 @@ namespace {
 
 // name, rest, use, keep and gradient bytes, times of a gather and of a reduction
 using WeightParts = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
-// weight, bytes and time of what is gathered before, bytes of chunks, their time, their number
-using FormParts = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t>;
+// times of all chunks, of one and of the rest, bytes of the gradient meanwhile
+using ReductionParts = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+// weight, bytes and time of what is gathered before, bytes of chunks, their time, their number, whether in backwards
+// too, the reduction of the gradient
+using FormParts = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, bool, ReductionParts>;
 // weights, pass, weights whose gradients are complete, time of the compute
 using UseParts = std::tuple<std::vector<int>, std::string, std::vector<int>, int64_t>;
 
@@ -48,8 +51,9 @@ StepSchedule schedule_of(const std::vector<WeightParts>& weights, const std::vec
                          bool may_add_chunks) {
   const ScheduleOptions options{budget_bytes, prefetch.value_or(1), alignment_bytes, held_bytes, gather_until};
   std::vector<ChunkedForm> chunked;
-  for (const auto& [weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks] : forms) {
-    chunked.push_back({weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks});
+  for (const auto& [weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, r] : forms) {
+    const ChunkedReduction reduction{std::get<0>(r), std::get<1>(r), std::get<2>(r), std::get<3>(r)};
+    chunked.push_back({weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, reduction});
   }
   return schedule_with_chunks(weights_of(weights), uses_of(uses), chunked, {options, !prefetch, may_add_chunks});
 }
@@ -69,6 +73,11 @@ std::optional<py::dict> lanes_of(const StepSchedule& schedule) {
   found["uses"] = spans_of(lanes.uses);
   found["gathers"] = spans_of(lanes.gathers);
   found["reductions"] = spans_of(lanes.reductions);
+  std::vector<std::tuple<int, int, bool, Span>> chunks;
+  for (const ChunksSpan& c : lanes.chunks) {
+    chunks.emplace_back(c.weight, c.use, c.is_reduction, Span(c.span.begin_ps, c.span.end_ps));
+  }
+  found["chunks"] = std::move(chunks);
   found["compute_ps"] = lanes.compute_ps;
   found["transfer_ps"] = lanes.transfer_ps;
   found["total_ps"] = lanes.total_ps;
@@ -112,9 +121,9 @@ void define_lists(py::class_<StepSchedule>& schedule) {
                                return all;
                              })
       .def_property_readonly("reductions", [](const StepSchedule& s) {
-        std::vector<std::tuple<int, int, int, int>> all;
+        std::vector<std::tuple<int, int, int, int, bool>> all;
         for (const Reduction& r : s.reductions) {
-          all.emplace_back(r.weight, r.first, r.start, r.finish);
+          all.emplace_back(r.weight, r.first, r.start, r.finish, r.in_chunks);
         }
         return all;
       });

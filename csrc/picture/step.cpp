@@ -100,7 +100,14 @@ class StepPicture {
     for (size_t r = 0; r < s_.reductions.size(); ++r) {
       const Weight& w = s_.weights[s_.reductions[r].weight];
       draw(lane_rect(lanes_.reductions[r], y), s_.reductions[r].weight, true, w.name,
-           concat("reduce the gradient of ", w.name, time_text(w.reduce_ps)));
+           concat("reduce the gradient of ", w.name,
+                  time_text(lanes_.reductions[r].end_ps - lanes_.reductions[r].begin_ps)));
+    }
+    for (const ChunksSpan& c : lanes_.chunks) {
+      const Weight& w = s_.weights[c.weight];
+      draw(lane_rect(c.span, y), w.form_of < 0 ? c.weight : w.form_of, c.is_reduction, w.name,
+           concat(c.is_reduction ? "reduce the gradient of " : "gather ", w.name, c.is_reduction ? " in chunks" : "",
+                  " within use ", c.use, time_text(c.span.end_ps - c.span.begin_ps)));
     }
   }
 

@@ -11,10 +11,12 @@
 namespace shardwright {
 namespace {
 
-// A form, by index, in a use.
+// A form, by index, in uses that follow each other: it is gathered in chunks there, or its gradient is reduced.
 struct Place {
   int form = 0;
-  int use = 0;
+  int use = 0;   // the first
+  int last = 0;  // and last
+  bool is_reduction = false;
   auto operator<=>(const Place&) const = default;
 };
 
@@ -31,17 +33,20 @@ class Chunking {
                  form.chunk_bytes, " bytes that take ", form.transfer_ps, " ps; allowed are weights 0 to ",
                  static_cast<int64_t>(weights_.size()) - 1, ", 1 or more chunks, and bytes and times from 0 on");
       for (int i = 0; i < static_cast<int>(uses_.size()); ++i) {
-        if (uses_[i].pass == Pass::kForward && needs(i, form.weight) && !needs(i - 1, form.weight) &&
-            !needs(i + 1, form.weight)) {
-          possible_.push_back({f, i});
+        const int last = last_of_run(form.weight, i);
+        if (last < 0) continue;
+        if (may_gather(form, i, last)) possible_.push_back({f, i, last, false});
+        const std::vector<int>& complete = uses_[last].gradients;
+        if (form.reduction.transfer_ps > 0 && std::count(complete.begin(), complete.end(), form.weight) > 0) {
+          possible_.push_back({f, i, last, true});
         }
       }
     }
   }
 
   StepSchedule run() const {
-    const std::optional<StepSchedule> whole = without_error({});
     std::set<Place> chosen;
+    const std::optional<StepSchedule> whole = without_error(chosen);
     StepSchedule best = whole ? *whole : smallest(chosen);
     if (!has_times(best)) return best;
     for (const auto& [wait_ps, place] : by_wait(best)) {
@@ -59,6 +64,31 @@ class Chunking {
   }
 
  private:
+  // The last of the uses of a weight in one pass of which this is the first; -1 where it is not, or where they are
+  // several and other weights come and go meanwhile.
+  int last_of_run(int weight, int use) const {
+    const auto goes_on = [&](int i) { return needs(i, weight) && uses_[i].pass == uses_[use].pass; };
+    if (!goes_on(use) || goes_on(use - 1)) return -1;
+    int last = use;
+    while (goes_on(last + 1)) ++last;
+    for (int i = use; last > use && i <= last; ++i) {
+      for (const int other : uses_[i].weights) {
+        if (other != weight && weights_[other].use_bytes > 0) return -1;
+      }
+    }
+    return last;
+  }
+
+  // A backward may follow the forward, but not a recomputation, which has gathered the weight.
+  bool may_gather(const ChunkedForm& form, int first, int last) const {
+    const Pass pass = uses_[first].pass;
+    if (pass != Pass::kForward && (pass != Pass::kBackward || !form.in_backwards)) return false;
+    const auto is_there = [&](int other) {
+      return needs(other, form.weight) && (!form.in_backwards || uses_[other].pass == Pass::kRecompute);
+    };
+    return !is_there(first - 1) && !is_there(last + 1);
+  }
+
   bool needs(int use, int weight) const {
     return 0 <= use && use < static_cast<int>(uses_.size()) &&
            std::count(uses_[use].weights.begin(), uses_[use].weights.end(), weight) > 0;
@@ -69,15 +99,23 @@ class Chunking {
     std::vector<Use> uses = uses_;
     ScheduleOptions options = options_.schedule;
     int64_t chunk_bytes = 0;
+    int64_t added_bytes = 0;  // by gradients
     for (int f = 0; f < static_cast<int>(forms_.size()); ++f) {
       const ChunkedForm& form = forms_[f];
       const auto number = static_cast<int>(weights.size());
       bool is_used = false;
       for (const Place& place : chosen) {
         if (place.form != f) continue;
+        if (place.is_reduction) {
+          uses[place.last].in_chunks.push_back(form.weight);
+          weights[form.weight].in_chunks = form.reduction;
+          added_bytes = std::max(added_bytes, form.reduction.gradient_bytes - weights_[form.weight].gradient_bytes);
+          continue;
+        }
         is_used = true;
-        std::vector<int>& used = uses[place.use].weights;
-        std::replace(used.begin(), used.end(), form.weight, number);
+        for (int i = place.use; i <= place.last; ++i) {
+          std::replace(uses[i].weights.begin(), uses[i].weights.end(), form.weight, number);
+        }
       }
       if (!is_used) continue;
       weights.push_back({weights_[form.weight].name + " in chunks", 0, form.use_bytes, 0, 0, form.gather_ps, 0,
@@ -85,7 +123,7 @@ class Chunking {
       chunk_bytes = std::max(chunk_bytes, form.chunk_bytes);
     }
     options.held_bytes += chunk_bytes;
-    if (options.budget_bytes && options_.may_add_chunks) *options.budget_bytes += chunk_bytes;
+    if (options.budget_bytes && options_.may_add_chunks) *options.budget_bytes += chunk_bytes + added_bytes;
     return options_.chooses_prefetch ? fastest_schedule(weights, uses, options)
                                      : make_schedule(std::move(weights), std::move(uses), options);
   }
@@ -100,26 +138,39 @@ class Chunking {
   }
 
   StepSchedule smallest(std::set<Place>& chosen) const {
-    chosen.insert(possible_.begin(), possible_.end());
+    for (const Place& place : possible_) {
+      if (!place.is_reduction) chosen.insert(place);  // a reduction takes as much memory in chunks
+    }
     const std::optional<StepSchedule> found = without_error(chosen);
     return found && never_both(*found) ? *found : planned({});  // whose error is the one to show
   }
 
-  // What may be in chunks, whole there now and waited for by compute, with the wait: the longest first.
+  // What compute waits for that may be in chunks and is whole now, with the wait: the longest first.
   std::vector<std::pair<int64_t, Place>> by_wait(const StepSchedule& s) const {
     const StepLanes lanes = predict(s);
     std::vector<std::pair<int64_t, Place>> found;
     for (const Place& place : possible_) {
-      const int64_t before_ps = place.use == 0 ? 0 : lanes.uses[place.use - 1].end_ps;
-      const int64_t wait_ps = lanes.uses[place.use].begin_ps - before_ps;
-      const auto is_its = [&](const Gather& g) {
-        return g.needed == place.use && g.weight == forms_[place.form].weight;
-      };
-      if (wait_ps > 0 && std::any_of(s.gathers.begin(), s.gathers.end(), is_its)) found.emplace_back(wait_ps, place);
+      const int64_t wait_ps = place.is_reduction ? wait_after(s, lanes, place) : wait_before(s, lanes, place);
+      if (wait_ps > 0) found.emplace_back(wait_ps, place);
     }
     std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
     if (found.size() > kMostUsesTried) found.resize(kMostUsesTried);
     return found;
+  }
+
+  int64_t wait_before(const StepSchedule& s, const StepLanes& lanes, const Place& place) const {
+    const auto is_its = [&](const Gather& g) { return g.needed == place.use && g.weight == forms_[place.form].weight; };
+    if (std::none_of(s.gathers.begin(), s.gathers.end(), is_its)) return 0;
+    const int64_t before_ps = place.use == 0 ? 0 : lanes.uses[place.use - 1].end_ps;
+    return lanes.uses[place.use].begin_ps - before_ps;
+  }
+
+  int64_t wait_after(const StepSchedule& s, const StepLanes& lanes, const Place& place) const {
+    for (size_t r = 0; r < s.reductions.size(); ++r) {
+      if (s.reductions[r].start != place.last || s.reductions[r].weight != forms_[place.form].weight) continue;
+      return lanes.reductions[r].end_ps - lanes.uses[s.reductions[r].finish].end_ps;
+    }
+    return 0;
   }
 
   bool never_both(const StepSchedule& s) const {

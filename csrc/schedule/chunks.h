@@ -1,4 +1,5 @@
-// Steps in which some weights are gathered in chunks, inside the products that use them.
+// Steps in which some weights are gathered in chunks, inside the products that use them, and some gradients are reduced
+// in chunks, inside the products that make them.
 //
 // A gather ahead of its use is exposed where little is computed before it, as at the beginning of a forward, or where
 // memory is short. In n chunks alongside its product of length g, a gather of length c exposes max(0, c - g) + c/n, and
@@ -11,6 +12,10 @@
 //
 //     compute    ...aaaaabbbbb     130      compute    aaaaaabbbbb     110
 //     transfers  aaab.........              transfers  baaa.......
+//
+// The same holds for the reduction of a gradient that nothing is computed alongside, as at the end of a backward: in n
+// chunks it exposes max(0, c - g) + c/n. Its memory stays about that of the gradient, because contributions are added
+// up when all are there.
 #pragma once
 
 #include <cstdint>
@@ -28,11 +33,13 @@ struct ChunkedForm {
   int64_t chunk_bytes = 0;  // of the chunks that exist at a time. They are counted as held all the time
   int64_t transfer_ps = 0;  // how long all chunks take, one after the other
   int64_t num_chunks = 1;
+  bool in_backwards = false;        // whether it may be gathered in chunks there too
+  ChunkedReduction reduction = {};  // of its gradient; without a time of transfers: never in chunks
 };
 
-// A use in chunks must shorten the predicted step by so much of what compute waits for before this use.
+// Chunks must shorten the predicted step by so much of what compute waits for, a gather or a reduction.
 constexpr int64_t kLeastChunkingPercent = 25;
-// How many uses are tried.
+// How many gathers and reductions are tried.
 constexpr int kMostUsesTried = 8;
 
 struct ChunkingOptions {
@@ -41,13 +48,14 @@ struct ChunkingOptions {
   bool may_add_chunks = false;    // to the budget: it is not a limit
 };
 
-// Plans a step. Weights with forms may be gathered in chunks in forwards that are single uses of theirs (a weight that
-// modules within others need for several uses in a row stays whole).
+// Plans a step. Weights with forms may be gathered in chunks in forwards and backwards that are single uses of theirs,
+// or several during which no other weights come and go (what modules need that have others within them stays whole, and
+// so does what a recomputation has just needed).
 //
-//   1. The step is planned without chunks. If it does not fit, all forwards that may are planned in chunks. If that
-//      does not fit either, the error is that of the plan without.
-//   2. With times: of the gathers that compute waits for, the one with the longest wait first, each is planned in
-//      chunks, and stays so if the predicted step becomes shorter by kLeastChunkingPercent of the wait.
+//   1. The step is planned without chunks. If it does not fit, all gathers that may are planned in chunks. If that does
+//      not fit either, the error is that of the plan without.
+//   2. With times: of the gathers and reductions that compute waits for, the one with the longest wait first, each is
+//      planned in chunks, and stays so if the predicted step becomes shorter by kLeastChunkingPercent of the wait.
 //
 // A weight is never whole and in chunks at one use. Throws as `make_schedule` does, and for forms of unknown weights.
 StepSchedule schedule_with_chunks(const std::vector<Weight>& weights, const std::vector<Use>& uses,

@@ -54,6 +54,11 @@ std::string names(const StepSchedule& s, const std::vector<int>& weights) {
   return join(found);
 }
 
+// Reductions that start after a use, but those that were done within it.
+std::vector<int> reduced_whole_after(const StepSchedule& s, int use) {
+  return indices(s.reductions, [&](const Reduction& r) { return r.start == use && !r.in_chunks; });
+}
+
 std::string use_text(const StepSchedule& s, int use, int number) {
   const Use& u = s.uses[use];
   std::string line = concat(use, ". ", pass_name(u.pass), " ", u.weights.empty() ? "nothing" : names(s, u.weights));
@@ -62,7 +67,8 @@ std::string use_text(const StepSchedule& s, int use, int number) {
     if (!who.empty()) line += concat("; ", what, " ", who);
   };
   add("before: gather", names(s, s.gathers, s.gathers_before(use)));
-  add("after: reduce the gradient of", names(s, s.reductions, s.reductions_started_after(use)));
+  add("in chunks: reduce the gradient of", names(s, u.in_chunks));
+  add("after: reduce the gradient of", names(s, s.reductions, reduced_whole_after(s, use)));
   add("after: wait for the gradient of", names(s, s.reductions, s.reductions_finished_after(use)));
   std::vector<std::string> released;
   for (const int b : s.released_after(use)) {
@@ -75,12 +81,13 @@ std::string use_text(const StepSchedule& s, int use, int number) {
 std::string json_of(const Weight& w) {
   return concat("{\"name\": ", quoted(w.name), ", \"rest_bytes\": ", w.rest_bytes, ", \"use_bytes\": ", w.use_bytes,
                 ", \"keep_bytes\": ", w.keep_bytes, ", \"gradient_bytes\": ", w.gradient_bytes,
-                ", \"gather_ps\": ", w.gather_ps, ", \"reduce_ps\": ", w.reduce_ps, ", \"form_of\": ", w.form_of, "}");
+                ", \"gather_ps\": ", w.gather_ps, ", \"reduce_ps\": ", w.reduce_ps, ", \"form_of\": ", w.form_of,
+                ", \"reduced_in_chunks_ps\": ", w.in_chunks.transfer_ps, "}");
 }
 
 std::string json_of(const Use& u) {
   return concat("{\"weights\": [", join(u.weights), "], \"pass\": \"", pass_name(u.pass), "\", \"gradients\": [",
-                join(u.gradients), "], \"compute_ps\": ", u.compute_ps, "}");
+                join(u.gradients), "], \"compute_ps\": ", u.compute_ps, ", \"in_chunks\": [", join(u.in_chunks), "]}");
 }
 
 std::string json_of(const WeightBuffer& b) {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "support/error.h"
 #include "support/text.h"
@@ -15,53 +17,113 @@ bool has_times(const StepSchedule& s) {
          std::all_of(s.gathers.begin(), s.gathers.end(), [&](const Gather& g) { return takes_time(g) || is_small(g); });
 }
 
-StepLanes predict(const StepSchedule& s) {
-  StepLanes lanes;
-  lanes.uses.resize(s.uses.size());
-  lanes.gathers.resize(s.gathers.size());
-  lanes.reductions.resize(s.reductions.size());
-  int64_t now = 0;   // on the lane of compute
-  int64_t free = 0;  // from when on the lane of transfers is free
-  const auto transfer = [&](LaneSpan& span, int64_t length_ps) {
-    span.begin_ps = std::max(free, now);
-    free = span.end_ps = span.begin_ps + length_ps;
-    lanes.transfer_ps += length_ps;
-  };
-  std::vector<int64_t> there(s.weights.size(), 0);  // by weight: when its latest gather ends
-  size_t gather = 0;
-  size_t reduction = 0;
-  std::vector<size_t> under_way;  // reductions
-  for (int i = 0; i < static_cast<int>(s.uses.size()); ++i) {
-    for (; gather < s.gathers.size() && s.gathers[gather].start == i; ++gather) {
-      const int w = s.gathers[gather].weight;
-      transfer(lanes.gathers[gather], s.weights[w].gather_ps);
-      there[w] = lanes.gathers[gather].end_ps;
+namespace {
+
+class Lanes {
+ public:
+  explicit Lanes(const StepSchedule& schedule) : s_(schedule), there_(schedule.weights.size(), 0) {
+    lanes_.uses.resize(s_.uses.size());
+    lanes_.gathers.resize(s_.gathers.size());
+    lanes_.reductions.resize(s_.reductions.size());
+  }
+
+  StepLanes run() {
+    for (int i = 0; i < static_cast<int>(s_.uses.size()); ++i) {
+      start_gathers(i);
+      compute(i);
+      reduce(i);
     }
-    for (const int w : s.uses[i].weights) now = std::max(now, there[w]);
-    lanes.uses[i] = {now, now + s.uses[i].compute_ps};
-    lanes.compute_ps += s.uses[i].compute_ps;
-    for (const int w : s.uses[i].weights) {
-      if (s.weights[w].chunks_ps == 0) continue;
-      LaneSpan chunks;
-      transfer(chunks, s.weights[w].chunks_ps);
-      lanes.uses[i].end_ps = std::max(lanes.uses[i].end_ps, chunks.end_ps) + s.weights[w].first_chunk_ps;
+    check_invariant(gather_ == s_.gathers.size() && reduction_ == s_.reductions.size() && under_way_.empty(),
+                    "a schedule has transfers that are not in the order of its uses");
+    lanes_.total_ps = now_;
+    return std::move(lanes_);
+  }
+
+ private:
+  LaneSpan transfer(int64_t from_ps, int64_t length_ps) {
+    LaneSpan span;
+    span.begin_ps = std::max(free_, from_ps);
+    free_ = span.end_ps = span.begin_ps + length_ps;
+    lanes_.transfer_ps += length_ps;
+    return span;
+  }
+
+  void start_gathers(int i) {
+    for (; gather_ < s_.gathers.size() && s_.gathers[gather_].start == i; ++gather_) {
+      const int w = s_.gathers[gather_].weight;
+      lanes_.gathers[gather_] = transfer(now_, s_.weights[w].gather_ps);
+      there_[w] = lanes_.gathers[gather_].end_ps;
     }
-    now = lanes.uses[i].end_ps;
-    for (; reduction < s.reductions.size() && s.reductions[reduction].start == i; ++reduction) {
-      transfer(lanes.reductions[reduction], s.weights[s.reductions[reduction].weight].reduce_ps);
-      under_way.push_back(reduction);
+  }
+
+  void compute(int i) {
+    const Use& use = s_.uses[i];
+    for (const int w : use.weights) now_ = std::max(now_, there_[w]);
+    LaneSpan& span = lanes_.uses[i];
+    span = {now_, now_ + use.compute_ps};
+    lanes_.compute_ps += use.compute_ps;
+    const int64_t half_ps = use.pass == Pass::kBackward ? use.compute_ps / 2 : 0;
+    for (const int w : use.weights) {
+      if (s_.weights[w].chunks_ps == 0 || !is_longest(i, w)) continue;
+      const LaneSpan chunks = transfer(now_, s_.weights[w].chunks_ps);
+      lanes_.chunks.push_back({w, i, false, chunks});
+      span.end_ps = std::max(span.end_ps, chunks.end_ps + half_ps) + s_.weights[w].first_chunk_ps;
     }
-    std::erase_if(under_way, [&](size_t r) {
-      if (s.reductions[r].finish > i) return false;
-      now = std::max(now, lanes.reductions[r].end_ps);
+    for (const int w : use.in_chunks) {
+      const ChunkedReduction& reduced = s_.weights[w].in_chunks;
+      const LaneSpan chunks = transfer(span.end_ps - half_ps, reduced.transfer_ps - reduced.last_chunk_ps);
+      lanes_.chunks.push_back({w, i, true, chunks});
+      span.end_ps = std::max(span.end_ps, chunks.end_ps);
+      const LaneSpan last = transfer(span.end_ps, reduced.last_chunk_ps);
+      lanes_.chunks.push_back({w, i, true, last});
+      span.end_ps = last.end_ps;
+    }
+    now_ = span.end_ps;
+  }
+
+  // Of the uses of a weight that follow each other in one pass; of equally long ones the first. Its product is taken to
+  // be there.
+  bool is_longest(int use, int weight) const {
+    const auto is_one = [&](int i) {
+      return 0 <= i && i < static_cast<int>(s_.uses.size()) && s_.uses[i].pass == s_.uses[use].pass &&
+             std::count(s_.uses[i].weights.begin(), s_.uses[i].weights.end(), weight) > 0;
+    };
+    for (int i = use - 1; is_one(i); --i) {
+      if (s_.uses[i].compute_ps >= s_.uses[use].compute_ps) return false;
+    }
+    for (int i = use + 1; is_one(i); ++i) {
+      if (s_.uses[i].compute_ps > s_.uses[use].compute_ps) return false;
+    }
+    return true;
+  }
+
+  void reduce(int i) {
+    for (; reduction_ < s_.reductions.size() && s_.reductions[reduction_].start == i; ++reduction_) {
+      const Reduction& r = s_.reductions[reduction_];
+      const Weight& w = s_.weights[r.weight];
+      lanes_.reductions[reduction_] = transfer(now_, r.in_chunks ? w.in_chunks.rest_ps : w.reduce_ps);
+      under_way_.push_back(reduction_);
+    }
+    std::erase_if(under_way_, [&](size_t r) {
+      if (s_.reductions[r].finish > i) return false;
+      now_ = std::max(now_, lanes_.reductions[r].end_ps);
       return true;
     });
   }
-  check_invariant(gather == s.gathers.size() && reduction == s.reductions.size() && under_way.empty(),
-                  "a schedule has transfers that are not in the order of its uses");
-  lanes.total_ps = now;
-  return lanes;
-}
+
+  const StepSchedule& s_;
+  StepLanes lanes_;
+  int64_t now_ = 0;             // on the lane of compute
+  int64_t free_ = 0;            // from when on the lane of transfers is free
+  std::vector<int64_t> there_;  // by weight: when its latest gather ends
+  size_t gather_ = 0;
+  size_t reduction_ = 0;
+  std::vector<size_t> under_way_;  // reductions
+};
+
+}  // namespace
+
+StepLanes predict(const StepSchedule& schedule) { return Lanes(schedule).run(); }
 
 std::string lanes_text(const StepSchedule& s, int width) {
   const StepLanes lanes = predict(s);
@@ -79,6 +141,10 @@ std::string lanes_text(const StepSchedule& s, int width) {
   for (size_t i = 0; i < s.uses.size(); ++i) mark(compute, lanes.uses[i], static_cast<int>(i));
   for (size_t g = 0; g < s.gathers.size(); ++g) mark(transfers, lanes.gathers[g], s.gathers[g].weight);
   for (size_t r = 0; r < s.reductions.size(); ++r) mark(transfers, lanes.reductions[r], s.reductions[r].weight);
+  for (const ChunksSpan& c : lanes.chunks) {
+    const int form_of = s.weights[c.weight].form_of;
+    mark(transfers, c.span, form_of < 0 ? c.weight : form_of);
+  }
   return concat("predicted ", microseconds_text(lanes.total_ps), ": compute ", microseconds_text(lanes.compute_ps),
                 ", transfers ", microseconds_text(lanes.transfer_ps), " of which ",
                 microseconds_text(lanes.exposed_ps()), " are exposed\n  compute, by use      |", compute,

@@ -2,13 +2,20 @@
 //
 // Both lanes do one thing at a time. Transfers run in the order in which they start; a gather can begin when the use
 // before it has ended, a reduction when the gradient is complete. A use begins when its weights are gathered and the
-// reductions that should be done by then are. Chunks of weights are transferred during a use, behind what was started
-// before; the use ends when they are there and, besides, one chunk's time later than its compute takes.
+// reductions that should be done by then are.
+//
+// Chunks are transferred during a use, behind what was started before. Those of weights run alongside the product that
+// needs them: all of a forward, but in a backward only the first half, in which the gradient of the input is computed.
+// Chunks of a gradient run alongside the second half. The use ends when its chunks are there and what is computed after
+// them is done and, besides, one chunk's time later: nothing is computed alongside the first gather and the last
+// reduction. Of several uses that follow each other, the longest has them.
 //
 // Example: two weights, gathers of 30, reductions of 20, forwards of 50, backwards of 100, one gather ahead.
 //
 //     compute    ...aaaaabbbbbBBBBBBBBBBAAAAAAAAAA..     300 of 350
 //     transfers  aaabbb.................BB........AA     the first gather and the last reduction are exposed
+//
+// With the gradient of a reduced in 4 chunks of 5, 335: one of them is exposed.
 #pragma once
 
 #include <cstdint>
@@ -24,10 +31,19 @@ struct LaneSpan {
   int64_t end_ps = 0;
 };
 
+// All chunks that are transferred for a weight within a use.
+struct ChunksSpan {
+  int weight = 0;
+  int use = 0;
+  bool is_reduction = false;  // of its gradient; otherwise the weight is gathered
+  LaneSpan span;
+};
+
 struct StepLanes {
   std::vector<LaneSpan> uses;        // the compute of each
   std::vector<LaneSpan> gathers;     // as in the schedule
-  std::vector<LaneSpan> reductions;  // as in the schedule
+  std::vector<LaneSpan> reductions;  // as in the schedule; of those in chunks, the rest
+  std::vector<ChunksSpan> chunks;    // in the order in which they begin
   int64_t compute_ps = 0;            // all of it
   int64_t transfer_ps = 0;           // all of it
   int64_t total_ps = 0;

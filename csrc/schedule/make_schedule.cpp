@@ -18,6 +18,9 @@ void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, con
   for (const Weight& w : weights) {
     check_user(w.rest_bytes >= 0 && w.use_bytes >= 0 && w.gradient_bytes >= 0 && w.gather_ps >= 0 && w.reduce_ps >= 0,
                "weights: '", w.name, "' has a negative figure; allowed are bytes and times from 0 on");
+    const ChunkedReduction& c = w.in_chunks;
+    check_user(c.transfer_ps >= 0 && c.last_chunk_ps >= 0 && c.rest_ps >= 0 && c.gradient_bytes >= 0, "weights: '",
+               w.name, "' has a negative figure for its reduction in chunks; allowed are bytes and times from 0 on");
     check_user(0 <= w.keep_bytes && w.keep_bytes <= w.use_bytes, "weights: '", w.name, "' keeps ", w.keep_bytes,
                " bytes; allowed is 0 to ", w.use_bytes, ", what it has in use");
   }
@@ -29,6 +32,10 @@ void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, con
       }
       check_user(std::set<int>(named->begin(), named->end()).size() == named->size(), "uses: use ", i, " names weight ",
                  join(*named), "; allowed is each once");
+    }
+    for (const int w : uses[i].in_chunks) {
+      check_user(std::count(uses[i].gradients.begin(), uses[i].gradients.end(), w) == 1, "uses: use ", i,
+                 " reduces the gradient of weight ", w, " in chunks; allowed are those that it completes");
     }
     check_user(uses[i].compute_ps >= 0, "uses: use ", i, " takes ", uses[i].compute_ps, " ps; allowed is 0 or more");
   }
@@ -211,7 +218,11 @@ void plan_reductions(StepSchedule& schedule, bool overlaps) {
   for (int i = 0; i < n; ++i) {
     const Use& use = schedule.uses[i];
     if (use.pass == Pass::kBackward) {
-      for (const int w : use.weights) begin[w] = begin[w] < 0 ? i : begin[w];
+      for (const int used : use.weights) {
+        const int form_of = schedule.weights[used].form_of;
+        const int w = form_of < 0 ? used : form_of;
+        begin[w] = begin[w] < 0 ? i : begin[w];
+      }
     }
     for (const int w : use.gradients) {
       const int first = begin[w] < 0 ? i : begin[w];
@@ -220,13 +231,15 @@ void plan_reductions(StepSchedule& schedule, bool overlaps) {
         before.finish = std::min(before.finish, i - 1);
       }
       latest[w] = static_cast<int>(schedule.reductions.size());
-      schedule.reductions.push_back({w, first, i, overlaps ? next_change[i] : i});
+      const bool in_chunks = std::count(use.in_chunks.begin(), use.in_chunks.end(), w) > 0;
+      schedule.reductions.push_back({w, first, i, overlaps ? next_change[i] : i, in_chunks});
       begin[w] = -1;
     }
   }
   std::vector<int64_t> bytes(n, 0);
   for (const Reduction& r : schedule.reductions) {
-    for (int i = r.first; i <= r.finish; ++i) bytes[i] += schedule.weights[r.weight].gradient_bytes;
+    const Weight& w = schedule.weights[r.weight];
+    for (int i = r.first; i <= r.finish; ++i) bytes[i] += r.in_chunks ? w.in_chunks.gradient_bytes : w.gradient_bytes;
   }
   for (const int64_t b : bytes) schedule.peak_gradient_bytes = std::max(schedule.peak_gradient_bytes, b);
 }
@@ -268,7 +281,7 @@ int64_t cost_bytes(const StepSchedule& schedule) {
   for (const Gather& g : schedule.gathers)
     bytes += schedule.weights[g.weight].use_bytes * (g.start == g.needed ? 2 : 1);
   for (const Reduction& r : schedule.reductions) {
-    if (r.start == r.finish) bytes += schedule.weights[r.weight].gradient_bytes;
+    if (r.start == r.finish && !r.in_chunks) bytes += schedule.weights[r.weight].gradient_bytes;
   }
   return bytes;
 }

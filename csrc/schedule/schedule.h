@@ -29,6 +29,15 @@ enum class Pass : uint8_t { kForward, kRecompute, kBackward };
 const char* pass_name(Pass pass);          // "forward", "recompute", "backward"
 Pass parse_pass(const std::string& name);  // throws UserError
 
+// How the gradient of a weight is reduced in chunks, within the use that completes it: each part of its product travels
+// while the next one is computed.
+struct ChunkedReduction {
+  int64_t transfer_ps = 0;     // how long all chunks take, one after the other; 0: not in chunks
+  int64_t last_chunk_ps = 0;   // how long one takes
+  int64_t rest_ps = 0;         // how long what is not in chunks takes after the use, such as biases
+  int64_t gradient_bytes = 0;  // instead of Weight::gradient_bytes
+};
+
 // Bytes are those of one rank, the one with most.
 struct Weight {
   std::string name;
@@ -45,6 +54,7 @@ struct Weight {
   int form_of = -1;
   int64_t chunks_ps = 0;
   int64_t first_chunk_ps = 0;
+  ChunkedReduction in_chunks = {};  // in the uses that say so
 };
 
 struct Use {
@@ -52,6 +62,8 @@ struct Use {
   Pass pass = Pass::kForward;
   std::vector<int> gradients;  // weights whose gradients are complete after this use
   int64_t compute_ps = 0;      // how long the compute of this use takes; 0: not known
+  // Of `gradients`, those that are reduced in chunks within this use (Weight::in_chunks).
+  std::vector<int> in_chunks = {};
 };
 
 struct ScheduleOptions {
@@ -92,9 +104,10 @@ struct Gather {
 // One at a time for each weight.
 struct Reduction {
   int weight = 0;
-  int first = 0;   // the gradient exists from this use on: the first backward use since the reduction before
-  int start = 0;   // starts after this use
-  int finish = 0;  // done after this use; the gradient is released then. At `start`, nothing is overlapped
+  int first = 0;           // the gradient exists from this use on: the first backward use since the reduction before
+  int start = 0;           // starts after this use
+  int finish = 0;          // done after this use; the gradient is released then. At `start`, nothing is overlapped
+  bool in_chunks = false;  // all but the rest of it was done within use `start`
 };
 
 // Lists are in the order in which things happen.
@@ -122,7 +135,8 @@ struct StepSchedule {
 
 // Plans a step.
 //
-//   1. A reduction starts after the use that completes the gradient. It is waited for after the next change of weights,
+//   1. A reduction starts after the use that completes the gradient, or within it in chunks. It is waited for after the
+//   next change of weights,
 //      so that it runs alongside the next backward, or at once, which takes less memory.
 //   2. At each use its weights are resident. Those of the uses that follow are too, or are being gathered: as far ahead
 //      as wanted, as long as they fit at every use until theirs. Whatever else is resident stays if it fits. If not,

@@ -33,6 +33,80 @@ TEST(ScheduleChunks, TheExampleOfTheHeader) {
   EXPECT_EQ(s.peak_bytes(), 256 + 20);  // b, and the chunks
 }
 
+// The last reduction of a backward, of which one chunk of four stays exposed.
+TEST(ScheduleChunks, TheLastReduction) {
+  std::vector<Weight> weights = {{"a", 0, 100, 0, 100, 30, 20}, {"b", 0, 100, 0, 100, 30, 20}};
+  std::vector<Use> uses = {{{0}, F, {}, 50}, {{1}, F, {}, 50}, {{1}, B, {1}, 100}, {{0}, B, {0}, 100}};
+  const ChunkedReduction reduction{20, 5, 0, 110};
+  const std::vector<ChunkedForm> forms = {{0, 0, 0, 20, 30, 1, true, reduction}, {1, 0, 0, 20, 30, 1, true, reduction}};
+  ScheduleOptions options;
+  options.alignment_bytes = 1;
+  const auto plan = [&](const std::vector<ChunkedForm>& with) {
+    return schedule_with_chunks(weights, uses, with, {options, false, false});
+  };
+  EXPECT_EQ(predict(plan({})).total_ps, 350);
+  const StepSchedule s = plan(forms);
+  const StepLanes lanes = predict(s);
+  EXPECT_EQ(lanes.total_ps, 335) << to_text(s);
+  EXPECT_EQ(lanes.transfer_ps, 100);
+  ASSERT_EQ(s.reductions.size(), 2);
+  EXPECT_FALSE(s.reductions[0].in_chunks) << "that of b runs alongside the backward of a";
+  EXPECT_TRUE(s.reductions[1].in_chunks);
+  EXPECT_EQ(s.uses[3].in_chunks, std::vector<int>{0});
+  ASSERT_EQ(lanes.chunks.size(), 2);
+  EXPECT_EQ(lanes.chunks[0].span.begin_ps, 280) << "the second half of the backward computes it";
+  EXPECT_EQ(lanes.chunks[1].span.end_ps, 335);
+  EXPECT_EQ(s.peak_gradient_bytes, 210);
+  EXPECT_NE(to_text(s).find("3. backward a; in chunks: reduce the gradient of a; after: wait for the gradient of b, a"),
+            std::string::npos)
+      << to_text(s);
+  uses[3].compute_ps = 0;
+  EXPECT_FALSE(plan(forms).reductions[1].in_chunks) << "no times";
+  uses[3] = {{0}, B, {}, 100, {0}};
+  EXPECT_THROW(plan(forms), UserError) << "its gradient is not complete";
+}
+
+// Between forward and backward there is room for one weight, so each is gathered twice; nothing is computed before.
+TEST(ScheduleChunks, TheFirstGatherOfABackward) {
+  const std::vector<Weight> weights = {{"a", 0, 100, 0, 0, 30, 0}, {"b", 0, 100, 0, 0, 30, 0}};
+  const std::vector<Use> uses = {{{0}, F, {}, 50}, {{1}, F, {}, 50}, {{0}, B, {}, 100}};
+  ScheduleOptions options;
+  options.alignment_bytes = 1;
+  options.budget_bytes = 100 + 20;
+  options.prefetch = 0;
+  const auto plan = [&](bool in_backwards) {
+    const ChunkedForm form{0, 0, 0, 20, 30, 3, in_backwards, {}};
+    return schedule_with_chunks(weights, uses, {form}, {options, false, false});
+  };
+  const StepSchedule forward = plan(false);
+  const StepSchedule both = plan(true);
+  EXPECT_EQ(forward.uses[2].weights, std::vector<int>{0});
+  EXPECT_EQ(predict(forward).total_ps, 200 + 10 + 30 + 30) << to_text(forward);
+  EXPECT_EQ(both.uses[2].weights, std::vector<int>{2});
+  EXPECT_EQ(predict(both).total_ps, 200 + 10 + 30 + 10) << to_text(both);
+}
+
+// Where no weight fits, a forward and the backward after it gather the same weight in chunks.
+TEST(ScheduleChunks, ForwardsAndBackwardsInLittleMemory) {
+  const std::vector<Weight> weights = {{"a", 0, 100, 0, 10, 0, 0}, {"b", 0, 100, 0, 10, 0, 0}};
+  std::vector<Use> uses = {{{0}, F, {}}, {{1}, F, {}}, {{1}, B, {1}}, {{0}, B, {0}}};
+  std::vector<ChunkedForm> forms = {{0, 5, 0, 20, 30, 3, true, {}}, {1, 5, 0, 20, 30, 3, true, {}}};
+  ScheduleOptions options;
+  options.alignment_bytes = 1;
+  options.budget_bytes = 5 + 20 + 10;
+  const StepSchedule s = schedule_with_chunks(weights, uses, forms, {options, false, false});
+  EXPECT_LE(s.peak_bytes(), 35);
+  std::vector<int> used;
+  for (const Use& use : s.uses) used.push_back(s.weights[use.weights[0]].form_of);
+  EXPECT_EQ(used, (std::vector<int>{0, 1, 1, 0}));
+  EXPECT_EQ(s.reductions[0].first, 2) << "a gradient exists where the form is used";
+  uses.insert(uses.begin() + 2, {{1}, Pass::kRecompute, {}});
+  EXPECT_THROW(schedule_with_chunks(weights, uses, forms, {options, false, false}), UserError);
+  forms[1].in_backwards = false;
+  uses.erase(uses.begin() + 2);
+  EXPECT_THROW(schedule_with_chunks(weights, uses, forms, {options, false, false}), UserError);
+}
+
 TEST(ScheduleChunks, OnlyWhereItIsFasterOrNothingElseFits) {
   std::vector<Weight> weights = {{"a", 0, 100, 0, 0, 30, 0}, {"b", 0, 100, 0, 0, 10, 0}};
   std::vector<Use> uses = {{{0}, F, {}, 50}, {{1}, F, {}, 50}};
@@ -62,6 +136,7 @@ TEST(ScheduleChunks, OnlyWhereItIsFasterOrNothingElseFits) {
 TEST(ScheduleChunks, HoldsForRandomSteps) {
   std::mt19937 random(7);
   int with_chunks = 0;
+  int with_reductions = 0;
   for (int round = 0; round < 300; ++round) {
     const int n = 2 + static_cast<int>(random() % 4);
     std::vector<Weight> weights;
@@ -72,7 +147,8 @@ TEST(ScheduleChunks, HoldsForRandomSteps) {
       const auto bytes = static_cast<int64_t>(1 + random() % 9) * 100;
       most = std::max(most, bytes);
       weights.push_back({std::string(1, static_cast<char>('a' + w)), 0, bytes, 0, bytes, bytes, bytes});
-      if (random() % 2) forms.push_back({w, 10, 5, bytes / 4, bytes, 8});
+      const ChunkedReduction reduction{bytes, bytes / 8, 5, bytes + 40};
+      if (random() % 2) forms.push_back({w, 10, 5, bytes / 4, bytes, 8, random() % 2 == 0, reduction});
     }
     for (int w = 0; w < n; ++w) uses.push_back({{w}, F, {}, static_cast<int64_t>(1 + random() % 500)});
     for (int w = n; random() % 2 && w-- > 0;) uses.push_back({{w}, B, {w}, static_cast<int64_t>(1 + random() % 900)});
@@ -84,8 +160,11 @@ TEST(ScheduleChunks, HoldsForRandomSteps) {
     const StepSchedule s = schedule_with_chunks(weights, uses, forms, {options, chooses, false});
     EXPECT_LE(s.peak_bytes(), options.budget_bytes.value_or(s.peak_bytes()));
     EXPECT_LE(predict(s).total_ps, predict(whole).total_ps);
-    if (!has_chunks(s)) continue;
-    ++with_chunks;
+    const auto in_chunks =
+        std::count_if(s.reductions.begin(), s.reductions.end(), [](const Reduction& r) { return r.in_chunks; });
+    with_reductions += in_chunks > 0 ? 1 : 0;
+    if (!has_chunks(s) && in_chunks == 0) continue;
+    with_chunks += has_chunks(s) ? 1 : 0;
     EXPECT_LT(predict(s).total_ps, predict(whole).total_ps);
     for (size_t i = 0; i < uses.size(); ++i) {
       const int used = s.uses[i].weights[0];
@@ -100,6 +179,7 @@ TEST(ScheduleChunks, HoldsForRandomSteps) {
     }
   }
   EXPECT_GT(with_chunks, 15);
+  EXPECT_GT(with_reductions, 15);
 }
 
 }  // namespace

@@ -933,7 +933,7 @@ class StepSchedule:
         alignment_bytes: int = 256,
         held_bytes: int = 0,
         gather_until: Sequence[int] = (),
-        forms: Sequence[tuple[int, int, int, int, int, int]] = (),
+        forms: Sequence[tuple[int, int, int, int, int, int, bool, tuple[int, int, int, int]]] = (),
         may_add_chunks: bool = False,
     ) -> None:
         """Plans a step.
@@ -950,7 +950,9 @@ class StepSchedule:
             held_bytes: of the budget, what is in use all the time outside of the arena.
             gather_until: by use, the last use whose weights should have begun to be gathered at it; below it: no wish.
             forms: of weights that may be gathered in chunks: index; bytes and picoseconds of what is gathered before
-                the use all the same; bytes of the chunks that exist at a time, picoseconds of all and their number.
+                the use all the same; bytes of the chunks that exist at a time, picoseconds of all and their number;
+                whether in backwards too; and of the reduction of the gradient in chunks, picoseconds of all chunks (0:
+                not in chunks), of one and of what is reduced afterwards, and bytes of the gradient meanwhile.
             may_add_chunks: whether their bytes may be added to the budget.
 
         Raises:
@@ -969,8 +971,9 @@ class StepSchedule:
 
     @property
     def lanes(self) -> dict[str, Any] | None:
-        """Begin and end in picoseconds of "uses", "gathers" and "reductions" as predicted; "compute_ps", "transfer_ps",
-        "total_ps". None without times."""
+        """Begin and end in picoseconds of "uses", "gathers" and "reductions" as predicted; "chunks" within uses, each
+        as weight, use, whether it is a reduction, and begin and end; "compute_ps", "transfer_ps", "total_ps". None
+        without times."""
 
     @property
     def buffers(self) -> list[tuple[int, bool, int, int, int, int]]:
@@ -981,8 +984,9 @@ class StepSchedule:
         """Weight, buffer, the use before which it starts, the use that needs it, whether it is from the kept copy."""
 
     @property
-    def reductions(self) -> list[tuple[int, int, int, int]]:
-        """Weight; the uses from which its gradient exists, after which it is reduced, and after which that is done."""
+    def reductions(self) -> list[tuple[int, int, int, int, bool]]:
+        """Weight; the uses from which its gradient exists, after which it is reduced, and after which that is done;
+        whether in chunks within the use, all but what is not in chunks."""
 
     @property
     def arena_bytes(self) -> int: ...

@@ -138,7 +138,9 @@ def _explained(call: running.Call, measured: Trace) -> Explained:
 
 def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
     schedule = step.schedule
-    uses = [(f"{kind} {', '.join(step.names[i] for i in weights)}", weights) for weights, kind, *_ in schedule.uses]
+    unit_of = [number if form_of < 0 else form_of for number, form_of in enumerate(schedule.form_of)]
+    named = [(kind, [unit_of[weight] for weight in weights]) for weights, kind, *_ in schedule.uses]
+    uses = [(f"{kind} {', '.join(step.names[unit] for unit in units)}", units) for kind, units in named]
     measured = Trace(
         TraceEvent("compute", text, max(weights), 0, *span) for (text, weights), span in zip(uses, step.uses)
     )
@@ -154,11 +156,13 @@ def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
             ("gather", "gathers", schedule.gathers),
             ("reduce", "reductions", schedule.reductions),
         ):
-            weights_of = [transfer[0] for transfer in transfers]
             spans += [
-                ("communication", f"{what} {step.names[weight]}", weight, span)
-                for weight, span in zip(weights_of, lanes[key])
+                ("communication", f"{what} {step.names[unit_of[weight]]}", unit_of[weight], span)
+                for (weight, *_), span in zip(transfers, lanes[key])
             ]
+        for weight, _, is_reduction, span in lanes["chunks"]:
+            text = f"{'reduce' if is_reduction else 'gather'} {step.names[unit_of[weight]]} in chunks"
+            spans.append(("communication", text, unit_of[weight], span))
         predicted = Trace(
             TraceEvent(lane, text, weight, 0, begin_ps / 1e12, end_ps / 1e12)
             for lane, text, weight, (begin_ps, end_ps) in spans

@@ -1,47 +1,56 @@
-"""Weights of `nn.Linear` that are gathered in chunks, each of which is multiplied while the next is under way.
+"""Weights of `nn.Linear` that move in chunks during their products, each of which is multiplied while the next moves.
 
-A unit in chunks gathers before its use what is not chunked, such as biases. During that use its Linear modules have
-another class, whose forward multiplies by what arrives. Where such a weight is needed in another way, it is gathered
-then, whole.
+A unit that is gathered in chunks gathers before its use what is not chunked, such as biases. During that use its Linear
+modules have another class, whose forward multiplies by what arrives. Where such a weight is needed in another way, it
+is gathered then, whole.
+
+In backwards, an autograd function does the same: the gradient of the input is a product with the weight, whose rows
+arrive in chunks, and the gradient of the weight is a product whose rows leave in chunks, to be reduced. So in steps
+whose backward has chunks, the modules have that class in forwards too.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import _planner, _runtime, executables
 from ..layout import Layout
 from ..products.running import Call, Setting
+from .formats import with_dtype
 from .units import Unit
 from .weights import Weight
 
 # Where few ranks would make fewer chunks, each rank's part is divided.
 _LEAST_CHUNKS = 8
-# Programs of a weight, for different numbers of rows of its other operand.
+# Programs of a product, for different numbers of rows.
 _MAX_CALLS = 64
 
 
-class ChunkedWeight:
-    """A weight that may be gathered in chunks."""
+class Product:
+    """A product of which one operand, or the result, moves in chunks.
 
-    def __init__(self, weight: Weight, plan: _planner.Plan, schedule: _planner.Schedule, transfer_ps: int) -> None:
-        self.weight = weight
-        self.plan = plan
-        self.schedule = schedule
-        self.transfer_ps = transfer_ps  # of all chunks
+    Its program depends on the number of rows of an input, its transfers do not, so ranks may have different numbers.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device_type: str, make: Callable[[int, bool], _planner.Matmul]) -> None:
+        self._mesh = mesh
+        self._make = make
+        one = make(1, False)
+        ranks = one.num_partners
+        self.schedule = _planner.Schedule("ring", ranks * -(-_LEAST_CHUNKS // ranks))
+        self._model = Setting(device_type).model(one.plan.src.dtype)
+        self.transfer_ps = int(one.timeline(self.schedule, self._model)["communication_ps"])  # of all chunks
+        self.result_bytes = one.peak_bytes(self.schedule, one.plan.src.mesh.ranks[0])  # on the rank with most
         self._calls: dict[tuple[int, bool], Call] = {}
-        self._is_whole = False
-
-    @property
-    def module(self) -> Any:
-        return self.weight.places[0][0]
 
     @property
     def num_chunks(self) -> int:
@@ -49,17 +58,51 @@ class ChunkedWeight:
         assert isinstance(chunks, int)
         return chunks
 
+    def __call__(self, inputs: Sequence[torch.Tensor], rows: int, has_bias: bool = False) -> torch.Tensor:
+        key = rows, has_bias
+        if key not in self._calls:
+            if len(self._calls) >= _MAX_CALLS:
+                self._calls.clear()
+            text, rank = self._make(*key).to_text(self.schedule), dist.get_rank()
+            compiled = _runtime.compiled(text, rank)
+            names = executables.names_of(compiled.groups, device_mesh=self._mesh)
+            self._calls[key] = Call(text, tuple(names), rank, self._model, compiled.bind(names))
+        (result,) = self._calls[key](inputs)
+        return result
+
+
+class ChunkedWeight:
+    """A weight that may be gathered in chunks, and whose gradient may be reduced in chunks."""
+
+    def __init__(self, weight: Weight, plan: _planner.Plan) -> None:
+        device_type = weight.memory.device.type
+        self.weight = weight
+        self.plan = plan
+        self.gathered = Product(weight.mesh, device_type, functools.partial(_forward, plan))
+        self.gathered_backwards = Product(weight.mesh, device_type, functools.partial(_backward, plan))
+        reduced = _reduction_of(weight)
+        self.reduced = (
+            None if reduced is None else Product(weight.mesh, device_type, functools.partial(_gradient, reduced))
+        )
+        self.is_absent = False  # it is gathered in chunks now
+        self.was_read = False  # in another way than by a product, since the step began
+        self.reduces = False  # in chunks, in the backward that runs
+        self._is_whole = False  # although absent
+
+    @property
+    def module(self) -> Any:
+        return self.weight.places[0][0]
+
     @property
     def chunk_bytes(self) -> int:
         """Of two chunks, on the rank whose are largest."""
         rows, columns = self.plan.src.local_shape(self.plan.src.mesh.ranks[0])
-        shares = self.num_chunks * rows // self.plan.src.shape[0] if rows else 1
+        shares = self.gathered.num_chunks * rows // self.plan.src.shape[0] if rows else 1
         return int(2 * -(-rows // max(shares, 1)) * columns * self.weight.whole.itemsize)
 
     def begin(self) -> None:
-        """The module multiplies in chunks from now on."""
+        """The module multiplies by us from now on."""
         if "_chunks" not in vars(self.module):
-            self._is_whole = False
             original: Any = type(self.module)
             self.module.__class__ = _in_chunks(original)
             self.module.__dict__["_chunks"] = self
@@ -67,6 +110,14 @@ class ChunkedWeight:
     def end(self) -> None:
         if self.module.__dict__.pop("_chunks", None) is not None:
             self.module.__class__ = type(self.module).__mro__[2]
+
+    def set_absent(self, is_absent: bool) -> None:
+        self.is_absent = is_absent
+        self._is_whole = False
+
+    @property
+    def comes_in_chunks(self) -> bool:
+        return self.is_absent and not self._is_whole
 
     def multiplies(self, x: Any, bias: Any) -> bool:
         """Whether this product can take the weight in chunks; the same on all ranks where modules are."""
@@ -76,48 +127,63 @@ class ChunkedWeight:
         return fit and x.dim() > 0 and x.shape[-1] == whole.shape[1] and not torch.is_autocast_enabled(x.device.type)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = x.detach().reshape(-1, x.shape[-1])
-        key = rows.shape[0], bias is not None
-        if key not in self._calls:
-            if len(self._calls) >= _MAX_CALLS:
-                self._calls.clear()
-            self._calls[key] = self._call(*key)
-        part = self.weight._at_rest.to(rows.dtype)
-        (y,) = self._calls[key]([part, rows] if bias is None else [part, rows, bias.detach()])
+        if not self.comes_in_chunks:
+            return F.linear(x, self.weight.whole, bias)
+        rows = _rows(x.detach())
+        inputs = [self._part(), rows] if bias is None else [self._part(), rows, bias.detach()]
+        y = self.gathered(inputs, rows.shape[0], bias is not None)
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def whole(self) -> nn.Parameter:
-        """Gathers the weight until its unit is released."""
-        if not self._is_whole:
+    def input_gradient(self, dy: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        if not self.comes_in_chunks:
+            return dy.matmul(whole)
+        rows = _rows(dy)
+        dx = self.gathered_backwards([self._part(), rows], rows.shape[0])
+        return dx.view(*dy.shape[:-1], dx.shape[-1])
+
+    def gradient(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """That of the whole weight; None where it was reduced."""
+        if not self.reduces or self.reduced is None:
+            return _rows(dy).t().mm(_rows(x))
+        rows = _rows(x)
+        self.weight.gradients.add_reduced(self.reduced([_rows(dy), rows], rows.shape[0]))
+        return None
+
+    def read(self) -> nn.Parameter:
+        """The weight where it is needed in another way: gathered until its unit is released, if it is absent."""
+        self.was_read = True
+        self.make_whole()
+        return self.weight.whole
+
+    def make_whole(self) -> None:
+        if self.comes_in_chunks:
             self._is_whole = True
             weight = self.weight
             with torch.no_grad():
                 memory = torch.empty(weight.gathered_bytes, dtype=torch.uint8, device=weight.memory.device)
                 weight.start_gather(memory, 0, False)
                 weight.carried.finish(weight.memory.data)
-        return self.weight.whole
 
-    def _call(self, rows: int, has_bias: bool) -> Call:
-        """The program for so many rows. Its transfers do not depend on them, so ranks may have different numbers."""
-        matmul = _matmul(self.plan, rows, has_bias)
-        rank, where = dist.get_rank(), Setting(self.weight.memory.device.type)
-        text = matmul.to_text(self.schedule)
-        compiled = _runtime.compiled(text, rank)
-        names = executables.names_of(compiled.groups, device_mesh=self.weight.mesh)
-        return Call(text, tuple(names), rank, where.model(self.plan.src.dtype), compiled.bind(names))
+    def _part(self) -> torch.Tensor:
+        self.weight.finish_refresh()
+        return self.weight._at_rest.to(self.weight.whole.dtype)
 
 
 class UnitInChunks:
-    """The weights of a unit that may be gathered in chunks."""
+    """The weights of a unit that may move in chunks."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         found = [_chunked(weight) for weight in unit.weights]
         self.weights = [each for each in found if each is not None]
 
-    @property
-    def form(self) -> tuple[int, int, int, int, int] | None:
-        """What schedules have to know, as `StepSchedule` says; None where nothing may be in chunks."""
+    def form(self, in_backwards: bool, reduces: bool) -> tuple[Any, ...] | None:
+        """What schedules have to know, as `StepSchedule` says; None where nothing may be in chunks.
+
+        Args:
+            in_backwards: whether weights may be gathered in chunks there.
+            reduces: whether what a backward leaves, and nothing else, is reduced after it.
+        """
         wishes = self.unit.wishes
         if not self.weights or wishes.stays or wishes.stays_between_steps or self.unit.keep_bytes:
             return None
@@ -126,9 +192,32 @@ class UnitInChunks:
             sum(weight.gathered_bytes for weight in others),
             sum(weight.gather_ps for weight in others),
             max(each.chunk_bytes for each in self.weights),
-            sum(each.transfer_ps for each in self.weights),
-            min(each.num_chunks for each in self.weights),
+            sum(each.gathered.transfer_ps for each in self.weights),
+            min(each.gathered.num_chunks for each in self.weights),
+            in_backwards,
+            self._reduction() if reduces and self.may_reduce else (0, 0, 0, 0),
         )
+
+    def _reduction(self) -> tuple[int, int, int, int]:
+        """Times of all chunks, of the last and of what is reduced afterwards, and bytes."""
+        trained = [weight for weight in self.unit.weights if weight.sharded.requires_grad]
+        products = [e.reduced for e in self.weights if e.reduced is not None and e.weight.sharded.requires_grad]
+        if not products:
+            return 0, 0, 0, 0
+        others = [w for w in trained if not any(e.weight is w and e.reduced is not None for e in self.weights)]
+        return (
+            sum(product.transfer_ps for product in products),
+            max(product.transfer_ps // product.num_chunks for product in products),
+            sum(weight.reduce_ps for weight in others),
+            max(product.result_bytes for product in products) + sum(weight.gradient_bytes for weight in others),
+        )
+
+    @property
+    def may_reduce(self) -> bool:
+        """Whether what products reduce is what a reduction after them would be."""
+        wishes = self.unit.wishes
+        is_usual = wishes.reduces and wishes.reduces_over_replicas and wishes.divides_by is None
+        return is_usual and not any(weight.gradients.wait for weight in self.unit.weights)
 
     def begin(self) -> None:
         for each in self.weights:
@@ -138,14 +227,52 @@ class UnitInChunks:
         for each in self.weights:
             each.end()
 
+    def set_absent(self, is_absent: bool) -> None:
+        """They are gathered in chunks from now on, or not any more."""
+        for each in self.weights:
+            each.set_absent(is_absent)
+
+    def make_whole(self, which_were_read: bool = False) -> None:
+        """Gathers those that are absent."""
+        for each in self.weights:
+            if each.was_read or not which_were_read:
+                each.make_whole()
+
+    def begin_step(self) -> None:
+        for each in self.weights:
+            each.was_read = each.reduces = False
+
+    def begin_backward(self, reduces: bool) -> None:
+        for each in self.weights:
+            each.reduces = reduces and self.may_reduce
+
     def has(self, weight: Weight) -> bool:
         return any(each.weight is weight for each in self.weights)
 
 
-def _matmul(plan: _planner.Plan, rows: int, has_bias: bool) -> _planner.Matmul:
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+# Products whose weight, or its gradient, moves by a plan, for a number of rows.
+
+
+def _forward(plan: _planner.Plan, rows: int, has_bias: bool) -> _planner.Matmul:
+    return _planner.Matmul.gather(plan, [("nk,mk->mn", _uncut(plan, rows, 1), has_bias)])
+
+
+def _backward(plan: _planner.Plan, rows: int, _: bool) -> _planner.Matmul:
+    return _planner.Matmul.gather(plan, [("nk,mn->mk", _uncut(plan, rows, 0), False)])
+
+
+def _gradient(plan: _planner.Plan, rows: int, _: bool) -> _planner.Matmul:
+    return _planner.Matmul.scatter(plan, [("mn,mk->nk", _uncut(plan, rows, 0), _uncut(plan, rows, 1))])
+
+
+def _uncut(plan: _planner.Plan, rows: int, dim: int) -> Layout:
+    """Rows of as many elements as the weight has along a dim, on each rank its own."""
     mesh = plan.src.mesh
-    other = Layout(mesh, [rows, plan.src.shape[1]], ["R"] * mesh.ndim, plan.src.dtype)
-    return _planner.Matmul.gather(plan, [("nk,mk->mn", other, has_bias)])
+    return Layout(mesh, [rows, plan.src.shape[dim]], ["R"] * mesh.ndim, plan.src.dtype)
 
 
 def _chunked(weight: Weight) -> ChunkedWeight | None:
@@ -160,17 +287,22 @@ def _chunked(weight: Weight) -> ChunkedWeight | None:
         return None
     (src,), (dst,) = weight.carried.format.layouts(weight.rest), weight.carried.format.layouts(weight.use)
     plan = executables.make_plan(src, dst, weight.memory.device.type)
-    matmul = _matmul(plan, 1, False)
-    if matmul.why_only_serial is not None:
+    return None if _forward(plan, 1, False).why_only_serial is not None else ChunkedWeight(weight, plan)
+
+
+def _reduction_of(weight: Weight) -> _planner.Plan | None:
+    """The plan of its gradient's reduction, if chunks of it can be multiplied just before they are sent."""
+    dtypes = weight.gradients.dtypes
+    if not dtypes.use == dtypes.reduce == dtypes.gradients:
         return None
-    ranks = matmul.num_partners
-    schedule = _planner.Schedule("ring", ranks * -(-_LEAST_CHUNKS // ranks))
-    model = Setting(weight.memory.device.type).model(src.dtype)
-    return ChunkedWeight(weight, plan, schedule, matmul.timeline(schedule, model)["communication_ps"])
+    src, dst = with_dtype(weight.layouts.usual_gradient, dtypes.use), with_dtype(weight.store, dtypes.use)
+    plan = executables.make_plan(src, dst, weight.memory.device.type)
+    matmul = _gradient(plan, 1, False)
+    return None if matmul.why_only_serial is not None or plan.steps[0].op != "reduce_scatter" else plan
 
 
 class _LinearInChunks(nn.Linear):
-    """What a Linear module is while its weight is gathered in chunks."""
+    """What a Linear module is while its products are ours."""
 
     _chunks: ChunkedWeight
 
@@ -183,7 +315,7 @@ class _LinearInChunks(nn.Linear):
 
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
-        return self._chunks.whole()
+        return self._chunks.read()
 
 
 @functools.cache
@@ -192,21 +324,22 @@ def _in_chunks(original: type) -> type:
 
 
 class _Multiply(torch.autograd.Function):
-    """`F.linear`. In the backward the weight is whole, as a schedule says."""
+    """`F.linear`, in chunks where a schedule says so."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, x: torch.Tensor, whole: torch.Tensor, bias: torch.Tensor | None, chunks: ChunkedWeight
     ) -> torch.Tensor:
         ctx.save_for_backward(x, whole)
+        ctx.chunks = chunks
         return chunks.multiply(x, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, whole = ctx.saved_tensors
         (dy,) = gradients
+        chunks: ChunkedWeight = ctx.chunks
         needs_x, needs_whole, needs_bias, _ = ctx.needs_input_grad
-        rows = dy.reshape(-1, dy.shape[-1])
-        dx = dy.matmul(whole) if needs_x else None
-        dw = rows.t().mm(x.reshape(-1, x.shape[-1])) if needs_whole else None
-        return dx, dw, rows.sum(0) if needs_bias else None, None
+        dx = chunks.input_gradient(dy, whole) if needs_x else None
+        dw = chunks.gradient(dy, x) if needs_whole else None
+        return dx, dw, _rows(dy).sum(0) if needs_bias else None, None

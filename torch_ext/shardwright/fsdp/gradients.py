@@ -52,6 +52,7 @@ class Gradients:
         self.dtypes = dtypes
         self._whole: tuple[torch.Tensor, _planner.Layout] | None = None
         self._part: tuple[torch.Tensor, _planner.Layout] | None = None
+        self._reduced: torch.Tensor | None = None
         self._rest, self._move = with_dtype(rest, dtypes.reduce), move
         self._ways: dict[tuple[_planner.Layout, bool], _Way] = {}
         self._latest: tuple[Any, bool, Any] = (None, True, None)  # of `_ways`: the one that is nearly always asked for
@@ -67,6 +68,11 @@ class Gradients:
     def are_kept(self) -> bool:
         return self._whole is not None
 
+    @property
+    def wait(self) -> bool:
+        """Whether any wait for later backwards, whole ones or parts."""
+        return self._whole is not None or self._part is not None
+
     def keep(self, gradient: torch.Tensor, layout: _planner.Layout) -> None:
         """Adds a whole gradient to those that wait for a reduction."""
         if self._whole is None:
@@ -79,8 +85,16 @@ class Gradients:
         else:
             self._whole[0].add_(gradient)
 
+    def add_reduced(self, part: torch.Tensor) -> None:
+        """Adds a part that a product of the running backward has reduced, until `take_reduced`."""
+        self._reduced = part if self._reduced is None else self._reduced.add_(part)
+
+    def take_reduced(self) -> list[Arriving]:
+        reduced, self._reduced = self._reduced, None
+        return [] if reduced is None else [Arriving(reduced, reduced, None, lambda part: part)]
+
     def drop(self) -> None:
-        self._whole = self._part = None
+        self._whole = self._part = self._reduced = None
 
     def start(
         self, gradient: tuple[torch.Tensor, _planner.Layout] | None, over_replicas: bool, divide_by: float | None

@@ -101,8 +101,9 @@ def fully_shard(
         prefetch: for how many changes of units ahead to gather. "auto" begins with 1; once a step has been timed, it is
             the least number that is predicted to be as fast as any in the same memory. Only in the outermost call.
         gather_in_chunks: whether weights of `nn.Linear` whose rows are cut may be gathered in chunks during their
-            product, instead of ahead of it, in forwards whose gathers would be waited for, or where memory is short.
-            Products of rows at a time may round differently. Only in the outermost call.
+            products, instead of ahead of them, where gathers would be waited for or memory is short, and their
+            gradients reduced in chunks during the product that makes them, where that would be waited for, as at the
+            end of a backward. Products of rows at a time may round differently. Only in the outermost call.
 
     Returns:
         `module`. Its class is now a subclass of its own and of `ShardedModule`, which has FSDP2's methods.

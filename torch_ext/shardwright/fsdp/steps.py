@@ -24,7 +24,7 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,6 +34,7 @@ from . import times
 from .carrying import measure
 from .chunks import UnitInChunks
 from .landing import Reduction
+from .plans import Key, Plan, Use
 from .times import Clock, agreed
 from .units import Unit
 from .weights import ALIGNMENT
@@ -42,50 +43,6 @@ from .weights import ALIGNMENT
 MAX_USES = 1 << 16
 # Of sequences, whose schedules are kept: the oldest goes first.
 MAX_PLANS = 64
-
-
-class Key(NamedTuple):
-    """What a sequence is known by."""
-
-    units: tuple[int, ...]  # of its first use
-    kind: str  # of its first use
-    records: bool  # for a backward
-    reduces: tuple[bool, ...]  # by unit: gradients, after a backward
-    keeps: tuple[bool, ...]  # by unit: whole gradients, before or after the step
-
-
-class Use(NamedTuple):
-    """One use of a sequence: the units that are open, by index, and those whose gradients were complete in it."""
-
-    units: tuple[int, ...]
-    kind: str  # "forward", "recompute" or "backward"
-    gradients: list[int]
-
-
-class _Plan:
-    """A schedule, and what it says by use."""
-
-    def __init__(self, uses: list[Use], schedule: StepSchedule, times_ps: list[int] | None) -> None:
-        self.uses = uses
-        self.schedule = schedule
-        self.times_ps = times_ps  # by use; None before it was timed
-        self.gathers: dict[int, list[tuple[int, int, bool]]] = {}  # unit, place in the arena, whether in chunks
-        self.releases: dict[int, list[int]] = {}
-        self.finishes: dict[tuple[int, int], int] = {}  # by unit and use in which a reduction starts
-        buffers, form_of = schedule.buffers, schedule.form_of
-        self.in_chunks = [{form_of[w] for w in use[0] if form_of[w] >= 0} for use in schedule.uses]
-        for weight, buffer, start, _, _ in schedule.gathers:
-            is_form = form_of[weight] >= 0
-            unit = form_of[weight] if is_form else weight
-            self.gathers.setdefault(start, []).append((unit, buffers[buffer][5], is_form))
-        self.copies: dict[int, tuple[int, int]] = {}  # by unit: place in the arena of its kept copy, and last use
-        for unit, is_copy, _, last, _, offset in buffers:
-            if is_copy:
-                self.copies[unit] = (offset, last)
-            else:
-                self.releases.setdefault(last, []).append(form_of[unit] if form_of[unit] >= 0 else unit)
-        for unit, _, start, finish in schedule.reductions:
-            self.finishes[unit, start] = finish
 
 
 class Runner:
@@ -101,18 +58,21 @@ class Runner:
         weights = (weight for unit in units for weight in unit.weights)
         self.device = next((weight.memory.device for weight in weights), torch.device("cpu"))
         self._index = {id(unit): index for index, unit in enumerate(units)}
-        self._plans: dict[Key, _Plan] = {}
+        self._plans: dict[Key, Plan] = {}
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._open: list[int] = []  # units that are, by index
         self._uses: list[Use] = []
         self._is_too_long = False  # the sequence: uses are no longer noted
         self._key: Key | None = None  # of the sequence that is running: units and kind of its first use, and whether
         # gradients are recorded
-        self._plan: _Plan | None = None  # while following
+        self._plan: Plan | None = None  # while following
         self._clock: Clock | None = None  # of a sequence that is timed
         self._reductions: list[tuple[int, Reduction]] = []  # with the use after which to wait
         self._end: weakref.ref[object] | None = None  # what the running backward calls at its end
+        self._recomputed: set[int] = set()  # units, in the middle of their backwards
         self._num_forwards = 0
+        # Of the latest sequences: the number of the first forward, and the units whose products are ours.
+        self._multiplies: list[tuple[int, frozenset[int]]] = []
         self._stream: torch.Stream | None = None  # on which the last use was
 
     @property
@@ -137,8 +97,27 @@ class Runner:
             self._note_open(unit)
             unit.take_up_changes()
             self._next("recompute" if in_backward else "forward")
-        unit.put_whole()
+        elif in_backward:
+            self._recomputed.add(self._index[id(unit)])
+        self._put_whole(unit, in_backward)
         return self._num_forwards
+
+    def _put_whole(self, unit: Unit, in_backward: bool) -> None:
+        if not self._in_chunks:
+            unit.put_whole()
+            return
+        number = self._index[id(unit)]
+        # A recomputation is that of a forward whose backward runs.
+        begun = [forward for each in self.units for forward in each.backwards] if in_backward else []
+        is_ours = self._has_our_products(number, max(begun, default=self._num_forwards))
+        if unit.chunks is not None and not is_ours:
+            with torch.no_grad():
+                unit.chunks.make_whole()
+        unit.put_whole(self._in_chunks[number] if is_ours else None)
+
+    def _has_our_products(self, unit: int, forward: int) -> bool:
+        at = bisect.bisect_right(self._multiplies, forward, key=lambda each: each[0])
+        return at > 0 and unit in self._multiplies[at - 1][1]
 
     def end_forward(self, unit: Unit) -> None:
         unit.forwards.pop()
@@ -168,6 +147,9 @@ class Runner:
         if not was_open:
             self._note_open(unit)
             self._next("backward")
+        if unit.chunks is not None and not self._has_our_products(self._index[id(unit)], forward):
+            with torch.no_grad():
+                unit.chunks.make_whole()  # of an earlier step, whose backward has not come before
 
     def end_backward(self, unit: Unit, forward: int) -> None:
         if forward not in unit.backwards:
@@ -256,17 +238,17 @@ class Runner:
         while key not in self._plans and len(self._plans) >= MAX_PLANS:
             del self._plans[next(iter(self._plans))]
         if plan is None or not is_as_planned:
-            self._plans[key] = _Plan(uses, self._schedule(key, uses, None), None)
+            self._plans[key] = Plan(uses, self._schedule(key, uses, None), None)
         elif clock is not None and plan.times_ps is None:
             times_ps = self._agreed_times(clock)
-            self._plans[key] = _Plan(uses, self._schedule(key, uses, times_ps), times_ps)
+            self._plans[key] = Plan(uses, self._schedule(key, uses, times_ps), times_ps)
         if clock is not None and times.listener is not None:
             times.listener.hear(self._plans[key].schedule, [unit.name for unit in self.units], clock)
 
     def reschedule(self) -> None:
         """Takes up other wishes, from the next sequence on."""
         for key, plan in self._plans.items():
-            self._plans[key] = _Plan(plan.uses, self._schedule(key, plan.uses, plan.times_ps), plan.times_ps)
+            self._plans[key] = Plan(plan.uses, self._schedule(key, plan.uses, plan.times_ps), plan.times_ps)
 
     def _agreed_times(self, clock: Clock) -> list[int]:
         """Picoseconds by use, the same on all ranks; zeros where units are on several meshes."""
@@ -291,8 +273,14 @@ class Runner:
         if budget is None:  # whatever times say, so that memory does not depend on them
             ahead = 1 if self.prefetch is None else self.prefetch
             budget = overlapping_budget_bytes(weights, parts, prefetch=ahead, **options)
-        known = ((number, each.form) for number, each in enumerate(self._in_chunks))
-        forms = [(number, *form) for number, form in known if form is not None]
+        trains = key.records and key.kind == "forward"
+        reduces = [does and not keeps for does, keeps in zip(key.reduces, key.keeps, strict=True)]
+        forms = []
+        for number, each in enumerate(self._in_chunks):
+            gathers = trains and number not in self._recomputed  # else the backward has it when it is recomputed
+            form = each.form(gathers, trains and reduces[number])
+            if form is not None:
+                forms.append((number, *form))
         options.update(forms=forms, may_add_chunks=self.memory_limit is None)
         return StepSchedule(weights, parts, budget_bytes=budget, prefetch=self.prefetch, **options)
 
@@ -382,6 +370,12 @@ class Runner:
         self._plan = self._plans.get(key)
         is_timed = times.listener is not None or (self._plan is not None and self._plan.times_ps is None)
         self._clock = Clock(self.device) if is_timed else None
+        for chunks in self._in_chunks:
+            chunks.begin_step()
+        if self._in_chunks:
+            first = self._num_forwards + (key.kind == "backward")
+            self._multiplies.append((first, frozenset() if self._plan is None else self._plan.multiplies))
+            del self._multiplies[:-MAX_USES]
         for unit in self.units:
             if not unit.forwards:  # the one that opens has looked already
                 unit.take_up_changes()
@@ -402,8 +396,13 @@ class Runner:
                 self._plan = None
         for unit, offset, in_chunks in self._plan.gathers.get(index, ()) if self._plan is not None else ():
             self._gather_ahead(self.units[unit], offset, self._in_chunks[unit] if in_chunks else None)
-        in_chunks_now = self._plan.in_chunks[index] if self._plan is not None else set()
-        self._gather_now(use.units, in_chunks_now)
+        self._gather_now(use.units, self._plan.in_chunks[index] if self._plan is not None else set())
+        if use.kind == "backward":
+            reduces = self._plan.reduces_in_chunks[index] if self._plan is not None else set()
+            for number in use.units if self._in_chunks else ():
+                self._in_chunks[number].begin_backward(number in reduces)
+                if self.units[number].chunks is not None:
+                    self._in_chunks[number].make_whole(which_were_read=True)
         if self._clock is not None:
             self._clock.mark()
 
@@ -412,7 +411,7 @@ class Runner:
             return  # since `unshard`, or since the step before
         if unit.is_resident:
             unit.release()
-        unit.chunks = chunks
+        unit.come_in_chunks(chunks)
         if unit.wishes.stays_between_steps:
             unit.start_gather_alone()
         else:

@@ -36,6 +36,7 @@ class Unit:
         self.is_resident = False
         self.wishes = Wishes(stays)
         self.chunks: Any = None  # a UnitInChunks (fsdp/chunks.py), while some weights are gathered in chunks
+        self.products: Any = None  # the same, in forwards whose products are its own
         self._in_arena = False  # which has another use for its memory in the next step
         self.is_unsharded = False  # by `unshard`, and not used since
         self._is_arriving = False
@@ -186,17 +187,29 @@ class Unit:
             weight.release()
         self.is_resident = False
         self._leave_chunks()
-        self.chunks = None
+        self.come_in_chunks(None)
+
+    def come_in_chunks(self, chunks: Any) -> None:
+        """Some weights are gathered in chunks from now on, or none any more."""
+        if self.chunks is not None:
+            self.chunks.set_absent(False)
+        self.chunks = chunks
+        if chunks is not None:
+            chunks.set_absent(True)
 
     def _leave_chunks(self) -> None:
-        if self.chunks is not None:
-            self.chunks.end()
+        if self.products is not None:
+            self.products.end()
+            self.products = None
 
-    def put_whole(self) -> None:
-        for weight in self._ahead:
-            weight.put(weight.whole)
-        if self.chunks is not None:
-            self.chunks.begin()
+    def put_whole(self, products: Any = None) -> None:
+        """With `products`, a UnitInChunks, the modules multiply by it."""
+        for weight in self.weights:
+            if products is None or not products.has(weight):
+                weight.put(weight.whole)
+        if products is not None:
+            self.products = products
+            products.begin()
 
     def put_sharded(self) -> None:
         """In place of the whole ones; those that users have replaced stay."""
@@ -209,8 +222,7 @@ class Unit:
         reduction = Reduction([])
         wishes = self.wishes
         for weight in self.weights:
-            arriving = weight.start_reduction(wishes.reduces_over_replicas, wishes.divides_by)
-            if arriving is not None:
+            for arriving in weight.start_reduction(wishes.reduces_over_replicas, wishes.divides_by):
                 reduction.under_way.append((weight.add_gradient, arriving))
         return reduction if reduction.under_way else None
 

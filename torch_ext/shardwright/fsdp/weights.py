@@ -261,9 +261,14 @@ class Weight:
         if not self.is_held:
             _runtime.give_back_memory(self.memory)
 
-    def start_reduction(self, over_replicas: bool, divide_by: float | None) -> Arriving | None:
-        """Starts to reduce the gradient that autograd has left, and those that were kept."""
-        return self.gradients.start(self._taken_gradient(), over_replicas, divide_by)
+    def start_reduction(self, over_replicas: bool, divide_by: float | None) -> list[Arriving]:
+        """Starts to reduce the gradient that autograd has left, and those that were kept.
+
+        With it comes what products have reduced already.
+        """
+        there = self.gradients.take_reduced()
+        arriving = self.gradients.start(self._taken_gradient(), over_replicas, divide_by)
+        return there if arriving is None else [*there, arriving]
 
     def keep_gradient(self) -> None:
         """Keeps the gradient that autograd has left until a reduction."""

@@ -1,0 +1,334 @@
+"""`sw.fully_shard(gather_in_chunks=True)` in backwards: weights that arrive, and gradients that leave, in chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import meshes
+import shardwright as sw
+from allocations import allocated_peak
+from fsdp_models import full
+from meshes import get_mesh
+from pool import Pool
+from shardwright.fsdp import sharding, steps
+from shardwright.fsdp.methods import ATTRIBUTE
+
+DEPTH = 3
+
+
+class Layer(nn.Module):
+    """A linear layer that also uses its weight in other ways where it is odd."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.is_odd = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        if self.is_odd:
+            y = self.linear(torch.tanh(y)) + F.linear(x, self.linear.weight)
+        return torch.tanh(y)
+
+
+class Chain(nn.Module):
+    """Layers that are recomputed or not."""
+
+    def __init__(self, width: int, recomputes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(DEPTH))
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
+        return x
+
+
+def chain(mesh: Any, width: int, recomputes: bool = False, **options: Any) -> Any:
+    model = Chain(width, recomputes).to(meshes.device)
+    for layer in model.layers:
+        sw.fully_shard(layer, mesh=mesh)
+    return sw.fully_shard(model, mesh=mesh, **options)
+
+
+def batch(step: int, rank: int, width: int) -> torch.Tensor:
+    """Ranks have different numbers of rows."""
+    x = torch.randn(3 + rank, width, generator=torch.Generator().manual_seed(100 * step + rank))
+    return x.to(meshes.device).requires_grad_()
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().sum()
+    return loss
+
+
+def assert_trains_as_whole(model: Any, whole: Chain, width: int, steps: int) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, whole)]
+    for step in range(steps):
+        ours = batch(step, rank, width)
+        loss_of(model, ours).backward()
+        theirs = [batch(step, each, width) for each in range(world)]
+        torch.stack([loss_of(whole, x) for x in theirs]).sum().div(world).backward()
+        assert ours.grad is not None and theirs[rank].grad is not None
+        torch.testing.assert_close(ours.grad, theirs[rank].grad * world, rtol=1e-4, atol=1e-5)
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Timed(steps.Runner):
+    """Each use of a layer takes ten times as long as its gather; nothing is computed around layers."""
+
+    def _schedule(self, key: Any, uses: Any, times_ps: Any) -> Any:
+        if times_ps is not None:
+            times_ps = [1000 if use.units == (0,) else 10 * self.units[1].gather_ps for use in uses]
+        return super()._schedule(key, uses, times_ps)
+
+
+class timed:
+    def __enter__(self) -> None:
+        self.runner, sharding.Runner = sharding.Runner, Timed  # type: ignore[misc]
+
+    def __exit__(self, *_: object) -> None:
+        sharding.Runner = self.runner  # type: ignore[misc]
+
+
+def gathered_in_chunks(schedule: Any) -> list[tuple[str, int]]:
+    """Passes and units of the uses in which a unit is."""
+    form_of = schedule.form_of
+    return [(kind, form_of[w]) for weights, kind, *_ in schedule.uses for w in weights if form_of[w] >= 0]
+
+
+def received_bytes(model: Any) -> int:
+    """What this rank lacks of what a step gathers, in chunks or not, and of the gradients that it reduces."""
+    schedule = sw.schedule(model)
+    world, layers = dist.get_world_size(), [layer.linear for layer in model.layers]
+    lacks = [[4 * (p.numel() - p.to_local().numel()) for p in (layer.weight, layer.bias)] for layer in layers]
+    reduces = [sum(4 * (world - 1) * p.to_local().numel() for p in layer.parameters()) for layer in layers]
+    received = sum(lacks[unit - 1][0] for _, unit in gathered_in_chunks(schedule))
+    for weight, *_ in schedule.gathers:
+        if weight == 0:
+            continue  # the model has no weights of its own
+        is_form = schedule.form_of[weight] >= 0
+        received += lacks[schedule.form_of[weight] - 1][1] if is_form else sum(lacks[weight - 1])
+    return received + sum(reduces[unit - 1] for unit, *_ in schedule.reductions)
+
+
+def _trains(mesh_shape: tuple[int, ...], recomputes: bool) -> None:
+    mesh, width = get_mesh(mesh_shape), 512
+    with timed():
+        model = chain(mesh, width, recomputes, gather_in_chunks=True, prefetch=0)
+        assert_trains_as_whole(model, Chain(width).to(meshes.device), width, 5)
+        schedule = sw.schedule(model)
+        if mesh.size() == 1:
+            assert max(schedule.form_of) < 0 and not schedule.reductions[-1][4], "nothing is moved"
+            return
+        in_chunks = gathered_in_chunks(schedule)
+        backwards = [unit for kind, unit in in_chunks if kind == "backward"]
+        # The last layer stays from its forward; those that are recomputed are there.
+        if len(mesh_shape) == 1:
+            assert sorted(backwards) == ([] if recomputes else [1, 2]), str(schedule)
+        last = schedule.reductions[-1]
+        assert last[0] == 1 and last[4], str(schedule)
+        assert "in chunks: reduce the gradient of layers.0" in str(schedule)
+        told: list[str] = [""] * mesh.size()
+        dist.all_gather_object(told, str(schedule))
+        assert len(set(told)) == 1, "ranks follow different schedules"
+        kinds = {(unit, is_reduction) for unit, _, is_reduction, _ in schedule.lanes["chunks"]}
+        assert (1, True) in kinds and any(not is_reduction for _, is_reduction in kinds)
+        if len(mesh_shape) == 1:
+            loss_of(model, batch(8, dist.get_rank(), width)).backward()
+            x = batch(9, dist.get_rank(), width)
+            with sw.wire_meter() as meter:
+                loss_of(model, x).backward()
+            assert meter.received_bytes == received_bytes(model), (meter.received_bytes, received_bytes(model))
+        (explained,) = sw.explain(lambda: loss_of(model, batch(9, dist.get_rank(), width)).backward())[-1:]
+        assert any(event.instruction == "reduce layers.0 in chunks" for event in explained.predicted)
+        assert all(type(layer.linear) is nn.Linear for layer in model.layers)
+
+
+@pytest.mark.parametrize(
+    "mesh_shape, recomputes",
+    [((1,), False), ((2,), False), ((2,), True), ((3,), False), ((4,), False), ((2, 2), False)],
+    ids=str,
+)
+def test_trains_as_the_whole_model(pool: Pool, mesh_shape: tuple[int, ...], recomputes: bool) -> None:
+    pool.run(_trains, torch.Size(mesh_shape).numel(), mesh_shape, recomputes)
+
+
+def _traced() -> tuple[list[Any], list[Any]]:
+    """Events of the first and the last product of a backward: lane, chunk, begin and end."""
+    width = 512
+    with timed():
+        model = chain(get_mesh((dist.get_world_size(),)), width, gather_in_chunks=True, prefetch=0)
+        x = torch.randn(256, width).to(meshes.device).requires_grad_()
+        for _ in range(4):
+            loss_of(model, x).backward()
+        assert sw.schedule(model).reductions[-1][4]
+        loss = loss_of(model, x)
+        dist.barrier()
+        with sw.trace() as events:
+            loss.backward()
+    runs = sorted({event.run for event in events if event.instruction.startswith("gemm")})
+    found = [[event for event in events if event.run == run] for run in (runs[0], runs[-1])]
+    moves_or_multiplies = [
+        [(e.lane, e.chunk, e.start, e.end) for e in each if e.lane == "communication" or e.instruction[:4] == "gemm"]
+        for each in found
+    ]
+    return moves_or_multiplies[0], moves_or_multiplies[1]
+
+
+def _by_chunk(events: list[Any], lane: str) -> dict[int, tuple[float, float]]:
+    found: dict[int, tuple[float, float]] = {}
+    for which, chunk, start, end in events:
+        if which == lane and chunk >= 0:
+            begin, until = found.get(chunk, (start, end))
+            found[chunk] = min(begin, start), max(until, end)
+    return found
+
+
+@pytest.mark.cpu_only("a host's program starts each transfer when it gets there")
+@pytest.mark.parametrize("world", [2, 4])
+def test_chunks_travel_beside_products(pool: Pool, world: int) -> None:
+    for first, last in pool.run(_traced, world):
+        travels, multiplied = _by_chunk(first, "communication"), _by_chunk(first, "compute")
+        assert len(travels) >= 4
+        for chunk in sorted(set(travels) - {min(travels)}):
+            begin, end = multiplied[chunk - 1]
+            assert travels[chunk][0] <= begin and travels[chunk][1] >= end, f"{chunk} does not come during {chunk - 1}"
+        travels, multiplied = _by_chunk(last, "communication"), _by_chunk(last, "compute")
+        assert len(travels) >= 4
+        for chunk in travels:
+            begin, end = multiplied[chunk + 1]
+            assert travels[chunk][0] <= begin and travels[chunk][1] >= end, f"{chunk} does not go during {chunk + 1}"
+
+
+def _takes_less_memory() -> None:
+    """A step in less memory than a weight and its gradient take."""
+    mesh, width = get_mesh((2,)), 512
+    weight = 4 * width * width
+    limit = weight * 3 // 2
+    with pytest.raises(ValueError, match=f"budget_bytes: got {limit}; allowed is"):
+        loss_of(chain(mesh, width, memory_limit=limit), batch(0, dist.get_rank(), width)).backward()
+    peaks = []
+    for options in ({}, {"memory_limit": limit, "gather_in_chunks": True}):
+        model = chain(mesh, width, prefetch=0, **options)
+        x = batch(0, dist.get_rank(), width)
+
+        def step(model: Any = model, x: torch.Tensor = x) -> None:
+            loss_of(model, x).backward()
+            model.zero_grad()
+
+        for _ in range(4):
+            step()
+        sw.release_staging()
+        _, allocated = allocated_peak(step)
+        runner = getattr(model, ATTRIBUTE).runner
+        peaks.append((runner._arena.numel() + allocated, sw.schedule(model).peak_bytes))
+    (whole, planned), (chunked, in_chunks) = peaks
+    assert planned >= 2 * weight and in_chunks <= limit
+    kinds = {kind for kind, _ in gathered_in_chunks(sw.schedule(model))}
+    assert kinds == {"forward", "backward"}
+    # Besides: reduced gradients, contributions that have arrived, and a gradient that a transfer has not let go of yet.
+    besides = DEPTH * weight // 2 + weight // 2 + weight + (1 << 19)
+    assert whole >= planned and chunked <= in_chunks + besides, peaks
+    assert_trains_as_whole(model, Chain(width).to(meshes.device), width, 2)
+
+
+@pytest.mark.cpu_only("the profiler counts the host's memory")
+def test_takes_less_memory(pool: Pool) -> None:
+    pool.run(_takes_less_memory, 2)
+
+
+def _other_steps(recomputes: bool) -> None:
+    """Weights that are used otherwise, and backwards that are not what the schedule was made for."""
+    mesh, width, rank = get_mesh((2,)), 512, dist.get_rank()
+    whole = Chain(width).to(meshes.device)
+    model = chain(mesh, width, recomputes, gather_in_chunks=True, prefetch=0)
+    assert_trains_as_whole(model, whole, width, 4)
+    assert recomputes or "backward" in {kind for kind, _ in gathered_in_chunks(sw.schedule(model))}
+    assert sw.schedule(model).reductions[-1][4]
+
+    def same(ours: list[torch.Tensor], factor: float = 1.0) -> None:
+        """`ours` were this rank's losses, for batches 0, 1, ..."""
+        averaged = [loss_of(whole, batch(step, r, width)) for step in range(len(ours)) for r in range(2)]
+        (torch.stack(averaged).sum() * factor / 2).backward()
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-5)
+        for each in (model, whole):
+            each.zero_grad()
+
+    def forward(step: int) -> torch.Tensor:
+        return loss_of(model, batch(step, rank, width))
+
+    # A forward whose backward comes together with that of the next one.
+    losses = [forward(0), forward(1)]
+    (losses[0] + losses[1]).backward()
+    same(losses)
+    for _ in range(3):
+        first = forward(0)
+        with torch.no_grad():
+            forward(0)
+        losses = [first, forward(1)]
+        losses[1].backward()
+        losses[0].backward()
+        same(losses)
+    # Twice through one graph.
+    loss = forward(0)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    same([loss], 2.0)
+    # Gradients that are kept, and sums.
+    model.set_requires_gradient_sync(False)
+    losses = [forward(0)]
+    losses[0].backward()
+    model.set_requires_gradient_sync(True)
+    losses.append(forward(1))
+    losses[1].backward()
+    same(losses)
+    for layer in model.layers:
+        layer.set_gradient_divide_factor(1.0)
+    losses = [forward(0)]
+    losses[0].backward()
+    same(losses, 2.0)
+    for layer in model.layers:
+        layer._shardwright_unit.unit.wishes.divides_by = None
+    # A weight that is read, and a module that is called twice.
+    for is_odd in (True, False):
+        for each in (*model.layers, *whole.layers):
+            each.is_odd = is_odd
+        for _ in range(3):
+            losses = [forward(0)]
+            losses[0].backward()
+            same(losses)
+    # A backward that fails.
+    x = batch(0, rank, width)
+    hidden = model.layers[0](x)
+    hidden.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hidden.square().sum().backward()
+    losses = [forward(0)]
+    losses[0].backward()
+    same(losses)
+
+
+def _other_steps_timed(recomputes: bool) -> None:
+    with timed():
+        _other_steps(recomputes)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_steps_of_other_kinds(pool: Pool, recomputes: bool) -> None:
+    pool.run(_other_steps_timed, 2, recomputes)

@@ -1,0 +1,57 @@
+"""Sequences of uses: what one is known by, its schedule, and what that says by use."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .. import _planner
+
+
+class Key(NamedTuple):
+    """What a sequence is known by."""
+
+    units: tuple[int, ...]  # of its first use
+    kind: str  # of its first use
+    records: bool  # for a backward
+    reduces: tuple[bool, ...]  # by unit: gradients, after a backward
+    keeps: tuple[bool, ...]  # by unit: whole gradients, before or after the step
+
+
+class Use(NamedTuple):
+    """One use of a sequence: the units that are open, by index, and those whose gradients were complete in it."""
+
+    units: tuple[int, ...]
+    kind: str  # "forward", "recompute" or "backward"
+    gradients: list[int]
+
+
+class Plan:
+    """A schedule, and what it says by use."""
+
+    def __init__(self, uses: list[Use], schedule: _planner.StepSchedule, times_ps: list[int] | None) -> None:
+        self.uses = uses
+        self.schedule = schedule
+        self.times_ps = times_ps  # by use; None before it was timed
+        self.gathers: dict[int, list[tuple[int, int, bool]]] = {}  # unit, place in the arena, whether in chunks
+        self.releases: dict[int, list[int]] = {}
+        self.finishes: dict[tuple[int, int], int] = {}  # by unit and use in which a reduction starts
+        buffers, form_of = schedule.buffers, schedule.form_of
+        self.in_chunks = [{form_of[w] for w in use[0] if form_of[w] >= 0} for use in schedule.uses]
+        self.reduces_in_chunks: list[set[int]] = [set() for _ in schedule.uses]
+        for weight, buffer, start, _, _ in schedule.gathers:
+            is_form = form_of[weight] >= 0
+            unit = form_of[weight] if is_form else weight
+            self.gathers.setdefault(start, []).append((unit, buffers[buffer][5], is_form))
+        self.copies: dict[int, tuple[int, int]] = {}  # by unit: place in the arena of its kept copy, and last use
+        for unit, is_copy, _, last, _, offset in buffers:
+            if is_copy:
+                self.copies[unit] = (offset, last)
+            else:
+                self.releases.setdefault(last, []).append(form_of[unit] if form_of[unit] >= 0 else unit)
+        for unit, first, start, finish, in_chunks in schedule.reductions:
+            self.finishes[unit, start] = finish
+            for use in range(first, start + 1) if in_chunks else ():
+                self.reduces_in_chunks[use].add(unit)
+        # Units some of whose products are in chunks. Others of them have to be ours too: forwards for their backwards,
+        # and recomputations, which save what the forward has saved.
+        self.multiplies: frozenset[int] = frozenset().union(*self.in_chunks, *self.reduces_in_chunks)
