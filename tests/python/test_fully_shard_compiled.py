@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from fsdp_models import Mlp, batch, loss_of, part, shard
 from meshes import get_mesh
 from pool import Pool
+from test_fully_shard_streams import poisoned
 
 
 def train(model: nn.Module, run: nn.Module, steps: int) -> list[torch.Tensor]:
@@ -27,35 +39,300 @@ def train(model: nn.Module, run: nn.Module, steps: int) -> list[torch.Tensor]:
     return found
 
 
-def _compiled() -> None:
+def _assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# ---------------------------------------------------------------------------------------------- inside of units
+
+
+def _inside() -> None:
     mesh = get_mesh((2,))
     eager = shard(Mlp(), sw.fully_shard, mesh)
     expected = train(eager, eager, 4)
-    gathers = [len(schedule.gathers) for schedule in sw.fsdp.schedules(eager)]
-    for is_around in (False, True):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("aot_eager")
-        model = Mlp()
-        if not is_around:  # what is inside of a unit, as a whole
-            for i, layer in enumerate(model.layers):
-                model.layers[i] = torch.compile(layer, backend=counter, fullgraph=True)
-        shard(model, sw.fully_shard, mesh)
-        sw.reset_stats()
-        found = train(model, torch.compile(model, backend=counter) if is_around else model, 4)
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b)
-        assert sw.stats()["unplanned_steps"] == 0
-        assert [len(schedule.gathers) for schedule in sw.fsdp.schedules(model)] == gathers
-        # One graph for all layers with gradients and one without, since weights are the same tensors in every step.
-        assert is_around or 0 < counter.frame_count <= 2 * len(model.layers)
     torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = Mlp()
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = torch.compile(layer, backend=counter, fullgraph=True)
+    shard(model, sw.fully_shard, mesh)
+    sw.reset_stats()
+    _assert_close(train(model, model, 4), expected)
+    assert sw.stats()["unplanned_steps"] == 0
+    # One graph for all layers with gradients and one without, since weights are the same tensors in every step.
+    assert 0 < counter.frame_count <= 2 * len(model.layers)
+
+
+def test_compiled_inside_of_units(pool: Pool) -> None:
+    pool.run(_inside, 2)
+
+
+# ----------------------------------------------------------------------------------------------- around units
+
+
+class Graphs:
+    """A backend that counts the events in forward and backward graphs."""
+
+    def __init__(self, **options: Any) -> None:
+        self.events: list[list[tuple[str, int]]] = []
+        compilers: dict[str, Any] = {"fw_compiler": self._compile, "bw_compiler": self._compile}
+        self.backend = aot_autograd(**compilers, **options)
+
+    def _compile(self, graph_module: Any, _: Any) -> Callable[..., Any]:
+        events = []
+        for node in graph_module.graph.nodes:
+            for argument in (node.target, *node.args[1:2]):
+                if isinstance(argument, torch._ops.OpOverload) and argument.namespace == "shardwright":
+                    unit = next((value for value in reversed(node.args) if type(value) is int), -1)
+                    events.append((argument._schema.name.partition("::fsdp_")[2], unit))
+        self.events.append([event for event in events if event[0] != "after"])
+        return make_boxed_func(graph_module.forward)
+
+
+def _one_graph(backend: str) -> None:
+    """The whole model is one graph, with all events in it; what is read too early or too late holds NaN."""
+    mesh = get_mesh((dist.get_world_size(),))
+    eager = shard(Mlp(), sw.fully_shard, mesh)
+    expected = train(eager, eager, 4)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counter = CompileCounterWithBackend(backend)
     model = shard(Mlp(), sw.fully_shard, mesh)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        loss_of(torch.compile(model, backend="aot_eager", fullgraph=True), batch(0))
+    sw.reset_stats()
+    with poisoned():
+        _assert_close(train(model, torch.compile(model, backend=counter, fullgraph=True), 4), expected)
+    assert counter.frame_count == 2, "with gradients, and without"
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert sw.stats()["unplanned_steps"] == 0
+    ours, theirs = (sorted(sw.fsdp.schedules(each), key=lambda one: len(one.uses)) for each in (model, eager))
+    for one, other in zip(ours, theirs, strict=True):
+        assert len(one.gathers) == len(other.gathers) and len(one.reductions) == len(other.reductions)
+        assert one.arena_bytes == other.arena_bytes
+    # Afterwards the module is as it was: it can be saved, and run without a compiler.
+    assert all(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters())
+    before = [part(p.detach()).clone() for p in model.parameters()]
+    model.load_state_dict(model.state_dict())
+    assert all(map(torch.equal, before, (part(p.detach()) for p in model.parameters())))
+    with torch.no_grad():
+        torch.testing.assert_close(loss_of(model, batch(7)), loss_of(eager, batch(7)))
+
+
+# On one rank, because it takes long; memory is gathered and released there too.
+@pytest.mark.parametrize(("backend", "world"), [("aot_eager", 2), ("inductor", 1)])
+def test_compiled_as_one_graph(pool: Pool, backend: str, world: int) -> None:
+    pool.run(_one_graph, world, backend)
+
+
+def _events(cuts: Callable[..., Any] | None) -> None:
+    """Two events for each forward and each backward of a unit, in the order of the units, on all ranks alike."""
     torch._dynamo.reset()
-    for a, b in zip(train(model, model, 4), expected, strict=True):
-        assert torch.equal(a, b), "the refused call has left nothing behind"
+    graphs = Graphs(**({} if cuts is None else {"partition_fn": cuts}))
+    model = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    loss_of(torch.compile(model, backend=graphs.backend, fullgraph=True), batch(0)).backward()
+    forward, backward = graphs.events
+    number = {unit: place for place, unit in enumerate(dict.fromkeys(unit for _, unit in forward))}  # 0: the model
+    layers = range(1, len(model.layers) + 1)
+    expected = [("begin_forward", 0), ("end_forward", 0)]
+    expected[1:1] = [(name, unit) for unit in layers for name in ("begin_forward", "end_forward")]
+    assert [(name, number[unit]) for name, unit in forward] == expected
+    expected = [("begin_backward", 0), ("end_backward", 0)]
+    expected[1:1] = [(name, unit) for unit in reversed(layers) for name in ("begin_backward", "end_backward")]
+    assert [(name, number[unit]) for name, unit in backward] == expected
 
 
-def test_compiled_as_eager(pool: Pool) -> None:
-    pool.run(_compiled, 2)
+@pytest.mark.parametrize("cuts", [None, min_cut_rematerialization_partition])
+def test_events_in_graphs(pool: Pool, cuts: Callable[..., Any] | None) -> None:
+    pool.run(_events, 2, cuts)
+
+
+class Computed(nn.Module):
+    """A layer that computes with its weight before it multiplies by it, with keyword arguments and several outputs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> dict[str, torch.Tensor]:
+        weight = torch.tanh(self.weight) * self.gain
+        return {"y": F.gelu(x @ weight + shift) * self.gain, "unused": x.sum()}
+
+
+class Deep(nn.Module):
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Computed(width) for _ in range(3))
+        self.shift = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.layers, self.layers[0]]:
+            x = x + layer(x, shift=self.shift)["y"]
+        return x
+
+
+def _computed(backend: str) -> None:
+    """Nothing of a weight's size is saved for the backward but the weight itself, which is gathered again."""
+    mesh = get_mesh((2,))
+    for frozen in (False, True):
+        models = [Deep(), Deep()]
+        for each in models:
+            each.layers[1].requires_grad_(not frozen)
+            shard(each, sw.fully_shard, mesh, {"memory_limit": 2500})  # type: ignore[arg-type]
+        torch._dynamo.reset()
+        run = torch.compile(models[1], backend=backend, fullgraph=True)
+        saved: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor, saved: list[torch.Tensor] = saved) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        for step in range(4):
+            expected = loss_of(models[0], batch(step))
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                found = loss_of(run, batch(step))
+            with poisoned():
+                found.backward()
+            expected.backward()
+            torch.testing.assert_close(found, expected)
+            for one, other in zip(models[1].parameters(), models[0].parameters(), strict=True):
+                assert (one.grad is None) == (other.grad is None)
+                if one.grad is not None:
+                    torch.testing.assert_close(part(one.grad), part(other.grad))
+        units = [layer._shardwright_unit.unit for layer in models[1].layers]
+        storages = {weight.memory.untyped_storage()._cdata for unit in units for weight in unit.weights}
+        assert all(each.untyped_storage()._cdata in storages for each in saved if each.numel() == 100)
+        assert saved
+
+
+def test_what_is_computed_from_weights(pool: Pool) -> None:
+    pool.run(_computed, 2, "aot_eager")
+
+
+def _mixed_precision() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    outermost = {"mp_policy": dataclasses.replace(policy, output_dtype=torch.float32)}
+    mesh = get_mesh((2,))
+    torch._dynamo.reset()
+    eager, model = (shard(Mlp(), sw.fully_shard, mesh, outermost, mp_policy=policy) for _ in range(2))
+    expected = train(eager, eager, 3)
+    found = train(model, torch.compile(model, backend="aot_eager", fullgraph=True), 3)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.01)
+
+
+def test_compiled_with_mixed_precision(pool: Pool) -> None:
+    pool.run(_mixed_precision, 2)
+
+
+class Again(nn.Module):
+    """Computes all that it holds again in the backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return y
+
+
+class Around(Mlp):
+    """Computes units again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return self.leave(x)
+
+
+def _checkpointed() -> None:
+    """Within units it is part of the one graph; around units it breaks graphs. Either gives what eager code gives."""
+    mesh = get_mesh((2,))
+    plain = shard(Mlp(), sw.fully_shard, mesh)
+    expected = train(plain, plain, 3)
+    for is_within in (True, False):
+        eager, model = Mlp() if is_within else Around(), Mlp() if is_within else Around()
+        for each in (eager, model):
+            if is_within:
+                each.layers = nn.ModuleList(Again(layer) for layer in each.layers)
+            shard(each, sw.fully_shard, mesh)
+        _assert_close(train(eager, eager, 3), expected)
+        torch._dynamo.reset()
+        with poisoned():
+            run = torch.compile(model, backend="aot_eager", fullgraph=is_within)
+            _assert_close(train(model, run, 3), expected)
+
+
+def test_checkpoints(pool: Pool) -> None:
+    pool.run(_checkpointed, 2)
+
+
+def _refused_chunks() -> None:
+    torch._dynamo.reset()
+    model = shard(Mlp(), sw.fully_shard, get_mesh((2,)), {"gather_in_chunks": True})
+    with pytest.raises(RuntimeError, match="gather_in_chunks: got True for Mlp, which is in a graph"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(batch(0))
+
+
+def test_chunks_are_refused_in_graphs(pool: Pool) -> None:
+    pool.run(_refused_chunks, 2)
+
+
+class _Interrupted(RuntimeError):
+    pass
+
+
+def _after_an_error() -> None:
+    """An event that fails leaves nothing behind, and a model that is gone is said to be."""
+    mesh = get_mesh((2,))
+    eager, model = (shard(Mlp(), sw.fully_shard, mesh) for _ in range(2))
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss_of(run, batch(0)).backward()
+    model.zero_grad()
+    unit = model.layers[1]._shardwright_unit.unit
+    gather = unit.take_up_changes
+
+    def fail() -> None:
+        raise _Interrupted
+
+    unit.take_up_changes = fail
+    with pytest.raises(_Interrupted):
+        loss_of(run, batch(0))
+    unit.take_up_changes = gather
+    assert all(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters())
+    _assert_close(train(model, run, 3), train(eager, eager, 3))
+
+
+def test_after_an_error_in_a_graph(pool: Pool) -> None:
+    pool.run(_after_an_error, 2)
+
+
+def _broken() -> None:
+    """Where a model's code breaks graphs, each piece is compiled, and results stay what they are."""
+
+    class Breaks(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.enter(x)
+            for layer in self.layers:
+                x = x + layer(x)
+                torch._dynamo.graph_break()
+            return self.leave(x)
+
+    mesh = get_mesh((2,))
+    eager = shard(Mlp(), sw.fully_shard, mesh)
+    expected = train(eager, eager, 4)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = shard(Breaks(), sw.fully_shard, mesh)
+    with poisoned():
+        _assert_close(train(model, torch.compile(model, backend=counter), 4), expected)
+    assert counter.frame_count >= 2 * 4
+    assert Counter(type(p) for p in model.parameters()) == Counter(type(p) for p in eager.parameters())
+
+
+def test_around_graph_breaks(pool: Pool) -> None:
+    pool.run(_broken, 2)

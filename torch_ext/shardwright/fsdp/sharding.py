@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import argument_checks, explaining, groups
 from .._planner import StepSchedule
-from . import hosting, times
+from . import events, hosting, in_graphs, times
 from .agreement import check_same
 from .methods import ATTRIBUTE, original_class, sharded_class
 from .placing import Placer, Placing, ShardPlacer, data_mesh_of, kept_ranks_of
@@ -199,13 +199,33 @@ class _State:
         self.memory_limit = memory_limit
         self.prefetch = prefetch
         self.runner: Runner | None = None
+        self._number = events.number_of(self)
+        self._fits_graphs = in_graphs.fits(unit)
 
-    @torch._disable_dynamo
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.runner is None:
-            self.runner = _make_runner(module)
         if self.policy.casts_inputs:
             args, kwargs = tree_map(self.policy.cast_inputs, (args, kwargs))
+        if torch.compiler.is_compiling() and self._fits_graphs:
+            return in_graphs.begin_forward(self._number, self.unit, (args, kwargs))
+        return self._begin_forward(module, args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() and self._fits_graphs:
+            output = in_graphs.end_forward(self._number, self.unit, output)
+        else:
+            self._end_forward(output)
+        return tree_map(self.policy.cast_output, output) if self.policy.casts_outputs else output
+
+    def ready_runner(self) -> Runner:
+        """The runner of the model, made now if this is the first use of its outermost unit."""
+        if self.runner is None:
+            self.runner = _make_runner(self.unit.modules[0])
+        return self.runner
+
+    @torch._disable_dynamo
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.runner is None:
+            self.runner = _make_runner(module)
         runner, unit = self.runner, self.unit
         is_within_backward = bool(unit.backwards)
         forward = runner.begin_forward(unit)
@@ -224,12 +244,6 @@ class _State:
             args, kwargs = tree_unflatten(flat, spec)
         return args, kwargs
 
-    @torch._disable_dynamo
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.runner is not None and self.unit.forwards:  # else the hook before has failed
-            self._end_forward(self.runner, self.unit, output)
-        return tree_map(self.policy.cast_output, output) if self.policy.casts_outputs else output
-
     def before_state_dict(self, module: nn.Module, *_: Any) -> None:
         """After `unshard` the module has whole parameters, which no state dict has."""
         if self.runner is not None:
@@ -239,7 +253,11 @@ class _State:
         if not self.unit.is_open:
             self.unit.put_sharded()
 
-    def _end_forward(self, runner: Runner, unit: Unit, output: Any) -> None:
+    @torch._disable_dynamo
+    def _end_forward(self, output: Any) -> None:
+        runner, unit = self.runner, self.unit
+        if runner is None or not unit.forwards:
+            return  # the hook before has failed
         forward = unit.forwards[-1]
         is_within_backward = bool(unit.backwards)
         runner.end_forward(unit)

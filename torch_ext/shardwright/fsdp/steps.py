@@ -22,13 +22,14 @@ start the same transfers in the same order.
 from __future__ import annotations
 
 import bisect
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from .. import counters
+from .. import _runtime, counters
 from .._planner import StepSchedule, overlapping_budget_bytes
 from . import times
 from .carrying import measure
@@ -52,6 +53,7 @@ class Runner:
         self, units: list[Unit], memory_limit: int | None, prefetch: int | None, in_chunks: bool = False
     ) -> None:
         self.units = units
+        self.gathers_in_chunks = in_chunks
         self._in_chunks = [UnitInChunks(unit) for unit in units] if in_chunks else []
         self.memory_limit = memory_limit
         self.prefetch = prefetch
@@ -62,6 +64,7 @@ class Runner:
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._open: list[int] = []  # units that are, by index
         self._uses: list[Use] = []
+        self._is_used = False  # the last use has not ended
         self._is_too_long = False  # the sequence: uses are no longer noted
         self._key: Key | None = None  # of the sequence that is running: units and kind of its first use, and whether
         # gradients are recorded
@@ -74,6 +77,7 @@ class Runner:
         # Of the latest sequences: the number of the first forward, and the units whose products are ours.
         self._multiplies: list[tuple[int, frozenset[int]]] = []
         self._stream: torch.Stream | None = None  # on which the last use was
+        self._is_captured = False  # the last use, in a graph
 
     @property
     def schedules(self) -> list[StepSchedule]:
@@ -121,7 +125,7 @@ class Runner:
 
     def end_forward(self, unit: Unit) -> None:
         unit.forwards.pop()
-        if not unit.forwards:
+        if not unit.is_open or (self._in_chunks and not unit.forwards):
             unit.put_sharded()
         if not unit.is_open:
             self._note_closed(unit)
@@ -147,9 +151,12 @@ class Runner:
         if not was_open:
             self._note_open(unit)
             self._next("backward")
-        if unit.chunks is not None and not self._has_our_products(self._index[id(unit)], forward):
+        is_ours = self._has_our_products(self._index[id(unit)], forward)
+        if unit.chunks is not None and not is_ours:
             with torch.no_grad():
                 unit.chunks.make_whole()  # of an earlier step, whose backward has not come before
+        if not is_ours:
+            unit.put_whole()  # for checkpoints within the unit, which run parts of its forward again
 
     def end_backward(self, unit: Unit, forward: int) -> None:
         if forward not in unit.backwards:
@@ -158,6 +165,7 @@ class Runner:
             self._start_reduction(unit)
         unit.backwards.discard(forward)
         if not unit.is_open:
+            unit.put_sharded()
             self._note_closed(unit)
             self._next("backward")
 
@@ -205,13 +213,15 @@ class Runner:
             self._end = None
             self._end_backward()
 
-        self._end = weakref.ref(end)
+        self._end = weakref.ref(end, functools.partial(_put_back, weakref.ref(self)))
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _end_backward(self) -> None:
         for unit in self.units:
             self._start_reduction(unit)
             unit.backwards.clear()
+            if not unit.forwards:
+                unit.put_sharded()
         self._open = [index for index, unit in enumerate(self.units) if unit.is_open]
         if self._open:
             self._next("forward")  # a backward within a forward
@@ -238,17 +248,23 @@ class Runner:
         while key not in self._plans and len(self._plans) >= MAX_PLANS:
             del self._plans[next(iter(self._plans))]
         if plan is None or not is_as_planned:
-            self._plans[key] = Plan(uses, self._schedule(key, uses, None), None)
+            self._follow(key, Plan(uses, self._schedule(key, uses, None), None))
         elif clock is not None and plan.times_ps is None:
             times_ps = self._agreed_times(clock)
-            self._plans[key] = Plan(uses, self._schedule(key, uses, times_ps), times_ps)
+            self._follow(key, Plan(uses, self._schedule(key, uses, times_ps), times_ps))
         if clock is not None and times.listener is not None:
             times.listener.hear(self._plans[key].schedule, [unit.name for unit in self.units], clock)
 
     def reschedule(self) -> None:
         """Takes up other wishes, from the next sequence on."""
         for key, plan in self._plans.items():
-            self._plans[key] = Plan(plan.uses, self._schedule(key, plan.uses, plan.times_ps), plan.times_ps)
+            self._follow(key, Plan(plan.uses, self._schedule(key, plan.uses, plan.times_ps), plan.times_ps))
+
+    def _follow(self, key: Key, plan: Plan) -> None:
+        """From the next such sequence on. The arena is made now: a sequence that is captured allocates none."""
+        self._plans[key] = plan
+        if self._arena.numel() < plan.schedule.arena_bytes:
+            self._arena = torch.empty(plan.schedule.arena_bytes, dtype=torch.uint8, device=self.device)
 
     def _agreed_times(self, clock: Clock) -> list[int]:
         """Picoseconds by use, the same on all ranks; zeros where units are on several meshes."""
@@ -317,9 +333,8 @@ class Runner:
             with torch.no_grad():
                 unit.end_step()
         self._uses = []
-        self._is_too_long = False
-        self._plan = None
-        self._clock = None
+        self._is_used = self._is_too_long = False
+        self._plan = self._clock = None
 
     # Uses
 
@@ -335,8 +350,9 @@ class Runner:
         key = self._key_of(units, kind) if self._key is None else self._key
         self._follow_stream()
         with torch.no_grad():
-            if self._uses:
+            if self._is_used:
                 self._leave(len(self._uses) - 1)
+            self._is_used = bool(units)
             if not units:
                 return
             if self._key is None:
@@ -359,8 +375,10 @@ class Runner:
         """Puts uses on different streams in order: a buffer may pass from one to the next."""
         if self.device.type == "cpu":
             return
-        current = torch.accelerator.current_stream(self.device)
-        if self._stream is not None and self._stream != current:
+        current, was_captured = torch.accelerator.current_stream(self.device), self._is_captured
+        self._is_captured = _runtime.is_capturing(self.device.type)
+        # Over the edge of a capture, whoever captures puts streams in order.
+        if self._stream is not None and self._stream != current and self._is_captured == was_captured:
             current.wait_stream(self._stream)
         self._stream = current
 
@@ -384,8 +402,6 @@ class Runner:
             unit.start_refresh()
         weights = (weight for unit in measured for weight in unit.weights)
         measure(weight.measured for weight in weights if weight.carried.format.needs_largest)
-        if self._plan is not None and self._arena.numel() < self._plan.schedule.arena_bytes:
-            self._arena = torch.empty(self._plan.schedule.arena_bytes, dtype=torch.uint8, device=self.device)
 
     def _enter(self, index: int) -> None:
         use = self._uses[index]
@@ -472,6 +488,14 @@ class Runner:
             if finish <= index:
                 reduction.finish()
         self._reductions = [(finish, reduction) for finish, reduction in self._reductions if finish > index]
+
+
+def _put_back(runner: weakref.ref[Runner], ended: object) -> None:
+    """After a backward: if it has failed, modules get back what they have between uses."""
+    found = runner()
+    if found is not None and found._end is ended:
+        for unit in found.units:
+            unit.put_sharded()
 
 
 def is_in_backward() -> bool:

@@ -261,6 +261,15 @@ class Weight:
         if not self.is_held:
             _runtime.give_back_memory(self.memory)
 
+    def take_gradient(self, gradient: torch.Tensor) -> None:
+        """Adds a gradient that a graph has made. The graph may use its memory again, so it is copied."""
+        if not self.sharded.requires_grad:
+            return  # frozen since the graph was made
+        if self.whole.grad is None:
+            self.whole.grad = torch.empty_like(self.whole).copy_(gradient)
+        else:
+            self.whole.grad.add_(gradient)
+
     def start_reduction(self, over_replicas: bool, divide_by: float | None) -> list[Arriving]:
         """Starts to reduce the gradient that autograd has left, and those that were kept.
 

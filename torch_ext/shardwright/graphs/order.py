@@ -70,10 +70,15 @@ def _settle(joint_module: torch.fx.GraphModule) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+# What is done to a joint graph before it is cut into forward and backward.
+before_cutting: list[Callable[[torch.fx.GraphModule], None]] = [_settle]
+
+
 def _before_cutting(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def force_save_collectives(joint_module: torch.fx.GraphModule) -> None:
-        _settle(joint_module)
+        for prepare in before_cutting:
+            prepare(joint_module)
         original(joint_module)
 
     return force_save_collectives

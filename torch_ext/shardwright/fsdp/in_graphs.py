@@ -1,0 +1,212 @@
+"""Units in code that is compiled: what their hooks leave in a graph.
+
+Compilers trace the two functions `begin_forward` and `end_forward` instead of what hooks do in eager code. They record
+the operators of `fsdp.events`:
+
+    forward     begin_forward(unit)    weights = after(whole, begin)    ...    end_forward(outputs)
+    backward    begin_backward(gradients of outputs)    ...    end_backward(gradients of inputs and weights)
+
+A graph reads weights only through `after`, so it reads them after the event that gathers them, and `end_forward` and
+`end_backward` come after what they take, so after all reads. What a backward saves of weights is no copy of them: it
+reads them again, after its own `begin_backward`. `_read_again` sees to that in joint graphs, before they are cut: it
+gives the backward an `after` of its own, and repeats there what the forward computed from weights alone, such as casts.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch._functorch import partitioners
+from torch._higher_order_ops.effects import with_effects
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..graphs import order
+from . import events  # noqa: F401  (makes the operators)
+from .units import Unit
+
+_ops = torch.ops.shardwright
+_AFTER = _ops.fsdp_after.default
+
+
+def fits(unit: Unit) -> bool:
+    """Whether the events of a unit can be in graphs, whose weights are plain tensors in use."""
+    return not any(isinstance(weight.whole, DTensor) for weight in unit.weights)
+
+
+class _Begin(torch.autograd.Function):
+    """Passes on inputs, and makes weights of what stands for them between uses."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: int, records: bool, num_inputs: int, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.unit, ctx.num_inputs = unit, num_inputs
+        inputs, wholes = tensors[:num_inputs], tensors[num_inputs:]
+        begin = _ops.fsdp_begin_forward(inputs, unit, records)
+        ctx.save_for_backward(begin)
+        ctx.set_materialize_grads(False)
+        return *inputs, *(_ops.fsdp_after(whole, begin) for whole in wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        of_inputs, of_weights = gradients[: ctx.num_inputs], gradients[ctx.num_inputs :]
+        indices = [i for i, gradient in enumerate(of_weights) if gradient is not None]
+        there = [gradient for gradient in of_inputs if gradient is not None]
+        (begin,) = ctx.saved_tensors
+        _ops.fsdp_end_backward(there, [of_weights[i] for i in indices], indices, begin, ctx.unit)
+        return None, None, None, *of_inputs, *(None for _ in of_weights)
+
+
+class _End(torch.autograd.Function):
+    """Passes on outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: int, *outputs: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.unit = unit
+        ctx.save_for_backward(_ops.fsdp_end_forward(outputs, unit))
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        (forward,) = ctx.saved_tensors
+        there = [gradient for gradient in gradients if gradient is not None]
+        begin = _ops.fsdp_begin_backward(there, forward, ctx.unit)
+        return None, *(None if gradient is None else _ops.fsdp_after(gradient, begin) for gradient in gradients)
+
+
+@torch._dynamo.allow_in_graph
+def _begin(unit: int, records: bool, num_inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    found: tuple[torch.Tensor, ...] = _Begin.apply(unit, records, num_inputs, *tensors)  # type: ignore[no-untyped-call]
+    return found
+
+
+@torch._dynamo.allow_in_graph
+def _end(unit: int, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    found: tuple[torch.Tensor, ...] = _End.apply(unit, *outputs)  # type: ignore[no-untyped-call]
+    return found
+
+
+def begin_forward(number: int, unit: Unit, arguments: Any) -> Any:
+    """Returns the arguments of a forward, and gives the modules their weights."""
+    flat, spec = tree_flatten(arguments)
+    where = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor) and value.requires_grad]
+    inputs = [flat[i] for i in where]
+    found = _begin(number, torch.is_grad_enabled(), len(where), *inputs, *[each.whole for each in unit.weights])
+    for i, tensor in zip(where, found[: len(where)]):
+        flat[i] = tensor
+    for weight, tensor in zip(unit.weights, found[len(where) :]):
+        for parameters, name in weight._slots:
+            parameters[name] = tensor
+    return tree_unflatten(flat, spec)
+
+
+def end_forward(number: int, unit: Unit, output: Any) -> Any:
+    """Returns the output of a forward, and gives the modules back what they have between uses."""
+    flat, spec = tree_flatten(output)
+    where = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor)]
+    for i, tensor in zip(where, _end(number, *[flat[i] for i in where])):
+        flat[i] = tensor
+    for weight in unit.weights:
+        for parameters, name in weight._slots:
+            parameters[name] = weight.sharded
+    return tree_unflatten(flat, spec)
+
+
+# ---- joint graphs
+
+
+def _event(node: Node) -> Any:
+    """The operator of an event; None for other nodes."""
+    if node.target is not with_effects:
+        return None
+    return node.args[1] if str(node.args[1]).startswith("shardwright.fsdp_") else None
+
+
+def _result_of(node: Node) -> Node:
+    """What an event returns, besides its token."""
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] == 1:
+            return user
+    with node.graph.inserting_after(node):
+        result = node.graph.call_function(operator.getitem, (node, 1))
+    result.meta["val"] = node.meta["val"][1]
+    return result
+
+
+def _backward_events(nodes: list[Node]) -> dict[Node, Node]:
+    """By what the begin of a forward returns: what that of its backward returns. For forwards within the graph."""
+    running: dict[Any, list[Node]] = {}  # by unit: beginnings
+    ended: dict[Node, Node] = {}  # by the end
+    found: dict[Node, Node] = {}
+    for node in nodes:
+        event = _event(node)
+        if event is _ops.fsdp_begin_forward.default:
+            running.setdefault(node.args[3], []).append(node)
+        elif event is _ops.fsdp_end_forward.default and running.get(node.args[3]):
+            ended[_result_of(node)] = running[node.args[3]].pop()
+        elif event is _ops.fsdp_begin_backward.default and node.args[3] in ended:
+            found[_result_of(ended[node.args[3]])] = _result_of(node)  # type: ignore[index]
+    return found
+
+
+def _is_backward(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def _is_random(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _read_again(joint_module: GraphModule) -> None:
+    """Lets the backward read weights after its own event, and repeat what was computed from weights alone.
+
+    What checkpoints ask to compute again is repeated here too, where it depends on weights: the partitioner would not
+    do it after the event. Random numbers that depend on weights are saved instead.
+    """
+    nodes = list(joint_module.graph.nodes)
+    if not any(node.target is _AFTER for node in nodes):
+        return
+    again_after = _backward_events(nodes)
+    again: dict[Node, Node] = {}  # by what is repeated: the same in the backward
+    begins: dict[Node, Node] = {}  # by the same: what the begin of its forward returns
+    last: dict[Node, Node] = {}  # by that: the latest node that was added for it
+    for node in nodes:
+        if _is_backward(node) or node.op != "call_function" or node.target is with_effects:
+            continue
+        sources = {begins.get(source) for source in node.all_input_nodes}
+        known = sources - {None}
+        may_repeat = len(sources) == 1 or (partitioners.must_recompute(node) and not _is_random(node))
+        if node.target is _AFTER:
+            begins[node] = node.args[1]  # type: ignore[assignment]
+        elif len(known) == 1 and may_repeat:
+            begins[node] = known.pop()  # type: ignore[assignment]
+        elif known:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if begins.get(node) in again_after:
+            _repeat(node, again_after[begins[node]], again, last)
+    joint_module.graph.lint()
+    joint_module.recompile()
+
+
+def _repeat(node: Node, event: Node, again: dict[Node, Node], last: dict[Node, Node]) -> None:
+    """Adds a node to the backward, after an event, for those of the backward that use it."""
+    with node.graph.inserting_after(last.get(event, event)):
+        if node.target is _AFTER:
+            copy = node.graph.call_function(_AFTER, (node.args[0], event))
+            copy.meta = dict(node.meta)
+        else:
+            copy = node.graph.node_copy(node, lambda source: again.get(source, source))
+    copy.meta["partitioner_tag"] = "is_backward"
+    copy.meta.pop("recompute", None)
+    node.meta.pop("recompute", None)
+    again[node] = last[event] = copy
+    for user in list(node.users):
+        if _is_backward(user) and user is not copy:
+            user.replace_input_with(node, copy)
+
+
+order.before_cutting.append(_read_again)
