@@ -158,17 +158,19 @@ class Chunking {
     return found;
   }
 
+  // Not for other transfers, which come first.
   int64_t wait_before(const StepSchedule& s, const StepLanes& lanes, const Place& place) const {
     const auto is_its = [&](const Gather& g) { return g.needed == place.use && g.weight == forms_[place.form].weight; };
     if (std::none_of(s.gathers.begin(), s.gathers.end(), is_its)) return 0;
     const int64_t before_ps = place.use == 0 ? 0 : lanes.uses[place.use - 1].end_ps;
-    return lanes.uses[place.use].begin_ps - before_ps;
+    return std::min(lanes.uses[place.use].begin_ps - before_ps, weights_[forms_[place.form].weight].gather_ps);
   }
 
   int64_t wait_after(const StepSchedule& s, const StepLanes& lanes, const Place& place) const {
     for (size_t r = 0; r < s.reductions.size(); ++r) {
       if (s.reductions[r].start != place.last || s.reductions[r].weight != forms_[place.form].weight) continue;
-      return lanes.reductions[r].end_ps - lanes.uses[s.reductions[r].finish].end_ps;
+      const int64_t wait_ps = lanes.reductions[r].end_ps - lanes.uses[s.reductions[r].finish].end_ps;
+      return std::min(wait_ps, weights_[s.reductions[r].weight].reduce_ps);
     }
     return 0;
   }
