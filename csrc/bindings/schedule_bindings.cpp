@@ -19,8 +19,8 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
-// name, rest, use, keep and gradient bytes, times of a gather and of a reduction
-using WeightParts = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
+// name, rest, use, keep and gradient bytes, times of a gather and of a reduction, and of copies from and to the host
+using WeightParts = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 // times of all chunks, of one and of the rest, bytes of the gradient meanwhile
 using ReductionParts = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 // weight, bytes and time of what is gathered before, bytes of chunks, their time, their number, whether in backwards
@@ -31,8 +31,8 @@ using UseParts = std::tuple<std::vector<int>, std::string, std::vector<int>, int
 
 std::vector<Weight> weights_of(const std::vector<WeightParts>& parts) {
   std::vector<Weight> weights;
-  for (const auto& [name, rest, use, keep, gradient, gather_ps, reduce_ps] : parts) {
-    weights.push_back({name, rest, use, keep, gradient, gather_ps, reduce_ps});
+  for (const auto& [name, rest, use, keep, gradient, gather_ps, reduce_ps, fetch_ps, send_ps] : parts) {
+    weights.push_back({name, rest, use, keep, gradient, gather_ps, reduce_ps, -1, 0, 0, {}, fetch_ps, send_ps});
   }
   return weights;
 }
@@ -78,6 +78,9 @@ std::optional<py::dict> lanes_of(const StepSchedule& schedule) {
     chunks.emplace_back(c.weight, c.use, c.is_reduction, Span(c.span.begin_ps, c.span.end_ps));
   }
   found["chunks"] = std::move(chunks);
+  found["fetches"] = spans_of(lanes.fetches);
+  found["sends"] = spans_of(lanes.sends);
+  found["copy_ps"] = lanes.copy_ps;
   found["compute_ps"] = lanes.compute_ps;
   found["transfer_ps"] = lanes.transfer_ps;
   found["total_ps"] = lanes.total_ps;

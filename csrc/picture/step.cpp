@@ -41,6 +41,11 @@ class StepPicture {
       draw_transfers(y);
       y += kLaneHeight + kGap;
     }
+    if (lanes_.copy_ps > 0) {
+      draw_copies(y, "from the host", s_.gathers, lanes_.fetches);
+      draw_copies(y + kLaneHeight + kGap, "to the host", s_.reductions, lanes_.sends);
+      y += 2 * (kLaneHeight + kGap);
+    }
     draw_arena(y);
     return svg_.page(kLeft + kWidth + 20, y + kArenaHeight + 20, title);
   }
@@ -108,6 +113,17 @@ class StepPicture {
       draw(lane_rect(c.span, y), w.form_of < 0 ? c.weight : w.form_of, c.is_reduction, w.name,
            concat(c.is_reduction ? "reduce the gradient of " : "gather ", w.name, c.is_reduction ? " in chunks" : "",
                   " within use ", c.use, time_text(c.span.end_ps - c.span.begin_ps)));
+    }
+  }
+
+  template <typename Transfers>
+  void draw_copies(double y, const char* direction, const Transfers& transfers, const std::vector<LaneSpan>& spans) {
+    label(y, direction);
+    for (size_t t = 0; t < transfers.size(); ++t) {
+      if (spans[t].end_ps == spans[t].begin_ps) continue;
+      const std::string& name = s_.weights[transfers[t].weight].name;
+      draw(lane_rect(spans[t], y), transfers[t].weight, false, name,
+           concat("copy ", name, " ", direction, time_text(spans[t].end_ps - spans[t].begin_ps)));
     }
   }
 

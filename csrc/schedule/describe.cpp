@@ -82,7 +82,8 @@ std::string json_of(const Weight& w) {
   return concat("{\"name\": ", quoted(w.name), ", \"rest_bytes\": ", w.rest_bytes, ", \"use_bytes\": ", w.use_bytes,
                 ", \"keep_bytes\": ", w.keep_bytes, ", \"gradient_bytes\": ", w.gradient_bytes,
                 ", \"gather_ps\": ", w.gather_ps, ", \"reduce_ps\": ", w.reduce_ps, ", \"form_of\": ", w.form_of,
-                ", \"reduced_in_chunks_ps\": ", w.in_chunks.transfer_ps, "}");
+                ", \"reduced_in_chunks_ps\": ", w.in_chunks.transfer_ps, ", \"fetch_ps\": ", w.fetch_ps,
+                ", \"send_ps\": ", w.send_ps, "}");
 }
 
 std::string json_of(const Use& u) {

@@ -11,7 +11,9 @@
 namespace shardwright {
 
 bool has_times(const StepSchedule& s) {
-  const auto takes_time = [&](const Gather& g) { return s.weights[g.weight].gather_ps > 0; };
+  const auto takes_time = [&](const Gather& g) {
+    return s.weights[g.weight].gather_ps > 0 || s.weights[g.weight].fetch_ps > 0;
+  };
   const auto is_small = [&](const Gather& g) { return s.weights[g.weight].use_bytes == 0; };
   return !s.uses.empty() && std::all_of(s.uses.begin(), s.uses.end(), [](const Use& u) { return u.compute_ps > 0; }) &&
          std::all_of(s.gathers.begin(), s.gathers.end(), [&](const Gather& g) { return takes_time(g) || is_small(g); });
@@ -25,6 +27,8 @@ class Lanes {
     lanes_.uses.resize(s_.uses.size());
     lanes_.gathers.resize(s_.gathers.size());
     lanes_.reductions.resize(s_.reductions.size());
+    lanes_.fetches.resize(s_.gathers.size());
+    lanes_.sends.resize(s_.reductions.size());
   }
 
   StepLanes run() {
@@ -35,7 +39,7 @@ class Lanes {
     }
     check_invariant(gather_ == s_.gathers.size() && reduction_ == s_.reductions.size() && under_way_.empty(),
                     "a schedule has transfers that are not in the order of its uses");
-    lanes_.total_ps = now_;
+    lanes_.total_ps = std::max(now_, sent_);
     return std::move(lanes_);
   }
 
@@ -48,10 +52,21 @@ class Lanes {
     return span;
   }
 
+  // On the lane of one direction, which is free from `free_ps` on.
+  LaneSpan copy(int64_t& free_ps, int64_t length_ps) {
+    if (length_ps == 0) return {now_, now_};
+    const int64_t begin_ps = std::max(free_ps, now_);
+    free_ps = begin_ps + length_ps;
+    lanes_.copy_ps += length_ps;
+    return {begin_ps, free_ps};
+  }
+
   void start_gathers(int i) {
     for (; gather_ < s_.gathers.size() && s_.gathers[gather_].start == i; ++gather_) {
       const int w = s_.gathers[gather_].weight;
-      lanes_.gathers[gather_] = transfer(now_, s_.weights[w].gather_ps);
+      LaneSpan& fetch = lanes_.fetches[gather_];
+      fetch = copy(fetched_, s_.gathers[gather_].from_copy ? 0 : s_.weights[w].fetch_ps);
+      lanes_.gathers[gather_] = transfer(fetch.end_ps, s_.weights[w].gather_ps);
       there_[w] = lanes_.gathers[gather_].end_ps;
     }
   }
@@ -107,6 +122,7 @@ class Lanes {
     std::erase_if(under_way_, [&](size_t r) {
       if (s_.reductions[r].finish > i) return false;
       now_ = std::max(now_, lanes_.reductions[r].end_ps);
+      lanes_.sends[r] = copy(sent_, s_.weights[s_.reductions[r].weight].send_ps);
       return true;
     });
   }
@@ -115,6 +131,8 @@ class Lanes {
   StepLanes lanes_;
   int64_t now_ = 0;             // on the lane of compute
   int64_t free_ = 0;            // from when on the lane of transfers is free
+  int64_t fetched_ = 0;         // from when on the lane of copies from the host is free
+  int64_t sent_ = 0;            // and that of copies to it
   std::vector<int64_t> there_;  // by weight: when its latest gather ends
   size_t gather_ = 0;
   size_t reduction_ = 0;
@@ -129,6 +147,8 @@ std::string lanes_text(const StepSchedule& s, int width) {
   const StepLanes lanes = predict(s);
   std::string compute(width, ' ');
   std::string transfers(width, ' ');
+  std::string fetches(width, ' ');
+  std::string sends(width, ' ');
   const auto mark = [&](std::string& row, const LaneSpan& span, int number) {
     if (lanes.total_ps == 0 || span.end_ps == span.begin_ps) return;
     const auto column = [&](int64_t ps) {
@@ -145,10 +165,15 @@ std::string lanes_text(const StepSchedule& s, int width) {
     const int form_of = s.weights[c.weight].form_of;
     mark(transfers, c.span, form_of < 0 ? c.weight : form_of);
   }
+  for (size_t g = 0; g < s.gathers.size(); ++g) mark(fetches, lanes.fetches[g], s.gathers[g].weight);
+  for (size_t r = 0; r < s.reductions.size(); ++r) mark(sends, lanes.sends[r], s.reductions[r].weight);
+  const std::string copies = concat(" and copies ", microseconds_text(lanes.copy_ps));
+  const std::string rows = concat("  from the host        |", fetches, "|\n  to the host          |", sends, "|\n");
+  const bool has_copies = lanes.copy_ps > 0;
   return concat("predicted ", microseconds_text(lanes.total_ps), ": compute ", microseconds_text(lanes.compute_ps),
-                ", transfers ", microseconds_text(lanes.transfer_ps), " of which ",
+                ", transfers ", microseconds_text(lanes.transfer_ps), has_copies ? copies : "", " of which ",
                 microseconds_text(lanes.exposed_ps()), " are exposed\n  compute, by use      |", compute,
-                "|\n  transfers, by weight |", transfers, "|\n");
+                "|\n  transfers, by weight |", transfers, "|\n", has_copies ? rows : "");
 }
 
 }  // namespace shardwright

@@ -1,4 +1,5 @@
-// When the events of a scheduled step happen, on two lanes: compute, and transfers.
+// When the events of a scheduled step happen, on two lanes: compute, and transfers. Where parts at rest are on the
+// host, two more have the copies to and from it, which run at the same time.
 //
 // Both lanes do one thing at a time. Transfers run in the order in which they start; a gather can begin when the use
 // before it has ended, a reduction when the gradient is complete. A use begins when its weights are gathered and the
@@ -9,6 +10,9 @@
 // Chunks of a gradient run alongside the second half. The use ends when its chunks are there and what is computed after
 // them is done and, besides, one chunk's time later: nothing is computed alongside the first gather and the last
 // reduction. Of several uses that follow each other, the longest has them.
+//
+// A copy to the device starts with its gather, which is carried out when the copy is done; transfers that start later
+// come after it. A copy to the host starts when compute has waited for the reduction. The step ends when it is done.
 //
 // Example: two weights, gathers of 30, reductions of 20, forwards of 50, backwards of 100, one gather ahead.
 //
@@ -44,10 +48,13 @@ struct StepLanes {
   std::vector<LaneSpan> gathers;     // as in the schedule
   std::vector<LaneSpan> reductions;  // as in the schedule; of those in chunks, the rest
   std::vector<ChunksSpan> chunks;    // in the order in which they begin
+  std::vector<LaneSpan> fetches;     // by gather: the copy from the host
+  std::vector<LaneSpan> sends;       // by reduction: the copy to the host
   int64_t compute_ps = 0;            // all of it
   int64_t transfer_ps = 0;           // all of it
+  int64_t copy_ps = 0;               // all of it, from the host and to it
   int64_t total_ps = 0;
-  int64_t exposed_ps() const { return total_ps - compute_ps; }  // transfers that nothing is computed alongside
+  int64_t exposed_ps() const { return total_ps - compute_ps; }  // what nothing is computed alongside
 };
 
 // Whether it is known how long each use takes, and each gather and reduction of weights with bytes.
@@ -56,7 +63,7 @@ bool has_times(const StepSchedule& schedule);
 StepLanes predict(const StepSchedule& schedule);
 
 // Two rows of `width` characters, compute and transfers: the last digit of a use's number for its compute, that of the
-// weight's number for a gather or reduction.
+// weight's number for a gather or reduction. With copies, two rows more.
 std::string lanes_text(const StepSchedule& schedule, int width = 72);
 
 }  // namespace shardwright

@@ -16,7 +16,8 @@ namespace {
 
 void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, const ScheduleOptions& options) {
   for (const Weight& w : weights) {
-    check_user(w.rest_bytes >= 0 && w.use_bytes >= 0 && w.gradient_bytes >= 0 && w.gather_ps >= 0 && w.reduce_ps >= 0,
+    check_user(w.rest_bytes >= 0 && w.use_bytes >= 0 && w.gradient_bytes >= 0 && w.gather_ps >= 0 && w.reduce_ps >= 0 &&
+                   w.fetch_ps >= 0 && w.send_ps >= 0,
                "weights: '", w.name, "' has a negative figure; allowed are bytes and times from 0 on");
     const ChunkedReduction& c = w.in_chunks;
     check_user(c.transfer_ps >= 0 && c.last_chunk_ps >= 0 && c.rest_ps >= 0 && c.gradient_bytes >= 0, "weights: '",

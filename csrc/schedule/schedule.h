@@ -55,6 +55,10 @@ struct Weight {
   int64_t chunks_ps = 0;
   int64_t first_chunk_ps = 0;
   ChunkedReduction in_chunks = {};  // in the uses that say so
+  // Where parts at rest are on the host: how long the copy to the device takes with which a gather from rest begins,
+  // and the copy to the host with which a reduction ends.
+  int64_t fetch_ps = 0;
+  int64_t send_ps = 0;
 };
 
 struct Use {

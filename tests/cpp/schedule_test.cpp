@@ -381,6 +381,36 @@ TEST(Lanes, TheExampleOfTheHeader) {
   EXPECT_EQ(lanes.reductions[0].end_ps, 250);
 }
 
+// Parts at rest on the host: gathers of 30 begin with copies of 10, reductions of 20 end with copies of 15.
+//
+//     from the host  ab
+//     transfers       aaabbb............BB........AA
+//     compute            aaaaabbbbbBBBBBBBBBBAAAAAAAAAA..
+//     to the host                                      b A.
+TEST(Lanes, CopiesFromAndToTheHost) {
+  std::vector<Weight> weights = equal_weights(2, 1, 1);
+  for (Weight& w : weights) {
+    w.gather_ps = 30;
+    w.reduce_ps = 20;
+    w.fetch_ps = 10;
+    w.send_ps = 15;
+  }
+  const std::vector<Use> uses{use(0, F, 50), use(1, F, 50), use(1, B, 100), use(0, B, 100)};
+  const StepSchedule s = make_schedule(weights, uses, options_of(std::nullopt));
+  const StepLanes lanes = predict(s);
+  EXPECT_EQ(lanes.fetches[1].begin_ps, 10);
+  EXPECT_EQ(lanes.gathers[0].begin_ps, 10);
+  EXPECT_EQ(lanes.gathers[1].end_ps, 70);
+  EXPECT_EQ(lanes.sends[0].begin_ps, 340) << "when compute has waited for the reduction";
+  EXPECT_EQ(lanes.sends[1].end_ps, 375);
+  EXPECT_EQ(lanes.total_ps, 375);
+  EXPECT_EQ(lanes.copy_ps, 50);
+  EXPECT_EQ(lanes.exposed_ps(), 75);
+  EXPECT_NE(lanes_text(s).find("\n  from the host        |"), std::string::npos) << lanes_text(s);
+  weights[1].fetch_ps = -1;
+  EXPECT_THROW(make_schedule(weights, uses, options_of(std::nullopt)), UserError);
+}
+
 // With gathers of a large weight before every fourth use, one change ahead is too late.
 TEST(Lanes, TheFastestIsAsFarAheadAsItMustBe) {
   std::vector<Weight> weights = equal_weights(12, 10, 0);

@@ -133,6 +133,49 @@ def test_over_other_dims(async_pool: Pool) -> None:
     async_pool.run(_over_other_dims, 4)
 
 
+def _in_lanes() -> None:
+    """Copies are timed once, with the uses, and all ranks agree on them."""
+    world = dist.get_world_size()
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=meshes.device) for _ in range(3)))
+    for layer in [*model, model]:
+        sw.fully_shard(layer, mesh=get_mesh((world,)), offload_policy=PINNED)
+    x = torch.ones(2, WIDTH, device=meshes.device)
+
+    def step() -> None:
+        model(x).square().sum().backward()
+
+    step()
+    assert sw.schedule(model).lanes is None
+    step()
+    schedule = sw.schedule(model)
+    lanes = schedule.lanes
+    assert lanes is not None
+    for key, transfers in (("fetches", schedule.gathers), ("sends", schedule.reductions)):
+        assert len(lanes[key]) == len(transfers)
+        for (weight, *_), (begin, end) in zip(transfers, lanes[key]):
+            assert begin < end or weight == 0, "only the outermost module has no weights"
+    for (begin, _), (_, copied) in zip(lanes["gathers"], lanes["fetches"], strict=True):
+        assert copied <= begin, "a part is gathered when it is there"
+    copies = [span for key in ("fetches", "sends") for span in lanes[key]]
+    assert lanes["copy_ps"] == sum(end - begin for begin, end in copies)
+    assert lanes["total_ps"] >= max(end for _, end in copies)
+    assert "|\n  from the host        |" in str(schedule) and "to the host" in schedule.to_svg()
+    told: list[str] = [""] * world
+    dist.all_gather_object(told, str(schedule))
+    assert len(set(told)) == 1, "ranks follow different schedules"
+    (explained,) = sw.explain(step)
+    for trace in (explained.predicted, explained.measured):
+        for lane in ("from the host", "to the host"):
+            found = [event for event in trace if event.lane == lane]
+            assert len(found) >= 3 and all(event.start < event.end for event in found), lane
+    assert str(sw.explain(step)).count("from the host |") == 2
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_copies_are_in_the_predicted_lanes(async_pool: Pool, world: int) -> None:
+    async_pool.run(_in_lanes, world)
+
+
 class Late(nn.Module):
     """A linear layer whose stream is late, in forwards or in backwards, when the host is done with them."""
 

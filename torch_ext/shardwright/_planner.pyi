@@ -925,7 +925,7 @@ class StepSchedule:
 
     def __init__(
         self,
-        weights: Sequence[tuple[str, int, int, int, int, int, int]],
+        weights: Sequence[tuple[str, int, int, int, int, int, int, int, int]],
         uses: Sequence[tuple[Sequence[int], str, Sequence[int], int]],
         *,
         budget_bytes: int | None = None,
@@ -940,7 +940,7 @@ class StepSchedule:
 
         Args:
             weights: name; bytes at rest, in use, kept from first to last use, and of the gradient; picoseconds of a
-                gather and of a reduction, or 0.
+                gather and of a reduction, and of the copies from and to the host that belong to them, or 0.
             uses: weights that are needed, by index; "forward", "recompute" or "backward"; weights whose gradients are
                 complete afterwards; picoseconds of the compute, or 0.
             budget_bytes: for gathered weights, kept copies and gradients.
@@ -972,8 +972,8 @@ class StepSchedule:
     @property
     def lanes(self) -> dict[str, Any] | None:
         """Begin and end in picoseconds of "uses", "gathers" and "reductions" as predicted; "chunks" within uses, each
-        as weight, use, whether it is a reduction, and begin and end; "compute_ps", "transfer_ps", "total_ps". None
-        without times."""
+        as weight, use, whether it is a reduction, and begin and end; "fetches" from the host by gather and
+        "sends" to it by reduction; "compute_ps", "transfer_ps", "copy_ps", "total_ps". None without times."""
 
     @property
     def buffers(self) -> list[tuple[int, bool, int, int, int, int]]:
@@ -1001,7 +1001,7 @@ class StepSchedule:
         """The step as a standalone picture: compute, transfers, and what lies where in the arena."""
 
 def overlapping_budget_bytes(
-    weights: Sequence[tuple[str, int, int, int, int, int, int]],
+    weights: Sequence[tuple[str, int, int, int, int, int, int, int, int]],
     uses: Sequence[tuple[Sequence[int], str, Sequence[int], int]],
     *,
     prefetch: int = 1,

@@ -16,6 +16,7 @@ from .tracing import Trace, TraceEvent, trace
 
 _WIDTH = 72
 _LANES = ("communication", "compute")
+_COPIES = ("from the host", "to the host")
 _NOTHING = "no products with anything to move, and no step of a sharded model"
 
 
@@ -59,6 +60,8 @@ class HeardStep(NamedTuple):
     schedule: StepSchedule
     names: list[str]  # of the schedule's weights
     uses: list[tuple[float, float]]
+    # Copies between host and device: the weight, whether to the host, begin and end. Where parts at rest are there.
+    copies: list[tuple[str, bool, float, float]]
 
 
 # How to listen to steps, for modules in later layers.
@@ -148,6 +151,10 @@ def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
     measured += [
         e._replace(chunk=-1) for e in events if e.lane == "communication" and begin <= e.end and e.start <= end
     ]
+    measured += [
+        TraceEvent(_COPIES[to_host], f"copy {name}", step.names.index(name), 0, *span)
+        for name, to_host, *span in step.copies
+    ]
     predicted = Trace()
     lanes = schedule.lanes
     if lanes is not None:
@@ -160,6 +167,13 @@ def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
                 ("communication", f"{what} {step.names[unit_of[weight]]}", unit_of[weight], span)
                 for (weight, *_), span in zip(transfers, lanes[key])
             ]
+        for lane, key, transfers in (
+            (_COPIES[0], "fetches", schedule.gathers),
+            (_COPIES[1], "sends", schedule.reductions),
+        ):
+            units = [unit_of[weight] for weight, *_ in transfers]
+            copies = [(unit, span) for unit, span in zip(units, lanes[key]) if span[1] > span[0]]
+            spans += [(lane, f"copy {step.names[unit]}", unit, span) for unit, span in copies]
         for weight, _, is_reduction, span in lanes["chunks"]:
             text = f"{'reduce' if is_reduction else 'gather'} {step.names[unit_of[weight]]} in chunks"
             spans.append(("communication", text, unit_of[weight], span))
@@ -199,7 +213,7 @@ def _bars(kind: str, events: Trace) -> list[str]:
     begin = min(event.start for event in events)
     length = max(event.end for event in events) - begin
     lines = [f"  {kind}, {length * 1e6:.1f} us in all"]
-    for lane in _LANES:
+    for lane in (*_LANES, *(lane for lane in _COPIES if any(event.lane == lane for event in events))):
         row = [" "] * _WIDTH
         for event in events:
             if event.lane != lane or length == 0:

@@ -14,7 +14,8 @@ from . import _runtime
 class TraceEvent(NamedTuple):
     """One instruction of one program.
 
-    ``lane``: ``"compute"`` or ``"communication"``. ``instruction``: its text, as in listings of programs. ``chunk``:
+    ``lane``: ``"compute"`` or ``"communication"``; of steps that `explain` shows also ``"from the host"`` and ``"to the
+    host"``, for copies. ``instruction``: its text, as in listings of programs. ``chunk``:
     the chunk of a product that it belongs to, or -1. ``run``: the number of its program, in the order in which programs
     were started. ``start`` and ``end``: seconds since the trace began. A transfer begins when it is handed to the
     process group (on a GPU, when its stream reaches it), and ends when the program that waits for it sees that it is
@@ -34,7 +35,7 @@ class Trace(list[TraceEvent]):
 
     def to_chrome(self) -> str:
         """Returns JSON for chrome://tracing and Perfetto: one process per program, one thread per lane."""
-        lanes = {"compute": 0, "communication": 1}
+        lanes = {"compute": 0, "communication": 1, "from the host": 2, "to the host": 3}
         events = [
             {
                 "name": event.instruction,

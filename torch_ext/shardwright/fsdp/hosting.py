@@ -36,6 +36,23 @@ class Leaving(NamedTuple):
         return self.on_host
 
 
+class Copy(NamedTuple):
+    """One that was timed."""
+
+    is_outward: bool
+    begin: torch.Event
+    end: torch.Event
+
+    @property
+    def length_ps(self) -> int:
+        return max(1000, round(1e9 * self.begin.elapsed_time(self.end)))
+
+    def seconds_since(self, origins: dict[str, Any]) -> tuple[float, float]:
+        origin = origins[self.begin.device.type]
+        begin, end = (origin.elapsed_time(event) / 1e3 for event in (self.begin, self.end))
+        return begin, end
+
+
 class Host:
     """The copies of one unit between the host and a device."""
 
@@ -44,6 +61,7 @@ class Host:
         self._pins = pins
         self._inward, self._outward = _streams(device)
         self._fetched: torch.Event | None = None  # the latest on the inward stream that the host has not waited for
+        self._timed: list[Copy] | None = None  # while copies are timed
         _watch(self)
 
     def hold(self, part: torch.Tensor) -> torch.Tensor:
@@ -72,21 +90,44 @@ class Host:
             self._fetched.synchronize()
             self._fetched = None
 
+    def fetch(self, part: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """Copies a part on the host to bytes on the device, in the order of the current stream."""
+        with self._timing(False):
+            return memory[: part.nbytes].view(part.dtype).view(part.shape).copy_(part, non_blocking=True)
+
+    @contextlib.contextmanager
+    def _timing(self, is_outward: bool) -> Iterator[None]:
+        """The block gives a copy to the current stream."""
+        if self._timed is None:
+            yield
+            return
+        begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._timed.append(Copy(is_outward, begin, end))
+
+    def begin_timing(self) -> None:
+        self._timed = []
+
+    def end_timing(self) -> list[Copy]:
+        """Returns the copies since it began, when they are done."""
+        timed, self._timed = self._timed or [], None
+        for copy in timed:
+            copy.end.synchronize()
+        return timed
+
     def send(self, part: torch.Tensor) -> Leaving:
         """Starts to copy what the current stream has made, or will have, to the host."""
         self._outward.wait_stream(torch.accelerator.current_stream(self.device))
         with self._outward:
             on_host = torch.empty(part.shape, dtype=part.dtype, pin_memory=self._pins and part.numel() > 0)
-            on_host.copy_(part, non_blocking=True)
+            with self._timing(True):
+                on_host.copy_(part, non_blocking=True)
             copied = self._outward.record_event()
         if part.numel() > 0:
             part.record_stream(self._outward)
         return Leaving(on_host, copied)
-
-
-def staged(part: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Copies a part on the host to bytes on the device, in the order of the current stream."""
-    return memory[: part.nbytes].view(part.dtype).view(part.shape).copy_(part, non_blocking=True)
 
 
 def checked(offload_policy: Any) -> CPUOffloadPolicy | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .. import _planner
+from .times import Times
 
 
 class Key(NamedTuple):
@@ -28,10 +29,10 @@ class Use(NamedTuple):
 class Plan:
     """A schedule, and what it says by use."""
 
-    def __init__(self, uses: list[Use], schedule: _planner.StepSchedule, times_ps: list[int] | None) -> None:
+    def __init__(self, uses: list[Use], schedule: _planner.StepSchedule, timed: Times | None) -> None:
         self.uses = uses
         self.schedule = schedule
-        self.times_ps = times_ps  # by use; None before it was timed
+        self.timed = timed  # None before it was
         self.gathers: dict[int, list[tuple[int, int, bool]]] = {}  # unit, place in the arena, whether in chunks
         self.releases: dict[int, list[int]] = {}
         self.finishes: dict[tuple[int, int], int] = {}  # by unit and use in which a reduction starts

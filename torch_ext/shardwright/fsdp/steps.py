@@ -34,9 +34,10 @@ from .._planner import StepSchedule, overlapping_budget_bytes
 from . import times
 from .carrying import measure
 from .chunks import UnitInChunks
+from .hosting import Copy
 from .landing import Reduction
 from .plans import Key, Plan, Use
-from .times import Clock, agreed
+from .times import Clock, Times
 from .units import Unit
 from .weights import ALIGNMENT
 
@@ -242,6 +243,7 @@ class Runner:
         key, uses, plan, clock, is_too_long = self._key, self._uses, self._plan, self._clock, self._is_too_long
         is_as_planned = plan is not None and plan.uses == uses
         self._drain()
+        copies = [[] if unit.host is None else unit.host.end_timing() for unit in self.units]
         self._key = None
         if key is None or not uses or is_too_long:
             return
@@ -249,16 +251,16 @@ class Runner:
             del self._plans[next(iter(self._plans))]
         if plan is None or not is_as_planned:
             self._follow(key, Plan(uses, self._schedule(key, uses, None), None))
-        elif clock is not None and plan.times_ps is None:
-            times_ps = self._agreed_times(clock)
-            self._follow(key, Plan(uses, self._schedule(key, uses, times_ps), times_ps))
+        elif clock is not None and plan.timed is None:
+            timed = self._agreed_times(clock, copies, plan.schedule)
+            self._follow(key, Plan(uses, self._schedule(key, uses, timed), timed))
         if clock is not None and times.listener is not None:
-            times.listener.hear(self._plans[key].schedule, [unit.name for unit in self.units], clock)
+            times.listener.hear(self._plans[key].schedule, [unit.name for unit in self.units], clock, copies)
 
     def reschedule(self) -> None:
         """Takes up other wishes, from the next sequence on."""
         for key, plan in self._plans.items():
-            self._follow(key, Plan(plan.uses, self._schedule(key, plan.uses, plan.times_ps), plan.times_ps))
+            self._follow(key, Plan(plan.uses, self._schedule(key, plan.uses, plan.timed), plan.timed))
 
     def _follow(self, key: Key, plan: Plan) -> None:
         """From the next such sequence on. The arena is made now: a sequence that is captured allocates none."""
@@ -266,19 +268,21 @@ class Runner:
         if self._arena.numel() < plan.schedule.arena_bytes:
             self._arena = torch.empty(plan.schedule.arena_bytes, dtype=torch.uint8, device=self.device)
 
-    def _agreed_times(self, clock: Clock) -> list[int]:
-        """Picoseconds by use, the same on all ranks; zeros where units are on several meshes."""
-        times_ps = clock.stretches_ps()
+    def _agreed_times(self, clock: Clock, copies: list[list[Copy]], schedule: StepSchedule) -> Times:
+        """The same on all ranks; zeros where units are on several meshes."""
+        found = times.measured(clock, copies, schedule)
         meshes = {weight.mesh for unit in self.units for weight in unit.weights}
-        return agreed(times_ps, meshes.pop(), self.device) if len(meshes) == 1 else [0] * len(times_ps)
+        if len(meshes) != 1:
+            return Times([0] * len(found.uses), [(0, 0)] * len(found.copies))
+        return times.agreed_times(found, meshes.pop(), self.device)
 
-    def _schedule(self, key: Key, uses: list[Use], times_ps: list[int] | None) -> StepSchedule:
+    def _schedule(self, key: Key, uses: list[Use], timed: Times | None) -> StepSchedule:
         weights = []
-        for unit in self.units:
+        for number, unit in enumerate(self.units):
             in_arena = (0, 0) if unit.wishes.stays_between_steps else (unit.use_bytes, unit.keep_bytes)
-            lasts = (0, 0) if times_ps is None else (unit.gather_ps, unit.reduce_ps)
+            lasts = (0, 0, 0, 0) if timed is None else (unit.gather_ps, unit.reduce_ps, *timed.copies[number])
             weights.append((unit.name, unit.rest_bytes, *in_arena, unit.gradient_bytes, *lasts))
-        all_ps = times_ps or [0] * len(uses)
+        all_ps = [0] * len(uses) if timed is None else timed.uses
         parts = [(use.units, use.kind, use.gradients, ps) for use, ps in zip(uses, all_ps, strict=True)]
         options: dict[str, Any] = {
             "alignment_bytes": ALIGNMENT,
@@ -386,8 +390,11 @@ class Runner:
         self._uses = []
         self._key = key
         self._plan = self._plans.get(key)
-        is_timed = times.listener is not None or (self._plan is not None and self._plan.times_ps is None)
+        is_timed = times.listener is not None or (self._plan is not None and self._plan.timed is None)
         self._clock = Clock(self.device) if is_timed else None
+        for unit in self.units:
+            if is_timed and unit.host is not None:
+                unit.host.begin_timing()
         for chunks in self._in_chunks:
             chunks.begin_step()
         if self._in_chunks:

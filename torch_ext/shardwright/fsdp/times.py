@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _runtime
 from .._planner import StepSchedule
 from ..explaining import HeardStep
+from .hosting import Copy
+
+
+class Times(NamedTuple):
+    """Of a step, in picoseconds, the same on all ranks."""
+
+    uses: list[int]
+    # By unit: the copies from the host for a gather, and those to it for a reduction.
+    copies: list[tuple[int, int]]
 
 
 class Clock:
@@ -68,9 +78,15 @@ class Listener:
         devices = [torch.device("cpu"), torch.accelerator.current_accelerator()]
         self._origins = {device.type: _mark(device) for device in devices if device is not None}
 
-    def hear(self, schedule: StepSchedule, names: list[str], clock: Clock) -> None:
+    def hear(self, schedule: StepSchedule, names: list[str], clock: Clock, copies: Sequence[Sequence[Copy]]) -> None:
+        """`copies` by unit."""
         clock.stretches_ps()  # waits
-        self.steps.append(HeardStep(schedule, names, clock.stretches_since(self._origins)))
+        heard = [
+            (name, copy.is_outward, *copy.seconds_since(self._origins))
+            for name, all_copies in zip(names, copies, strict=True)
+            for copy in all_copies
+        ]
+        self.steps.append(HeardStep(schedule, names, clock.stretches_since(self._origins), heard))
 
 
 listener: Listener | None = None
@@ -85,6 +101,26 @@ def listening() -> Iterator[list[HeardStep]]:
         yield listener.steps
     finally:
         listener = before
+
+
+def measured(clock: Clock, copies: Sequence[Sequence[Copy]], schedule: StepSchedule) -> Times:
+    """On this rank, in a step that has followed a schedule. `copies` by unit; each takes as long as on average."""
+    num_copied = Counter((False, weight) for weight, _, _, _, from_copy in schedule.gathers if not from_copy)
+    num_copied.update((True, weight) for weight, *_ in schedule.reductions)
+
+    def length_ps(unit: int, is_outward: bool) -> int:
+        lengths = [copy.length_ps for copy in copies[unit] if copy.is_outward == is_outward]
+        return sum(lengths) // max(1, num_copied[is_outward, unit])
+
+    each = [(length_ps(unit, False), length_ps(unit, True)) for unit in range(len(copies))]
+    return Times(clock.stretches_ps(), each)
+
+
+def agreed_times(found: Times, mesh: DeviceMesh, device: torch.device) -> Times:
+    """The largest over the ranks of a mesh, which all call this."""
+    all_ps = agreed([*found.uses, *(ps for pair in found.copies for ps in pair)], mesh, device)
+    copies = all_ps[len(found.uses) :]
+    return Times(all_ps[: len(found.uses)], list(zip(copies[::2], copies[1::2])))
 
 
 def agreed(times_ps: Sequence[int], mesh: DeviceMesh, device: torch.device) -> list[int]:

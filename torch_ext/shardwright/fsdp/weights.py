@@ -243,7 +243,9 @@ class Weight:
         for size_bytes in self._buffer_bytes:
             buffers.append(memory[offset_bytes : offset_bytes + size_bytes])
             offset_bytes += aligned(size_bytes)
-        part = hosting.staged(self.part, buffers.pop()) if self._is_staged else self._at_rest
+        part = self._at_rest
+        if self._is_staged and self._host is not None:
+            part = self._host.fetch(self.part, buffers.pop())
         self.carried.start(self.use, part, self.memory.data, buffers)
 
     def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
