@@ -326,7 +326,6 @@ def _refusals() -> None:
     refuses("wire: got 'int8'; allowed are torch.bfloat16", wire="int8")
     refuses("wire: got torch.float64", wire=torch.float64)
     refuses("wire: got 'int8'", wire=lambda p: "int8")
-    refuses("wire: got 'nvfp4', for which there are no kernels", wire="nvfp4")
     refuses("mp_policy: got a dtype", mp_policy=torch.bfloat16)
     refuses(
         r"wire: got 'mxfp8' for weight of shape \(4, 66\), placed as S\(1\)",

@@ -17,7 +17,8 @@ from ..layout import Layout
 # Decoding takes this many elements at a time, so that what it needs besides its result is small.
 _DECODED_AT_A_TIME = 1 << 20
 
-_LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn
+LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn
+ROW_MULTIPLE = 16  # bytes, of rows of float8 that `torch._scaled_mm` takes
 _BLOCK = 32  # elements of MXFP8 that share a scale
 _EXPONENT_BIAS = 127  # of float8_e8m0fnu
 
@@ -28,6 +29,27 @@ def with_dtype(layout: _planner.Layout, dtype: torch.dtype) -> Layout:
     return Layout(layout.mesh, layout.shape, layout.placements, dtype, order, "literal", layout.flattened)
 
 
+def in_blocks(layout: _planner.Layout, block: int, size: int) -> Layout:
+    """Of bytes, so many for each block of elements along the last dim."""
+    shape = [*layout.shape[:-1], -(-layout.shape[-1] // block) * size]
+    order = layout.shard_order
+    return Layout(layout.mesh, shape, layout.placements, torch.uint8, order, "literal", layout.flattened)
+
+
+def check_blocks(wire: str, name: str, rest: _planner.Layout, block: int) -> None:
+    """Raises ValueError if a cut divides a block."""
+    blocks = in_blocks(rest, block, 1)
+    for rank in rest.mesh.ranks:
+        begins = [(begin // block, -(-end // block)) for begin, end in rest.region(rank)[-1]]
+        divided = any(begin % block for begin, _ in rest.region(rank)[-1])
+        if divided or begins != blocks.region(rank)[-1]:
+            raise ValueError(
+                f"wire: got {wire!r} for {name} of shape {tuple(rest.shape)}, placed as {', '.join(rest.placements)}"
+                f", which divides blocks of {block} elements along the last dim; allowed are cuts of other dims, "
+                f"and cuts into multiples of {block}"
+            )
+
+
 class Format:
     """Messages in a dtype."""
 
@@ -36,8 +58,8 @@ class Format:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def check(self, name: str, rest: _planner.Layout) -> None:
-        """Raises ValueError if weights that lie so cannot be written so."""
+    def check(self, name: str, rest: _planner.Layout, device_type: str) -> None:
+        """Raises ValueError if weights that lie so cannot be written so, or not on such devices."""
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
         """Of the tensors that stand for a weight with this layout."""
@@ -52,7 +74,7 @@ class Format:
         return None
 
     def scale_of(self, largest: torch.Tensor) -> torch.Tensor:
-        return torch.where(largest > 0, largest / _LARGEST_FLOAT8, torch.ones_like(largest))
+        return torch.where(largest > 0, largest / LARGEST_FLOAT8, torch.ones_like(largest))
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         return [part.to(self.dtype)]
@@ -62,19 +84,30 @@ class Format:
 
 
 class Float8(Format):
-    """float8_e4m3fn with one float32 scale, which all ranks know before the gather."""
+    """float8_e4m3fn with one float32 scale, which all ranks know before the gather.
+
+    Args:
+        pads: rows with zeros, up to a multiple of 16.
+    """
 
     needs_largest = True
 
-    def __init__(self) -> None:
+    def __init__(self, pads: bool = False) -> None:
         super().__init__(torch.uint8)  # process groups move no float8
+        self.pads = pads
+
+    def layouts(self, layout: _planner.Layout) -> list[Layout]:
+        return [in_blocks(layout, ROW_MULTIPLE, ROW_MULTIPLE) if self.pads else with_dtype(layout, torch.uint8)]
 
     def largest(self, part: torch.Tensor) -> torch.Tensor:
         return part.abs().max().float() if part.numel() else part.new_zeros((), dtype=torch.float32)
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         assert scale is not None
-        return [_to_float8(part.float() / scale)]
+        return [self._padded(_to_float8(part.float() / scale))]
+
+    def _padded(self, codes: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(codes, (0, -codes.size(-1) % ROW_MULTIPLE)) if self.pads else codes
 
     def decode(self, messages: Sequence[torch.Tensor], scale: torch.Tensor | None, out: torch.Tensor) -> None:
         assert scale is not None
@@ -91,11 +124,11 @@ class RowwiseFloat8(Float8):
         return _without_last_dim(rest, "P(max)")
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
-        return [with_dtype(layout, torch.uint8), _without_last_dim(layout, "R")]
+        return [*super().layouts(layout), _without_last_dim(layout, "R")]
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         assert scale is not None
-        return [_to_float8(part.float() / scale.unsqueeze(-1)), scale]
+        return [*super().encode(part, scale.unsqueeze(-1)), scale]
 
     def decode(self, messages: Sequence[torch.Tensor], scale: torch.Tensor | None, out: torch.Tensor) -> None:
         _decode(messages[0], messages[1].reshape(-1, 1), out)
@@ -107,23 +140,11 @@ class Mxfp8(Format):
     def __init__(self) -> None:
         super().__init__(torch.uint8)
 
-    def check(self, name: str, rest: _planner.Layout) -> None:
-        blocks = self.layouts(rest)[1]
-        for rank in rest.mesh.ranks:
-            begins = [(begin // _BLOCK, -(-end // _BLOCK)) for begin, end in rest.region(rank)[-1]]
-            divided = any(begin % _BLOCK for begin, _ in rest.region(rank)[-1])
-            if divided or begins != blocks.region(rank)[-1]:
-                raise ValueError(
-                    f"wire: got 'mxfp8' for {name} of shape {tuple(rest.shape)}, placed as {', '.join(rest.placements)}"
-                    f", which divides blocks of {_BLOCK} elements along the last dim; allowed are cuts of other dims, "
-                    f"and cuts into multiples of {_BLOCK}"
-                )
+    def check(self, name: str, rest: _planner.Layout, device_type: str) -> None:
+        check_blocks("mxfp8", name, rest, _BLOCK)
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
-        shape = [*layout.shape[:-1], -(-layout.shape[-1] // _BLOCK)]
-        order = layout.shard_order
-        blocks = Layout(layout.mesh, shape, layout.placements, torch.uint8, order, "literal", layout.flattened)
-        return [with_dtype(layout, torch.uint8), blocks]
+        return [with_dtype(layout, torch.uint8), in_blocks(layout, _BLOCK, 1)]
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         length = part.size(-1)
@@ -141,7 +162,7 @@ class Mxfp8(Format):
 
 
 def _to_float8(scaled: torch.Tensor) -> torch.Tensor:
-    return scaled.clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(torch.float8_e4m3fn).view(torch.uint8)
+    return scaled.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _decode(code: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
@@ -149,7 +170,7 @@ def _decode(code: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None
     length = out.size(-1)
     if out.numel() == 0:
         return
-    rows, codes = out.view(-1, length), code.view(torch.float8_e4m3fn).view(-1, length)
+    rows, codes = out.view(-1, length), code[..., :length].view(torch.float8_e4m3fn).view(-1, length)
     step = max(1, _DECODED_AT_A_TIME // length)
     for begin in range(0, rows.size(0), step):
         some = slice(begin, begin + step)

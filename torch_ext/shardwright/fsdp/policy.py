@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from . import nvfp4  # noqa: F401  (one of FORMATS)
 from .formats import FORMATS, Format
 
 Wire: TypeAlias = torch.dtype | str | None
@@ -94,7 +95,5 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _check_wire(wire: Any) -> None:
-    if wire == "nvfp4":
-        raise ValueError(f"wire: got 'nvfp4', for which there are no kernels here; allowed are {_ALLOWED}")
     if wire is not None and wire not in (torch.bfloat16, torch.float16) and wire not in FORMATS:
         raise ValueError(f"wire: got {wire!r}; allowed are {_ALLOWED}")

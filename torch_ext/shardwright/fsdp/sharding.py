@@ -89,8 +89,9 @@ def fully_shard(
             have param_dtype, and messages too. Gradients are reduced in reduce_dtype.
         wire: what messages carry, if not that. ``torch.bfloat16`` or ``torch.float16``: weights and gradients in that
             dtype. ``"float8"``, ``"float8_rowwise"`` or ``"mxfp8"``: weights of two dims and more in eight bits with
-            scales, gradients in bfloat16. Gradients are then added up in reduce_dtype, by default float32. Or a
-            function that returns one of these, or None, for a parameter.
+            scales, gradients in bfloat16; ``"nvfp4"``: in four, by torchao, if it is installed. Gradients are then
+            added up in reduce_dtype, by default float32. Or a function that returns one of these, or None, for a
+            parameter.
         offload_policy: torch's ``CPUOffloadPolicy``: parameters, their gradients and so optimizers are on the host, in
             pinned memory unless it says otherwise. Gathers begin with a copy to the device, reductions end with one to
             the host, on streams of their own. Parameters may be given on the host; `mesh` says where the device is. On
@@ -130,7 +131,7 @@ def fully_shard(
     layouts = [placing.layouts_of(places[0][2], given) for given, places in found]
     dtypes = [policy.of(given) for given, _ in found]
     for (_, places), placed, in_dtypes in zip(found, layouts, dtypes, strict=True):
-        in_dtypes.gathers.check(places[0][2], placed.rest)
+        in_dtypes.gathers.check(places[0][2], placed.rest, data.mesh.device_type)
     made = []
     with torch.no_grad():
         for (given, places), placed, in_dtypes in zip(found, layouts, dtypes, strict=True):

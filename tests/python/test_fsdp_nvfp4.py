@@ -1,0 +1,150 @@
+"""`wire="nvfp4"` of `sw.fully_shard`, with torchao if it is there, else with functions that do what torchao's do."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import shardwright as sw
+from fsdp_models import Mlp, batch, full, loss_of, shard
+from meshes import get_mesh
+from pool import Pool
+from shardwright.fsdp import nvfp4
+
+_NAME = "torchao.prototype.mx_formats.nvfp4_tensor"
+_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of float4_e2m1fn, by code
+
+
+def codes_of(x: torch.Tensor) -> torch.Tensor:
+    """The nearest number of four bits; of two that are equally near, the one with the even code."""
+    distances = (x.abs().unsqueeze(-1) - _MAGNITUDES).abs()
+    ties = torch.arange(8) % 2 * 1e-9
+    return (distances + ties).argmin(-1) + 8 * (torch.signbit(x)).long()
+
+
+def quantize(x: torch.Tensor, block: int, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = x.view(x.shape[0], -1, block)
+    scales = (blocks.abs().amax(-1) / 6 / scale).clamp(torch.finfo(torch.float8_e4m3fn).tiny, 448)
+    scales = scales.to(torch.float8_e4m3fn)
+    scaled = blocks * (1 / scale / scales.float()).unsqueeze(-1)
+    codes = codes_of(scaled.clamp(-6, 6)).view(x.shape)
+    return scales, (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+
+
+class Quantized:
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, block: int, _: Any, scale: torch.Tensor) -> None:
+        self.parts = codes, scales, block, scale
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        codes, scales, block, scale = self.parts
+        each = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+        values = _MAGNITUDES[each % 8] * torch.where(each >= 8, -1.0, 1.0)
+        return (values * (scale * scales.float()).repeat_interleave(block, -1)).to(dtype)
+
+
+@contextmanager
+def torchao() -> Iterator[None]:
+    nvfp4._why_not.cache_clear()
+    if importlib.util.find_spec("torchao") is not None:
+        yield
+        return
+    names = [_NAME[:end] for end in range(len(_NAME)) if _NAME[end] == "."] + [_NAME]
+    modules = {name: types.ModuleType(name) for name in names}
+    for name, module in modules.items():
+        if name != "torchao":
+            setattr(modules[name.rpartition(".")[0]], name.rpartition(".")[2], module)
+    modules[_NAME].nvfp4_quantize = quantize  # type: ignore[attr-defined]
+    modules[_NAME].NVFP4Tensor = Quantized  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, modules):
+        yield
+    nvfp4._why_not.cache_clear()
+
+
+def expected_of(x: torch.Tensor) -> torch.Tensor:
+    """The whole weight, quantised row by row."""
+    length = x.size(-1)
+    padded = nn.functional.pad(x, (0, -length % 16))
+    scale = x.abs().max() / (448 * 6)
+    scales, codes = quantize(padded, 16, scale)
+    return Quantized(codes, scales, 16, None, scale).dequantize(torch.float32)[:, :length]
+
+
+def _gathered(width: int, dim: int) -> None:
+    with torchao():
+        torch.manual_seed(0)
+        model: Any = nn.Linear(width, 10)
+        with torch.no_grad():
+            model.weight.mul_(torch.arange(1, width + 1) / width)
+            model.weight[3].zero_()
+        weight = model.weight.detach().clone()
+        mesh = get_mesh((2,))
+        sw.fully_shard(model, mesh=mesh, wire="nvfp4", shard_placement_fn=lambda p: Shard(dim if p.ndim > 1 else 0))
+        with sw.wire_meter() as meter:
+            model.unshard()
+        assert torch.equal(model.weight, expected_of(weight))
+        bias, largest, blocks = 4 * 5, 4, -(-width // 16)
+        assert meter.received_bytes <= blocks * 5 * (8 + 1) + bias + 2 * largest
+        model.reshard()
+        model(torch.ones(2, width)).sum().backward()
+        assert full(model.weight.grad).shape == weight.shape
+
+
+@pytest.mark.parametrize(("width", "dim"), [(64, 0), (40, 0), (64, 1)])
+def test_quantised_before_a_gather_as_after_it(pool: Pool, width: int, dim: int) -> None:
+    pool.run(_gathered, 2, width, dim)
+
+
+def _trains() -> None:
+    with torchao():
+        model = shard(Mlp(width=32), sw.fully_shard, get_mesh((2,)), wire="nvfp4")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(8):
+            loss = loss_of(model, batch(0, width=32))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+
+
+def test_trains(pool: Pool) -> None:
+    pool.run(_trains, 2)
+
+
+def _refusals() -> None:
+    mesh = get_mesh((2,))
+    linear = nn.Linear(72, 4)
+
+    def refuses(text: str, **options: Any) -> None:
+        nvfp4._why_not.cache_clear()
+        with pytest.raises(ValueError, match=text):
+            sw.fully_shard(linear, mesh=mesh, wire="nvfp4", **options)
+        assert type(linear) is nn.Linear
+
+    others = "allowed without them are 'float8', 'float8_rowwise', 'mxfp8', torch.bfloat16 and torch.float16"
+    with mock.patch.dict(sys.modules, {"torchao": None, _NAME: None}):
+        refuses("wire: got 'nvfp4' for weight on cpu, which needs torchao's functions for it: it cannot be imported")
+        refuses(others)
+    with torchao():
+        wrong = mock.patch.object(sys.modules.get(_NAME) or nvfp4._torchao(), "nvfp4_quantize")
+        with wrong as quantised:
+            quantised.side_effect = NotImplementedError("no kernel for 4 bits")
+            refuses("they raise NotImplementedError there: no kernel for 4 bits; " + others)
+        refuses(
+            "which divides blocks of 16 elements along the last dim", shard_placement_fn=lambda p: Shard(p.ndim - 1)
+        )
+
+
+def test_refusals(pool: Pool) -> None:
+    pool.run(_refusals, 2)
