@@ -69,8 +69,7 @@ Grid::Grid(const Layout& layout, const std::vector<Window>& windows) : mesh_(lay
     } else {
       for (const Cut& cut : layout.cuts(t)) cutting.push_back(cut.mesh_dim);
       for (int64_t slot = 0; slot < sizes_of(*mesh_, cutting); ++slot) {
-        IntervalList list =
-            part_at(*mesh_, layout.shape()[t], layout.cuts(t), Position{offset_of(*mesh_, cutting, slot)});
+        IntervalList list = layout.part(t, Position{offset_of(*mesh_, cutting, slot)});
         const bool is_whole = window.begin == 0 && window.length == layout.shape()[t];
         first_positions.push_back(is_whole ? 0 : intersection_length(list, {{0, window.begin}}));
         lists.push_back(is_whole ? std::move(list) : seen_through(window, list));

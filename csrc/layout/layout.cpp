@@ -246,7 +246,9 @@ bool needs_rearrangement(const Layout& a, const Layout& b) {
 
 int64_t Layout::num_elements() const {
   int64_t total = 1;
-  for (const int64_t size : shape_) total *= size;
+  for (int t = 0; t < ndim(); ++t) {
+    total *= is_restricted() && t == restricted_dim_ ? shardwright::length(*indices_) : shape_[t];
+  }
   return total;
 }
 
@@ -259,10 +261,27 @@ IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int
   return list;
 }
 
+IntervalList Layout::part(int tensor_dim, int64_t position) const {
+  return restricted(tensor_dim, part_at(*mesh_, shape_[tensor_dim], cuts_[tensor_dim], position));
+}
+
 Region Layout::region(int64_t position) const {
   Region region;
-  for (int t = 0; t < ndim(); ++t) region.push_back(part_at(*mesh_, shape_[t], cuts_[t], position));
+  for (int t = 0; t < ndim(); ++t) region.push_back(part(t, position));
   return region;
+}
+
+Layout Layout::restricted_to(int tensor_dim, IntervalList indices) const {
+  check_invariant(!is_restricted() && is_partition(), to_string(), " is restricted again, or has parts in any order");
+  Layout fewer = *this;
+  fewer.restricted_dim_ = tensor_dim;
+  fewer.indices_ = std::make_shared<IntervalList>(std::move(indices));
+  return fewer;
+}
+
+IntervalList Layout::restricted(int tensor_dim, IntervalList list) const {
+  if (!is_restricted() || tensor_dim != restricted_dim_) return list;
+  return in_common(list, *indices_);
 }
 
 bool cuts_evenly(const Mesh& mesh, int64_t n, std::span<const Cut> cuts) {
@@ -275,6 +294,7 @@ bool cuts_evenly(const Mesh& mesh, int64_t n, std::span<const Cut> cuts) {
 }
 
 bool Layout::has_equal_parts() const {
+  if (is_restricted()) return false;
   for (int t = 0; t < ndim(); ++t) {
     if (!cuts_evenly(*mesh_, shape_[t], cuts_[t])) return false;
   }
@@ -310,6 +330,16 @@ int64_t Layout::largest_position() const {
   int64_t position = 0;
   for (int t = 0; t < ndim(); ++t) {
     const std::vector<Cut>& cuts = cuts_[t];
+    if (is_restricted() && t == restricted_dim_) {
+      MeshDimSet cutting;
+      for (const Cut& c : cuts) cutting.insert(c.mesh_dim);
+      const std::vector<int64_t> all = mesh_->group(0, cutting);
+      const auto has_less = [&](int64_t a, int64_t b) {
+        return shardwright::length(part(t, a)) < shardwright::length(part(t, b));
+      };
+      position += *std::max_element(all.begin(), all.end(), has_less);
+      continue;
+    }
     const bool all_chunks = std::all_of(cuts.begin(), cuts.end(), [](const Cut& c) { return c.rule.is_chunks(); });
     if (!all_chunks) position += shardwright::largest_position(*mesh_, shape_[t], cuts);
   }
@@ -348,6 +378,8 @@ bool Layout::operator==(const Layout& other) const {
   if (!(shape_ == other.shape_ && leading_ == other.leading_ && dtype_ == other.dtype_ && cuts_ == other.cuts_ &&
         *mesh_ == *other.mesh_))
     return false;
+  if (is_restricted() != other.is_restricted()) return false;
+  if (is_restricted() && !(restricted_dim_ == other.restricted_dim_ && *indices_ == *other.indices_)) return false;
   for (int d = 0; d < mesh_->ndim(); ++d) {
     const bool mine = partial_dims_.contains(d);
     if (mine != other.partial_dims_.contains(d)) return false;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -81,6 +82,8 @@ class Layout {
 
   // The part of the rank at `position`; for P, the elements it holds a contribution to.
   Region region(int64_t position) const;
+  // What the rank has of one tensor dim.
+  IntervalList part(int tensor_dim, int64_t position) const;
   // Whether all rules are partitions (cut_rule.h), so that on a mesh dim that cuts each element is on one coordinate.
   bool is_partition() const;
   // Returns whether all ranks' parts have the same shape.
@@ -95,6 +98,14 @@ class Layout {
 
   // The same tensor and mesh with other cuts and partials. `cuts` must name each mesh dim at most once.
   Layout with(std::vector<std::vector<Cut>> cuts, const std::vector<Placement>& partials) const;
+
+  // The same cuts of fewer elements: those with these indices on a tensor dim; the list ascends. Each rank has those
+  // elements of its part. Indices, shape() and cuts() stay those of the whole tensor, so what is known of its cuts says
+  // nothing about the lengths of parts. Regions and local shapes are those of what is left.
+  Layout restricted_to(int tensor_dim, IntervalList indices) const;
+  bool is_restricted() const { return indices_ != nullptr; }
+  // Returns what is left of a list of indices of a tensor dim.
+  IntervalList restricted(int tensor_dim, IntervalList list) const;
 
   // Returns "[S(0), R]", or with the order of cuts if it is not mesh order: "[S(0)#1, S(0)#0]".
   std::string placements_string() const;
@@ -116,6 +127,9 @@ class Layout {
   std::vector<std::vector<Cut>> cuts_;
   MeshDimSet cut_dims_;
   MeshDimSet partial_dims_;
+  // If some elements are left out: the tensor dim and the indices that are left.
+  int restricted_dim_ = 0;
+  std::shared_ptr<const IntervalList> indices_;
 };
 
 // Whether a move between two layouts of one tensor is a rearrangement (crossing/rearrangement.h): where one of them is

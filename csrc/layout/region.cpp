@@ -210,6 +210,18 @@ int64_t intersection_length(const IntervalList& a, const IntervalList& b) {
   return total;
 }
 
+IntervalList in_common(const IntervalList& a, const IntervalList& b) {
+  IntervalList both;
+  const auto ends_before = [](const Interval& one, int64_t index) { return one.end <= index; };
+  auto i = a.begin();
+  auto j = a.empty() ? b.end() : std::lower_bound(b.begin(), b.end(), a.front().begin, ends_before);
+  while (i != a.end() && j != b.end()) {
+    append(both, {std::max(i->begin, j->begin), std::min(i->end, j->end)});
+    i->end <= j->end ? void(++i) : void(++j);
+  }
+  return both;
+}
+
 int64_t shared_elements(const Region& a, const Region& b) {
   int64_t total = 1;
   for (size_t t = 0; t < a.size() && total > 0; ++t) total *= intersection_length(a[t], b[t]);

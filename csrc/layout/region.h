@@ -85,6 +85,8 @@ struct SharedRuns {
 };
 SharedRuns shared_runs(const IntervalList& a, const IntervalList& b);
 int64_t intersection_length(const IntervalList& a, const IntervalList& b);
+// Returns the indices of two ascending lists that both have.
+IntervalList in_common(const IntervalList& a, const IntervalList& b);
 int64_t shared_elements(const Region& a, const Region& b);
 
 }  // namespace shardwright

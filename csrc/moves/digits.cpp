@@ -204,6 +204,7 @@ class Ties {
 }  // namespace
 
 SharedElements::SharedElements(const Layout& before, const Layout& after) : before_(before), after_(after) {
+  if (before.is_restricted() || after.is_restricted()) return;
   const Mesh& mesh = before.mesh();
   for (int t = 0; t < before.ndim(); ++t) {
     const int64_t n = before.shape()[t];

@@ -134,6 +134,16 @@ Stage stage_of(const Step& step, const Plan& plan, const std::vector<Rank>& rank
   return stage;
 }
 
+// The part of a step's bytes that one segment has.
+struct Share {
+  int64_t numerator = 1;
+  int64_t denominator = 1;
+  bool operator<(const Share& other) const { return numerator * other.denominator < other.numerator * denominator; }
+  int64_t of(int64_t load) const {
+    return load / denominator * numerator + load % denominator * numerator / denominator;
+  }
+};
+
 class Pipeline {
  public:
   explicit Pipeline(const Plan& plan) : num_ranks_(ranks_of(plan).size()) {
@@ -145,23 +155,35 @@ class Pipeline {
     copies_ += scaled(plan.src.largest_part_bytes() + plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
   }
 
-  // The time of `count` segments. The stages are those of a tensor of `tensor_of` segments.
-  int64_t picoseconds(int64_t count, int64_t tensor_of) const {
+  // The time of `count` segments, each of which has the same share of what is moved in a step: by default, all of it.
+  int64_t picoseconds(int64_t count, const std::vector<Share>& shares, int64_t copies) const {
     const auto last = static_cast<int64_t>(stages_.size()) - 1;
-    int64_t total = saturating_product(copies_, count) / tensor_of;
+    int64_t total = copies;
     std::optional<std::pair<int64_t, int64_t>> known;
     int64_t of_known = 0;
     for (int64_t slot = 0; slot < count + last; ++slot) {
       const std::pair<int64_t, int64_t> taken{std::max<int64_t>(slot - count + 1, 0), std::min(slot, last)};
-      if (known != taken) of_known = slot_picoseconds(taken.first, taken.second, tensor_of);
+      if (known != taken) of_known = slot_picoseconds(taken.first, taken.second, shares);
       known = taken;
       total = saturating_sum(total, of_known);
     }
     return total;
   }
 
+  // The time of as many segments of this tensor, with equal shares or with these.
+  int64_t picoseconds_in(int64_t count) const {
+    return picoseconds(count, std::vector<Share>(stages_.size(), {1, count}), copies_);
+  }
+  int64_t picoseconds_in(int64_t count, const std::vector<Share>& shares) const {
+    return picoseconds(count, shares, copies_);
+  }
+  // The time of as many tensors like this one.
+  int64_t picoseconds_of(int64_t count) const {
+    return picoseconds(count, std::vector<Share>(stages_.size()), saturating_product(copies_, count));
+  }
+
  private:
-  int64_t slot_picoseconds(int64_t first, int64_t last, int64_t tensor_of) const {
+  int64_t slot_picoseconds(int64_t first, int64_t last, const std::vector<Share>& shares) const {
     int64_t latency = 0;
     for (int64_t s = first; s <= last; ++s) latency = saturating_sum(latency, stages_[s].latency);
     int64_t most = 0;
@@ -169,12 +191,12 @@ class Pipeline {
       for (size_t rank = 0; rank < num_ranks_; ++rank) {
         int64_t load = 0;
         for (int64_t s = first; s <= last; ++s) {
-          if (stages_[s].communicates) load += stages_[s].lanes[lane][rank];
+          if (stages_[s].communicates) load += shares[s].of(stages_[s].lanes[lane][rank]);
         }
         most = std::max(most, load);
       }
     }
-    return saturating_sum(latency, most / tensor_of);
+    return saturating_sum(latency, most);
   }
 
   size_t num_ranks_;
@@ -182,10 +204,39 @@ class Pipeline {
   int64_t copies_ = 0;
 };
 
+// Segments that are not alike have as much of some part as of no other segment: the longest part's largest share
+// counts.
+class UnlikeSegments {
+ public:
+  UnlikeSegments(const Plan& plan, int tensor_dim) {
+    for (const Step& step : plan.steps) {
+      parts_.emplace_back(PartsInSegments(step.before, tensor_dim), PartsInSegments(step.after, tensor_dim));
+    }
+  }
+
+  // By step.
+  std::vector<Share> shares(int64_t count) const {
+    std::vector<Share> all;
+    for (const auto& [before, after] : parts_) all.push_back(std::max(share(before, count), share(after, count)));
+    return all;
+  }
+
+ private:
+  static Share share(const PartsInSegments& parts, int64_t count) {
+    return parts.longest() == 0 ? Share{1, count} : Share{parts.most_in_one(count), parts.longest()};
+  }
+
+  std::vector<std::pair<PartsInSegments, PartsInSegments>> parts_;
+};
+
 }  // namespace
 
 int64_t predicted_picoseconds(const Plan& plan) {
-  if (plan.segments.count > 1) return Pipeline(plan_of_segment(plan)).picoseconds(plan.segments.count, 1);
+  if (plan.segments.count > 1) {
+    const int64_t count = plan.segments.count;
+    if (are_alike(plan)) return Pipeline(plans_of_segments(plan).front()).picoseconds_of(count);
+    return Pipeline(plan).picoseconds_in(count, UnlikeSegments(plan, plan.segments.tensor_dim).shares(count));
+  }
   int64_t total = 0;
   for (const Step& step : plan.steps) {
     total = saturating_sum(total, predicted_picoseconds(step, plan.lowering, plan.topology));
@@ -193,8 +244,14 @@ int64_t predicted_picoseconds(const Plan& plan) {
   return total;
 }
 
-Segments best_segments(const Plan& plan) {
-  if (plan.steps.size() < 2 || static_cast<int64_t>(ranks_of(plan).size()) > kMaxRanksInSegments) return {};
+namespace {
+
+// The counts of segments that are not alike that are tried, and by what fraction of the time they must be faster:
+// each of them has a program of its own.
+constexpr int64_t kUnlikeCounts[] = {2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32};
+constexpr int64_t kUnlikeBelowFraction = 50;
+
+Segments most_alike(const Plan& plan) {
   Segments most;
   for (int t = 0; t < plan.src.ndim(); ++t) {
     const int64_t cell = cell_length(plan, t);
@@ -202,18 +259,50 @@ Segments best_segments(const Plan& plan) {
     while (cell > 0 && segments.count < kMaxSegments && cell % (2 * segments.count) == 0) segments.count *= 2;
     if (segments.count > most.count) most = segments;
   }
-  if (most.count == 1 || !may_go_in(plan, most)) return {};
-  const Pipeline pipeline(plan);
-  Segments best;
-  int64_t least = predicted_picoseconds(plan);
-  for (int64_t count = 2; count <= most.count; count *= 2) {
-    const int64_t time = pipeline.picoseconds(count, count);
-    if (time < least) {
-      least = time;
-      best = {most.tensor_dim, count};
+  return most;
+}
+
+bool may_have_segments(const Plan& plan) {
+  return plan.steps.size() >= 2 && static_cast<int64_t>(ranks_of(plan).size()) <= kMaxRanksInSegments;
+}
+
+void try_unlike(const Plan& plan, const Pipeline& pipeline, TimedSegments& best) {
+  const auto is_fast = [&](int64_t time) { return time < best.picoseconds - best.picoseconds / kUnlikeBelowFraction; };
+  std::vector<int64_t> counts;  // that are fast enough if shares are equal
+  for (const int64_t count : kUnlikeCounts) {
+    if (is_fast(pipeline.picoseconds_in(count))) counts.push_back(count);
+  }
+  for (int t = 0; t < plan.src.ndim() && !counts.empty(); ++t) {
+    if (!may_go_in(plan, {t, counts.front()})) continue;
+    const UnlikeSegments unlike(plan, t);
+    for (const int64_t count : counts) {
+      if (count > plan.src.shape()[t]) break;
+      const int64_t time = pipeline.picoseconds_in(count, unlike.shares(count));
+      if (is_fast(time)) best = {{t, count}, time};
     }
   }
+}
+
+}  // namespace
+
+TimedSegments timed_in_best_segments(const Plan& plan) {
+  TimedSegments best{{}, predicted_picoseconds(plan)};
+  if (!may_have_segments(plan)) return best;
+  const Segments most = most_alike(plan);
+  const bool may_be_alike = most.count > 1 && may_go_in(plan, most);
+  const bool may_be_unlike = static_cast<int64_t>(ranks_of(plan).size()) <= kMaxRanksInUnlikeSegments;
+  if (!may_be_alike && !may_be_unlike) return best;
+  const Pipeline pipeline(plan);
+  for (int64_t count = 2; may_be_alike && count <= most.count; count *= 2) {
+    const int64_t time = pipeline.picoseconds_in(count);
+    if (time < best.picoseconds) best = {{most.tensor_dim, count}, time};
+  }
+  if (may_be_unlike) try_unlike(plan, pipeline, best);
   return best;
+}
+
+Segments best_segments(const Plan& plan) {
+  return may_have_segments(plan) ? timed_in_best_segments(plan).segments : Segments();
 }
 
 }  // namespace shardwright

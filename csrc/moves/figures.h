@@ -28,12 +28,20 @@ int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topolog
 // Of a plan: the sum over its steps. In segments: the sum over slots (moves/segments.h). In each slot the communicating
 // steps cost their latencies one after the other. Bytes count by rank: those of all steps over links within nodes are
 // added up, and those over other links, and the busiest of both of any rank counts. Copies are those of the steps, and
-// of segments from the source and to the destination.
+// of segments from the source and to the destination. Where segments are not alike, each counts as one in which ranks
+// have the largest share of a step's bytes that a segment has of the longest part before or after it.
 int64_t predicted_picoseconds(const Plan& plan);
 
 // Returns the segments with which a plan is predicted to be fastest; one segment if that is as fast, or if the meshes
 // have more than kMaxRanksInSegments ranks, whose loads would take long to add up.
 constexpr int64_t kMaxRanksInSegments = 4096;
 Segments best_segments(const Plan& plan);
+
+// The same with the time that they take, up to rounding.
+struct TimedSegments {
+  Segments segments;
+  int64_t picoseconds = 0;
+};
+TimedSegments timed_in_best_segments(const Plan& plan);
 
 }  // namespace shardwright

@@ -78,6 +78,7 @@ class KnownParts {
       for (const Cut& c : layout_.cuts(tensor_dim)) {
         part.list = c.rule.part(part.list, layout_.mesh().dim_size(c.mesh_dim), coordinates[c.mesh_dim]);
       }
+      part.list = layout_.restricted(tensor_dim, std::move(part.list));
       part.length = shardwright::length(part.list);
       return part;
     });

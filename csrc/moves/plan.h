@@ -20,9 +20,9 @@ enum class Objective : uint8_t { kTime, kBytes };
 Objective parse_objective(const std::string& name);  // "time" or "bytes"; throws UserError
 const char* objective_name(Objective objective);
 
-// Into how many equal segments of a tensor dim a plan divides the tensor. Each segment takes all steps, and the next
-// one takes a step while the one before it takes the following one (moves/segments.h). Only plans between two meshes
-// have more than one segment.
+// Into how many segments of a tensor dim, as equal as parts allow, a plan divides the tensor. Each takes all steps, and
+// the next one takes a step while the one before it takes the following one (moves/segments.h). Only plans between two
+// meshes have more than one segment.
 struct Segments {
   int tensor_dim = 0;
   int64_t count = 1;

@@ -1,5 +1,6 @@
 #include "moves/segments.h"
 
+#include <algorithm>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -26,6 +27,61 @@ bool communicates_once(const Step& step, Lowering lowering) {
   if (step.op == StepOp::kRearrange || step.rounds > 1) return false;
   const int64_t size = step.before.mesh().group_size(step.mesh_dims);
   return is_local(step.op) || collectives_of(step.op, size, reduces_natively(step, lowering)) == 1;
+}
+
+// Calls visit(list) for what the ranks of a layout have of a tensor dim.
+template <typename Visit>
+void for_each_part(const Layout& layout, int tensor_dim, const Visit& visit) {
+  MeshDimSet cutting;
+  for (const Cut& cut : layout.cuts(tensor_dim)) cutting.insert(cut.mesh_dim);
+  for (const int64_t position : layout.mesh().group(0, cutting)) visit(layout.part(tensor_dim, position));
+}
+
+int64_t num_parts(const Layout& layout, int tensor_dim) {
+  int64_t parts = 1;
+  for (const Cut& cut : layout.cuts(tensor_dim)) parts *= layout.mesh().dim_size(cut.mesh_dim);
+  return parts;
+}
+
+// Where parts of a tensor dim begin and end, ascending, from 0 to its size; none if there are more than kMaxBorders.
+std::vector<int64_t> borders_of(const Plan& plan, int tensor_dim) {
+  std::vector<int64_t> borders{0, plan.src.shape()[tensor_dim]};
+  bool are_few = true;
+  const Layout* previous = nullptr;
+  for_each_layout(plan, [&](const Layout& layout) {
+    are_few = are_few && num_parts(layout, tensor_dim) <= kMaxBorders;
+    if (!are_few || (previous != nullptr && *previous == layout)) return;
+    previous = &layout;
+    for_each_part(layout, tensor_dim, [&](const IntervalList& list) {
+      are_few = are_few && static_cast<int64_t>(list.size()) <= kMaxBorders;
+      for (const Interval& interval : are_few ? list : IntervalList()) {
+        borders.push_back(interval.begin);
+        borders.push_back(interval.end);
+      }
+    });
+    std::sort(borders.begin(), borders.end());
+    borders.erase(std::unique(borders.begin(), borders.end()), borders.end());
+    are_few = are_few && static_cast<int64_t>(borders.size()) <= kMaxBorders;
+  });
+  return are_few ? borders : std::vector<int64_t>{};
+}
+
+// How many indices of a range are `remainder` modulo `count`.
+int64_t num_alike(Interval range, int64_t remainder, int64_t count) {
+  const auto below = [&](int64_t end) { return end > remainder ? (end - 1 - remainder) / count + 1 : 0; };
+  return below(range.end) - below(range.begin);
+}
+
+// The indices of one segment, of those that are not alike.
+IntervalList indices_of(const std::vector<int64_t>& borders, int64_t segment, int64_t count) {
+  IntervalList indices;
+  for (size_t i = 1; i < borders.size(); ++i) {
+    const Interval range{borders[i - 1], borders[i]};
+    int64_t begin = range.begin;
+    for (int64_t before = 0; before < segment; ++before) begin += num_alike(range, before, count);
+    append(indices, {begin, begin + num_alike(range, segment, count)});
+  }
+  return indices;
 }
 
 // The lengths of all parts of a list of n elements, where each is one run of the list.
@@ -102,13 +158,24 @@ bool may_go_in(const Plan& plan, const Segments& segments) {
   if (segments.count == 1) return segments.tensor_dim == 0;
   if (segments.count < 1 || segments.count > kMaxSegments || !crosses(plan)) return false;
   if (segments.tensor_dim < 0 || segments.tensor_dim >= plan.src.ndim()) return false;
-  bool may = true;
-  for (const Step& step : plan.steps) may = may && communicates_once(step, plan.lowering);
-  const int64_t cell = may ? cell_length(plan, segments.tensor_dim) : 0;
-  return cell > 0 && cell % segments.count == 0;
+  for (const Step& step : plan.steps) {
+    if (!communicates_once(step, plan.lowering)) return false;
+  }
+  const int64_t cell = cell_length(plan, segments.tensor_dim);
+  if (cell > 0 && cell % segments.count == 0) return true;
+  if (segments.count > std::min(kMaxUnlikeSegments, plan.src.shape()[segments.tensor_dim])) return false;
+  if (static_cast<int64_t>(ranks_of(plan).size()) > kMaxRanksInUnlikeSegments) return false;
+  return !borders_of(plan, segments.tensor_dim).empty();
 }
 
-Layout layout_of_segment(const Layout& layout, const Segments& segments) {
+bool are_alike(const Plan& plan) {
+  const int64_t cell = cell_length(plan, plan.segments.tensor_dim);
+  return cell > 0 && cell % plan.segments.count == 0;
+}
+
+namespace {
+
+Layout layout_of_like_segment(const Layout& layout, const Segments& segments) {
   std::vector<int64_t> shape = layout.shape();
   shape[segments.tensor_dim] /= segments.count;
   ShardOrder order;
@@ -126,19 +193,58 @@ Layout layout_of_segment(const Layout& layout, const Segments& segments) {
                 StridedMeaning::kLiteral);
 }
 
-Plan plan_of_segment(const Plan& plan) {
-  Plan segment{layout_of_segment(plan.src, plan.segments),
-               layout_of_segment(plan.dst, plan.segments),
-               plan.lowering,
-               plan.objective,
-               plan.topology,
-               plan.named_groups_only,
-               plan.steps};
-  for (Step& step : segment.steps) {
-    step.before = layout_of_segment(step.before, plan.segments);
-    step.after = layout_of_segment(step.after, plan.segments);
+// The plan with all its layouts made anew.
+template <typename MakeLayout>
+Plan with_layouts(const Plan& plan, const MakeLayout& make) {
+  Plan other = plan;
+  other.segments = {};
+  other.src = make(plan.src);
+  other.dst = make(plan.dst);
+  for (Step& step : other.steps) {
+    step.before = make(step.before);
+    step.after = make(step.after);
   }
-  return segment;
+  return other;
+}
+
+}  // namespace
+
+std::vector<Plan> plans_of_segments(const Plan& plan) {
+  const Segments& segments = plan.segments;
+  std::vector<Plan> plans;
+  if (are_alike(plan)) {
+    plans.push_back(with_layouts(plan, [&](const Layout& one) { return layout_of_like_segment(one, segments); }));
+    return plans;
+  }
+  const std::vector<int64_t> borders = borders_of(plan, segments.tensor_dim);
+  for (int64_t segment = 0; segment < segments.count; ++segment) {
+    const IntervalList indices = indices_of(borders, segment, segments.count);
+    plans.push_back(
+        with_layouts(plan, [&](const Layout& one) { return one.restricted_to(segments.tensor_dim, indices); }));
+  }
+  return plans;
+}
+
+PartsInSegments::PartsInSegments(const Layout& layout, int tensor_dim) {
+  for_each_part(layout, tensor_dim, [&](const IntervalList& list) {
+    longest_ = std::max(longest_, length(list));
+    parts_.push_back(list);
+  });
+}
+
+int64_t PartsInSegments::most_in_one(int64_t count) const {
+  int64_t most = 0;
+  std::vector<int64_t> more;  // by segment
+  for (const IntervalList& list : parts_) {
+    int64_t at_least = 0;
+    more.assign(count, 0);
+    for (const Interval& interval : list) {
+      at_least += (interval.end - interval.begin) / count;
+      for (int64_t i = interval.end - (interval.end - interval.begin) % count; i < interval.end; ++i) ++more[i % count];
+    }
+    most = std::max(most, at_least + *std::max_element(more.begin(), more.end()));
+  }
+  return most;
 }
 
 }  // namespace shardwright

@@ -41,11 +41,21 @@ bool TrafficOfRanks::communicates() const {
 
 Traffic traffic_at(const Step& step, Lowering lowering, Rank rank) { return TrafficOfRanks(step, lowering).at(rank); }
 
+namespace {
+
+Traffic times(const Traffic& traffic, int64_t count) {
+  return {traffic.received_bytes * count, traffic.sent_bytes * count, traffic.messages * count,
+          traffic.sent_messages * count};
+}
+
+}  // namespace
+
 Traffic traffic_at(const Plan& plan, Rank rank) {
   if (plan.segments.count > 1) {
-    const Traffic one = traffic_at(plan_of_segment(plan), rank);
-    const int64_t count = plan.segments.count;
-    return {one.received_bytes * count, one.sent_bytes * count, one.messages * count, one.sent_messages * count};
+    const std::vector<Plan> segments = plans_of_segments(plan);
+    Traffic all;
+    for (const Plan& segment : segments) all = all + traffic_at(segment, rank);
+    return times(all, plan.segments.count / static_cast<int64_t>(segments.size()));
   }
   Traffic all;
   for (const Step& step : plan.steps) all = all + traffic_at(step, plan.lowering, rank);
@@ -161,18 +171,25 @@ TrafficTotals totals(const Step& step, Lowering lowering) {
 namespace {
 
 // Steps on either of two meshes, and those of the ranks of both, rank by rank.
-TrafficTotals totals_rank_by_rank(const Plan& plan) {
+TrafficTotals totals_between_meshes(const Plan& plan) {
+  const std::vector<Plan> plans = plan.segments.count > 1 ? plans_of_segments(plan) : std::vector<Plan>{plan};
   std::vector<TrafficOfRanks> steps;
-  TrafficTotals result;
-  steps.reserve(plan.steps.size());
-  for (const Step& step : plan.steps) {
-    if (is_local(step.op)) continue;
-    steps.emplace_back(step, plan.lowering);
-    result.steps += steps.back().communicates() ? step.rounds : 0;
+  steps.reserve(plans.size() * plan.steps.size());
+  std::vector<bool> communicates(plan.steps.size(), false);
+  for (const Plan& one : plans) {
+    for (size_t i = 0; i < one.steps.size(); ++i) {
+      if (is_local(one.steps[i].op)) continue;
+      steps.emplace_back(one.steps[i], one.lowering);
+      communicates[i] = communicates[i] || steps.back().communicates();
+    }
   }
+  TrafficTotals result;
+  result.steps = plan.segments.count - 1;
+  for (size_t i = 0; i < plan.steps.size(); ++i) result.steps += communicates[i] ? plan.steps[i].rounds : 0;
   for (const Rank rank : ranks_of(plan)) {
     Traffic all;
     for (const TrafficOfRanks& step : steps) all = all + step.at(rank);
+    all = times(all, plan.segments.count / static_cast<int64_t>(plans.size()));
     result.received_bytes_max = std::max(result.received_bytes_max, all.received_bytes);
     result.received_bytes_sum += all.received_bytes;
     result.sent_bytes_max = std::max(result.sent_bytes_max, all.sent_bytes);
@@ -182,24 +199,12 @@ TrafficTotals totals_rank_by_rank(const Plan& plan) {
   return result;
 }
 
-TrafficTotals totals_in_segments(const Plan& plan) {
-  TrafficTotals result = totals(plan_of_segment(plan));
-  const int64_t count = plan.segments.count;
-  for (int64_t* figure : {&result.received_bytes_max, &result.received_bytes_sum, &result.sent_bytes_max,
-                          &result.messages_max, &result.sent_messages_max}) {
-    *figure *= count;
-  }
-  result.steps += count - 1;
-  return result;
-}
-
 }  // namespace
 
 TrafficTotals totals(const Plan& plan) {
-  if (plan.segments.count > 1) return totals_in_segments(plan);
   const bool has_crossing =
       std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) { return is_crossing(step.op); });
-  if (has_crossing || crosses(plan)) return totals_rank_by_rank(plan);
+  if (has_crossing || crosses(plan)) return totals_between_meshes(plan);
   const Mesh& mesh = plan.src.mesh();
   std::vector<StepTraffic> steps;
   steps.reserve(plan.steps.size());

@@ -207,7 +207,8 @@ void check_steps(const Plan& plan) {
              " instead of on (", plan.dst.mesh(), ")");
   check_user(may_go_in(plan, plan.segments), "plan: ", plan.segments.count, " segments of tensor dim ",
              plan.segments.tensor_dim, "; allowed are up to ", kMaxSegments,
-             " that divide the cells of its cuts, between two meshes and where each step communicates once at most");
+             " that divide the cells of its cuts, else ", kMaxUnlikeSegments, " on up to ", kMaxRanksInUnlikeSegments,
+             " ranks, between two meshes and where each step communicates once at most");
   check_user(partitions(whole.value_or(*at), plan.dst, {}), "plan: ends with ", PlacementsOf{*at}, " instead of ",
              PlacementsOf{plan.dst});
 }

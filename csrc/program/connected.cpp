@@ -1,4 +1,4 @@
-// Finds which ranks of a group are connected by what they exchange.
+// Finds which ranks of a group are connected by what they exchange, and whether all are.
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -108,6 +108,32 @@ void StepPairs::connect(Group& group) {
     group.all_pairs_talk.push_back(talking == circle.size() * (circle.size() - 1));
     group.circles.push_back(std::move(circle));
   }
+}
+
+// Counts the pairs that exchange something, including ranks with themselves; the counts of tensor dims multiply. All
+// members can only talk to each other if these are all pairs, or all but the ranks with themselves.
+bool StepPairs::work_out_all_talk(Group& group) {
+  if (group.transfers || all_look_alike_) {
+    connect(group);
+    return group.circles.size() == 1 && group.all_pairs_talk[0];
+  }
+  if (!replicas_.empty() && step_.before.mesh().group_size(replicas_) > 1) return false;
+  const Mesh& mesh = step_.before.mesh();
+  int64_t talking = mesh.group_size(cutting_ - step_.after.cut_dims());
+  for (int t = 0; t < static_cast<int>(ndim_); ++t) {
+    MeshDimSet cutting;
+    for (const Cut& c : step_.after.cuts(t)) cutting.insert(c.mesh_dim);
+    int64_t meeting = 0;
+    for (const int64_t member : mesh.group(group.least, cutting & step_.mesh_dims)) {
+      for (const Meeting& one : meetings(t, member, true)) meeting += one.times;
+    }
+    talking *= meeting;
+  }
+  const int64_t k = group.size;
+  if (talking < k * (k - 1)) return false;
+  if (talking == k * k) return true;
+  for (const int64_t member : group.positions) talking -= talks(group, member, member);
+  return talking == k * (k - 1);
 }
 
 }  // namespace shardwright

@@ -12,10 +12,10 @@
 namespace shardwright {
 namespace {
 
-// Gives every buffer that an operation names another number.
+// Gives every buffer and every group that an operation names another number.
 class Renumbered {
  public:
-  explicit Renumbered(const std::vector<BufferId>& to) : to_(to) {}
+  Renumbered(const std::vector<BufferId>& to, const std::vector<int>& groups) : to_(to), groups_(groups) {}
 
   void operator()(Copy& o) const { each(o.src, o.dst); }
   void operator()(FillZero& o) const { each(o.dst.buffer); }
@@ -30,14 +30,27 @@ class Renumbered {
   void operator()(Product&) const {
     throw InvariantError("an instruction of products in a plan");
   }
-  void operator()(AllGather& o) const { each(o.src.buffer, o.dst.buffer); }
-  void operator()(ReduceScatter& o) const { each(o.src.buffer, o.dst.buffer); }
-  void operator()(AllReduce& o) const { each(o.data.buffer); }
-  void operator()(AllToAll& o) const { each(o.src.buffer, o.dst.buffer); }
+  void operator()(AllGather& o) const {
+    each(o.src.buffer, o.dst.buffer);
+    o.group = groups_[o.group];
+  }
+  void operator()(ReduceScatter& o) const {
+    each(o.src.buffer, o.dst.buffer);
+    o.group = groups_[o.group];
+  }
+  void operator()(AllReduce& o) const {
+    each(o.data.buffer);
+    o.group = groups_[o.group];
+  }
+  void operator()(AllToAll& o) const {
+    each(o.src.buffer, o.dst.buffer);
+    o.group = groups_[o.group];
+  }
   void operator()(SendReceive& o) const {
     for (auto* messages : {&o.sends, &o.receives}) {
       for (SendReceive::Message& message : *messages) each(message.range.buffer);
     }
+    o.group = groups_[o.group];
   }
   void operator()(Wait&) const {}
 
@@ -48,9 +61,10 @@ class Renumbered {
   }
 
   const std::vector<BufferId>& to_;
+  const std::vector<int>& groups_;
 };
 
-// Where a segment's elements are in a rank's part: the same stretch of every cell of one dim.
+// Where a segment's elements are in a rank's part if segments are alike: the same stretch of every cell of one dim.
 class SegmentOfPart {
  public:
   SegmentOfPart(const std::vector<int64_t>& shape, const Segments& segments, int64_t cell)
@@ -104,30 +118,34 @@ std::vector<int64_t> slots_of(const Program& segment) {
 class InSegments {
  public:
   InSegments(const Plan& plan, Rank rank, int64_t num_segments)
-      : plan_(plan), rank_(rank), num_segments_(num_segments), segment_(compile(plan_of_segment(plan), rank)) {}
+      : plan_(plan), rank_(rank), num_segments_(num_segments), plans_(plans_of_segments(plan)) {
+    for (size_t i = 0; i < plans_.size() && static_cast<int64_t>(i) < num_segments; ++i) {
+      Written& one = written_.emplace_back(Written{compile(plans_[i], rank), {}, {}});
+      one.slots = slots_of(one.program);
+    }
+  }
 
   Program write() {
-    all_.dtype = segment_.dtype;
-    all_.groups = segment_.groups;
-    all_.step_texts = segment_.step_texts;
+    all_.dtype = of(0).program.dtype;
+    all_.step_texts = of(0).program.step_texts;
     const std::vector<int64_t> held = plan_.src.local_shape_of_rank(rank_);
     const std::vector<int64_t> needed = plan_.dst.local_shape_of_rank(rank_);
     all_.buffers.push_back({count_of(held), plan_.src.dtype(), BufferRole::kInput, held});
     all_.buffers.push_back({count_of(needed), plan_.src.dtype(), BufferRole::kOutput});
     all_.outputs.push_back({kOutputBuffer, needed});
+    for (Written& one : written_) add_groups(one);
     make_buffers();
-    tickets_.resize(num_segments_, std::vector<Ticket>(segment_.instructions.size(), kNoTicket));
     const auto num_steps = static_cast<int>(plan_.steps.size());
-    const std::vector<int64_t> slots = slots_of(segment_);
     for (int64_t slot = 0; slot < num_segments_ + num_steps; ++slot) {
       for (int64_t segment = std::max<int64_t>(slot - num_steps, 0); segment <= std::min(slot, num_segments_ - 1);
            ++segment) {
+        const Written& one = of(segment);
         if (slot == segment) copy(plan_.src, kInputBuffer, buffers_[segment][kInputBuffer], segment, 0);
-        for (size_t i = 0; i < slots.size(); ++i) {
-          if (segment + slots[i] == slot) emit(segment, i);
+        for (size_t i = 0; i < one.slots.size(); ++i) {
+          if (segment + one.slots[i] == slot) emit(segment, i);
         }
         if (slot == segment + num_steps) {
-          copy(plan_.dst, kOutputBuffer, buffers_[segment][segment_.outputs[0].buffer], segment, num_steps - 1);
+          copy(plan_.dst, kOutputBuffer, buffers_[segment][one.program.outputs[0].buffer], segment, num_steps - 1);
         }
       }
     }
@@ -137,38 +155,70 @@ class InSegments {
  private:
   static constexpr BufferId kOutputBuffer{1};
 
+  // The program of one segment, or of all if they are alike.
+  struct Written {
+    Program program;
+    std::vector<int64_t> slots;
+    std::vector<int> groups;  // their numbers in the whole program
+  };
+
+  const Written& of(int64_t segment) const { return written_[are_alike() ? 0 : segment]; }
+  bool are_alike() const { return plans_.size() == 1; }
+
   static int64_t count_of(const std::vector<int64_t>& shape) {
     return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+  }
+
+  void add_groups(Written& one) {
+    for (const Group& group : one.program.groups) {
+      const auto is_same = [&](const Group& known) { return known.ranks == group.ranks; };
+      const auto found = std::find_if(all_.groups.begin(), all_.groups.end(), is_same);
+      one.groups.push_back(static_cast<int>(found - all_.groups.begin()));
+      if (found == all_.groups.end()) all_.groups.push_back(group);
+    }
   }
 
   void make_buffers() {
     for (int64_t segment = 0; segment < num_segments_; ++segment) {
       std::vector<BufferId>& numbers = buffers_.emplace_back();
-      for (const Buffer& buffer : segment_.buffers) {
+      for (const Buffer& buffer : of(segment).program.buffers) {
         numbers.push_back(static_cast<BufferId>(all_.buffers.size()));
         all_.buffers.push_back({buffer.count, buffer.dtype});
       }
+      tickets_.emplace_back(of(segment).program.instructions.size(), kNoTicket);
     }
+  }
+
+  // Where what a rank has of a segment lies in what it has of all, if `is_input`, or the other way round.
+  std::vector<Box> boxes_of(const Layout& layout, int64_t segment, bool is_input) const {
+    if (are_alike()) {
+      const SegmentOfPart part(layout.local_shape_of_rank(rank_), plan_.segments,
+                               cell_length(plan_, plan_.segments.tensor_dim));
+      return is_input ? part.from_part(segment) : part.to_part(segment);
+    }
+    const Layout& some = is_input ? plans_[segment].src : plans_[segment].dst;
+    const Position position = *layout.mesh().position_of(rank_);
+    const Region of_all = layout.region(position);
+    const Region of_segment = some.region(position);
+    return is_input ? Intersection(of_all, of_segment).a_to_b(0, 0) : Intersection(of_segment, of_all).a_to_b(0, 0);
   }
 
   // Copies a segment of the input, or to the result.
   void copy(const Layout& layout, BufferId whole, BufferId of_segment, int64_t segment, int step) {
     if (!layout.mesh().position_of(rank_)) return;
-    const SegmentOfPart part(layout.local_shape_of_rank(rank_), plan_.segments,
-                             cell_length(plan_, plan_.segments.tensor_dim));
     const bool is_input = whole == kInputBuffer;
-    std::vector<Box> boxes = is_input ? part.from_part(segment) : part.to_part(segment);
+    std::vector<Box> boxes = boxes_of(layout, segment, is_input);
     if (boxes.empty()) return;
     Copy copy{is_input ? whole : of_segment, is_input ? of_segment : whole, std::move(boxes)};
     all_.instructions.push_back({std::move(copy), step});
   }
 
   void emit(int64_t segment, size_t index) {
-    Instruction instruction = segment_.instructions[index];
+    Instruction instruction = of(segment).program.instructions[index];
     if (auto* wait = std::get_if<Wait>(&instruction.operation)) {
       wait->ticket = tickets_[segment][wait->ticket];
     } else {
-      std::visit(Renumbered(buffers_[segment]), instruction.operation);
+      std::visit(Renumbered(buffers_[segment], of(segment).groups), instruction.operation);
     }
     tickets_[segment][index] = static_cast<Ticket>(all_.instructions.size());
     all_.instructions.push_back(std::move(instruction));
@@ -177,7 +227,8 @@ class InSegments {
   const Plan& plan_;
   Rank rank_;
   int64_t num_segments_;
-  Program segment_;
+  std::vector<Plan> plans_;       // of all segments, or one for all if they are alike
+  std::vector<Written> written_;  // the same of those that are written
   Program all_;
   std::vector<std::vector<BufferId>> buffers_;  // by segment, and by the buffer's number in the segment's program
   std::vector<std::vector<Ticket>> tickets_;    // the same of instructions
@@ -190,9 +241,10 @@ Program compile_in_segments(const Plan& plan, Rank rank, int64_t num_segments) {
 }
 
 int64_t worst_peak_bytes_in_segments(const Plan& plan, const std::vector<Rank>& ranks) {
-  const int64_t under_way = std::min(plan.segments.count, static_cast<int64_t>(plan.steps.size()) + 2);
+  int64_t compiled = plan.segments.count;
+  if (are_alike(plan)) compiled = std::min(compiled, static_cast<int64_t>(plan.steps.size()) + 2);
   int64_t worst = 0;
-  for (const Rank rank : ranks) worst = std::max(worst, compile_in_segments(plan, rank, under_way).peak_bytes());
+  for (const Rank rank : ranks) worst = std::max(worst, compile_in_segments(plan, rank, compiled).peak_bytes());
   return worst;
 }
 

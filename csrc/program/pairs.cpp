@@ -98,14 +98,29 @@ int64_t StepPairs::num_held(int64_t position) {
 
 Load StepPairs::own(int64_t position) { return shared(held(position), needed(position)); }
 
+// Returns how many members of the group around a position hold how much of a tensor dim.
+std::map<int64_t, int64_t> StepPairs::held_lengths(int tensor_dim, int64_t position) const {
+  const Layout& layout = step_.before;
+  const std::vector<Cut>& cuts = layout.cuts(tensor_dim);
+  if (!layout.is_restricted()) {
+    return part_lengths(layout.mesh(), layout.shape()[tensor_dim], cuts, position, step_.mesh_dims);
+  }
+  std::map<int64_t, int64_t> lengths;
+  MeshDimSet cutting;
+  for (const Cut& c : cuts) cutting.insert(c.mesh_dim);
+  for (const int64_t member : layout.mesh().group(position, cutting & step_.mesh_dims)) {
+    ++lengths[length(layout.part(tensor_dim, member))];
+  }
+  return lengths;
+}
+
 // All combinations of parts of the tensor dims exist, so all members have equally much exactly if they do in every
 // tensor dim, or if all have nothing.
 bool StepPairs::hold_equally(int64_t position) const {
   const Layout& layout = step_.before;
   bool all_alike = true;
   for (int t = 0; t < layout.ndim(); ++t) {
-    const std::map<int64_t, int64_t> lengths =
-        part_lengths(layout.mesh(), layout.shape()[t], layout.cuts(t), position, step_.mesh_dims);
+    const std::map<int64_t, int64_t> lengths = held_lengths(t, position);
     if (lengths.rbegin()->first == 0) return true;
     all_alike = all_alike && lengths.size() == 1;
   }
@@ -465,32 +480,6 @@ const std::vector<StepPairs::Alike>& StepPairs::sends(const Group& group, int64_
 
 const std::vector<StepPairs::Alike>& StepPairs::receives(const Group& group, int64_t position) {
   return group.transfers ? one_by_one(group, position, true) : alike(position, true);
-}
-
-// Counts the pairs that exchange something, including ranks with themselves; the counts of tensor dims multiply. All
-// members can only talk to each other if these are all pairs, or all but the ranks with themselves.
-bool StepPairs::work_out_all_talk(Group& group) {
-  if (group.transfers || all_look_alike_) {
-    connect(group);
-    return group.circles.size() == 1 && group.all_pairs_talk[0];
-  }
-  if (!replicas_.empty() && step_.before.mesh().group_size(replicas_) > 1) return false;
-  const Mesh& mesh = step_.before.mesh();
-  int64_t talking = mesh.group_size(cutting_ - step_.after.cut_dims());
-  for (int t = 0; t < static_cast<int>(ndim_); ++t) {
-    MeshDimSet cutting;
-    for (const Cut& c : step_.after.cuts(t)) cutting.insert(c.mesh_dim);
-    int64_t meeting = 0;
-    for (const int64_t member : mesh.group(group.least, cutting & step_.mesh_dims)) {
-      for (const Meeting& one : meetings(t, member, true)) meeting += one.times;
-    }
-    talking *= meeting;
-  }
-  const int64_t k = group.size;
-  if (talking < k * (k - 1)) return false;
-  if (talking == k * k) return true;
-  for (const int64_t member : group.positions) talking -= talks(group, member, member);
-  return talking == k * (k - 1);
 }
 
 }  // namespace shardwright

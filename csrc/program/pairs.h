@@ -139,6 +139,7 @@ class StepPairs {
 
   struct Talk;  // which members of a group have something for which (ways.cpp)
 
+  std::map<int64_t, int64_t> held_lengths(int tensor_dim, int64_t position) const;
   Talk talk_of(const Group& group);
   bool work_out_all_talk(Group& group);
   const Coordinates& coordinates(int64_t position);

@@ -1,8 +1,11 @@
 #include "search/two_meshes.h"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <optional>
 #include <set>
+#include <span>
 #include <tuple>
 #include <utility>
 
@@ -31,13 +34,14 @@ constexpr int64_t kRelaysAboveMessages = 12;
 constexpr int64_t kRelaysAboveRatio = 4;
 constexpr size_t kPairsWithRelays = 4;
 
-// So many more pairs are tried for plans in segments, if the best plan's segments take longer than the least time and
-// this fraction of it, the least time is that of so many steps without bytes, because each segment takes their
-// latencies again, and there are no more ranks than this.
+// So many more pairs are tried for plans in segments, if the busiest ranks of the best plan's steps send more than is
+// received by this fraction, its segments take longer than the least time and this fraction of it, the least time is
+// that of so many steps without bytes, because each segment takes their latencies again, and there are no more ranks
+// than this.
 constexpr int64_t kSegmentsAboveFraction = 20;
 constexpr int64_t kSegmentsAboveSteps = 8;
 constexpr size_t kPairsInSegments = 6;
-constexpr size_t kMostRanksInSegments = 1024;
+constexpr int64_t kMostRanksInSegments = 1024;
 
 // With more parcels, who serves whom does not depend on nodes, because that would have to be listed.
 constexpr int64_t kMostListed = 1 << 16;
@@ -100,7 +104,8 @@ class Crossings {
     int64_t elements;  // of the largest part
     Cost at_least;     // exact once the steps are known
     std::optional<std::vector<Step>> steps;
-    int64_t sent_bytes = 0;  // the sum of what the busiest rank of each step sends
+    int64_t sent_bytes = 0;      // the sum of what the busiest rank of each step sends
+    int64_t received_bytes = 0;  // the same of what is received
   };
 
   // Tries pairs of the legs before the crossing with those from a number on after it.
@@ -128,15 +133,11 @@ class Crossings {
   // In segments, what a rank does in all steps together counts, rather than the sum of what the busiest ranks of the
   // steps do. So pairs are tried in the order of the longest of their moves, also with stripes that are balanced.
   void prefer_in_segments() {
-    // Only ranks of both meshes have something to send in the crossing and after it.
-    const int64_t least_received = (after_.front().elements - before_.front().elements) * src_.dtype().size_bytes();
-    const bool is_balanced = best_sent_bytes_ <= least_received + least_received / kSegmentsAboveFraction;
+    // Only ranks of both meshes have something to send in the crossing and after it. Where no more is sent than
+    // received, shorter stripes for them relieve nobody who keeps others waiting.
+    const bool is_balanced = best_sent_bytes_ <= best_received_bytes_ + best_received_bytes_ / kSegmentsAboveFraction;
     if (!encounter_.shares_ranks || is_balanced) return;
-    Plan whole{src_, goal_, options_.lowering, Objective::kTime, topology_, false, {}};
-    bool may = ranks_of(whole).size() <= kMostRanksInSegments;
-    int64_t cell = 0;
-    for (int t = 0; t < src_.ndim() && may; ++t) cell = std::max(cell, cell_length(whole, t));
-    if (cell <= 1) return;
+    if (!may_go_in_segments()) return;
     const int64_t bound = least_picoseconds_between(src_, goal_, topology_);
     if (bound < kSegmentsAboveSteps * topology_.step_ps) return;
     int64_t least = time_in_segments(best_);
@@ -144,14 +145,14 @@ class Crossings {
     std::vector<std::tuple<int64_t, size_t, size_t>> pairs;
     for (size_t i = 0; i < before_.size(); ++i) {
       for (size_t j = 0; j < after_.size(); ++j) {
-        const int64_t longest = std::max(
-            {before_[i].at_least.first, after_[j].at_least.first, crossing_at_least(before_[i], after_[j]).first});
-        if (longest < least) pairs.emplace_back(longest, i, j);
+        const int64_t time = in_segments_at_least(before_[i], after_[j]);
+        if (time < least) pairs.emplace_back(time, i, j);
       }
     }
     std::sort(pairs.begin(), pairs.end());
     if (pairs.size() > kPairsInSegments) pairs.resize(kPairsInSegments);
     const auto try_steps = [&](std::vector<Step> steps) {
+      if (in_segments_at_least(steps) >= least) return;
       const int64_t time = time_in_segments(steps);
       if (time >= least) return;
       least = time;
@@ -181,10 +182,50 @@ class Crossings {
     }
   }
 
+  // Returns a lower bound on the time of moves in segments: the longest takes all of its time, and the others a
+  // segment's share of theirs, but all of their latencies come once per segment. So more segments are not always
+  // faster.
+  static int64_t in_segments_at_least(std::span<const int64_t> times, int64_t latencies) {
+    int64_t longest = 0;
+    int64_t all = 0;
+    for (const int64_t time : times) {
+      longest = std::max(longest, time);
+      all = saturating_sum(all, time);
+    }
+    const double others = static_cast<double>(all - longest);
+    const double least = 2 * std::sqrt(others * static_cast<double>(latencies));
+    return longest + std::max<int64_t>(static_cast<int64_t>(least) - latencies, 0);
+  }
+
+  int64_t in_segments_at_least(const Leg& first, const Leg& last) const {
+    const std::array<int64_t, 3> times{first.at_least.first, crossing_at_least(first, last).first, last.at_least.first};
+    const int64_t moves = std::count_if(times.begin(), times.end(), [](int64_t time) { return time > 0; });
+    return in_segments_at_least(times, moves * topology_.step_ps);
+  }
+
+  int64_t in_segments_at_least(const std::vector<Step>& steps) const {
+    std::vector<int64_t> times;
+    int64_t latencies = 0;
+    for (const Step& step : steps) {
+      times.push_back(predicted_picoseconds(step, options_.lowering, topology_));
+      latencies += is_local(step.op) ? 0 : topology_.step_ps;
+    }
+    return in_segments_at_least(times, latencies);
+  }
+
+  bool may_go_in_segments() const {
+    const Plan plan{src_, goal_, options_.lowering, Objective::kTime, topology_, false, {}};
+    const auto ranks = static_cast<int64_t>(ranks_of(plan).size());
+    if (ranks <= kMaxRanksInUnlikeSegments) return true;
+    for (int t = 0; t < src_.ndim() && ranks <= kMostRanksInSegments; ++t) {
+      if (cell_length(plan, t) > 1) return true;
+    }
+    return false;
+  }
+
   int64_t time_in_segments(const std::vector<Step>& steps) const {
-    Plan plan{src_, goal_, options_.lowering, Objective::kTime, topology_, false, steps};
-    plan.segments = best_segments(plan);
-    return predicted_picoseconds(plan);
+    const Plan plan{src_, goal_, options_.lowering, Objective::kTime, topology_, false, steps};
+    return timed_in_best_segments(plan).picoseconds;
   }
 
   // Tries pairs over relays, in the order of what the moves around the crossing and the bytes of a relay take.
@@ -282,6 +323,7 @@ class Crossings {
     for (const Step& step : *leg.steps) {
       const StepFigures worst = figures(step, options_.lowering);
       leg.sent_bytes += worst.sent_bytes;
+      leg.received_bytes += worst.received_bytes;
       leg.at_least = leg.at_least + cost_of(step, worst, predicted_picoseconds(step, worst, topology_));
     }
   }
@@ -401,6 +443,7 @@ class Crossings {
       best_crossing_ = worst;
       best_link_ = link;
       best_sent_bytes_ = first.sent_bytes + worst.sent_bytes + last.sent_bytes;
+      best_received_bytes_ = first.received_bytes + worst.received_bytes + last.received_bytes;
     }
     return worst.sent_bytes > worst.received_bytes;
   }
@@ -416,10 +459,12 @@ class Crossings {
   std::vector<Leg> after_;
   std::optional<Cost> best_cost_;
   std::vector<Step> best_;
-  // Of the best plan without relays: its crossing, and the sum of what the busiest rank of each step sends.
+  // Of the best plan without relays: its crossing, and the sums of what the busiest rank of each step sends and
+  // receives.
   StepFigures best_crossing_;
   Link best_link_;
   int64_t best_sent_bytes_ = 0;
+  int64_t best_received_bytes_ = 0;
 };
 
 }  // namespace

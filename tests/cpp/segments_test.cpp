@@ -7,12 +7,14 @@
 
 #include "crossing/bounds.h"
 #include "layouts.h"
+#include "moves/describe.h"
 #include "moves/figures.h"
 #include "moves/traffic.h"
 #include "planning/fit.h"
 #include "planning/serialize.h"
 #include "program/memory.h"
 #include "program/program.h"
+#include "program/transfer_traffic.h"
 #include "search/make_plan.h"
 #include "simulate/simulate.h"
 #include "support/error.h"
@@ -33,10 +35,11 @@ TEST(InSegments, AreStretchesOfCells) {
   EXPECT_EQ(cell_length(plan, 0), 4);
   plan.segments = {0, 2};
   EXPECT_TRUE(may_go_in(plan, plan.segments));
-  EXPECT_FALSE(may_go_in(plan, {0, 8}));
+  EXPECT_TRUE(are_alike(plan));
   EXPECT_FALSE(may_go_in(plan, {1, 2}));
-  EXPECT_EQ(plan_of_segment(plan).src.shape(), std::vector<int64_t>{8});
-  EXPECT_EQ(plan_of_segment(plan).dst.region(1), (Region{{{4, 8}}}));
+  ASSERT_EQ(plans_of_segments(plan).size(), 1u);
+  EXPECT_EQ(plans_of_segments(plan).front().src.shape(), std::vector<int64_t>{8});
+  EXPECT_EQ(plans_of_segments(plan).front().dst.region(1), (Region{{{4, 8}}}));
   simulate(plan);
   // Uneven parts, of 6, 6 and 4 rows, are made of cells of 2.
   const Layout three = test::layout_of(test::mesh_of({3}, {4, 5, 6}), {16}, "S(0)");
@@ -48,6 +51,71 @@ TEST(InSegments, AreStretchesOfCells) {
   // Those that are cut again are not.
   const Layout again = test::layout_of(test::mesh_of({3, 2}, ranks_from(4, 6)), {16}, "S(0),S(0)");
   EXPECT_EQ(cell_length(plan_through({src, again}, {}), 0), 0);
+}
+
+// The other example in the header.
+TEST(InSegments, NeedNotBeAlike) {
+  const Layout src = test::layout_of(test::mesh_of({2}), {7}, "S(0)");
+  const Layout dst = test::layout_of(test::mesh_of({3}, {2, 3, 4}), {7}, "S(0)");
+  Plan plan = plan_through({src, dst}, {});
+  plan.segments = {0, 2};
+  ASSERT_TRUE(may_go_in(plan, plan.segments));
+  EXPECT_FALSE(are_alike(plan));
+  const std::vector<Plan> segments = plans_of_segments(plan);
+  ASSERT_EQ(segments.size(), 2u);
+  EXPECT_EQ(segments[0].src.region(0), (Region{{{0, 2}}}));
+  EXPECT_EQ(segments[0].src.region(1), (Region{{{4, 5}, {6, 7}}}));
+  EXPECT_EQ(segments[0].dst.region(1), (Region{{{4, 5}}}));
+  EXPECT_EQ(segments[1].src.region(1), (Region{{{5, 6}}}));
+  EXPECT_EQ(segments[1].dst.region(0), (Region{{{2, 3}}}));
+  EXPECT_EQ(segments[1].dst.region(2), (Region{{}}));
+  simulate(plan);
+  EXPECT_EQ(to_bytes(from_bytes(to_bytes(plan))), to_bytes(plan));
+}
+
+// Every index is in one segment, and of each run of indices that a part has, segments have equally many but for one.
+TEST(InSegments, HaveEqualSharesOfEveryRun) {
+  const unsigned seed = 37;
+  test::RandomPlacements random(seed);
+  for (int i = 0; i < 60; ++i) {
+    const std::vector<int64_t> shape{random.pick(1, 60)};
+    const Layout src = random.on_any_mesh(shape, 12).layout;
+    const Layout dst = random.on_any_mesh(shape, 12).layout;
+    if (src.mesh() == dst.mesh()) continue;
+    Plan plan = plan_through({src, dst}, {});
+    plan.segments = {0, random.pick(2, 9)};
+    if (!may_go_in(plan, plan.segments) || are_alike(plan)) continue;
+    SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ", ", plan.segments.count, " segments: ", src.to_string(), " -> ",
+                        dst.to_string()));
+    const std::vector<Plan> segments = plans_of_segments(plan);
+    ASSERT_EQ(static_cast<int64_t>(segments.size()), plan.segments.count);
+    std::vector<int> times(shape[0], 0);
+    for (const bool of_src : {true, false}) {
+      const Layout& whole = of_src ? src : dst;
+      for (int64_t p = 0; p < whole.mesh().size(); ++p) {
+        const IntervalList part = whole.part(0, p);
+        const PartsInSegments parts(whole, 0);
+        int64_t in_all = 0;
+        for (const Plan& one : segments) {
+          const IntervalList indices = (of_src ? one.src : one.dst).part(0, p);
+          in_all += length(indices);
+          ASSERT_LE(length(indices), parts.most_in_one(plan.segments.count));
+          for (const Interval& run : part) {
+            const int64_t share = (run.end - run.begin) / plan.segments.count;
+            const int64_t has = intersection_length(indices, {run});
+            ASSERT_GE(has, share);
+            ASSERT_LE(has, share + 1);
+          }
+          for (const Interval& run : of_src ? indices : IntervalList()) {
+            for (int64_t index = run.begin; index < run.end; ++index) ++times[index];
+          }
+        }
+        ASSERT_EQ(in_all, length(part));
+      }
+    }
+    const auto replicas = static_cast<int>(src.mesh().group_size(src.replicated_dims()));
+    ASSERT_EQ(times, std::vector<int>(shape[0], replicas));
+  }
 }
 
 // Rules that make equal parts have cells too, whatever sizes they name.
@@ -80,14 +148,41 @@ TEST(InSegments, AreNotOfFlattenedDims) {
   simulate(plan);
 }
 
+// Compares with what the instructions of the ranks' programs send and receive. In all-to-alls, those that have nothing
+// for each other count as messages too.
+void expect_traffic_of_programs(const Plan& plan) {
+  int64_t sent_max = 0;
+  int64_t messages_max = 0;
+  bool has_all_to_alls = false;
+  for (const Rank rank : ranks_of(plan)) {
+    const Program program = compile(plan, rank);
+    TransferTraffic all;
+    for (const Instruction& instruction : program.instructions) {
+      const TransferTraffic one = traffic_of(program, instruction.operation);
+      all.sent_bytes += one.sent_bytes;
+      all.received_messages += one.received_messages;
+      has_all_to_alls = has_all_to_alls || std::holds_alternative<AllToAll>(instruction.operation);
+    }
+    ASSERT_EQ(traffic_at(plan, rank).sent_bytes, all.sent_bytes) << rank;
+    sent_max = std::max(sent_max, all.sent_bytes);
+    messages_max = std::max(messages_max, all.received_messages);
+  }
+  ASSERT_EQ(totals(plan).sent_bytes_max, sent_max);
+  if (!has_all_to_alls) {
+    ASSERT_EQ(totals(plan).messages_max, messages_max);
+  }
+}
+
 // In all segments that are possible, ranks receive what they do without, and need the memory that is said.
 TEST(InSegments, MoveEveryElementOfRandomPairs) {
   const unsigned seed = 31;
   test::RandomPlacements random(seed);
   int64_t moved = 0;
   int64_t with_several_steps = 0;
-  for (int i = 0; i < 120; ++i) {
+  int64_t unlike = 0;
+  for (int i = 0; i < 70; ++i) {
     std::vector<int64_t> shape{16 * random.pick(1, 3), 8 * random.pick(1, 4)};
+    if (random.pick(0, 1) == 0) shape = {random.pick(1, 40), random.pick(1, 20)};
     if (random.pick(0, 2) == 0) shape.push_back(random.pick(1, 4));
     const Layout src = random.on_any_mesh(shape, 12).layout;
     const Layout dst = random.on_any_mesh(shape, 12).layout;
@@ -99,7 +194,7 @@ TEST(InSegments, MoveEveryElementOfRandomPairs) {
     plan.segments = {};
     const TrafficTotals whole = totals(plan);
     for (int t = 0; t < src.ndim(); ++t) {
-      for (const int64_t count : {2, 4, 8}) {
+      for (const int64_t count : {2, 4, 7, 8}) {
         plan.segments = {t, count};
         if (!may_go_in(plan, plan.segments)) continue;
         SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ", ", count, " segments of dim ", t, ": ", src.to_string(),
@@ -116,13 +211,59 @@ TEST(InSegments, MoveEveryElementOfRandomPairs) {
         }
         ASSERT_EQ(worst_peak_bytes(plan).bytes, peak);
         ASSERT_EQ(to_bytes(from_bytes(to_bytes(plan))), to_bytes(plan));
+        expect_traffic_of_programs(plan);
         ++moved;
+        unlike += !are_alike(plan);
         with_several_steps += traffic.steps > count;
       }
     }
   }
   EXPECT_GT(moved, 150);
+  EXPECT_GT(unlike, 60);
   EXPECT_GT(with_several_steps, 40);
+}
+
+// The time of segments that are not alike is that of their slots, each as long as its busiest rank needs, if what every
+// rank does in every segment is added up.
+TEST(InSegments, TakeAboutThePredictedTime) {
+  const unsigned seed = 53;
+  test::RandomPlacements random(seed);
+  Topology topology{"bytes alone", 0, 0, 0, {0, 1 << 20}, {0, 1 << 20}, {}};
+  int64_t compared = 0;
+  double sum = 0;
+  for (int i = 0; i < 400; ++i) {
+    const std::vector<int64_t> shape{random.pick(30, 200), random.pick(5, 60)};
+    const Layout src = random.on_any_mesh(shape, 12).layout;
+    const Layout dst = random.on_any_mesh(shape, 12).layout;
+    if (src.mesh() == dst.mesh()) continue;
+    Plan plan = make_plan(src, dst, {.topology = topology});
+    plan.segments = {0, random.pick(2, 12)};
+    if (plan.steps.size() < 2 || !may_go_in(plan, plan.segments) || are_alike(plan)) continue;
+    const std::vector<Plan> segments = plans_of_segments(plan);
+    const auto num_steps = static_cast<int64_t>(plan.steps.size());
+    int64_t exact = 0;
+    for (int64_t slot = 0; slot < plan.segments.count + num_steps - 1; ++slot) {
+      std::map<Rank, Traffic> of_ranks;
+      for (int64_t s = std::max<int64_t>(slot - plan.segments.count + 1, 0); s <= std::min(slot, num_steps - 1); ++s) {
+        const TrafficOfRanks traffic(segments[slot - s].steps[s], plan.lowering);
+        for (const Rank rank : ranks_of(plan)) of_ranks[rank] = of_ranks[rank] + traffic.at(rank);
+      }
+      int64_t busiest = 0;
+      for (const auto& [rank, one] : of_ranks) busiest = std::max({busiest, one.received_bytes, one.sent_bytes});
+      exact += scaled(busiest, topology.inside.ps_per_kib);
+    }
+    if (exact == 0) continue;
+    SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ", ", plan.segments.count, " segments: ", to_string(plan)));
+    const double ratio = static_cast<double>(predicted_picoseconds(plan)) / static_cast<double>(exact);
+    EXPECT_GT(ratio, 0.9);
+    EXPECT_LT(ratio, 1.5);
+    sum += ratio;
+    ++compared;
+  }
+  ASSERT_GT(compared, 40);
+  std::printf("%lld plans, predicted to take %.3f times as long on average\n", static_cast<long long>(compared),
+              sum / static_cast<double>(compared));
+  EXPECT_LT(sum / static_cast<double>(compared), 1.1);
 }
 
 // Sums on the source's mesh, and zeros on the destination's, are steps like others.
@@ -193,7 +334,7 @@ TEST(InSegments, AreRefusedWhereTheyCannotBe) {
   const Layout src = test::layout_of(test::mesh_of({4}), {16, 6}, "S(0)");
   const Layout dst = test::layout_of(test::mesh_of({2}, {4, 5}), {16, 6}, "S(0)");
   Plan plan = plan_through({src, dst}, {});
-  for (const Segments& segments : {Segments{0, 8}, Segments{1, 4}, Segments{0, 3}}) {
+  for (const Segments& segments : {Segments{0, 17}, Segments{1, 7}, Segments{1, 257}, Segments{0, -1}}) {
     plan.segments = segments;
     EXPECT_THROW(from_bytes(to_bytes(plan)), UserError) << segments.tensor_dim << " " << segments.count;
   }
