@@ -47,7 +47,7 @@ class EmulatedPeers:
     What comes from a peer is the next of that peer's bytes in `parts`, by rank, and the first again after the last:
     tensors whose rows go one after another. What is sent goes to host memory, by a stream of its own. State: `_at`,
     bytes taken of each part; `_is_receiving`, whether the last message was a receive. The engine enqueues receives
-    before sends, so a receive behind a send begins a transfer.
+    before sends, so a receive that follows a send begins a transfer.
     """
 
     def __init__(self, device: torch.device, most_bytes: int) -> None:
@@ -365,14 +365,14 @@ def measure_link(peers: EmulatedPeers, clock: Clock, arena: torch.Tensor) -> tup
             peers.hold(peers.parts)
             peers.exchange([(0, data_in[:num_bytes])] * messages_in, [data_out[:num_bytes]] * messages_out)
 
-        def beside() -> None:
+        def on_side_stream() -> None:
             assert side is not None
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 call()
             torch.cuda.current_stream().wait_stream(side)
 
-        return clock.us(call if side is None else beside)
+        return clock.us(call if side is None else on_side_stream)
 
     tiny = 4096
     one, seven = transfer(tiny, 1, 1), transfer(tiny, 7, 7)

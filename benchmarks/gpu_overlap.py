@@ -340,7 +340,7 @@ def slow_down(bench: Bench, shape: Shape, num_ranks: int, tokens: int) -> dict:
     copy_us = size * bench.topology.inside.ps_per_kib / 1024e6
     copies = 2 + round(1.5 * alone / copy_us)
 
-    def beside() -> float:
+    def during_copies() -> float:
         torch.cuda.synchronize()
         bench.peers.hold([arena[:size]] * num_ranks)
         with torch.cuda.stream(bench.peers.side):
@@ -353,12 +353,12 @@ def slow_down(bench: Bench, shape: Shape, num_ranks: int, tokens: int) -> dict:
         end.synchronize()
         return 1e3 * start.elapsed_time(end)
 
-    times = [beside() for _ in range(REPEATS)]
+    times = [during_copies() for _ in range(REPEATS)]
     return {
         "product": f"{m}x{k} by {k}x{n}",
         "gemm_us": round(alone / CONTENTION_PRODUCTS, 1),
-        "gemm_beside_emulated_copies_us": round(statistics.median(times) / CONTENTION_PRODUCTS, 1),
-        "slow_down_beside_emulated_copies_percent": round(100 * (statistics.median(times) / alone - 1), 1),
+        "gemm_during_emulated_copies_us": round(statistics.median(times) / CONTENTION_PRODUCTS, 1),
+        "slow_down_during_emulated_copies_percent": round(100 * (statistics.median(times) / alone - 1), 1),
         "assumed_percent": sw.GemmModel.named(MODEL).contention_percent,
     }
 

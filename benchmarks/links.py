@@ -55,7 +55,7 @@ MOVED = (2048, 1024)  # shape of the tensor that is redistributed
 ROUNDS, QUICK_ROUNDS = 7, 3
 AGAIN = 3  # times as many turns for what is compared again
 RIVALS = 2  # the number of methods, fastest first, that the chosen one is compared with again
-COMPUTES_LONGER = 1.5  # times as long as the transfer beside it
+COMPUTES_LONGER = 1.5  # times as long as the transfer alongside it
 LEAST_HIDDEN = 0.1  # if less of the shorter one can be hidden, its share says nothing
 LONG_SECONDS = 0.020  # if product and transfer take at least this long, what is hidden is judged
 
@@ -107,13 +107,13 @@ def cpu_seconds_of_transfer(product: Callable, transfer: Callable, seconds: dict
         for _ in range(times):
             product()
 
-    def compute_beside() -> None:
+    def compute_during_transfer() -> None:
         moved = transfer()
         compute()
         _waited(moved)
 
-    found = timing.among_ranks({"alone": compute, "beside": compute_beside}).of_count(rounds).low
-    return max(found["beside"] - found["alone"], 0.0)
+    found = timing.among_ranks({"alone": compute, "together": compute_during_transfer}).of_count(rounds).low
+    return max(found["together"] - found["alone"], 0.0)
 
 
 def compared_again(calls: dict[str, Callable], chosen: str, seconds: dict[str, float], rounds: int) -> dict[str, float]:

@@ -26,7 +26,7 @@ struct Setting {
   size_t stride;  // every how many-th pair
 };
 
-constexpr size_t kRepeats = 3;  // of a pair, one behind the other
+constexpr size_t kRepeats = 3;  // of a pair, one after the other
 
 // planning.py draws the same pairs.
 const std::vector<Setting> kSettings{

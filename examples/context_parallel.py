@@ -9,7 +9,7 @@ The mesh has four dims:
     cp         the ranks that share a sequence: attention is `sw.attention`, everything else works on single tokens
     tp         the ranks that share heads and hidden units
 
-Trains for a few steps and prints losses beside those of the whole model on one rank.
+Trains for a few steps and prints losses next to those of the whole model on one rank.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ def _next(code: str, at: int) -> int:
 
 
 def _closing(code: str, at: int) -> int:
-    """Behind the brace that closes the one here."""
+    """Returns the position after the brace that closes the one at `at`."""
     depth = 0
     for found in re.compile(r"[{}]").finditer(code, at):
         depth += 1 if found[0] == "{" else -1

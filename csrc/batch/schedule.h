@@ -47,7 +47,7 @@ struct ItemLoad {
 
 class Scheduler {
  public:
-  // Rounds that are this far behind the last one take no more items.
+  // Rounds that are this far before the last one take no more items.
   static constexpr int kOpenRounds = 64;
 
   Scheduler(int64_t num_ranks, int64_t bucket_bytes);

@@ -27,7 +27,7 @@ using Parts = std::vector<std::vector<std::pair<int64_t, int64_t>>>;
 Attention attention_of(const std::shared_ptr<Mesh>& mesh, const std::string& dtype,
                        const std::tuple<int64_t, int64_t, int64_t, int64_t>& sizes, const Parts& parts, bool is_causal,
                        std::optional<int64_t> window, std::vector<int64_t> documents, double scale, int64_t chunks,
-                       const std::string& backend) {
+                       const Lowering& lowering) {
   Attention a;
   a.mesh = mesh;
   a.dtype = DType::parse(dtype);
@@ -40,7 +40,7 @@ Attention attention_of(const std::shared_ptr<Mesh>& mesh, const std::string& dty
   a.mask = {is_causal, window, std::move(documents)};
   a.scale = scale;
   a.chunks = chunks;
-  a.lowering = Lowering::named(backend);
+  a.lowering = lowering;
   a.method = AttentionMethod::kSerial;
   check(a);
   return a;
@@ -97,11 +97,11 @@ void define_attention(py::module_& m) {
   attention
       .def(py::init(&attention_of), py::arg("mesh"), py::arg("dtype"), py::arg("sizes"), py::arg("parts"),
            py::kw_only(), py::arg("is_causal"), py::arg("window"), py::arg("documents"), py::arg("scale"),
-           py::arg("chunks"), py::arg("backend"))
+           py::arg("chunks"), py::arg("lowering"))
       .def("with_method", &with_method, py::arg("method"), py::arg("topology"))
       .def_property_readonly("method", [](const Attention& a) { return method_name(a.method); })
       .def_property_readonly("dtype", [](const Attention& a) { return a.dtype.name(); })
-      .def_property_readonly("backend", [](const Attention& a) { return std::string(a.lowering.name); })
+      .def_readonly("lowering", &Attention::lowering)
       .def("rows", [](const Attention& a, int64_t rank) { return a.rows(position_on(*a.mesh, Rank{rank})); })
       .def(
           "counts",
@@ -110,16 +110,6 @@ void define_attention(py::module_& m) {
             return std::make_tuple(c.full, c.triangles, c.others, c.pairs);
           },
           py::arg("rank"))
-      .def(
-          "groups",
-          [](const Attention& a, int64_t rank, bool is_backward) {
-            std::vector<std::pair<std::vector<int>, std::vector<int64_t>>> groups;
-            for (const Group& group : program_of(a, rank, is_backward).groups) {
-              groups.emplace_back(group.mesh_dims.to_vector(), numbers(group.ranks));
-            }
-            return groups;
-          },
-          py::arg("rank"), py::arg("backward"))
       .def(
           "program",
           [](const Attention& a, int64_t rank, bool is_backward) {

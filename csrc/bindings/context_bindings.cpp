@@ -10,8 +10,8 @@
 
 #include "bindings/arguments.h"
 #include "bindings/views.h"
-#include "cost/backend.h"
 #include "planning/context.h"
+#include "planning/gemm_models.h"
 
 namespace py = pybind11;
 
@@ -87,7 +87,13 @@ void define_measurements(TablesClass& tables) {
       .def(
           "measured_gemm_model",
           [](const PlanningTables& tables, const std::string& device_type, const std::string& dtype) {
-            return found_in(tables.gemm_models, std::pair(device_type, dtype));
+            return measured_gemm_model(tables, device_type, DType::parse(dtype));
+          },
+          py::arg("device_type"), py::arg("dtype"))
+      .def(
+          "gemm_model",
+          [](const PlanningTables& tables, const std::string& device_type, const std::string& dtype) {
+            return gemm_model_on(tables, device_type, DType::parse(dtype));
           },
           py::arg("device_type"), py::arg("dtype"));
 }
@@ -117,12 +123,6 @@ void define_context(py::module_& m) {
   define_pins(tables);
   define_measurements(tables);
   define_comparisons(tables);
-  m.def(
-      "lowering_of_backend",
-      [](const std::string& backend, const std::string& device_type) {
-        return lowering_of_backend(backend, device_type).name;
-      },
-      py::arg("backend"), py::arg("device_type"));
 }
 
 }  // namespace shardwright

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -116,6 +117,16 @@ std::shared_ptr<Layout> made_layout(std::shared_ptr<Mesh> mesh, const py::object
                                   std::move(parsed), shard_order, parse_strided(text(strided, "strided")), flattened);
 }
 
+// Complex32, which cannot be reduced, too.
+bool is_complex(DType dtype) {
+  return dtype == DType::kComplex32 || dtype == DType::kComplex64 || dtype == DType::kComplex128;
+}
+
+bool has_pending(const Layout& layout) {
+  const std::vector<Placement>& all = layout.placements();
+  return std::any_of(all.begin(), all.end(), [](const Placement& placement) { return placement.is_partial(); });
+}
+
 }  // namespace
 
 void define_layout(py::module_& m) {
@@ -148,6 +159,8 @@ void define_layout(py::module_& m) {
                                return order;
                              })
       .def_property_readonly("has_equal_parts", &Layout::has_equal_parts)
+      .def_property_readonly("has_pending", &has_pending)
+      .def("without_pending", &without_sums)
       .def(
           "local_shape",
           [](const Layout& layout, const py::object& rank) {
@@ -171,6 +184,10 @@ void define_layout(py::module_& m) {
       .def("__hash__", [](const Layout& layout) { return layout.hash() ^ hash_of(layout.mesh().topology().get()); })
       .def("__repr__", [](const Layout& layout) { return concat("Layout(", layout.to_string(), ")"); });
   define_gradient_layouts(m);
+  m.def(
+      "is_floating", [](const std::string& dtype) { return DType::parse(dtype).kind() == DTypeKind::kFloat; },
+      py::arg("dtype"));
+  m.def("is_complex", [](const std::string& dtype) { return is_complex(DType::parse(dtype)); }, py::arg("dtype"));
 }
 
 }  // namespace shardwright

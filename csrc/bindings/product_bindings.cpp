@@ -5,6 +5,7 @@
 #include "bindings/arguments.h"
 #include "bindings/views.h"
 #include "products/compile.h"
+#include "products/local_tensors.h"
 #include "products/product_choices.h"
 #include "products/serialize.h"
 #include "products/timeline.h"
@@ -233,14 +234,12 @@ void define_programs(MatmulClass& matmul) {
       .def(
           "shapes",
           [](const MatmulView& view, int64_t rank) {
-            const Program program = compile(view.matmul, {}, Rank{rank});
+            const LocalTensors tensors = local_tensors(view.matmul, Rank{rank});
             std::vector<std::vector<int64_t>> inputs;
-            for (size_t i = 0; i < program.num_inputs(); ++i) inputs.push_back(program.buffers[i].shape);
-            std::vector<std::vector<int64_t>> outputs;
-            for (const Output& output : program.outputs) outputs.push_back(output.shape);
-            std::vector<std::string> dtypes;
-            for (const Output& output : program.outputs) dtypes.push_back(program.dtype_of(output.buffer).name());
-            return std::make_tuple(inputs, outputs, dtypes);
+            for (const LocalTensor& input : tensors.inputs) inputs.push_back(input.shape);
+            std::vector<std::pair<std::vector<int64_t>, std::string>> outputs;
+            for (const LocalTensor& output : tensors.outputs) outputs.emplace_back(output.shape, output.dtype.name());
+            return std::pair(inputs, outputs);
           },
           py::arg("rank"))
       .def(

@@ -2,8 +2,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <set>
+
 #include "bindings/arguments.h"
 #include "bindings/views.h"
+#include "planning/gemm_models.h"
 #include "planning/plan_cache.h"
 #include "products/product_arguments.h"
 #include "products/product_plan.h"
@@ -125,11 +128,25 @@ bool has_equal_parts(const ProductPlan& plan) {
   return all;
 }
 
+// Whether schedules are chosen by predicted time, at least in part.
+bool chooses_schedules(const ProductPlan& plan) {
+  const ScheduleRequest& request = plan.problem().schedule;
+  return !request.method || (!request.chunks && request.distances.empty());
+}
+
 // What moves and products are planned by: lowering, topology, tables, models by the dtype of what is moved.
 ProductContext context_of(const Layout& operand, const std::string& backend, const std::optional<Topology>& topology,
                           const PlanningTables& tables, const std::map<std::string, GemmModel>& gemm_models) {
   const Lowering& lowering = Lowering::named(backend);
   return {lowering, topology_between(operand, operand, lowering, topology, tables), tables.pins, gemm_models};
+}
+
+// The dtypes of the tensors that may be moved: those of operand and weights, and those of the results.
+std::set<DType::Id> dtypes_that_move(const ProductProblem& problem) {
+  std::set<DType::Id> dtypes{problem.operand.dtype().id()};
+  for (const Layout& weight : problem.weights) dtypes.insert(weight.dtype().id());
+  for (const Layout& result : problem.results) dtypes.insert(result.dtype().id());
+  return dtypes;
 }
 
 // A tensor, of which only what describes it is read, and the layout of a DTensor.
@@ -143,7 +160,7 @@ GivenTensor given_tensor(const TensorAndLayout& given, std::string name) {
   const std::vector<int64_t> strides = integers(tensor.attr("stride")(), "strides");
   return {std::move(name),
           shape,
-          py::str(tensor.attr("dtype")),
+          DType::parse(py::str(tensor.attr("dtype"))),
           py::str(tensor.attr("device")),
           layout,
           !layout && is_transposed(shape, strides)};
@@ -218,15 +235,15 @@ void define_making_from_tensors(py::module_& m) {
          bool requires_grad, const std::optional<std::vector<std::string>>& placements, const py::object& dim,
          const py::object& size, const py::object& columns, int64_t rank, int64_t num_ranks, bool checks_parts,
          const py::object& method, const std::optional<Chunks>& chunks, const py::object& depth, const py::object& save,
-         const std::string& backend, const PlanningTables& tables,
-         const std::map<std::string, GemmModel>& gemm_models) {
+         const std::string& backend, const PlanningTables& tables, const std::string& device_type,
+         const py::object& gemm_model) {
         const ProductFunction product = parse_product_function(function);
         ProductArguments arguments{.function = product,
                                    .x = given_tensor(x, "x"),
                                    .weights = {},
                                    .biases = given_tensors(biases, "bias", "biases", product),
                                    .scales = given_tensors(weight_scales, "weight_scale", "weight_scales", product),
-                                   .out_dtype = out_dtype,
+                                   .out_dtype = std::nullopt,
                                    .requires_grad = requires_grad,
                                    .placements = std::nullopt,
                                    .dim = optional_integer(dim, "dim"),
@@ -235,6 +252,7 @@ void define_making_from_tensors(py::module_& m) {
                                    .rank = rank,
                                    .num_ranks = num_ranks,
                                    .checks_parts = checks_parts};
+        if (out_dtype) arguments.out_dtype = DType::parse(*out_dtype);
         for (const auto& weight : given_tensors(weights, "weight", "weights", product)) {
           check_user(weight.has_value(), "weights: got None; allowed are tensors");
           arguments.weights.push_back(*weight);
@@ -251,14 +269,20 @@ void define_making_from_tensors(py::module_& m) {
         ProductProblem problem = problem_of(arguments);
         problem.keeps_gathered = keeps;
         problem.schedule = std::move(request);
-        problem.context = context_of(problem.operand, backend, std::nullopt, tables, gemm_models);
+        std::optional<GemmModel> model;
+        if (!gemm_model.is_none()) model = object<GemmModel>(gemm_model, "gemm_model", "a GemmModel or None");
+        std::map<std::string, GemmModel> models;
+        for (const DType dtype : dtypes_that_move(problem)) {
+          models[dtype.name()] = model ? *model : gemm_model_on(tables, device_type, dtype);
+        }
+        problem.context = context_of(problem.operand, backend, std::nullopt, tables, models);
         return std::const_pointer_cast<ProductPlan>(make_product_plan(std::move(problem)));
       },
       py::arg("function"), py::arg("x"), py::arg("weights"), py::arg("biases"), py::arg("x_scale"),
       py::arg("weight_scales"), py::kw_only(), py::arg("out_dtype"), py::arg("requires_grad"), py::arg("placements"),
       py::arg("dim"), py::arg("size"), py::arg("columns"), py::arg("rank"), py::arg("num_ranks"),
       py::arg("checks_parts"), py::arg("method"), py::arg("chunks"), py::arg("depth"), py::arg("save"),
-      py::arg("backend"), py::arg("tables"), py::arg("gemm_models"));
+      py::arg("backend"), py::arg("tables"), py::arg("device_type"), py::arg("gemm_model"));
 }
 
 }  // namespace
@@ -289,6 +313,7 @@ void define_product_plan(py::module_& m) {
       .def_property_readonly("lead", [](const ProductPlan& plan) { return lead_name(plan.lead()); })
       .def_property_readonly("keeps_gathered", &ProductPlan::keeps_gathered)
       .def_property_readonly("has_equal_parts", &has_equal_parts)
+      .def_property_readonly("chooses_schedules", &chooses_schedules)
       .def_property_readonly("moved_operand", [](const ProductPlan& plan) { return plan.layouts().operand; })
       .def_property_readonly("operand_gradient",
                              [](const ProductPlanPtr& plan) { return gradients_of(plan).operand_out; })

@@ -124,9 +124,10 @@ void define_programs_under_way(py::module_& m) {
   m.def("finish_programs", &finish_programs, py::arg("timeout_seconds"), py::call_guard<py::gil_scoped_release>());
   m.def("drain", &drain_lanes, py::call_guard<py::gil_scoped_release>());
   m.def("counters", [] {
-    return py::dict(
-        py::arg("runs") = counters().runs.load(), py::arg("received_bytes") = counters().received_bytes.load(),
-        py::arg("peer_bytes") = peer_bytes().load(), py::arg("through_host") = counters().through_host.load());
+    return py::dict(py::arg("runs") = counters().runs.load(),
+                    py::arg("received_bytes") = counters().received_bytes.load(),
+                    py::arg("peer_bytes") = peer_bytes().load(), py::arg("compiled") = counters().compiled.load(),
+                    py::arg("through_host") = counters().through_host.load());
   });
   m.def("cast_products", &cast_products);
   m.def("reset_counters", [] {
@@ -134,6 +135,7 @@ void define_programs_under_way(py::module_& m) {
     counters().runs = 0;
     counters().received_bytes = 0;
     peer_bytes() = 0;
+    counters().compiled = 0;
     counters().through_host = 0;
   });
 }

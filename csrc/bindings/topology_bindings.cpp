@@ -1,17 +1,56 @@
-// _planner: topologies.
+// _planner: topologies, and what transports can do.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "bindings/arguments.h"
 #include "bindings/views.h"
+#include "cost/backend.h"
+#include "cost/gemm_model.h"
 #include "cost/topology.h"
 #include "planning/json.h"
 
 namespace py = pybind11;
 
 namespace shardwright {
+namespace {
+
+void define_lowering(py::module_& m) {
+  py::class_<Lowering>(m, "Lowering")
+      .def_static(
+          "named", [](const py::object& name) { return Lowering::named(text(name, "backend")); }, py::arg("name"))
+      .def_static(
+          "of_backend",
+          [](const std::string& backend, const std::string& device_type) {
+            return lowering_of_backend(backend, device_type);
+          },
+          py::arg("backend"), py::arg("device_type"))
+      .def_static(
+          "of_device", [](const std::string& device_type) { return lowering_of_device(device_type); },
+          py::arg("device_type"))
+      .def_static("names",
+                  [] {
+                    std::vector<std::string> names;
+                    for (const Lowering& lowering : Lowering::all()) names.emplace_back(lowering.name);
+                    return names;
+                  })
+      .def_property_readonly("name", [](const Lowering& lowering) { return std::string(lowering.name); })
+      .def_property_readonly("default_topology",
+                             [](const Lowering& lowering) { return Topology::named(lowering.default_topology); })
+      .def_property_readonly("default_products", [](const Lowering& lowering) { return default_products(lowering); })
+      .def_readonly("is_on_device", &Lowering::is_on_device)
+      .def("goes_by_messages", &Lowering::goes_by_messages, py::arg("bytes_to_each_peer"))
+      .def(
+          "__eq__", [](const Lowering& a, const Lowering& b) { return a == b; }, py::is_operator())
+      .def("__hash__", [](const Lowering& lowering) { return py::hash(py::str(std::string(lowering.name))); })
+      .def("__repr__", [](const Lowering& lowering) { return concat("Lowering(", lowering.name, ")"); });
+}
+
+}  // namespace
+
 void define_topology(py::module_& m) {
   py::class_<Link>(m, "Link")
       .def(py::init([](const py::object& message_ps, const py::object& ps_per_kib) {
@@ -62,6 +101,7 @@ void define_topology(py::module_& m) {
       .def("__hash__", [](const Topology& t) { return py::hash(py::str(t.name)); })
       .def("to_json", [](const Topology& topology) { return to_json(topology); })
       .def("__repr__", [](const Topology& topology) { return concat("Topology(", topology.name, ")"); });
+  define_lowering(m);
 }
 
 }  // namespace shardwright

@@ -7,4 +7,12 @@ const Lowering& lowering_of_backend(std::string_view backend, std::string_view d
   return is_composed ? Lowering::kGloo : Lowering::kNccl;
 }
 
+const Lowering& lowering_of_device(std::string_view device_type) {
+  return device_type == "cpu" ? Lowering::kGloo : Lowering::kNccl;
+}
+
+GemmModel default_products(const Lowering& lowering) {
+  return GemmModel::named(lowering.is_on_device ? "h100" : "cpu");
+}
+
 }  // namespace shardwright

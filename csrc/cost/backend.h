@@ -1,8 +1,10 @@
-// Chooses the lowering for a process group by the name of its backend in torch.distributed.
+// Chooses the lowering for a process group by the name of its backend in torch.distributed, and for a single rank by
+// its device.
 #pragma once
 
 #include <string_view>
 
+#include "cost/gemm_model.h"
 #include "cost/lowering.h"
 
 namespace shardwright {
@@ -13,5 +15,12 @@ namespace shardwright {
 // implements what c10d expects, all_gather_into_tensor and reduce_scatter_tensor included. A backend that lacks a
 // collective raises its own error when the first plan that needs it runs.
 const Lowering& lowering_of_backend(std::string_view backend, std::string_view device_type);
+
+// Returns the lowering of what one rank does alone, without a process group.
+const Lowering& lowering_of_device(std::string_view device_type);
+
+// Returns the times of products for plans with this lowering where no others are known: those of a GPU if transfers
+// read and write device memory, else those of a CPU.
+GemmModel default_products(const Lowering& lowering);
 
 }  // namespace shardwright

@@ -24,7 +24,7 @@ struct GemmModel {
   int64_t launch_ps = 0;           // per product
   int64_t memory_ps_per_kib = 0;   // to read the operands and write the result
   int64_t contention_percent = 0;  // how much longer a product takes while data travels
-  int64_t chunk_ps = 0;            // on hosts: how much later a chunk's transfer ends beside products than alone
+  int64_t chunk_ps = 0;            // on hosts: how much later a chunk's transfer ends alongside products than alone
 
   bool operator==(const GemmModel&) const = default;
 

@@ -22,7 +22,7 @@ using IntervalList = std::vector<Interval>;
 // One list per tensor dim; the rank's part is their product.
 using Region = std::vector<IntervalList>;
 
-// Appends an interval behind the list, which has none of its indices. Empty ones are left out.
+// Appends an interval to the end of a list, which has none of its indices. Empty intervals are left out.
 inline void append(IntervalList& list, Interval interval) {
   if (interval.begin >= interval.end) return;
   if (!list.empty() && list.back().end == interval.begin) {

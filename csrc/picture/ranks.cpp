@@ -448,7 +448,7 @@ class RankPicture {
     frame_.explain(box_text());
     frame_.explain("What a rank holds is filled in the colour, and has the number, of the rank it came from.");
     if (has_hidden_) {
-      frame_.explain("Where parts from several ranks lie behind one another, all are in the holder's own colour.");
+      frame_.explain("Where parts from several ranks cover one another, all are in the holder's own colour.");
     }
     if (widest_bytes_ > 0) {
       frame_.explain(concat("An arrow is a message in its sender's colour, the thicker the more bytes (at most ",

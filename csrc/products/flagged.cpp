@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "products/compile.h"
+#include "products/local_tensors.h"
 #include "program/builder.h"
 #include "support/error.h"
 
@@ -118,8 +119,8 @@ Program compile_flagged(const GatherMatmul& matmul, const Schedule& schedule, Ra
   check_invariant(matrices.has_value(), "a product with flags of other axes");
   const auto [rows, columns, summed, is_rhs_row_major] = *matrices;
 
-  b.new_input(plan.src.local_shape_of_rank(rank));
-  const BufferId other = b.new_input(other_shape, product.other.dtype());
+  const LocalTensors tensors = local_tensors(matmul, rank);
+  const BufferId other = declare_inputs(b, tensors)[1];
   const size_t last = plan.steps.size() - 1;
   const BufferId current = compile_steps(b, plan, 0, last, kInputBuffer);
   const int group = b.group_index(step);
@@ -144,14 +145,7 @@ Program compile_flagged(const GatherMatmul& matmul, const Schedule& schedule, Ra
   b.emit(gemm);
   b.wait(fetch);
 
-  std::vector<int64_t> out_shape;
-  for (const int axis : product.axes.out) {
-    const bool is_row = has_axis(product.axes.lhs, axis);
-    const std::vector<int>& dims = is_row ? product.axes.lhs : product.axes.rhs;
-    const std::vector<int64_t> shape = is_row ? shape_of(needed) : other_shape;
-    out_shape.push_back(shape[std::find(dims.begin(), dims.end(), axis) - dims.begin()]);
-  }
-  b.add_output(out, out_shape);
+  b.add_output(out, tensors.outputs[0].shape);
   if (matmul.keeps_gathered) b.add_output(gathered, shape_of(needed));
   return std::move(b.program());
 }

@@ -7,6 +7,7 @@
 #include "products/blocks.h"
 #include "products/compile.h"
 #include "products/gemms.h"
+#include "products/local_tensors.h"
 #include "program/transfers.h"
 #include "support/error.h"
 
@@ -158,40 +159,21 @@ class GatherCompiler {
 
  private:
   void declare_inputs() {
-    b_.new_input(plan_.src.local_shape_of_rank(b_.rank()));
+    const std::vector<BufferId> declared = shardwright::declare_inputs(b_, local_tensors(matmul_, b_.rank()));
+    auto next = declared.begin() + 1;  // after the operand
     std::vector<InputsOfProduct> inputs(matmul_.products.size());
+    for (InputsOfProduct& one : inputs) one.other = *next++;
     for (size_t j = 0; j < inputs.size(); ++j) {
-      const Layout& other = matmul_.products[j].other;
-      inputs[j].other = b_.new_input(other.local_shape_of_rank(b_.rank()), other.dtype());
+      if (matmul_.products[j].has_bias) inputs[j].bias = *next++;
     }
-    for (size_t j = 0; j < inputs.size(); ++j) {
-      if (matmul_.products[j].has_bias) inputs[j].bias = b_.new_input({size_of_last_axis(matmul_.products[j])});
-    }
-    if (const auto& scaling = matmul_.scaling) {
-      const std::vector<int64_t> one;
-      scales_ = b_.new_input(scaling->plan ? scaling->plan->src.local_shape_of_rank(b_.rank()) : one, DType::kFloat32);
-      for (size_t j = 0; j < inputs.size(); ++j) {
-        inputs[j].other_scales =
-            b_.new_input(scaling->by_row ? rows_of_other(matmul_.products[j]) : one, DType::kFloat32);
-      }
+    if (matmul_.scaling) {
+      scales_ = *next++;
+      for (InputsOfProduct& one : inputs) one.other_scales = *next++;
     }
     const DType result = matmul_.scaling ? matmul_.scaling->result : b_.program().dtype;
     for (size_t j = 0; j < inputs.size(); ++j) {
       products_.emplace_back(b_, matmul_.products[j], result, needed_, inputs[j]);
     }
-  }
-
-  int64_t size_of_last_axis(const GatherMatmul::Product& product) const {
-    const int axis = product.axes.out.back();
-    const auto size_in = [&](const std::vector<int>& dims, const std::vector<int64_t>& shape) {
-      return shape[std::find(dims.begin(), dims.end(), axis) - dims.begin()];
-    };
-    return has_axis(product.axes.lhs, axis) ? size_in(product.axes.lhs, shape_of(needed_))
-                                            : size_in(product.axes.rhs, product.other.local_shape_of_rank(b_.rank()));
-  }
-
-  std::vector<int64_t> rows_of_other(const GatherMatmul::Product& product) const {
-    return sizes_at(product.other.local_shape_of_rank(b_.rank()), free_dims_of(product.axes, product.axes.rhs));
   }
 
   // ---- scales of the operand

@@ -225,12 +225,6 @@ TensorView scales_view(const Contraction& axes, const std::vector<int>& operand,
   return row_major_view(buffer, rows, shape, axes.num_axes());
 }
 
-std::vector<int64_t> sizes_at(const std::vector<int64_t>& shape, const std::vector<int>& dims) {
-  std::vector<int64_t> sizes;
-  for (const int d : dims) sizes.push_back(shape[d]);
-  return sizes;
-}
-
 void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vector<int64_t>& sizes,
                 const TensorView& lhs, const TensorView& rhs, const TensorView& out, bool accumulates,
                 const TensorView& bias, const std::optional<ScaleViews>& scales) {

@@ -35,8 +35,6 @@ TensorView row_major_view(BufferId buffer, const std::vector<int>& dims, const s
 TensorView scales_view(const Contraction& axes, const std::vector<int>& operand, BufferId buffer,
                        const std::vector<int64_t>& shape);
 
-std::vector<int64_t> sizes_at(const std::vector<int64_t>& shape, const std::vector<int>& dims);
-
 // Emits out = lhs x rhs, where `sizes` has the length of each axis. With `accumulates` the product is added to what
 // `out` holds. Otherwise `bias`, a view with strides along some axes of the result, may be added (kMissingBuffer means
 // no bias), but not to the product of scaled operands.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "products/scaled_dtypes.h"
 #include "program/builder.h"
 #include "support/error.h"
 #include "support/match.h"
@@ -34,8 +35,6 @@ void check_axis(int axis, const std::vector<int>& a_dims, const Layout& a, const
              b);
 }
 
-bool is_scalable(DType dtype) { return dtype == DType::kFloat8E4M3FN || dtype == DType::kFloat8E5M2; }
-
 void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scaling>& scaling) {
   if (!scaling) {
     check_user(lhs.dtype() == rhs.dtype(), "matmul: ", lhs, " and ", rhs, " are of different dtypes");
@@ -44,12 +43,11 @@ void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scal
     return;
   }
   const bool are_both_e5m2 = lhs.dtype() == DType::kFloat8E5M2 && rhs.dtype() == DType::kFloat8E5M2;
-  check_user(is_scalable(lhs.dtype()) && is_scalable(rhs.dtype()) && !are_both_e5m2, "dtype: ", lhs.dtype().name(),
+  check_user(takes_scales(lhs.dtype()) && takes_scales(rhs.dtype()) && !are_both_e5m2, "dtype: ", lhs.dtype().name(),
              " and ", rhs.dtype().name(),
              " are given with scales; allowed are float8_e4m3fn and float8_e5m2, not float8_e5m2 twice");
   const DType result = scaling->result;
-  check_user(result == DType::kBFloat16 || result == DType::kFloat32, "out_dtype: ", result.name(),
-             "; allowed with scales are bfloat16 and float32");
+  check_user(is_scaled_result(result), "out_dtype: ", result.name(), "; allowed with scales are bfloat16 and float32");
 }
 
 void check_operands(const Contraction& axes, const Layout& lhs, const Layout& rhs, const Layout& any,

@@ -26,7 +26,7 @@
 //
 // At most `depth` transfers are under way during a product. A gather starts transfers that far ahead, into slots of one
 // buffer that each hold a chunk from its arrival until it is multiplied: depth + 1 chunks exist at a time, unless the
-// gathered operand is kept. A scatter waits for transfers that far behind, and holds as many blocks of the product that
+// gathered operand is kept. A scatter waits for transfers that it started so far before, and holds as many blocks that
 // wait to be sent. Sums over an axis that is cut into chunks are accumulated in float32 if the dtype has 16 bits.
 //
 // A schedule is part of the spec: all ranks must use the same one (timeline.h).

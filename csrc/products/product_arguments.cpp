@@ -8,6 +8,7 @@
 
 #include "cost/cost.h"
 #include "products/product_layouts.h"
+#include "products/scaled_dtypes.h"
 #include "support/error.h"
 #include "support/names.h"
 
@@ -15,17 +16,13 @@ namespace shardwright {
 namespace {
 
 constexpr const char* kFunctionNames[] = {"linear", "gather", "sum"};
-constexpr const char* kScalableDtypes[] = {"torch.float8_e4m3fn", "torch.float8_e5m2"};
-constexpr const char* kScaledResults[] = {"torch.bfloat16", "torch.float32"};
 // Letters of the dims of x before the last, which is k. The result's last dim is n.
 constexpr std::string_view kRows = "abcdefghij";
 
 const char* function_name(ProductFunction function) { return kFunctionNames[static_cast<int>(function)]; }
 
-template <typename Names>
-bool is_one_of(const std::string& name, const Names& names) {
-  return std::find(std::begin(names), std::end(names), name) != std::end(names);
-}
+// As torch prints it: "torch.float32".
+std::string text(const DType& dtype) { return concat("torch.", dtype.name()); }
 
 // "(3, 5)", "(4,)", "()"
 std::string tuple_text(const std::vector<int64_t>& shape) {
@@ -35,7 +32,7 @@ std::string tuple_text(const std::vector<int64_t>& shape) {
 // Checks the arguments in one pass, and keeps what it finds out about them on the way.
 class ProblemMaker {
  public:
-  explicit ProblemMaker(const ProductArguments& arguments) : given_(arguments) {}
+  explicit ProblemMaker(const ProductArguments& arguments) : given_(arguments), result_dtype_(arguments.x.dtype) {}
 
   ProductProblem make() {
     check_numbers();
@@ -73,10 +70,10 @@ class ProblemMaker {
   void check_scales() {
     const std::string names = is_gather() ? "weight_scales" : "weight_scale";
     if (!has_scales()) {
-      check_user(!given_.out_dtype, "out_dtype: ", given_.out_dtype.value_or(""),
+      check_user(!given_.out_dtype, "out_dtype: ", text(given_.out_dtype.value_or(DType::kFloat32)),
                  " without scales, where the result has the dtype of x; leave it out");
-      check_user(!is_one_of(given_.x.dtype, kScalableDtypes), "x_scale: has to be given for x of ", given_.x.dtype,
-                 ", and ", names, " too");
+      check_user(!takes_scales(given_.x.dtype), "x_scale: has to be given for x of ", text(given_.x.dtype), ", and ",
+                 names, " too");
       return;
     }
     const bool has_all = std::all_of(given_.scales.begin(), given_.scales.end(), [](const auto& s) { return !!s; });
@@ -85,9 +82,9 @@ class ProblemMaker {
                lacks_x ? names : "x_scale", " is; operands are all scaled, or none");
     check_user(given_.scales.size() == given_.weights.size() + 1, "weight_scales: got ", given_.scales.size() - 1,
                " for ", given_.weights.size(), " weights; allowed is one per weight");
-    scaled_result_ = given_.out_dtype.value_or(kScaledResults[0]);
-    check_user(is_one_of(*scaled_result_, kScaledResults), "out_dtype: ", *scaled_result_, "; allowed with scales are ",
-               join(kScaledResults));
+    result_dtype_ = given_.out_dtype.value_or(DType::kBFloat16);
+    check_user(is_scaled_result(result_dtype_), "out_dtype: ", text(result_dtype_),
+               "; allowed with scales are torch.bfloat16, torch.float32");
     check_scaled_operands();
     check_user(!given_.requires_grad, "x, weights, biases and scales: one requires a gradient; products of 8-bit ",
                "floats have none");
@@ -101,7 +98,6 @@ class ProblemMaker {
   }
 
   void check_scaled_operands() const {
-    const std::string& x_dtype = given_.x.dtype;
     check_user(ndim() >= 1, "x: has no dims; allowed is one or more");
     for (const GivenTensor& weight : given_.weights) {
       check_user(weight.shape.size() == 2, weight.name, ": has shape ", tuple_text(weight.shape),
@@ -109,20 +105,22 @@ class ProblemMaker {
     }
     for (size_t i = 0; i <= given_.weights.size(); ++i) {
       const GivenTensor& one = operand(i);
-      check_user(is_one_of(one.dtype, kScalableDtypes), one.name, ": is ", one.dtype, "; allowed with scales are ",
-                 join(kScalableDtypes));
-      check_user(i == 0 || one.dtype != x_dtype || x_dtype != kScalableDtypes[1], one.name, ": is ", one.dtype,
+      check_user(takes_scales(one.dtype), one.name, ": is ", text(one.dtype),
+                 "; allowed with scales are torch.float8_e4m3fn, torch.float8_e5m2");
+      const bool are_both_e5m2 = one.dtype == DType::kFloat8E5M2 && given_.x.dtype == DType::kFloat8E5M2;
+      check_user(i == 0 || !are_both_e5m2, one.name, ": is ", text(one.dtype),
                  ", as x is; allowed is that for one of them");
     }
     for (const auto& bias : given_.biases) {
-      check_user(!bias || bias->dtype == *scaled_result_, bias ? bias->name : "", ": is ", bias ? bias->dtype : "",
-                 "; allowed is what the result is, ", *scaled_result_);
+      if (!bias) continue;
+      check_user(bias->dtype == result_dtype_, bias->name, ": is ", text(bias->dtype),
+                 "; allowed is what the result is, ", text(result_dtype_));
     }
   }
 
   // The number of dims decides, not the number of elements, because ranks hold different numbers of rows.
   static bool is_by_row(const GivenTensor& scale, const GivenTensor& operand, size_t k_dim) {
-    check_user(scale.dtype == "torch.float32" && scale.device == operand.device, scale.name, ": is ", scale.dtype,
+    check_user(scale.dtype == DType::kFloat32 && scale.device == operand.device, scale.name, ": is ", text(scale.dtype),
                " on ", scale.device, "; allowed is torch.float32 on ", operand.device);
     if (scale.layout) {
       check_user(operand.layout && operand.layout->mesh() == scale.layout->mesh(), scale.name, ": lies on ",
@@ -155,8 +153,8 @@ class ProblemMaker {
 
   void check_x() const {
     check_user(!is_linear() || given_.x.layout, "x: got a Tensor; allowed is a DTensor, as all others");
-    const DTypeKind kind = DType::parse(given_.x.dtype).kind();
-    check_user(kind == DTypeKind::kFloat || scaled_by_ != ScaledBy::kNothing, "x: has dtype ", given_.x.dtype,
+    const bool is_float = given_.x.dtype.kind() == DTypeKind::kFloat;
+    check_user(is_float || scaled_by_ != ScaledBy::kNothing, "x: has dtype ", text(given_.x.dtype),
                "; allowed are floating dtypes");
     check_user(ndim() >= 1 && ndim() <= static_cast<int64_t>(kRows.size()), "x: has ", ndim(),
                " dims; allowed are 1 to ", kRows.size());
@@ -171,8 +169,8 @@ class ProblemMaker {
     check_user(one.layout.has_value(), one.name, ": got a Tensor; allowed is a DTensor, as all others");
     check_user(one.layout->mesh() == x.layout->mesh(), one.name, ": lies on ", one.layout->mesh(), ", x on ",
                x.layout->mesh(), "; allowed is one mesh");
-    check_user(one.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing, one.name, ": has dtype ", one.dtype, ", x ",
-               x.dtype, "; allowed is one dtype");
+    check_user(one.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing, one.name, ": has dtype ", text(one.dtype),
+               ", x ", text(x.dtype), "; allowed is one dtype");
   }
 
   void check_weight(const GivenTensor& weight) const {
@@ -182,8 +180,8 @@ class ProblemMaker {
     check_user(fits, weight.name, ": has shape ", tuple_text(weight.shape), " where x has ", tuple_text(x.shape),
                "; allowed is (", is_linear() ? "out_features, " : "", x.shape.back(), is_linear() ? ")" : ", n)");
     const bool is_alike = weight.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing;
-    check_user(is_alike && weight.device == x.device, weight.name, ": is ", weight.dtype, " on ", weight.device, ", x ",
-               x.dtype, " on ", x.device, "; allowed is the same");
+    check_user(is_alike && weight.device == x.device, weight.name, ": is ", text(weight.dtype), " on ", weight.device,
+               ", x ", text(x.dtype), " on ", x.device, "; allowed is the same");
   }
 
   std::optional<int64_t> dim_of_x() const {
@@ -198,8 +196,6 @@ class ProblemMaker {
     return concat(rows, "k,", is_weight_nk ? "nk" : "kn", "->", rows, "n");
   }
 
-  DType result_dtype() const { return DType::parse(scaled_result_.value_or(given_.x.dtype)); }
-
   // ---- DTensors
 
   ProductProblem of_dtensors() const {
@@ -213,7 +209,7 @@ class ProblemMaker {
       problem.biases.push_back(bias_of_dtensors(j));
       std::vector<int64_t> shape = x.shape();
       shape.back() = weight.shape()[1 - k_dim()];
-      problem.results.emplace_back(x.mesh_ptr(), shape, result_dtype(), placements_of_result(letters, weight));
+      problem.results.emplace_back(x.mesh_ptr(), shape, result_dtype_, placements_of_result(letters, weight));
     }
     if (!is_linear()) problem.cuts = cuts_in_place(letters, x, problem.weights[0]);
     problem.scaled_by = scaled_by_;
@@ -260,9 +256,9 @@ class ProblemMaker {
 
   ProductProblem of_plain_tensors() const {
     const auto mesh = std::make_shared<Mesh>(std::vector<std::string>{"group"}, std::vector<int64_t>{given_.num_ranks});
-    const auto lie = [&](std::vector<int64_t> shape, const std::string& dtype, std::optional<int64_t> cut) {
+    const auto lie = [&](std::vector<int64_t> shape, const DType& dtype, std::optional<int64_t> cut) {
       const Placement placement = cut ? Placement::shard(*cut) : Placement::replicate();
-      return Layout(mesh, std::move(shape), DType::parse(dtype), {placement});
+      return Layout(mesh, std::move(shape), dtype, {placement});
     };
     std::vector<int64_t> shape = given_.x.shape;
     const int64_t cut = is_gather() ? *dim_ : ndim() - 1;
@@ -280,7 +276,7 @@ class ProblemMaker {
       problem.weights.push_back(lie(weight_shape, weight.dtype, is_gather() != turned ? 1 : 0));
       std::vector<int64_t> result = shape;
       result.back() = columns;
-      problem.results.push_back(lie(result, result_dtype().name(), is_gather() ? ndim() - 1 : dim_));
+      problem.results.push_back(lie(result, result_dtype_, is_gather() ? ndim() - 1 : dim_));
       problem.biases.emplace_back();
       if (!given_.biases[j]) continue;
       const std::optional<int64_t> bias_cut = is_gather() ? std::optional<int64_t>(0) : std::nullopt;
@@ -320,7 +316,7 @@ class ProblemMaker {
 
   const ProductArguments& given_;
   ScaledBy scaled_by_ = ScaledBy::kNothing;
-  std::optional<std::string> scaled_result_;
+  DType result_dtype_;
   std::optional<int64_t> dim_;
 };
 

@@ -16,7 +16,7 @@ namespace shardwright {
 struct GivenTensor {
   std::string name;            // of the argument, for messages: "weights[0]"
   std::vector<int64_t> shape;  // the global shape of a DTensor, or that of this rank's part of a plain tensor
-  std::string dtype;           // as torch prints it: "torch.float32"
+  DType dtype = DType::kFloat32;
   std::string device;
   std::optional<Layout> layout = std::nullopt;  // DTensors only
   bool is_transposed = false;                   // plain weights (k, n) only: it is the view of a contiguous (n, k)
@@ -45,8 +45,8 @@ struct ProductArguments {
   std::vector<std::optional<GivenTensor>> biases;  // by weight
   // The scales of x, then of the weights; empty, or all missing, if operands are not scaled.
   std::vector<std::optional<GivenTensor>> scales = {};
-  std::optional<std::string> out_dtype = std::nullopt;  // with scales: "torch.bfloat16" or "torch.float32"
-  bool requires_grad = false;                           // whether a gradient will be asked of anything given
+  std::optional<DType> out_dtype = std::nullopt;  // with scales: bfloat16 or float32
+  bool requires_grad = false;                     // whether a gradient will be asked of anything given
 
   std::optional<std::vector<Placement>> placements = std::nullopt;  // of DTensors: of the results
   std::optional<int64_t> dim = std::nullopt;  // which `function` reads; from the end where it is negative

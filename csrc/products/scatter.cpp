@@ -5,6 +5,7 @@
 #include "products/blocks.h"
 #include "products/compile.h"
 #include "products/gemms.h"
+#include "products/local_tensors.h"
 #include "program/transfers.h"
 #include "support/error.h"
 
@@ -22,14 +23,7 @@ class ScatterCompiler {
         b_(plan_.src.dtype(), plan_.lowering, plan_.named_groups_only, rank) {}
 
   Program run() {
-    for (const auto& term : matmul_.terms) {
-      declare(term.lhs);
-      declare(term.rhs);
-    }
-    if (matmul_.has_addend) addend_ = declare(plan_.src);
-    if (matmul_.scaling) {
-      for (const auto& term : matmul_.terms) scales_.push_back(declare_scales(term));
-    }
+    declare_inputs();
     BufferId current = kMissingBuffer;
     size_t done = 0;
     if (schedule_.method == Method::kSerial) {
@@ -56,18 +50,17 @@ class ScatterCompiler {
   }
 
  private:
-  BufferId declare(const Layout& layout) { return b_.new_input(layout.local_shape_of_rank(b_.rank()), layout.dtype()); }
-
-  ScaleViews declare_scales(const MatmulScatter::Term& term) {
-    const auto view = [&](const std::vector<int>& operand, const Layout& layout) {
-      std::vector<int64_t> shape;
-      if (matmul_.scaling->by_row) {
-        shape = sizes_at(layout.local_shape_of_rank(b_.rank()), free_dims_of(term.axes, operand));
-      }
-      return scales_view(term.axes, operand, b_.new_input(shape, DType::kFloat32), shape);
-    };
-    TensorView lhs = view(term.axes.lhs, term.lhs);
-    return {std::move(lhs), view(term.axes.rhs, term.rhs)};
+  void declare_inputs() {
+    const std::vector<BufferId> declared = shardwright::declare_inputs(b_, local_tensors(matmul_, b_.rank()));
+    auto next = declared.begin() + 2 * static_cast<int64_t>(matmul_.terms.size());  // after the operands
+    if (matmul_.has_addend) addend_ = *next++;
+    if (!matmul_.scaling) return;
+    for (const auto& term : matmul_.terms) {
+      const BufferId lhs = *next++;
+      const BufferId rhs = *next++;
+      scales_.push_back({scales_view(term.axes, term.axes.lhs, lhs, b_.program().buffers[lhs].shape),
+                         scales_view(term.axes, term.axes.rhs, rhs, b_.program().buffers[rhs].shape)});
+    }
   }
 
   // Computes a block of the result into a row-major tensor of this shape; `places` selects where each of the block's

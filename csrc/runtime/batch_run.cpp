@@ -63,10 +63,11 @@ void record_use(const at::Tensor& tensor, c10::Stream stream) {
 
 class BatchRun final : public Run {
  public:
-  enum class Mode : uint8_t { kHost, kOnHome, kBeside };
+  // Where copies run. On devices with streams, transfers have a side stream of their own.
+  enum class Mode : uint8_t { kHost, kCurrentStream, kSideStream };
 
   BatchRun(std::shared_ptr<const BatchExecutable> executable, std::vector<at::Tensor> sources,
-           std::vector<at::Tensor> destinations, c10::Device device, bool is_beside)
+           std::vector<at::Tensor> destinations, c10::Device device, bool is_asynchronous)
       : executable_(std::move(executable)),
         program_(executable_->program()),
         prepared_(executable_->prepared(sources, destinations)),
@@ -75,8 +76,8 @@ class BatchRun final : public Run {
         device_(device),
         goes_through_host_(executable_->goes_through_host(device)),
         mode_(device.is_cpu() || goes_through_host_ ? Mode::kHost
-              : is_beside                           ? Mode::kBeside
-                                                    : Mode::kOnHome),
+              : is_asynchronous                     ? Mode::kSideStream
+                                                    : Mode::kCurrentStream),
         lease_(lease_of(*executable_)),
         actions_(actions_of(static_cast<int>(program_.rounds().size()), static_cast<int>(program_.plan().buckets()))),
         works_(program_.rounds().size()),
@@ -125,7 +126,7 @@ class BatchRun final : public Run {
       for (const at::Tensor& bucket : buckets) give_staging(bucket);
       for (const at::Tensor& bucket : host_buckets) give_staging(bucket);
     }
-    if (mode_ == Mode::kBeside) return;  // the device may still read and write them
+    if (mode_ == Mode::kSideStream) return;  // the device may still read and write them
     sources.swap(sources_);
     destinations.swap(destinations_);
   }
@@ -159,7 +160,7 @@ class BatchRun final : public Run {
   }
   int num_actions() const { return static_cast<int>(actions_.size()); }
 
-  // For a run beside the caller's stream: gives everything to the device, and returns.
+  // For a run on side streams: gives everything to the device, and returns.
   void submit() {
     started_in_capture_ = is_capturing(device_);
     const SideStreamGuard rest(device_, SideStream::kRest);
@@ -168,7 +169,7 @@ class BatchRun final : public Run {
   }
   // Makes the current stream, or on CPU the host, wait for the actions before this one.
   void wait_until(int action) {
-    if (mode_ != Mode::kBeside) {
+    if (mode_ != Mode::kSideStream) {
       finish_until(action);
       // The progress thread may keep a run that is over for a while, which should not keep memory.
       if (finished()) release();
@@ -189,7 +190,7 @@ class BatchRun final : public Run {
     destinations_.clear();
   }
   bool is_done() const {
-    if (mode_ != Mode::kBeside) return finished();
+    if (mode_ != Mode::kSideStream) return finished();
     return !events_.back() || events_.back()->query();
   }
 
@@ -198,7 +199,7 @@ class BatchRun final : public Run {
     if (events_.back() && is_capturing(device_) == started_in_capture_) wait_for(*events_.back(), device_);
   }
   void abandon() noexcept override {
-    if (mode_ != Mode::kBeside) return;
+    if (mode_ != Mode::kSideStream) return;
     try {
       const std::lock_guard<std::recursive_mutex> lock(mutex_);
       for (std::vector<at::Tensor>* tensors : {&sources_, &destinations_}) {
@@ -224,7 +225,7 @@ class BatchRun final : public Run {
       const Action& action = actions_[next_];
       try {
         act(action);
-        if (mode_ == Mode::kBeside) events_[next_].emplace(record_current(device_, false));
+        if (mode_ == Mode::kSideStream) events_[next_].emplace(record_current(device_, false));
       } catch (const c10::Error& error) {
         fail(action, error.what_without_backtrace());
       } catch (const std::exception& error) {
@@ -345,7 +346,7 @@ class BatchRun final : public Run {
   std::vector<Action> actions_;
   std::vector<std::vector<WorkPtr>> works_;             // by round
   std::vector<std::optional<c10::Event>> transferred_;  // by round, if there are streams
-  std::vector<std::optional<c10::Event>> events_;       // by action, if it runs beside the caller's stream
+  std::vector<std::optional<c10::Event>> events_;       // by action, if it runs on side streams
   std::vector<at::Tensor> buckets_;
   std::vector<at::Tensor> host_buckets_;
   int last_start_ = -1;
@@ -365,7 +366,7 @@ c10::Device device_of(const std::vector<at::Tensor>& sources, const std::vector<
 
 std::shared_ptr<BatchRun> made_run(const std::shared_ptr<const BatchExecutable>& executable,
                                    std::vector<at::Tensor>&& sources, std::vector<at::Tensor>&& destinations,
-                                   bool is_beside) {
+                                   bool is_asynchronous) {
   executable->check(sources, destinations);
   const c10::Device device = device_of(sources, destinations);
   const bool through_host = executable->goes_through_host(device);
@@ -373,12 +374,12 @@ std::shared_ptr<BatchRun> made_run(const std::shared_ptr<const BatchExecutable>&
   lease_of(*executable)->connect(through_host ? c10::Device(c10::kCPU) : device);
   ++counters().runs;
   counters().received_bytes += executable->received_bytes();
-  return std::make_shared<BatchRun>(executable, std::move(sources), std::move(destinations), device, is_beside);
+  return std::make_shared<BatchRun>(executable, std::move(sources), std::move(destinations), device, is_asynchronous);
 }
 
 void run_here(const std::shared_ptr<BatchRun>& run, c10::Device device, bool through_host) {
   Lane& lane = lane_of(through_host ? c10::Device(c10::kCPU) : device);
-  if (!device.is_cpu() && !through_host) lane.stand_behind_those_beside();
+  if (!device.is_cpu() && !through_host) lane.wait_for_asynchronous_runs();
   lane.issue(run, [&] { run->start_all(); });
   run->finish();
   run->release();
@@ -397,7 +398,7 @@ bool BatchHandle::is_done() const { return run_->is_done(); }
 void run_batch(const std::shared_ptr<const BatchExecutable>& executable, std::vector<at::Tensor> sources,
                std::vector<at::Tensor> destinations) {
   const c10::Device device = device_of(sources, destinations);
-  const auto run = made_run(executable, std::move(sources), std::move(destinations), /*is_beside=*/false);
+  const auto run = made_run(executable, std::move(sources), std::move(destinations), /*is_asynchronous=*/false);
   run_here(run, device, executable->goes_through_host(device));
 }
 
@@ -405,7 +406,7 @@ BatchHandle start_batch(const std::shared_ptr<const BatchExecutable>& executable
                         std::vector<at::Tensor> destinations) {
   const c10::Device device = device_of(sources, destinations);
   const bool through_host = executable->goes_through_host(device);
-  const auto run = made_run(executable, std::move(sources), std::move(destinations), /*is_beside=*/true);
+  const auto run = made_run(executable, std::move(sources), std::move(destinations), /*is_asynchronous=*/true);
   BatchHandle handle(run);
   if (through_host) {
     run_here(run, device, through_host);
@@ -418,7 +419,7 @@ BatchHandle start_batch(const std::shared_ptr<const BatchExecutable>& executable
     Lane& lane = lane_of(device);
     lane.issue(run, [&] {
       run->submit();
-      lane.note_beside(run, handle.token());
+      lane.note_asynchronous(run, handle.token());
     });
   }
   return handle;

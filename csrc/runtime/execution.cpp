@@ -50,7 +50,7 @@ class StepRecord {
 
 }  // namespace
 
-Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs, bool is_beside_compute)
+Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs, bool uses_side_stream)
     : executable_(std::move(executable)),
       compiled_(executable_->compiled()),
       program_(compiled_.program()),
@@ -62,12 +62,12 @@ Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs,
       groups_(executable_->lease_groups()),
       num_instructions_(static_cast<int>(program_.instructions.size())),
       is_on_cpu_(device_.is_cpu()),
-      is_beside_compute_(is_beside_compute && !is_on_cpu_) {
+      uses_side_stream_(uses_side_stream && !is_on_cpu_) {
   if (compiled_.flagged_product() >= 0) check_flags();
   const BelowAutograd guard;
   for (size_t i = 0; i < inputs.size(); ++i) buffers_[i] = dense(inputs[i]);
   if (!is_on_cpu_) home_ = current_stream(device_);
-  if (is_beside_compute_) {
+  if (uses_side_stream_) {
     transferred_.resize(program_.instructions.size());
     marks_.resize(program_.instructions.size());
     begin_.emplace(record_current(device_, false));
@@ -142,7 +142,7 @@ void Execution::release() {
   groups_.clear();
 }
 
-void Execution::start_rest_beside() {
+void Execution::start_rest_on_side_stream() {
   for (const at::Tensor& buffer : buffers_) {
     if (buffer.defined()) kept_.push_back(buffer);
   }
@@ -197,7 +197,7 @@ void Execution::step() {
   try {
     for (const BufferId b : compiled_.lifetimes().begins[index]) allocate(b);
     execute(program_.instructions[index].operation, index);
-    if (is_beside_compute_ && compiled_.is_asked_for(index)) marks_[index].emplace(record_current(device_, false));
+    if (uses_side_stream_ && compiled_.is_asked_for(index)) marks_[index].emplace(record_current(device_, false));
   } catch (const c10::Error& error) {
     fail(index, error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -326,7 +326,7 @@ void Execution::wait(int ticket) {
     if (work) work->wait();
   }
   works_[ticket].clear();
-  if (is_beside_compute_) wait_for(*transferred_[ticket], device_);
+  if (uses_side_stream_) wait_for(*transferred_[ticket], device_);
   if (!spans_.empty() && is_on_cpu_) spans_[ticket].stop();
 }
 
@@ -362,7 +362,7 @@ void Execution::start_transfer(const Operation& operation, int index) {
   }
   if (is_on_cpu_) return transfer(operation, index);
   std::optional<SideStreamGuard> side;
-  if (is_beside_compute_) go_to_side_stream(side, index);
+  if (uses_side_stream_) go_to_side_stream(side, index);
   if (traces) spans_[index].start_at(record_current(device_, true));
   transfer(operation, index);
   for (WorkPtr& work : works_[index]) {

@@ -25,10 +25,10 @@ namespace shardwright {
 
 class Execution final : public Run {
  public:
-  // If the device has streams: with `is_beside_compute`, transfers run on a side stream, otherwise on the current one.
+  // If the device has streams: with `uses_side_stream`, transfers run on a side stream, otherwise on the current one.
   // The stream that is current now is the home of the execution: compute runs there, and buffers are allocated from its
   // memory.
-  Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs, bool is_beside_compute);
+  Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs, bool uses_side_stream);
   // If the device has streams, transfers may still be under way; their memory is not reused before they are done.
   ~Execution() override;
   Execution(const Execution&) = delete;
@@ -64,7 +64,7 @@ class Execution final : public Run {
 
   // If the device has streams: submits the rest of the program to a side stream (SideStream::kRest), so that the
   // caller's stream can continue until `wait_for_end`.
-  void start_rest_beside();
+  void start_rest_on_side_stream();
   // Makes the current stream wait for the end of the program. Throws c10::Error if a graph is being captured now but
   // was not when the program was started, or the reverse. May be called by several threads, each any number of times.
   void wait_for_end();
@@ -133,7 +133,7 @@ class Execution final : public Run {
   int num_instructions_ = 0;
   int num_under_way_ = 0;  // the number of transfers that were started and not waited for
   bool is_on_cpu_ = false;
-  bool is_beside_compute_ = false;
+  bool uses_side_stream_ = false;
   bool owns_input_ = false;
   bool exchanges_by_messages_ = false;
   std::atomic<int> next_{0};

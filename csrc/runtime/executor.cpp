@@ -95,7 +95,7 @@ void count_way_through_host(const at::Device& device) {
 at::Tensor complete(const CompiledProgram& compiled, const std::shared_ptr<Execution>& execution) {
   if (compiled.communicates()) {
     Lane& lane = lane_of(execution->device());
-    if (!execution->device().is_cpu()) lane.stand_behind_those_beside();
+    if (!execution->device().is_cpu()) lane.wait_for_asynchronous_runs();
     lane.issue(execution, [&] { execution->start_all(); });
     counters().received_bytes += compiled.received_bytes();
   }
@@ -142,8 +142,8 @@ void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Exe
   Lane& lane = lane_of(execution->device());
   lane.issue(execution, [&] {
     execution->start_until(until);
-    execution->start_rest_beside();
-    lane.note_beside(execution, output);
+    execution->start_rest_on_side_stream();
+    lane.note_asynchronous(execution, output);
   });
 }
 
@@ -160,7 +160,7 @@ std::pair<at::Tensor, WorkPtr> start_execution(const ExecutablePtr& executable, 
                                                const at::Tensor* out, bool input_may_change) {
   const CompiledProgram& compiled = executable->compiled();
   executable->connect(input.device());
-  const auto execution = std::make_shared<Execution>(executable, input, /*is_beside_compute=*/true);
+  const auto execution = std::make_shared<Execution>(executable, input, /*uses_side_stream=*/true);
   if (out != nullptr) execution->write_to(*out);
   const at::Tensor output = execution->output();  // made before anything runs, so that the Work is for this tensor
   execution->device().is_cpu() ? start_on_cpu(compiled, execution, input, input_may_change)
@@ -191,7 +191,7 @@ at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input) {
     ++counters().runs;
     return take_box(compiled.program(), input);
   }
-  return complete(compiled, std::make_shared<Execution>(executable, input, /*is_beside_compute=*/false));
+  return complete(compiled, std::make_shared<Execution>(executable, input, /*uses_side_stream=*/false));
 }
 
 void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out) {
@@ -210,7 +210,7 @@ void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at
     return;
   }
   executable->connect(input.device());
-  const auto execution = std::make_shared<Execution>(executable, input, /*is_beside_compute=*/false);
+  const auto execution = std::make_shared<Execution>(executable, input, /*uses_side_stream=*/false);
   execution->write_to(out);
   complete(compiled, execution);
 }
@@ -229,7 +229,7 @@ std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<a
     return outputs;
   }
   executable->connect(device);
-  const auto execution = std::make_shared<Execution>(executable, inputs, /*is_beside_compute=*/true);
+  const auto execution = std::make_shared<Execution>(executable, inputs, /*uses_side_stream=*/true);
   complete(compiled, execution);
   std::vector<at::Tensor> outputs;
   for (size_t i = 0; i < compiled.program().outputs.size(); ++i) outputs.push_back(execution->output(i));

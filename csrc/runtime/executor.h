@@ -67,6 +67,7 @@ WorkPtr start_into(const ExecutablePtr& executable, const at::Tensor& input, con
 struct Counters {
   std::atomic<int64_t> runs{0};
   std::atomic<int64_t> received_bytes{0};
+  std::atomic<int64_t> compiled{0};      // programs compiled from an operator's text
   std::atomic<int64_t> through_host{0};  // runs on tensors that were copied to host memory for Gloo
 };
 Counters& counters();

@@ -44,7 +44,7 @@ std::vector<int64_t> times(std::vector<int64_t> counts, int64_t factor) {
 void take_turn(c10::Device device) {
   Lane& lane = lane_of(device);
   lane.drain();
-  if (!device.is_cpu()) lane.stand_behind_those_beside();
+  if (!device.is_cpu()) lane.wait_for_asynchronous_runs();
 }
 
 // Rows of several tensors, with the parts of a row next to each other in one tensor of bytes.

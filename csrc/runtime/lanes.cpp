@@ -20,22 +20,22 @@ void Lane::drain() {
   }
 }
 
-void Lane::note_beside(const std::shared_ptr<Run>& run, const at::Tensor& output) {
+void Lane::note_asynchronous(const std::shared_ptr<Run>& run, const at::Tensor& output) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  std::erase_if(beside_, [](const Beside& one) {
-    const std::shared_ptr<Run> known = one.run.lock();
+  std::erase_if(asynchronous_, [](const AsynchronousRun& noted) {
+    const std::shared_ptr<Run> known = noted.run.lock();
     if (!known || known->is_waited_for()) return true;
-    if (one.output.use_count() > 0) return false;
+    if (noted.output.use_count() > 0) return false;
     known->abandon();  // c10d never frees a Work that nobody waits for
     return true;
   });
-  beside_.push_back({run, c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr())});
+  asynchronous_.push_back({run, c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr())});
 }
 
-void Lane::stand_behind_those_beside() {
+void Lane::wait_for_asynchronous_runs() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (beside_.empty()) return;
-  const std::shared_ptr<Run> last = beside_.back().run.lock();
+  if (asynchronous_.empty()) return;
+  const std::shared_ptr<Run> last = asynchronous_.back().run.lock();
   if (last && !last->is_waited_for()) last->order_before_current();
 }
 

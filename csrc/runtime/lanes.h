@@ -26,20 +26,21 @@ class Lane {
 
   // If the device has streams: notes a program that continues alongside its caller's stream, and for which somebody may
   // wait as long as `output` exists.
-  void note_beside(const std::shared_ptr<Run>& run, const at::Tensor& output);
+  void note_asynchronous(const std::shared_ptr<Run>& run, const at::Tensor& output);
 
-  // Makes the current stream wait for the last of these programs, and so for all of them, unless someone already did.
-  void stand_behind_those_beside();
+  // Makes the current stream wait for the last of these programs, and so for all of them, unless somebody has waited
+  // for it already. The host does not wait.
+  void wait_for_asynchronous_runs();
 
  private:
-  struct Beside {
+  struct AsynchronousRun {
     std::weak_ptr<Run> run;
     c10::weak_intrusive_ptr<c10::TensorImpl> output;
   };
 
   std::recursive_mutex mutex_;
-  std::deque<std::weak_ptr<Run>> pending_;  // programs with communications left to start
-  std::vector<Beside> beside_;
+  std::deque<std::weak_ptr<Run>> pending_;     // programs with communications left to start
+  std::vector<AsynchronousRun> asynchronous_;  // in the order in which they were started
 };
 
 Lane& lane_of(const at::Device& device);

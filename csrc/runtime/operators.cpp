@@ -279,13 +279,23 @@ std::string bytes_of(const std::string& text) {
   }
 }
 
-std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank) {
+namespace {
+
+std::shared_ptr<const CompiledProgram> compile_text(const std::string& text, Rank rank) {
+  ++counters().compiled;
   const std::string bytes = bytes_of(text);
   if (is_attention(bytes)) return compiled_attention(bytes, rank);
   if (!is_matmul(bytes)) return CompiledProgram::from_plan_bytes(bytes, rank);
   const auto [matmul, schedule] = matmul_from_bytes(bytes);
   return std::make_shared<CompiledProgram>(compile(matmul, schedule, rank), plans_of(matmul),
                                            std::make_unique<MatmulOrigin>(bytes), rank);
+}
+
+}  // namespace
+
+std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank) {
+  static auto* kept = new BoundedCache<std::string, std::shared_ptr<const CompiledProgram>>(kMaxExecutables);
+  return kept->get_or_make(key_of(text, {}, number(rank)), [&] { return compile_text(text, rank); });
 }
 
 ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank) {

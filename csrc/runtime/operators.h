@@ -15,8 +15,9 @@
 
 namespace shardwright {
 
-// Compiles a plan, a matmul or an attention, given as text, for a rank. Throws c10::ValueError on other text, and
-// UserError if the rank is not on its mesh.
+// Compiles a plan, a matmul or an attention, given as text, for a rank. The program is kept, so whoever asks for its
+// groups first and for the executable later compiles it once. Throws c10::ValueError on other text, and UserError if
+// the rank is not on its mesh.
 std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank);
 
 // Returns the executable of a plan or a matmul, given as text, for a rank, bound to these groups. It is cached, and

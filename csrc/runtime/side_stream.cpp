@@ -38,9 +38,9 @@ c10::Stream side_stream(c10::Device device, SideStream which) {
 SideStreamGuard::SideStreamGuard(c10::Device device, SideStream which)
     : SideStreamGuard(device, which, record_current(device, false)) {}
 
-SideStreamGuard::SideStreamGuard(c10::Device device, SideStream which, const c10::Event& behind)
+SideStreamGuard::SideStreamGuard(c10::Device device, SideStream which, const c10::Event& after)
     : side_(side_stream(device, which)) {
-  behind.block(side_);
+  after.block(side_);
   guard_.emplace(side_);
 }
 

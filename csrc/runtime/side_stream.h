@@ -25,7 +25,7 @@ c10::Stream side_stream(c10::Device device, SideStream which);
 class SideStreamGuard {
  public:
   SideStreamGuard(c10::Device device, SideStream which);
-  SideStreamGuard(c10::Device device, SideStream which, const c10::Event& behind);
+  SideStreamGuard(c10::Device device, SideStream which, const c10::Event& after);
 
   // Records an event after everything that the side stream has been given so far.
   c10::Event record(bool with_time = false) const;

@@ -5,7 +5,7 @@
 // before it has ended, a reduction when the gradient is complete. A use begins when its weights are gathered and the
 // reductions that should be done by then are.
 //
-// Chunks are transferred during a use, behind what was started before. Those of weights run alongside the product that
+// Chunks are transferred during a use, after what was started before. Those of weights run alongside the product that
 // needs them: all of a forward, but in a backward only the first half, in which the gradient of the input is computed.
 // Chunks of a gradient run alongside the second half. The use ends when its chunks are there and what is computed after
 // them is done and, besides, one chunk's time later: nothing is computed alongside the first gather and the last

@@ -31,11 +31,11 @@ class Tables final : public shardwright::TableDevice {
   Upload upload_beside_capture(const std::vector<uint8_t>& bytes) override {
     const RelaxedRules relaxed;
     const c10::Stream before = current_stream();
-    c10::Stream beside = stream_from_pool(false);
-    while (async_device::is_capturing(beside)) beside = stream_from_pool(false);
-    set_current_stream(beside);
+    c10::Stream other = stream_from_pool(false);
+    while (async_device::is_capturing(other)) other = stream_from_pool(false);
+    set_current_stream(other);
     auto memory = memory_for(bytes);
-    synchronize(beside);
+    synchronize(other);
     set_current_stream(before);
     const void* begin = memory->const_data_ptr();
     return {std::move(memory), begin, nullptr};

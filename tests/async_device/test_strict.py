@@ -179,9 +179,9 @@ def late_peer(rank: int, size: int, path: str, blocks_host: bool) -> None:
         assert x.item() == 3.0
         return
     work = dist.all_reduce(x, async_op=True)
-    behind = torch.Event(device=DEVICE)
-    behind.record(torch.accelerator.current_stream())
-    behind.synchronize()  # the current stream is not held up
+    after = torch.Event(device=DEVICE)
+    after.record(torch.accelerator.current_stream())
+    after.synchronize()  # the current stream is not held up
     assert not work.is_completed()
     if blocks_host:
         set_key("come")
@@ -189,8 +189,8 @@ def late_peer(rank: int, size: int, path: str, blocks_host: bool) -> None:
         assert work.is_completed()
     else:
         work.wait()
-        behind.record(torch.accelerator.current_stream())
-        assert not behind.query() and not work.is_completed()  # the stream waits, the host does not
+        after.record(torch.accelerator.current_stream())
+        assert not after.query() and not work.is_completed()  # the stream waits, the host does not
         set_key("come")
     assert x.item() == 3.0
 

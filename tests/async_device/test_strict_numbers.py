@@ -157,7 +157,7 @@ def random_use(rank: int, size: int, path: str, seed: int, rules: dict[str, bool
             for work in works:
                 if work is not None:
                     work.wait()
-            # What stands behind on the stream sees it.
+            # What comes after it on the stream sees it.
             doubled += [(tensor.add(tensor), value + value) for tensor, value in wanted]
             operations.alive.append(works)
     native.synchronize()

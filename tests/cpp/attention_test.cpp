@@ -379,7 +379,7 @@ TEST(Attention, WindowsMayBeOfAnyWidth) {
   }
 }
 
-// A ring of many ranks holds two parts of keys and values beside its own tensors, whatever the number of ranks.
+// A ring of many ranks holds two parts of keys and values besides its own tensors, whatever the number of ranks.
 TEST(Attention, ARingNeverHoldsAllKeys) {
   for (const int64_t ranks : {4, 8}) {
     Attention a = attention_of(contiguous(64 * ranks, ranks), {});

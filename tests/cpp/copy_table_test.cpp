@@ -226,7 +226,7 @@ TEST(CopyTable, ACaptureMakesTheHostWaitForAnUploadUnderWay) {
   c.launch();
   device.captures = true;
   c.launch();
-  EXPECT_TRUE(c.was_right()) << "the upload, and the first kernel behind it, are not done";
+  EXPECT_TRUE(c.was_right()) << "the upload, and the first kernel after it, are not done";
   device.graph.at(0)();
   EXPECT_TRUE(c.was_right());
 }

@@ -4,13 +4,14 @@
 #include <gtest/gtest.h>
 
 #include "cost/backend.h"
+#include "cost/gemm_model.h"
 #include "cost/topology.h"
 #include "support/error.h"
 
 namespace shardwright {
 namespace {
 
-TEST(Lowering, GoesByItsName) {
+TEST(Lowering, IsFoundByItsName) {
   for (const Lowering& lowering : Lowering::all()) {
     EXPECT_EQ(Lowering::named(lowering.name), lowering);
     EXPECT_NO_THROW(Topology::named(lowering.default_topology).check());
@@ -34,12 +35,24 @@ TEST(Lowering, HasThresholds) {
   EXPECT_TRUE(Lowering::kGloo.goes_by_messages(int64_t{1} << 18));
 }
 
-TEST(Lowering, IsToldByTheBackend) {
+TEST(Lowering, FollowsFromTheBackend) {
   EXPECT_EQ(lowering_of_backend("gloo", "cuda"), Lowering::kGloo);
   EXPECT_EQ(lowering_of_backend("fake", "cpu"), Lowering::kGloo);
   EXPECT_EQ(lowering_of_backend("fake", "cuda"), Lowering::kNccl);
   EXPECT_EQ(lowering_of_backend("nccl", "cuda"), Lowering::kNccl);
   EXPECT_EQ(lowering_of_backend("one of an extension", "cpu"), Lowering::kNccl);
+}
+
+TEST(Lowering, OfOneRankFollowsFromItsDevice) {
+  EXPECT_EQ(lowering_of_device("cpu"), Lowering::kGloo);
+  EXPECT_EQ(lowering_of_device("cuda"), Lowering::kNccl);
+}
+
+TEST(Lowering, HasDefaultsThatExist) {
+  for (const Lowering& lowering : Lowering::all()) {
+    EXPECT_EQ(Topology::named(lowering.default_topology).name, lowering.default_topology);
+    EXPECT_EQ(default_products(lowering).name, lowering == Lowering::kGloo ? "cpu" : "h100");
+  }
 }
 
 }  // namespace

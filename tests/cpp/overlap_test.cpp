@@ -11,6 +11,7 @@
 #include "moves/traffic.h"
 #include "products.h"
 #include "products/compile.h"
+#include "products/local_tensors.h"
 #include "products/matmul.h"
 #include "products/serialize.h"
 #include "search/make_plan.h"
@@ -138,6 +139,21 @@ struct Run {
   std::unique_ptr<Machine> machine;
 };
 
+// What is known of a program without compiling it.
+void check_local_tensors(const Matmul& matmul, const Program& program, Rank rank) {
+  const LocalTensors tensors = local_tensors(matmul, rank);
+  ASSERT_EQ(tensors.inputs.size(), program.num_inputs());
+  for (size_t i = 0; i < tensors.inputs.size(); ++i) {
+    EXPECT_EQ(tensors.inputs[i].shape, program.buffers[i].shape);
+    EXPECT_EQ(tensors.inputs[i].dtype, program.buffers[i].dtype);
+  }
+  ASSERT_EQ(tensors.outputs.size(), program.outputs.size());
+  for (size_t i = 0; i < tensors.outputs.size(); ++i) {
+    EXPECT_EQ(tensors.outputs[i].shape, program.outputs[i].shape);
+    EXPECT_EQ(tensors.outputs[i].dtype, program.dtype_of(program.outputs[i].buffer));
+  }
+}
+
 Run run(const Matmul& matmul, const Schedule& schedule, const std::function<std::vector<Values>(int64_t)>& inputs_at) {
   Run result{{}, std::make_unique<Machine>()};
   const Mesh& mesh = plan_of(matmul).src.mesh();
@@ -145,6 +161,7 @@ Run run(const Matmul& matmul, const Schedule& schedule, const std::function<std:
   EXPECT_EQ(same_schedule, schedule);
   for (int64_t p = 0; p < mesh.size(); ++p) {
     result.programs.push_back(compile(parsed, schedule, mesh.rank_at(Position{p})));
+    check_local_tensors(matmul, result.programs.back(), mesh.rank_at(Position{p}));
     result.machine->add(mesh.rank_at(Position{p}), result.programs[p], inputs_at(p));
   }
   result.machine->run();

@@ -13,12 +13,12 @@
 namespace shardwright {
 namespace {
 
-GivenTensor plain(const std::string& name, std::vector<int64_t> shape, const std::string& dtype = "torch.float32") {
+GivenTensor plain(const std::string& name, std::vector<int64_t> shape, DType dtype = DType::kFloat32) {
   return {name, std::move(shape), dtype, "cpu"};
 }
 
 GivenTensor placed(const std::string& name, const Layout& layout) {
-  return {name, layout.shape(), "torch." + layout.dtype().name(), "cpu", layout};
+  return {name, layout.shape(), layout.dtype(), "cpu", layout};
 }
 
 // x (3, 4) of (6, 4) on rank 1 of 2, a weight (4, 5) of (4, 10).
@@ -119,7 +119,7 @@ TEST(ProductArguments, OfScaledOperandsHaveScalesOfRowsOrOne) {
   EXPECT_EQ(problem_of(arguments).scaled_by, ScaledBy::kTensor);
   EXPECT_EQ(problem_of(arguments).results[0].dtype(), DType::kBFloat16);
   EXPECT_TRUE(problem_of(arguments).scales.empty());
-  arguments.out_dtype = "torch.float32";
+  arguments.out_dtype = DType::kFloat32;
   arguments.scales[1] = placed("weight_scale", layout_on(mesh, {5, 1}, {"S(0)"}));
   const ProductProblem by_row = problem_of(arguments);
   EXPECT_EQ(by_row.scaled_by, ScaledBy::kRow);
@@ -265,7 +265,7 @@ struct Wrong {
 };
 
 TEST(ProductArguments, ThatDoNotFitAreNamed) {
-  const std::string e4m3 = "torch.float8_e4m3fn";
+  const DType e4m3 = DType::kFloat8E4M3FN;
   const MeshPtr other = std::make_shared<Mesh>(std::vector<std::string>{"z"}, std::vector<int64_t>{2});
   using A = ProductArguments;
   const auto scale = [&](A& a) {
@@ -277,11 +277,11 @@ TEST(ProductArguments, ThatDoNotFitAreNamed) {
       {gather, [](A& a) { a.biases.emplace_back(); }, "biases: got 2 for 1 weights"},
       {gather, [](A& a) { a.weights[0].shape = {3, 5}; },
        "weights[0]: has shape (3, 5) where x has (3, 4); allowed is (4, n)"},
-      {gather, [](A& a) { a.weights[0].dtype = "torch.float64"; },
+      {gather, [](A& a) { a.weights[0].dtype = DType::kFloat64; },
        "weights[0]: is torch.float64 on cpu, x torch.float32"},
       {gather, [](A& a) { a.weights[0].device = "cuda:0"; }, "weights[0]: is torch.float32 on cuda:0"},
       {gather, [](A& a) { a.weights[0] = linear().weights[0]; }, "weight: is a DTensor where x is plain"},
-      {gather, [](A& a) { a.x.dtype = a.weights[0].dtype = "torch.int64"; }, "x: has dtype torch.int64"},
+      {gather, [](A& a) { a.x.dtype = a.weights[0].dtype = DType::kInt64; }, "x: has dtype torch.int64"},
       {gather, [](A& a) { a.dim = 2; }, "gather_dim: 2 is no dim of x, which has 2; allowed are -2 to 1"},
       {gather, [](A& a) { a.size.reset(); }, "size: has to be said for plain tensors on 2 ranks: the length of dim 0"},
       {gather, [](A& a) { a.size = -1; }, "size: -1 in all"},
@@ -291,23 +291,23 @@ TEST(ProductArguments, ThatDoNotFitAreNamed) {
       {gather, [](A& a) { a.columns = {10, 10}; }, "columns: got 2 for 1 weights"},
       {gather, [](A& a) { a.biases = {plain("biases[0]", {4})}; },
        "biases[0]: is a tensor of shape (4,) on rank 1; allowed is a plain tensor of (5,)"},
-      {gather, [](A& a) { a.out_dtype = "torch.float32"; }, "out_dtype: torch.float32 without scales"},
+      {gather, [](A& a) { a.out_dtype = DType::kFloat32; }, "out_dtype: torch.float32 without scales"},
       {gather, [&](A& a) { a.x.dtype = e4m3; },
        "x_scale: has to be given for x of torch.float8_e4m3fn, and weight_scales"},
       {gather, [&](A& a) { scale(a), a.scales[0].reset(); }, "x_scale: has to be given where weight_scales is"},
       {gather, [&](A& a) { scale(a), a.scales.emplace_back(plain("", {})); }, "weight_scales: got 2 for 1 weights"},
-      {gather, [&](A& a) { scale(a), a.x.dtype = "torch.float32"; }, "x: is torch.float32; allowed with scales"},
-      {gather, [&](A& a) { scale(a), a.x.dtype = a.weights[0].dtype = "torch.float8_e5m2"; }, "e5m2, as x is"},
-      {gather, [&](A& a) { scale(a), a.out_dtype = "torch.float16"; }, "out_dtype: torch.float16; allowed"},
+      {gather, [&](A& a) { scale(a), a.x.dtype = DType::kFloat32; }, "x: is torch.float32; allowed with scales"},
+      {gather, [&](A& a) { scale(a), a.x.dtype = a.weights[0].dtype = DType::kFloat8E5M2; }, "e5m2, as x is"},
+      {gather, [&](A& a) { scale(a), a.out_dtype = DType::kFloat16; }, "out_dtype: torch.float16; allowed"},
       {gather, [&](A& a) { scale(a), a.biases = {plain("biases[0]", {5})}; },
        "biases[0]: is torch.float32; allowed is"},
       {gather, [&](A& a) { scale(a), a.requires_grad = true; }, "one requires a gradient"},
-      {gather, [&](A& a) { scale(a), a.scales[1]->dtype = "torch.float64"; }, "weight_scales[0]: is torch.float64"},
+      {gather, [&](A& a) { scale(a), a.scales[1]->dtype = DType::kFloat64; }, "weight_scales[0]: is torch.float64"},
       {gather, [&](A& a) { scale(a), a.scales[1]->shape = {5, 1}; }, "weight_scales[0]: has shape (5, 1)"},
       {linear, [](A& a) { a.x.layout.reset(); }, "x: got a Tensor; allowed is a DTensor"},
       {linear, [](A& a) { a.weights[0].layout.reset(); }, "weight: got a Tensor; allowed is a DTensor"},
       {linear, [&](A& a) { a.weights = {placed("weight", layout_on(other, {5, 4}, {"R"}))}; }, "weight: lies on z=2"},
-      {linear, [](A& a) { a.weights[0].dtype = "torch.float64"; }, "weight: has dtype torch.float64, x torch.float32"},
+      {linear, [](A& a) { a.weights[0].dtype = DType::kFloat64; }, "weight: has dtype torch.float64, x torch.float32"},
       {linear, [](A& a) { a.weights[0].shape = {5, 3}; }, "allowed is (out_features, 4)"},
       {linear, [](A& a) { a.biases = {placed("bias", layout_on(mesh_of({2}), {4}, {"R"}))}; },
        "bias: has shape (4,); allowed is (5,)"},

@@ -111,7 +111,7 @@ CutRule pieces(Input& in, int64_t n, int64_t k) {
   return CutRule::pieces(lists);
 }
 
-// A rule that torch does not have, for the first cut of a tensor dim, or for one behind equal parts.
+// A rule that torch does not have, for the first cut of a tensor dim, or for one after equal parts.
 CutRule rule(Input& in, int64_t n, int64_t k) {
   if (in.one_in(4) && n % 2 == 0) n /= 2;
   switch (in.between(0, 4)) {

@@ -62,7 +62,7 @@ def share(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def check_products(rows: int, dtype: torch.dtype, scales: str | None) -> None:
-    """A gather and a reduce-scatter behind products, even and uneven, by every method; gradients without scales."""
+    """A gather and a reduce-scatter alongside products, even and uneven, by every method; gradients without scales."""
     k, n = 64, 64
     x, weight = integers((rows, k), 1, dtype), integers((k, n), 2, dtype)
     turned = weight.t().contiguous().t()

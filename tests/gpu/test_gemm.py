@@ -215,7 +215,7 @@ def test_replayed(count: int) -> None:
     """Replays with changing inputs, while the stream that captured the graph multiplies too."""
     torch.manual_seed(8)
     sizes = (64, 64, 16384)
-    case, beside = (Case(sizes, ("rows", "columns", "rows"), count, low=0) for _ in range(2))
+    case, other = (Case(sizes, ("rows", "columns", "rows"), count, low=0) for _ in range(2))
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -229,10 +229,10 @@ def test_replayed(count: int) -> None:
         case.lhs.neg_()
         graph.replay()
         with torch.cuda.stream(stream):
-            beside.run()
+            other.run()
         assert torch.equal(result(case.dst).double(), result(case.expected) * (-1) ** (turn + 1)), f"replay {turn}"
     torch.cuda.synchronize()
-    assert torch.equal(beside.dst.double(), beside.expected)
+    assert torch.equal(other.dst.double(), other.expected)
 
 
 @pytest.mark.usefixtures("no_host_sync")

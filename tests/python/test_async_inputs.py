@@ -189,7 +189,7 @@ def _hammer(seed: int, times: int) -> list[str]:
                 mine = torch.full((3,), float(number))
                 dist.all_reduce(mine, group=get_mesh(mesh_shape).get_group(common.randrange(len(mesh_shape))))
                 if not bool((mine == mine[0]).all()) or mine[0] != number * get_mesh(mesh_shape).size(-1):
-                    wrong.append(f"{name}: an all_reduce beside it gave {mine.tolist()}")
+                    wrong.append(f"{name}: an all_reduce at the same time gave {mine.tolist()}")
             while len(in_flight) > MAX_IN_FLIGHT or (in_flight and own.random() < 0.3):
                 use(*in_flight.popleft())
     for item in in_flight:

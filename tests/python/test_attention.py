@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import meshes
 import shardwright as sw
 from pool import Pool
-from shardwright import tables
+from shardwright import _runtime, tables
 
 METHODS = ("serial", "ring", "gather", "ulysses")
 only_on_cpu = pytest.mark.cpu_only("others here show the same on the asynchronous device, which is slower")
@@ -518,6 +518,23 @@ def _compiled() -> None:
         assert torch.equal(compiled, eager)
         for found, right in zip(grads, torch.autograd.grad(eager, given), strict=True):
             assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (found, right)))
+
+
+def _compiles_once() -> None:
+    """Each direction of an attention is one program, which is compiled when it is first asked for, and not again."""
+    given = [t.requires_grad_() for t in _inputs(1, 2, 2, 22, 8, torch.float32)[:3]]
+    mine = [t[:, :, _places(None, 22)] for t in given]
+    counts = []
+    for _ in range(2):
+        before = _runtime.counters()["compiled"]
+        sw.attention(*mine, size=22, method="ring").sum().backward()
+        counts.append(_runtime.counters()["compiled"] - before)
+    assert counts == [2, 0]
+
+
+@only_on_cpu
+def test_each_direction_is_compiled_once(pool: Pool) -> None:
+    pool.run(_compiles_once, 3)
 
 
 def _refused_in_a_graph() -> None:

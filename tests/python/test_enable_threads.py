@@ -152,13 +152,13 @@ def test_a_thread_that_disables_beside_a_block() -> None:
             block.__exit__(None, None, None)
             seen.append(_mode())
 
-    def beside() -> None:
+    def in_other_thread() -> None:
         with turns.turn(1):
             sw.disable()
             with pytest.raises(RuntimeError, match="not enabled"):
                 sw.disable()
 
-    assert _run(in_block, beside) == []
+    assert _run(in_block, in_other_thread) == []
     assert seen == [("on", True), "off"]
     sw.enable()  # and all that was bound for the block is given back
     sw.disable()
@@ -173,7 +173,7 @@ def test_switching_within_a_block_ends_with_it() -> None:
         assert _mode() == "off"
         with pytest.raises(RuntimeError, match="not enabled"):
             sw.disable()
-    assert _mode() == "strict" and _is_bound(), "what was on before the block is not on behind it"
+    assert _mode() == "strict" and _is_bound(), "what was on before the block is not on after it"
     sw.disable()
     with sw.enabled():
         sw.disable()
@@ -225,7 +225,7 @@ def test_modules_that_come_and_grow() -> None:
 
 
 def test_switching_is_quick() -> None:
-    """Beside one look at every name of every module, which is what it took each time."""
+    """Apart from one look at every name of every module, which is what it took each time."""
     with contextlib.ExitStack() as stack:
         for number in range(2000):
             stack.enter_context(_module(f"one_of_many_{number}", **{f"name_{n}": n for n in range(100)}))

@@ -588,7 +588,7 @@ def _compiled() -> None:
         out = function(x, p.expert_ids[rank], scores)
         out.backward(p.gradients[rank])
         found.append((out.detach(), x.grad, scores.grad))
-    assert len(graphs) == 3  # before, between and behind
+    assert len(graphs) == 3  # before, between and after
     assert all(map(torch.equal, *found))
 
 

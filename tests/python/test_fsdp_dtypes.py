@@ -242,7 +242,7 @@ def test_one_collective_for_scales(pool: Pool) -> None:
 
 
 def _memory() -> None:
-    """What arrives beside the gathered weight is part of what the schedule says, and may be all that a budget has."""
+    """What arrives with the gathered weight is part of what the schedule says, and may be all that a budget has."""
     mesh = get_mesh((2,))
     sizes = {}
     for wire in (None, torch.bfloat16, "float8"):

@@ -44,7 +44,7 @@ def test_next_chunk_travels_while_one_is_multiplied(pool: Pool) -> None:
         for chunk in range(WORLD - 1):
             begin, end = multiplied[chunk]
             next_begin, next_end = travels[chunk + 1]
-            assert next_begin <= begin and next_end >= end, f"chunk {chunk + 1} was not under way beside {chunk}"
+            assert next_begin <= begin and next_end >= end, f"chunk {chunk + 1} was not under way during {chunk}"
             assert multiplied[chunk + 1][0] >= next_end
 
 

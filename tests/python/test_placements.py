@@ -107,7 +107,7 @@ def _random_layouts(
         placements = tuple(_random_placement(chance, shape, count) for count in mesh_shape)
         try:
             return placements, sw.Layout(_mesh(mesh_shape), shape, placements, strided="literal")
-        except ValueError as error:  # sizes that do not fit behind another cut
+        except ValueError as error:  # sizes that do not fit after another cut
             assert re.search("sizes that sum to|for the elements|ends at", str(error))
 
 

@@ -131,7 +131,7 @@ def _in_another_process() -> tuple[str, int]:
     torch.compile(lambda x, w: sw.linear(x, w, placements=[Replicate()]), backend=note, fullgraph=True)(x, weight)
     (text,) = texts
     graphs._products.clear()
-    graphs._settings.clear()
+    graphs._places.clear()
     (y,) = torch.ops.shardwright.multiply(
         x.to_local(), [weight.to_local()], [], [], text, dist.group.WORLD.group_name, dist.get_rank()
     )

@@ -32,7 +32,7 @@ def test_fails_once_with_ours():
     if IS_OURS and not os.path.exists("SEEN"):
         open("SEEN", "w").close()
         raise ValueError("the first time only")
-def test_fails_behind_others_with_ours(): assert not (IS_OURS and "test_the_first" in ran)
+def test_fails_after_others_with_ours(): assert not (IS_OURS and "test_the_first" in ran)
 def test_forks():
     if "test_the_first" in ran:
         raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
@@ -67,7 +67,7 @@ def test_outcomes(tmp_path: pathlib.Path) -> None:
         "skipped": "skipped",
         "fails_once_with_ours": "passed",
         "the_first": "passed",
-        "fails_behind_others_with_ours": "passed",
+        "fails_after_others_with_ours": "passed",
         "forks": "passed",
     }
     assert outcomes("stock") == expected
@@ -75,13 +75,13 @@ def test_outcomes(tmp_path: pathlib.Path) -> None:
         "fails_with_ours": "failed",
         "hangs_with_ours": "hung",
         "dies_with_ours": "died",
-        "fails_behind_others_with_ours": "failed",
+        "fails_after_others_with_ours": "failed",
     }
     assert outcomes("ours") == {**expected, **different, "fails_once_with_ours": "failed"}
     differ = files["tensor/test_some.py"]["differ"]
     assert {name.partition("::test_")[2]: outcome for name, (outcome, _) in differ.items()} == different
     assert "only here" in differ["tensor/test_some.py::test_fails_with_ours"][1]
-    assert "only behind other tests" in differ["tensor/test_some.py::test_fails_behind_others_with_ours"][1]
+    assert "only after other tests" in differ["tensor/test_some.py::test_fails_after_others_with_ours"][1]
     (broken,) = files["tensor/test_broken.py"]["stock"]["tests"].values()
     assert broken[0] == "uncollectable" and "nothing_of_this_name" in broken[1]
     assert "4 pass stock and fail with shardwright" in done.stdout

@@ -15,6 +15,8 @@ import shardwright as sw
 from compilers import fresh_compilers, recording
 from meshes import get_mesh
 from pool import Pool
+from shardwright import executables
+from shardwright.viewing import graphs
 from test_views import _layout, mesh_of, part
 
 pytestmark = pytest.mark.cpu_only("compiled code is compared on the CPU")
@@ -124,6 +126,34 @@ def _parts() -> None:
 
 def test_parts(pool: Pool) -> None:
     pool.run(_parts, 4)
+
+
+def _dropped_layouts() -> None:
+    """A graph whose layouts were dropped is made again, and says the same."""
+    layout = sw.Layout(mesh_of((2,)), (8, 4), ["S(0)"])
+    whole = torch.arange(32.0).view(8, 4)
+    made: list[str] = []
+
+    def viewed(x: torch.Tensor, shape: tuple[int, ...]) -> Any:
+        flat, seen = sw.view(x * 2, (32,), layout)
+        return sw.view(flat, shape, seen)
+
+    before, executables.MAX_EXECUTABLES = executables.MAX_EXECUTABLES, 3
+    try:
+        with fresh_compilers():
+            compiled = torch.compile(viewed, backend=recording(made), fullgraph=True, dynamic=False)
+            for shape in ((2, 16), (4, 8), (16, 2), (2, 16), (2, 2, 8), (4, 8)):
+                y, seen = compiled(part(whole, layout), shape)
+                assert seen == sw.Layout(layout.mesh, shape, ["S(0)"]), shape
+                torch.testing.assert_close(y, part(2 * whole.view(shape), seen))
+                assert len(graphs._places) <= 3 and len(vars(graphs._layouts)) <= 3
+    finally:
+        executables.MAX_EXECUTABLES = before
+    assert len(made) > 4, "a graph that returns a dropped layout was not made again"
+
+
+def test_dropped_layouts(pool: Pool) -> None:
+    pool.run(_dropped_layouts, 2)
 
 
 def _wrong_parts() -> None:

@@ -227,7 +227,7 @@ def differing(runs: dict[str, FileRun]) -> list[str]:
 
 
 def confirm(runner: Runner, file: pathlib.Path, runs: dict[str, FileRun]) -> dict[str, Outcome]:
-    """Those that differ a second time: alone, or else behind the other tests of their file.
+    """Those that differ a second time: alone, or else after the other tests of their file.
 
     On a loaded machine tests also fail by their time limits.
     """
@@ -240,7 +240,7 @@ def confirm(runner: Runner, file: pathlib.Path, runs: dict[str, FileRun]) -> dic
         again = runner.run(file, "ours", "again").tests
         for test in candidates:
             if test not in confirmed and test in again and again[test].outcome not in ("passed", "not run"):
-                confirmed[test] = dataclasses.replace(again[test], note=" [only behind other tests of its file]")
+                confirmed[test] = dataclasses.replace(again[test], note=" [only after other tests of its file]")
     return {test: confirmed[test] for test in candidates if test in confirmed}
 
 

@@ -59,6 +59,36 @@ class Topology:
     def to_json(self) -> str:
         """Returns JSON that `load_topology` reads."""
 
+class Lowering:
+    """How the moves of a plan are carried out: what the transport of a process group can do (csrc/cost/lowering.h)."""
+
+    @staticmethod
+    def named(name: str) -> Lowering:
+        """Returns that of ``"nccl"`` or ``"gloo"``. Raises a ValueError that lists these on other names."""
+
+    @staticmethod
+    def of_backend(backend: str, device_type: str) -> Lowering:
+        """Returns that for the name of a process group's backend (csrc/cost/backend.h)."""
+
+    @staticmethod
+    def of_device(device_type: str) -> Lowering:
+        """Returns that of what one rank does alone."""
+
+    @staticmethod
+    def names() -> list[str]: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def default_topology(self) -> Topology: ...
+    @property
+    def default_products(self) -> GemmModel: ...
+    @property
+    def is_on_device(self) -> bool:
+        """Whether transfers read and write the memory of the device; otherwise that of the host."""
+
+    def goes_by_messages(self, bytes_to_each_peer: int) -> bool:
+        """Returns whether such an exchange is sent as messages. Otherwise it is one all-to-all."""
+
 class LinkFit:
     """The costs of a step, a message and a byte over a link, in seconds, and the mean relative error of the fit."""
 
@@ -158,6 +188,13 @@ class Layout:
     @property
     def has_equal_parts(self) -> bool:
         """Whether all ranks hold parts of one shape."""
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a reduction is pending along some mesh dim."""
+
+    def without_pending(self) -> Layout:
+        """Returns the same layout with R where reductions are pending."""
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Returns the shape of this rank's part; (0,) for a rank that is not on the mesh."""
@@ -454,7 +491,12 @@ class PlanningTables:
     def without_measured(self) -> PlanningTables: ...
     def with_environment(self, topology: Topology | None) -> PlanningTables: ...
     def measured_topology(self, backend: str) -> Topology | None: ...
-    def measured_gemm_model(self, device_type: str, dtype: str) -> GemmModel | None: ...
+    def measured_gemm_model(self, device_type: str, dtype: str) -> GemmModel | None:
+        """Returns what was measured for products of this dtype, or else of another."""
+
+    def gemm_model(self, device_type: str, dtype: str) -> GemmModel:
+        """Returns what was measured, or else the default of the device."""
+
     @property
     def environment(self) -> Topology | None: ...
     def summary(self) -> dict[str, str]:
@@ -462,9 +504,6 @@ class PlanningTables:
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
-
-def lowering_of_backend(backend: str, device_type: str) -> str:
-    """Returns ``"nccl"`` or ``"gloo"`` for the name of a process group's backend (csrc/cost/backend.h)."""
 
 def make_plan(
     src: Layout,
@@ -520,12 +559,18 @@ def plan_product(
     save: str,
     backend: str,
     tables: PlanningTables,
-    gemm_models: dict[str, GemmModel],
+    device_type: str,
+    gemm_model: GemmModel | None,
 ) -> ProductPlan:
     """The plan of a product of tensors, from the arguments of the function (``"linear"``, ``"gather"`` or ``"sum"``)
     that multiplies them: csrc/products/product_arguments.h says more. Tensors come with the layouts of DTensors.
-    Raises ValueError for arguments that do not fit."""
+    Without a `gemm_model`, that of the tables for the type of device is taken. Raises ValueError for arguments that do
+    not fit."""
 
+def is_floating(dtype: str) -> bool:
+    """Whether it is a floating dtype of 16 bits or more."""
+
+def is_complex(dtype: str) -> bool: ...
 def has_gradient(layout: Layout) -> bool:
     """Whether all reductions that are due can be differentiated."""
 
@@ -573,7 +618,7 @@ class GemmModel:
         launch_ps: picoseconds per product.
         memory_ps_per_kib: picoseconds per KiB to read operands and write results.
         contention_percent: how much longer a product takes while data travels.
-        chunk_ps: on CPU, by how many picoseconds a chunk's transfer ends later beside products than alone.
+        chunk_ps: on CPU, by how many picoseconds a chunk's transfer ends later alongside products than alone.
 
     Raises:
         ValueError: a figure is negative, or one that is divided by is below 1.
@@ -704,8 +749,8 @@ class Matmul:
 
     def program(self, schedule: Schedule, rank: int) -> str: ...
     def peak_bytes(self, schedule: Schedule, rank: int) -> int: ...
-    def shapes(self, rank: int) -> tuple[list[list[int]], list[list[int]], list[str]]:
-        """Returns the shapes of a rank's inputs, the shapes of its outputs, and the dtypes of its outputs."""
+    def shapes(self, rank: int) -> tuple[list[list[int]], list[tuple[list[int], str]]]:
+        """Returns the shapes of a rank's inputs, and the shapes and dtypes of its outputs."""
 
     def to_text(self, schedule: Schedule) -> str: ...
 
@@ -821,6 +866,10 @@ class ProductPlan:
         """Whether, for every tensor, all ranks hold parts of one size."""
 
     @property
+    def chooses_schedules(self) -> bool:
+        """Whether methods or numbers of chunks were left to be chosen by predicted time."""
+
+    @property
     def moved_operand(self) -> Layout:
         """The operand's layout during the product."""
 
@@ -880,7 +929,7 @@ class Attention:
         documents: Sequence[int],
         scale: float,
         chunks: int,
-        backend: str,
+        lowering: Lowering,
     ) -> None:
         """Takes a mesh of one dim; batch, heads, heads of keys and depth; and by position the [begin, end) intervals of
         the sequence that a rank holds, in local order. `chunks`: 0 for blocks as ranks hold them. The method is serial
@@ -894,15 +943,12 @@ class Attention:
     @property
     def dtype(self) -> str: ...
     @property
-    def backend(self) -> str: ...
+    def lowering(self) -> Lowering: ...
     def rows(self, rank: int) -> int:
         """Returns how many places of the sequence a rank holds."""
 
     def counts(self, rank: int) -> tuple[int, int, int, int]:
         """Returns the products of blocks that are full, triangles and others, and the pairs that see each other."""
-
-    def groups(self, rank: int, backward: bool) -> list[tuple[list[int], list[int]]]:
-        """Returns mesh dims and ranks of the groups of a rank's program."""
 
     def program(self, rank: int, backward: bool = False) -> str: ...
     def peak_bytes(self, rank: int, backward: bool = False) -> int: ...

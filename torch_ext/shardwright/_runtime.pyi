@@ -99,7 +99,7 @@ class Executable:
     def run_all(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
 
 def compiled(text: str, rank: int) -> CompiledProgram:
-    """Compiles an operator's text for a rank."""
+    """Compiles an operator's text for a rank, once: later calls, and those of `executable`, find the program."""
 
 def executable(text: str, group_names: Sequence[str], rank: int) -> Executable:
     """Returns the cached executable for an operator's text, bound to these groups."""
@@ -248,7 +248,7 @@ class ExpertPlacement:
     def num_replicas(self) -> int: ...
     @property
     def first_replica(self) -> list[int]:
-        """By rank, and one more behind the last."""
+        """By rank, and one more after the last."""
 
     @property
     def rank_of_replica(self) -> list[int]: ...

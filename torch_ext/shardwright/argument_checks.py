@@ -41,7 +41,7 @@ def resolved(given: torch.Tensor) -> torch.Tensor:
 
 
 class _Span(NamedTuple):
-    """A tensor with the addresses of its first byte and behind its last one."""
+    """A tensor, the address of its first byte, and the address after its last one."""
 
     device: str
     begin: int

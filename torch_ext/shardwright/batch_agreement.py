@@ -72,7 +72,7 @@ def _check_same(what: str, said: Sequence[int], me: int) -> None:
 
 
 def who_said_what(said: Sequence[int]) -> str:
-    """The ranks that said the same, most of them first."""
+    """Returns which ranks said the same, the largest group first."""
     ranks_by_word: dict[int, list[int]] = {}
     for rank, word in enumerate(said):
         ranks_by_word.setdefault(word, []).append(rank)

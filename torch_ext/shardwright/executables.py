@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from . import _planner, _runtime, checking, counters, groups, planning, tables, watching
 from ._planner import PlanningTables
-from .layout import Layout
 from .topology import tables_now
 
 # The number of executables cached; the oldest is dropped first. A job has some hundreds of pairs of layouts.
@@ -40,6 +39,7 @@ class Refusal(NamedTuple):
     example: str = ""  # the full text of this case, if it says more
 
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
@@ -66,7 +66,7 @@ class Kept(Generic[T]):
     def put(self, key: Hashable, value: T) -> None:
         """Stores a value that was made after the last `get`, unless the tables have changed since then."""
         if self._tables is tables.current:
-            _put(self._entries, key, value)
+            keep(self._entries, key, value, MAX_EXECUTABLES)
 
     def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the cached value for `key`, or makes and stores it."""
@@ -75,7 +75,7 @@ class Kept(Generic[T]):
             made_by = self._tables
             value = make()
             if made_by is self._tables and made_by is tables.current:
-                _put(self._entries, key, value)
+                keep(self._entries, key, value, MAX_EXECUTABLES)
         return value
 
     def clear(self) -> None:
@@ -99,8 +99,9 @@ class Kept(Generic[T]):
                 del self._by_earlier_tables[next(iter(self._by_earlier_tables))]
 
 
-def _put(entries: dict[Hashable, T], key: Hashable, value: T) -> None:
-    while len(entries) >= MAX_EXECUTABLES:
+def keep(entries: dict[K, T], key: K, value: T, most: int) -> None:
+    """Stores a value in a cache of at most so many entries, and drops the oldest ones first."""
+    while len(entries) >= most:
         del entries[next(iter(entries))]
     entries[key] = value
 
@@ -141,7 +142,7 @@ def make_plan(
     If `existing_groups_of` is a DeviceMesh, moves use only process groups that exist. Between two meshes, no rank knows
     the groups of the other mesh; see `plan_over_own_dims`.
     """
-    backend = lowering_on(src.mesh, device_type, group)
+    backend = lowering_on(src.mesh, device_type, group).name
     if dst.mesh is not src.mesh:
         lowering_on(dst.mesh, device_type, group)  # checks its ranks
     kept = planning.pinned(src, dst, backend)
@@ -163,11 +164,10 @@ def plan_over_own_dims(src: _planner.Layout, dst: _planner.Layout, backend: str)
     It reduces what is pending over one mesh dim at a time, for which every DeviceMesh has a group, and then crosses.
     """
     through = []
-    if any(placement.startswith("P(") for placement in src.placements):
-        placements = ["R" if placement.startswith("P(") else placement for placement in src.placements]
-        reduced = Layout(src.mesh, src.shape, placements, src.dtype, src.shard_order, "literal", src.flattened)
+    if src.has_pending:
         own = [(dim,) for dim in range(src.mesh.ndim) if src.mesh.shape[dim] > 1]
-        through = [step.after for step in planning.plan(src, reduced, backend=backend, groups=own).steps]
+        reduced = planning.plan(src, src.without_pending(), backend=backend, groups=own)
+        through = [step.after for step in reduced.steps]
     return planning.plan(src, dst, backend=backend, through=through)
 
 
@@ -189,7 +189,7 @@ def why_not_over_groups(device_type: str) -> str | None:
     name = _backend_name(device_type, None)
     if name is None:
         return f"process group without a backend object for {device_type}"
-    if name == "fake" and not runs_on_fake_groups:
+    if name == groups.DRY_RUN_BACKEND and not runs_on_fake_groups:
         return "fake backend, which moves no data"
     return None
 
@@ -217,10 +217,12 @@ def names_of(
     device_mesh: Any | None = None,
     group: dist.ProcessGroup | None = None,
     make_groups: bool = True,
+    are_global: bool = False,
 ) -> list[str]:
     """Returns the names of the process groups for these (mesh dims, ranks), in order. Makes groups that are missing.
 
-    Without `make_groups`, raises RuntimeError instead.
+    With a `group`, ranks are its ranks, unless they `are_global`; a group of separate jobs has no global ones. Without
+    `make_groups`, raises RuntimeError instead of making a group.
     """
     names = []
     maker = None if group is None else groups.makers.get(group)
@@ -228,7 +230,7 @@ def names_of(
         if maker is not None:
             names.append(maker(tuple(ranks), make_groups).group_name)
             continue
-        if group is not None:
+        if group is not None and not are_global:
             ranks = [dist.get_global_rank(group, rank) for rank in ranks]
         if group is not None and dist.get_process_group_ranks(group) == ranks:
             names.append(group.group_name)
@@ -237,12 +239,18 @@ def names_of(
     return names
 
 
+def names_for(text: str, rank: int, **where: Any) -> list[str]:
+    """Returns `names_of` the groups that an operator's text needs. Compiles it, which binding it then need not."""
+    return names_of(_runtime.compiled(text, rank).groups, **where)
+
+
 def bind_batch(batch: _planner.Batch, device_type: str, group: dist.ProcessGroup | None) -> _runtime.BatchExecutable:
     """Plans a batch and binds what this rank does in it to the group, whose ranks its meshes name."""
-    wire = "cpu" if lowering(device_type, group) == "gloo" else device_type
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None
-    return _runtime.BatchExecutable(batch.to_bytes(), dist.get_rank(group), carrier.group_name, wire)
+    return _runtime.BatchExecutable(
+        batch.to_bytes(), dist.get_rank(group), carrier.group_name, wire(device_type, group)
+    )
 
 
 def run(
@@ -339,7 +347,7 @@ def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tenso
     return fitted
 
 
-def lowering_on(mesh: _planner.Mesh, device_type: str, group: dist.ProcessGroup | None) -> str:
+def lowering_on(mesh: _planner.Mesh, device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowering:
     """Returns `lowering` of a group. Raises ValueError if it lacks ranks of the mesh."""
     groups.check_initialised()
     world_size = dist.get_world_size(group)
@@ -351,15 +359,20 @@ def lowering_on(mesh: _planner.Mesh, device_type: str, group: dist.ProcessGroup 
     return lowering(device_type, group)
 
 
-def lowering(device_type: str, group: dist.ProcessGroup | None) -> str:
-    """Returns the name of the lowering for the group's backend for this type of device."""
+def lowering(device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowering:
+    """Returns the lowering for the group's backend for this type of device."""
     name = _backend_name(device_type, group)
     if name is None:
         raise RuntimeError(
             f"group: {group if group is not None else dist.group.WORLD} has no backend object for {device_type}, as "
             "process groups written in Python have none; allowed are groups with a backend such as gloo or nccl"
         )
-    return _planner.lowering_of_backend(name, device_type)
+    return _planner.Lowering.of_backend(name, device_type)
+
+
+def wire(device_type: str, group: dist.ProcessGroup | None) -> str:
+    """Returns the type of device from which the group sends tensors of this one: the same, or ``"cpu"``."""
+    return device_type if lowering(device_type, group).is_on_device else "cpu"
 
 
 def communicates_on(device_type: str, group: dist.ProcessGroup | None) -> bool:

@@ -53,16 +53,16 @@ class ExpertGroup:
 
     @staticmethod
     def _check_moves(group: dist.ProcessGroup) -> None:
-        if dist.get_backend(group) == "fake":
+        if groups.moves_nothing(group):
             raise RuntimeError("group: the fake backend moves nothing, and where tokens go depends on what moves")
 
     def wire(self, device: torch.device) -> torch.device:
-        """Where tensors of `device` travel: there, or in host memory where the group is Gloo's."""
+        """Returns from where tensors of `device` are sent: from there, or from host memory."""
         if device not in self._wires:
             group = self._group.get()
             self._check_moves(group)
-            through_host = executables.lowering(device.type, group) == "gloo"
-            self._wires[device] = torch.device("cpu") if through_host else device
+            wire = executables.wire(device.type, group)
+            self._wires[device] = device if wire == device.type else torch.device(wire)
         return self._wires[device]
 
 
@@ -201,7 +201,7 @@ def _make(placement: Any, group: Group, topology: Topology | None) -> ExpertRank
 
 
 def _members(group: Group) -> list[int]:
-    """Global ranks, in the order in which a placement lists them."""
+    """Returns global ranks, in the order in which a placement lists them."""
     if argument_values.is_device_mesh(group):
         return list(argument_values.device_mesh_parts(group)[2])
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
@@ -224,7 +224,7 @@ def _of_lists(placement: Any, size: int) -> tuple[list[list[int]], int]:
 
 
 def _of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[list[int]], int]:
-    """Global ranks, the experts of each, and how many there are."""
+    """Returns global ranks, the experts of each, and how many experts there are."""
     if not layout.shape:
         raise ValueError(f"placement: {layout} has no dims; allowed are layouts whose first dim is the experts'")
     if layout.shape[0] > _MOST_EXPERTS:
@@ -239,13 +239,13 @@ def _of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[l
                     "that cut the first dim alone"
                 )
         experts.append([expert for begin, end in first for expert in range(begin, end)])
-    if any(text.startswith("P(") for text in layout.placements):
+    if layout.has_pending:
         raise ValueError(f"placement: {layout} is a pending sum; allowed are S and R")
     return _layout_members(layout, group), experts, layout.shape[0]
 
 
 def _layout_members(layout: _planner.Layout, group: Group) -> list[int]:
-    """Global ranks."""
+    """Returns the global ranks of a layout."""
     ranks = layout.mesh.ranks
     if isinstance(group, dist.ProcessGroup):
         ranks = [dist.get_global_rank(group, rank) for rank in ranks]

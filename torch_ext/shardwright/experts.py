@@ -37,7 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _outside_graphs(function: F) -> F:
-    """Where code is compiled, the graph breaks once, and the function runs as it is."""
+    """Keeps a function out of graphs: where code is compiled, the graph breaks once, and the function runs as it is."""
     outside = torch._disable_dynamo(function)  # type: ignore[no-untyped-call]
 
     @functools.wraps(function)
@@ -129,7 +129,7 @@ def dispatch(
             node, and on from there.
         rows_per_rank: every rank sends every other this many rows, filled up with zeros. Nothing waits for the host,
             shapes do not depend on values, and a CUDA graph can hold the call; tokens beyond are dropped, so overflow
-            must be ``"drop"``. The number of tokens is always enough. Rows behind the last one are zeros.
+            must be ``"drop"``. The number of tokens is always enough. Rows after the last one are zeros.
 
     Returns:
         `Dispatched`: the rows for the experts of this rank, how many each has, and what `combine` needs. Differentiable
@@ -279,7 +279,7 @@ def _compare(kind: str, ranks: ExpertGroup, said: dict[str, str], refusal: Excep
 
 
 def _dispatch(given: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatched:
-    """With counts on the host: what travels is what is needed."""
+    """Dispatches with counts on the host: only rows that are needed are sent."""
     device, nodes = given.x.device, ranks.nodes
     wire = ranks.wire(device)
     targets = ranks.targets if nodes is None else nodes.relay_of_replica
@@ -311,7 +311,7 @@ def _exchange(
 
 
 def _dispatch_fixed(given: Given, ranks: ExpertRanks) -> Dispatched:
-    """With counts on the device: what travels is as large as it may become."""
+    """Dispatches with counts on the device: as many rows are sent as there may be."""
     rows_per_rank = given.rows_per_rank or 0
     tables = ranks.on_device(given.x.device)
     codes = tables.choose(given.expert_ids.detach().to(torch.int64), ranks.rank)

@@ -62,6 +62,9 @@ class WeakGroup:
 
 
 DEFAULT = WeakGroup(None)
+
+DRY_RUN_BACKEND = "fake"  # torch's name for it; it sends nothing
+
 _made: dict[tuple[int, ...], WeakGroup] = {}
 _times_made: dict[tuple[int, ...], int] = {}  # attempts included, so that it is the same on all members
 _world = DEFAULT
@@ -94,6 +97,11 @@ def check_initialised() -> None:
         _times_made.clear()
         _world = weakly(world)
         weakref.finalize(world, _forget)
+
+
+def moves_nothing(group: dist.ProcessGroup | None) -> bool:
+    """Returns whether the group's backend is that of dry runs, which sends nothing."""
+    return dist.get_backend(group) == DRY_RUN_BACKEND
 
 
 def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ...]]:

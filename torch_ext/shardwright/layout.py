@@ -112,7 +112,7 @@ class Layout(_planner.Layout):
         Raises:
             ValueError: reductions are pending in `src`, it has no dims, or ranks repeat or are none.
         """
-        if any(placement.startswith("P(") for placement in src.placements):
+        if src.has_pending:
             raise ValueError(f"src: {src} has pending reductions; allowed are layouts without them")
         mesh = Mesh({"ranks": len(ranks)}, list(ranks))
         dim, lists = nearest_lists(src, mesh.ranks)

@@ -23,7 +23,6 @@ from . import (
 )
 from .batch_agreement import agree
 from .batches import BUCKET_BYTES, BUCKETS, Pair, batch_of, checked_layouts
-from .layout import Layout
 
 _ITEMS = "a list of (local or None, src, dst)"
 
@@ -339,13 +338,7 @@ def _prepare(given: _Given, full: _planner.Batch, group: dist.ProcessGroup | Non
 
 
 def _compared(src: _planner.Layout, dst: _planner.Layout) -> Pair:
-    """The layouts as ranks compare them. Where nothing moves, reductions may stay pending."""
-    if src == dst and any(map(_is_partial, src.placements)):
-        placements = ["R" if _is_partial(placement) else placement for placement in src.placements]
-        plain = Layout(src.mesh, src.shape, placements, src.dtype, src.shard_order, "literal", src.flattened)
-        return plain, plain
+    """Returns the layouts as ranks compare them. Where nothing moves, reductions may stay pending."""
+    if src == dst and src.has_pending:
+        return src.without_pending(), src.without_pending()
     return src, dst
-
-
-def _is_partial(placement: str) -> bool:
-    return placement == "P" or placement.startswith("P(")

@@ -58,7 +58,7 @@ def _share_out(size: int, held: list[Intervals], worth: list[int]) -> tuple[list
 
 
 def _path(rank: int, has: list[list[int]], left: list[int], kept: list[dict[int, int]]) -> list[int]:
-    """Ranks and atoms in turn, from a rank to an atom with rows left: each rank takes from the atom behind it what the
+    """Ranks and atoms in turn, from a rank to an atom with rows left: each rank takes from the atom after it what the
     next rank had of it, which takes from the next atom instead."""
     came: dict[int, tuple[int, int]] = {}  # rank: the rank and the atom before it
     queue = deque([rank])

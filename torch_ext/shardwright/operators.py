@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _planner, _runtime, argument_checks, executables, groups, planning
+from . import _planner, argument_checks, executables, groups, planning
 from .graphs import order, plans
 from .graphs.plans import plan_of
 
@@ -95,12 +95,9 @@ def arguments_of(
     rank = dist.get_rank(group)
     if plan.src.mesh.coordinate(rank) is None and plan.dst.mesh.coordinate(rank) is None:
         raise ValueError(f"rank: {rank} is not on the mesh ({plan.src.mesh})")
-    program = _runtime.CompiledProgram(plan.to_bytes(), rank)
-    return {
-        "plan": _planner.plan_text(plan),
-        "groups": executables.names_of(program.groups, device_mesh=device_mesh, group=group, make_groups=make_groups),
-        "rank": rank,
-    }
+    text = _planner.plan_text(plan)
+    names = executables.names_for(text, rank, device_mesh=device_mesh, group=group, make_groups=make_groups)
+    return {"plan": text, "groups": names, "rank": rank}
 
 
 def arguments_for_sizes(plan: _planner.Plan, sizes: Sequence[Any], device_mesh: DeviceMesh) -> dict[str, Any]:
@@ -178,19 +175,17 @@ for _overload in ("", ".recomputable"):
 
 
 @functools.lru_cache(maxsize=4096)
-def _matmul_shapes(program: str, rank: int) -> tuple[list[list[int]], list[list[int]], list[str]]:
+def _matmul_shapes(program: str, rank: int) -> tuple[list[list[int]], list[tuple[list[int], str]]]:
     matmul, _ = _planner.Matmul.parse(program)
     return matmul.shapes(rank)
 
 
 @torch.library.register_fake("shardwright::matmul")
 def _(inputs: Sequence[torch.Tensor], program: str, groups: Sequence[str], rank: int) -> list[torch.Tensor]:
-    expected, results, dtypes = _matmul_shapes(program, rank)
+    expected, results = _matmul_shapes(program, rank)
     if [list(tensor.shape) for tensor in inputs] != expected:
         raise ValueError(
             f"inputs: have shapes {[tuple(tensor.shape) for tensor in inputs]} on rank {rank}, where the program has "
             f"{[tuple(shape) for shape in expected]}"
         )
-    return [
-        inputs[0].new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in zip(results, dtypes, strict=True)
-    ]
+    return [inputs[0].new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in results]

@@ -17,7 +17,7 @@ from typing import Any
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Cut:
     def __str__(self) -> str:
-        """The placement as `Layout` spells it."""
+        """Returns the placement as `Layout` spells it."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

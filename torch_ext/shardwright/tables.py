@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from ._planner import GemmModel, PlanningTables, Topology
+from ._planner import GemmModel, Lowering, PlanningTables, Topology
 
 _log = logging.getLogger("shardwright")
 
@@ -20,9 +20,6 @@ _said = False
 
 # Called after each change of `current`.
 when_changed: list[Callable[[], None]] = []
-
-# The dtypes whose measurements are used for other dtypes, in this order. Figures are for 16-bit operands and scaled.
-_LIKE = ("bfloat16", "float16", "float32", "float64")
 
 
 def change(tables: PlanningTables) -> None:
@@ -50,15 +47,11 @@ def measured_topology(backend: str) -> Topology | None:
 
 
 def measured_gemm_model(device_type: str, dtype: str) -> GemmModel | None:
-    for like in (dtype, *_LIKE):
-        found = current.measured_gemm_model(device_type, like)
-        if found is not None:
-            return found
-    return None
+    return current.measured_gemm_model(device_type, dtype)
 
 
 def default_gemm_model(device_type: str) -> GemmModel:
-    return GemmModel.named("cpu" if device_type == "cpu" else "h100")
+    return Lowering.of_device(device_type).default_products
 
 
 def note_default(table: str, speaks: Callable[[], bool]) -> None:

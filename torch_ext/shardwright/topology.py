@@ -82,11 +82,6 @@ def named_topology(topology: Topology | str | None) -> Topology | None:
     return load_topology(topology) if topology.endswith(".json") else Topology.named(topology)
 
 
-def default_topology(backend: str) -> Topology:
-    """Returns the built-in topology for a backend, ``"nccl"`` or ``"gloo"``."""
-    return Topology.named("gloo-local" if backend == "gloo" else "64x8")
-
-
 def _topology(table: Any, where: str) -> Topology:
     if not isinstance(table, dict):
         raise ValueError(f"{where} holds a {type(table).__name__}; allowed is an object")

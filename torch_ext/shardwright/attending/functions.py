@@ -102,7 +102,7 @@ def explain_attention(
         arguments.pop(name, None)
     asked = ask(**{**_DEFAULTS, **arguments})
     attention = plan(asked, (q, k, v), group).attention
-    return attention.describe(*tables_of(attention))
+    return attention.describe(*tables_of(attention, q.device.type))
 
 
 _DEFAULTS: dict[str, Any] = {

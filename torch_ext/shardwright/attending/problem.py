@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Shard
 
 from .. import _planner, argument_checks, argument_values, batch_agreement, checking, executables, groups, tables
-from ..dtensor.specs import layout_of_spec
+from ..dtensor.specs import layout_of
+from ..graphs.stand_ins import meta_of, on_stand_ins, uncompiled
 from ..layout import Layout, Mesh
 from ..placements import Pieces
-from ..products.graphs import meta_of, stand_in
 from ..topology import tables_now
 
 SEQUENCE_DIM = 2
@@ -83,9 +82,7 @@ MAX_PLANNED = 1024
 def call_for(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Call:
     """Returns what the operators take for this kind of call; planned as by `plan`, also while a graph is made."""
     if not torch.compiler.is_compiling():
-        # Compilers that gave up on a caller try to compile each function it calls.
-        runs = plan if get_eval_frame_callback() is None else torch._dynamo.disable(plan)
-        return runs(asked, tensors, group).call
+        return uncompiled(plan, _disabled_plan)(asked, tensors, group).call
     _check_are_tensors(tensors)
     # Compilers make constants of plain tuples and texts, not of our classes.
     if hasattr(asked.layout, "text"):
@@ -101,13 +98,10 @@ def _find_out(
     asked: tuple[Any, ...], metas: tuple[tuple[Any, ...], ...], group: dist.ProcessGroup | None
 ) -> tuple[str | None, Any]:
     """Returns why a call with such tensors is refused, or None, and what the operators take."""
-    with unset_fake_temporarily():
-        with FakeTensorMode():
-            stand_ins = [stand_in(meta) for meta in metas]
-        try:
-            return None, plan(Asked(*asked), stand_ins, group).call
-        except ValueError as error:
-            return str(error), ()
+    try:
+        return None, on_stand_ins(metas, lambda *qkv: plan(Asked(*asked), qkv, group)).call
+    except ValueError as error:
+        return str(error), ()
 
 
 def _check_are_tensors(tensors: Sequence[torch.Tensor]) -> None:
@@ -129,10 +123,12 @@ def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup
     kept = _planned.get_or_make((sharers, None if group is None else groups.weakly(group)), dict)
     planned = kept.get(key)
     if planned is None:
-        kept[key] = planned = _make(asked, tensors, group, needs_grad)
-        if len(kept) > MAX_PLANNED:
-            del kept[next(iter(kept))]
+        planned = _make(asked, tensors, group, needs_grad)
+        executables.keep(kept, key, planned, MAX_PLANNED)
     return planned
+
+
+_disabled_plan = torch._dynamo.disable(plan)
 
 
 def _make(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, needs_grad: bool) -> Planned:
@@ -149,11 +145,11 @@ def _make(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGrou
         if not isinstance(q, DTensor):
             check_tensors(asked, tensors)
             where = _of_group(asked, q, group)
-        attention = _with_method(_problem(asked, tensors, where, mine), asked.method, needs_grad)
+        attention = _with_method(_problem(asked, tensors, where, mine), asked.method, q.device.type, needs_grad)
     except ValueError as error:
         refusal = error
     if carrier is not None and dist.get_world_size(carrier) > 1 and not checking.is_on():
-        _agree(asked, attention, refusal, carrier)
+        _agree(asked, attention, refusal, carrier, q.device.type)
     if attention is None:
         assert refusal is not None
         raise refusal
@@ -164,11 +160,7 @@ def _problem(asked: Asked, tensors: Sequence[torch.Tensor], where: _Where, mine:
     local_q, local_k = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors[:2])
     batch, heads, rows, depth = local_q.shape
     kind = local_q.device.type
-    backend = (
-        executables.lowering(kind, where.group)
-        if len(where.parts) > 1
-        else _planner.lowering_of_backend("gloo" if kind == "cpu" else "nccl", kind)
-    )
+    is_shared = len(where.parts) > 1
     attention = _planner.Attention(
         where.mesh,
         argument_values.dtype_text(local_q.dtype),
@@ -179,7 +171,7 @@ def _problem(asked: Asked, tensors: Sequence[torch.Tensor], where: _Where, mine:
         documents=list(asked.documents),
         scale=1 / math.sqrt(max(depth, 1)) if asked.scale is None else asked.scale,
         chunks=asked.chunks,
-        backend=backend,
+        lowering=executables.lowering(kind, where.group) if is_shared else _planner.Lowering.of_device(kind),
     )
     expected = attention.rows(mine)
     if rows != expected and not checking.is_on():  # which tells all ranks
@@ -201,10 +193,14 @@ def _carrier(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _agree(
-    asked: Asked, attention: _planner.Attention | None, refusal: ValueError | None, carrier: dist.ProcessGroup
+    asked: Asked,
+    attention: _planner.Attention | None,
+    refusal: ValueError | None,
+    carrier: dist.ProcessGroup,
+    device_type: str,
 ) -> None:
     """Raises on all ranks if one of them refuses, or if they differ. All ranks that share the sequence call it."""
-    if dist.get_backend(carrier) == "fake":  # it moves nothing
+    if groups.moves_nothing(carrier):
         return
     text = "" if attention is None else attention.to_text(False)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -220,7 +216,7 @@ def _agree(
     said = [one[1] for one in heard]
     if len(set(said)) > 1:
         assert attention is not None
-        mine = attention.describe(*tables_of(attention)).splitlines()[0]
+        mine = attention.describe(*tables_of(attention, device_type)).splitlines()[0]
         raise ValueError(
             "shardwright: attention: the ranks ask for different things, nothing was sent: "
             f"{batch_agreement.who_said_what(said)}; rank {dist.get_rank(carrier)} asks for {mine}, with "
@@ -228,37 +224,30 @@ def _agree(
         )
 
 
-def _with_method(attention: _planner.Attention, method: str, needs_grad: bool) -> _planner.Attention:
+def _with_method(attention: _planner.Attention, method: str, device_type: str, needs_grad: bool) -> _planner.Attention:
     if method not in ("auto", "two_level"):
         return attention.with_method(method, None)
-    topology, model = tables_of(attention)
+    topology, model = tables_of(attention, device_type)
     if method == "auto":
         method = attention.choose(topology, model, needs_grad)
     return attention.with_method(method, topology)
 
 
-def tables_of(attention: _planner.Attention) -> tuple[_planner.Topology | None, _planner.GemmModel]:
+def tables_of(attention: _planner.Attention, device_type: str) -> tuple[_planner.Topology | None, _planner.GemmModel]:
     """Returns the topology (None: the lowering's default) and the times of products with which it is planned."""
     now = tables_now()
-    kind = "cpu" if attention.backend == "gloo" else "cuda"
-    topology = now.environment or tables.measured_topology(attention.backend)
-    model = tables.measured_gemm_model(kind, attention.dtype)
-    if model is None:
-        model = tables.default_gemm_model(kind)
+    topology = now.environment or tables.measured_topology(attention.lowering.name)
+    model = now.gemm_model(device_type, attention.dtype)
+    if model == tables.default_gemm_model(device_type):
         tables.note_default(model.name, lambda: not dist.is_initialized() or dist.get_rank() == 0)
     return topology, model
 
 
 def bind(attention: _planner.Attention, rank: int, group: dist.ProcessGroup | None) -> Planned:
     """Finds or makes the process groups that both directions need."""
-    forward, backward = (_names_of(attention.groups(rank, backward), group) for backward in (False, True))
-    return Planned(attention, (attention.to_text(False), attention.to_text(True), forward, backward, rank))
-
-
-def _names_of(members: list[tuple[list[int], list[int]]], group: dist.ProcessGroup | None) -> tuple[str, ...]:
-    if group is not None and group not in groups.makers:
-        members = [(dims, [dist.get_group_rank(group, rank) for rank in ranks]) for dims, ranks in members]
-    return tuple(executables.names_of(members, group=group))
+    texts = attention.to_text(False), attention.to_text(True)
+    names = [executables.names_for(text, rank, group=group, are_global=True) for text in texts]
+    return Planned(attention, (*texts, tuple(names[0]), tuple(names[1]), rank))
 
 
 def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
@@ -296,7 +285,7 @@ def _check_heads(q: DTensor, k: DTensor) -> None:
     if all(p.is_replicate() or p.is_partial() or p.dim % 4 != 1 for p in q.placements):
         return
     each, rest = divmod(q.shape[1], max(k.shape[1], 1))
-    of_q, of_k = (layout_of_spec(t._spec, t.shape, t.dtype) for t in (q, k))
+    of_q, of_k = layout_of(q._spec), layout_of(k._spec)
     for rank in q.device_mesh.mesh.flatten().tolist():
         held, shared = of_q.region(rank)[1], of_k.region(rank)[1]
         if rest or not held or [(a * each, b * each) for a, b in shared] != [(a, b) for a, b in held]:
@@ -368,7 +357,7 @@ def _of_dtensor(asked: Asked, q: DTensor) -> _Where:
     along = q.device_mesh.mesh[tuple(slice(None) if d == mesh_dim else c for d, c in enumerate(coordinate))]
     members = [int(rank) for rank in along]
     if asked.layout is None:
-        described = layout_of_spec(q._spec, q.shape, q.dtype)
+        described = layout_of(q._spec)
         parts = [described.region(rank)[SEQUENCE_DIM] for rank in members]
     else:
         parts = parts_of(asked.layout, size, len(members))

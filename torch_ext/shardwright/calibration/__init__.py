@@ -86,7 +86,7 @@ def calibrate(
         gemm_models[job.device.type, argument_values.dtype_text(dtype)] = model
         report.append(report_of(dtype, model))
     if apply or (apply is None and is_whole):
-        tables.set_measured(job.backend, topology, gemm_models)
+        tables.set_measured(job.lowering.name, topology, gemm_models)
     if dist.get_rank(job.ranks.group) == 0:
         logger.info("\n".join(report))
     return topology

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .. import argument_checks, executables, groups
+from .. import _planner, argument_checks, executables, groups
 
 
 class Ranks:
@@ -63,7 +63,7 @@ class Job(NamedTuple):
     ranks: Ranks
     members: list[int]  # global ranks
     device: torch.device
-    backend: str  # the lowering that plans are made for
+    lowering: _planner.Lowering  # that plans are made for
     quick: bool
 
 
@@ -90,7 +90,7 @@ def job_of(group: dist.ProcessGroup | None, device: torch.device | str | None, m
 def _default_device(carrier: dist.ProcessGroup, kinds: list[str]) -> str:
     # Gloo accepts CUDA tensors too, but calibrating it for them is rarely wanted.
     has_cuda = "cuda" in kinds and torch.cuda.is_available()
-    if has_cuda and carrier._get_backend(torch.device("cuda")).name().lower() != "gloo":
+    if has_cuda and executables.lowering("cuda", carrier).is_on_device:
         return "cuda"
     return "cpu" if "cpu" in kinds else kinds[0]
 

@@ -29,9 +29,6 @@ _SIZES_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 _SIZES_BYTES_QUICK = (1 << 10, 1 << 16, 1 << 20)
 _MEMORY_BYTES = 1 << 23
 
-# From this size on, exchanges over Gloo are messages (kMinMessageBytes in csrc/cost/lowering.h).
-_MIN_MESSAGE_BYTES = 1 << 18
-
 # Larger teams say nothing new about the cost of one more peer.
 _MAX_TEAM = 16
 
@@ -171,7 +168,7 @@ def _all_to_all(job: Job, one: _Series) -> Callable[[], object]:
         return lambda: None
     team = one.team
     sent, received = torch.zeros(2, one.sent_bytes, dtype=torch.uint8, device=job.device)
-    if job.backend == "gloo" and one.sent_bytes // one.peers >= _MIN_MESSAGE_BYTES:
+    if job.lowering.goes_by_messages(one.sent_bytes // one.peers):
         peers = [rank for rank in dist.get_process_group_ranks(team) if rank != dist.get_rank()]
         parts = sent.chunk(one.peers), received.chunk(one.peers)
         return lambda: _start_messages(team, peers, *parts)()

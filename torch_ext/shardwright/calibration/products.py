@@ -83,8 +83,8 @@ def measure_products(
     slowdown, chunk = None, 0.0
     if traffic is not None:
         lasts = _TRAFFIC_LASTS * _LARGE_CALLS * large
-        alone, beside = ranks.slowest([work.times_beside(ranks, traffic, lasts) for _ in repeats], _LOW_QUANTILE)
-        slowdown = max(beside / alone - 1, 0.0)
+        alone, during = ranks.slowest([work.times_during(ranks, traffic, lasts) for _ in repeats], _LOW_QUANTILE)
+        slowdown = max(during / alone - 1, 0.0)
         lasts = _CHUNKS_LAST * large
         times = ranks.slowest([work.times_in_chunks(ranks, traffic, lasts) for _ in repeats], _LOW_QUANTILE)
         chunk = late_by_chunk(times, large, slowdown)
@@ -148,15 +148,15 @@ class _Products:
             times.append(min(seconds_of(self.device, call) for _ in range(_SHORT_CALLS)))
         return times
 
-    def times_beside(self, ranks: Ranks, traffic: Traffic, lasts: float) -> list[float]:
+    def times_during(self, ranks: Ranks, traffic: Traffic, lasts: float) -> list[float]:
         """Times the large product alone, and during transfers."""
         ranks.wait()
         alone = seconds_of(self.device, self.product, _LARGE_CALLS)
         ranks.wait()
         finish = traffic(lasts)
-        beside = seconds_of(self.device, self.product, _LARGE_CALLS)
+        during = seconds_of(self.device, self.product, _LARGE_CALLS)
         finish()
-        return [alone, beside]
+        return [alone, during]
 
     def times_in_chunks(self, ranks: Ranks, traffic: Traffic, lasts: float) -> list[float]:
         """Times messages in a few and in many chunks: alone, and with a slice of the large product after each."""

@@ -7,11 +7,13 @@ import re
 from collections.abc import Sequence
 
 import torch
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .. import _planner, argument_values
+from .. import _planner, argument_values, executables
 from ..layout import Layout, Mesh
 
 
@@ -23,6 +25,24 @@ def layout_of_spec(spec: DTensorSpec, shape: Sequence[int], dtype: torch.dtype) 
     return Layout(
         mesh, shape, spec.placements, dtype, argument_values.order_dict(mesh.dim_names, spec.shard_order), "literal"
     )
+
+
+@executables.kept
+def layout_of(spec: DTensorSpec) -> _planner.Layout:
+    """Returns the layout of a DTensor with this spec, from a cache."""
+    assert spec.tensor_meta is not None
+    return layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype)
+
+
+@executables.kept
+def row_major_spec(
+    mesh: DeviceMesh, layout: _planner.Layout, placements: tuple[Placement, ...] | None = None
+) -> DTensorSpec:
+    """Returns the spec of a row-major tensor, from a cache. Layouts that differ only along dims of size 1 are equal:
+    where placements matter there, they are given."""
+    stride = make_contiguous_strides_for(layout.shape)
+    meta = TensorMeta(torch.Size(layout.shape), tuple(stride), getattr(torch, layout.dtype))
+    return DTensorSpec(mesh, placements or tuple(map(placement_of, layout.placements)), tensor_meta=meta)
 
 
 _CUT = re.compile(r"S\((\d+)\)|SS\((\d+),(\d+)\)")

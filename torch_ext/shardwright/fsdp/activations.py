@@ -25,7 +25,7 @@ from .. import _planner, argument_checks, checking, counters, executables, group
 from ..layout import Layout, Mesh
 from ..plain_tensors import redistribute_local
 from .agreement import compare
-from .steps import is_in_backward
+from .units import is_in_backward
 
 
 class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
@@ -90,7 +90,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         return _Saved(kept, sequence, local.size(), local.stride(), local.storage_offset() - found.begin, spec)
 
     def _span_of(self, tensor: torch.Tensor) -> _Span | None:
-        """The memory that is cut where this is saved; None where it is not."""
+        """Returns the memory that is cut when this tensor is saved, or None if none is."""
         if isinstance(tensor, DTensor):
             owner = tensor._base if tensor._is_view() else tensor
             if isinstance(owner, torch.nn.Parameter):
@@ -168,7 +168,7 @@ def _named(number: int, tensor: Any, mesh: DeviceMesh) -> _Span | None:
 
 @executables.kept
 def is_equal_on(of: DeviceMesh, placements: tuple[Any, ...], over: DeviceMesh) -> bool:
-    """Whether DTensors that lie so have equal parts on all ranks of another mesh."""
+    """Returns whether DTensors with this spec have equal parts on all ranks of another mesh."""
     mesh = Mesh(of)
     places = [mesh.coordinate(rank) for rank in Mesh(over).ranks]
     if any(place is None for place in places):
@@ -179,7 +179,7 @@ def is_equal_on(of: DeviceMesh, placements: tuple[Any, ...], over: DeviceMesh) -
 
 @executables.kept
 def _layouts(mesh: DeviceMesh, numel: int, dtype: torch.dtype) -> tuple[_planner.Layout, _planner.Layout]:
-    """Memory of so many elements, whole and cut over all dims of a mesh."""
+    """Returns the layouts of memory of so many elements: whole, and cut over all dims of a mesh."""
     on = Mesh(mesh)
     return Layout(on, [numel], ["R"] * mesh.ndim, dtype), Layout(on, [numel], ["S(0)"] * mesh.ndim, dtype)
 

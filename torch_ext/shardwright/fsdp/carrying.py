@@ -48,7 +48,7 @@ class Carried:
         self._rank = dist.get_rank()
 
     def buffers(self, use: _planner.Layout) -> list[Layout]:
-        """What arrives besides the weight in its place."""
+        """Returns the buffers that a gather fills besides the weight's own memory."""
         return [] if self._is_direct else self._layouts_of(use)
 
     def _layouts_of(self, layout: _planner.Layout) -> list[Layout]:
@@ -58,11 +58,11 @@ class Carried:
         return found[1]
 
     def needs_measure(self, source: object) -> bool:
-        """Whether the scales are not those of this source, which is compared by ``==``."""
+        """Returns whether the scales are not those of this source, which is compared by ``==``."""
         return self.format.needs_largest and self._measured_at != source
 
     def largest(self, part: torch.Tensor) -> torch.Tensor:
-        """Of a part that may be on the host; on the device."""
+        """Returns on the device the largest magnitudes of a part that may be on the host."""
         return self.format.largest(part).to(self._device)
 
     def set_scale(self, largest: torch.Tensor, source: object) -> None:
@@ -144,7 +144,7 @@ def measure(found: Iterable[Measured]) -> None:
 
 
 def _reduced(move: Move, layout: Layout, largest: torch.Tensor) -> torch.Tensor:
-    """The maximum over ranks; on each rank, of its rows."""
+    """Returns the maximum over ranks; on each rank, of its rows."""
     placements = ["R" if text == "P(max)" else text for text in layout.placements]
     if list(layout.placements) == placements:
         return largest

@@ -16,15 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .. import _planner, _runtime, executables
+from .. import _planner, executables, tables
 from ..layout import Layout
-from ..products.running import Call, Setting
+from ..products.running import Call, Where, bind
 from .formats import with_dtype
 from .units import Unit
 from .weights import Weight
@@ -42,12 +41,12 @@ class Product:
     """
 
     def __init__(self, mesh: DeviceMesh, device_type: str, make: Callable[[int, bool], _planner.Matmul]) -> None:
-        self._mesh = mesh
+        self._where = Where(device_type, device_mesh=mesh)
         self._make = make
         one = make(1, False)
         ranks = one.num_partners
         self.schedule = _planner.Schedule("ring", ranks * -(-_LEAST_CHUNKS // ranks))
-        self._model = Setting(device_type).model(one.plan.src.dtype)
+        self._model = tables.current.gemm_model(device_type, one.plan.src.dtype)
         self.transfer_ps = int(one.timeline(self.schedule, self._model)["communication_ps"])  # of all chunks
         self.result_bytes = one.peak_bytes(self.schedule, one.plan.src.mesh.ranks[0])  # on the rank with most
         self._calls: dict[tuple[int, bool], Call] = {}
@@ -61,12 +60,8 @@ class Product:
     def __call__(self, inputs: Sequence[torch.Tensor], rows: int, has_bias: bool = False) -> torch.Tensor:
         key = rows, has_bias
         if key not in self._calls:
-            if len(self._calls) >= _MAX_CALLS:
-                self._calls.clear()
-            text, rank = self._make(*key).to_text(self.schedule), dist.get_rank()
-            compiled = _runtime.compiled(text, rank)
-            names = executables.names_of(compiled.groups, device_mesh=self._mesh)
-            self._calls[key] = Call(text, tuple(names), rank, self._model, compiled.bind(names))
+            call = bind(self._make(*key).to_text(self.schedule), self._model, self._where)
+            executables.keep(self._calls, key, call, _MAX_CALLS)
         (result,) = self._calls[key](inputs)
         return result
 
@@ -101,7 +96,7 @@ class ChunkedWeight:
         return int(2 * -(-rows // max(shares, 1)) * columns * self.weight.whole.itemsize)
 
     def begin(self) -> None:
-        """The module multiplies by us from now on."""
+        """Makes the module multiply by this weight in chunks from now on."""
         if "_chunks" not in vars(self.module):
             original: Any = type(self.module)
             self.module.__class__ = _in_chunks(original)
@@ -120,7 +115,7 @@ class ChunkedWeight:
         return self.is_absent and not self._is_whole
 
     def multiplies(self, x: Any, bias: Any) -> bool:
-        """Whether this product can take the weight in chunks; the same on all ranks where modules are."""
+        """Returns whether this product can take the weight in chunks; the same on all ranks where modules are."""
         whole = self.weight.whole
         operands = [x] if bias is None else [x, bias]
         fit = all(type(t) in (torch.Tensor, nn.Parameter) and t.dtype == whole.dtype for t in operands)
@@ -276,7 +271,7 @@ def _uncut(plan: _planner.Plan, rows: int, dim: int) -> Layout:
 
 
 def _chunked(weight: Weight) -> ChunkedWeight | None:
-    """Of a weight that only one `nn.Linear` has, whose rows are cut, and which is gathered into its place."""
+    """Returns a weight in chunks, if only one `nn.Linear` has it, its rows are cut, and it is gathered in place."""
     module, name = weight.places[0]
     if len(weight.places) > 1 or name != "weight" or type(module).forward is not nn.Linear.forward:
         return None

@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import torch
 from torch._library.effects import EffectType
 
-from .steps import Runner, is_in_backward
-from .units import Unit
+from .steps import Runner
+from .units import Unit, is_in_backward
 
 
 class InGraphs(Protocol):

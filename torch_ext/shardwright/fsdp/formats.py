@@ -24,7 +24,7 @@ _EXPONENT_BIAS = 127  # of float8_e8m0fnu
 
 
 def with_dtype(layout: _planner.Layout, dtype: torch.dtype) -> Layout:
-    """The same layout of a tensor of another dtype."""
+    """Returns the same layout of a tensor of another dtype."""
     order = layout.shard_order
     return Layout(layout.mesh, layout.shape, layout.placements, dtype, order, "literal", layout.flattened)
 
@@ -62,11 +62,11 @@ class Format:
         """Raises ValueError if weights that lie so cannot be written so, or not on such devices."""
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
-        """Of the tensors that stand for a weight with this layout."""
+        """Returns the layouts of the tensors that are sent for a weight with this layout."""
         return [with_dtype(layout, self.dtype)]
 
     def largest(self, part: torch.Tensor) -> torch.Tensor:
-        """The largest magnitudes in a part, whose maximum over all parts `scale_of` takes."""
+        """Returns the largest magnitudes in a part, whose maximum over all parts `scale_of` takes."""
         raise NotImplementedError
 
     def largest_layout(self, rest: _planner.Layout) -> Layout | None:

@@ -154,7 +154,7 @@ class Gradients:
         return way
 
     def _added_up(self, contributions: torch.Tensor, way: _Way) -> torch.Tensor:
-        """The sum or average of contributions side by side, in the order of ranks."""
+        """Returns the sum or average of contributions that lie side by side, added in the order of ranks."""
         each = contributions.flatten(0, len(way.apart) - 1) if way.apart else contributions[None]
         part = each[0].to(self.dtypes.reduce, copy=True)
         for other in each[1:]:
@@ -188,7 +188,8 @@ class Gradients:
 
 
 def _side_by_side(layout: _planner.Layout, dims: list[int], dtype: torch.dtype) -> Layout:
-    """With a tensor dim in front for each of these mesh dims, which cuts it where contributions are still apart."""
+    """Returns the layout with one more leading tensor dim for each of these mesh dims, which cuts it: it holds the
+    contributions that are not reduced yet."""
     placements = [re.sub(r"^(\w+\()(\d+)", lambda m: f"{m[1]}{int(m[2]) + len(dims)}", p) for p in layout.placements]
     order = {dim + len(dims): list(cuts) for dim, cuts in layout.shard_order.items()}
     for front, dim in enumerate(dims):

@@ -49,7 +49,7 @@ def jit_weight(
     check_layout("rest", rest)
     check_layout("use", use)
     for name, layout in (("rest", rest), ("use", use)):
-        if any(text.startswith("P(") for text in layout.placements):
+        if layout.has_pending:
             raise ValueError(f"{name}: {layout} has pending reductions; allowed are layouts without them")
     if grad is None:
         averages = ["P(avg)" if text == "R" else text for text in use.placements]

@@ -1,7 +1,7 @@
 """Parts at rest in host memory: `offload_policy` of `fully_shard`, which means what it means in FSDP2.
 
 Parameters, their gradients and optimizers are on the host; what is gathered and reduced is on the device. Two streams
-of the device carry copies, so that they run beside compute and beside each other:
+of the device carry copies, so that they run alongside compute and alongside each other:
 
     part at rest      -- inward -->   staged part, which is gathered
     gradient at rest  <-- outward --  reduced part
@@ -31,7 +31,7 @@ class Leaving(NamedTuple):
     copied: torch.Event
 
     def wait(self) -> torch.Tensor:
-        """The host waits."""
+        """Makes the host wait."""
         self.copied.synchronize()
         return self.on_host
 
@@ -80,12 +80,12 @@ class Host:
                 self._fetched = self._inward.record_event()
 
     def join(self) -> None:
-        """The current stream waits for what was fetched."""
+        """Makes the current stream wait for what was fetched."""
         if self._fetched is not None:
             torch.accelerator.current_stream(self.device).wait_event(self._fetched)
 
     def wait(self) -> None:
-        """The host waits for what was fetched; then it may write what it was fetched from."""
+        """Makes the host wait for what was fetched; then it may write what that was fetched from."""
         if self._fetched is not None:
             self._fetched.synchronize()
             self._fetched = None
@@ -160,7 +160,7 @@ _is_registered = False
 
 
 def _watch(host: Host) -> None:
-    """From now on, optimizers wait for it before they step."""
+    """Makes optimizers wait for it before they step, from now on."""
     global _is_registered
     _hosts.add(host)
     if not _is_registered:

@@ -35,7 +35,7 @@ class Landing:
             self.finish(parameter)
 
     def finish(self, parameter: nn.Parameter) -> None:
-        """The host waits for what is on its way."""
+        """Makes the host wait for the gradients that are on their way."""
         leaving, self._leaving = self._leaving, []
         for each in leaving:
             _add(parameter, each.wait())

@@ -94,7 +94,7 @@ class Layouts:
         self._gradients: dict[tuple[Placement, ...], Layout] = {}
 
     def as_parameter(self, part: torch.Tensor, host: Host | None) -> DTensor:
-        """A part in `store`, on the mesh's device, as DTensor; of a copy on the host if there is one."""
+        """Returns a part in `store` as a DTensor on the mesh's device, or of its copy on the host if there is one."""
         shape = torch.Size(self._shape)
         stride = tuple(torch.empty(shape, device="meta").stride())
         whole = DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
@@ -104,7 +104,7 @@ class Layouts:
         return DTensor(host.hold(part), whole._spec, requires_grad=False)  # type: ignore[call-arg]
 
     def as_used(self, local: torch.Tensor) -> torch.Tensor:
-        """A part in `use` as modules get it: a DTensor on the parameter's own mesh if it was one."""
+        """Returns a part in `use` as modules get it: a DTensor on the parameter's own mesh if it was one."""
         if self.data.own_mesh is None:
             return local
         shape, stride = self._own_shape_stride

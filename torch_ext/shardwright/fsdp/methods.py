@@ -160,7 +160,7 @@ class ShardedModule:
         self._wish(False, lambda wishes: setattr(wishes, "forward_prefetch", units))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """The same for backwards."""
+        """Like `set_modules_to_forward_prefetch`, for backwards."""
         units = _references("set_modules_to_backward_prefetch", modules)
         self._wish(False, lambda wishes: setattr(wishes, "backward_prefetch", units))
 

@@ -30,7 +30,7 @@ class Placing(NamedTuple):
     takes_host: bool = False  # parameters that are on the host although the mesh is not
 
     def layouts_of(self, name: str, parameter: nn.Parameter) -> Layouts:
-        """The layouts of a parameter. Raises ValueError if there are none."""
+        """Returns the layouts of a parameter. Raises ValueError if there are none."""
         shard, chosen = self._cut_of(name, parameter)
         takes_host = self.takes_host and parameter.device.type == "cpu"
         if parameter.device.type != chosen.mesh.device_type and not takes_host:
@@ -71,7 +71,7 @@ class Placing(NamedTuple):
         return shard, data
 
     def _data_of(self, name: str, info: Any) -> DataMesh:
-        """From torch's FSDPMeshInfo."""
+        """Reads torch's FSDPMeshInfo."""
         if self.data.same:
             raise ValueError(
                 f"shard_placement_fn: returned a mesh of its own for {name} besides same_data_dims=, which names dims "

@@ -31,7 +31,7 @@ class Dtypes:
     gradients: torch.dtype  # in messages
 
     def is_as_at_rest(self, own: torch.dtype) -> bool:
-        """Whether a weight that is whole at rest can be used as it is."""
+        """Returns whether a weight that is whole at rest can be used as it is."""
         return self.use == own and type(self.gathers) is Format and self.gathers.dtype == own
 
 

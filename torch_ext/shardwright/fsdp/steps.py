@@ -38,7 +38,7 @@ from .hosting import Copy
 from .landing import Reduction
 from .plans import Key, Plan, Use
 from .times import Clock, Times
-from .units import Unit
+from .units import Unit, is_in_backward
 from .weights import ALIGNMENT
 
 # A sequence with more uses is not scheduled: forwards with gradients that no backward follows.
@@ -192,7 +192,7 @@ class Runner:
     # Sequences
 
     def _begin_forwards(self, unit: Unit) -> None:
-        """A forward begins outside of all units."""
+        """Begins a forward, outside of all units."""
         if self._end is not None:
             self.abort()
         only_forwards = all(use.kind == "forward" for use in self._uses)
@@ -250,31 +250,27 @@ class Runner:
         while key not in self._plans and len(self._plans) >= MAX_PLANS:
             del self._plans[next(iter(self._plans))]
         if plan is None or not is_as_planned:
-            self._follow(key, Plan(uses, self._schedule(key, uses, None), None))
+            self._follow(key, uses, None)
         elif clock is not None and plan.timed is None:
-            timed = self._agreed_times(clock, copies, plan.schedule)
-            self._follow(key, Plan(uses, self._schedule(key, uses, timed), timed))
+            self._follow(key, uses, self._agreed_times(clock, copies, plan.schedule))
         if clock is not None and times.listener is not None:
             times.listener.hear(self._plans[key].schedule, [unit.name for unit in self.units], clock, copies)
 
     def reschedule(self) -> None:
         """Takes up other wishes, from the next sequence on."""
         for key, plan in self._plans.items():
-            self._follow(key, Plan(plan.uses, self._schedule(key, plan.uses, plan.timed), plan.timed))
+            self._follow(key, plan.uses, plan.timed)
 
-    def _follow(self, key: Key, plan: Plan) -> None:
-        """From the next such sequence on. The arena is made now: a sequence that is captured allocates none."""
-        self._plans[key] = plan
+    def _follow(self, key: Key, uses: list[Use], timed: Times | None) -> None:
+        """Plans the next such sequence. The arena is made now: a sequence that is captured allocates none."""
+        self._plans[key] = plan = Plan(uses, self._schedule(key, uses, timed), timed)
         if self._arena.numel() < plan.schedule.arena_bytes:
             self._arena = torch.empty(plan.schedule.arena_bytes, dtype=torch.uint8, device=self.device)
 
     def _agreed_times(self, clock: Clock, copies: list[list[Copy]], schedule: StepSchedule) -> Times:
         """The same on all ranks; zeros where units are on several meshes."""
-        found = times.measured(clock, copies, schedule)
         meshes = {weight.mesh for unit in self.units for weight in unit.weights}
-        if len(meshes) != 1:
-            return Times([0] * len(found.uses), [(0, 0)] * len(found.copies))
-        return times.agreed_times(found, meshes.pop(), self.device)
+        return times.agreed_times(times.measured(clock, copies, schedule), meshes, self.device)
 
     def _schedule(self, key: Key, uses: list[Use], timed: Times | None) -> StepSchedule:
         weights = []
@@ -370,7 +366,7 @@ class Runner:
                 self._start_refreshes()
 
     def _start_refreshes(self) -> None:
-        """Of all units whose gathers have not begun, in the order of their uses."""
+        """Starts to refresh all units whose gathers have not begun, in the order of their uses."""
         planned = [index for use in self._plan.uses for index in use.units] if self._plan is not None else []
         for index in dict.fromkeys([*planned, *range(len(self.units))]):
             self.units[index].start_refresh()
@@ -499,11 +495,6 @@ class Runner:
 
 def _put_back(runner: weakref.ref[Runner], ended: object) -> None:
     """After a backward: if it has failed, modules get back what they have between uses."""
-    found = runner()
-    if found is not None and found._end is ended:
+    if (found := runner()) is not None and found._end is ended:
         for unit in found.units:
             unit.put_sharded()
-
-
-def is_in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -39,7 +39,7 @@ class Clock:
             self.mark()
 
     def mark(self) -> None:
-        """A stretch begins, or ends."""
+        """Marks the beginning or the end of a stretch."""
         self._marks.append(_mark(self._device))
 
     def stretches_ps(self) -> list[int]:
@@ -62,7 +62,7 @@ class Clock:
 
 
 def _mark(device: torch.device) -> Any:
-    """Now: nanoseconds, or an event."""
+    """Returns the present time: nanoseconds, or an event."""
     if device.type == "cpu":
         return time.perf_counter_ns()
     event = torch.Event(device, enable_timing=True)
@@ -116,8 +116,11 @@ def measured(clock: Clock, copies: Sequence[Sequence[Copy]], schedule: StepSched
     return Times(clock.stretches_ps(), each)
 
 
-def agreed_times(found: Times, mesh: DeviceMesh, device: torch.device) -> Times:
-    """The largest over the ranks of a mesh, which all call this."""
+def agreed_times(found: Times, meshes: set[DeviceMesh], device: torch.device) -> Times:
+    """Returns the largest over the ranks of the only mesh, which all call this; zeros if there are several meshes."""
+    if len(meshes) != 1:
+        return Times([0] * len(found.uses), [(0, 0)] * len(found.copies))
+    (mesh,) = meshes
     all_ps = agreed([*found.uses, *(ps for pair in found.copies for ps in pair)], mesh, device)
     copies = all_ps[len(found.uses) :]
     return Times(all_ps[: len(found.uses)], list(zip(copies[::2], copies[1::2])))

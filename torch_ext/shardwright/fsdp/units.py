@@ -151,7 +151,7 @@ class Unit:
         self.finish_copies()
 
     def finish_copies(self) -> None:
-        """The host waits until gradients are there, and until parts at rest may be written."""
+        """Makes the host wait until gradients are there, and until parts at rest may be written."""
         if self.host is not None:
             for weight in self.weights:
                 weight.finish_gradients()
@@ -212,7 +212,7 @@ class Unit:
             products.begin()
 
     def put_sharded(self) -> None:
-        """In place of the whole ones; those that users have replaced stay."""
+        """Puts sharded parameters in place of the whole ones; those that users have replaced stay."""
         self._leave_chunks()
         for weight in self.weights:
             weight.put_sharded()
@@ -234,3 +234,8 @@ class Unit:
         for weight in self.weights:
             weight.whole.grad = None
             weight.gradients.drop()
+
+
+def is_in_backward() -> bool:
+    """Returns whether autograd runs a backward on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -313,7 +313,7 @@ class Weight:
 
 
 def differ(before: list[Version], now: list[Version]) -> bool:
-    """Whether parameters were replaced or written."""
+    """Returns whether parameters were replaced or written."""
     return len(before) != len(now) or any(a is not b or i != j for (a, i), (b, j) in zip(before, now))
 
 

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from .. import _planner
-from ..topology import default_topology, named_topology
+from .._planner import Lowering
+from ..topology import named_topology
 from . import explaining, files
 from .checking import Wanted, check
 from .items import items_of
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         arguments.bucket_bytes,
         arguments.buckets,
     )
-    topology = named_topology(arguments.topology) or default_topology(arguments.backend)
+    topology = named_topology(arguments.topology) or Lowering.named(arguments.backend).default_topology
     print(explaining.explain(batch, names, topology, arguments.limit))
     return 0
 
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--buckets", type=int, default=3, help="3 by default")
     parser.add_argument("--unused", action="append", default=[], metavar="PATTERN", help="may have no destination")
     parser.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help="may have no source")
-    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="nccl by default")
+    parser.add_argument("--backend", choices=Lowering.names(), default="nccl", help="nccl by default")
     parser.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
     parser.add_argument("--limit", type=int, default=explaining.LIMIT, help="tensors and links shown; 20 by default")
     return parser

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from .. import _planner
 from . import patterns
 from .patterns import Captured
 from .pieces import Mapped, Piece, Tensors
@@ -310,22 +311,18 @@ class Cast(Rule):
 
     def apply(self, tensors: Tensors, problems: list[str]) -> None:
         if self.names is None:
-            chosen = [name for name, mapped in tensors.items() if _is_wide_float(mapped.dtype)]
+            chosen = [name for name, mapped in tensors.items() if _planner.is_floating(mapped.dtype)]
         else:
             chosen = [name for one in self.names for name in _matching(one, tensors, self, problems).values()]
         for name in dict.fromkeys(chosen):
             mapped = tensors[name]
-            if mapped.dtype.startswith("complex") and not self.dtype.startswith("complex"):
+            if _planner.is_complex(mapped.dtype) and not _planner.is_complex(self.dtype):
                 problems.append(f"{self}: {name} is {mapped.dtype}, whose imaginary part would be lost")
             elif any(piece.cast is not None for piece in mapped.pieces):
                 problems.append(f"{self}: {name} is cast to {mapped.dtype} already; allowed is one cast of an element")
             elif mapped.dtype != self.dtype:
                 pieces = tuple(piece._replace(cast=self.dtype) for piece in mapped.pieces)
                 tensors[name] = mapped._replace(dtype=self.dtype, pieces=pieces)
-
-
-def _is_wide_float(dtype: str) -> bool:
-    return dtype == "bfloat16" or (dtype.startswith("float") and not dtype.startswith("float8"))
 
 
 def apply_rules(tensors: Tensors, rules: Iterable[Rule], problems: list[str]) -> None:

@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", action="append", help="placements; default: those that need no move of the result")
     parser.add_argument("--cuts", help="the axis cut along each mesh dim during the product: b,n; - for none")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16 by default")
-    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="nccl by default")
+    parser.add_argument("--backend", choices=_planner.Lowering.names(), default="nccl", help="nccl by default")
     parser.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
     parser.add_argument("--gemm-model", choices=_planner.GemmModel.names(), help="default: h100 for nccl, cpu for gloo")
     parser.add_argument("--method", choices=("serial", "ring", "collective", "flags"), help="default: the fastest")
@@ -63,7 +63,11 @@ def _make(arguments: argparse.Namespace) -> _planner.ProductPlan:
     asked = arguments.out or [
         ",".join(_planner.placements_in_place(arguments.axes, operand, weight)) for weight in weights
     ]
-    model = _planner.GemmModel.named(arguments.gemm_model or ("h100" if arguments.backend == "nccl" else "cpu"))
+    model = (
+        _planner.GemmModel.named(arguments.gemm_model)
+        if arguments.gemm_model
+        else _planner.Lowering.named(arguments.backend).default_products
+    )
     return _planner.ProductPlan(
         [arguments.axes] * count,
         operand,

@@ -7,24 +7,22 @@ under way. The schedule is chosen by predicted time, or by the caller. Gradients
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement
 
 from .._planner import GemmModel
-from .graphs import goes_into_graphs
-from .running import setting
-from .tensors import Asked, multiply
+from . import tensors
+from .graphs import multiply
 
 __all__ = ["all_gather_matmul", "linear", "matmul_all_reduce", "matmul_reduce_scatter"]
 
 Chunks = int | Sequence[Sequence[int]] | None
 
 
-@goes_into_graphs
 def linear(
     x: DTensor,
     weight: DTensor,
@@ -75,9 +73,9 @@ def linear(
         ValueError: names the argument that does not fit; a `method`, `chunks` or `depth` that is not possible.
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
-    how = setting(x, method, chunks, depth, save, gemm_model)
-    asked = Asked("linear", how, _of_tensor(placements, x), out_dtype=out_dtype)
-    y: DTensor = multiply(asked, x, [weight], [bias], [x_scale, weight_scale])[0]
+    how = {"placements": placements, "method": method, "chunks": chunks, "depth": depth, "save": save}
+    scales = [x_scale, weight_scale]
+    y: DTensor = multiply("linear", x, [weight], [bias], scales, gemm_model=gemm_model, out_dtype=out_dtype, **how)[0]
     return y
 
 
@@ -95,13 +93,12 @@ def linear_sharing(
 
     The gradient of the gathered `x` is scattered together with the gradient of this layer.
     """
-    how = setting(x, method, chunks, depth, "gathered")
-    asked = Asked("linear", how, _of_tensor(placements, x), shares=True)
-    y, *gathered = multiply(asked, x, [weight], [bias], [None, None])
+    how = {"placements": placements, "method": method, "chunks": chunks, "depth": depth}
+    asked = tensors.ask("linear", x, save="gathered", shares=True, **how)
+    y, *gathered = tensors.multiply(asked, x, [weight], [bias], [None, None])
     return y, gathered[0] if gathered else None
 
 
-@goes_into_graphs
 def all_gather_matmul(
     x: torch.Tensor,
     weights: torch.Tensor | Sequence[torch.Tensor],
@@ -148,17 +145,15 @@ def all_gather_matmul(
     Raises:
         ValueError: names the argument that does not fit.
     """
-    many = not isinstance(weights, torch.Tensor)
     by_weight = _listed(weights)
     added = [None] * len(by_weight) if biases is None else _listed(biases)
-    totals = columns if columns is None or isinstance(columns, int) else tuple(columns)
-    how = setting(x, method, chunks, depth, save, gemm_model, group)
-    asked = Asked("gather", how, _of_tensor(placements, x), gather_dim, size, totals, out_dtype)
-    results = multiply(asked, x, by_weight, added, [x_scale, *_listed(weight_scales)])
-    return results if many else results[0]
+    how = {"method": method, "chunks": chunks, "depth": depth, "save": save, "gemm_model": gemm_model}
+    sizes = {"dim": gather_dim, "size": size, "columns": columns, "out_dtype": out_dtype}
+    scales = [x_scale, *_listed(weight_scales)]
+    results = multiply("gather", x, by_weight, added, scales, placements=placements, group=group, **sizes, **how)
+    return results[0] if isinstance(weights, torch.Tensor) else results
 
 
-@goes_into_graphs
 def matmul_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -199,12 +194,11 @@ def matmul_reduce_scatter(
     Raises:
         ValueError: names the argument that does not fit.
     """
-    how = setting(x, method, chunks, depth, "shard", gemm_model, group)
-    asked = Asked("sum", how, _of_tensor(placements, x), scatter_dim, size, out_dtype=out_dtype)
-    return multiply(asked, x, [weight], [bias], [x_scale, weight_scale])[0]
+    how = {"method": method, "chunks": chunks, "depth": depth, "gemm_model": gemm_model, "out_dtype": out_dtype}
+    where = {"dim": scatter_dim, "size": size, "placements": placements, "group": group}
+    return multiply("sum", x, [weight], [bias], [x_scale, weight_scale], **where, **how)[0]
 
 
-@goes_into_graphs
 def matmul_all_reduce(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -221,16 +215,10 @@ def matmul_all_reduce(
     out_dtype: torch.dtype | None = None,
 ) -> Any:
     """`matmul_reduce_scatter` with the whole result on every rank."""
-    how = setting(x, method, chunks, depth, "shard", gemm_model, group)
-    return multiply(Asked("sum", how, size=size, out_dtype=out_dtype), x, [weight], [bias], [x_scale, weight_scale])[0]
+    how = {"method": method, "chunks": chunks, "depth": depth, "gemm_model": gemm_model, "out_dtype": out_dtype}
+    return multiply("sum", x, [weight], [bias], [x_scale, weight_scale], size=size, group=group, **how)[0]
 
 
 def _listed(given: Any) -> list[Any]:
-    return [given] if isinstance(given, torch.Tensor) or not hasattr(given, "__iter__") else list(given)
-
-
-def _of_tensor(placements: Sequence[Placement] | None, x: torch.Tensor) -> tuple[Placement, ...] | None:
-    """With dims that count from the front."""
-    if placements is None:
-        return None
-    return tuple(Shard(p.dim % max(x.ndim, 1)) if type(p) is Shard and p.dim < 0 else p for p in placements)
+    is_one = given is None or isinstance(given, torch.Tensor) or not isinstance(given, Iterable)
+    return [given] if is_one else list(given)

@@ -87,7 +87,7 @@ _REAL = (torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
 
 
 def _gathers(x: Any, weight: Any, column: int) -> bool:
-    """Whether the operand is to be gathered for a weight that is cut in its columns, its dim `column`."""
+    """Returns whether to gather the operand for a weight that is cut in its columns, its dim `column`."""
     if type(x) is not DTensor or not isinstance(weight, DTensor) or torch.compiler.is_compiling():
         return False
     if type(x._local_tensor) not in _REAL or type(weight._local_tensor) not in _REAL:

@@ -6,29 +6,23 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from .. import _planner, _runtime, checking, counters, executables, groups, tables, watching
 from .. import operators as operators  # registers the operators that calls use
 from .._planner import GemmModel
 
 
-class Setting(NamedTuple):
-    """The caller's options for how and where products are carried out."""
+class Where(NamedTuple):
+    """Where a product is carried out: on ranks of a process group, perhaps those of a DTensor's mesh."""
 
     device_type: str
     weak_group: groups.WeakGroup = groups.DEFAULT
     device_mesh: DeviceMesh | None = None
-    method: str | None = None
-    chunks: int | tuple[tuple[int, ...], ...] | None = None
-    depth: int | None = None
-    save: str = "shard"
-    gemm_model: GemmModel | None = None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -37,27 +31,6 @@ class Setting(NamedTuple):
     @property
     def rank(self) -> int:
         return dist.get_rank(self.group)
-
-    def model(self, dtype: str) -> GemmModel:
-        """Returns the model for operands of this dtype: the user's, else the measured one, else a default."""
-        found = self.gemm_model or tables.measured_gemm_model(self.device_type, dtype)
-        return found or tables.default_gemm_model(self.device_type)
-
-
-def setting(
-    x: torch.Tensor,
-    method: str | None,
-    chunks: Any,
-    depth: int | None,
-    save: str,
-    gemm_model: GemmModel | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Setting:
-    """Returns the options in a hashable form. Raises RuntimeError without process groups."""
-    groups.check_initialised()
-    mesh = x.device_mesh if isinstance(x, DTensor) else None
-    by_hand = chunks if chunks is None or isinstance(chunks, int) else tuple(map(tuple, chunks))
-    return Setting(x.device.type, groups.weakly(group), mesh, method, by_hand, depth, save, gemm_model)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -111,9 +84,8 @@ Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 class Flow:
     """A list of nodes, bound to process groups. Making one is collective among the members of any missing group."""
 
-    def __init__(self, flow: _planner.ProductDataflow, plan: _planner.ProductPlan, setting: Setting) -> None:
-        self._setting = setting
-        self._plan = plan
+    def __init__(self, flow: _planner.ProductDataflow, plan: _planner.ProductPlan, where: Where) -> None:
+        self._plan, self._where = plan, where
         self._outputs = flow.outputs
         self._num_others = len(flow.layouts) - flow.num_inputs
         self._nodes = [(self._bound(node), node.inputs, node.outputs, node.released) for node in flow.nodes]
@@ -129,32 +101,29 @@ class Flow:
         return [None if i < 0 else values[i] for i in self._outputs]
 
     def _bound(self, node: _planner.ProductNode) -> Run:
+        where = self._where
         if node.matmul is not None:
-            return self._call(node.matmul, node.schedule)
+            model = self._plan.gemm_model(node.matmul.plan.src.dtype)
+            executables.note_default_topology(node.matmul.plan)
+            is_chosen = self._plan.chooses_schedules and node.matmul.communicates
+            if is_chosen and model == tables.default_gemm_model(where.device_type):
+                tables.note_default(model.name, executables.is_first_rank)
+            return bind(node.matmul.to_text(node.schedule), model, where)
         if node.plan is not None:
             executables.note_default_topology(node.plan)
-            where = self._setting
             moved = executables.bind(node.plan, device_mesh=where.device_mesh, group=where.group)
             return lambda inputs: [executables.run(moved, inputs[0], async_op=False)]
         if node.kind == "sum":
-            return lambda inputs: [
-                inputs[0].sum(dim=tuple(range(inputs[0].ndim - 1))) if inputs[0].ndim > 1 else inputs[0]
-            ]
-        if node.kind == "add" or node.adds_bias(self._plan, self._setting.rank):
+            return lambda inputs: [inputs[0].sum_to_size(inputs[0].shape[-1:])]
+        if node.kind == "add" or node.adds_bias(self._plan, where.rank):
             return lambda inputs: [inputs[0] + inputs[1]]
         return lambda inputs: inputs[:1]  # another rank adds the bias to pending sums
 
-    def _call(self, matmul: _planner.Matmul, schedule: _planner.Schedule) -> Call:
-        where = self._setting
-        model = self._plan.gemm_model(matmul.plan.src.dtype)
-        executables.note_default_topology(matmul.plan)
-        is_free = where.method is None or where.chunks is None
-        if is_free and matmul.communicates and model == tables.default_gemm_model(where.device_type):
-            tables.note_default(model.name, executables.is_first_rank)
-        program = matmul.to_text(schedule)
-        compiled = _runtime.compiled(program, where.rank)
-        names = executables.names_of(compiled.groups, device_mesh=where.device_mesh, group=where.group)
-        return Call(program, tuple(names), where.rank, model, compiled.bind(names))
+
+def bind(program: str, model: GemmModel, where: Where) -> Call:
+    """Finds or makes the process groups of a program of products."""
+    names = executables.names_for(program, where.rank, device_mesh=where.device_mesh, group=where.group)
+    return Call(program, tuple(names), where.rank, model, _runtime.executable(program, names, where.rank))
 
 
 # The number of backwards kept per product; they differ in the gradients requested and in their layouts.
@@ -164,10 +133,9 @@ _MAX_BACKWARDS = 64
 class Product:
     """A product plan whose forward and backwards are bound to process groups on first use."""
 
-    def __init__(self, plan: _planner.ProductPlan, setting: Setting) -> None:
-        self.plan = plan
-        self.setting = setting
-        self.rank = setting.rank
+    def __init__(self, plan: _planner.ProductPlan, where: Where) -> None:
+        self.plan, self.where = plan, where
+        self.rank = where.rank
         self.keeps_gathered = plan.keeps_gathered
         self.has_bias = [bias is not None for bias in plan.biases]
         self.num_weights = len(plan.axes)
@@ -187,7 +155,7 @@ class Product:
         Returns the results, and the moved operand if it is kept.
         """
         if self._forward is None:
-            self._forward = Flow(self.plan.forward, self.plan, self.setting)
+            self._forward = Flow(self.plan.forward, self.plan, self.where)
         parts = [self._part(scale, layout) for scale, layout in zip(scales, self._scale_layouts, strict=True)]
         outputs: list[torch.Tensor] = self._forward([*inputs, *parts])  # type: ignore[assignment]
         return (outputs[:-1], outputs[-1]) if self.keeps_gathered else (outputs, None)
@@ -207,20 +175,18 @@ class Product:
         a part of the operand's gradient.
         """
         count = self.num_weights
-        lie = [given or usual for given, usual in zip(layouts, self._result_gradients, strict=False)]
-        there = [self.empty(x, lie[j]).zero_() if dy is None else dy for j, dy in enumerate(dys[:count])]
+        known = [given or usual for given, usual in zip(layouts, self._result_gradients, strict=False)]
+        dense = [self.empty(x, known[j]).zero_() if dy is None else dy for j, dy in enumerate(dys[:count])]
         added = layouts[count] if len(dys) > count and dys[count] is not None else None
         if added is not None:
-            there.append(dys[count])  # type: ignore[arg-type]
-        key = (*lie, added, *needs)
+            dense.append(dys[count])  # type: ignore[arg-type]
+        key = (*known, added, *needs)
         flow = self._backwards.get(key)
         if flow is None:
-            planned = self.plan.backward(lie, needs[0], needs[1 : 1 + count], needs[1 + count :], added)
-            flow = Flow(planned, self.plan, self.setting)
-            if len(self._backwards) >= _MAX_BACKWARDS:
-                del self._backwards[next(iter(self._backwards))]
-            self._backwards[key] = flow
-        return flow([x, *weights, *there])
+            planned = self.plan.backward(known, needs[0], needs[1 : 1 + count], needs[1 + count :], added)
+            flow = Flow(planned, self.plan, self.where)
+            executables.keep(self._backwards, key, flow, _MAX_BACKWARDS)
+        return flow([x, *weights, *dense])
 
     def empty(self, like: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
         """Returns an uninitialised tensor for this rank's part in a layout."""

@@ -2,37 +2,59 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._prims_common import make_contiguous_strides_for
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from .. import _planner, checking, counters, executables
-from ..argument_values import dtype_text, placement_texts
-from ..dtensor.specs import layout_of_spec, placement_of
+from .. import _planner, checking, counters, executables, groups
+from ..argument_values import placement_texts
+from ..dtensor.specs import layout_of, placement_of, row_major_spec
 from ..topology import tables_now
-from .running import Product, Setting
+from .running import Product, Where
 
 
 class Asked(NamedTuple):
     """Everything that is asked of a product but its tensors; csrc/products/product_arguments.h says more."""
 
     function: str  # "linear", "gather" or "sum"
-    setting: Setting
+    where: Where
     placements: tuple[Placement, ...] | None = None
     dim: int | None = None
     size: int | None = None
     columns: int | tuple[int, ...] | None = None
     out_dtype: torch.dtype | None = None
+    method: str | None = None
+    chunks: int | tuple[tuple[int, ...], ...] | None = None
+    depth: int | None = None
+    save: str = "shard"
+    gemm_model: _planner.GemmModel | None = None
     shares: bool = False  # whether the results are followed by `x` as it was gathered, if it was
+
+
+def ask(
+    function: str,
+    x: torch.Tensor,
+    placements: Any = None,
+    columns: Any = None,
+    chunks: Any = None,
+    group: dist.ProcessGroup | None = None,
+    **others: Any,
+) -> Asked:
+    """Returns what is asked in a hashable form. Raises RuntimeError without process groups."""
+    groups.check_initialised()
+    if placements is not None:  # with dims that count from the front
+        rank = max(x.ndim, 1)
+        placements = tuple(Shard(p.dim % rank) if type(p) is Shard and p.dim < 0 else p for p in placements)
+    columns = columns if columns is None or isinstance(columns, int) else tuple(columns)
+    chunks = chunks if chunks is None or isinstance(chunks, int) else tuple(map(tuple, chunks))
+    where = Where(x.device.type, groups.weakly(group), x.device_mesh if isinstance(x, DTensor) else None)
+    return Asked(function, where, placements, columns=columns, chunks=chunks, **others)
 
 
 class Planned(NamedTuple):
@@ -41,27 +63,6 @@ class Planned(NamedTuple):
     product: Product | None
     are_turned: tuple[bool, ...]
     specs: tuple[DTensorSpec, ...]
-
-
-class StoppedShort(Exception):
-    """Raised in place of computing a product, with what was planned."""
-
-    def __init__(self, planned: Planned) -> None:
-        super().__init__()
-        self.planned = planned
-
-
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def stopping_short() -> Iterator[None]:
-    """During the block, this thread raises StoppedShort where it would compute a product."""
-    _thread.stops = True
-    try:
-        yield
-    finally:
-        _thread.stops = False
 
 
 # DTensor's own __init__ does nothing, slowly.
@@ -74,7 +75,7 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def autocast(tensors: Sequence[Any]) -> list[Any]:
-    """As torch's own linear does under ``torch.autocast``."""
+    """Casts tensors as torch's own linear does under ``torch.autocast``."""
     kind = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
@@ -84,26 +85,14 @@ def autocast(tensors: Sequence[Any]) -> list[Any]:
 
 def multiply(
     asked: Asked, x: torch.Tensor, weights: Sequence[Any], biases: Sequence[Any], scales: Sequence[Any]
-) -> list[Any]:
-    """One result by weight. `scales` are those of x and weights; all None where operands are not scaled.
+) -> Any:
+    """Returns one result by weight. `scales` are those of x and weights; all None where operands are not scaled.
 
     Arguments are checked where they are seen for the first time. Raises ValueError for those that do not fit.
     """
     is_scaled = any(scale is not None for scale in scales)
-    tensors = [x, *weights, *biases]
-    if not is_scaled:
-        tensors = autocast(tensors)
-    needs_grad = is_scaled and torch.is_grad_enabled()
-    needs_grad = needs_grad and any(getattr(t, "requires_grad", False) for t in (*tensors, *scales))
-    key = (asked, len(weights), needs_grad, checking.is_on(), *map(_described, tensors), *map(_described, scales))
-    planned = _products.get(key)
-    if planned is None:
-        x, weights, biases = tensors[0], tensors[1 : len(weights) + 1], tensors[len(weights) + 1 :]
-        planned = _plan(asked, x, weights, biases, scales, needs_grad)
-        _products.put(key, planned)
-    if getattr(_thread, "stops", False):
-        raise StoppedShort(planned)
-    product, are_turned, specs = planned
+    tensors = [x, *weights, *biases] if is_scaled else autocast([x, *weights, *biases])
+    product, are_turned, specs = planned(asked, len(weights), tensors, scales)
     if product is None:
         nothing = tensors[0]._local_tensor.new_empty(0, dtype=specs[0].tensor_meta.dtype)  # type: ignore[union-attr]
         return [_new_dtensor(nothing, spec, requires_grad=x.requires_grad) for spec in specs]
@@ -113,66 +102,64 @@ def multiply(
     if not is_scaled:
         return list(_Multiply.apply(product, specs, *tensors))  # type: ignore[no-untyped-call]
     outputs: list[Any] = product.forward(_locals(tensors), _locals(scales))[0]
-    return (
-        [_new_dtensor(y, spec, requires_grad=False) for y, spec in zip(outputs, specs, strict=True)]
-        if specs
-        else outputs
-    )
+    return [_new_dtensor(*one, requires_grad=False) for one in zip(outputs, specs, strict=True)] if specs else outputs
+
+
+def planned(asked: Asked, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any]) -> Planned:
+    """Returns the product of these tensors: the operand, weights, biases. Computes and sends nothing."""
+    is_scaled = any(scale is not None for scale in scales)
+    needs_grad = is_scaled and torch.is_grad_enabled()
+    needs_grad = needs_grad and any(getattr(t, "requires_grad", False) for t in (*tensors, *scales))
+    key = (asked, num_weights, needs_grad, checking.is_on(), *map(_described, tensors), *map(_described, scales))
+    found = _products.get(key)
+    if found is None:
+        found = _plan(asked, num_weights, tensors, scales, needs_grad)
+        _products.put(key, found)
+    return found
 
 
 def _described(given: Any) -> Any:
-    """All of it that a plan depends on."""
+    """Returns everything of an argument that a plan depends on."""
     if isinstance(given, DTensor):
         return given._spec
     return (given.shape, given.stride(), given.dtype, given.device) if isinstance(given, torch.Tensor) else given
 
 
-def _plan(
-    asked: Asked, x: Any, weights: Sequence[Any], biases: Sequence[Any], scales: Sequence[Any], needs_grad: bool
-) -> Planned:
-    where, group = asked.setting, asked.setting.group
+def _plan(asked: Asked, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any], needs_grad: bool) -> Planned:
+    where, x = asked.where, tensors[0]
     layout = layout_of(x._spec) if isinstance(x, DTensor) else None
-    dtypes = {tensor.dtype for tensor in (x, *weights) if isinstance(tensor, torch.Tensor)}
-    if any(scale is not None for scale in scales):
-        dtypes.add(asked.out_dtype or torch.bfloat16)
+    find = executables.lowering if layout is None else functools.partial(executables.lowering_on, layout.mesh)
     counters.counts.plans += 1
     plan = _planner.plan_product(
         asked.function,
         (x, layout),
-        list(map(_given, weights)),
-        list(map(_given, biases)),
+        list(map(_given, tensors[1 : 1 + num_weights])),
+        list(map(_given, tensors[1 + num_weights :])),
         _given(scales[0]),
         list(map(_given, scales[1:])),
         out_dtype=None if asked.out_dtype is None else str(asked.out_dtype),
         requires_grad=needs_grad,
         placements=None if asked.placements is None else placement_texts(asked.placements),
-        dim=asked.dim,
-        size=asked.size,
-        columns=asked.columns,
+        **{name: getattr(asked, name) for name in ("dim", "size", "columns", "method", "chunks", "depth", "save")},
         rank=where.rank,
-        num_ranks=dist.get_world_size(group),
+        num_ranks=dist.get_world_size(where.group),
         checks_parts=not checking.is_on(),  # which tells all ranks
-        method=where.method,
-        chunks=where.chunks,
-        depth=where.depth,
-        save=where.save,
-        backend=executables.lowering(where.device_type, group)
-        if layout is None
-        else executables.lowering_on(layout.mesh, where.device_type, group),
+        backend=find(where.device_type, where.group).name,
         tables=tables_now(),
-        gemm_models={name: where.model(name) for name in map(dtype_text, dtypes)},
+        device_type=where.device_type,
+        gemm_model=asked.gemm_model,
     )
     if layout is None:
         return Planned(Product(plan, where), tuple(",nk->" in axes for axes in plan.axes), ())
-    specs = [_spec_of(x.device_mesh, layout, asked.placements or _placements(layout)) for layout in plan.results]
+    specs = [row_major_spec(x.device_mesh, layout, asked.placements) for layout in plan.results]
     if asked.shares and plan.keeps_gathered:
-        specs.append(_spec_of(x.device_mesh, plan.moved_operand, _placements(plan.moved_operand)))
+        specs.append(row_major_spec(x.device_mesh, plan.moved_operand))
     holds_any = x.device_mesh.get_coordinate() is not None
     return Planned(Product(plan, where) if holds_any else None, (), tuple(specs))
 
 
 def _given(tensor: Any) -> Any:
-    """With the layout of a DTensor."""
+    """Returns the argument with its layout if it is a DTensor."""
     return None if tensor is None else (tensor, layout_of(tensor._spec) if isinstance(tensor, DTensor) else None)
 
 
@@ -210,34 +197,15 @@ class _Multiply(torch.autograd.Function):
 
 
 def _locals(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """What this rank holds of those that there are."""
+    """Returns this rank's parts of the tensors that are not None."""
     return [_local(tensor) for tensor in tensors if tensor is not None]
 
 
 def _local(x: Any) -> torch.Tensor:
-    """What this rank holds, waited for where it is still under way."""
+    """Returns this rank's part, after waiting for it if it is still under way."""
     local = x._local_tensor if isinstance(x, DTensor) else x
     waited: torch.Tensor = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
     return waited
-
-
-@executables.kept
-def layout_of(spec: DTensorSpec) -> _planner.Layout:
-    assert spec.tensor_meta is not None
-    return layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype)
-
-
-@executables.kept
-def _spec_of(mesh: Any, layout: _planner.Layout, placements: tuple[Placement, ...]) -> DTensorSpec:
-    """Returns the spec of a row-major tensor. Layouts that differ only along mesh dims of size 1 are equal, so the
-    placements must be given."""
-    stride = make_contiguous_strides_for(layout.shape)
-    meta = TensorMeta(torch.Size(layout.shape), tuple(stride), getattr(torch, layout.dtype))
-    return DTensorSpec(mesh, placements, tensor_meta=meta)
-
-
-def _placements(layout: _planner.Layout) -> tuple[Placement, ...]:
-    return tuple(map(placement_of, layout.placements))
 
 
 def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = ()) -> tuple[Placement, ...]:
@@ -249,8 +217,8 @@ def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = 
 
 @executables.kept
 def _gradient_spec(spec: DTensorSpec | None, names: tuple[str, ...] = ()) -> DTensorSpec | None:
-    """Of the gradient of what lies as `spec`, as `gradient_placements` says."""
+    """Returns the spec of the gradient of a tensor with this spec, placed as `gradient_placements` says."""
     if spec is None:
         return None
     placements = gradient_placements(spec.placements, names)
-    return spec if placements == spec.placements else _spec_of(spec.mesh, layout_of(spec), placements)
+    return spec if placements == spec.placements else row_major_spec(spec.mesh, layout_of(spec), placements)

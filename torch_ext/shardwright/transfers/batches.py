@@ -20,7 +20,7 @@ class Run:
         self._last_rounds = last_rounds
 
     def in_order(self) -> list[int]:
-        """The numbers of the destinations, in the batch, in the order in which this rank has done its part in them."""
+        """Returns the destinations, by number, in the order in which this rank completes its part in them."""
         return sorted(range(len(self._last_rounds)), key=lambda number: self._last_rounds[number])
 
     def wait_for_sources(self) -> None:

@@ -158,7 +158,7 @@ class Reader:
             raise ValueError(
                 f"{layout} has ranks {outside[:8]}, which are not in the group of {len(self._in_group)} ranks"
             )
-        if side == "destination" and any(text.startswith("P(") for text in layout.placements):
+        if side == "destination" and layout.has_pending:
             raise ValueError(f"{layout} has pending reductions; allowed are layouts without")
         if layout.mesh.coordinate(self.rank) is None:
             return

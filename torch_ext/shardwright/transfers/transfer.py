@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .. import _planner, argument_checks, argument_values, executables, groups
 from ..batches import BUCKET_BYTES, BUCKETS
 from ..mapping import explaining
-from ..topology import Topology, default_topology, named_topology, tables_now
+from ..topology import Topology, named_topology, tables_now
 from . import batches
 from .batches import BoundBatch
 from .progress import Progress
@@ -236,9 +236,9 @@ class Transfer:
         """
         table = named_topology(topology)
         if table is None:
-            backend = executables.lowering(self._made.device.type, self._group.get())
+            lowering = executables.lowering(self._made.device.type, self._group.get())
             now = tables_now()
-            table = now.measured_topology(backend) or now.environment or default_topology(backend)
+            table = now.measured_topology(lowering.name) or now.environment or lowering.default_topology
         return explaining.explain(self._batch.batch, self._made.names, table, limit)
 
     def _destination(self) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ everything that depends on layouts is found while the graph is made, and the gra
 
 from __future__ import annotations
 
+import itertools
 import operator
 import types
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from .. import _planner
+from .. import _planner, executables
 from . import parts
 
 # Of DTensors.
@@ -40,11 +41,17 @@ class _Layouts:
 
 _layouts = _Layouts()
 _places: dict[_planner.Layout, str] = {}
+_numbers = itertools.count()
 
 
 def _place_of(layout: _planner.Layout) -> str:
-    place = _places.setdefault(layout, f"layout_{len(_places)}")
+    """Returns the attribute of a layout. The ones asked for longest ago are dropped: graphs that return them are then
+    made again."""
+    place = _places.pop(layout, None) or f"layout_{next(_numbers)}"
+    _places[layout] = place
     setattr(_layouts, place, layout)
+    while len(_places) > executables.MAX_EXECUTABLES:
+        delattr(_layouts, _places.pop(next(iter(_places))))
     return place
 
 

@@ -233,7 +233,7 @@ def _unsqueezed(schema: OpSchema) -> OutputSharding | None:
 
 
 def _on(placement: Any, dim: int) -> Placement:
-    """The same cut of another tensor dim."""
+    """Returns the same cut of another tensor dim."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(dim, split_factor=placement.split_factor)
     return Shard(dim)
@@ -246,7 +246,7 @@ def _like(spec: DTensorSpec, placements: Sequence[Placement], meta: Any) -> DTen
 
 
 def _is_plain(spec: DTensorSpec) -> bool:
-    """Whether placements alone say how it is cut: in mesh order, or by what their split factors say."""
+    """Returns whether placements alone say how a tensor is cut: in mesh order, or by their split factors."""
     if spec.use_strided_shard_as_shard_order:
         return True
     return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in spec.shard_order)
@@ -353,7 +353,7 @@ def _pointwise(schema: OpSchema) -> OutputSharding | None:
 
 
 def _broadcast_of(out: Any, given: Any, spec: DTensorSpec, mesh_dim: int, shape: Sequence[int]) -> Placement | None:
-    """How an operand must be placed for a result that is placed as `out`; None if that moves something."""
+    """Returns how an operand must be placed for a result that is placed as `out`, or None if that moves something."""
     if not _is_cut(out):
         return given if given.is_replicate() else None
     dim = out.dim - (len(shape) - spec.ndim)
@@ -366,7 +366,7 @@ def _broadcast_of(out: Any, given: Any, spec: DTensorSpec, mesh_dim: int, shape:
 
 
 def _fits(spec: DTensorSpec, placement: Any, out: Any, ndim: int) -> bool:
-    """Whether what is added to a product may be placed so."""
+    """Returns whether a tensor with these placements may be added to a product."""
     if not _is_cut(out):
         return bool(out.is_replicate() and placement.is_replicate())
     dim = out.dim - (ndim - spec.ndim)

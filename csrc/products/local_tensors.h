@@ -1,0 +1,31 @@
+// What a rank's program of a product takes and returns, known without compiling it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "products/matmul.h"
+#include "program/builder.h"
+
+namespace shardwright {
+
+struct LocalTensor {
+  std::vector<int64_t> shape;
+  DType dtype;
+};
+
+// In the order that matmul.h gives.
+struct LocalTensors {
+  std::vector<LocalTensor> inputs;
+  std::vector<LocalTensor> outputs;
+};
+
+// They do not depend on the schedule. Throws UserError if the rank is not on the mesh.
+LocalTensors local_tensors(const Matmul& matmul, Rank rank);
+LocalTensors local_tensors(const GatherMatmul& matmul, Rank rank);
+LocalTensors local_tensors(const MatmulScatter& matmul, Rank rank);
+
+// Declares all inputs of a program, and returns their buffers in order.
+std::vector<BufferId> declare_inputs(ProgramBuilder& builder, const LocalTensors& tensors);
+
+}  // namespace shardwright

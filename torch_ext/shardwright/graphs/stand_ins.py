@@ -1,0 +1,61 @@
+"""Calls that are planned while a graph is made: with fake tensors that are described by constants."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F, disabled: F) -> F:
+    """Returns what to call in code that is not compiled: the function, or while a compiler runs, `disabled`.
+
+    Compilers that gave up on a caller try to compile each function that it calls.
+    """
+    return function if get_eval_frame_callback() is None else disabled
+
+
+def meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns constants that describe a tensor without its elements, and for a DTensor its mesh and placements."""
+    index = operator.index
+    plain = (tuple(map(index, tensor.shape)), tuple(map(index, tensor.stride())), tensor.dtype, tensor.device)
+    if not isinstance(tensor, DTensor):
+        return (*plain, tensor.requires_grad)
+    local_shape = tuple(map(index, tensor.to_local().shape))
+    return (*plain, tensor.requires_grad, local_shape, tensor.device_mesh, tuple(tensor.placements))
+
+
+def constant(value: Any) -> Any:
+    """Returns the value with symbolic sizes replaced by their values."""
+    if isinstance(value, int):
+        return operator.index(value)
+    return [constant(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def on_stand_ins(metas: Sequence[tuple[Any, ...] | None], plan: Callable[..., T]) -> T:
+    """Returns what `plan` does of fake tensors with these descriptions, in whose place None stays None.
+
+    Only these are fake; everything else that is read, such as meshes, has real values.
+    """
+    with unset_fake_temporarily():
+        with FakeTensorMode():
+            stand_ins = [None if meta is None else _stand_in(meta) for meta in metas]
+        return plan(*stand_ins)
+
+
+def _stand_in(meta: tuple[Any, ...]) -> torch.Tensor:
+    shape, stride, dtype, device, requires_grad, *placed = meta
+    if not placed:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=requires_grad)
+    local_shape, mesh, placements = placed
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+    return DTensor(torch.empty(local_shape, dtype=dtype, device=device), spec, requires_grad=requires_grad)
