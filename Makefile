@@ -195,10 +195,10 @@ test-python: build
 # Tests on the device of tests/async_device, which is as asynchronous as a GPU and has process groups with NCCL's rules.
 # ASYNC_TESTS=tests/python runs all tests there; those meant for CPU alone are skipped.
 ASYNC_TESTS ?= tests/async_device $(addprefix tests/python/test_,$(addsuffix .py,async attention backward checkpoint_cut \
-  fsdp_collectives fully_shard fully_shard_backward_chunks fully_shard_chunks fully_shard_streams fully_shard_times \
-  fuzz_redistribute jit_weight many masks_and_misfits matmul_lanes matmul_scaled memory_limit offload operators \
-  ordered_sums overlap_enabled parallel_styles pipeline_stages races redistribute_local replicas_bitwise \
-  torchtitan_functions weight_layouts))
+  checkpoint_cut_schedule fsdp_collectives fully_shard fully_shard_backward_chunks fully_shard_chunks \
+  fully_shard_streams fully_shard_times fuzz_redistribute jit_weight many masks_and_misfits matmul_lanes matmul_scaled \
+  memory_limit offload operators ordered_sums overlap_enabled parallel_styles pipeline_stages races redistribute_local \
+  replicas_bitwise torchtitan_functions weight_layouts))
 test-async: build
 	$(HERE) $(PY) -m pytest -q --device asyncdev -c pyproject.toml $(ASYNC_TESTS) $(ARGS)
 

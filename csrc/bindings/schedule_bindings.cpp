@@ -29,6 +29,17 @@ using FormParts = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, b
 // weights, pass, weights whose gradients are complete, time of the compute
 using UseParts = std::tuple<std::vector<int>, std::string, std::vector<int>, int64_t>;
 
+// name; bytes kept and gathered, time of a gather; uses that save it, need it first and last; the turn of its last need
+using ActivationParts = std::tuple<std::string, int64_t, int64_t, int64_t, int, int, int, int>;
+
+std::vector<Activation> activations_of(const std::vector<ActivationParts>& parts) {
+  std::vector<Activation> activations;
+  for (const auto& [name, kept_bytes, bytes, gather_ps, saved, first, last, until] : parts) {
+    activations.push_back({name, kept_bytes, bytes, gather_ps, saved, first, last, until});
+  }
+  return activations;
+}
+
 std::vector<Weight> weights_of(const std::vector<WeightParts>& parts) {
   std::vector<Weight> weights;
   for (const auto& [name, rest, use, keep, gradient, gather_ps, reduce_ps, fetch_ps, send_ps] : parts) {
@@ -48,8 +59,10 @@ std::vector<Use> uses_of(const std::vector<UseParts>& parts) {
 StepSchedule schedule_of(const std::vector<WeightParts>& weights, const std::vector<UseParts>& uses,
                          std::optional<int64_t> budget_bytes, std::optional<int64_t> prefetch, int64_t alignment_bytes,
                          int64_t held_bytes, const std::vector<int>& gather_until, const std::vector<FormParts>& forms,
-                         bool may_add_chunks) {
-  const ScheduleOptions options{budget_bytes, prefetch.value_or(1), alignment_bytes, held_bytes, gather_until};
+                         bool may_add_chunks, const std::vector<ActivationParts>& activations) {
+  ScheduleOptions options{
+      budget_bytes, prefetch.value_or(1), alignment_bytes, held_bytes, gather_until, activations_of(activations), 0};
+  options.activations_ahead = activations_ahead_within(weights_of(weights), uses_of(uses), options);
   std::vector<ChunkedForm> chunked;
   for (const auto& [weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, r] : forms) {
     const ChunkedReduction reduction{std::get<0>(r), std::get<1>(r), std::get<2>(r), std::get<3>(r)};
@@ -80,6 +93,7 @@ std::optional<py::dict> lanes_of(const StepSchedule& schedule) {
   found["chunks"] = std::move(chunks);
   found["fetches"] = spans_of(lanes.fetches);
   found["sends"] = spans_of(lanes.sends);
+  found["activations"] = spans_of(lanes.activations);
   found["copy_ps"] = lanes.copy_ps;
   found["compute_ps"] = lanes.compute_ps;
   found["transfer_ps"] = lanes.transfer_ps;
@@ -143,23 +157,44 @@ void define_step_schedule(py::module_& m) {
            py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
            py::arg("held_bytes") = ScheduleOptions{}.held_bytes,
            py::arg("gather_until") = ScheduleOptions{}.gather_until, py::arg("forms") = std::vector<FormParts>{},
-           py::arg("may_add_chunks") = false)
+           py::arg("may_add_chunks") = false, py::arg("activations") = std::vector<ActivationParts>{})
       .def_readonly("arena_bytes", &StepSchedule::arena_bytes)
       .def_readonly("live_buffer_bytes", &StepSchedule::live_buffer_bytes)
       .def_readonly("peak_gradient_bytes", &StepSchedule::peak_gradient_bytes)
+      .def_readonly("peak_activation_bytes", &StepSchedule::peak_activation_bytes)
+      .def_property_readonly("activations",
+                             [](const StepSchedule& s) {
+                               std::vector<ActivationParts> all;
+                               for (const Activation& a : s.options.activations) {
+                                 all.emplace_back(a.name, a.kept_bytes, a.bytes, a.gather_ps, a.saved, a.first, a.last,
+                                                  a.until);
+                               }
+                               return all;
+                             })
+      .def_property_readonly("activation_gathers",
+                             [](const StepSchedule& s) {
+                               std::vector<std::pair<int, int>> all;
+                               for (const ActivationGather& g : s.activation_gathers) {
+                                 all.emplace_back(g.start, g.trigger);
+                               }
+                               return all;
+                             })
       .def_property_readonly("peak_bytes", &StepSchedule::peak_bytes)
       .def("to_json", [](const StepSchedule& s) { return to_json(s); })
       .def("__str__", [](const StepSchedule& s) { return to_text(s); });
   m.def(
       "overlapping_budget_bytes",
       [](const std::vector<WeightParts>& weights, const std::vector<UseParts>& uses, int64_t prefetch,
-         int64_t alignment_bytes, int64_t held_bytes, const std::vector<int>& gather_until) {
+         int64_t alignment_bytes, int64_t held_bytes, const std::vector<int>& gather_until,
+         const std::vector<ActivationParts>& activations) {
         return overlapping_budget_bytes(weights_of(weights), uses_of(uses),
-                                        {std::nullopt, prefetch, alignment_bytes, held_bytes, gather_until});
+                                        {std::nullopt, prefetch, alignment_bytes, held_bytes, gather_until,
+                                         activations_of(activations), prefetch == 0 ? 0 : 1});
       },
       py::arg("weights"), py::arg("uses"), py::kw_only(), py::arg("prefetch") = ScheduleOptions{}.prefetch,
       py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
-      py::arg("held_bytes") = ScheduleOptions{}.held_bytes, py::arg("gather_until") = ScheduleOptions{}.gather_until);
+      py::arg("held_bytes") = ScheduleOptions{}.held_bytes, py::arg("gather_until") = ScheduleOptions{}.gather_until,
+      py::arg("activations") = std::vector<ActivationParts>{});
 }
 
 }  // namespace shardwright

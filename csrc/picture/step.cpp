@@ -52,8 +52,10 @@ class StepPicture {
 
  private:
   std::string subtitle() const {
-    const std::string memory = concat("peak ", bytes_text(s_.peak_bytes()), ": arena ", bytes_text(s_.arena_bytes),
-                                      ", gradients ", bytes_text(s_.peak_gradient_bytes));
+    const std::string memory =
+        concat("peak ", bytes_text(s_.peak_bytes()), ": arena ", bytes_text(s_.arena_bytes), ", gradients ",
+               bytes_text(s_.peak_gradient_bytes),
+               s_.peak_activation_bytes == 0 ? "" : concat(", activations ", bytes_text(s_.peak_activation_bytes)));
     if (!has_times_) return memory;
     return concat("predicted ", microseconds_text(lanes_.total_ps), ", compute ", microseconds_text(lanes_.compute_ps),
                   "; ", memory);
@@ -107,6 +109,12 @@ class StepPicture {
       draw(lane_rect(lanes_.reductions[r], y), s_.reductions[r].weight, true, w.name,
            concat("reduce the gradient of ", w.name,
                   time_text(lanes_.reductions[r].end_ps - lanes_.reductions[r].begin_ps)));
+    }
+    for (size_t k = 0; k < lanes_.activations.size(); ++k) {
+      const Activation& a = s_.options.activations[k];
+      const LaneSpan& span = lanes_.activations[k];
+      draw(lane_rect(span, y), static_cast<int>(s_.weights.size()), true, a.name,
+           concat("gather activation ", k, ", ", a.name, " of use ", a.saved, time_text(span.end_ps - span.begin_ps)));
     }
     for (const ChunksSpan& c : lanes_.chunks) {
       const Weight& w = s_.weights[c.weight];

@@ -67,6 +67,11 @@ std::string use_text(const StepSchedule& s, int use, int number) {
     if (!who.empty()) line += concat("; ", what, " ", who);
   };
   add("before: gather", names(s, s.gathers, s.gathers_before(use)));
+  std::vector<int> started;
+  for (size_t k = 0; k < s.activation_gathers.size(); ++k) {
+    if (s.activation_gathers[k].start == use) started.push_back(static_cast<int>(k));
+  }
+  add("gather activations", join(started));
   add("in chunks: reduce the gradient of", names(s, u.in_chunks));
   add("after: reduce the gradient of", names(s, s.reductions, reduced_whole_after(s, use)));
   add("after: wait for the gradient of", names(s, s.reductions, s.reductions_finished_after(use)));
@@ -100,6 +105,16 @@ std::string json_of(const WeightBuffer& b) {
 std::string json_of(const Gather& g) {
   return concat("{\"weight\": ", g.weight, ", \"buffer\": ", g.buffer, ", \"start\": ", g.start,
                 ", \"needed\": ", g.needed, ", \"from_copy\": ", g.from_copy ? "true" : "false", "}");
+}
+
+std::string json_of(const Activation& a) {
+  return concat("{\"name\": ", quoted(a.name), ", \"kept_bytes\": ", a.kept_bytes, ", \"bytes\": ", a.bytes,
+                ", \"gather_ps\": ", a.gather_ps, ", \"saved\": ", a.saved, ", \"first\": ", a.first,
+                ", \"last\": ", a.last, ", \"until\": ", a.until, "}");
+}
+
+std::string json_of(const ActivationGather& g) {
+  return concat("{\"start\": ", g.start, ", \"trigger\": ", g.trigger, "}");
 }
 
 std::string json_of(const Reduction& r) {
@@ -138,19 +153,27 @@ std::string to_text(const StepSchedule& s) {
   for (int i = 0; i < static_cast<int>(s.uses.size()); ++i) {
     lines.push_back(use_text(s, i, numbers[{s.uses[i].weights, s.uses[i].pass}]++));
   }
+  const std::vector<Activation>& activations = s.options.activations;
   std::set<int> used;
   for (const Use& use : s.uses) used.insert(use.weights.begin(), use.weights.end());
   const auto count = [](size_t n, const char* noun) { return count_text(static_cast<int64_t>(n), noun); };
   lines.push_back(concat(count(s.uses.size(), "use"), " of ", count(used.size(), "weight"), ", ",
-                         count(s.gathers.size(), "gather"), ", ", count(s.reductions.size(), "reduction")));
+                         count(s.gathers.size(), "gather"), ", ", count(s.reductions.size(), "reduction"),
+                         activations.empty() ? "" : concat(", ", count(activations.size(), "activation"))));
   lines.push_back(concat("peak ", bytes_text(s.peak_bytes()), ": arena ", bytes_text(s.arena_bytes), " of which ",
                          bytes_text(s.live_buffer_bytes), " are in use at a time, gradients ",
                          bytes_text(s.peak_gradient_bytes),
+                         activations.empty() ? "" : concat(", activations ", bytes_text(s.peak_activation_bytes)),
                          s.options.held_bytes > 0 ? concat(", held ", bytes_text(s.options.held_bytes)) : "",
                          s.options.budget_bytes ? concat("; budget ", bytes_text(*s.options.budget_bytes)) : ""));
   for (const WeightBuffer& b : s.buffers) {
     lines.push_back(concat("  ", s.weights[b.weight].name, b.is_kept_copy ? " (kept copy)" : "", " in uses ", b.first,
                            " to ", b.last, ": ", bytes_text(b.size_bytes), " at ", b.offset_bytes));
+  }
+  for (size_t k = 0; k < activations.size(); ++k) {
+    const Activation& a = activations[k];
+    lines.push_back(concat("  activation ", k, ", ", a.name, " of use ", a.saved, ", in uses ", a.first, " to ", a.last,
+                           ": ", bytes_text(a.bytes), ", of which ", bytes_text(a.kept_bytes), " are kept"));
   }
   return join(lines, "\n") + "\n" + (has_times(s) ? lanes_text(s) : "");
 }
@@ -169,9 +192,12 @@ std::string to_json(const StepSchedule& s) {
       json_list("buffers", s.buffers),
       json_list("gathers", s.gathers),
       json_list("reductions", s.reductions),
+      json_list("activations", s.options.activations),
+      json_list("activation_gathers", s.activation_gathers),
       concat("  \"arena_bytes\": ", s.arena_bytes),
       concat("  \"live_buffer_bytes\": ", s.live_buffer_bytes),
       concat("  \"peak_gradient_bytes\": ", s.peak_gradient_bytes),
+      concat("  \"peak_activation_bytes\": ", s.peak_activation_bytes),
       concat("  \"peak_bytes\": ", s.peak_bytes()),
       concat("  \"predicted_ps\": ", has_times(s) ? std::to_string(predict(s).total_ps) : "null"),
   };

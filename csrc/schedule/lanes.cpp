@@ -29,6 +29,7 @@ class Lanes {
     lanes_.reductions.resize(s_.reductions.size());
     lanes_.fetches.resize(s_.gathers.size());
     lanes_.sends.resize(s_.reductions.size());
+    lanes_.activations.resize(s_.activation_gathers.size());
   }
 
   StepLanes run() {
@@ -69,13 +70,41 @@ class Lanes {
       lanes_.gathers[gather_] = transfer(fetch.end_ps, s_.weights[w].gather_ps);
       there_[w] = lanes_.gathers[gather_].end_ps;
     }
+    gather_activations(i, -1, now_);
+  }
+
+  // Those that start in this use, in this turn.
+  void gather_activations(int use, int turn, int64_t now_ps) {
+    for (size_t k = 0; k < s_.activation_gathers.size(); ++k) {
+      const ActivationGather& g = s_.activation_gathers[k];
+      if (g.start == use && g.trigger == turn) {
+        lanes_.activations[k] = transfer(now_ps, s_.options.activations[k].gather_ps);
+      }
+    }
+  }
+
+  // Returns when the compute of a use ends that begins at `begin_ps`.
+  int64_t stretches(int use, int64_t begin_ps) {
+    const std::vector<Activation>& activations = s_.options.activations;
+    const int first = turn_;
+    while (turn_ < static_cast<int>(activations.size()) && activations[turn_].first == use) ++turn_;
+    const int64_t compute_ps = s_.uses[use].compute_ps;
+    const int count = turn_ - first;
+    if (count == 0) return begin_ps + compute_ps;
+    int64_t end_ps = begin_ps;
+    for (int j = 0; j < count; ++j) {
+      gather_activations(use, first + j, end_ps);
+      end_ps = std::max(end_ps, lanes_.activations[first + j].end_ps);
+      end_ps += compute_ps * (j + 1) / count - compute_ps * j / count;
+    }
+    return end_ps;
   }
 
   void compute(int i) {
     const Use& use = s_.uses[i];
     for (const int w : use.weights) now_ = std::max(now_, there_[w]);
     LaneSpan& span = lanes_.uses[i];
-    span = {now_, now_ + use.compute_ps};
+    span = {now_, stretches(i, now_)};
     lanes_.compute_ps += use.compute_ps;
     const int64_t half_ps = use.pass == Pass::kBackward ? use.compute_ps / 2 : 0;
     for (const int w : use.weights) {
@@ -134,6 +163,7 @@ class Lanes {
   int64_t fetched_ = 0;         // from when on the lane of copies from the host is free
   int64_t sent_ = 0;            // and that of copies to it
   std::vector<int64_t> there_;  // by weight: when its latest gather ends
+  int turn_ = 0;                // the next activation
   size_t gather_ = 0;
   size_t reduction_ = 0;
   std::vector<size_t> under_way_;  // reductions
@@ -156,11 +186,12 @@ std::string lanes_text(const StepSchedule& s, int width) {
     };
     const int first = std::min(column(span.begin_ps), width - 1);
     const int last = std::clamp(column(span.end_ps), first + 1, width);
-    std::fill(row.begin() + first, row.begin() + last, static_cast<char>('0' + number % 10));
+    std::fill(row.begin() + first, row.begin() + last, static_cast<char>(number < 0 ? '*' : '0' + number % 10));
   };
   for (size_t i = 0; i < s.uses.size(); ++i) mark(compute, lanes.uses[i], static_cast<int>(i));
   for (size_t g = 0; g < s.gathers.size(); ++g) mark(transfers, lanes.gathers[g], s.gathers[g].weight);
   for (size_t r = 0; r < s.reductions.size(); ++r) mark(transfers, lanes.reductions[r], s.reductions[r].weight);
+  for (const LaneSpan& span : lanes.activations) mark(transfers, span, -1);
   for (const ChunksSpan& c : lanes.chunks) {
     const int form_of = s.weights[c.weight].form_of;
     mark(transfers, c.span, form_of < 0 ? c.weight : form_of);

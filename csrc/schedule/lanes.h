@@ -14,6 +14,9 @@
 // A copy to the device starts with its gather, which is carried out when the copy is done; transfers that start later
 // come after it. A copy to the host starts when compute has waited for the reduction. The step ends when it is done.
 //
+// Activations are gathered on the lane of transfers too. A use that some have their turns in is cut into as many equal
+// stretches, each of which begins when its activation is there.
+//
 // Example: two weights, gathers of 30, reductions of 20, forwards of 50, backwards of 100, one gather ahead.
 //
 //     compute    ...aaaaabbbbbBBBBBBBBBBAAAAAAAAAA..     300 of 350
@@ -44,15 +47,16 @@ struct ChunksSpan {
 };
 
 struct StepLanes {
-  std::vector<LaneSpan> uses;        // the compute of each
-  std::vector<LaneSpan> gathers;     // as in the schedule
-  std::vector<LaneSpan> reductions;  // as in the schedule; of those in chunks, the rest
-  std::vector<ChunksSpan> chunks;    // in the order in which they begin
-  std::vector<LaneSpan> fetches;     // by gather: the copy from the host
-  std::vector<LaneSpan> sends;       // by reduction: the copy to the host
-  int64_t compute_ps = 0;            // all of it
-  int64_t transfer_ps = 0;           // all of it
-  int64_t copy_ps = 0;               // all of it, from the host and to it
+  std::vector<LaneSpan> uses;         // the compute of each
+  std::vector<LaneSpan> gathers;      // as in the schedule
+  std::vector<LaneSpan> reductions;   // as in the schedule; of those in chunks, the rest
+  std::vector<ChunksSpan> chunks;     // in the order in which they begin
+  std::vector<LaneSpan> fetches;      // by gather: the copy from the host
+  std::vector<LaneSpan> sends;        // by reduction: the copy to the host
+  std::vector<LaneSpan> activations;  // the gather of each
+  int64_t compute_ps = 0;             // all of it
+  int64_t transfer_ps = 0;            // all of it
+  int64_t copy_ps = 0;                // all of it, from the host and to it
   int64_t total_ps = 0;
   int64_t exposed_ps() const { return total_ps - compute_ps; }  // what nothing is computed alongside
 };
@@ -63,7 +67,7 @@ bool has_times(const StepSchedule& schedule);
 StepLanes predict(const StepSchedule& schedule);
 
 // Two rows of `width` characters, compute and transfers: the last digit of a use's number for its compute, that of the
-// weight's number for a gather or reduction. With copies, two rows more.
+// weight's number for a gather or reduction, * for an activation. With copies, two rows more.
 std::string lanes_text(const StepSchedule& schedule, int width = 72);
 
 }  // namespace shardwright

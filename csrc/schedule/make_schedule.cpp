@@ -6,6 +6,7 @@
 #include <set>
 #include <utility>
 
+#include "schedule/activations.h"
 #include "schedule/arena.h"
 #include "schedule/lanes.h"
 #include "schedule/schedule.h"
@@ -52,6 +53,9 @@ void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, con
              uses.size(), " uses; allowed is one for each use, or none");
   check_user(std::all_of(until.begin(), until.end(), [&](int use) { return use <= most; }), "gather_until: got ",
              join(until), "; allowed are uses up to ", most);
+  check_activations(options.activations, uses.size());
+  check_user(options.activations_ahead >= 0, "activations_ahead: got ", options.activations_ahead,
+             "; allowed is 0 or more turns");
   const int64_t a = options.alignment_bytes;
   check_user(a > 0 && (a & (a - 1)) == 0, "alignment_bytes: got ", a, "; allowed is a power of two");
 }
@@ -209,7 +213,7 @@ class Residency {
   std::map<int, int> resident_;
 };
 
-// Reductions are waited for after the next change of weights (`overlaps`) or at once.
+// Reductions are waited for after the next change of weights (`overlaps`) or at once. With what lies beside the arena.
 void plan_reductions(StepSchedule& schedule, bool overlaps) {
   const auto n = static_cast<int>(schedule.uses.size());
   std::vector<int> next_change(n, n - 1);  // by use: the first change of weights after it, or the last use
@@ -242,7 +246,14 @@ void plan_reductions(StepSchedule& schedule, bool overlaps) {
     const Weight& w = schedule.weights[r.weight];
     for (int i = r.first; i <= r.finish; ++i) bytes[i] += r.in_chunks ? w.in_chunks.gradient_bytes : w.gradient_bytes;
   }
-  for (const int64_t b : bytes) schedule.peak_gradient_bytes = std::max(schedule.peak_gradient_bytes, b);
+  const std::vector<Activation>& activations = schedule.options.activations;
+  schedule.activation_gathers = plan_activations(schedule.uses, activations, schedule.options.activations_ahead);
+  const std::vector<int64_t> gathered = activation_bytes(n, activations, schedule.activation_gathers);
+  for (int i = 0; i < n; ++i) {
+    schedule.peak_gradient_bytes = std::max(schedule.peak_gradient_bytes, bytes[i]);
+    schedule.peak_activation_bytes = std::max(schedule.peak_activation_bytes, gathered[i]);
+    schedule.peak_beside_bytes = std::max(schedule.peak_beside_bytes, bytes[i] + gathered[i]);
+  }
 }
 
 void place(StepSchedule& schedule) {
@@ -266,7 +277,7 @@ StepSchedule with_limit(StepSchedule schedule, int64_t limit_bytes) {
 
 // The schedule with the largest limit whose arena and gradients are within the budget; none if there is none.
 std::optional<StepSchedule> within(int64_t budget_bytes, const StepSchedule& reduced, int64_t least_limit_bytes) {
-  const int64_t available = budget_bytes - reduced.peak_gradient_bytes - reduced.options.held_bytes;
+  const int64_t available = budget_bytes - reduced.peak_beside_bytes - reduced.options.held_bytes;
   for (int64_t limit = available; limit >= least_limit_bytes;) {
     StepSchedule found = with_limit(reduced, limit);
     if (found.arena_bytes <= available) return found;
@@ -295,7 +306,22 @@ int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::
   StepSchedule schedule{weights, uses, options, {}, {}, {}};
   plan_reductions(schedule, true);
   const int64_t limit = Residency(schedule, 0).wanted_limit_bytes();
-  return with_limit(schedule, limit).arena_bytes + schedule.peak_gradient_bytes + options.held_bytes;
+  return with_limit(schedule, limit).arena_bytes + schedule.peak_beside_bytes + options.held_bytes;
+}
+
+int64_t activations_ahead_within(const std::vector<Weight>& weights, const std::vector<Use>& uses,
+                                 const ScheduleOptions& options) {
+  if (options.activations.empty() || options.prefetch == 0) return 0;
+  ScheduleOptions with = options;
+  with.prefetch = 0;
+  with.gather_until = {};
+  with.activations_ahead = 1;
+  try {
+    make_schedule(weights, uses, with);
+    return 1;
+  } catch (const UserError&) {
+    return 0;
+  }
 }
 
 StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, const ScheduleOptions& options) {
@@ -312,10 +338,11 @@ StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, c
   if (overlapped && (!small || cost_bytes(*overlapped) <= cost_bytes(*small))) return *overlapped;
   if (small) return *small;
   const StepSchedule smallest = with_limit(at_once, least);
-  throw UserError(concat("budget_bytes: got ", *options.budget_bytes, "; allowed is ", smallest.peak_bytes(),
-                         " or more: ", smallest.arena_bytes, " for gathered weights and ", smallest.peak_gradient_bytes,
-                         " for gradients",
-                         options.held_bytes > 0 ? concat(", ", options.held_bytes, " held all the time") : ""));
+  throw UserError(concat(
+      "budget_bytes: got ", *options.budget_bytes, "; allowed is ", smallest.peak_bytes(),
+      " or more: ", smallest.arena_bytes, " for gathered weights and ", smallest.peak_gradient_bytes, " for gradients",
+      smallest.peak_activation_bytes > 0 ? concat(", ", smallest.peak_activation_bytes, " for activations") : "",
+      options.held_bytes > 0 ? concat(", ", options.held_bytes, " held all the time") : ""));
 }
 
 StepSchedule fastest_schedule(const std::vector<Weight>& weights, const std::vector<Use>& uses,

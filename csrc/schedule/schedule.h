@@ -70,6 +70,18 @@ struct Use {
   std::vector<int> in_chunks = {};
 };
 
+// What a backward needs whole, and of which a part is kept since a forward.
+struct Activation {
+  std::string name;
+  int64_t kept_bytes = 0;  // of the part; not part of any budget
+  int64_t bytes = 0;       // gathered
+  int64_t gather_ps = 0;   // how long a gather takes; 0: not known
+  int saved = 0;           // the use that makes it
+  int first = 0;           // the use that needs it first, which is its turn
+  int last = 0;            // and last
+  int until = 0;           // the activation in whose turn it is needed last: its own number, or a later one
+};
+
 struct ScheduleOptions {
   // For gathered weights, kept copies, and gradients until they are reduced. None: everything stays until its last use.
   std::optional<int64_t> budget_bytes;
@@ -85,6 +97,9 @@ struct ScheduleOptions {
   // Wishes besides `prefetch`: by use, the last use whose weights are resident or being gathered at this one, as far as
   // the budget allows; below the use itself: no wish. Empty: none at all.
   std::vector<int> gather_until = {};
+  // Of the step, in the order of their turns, and how many turns ahead they are gathered.
+  std::vector<Activation> activations = {};
+  int64_t activations_ahead = 0;
 };
 
 // Memory in the arena, from before use `first` until after use `last`.
@@ -114,6 +129,11 @@ struct Reduction {
   bool in_chunks = false;  // all but the rest of it was done within use `start`
 };
 
+struct ActivationGather {
+  int start = 0;     // starts within this use,
+  int trigger = -1;  // in the turn of this activation; -1: before the use
+};
+
 // Lists are in the order in which things happen.
 struct StepSchedule {
   std::vector<Weight> weights;
@@ -123,11 +143,14 @@ struct StepSchedule {
   std::vector<WeightBuffer> buffers;
   std::vector<Gather> gathers;
   std::vector<Reduction> reductions;
+  std::vector<ActivationGather> activation_gathers = {};  // as in the options
 
-  int64_t arena_bytes = 0;          // one arena holds all buffers
-  int64_t live_buffer_bytes = 0;    // the most that buffers take at one use: what no arena can go below
-  int64_t peak_gradient_bytes = 0;  // the most that gradients take at one use
-  int64_t peak_bytes() const { return arena_bytes + peak_gradient_bytes + options.held_bytes; }
+  int64_t arena_bytes = 0;            // one arena holds all buffers
+  int64_t live_buffer_bytes = 0;      // the most that buffers take at one use: what no arena can go below
+  int64_t peak_gradient_bytes = 0;    // the most that gradients take at one use
+  int64_t peak_activation_bytes = 0;  // the most that gathered activations take at a time
+  int64_t peak_beside_bytes = 0;      // the most that both take at one use, beside the arena
+  int64_t peak_bytes() const { return arena_bytes + peak_beside_bytes + options.held_bytes; }
 
   // By use: indices of the gathers that start before it, of the buffers that are released after it, of the reductions
   // that start after it, and of those that are waited for after it.
@@ -164,6 +187,12 @@ constexpr int64_t kMostChangesAhead = 8;
 // does.
 StepSchedule fastest_schedule(const std::vector<Weight>& weights, const std::vector<Use>& uses,
                               const ScheduleOptions& options);
+
+// How many turns ahead activations are gathered within the budget: one if some plan with that fits, with weights
+// gathered at their uses, and `prefetch` is not 0. It does not depend on times, which ranks of other meshes may not
+// share.
+int64_t activations_ahead_within(const std::vector<Weight>& weights, const std::vector<Use>& uses,
+                                 const ScheduleOptions& options);
 
 // The least budget with which gathers are as far ahead as wanted and reductions run alongside the next backward.
 int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::vector<Use>& uses,

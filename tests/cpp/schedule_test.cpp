@@ -381,6 +381,69 @@ TEST(Lanes, TheExampleOfTheHeader) {
   EXPECT_EQ(lanes.reductions[0].end_ps, 250);
 }
 
+// Two layers whose inputs are kept cut: 60 bytes of a's, 40 of b's.
+std::vector<Activation> inputs() { return {{"b's", 10, 40, 20, 1, 2, 2, 0}, {"a's", 15, 60, 30, 0, 3, 3, 1}}; }
+
+TEST(Activations, AreGatheredOneTurnAheadWhereTheyFit) {
+  const std::vector<Use> uses{use(0, F, 50), use(1, F, 50), use(1, B, 100), use(0, B, 100)};
+  std::vector<Weight> weights = equal_weights(2, 100, 0);
+  for (Weight& w : weights) w.gather_ps = 30;
+  const auto plan = [&](std::optional<int64_t> budget, int64_t prefetch) {
+    ScheduleOptions options = options_of(budget, prefetch);
+    options.activations = inputs();
+    options.activations_ahead = activations_ahead_within(weights, uses, options);
+    return make_schedule(weights, uses, options);
+  };
+  const auto gathers = [](const StepSchedule& s) {
+    std::vector<std::pair<int, int>> found;
+    for (const ActivationGather& g : s.activation_gathers) found.emplace_back(g.start, g.trigger);
+    return found;
+  };
+  const std::vector<std::pair<int, int>> ahead{{2, -1}, {2, 0}};
+  const std::vector<std::pair<int, int>> in_turn{{2, 0}, {3, 1}};
+  const StepSchedule s = plan(std::nullopt, 1);
+  EXPECT_EQ(gathers(s), ahead);
+  EXPECT_EQ(s.peak_activation_bytes, 100);
+  EXPECT_EQ(s.peak_bytes(), 300);
+  EXPECT_EQ(predict(s).total_ps, 350) << "the first gathers of each direction are exposed";
+  EXPECT_EQ(predict(s).activations[1].begin_ps, 150);
+  EXPECT_EQ(gathers(plan(200, 1)), ahead);
+  EXPECT_EQ(plan(200, 1).gathers.size(), 3) << "b stays, and a is gathered again";
+  const StepSchedule small = plan(199, 1);
+  EXPECT_EQ(gathers(small), in_turn);
+  EXPECT_EQ(small.peak_bytes(), 160);
+  EXPECT_EQ(gathers(plan(std::nullopt, 0)), in_turn);
+  EXPECT_EQ(predict(plan(std::nullopt, 0)).activations[1].begin_ps, predict(plan(std::nullopt, 0)).uses[3].begin_ps);
+  EXPECT_THROW(plan(159, 1), UserError);
+  const std::string text = to_text(s);
+  EXPECT_NE(text.find("2. backward b; gather activations 0, 1; "), std::string::npos) << text;
+  EXPECT_NE(text.find("  activation 1, a's of use 0, in uses 3 to 3: 60 B, of which 15 B are kept\n"),
+            std::string::npos)
+      << text;
+  EXPECT_NE(text.find("gradients 0 B, activations 100 B"), std::string::npos) << text;
+}
+
+// Several in one use, of which the first is needed until the turn of the third.
+TEST(Activations, TakeTurnsWithinAUse) {
+  const std::vector<Use> uses{use(0, F, 60), use(0, B, 90)};
+  ScheduleOptions options = options_of(std::nullopt);
+  options.activations = {{"x", 1, 10, 5, 0, 1, 1, 2}, {"y", 1, 20, 5, 0, 1, 1, 1}, {"z", 1, 40, 50, 0, 1, 1, 2}};
+  options.activations_ahead = 1;
+  std::vector<Weight> weights = equal_weights(1, 8, 0);
+  weights[0].gather_ps = 10;
+  const StepSchedule s = make_schedule(weights, uses, options);
+  EXPECT_EQ(s.peak_activation_bytes, 70) << "x, y and z in the turn of y";
+  // The gather of z starts in the turn of y, at 70 + 5 + 30, and takes longer than that turn.
+  const StepLanes lanes = predict(s);
+  EXPECT_EQ(lanes.uses[1].begin_ps, 70);
+  EXPECT_EQ(lanes.activations[2].begin_ps, 105);
+  EXPECT_EQ(lanes.uses[1].end_ps, 155 + 30);
+  options.activations[2].until = 1;
+  EXPECT_THROW(make_schedule(weights, uses, options), UserError);
+  options.activations[2] = {"z", 1, 40, 50, 0, 0, 1, 2};
+  EXPECT_THROW(make_schedule(weights, uses, options), UserError) << "not in the order of their turns";
+}
+
 // Parts at rest on the host: gathers of 30 begin with copies of 10, reductions of 20 end with copies of 15.
 //
 //     from the host  ab

@@ -142,7 +142,7 @@ def _trains(mesh_shape: tuple[int, ...], recomputes: bool) -> None:
         if len(mesh_shape) == 1:
             assert sorted(backwards) == ([] if recomputes else [1, 2]), str(schedule)
         if len(mesh_shape) > 1 and meshes.device != "cpu":
-            return  # there the replicas are reduced first, by an all-reduce, which is not in chunks
+            return  # one all-reduce over both mesh dims is predicted to be faster, and is not in chunks
         last = schedule.reductions[-1]
         assert last[0] == 1 and last[4], str(schedule)
         assert "in chunks: reduce the gradient of layers.0" in str(schedule)

@@ -981,6 +981,7 @@ class StepSchedule:
         gather_until: Sequence[int] = (),
         forms: Sequence[tuple[int, int, int, int, int, int, bool, tuple[int, int, int, int]]] = (),
         may_add_chunks: bool = False,
+        activations: Sequence[tuple[str, int, int, int, int, int, int, int]] = (),
     ) -> None:
         """Plans a step.
 
@@ -1000,6 +1001,9 @@ class StepSchedule:
                 whether in backwards too; and of the reduction of the gradient in chunks, picoseconds of all chunks (0:
                 not in chunks), of one and of what is reduced afterwards, and bytes of the gradient meanwhile.
             may_add_chunks: whether their bytes may be added to the budget.
+            activations: of which parts are kept, in the order in which they are needed: name; bytes that are kept, and
+                gathered; picoseconds of a gather, or 0; the use that saves it, the first and last that need it, and the
+                activation in whose turn it is needed last.
 
         Raises:
             ValueError: the budget is too small, and the text names one that is not; or the arguments contradict.
@@ -1019,7 +1023,8 @@ class StepSchedule:
     def lanes(self) -> dict[str, Any] | None:
         """Begin and end in picoseconds of "uses", "gathers" and "reductions" as predicted; "chunks" within uses, each
         as weight, use, whether it is a reduction, and begin and end; "fetches" from the host by gather and
-        "sends" to it by reduction; "compute_ps", "transfer_ps", "copy_ps", "total_ps". None without times."""
+        "sends" to it by reduction; "activations"; "compute_ps", "transfer_ps", "copy_ps", "total_ps". None without
+        times."""
 
     @property
     def buffers(self) -> list[tuple[int, bool, int, int, int, int]]:
@@ -1041,6 +1046,13 @@ class StepSchedule:
     @property
     def peak_gradient_bytes(self) -> int: ...
     @property
+    def peak_activation_bytes(self) -> int: ...
+    @property
+    def activations(self) -> list[tuple[str, int, int, int, int, int, int, int]]: ...
+    @property
+    def activation_gathers(self) -> list[tuple[int, int]]:
+        """By activation: the use in which its gather starts, and the activation in whose turn; -1: before the use."""
+    @property
     def peak_bytes(self) -> int: ...
     def to_json(self) -> str: ...
     def to_svg(self) -> str:
@@ -1054,5 +1066,6 @@ def overlapping_budget_bytes(
     alignment_bytes: int = 256,
     held_bytes: int = 0,
     gather_until: Sequence[int] = (),
+    activations: Sequence[tuple[str, int, int, int, int, int, int, int]] = (),
 ) -> int:
     """The least budget with which gathers are as far ahead as wanted and reductions run alongside the next backward."""

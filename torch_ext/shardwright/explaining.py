@@ -174,6 +174,8 @@ def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
             units = [unit_of[weight] for weight, *_ in transfers]
             copies = [(unit, span) for unit, span in zip(units, lanes[key]) if span[1] > span[0]]
             spans += [(lane, f"copy {step.names[unit]}", unit, span) for unit, span in copies]
+        for number, (activation, span) in enumerate(zip(schedule.activations, lanes["activations"])):
+            spans.append(("communication", f"gather activation {number}, {activation[0]}", -1, span))
         for weight, _, is_reduction, span in lanes["chunks"]:
             text = f"{'reduce' if is_reduction else 'gather'} {step.names[unit_of[weight]]} in chunks"
             spans.append(("communication", text, unit_of[weight], span))

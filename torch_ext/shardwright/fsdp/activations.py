@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import _planner, argument_checks, checking, counters, executables, groups
 from ..layout import Layout, Mesh
 from ..plain_tensors import redistribute_local
+from . import saved
 from .agreement import compare
 from .units import is_in_backward
 
@@ -203,6 +204,10 @@ class _Kept:
         self.number = 0  # in its sequence
         self.was_needed = False
         self.looks = f"{str(part.dtype).removeprefix('torch.')}[{whole.shape[0]}]"
+        # In the step that saves it, if one runs.
+        self._step = saved.current
+        about = saved.About(self.looks, part.nbytes, part.device.type, cut, whole)
+        self._number = 0 if self._step is None else self._step.save(self, about)
 
     def start_gather(self) -> None:
         if self._gathered is None:
@@ -213,16 +218,23 @@ class _Kept:
 
     def unpack(self, sequence: _Sequence) -> torch.Tensor:
         """Returns it whole, and lets go of it when all that was saved of it was unpacked."""
-        following = sequence.reach(self, self._part.device) if self._num_unpacked == 0 else None
+        step = None if self._step is None or self._step.is_over else self._step
+        ahead: list[Any] = []
+        if self._num_unpacked == 0:
+            following = sequence.reach(self, self._part.device)
+            planned = None if step is None else step.take_turn(self._number)
+            ahead = planned if planned is not None else [] if following is None else [following]
         self.start_gather()
-        if following is not None:
-            following.start_gather()
+        for other in ahead:
+            other.start_gather()
         found = self._gathered
         assert found is not None
         self._gathered = found = found.wait() if isinstance(found, AsyncCollectiveTensor) else found
         self._num_unpacked += 1
         if self._num_unpacked >= self.num_saved:
             self._num_unpacked, self._gathered = 0, None
+            if step is not None:
+                step.let_go(self._number)
         return found
 
 

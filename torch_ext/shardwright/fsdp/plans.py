@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .. import _planner
+from . import saved
 from .times import Times
+from .units import Unit
 
 
 class Key(NamedTuple):
@@ -53,6 +56,22 @@ class Plan:
             self.finishes[unit, start] = finish
             for use in range(first, start + 1) if in_chunks else ():
                 self.reduces_in_chunks[use].add(unit)
+        self.activations: saved.Plan | None = None
+        if timed is not None and timed.activations:
+            numbers = [event.number for event in timed.activations]
+            self.activations = saved.Plan(numbers, schedule.activation_gathers)
         # Units some of whose products are in chunks. Others of them have to be ours too: forwards for their backwards,
         # and recomputations, which save what the forward has saved.
         self.multiplies: frozenset[int] = frozenset().union(*self.in_chunks, *self.reduces_in_chunks)
+
+
+def held_bytes(units: Sequence[Unit], key: Key, uses: list[Use]) -> int:
+    """Returns what is held outside of the arena: weights that stay between steps, and whole gradients that are kept."""
+    held = sum(unit.use_bytes for unit in units if unit.wishes.stays_between_steps)
+    held += sum(unit.kept_gradient_bytes for unit, keeps in zip(units, key.keeps) if keeps)
+    arriving = (  # what autograd leaves, until it is added to those
+        sum(units[unit].gradient_bytes for unit in use.units if not key.reduces[unit])
+        for use in uses
+        if use.kind == "backward"
+    )
+    return held + max(arriving, default=0)

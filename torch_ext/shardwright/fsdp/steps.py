@@ -31,12 +31,12 @@ import torch
 
 from .. import _runtime, counters
 from .._planner import StepSchedule, overlapping_budget_bytes
-from . import times
+from . import saved, times
 from .carrying import measure
 from .chunks import UnitInChunks
 from .hosting import Copy
 from .landing import Reduction
-from .plans import Key, Plan, Use
+from .plans import Key, Plan, Use, held_bytes
 from .times import Clock, Times
 from .units import Unit, is_in_backward
 from .weights import ALIGNMENT
@@ -74,6 +74,7 @@ class Runner:
         self._reductions: list[tuple[int, Reduction]] = []  # with the use after which to wait
         self._end: weakref.ref[object] | None = None  # what the running backward calls at its end
         self._recomputed: set[int] = set()  # units, in the middle of their backwards
+        self._activations = saved.StepActivations(None)
         self._num_forwards = 0
         # Of the latest sequences: the number of the first forward, and the units whose products are ours.
         self._multiplies: list[tuple[int, frozenset[int]]] = []
@@ -242,6 +243,7 @@ class Runner:
     def _end_sequence(self) -> None:
         key, uses, plan, clock, is_too_long = self._key, self._uses, self._plan, self._clock, self._is_too_long
         is_as_planned = plan is not None and plan.uses == uses
+        activations = self._activations
         self._drain()
         copies = [[] if unit.host is None else unit.host.end_timing() for unit in self.units]
         self._key = None
@@ -252,7 +254,7 @@ class Runner:
         if plan is None or not is_as_planned:
             self._follow(key, uses, None)
         elif clock is not None and plan.timed is None:
-            self._follow(key, uses, self._agreed_times(clock, copies, plan.schedule))
+            self._follow(key, uses, self._agreed_times(clock, copies, plan.schedule, activations))
         if clock is not None and times.listener is not None:
             times.listener.hear(self._plans[key].schedule, [unit.name for unit in self.units], clock, copies)
 
@@ -267,10 +269,13 @@ class Runner:
         if self._arena.numel() < plan.schedule.arena_bytes:
             self._arena = torch.empty(plan.schedule.arena_bytes, dtype=torch.uint8, device=self.device)
 
-    def _agreed_times(self, clock: Clock, copies: list[list[Copy]], schedule: StepSchedule) -> Times:
+    def _agreed_times(
+        self, clock: Clock, copies: list[list[Copy]], schedule: StepSchedule, activations: saved.StepActivations
+    ) -> Times:
         """The same on all ranks; zeros where units are on several meshes."""
         meshes = {weight.mesh for unit in self.units for weight in unit.weights}
-        return times.agreed_times(times.measured(clock, copies, schedule), meshes, self.device)
+        found = times.agreed_times(times.measured(clock, copies, schedule), meshes, self.device)
+        return found._replace(activations=saved.agreed_events(activations.events(), meshes, self.device))
 
     def _schedule(self, key: Key, uses: list[Use], timed: Times | None) -> StepSchedule:
         weights = []
@@ -282,8 +287,9 @@ class Runner:
         parts = [(use.units, use.kind, use.gradients, ps) for use, ps in zip(uses, all_ps, strict=True)]
         options: dict[str, Any] = {
             "alignment_bytes": ALIGNMENT,
-            "held_bytes": self._held_bytes(key, uses),
+            "held_bytes": held_bytes(self.units, key, uses),
             "gather_until": self._gather_until(uses),
+            "activations": [] if timed is None else [event.parts for event in timed.activations],
         }
         budget = self.memory_limit
         if budget is None:  # whatever times say, so that memory does not depend on them
@@ -299,17 +305,6 @@ class Runner:
                 forms.append((number, *form))
         options.update(forms=forms, may_add_chunks=self.memory_limit is None)
         return StepSchedule(weights, parts, budget_bytes=budget, prefetch=self.prefetch, **options)
-
-    def _held_bytes(self, key: Key, uses: list[Use]) -> int:
-        """Outside of the arena, all the time: weights that stay between steps, and whole gradients that are kept."""
-        held = sum(unit.use_bytes for unit in self.units if unit.wishes.stays_between_steps)
-        held += sum(unit.kept_gradient_bytes for unit, keeps in zip(self.units, key.keeps) if keeps)
-        arriving = (  # what autograd leaves, until it is added to those
-            sum(self.units[unit].gradient_bytes for unit in use.units if not key.reduces[unit])
-            for use in uses
-            if use.kind == "backward"
-        )
-        return held + max(arriving, default=0)
 
     def _gather_until(self, uses: list[Use]) -> list[int]:
         until = list(range(len(uses)))
@@ -332,6 +327,7 @@ class Runner:
                 unit.release()
             with torch.no_grad():
                 unit.end_step()
+        self._activations.end()
         self._uses = []
         self._is_used = self._is_too_long = False
         self._plan = self._clock = None
@@ -386,6 +382,7 @@ class Runner:
         self._uses = []
         self._key = key
         self._plan = self._plans.get(key)
+        self._activations = saved.begin(None if self._plan is None else self._plan.activations)
         is_timed = times.listener is not None or (self._plan is not None and self._plan.timed is None)
         self._clock = Clock(self.device) if is_timed else None
         for unit in self.units:
@@ -413,6 +410,7 @@ class Runner:
             if planned is None or (planned.units, planned.kind) != (use.units, use.kind):
                 counters.counts.unplanned_steps += 1
                 self._plan = None
+        self._activations.begin_use(index, self._plan is not None)
         for unit, offset, in_chunks in self._plan.gathers.get(index, ()) if self._plan is not None else ():
             self._gather_ahead(self.units[unit], offset, self._in_chunks[unit] if in_chunks else None)
         self._gather_now(use.units, self._plan.in_chunks[index] if self._plan is not None else set())

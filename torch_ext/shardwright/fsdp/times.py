@@ -18,12 +18,32 @@ from ..explaining import HeardStep
 from .hosting import Copy
 
 
+class Event(NamedTuple):
+    """One activation of a step (fsdp/saved.py)."""
+
+    number: int  # in the order in which they were saved
+    name: str
+    kept_bytes: int
+    whole_bytes: int
+    gather_ps: int
+    saved: int  # use
+    first: int  # and last use that needs it
+    last: int
+    until: int  # the turn in which it is let go
+
+    @property
+    def parts(self) -> tuple[str, int, int, int, int, int, int, int]:
+        """What schedules have to know, as `StepSchedule` says."""
+        return self[1:]
+
+
 class Times(NamedTuple):
     """Of a step, in picoseconds, the same on all ranks."""
 
     uses: list[int]
     # By unit: the copies from the host for a gather, and those to it for a reduction.
     copies: list[tuple[int, int]]
+    activations: list[Event] = []  # whose gathers schedules plan
 
 
 class Clock:

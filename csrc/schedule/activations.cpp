@@ -1,0 +1,62 @@
+#include "schedule/activations.h"
+
+#include <algorithm>
+
+#include "support/error.h"
+
+namespace shardwright {
+
+std::vector<ActivationGather> plan_activations(const std::vector<Use>& uses, const std::vector<Activation>& activations,
+                                               int64_t ahead) {
+  std::vector<ActivationGather> gathers;
+  for (int k = 0; k < static_cast<int>(activations.size()); ++k) {
+    const Activation& a = activations[k];
+    int begin = a.first;  // of the backward, but after the activation was saved
+    while (begin - 1 > a.saved && uses[begin - 1].pass != Pass::kForward) --begin;
+    const int turn = k - static_cast<int>(ahead);
+    if (turn >= 0 && activations[turn].first >= begin) {
+      gathers.push_back({activations[turn].first, turn});
+    } else if (ahead > 0) {
+      gathers.push_back({begin, -1});
+    } else {
+      gathers.push_back({a.first, k});
+    }
+  }
+  return gathers;
+}
+
+std::vector<int64_t> activation_bytes(size_t num_uses, const std::vector<Activation>& activations,
+                                      const std::vector<ActivationGather>& gathers) {
+  std::vector<int64_t> most(num_uses, 0);
+  int turn = -1;  // the latest that has come before the use
+  for (int use = 0; use < static_cast<int>(num_uses); ++use) {
+    while (true) {
+      int64_t bytes = 0;
+      for (size_t k = 0; k < activations.size(); ++k) {
+        const bool has_started = gathers[k].start <= use && gathers[k].trigger <= turn;
+        if (has_started && use <= activations[k].last && turn <= activations[k].until) bytes += activations[k].bytes;
+      }
+      most[use] = std::max(most[use], bytes);
+      if (turn + 1 == static_cast<int>(activations.size()) || activations[turn + 1].first > use) break;
+      ++turn;
+    }
+  }
+  return most;
+}
+
+void check_activations(const std::vector<Activation>& activations, size_t num_uses) {
+  const auto count = static_cast<int>(activations.size());
+  for (int k = 0; k < count; ++k) {
+    const Activation& a = activations[k];
+    check_user(a.kept_bytes >= 0 && a.bytes >= 0 && a.gather_ps >= 0, "activations: number ", k,
+               " has a negative figure; allowed are bytes and times from 0 on");
+    const int before = k == 0 ? 0 : activations[k - 1].first;
+    check_user(0 <= a.saved && a.saved <= a.first && before <= a.first && a.first <= a.last &&
+                   a.last < static_cast<int>(num_uses) && k <= a.until && a.until < count,
+               "activations: number ", k, " is saved in use ", a.saved, " and needed in uses ", a.first, " to ", a.last,
+               ", until the turn of number ", a.until, "; allowed are uses below ", num_uses,
+               " in this order, in the order of the first needs, and its own turn or a later one");
+  }
+}
+
+}  // namespace shardwright
