@@ -97,8 +97,9 @@ def fully_shard(
             the host, on streams of their own. Parameters may be given on the host; `mesh` says where the device is. On
             CPU it changes nothing. ``OffloadPolicy()`` is the default, nothing.
         ignored_params: left as they are: they are neither cut nor are their gradients reduced.
-        memory_limit: bytes for gathered weights and gradients before they are reduced, on this rank, the same on all;
-            only in the outermost call. Default: what it takes to gather one unit ahead and reduce one gradient behind.
+        memory_limit: bytes for gathered weights, gradients before they are reduced and gathered activations of
+            `checkpoint_cut`, on this rank, the same on all; only in the outermost call. Default: what it takes to gather
+            one unit ahead and reduce one gradient behind.
         prefetch: for how many changes of units ahead to gather. "auto" begins with 1; once a step has been timed, it is
             the least number that is predicted to be as fast as any in the same memory. Only in the outermost call.
         gather_in_chunks: whether weights of `nn.Linear` whose rows are cut may be gathered in chunks during their
@@ -114,7 +115,7 @@ def fully_shard(
             parameter that is on another device than the mesh (or, with CPUOffloadPolicy, than the host), is tied to one
             of another unit, or is a DTensor on a mesh that does not go with `mesh`.
             The first forward raises it if ranks gave different arguments, the end of the first step if `memory_limit`
-            is too small.
+            is too small, or of the second with activations.
     """
     groups.check_initialised()
     modules = _checked_modules(module)
