@@ -86,7 +86,7 @@ MAX_CODE_LINES = {
     "attending": 650,
     "calibration": 550,
     "dtensor": 700,
-    "fsdp": 3600,
+    "fsdp": 3750,
     "graphs": 200,
     "mapping": 750,
     "products": 1000,

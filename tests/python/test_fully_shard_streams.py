@@ -70,7 +70,10 @@ def poisoned() -> Iterator[None]:
     def poison_and_release(unit: Unit) -> None:
         unit.finish_gather()
         for weight in unit.weights:
-            weight.memory.data.fill_(torch.nan)
+            for message in weight.carried.arrived[0] if weight.carried.arrived is not None else ():
+                message.fill_(torch.nan if message.is_floating_point() else 0x7F)  # NaN of float8_e4m3fn
+            if weight.memory.data_ptr() != 0:
+                weight.memory.data.fill_(torch.nan)
         release(unit)
         restore(unit)  # an optimizer may follow
 

@@ -44,6 +44,8 @@ class Carried:
         self._is_direct = type(format) is Format and format.dtype == use_dtype
         self._measured_at: object = None
         self._arriving: _Arriving | None = None
+        # What the last gather has brought, and the scale, where the weight is used so.
+        self.arrived: tuple[list[torch.Tensor], torch.Tensor | None] | None = None
         self._layouts: dict[int, tuple[_planner.Layout, list[Layout]]] = {}  # by identity
         self._rank = dist.get_rank()
 
@@ -95,15 +97,17 @@ class Carried:
         dtype: torch.dtype = getattr(torch, layout.dtype)
         return buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def finish(self, whole: torch.Tensor) -> None:
-        """Waits, and writes the weight to its place."""
+    def finish(self, whole: torch.Tensor | None) -> None:
+        """Waits, and writes the weight to its place; None leaves it as it has arrived."""
         arriving, self._arriving = self._arriving, None
         if arriving is None:
             return
         for work in arriving.works:
             if work is not None:
                 work.wait()
-        if not arriving.in_place:
+        if whole is None:
+            self.arrived = arriving.received, arriving.scale
+        elif not arriving.in_place:
             self.format.decode(arriving.received, arriving.scale, whole)
 
 

@@ -34,8 +34,8 @@ _AFTER = _ops.fsdp_after.default
 
 
 def fits(unit: Unit) -> bool:
-    """Whether the events of a unit can be in graphs, whose weights are plain tensors in use."""
-    return not any(isinstance(weight.whole, DTensor) for weight in unit.weights)
+    """Whether the events of a unit can be in graphs, whose weights are plain tensors that have memory in use."""
+    return not any(isinstance(weight.whole, DTensor) or weight.product is not None for weight in unit.weights)
 
 
 class _Begin(torch.autograd.Function):

@@ -17,6 +17,7 @@ from .. import argument_checks, explaining, groups
 from .._planner import StepSchedule
 from . import events, hosting, in_graphs, times
 from .agreement import check_same
+from .float8_products import check_use, product_of
 from .methods import ATTRIBUTE, original_class, sharded_class
 from .placing import Placer, Placing, ShardPlacer, data_mesh_of, kept_ranks_of
 from .policy import Policy, Wire
@@ -46,6 +47,7 @@ def fully_shard(
     same_data_dims: Sequence[str | int] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     wire: Wire | Callable[[nn.Parameter], Wire] = None,
+    use: str | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     memory_limit: int | None = None,
@@ -92,14 +94,16 @@ def fully_shard(
             scales, gradients in bfloat16; ``"nvfp4"``: in four, by torchao, if it is installed. Gradients are then
             added up in reduce_dtype, by default float32. Or a function that returns one of these, or None, for a
             parameter.
+        use: ``"float8"``: `nn.Linear` modules multiply by weights that ``wire`` sends in float8 as they arrive, by
+            `torch._scaled_mm`; inputs get scales of their own. Other weights are written to param_dtype.
         offload_policy: torch's ``CPUOffloadPolicy``: parameters, their gradients and so optimizers are on the host, in
             pinned memory unless it says otherwise. Gathers begin with a copy to the device, reductions end with one to
             the host, on streams of their own. Parameters may be given on the host; `mesh` says where the device is. On
             CPU it changes nothing. ``OffloadPolicy()`` is the default, nothing.
         ignored_params: left as they are: they are neither cut nor are their gradients reduced.
         memory_limit: bytes for gathered weights, gradients before they are reduced and gathered activations of
-            `checkpoint_cut`, on this rank, the same on all; only in the outermost call. Default: what it takes to gather
-            one unit ahead and reduce one gradient behind.
+            `checkpoint_cut`, on this rank, the same on all; only in the outermost call. Default: what it takes to
+            gather one unit ahead and to reduce one gradient while the next is computed.
         prefetch: for how many changes of units ahead to gather. "auto" begins with 1; once a step has been timed, it is
             the least number that is predicted to be as fast as any in the same memory. Only in the outermost call.
         gather_in_chunks: whether weights of `nn.Linear` whose rows are cut may be gathered in chunks during their
@@ -120,6 +124,7 @@ def fully_shard(
     groups.check_initialised()
     modules = _checked_modules(module)
     _check_options(memory_limit, prefetch, gather_in_chunks)
+    check_use(use)
     if shard_placement_fn is not None and rest is not None:
         raise ValueError("rest: got a function besides shard_placement_fn; allowed is one of the two")
     policy, offload = Policy(mp_policy, wire), hosting.checked(offload_policy)
@@ -130,14 +135,17 @@ def fully_shard(
     host = hosting.host_of(offload, data.mesh.device_type)
     placing = Placing(data, shard_placement_fn, rest, store, keep, reshard_after_forward, host is not None)
     layouts = [placing.layouts_of(places[0][2], given) for given, places in found]
-    dtypes = [policy.of(given) for given, _ in found]
-    for (_, places), placed, in_dtypes in zip(found, layouts, dtypes, strict=True):
-        in_dtypes.gathers.check(places[0][2], placed.rest, data.mesh.device_type)
+    carried = []  # dtypes, and what multiplies by a weight as it arrives
+    for (given, places), placed in zip(found, layouts, strict=True):
+        name, owners, in_dtypes = places[0][2], [place[:2] for place in places], policy.of(given)
+        in_dtypes.gathers.check(name, placed.rest, data.mesh.device_type)
+        is_asked_for = use is not None
+        carried.append(product_of(name, given, owners, placed, in_dtypes) if is_asked_for else (in_dtypes, None))
     made = []
     with torch.no_grad():
-        for (given, places), placed, in_dtypes in zip(found, layouts, dtypes, strict=True):
-            owners = [(owner, name) for owner, name, _ in places]
-            weight = Weight(places[0][2], given, owners, placed, in_dtypes, host)
+        for (given, places), placed, (in_dtypes, product) in zip(found, layouts, carried, strict=True):
+            owners = [place[:2] for place in places]
+            weight = Weight(places[0][2], given, owners, placed, in_dtypes, host, product)
             setattr(given, _GIVEN, True)
             setattr(weight.sharded, _SHARDED, True)
             made.append(weight)

@@ -163,7 +163,7 @@ class Unit:
         if self.host is not None:
             self.host.join()
         for weight in self.weights:
-            weight.carried.finish(weight.memory.data)
+            weight.finish_gather()
         self._is_arriving = False
 
     @property
@@ -206,7 +206,7 @@ class Unit:
         """With `products`, a UnitInChunks, the modules multiply by it."""
         for weight in self.weights:
             if products is None or not products.has(weight):
-                weight.put(weight.whole)
+                weight.put_whole()
         if products is not None:
             self.products = products
             products.begin()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,16 @@ from .landing import Landing
 from .layouts import Layouts, most_bytes
 from .moves import Moves
 from .policy import Dtypes
+
+
+class Product(Protocol):
+    """What multiplies by a weight as it has arrived, in the module that has it."""
+
+    padding_bytes: int  # after each of the tensors that arrive
+
+    def begin(self, weight: Weight) -> None: ...
+    def end(self, weight: Weight) -> None: ...
+
 
 Version: TypeAlias = tuple[nn.Parameter, tuple[int, ...]]
 
@@ -51,6 +61,7 @@ class Weight:
         layouts: Layouts,
         dtypes: Dtypes,
         host: hosting.Host | None = None,
+        product: Product | None = None,
     ) -> None:
         self.name = name
         # Modules have their weights: what has weights refers to modules weakly, so that a model goes when it is let go.
@@ -81,16 +92,11 @@ class Weight:
         memory = self._held if self.is_held else torch.empty(local.shape, dtype=dtypes.use, device=device)
         self.whole = nn.Parameter(layouts.as_used(memory), given.requires_grad)
         self.memory = _local(self.whole.detach())
-        # Those of the rank with most, so that all ranks make the same schedule.
-        in_use = with_dtype(self.use, dtypes.use)
-        numel = most_bytes(in_use) // dtypes.use.itemsize
-        self.gradient_bytes = numel * self.gradients.bytes_per_element
-        self.kept_gradient_bytes = numel * dtypes.reduce.itemsize
-        self.whole_bytes = 0 if self.is_held else most_bytes(in_use)  # of what is gathered, in its place
-        self._buffer_bytes = [] if self.is_held else [most_bytes(layout) for layout in self.carried.buffers(self.use)]
+        # Where a product takes it as it has arrived, it has memory only once somebody has read it.
+        self.product = product
+        self._is_read = False
         self._is_staged = host is not None and self._held is None
-        self._buffer_bytes += [most_bytes(self.rest)] * self._is_staged
-        self.gathered_bytes = sum(map(aligned, (self.whole_bytes, *self._buffer_bytes)))
+        self._set_sizes(dtypes)
         self.rest_bytes = part.nbytes + (0 if self._held is None else self._held.nbytes)
         self.kept: torch.Tensor | None = None
         self._copy: tuple[Layout, Layout] | None = None  # `kept` as it is, and gathered
@@ -103,6 +109,21 @@ class Weight:
         self.drop_kept()
         self.release()
         self.put(self.sharded)
+
+    def _set_sizes(self, dtypes: Dtypes) -> None:
+        """In bytes, on the rank with most, so that all ranks make the same schedule."""
+        in_use = with_dtype(self.use, dtypes.use)
+        numel = most_bytes(in_use) // dtypes.use.itemsize
+        self.gradient_bytes = numel * self.gradients.bytes_per_element
+        self.kept_gradient_bytes = numel * dtypes.reduce.itemsize
+        padding = 0 if self.product is None else self.product.padding_bytes
+        self.whole_bytes = (
+            0 if self.is_held or self.product else most_bytes(in_use)
+        )  # of what is gathered, in its place
+        arriving = [] if self.is_held else self.carried.buffers(self.use)
+        self._buffer_bytes = [most_bytes(layout) + padding for layout in arriving]
+        self._buffer_bytes += [most_bytes(self.rest)] * self._is_staged
+        self.gathered_bytes = sum(map(aligned, (self.whole_bytes, *self._buffer_bytes)))
 
     def _slice(self, local: torch.Tensor, layout: Layout) -> torch.Tensor:
         """This rank's part of what is whole, without communication, in memory of its own."""
@@ -145,7 +166,14 @@ class Weight:
         for parameters, name in self._slots:
             parameters[name] = parameter
 
+    def put_whole(self) -> None:
+        self.put(self.whole)
+        if self.product is not None:
+            self.product.begin(self)
+
     def put_sharded(self) -> None:
+        if self.product is not None:
+            self.product.end(self)
         for parameters, name in self._slots:
             if parameters[name] is self.whole:
                 parameters[name] = self.sharded
@@ -202,6 +230,7 @@ class Weight:
         return (
             f"{self.name} of shape {tuple(self.rest.shape)} and dtype {self.rest.dtype}: {placed}; used as "
             f"{dtypes.use}, sent as {weight} of {sent}, added up in {dtypes.reduce}"
+            + (", multiplied by as it arrives" if self.product is not None else "")
             + (", on the host at rest" if self._host is not None else "")
         )
 
@@ -233,7 +262,8 @@ class Weight:
         self.finish_refresh()
         if self.is_held:
             return
-        _runtime.borrow_memory(self.memory, memory, offset_bytes)
+        if self.product is None:
+            _runtime.borrow_memory(self.memory, memory, offset_bytes)
         # `.data` has a version counter of its own: autograd should not take a gather for a change of what it saved.
         if from_kept and self.kept is not None and self._copy is not None:
             self.carried.start_from_copy(*self._copy, self.kept, self.memory.data)
@@ -248,6 +278,26 @@ class Weight:
             part = self._host.fetch(self.part, buffers.pop())
         self.carried.start(self.use, part, self.memory.data, buffers)
 
+    def finish_gather(self) -> None:
+        """Waits for it."""
+        self.carried.finish(self.memory.data if self.product is None else None)
+        if self.product is not None and self._is_read:
+            self._write_out()
+
+    def read(self) -> nn.Parameter:
+        """The whole weight, written out where a product takes it as it has arrived: now, and from now on."""
+        if not self._is_read:
+            self._is_read = True
+            self._write_out()
+        return self.whole
+
+    def _write_out(self) -> None:
+        if self.carried.arrived is not None:
+            with torch.no_grad():
+                memory = torch.empty(self.memory.nbytes, dtype=torch.uint8, device=self.memory.device)
+                _runtime.borrow_memory(self.memory, memory, 0)
+                self.carried.format.decode(*self.carried.arrived, self.memory.data)
+
     def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
         """Copies what is kept of the gathered weight to memory that lives until `drop_kept`."""
         if self.kept is not None and self._copy is not None:
@@ -260,6 +310,7 @@ class Weight:
             _runtime.give_back_memory(self.kept)
 
     def release(self) -> None:
+        self.carried.arrived = None
         if not self.is_held:
             _runtime.give_back_memory(self.memory)
 
