@@ -102,4 +102,10 @@ Link Topology::link(const Mesh& mesh, MeshDimSet mesh_dims) const {
   return slowest;
 }
 
+bool Topology::is_between_nodes(const Mesh& mesh, MeshDimSet dims) const {
+  const std::vector<int> all = dims.to_vector();
+  return std::none_of(all.begin(), all.end(), [&](int d) { return mesh_dims.contains(mesh.dim_names()[d]); }) &&
+         std::any_of(all.begin(), all.end(), [&](int d) { return crosses_nodes(mesh, d); });
+}
+
 }  // namespace shardwright

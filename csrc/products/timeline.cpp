@@ -136,12 +136,22 @@ class Clock {
 
   // The time of a transfer whose bytes take `num` / `den` times as long as at full speed.
   int64_t transfer_ps(const Operation& operation, int64_t num, int64_t den) const {
-    const TransferTraffic traffic = traffic_of(program_, operation);
-    const Link link = topology_.link(mesh_, program_.groups[group_of(operation)].mesh_dims);
-    const int64_t messages = std::max(traffic.received_messages, traffic.sent_messages);
-    const int64_t bytes = std::max(traffic.received_bytes, traffic.sent_bytes);
-    const int64_t latency = saturating_sum(topology_.step_ps, saturating_product(messages, link.message_ps));
-    return saturating_sum(latency, saturating_product(scaled(bytes, link.ps_per_kib), num) / den);
+    TransferTraffic all = traffic_of(program_, operation);
+    const MeshDimSet mesh_dims = program_.groups[group_of(operation)].mesh_dims;
+    const auto over = [&](const Link& link, const TransferTraffic& traffic) {
+      const int64_t messages = std::max(traffic.received_messages, traffic.sent_messages);
+      const int64_t bytes = std::max(traffic.received_bytes, traffic.sent_bytes);
+      return saturating_sum(saturating_product(messages, link.message_ps),
+                            saturating_product(scaled(bytes, link.ps_per_kib), num) / den);
+    };
+    int64_t on_node_ps = 0;
+    const auto* messages = std::get_if<SendReceive>(&operation);
+    if (messages != nullptr && topology_.is_between_nodes(mesh_, mesh_dims)) {
+      const TransferTraffic on_node = traffic_inside_node(program_, *messages, topology_.ranks_per_node);
+      on_node_ps = over(topology_.inside, on_node);
+      all = all - on_node;
+    }
+    return saturating_sum(topology_.step_ps, saturating_sum(on_node_ps, over(topology_.link(mesh_, mesh_dims), all)));
   }
 
   int64_t gemm_ps(const Gemm& gemm, int index) {

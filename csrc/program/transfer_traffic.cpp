@@ -31,9 +31,22 @@ class Counter {
   }
 
   TransferTraffic of(const SendReceive& o) const {
-    TransferTraffic traffic{0, 0, static_cast<int64_t>(o.receives.size()), static_cast<int64_t>(o.sends.size())};
-    for (const auto& message : o.receives) traffic.received_bytes += bytes(message.range);
-    for (const auto& message : o.sends) traffic.sent_bytes += bytes(message.range);
+    return of_messages(o, [](int64_t) { return true; });
+  }
+
+  // Of the messages to and from those peers, by index in the group, for which `counts` returns true.
+  TransferTraffic of_messages(const SendReceive& o, const auto& counts) const {
+    TransferTraffic traffic;
+    for (const auto& message : o.receives) {
+      if (!counts(message.peer)) continue;
+      traffic.received_bytes += bytes(message.range);
+      ++traffic.received_messages;
+    }
+    for (const auto& message : o.sends) {
+      if (!counts(message.peer)) continue;
+      traffic.sent_bytes += bytes(message.range);
+      ++traffic.sent_messages;
+    }
     return traffic;
   }
 
@@ -63,6 +76,14 @@ TransferTraffic traffic_of(const Program& program, const Operation& operation) {
   return match(
       operation, [&](const IsTransfer auto& o) { return Counter(program).of(o); },
       [](const IsCompute auto&) { return TransferTraffic{}; }, [](const Wait&) { return TransferTraffic{}; });
+}
+
+TransferTraffic traffic_inside_node(const Program& program, const SendReceive& transfer, int64_t ranks_per_node) {
+  if (ranks_per_node <= 0) return {};
+  const Group& group = program.groups[transfer.group];
+  const auto node_of = [&](int64_t index) { return number(group.ranks[index]) / ranks_per_node; };
+  return Counter(program).of_messages(transfer,
+                                      [&](int64_t peer) { return node_of(peer) == node_of(group.index); });
 }
 
 }  // namespace shardwright

@@ -14,9 +14,18 @@ struct TransferTraffic {
   int64_t sent_bytes = 0;
   int64_t received_messages = 0;
   int64_t sent_messages = 0;
+
+  TransferTraffic operator-(const TransferTraffic& part) const {
+    return {received_bytes - part.received_bytes, sent_bytes - part.sent_bytes,
+            received_messages - part.received_messages, sent_messages - part.sent_messages};
+  }
 };
 
 // Returns zeros for instructions that compute or wait. What a rank sends itself in an all-to-all is not counted.
 TransferTraffic traffic_of(const Program& program, const Operation& operation);
+
+// What of the messages of `transfer` goes to and comes from ranks on the same node as this one, where nodes are
+// `ranks_per_node` consecutive ranks; zeros if that is 0.
+TransferTraffic traffic_inside_node(const Program& program, const SendReceive& transfer, int64_t ranks_per_node);
 
 }  // namespace shardwright
