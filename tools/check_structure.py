@@ -83,13 +83,13 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # what they 
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
 MAX_CODE_LINES = {
     ".": 4300,
-    "attending": 650,
+    "attending": 640,
     "calibration": 550,
     "dtensor": 700,
     "fsdp": 3750,
     "graphs": 200,
     "mapping": 750,
-    "products": 1000,
+    "products": 730,
     "transfers": 950,
     "viewing": 760,
 }

@@ -18,7 +18,7 @@ void check_parts(const Attention& attention) {
   const int64_t total = attention.length();
   check_user(static_cast<int64_t>(attention.parts.size()) == attention.mesh->size(), "layout: ", attention.parts.size(),
              " parts of the sequence for ", attention.mesh->size(), " ranks");
-  IntervalList all;
+  std::vector<Interval> all;
   for (const IntervalList& part : attention.parts) all.insert(all.end(), part.begin(), part.end());
   int64_t next = 0;
   for (const Interval& run : sorted_by_place(all)) {

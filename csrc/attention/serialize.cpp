@@ -17,10 +17,16 @@ void write(Writer& out, const IntervalList& part) {
 }
 
 IntervalList read_part(Reader& in) {
-  return in.list([&] {
+  IntervalList part;
+  in.list([&] {
     const int64_t begin = in.integer();
-    return Interval{begin, in.integer()};
+    const int64_t end = in.integer();
+    check_user(begin < end, "plan: a part of the sequence has the places [", begin, ", ", end,
+               "); allowed are one or more");
+    append(part, {begin, end});
+    return 0;
   });
+  return part;
 }
 
 void write(Writer& out, const AttentionMask& mask) {

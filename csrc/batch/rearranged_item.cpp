@@ -220,7 +220,9 @@ void join_whole_rows(std::vector<LocalDim>& dims, std::vector<IntervalList>& lis
     Dim& joined = before.back();
     joined = {joined.size * row, joined.begin * row, joined.length * row, last[0].stride};
     lists.pop_back();
-    for (Interval& one : lists.back()) one = {one.begin * row, one.end * row};
+    IntervalList rows;
+    for (const Interval& one : lists.back()) append(rows, {one.begin * row, one.end * row});
+    lists.back() = std::move(rows);
     dims.pop_back();
   }
 }

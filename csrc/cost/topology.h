@@ -47,8 +47,8 @@ struct Topology {
   // The slowest link that some group over `mesh_dims` crosses.
   Link link(const Mesh& mesh, MeshDimSet mesh_dims) const;
   Link link_of(const Mesh& mesh, int mesh_dim) const;
-  // Returns whether the link of a group over these mesh dims is that between nodes, so that its ranks on one node have a
-  // better one among themselves: `inside`.
+  // Returns whether the link of a group over these mesh dims is that between nodes, so that its ranks on one node have
+  // a better one among themselves: `inside`.
   bool is_between_nodes(const Mesh& mesh, MeshDimSet mesh_dims) const;
   // Returns whether any two ranks that differ only in this mesh dim are on different nodes.
   bool crosses_nodes(const Mesh& mesh, int mesh_dim) const;

@@ -39,13 +39,9 @@ std::vector<Window> whole(const Layout& layout) {
 
 // Returns the indices of a list in a window, counted from its beginning.
 IntervalList seen_through(const Window& window, const IntervalList& list) {
-  IntervalList seen;
-  for (const Interval& interval : list) {
-    const int64_t begin = std::max<int64_t>(interval.begin - window.begin, 0);
-    const int64_t end = std::min(interval.end - window.begin, window.length);
-    if (begin < end) seen.push_back({begin, end});
-  }
-  return seen;
+  const int64_t before = intersection_length(list, {{0, window.begin}});
+  const int64_t within = intersection_length(list, {{window.begin, window.begin + window.length}});
+  return shifted(subrange(list, before, before + within), -window.begin);
 }
 
 }  // namespace
@@ -135,24 +131,53 @@ std::vector<Owned> by_place(const std::vector<IntervalList>& lists) {
   return all;
 }
 
+// Slots of src, and elements in common; a slot may come several times.
+using Runs = std::vector<std::pair<int64_t, int64_t>>;
+
+Runs runs_met(const std::vector<Owned>& owned, const IntervalList& list) {
+  Runs runs;
+  for (const Interval& interval : list) {
+    auto at = std::partition_point(owned.begin(), owned.end(),
+                                   [&](const Owned& one) { return one.interval.end <= interval.begin; });
+    for (; at != owned.end() && at->interval.begin < interval.end; ++at) {
+      const int64_t begin = std::max(at->interval.begin, interval.begin);
+      const int64_t end = std::min(at->interval.end, interval.end);
+      runs.emplace_back(at->slot, end - begin);
+    }
+  }
+  std::sort(runs.begin(), runs.end());
+  return runs;
+}
+
+Runs slots_met(const std::vector<IntervalList>& lists, const IntervalList& list) {
+  Runs runs;
+  int64_t total = 0;
+  for (size_t slot = 0; slot < lists.size(); ++slot) {
+    const int64_t elements = intersection_length(lists[slot], list);
+    if (elements > 0) runs.emplace_back(static_cast<int64_t>(slot), elements);
+    total += elements;
+  }
+  check_invariant(total <= length(list), "parts of a source overlap");
+  return runs;
+}
+
+// Meeting a pair of lists takes about as long as visiting so many of their intervals.
+constexpr size_t kIntervalsPerPair = 32;
+
+size_t num_intervals(const std::vector<IntervalList>& lists) {
+  size_t intervals = 0;
+  for (const IntervalList& list : lists) intervals += list.size();
+  return intervals;
+}
+
 }  // namespace
 
 SlotMeetings::SlotMeetings(const std::vector<IntervalList>& src, const std::vector<IntervalList>& dst)
     : of_src_(src.size()), of_dst_(dst.size()) {
-  const std::vector<Owned> owned = by_place(src);
-  std::vector<std::pair<int64_t, int64_t>> runs;  // slots of src, and elements in common
+  const bool by_pairs = num_intervals(src) + num_intervals(dst) > src.size() * dst.size() * kIntervalsPerPair;
+  const std::vector<Owned> owned = by_pairs ? std::vector<Owned>() : by_place(src);
   for (size_t b = 0; b < dst.size(); ++b) {
-    runs.clear();
-    for (const Interval& interval : dst[b]) {
-      auto at = std::partition_point(owned.begin(), owned.end(),
-                                     [&](const Owned& one) { return one.interval.end <= interval.begin; });
-      for (; at != owned.end() && at->interval.begin < interval.end; ++at) {
-        const int64_t begin = std::max(at->interval.begin, interval.begin);
-        const int64_t end = std::min(at->interval.end, interval.end);
-        runs.emplace_back(at->slot, end - begin);
-      }
-    }
-    std::sort(runs.begin(), runs.end());
+    const Runs runs = by_pairs ? slots_met(src, dst[b]) : runs_met(owned, dst[b]);
     std::vector<Met>& met = of_dst_[b];
     for (const auto& [slot, elements] : runs) {
       if (met.empty() || met.back().slot != slot) {

@@ -26,14 +26,14 @@ IntervalList flattened(const std::vector<IntervalList>& lists, const std::vector
     if (lists[t].empty()) return {};
     IntervalList finer;
     for (const Interval& outer : all) {
+      if (lists[t].size() == 1 && lists[t].front() == Interval{0, sizes[t]}) {  // whole rows are one run
+        append(finer, {outer.begin * sizes[t], outer.end * sizes[t]});
+        continue;
+      }
       for (int64_t row = outer.begin; row < outer.end; ++row) {
-        for (const Interval& one : lists[t]) append(finer, {row * sizes[t] + one.begin, row * sizes[t] + one.end});
+        for (const Interval& one : lists[t]) append(finer, one.shifted(row * sizes[t]));
         check_user(static_cast<int64_t>(finer.size()) <= CutRule::kMaxRuns,
                    "placements: a part of the flattened dims has more than 2^20 runs; allowed are fewer");
-        if (lists[t].size() == 1 && lists[t][0] == Interval{0, sizes[t]}) {  // whole rows are one run
-          finer.back().end = outer.end * sizes[t];
-          break;
-        }
       }
     }
     all = std::move(finer);
@@ -242,7 +242,7 @@ class Rearrangement::Choice {
   std::vector<std::vector<Rank>> ranks_;  // by slot
   std::vector<int64_t> sent_;             // by slot
   std::vector<Request> requests_;
-  std::map<int64_t, std::map<int64_t, IntervalList>> taken_;  // by receiver and slot
+  std::map<int64_t, std::map<int64_t, std::vector<Interval>>> taken_;  // by receiver and slot
 };
 
 Rearrangement::Rearrangement(const Layout& src, const Layout& dst, Sharing sharing)

@@ -55,16 +55,8 @@ Layout without(const Layout& layout, MeshDimSet mesh_dims) {
 
 // Returns the union of lists that ascend and share nothing.
 IntervalList together(const std::vector<Interval>& all) {
-  std::vector<Interval> sorted = all;
-  std::sort(sorted.begin(), sorted.end(), [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
   IntervalList list;
-  for (const Interval& one : sorted) {
-    if (!list.empty() && list.back().end == one.begin) {
-      list.back().end = one.end;
-    } else {
-      list.push_back(one);
-    }
-  }
+  for (const Interval& one : sorted_by_place(all)) append(list, one);
   return list;
 }
 

@@ -83,7 +83,7 @@ CutRule CutRule::pieces(const std::vector<std::vector<Interval>>& lists) {
       append(list, one);
     }
     const auto is_later = [](const Interval& a, const Interval& b) { return a.end > b.begin; };
-    std::vector<Interval> sorted = sorted_by_place(list);
+    const std::vector<Interval> sorted = sorted_by_place(list);
     const auto twice = std::adjacent_find(sorted.begin(), sorted.end(), is_later);
     check_user(twice == sorted.end(), "placements: Pieces has element ", twice == sorted.end() ? 0 : (twice + 1)->begin,
                " twice for coordinate ", c, "; allowed is once");
@@ -150,72 +150,67 @@ int64_t CutRule::chunk_of_blocks(int64_t n, int64_t k) const {
   return ceil_divide(ceil_divide(n, block), k) * block;
 }
 
-// Calls visit(begin, end) for the local positions that a coordinate gets, in their order; ranges may be empty or touch.
-template <typename Visit>
-void CutRule::for_each_range(int64_t n, int64_t k, int64_t coordinate, const Visit& visit) const {
-  const auto visit_chunk = [&](Interval of, int64_t chunk) {
-    const Interval range = chunk_at(of.end - of.begin, chunk, coordinate);
-    visit(of.begin + range.begin, of.begin + range.end);
+// The local positions that a coordinate gets, counted from `first` on, in their order.
+IntervalList CutRule::positions(int64_t n, int64_t k, int64_t coordinate, int64_t first) const {
+  IntervalList list;
+  const auto chunk_of = [&](int64_t begin, int64_t length, int64_t chunk) {
+    return chunk_at(length, chunk, coordinate).shifted(first + begin);
   };
   switch (kind_) {
     case Kind::kStrided: {
-      if (n == 0) return;
+      if (n == 0) return list;
       const int64_t piece = ceil_divide(n, number_);
-      const int64_t chunk = ceil_divide(piece, k);
-      int64_t begin = 0;
-      for (; begin + piece <= n; begin += piece) visit_chunk({begin, begin + piece}, chunk);
-      if (begin < n) visit_chunk({begin, n}, ceil_divide(n - begin, k));
-      return;
+      const int64_t whole = n / piece;
+      append_repeated(list, chunk_of(0, piece, ceil_divide(piece, k)), piece, whole);
+      append(list, chunk_of(whole * piece, n % piece, ceil_divide(n % piece, k)));
+      return list;
     }
-    case Kind::kRagged: {
-      const Interval range = component(static_cast<size_t>(coordinate));
-      return visit(range.begin, range.end);
-    }
+    case Kind::kRagged:
+      append(list, component(static_cast<size_t>(coordinate)).shifted(first));
+      return list;
     case Kind::kBlocks:
-      return visit_chunk({0, n}, chunk_of_blocks(n, k));
-    case Kind::kCyclic:
-      for (int64_t begin = coordinate * number_; begin < n; begin += k * number_) {
-        visit(begin, std::min(begin + number_, n));
-      }
-      return;
+      append(list, chunk_of(0, n, chunk_of_blocks(n, k)));
+      return list;
+    case Kind::kCyclic: {
+      const int64_t period = k * number_;
+      const Interval block{coordinate * number_, (coordinate + 1) * number_};
+      const int64_t whole = block.end <= n ? (n - block.end) / period + 1 : 0;
+      append_repeated(list, block.shifted(first), period, whole);
+      append(list, Interval{block.begin + whole * period, n}.shifted(first));
+      return list;
+    }
     case Kind::kOwned:
-      if (coordinate == number_) visit(0, n);
-      return;
+      if (coordinate == number_) append(list, Interval{0, n}.shifted(first));
+      return list;
     case Kind::kPacked:
       for (size_t i = 0; i < ends_->size(); ++i) {
         const Interval one = component(i);
-        visit_chunk(one, chunk_of_blocks(one.end - one.begin, k));
+        append(list, chunk_of(one.begin, one.extent(), chunk_of_blocks(one.extent(), k)));
       }
-      return;
+      return list;
     case Kind::kPieces:
-      for (const Interval& one : pieces_->lists[static_cast<size_t>(coordinate)]) visit(one.begin, one.end);
-      return;
+      return shifted(pieces_->lists[static_cast<size_t>(coordinate)], first);
   }
+  throw InvariantError("unknown rule");
 }
 
 IntervalList CutRule::part(const IntervalList& list, int64_t k, int64_t coordinate) const {
-  if (is_chunks() && list.size() == 1) {  // most are: planning asks for very many
+  if (list.empty()) return {};
+  if (!list.has_repeats() && list.kept().size() == 1) {
     const auto [begin, end] = list.front();
+    if (!is_chunks()) return positions(end - begin, k, coordinate, begin);
+    // Most are: planning asks for very many.
     const Interval range = chunk_at(end - begin, ceil_divide(end - begin, k), coordinate);
     if (range.begin == range.end) return {};
     return {{begin + range.begin, begin + range.end}};
   }
+  const IntervalList positions = this->positions(shardwright::length(list), k, coordinate, 0);
+  if (is_partition()) return at_positions(list, positions);
   IntervalList out;
-  if (list.size() == 1) {  // ranges are intervals of it, of which there may be very many
-    const int64_t first = list.front().begin;
-    const int64_t n = list.front().end - first;
-    out.reserve(static_cast<size_t>(std::min(runs(n, k), n)));
-    for_each_range(n, k, coordinate, [&](int64_t begin, int64_t end) { append(out, {first + begin, first + end}); });
-    return out;
+  for (const Interval& one : positions) {
+    const IntervalList range = subrange(list, one.begin, one.end);
+    for (const auto& block : range.blocks()) out.append(block);
   }
-  if (!is_partition()) {
-    for_each_range(shardwright::length(list), k, coordinate,
-                   [&](int64_t begin, int64_t end) { Subranges(list).append_to(out, begin, end); });
-    return out;
-  }
-  Subranges subranges(list);
-  for_each_range(shardwright::length(list), k, coordinate,
-                 [&](int64_t begin, int64_t end) { subranges.append_to(out, begin, end); });
   return out;
 }
 
@@ -233,9 +228,10 @@ int64_t CutRule::length(int64_t n, int64_t k, int64_t coordinate) const {
     const int64_t period = k * number_;
     return n / period * number_ + std::clamp<int64_t>(n % period - coordinate * number_, 0, number_);
   }
-  int64_t total = 0;
-  for_each_range(n, k, coordinate, [&](int64_t begin, int64_t end) { total += end - begin; });
-  return total;
+  if (kind_ == Kind::kRagged) return component(static_cast<size_t>(coordinate)).extent();
+  if (kind_ == Kind::kBlocks) return chunk_at(n, chunk_of_blocks(n, k), coordinate).extent();
+  if (kind_ == Kind::kOwned) return coordinate == number_ ? n : 0;
+  return shardwright::length(positions(n, k, coordinate, 0));
 }
 
 int64_t CutRule::runs(int64_t n, int64_t k) const {
@@ -338,7 +334,7 @@ std::optional<CutRule> CutRule::with_gathered(const CutRule& earlier, int64_t k)
   return CutRule(number_ * k);
 }
 
-std::optional<CutRule> CutRule::behind(const CutRule& later, int64_t k) const {
+std::optional<CutRule> CutRule::moved_after(const CutRule& later, int64_t k) const {
   if (!is_strided_or_chunks() || !later.is_strided_or_chunks()) return std::nullopt;
   if (number_ % (later.number_ * k) != 0) return std::nullopt;
   return CutRule(number_ / k);

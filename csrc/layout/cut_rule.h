@@ -105,7 +105,7 @@ class CutRule {
   std::optional<CutRule> with_gathered(const CutRule& earlier, int64_t k) const;
   // Returns the rule that makes the same parts, all equally long, if the cut right after this one, over k coordinates,
   // comes before it instead; nothing if there is no such rule.
-  std::optional<CutRule> behind(const CutRule& later, int64_t k) const;
+  std::optional<CutRule> moved_after(const CutRule& later, int64_t k) const;
 
   // append_name appends numbers that identify the rule; no rule's numbers are the beginning of another's. from_name
   // returns the rule that has these numbers.
@@ -122,7 +122,7 @@ class CutRule {
   enum class Kind : uint8_t { kStrided, kRagged, kBlocks, kCyclic, kOwned, kPacked, kPieces };
 
   struct Pieces {
-    std::vector<std::vector<Interval>> lists;  // by coordinate
+    std::vector<IntervalList> lists;  // by coordinate
     int64_t n = 0;
     bool is_partition = true;
     bool operator==(const Pieces&) const = default;
@@ -130,8 +130,7 @@ class CutRule {
 
   CutRule(Kind kind, int64_t number, const std::vector<int64_t>& sizes = {});
 
-  template <typename Visit>
-  void for_each_range(int64_t n, int64_t k, int64_t coordinate, const Visit& visit) const;
+  IntervalList positions(int64_t n, int64_t k, int64_t coordinate, int64_t first) const;
   bool cuts_evenly_otherwise(int64_t n, int64_t k) const;
   static std::optional<std::vector<std::vector<Interval>>> lists_from_name(const std::vector<int64_t>& name);
   // The length of a whole chunk; for chunks, blocks and a packed component only.

@@ -254,7 +254,7 @@ int64_t Layout::num_elements() const {
 
 IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position) {
   IntervalList list;
-  if (n > 0) list.push_back({0, n});
+  append(list, {0, n});
   for (const Cut& c : cuts) {
     list = c.rule.part(list, mesh.dim_size(c.mesh_dim), mesh.coordinate(position, c.mesh_dim));
   }
@@ -281,7 +281,7 @@ Layout Layout::restricted_to(int tensor_dim, IntervalList indices) const {
 
 IntervalList Layout::restricted(int tensor_dim, IntervalList list) const {
   if (!is_restricted() || tensor_dim != restricted_dim_) return list;
-  return in_common(list, *indices_);
+  return shared_indices(list, *indices_);
 }
 
 bool cuts_evenly(const Mesh& mesh, int64_t n, std::span<const Cut> cuts) {

@@ -65,14 +65,15 @@ bool visited_without_parts(int64_t k, Interval coordinates, Interval list, const
     return std::max<int64_t>(std::min(end, range.end) - std::max(begin, range.begin), 0);
   };
   const int64_t n = list.end - list.begin;
-  if (rule.is_chunks()) {
+  if (rule.is_chunks() && !target.has_repeats()) {
     const int64_t chunk = (n + k - 1) / k;
-    auto at = target.begin();
+    auto at = target.kept().begin();
+    const auto end = target.kept().end();
     for (int64_t c = coordinates.begin; c < coordinates.end; ++c) {
       const Interval part{list.begin + c * chunk, std::min(list.begin + (c + 1) * chunk, list.end)};
-      while (at != target.end() && at->end <= part.begin) ++at;
+      while (at != end && at->end <= part.begin) ++at;
       int64_t shared = 0;
-      for (auto other = at; other != target.end() && other->begin < part.end; ++other) {
+      for (auto other = at; other != end && other->begin < part.end; ++other) {
         shared += within(other->begin, other->end, part);
       }
       if (shared > 0) visit(shared, int64_t{1});
@@ -127,8 +128,8 @@ void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const Inte
   }
   Interval coordinates{0, k};
   if (first.rule.makes_runs()) {  // only the coordinates between the first and the last shared element
-    const std::vector<Piece> pieces = intersect(list, target);
-    const Piece& last = pieces.back();
+    const PieceList pieces = intersect(list, target);
+    const Piece last = pieces.back();
     coordinates = first.rule.coordinates_of({pieces.front().a_position, last.a_position + last.length}, n, k);
   }
   for (int64_t c = coordinates.begin; c < coordinates.end; ++c) {
@@ -148,7 +149,7 @@ int64_t position_at(const Mesh& mesh, const Coordinates& coordinates) {
   return position;
 }
 
-IntervalList whole(int64_t n) { return n > 0 ? IntervalList{{0, n}} : IntervalList(); }
+IntervalList whole(int64_t n) { return {{0, n}}; }
 
 // The mesh dims of the step that do not cut `before`; along them all ranks hold the same.
 MeshDimSet replica_dims(const Step& step) { return step.mesh_dims - step.before.cut_dims(); }

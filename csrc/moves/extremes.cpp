@@ -164,7 +164,7 @@ void RankClasses::add_tensor_dim(int64_t n, std::span<const Cut> before, std::sp
   const auto common = static_cast<size_t>(
       std::mismatch(before.begin(), before.end(), after.begin(), after.end()).first - before.begin());
   std::vector<IntervalList> shapes(1);
-  if (n > 0) shapes[0].push_back({0, n});
+  append(shapes[0], {0, n});
   add_cuts(shapes, before.first(common));
   if (common < before.size() && common < after.size()) {
     return split_all(dims_of(before.subspan(common)) | dims_of(after.subspan(common)));

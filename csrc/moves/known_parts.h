@@ -74,7 +74,7 @@ class KnownParts {
     return parts_[tensor_dim].at(coordinates, [&] {
       const int64_t n = layout_.shape()[tensor_dim];
       Part part;
-      if (n > 0) part.list.push_back({0, n});
+      append(part.list, {0, n});
       for (const Cut& c : layout_.cuts(tensor_dim)) {
         part.list = c.rule.part(part.list, layout_.mesh().dim_size(c.mesh_dim), coordinates[c.mesh_dim]);
       }

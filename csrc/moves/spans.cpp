@@ -17,7 +17,7 @@ MeshDimSet dims_of(const CutList& cuts) {
   return dims;
 }
 
-// The cuts as they read once `gathered` are gathered. A cut can be taken behind a later one whose rule says how it then
+// The cuts as they read once `gathered` are gathered. A cut can be moved after a later one whose rule says how it then
 // reads; the last cut can be left out. Nothing where that fails.
 std::optional<CutList> without(const Mesh& mesh, CutList cuts, MeshDimSet gathered) {
   for (size_t i = cuts.size(); i-- > 0;) {
@@ -32,13 +32,10 @@ std::optional<CutList> without(const Mesh& mesh, CutList cuts, MeshDimSet gather
   return cuts;
 }
 
-IntervalList united(const Mesh& mesh, int64_t n, const CutList& cuts, MeshDimSet gathered, int64_t position) {
-  if (gathered.empty()) {
-    IntervalList part = part_at(mesh, n, cuts, position);
-    if (is_ascending(part)) return part;
-  }
-  std::vector<IntervalList> parts{{}};
-  if (n > 0) parts[0].push_back({0, n});
+// What the ranks hold together that differ from a position in gathered mesh dims alone. Their parts share nothing.
+std::vector<IntervalList> held_together(const Mesh& mesh, int64_t n, const CutList& cuts, MeshDimSet gathered,
+                                        int64_t position) {
+  std::vector<IntervalList> parts{{{0, n}}};
   for (const Cut& c : cuts) {
     std::vector<IntervalList> finer;
     for (const IntervalList& part : parts) {
@@ -49,18 +46,33 @@ IntervalList united(const Mesh& mesh, int64_t n, const CutList& cuts, MeshDimSet
     }
     parts = std::move(finer);
   }
-  IntervalList sorted;
-  for (const IntervalList& part : parts) sorted.insert(sorted.end(), part.begin(), part.end());
-  std::sort(sorted.begin(), sorted.end(), [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
+  return parts;
+}
+
+IntervalList united(const std::vector<IntervalList>& parts) {
+  std::vector<Interval> all;
+  for (const IntervalList& part : parts) all.insert(all.end(), part.begin(), part.end());
   IntervalList merged;
-  for (const Interval& interval : sorted) {
-    if (!merged.empty() && merged.back().end == interval.begin) {
-      merged.back().end = interval.end;
-    } else {
-      merged.push_back(interval);
-    }
-  }
+  for (const Interval& interval : sorted_by_place(std::move(all))) append(merged, interval);
   return merged;
+}
+
+// Whether lists that share nothing have the same indices as others that share nothing.
+bool have_the_same(const std::vector<IntervalList>& a, const std::vector<IntervalList>& b) {
+  const auto repeats = [](const IntervalList& list) { return list.has_repeats(); };
+  if (std::none_of(a.begin(), a.end(), repeats) && std::none_of(b.begin(), b.end(), repeats)) {
+    return united(a) == united(b);
+  }
+  int64_t of_a = 0;
+  int64_t of_b = 0;
+  int64_t shared = 0;
+  for (const IntervalList& list : a) of_a += length(list);
+  for (const IntervalList& list : b) of_b += length(list);
+  if (of_a != of_b) return false;
+  for (const IntervalList& one : a) {
+    for (const IntervalList& other : b) shared += intersection_length(one, other);
+  }
+  return shared == of_a;
 }
 
 // Leaves out the last cuts, as far as they are gathered: together, their parts are what they cut.
@@ -85,8 +97,9 @@ bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, con
   const CutList first_after = without_last(after, gathered_after);
   if (first_before == first_after) return true;
   for (const int64_t position : mesh.group(0, kept & (dims_of(first_before) | dims_of(first_after)))) {
-    const IntervalList held_before = united(mesh, n, first_before, dims_of(first_before) - kept, position);
-    if (held_before != united(mesh, n, first_after, dims_of(first_after) - kept, position)) return false;
+    const auto held_before = held_together(mesh, n, first_before, dims_of(first_before) - kept, position);
+    const auto held_after = held_together(mesh, n, first_after, dims_of(first_after) - kept, position);
+    if (!have_the_same(held_before, held_after)) return false;
   }
   return true;
 }
@@ -129,7 +142,8 @@ std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts) {
   while (changed) {
     changed = false;
     for (size_t i = 0; i + 1 < cuts.size(); ++i) {
-      const std::optional<CutRule> rule = cuts[i].rule.behind(cuts[i + 1].rule, mesh.dim_size(cuts[i + 1].mesh_dim));
+      const std::optional<CutRule> rule =
+          cuts[i].rule.moved_after(cuts[i + 1].rule, mesh.dim_size(cuts[i + 1].mesh_dim));
       if (!rule) continue;
       cuts[i].rule = *rule;
       std::swap(cuts[i], cuts[i + 1]);

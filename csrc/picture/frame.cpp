@@ -132,10 +132,7 @@ std::vector<Layout> states_of(const Plan& plan) {
 }
 
 PictureFrame::PictureFrame(const Plan& plan, double labels_width, double column_width)
-    : title_(concat(plan.src.to_string(), " -> ", plan.dst.placements_string())),
-      subtitle_(subtitle_of(plan)),
-      states_(states_of(plan)),
-      steps_(plan.steps) {
+    : title_(ends_of(plan)), subtitle_(subtitle_of(plan)), states_(states_of(plan)), steps_(plan.steps) {
   if (steps_.empty()) steps_.push_back(Step{StepOp::kSlice, {}, plan.src, plan.dst});
 
   // Under a long title, few columns are spread out.
@@ -168,9 +165,8 @@ PictureFrame::PictureFrame(const Plan& plan, double labels_width, double column_
 std::vector<std::string> PictureFrame::step_lines(const Plan& plan, size_t index) const {
   if (plan.steps.empty()) return {"nothing to do", "every rank holds what it needs"};
   const Step& step = plan.steps[index];
-  const Mesh& mesh = plan.src.mesh();
-  std::vector<std::string> lines{shortened(
-      concat(index + 1, ". ", step_op_name(step.op), " over ", mesh.names_of(step.mesh_dims)), kMaxStepChars)};
+  const Mesh& mesh = step.before.mesh();
+  std::vector<std::string> lines{shortened(concat(index + 1, ". ", named(step)), kMaxStepChars)};
   const std::string time = microseconds_text(predicted_picoseconds(step, plan.lowering, plan.topology));
   if (is_local(step.op)) {
     lines.emplace_back(explanation_of(step.op));
@@ -178,11 +174,17 @@ std::vector<std::string> PictureFrame::step_lines(const Plan& plan, size_t index
     return lines;
   }
   const TrafficTotals all = totals(step, plan.lowering);
-  lines.push_back(concat("groups of ", mesh.group_size(step.mesh_dims), ", about ", time));
+  lines.push_back(step.op == StepOp::kCross
+                      ? concat(mesh.size(), " ranks to ", step.after.mesh().size(), ", about ", time)
+                      : concat("groups of ", mesh.group_size(step.mesh_dims), ", about ", time));
   lines.push_back(concat("a rank receives at most ", bytes_text(all.received_bytes_max)));
   lines.push_back(concat("in ", count_text(all.messages_max, "message")));
   if (step.ordered) lines.back() += ", in rank order";
-  if (step.sharing != Sharing::kNone) lines.push_back("replicas share the sending");
+  if (step.sharing == Sharing::kNodes) {
+    lines.emplace_back("from the own node first");
+  } else if (step.sharing != Sharing::kNone && step.op != StepOp::kCross) {
+    lines.emplace_back("replicas share the sending");
+  }
   if (step.rounds > 1) lines.push_back(concat("in ", step.rounds, " rounds"));
   return lines;
 }

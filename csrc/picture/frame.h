@@ -1,4 +1,4 @@
-// The parts that both kinds of picture share: a title, a column for each state with its placements, a gap for each step
+// The parts that all kinds of picture share: a title, a column for each state with its placements, a gap for each step
 // that says what the step does and costs, and a legend.
 #pragma once
 
@@ -12,8 +12,10 @@ namespace shardwright {
 
 // Draws a row per rank, for up to kMaxRanksDrawn ranks.
 std::string picture_by_rank(const Plan& plan);
-// Draws a row per mesh dim, for any number of ranks.
+// Draws a row per mesh dim, for any number of ranks of one mesh.
 std::string picture_by_mesh_dim(const Plan& plan);
+// Draws blocks of ranks and what crosses between them, for any number of ranks of two meshes.
+std::string picture_by_block(const Plan& plan);
 
 // The tensor dims that a box shows: `down` and `across`, -1 if the tensor has too few dims. Dims that some state cuts
 // come first; cut dims that do not fit are in `strips`.

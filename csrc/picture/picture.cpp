@@ -13,7 +13,7 @@ namespace shardwright {
 
 namespace {
 
-// Two meshes have no rows in common: the plan as text, a line for each step.
+// The plan as text, a line for each step.
 std::string picture_in_words(const Plan& plan) {
   constexpr double kMargin = 16;
   constexpr double kLine = 20;
@@ -32,9 +32,11 @@ std::string picture_in_words(const Plan& plan) {
 
 std::string to_svg(const Plan& plan) {
   const bool rearranges =
-      std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) { return is_crossing(step.op); });
+      std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) { return step.op == StepOp::kRearrange; });
+  const bool has_two_meshes = !(plan.src.mesh() == plan.dst.mesh());
   if (rearranges) return picture_in_words(plan);
-  return plan.src.mesh().size() <= kMaxRanksDrawn ? picture_by_rank(plan) : picture_by_mesh_dim(plan);
+  if (static_cast<int64_t>(ranks_of(plan).size()) <= kMaxRanksDrawn) return picture_by_rank(plan);
+  return has_two_meshes ? picture_by_block(plan) : picture_by_mesh_dim(plan);
 }
 
 std::string to_html(const Plan& plan) {

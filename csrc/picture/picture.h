@@ -3,7 +3,9 @@
 // On meshes of up to kMaxRanksDrawn ranks, each rank has a row. It has a box for each state, which is the whole tensor
 // with the rank's part filled in the colours of the ranks that it came from, and an arrow for each message. On larger
 // meshes each mesh dim has a row with its placement in each state; such a picture costs the same for any number of
-// ranks. Of a plan from one mesh to another the picture is its text.
+// ranks. Plans from one mesh to another are drawn alike if both together have up to kMaxRanksDrawn ranks, and in blocks
+// of ranks, with an arrow for all messages from one block to another, if they have more. Of a rearrangement the picture
+// is the plan's text.
 //
 // Equal plans give equal text. The document loads no other files and runs no code.
 #pragma once

@@ -1,10 +1,12 @@
-// Draws a row per rank. Everything here visits all ranks and all pairs of a group, so it is only for small meshes.
+// Draws a row per rank. Everything here visits all ranks and all pairs of a group, so it is only for small meshes. Of a
+// plan between two meshes, ranks have a box in those states that are on a mesh with them.
 #include <algorithm>
 #include <map>
+#include <optional>
 
-#include "moves/exchange.h"
 #include "moves/traffic.h"
 #include "picture/frame.h"
+#include "picture/parcels.h"
 #include "picture/picture.h"
 #include "support/error.h"
 #include "support/text.h"
@@ -23,91 +25,6 @@ constexpr size_t kMaxCoordinateChars = 30;
 constexpr double kStripHeight = 6;  // for a dim that the box has no room for
 constexpr double kTip = 7;
 
-// What the rank at position `to` gets in a step from the rank at position `from`, or keeps if the two are equal.
-struct Parcel {
-  int64_t from = 0;
-  int64_t to = 0;
-  int64_t bytes = 0;
-  std::vector<Region> parts;
-};
-
-bool reduces(const Step& step) { return step.op == StepOp::kReduceScatter || step.op == StepOp::kAllReduce; }
-
-// Returns the indices that are in both lists. (`intersect` returns the places of these indices instead.)
-IntervalList shared_intervals(const IntervalList& a, const IntervalList& b) {
-  IntervalList shared;
-  for (size_t i = 0, j = 0; i < a.size() && j < b.size(); a[i].end < b[j].end ? ++i : ++j) {
-    const Interval both{std::max(a[i].begin, b[j].begin), std::min(a[i].end, b[j].end)};
-    if (both.begin < both.end) shared.push_back(both);
-  }
-  return shared;
-}
-
-Region shared_part(const Region& a, const Region& b) {
-  Region shared;
-  for (size_t t = 0; t < a.size(); ++t) shared.push_back(shared_intervals(a[t], b[t]));
-  return shared;
-}
-
-// Appends the boxes that make up the elements [range) of `whole` in packed order; dims before `t` are already fixed. Of
-// 3 x 4 elements, [2,9) is the end of the first row, the whole second row, and the beginning of the third.
-void add_boxes(const Region& whole, size_t t, Interval range, Region box, std::vector<Region>& boxes) {
-  if (range.begin >= range.end) return;
-  if (t == whole.size()) return boxes.push_back(std::move(box));
-  int64_t row = 1;
-  for (size_t later = t + 1; later < whole.size(); ++later) row *= length(whole[later]);
-  const auto within = [&](int64_t index, int64_t begin, int64_t end) {
-    box[t] = subrange(whole[t], index, index + 1);
-    add_boxes(whole, t + 1, {begin, end}, box, boxes);
-  };
-  const int64_t first = (range.begin + row - 1) / row;
-  const int64_t last = range.end / row;
-  if (first > last) return within(last, range.begin - last * row, range.end - last * row);
-  if (range.begin < first * row) within(first - 1, range.begin - (first - 1) * row, row);
-  if (first < last) {
-    Region rows = box;
-    rows[t] = subrange(whole[t], first, last);
-    boxes.push_back(std::move(rows));
-  }
-  if (last * row < range.end) within(last, 0, range.end - last * row);
-}
-
-// Appends all messages of a step in the group of one position.
-void add_transfers(const Step& step, int64_t position, std::vector<Parcel>& parcels) {
-  const int64_t item = step.before.dtype().size_bytes();
-  const Transfers transfers(step, position);
-  const std::vector<int64_t>& group = transfers.group();
-  for (size_t from = 0; from < group.size(); ++from) {
-    for (size_t to = 0; to < group.size(); ++to) {
-      const Interval range = transfers.range(from, to);
-      if (from == to || range.begin == range.end) continue;
-      Parcel parcel{group[from], group[to], (range.end - range.begin) * item, {}};
-      const Region whole = shared_part(step.before.region(group[from]), step.after.region(group[to]));
-      add_boxes(whole, 0, range, whole, parcel.parts);
-      parcels.push_back(std::move(parcel));
-    }
-  }
-}
-
-// What every rank has after the step and where it came from, sorted by sender, then receiver. For reductions only what
-// ranks keep.
-std::vector<Parcel> parcels_of(const Step& step) {
-  std::vector<Parcel> parcels;
-  const Mesh& mesh = step.before.mesh();
-  const int64_t item = step.before.dtype().size_bytes();
-  std::vector<bool> is_seen(mesh.size(), false);
-  for (int64_t p = 0; p < mesh.size(); ++p) {
-    const Region kept = shared_part(step.before.region(p), step.after.region(p));
-    if (num_elements(kept) > 0) parcels.push_back({p, p, num_elements(kept) * item, {kept}});
-    if (is_seen[p] || is_local(step.op) || reduces(step)) continue;
-    for (const int64_t member : mesh.group(p, step.mesh_dims)) is_seen[member] = true;
-    add_transfers(step, p, parcels);
-  }
-  std::sort(parcels.begin(), parcels.end(),
-            [](const Parcel& a, const Parcel& b) { return std::pair(a.from, a.to) < std::pair(b.from, b.to); });
-  return parcels;
-}
-
 // The name of the layout's pending reduction over some of these mesh dims, such as "sum"; empty if there is none.
 std::string op_text(const Layout& layout, MeshDimSet mesh_dims) {
   for (const int d : (mesh_dims & layout.partial_dims()).to_vector()) {
@@ -116,17 +33,29 @@ std::string op_text(const Layout& layout, MeshDimSet mesh_dims) {
   return "";
 }
 
+// The ranks of the source by position, then the others of the destination: one for each row.
+std::vector<Rank> rows_of(const Plan& plan) {
+  std::vector<Rank> ranks = plan.src.mesh().ranks();
+  for (const Rank rank : plan.dst.mesh().ranks()) {
+    if (!plan.src.mesh().position_of(rank)) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
 class RankPicture {
  public:
   explicit RankPicture(const Plan& plan)
       : plan_(plan),
-        mesh_(plan.src.mesh()),
+        ranks_(rows_of(plan)),
+        num_rows_(static_cast<int64_t>(ranks_.size())),
         drawn_(drawn_dims(states_of(plan))),
-        box_(box_size(plan.src.shape(), drawn_, box_height(mesh_.size()))),
+        box_(box_size(plan.src.shape(), drawn_, box_height(num_rows_))),
         frame_(plan, labels_width(), box_.w) {
     const double strips = static_cast<double>(drawn_.strips.size()) * (kStripHeight + 2);
     pitch_ = std::max(box_.h + strips, 34.0) + 14;
-    for (const Step& step : frame_.steps()) parcels_.push_back(parcels_of(step));
+    std::map<Rank, int64_t> rows;
+    for (int64_t r = 0; r < num_rows_; ++r) rows[ranks_[r]] = r;
+    for (const Step& step : frame_.steps()) parcels_.push_back(parcels_of(step, rows));
     for (const std::vector<Parcel>& step : parcels_) {
       for (const Parcel& parcel : step) {
         if (parcel.from != parcel.to) widest_bytes_ = std::max(widest_bytes_, parcel.bytes);
@@ -136,18 +65,22 @@ class RankPicture {
 
   std::string draw() {
     frame_.draw_heads(svg_);
-    for (int64_t p = 0; p < mesh_.size(); ++p) {
-      draw_label(p);
-      svg_.text(right_labels(), row(p) + box_.h / 2 + 4, name_of(p), kRankAgain);
+    for (int64_t r = 0; r < num_rows_; ++r) {
+      draw_label(r);
+      if (!position_in(plan_.dst, r)) continue;
+      svg_.text(right_labels(), row(r) + box_.h / 2 + 4, name_of(r), kRankAgain);
     }
     for (size_t i = 0; i < parcels_.size(); ++i) {
       reduces(frame_.steps()[i]) ? draw_reductions(i) : draw_arrows(i);
     }
     for (size_t state = 0; state < frame_.states().size(); ++state) {
-      for (int64_t p = 0; p < mesh_.size(); ++p) draw_box(state, p);
+      const Layout& layout = frame_.states()[state];
+      for (int64_t r = 0; r < num_rows_; ++r) {
+        if (const std::optional<Position> position = position_in(layout, r)) draw_box(state, r, *position);
+      }
     }
     explain();
-    return frame_.page(svg_, right(), row(mesh_.size() - 1) + pitch_);
+    return frame_.page(svg_, right(), row(num_rows_ - 1) + pitch_);
   }
 
  private:
@@ -157,26 +90,39 @@ class RankPicture {
 
   // ---- places
 
-  double row(int64_t position) const { return frame_.top() + pitch_ * static_cast<double>(position); }
+  // The y of a row's top.
+  double row(int64_t number) const { return frame_.top() + pitch_ * static_cast<double>(number); }
 
-  Rect box_at(size_t state, int64_t position) const {
-    return {frame_.column(state) - box_.w / 2, row(position), box_.w, box_.h};
+  Rect box_at(size_t state, int64_t row_number) const {
+    return {frame_.column(state) - box_.w / 2, row(row_number), box_.w, box_.h};
   }
 
-  std::string name_of(int64_t position) const { return concat("rank ", mesh_.rank_at(Position{position})); }
+  std::optional<Position> position_in(const Layout& layout, int64_t row_number) const {
+    return layout.mesh().position_of(ranks_[row_number]);
+  }
 
-  std::string coordinate_text(int64_t position) const {
+  std::string number(int64_t row_number) const { return concat(ranks_[row_number]); }
+  std::string name_of(int64_t row_number) const { return concat("rank ", number(row_number)); }
+
+  // On the mesh of the source or, for other ranks, of the destination. Positions on the only mesh dim of all say
+  // nothing.
+  std::string coordinate_text(int64_t row_number) const {
+    const bool is_source = position_in(plan_.src, row_number).has_value();
+    const Layout& layout = is_source ? plan_.src : plan_.dst;
+    const Mesh& mesh = layout.mesh();
+    if (mesh.ndim() == 1 && plan_.src.mesh() == plan_.dst.mesh()) return "";
+    const Position position = *position_in(layout, row_number);
     std::vector<std::string> parts;
-    for (int d = 0; d < mesh_.ndim(); ++d) {
-      if (mesh_.dim_size(d) > 1) parts.push_back(concat(mesh_.dim_names()[d], "=", mesh_.coordinate(position, d)));
+    for (int d = 0; d < mesh.ndim(); ++d) {
+      if (mesh.dim_size(d) > 1) parts.push_back(concat(mesh.dim_names()[d], "=", mesh.coordinate(position, d)));
     }
     return shortened(join(parts, " "), kMaxCoordinateChars);
   }
 
   double labels_width() const {
     double width = text_width("rank 00", kRank);
-    for (int64_t p = 0; p < mesh_.size(); ++p) {
-      width = std::max({width, text_width(name_of(p), kRank), text_width(coordinate_text(p), kCoordinate)});
+    for (int64_t r = 0; r < num_rows_; ++r) {
+      width = std::max({width, text_width(name_of(r), kRank), text_width(coordinate_text(r), kCoordinate)});
     }
     return width + 44;
   }
@@ -185,32 +131,32 @@ class RankPicture {
 
   double right() const {
     double width = 0;
-    for (int64_t p = 0; p < mesh_.size(); ++p) width = std::max(width, text_width(name_of(p), kRankAgain));
+    for (int64_t r = 0; r < num_rows_; ++r) width = std::max(width, text_width(name_of(r), kRankAgain));
     return std::max(frame_.right(), right_labels() + width);
   }
 
-  void draw_label(int64_t position) {
-    const double y = row(position) + box_.h / 2;
-    svg_.path(rect_path({20, y - 13, 6, 28}), concat("fill=\"", colour_of(position), "\""));
-    const bool has_coordinate = mesh_.ndim() > 1 && mesh_.size() > 1;
-    svg_.text(32, has_coordinate ? y - 1 : y + 5, name_of(position), kRank);
-    if (has_coordinate) svg_.text(32, y + 13, coordinate_text(position), kCoordinate);
+  void draw_label(int64_t row_number) {
+    const double y = row(row_number) + box_.h / 2;
+    svg_.path(rect_path({20, y - 13, 6, 28}), concat("fill=\"", colour_of(row_number), "\""));
+    const std::string coordinate = coordinate_text(row_number);
+    svg_.text(32, coordinate.empty() ? y + 5 : y - 1, name_of(row_number), kRank);
+    if (!coordinate.empty()) svg_.text(32, y + 13, coordinate, kCoordinate);
   }
 
   // ---- what a rank holds
 
-  void draw_box(size_t state, int64_t position) {
-    const Rect box = box_at(state, position);
+  void draw_box(size_t state, int64_t row_number, Position position) {
+    const Rect box = box_at(state, row_number);
     const Layout& layout = frame_.states()[state];
     const Region held = layout.region(position);
     const bool is_pending = !layout.partial_dims().empty();
     svg_.open_group("class=\"sw-box\"",
-                    concat(name_of(position), is_pending ? " holds a contribution to " : " holds ", indices_text(held),
-                           ", ", bytes_text(num_elements(held) * layout.dtype().size_bytes())));
+                    concat(name_of(row_number), is_pending ? " holds a contribution to " : " holds ",
+                           indices_text(held), ", ", bytes_text(num_elements(held) * layout.dtype().size_bytes())));
     const bool is_nothing = layout.num_elements() == 0;
     svg_.path(rect_path(box), is_nothing ? "fill=\"#FFFFFF\" stroke=\"#AAAAAA\" stroke-dasharray=\"3 3\""
                                          : "fill=\"#F6F6F6\" stroke=\"#AAAAAA\"");
-    draw_parts(state, position, box, held);
+    draw_parts(state, row_number, box, held);
     if (is_pending) draw_stripes(held, box);
     draw_strips(held, box);
     if (num_elements(held) == 0) {
@@ -219,23 +165,23 @@ class RankPicture {
     svg_.close_group();
   }
 
-  void draw_parts(size_t state, int64_t position, const Rect& box, const Region& held) {
+  void draw_parts(size_t state, int64_t row_number, const Rect& box, const Region& held) {
     const Layout& layout = frame_.states()[state];
     const bool is_pending = !layout.partial_dims().empty();
     if (state == 0)
-      return draw_part(box, {position, position, 0, {held}}, position, is_pending ? "" : number(position));
+      return draw_part(box, {row_number, row_number, 0, {held}}, row_number, is_pending ? "" : number(row_number));
     const Step& step = frame_.steps()[state - 1];
     if (step.op == StepOp::kZeroFill) fill(rects(held, box), kZeros, "class=\"sw-zeros\"", "zeros");
     const std::string op = reduces(step) ? op_text(step.before, step.mesh_dims) : "";
     std::vector<Parcel> parcels;
     for (const Parcel& parcel : parcels_[state - 1]) {
-      if (parcel.to == position) parcels.push_back(parcel);
+      if (parcel.to == row_number) parcels.push_back(parcel);
     }
     const bool hides_some = lie_behind_one_another(parcels);
     has_hidden_ = has_hidden_ || hides_some;
     for (const Parcel& parcel : parcels) {
       const std::string words = is_pending || hides_some ? "" : op.empty() ? number(parcel.from) : op;
-      draw_part(box, parcel, hides_some ? position : parcel.from, words);
+      draw_part(box, parcel, hides_some ? row_number : parcel.from, words);
     }
   }
 
@@ -255,8 +201,6 @@ class RankPicture {
     }
     return false;
   }
-
-  std::string number(int64_t position) const { return concat(mesh_.rank_at(Position{position})); }
 
   void draw_part(const Rect& box, const Parcel& parcel, int64_t colour, const std::string& words) {
     std::vector<Rect> all;
@@ -338,21 +282,21 @@ class RankPicture {
   }
 
   // The height at which the `index`-th of `count` arrows meets the side of a box.
-  double berth(int64_t position, size_t index, size_t count) const {
-    return row(position) + box_.h * (static_cast<double>(index) + 0.5) / static_cast<double>(count);
+  double berth(int64_t row_number, size_t index, size_t count) const {
+    return row(row_number) + box_.h * (static_cast<double>(index) + 0.5) / static_cast<double>(count);
   }
 
   // Arrows are ordered by their other ends, so that the arrows of one rank do not cross.
   void draw_arrows(size_t index) {
     const std::vector<Parcel>& parcels = parcels_[index];
-    std::vector<size_t> leaving(mesh_.size(), 0);
-    std::vector<size_t> arriving(mesh_.size(), 0);
+    std::vector<size_t> leaving(num_rows_, 0);
+    std::vector<size_t> arriving(num_rows_, 0);
     for (const Parcel& parcel : parcels) {
       ++leaving[parcel.from];
       ++arriving[parcel.to];
     }
-    std::vector<size_t> left(mesh_.size(), 0);
-    std::vector<size_t> arrived(mesh_.size(), 0);
+    std::vector<size_t> left(num_rows_, 0);
+    std::vector<size_t> arrived(num_rows_, 0);
     const double x0 = box_at(index, 0).x + box_.w + 3;
     const double x1 = box_at(index + 1, 0).x - 3;
     for (const Parcel& parcel : parcels) {
@@ -384,10 +328,11 @@ class RankPicture {
 
   void draw_reductions(size_t index) {
     const Step& step = frame_.steps()[index];
-    std::vector<bool> is_seen(mesh_.size(), false);
-    for (int64_t p = 0; p < mesh_.size(); ++p) {
+    const Mesh& mesh = step.before.mesh();
+    std::vector<bool> is_seen(mesh.size(), false);
+    for (int64_t p = 0; p < mesh.size(); ++p) {
       if (is_seen[p]) continue;
-      const std::vector<int64_t> group = mesh_.group(p, step.mesh_dims);
+      const std::vector<int64_t> group = mesh.group(p, step.mesh_dims);
       for (const int64_t member : group) is_seen[member] = true;
       draw_reduction(index, step, group);
     }
@@ -396,31 +341,35 @@ class RankPicture {
   // Draws a circle to which arrows lead from all ranks of the group, and the results from it. The circles of two groups
   // do not coincide: each is at the mean of its group's rows, and groups differ by a shift.
   void draw_reduction(size_t index, const Step& step, const std::vector<int64_t>& group) {
+    const Mesh& mesh = step.before.mesh();
+    const auto row_of = [&](int64_t member) {
+      return std::find(ranks_.begin(), ranks_.end(), mesh.rank_at(Position{member})) - ranks_.begin();
+    };
     double y = 0;
-    for (const int64_t member : group) y += row(member) + box_.h / 2;
+    for (const int64_t member : group) y += row(row_of(member)) + box_.h / 2;
     y /= static_cast<double>(group.size());
     const double x0 = box_at(index, 0).x + box_.w + 3;
     const double x1 = box_at(index + 1, 0).x - 3;
     const double middle = (x0 + x1) / 2;
     for (const int64_t member : group) {
-      const double side = row(member) + box_.h / 2;
-      const Traffic traffic = traffic_at(step, plan_.lowering, mesh_.rank_at(Position{member}));
+      const int64_t r = row_of(member);
+      const double side = row(r) + box_.h / 2;
+      const Traffic traffic = traffic_at(step, plan_.lowering, ranks_[r]);
       if (num_elements(step.before.region(member)) > 0) {
-        open_arrow("sw-arrow sw-gives", colour_of(member), 2,
-                   concat(name_of(member), " sends ", bytes_text(traffic.sent_bytes)));
+        open_arrow("sw-arrow sw-gives", colour_of(r), 2, concat(name_of(r), " sends ", bytes_text(traffic.sent_bytes)));
         svg_.path(curve_path(x0, side, middle, y), "fill=\"none\"");
         svg_.close_group();
       }
       if (num_elements(step.after.region(member)) > 0) {
-        open_arrow("sw-arrow sw-takes", colour_of(member), 2,
-                   concat(name_of(member), " receives ", bytes_text(traffic.received_bytes)));
+        open_arrow("sw-arrow sw-takes", colour_of(r), 2,
+                   concat(name_of(r), " receives ", bytes_text(traffic.received_bytes)));
         svg_.path(curve_path(middle, y, x1 - kTip + 1, side), "fill=\"none\"");
         svg_.tip(x1, side, kTip);
         svg_.close_group();
       }
     }
     std::vector<std::string> names;
-    for (const int64_t member : group) names.push_back(number(member));
+    for (const int64_t member : group) names.push_back(number(row_of(member)));
     const std::string op = op_text(step.before, step.mesh_dims);
     const double radius = std::max(16.0, text_width(op, {10, "", "", true}) / 2 + 3);
     svg_.circle(middle, y, radius, "fill=\"#FFFFFF\" stroke=\"#555555\" stroke-width=\"1.5\"",
@@ -475,7 +424,8 @@ class RankPicture {
   }
 
   const Plan& plan_;
-  const Mesh& mesh_;
+  std::vector<Rank> ranks_;  // by row
+  int64_t num_rows_;
   DrawnDims drawn_;
   Rect box_;
   PictureFrame frame_;

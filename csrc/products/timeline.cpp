@@ -137,7 +137,7 @@ class Clock {
   // The time of a transfer whose bytes take `num` / `den` times as long as at full speed.
   int64_t transfer_ps(const Operation& operation, int64_t num, int64_t den) const {
     TransferTraffic all = traffic_of(program_, operation);
-    const MeshDimSet mesh_dims = program_.groups[group_of(operation)].mesh_dims;
+    const MeshDimSet mesh_dims = program_.groups[group_of(operation).value()].mesh_dims;
     const auto over = [&](const Link& link, const TransferTraffic& traffic) {
       const int64_t messages = std::max(traffic.received_messages, traffic.sent_messages);
       const int64_t bytes = std::max(traffic.received_bytes, traffic.sent_bytes);

@@ -13,52 +13,67 @@ std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape) {
 
 namespace {
 
+// Where pieces are copied from, at their a_position, or to, at their b_position.
 struct Side {
   const std::vector<int64_t>& shape;
-  int64_t Piece::* position;
   int64_t base;
 };
 
-// Pieces of one length at equal distances on both sides. So a block-cyclic part of a million blocks is one box.
+// How often something comes, and how far apart it is on both sides.
+struct Steps {
+  int64_t count = 1;
+  int64_t from = 0;
+  int64_t to = 0;
+};
+
+// Pieces of one length at equal distances on both sides, which as a whole may come again at equal distances. So a
+// block-cyclic part of a million blocks is one box.
 struct EvenPieces {
   int64_t length = 0;
   int64_t from = 0;  // the first one's positions
   int64_t to = 0;
-  int64_t from_step = 0;
-  int64_t to_step = 0;
-  int64_t count = 1;
+  Steps steps;
+  Steps repeats;
 };
 
-// Takes as many pieces together as possible, from the first on, where both sides ascend. Pieces at 0, 8, 16 and 17 make
-// two lists, of three pieces and of one.
-std::vector<EvenPieces> taken_together(const std::vector<Piece>& pieces, const Side& from, const Side& to) {
+// Takes pieces to the list of pieces before them, if they are as long and as far apart, and both sides ascend.
+bool joins(EvenPieces& list, const EvenPieces& more) {
+  if (list.length != more.length || list.repeats.count > 1 || more.repeats.count > 1) return false;
+  const Steps step{2, more.from - list.from - (list.steps.count - 1) * list.steps.from,
+                   more.to - list.to - (list.steps.count - 1) * list.steps.to};
+  const auto fits = [&](const Steps& steps) {
+    return steps.count == 1 ? step.from > 0 && step.to > 0 : step.from == steps.from && step.to == steps.to;
+  };
+  if (!fits(list.steps) || !fits(more.steps)) return false;
+  list.steps = {list.steps.count + more.steps.count, step.from, step.to};
+  return true;
+}
+
+// Takes as many pieces together as possible, from the first on. Pieces at 0, 8, 16 and 17 make two lists, of three
+// pieces and of one.
+std::vector<EvenPieces> taken_together(const PieceList& pieces) {
   std::vector<EvenPieces> lists;
-  for (const Piece& piece : pieces) {
-    if (!lists.empty() && lists.back().length == piece.length) {
-      EvenPieces& last = lists.back();
-      const int64_t from_step = piece.*from.position - last.from - (last.count - 1) * last.from_step;
-      const int64_t to_step = piece.*to.position - last.to - (last.count - 1) * last.to_step;
-      const bool fits =
-          last.count == 1 ? from_step > 0 && to_step > 0 : from_step == last.from_step && to_step == last.to_step;
-      if (fits) {
-        last.from_step = from_step;
-        last.to_step = to_step;
-        ++last.count;
-        continue;
-      }
+  for (const auto& [block, count, shift] : pieces.blocks()) {
+    const Steps repeats{count, shift.a, shift.b};
+    const size_t first = lists.size();
+    for (const Piece& piece : block) {
+      EvenPieces one{piece.length, piece.a_position, piece.b_position, {}, {}};
+      if (block.size() == 1) one.steps = repeats;
+      const bool may_join = lists.size() > (count == 1 || block.size() == 1 ? 0 : first);
+      if (!may_join || !joins(lists.back(), one)) lists.push_back(one);
     }
-    lists.push_back({piece.length, piece.*from.position, piece.*to.position, 0, 0, 1});
+    for (size_t i = first; i < lists.size() && block.size() > 1; ++i) lists[i].repeats = repeats;
   }
   return lists;
 }
 
 // Makes one box per combination of lists of pieces, in row-major order of the combinations.
-std::vector<Box> boxes_between(const std::vector<std::vector<Piece>>& pieces, const Side& from, const Side& to) {
+std::vector<Box> boxes_between(const std::vector<PieceList>& pieces, const Side& from, const Side& to) {
   const size_t ndim = pieces.size();
   std::vector<std::vector<EvenPieces>> lists;
-  for (const auto& list : pieces) {
+  for (const PieceList& list : pieces) {
     if (list.empty()) return {};
-    lists.push_back(taken_together(list, from, to));
+    lists.push_back(taken_together(list));
   }
   const std::vector<int64_t> from_strides = row_major_strides(from.shape);
   const std::vector<int64_t> to_strides = row_major_strides(to.shape);
@@ -77,7 +92,9 @@ std::vector<Box> boxes_between(const std::vector<std::vector<Piece>>& pieces, co
       const EvenPieces& list = lists[d][at[d]];
       box.src_offset += list.from * from_strides[d];
       box.dst_offset += list.to * to_strides[d];
-      if (list.count > 1) add_dim(list.count, list.from_step * from_strides[d], list.to_step * to_strides[d]);
+      for (const Steps& steps : {list.repeats, list.steps}) {
+        if (steps.count > 1) add_dim(steps.count, steps.from * from_strides[d], steps.to * to_strides[d]);
+      }
       add_dim(list.length, from_strides[d], to_strides[d]);
     }
     simplify(box);
@@ -89,21 +106,31 @@ std::vector<Box> boxes_between(const std::vector<std::vector<Piece>>& pieces, co
 }
 
 // Returns the pieces with their places in the packed message written into `position`.
-std::vector<std::vector<Piece>> packed_positions(std::vector<std::vector<Piece>> pieces, int64_t Piece::* position) {
-  for (auto& list : pieces) {
+std::vector<PieceList> packed_positions(const std::vector<PieceList>& pieces, int64_t Piece::* position) {
+  std::vector<PieceList> all;
+  for (const PieceList& list : pieces) {
+    PieceList& packed = all.emplace_back();
     int64_t next = 0;
-    for (Piece& piece : list) {
-      piece.*position = next;
-      next += piece.length;
+    for (const auto& [block, count, shift] : list.blocks()) {
+      std::vector<Piece> moved(block.begin(), block.end());
+      int64_t within = 0;
+      for (Piece& piece : moved) {
+        piece.*position = next + within;
+        within += piece.length;
+      }
+      Piece::Shift step = shift;
+      (position == &Piece::a_position ? step.a : step.b) = within;
+      packed.append_repeated(moved, step, count);
+      next += count * within;
     }
   }
-  return pieces;
+  return all;
 }
 
 // Several pieces count as several runs even where one side has them one after the other: pairs (program/pairs.h) count
 // pieces too.
-bool are_one_piece(const std::vector<std::vector<Piece>>& pieces) {
-  return std::all_of(pieces.begin(), pieces.end(), [](const std::vector<Piece>& list) { return list.size() == 1; });
+bool are_one_piece(const std::vector<PieceList>& pieces) {
+  return std::all_of(pieces.begin(), pieces.end(), [](const PieceList& list) { return list.size() == 1; });
 }
 
 int64_t run_of(const std::vector<Box>& boxes, bool in_src) {
@@ -125,26 +152,23 @@ Intersection::Intersection(const Region& a, const Region& b, const Region& only)
   for (size_t d = 0; d < a.size(); ++d) add(intersect(a[d], b[d], only[d]));
 }
 
-void Intersection::add(std::vector<Piece> pieces) {
-  int64_t shared = 0;
-  for (const Piece& piece : pieces) shared += piece.length;
+void Intersection::add(PieceList pieces) {
+  const int64_t shared = length(pieces);
   pieces_.push_back(std::move(pieces));
   packed_shape_.push_back(shared);
   count_ *= shared;
 }
 
 std::vector<Box> Intersection::a_to_b(int64_t a_base, int64_t b_base) const {
-  return boxes_between(pieces_, {a_shape_, &Piece::a_position, a_base}, {b_shape_, &Piece::b_position, b_base});
+  return boxes_between(pieces_, {a_shape_, a_base}, {b_shape_, b_base});
 }
 
 std::vector<Box> Intersection::a_to_packed(int64_t a_base, int64_t packed_base) const {
-  return boxes_between(packed_positions(pieces_, &Piece::b_position), {a_shape_, &Piece::a_position, a_base},
-                       {packed_shape_, &Piece::b_position, packed_base});
+  return boxes_between(packed_positions(pieces_, &Piece::b_position), {a_shape_, a_base}, {packed_shape_, packed_base});
 }
 
 std::vector<Box> Intersection::packed_to_b(int64_t packed_base, int64_t b_base) const {
-  return boxes_between(packed_positions(pieces_, &Piece::a_position), {packed_shape_, &Piece::a_position, packed_base},
-                       {b_shape_, &Piece::b_position, b_base});
+  return boxes_between(packed_positions(pieces_, &Piece::a_position), {packed_shape_, packed_base}, {b_shape_, b_base});
 }
 
 int64_t Intersection::run_in_a() const { return are_one_piece(pieces_) ? run_of(a_to_packed(0, 0), true) : -1; }
@@ -153,7 +177,7 @@ int64_t Intersection::run_in_b() const { return are_one_piece(pieces_) ? run_of(
 
 std::vector<Intersection::Part> Intersection::parts() const {
   std::vector<Part> parts{Part{}};
-  for (const std::vector<Piece>& pieces : pieces_) {
+  for (const PieceList& pieces : pieces_) {
     std::vector<Part> longer;
     for (const Part& part : parts) {
       int64_t packed = 0;
@@ -180,15 +204,7 @@ Intersection Intersection::share(size_t dim, int64_t index, int64_t shares) cons
 }
 
 void Intersection::narrow(size_t d, int64_t begin, int64_t end) {
-  std::vector<Piece> kept;
-  int64_t at = 0;
-  for (const Piece& piece : pieces_[d]) {
-    const int64_t from = std::max(begin - at, int64_t{0});
-    const int64_t to = std::min(end - at, piece.length);
-    if (from < to) kept.push_back({to - from, piece.a_position + from, piece.b_position + from});
-    at += piece.length;
-  }
-  pieces_[d] = std::move(kept);
+  pieces_[d] = subrange(pieces_[d], begin, end);
   packed_shape_[d] = end - begin;
   count_ = 1;
   for (const int64_t size : packed_shape_) count_ *= size;

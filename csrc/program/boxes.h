@@ -54,11 +54,11 @@ class Intersection {
   std::vector<Intersection> slice(int64_t begin, int64_t end) const;
 
  private:
-  void add(std::vector<Piece> pieces);
+  void add(PieceList pieces);
   // Keeps only the shared indices [begin, end) of dim d, counted along it.
   void narrow(size_t d, int64_t begin, int64_t end);
 
-  std::vector<std::vector<Piece>> pieces_;
+  std::vector<PieceList> pieces_;
   std::vector<int64_t> a_shape_;
   std::vector<int64_t> b_shape_;
   std::vector<int64_t> packed_shape_;

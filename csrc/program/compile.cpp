@@ -49,9 +49,9 @@ std::optional<std::vector<int64_t>> box_of_input(const ProgramBuilder& builder, 
   const Region needed = builder.region_in(plan.dst);
   std::vector<int64_t> starts;
   for (size_t t = 0; t < held.size(); ++t) {
-    const std::vector<Piece> pieces = intersect(held[t], needed[t]);
-    if (pieces.size() > 1) return std::nullopt;
-    starts.push_back(pieces.empty() ? 0 : pieces[0].a_position);
+    const SharedRuns shared = shared_runs(held[t], needed[t]);
+    if (shared.runs > 1) return std::nullopt;
+    starts.push_back(shared.a_position);
   }
   return starts;
 }

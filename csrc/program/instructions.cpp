@@ -100,10 +100,11 @@ bool is_communication(const Operation& operation) {
       [](const Wait&) { return false; });
 }
 
-int group_of(const Operation& operation) {
+std::optional<int> group_of(const Operation& operation) {
+  using Group = std::optional<int>;
   return match(
-      operation, [](const IsTransfer auto& o) { return o.group; }, [](const IsCompute auto&) { return -1; },
-      [](const Wait&) { return -1; });
+      operation, [](const IsTransfer auto& o) -> Group { return o.group; },
+      [](const IsCompute auto&) -> Group { return std::nullopt; }, [](const Wait&) -> Group { return std::nullopt; });
 }
 
 std::vector<BufferId> buffers_of(const Operation& operation) {

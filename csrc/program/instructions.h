@@ -192,8 +192,8 @@ template <typename T>
 concept IsTransfer = IsOneOf<T, AllGather, ReduceScatter, AllReduce, AllToAll, SendReceive, Offer, Fetch>;
 
 bool is_communication(const Operation& operation);  // whether it is a transfer
-// Index of the group in which a transfer communicates; -1 for other operations.
-int group_of(const Operation& operation);
+// The index of the group in which a transfer communicates; nothing for other operations.
+std::optional<int> group_of(const Operation& operation);
 std::string to_string(const Operation& operation);  // its text in listings
 // The buffers that an operation reads or writes; none for a Wait.
 std::vector<BufferId> buffers_of(const Operation& operation);

@@ -10,17 +10,21 @@
 namespace shardwright {
 namespace {
 
-// Returns whether the pieces are the same except for a shift.
-bool lie_alike(const std::vector<Piece>& a, const std::vector<Piece>& b) {
-  if (a.size() != b.size()) return false;
-  for (size_t i = 0; i < a.size(); ++i) {
-    if (a[i].length != b[i].length || a[i].a_position - a[0].a_position != b[i].a_position - b[0].a_position ||
-        a[i].b_position - a[0].b_position != b[i].b_position - b[0].b_position) {
-      return false;
+// Returns numbers that are equal only for pieces that are the same except for a shift.
+std::vector<int64_t> name_of(const PieceList& pieces) {
+  std::vector<int64_t> name;
+  for (const auto& [block, count, shift] : pieces.blocks()) {
+    name.insert(name.end(), {static_cast<int64_t>(block.size()), count, shift.a, shift.b});
+    for (const Piece& piece : block) {
+      name.push_back(piece.length);
+      name.push_back(piece.a_position - pieces.front().a_position);
+      name.push_back(piece.b_position - pieces.front().b_position);
     }
   }
-  return true;
+  return name;
 }
+
+bool lie_alike(const PieceList& a, const PieceList& b) { return name_of(a) == name_of(b); }
 
 }  // namespace
 
@@ -270,13 +274,9 @@ StepPairs::Transfer StepPairs::in_rounds(const PartsOfRank& held, const PartsOfR
       name.push_back(shared_runs(held[t], needed[t]).length);
       continue;
     }
-    const std::vector<Piece> pieces = intersect(*held[t].list, *needed[t].list);
+    const std::vector<int64_t> pieces = name_of(intersect(*held[t].list, *needed[t].list));
     name.push_back(-static_cast<int64_t>(pieces.size()));
-    for (const Piece& piece : pieces) {
-      name.push_back(piece.length);
-      name.push_back(piece.a_position - pieces[0].a_position);
-      name.push_back(piece.b_position - pieces[0].b_position);
-    }
+    name.insert(name.end(), pieces.begin(), pieces.end());
   }
   const auto [found, is_new] = rounds_.try_emplace(std::move(name));
   if (is_new) {
@@ -310,7 +310,7 @@ void StepPairs::add_meeting(const IntervalList& list, int64_t times, const Part&
   const Part& held = others_hold ? other : mine;
   const Part& needed = others_hold ? mine : other;
   const SharedRuns shared = shared_runs(held, needed);
-  std::vector<Piece> pieces;
+  PieceList pieces;
   if (step_.rounds > 1 && (held.has_gaps || needed.has_gaps)) pieces = intersect(*held.list, *needed.list);
   for (Meeting& known : found) {
     if (known.part.length == other.length && known.shared.length == shared.length && known.shared.runs == shared.runs &&
@@ -352,10 +352,7 @@ void StepPairs::meet_below(const IntervalList& list, std::span<const Cut> cuts, 
   }
   Interval coordinates{0, k};
   if (first.rule.makes_runs()) {  // only the coordinates between the first and the last shared element
-    const int64_t last = mine.list->back().end - 1;
-    int64_t until = 0;
-    for (const Interval& interval : list)
-      until += std::max<int64_t>(std::min(interval.end, last + 1) - interval.begin, 0);
+    const int64_t until = intersection_length(list, {{0, mine.list->back().end}});
     coordinates = first.rule.coordinates_of({met.a_position, until}, n, k);
   }
   const bool all_runs = list.size() == 1 && mine.list->size() == 1 &&

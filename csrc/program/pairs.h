@@ -134,7 +134,7 @@ class StepPairs {
     Part part;          // one of them
     int64_t times = 0;  // their number
     SharedRuns shared;
-    std::vector<Piece> pieces;  // if rounds need slices and there are gaps
+    PieceList pieces;  // if rounds need slices and there are gaps
   };
 
   struct Talk;  // which members of a group have something for which (ways.cpp)

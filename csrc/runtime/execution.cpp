@@ -222,8 +222,8 @@ void Execution::fail(int index, const std::string& reason) {
 }
 
 std::string Execution::group_text(int index) const {
-  const int group = group_of(program_.operation_in_effect(program_.instructions[index].operation));
-  return group < 0 ? "" : concat(" in the group of ranks (", join(program_.groups[group].ranks), ")");
+  const std::optional<int> group = group_of(program_.operation_in_effect(program_.instructions[index].operation));
+  return group ? concat(" in the group of ranks (", join(program_.groups[*group].ranks), ")") : "";
 }
 
 void Execution::allocate(BufferId buffer) {

@@ -44,11 +44,11 @@ void Execution::multiply_flagged(const Gemm& gemm, int index) {
   for (size_t i = 0; i < outputs_.size(); ++i) {
     if (program_.outputs[i].buffer == gemm.dst.buffer) outputs_[i] = product.view(program_.outputs[i].shape);
   }
-  const int group = group_of(program_.instructions[flags.fetch].operation);
+  const int group = group_of(program_.instructions[flags.fetch].operation).value();
   watch_product(record_current(device_, false), groups_[group]->timeout(), [executable = executable_, flags, index] {
     const Program& program = executable->program();
     const Instruction& instruction = program.instructions[index];
-    const int group = group_of(program.instructions[flags.fetch].operation);
+    const int group = group_of(program.instructions[flags.fetch].operation).value();
     return concat("shardwright: rank ", executable->compiled().rank(), " waits for the flags of ", flags.range.count,
                   " chunks in ", program.step_texts[instruction.step], " in the group of ranks (",
                   join(program.groups[group].ranks), ") of plan\n", executable->compiled().origin().text());

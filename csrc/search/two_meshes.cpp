@@ -26,11 +26,10 @@ namespace {
 // Mesh dims of the destination are split if a plan takes longer than the least time and this fraction of it.
 constexpr int64_t kSplitsAboveFraction = 8;
 
-// Relays are tried if messages of the crossing take more than this fraction of a plan's time, are no fewer than these,
-// and if so many times fewer go the other way: relays have as many peers there as the ranks that they stand for. They
-// are tried with so many pairs of layouts.
+// Relays are tried if messages of the crossing take more than this fraction of a plan's time, if so many times fewer go
+// the other way, because relays have as many peers there as the ranks that they stand for, and if the messages that are
+// saved take longer than another step. They are tried with so many pairs of layouts.
 constexpr int64_t kRelaysAboveFraction = 4;
-constexpr int64_t kRelaysAboveMessages = 12;
 constexpr int64_t kRelaysAboveRatio = 4;
 constexpr size_t kPairsWithRelays = 4;
 
@@ -232,8 +231,10 @@ class Crossings {
   void try_relays() {
     const auto [fewer, messages] = std::minmax(best_crossing_.messages, best_crossing_.sent_messages);
     const int64_t latency = saturating_product(messages, best_link_.message_ps);
-    if (messages < std::max(kRelaysAboveMessages, kRelaysAboveRatio * fewer)) return;
-    if (latency < best_cost_->first / kRelaysAboveFraction) return;
+    if (messages < kRelaysAboveRatio * fewer || latency < best_cost_->first / kRelaysAboveFraction) return;
+    int64_t root = 1;  // the messages that are left, in each of two crossings
+    while (root * root < messages) ++root;
+    if (saturating_product(messages - 2 * root, best_link_.message_ps) <= topology_.step_ps) return;
     const bool fans_out = best_crossing_.sent_messages == messages;
     const int64_t most = src_.mesh().size() * goal_.mesh().size();
     int64_t wanted = 1;  // so that all send and receive equally many

@@ -30,7 +30,7 @@ int64_t elements_of(const std::vector<int64_t>& dims, size_t begin) {
 // The indices into two dims as one: [1, 3) of rows and [0, 2) of 4 columns are [4, 6) and [8, 10).
 IntervalList product_of(const IntervalList& rows, const IntervalList& inner, int64_t size) {
   IntervalList out;
-  const bool has_whole_rows = inner.size() == 1 && inner[0] == Interval{0, size};
+  const bool has_whole_rows = inner.size() == 1 && inner.front() == Interval{0, size};
   for (const Interval& some : rows) {
     if (has_whole_rows) {
       append(out, {some.begin * size, some.end * size});
@@ -113,7 +113,7 @@ IntervalList positions_in(const IntervalList& whole, const IntervalList& part) {
 
 // All indices of several lists, ascending; nothing if an index is in two of them.
 std::optional<IntervalList> united(const std::vector<const IntervalList*>& lists) {
-  IntervalList all;
+  std::vector<Interval> all;
   for (const IntervalList* list : lists) all.insert(all.end(), list->begin(), list->end());
   IntervalList out;
   int64_t end = 0;

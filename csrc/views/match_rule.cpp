@@ -103,7 +103,9 @@ std::vector<CutRule> ragged_cuts(const Division& largest) {
 
 std::vector<CutRule> pieces(const Division& largest) {
   if (!covers(largest)) return {};
-  return {CutRule::pieces(largest.parts)};
+  std::vector<std::vector<Interval>> lists;
+  for (const IntervalList& part : largest.parts) lists.emplace_back(part.begin(), part.end());
+  return {CutRule::pieces(lists)};
 }
 
 }  // namespace

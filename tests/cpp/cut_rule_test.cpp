@@ -217,7 +217,7 @@ TEST(CutRule, TakenBehindTheLaterCutItMakesTheSameParts) {
   int said = 0;
   for (const Case& outer : strided_cases()) {
     for (const Case& inner : strided_cases()) {
-      const std::optional<CutRule> rule = outer.rule.behind(inner.rule, 2);
+      const std::optional<CutRule> rule = outer.rule.moved_after(inner.rule, 2);
       if (!rule) continue;
       ++said;
       const int64_t n = 3 * outer.rule.split_factor() * 2 * inner.rule.split_factor();
@@ -252,7 +252,7 @@ TEST(CutRule, RulesOfOtherKindsAreNotTakenApart) {
   for (const Case& one : cases()) {
     for (const Case& other : cases()) {
       const bool both = one.rule.is_strided_or_chunks() && other.rule.is_strided_or_chunks();
-      EXPECT_TRUE(both || (!one.rule.with_gathered(other.rule, 2) && !one.rule.behind(other.rule, 2)));
+      EXPECT_TRUE(both || (!one.rule.with_gathered(other.rule, 2) && !one.rule.moved_after(other.rule, 2)));
     }
   }
 }

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <map>
+#include <numeric>
 #include <set>
 #include <sstream>
 
@@ -204,6 +205,36 @@ Plan shared_plan(Sharing sharing, const std::vector<int64_t>& shape) {
   return plan;
 }
 
+Plan plan_between(const std::vector<int64_t>& src_sizes, const std::string& src, const std::vector<int64_t>& dst_ranks,
+                  const std::vector<int64_t>& dst_sizes, const std::string& dst, const std::vector<int64_t>& shape) {
+  return make_plan(layout_of(mesh_of(src_sizes), shape, src), layout_of(mesh_of(dst_sizes, dst_ranks), shape, dst));
+}
+
+std::vector<int64_t> ranks_from(int64_t first, int64_t count) {
+  std::vector<int64_t> ranks(count);
+  std::iota(ranks.begin(), ranks.end(), first);
+  return ranks;
+}
+
+// Twelve rows from four ranks to three others, each replica sending half of what is wanted of its part.
+Plan crossing_plan(const std::vector<int64_t>& dst_ranks) {
+  Plan plan = plan_between({2, 2}, "S(0),R", dst_ranks, {3}, "S(0)", {12, 2});
+  plan.steps = {Step{StepOp::kCross, {}, plan.src, plan.dst, Sharing::kBytes}};
+  return plan;
+}
+
+std::vector<Plan> plans_between_meshes() {
+  return {crossing_plan({4, 5, 6}),
+          crossing_plan({9, 1, 2}),
+          plan_between({2, 2}, "S(0),P", {4, 5, 6}, {3}, "R", {12, 16}),
+          plan_between({4}, "P", ranks_from(4, 8), {8}, "R", {4096, 4096}),
+          plan_between({3}, "S(1)", ranks_from(2, 6), {2, 3}, "S(0),R", {7, 5}),
+          plan_between({1}, "R", ranks_from(1, 3), {3}, "S(0)", {0, 3}),
+          plan_between({32}, "S(0)", ranks_from(32, 16), {16}, "S(0)", {64, 64}),
+          plan_between({16}, "P", ranks_from(16, 32), {32}, "R", {4096, 4096}),
+          plan_between({1}, "R", ranks_from(8, 2048), {2048}, "S(0)", {2050, 64})};
+}
+
 std::vector<Plan> many_plans() {
   const std::vector<Layout> layouts = all_layouts(mesh_of({2, 2}), {7, 5}, {Placement::partial(ReduceOp::kSum)});
   std::vector<Plan> plans;
@@ -225,6 +256,7 @@ std::vector<Plan> many_plans() {
   plans.push_back(plan_of({8, 3}, {5, 3}, "S(0),SS(0,2)", "S(1),P"));
   plans.push_back(plan_of({17}, {}, "P", "R"));
   plans.push_back(plan_of({32}, {0}, "S(0)", "R"));
+  for (Plan& plan : plans_between_meshes()) plans.push_back(std::move(plan));
   return plans;
 }
 
@@ -339,6 +371,7 @@ TEST(Picture, FillsWhatARankHolds) {
 TEST(Picture, FillsTheShareOfTheTensor) {
   for (const Plan& plan : many_plans()) {
     const int64_t num_ranks = plan.src.mesh().size();
+    if (!(plan.src.mesh() == plan.dst.mesh())) continue;
     if (num_ranks > kMaxRanksDrawn || plan.src.ndim() > 2 || plan.src.num_elements() == 0) continue;
     const Document picture(to_svg(plan));
     for (int64_t p = 0; p < num_ranks; ++p) {
@@ -388,12 +421,12 @@ TEST(Picture, DrawsAnArrowPerMessage) {
 
 TEST(Picture, DrawsAsManyArrowsAsThereAreMessages) {
   for (const Plan& plan : many_plans()) {
-    const int64_t num_ranks = plan.src.mesh().size();
-    if (num_ranks > kMaxRanksDrawn) continue;
+    const std::vector<Rank> ranks = ranks_of(plan);
+    if (static_cast<int64_t>(ranks.size()) > kMaxRanksDrawn) continue;
     int64_t messages = 0;
     for (const Step& step : plan.steps) {
       if (step.op == StepOp::kReduceScatter || step.op == StepOp::kAllReduce) continue;
-      for (int64_t p = 0; p < num_ranks; ++p) messages += traffic_at(step, plan.lowering, Rank{p}).messages;
+      for (const Rank rank : ranks) messages += traffic_at(step, plan.lowering, rank).messages;
     }
     EXPECT_EQ(static_cast<int64_t>(Document(to_svg(plan)).of_class("sw-sends").size()), messages) << to_string(plan);
   }
@@ -432,6 +465,57 @@ TEST(Picture, DrawsPaleWhatHasTooManyPieces) {
   const Document picture(to_svg(make_plan(src, layout_of(mesh, {800, 8}, "R"))));
   EXPECT_FALSE(picture.of_class("sw-pale").empty());
   EXPECT_TRUE(picture.has_text("pale: more than 128 pieces; drawn is the range they lie in"));
+}
+
+// ---- between two meshes
+
+// The crossing that crossing/crossing.h describes, with rows of 8 bytes.
+TEST(Picture, DrawsWhatCrossesBetweenMeshes) {
+  const Document picture(to_svg(crossing_plan({4, 5, 6})));
+  std::set<std::string> titles;
+  for (const int arrow : picture.of_class("sw-sends")) titles.insert(picture.elements()[arrow].title);
+  EXPECT_EQ(titles,
+            (std::set<std::string>{"rank 0 -> rank 4: 24 B", "rank 1 -> rank 4: 8 B", "rank 1 -> rank 5: 16 B",
+                                   "rank 2 -> rank 5: 16 B", "rank 2 -> rank 6: 8 B", "rank 3 -> rank 6: 24 B"}));
+  EXPECT_EQ(picture.of_class("sw-sends").size(), 6u);
+  EXPECT_TRUE(picture.of_class("sw-stays").empty()) << "no rank is on both meshes";
+  ASSERT_EQ(picture.of_class("sw-box").size(), 4u + 3u) << "ranks have no box in states of the other mesh";
+  for (size_t i = 0; i < 4; ++i) EXPECT_NEAR(box_at(picture, i).filled_share, 0.5, 0.005);
+  for (size_t i = 4; i < 7; ++i) {
+    EXPECT_NEAR(box_at(picture, i).filled_share, 1.0 / 3, 0.005);
+    EXPECT_EQ(box_at(picture, i).fills.size(), 2u) << "from two senders";
+  }
+  for (const char* text : {"a=0 b=1", "a=2", "1. cross to a=3"}) EXPECT_TRUE(picture.has_text(text)) << text;
+}
+
+TEST(Picture, DrawsWhatStaysOnRanksOfBothMeshes) {
+  const Document picture(to_svg(crossing_plan({9, 1, 2})));
+  std::set<std::string> kept;
+  for (const int arrow : picture.of_class("sw-stays")) kept.insert(picture.elements()[arrow].title);
+  EXPECT_EQ(kept, (std::set<std::string>{"rank 1 keeps 16 B", "rank 2 keeps 32 B"}));
+  EXPECT_TRUE(picture.has_text("rank 9"));
+}
+
+TEST(Picture, AddsUpWhatBlocksOfManyRanksSend) {
+  const Plan plan = plan_between({32}, "S(0)", ranks_from(32, 16), {16}, "S(0)", {64, 64});
+  ASSERT_EQ(plan.steps.size(), 1u);
+  const Document picture(to_svg(plan));
+  EXPECT_EQ(picture.of_class("sw-block").size(), 16u);
+  std::set<std::string> titles;
+  for (const int arrow : picture.of_class("sw-flow")) titles.insert(picture.elements()[arrow].title);
+  std::set<std::string> expected;
+  for (int b = 0; b < 8; ++b) {
+    expected.insert(concat("ranks ", 4 * b, " to ", 4 * b + 3, " -> ranks ", 32 + 2 * b, " to ", 33 + 2 * b,
+                           ": 2048 B in 4 messages"));
+  }
+  EXPECT_EQ(titles, expected);
+}
+
+TEST(Picture, OfThousandsOfRanksOfTwoMeshesIsSmall) {
+  const Plan plan = plan_between({1}, "R", ranks_from(8, 2048), {2048}, "S(0)", {2050, 64});
+  const std::string svg = to_svg(plan);
+  EXPECT_LT(svg.size(), 50'000u);
+  EXPECT_FALSE(Document(svg).of_class("sw-flow").empty());
 }
 
 // ---- by mesh dim

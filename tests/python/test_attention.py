@@ -522,8 +522,8 @@ def _compiled() -> None:
 
 def _compiles_once() -> None:
     """Each direction of an attention is one program, which is compiled when it is first asked for, and not again."""
-    given = [t.requires_grad_() for t in _inputs(1, 2, 2, 22, 8, torch.float32)[:3]]
-    mine = [t[:, :, _places(None, 22)] for t in given]
+    places = _places(None, 22)
+    mine = [t[:, :, places].requires_grad_() for t in _inputs(1, 2, 2, 22, 8, torch.float32)[:3]]
     counts = []
     for _ in range(2):
         before = _runtime.counters()["compiled"]

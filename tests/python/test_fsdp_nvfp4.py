@@ -133,7 +133,8 @@ def _refusals() -> None:
         assert type(linear) is nn.Linear
 
     others = "allowed without them are 'float8', 'float8_rowwise', 'mxfp8', torch.bfloat16 and torch.float16"
-    with mock.patch.dict(sys.modules, {"torchao": None, _NAME: None}):
+    loaded = [name for name in sys.modules if name.partition(".")[0] == "torchao"]
+    with mock.patch.dict(sys.modules, dict.fromkeys(["torchao", *loaded])):
         refuses("wire: got 'nvfp4' for weight on cpu, which needs torchao's functions for it: it cannot be imported")
         refuses(others)
     with torchao():

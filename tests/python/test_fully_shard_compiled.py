@@ -281,6 +281,22 @@ def test_chunks_are_refused_in_graphs(pool: Pool) -> None:
     pool.run(_refused_chunks, 2)
 
 
+def _not_in_graphs() -> None:
+    """Units whose weights are multiplied by as they arrive break graphs, and results stay what they are."""
+    mesh = get_mesh((2,))
+    eager, model = (shard(Mlp(), sw.fully_shard, mesh, wire="float8", use="float8") for _ in range(2))
+    expected = train(eager, eager, 3)
+    torch._dynamo.reset()
+    _assert_close(train(model, torch.compile(model, backend="aot_eager"), 3), expected)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        loss_of(torch.compile(model, backend="aot_eager", fullgraph=True), batch(0))
+
+
+def test_units_that_break_graphs(pool: Pool) -> None:
+    pool.run(_not_in_graphs, 2)
+
+
 class _Interrupted(RuntimeError):
     pass
 

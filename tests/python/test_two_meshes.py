@@ -192,6 +192,54 @@ def test_nodes_receive_every_byte_once(pool: Pool) -> None:
     pool.run(_passed_on, 8)
 
 
+def _there_and_back(src: sw.Layout, dst: sw.Layout, ends: tuple[tuple[Grid, str], tuple[Grid, str]]) -> list[sw.Plan]:
+    """Moves a tensor between the two layouts and back, and returns the plans."""
+    rank = dist.get_rank()
+    whole = oracle.global_tensor(src.shape, torch.float32, 11)
+    parts = [part(whole, grid, (kind,), rank) for grid, kind in ends]
+    plans = []
+    for layouts, (held, wanted), to in (((src, dst), parts, 1), ((dst, src), parts[::-1], 0)):
+        plans.append(sw.plan(*layouts, backend="gloo"))
+        with sw.wire_meter() as meter:
+            moved = sw.redistribute_local(held, *layouts)
+        if rank in ends[to][0][1]:
+            assert oracle.difference(moved, wanted) is None, f"{plans[-1]} on rank {rank}"
+        assert meter.received_bytes == plans[-1].wire_bytes(rank), f"{plans[-1]} on rank {rank}"
+        assert sw.plan_from_json(plans[-1].to_json()).to_bytes() == plans[-1].to_bytes()
+    return plans
+
+
+def _over_relays() -> None:
+    """Where messages take long, one rank reaches seven by three of them, and they reach it the same way."""
+    link = sw.Link(1_000_000_000, 1000)
+    slow = sw.Topology("slow messages", 0, 1_000_000, 100, link, link)
+    few, many = ((1,), (0,)), ((7,), (1, 2, 3, 4, 5, 6, 7))
+    src = sw.Layout(sw.Mesh({"a": 1}, [0], topology=slow), (21, 5), ["R"])
+    dst = sw.Layout(sw.Mesh({"b": 7}, many[1], topology=slow), (21, 5), ["S(0)"])
+    for plan in _there_and_back(src, dst, ((few, "R"), (many, "S(0)"))):
+        assert [step.op for step in plan.steps] == ["cross", "cross"], str(plan)
+        assert any(step.after.mesh.dim_names == ["relay"] for step in plan.steps)
+
+
+def test_relays_on_gloo(pool: Pool) -> None:
+    pool.run(_over_relays, 8)
+
+
+def _in_unequal_segments() -> None:
+    """Sizes without a common divisor: each segment has a program of its own."""
+    link = sw.Link(0, 1_000_000_000)
+    bytes_alone = sw.Topology("bytes alone", 0, 0, 0, link, link)
+    few, many = ((2,), (0, 1)), ((6,), (2, 3, 4, 5, 6, 7))
+    src = sw.Layout(sw.Mesh({"a": 2}, few[1], topology=bytes_alone), (101, 37), ["S(0)"])
+    dst = sw.Layout(sw.Mesh({"b": 6}, many[1], topology=bytes_alone), (101, 37), ["R"])
+    plan, _ = _there_and_back(src, dst, ((few, "S(0)"), (many, "R")))
+    assert plan.segments > 1 and 101 % plan.segments > 0 and 37 % plan.segments > 0, str(plan)
+
+
+def test_unequal_segments_on_gloo(pool: Pool) -> None:
+    pool.run(_in_unequal_segments, 8)
+
+
 def test_plans_cross_once() -> None:
     here, there = sw.Mesh({"a": 2}, [0, 1]), sw.Mesh({"b": 2}, [2, 3])
     a, b = sw.Layout(here, (8,), ["S(0)"]), sw.Layout(there, (8,), ["S(0)"])

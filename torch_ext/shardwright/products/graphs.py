@@ -160,7 +160,11 @@ _UNEVEN = "uneven"
 
 @torch._dynamo.assume_constant_result
 def _find_out(
-    function: str, num_weights: int, metas: Sequence[tuple[Any, ...] | None], options: dict[str, Any]
+    function: str,
+    num_weights: int,
+    metas: Sequence[tuple[Any, ...] | None],
+    metas_of_scales: Sequence[tuple[Any, ...] | None],
+    options: dict[str, Any],
 ) -> tuple[Any, ...]:
     """Returns what a graph needs to know about a product of tensors with these descriptions, as four items.
 
@@ -170,12 +174,12 @@ def _find_out(
     operand is a DTensor.
     """
 
-    def plan(x: Any, *others: Any) -> Planned:
-        end = len(others) - 1 - num_weights  # of weights and biases; the rest are scales
-        return planned(ask(function, x, **options), num_weights, [x, *others[:end]], others[end:])
+    def plan(*given: Any) -> Planned:
+        end = len(metas)
+        return planned(ask(function, given[0], **options), num_weights, given[:end], given[end:])
 
     try:
-        product, are_turned, specs = on_stand_ins(metas, plan)
+        product, are_turned, specs = on_stand_ins([*metas, *metas_of_scales], plan)
     except ValueError as error:
         return str(error), None, ((), ()), ()
     name, operand = None, ()
@@ -212,11 +216,13 @@ def multiply(
     given = [x, *weights, *biases]
     if all(scale is None for scale in scales):
         given = autocast(given)
-    metas = [None if one is None else meta_of(one) for one in (*given, *scales)]
+    metas, metas_of_scales = ([None if one is None else meta_of(one) for one in some] for some in (given, scales))
     constants = {name: constant(value) for name, value in options.items()}
     if options.get("gemm_model") is not None:
         return _outside(function, x, weights, biases, scales, **options)
-    wrong, name, (are_turned, results), operand_gradient = _find_out(function, len(weights), metas, constants)
+    wrong, name, (are_turned, results), operand_gradient = _find_out(
+        function, len(weights), metas, metas_of_scales, constants
+    )
     if wrong is not None:
         raise ValueError(wrong)
     if name == _UNEVEN:

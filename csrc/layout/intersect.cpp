@@ -1,0 +1,221 @@
+// The functions of region.h that relate two lists.
+#include <algorithm>
+#include <utility>
+
+#include "layout/region.h"
+#include "layout/stretches.h"
+
+namespace shardwright {
+namespace {
+
+// Hands out pieces one by one, those that follow each other on both sides as one.
+template <typename Visit>
+class Joined {
+ public:
+  explicit Joined(const Visit& visit) : visit_(visit) {}
+  ~Joined() {
+    if (last_.length > 0) visit_(last_);
+  }
+  Joined(const Joined&) = delete;
+  Joined& operator=(const Joined&) = delete;
+
+  void add(const Piece& piece) {
+    if (last_.length > 0 && last_.is_followed_by(piece)) return last_.lengthen(piece.length);
+    if (last_.length > 0) visit_(last_);
+    last_ = piece;
+  }
+
+ private:
+  const Visit& visit_;
+  Piece last_;
+};
+
+template <typename Visit>
+void for_each_shared_run_ascending(const std::vector<Interval>& a, const std::vector<Interval>& b, const Visit& visit) {
+  Joined<Visit> joined(visit);
+  size_t i = 0;
+  size_t j = 0;
+  int64_t a_position = 0;
+  int64_t b_position = 0;
+  while (i < a.size() && j < b.size()) {
+    const int64_t begin = std::max(a[i].begin, b[j].begin);
+    const int64_t end = std::min(a[i].end, b[j].end);
+    if (begin < end) joined.add({end - begin, a_position + begin - a[i].begin, b_position + begin - b[j].begin});
+    if (a[i].end <= b[j].end) {
+      a_position += a[i].end - a[i].begin;
+      ++i;
+    } else {
+      b_position += b[j].end - b[j].begin;
+      ++j;
+    }
+  }
+}
+
+// An interval of a list and its local position.
+struct Placed {
+  Interval interval;
+  int64_t position = 0;
+};
+
+std::vector<Placed> placed(const std::vector<Interval>& list) {
+  std::vector<Placed> all;
+  all.reserve(list.size());
+  int64_t position = 0;
+  for (const Interval& interval : list) {
+    all.push_back({interval, position});
+    position += interval.extent();
+  }
+  std::sort(all.begin(), all.end(),
+            [](const Placed& a, const Placed& b) { return a.interval.begin < b.interval.begin; });
+  return all;
+}
+
+template <typename Visit>
+void visit_in_order_of_b(std::vector<Piece> pieces, const Visit& visit) {
+  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.b_position < b.b_position; });
+  Joined<Visit> joined(visit);
+  for (const Piece& piece : pieces) joined.add(piece);
+}
+
+std::vector<Interval> listed(const IntervalList& list) { return {list.begin(), list.end()}; }
+
+template <typename Visit>
+void for_each_shared_run_one_by_one(const std::vector<Interval>& a, const std::vector<Interval>& b,
+                                    const Visit& visit) {
+  const std::vector<Placed> of_a = placed(a);
+  const std::vector<Placed> of_b = placed(b);
+  std::vector<Piece> pieces;
+  for (auto i = of_a.begin(), j = of_b.begin(); i != of_a.end() && j != of_b.end();) {
+    const int64_t begin = std::max(i->interval.begin, j->interval.begin);
+    const int64_t end = std::min(i->interval.end, j->interval.end);
+    if (begin < end) {
+      pieces.push_back({end - begin, i->position + begin - i->interval.begin, j->position + begin - j->interval.begin});
+    }
+    i->interval.end <= j->interval.end ? void(++i) : void(++j);
+  }
+  visit_in_order_of_b(std::move(pieces), visit);
+}
+
+// Of lists of which both ascend and neither has repetitions, or any others that do not both ascend.
+template <typename Visit>
+void for_each_shared_run(const IntervalList& a, const IntervalList& b, const Visit& visit) {
+  if (is_ascending(a) && is_ascending(b)) return for_each_shared_run_ascending(a.kept(), b.kept(), visit);
+  for_each_shared_run_one_by_one(listed(a), listed(b), visit);
+}
+
+bool repeat(const IntervalList& a, const IntervalList& b) { return a.has_repeats() || b.has_repeats(); }
+
+// Appends the indices at ascending local positions, in one pass over both lists.
+void append_at_positions(IntervalList& out, const std::vector<Interval>& list, const std::vector<Interval>& positions) {
+  auto at = list.begin();
+  int64_t begin = 0;  // the local position of *at
+  for (const Interval& wanted : positions) {
+    while (at != list.end() && begin + at->extent() <= wanted.begin) begin += (at++)->extent();
+    int64_t position = begin;
+    for (auto interval = at; interval != list.end() && position < wanted.end; ++interval) {
+      const int64_t from = std::max(wanted.begin - position, int64_t{0});
+      const int64_t to = std::min(wanted.end - position, interval->extent());
+      append(out, interval->part(from, to));
+      position += interval->extent();
+    }
+  }
+}
+
+// Where the pieces are on the side of a.
+IntervalList at_a(const PieceList& pieces) {
+  IntervalList out;
+  std::vector<Interval> intervals;
+  for (const auto& [block, count, shift] : pieces.blocks()) {
+    intervals.clear();
+    for (const Piece& piece : block) intervals.push_back({piece.a_position, piece.a_position + piece.length});
+    out.append_repeated(intervals, shift.a, count);
+  }
+  return out;
+}
+
+}  // namespace
+
+IntervalList at_positions(const IntervalList& list, const IntervalList& positions) {
+  if (!repeat(list, positions)) {
+    IntervalList out;
+    append_at_positions(out, list.kept(), positions.kept());
+    return out;
+  }
+  return at_a(meet(indices_by_position(list), positions_by_index(positions)));
+}
+
+IntervalList shared_indices(const IntervalList& a, const IntervalList& b) {
+  if (repeat(a, b)) return at_positions(a, at_a(intersect(a, b)));
+  IntervalList both;
+  const std::vector<Interval>&in_a = a.kept(), &in_b = b.kept();
+  const auto ends_before = [](const Interval& one, int64_t index) { return one.end <= index; };
+  auto i = in_a.begin();
+  auto j = a.empty() ? in_b.end() : std::lower_bound(in_b.begin(), in_b.end(), a.front().begin, ends_before);
+  while (i != in_a.end() && j != in_b.end()) {
+    append(both, {std::max(i->begin, j->begin), std::min(i->end, j->end)});
+    i->end <= j->end ? void(++i) : void(++j);
+  }
+  return both;
+}
+
+PieceList intersect(const IntervalList& a, const IntervalList& b, const IntervalList& only) {
+  const auto in_order_of_b = [](const PieceList& pieces) {
+    std::vector<Piece> sorted(pieces.begin(), pieces.end());
+    std::sort(sorted.begin(), sorted.end(), [](const Piece& x, const Piece& y) { return x.b_position < y.b_position; });
+    return sorted;
+  };
+  const std::vector<Piece> in_a = in_order_of_b(intersect(a, only));  // positions in `only` are those of b there
+  const std::vector<Piece> in_b = in_order_of_b(intersect(b, only));
+  std::vector<Piece> both;
+  for (auto i = in_a.begin(), j = in_b.begin(); i != in_a.end() && j != in_b.end();) {
+    const int64_t begin = std::max(i->b_position, j->b_position);
+    const int64_t end = std::min(i->b_position + i->length, j->b_position + j->length);
+    if (begin < end) {
+      both.push_back({end - begin, i->a_position + begin - i->b_position, j->a_position + begin - j->b_position});
+    }
+    i->b_position + i->length <= j->b_position + j->length ? void(++i) : void(++j);
+  }
+  PieceList pieces;
+  visit_in_order_of_b(std::move(both), [&](const Piece& piece) { pieces.append(piece); });
+  return pieces;
+}
+
+PieceList intersect(const IntervalList& a, const IntervalList& b) {
+  if (repeat(a, b) && is_ascending(a) && is_ascending(b)) return meet(positions_by_index(a), positions_by_index(b));
+  PieceList pieces;
+  for_each_shared_run(a, b, [&](const Piece& piece) { pieces.append(piece); });
+  return pieces;
+}
+
+SharedRuns shared_runs(const IntervalList& a, const IntervalList& b) {
+  SharedRuns shared;
+  const auto add = [&](const Piece& piece) {
+    if (shared.runs++ == 0) {
+      shared.a_position = piece.a_position;
+      shared.b_position = piece.b_position;
+    }
+    shared.length += piece.length;
+  };
+  if (!repeat(a, b)) {
+    for_each_shared_run(a, b, add);
+    return shared;
+  }
+  const PieceList pieces = intersect(a, b);
+  if (pieces.empty()) return {};
+  return {length(pieces), static_cast<int64_t>(pieces.size()), pieces.front().a_position, pieces.front().b_position};
+}
+
+int64_t intersection_length(const IntervalList& a, const IntervalList& b) {
+  if (repeat(a, b)) return length(intersect(a, b));
+  int64_t total = 0;
+  for_each_shared_run(a, b, [&](const Piece& piece) { total += piece.length; });
+  return total;
+}
+
+int64_t shared_elements(const Region& a, const Region& b) {
+  int64_t total = 1;
+  for (size_t t = 0; t < a.size() && total > 0; ++t) total *= intersection_length(a[t], b[t]);
+  return total;
+}
+
+}  // namespace shardwright

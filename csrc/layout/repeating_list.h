@@ -1,0 +1,315 @@
+// A list of which stretches repeat at equal distances, and which keeps such a stretch once: a block-cyclic part of a
+// million blocks is one interval that repeats. To a reader it is the list of all its items.
+//
+// An item is a run of something: it has a Shift, by which repetitions of it differ, and says what follows it.
+//
+//   struct Item {
+//     using Shift = ...;                             // may be multiplied by a number
+//     int64_t extent() const;                        // its length
+//     bool is_followed_by(const Item& next) const;   // whether the two are one item
+//     void lengthen(int64_t by);                     // at its end
+//     Item part(int64_t from, int64_t to) const;
+//     Item shifted(const Shift& by) const;
+//   };
+//
+// Invariants:
+//   - No item is followed by the next one, also between repetitions. So a sequence of items has one list, whatever it
+//     was put together from, except for how much of it is kept as repetitions.
+//   - A stretch that is kept once repeats kLeastRepeats times or more, less one where something was appended to its
+//     last item. Items that repeat fewer times are simply listed, so most lists have no repetitions at all.
+//
+// Memory, and the time to copy, are those of the items that are kept. Iterating takes as long as all items together.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <iterator>
+#include <span>
+#include <vector>
+
+namespace shardwright {
+
+template <typename Item>
+class RepeatingList {
+ public:
+  using Shift = typename Item::Shift;
+  static constexpr int64_t kLeastRepeats = 4;
+
+  // Items that come `count` times in a row, each time shifted by `shift` more.
+  struct Block {
+    std::span<const Item> items;
+    int64_t count = 1;
+    Shift shift{};
+  };
+
+  RepeatingList() = default;
+  RepeatingList(std::initializer_list<Item> items) {
+    for (const Item& item : items) {
+      if (item.extent() > 0) append(item);
+    }
+  }
+
+  // Appends an item, as a part of the last one if it follows that.
+  void append(const Item& item);
+  // Appends a sequence of items `count` times, each time shifted by `shift` more.
+  void append_repeated(std::span<const Item> sequence, const Shift& shift, int64_t count);
+  void append(const Block& block) { append_repeated(block.items, block.shift, block.count); }
+  void clear() { *this = {}; }
+
+  bool empty() const { return kept_.empty(); }
+  bool has_repeats() const { return !repeats_.empty(); }
+  // Returns the number of items.
+  size_t size() const;
+  Item front() const { return kept_.front(); }
+  Item back() const;
+  // Takes time in proportion to the stretches that repeat.
+  Item operator[](size_t i) const;
+
+  // Returns the sum of the items' extents.
+  int64_t extent() const;
+  // Returns what lies at [begin, end) if the items lie one after the other.
+  RepeatingList part(int64_t begin, int64_t end) const;
+
+  // The items that are kept. These are all if nothing repeats.
+  const std::vector<Item>& kept() const { return kept_; }
+  // The list as blocks, in order; items between two stretches that repeat are one block. Valid while the list is.
+  std::vector<Block> blocks() const;
+
+  class Iterator;
+  Iterator begin() const { return Iterator(*this, 0); }
+  Iterator end() const { return Iterator(*this, kept_.size()); }
+  using value_type = Item;
+  using const_iterator = Iterator;
+  using iterator = Iterator;
+
+  // Whether the lists are equal and also keep the same. Lists that keep other repetitions of the same items are equal,
+  // but not identical.
+  bool is_identical(const RepeatingList& other) const { return kept_ == other.kept_ && repeats_ == other.repeats_; }
+
+ private:
+  // kept_[first, last) comes `count` times.
+  struct Repeat {
+    size_t first = 0;
+    size_t last = 0;
+    int64_t count = 1;
+    Shift shift{};
+    bool operator==(const Repeat&) const = default;
+  };
+
+  // Returns the items as the list has them: those that follow each other as one.
+  static std::vector<Item> joined(std::span<const Item> sequence);
+  bool ends_with_repeat() const { return !repeats_.empty() && repeats_.back().last == kept_.size(); }
+  // Lists the last repetition by itself, so that the last item is kept as it is.
+  void unroll_last();
+
+  std::vector<Item> kept_;
+  std::vector<Repeat> repeats_;  // ascending
+};
+
+template <typename Item>
+class RepeatingList<Item>::Iterator {
+ public:
+  using iterator_category = std::input_iterator_tag;
+  using value_type = Item;
+  using difference_type = std::ptrdiff_t;
+  using pointer = const Item*;
+  using reference = Item;
+
+  Iterator() = default;
+  Iterator(const RepeatingList& list, size_t at) : list_(&list), at_(at) {}
+
+  Item operator*() const {
+    const Item& item = list_->kept_[at_];
+    return times_ == 0 ? item : item.shifted(list_->repeats_[repeat_].shift * times_);
+  }
+  Iterator& operator++() {
+    ++at_;
+    if (repeat_ < list_->repeats_.size() && at_ == list_->repeats_[repeat_].last) {
+      const Repeat& repeat = list_->repeats_[repeat_];
+      if (++times_ < repeat.count) {
+        at_ = repeat.first;
+      } else {
+        times_ = 0;
+        ++repeat_;
+      }
+    }
+    return *this;
+  }
+  Iterator operator++(int) {
+    Iterator before = *this;
+    ++*this;
+    return before;
+  }
+  bool operator==(const Iterator& other) const { return at_ == other.at_ && times_ == other.times_; }
+
+ private:
+  const RepeatingList* list_ = nullptr;
+  size_t at_ = 0;
+  size_t repeat_ = 0;  // the stretch that `at_` is in, or the next one
+  int64_t times_ = 0;  // the repetition
+};
+
+template <typename Item>
+std::vector<Item> RepeatingList<Item>::joined(std::span<const Item> sequence) {
+  std::vector<Item> items;
+  items.reserve(sequence.size());
+  for (const Item& item : sequence) {
+    if (!items.empty() && items.back().is_followed_by(item)) {
+      items.back().lengthen(item.extent());
+    } else {
+      items.push_back(item);
+    }
+  }
+  return items;
+}
+
+template <typename Item>
+void RepeatingList<Item>::unroll_last() {
+  if (!ends_with_repeat()) return;
+  Repeat& last = repeats_.back();
+  const size_t first = last.first;
+  const size_t end = last.last;
+  const Shift shift = last.shift * (last.count - 1);
+  if (--last.count == 1) repeats_.pop_back();
+  for (size_t i = first; i < end; ++i) kept_.push_back(kept_[i].shifted(shift));
+}
+
+template <typename Item>
+void RepeatingList<Item>::append(const Item& item) {
+  if (!empty() && back().is_followed_by(item)) {
+    unroll_last();
+    kept_.back().lengthen(item.extent());
+  } else {
+    kept_.push_back(item);
+  }
+}
+
+template <typename Item>
+void RepeatingList<Item>::append_repeated(std::span<const Item> sequence, const Shift& shift, int64_t count) {
+  std::vector<Item> items = joined(sequence);
+  if (items.empty() || count <= 0) return;
+  const auto append_all = [&](int64_t times) {
+    for (const Item& item : items) append(item.shifted(shift * times));
+  };
+  if (items.back().is_followed_by(items.front().shifted(shift))) {
+    if (items.size() == 1) {
+      items[0].lengthen((count - 1) * items[0].extent());
+      return append(items[0]);
+    }
+    // The last item of each repetition and the first one of the next are one: 0-1 4-6 | 6-7 10-12 | 12-13 16-18 is
+    // 0-1, then 4-7 | 10-13, then 16-18.
+    append(items.front());
+    const int64_t first_extent = items.front().extent();
+    items.erase(items.begin());
+    if (count > 1) {
+      items.back().lengthen(first_extent);
+      append_repeated(items, shift, count - 1);
+      items.back().lengthen(-first_extent);
+    }
+    return append_all(count - 1);
+  }
+  int64_t done = 0;
+  if (count < kLeastRepeats) {
+    while (done < count) append_all(done++);
+    return;
+  }
+  if (!empty() && back().is_followed_by(items.front())) append_all(done++);
+  const size_t first = kept_.size();
+  for (const Item& item : items) kept_.push_back(item.shifted(shift * done));
+  repeats_.push_back({first, kept_.size(), count - done, shift});
+}
+
+template <typename Item>
+size_t RepeatingList<Item>::size() const {
+  size_t total = kept_.size();
+  for (const Repeat& repeat : repeats_) total += (repeat.last - repeat.first) * static_cast<size_t>(repeat.count - 1);
+  return total;
+}
+
+template <typename Item>
+Item RepeatingList<Item>::back() const {
+  const Item& last = kept_.back();
+  return ends_with_repeat() ? last.shifted(repeats_.back().shift * (repeats_.back().count - 1)) : last;
+}
+
+template <typename Item>
+Item RepeatingList<Item>::operator[](size_t i) const {
+  size_t added = 0;  // by repetitions before the item
+  for (const Repeat& repeat : repeats_) {
+    const size_t first = repeat.first + added;
+    const size_t items = repeat.last - repeat.first;
+    if (i < first) break;
+    if (i - first < items * static_cast<size_t>(repeat.count)) {
+      return kept_[repeat.first + (i - first) % items].shifted(repeat.shift *
+                                                               static_cast<int64_t>((i - first) / items));
+    }
+    added += items * static_cast<size_t>(repeat.count - 1);
+  }
+  return kept_[i - added];
+}
+
+template <typename Item>
+int64_t RepeatingList<Item>::extent() const {
+  int64_t total = 0;
+  for (const Item& item : kept_) total += item.extent();
+  for (const Repeat& repeat : repeats_) {
+    for (size_t i = repeat.first; i < repeat.last; ++i) total += (repeat.count - 1) * kept_[i].extent();
+  }
+  return total;
+}
+
+template <typename Item>
+RepeatingList<Item> RepeatingList<Item>::part(int64_t begin, int64_t end) const {
+  RepeatingList out;
+  int64_t before = 0;
+  for (const Block& block : blocks()) {
+    int64_t once = 0;
+    for (const Item& item : block.items) once += item.extent();
+    const int64_t from = std::max<int64_t>(begin - before, 0);
+    const int64_t to = std::min(end - before, once * block.count);
+    before += once * block.count;
+    if (from >= to) continue;
+    const auto append_part = [&](int64_t repetition, int64_t first, int64_t last) {
+      for (const Item& item : block.items) {
+        const int64_t extent = item.extent();
+        if (first < extent && last > 0) {
+          out.append(item.part(std::max<int64_t>(first, 0), std::min(last, extent)).shifted(block.shift * repetition));
+        }
+        first -= extent;
+        last -= extent;
+      }
+    };
+    const int64_t first_whole = (from + once - 1) / once;
+    const int64_t end_whole = to / once;
+    if (first_whole > end_whole) {
+      append_part(end_whole, from - end_whole * once, to - end_whole * once);
+      continue;
+    }
+    if (from < first_whole * once) append_part(first_whole - 1, from - (first_whole - 1) * once, once);
+    std::vector<Item> whole;
+    for (const Item& item : block.items) whole.push_back(item.shifted(block.shift * first_whole));
+    out.append_repeated(whole, block.shift, end_whole - first_whole);
+    if (end_whole * once < to) append_part(end_whole, 0, to - end_whole * once);
+  }
+  return out;
+}
+
+template <typename Item>
+std::vector<typename RepeatingList<Item>::Block> RepeatingList<Item>::blocks() const {
+  std::vector<Block> blocks;
+  const auto add = [&](size_t first, size_t last, int64_t count, const Shift& shift) {
+    if (first < last) blocks.push_back({std::span<const Item>(kept_).subspan(first, last - first), count, shift});
+  };
+  size_t next = 0;
+  for (const Repeat& repeat : repeats_) {
+    add(next, repeat.first, 1, {});
+    add(repeat.first, repeat.last, repeat.count, repeat.shift);
+    next = repeat.last;
+  }
+  add(next, kept_.size(), 1, {});
+  return blocks;
+}
+
+}  // namespace shardwright

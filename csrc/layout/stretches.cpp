@@ -1,0 +1,197 @@
+#include "layout/stretches.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace shardwright {
+namespace {
+
+// How many runs a way visits at least as a set-up, so that short repetitions are rather listed.
+constexpr int64_t kSetUp = 4;
+
+// Calls visit(run) for the runs of a stretch with keys in [begin, end), cut to these.
+template <typename Visit>
+void for_each_run(const Stretch& stretch, int64_t begin, int64_t end, const Visit& visit) {
+  begin = std::max(begin, stretch.begin());
+  end = std::min(end, stretch.end());
+  if (begin >= end) return;
+  const int64_t first = stretch.count == 1 ? 0 : (begin - stretch.begin()) / stretch.key_period;
+  for (int64_t i = first; i < stretch.count && stretch.begin() + i * stretch.key_period < end; ++i) {
+    const int64_t keys = i * stretch.key_period;
+    auto run = std::partition_point(stretch.runs.begin(), stretch.runs.end(),
+                                    [&](const KeyRun& one) { return one.key + one.length + keys <= begin; });
+    for (; run != stretch.runs.end() && run->key + keys < end; ++run) {
+      const int64_t from = std::max(run->key + keys, begin);
+      const int64_t to = std::min(run->key + run->length + keys, end);
+      visit(KeyRun{from, to - from, run->value + i * stretch.value_period + from - run->key - keys});
+    }
+  }
+}
+
+std::vector<KeyRun> listed(const Stretch& stretch, int64_t begin, int64_t end) {
+  std::vector<KeyRun> runs;
+  for_each_run(stretch, begin, end, [&](const KeyRun& run) { runs.push_back(run); });
+  return runs;
+}
+
+// Calls visit(piece) for what two sequences of runs have in common.
+template <typename Visit>
+void merge(const std::vector<KeyRun>& a, const std::vector<KeyRun>& b, const Visit& visit) {
+  for (auto i = a.begin(), j = b.begin(); i != a.end() && j != b.end();) {
+    const int64_t begin = std::max(i->key, j->key);
+    const int64_t end = std::min(i->key + i->length, j->key + j->length);
+    if (begin < end) visit(Piece{end - begin, i->value + begin - i->key, j->value + begin - j->key});
+    i->key + i->length <= j->key + j->length ? void(++i) : void(++j);
+  }
+}
+
+// Where stretch a meets stretch b, within a range of keys in which both have repetitions from end to end.
+class Encounter {
+ public:
+  Encounter(const Stretch& a, const Stretch& b, PieceList& out)
+      : a_(a), b_(b), begin_(std::max(a.begin(), b.begin())), end_(std::min(a.end(), b.end())), out_(out) {}
+
+  void append_pieces() const {
+    if (begin_ >= end_) return;
+    const int64_t runs_of_a = runs_in_range(a_);
+    const int64_t runs_of_b = runs_in_range(b_);
+    const int64_t by_listing = runs_of_a + runs_of_b;
+    const int64_t by_common_periods = runs_in_common_periods();
+    const int64_t by_runs_of_a = runs_in_runs_of(a_, runs_of_a, b_);
+    const int64_t by_runs_of_b = runs_in_runs_of(b_, runs_of_b, a_);
+    const int64_t least = std::min({by_listing, by_common_periods, by_runs_of_a, by_runs_of_b});
+    if (least == by_listing) return list(begin_);
+    if (least == by_common_periods) return take_common_periods();
+    if (least == by_runs_of_a) {
+      return for_each_run(a_, begin_, end_, [&](const KeyRun& run) { take_run<true>(run, b_); });
+    }
+    for_each_run(b_, begin_, end_, [&](const KeyRun& run) { take_run<false>(run, a_); });
+  }
+
+ private:
+  static constexpr int64_t kNever = INT64_MAX;
+
+  int64_t runs_in_range(const Stretch& stretch) const {
+    const auto runs = static_cast<int64_t>(stretch.runs.size());
+    if (stretch.count > 1) return ((end_ - begin_) / stretch.key_period + 1) * runs;
+    const auto before = [&](int64_t key) {
+      return std::partition_point(stretch.runs.begin(), stretch.runs.end(),
+                                  [&](const KeyRun& run) { return run.key < key; });
+    };
+    return before(end_) - before(begin_) + 1;
+  }
+
+  // The keys after which both repeat; 0 if there are none, or fewer than two such periods in the range.
+  int64_t common_period() const {
+    if (a_.count == 1 || b_.count == 1) return 0;
+    const int64_t times = b_.key_period / std::gcd(a_.key_period, b_.key_period);
+    return times > (end_ - begin_) / 2 / a_.key_period ? 0 : times * a_.key_period;
+  }
+
+  int64_t runs_in_common_periods() const {
+    const int64_t period = common_period();
+    if (period == 0) return kNever;
+    const int64_t of_one = period / a_.key_period * static_cast<int64_t>(a_.runs.size()) +
+                           period / b_.key_period * static_cast<int64_t>(b_.runs.size());
+    return 2 * of_one + kSetUp;
+  }
+
+  static int64_t runs_in_runs_of(const Stretch& one, int64_t runs_of_one, const Stretch& other) {
+    if (other.count == 1) return kNever;
+    const int64_t mean_length = one.num_keys / static_cast<int64_t>(one.runs.size());
+    if (mean_length < 2 * other.key_period) return kNever;
+    return runs_of_one * (2 * static_cast<int64_t>(other.runs.size()) + kSetUp);
+  }
+
+  void list(int64_t begin) const {
+    merge(listed(a_, begin, end_), listed(b_, begin, end_), [&](const Piece& piece) { out_.append(piece); });
+  }
+
+  void take_common_periods() const {
+    const int64_t period = common_period();
+    const int64_t times = (end_ - begin_) / period;
+    std::vector<Piece> pieces;
+    merge(listed(a_, begin_, begin_ + period), listed(b_, begin_, begin_ + period),
+          [&](const Piece& piece) { pieces.push_back(piece); });
+    const Piece::Shift shift{period / a_.key_period * a_.value_period, period / b_.key_period * b_.value_period};
+    out_.append_repeated(pieces, shift, times);
+    list(begin_ + times * period);
+  }
+
+  // Appends what lies within one run: some repetitions of the other stretch, and parts of one before and after them.
+  template <bool is_of_a>
+  void take_run(const KeyRun& run, const Stretch& other) const {
+    const int64_t end = run.key + run.length;
+    const auto piece_of = [&](const KeyRun& met) {
+      const int64_t value = run.value + met.key - run.key;
+      return is_of_a ? Piece{met.length, value, met.value} : Piece{met.length, met.value, value};
+    };
+    const auto append_listed = [&](int64_t from, int64_t to) {
+      for_each_run(other, from, to, [&](const KeyRun& met) { out_.append(piece_of(met)); });
+    };
+    const int64_t period = other.key_period;
+    const int64_t first = (run.key - other.begin() + period - 1) / period;  // repetition that is whole
+    const int64_t times = std::min((end - other.begin()) / period, other.count) - first;
+    if (times < PieceList::kLeastRepeats) return append_listed(run.key, end);
+    const int64_t from = other.begin() + first * period;
+    append_listed(run.key, from);
+    std::vector<Piece> pieces;
+    for_each_run(other, from, from + period, [&](const KeyRun& met) { pieces.push_back(piece_of(met)); });
+    const Piece::Shift shift{is_of_a ? period : other.value_period, is_of_a ? other.value_period : period};
+    out_.append_repeated(pieces, shift, times);
+    append_listed(from + times * period, end);
+  }
+
+  const Stretch& a_;
+  const Stretch& b_;
+  int64_t begin_;
+  int64_t end_;
+  PieceList& out_;
+};
+
+template <typename MakeRun>
+std::vector<Stretch> stretches_of(const IntervalList& list, bool keys_are_positions, const MakeRun& make_run) {
+  std::vector<Stretch> stretches;
+  int64_t position = 0;
+  for (const auto& [intervals, count, shift] : list.blocks()) {
+    Stretch& stretch = stretches.emplace_back();
+    stretch.runs.reserve(intervals.size());
+    int64_t within = 0;
+    for (const Interval& interval : intervals) {
+      stretch.runs.push_back(make_run(interval, position + within));
+      within += interval.extent();
+    }
+    stretch.num_keys = within;
+    stretch.count = count;
+    stretch.key_period = keys_are_positions ? within : shift;
+    stretch.value_period = keys_are_positions ? shift : within;
+    position += count * within;
+  }
+  return stretches;
+}
+
+}  // namespace
+
+std::vector<Stretch> positions_by_index(const IntervalList& list) {
+  return stretches_of(list, false, [](const Interval& interval, int64_t position) {
+    return KeyRun{interval.begin, interval.extent(), position};
+  });
+}
+
+std::vector<Stretch> indices_by_position(const IntervalList& list) {
+  return stretches_of(list, true, [](const Interval& interval, int64_t position) {
+    return KeyRun{position, interval.extent(), interval.begin};
+  });
+}
+
+PieceList meet(const std::vector<Stretch>& a, const std::vector<Stretch>& b) {
+  PieceList pieces;
+  for (auto i = a.begin(), j = b.begin(); i != a.end() && j != b.end();) {
+    Encounter(*i, *j, pieces).append_pieces();
+    i->end() <= j->end() ? void(++i) : void(++j);
+  }
+  return pieces;
+}
+
+}  // namespace shardwright

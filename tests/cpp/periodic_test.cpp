@@ -1,0 +1,115 @@
+// Layouts of very many intervals that repeat: what is planned, certified and compiled must not grow with their number.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "layouts.h"
+#include "moves/describe.h"
+#include "moves/traffic.h"
+#include "naive.h"
+#include "planning/certificate.h"
+#include "planning/fit.h"
+#include "program/program.h"
+#include "search/make_plan.h"
+#include "simulate/simulate.h"
+
+namespace shardwright {
+namespace {
+
+using test::layout_of;
+using test::mesh_of;
+
+struct Case {
+  std::vector<int64_t> src_mesh;
+  const char* src;
+  std::vector<int64_t> dst_mesh;
+  const char* dst;
+  int64_t first;  // rank of the destination; 0 with equal sizes is the same mesh
+};
+
+const std::vector<Case> kCases{
+    {{8}, "Cyclic(0,1)", {8}, "S(0)", 0},
+    {{8}, "Cyclic(0,1)", {8}, "Cyclic(0,2)", 0},
+    {{4, 2}, "Cyclic(0,1),S(0)", {4, 2}, "S(0),Cyclic(0,3)", 0},
+    {{8}, "SS(0,100000)", {8}, "S(0)", 0},
+    {{8}, "Cyclic(0,1)", {8}, "Cyclic(0,1)", 8},
+    {{8}, "Cyclic(0,1)", {6}, "Cyclic(0,2)", 8},
+    {{8}, "Cyclic(0,1)", {6}, "S(0)", 8},
+    {{8}, "Cyclic(0,1)", {6}, "R", 8},
+    {{8}, "Cyclic(0,1)", {6}, "Cyclic(0,2)", 4},
+    {{8}, "SS(0,100000)", {6}, "Cyclic(0,2)", 8},
+    {{4, 2}, "Cyclic(0,1),Cyclic(0,1)", {4, 2}, "Cyclic(0,2),S(0)", 8},
+};
+
+std::vector<int64_t> ranks_from(int64_t first, int64_t count) {
+  std::vector<int64_t> ranks = naive::iota(count);
+  for (int64_t& rank : ranks) rank += first;
+  return ranks;
+}
+
+Plan plan_of(const Case& one, int64_t n) {
+  int64_t ranks = 1;
+  for (const int64_t size : one.dst_mesh) ranks *= size;
+  return make_plan(layout_of(mesh_of(one.src_mesh), {n, 4}, one.src),
+                   layout_of(mesh_of(one.dst_mesh, ranks_from(one.first, ranks)), {n, 4}, one.dst));
+}
+
+size_t boxes_of(const Plan& plan) {
+  size_t boxes = 0;
+  for (const Rank rank : ranks_of(plan)) {
+    for (const Instruction& one : compile(plan, rank).instructions) {
+      if (const auto* copy = std::get_if<Copy>(&one.operation)) boxes += copy->boxes.size();
+    }
+  }
+  return boxes;
+}
+
+// Where a few thousand rows have been moved right, a million are moved by programs of about as many boxes.
+TEST(Periodic, ProgramsDoNotGrowWithTheNumberOfIntervals) {
+  for (const Case& one : kCases) {
+    const Plan large = plan_of(one, 1'000'003);
+    SCOPED_TRACE(to_string(large));
+    EXPECT_LE(boxes_of(large), 4'000u);
+  }
+}
+
+TEST(Periodic, MovesEveryElement) {
+  for (const Case& one : kCases) {
+    for (const int64_t n : {997, 4'003}) {
+      const Plan plan = plan_of(one, n);
+      SCOPED_TRACE(to_string(plan));
+      simulate(plan);
+    }
+  }
+}
+
+// What a rank receives by the certificate is what a walk over rows says that it lacks.
+TEST(Periodic, CertificatesCountEveryRow) {
+  constexpr int64_t n = 300'007;
+  const std::vector<int64_t> rows = naive::iota(n);
+  const Plan plan = plan_of({{8}, "Cyclic(0,1)", {6}, "Cyclic(0,2)", 4}, n);
+  for (int64_t c = 0; c < 6; ++c) {
+    const std::vector<int64_t> needed = naive::cyclic(rows, 2, 6, c);
+    int64_t lacking = 0;
+    for (const int64_t row : needed) lacking += c + 4 < 8 && row % 8 == c + 4 ? 0 : 1;
+    EXPECT_EQ(traffic_at(plan, Rank{c + 4}).received_bytes, lacking * 16) << "rank " << c + 4;
+  }
+}
+
+// Generous, because machines are busy and builds may have sanitizers. With lists of all intervals, four million rows
+// take more than ten times as long.
+TEST(Periodic, PlansOfMillionsOfRowsAreQuick) {
+  for (const Case& one : kCases) {
+    const auto begin = std::chrono::steady_clock::now();
+    const Plan plan = plan_of(one, 4'000'003);
+    const Certificate certificate = certify(plan, worst_peak_bytes(plan));
+    EXPECT_GT(certificate.predicted_ps, 0);
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10)) << to_string(plan);
+  }
+}
+
+}  // namespace
+}  // namespace shardwright
