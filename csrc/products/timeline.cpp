@@ -136,22 +136,28 @@ class Clock {
 
   // The time of a transfer whose bytes take `num` / `den` times as long as at full speed.
   int64_t transfer_ps(const Operation& operation, int64_t num, int64_t den) const {
-    TransferTraffic all = traffic_of(program_, operation);
+    const TransferTraffic traffic = traffic_of(program_, operation);
+    const Link link = link_of(operation, traffic);
+    const int64_t messages = std::max(traffic.received_messages, traffic.sent_messages);
+    const int64_t bytes = std::max(traffic.received_bytes, traffic.sent_bytes);
+    const int64_t latency = saturating_sum(topology_.step_ps, saturating_product(messages, link.message_ps));
+    return saturating_sum(latency, saturating_product(scaled(bytes, link.ps_per_kib), num) / den);
+  }
+
+  // The group's link. Messages between ranks of one node do not take the link between nodes, which that node's ranks
+  // share, so figures of messages lie between those of the two links, by how much goes over either.
+  Link link_of(const Operation& operation, const TransferTraffic& traffic) const {
     const MeshDimSet mesh_dims = program_.groups[group_of(operation).value()].mesh_dims;
-    const auto over = [&](const Link& link, const TransferTraffic& traffic) {
-      const int64_t messages = std::max(traffic.received_messages, traffic.sent_messages);
-      const int64_t bytes = std::max(traffic.received_bytes, traffic.sent_bytes);
-      return saturating_sum(saturating_product(messages, link.message_ps),
-                            saturating_product(scaled(bytes, link.ps_per_kib), num) / den);
-    };
-    int64_t on_node_ps = 0;
+    Link link = topology_.link(mesh_, mesh_dims);
     const auto* messages = std::get_if<SendReceive>(&operation);
-    if (messages != nullptr && topology_.is_between_nodes(mesh_, mesh_dims)) {
-      const TransferTraffic on_node = traffic_inside_node(program_, *messages, topology_.ranks_per_node);
-      on_node_ps = over(topology_.inside, on_node);
-      all = all - on_node;
-    }
-    return saturating_sum(topology_.step_ps, saturating_sum(on_node_ps, over(topology_.link(mesh_, mesh_dims), all)));
+    if (messages == nullptr || traffic.bytes() == 0 || !topology_.is_between_nodes(mesh_, mesh_dims)) return link;
+    const TransferTraffic on_node = traffic_inside_node(program_, *messages, topology_.ranks_per_node);
+    const auto mixed = [](int64_t group, int64_t inside, int64_t on_node, int64_t all) {
+      return group + (inside - group) * (on_node * 1024 / all) / 1024;
+    };
+    link.message_ps = mixed(link.message_ps, topology_.inside.message_ps, on_node.messages(), traffic.messages());
+    link.ps_per_kib = mixed(link.ps_per_kib, topology_.inside.ps_per_kib, on_node.bytes(), traffic.bytes());
+    return link;
   }
 
   int64_t gemm_ps(const Gemm& gemm, int index) {

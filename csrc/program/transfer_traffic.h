@@ -15,10 +15,9 @@ struct TransferTraffic {
   int64_t received_messages = 0;
   int64_t sent_messages = 0;
 
-  TransferTraffic operator-(const TransferTraffic& part) const {
-    return {received_bytes - part.received_bytes, sent_bytes - part.sent_bytes,
-            received_messages - part.received_messages, sent_messages - part.sent_messages};
-  }
+  // In both directions.
+  int64_t bytes() const { return received_bytes + sent_bytes; }
+  int64_t messages() const { return received_messages + sent_messages; }
 };
 
 // Returns zeros for instructions that compute or wait. What a rank sends itself in an all-to-all is not counted.

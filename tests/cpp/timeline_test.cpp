@@ -103,17 +103,18 @@ TEST(Timeline, AddsUpWhatIsSerialAndHidesWhatIsNot) {
   EXPECT_EQ(predict(matmul, {Method::kRing, 4}, slowed_by_half(kHost)).total_ps, 4 * kTile + 3 * (transfer / 2));
 }
 
-// The first rank of two nodes of two receives a part from its neighbour and two from the other node.
+// The first rank of two nodes of two receives a part from its neighbour and two from the other node, and sends as many,
+// but in another order.
 TEST(Timeline, MessagesWithinANodeTakeTheLinkInside) {
   const Matmul matmul = gather_of(4, 2560, 64, 64);
   const Schedule ring{Method::kRing, 4};
   const Plan& plan = plan_of(matmul);
   const Program program = compile(matmul, ring, Rank{0});
-  Topology topology{"test", 2, 100, 0, {3, 0}, {70, 1024}, {}};
-  EXPECT_EQ(predict(program, topology, plan.src.mesh(), kHost).communication_ps, 3 * 100 + 3 + 2 * (70 + kPart));
+  Topology topology{"test", 2, 100, 0, {4, 0}, {70, 1024}, {}};
+  EXPECT_EQ(predict(program, topology, plan.src.mesh(), kHost).communication_ps, 3 * 100 + 4 + 2 * (70 + kPart));
   topology.inside.ps_per_kib = 512;
   EXPECT_EQ(predict(program, topology, plan.src.mesh(), kHost).communication_ps,
-            3 * 100 + 3 + kPart / 2 + 2 * (70 + kPart));
+            3 * 100 + 4 + kPart / 2 + 2 * (70 + kPart));
   // A link that a mesh dim has of its own is that of all its ranks, wherever they are.
   topology.mesh_dims["a"] = {70, 1024};
   EXPECT_EQ(predict(program, topology, plan.src.mesh(), kHost).communication_ps, 3 * (100 + 70 + kPart));
