@@ -1,11 +1,13 @@
 """The pools of worker processes that all tests share.
 
 `pytest --device asyncdev` gives tests that ask for `pool` one whose tensors are on the device of tests/async_device.
+`pytest --one-in 3` runs every test function, but only every third of its sets of parameters.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +21,7 @@ _SEED = pytest.StashKey[int]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "asyncdev"), default="cpu", help="where the tensors of tests are")
     parser.addoption("--seed", type=int, help="of delays on asyncdev (default: a random one, which is printed)")
+    parser.addoption("--one-in", type=int, default=1, help="of each test function, one in so many sets of parameters")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,11 +30,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _take_one_in(config.getoption("--one-in"), config, items)
     if config.getoption("--device") == "cpu":
         return
     for item in items:
         for mark in item.iter_markers("cpu_only"):
             item.add_marker(pytest.mark.skip(reason=f"on CPU only: {mark.args[0]}"))
+
+
+def _take_one_in(number: int, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects all but the last of each `number` sets of parameters of a test function, and of what is left over."""
+    if number < 1:
+        raise pytest.UsageError(f"--one-in: got {number}; allowed are 1 and more")
+    total = Counter(item.nodeid.partition("[")[0] for item in items)
+    seen: Counter[str] = Counter()
+    kept, others = [], []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        seen[function] += 1
+        is_taken = seen[function] % number == 0 or seen[function] == total[function]
+        (kept if is_taken else others).append(item)
+    if others:
+        items[:] = kept
+        config.hook.pytest_deselected(items=others)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
