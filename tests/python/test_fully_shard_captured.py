@@ -80,6 +80,7 @@ def _captured(name: str, kind: str) -> None:
     for step in range(WARM_UP_STEPS):
         _step(model, optimizer, tokens_of(step))
     tokens = tokens_of(WARM_UP_STEPS)
+    sw.reset_stats()
     gathers = [len(schedule.gathers) for schedule in sw.fsdp.schedules(model)]
     before = strict.counters()
     with async_device.captured() as graph:
