@@ -1,7 +1,7 @@
 """The pools of worker processes that all tests share.
 
 `pytest --device asyncdev` gives tests that ask for `pool` one whose tensors are on the device of tests/async_device.
-`pytest --one-in 3` runs every test function, but only every third of its sets of parameters; `--turn 1` takes others.
+`pytest --one-in 3` runs every test function, but only every third of its sets of parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "asyncdev"), default="cpu", help="where the tensors of tests are")
     parser.addoption("--seed", type=int, help="of delays on asyncdev (default: a random one, which is printed)")
     parser.addoption("--one-in", type=int, default=1, help="of each test function, one in so many sets of parameters")
-    parser.addoption("--turn", type=int, default=0, help="with --one-in: which; all of them in as many turns")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _take_one_in(config.getoption("--one-in"), config.getoption("--turn"), config, items)
+    _take_one_in(config.getoption("--one-in"), config, items)
     if config.getoption("--device") == "cpu":
         return
     for item in items:
@@ -39,8 +38,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"on CPU only: {mark.args[0]}"))
 
 
-def _take_one_in(number: int, turn: int, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects all but one of each `number` sets of parameters of a test function, but never all of them."""
+def _take_one_in(number: int, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects all but the last of each `number` sets of parameters of a test function, and of those left over."""
     if number < 1:
         raise pytest.UsageError(f"--one-in: got {number}; allowed are 1 and more")
     total = Counter(item.nodeid.partition("[")[0] for item in items)
@@ -48,8 +47,8 @@ def _take_one_in(number: int, turn: int, config: pytest.Config, items: list[pyte
     kept, others = [], []
     for item in items:
         function = item.nodeid.partition("[")[0]
-        is_taken = seen[function] % min(number, total[function]) == turn % min(number, total[function])
         seen[function] += 1
+        is_taken = seen[function] % number == 0 or seen[function] == total[function]
         (kept if is_taken else others).append(item)
     if others:
         items[:] = kept
