@@ -74,8 +74,10 @@ class RepeatingList {
 
   // The items that are kept. These are all if nothing repeats.
   const std::vector<Item>& kept() const { return kept_; }
-  // The list as blocks, in order; items between two stretches that repeat are one block. Valid while the list is.
-  std::vector<Block> blocks() const;
+  // The list as blocks, in order; items between two stretches that repeat are one block. Blocks point into the list,
+  // so a list that is about to go has none to give.
+  std::vector<Block> blocks() const&;
+  std::vector<Block> blocks() && = delete;
 
   class Iterator;
   Iterator begin() const { return Iterator(*this, 0); }
@@ -297,7 +299,7 @@ RepeatingList<Item> RepeatingList<Item>::part(int64_t begin, int64_t end) const 
 }
 
 template <typename Item>
-std::vector<typename RepeatingList<Item>::Block> RepeatingList<Item>::blocks() const {
+std::vector<typename RepeatingList<Item>::Block> RepeatingList<Item>::blocks() const& {
   std::vector<Block> blocks;
   const auto add = [&](size_t first, size_t last, int64_t count, const Shift& shift) {
     if (first < last) blocks.push_back({std::span<const Item>(kept_).subspan(first, last - first), count, shift});
