@@ -51,23 +51,16 @@ void for_each_shared_run_ascending(const std::vector<Interval>& a, const std::ve
   }
 }
 
-// An interval of a list and its local position.
-struct Placed {
-  Interval interval;
-  int64_t position = 0;
-};
-
-std::vector<Placed> placed(const std::vector<Interval>& list) {
-  std::vector<Placed> all;
-  all.reserve(list.size());
+// The intervals of a list in ascending order, with their local positions.
+std::vector<KeyRun> ascending_runs(const IntervalList& list) {
+  std::vector<KeyRun> runs;
   int64_t position = 0;
   for (const Interval& interval : list) {
-    all.push_back({interval, position});
+    runs.push_back({interval.begin, interval.extent(), position});
     position += interval.extent();
   }
-  std::sort(all.begin(), all.end(),
-            [](const Placed& a, const Placed& b) { return a.interval.begin < b.interval.begin; });
-  return all;
+  std::sort(runs.begin(), runs.end(), [](const KeyRun& one, const KeyRun& other) { return one.key < other.key; });
+  return runs;
 }
 
 template <typename Visit>
@@ -77,30 +70,13 @@ void visit_in_order_of_b(std::vector<Piece> pieces, const Visit& visit) {
   for (const Piece& piece : pieces) joined.add(piece);
 }
 
-std::vector<Interval> listed(const IntervalList& list) { return {list.begin(), list.end()}; }
-
-template <typename Visit>
-void for_each_shared_run_one_by_one(const std::vector<Interval>& a, const std::vector<Interval>& b,
-                                    const Visit& visit) {
-  const std::vector<Placed> of_a = placed(a);
-  const std::vector<Placed> of_b = placed(b);
-  std::vector<Piece> pieces;
-  for (auto i = of_a.begin(), j = of_b.begin(); i != of_a.end() && j != of_b.end();) {
-    const int64_t begin = std::max(i->interval.begin, j->interval.begin);
-    const int64_t end = std::min(i->interval.end, j->interval.end);
-    if (begin < end) {
-      pieces.push_back({end - begin, i->position + begin - i->interval.begin, j->position + begin - j->interval.begin});
-    }
-    i->interval.end <= j->interval.end ? void(++i) : void(++j);
-  }
-  visit_in_order_of_b(std::move(pieces), visit);
-}
-
 // Of lists of which both ascend and neither has repetitions, or any others that do not both ascend.
 template <typename Visit>
 void for_each_shared_run(const IntervalList& a, const IntervalList& b, const Visit& visit) {
   if (is_ascending(a) && is_ascending(b)) return for_each_shared_run_ascending(a.kept(), b.kept(), visit);
-  for_each_shared_run_one_by_one(listed(a), listed(b), visit);
+  std::vector<Piece> pieces;
+  for_each_shared_key_run(ascending_runs(a), ascending_runs(b), [&](const Piece& piece) { pieces.push_back(piece); });
+  visit_in_order_of_b(std::move(pieces), visit);
 }
 
 bool repeat(const IntervalList& a, const IntervalList& b) { return a.has_repeats() || b.has_repeats(); }
@@ -159,22 +135,15 @@ IntervalList shared_indices(const IntervalList& a, const IntervalList& b) {
 }
 
 PieceList intersect(const IntervalList& a, const IntervalList& b, const IntervalList& only) {
-  const auto in_order_of_b = [](const PieceList& pieces) {
-    std::vector<Piece> sorted(pieces.begin(), pieces.end());
-    std::sort(sorted.begin(), sorted.end(), [](const Piece& x, const Piece& y) { return x.b_position < y.b_position; });
-    return sorted;
+  // Local positions in `only`, which are those of the other list there, and those in `list`.
+  const auto runs_of = [&](const IntervalList& list) {
+    std::vector<KeyRun> runs;
+    for (const Piece& piece : intersect(list, only)) runs.push_back({piece.b_position, piece.length, piece.a_position});
+    std::sort(runs.begin(), runs.end(), [](const KeyRun& one, const KeyRun& other) { return one.key < other.key; });
+    return runs;
   };
-  const std::vector<Piece> in_a = in_order_of_b(intersect(a, only));  // positions in `only` are those of b there
-  const std::vector<Piece> in_b = in_order_of_b(intersect(b, only));
   std::vector<Piece> both;
-  for (auto i = in_a.begin(), j = in_b.begin(); i != in_a.end() && j != in_b.end();) {
-    const int64_t begin = std::max(i->b_position, j->b_position);
-    const int64_t end = std::min(i->b_position + i->length, j->b_position + j->length);
-    if (begin < end) {
-      both.push_back({end - begin, i->a_position + begin - i->b_position, j->a_position + begin - j->b_position});
-    }
-    i->b_position + i->length <= j->b_position + j->length ? void(++i) : void(++j);
-  }
+  for_each_shared_key_run(runs_of(a), runs_of(b), [&](const Piece& piece) { both.push_back(piece); });
   PieceList pieces;
   visit_in_order_of_b(std::move(both), [&](const Piece& piece) { pieces.append(piece); });
   return pieces;

@@ -35,17 +35,6 @@ std::vector<KeyRun> listed(const Stretch& stretch, int64_t begin, int64_t end) {
   return runs;
 }
 
-// Calls visit(piece) for what two sequences of runs have in common.
-template <typename Visit>
-void merge(const std::vector<KeyRun>& a, const std::vector<KeyRun>& b, const Visit& visit) {
-  for (auto i = a.begin(), j = b.begin(); i != a.end() && j != b.end();) {
-    const int64_t begin = std::max(i->key, j->key);
-    const int64_t end = std::min(i->key + i->length, j->key + j->length);
-    if (begin < end) visit(Piece{end - begin, i->value + begin - i->key, j->value + begin - j->key});
-    i->key + i->length <= j->key + j->length ? void(++i) : void(++j);
-  }
-}
-
 // Where stretch a meets stretch b, within a range of keys in which both have repetitions from end to end.
 class Encounter {
  public:
@@ -105,14 +94,14 @@ class Encounter {
   }
 
   void list(int64_t begin) const {
-    merge(listed(a_, begin, end_), listed(b_, begin, end_), [&](const Piece& piece) { out_.append(piece); });
+    for_each_shared_key_run(listed(a_, begin, end_), listed(b_, begin, end_), [&](const Piece& piece) { out_.append(piece); });
   }
 
   void take_common_periods() const {
     const int64_t period = common_period();
     const int64_t times = (end_ - begin_) / period;
     std::vector<Piece> pieces;
-    merge(listed(a_, begin_, begin_ + period), listed(b_, begin_, begin_ + period),
+    for_each_shared_key_run(listed(a_, begin_, begin_ + period), listed(b_, begin_, begin_ + period),
           [&](const Piece& piece) { pieces.push_back(piece); });
     const Piece::Shift shift{period / a_.key_period * a_.value_period, period / b_.key_period * b_.value_period};
     out_.append_repeated(pieces, shift, times);

@@ -13,6 +13,7 @@
 // runs within lcm(p, q).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -26,6 +27,17 @@ struct KeyRun {
   int64_t length = 0;
   int64_t value = 0;
 };
+
+// Calls visit(piece) for the keys that two sequences of runs at ascending keys share. Its positions are their values.
+template <typename Visit>
+void for_each_shared_key_run(const std::vector<KeyRun>& a, const std::vector<KeyRun>& b, const Visit& visit) {
+  for (auto i = a.begin(), j = b.begin(); i != a.end() && j != b.end();) {
+    const int64_t begin = std::max(i->key, j->key);
+    const int64_t end = std::min(i->key + i->length, j->key + j->length);
+    if (begin < end) visit(Piece{end - begin, i->value + begin - i->key, j->value + begin - j->key});
+    i->key + i->length <= j->key + j->length ? void(++i) : void(++j);
+  }
+}
 
 // Runs that repeat, at ascending keys. All keys of a repetition lie within one period.
 struct Stretch {
