@@ -39,9 +39,7 @@ std::vector<Window> whole(const Layout& layout) {
 
 // Returns the indices of a list in a window, counted from its beginning.
 IntervalList seen_through(const Window& window, const IntervalList& list) {
-  const int64_t before = intersection_length(list, {{0, window.begin}});
-  const int64_t within = intersection_length(list, {{window.begin, window.begin + window.length}});
-  return shifted(subrange(list, before, before + within), -window.begin);
+  return shifted(shared_indices(list, {{window.begin, window.begin + window.length}}), -window.begin);
 }
 
 }  // namespace
