@@ -211,9 +211,7 @@ Layout Layout::with(std::vector<std::vector<Cut>> cuts, const std::vector<Placem
 void Layout::derive_dim_sets() {
   cut_dims_ = {};
   partial_dims_ = {};
-  for (const std::vector<Cut>& list : cuts_) {
-    for (const Cut& c : list) cut_dims_.insert(c.mesh_dim);
-  }
+  for (const std::vector<Cut>& list : cuts_) cut_dims_ = cut_dims_ | dims_of(list);
   for (int d = 0; d < mesh_->ndim(); ++d) {
     if (placements_[d].is_partial() && mesh_->dim_size(d) > 1) partial_dims_.insert(d);
   }
@@ -331,9 +329,7 @@ int64_t Layout::largest_position() const {
   for (int t = 0; t < ndim(); ++t) {
     const std::vector<Cut>& cuts = cuts_[t];
     if (is_restricted() && t == restricted_dim_) {
-      MeshDimSet cutting;
-      for (const Cut& c : cuts) cutting.insert(c.mesh_dim);
-      const std::vector<int64_t> all = mesh_->group(0, cutting);
+      const std::vector<int64_t> all = mesh_->group(0, dims_of(cuts));
       const auto has_less = [&](int64_t a, int64_t b) {
         return shardwright::length(part(t, a)) < shardwright::length(part(t, b));
       };

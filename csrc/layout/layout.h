@@ -26,6 +26,13 @@ struct Cut {
   bool operator==(const Cut&) const = default;
 };
 
+// Returns the mesh dims that cut.
+inline MeshDimSet dims_of(std::span<const Cut> cuts) {
+  MeshDimSet dims;
+  for (const Cut& cut : cuts) dims.insert(cut.mesh_dim);
+  return dims;
+}
+
 // {tensor dim: mesh dims, first cut first}
 using ShardOrder = std::map<int64_t, std::vector<int>>;
 

@@ -104,9 +104,7 @@ std::optional<int64_t> sum_by_walking(const Layout& a, const Layout& b) {
   const Mesh& mesh = a.mesh();
   std::vector<MeshDimSet> cutting(a.ndim());
   for (int t = 0; t < a.ndim(); ++t) {
-    for (const Layout* layout : {&a, &b}) {
-      for (const Cut& c : layout->cuts(t)) cutting[t].insert(c.mesh_dim);
-    }
+    cutting[t] = dims_of(a.cuts(t)) | dims_of(b.cuts(t));
     // If both lists begin with the same cuts into equal parts, these cuts do not change what parts share.
     int64_t n = a.shape()[t];
     for (size_t i = 0; i < std::min(a.cuts(t).size(), b.cuts(t).size()) && a.cuts(t)[i] == b.cuts(t)[i]; ++i) {

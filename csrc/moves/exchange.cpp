@@ -137,12 +137,6 @@ void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const Inte
   }
 }
 
-MeshDimSet dims_of(const std::vector<Cut>& cuts) {
-  MeshDimSet dims;
-  for (const Cut& c : cuts) dims.insert(c.mesh_dim);
-  return dims;
-}
-
 int64_t position_at(const Mesh& mesh, const Coordinates& coordinates) {
   int64_t position = 0;
   for (int d = 0; d < mesh.ndim(); ++d) position += coordinates[d] * mesh.stride(d);

@@ -35,12 +35,6 @@ std::optional<Matching> matching_of(const Mesh& mesh, int64_t n, std::span<const
   return needed ? Matching::of(n, *held, *needed) : std::nullopt;
 }
 
-MeshDimSet dims_of(std::span<const Cut> cuts) {
-  MeshDimSet dims;
-  for (const Cut& c : cuts) dims.insert(c.mesh_dim);
-  return dims;
-}
-
 }  // namespace
 
 std::vector<MeshDimSet> corners_of(MeshDimSet mesh_dims) {

@@ -63,11 +63,7 @@ class KnownParts {
   };
 
   explicit KnownParts(const Layout& layout) : layout_(layout) {
-    for (int t = 0; t < layout.ndim(); ++t) {
-      MeshDimSet dims;
-      for (const Cut& c : layout.cuts(t)) dims.insert(c.mesh_dim);
-      parts_.emplace_back(layout.mesh(), dims);
-    }
+    for (int t = 0; t < layout.ndim(); ++t) parts_.emplace_back(layout.mesh(), dims_of(layout.cuts(t)));
   }
 
   const Part& at(int tensor_dim, const Coordinates& coordinates) {

@@ -46,9 +46,8 @@ MoveTable::MoveTable(const Layout& layout, Lowering lowering, bool ordered, Mesh
 int MoveTable::number(int tensor_dim, const std::vector<Cut>& cuts) {
   const int64_t n = layout_.shape()[tensor_dim];
   std::vector<List>& lists = lists_[tensor_dim];
-  List list{cuts, {}, n, false, digits_of(layout_.mesh(), n, cuts)};
+  List list{cuts, shardwright::dims_of(cuts), n, false, digits_of(layout_.mesh(), n, cuts)};
   list.has_equal_parts = list.digits || cuts_evenly(layout_.mesh(), n, cuts);
-  for (const Cut& c : cuts) list.dims.insert(c.mesh_dim);
   const auto next = static_cast<int>(lists.size());
   if (list.digits) {
     for (int i = 0; i < next; ++i) {

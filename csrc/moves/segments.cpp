@@ -32,15 +32,11 @@ bool communicates_once(const Step& step, Lowering lowering) {
 // Calls visit(list) for what the ranks of a layout have of a tensor dim.
 template <typename Visit>
 void for_each_part(const Layout& layout, int tensor_dim, const Visit& visit) {
-  MeshDimSet cutting;
-  for (const Cut& cut : layout.cuts(tensor_dim)) cutting.insert(cut.mesh_dim);
-  for (const int64_t position : layout.mesh().group(0, cutting)) visit(layout.part(tensor_dim, position));
+  for (const int64_t position : layout.mesh().group(0, dims_of(layout.cuts(tensor_dim)))) visit(layout.part(tensor_dim, position));
 }
 
 int64_t num_parts(const Layout& layout, int tensor_dim) {
-  int64_t parts = 1;
-  for (const Cut& cut : layout.cuts(tensor_dim)) parts *= layout.mesh().dim_size(cut.mesh_dim);
-  return parts;
+  return layout.mesh().group_size(dims_of(layout.cuts(tensor_dim)));
 }
 
 // Where parts of a tensor dim begin and end, ascending, from 0 to its size; none if there are more than kMaxBorders.
@@ -108,8 +104,7 @@ int64_t cell_of(const Layout& layout, int tensor_dim) {
   const auto digits = digits_of(layout.mesh(), n, before);
   if (!digits || !cuts.back().rule.makes_runs()) return 0;
   add(*digits);
-  int64_t list = n;
-  for (const Cut& cut : before) list /= layout.mesh().dim_size(cut.mesh_dim);
+  const int64_t list = n / layout.mesh().group_size(dims_of(before));
   for (const int64_t length : lengths_of_runs(cuts.back(), list, layout.mesh().dim_size(cuts.back().mesh_dim))) {
     cell = std::gcd(cell, length);
   }

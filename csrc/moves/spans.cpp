@@ -11,12 +11,6 @@ using CutList = std::vector<Cut>;
 // The most combinations of coordinates for which uneven regions are compared.
 constexpr int64_t kMaxRegionsCompared = 4096;
 
-MeshDimSet dims_of(const CutList& cuts) {
-  MeshDimSet dims;
-  for (const Cut& c : cuts) dims.insert(c.mesh_dim);
-  return dims;
-}
-
 // The cuts as they read once `gathered` are gathered. A cut can be moved after a later one whose rule says how it then
 // reads; the last cut can be left out. Nothing where that fails.
 std::optional<CutList> without(const Mesh& mesh, CutList cuts, MeshDimSet gathered) {
@@ -107,12 +101,9 @@ bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, con
 // Returns the mesh dims after the common beginning of the two lists that need not be spanned, because they cut alike
 // before and after, whatever is gathered or cut around them.
 MeshDimSet carried_along(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, size_t common) {
-  const CutList tail_before(before.begin() + static_cast<int64_t>(common), before.end());
-  const CutList tail_after(after.begin() + static_cast<int64_t>(common), after.end());
-  const MeshDimSet both = dims_of(tail_before) & dims_of(tail_after);
+  const MeshDimSet both = dims_of(std::span(before).subspan(common)) & dims_of(std::span(after).subspan(common));
   if (both.empty()) return {};
-  MeshDimSet prefix;
-  for (size_t i = 0; i < common; ++i) prefix.insert(before[i].mesh_dim);
+  const MeshDimSet prefix = dims_of(std::span(before).first(common));
   return agree_when_gathered(mesh, n, before, after, both | prefix) ? both : MeshDimSet();
 }
 
@@ -173,9 +164,7 @@ MeshDimSet spanned_dims(const Mesh& mesh, int64_t n, const CutList& given_before
   const CutList& after = has_others ? named_after : given_after;
   const auto common = static_cast<size_t>(
       std::mismatch(before.begin(), before.end(), after.begin(), after.end()).first - before.begin());
-  MeshDimSet dims;
-  for (size_t i = common; i < before.size(); ++i) dims.insert(before[i].mesh_dim);
-  for (size_t i = common; i < after.size(); ++i) dims.insert(after[i].mesh_dim);
+  const MeshDimSet dims = dims_of(std::span(before).subspan(common)) | dims_of(std::span(after).subspan(common));
   return dims - carried_along(mesh, n, before, after, common);
 }
 

@@ -180,10 +180,7 @@ class MeshDimPicture {
   }
 
   int64_t num_parts(const Layout& layout, int tensor_dim) const {
-    int64_t parts = 1;
-    if (tensor_dim < 0) return parts;
-    for (const Cut& cut : layout.cuts(tensor_dim)) parts *= mesh_.dim_size(cut.mesh_dim);
-    return parts;
+    return tensor_dim < 0 ? 1 : mesh_.group_size(dims_of(layout.cuts(tensor_dim)));
   }
 
   void draw_lines(const Layout& layout, const Rect& box) {

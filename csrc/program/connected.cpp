@@ -121,10 +121,9 @@ bool StepPairs::work_out_all_talk(Group& group) {
   const Mesh& mesh = step_.before.mesh();
   int64_t talking = mesh.group_size(cutting_ - step_.after.cut_dims());
   for (int t = 0; t < static_cast<int>(ndim_); ++t) {
-    MeshDimSet cutting;
-    for (const Cut& c : step_.after.cuts(t)) cutting.insert(c.mesh_dim);
+    const MeshDimSet cutting = dims_of(step_.after.cuts(t)) & step_.mesh_dims;
     int64_t meeting = 0;
-    for (const int64_t member : mesh.group(group.least, cutting & step_.mesh_dims)) {
+    for (const int64_t member : mesh.group(group.least, cutting)) {
       for (const Meeting& one : meetings(t, member, true)) meeting += one.times;
     }
     talking *= meeting;

@@ -110,9 +110,7 @@ std::map<int64_t, int64_t> StepPairs::held_lengths(int tensor_dim, int64_t posit
     return part_lengths(layout.mesh(), layout.shape()[tensor_dim], cuts, position, step_.mesh_dims);
   }
   std::map<int64_t, int64_t> lengths;
-  MeshDimSet cutting;
-  for (const Cut& c : cuts) cutting.insert(c.mesh_dim);
-  for (const int64_t member : layout.mesh().group(position, cutting & step_.mesh_dims)) {
+  for (const int64_t member : layout.mesh().group(position, dims_of(cuts) & step_.mesh_dims)) {
     ++lengths[length(layout.part(tensor_dim, member))];
   }
   return lengths;
@@ -368,11 +366,7 @@ void StepPairs::meet_below(const IntervalList& list, std::span<const Cut> cuts, 
 ByCoordinates<std::vector<StepPairs::Meeting>> StepPairs::no_meetings_yet(int tensor_dim, bool others_hold) const {
   const Layout& theirs = others_hold ? step_.before : step_.after;
   const Layout& ours = others_hold ? step_.after : step_.before;
-  MeshDimSet dims;
-  for (const Cut& c : theirs.cuts(tensor_dim)) dims.insert(c.mesh_dim);
-  dims = dims - cutting_;
-  for (const Cut& c : ours.cuts(tensor_dim)) dims.insert(c.mesh_dim);
-  return {step_.before.mesh(), dims};
+  return {step_.before.mesh(), (dims_of(theirs.cuts(tensor_dim)) - cutting_) | dims_of(ours.cuts(tensor_dim))};
 }
 
 const std::vector<StepPairs::Meeting>& StepPairs::meetings(int tensor_dim, int64_t position, bool others_hold) {
@@ -392,11 +386,8 @@ const std::vector<StepPairs::Meeting>& StepPairs::meetings(int tensor_dim, int64
 std::optional<std::vector<int>> StepPairs::likeness(int64_t position) {
   if (step_.rounds > 1 || step_.sharing != Sharing::kNone) return std::nullopt;
   if (likenesses_.empty()) {
-    for (size_t t = 0; t < ndim_; ++t) {
-      MeshDimSet dims;
-      for (const Cut& c : step_.before.cuts(static_cast<int>(t))) dims.insert(c.mesh_dim);
-      for (const Cut& c : step_.after.cuts(static_cast<int>(t))) dims.insert(c.mesh_dim);
-      likenesses_.emplace_back(step_.before.mesh(), dims);
+    for (int t = 0; t < static_cast<int>(ndim_); ++t) {
+      likenesses_.emplace_back(step_.before.mesh(), dims_of(step_.before.cuts(t)) | dims_of(step_.after.cuts(t)));
     }
     known_likenesses_.resize(ndim_);
   }

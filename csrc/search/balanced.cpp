@@ -138,9 +138,7 @@ class Needers {
   Needers(const Layout& goal, int tensor_dim) : goal_(goal), tensor_dim_(tensor_dim) {
     const Mesh& mesh = goal.mesh();
     for (int t = 0; t < goal.ndim(); ++t) {
-      for (const Cut& cut : goal.cuts(t)) {
-        if (t != tensor_dim) others_.insert(cut.mesh_dim);
-      }
+      if (t != tensor_dim) others_ = others_ | dims_of(goal.cuts(t));
     }
     for (int64_t p = 0; p < mesh.size(); ++p) {
       bool is_first = true;

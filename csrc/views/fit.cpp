@@ -322,9 +322,7 @@ std::string shown(const IntervalList& list) {
 std::optional<Holdings> holdings_of(const Mesh& mesh, const std::vector<int64_t>& dims,
                                     const std::vector<std::vector<Cut>>& cuts) {
   MeshDimSet set;
-  for (const std::vector<Cut>& list : cuts) {
-    for (const Cut& c : list) set.insert(c.mesh_dim);
-  }
+  for (const std::vector<Cut>& list : cuts) set = set | dims_of(list);
   Holdings held{mesh, set.to_vector(), positions_of(mesh, set.to_vector()), {}};
   int64_t left = kMaxIntervalsCompared;
   for (const int64_t position : held.positions) {

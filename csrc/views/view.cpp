@@ -76,9 +76,7 @@ class GroupView {
 
   MeshDimSet mesh_dims() const {
     MeshDimSet set;
-    for (const std::vector<Cut>& list : cuts_) {
-      for (const Cut& c : list) set.insert(c.mesh_dim);
-    }
+    for (const std::vector<Cut>& list : cuts_) set = set | dims_of(list);
     return set;
   }
 
