@@ -163,8 +163,7 @@ struct StepSchedule {
 // Plans a step.
 //
 //   1. A reduction starts after the use that completes the gradient, or within it in chunks. It is waited for after the
-//   next change of weights,
-//      so that it runs alongside the next backward, or at once, which takes less memory.
+//      next change of weights, so that it runs alongside the next backward, or at once, which takes less memory.
 //   2. At each use its weights are resident. Those of the uses that follow are too, or are being gathered: as far ahead
 //      as wanted, as long as they fit at every use until theirs. Whatever else is resident stays if it fits. If not,
 //      what is used latest goes first, and is released right after its use before. For weights of one size no other

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .formats import LARGEST_FLOAT8, ROW_MULTIPLE, Float8, RowwiseFloat8
+from .formats import ROW_MULTIPLE, Float8, RowwiseFloat8
 from .layouts import Layouts
 from .policy import Dtypes
 from .weights import Weight
@@ -51,19 +51,17 @@ class Float8Product:
                 module.__class__ = type(module).__mro__[2]
 
     def multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Of rows in any dtype, which are written in float8 with one scale, or one for each row, as the weight is."""
+        """Multiplies rows in any dtype, which are quantised as the weight is: with one scale, or one for each row."""
         codes, scales = self._arrived(weight)
-        rows = x.float()
-        largest = rows.abs().amax(-1, keepdim=True) if self.is_rowwise else rows.abs().max()
-        scale = torch.where(largest > 0, largest / LARGEST_FLOAT8, torch.ones_like(largest))
-        code = (rows / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
-        code = nn.functional.pad(code, (0, codes.size(1) - code.size(1))).to(torch.float8_e4m3fn)
+        written_as = weight.carried.format
+        scale = written_as.scale_of(written_as.largest(x))
+        code = written_as.encode(x, scale)[0].view(torch.float8_e4m3fn)
         out = torch.bfloat16 if self.is_rowwise and x.device.type != "cpu" else x.dtype
-        y = torch._scaled_mm(code, codes.t(), scale, scales, out_dtype=out)
+        y = torch._scaled_mm(code, codes.t(), scale.unsqueeze(-1) if self.is_rowwise else scale, scales, out_dtype=out)
         return y[:, : weight.whole.size(0)].to(x.dtype)
 
     def multiply_back(self, dy: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Of gradients of rows, in their dtype, by the weight that its codes and scales stand for."""
+        """Multiplies gradients of rows, in their dtype, by the weight that the codes and scales encode."""
         codes, scales = self._arrived(weight)
         number, length = weight.whole.shape
         step = max(1, _ELEMENTS_AT_A_TIME // codes.size(1))
@@ -75,7 +73,7 @@ class Float8Product:
         return dx.to(dy.dtype)
 
     def _arrived(self, weight: Weight) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales with the rows after the last one, in the place where they have arrived."""
+        """Returns the codes and scales where they have arrived, with the padding after the last row."""
         assert weight.carried.arrived is not None
         (code, *scales), scale = weight.carried.arrived
         number = code.size(0) + -code.size(0) % ROW_MULTIPLE

@@ -30,7 +30,7 @@ def with_dtype(layout: _planner.Layout, dtype: torch.dtype) -> Layout:
 
 
 def in_blocks(layout: _planner.Layout, block: int, size: int) -> Layout:
-    """Of bytes, so many for each block of elements along the last dim."""
+    """Returns the layout of `size` bytes for each block of `block` elements along the last dim."""
     shape = [*layout.shape[:-1], -(-layout.shape[-1] // block) * size]
     order = layout.shard_order
     return Layout(layout.mesh, shape, layout.placements, torch.uint8, order, "literal", layout.flattened)

@@ -111,15 +111,14 @@ class Weight:
         self.put(self.sharded)
 
     def _set_sizes(self, dtypes: Dtypes) -> None:
-        """In bytes, on the rank with most, so that all ranks make the same schedule."""
+        """Sets sizes in bytes to those of the rank with most, so that all ranks make the same schedule."""
         in_use = with_dtype(self.use, dtypes.use)
         numel = most_bytes(in_use) // dtypes.use.itemsize
         self.gradient_bytes = numel * self.gradients.bytes_per_element
         self.kept_gradient_bytes = numel * dtypes.reduce.itemsize
         padding = 0 if self.product is None else self.product.padding_bytes
-        self.whole_bytes = (
-            0 if self.is_held or self.product else most_bytes(in_use)
-        )  # of what is gathered, in its place
+        # What is multiplied by as it arrives, in 8 bits, is never written out whole.
+        self.whole_bytes = 0 if self.is_held or self.product else most_bytes(in_use)
         arriving = [] if self.is_held else self.carried.buffers(self.use)
         self._buffer_bytes = [most_bytes(layout) + padding for layout in arriving]
         self._buffer_bytes += [most_bytes(self.rest)] * self._is_staged
