@@ -17,6 +17,35 @@ from meshes import get_mesh
 from pool import Pool
 
 
+def _freezes_what_comes_first() -> None:
+    """Backwards end early, in the middle of the schedule, once the first layers are frozen."""
+    mesh = get_mesh((2,))
+
+    def chain() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(10, 10) for _ in range(4)))
+
+    ours, whole = chain(), chain()
+    for layer in ours:
+        sw.fully_shard(layer, mesh=mesh)
+    sw.fully_shard(ours, mesh=mesh)
+    for step, frozen in enumerate([0, 0, 0, 0, 1, 2, 3, 0, 2, 2]):
+        for model in (ours, whole):
+            for number, layer in enumerate(model):
+                layer.requires_grad_(number >= frozen)
+        loss_of(ours, batch(step)).backward()
+        whole_loss(whole, step).backward()
+        for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), step
+            if q.grad is not None:
+                torch.testing.assert_close(full(p.grad), q.grad)
+            p.grad = q.grad = None
+
+
+def test_gradients_are_there_when_a_backward_ends_early(pool: Pool) -> None:
+    pool.run(_freezes_what_comes_first, 2)
+
+
 def _says_which_ranks_differ() -> None:
     mesh, rank = get_mesh((3,)), dist.get_rank()
     is_odd = rank == 1

@@ -228,7 +228,7 @@ class Runner:
         if self._open:
             self._next("forward")  # a backward within a forward
             with torch.no_grad():
-                self._finish_reductions(len(self._uses))
+                self._finish_reductions(MAX_USES)
                 for unit in self.units:
                     unit.finish_copies()
         else:
@@ -321,7 +321,7 @@ class Runner:
     def _drain(self, keeps_held: bool = True) -> None:
         """Ends the sequence: nothing is under way afterwards, and only what was asked for is resident."""
         with torch.no_grad():
-            self._finish_reductions(len(self._uses))
+            self._finish_reductions(MAX_USES)  # all: a schedule may have more uses than came
         for unit in self.units:
             if unit.is_resident and not (keeps_held and unit.is_held):
                 unit.release()
