@@ -203,3 +203,19 @@ def _subclasses() -> None:
 
 def test_subclasses(pool: Pool) -> None:
     pool.run(_subclasses, 4)
+
+
+def _saved_for_backward() -> None:
+    src, dst = (sw.Layout(sw.Mesh({"a": 2}), (4,), [p]) for p in ("S(0)", "R"))
+    weight = torch.ones(4, requires_grad=True)
+    for source, local in ((src, torch.ones(2)), (dst, torch.ones(4))):  # sent, and copied
+        out = torch.zeros(4)
+        loss = (weight * out).sum()
+        assert sw.redistribute_local(local, source, dst, out=out) is out
+        assert torch.equal(out, torch.ones(4))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_autograd_knows_what_was_written(pool: Pool) -> None:
+    pool.run(_saved_for_backward, 2)

@@ -128,7 +128,9 @@ def _redistribute_rarely(
         return out
     if not checking.is_on():
         _check_input(local, src, rank)
-    return executables.run(_executable(local, src, dst, group, device_mesh), local, False, out)
+    executables.run(_executable(local, src, dst, group, device_mesh), local, False, out)
+    torch.autograd.graph.increment_version(out)  # so that autograd knows of what is written
+    return out
 
 
 def _checked_rank(
