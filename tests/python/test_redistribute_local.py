@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 import fuzz
 import oracle
@@ -219,3 +220,24 @@ def _saved_for_backward() -> None:
 
 def test_autograd_knows_what_was_written(pool: Pool) -> None:
     pool.run(_saved_for_backward, 2)
+
+
+def _tangents() -> None:
+    src, dst = (sw.Layout(sw.Mesh({"a": 2}), (4,), [p]) for p in ("S(0)", "R"))
+    local = torch.ones(2)
+    for _ in range(2):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(local, torch.ones(2))
+            with pytest.raises(ValueError, match="local: has a tangent of forward-mode AD; allowed are tensors"):
+                sw.redistribute_local(dual, src, dst)
+            with pytest.raises(ValueError, match="local: has a tangent"):
+                sw.redistribute_local(dual, src, dst, out=torch.zeros(4))
+            with pytest.raises(ValueError, match="items: local 0: has a tangent"):
+                sw.redistribute_many([(dual, src, dst)])
+            assert torch.equal(sw.redistribute_local(local, src, dst), torch.ones(4))
+        sw.redistribute_local(local, src, dst)  # these are known the second time
+        sw.redistribute_many([(local, src, dst)])
+
+
+def test_tangents_are_refused(pool: Pool) -> None:
+    pool.run(_tangents, 2)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed.tensor import Placement
 
 from . import argument_values
@@ -26,6 +27,13 @@ def check_tensor(argument: str, given: Any) -> None:
         raise ValueError(f"{argument}: has layout {given.layout}; allowed is torch.strided (.to_dense() makes it so)")
     if given.device.type not in DEVICE_TYPES:
         raise ValueError(f"{argument}: is on {given.device}; allowed are {' and '.join(DEVICE_TYPES)}")
+
+
+def check_moved(argument: str, given: Any) -> None:
+    """Checks for a plain tensor that can be moved. Moves have no forward-mode derivative, and would drop a tangent."""
+    check_tensor(argument, given)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(given).tangent is not None:
+        raise ValueError(f"{argument}: has a tangent of forward-mode AD; allowed are tensors without (.detach())")
 
 
 def check_written(argument: str, given: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from . import (
@@ -204,7 +205,8 @@ class _Given:
         plain = (
             type(x) in allowed and x.dtype is d and not (grad and x.requires_grad) for x, d in tensors if x is not None
         )
-        if not all(plain) or any(x is not None and (x.is_conj() or x.is_neg()) for x in self.out or []):
+        as_they_are = forward_ad._current_level < 0 and all(plain)
+        if not as_they_are or any(x is not None and (x.is_conj() or x.is_neg()) for x in self.out or []):
             self._check_tensors()
         if self.out is not None:
             self._check_memory()
@@ -253,7 +255,7 @@ class _Given:
                     f"the mesh of {layout}"
                 )
             return
-        argument_checks.check_tensor(name, given)
+        argument_checks.check_moved(name, given)
         if given.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} requires a gradient; allowed are tensors without, under torch.no_grad() or detached "

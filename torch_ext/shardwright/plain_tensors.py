@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -65,7 +66,7 @@ def redistribute_local(
         return executables.run_again(known.executable, local, async_op)
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
-    argument_checks.check_tensor("local", local)
+    argument_checks.check_moved("local", local)
     rank = _checked_rank(src, dst, group, device_mesh)
     if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
         return local
@@ -120,8 +121,8 @@ def _redistribute_rarely(
         local = torch.empty(0, dtype=getattr(torch, src.dtype), device=device_of(group, device_mesh))
     if out is None:
         return redistribute_local(local, src, dst, group=group, device_mesh=device_mesh, async_op=async_op)
-    argument_checks.check_tensor("local", local)
-    argument_checks.check_tensor("out", out)
+    argument_checks.check_moved("local", local)
+    argument_checks.check_moved("out", out)
     if async_op or ((local.requires_grad or out.requires_grad) and torch.is_grad_enabled()):
         raise ValueError("out: got a tensor with gradients or async_op=True; allowed is out= without either")
     if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
@@ -215,6 +216,7 @@ class _Known:
             and local.shape == self.shape
             and local.device == self.device
             and not (local.requires_grad and torch.is_grad_enabled())
+            and forward_ad._current_level < 0
         )
 
 
