@@ -352,3 +352,20 @@ def _progress_raises() -> None:
 @pytest.mark.cpu_only("tensors are made on the CPU")
 def test_a_progress_function_that_raises_ends_nothing(pool: Pool) -> None:
     pool.run(_progress_raises, 2)
+
+
+def _waits_for_items() -> None:
+    cut, whole = (sw.Layout(sw.Mesh({"a": 2}), (6,), [kind]) for kind in ("S(0)", "R"))
+    local = torch.full((3,), float(dist.get_rank()))
+    pending = sw.redistribute_many([(local, cut, whole)] * 2, async_op=True)
+    assert isinstance(pending, sw.ManyHandle)
+    for item in (-1, 2):
+        with pytest.raises(ValueError, match=f"item: got {item} of 2 items; allowed are their numbers"):
+            pending.wait_for(item)
+    assert torch.equal(pending.wait_for(1), torch.tensor([0.0] * 3 + [1.0] * 3))
+    pending.wait()
+
+
+@pytest.mark.cpu_only("tensors are made on the CPU")
+def test_waits_for_items_by_their_numbers(pool: Pool) -> None:
+    pool.run(_waits_for_items, 2)

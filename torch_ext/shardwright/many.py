@@ -52,6 +52,9 @@ class ManyHandle:
 
     def wait_for(self, item: int) -> torch.Tensor:
         """Waits until one tensor has arrived, by its number in the list of items, and returns it."""
+        item = argument_values.integer(item, "item")
+        if not 0 <= item < len(self._results):
+            raise ValueError(f"item: got {item} of {len(self._results)} items; allowed are their numbers, from 0 on")
         result = self._results[item]
         if self._pending is not None and (number := self._numbers.get(item)) is not None:
             self._pending.wait_for_destination(number)
