@@ -278,6 +278,7 @@ def _refused() -> list[str]:
             lambda: sw.redistribute_many([(local, cut, whole)], bucket_bytes="big"),  # type: ignore[arg-type]
             lambda: sw.redistribute_many([(local, cut, whole)], device="cuda"),
             lambda: sw.redistribute_many([(local, cut, whole)], out=[torch._neg_view(both)]),
+            lambda: sw.redistribute_many([(local, cut, whole)], out=[torch.zeros(1).expand(4)]),
             lambda: sw.redistribute_many([(torch.zeros(4), whole, whole), (both, whole, whole)], out=[both, both]),
         )
     ]
@@ -298,6 +299,7 @@ def test_errors_name_the_argument(pool: Pool) -> None:
         "bucket_bytes: got 'big'",
         "device: got cuda, and there are tensors on cpu",
         "out: tensor 0: is a negated view",
+        "out: tensor 0: has shape (4,) and strides (0,), so several elements are in one place",
         "out: tensor 0 shares memory with local 1",
     )
     for errors in pool.run(_refused, 2):
@@ -307,7 +309,7 @@ def test_errors_name_the_argument(pool: Pool) -> None:
 
 def _later_refusals() -> list[str]:
     """Rank 1 passes what is not allowed with layouts that all ranks know, so it raises alone; then all go on."""
-    twice = torch.zeros(4, 1)
+    twice, one = torch.zeros(4, 1), torch.zeros(1)
     mesh = sw.Mesh({"a": 2})
     src, dst = sw.Layout(mesh, (4, 2), ["S(0)"]), sw.Layout(mesh, (4, 2), ["S(1)"])
     items = [(torch.ones(2, 2), src, dst)] * 2
@@ -317,17 +319,19 @@ def _later_refusals() -> list[str]:
 
     moved()
     wrong: list[dict[str, Any]] = [{"out": [None] * 3}, {"out": 3}, {"device": "moon"}, {"out": [twice, twice]}]
+    wrong.append({"out": [one.expand(4, 1), twice]})
     errors = [_error(functools.partial(moved, **given)) for given in wrong if dist.get_rank() == 1]
     assert torch.equal(moved()[0], torch.ones(4, 1))
     return errors
 
 
 def test_known_layouts_are_not_compared_where_arguments_are_not_allowed(pool: Pool) -> None:
-    lengths, kind, device, memory = pool.run(_later_refusals, 2)[1]
+    lengths, kind, device, memory, expanded = pool.run(_later_refusals, 2)[1]
     assert lengths.startswith("ValueError: out: got 3 tensors for 2 items"), lengths
     assert kind.startswith("ValueError: out: "), kind
     assert device.startswith("ValueError: device: got 'moon'"), device
     assert memory.startswith("ValueError: out: tensor 1 shares memory with out 0"), memory
+    assert expanded.startswith("ValueError: out: tensor 0: has shape (4, 1) and strides (0, 1), so"), expanded
 
 
 def _conjugated(transfers: bool) -> None:

@@ -369,3 +369,17 @@ def _waits_for_items() -> None:
 @pytest.mark.cpu_only("tensors are made on the CPU")
 def test_waits_for_items_by_their_numbers(pool: Pool) -> None:
     pool.run(_waits_for_items, 2)
+
+
+def _outputs_in_one_buffer() -> None:
+    cut, whole = (sw.Layout(sw.Mesh({"a": 2}), (6,), [kind]) for kind in ("S(0)", "R"))
+    items, memory = [(torch.full((3,), float(dist.get_rank())), cut, whole)] * 2, torch.zeros(12)
+    with pytest.raises(ValueError, match="out: tensor 0 shares memory with out: tensor 1"):
+        sw.redistribute_many(items, out=[memory[:6], memory[4:10]])
+    sw.redistribute_many(items, out=[memory[::2], memory[1::2]])  # these interleave
+    assert torch.equal(memory, torch.tensor([0.0] * 6 + [1.0] * 6))
+
+
+@pytest.mark.cpu_only("tensors are made on the CPU")
+def test_outputs_have_memory_of_their_own(pool: Pool) -> None:
+    pool.run(_outputs_in_one_buffer, 2)

@@ -93,6 +93,15 @@ def test_everything_that_is_wrong_is_in_one_error(pool: Pool) -> None:
         assert text in said[0], text
 
 
+def _no_place_for_each() -> str:
+    return _refused({"b": torch.arange(4.0)}, {"b": torch.zeros(1).expand(4)})
+
+
+def test_destinations_have_a_place_for_each_element(pool: Pool) -> None:
+    for said in pool.run(_no_place_for_each, 2):
+        assert "destination b: the local tensor: has shape (4,) and strides (0,), so several elements" in said
+
+
 def _arguments_that_differ() -> list[str]:
     rank = dist.get_rank()
     whole = torch.arange(4.0)

@@ -37,10 +37,23 @@ def check_moved(argument: str, given: Any) -> None:
 
 
 def check_written(argument: str, given: torch.Tensor) -> None:
-    """Checks that the memory of a tensor holds its elements, as what writes to it assumes."""
+    """Checks that the memory of a tensor holds its elements, each in its own place, as what writes to it assumes."""
     if given.is_conj() or given.is_neg():
         kind = "conjugated" if given.is_conj() else "negated"
         raise ValueError(f"{argument}: is a {kind} view; allowed are tensors whose memory holds their elements")
+    if is_expanded(given):
+        raise ValueError(
+            f"{argument}: has shape {tuple(given.shape)} and strides {given.stride()}, so several elements are in one "
+            "place; allowed are tensors with a place for each (.contiguous() makes one)"
+        )
+
+
+def is_expanded(given: torch.Tensor) -> bool:
+    """Returns whether elements along some dim are all in one place."""
+    strides = given.stride()
+    if 0 not in strides or given.numel() == 0:
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(given.shape, strides, strict=True))
 
 
 def resolved(given: torch.Tensor) -> torch.Tensor:
@@ -60,11 +73,12 @@ class _Span(NamedTuple):
 
 
 def shared_memory(
-    read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]
+    read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor], among_written: bool = False
 ) -> list[tuple[str, str, torch.Tensor, torch.Tensor]]:
     """Returns the pairs of a tensor that is read and one that is written which have a byte in common.
 
-    Views that interleave, such as columns of one tensor, have none.
+    With `among_written`, also those of two that are written. Views that interleave, such as columns of one tensor, have
+    none.
     """
     spans = [_span(name, tensor, False) for name, tensor in read.items()]
     spans += [_span(name, tensor, True) for name, tensor in written.items()]
@@ -74,7 +88,8 @@ def shared_memory(
     for span in spans:
         before = [one for one in before if one.device == span.device and one.end > span.begin]
         for other in before:
-            if other.is_written != span.is_written and _share_bytes(other, span):
+            matters = other.is_written != span.is_written or (among_written and span.is_written)
+            if matters and _share_bytes(other, span):
                 first, second = (span, other) if other.is_written else (other, span)
                 found.append((first.name, second.name, first.tensor, second.tensor))
         if span.end > span.begin:

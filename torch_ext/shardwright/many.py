@@ -209,7 +209,8 @@ class _Given:
             type(x) in allowed and x.dtype is d and not (grad and x.requires_grad) for x, d in tensors if x is not None
         )
         as_they_are = forward_ad._current_level < 0 and all(plain)
-        if not as_they_are or any(x is not None and (x.is_conj() or x.is_neg()) for x in self.out or []):
+        written = (x for x in self.out or [] if x is not None)
+        if not as_they_are or any(x.is_conj() or x.is_neg() or argument_checks.is_expanded(x) for x in written):
             self._check_tensors()
         if self.out is not None:
             self._check_memory()
@@ -246,7 +247,7 @@ class _Given:
     def _check_overlaps(self) -> None:
         read = {f"local {i}": x for i, x in enumerate(self.locals) if x is not None}
         written = {f"out: tensor {i}": x for i, x in enumerate(self.out or []) if x is not None}
-        for source, destination, _, _ in argument_checks.shared_memory(read, written):
+        for source, destination, _, _ in argument_checks.shared_memory(read, written, among_written=True):
             raise ValueError(f"{destination} shares memory with {source}; allowed is memory of its own")
 
     def _check_tensor(self, name: str, given: torch.Tensor | None, layout: _planner.Layout) -> None:
