@@ -90,7 +90,7 @@ MAX_CODE_LINES = {
     "graphs": 200,
     "mapping": 750,
     "products": 730,
-    "transfers": 950,
+    "transfers": 960,
     "viewing": 760,
 }
 

@@ -93,6 +93,20 @@ def test_everything_that_is_wrong_is_in_one_error(pool: Pool) -> None:
         assert text in said[0], text
 
 
+def _one_name_twice() -> list[str]:
+    whole = torch.arange(4.0)
+    return [
+        _refused({"a": {"b": whole}, "a.b": whole + 1}, {"a.b": torch.zeros(4)}),
+        _refused({1: whole, "1": whole + 1}, {"1": torch.zeros(4)}),
+    ]
+
+
+def test_every_tensor_has_a_name_of_its_own(pool: Pool) -> None:
+    for joined, numbers in pool.run(_one_name_twice, 2):
+        assert "source a.b: two tensors have this name" in joined
+        assert "source 1: two tensors have this name" in numbers
+
+
 def _no_place_for_each() -> str:
     return _refused({"b": torch.arange(4.0)}, {"b": torch.zeros(1).expand(4)})
 

@@ -115,6 +115,10 @@ class Reader:
         return found
 
     def _add(self, found: dict[str, Given], side: str, name: str, value: Any) -> None:
+        if name in found:
+            said = "two tensors have this name, as names of dicts within dicts are joined by dots; allowed is one"
+            self.problems.append(self._said(side, name, said))
+            return
         try:
             # What is wrong is declared too: that it is missing would be no news.
             found[name] = self._read(value)
