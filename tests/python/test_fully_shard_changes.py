@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -15,6 +16,40 @@ import shardwright as sw
 from fsdp_models import Mlp, batch, full, loss_of, shard, whole_loss
 from meshes import get_mesh
 from pool import Pool
+
+
+@dataclasses.dataclass
+class Result:
+    hidden: torch.Tensor
+    others: list[Any]
+
+
+class Saying(nn.Linear):
+    def forward(self, x: torch.Tensor | Result) -> Any:
+        given = x.hidden if isinstance(x, Result) else x
+        return Result(given + super().forward(given), [x, {"count": 3}])
+
+
+def _returns_dataclasses() -> None:
+    mesh = get_mesh((2,))
+
+    def chain() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Saying(10, 10) for _ in range(3)))
+
+    ours, whole = chain(), chain()
+    for layer in ours:
+        sw.fully_shard(layer, mesh=mesh)
+    sw.fully_shard(ours, mesh=mesh)
+    for step in range(3):
+        ours(batch(step)).hidden.square().mean().backward()
+        torch.stack([whole(batch(step, rank)).hidden.square().mean() for rank in range(2)]).mean().backward()
+        for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad)
+
+
+def test_outputs_may_be_dataclasses(pool: Pool) -> None:
+    pool.run(_returns_dataclasses, 2)
 
 
 def _freezes_what_comes_first() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -273,9 +274,19 @@ class _State:
         runner.end_forward(unit)
         if is_within_backward or not torch.is_grad_enabled():
             return
-        for tensor in [output] if isinstance(output, torch.Tensor) else tree_flatten(output)[0]:
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        for tensor in [output] if isinstance(output, torch.Tensor) else _tensors_in(output):
+            if tensor.requires_grad:
                 tensor.register_hook(functools.partial(_begin_backward, runner, unit, forward))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in trees, and in dataclasses within them."""
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from _tensors_in(getattr(leaf, field.name))
 
 
 def _begin_backward(runner: Runner, unit: Unit, forward: int, gradient: torch.Tensor) -> None:
