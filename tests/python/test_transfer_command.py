@@ -98,7 +98,12 @@ def test_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ({"meshes": {"a": {"dims": {"x": 0}}}}, "meshes.a: "),
         ({"meshes": {"a": {"sizes": 2}}}, "meshes.a: got sizes; allowed are dims, ranks"),
         ({"meshes": {}, "tensors": {"w": {"mesh": "b"}}}, "tensors.w.mesh: got 'b'"),
+        ({"meshes": {}, "tensors": {"w": {"mesh": ["b"]}}}, "tensors.w.mesh: got ['b']"),
         ({"meshes": {"a": {"dims": {"x": 2}}}, "tensors": {"w": {"mesh": "a"}}}, "tensors.w: "),
+        (
+            {"meshes": {"a": {"dims": {"x": 2}}}, "tensors": {"w": {"mesh": "a", "shard_order": {"-1": ["x"]}}}},
+            "tensors.w.shard_order: got '-1'; allowed are tensor dims, from 0 on",
+        ),
         (
             {"meshes": {"a": {"dims": {"x": 2}}}, "tensors": {"w": {"mesh": "a", "shape": [2], "placements": ["T"]}}},
             "tensors.w: placements",

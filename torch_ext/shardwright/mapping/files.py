@@ -37,12 +37,15 @@ def read_layouts(path: str) -> dict[str, Layout]:
     for name, given in _object(table.get("tensors"), f"{path}: tensors").items():
         where = f"{path}: tensors.{name}"
         entry = dict(_object(given, where))
-        if entry.get("mesh") not in meshes:
-            raise ValueError(f"{where}.mesh: got {entry.get('mesh')!r}; allowed are {', '.join(meshes)}")
-        entry["mesh"] = meshes[entry["mesh"]]
+        mesh = entry.get("mesh")
+        if not isinstance(mesh, str) or mesh not in meshes:
+            raise ValueError(f"{where}.mesh: got {mesh!r}; allowed are {', '.join(meshes)}")
+        entry["mesh"] = meshes[mesh]
         if "shard_order" in entry:
             order = _object(entry["shard_order"], f"{where}.shard_order")
-            entry["shard_order"] = {int(dim): mesh_dims for dim, mesh_dims in order.items() if dim.isdecimal()}
+            if wrong := [dim for dim in order if not dim.isdecimal()]:
+                raise ValueError(f"{where}.shard_order: got {wrong[0]!r}; allowed are tensor dims, from 0 on")
+            entry["shard_order"] = {int(dim): mesh_dims for dim, mesh_dims in order.items()}
         allowed = ("mesh", "shape", "dtype", "placements", "shard_order", "strided", "flattened")
         layouts[name] = _made(where, Layout, entry, allowed)
     return layouts
