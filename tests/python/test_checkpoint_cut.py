@@ -310,6 +310,26 @@ def test_memory_comes_back_as_it_was(pool: Pool) -> None:
     pool.run(_memory_as_it_is, 3)
 
 
+def _written_in_the_block(is_dtensor: bool) -> None:
+    """What is saved after a write in place is not what was saved before it."""
+    mesh, whole = get_mesh((2,)), batch(0)
+    x = distribute_tensor(whole.clone(), mesh, [Replicate()]) if is_dtensor else whole.clone()
+    first, second = (torch.ones_like(x).requires_grad_() for _ in range(2))
+    with sw.checkpoint_cut(mesh, *([] if is_dtensor else [x]), min_bytes=0):
+        before = (first * x).sum()
+        with torch.no_grad():
+            x.mul_(3)
+        after = (second * x).sum()
+    (before + after).backward()
+    found = [p.grad.to_local() if is_dtensor else p.grad for p in (first, second)]  # type: ignore[union-attr, attr-defined]
+    assert torch.equal(found[0], whole) and torch.equal(found[1], 3 * whole)
+
+
+@pytest.mark.parametrize("is_dtensor", [False, True])
+def test_writes_in_the_block(pool: Pool, is_dtensor: bool) -> None:
+    pool.run(_written_in_the_block, 2, is_dtensor)
+
+
 def _ranks_that_differ() -> None:
     mesh = get_mesh((2, 2))
     x = batch(0, 3 + (dist.get_rank() == 2)).requires_grad_()

@@ -98,7 +98,9 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
                 return None
             spec = tensor._spec
             is_equal = is_equal_on(spec.mesh, tuple(spec.placements), self._mesh)
-            return _span(_local_of(tensor)) if is_equal else None
+            span = _span(_local_of(tensor)) if is_equal else None
+            # A DTensor's operators count the versions of the DTensor, not those of its local tensor.
+            return None if span is None else span._replace(version=(*span.version, tensor._version))
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return None
         span = _span(tensor)
@@ -123,7 +125,7 @@ class _Span(NamedTuple):
     dtype: torch.dtype
     begin: int
     numel: int
-    version: int
+    version: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -143,9 +145,8 @@ def _span(tensor: torch.Tensor) -> _Span | None:
     if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
         return None
     numel = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return _Span(
-        StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.storage_offset(), numel, tensor._version
-    )
+    version = (tensor._version,)
+    return _Span(StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.storage_offset(), numel, version)
 
 
 def _local_of(tensor: torch.Tensor) -> torch.Tensor:
