@@ -89,7 +89,7 @@ MAX_CODE_LINES = {
     "fsdp": 3750,
     "graphs": 200,
     "mapping": 750,
-    "products": 730,
+    "products": 660,
     "transfers": 960,
     "viewing": 760,
 }

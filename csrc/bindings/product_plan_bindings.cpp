@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <set>
+#include <span>
 
 #include "bindings/arguments.h"
 #include "bindings/views.h"
@@ -11,6 +12,7 @@
 #include "products/product_arguments.h"
 #include "products/product_plan.h"
 #include "products/serialize.h"
+#include "products/written_product.h"
 #include "support/wire_format.h"
 
 namespace py = pybind11;
@@ -149,6 +151,18 @@ std::set<DType::Id> dtypes_that_move(const ProductProblem& problem) {
   return dtypes;
 }
 
+// For each dtype that may be moved the model that is given, or else that of the tables.
+std::map<std::string, GemmModel> models_of(const ProductProblem& problem, const PlanningTables& tables,
+                                           const std::string& device_type, const py::object& given) {
+  std::optional<GemmModel> model;
+  if (!given.is_none()) model = object<GemmModel>(given, "gemm_model", "a GemmModel or None");
+  std::map<std::string, GemmModel> models;
+  for (const DType dtype : dtypes_that_move(problem)) {
+    models[dtype.name()] = model ? *model : gemm_model_on(tables, device_type, dtype);
+  }
+  return models;
+}
+
 // A tensor, of which only what describes it is read, and the layout of a DTensor.
 using TensorAndLayout = std::pair<py::object, std::optional<Layout>>;
 
@@ -167,7 +181,7 @@ GivenTensor given_tensor(const TensorAndLayout& given, std::string name) {
 }
 
 // By weight; named by the argument that holds one, or by that which holds many.
-std::vector<std::optional<GivenTensor>> given_tensors(const std::vector<std::optional<TensorAndLayout>>& given,
+std::vector<std::optional<GivenTensor>> given_tensors(std::span<const std::optional<TensorAndLayout>> given,
                                                       const std::string& one, const std::string& many,
                                                       ProductFunction function) {
   std::vector<std::optional<GivenTensor>> tensors(given.size());
@@ -176,6 +190,16 @@ std::vector<std::optional<GivenTensor>> given_tensors(const std::vector<std::opt
     if (given[j]) tensors[j] = given_tensor(*given[j], is_one ? one : concat(many, "[", j, "]"));
   }
   return tensors;
+}
+
+// Of x, then by weight.
+std::vector<std::optional<GivenTensor>> given_scales(const std::vector<std::optional<TensorAndLayout>>& given,
+                                                     ProductFunction function) {
+  check_user(!given.empty(), "scales: got none; allowed is one for x, or None, and one for each weight");
+  auto scales = given_tensors(std::span(given).subspan(1), "weight_scale", "weight_scales", function);
+  scales.emplace(scales.begin());
+  if (given[0]) scales[0] = given_tensor(*given[0], "x_scale");
+  return scales;
 }
 
 // By weight, or one for all of them.
@@ -230,19 +254,19 @@ void define_making_from_tensors(py::module_& m) {
       "plan_product",
       [](const std::string& function, const TensorAndLayout& x,
          const std::vector<std::optional<TensorAndLayout>>& weights,
-         const std::vector<std::optional<TensorAndLayout>>& biases, const std::optional<TensorAndLayout>& x_scale,
-         const std::vector<std::optional<TensorAndLayout>>& weight_scales, const std::optional<std::string>& out_dtype,
-         bool requires_grad, const std::optional<std::vector<std::string>>& placements, const py::object& dim,
-         const py::object& size, const py::object& columns, int64_t rank, int64_t num_ranks, bool checks_parts,
-         const py::object& method, const std::optional<Chunks>& chunks, const py::object& depth, const py::object& save,
+         const std::vector<std::optional<TensorAndLayout>>& biases,
+         const std::vector<std::optional<TensorAndLayout>>& scales, bool requires_grad,
+         const std::optional<std::vector<std::string>>& placements, int64_t rank, int64_t num_ranks, bool checks_parts,
          const std::string& backend, const PlanningTables& tables, const std::string& device_type,
+         const py::object& dim, const py::object& size, const py::object& columns, const py::object& out_dtype,
+         const py::object& method, const std::optional<Chunks>& chunks, const py::object& depth, const py::object& save,
          const py::object& gemm_model) {
         const ProductFunction product = parse_product_function(function);
         ProductArguments arguments{.function = product,
                                    .x = given_tensor(x, "x"),
                                    .weights = {},
                                    .biases = given_tensors(biases, "bias", "biases", product),
-                                   .scales = given_tensors(weight_scales, "weight_scale", "weight_scales", product),
+                                   .scales = given_scales(scales, product),
                                    .out_dtype = std::nullopt,
                                    .requires_grad = requires_grad,
                                    .placements = std::nullopt,
@@ -252,13 +276,11 @@ void define_making_from_tensors(py::module_& m) {
                                    .rank = rank,
                                    .num_ranks = num_ranks,
                                    .checks_parts = checks_parts};
-        if (out_dtype) arguments.out_dtype = DType::parse(*out_dtype);
+        if (!out_dtype.is_none()) arguments.out_dtype = DType::parse(py::str(out_dtype));
         for (const auto& weight : given_tensors(weights, "weight", "weights", product)) {
           check_user(weight.has_value(), "weights: got None; allowed are tensors");
           arguments.weights.push_back(*weight);
         }
-        arguments.scales.emplace(arguments.scales.begin());
-        if (x_scale) arguments.scales[0] = given_tensor(*x_scale, "x_scale");
         if (placements) {
           arguments.placements.emplace();
           for (const std::string& one : *placements) arguments.placements->push_back(Placement::parse(one));
@@ -269,20 +291,55 @@ void define_making_from_tensors(py::module_& m) {
         ProductProblem problem = problem_of(arguments);
         problem.keeps_gathered = keeps;
         problem.schedule = std::move(request);
-        std::optional<GemmModel> model;
-        if (!gemm_model.is_none()) model = object<GemmModel>(gemm_model, "gemm_model", "a GemmModel or None");
-        std::map<std::string, GemmModel> models;
-        for (const DType dtype : dtypes_that_move(problem)) {
-          models[dtype.name()] = model ? *model : gemm_model_on(tables, device_type, dtype);
-        }
-        problem.context = context_of(problem.operand, backend, std::nullopt, tables, models);
+        problem.context = context_of(problem.operand, backend, std::nullopt, tables,
+                                     models_of(problem, tables, device_type, gemm_model));
         return std::const_pointer_cast<ProductPlan>(make_product_plan(std::move(problem)));
       },
-      py::arg("function"), py::arg("x"), py::arg("weights"), py::arg("biases"), py::arg("x_scale"),
-      py::arg("weight_scales"), py::kw_only(), py::arg("out_dtype"), py::arg("requires_grad"), py::arg("placements"),
-      py::arg("dim"), py::arg("size"), py::arg("columns"), py::arg("rank"), py::arg("num_ranks"),
-      py::arg("checks_parts"), py::arg("method"), py::arg("chunks"), py::arg("depth"), py::arg("save"),
-      py::arg("backend"), py::arg("tables"), py::arg("device_type"), py::arg("gemm_model"));
+      py::arg("function"), py::arg("x"), py::arg("weights"), py::arg("biases"), py::arg("scales"), py::kw_only(),
+      py::arg("requires_grad"), py::arg("placements"), py::arg("rank"), py::arg("num_ranks"), py::arg("checks_parts"),
+      py::arg("backend"), py::arg("tables"), py::arg("device_type"), py::arg("dim") = py::none(),
+      py::arg("size") = py::none(), py::arg("columns") = py::none(), py::arg("out_dtype") = py::none(),
+      py::arg("method") = py::none(), py::arg("chunks") = py::none(), py::arg("depth") = py::none(),
+      py::arg("save") = "shard", py::arg("gemm_model") = py::none());
+}
+
+// From text: the layouts that ProductPlan takes.
+void define_making_from_text(py::module_& m) {
+  m.def(
+      "product_layouts",
+      [](const std::shared_ptr<Mesh>& mesh, const std::string& axes, const std::map<std::string, int64_t>& sizes,
+         const std::string& dtype, const std::string& operand, const std::vector<std::string>& weights,
+         const std::vector<std::string>& biases, const std::vector<std::string>& results) {
+        WrittenProduct written{mesh, axes, {}, DType::parse(dtype), operand, weights, biases, results};
+        for (const auto& [axis, size] : sizes) {
+          check_user(axis.size() == 1, "sizes: '", axis, "' is no axis; allowed are single letters");
+          written.sizes[axis[0]] = size;
+        }
+        const ProductProblem problem = problem_of(written);
+        return std::tuple(problem.operand, problem.weights, problem.biases, problem.results);
+      },
+      py::arg("mesh"), py::arg("axes"), py::arg("sizes"), py::arg("dtype"), py::arg("operand"), py::arg("weights"),
+      py::arg("biases"), py::arg("results"));
+}
+
+// For each gradient of a result the layout in which it is given, None for the usual one; then, if there is one more,
+// that of a gradient to add to the operand's. `needs`: of operand, weights and biases.
+GradientRequest request_of(const ProductPlan& plan, const std::vector<std::optional<Layout>>& given,
+                           const std::vector<bool>& needs) {
+  GradientRequest request = plan.all_gradients();
+  const size_t count = request.given.size();
+  check_user(given.size() == count || given.size() == count + 1, "given: got ", given.size(), " layouts for ", count,
+             " results; allowed is one for each, and one more");
+  check_user(needs.size() == 1 + 2 * count, "needs: got ", needs.size(), "; allowed are ", 1 + 2 * count,
+             ", for operand, weights and biases");
+  for (size_t j = 0; j < count; ++j) {
+    if (given[j]) request.given[j] = *given[j];
+  }
+  if (given.size() > count) request.addend = given[count];
+  request.operand = needs[0];
+  request.weights.assign(needs.begin() + 1, needs.begin() + 1 + static_cast<int64_t>(count));
+  request.biases.assign(needs.begin() + 1 + static_cast<int64_t>(count), needs.end());
+  return request;
 }
 
 }  // namespace
@@ -292,6 +349,7 @@ void define_product_plan(py::module_& m) {
   ProductPlanClass plan(m, "ProductPlan");
   define_making(plan);
   define_making_from_tensors(m);
+  define_making_from_text(m);
   plan.def_static(
           "parse",
           [](const std::string& text) {
@@ -327,23 +385,12 @@ void define_product_plan(py::module_& m) {
       .def_property_readonly("forward", [](const ProductPlan& plan) { return DataflowView{plan.forward()}; })
       .def(
           "backward",
-          [](const ProductPlan& plan, const std::vector<Layout>& given, bool operand, const std::vector<bool>& weights,
-             const std::vector<bool>& biases, const std::optional<Layout>& addend) {
+          [](const ProductPlan& plan, const std::vector<std::optional<Layout>>& given, const std::vector<bool>& needs) {
+            const GradientRequest request = request_of(plan, given, needs);
             const py::gil_scoped_release release;
-            return DataflowView{plan.backward({given, operand, weights, biases, addend}, plan_cache())};
+            return DataflowView{plan.backward(request, plan_cache())};
           },
-          py::arg("given"), py::arg("operand"), py::arg("weights"), py::arg("biases"), py::arg("addend") = py::none());
-  m.def(
-      "placements_in_place",
-      [](const std::string& axes, const Layout& operand, const Layout& weight) {
-        std::vector<std::string> texts;
-        for (const Placement& placement : placements_in_place(axes, operand, weight)) {
-          texts.push_back(placement.to_string());
-        }
-        return texts;
-      },
-      py::arg("axes"), py::arg("operand"), py::arg("weight"));
-  m.def("cuts_in_place", &cuts_in_place, py::arg("axes"), py::arg("operand"), py::arg("weight"));
+          py::arg("given"), py::arg("needs"));
 }
 
 }  // namespace shardwright

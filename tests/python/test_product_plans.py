@@ -56,8 +56,11 @@ def test_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([*COLUMN, "--x", "S(0)", "--weight", "R,S(0)"], "placements: got 1 for a mesh of 2 dims"),
         ([*PLACED, "--cuts", "q,n"], "cuts: 'qn'"),
-        ([*PLACED, "--sizes", "b=8"], "--sizes: 'b=8' has none for the axis 's'"),
-        ([*PLACED, "--axes", "bsk->bsn"], "--axes: 'bsk->bsn'"),
+        ([*PLACED, "--sizes", "b=8"], "sizes: there is none for the axis 's'"),
+        ([*PLACED, "--axes", "bsk->bsn"], "contraction: 'bsk->bsn'"),
+        ([*PLACED, "--sizes", "batch=8"], "sizes: 'batch' is no axis"),
+        ([*PLACED, "--out", "R"], "placements: got 1 for a mesh of 2 dims"),
+        ([*PLACED, "--bias", "R,R", "--bias", "R,R"], "axes, biases, results: got 1, 2 and 1 for 1 weights"),
         ([*PLACED, "--axes", "bsk,nk->bs"], "contraction: 'bsk,nk->bs' has the axis 'n' in 1 tensors"),
         ([*SUMMED, "--method", "ring"], "method: 'ring'"),
     ],

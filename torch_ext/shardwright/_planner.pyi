@@ -541,31 +541,30 @@ def plan_product(
     x: tuple[Any, Layout | None],
     weights: Sequence[tuple[Any, Layout | None] | None],
     biases: Sequence[tuple[Any, Layout | None] | None],
-    x_scale: tuple[Any, Layout | None] | None,
-    weight_scales: Sequence[tuple[Any, Layout | None] | None],
+    scales: Sequence[tuple[Any, Layout | None] | None],
     *,
-    out_dtype: str | None,
     requires_grad: bool,
     placements: Sequence[str] | None,
-    dim: int | None,
-    size: int | None,
-    columns: int | Sequence[int] | None,
     rank: int,
     num_ranks: int,
     checks_parts: bool,
-    method: str | None,
-    chunks: int | Sequence[Sequence[int]] | None,
-    depth: int | None,
-    save: str,
     backend: str,
     tables: PlanningTables,
     device_type: str,
-    gemm_model: GemmModel | None,
+    dim: int | None = None,
+    size: int | None = None,
+    columns: int | Sequence[int] | None = None,
+    out_dtype: Any = None,
+    method: str | None = None,
+    chunks: int | Sequence[Sequence[int]] | None = None,
+    depth: int | None = None,
+    save: str = "shard",
+    gemm_model: GemmModel | None = None,
 ) -> ProductPlan:
     """The plan of a product of tensors, from the arguments of the function (``"linear"``, ``"gather"`` or ``"sum"``)
-    that multiplies them: csrc/products/product_arguments.h says more. Tensors come with the layouts of DTensors.
-    Without a `gemm_model`, that of the tables for the type of device is taken. Raises ValueError for arguments that do
-    not fit."""
+    that multiplies them: csrc/products/product_arguments.h says more. Tensors come with the layouts of DTensors;
+    `scales` are those of x and of the weights. Without a `gemm_model`, that of the tables for the type of device is
+    taken. Raises ValueError for arguments that do not fit."""
 
 def is_floating(dtype: str) -> bool:
     """Whether it is a floating dtype of 16 bits or more."""
@@ -890,22 +889,31 @@ class ProductPlan:
         """Inputs: operand, weights, biases of the weights that have one, scales. Outputs: results, then the moved
         operand if it is kept."""
 
-    def backward(
-        self,
-        given: Sequence[Layout],
-        operand: bool,
-        weights: Sequence[bool],
-        biases: Sequence[bool],
-        addend: Layout | None = None,
-    ) -> ProductDataflow:
+    def backward(self, given: Sequence[Layout | None], needs: Sequence[bool]) -> ProductDataflow:
         """Inputs: operand (the moved one if it is kept), weights, gradients of the results, then the addend to the
-        operand's gradient if there is one. Outputs: gradients of operand, weights and biases."""
+        operand's gradient if there is one. Outputs: gradients of operand, weights and biases.
 
-def cuts_in_place(axes: str, operand: Layout, weight: Layout) -> str:
-    """Returns the cuts that keep operand and weight where they are as far as possible."""
+        Args:
+            given: the layouts of the results' gradients, None for the usual ones (`result_gradients`). If there is one
+                more, it is the layout of the addend, or None.
+            needs: whether the gradients of operand, weights and biases are requested; biases by weight.
+        """
 
-def placements_in_place(axes: str, operand: Layout, weight: Layout) -> list[str]:
-    """Returns the placements in which these cuts leave the result."""
+def product_layouts(
+    mesh: Mesh,
+    axes: str,
+    sizes: dict[str, int],
+    dtype: str,
+    operand: str,
+    weights: Sequence[str],
+    biases: Sequence[str],
+    results: Sequence[str],
+) -> tuple[Layout, list[Layout], list[Layout | None], list[Layout]]:
+    """Returns the layouts that `ProductPlan` takes, from axes as in einsum, their sizes, and placements as text.
+
+    Without `biases` there are none; without `results`, they are placed so that no move of them is needed. Raises
+    ValueError if an axis has no size, or if placements do not fit a tensor.
+    """
 
 def forecast_batch(
     batch_bytes: bytes, topology: Topology

@@ -177,11 +177,17 @@ def note_default_topology(plan: _planner.Plan) -> None:
         return
     given = plan.src.mesh.topology or plan.dst.mesh.topology or tables.current.environment
     if given is None and tables.measured_topology(plan.backend) is None:
-        tables.note_default(plan.topology, is_first_rank)
+        tables.note_default(plan.topology, _is_first_rank)
 
 
-def is_first_rank() -> bool:
-    return dist.get_rank() == 0
+def note_default_model(model: _planner.GemmModel, device_type: str) -> None:
+    """Logs once that products are planned with default times, if this is the default model."""
+    if model == tables.default_gemm_model(device_type):
+        tables.note_default(model.name, _is_first_rank)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def why_not_over_groups(device_type: str) -> str | None:

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_module
 
 from .attending.context import Attending
-from .products.functions import linear, linear_sharing
+from .products import tensors
+from .products.functions import linear
 
 __all__ = ["ColwiseParallel", "ContextParallel", "RowwiseParallel", "SequenceParallel"]
 
@@ -162,11 +163,12 @@ def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
     now = (given._version, torch.is_grad_enabled() and x.requires_grad)
     if held is not None and held[1:] == now and held.whole.device_mesh == x.device_mesh:
         return linear(held.whole, module.weight, module.bias, **module._shardwright_how)  # type: ignore[arg-type]
-    how = {name: value for name, value in module._shardwright_how.items() if name != "save"}  # type: ignore[union-attr]
-    y, whole = linear_sharing(x, module.weight, module.bias, **how)  # type: ignore[arg-type]
+    # The gradient of the gathered tensor, if there is one, is scattered together with the gradient of this layer.
+    how = {**module._shardwright_how, "save": "gathered", "shares": True}  # type: ignore[dict-item]
+    y, *gathered = tensors.multiply("linear", x, [module.weight], [module.bias], [None, None], **how)
     # A leaf that requires gradients is left out: it would hold the graph, and the graph holds it.
-    if whole is not None and not (given.is_leaf and given.requires_grad):
-        given._shardwright_gathered = _Gathered(whole, *now)
+    if gathered and not (given.is_leaf and given.requires_grad):
+        given._shardwright_gathered = _Gathered(gathered[0], *now)
     return y
 
 

@@ -238,8 +238,7 @@ def tables_of(attention: _planner.Attention, device_type: str) -> tuple[_planner
     now = tables_now()
     topology = now.environment or tables.measured_topology(attention.lowering.name)
     model = now.gemm_model(device_type, attention.dtype)
-    if model == tables.default_gemm_model(device_type):
-        tables.note_default(model.name, lambda: not dist.is_initialized() or dist.get_rank() == 0)
+    executables.note_default_model(model, device_type)
     return topology, model
 
 

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from .. import _planner
-from ..layout import Layout, Mesh
-from ..options import parse_mesh, split_placements
+from ..layout import Mesh
+from ..options import parse_mesh
 from ..topology import named_topology, tables_now
 
 
@@ -44,36 +44,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _make(arguments: argparse.Namespace) -> _planner.ProductPlan:
-    mesh = Mesh(parse_mesh(arguments.mesh))
-    sizes = parse_mesh(arguments.sizes, "--sizes")
-    operands, arrow, result = arguments.axes.partition("->")
-    tensors = operands.split(",")
-    if not arrow or len(tensors) != 2:
-        raise ValueError(f"--axes: {arguments.axes!r}; allowed is what einsum takes, such as 'bsk,nk->bsn'")
-
-    def layout(letters: str, placements: str) -> Layout:
-        missing = [letter for letter in letters if letter not in sizes]
-        if missing:
-            raise ValueError(f"--sizes: {arguments.sizes!r} has none for the axis {missing[0]!r}")
-        return Layout(mesh, [sizes[letter] for letter in letters], split_placements(placements), arguments.dtype)
-
-    count = len(arguments.weight)
-    operand = layout(tensors[0], arguments.x)
-    weights = [layout(tensors[1], placements) for placements in arguments.weight]
-    asked = arguments.out or [
-        ",".join(_planner.placements_in_place(arguments.axes, operand, weight)) for weight in weights
-    ]
-    model = (
-        _planner.GemmModel.named(arguments.gemm_model)
-        if arguments.gemm_model
-        else _planner.Lowering.named(arguments.backend).default_products
+    default_model = _planner.Lowering.named(arguments.backend).default_products
+    named = arguments.gemm_model
+    layouts = _planner.product_layouts(
+        Mesh(parse_mesh(arguments.mesh)),
+        arguments.axes,
+        parse_mesh(arguments.sizes, "--sizes"),
+        arguments.dtype,
+        arguments.x,
+        arguments.weight,
+        arguments.bias or [],
+        arguments.out or [],
     )
     return _planner.ProductPlan(
-        [arguments.axes] * count,
-        operand,
-        weights,
-        [layout(result[-1:], placements) for placements in arguments.bias or []] or [None] * count,
-        [layout(result, placements) for placements in asked],
+        [arguments.axes] * len(arguments.weight),
+        *layouts,
         cuts=arguments.cuts and arguments.cuts.replace(",", ""),
         keeps_gathered=arguments.save == "gathered",
         method=arguments.method,
@@ -82,5 +67,5 @@ def _make(arguments: argparse.Namespace) -> _planner.ProductPlan:
         backend=arguments.backend,
         topology=named_topology(arguments.topology),
         tables=tables_now(),
-        gemm_models={operand.dtype: model},
+        gemm_models={layouts[0].dtype: _planner.GemmModel.named(named) if named else default_model},
     )

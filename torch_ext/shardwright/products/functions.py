@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement
 
 from .._planner import GemmModel
-from . import tensors
 from .graphs import multiply
 
 __all__ = ["all_gather_matmul", "linear", "matmul_all_reduce", "matmul_reduce_scatter"]
@@ -77,26 +76,6 @@ def linear(
     scales = [x_scale, weight_scale]
     y: DTensor = multiply("linear", x, [weight], [bias], scales, gemm_model=gemm_model, out_dtype=out_dtype, **how)[0]
     return y
-
-
-def linear_sharing(
-    x: DTensor,
-    weight: DTensor,
-    bias: DTensor | None = None,
-    *,
-    placements: Sequence[Placement] | None = None,
-    method: str | None = None,
-    chunks: Chunks = None,
-    depth: int | None = None,
-) -> tuple[DTensor, DTensor | None]:
-    """Returns the result of `linear`, and the gathered `x` for other layers of the same input (None if not gathered).
-
-    The gradient of the gathered `x` is scattered together with the gradient of this layer.
-    """
-    how = {"placements": placements, "method": method, "chunks": chunks, "depth": depth}
-    asked = tensors.ask("linear", x, save="gathered", shares=True, **how)
-    y, *gathered = tensors.multiply(asked, x, [weight], [bias], [None, None])
-    return y, gathered[0] if gathered else None
 
 
 def all_gather_matmul(
@@ -220,5 +199,4 @@ def matmul_all_reduce(
 
 
 def _listed(given: Any) -> list[Any]:
-    is_one = given is None or isinstance(given, torch.Tensor) or not isinstance(given, Iterable)
-    return [given] if is_one else list(given)
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else [given]

@@ -1,16 +1,10 @@
 """Products in graphs, as opaque operators of torch.compile.
 
 When a call of a function of `functions.py` is compiled, its product is planned once, with fake tensors like its
-arguments, and not traced further. The graph gets an operator with the plan as text:
-
-    multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, str product, str group, int rank)
-        -> Tensor[]
-    multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, bool[] needs, str product, str group, int rank)
-        -> Tensor[]
-
-All tensors are this rank's parts. `product` is the whole problem as text, `group` the name of the process group of its
-mesh, `rank` this rank in it. So caches of graphs that compare their text do not confuse them, and a graph can run in a
-process in which it was not made.
+arguments, and not traced further. The graph gets the operator `multiply`, and for the backward `multiply_backward`. All
+their tensors are this rank's parts. `product` is the whole problem as text, `group` the name of the process group of
+its mesh, `rank` this rank in it. So caches of graphs that compare their text do not confuse them, and a graph can run
+in a process in which it was not made.
 """
 
 from __future__ import annotations
@@ -51,53 +45,40 @@ def _product(name: _Name, x: torch.Tensor) -> Product:
 
 
 def _parsed(name: _Name, device_type: str) -> Product:
-    plan = _planner.ProductPlan.parse(name[0])
-    return Product(plan, _places.get(name) or Where(device_type, groups.weakly(_group(name[1]))))
-
-
-def _group(name: str) -> dist.ProcessGroup | None:
     groups.check_initialised()
-    group = _resolve_process_group(name)
-    return None if group is dist.group.WORLD else group
+    group = _resolve_process_group(name[1])
+    where = Where(device_type, groups.weakly(None if group is dist.group.WORLD else group))
+    return Product(_planner.ProductPlan.parse(name[0]), _places.get(name, where))
 
 
 # ---- the operators
 
+_NAME = "str product, str group, int rank"
 _library = torch.library.Library("shardwright", "FRAGMENT")
-_library.define(
-    "multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, str product, str group, int rank) -> "
-    "Tensor[]"
-)
-_library.define(
-    "multiply_backward(Tensor x, Tensor[] weights, Tensor[] gradients, bool[] needs, str product, str group, int rank) "
-    "-> Tensor[]"
-)
+_library.define(f"multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, {_NAME}) -> Tensor[]")
+_library.define(f"multiply_backward(Tensor x, Tensor[] weights, Tensor[] dys, bool[] needs, {_NAME}) -> Tensor[]")
 Tensors = Sequence[torch.Tensor]
+Flags = Sequence[bool]
 
 
+@torch.library.impl(_library, "multiply", "CompositeExplicitAutograd")
 def _multiply(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, *name: Any) -> list[torch.Tensor]:
     """Returns the results, then the gathered operand if the product keeps it."""
-    outputs, kept = _product(name, x).forward([x, *weights, *biases], scales)
-    return _apart([*outputs, *([] if kept is None else [kept])], [x, *weights, *biases])
+    return _apart(_product(name, x).forward([x, *weights, *biases], scales), [x, *weights, *biases])
 
 
-def _multiply_backward(
-    x: torch.Tensor, weights: Tensors, gradients: Tensors, needs: Sequence[bool], *name: Any
-) -> list[torch.Tensor]:
+@torch.library.impl(_library, "multiply_backward", "CompositeExplicitAutograd")
+def _multiply_backward(x: torch.Tensor, weights: Tensors, dys: Tensors, needs: Flags, *name: Any) -> list[torch.Tensor]:
     """Returns the gradients of operand, weights and biases that are needed."""
-    dense = [gradient.contiguous() for gradient in gradients]
+    dense = [dy.contiguous() for dy in dys]
     found = _product(name, x).backward(x, *weights, dys=dense, layouts=[None] * len(dense), needs=needs)
-    return _apart([gradient for gradient in found if gradient is not None], [x, *weights, *gradients])
+    return _apart([gradient for gradient in found if gradient is not None], [x, *weights, *dys])
 
 
 def _apart(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
     """Clones outputs that share memory with an input, because operators must not return their inputs."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     return [output.clone() if output.untyped_storage().data_ptr() in taken else output for output in outputs]
-
-
-_library.impl("multiply", _multiply, "CompositeExplicitAutograd")
-_library.impl("multiply_backward", _multiply_backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("shardwright::multiply")
@@ -107,19 +88,18 @@ def _(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, *name
 
 
 @torch.library.register_fake("shardwright::multiply_backward")
-def _(x: torch.Tensor, weights: Tensors, gradients: Tensors, needs: Sequence[bool], *name: Any) -> list[torch.Tensor]:
+def _(x: torch.Tensor, weights: Tensors, dys: Tensors, needs: Flags, *name: Any) -> list[torch.Tensor]:
     made = _product(name, x)
     layouts = [made.plan.operand, *made.plan.weights, *made.plan.biases]
     return [made.empty(x, one) for one, needed in zip(layouts, needs, strict=True) if needed and one is not None]
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, weights, _, scales, *name = inputs
+    x, weights, _, _, *name = inputs
     ctx.name = tuple(name)
     made = _product(ctx.name, x)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[-1] if made.keeps_gathered else x, *weights)
-    ctx.num_scales = len(scales)
 
 
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
@@ -138,7 +118,7 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, 
     dx = next(found) if needs_x else None
     dws = [next(found) if needed else None for needed in needs_weights]
     dbs = [next(found) if needed else None for needed in needs_biases]
-    return dx, dws, dbs, [None] * ctx.num_scales, None, None, None
+    return dx, dws, dbs, [], None, None, None  # there are no scales, because scaled products have no gradients
 
 
 def _backward_of_backward(ctx: Any, *gradients: Any) -> Any:
@@ -159,49 +139,36 @@ _UNEVEN = "uneven"
 
 
 @torch._dynamo.assume_constant_result
-def _find_out(
-    function: str,
-    num_weights: int,
-    metas: Sequence[tuple[Any, ...] | None],
-    metas_of_scales: Sequence[tuple[Any, ...] | None],
-    options: dict[str, Any],
-) -> tuple[Any, ...]:
-    """Returns what a graph needs to know about a product of tensors with these descriptions, as four items.
+def _find_out(function: str, weights: int, scales: int, metas: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Returns what a graph needs to know about a product, by the descriptions of operand, weights, biases and scales.
 
-    First, an error message if the arguments are wrong, else None. Second, the product's name: None on a rank that holds
-    nothing of it, _UNEVEN if it stays out of graphs. Third, which weights are transposed, and for results that are
-    DTensors their placements, shape, strides and dtype. Fourth, the placements of the operand's gradient, if the
-    operand is a DTensor.
+    That is five items. An error message if the arguments are wrong, else None. The product's name: None on a rank that
+    holds nothing of it, _UNEVEN if it stays out of graphs. Which weights are transposed. For results that are DTensors,
+    their placements, shape, strides and dtype. The placements of the operand's gradient, if the operand is a DTensor.
     """
 
-    def plan(*given: Any) -> Planned:
-        end = len(metas)
-        return planned(ask(function, given[0], **options), num_weights, given[:end], given[end:])
+    def plan(x: Any, *others: Any) -> Planned:
+        end = len(others) - scales
+        return planned(ask(function, x, **options), weights, (x, *others[:end]), others[end:])
 
     try:
-        product, are_turned, specs = on_stand_ins([*metas, *metas_of_scales], plan)
+        product, are_turned, specs = on_stand_ins(metas, plan)
     except ValueError as error:
-        return str(error), None, ((), ()), ()
-    name, operand = None, ()
-    if product is not None and not product.plan.has_equal_parts:
+        return str(error), None, (), (), ()
+    results = tuple((s.placements, s.shape, s.stride, s.tensor_meta.dtype) for s in specs if s.tensor_meta)
+    if product is None:
+        return None, None, are_turned, results, ()
+    if not product.plan.has_equal_parts:
         # Compilers see an ordinary operator, not a collective, and order it relative to collectives by size. If sizes
         # differ among ranks, the order would too, and ranks would wait for each other.
-        return None, _UNEVEN, ((), ()), ()
-    if product is not None:
-        name = _name_of(product)
-        if specs and product.operand_gradient:
-            assert metas[0] is not None
-            operand = gradient_placements(metas[0][-1], product.operand_gradient)
-    results = [(spec.placements, spec.shape, spec.stride, spec.tensor_meta.dtype) for spec in specs if spec.tensor_meta]
-    return None, name, (are_turned, tuple(results)), operand
-
-
-def _multiply_uncompiled(function: str, x: Any, *operands: Sequence[Any], **options: Any) -> Any:
-    return tensors.multiply(ask(function, x, **options), x, *operands)
+        return None, _UNEVEN, (), (), ()
+    of_operand = specs and product.operand_gradient
+    placements = gradient_placements(metas[0][-1], of_operand) if of_operand else ()
+    return None, _name_of(product), are_turned, results, placements
 
 
 _outside = torch._dynamo.disable(
-    _multiply_uncompiled,
+    tensors.multiply,
     reason="shardwright: parts that differ in size among ranks are not multiplied in graphs, whose collectives "
     "compilers order by sizes, nor is anything with a gemm_model",
 )
@@ -210,19 +177,17 @@ _outside = torch._dynamo.disable(
 def multiply(
     function: str, x: Any, weights: list[Any], biases: list[Any], scales: list[Any], **options: Any
 ) -> list[Any]:
-    """As `tensors.multiply`, with the options that `tensors.ask` takes; in compiled code, one operator of the graph."""
+    """As `tensors.multiply`; in compiled code, one operator of the graph."""
     if not torch.compiler.is_compiling():
-        return uncompiled(_multiply_uncompiled, _outside)(function, x, weights, biases, scales, **options)
+        return uncompiled(tensors.multiply, _outside)(function, x, weights, biases, scales, **options)
+    if options.get("gemm_model") is not None:
+        return _outside(function, x, weights, biases, scales, **options)
     given = [x, *weights, *biases]
     if all(scale is None for scale in scales):
         given = autocast(given)
-    metas, metas_of_scales = ([None if one is None else meta_of(one) for one in some] for some in (given, scales))
+    metas = [None if one is None else meta_of(one) for one in (*given, *scales)]
     constants = {name: constant(value) for name, value in options.items()}
-    if options.get("gemm_model") is not None:
-        return _outside(function, x, weights, biases, scales, **options)
-    wrong, name, (are_turned, results), operand_gradient = _find_out(
-        function, len(weights), metas, metas_of_scales, constants
-    )
+    wrong, name, are_turned, results, operand = _find_out(function, len(weights), len(scales), metas, constants)
     if wrong is not None:
         raise ValueError(wrong)
     if name == _UNEVEN:
@@ -231,7 +196,7 @@ def multiply(
     if are_turned:
         weights = [weight.t() if turned else weight for weight, turned in zip(weights, are_turned, strict=True)]
     if name:
-        part = x.to_local(grad_placements=operand_gradient) if operand_gradient else _local(x)
+        part = x.to_local(grad_placements=operand) if operand else _local(x)
         parts = [[_local(one) for one in listed if one is not None] for listed in (weights, biases, scales)]
         outputs = torch.ops.shardwright.multiply(part, *parts, *name)
     else:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _planner, _runtime, checking, counters, executables, groups, tables, watching
+from .. import _planner, _runtime, checking, counters, executables, groups, watching
 from .. import operators as operators  # registers the operators that calls use
 from .._planner import GemmModel
 
@@ -86,28 +86,24 @@ class Flow:
 
     def __init__(self, flow: _planner.ProductDataflow, plan: _planner.ProductPlan, where: Where) -> None:
         self._plan, self._where = plan, where
-        self._outputs = flow.outputs
-        self._num_others = len(flow.layouts) - flow.num_inputs
+        self.inputs, self._outputs = flow.layouts[: flow.num_inputs], flow.outputs
         self._nodes = [(self._bound(node), node.inputs, node.outputs, node.released) for node in flow.nodes]
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        values: list[torch.Tensor | None] = [*inputs, *[None] * self._num_others]
+        values = dict(enumerate(inputs))
         for run, read, written, released in self._nodes:
-            made = run([values[i] for i in read])  # type: ignore[misc]
-            for i, value in zip(written, made, strict=True):
-                values[i] = value
+            values.update(zip(written, run([values[i] for i in read]), strict=True))
             for i in released:
-                values[i] = None
-        return [None if i < 0 else values[i] for i in self._outputs]
+                del values[i]
+        return [values.get(i) for i in self._outputs]
 
     def _bound(self, node: _planner.ProductNode) -> Run:
         where = self._where
         if node.matmul is not None:
             model = self._plan.gemm_model(node.matmul.plan.src.dtype)
             executables.note_default_topology(node.matmul.plan)
-            is_chosen = self._plan.chooses_schedules and node.matmul.communicates
-            if is_chosen and model == tables.default_gemm_model(where.device_type):
-                tables.note_default(model.name, executables.is_first_rank)
+            if self._plan.chooses_schedules and node.matmul.communicates:
+                executables.note_default_model(model, where.device_type)
             return bind(node.matmul.to_text(node.schedule), model, where)
         if node.plan is not None:
             executables.note_default_topology(node.plan)
@@ -134,31 +130,25 @@ class Product:
     """A product plan whose forward and backwards are bound to process groups on first use."""
 
     def __init__(self, plan: _planner.ProductPlan, where: Where) -> None:
-        self.plan, self.where = plan, where
-        self.rank = where.rank
+        self.plan, self.where, self.rank = plan, where, where.rank
         self.keeps_gathered = plan.keeps_gathered
         self.has_bias = [bias is not None for bias in plan.biases]
         self.num_weights = len(plan.axes)
-        flow = plan.forward
-        self._scale_layouts = flow.layouts[1 + self.num_weights + sum(self.has_bias) : flow.num_inputs]
-        # Placements of the gradient that is returned for a DTensor operand, and layouts of the results' gradients.
+        # Placements of the gradient that is returned for a DTensor operand.
         self.operand_gradient = () if plan.scaled_by else tuple(plan.operand_gradient.placements)
-        self._result_gradients = plan.result_gradients
         self._forward: Flow | None = None
         self._backwards: dict[Hashable, Flow] = {}
 
-    def forward(
-        self, inputs: Sequence[torch.Tensor], scales: Sequence[torch.Tensor] = ()
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    def forward(self, inputs: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Takes this rank's parts of operand, weights and biases, and scales as given.
 
-        Returns the results, and the moved operand if it is kept.
+        Returns the results, then the moved operand if it is kept.
         """
         if self._forward is None:
             self._forward = Flow(self.plan.forward, self.plan, self.where)
-        parts = [self._part(scale, layout) for scale, layout in zip(scales, self._scale_layouts, strict=True)]
-        outputs: list[torch.Tensor] = self._forward([*inputs, *parts])  # type: ignore[assignment]
-        return (outputs[:-1], outputs[-1]) if self.keeps_gathered else (outputs, None)
+        layouts = self._forward.inputs[len(inputs) :]
+        parts = [self._part(scale, layout) for scale, layout in zip(scales, layouts, strict=True)]
+        return self._forward([*inputs, *parts])  # type: ignore[return-value]
 
     def backward(
         self,
@@ -172,21 +162,15 @@ class Product:
 
         `x` is the moved operand if that was kept. `dys` have the given `layouts`; None among these means the usual
         layout of that result's gradient, and None among `dys` means zeros. After those of the results, one more may be
-        a part of the operand's gradient.
+        a part of the operand's gradient, or None.
         """
-        count = self.num_weights
-        known = [given or usual for given, usual in zip(layouts, self._result_gradients, strict=False)]
-        dense = [self.empty(x, known[j]).zero_() if dy is None else dy for j, dy in enumerate(dys[:count])]
-        added = layouts[count] if len(dys) > count and dys[count] is not None else None
-        if added is not None:
-            dense.append(dys[count])  # type: ignore[arg-type]
-        key = (*known, added, *needs)
+        key = (*layouts, *needs)
         flow = self._backwards.get(key)
         if flow is None:
-            planned = self.plan.backward(known, needs[0], needs[1 : 1 + count], needs[1 + count :], added)
-            flow = Flow(planned, self.plan, self.where)
+            flow = Flow(self.plan.backward(layouts, needs), self.plan, self.where)
             executables.keep(self._backwards, key, flow, _MAX_BACKWARDS)
-        return flow([x, *weights, *dense])
+        wanted = zip(dys, flow.inputs[1 + self.num_weights :])
+        return flow([x, *weights, *(self.empty(x, given).zero_() if dy is None else dy for dy, given in wanted)])
 
     def empty(self, like: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
         """Returns an uninitialised tensor for this rank's part in a layout."""
@@ -195,5 +179,5 @@ class Product:
     def _part(self, scale: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
         """Returns a scale as plans expect it: without dims, or one number for each row of this rank."""
         shape = tuple(layout.local_shape(self.rank))
-        is_one = scale.numel() == 1 and math.prod(shape) != 1
-        return scale.reshape(()).expand(shape).contiguous() if is_one else scale.reshape(shape)
+        fits = scale.numel() == math.prod(shape)
+        return scale.reshape(shape) if fits else scale.reshape(()).expand(shape).contiguous()

@@ -20,41 +20,34 @@ from .running import Product, Where
 
 
 class Asked(NamedTuple):
-    """Everything that is asked of a product but its tensors; csrc/products/product_arguments.h says more."""
+    """Everything that is asked of a product but its tensors, hashable."""
 
     function: str  # "linear", "gather" or "sum"
     where: Where
-    placements: tuple[Placement, ...] | None = None
-    dim: int | None = None
-    size: int | None = None
-    columns: int | tuple[int, ...] | None = None
-    out_dtype: torch.dtype | None = None
-    method: str | None = None
-    chunks: int | tuple[tuple[int, ...], ...] | None = None
-    depth: int | None = None
-    save: str = "shard"
-    gemm_model: _planner.GemmModel | None = None
-    shares: bool = False  # whether the results are followed by `x` as it was gathered, if it was
+    placements: tuple[Placement, ...] | None
+    shares: bool  # whether the results are followed by `x` as it was gathered, if it was
+    options: tuple[tuple[str, Any], ...]  # those of `_planner.plan_product`
 
 
 def ask(
     function: str,
     x: torch.Tensor,
     placements: Any = None,
-    columns: Any = None,
-    chunks: Any = None,
     group: dist.ProcessGroup | None = None,
-    **others: Any,
+    shares: bool = False,
+    **options: Any,
 ) -> Asked:
     """Returns what is asked in a hashable form. Raises RuntimeError without process groups."""
     groups.check_initialised()
     if placements is not None:  # with dims that count from the front
         rank = max(x.ndim, 1)
         placements = tuple(Shard(p.dim % rank) if type(p) is Shard and p.dim < 0 else p for p in placements)
-    columns = columns if columns is None or isinstance(columns, int) else tuple(columns)
-    chunks = chunks if chunks is None or isinstance(chunks, int) else tuple(map(tuple, chunks))
     where = Where(x.device.type, groups.weakly(group), x.device_mesh if isinstance(x, DTensor) else None)
-    return Asked(function, where, placements, columns=columns, chunks=chunks, **others)
+    return Asked(function, where, placements, shares, tuple((name, _hashable(options[name])) for name in options))
+
+
+def _hashable(option: Any) -> Any:
+    return tuple(map(_hashable, option)) if isinstance(option, (list, tuple)) else option
 
 
 class Planned(NamedTuple):
@@ -84,25 +77,23 @@ def autocast(tensors: Sequence[Any]) -> list[Any]:
 
 
 def multiply(
-    asked: Asked, x: torch.Tensor, weights: Sequence[Any], biases: Sequence[Any], scales: Sequence[Any]
+    function: str, x: torch.Tensor, weights: Sequence[Any], biases: Sequence[Any], scales: Sequence[Any], **options: Any
 ) -> Any:
     """Returns one result by weight. `scales` are those of x and weights; all None where operands are not scaled.
 
-    Arguments are checked where they are seen for the first time. Raises ValueError for those that do not fit.
+    `options` are those of `ask`. Arguments are checked where they are seen for the first time. Raises ValueError for
+    those that do not fit.
     """
     is_scaled = any(scale is not None for scale in scales)
     tensors = [x, *weights, *biases] if is_scaled else autocast([x, *weights, *biases])
-    product, are_turned, specs = planned(asked, len(weights), tensors, scales)
+    product, are_turned, specs = planned(ask(function, x, **options), len(weights), tensors, scales)
     if product is None:
         nothing = tensors[0]._local_tensor.new_empty(0, dtype=specs[0].tensor_meta.dtype)  # type: ignore[union-attr]
         return [_new_dtensor(nothing, spec, requires_grad=x.requires_grad) for spec in specs]
     for j, is_turned in enumerate(are_turned, 1):
         if is_turned:
             tensors[j] = tensors[j].t()
-    if not is_scaled:
-        return list(_Multiply.apply(product, specs, *tensors))  # type: ignore[no-untyped-call]
-    outputs: list[Any] = product.forward(_locals(tensors), _locals(scales))[0]
-    return [_new_dtensor(*one, requires_grad=False) for one in zip(outputs, specs, strict=True)] if specs else outputs
+    return list(_Multiply.apply(product, specs, _locals(scales), *tensors))  # type: ignore[no-untyped-call]
 
 
 def planned(asked: Asked, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any]) -> Planned:
@@ -111,11 +102,7 @@ def planned(asked: Asked, num_weights: int, tensors: Sequence[Any], scales: Sequ
     needs_grad = is_scaled and torch.is_grad_enabled()
     needs_grad = needs_grad and any(getattr(t, "requires_grad", False) for t in (*tensors, *scales))
     key = (asked, num_weights, needs_grad, checking.is_on(), *map(_described, tensors), *map(_described, scales))
-    found = _products.get(key)
-    if found is None:
-        found = _plan(asked, num_weights, tensors, scales, needs_grad)
-        _products.put(key, found)
-    return found
+    return _products.get_or_make(key, lambda: _plan(asked, num_weights, tensors, scales, needs_grad))
 
 
 def _described(given: Any) -> Any:
@@ -130,24 +117,22 @@ def _plan(asked: Asked, num_weights: int, tensors: Sequence[Any], scales: Sequen
     layout = layout_of(x._spec) if isinstance(x, DTensor) else None
     find = executables.lowering if layout is None else functools.partial(executables.lowering_on, layout.mesh)
     counters.counts.plans += 1
+    given = list(map(_given, tensors))
     plan = _planner.plan_product(
         asked.function,
-        (x, layout),
-        list(map(_given, tensors[1 : 1 + num_weights])),
-        list(map(_given, tensors[1 + num_weights :])),
-        _given(scales[0]),
-        list(map(_given, scales[1:])),
-        out_dtype=None if asked.out_dtype is None else str(asked.out_dtype),
+        given[0],
+        given[1 : 1 + num_weights],
+        given[1 + num_weights :],
+        list(map(_given, scales)),
         requires_grad=needs_grad,
         placements=None if asked.placements is None else placement_texts(asked.placements),
-        **{name: getattr(asked, name) for name in ("dim", "size", "columns", "method", "chunks", "depth", "save")},
         rank=where.rank,
         num_ranks=dist.get_world_size(where.group),
         checks_parts=not checking.is_on(),  # which tells all ranks
         backend=find(where.device_type, where.group).name,
         tables=tables_now(),
         device_type=where.device_type,
-        gemm_model=asked.gemm_model,
+        **dict(asked.options),
     )
     if layout is None:
         return Planned(Product(plan, where), tuple(",nk->" in axes for axes in plan.axes), ())
@@ -166,19 +151,18 @@ def _given(tensor: Any) -> Any:
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, product: Product, specs: tuple[DTensorSpec, ...], *tensors: Any
+        ctx: Any, product: Product, specs: tuple[DTensorSpec, ...], scales: list[torch.Tensor], *tensors: Any
     ) -> tuple[torch.Tensor, ...]:
         locals_ = _locals(tensors)
-        outputs, kept = product.forward(locals_)
+        outputs = product.forward(locals_, scales)
         ctx.made = product, [None if t is None else getattr(t, "_spec", None) for t in tensors]
-        ctx.save_for_backward(locals_[0] if kept is None else kept, *locals_[1 : product.num_weights + 1])
+        x = outputs[-1] if product.keeps_gathered else locals_[0]
+        ctx.save_for_backward(x, *locals_[1 : product.num_weights + 1])
         ctx.set_materialize_grads(False)
         if not specs:
-            return tuple(outputs)
-        if kept is not None and len(specs) > len(outputs):
-            outputs.append(kept)
+            return tuple(outputs[: product.num_weights])
         requires_grad = any(t is not None and t.requires_grad for t in tensors)
-        return tuple(_new_dtensor(y, spec, requires_grad=requires_grad) for y, spec in zip(outputs, specs, strict=True))
+        return tuple(_new_dtensor(y, spec, requires_grad=requires_grad) for y, spec in zip(outputs, specs))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -186,14 +170,12 @@ class _Multiply(torch.autograd.Function):
         product, specs = ctx.made
         layouts = [layout_of(dy._spec) if isinstance(dy, DTensor) else None for dy in gradients]
         dys = [None if dy is None else _local(dy).contiguous() for dy in gradients]
-        found = product.backward(*ctx.saved_tensors, dys=dys, layouts=layouts, needs=ctx.needs_input_grad[2:])
+        found = product.backward(*ctx.saved_tensors, dys=dys, layouts=layouts, needs=ctx.needs_input_grad[3:])
         if specs[0] is not None:
             wanted = [_gradient_spec(specs[0], product.operand_gradient), *map(_gradient_spec, specs[1:])]
-            found = [
-                None if local is None else _new_dtensor(local, spec, requires_grad=False)
-                for local, spec in zip(found, wanted, strict=True)
-            ]
-        return None, None, *found
+            pairs = zip(found, wanted, strict=True)
+            found = [dx if dx is None else _new_dtensor(dx, spec, requires_grad=False) for dx, spec in pairs]
+        return None, None, None, *found
 
 
 def _locals(tensors: Sequence[Any]) -> list[torch.Tensor]:

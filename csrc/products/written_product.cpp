@@ -1,0 +1,37 @@
+#include "products/written_product.h"
+
+#include "support/error.h"
+
+namespace shardwright {
+
+ProductProblem problem_of(const WrittenProduct& written) {
+  const AxisLetters letters = AxisLetters::parse(written.axes);
+  const auto layout = [&](const std::string& of, std::vector<Placement> placements) {
+    std::vector<int64_t> shape;
+    for (const char axis : of) {
+      const auto found = written.sizes.find(axis);
+      check_user(found != written.sizes.end(), "sizes: there is none for the axis '", std::string(1, axis),
+                 "'; allowed is one for each axis of ", written.axes);
+      shape.push_back(found->second);
+    }
+    return Layout(written.mesh, std::move(shape), written.dtype, std::move(placements));
+  };
+  ProductProblem problem{{}, layout(letters.operand, parse_placements(written.operand)), {}, {}, {}};
+  for (const std::string& placements : written.weights) {
+    const Layout& weight = problem.weights.emplace_back(layout(letters.weight, parse_placements(placements)));
+    problem.axes.push_back(written.axes);
+    if (written.biases.empty()) problem.biases.emplace_back();
+    if (!written.results.empty()) continue;
+    problem.results.push_back(layout(letters.result, placements_in_place(written.axes, problem.operand, weight)));
+  }
+  const std::string last = letters.result.empty() ? "" : letters.result.substr(letters.result.size() - 1);
+  for (const std::string& placements : written.biases) {
+    problem.biases.push_back(layout(last, parse_placements(placements)));
+  }
+  for (const std::string& placements : written.results) {
+    problem.results.push_back(layout(letters.result, parse_placements(placements)));
+  }
+  return problem;
+}
+
+}  // namespace shardwright
