@@ -1,6 +1,7 @@
 #include "batch/item_move.h"
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
 #include "crossing/crossing.h"
@@ -8,13 +9,13 @@
 namespace shardwright {
 namespace {
 
-Region region_of(const Grid& grid, const std::vector<int64_t>& slots) {
+Region region_of(const Grid& grid, int64_t part) {
   Region region;
-  for (int t = 0; t < grid.ndim(); ++t) region.push_back(grid.lists(t)[slots[t]]);
+  for (int t = 0; t < grid.ndim(); ++t) region.push_back(grid.lists(t)[grid.slots_of(part)[t]]);
   return region;
 }
 
-Region region_of(const Grid& grid, Rank rank) { return region_of(grid, grid.seat_of(rank)->slots); }
+Region region_of(const Grid& grid, Rank rank) { return region_of(grid, grid.seat_of(rank)->part); }
 
 class CrossingMove final : public ItemMove {
  public:
@@ -44,7 +45,7 @@ class CrossingMove final : public ItemMove {
     for (int64_t part = 0; part < src.parts(); ++part) {
       const int64_t elements = crossing_.wanted_elements(part);
       if (elements == 0) continue;
-      const std::vector<int64_t> slots = src.slots_of(part);
+      const std::span<const int64_t> slots = src.slots_of(part);
       std::vector<Rank> holders;
       for (int64_t replica = 0; replica < src.replicas(); ++replica) holders.push_back(src.rank_at(slots, replica));
       std::sort(holders.begin(), holders.end());
@@ -61,24 +62,24 @@ class CrossingMove final : public ItemMove {
     const std::optional<Grid::Seat> needs = dst.seat_of(rank);
     const auto firsts = [](const Grid& grid, const Grid::Seat& seat) {
       std::vector<int64_t> positions;
-      for (int a = 0; a < grid.ndim(); ++a) positions.push_back(grid.first_position(a, seat.slots[a]));
+      for (int a = 0; a < grid.ndim(); ++a) positions.push_back(grid.first_position(a, grid.slots_of(seat.part)[a]));
       return positions;
     };
     if (holds) {
-      const Region held = region_of(src, holds->slots);
+      const Region held = region_of(src, holds->part);
       for (const auto& [peer, range] : crossing_.sends(rank)) {
         move.sends.push_back({peer, range, Intersection(held, region_of(dst, peer))});
       }
       move.src_axes = local_axes(src_windows_, firsts(src, *holds));
     }
     if (!needs) return move;
-    const Region needed = region_of(dst, needs->slots);
+    const Region needed = region_of(dst, needs->part);
     for (const auto& [peer, range] : crossing_.receives(rank)) {
       move.receives.push_back({peer, range, Intersection(region_of(src, peer), needed)});
     }
     move.dst_axes = local_axes(dst_windows_, firsts(dst, *needs));
     if (!holds) return move;
-    Intersection own(region_of(src, holds->slots), needed);
+    Intersection own(region_of(src, holds->part), needed);
     if (own.count() > 0) move.own = std::move(own);
     return move;
   }

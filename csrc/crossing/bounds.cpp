@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -35,13 +36,13 @@ class Bounds {
     for (size_t p = 0; p < from.size(); ++p) {
       Place& place = places_[from[p]];
       place.src_position = static_cast<int64_t>(p);
-      place.src_part = src_.index_of(src_.seat_at(place.src_position).slots);
+      place.src_part = src_.seat_at(place.src_position).part;
     }
     const std::vector<Rank> to = dst_.ranks();
     for (size_t p = 0; p < to.size(); ++p) {
       Place& place = places_[to[p]];
       place.dst_position = static_cast<int64_t>(p);
-      place.dst_part = dst_.index_of(dst_.seat_at(place.dst_position).slots);
+      place.dst_part = dst_.seat_at(place.dst_position).part;
       if (place.src_part == kNone) continue;
       if (shared(place.src_part, place.dst_part) > 0) own_[{place.src_part, place.dst_part}].push_back(&place);
     }
@@ -150,15 +151,15 @@ class Bounds {
   static constexpr int64_t kNone = -1;
   struct Place {
     int64_t src_position = kNone;
-    int64_t src_part = kNone;  // by Grid::index_of
+    int64_t src_part = kNone;  // by its number in the grid
     int64_t dst_position = kNone;
     int64_t dst_part = kNone;
   };
   using Cell = std::pair<int64_t, int64_t>;  // parts of source and destination
 
   int64_t shared(int64_t src_part, int64_t dst_part) const {
-    const std::vector<int64_t> from = src_.slots_of(src_part);
-    const std::vector<int64_t> to = dst_.slots_of(dst_part);
+    const std::span<const int64_t> from = src_.slots_of(src_part);
+    const std::span<const int64_t> to = dst_.slots_of(dst_part);
     int64_t elements = 1;
     for (size_t t = 0; t < meetings_.size() && elements > 0; ++t) {
       const SlotMeetings::Met* met = meetings_[t].between(from[t], to[t]);
@@ -168,14 +169,14 @@ class Bounds {
   }
 
   int64_t size_of_dst(int64_t part) const {
-    const std::vector<int64_t> slots = dst_.slots_of(part);
+    const std::span<const int64_t> slots = dst_.slots_of(part);
     int64_t elements = 1;
     for (size_t t = 0; t < meetings_.size(); ++t) elements *= length(dst_.lists(static_cast<int>(t))[slots[t]]);
     return elements;
   }
 
   int64_t size_of_src(int64_t part) const {
-    const std::vector<int64_t> slots = src_.slots_of(part);
+    const std::span<const int64_t> slots = src_.slots_of(part);
     int64_t elements = 1;
     for (size_t t = 0; t < meetings_.size(); ++t) elements *= length(src_.lists(static_cast<int>(t))[slots[t]]);
     return elements;
@@ -206,7 +207,7 @@ class Bounds {
   // Calls visit(part of the destination, elements in common) for every part that overlaps a part of the source.
   template <typename Visit>
   void for_each_met(int64_t src_part, const Visit& visit, std::vector<int64_t> slots = {}, int64_t elements = 1) const {
-    if (slots.size() == meetings_.size()) return visit(dst_.index_of(slots), elements);
+    if (slots.size() == meetings_.size()) return visit(dst_.part_of(slots), elements);
     const size_t t = slots.size();
     slots.push_back(0);
     for (const SlotMeetings::Met& met : meetings_[t].of_src(src_.slots_of(src_part)[t])) {

@@ -30,6 +30,8 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -50,14 +52,19 @@ class Crossing {
   // `first_turn` among a part's replicas serves the first stretch, and after the last one the first follows.
   Crossing(Grid src, Grid dst, int64_t item_bytes, Sharing sharing, int64_t first_turn = 0, int64_t ranks_per_node = 0);
 
+  // Returns the same crossing with other sharing. What does not depend on that is made once for both.
+  Crossing shared_by(Sharing sharing, int64_t ranks_per_node = 0) const;
+
+  Sharing sharing() const { return sharing_; }
+
   // Within its node a holder sends at most so many times the longest stretch.
   static constexpr int64_t kMostInside = 4;
 
-  const Grid& src() const { return src_; }
-  const Grid& dst() const { return dst_; }
+  const Grid& src() const { return all_->src; }
+  const Grid& dst() const { return all_->dst; }
 
   // The ranks of both meshes, ascending. Other ranks send and receive nothing.
-  const std::vector<Rank>& ranks() const { return ranks_; }
+  const std::vector<Rank>& ranks() const { return all_->ranks; }
 
   // What one rank sends another: a range of the intersection of the sender's and the receiver's parts. The elements of
   // the intersection are numbered in the order of its runs (intersect() in layout/region.h), the last tensor dim
@@ -83,9 +90,9 @@ class Crossing {
   int64_t parcels_received_at_most(Rank rank) const;
 
   // The most that a holder sends.
-  int64_t longest_stretch() const { return stretch_; }
+  int64_t longest_stretch() const { return all_->stretch; }
   // Returns what all needers of a part of the source together need, by its number in src().
-  int64_t wanted_elements(int64_t part) const { return length(line_of(src_.slots_of(part))); }
+  int64_t wanted_elements(int64_t part) const { return all_->lines[part].length; }
 
   // Returns whether some rank receives something.
   bool communicates() const;
@@ -127,55 +134,76 @@ class Crossing {
   };
   // The line of one part of the source.
   struct Line {
-    std::vector<int64_t> slots;  // the slots of the part (Grid)
-    int64_t places = 1;          // the number of places per replica of the destination
-    int64_t elements = 1;        // elements per replica if nothing is absent
-    std::span<const Absent> absent;
-    int64_t stretch = 1;  // elements
+    int64_t part = 0;
+    int64_t places = 1;    // the number of places per replica of the destination
+    int64_t elements = 1;  // elements per replica if nothing is absent
+    int64_t length = 0;    // elements of all that are not absent
+    int64_t stretch = 1;   // elements
+  };
+  // What a rank holds and what it needs; null where it is not on that mesh.
+  struct Ends {
+    std::optional<Grid::Seat> holds;
+    std::optional<Grid::Seat> needs;
+  };
+  // Everything that does not depend on sharing.
+  struct Parties {
+    Parties(Grid from, Grid to);
+    void find_absent();
+    void find_lines();
+
+    Grid src;
+    Grid dst;
+    std::vector<SlotMeetings> meetings;  // by tensor dim
+    std::vector<Rank> ranks;
+    std::vector<Ends> ends;                   // by index in ranks
+    std::vector<std::vector<Absent>> absent;  // by part of the source, each by place
+    std::vector<Line> lines;                  // by part of the source
+    int64_t stretch = 1;                      // elements, at most
+    int64_t least_stretch = 1;                // elements, of any line with absent ranks
   };
 
-  void find_absent();
+  Crossing(std::shared_ptr<const Parties> all, int64_t item_bytes, Sharing sharing, int64_t first_turn,
+           int64_t ranks_per_node);
   void share_among_nodes();
-  Line line_of(std::vector<int64_t> slots) const;
-  int64_t num_places(const Line& line) const { return line.places * dst_.replicas(); }
-  int64_t length(const Line& line) const;
+  const Ends& ends_of(Rank rank) const;
+  int64_t num_places(const Line& line) const { return line.places * all_->dst.replicas(); }
   Place place(const Line& line, int64_t number) const;
   // Returns the number of the first place that is served by a holder with this turn or a later one.
   int64_t first_served(const Line& line, int64_t turn) const;
   // Returns the number of the place after the last one that is served by the holder with this turn.
   int64_t end_served(const Line& line, int64_t turn) const;
   // Returns how many of the places [first, end) have elements.
-  static int64_t num_present(const Line& line, int64_t first, int64_t end);
-  struct Sent {
-    int64_t elements = 0;
-    int64_t parcels = 0;
-  };
-  Sent sent(Rank rank) const;
+  int64_t num_present(const Line& line, int64_t first, int64_t end) const;
   // Returns what the holder with this turn sends to a place.
   Interval served(const Line& line, const Place& place, int64_t turn) const;
   Rank needer(const Line& line, int64_t number) const;
   Rank holder(const Line& line, int64_t turn) const;
   int64_t turn_of(const Grid::Seat& seat) const;
-  int64_t parts_received(Rank rank) const;
   int64_t largest_result_bytes() const;
+  // What is known of a rank without a walk over its peers.
+  struct Sent {
+    int64_t elements = 0;
+    int64_t parcels = 0;
+  };
+  Sent sent(Rank rank, const Ends& ends) const;
+  int64_t received_elements(const Ends& ends) const;
+  int64_t parts_received(const Ends& ends) const;
+  Traffic at(Rank rank, const Ends& ends, int64_t rounds) const;
   // Calls visit(holder, range).
   template <typename Visit>
-  void for_each_received(Rank rank, const Visit& visit) const;
+  void for_each_received(Rank rank, const Ends& ends, const Visit& visit) const;
+  // With Sharing::kNodes.
+  using Parcels = std::map<Rank, std::vector<Parcel>>;
+  static const std::vector<Parcel>& listed(const Parcels& parcels, Rank rank);
 
-  Sharing sharing_;
+  std::shared_ptr<const Parties> all_;
   int64_t item_bytes_;
-  Grid src_;
-  Grid dst_;
-  std::vector<SlotMeetings> meetings_;  // by tensor dim
-  std::vector<Rank> ranks_;
-  std::vector<std::vector<Absent>> absent_;  // by part of the source, each by place
-  int64_t stretch_ = 1;                      // elements, at most
-  int64_t least_stretch_ = 1;                // elements, of any line with absent ranks
+  Sharing sharing_;
   int64_t first_turn_ = 0;
   // With Sharing::kNodes.
   int64_t ranks_per_node_ = 0;
-  std::map<Rank, std::vector<Parcel>> sends_;
-  std::map<Rank, std::vector<Parcel>> receives_;
+  Parcels sends_;
+  Parcels receives_;
 };
 
 }  // namespace shardwright

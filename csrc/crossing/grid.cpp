@@ -1,6 +1,7 @@
 #include "crossing/grid.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "support/error.h"
@@ -73,19 +74,24 @@ Grid::Grid(const Layout& layout, const std::vector<Window>& windows) : mesh_(lay
     lists_.push_back(std::move(lists));
     first_positions_.push_back(std::move(first_positions));
   }
+  number_parts();
 }
 
-Grid::Seat Grid::seat_at(int64_t position) const {
-  Seat seat;
-  seat.slots.reserve(cutting_.size());
-  for (const std::vector<int>& cutting : cutting_) seat.slots.push_back(number_at(*mesh_, cutting, position));
-  seat.replica = number_at(*mesh_, replicating_, position);
-  return seat;
+void Grid::number_parts() {
+  slots_.resize(parts() * lists_.size());
+  seats_.reserve(mesh_->size());
+  std::vector<int64_t> slots(lists_.size());
+  for (int64_t p = 0; p < mesh_->size(); ++p) {
+    for (size_t t = 0; t < slots.size(); ++t) slots[t] = number_at(*mesh_, cutting_[t], p);
+    const Seat seat{part_of(slots), number_at(*mesh_, replicating_, p)};
+    std::copy(slots.begin(), slots.end(), slots_.begin() + seat.part * static_cast<int64_t>(slots.size()));
+    seats_.push_back(seat);
+  }
 }
 
 std::optional<Grid::Seat> Grid::seat_of(Rank rank) const {
   const std::optional<Position> position = mesh_->position_of(rank);
-  return position ? std::optional<Seat>(seat_at(*position)) : std::nullopt;
+  return position ? std::optional<Seat>(seats_[*position]) : std::nullopt;
 }
 
 Rank Grid::rank_at(std::span<const int64_t> slots, int64_t replica) const {
@@ -94,19 +100,10 @@ Rank Grid::rank_at(std::span<const int64_t> slots, int64_t replica) const {
   return mesh_->rank_at(Position{position});
 }
 
-int64_t Grid::index_of(std::span<const int64_t> slots) const {
-  int64_t index = 0;
-  for (size_t t = 0; t < lists_.size(); ++t) index = index * static_cast<int64_t>(lists_[t].size()) + slots[t];
-  return index;
-}
-
-std::vector<int64_t> Grid::slots_of(int64_t index) const {
-  std::vector<int64_t> slots(lists_.size());
-  for (size_t t = lists_.size(); t-- > 0;) {
-    slots[t] = index % static_cast<int64_t>(lists_[t].size());
-    index /= static_cast<int64_t>(lists_[t].size());
-  }
-  return slots;
+int64_t Grid::part_of(std::span<const int64_t> slots) const {
+  int64_t part = 0;
+  for (size_t t = 0; t < lists_.size(); ++t) part = part * static_cast<int64_t>(lists_[t].size()) + slots[t];
+  return part;
 }
 
 namespace {
@@ -170,31 +167,41 @@ size_t num_intervals(const std::vector<IntervalList>& lists) {
 
 }  // namespace
 
-SlotMeetings::SlotMeetings(const std::vector<IntervalList>& src, const std::vector<IntervalList>& dst)
-    : of_src_(src.size()), of_dst_(dst.size()) {
+SlotMeetings::SlotMeetings(const std::vector<IntervalList>& src, const std::vector<IntervalList>& dst) {
   const bool by_pairs = num_intervals(src) + num_intervals(dst) > src.size() * dst.size() * kIntervalsPerPair;
   const std::vector<Owned> owned = by_pairs ? std::vector<Owned>() : by_place(src);
-  for (size_t b = 0; b < dst.size(); ++b) {
-    const Runs runs = by_pairs ? slots_met(src, dst[b]) : runs_met(owned, dst[b]);
-    std::vector<Met>& met = of_dst_[b];
-    for (const auto& [slot, elements] : runs) {
-      if (met.empty() || met.back().slot != slot) {
-        const int64_t before = met.empty() ? 0 : met.back().before + met.back().elements;
-        met.push_back({slot, 0, before, 0});
+  of_src_.begins.assign(src.size() + 1, 0);
+  for (const IntervalList& list : dst) {
+    const size_t begin = of_dst_.all.size();
+    of_dst_.begins.push_back(begin);
+    for (const auto& [slot, elements] : by_pairs ? slots_met(src, list) : runs_met(owned, list)) {
+      const bool is_first = of_dst_.all.size() == begin;
+      if (is_first || of_dst_.all.back().slot != slot) {
+        const int64_t before = is_first ? 0 : of_dst_.all.back().before + of_dst_.all.back().elements;
+        of_dst_.all.push_back({slot, 0, before, 0});
+        ++of_src_.begins[slot + 1];
       }
-      met.back().elements += elements;
+      of_dst_.all.back().elements += elements;
     }
-    for (size_t i = 0; i < met.size(); ++i) {
-      std::vector<Met>& theirs = of_src_[met[i].slot];
-      const int64_t before = theirs.empty() ? 0 : theirs.back().before + theirs.back().elements;
-      met[i].index = static_cast<int64_t>(theirs.size());
-      theirs.push_back({static_cast<int64_t>(b), met[i].elements, before, static_cast<int64_t>(i)});
+  }
+  of_dst_.begins.push_back(of_dst_.all.size());
+  std::partial_sum(of_src_.begins.begin(), of_src_.begins.end(), of_src_.begins.begin());
+  of_src_.all.resize(of_dst_.all.size());
+  std::vector<size_t> next(of_src_.begins.begin(), of_src_.begins.end() - 1);
+  for (size_t b = 0; b < dst.size(); ++b) {
+    for (size_t i = of_dst_.begins[b]; i < of_dst_.begins[b + 1]; ++i) {
+      Met& met = of_dst_.all[i];
+      const size_t first = of_src_.begins[met.slot];
+      const size_t at = next[met.slot]++;
+      const int64_t before = at == first ? 0 : of_src_.all[at - 1].before + of_src_.all[at - 1].elements;
+      of_src_.all[at] = {static_cast<int64_t>(b), met.elements, before, static_cast<int64_t>(i - of_dst_.begins[b])};
+      met.index = static_cast<int64_t>(at - first);
     }
   }
 }
 
 const SlotMeetings::Met* SlotMeetings::between(int64_t src_slot, int64_t dst_slot) const {
-  const std::vector<Met>& met = of_src_[src_slot];
+  const std::span<const Met> met = of_src(src_slot);
   const auto found = std::partition_point(met.begin(), met.end(), [&](const Met& one) { return one.slot < dst_slot; });
   return found != met.end() && found->slot == dst_slot ? &*found : nullptr;
 }

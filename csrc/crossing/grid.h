@@ -41,28 +41,35 @@ class Grid {
   int64_t replicas() const { return replicas_; }
   int64_t parts() const { return mesh_->size() / replicas_; }
 
+  // Which of the replicas of which part a rank holds. Parts have numbers below parts().
   struct Seat {
-    std::vector<int64_t> slots;  // by tensor dim
+    int64_t part = 0;
     int64_t replica = 0;
     bool operator==(const Seat&) const = default;
   };
-  Seat seat_at(int64_t position) const;
+  Seat seat_at(int64_t position) const { return seats_[position]; }
   // Returns nullopt if the rank is not part of the mesh.
   std::optional<Seat> seat_of(Rank rank) const;
   Rank rank_at(std::span<const int64_t> slots, int64_t replica) const;
   std::vector<Rank> ranks() const { return mesh_->ranks(); }  // by position
 
-  // Returns a number below parts() that identifies the part.
-  int64_t index_of(std::span<const int64_t> slots) const;
-  std::vector<int64_t> slots_of(int64_t index) const;
+  // Returns the slots of a part, by tensor dim. Valid while the grid is.
+  std::span<const int64_t> slots_of(int64_t part) const {
+    return std::span<const int64_t>(slots_).subspan(part * lists_.size(), lists_.size());
+  }
+  int64_t part_of(std::span<const int64_t> slots) const;
 
  private:
+  void number_parts();
+
   MeshPtr mesh_;
   std::vector<std::vector<int>> cutting_;  // by tensor dim: mesh dims, first cut first
   std::vector<int> replicating_;           // mesh dims that cut nothing
   int64_t replicas_ = 1;
   std::vector<std::vector<IntervalList>> lists_;
   std::vector<std::vector<int64_t>> first_positions_;
+  std::vector<int64_t> slots_;  // by part and tensor dim
+  std::vector<Seat> seats_;     // by position
 };
 
 // The pairs of slots of two grids that have indices in common, on one tensor dim.
@@ -78,14 +85,22 @@ class SlotMeetings {
     int64_t index = 0;     // the index of the same pair in the other slot's list
   };
   // Ascending by slot.
-  const std::vector<Met>& of_src(int64_t slot) const { return of_src_[slot]; }
-  const std::vector<Met>& of_dst(int64_t slot) const { return of_dst_[slot]; }
+  std::span<const Met> of_src(int64_t slot) const { return of_src_.of(slot); }
+  std::span<const Met> of_dst(int64_t slot) const { return of_dst_.of(slot); }
   // Returns null if the two slots have no index in common.
   const Met* between(int64_t src_slot, int64_t dst_slot) const;
 
  private:
-  std::vector<std::vector<Met>> of_src_;
-  std::vector<std::vector<Met>> of_dst_;
+  // The lists of all slots, one after the other.
+  struct Lists {
+    std::vector<Met> all;
+    std::vector<size_t> begins;  // by slot, and where the last one ends
+    std::span<const Met> of(int64_t slot) const {
+      return std::span<const Met>(all).subspan(begins[slot], begins[slot + 1] - begins[slot]);
+    }
+  };
+  Lists of_src_;
+  Lists of_dst_;
 };
 
 }  // namespace shardwright

@@ -82,6 +82,8 @@ std::optional<Position> Mesh::position_of(Rank rank) const {
     const bool is_there = number(rank) >= 0 && number(rank) < size_;
     return is_there ? std::optional<Position>(Position{number(rank)}) : std::nullopt;
   }
+  const int64_t from_first = number(rank) - number(ranks_.front());  // the position if ranks are consecutive
+  if (from_first >= 0 && from_first < size_ && ranks_[from_first] == rank) return Position{from_first};
   const auto found = position_of_rank_.find(rank);
   return found == position_of_rank_.end() ? std::nullopt : std::optional<Position>(found->second);
 }

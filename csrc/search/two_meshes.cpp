@@ -19,6 +19,7 @@
 #include "moves/traffic.h"
 #include "search/balanced.h"
 #include "search/choices.h"
+#include "search/crossing_cost.h"
 
 namespace shardwright {
 namespace {
@@ -72,6 +73,7 @@ class Crossings {
         goal_(goal),
         options_(options),
         topology_(topology),
+        cost_(options, topology),
         may_split_(may_split),
         tensor_dims_(tensor_dims_of(src, goal)),
         encounter_(encounter(src.mesh(), goal.mesh(), topology.ranks_per_node)) {}
@@ -168,15 +170,15 @@ class Crossings {
       }
       for (Leg& last : lasts) {
         find_steps(last);
-        try_steps(joined_steps(first, {fastest_crossing(first.layout, last.layout).first}, last));
+        try_steps(joined_steps(first, {cost_.cheapest(first.layout, last.layout)->first}, last));
       }
       if (!firsts.insert(i).second) continue;
       for (int t = 0; t < goal_.ndim(); ++t) {
         const std::optional<Layout> relays = balanced_relays(first.layout, goal_, t);
         if (!relays || relays->mesh() == first.layout.mesh()) continue;
-        try_steps(joined_steps(first,
-                               {fastest_crossing(first.layout, *relays).first, fastest_crossing(*relays, goal_).first},
-                               after_.front()));
+        std::vector<Step> crossings{cost_.cheapest(first.layout, *relays)->first,
+                                    cost_.cheapest(*relays, goal_)->first};
+        try_steps(joined_steps(first, std::move(crossings), after_.front()));
       }
     }
   }
@@ -262,26 +264,16 @@ class Crossings {
       if (!is_new || !is_allowed) continue;
       find_steps(first);
       find_steps(last);
-      const auto [to, cost_to] = fastest_crossing(first.layout, relays);
-      if (!may_improve(first.at_least + cost_to + last.at_least)) continue;
-      const auto [from, cost_from] = fastest_crossing(relays, last.layout);
-      const Cost total = first.at_least + cost_to + cost_from + last.at_least;
-      if (may_improve(total)) take(total, first, {to, from}, last);
+      const Cost around = first.at_least + last.at_least;
+      const auto is_worth = [&](const Cost& crossings) { return may_improve(around + crossings); };
+      const auto to = cost_.cheapest(first.layout, relays, is_worth);
+      if (!to || !is_worth(to->second)) continue;
+      const auto from =
+          cost_.cheapest(relays, last.layout, [&](const Cost& one) { return is_worth(to->second + one); });
+      if (!from) continue;
+      const Cost total = around + to->second + from->second;
+      if (may_improve(total)) take(total, first, {to->first, from->first}, last);
     }
-  }
-
-  std::pair<Step, Cost> fastest_crossing(const Layout& before, const Layout& after) const {
-    std::optional<std::pair<Step, Cost>> fastest;
-    for (const Sharing sharing : {Sharing::kMessages, Sharing::kBytes}) {
-      Step step{StepOp::kCross, {}, before, after, sharing};
-      const Crossing crossing = crossing_of(step);
-      const StepFigures worst = crossing.totals().worst;
-      const Link link = link_of(crossing, topology_);
-      const Cost cost = cost_of(step, worst, predicted_picoseconds(worst.messages == 0, worst, link, topology_));
-      if (!fastest || cost < fastest->second) fastest.emplace(std::move(step), cost);
-      if (worst.sent_bytes <= worst.received_bytes) break;
-    }
-    return *fastest;
   }
 
   void take(const Cost& total, const Leg& first, std::vector<Step> crossings, const Leg& last) {
@@ -296,12 +288,7 @@ class Crossings {
     return steps;
   }
 
-  bool is_for_time() const { return options_.objective == Objective::kTime; }
-
-  Cost cost_of(const Step& step, const StepFigures& worst, int64_t picoseconds) const {
-    const bool communicates = step.op == StepOp::kCross ? worst.messages > 0 : !is_local(step.op);
-    return {is_for_time() ? picoseconds : worst.received_bytes, communicates ? 1 : 0, worst.messages, 1};
-  }
+  bool is_for_time() const { return cost_.is_for_time(); }
 
   // Adds a leg, unless a rank would hold more than is allowed or the layout is known. The first is always added.
   void add(std::vector<Leg>& legs, const Layout& layout, const Layout& from, const Layout& to) {
@@ -325,7 +312,7 @@ class Crossings {
       const StepFigures worst = figures(step, options_.lowering);
       leg.sent_bytes += worst.sent_bytes;
       leg.received_bytes += worst.received_bytes;
-      leg.at_least = leg.at_least + cost_of(step, worst, predicted_picoseconds(step, worst, topology_));
+      leg.at_least = leg.at_least + cost_.of(step, worst, predicted_picoseconds(step, worst, topology_));
     }
   }
 
@@ -411,38 +398,34 @@ class Crossings {
   // sends more than any receives, so that this may help. With the other objective sharing does not change the cost, and
   // holders send as little as possible.
   void try_crossing(const Leg& first, const Leg& last) {
-    bool relieves = true;
-    if (is_for_time()) relieves = try_sharing(first, last, Sharing::kMessages);
-    if (relieves) try_sharing(first, last, Sharing::kBytes);
+    const Crossing crossing(first.layout, last.layout, is_for_time() ? Sharing::kMessages : Sharing::kBytes);
+    if (try_sharing(first, last, crossing) && is_for_time()) {
+      try_sharing(first, last, crossing.shared_by(Sharing::kBytes));
+    }
     const bool has_replicas = first.layout.mesh().group_size(first.layout.replicated_dims()) > 1;
-    if (is_for_time() && has_replicas && encounter_.shares_nodes && topology_.ranks_per_node > 0) {
-      try_sharing(first, last, Sharing::kNodes);
+    const bool may_prefer_nodes =
+        is_for_time() && has_replicas && encounter_.shares_nodes && topology_.ranks_per_node > 0;
+    if (may_prefer_nodes && crossing.num_meetings() <= kMostListed) {
+      try_sharing(first, last, crossing.shared_by(Sharing::kNodes, topology_.ranks_per_node));
     }
   }
 
   // Returns whether some rank sends more than any receives.
-  bool try_sharing(const Leg& first, const Leg& last, Sharing sharing) {
+  bool try_sharing(const Leg& first, const Leg& last, const Crossing& crossing) {
+    const Sharing sharing = crossing.sharing();
     Step step{StepOp::kCross, {}, first.layout, last.layout, sharing};
-    if (sharing == Sharing::kNodes) {
-      if (Crossing(first.layout, last.layout, Sharing::kMessages).num_meetings() > kMostListed) return false;
-      step.ranks_per_node = topology_.ranks_per_node;
-    }
-    const Crossing crossing = crossing_of(step);
+    if (sharing == Sharing::kNodes) step.ranks_per_node = topology_.ranks_per_node;
     const Cost around = first.at_least + last.at_least;
     const StepFigures least = crossing.worst_at_least();
-    const Link link = link_of(crossing, topology_);
-    const auto time = [&](const StepFigures& worst) {
-      return predicted_picoseconds(worst.messages == 0, worst, link, topology_);
-    };
     // By nodes, bytes take several links, and what is listed is quickly counted.
-    const bool is_hopeless = sharing != Sharing::kNodes && !may_improve(around + cost_of(step, least, time(least)));
+    const bool is_hopeless = sharing != Sharing::kNodes && !may_improve(around + cost_.of(step, crossing, least));
     if (is_hopeless) return least.sent_bytes > least.received_bytes;
     const StepFigures worst = crossing.totals().worst;
-    const Cost total = around + cost_of(step, worst, time(worst));
+    const Cost total = around + cost_.of(step, crossing, worst);
     if (may_improve(total)) {
       take(total, first, {std::move(step)}, last);
       best_crossing_ = worst;
-      best_link_ = link;
+      best_link_ = link_of(crossing, topology_);
       best_sent_bytes_ = first.sent_bytes + worst.sent_bytes + last.sent_bytes;
       best_received_bytes_ = first.received_bytes + worst.received_bytes + last.received_bytes;
     }
@@ -453,6 +436,7 @@ class Crossings {
   const Layout& goal_;
   const PlanOptions& options_;
   const Topology& topology_;
+  const CrossingCost cost_;
   const bool may_split_;
   std::vector<int> tensor_dims_;
   Encounter encounter_;

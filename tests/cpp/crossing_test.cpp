@@ -100,6 +100,8 @@ TEST(Crossing, DeliversEveryElementOnceAndSharesTheSending) {
     const int64_t ranks_per_node = random.pick(1, 5);
     for (const Sharing sharing : {Sharing::kBytes, Sharing::kMessages, Sharing::kNodes}) {
       const Crossing crossing(src.layout, dst.layout, sharing, ranks_per_node);
+      const Crossing other = Crossing(src.layout, dst.layout, Sharing::kBytes).shared_by(sharing, ranks_per_node);
+      for (const Rank rank : crossing.ranks()) ASSERT_EQ(other.sends(rank), crossing.sends(rank)) << rank;
       Counted counted;
       expect_delivers(crossing, src, dst, counted);
       if (HasFatalFailure()) return;
