@@ -94,7 +94,8 @@ class Encounter {
   }
 
   void list(int64_t begin) const {
-    for_each_shared_key_run(listed(a_, begin, end_), listed(b_, begin, end_), [&](const Piece& piece) { out_.append(piece); });
+    for_each_shared_key_run(listed(a_, begin, end_), listed(b_, begin, end_),
+                            [&](const Piece& piece) { out_.append(piece); });
   }
 
   void take_common_periods() const {
@@ -102,7 +103,7 @@ class Encounter {
     const int64_t times = (end_ - begin_) / period;
     std::vector<Piece> pieces;
     for_each_shared_key_run(listed(a_, begin_, begin_ + period), listed(b_, begin_, begin_ + period),
-          [&](const Piece& piece) { pieces.push_back(piece); });
+                            [&](const Piece& piece) { pieces.push_back(piece); });
     const Piece::Shift shift{period / a_.key_period * a_.value_period, period / b_.key_period * b_.value_period};
     out_.append_repeated(pieces, shift, times);
     list(begin_ + times * period);
