@@ -140,6 +140,17 @@ def plans_before_and_after() -> list[str]:
     return table(["", "before", "after"], rows)
 
 
+def instructions_before_and_after() -> list[str]:
+    counts = results("before_after-torch2.15.0")["plan_instructions"]["counts"]
+    rows = []
+    for name, count in counts.items():
+        text = PLANNED.get(name.removeprefix("plan, ").partition(", stride")[0])
+        if text is not None:
+            millions = (f"{count[when] / 1e6:,.0f}" for when in ("before", "after"))
+            rows.append([text, *millions, f"{count['after'] / count['before']:.2f}"])
+    return table(["millions of instructions", "before", "after", "after over before"], rows)
+
+
 def link_of(network: dict[str, Any]) -> str:
     return f"{network['nodes']} x {network['per_node']}, {network['gbit']:g} Gbit/s"
 
@@ -303,6 +314,7 @@ PARTS: dict[str, Callable[[], list[str]]] = {
     "planning in short": planning_in_short,
     "calls before and after": calls_before_and_after,
     "plans before and after": plans_before_and_after,
+    "instructions before and after": instructions_before_and_after,
 }
 
 
