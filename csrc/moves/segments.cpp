@@ -32,8 +32,8 @@ bool communicates_once(const Step& step, Lowering lowering) {
 // Calls visit(list) for what the ranks of a layout have of a tensor dim.
 template <typename Visit>
 void for_each_part(const Layout& layout, int tensor_dim, const Visit& visit) {
-  for (const int64_t position : layout.mesh().group(0, dims_of(layout.cuts(tensor_dim))))
-    visit(layout.part(tensor_dim, position));
+  const MeshDimSet cutting = dims_of(layout.cuts(tensor_dim));
+  for (const int64_t position : layout.mesh().group(0, cutting)) visit(layout.part(tensor_dim, position));
 }
 
 int64_t num_parts(const Layout& layout, int tensor_dim) {

@@ -144,8 +144,6 @@ def product_of(
     is_plain = len(places) == 1 and not isinstance(given, DTensor) and not set(layouts.rest.placements) - {"R", "S(0)"}
     if not (is_linear and is_plain and isinstance(dtypes.gathers, Float8)):
         return dtypes, None
-    if type(dtypes.gathers) not in (Float8, RowwiseFloat8):  # another format that is derived from these
-        return dtypes, None
     is_rowwise = isinstance(dtypes.gathers, RowwiseFloat8)
     reason = _why_not(layouts.mesh.device_type, is_rowwise)
     if reason is not None:

@@ -83,24 +83,31 @@ class Format:
         out.copy_(messages[0])
 
 
-class Float8(Format):
-    """float8_e4m3fn with one float32 scale, which all ranks know before the gather.
+class ScaledCodes(Format):
+    """Codes of some bits, sent as bytes, with one float32 scale, which all ranks know before the gather."""
+
+    needs_largest = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.uint8)  # process groups move neither float8 nor float4
+
+    def largest(self, part: torch.Tensor) -> torch.Tensor:
+        return part.abs().max().float() if part.numel() else part.new_zeros((), dtype=torch.float32)
+
+
+class Float8(ScaledCodes):
+    """float8_e4m3fn.
 
     Args:
         pads: rows with zeros, up to a multiple of 16.
     """
 
-    needs_largest = True
-
     def __init__(self, pads: bool = False) -> None:
-        super().__init__(torch.uint8)  # process groups move no float8
+        super().__init__()
         self.pads = pads
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
         return [in_blocks(layout, ROW_MULTIPLE, ROW_MULTIPLE) if self.pads else with_dtype(layout, torch.uint8)]
-
-    def largest(self, part: torch.Tensor) -> torch.Tensor:
-        return part.abs().max().float() if part.numel() else part.new_zeros((), dtype=torch.float32)
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         assert scale is not None

@@ -13,16 +13,15 @@ import torch
 
 from .. import _planner
 from ..layout import Layout
-from .formats import FORMATS, Float8, check_blocks, in_blocks
+from .formats import FORMATS, ScaledCodes, check_blocks, in_blocks
 
 _BLOCK = 16  # elements that share a scale
 _LARGEST = 448.0 * 6.0  # of float8_e4m3fn, of which scales of blocks are, times that of float4_e2m1fn
 _ROWS_AT_A_TIME = 1 << 16  # bounds what decoding needs besides its result, in blocks
 
 
-class Nvfp4(Float8):
-    """float4_e2m1fn, two in a byte, with a float8_e4m3fn scale for each block of 16 along the last dim, all of them
-    times a float32 that all ranks know before the gather."""
+class Nvfp4(ScaledCodes):
+    """float4_e2m1fn, two in a byte, with a float8_e4m3fn scale for each block of 16 along the last dim as well."""
 
     def check(self, name: str, rest: _planner.Layout, device_type: str) -> None:
         reason = _why_not(device_type)

@@ -228,7 +228,7 @@ class Runner:
         if self._open:
             self._next("forward")  # a backward within a forward
             with torch.no_grad():
-                self._finish_reductions(MAX_USES)
+                self._finish_reductions()
                 for unit in self.units:
                     unit.finish_copies()
         else:
@@ -321,7 +321,7 @@ class Runner:
     def _drain(self, keeps_held: bool = True) -> None:
         """Ends the sequence: nothing is under way afterwards, and only what was asked for is resident."""
         with torch.no_grad():
-            self._finish_reductions(MAX_USES)  # all: a schedule may have more uses than came
+            self._finish_reductions()  # of later uses too: a schedule may have more than came
         for unit in self.units:
             if unit.is_resident and not (keeps_held and unit.is_held):
                 unit.release()
@@ -354,7 +354,7 @@ class Runner:
             if self._key is None:
                 self._begin_sequence(key)
             if len(self._uses) == MAX_USES:
-                self._finish_reductions(MAX_USES)
+                self._finish_reductions()
                 self._uses, self._plan, self._clock, self._is_too_long = [], None, None, True
             self._uses.append(Use(units, kind, []))
             self._enter(len(self._uses) - 1)
@@ -483,8 +483,8 @@ class Runner:
         finish = index if self._plan is None else self._plan.finishes.get((number, index), index)
         self._reductions.append((finish, reduction))
 
-    def _finish_reductions(self, index: int) -> None:
-        """Waits for those that should be done after this use."""
+    def _finish_reductions(self, index: int = MAX_USES) -> None:
+        """Waits for those that should be done after this use; by default for all."""
         for finish, reduction in self._reductions:
             if finish <= index:
                 reduction.finish()
