@@ -45,10 +45,12 @@ def _product(name: _Name, x: torch.Tensor) -> Product:
 
 
 def _parsed(name: _Name, device_type: str) -> Product:
-    groups.check_initialised()
-    group = _resolve_process_group(name[1])
-    where = Where(device_type, groups.weakly(None if group is dist.group.WORLD else group))
-    return Product(_planner.ProductPlan.parse(name[0]), _places.get(name, where))
+    where = _places.get(name)
+    if where is None:
+        groups.check_initialised()
+        group = _resolve_process_group(name[1])
+        where = Where(device_type, groups.weakly(None if group is dist.group.WORLD else group))
+    return Product(_planner.ProductPlan.parse(name[0]), where)
 
 
 # ---- the operators

@@ -162,7 +162,8 @@ class _Multiply(torch.autograd.Function):
         if not specs:
             return tuple(outputs[: product.num_weights])
         requires_grad = any(t is not None and t.requires_grad for t in tensors)
-        return tuple(_new_dtensor(y, spec, requires_grad=requires_grad) for y, spec in zip(outputs, specs))
+        pairs = zip(outputs[: len(specs)], specs, strict=True)
+        return tuple(_new_dtensor(y, spec, requires_grad=requires_grad) for y, spec in pairs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
