@@ -55,8 +55,8 @@ MAY_FIND_GROUPS = ("runtime/operators.cpp",)
 # The Python package: modules and sub-packages, by layer.
 LAYERS = {
     "planning, without torch": (
-        "argument_values batches _planner comparing doctor free_memory layout mapping nearest options placements "
-        "planning reading tables topology"
+        "argument_values batches _planner comparing doctor free_memory layout mapping nearest options pickling "
+        "placements planning reading tables topology"
     ),
     "running": (
         "argument_checks executables _runtime counters checking groups plain_tensors preparation tracing watching wire "
@@ -82,7 +82,7 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # what they 
 # for both modules. Code that does not fit under a limit should first be looked at for parts that belong there.
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
 MAX_CODE_LINES = {
-    ".": 4300,
+    ".": 4350,
     "attending": 640,
     "calibration": 550,
     "dtensor": 700,

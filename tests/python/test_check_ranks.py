@@ -146,3 +146,9 @@ def test_absent(pool: Pool) -> None:
 def test_bad_timeout() -> None:
     with pytest.raises(ValueError, match="timeout_seconds: got 0; allowed is a number above 0"):
         sw.check_ranks(timeout_seconds=0)
+
+
+def test_the_environment_says_0_or_1() -> None:
+    assert [checking._is_asked_for(said) for said in ("", "0", "1")] == [False, False, True]
+    with pytest.raises(ValueError, match="SHARDWRIGHT_CHECK_RANKS: got 'no' in the environment; allowed are 0 and 1"):
+        checking._is_asked_for("no")

@@ -18,6 +18,7 @@ except ImportError as error:
     from . import doctor
 
     raise doctor.import_error("_planner", error) from error
+from . import pickling
 from .batches import plan_many
 from .layout import Layout, Mesh
 from .mapping.rules import cast, fuse, rename, split, stack, unstack
@@ -26,6 +27,8 @@ from .planning import Plan, Step, pin, plan, unpin
 from .reading import plan_from_json
 from .topology import Link, Topology, load_topology
 from .viewing.functions import flatten, permute, squeeze, transpose, unflatten, unsqueeze, view
+
+pickling.register()
 
 if TYPE_CHECKING:
     __version__: str

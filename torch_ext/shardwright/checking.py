@@ -28,7 +28,14 @@ class _Setting(NamedTuple):
     timeout_seconds: float
 
 
-_setting = _Setting(os.environ.get("SHARDWRIGHT_CHECK_RANKS", "0") not in ("", "0"), DEFAULT_TIMEOUT_SECONDS)
+def _is_asked_for(said: str) -> bool:
+    """What the environment variable says."""
+    if said not in ("", "0", "1"):
+        raise ValueError(f"SHARDWRIGHT_CHECK_RANKS: got {said!r} in the environment; allowed are 0 and 1")
+    return said == "1"
+
+
+_setting = _Setting(_is_asked_for(os.environ.get("SHARDWRIGHT_CHECK_RANKS", "")), DEFAULT_TIMEOUT_SECONDS)
 _turns: Counter[tuple[int, ...]] = Counter()
 _turns_of: object | None = None  # the default process group for which the turns are counted
 

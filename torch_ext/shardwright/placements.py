@@ -231,6 +231,9 @@ class Pieces(_Cut):
 
         The chunks are those of ``torch.chunk`` into ``2 * count``; trailing ones may be short or empty.
         """
+        for name, value, least in (("size", size, 0), ("count", count, 1)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}: got {value!r} for Pieces.zigzag; allowed are integers of {least} or more")
         chunk = -(-size // (2 * count))
         chunks = [(min(c * chunk, size), min((c + 1) * chunk, size)) for c in range(2 * count)]
         return cls(dim, [[chunks[c], chunks[2 * count - 1 - c]] for c in range(count)])
