@@ -109,6 +109,44 @@ IntervalList at_a(const PieceList& pieces) {
   return out;
 }
 
+bool is_one_interval(const IntervalList& list) { return !list.has_repeats() && list.kept().size() == 1; }
+
+// What an ascending list has of a range, without listing repetitions: the length, the number of runs, and where the
+// first of them begins in the range (a) and in the list (b).
+SharedRuns runs_within(const Interval& range, const IntervalList& list) {
+  SharedRuns shared;
+  int64_t position = 0;  // of the block
+  list.for_each_block([&](const IntervalList::Block& block) {
+    const auto& [intervals, count, period] = block;
+    int64_t once = 0;
+    for (const Interval& one : intervals) once += one.extent();
+    int64_t within = 0;
+    for (const Interval& one : intervals) {
+      const int64_t before = position + within;
+      within += one.extent();
+      // The repetitions [first, end) have something of the range.
+      int64_t first = one.end <= range.begin ? 1 : 0;
+      int64_t end = one.begin < range.end ? 1 : 0;
+      if (count > 1) {
+        if (one.end <= range.begin) first = (range.begin - one.end) / period + 1;
+        if (one.begin < range.end) end = std::min((range.end - one.begin - 1) / period + 1, count);
+      }
+      if (first >= end) continue;
+      const int64_t cut_off = std::max<int64_t>(range.begin - one.begin - first * period, 0);
+      const int64_t left_out = std::max<int64_t>(one.end + (end - 1) * period - range.end, 0);
+      const int64_t a_position = one.begin + first * period + cut_off - range.begin;
+      if (shared.runs == 0 || a_position < shared.a_position) {
+        shared.a_position = a_position;
+        shared.b_position = before + first * once + cut_off;
+      }
+      shared.runs += end - first;
+      shared.length += (end - first) * one.extent() - cut_off - left_out;
+    }
+    position += once * count;
+  });
+  return shared;
+}
+
 }  // namespace
 
 IntervalList at_positions(const IntervalList& list, const IntervalList& positions) {
@@ -157,6 +195,12 @@ PieceList intersect(const IntervalList& a, const IntervalList& b) {
 }
 
 SharedRuns shared_runs(const IntervalList& a, const IntervalList& b) {
+  if (is_one_interval(a) && is_ascending(b)) return runs_within(a.front(), b);
+  if (is_one_interval(b) && is_ascending(a)) {
+    SharedRuns shared = runs_within(b.front(), a);
+    std::swap(shared.a_position, shared.b_position);
+    return shared;
+  }
   SharedRuns shared;
   const auto add = [&](const Piece& piece) {
     if (shared.runs++ == 0) {
@@ -174,12 +218,7 @@ SharedRuns shared_runs(const IntervalList& a, const IntervalList& b) {
   return {length(pieces), static_cast<int64_t>(pieces.size()), pieces.front().a_position, pieces.front().b_position};
 }
 
-int64_t intersection_length(const IntervalList& a, const IntervalList& b) {
-  if (repeat(a, b)) return length(intersect(a, b));
-  int64_t total = 0;
-  for_each_shared_run(a, b, [&](const Piece& piece) { total += piece.length; });
-  return total;
-}
+int64_t intersection_length(const IntervalList& a, const IntervalList& b) { return shared_runs(a, b).length; }
 
 int64_t shared_elements(const Region& a, const Region& b) {
   int64_t total = 1;

@@ -65,21 +65,22 @@ IntervalList moved_to_zero(const IntervalList& list) {
 bool is_ascending(const IntervalList& list) {
   if (!list.has_repeats()) return ascend(list.kept());
   int64_t end = INT64_MIN;
-  for (const auto& [intervals, count, period] : list.blocks()) {
-    if (intervals.front().begin < end || !ascend(intervals)) return false;
-    end = intervals.back().shifted(period * (count - 1)).end;
-  }
-  return true;
+  bool ascends = true;
+  list.for_each_block([&](const IntervalList::Block& block) {
+    ascends = ascends && block.items.front().begin >= end && ascend(block.items);
+    end = block.items.back().shifted(block.shift * (block.count - 1)).end;
+  });
+  return ascends;
 }
 
 Interval span_of(const IntervalList& list) {
   if (list.empty()) return {};
   Interval span = list.front();
-  for (const auto& [intervals, count, period] : list.blocks()) {
-    for (const Interval& one : intervals) {
-      span = {std::min(span.begin, one.begin), std::max(span.end, one.end + period * (count - 1))};
+  list.for_each_block([&](const IntervalList::Block& block) {
+    for (const Interval& one : block.items) {
+      span = {std::min(span.begin, one.begin), std::max(span.end, one.end + block.shift * (block.count - 1))};
     }
-  }
+  });
   return span;
 }
 

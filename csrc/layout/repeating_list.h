@@ -78,6 +78,9 @@ class RepeatingList {
   // so a list that is about to go has none to give.
   std::vector<Block> blocks() const&;
   std::vector<Block> blocks() && = delete;
+  // Calls visit(block) for each of them.
+  template <typename Visit>
+  void for_each_block(const Visit& visit) const;
 
   class Iterator;
   Iterator begin() const { return Iterator(*this, 0); }
@@ -299,18 +302,24 @@ RepeatingList<Item> RepeatingList<Item>::part(int64_t begin, int64_t end) const 
 }
 
 template <typename Item>
-std::vector<typename RepeatingList<Item>::Block> RepeatingList<Item>::blocks() const& {
-  std::vector<Block> blocks;
-  const auto add = [&](size_t first, size_t last, int64_t count, const Shift& shift) {
-    if (first < last) blocks.push_back({std::span<const Item>(kept_).subspan(first, last - first), count, shift});
+template <typename Visit>
+void RepeatingList<Item>::for_each_block(const Visit& visit) const {
+  const auto visit_kept = [&](size_t first, size_t last, int64_t count, const Shift& shift) {
+    if (first < last) visit(Block{std::span<const Item>(kept_).subspan(first, last - first), count, shift});
   };
   size_t next = 0;
   for (const Repeat& repeat : repeats_) {
-    add(next, repeat.first, 1, {});
-    add(repeat.first, repeat.last, repeat.count, repeat.shift);
+    visit_kept(next, repeat.first, 1, {});
+    visit_kept(repeat.first, repeat.last, repeat.count, repeat.shift);
     next = repeat.last;
   }
-  add(next, kept_.size(), 1, {});
+  visit_kept(next, kept_.size(), 1, {});
+}
+
+template <typename Item>
+std::vector<typename RepeatingList<Item>::Block> RepeatingList<Item>::blocks() const& {
+  std::vector<Block> blocks;
+  for_each_block([&](const Block& block) { blocks.push_back(block); });
   return blocks;
 }
 

@@ -1,7 +1,5 @@
 #include "moves/describe.h"
 
-#include <algorithm>
-
 #include "moves/figures.h"
 #include "support/error.h"
 #include "support/text.h"
@@ -12,8 +10,11 @@ std::string to_string(const Plan& plan, const TrafficTotals* traffic) {
   std::string text = concat(ends_of(plan), ", ", plan.lowering.name, ", least ", objective_name(plan.objective), " on ",
                             plan.topology.name);
   if (plan.steps.empty()) return text + "\n  nothing to do: every rank holds what it needs";
-  const auto communicating =
-      std::count_if(plan.steps.begin(), plan.steps.end(), [](const Step& step) { return !is_local(step.op); });
+  const auto worst_of = [&](size_t i) -> TrafficTotals::OfStep {
+    if (traffic != nullptr && !traffic->of_steps.empty()) return traffic->of_steps[i];
+    const TrafficTotals all = totals(plan.steps[i], plan.lowering);
+    return {all.received_bytes_max, all.messages_max};
+  };
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];
     text += concat("\n  ", i + 1, ". ", named(step), ": ", step.before.placements_string(), " -> ",
@@ -26,9 +27,8 @@ std::string to_string(const Plan& plan, const TrafficTotals* traffic) {
       text += ", local";
       continue;
     }
-    const bool is_all = traffic != nullptr && communicating == 1 && plan.segments.count == 1;
-    const TrafficTotals t = is_all ? *traffic : totals(step, plan.lowering);
-    text += concat(", receives at most ", bytes_text(t.received_bytes_max), " in ", t.messages_max, " messages, about ",
+    const auto [received_bytes, messages] = worst_of(i);
+    text += concat(", receives at most ", bytes_text(received_bytes), " in ", messages, " messages, about ",
                    microseconds_text(predicted_picoseconds(step, plan.lowering, plan.topology)));
   }
   if (plan.segments.count > 1) {

@@ -8,8 +8,7 @@
 
 namespace shardwright {
 
-// Returns a line for the plan, then one for each step. The plan's traffic is that of its step if only one communicates;
-// otherwise, and without it, that of each step is computed.
+// Returns a line for the plan, then one for each step. What the plan's traffic does not say of a step is computed.
 std::string to_string(const Plan& plan, const TrafficTotals* traffic = nullptr);
 
 }  // namespace shardwright

@@ -110,11 +110,11 @@ void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const Inte
   if (list.size() == 1 && target.size() == 1 && std::all_of(cuts.begin(), cuts.end(), is_chunks)) {
     return for_each_met_in_runs(mesh, position, all, list[0], cuts, target[0], visit);
   }
-  const int64_t shared = intersection_length(list, target);
-  if (shared == 0) return;
+  const SharedRuns shared = shared_runs(list, target);
+  if (shared.length == 0) return;
   const int64_t n = length(list);
-  if (shared == n) return for_each_part(mesh, position, all, n, cuts, 1, visit);
-  if (cuts.empty()) return visit(shared, int64_t{1});
+  if (shared.length == n) return for_each_part(mesh, position, all, n, cuts, 1, visit);
+  if (cuts.empty()) return visit(shared.length, int64_t{1});
   const Cut& first = cuts[0];
   const int64_t k = mesh.dim_size(first.mesh_dim);
   if (list.size() == 1 && cuts.size() == 1) {
@@ -128,9 +128,8 @@ void for_each_met(const Mesh& mesh, int64_t position, MeshDimSet all, const Inte
   }
   Interval coordinates{0, k};
   if (first.rule.makes_runs()) {  // only the coordinates between the first and the last shared element
-    const PieceList pieces = intersect(list, target);
-    const Piece last = pieces.back();
-    coordinates = first.rule.coordinates_of({pieces.front().a_position, last.a_position + last.length}, n, k);
+    const int64_t until = intersection_length(list, {{0, target.back().end}});
+    coordinates = first.rule.coordinates_of({shared.a_position, until}, n, k);
   }
   for (int64_t c = coordinates.begin; c < coordinates.end; ++c) {
     for_each_met(mesh, position, all, first.rule.part(list, k, c), cuts.subspan(1), target, visit);

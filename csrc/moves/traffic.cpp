@@ -170,6 +170,15 @@ TrafficTotals totals(const Step& step, Lowering lowering) {
 
 namespace {
 
+// Of all steps, from those of the steps that are not local.
+std::vector<TrafficTotals::OfStep> by_step(const Plan& plan, const std::vector<TrafficTotals::OfStep>& moving) {
+  std::vector<TrafficTotals::OfStep> all;
+  for (auto next = moving.begin(); const Step& step : plan.steps) {
+    all.push_back(is_local(step.op) ? TrafficTotals::OfStep() : *next++);
+  }
+  return all;
+}
+
 // Steps on either of two meshes, and those of the ranks of both, rank by rank.
 TrafficTotals totals_between_meshes(const Plan& plan) {
   const std::vector<Plan> plans = plan.segments.count > 1 ? plans_of_segments(plan) : std::vector<Plan>{plan};
@@ -186,9 +195,14 @@ TrafficTotals totals_between_meshes(const Plan& plan) {
   TrafficTotals result;
   result.steps = plan.segments.count - 1;
   for (size_t i = 0; i < plan.steps.size(); ++i) result.steps += communicates[i] ? plan.steps[i].rounds : 0;
+  std::vector<TrafficTotals::OfStep> of_steps(steps.size());
   for (const Rank rank : ranks_of(plan)) {
     Traffic all;
-    for (const TrafficOfRanks& step : steps) all = all + step.at(rank);
+    for (size_t s = 0; s < steps.size(); ++s) {
+      const Traffic traffic = steps[s].at(rank);
+      of_steps[s].add(traffic);
+      all = all + traffic;
+    }
     all = times(all, plan.segments.count / static_cast<int64_t>(plans.size()));
     result.received_bytes_max = std::max(result.received_bytes_max, all.received_bytes);
     result.received_bytes_sum += all.received_bytes;
@@ -196,6 +210,7 @@ TrafficTotals totals_between_meshes(const Plan& plan) {
     result.messages_max = std::max(result.messages_max, all.messages);
     result.sent_messages_max = std::max(result.sent_messages_max, all.sent_messages);
   }
+  if (plan.segments.count == 1) result.of_steps = by_step(plan, of_steps);
   return result;
 }
 
@@ -217,12 +232,12 @@ TrafficTotals totals(const Plan& plan) {
   const RanksSeen seen = classes.seen();
   TrafficTotals result;
   for (const StepTraffic& one : steps) result.steps += one.step().rounds;
-  std::vector<int64_t> received_max(steps.size(), 0);
+  std::vector<TrafficTotals::OfStep> of_steps(steps.size());
   for (size_t i = 0; i < seen.positions.size(); ++i) {
     Traffic all;
     for (size_t s = 0; s < steps.size(); ++s) {
       const Traffic traffic = steps[s].at(seen.positions[i]);
-      received_max[s] = std::max(received_max[s], traffic.received_bytes);
+      of_steps[s].add(traffic);
       all = all + traffic;
     }
     result.received_bytes_max = std::max(result.received_bytes_max, all.received_bytes);
@@ -230,12 +245,13 @@ TrafficTotals totals(const Plan& plan) {
     result.sent_bytes_max = std::max(result.sent_bytes_max, all.sent_bytes);
     result.messages_max = std::max(result.messages_max, all.messages);
   }
+  if (seen.stand_for_all || steps.size() == 1) result.of_steps = by_step(plan, of_steps);
   if (seen.stand_for_all) return result;
   result.received_bytes_sum = 0;
   for (size_t s = 0; s < steps.size(); ++s) {
     const std::optional<int64_t> sum = received_by_all(steps[s].step(), plan.lowering);
     result.sum_is_exact = result.sum_is_exact && sum;
-    result.received_bytes_sum += sum ? *sum : received_max[s] * mesh.size();
+    result.received_bytes_sum += sum ? *sum : of_steps[s].received_bytes_max * mesh.size();
   }
   result.maxima_are_exact = reach(result, steps);
   return result;

@@ -1,6 +1,7 @@
 // What moves send and receive: exact counts for one rank, totals over all ranks, and lower bounds for any plan.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <variant>
@@ -64,6 +65,18 @@ struct TrafficTotals {
   int64_t steps = 0;              // that communicate; each round counts. In segments: slots (moves/segments.h)
   bool sum_is_exact = true;
   bool maxima_are_exact = true;
+
+  // What the worst rank receives in one step, which need not be the worst rank of another step or of the plan.
+  struct OfStep {
+    int64_t received_bytes_max = 0;
+    int64_t messages_max = 0;
+    void add(const Traffic& traffic) {
+      received_bytes_max = std::max(received_bytes_max, traffic.received_bytes);
+      messages_max = std::max(messages_max, traffic.messages);
+    }
+  };
+  // By step. Empty for plans in segments, and where several steps communicate and not all classes were examined.
+  std::vector<OfStep> of_steps;
 };
 
 // The totals of one step or of a whole plan; the maxima of a plan are over ranks' sums over steps. Ranks are divided

@@ -1,5 +1,7 @@
 // Finds which ranks of a group are connected by what they exchange, and whether all are.
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <map>
 #include <utility>
 
@@ -7,34 +9,89 @@
 
 namespace shardwright {
 
-// Which members of a group have something for which.
-struct StepPairs::Talk {
-  struct PartsOfDim {
-    std::vector<int> held;  // by member
-    std::vector<int> needed;
-    int num_needed = 0;
-    std::vector<bool> meet;  // by held and needed part
-  };
-  // By member. `from` can only have something for `to` if held[from] equals needed[to]: they are on one replica and,
-  // where digits describe everything, their digits agree.
-  std::vector<int> held;
-  std::vector<int> needed;
-  std::vector<PartsOfDim> parts;  // by tensor dim, where digits do not describe everything
+namespace {
 
-  bool is_there(size_t from, size_t to) const {
-    if (held[from] != needed[to]) return false;
-    for (const PartsOfDim& dim : parts) {
-      if (!dim.meet[dim.held[from] * dim.num_needed + dim.needed[to]]) return false;
-    }
-    return true;
+// Members of a group, by index.
+class MemberSet {
+ public:
+  explicit MemberSet(size_t num_members, bool are_all = false) : words_((num_members + 63) / 64, are_all ? ~0ull : 0) {
+    if (are_all && num_members % 64 > 0) words_.back() = (1ull << num_members % 64) - 1;
   }
+
+  void insert(size_t member) { words_[member / 64] |= 1ull << member % 64; }
+  void erase(size_t member) { words_[member / 64] &= ~(1ull << member % 64); }
+  void add(const MemberSet& others) {
+    for (size_t i = 0; i < words_.size(); ++i) words_[i] |= others.words_[i];
+  }
+  void keep(const MemberSet& others) {
+    for (size_t i = 0; i < words_.size(); ++i) words_[i] &= others.words_[i];
+  }
+  size_t count() const {
+    size_t total = 0;
+    for (const uint64_t word : words_) total += std::popcount(word);
+    return total;
+  }
+  template <typename Visit>
+  void for_each(const Visit& visit) const {
+    for (size_t i = 0; i < words_.size(); ++i) {
+      for (uint64_t word = words_[i]; word != 0; word &= word - 1) visit(64 * i + std::countr_zero(word));
+    }
+  }
+
+ private:
+  std::vector<uint64_t> words_;
 };
 
-// Numbers what members hold and need, so that one member has something for another exactly if, in every list, the
-// number of what the first holds matches that of what the second needs.
+}  // namespace
+
+// Which other members of a group each member has something for, and which have something for it.
+struct StepPairs::Talk {
+  explicit Talk(size_t num_members) : receivers(num_members, MemberSet(num_members, true)), senders(receivers) {
+    for (size_t m = 0; m < num_members; ++m) {
+      receivers[m].erase(m);
+      senders[m].erase(m);
+    }
+  }
+
+  // Numbers of what each member holds and needs. One member has something for another only if a pair of their numbers,
+  // held and needed, is among `meeting`.
+  struct Numbers {
+    std::vector<int> held;
+    std::vector<int> needed;
+    std::vector<std::pair<int, int>> meeting;
+    int num_held = 0;
+    int num_needed = 0;
+  };
+  void keep(const Numbers& numbers) {
+    const size_t k = receivers.size();
+    std::vector<MemberSet> holders(numbers.num_held, MemberSet(k));
+    std::vector<MemberSet> needers(numbers.num_needed, MemberSet(k));
+    for (size_t m = 0; m < k; ++m) {
+      holders[numbers.held[m]].insert(m);
+      needers[numbers.needed[m]].insert(m);
+    }
+    std::vector<MemberSet> receivers_of(numbers.num_held, MemberSet(k));  // by what is held
+    std::vector<MemberSet> senders_of(numbers.num_needed, MemberSet(k));  // by what is needed
+    for (const auto& [held, needed] : numbers.meeting) {
+      receivers_of[held].add(needers[needed]);
+      senders_of[needed].add(holders[held]);
+    }
+    for (size_t m = 0; m < k; ++m) {
+      receivers[m].keep(receivers_of[numbers.held[m]]);
+      senders[m].keep(senders_of[numbers.needed[m]]);
+    }
+  }
+
+  std::vector<MemberSet> receivers;  // by member
+  std::vector<MemberSet> senders;    // by member
+};
+
+// Members can only exchange data if they are on one replica and, where digits describe everything, their digits agree.
+// Where they do not, the parts of every tensor dim have to meet as well.
 StepPairs::Talk StepPairs::talk_of(const Group& group) {
   const Mesh& mesh = step_.before.mesh();
-  Talk talk;
+  Talk talk(group.positions.size());
+  Talk::Numbers places;
   std::map<std::vector<int64_t>, int> numbers;
   const auto number_of = [&](std::vector<int64_t> values, int64_t position) {
     for (const int d : replicas_.to_vector()) values.push_back(mesh.coordinate(position, d));
@@ -47,27 +104,48 @@ StepPairs::Talk StepPairs::talk_of(const Group& group) {
       held_ties.push_back(mesh.coordinate(member, tie.before.mesh_dim) / tie.before.below % tie.radix);
       needed_ties.push_back(mesh.coordinate(member, tie.after.mesh_dim) / tie.after.below % tie.radix);
     }
-    talk.held.push_back(number_of(std::move(held_ties), member));
-    talk.needed.push_back(number_of(std::move(needed_ties), member));
+    places.held.push_back(number_of(std::move(held_ties), member));
+    places.needed.push_back(number_of(std::move(needed_ties), member));
   }
+  places.num_held = places.num_needed = static_cast<int>(numbers.size());
+  for (int number = 0; number < places.num_held; ++number) places.meeting.emplace_back(number, number);
+  talk.keep(places);
   for (size_t t = 0; t < (all_look_alike_ ? 0 : ndim_); ++t) {
+    Talk::Numbers parts;
     std::vector<Part> held;
     std::vector<Part> needed;
     std::map<const IntervalList*, int> held_numbers;
     std::map<const IntervalList*, int> needed_numbers;
-    Talk::PartsOfDim& dim = talk.parts.emplace_back();
     const auto add = [](std::vector<Part>& parts, std::map<const IntervalList*, int>& known, const Part& part) {
       const auto [found, is_new] = known.emplace(part.list, static_cast<int>(parts.size()));
       if (is_new) parts.push_back(part);
       return found->second;
     };
     for (const int64_t member : group.positions) {
-      dim.held.push_back(add(held, held_numbers, part(held_, static_cast<int>(t), member)));
-      dim.needed.push_back(add(needed, needed_numbers, part(needed_, static_cast<int>(t), member)));
+      parts.held.push_back(add(held, held_numbers, part(held_, static_cast<int>(t), member)));
+      parts.needed.push_back(add(needed, needed_numbers, part(needed_, static_cast<int>(t), member)));
     }
-    dim.num_needed = static_cast<int>(needed.size());
-    for (const Part& has : held) {
-      for (const Part& wants : needed) dim.meet.push_back(shared_runs(has, wants).length > 0);
+    parts.num_held = static_cast<int>(held.size());
+    parts.num_needed = static_cast<int>(needed.size());
+    for (int h = 0; h < parts.num_held; ++h) {
+      for (int n = 0; n < parts.num_needed; ++n) {
+        if (shared_runs(held[h], needed[n]).length > 0) parts.meeting.emplace_back(h, n);
+      }
+    }
+    talk.keep(parts);
+  }
+  return talk;
+}
+
+// The same where replicas share the sending, from their transfers.
+StepPairs::Talk StepPairs::talk_by_pairs(const Group& group) {
+  const size_t k = group.positions.size();
+  Talk talk(k);
+  for (size_t from = 0; from < k; ++from) {
+    for (size_t to = 0; to < k; ++to) {
+      if (from == to || talks(group, group.positions[from], group.positions[to])) continue;
+      talk.receivers[from].erase(to);
+      talk.senders[to].erase(from);
     }
   }
   return talk;
@@ -76,19 +154,7 @@ StepPairs::Talk StepPairs::talk_of(const Group& group) {
 void StepPairs::connect(Group& group) {
   if (!group.circles.empty()) return;
   const size_t k = group.positions.size();
-  const Talk talk = group.transfers ? Talk() : talk_of(group);
-  std::vector<std::vector<size_t>> talks_with(k);
-  std::vector<size_t> sends(k, 0);
-  for (size_t from = 0; from < k; ++from) {
-    for (size_t to = 0; to < k; ++to) {
-      if (from == to) continue;
-      if (group.transfers ? !talks(group, group.positions[from], group.positions[to]) : !talk.is_there(from, to))
-        continue;
-      talks_with[from].push_back(to);
-      talks_with[to].push_back(from);
-      ++sends[from];
-    }
-  }
+  const Talk talk = group.transfers ? talk_by_pairs(group) : talk_of(group);
   group.connected.assign(k, k);
   for (size_t first = 0; first < k; ++first) {
     if (group.connected[first] < k) continue;
@@ -97,12 +163,15 @@ void StepPairs::connect(Group& group) {
     group.connected[first] = number;
     size_t talking = 0;
     for (size_t at = 0; at < circle.size(); ++at) {
-      talking += sends[circle[at]];
-      for (const size_t peer : talks_with[circle[at]]) {
-        if (group.connected[peer] < k) continue;
+      const size_t member = circle[at];
+      talking += talk.receivers[member].count();
+      MemberSet peers = talk.receivers[member];
+      peers.add(talk.senders[member]);
+      peers.for_each([&](size_t peer) {
+        if (group.connected[peer] < k) return;
         group.connected[peer] = number;
         circle.push_back(peer);
-      }
+      });
     }
     std::sort(circle.begin(), circle.end());
     group.all_pairs_talk.push_back(talking == circle.size() * (circle.size() - 1));

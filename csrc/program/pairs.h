@@ -137,10 +137,11 @@ class StepPairs {
     PieceList pieces;  // if rounds need slices and there are gaps
   };
 
-  struct Talk;  // which members of a group have something for which (ways.cpp)
+  struct Talk;  // which members of a group have something for which (connected.cpp)
 
   std::map<int64_t, int64_t> held_lengths(int tensor_dim, int64_t position) const;
   Talk talk_of(const Group& group);
+  Talk talk_by_pairs(const Group& group);
   bool work_out_all_talk(Group& group);
   const Coordinates& coordinates(int64_t position);
   Part part(KnownParts& parts, int tensor_dim, int64_t position);

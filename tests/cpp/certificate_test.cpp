@@ -43,6 +43,7 @@ TEST(Certificate, NoFigureIsBelowItsBound) {
         }
         ASSERT_EQ(remarks(plan, certificate).empty(), missed == 0 && certificate.replicas_are_bitwise_equal)
             << to_string(plan);
+        ASSERT_EQ(to_string(plan, &certificate.traffic), to_string(plan)) << "what a step receives, from all totals";
       }
     }
   }

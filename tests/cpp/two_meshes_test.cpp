@@ -61,6 +61,7 @@ TEST(TwoMeshes, PlansOfFewestBytesReachTheBounds) {
     ASSERT_EQ(traffic.received_bytes_sum, bound.received_bytes_sum) << to_string(plan);
     ASSERT_EQ(traffic.sent_bytes_max, bound.direct_sent_bytes_max);
     ASSERT_EQ(traffic.steps, bound.received_bytes_sum > 0 ? 1 : 0);
+    ASSERT_EQ(to_string(plan, &traffic), to_string(plan)) << "what a step receives, from all totals";
     ++plans;
   }
   EXPECT_GE(plans, 1000);
