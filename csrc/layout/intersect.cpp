@@ -1,5 +1,6 @@
 // The functions of region.h that relate two lists.
 #include <algorithm>
+#include <span>
 #include <utility>
 
 #include "layout/region.h"
@@ -31,7 +32,7 @@ class Joined {
 };
 
 template <typename Visit>
-void for_each_shared_run_ascending(const std::vector<Interval>& a, const std::vector<Interval>& b, const Visit& visit) {
+void for_each_shared_run_ascending(std::span<const Interval> a, std::span<const Interval> b, const Visit& visit) {
   Joined<Visit> joined(visit);
   size_t i = 0;
   size_t j = 0;
@@ -82,7 +83,7 @@ void for_each_shared_run(const IntervalList& a, const IntervalList& b, const Vis
 bool repeat(const IntervalList& a, const IntervalList& b) { return a.has_repeats() || b.has_repeats(); }
 
 // Appends the indices at ascending local positions, in one pass over both lists.
-void append_at_positions(IntervalList& out, const std::vector<Interval>& list, const std::vector<Interval>& positions) {
+void append_at_positions(IntervalList& out, std::span<const Interval> list, std::span<const Interval> positions) {
   auto at = list.begin();
   int64_t begin = 0;  // the local position of *at
   for (const Interval& wanted : positions) {
@@ -161,7 +162,7 @@ IntervalList at_positions(const IntervalList& list, const IntervalList& position
 IntervalList shared_indices(const IntervalList& a, const IntervalList& b) {
   if (repeat(a, b)) return at_positions(a, at_a(intersect(a, b)));
   IntervalList both;
-  const std::vector<Interval>&in_a = a.kept(), &in_b = b.kept();
+  const std::span<const Interval> in_a = a.kept(), in_b = b.kept();
   const auto ends_before = [](const Interval& one, int64_t index) { return one.end <= index; };
   auto i = in_a.begin();
   auto j = a.empty() ? in_b.end() : std::lower_bound(in_b.begin(), in_b.end(), a.front().begin, ends_before);

@@ -7,7 +7,8 @@ namespace shardwright {
 namespace {
 
 std::vector<Interval> listed(const IntervalList& list) {
-  return list.has_repeats() ? std::vector<Interval>(list.begin(), list.end()) : list.kept();
+  if (list.has_repeats()) return {list.begin(), list.end()};
+  return {list.kept().begin(), list.kept().end()};
 }
 
 bool ascend(std::span<const Interval> intervals) {

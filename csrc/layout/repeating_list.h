@@ -29,6 +29,8 @@
 #include <span>
 #include <vector>
 
+#include "support/small_vector.h"
+
 namespace shardwright {
 
 template <typename Item>
@@ -73,7 +75,7 @@ class RepeatingList {
   RepeatingList part(int64_t begin, int64_t end) const;
 
   // The items that are kept. These are all if nothing repeats.
-  const std::vector<Item>& kept() const { return kept_; }
+  std::span<const Item> kept() const { return kept_; }
   // The list as blocks, in order; items between two stretches that repeat are one block. Blocks point into the list,
   // so a list that is about to go has none to give.
   std::vector<Block> blocks() const&;
@@ -109,7 +111,7 @@ class RepeatingList {
   // Lists the last repetition by itself, so that the last item is kept as it is.
   void unroll_last();
 
-  std::vector<Item> kept_;
+  SmallVector<Item> kept_;
   std::vector<Repeat> repeats_;  // ascending
 };
 

@@ -23,6 +23,7 @@ class MoveMemory : public StepMemory {
         lowering_(plan.lowering),
         named_groups_only_(plan.named_groups_only),
         is_native_(reduces_natively(step, plan.lowering)),
+        group_size_(step.before.mesh().group_size(step.mesh_dims)),
         pairs_(step),
         traffic_(step) {}
 
@@ -31,7 +32,7 @@ class MoveMemory : public StepMemory {
     const bool moves = !is_local(step_.op) && !is_reduction;
     const bool is_gather = step_.op == StepOp::kAllGather;
     const bool may_be_in_order = !lowering_.gathers || !is_gather;
-    const bool lists_members = is_gather || step_.before.mesh().group_size(step_.mesh_dims) <= kMaxGroupListed;
+    const bool lists_members = is_gather || !group_is_large();
     classes.add(step_, moves && may_be_in_order && lists_members);
     // Which ranks are connected, and in which order, depends on what each of them sends to whom.
     const bool some_meet = lowering_.narrows_groups && !named_groups_only_ && !is_gather && !pairs_.all_meet_alike();
@@ -43,8 +44,7 @@ class MoveMemory : public StepMemory {
   std::optional<Traffic> traffic_that_decides(Rank rank) const override {
     const bool exchanges =
         step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;
-    const bool by_messages = step_.before.mesh().group_size(step_.mesh_dims) > kMaxGroupListed;
-    if (!exchanges || !by_messages || !pairs_.all_look_alike()) return std::nullopt;
+    if (!exchanges || !group_is_large() || !pairs_.all_look_alike()) return std::nullopt;
     return traffic_.at(position_of(rank));
   }
   std::optional<Traffic> traffic_at_most() const override { return traffic_.at_most(); }
@@ -56,7 +56,7 @@ class MoveMemory : public StepMemory {
     if (!exchanges || pairs_.all_look_alike()) return false;
     const Position position = position_of(rank);
     const std::optional<std::vector<int>> likeness = pairs_.likeness(position);
-    if (!likeness || move_of(position).second.carrier != Carrier::kMessages) return false;
+    if (!likeness || !(group_is_large() || move_of(position).second.carrier == Carrier::kMessages)) return false;
     return !likenesses_seen_.insert(*likeness).second;
   }
 
@@ -89,6 +89,7 @@ class MoveMemory : public StepMemory {
   using Group = StepPairs::Group;
   using Transfer = StepPairs::Transfer;
 
+  bool group_is_large() const { return group_size_ > kMaxGroupListed; }
   Position position_of(Rank rank) const { return *step_.before.mesh().position_of(rank); }
 
   static void copy_own(Sketch& sketch, int64_t own, int current, int next) {
@@ -98,8 +99,7 @@ class MoveMemory : public StepMemory {
   // The members of a group are listed only if the instructions depend on single members.
   std::pair<Group&, DataMove> move_of(int64_t position) {
     const bool lists_members = step_.op != StepOp::kAllGather || step_.sharing != Sharing::kNone;
-    const bool is_large = pairs_.around(position).size > kMaxGroupListed;
-    Group& group = lists_members && !is_large ? pairs_.group(position) : pairs_.around(position);
+    Group& group = lists_members && !group_is_large() ? pairs_.group(position) : pairs_.around(position);
     const size_t me = StepPairs::index_of(group, position);
     return {group, data_move_of(pairs_, group, me, lowering_, named_groups_only_)};
   }
@@ -371,6 +371,7 @@ class MoveMemory : public StepMemory {
   Lowering lowering_;
   bool named_groups_only_;
   bool is_native_;
+  int64_t group_size_;
   StepPairs pairs_;
   ExchangeTraffic traffic_;
   // By the first position of a group.

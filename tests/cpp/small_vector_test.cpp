@@ -1,0 +1,68 @@
+#include "support/small_vector.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+#include <utility>
+#include <vector>
+
+namespace shardwright {
+namespace {
+
+std::vector<int> items(const SmallVector<int>& some) { return {some.begin(), some.end()}; }
+
+// Two vectors that are appended to, copied and moved at random hold what two of the standard library hold.
+TEST(SmallVector, HoldsWhatAVectorHolds) {
+  const unsigned seed = 5;
+  std::mt19937 random(seed);
+  for (int round = 0; round < 200; ++round) {
+    SmallVector<int> mine[2];
+    std::vector<int> expected[2];
+    for (int step = 0; step < 12; ++step) {
+      const size_t one = random() % 2;
+      switch (random() % 6) {
+        case 0:
+          mine[one] = mine[1 - one];
+          expected[one] = expected[1 - one];
+          break;
+        case 1:
+          mine[one] = std::move(mine[1 - one]);
+          mine[1 - one] = {};
+          expected[one] = std::exchange(expected[1 - one], {});
+          break;
+        case 2: {
+          SmallVector<int> copy(mine[one]);
+          mine[one] = SmallVector<int>(std::move(copy));
+          break;
+        }
+        case 3:
+          if (expected[one].empty()) break;
+          mine[one].push_back(mine[one].front());
+          expected[one].push_back(expected[one].front());
+          break;
+        default:
+          mine[one].push_back(round + step);
+          expected[one].push_back(round + step);
+      }
+      for (size_t i = 0; i < 2; ++i) {
+        ASSERT_EQ(items(mine[i]), expected[i]) << "seed " << seed << ", round " << round << ", step " << step;
+        ASSERT_EQ(mine[i].empty(), expected[i].empty());
+        if (!expected[i].empty()) {
+          ASSERT_EQ(mine[i].back(), expected[i].back());
+        }
+      }
+      ASSERT_EQ(mine[0] == mine[1], expected[0] == expected[1]);
+    }
+  }
+}
+
+TEST(SmallVector, IsWhatItWasAfterAnAssignmentToItself) {
+  SmallVector<int> some;
+  for (int i = 0; i < 3; ++i) some.push_back(i);
+  const SmallVector<int>& same = some;
+  some = same;
+  EXPECT_EQ(items(some), (std::vector<int>{0, 1, 2}));
+}
+
+}  // namespace
+}  // namespace shardwright
