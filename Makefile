@@ -196,9 +196,9 @@ test-python: build
 # ASYNC_TESTS=tests/python runs all tests there; those meant for CPU alone are skipped.
 ASYNC_TESTS ?= tests/async_device $(addprefix tests/python/test_,$(addsuffix .py,async attention backward checkpoint_cut \
   checkpoint_cut_schedule fsdp_collectives fully_shard fully_shard_backward_chunks fully_shard_chunks \
-  fully_shard_streams fully_shard_times fuzz_redistribute jit_weight many masks_and_misfits matmul_lanes matmul_scaled \
-  memory_limit offload operators ordered_sums overlap_enabled parallel_styles pipeline_stages races redistribute_local \
-  replicas_bitwise torchtitan_functions weight_layouts))
+  fully_shard_outer_chunks fully_shard_streams fully_shard_times fuzz_redistribute jit_weight many masks_and_misfits \
+  matmul_lanes matmul_scaled memory_limit offload operators ordered_sums overlap_enabled parallel_styles \
+  pipeline_stages races redistribute_local replicas_bitwise torchtitan_functions weight_layouts))
 test-async: build
 	$(HERE) $(PY) -m pytest -q --device asyncdev -c pyproject.toml $(ASYNC_TESTS) $(ARGS)
 

@@ -21,8 +21,8 @@ namespace {
 
 // name, rest, use, keep and gradient bytes, times of a gather and of a reduction, and of copies from and to the host
 using WeightParts = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
-// times of all chunks, of one and of the rest, bytes of the gradient meanwhile
-using ReductionParts = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+// products, each with times of all chunks and of one and its use; time of the rest, bytes of the gradient meanwhile
+using ReductionParts = std::tuple<std::vector<std::tuple<int64_t, int64_t, int>>, int64_t, int64_t>;
 // weight, bytes and time of what is gathered before, bytes of chunks, their time, their number, whether in backwards
 // too, the reduction of the gradient
 using FormParts = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, bool, ReductionParts>;
@@ -65,7 +65,8 @@ StepSchedule schedule_of(const std::vector<WeightParts>& weights, const std::vec
   options.activations_ahead = activations_ahead_within(weights_of(weights), uses_of(uses), options);
   std::vector<ChunkedForm> chunked;
   for (const auto& [weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, r] : forms) {
-    const ChunkedReduction reduction{std::get<0>(r), std::get<1>(r), std::get<2>(r), std::get<3>(r)};
+    ChunkedReduction reduction{{}, std::get<1>(r), std::get<2>(r)};
+    for (const auto& [all_ps, last_ps, use] : std::get<0>(r)) reduction.products.push_back({all_ps, last_ps, use});
     chunked.push_back({weight, use_bytes, gather_ps, chunk_bytes, transfer_ps, num_chunks, in_backwards, reduction});
   }
   return schedule_with_chunks(weights_of(weights), uses_of(uses), chunked, {options, !prefetch, may_add_chunks});
@@ -134,6 +135,14 @@ void define_lists(py::class_<StepSchedule>& schedule) {
                                std::vector<std::tuple<int, int, int, int, bool>> all;
                                for (const Gather& g : s.gathers) {
                                  all.emplace_back(g.weight, g.buffer, g.start, g.needed, g.from_copy);
+                               }
+                               return all;
+                             })
+      .def_property_readonly("chunk_gathers",
+                             [](const StepSchedule& s) {
+                               std::vector<std::pair<int, int>> all;
+                               for (int use = 0; use < static_cast<int>(s.uses.size()); ++use) {
+                                 for (const int w : s.gathered_within(use)) all.emplace_back(s.weights[w].form_of, use);
                                }
                                return all;
                              })

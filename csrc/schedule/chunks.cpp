@@ -14,9 +14,9 @@ namespace {
 // A form, by index, in uses that follow each other: it is gathered in chunks there, or its gradient is reduced.
 struct Place {
   int form = 0;
-  int use = 0;   // the first
-  int last = 0;  // and last
-  bool is_reduction = false;
+  int use = 0;                // the first
+  int last = 0;               // and last
+  bool is_reduction = false;  // then both are the use that completes the gradient
   auto operator<=>(const Place&) const = default;
 };
 
@@ -34,11 +34,10 @@ class Chunking {
                  static_cast<int64_t>(weights_.size()) - 1, ", 1 or more chunks, and bytes and times from 0 on");
       for (int i = 0; i < static_cast<int>(uses_.size()); ++i) {
         const int last = last_of_run(form.weight, i);
-        if (last < 0) continue;
-        if (may_gather(form, i, last)) possible_.push_back({f, i, last, false});
-        const std::vector<int>& complete = uses_[last].gradients;
-        if (form.reduction.transfer_ps > 0 && std::count(complete.begin(), complete.end(), form.weight) > 0) {
-          possible_.push_back({f, i, last, true});
+        if (last >= 0 && may_gather(form, i, last)) possible_.push_back({f, i, last, false});
+        const std::vector<int>& complete = uses_[i].gradients;
+        if (takes_time(form.reduction) && std::count(complete.begin(), complete.end(), form.weight) > 0) {
+          possible_.push_back({f, i, i, true});
         }
       }
     }
@@ -64,6 +63,11 @@ class Chunking {
   }
 
  private:
+  static bool takes_time(const ChunkedReduction& reduction) {
+    return std::any_of(reduction.products.begin(), reduction.products.end(),
+                       [](const ReducingProducts& p) { return p.transfer_ps > 0; });
+  }
+
   // The last of the uses of a weight in one pass of which this is the first; -1 where it is not, or where they are
   // several and other weights come and go meanwhile.
   int last_of_run(int weight, int use) const {

@@ -6,7 +6,8 @@
 // takes the memory of the chunks under way instead of that of the weight.
 //
 // In a schedule, a weight in chunks is one more weight, its *form*, which takes its place in the uses that were chosen.
-// The form's gather is that of what is not chunked, such as biases.
+// The form's gather is that of what is not chunked, such as biases. It may stay from one pass to another; the chunks
+// are gathered in each.
 //
 // Example: weights a and b with gathers of 30 and 10, forwards of 50. In 3 chunks, a exposes one of them:
 //
@@ -34,7 +35,7 @@ struct ChunkedForm {
   int64_t transfer_ps = 0;  // how long all chunks take, one after the other
   int64_t num_chunks = 1;
   bool in_backwards = false;        // whether it may be gathered in chunks there too
-  ChunkedReduction reduction = {};  // of its gradient; without a time of transfers: never in chunks
+  ChunkedReduction reduction = {};  // of its gradient; without products: never in chunks
 };
 
 // Chunks must shorten the predicted step by so much of what compute waits for, a gather or a reduction.
@@ -50,7 +51,7 @@ struct ChunkingOptions {
 
 // Plans a step. Weights with forms may be gathered in chunks in forwards and backwards that are single uses of theirs,
 // or several during which no other weights come and go (what modules need that have others within them stays whole, and
-// so does what a recomputation has just needed).
+// so does what a recomputation has just needed). Gradients may be reduced in chunks wherever they are made.
 //
 //   1. The step is planned without chunks. If it does not fit, all gathers that may are planned in chunks. If that does
 //      not fit either, the error is that of the plan without.

@@ -1,4 +1,5 @@
-// A schedule as text and as JSON.
+// What a schedule says by use; a schedule as text and as JSON.
+#include <algorithm>
 #include <map>
 #include <set>
 
@@ -54,9 +55,36 @@ std::string names(const StepSchedule& s, const std::vector<int>& weights) {
   return join(found);
 }
 
-// Reductions that start after a use, but those that were done within it.
+// Reductions that start after a use, but those in chunks.
 std::vector<int> reduced_whole_after(const StepSchedule& s, int use) {
   return indices(s.reductions, [&](const Reduction& r) { return r.start == use && !r.in_chunks; });
+}
+
+// Weights whose gradients are reduced in chunks, but only in uses before the one that completes them.
+std::vector<int> reduced_before(const StepSchedule& s, int use) {
+  const std::vector<ReducedWithin> here = s.reduced_within(use);
+  std::vector<int> found;
+  for (const int w : s.uses[use].in_chunks) {
+    if (std::none_of(here.begin(), here.end(), [&](const ReducedWithin& r) { return r.weight == w; })) {
+      found.push_back(w);
+    }
+  }
+  return found;
+}
+
+// Of the uses of a weight that follow each other in one pass; of equally long ones the first.
+bool is_longest(const std::vector<Use>& uses, int use, int weight) {
+  const auto is_one = [&](int i) {
+    return 0 <= i && i < static_cast<int>(uses.size()) && uses[i].pass == uses[use].pass &&
+           std::count(uses[i].weights.begin(), uses[i].weights.end(), weight) > 0;
+  };
+  for (int i = use - 1; is_one(i); --i) {
+    if (uses[i].compute_ps >= uses[use].compute_ps) return false;
+  }
+  for (int i = use + 1; is_one(i); ++i) {
+    if (uses[i].compute_ps > uses[use].compute_ps) return false;
+  }
+  return true;
 }
 
 std::string use_text(const StepSchedule& s, int use, int number) {
@@ -72,8 +100,14 @@ std::string use_text(const StepSchedule& s, int use, int number) {
     if (s.activation_gathers[k].start == use) started.push_back(static_cast<int>(k));
   }
   add("gather activations", join(started));
-  add("in chunks: reduce the gradient of", names(s, u.in_chunks));
+  std::vector<int> gathered;
+  for (const int w : s.gathered_within(use)) gathered.push_back(s.weights[w].form_of);
+  add("in chunks: gather", names(s, gathered));
+  std::vector<int> reduced;
+  for (const ReducedWithin& r : s.reduced_within(use)) reduced.push_back(r.weight);
+  add("in chunks: reduce the gradient of", names(s, reduced));
   add("after: reduce the gradient of", names(s, s.reductions, reduced_whole_after(s, use)));
+  add("after: reduce the rest of the gradient of", names(s, reduced_before(s, use)));
   add("after: wait for the gradient of", names(s, s.reductions, s.reductions_finished_after(use)));
   std::vector<std::string> released;
   for (const int b : s.released_after(use)) {
@@ -83,11 +117,17 @@ std::string use_text(const StepSchedule& s, int use, int number) {
   return line;
 }
 
+int64_t transfer_ps(const ChunkedReduction& reduction) {
+  int64_t sum_ps = 0;
+  for (const ReducingProducts& p : reduction.products) sum_ps += p.transfer_ps;
+  return sum_ps;
+}
+
 std::string json_of(const Weight& w) {
   return concat("{\"name\": ", quoted(w.name), ", \"rest_bytes\": ", w.rest_bytes, ", \"use_bytes\": ", w.use_bytes,
                 ", \"keep_bytes\": ", w.keep_bytes, ", \"gradient_bytes\": ", w.gradient_bytes,
                 ", \"gather_ps\": ", w.gather_ps, ", \"reduce_ps\": ", w.reduce_ps, ", \"form_of\": ", w.form_of,
-                ", \"reduced_in_chunks_ps\": ", w.in_chunks.transfer_ps, ", \"fetch_ps\": ", w.fetch_ps,
+                ", \"reduced_in_chunks_ps\": ", transfer_ps(w.in_chunks), ", \"fetch_ps\": ", w.fetch_ps,
                 ", \"send_ps\": ", w.send_ps, "}");
 }
 
@@ -145,6 +185,25 @@ std::vector<int> StepSchedule::reductions_started_after(int use) const {
 
 std::vector<int> StepSchedule::reductions_finished_after(int use) const {
   return indices(reductions, [&](const Reduction& r) { return r.finish == use; });
+}
+
+std::vector<int> StepSchedule::gathered_within(int use) const {
+  std::vector<int> found;
+  for (const int w : uses[use].weights) {
+    if (weights[w].chunks_ps > 0 && is_longest(uses, use, w)) found.push_back(w);
+  }
+  return found;
+}
+
+std::vector<ReducedWithin> StepSchedule::reduced_within(int use) const {
+  std::vector<ReducedWithin> found;
+  for (const Reduction& r : reductions) {
+    if (!r.in_chunks || use < r.first || r.start < use) continue;
+    for (const ReducingProducts& p : weights[r.weight].in_chunks.products) {
+      if ((p.use < 0 ? r.start : p.use) == use) found.push_back({r.weight, p.transfer_ps, p.last_chunk_ps});
+    }
+  }
+  return found;
 }
 
 std::string to_text(const StepSchedule& s) {

@@ -107,38 +107,20 @@ class Lanes {
     span = {now_, stretches(i, now_)};
     lanes_.compute_ps += use.compute_ps;
     const int64_t half_ps = use.pass == Pass::kBackward ? use.compute_ps / 2 : 0;
-    for (const int w : use.weights) {
-      if (s_.weights[w].chunks_ps == 0 || !is_longest(i, w)) continue;
+    for (const int w : s_.gathered_within(i)) {
       const LaneSpan chunks = transfer(now_, s_.weights[w].chunks_ps);
       lanes_.chunks.push_back({w, i, false, chunks});
       span.end_ps = std::max(span.end_ps, chunks.end_ps + half_ps) + s_.weights[w].first_chunk_ps;
     }
-    for (const int w : use.in_chunks) {
-      const ChunkedReduction& reduced = s_.weights[w].in_chunks;
-      const LaneSpan chunks = transfer(span.end_ps - half_ps, reduced.transfer_ps - reduced.last_chunk_ps);
-      lanes_.chunks.push_back({w, i, true, chunks});
+    for (const ReducedWithin& r : s_.reduced_within(i)) {
+      const LaneSpan chunks = transfer(span.end_ps - half_ps, r.transfer_ps - r.last_chunk_ps);
+      lanes_.chunks.push_back({r.weight, i, true, chunks});
       span.end_ps = std::max(span.end_ps, chunks.end_ps);
-      const LaneSpan last = transfer(span.end_ps, reduced.last_chunk_ps);
-      lanes_.chunks.push_back({w, i, true, last});
+      const LaneSpan last = transfer(span.end_ps, r.last_chunk_ps);
+      lanes_.chunks.push_back({r.weight, i, true, last});
       span.end_ps = last.end_ps;
     }
     now_ = span.end_ps;
-  }
-
-  // Of the uses of a weight that follow each other in one pass; of equally long ones the first. Its product is taken to
-  // be there.
-  bool is_longest(int use, int weight) const {
-    const auto is_one = [&](int i) {
-      return 0 <= i && i < static_cast<int>(s_.uses.size()) && s_.uses[i].pass == s_.uses[use].pass &&
-             std::count(s_.uses[i].weights.begin(), s_.uses[i].weights.end(), weight) > 0;
-    };
-    for (int i = use - 1; is_one(i); --i) {
-      if (s_.uses[i].compute_ps >= s_.uses[use].compute_ps) return false;
-    }
-    for (int i = use + 1; is_one(i); ++i) {
-      if (s_.uses[i].compute_ps > s_.uses[use].compute_ps) return false;
-    }
-    return true;
   }
 
   void reduce(int i) {

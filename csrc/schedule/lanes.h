@@ -9,7 +9,8 @@
 // needs them: all of a forward, but in a backward only the first half, in which the gradient of the input is computed.
 // Chunks of a gradient run alongside the second half. The use ends when its chunks are there and what is computed after
 // them is done and, besides, one chunk's time later: nothing is computed alongside the first gather and the last
-// reduction. Of several uses that follow each other, the longest has them.
+// reduction. Of several uses that follow each other, the longest has the chunks of a weight; those of a gradient are in
+// the use that makes it.
 //
 // A copy to the device starts with its gather, which is carried out when the copy is done; transfers that start later
 // come after it. A copy to the host starts when compute has waited for the reduction. The step ends when it is done.

@@ -15,14 +15,22 @@
 namespace shardwright {
 namespace {
 
+bool is_possible(const ChunkedReduction& reduction, int num_uses) {
+  const auto is_good = [&](const ReducingProducts& p) {
+    return p.transfer_ps >= 0 && p.last_chunk_ps >= 0 && -1 <= p.use && p.use < num_uses;
+  };
+  return reduction.rest_ps >= 0 && reduction.gradient_bytes >= 0 &&
+         std::all_of(reduction.products.begin(), reduction.products.end(), is_good);
+}
+
 void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, const ScheduleOptions& options) {
   for (const Weight& w : weights) {
     check_user(w.rest_bytes >= 0 && w.use_bytes >= 0 && w.gradient_bytes >= 0 && w.gather_ps >= 0 && w.reduce_ps >= 0 &&
                    w.fetch_ps >= 0 && w.send_ps >= 0,
                "weights: '", w.name, "' has a negative figure; allowed are bytes and times from 0 on");
-    const ChunkedReduction& c = w.in_chunks;
-    check_user(c.transfer_ps >= 0 && c.last_chunk_ps >= 0 && c.rest_ps >= 0 && c.gradient_bytes >= 0, "weights: '",
-               w.name, "' has a negative figure for its reduction in chunks; allowed are bytes and times from 0 on");
+    check_user(is_possible(w.in_chunks, static_cast<int>(uses.size())), "weights: '", w.name,
+               "' has a negative figure for its reduction in chunks, or names a use that does not exist; allowed are "
+               "bytes and times from 0 on, and uses of the step");
     check_user(0 <= w.keep_bytes && w.keep_bytes <= w.use_bytes, "weights: '", w.name, "' keeps ", w.keep_bytes,
                " bytes; allowed is 0 to ", w.use_bytes, ", what it has in use");
   }

@@ -29,12 +29,19 @@ enum class Pass : uint8_t { kForward, kRecompute, kBackward };
 const char* pass_name(Pass pass);          // "forward", "recompute", "backward"
 Pass parse_pass(const std::string& name);  // throws UserError
 
-// How the gradient of a weight is reduced in chunks, within the use that completes it: each part of its product travels
-// while the next one is computed.
+// What products of one use reduce of a weight's gradient: each part of a product travels while the next one is
+// computed.
+struct ReducingProducts {
+  int64_t transfer_ps = 0;    // how long all chunks take, one after the other
+  int64_t last_chunk_ps = 0;  // how long one takes
+  int use = -1;               // -1: the use that completes the gradient; otherwise that one or one before
+};
+
+// How the gradient of a weight is reduced in chunks, within the uses that make it. A weight whose modules contain
+// others makes its gradient in several uses.
 struct ChunkedReduction {
-  int64_t transfer_ps = 0;     // how long all chunks take, one after the other; 0: not in chunks
-  int64_t last_chunk_ps = 0;   // how long one takes
-  int64_t rest_ps = 0;         // how long what is not in chunks takes after the use, such as biases
+  std::vector<ReducingProducts> products = {};  // none: not in chunks
+  int64_t rest_ps = 0;         // how long what is not in chunks takes after the last use, such as biases
   int64_t gradient_bytes = 0;  // instead of Weight::gradient_bytes
 };
 
@@ -66,7 +73,7 @@ struct Use {
   Pass pass = Pass::kForward;
   std::vector<int> gradients;  // weights whose gradients are complete after this use
   int64_t compute_ps = 0;      // how long the compute of this use takes; 0: not known
-  // Of `gradients`, those that are reduced in chunks within this use (Weight::in_chunks).
+  // Of `gradients`, those that are reduced in chunks, within this use or those before (Weight::in_chunks).
   std::vector<int> in_chunks = {};
 };
 
@@ -126,12 +133,19 @@ struct Reduction {
   int first = 0;           // the gradient exists from this use on: the first backward use since the reduction before
   int start = 0;           // starts after this use
   int finish = 0;          // done after this use; the gradient is released then. At `start`, nothing is overlapped
-  bool in_chunks = false;  // all but the rest of it was done within use `start`
+  bool in_chunks = false;  // all but the rest of it was done within uses up to `start`
 };
 
 struct ActivationGather {
   int start = 0;     // starts within this use,
   int trigger = -1;  // in the turn of this activation; -1: before the use
+};
+
+// What products within a use reduce of a weight's gradient.
+struct ReducedWithin {
+  int weight = 0;
+  int64_t transfer_ps = 0;
+  int64_t last_chunk_ps = 0;
 };
 
 // Lists are in the order in which things happen.
@@ -158,6 +172,11 @@ struct StepSchedule {
   std::vector<int> released_after(int use) const;
   std::vector<int> reductions_started_after(int use) const;
   std::vector<int> reductions_finished_after(int use) const;
+  // The forms of weights whose chunks are gathered within this use. Of several uses in one pass that follow each other,
+  // it is the longest, where the product is taken to be; of equally long ones the first. A form that stays from one
+  // pass to another is gathered in chunks in both.
+  std::vector<int> gathered_within(int use) const;
+  std::vector<ReducedWithin> reduced_within(int use) const;
 };
 
 // Plans a step.

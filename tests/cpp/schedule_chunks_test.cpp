@@ -37,7 +37,7 @@ TEST(ScheduleChunks, TheExampleOfTheHeader) {
 TEST(ScheduleChunks, TheLastReduction) {
   std::vector<Weight> weights = {{"a", 0, 100, 0, 100, 30, 20}, {"b", 0, 100, 0, 100, 30, 20}};
   std::vector<Use> uses = {{{0}, F, {}, 50}, {{1}, F, {}, 50}, {{1}, B, {1}, 100}, {{0}, B, {0}, 100}};
-  const ChunkedReduction reduction{20, 5, 0, 110};
+  const ChunkedReduction reduction{{{20, 5}}, 0, 110};
   const std::vector<ChunkedForm> forms = {{0, 0, 0, 20, 30, 1, true, reduction}, {1, 0, 0, 20, 30, 1, true, reduction}};
   ScheduleOptions options;
   options.alignment_bytes = 1;
@@ -64,6 +64,39 @@ TEST(ScheduleChunks, TheLastReduction) {
   EXPECT_FALSE(plan(forms).reductions[1].in_chunks) << "no times";
   uses[3] = {{0}, B, {}, 100, {0}};
   EXPECT_THROW(plan(forms), UserError) << "its gradient is not complete";
+}
+
+// A unit around another one: its projection's gradient is made in the first use of the backward, others in the last.
+TEST(ScheduleChunks, TheReductionOfAUnitAroundAnother) {
+  const std::vector<Weight> weights = {{"r", 0, 100, 0, 100, 30, 40}, {"a", 0, 100, 0, 100, 10, 20}};
+  std::vector<Use> uses;
+  for (const Pass pass : {F, B}) {
+    const int64_t compute_ps = pass == F ? 50 : 100;
+    uses.insert(uses.end(), {{{0}, pass, {}, compute_ps}, {{0, 1}, pass, {}, compute_ps}, {{0}, pass, {}, compute_ps}});
+  }
+  uses[4].gradients = {1};
+  uses[5].gradients = {0};
+  ChunkedForm form{0, 0, 0, 20, 30, 3, true, {{{20, 5, 3}, {10, 2}}, 10, 110}};
+  const auto plan = [&] { return schedule_with_chunks(weights, uses, {form}, {{}, false, false}); };
+  EXPECT_EQ(predict(schedule_with_chunks(weights, uses, {}, {{}, false, false})).total_ps, 520);
+  const StepSchedule s = plan();
+  const StepLanes lanes = predict(s);
+  EXPECT_FALSE(has_chunks(s)) << "it is gathered whole";
+  EXPECT_EQ(s.uses[5].in_chunks, std::vector<int>{0});
+  EXPECT_EQ(lanes.total_ps, 497) << to_text(s);
+  EXPECT_EQ(lanes.transfer_ps, 30 + 10 + 20 + 40);
+  std::vector<std::pair<int, int64_t>> ends;
+  for (const ChunksSpan& c : lanes.chunks) ends.emplace_back(c.use, c.span.end_ps);
+  EXPECT_EQ(ends, (std::vector<std::pair<int, int64_t>>{{3, 245}, {3, 285}, {5, 443}, {5, 487}}));
+  const std::string last = "5. backward r (use 2); in chunks: reduce the gradient of r; after: wait for";
+  EXPECT_NE(to_text(s).find("3. backward r; in chunks: reduce the gradient of r\n"), std::string::npos) << to_text(s);
+  EXPECT_NE(to_text(s).find(last), std::string::npos) << to_text(s);
+  form.reduction.products.pop_back();
+  EXPECT_NE(to_text(plan()).find("5. backward r (use 2); after: reduce the rest of the gradient of r; after: wait for"),
+            std::string::npos)
+      << to_text(plan());
+  form.reduction.products[0].use = 6;
+  EXPECT_FALSE(plan().reductions[1].in_chunks) << "no such use";
 }
 
 // Between forward and backward there is room for one weight, so each is gathered twice; nothing is computed before.
@@ -100,6 +133,11 @@ TEST(ScheduleChunks, ForwardsAndBackwardsInLittleMemory) {
   for (const Use& use : s.uses) used.push_back(s.weights[use.weights[0]].form_of);
   EXPECT_EQ(used, (std::vector<int>{0, 1, 1, 0}));
   EXPECT_EQ(s.reductions[0].first, 2) << "a gradient exists where the form is used";
+  options.budget_bytes = 5 + 5 + 20 + 10;
+  const StepSchedule stays = schedule_with_chunks(weights, uses, forms, {options, false, false});
+  EXPECT_EQ(stays.gathers.size(), 2) << "what is not in chunks stays from forward to backward";
+  for (int use = 0; use < 4; ++use) EXPECT_EQ(stays.gathered_within(use), stays.uses[use].weights) << to_text(stays);
+  EXPECT_NE(to_text(stays).find("3. backward a in chunks; in chunks: gather a;"), std::string::npos) << to_text(stays);
   uses.insert(uses.begin() + 2, {{1}, Pass::kRecompute, {}});
   EXPECT_THROW(schedule_with_chunks(weights, uses, forms, {options, false, false}), UserError);
   forms[1].in_backwards = false;
@@ -147,7 +185,7 @@ TEST(ScheduleChunks, HoldsForRandomSteps) {
       const auto bytes = static_cast<int64_t>(1 + random() % 9) * 100;
       most = std::max(most, bytes);
       weights.push_back({std::string(1, static_cast<char>('a' + w)), 0, bytes, 0, bytes, bytes, bytes});
-      const ChunkedReduction reduction{bytes, bytes / 8, 5, bytes + 40};
+      const ChunkedReduction reduction{{{bytes, bytes / 8}}, 5, bytes + 40};
       if (random() % 2) forms.push_back({w, 10, 5, bytes / 4, bytes, 8, random() % 2 == 0, reduction});
     }
     for (int w = 0; w < n; ++w) uses.push_back({{w}, F, {}, static_cast<int64_t>(1 + random() % 500)});

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+import shardwright as sw
 
 
 class Mlp(nn.Module):
@@ -66,3 +68,24 @@ def part(tensor: Any) -> torch.Tensor:
 
 def gradients(model: nn.Module) -> list[Any]:
     return [None if p.grad is None else p.grad for p in model.parameters()]
+
+
+def received_bytes(model: nn.Module, units: Sequence[nn.Module | Sequence[nn.Module]]) -> int:
+    """What this rank lacks of what a step gathers, in chunks or not, and of the gradients that it reduces, in float32.
+
+    Args:
+        units: by unit of the schedule, the modules with its parameters. Those of two dims are what may be in chunks.
+    """
+    schedule, world = sw.schedule(model), dist.get_world_size()
+    weights = [list((nn.ModuleList(unit) if isinstance(unit, Sequence) else unit).parameters()) for unit in units]
+
+    def lacks(parameters: Sequence[Any]) -> int:
+        return sum(4 * (p.numel() - p.to_local().numel()) for p in parameters)
+
+    received = sum(lacks([p for p in weights[unit] if p.ndim > 1]) for unit, _ in schedule.chunk_gathers)
+    for weight, *_ in schedule.gathers:
+        form_of = schedule.form_of[weight]
+        whole = weights[weight] if form_of < 0 else [p for p in weights[form_of] if p.ndim == 1]
+        received += lacks(whole)
+    parts = (p.to_local().numel() for unit, *_ in schedule.reductions for p in weights[unit])  # type: ignore[attr-defined]
+    return received + sum(4 * (world - 1) * part for part in parts)

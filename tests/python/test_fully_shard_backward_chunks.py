@@ -14,13 +14,14 @@ from torch.utils.checkpoint import checkpoint
 import meshes
 import shardwright as sw
 from allocations import allocated_peak
-from fsdp_models import full
+from fsdp_models import full, received_bytes
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import sharding, steps
 from shardwright.fsdp.methods import ATTRIBUTE
 
 DEPTH = 3
+CHUNKS: dict[str, Any] = {"gather_in_chunks": True, "prefetch": 0}
 
 
 class Layer(nn.Module):
@@ -41,10 +42,10 @@ class Layer(nn.Module):
 class Chain(nn.Module):
     """Layers that are recomputed or not."""
 
-    def __init__(self, width: int, recomputes: bool = False) -> None:
+    def __init__(self, width: int, recomputes: bool = False, layer: type[Layer] = Layer) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(DEPTH))
+        self.layers = nn.ModuleList(layer(width) for _ in range(DEPTH))
         self.recomputes = recomputes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,8 +54,8 @@ class Chain(nn.Module):
         return x
 
 
-def chain(mesh: Any, width: int, recomputes: bool = False, **options: Any) -> Any:
-    model = Chain(width, recomputes).to(meshes.device)
+def chain(mesh: Any, width: int, recomputes: bool = False, layer: type[Layer] = Layer, **options: Any) -> Any:
+    model = Chain(width, recomputes, layer).to(meshes.device)
     for layer in model.layers:
         sw.fully_shard(layer, mesh=mesh)
     return sw.fully_shard(model, mesh=mesh, **options)
@@ -112,21 +113,6 @@ def gathered_in_chunks(schedule: Any) -> list[tuple[str, int]]:
     return [(kind, form_of[w]) for weights, kind, *_ in schedule.uses for w in weights if form_of[w] >= 0]
 
 
-def received_bytes(model: Any) -> int:
-    """What this rank lacks of what a step gathers, in chunks or not, and of the gradients that it reduces."""
-    schedule = sw.schedule(model)
-    world, layers = dist.get_world_size(), [layer.linear for layer in model.layers]
-    lacks = [[4 * (p.numel() - p.to_local().numel()) for p in (layer.weight, layer.bias)] for layer in layers]
-    reduces = [sum(4 * (world - 1) * p.to_local().numel() for p in layer.parameters()) for layer in layers]
-    received = sum(lacks[unit - 1][0] for _, unit in gathered_in_chunks(schedule))
-    for weight, *_ in schedule.gathers:
-        if weight == 0:
-            continue  # the model has no weights of its own
-        is_form = schedule.form_of[weight] >= 0
-        received += lacks[schedule.form_of[weight] - 1][1] if is_form else sum(lacks[weight - 1])
-    return received + sum(reduces[unit - 1] for unit, *_ in schedule.reductions)
-
-
 def _trains(mesh_shape: tuple[int, ...], recomputes: bool) -> None:
     mesh, width = get_mesh(mesh_shape), 512
     with timed():
@@ -156,7 +142,8 @@ def _trains(mesh_shape: tuple[int, ...], recomputes: bool) -> None:
             x = batch(9, dist.get_rank(), width)
             with sw.wire_meter() as meter:
                 loss_of(model, x).backward()
-            assert meter.received_bytes == received_bytes(model), (meter.received_bytes, received_bytes(model))
+            expected = received_bytes(model, [[], *model.layers])
+            assert meter.received_bytes == expected, (meter.received_bytes, expected)
         (explained,) = sw.explain(lambda: loss_of(model, batch(9, dist.get_rank(), width)).backward())[-1:]
         assert any(event.instruction == "reduce layers.0 in chunks" for event in explained.predicted)
         assert all(type(layer.linear) is nn.Linear for layer in model.layers)
@@ -335,3 +322,32 @@ def _other_steps_timed(recomputes: bool) -> None:
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_steps_of_other_kinds(pool: Pool, recomputes: bool) -> None:
     pool.run(_other_steps_timed, 2, recomputes)
+
+
+class Within(Layer):
+    """Its product is run again in the backward, by a checkpoint within the unit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.linear = nn.Linear(width, width + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(checkpoint(self.linear, x, use_reentrant=False)[:, :-1])  # type: ignore[index]
+
+
+def _recomputes_within() -> None:
+    """The recomputation multiplies as the forward did, and its weight is gathered once more in all."""
+    width = 512
+    with timed():
+        model, whole = chain(get_mesh((2,)), width, layer=Within, **CHUNKS), Chain(width, layer=Within)
+        assert_trains_as_whole(model, whole.to(meshes.device), width, 5)
+        schedule = sw.schedule(model)
+        assert "backward" in {kind for kind, _ in gathered_in_chunks(schedule)} and schedule.reductions[-1][4]
+        with sw.wire_meter() as meter:
+            loss_of(model, batch(9, dist.get_rank(), width)).backward()
+        expected = received_bytes(model, [[], *model.layers])
+        assert meter.received_bytes == expected, (meter.received_bytes, expected)
+
+
+def test_checkpoints_within_units(pool: Pool) -> None:
+    pool.run(_recomputes_within, 2)

@@ -987,7 +987,9 @@ class StepSchedule:
         alignment_bytes: int = 256,
         held_bytes: int = 0,
         gather_until: Sequence[int] = (),
-        forms: Sequence[tuple[int, int, int, int, int, int, bool, tuple[int, int, int, int]]] = (),
+        forms: Sequence[
+            tuple[int, int, int, int, int, int, bool, tuple[Sequence[tuple[int, int, int]], int, int]]
+        ] = (),
         may_add_chunks: bool = False,
         activations: Sequence[tuple[str, int, int, int, int, int, int, int]] = (),
     ) -> None:
@@ -1006,8 +1008,9 @@ class StepSchedule:
             gather_until: by use, the last use whose weights should have begun to be gathered at it; below it: no wish.
             forms: of weights that may be gathered in chunks: index; bytes and picoseconds of what is gathered before
                 the use all the same; bytes of the chunks that exist at a time, picoseconds of all and their number;
-                whether in backwards too; and of the reduction of the gradient in chunks, picoseconds of all chunks (0:
-                not in chunks), of one and of what is reduced afterwards, and bytes of the gradient meanwhile.
+                whether in backwards too; and of the reduction of the gradient in chunks, products (none: not in
+                chunks), each with picoseconds of all chunks and of one, and the use that it is in (-1: that which
+                completes the gradient), picoseconds of what is reduced afterwards, and bytes of the gradient meanwhile.
             may_add_chunks: whether their bytes may be added to the budget.
             activations: of which parts are kept, in the order in which they are needed: name; bytes that are kept, and
                 gathered; picoseconds of a gather, or 0; the use that saves it, the first and last that need it, and the
@@ -1045,7 +1048,11 @@ class StepSchedule:
     @property
     def reductions(self) -> list[tuple[int, int, int, int, bool]]:
         """Weight; the uses from which its gradient exists, after which it is reduced, and after which that is done;
-        whether in chunks within the use, all but what is not in chunks."""
+        whether in chunks within these uses, all but what is not in chunks."""
+
+    @property
+    def chunk_gathers(self) -> list[tuple[int, int]]:
+        """Weight, and a use within which all its chunks are gathered; what is not in chunks is one of `gathers`."""
 
     @property
     def arena_bytes(self) -> int: ...

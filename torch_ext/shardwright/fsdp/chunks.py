@@ -7,6 +7,9 @@ is gathered then, whole.
 In backwards, an autograd function does the same: the gradient of the input is a product with the weight, whose rows
 arrive in chunks, and the gradient of the weight is a product whose rows leave in chunks, to be reduced. So in steps
 whose backward has chunks, the modules have that class in forwards too.
+
+A unit whose modules contain other units is gathered whole: its weights are needed in many uses, with others in between.
+Its gradients are reduced in chunks all the same, each in the use that makes it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from .. import _planner, executables, tables
 from ..layout import Layout
 from ..products.running import Call, Where, bind
 from .formats import with_dtype
-from .units import Unit
+from .units import Unit, is_in_backward
 from .weights import Weight
 
 # Where few ranks would make fewer chunks, each rank's part is divided.
@@ -81,6 +84,7 @@ class ChunkedWeight:
         )
         self.is_absent = False  # it is gathered in chunks now
         self.was_read = False  # in another way than by a product, since the step began
+        self.num_products = 0  # in forwards, since the step began
         self.reduces = False  # in chunks, in the backward that runs
         self._is_whole = False  # although absent
 
@@ -122,6 +126,10 @@ class ChunkedWeight:
         return fit and x.dim() > 0 and x.shape[-1] == whole.shape[1] and not torch.is_autocast_enabled(x.device.type)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if is_in_backward():  # a checkpoint within the unit: the gradient needs the weight again
+            self.make_whole()
+        else:
+            self.num_products += 1
         if not self.comes_in_chunks:
             return F.linear(x, self.weight.whole, bias)
         rows = _rows(x.detach())
@@ -171,13 +179,15 @@ class UnitInChunks:
         self.unit = unit
         found = [_chunked(weight) for weight in unit.weights]
         self.weights = [each for each in found if each is not None]
+        self._had: set[int] = set()  # those with a whole gradient, when that was looked for
 
-    def form(self, in_backwards: bool, reduces: bool) -> tuple[Any, ...] | None:
+    def form(self, in_backwards: bool, reduces: bool, made: Sequence[tuple[int, int]]) -> tuple[Any, ...] | None:
         """What schedules have to know, as `StepSchedule` says; None where nothing may be in chunks.
 
         Args:
             in_backwards: whether weights may be gathered in chunks there.
             reduces: whether what a backward leaves, and nothing else, is reduced after it.
+            made: where gradients are known to be made: which of `weights`, and the use.
         """
         wishes = self.unit.wishes
         if not self.weights or wishes.stays or wishes.stays_between_steps or self.unit.keep_bytes:
@@ -190,22 +200,34 @@ class UnitInChunks:
             sum(each.gathered.transfer_ps for each in self.weights),
             min(each.gathered.num_chunks for each in self.weights),
             in_backwards,
-            self._reduction() if reduces and self.may_reduce else (0, 0, 0, 0),
+            self._reduction(made) if reduces and self.may_reduce else ([], 0, 0),
         )
 
-    def _reduction(self) -> tuple[int, int, int, int]:
-        """Times of all chunks, of the last and of what is reduced afterwards, and bytes."""
+    def _reduction(self, made: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], int, int]:
+        """By use, times of all chunks and of the last; the time of what is reduced afterwards, and bytes."""
         trained = [weight for weight in self.unit.weights if weight.sharded.requires_grad]
-        products = [e.reduced for e in self.weights if e.reduced is not None and e.weight.sharded.requires_grad]
+        products = {i: e.reduced for i, e in enumerate(self.weights) if e.weight.sharded.requires_grad and e.reduced}
         if not products:
-            return 0, 0, 0, 0
-        others = [w for w in trained if not any(e.weight is w and e.reduced is not None for e in self.weights)]
+            return [], 0, 0
+        within: dict[int, list[Product]] = {}
+        for which, product in products.items():
+            for use in [use for each, use in made if each == which] or [-1]:
+                within.setdefault(use, []).append(product)
+        others = [w for w in trained if not any(self.weights[i].weight is w for i in products)]
         return (
-            sum(product.transfer_ps for product in products),
-            max(product.transfer_ps // product.num_chunks for product in products),
+            [
+                (sum(p.transfer_ps for p in those), max(p.transfer_ps // p.num_chunks for p in those), use)
+                for use, those in sorted(within.items())
+            ],
             sum(weight.reduce_ps for weight in others),
-            max(product.result_bytes for product in products) + sum(weight.gradient_bytes for weight in others),
+            max(product.result_bytes for product in products.values())
+            + sum(weight.gradient_bytes for weight in others),
         )
+
+    def new_gradients(self) -> list[int]:
+        """Which of `weights` have got a whole gradient since the last call."""
+        had, self._had = self._had, {i for i, e in enumerate(self.weights) if e.weight.whole.grad is not None}
+        return sorted(self._had - had)
 
     @property
     def may_reduce(self) -> bool:
@@ -236,10 +258,14 @@ class UnitInChunks:
     def begin_step(self) -> None:
         for each in self.weights:
             each.was_read = each.reduces = False
+            each.num_products = 0
+        self._had = set()
 
     def begin_backward(self, reduces: bool) -> None:
+        """A gradient that is a sum is reduced whole, once, instead of each of its terms."""
         for each in self.weights:
-            each.reduces = reduces and self.may_reduce
+            is_sum = each.num_products > 1 or each.was_read
+            each.reduces = reduces and self.may_reduce and not is_sum
 
     def has(self, weight: Weight) -> bool:
         return any(each.weight is weight for each in self.weights)

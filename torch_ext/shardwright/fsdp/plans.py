@@ -27,6 +27,27 @@ class Use(NamedTuple):
     units: tuple[int, ...]
     kind: str  # "forward", "recompute" or "backward"
     gradients: list[int]
+    # Whole gradients that were made in it, where that was looked for: a unit, and which of its weights in chunks.
+    made: list[tuple[int, int]]
+
+
+def are_same(uses: Sequence[Use], others: Sequence[Use]) -> bool:
+    return len(uses) == len(others) and all(a[:3] == b[:3] for a, b in zip(uses, others))
+
+
+def gather_until(units: Sequence[Unit], uses: Sequence[Use]) -> list[int]:
+    """By use, the last one whose units users want to be gathered by then."""
+    index = {id(unit): number for number, unit in enumerate(units)}
+    until = list(range(len(uses)))
+    for i, use in enumerate(uses):
+        for opened in use.units:
+            if use.kind == "recompute" or (i > 0 and opened in uses[i - 1].units):
+                continue
+            for wished in units[opened].wishes.prefetch(use.kind):
+                number = index.get(id(wished))
+                following = (j for j in range(i + 1, len(uses)) if number in uses[j].units)
+                until[i] = max(until[i], next(following, i))
+    return until
 
 
 class Plan:

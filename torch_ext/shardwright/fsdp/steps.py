@@ -36,7 +36,7 @@ from .carrying import measure
 from .chunks import UnitInChunks
 from .hosting import Copy
 from .landing import Reduction
-from .plans import Key, Plan, Use, held_bytes
+from .plans import Key, Plan, Use, are_same, gather_until, held_bytes
 from .times import Clock, Times
 from .units import Unit, is_in_backward
 from .weights import ALIGNMENT
@@ -115,11 +115,13 @@ class Runner:
         number = self._index[id(unit)]
         # A recomputation is that of a forward whose backward runs.
         begun = [forward for each in self.units for forward in each.backwards] if in_backward else []
-        is_ours = self._has_our_products(number, max(begun, default=self._num_forwards))
+        self._put(unit, self._has_our_products(number, max(begun, default=self._num_forwards)))
+
+    def _put(self, unit: Unit, is_ours: bool) -> None:
         if unit.chunks is not None and not is_ours:
             with torch.no_grad():
                 unit.chunks.make_whole()
-        unit.put_whole(self._in_chunks[number] if is_ours else None)
+        unit.put_whole(self._in_chunks[self._index[id(unit)]] if is_ours else None)
 
     def _has_our_products(self, unit: int, forward: int) -> bool:
         at = bisect.bisect_right(self._multiplies, forward, key=lambda each: each[0])
@@ -129,6 +131,8 @@ class Runner:
         unit.forwards.pop()
         if not unit.is_open or (self._in_chunks and not unit.forwards):
             unit.put_sharded()
+            if unit.backwards:
+                self._put_for_backward(unit, max(unit.backwards))
         if not unit.is_open:
             self._note_closed(unit)
             self._next("backward" if is_in_backward() else "forward")
@@ -153,12 +157,11 @@ class Runner:
         if not was_open:
             self._note_open(unit)
             self._next("backward")
-        is_ours = self._has_our_products(self._index[id(unit)], forward)
-        if unit.chunks is not None and not is_ours:
-            with torch.no_grad():
-                unit.chunks.make_whole()  # of an earlier step, whose backward has not come before
-        if not is_ours:
-            unit.put_whole()  # for checkpoints within the unit, which run parts of its forward again
+        self._put_for_backward(unit, forward)
+
+    def _put_for_backward(self, unit: Unit, forward: int) -> None:
+        """For checkpoints within the unit, which run parts of its forward again: of an earlier step, or of this one."""
+        self._put(unit, self._has_our_products(self._index[id(unit)], forward))
 
     def end_backward(self, unit: Unit, forward: int) -> None:
         if forward not in unit.backwards:
@@ -242,7 +245,7 @@ class Runner:
 
     def _end_sequence(self) -> None:
         key, uses, plan, clock, is_too_long = self._key, self._uses, self._plan, self._clock, self._is_too_long
-        is_as_planned = plan is not None and plan.uses == uses
+        is_as_planned = plan is not None and are_same(plan.uses, uses)
         activations = self._activations
         self._drain()
         copies = [[] if unit.host is None else unit.host.end_timing() for unit in self.units]
@@ -288,7 +291,7 @@ class Runner:
         options: dict[str, Any] = {
             "alignment_bytes": ALIGNMENT,
             "held_bytes": held_bytes(self.units, key, uses),
-            "gather_until": self._gather_until(uses),
+            "gather_until": gather_until(self.units, uses),
             "activations": [] if timed is None else [event.parts for event in timed.activations],
         }
         budget = self.memory_limit
@@ -300,23 +303,12 @@ class Runner:
         forms = []
         for number, each in enumerate(self._in_chunks):
             gathers = trains and number not in self._recomputed  # else the backward has it when it is recomputed
-            form = each.form(gathers, trains and reduces[number])
+            made = [(which, i) for i, use in enumerate(uses) for unit, which in use.made if unit == number]
+            form = each.form(gathers, trains and reduces[number], made)
             if form is not None:
                 forms.append((number, *form))
         options.update(forms=forms, may_add_chunks=self.memory_limit is None)
         return StepSchedule(weights, parts, budget_bytes=budget, prefetch=self.prefetch, **options)
-
-    def _gather_until(self, uses: list[Use]) -> list[int]:
-        until = list(range(len(uses)))
-        for i, use in enumerate(uses):
-            for index in use.units:
-                if use.kind == "recompute" or (i > 0 and index in uses[i - 1].units):
-                    continue
-                for wished in self.units[index].wishes.prefetch(use.kind):
-                    number = self._index.get(id(wished))
-                    following = (j for j in range(i + 1, len(uses)) if number in uses[j].units)
-                    until[i] = max(until[i], next(following, i))
-        return until
 
     def _drain(self, keeps_held: bool = True) -> None:
         """Ends the sequence: nothing is under way afterwards, and only what was asked for is resident."""
@@ -356,7 +348,7 @@ class Runner:
             if len(self._uses) == MAX_USES:
                 self._finish_reductions()
                 self._uses, self._plan, self._clock, self._is_too_long = [], None, None, True
-            self._uses.append(Use(units, kind, []))
+            self._uses.append(Use(units, kind, [], []))
             self._enter(len(self._uses) - 1)
             if len(self._uses) == 1:
                 self._start_refreshes()
@@ -449,6 +441,8 @@ class Runner:
     def _leave(self, index: int) -> None:
         if self._clock is not None:
             self._clock.end()
+        for number in self._uses[index].units:
+            self._note_gradients(number)
         if self._plan is not None:
             for released in self._plan.releases.get(index, ()):
                 if self.units[released].is_held:
@@ -465,7 +459,15 @@ class Runner:
                 if unit.is_resident and not unit.is_open and not unit.is_held:
                     unit.release()
 
+    def _note_gradients(self, unit: int) -> None:
+        """Those that were made whole in the use that is running, in sequences of which a plan will be made."""
+        if self._in_chunks and self._uses and (self._plan is None or self._clock is not None):
+            made = self._in_chunks[unit].new_gradients()
+            self._uses[-1].made.extend((unit, which) for which in made)
+
     def _start_reduction(self, unit: Unit) -> None:
+        number = self._index[id(unit)]
+        self._note_gradients(number)
         with torch.no_grad():
             if not unit.wishes.reduces:
                 unit.keep_gradients()
@@ -474,7 +476,6 @@ class Runner:
         if reduction is None:
             return
         index = len(self._uses) - 1
-        number = self._index[id(unit)]
         if self._uses:
             self._uses[index].gradients.append(number)
         if self._plan is None:

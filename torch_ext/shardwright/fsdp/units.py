@@ -204,6 +204,8 @@ class Unit:
 
     def put_whole(self, products: Any = None) -> None:
         """With `products`, a UnitInChunks, the modules multiply by it."""
+        if products is not self.products:
+            self._leave_chunks()
         for weight in self.weights:
             if products is None or not products.has(weight):
                 weight.put_whole()
