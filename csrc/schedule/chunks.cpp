@@ -65,7 +65,7 @@ class Chunking {
  private:
   static bool takes_time(const ChunkedReduction& reduction) {
     return std::any_of(reduction.products.begin(), reduction.products.end(),
-                       [](const ReducingProducts& p) { return p.transfer_ps > 0; });
+                       [](const ReducingProduct& p) { return p.transfer_ps > 0; });
   }
 
   // The last of the uses of a weight in one pass of which this is the first; -1 where it is not, or where they are

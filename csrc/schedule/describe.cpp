@@ -119,7 +119,7 @@ std::string use_text(const StepSchedule& s, int use, int number) {
 
 int64_t transfer_ps(const ChunkedReduction& reduction) {
   int64_t sum_ps = 0;
-  for (const ReducingProducts& p : reduction.products) sum_ps += p.transfer_ps;
+  for (const ReducingProduct& p : reduction.products) sum_ps += p.transfer_ps;
   return sum_ps;
 }
 
@@ -199,9 +199,13 @@ std::vector<ReducedWithin> StepSchedule::reduced_within(int use) const {
   std::vector<ReducedWithin> found;
   for (const Reduction& r : reductions) {
     if (!r.in_chunks || use < r.first || r.start < use) continue;
-    for (const ReducingProducts& p : weights[r.weight].in_chunks.products) {
-      if ((p.use < 0 ? r.start : p.use) == use) found.push_back({r.weight, p.transfer_ps, p.last_chunk_ps});
+    ReducedWithin all{r.weight, 0, 0};
+    for (const ReducingProduct& p : weights[r.weight].in_chunks.products) {
+      if ((p.use < 0 ? r.start : p.use) != use) continue;
+      all.transfer_ps += p.transfer_ps;
+      all.last_chunk_ps = std::max(all.last_chunk_ps, p.last_chunk_ps);
     }
+    if (all.transfer_ps > 0) found.push_back(all);
   }
   return found;
 }

@@ -16,7 +16,7 @@ namespace shardwright {
 namespace {
 
 bool is_possible(const ChunkedReduction& reduction, int num_uses) {
-  const auto is_good = [&](const ReducingProducts& p) {
+  const auto is_good = [&](const ReducingProduct& p) {
     return p.transfer_ps >= 0 && p.last_chunk_ps >= 0 && -1 <= p.use && p.use < num_uses;
   };
   return reduction.rest_ps >= 0 && reduction.gradient_bytes >= 0 &&

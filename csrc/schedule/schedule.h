@@ -29,9 +29,8 @@ enum class Pass : uint8_t { kForward, kRecompute, kBackward };
 const char* pass_name(Pass pass);          // "forward", "recompute", "backward"
 Pass parse_pass(const std::string& name);  // throws UserError
 
-// What products of one use reduce of a weight's gradient: each part of a product travels while the next one is
-// computed.
-struct ReducingProducts {
+// A product that makes a weight's gradient, or a part of it: each chunk travels while the next one is computed.
+struct ReducingProduct {
   int64_t transfer_ps = 0;    // how long all chunks take, one after the other
   int64_t last_chunk_ps = 0;  // how long one takes
   int use = -1;               // -1: the use that completes the gradient; otherwise that one or one before
@@ -40,7 +39,7 @@ struct ReducingProducts {
 // How the gradient of a weight is reduced in chunks, within the uses that make it. A weight whose modules contain
 // others makes its gradient in several uses.
 struct ChunkedReduction {
-  std::vector<ReducingProducts> products = {};  // none: not in chunks
+  std::vector<ReducingProduct> products = {};  // none: not in chunks
   int64_t rest_ps = 0;         // how long what is not in chunks takes after the last use, such as biases
   int64_t gradient_bytes = 0;  // instead of Weight::gradient_bytes
 };
@@ -141,7 +140,7 @@ struct ActivationGather {
   int trigger = -1;  // in the turn of this activation; -1: before the use
 };
 
-// What products within a use reduce of a weight's gradient.
+// What the products within a use reduce of a weight's gradient.
 struct ReducedWithin {
   int weight = 0;
   int64_t transfer_ps = 0;

@@ -15,7 +15,11 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel as Colwise
+from torch.distributed.tensor.parallel import RowwiseParallel as Rowwise
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
@@ -44,6 +48,9 @@ def _assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> No
         torch.testing.assert_close(a, b)
 
 
+LEFT_OUT = "hooks run as eager code because the compiler left out code around them"
+
+
 # ---------------------------------------------------------------------------------------------- inside of units
 
 
@@ -59,7 +66,7 @@ def _inside() -> None:
     shard(model, sw.fully_shard, mesh)
     sw.reset_stats()
     _assert_close(train(model, model, 4), expected)
-    assert sw.stats()["unplanned_steps"] == 0
+    assert sw.stats()["unplanned_steps"] == sw.stats()["graph_breaks"] == 0, "units are around compiled code"
     # One graph for all layers with gradients and one without, since weights are the same tensors in every step.
     assert 0 < counter.frame_count <= 2 * len(model.layers)
 
@@ -104,7 +111,7 @@ def _one_graph(backend: str) -> None:
         _assert_close(train(model, torch.compile(model, backend=counter, fullgraph=True), 4), expected)
     assert counter.frame_count == 2, "with gradients, and without"
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert sw.stats()["unplanned_steps"] == 0
+    assert sw.stats()["unplanned_steps"] == sw.stats()["graph_breaks"] == 0
     ours, theirs = (sorted(sw.fsdp.schedules(each), key=lambda one: len(one.uses)) for each in (model, eager))
     for one, other in zip(ours, theirs, strict=True):
         if backend == "inductor" and torch.__version__ < "2.15":
@@ -265,7 +272,11 @@ def _checkpointed() -> None:
         torch._dynamo.reset()
         with poisoned():
             run = torch.compile(model, backend="aot_eager", fullgraph=is_within)
+            sw.reset_stats()
             _assert_close(train(model, run, 3), expected)
+        # Three steps, each with a forward for a backward, not counting recomputations, and one without.
+        broken = 0 if is_within else 3 * 2 * len(model.layers)
+        assert sw.stats()["graph_break_reasons"] == ({LEFT_OUT: broken} if broken else {})
 
 
 def test_checkpoints(pool: Pool) -> None:
@@ -289,7 +300,12 @@ def _not_in_graphs() -> None:
     eager, model = (shard(Mlp(), sw.fully_shard, mesh, wire="float8", use="float8") for _ in range(2))
     expected = train(eager, eager, 3)
     torch._dynamo.reset()
+    sw.reset_stats()
     _assert_close(train(model, torch.compile(model, backend="aot_eager"), 3), expected)
+    # In three steps, each with a forward for a backward and one without. The model's own weight is tied, not in float8.
+    broken = 3 * 2 * len(model.layers)
+    assert sw.stats()["graph_breaks"] == broken
+    assert sw.stats()["graph_break_reasons"] == {"weights are multiplied by as they arrive (use=)": broken}
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         loss_of(torch.compile(model, backend="aot_eager", fullgraph=True), batch(0))
@@ -347,10 +363,53 @@ def _broken() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     model = shard(Breaks(), sw.fully_shard, mesh)
     with poisoned():
+        sw.reset_stats()
         _assert_close(train(model, torch.compile(model, backend=counter), 4), expected)
     assert counter.frame_count >= 2 * 4
+    assert sw.stats()["graph_breaks"] == 0, "units are in the graphs"
     assert Counter(type(p) for p in model.parameters()) == Counter(type(p) for p in eager.parameters())
 
 
 def test_around_graph_breaks(pool: Pool) -> None:
     pool.run(_broken, 2)
+
+
+def _given_up() -> None:
+    """Once Dynamo has given up on a model, its units run as eager code, are counted, and give what they gave before."""
+    mesh = get_mesh((2,))
+    eager, model = (shard(Mlp(), sw.fully_shard, mesh) for _ in range(2))
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager", dynamic=False)
+    sw.reset_stats()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for rows in (3, 4, 5):
+            x = torch.randn(rows, 10, generator=torch.Generator().manual_seed(rows))
+            torch.testing.assert_close(loss_of(run, x), loss_of(eager, x))
+            assert sw.stats()["graph_breaks"] == (rows - 3) * (1 + len(model.layers))
+    assert set(sw.stats()["graph_break_reasons"]) == {LEFT_OUT}
+    loss_of(model, batch(0)).backward()
+    assert sw.stats()["graph_breaks"] == 2 * (1 + len(model.layers)), "without a compiler nothing is counted"
+
+
+def test_models_that_the_compiler_gives_up(pool: Pool) -> None:
+    pool.run(_given_up, 2)
+
+
+def _parallel() -> None:
+    """Units whose weights are DTensors in use."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 10)) for _ in range(3)))
+    plan = {f"{i}.{name}": style for i in range(3) for name, style in (("0", Colwise()), ("2", Rowwise()))}
+    for layer in parallelize_module(model, mesh["tp"], plan):
+        sw.fully_shard(layer, mesh=mesh["dp"])
+    sw.fully_shard(model, mesh=mesh["dp"])
+    with torch.no_grad():
+        expected = loss_of(model, batch(0, 0))
+        torch._dynamo.reset()
+        sw.reset_stats()
+        torch.testing.assert_close(loss_of(torch.compile(model, backend="aot_eager"), batch(0, 0)), expected)
+    assert sw.stats()["graph_break_reasons"] == {"weights are DTensors in use": len(model)}
+
+
+def test_units_over_tensor_parallelism(pool: Pool) -> None:
+    pool.run(_parallel, 2)

@@ -30,6 +30,7 @@ class _Counts:
 counts = _Counts()
 _reasons: Counter[str] = Counter()
 _view_reasons: Counter[str] = Counter()
+_break_reasons: Counter[str] = Counter()
 
 
 def stats() -> dict[str, Any]:
@@ -54,6 +55,8 @@ def stats() -> dict[str, Any]:
         expert, where the host knows.
         ``unplanned_steps``: steps of models under `fully_shard` that left the sequence which their schedule was made
         for.
+        ``graph_breaks``: forwards of units under `fully_shard` that ran as eager code in a model that `torch.compile`
+        compiles, so that its graph ends before them; ``graph_break_reasons`` counts them by reason.
         ``activations_cut``: activations of which `checkpoint_cut` keeps a part; ``activation_gathers``: those that were
         gathered again.
         ``views``: views, and products of what they cut in strides, that DTensor does by our rules and moves nothing
@@ -80,6 +83,8 @@ def stats() -> dict[str, Any]:
         "dropped": counts.dropped,
         "traced": counts.traced,
         "unplanned_steps": counts.unplanned_steps,
+        "graph_breaks": sum(_break_reasons.values()),
+        "graph_break_reasons": dict(_break_reasons),
         "activations_cut": counts.activations_cut,
         "activation_gathers": counts.activation_gathers,
         "misfits": counts.misfits,
@@ -105,6 +110,7 @@ def reset_stats() -> None:
     counts.__init__()  # type: ignore[misc]
     _reasons.clear()
     _view_reasons.clear()
+    _break_reasons.clear()
     _runtime.reset_counters()
     _planner.reset_plan_cache_counts()
 
@@ -121,6 +127,13 @@ def count_view_fallback(reason: str, example: str = "") -> None:
     _view_reasons[reason] += 1
     if _view_reasons[reason] == 1:
         _log.info("view is left to PyTorch: %s", example or reason)
+
+
+def count_graph_break(reason: str, example: str) -> None:
+    """Counts a forward that a compiled graph leaves out. Logs the first one of each reason, with `example`."""
+    _break_reasons[reason] += 1
+    if _break_reasons[reason] == 1:
+        _log.info("a graph breaks at a unit under fully_shard: %s: %s", example, reason)
 
 
 def count_misfit(description: str) -> None:

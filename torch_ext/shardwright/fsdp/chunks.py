@@ -204,25 +204,15 @@ class UnitInChunks:
         )
 
     def _reduction(self, made: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], int, int]:
-        """By use, times of all chunks and of the last; the time of what is reduced afterwards, and bytes."""
+        """Of each product, times of all chunks and of one, and its use; the time of what is reduced after; bytes."""
+        reduced = {i: e.reduced for i, e in enumerate(self.weights) if e.weight.sharded.requires_grad and e.reduced}
+        ours = [self.weights[i].weight for i in reduced]
         trained = [weight for weight in self.unit.weights if weight.sharded.requires_grad]
-        products = {i: e.reduced for i, e in enumerate(self.weights) if e.weight.sharded.requires_grad and e.reduced}
-        if not products:
-            return [], 0, 0
-        within: dict[int, list[Product]] = {}
-        for which, product in products.items():
-            for use in [use for each, use in made if each == which] or [-1]:
-                within.setdefault(use, []).append(product)
-        others = [w for w in trained if not any(self.weights[i].weight is w for i in products)]
-        return (
-            [
-                (sum(p.transfer_ps for p in those), max(p.transfer_ps // p.num_chunks for p in those), use)
-                for use, those in sorted(within.items())
-            ],
-            sum(weight.reduce_ps for weight in others),
-            max(product.result_bytes for product in products.values())
-            + sum(weight.gradient_bytes for weight in others),
-        )
+        others = [weight for weight in trained if not any(weight is each for each in ours)]
+        uses = {i: [use for which, use in made if which == i] or [-1] for i in reduced}
+        products = [(p.transfer_ps, p.transfer_ps // p.num_chunks, use) for i, p in reduced.items() for use in uses[i]]
+        most = max((p.result_bytes for p in reduced.values()), default=0)
+        return products, sum(w.reduce_ps for w in others), most + sum(w.gradient_bytes for w in others)
 
     def new_gradients(self) -> list[int]:
         """Which of `weights` have got a whole gradient since the last call."""

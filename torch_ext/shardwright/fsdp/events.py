@@ -67,7 +67,9 @@ def _begin_forward(inputs: Sequence[torch.Tensor], unit: int, records: bool) -> 
     if its is runner.units[0] and its.forwards and not is_in_backward():
         runner.abort()  # a graph has failed between its events
     with torch.set_grad_enabled(records), _undone_on_error(runner):
-        return _as_tensor(runner.begin_forward(its))
+        forward = runner.begin_forward(its)
+    its.is_in_graph = True
+    return _as_tensor(forward)
 
 
 def _end_forward(outputs: Sequence[torch.Tensor], unit: int) -> torch.Tensor:
@@ -75,6 +77,7 @@ def _end_forward(outputs: Sequence[torch.Tensor], unit: int) -> torch.Tensor:
     forward = its.forwards[-1]
     with _undone_on_error(runner):
         runner.end_forward(its)
+    its.is_in_graph = False
     return _as_tensor(forward)
 
 

@@ -15,9 +15,11 @@ gives the backward an `after` of its own, and repeats there what the forward com
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._functorch import partitioners
 from torch._higher_order_ops.effects import with_effects
 from torch.distributed.tensor import DTensor
@@ -25,6 +27,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .. import counters
 from ..graphs import order
 from . import events  # noqa: F401  (makes the operators)
 from .units import Unit
@@ -33,9 +36,35 @@ _ops = torch.ops.shardwright
 _AFTER = _ops.fsdp_after.default
 
 
-def fits(unit: Unit) -> bool:
-    """Whether the events of a unit can be in graphs, whose weights are plain tensors that have memory in use."""
-    return not any(isinstance(weight.whole, DTensor) or weight.product is not None for weight in unit.weights)
+def why_not(unit: Unit) -> str | None:
+    """Why the events of a unit cannot be in graphs, whose weights are plain tensors that have memory in use."""
+    if any(isinstance(weight.whole, DTensor) for weight in unit.weights):
+        return "weights are DTensors in use"
+    if any(weight.product is not None for weight in unit.weights):
+        return "weights are multiplied by as they arrive (use=)"
+    return None
+
+
+def compiler_is_on() -> bool:
+    """Whether code that runs eagerly now was called by code that is compiled, or that Dynamo has given up on."""
+    return get_eval_frame_callback() is not None
+
+
+def note_eager(unit: Unit, open_units: Iterable[Unit], is_compiled: bool, why: str | None) -> None:
+    """Counts a forward whose hooks run as eager code, if what calls it is compiled.
+
+    Args:
+        unit: whose forward begins.
+        open_units: those in whose forwards this is.
+        is_compiled: whether the compiler is on. It is off in a part of a compiled model that PyTorch does not compile,
+            such as a checkpoint; then the events of the unit around it are in a graph.
+        why: of `why_not`.
+    """
+    unit.is_in_graph = False
+    if is_compiled or any(each.is_in_graph for each in open_units):
+        known = "hooks run as eager code because the compiler left out code around them"
+        reasons = "; ".join(text.partition("\n")[0] for text in torch._dynamo.utils.counters["graph_break"])
+        counters.count_graph_break(why or known, f"{unit.name} (breaks that Dynamo knows: {reasons or 'none'})")
 
 
 class _Begin(torch.autograd.Function):

@@ -23,7 +23,7 @@ from .methods import ATTRIBUTE, original_class, sharded_class
 from .placing import Placer, Placing, ShardPlacer, data_mesh_of, kept_ranks_of
 from .policy import Policy, Wire
 from .steps import Runner
-from .units import Unit
+from .units import Unit, is_in_backward
 from .weights import Weight
 
 explaining.step_listeners.append(times.listening)
@@ -211,17 +211,18 @@ class _State:
         self.prefetch = prefetch
         self.runner: Runner | None = None
         self._number = events.number_of(self)
-        self._fits_graphs = in_graphs.fits(unit)
+        self._why_not_in_graphs = in_graphs.why_not(unit)
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.policy.casts_inputs:
             args, kwargs = tree_map(self.policy.cast_inputs, (args, kwargs))
-        if torch.compiler.is_compiling() and self._fits_graphs:
+        is_traced = torch.compiler.is_compiling()
+        if is_traced and self._why_not_in_graphs is None:
             return in_graphs.begin_forward(self._number, self.unit, (args, kwargs))
-        return self._begin_forward(module, args, kwargs)
+        return self._begin_forward(module, args, kwargs, is_traced or in_graphs.compiler_is_on())
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling() and self._fits_graphs:
+        if torch.compiler.is_compiling() and self._why_not_in_graphs is None:
             output = in_graphs.end_forward(self._number, self.unit, output)
         else:
             self._end_forward(output)
@@ -234,11 +235,14 @@ class _State:
         return self.runner
 
     @torch._disable_dynamo
-    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, is_compiled: bool) -> Any:
         if self.runner is None:
             self.runner = _make_runner(module)
         runner, unit = self.runner, self.unit
         is_within_backward = bool(unit.backwards)
+        if not is_in_backward():
+            around = (runner.units[index] for index in runner.open)
+            in_graphs.note_eager(unit, around, is_compiled, self._why_not_in_graphs)
         forward = runner.begin_forward(unit)
         if is_within_backward or not torch.is_grad_enabled():
             return args, kwargs

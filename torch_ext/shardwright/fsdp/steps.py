@@ -63,7 +63,7 @@ class Runner:
         self._index = {id(unit): index for index, unit in enumerate(units)}
         self._plans: dict[Key, Plan] = {}
         self._arena = torch.empty(0, dtype=torch.uint8)
-        self._open: list[int] = []  # units that are, by index
+        self.open: list[int] = []  # units that are, by index
         self._uses: list[Use] = []
         self._is_used = False  # the last use has not ended
         self._is_too_long = False  # the sequence: uses are no longer noted
@@ -92,7 +92,7 @@ class Runner:
         in_backward = is_in_backward()
         if in_backward:
             self._note_backward()
-        elif not self._open:
+        elif not self.open:
             self._begin_forwards(unit)
         elif self._end is not None:
             self.abort()  # a backward has failed
@@ -112,12 +112,12 @@ class Runner:
         if not self._in_chunks:
             unit.put_whole()
             return
-        number = self._index[id(unit)]
         # A recomputation is that of a forward whose backward runs.
         begun = [forward for each in self.units for forward in each.backwards] if in_backward else []
-        self._put(unit, self._has_our_products(number, max(begun, default=self._num_forwards)))
+        self._put_for(unit, max(begun, default=self._num_forwards))
 
-    def _put(self, unit: Unit, is_ours: bool) -> None:
+    def _put_for(self, unit: Unit, forward: int) -> None:
+        is_ours = self._has_our_products(self._index[id(unit)], forward)
         if unit.chunks is not None and not is_ours:
             with torch.no_grad():
                 unit.chunks.make_whole()
@@ -132,11 +132,11 @@ class Runner:
         if not unit.is_open or (self._in_chunks and not unit.forwards):
             unit.put_sharded()
             if unit.backwards:
-                self._put_for_backward(unit, max(unit.backwards))
+                self._put_for(unit, max(unit.backwards))
         if not unit.is_open:
             self._note_closed(unit)
             self._next("backward" if is_in_backward() else "forward")
-        if self._key is not None and not self._key.records and not self._open:
+        if self._key is not None and not self._key.records and not self.open:
             self._end_sequence()
 
     def fail_forward(self, unit: Unit, depth: int, error: BaseException) -> None:
@@ -157,11 +157,7 @@ class Runner:
         if not was_open:
             self._note_open(unit)
             self._next("backward")
-        self._put_for_backward(unit, forward)
-
-    def _put_for_backward(self, unit: Unit, forward: int) -> None:
-        """For checkpoints within the unit, which run parts of its forward again: of an earlier step, or of this one."""
-        self._put(unit, self._has_our_products(self._index[id(unit)], forward))
+        self._put_for(unit, forward)  # for checkpoints within the unit, which run parts of its forward again
 
     def end_backward(self, unit: Unit, forward: int) -> None:
         if forward not in unit.backwards:
@@ -183,7 +179,7 @@ class Runner:
         """Puts everything back after an exception. Gradients that were not reduced yet are lost."""
         reductions, self._reductions = self._reductions, []
         self._end = self._plan = self._key = None
-        self._open.clear()
+        self.open.clear()
         for unit in self.units:
             unit.forwards.clear()
             unit.backwards.clear()
@@ -227,8 +223,8 @@ class Runner:
             unit.backwards.clear()
             if not unit.forwards:
                 unit.put_sharded()
-        self._open = [index for index, unit in enumerate(self.units) if unit.is_open]
-        if self._open:
+        self.open = [index for index, unit in enumerate(self.units) if unit.is_open]
+        if self.open:
             self._next("forward")  # a backward within a forward
             with torch.no_grad():
                 self._finish_reductions()
@@ -327,14 +323,14 @@ class Runner:
     # Uses
 
     def _note_open(self, unit: Unit) -> None:
-        bisect.insort(self._open, self._index[id(unit)])
+        bisect.insort(self.open, self._index[id(unit)])
 
     def _note_closed(self, unit: Unit) -> None:
-        self._open.remove(self._index[id(unit)])
+        self.open.remove(self._index[id(unit)])
 
     def _next(self, kind: str) -> None:
         """The set of open units has changed: ends the use that is running, and begins the next one."""
-        units = tuple(self._open)
+        units = tuple(self.open)
         key = self._key_of(units, kind) if self._key is None else self._key
         self._follow_stream()
         with torch.no_grad():
@@ -462,8 +458,7 @@ class Runner:
     def _note_gradients(self, unit: int) -> None:
         """Those that were made whole in the use that is running, in sequences of which a plan will be made."""
         if self._in_chunks and self._uses and (self._plan is None or self._clock is not None):
-            made = self._in_chunks[unit].new_gradients()
-            self._uses[-1].made.extend((unit, which) for which in made)
+            self._uses[-1].made.extend((unit, which) for which in self._in_chunks[unit].new_gradients())
 
     def _start_reduction(self, unit: Unit) -> None:
         number = self._index[id(unit)]

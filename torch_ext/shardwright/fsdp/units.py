@@ -34,6 +34,7 @@ class Unit:
         self.forwards: list[int] = []  # numbers of the forwards that are running, innermost last
         self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
         self.is_resident = False
+        self.is_in_graph = False  # the events of the forward that is running
         self.wishes = Wishes(stays)
         self.chunks: Any = None  # a UnitInChunks (fsdp/chunks.py), while some weights are gathered in chunks
         self.products: Any = None  # the same, in forwards whose products are its own
