@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import copy
+import functools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,8 +20,8 @@ import shardwright as sw
 from fsdp_models import Mlp, batch, full, part, shard
 from meshes import get_mesh
 from pool import Pool
-from shardwright.fsdp import float8_products
-from test_fsdp_dtypes import expected_of, float8
+from shardwright.fsdp import float8_products, formats
+from test_fsdp_dtypes import expected_of, float8, mxfp8
 from test_fully_shard_streams import poisoned
 
 _MISSING = float8_products._why_not("cpu", True)
@@ -28,8 +33,10 @@ class _Quantized(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, wire: str) -> torch.Tensor:  # type: ignore[override]
-        written = expected_of(wire, weight)
+        written = expected_of(wire.removesuffix(" written out"), weight)
         ctx.save_for_backward(x, written)
+        if wire.startswith("mxfp8"):
+            return (mxfp8(x) if wire == "mxfp8" else x) @ written.T
         largest = x.abs().amax(-1, keepdim=True) if wire == "float8_rowwise" else x.abs().max()
         return float8(x, torch.where(largest > 0, largest / 448, 1.0)) @ written.T
 
@@ -42,9 +49,9 @@ class _Quantized(torch.autograd.Function):
 class Oracle(nn.Module):
     """The whole model on one rank, with such products in place of its Linear modules'."""
 
-    def __init__(self, wire: str) -> None:
+    def __init__(self, wire: str, width: int = 10) -> None:
         super().__init__()
-        self.model = Mlp(width=10, tied=False)
+        self.model = Mlp(width, tied=False)
         self.wire = wire
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,18 +66,19 @@ class Oracle(nn.Module):
         return linear(self.model.leave, x)
 
 
-def _trains(wire: str) -> None:
+def _trains(wire: str, width: int = 10) -> None:
     """With widths that are no multiples of 16, whatever is in memory that was released."""
     world = dist.get_world_size()
-    oracle = Oracle(wire)
-    model = shard(copy.deepcopy(oracle.model), sw.fully_shard, get_mesh((world,)), wire=wire, use="float8")
+    oracle = Oracle(wire, width)
+    sent = wire.removesuffix(" written out")
+    model = shard(copy.deepcopy(oracle.model), sw.fully_shard, get_mesh((world,)), wire=sent, use="float8")
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, oracle)]
     sw.reset_stats()
     for step in range(4):
-        losses = [oracle(batch(step, rank)).square().mean() for rank in range(world)]
+        losses = [oracle(batch(step, rank, width)).square().mean() for rank in range(world)]
         torch.stack(losses).mean().backward()
         with poisoned():
-            loss = model(batch(step)).square().mean()
+            loss = model(batch(step, width=width)).square().mean()
             loss.backward()
         torch.testing.assert_close(loss, losses[dist.get_rank()], rtol=1e-4, atol=1e-5)
         for ours, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
@@ -95,24 +103,26 @@ def test_products_of_codes_and_scales(pool: Pool, wire: str, world: int) -> None
     pool.run(_trains, world, wire)
 
 
-def _memory() -> None:
+def _memory(wire: str) -> None:
     """A weight takes a byte for each element, and what padding takes; its messages carry no more than before."""
     sizes, received = {}, {}
     for use in (None, "float8"):
-        model: Any = shard(Mlp(width=64, tied=False), sw.fully_shard, get_mesh((2,)), wire="float8", use=use)
-        model(batch(0, width=64)).sum().backward()
+        model: Any = shard(Mlp(width=256, tied=False), sw.fully_shard, get_mesh((2,)), wire=wire, use=use)
+        model(batch(0, width=256)).sum().backward()
         sizes[use] = sw.schedule(model).arena_bytes
         with sw.wire_meter() as meter:
             model.layers[0].unshard()
         received[use] = meter.received_bytes
-    elements = 64 * 129 * 2
+    elements = 256 * 513 * 2
     assert sizes["float8"] < sizes[None] / 3
-    # Rows of 129 elements are padded to 144.
-    assert received["float8"] - received[None] <= 32 * (144 - 129) < elements / 16
+    # Rows of 513 elements are padded to 528. In MXFP8 they are padded to 544, with 20 scales instead of 17.
+    padding = 128 * (528 - 513 if wire == "float8" else 544 - 513 + 20 - 17)
+    assert received["float8"] - received[None] == padding < elements / 16
 
 
-def test_memory_of_weights_as_they_arrive(pool: Pool) -> None:
-    pool.run(_memory, 2)
+@pytest.mark.parametrize("wire", ["float8", "mxfp8"])
+def test_memory_of_weights_as_they_arrive(pool: Pool, wire: str) -> None:
+    pool.run(_memory, 2, wire)
 
 
 def _read(wire: str) -> None:
@@ -139,7 +149,7 @@ def _read(wire: str) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("wire", ["float8", pytest.param("float8_rowwise", marks=NEEDS_SCALES_OF_ROWS)])
+@pytest.mark.parametrize("wire", ["float8", pytest.param("float8_rowwise", marks=NEEDS_SCALES_OF_ROWS), "mxfp8"])
 def test_weights_that_are_read(pool: Pool, wire: str) -> None:
     pool.run(_read, 2, wire)
 
@@ -168,3 +178,96 @@ def _refusals() -> None:
 
 def test_refusals(pool: Pool) -> None:
     pool.run(_refusals, 2)
+
+
+# ------------------------------------------------------------------------------------------------- scales of blocks
+
+
+@functools.cache
+def to_blocked() -> Any:
+    """PyTorch's own function for the order in which cuBLAS reads scales; its module needs packages besides."""
+    source = Path(torch.__file__).with_name("testing") / "_internal" / "common_quantized.py"
+    wanted = ("ceil_div", "to_blocked")
+    found = [node for node in ast.parse(source.read_text()).body if getattr(node, "name", "") in wanted]
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile(ast.Module(found, []), str(source), "exec"), names)
+    return names["to_blocked"]
+
+
+def by_row(scales: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+    """Scales [rows, blocks] of those in the order in which cuBLAS reads them."""
+    padded = [rows + -rows % 128, blocks + -blocks % 4]
+    assert scales.numel() == padded[0] * padded[1]
+    places = to_blocked()(torch.arange(scales.numel()).view(padded))
+    found = torch.empty_like(scales.flatten())
+    found[places] = scales.flatten()
+    return found.view(padded)[:rows, :blocks]
+
+
+def scaled_mm(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """What `torch._scaled_mm` computes on devices that take scales of blocks, with its conditions."""
+    assert a.size(1) == b.size(0) and a.size(1) % 32 == b.size(1) % 16 == 0
+    written = []
+    for codes, scale in zip((a, b.t()), scales, strict=True):
+        assert codes.dtype == torch.float8_e4m3fn and codes.is_contiguous()
+        assert scale.dtype == torch.float8_e8m0fnu and scale.is_contiguous()
+        each = by_row(scale.view(torch.uint8), codes.size(0), codes.size(1) // 32).view(torch.float8_e8m0fnu).float()
+        written.append(codes.float() * each.repeat_interleave(32, 1))
+    return (written[0] @ written[1].T).to(out_dtype)
+
+
+@contextlib.contextmanager
+def standing_in() -> Iterator[None]:
+    """This rank's `torch._scaled_mm` takes scales of blocks."""
+    float8_products._why_no_blocks.cache_clear()
+    with mock.patch.object(torch, "_scaled_mm", scaled_mm):
+        yield
+    float8_products._why_no_blocks.cache_clear()
+
+
+@pytest.mark.parametrize("rows, blocks", [(1, 1), (128, 4), (129, 4), (300, 9)])
+def test_the_order_of_scales(rows: int, blocks: int) -> None:
+    scales = torch.randint(1, 255, (rows, blocks), dtype=torch.uint8)
+    padded = torch.nn.functional.pad(scales, (0, -blocks % 4, 0, -rows % 128))
+    ours = float8_products.in_tiles(padded).contiguous()
+    assert ours.shape == (-(-rows // 128), -(-blocks // 4), 32, 4, 4)
+    assert torch.equal(ours.flatten(), to_blocked()(scales))
+    assert torch.equal(by_row(ours, rows, blocks), scales)
+
+
+def _in_blocks(width: int, takes_blocks: bool) -> None:
+    """As `_trains`; and while a module computes, the scales of the whole weight lie in their padded place."""
+    with standing_in() if takes_blocks else contextlib.nullcontext():
+        _trains("mxfp8" if takes_blocks else "mxfp8 written out", width)
+        stats = sw.stats()
+        # A product for each of the eight Linear modules in each of four steps.
+        counted = 0 if takes_blocks else 4 * 8
+        assert stats["product_fallbacks"] == counted
+        for reason, count in stats["product_fallback_reasons"].items():
+            assert (
+                reason.startswith("MXFP8 weights as they arrive on cpu: torch._scaled_mm raises") and count == counted
+            )
+        model: Any = shard(Mlp(width, tied=False), sw.fully_shard, get_mesh((dist.get_world_size(),)), **IN_BLOCKS)
+        linear = model.layers[0][2]
+        weight = next(w for w in model.layers[0]._shardwright_unit.unit.weights if w.places[0][0] is linear)
+        whole = full(linear.weight.detach())
+        places = []
+
+        def look(*_: Any) -> None:
+            places.append(weight.place[: weight.product.place_bytes].clone())
+
+        linear.register_forward_pre_hook(look)
+        with poisoned():
+            for step in range(3):
+                model(batch(step, width=width)).sum().backward()
+        _, scales = formats.Mxfp8().encode(whole, None)
+        for place in places:
+            assert torch.equal(by_row(place, *scales.shape), scales)
+
+
+IN_BLOCKS: dict[str, Any] = {"wire": "mxfp8", "use": "float8"}
+
+
+@pytest.mark.parametrize("world, width, takes_blocks", [(2, 10, True), (3, 70, True), (2, 70, False), (1, 10, False)])
+def test_products_of_codes_and_scales_of_blocks(pool: Pool, world: int, width: int, takes_blocks: bool) -> None:
+    pool.run(_in_blocks, world, width, takes_blocks)

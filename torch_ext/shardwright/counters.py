@@ -31,6 +31,7 @@ counts = _Counts()
 _reasons: Counter[str] = Counter()
 _view_reasons: Counter[str] = Counter()
 _break_reasons: Counter[str] = Counter()
+_product_reasons: Counter[str] = Counter()
 
 
 def stats() -> dict[str, Any]:
@@ -49,7 +50,8 @@ def stats() -> dict[str, Any]:
         ``batches``: calls of `redistribute_many`; ``batched_tensors``: the tensors that they moved.
         ``products``: programs of matrix products that ran.
         ``product_fallbacks``: products of 8-bit floats, on devices other than CPU, that were cast to float32 because
-        the device's units for them could not be used; ``product_fallback_reasons`` counts them by reason.
+        the device's units for them could not be used, and those of weights in MXFP8 as they arrive that were computed
+        from the weights that they stand for; ``product_fallback_reasons`` counts them by reason.
         ``dispatches``, ``combines``: routings of tokens to experts, and of their outputs back.
         ``dropped``: tokens of this rank that missed one of their experts because of a capacity, counted once per
         expert, where the host knows.
@@ -70,12 +72,12 @@ def stats() -> dict[str, Any]:
         ``staging_bytes``: memory of temporaries that is kept for the next run, on CPU; `release_staging` frees it.
     """
     planned = _planner.plan_cache_counts()
-    cast = _runtime.cast_products()
+    cast = Counter(_runtime.cast_products()) + _product_reasons
     return {
         "calls": counts.calls,
         "products": counts.products,
         "product_fallbacks": sum(cast.values()),
-        "product_fallback_reasons": cast,
+        "product_fallback_reasons": dict(cast),
         "batches": counts.batches,
         "batched_tensors": counts.batched_tensors,
         "dispatches": counts.dispatches,
@@ -111,6 +113,7 @@ def reset_stats() -> None:
     _reasons.clear()
     _view_reasons.clear()
     _break_reasons.clear()
+    _product_reasons.clear()
     _runtime.reset_counters()
     _planner.reset_plan_cache_counts()
 
@@ -127,6 +130,11 @@ def count_view_fallback(reason: str, example: str = "") -> None:
     _view_reasons[reason] += 1
     if _view_reasons[reason] == 1:
         _log.info("view is left to PyTorch: %s", example or reason)
+
+
+def count_product_fallback(reason: str) -> None:
+    """Counts a product of codes and scales that is computed from what they stand for."""
+    _product_reasons[reason] += 1
 
 
 def count_graph_break(reason: str, example: str) -> None:

@@ -6,6 +6,11 @@ arrive in the place, and with the padding, in which `torch._scaled_mm` takes the
     codes    [N up to a multiple of 16, K up to a multiple of 16], rows padded with zeros
     scales   [N up to a multiple of 16]; or one number, which all ranks know before
 
+In MXFP8, K is padded to blocks of 32. Scales arrive in rows, padded to a multiple of four blocks, and one strided copy
+brings them to the place and order in which cuBLAS reads them, in tiles of 128 rows and four blocks:
+
+    scales   [N / 128, K / 128, 32, 4, 4], where row r, block b is at [r // 128, b // 4, r % 32, r % 128 // 32, b % 4]
+
 While the weight is in use, its module has a subclass of its class. Whoever reads the weight in another way gets it
 written out, then and in later uses.
 """
@@ -14,14 +19,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .formats import ROW_MULTIPLE, Float8, RowwiseFloat8
+from .. import counters
+from .formats import MX_BLOCK, ROW_MULTIPLE, SCALES_TOGETHER, Float8, Mxfp8, RowwiseFloat8
 from .layouts import Layouts
 from .policy import Dtypes
 from .weights import Weight
@@ -34,8 +40,12 @@ class Float8Product:
 
     def __init__(self, columns: int, is_rowwise: bool) -> None:
         self.is_rowwise = is_rowwise
+        self.place_bytes = 0
         # What a product reads beyond the last row only makes columns that nobody reads.
         self.padding_bytes = ROW_MULTIPLE * max(columns + -columns % ROW_MULTIPLE, torch.float32.itemsize)
+
+    def land(self, weight: Weight) -> None:
+        """After it has arrived."""
 
     def begin(self, weight: Weight) -> None:
         """The module takes the weight as it has arrived from now on."""
@@ -62,26 +72,114 @@ class Float8Product:
 
     def multiply_back(self, dy: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Multiplies gradients of rows, in their dtype, by the weight that the codes and scales encode."""
-        codes, scales = self._arrived(weight)
-        number, length = weight.whole.shape
-        step = max(1, _ELEMENTS_AT_A_TIME // codes.size(1))
-        dx = dy.new_zeros(dy.size(0), length, dtype=torch.float32)
-        for begin in range(0, number, step):
-            some = slice(begin, min(begin + step, number))
-            factor = scales.view(-1, 1)[some] if self.is_rowwise else scales
-            dx += dy[:, some] @ (codes[some, :length].float() * factor).to(dy.dtype)
+        dx = dy.new_zeros(dy.size(0), weight.whole.size(1), dtype=torch.float32)
+        for some in self.rows_at_a_time(weight):
+            dx += dy[:, some] @ self.written(weight, some).to(dy.dtype)
         return dx.to(dy.dtype)
+
+    def rows_at_a_time(self, weight: Weight, multiple: int = 1) -> Iterator[slice]:
+        number, length = weight.whole.shape
+        step = max(1, _ELEMENTS_AT_A_TIME // max(1, length) // multiple) * multiple
+        return (slice(begin, min(begin + step, number)) for begin in range(0, number, step))
+
+    def written(self, weight: Weight, some: slice) -> torch.Tensor:
+        """Some rows of the weight that its codes and scales encode, in float32."""
+        codes, scales = self._arrived(weight)
+        factor = scales.view(-1, 1)[some] if self.is_rowwise else scales
+        return codes[some, : weight.whole.size(1)].float() * factor
 
     def _arrived(self, weight: Weight) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the codes and scales where they have arrived, with the padding after the last row."""
         assert weight.carried.arrived is not None
-        (code, *scales), scale = weight.carried.arrived
-        number = code.size(0) + -code.size(0) % ROW_MULTIPLE
-        codes = code.as_strided((number, code.size(1)), code.stride()).view(torch.float8_e4m3fn)
+        (_, *scales), scale = weight.carried.arrived
+        codes = self._codes(weight)
         if not self.is_rowwise:
             assert scale is not None
             return codes, scale
-        return codes, scales[0].as_strided((1, number), (number, 1))
+        return codes, scales[0].as_strided((1, codes.size(0)), (codes.size(0), 1))
+
+    def _codes(self, weight: Weight) -> torch.Tensor:
+        assert weight.carried.arrived is not None
+        code = weight.carried.arrived[0][0]
+        number = code.size(0) + -code.size(0) % ROW_MULTIPLE
+        return code.as_strided((number, code.size(1)), code.stride()).view(torch.float8_e4m3fn)
+
+
+_TILE = 128  # rows whose scales cuBLAS reads together
+
+
+def in_tiles(scales: torch.Tensor) -> torch.Tensor:
+    """Returns the view [R / 128, C / 4, 32, 4, 4] of scales [R, C], whose order is that in which cuBLAS reads them."""
+    rows, blocks = scales.size(0) // _TILE, scales.size(1) // SCALES_TOGETHER
+    return scales.view(rows, 4, 32, blocks, SCALES_TOGETHER).permute(0, 3, 2, 1, 4)
+
+
+class Mxfp8Product(Float8Product):
+    """Of a weight in MXFP8. Where `torch._scaled_mm` does not take it, rows of it are written out and multiplied by."""
+
+    def __init__(self, number: int, columns: int) -> None:
+        super().__init__(columns, False)
+        self._tiles = -(-number // _TILE), -(-columns // (SCALES_TOGETHER * MX_BLOCK))
+        scales_in_row = SCALES_TOGETHER * self._tiles[1]
+        self.padding_bytes = max(ROW_MULTIPLE * (columns + -columns % MX_BLOCK), _TILE * scales_in_row)
+        self.place_bytes = _TILE * self._tiles[0] * scales_in_row
+
+    def land(self, weight: Weight) -> None:
+        if weight.carried.arrived is not None:
+            scales = weight.carried.arrived[0][1]
+            rows = scales.as_strided((self._tiles[0] * _TILE, scales.size(1)), scales.stride())
+            self._place(weight).copy_(in_tiles(rows))
+
+    def multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        number = weight.whole.size(0)
+        reason = _why_no_blocks(x.device.type)
+        if reason is None:
+            code, rows = weight.carried.format.encode(x, None)
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, -rows.size(0) % _TILE))
+            y = _scaled_mm(code, in_tiles(rows), self._codes(weight), self._place(weight), x.dtype)
+            return y[:, :number].to(x.dtype)
+        counters.count_product_fallback(f"MXFP8 weights as they arrive on {x.device.type}: {reason}")
+        y = x.new_empty(x.size(0), number)
+        for some in self.rows_at_a_time(weight, _TILE):
+            y[:, some] = x @ self.written(weight, some).to(x.dtype).t()
+        return y
+
+    def rows_at_a_time(self, weight: Weight, multiple: int = _TILE) -> Iterator[slice]:
+        return super().rows_at_a_time(weight, multiple)
+
+    def written(self, weight: Weight, some: slice) -> torch.Tensor:
+        length = weight.whole.size(1)
+        tiles = self._place(weight)[some.start // _TILE : -(-some.stop // _TILE)]
+        scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, SCALES_TOGETHER * self._tiles[1])[: some.stop - some.start]
+        factor = scales.view(torch.float8_e8m0fnu).float().repeat_interleave(MX_BLOCK, 1)
+        return self._codes(weight)[some, :length].float() * factor[:, :length]
+
+    def _place(self, weight: Weight) -> torch.Tensor:
+        assert weight.place is not None
+        return weight.place[: self.place_bytes].view(*self._tiles, 32, 4, SCALES_TOGETHER)
+
+
+def _scaled_mm(
+    a: torch.Tensor, scales_a: torch.Tensor, b: torch.Tensor, scales_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiplies codes [M, K] by the transpose of codes [N, K], both with scales of blocks in tiles."""
+    given = (each.contiguous().view(torch.float8_e8m0fnu).flatten() for each in (scales_a, scales_b))
+    codes = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn).t()
+    return torch._scaled_mm(*codes, *given, out_dtype=dtype if a.device.type == "cpu" else torch.bfloat16)
+
+
+@functools.cache
+def _why_no_blocks(device_type: str) -> str | None:
+    """Why `torch._scaled_mm` cannot take scales of blocks there, by trying it on numbers with an exact result."""
+    code = torch.eye(_TILE, device=device_type).to(torch.float8_e4m3fn)
+    scales = in_tiles(torch.full((_TILE, SCALES_TOGETHER), 128, dtype=torch.uint8, device=device_type))
+    try:
+        found = _scaled_mm(code, scales, code, scales, torch.float32)
+    except Exception as error:  # whatever kernels raise that a device does not have
+        return f"torch._scaled_mm raises {type(error).__name__}: {str(error).splitlines()[0]}"
+    if not torch.equal(found.float(), 4 * torch.eye(_TILE, device=device_type)):
+        return "torch._scaled_mm gives another result than scales and factors have"
+    return None
 
 
 _WEIGHT = "_shardwright_float8"  # of a module that multiplies so
@@ -131,7 +229,7 @@ class _Multiply(torch.autograd.Function):
 def product_of(
     name: str, given: nn.Parameter, places: Sequence[tuple[nn.Module, str]], layouts: Layouts, dtypes: Dtypes
 ) -> tuple[Dtypes, Float8Product | None]:
-    """For a weight that only one `nn.Linear` has, whose rows are not cut, and which is sent in float8.
+    """For a weight that only one `nn.Linear` has, whose rows are not cut, and which is sent in float8 or MXFP8.
 
     Returns:
         Its dtypes, and what multiplies by it; for other weights, what was given and None.
@@ -142,10 +240,11 @@ def product_of(
     module, own_name = places[0]
     is_linear = own_name == "weight" and type(module).forward is nn.Linear.forward and "forward" not in vars(module)
     is_plain = len(places) == 1 and not isinstance(given, DTensor) and not set(layouts.rest.placements) - {"R", "S(0)"}
-    if not (is_linear and is_plain and isinstance(dtypes.gathers, Float8)):
+    if not (is_linear and is_plain and isinstance(dtypes.gathers, (Float8, Mxfp8))) or given.numel() == 0:
         return dtypes, None
     is_rowwise = isinstance(dtypes.gathers, RowwiseFloat8)
-    reason = _why_not(layouts.mesh.device_type, is_rowwise)
+    in_blocks = isinstance(dtypes.gathers, Mxfp8)
+    reason = None if in_blocks else _why_not(layouts.mesh.device_type, is_rowwise)
     if reason is not None:
         kind = "a scale for each row" if is_rowwise else "one scale for each weight"
         raise ValueError(
@@ -158,7 +257,7 @@ def product_of(
             "copies of what weights are written to; allowed is one of the two"
         )
     padded = dataclasses.replace(dtypes, gathers=type(dtypes.gathers)(pads=True))
-    return padded, Float8Product(given.size(1), is_rowwise)
+    return padded, Mxfp8Product(*given.shape) if in_blocks else Float8Product(given.size(1), is_rowwise)
 
 
 def check_use(use: Any) -> None:

@@ -28,7 +28,9 @@ class Product(Protocol):
     """What multiplies by a weight as it has arrived, in the module that has it."""
 
     padding_bytes: int  # after each of the tensors that arrive
+    place_bytes: int  # of what it makes of them, `Weight.place`
 
+    def land(self, weight: Weight) -> None: ...
     def begin(self, weight: Weight) -> None: ...
     def end(self, weight: Weight) -> None: ...
 
@@ -95,6 +97,7 @@ class Weight:
         # Where a product takes it as it has arrived, it has memory only once somebody has read it.
         self.product = product
         self._is_read = False
+        self.place: torch.Tensor | None = None  # bytes, until `release`
         self._is_staged = host is not None and self._held is None
         self._set_sizes(dtypes)
         self.rest_bytes = part.nbytes + (0 if self._held is None else self._held.nbytes)
@@ -121,6 +124,8 @@ class Weight:
         self.whole_bytes = 0 if self.is_held or self.product else most_bytes(in_use)
         arriving = [] if self.is_held else self.carried.buffers(self.use)
         self._buffer_bytes = [most_bytes(layout) + padding for layout in arriving]
+        if self.product is not None and self.product.place_bytes > 0:
+            self._buffer_bytes.append(self.product.place_bytes)
         self._buffer_bytes += [most_bytes(self.rest)] * self._is_staged
         self.gathered_bytes = sum(map(aligned, (self.whole_bytes, *self._buffer_bytes)))
 
@@ -275,13 +280,17 @@ class Weight:
         part = self._at_rest
         if self._is_staged and self._host is not None:
             part = self._host.fetch(self.part, buffers.pop())
+        if self.product is not None and self.product.place_bytes > 0:
+            self.place = buffers.pop()
         self.carried.start(self.use, part, self.memory.data, buffers)
 
     def finish_gather(self) -> None:
         """Waits for it."""
         self.carried.finish(self.memory.data if self.product is None else None)
-        if self.product is not None and self._is_read:
-            self._write_out()
+        if self.product is not None:
+            self.product.land(self)
+            if self._is_read:
+                self._write_out()
 
     def read(self) -> nn.Parameter:
         """The whole weight, written out where a product takes it as it has arrived: now, and from now on."""
@@ -309,7 +318,7 @@ class Weight:
             _runtime.give_back_memory(self.kept)
 
     def release(self) -> None:
-        self.carried.arrived = None
+        self.carried.arrived = self.place = None
         if not self.is_held:
             _runtime.give_back_memory(self.memory)
 
