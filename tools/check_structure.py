@@ -86,7 +86,7 @@ MAX_CODE_LINES = {
     "attending": 640,
     "calibration": 550,
     "dtensor": 700,
-    "fsdp": 3850,
+    "fsdp": 3900,
     "graphs": 200,
     "mapping": 750,
     "products": 660,

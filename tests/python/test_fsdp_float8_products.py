@@ -206,23 +206,30 @@ def by_row(scales: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
 
 def scaled_mm(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """What `torch._scaled_mm` computes on devices that take scales of blocks, with its conditions."""
-    assert a.size(1) == b.size(0) and a.size(1) % 32 == b.size(1) % 16 == 0
+    assert a.size(1) == b.size(0) and a.size(1) % 16 == b.size(1) % 16 == 0
     written = []
     for codes, scale in zip((a, b.t()), scales, strict=True):
-        assert codes.dtype == torch.float8_e4m3fn and codes.is_contiguous()
-        assert scale.dtype == torch.float8_e8m0fnu and scale.is_contiguous()
-        each = by_row(scale.view(torch.uint8), codes.size(0), codes.size(1) // 32).view(torch.float8_e8m0fnu).float()
-        written.append(codes.float() * each.repeat_interleave(32, 1))
+        assert codes.is_contiguous() and scale.is_contiguous()
+        if codes.dtype == torch.float4_e2m1fn_x2:
+            both = torch.stack([codes.view(torch.uint8) & 15, codes.view(torch.uint8) >> 4], -1).flatten(-2).long()
+            values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])[both % 8] * (1 - both // 8 * 2)
+            block, of_scales = 16, torch.float8_e4m3fn
+        else:
+            assert codes.dtype == torch.float8_e4m3fn
+            values, block, of_scales = codes.float(), 32, torch.float8_e8m0fnu
+        assert scale.dtype == of_scales
+        each = by_row(scale.view(torch.uint8), values.size(0), values.size(1) // block).view(of_scales).float()
+        written.append(values * each.repeat_interleave(block, 1))
     return (written[0] @ written[1].T).to(out_dtype)
 
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[None]:
     """This rank's `torch._scaled_mm` takes scales of blocks."""
-    float8_products._why_no_blocks.cache_clear()
+    float8_products._reasons.clear()
     with mock.patch.object(torch, "_scaled_mm", scaled_mm):
         yield
-    float8_products._why_no_blocks.cache_clear()
+    float8_products._reasons.clear()
 
 
 @pytest.mark.parametrize("rows, blocks", [(1, 1), (128, 4), (129, 4), (300, 9)])

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,8 @@ from fsdp_models import Mlp, batch, full, loss_of, shard
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import nvfp4
+from test_fsdp_float8_products import standing_in
+from test_fully_shard_streams import poisoned
 
 _NAME = "torchao.prototype.mx_formats.nvfp4_tensor"
 _MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of float4_e2m1fn, by code
@@ -102,8 +104,37 @@ def _gathered(width: int, dim: int, use: str | None) -> None:
 
 @pytest.mark.parametrize(("width", "dim", "use"), [(64, 0, None), (40, 0, None), (64, 1, None), (64, 0, "float8")])
 def test_quantised_before_a_gather_as_after_it(pool: Pool, width: int, dim: int, use: str | None) -> None:
-    """With `use="float8"` too, which is for weights that travel as float8: others are written out when they arrive."""
+    """With `use="float8"` too, where somebody who reads the weight gets it written out."""
     pool.run(_gathered, 2, width, dim, use)
+
+
+def _multiplies(width: int, takes_blocks: bool) -> None:
+    """Products of codes and scales, or of rows that are written out from them; with NaN in what is released."""
+    with torchao(), standing_in() if takes_blocks else nullcontext():
+        torch.manual_seed(0)
+        linear = nn.Linear(width, 300)
+        weight, bias = linear.weight.detach().clone(), linear.bias.detach().clone()
+        model: Any = nn.Sequential(linear)
+        sw.fully_shard(model, mesh=get_mesh((2,)), wire="nvfp4", use="float8")
+        sw.reset_stats()
+        for step in range(3):
+            x, dy = torch.randn(2, 5, width).requires_grad_(), torch.randn(2, 5, 300)
+            with poisoned():
+                y = model(x)
+                y.backward(dy)
+            rows = x.detach().view(-1, width)
+            expected = (expected_of(rows) if takes_blocks else rows) @ expected_of(weight).T + bias
+            torch.testing.assert_close(y.detach().view(-1, 300), expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(x.grad, dy @ expected_of(weight), rtol=1e-4, atol=1e-4)
+            assert sw.stats()["product_fallbacks"] == (0 if takes_blocks else step + 1)
+        reasons = sw.stats()["product_fallback_reasons"]
+        assert all(reason.startswith("NVFP4 weights as they arrive on cpu: torch._scaled_mm") for reason in reasons)
+        assert full(linear.weight.grad).isfinite().all()
+
+
+@pytest.mark.parametrize("width, takes_blocks", [(40, True), (200, True), (200, False)])
+def test_products_of_codes_and_scales(pool: Pool, width: int, takes_blocks: bool) -> None:
+    pool.run(_multiplies, 2, width, takes_blocks)
 
 
 def _trains() -> None:

@@ -50,8 +50,8 @@ def stats() -> dict[str, Any]:
         ``batches``: calls of `redistribute_many`; ``batched_tensors``: the tensors that they moved.
         ``products``: programs of matrix products that ran.
         ``product_fallbacks``: products of 8-bit floats, on devices other than CPU, that were cast to float32 because
-        the device's units for them could not be used, and those of weights in MXFP8 as they arrive that were computed
-        from the weights that they stand for; ``product_fallback_reasons`` counts them by reason.
+        the device's units for them could not be used, and those of weights in MXFP8 and NVFP4 as they arrive that were
+        computed from written-out rows; ``product_fallback_reasons`` counts them by reason.
         ``dispatches``, ``combines``: routings of tokens to experts, and of their outputs back.
         ``dropped``: tokens of this rank that missed one of their experts because of a capacity, counted once per
         expert, where the host knows.

@@ -6,10 +6,11 @@ arrive in the place, and with the padding, in which `torch._scaled_mm` takes the
     codes    [N up to a multiple of 16, K up to a multiple of 16], rows padded with zeros
     scales   [N up to a multiple of 16]; or one number, which all ranks know before
 
-In MXFP8, K is padded to blocks of 32. Scales arrive in rows, padded to a multiple of four blocks, and one strided copy
-brings them to the place and order in which cuBLAS reads them, in tiles of 128 rows and four blocks:
+In MXFP8 and NVFP4, K is padded to a block of 32, or to four of 16. Scales arrive in rows, padded to a multiple of four
+blocks, and one strided copy brings them to the place and order in which cuBLAS reads them, in tiles of 128 rows and
+four blocks:
 
-    scales   [N / 128, K / 128, 32, 4, 4], where row r, block b is at [r // 128, b // 4, r % 32, r % 128 // 32, b % 4]
+    scales   [N / 128, blocks / 4, 32, 4, 4]; of row r and block b: [r // 128, b // 4, r % 32, r % 128 // 32, b % 4]
 
 While the weight is in use, its module has a subclass of its class. Whoever reads the weight in another way gets it
 written out, then and in later uses.
@@ -20,14 +21,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import counters
-from .formats import MX_BLOCK, ROW_MULTIPLE, SCALES_TOGETHER, Float8, Mxfp8, RowwiseFloat8
+from .formats import ROW_MULTIPLE, SCALES_TOGETHER, Float8, InBlocks, RowwiseFloat8
 from .layouts import Layouts
 from .policy import Dtypes
 from .weights import Weight
@@ -92,7 +93,7 @@ class Float8Product:
         """Returns the codes and scales where they have arrived, with the padding after the last row."""
         assert weight.carried.arrived is not None
         (_, *scales), scale = weight.carried.arrived
-        codes = self._codes(weight)
+        codes = self._codes(weight).view(torch.float8_e4m3fn)
         if not self.is_rowwise:
             assert scale is not None
             return codes, scale
@@ -102,7 +103,7 @@ class Float8Product:
         assert weight.carried.arrived is not None
         code = weight.carried.arrived[0][0]
         number = code.size(0) + -code.size(0) % ROW_MULTIPLE
-        return code.as_strided((number, code.size(1)), code.stride()).view(torch.float8_e4m3fn)
+        return code.as_strided((number, code.size(1)), code.stride())
 
 
 _TILE = 128  # rows whose scales cuBLAS reads together
@@ -114,14 +115,14 @@ def in_tiles(scales: torch.Tensor) -> torch.Tensor:
     return scales.view(rows, 4, 32, blocks, SCALES_TOGETHER).permute(0, 3, 2, 1, 4)
 
 
-class Mxfp8Product(Float8Product):
-    """Of a weight in MXFP8. Where `torch._scaled_mm` does not take it, rows of it are written out and multiplied by."""
+class BlockProduct(Float8Product):
+    """Where `torch._scaled_mm` does not take scales of blocks, rows of the weight are written out and multiplied by."""
 
-    def __init__(self, number: int, columns: int) -> None:
+    def __init__(self, number: int, columns: int, block: int) -> None:
         super().__init__(columns, False)
-        self._tiles = -(-number // _TILE), -(-columns // (SCALES_TOGETHER * MX_BLOCK))
+        self._tiles = -(-number // _TILE), -(-columns // (SCALES_TOGETHER * block))
         scales_in_row = SCALES_TOGETHER * self._tiles[1]
-        self.padding_bytes = max(ROW_MULTIPLE * (columns + -columns % MX_BLOCK), _TILE * scales_in_row)
+        self.padding_bytes = max(ROW_MULTIPLE * block, _TILE) * scales_in_row
         self.place_bytes = _TILE * self._tiles[0] * scales_in_row
 
     def land(self, weight: Weight) -> None:
@@ -131,16 +132,21 @@ class Mxfp8Product(Float8Product):
             self._place(weight).copy_(in_tiles(rows))
 
     def multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        number = weight.whole.size(0)
-        reason = _why_no_blocks(x.device.type)
-        if reason is None:
-            code, rows = weight.carried.format.encode(x, None)
-            rows = torch.nn.functional.pad(rows, (0, 0, 0, -rows.size(0) % _TILE))
-            y = _scaled_mm(code, in_tiles(rows), self._codes(weight), self._place(weight), x.dtype)
-            return y[:, :number].to(x.dtype)
-        counters.count_product_fallback(f"MXFP8 weights as they arrive on {x.device.type}: {reason}")
+        form, number = weight.carried.format, weight.whole.size(0)
+        assert isinstance(form, InBlocks) and weight.carried.arrived is not None
+        reason = _why_no_blocks(x.device.type, form)
+        if reason is None and x.size(0) > 0:
+            scale = form.scale_of(form.largest(x)) if form.needs_largest else None
+            code, rows = form.encode(x, scale)
+            y = _scaled_mm(form, (code, _in_place(rows)), (self._codes(weight), self._place(weight)), x.dtype)[
+                :, :number
+            ]
+            its = weight.carried.arrived[1]
+            return (y if scale is None or its is None else y.float() * (scale * its)).to(x.dtype)
+        if reason is not None:
+            counters.count_product_fallback(f"{form.name} weights as they arrive on {x.device.type}: {reason}")
         y = x.new_empty(x.size(0), number)
-        for some in self.rows_at_a_time(weight, _TILE):
+        for some in self.rows_at_a_time(weight):
             y[:, some] = x @ self.written(weight, some).to(x.dtype).t()
         return y
 
@@ -148,36 +154,51 @@ class Mxfp8Product(Float8Product):
         return super().rows_at_a_time(weight, multiple)
 
     def written(self, weight: Weight, some: slice) -> torch.Tensor:
-        length = weight.whole.size(1)
+        assert weight.carried.arrived is not None
         tiles = self._place(weight)[some.start // _TILE : -(-some.stop // _TILE)]
         scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, SCALES_TOGETHER * self._tiles[1])[: some.stop - some.start]
-        factor = scales.view(torch.float8_e8m0fnu).float().repeat_interleave(MX_BLOCK, 1)
-        return self._codes(weight)[some, :length].float() * factor[:, :length]
+        out = torch.empty(scales.size(0), weight.whole.size(1), device=scales.device)
+        weight.carried.format.decode([self._codes(weight)[some], scales], weight.carried.arrived[1], out)
+        return out
 
     def _place(self, weight: Weight) -> torch.Tensor:
         assert weight.place is not None
         return weight.place[: self.place_bytes].view(*self._tiles, 32, 4, SCALES_TOGETHER)
 
 
-def _scaled_mm(
-    a: torch.Tensor, scales_a: torch.Tensor, b: torch.Tensor, scales_b: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Multiplies codes [M, K] by the transpose of codes [N, K], both with scales of blocks in tiles."""
-    given = (each.contiguous().view(torch.float8_e8m0fnu).flatten() for each in (scales_a, scales_b))
-    codes = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn).t()
-    return torch._scaled_mm(*codes, *given, out_dtype=dtype if a.device.type == "cpu" else torch.bfloat16)
+def _in_place(scales: torch.Tensor) -> torch.Tensor:
+    return in_tiles(torch.nn.functional.pad(scales, (0, 0, 0, -scales.size(0) % _TILE))).contiguous()
 
 
-@functools.cache
-def _why_no_blocks(device_type: str) -> str | None:
+# Codes of rows, and their scales in tiles.
+_Factor: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+def _scaled_mm(form: InBlocks, a: _Factor, b: _Factor, dtype: torch.dtype) -> torch.Tensor:
+    """Multiplies rows [M, K] by the transpose of rows [N, K]."""
+    codes = a[0].view(form.code_dtype), b[0].view(form.code_dtype).t()
+    scales = (each[1].view(form.scale_dtype).flatten() for each in (a, b))
+    return torch._scaled_mm(*codes, *scales, out_dtype=dtype if a[0].device.type == "cpu" else torch.bfloat16)
+
+
+_reasons: dict[tuple[str, str], str | None] = {}  # by type of device and format
+
+
+def _why_no_blocks(device_type: str, form: InBlocks) -> str | None:
     """Why `torch._scaled_mm` cannot take scales of blocks there, by trying it on numbers with an exact result."""
-    code = torch.eye(_TILE, device=device_type).to(torch.float8_e4m3fn)
-    scales = in_tiles(torch.full((_TILE, SCALES_TOGETHER), 128, dtype=torch.uint8, device=device_type))
+    if (device_type, form.name) not in _reasons:
+        _reasons[device_type, form.name] = _try_blocks(device_type, form)
+    return _reasons[device_type, form.name]
+
+
+def _try_blocks(device_type: str, form: InBlocks) -> str | None:
+    given = 6 * torch.eye(_TILE, device=device_type)
     try:
-        found = _scaled_mm(code, scales, code, scales, torch.float32)
+        code, scales = form.encode(given, given.new_ones(()))
+        found = _scaled_mm(form, (code, _in_place(scales)), (code, _in_place(scales)), torch.float32)
     except Exception as error:  # whatever kernels raise that a device does not have
         return f"torch._scaled_mm raises {type(error).__name__}: {str(error).splitlines()[0]}"
-    if not torch.equal(found.float(), 4 * torch.eye(_TILE, device=device_type)):
+    if not torch.equal(found.float(), 6 * given):
         return "torch._scaled_mm gives another result than scales and factors have"
     return None
 
@@ -229,7 +250,7 @@ class _Multiply(torch.autograd.Function):
 def product_of(
     name: str, given: nn.Parameter, places: Sequence[tuple[nn.Module, str]], layouts: Layouts, dtypes: Dtypes
 ) -> tuple[Dtypes, Float8Product | None]:
-    """For a weight that only one `nn.Linear` has, whose rows are not cut, and which is sent in float8 or MXFP8.
+    """For a weight that only one `nn.Linear` has, whose rows are not cut, and which is sent in float8, MXFP8 or NVFP4.
 
     Returns:
         Its dtypes, and what multiplies by it; for other weights, what was given and None.
@@ -240,11 +261,11 @@ def product_of(
     module, own_name = places[0]
     is_linear = own_name == "weight" and type(module).forward is nn.Linear.forward and "forward" not in vars(module)
     is_plain = len(places) == 1 and not isinstance(given, DTensor) and not set(layouts.rest.placements) - {"R", "S(0)"}
-    if not (is_linear and is_plain and isinstance(dtypes.gathers, (Float8, Mxfp8))) or given.numel() == 0:
+    if not (is_linear and is_plain and isinstance(dtypes.gathers, (Float8, InBlocks))) or given.numel() == 0:
         return dtypes, None
     is_rowwise = isinstance(dtypes.gathers, RowwiseFloat8)
-    in_blocks = isinstance(dtypes.gathers, Mxfp8)
-    reason = None if in_blocks else _why_not(layouts.mesh.device_type, is_rowwise)
+    block = dtypes.gathers.block if isinstance(dtypes.gathers, InBlocks) else 0
+    reason = None if block else _why_not(layouts.mesh.device_type, is_rowwise)
     if reason is not None:
         kind = "a scale for each row" if is_rowwise else "one scale for each weight"
         raise ValueError(
@@ -256,8 +277,11 @@ def product_of(
             f"use: got 'float8' for {name} besides keep= or a number of ranks in reshard_after_forward=, which keep "
             "copies of what weights are written to; allowed is one of the two"
         )
-    padded = dataclasses.replace(dtypes, gathers=type(dtypes.gathers)(pads=True))
-    return padded, Mxfp8Product(*given.shape) if in_blocks else Float8Product(given.size(1), is_rowwise)
+    form: Any = type(dtypes.gathers)
+    padded = dataclasses.replace(dtypes, gathers=form(pads=True))
+    return padded, BlockProduct(given.size(0), given.size(1), block) if block else Float8Product(
+        given.size(1), is_rowwise
+    )
 
 
 def check_use(use: Any) -> None:

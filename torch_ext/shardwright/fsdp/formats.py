@@ -19,7 +19,7 @@ _DECODED_AT_A_TIME = 1 << 20
 
 LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn
 ROW_MULTIPLE = 16  # bytes, of rows of float8 that `torch._scaled_mm` takes
-MX_BLOCK = 32  # elements of MXFP8 that share a scale
+_BLOCK = 32  # elements of MXFP8 that share a scale
 SCALES_TOGETHER = 4  # blocks of a row whose scales cuBLAS reads together
 _EXPONENT_BIAS = 127  # of float8_e8m0fnu
 
@@ -142,32 +142,45 @@ class RowwiseFloat8(Float8):
         _decode(messages[0], messages[1].reshape(-1, 1), out)
 
 
-class Mxfp8(Format):
+class InBlocks(Format):
+    """With a scale for each block of elements along the last dim."""
+
+    name: str
+    block: int
+    elements_in_byte: int
+    code_dtype: torch.dtype
+    scale_dtype: torch.dtype
+
+
+class Mxfp8(InBlocks):
     """float8_e4m3fn with a power of two for each block of 32 elements along the last dim (OCP MX, rounded down).
 
     Args:
         pads: rows of codes with zeros, up to whole blocks, and rows of scales, up to a multiple of four.
     """
 
+    name, block, elements_in_byte = "MXFP8", _BLOCK, 1
+    code_dtype, scale_dtype = torch.float8_e4m3fn, torch.float8_e8m0fnu
+
     def __init__(self, pads: bool = False) -> None:
         super().__init__(torch.uint8)
         self.pads = pads
 
     def check(self, name: str, rest: _planner.Layout, device_type: str) -> None:
-        check_blocks("mxfp8", name, rest, MX_BLOCK)
+        check_blocks("mxfp8", name, rest, _BLOCK)
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
         if self.pads:
             return [
-                in_blocks(layout, MX_BLOCK, MX_BLOCK),
-                in_blocks(layout, SCALES_TOGETHER * MX_BLOCK, SCALES_TOGETHER),
+                in_blocks(layout, _BLOCK, _BLOCK),
+                in_blocks(layout, SCALES_TOGETHER * _BLOCK, SCALES_TOGETHER),
             ]
-        return [with_dtype(layout, torch.uint8), in_blocks(layout, MX_BLOCK, 1)]
+        return [with_dtype(layout, torch.uint8), in_blocks(layout, _BLOCK, 1)]
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         length = part.size(-1)
-        count = -(-length // MX_BLOCK)
-        padded = torch.nn.functional.pad(part.float(), (0, count * MX_BLOCK - length)).unflatten(-1, (count, MX_BLOCK))
+        count = -(-length // _BLOCK)
+        padded = torch.nn.functional.pad(part.float(), (0, count * _BLOCK - length)).unflatten(-1, (count, _BLOCK))
         largest = padded.abs().amax(-1)
         # Of 448 = 1.75 * 2**8; frexp has mantissas from 0.5 on, so its exponents are larger by one.
         exponent = (torch.frexp(largest).exponent - 9).clamp(-_EXPONENT_BIAS, _EXPONENT_BIAS)
@@ -196,7 +209,7 @@ def _decode(code: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None
         some = slice(begin, begin + step)
         factor = scales[some].float()
         if factor.size(1) != 1:
-            factor = factor.repeat_interleave(MX_BLOCK, 1)[:, :length]
+            factor = factor.repeat_interleave(_BLOCK, 1)[:, :length]
         rows[some] = codes[some].float() * factor
 
 

@@ -13,15 +13,26 @@ import torch
 
 from .. import _planner
 from ..layout import Layout
-from .formats import FORMATS, ScaledCodes, check_blocks, in_blocks
+from .formats import FORMATS, SCALES_TOGETHER, InBlocks, ScaledCodes, check_blocks, in_blocks
 
 _BLOCK = 16  # elements that share a scale
 _LARGEST = 448.0 * 6.0  # of float8_e4m3fn, of which scales of blocks are, times that of float4_e2m1fn
 _ROWS_AT_A_TIME = 1 << 16  # bounds what decoding needs besides its result, in blocks
 
 
-class Nvfp4(ScaledCodes):
-    """float4_e2m1fn, two in a byte, with a float8_e4m3fn scale for each block of 16 along the last dim as well."""
+class Nvfp4(ScaledCodes, InBlocks):
+    """float4_e2m1fn, two in a byte, with a float8_e4m3fn scale for each block of 16 along the last dim as well.
+
+    Args:
+        pads: rows with zeros, up to a multiple of four blocks.
+    """
+
+    name, block, elements_in_byte = "NVFP4", _BLOCK, 2
+    code_dtype, scale_dtype = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
+
+    def __init__(self, pads: bool = False) -> None:
+        super().__init__()
+        self._together = SCALES_TOGETHER if pads else 1  # blocks
 
     def check(self, name: str, rest: _planner.Layout, device_type: str) -> None:
         reason = _why_not(device_type)
@@ -34,14 +45,15 @@ class Nvfp4(ScaledCodes):
         check_blocks("nvfp4", name, rest, _BLOCK)
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
-        return [in_blocks(layout, _BLOCK, _BLOCK // 2), in_blocks(layout, _BLOCK, 1)]
+        unit = self._together * _BLOCK
+        return [in_blocks(layout, unit, unit // 2), in_blocks(layout, unit, self._together)]
 
     def scale_of(self, largest: torch.Tensor) -> torch.Tensor:
         return torch.where(largest > 0, largest / _LARGEST, torch.ones_like(largest))
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         length = part.size(-1)
-        count = -(-length // _BLOCK)
+        count = -(-length // (self._together * _BLOCK)) * self._together
         shapes = [(*part.shape[:-1], count * _BLOCK // 2), (*part.shape[:-1], count)]
         if part.numel() == 0:
             return [part.new_empty(shape, dtype=torch.uint8) for shape in shapes]

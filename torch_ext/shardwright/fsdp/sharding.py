@@ -95,7 +95,7 @@ def fully_shard(
             scales, gradients in bfloat16; ``"nvfp4"``: in four, by torchao, if it is installed. Gradients are then
             added up in reduce_dtype, by default float32. Or a function that returns one of these, or None, for a
             parameter.
-        use: ``"float8"``: `nn.Linear` modules multiply by weights that ``wire`` sends in float8 or MXFP8 as they
+        use: ``"float8"``: `nn.Linear` modules multiply by weights that ``wire`` sends in float8, MXFP8 or NVFP4 as they
             arrive, by `torch._scaled_mm`; inputs get scales of their own. Other weights are written to param_dtype.
         offload_policy: torch's ``CPUOffloadPolicy``: parameters, their gradients and so optimizers are on the host, in
             pinned memory unless it says otherwise. Gathers begin with a copy to the device, reductions end with one to
