@@ -154,6 +154,28 @@ def test_weights_that_are_read(pool: Pool, wire: str) -> None:
     pool.run(_read, 2, wire)
 
 
+def _linear_units() -> None:
+    """A unit that is a Linear module itself multiplies by what arrives too."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(40, 24), nn.Linear(24, 8))
+    weights = [expected_of("mxfp8", layer.weight.detach()) for layer in model]
+    biases = [layer.bias.detach().clone() for layer in model]
+    for layer in model:
+        sw.fully_shard(layer, mesh=get_mesh((2,)), wire="mxfp8", use="float8")
+    sw.reset_stats()
+    with poisoned(), torch.no_grad():
+        for step in range(3):
+            x = y = torch.randn(4, 40, generator=torch.Generator().manual_seed(step))
+            for weight, bias in zip(weights, biases, strict=True):
+                y = y @ weight.T + bias
+            torch.testing.assert_close(model(x), y)
+    assert sw.stats()["product_fallbacks"] == 3 * 2, "each was a product of what has arrived"
+
+
+def test_units_that_are_linear(pool: Pool) -> None:
+    pool.run(_linear_units, 2)
+
+
 def _refusals() -> None:
     mesh = get_mesh((2,))
     linear = nn.Linear(6, 4)

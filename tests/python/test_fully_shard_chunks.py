@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from allocations import allocated_peak
 from fsdp_models import Mlp, batch, full, loss_of, received_bytes, shard
 from meshes import get_mesh
 from pool import Pool
-from shardwright.fsdp import sharding, steps
+from shardwright.fsdp import chunks, sharding, steps
 from shardwright.fsdp.methods import ATTRIBUTE
 
 
@@ -167,6 +169,29 @@ def _takes_less_memory() -> None:
 @pytest.mark.cpu_only("the profiler counts the host's memory")
 def test_takes_less_memory(pool: Pool) -> None:
     pool.run(_takes_less_memory, 2)
+
+
+def _linear_units() -> None:
+    """Units that are Linear modules themselves multiply in chunks too: nobody reads their weights whole."""
+    mesh, limit = get_mesh((2,)), 15000  # each weight takes 16,384 bytes or more
+    torch.manual_seed(2)
+    whole = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 65)).to(meshes.device)
+    ours = copy.deepcopy(whole)
+    for layer in ours:
+        sw.fully_shard(layer, mesh=mesh)
+    sw.fully_shard(ours, mesh=mesh, gather_in_chunks=True, memory_limit=limit)
+    with torch.no_grad():
+        ours(torch.ones(1, 64, device=meshes.device))
+        with mock.patch.object(chunks.ChunkedWeight, "read", side_effect=AssertionError("somebody reads a weight")):
+            for step in range(3):
+                x = batch(step, width=64).to(meshes.device)
+                torch.testing.assert_close(ours(x), whole(x), rtol=1e-4, atol=1e-5)
+    assert [unit for unit in sw.schedule(ours).form_of if unit >= 0] == [1, 2]
+    assert [type(layer).__mro__[2] for layer in ours] == [nn.Linear, nn.Linear]
+
+
+def test_units_that_are_linear(pool: Pool) -> None:
+    pool.run(_linear_units, 2)
 
 
 def _refused() -> None:

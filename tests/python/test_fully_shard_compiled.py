@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
@@ -217,6 +218,25 @@ def _computed(backend: str) -> None:
 
 def test_what_is_computed_from_weights(pool: Pool) -> None:
     pool.run(_computed, 2, "aot_eager")
+
+
+def _linear_units() -> None:
+    """Units that are Linear modules themselves."""
+    mesh = get_mesh((2,))
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
+    model = copy.deepcopy(eager)
+    for each in (eager, model):
+        for layer in each:
+            sw.fully_shard(layer, mesh=mesh)
+        sw.fully_shard(each, mesh=mesh)
+    torch._dynamo.reset()
+    expected = train(eager, eager, 3)
+    _assert_close(train(model, torch.compile(model, backend="aot_eager", fullgraph=True), 3), expected)
+
+
+def test_linear_units(pool: Pool) -> None:
+    pool.run(_linear_units, 2)
 
 
 def _mixed_precision() -> None:

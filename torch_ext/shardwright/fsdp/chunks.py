@@ -29,7 +29,7 @@ from ..layout import Layout
 from ..products.running import Call, Where, bind
 from .formats import with_dtype
 from .units import Unit, is_in_backward
-from .weights import Weight
+from .weights import Weight, is_linear
 
 # Where few ranks would make fewer chunks, each rank's part is divided.
 _LEAST_CHUNKS = 8
@@ -289,10 +289,10 @@ def _uncut(plan: _planner.Plan, rows: int, dim: int) -> Layout:
 def _chunked(weight: Weight) -> ChunkedWeight | None:
     """Returns a weight in chunks, if only one `nn.Linear` has it, its rows are cut, and it is gathered in place."""
     module, name = weight.places[0]
-    if len(weight.places) > 1 or name != "weight" or type(module).forward is not nn.Linear.forward:
+    if len(weight.places) > 1 or name != "weight" or not is_linear(module):
         return None
     is_plain = not isinstance(weight.whole, DTensor) and not weight.is_held and weight.kept is None
-    if "forward" in vars(module) or not is_plain or weight.carried.buffers(weight.use):
+    if not is_plain or weight.carried.buffers(weight.use):
         return None
     if weight._at_rest.device != weight.memory.device or set(weight.rest.placements) - {"R", "S(0)"}:
         return None

@@ -31,7 +31,7 @@ from .. import counters
 from .formats import ROW_MULTIPLE, SCALES_TOGETHER, Float8, InBlocks, RowwiseFloat8
 from .layouts import Layouts
 from .policy import Dtypes
-from .weights import Weight
+from .weights import Weight, is_linear
 
 _ELEMENTS_AT_A_TIME = 1 << 20  # of a weight, that a backward multiplies by
 
@@ -259,9 +259,9 @@ def product_of(
         ValueError: `torch._scaled_mm` does not run there, or a copy of the weight would be kept.
     """
     module, own_name = places[0]
-    is_linear = own_name == "weight" and type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    is_weight = own_name == "weight" and is_linear(module)
     is_plain = len(places) == 1 and not isinstance(given, DTensor) and not set(layouts.rest.placements) - {"R", "S(0)"}
-    if not (is_linear and is_plain and isinstance(dtypes.gathers, (Float8, InBlocks))) or given.numel() == 0:
+    if not (is_weight and is_plain and isinstance(dtypes.gathers, (Float8, InBlocks))) or given.numel() == 0:
         return dtypes, None
     is_rowwise = isinstance(dtypes.gathers, RowwiseFloat8)
     block = dtypes.gathers.block if isinstance(dtypes.gathers, InBlocks) else 0

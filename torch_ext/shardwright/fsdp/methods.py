@@ -12,6 +12,7 @@ from torch import nn
 
 from .steps import Runner
 from .units import Unit
+from .weights import linear_forward
 from .wishes import Wishes
 
 # The attribute of a module that holds the state of the unit that hooks it: `unit`, and `runner` or None.
@@ -250,7 +251,8 @@ _sharded_classes: dict[type, type] = {}
 def sharded_class(original: type) -> type:
     """Returns the subclass of a module's class that has the methods."""
     if original not in _sharded_classes:
-        _sharded_classes[original] = type(f"Sharded{original.__name__}", (ShardedModule, original), {})
+        members = {"forward": linear_forward} if original.forward is nn.Linear.forward else {}  # type: ignore[attr-defined]
+        _sharded_classes[original] = type(f"Sharded{original.__name__}", (ShardedModule, original), members)
     return _sharded_classes[original]
 
 

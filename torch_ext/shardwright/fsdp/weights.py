@@ -371,6 +371,18 @@ class Weight:
         self._landing.finish(self.sharded)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether it multiplies as `nn.Linear` does, also if it is a unit itself."""
+    return type(module).forward in (nn.Linear.forward, linear_forward) and "forward" not in vars(module)
+
+
+def linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """Of a Linear module that is a unit itself: `nn.Module` looks for a forward before hooks change its class."""
+    is_changed = not torch.compiler.is_compiling() and type(self).forward is not linear_forward
+    y: torch.Tensor = type(self).forward(self, input) if is_changed else nn.Linear.forward(self, input)
+    return y
+
+
 def differ(before: list[Version], now: list[Version]) -> bool:
     """Returns whether parameters were replaced or written."""
     return len(before) != len(now) or any(a is not b or i != j for (a, i), (b, j) in zip(before, now))
