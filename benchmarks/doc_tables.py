@@ -10,8 +10,10 @@ What it writes stands between two comments, `<!-- begin: name (python benchmarks
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -20,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "links.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "links.md", ROOT / "docs" / "views.md"]
 END = "<!-- end -->"
 WIDTH = 120
 
@@ -298,6 +300,18 @@ def attention_on_two_levels() -> list[str]:
     )
 
 
+def einsum() -> list[str]:
+    rows = []
+    for row in results("einsum-torch2.15.0")["rows"]:
+        ends = [" / ".join(str(row[whose][end]) for end in ("free", "moves", "refuses")) for whose in ("stock", "views")]
+        raised: collections.Counter[str] = collections.Counter()
+        for error, cuts in row["stock"]["errors"].items():
+            raised[re.sub(r" '.*'|: split_factor.*", " …", error)] += len(cuts)
+        texts = [f"{times} {error}" for error, times in raised.items()]
+        rows.append([f"`{row['equation']}`", row["what"], str(row["cases"]), *ends, "; ".join(texts) or "–"])
+    return table(["equation", "", "cases", "stock 2.15", "`views=True`, 2.15", "what stock raises"], rows)
+
+
 PARTS: dict[str, Callable[[], list[str]]] = {
     "products over links": products_over_links,
     "links in short": links_in_short,
@@ -308,6 +322,7 @@ PARTS: dict[str, Callable[[], list[str]]] = {
     "steps in short": steps_in_short,
     "attention over links": attention,
     "attention on two levels": attention_on_two_levels,
+    "einsum": einsum,
     "overhead": overhead,
     "planning": planning,
     "planning on four meshes": hunt,

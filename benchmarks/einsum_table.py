@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
 """What `torch.einsum` of DTensors moves, forward and backward, where nothing has to: stock and ``views=True``.
 
-    python benchmarks/einsum_table.py
+    python benchmarks/einsum_table.py                     # results/einsum-torch<version>.json; minutes
+    python benchmarks/doc_tables.py                       # writes docs/views.md from it
 
-Prints Markdown. The cases are all ways in which one or two mesh dims cut letters of these equations, in all operands
+The cases are all ways in which one or two mesh dims cut letters of these equations, in all operands
 that have the letter, so that every rank can compute its part of the result, or its summand, from what it holds. One
 process stands for all ranks: it uses torch's fake process group, and counts what collectives would receive.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import machine
 import shardwright as sw
 
 SIZES = {"b": 4, "c": 8, "d": 4, "i": 12, "j": 4, "k": 8, "n": 4, "h": 8}
@@ -89,7 +92,13 @@ class Received(TorchDispatchMode):
         return result
 
 
-def outcome(equation: str, cut: Cut, mesh: DeviceMesh) -> tuple[str, int]:
+class Outcome(NamedTuple):
+    what: str  # "free", "moves" or "refuses"
+    received_bytes: int = 0
+    error: str = ""  # its first sentence, where it refuses
+
+
+def outcome(equation: str, cut: Cut, mesh: DeviceMesh) -> Outcome:
     terms, out = terms_of(equation)
 
     def made(term: str, placed: list[Placement]) -> DTensor:
@@ -101,41 +110,49 @@ def outcome(equation: str, cut: Cut, mesh: DeviceMesh) -> tuple[str, int]:
 
     operands = [made(term, placements(cut, term)).detach().requires_grad_() for term in terms]
     gradient = made(out, placements(cut, out))
+    done = "forward"
     with Received() as received:
         try:
-            torch.autograd.grad(torch.einsum(equation, *operands), operands, gradient)
-        except (RuntimeError, AssertionError, ValueError, NotImplementedError):
-            return "refuses", 0
-    return ("moves", received.bytes) if received.bytes else ("free", 0)
+            result = torch.einsum(equation, *operands)
+            done = "backward"
+            torch.autograd.grad(result, operands, gradient)
+        except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
+            sentence = str(error).splitlines()[0].partition(". ")[0]
+            return Outcome("refuses", error=f"{done}: {type(error).__name__}: {sentence}")
+    return Outcome("moves", received.bytes) if received.bytes else Outcome("free")
 
 
-def count(equation: str) -> tuple[collections.Counter[str], int]:
-    outcomes: collections.Counter[str] = collections.Counter()
-    moved = 0
+def count(equation: str) -> dict[str, Any]:
+    """How many cases end how, the bytes that rank 0 receives in all, and by error the cuts that raise it."""
+    outcomes: collections.Counter[str] = collections.Counter(free=0, moves=0, refuses=0)
+    received_bytes = 0
+    errors: dict[str, list[str]] = {}
     for sizes in ((2,), (2, 2)):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
         for cut in cuts(equation, len(sizes)):
-            what, received_bytes = outcome(equation, cut, mesh)
-            outcomes[what] += 1
-            moved += received_bytes
-    return outcomes, moved
-
-
-def shown(found: tuple[collections.Counter[str], int]) -> str:
-    outcomes, moved = found
-    return f"{outcomes['free']} / {outcomes['moves']} / {outcomes['refuses']} | {moved:,}"
+            found = outcome(equation, cut, mesh)
+            outcomes[found.what] += 1
+            received_bytes += found.received_bytes
+            if found.error:
+                errors.setdefault(found.error, []).append(", ".join(letter or "nothing" for letter in cut))
+    return {**outcomes, "received_bytes": received_bytes, "errors": errors}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    version = torch.__version__.partition("+")[0]
+    parser.add_argument("--out", default=machine.RESULTS / f"einsum-torch{version}.json")
+    options = parser.parse_args()
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    print(f"torch {torch.__version__}; free / moves / refuses, and bytes that rank 0 receives\n")
-    print("| equation | | cases | stock | bytes | `views=True` | bytes |")
-    print("|---|---|--:|---|--:|---|--:|")
+    rows = []
     for equation, what in EQUATIONS.items():
         stock = count(equation)
         with sw.enabled(views=True):
             ours = count(equation)
-        print(f"| `{equation}` | {what} | {stock[0].total()} | {shown(stock)} | {shown(ours)} |", flush=True)
+        row = {"equation": equation, "what": what, "cases": stock["free"] + stock["moves"] + stock["refuses"]}
+        rows.append({**row, "stock": stock, "views": ours})
+        print(rows[-1], flush=True)
+    machine.write(options.out, {**machine.describe("torch"), "rows": rows})
 
 
 if __name__ == "__main__":
