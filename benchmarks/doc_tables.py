@@ -303,12 +303,14 @@ def attention_on_two_levels() -> list[str]:
 def einsum() -> list[str]:
     rows = []
     for row in results("einsum-torch2.15.0")["rows"]:
-        ends = [" / ".join(str(row[whose][end]) for end in ("free", "moves", "refuses")) for whose in ("stock", "views")]
+        counts = ([str(row[whose][end]) for end in ("free", "moves", "refuses")] for whose in ("stock", "views"))
         raised: collections.Counter[str] = collections.Counter()
         for error, cuts in row["stock"]["errors"].items():
             raised[re.sub(r" '.*'|: split_factor.*", " …", error)] += len(cuts)
         texts = [f"{times} {error}" for error, times in raised.items()]
-        rows.append([f"`{row['equation']}`", row["what"], str(row["cases"]), *ends, "; ".join(texts) or "–"])
+        rows.append(
+            [f"`{row['equation']}`", row["what"], str(row["cases"]), *map(" / ".join, counts), "; ".join(texts) or "–"]
+        )
     return table(["equation", "", "cases", "stock 2.15", "`views=True`, 2.15", "what stock raises"], rows)
 
 

@@ -91,7 +91,7 @@ MAX_CODE_LINES = {
     "mapping": 750,
     "products": 660,
     "transfers": 960,
-    "viewing": 760,
+    "viewing": 840,
 }
 
 Graph = dict[str, set[str]]

@@ -43,11 +43,13 @@ def view(
         shape: of the whole tensor; one size may be -1.
         layout: what the parts are, if `x` is one. All ranks pass the same.
         redistribute: where something has to move, move it in the way that is predicted to be cheapest, instead of
-            raising. All ranks of the mesh call.
+            raising; a DTensor then stays on its mesh. All ranks of the mesh call.
         group: the process group of the layout's mesh, as in `redistribute_local`; only with `layout`.
 
     Returns:
-        A DTensor, or with `layout` this rank's part of the result and its layout.
+        A DTensor, or with `layout` this rank's part of the result and its layout. Where only a mesh with a dim split
+        has the result, as for 64 over 8 seen as (4, 16), the DTensor lies on one, of the same ranks: on the dims that
+        its mesh was flattened from, or on a new mesh, for which all ranks call.
 
     Raises:
         ValueError: something has to move; the text says why, and names the cheapest redistribute with its cost. Or the

@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _planner, _runtime, argument_checks, executables
 from ..dtensor.specs import layout_of_spec, spec_of_layout
+from ..layout import Layout
 from ..plain_tensors import redistribute_local, redistribute_part
 from ..topology import tables_now
 from . import constants as constants
+from . import meshes
 
 
 class _Local(torch.autograd.Function):
@@ -78,6 +80,9 @@ def viewed(x: DTensor, shape: Sequence[int], redistribute: bool) -> DTensor:
     with _planning():
         layout = _layout_of(x)
         seen = _planner.view_of(layout, shape, True)
+        finer = _planner.view_of(layout, shape) if isinstance(seen, str) and not redistribute else ""
+    if not isinstance(finer, str) and _planner.is_known_to_dtensor(finer):
+        return _on_split_mesh(x, layout, finer)
     if isinstance(seen, str):
         with _planning():
             backend = executables.lowering_on(layout.mesh, x.device.type, None).name
@@ -96,6 +101,41 @@ def viewed(x: DTensor, shape: Sequence[int], redistribute: bool) -> DTensor:
         lambda gradient: viewed(gradient, before, True),
         True,
     )
+    return result
+
+
+def _on_split_mesh(x: DTensor, layout: _planner.Layout, seen: _planner.Layout) -> DTensor:
+    if _are_we_tracing():
+        raise ValueError(
+            f"x: its view {seen} lies on a split mesh, which compiled code cannot return; allowed are the same view "
+            "outside of compiled code, redistribute=True, and views of x.to_local() with its layout"
+        )
+    with _planning():
+        mesh = meshes.split(x.device_mesh, seen.mesh)
+        placements = [x.placements[mesh_dim] for mesh_dim in meshes.sources(x.device_mesh, seen.mesh)]
+    return _on_mesh(x, layout, seen, mesh, placements)
+
+
+def _on_mesh(
+    x: DTensor, src: _planner.Layout, seen: _planner.Layout, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> DTensor:
+    """Returns x as `seen` on another mesh of the same ranks, on which `placements` say what is pending."""
+    with _planning():
+        meta = TensorMeta(torch.Size(seen.shape), _contiguous(seen.shape), x.dtype)
+        there = Layout(mesh, seen.shape, seen.placements, seen.dtype, seen.shard_order, "literal")
+        target = spec_of_layout(there, DTensorSpec(mesh, tuple(placements)), meta)
+        assert target is not None
+        local_shape, here = seen.local_shape(dist.get_rank()), x.device_mesh
+
+    def back(gradient: DTensor) -> DTensor:
+        with _planning():
+            comes, expected = _layout_of(gradient), _planner.gradient_layout(there, "x")
+            wanted = _planner.gradient_layout(src, "x")
+        if comes != expected:
+            gradient = _moved(gradient, comes, expected)
+        return _on_mesh(gradient, expected, wanted, here, [Replicate()] * here.ndim)
+
+    result: DTensor = _Local.apply(x, target, lambda local: local.reshape(local_shape), back, True)  # type: ignore[no-untyped-call]
     return result
 
 

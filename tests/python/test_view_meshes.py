@@ -1,0 +1,184 @@
+"""Views of DTensors that need a mesh dim split: where the result lies, what moves, and gradients, against the global
+tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+import dtensors
+import shardwright as sw
+from meshes import device, get_mesh
+from pool import Pool
+from shardwright import groups
+from test_views import _layout, part
+
+# Mesh, shape, placements, and what it is seen as; then the mesh and the placements of the result.
+CASES: list[Any] = [
+    ((4,), (16, 3), ["S(0)"], (2, 8, 3), (2, 2), ["S(0)", "S(1)"]),
+    ((4,), (2, 8, 3), ["S(1)"], (4, 4, 3), (2, 2), ["SS(0,2)", "S(1)"]),
+    ((8,), (64,), ["S(0)"], (4, 16), (4, 2), ["S(0)", "S(1)"]),
+    ((2, 4), (6, 16), ["S(0)", "S(1)"], (6, 2, 8), (2, 2, 2), ["S(0)", "S(1)", "S(2)"]),
+    ((4, 2), (16, 4), ["S(0)", "S(1)"], (2, 8, 4), (2, 2, 2), ["S(0)", "S(1)", "S(2)"]),
+    ((2, 4), (16, 5), ["P", "S(0)"], (2, 8, 5), (2, 2, 2), ["P", "S(0)", "S(1)"]),
+]
+
+
+def _split(
+    sizes: tuple[int, ...],
+    shape: tuple[int, ...],
+    placements: list[str],
+    other: tuple[int, ...],
+    fine: tuple[int, ...],
+    expected: list[str],
+) -> None:
+    mesh = get_mesh(sizes)
+    numbers = torch.Generator().manual_seed(0)
+    whole, weights = (torch.randn(shape, generator=numbers).to(device) for _ in range(2))
+    x = dtensors.distribute(whole, mesh, placements).requires_grad_()
+    sw.view(x, other)  # makes the process groups
+    known = groups.names()
+    with CommDebugMode() as communication, sw.wire_meter() as wire:
+        y = sw.view(x, other)
+    assert communication.get_total_counts() == 0 and wire.received_bytes == 0 and groups.names() == known
+    assert tuple(y.device_mesh.shape) == fine and y.placements == dtensors.to_placements(expected)
+    assert y.device_mesh.mesh.flatten().tolist() == mesh.mesh.flatten().tolist()
+    is_sum = [placement.is_partial() for placement in x.placements]
+    assert torch.equal(y.to_local(), x.to_local().reshape(y.to_local().shape))
+    if not any(is_sum):
+        assert torch.equal(y.to_local(), part(whole.view(other), _layout(y)))
+        assert torch.equal(y.detach().full_tensor(), whole.view(other))  # by PyTorch's collectives
+    for placed in (["R" if text == "P" else text for text in expected], ["R"] * len(fine)):
+        there = dtensors.distribute(weights.view(other), y.device_mesh, placed)
+        (gradient,) = torch.autograd.grad(sw.view(x, other), x, there)
+        assert gradient.device_mesh == mesh
+        kept = [Replicate() if was_sum else one for was_sum, one in zip(is_sum, x.placements, strict=True)]
+        assert list(gradient.placements) == kept
+        assert torch.equal(gradient.to_local(), part(weights, _layout(gradient)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_split(pool: Pool, case: Any) -> None:
+    pool.run(_split, math.prod(case[0]), *case)
+
+
+def _used() -> None:
+    """Operators and second gradients of the result, and the way back to its shape."""
+    mesh = get_mesh((4,))
+    whole = torch.randn(16, 3, generator=torch.Generator().manual_seed(0)).to(device)
+    plain = whole.clone().requires_grad_()
+    x = dtensors.distribute(whole, mesh, ["S(0)"]).requires_grad_()
+    y = sw.view(x, (2, 8, 3))
+    weight = dtensors.distribute(torch.eye(3, 5, device=device), y.device_mesh, ["R", "R"])
+    expected = (plain.view(2, 8, 3) @ torch.eye(3, 5, device=device)).square()
+    with sw.enabled(strict=True, views=True):
+        found = (y @ weight).square()
+        assert found.placements == (Shard(0), Shard(1))
+        torch.testing.assert_close(found.detach().full_tensor(), expected.detach())
+        (once,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+        (there,) = torch.autograd.grad(expected.sum(), plain, create_graph=True)
+        torch.testing.assert_close(once.detach().full_tensor(), there.detach())
+        (twice,) = torch.autograd.grad(once.pow(3).sum(), x)
+        (plainly,) = torch.autograd.grad(there.pow(3).sum(), plain)
+        torch.testing.assert_close(twice.full_tensor(), plainly)
+    back = sw.view(y.detach(), (16, 3))
+    assert back.placements == (Shard(0), Shard(0)) and torch.equal(back.to_local(), x.detach().to_local())
+    with pytest.raises(RuntimeError, match="view .*is being modified inplace"):
+        y.mul_(2)
+
+
+def test_used(pool: Pool) -> None:
+    pool.run(_used, 4)
+
+
+def _stays() -> None:
+    """With redistribute=True, and for DTensor's own views, results lie on the mesh of their source."""
+    mesh = get_mesh((4,))
+    whole = torch.arange(48.0, device=device).view(16, 3)
+    x = dtensors.distribute(whole, mesh, ["S(0)"]).requires_grad_()
+    y = sw.view(x, (2, 8, 3), redistribute=True)
+    assert y.device_mesh is mesh and torch.equal(y.full_tensor(), whole.view(2, 8, 3))
+    # A gradient that only a split mesh could see in the shape of the source comes back on the source's mesh.
+    source = dtensors.distribute(whole.view(2, 8, 3), mesh, ["R"]).requires_grad_()
+    cut = dtensors.distribute(whole, mesh, ["S(0)"])
+    (gradient,) = torch.autograd.grad(sw.view(source, (16, 3)), source, cut)
+    assert gradient.device_mesh is mesh and torch.equal(gradient.full_tensor(), whole.view(2, 8, 3))
+    with sw.enabled(views=True):
+        try:
+            found = x.detach().view(2, 8, 3)
+        except RuntimeError:
+            return  # as stock
+        assert found.device_mesh is mesh and torch.equal(found.full_tensor(), whole.view(2, 8, 3))
+
+
+def test_stays_where_asked(pool: Pool) -> None:
+    pool.run(_stays, 4)
+
+
+def _of_a_root() -> None:
+    root = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
+    x = dtensors.distribute(torch.arange(16.0, device=device), root._flatten("all"), ["S(0)"]).requires_grad_()
+    y = sw.view(x, (2, 8))
+    assert y.device_mesh is root and y.placements == (Shard(0), Shard(1))
+    y.sum().backward()
+    assert x.grad is not None and x.grad.device_mesh is x.device_mesh and x.grad.placements == x.placements
+    # Where the dims of the root are others, the mesh is a new one.
+    wide = init_device_mesh(device, (1, 4), mesh_dim_names=("dp", "tp"))
+    x = dtensors.distribute(torch.arange(16.0, device=device), wide, ["R", "S(0)"])
+    assert tuple(sw.view(x, (2, 8)).device_mesh.shape) == (1, 2, 2)
+
+
+def test_dims_that_were_flattened_are_found(pool: Pool) -> None:
+    pool.run(_of_a_root, 4)
+
+
+def _on_some_ranks() -> None:
+    mesh = DeviceMesh(device, torch.tensor([5, 1, 7, 3]))
+    whole = torch.arange(16.0, device=device)
+    is_member = mesh.get_coordinate() is not None
+    mine = dtensors.my_local(whole, mesh, ["S(0)"]) if is_member else whole[:0]
+    x = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=(1,))
+    y = sw.view(x, (2, 8))
+    assert y.device_mesh.mesh.tolist() == [[5, 1], [7, 3]] and y.shape == (2, 8)
+    if is_member:
+        expected = dtensors.my_local(whole.view(2, 8), y.device_mesh, ["S(0)", "S(1)"])
+        assert torch.equal(y.to_local(), expected)
+
+
+def test_on_some_ranks(pool: Pool) -> None:
+    pool.run(_on_some_ranks, 8)
+
+
+def _compiled() -> None:
+    x = dtensors.distribute(torch.arange(16.0), get_mesh((4,)), ["S(0)"])
+    with pytest.raises(Exception, match="lies on a split mesh, which compiled code cannot return; allowed are"):
+        torch.compile(lambda x: sw.view(x, (2, 8)), backend="aot_eager", fullgraph=True)(x)
+    moved = torch.compile(lambda x: sw.view(x, (2, 8), redistribute=True), backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(moved.full_tensor(), torch.arange(16.0).view(2, 8))
+
+
+@pytest.mark.cpu_only("compiled code is compared on the CPU")
+def test_compiled_code_refuses(pool: Pool) -> None:
+    pool.run(_compiled, 4)
+
+
+def _pending() -> None:
+    """Other reductions than sums stay what they are."""
+    mesh = get_mesh((2, 4))
+    local = torch.full((4, 5), float(dist.get_rank()), device=device)
+    x = DTensor.from_local(local, mesh, [Partial("max"), Shard(0)], run_check=False)
+    y = sw.view(x, (2, 8, 5))
+    assert y.placements == (Partial("max"), Shard(0), Shard(1))
+    expected = torch.arange(4.0, 8.0, device=device).repeat_interleave(20).view(2, 8, 5)
+    assert torch.equal(y.full_tensor(), expected)
+
+
+def test_pending_reductions_are_kept(pool: Pool) -> None:
+    pool.run(_pending, 8)
