@@ -2,6 +2,7 @@
 // found.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <set>
@@ -101,6 +102,16 @@ void for_each_layout(const MeshPtr& mesh, const Shape& shape, bool with_all_rule
   place(0);
 }
 
+// Returns whether all dims that several mesh dims cut are cut in the order of the mesh.
+bool is_in_mesh_order(const Layout& layout) {
+  for (const std::vector<Cut>& list : layout.cuts()) {
+    for (size_t i = 1; i < list.size(); ++i) {
+      if (list[i - 1].mesh_dim > list[i].mesh_dim) return false;
+    }
+  }
+  return true;
+}
+
 struct Count {
   int64_t pairs = 0;
   int64_t free = 0;
@@ -164,6 +175,72 @@ TEST(View, IsFoundWhereverOneExistsFromChunks) {
             << " uneven ones need no move\n";
   EXPECT_GT(even.free, 1000);
   EXPECT_GT(uneven.free, 1000);
+}
+
+// Returns whether each rank's elements, read in this shape, are a product of one set of indices for each dim.
+bool are_products(const Layout& layout, const Shape& shape) {
+  for (int64_t position = 0; position < layout.mesh().size(); ++position) {
+    const std::vector<int64_t> elements = elements_at(layout, position);
+    std::vector<std::set<int64_t>> indices(shape.size());
+    for (int64_t element : elements) {
+      for (size_t d = shape.size(); d-- > 0; element /= shape[d]) indices[d].insert(element % shape[d]);
+    }
+    size_t product = 1;
+    for (const std::set<int64_t>& one : indices) product *= one.size();
+    if (product != elements.size()) return false;
+  }
+  return true;
+}
+
+std::map<Rank, std::vector<int64_t>> elements_by_rank(const Layout& layout) {
+  std::map<Rank, std::vector<int64_t>> all;
+  for (int64_t p = 0; p < layout.mesh().size(); ++p) all[layout.mesh().rank_at(Position{p})] = elements_at(layout, p);
+  return all;
+}
+
+// Returns whether some layout on a mesh of the same six ranks, of other sizes or in another order, has the same parts.
+bool is_on_another_mesh(const Layout& layout, const Shape& shape) {
+  const auto held = elements_by_rank(layout);
+  bool is_found = false;
+  for (const MeshPtr& mesh : {mesh_of({3, 2}), mesh_of({3, 2}, {0, 3, 1, 4, 2, 5}), mesh_of({2, 3}, {0, 2, 4, 1, 3, 5}),
+                              mesh_of({2, 3}, {0, 3, 1, 4, 2, 5})}) {
+    for_each_layout(mesh, shape, false,
+                    [&](const Layout& other) { is_found = is_found || elements_by_rank(other) == held; });
+  }
+  return is_found;
+}
+
+// All even placements in chunks of all tensors of 12 to 24 elements. That each rank's elements are a product is
+// necessary for any layout to have them. Where they are and there is no view, another mesh would be needed.
+TEST(View, MovesNothingOfSmallTensorsWhereRanksHoldProducts) {
+  int64_t pairs = 0, free = 0, of_another_mesh = 0;
+  const auto check = [&](const Layout& src, const Shape& dst) {
+    ++pairs;
+    const auto found = view_of(src, dst);
+    if (const auto* view = std::get_if<Layout>(&found)) {
+      ++free;
+      ASSERT_EQ(holdings(*view), holdings(src)) << src.to_string() << " is not " << view->to_string();
+    } else if (are_products(src, dst)) {
+      ++of_another_mesh;
+      ASSERT_TRUE(is_on_another_mesh(src, dst)) << src.to_string() << " as (" << join(dst) << ")";
+    }
+  };
+  for (const auto& sizes : kMeshes) {
+    for (int64_t n = 12; n <= 24; ++n) {
+      for (const Shape& src_shape : shapes_of(n)) {
+        for (const Layout& src : test::all_layouts(mesh_of(sizes), src_shape, {})) {
+          if (src.cut_dims().empty() || !src.has_equal_parts() || !is_in_mesh_order(src)) continue;
+          for (const Shape& dst : shapes_of(n)) {
+            if (dst != src_shape) check(src, dst);
+            if (HasFatalFailure()) return;
+          }
+        }
+      }
+    }
+  }
+  EXPECT_EQ(pairs, 5789);
+  EXPECT_EQ(free, 3537);
+  EXPECT_EQ(of_another_mesh, 90);
 }
 
 TEST(View, IsFoundWhereverOneExistsFromAllRules) {
