@@ -108,6 +108,15 @@ def _other_functions() -> None:
         with sw.enabled(strict=True):
             assert torch.equal(y.full_tensor(), there), function
             assert torch.equal(source.grad.full_tensor(), whole), function  # type: ignore[union-attr]
+    for call, match in (
+        (lambda: sw.unflatten(x, 1, 6), "sizes: got 6 .*allowed is a list of sizes"),
+        (lambda: sw.view(x, (12, 4), group=dist.group.WORLD), "group: got one without a layout"),
+        (lambda: sw.permute(x, (0, 1, 2), group=dist.group.WORLD), "group: got one without a layout"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+    with pytest.raises(TypeError, match=r"^transpose\(\) missing 1 required positional argument: 'dim1'"):
+        sw.transpose(x, 0)
     squeezed, _ = sw.squeeze(*sw.unsqueeze(mine, 0, layout)[:1], 0, sw.unsqueeze(mine, 0, layout)[1])
     assert torch.equal(squeezed, mine)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -12,15 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
-from .. import argument_checks
+from .. import argument_checks, argument_values, groups
 from ..layout import Layout, Mesh
-from ..placements import Pieces
 from ..plain_tensors import redistribute_local
-from .functions import AttentionMask, attention
-from .problem import parts_of, sequence_dims
+from .functions import AttentionMask, attention, check_method
+from .problem import parts_of, sequence_dims, sequence_layout
 
 __all__ = ["context_parallel", "context_parallel_unshard", "move_sequence"]
 
@@ -47,23 +45,32 @@ def move_sequence(
     Returns:
         This rank's part in `dst`; differentiable.
     """
+    argument_checks.check_tensor("local", local)
+    argument_checks.check_group(group)
+    groups.check_initialised()
     count = dist.get_world_size(group)
-    dim = range(local.ndim)[dim]
+    size = argument_values.integer(size, "size")
+    dim = _dim_of(local, dim, "dim")
     shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
     mesh = Mesh({"sequence": count})
-    layouts = [Layout(mesh, shape, [_placement(given, dim, size, count)], local.dtype) for given in (src, dst)]
+    ends = [_placement(given, dim, size, count, name) for name, given in (("src", src), ("dst", dst))]
+    layouts = [Layout(mesh, shape, [end], local.dtype) for end in ends]
     return redistribute_local(local, *layouts, group=group)
 
 
-def _placement(given: Any, dim: int, size: int, count: int) -> Any:
-    if given == "whole":
+def _dim_of(tensor: torch.Tensor, dim: Any, argument: str) -> int:
+    number = argument_values.integer(dim, argument)
+    if not -tensor.ndim <= number < tensor.ndim:
+        allowed = f"{-tensor.ndim} to {tensor.ndim - 1}" if tensor.ndim else "tensors that have dims"
+        raise ValueError(f"{argument}: {number} for a tensor of {tensor.ndim} dims; allowed are {allowed}")
+    return number % tensor.ndim
+
+
+def _placement(given: Any, dim: int, size: int, count: int, argument: str) -> Any:
+    if isinstance(given, str) and given == "whole":
         return Replicate()
-    if given is None or given == "contiguous":
-        return Shard(dim)
-    if given == "zigzag":
-        return Pieces.zigzag(dim, size, count)
-    parts_of(given, size, count)  # refuses what is no layout of a sequence
-    return Shard(dim) if isinstance(given, Shard) else dataclasses.replace(given, dim=dim)
+    (text,) = sequence_layout(given, size, count, argument).placements
+    return text.replace("(2", f"({dim}", 1)
 
 
 # What PyTorch hands to a mode it runs without the mode. These functions call attention: in layers, and in a backward
@@ -177,7 +184,12 @@ def context_parallel(
         size: the length of the whole sequence; default: that of the buffers.
         layout, method: as in `attention`.
     """
-    given, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    given = argument_values.items(() if buffers is None else buffers, "buffers", "a list of tensors")
+    dims = argument_values.items(
+        () if buffer_seq_dims is None else buffer_seq_dims, "buffer_seq_dims", "a list of dims"
+    )
+    if not argument_values.is_device_mesh(mesh):
+        raise ValueError(f"mesh: got a {type(mesh).__name__}; allowed is a DeviceMesh of one dim")
     if mesh.ndim != 1:
         raise ValueError(f"mesh: has {mesh.ndim} dims; allowed is one, such as mesh['cp']")
     if len(given) != len(dims):
@@ -186,6 +198,7 @@ def context_parallel(
         argument_checks.check_tensor("buffers", tensor)
         if tensor.requires_grad:
             raise ValueError("buffers: one of them requires a gradient; allowed are tensors that do not")
+    dims = [_dim_of(tensor, dim, "buffer_seq_dims") for tensor, dim in zip(given, dims, strict=True)]
     known = set() if size is None else {size}
     sizes = {tensor.shape[dim] for tensor, dim in zip(given, dims, strict=True)} | known
     if len(sizes) > 1:
@@ -194,6 +207,7 @@ def context_parallel(
     kept = {id(tensor) for tensor in no_restore_buffers or ()}
     if not kept <= {id(tensor) for tensor in given}:
         raise ValueError("no_restore_buffers: holds a tensor that is not among the buffers")
+    check_method(method)
     group = mesh.get_group()
     mine = parts_of(layout, total, mesh.size())[dist.get_rank(group)] if total is not None else []
     whole = [tensor.data for tensor in given]
@@ -232,6 +246,8 @@ def context_parallel_unshard(
         layout: that of `context_parallel`.
     """
     group = mesh.get_group()
+    if len(buffers) != len(seq_dims):
+        raise ValueError(f"seq_dims: has {len(seq_dims)} dims for {len(buffers)} buffers; allowed is one for each")
     return [
         move_sequence(part, layout, "whole", dim=dim, size=size, group=group)
         for part, dim in zip(buffers, seq_dims, strict=True)

@@ -98,8 +98,9 @@ def explain_attention(
     All ranks that share the sequence call it. Nothing is computed, and no part of the tensors is sent.
     """
     q, k, v = _as_autocast(q, k, v)
-    for name in ("return_lse", "save", "merge"):
-        arguments.pop(name, None)
+    if unknown := sorted(set(arguments) - {*_DEFAULTS, "return_lse"}):
+        raise TypeError(f"explain_attention() got an unexpected keyword argument {unknown[0]!r}")
+    arguments.pop("return_lse", None)
     asked = ask(**{**_DEFAULTS, **arguments})
     attention = plan(asked, (q, k, v), group).attention
     return attention.describe(*tables_of(attention, q.device.type))
@@ -133,8 +134,7 @@ def ask(
             f"mask: got a {type(mask).__name__}; allowed is an AttentionMask, from which a rank knows which blocks of "
             "the sequence see each other before they are moved"
         )
-    if method not in METHODS:
-        raise ValueError(f"method: {method!r}; allowed are {', '.join(METHODS)}")
+    check_method(method)
     if save != "shard":
         raise ValueError(f"save: {save!r}; allowed is 'shard'")
     if merge != "float32":
@@ -162,6 +162,11 @@ def ask(
         None if size is None else argument_values.integer(size, "size"),
         layout,
     )
+
+
+def check_method(method: Any) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method: {method!r}; allowed are {', '.join(METHODS)}")
 
 
 def _scale(given: Any) -> float:

@@ -310,17 +310,28 @@ def _of_group(asked: Asked, q: torch.Tensor, group: dist.ProcessGroup | None) ->
 def parts_of(layout: Any, size: int, count: int) -> Parts:
     """Returns the places of a sequence of `size` that each of `count` ranks holds, in the order of its local tensors.
 
-    `layout` is None or "contiguous" (parts as `torch.chunk` cuts them), "zigzag" (`Pieces.zigzag`), or a placement of
-    dim 2 that cuts, such as `Pieces`, or its text. Raises ValueError for others.
+    `layout` is as in `sequence_layout`.
     """
+    described = sequence_layout(layout, size, count, "layout")
+    return [described.region(rank)[SEQUENCE_DIM] for rank in range(count)]
+
+
+def sequence_layout(layout: Any, size: int, count: int, argument: str) -> Layout:
+    """Returns how a sequence of `size` places lies on `count` ranks, as a tensor whose other dims have one element.
+
+    `layout` is None or "contiguous" (parts as `torch.chunk` cuts them), "zigzag" (`Pieces.zigzag`), or a placement of
+    dim 2 that cuts, such as `Pieces`, or its text. Raises ValueError, naming `argument`, for others.
+    """
+    given = layout
     if layout == "zigzag":
         layout = Pieces.zigzag(SEQUENCE_DIM, size, count)
     elif layout is None or layout == "contiguous":
         layout = Shard(SEQUENCE_DIM)
-    elif isinstance(layout, str) and "(" not in layout:
-        raise ValueError(f"layout: {layout!r}; allowed are 'contiguous', 'zigzag' and placements of dim {SEQUENCE_DIM}")
-    described = Layout(Mesh({"sequence": count}), (1, 1, size, 1), [layout])
-    return [described.region(rank)[SEQUENCE_DIM] for rank in range(count)]
+    if not isinstance(layout, str) or "(" in layout:
+        described = Layout(Mesh({"sequence": count}), (1, 1, size, 1), [layout])
+        if f"({SEQUENCE_DIM}" in described.placements[0]:
+            return described
+    raise ValueError(f"{argument}: {given!r}; allowed are 'contiguous', 'zigzag' and placements of dim {SEQUENCE_DIM}")
 
 
 def sequence_dims(q: DTensor) -> list[int]:

@@ -92,9 +92,11 @@ def unflatten(
 ) -> Any:
     """``x.unflatten(dim, sizes)``; see `view`. One size may be -1."""
 
+    inner = argument_values.items(sizes, "sizes", "a list of sizes")
+
     def shape_of(shape: tuple[int, ...]) -> Sequence[int]:
         at = _dim("dim", dim, len(shape))
-        return (*shape[:at], *sizes, *shape[at + 1 :])
+        return (*shape[:at], *inner, *shape[at + 1 :])
 
     return _viewed(x, shape_of, layout, redistribute, group)
 
@@ -148,6 +150,7 @@ def permute(
     """
     dims = [argument_values.integer(dim, "dims") for dim in argument_values.items(dims, "dims", "a list of dims")]
     if layout is None:
+        _check_no_group(group)
         return _doing().permuted(x, dims)
     check_layout("layout", layout)
     return _doing().permuted_part(x, dims, layout, group)
@@ -179,6 +182,14 @@ def _transposed(
     return permute(x, dims, layout, group=group)
 
 
+_transposed.__qualname__ = "transpose"  # as errors about its arguments name it
+
+
+def _check_no_group(group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        raise ValueError("group: got one without a layout; a DTensor brings its mesh, so leave it out")
+
+
 def _dim(name: str, dim: int, ndim: int) -> int:
     dim = argument_values.integer(dim, name)
     if not -ndim <= dim < ndim:
@@ -195,6 +206,7 @@ def _viewed(
 ) -> Any:
     doing = _doing()
     if layout is None:
+        _check_no_group(group)
         return doing.viewed(x, shape_of(tuple(x.shape)), redistribute)
     check_layout("layout", layout)
     return doing.viewed_part(x, shape_of(doing.shape_of(layout)), layout, redistribute, group)

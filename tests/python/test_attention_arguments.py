@@ -1,0 +1,80 @@
+"""What `sw.attention` and the functions next to it say about arguments that do not fit, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+
+import shardwright as sw
+from meshes import device, get_mesh
+from pool import Pool
+
+SIZE = 12
+
+
+def _entered(mesh: Any, **arguments: Any) -> None:
+    with sw.context_parallel(mesh, **arguments):
+        pass
+
+
+def _refused() -> None:
+    mesh = get_mesh((2,))
+    mine = torch.zeros(1, 2, SIZE // 2, 4, device=device)
+    buffer = torch.arange(SIZE, device=device)
+    layouts = "allowed are 'contiguous', 'zigzag' and placements of dim 2"
+
+    def attend(**arguments: Any) -> None:
+        sw.attention(mine, mine, mine, size=SIZE, **arguments)
+
+    def move(*ends: Any, tensor: Any = mine, dim: Any = 2, size: Any = SIZE) -> None:
+        sw.move_sequence(tensor, *ends, dim=dim, size=size)
+
+    cases: list[tuple[Callable[[], None], str]] = [
+        (lambda: attend(layout="S(1)"), f"layout: 'S.1.'; {layouts}"),
+        (lambda: attend(layout=Shard(1)), f"layout: Shard.dim=1.; {layouts}"),
+        (lambda: attend(layout="R"), f"layout: 'R'; {layouts}"),
+        (lambda: move("zag", "zigzag"), f"src: 'zag'; {layouts}"),
+        (lambda: move("zigzag", Shard(0)), f"dst: Shard.dim=0.; {layouts}"),
+        (lambda: move("zigzag", "whole", dim=4), "dim: 4 for a tensor of 4 dims; allowed are -4 to 3"),
+        (lambda: move("zigzag", "whole", dim=2.0), "dim: got 2.0 .*allowed are integers"),
+        (lambda: move("zigzag", "whole", size=None), "size: got None .*allowed are integers"),
+        (lambda: move("zigzag", "whole", tensor=[1.0]), "local: got a list; allowed is a plain torch.Tensor"),
+        (lambda: _entered(dist.group.WORLD), "mesh: got a ProcessGroup; allowed is a DeviceMesh of one dim"),
+        (lambda: _entered(mesh, size=SIZE, method="rings"), "method: 'rings'; allowed are auto, ring"),
+        (lambda: _entered(mesh, buffers=[buffer], buffer_seq_dims=1), "buffer_seq_dims: got 1 .*a list of dims"),
+        (lambda: _entered(mesh, buffers=[buffer], buffer_seq_dims=[1]), "buffer_seq_dims: 1 for a tensor of 1 dims"),
+        (
+            lambda: sw.context_parallel_unshard(mesh, [mine], [2, 2], size=SIZE),  # type: ignore[arg-type, return-value]
+            "seq_dims: has 2 dims for 1 buffers; allowed is one for each",
+        ),
+    ]
+    for call, match in cases:
+        with pytest.raises(ValueError, match=match):
+            call()
+    with pytest.raises(TypeError, match=r"explain_attention\(\) got an unexpected keyword argument 'methods'"):
+        sw.explain_attention(mine, mine, mine, size=SIZE, methods="ring")
+    assert torch.equal(buffer, torch.arange(SIZE, device=device))
+
+
+def test_refused(pool: Pool) -> None:
+    pool.run(_refused, 2)
+
+
+def _layouts_as_texts() -> None:
+    """A layout of dim 2 may be a placement, or its text, and is that of another dim where the sequence is another."""
+    whole = torch.arange(SIZE * 3, device=device).view(SIZE, 3)
+    rank = dist.get_rank()
+    mine = whole.chunk(2)[rank]
+    for layout in ("Pieces(2,0-2+9-12:2-9)", sw.Pieces(2, [[(0, 2), (9, 12)], [(2, 9)]])):
+        there = sw.move_sequence(mine, "contiguous", layout, dim=0, size=SIZE)
+        assert torch.equal(there, torch.cat([whole[:2], whole[9:]]) if rank == 0 else whole[2:9])
+        assert torch.equal(sw.move_sequence(there, layout, "whole", dim=-2, size=SIZE), whole)
+
+
+def test_layouts_as_texts(pool: Pool) -> None:
+    pool.run(_layouts_as_texts, 2)
