@@ -3,6 +3,7 @@
     make bench-attention                                          # results/attention-torch<version>.json
     make bench-attention ARGS="--quick --out /tmp/attention.json"
     make bench-attention ARGS="--networks '2 x 2' --out /tmp/attention.json"
+    make bench-attention ARGS="--lengths 64,256,1024 --networks '4 x 1' --out /tmp/attention.json"
 
 Needs root and iproute2 (tools/testnet). Ranks have one thread each. "attention" is what a rank computes, alone. What is
 hidden of a method is 1 - (its time - attention) / (serial - attention). "stock" is PyTorch's context_parallel, where it
@@ -150,7 +151,19 @@ def measure(case: Case, rounds: int, per_node: int) -> dict[str, Any]:
     return row
 
 
-def run_rank(network: Network, quick: bool, out: str) -> None:
+def cases_of(lengths: str) -> list[Case]:
+    """The cases with these lengths instead of their own, forward alone and with the backward; `CASES` if none."""
+    if not lengths:
+        return CASES
+    kinds = [(case, backward) for case in CASES[:3] for backward in (False, True)]
+    return [
+        case._replace(length=int(length), backward=backward, name=f"{case.name}, {length}{', backward' * backward}")
+        for length in lengths.split(",")
+        for case, backward in kinds
+    ]
+
+
+def run_rank(network: Network, quick: bool, lengths: str, out: str) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("shardwright").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -158,7 +171,7 @@ def run_rank(network: Network, quick: bool, out: str) -> None:
     sw.calibrate()
     rows = []
     say(f"{network.nodes} nodes of {network.per_node}, {network.gbit} Gbit/s")
-    for case in CASES[:1] if quick else CASES:
+    for case in CASES[:1] if quick else cases_of(lengths):
         rows.append(measure(case, QUICK_ROUNDS if quick else ROUNDS, network.per_node))
         times = "  ".join(f"{name} {value:.1f}" for name, value in rows[-1]["ms"].items())
         say(f"  {case.name:30} {times}  chosen {rows[-1]['chosen']}, hidden {rows[-1].get('hidden')}")
@@ -171,6 +184,7 @@ def run_rank(network: Network, quick: bool, out: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one network, one case, few rounds")
+    parser.add_argument("--lengths", default="", help="other lengths of the sequence than the cases': '64,256,1024'")
     parser.add_argument("--networks", default="", help="only those whose name holds this text: '2 x 2', '4 Gbit'")
     torch_version = torch.__version__.split("+")[0]
     parser.add_argument("--out", default=str(machine.RESULTS / f"attention-torch{torch_version}.json"))
@@ -178,12 +192,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.on_a_rank:
         *numbers, out = options.on_a_rank
-        run_rank(Network.parse(numbers), options.quick, out)
+        run_rank(Network.parse(numbers), options.quick, options.lengths, out)
         return
     chosen = [one for one in (QUICK_NETWORKS if options.quick else NETWORKS) if options.networks in str(one)]
     if not chosen:
         parser.error(f"--networks {options.networks!r} is in none of: {', '.join(map(str, NETWORKS))}")
-    networks = [run(__file__, network, ["--quick"] * options.quick) for network in chosen]
+    given = [*["--quick"] * options.quick, *(["--lengths", options.lengths] if options.lengths else [])]
+    networks = [run(__file__, network, given) for network in chosen]
     rows = [row for network in networks for row in network["rows"]]
     summary = {
         "rows": len(rows),

@@ -40,13 +40,14 @@ class Backward {
     const KeyValues own{own_rows(writer_), t_.k, t_.v};
     if (exchange.num_groups() == 0) return attend(own, of_keys_);
     const bool is_serial = writer_.attention.method == AttentionMethod::kSerial;
+    writer_.begin_chunk(0);
     exchange.start(0);
     if (is_serial) exchange.wait(0);
     attend(own, of_keys_);
     Returning last;
     for (size_t g = 0; g < exchange.num_groups(); ++g) {
       if (!is_serial) exchange.wait(g);
-      writer_.builder.begin_chunk(static_cast<int>(g) + 1);
+      writer_.begin_chunk(static_cast<int>(g) + 1);
       if (g + 1 < exchange.num_groups()) exchange.start(g + 1);
       Returning next = return_gradients(exchange, g);
       take(last);
@@ -77,6 +78,7 @@ class Backward {
       returning.sums.push_back(std::move(mine));
     }
     if (move.sends.empty() && move.receives.empty()) return returning;
+    if (g + 1 == exchange.num_groups()) builder.begin_chunk(-1);  // nothing is computed meanwhile
     move.group = writer_.group();
     returning.ticket = builder.send_receive(std::move(move));
     return returning;

@@ -26,13 +26,13 @@ class Forward {
     const KeyValues own{own_rows(writer_), t_.k, t_.v};
     if (exchange.num_groups() == 0) return attend(own);
     const bool is_serial = writer_.attention.method == AttentionMethod::kSerial;
-    writer_.builder.begin_chunk(0);
+    writer_.begin_chunk(0);
     exchange.start(0);
     if (is_serial) exchange.wait(0);
     attend(own);
     for (size_t g = 0; g < exchange.num_groups(); ++g) {
       if (!is_serial) exchange.wait(g);
-      writer_.builder.begin_chunk(static_cast<int>(g) + 1);
+      writer_.begin_chunk(static_cast<int>(g) + 1);
       if (g + 1 < exchange.num_groups()) exchange.start(g + 1);
       for (const int64_t distance : exchange.distances(g)) attend(exchange.arrived(distance));
     }

@@ -66,6 +66,12 @@ struct AttentionWriter {
   int group();
   int64_t member(int64_t position) const;
 
+  // The instructions that follow belong to this chunk of a pipeline. A serial method has none: nothing is computed
+  // while keys travel, so its transfers take no longer than alone (GemmModel::chunk_ps).
+  void begin_chunk(int chunk) {
+    if (attention.method != AttentionMethod::kSerial) builder.begin_chunk(chunk);
+  }
+
   // The inputs and the outputs of a direction, which begins here (compile.h). Sums are zeros; add_gradient_outputs
   // makes them outputs when they are complete.
   ForwardTensors new_forward_tensors();

@@ -52,6 +52,7 @@ class TwoLevel {
     inner.out.buffer = builder().new_buffer(inner.out.count());
     inner.lse.buffer = builder().new_buffer(inner.lse.count(), across_.attention.sum_dtype());
     if (exchange_.mine().q_heads() > 0) emit_forward(across_, exchange_.mine(), inner);
+    builder().begin_chunk(-1);  // nothing is computed while results return
     const std::vector<HeadExchange::Sent> results{{inner.out, HeadKind::kQueries}, {inner.lse, HeadKind::kQueries}};
     const std::vector<HeadsTensor> to{t.out, t.lse};
     const std::vector<HeadExchange::Arriving> arriving = start_returns(results);
@@ -68,6 +69,7 @@ class TwoLevel {
     inner.dk = across_.new_sum(inner.k);
     inner.dv = across_.new_sum(inner.v);
     if (exchange_.mine().q_heads() > 0) emit_backward(across_, exchange_.mine(), inner);
+    builder().begin_chunk(-1);
     const std::vector<HeadExchange::Sent> sums{
         {inner.dq, HeadKind::kQueries}, {inner.dk, HeadKind::kKeys}, {inner.dv, HeadKind::kKeys}};
     const std::vector<HeadsTensor> to{t.dq, t.dk, t.dv};

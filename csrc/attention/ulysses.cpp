@@ -17,8 +17,7 @@ class UlyssesForward {
     const ForwardTensors t = writer_.new_forward_tensors();
     out_ = t.out;
     lse_ = t.lse;
-    builder.begin_chunk(0);
-    exchange_.gather(t);
+    exchange_.gather(t);  // of no chunk: nothing is computed meanwhile
     std::vector<HeadExchange::Arriving> arriving;
     for (int64_t distance = 1; distance < writer_.num_ranks; ++distance) {
       builder.begin_chunk(static_cast<int>(distance));
