@@ -138,7 +138,9 @@ std::string to_json(const Plan& plan, const Certificate& certificate, const std:
                                   flag("named_groups_only", plan.named_groups_only),
                                   field("mesh", json(plan.src.mesh()))};
   if (crosses(plan)) fields.push_back(field("destination_mesh", json(plan.dst.mesh())));
-  if (const MeshPtr relays = mesh_of_relays(plan)) fields.push_back(field("relay_mesh", json(*relays)));
+  std::vector<std::string> relays;
+  for (const MeshPtr& mesh : meshes_of_relays(plan)) relays.push_back(json(*mesh));
+  if (!relays.empty()) fields.push_back(field("relay_meshes", list(relays)));
   if (!(mesh_reached(plan) == plan.dst.mesh())) fields.push_back(field("reached_mesh", json(mesh_reached(plan))));
   if (plan.segments.count > 1) {
     fields.push_back(field(

@@ -200,10 +200,10 @@ Layout read_layout(Reader& in, const MeshPtr& mesh) {
 
 void write(Writer& out, const Plan& plan) {
   write(out, plan.src.mesh());
-  const MeshPtr relays = mesh_of_relays(plan);
-  out.integer((crosses(plan) ? 1 : 0) + (relays != nullptr ? 1 : 0));
+  const std::vector<MeshPtr> relays = meshes_of_relays(plan);
+  out.integer((crosses(plan) ? 1 : 0) + std::ssize(relays));
   if (crosses(plan)) {
-    if (relays != nullptr) write(out, *relays);
+    for (const MeshPtr& mesh : relays) write(out, *mesh);
     write(out, plan.dst.mesh());
     const Mesh& reached = mesh_reached(plan);
     out.boolean(!(reached == plan.dst.mesh()));
@@ -222,10 +222,11 @@ void write(Writer& out, const Plan& plan) {
 
 Plan read_plan(Reader& in) {
   const MeshPtr mesh = read_mesh(in);
-  const int64_t crossings = in.integer(0, 2);  // the most that there are
-  const MeshPtr relays = crossings == 2 ? read_mesh(in) : nullptr;
+  const auto crossings = in.integer(0, static_cast<int64_t>(kMaxSteps));
+  std::vector<MeshPtr> reached;  // by the crossings
+  while (std::ssize(reached) + 1 < crossings) reached.push_back(read_mesh(in));
   const MeshPtr destination = crossings > 0 ? read_mesh(in) : mesh;
-  const MeshPtr reached = crossings > 0 && in.boolean() ? read_mesh(in) : destination;
+  reached.push_back(crossings > 0 && in.boolean() ? read_mesh(in) : destination);
   const Lowering& lowering = read_lowering(in);
   const auto objective = in.enumerator(Objective::kBytes);
   Topology topology = read_topology(in);
@@ -234,10 +235,11 @@ Plan read_plan(Reader& in) {
   const Layout dst = read_placements(in, destination, src.tensor_shape(), src.dtype());
   Plan plan{src, dst, lowering, objective, std::move(topology), named_groups_only, {}};
   Layout held = src;
+  size_t crossed = 0;
   plan.steps = in.list(
       [&] {
-        const bool goes_to_relays = relays != nullptr && held.mesh() == *mesh;
-        Step step = read_step(in, held, goes_to_relays ? relays : reached);
+        Step step = read_step(in, held, reached[std::min(crossed, reached.size() - 1)]);
+        crossed += leads_to_another_mesh(step) ? 1 : 0;
         held = step.after;
         return step;
       },

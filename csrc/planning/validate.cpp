@@ -157,29 +157,27 @@ const Mesh& mesh_reached(const Plan& plan) {
   return plan.dst.mesh();
 }
 
-MeshPtr mesh_of_relays(const Plan& plan) {
-  const Step* first = nullptr;
+std::vector<MeshPtr> meshes_of_relays(const Plan& plan) {
+  std::vector<MeshPtr> meshes;
   for (const Step& step : plan.steps) {
-    if (!leads_to_another_mesh(step)) continue;
-    if (first != nullptr) return first->after.mesh_ptr();
-    first = &step;
+    if (leads_to_another_mesh(step)) meshes.push_back(step.after.mesh_ptr());
   }
-  return nullptr;
+  if (!meshes.empty()) meshes.pop_back();
+  return meshes;
 }
 
 namespace {
 
-// Between two meshes there may be one of relays, all of them ranks of the two.
+// Between two meshes there may be meshes of relays, all of them ranks of the two.
 void check_meshes(const Plan& plan) {
-  int64_t crossings = 0;
-  for (const Step& step : plan.steps) crossings += leads_to_another_mesh(step) ? 1 : 0;
-  check_user(crossings <= (crosses(plan) ? 2 : 0), "plan: leads ", crossings,
-             " times to another mesh; allowed is once, or twice over relays, and between two meshes alone");
-  const MeshPtr relays = mesh_of_relays(plan);
-  if (relays == nullptr) return;
-  for (const Rank rank : relays->ranks()) {
-    check_user(plan.src.mesh().position_of(rank) || plan.dst.mesh().position_of(rank), "plan: rank ", rank,
-               " of the mesh of relays is on neither mesh of the plan");
+  const auto crossings = std::count_if(plan.steps.begin(), plan.steps.end(), leads_to_another_mesh);
+  check_user(crossings == 0 || crosses(plan), "plan: leads ", crossings,
+             " times to another mesh; allowed is that between two meshes alone");
+  for (const MeshPtr& relays : meshes_of_relays(plan)) {
+    for (const Rank rank : relays->ranks()) {
+      check_user(plan.src.mesh().position_of(rank) || plan.dst.mesh().position_of(rank), "plan: rank ", rank,
+                 " of a mesh of relays is on neither mesh of the plan");
+    }
   }
 }
 

@@ -20,7 +20,7 @@ bool leads_to_another_mesh(const Step& step);
 // (crossing/split.h). Without a crossing, the mesh of the destination.
 const Mesh& mesh_reached(const Plan& plan);
 
-// The mesh of relays (crossing/relays.h), to which the first of two crossings leads; null if there is only one.
-MeshPtr mesh_of_relays(const Plan& plan);
+// The meshes of relays (crossing/relays.h), to which all crossings but the last one lead, in this order.
+std::vector<MeshPtr> meshes_of_relays(const Plan& plan);
 
 }  // namespace shardwright

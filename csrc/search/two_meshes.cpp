@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <map>
 #include <optional>
 #include <set>
 #include <span>
@@ -12,7 +13,6 @@
 #include "cost/cost.h"
 #include "crossing/bounds.h"
 #include "crossing/crossing.h"
-#include "crossing/relays.h"
 #include "crossing/split.h"
 #include "moves/figures.h"
 #include "moves/segments.h"
@@ -20,6 +20,7 @@
 #include "search/balanced.h"
 #include "search/choices.h"
 #include "search/crossing_cost.h"
+#include "search/over_relays.h"
 
 namespace shardwright {
 namespace {
@@ -29,7 +30,8 @@ constexpr int64_t kSplitsAboveFraction = 8;
 
 // Relays are tried if messages of the crossing take more than this fraction of a plan's time, if so many times fewer go
 // the other way, because relays have as many peers there as the ranks that they stand for, and if the messages that are
-// saved take longer than another step. They are tried with so many pairs of layouts.
+// saved take longer than another step; or if about this fraction of the plan's time would be saved between its ends.
+// They are tried with so many pairs of layouts.
 constexpr int64_t kRelaysAboveFraction = 4;
 constexpr int64_t kRelaysAboveRatio = 4;
 constexpr size_t kPairsWithRelays = 4;
@@ -229,51 +231,65 @@ class Crossings {
     return timed_in_best_segments(plan).picoseconds;
   }
 
-  // Tries pairs over relays, in the order of what the moves around the crossing and the bytes of a relay take.
+  // Tries pairs over relays, in the order of what the moves around the crossings and about what the relays take.
   void try_relays() {
     const auto [fewer, messages] = std::minmax(best_crossing_.messages, best_crossing_.sent_messages);
-    const int64_t latency = saturating_product(messages, best_link_.message_ps);
-    if (messages < kRelaysAboveRatio * fewer || latency < best_cost_->first / kRelaysAboveFraction) return;
-    int64_t root = 1;  // the messages that are left, in each of two crossings
-    while (root * root < messages) ++root;
-    if (saturating_product(messages - 2 * root, best_link_.message_ps) <= topology_.step_ps) return;
     const bool fans_out = best_crossing_.sent_messages == messages;
-    const int64_t most = src_.mesh().size() * goal_.mesh().size();
-    int64_t wanted = 1;  // so that all send and receive equally many
-    while (wanted * wanted < most) ++wanted;
+    if (!may_relays_pay(fewer, messages) && !is_far_above_relays(fans_out)) return;
     std::vector<std::tuple<int64_t, size_t, size_t>> pairs;
-    for (size_t i = 0; i < before_.size(); ++i) {
-      for (size_t j = 0; j < after_.size(); ++j) {
-        const Cost around = before_[i].at_least + after_[j].at_least;
-        const int64_t elements = std::max(src_.mesh().size() / wanted * before_[i].elements,
-                                          goal_.mesh().size() / wanted * after_[j].elements);
-        const int64_t bytes = scaled(elements * src_.dtype().size_bytes(), fastest_link().ps_per_kib);
-        if (may_improve(around + Cost{bytes, 0, 0, 0})) pairs.emplace_back(around.first + bytes, i, j);
+    std::vector<Leg>& many = fans_out ? after_ : before_;
+    std::vector<Leg>& few = fans_out ? before_ : after_;
+    for (size_t i = 0; i < many.size(); ++i) {
+      if (fans_out && is_split_in_vain(many[i])) continue;
+      const RelayShapes shapes(many[i].layout, topology_);
+      std::map<int64_t, int64_t> picoseconds;  // by the number of replicas of the few
+      for (size_t j = 0; j < few.size(); ++j) {
+        const Cost around = many[i].at_least + few[j].at_least;
+        if (!may_improve(around)) continue;
+        const int64_t replicas = few[j].layout.mesh().group_size(few[j].layout.replicated_dims());
+        const auto [known, is_new] = picoseconds.emplace(replicas, 0);
+        if (is_new) known->second = shapes.all(replicas).front().picoseconds;
+        pairs.emplace_back(around.first + known->second, fans_out ? j : i, fans_out ? i : j);
       }
     }
     std::sort(pairs.begin(), pairs.end());
     if (pairs.size() > kPairsWithRelays) pairs.resize(kPairsWithRelays);
-    for (const auto& [estimate, i, j] : pairs) try_relays_between(before_[i], after_[j], fans_out, wanted);
+    for (const auto& [estimate, i, j] : pairs) try_relays_between(before_[i], after_[j], fans_out);
+  }
+
+  bool may_relays_pay(int64_t fewer, int64_t messages) const {
+    const int64_t latency = saturating_product(messages, best_link_.message_ps);
+    if (messages < kRelaysAboveRatio * fewer || latency < best_cost_->first / kRelaysAboveFraction) return false;
+    int64_t root = 1;  // the messages that are left, in each of two crossings
+    while (root * root < messages) ++root;
+    return saturating_product(messages - 2 * root, best_link_.message_ps) > topology_.step_ps;
+  }
+
+  // Returns whether relays between the source and the goal take much less, from sizes alone.
+  bool is_far_above_relays(bool fans_out) const {
+    const Layout& many = fans_out ? goal_ : before_.front().layout;
+    const Layout& few = fans_out ? before_.front().layout : goal_;
+    const int64_t replicas = few.mesh().group_size(few.replicated_dims());
+    const int64_t over_relays = RelayShapes(many, topology_).all(replicas).front().picoseconds;
+    return best_cost_->first - best_cost_->first / kRelaysAboveFraction > over_relays;
+  }
+
+  // Whether a layout on a mesh with split dims has the parts of the goal.
+  bool is_split_in_vain(const Leg& last) const {
+    if (last.layout.mesh() == goal_.mesh()) return false;
+    const std::optional<Layout> whole = joined(last.layout, goal_.mesh_ptr());
+    return whole && *whole == goal_;
   }
 
   // Relays stand for blocks of the side that has more ranks: the one after the crossing if it fans out.
-  void try_relays_between(Leg& first, Leg& last, bool fans_out, int64_t wanted) {
-    for (const Layout& relays : relays_of(fans_out ? last.layout : first.layout, wanted)) {
-      const bool is_new = !(relays.mesh() == first.layout.mesh()) && !(relays.mesh() == last.layout.mesh());
-      const bool is_allowed = options_.max_held == 0 || relays.largest_part_elements() <= options_.max_held;
-      if (!is_new || !is_allowed) continue;
-      find_steps(first);
-      find_steps(last);
-      const Cost around = first.at_least + last.at_least;
-      const auto is_worth = [&](const Cost& crossings) { return may_improve(around + crossings); };
-      const auto to = cost_.cheapest(first.layout, relays, is_worth);
-      if (!to || !is_worth(to->second)) continue;
-      const auto from =
-          cost_.cheapest(relays, last.layout, [&](const Cost& one) { return is_worth(to->second + one); });
-      if (!from) continue;
-      const Cost total = around + to->second + from->second;
-      if (may_improve(total)) take(total, first, {to->first, from->first}, last);
-    }
+  void try_relays_between(Leg& first, Leg& last, bool fans_out) {
+    find_steps(first);
+    find_steps(last);
+    const Cost around = first.at_least + last.at_least;
+    std::optional<OverRelays> found =
+        cheapest_over_relays(first.layout, last.layout, fans_out, options_, topology_,
+                             [&](const Cost& crossings) { return may_improve(around + crossings); });
+    if (found) take(around + found->cost, first, std::move(found->crossings), last);
   }
 
   void take(const Cost& total, const Leg& first, std::vector<Step> crossings, const Leg& last) {

@@ -19,8 +19,8 @@ namespace shardwright {
 //             split in two or three for this leg (crossing/split.h), which then ends with the same parts as `goal`
 //             on that mesh: ranks on one node gather there what the node has received once, and many ranks gather in
 //             several steps of few messages.
-//   relays    Where many messages would be sent and few received, or the other way round, two crossings may follow one
-//             another, over relays (crossing/relays.h).
+//   relays    Where many messages would be sent and few received, or the other way round, several crossings may follow
+//             one another, over levels of relays (search/over_relays.h).
 //   crossing  The sending is shared in whole messages or to the element, whichever is faster.
 //
 // If a rank of both meshes sends more than the least, and the tensor may go in segments, plans are compared by the time

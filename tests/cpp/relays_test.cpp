@@ -39,7 +39,8 @@ Topology of_slow_messages() {
   return topology;
 }
 
-bool goes_over_relays(const Plan& plan) { return mesh_of_relays(plan) != nullptr; }
+size_t levels_of_relays(const Plan& plan) { return meshes_of_relays(plan).size(); }
+bool goes_over_relays(const Plan& plan) { return levels_of_relays(plan) > 0; }
 
 std::vector<int64_t> elements_at(const Layout& layout, int64_t position) {
   std::vector<std::vector<int64_t>> lists;
@@ -82,6 +83,34 @@ TEST(Relays, HoldWhatTheirBlocksHold) {
   EXPECT_GT(checked, 200);
 }
 
+// Of random layouts on nodes of two to four ranks: on the node of each rank is a relay that holds what the rank does.
+TEST(Relays, MayStandForRanksOfTheirNodeAlone) {
+  const unsigned seed = 61;
+  test::RandomPlacements random(seed);
+  int64_t checked = 0;
+  for (int i = 0; i < 300; ++i) {
+    const Layout layout = random.on_any_mesh(random.shape(9), 12).layout;
+    const int64_t ranks_per_node = random.pick(2, 4);
+    const std::optional<Layout> relays = relays_in_blocks(layout, random.pick(2, 4), ranks_per_node);
+    if (!relays) continue;
+    SCOPED_TRACE(concat("seed ", seed, ", layout ", i, ": ", layout.to_string(), ", ", relays->to_string()));
+    for (int64_t p = 0; p < layout.mesh().size(); ++p) {
+      const int64_t node = number(layout.mesh().rank_at(Position{p})) / ranks_per_node;
+      const std::vector<int64_t> own = elements_at(layout, p);
+      bool is_held = own.empty();
+      for (int64_t q = 0; q < relays->mesh().size() && !is_held; ++q) {
+        if (number(relays->mesh().rank_at(Position{q})) / ranks_per_node != node) continue;
+        const std::vector<int64_t> of_relay = elements_at(*relays, q);
+        const std::set<int64_t> all(of_relay.begin(), of_relay.end());
+        is_held = std::all_of(own.begin(), own.end(), [&](int64_t element) { return all.contains(element); });
+      }
+      ASSERT_TRUE(is_held) << "position " << p;
+    }
+    ++checked;
+  }
+  EXPECT_GT(checked, 60);
+}
+
 // From few ranks to many and back, in even and uneven parts.
 TEST(Relays, LetRanksReachManyOthersInFewMessages) {
   int64_t over_relays = 0;
@@ -103,7 +132,7 @@ TEST(Relays, LetRanksReachManyOthersInFewMessages) {
         };
         EXPECT_LT(messages(plan) * 3, messages(straight) * 2);
         EXPECT_LT(predicted_picoseconds(plan), predicted_picoseconds(straight));
-        EXPECT_NE(to_json(plan, certify(plan, peak_bytes(plan)), {}).find("\"relay_mesh\""), std::string::npos);
+        EXPECT_NE(to_json(plan, certify(plan, peak_bytes(plan)), {}).find("\"relay_meshes\""), std::string::npos);
       }
     }
   }
@@ -116,7 +145,8 @@ TEST(Relays, AreForFewRanksTooWhereMessagesTakeLong) {
   const Layout dst = layout_of(mesh_of({7}, ranks_from(1, 7)), {21, 4}, "S(0)");
   const Plan plan = make_plan(src, dst, {.topology = of_slow_messages()});
   ASSERT_TRUE(goes_over_relays(plan)) << to_string(plan);
-  EXPECT_EQ(totals(plan).sent_messages_max, 3);
+  EXPECT_EQ(levels_of_relays(plan), 2);  // two relays, which reach four, which reach seven
+  EXPECT_EQ(totals(plan).sent_messages_max, 2);
   expect_as_promised(plan);
   expect_as_promised(make_plan(dst, src, {.topology = of_slow_messages()}));
   Topology of_slow_steps = of_slow_messages();
@@ -160,6 +190,76 @@ TEST(Relays, ReachThousands) {
       EXPECT_LT(predicted_picoseconds(plan), 25 * least_picoseconds(plan)) << to_string(plan);
     }
   }
+}
+
+// The same crossings over relays in blocks of so many ranks, from those next to the many on.
+Plan over_blocks(const Layout& src, const Layout& dst, const std::vector<int64_t>& blocks, const Topology& topology) {
+  std::vector<Layout> stops{dst};
+  for (const int64_t ranks : blocks) stops.push_back(relays_in_blocks(stops.back(), ranks).value());
+  stops.push_back(src);
+  std::reverse(stops.begin(), stops.end());
+  Plan plan = plan_through({src, dst}, {.topology = topology});
+  plan.steps.clear();
+  for (size_t i = 0; i + 1 < stops.size(); ++i) {
+    plan.steps.push_back({StepOp::kCross, {}, stops[i], stops[i + 1], Sharing::kMessages});
+  }
+  return plan;
+}
+
+// One rank to 2,048 by a topology without nodes, with what a table in search/over_relays.h says of each number of
+// levels. Trees with fewer levels, of any blocks that are about as large as one another, take longer.
+TEST(TreesOfRelays, HaveAsManyLevelsAsPay) {
+  const Topology topology{"one link", 0, 12'000'000, 0, {4'000'000, 0}, {4'000'000, 0}, {}};
+  for (const char* placements : {"R", "S(0)"}) {
+    const Layout from = layout_of(mesh_of({1}), {2048}, "R");
+    const Layout to = layout_of(mesh_of({2048}, ranks_from(1, 2048)), {2048}, placements);
+    const std::vector<std::vector<int64_t>> trees{{}, {46}, {14, 14}, {7, 7, 7}, {5, 5, 5, 5}};
+    const std::vector<int64_t> microseconds{8204, 384, 184, 144, 140};
+    for (size_t i = 0; i < trees.size(); ++i) {
+      EXPECT_EQ(predicted_picoseconds(over_blocks(from, to, trees[i], topology)) / 1'000'000, microseconds[i]) << i;
+    }
+    const Plan plan = make_plan(from, to, {.topology = topology});
+    EXPECT_EQ(levels_of_relays(plan), 4) << to_string(plan);
+    EXPECT_EQ(predicted_picoseconds(plan) / 1'000'000, 140) << to_string(plan);
+    for (int64_t block = 2; block < 200; ++block) {
+      EXPECT_GE(predicted_picoseconds(over_blocks(from, to, {block}, topology)), predicted_picoseconds(plan));
+      if (block > 31) continue;
+      EXPECT_GE(predicted_picoseconds(over_blocks(from, to, {block, block}, topology)), predicted_picoseconds(plan));
+    }
+  }
+}
+
+// From 1 to 3 ranks to up to 90 and back, where one message takes as long as a thousand steps: replicas, stripes, both,
+// parts of one row and of none.
+TEST(TreesOfRelays, MoveEveryElement) {
+  size_t deepest = 0;
+  for (const auto& [few, many, rows, placements] :
+       std::vector<std::tuple<int64_t, std::vector<int64_t>, int64_t, std::string>>{{1, {90}, 4, "R"},
+                                                                                    {1, {90}, 200, "S(0)"},
+                                                                                    {1, {61}, 40, "S(0)"},
+                                                                                    {3, {64}, 37, "R"},
+                                                                                    {2, {4, 16}, 50, "R, S(0)"},
+                                                                                    {2, {8, 8}, 50, "S(0), R"},
+                                                                                    {1, {8, 8}, 50, "S(0), S(1)"},
+                                                                                    {1, {77}, 100, "Cyclic(0,1)"},
+                                                                                    {3, {80}, 31, "Blocks(0,4)"}}) {
+    for (const char* at_few : {"R", "S(0)"}) {
+      const Layout small = layout_of(mesh_of({few}), {rows, 9}, at_few);
+      int64_t ranks = 1;
+      for (const int64_t size : many) ranks *= size;
+      const Layout large = layout_of(mesh_of(many, ranks_from(few, ranks)), {rows, 9}, placements);
+      for (const auto& [src, dst] : {std::pair(small, large), std::pair(large, small)}) {
+        const Plan plan = make_plan(src, dst, {.topology = of_slow_messages()});
+        SCOPED_TRACE(to_string(plan));
+        expect_as_promised(plan);
+        check_steps(plan);
+        deepest = std::max(deepest, levels_of_relays(plan));
+        const Certificate certificate = certify(plan, peak_bytes(plan));
+        EXPECT_GE(certificate.predicted_ps, certificate.least_ps);
+      }
+    }
+  }
+  EXPECT_GE(deepest, 4);
 }
 
 TEST(Relays, AreRefusedWhereTheyCannotBe) {

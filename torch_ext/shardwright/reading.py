@@ -38,7 +38,8 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
     destination_mesh = (
         _mesh(table["destination_mesh"], "destination_mesh") if "destination_mesh" in table else source_mesh
     )
-    relay_mesh = _mesh(table["relay_mesh"], "relay_mesh") if "relay_mesh" in table else None
+    older = [table["relay_mesh"]] if "relay_mesh" in table else []  # an older name, of one mesh alone
+    relay_meshes = [_mesh(grid, "relay_meshes") for grid in _list(table.get("relay_meshes", older), "relay_meshes")]
     reached_mesh = _mesh(table["reached_mesh"], "reached_mesh") if "reached_mesh" in table else destination_mesh
 
     def layout(mesh: Mesh, entry: dict[str, Any]) -> Layout:
@@ -59,7 +60,7 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
         before = layout(here, step["before"])
         names = here.dim_names
         if op == "cross" or (op == "rearrange" and _flag(step["leads_to_another_mesh"], "leads_to_another_mesh")):
-            here = relay_mesh if relay_mesh is not None and here is source_mesh else reached_mesh
+            here = relay_meshes.pop(0) if relay_meshes else reached_mesh
         steps.append(
             (
                 op,

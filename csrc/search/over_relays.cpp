@@ -1,0 +1,202 @@
+#include "search/over_relays.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "crossing/crossing.h"
+#include "crossing/relays.h"
+#include "moves/figures.h"
+
+namespace shardwright {
+namespace {
+
+// So many shapes are worked out, of at most so many levels between nodes and within them.
+constexpr size_t kMostShapes = 3;
+constexpr int64_t kMostLevels = 12;
+constexpr int64_t kMostLevelsInside = 3;
+
+int64_t ceil_divide(int64_t n, int64_t k) { return (n + k - 1) / k; }
+
+// Returns how many messages relays send in each crossing but the first, in which few ranks send what is left, so that
+// everybody sends as few as possible in all crossings together.
+int64_t messages_of_relays(int64_t few, int64_t many, int64_t levels) {
+  int64_t best = 1;
+  int64_t least = many + levels;
+  // With more, those of the relays alone are as many as all were before.
+  for (int64_t messages = 1; levels > 1 && (levels - 1) * messages < least; ++messages) {
+    int64_t left = many;
+    for (int64_t i = 1; i < levels; ++i) left = ceil_divide(left, messages + 1);
+    const int64_t all = ceil_divide(left, few) + (levels - 1) * messages;
+    if (left < 2 || all >= least) continue;
+    least = all;
+    best = messages;
+  }
+  return best;
+}
+
+// Returns the least size of blocks for which blocks of blocks, so many levels deep, have all ranks of a node.
+int64_t least_block(int64_t ranks, int64_t levels) {
+  int64_t block = 2;
+  const auto has_all = [&] {
+    int64_t reached = 1;
+    for (int64_t i = 0; i < levels && reached < ranks; ++i) reached = saturating_product(reached, block);
+    return reached >= ranks;
+  };
+  while (!has_all()) ++block;
+  return block;
+}
+
+}  // namespace
+
+RelayShapes::RelayShapes(const Layout& many, const Topology& topology) : topology_(topology) {
+  const int64_t replicas = many.mesh().group_size(many.replicated_dims());
+  const int64_t elements = std::max<int64_t>(many.largest_part_elements(), 1);
+  const int64_t full_parts = std::max<int64_t>(ceil_divide(many.num_elements(), elements), 1);
+  parts_ = std::min(many.mesh().size() / replicas, full_parts);
+  members_ = parts_ * replicas;
+  bytes_ = many.largest_part_bytes();
+}
+
+// A level takes as many messages as everybody sends, each with a relay's part.
+int64_t RelayShapes::time(const Shape& shape, int64_t few) const {
+  int64_t all = 0;
+  int64_t reached = members_;
+  const auto add = [&](int64_t messages, const Link& link) {
+    const int64_t bytes = bytes_ * ceil_divide(parts_, reached);
+    const int64_t each = saturating_sum(link.message_ps, scaled(bytes, link.ps_per_kib));
+    all = saturating_sum(all, saturating_sum(topology_.step_ps, saturating_product(messages, each)));
+  };
+  if (shape.levels_inside > 0) {
+    const int64_t block = least_block(topology_.ranks_per_node, shape.levels_inside);
+    const int64_t nodes = ceil_divide(members_, topology_.ranks_per_node);
+    for (int64_t i = 0; i < shape.levels_inside; ++i) {
+      add(block - 1, topology_.inside);
+      reached = std::max(ceil_divide(reached, block), nodes);
+    }
+  }
+  const Link& link = topology_.ranks_per_node > 0 ? topology_.between : topology_.inside;
+  const int64_t messages = messages_of_relays(few, reached, shape.levels);
+  for (int64_t i = 1; i < shape.levels; ++i) {
+    add(messages, link);
+    reached = ceil_divide(reached, messages + 1);
+  }
+  add(ceil_divide(reached, few), link);
+  return all;
+}
+
+std::vector<RelayShapes::Shape> RelayShapes::all(int64_t few) const {
+  const bool has_nodes = topology_.ranks_per_node > 1 && members_ > topology_.ranks_per_node;
+  std::vector<Shape> shapes;
+  for (int64_t inside = 0; inside <= (has_nodes ? kMostLevelsInside : 0); ++inside) {
+    const int64_t least = inside == 0 ? 2 : 1;
+    for (int64_t levels = least; levels <= kMostLevels; ++levels) {
+      shapes.push_back({0, levels, inside});
+      shapes.back().picoseconds = time(shapes.back(), few);
+      const bool takes_longer = levels > least && shapes.back().picoseconds > shapes[shapes.size() - 2].picoseconds;
+      if (takes_longer) break;
+    }
+  }
+  std::sort(shapes.begin(), shapes.end());
+  return shapes;
+}
+
+namespace {
+
+class RelaySearch {
+ public:
+  RelaySearch(const Layout& from, const Layout& to, bool fans_out, const PlanOptions& options, const Topology& topology,
+              const std::function<bool(const Cost&)>& is_worth)
+      : from_(from),
+        to_(to),
+        fans_out_(fans_out),
+        options_(options),
+        topology_(topology),
+        cost_(options, topology),
+        is_worth_(is_worth) {}
+
+  std::optional<OverRelays> cheapest() {
+    int64_t wanted = 1;  // so that all send and receive equally many
+    while (wanted * wanted < from_.mesh().size() * to_.mesh().size()) ++wanted;
+    for (Layout& relays : relays_of(many(), wanted)) {
+      if (is_allowed(relays)) try_relays({std::move(relays)});
+    }
+    const RelayShapes shapes(many(), topology_);
+    const int64_t few = num_senders(shapes.members());
+    for (size_t tried = 0; const RelayShapes::Shape& shape : shapes.all(few)) {
+      if (tried++ == kMostShapes) break;
+      if (auto relays = relays_in(shape, few, shapes.members())) try_relays(std::move(*relays));
+    }
+    return std::move(best_);
+  }
+
+ private:
+  const Layout& many() const { return fans_out_ ? to_ : from_; }
+  const Layout& few() const { return fans_out_ ? from_ : to_; }
+  bool improves(const Cost& cost) const { return is_worth_(cost) && (!best_ || cost < best_->cost); }
+  bool is_allowed(const Layout& relays) const {
+    return options_.max_held == 0 || relays.largest_part_elements() <= options_.max_held;
+  }
+
+  // How many of the few serve different ranks of the many.
+  int64_t num_senders(int64_t members) const {
+    const int64_t meetings = Crossing(from_, to_, Sharing::kMessages).num_meetings();
+    const int64_t size = few().mesh().size();
+    return std::clamp<int64_t>(members * size / std::max<int64_t>(meetings, 1), 1, size);
+  }
+
+  // From the relays next to the many on.
+  std::optional<std::vector<Layout>> relays_in(const RelayShapes::Shape& shape, int64_t few, int64_t members) const {
+    std::vector<Layout> all;
+    const auto add = [&](int64_t block, int64_t ranks_per_node) {
+      std::optional<Layout> relays = relays_in_blocks(all.empty() ? many() : all.back(), block, ranks_per_node);
+      if (!relays || !is_allowed(*relays)) return false;
+      all.push_back(std::move(*relays));
+      return true;
+    };
+    for (int64_t i = shape.levels_inside; i > 0; --i) {
+      const int64_t ranks = topology_.ranks_per_node;
+      if (!add(i > 1 ? least_block(ranks, shape.levels_inside) : ranks, ranks)) return std::nullopt;
+    }
+    const int64_t messages = messages_of_relays(few, all.empty() ? members : all.back().mesh().size(), shape.levels);
+    for (int64_t i = 1; i < shape.levels; ++i) {
+      if (!add(messages + 1, 0)) return std::nullopt;
+    }
+    return all;
+  }
+
+  // Tries relays from those next to the many on.
+  void try_relays(std::vector<Layout> stops) {
+    stops.insert(stops.begin(), many());
+    stops.push_back(few());
+    if (fans_out_) std::reverse(stops.begin(), stops.end());
+    OverRelays found;
+    for (size_t i = 0; i + 1 < stops.size(); ++i) {
+      if (stops[i].mesh() == stops[i + 1].mesh()) return;
+      auto crossing =
+          cost_.cheapest(stops[i], stops[i + 1], [&](const Cost& cost) { return improves(found.cost + cost); });
+      if (!crossing) return;
+      found.crossings.push_back(std::move(crossing->first));
+      found.cost = found.cost + crossing->second;
+    }
+    if (improves(found.cost)) best_ = std::move(found);
+  }
+
+  const Layout& from_;
+  const Layout& to_;
+  const bool fans_out_;
+  const PlanOptions& options_;
+  const Topology& topology_;
+  const CrossingCost cost_;
+  const std::function<bool(const Cost&)>& is_worth_;
+  std::optional<OverRelays> best_;
+};
+
+}  // namespace
+
+std::optional<OverRelays> cheapest_over_relays(const Layout& from, const Layout& to, bool fans_out,
+                                               const PlanOptions& options, const Topology& topology,
+                                               const std::function<bool(const Cost&)>& is_worth) {
+  return RelaySearch(from, to, fans_out, options, topology, is_worth).cheapest();
+}
+
+}  // namespace shardwright
