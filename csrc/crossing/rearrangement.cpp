@@ -5,6 +5,8 @@
 #include <tuple>
 #include <utility>
 
+#include "crossing/samples.h"
+#include "layout/product.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -19,24 +21,14 @@ int64_t number_at(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t p
 // The number of bits up to the highest in which two ranks differ.
 int distance(Rank a, Rank b) { return std::bit_width(static_cast<uint64_t>(number(a) ^ number(b))); }
 
-// The list of an axis of several tensor dims, from their lists. {0, 2} x {1..2} of 3 x 4 elements is [1,3) [9,11).
+// The list of an axis of several tensor dims, from their lists.
 IntervalList flattened(const std::vector<IntervalList>& lists, const std::vector<int64_t>& sizes) {
   IntervalList all{{0, 1}};
   for (size_t t = 0; t < lists.size(); ++t) {
-    if (lists[t].empty()) return {};
-    IntervalList finer;
-    for (const Interval& outer : all) {
-      if (lists[t].size() == 1 && lists[t].front() == Interval{0, sizes[t]}) {  // whole rows are one run
-        append(finer, {outer.begin * sizes[t], outer.end * sizes[t]});
-        continue;
-      }
-      for (int64_t row = outer.begin; row < outer.end; ++row) {
-        for (const Interval& one : lists[t]) append(finer, one.shifted(row * sizes[t]));
-        check_user(static_cast<int64_t>(finer.size()) <= CutRule::kMaxRuns,
-                   "placements: a part of the flattened dims has more than 2^20 runs; allowed are fewer");
-      }
-    }
-    all = std::move(finer);
+    std::optional<IntervalList> finer = product_of(all, lists[t], sizes[t], CutRule::kMaxRuns);
+    check_user(finer.has_value(),
+               "placements: a part of the flattened dims has more than 2^20 runs; allowed are fewer");
+    all = std::move(*finer);
   }
   return all;
 }
@@ -100,11 +92,17 @@ Region Rearrangement::region(const Side& side, int64_t position) {
 class Rearrangement::Choice {
  public:
   Choice(const Side& src, const Side& dst, size_t axis, Sharing sharing)
-      : src_(src), dst_(dst), axis_(axis), sharing_(sharing), sent_(src.axes[axis].lists.size(), 0) {
+      : src_(src),
+        dst_(dst),
+        axis_(axis),
+        sharing_(sharing),
+        samples_({&src.axes[axis].lists, &dst.axes[axis].lists}),
+        sent_(src.axes[axis].lists.size(), 0) {
     ranks_.resize(sent_.size());
     for (size_t p = 0; p < src.slots.size(); ++p) {
       ranks_[src.slots[p][axis]].push_back(src.mesh->rank_at(Position{static_cast<int64_t>(p)}));
     }
+    for (const IntervalList& list : dst.axes[axis].lists) needed_.push_back(samples_.in(list));
     make_stretches();
   }
 
@@ -118,19 +116,18 @@ class Rearrangement::Choice {
     for (auto& [to, by_slot] : taken_) {
       Shares& own = shares[to];
       for (auto& [slot, elements] : by_slot) {
-        Share share{slot, {}};
-        for (const Interval& one : sorted_by_place(std::move(elements))) append(share.elements, one);
-        own.push_back(std::move(share));
+        own.push_back({slot, samples_.repeated(sorted_by_place(std::move(elements)))});
       }
     }
     return shares;
   }
 
  private:
-  // Elements that the same slots have.
+  // Elements that the same slots have, within one sample.
   struct Stretch {
     Interval interval;
     std::vector<int64_t> slots;
+    int64_t count = 1;  // of the sample's repetitions
   };
   struct Request {
     int64_t to = 0;
@@ -141,8 +138,9 @@ class Rearrangement::Choice {
   void make_stretches() {
     std::map<int64_t, std::pair<std::vector<int64_t>, std::vector<int64_t>>> bounds;  // slots that begin and end there
     const std::vector<IntervalList>& lists = src_.axes[axis_].lists;
+    for (const Sample& sample : samples_.all()) bounds[sample.first.begin], bounds[sample.first.end];
     for (size_t slot = 0; slot < lists.size(); ++slot) {
-      for (const Interval& one : lists[slot]) {
+      for (const Interval& one : samples_.in(lists[slot])) {
         bounds[one.begin].first.push_back(static_cast<int64_t>(slot));
         bounds[one.end].second.push_back(static_cast<int64_t>(slot));
       }
@@ -152,7 +150,7 @@ class Rearrangement::Choice {
       for (const int64_t slot : at->second.second) open.erase(std::find(open.begin(), open.end(), slot));
       open.insert(open.end(), at->second.first.begin(), at->second.first.end());
       std::sort(open.begin(), open.end());
-      if (!open.empty()) stretches_.push_back({{at->first, std::next(at)->first}, open});
+      if (!open.empty()) stretches_.push_back({{at->first, std::next(at)->first}, open, samples_.at(at->first).count});
     }
   }
 
@@ -161,13 +159,13 @@ class Rearrangement::Choice {
     const std::optional<Position> before = src_.mesh->position_of(rank);
     const int64_t own = before ? src_.slots[*before][axis_] : -1;
     taken_[to];
-    for (const Interval& one : sorted_by_place(dst_.axes[axis_].lists[dst_.slots[to][axis_]])) {
+    for (const Interval& one : needed_[dst_.slots[to][axis_]]) {
       auto at = std::partition_point(stretches_.begin(), stretches_.end(),
                                      [&](const Stretch& stretch) { return stretch.interval.end <= one.begin; });
       for (; at != stretches_.end() && at->interval.begin < one.end; ++at) {
         const Interval both{std::max(one.begin, at->interval.begin), std::min(one.end, at->interval.end)};
         if (std::binary_search(at->slots.begin(), at->slots.end(), own)) {
-          taken_[to][own].push_back(both);
+          taken_[to][own].push_back(both);  // which is not sent
         } else {
           requests_.push_back({to, static_cast<size_t>(at - stretches_.begin()), both});
         }
@@ -194,15 +192,16 @@ class Rearrangement::Choice {
         of_best = of_slot;
       }
     }
-    take(request.to, best, request.interval);
+    take(request, best, request.interval);
   }
 
   // Gives to the slots that send least, up to a level that takes in everything.
   void serve_from_all(const Request& request) {
     std::vector<int64_t> slots = stretches_[request.stretch].slots;
     std::stable_sort(slots.begin(), slots.end(), [&](int64_t a, int64_t b) { return sends_less(a, b); });
-    int64_t left = request.interval.end - request.interval.begin;
-    __int128 sum = left;  // with what those that give send so far
+    const int64_t count = stretches_[request.stretch].count;
+    int64_t left = request.interval.extent();
+    __int128 sum = static_cast<__int128>(left) * count;  // with what those that give send so far
     int64_t ranks = 0;
     size_t givers = 0;
     while (givers < slots.size()) {
@@ -215,8 +214,9 @@ class Rearrangement::Choice {
     int64_t begin = request.interval.begin;
     for (size_t i = 0; i < givers; ++i) {
       const auto level = static_cast<int64_t>((sum * num_ranks(slots[i]) + ranks - 1) / ranks);
-      const int64_t amount = i + 1 == givers ? left : std::clamp<int64_t>(level - sent_[slots[i]], 0, left);
-      if (amount > 0) take(request.to, slots[i], {begin, begin + amount});
+      const int64_t missing = std::max<int64_t>(level - sent_[slots[i]], 0);
+      const int64_t amount = i + 1 == givers ? left : std::min((missing + count - 1) / count, left);
+      if (amount > 0) take(request, slots[i], {begin, begin + amount});
       begin += amount;
       left -= amount;
     }
@@ -229,18 +229,20 @@ class Rearrangement::Choice {
     return static_cast<__int128>(sent_[a]) * num_ranks(b) < static_cast<__int128>(sent_[b]) * num_ranks(a);
   }
 
-  void take(int64_t to, int64_t slot, Interval interval) {
-    taken_[to][slot].push_back(interval);
-    sent_[slot] += interval.end - interval.begin;
+  void take(const Request& request, int64_t slot, Interval interval) {
+    taken_[request.to][slot].push_back(interval);
+    sent_[slot] += interval.extent() * stretches_[request.stretch].count;
   }
 
   const Side& src_;
   const Side& dst_;
   size_t axis_;
   Sharing sharing_;
-  std::vector<Stretch> stretches_;        // ascending
-  std::vector<std::vector<Rank>> ranks_;  // by slot
-  std::vector<int64_t> sent_;             // by slot
+  const Samples samples_;
+  std::vector<std::vector<Interval>> needed_;  // by slot of the destination, in the samples
+  std::vector<Stretch> stretches_;             // ascending
+  std::vector<std::vector<Rank>> ranks_;       // by slot
+  std::vector<int64_t> sent_;                  // by slot
   std::vector<Request> requests_;
   std::map<int64_t, std::map<int64_t, std::vector<Interval>>> taken_;  // by receiver and slot
 };

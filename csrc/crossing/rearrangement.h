@@ -24,7 +24,8 @@
 // Bytes received are the least possible. Bytes sent by the busiest rank are not: requests with the fewest servers are
 // served first, one after the other, which need not find the best division.
 //
-// Takes time and memory in proportion to the pairs of ranks that exchange something.
+// Takes time and memory in proportion to the pairs of ranks that exchange something, and to what lists have in samples
+// of their repetitions (crossing/samples.h).
 #pragma once
 
 #include <cstdint>

@@ -173,7 +173,31 @@ IntervalList shared_indices(const IntervalList& a, const IntervalList& b) {
   return both;
 }
 
+namespace {
+
+// Pieces of two ascending lists, from local positions in the second to those in the first.
+std::vector<Stretch> from_b_to_a(const PieceList& pieces) {
+  std::vector<Stretch> stretches;
+  for (const auto& [block, count, shift] : pieces.blocks()) {
+    Stretch& stretch = stretches.emplace_back();
+    for (const Piece& piece : block) {
+      stretch.runs.push_back({piece.b_position, piece.length, piece.a_position});
+      stretch.num_keys += piece.length;
+    }
+    stretch.count = count;
+    stretch.key_period = shift.b;
+    stretch.value_period = shift.a;
+  }
+  return stretches;
+}
+
+}  // namespace
+
 PieceList intersect(const IntervalList& a, const IntervalList& b, const IntervalList& only) {
+  // Positions in `only` ascend as those in b do.
+  if ((repeat(a, b) || only.has_repeats()) && is_ascending(a) && is_ascending(b)) {
+    return meet(from_b_to_a(intersect(a, only)), from_b_to_a(intersect(b, only)));
+  }
   // Local positions in `only`, which are those of the other list there, and those in `list`.
   const auto runs_of = [&](const IntervalList& list) {
     std::vector<KeyRun> runs;

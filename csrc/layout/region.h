@@ -99,8 +99,8 @@ IntervalList shared_indices(const IntervalList& a, const IntervalList& b);
 // Returns the shared runs in the order of b, those that follow each other in both lists as one. Sender and receiver
 // compute the same runs in the same order, so a packed message has the same meaning on both sides.
 PieceList intersect(const IntervalList& a, const IntervalList& b);
-// The same for the indices of an ascending list `only`, all of which both lists have. Takes time in proportion to their
-// intervals, whether they repeat or not.
+// The same for the indices of an ascending list `only`, all of which both lists have. Takes time in proportion to all
+// intervals if one of the lists does not ascend.
 PieceList intersect(const IntervalList& a, const IntervalList& b, const IntervalList& only);
 
 int64_t length(const PieceList& pieces);

@@ -15,6 +15,7 @@
 #include "program/program.h"
 #include "search/make_plan.h"
 #include "simulate/simulate.h"
+#include "support/error.h"
 
 namespace shardwright {
 namespace {
@@ -108,6 +109,85 @@ TEST(Periodic, PlansOfMillionsOfRowsAreQuick) {
     const Certificate certificate = certify(plan, worst_peak_bytes(plan));
     EXPECT_GT(certificate.predicted_ps, 0);
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10)) << to_string(plan);
+  }
+}
+
+// Moves of rows of four elements between layouts of which one flattens them or holds rows more than once.
+struct Rearranged {
+  std::vector<int64_t> src_mesh;
+  const char* src;
+  int src_flattened;
+  std::vector<int64_t> dst_mesh;
+  const char* dst;
+  int dst_flattened;
+  int64_t first;
+};
+
+const std::vector<Rearranged> kRearranged{
+    {{8}, "Cyclic(0,3)", 2, {4, 2}, "S(0),S(1)", 1, 0},
+    {{8}, "S(1)", 1, {8}, "Cyclic(0,6)", 2, 0},
+    {{8}, "S(0)", 2, {8}, "S(1)", 1, 0},
+    {{4, 2}, "Cyclic(0,2),S(1)", 1, {8}, "S(0)", 2, 0},
+    {{4, 2}, "Cyclic(0,2),S(1)", 1, {6}, "Cyclic(0,5)", 2, 8},
+    {{8}, "Cyclic(0,3)", 2, {3, 2}, "Cyclic(0,1),R", 1, 4},
+};
+
+Plan plan_of(const Rearranged& one, int64_t n) {
+  const auto layout = [&](const std::vector<int64_t>& mesh, const char* placements, int flattened, int64_t first) {
+    int64_t ranks = 1;
+    for (const int64_t size : mesh) ranks *= size;
+    return Layout(mesh_of(mesh, ranks_from(first, ranks)), {n, 4}, DType::kFloat32, parse_placements(placements), {},
+                  StridedMeaning::kAuto, flattened);
+  };
+  return make_plan(layout(one.src_mesh, one.src, one.src_flattened, 0),
+                   layout(one.dst_mesh, one.dst, one.dst_flattened, one.first));
+}
+
+// Rows of which the first ranks hold all, in another order, and the others every third: a list that does not ascend
+// beside some that repeat.
+Plan plan_from_pieces(int64_t n) {
+  const std::string both = concat("Pieces(0,", n / 2, "-", n, "+0-", n / 2, ":0-", n, ")");
+  return make_plan(layout_of(mesh_of({2, 3}), {n, 4}, both + ",Cyclic(0,1)"),
+                   layout_of(mesh_of({5}, ranks_from(3, 5)), {n, 4}, "Cyclic(0,2)"));
+}
+
+TEST(Periodic, RearrangementsMoveEveryElement) {
+  for (const Rearranged& one : kRearranged) {
+    for (const int64_t n : {1, 7, 997, 4'003}) {
+      const Plan plan = plan_of(one, n);
+      SCOPED_TRACE(to_string(plan));
+      simulate(plan);
+    }
+  }
+  for (const int64_t n : {12, 997}) simulate(plan_from_pieces(n));
+}
+
+TEST(Periodic, RearrangementsDoNotGrowWithTheNumberOfIntervals) {
+  for (const Rearranged& one : kRearranged) {
+    const auto begin = std::chrono::steady_clock::now();
+    const Plan large = plan_of(one, 1'000'003);
+    SCOPED_TRACE(to_string(large));
+    ASSERT_EQ(large.steps.front().op, StepOp::kRearrange);
+    EXPECT_LE(boxes_of(large), 4'000u);
+    EXPECT_GT(certify(large, worst_peak_bytes(large)).predicted_ps, 0);
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  }
+}
+
+// What a rank receives is what a walk over elements says that it lacks.
+TEST(Periodic, RearrangementsCountEveryElement) {
+  constexpr int64_t n = 300'007;
+  const Plan plan = plan_of(kRearranged[0], n);
+  for (int64_t rank = 0; rank < 8; ++rank) {
+    const int64_t rows = rank / 2 < 3 ? (n + 3) / 4 : n - 3 * ((n + 3) / 4);
+    const int64_t first = rank / 2 * ((n + 3) / 4);
+    int64_t lacking = 0;
+    for (int64_t row = first; row < first + rows; ++row) {
+      for (int64_t column = rank % 2 * 2; column < rank % 2 * 2 + 2; ++column) {
+        lacking += (row * 4 + column) / 3 % 8 == rank ? 0 : 1;
+      }
+    }
+    EXPECT_EQ(traffic_at(plan, Rank{rank}).received_bytes, lacking * 4) << "rank " << rank;
   }
 }
 

@@ -1,0 +1,39 @@
+// Which of the indices of several lists are enough to know what happens to all of them, where the lists repeat.
+//
+// Where all lists repeat, what one does in the least common multiple of their periods happens in every repetition of
+// it. So such a stretch has one *sample*, its first repetition; what lies between is in samples that come once. Of 28
+// rows that Cyclic(0,2) cuts over 2 and Cyclic(0,3) over 2, rows [0, 12) come twice, and rows [24, 28) once.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "layout/region.h"
+
+namespace shardwright {
+
+struct Sample {
+  Interval first;     // its length is the period
+  int64_t count = 1;  // of repetitions
+};
+
+class Samples {
+ public:
+  // The samples have all indices of the lists.
+  explicit Samples(const std::vector<const std::vector<IntervalList>*>& lists);
+
+  const std::vector<Sample>& all() const { return all_; }  // ascending
+  // Returns the sample with this index.
+  const Sample& at(int64_t index) const;
+  // Returns what one of the lists has in all samples, ascending and divided where a sample ends.
+  std::vector<Interval> in(const IntervalList& list) const;
+  // Returns intervals that ascend and are divided in this way, in all repetitions of their samples.
+  IntervalList repeated(const std::vector<Interval>& intervals) const;
+
+ private:
+  void add(Interval range, int64_t period);
+
+  std::vector<Sample> all_;
+};
+
+}  // namespace shardwright

@@ -1,0 +1,87 @@
+#include "layout/product.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace shardwright {
+namespace {
+
+class Product {
+ public:
+  Product(const IntervalList& columns, int64_t size, int64_t most)
+      : columns_(columns),
+        size_(size),
+        most_(most),
+        is_whole_(columns.size() == 1 && columns.front() == Interval{0, size}),
+        kept_(static_cast<int64_t>(columns.kept().size())),
+        listed_(static_cast<int64_t>(columns.size())),
+        ascends_(is_ascending(columns)) {}
+
+  // Append the columns of these rows, and return whether there were not too many.
+  bool append_rows(IntervalList& out, const Interval& rows) const {
+    if (is_whole_) {
+      append(out, {rows.begin * size_, rows.end * size_});
+      return true;
+    }
+    const bool is_shorter_by_rows = rows.extent() > 1 && listed_ / rows.extent() <= kept_;
+    if (ascends_ && is_shorter_by_rows) {
+      if (listed_ > most_) return false;
+      const IntervalList first = shifted(columns_, rows.begin * size_);
+      out.append_repeated(std::vector<Interval>(first.begin(), first.end()), size_, rows.extent());
+      return fits(out);
+    }
+    return append_again(out, columns_, rows.extent(), size_, rows.begin * size_);
+  }
+
+  bool append_all(IntervalList& out, const IntervalList& rows) const {
+    for (const auto& [some, count, shift] : rows.blocks()) {
+      IntervalList once;
+      for (const Interval& one : some) {
+        if (!append_rows(once, one)) return false;
+      }
+      const auto listed = static_cast<int64_t>(once.size());
+      const bool is_shorter_once = count > 1 && listed / count <= static_cast<int64_t>(once.kept().size());
+      if (is_shorter_once && is_ascending(once)) {
+        if (listed > most_) return false;
+        out.append_repeated(std::vector<Interval>(once.begin(), once.end()), shift * size_, count);
+      } else if (!append_again(out, once, count, shift * size_, 0)) {
+        return false;
+      }
+    }
+    return fits(out);
+  }
+
+ private:
+  bool fits(const IntervalList& list) const { return static_cast<int64_t>(list.kept().size()) <= most_; }
+
+  // Appends a list with its repetitions, again and again.
+  bool append_again(IntervalList& out, const IntervalList& list, int64_t times, int64_t period, int64_t first) const {
+    for (int64_t i = 0; i < times; ++i) {
+      const IntervalList moved = shifted(list, first + i * period);
+      for (const auto& block : moved.blocks()) out.append(block);
+      if (!fits(out)) return false;
+    }
+    return true;
+  }
+
+  const IntervalList& columns_;
+  int64_t size_;
+  int64_t most_;
+  bool is_whole_;
+  int64_t kept_;
+  int64_t listed_;
+  bool ascends_;
+};
+
+}  // namespace
+
+std::optional<IntervalList> product_of(const IntervalList& rows, const IntervalList& columns, int64_t size,
+                                       int64_t most) {
+  IntervalList out;
+  if (columns.empty() || !Product(columns, size, most).append_all(out, rows)) {
+    return columns.empty() ? std::optional<IntervalList>(out) : std::nullopt;
+  }
+  return out;
+}
+
+}  // namespace shardwright
