@@ -62,20 +62,6 @@ IntervalList together(const std::vector<Interval>& all) {
   return list;
 }
 
-CutRule rule_of(const std::vector<std::vector<Interval>>& lists) {
-  std::vector<int64_t> sizes;
-  int64_t end = 0;
-  for (const std::vector<Interval>& list : lists) {
-    if (list.size() > 1 || (!list.empty() && list[0].begin != end)) return CutRule::pieces(lists);
-    if (!list.empty()) end = list[0].end;
-    sizes.push_back(list.empty() ? 0 : list[0].end - list[0].begin);
-  }
-  const auto count = static_cast<int64_t>(sizes.size());
-  bool are_chunks = true;
-  for (int64_t c = 0; c < count; ++c) are_chunks = are_chunks && sizes[c] == CutRule().length(end, count, c);
-  return are_chunks ? CutRule() : CutRule::ragged(sizes);
-}
-
 // What ranks of a layout differ in: the number of their replica, or their slot of a tensor dim.
 constexpr int kReplicas = -1;
 
@@ -199,6 +185,20 @@ class Blocks {
 };
 
 }  // namespace
+
+CutRule rule_of(const std::vector<std::vector<Interval>>& lists) {
+  std::vector<int64_t> sizes;
+  int64_t end = 0;
+  for (const std::vector<Interval>& list : lists) {
+    if (list.size() > 1 || (!list.empty() && list[0].begin != end)) return CutRule::pieces(lists);
+    if (!list.empty()) end = list[0].end;
+    sizes.push_back(list.empty() ? 0 : list[0].end - list[0].begin);
+  }
+  const auto count = static_cast<int64_t>(sizes.size());
+  bool are_chunks = true;
+  for (int64_t c = 0; c < count; ++c) are_chunks = are_chunks && sizes[c] == CutRule().length(end, count, c);
+  return are_chunks ? CutRule() : CutRule::ragged(sizes);
+}
 
 int64_t ranks_with_elements(const Layout& layout) {
   const Grid grid(layout);

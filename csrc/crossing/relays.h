@@ -16,6 +16,10 @@
 
 namespace shardwright {
 
+// Returns the rule by which coordinates get these lists, which ascend and share nothing: chunks, runs of any lengths,
+// or pieces.
+CutRule rule_of(const std::vector<std::vector<Interval>>& lists);
+
 // Returns how many ranks of a layout without partials hold something.
 int64_t ranks_with_elements(const Layout& layout);
 

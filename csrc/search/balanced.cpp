@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "crossing/crossing.h"
+#include "crossing/relays.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -125,9 +126,12 @@ std::optional<Layout> balanced(const Layout& before, const Layout& stripes, cons
 
 namespace {
 
+// Parts of more runs are not divided into stripes.
+constexpr size_t kMostRunsDivided = 1 << 12;
+
 // Ranks that need the same part of the tensor dim, or those of them at one place among the mesh dims that cut others.
 struct Needer {
-  Interval part;
+  IntervalList part;
   int64_t position = 0;  // with the first coordinates on mesh dims that cut other tensor dims
 };
 
@@ -144,18 +148,18 @@ class Needers {
       bool is_first = true;
       for (const int d : others_.to_vector()) is_first = is_first && mesh.coordinate(p, d) == 0;
       if (!is_first) continue;
-      const IntervalList part = part_at(mesh, goal.shape()[tensor_dim], goal.cuts(tensor_dim), p);
-      are_runs_ = are_runs_ && part.size() <= 1;
-      all_.push_back({part.empty() ? Interval{0, 0} : part[0], p});
+      all_.push_back({part_at(mesh, goal.shape()[tensor_dim], goal.cuts(tensor_dim), p), p});
+      runs_ += all_.back().part.size();
     }
-    std::stable_sort(all_.begin(), all_.end(), [](const Needer& a, const Needer& b) {
-      return std::pair(a.part.begin, a.part.end) < std::pair(b.part.begin, b.part.end);
-    });
+    // No two parts overlap, so those that begin at one place are equal. Empty ones come first.
+    const auto begin_of = [](const Needer& needer) { return needer.part.empty() ? -1 : needer.part.front().begin; };
+    std::stable_sort(all_.begin(), all_.end(),
+                     [&](const Needer& a, const Needer& b) { return begin_of(a) < begin_of(b); });
   }
 
-  bool are_runs() const { return are_runs_; }
+  bool are_few_runs() const { return runs_ <= kMostRunsDivided; }
   size_t size() const { return all_.size(); }
-  const Interval& part(size_t i) const { return all_[i].part; }
+  const IntervalList& part(size_t i) const { return all_[i].part; }
 
   // The number of needers from the i-th on that need the same.
   size_t alike(size_t i) const {
@@ -169,7 +173,7 @@ class Needers {
     const Mesh& mesh = goal_.mesh();
     std::vector<std::string> names{"relay"};
     std::vector<int64_t> sizes{static_cast<int64_t>(all_.size())};
-    std::vector<Placement> placements{Placement::cut(tensor_dim_, CutRule::ragged(lengths))};
+    std::vector<Placement> placements{Placement::cut(tensor_dim_, rule_of(stripes(lengths)))};
     std::vector<int> number(mesh.ndim());
     for (const int d : others_.to_vector()) {
       number[d] = static_cast<int>(names.size());
@@ -207,6 +211,19 @@ class Needers {
   }
 
  private:
+  // What each has if those that need the same divide it into such lengths.
+  std::vector<std::vector<Interval>> stripes(const std::vector<int64_t>& lengths) const {
+    std::vector<std::vector<Interval>> lists;
+    int64_t begin = 0;
+    for (size_t i = 0; i < all_.size(); ++i) {
+      if (i == 0 || !(all_[i].part == all_[i - 1].part)) begin = 0;
+      const IntervalList stripe = subrange(all_[i].part, begin, begin + lengths[i]);
+      lists.emplace_back(stripe.begin(), stripe.end());
+      begin += lengths[i];
+    }
+    return lists;
+  }
+
   // By their coordinates on the mesh dims that cut other tensor dims, row-major.
   std::vector<int64_t> positions_like(int64_t position) const {
     std::vector<int64_t> positions{position};
@@ -224,7 +241,7 @@ class Needers {
   int tensor_dim_;
   MeshDimSet others_;
   std::vector<Needer> all_;
-  bool are_runs_ = true;
+  size_t runs_ = 0;
 };
 
 }  // namespace
@@ -232,7 +249,7 @@ class Needers {
 std::optional<Layout> balanced_relays(const Layout& before, const Layout& goal, int tensor_dim) {
   const Needers needers(goal, tensor_dim);
   const int64_t n = goal.shape()[tensor_dim];
-  if (!needers.are_runs() || goal.num_elements() == 0 || goal.replicated_dims().empty()) return std::nullopt;
+  if (!needers.are_few_runs() || goal.num_elements() == 0 || goal.replicated_dims().empty()) return std::nullopt;
   std::vector<std::vector<Cut>> without = goal.cuts();
   without[tensor_dim].clear();
   const int64_t others =
@@ -245,7 +262,7 @@ std::optional<Layout> balanced_relays(const Layout& before, const Layout& goal, 
     std::vector<int64_t> lengths;
     for (size_t i = 0; i < needers.size(); i += needers.alike(i)) {
       const size_t count = needers.alike(i);
-      const int64_t length = needers.part(i).end - needers.part(i).begin;
+      const int64_t length = shardwright::length(needers.part(i));
       const int64_t unit = length == 0 ? 1 : unit_of(length, static_cast<int64_t>(count));
       const std::vector<int64_t> own(done.begin() + static_cast<int64_t>(i),
                                      done.begin() + static_cast<int64_t>(i + count));

@@ -20,8 +20,8 @@ std::optional<Layout> balanced(const Layout& before, const Layout& stripes, cons
 
 // The same with stripes of any lengths for all ranks that need the same part of a tensor dim, between two crossings.
 // The first leads from `before` to the layout that is returned, on a mesh of the ranks of `goal` in the order of their
-// stripes, the second from there to `goal`. Returns nullopt if nobody needs the same as another rank, or if a part of
-// the tensor dim is no single run.
+// stripes, the second from there to `goal`. Returns nullopt if nobody needs the same as another rank, or if the parts
+// of the tensor dim are several thousand runs together.
 std::optional<Layout> balanced_relays(const Layout& before, const Layout& goal, int tensor_dim);
 
 }  // namespace shardwright
