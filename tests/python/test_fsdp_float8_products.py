@@ -249,9 +249,11 @@ def scaled_mm(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, out_dtype
 def standing_in() -> Iterator[None]:
     """This rank's `torch._scaled_mm` takes scales of blocks."""
     float8_products._reasons.clear()
-    with mock.patch.object(torch, "_scaled_mm", scaled_mm):
-        yield
-    float8_products._reasons.clear()
+    try:
+        with mock.patch.object(torch, "_scaled_mm", scaled_mm):
+            yield
+    finally:
+        float8_products._reasons.clear()
 
 
 @pytest.mark.parametrize("rows, blocks", [(1, 1), (128, 4), (129, 4), (300, 9)])
@@ -300,3 +302,37 @@ IN_BLOCKS: dict[str, Any] = {"wire": "mxfp8", "use": "float8"}
 @pytest.mark.parametrize("world, width, takes_blocks", [(2, 10, True), (3, 70, True), (2, 70, False), (1, 10, False)])
 def test_products_of_codes_and_scales_of_blocks(pool: Pool, world: int, width: int, takes_blocks: bool) -> None:
     pool.run(_in_blocks, world, width, takes_blocks)
+
+
+def test_errors_without_text_are_reasons_too() -> None:
+    with mock.patch.object(torch, "_scaled_mm", side_effect=NotImplementedError()):
+        why = float8_products._try_blocks("cpu", formats.Mxfp8(pads=True))
+    assert why == "torch._scaled_mm raises NotImplementedError"
+    no_memory = mock.patch.object(torch, "_scaled_mm", side_effect=torch.OutOfMemoryError("no memory"))
+    with no_memory, pytest.raises(torch.OutOfMemoryError):  # which says nothing about the device
+        float8_products._try_blocks("cpu", formats.Mxfp8(pads=True))
+
+
+def _subclass_made_later() -> None:
+    """Somebody changes the class of a Linear module that is a unit, and calls what it had."""
+    torch.manual_seed(0)
+    plain, changed = (nn.Linear(32, 32) for _ in range(2))
+    changed.load_state_dict(plain.state_dict())
+    for each in (plain, changed):
+        sw.fully_shard(each, mesh=get_mesh((dist.get_world_size(),)), wire="float8", use="float8")
+
+    class Twice(type(changed)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)  # type: ignore[no-any-return]
+
+    changed.__class__ = Twice
+    x = torch.randn(8, 32)
+    for _ in range(2):
+        assert torch.equal(changed(x), 2 * plain(x))
+        changed(x).sum().backward()
+        plain(x).sum().backward()
+    assert torch.equal(full(changed.weight.grad), 2 * full(plain.weight.grad))
+
+
+def test_a_class_made_after_sharding(pool: Pool) -> None:
+    pool.run(_subclass_made_later, 2)

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from fsdp_models import Mlp, batch, loss_of, part, shard
+from fsdp_models import Mlp, batch, full, loss_of, part, shard
 from meshes import get_mesh
 from pool import Pool
 from test_fully_shard_streams import poisoned
@@ -237,6 +237,33 @@ def _linear_units() -> None:
 
 def test_linear_units(pool: Pool) -> None:
     pool.run(_linear_units, 2)
+
+
+def _linear_units_in_float8() -> None:
+    """The same, multiplying by weights as they arrive: nobody may read them whole."""
+    mesh = get_mesh((2,))
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model = copy.deepcopy(eager)
+    for each in (eager, model):
+        for layer in each:
+            sw.fully_shard(layer, mesh=mesh, wire="float8", use="float8")
+        sw.fully_shard(each, mesh=mesh)
+    torch._dynamo.reset()
+    given = torch.randn(8, 32)
+    expected = eager(given)
+    expected.square().sum().backward()
+    found = torch.compile(model, backend="aot_eager")(given)
+    found.square().sum().backward()
+    assert torch.equal(found, expected)
+    for one, other in zip(model, eager, strict=True):
+        assert torch.equal(full(one.weight.grad), full(other.weight.grad))
+        weight = next(w for w in one._shardwright_unit.unit.weights if w.name.endswith("weight"))
+        assert weight.product is not None and not weight._is_read
+
+
+def test_linear_units_in_float8(pool: Pool) -> None:
+    pool.run(_linear_units_in_float8, 2)
 
 
 def _mixed_precision() -> None:

@@ -210,3 +210,28 @@ def test_chunks_leave_during_the_product(pool: Pool, world: int) -> None:
         assert len(leaves) >= 4 and len(multiplied) >= 8
         assert leaves[0][0] < multiplied[-1][0], "the first chunk is on its way when the last one is computed"
         assert leaves[-1][1] > multiplied[-1][1], "the last one is reduced afterwards"
+
+
+def _calls_differ() -> None:
+    with timed():
+        model = make()
+        for step in range(4):
+            loss_of(model, step).backward()
+            model.zero_grad()
+        assert sw.schedule(model).reductions[-1][4]
+        sw.check_ranks()
+        try:
+            loss_of(model, 0).backward()
+            model.zero_grad()
+            model.is_twice = dist.get_rank() == 1
+            loss = loss_of(model, 1)
+            with pytest.raises(
+                ValueError, match=r"gather_in_chunks: ranks \[0\] differ from ranks \[1\] in how often.*enter"
+            ):
+                loss.backward()
+        finally:
+            sw.check_ranks(False)
+
+
+def test_ranks_that_call_a_module_more_often_are_named(pool: Pool) -> None:
+    pool.run(_calls_differ, 2)

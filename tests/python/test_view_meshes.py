@@ -3,6 +3,7 @@ tensor."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -154,6 +155,26 @@ def _on_some_ranks() -> None:
 
 def test_on_some_ranks(pool: Pool) -> None:
     pool.run(_on_some_ranks, 8)
+
+
+def _orders_that_pytorch_keeps() -> None:
+    """PyTorch keeps the order of a mesh's ranks in groups of its own making, which those of a split mesh are not."""
+    mesh = DeviceMesh(device, torch.tensor([3, 1, 2, 0]), preserve_rank_order=True)
+    whole = torch.arange(16.0, device=device)
+    x = DTensor.from_local(dtensors.my_local(whole, mesh, ["S(0)"]), mesh, [Shard(0)], run_check=False)
+    assert torch.equal(x.full_tensor(), whole)
+    with pytest.raises(ValueError, match="redistribute"):
+        sw.view(x, (2, 8))
+    y = sw.view(x, (2, 8), redistribute=True)
+    assert y.device_mesh == mesh and torch.equal(y.full_tensor(), whole.view(2, 8))
+
+
+@pytest.mark.skipif(
+    "preserve_rank_order" not in inspect.signature(DeviceMesh.__init__).parameters,
+    reason="this torch has no such meshes",
+)
+def test_orders_that_pytorch_keeps(pool: Pool) -> None:
+    pool.run(_orders_that_pytorch_keeps, 4)
 
 
 def _compiled() -> None:

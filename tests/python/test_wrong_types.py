@@ -135,6 +135,7 @@ WRONG: dict[str, tuple[Callable[[], object], list[str]]] = {
     "gemm model, sizes": (lambda: sw.GemmModel.named("cpu").picoseconds("a", 1, 1), ["m", "'a'"]),
     "gemm model, negative": (lambda: sw.GemmModel.named("cpu").picoseconds(1, -1, 1), ["n: -1"]),
     "zigzag over no ranks": (lambda: sw.Pieces.zigzag(0, 8, 0), ["count", "0", "1 or more"]),
+    "zigzag of a float": (lambda: sw.Pieces.zigzag(0, 8.0, 2), ["size", "8.0"]),
     "zigzag of less than nothing": (lambda: sw.Pieces.zigzag(0, -1, 2), ["size", "-1", "0 or more"]),
     "unpin": (lambda: sw.unpin(None), ["plan", "NoneType"]),
     "pin": (lambda: sw.pin("x"), ["plan", "str"]),

@@ -231,9 +231,7 @@ class Pieces(_Cut):
 
         The chunks are those of ``torch.chunk`` into ``2 * count``; trailing ones may be short or empty.
         """
-        for name, value, least in (("size", size, 0), ("count", count, 1)):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}: got {value!r} for Pieces.zigzag; allowed are integers of {least} or more")
+        size, count = _at_least(size, "size", 0), _at_least(count, "count", 1)
         chunk = -(-size // (2 * count))
         chunks = [(min(c * chunk, size), min((c + 1) * chunk, size)) for c in range(2 * count)]
         return cls(dim, [[chunks[c], chunks[2 * count - 1 - c]] for c in range(count)])
@@ -309,6 +307,16 @@ def _intervals(given: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
         return tuple(tuple((operator.index(begin), operator.index(end)) for begin, end in one) for one in given)
     except (TypeError, ValueError):
         raise ValueError(f"lists: got {given!r}; allowed is a list of (begin, end) for each coordinate") from None
+
+
+def _at_least(given: Any, name: str, least: int) -> int:
+    try:
+        value = operator.index(given)
+    except TypeError:
+        value = least - 1
+    if value < least:
+        raise ValueError(f"{name}: got {given!r}; allowed are integers of {least} or more")
+    return value
 
 
 def _check_unit(name: str, unit: int) -> None:

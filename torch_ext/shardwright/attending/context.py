@@ -246,9 +246,11 @@ def context_parallel_unshard(
         layout: that of `context_parallel`.
     """
     group = mesh.get_group()
-    if len(buffers) != len(seq_dims):
-        raise ValueError(f"seq_dims: has {len(seq_dims)} dims for {len(buffers)} buffers; allowed is one for each")
+    parts = argument_values.items(buffers, "buffers", "a list of tensors")
+    dims = argument_values.items(seq_dims, "seq_dims", "a list of integers")
+    if len(parts) != len(dims):
+        raise ValueError(f"seq_dims: has {len(dims)} dims for {len(parts)} buffers; allowed is one for each")
     return [
         move_sequence(part, layout, "whole", dim=dim, size=size, group=group)
-        for part, dim in zip(buffers, seq_dims, strict=True)
+        for part, dim in zip(parts, dims, strict=True)
     ]

@@ -14,6 +14,7 @@ Its gradients are reduced in chunks all the same, each in the use that makes it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,12 +25,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .. import _planner, executables, tables
+from .. import _planner, checking, executables, tables
 from ..layout import Layout
 from ..products.running import Call, Where, bind
+from . import agreement
 from .formats import with_dtype
 from .units import Unit, is_in_backward
-from .weights import Weight, is_linear
+from .weights import OWN_PRODUCT, Weight, is_linear
 
 # Where few ranks would make fewer chunks, each rank's part is divided.
 _LEAST_CHUNKS = 8
@@ -64,6 +66,7 @@ class Product:
         key = rows, has_bias
         if key not in self._calls:
             call = bind(self._make(*key).to_text(self.schedule), self._model, self._where)
+            call = dataclasses.replace(call, rows_are_own=True)
             executables.keep(self._calls, key, call, _MAX_CALLS)
         (result,) = self._calls[key](inputs)
         return result
@@ -104,9 +107,10 @@ class ChunkedWeight:
         if "_chunks" not in vars(self.module):
             original: Any = type(self.module)
             self.module.__class__ = _in_chunks(original)
-            self.module.__dict__["_chunks"] = self
+            self.module.__dict__.update({"_chunks": self, OWN_PRODUCT: _LinearInChunks.forward})
 
     def end(self) -> None:
+        self.module.__dict__.pop(OWN_PRODUCT, None)
         if self.module.__dict__.pop("_chunks", None) is not None:
             self.module.__class__ = type(self.module).__mro__[2]
 
@@ -252,10 +256,23 @@ class UnitInChunks:
         self._had = set()
 
     def begin_backward(self, reduces: bool) -> None:
-        """A gradient that is a sum is reduced whole, once, instead of each of its terms."""
+        """A gradient that is a sum is reduced whole, once, instead of each of its terms.
+
+        So ranks must agree on how often they call each module; `sw.check_ranks` compares that.
+        """
+        if reduces and checking.is_on():
+            self._check_calls()
         for each in self.weights:
             is_sum = each.num_products > 1 or each.was_read
             each.reduces = reduces and self.may_reduce and not is_sum
+
+    def _check_calls(self) -> None:
+        for mesh in dict.fromkeys(each.weight.mesh for each in self.weights):
+            ours = [each for each in self.weights if each.weight.mesh == mesh]
+            said = {e.weight.name: f"{e.num_products} calls{', read otherwise' if e.was_read else ''}" for e in ours}
+            what = "how often a step calls each nn.Linear whose gradient is reduced in chunks"
+            device = ours[0].weight.memory.device
+            agreement.compare(mesh, said, device, "gather_in_chunks", what, "equally many calls")
 
     def has(self, weight: Weight) -> bool:
         return any(each.weight is weight for each in self.weights)

@@ -31,7 +31,7 @@ from .. import counters
 from .formats import ROW_MULTIPLE, SCALES_TOGETHER, Float8, InBlocks, RowwiseFloat8
 from .layouts import Layouts
 from .policy import Dtypes
-from .weights import Weight, is_linear
+from .weights import OWN_PRODUCT, Weight, is_linear
 
 _ELEMENTS_AT_A_TIME = 1 << 20  # of a weight, that a backward multiplies by
 
@@ -54,10 +54,11 @@ class Float8Product:
         if _WEIGHT not in vars(module):
             original: Any = type(module)
             module.__class__ = _in_float8(original)
-            module.__dict__[_WEIGHT] = weight
+            module.__dict__.update({_WEIGHT: weight, OWN_PRODUCT: _LinearInFloat8.forward})
 
     def end(self, weight: Weight) -> None:
         for module, _ in weight.places:
+            module.__dict__.pop(OWN_PRODUCT, None)
             if module.__dict__.pop(_WEIGHT, None) is not None:
                 module.__class__ = type(module).__mro__[2]
 
@@ -196,11 +197,17 @@ def _try_blocks(device_type: str, form: InBlocks) -> str | None:
     try:
         code, scales = form.encode(given, given.new_ones(()))
         found = _scaled_mm(form, (code, _in_place(scales)), (code, _in_place(scales)), torch.float32)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about what the device has
     except Exception as error:  # whatever kernels raise that a device does not have
-        return f"torch._scaled_mm raises {type(error).__name__}: {str(error).splitlines()[0]}"
+        return f"torch._scaled_mm raises {_in_a_line(error)}"
     if not torch.equal(found.float(), 6 * given):
         return "torch._scaled_mm gives another result than scales and factors have"
     return None
+
+
+def _in_a_line(error: Exception) -> str:
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 _WEIGHT = "_shardwright_float8"  # of a module that multiplies so
@@ -297,8 +304,10 @@ def _why_not(device_type: str, is_rowwise: bool) -> str | None:
     scales = [torch.full(shape, 2.0, device=device_type) for shape in shapes]
     try:
         found = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about what the device has
     except Exception as error:  # whatever kernels raise that a device does not have
-        return f"torch._scaled_mm raises {type(error).__name__}: {str(error).splitlines()[0]}"
+        return f"torch._scaled_mm raises {_in_a_line(error)}"
     if not torch.equal(found.float(), 4 * torch.eye(ROW_MULTIPLE, device=device_type)):
         return "torch._scaled_mm gives another result than scales and factors have"
     return None

@@ -376,10 +376,13 @@ def is_linear(module: nn.Module) -> bool:
     return type(module).forward in (nn.Linear.forward, linear_forward) and "forward" not in vars(module)
 
 
+OWN_PRODUCT = "_shardwright_product"  # of a module whose products are ours: the forward that makes them
+
+
 def linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """Of a Linear module that is a unit itself: `nn.Module` looks for a forward before hooks change its class."""
-    is_changed = not torch.compiler.is_compiling() and type(self).forward is not linear_forward
-    y: torch.Tensor = type(self).forward(self, input) if is_changed else nn.Linear.forward(self, input)
+    forward = self.__dict__.get(OWN_PRODUCT, nn.Linear.forward)
+    y: torch.Tensor = forward(self, input)
     return y
 
 

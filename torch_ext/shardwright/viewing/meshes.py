@@ -12,6 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _planner, executables, groups
 
 
+def may_be_split(whole: DeviceMesh) -> bool:
+    """Whether PyTorch's collectives on a mesh made of its ranks have these in order.
+
+    The groups that `split` makes have ascending ranks. PyTorch keeps other orders only in groups of its own making.
+    """
+    ranks = whole.mesh.flatten().tolist()
+    return not getattr(whole, "_preserve_rank_order", False) or ranks == sorted(ranks)
+
+
 def split(whole: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
     """Returns the DeviceMesh of `fine`, whose ranks are those of `whole` in the same order.
 
