@@ -12,6 +12,9 @@
 namespace shardwright {
 namespace {
 
+// Of all ranks together. Few lists of CutRule::kMaxRuns runs may all be listed.
+constexpr int64_t kMaxListed = 16 * CutRule::kMaxRuns;
+
 int64_t number_at(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t position) {
   int64_t number = 0;
   for (const int d : mesh_dims) number = number * mesh.dim_size(d) + mesh.coordinate(position, d);
@@ -27,7 +30,8 @@ IntervalList flattened(const std::vector<IntervalList>& lists, const std::vector
   for (size_t t = 0; t < lists.size(); ++t) {
     std::optional<IntervalList> finer = product_of(all, lists[t], sizes[t], CutRule::kMaxRuns);
     check_user(finer.has_value(),
-               "placements: a part of the flattened dims has more than 2^20 runs; allowed are fewer");
+               "placements: a part of the flattened dims has more than 2^20 runs, not counting what repeats; allowed "
+               "are at most 2^20");
     all = std::move(*finer);
   }
   return all;
@@ -98,6 +102,7 @@ class Rearrangement::Choice {
         sharing_(sharing),
         samples_({&src.axes[axis].lists, &dst.axes[axis].lists}),
         sent_(src.axes[axis].lists.size(), 0) {
+    check_size();
     ranks_.resize(sent_.size());
     for (size_t p = 0; p < src.slots.size(); ++p) {
       ranks_[src.slots[p][axis]].push_back(src.mesh->rank_at(Position{static_cast<int64_t>(p)}));
@@ -134,6 +139,25 @@ class Rearrangement::Choice {
     size_t stretch = 0;
     Interval interval;
   };
+
+  // Checks how many runs are listed, here or by what moves them: those in the samples, or all of them if a list does
+  // not ascend.
+  void check_size() const {
+    const std::vector<const std::vector<IntervalList>*> sides{&src_.axes[axis_].lists, &dst_.axes[axis_].lists};
+    const bool ascend = std::all_of(sides.begin(), sides.end(), [](const std::vector<IntervalList>* lists) {
+      return std::all_of(lists->begin(), lists->end(), is_ascending);
+    });
+    int64_t runs = 0;
+    for (const std::vector<IntervalList>* lists : sides) {
+      for (const IntervalList& list : *lists) {
+        runs += ascend ? samples_.most_in(list) : static_cast<int64_t>(list.size());
+        check_user(runs <= kMaxListed, "placements: to move from one order of elements to another takes lists of ",
+                   runs, " runs or more, because ",
+                   ascend ? "their repetitions coincide too seldom" : "parts of them do not ascend",
+                   "; allowed are at most 2^24");
+      }
+    }
+  }
 
   void make_stretches() {
     std::map<int64_t, std::pair<std::vector<int64_t>, std::vector<int64_t>>> bounds;  // slots that begin and end there

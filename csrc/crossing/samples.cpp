@@ -97,25 +97,47 @@ const Sample& Samples::at(int64_t index) const {
   });
 }
 
-std::vector<Interval> Samples::in(const IntervalList& list) const {
-  std::vector<Interval> inside;
-  for (const auto& [items, count, shift] : list.blocks()) {
-    const Interval block = span_of_items(items);
-    const int64_t end = block.end + (count - 1) * shift;
+template <typename Visit>
+void Samples::for_each_block(const IntervalList& list, const Visit& visit) const {
+  for (const IntervalList::Block& block : list.blocks()) {
+    const Interval once = span_of_items(block.items);
+    const int64_t end = once.end + (block.count - 1) * block.shift;
     auto sample =
-        std::partition_point(all_.begin(), all_.end(), [&](const Sample& one) { return one.first.end <= block.begin; });
+        std::partition_point(all_.begin(), all_.end(), [&](const Sample& one) { return one.first.end <= once.begin; });
     for (; sample != all_.end() && sample->first.begin < end; ++sample) {
-      const auto [first, last] = sample->first;
-      const int64_t skipped = count > 1 ? std::max<int64_t>((first - block.end) / shift, 0) : 0;
-      for (int64_t i = skipped; i < count && block.begin + i * shift < last; ++i) {
-        for (const Interval& item : items) {
-          const Interval both{std::max(item.begin + i * shift, first), std::min(item.end + i * shift, last)};
-          if (both.begin < both.end) inside.push_back(both);
-        }
+      const Interval range = sample->first;
+      int64_t first = 0;
+      int64_t last = 1;
+      if (block.count > 1) {
+        first = std::max<int64_t>((range.begin - once.end) / block.shift, 0);
+        last = std::min((range.end - once.begin + block.shift - 1) / block.shift, block.count);
       }
+      if (first < last) visit(block, first, last, range);
     }
   }
+}
+
+std::vector<Interval> Samples::in(const IntervalList& list) const {
+  std::vector<Interval> inside;
+  for_each_block(list, [&](const IntervalList::Block& block, int64_t first, int64_t last, const Interval& range) {
+    for (int64_t i = first; i < last; ++i) {
+      for (const Interval& item : block.items) {
+        const Interval one = item.shifted(i * block.shift);
+        const Interval both{std::max(one.begin, range.begin), std::min(one.end, range.end)};
+        if (both.begin < both.end) inside.push_back(both);
+      }
+    }
+  });
   return sorted_by_place(std::move(inside));
+}
+
+int64_t Samples::most_in(const IntervalList& list) const {
+  auto most = static_cast<int64_t>(list.kept().size());
+  for_each_block(list, [&](const IntervalList::Block& block, int64_t first, int64_t last, const Interval&) {
+    // What does not repeat is listed once, and divided where samples end.
+    most += block.count == 1 ? 1 : (last - first) * static_cast<int64_t>(block.items.size());
+  });
+  return most;
 }
 
 IntervalList Samples::repeated(const std::vector<Interval>& intervals) const {

@@ -27,11 +27,17 @@ class Samples {
   const Sample& at(int64_t index) const;
   // Returns what one of the lists has in all samples, ascending and divided where a sample ends.
   std::vector<Interval> in(const IntervalList& list) const;
+  // Returns how many intervals that is at most, from the numbers of repetitions alone.
+  int64_t most_in(const IntervalList& list) const;
   // Returns intervals that ascend and are divided in this way, in all repetitions of their samples.
   IntervalList repeated(const std::vector<Interval>& intervals) const;
 
  private:
   void add(Interval range, int64_t period);
+  // Calls visit(block, first, last, range) for each block of a list and each sample whose range has the repetitions
+  // [first, last) of the block, or parts of them.
+  template <typename Visit>
+  void for_each_block(const IntervalList& list, const Visit& visit) const;
 
   std::vector<Sample> all_;
 };
