@@ -56,6 +56,30 @@ TEST(SmallVector, HoldsWhatAVectorHolds) {
   }
 }
 
+// With no item, with the one that it keeps itself, and with more.
+TEST(SmallVector, IsEmptyAfterAMoveFromIt) {
+  for (int count = 0; count < 4; ++count) {
+    for (const bool is_assigned : {false, true}) {
+      SCOPED_TRACE(testing::Message() << count << " items, " << (is_assigned ? "assigned" : "constructed"));
+      std::vector<int> expected;
+      SmallVector<int> from;
+      for (int i = 0; i < count; ++i) {
+        from.push_back(i);
+        expected.push_back(i);
+      }
+      SmallVector<int> assigned;
+      assigned.push_back(5);
+      if (is_assigned) assigned = std::move(from);
+      const SmallVector<int> to(is_assigned ? std::move(assigned) : std::move(from));
+      EXPECT_EQ(from.size(), 0u);
+      EXPECT_TRUE(from.empty());
+      for (int i = 7; i < 10; ++i) from.push_back(i);
+      EXPECT_EQ(items(from), (std::vector<int>{7, 8, 9}));
+      EXPECT_EQ(items(to), expected);
+    }
+  }
+}
+
 TEST(SmallVector, IsWhatItWasAfterAnAssignmentToItself) {
   SmallVector<int> some;
   for (int i = 0; i < 3; ++i) some.push_back(i);
