@@ -102,13 +102,18 @@ class Rearrangement::Choice {
         sharing_(sharing),
         samples_({&src.axes[axis].lists, &dst.axes[axis].lists}),
         sent_(src.axes[axis].lists.size(), 0) {
-    check_size();
+    const int64_t runs = runs_to_list();
     ranks_.resize(sent_.size());
     for (size_t p = 0; p < src.slots.size(); ++p) {
       ranks_[src.slots[p][axis]].push_back(src.mesh->rank_at(Position{static_cast<int64_t>(p)}));
     }
-    for (const IntervalList& list : dst.axes[axis].lists) needed_.push_back(samples_.in(list));
     make_stretches();
+    if (const int64_t servers = most_servers(); sharing_ == Sharing::kBytes && servers > 1) {
+      samples_ = Samples({&src.axes[axis].lists, &dst.axes[axis].lists},
+                         std::clamp<int64_t>(CutRule::kMaxRuns / runs, 1, servers));
+      make_stretches();
+    }
+    for (const IntervalList& list : dst.axes[axis].lists) needed_.push_back(samples_.in(list));
   }
 
   std::map<int64_t, Shares> all() {
@@ -140,14 +145,14 @@ class Rearrangement::Choice {
     Interval interval;
   };
 
-  // Checks how many runs are listed, here or by what moves them: those in the samples, or all of them if a list does
-  // not ascend.
-  void check_size() const {
+  // Returns how many runs are listed at most, here or by what moves them: those in the samples, or all of them if a
+  // list does not ascend. Throws UserError if they are too many.
+  int64_t runs_to_list() const {
     const std::vector<const std::vector<IntervalList>*> sides{&src_.axes[axis_].lists, &dst_.axes[axis_].lists};
     const bool ascend = std::all_of(sides.begin(), sides.end(), [](const std::vector<IntervalList>* lists) {
       return std::all_of(lists->begin(), lists->end(), is_ascending);
     });
-    int64_t runs = 0;
+    int64_t runs = 1;
     for (const std::vector<IntervalList>* lists : sides) {
       for (const IntervalList& list : *lists) {
         runs += ascend ? samples_.most_in(list) : static_cast<int64_t>(list.size());
@@ -157,9 +162,24 @@ class Rearrangement::Choice {
                    "; allowed are at most 2^24");
       }
     }
+    return runs;
+  }
+
+  // Returns the most ranks that may serve the same repetitions. Of a stretch of one element in each repetition none
+  // can serve a part, so that each needs samples of its own to serve its share.
+  int64_t most_servers() const {
+    int64_t most = 1;
+    for (const Stretch& stretch : stretches_) {
+      if (stretch.slots.size() < 2 || stretch.count == 1) continue;
+      int64_t ranks = 0;
+      for (const int64_t slot : stretch.slots) ranks += num_ranks(slot);
+      most = std::max(most, ranks);
+    }
+    return most;
   }
 
   void make_stretches() {
+    stretches_.clear();
     std::map<int64_t, std::pair<std::vector<int64_t>, std::vector<int64_t>>> bounds;  // slots that begin and end there
     const std::vector<IntervalList>& lists = src_.axes[axis_].lists;
     for (const Sample& sample : samples_.all()) bounds[sample.first.begin], bounds[sample.first.end];
@@ -262,7 +282,7 @@ class Rearrangement::Choice {
   const Side& dst_;
   size_t axis_;
   Sharing sharing_;
-  const Samples samples_;
+  Samples samples_;
   std::vector<std::vector<Interval>> needed_;  // by slot of the destination, in the samples
   std::vector<Stretch> stretches_;             // ascending
   std::vector<std::vector<Rank>> ranks_;       // by slot

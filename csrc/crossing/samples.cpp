@@ -54,7 +54,7 @@ int64_t common_period(const std::multiset<int64_t>& periods, int64_t limit) {
 
 }  // namespace
 
-Samples::Samples(const std::vector<const std::vector<IntervalList>*>& lists) {
+Samples::Samples(const std::vector<const std::vector<IntervalList>*>& lists, int64_t divisions) {
   const bool repeats = std::any_of(lists.begin(), lists.end(), [](const std::vector<IntervalList>* some) {
     return std::any_of(some->begin(), some->end(), [](const IntervalList& list) { return list.has_repeats(); });
   });
@@ -63,7 +63,7 @@ Samples::Samples(const std::vector<const std::vector<IntervalList>*>& lists) {
     for (const std::vector<IntervalList>* some : lists) {
       for (const IntervalList& list : *some) end = std::max(end, span_of(list).end);
     }
-    add({0, end}, 0);
+    add({0, end}, 0, divisions);
     return;
   }
   const std::map<int64_t, Border> borders = borders_of(lists);
@@ -72,16 +72,22 @@ Samples::Samples(const std::vector<const std::vector<IntervalList>*>& lists) {
     for (const int64_t period : at->second.end) periods.erase(periods.find(period));
     periods.insert(at->second.begin.begin(), at->second.begin.end());
     const Interval range{at->first, std::next(at)->first};
-    add(range, common_period(periods, range.extent() / 2));
+    add(range, common_period(periods, range.extent() / 2), divisions);
   }
 }
 
-void Samples::add(Interval range, int64_t period) {
+void Samples::add(Interval range, int64_t period, int64_t divisions) {
   if (range.extent() == 0) return;
   if (period > 0) {
     const int64_t count = range.extent() / period;
-    all_.push_back({{range.begin, range.begin + period}, count});
-    return add({range.begin + count * period, range.end}, 0);
+    const int64_t samples = std::min(divisions, count);
+    int64_t begin = range.begin;
+    for (int64_t i = 0; i < samples; ++i) {
+      const int64_t of_sample = count / samples + (i < count % samples ? 1 : 0);
+      all_.push_back({{begin, begin + period}, of_sample});
+      begin += of_sample * period;
+    }
+    return add({begin, range.end}, 0, divisions);
   }
   const bool follows = !all_.empty() && all_.back().count == 1 && all_.back().first.end == range.begin;
   if (follows) {

@@ -19,8 +19,9 @@ struct Sample {
 
 class Samples {
  public:
-  // The samples have all indices of the lists.
-  explicit Samples(const std::vector<const std::vector<IntervalList>*>& lists);
+  // The samples have all indices of the lists. What repeats is divided into so many samples one after the other, of
+  // about as many repetitions each.
+  explicit Samples(const std::vector<const std::vector<IntervalList>*>& lists, int64_t divisions = 1);
 
   const std::vector<Sample>& all() const { return all_; }  // ascending
   // Returns the sample with this index.
@@ -33,7 +34,7 @@ class Samples {
   IntervalList repeated(const std::vector<Interval>& intervals) const;
 
  private:
-  void add(Interval range, int64_t period);
+  void add(Interval range, int64_t period, int64_t divisions);
   // Calls visit(block, first, last, range) for each block of a list and each sample whose range has the repetitions
   // [first, last) of the block, or parts of them.
   template <typename Visit>

@@ -6,6 +6,7 @@
 #include <variant>
 #include <vector>
 
+#include "crossing/rearrangement.h"
 #include "layouts.h"
 #include "moves/describe.h"
 #include "moves/traffic.h"
@@ -171,6 +172,24 @@ TEST(Periodic, RearrangementsDoNotGrowWithTheNumberOfIntervals) {
     EXPECT_LE(boxes_of(large), 4'000u);
     EXPECT_GT(certify(large, worst_peak_bytes(large)).predicted_ps, 0);
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  }
+}
+
+// What several ranks hold each serves an equal share of, although each receiver needs one row of each repetition.
+TEST(Periodic, RearrangementsShareTheSendingOfWhatRepeats) {
+  constexpr int64_t n = 1'000'003;
+  for (const auto& [holders, receivers] : std::vector<std::pair<int64_t, int64_t>>{{2, 3}, {8, 9}}) {
+    std::string pieces = concat("0-", n);
+    for (int64_t i = 1; i < holders; ++i) pieces += concat(":0-", n);
+    const Layout from = layout_of(mesh_of({holders}), {n, 4}, concat("Pieces(0,", pieces, ")"));
+    const Layout to = layout_of(mesh_of({receivers}, ranks_from(holders, receivers)), {n, 4}, "Cyclic(0,1)");
+    const Rearrangement moved(from, to, Sharing::kBytes);
+    int64_t sent = 0;
+    for (int64_t rank = 0; rank < holders; ++rank) {
+      sent += moved.at(Rank{rank}).sent_bytes;
+      EXPECT_LE(moved.at(Rank{rank}).sent_bytes, (n / holders + 100) * 16) << "rank " << rank;
+    }
+    EXPECT_EQ(sent, n * 16);
   }
 }
 

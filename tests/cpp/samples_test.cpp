@@ -56,7 +56,7 @@ TEST(Samples, AreEnoughToKnowLists) {
     std::vector<IntervalList> a, b;
     for (int64_t lists = random.pick(1, 3); lists > 0; --lists) a.push_back(random.list(n));
     for (int64_t lists = random.pick(0, 2); lists > 0; --lists) b.push_back(random.list(n));
-    const Samples samples({&a, &b});
+    const Samples samples({&a, &b}, random.pick(1, 4));
     for (const std::vector<IntervalList>* lists : {&a, &b}) {
       for (const IntervalList& list : *lists) {
         const std::vector<Interval> inside = samples.in(list);
@@ -65,6 +65,7 @@ TEST(Samples, AreEnoughToKnowLists) {
           ASSERT_TRUE(sample.first.begin <= one.begin && one.end <= sample.first.end);
         }
         ASSERT_EQ(elements_of(samples.repeated(inside)), elements_of(list));
+        EXPECT_GE(samples.most_in(list), std::ssize(inside));
         smaller += inside.size() < list.size() / 2;
       }
     }
