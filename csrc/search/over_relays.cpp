@@ -122,9 +122,13 @@ class RelaySearch {
     }
     const RelayShapes shapes(many(), topology_);
     const int64_t few = num_senders(shapes.members());
+    // Shapes are of sizes alone, so there may be no relays of some: within nodes that have one rank each, for example.
     for (size_t tried = 0; const RelayShapes::Shape& shape : shapes.all(few)) {
-      if (tried++ == kMostShapes) break;
-      if (auto relays = relays_in(shape, few, shapes.members())) try_relays(std::move(*relays));
+      if (tried == kMostShapes) break;
+      auto relays = relays_in(shape, few, shapes.members());
+      if (!relays) continue;
+      ++tried;
+      try_relays(std::move(*relays));
     }
     return std::move(best_);
   }

@@ -229,6 +229,25 @@ TEST(TreesOfRelays, HaveAsManyLevelsAsPay) {
   }
 }
 
+// The first rank of each node of eight to the first of the 256 others: no relays are ranks of one node, so the tree is
+// as good as by a topology that knows no nodes.
+TEST(TreesOfRelays, AreFoundWhereNodesHaveOneRankEach) {
+  std::vector<int64_t> ranks;
+  for (int64_t node = 1; node <= 256; ++node) ranks.push_back(node * 8);
+  const Topology topology = Topology::named("64x8");
+  Topology without_nodes = topology;
+  without_nodes.ranks_per_node = 0;
+  without_nodes.inside = without_nodes.between;
+  const Layout from = layout_of(mesh_of({1}), {2048}, "R");
+  for (const char* placements : {"R", "S(0)"}) {
+    const Layout to = layout_of(mesh_of({256}, ranks), {2048}, placements);
+    const Plan plan = make_plan(from, to, {.topology = topology});
+    const Plan expected = make_plan(from, to, {.topology = without_nodes});
+    EXPECT_GT(levels_of_relays(expected), 1) << to_string(expected);
+    EXPECT_LE(predicted_picoseconds(plan), predicted_picoseconds(expected)) << to_string(plan);
+  }
+}
+
 // From 1 to 3 ranks to up to 90 and back, where one message takes as long as a thousand steps: replicas, stripes, both,
 // parts of one row and of none.
 TEST(TreesOfRelays, MoveEveryElement) {
