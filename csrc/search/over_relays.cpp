@@ -50,10 +50,8 @@ int64_t least_block(int64_t ranks, int64_t levels) {
 
 RelayShapes::RelayShapes(const Layout& many, const Topology& topology) : topology_(topology) {
   const int64_t replicas = many.mesh().group_size(many.replicated_dims());
-  const int64_t elements = std::max<int64_t>(many.largest_part_elements(), 1);
-  const int64_t full_parts = std::max<int64_t>(ceil_divide(many.num_elements(), elements), 1);
-  parts_ = std::min(many.mesh().size() / replicas, full_parts);
-  members_ = parts_ * replicas;
+  members_ = std::max<int64_t>(ranks_with_elements(many), 1);
+  parts_ = std::max<int64_t>(members_ / replicas, 1);
   bytes_ = many.largest_part_bytes();
 }
 

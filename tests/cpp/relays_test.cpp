@@ -18,6 +18,7 @@
 #include "planning/serialize.h"
 #include "planning/validate.h"
 #include "search/make_plan.h"
+#include "search/over_relays.h"
 #include "simulate/simulate.h"
 #include "support/error.h"
 #include "two_mesh_plans.h"
@@ -246,6 +247,20 @@ TEST(TreesOfRelays, AreFoundWhereNodesHaveOneRankEach) {
     EXPECT_GT(levels_of_relays(expected), 1) << to_string(expected);
     EXPECT_LE(predicted_picoseconds(plan), predicted_picoseconds(expected)) << to_string(plan);
   }
+}
+
+// One of 2,048 ranks has half of all rows, and each other one has one: the tree is that of 2,048 parts.
+TEST(TreesOfRelays, HaveAsManyLevelsForPartsOfAnySize) {
+  const Topology topology{"one link", 0, 12'000'000, 0, {4'000'000, 0}, {4'000'000, 0}, {}};
+  std::string sizes = "2048";
+  for (int i = 1; i < 2048; ++i) sizes += ":1";
+  const Layout from = layout_of(mesh_of({1}), {4095}, "R");
+  const Layout to = layout_of(mesh_of({2048}, ranks_from(1, 2048)), {4095}, concat("Ragged(0,", sizes, ")"));
+  EXPECT_EQ(RelayShapes(to, topology).members(), 2048);
+  EXPECT_EQ(RelayShapes(layout_of(mesh_of({4, 2}), {4}, "Ragged(0,3:0:1:0),R"), topology).members(), 4);
+  const Plan plan = make_plan(from, to, {.topology = topology});
+  EXPECT_EQ(levels_of_relays(plan), 4) << to_string(plan);
+  EXPECT_EQ(predicted_picoseconds(plan) / 1'000'000, 140) << to_string(plan);
 }
 
 // From 1 to 3 ranks to up to 90 and back, where one message takes as long as a thousand steps: replicas, stripes, both,
