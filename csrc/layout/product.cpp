@@ -24,8 +24,7 @@ class Product {
       return true;
     }
     const bool is_shorter_by_rows = rows.extent() > 1 && listed_ / rows.extent() <= kept_;
-    if (ascends_ && is_shorter_by_rows) {
-      if (listed_ > most_) return false;
+    if (ascends_ && is_shorter_by_rows && listed_ <= most_) {
       const IntervalList first = shifted(columns_, rows.begin * size_);
       out.append_repeated(std::vector<Interval>(first.begin(), first.end()), size_, rows.extent());
       return fits(out);
@@ -41,8 +40,7 @@ class Product {
       }
       const auto listed = static_cast<int64_t>(once.size());
       const bool is_shorter_once = count > 1 && listed / count <= static_cast<int64_t>(once.kept().size());
-      if (is_shorter_once && is_ascending(once)) {
-        if (listed > most_) return false;
+      if (is_shorter_once && listed <= most_ && is_ascending(once)) {
         out.append_repeated(std::vector<Interval>(once.begin(), once.end()), shift * size_, count);
       } else if (!append_again(out, once, count, shift * size_, 0)) {
         return false;

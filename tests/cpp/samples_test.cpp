@@ -112,5 +112,26 @@ TEST(Product, KeepsWhatRepeatsOnce) {
   EXPECT_FALSE(product_of(nothing_repeats, nothing_repeats, 9'000'000, CutRule::kMaxRuns).has_value());
 }
 
+// The columns of one row, listed, are more than allowed; those of all rows, each with its repetitions, are not.
+TEST(Product, IsRefusedForWhatItKeepsAlone) {
+  const auto columns = [](int64_t count) {
+    IntervalList list;
+    append_repeated(list, {0, 1}, 2, count);
+    append_repeated(list, {20, 21}, 5, count);
+    return list;
+  };
+  IntervalList rows_apart;
+  append_repeated(rows_apart, {0, 1}, 2, 4);
+  for (const auto& [rows, count, most] :
+       std::vector<std::tuple<IntervalList, int64_t, int64_t>>{{{{0, 3}}, 4, 6}, {rows_apart, 5, 8}}) {
+    EXPECT_GT(std::ssize(columns(count)), most);
+    const std::optional<IntervalList> product = product_of(rows, columns(count), 50, most);
+    ASSERT_TRUE(product.has_value());
+    EXPECT_EQ(std::ssize(*product), length(rows) * 2 * count);
+    EXPECT_EQ(std::ssize(product->kept()), most);
+    EXPECT_FALSE(product_of(rows, columns(count), 50, most - 1).has_value());
+  }
+}
+
 }  // namespace
 }  // namespace shardwright
