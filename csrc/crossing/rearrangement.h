@@ -42,8 +42,9 @@ namespace shardwright {
 class Rearrangement {
  public:
   // The layouts must be of one tensor. On one mesh, reductions that are due must be the same on both sides; between two
-  // there must be none. Otherwise throws InvariantError. Throws UserError if a part that is flattened has more than
-  // CutRule::kMaxRuns runs.
+  // there must be none. Otherwise throws InvariantError. Throws UserError if a part that is flattened keeps more than
+  // CutRule::kMaxRuns runs (what repeats is kept once), or if all parts have more than 2^24 runs of an axis in samples,
+  // or altogether where parts of the axis do not ascend.
   Rearrangement(const Layout& src, const Layout& dst, Sharing sharing);
 
   struct Axis {
