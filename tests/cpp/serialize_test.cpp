@@ -9,8 +9,11 @@
 #include "layouts.h"
 #include "moves/describe.h"
 #include "moves/move.h"
+#include "planning/validate.h"
 #include "search/make_plan.h"
 #include "support/error.h"
+#include "two_mesh_plans.h"
+#include "wire.h"
 
 namespace shardwright {
 namespace {
@@ -109,6 +112,53 @@ TEST(Serialize, RefusesSharingAmongContributions) {
   EXPECT_NO_THROW(from_bytes(to_bytes(plan)));
   plan.steps[0].mesh_dims = MeshDimSet::from_bits(0b011);
   EXPECT_THROW(from_bytes(to_bytes(plan)), UserError);
+}
+
+std::string bytes_of(const Mesh& mesh) {
+  std::string bytes = test::little_endian(mesh.ndim());
+  for (const std::string& name : mesh.dim_names()) bytes += test::little_endian(name.size()) + name;
+  bytes += test::little_endian(mesh.ndim());
+  for (const int64_t size : mesh.dim_sizes()) bytes += test::little_endian(size);
+  if (mesh.ranks_are_positions()) return bytes + test::little_endian(0);
+  bytes += test::little_endian(mesh.size());
+  for (const Rank rank : mesh.ranks()) bytes += test::little_endian(number(rank));
+  return bytes;
+}
+
+// Over relays: with one mesh too many or too few, and with ranks that are on neither mesh.
+TEST(Serialize, RefusesMeshesThatStepsDoNotReach) {
+  const Plan plan =
+      make_plan(layout_of(mesh_of({1}), {64}, "R"), layout_of(mesh_of({256}, test::ranks_from(1, 256)), {64}, "R"));
+  const std::vector<MeshPtr> relays = meshes_of_relays(plan);
+  ASSERT_GE(relays.size(), 2u);
+  const std::string bytes = test::without_checksum(to_bytes(plan));
+  const std::string src = bytes_of(plan.src.mesh());
+  std::vector<std::string> meshes;
+  for (const MeshPtr& mesh : relays) meshes.push_back(bytes_of(*mesh));
+  meshes.push_back(bytes_of(plan.dst.mesh()));
+  const auto header = [&](uint64_t crossings, const std::vector<std::string>& reached) {
+    std::string all = src + test::little_endian(crossings);
+    for (const std::string& mesh : reached) all += mesh;
+    return all;
+  };
+  const std::string before = header(meshes.size(), meshes);
+  const size_t at = bytes.find(before);
+  ASSERT_NE(at, std::string::npos);
+  const auto with = [&](uint64_t crossings, const std::vector<std::string>& reached) {
+    std::string changed = bytes;
+    return test::closed(changed.replace(at, before.size(), header(crossings, reached)));
+  };
+  ASSERT_EQ(to_bytes(from_bytes(with(meshes.size(), meshes))), to_bytes(plan));
+  std::vector<std::string> more = meshes, fewer = meshes, foreign = meshes;
+  more.insert(more.begin(), meshes.front());
+  fewer.erase(fewer.begin());
+  foreign[0] = bytes_of(Mesh({"relay"}, {relays[0]->size()}, test::ranks_from(900, relays[0]->size())));
+  for (const std::vector<std::string>& reached : {more, fewer, foreign}) {
+    EXPECT_THROW(from_bytes(with(reached.size(), reached)), UserError);
+  }
+  EXPECT_THROW(from_bytes(with(meshes.size() + 1, meshes)), UserError);
+  EXPECT_THROW(from_bytes(with(meshes.size() - 1, meshes)), UserError);
+  EXPECT_THROW(from_bytes(with(0, {})), UserError);
 }
 
 }  // namespace
