@@ -80,8 +80,9 @@ def viewed(x: DTensor, shape: Sequence[int], redistribute: bool) -> DTensor:
     with _planning():
         layout = _layout_of(x)
         seen = _planner.view_of(layout, shape, True)
-        finer = _planner.view_of(layout, shape) if isinstance(seen, str) and not redistribute else ""
-    if not isinstance(finer, str) and _planner.is_known_to_dtensor(finer) and meshes.may_be_split(x.device_mesh):
+        needs_more = isinstance(seen, str) and not redistribute and meshes.may_be_split(x.device_mesh)
+        finer = _planner.view_of(layout, shape) if needs_more else ""
+    if not isinstance(finer, str) and _planner.is_known_to_dtensor(finer):
         return _on_split_mesh(x, layout, finer)
     if isinstance(seen, str):
         with _planning():
