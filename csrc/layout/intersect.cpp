@@ -110,8 +110,6 @@ IntervalList at_a(const PieceList& pieces) {
   return out;
 }
 
-bool is_one_interval(const IntervalList& list) { return !list.has_repeats() && list.kept().size() == 1; }
-
 // What an ascending list has of a range, without listing repetitions: the length, the number of runs, and where the
 // first of them begins in the range (a) and in the list (b).
 SharedRuns runs_within(const Interval& range, const IntervalList& list) {
@@ -220,8 +218,8 @@ PieceList intersect(const IntervalList& a, const IntervalList& b) {
 }
 
 SharedRuns shared_runs(const IntervalList& a, const IntervalList& b) {
-  if (is_one_interval(a) && is_ascending(b)) return runs_within(a.front(), b);
-  if (is_one_interval(b) && is_ascending(a)) {
+  if (a.size() == 1 && is_ascending(b)) return runs_within(a.front(), b);
+  if (b.size() == 1 && is_ascending(a)) {
     SharedRuns shared = runs_within(b.front(), a);
     std::swap(shared.a_position, shared.b_position);
     return shared;
