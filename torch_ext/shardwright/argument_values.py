@@ -53,6 +53,15 @@ def _reduces_as_partial(kind: type) -> bool:
     return base is not None and all(getattr(kind, name) is getattr(base, name) for name in methods)
 
 
+def dim(given: Any, argument: str, ndim: int) -> int:
+    """Returns a dim of a tensor of `ndim` dims, counted from 0; negative ones are counted from the end."""
+    number = integer(given, argument)
+    if not -ndim <= number < ndim:
+        allowed = f"{-ndim} to {ndim - 1}" if ndim else "tensors that have dims"
+        raise ValueError(f"{argument}: {number} for a tensor of {ndim} dims; allowed are {allowed}")
+    return number % ndim
+
+
 def items(given: Any, argument: str, allowed: str) -> list[Any]:
     """Makes a list of any iterable but text; otherwise raises ValueError with `argument` and what is allowed."""
     if not isinstance(given, (str, bytes)):

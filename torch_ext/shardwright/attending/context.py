@@ -50,20 +50,12 @@ def move_sequence(
     groups.check_initialised()
     count = dist.get_world_size(group)
     size = argument_values.integer(size, "size")
-    dim = _dim_of(local, dim, "dim")
+    dim = argument_values.dim(dim, "dim", local.ndim)
     shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
     mesh = Mesh({"sequence": count})
     ends = [_placement(given, dim, size, count, name) for name, given in (("src", src), ("dst", dst))]
     layouts = [Layout(mesh, shape, [end], local.dtype) for end in ends]
     return redistribute_local(local, *layouts, group=group)
-
-
-def _dim_of(tensor: torch.Tensor, dim: Any, argument: str) -> int:
-    number = argument_values.integer(dim, argument)
-    if not -tensor.ndim <= number < tensor.ndim:
-        allowed = f"{-tensor.ndim} to {tensor.ndim - 1}" if tensor.ndim else "tensors that have dims"
-        raise ValueError(f"{argument}: {number} for a tensor of {tensor.ndim} dims; allowed are {allowed}")
-    return number % tensor.ndim
 
 
 def _placement(given: Any, dim: int, size: int, count: int, argument: str) -> Any:
@@ -198,7 +190,7 @@ def context_parallel(
         argument_checks.check_tensor("buffers", tensor)
         if tensor.requires_grad:
             raise ValueError("buffers: one of them requires a gradient; allowed are tensors that do not")
-    dims = [_dim_of(tensor, dim, "buffer_seq_dims") for tensor, dim in zip(given, dims, strict=True)]
+    dims = [argument_values.dim(dim, "buffer_seq_dims", one.ndim) for one, dim in zip(given, dims, strict=True)]
     known = set() if size is None else {size}
     sizes = {tensor.shape[dim] for tensor, dim in zip(given, dims, strict=True)} | known
     if len(sizes) > 1:

@@ -70,7 +70,8 @@ def flatten(
     """``x.flatten(start_dim, end_dim)``; see `view`."""
 
     def shape_of(shape: tuple[int, ...]) -> Sequence[int]:
-        first, last = _dim("start_dim", start_dim, len(shape)), _dim("end_dim", end_dim, len(shape))
+        first = argument_values.dim(start_dim, "start_dim", len(shape))
+        last = argument_values.dim(end_dim, "end_dim", len(shape))
         if first > last:
             raise ValueError(f"start_dim, end_dim: got {start_dim} and {end_dim}; allowed is no end before the start")
         size = 1
@@ -95,7 +96,7 @@ def unflatten(
     inner = argument_values.items(sizes, "sizes", "a list of sizes")
 
     def shape_of(shape: tuple[int, ...]) -> Sequence[int]:
-        at = _dim("dim", dim, len(shape))
+        at = argument_values.dim(dim, "dim", len(shape))
         return (*shape[:at], *inner, *shape[at + 1 :])
 
     return _viewed(x, shape_of, layout, redistribute, group)
@@ -112,7 +113,7 @@ def squeeze(
     """``x.squeeze(dim)`` of a dim of one element; see `view`."""
 
     def shape_of(shape: tuple[int, ...]) -> Sequence[int]:
-        at = _dim("dim", dim, len(shape))
+        at = argument_values.dim(dim, "dim", len(shape))
         if shape[at] != 1:
             raise ValueError(f"dim: {dim} has {shape[at]} elements; allowed are dims of one")
         return (*shape[:at], *shape[at + 1 :])
@@ -130,7 +131,7 @@ def unsqueeze(
     """``x.unsqueeze(dim)``; see `view`. Nothing ever has to move."""
 
     def shape_of(shape: tuple[int, ...]) -> Sequence[int]:
-        at = _dim("dim", dim, len(shape) + 1)
+        at = argument_values.dim(dim, "dim", len(shape) + 1)
         return (*shape[:at], 1, *shape[at:])
 
     return _viewed(x, shape_of, layout, False, group)
@@ -176,7 +177,7 @@ def _transposed(
     group: dist.ProcessGroup | None = None,
 ) -> Any:
     ndim = x.ndim if layout is None else len(_doing().shape_of(layout))
-    a, b = _dim("dim0", dim0, ndim), _dim("dim1", dim1, ndim)
+    a, b = argument_values.dim(dim0, "dim0", ndim), argument_values.dim(dim1, "dim1", ndim)
     dims = list(range(ndim))
     dims[a], dims[b] = b, a
     return permute(x, dims, layout, group=group)
@@ -188,13 +189,6 @@ _transposed.__qualname__ = "transpose"  # as errors about its arguments name it
 def _check_no_group(group: dist.ProcessGroup | None) -> None:
     if group is not None:
         raise ValueError("group: got one without a layout; a DTensor brings its mesh, so leave it out")
-
-
-def _dim(name: str, dim: int, ndim: int) -> int:
-    dim = argument_values.integer(dim, name)
-    if not -ndim <= dim < ndim:
-        raise ValueError(f"{name}: got {dim} for a tensor of {ndim} dims; allowed are {-ndim} to {ndim - 1}")
-    return dim % ndim
 
 
 def _viewed(
