@@ -220,17 +220,22 @@ def test_what_is_computed_from_weights(pool: Pool) -> None:
     pool.run(_computed, 2, "aot_eager")
 
 
-def _linear_units() -> None:
-    """Units that are Linear modules themselves."""
+def linear_units(width: int, **options: Any) -> tuple[nn.Sequential, nn.Sequential]:
+    """Two equal models of units that are Linear modules themselves."""
     mesh = get_mesh((2,))
     torch.manual_seed(0)
-    eager = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
+    eager = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
     model = copy.deepcopy(eager)
     for each in (eager, model):
         for layer in each:
-            sw.fully_shard(layer, mesh=mesh)
+            sw.fully_shard(layer, mesh=mesh, **options)
         sw.fully_shard(each, mesh=mesh)
     torch._dynamo.reset()
+    return eager, model
+
+
+def _linear_units() -> None:
+    eager, model = linear_units(10)
     expected = train(eager, eager, 3)
     _assert_close(train(model, torch.compile(model, backend="aot_eager", fullgraph=True), 3), expected)
 
@@ -240,16 +245,8 @@ def test_linear_units(pool: Pool) -> None:
 
 
 def _linear_units_in_float8() -> None:
-    """The same, multiplying by weights as they arrive: nobody may read them whole."""
-    mesh = get_mesh((2,))
-    torch.manual_seed(0)
-    eager = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    model = copy.deepcopy(eager)
-    for each in (eager, model):
-        for layer in each:
-            sw.fully_shard(layer, mesh=mesh, wire="float8", use="float8")
-        sw.fully_shard(each, mesh=mesh)
-    torch._dynamo.reset()
+    """They multiply by weights as they arrive: nobody may read these whole."""
+    eager, model = linear_units(32, wire="float8", use="float8")
     given = torch.randn(8, 32)
     expected = eager(given)
     expected.square().sum().backward()
