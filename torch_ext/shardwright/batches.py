@@ -53,10 +53,11 @@ def checked_layouts(given: Any, argument: str, allowed: str, length: int) -> lis
     """Returns tuples whose last two entries are layouts."""
     made = []
     for i, item in enumerate(argument_values.items(given, argument, allowed)):
-        parts = tuple(argument_values.items(item, f"{argument}: item {i}", allowed))
+        parts = item if type(item) is tuple else tuple(argument_values.items(item, f"{argument}: item {i}", allowed))
         if len(parts) != length:
             raise ValueError(f"{argument}: item {i} has {len(parts)} entries; allowed is {allowed}")
         for layout in parts[-2:]:
-            check_layout(f"{argument}: item {i}", layout)
+            if not isinstance(layout, _planner.Layout):
+                check_layout(f"{argument}: item {i}", layout)
         made.append(parts)
     return made

@@ -140,7 +140,11 @@ class _Prepared(NamedTuple):
     executable: _runtime.BatchExecutable | None  # None if nothing moves
     moved: list[int]  # the items that are in the batch
     reduced: dict[int, _planner.Layout]  # where an item with pending reductions is reduced to, by item
+    # By item: its dtype, whether this rank is on the mesh of the source, and what it gets. Asking layouts in every call
+    # would take longer than moving tens of thousands of small tensors.
     dtypes: list[torch.dtype]
+    holds: list[bool]
+    shapes: list[tuple[int, ...]]
 
 
 # Batches that all ranks of a group have compared, by group: the ranks of each drop the same ones, whatever else they do
@@ -286,18 +290,14 @@ class _Given:
             return kept.get(key)
         return next((one for kind in argument_checks.DEVICE_TYPES if (one := kept.get(self.key(kind)))), None)
 
-    def source(self, i: int) -> torch.Tensor:
-        src = self.pairs[i][0]
-        local = self.locals[i]
-        if local is None or src.mesh.coordinate(self.rank) is None:
-            return torch.empty(0, dtype=getattr(torch, src.dtype), device=self.device)
-        return local
+    def source(self, i: int, prepared: _Prepared) -> torch.Tensor | None:
+        """Returns the local part of an item, or None where this rank holds none."""
+        return self.locals[i] if prepared.holds[i] else None
 
-    def destination(self, i: int) -> torch.Tensor:
-        dst = self.pairs[i][1]
+    def destination(self, i: int, prepared: _Prepared) -> torch.Tensor:
         one = None if self.out is None else self.out[i]
-        if one is None or dst.mesh.coordinate(self.rank) is None:
-            return torch.empty(dst.local_shape(self.rank), dtype=getattr(torch, dst.dtype), device=self.device)
+        if one is None or 0 in prepared.shapes[i]:
+            return torch.empty(prepared.shapes[i], dtype=prepared.dtypes[i], device=self.device)
         return one
 
 
@@ -306,23 +306,28 @@ def _run(
 ) -> list[torch.Tensor] | ManyHandle:
     counters.counts.batches += 1
     counters.counts.batched_tensors += len(prepared.moved)
+    nothing = {dtype: torch.empty(0, dtype=dtype, device=given.device) for dtype in set(prepared.dtypes)}
     sources = []
     for i in prepared.moved:
-        source = argument_checks.resolved(given.source(i))
+        source = given.source(i, prepared)
+        source = nothing[prepared.dtypes[i]] if source is None else argument_checks.resolved(source)
         if (layout := prepared.reduced.get(i)) is not None:
             source = plain_tensors.redistribute_local(source.detach(), given.pairs[i][0], layout, group=group)
-        sources.append(source.detach())
-    destinations = [given.destination(i) for i in prepared.moved]
+        sources.append(source.detach() if source.requires_grad else source)
+    destinations = [given.destination(i, prepared) for i in prepared.moved]
     results = dict(zip(prepared.moved, destinations, strict=True))
     pending = None
     if prepared.executable is not None:
-        into = [x.detach() for x in destinations]
+        into = [x.detach() if x.requires_grad else x for x in destinations]
         torch.autograd.graph.increment_version(into)  # so that autograd knows of what is written
         if async_op:
             pending = prepared.executable.start(sources, into)
         else:
             prepared.executable.run(sources, into)
-    tensors = [results[i] if i in results else given.source(i) for i in range(len(given.pairs))]
+    tensors = []
+    for i, dtype in enumerate(prepared.dtypes):
+        result = results[i] if i in results else given.source(i, prepared)
+        tensors.append(nothing[dtype].clone() if result is None else result)
     if given.out is not None:
         tensors = [mine if mine is not None else tensor for mine, tensor in zip(given.out, tensors, strict=True)]
     return ManyHandle(pending, tensors, prepared.moved) if async_op else tensors
@@ -332,15 +337,17 @@ def _prepare(given: _Given, full: _planner.Batch, group: dist.ProcessGroup | Non
     """Plans and binds what this rank does. Every rank of the group comes here together."""
     moved = [i for i, (src, dst) in enumerate(given.pairs) if given.out is not None or src != dst]
     dtypes = [getattr(torch, src.dtype) for src, _ in given.pairs]
+    holds = [src.mesh.coordinate(given.rank) is not None for src, _ in given.pairs]
+    shapes = [dst.local_shape(given.rank) for _, dst in given.pairs]
     if not moved:
-        return _Prepared(None, moved, {}, dtypes)
+        return _Prepared(None, moved, {}, dtypes, holds, shapes)
     batch = full
     if len(moved) < len(given.pairs):
         batch = batch_of([given.pairs[i] for i in moved], given.bucket_bytes, given.buckets)
     executable = executables.bind_batch(batch, given.device.type, group)
     reduced = {moved[number]: layout for number, layout in batch.reductions().items()}
     counters.counts.plans += 1
-    return _Prepared(executable, moved, reduced, dtypes)
+    return _Prepared(executable, moved, reduced, dtypes, holds, shapes)
 
 
 def _compared(src: _planner.Layout, dst: _planner.Layout) -> Pair:
