@@ -245,6 +245,24 @@ def state_dicts() -> list[str]:
     return table(head, rows)
 
 
+def state_dicts_over_links() -> list[str]:
+    networks = results("state_dict_links-torch2.15.0")["networks"]
+    head = ["model", "way"]
+    columns = []
+    for network in networks:
+        head += [f"ms at {network['network']['gbit']:g} Gbit/s", "over the bytes' time"]
+        columns.append({row["model"]: row for row in network["rows"]})
+    rows = []
+    for model, name in STATE_DICTS.items():
+        for way, text in WAYS_OF_STATE_DICTS.items():
+            cells = [name if way == "many" else "", text]
+            for column in columns:
+                row = column[model]
+                cells += [f"{row['us'][way] / 1e3:,.0f}", f"{row['us'][way] / row['us_at_rate']:.2f}"]
+            rows.append(cells)
+    return table(head, rows)
+
+
 STEPS = {
     "compute": "compute alone",
     "communication": "communication alone",
@@ -320,6 +338,7 @@ PARTS: dict[str, Callable[[], list[str]]] = {
     "moves over links": moves_over_links,
     "plans over links": plans_over_links,
     "state dicts": state_dicts,
+    "state dicts over links": state_dicts_over_links,
     "steps over links": steps_over_links,
     "steps in short": steps_in_short,
     "attention over links": attention,
