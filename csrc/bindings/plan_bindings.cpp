@@ -55,6 +55,7 @@ void define_step(py::module_& m) {
       .def_property_readonly("wire_bytes_sum", [](const StepView& s) { return s.traffic.received_bytes_sum; })
       .def_property_readonly("send_bytes_max", [](const StepView& s) { return s.traffic.sent_bytes_max; })
       .def_property_readonly("messages_max", [](const StepView& s) { return s.traffic.messages_max; })
+      .def_property_readonly("sent_messages_max", [](const StepView& s) { return s.traffic.sent_messages_max; })
       .def("__repr__", [](const StepView& s) {
         return concat("Step(", named(s.step), ": ", s.step.before.placements_string(), " -> ",
                       s.step.after.placements_string(), ")");
@@ -106,6 +107,8 @@ void define_figures(PlanClass& plan) {
                              patiently([](const CertifiedPlan& plan) { return plan.traffic().sent_bytes_max; }))
       .def_property_readonly("messages_max",
                              patiently([](const CertifiedPlan& plan) { return plan.traffic().messages_max; }))
+      .def_property_readonly("sent_messages_max",
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().sent_messages_max; }))
       .def_property_readonly("bound_bytes_max",
                              patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_max; }))
       .def_property_readonly("bound_bytes_sum",

@@ -13,8 +13,8 @@ namespace shardwright {
 struct Traffic {
   int64_t received_bytes = 0;
   int64_t sent_bytes = 0;
-  int64_t messages = 0;       // received
-  int64_t sent_messages = 0;  // in crossings and rearrangements; not counted in other steps
+  int64_t messages = 0;  // received
+  int64_t sent_messages = 0;
 
   Traffic operator+(const Traffic& other) const {
     return {received_bytes + other.received_bytes, sent_bytes + other.sent_bytes, messages + other.messages,
@@ -30,7 +30,7 @@ struct StepFigures {
   int64_t messages = 0;       // received
   int64_t touched_bytes = 0;  // of local copies: what is held afterwards
   int64_t collectives = 1;    // one after the other
-  int64_t sent_messages = 0;  // of crossings and rearrangements; other steps count those received alone
+  int64_t sent_messages = 0;
   // Of crossings that prefer a rank's own node: the larger of bytes received and sent, within nodes and between them.
   // They are costed by the link that they take.
   struct ByLink {

@@ -273,19 +273,26 @@ Traffic ExchangeTraffic::at(int64_t position) const {
   if (step_.sharing != Sharing::kNone) return pairwise_at(position);
   if (!is_closed_) return walked_at(position);
   const Mesh& mesh = step_.before.mesh();
-  const int64_t own = shared_.at(position);
   bool sends = true;
   for (const Matching::Common& tie : ties_with_replicas_) sends = sends && tie.agrees_at(mesh, position);
-  return {(needed_ - own) * item_, (sends ? sent_ - own : 0) * item_,
-          (sources_ - (own > 0 ? 1 : 0)) * std::min(step_.rounds, from_each_)};
+  return closed_form(shared_.at(position), sends);
+}
+
+Traffic ExchangeTraffic::closed_form(int64_t own, bool sends) const {
+  const int64_t messages_each = std::min(step_.rounds, from_each_);
+  const int64_t itself = own > 0 ? 1 : 0;
+  Traffic traffic{(needed_ - own) * item_, 0, (sources_ - itself) * messages_each, 0};
+  if (sends) {
+    traffic.sent_bytes = (sent_ - own) * item_;
+    traffic.sent_messages = (sent_ / from_each_ - itself) * messages_each;
+  }
+  return traffic;
 }
 
 std::optional<Traffic> ExchangeTraffic::at_most() const {
   if (!is_closed_) return std::nullopt;
   const bool some_share_nothing = !shared_.varying_dims().empty();
-  const int64_t own = some_share_nothing ? 0 : shared_.at(0);
-  return Traffic{(needed_ - own) * item_, (sent_ - own) * item_,
-                 (sources_ - (own > 0 ? 1 : 0)) * std::min(step_.rounds, from_each_)};
+  return closed_form(some_share_nothing ? 0 : shared_.at(0), true);
 }
 
 Traffic ExchangeTraffic::pairwise_at(int64_t position) const {
@@ -297,10 +304,12 @@ Traffic ExchangeTraffic::pairwise_at(int64_t position) const {
       for (size_t to = 0; to < group.size(); ++to) {
         const Interval range = transfers.range(from, to);
         if (from == to || range.begin == range.end) continue;
-        const int64_t bytes = (range.end - range.begin) * item_;
-        pairwise_[group[from]].sent_bytes += bytes;
-        pairwise_[group[to]].received_bytes += bytes;
-        pairwise_[group[to]].messages += std::min(step_.rounds, range.end - range.begin);
+        const int64_t elements = range.end - range.begin;
+        const int64_t messages = std::min(step_.rounds, elements);
+        const Traffic sent{0, elements * item_, 0, messages};
+        const Traffic received{elements * item_, 0, messages, 0};
+        pairwise_[group[from]] = pairwise_[group[from]] + sent;
+        pairwise_[group[to]] = pairwise_[group[to]] + received;
       }
     }
   }
@@ -324,39 +333,63 @@ Traffic ExchangeTraffic::walked_at(int64_t position) const {
     all.needed *= factors.needed;
     all.sent *= factors.sent;
     all.sources *= factors.sources;
+    all.receivers *= factors.receivers;
   }
-  return {(all.needed - all.own) * item_, (all.sent * idle_receivers_ - all.own) * item_,
-          all.sources - std::min<int64_t>(all.own, 1)};
+  const int64_t itself = std::min<int64_t>(all.own, 1);
+  return {(all.needed - all.own) * item_, (all.sent * idle_receivers_ - all.own) * item_, all.sources - itself,
+          all.receivers * idle_receivers_ - itself};
 }
 
 ExchangeTraffic::Factors ExchangeTraffic::factors_at(int tensor_dim, const Coordinates& coordinates) const {
   const KnownParts::Part& before = held_.at(tensor_dim, coordinates);
   const KnownParts::Part& after = needed_parts_.at(tensor_dim, coordinates);
-  return {intersection_length(before.list, after.list), after.length, sent_at(tensor_dim, coordinates, before.list),
-          sources_at(tensor_dim, coordinates, after.list).count};
+  const Peers& receivers = receivers_at(tensor_dim, coordinates, before.list);
+  return {intersection_length(before.list, after.list), after.length, receivers.elements,
+          sources_at(tensor_dim, coordinates, after.list).count, receivers.count};
 }
 
 Traffic ExchangeTraffic::walked_in_rounds(const Coordinates& coordinates) const {
   Factors all;
-  std::map<int64_t, int64_t> by_length{{1, 1}};
+  std::vector<const Peers*> sources;
+  std::vector<const Peers*> receivers;
   for (int t = 0; t < step_.before.ndim(); ++t) {
     const Factors factors = factors_at(t, coordinates);
     all.own *= factors.own;
     all.needed *= factors.needed;
     all.sent *= factors.sent;
-    std::map<int64_t, int64_t> finer;
-    const Sources& sources = sources_at(t, coordinates, needed_parts_.at(t, coordinates).list);
-    for (const auto& [length, parts] : sources.by_length) {
-      for (const auto& [elements, others] : by_length) {
-        finer[std::min(elements * length, step_.rounds)] += others * parts;
-      }
+    sources.push_back(&sources_at(t, coordinates, needed_parts_.at(t, coordinates).list));
+    receivers.push_back(&receivers_at(t, coordinates, held_.at(t, coordinates).list));
+  }
+  const int64_t to_itself = std::min(all.own, step_.rounds);
+  return {(all.needed - all.own) * item_, (all.sent * idle_receivers_ - all.own) * item_,
+          messages_with(sources) - to_itself, messages_with(receivers) * idle_receivers_ - to_itself};
+}
+
+int64_t ExchangeTraffic::messages_with(const std::vector<const Peers*>& by_dim) const {
+  ByLength all{{1, 1}};
+  for (const Peers* peers : by_dim) {
+    ByLength finer;
+    for (const auto& [length, parts] : peers->by_length) {
+      for (const auto& [elements, others] : all) finer[std::min(elements * length, step_.rounds)] += others * parts;
     }
-    by_length = std::move(finer);
+    all = std::move(finer);
   }
   int64_t messages = 0;
-  for (const auto& [elements, others] : by_length) messages += std::min(elements, step_.rounds) * others;
-  return {(all.needed - all.own) * item_, (all.sent * idle_receivers_ - all.own) * item_,
-          messages - std::min(all.own, step_.rounds)};
+  for (const auto& [elements, others] : all) messages += elements * others;
+  return messages;
+}
+
+int64_t ExchangeTraffic::messages_to_keepers(int64_t position) const {
+  Coordinates coordinates;
+  coordinates_at(step_.before.mesh(), position, coordinates);
+  std::vector<Peers> keepers;
+  std::vector<const Peers*> by_dim;
+  keepers.reserve(step_.before.ndim());
+  for (int t = 0; t < step_.before.ndim(); ++t) {
+    const IntervalList& held = held_.at(t, coordinates).list;
+    by_dim.push_back(&keepers.emplace_back(peers_in(step_.after, t, coordinates, step_.mesh_dims, held)));
+  }
+  return messages_with(by_dim) - std::min(num_needed(position), step_.rounds);
 }
 
 int64_t ExchangeTraffic::num_elements(KnownParts& parts, int64_t position) const {
@@ -365,29 +398,31 @@ int64_t ExchangeTraffic::num_elements(KnownParts& parts, int64_t position) const
   return parts.num_elements(coordinates);
 }
 
-// Both functions depend on the coordinates that determine this rank's part, and on those that it shares with all
-// others.
-const ExchangeTraffic::Sources& ExchangeTraffic::sources_at(int tensor_dim, const Coordinates& coordinates,
-                                                            const IntervalList& needed) const {
-  return dims_[tensor_dim].sources.at(coordinates, [&] {
-    const Mesh& mesh = step_.before.mesh();
-    Sources sources;
-    for_each_met(mesh, position_at(mesh, coordinates), cutting_, whole(step_.before.shape()[tensor_dim]),
-                 step_.before.cuts(tensor_dim), needed, [&](int64_t elements, int64_t times) {
-                   sources.count += times;
-                   if (step_.rounds > 1) sources.by_length[std::min(elements, step_.rounds)] += times;
-                 });
-    return sources;
-  });
+// Both depend on the coordinates that determine this rank's part, and on those that it shares with all others.
+const ExchangeTraffic::Peers& ExchangeTraffic::sources_at(int tensor_dim, const Coordinates& coordinates,
+                                                          const IntervalList& needed) const {
+  return dims_[tensor_dim].sources.at(
+      coordinates, [&] { return peers_in(step_.before, tensor_dim, coordinates, cutting_, needed); });
 }
 
-int64_t ExchangeTraffic::sent_at(int tensor_dim, const Coordinates& coordinates, const IntervalList& held) const {
-  return dims_[tensor_dim].sent.at(coordinates, [&] {
-    const Mesh& mesh = step_.before.mesh();
-    return meet(mesh, step_.after.shape()[tensor_dim], step_.after.cuts(tensor_dim), position_at(mesh, coordinates),
-                cutting_, held)
-        .elements;
-  });
+const ExchangeTraffic::Peers& ExchangeTraffic::receivers_at(int tensor_dim, const Coordinates& coordinates,
+                                                            const IntervalList& held) const {
+  return dims_[tensor_dim].receivers.at(coordinates,
+                                        [&] { return peers_in(step_.after, tensor_dim, coordinates, cutting_, held); });
+}
+
+ExchangeTraffic::Peers ExchangeTraffic::peers_in(const Layout& layout, int tensor_dim, const Coordinates& coordinates,
+                                                 MeshDimSet varying, const IntervalList& list) const {
+  const Mesh& mesh = layout.mesh();
+  Peers peers;
+  for_each_met(mesh, position_at(mesh, coordinates), varying, whole(layout.shape()[tensor_dim]),
+               layout.cuts(tensor_dim), list, [&](int64_t elements, int64_t times) {
+                 peers.count += times;
+                 peers.elements += elements * times;
+                 if (step_.rounds > 1) peers.by_length[std::min(elements, step_.rounds)] += times;
+               });
+  if (step_.rounds == 1 && peers.count > 0) peers.by_length[1] = peers.count;
+  return peers;
 }
 
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering lowering) {
@@ -413,7 +448,7 @@ int64_t collectives_of(StepOp op, int64_t group_size, bool native) {
 }
 
 Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t item_bytes) {
-  return {(k - 1) * kept * item_bytes, (held - kept) * item_bytes, kept > 0 ? k - 1 : 0};
+  return {(k - 1) * kept * item_bytes, (held - kept) * item_bytes, kept > 0 ? k - 1 : 0, held > kept ? k - 1 : 0};
 }
 
 // Native: that of a ring, rounded up. Composed: contributions to this rank's chunk from every peer, then every peer's
@@ -421,15 +456,17 @@ Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t it
 Traffic all_reduce_traffic(int64_t held, int64_t k, int64_t index, int64_t item_bytes, bool native) {
   if (native) {
     const int64_t bytes = (2 * held * item_bytes * (k - 1) + k - 1) / k;
-    return {bytes, bytes, held > 0 ? 2 * (k - 1) : 0};
+    const int64_t messages = held > 0 ? 2 * (k - 1) : 0;
+    return {bytes, bytes, messages, messages};
   }
-  if (k == 2) return {held * item_bytes, held * item_bytes, held > 0 ? 1 : 0};
+  if (k == 2) return {held * item_bytes, held * item_bytes, held > 0 ? 1 : 0, held > 0 ? 1 : 0};
   const Interval mine = flat_chunk(held, k, index);
   const int64_t own = mine.end - mine.begin;
   const int64_t bytes = ((k - 1) * own + held - own) * item_bytes;
   const int64_t chunk = (held + k - 1) / k;
   const int64_t chunks = held > 0 ? (held + chunk - 1) / chunk : 0;
-  return {bytes, bytes, chunks - (own > 0 ? 1 : 0) + (own > 0 ? k - 1 : 0)};
+  const int64_t messages = chunks - (own > 0 ? 1 : 0) + (own > 0 ? k - 1 : 0);
+  return {bytes, bytes, messages, messages};
 }
 
 int64_t index_in_group(const Mesh& mesh, int64_t position, MeshDimSet mesh_dims) {

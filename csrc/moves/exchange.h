@@ -93,23 +93,30 @@ class ExchangeTraffic {
   // Whether each source sends the same amount to all its receivers.
   bool has_equal_shares() const { return is_closed_; }
 
+  // How many messages a rank sends in a reduce-scatter: to all others of its group that keep something.
+  int64_t messages_to_keepers(int64_t position) const;
+
   // How many elements a rank holds before the step, and after it.
   int64_t num_held(int64_t position) const { return num_elements(held_, position); }
   int64_t num_needed(int64_t position) const { return num_elements(needed_parts_, position); }
 
  private:
+  // For a rank that keeps `own` elements.
+  Traffic closed_form(int64_t own, bool sends) const;
   Traffic walked_at(int64_t position) const;
   Traffic walked_in_rounds(const Coordinates& coordinates) const;
   // For shared sending, which depends on every pair of ranks.
   Traffic pairwise_at(int64_t position) const;
   int64_t num_elements(KnownParts& parts, int64_t position) const;
 
-  // For one tensor dim, over the ranks that differ only in mesh dims of the step that cut `before`: the number of ranks
-  // that hold something of what is needed; with several rounds also by the number of elements, capped at the number of
-  // rounds.
-  struct Sources {
+  // By number of elements, capped at the number of rounds: how many ranks exchange so many with this rank.
+  using ByLength = std::map<int64_t, int64_t>;
+  // For one tensor dim, over the ranks that differ only in mesh dims of the step that cut `before`: how many of them
+  // hold something of what is needed, or need something of what is held, and how much all do together.
+  struct Peers {
     int64_t count = 0;
-    std::map<int64_t, int64_t> by_length;
+    int64_t elements = 0;
+    ByLength by_length;
   };
   // What a tensor dim contributes to a rank's traffic: a factor of each figure.
   struct Factors {
@@ -117,15 +124,21 @@ class ExchangeTraffic {
     int64_t needed = 1;
     int64_t sent = 1;
     int64_t sources = 1;
+    int64_t receivers = 1;
   };
   struct OfDim {
-    ByCoordinates<Sources> sources;
-    ByCoordinates<int64_t> sent;     // how much of what is held these ranks need together
+    ByCoordinates<Peers> sources;
+    ByCoordinates<Peers> receivers;
     ByCoordinates<Factors> factors;  // with one round
   };
   Factors factors_at(int tensor_dim, const Coordinates& coordinates) const;
-  const Sources& sources_at(int tensor_dim, const Coordinates& coordinates, const IntervalList& needed) const;
-  int64_t sent_at(int tensor_dim, const Coordinates& coordinates, const IntervalList& held) const;
+  const Peers& sources_at(int tensor_dim, const Coordinates& coordinates, const IntervalList& needed) const;
+  const Peers& receivers_at(int tensor_dim, const Coordinates& coordinates, const IntervalList& held) const;
+  // Those with parts of a layout that intersect a list, among ranks that differ only in some mesh dims.
+  Peers peers_in(const Layout& layout, int tensor_dim, const Coordinates& coordinates, MeshDimSet varying,
+                 const IntervalList& list) const;
+  // The messages of all rounds to or from ranks that exchange so much in each tensor dim.
+  int64_t messages_with(const std::vector<const Peers*>& by_dim) const;
 
   const Step& step_;
   SharedElements shared_;

@@ -54,6 +54,7 @@ StepFigures figures_by_walking(const Step& step, Lowering lowering) {
     worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);
     worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);
     worst.messages = std::max(worst.messages, one.messages);
+    worst.sent_messages = std::max(worst.sent_messages, one.sent_messages);
     worst.touched_bytes = std::max(worst.touched_bytes, num_elements(step.after.region(position)) * item);
   }
   worst.collectives =

@@ -27,6 +27,7 @@ void raise_to(StepFigures& worst, const Traffic& traffic) {
   worst.received_bytes = std::max(worst.received_bytes, traffic.received_bytes);
   worst.sent_bytes = std::max(worst.sent_bytes, traffic.sent_bytes);
   worst.messages = std::max(worst.messages, traffic.messages);
+  worst.sent_messages = std::max(worst.sent_messages, traffic.sent_messages);
 }
 
 }  // namespace
@@ -182,8 +183,9 @@ StepFigures MoveTable::figures(const State& before, const State& after, const Mo
     }
     return worst;
   }
-  const StepFigures wire = exchange_figures(before, after, move);
-  return {wire.received_bytes, wire.sent_bytes, wire.messages, worst.touched_bytes, 1};
+  StepFigures exchange = exchange_figures(before, after, move);
+  exchange.touched_bytes = worst.touched_bytes;
+  return exchange;
 }
 
 bool MoveTable::has_equal_parts(const State& state) const {
@@ -200,7 +202,7 @@ StepFigures MoveTable::exchange_figures(const State& before, const State& after,
   bool sender_differs = false;
   int64_t shared = 1;
   int64_t sources = 1;
-  int64_t sent = after.elements;
+  int64_t receivers = 1;  // of those that send
   bool is_closed = true;
   for (int t = 0; t < layout_.ndim() && is_closed; ++t) {
     const Pair& one = pair(t, before.lists[t], after.lists[t]);
@@ -212,17 +214,23 @@ StepFigures MoveTable::exchange_figures(const State& before, const State& after,
       if (before.cut_dims.contains(one.ties[i].mesh_dim)) {
         sender_differs = true;
       } else {
-        sent *= one.ties[i].radix;
+        receivers *= one.ties[i].radix;
       }
     }
   }
   if (is_closed && move.sharing == Sharing::kMessages) {
     // In the line of messages that replicas share, a receiver is one stretch, or one for each of its sources.
-    return {after.elements * item_, after.elements * item_, sources, 0, 1};
+    return {after.elements * item_, after.elements * item_, sources, 0, 1, sources};
   }
   if (is_closed) {
-    return {(after.elements - (differs ? 0 : shared)) * item_, (sent - (sender_differs ? 0 : shared)) * item_,
-            sources - (differs ? 0 : 1), 0, 1};
+    const int64_t sent = after.elements * receivers;
+    receivers *= sources;
+    return {(after.elements - (differs ? 0 : shared)) * item_,
+            (sent - (sender_differs ? 0 : shared)) * item_,
+            sources - (differs ? 0 : 1),
+            0,
+            1,
+            receivers - (sender_differs ? 0 : 1)};
   }
   StepFigures worst;
   const MeshDimSet varying = move.mesh_dims & before.cut_dims;
@@ -234,18 +242,20 @@ StepFigures MoveTable::exchange_figures(const State& before, const State& after,
   for (const Corner corner : corners_.of(before.cut_dims | after.cut_dims | move.mesh_dims)) {
     raise_to(worst, exchange_traffic(before, after, varying, corner));
   }
-  if (worst.messages == 0) raise_to(worst, {item_, item_, 1});
+  if (worst.messages == 0) raise_to(worst, {item_, item_, 1, 1});
   return worst;
 }
 
 Traffic MoveTable::exchange_traffic(const State& before, const State& after, MeshDimSet varying, Corner corner) {
-  Shares all{1, 1, layout_.mesh().group_size(varying - after.cut_dims)};
+  const int64_t idle_receivers = layout_.mesh().group_size(varying - after.cut_dims);
+  Shares all{1, 1, idle_receivers, idle_receivers};
   for (int t = 0; t < layout_.ndim(); ++t) {
     const Shares& one = shares(t, before.lists[t], after.lists[t], varying, corner);
-    all = {all.own * one.own, all.sources * one.sources, all.sent * one.sent};
+    all = {all.own * one.own, all.sources * one.sources, all.sent * one.sent, all.receivers * one.receivers};
   }
-  return {(elements_at(after, corner) - all.own) * item_, (all.sent - all.own) * item_,
-          all.sources - (all.own > 0 ? 1 : 0)};
+  const int64_t itself = all.own > 0 ? 1 : 0;
+  return {(elements_at(after, corner) - all.own) * item_, (all.sent - all.own) * item_, all.sources - itself,
+          all.receivers - itself};
 }
 
 std::optional<StepFigures> MoveTable::least_figures(const State& before, const State& after, const Move& move) {
@@ -407,17 +417,20 @@ const MoveTable::Shares& MoveTable::shares(int tensor_dim, int before, int after
 
 MoveTable::Shares MoveTable::shares_by_digits(const Matching& matching, MeshDimSet varying, int64_t position) const {
   const auto varies = [&](const Matching::Owner& owner) { return varying.contains(owner.mesh_dim); };
-  Shares shares{matching.free(), 1, matching.free()};
+  Shares shares{matching.free(), 1, matching.free(), 1};
   for (const Matching::Common& digit : matching.digits()) {
     const bool agrees = digit.agrees_at(layout_.mesh(), position);
     if (!agrees) shares.own = 0;
     if (digit.after.mesh_dim < 0) {
       if (varies(digit.before)) shares.sources *= digit.radix;
     } else if (digit.before.mesh_dim < 0) {
-      if (varies(digit.after)) shares.sent *= digit.radix;
+      if (varies(digit.after)) {
+        shares.sent *= digit.radix;
+        shares.receivers *= digit.radix;
+      }
     } else if (!agrees) {
       if (!varies(digit.before)) shares.sources = 0;
-      if (!varies(digit.after)) shares.sent = 0;
+      if (!varies(digit.after)) shares.sent = shares.receivers = 0;
     }
   }
   return shares;
@@ -428,8 +441,9 @@ MoveTable::Shares MoveTable::shares_by_walking(int64_t n, const std::vector<Cut>
   const Mesh& mesh = layout_.mesh();
   const IntervalList held = part_at(mesh, n, before, position);
   const IntervalList needed = part_at(mesh, n, after, position);
-  return {intersection_length(held, needed), meet(mesh, n, before, position, varying, needed).parts,
-          meet(mesh, n, after, position, varying, held).elements};
+  const Meeting receivers = meet(mesh, n, after, position, varying, held);
+  return {intersection_length(held, needed), meet(mesh, n, before, position, varying, needed).parts, receivers.elements,
+          receivers.parts};
 }
 
 int64_t MoveTable::length_at(int tensor_dim, int list, Corner corner) {

@@ -91,6 +91,7 @@ class MoveTable {
     int64_t own = 0;
     int64_t sources = 0;
     int64_t sent = 0;
+    int64_t receivers = 0;
   };
 
   // The facts about a pair of lists. All but cuts_further, takes_long and spanned hold only if is_closed.

@@ -86,6 +86,8 @@ Traffic StepTraffic::at(int64_t position) const {
       Traffic traffic =
           reduce_scatter_traffic(exchange_.num_held(position), kept, mesh.group_size(step_.mesh_dims), item);
       traffic.messages *= std::min(step_.rounds, std::max<int64_t>(kept, 1));
+      traffic.sent_messages =
+          step_.after.has_equal_parts() ? traffic.messages : exchange_.messages_to_keepers(position);
       return traffic;
     }
     case StepOp::kAllReduce: {
@@ -97,9 +99,7 @@ Traffic StepTraffic::at(int64_t position) const {
       for (int64_t round = 0; round < step_.rounds; ++round) {
         const Interval range = in_round({0, held}, round, step_.rounds);
         const Traffic one = all_reduce_traffic(range.end - range.begin, k, index, item, false);
-        traffic.received_bytes += one.received_bytes;
-        traffic.sent_bytes += one.sent_bytes;
-        traffic.messages += one.messages;
+        traffic = traffic + one;
       }
       return traffic;
     }
@@ -155,7 +155,7 @@ bool reach(const TrafficTotals& totals, const std::vector<StepTraffic>& steps) {
     most = most + *one;
   }
   return totals.received_bytes_max == most.received_bytes && totals.sent_bytes_max == most.sent_bytes &&
-         totals.messages_max == most.messages;
+         totals.messages_max == most.messages && totals.sent_messages_max == most.sent_messages;
 }
 
 }  // namespace
@@ -244,6 +244,7 @@ TrafficTotals totals(const Plan& plan) {
     result.received_bytes_sum += all.received_bytes * seen.weights[i];
     result.sent_bytes_max = std::max(result.sent_bytes_max, all.sent_bytes);
     result.messages_max = std::max(result.messages_max, all.messages);
+    result.sent_messages_max = std::max(result.sent_messages_max, all.sent_messages);
   }
   if (seen.stand_for_all || steps.size() == 1) result.of_steps = by_step(plan, of_steps);
   if (seen.stand_for_all) return result;

@@ -60,9 +60,9 @@ struct TrafficTotals {
   int64_t received_bytes_max = 0;
   int64_t received_bytes_sum = 0;
   int64_t sent_bytes_max = 0;
-  int64_t messages_max = 0;       // received
-  int64_t sent_messages_max = 0;  // in crossings and rearrangements
-  int64_t steps = 0;              // that communicate; each round counts. In segments: slots (moves/segments.h)
+  int64_t messages_max = 0;  // received
+  int64_t sent_messages_max = 0;
+  int64_t steps = 0;  // that communicate; each round counts. In segments: slots (moves/segments.h)
   bool sum_is_exact = true;
   bool maxima_are_exact = true;
 

@@ -183,8 +183,8 @@ std::vector<std::string> remarks(const Plan& plan, const Certificate& certificat
                                " assumes that ranks forward each other's data, one message per step"));
   }
   if (traffic.sent_messages_max > traffic.messages_max) {
-    sentences.push_back(concat("one rank sends ", count_text(traffic.sent_messages_max, "message"),
-                               crosses(plan) ? " between the meshes" : "", ", more than any rank receives"));
+    sentences.push_back(
+        concat("one rank sends ", count_text(traffic.sent_messages_max, "message"), ", more than any rank receives"));
   }
   if (traffic.steps > certificate.least_steps) {
     sentences.push_back(concat(count_text(traffic.steps, "step"), "; the bound is ", certificate.least_steps,

@@ -86,7 +86,8 @@ std::string json(const Topology& topology, const std::string& indent) {
 
 std::vector<std::string> figures(const TrafficTotals& t) {
   return {field("wire_bytes_max", t.received_bytes_max), field("wire_bytes_sum", t.received_bytes_sum),
-          field("send_bytes_max", t.sent_bytes_max), field("messages_max", t.messages_max)};
+          field("send_bytes_max", t.sent_bytes_max), field("messages_max", t.messages_max),
+          field("sent_messages_max", t.sent_messages_max)};
 }
 
 std::string json(const Step& step, const Plan& plan) {
@@ -109,9 +110,9 @@ std::string json(const Certificate& certificate, const std::vector<std::string>&
   for (const Figure& figure : figures_of(certificate)) {
     fields.push_back(field(figure.name, object({field("value", figure.value), field("bound", figure.bound)})));
   }
+  fields.push_back(field("sent_messages_max", certificate.traffic.sent_messages_max));
   if (const std::optional<CrossingBound>& bound = certificate.crossing) {
-    fields.push_back(field("between_meshes", object({field("sent_messages_max", certificate.traffic.sent_messages_max),
-                                                     field("direct_send_bytes_max", bound->direct_sent_bytes_max),
+    fields.push_back(field("between_meshes", object({field("direct_send_bytes_max", bound->direct_sent_bytes_max),
                                                      field("forwarded_send_bytes_max", bound->forwarded_sent_bytes_max),
                                                      flag("forwarded_is_exact", bound->forwarded_is_exact),
                                                      field("node_bytes_max", bound->node_bytes_max)})));

@@ -206,18 +206,60 @@ TEST(Traffic, IsWhatEveryPairOfRanksSays) {
             const int64_t received = transfer_elements(*step, peer, p);
             expected.received_bytes += received * 4;
             expected.messages += received > 0;
-            expected.sent_bytes += transfer_elements(*step, p, peer) * 4;
+            const int64_t sent = transfer_elements(*step, p, peer);
+            expected.sent_bytes += sent * 4;
+            expected.sent_messages += sent > 0;
           }
-          const Traffic traffic = ExchangeTraffic(*step).at(p);
-          ASSERT_EQ(traffic.received_bytes, expected.received_bytes) << src.to_string() << dst.placements_string();
-          ASSERT_EQ(traffic.sent_bytes, expected.sent_bytes) << src.to_string() << dst.placements_string();
-          ASSERT_EQ(traffic.messages, expected.messages) << src.to_string() << dst.placements_string();
+          ASSERT_EQ(ExchangeTraffic(*step).at(p), expected) << src.to_string() << dst.placements_string();
           ++compared;
         }
       }
     }
   }
   EXPECT_GT(compared, 1000);
+}
+
+// Four ranks hold a row each, and all ranks need all rows. Each of the four sends its row to all others, which takes
+// as long as that, however few messages anyone receives.
+TEST(Traffic, CountsWhatFewHoldersSend) {
+  const MeshPtr mesh = mesh_of({1024});
+  const Layout src = layout_of(mesh, {4}, "S(0)");
+  const Layout dst = layout_of(mesh, {4}, "R");
+  const Plan plan = make_plan(src, dst, {});
+  const TrafficTotals found = totals(plan);
+  EXPECT_EQ(found.messages_max, 4);
+  EXPECT_EQ(found.sent_messages_max, 1023);
+  EXPECT_EQ(figures(plan.steps[0], plan.lowering).sent_messages, 1023);
+  EXPECT_GE(predicted_picoseconds(plan), 1023 * plan.topology.inside.message_ps);
+}
+
+// In a reduce-scatter every rank sends to those that keep something; a part of few elements is not in every round.
+TEST(Traffic, CountsContributionsToThoseThatKeepSomething) {
+  int64_t differing = 0;
+  for (const auto& [sizes, shape, after] :
+       std::vector<std::tuple<std::vector<int64_t>, std::vector<int64_t>, const char*>>{{{8}, {5, 3}, "S(0)"},
+                                                                                        {{2, 3}, {4, 5}, "S(0),S(0)"},
+                                                                                        {{2, 3}, {3, 2}, "S(1),S(0)"},
+                                                                                        {{4}, {9}, "SS(0,3)"}}) {
+    const MeshPtr mesh = mesh_of(sizes);
+    const Layout src = layout_of(mesh, shape, sizes.size() == 1 ? "P" : "P,P");
+    const Layout dst = layout_of(mesh, shape, after);
+    std::optional<Step> step = move_between(src, dst);
+    ASSERT_TRUE(step && step->op == StepOp::kReduceScatter) << after;
+    for (const int64_t rounds : {1, 2, 5}) {
+      step->rounds = rounds;
+      for (int64_t p = 0; p < mesh->size(); ++p) {
+        int64_t sent = 0;
+        for (const int64_t peer : mesh->group(p, step->mesh_dims)) {
+          if (peer != p) sent += std::min(rounds, num_elements(dst.region(peer)));
+        }
+        const Traffic traffic = traffic_at(*step, Lowering::kNccl, mesh->rank_at(Position{p}));
+        EXPECT_EQ(traffic.sent_messages, sent) << dst.to_string() << " at " << p << " in " << rounds << " rounds";
+        differing += traffic.messages != sent;
+      }
+    }
+  }
+  EXPECT_GT(differing, 10);
 }
 
 // On a mesh too large for a walk, the sum equals what a walk over all ranks finds.

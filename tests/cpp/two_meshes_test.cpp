@@ -207,9 +207,9 @@ TEST(TwoMeshes, CountsTheStepsOfEveryRank) {
   const Plan plan = plan_through({src, test::layout_of(test::mesh_of({2}), {8}, "S(0)"),
                                   test::layout_of(mesh, {8}, "S(0)"), test::layout_of(mesh, {8}, "R")});
   // Rank 0 gets a half and sends both; rank 1 gets a half, a half and a half; rank 2 gets two halves.
-  EXPECT_EQ(traffic_at(plan, Rank{0}), (Traffic{16, 32, 1, 1}));
-  EXPECT_EQ(traffic_at(plan, Rank{1}), (Traffic{48, 48, 3, 1}));
-  EXPECT_EQ(traffic_at(plan, Rank{2}), (Traffic{32, 16, 2}));
+  EXPECT_EQ(traffic_at(plan, Rank{0}), (Traffic{16, 32, 1, 2}));
+  EXPECT_EQ(traffic_at(plan, Rank{1}), (Traffic{48, 48, 3, 3}));
+  EXPECT_EQ(traffic_at(plan, Rank{2}), (Traffic{32, 16, 2, 1}));
   const TrafficTotals traffic = totals(plan);
   EXPECT_EQ(traffic.received_bytes_max, 48);
   EXPECT_EQ(traffic.received_bytes_sum, 96);

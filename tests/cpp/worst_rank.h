@@ -24,6 +24,7 @@ inline void check_traffic(const Plan& plan) {
     all.received_bytes_sum += of_rank.received_bytes;
     all.sent_bytes_max = std::max(all.sent_bytes_max, of_rank.sent_bytes);
     all.messages_max = std::max(all.messages_max, of_rank.messages);
+    all.sent_messages_max = std::max(all.sent_messages_max, of_rank.sent_messages);
   }
   const TrafficTotals found = totals(plan);
   EXPECT_TRUE(found.maxima_are_exact && found.sum_is_exact);
@@ -31,6 +32,7 @@ inline void check_traffic(const Plan& plan) {
   EXPECT_EQ(found.received_bytes_sum, all.received_bytes_sum) << to_string(plan);
   EXPECT_EQ(found.sent_bytes_max, all.sent_bytes_max) << to_string(plan);
   EXPECT_EQ(found.messages_max, all.messages_max) << to_string(plan);
+  EXPECT_EQ(found.sent_messages_max, all.sent_messages_max) << to_string(plan);
 }
 
 // With `compiles`, the peaks of all ranks are those of their programs, otherwise what ProgramMemory says of each rank.

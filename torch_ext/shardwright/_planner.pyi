@@ -268,6 +268,10 @@ class Step:
     def messages_max(self) -> int:
         """Messages received by the rank that receives most."""
 
+    @property
+    def sent_messages_max(self) -> int:
+        """Messages sent by the rank that sends most."""
+
 class Batch:
     """Many tensors that move together.
 
@@ -402,6 +406,10 @@ class Plan:
         """Messages received over all steps by the rank that receives most."""
 
     @property
+    def sent_messages_max(self) -> int:
+        """Messages sent over all steps by the rank that sends most."""
+
+    @property
     def bound_bytes_max(self) -> int:
         """A lower bound, for any plan, on the bytes received by the rank that receives most."""
 
@@ -419,7 +427,7 @@ class Plan:
 
     @property
     def maxima_are_exact(self) -> bool:
-        """Whether `wire_bytes_max`, `send_bytes_max` and `messages_max` hold for every rank.
+        """Whether the maxima of bytes and messages, received and sent, hold for every rank.
 
         If not, they are those of the outermost ranks of a mesh with too many kinds of ranks to look at each. Always so
         up to 4,096 ranks.
