@@ -103,7 +103,7 @@ BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, 
 }
 
 Program compile(const Plan& plan, Rank rank) {
-  if (plan.segments.count > 1) return compile_in_segments(plan, rank, plan.segments.count);
+  if (plan.segments.count > 1) return compile_in_segments(plan, rank);
   ProgramBuilder builder(plan.src.dtype(), plan.lowering, plan.named_groups_only, rank);
   const bool is_on_one = builder.is_on(plan.src.mesh()) || builder.is_on(plan.dst.mesh());
   check_user(is_on_one || crosses(plan), "rank: ", rank, " is not on the mesh (", plan.src.mesh(), ")");

@@ -117,10 +117,10 @@ std::vector<int64_t> slots_of(const Program& segment) {
 
 class InSegments {
  public:
-  InSegments(const Plan& plan, Rank rank, int64_t num_segments)
-      : plan_(plan), rank_(rank), num_segments_(num_segments), plans_(plans_of_segments(plan)) {
-    for (size_t i = 0; i < plans_.size() && static_cast<int64_t>(i) < num_segments; ++i) {
-      Written& one = written_.emplace_back(Written{compile(plans_[i], rank), {}, {}});
+  InSegments(const Plan& plan, Rank rank)
+      : plan_(plan), rank_(rank), num_segments_(plan.segments.count), plans_(plans_of_segments(plan)) {
+    for (const Plan& segment : plans_) {
+      Written& one = written_.emplace_back(Written{compile(segment, rank), {}, {}});
       one.slots = slots_of(one.program);
     }
   }
@@ -228,7 +228,7 @@ class InSegments {
   Rank rank_;
   int64_t num_segments_;
   std::vector<Plan> plans_;       // of all segments, or one for all if they are alike
-  std::vector<Written> written_;  // the same of those that are written
+  std::vector<Written> written_;  // the same
   Program all_;
   std::vector<std::vector<BufferId>> buffers_;  // by segment, and by the buffer's number in the segment's program
   std::vector<std::vector<Ticket>> tickets_;    // the same of instructions
@@ -236,16 +236,6 @@ class InSegments {
 
 }  // namespace
 
-Program compile_in_segments(const Plan& plan, Rank rank, int64_t num_segments) {
-  return InSegments(plan, rank, num_segments).write();
-}
-
-int64_t worst_peak_bytes_in_segments(const Plan& plan, const std::vector<Rank>& ranks) {
-  int64_t compiled = plan.segments.count;
-  if (are_alike(plan)) compiled = std::min(compiled, static_cast<int64_t>(plan.steps.size()) + 2);
-  int64_t worst = 0;
-  for (const Rank rank : ranks) worst = std::max(worst, compile_in_segments(plan, rank, compiled).peak_bytes());
-  return worst;
-}
+Program compile_in_segments(const Plan& plan, Rank rank) { return InSegments(plan, rank).write(); }
 
 }  // namespace shardwright

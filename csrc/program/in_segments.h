@@ -1,30 +1,19 @@
 // Programs of plans in segments (moves/segments.h).
 #pragma once
 
-#include <cstdint>
-#include <vector>
-
 #include "program/program.h"
 
 namespace shardwright {
 
-// Returns the program of a rank with the first `num_segments` of the plan's segments. It has the instructions of each
-// segment's program, which is the same for all if they are alike. What a segment does up to a step's transfer is in one
-// slot, and what it does from the Wait on in the next slot, before its next transfer; the next segment is one slot
-// behind:
+// Returns the program of a rank. It has the instructions of each segment's program, which is the same for all if they
+// are alike. What a segment does up to a step's transfer is in one slot, and what it does from the Wait on in the next
+// slot, before its next transfer; the next segment is one slot behind:
 //
 //   slot 0   segment 0: copy from the input, pack, start crossing
 //   slot 1   segment 0: wait, unpack, start gathering      segment 1: copy from the input, pack, start crossing
 //   slot 2   segment 0: wait, copy to the result           segment 1: wait, unpack, start gathering
 //
 // A step communicates once at most, so on all ranks the transfers of a group are in the same order.
-Program compile_in_segments(const Plan& plan, Rank rank, int64_t num_segments);
-
-// Returns what the worst of these ranks allocates. If segments are alike, only as many are compiled as can be under way
-// at once, because more take no more memory.
-int64_t worst_peak_bytes_in_segments(const Plan& plan, const std::vector<Rank>& ranks);
-
-// The number of ranks whose programs are compiled for that.
-constexpr int64_t kMaxProgramsInSegments = 64;
+Program compile_in_segments(const Plan& plan, Rank rank);
 
 }  // namespace shardwright

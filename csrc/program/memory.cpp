@@ -1,11 +1,15 @@
 #include "program/memory.h"
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "program/in_segments.h"
+#include "moves/segments.h"
+#include "program/program.h"
+#include "program/slots.h"
 #include "program/step_memory.h"
 #include "support/error.h"
 
@@ -41,6 +45,11 @@ bool takes_part(const Step& step, Rank rank) {
 }  // namespace
 
 ProgramMemory::ProgramMemory(const Plan& plan) : plan_(plan), sketch_(std::make_unique<Sketch>()) {
+  if (plan.segments.count > 1) {
+    plans_ = plans_of_segments(plan);
+    for (const Plan& segment : plans_) segments_.push_back(std::make_unique<ProgramMemory>(segment));
+    return;
+  }
   for (const Step& step : plan.steps) {
     before_.emplace_back(step.before);
     after_.emplace_back(step.after);
@@ -59,16 +68,41 @@ int ProgramMemory::write(Sketch& sketch, size_t step, Rank rank, int current) {
 }
 
 std::vector<int64_t> ProgramMemory::peak_bytes_by_step(Rank rank) {
-  if (plan_.segments.count > 1) return compile(plan_, rank).peak_bytes_by_step();
-  Sketch sketch;
+  std::vector<int64_t> peaks;
+  if (segments_.empty()) {
+    Sketch sketch;
+    const int result = write_all(sketch, rank);
+    peaks = sketch.peaks(result);
+  } else {
+    peaks = peaks_in_segments(rank);
+  }
+  for (int64_t& peak : peaks) peak *= plan_.src.dtype().size_bytes();
+  return peaks;
+}
+
+int ProgramMemory::write_all(Sketch& sketch, Rank rank) {
   int current = kInputBuffer;
   for (size_t i = 0; i < steps_.size(); ++i) {
     sketch.begin_step();
     current = write(sketch, i, rank, current);
   }
-  std::vector<int64_t> peaks = sketch.peaks(current);
-  for (int64_t& peak : peaks) peak *= plan_.src.dtype().size_bytes();
-  return peaks;
+  return current;
+}
+
+// Of segments that are alike, only as many are looked at as can be under way at once, because more take no more memory.
+std::vector<int64_t> ProgramMemory::peaks_in_segments(Rank rank) {
+  const auto num_steps = static_cast<int64_t>(plan_.steps.size());
+  const bool are_alike = segments_.size() == 1;
+  const int64_t count = are_alike ? std::min(plan_.segments.count, num_steps + 2) : plan_.segments.count;
+  std::vector<SketchedSegment> sketched;
+  for (const std::unique_ptr<ProgramMemory>& segment : segments_) {
+    SketchedSegment& one = sketched.emplace_back();
+    one.num_given = elements_of(segment->plan_.src, segment->before_.front(), rank);
+    one.result = segment->write_all(one.sketch, rank);
+  }
+  const std::vector<int64_t> needed = plan_.dst.local_shape_of_rank(rank);
+  const int64_t num_needed = std::accumulate(needed.begin(), needed.end(), int64_t{1}, std::multiplies<>());
+  return peaks_in_slots(sketched, count, num_steps, num_needed);
 }
 
 // A step's peak may depend on the next step only if the step has several rounds: then the result may not exist yet in
@@ -109,9 +143,14 @@ ProgramMemory::Seen ProgramMemory::seen_of(size_t step, int64_t at_most) const {
 
 ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t at_most) {
   Worst worst;
-  if (plan_.segments.count > 1) {
-    const auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), std::min(at_most, kMaxProgramsInSegments));
-    return {{worst_peak_bytes_in_segments(plan_, ranks)}, are_all};
+  if (!segments_.empty()) {
+    const auto [ranks, are_all] = evenly_spaced(ranks_of(plan_), at_most);
+    worst = {std::vector<int64_t>(plan_.steps.size(), 0), are_all};
+    for (const Rank rank : ranks) {
+      const std::vector<int64_t> peaks = peak_bytes_by_step(rank);
+      for (size_t i = 0; i < peaks.size(); ++i) worst.bytes[i] = std::max(worst.bytes[i], peaks[i]);
+    }
+    return worst;
   }
   for (size_t i = 0; i < steps_.size(); ++i) {
     const Seen seen = seen_of(i, at_most);

@@ -42,6 +42,9 @@ class ProgramMemory {
   Worst worst_peak_bytes_by_step(int64_t at_most);
 
  private:
+  // Writes all steps, and returns the buffer that holds the result.
+  int write_all(Sketch& sketch, Rank rank);
+  std::vector<int64_t> peaks_in_segments(Rank rank);
   struct Seen {
     std::vector<Rank> ranks;
     bool are_all = true;  // all ranks, or one of each class
@@ -56,6 +59,9 @@ class ProgramMemory {
   std::vector<KnownParts> before_;  // by step
   std::vector<KnownParts> after_;
   std::unique_ptr<Sketch> sketch_;  // of one step, again and again
+  // Of plans in segments: their plans, or one for all if they are alike. Such plans have no steps of their own.
+  std::vector<Plan> plans_;
+  std::vector<std::unique_ptr<ProgramMemory>> segments_;
 };
 
 }  // namespace shardwright

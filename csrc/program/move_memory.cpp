@@ -154,12 +154,12 @@ class MoveMemory : public StepMemory {
     const int64_t k = pairs_.around(position).size;
     if (gathers_in_place(position, n)) {
       sketch.emit({current, next});
-      return sketch.emit({current, next});
+      return sketch.wait({current, next});
     }
     const int staging = sketch.new_buffer(n * k);
     sketch.emit({current, staging});
     copy_own(sketch, pairs_.own(position).count, current, next);
-    sketch.emit({current, staging});
+    sketch.wait({current, staging});
     if (k > 1) sketch.emit({staging, next});
   }
 
@@ -315,12 +315,12 @@ class MoveMemory : public StepMemory {
       }
       if (of_group.is_even[round] && is_native_) {
         sketch.emit({packed, next});
-        sketch.emit({packed, next});
+        sketch.wait({packed, next});
         continue;
       }
       const int staging = sketch.new_buffer(own * pairs_.around(position).size);
       sketch.emit({packed, staging});
-      sketch.emit({packed, staging});
+      sketch.wait({packed, staging});
       if (own > 0) sketch.emit({next, staging});
     }
   }
@@ -328,7 +328,10 @@ class MoveMemory : public StepMemory {
   void all_reduce(Sketch& sketch, int64_t position, int current, int next) {
     const int64_t n = sketch.count_of(next);
     if (n == 0) return;
-    if (is_native_) return sketch.emit({current, next});
+    if (is_native_) {
+      sketch.emit({current, next});
+      return sketch.wait({next});
+    }
     const int64_t me = index_in_group(step_.before.mesh(), position, step_.mesh_dims);
     const int64_t k = pairs_.around(position).size;
     for (int64_t round = 0; round < step_.rounds; ++round) {
@@ -339,7 +342,7 @@ class MoveMemory : public StepMemory {
       if (k == 2) {
         const int staging = sketch.new_buffer(length);
         sketch.emit({contribution, staging});
-        sketch.emit({contribution, staging});
+        sketch.wait({contribution, staging});
         sketch.emit({contribution, staging, next});
         continue;
       }
@@ -347,7 +350,7 @@ class MoveMemory : public StepMemory {
       const int64_t own = mine.end - mine.begin;
       const int staging = sketch.new_buffer(own * k);
       sketch.emit({contribution, staging});
-      sketch.emit({contribution, staging});
+      sketch.wait({contribution, staging});
       if (own > 0) sketch.emit({next, staging});
       const Interval first = flat_chunk(length, k, 0);
       const int64_t chunk_bytes = (first.end - first.begin) * step_.before.dtype().size_bytes();
@@ -355,7 +358,7 @@ class MoveMemory : public StepMemory {
       const int gathered = copies ? sketch.new_buffer(own * k) : kNoBuffer;
       if (copies && own > 0) sketch.emit({next, gathered});
       sketch.emit({gathered, next});
-      sketch.emit({gathered, next});
+      sketch.wait({gathered, next});
     }
   }
 

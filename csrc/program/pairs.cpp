@@ -102,9 +102,9 @@ int64_t StepPairs::num_held(int64_t position) {
 
 Load StepPairs::own(int64_t position) { return shared(held(position), needed(position)); }
 
-// Returns how many members of the group around a position hold how much of a tensor dim.
-std::map<int64_t, int64_t> StepPairs::held_lengths(int tensor_dim, int64_t position) const {
-  const Layout& layout = step_.before;
+// Returns how many members of the group around a position have how much of a tensor dim, among those that differ in
+// mesh dims that cut it.
+std::map<int64_t, int64_t> StepPairs::lengths(const Layout& layout, int tensor_dim, int64_t position) const {
   const std::vector<Cut>& cuts = layout.cuts(tensor_dim);
   if (!layout.is_restricted()) {
     return part_lengths(layout.mesh(), layout.shape()[tensor_dim], cuts, position, step_.mesh_dims);
@@ -122,9 +122,9 @@ bool StepPairs::hold_equally(int64_t position) const {
   const Layout& layout = step_.before;
   bool all_alike = true;
   for (int t = 0; t < layout.ndim(); ++t) {
-    const std::map<int64_t, int64_t> lengths = held_lengths(t, position);
-    if (lengths.rbegin()->first == 0) return true;
-    all_alike = all_alike && lengths.size() == 1;
+    const std::map<int64_t, int64_t> held = lengths(layout, t, position);
+    if (held.rbegin()->first == 0) return true;
+    all_alike = all_alike && held.size() == 1;
   }
   return all_alike;
 }
@@ -134,10 +134,8 @@ std::map<int64_t, int64_t> StepPairs::members_by_need(int64_t position) const {
   const Mesh& mesh = layout.mesh();
   std::map<int64_t, int64_t> members{{1, mesh.group_size(step_.mesh_dims - layout.cut_dims())}};
   for (int t = 0; t < layout.ndim(); ++t) {
-    const std::map<int64_t, int64_t> lengths =
-        part_lengths(mesh, layout.shape()[t], layout.cuts(t), position, step_.mesh_dims);
     std::map<int64_t, int64_t> more;
-    for (const auto& [length, times] : lengths) {
+    for (const auto& [length, times] : lengths(layout, t, position)) {
       for (const auto& [elements, others] : members) more[elements * length] += others * times;
     }
     members = std::move(more);
@@ -301,16 +299,16 @@ StepPairs::Transfer StepPairs::in_rounds(const PartsOfRank& held, const PartsOfR
   return {whole, &found->second};
 }
 
-void StepPairs::add_meeting(const IntervalList& list, int64_t times, const Part& mine, bool others_hold,
-                            std::vector<Meeting>& found) {
-  lists_.push_back(list);
-  const Part other{list.front().begin, list.back().end, length(list), &lists_.back(), list.size() > 1};
-  const Part& held = others_hold ? other : mine;
-  const Part& needed = others_hold ? mine : other;
+void StepPairs::add_meeting(const IntervalList& theirs, int64_t times, Meetings& with) {
+  const Layout& layout = with.others_hold ? step_.before : step_.after;
+  const IntervalList& list = lists_.emplace_back(layout.restricted(with.tensor_dim, theirs));
+  const Part other{list.front().begin, list.back().end, length(list), &list, list.size() > 1};
+  const Part& held = with.others_hold ? other : with.mine;
+  const Part& needed = with.others_hold ? with.mine : other;
   const SharedRuns shared = shared_runs(held, needed);
   PieceList pieces;
   if (step_.rounds > 1 && (held.has_gaps || needed.has_gaps)) pieces = intersect(*held.list, *needed.list);
-  for (Meeting& known : found) {
+  for (Meeting& known : with.found) {
     if (known.part.length == other.length && known.shared.length == shared.length && known.shared.runs == shared.runs &&
         lie_alike(known.pieces, pieces)) {
       known.times += times;
@@ -318,24 +316,24 @@ void StepPairs::add_meeting(const IntervalList& list, int64_t times, const Part&
       return;
     }
   }
-  found.push_back({other, times, shared, std::move(pieces)});
+  with.found.push_back({other, times, shared, std::move(pieces)});
 }
 
 // Adds the parts into which the cuts of other ranks divide a list, as far as they intersect a part. Within a run that
 // the part covers completely, parts are full chunks and one short one.
-void StepPairs::meet_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times, const Part& mine,
-                           bool others_hold, int64_t position, std::vector<Meeting>& found) {
+void StepPairs::meet_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times, Meetings& with) {
+  const Part& mine = with.mine;
   const SharedRuns met = shardwright::shared_runs(list, *mine.list);
   if (met.length == 0) return;
-  if (cuts.empty()) return add_meeting(list, times, mine, others_hold, found);
+  if (cuts.empty()) return add_meeting(list, times, with);
   const Mesh& mesh = step_.before.mesh();
   const Cut& first = cuts[0];
   const int64_t k = mesh.dim_size(first.mesh_dim);
   const auto go_on = [&](const IntervalList& part, int64_t more) {
-    meet_below(part, cuts.subspan(1), times * more, mine, others_hold, position, found);
+    meet_below(part, cuts.subspan(1), times * more, with);
   };
   if (!cutting_.contains(first.mesh_dim)) {
-    return go_on(first.rule.part(list, k, mesh.coordinate(position, first.mesh_dim)), 1);
+    return go_on(first.rule.part(list, k, mesh.coordinate(with.position, first.mesh_dim)), 1);
   }
   const bool all_vary = std::all_of(cuts.begin(), cuts.end(),
                                     [&](const Cut& c) { return c.rule.is_chunks() && cutting_.contains(c.mesh_dim); });
@@ -375,11 +373,9 @@ const std::vector<StepPairs::Meeting>& StepPairs::meetings(int tensor_dim, int64
   }
   return meetings_[2 * tensor_dim + others_hold].at(coordinates(position), [&] {
     const Layout& theirs = others_hold ? step_.before : step_.after;
-    std::vector<Meeting> found;
-    const Part mine = part(others_hold ? needed_ : held_, tensor_dim, position);
-    if (mine.length == 0) return found;
-    meet_below({{0, theirs.shape()[tensor_dim]}}, theirs.cuts(tensor_dim), 1, mine, others_hold, position, found);
-    return found;
+    Meetings with{tensor_dim, position, others_hold, part(others_hold ? needed_ : held_, tensor_dim, position), {}};
+    if (with.mine.length > 0) meet_below({{0, theirs.shape()[tensor_dim]}}, theirs.cuts(tensor_dim), 1, with);
+    return std::move(with.found);
   });
 }
 

@@ -137,9 +137,18 @@ class StepPairs {
     PieceList pieces;  // if rounds need slices and there are gaps
   };
 
+  // Those with one part of a tensor dim, which the rank at some position needs or holds.
+  struct Meetings {
+    int tensor_dim;
+    int64_t position;
+    bool others_hold;
+    Part mine;
+    std::vector<Meeting> found;
+  };
+
   struct Talk;  // which members of a group have something for which (connected.cpp)
 
-  std::map<int64_t, int64_t> held_lengths(int tensor_dim, int64_t position) const;
+  std::map<int64_t, int64_t> lengths(const Layout& layout, int tensor_dim, int64_t position) const;
   Talk talk_of(const Group& group);
   Talk talk_by_pairs(const Group& group);
   bool work_out_all_talk(Group& group);
@@ -158,10 +167,8 @@ class StepPairs {
   const std::vector<Meeting>& meetings(int tensor_dim, int64_t position, bool others_hold);
   ByCoordinates<std::vector<Meeting>> no_meetings_yet(int tensor_dim, bool others_hold) const;
   int likeness_in(int tensor_dim, int64_t position);
-  void meet_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times, const Part& mine,
-                  bool others_hold, int64_t position, std::vector<Meeting>& found);
-  void add_meeting(const IntervalList& list, int64_t times, const Part& mine, bool others_hold,
-                   std::vector<Meeting>& found);
+  void meet_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times, Meetings& with);
+  void add_meeting(const IntervalList& theirs, int64_t times, Meetings& with);
   const std::vector<Alike>& alike(int64_t position, bool others_hold);
   const std::vector<Alike>& one_by_one(const Group& group, int64_t position, bool others_hold);
 

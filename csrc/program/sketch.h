@@ -15,11 +15,15 @@ class Sketch {
  public:
   Sketch() : buffers_(1) {}  // the input, which belongs to the caller
 
-  void begin_step() { ++num_steps_; }
+  void begin_step() {
+    ++num_steps_;
+    has_waited_ = false;
+  }
   void clear() {
     buffers_.resize(1);
     buffers_[0] = {};
     steps_.clear();
+    slots_.clear();
     num_steps_ = 0;
   }
 
@@ -38,6 +42,12 @@ class Sketch {
       buffers_[buffer].last = static_cast<int>(steps_.size());
     }
     steps_.push_back(num_steps_ - 1);
+    slots_.push_back(num_steps_ - 1 + (has_waited_ ? 1 : 0));
+  }
+  // The end of a transfer. In segments, what follows is in the next slot.
+  void wait(std::initializer_list<int> named) {
+    has_waited_ = true;
+    emit(named);
   }
 
   // The peak of each step, in elements. `output` lives to the end.
@@ -58,15 +68,22 @@ class Sketch {
     return peaks;
   }
 
- private:
   struct Buffer {
     int64_t count = 0;
     int first = -1;  // the first and last instruction that name it
     int last = -1;
   };
+  const std::vector<Buffer>& buffers() const { return buffers_; }
+  // In which step each instruction is, and in which slot, counted from the first (program/in_segments.h). They ascend.
+  const std::vector<int>& steps() const { return steps_; }
+  const std::vector<int>& slots() const { return slots_; }
+
+ private:
   std::vector<Buffer> buffers_;
   std::vector<int> steps_;  // by instruction
+  std::vector<int> slots_;  // the same
   int num_steps_ = 0;
+  bool has_waited_ = false;  // in the last step
 };
 
 // Finds out whether loads are consecutive, as Messages in transfers.h does.

@@ -21,7 +21,7 @@ void write_all_to_all(Sketch& sketch, const BothLoads& loads, int64_t own, int64
   if (from != current) sketch.emit({current, from});
   sketch.emit({from, to});
   if (!carries_own) copy_own(sketch, own, round, current, next);
-  sketch.emit({from, to});
+  sketch.wait({from, to});
   if (to != next) sketch.emit({to, next});
 }
 
@@ -31,9 +31,10 @@ void write_messages(Sketch& sketch, const Packed& packed, int64_t own, int64_t r
   const int sent = packed.sent_runs > 0 ? current : kNoBuffer;
   const int received = packed.received_runs > 0 ? next : kNoBuffer;
   if (sending != kNoBuffer) sketch.emit({current, sending});
-  sketch.emit({sent, sending, received, receiving});
+  const bool exchanges = packed.sent + packed.sent_runs + packed.received + packed.received_runs > 0;
+  if (exchanges) sketch.emit({sent, sending, received, receiving});
   copy_own(sketch, own, round, current, next);
-  sketch.emit({sent, sending, received, receiving});
+  if (exchanges) sketch.wait({sent, sending, received, receiving});
   if (receiving != kNoBuffer) sketch.emit({receiving, next});
 }
 

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
 
 #include "crossing/bounds.h"
 #include "layouts.h"
@@ -153,6 +155,7 @@ TEST(InSegments, AreNotOfFlattenedDims) {
 void expect_traffic_of_programs(const Plan& plan) {
   int64_t sent_max = 0;
   int64_t messages_max = 0;
+  int64_t sent_messages_max = 0;
   bool has_all_to_alls = false;
   for (const Rank rank : ranks_of(plan)) {
     const Program program = compile(plan, rank);
@@ -161,15 +164,18 @@ void expect_traffic_of_programs(const Plan& plan) {
       const TransferTraffic one = traffic_of(program, instruction.operation);
       all.sent_bytes += one.sent_bytes;
       all.received_messages += one.received_messages;
+      all.sent_messages += one.sent_messages;
       has_all_to_alls = has_all_to_alls || std::holds_alternative<AllToAll>(instruction.operation);
     }
     ASSERT_EQ(traffic_at(plan, rank).sent_bytes, all.sent_bytes) << rank;
     sent_max = std::max(sent_max, all.sent_bytes);
     messages_max = std::max(messages_max, all.received_messages);
+    sent_messages_max = std::max(sent_messages_max, all.sent_messages);
   }
   ASSERT_EQ(totals(plan).sent_bytes_max, sent_max);
   if (!has_all_to_alls) {
     ASSERT_EQ(totals(plan).messages_max, messages_max);
+    ASSERT_EQ(totals(plan).sent_messages_max, sent_messages_max);
   }
 }
 
@@ -207,7 +213,9 @@ TEST(InSegments, MoveEveryElementOfRandomPairs) {
         int64_t peak = 0;
         for (const auto& [rank, bytes] : report.peak_bytes) {
           peak = std::max(peak, bytes);
-          ASSERT_EQ(bytes, compile(plan, rank).peak_bytes());
+          const std::vector<int64_t> peaks = compile(plan, rank).peak_bytes_by_step();
+          ASSERT_EQ(bytes, *std::max_element(peaks.begin(), peaks.end()));
+          ASSERT_EQ(ProgramMemory(plan).peak_bytes_by_step(rank), peaks) << "rank " << number(rank);
         }
         ASSERT_EQ(worst_peak_bytes(plan).bytes, peak);
         ASSERT_EQ(to_bytes(from_bytes(to_bytes(plan))), to_bytes(plan));
@@ -300,6 +308,72 @@ TEST(InSegments, TakeLittleMoreThanTheBusiestRank) {
   Plan whole = plan;
   whole.segments = {};
   EXPECT_LT(predicted_picoseconds(plan), predicted_picoseconds(whole));
+}
+
+// On few ranks, or on up to 96 of 120.
+Layout on_a_mesh(test::RandomPlacements& random, const std::vector<int64_t>& shape, bool is_large) {
+  if (!is_large) return random.on_any_mesh(shape, 16).layout;
+  const std::vector<std::vector<int64_t>> all{{8, 12}, {5, 3, 4}, {90}, {2, 33}};
+  const std::vector<int64_t>& sizes = all[random.pick(0, std::ssize(all) - 1)];
+  const int64_t size = std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
+  const std::vector<int64_t> ranks = ranks_from(random.pick(0, 120 - size), size);
+  return random.on(test::mesh_of(sizes, ranks), ranks, shape).layout;
+}
+
+// Where nothing is cut, sometimes with sums that are pending.
+Layout with_some_sums(test::RandomPlacements& random, const Layout& layout) {
+  std::vector<Placement> placements = layout.placements();
+  for (Placement& placement : placements) {
+    if (placement == Placement::replicate() && random.pick(0, 2) == 0) placement = parse_placements("P").front();
+  }
+  return layout.with(layout.cuts(), placements);
+}
+
+// The memory of every rank, without its program, and of the worst of all, however many there are.
+TEST(InSegments, TakeTheMemoryOfTheirPrograms) {
+  const unsigned seed = 71;
+  test::RandomPlacements random(seed);
+  int64_t unlike = 0;
+  int64_t alike = 0;
+  int64_t on_many = 0;
+  for (int i = 0; i < 120; ++i) {
+    std::vector<int64_t> shape{random.pick(8, 60), random.pick(1, 24)};
+    if (random.pick(0, 1) == 0) shape = {64 * random.pick(1, 2), 24};
+    const Layout src = with_some_sums(random, on_a_mesh(random, shape, i % 6 == 0));
+    const Layout dst = on_a_mesh(random, shape, i % 6 == 0);
+    if (src.mesh() == dst.mesh()) continue;
+    const Lowering& lowering = random.pick(0, 1) == 0 ? Lowering::kGloo : Lowering::kNccl;
+    Plan plan = make_plan(src, dst, {.lowering = lowering, .topology = with_nodes(random.pick(1, 4))});
+    for (int t = 0; t < src.ndim(); ++t) {
+      for (const int64_t count : {2, 5, 8}) {
+        plan.segments = {t, count};
+        if (!may_go_in(plan, plan.segments)) continue;
+        SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ", ", count, " segments of dim ", t, ": ", to_string(plan)));
+        for (const Plan& segment : plans_of_segments(plan)) {
+          ProgramMemory of_segment(segment);
+          for (const Rank rank : ranks_of(plan)) {
+            ASSERT_EQ(of_segment.peak_bytes_by_step(rank), compile(segment, rank).peak_bytes_by_step())
+                << "rank " << number(rank);
+          }
+        }
+        ProgramMemory memory(plan);
+        std::vector<int64_t> worst(plan.steps.size(), 0);
+        for (const Rank rank : ranks_of(plan)) {
+          const std::vector<int64_t> peaks = compile(plan, rank).peak_bytes_by_step();
+          ASSERT_EQ(memory.peak_bytes_by_step(rank), peaks) << "rank " << number(rank);
+          for (size_t s = 0; s < peaks.size(); ++s) worst[s] = std::max(worst[s], peaks[s]);
+        }
+        const ProgramMemory::Worst found = memory.worst_peak_bytes_by_step(kMaxRanksWalked);
+        ASSERT_TRUE(found.is_exact);
+        ASSERT_EQ(found.bytes, worst);
+        (are_alike(plan) ? alike : unlike) += 1;
+        on_many += ranks_of(plan).size() > 64;
+      }
+    }
+  }
+  EXPECT_GT(unlike, 60);
+  EXPECT_GT(alike, 60);
+  EXPECT_GT(on_many, 20);
 }
 
 // Temporaries are those of the segments under way, so more segments take less.

@@ -1,0 +1,100 @@
+#include "program/slots.h"
+
+#include <algorithm>
+#include <cstddef>
+
+namespace shardwright {
+namespace {
+
+// Goes through the instructions of all segments in the order of the program, as InSegments::write in in_segments.cpp
+// does, and notes where each buffer begins and ends.
+class Slots {
+ public:
+  Slots(const std::vector<SketchedSegment>& segments, int64_t num_segments, int64_t num_steps)
+      : segments_(segments), num_segments_(num_segments), num_steps_(num_steps), at_(num_segments) {}
+
+  std::vector<int64_t> peaks(int64_t num_needed) {
+    for (int64_t slot = 0; slot < num_segments_ + num_steps_; ++slot) {
+      const int64_t last = std::min(slot, num_segments_ - 1);
+      for (int64_t segment = std::max<int64_t>(slot - num_steps_, 0); segment <= last; ++segment) {
+        take_slot(segment, slot - segment, num_needed);
+      }
+    }
+    std::vector<int64_t> peaks(num_steps_, 0);
+    int64_t live = 0;
+    for (const Change& change : changes_) {
+      live += change.begins;
+      peaks[change.step] = std::max(peaks[change.step], live);
+      live -= change.ends;
+    }
+    return peaks;
+  }
+
+ private:
+  // What begins and ends with an instruction.
+  struct Change {
+    int64_t step = 0;
+    int64_t begins = 0;
+    int64_t ends = 0;
+  };
+  // How far a segment has come.
+  struct Progress {
+    std::vector<size_t> places;  // of its instructions among all
+    size_t given = 0;            // of the copy from the input
+  };
+
+  const SketchedSegment& of(int64_t segment) const { return segments_[segments_.size() == 1 ? 0 : segment]; }
+
+  void take_slot(int64_t segment, int64_t slot, int64_t num_needed) {
+    const SketchedSegment& one = of(segment);
+    Progress& progress = at_[segment];
+    if (slot == 0 && one.num_given > 0) {
+      progress.given = changes_.size();
+      changes_.push_back({0, one.num_given, 0});
+    }
+    const std::vector<int>& slots = one.sketch.slots();
+    while (progress.places.size() < slots.size() && slots[progress.places.size()] == slot) {
+      const int step = one.sketch.steps()[progress.places.size()];
+      progress.places.push_back(changes_.size());
+      changes_.push_back({step, 0, 0});
+    }
+    if (slot == num_steps_) finish(one, progress, num_needed);
+  }
+
+  // All instructions of a segment have their places once it is in its last slot.
+  void finish(const SketchedSegment& one, const Progress& progress, int64_t num_needed) {
+    const std::vector<Sketch::Buffer>& buffers = one.sketch.buffers();
+    if (one.num_given > 0) {
+      const int last = buffers[0].last;
+      changes_[last < 0 ? progress.given : progress.places[last]].ends += one.num_given;
+    }
+    const bool copies = buffers[one.result].count > 0;
+    if (copies) {
+      changes_.push_back({num_steps_ - 1, has_output_ ? 0 : num_needed, 0});
+      has_output_ = true;
+    }
+    for (size_t b = 1; b < buffers.size(); ++b) {
+      const Sketch::Buffer& buffer = buffers[b];
+      if (buffer.first < 0) continue;
+      changes_[progress.places[buffer.first]].begins += buffer.count;
+      const bool is_copied = copies && static_cast<int>(b) == one.result;
+      changes_[is_copied ? changes_.size() - 1 : progress.places[buffer.last]].ends += buffer.count;
+    }
+  }
+
+  const std::vector<SketchedSegment>& segments_;
+  int64_t num_segments_;
+  int64_t num_steps_;
+  std::vector<Progress> at_;
+  std::vector<Change> changes_;  // by instruction of the whole program
+  bool has_output_ = false;
+};
+
+}  // namespace
+
+std::vector<int64_t> peaks_in_slots(const std::vector<SketchedSegment>& segments, int64_t num_segments,
+                                    int64_t num_steps, int64_t num_needed) {
+  return Slots(segments, num_segments, num_steps).peaks(num_needed);
+}
+
+}  // namespace shardwright

@@ -1,0 +1,23 @@
+// The memory of programs in segments (program/in_segments.h), from sketches of what one segment does.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "program/sketch.h"
+
+namespace shardwright {
+
+// What a rank does in one segment, or in each if segments are alike.
+struct SketchedSegment {
+  Sketch sketch;
+  int64_t num_given = 0;  // elements of the segment's input, which is copied from the whole input
+  int result = 0;         // the buffer that is copied to the whole output; without elements, nothing is copied
+};
+
+// Returns the most elements that are allocated at once during each step of this many segments. The whole input belongs
+// to the caller; the whole output has `num_needed` elements.
+std::vector<int64_t> peaks_in_slots(const std::vector<SketchedSegment>& segments, int64_t num_segments,
+                                    int64_t num_steps, int64_t num_needed);
+
+}  // namespace shardwright
