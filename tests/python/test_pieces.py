@@ -297,6 +297,14 @@ def test_no_layout_of_its_family_is_nearer() -> None:
         assert sw.plan(src, found).wire_bytes_sum == 4 * _moved(src, found)
 
 
+def test_nearest_of_many_blocks() -> None:
+    """Rows that the same ranks hold are looked at together, or this would not end."""
+    src = sw.Layout(sw.Mesh({"a": 8}), (200_000, 2), ["Cyclic(0,1)"])
+    found = sw.Layout.nearest(src, range(6))
+    assert max(found.local_shape(rank)[0] for rank in range(6)) <= -(-200_000 // 6)
+    assert sw.plan(src, found).wire_bytes_sum == 2 * 25_000 * 2 * 4, "the rows of the two ranks that left"
+
+
 def test_nearest_when_ranks_leave() -> None:
     src = sw.Layout(sw.Mesh({"dp": 4}), (1024, 8), ["S(0)"])
     found = sw.Layout.nearest(src, [0, 1, 3])

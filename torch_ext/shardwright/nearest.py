@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
@@ -46,69 +47,74 @@ def _share_out(size: int, held: list[Intervals], worth: list[int]) -> tuple[list
     count = len(held)
     most = -(-size // count)
     ends = sorted({0, size, *(end for one in held for interval in one for end in interval)})
-    atoms = list(zip(ends, ends[1:], strict=False))
-    has = [[a for a, atom in enumerate(atoms) if any(b <= atom[0] and atom[1] <= e for b, e in one)] for one in held]
-    left = [end - begin for begin, end in atoms]  # rows of an atom that nobody keeps yet
-    kept: list[dict[int, int]] = [{} for _ in held]  # by rank: rows of each atom
+    runs = list(zip(ends, ends[1:], strict=False))
+    begins = [{x for b, e in one for x in ends[bisect_left(ends, b) : bisect_left(ends, e)]} for one in held]
+    # Runs that the same ranks hold are of one kind, whose rows are worth the same.
+    holders = [tuple(rank for rank, own in enumerate(begins) if begin in own) for begin, _ in runs]
+    numbers = {ranks: number for number, ranks in enumerate(dict.fromkeys(holders))}
+    kinds = [numbers[ranks] for ranks in holders]
+    left = [0] * len(numbers)  # rows of a kind that nobody keeps yet
+    for kind, (begin, end) in zip(kinds, runs, strict=True):
+        left[kind] += end - begin
+    has = [[kind for ranks, kind in numbers.items() if rank in ranks] for rank in range(count)]
+    kept: list[dict[int, int]] = [{} for _ in held]  # by rank: rows of each kind
     for rank in sorted(range(count), key=lambda r: (-worth[r], r)):
         room = most if worth[rank] else 0
         while room and (path := _path(rank, has, left, kept)):
             room -= _push(path, room, left, kept)
-    return _intervals(atoms, kept, most), sum(worth[r] * sum(kept[r].values()) for r in range(count))
+    total = sum(worth[r] * sum(kept[r].values()) for r in range(count))
+    return _intervals(runs, kinds, kept, most), total
 
 
 def _path(rank: int, has: list[list[int]], left: list[int], kept: list[dict[int, int]]) -> list[int]:
-    """Ranks and atoms in turn, from a rank to an atom with rows left: each rank takes from the atom after it what the
-    next rank had of it, which takes from the next atom instead."""
-    came: dict[int, tuple[int, int]] = {}  # rank: the rank and the atom before it
+    """Ranks and kinds in turn, from a rank to a kind with rows left: each rank takes from the kind after it what the
+    next rank had of it, which takes from the next kind instead."""
+    came: dict[int, tuple[int, int]] = {}  # rank: the rank and the kind before it
     queue = deque([rank])
     while queue:
         at = queue.popleft()
-        for atom in has[at]:
-            if left[atom]:
-                path = [at, atom]
+        for kind in has[at]:
+            if left[kind]:
+                path = [at, kind]
                 while at != rank:
                     at, through = came[at]
                     path = [at, through, *path]
                 return path
             for other, of_other in enumerate(kept):
-                if other != rank and other not in came and of_other.get(atom):
-                    came[other] = (at, atom)
+                if other != rank and other not in came and of_other.get(kind):
+                    came[other] = (at, kind)
                     queue.append(other)
     return []
 
 
 def _push(path: list[int], room: int, left: list[int], kept: list[dict[int, int]]) -> int:
-    ranks, atoms = path[::2], path[1::2]
-    losers = list(zip(ranks[1:], atoms, strict=False))
-    rows = min(room, left[atoms[-1]], *(kept[rank][atom] for rank, atom in losers))
-    for rank, atom in zip(ranks, atoms, strict=True):
-        kept[rank][atom] = kept[rank].get(atom, 0) + rows
-    for rank, atom in losers:
-        kept[rank][atom] -= rows
-    left[atoms[-1]] -= rows
+    ranks, kinds = path[::2], path[1::2]
+    losers = list(zip(ranks[1:], kinds, strict=False))
+    rows = min(room, left[kinds[-1]], *(kept[rank][kind] for rank, kind in losers))
+    for rank, kind in zip(ranks, kinds, strict=True):
+        kept[rank][kind] = kept[rank].get(kind, 0) + rows
+    for rank, kind in losers:
+        kept[rank][kind] -= rows
+    left[kinds[-1]] -= rows
     return rows
 
 
-def _intervals(atoms: Intervals, kept: list[dict[int, int]], most: int) -> list[Intervals]:
-    """Cuts the atoms among those that keep them; what nobody keeps goes to the first ranks with room."""
+def _intervals(runs: Intervals, kinds: list[int], kept: list[dict[int, int]], most: int) -> list[Intervals]:
+    """Cuts the runs among those that keep some of their kind; what nobody keeps goes to the first ranks with room."""
     lists: list[Intervals] = [[] for _ in kept]
     room = [most - sum(one.values()) for one in kept]
-    for atom, (begin, end) in enumerate(atoms):
-        at = begin
-        wanted = [(rank, one[atom]) for rank, one in enumerate(kept) if one.get(atom)]
-        rest = end - begin - sum(rows for _, rows in wanted)
-        for rank in range(len(kept)):
-            rows = min(rest, room[rank])
-            if rows:
-                wanted.append((rank, rows))
-                room[rank] -= rows
-                rest -= rows
-        for rank, rows in wanted:
+    keepers = {kind: [rank for rank, one in enumerate(kept) if one.get(kind)] for kind in set(kinds)}
+    for kind, (at, end) in zip(kinds, runs, strict=True):
+        shares = [(rank, kept[rank], kind) for rank in keepers[kind]] + [
+            (rank, room, rank) for rank in range(len(kept))
+        ]
+        for rank, left, number in shares:
+            rows = min(end - at, left[number])
+            left[number] -= rows
             own = lists[rank]
-            if own and own[-1][1] == at:
+            if rows and own and own[-1][1] == at:
                 own[-1] = (own[-1][0], at + rows)
-            else:
+            elif rows:
                 own.append((at, at + rows))
             at += rows
     return lists
