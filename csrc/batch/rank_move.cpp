@@ -1,6 +1,9 @@
 #include "batch/rank_move.h"
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
+#include <optional>
 #include <utility>
 
 namespace shardwright {
@@ -39,12 +42,21 @@ class AxisInMemory {
   }
 
   bool is_one_run() const { return strides_.size() == 1; }
-  int64_t stride() const { return strides_.back(); }
-  int64_t offset(int64_t position) const { return (first_ + position) * strides_.back(); }
+
+  // The positions for one index of the outermost dim, where there are several dims, and how many of them are left from
+  // a position on.
+  int64_t row() const { return std::accumulate(sizes_.begin() + 1, sizes_.end(), int64_t{1}, std::multiplies<>()); }
+  int64_t left_in_row(int64_t position) const { return row() - (first_ + position) % row(); }
+
+  // How far apart in memory any two positions are of which one is `by` after the other, if that is the same for all.
+  std::optional<int64_t> distance(int64_t by) const {
+    if (by % row() != 0) return std::nullopt;
+    return by / row() * strides_.front();
+  }
 
   // The runs of positions [begin, begin + length), in order.
   std::vector<Run> runs(int64_t begin, int64_t length) const {
-    if (is_one_run()) return {{length, offset(begin), stride()}};
+    if (is_one_run()) return {{length, (first_ + begin) * strides_.back(), strides_.back()}};
     std::vector<Run> runs;
     const int64_t row = sizes_.back();
     for (int64_t at = first_ + begin, end = first_ + begin + length; at < end;) {
@@ -110,57 +122,86 @@ std::vector<RunOfBoth> cut_alike(const std::vector<Run>& src, const std::vector<
   return both;
 }
 
-// Adds the boxes of a part of an intersection between two memories, whose elements begin at `base`.
+// Makes the boxes of what is copied between two memories, of which each axis of the pieces is an axis.
 class Boxes {
  public:
-  Boxes(const Memory& src, const Memory& dst) : src_(src), dst_(dst) {
-    for (size_t a = 0; a < src.size(); ++a) {
-      is_one_box_ = is_one_box_ && src[a].is_one_run() && dst[a].is_one_run();
-      src_strides_.push_back(src[a].stride());
-      dst_strides_.push_back(dst[a].stride());
-    }
-  }
+  Boxes(const Memory& src, const Memory& dst, const EvenPiecesByDim& pieces) : src_(src), dst_(dst), pieces_(pieces) {}
 
-  void add(const std::vector<int64_t>& sizes, const std::vector<int64_t>& in_src, const std::vector<int64_t>& in_dst,
-           int64_t src_base, int64_t dst_base) {
-    Box box{src_base, dst_base, sizes, src_strides_, dst_strides_};
-    if (is_one_box_) {
-      for (size_t a = 0; a < sizes.size(); ++a) {
-        box.src_offset += src_[a].offset(in_src[a]);
-        box.dst_offset += dst_[a].offset(in_dst[a]);
-      }
-      return push(std::move(box));
-    }
-    add_axis(box, 0, sizes, in_src, in_dst);
+  std::vector<Box> made(int64_t src_base, int64_t dst_base) {
+    add_axis({src_base, dst_base, {}, {}, {}}, 0);
+    return std::move(boxes_);
   }
-
-  std::vector<Box> take() { return std::move(boxes_); }
 
  private:
-  void add_axis(const Box& box, size_t axis, const std::vector<int64_t>& sizes, const std::vector<int64_t>& in_src,
-                const std::vector<int64_t>& in_dst) {
-    if (axis == sizes.size()) return push(box);
-    const std::vector<Run> src = src_[axis].runs(in_src[axis], sizes[axis]);
-    const std::vector<Run> dst = dst_[axis].runs(in_dst[axis], sizes[axis]);
-    for (const RunOfBoth& run : cut_alike(src, dst)) {
+  // Adds the boxes of all combinations from an axis on to what the axes before it say.
+  void add_axis(const Box& box, size_t axis) {
+    if (axis == pieces_.size()) {
+      simplify(boxes_.emplace_back(box));
+      return;
+    }
+    for (const EvenPieces& some : pieces_[axis]) add_pieces(box, axis, some);
+  }
+
+  // What comes again is a dim of the boxes where each time is as far from the one before it, on both sides.
+  void add_pieces(Box box, size_t axis, EvenPieces some) {
+    for (Steps EvenPieces::* const level : {&EvenPieces::repeats, &EvenPieces::steps}) {
+      const Steps steps = std::exchange(some.*level, {});
+      if (steps.count == 1) continue;
+      const std::optional<int64_t> from = src_[axis].distance(steps.from);
+      const std::optional<int64_t> to = dst_[axis].distance(steps.to);
+      if (from && to) {
+        add_dim(box, {steps.count, *from, *to});
+        continue;
+      }
+      for (int64_t i = 0; i < steps.count; ++i) {
+        EvenPieces one = some;
+        one.from += i * steps.from;
+        one.to += i * steps.to;
+        add_pieces(box, axis, one);
+      }
+      return;
+    }
+    if (!divided_into_rows(box, axis, some)) add_piece(box, axis, some);
+  }
+
+  // Divides a piece of several rows into what comes before the first whole row, whole rows, and the rest.
+  bool divided_into_rows(const Box& box, size_t axis, const EvenPieces& piece) {
+    const bool of_src = !src_[axis].is_one_run();
+    const AxisInMemory& side = of_src ? src_[axis] : dst_[axis];
+    if (side.is_one_run()) return false;
+    const int64_t row = side.row();
+    const int64_t head = std::min(side.left_in_row(of_src ? piece.from : piece.to) % row, piece.length);
+    const int64_t rows = (piece.length - head) / row;
+    if (rows < 2) return false;
+    const auto add = [&](int64_t begin, int64_t length, int64_t count) {
+      if (length > 0) add_pieces(box, axis, {length, piece.from + begin, piece.to + begin, {count, row, row}, {}});
+    };
+    add(0, head, 1);
+    add(head, row, rows);
+    add(head + rows * row, piece.length - head - rows * row, 1);
+    return true;
+  }
+
+  void add_piece(const Box& box, size_t axis, const EvenPieces& piece) {
+    for (const RunOfBoth& run :
+         cut_alike(src_[axis].runs(piece.from, piece.length), dst_[axis].runs(piece.to, piece.length))) {
       Box narrower = box;
-      narrower.sizes[axis] = run.length;
       narrower.src_offset += run.src.offset;
       narrower.dst_offset += run.dst.offset;
-      add_axis(narrower, axis + 1, sizes, in_src, in_dst);
+      add_dim(narrower, {run.length, run.src.stride, run.dst.stride});
+      add_axis(narrower, axis + 1);
     }
   }
 
-  void push(Box box) {
-    simplify(box);
-    boxes_.push_back(std::move(box));
+  static void add_dim(Box& box, const Steps& steps) {
+    box.sizes.push_back(steps.count);
+    box.src_strides.push_back(steps.from);
+    box.dst_strides.push_back(steps.to);
   }
 
   const Memory& src_;
   const Memory& dst_;
-  std::vector<int64_t> src_strides_;
-  std::vector<int64_t> dst_strides_;
-  bool is_one_box_ = true;
+  const EvenPiecesByDim& pieces_;
   std::vector<Box> boxes_;
 };
 
@@ -198,9 +239,7 @@ std::vector<Box> RankMove::boxes_to_pack(const Parcel& parcel, Interval range, i
   std::vector<Box> all;
   for_each_slice(parcel, range, position, [&](const Intersection& slice, int64_t begin) {
     const Memory packed = packed_memory(slice.shape());
-    Boxes boxes(src, packed);
-    for (const Intersection::Part& one : slice.parts()) boxes.add(one.sizes, one.in_a, one.packed, 0, begin);
-    append(all, boxes.take());
+    append(all, Boxes(src, packed, slice.pieces_a_to_packed()).made(0, begin));
   });
   return all;
 }
@@ -211,9 +250,7 @@ std::vector<Box> RankMove::boxes_to_unpack(const Parcel& parcel, Interval range,
   std::vector<Box> all;
   for_each_slice(parcel, range, position, [&](const Intersection& slice, int64_t begin) {
     const Memory packed = packed_memory(slice.shape());
-    Boxes boxes(packed, dst);
-    for (const Intersection::Part& one : slice.parts()) boxes.add(one.sizes, one.packed, one.in_b, begin, 0);
-    append(all, boxes.take());
+    append(all, Boxes(packed, dst, slice.pieces_packed_to_b()).made(begin, 0));
   });
   return all;
 }
@@ -222,9 +259,7 @@ std::vector<Box> RankMove::boxes_to_keep(const std::vector<int64_t>& src_strides
                                          const std::vector<int64_t>& dst_strides) const {
   const Memory src = memory_of(src_axes, src_strides);
   const Memory dst = memory_of(dst_axes, dst_strides);
-  Boxes boxes(src, dst);
-  for (const Intersection::Part& one : own->parts()) boxes.add(one.sizes, one.in_a, one.in_b, 0, 0);
-  return boxes.take();
+  return Boxes(src, dst, own->pieces_a_to_b()).made(0, 0);
 }
 
 }  // namespace shardwright

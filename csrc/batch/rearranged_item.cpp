@@ -1,5 +1,8 @@
 // Items whose elements are rearranged: the axes of both sides, and what each slot of them holds.
 #include <algorithm>
+#include <iterator>
+#include <map>
+#include <span>
 #include <utility>
 
 #include "batch/item_move.h"
@@ -111,7 +114,7 @@ std::vector<LocalDim> local_dims_of(const Group& group, const SideOfItem& side) 
   return made;
 }
 
-// Lists what a slot has, element by element in local order, but runs of the last dim at once.
+// Lists what a slot has, in local order: runs of the last dim at once, and what repeats at equal distances once.
 class Lister {
  public:
   // `whole`: the indices of the group.
@@ -134,17 +137,57 @@ class Lister {
   };
 
   void visit(size_t d, int64_t index, bool is_moved) {
-    const bool is_last = d + 1 == dims_.size();
-    for (const Interval& one : lists_[d]) {
-      for (const Run& run : runs_of(dims_[d].dims, one)) {
+    const std::vector<Dim>& dims = dims_[d].dims;
+    for (const auto& [items, count, shift] : lists_[d].blocks()) {
+      const int64_t end = items.back().end + (count - 1) * shift;
+      const bool is_within =
+          dims.size() == 1 && items.front().begin >= dims[0].begin && end <= dims[0].begin + dims[0].length;
+      if (is_within) {
+        repeat(count, shift * dims[0].stride, [&](int64_t by) { visit_items(d, items, 0, index + by, is_moved); });
+      } else {
+        for (int64_t i = 0; i < count; ++i) visit_items(d, items, i * shift, index, is_moved);
+      }
+    }
+  }
+
+  void visit_items(size_t d, std::span<const Interval> items, int64_t shift, int64_t index, bool is_moved) {
+    for (const Interval& item : items) {
+      for (const Run& run : runs_of(dims_[d].dims, item.shifted(shift))) {
         const bool both = is_moved && run.is_moved;
-        if (is_last) {
+        if (d + 1 == dims_.size()) {
           add({index + run.index, run.length, run.stride, both});
         } else {
-          for (int64_t i = 0; i < run.length; ++i) visit(d + 1, index + run.index + i * run.stride, both);
+          repeat(run.length, run.stride, [&](int64_t by) { visit(d + 1, index + run.index + by, both); });
         }
       }
     }
+  }
+
+  // Calls list_once(by) for `count` shifts of an index, each `shift` above the one before it; only once if the others
+  // list the same further on.
+  template <typename ListOnce>
+  void repeat(int64_t count, int64_t shift, const ListOnce& list_once) {
+    if (count < IntervalList::kLeastRepeats) {
+      for (int64_t i = 0; i < count; ++i) list_once(i * shift);
+      return;
+    }
+    Held before = std::exchange(held_, {});
+    const int64_t position = position_;
+    list_once(0);
+    const Held once = std::exchange(held_, std::move(before));
+    const IntervalList& list = once.placed;
+    const bool is_short = static_cast<int64_t>(list.size()) <= kMostInRepetition;
+    if (is_short && once.moved == list && is_ascending(list) && span_of(list).extent() <= shift) {
+      const std::vector<Interval> items(list.begin(), list.end());
+      held_.placed.append_repeated(items, shift, count);
+      held_.moved.append_repeated(items, shift, count);
+      position_ = position + count * (position_ - position);
+      check_runs();
+      return;
+    }
+    for (const auto& block : list.blocks()) held_.placed.append(block);
+    for (const auto& block : once.moved.blocks()) held_.moved.append(block);
+    for (int64_t i = 1; i < count; ++i) list_once(i * shift);
   }
 
   // Rows of the last dim, each divided by where its range begins and ends.
@@ -183,22 +226,22 @@ class Lister {
       append(held_.placed, {run.index, run.index + run.length});
       append(held_.moved, {run.index, run.index + run.length});
     } else {
-      for (int64_t i = 0; i < run.length; ++i) {
-        const int64_t index = run.index + i * run.stride;
-        append(held_.placed, {index, index + 1});
-        append(held_.moved, {index, index + 1});
-        check_runs();
-      }
+      append_repeated(held_.placed, {run.index, run.index + 1}, run.stride, run.length);
+      append_repeated(held_.moved, {run.index, run.index + 1}, run.stride, run.length);
     }
     check_runs();
     position_ += run.length;
   }
 
   void check_runs() const {
-    check_user(static_cast<int64_t>(held_.placed.size()) <= CutRule::kMaxRuns,
-               "placements: a part of the flattened dims has more than 2^20 runs of what is moved; allowed are fewer, "
-               "so move the tensor by itself first, to a layout without flattened dims");
+    check_user(std::ssize(held_.placed.kept()) <= CutRule::kMaxRuns,
+               "placements: a part of the flattened dims has more than 2^20 runs of what is moved; allowed are fewer "
+               "(what repeats at equal distances counts once), so move the tensor by itself first, to a layout without "
+               "flattened dims");
   }
+
+  // Longer repetitions are listed one by one.
+  static constexpr int64_t kMostInRepetition = 4096;
 
   const std::vector<LocalDim>& dims_;
   std::vector<IntervalList> lists_;
@@ -221,7 +264,11 @@ void join_whole_rows(std::vector<LocalDim>& dims, std::vector<IntervalList>& lis
     joined = {joined.size * row, joined.begin * row, joined.length * row, last[0].stride};
     lists.pop_back();
     IntervalList rows;
-    for (const Interval& one : lists.back()) append(rows, {one.begin * row, one.end * row});
+    for (const auto& [items, count, shift] : lists.back().blocks()) {
+      std::vector<Interval> wider;
+      for (const Interval& item : items) wider.push_back({item.begin * row, item.end * row});
+      rows.append_repeated(wider, shift * row, count);
+    }
     lists.back() = std::move(rows);
     dims.pop_back();
   }

@@ -19,23 +19,6 @@ struct Side {
   int64_t base;
 };
 
-// How often something comes, and how far apart it is on both sides.
-struct Steps {
-  int64_t count = 1;
-  int64_t from = 0;
-  int64_t to = 0;
-};
-
-// Pieces of one length at equal distances on both sides, which as a whole may come again at equal distances. So a
-// block-cyclic part of a million blocks is one box.
-struct EvenPieces {
-  int64_t length = 0;
-  int64_t from = 0;  // the first one's positions
-  int64_t to = 0;
-  Steps steps;
-  Steps repeats;
-};
-
 // Takes pieces to the list of pieces before them, if they are as long and as far apart, and both sides ascend.
 bool joins(EvenPieces& list, const EvenPieces& more) {
   if (list.length != more.length || list.repeats.count > 1 || more.repeats.count > 1) return false;
@@ -67,13 +50,17 @@ std::vector<EvenPieces> taken_together(const PieceList& pieces) {
   return lists;
 }
 
+EvenPiecesByDim taken_together(const std::vector<PieceList>& pieces) {
+  EvenPiecesByDim lists;
+  for (const PieceList& list : pieces) lists.push_back(taken_together(list));
+  return lists;
+}
+
 // Makes one box per combination of lists of pieces, in row-major order of the combinations.
-std::vector<Box> boxes_between(const std::vector<PieceList>& pieces, const Side& from, const Side& to) {
-  const size_t ndim = pieces.size();
-  std::vector<std::vector<EvenPieces>> lists;
-  for (const PieceList& list : pieces) {
+std::vector<Box> boxes_between(const EvenPiecesByDim& lists, const Side& from, const Side& to) {
+  const size_t ndim = lists.size();
+  for (const std::vector<EvenPieces>& list : lists) {
     if (list.empty()) return {};
-    lists.push_back(taken_together(list));
   }
   const std::vector<int64_t> from_strides = row_major_strides(from.shape);
   const std::vector<int64_t> to_strides = row_major_strides(to.shape);
@@ -159,16 +146,26 @@ void Intersection::add(PieceList pieces) {
   count_ *= shared;
 }
 
+EvenPiecesByDim Intersection::pieces_a_to_b() const { return taken_together(pieces_); }
+
+EvenPiecesByDim Intersection::pieces_a_to_packed() const {
+  return taken_together(packed_positions(pieces_, &Piece::b_position));
+}
+
+EvenPiecesByDim Intersection::pieces_packed_to_b() const {
+  return taken_together(packed_positions(pieces_, &Piece::a_position));
+}
+
 std::vector<Box> Intersection::a_to_b(int64_t a_base, int64_t b_base) const {
-  return boxes_between(pieces_, {a_shape_, a_base}, {b_shape_, b_base});
+  return boxes_between(pieces_a_to_b(), {a_shape_, a_base}, {b_shape_, b_base});
 }
 
 std::vector<Box> Intersection::a_to_packed(int64_t a_base, int64_t packed_base) const {
-  return boxes_between(packed_positions(pieces_, &Piece::b_position), {a_shape_, a_base}, {packed_shape_, packed_base});
+  return boxes_between(pieces_a_to_packed(), {a_shape_, a_base}, {packed_shape_, packed_base});
 }
 
 std::vector<Box> Intersection::packed_to_b(int64_t packed_base, int64_t b_base) const {
-  return boxes_between(packed_positions(pieces_, &Piece::a_position), {packed_shape_, packed_base}, {b_shape_, b_base});
+  return boxes_between(pieces_packed_to_b(), {packed_shape_, packed_base}, {b_shape_, b_base});
 }
 
 int64_t Intersection::run_in_a() const { return are_one_piece(pieces_) ? run_of(a_to_packed(0, 0), true) : -1; }

@@ -16,6 +16,26 @@ std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape);
 // For sizes (3,4), strides (4,1) and (8,1) stay as they are, and strides (4,1) and (4,1) become one run of 12.
 void simplify(Box& box);
 
+// How often something comes, and how far apart it is on both sides of a copy.
+struct Steps {
+  int64_t count = 1;
+  int64_t from = 0;
+  int64_t to = 0;
+};
+
+// Pieces of one length at equal distances on both sides, which as a whole may come again at equal distances. So a
+// block-cyclic part of a million blocks is one box.
+struct EvenPieces {
+  int64_t length = 0;
+  int64_t from = 0;  // the first one's positions
+  int64_t to = 0;
+  Steps steps;
+  Steps repeats;
+};
+
+// By dim. Every combination of one from each dim is copied.
+using EvenPiecesByDim = std::vector<std::vector<EvenPieces>>;
+
 // The elements that two local tensors share. A packed message carries them in row-major order over the shared indices
 // of each dim.
 class Intersection {
@@ -37,6 +57,11 @@ class Intersection {
     std::vector<int64_t> packed;
   };
   std::vector<Part> parts() const;  // in packed order
+
+  // What is copied from a to b, from a to the packed message, and from there to b.
+  EvenPiecesByDim pieces_a_to_b() const;
+  EvenPiecesByDim pieces_a_to_packed() const;
+  EvenPiecesByDim pieces_packed_to_b() const;
 
   // Share `index` of `shares` along one dim. If the dim does not divide evenly, the first shares have one index more.
   Intersection share(size_t dim, int64_t index, int64_t shares) const;

@@ -57,7 +57,6 @@ def checked_layouts(given: Any, argument: str, allowed: str, length: int) -> lis
         if len(parts) != length:
             raise ValueError(f"{argument}: item {i} has {len(parts)} entries; allowed is {allowed}")
         for layout in parts[-2:]:
-            if not isinstance(layout, _planner.Layout):
-                check_layout(f"{argument}: item {i}", layout)
+            check_layout(f"{argument}: item {i}", layout)
         made.append(parts)
     return made

@@ -324,10 +324,8 @@ def _run(
             pending = prepared.executable.start(sources, into)
         else:
             prepared.executable.run(sources, into)
-    tensors = []
-    for i, dtype in enumerate(prepared.dtypes):
-        result = results[i] if i in results else given.source(i, prepared)
-        tensors.append(nothing[dtype].clone() if result is None else result)
+    found = (results.get(i, given.source(i, prepared)) for i in range(len(given.pairs)))
+    tensors = [nothing[d].clone() if x is None else x for x, d in zip(found, prepared.dtypes, strict=True)]
     if given.out is not None:
         tensors = [mine if mine is not None else tensor for mine, tensor in zip(given.out, tensors, strict=True)]
     return ManyHandle(pending, tensors, prepared.moved) if async_op else tensors
