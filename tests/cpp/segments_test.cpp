@@ -376,6 +376,53 @@ TEST(InSegments, TakeTheMemoryOfTheirPrograms) {
   EXPECT_GT(on_many, 20);
 }
 
+// Those that differ only in mesh dims that cut what is held serve each other.
+void expect_traffic_of_regions(const Step& step, Lowering lowering) {
+  const StepTraffic traffic(step, lowering);
+  const int64_t item = step.before.dtype().size_bytes();
+  for (int64_t p = 0; p < step.before.mesh().size(); ++p) {
+    Traffic counted;
+    for (const int64_t other : step.before.mesh().group(p, step.mesh_dims & step.before.cut_dims())) {
+      if (other == p) continue;
+      const int64_t received = shared_elements(step.before.region(other), step.after.region(p));
+      const int64_t sent = shared_elements(step.before.region(p), step.after.region(other));
+      counted = counted + Traffic{received * item, sent * item, received > 0, sent > 0};
+    }
+    const Traffic found = traffic.at(p);
+    ASSERT_EQ(found.received_bytes, counted.received_bytes) << p;
+    ASSERT_EQ(found.sent_bytes, counted.sent_bytes) << p;
+    ASSERT_EQ(found.messages, counted.messages) << p;
+    ASSERT_EQ(found.sent_messages, counted.sent_messages) << p;
+  }
+}
+
+// What ranks receive and send in each step of unlike segments, whose layouts have only some indices, counted over the
+// regions of all pairs of ranks.
+TEST(InSegments, HaveTheTrafficOfTheirRegions) {
+  const unsigned seed = 83;
+  test::RandomPlacements random(seed);
+  int64_t steps = 0;
+  for (int i = 0; i < 240; ++i) {
+    std::vector<int64_t> shape{random.pick(8, 60), random.pick(1, 24)};
+    if (random.pick(0, 1) == 0) shape = {64, 24};  // often in equal parts, before some indices are left out
+    const Layout src = on_a_mesh(random, shape, i % 6 == 0);
+    const Layout dst = on_a_mesh(random, shape, i % 6 == 0);
+    if (src.mesh() == dst.mesh()) continue;
+    Plan plan = make_plan(src, dst, {.topology = with_nodes(random.pick(1, 4))});
+    plan.segments = {static_cast<int>(random.pick(0, 1)), random.pick(2, 8)};
+    if (!may_go_in(plan, plan.segments) || are_alike(plan)) continue;
+    SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ": ", to_string(plan)));
+    for (const Plan& segment : plans_of_segments(plan)) {
+      for (const Step& step : segment.steps) {
+        if (step.before.mesh() != step.after.mesh() || is_local(step.op) || step.sharing != Sharing::kNone) continue;
+        expect_traffic_of_regions(step, segment.lowering);
+        ++steps;
+      }
+    }
+  }
+  EXPECT_GT(steps, 60);
+}
+
 // Temporaries are those of the segments under way, so more segments take less.
 TEST(InSegments, TakeTheMemoryOfThoseUnderWay) {
   const Layout src = test::layout_of(test::mesh_of({2}), {64, 64}, "S(0)");
