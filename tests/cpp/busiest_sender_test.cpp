@@ -1,6 +1,6 @@
 // What the busiest rank sends, next to the least that it could, over random pairs of meshes and layouts.
 //
-// SHARDWRIGHT_PAIRS=1000 tries so many pairs; by default a part of them.
+// SHARDWRIGHT_PAIRS=5000 tries so many pairs instead of 1,000, and prints the plans above 5%.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ namespace {
 
 int64_t number_of_pairs() {
   const char* given = std::getenv("SHARDWRIGHT_PAIRS");
-  return given != nullptr ? std::stoll(given) : 120;
+  return given != nullptr ? std::stoll(given) : 1000;
 }
 
 // One node whose messages cost next to nothing, so that plans for time are those for the busiest link.
@@ -94,7 +94,7 @@ int64_t least_sent(const CrossingBound& bound) {
 }
 
 // A crossing alone is within 5% of the bound without forwarding. Most plans for time, whose ranks may gather what has
-// crossed, are within 5% of the bound with forwarding. In the others, of tensors that are too small for many segments,
+// crossed, are within 5% of the bound with forwarding, and all within 1 + steps / segments of it. In the others, of tensors that are too small for many segments,
 // a rank that holds some of the source also passes on a full share. The steps are taken one after the other, so this is
 // faster, and costs the rank more bytes than the least (docs/architecture.md, "From one mesh to another").
 TEST(BusiestSender, IsCloseToTheLeastPossible) {
@@ -105,9 +105,12 @@ TEST(BusiestSender, IsCloseToTheLeastPossible) {
     const int64_t direct = std::max(bound.received_bytes_max, bound.direct_sent_bytes_max);
     ASSERT_LE(over(totals(straight).sent_bytes_max, direct), 1.05);
     const Plan fastest = make_plan(src, dst, {.topology = bytes_alone()});
-    ratios.add(over(totals(fastest).sent_bytes_max, least_sent(bound)), fastest);
+    const double ratio = over(totals(fastest).sent_bytes_max, least_sent(bound));
+    const auto depth = static_cast<double>(fastest.steps.size());
+    ASSERT_LE(ratio, 1 + depth / static_cast<double>(fastest.segments.count)) << to_string(fastest);
+    ratios.add(ratio, fastest);
   });
-  ratios.expect_within(0.97);
+  ratios.expect_within(0.985);
 }
 
 // Ranks that need the same two runs of columns divide them into stripes of any lengths, which are pieces.
@@ -141,9 +144,9 @@ void expect_time_of_busiest(unsigned seed, const std::function<int64_t(test::Ran
   ratios.expect_within(share);
 }
 
-TEST(BusiestSender, DecidesHowLongSegmentsTake) { expect_time_of_busiest(43, many_divisors, 0.98); }
+TEST(BusiestSender, DecidesHowLongSegmentsTake) { expect_time_of_busiest(43, many_divisors, 0.985); }
 
-TEST(BusiestSender, DecidesHowLongUnequalSegmentsTake) { expect_time_of_busiest(41, any_size, 0.9); }
+TEST(BusiestSender, DecidesHowLongUnequalSegmentsTake) { expect_time_of_busiest(41, any_size, 0.985); }
 
 }  // namespace
 }  // namespace shardwright
