@@ -30,6 +30,8 @@ std::vector<Placement> checked_placements(const Mesh& mesh, const std::vector<in
   for (int d = 0; d < mesh.ndim(); ++d) {
     Placement& placement = placements[d];
     if (placement.is_shard_like()) {
+      check_user(ndim > 0, "placements: ", placement, " on mesh dim '", mesh.dim_names()[d],
+                 "' cuts a tensor without dims; allowed are R and P");
       check_user(placement.dim >= -ndim && placement.dim < ndim, "placements: ", placement, " on mesh dim '",
                  mesh.dim_names()[d], "' names tensor dim ", placement.dim, " of a tensor with ", ndim,
                  " dims; allowed are ", -ndim, " to ", ndim - 1);

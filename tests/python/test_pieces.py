@@ -252,7 +252,7 @@ def test_cuts_within_a_unit_are_refused() -> None:
         (lambda: sw.Packed(0, (100, 156), unit=128), "unit: Packed cuts at 100, within a unit of 128"),
         (lambda: sw.Pieces(0, [[(0, 5), (5, 12)]], unit=4), "unit: Pieces cuts at 5, within a unit of 4"),
         (lambda: sw.Cyclic(0, 6, unit=4), "unit: Cyclic has blocks of 6, in units of 4"),
-        (lambda: sw.Shard(0, unit=0), "unit: got 0 for Shard; allowed are integers of 1 or more"),
+        (lambda: sw.Shard(0, unit=0), "unit: got 0 for Shard; allowed are 1 and more"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             make()
@@ -312,6 +312,12 @@ def test_nearest_when_ranks_leave() -> None:
     assert max(found.local_shape(rank)[0] for rank in (0, 1, 3)) == 342
     with pytest.raises(ValueError, match="has pending reductions; allowed are layouts without them"):
         sw.Layout.nearest(sw.Layout(src.mesh, (4,), ["P"]), [0])
+    without_dims = sw.Layout.nearest(sw.Layout(src.mesh, (), ["R"]), [5, 2])
+    assert (without_dims.placements, without_dims.mesh.ranks) == (("R",), [5, 2])
+    with pytest.raises(ValueError, match="ranks: got none; allowed is one or more"):
+        sw.Layout.nearest(src, [])
+    with pytest.raises(ValueError, match="ranks: got None .*; allowed is a list of ranks"):
+        sw.Layout.nearest(src, None)  # type: ignore[arg-type]
 
 
 class RaggedShard:

@@ -216,10 +216,9 @@ def test_texts_and_what_python_shows() -> None:
         (sw.Ragged(0, (3, 2)), "Ragged(0,3:2) on mesh dim 'x' has sizes that sum to 5 but cuts 4 elements"),
         (sw.Ragged(0, (2, 1, 1)), "has 3 sizes for 2 coordinates; allowed is one for each"),
         (sw.Ragged(0, (5, -1)), "Ragged has the size -1; allowed are 0 or more"),
-        (sw.Ragged(0, ()), "'Ragged(0,)' is not a placement"),
         (sw.Ragged(2, (2, 2)), "names tensor dim 2 of a tensor with 2 dims"),
         (sw.Blocks(0, 0), "Blocks has blocks of 0 elements; allowed are 1 to 2^31"),
-        (sw.Cyclic(0, 1.5), "'Cyclic(0,1.5)' is not a placement; allowed are R, S(dim)"),  # type: ignore[arg-type]
+        ("Cyclic(0,1.5)", "'Cyclic(0,1.5)' is not a placement; allowed are R, S(dim)"),
         (sw.Owned(2), "Owned(0,2) on mesh dim 'x' names coordinate 2 of 2; allowed are 0 to 1"),
         (sw.Packed(0, (8, 4)), "Packed(0,8:4) on mesh dim 'x' has sizes that sum to 12 but cuts 4 elements"),
     ],
@@ -228,6 +227,24 @@ def test_texts_and_what_python_shows() -> None:
 def test_what_does_not_fit_is_refused(placement: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         sw.Layout(_mesh((2,)), (4, 4), [placement])
+
+
+def test_what_is_no_integer_is_refused() -> None:
+    wrong: Any = None
+    for make, message in (
+        (lambda: sw.Cyclic(0, 1.5), "block: got 1.5 for Cyclic; allowed are integers"),  # type: ignore[arg-type]
+        (lambda: sw.Blocks(0, wrong), "block: got None for Blocks; allowed are integers"),
+        (lambda: sw.Owned("0"), "coordinate: got '0' for Owned; allowed are integers"),  # type: ignore[arg-type]
+        (lambda: sw.Shard(wrong), "dim: got None for Shard; allowed are integers"),
+        (lambda: sw.Pieces(0.0, [[(0, 4)]]), "dim: got 0.0 for Pieces; allowed are integers"),  # type: ignore[arg-type]
+        (lambda: sw.Packed(0, [4], unit=wrong), "unit: got None for Packed; allowed are integers"),
+        (lambda: sw.Packed(0, []), "sizes: got none; allowed is one or more"),
+        (lambda: sw.Ragged(0, ()), "sizes: got none; allowed is one or more"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make()
+    with pytest.raises(ValueError, match=re.escape("'x' cuts a tensor without dims; allowed are R and P")):
+        sw.Layout(_mesh((2,)), (), [sw.Owned(0)])
 
 
 def test_behind_uneven_cuts_the_part_that_does_not_fit_is_named() -> None:

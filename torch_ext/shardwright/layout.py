@@ -104,17 +104,23 @@ class Layout(_planner.Layout):
         It is the best of those on a mesh of one dim, "ranks", that cut one tensor dim so that each of its rows lies on
         one rank, and no rank has more than ``ceil(n / len(ranks))`` of n rows (`Pieces`). Within this family no layout
         has fewer bytes to be received by all ranks together. It is not balanced further, and does not count messages.
+        A tensor without dims cannot be cut, so all ranks hold it.
 
         Args:
             src: where the tensor is, without pending reductions. It may be on other ranks, and on more or fewer.
             ranks: global ranks, each once.
 
         Raises:
-            ValueError: reductions are pending in `src`, it has no dims, or ranks repeat or are none.
+            ValueError: reductions are pending in `src`, or ranks repeat or are none.
         """
         if src.has_pending:
             raise ValueError(f"src: {src} has pending reductions; allowed are layouts without them")
-        mesh = Mesh({"ranks": len(ranks)}, list(ranks))
+        given = argument_values.items(ranks, "ranks", "a list of ranks")
+        if not given:
+            raise ValueError("ranks: got none; allowed is one or more")
+        mesh = Mesh({"ranks": len(given)}, given)
+        if not src.shape:
+            return cls(mesh, (), ["R"], src.dtype)
         dim, lists = nearest_lists(src, mesh.ranks)
         return cls(mesh, src.shape, [Pieces(dim, lists)], src.dtype, flattened=src.flattened)
 

@@ -33,8 +33,7 @@ def nearest_lists(src: _planner.Layout, ranks: Sequence[int]) -> tuple[int, list
         lists, kept = _share_out(size, held, worth)
         if best is None or kept > best[0]:
             best = (kept, dim, lists)
-    if best is None:
-        raise ValueError("src: a tensor without dims cannot be cut; allowed is one dim or more")
+    assert best is not None, "a tensor without dims cannot be cut"
     return best[1], best[2]
 
 

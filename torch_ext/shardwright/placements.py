@@ -16,6 +16,18 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Cut:
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        for field in dataclasses.fields(self):
+            if field.type == "int":
+                given = getattr(self, field.name)
+                object.__setattr__(self, field.name, _integer(given, f"{field.name}: got {given!r} for {kind}"))
+        unit, block = getattr(self, "unit", 1), getattr(self, "block", 0)
+        if unit < 1:
+            raise ValueError(f"unit: got {unit} for {kind}; allowed are 1 and more")
+        if block % unit:
+            raise ValueError(f"unit: {kind} has blocks of {block}, in units of {unit}; allowed are multiples of it")
+
     def __str__(self) -> str:
         """Returns the placement as `Layout` spells it."""
         raise NotImplementedError
@@ -48,9 +60,6 @@ class Shard(_Cut):
     dim: int
     unit: int = 1
 
-    def __post_init__(self) -> None:
-        _check_unit("Shard", self.unit)
-
     def __str__(self) -> str:
         return f"S({self.dim})" if self.unit == 1 else f"Blocks({self.dim},{self.unit})"
 
@@ -76,7 +85,7 @@ class Ragged(_Cut):
     units: Sequence[int] | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_unit("Ragged", self.unit)
+        super().__post_init__()
         if (self.sizes is None) == (self.units is None):
             raise ValueError(f"sizes, units: got {self.sizes!r} and {self.units!r}; allowed is one of them")
         name = "sizes" if self.units is None else "units"
@@ -86,7 +95,7 @@ class Ragged(_Cut):
             _check_multiples("Ragged", itertools.accumulate(given), sum(given), self.unit)
         if self.dims is not None:
             dims = _sizes(self.dims, "dims")
-            if dims != tuple(range(len(dims))) or not dims:
+            if dims != tuple(range(len(dims))):
                 raise ValueError(f"dims: got {dims}; allowed are the leading tensor dims, as (0,) or (0, 1)")
             object.__setattr__(self, "dims", dims)
             if self.dim != 0:
@@ -129,9 +138,6 @@ class Blocks(_Cut):
     block: int
     unit: int = 1
 
-    def __post_init__(self) -> None:
-        _check_block("Blocks", self.block, self.unit)
-
     def __str__(self) -> str:
         return f"Blocks({self.dim},{self.block})"
 
@@ -149,9 +155,6 @@ class Cyclic(_Cut):
     dim: int
     block: int
     unit: int = 1
-
-    def __post_init__(self) -> None:
-        _check_block("Cyclic", self.block, self.unit)
 
     def __str__(self) -> str:
         return f"Cyclic({self.dim},{self.block})"
@@ -188,9 +191,9 @@ class Packed(_Cut):
     unit: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         sizes = _sizes(self.sizes, "sizes")
         object.__setattr__(self, "sizes", sizes)
-        _check_unit("Packed", self.unit)
         _check_multiples("Packed", itertools.accumulate(sizes), sum(sizes), self.unit)
 
     def __str__(self) -> str:
@@ -219,7 +222,7 @@ class Pieces(_Cut):
     unit: int = 1
 
     def __post_init__(self) -> None:
-        _check_unit("Pieces", self.unit)
+        super().__post_init__()
         lists = _intervals(self.lists)
         object.__setattr__(self, "lists", lists)
         ends = sorted(end for one in lists for interval in one for end in interval)
@@ -297,9 +300,12 @@ def text_of(placement: object, size: int | None = None) -> str | None:
 
 def _sizes(given: Any, name: str) -> tuple[int, ...]:
     try:
-        return tuple(operator.index(size) for size in given)
+        sizes = tuple(operator.index(size) for size in given)
     except TypeError:
         raise ValueError(f"{name}: got {given!r}; allowed is a list of integers") from None
+    if not sizes:
+        raise ValueError(f"{name}: got none; allowed is one or more")
+    return sizes
 
 
 def _intervals(given: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -319,15 +325,11 @@ def _at_least(given: Any, name: str, least: int) -> int:
     return value
 
 
-def _check_unit(name: str, unit: int) -> None:
-    if not isinstance(unit, int) or unit < 1:
-        raise ValueError(f"unit: got {unit!r} for {name}; allowed are integers of 1 or more")
-
-
-def _check_block(name: str, block: int, unit: int) -> None:
-    _check_unit(name, unit)
-    if isinstance(block, int) and block % unit:
-        raise ValueError(f"unit: {name} has blocks of {block}, in units of {unit}; allowed are multiples of the unit")
+def _integer(given: Any, what: str) -> int:
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise ValueError(f"{what}; allowed are integers") from None
 
 
 def _check_multiples(name: str, cuts: Iterable[int], last: int, unit: int) -> None:
