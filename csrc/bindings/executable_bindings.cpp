@@ -145,6 +145,12 @@ void define_executable(py::module_& m) {
             run_into(v.executable, input, out);
           },
           py::arg("input"), py::arg("out"), release_gil())
+      .def(
+          "check_out",
+          [](const ExecutableView& v, const at::Tensor& input, const at::Tensor& out) {
+            check_out(v.executable, input, out);
+          },
+          py::arg("input"), py::arg("out"))
       .def("start", &start_registered, py::arg("input"), release_gil())
       .def(
           "start_into",

@@ -194,6 +194,10 @@ at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input) {
   return complete(compiled, std::make_shared<Execution>(executable, input, /*uses_side_stream=*/false));
 }
 
+void check_out(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out) {
+  check_out(executable->compiled(), input, out);
+}
+
 void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out) {
   const Record record = record_of(*executable);
   const CompiledProgram& compiled = executable->compiled();

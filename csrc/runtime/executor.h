@@ -52,6 +52,9 @@ at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input);
 // (CompiledProgram::place_of_input), as in a gather in place. Throws c10::ValueError otherwise.
 void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out);
 
+// Throws what run_into would throw because of `out`.
+void check_out(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out);
+
 // Runs a program with several inputs or outputs. Its transfers overlap with its compute.
 std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> inputs);
 

@@ -95,6 +95,18 @@ def _other_plan(rank: int) -> None:
         sw.unpin(plan)
 
 
+def _nothing(rank: int) -> None:
+    sw.redistribute_local(None if rank == 1 else torch.ones(2, 12), _layout("S(0)"), _layout("R"))
+
+
+def _out_with_gaps(rank: int) -> None:
+    out = torch.zeros(8, 24)[:, ::2] if rank == 2 else torch.zeros(8, 12)
+    try:
+        sw.redistribute_local(torch.ones(2, 12), _layout("S(0)"), _layout("R"), out=out)
+    finally:
+        assert not out.any()
+
+
 def _wrong_everywhere(rank: int) -> None:
     sw.redistribute_local(torch.ones(5, 5), _layout("S(0)"), _layout("R"))
 
@@ -120,6 +132,11 @@ def _differing(call: Callable[[int], None], is_known: bool) -> str:
         ),
         (_other_dtype, ["tensor: float32[8, 12] on (0, 1, 2); float64[8, 12] on (3)"]),
         (_other_plan, ["topology: 8xNVLink on (0); gloo-local on (1, 2, 3)"]),
+        (_nothing, ["input: as its layout says on (0, 2, 3); float32[0] where its layout has float32[2, 12] on (1)"]),
+        (
+            _out_with_gaps,
+            ["out: as allowed on (0, 1, 3); has shape [8, 12] and strides [24, 2] on rank 2; allowed is a contiguous"],
+        ),
         (_wrong_everywhere, ["input: float32[5, 5] where its layout has float32[2, 12] on (0, 1, 2, 3)"]),
     ],
 )

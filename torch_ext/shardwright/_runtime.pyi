@@ -90,6 +90,9 @@ class Executable:
     def received_bytes(self) -> int: ...
     def run(self, input: torch.Tensor) -> torch.Tensor: ...
     def run_into(self, input: torch.Tensor, out: torch.Tensor) -> None: ...
+    def check_out(self, input: torch.Tensor, out: torch.Tensor) -> None:
+        """Raises what `run_into` would raise because of `out`."""
+
     def start(self, input: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Returns the result and whether it is still being computed; if so it is registered for `wait_tensor`."""
 

@@ -52,8 +52,9 @@ def check_ranks(on: bool = True, *, timeout_seconds: float = DEFAULT_TIMEOUT_SEC
 
     A redistribute raises RuntimeError, with nothing sent and inputs untouched, in three cases. If ranks differ in what
     they are about to run, or in the tables they plan with (pinned plans, measurements, the environment's topology), it
-    raises on every rank and names the fields, their values and ranks. If a rank's input contradicts its layout, it
-    raises on every rank. If a rank does not arrive, it raises on the ranks that did, and names the missing one.
+    raises on every rank and names the fields, their values and ranks. If a rank's input contradicts its layout, or what
+    it passes as `out` is not allowed, it raises on every rank. If a rank does not arrive, it raises on the ranks that
+    did, and names the missing one.
     """
     global _setting
     if not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:
@@ -65,7 +66,13 @@ def is_on() -> bool:
     return _setting.on
 
 
-def compare(executable: _runtime.Executable, local: torch.Tensor, async_op: bool, rows_are_own: bool = False) -> None:
+def compare(
+    executable: _runtime.Executable,
+    local: torch.Tensor,
+    async_op: bool,
+    out: torch.Tensor | None = None,
+    rows_are_own: bool = False,
+) -> None:
     """Raises RuntimeError on all ranks of the executable's mesh unless all are about to run the same redistribute.
 
     `rows_are_own`: the operands of products may have other sizes on each rank, which nothing that travels depends on.
@@ -75,9 +82,10 @@ def compare(executable: _runtime.Executable, local: torch.Tensor, async_op: bool
         **tables.current.summary(),
         "async_op": str(async_op),
         "input": _judge(executable, local),
+        "out": _judge_out(executable, local, out),
     }
     what = f"{mine['src']} -> {mine['dst']} of {mine['tensor']}"
-    judged = {"input": _AS_SAID}
+    judged = {"input": _AS_SAID, "out": _ALLOWED}
     compare_calls(tuple(executable.mesh_ranks), executable.rank, "redistribute", mine, judged=judged, what=what)
 
 
@@ -114,6 +122,18 @@ def _judge(executable: _runtime.Executable, local: torch.Tensor) -> str:
     if tuple(local.shape) == expected and str(local.dtype) == f"torch.{dtype}":
         return _AS_SAID
     return f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)} where its layout has {dtype}{list(expected)}"
+
+
+_ALLOWED = "as allowed"
+
+
+def _judge_out(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor | None) -> str:
+    try:
+        if out is not None:
+            executable.check_out(local, out)
+    except ValueError as error:
+        return str(error).removeprefix("out: ")
+    return _ALLOWED
 
 
 def _exchange(

@@ -267,7 +267,7 @@ def run(
     With `out`, the result is written there and `out` is returned; async_op must be False, and `local` is never fitted.
     """
     if checking.is_on():
-        checking.compare(executable, local, async_op)
+        checking.compare(executable, local, async_op, out)
     counters.counts.calls += 1
     if watching.num_modes():
         return watching.run(executable, [local], lambda: _run(executable, local, async_op, out))
@@ -280,7 +280,7 @@ def start_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.
     The caller leaves both tensors alone until then.
     """
     if checking.is_on():
-        checking.compare(executable, local, True)
+        checking.compare(executable, local, True, out)
     counters.counts.calls += 1
     if watching.num_modes():
         work: list[dist.Work | None] = []

@@ -113,7 +113,7 @@ def _redistribute_rarely(
     """Runs `redistribute_local` without a local tensor, or into a given one."""
     rank = _checked_rank(src, dst, group, device_mesh)
     if local is None:
-        if src.mesh.coordinate(rank) is not None:
+        if src.mesh.coordinate(rank) is not None and not checking.is_on():
             raise ValueError(
                 f"local: got None on rank {rank}; allowed is a tensor of shape {tuple(src.local_shape(rank))}, because "
                 f"the rank is on the mesh of {src}"

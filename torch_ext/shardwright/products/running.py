@@ -49,7 +49,7 @@ class Call:
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if checking.is_on():
-            checking.compare(self.executable, inputs[0], False, self.rows_are_own)
+            checking.compare(self.executable, inputs[0], False, rows_are_own=self.rows_are_own)
         counters.counts.products += 1
         for heard in _listeners:
             heard.append(self)
