@@ -110,6 +110,10 @@ void define_memory_of_peers(py::module_& m) {
   m.def("give_back_memory", &give_back_memory, py::arg("tensor"));
 }
 
+void check_out_of(const ExecutableView& v, const at::Tensor& input, const at::Tensor& out) {
+  check_out(v.executable, input, out);
+}
+
 }  // namespace
 
 void define_executable(py::module_& m) {
@@ -145,12 +149,7 @@ void define_executable(py::module_& m) {
             run_into(v.executable, input, out);
           },
           py::arg("input"), py::arg("out"), release_gil())
-      .def(
-          "check_out",
-          [](const ExecutableView& v, const at::Tensor& input, const at::Tensor& out) {
-            check_out(v.executable, input, out);
-          },
-          py::arg("input"), py::arg("out"))
+      .def("check_out", &check_out_of, py::arg("input"), py::arg("out"))
       .def("start", &start_registered, py::arg("input"), release_gil())
       .def(
           "start_into",

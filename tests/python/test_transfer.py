@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -372,3 +373,53 @@ def _fsdp() -> None:
 @pytest.mark.cpu_only("FSDP2 needs a device that it knows")
 def test_state_dicts_of_fsdp(pool: Pool) -> None:
     pool.run(_fsdp, WORLD_SIZE)
+
+
+class _Training:
+    """A model on some ranks, which all see the same batches, so that the number of ranks changes no gradient."""
+
+    def __init__(self, ranks: list[int], seed: int) -> None:
+        mesh = DeviceMesh("cpu", ranks)
+        self.takes_part = dist.get_rank() in ranks
+        if not self.takes_part:
+            return
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.LayerNorm(13), torch.nn.Linear(13, 5))
+        for part in (*self.model, self.model):
+            fully_shard(part, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.step(seed)
+
+    def step(self, seed: int) -> None:
+        if self.takes_part:
+            torch.manual_seed(seed)
+            self.optimizer.zero_grad()
+            self.model(torch.randn(3, 7)).square().sum().backward()
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any] | None:
+        return dict(zip(("model", "optim"), get_state_dict(self.model, self.optimizer))) if self.takes_part else None
+
+    def weights(self) -> list[torch.Tensor] | None:
+        return [p.full_tensor().detach() for p in self.model.parameters()] if self.takes_part else None
+
+
+def _restart() -> None:
+    before, after = _Training([0, 1, 2, 3], seed=0), _Training([1, 2, 4], seed=1)
+    options: dict[str, Any] = {"unused": ["optim.param_groups"], "ignore": ["optim.param_groups"]}
+    for given in ({}, {"unused": options["unused"]}):
+        with pytest.raises(ValueError, match="destination optim.param_groups: .* if ignore= lists the name"):
+            sw.transfer(before.state(), after.state(), **given)
+    sw.transfer(before.state(), after.state(), **options).start().wait()
+    for training in (before, after):
+        training.step(2)
+    found: list[Any] = [None] * 5
+    dist.all_gather_object(found, (before.weights(), after.weights()))
+    for rank in (1, 2, 4):
+        for expected, got in zip(found[0][0], found[rank][1], strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.cpu_only("FSDP2 needs a device that it knows")
+def test_training_goes_on_after_a_restart_on_other_ranks(pool: Pool) -> None:
+    pool.run(_restart, 5)

@@ -31,12 +31,12 @@ def check(
     """
     names, problems = [], []
     for name, mapped in tensors.items():
-        if name not in wanted and not _is_listed(name, unused):
+        if name not in wanted and not patterns.is_listed(name, unused):
             problems.append(f"{name}: the map makes it from {_sources(mapped)}, and the destination has no such tensor")
     for name, there in wanted.items():
         given = tensors.get(name)
         if given is None:
-            if not _is_listed(name, ignore):
+            if not patterns.is_listed(name, ignore):
                 problems.append(f"{name}: the destination has it, and no source is mapped to it")
             continue
         wrong = _differences(name, given, there)
@@ -44,10 +44,6 @@ def check(
         if not wrong:
             names.append(name)
     return names, problems
-
-
-def _is_listed(name: str, listed: Sequence[str]) -> bool:
-    return any(patterns.match(pattern, name) is not None for pattern in listed)
 
 
 def _differences(name: str, given: Mapped, there: Wanted) -> list[str]:

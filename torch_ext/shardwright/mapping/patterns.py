@@ -45,3 +45,8 @@ def put(pattern: str, captured: Sequence[str]) -> str:
     """Puts text in place of the wildcards, in order. There must be as many."""
     literals = _WILDCARD.split(pattern)
     return "".join(text for pair in zip(literals, [*captured, ""]) for text in pair)
+
+
+def is_listed(name: str, listed: Iterable[str]) -> bool:
+    """Whether one of these patterns matches."""
+    return any(match(pattern, name) is not None for pattern in listed)

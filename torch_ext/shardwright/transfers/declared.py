@@ -103,15 +103,21 @@ class Reader:
         for name, value in _flattened("state_dict", given):
             if isinstance(value, torch.Tensor) or _is_pair(value):
                 self._add(found, "source", name, value)
-            elif not any(patterns.match(pattern, name) is not None for pattern in unused):
-                self.problems.append(self._said("source", name, f"got a {type(value).__name__}; allowed is {_ALLOWED}"))
+            elif not patterns.is_listed(name, unused):
+                said = f"got a {type(value).__name__}; allowed is {_ALLOWED}; anything, if unused= lists the name"
+                self.problems.append(self._said("source", name, said))
         return found
 
-    def destination(self, given: Any) -> dict[str, Given]:
-        """Reads `to`; None is an empty one."""
+    def destination(self, given: Any, ignore: Sequence[str] | None = None) -> dict[str, Given]:
+        """Reads `to`; None is an empty one. What is no tensor is passed over where `ignore` lists its name."""
         found: dict[str, Given] = {}
         for name, value in _flattened("to", given) if given is not None else ():
-            self._add(found, "destination", name, value)
+            if isinstance(value, (torch.Tensor, _planner.Layout)) or _is_pair(value) or _is_spec(value):
+                self._add(found, "destination", name, value)
+            elif not patterns.is_listed(name, ignore or ()):
+                said = f"got a {type(value).__name__}; allowed is {_ALLOWED_SPEC}"
+                said += "; anything, if ignore= lists the name" if ignore is not None else ""
+                self.problems.append(self._said("destination", name, said))
         return found
 
     def _add(self, found: dict[str, Given], side: str, name: str, value: Any) -> None:
@@ -144,10 +150,8 @@ class Reader:
         if _is_pair(value):
             local, layout = value
             return Given(layout, None if local is None else _plain(local), local)
-        if isinstance(value, (tuple, list)) and len(value) == 4:
-            placements, mesh, shape, dtype = value
-            return Given(Layout(mesh, shape, placements, dtype), None, None)
-        raise ValueError(f"got a {type(value).__name__}; allowed is {_ALLOWED_SPEC}")
+        placements, mesh, shape, dtype = value
+        return Given(Layout(mesh, shape, placements, dtype), None, None)
 
     def _check(self, side: str, given: Given) -> None:
         layout, local = given.layout, given.local
@@ -184,6 +188,10 @@ def _is_pair(value: Any) -> bool:
         and isinstance(value[1], _planner.Layout)
         and (value[0] is None or isinstance(value[0], torch.Tensor))
     )
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 4 and isinstance(value[3], (str, torch.dtype))
 
 
 def _plain(local: torch.Tensor) -> torch.Tensor:

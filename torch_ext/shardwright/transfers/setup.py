@@ -60,7 +60,7 @@ def set_up(
     """
     reader = Reader(group)
     source = _read(lambda: reader.state_dict(state_dict, options.unused), reader)
-    destination = _read(lambda: reader.destination(to), reader)
+    destination = _read(lambda: reader.destination(to, options.ignore), reader)
     given_rules = _rules(rules, problems)
     device, kind = _device(given_device, source, destination, group, reader)
     mine = declare(source, destination)

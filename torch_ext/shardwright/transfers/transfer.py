@@ -56,7 +56,8 @@ def transfer(
             into that, and exchanges both at once when a transfer is waited for, or at `Transfer.swap`.
         unused: patterns of names, after the map, that the destination may lack; also of what is no tensor in
             `state_dict`.
-        ignore: patterns of names in `to` that keep what they hold if no tensor of the source has their name.
+        ignore: patterns of names in `to` that keep what they hold if no tensor of the source has their name; also of
+            what is no tensor there.
         progress: a function of (done_bytes, total_bytes, name), which is called on this rank as tensors are complete;
             True shows a bar on rank 0 (with tqdm, if it is installed).
         group: the process group whose ranks take part; default, the default group. Meshes have global ranks.
